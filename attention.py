@@ -1,0 +1,243 @@
+"""Every attention of the paper in one file: softmax, symmetric, RPC (robust PCA inside the layer) and Scaled Attention.
+
+Paper: Teo & Nguyen, "Unveiling the Hidden Structure of Self-Attention via Kernel Principal Component Analysis",
+NeurIPS 2024. Released code: `rachtsy/KPCA_code`. First pure functions on (B, H, N, D) tensors, then one module,
+`SelfAttention`, that projects, calls one of them and projects back.
+
+B batch, H heads, N tokens (class token included), D head width, C = H*D model width.
+
+    paper                   name here   shape                  what it is
+    Q, K, V   (eq. 1, 2)    q, k, v     (B, H, N, D)           queries, keys, values
+    A, h      (eq. 3)       -           (B,H,N,N) (B,H,N,D)    softmax(q k^T / sqrt(D)), A v; A is never kept
+    K, L, S   (eq. 14)      k, L, S     (B, H, N, D)           keys = low-rank part + sparse part
+    Y         (Alg. 1)      Z = Y/mu    (B, H, N, D)           scaled dual variable; Y itself is never needed
+    mu        (Alg. 1)      mu          (B, H, 1 or N, 1)      penalty weight, proportional to 1 / mean|k|
+    lambda    (Alg. 1)      lambd       float                  weight of the sparse part
+    S_{.}     (Alg. 1)      soft_threshold                     sign(x) max(|x| - tau, 0); tau (B, H, 1 or N, 1)
+    D_{.}     (Alg. 2)      pcp         (N, D)                 singular value threshold; PAP puts an attention here
+    S         (Remark 3)    S, s        (H, N, N)              scaling of the values, v - S v; a matrix, not the S above
+
+The paper's text and the code its authors released compute different things. Each choice is an argument:
+
+    question                paper's text              released code             here
+    threshold of S          lambda / mu               lambda * mu               threshold="over" | "times" (default)
+    mu = N x / (4 sum|K|)   x = D, head width         x = C, model width        mu_dim="head" | "model" (default)
+    sign of Y/mu in L step  - (ADMM needs +)          -                         dual_sign=-1 (default) | +1
+    value operand           not printed               V, fixed in the loop      V (to try K: rpc_attention(k, k))
+    when to stop            "until converged"         exactly n steps           n_iter; it does not converge
+    dropout                 not mentioned             last step only            last step only
+    robust layers           n1-n2                     one index or all          any set (vit.py, lm.py)
+    queries                 none (App. E.9: asym.)    none                      q=None; given: asymmetric RPC
+    causal mu               not mentioned             no causal code            mean|k| of tokens <= t ("running")
+
+The defaults are the released ones: the only rule known to have run. `FORMS` names the three readings. lambda*mu and
+lambda/mu are not one family renamed: mu is data, so doubling the keys halves the one and doubles the other.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+FORMS = {
+    "released": dict(threshold="times", mu_dim="model", dual_sign=-1),   # the authors' code
+    "paper": dict(threshold="over", mu_dim="head", dual_sign=-1),        # Algorithm 1 as printed
+    "admm": dict(threshold="over", mu_dim="head", dual_sign=+1),         # what ADMM prescribes
+}
+KINDS = ("softmax", "symmetric", "rpc", "rpc_asym", "scaled_s", "scaled_alpha")
+
+
+# --- softmax and symmetric attention ---------------------------------------------------------------------------------
+
+def softmax_attention(q, k, v, *, causal=False, dropout_p=0.0):
+    """h = softmax(q k^T / sqrt(D)) v (eq. 1-3). q, k, v: (B, H, N, D); returns (B, H, N, D)."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout_p)
+
+
+def symmetric_attention(k, v, *, causal=False, dropout_p=0.0):
+    """h = softmax(k k^T / sqrt(D)) v: the keys are the queries too; the paper's baseline. All (B, H, N, D)."""
+    return softmax_attention(k, k, v, causal=causal, dropout_p=dropout_p)
+
+
+# --- RPC-Attention: Principal Attention Pursuit (Definition 1, Algorithm 1) --------------------------------------------
+
+def soft_threshold(x, tau):
+    """Shrink towards zero: sign(x) * max(|x| - tau, 0), elementwise; the prox of tau * ||.||_1.
+
+    x: any shape. tau: >= 0, broadcastable to x, in the unit of x. Returns x's shape and dtype.
+    """
+    return F.relu(x - tau) - F.relu(-x - tau)    # half the backward time of torch.clamp with a tensor bound
+
+
+def penalty(k, *, mu_dim="model", mu="global"):
+    """mu = N x / (4 sum|K|), per sample and head, x = C ("model") or D ("head"); that is x / (4 D mean|K|).
+
+    k: (B, H, N, D). The mean runs over all tokens ("global"), over tokens <= t ("running", safe in causal attention)
+    or over token t alone ("token"). Returns (B, H, 1, 1) for "global", else (B, H, N, 1).
+    """
+    B, H, N, D = k.shape
+    m = k.abs().mean(-1, keepdim=True)                                                        # (B, H, N, 1)
+    if mu == "global":
+        m = m.mean(-2, keepdim=True)                                                          # (B, H, 1, 1)
+    elif mu == "running":
+        m = m.cumsum(-2) / torch.arange(1, N + 1, device=k.device, dtype=m.dtype)[:, None]    # (B, H, N, 1)
+    return (H if mu_dim == "model" else 1) / (4 * m.clamp_min(1e-12))                         # all-zero head: finite
+
+
+def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_dim="model", dual_sign=-1, mu=None,
+                  causal=False, dropout_p=0.0, trace=None):
+    """RPC-Attention: n_iter steps of Principal Attention Pursuit on the keys. Returns the last L, (B, H, N, D).
+
+    k, v: (B, H, N, D). n_iter >= 1, lambd >= 0 (math.inf: never shrink). q: fixed queries (asymmetric RPC, App. E.9).
+    threshold, mu_dim, dual_sign: see the table above and `FORMS`. mu: "global", "running" or "token" (`penalty`);
+    None is "running" if causal, else "global" ("global" in causal attention lets the future leak into the past).
+    dropout_p acts in the last step. trace: a list that receives dict(S, K2, L) of every step, for analysis.
+
+    Z = Y/mu is kept instead of Y, so mu is needed inside tau only. What the loop does: n = 1 is symmetric attention with
+    every key entry clamped to [-tau, tau]. While nothing exceeds tau, S = 0, Z piles up, and step i >= 3 attends with
+    keys of about -(i-2) K: a sharper symmetric attention. It does not converge; n is a setting, not a budget.
+
+    State is float32 at least (in bf16 the error grows from 3e-3 to 9e-3); only K2 is cast, to v's dtype, for
+    `F.scaled_dot_product_attention`, so no N x N matrix is kept. Raises ValueError for an unknown option.
+    """
+    mu = mu or ("running" if causal else "global")
+    for name, value, known in (("threshold", threshold, ("times", "over")), ("mu_dim", mu_dim, ("model", "head")),
+                               ("dual_sign", dual_sign, (-1, 1)), ("mu", mu, ("global", "running", "token"))):
+        if value not in known:
+            raise ValueError(f"rpc_attention: {name}={value!r}, expected one of {known}")
+    if n_iter < 1 or lambd < 0:
+        raise ValueError(f"rpc_attention: n_iter={n_iter}, lambd={lambd}, expected n_iter >= 1 and lambd >= 0")
+
+    K = k if k.dtype == torch.float64 else k.float()
+    mu = penalty(K, mu_dim=mu_dim, mu=mu)
+    if lambd == math.inf:
+        mu = mu.detach()                                     # inf * 0 would make mu's gradient NaN
+    tau = lambd * mu if threshold == "times" else lambd / mu
+    L = Z = 0.0
+    for i in range(n_iter):
+        S = soft_threshold(K - L + Z, tau)                   # S = S_tau(K - L + Y/mu)
+        R = K - S
+        K2 = R + dual_sign * Z                               # K2 = K - S - Y/mu         (dual_sign = +1: + Y/mu)
+        Q2 = K2 if q is None else q
+        L = softmax_attention(Q2.to(v.dtype), K2.to(v.dtype), v, causal=causal,    # L = softmax(K2 K2^T / sqrt(D)) V
+                              dropout_p=dropout_p if i == n_iter - 1 else 0.0).to(K.dtype)
+        Z = R + Z - L                                        # Y = Y + mu (K - L - S)
+        if trace is not None:
+            trace.append(dict(S=S, K2=K2, L=L))
+    return L.to(v.dtype)
+
+
+def pcp(M, lambd=None, mu=None, tol=1e-7, max_iter=1000):
+    """Principal component pursuit, min ||L||_* + lambd ||S||_1 s.t. L + S = M: the exact problem PAP imitates.
+
+    M: (N, D); computed in float64. lambd: 1 / sqrt(max(N, D)) if None. mu: N D / (4 sum|M|) if None. Stops at
+    ||M - L - S||_F <= tol ||M||_F or after max_iter steps. Returns (L, S), each (N, D) float64.
+
+    ADMM as in Candes et al. 2011, L first. The paper's Algorithm 2 prints threshold mu for 1/mu and -Y/mu for +Y/mu
+    in the L step: that form diverges.
+    """
+    M = M.double()
+    N, D = M.shape
+    lambd = 1 / math.sqrt(max(N, D)) if lambd is None else lambd
+    mu = N * D / (4 * M.abs().sum().clamp_min(1e-300)) if mu is None else mu
+    S, Y = torch.zeros_like(M), torch.zeros_like(M)
+    for _ in range(max_iter):
+        U, sigma, Vt = torch.linalg.svd(M - S + Y / mu, full_matrices=False)
+        L = (U * soft_threshold(sigma, 1 / mu)) @ Vt         # L = D_{1/mu}(M - S + Y/mu)
+        S = soft_threshold(M - L + Y / mu, lambd / mu)       # S = S_{lambda/mu}(M - L + Y/mu)
+        Y = Y + mu * (M - L - S)
+        if (M - L - S).norm() <= tol * M.norm():
+            break
+    return L, S
+
+
+# --- Scaled Attention (Remark 3, section 4.3, App. E.1) ----------------------------------------------------------------
+
+def scaled_attention(q, k, v, S, *, causal=False, dropout_p=0.0):
+    """h = softmax(q k^T / sqrt(D)) (I - S) v. S: (H, N, N), learned, or (B, H, N, N). q, k, v: (B, H, N, D)."""
+    return softmax_attention(q, k, v - torch.einsum("...nm,...md->...nd", S, v), causal=causal, dropout_p=dropout_p)
+
+
+def scaled_alpha_attention(q, k, v, alpha, *, causal=False, dropout_p=0.0):
+    """Scaled Attention with S = alpha * softmax(k k^T / sqrt(D)); alpha: one number, shared by the heads (App. E.1)."""
+    u = v - alpha * symmetric_attention(k, v, causal=causal)
+    return softmax_attention(q, k, u, causal=causal, dropout_p=dropout_p)
+
+
+def exact_scaling(k, v):
+    """S v for the S of App. E.1, S = (1/N) A / A^T elementwise, A = softmax(k k^T / sqrt(D)). All (B, H, N, D), float64 out.
+
+    With g_j = sum_j' exp(k_j . k_j' / sqrt(D)), S_jj' = g_j' / (N g_j): rank one and idempotent, so I - S is a
+    projection, centring in the coordinates g v, and S v = (1/g_j) mean_j'(g_j' v_j'). Computed from log g in float64;
+    g spans many orders of magnitude as keys grow (log max g - log min g is 31 at standard deviation 2, N = 197,
+    D = 64), so this is for analysis, not for training. Sums over all tokens: not causal.
+    """
+    k, v = k.double(), v.double()
+    lg = torch.logsumexp(k @ k.mT / math.sqrt(k.shape[-1]), -1, keepdim=True)                  # log g, (B, H, N, 1)
+    top = lg.amax(-2, keepdim=True)
+    return (top - lg).exp() * ((lg - top).exp() * v).mean(-2, keepdim=True)
+
+
+# --- the module ----------------------------------------------------------------------------------------------------------
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention of one kind; (B, N, C) in and out; parameter names as in timm.
+
+    dim: C. num_heads: H, divides C. attn: one of `KINDS`:
+      softmax       eq. 1-3; qkv (3C, C), rows q, k, v
+      symmetric     queries are keys; qkv (2C, C), rows k, v
+      rpc           RPC-Attention; the parameters of symmetric
+      rpc_asym      RPC-Attention with fixed queries (App. E.9); the parameters of softmax
+      scaled_s      Scaled Attention, learned `s` (H, N, N), zero at start; needs num_tokens = N
+      scaled_alpha  Scaled Attention, learned `s` (1,) = alpha, zero at start
+    n_iter, lambd, form (a key of `FORMS`), mu: for the rpc kinds. causal: token t sees tokens <= t.
+    attn_drop, proj_drop: dropout rates on the attention matrix and after the output projection.
+    """
+
+    def __init__(self, dim, num_heads, attn="softmax", *, n_iter=4, lambd=4.0, form="released", mu=None,
+                 num_tokens=None, causal=False, qkv_bias=True, attn_drop=0.0, proj_drop=0.0):
+        super().__init__()
+        if attn not in KINDS:
+            raise ValueError(f"attn={attn!r}, expected one of {KINDS}")
+        if form not in FORMS:
+            raise ValueError(f"form={form!r}, expected one of {tuple(FORMS)}")
+        if dim % num_heads:
+            raise ValueError(f"dim={dim} is not divisible by num_heads={num_heads}")
+        if attn == "scaled_s" and (num_tokens is None or causal):
+            raise ValueError("attn='scaled_s' learns one N x N matrix per head: it needs num_tokens and is not causal")
+        self.num_heads, self.attn, self.causal, self.attn_drop = num_heads, attn, causal, attn_drop
+        self.rpc = dict(n_iter=n_iter, lambd=lambd, mu=mu, **FORMS[form])
+        self.num_proj = 2 if attn in ("symmetric", "rpc") else 3                              # k, v or q, k, v
+        self.qkv = nn.Linear(dim, self.num_proj * dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(proj_drop)
+        if attn == "scaled_s":
+            self.s = nn.Parameter(torch.zeros(num_heads, num_tokens, num_tokens))
+        elif attn == "scaled_alpha":
+            self.s = nn.Parameter(torch.zeros(1))
+
+    def project(self, x):
+        """(B, N, C) -> q, k, v, each (B, H, N, D), exactly as the attention uses them; q is k where keys are queries."""
+        B, N, C = x.shape
+        qkv = self.qkv(x).view(B, N, self.num_proj, self.num_heads, C // self.num_heads).permute(2, 0, 3, 1, 4)
+        return (qkv[-2], qkv[-2], qkv[-1]) if self.num_proj == 2 else (qkv[0], qkv[1], qkv[2])
+
+    def attend(self, q, k, v):
+        """The attention of this kind; all (B, H, N, D)."""
+        how = dict(causal=self.causal, dropout_p=self.attn_drop if self.training else 0.0)
+        if self.attn == "softmax":
+            return softmax_attention(q, k, v, **how)
+        if self.attn == "symmetric":
+            return symmetric_attention(k, v, **how)
+        if self.attn == "rpc":
+            return rpc_attention(k, v, **self.rpc, **how)
+        if self.attn == "rpc_asym":
+            return rpc_attention(k, v, q=q, **self.rpc, **how)
+        if self.attn == "scaled_s":
+            return scaled_attention(q, k, v, self.s, **how)
+        return scaled_alpha_attention(q, k, v, self.s, **how)
+
+    def forward(self, x):
+        h = self.attend(*self.project(x))                                                     # (B, H, N, D)
+        return self.proj_drop(self.proj(h.transpose(1, 2).flatten(2)))                        # (B, N, C)
