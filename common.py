@@ -1,0 +1,178 @@
+"""What every script shares: random numbers, processes, schedule, checkpoints, log. Plain functions, no state."""
+
+import argparse
+import json
+import math
+import os
+import pickle
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+# --- random numbers -------------------------------------------------------------------------------------------------
+# The data pipeline draws from a hash, not from a generator: the numbers of a sample depend on (seed, what for, which
+# sample) alone. So batch size, device, worker, number of processes and resuming change nothing, and nothing about
+# random states has to be saved.
+
+def _mix(x):
+    """One round of a 32-bit integer hash (the "lowbias32" constants) on int32 tensors; products wrap around."""
+    x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ (x >> 15 & 0x1FFFF)) * (0x846CA68B - 2 ** 32)
+    return x ^ (x >> 16 & 0xFFFF)
+
+
+def uniform(index, n, *key):
+    """Table of random numbers in [0, 1): row i depends on (key, index[i]) only, column j not on n.
+
+    index: (B,) int64 in [0, 2**31), the sample's number; n: columns; key: ints in [0, 2**31) such as (seed, purpose).
+    Returns (B, n) float32 on index's device, multiples of 2**-24.
+    """
+    row = torch.full_like(index, 0x1E3779B9, dtype=torch.int32)
+    for k in (*key, index.int()):
+        row = _mix(_mix(row ^ k) + 0x3C6EF372)
+    column = _mix(torch.arange(1, n + 1, device=index.device, dtype=torch.int32))
+    h = _mix(_mix(row[:, None] ^ column) + row[:, None])                                      # (B, n)
+    return (h >> 8 & 0xFFFFFF).float() * 2.0 ** -24
+
+
+# --- processes and devices --------------------------------------------------------------------------------------------
+
+def setup(device=None):
+    """Join the process group if torchrun started this process. Returns (device, rank, world size).
+
+    device: "cuda", "mps" or "cpu"; None picks the best there is. nccl on GPUs, gloo elsewhere.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this PyTorch finds no GPU; leave the flag out to pick what there is")
+    if "RANK" not in os.environ:
+        return torch.device(device), 0, 1
+    if device == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    return torch.device(device), dist.get_rank(), dist.get_world_size()
+
+
+def all_sum(x):
+    """Sum of a tensor over all processes (the tensor itself in a single one)."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+def broadcast(objects):
+    """Rank 0's list of plain objects, on every process."""
+    if dist.is_initialized():
+        dist.broadcast_object_list(objects)
+    return objects
+
+
+def describe(device):
+    """The hardware in words, for logs."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {torch.get_num_threads()} threads"
+
+
+def autocast(device, amp):
+    """bf16 autocast, or nothing."""
+    return torch.autocast(device.type, torch.bfloat16) if amp else nullcontext()
+
+
+def run(main):
+    """Call main(); an input error becomes one line on stderr and exit code 1."""
+    try:
+        main()
+    except (ValueError, OSError) as e:
+        sys.exit(f"error: {str(e).strip().splitlines()[-1].removeprefix('ValueError: ')}")     # a worker's: last line
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+# --- optimisation -----------------------------------------------------------------------------------------------------
+
+def lr_at(step, total, warmup, lr, min_lr, warmup_lr=1e-6):
+    """Linear from warmup_lr over `warmup` steps, then cosine to min_lr at `total`; the cosine's phase counts from 0.
+
+    As DeiT's schedule (timm CosineLRScheduler without warm-up prefix), per step instead of per epoch.
+    """
+    if step < warmup:
+        return warmup_lr + (lr - warmup_lr) * step / warmup
+    return min_lr + (lr - min_lr) * (1 + math.cos(math.pi * min(step / max(total, 1), 1))) / 2
+
+
+def param_groups(model, weight_decay, no_decay=("pos_embed", "cls_token")):
+    """Two groups for the optimiser: 1-d tensors and those named in no_decay are not decayed, the rest is."""
+    decay, keep = [], []
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            (keep if p.ndim < 2 or name.split(".")[-1] in no_decay else decay).append(p)
+    return [dict(params=decay, weight_decay=weight_decay), dict(params=keep, weight_decay=0.0)]
+
+
+# --- files --------------------------------------------------------------------------------------------------------------
+
+def save_checkpoint(path, checkpoint):
+    """Write a dict of plain types and tensors so that path is at every moment the old file or the whole new one.
+
+    Raises OSError naming the file if it cannot be written (a full disk, say); the old file is then untouched.
+    """
+    path = Path(path)
+    tmp = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(tmp, "wb") as f:
+            torch.save(checkpoint, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+    except (OSError, RuntimeError) as e:
+        tmp.unlink(missing_ok=True)
+        kept = "the previous one is untouched" if path.exists() else "there is none yet"
+        raise OSError(f"cannot write checkpoint {path} ({getattr(e, 'strerror', None) or e}); {kept}") from None
+
+
+def read_checkpoint(path):
+    """Read a checkpoint of ours, DeiT's or the released code's without running anything it holds; tensors on the CPU.
+
+    path: a file, a folder with last.pt in it, or an https address. Returns the dict inside.
+    """
+    if str(path).startswith("https://"):
+        return torch.hub.load_state_dict_from_url(str(path), map_location="cpu", weights_only=True)
+    path = Path(path) / "last.pt" if Path(path).is_dir() else Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"no checkpoint at {path}")
+    try:                                            # the released code pickles its argparse.Namespace: plain data
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as e:
+        why = str(e).strip().split("\n")[0] or type(e).__name__
+        raise ValueError(f"{path} is not a readable checkpoint (truncated, or not made by torch.save of plain tensors): "
+                         f"{why[:160]}") from None
+    if not isinstance(checkpoint, dict):
+        raise ValueError(f"{path} holds a {type(checkpoint).__name__}, expected a dict of weights")
+    return checkpoint
+
+
+def write_log(path, row):
+    """Append one JSON line."""
+    with open(path, "a") as f:
+        f.write(json.dumps(row) + "\n")
+
+
+def cut_log(path, step):
+    """Drop what was logged after `step` (and a line cut short by a kill), so that a resumed log has no step twice."""
+    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
+    rows = []
+    for line in lines:
+        try:
+            rows += [line] if json.loads(line).get("step", 0) <= step else []
+        except json.JSONDecodeError:
+            continue
+    Path(path).write_text("".join(line + "\n" for line in rows))

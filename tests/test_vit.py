@@ -1,0 +1,232 @@
+"""Claims about vit.py: the published models, their weights, and what it refuses."""
+
+import argparse
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import common
+from vit import SIZES, Block, ViT, ViTConfig, load_weights, resize_pos_embed, vit_from_checkpoint
+
+TINY = dict(image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=10)
+VARIANTS = {"sym": dict(attn="symmetric"), "rpc_l0_n4_lam4": dict(attn="rpc"), "rpc_l0_n6_lam4": dict(attn="rpc", n_iter=6),
+            "rpc_all_n2_lam3": dict(attn="rpc", rpc_layers=(0, 1), n_iter=2, lambd=3.0),
+            "rpc_l1_n2_lam0.5": dict(attn="rpc", rpc_layers=(1,), n_iter=2, lambd=0.5)}
+
+
+def small(**kind):
+    torch.manual_seed(0)
+    return ViT(ViTConfig(**TINY, **kind)).eval()
+
+
+def reference_model(arrays, dtype, **kind):
+    m = ViT(ViTConfig(**TINY, mean=(0, 0, 0), std=(1, 1, 1), **kind)).eval()     # reference inputs are normalised already
+    load_weights(m, {k[3:]: v for k, v in arrays.items() if k.startswith("sd/")})
+    return m.to(dtype)
+
+
+# --- equal to references ----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_symmetric_and_rpc_models_equal_the_released_code_with_gradients(golden, variant):
+    a = golden("model_symvit")
+    m = reference_model(a, torch.float64, **VARIANTS[variant])
+    got = m.features(a["x"].double())
+    for name, value in (("head", "logits64"), ("blocks.0", "block0"), ("blocks.1", "block1")):
+        torch.testing.assert_close(got[name], a[f"{variant}/{value}"], rtol=0, atol=1e-10)
+    loss = F.cross_entropy(m(a["x"].double()), a["target"])
+    torch.testing.assert_close(loss, a[f"{variant}/loss64"], rtol=0, atol=1e-10)
+    loss.backward()
+    for key in [k for k in a if k.startswith(f"{variant}/grad/")]:
+        torch.testing.assert_close(m.get_parameter(key.split("/")[-1]).grad, a[key], rtol=0, atol=1e-10)
+    m = reference_model(a, torch.float32, **VARIANTS[variant])
+    torch.testing.assert_close(m(a["x"]), a[f"{variant}/logits32"], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name,kind", [("model_scaled_S", "scaled_s"), ("model_scaled_alpha", "scaled_alpha"),
+                                       ("model_vit_asym", "softmax")])
+def test_scaled_and_softmax_models_equal_their_references(golden, name, kind):
+    a = golden(name)
+    for dtype, bits, tol in ((torch.float64, 64, 1e-10), (torch.float32, 32, 2e-5)):
+        got = reference_model(a, dtype, attn=kind)(a["x"].to(dtype))
+        torch.testing.assert_close(got, a[f"logits{bits}"], rtol=0, atol=tol)
+
+
+@pytest.mark.parametrize("size", ["tiny", "small"])
+def test_timms_deit_has_the_same_keys_and_logits_with_its_own_state_dict(size):
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    theirs = timm.create_model(f"deit_{size}_patch16_224").eval()
+    for p in theirs.parameters():                                # so that nothing is zero or one
+        torch.nn.init.normal_(p, std=0.05)
+    ours = ViT(ViTConfig(**SIZES[size], attn="softmax")).eval()
+    assert list(ours.state_dict()) and set(ours.state_dict()) == set(theirs.state_dict())
+    load_weights(ours, {"model": theirs.state_dict()})
+    images = torch.rand(2, 3, 224, 224)
+    mean, std = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), theirs((images - mean) / std), rtol=1e-4, atol=1e-4)
+
+
+COUNTS = {"tiny": (5_717_416, 5_272_744, 7_114_540, 5_717_428), "small": (22_050_664, 20_276_584, 24_844_912, 22_050_676),
+          "base": (86_567_656, 79_480_552, 92_156_152, 86_567_668)}
+
+
+@pytest.mark.parametrize("size", COUNTS)
+def test_parameter_counts_are_the_papers(size):
+    def count(attn):
+        with torch.device("meta"):
+            return sum(p.numel() for p in ViT(ViTConfig(**SIZES[size], attn=attn)).parameters())
+    assert (count("softmax"), count("symmetric"), count("scaled_s"), count("scaled_alpha")) == COUNTS[size]
+    C, depth = SIZES[size]["embed_dim"], SIZES[size]["depth"]
+    assert count("rpc") == count("symmetric") == count("softmax") - depth * (C * C + C)
+    assert count("rpc_asym") == count("softmax") and count("sym_asym") == count("softmax") - (C * C + C)
+
+
+def test_state_dict_names_are_timms():
+    block = [f"blocks.{i}.{n}.{p}" for i in range(2) for n in ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
+             for p in ("weight", "bias")]
+    ends = [f"{n}.{p}" for n in ("patch_embed.proj", "norm", "head") for p in ("weight", "bias")]
+    for attn in ("softmax", "symmetric", "rpc", "rpc_asym", "sym_asym"):
+        assert sorted(small(attn=attn).state_dict()) == sorted(["cls_token", "pos_embed", *block, *ends])
+    scaled = sorted(["cls_token", "pos_embed", *block, *ends, "blocks.0.attn.s", "blocks.1.attn.s"])
+    assert sorted(small(attn="scaled_s").state_dict()) == sorted(small(attn="scaled_alpha").state_dict()) == scaled
+
+
+# --- the model -----------------------------------------------------------------------------------------------------------------
+
+def test_rpc_layers_choose_the_attention_of_each_layer():
+    def kinds(**c):
+        return [block.attn.attn for block in small(**c).blocks]
+    assert kinds(attn="rpc") == ["rpc", "symmetric"]
+    assert kinds(attn="rpc", rpc_layers=(1,)) == ["symmetric", "rpc"]
+    assert kinds(attn="rpc_asym") == ["rpc_asym", "softmax"]
+    assert kinds(attn="sym_asym") == ["rpc", "softmax"]
+    assert kinds(attn="scaled_alpha") == ["scaled_alpha"] * 2
+
+
+def test_both_inits_have_their_key_sizes():
+    torch.manual_seed(0)
+    std = {init: ViT(ViTConfig(attn="rpc", init=init)).blocks[0].attn.qkv.weight.std().item()
+           for init in ("default", "trunc_normal")}
+    assert abs(std["default"] - 0.0417) < 5e-4 and abs(std["trunc_normal"] - 0.02) < 3e-4
+    m = ViT(ViTConfig(attn="scaled_s", init="trunc_normal"))
+    assert m.blocks[0].attn.s.abs().max() == 0 and m.head.bias.abs().max() == 0 and abs(m.pos_embed.std() - 0.02) < 1e-3
+
+
+def test_features_are_the_forward_pass_by_name():
+    m, x = small(attn="rpc"), torch.rand(2, 3, 32, 32)
+    f = m.features(x)
+    assert list(f) == ["embed", "blocks.0", "blocks.1", "norm", "head"]
+    assert torch.equal(f["head"], m(x)) and f["blocks.0"].shape == (2, 17, 48)
+
+
+def test_drop_path_drops_whole_samples_in_training_only_and_keeps_the_mean():
+    torch.manual_seed(0)
+    block = Block(48, 3, drop_path=0.4)
+    x = torch.randn(1, 5, 48).expand(2000, 5, 48)
+    with torch.no_grad():
+        assert torch.equal(block.eval()(x), block(x))
+        full = block(x[:1])
+        block.attn.proj.weight.zero_(), block.attn.proj.bias.zero_()              # only the mlp branch is left
+        full, out = block(x[:1]) - x[:1], block.train()(x) - x
+    dropped = out.abs().amax((1, 2)) < 1e-6
+    assert 0.35 < dropped.float().mean() < 0.45
+    torch.testing.assert_close(out[~dropped][:1], full / 0.6, rtol=1e-4, atol=1e-5)
+
+
+def test_images_of_another_size_or_type_are_refused_with_the_expected_shape():
+    m = small(attn="softmax")
+    for bad in (torch.rand(2, 3, 40, 40), torch.rand(2, 1, 32, 32), torch.zeros(2, 3, 32, 32, dtype=torch.uint8)):
+        with pytest.raises(ValueError, match="expected float"):
+            m(bad)
+
+
+@pytest.mark.parametrize("bad,word", [(dict(image_size=30), "divisible"), (dict(attn="linear"), "linear"),
+                                      (dict(attn="rpc", rpc_layers=(7,)), "rpc_layers"), (dict(init="zeros"), "zeros")])
+def test_config_refuses_what_cannot_be_built(bad, word):
+    with pytest.raises(ValueError, match=word):
+        ViTConfig(**{**TINY, **bad})
+
+
+# --- weights from files --------------------------------------------------------------------------------------------------------
+
+def test_position_embeddings_resize_as_deits_fine_tuning_and_keep_the_class_part():
+    pos = torch.randn(1, 17, 8)
+    assert torch.allclose(resize_pos_embed(pos, 17), pos, atol=1e-6)
+    new = resize_pos_embed(pos, 50)
+    assert new.shape == (1, 50, 8) and torch.equal(new[:, 0], pos[:, 0])
+    grid = F.interpolate(pos[:, 1:].reshape(1, 4, 4, 8).permute(0, 3, 1, 2), size=(7, 7), mode="bicubic", align_corners=False)
+    torch.testing.assert_close(new[:, 1:], grid.permute(0, 2, 3, 1).reshape(1, 49, 8))
+
+
+def test_fine_tuning_at_another_size_with_other_classes_says_what_it_adapted():
+    big = ViT(ViTConfig(**{**TINY, "image_size": 64, "num_classes": 7}, attn="symmetric"))
+    notes = load_weights(big, {"model": small(attn="symmetric").state_dict()}, new_head=True)
+    assert len(notes) == 2 and "65 tokens" in notes[0] and "7 classes" in notes[1]
+
+
+def test_weights_that_do_not_fit_are_refused_with_a_sentence():
+    sym, soft = small(attn="symmetric"), small(attn="softmax")
+    good = sym.state_dict()
+
+    def refused(model, weights, match, **how):
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        with pytest.raises(ValueError, match=match):
+            load_weights(model, weights, **how)
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    refused(sym, soft.state_dict(), "3C rows")
+    refused(soft, good, "2C rows")
+    refused(sym, {**good, "dist_token": torch.zeros(1)}, "distilled")
+    refused(sym, {"model": {"conv1.weight": torch.zeros(1)}}, "not ViT weights")
+    refused(sym, {k: v for k, v in good.items() if k != "norm.weight"}, "norm.weight is missing")
+    refused(sym, {**good, "extra": torch.zeros(1)}, "extra is unknown")
+    refused(sym, {**good, "head.weight": torch.zeros(5, 48), "head.bias": torch.zeros(5)}, "5 classes")
+    refused(sym, {k: torch.zeros(1, 1, 348) if k == "cls_token" else v for k, v in good.items()}, "348 is the released")
+    refused(small(attn="scaled_s"), small(attn="scaled_alpha").state_dict(), "learned S")
+
+
+def test_released_files_load_safely_and_only_with_the_settings_they_were_trained_with(tmp_path):
+    m = small(attn="rpc", n_iter=4, lambd=4.0)
+    args = argparse.Namespace(robust=True, num_iter=4, lambd=4.0, layer=0)
+    torch.save({"model": m.state_dict(), "epoch": 299, "args": args}, tmp_path / "released.pth")
+    file = common.read_checkpoint(tmp_path / "released.pth")
+    load_weights(small(attn="rpc"), file)
+    with pytest.raises(ValueError, match="trained with"):
+        load_weights(small(attn="rpc", n_iter=6), file)
+    with pytest.raises(ValueError, match="trained with"):
+        load_weights(small(attn="symmetric"), file)
+
+
+class Evil:
+    def __reduce__(self):
+        return (print, ("this file ran code",))
+
+
+def test_files_that_would_run_code_or_are_broken_are_refused_in_one_line(tmp_path):
+    path = tmp_path / "bad.pt"
+    for content in ({"model": Evil()}, torch.zeros(3)):
+        torch.save(content, path)
+        with pytest.raises(ValueError, match="bad.pt"):
+            common.read_checkpoint(path)
+    torch.save({"model": small(attn="softmax").state_dict()}, path)
+    whole = path.read_bytes()
+    for part in (whole[:len(whole) // 2], whole[:100], b"", b"not a checkpoint"):
+        path.write_bytes(part)
+        with pytest.raises(ValueError, match="bad.pt") as e:
+            common.read_checkpoint(path)
+        assert "\n" not in str(e.value)
+    with pytest.raises(FileNotFoundError, match="nothing.pt"):
+        common.read_checkpoint(tmp_path / "nothing.pt")
+
+
+def test_a_checkpoint_alone_rebuilds_its_model(tmp_path):
+    from dataclasses import asdict
+    m, x = small(attn="rpc", rpc_layers=(0, 1), n_iter=2, lambd=3.0, form="paper"), torch.rand(2, 3, 32, 32)
+    common.save_checkpoint(tmp_path / "last.pt", dict(task="classification", model=m.state_dict(),
+                                                      model_config=asdict(m.config)))
+    again = vit_from_checkpoint(common.read_checkpoint(tmp_path))
+    assert again.config == m.config and torch.equal(again(x), m(x))
+    with pytest.raises(ValueError, match="train_cls.py"):
+        vit_from_checkpoint({"model": m.state_dict()})

@@ -1,0 +1,251 @@
+"""Vision transformers: DeiT tiny, small, base and models for small images, with any attention of attention.py.
+
+Paper: section 4 and App. A of Teo & Nguyen 2024 (ViT-tiny, ViT-small); architecture of DeiT (Touvron et al. 2021), names
+of timm's `vision_transformer.py`, so DeiT and timm weights load strictly into the softmax kind.
+
+    model = ViT(ViTConfig(**SIZES["tiny"], attn="rpc", rpc_layers=(0,), n_iter=4, lambd=4.0))
+    logits = model(images)                      # images (B, 3, 224, 224) in [0, 1] -> (B, 1000)
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from attention import KINDS, SelfAttention
+
+SIZES = {                                                             # softmax parameters at 224 px, 1000 classes
+    "nano": dict(embed_dim=96, depth=6, num_heads=3),                 # for 32 px on a CPU; patch_size=4
+    "tiny": dict(embed_dim=192, depth=12, num_heads=3),               # 5,717,416
+    "small": dict(embed_dim=384, depth=12, num_heads=6),              # 22,050,664
+    "base": dict(embed_dim=768, depth=12, num_heads=12),              # 86,567,656
+}
+# attn of the model -> attention of the layers in rpc_layers, attention of the others; any other kind is for all layers
+RPC_KINDS = {"rpc": ("rpc", "symmetric"), "rpc_asym": ("rpc_asym", "softmax"), "sym_asym": ("rpc", "softmax")}
+
+
+@dataclass(frozen=True)
+class ViTConfig:
+    """Everything that rebuilds the model. RPC and symmetric weights look alike, so only this tells them apart."""
+    image_size: int = 224             # pixels, square
+    patch_size: int = 16              # divides image_size
+    num_classes: int = 1000
+    embed_dim: int = 192              # C
+    depth: int = 12
+    num_heads: int = 3                # H
+    mlp_ratio: float = 4.0
+    attn: str = "softmax"             # softmax, symmetric, scaled_s, scaled_alpha; rpc, rpc_asym, sym_asym (App. E.9)
+    rpc_layers: tuple = (0,)          # layers with RPC-Attention, from 0; the paper's "layer1" is (0,)
+    n_iter: int = 4                   # PAP steps
+    lambd: float = 4.0                # PAP lambda
+    form: str = "released"            # attention.FORMS: released, paper, admm
+    drop_path: float = 0.0            # stochastic depth: rate of the last block, linear from 0
+    init: str = "trunc_normal"        # Linear layers: trunc_normal (DeiT) or default (torch's; the released RPC code)
+    mean: tuple = (0.485, 0.456, 0.406)
+    std: tuple = (0.229, 0.224, 0.225)
+
+    def __post_init__(self):
+        object.__setattr__(self, "rpc_layers", tuple(sorted(self.rpc_layers)) if self.attn in RPC_KINDS else ())
+        for name in ("mean", "std"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.image_size % self.patch_size:
+            raise ValueError(f"image_size={self.image_size} is not divisible by patch_size={self.patch_size}")
+        if self.attn not in (*KINDS, *RPC_KINDS):
+            raise ValueError(f"attn={self.attn!r}, expected one of {sorted({*KINDS, *RPC_KINDS})}")
+        if self.attn in RPC_KINDS and not set(self.rpc_layers) <= set(range(self.depth)) or not self.depth:
+            raise ValueError(f"rpc_layers={self.rpc_layers}, expected layers in 0..{self.depth - 1}")
+        if self.init not in ("trunc_normal", "default"):
+            raise ValueError(f"init={self.init!r}, expected trunc_normal or default")
+
+    @property
+    def num_tokens(self):             # N, class token included
+        return (self.image_size // self.patch_size) ** 2 + 1
+
+    def layer_attn(self, i):
+        """The kind of attention (attention.KINDS) in layer i."""
+        robust, plain = RPC_KINDS.get(self.attn, (None, self.attn))
+        return robust if i in self.rpc_layers else plain
+
+
+# --- modules ---------------------------------------------------------------------------------------------------------
+
+def drop_path(x, p):
+    """Stochastic depth: zero a residual branch for a share p of the samples, divide the others by 1 - p. x: (B, N, C)."""
+    return x * (torch.rand(len(x), 1, 1, device=x.device) >= p) / (1 - p)
+
+
+class Mlp(nn.Module):
+    """fc1, exact GELU, fc2."""
+
+    def __init__(self, dim, hidden_dim):
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, dim)
+
+    def forward(self, x):
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block; keyword arguments go to `attention.SelfAttention`."""
+
+    def __init__(self, dim, num_heads, mlp_ratio=4.0, drop_path=0.0, **attn):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6)
+        self.attn = SelfAttention(dim, num_heads, **attn)
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio))
+        self.drop_path = drop_path
+
+    def residual(self, x):
+        return drop_path(x, self.drop_path) if self.training and self.drop_path else x
+
+    def forward(self, x):
+        x = x + self.residual(self.attn(self.norm1(x)))
+        return x + self.residual(self.mlp(self.norm2(x)))
+
+
+class PatchEmbed(nn.Module):
+    """(B, 3, H, W) -> (B, N - 1, C), patches row by row."""
+
+    def __init__(self, patch_size, dim):
+        super().__init__()
+        self.proj = nn.Conv2d(3, dim, patch_size, stride=patch_size)
+
+    def forward(self, images):
+        return self.proj(images).flatten(2).mT
+
+
+class ViT(nn.Module):
+    """Image classifier; pixels in [0, 1] in, logits out. Parameter names of timm's VisionTransformer."""
+
+    def __init__(self, config):
+        super().__init__()
+        c = self.config = config
+        self.patch_embed = PatchEmbed(c.patch_size, c.embed_dim)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, c.embed_dim))
+        self.pos_embed = nn.Parameter(torch.zeros(1, c.num_tokens, c.embed_dim))
+        self.blocks = nn.ModuleList(
+            Block(c.embed_dim, c.num_heads, c.mlp_ratio, drop_path=c.drop_path * i / max(c.depth - 1, 1),
+                  attn=c.layer_attn(i), n_iter=c.n_iter, lambd=c.lambd, form=c.form, num_tokens=c.num_tokens)
+            for i in range(c.depth))
+        self.norm = nn.LayerNorm(c.embed_dim, eps=1e-6)
+        self.head = nn.Linear(c.embed_dim, c.num_classes)
+        for name in ("mean", "std"):
+            self.register_buffer(name, torch.tensor(getattr(c, name)).view(3, 1, 1), persistent=False)
+        self.init_weights()
+
+    def init_weights(self):
+        """Tokens trunc-normal 0.02; Linear layers too for init "trunc_normal", torch's own for "default" (App. A)."""
+        for token in (self.pos_embed, self.cls_token):
+            nn.init.trunc_normal_(token, std=0.02)
+        for m in self.modules():
+            if isinstance(m, nn.Linear) and self.config.init == "trunc_normal":
+                nn.init.trunc_normal_(m.weight, std=0.02)
+                if m.bias is not None:
+                    nn.init.zeros_(m.bias)
+
+    def embed(self, images):
+        """(B, 3, S, S) in [0, 1] -> tokens (B, N, C): normalise, cut into patches, class token in front, add positions."""
+        if images.shape[1:] != (3, self.config.image_size, self.config.image_size) or not images.is_floating_point():
+            raise ValueError(f"images are {images.dtype} {tuple(images.shape)}, expected float in [0, 1] of shape "
+                             f"(B, 3, {self.config.image_size}, {self.config.image_size})")
+        x = self.patch_embed((images - self.mean) / self.std)
+        return torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1) + self.pos_embed
+
+    def forward(self, images):
+        x = self.embed(images)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)[:, 0])
+
+    def features(self, images):
+        """Intermediate results by name: "embed", "blocks.0", ..., "norm": (B, N, C) each, and "head": logits."""
+        x = self.embed(images)
+        out = {"embed": x}
+        for i, block in enumerate(self.blocks):
+            x = out[f"blocks.{i}"] = block(x)
+        out["norm"] = self.norm(x)
+        out["head"] = self.head(out["norm"][:, 0])
+        return out
+
+
+# --- weights from files --------------------------------------------------------------------------------------------------
+
+def resize_pos_embed(pos_embed, num_tokens):
+    """Bicubic interpolation of the patch part of pos_embed (1, N, C) to another square grid; the class part is kept."""
+    old, new = math.isqrt(pos_embed.shape[1] - 1), math.isqrt(num_tokens - 1)
+    grid = pos_embed[:, 1:].mT.unflatten(2, (old, old))
+    grid = F.interpolate(grid, size=(new, new), mode="bicubic", align_corners=False)
+    return torch.cat([pos_embed[:, :1], grid.flatten(2).mT], 1)
+
+
+def load_weights(model, checkpoint, new_head=False):
+    """Load a checkpoint's weights strictly; ValueError with a sentence when they do not fit. Returns what was adapted.
+
+    checkpoint: dict as read by `common.read_checkpoint`: ours or DeiT's {"model": state dict, ...}, a raw state dict, or
+    a file of `rachtsy/KPCA_code`. Positions of another image size are interpolated. new_head=True keeps the model's own
+    head when the number of classes differs (fine-tuning).
+    """
+    c, sd, notes = model.config, dict(checkpoint.get("model", checkpoint)), []
+    own = model.state_dict()
+    if "dist_token" in sd:
+        raise ValueError("distilled DeiT weights (dist_token, head_dist) hold a second token that this ViT does not have; "
+                         "use the files without 'distilled' in their name")
+    if not {"cls_token", "pos_embed", "blocks.0.attn.qkv.weight"} <= set(sd):
+        raise ValueError(f"not ViT weights: expected timm's names (cls_token, pos_embed, blocks.0.attn.qkv.weight, ...), "
+                         f"got {', '.join(list(sd)[:4]) or 'nothing'}, ...")
+    check_released_settings(c, checkpoint.get("args"))
+    C = sd["cls_token"].shape[-1]
+    if C != c.embed_dim:
+        why = " (348 is the released code's typo for DeiT-small's 384; train at 384 instead)" if C == 348 else ""
+        raise ValueError(f"weights have width {C}, the model has embed_dim={c.embed_dim}{why}")
+    for i in range(c.depth):
+        name = f"blocks.{i}.attn.qkv.weight"
+        rows = sd[name].shape[0] // C if name in sd else 0
+        if rows and rows != own[name].shape[0] // C:
+            raise ValueError(f"{name} holds {rows}C rows ({'q, k, v' if rows == 3 else 'k, v'}), but attn={c.attn!r} needs "
+                             f"{own[name].shape[0] // C}C in layer {i}: softmax and symmetric weights are not interchangeable")
+        scale = f"blocks.{i}.attn.s"
+        if scale in sd and scale in own and sd[scale].shape != own[scale].shape:
+            raise ValueError(f"{scale} has shape {tuple(sd[scale].shape)}, the model needs {tuple(own[scale].shape)}: "
+                             f"a learned S belongs to one attention kind and one number of tokens")
+    if sd["pos_embed"].shape != own["pos_embed"].shape:
+        notes.append(f"positions interpolated from {sd['pos_embed'].shape[1]} to {c.num_tokens} tokens")
+        sd["pos_embed"] = resize_pos_embed(sd["pos_embed"], c.num_tokens)
+    if "head.weight" in sd and sd["head.weight"].shape != own["head.weight"].shape:
+        if not new_head:
+            raise ValueError(f"weights are for {len(sd['head.weight'])} classes, the model for {c.num_classes}")
+        notes.append(f"new head for {c.num_classes} classes (the file has {len(sd['head.weight'])})")
+        sd["head.weight"], sd["head.bias"] = own["head.weight"], own["head.bias"]
+    wrong = [*(f"{k} is missing" for k in own if k not in sd), *(f"{k} is unknown" for k in sd if k not in own),
+             *(f"{k} is {tuple(sd[k].shape)} instead of {tuple(own[k].shape)}"
+               for k in own if k in sd and sd[k].shape != own[k].shape)]
+    if wrong:
+        raise ValueError(f"weights do not fit the model: {'; '.join(wrong[:3])}"
+                         f"{f'; and {len(wrong) - 3} more' if len(wrong) > 3 else ''}")
+    model.load_state_dict(sd)
+    return notes
+
+
+def check_released_settings(config, args):
+    """Refuse a file of `rachtsy/KPCA_code` whose n, lambda or layers (in its pickled args) are not the model's."""
+    if not hasattr(args, "num_iter") or not hasattr(args, "lambd"):
+        return
+    layers = tuple(range(config.depth)) if getattr(args, "layer", 0) == -1 else (getattr(args, "layer", 0),)
+    theirs = dict(attn="rpc", rpc_layers=layers, n_iter=args.num_iter, lambd=args.lambd, form="released")
+    theirs = theirs if getattr(args, "robust", False) else dict(attn="symmetric")
+    ours = {k: getattr(config, k) for k in theirs}
+    if ours != theirs:
+        raise ValueError(f"the file was trained with {theirs}, the model has {ours}")
+
+
+def vit_from_checkpoint(checkpoint):
+    """The model of one of our checkpoints (train_cls.py), in eval mode; nothing else has to be said about it."""
+    if checkpoint.get("task") != "classification" or "model_config" not in checkpoint:
+        raise ValueError("not a checkpoint of train_cls.py: it has no classification model_config")
+    model = ViT(ViTConfig(**checkpoint["model_config"]))
+    load_weights(model, checkpoint)
+    return model.eval()
