@@ -1,0 +1,405 @@
+import io
+import os
+import pickle
+import sys
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import data  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding capabilities of TorchVision")
+SHARED = os.path.join(os.path.dirname(data.__file__), "..", "shared", "data")
+
+
+def photo(width, height, seed=0, mode="RGB"):
+    """A smooth random picture with some edges, as PIL image."""
+    rng = np.random.default_rng(seed)
+    image = Image.fromarray(rng.integers(0, 256, (6, 7, 3), dtype=np.uint8)).resize((width, height), Image.BICUBIC)
+    image.paste((250, 10, 30), (width // 3, height // 3, width // 2, height // 2))
+    return image.convert(mode)
+
+
+def tensor(image):
+    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+
+
+@pytest.fixture
+def tree_dir(tmp_path):
+    for split, n in (("train", 4), ("val", 2)):
+        for c, name in enumerate(["n01", "n02", "n03"]):
+            folder = tmp_path / split / name
+            folder.mkdir(parents=True)
+            for i in range(n):
+                photo(90 + 17 * i, 70 + 9 * c, seed=10 * c + i).save(folder / f"{name}_{i}.JPEG", quality=95)
+            (folder / "readme.txt").write_text("not an image")
+    return tmp_path
+
+
+# --- shapes ---------------------------------------------------------------------------------------------------------
+
+def test_a_scene_depends_on_seed_and_index_not_on_its_batch():
+    index = torch.arange(40)
+    images, labels, masks = data.render_scenes(index, 32, seed=3)
+    order = torch.randperm(40)
+    for part in (order[:1], order[1:8], order[8:]):
+        for whole, piece in zip((images, labels, masks), data.render_scenes(index[part], 32, seed=3)):
+            assert torch.equal(whole[part], piece)
+    assert not torch.equal(images, data.render_scenes(index, 32, seed=4)[0])
+
+
+def test_the_splits_are_disjoint_and_chunks_do_not_show():
+    train, test = data.load_shapes("train", 600), data.load_shapes("test", 600)
+    seen = {image.numpy().tobytes() for image in train.images}
+    assert len(seen) == 600 and not seen & {image.numpy().tobytes() for image in test.images}
+    assert torch.equal(train.images, data.render_scenes(torch.arange(600))[0])
+    assert train.labels.dtype == torch.int64 and train.classes == sorted(train.classes) and len(train.classes) == 10
+
+
+def test_an_unknown_split_is_named():
+    with pytest.raises(ValueError, match="'valid', expected 'train' or 'test'"):
+        data.load_shapes("valid", 10)
+
+
+def test_labels_are_about_balanced():
+    counts = data.load_shapes("train", 4000).labels.bincount(minlength=10)
+    assert counts.min() > 320 and counts.max() < 480
+
+
+def test_the_mask_shows_the_label_largest_and_other_classes_too():
+    split = data.load_shapes("test", 500, size=48)
+    area = torch.stack([(split.masks == k + 1).sum((1, 2)) for k in range(10)], 1)                  # (500, 10)
+    assert torch.equal(area.argmax(1), split.labels)
+    assert area.gather(1, split.labels[:, None]).min() > 150
+    assert ((area > 0).sum(1) >= 2).float().mean() > 0.95 and split.masks.max() <= 10
+
+
+@pytest.mark.parametrize("size", [32, 33, 128, 512])
+def test_every_size_renders_the_same_scene(size):
+    images, labels, masks = data.render_scenes(torch.arange(2), size)
+    assert images.shape == (2, 3, size, size) and masks.shape == (2, size, size)
+    assert images.dtype == masks.dtype == torch.uint8
+    small, small_labels, _ = data.render_scenes(torch.arange(2), 32)
+    assert torch.equal(labels, small_labels)
+    shrunk = torch.nn.functional.interpolate(images.float(), (32, 32), mode="area")
+    assert (shrunk - small.float()).abs().mean() < 10
+
+
+def test_distances_are_negative_inside_and_grow_at_slope_one_at_the_edge():
+    x = torch.linspace(-1.2, 1.2, 400, dtype=torch.float64).expand(400, 400)
+    for name, shape in data.SHAPES.items():
+        d = shape(x, x.T)
+        area = (d < 0).double().mean() * 2.4 ** 2
+        assert 0.9 < area < 2.6, name
+        gy, gx = torch.gradient(d, spacing=2.4 / 399)
+        slope = torch.hypot(gx, gy)[d.abs() < 0.02]
+        assert (slope - 1).abs().median() < 0.02 and slope.max() < 1.1, name
+
+
+def test_colours_have_the_luminance_asked_for_and_stay_in_range():
+    torch.manual_seed(0)
+    hue, saturation, luminance = torch.rand(3, 2000)
+    rgb = data.colour(hue, saturation, luminance)[:, :, 0, 0]
+    assert rgb.min() > -1e-5 and rgb.max() < 1 + 1e-5
+    torch.testing.assert_close(rgb @ torch.tensor([0.3, 0.59, 0.11]), luminance, atol=1e-5, rtol=0)
+
+
+def test_a_linear_classifier_stays_below_60_percent():
+    train, test = data.load_shapes("train", 3000), data.load_shapes("test", 1000)
+    x, t = (2 * split.images.flatten(1).float() / 255 - 1 for split in (train, test))
+    for ridge in (1.0, 1e3):                                            # least squares on one-hot targets
+        gram = x @ x.T + ridge * torch.eye(len(x))
+        weights = x.T @ torch.linalg.solve(gram, torch.eye(10)[train.labels] - 0.1)
+        accuracy = ((t @ weights).argmax(1) == test.labels).float().mean()
+        assert accuracy < 0.6
+
+
+def test_colour_alone_tells_nothing_about_the_class():
+    train, test = data.load_shapes("train", 3000), data.load_shapes("test", 1000)
+    x, t = (torch.cat([split.images.float().mean((2, 3)) / 255, torch.ones(len(split.labels), 1)], 1)
+            for split in (train, test))
+    weights = torch.linalg.lstsq(x, torch.eye(10)[train.labels]).solution
+    assert ((t @ weights).argmax(1) == test.labels).float().mean() < 0.25      # chance is 0.1; shape area shows
+
+
+# --- CIFAR-10 -------------------------------------------------------------------------------------------------------
+
+def fake_cifar(folder, test="test"):
+    """A tree of 2 training and 1 test PNG per class; returns the tensors it should load as."""
+    expected = {}
+    for split, n in (("train", 2), (test, 1)):
+        images = []
+        for c, name in enumerate(data.CIFAR10_CLASSES):
+            (folder / split / name).mkdir(parents=True)
+            for i in range(n):
+                images.append(photo(32, 32, seed=100 * n + 10 * c + i))
+                images[-1].save(folder / split / name / f"{i:04d}.png")
+        expected[split] = (torch.stack([tensor(i) for i in images]), torch.arange(10).repeat_interleave(n))
+    return expected["train"], expected[test]
+
+
+def write_batches(folder, train, test):
+    """torchvision's own files, with these images in them."""
+    root = folder / "cifar-10-batches-py"
+    root.mkdir(parents=True)
+    parts = [(f"data_batch_{i + 1}", train[0][4 * i:4 * i + 4], train[1][4 * i:4 * i + 4]) for i in range(5)]
+    for name, images, labels in parts + [("test_batch", *test)]:
+        batch = {"data": images.reshape(len(images), -1).numpy(), "labels": labels.tolist()}
+        (root / name).write_bytes(pickle.dumps(batch))
+    (root / "batches.meta").write_bytes(pickle.dumps({"label_names": data.CIFAR10_CLASSES}))
+
+
+def write_tar(path, source, folder):
+    with tarfile.open(path, "w") as tar:
+        tar.add(source / folder, folder)
+
+
+@pytest.mark.parametrize("name", ["test", "val"])
+def test_cifar_from_torchvision_files_folders_and_tars_is_equal(tmp_path, monkeypatch, name):
+    train, test = fake_cifar(tmp_path / "tree", name)
+    write_batches(tmp_path / "batches", train, test)
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *args, **kwargs: True)
+    for folder in ("tars", "one_tar"):
+        (tmp_path / folder).mkdir()
+    write_tar(tmp_path / "tars" / "cifar10_train.tar", tmp_path / "tree", "train")
+    write_tar(tmp_path / "tars" / f"cifar10_{name}.tar", tmp_path / "tree", name)
+    with tarfile.open(tmp_path / "one_tar" / "all.tar", "w") as tar:
+        tar.add(tmp_path / "tree", ".")
+    for kind in ("batches", "tree", "tars", "one_tar"):
+        for split, (images, labels) in (("train", train), ("test", test)):
+            loaded = data.load_cifar10(tmp_path / kind, split)
+            assert torch.equal(loaded.images, images) and torch.equal(loaded.labels, labels), kind
+            assert loaded.classes == data.CIFAR10_CLASSES and loaded.masks is None
+
+
+def one_line(error, *parts):
+    message = str(error.value)
+    assert "\n" not in message and all(str(part) in message for part in parts), message
+
+
+def test_cifar_errors_are_one_line_and_name_the_folder(tmp_path):
+    with pytest.raises(FileNotFoundError) as error:
+        data.load_cifar10(tmp_path / "nowhere", "train")
+    one_line(error, "--data_dir", tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError) as error:
+        data.load_cifar10(tmp_path, "test")
+    one_line(error, "--data_dir", tmp_path, "cifar-10-batches-py/", "test/<class>/*", "val/<class>/*", ".tar")
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    with pytest.raises(ValueError) as error:
+        data.load_cifar10(tmp_path, "train")
+    one_line(error, "--data_dir", tmp_path, "incomplete or damaged")
+
+
+def test_cifar_with_a_class_missing_or_an_odd_image_is_refused(tmp_path):
+    fake_cifar(tmp_path)
+    photo(40, 32).save(tmp_path / "train" / "cat" / "0001.png")
+    with pytest.raises(ValueError) as error:
+        data.load_cifar10(tmp_path, "train")
+    one_line(error, "cat/0001.png", "(3, 32, 40)")
+    (tmp_path / "test" / "ship").rename(tmp_path / "test" / "boat")
+    with pytest.raises(ValueError) as error:
+        data.load_cifar10(tmp_path, "test")
+    one_line(error, "--data_dir", "boat", "ship", "10")
+
+
+@pytest.mark.skipif(not os.path.isdir(os.path.join(SHARED, "cifar10")), reason="needs the CIFAR-10 tars")
+def test_the_cifar_tars_hold_10000_test_images():
+    split = data.load_cifar10(os.path.join(SHARED, "cifar10"), "test")
+    assert split.images.shape == (10000, 3, 32, 32) and split.labels.bincount().tolist() == [1000] * 10
+    torch.testing.assert_close(split.images.double().mean((0, 2, 3)) / 255,
+                               torch.tensor([0.491, 0.482, 0.447]).double(), atol=0.005, rtol=0)
+
+
+# --- ImageNet's layout ----------------------------------------------------------------------------------------------
+
+def pil_eval_crop(image, size, crop_pct=0.875):
+    """Resize the short side, crop the centre: an independent version in PIL."""
+    short = int(size / crop_pct)
+    width, height = image.size
+    resized = (short, int(short * height / width)) if width <= height else (int(short * width / height), short)
+    image = image.resize(resized, Image.BICUBIC)
+    left, top = round((resized[0] - size) / 2), round((resized[1] - size) / 2)
+    return tensor(image.crop((left, top, left + size, top + size)))
+
+
+def test_the_evaluation_crop_equals_pil_within_2_grey_levels(tree_dir):
+    for size in (32, 56, 96):
+        tree = data.ImageTree(tree_dir, "val", size=size)
+        for i in range(len(tree)):
+            image, label, position = tree[i]
+            assert image.dtype == torch.uint8 and image.shape == (3, size, size) and position == i and label == i // 2
+            reference = pil_eval_crop(Image.open(tree.path(i)).convert("RGB"), size)
+            assert (image.int() - reference.int()).abs().max() <= 2
+
+
+@pytest.mark.skipif(not os.path.isdir(os.path.join(SHARED, "imagenet_sample")), reason="needs the ImageNet samples")
+def test_the_evaluation_crop_of_photographs_equals_pil_within_2_grey_levels():
+    tree = data.ImageTree(os.path.join(SHARED, "imagenet_sample"), "val")
+    assert len(tree) == len(tree.classes) == 200
+    for i in range(0, 200, 20):
+        reference = pil_eval_crop(Image.open(tree.path(i)).convert("RGB"), 224)
+        assert (tree[i][0].int() - reference.int()).abs().max() <= 2
+
+
+def test_a_training_crop_is_pils_crop_and_resize_of_its_box(tree_dir):
+    tree = data.ImageTree(tree_dir, "train", size=40, train=True, seed=5)
+    for position in range(30):
+        image, label, same = tree[position, position % len(tree)]
+        source = Image.open(tree.path(position % len(tree))).convert("RGB")
+        draw = data.uniform(torch.tensor([position]), 22, 5, data.CROP)[0].tolist()
+        left, top, width, height = data.random_crop_box(*source.size, draw)
+        reference = source.crop((left, top, left + width, top + height)).resize((40, 40), Image.BICUBIC)
+        difference = (image.int() - tensor(reference).int()).abs()
+        assert same == position and difference.float().mean() < 0.3 and difference.max() <= 8
+
+
+def test_random_crops_stay_inside_and_have_the_areas_and_ratios_asked_for():
+    draws = data.uniform(torch.arange(4000), 22, 0, data.CROP).tolist()
+    for width, height in ((400, 300), (300, 400), (64, 64), (1000, 20), (20, 1000), (1, 1), (3, 500)):
+        boxes = np.array([data.random_crop_box(width, height, draw) for draw in draws])
+        left, top, w, h = boxes.T
+        assert min(left.min(), top.min()) >= 0 and min(w.min(), h.min()) >= 1
+        assert (left + w).max() <= width and (top + h).max() <= height
+        if min(width, height) >= 64:
+            area, ratio = w * h / (width * height), w / h
+            assert 0.07 < area.min() < 0.1 and area.max() > 0.95 and 0.4 < area.mean() < 0.56
+            assert 0.7 < ratio.min() < 0.8 and 1.25 < ratio.max() < 1.4 and abs(np.log(ratio).mean()) < 0.06
+            assert (left == 0).any() and (left + w == width).any()
+    assert data.random_crop_box(1000, 20, draws[0]) == (486, 0, 27, 20)             # nothing fits: central, ratio 4/3
+
+
+def test_crops_depend_on_the_position_not_on_worker_or_batch(tree_dir):
+    tree = data.ImageTree(tree_dir, "train", size=24, train=True, seed=1)
+    keys = [(100 + i, i % len(tree)) for i in range(24)]
+    one = [tree[key] for key in keys]
+    for size, workers in ((4, 0), (6, 2)):
+        loader = data.imagenet_batches(tree, [keys[i:i + size] for i in range(0, 24, size)], num_workers=workers)
+        images, labels, positions = (torch.cat(t) for t in zip(*loader))
+        assert images.dtype == torch.uint8 and labels.dtype == positions.dtype == torch.int64
+        assert torch.equal(images, torch.stack([image for image, _, _ in one]))
+        assert labels.tolist() == [label for _, label, _ in one] and positions.tolist() == [p for p, _ in keys]
+    assert not torch.equal(tree[100, 0][0], tree[101, 0][0])
+    assert not torch.equal(tree[100, 0][0], data.ImageTree(tree_dir, "train", size=24, train=True, seed=2)[100, 0][0])
+
+
+def test_labels_follow_the_training_classes_and_mismatches_are_listed(tree_dir):
+    classes = data.ImageTree(tree_dir, "train").classes
+    assert classes == ["n01", "n02", "n03"]
+    assert data.ImageTree(tree_dir, "val", classes=["n03", "n02", "n01"])[0][1] == 0
+    with pytest.raises(ValueError) as error:
+        data.ImageTree(tree_dir, "val", classes=["n01", "n02"])
+    one_line(error, "--data_dir", "training split has not", "n03")
+    with pytest.raises(ValueError) as error:
+        data.ImageTree(tree_dir, "val", classes=classes + ["n04"])
+    one_line(error, "--data_dir", "lacks", "n04")
+    tree = data.ImageTree(tree_dir, "val", classes=["n00"] + classes, subset=True)
+    assert tree.labels.tolist() == [1, 1, 2, 2, 3, 3]
+    (tree_dir / "val" / "n04").mkdir()
+    with pytest.raises(ValueError) as error:
+        data.ImageTree(tree_dir, "val")
+    one_line(error, "without images", "n04")
+
+
+def test_a_missing_or_empty_split_is_named(tree_dir):
+    with pytest.raises(FileNotFoundError) as error:
+        data.ImageTree(tree_dir, "test")
+    one_line(error, "--data_dir", tree_dir, "'test'")
+    (tree_dir / "test").mkdir()
+    with pytest.raises(ValueError) as error:
+        data.ImageTree(tree_dir, "test")
+    one_line(error, "--data_dir", tree_dir, "empty")
+
+
+def encoded(image, kind, **options):
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return np.frombuffer(bytearray(buffer.getvalue()), np.uint8)
+
+
+@pytest.fixture(params=["torchvision", "pil"])
+def decoder(request, monkeypatch):
+    if request.param == "pil":                                              # as if torchvision had no decoders
+        monkeypatch.setitem(sys.modules, "torchvision.io", None)
+
+
+@pytest.mark.parametrize("mode, kind", [("L", "JPEG"), ("CMYK", "JPEG"), ("L", "PNG"), ("LA", "PNG"), ("RGBA", "PNG"),
+                                        ("P", "PNG"), ("1", "PNG"), ("RGB", "WEBP"), ("RGBA", "WEBP")])
+def test_every_colour_mode_is_read_as_rgb_like_pil(decoder, mode, kind):
+    file = encoded(photo(50, 40, mode=mode), kind, **({"lossless": True} if kind == "WEBP" else {}))
+    image = data.decode(file, "x")
+    assert image.dtype == torch.uint8
+    assert (image.int() - tensor(Image.open(io.BytesIO(file))).int()).abs().max() <= 1
+
+
+def test_16_bit_png_is_scaled_to_8_bits(decoder):
+    values = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)                  # 0, 257, ... 65535
+    image = data.decode(encoded(Image.fromarray(values), "PNG"), "x")
+    assert torch.equal(image, torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(3, -1, -1))
+
+
+@pytest.mark.parametrize("damage", ["half", "end", "empty", "text", "gone"])
+def test_a_bad_file_is_named_in_one_line(tree_dir, decoder, damage):
+    path = tree_dir / "train" / "n02" / "n02_1.JPEG"
+    full = path.read_bytes()
+    damaged = {"half": full[:len(full) // 2], "end": full[:-20], "empty": b"", "text": b"hello " * 50, "gone": full}
+    path.write_bytes(damaged[damage])
+    tree = data.ImageTree(tree_dir, "train", size=24, train=True)
+    if damage == "gone":
+        path.unlink()
+    with pytest.raises(ValueError) as error:
+        tree[0, 5]
+    one_line(error, path, "--skip_bad_images")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "progressive"])
+def test_half_a_file_of_any_kind_is_refused(decoder, kind):
+    options = {"progressive": True} if kind == "progressive" else {}
+    full = encoded(photo(90, 80), "JPEG" if kind == "progressive" else kind, **options)
+    with pytest.raises(ValueError, match="cannot decode folder/x.img"):
+        data.decode(full[:len(full) // 2].copy(), "folder/x.img")
+
+
+def test_skipping_keeps_training_batches_full_and_marks_evaluation_images(tree_dir, capsys):
+    for split, file in (("train", "n02_1"), ("val", "n02_1")):
+        (tree_dir / split / "n02" / f"{file}.JPEG").write_bytes(b"\xff\xd8 nothing")
+    train = data.ImageTree(tree_dir, "train", size=24, train=True, skip_bad_images=True)
+    image, label, position = train[7, 5]
+    assert position == 7 and label == 1 and torch.equal(image, train[7, 6][0])          # the next file, the same crop
+    image, label, position = data.ImageTree(tree_dir, "val", size=24, skip_bad_images=True)[3]
+    assert label == -1 and position == 3 and image.count_nonzero() == 0
+    assert capsys.readouterr().out.count("n02_1.JPEG") == 2
+
+
+def test_skipping_gives_up_when_nothing_can_be_read(tree_dir):
+    for path in tree_dir.glob("train/*/*.JPEG"):
+        path.write_bytes(b"x")
+    with pytest.raises(ValueError, match="none of the 12 images"):
+        data.ImageTree(tree_dir, "train", size=24, train=True, skip_bad_images=True)[0, 0]
+
+
+# --- order and pictures ---------------------------------------------------------------------------------------------
+
+def test_an_epoch_is_a_permutation_keyed_by_seed_and_epoch():
+    order = data.epoch_order(1000, 3, seed=1)
+    assert order.dtype == torch.int64 and torch.equal(order.sort()[0], torch.arange(1000))
+    assert torch.equal(order, data.epoch_order(1000, 3, seed=1))
+    assert not torch.equal(order, data.epoch_order(1000, 4, seed=1))
+    assert not torch.equal(order, data.epoch_order(1000, 3, seed=2))
+
+
+def test_repeated_augmentation_shows_a_third_of_the_images_three_times():
+    order, plain = data.epoch_order(1000, 0, seed=0, repeats=3), data.epoch_order(1000, 0, seed=0)
+    assert len(order) == 1000 and torch.equal(order[:999].view(333, 3), plain[:333, None].expand(-1, 3))
+    assert order[999] == plain[333]
+
+
+def test_a_grid_keeps_the_pixels(tmp_path):
+    images = torch.randint(0, 256, (5, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for batch in (images, images / 255):
+        data.save_grid(tmp_path / "grid.png", batch, columns=3, zoom=2)
+        grid = tensor(Image.open(tmp_path / "grid.png"))
+        assert grid.shape == (3, 2 + 2 * 18, 2 + 3 * 18) and torch.equal(grid[:, 2:18:2, 20:36:2], images[1])
