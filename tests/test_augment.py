@@ -1,0 +1,300 @@
+"""The batched augmentations against PIL, image by image, and against the laws they should follow."""
+
+import numpy as np
+import pytest
+import torch
+
+from augment import (ERASE_COLUMNS, FILL, MEAN, OPS, STD, augment, mixup_cutmix, normal, rand_augment, random_crop,
+                     random_erase, random_hflip, rotate, shear, translate)
+from common import uniform
+
+Image, ImageEnhance, ImageOps = (pytest.importorskip(f"PIL.{name}") for name in ("Image", "ImageEnhance", "ImageOps"))
+LEVELS = (0.0, 0.31, 0.62, 0.83, 0.9, 0.957, 1.0)                        # x = level / 10
+
+
+def make_images(n=6, H=48, W=64, seed=0):
+    """Smooth random colour fields of different contrast, then white noise, then one flat image. uint8."""
+    rng = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(n, 3, 6, 8, generator=rng)
+    low, span = torch.rand(n, 3, 1, 1, generator=rng) * 0.5, 0.2 + 0.6 * torch.rand(n, 3, 1, 1, generator=rng)
+    images = low + span * torch.nn.functional.interpolate(coarse, (H, W), mode="bicubic")
+    images[-2] = torch.rand(3, H, W, generator=rng)
+    images[-1] = 0.5
+    return (images * 255).clamp(0, 255).byte()
+
+
+def on_pil(images, f):
+    """f(PIL image) applied to each image; returns a batch again."""
+    out = [np.asarray(f(Image.fromarray(image.permute(1, 2, 0).numpy()))) for image in images]
+    return torch.from_numpy(np.stack(out)).permute(0, 3, 1, 2)
+
+
+def full(images, value):
+    return torch.full((len(images), 1, 1, 1), value, dtype=torch.float32)
+
+
+def ours(name, images, x, sign):
+    """Operation `name` at level 10 x, and its argument."""
+    op, argument = OPS[name]
+    a = argument(torch.tensor(x, dtype=torch.float64), torch.tensor(sign, dtype=torch.float64))
+    return op(images, full(images, a)), a.item()
+
+
+# --- RandAugment: each operation --------------------------------------------------------------------------------------
+
+PIL_TONE = {
+    "AutoContrast": lambda image, a: ImageOps.autocontrast(image),
+    "Equalize": lambda image, a: ImageOps.equalize(image),
+    "Invert": lambda image, a: ImageOps.invert(image),
+    "PosterizeIncreasing": lambda image, a: ImageOps.posterize(image, int(a)) if a else image.point(lambda v: 0),
+    "SolarizeIncreasing": lambda image, a: ImageOps.solarize(image, int(a)),
+    "SolarizeAdd": lambda image, a: image.point([min(255, v + int(a)) if v < 128 else v for v in range(256)] * 3),
+    "ColorIncreasing": lambda image, a: ImageEnhance.Color(image).enhance(a),
+    "ContrastIncreasing": lambda image, a: ImageEnhance.Contrast(image).enhance(a),
+    "BrightnessIncreasing": lambda image, a: ImageEnhance.Brightness(image).enhance(a),
+    "SharpnessIncreasing": lambda image, a: ImageEnhance.Sharpness(image).enhance(a),
+}
+
+
+@pytest.mark.parametrize("name", PIL_TONE)
+def test_tone_operation_equals_pils_bit_for_bit(name):
+    for images in (make_images(), make_images(4, 8, 8, seed=1), make_images(4, 33, 20, seed=2)):
+        for x in LEVELS:
+            for sign in (1.0, -1.0):
+                out, a = ours(name, images, x, sign)
+                assert torch.equal(out, on_pil(images, lambda image: PIL_TONE[name](image, a))), (name, x, sign)
+
+
+def pil_affine(image, matrix):
+    return image.transform(image.size, Image.Transform.AFFINE, matrix, resample=Image.Resampling.BICUBIC,
+                           fillcolor=FILL)
+
+
+PIL_GEOMETRIC = {
+    "Rotate": lambda image, a: image.rotate(a, resample=Image.Resampling.BICUBIC, fillcolor=FILL),
+    "ShearX": lambda image, a: pil_affine(image, (1, a, 0, 0, 1, 0)),
+    "ShearY": lambda image, a: pil_affine(image, (1, 0, 0, a, 1, 0)),
+    "TranslateXRel": lambda image, a: pil_affine(image, (1, 0, a * image.size[0], 0, 1, 0)),
+    "TranslateYRel": lambda image, a: pil_affine(image, (1, 0, 0, 0, 1, a * image.size[1])),
+}
+
+
+@pytest.mark.parametrize("name", PIL_GEOMETRIC)
+def test_geometric_operation_equals_pils_within_one_level_almost_everywhere(name):
+    """float32 against PIL's double before truncation: few values differ, by one level.
+
+    Most differ where the exact result is a whole number at many pixels, as in a shift by 0.45 * 96 = 43.2 pixels.
+    """
+    images = make_images(8, 61, 96)
+    for x in LEVELS[1:]:
+        for sign in (1.0, -1.0):
+            out, a = ours(name, images, x, sign)
+            error = (out.int() - on_pil(images, lambda image: PIL_GEOMETRIC[name](image, a)).int()).abs()
+            assert error.max() <= 1 and (error > 0).float().mean() < 2e-3, (name, x, sign)
+
+
+def test_geometric_operations_at_zero_change_nothing():
+    images = make_images()
+    for op in (rotate, lambda i, a: shear(i, a, 2), lambda i, a: shear(i, a, 3), lambda i, a: translate(i, a, 3)):
+        assert torch.equal(op(images, full(images, 0.0)), images)
+
+
+def test_operations_and_arguments_are_timms():
+    timm = pytest.importorskip("timm.data.auto_augment")
+    assert list(OPS) == timm._RAND_INCREASING_TRANSFORMS
+    for name, (_, argument) in OPS.items():
+        level_to_arg = timm.LEVEL_TO_ARG[name]
+        if level_to_arg is None:
+            continue
+        for level in (0.0, 3.3, 7.77, 8.9, 9.0, 9.41, 10.0):
+            args = {round(float(argument(torch.tensor(level / 10, dtype=torch.float64), sign)), 9) for sign in (1, -1)}
+            theirs = {round(float(level_to_arg(level, {})[0]), 9) for _ in range(40)}       # both signs, surely
+            assert args == theirs, (name, level)
+
+
+# --- RandAugment: the mixture -----------------------------------------------------------------------------------------
+
+def test_operations_and_levels_follow_their_law(monkeypatch):
+    """Which op runs how often, at which levels: 20000 samples x 2 draws through recording operations."""
+    seen = {name: [] for name in OPS}
+    for name in OPS:
+        monkeypatch.setitem(OPS, name, (lambda images, a, name=name: (seen[name].append(a.flatten()), images)[1],
+                                        lambda x, sign: 10 * x * sign))
+    n = 20000
+    images = torch.zeros(n, 3, 1, 1, dtype=torch.uint8)
+    rand_augment(images, uniform(torch.arange(n), 8, 0, 1))
+    signed = [torch.cat(seen[name]) for name in OPS]
+    count = torch.tensor([len(s) for s in signed], dtype=torch.float64)
+    assert ((count - n / 15) ** 2 / (n / 15)).sum() < 50                 # chi-square, 15 terms: mean 15, std 5.4
+    level = torch.cat(signed)
+    assert abs((level < 0).float().mean() - 0.5) < 0.015
+    level = level.abs()
+    assert abs(level.median() - 9) < 0.02 and level.max() <= 10
+    assert abs((level == 10).float().mean() - 0.02275) < 0.005           # normal(9, 0.5) above 10
+    assert abs((level < 8.5).float().mean() - 0.15866) < 0.01
+
+
+def test_sample_does_not_depend_on_its_batch():
+    images, positions = make_images(12, 40, 40), torch.arange(100, 112)
+    whole = augment(images, positions, seed=3, pad=4, erase_prob=0.5)
+    parts = [augment(images[i:j], positions[i:j], seed=3, pad=4, erase_prob=0.5) for i, j in ((0, 1), (1, 6), (6, 12))]
+    assert torch.equal(whole, torch.cat(parts))
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(whole[order], augment(images[order], positions[order], seed=3, pad=4, erase_prob=0.5))
+    assert not torch.equal(whole, augment(images, positions, seed=4, pad=4, erase_prob=0.5))
+
+
+def test_augment_leaves_its_input_alone_and_returns_unit_range_without_erasing():
+    images, positions = make_images(32, 24, 24), torch.arange(32)
+    before = images.clone()
+    out = augment(images, positions, seed=0, pad=4, erase_prob=0)
+    assert torch.equal(images, before) and out.dtype == torch.float32 and 0 <= out.min() and out.max() <= 1
+    augment(images, positions, seed=0, erase_prob=1)
+    assert torch.equal(images, before)
+
+
+def test_rand_augment_with_prob_0_changes_nothing_and_rejects_other_tables():
+    images = make_images()
+    assert torch.equal(rand_augment(images, uniform(torch.arange(6), 8, 0), prob=0), images)
+    with pytest.raises(ValueError, match="expected"):
+        rand_augment(images, uniform(torch.arange(6), 6, 0))
+
+
+# --- crop and flip ----------------------------------------------------------------------------------------------------
+
+def test_flip_twice_is_identity_and_flips_where_u_is_low():
+    images = make_images(4)
+    u = torch.tensor([0.1, 0.5, 0.9, 0.49])
+    flipped = random_hflip(images, u)
+    assert torch.equal(random_hflip(flipped, u), images)
+    assert torch.equal(flipped[[0, 3]], images[[0, 3]].flip(3)) and torch.equal(flipped[1:3], images[1:3])
+
+
+def test_central_crop_is_identity_and_corners_shift_by_pad():
+    images = make_images(3, 20, 24)
+    out = random_crop(images, torch.tensor([[0.5, 0.5], [0.0, 0.0], [1 - 2 ** -24, 0.5]]))
+    assert torch.equal(out[0], images[0])
+    assert torch.equal(out[1, :, 4:, 4:], images[1, :, :-4, :-4]) and not out[1, :, :4].any()
+    assert torch.equal(out[2, :, :-4], images[2, :, 4:]) and not out[2, :, -4:].any()
+
+
+# --- random erasing ---------------------------------------------------------------------------------------------------
+
+def erase(n, H=32, W=32, positions=None, **kwargs):
+    """Erased constant images (2.0: no pixel of the noise equals it) and the mask of erased pixels (n, H, W)."""
+    positions = torch.arange(n) if positions is None else positions
+    out = random_erase(torch.full((n, 3, H, W), 2.0), uniform(positions, ERASE_COLUMNS, 0, 1), positions, 0, **kwargs)
+    return out, (out != 2).any(1)
+
+
+def test_erasing_touches_a_quarter_and_boxes_follow_the_area_law():
+    out, mask = erase(4000)
+    chosen = mask.flatten(1).any(1)
+    assert abs(chosen.float().mean() - 0.25) < 0.03
+    mask = mask[chosen]
+    h, w = mask.any(2).sum(1), mask.any(1).sum(1)
+    assert torch.equal(h * w, mask.sum((1, 2)))                          # one filled rectangle
+    share, ratio = h * w / 32 ** 2, h / w
+    assert 0.015 < share.min() and share.max() < 0.35 and abs(share.mean() - 0.17) < 0.02
+    assert 0.25 < ratio.min() and ratio.max() < 4 and abs(ratio.log().mean()) < 0.08
+    assert (mask[:, 0].any() and mask[:, -1].any() and mask[:, :, 0].any() and mask[:, :, -1].any())
+
+
+def test_erased_pixels_are_standard_normal_after_normalisation():
+    out, mask = erase(200, prob=1.0)
+    for c in range(3):
+        noise = (out[:, c][mask] - MEAN[c]) / STD[c]
+        assert abs(noise.mean()) < 0.03 and abs(noise.std() - 1) < 0.03
+        assert abs((noise.abs() < 1).float().mean() - 0.683) < 0.01
+    a, b = out[:, 0][mask], out[:, 1][mask]
+    for pair in ((a, b), (a[1:], a[:-1])):                               # channels and neighbours are independent
+        assert abs(torch.corrcoef(torch.stack(pair))[0, 1]) < 0.03
+
+
+def test_erasing_depends_on_the_position_only_and_prob_0_erases_nothing():
+    out, _ = erase(8, prob=1.0)
+    part, _ = erase(3, prob=1.0, positions=torch.arange(4, 7))
+    assert torch.equal(out[4:7], part)
+    assert not erase(64, prob=0.0)[1].any()
+
+
+def test_normal_is_finite_and_symmetric():
+    ends = normal(torch.tensor([0.0, 1 - 2 ** -24]))
+    assert torch.isfinite(ends).all() and ends[0] == -ends[1]
+
+
+# --- mixup and cutmix -------------------------------------------------------------------------------------------------
+
+def mix(images, labels, seed, **kwargs):
+    return mixup_cutmix(images, labels, 10, np.random.default_rng((0, seed)), **kwargs)
+
+
+def test_targets_sum_to_one_and_hold_the_smoothed_values():
+    images, labels = torch.rand(8, 3, 16, 16), torch.arange(8)
+    unmixed, targets = mix(images, labels, 0, mixup=0, cutmix=0)
+    assert unmixed is images
+    assert torch.allclose(targets, torch.full((8, 10), 0.01).scatter(1, labels[:, None], 0.91))
+    for seed in range(10):
+        _, targets = mix(images, labels, seed)
+        assert targets.dtype == torch.float32 and torch.allclose(targets.sum(1), torch.ones(8))
+        lam = (targets[0, 0] - 0.01) / 0.9
+        assert torch.allclose(targets[0, 1], 0.01 + 0.9 * (1 - lam), atol=1e-6)
+        assert torch.allclose(targets[:, 8:], torch.full((8, 2), 0.01))
+
+
+def test_mixup_is_the_convex_combination_of_neighbours():
+    images, labels = torch.rand(6, 3, 8, 8), torch.arange(6)
+    for seed in range(5):
+        mixed, targets = mix(images, labels, seed, cutmix=0, smoothing=0)
+        lam = targets[4, 4]
+        assert torch.allclose(mixed[4], lam * images[4] + (1 - lam) * images[5], atol=1e-6)
+        assert torch.allclose(mixed[5], lam * images[5] + (1 - lam) * images[4], atol=1e-6)
+
+
+def test_cutmix_lambda_is_the_share_of_pixels_kept():
+    labels = torch.arange(4)
+    images = labels.float().view(4, 1, 1, 1).expand(4, 3, 32, 48).contiguous()
+    shares = []
+    for seed in range(30):
+        mixed, targets = mix(images, labels, seed, mixup=0, smoothing=0)
+        kept = (mixed[:, 0] == images[:, 0]).float().mean((1, 2))
+        assert torch.allclose(targets[labels, labels], kept, atol=1e-6)
+        assert torch.allclose(targets[labels, labels ^ 1], 1 - kept, atol=1e-6)
+        shares.append(kept[0].item())
+    assert min(shares) < 0.4 and max(shares) > 0.8
+
+
+def test_half_of_the_batches_are_cutmix():
+    images, labels = torch.tensor([0.0, 1.0]).view(2, 1, 1, 1).expand(2, 3, 8, 8), torch.arange(2)
+    cut = [set(mix(images, labels, seed)[0].unique().tolist()) <= {0.0, 1.0} for seed in range(400)]
+    assert abs(np.mean(cut) - 0.5) < 0.1
+
+
+def test_even_slices_mix_as_the_whole_batch():
+    images, labels = torch.rand(8, 3, 16, 16), torch.arange(8)
+    for seed in range(6):
+        mixed, targets = mix(images, labels, seed)
+        parts = [mix(images[i:j], labels[i:j], seed) for i, j in ((0, 2), (2, 8))]
+        assert torch.equal(mixed, torch.cat([p[0] for p in parts]))
+        assert torch.equal(targets, torch.cat([p[1] for p in parts]))
+
+
+def test_odd_batch_cannot_be_mixed():
+    with pytest.raises(ValueError, match="even"):
+        mix(torch.rand(3, 3, 8, 8), torch.arange(3), 0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_gives_the_cpus_result_without_a_host_sync():
+    images, positions = make_images(64, 40, 40), torch.arange(64)
+    expected = augment(images, positions, seed=0, pad=4)
+    labels, images = torch.arange(64, device="cuda") % 10, images.cuda()
+    augment(images, positions, seed=0, pad=4)                            # warm up
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = augment(images, positions, seed=0, pad=4)
+        mix(out, labels, 0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    error = (out.cpu() - expected).abs()
+    assert (error > 1e-3).float().mean() < 1e-3
