@@ -17,7 +17,8 @@ from torch import nn
 from attention import KINDS, SelfAttention
 
 SIZES = {                                                             # softmax parameters at 224 px, 1000 classes
-    "nano": dict(embed_dim=96, depth=6, num_heads=3),                 # for 32 px on a CPU; patch_size=4
+    "nano": dict(embed_dim=64, depth=4, num_heads=2),                 # 32 px, patch_size=4: the rendered scenes, on a CPU
+    "micro": dict(embed_dim=128, depth=6, num_heads=4),               # 32 px, patch_size=4: CIFAR-10, on a CPU
     "tiny": dict(embed_dim=192, depth=12, num_heads=3),               # 5,717,416
     "small": dict(embed_dim=384, depth=12, num_heads=6),              # 22,050,664
     "base": dict(embed_dim=768, depth=12, num_heads=12),              # 86,567,656
