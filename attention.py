@@ -60,7 +60,7 @@ def symmetric_attention(k, v, *, causal=False, dropout_p=0.0):
     return softmax_attention(k, k, v, causal=causal, dropout_p=dropout_p)
 
 
-# --- RPC-Attention: Principal Attention Pursuit (Definition 1, Algorithm 1) --------------------------------------------
+# --- RPC-Attention: Principal Attention Pursuit (Definition 1, Algorithm 1) ------------------------------------------
 
 def soft_threshold(x, tau):
     """Shrink towards zero: sign(x) * max(|x| - tau, 0), elementwise; the prox of tau * ||.||_1.
@@ -94,9 +94,9 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     None is "running" if causal, else "global" ("global" in causal attention lets the future leak into the past).
     dropout_p acts in the last step. trace: a list that receives dict(S, K2, L) of every step, for analysis.
 
-    Z = Y/mu is kept instead of Y, so mu is needed inside tau only. What the loop does: n = 1 is symmetric attention with
-    every key entry clamped to [-tau, tau]. While nothing exceeds tau, S = 0, Z piles up, and step i >= 3 attends with
-    keys of about -(i-2) K: a sharper symmetric attention. It does not converge; n is a setting, not a budget.
+    Z = Y/mu is kept instead of Y, so mu is needed inside tau only. What the loop does: n = 1 is symmetric attention
+    with every key entry clamped to [-tau, tau]. While nothing exceeds tau, S = 0, Z piles up, and step i >= 3 attends
+    with keys of about -(i-2) K: a sharper symmetric attention. It does not converge; n is a setting, not a budget.
 
     State is float32 at least (in bf16 the error grows from 3e-3 to 9e-3); only K2 is cast, to v's dtype, for
     `F.scaled_dot_product_attention`, so no N x N matrix is kept. Raises ValueError for an unknown option.
@@ -152,7 +152,7 @@ def pcp(M, lambd=None, mu=None, tol=1e-7, max_iter=1000):
     return L, S
 
 
-# --- Scaled Attention (Remark 3, section 4.3, App. E.1) ----------------------------------------------------------------
+# --- Scaled Attention (Remark 3, section 4.3, App. E.1) --------------------------------------------------------------
 
 def scaled_attention(q, k, v, S, *, causal=False, dropout_p=0.0):
     """h = softmax(q k^T / sqrt(D)) (I - S) v. S: (H, N, N), learned, or (B, H, N, N). q, k, v: (B, H, N, D)."""
@@ -166,11 +166,11 @@ def scaled_alpha_attention(q, k, v, alpha, *, causal=False, dropout_p=0.0):
 
 
 def exact_scaling(k, v):
-    """S v for the S of App. E.1, S = (1/N) A / A^T elementwise, A = softmax(k k^T / sqrt(D)). All (B, H, N, D), float64 out.
+    """S v for the S of App. E.1, S = (1/N) A / A^T elementwise, A = softmax(k k^T / sqrt(D)). Returns float64.
 
-    With g_j = sum_j' exp(k_j . k_j' / sqrt(D)), S_jj' = g_j' / (N g_j): rank one and idempotent, so I - S is a
-    projection, centring in the coordinates g v, and S v = (1/g_j) mean_j'(g_j' v_j'). Computed from log g in float64;
-    g spans many orders of magnitude as keys grow (log max g - log min g is 31 at standard deviation 2, N = 197,
+    k, v: (B, H, N, D). With g_j = sum_j' exp(k_j . k_j' / sqrt(D)), S_jj' = g_j' / (N g_j): rank one and idempotent, so
+    I - S is a projection, centring in the coordinates g v, and S v = (1/g_j) mean_j'(g_j' v_j'). Computed from log g in
+    float64: g spans many orders of magnitude as keys grow (log max g - log min g is 31 at standard deviation 2, N = 197,
     D = 64), so this is for analysis, not for training. Sums over all tokens: not causal.
     """
     k, v = k.double(), v.double()
@@ -179,7 +179,7 @@ def exact_scaling(k, v):
     return (top - lg).exp() * ((lg - top).exp() * v).mean(-2, keepdim=True)
 
 
-# --- the module ----------------------------------------------------------------------------------------------------------
+# --- the module ------------------------------------------------------------------------------------------------------
 
 class SelfAttention(nn.Module):
     """Multi-head self-attention of one kind; (B, N, C) in and out; parameter names as in timm.
@@ -218,7 +218,7 @@ class SelfAttention(nn.Module):
             self.s = nn.Parameter(torch.zeros(1))
 
     def project(self, x):
-        """(B, N, C) -> q, k, v, each (B, H, N, D), exactly as the attention uses them; q is k where keys are queries."""
+        """(B, N, C) -> q, k, v, each (B, H, N, D), as the attention uses them; q is k where keys are queries."""
         B, N, C = x.shape
         qkv = self.qkv(x).view(B, N, self.num_proj, self.num_heads, C // self.num_heads).permute(2, 0, 3, 1, 4)
         return (qkv[-2], qkv[-2], qkv[-1]) if self.num_proj == 2 else (qkv[0], qkv[1], qkv[2])

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 
-# --- random numbers -------------------------------------------------------------------------------------------------
+# --- random numbers --------------------------------------------------------------------------------------------------
 # The data pipeline draws from a hash, not from a generator: the numbers of a sample depend on (seed, what for, which
 # sample) alone. So batch size, device, worker, number of processes and resuming change nothing, and nothing about
 # random states has to be saved.
@@ -39,7 +39,7 @@ def uniform(index, n, *key):
     return (h >> 8 & 0xFFFFFF).float() * 2.0 ** -24
 
 
-# --- processes and devices --------------------------------------------------------------------------------------------
+# --- processes and devices -------------------------------------------------------------------------------------------
 
 def setup(device=None):
     """Join the process group if torchrun started this process. Returns (device, rank, world size).
@@ -76,7 +76,8 @@ def broadcast(objects):
 
 def describe(device):
     """The hardware in words, for logs."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {threads} threads"
 
 
 def autocast(device, amp):
@@ -95,7 +96,19 @@ def run(main):
             dist.destroy_process_group()
 
 
-# --- optimisation -----------------------------------------------------------------------------------------------------
+def number(kind, low, high=None):
+    """Type for argparse: an int or float from low to high; without high, any finite one."""
+    def parse(text):
+        value = kind(text)
+        if not (low <= value <= high if high is not None else low <= value < math.inf):
+            raise argparse.ArgumentTypeError(f"{text}, expected {kind.__name__} "
+                                             + (f"from {low} to {high}" if high is not None else f">= {low}"))
+        return value
+    parse.__name__ = kind.__name__                             # argparse says "invalid float value"
+    return parse
+
+
+# --- optimisation ----------------------------------------------------------------------------------------------------
 
 def lr_at(step, total, warmup, lr, min_lr, warmup_lr=1e-6):
     """Linear from warmup_lr over `warmup` steps, then cosine to min_lr at `total`; the cosine's phase counts from 0.
@@ -116,7 +129,7 @@ def param_groups(model, weight_decay, no_decay=("pos_embed", "cls_token")):
     return [dict(params=decay, weight_decay=weight_decay), dict(params=keep, weight_decay=0.0)]
 
 
-# --- files --------------------------------------------------------------------------------------------------------------
+# --- files -----------------------------------------------------------------------------------------------------------
 
 def save_checkpoint(path, checkpoint):
     """Write a dict of plain types and tensors so that path is at every moment the old file or the whole new one.

@@ -3,17 +3,18 @@
     python train_cls.py                                                  # RPC-ViT on rendered scenes, minutes on a CPU
     python train_cls.py --attn symmetric                                 # its baseline
     python train_cls.py --data cifar10 --data_dir data/cifar10           # --download fetches it
-    torchrun --standalone --nproc_per_node=4 train_cls.py --data imagenet --data_dir data/imagenet      # the paper's run
+    torchrun --standalone --nproc_per_node=4 train_cls.py --data imagenet --data_dir data/imagenet     # the paper's run
     python train_cls.py --resume out/shapes_rpc                          # go on exactly where it stopped
 
 Paper: Teo & Nguyen 2024, section 4.1 and App. A; recipe `facebookresearch/deit`. Where this differs from the released
-code (`rachtsy/KPCA_code:Robust/main_train.py`): the learning rate is really scheduled (there the line is commented out),
-bf16 instead of fp16, images are mixed with their neighbour instead of the reversed batch, one lambda per step.
+code (`rachtsy/KPCA_code:Robust/main_train.py`): the learning rate is scheduled (there the line is commented out), bf16
+instead of fp16, images are mixed with their neighbour instead of the reversed batch, one lambda per step.
 Every random number depends on (seed, step or sample) alone, so stopping and resuming changes nothing, nor does the
 number of processes but for float noise (except with --drop_path, whose masks are drawn per process).
 """
 
 import argparse
+import math
 import os
 import time
 from dataclasses import asdict
@@ -34,17 +35,19 @@ from vit import RPC_KINDS, SIZES, ViT, ViTConfig, load_weights
 
 # What --data selects; flags given on the command line win.
 RECIPES = {
-    "shapes": dict(model="nano", image_size=32, patch_size=4, epochs=9, batch_size=64, lr=2e-3, min_lr=1e-5, warmup_epochs=1,
-                   clip=1.0, drop_path=0.0, pad=0, num_ops=0, erase=0.0, mixup=0.0, cutmix=0.0, smoothing=0.0, repeats=1,
-                   ema=0.0),
-    "cifar10": dict(model="micro", image_size=32, patch_size=4, epochs=15, batch_size=128, lr=1e-3, min_lr=1e-5,
+    "shapes": dict(model="nano", image_size=32, patch_size=4, epochs=6, batch_size=64, lr=2e-3, min_lr=1e-5,
+                   warmup_epochs=1, clip=1.0, drop_path=0.0, pad=0, num_ops=0, erase=0.0, mixup=0.0, cutmix=0.0,
+                   smoothing=0.0, repeats=1, ema=0.0),
+    "cifar10": dict(model="micro", image_size=32, patch_size=4, epochs=8, batch_size=64, lr=1e-3, min_lr=1e-5,
                     warmup_epochs=1, clip=1.0, drop_path=0.0, pad=4, num_ops=0, erase=0.0, mixup=0.0, cutmix=0.0,
                     smoothing=0.1, repeats=1, ema=0.0),
     "imagenet": dict(model="tiny", image_size=224, patch_size=16, epochs=300, batch_size=1024, lr=1e-3, min_lr=1e-5,
                      warmup_epochs=5, clip=0.0, drop_path=0.1, pad=0, num_ops=2, erase=0.25, mixup=0.8, cutmix=1.0,
                      smoothing=0.1, repeats=3, ema=0.99996),       # lr = 5e-4 * batch_size / 512; ViT-base: clip 1
 }
-MODEL_FLAGS = ("model", "image_size", "patch_size", "attn", "rpc_layers", "n_iter", "lambd", "form", "drop_path", "init")
+# What --resume refuses to change: it would be another run.
+FIXED = ("data", "model", "image_size", "patch_size", "attn", "rpc_layers", "n_iter", "lambd", "form", "drop_path", "init",
+         "num_images", "holdout", "batch_size", "repeats", "seed")
 
 
 def get_args():
@@ -54,60 +57,64 @@ def get_args():
                                     f"  {name}: {' '.join(f'--{k} {v}' for k, v in recipe.items())}"
                                     for name, recipe in RECIPES.items()))
     flag, boolean = p.add_argument, argparse.BooleanOptionalAction
+    count, natural = common.number(int, 1), common.number(int, 0)
+    real, share = common.number(float, 0), common.number(float, 0, 0.999999)
     flag("--data", choices=RECIPES, default="shapes", help="shapes: scenes rendered on the fly, nothing to download")
     flag("--data_dir", default=None, help="cifar10: torchvision's files, class folders or a tar of them; "
          "imagenet: train/<class>/*.JPEG and val/<class>/*.JPEG")
     flag("--download", action=boolean, default=False, help="cifar10: let torchvision fetch it into --data_dir")
-    flag("--num_images", type=int, default=16000, help="shapes: training images to render")
-    flag("--holdout", type=int, default=0, help="shapes, cifar10: train without the last HOLDOUT training images and "
-         "evaluate on those: choose settings there, not on the test split")
+    flag("--num_images", type=count, default=16000, help="shapes: training images to render")
+    flag("--holdout", type=natural, default=0, help="shapes, cifar10: train without HOLDOUT of the training images and "
+         "evaluate on those: to choose settings there, not on the test split")
     flag("--skip_bad_images", action=boolean, default=False, help="imagenet: count unreadable files and go on")
-    flag("--num_workers", type=int, default=min(os.cpu_count() or 1, 10), help="imagenet: decoding processes per GPU")
+    flag("--num_workers", type=natural, default=min(os.cpu_count() or 1, 10),
+         help="imagenet: decoding processes per GPU")
 
     flag("--model", choices=SIZES, help="width, depth and heads")
-    flag("--image_size", type=int, help="pixels, a multiple of --patch_size")
-    flag("--patch_size", type=int, help="pixels")
+    flag("--image_size", type=count, help="pixels, a multiple of --patch_size")
+    flag("--patch_size", type=count, help="pixels")
     flag("--attn", default="rpc", choices=["softmax", "symmetric", "scaled_s", "scaled_alpha", *RPC_KINDS],
          help="rpc: symmetric attention with RPC-Attention in --rpc_layers; rpc_asym, sym_asym: App. E.9")
     flag("--rpc_layers", type=str, default="0", help="layers with RPC-Attention, from 0: 0 (the paper's layer1), all, "
          "0,1,2 or 0-3")
-    flag("--n_iter", type=int, default=4, help="PAP steps; the paper: 4, 5, 6 in layer 0, or 2 in all")
-    flag("--lambd", type=float, default=4.0, help="PAP lambda; the paper: 4 in layer 0, 3 in all; inf never shrinks")
+    flag("--n_iter", type=count, default=4, help="PAP steps; the paper: 4, 5, 6 in layer 0, or 2 in all")
+    flag("--lambd", type=common.number(float, 0, math.inf), default=4.0, help="PAP lambda; the paper: 4 in layer 0, 3 in "
+         "all; inf: never shrink")
     flag("--form", choices=FORMS, default="released", help="which reading of Algorithm 1, see attention.py")
-    flag("--drop_path", type=float, help="stochastic depth rate of the last block")
-    flag("--init", choices=["trunc_normal", "default"], default=None, help="Linear layers: trunc_normal as DeiT (default "
-         "of softmax and scaled), default = torch's, as the released RPC code (default of symmetric and rpc)")
+    flag("--drop_path", type=share, help="stochastic depth rate of the last block")
+    flag("--init", choices=["trunc_normal", "default"], default=None, help="Linear layers: trunc_normal as DeiT (chosen "
+         "for softmax and scaled), default = torch's, as the released RPC code (chosen for the others)")
     flag("--init_from", default=None, help="start from these weights (file or https address; App. E.6)")
 
-    flag("--epochs", type=int)
-    flag("--batch_size", type=int, help="global: over all processes and accumulation steps")
-    flag("--accum", type=int, default=1, help="gradient accumulation: micro-batches per step and process")
-    flag("--lr", type=float, help="peak learning rate (AdamW); DeiT's rule: 5e-4 * batch_size / 512")
-    flag("--min_lr", type=float, help="at the end of the cosine")
-    flag("--warmup_epochs", type=float, help="linear warm-up from 1e-6")
-    flag("--weight_decay", type=float, default=0.05, help="of matrices; 1-d tensors, positions, class token have none")
-    flag("--clip", type=float, help="clip the gradient norm; 0: do not (the paper: 1 for ViT-base)")
-    flag("--ema", type=float, help="decay of the weight average; 0: none")
+    flag("--epochs", type=count)
+    flag("--batch_size", type=count, help="global: over all processes and accumulation steps")
+    flag("--accum", type=count, default=1, help="gradient accumulation: micro-batches per step and process")
+    flag("--lr", type=real, help="peak learning rate (AdamW); DeiT's rule: 5e-4 * batch_size / 512")
+    flag("--min_lr", type=real, help="at the end of the cosine")
+    flag("--warmup_epochs", type=real, help="linear warm-up from 1e-6")
+    flag("--weight_decay", type=real, default=0.05, help="of matrices; 1-d tensors, positions, class token have none")
+    flag("--clip", type=real, help="clip the gradient norm; 0: do not (the paper: 1 for ViT-base)")
+    flag("--ema", type=share, help="decay of the weight average; 0: none")
 
-    flag("--pad", type=int, help="random shift by up to PAD pixels (small images)")
-    flag("--num_ops", type=int, help="RandAugment operations per image (rand-m9-mstd0.5-inc1: 2); 0: none")
-    flag("--erase", type=float, help="probability of random erasing")
-    flag("--mixup", type=float, help="alpha; 0: none")
-    flag("--cutmix", type=float, help="alpha; 0: none")
-    flag("--smoothing", type=float, help="label smoothing")
-    flag("--repeats", type=int, help="repeated augmentation: crops of an image per epoch in which it is drawn")
+    flag("--pad", type=natural, help="random shift by up to PAD pixels (small images)")
+    flag("--num_ops", type=natural, help="RandAugment operations per image (rand-m9-mstd0.5-inc1: 2); 0: none")
+    flag("--erase", type=share, help="probability of random erasing")
+    flag("--mixup", type=real, help="alpha; 0: none")
+    flag("--cutmix", type=real, help="alpha; 0: none")
+    flag("--smoothing", type=share, help="label smoothing")
+    flag("--repeats", type=count, help="repeated augmentation: crops of an image per epoch in which it is drawn")
 
-    flag("--seed", type=int, default=0)
+    flag("--seed", type=natural, default=0)
     flag("--device", default=None, help="cuda, mps or cpu; picked automatically")
     flag("--amp", action=boolean, default=None, help="bf16 autocast; default: on GPUs")
     flag("--compile", action=boolean, default=False, help="torch.compile the model")
-    flag("--out_dir", default=None, help="checkpoints and log.jsonl; default out/<data>_<attn>, numbered if that exists")
+    flag("--out_dir", default=None, help="checkpoints and log.jsonl; default out/<data>_<attn>, numbered if it exists")
     flag("--resume", default=None, help="folder of a run to continue; its flags are remembered")
-    flag("--max_steps", type=int, default=None, help="stop early (the schedule stays that of --epochs)")
-    flag("--log_every", type=int, default=20, help="steps between lines of log.jsonl")
-    flag("--eval_every", type=int, default=1, help="epochs between evaluations")
-    flag("--save_every", type=int, default=0, help="steps between checkpoints within an epoch; one follows every epoch")
-    flag("--keep_every", type=int, default=0, help="also keep epoch_<n>.pt every so many epochs")
+    flag("--max_steps", type=count, default=None, help="stop early (the schedule stays that of --epochs)")
+    flag("--log_every", type=count, default=20, help="steps between lines of log.jsonl")
+    flag("--eval_every", type=count, default=1, help="epochs between evaluations")
+    flag("--save_every", type=natural, default=0, help="steps between checkpoints within an epoch; each epoch ends in one")
+    flag("--keep_every", type=natural, default=0, help="also keep epoch_<n>.pt every so many epochs")
 
     default = vars(p.parse_args([]))
     given = p.parse_args(namespace=argparse.Namespace(**dict.fromkeys(default)))
@@ -123,14 +130,14 @@ def stored_args(given):
     if checkpoint.get("task") != "classification":
         raise ValueError(f"--resume {given['resume']}: not a checkpoint of train_cls.py")
     stored = {k: v for k, v in checkpoint["args"].items() if k not in ("resume", "out_dir", "max_steps", "device")}
-    for k in (*MODEL_FLAGS, "data", "seed", "batch_size", "repeats", "holdout", "num_images"):
+    for k in FIXED:
         if k in given and given[k] != stored[k]:
             raise ValueError(f"--{k} {given[k]} does not fit --resume {given['resume']}, which was trained with "
                              f"--{k} {stored[k]}; to start a new run from its weights use --init_from")
     return stored
 
 
-# --- set-up -------------------------------------------------------------------------------------------------------------
+# --- set-up ----------------------------------------------------------------------------------------------------------
 
 def parse_layers(text, depth):
     """"0" | "all" | "0,1,2" | "0-3" -> tuple of layer indices."""
@@ -178,13 +185,13 @@ def load_data(args, device):
     return (data.Split(s.images.to(device), s.labels.to(device), s.classes) for s in (train, test))
 
 
-# --- batches ------------------------------------------------------------------------------------------------------------
+# --- batches ---------------------------------------------------------------------------------------------------------
 
 def micro_batches(args, n, start, total, rank, world):
     """(index, position) of every micro-batch of this process, from step `start` to step `total`; (b,) int64 each.
 
-    position numbers the samples of the whole run. A process takes a contiguous slice of the global batch, so neighbours,
-    which are mixed with each other, stay together; copies of an image (--repeats) are spread before.
+    position numbers the samples of the whole run. A process takes a contiguous slice of the global batch, so
+    neighbours, which are mixed with each other, stay together; copies of an image (--repeats) are spread before.
     """
     b, steps_per_epoch, last = args.batch_size // (world * args.accum), n // args.batch_size, None
     for step in range(start, total):
@@ -199,7 +206,7 @@ def micro_batches(args, n, start, total, rank, world):
 
 
 def load_batches(source, keys, args, device):
-    """Images (b, 3, S, S) uint8 and labels (b,) on the device, positions (b,) on the CPU, for (index, position) keys."""
+    """For (index, position) keys: images (b, 3, S, S) uint8 and labels (b,) on the device, positions (b,) on the CPU."""
     if isinstance(source, data.Split):
         for index, position in keys:
             index = index.to(device)
@@ -210,7 +217,7 @@ def load_batches(source, keys, args, device):
             yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True), position
 
 
-# --- evaluation -----------------------------------------------------------------------------------------------------------
+# --- evaluation ------------------------------------------------------------------------------------------------------
 
 @torch.no_grad()
 def evaluate(model, source, args, device, rank, world):
@@ -218,7 +225,7 @@ def evaluate(model, source, args, device, rank, world):
     model.eval()
     n = len(source.labels)
     mine = torch.arange(rank, n, world)
-    total = torch.zeros(4, device=device)                                              # right, right in top 5, loss, images
+    total = torch.zeros(4, device=device)                                # right, right in top 5, loss, images
     batches = load_batches(source, [(part, part) for part in mine.split(256)], args, device)
     for images, labels, _ in tqdm(batches, "evaluating", len(mine.split(256)), leave=False,
                                   disable=rank > 0 or n * args.image_size ** 2 < 2 ** 25):
@@ -233,7 +240,7 @@ def evaluate(model, source, args, device, rank, world):
     return dict(top1=100 * top1 / max(n, 1), top5=100 * top5 / max(n, 1), loss=loss / max(n, 1), images=int(n))
 
 
-def source_images(source, n, device):
+def first_images(source, n, device):
     """The first n images of a split, (n, 3, S, S) float in [0, 1] on the device."""
     images = source.images[:n] if isinstance(source, data.Split) else torch.stack(
         [source[i][0] for i in range(min(n, len(source)))])
@@ -242,7 +249,7 @@ def source_images(source, n, device):
 
 @torch.no_grad()
 def key_statistics(model, images):
-    """Did the robust part act? Per layer mean |k|; per RPC layer the share of nonzero S in each step. images: [0, 1]."""
+    """Did the robust part act? Per layer mean |k|, per RPC layer the share of nonzero S in each step. images: float."""
     inputs, stats = {}, dict(mean_abs_key=[], nonzero_S={})
     hooks = [block.attn.register_forward_pre_hook(lambda m, x, i=i: inputs.__setitem__(i, x[0]))
              for i, block in enumerate(model.blocks)]
@@ -258,7 +265,7 @@ def key_statistics(model, images):
     return stats
 
 
-# --- the run --------------------------------------------------------------------------------------------------------------
+# --- the run ---------------------------------------------------------------------------------------------------------
 
 def choose_out_dir(args, restarted):
     """Where this run lives; also sets args.resume when torchrun restarted us and there is something to resume.
@@ -282,48 +289,72 @@ def choose_out_dir(args, restarted):
     return out_dir
 
 
+def check_batch(args, world, n):
+    """ValueError unless the global batch can be dealt out and its pairs stay together."""
+    b, rest = divmod(args.batch_size, world * args.accum)
+    if rest:
+        raise ValueError(f"--batch_size {args.batch_size} is not divisible by {world} processes x --accum {args.accum}")
+    if b % 2 and (args.mixup or args.cutmix):
+        raise ValueError(f"--batch_size {args.batch_size} gives {b} images per process and micro-batch; --mixup and "
+                         f"--cutmix mix pairs, so that number has to be even")
+    if args.batch_size > n:
+        raise ValueError(f"--batch_size {args.batch_size} is more than the {n} training images")
+
+
+def start(args, model, optimizer, ema, classes):
+    """Load what --resume or --init_from names. Returns the step to go on from and notes for the reader."""
+    if args.resume:
+        checkpoint = common.read_checkpoint(args.resume)
+        if checkpoint["classes"] != classes:
+            raise ValueError(f"--data_dir {args.data_dir} has {len(classes)} classes, not those of the run in {args.resume} "
+                             f"({len(checkpoint['classes'])} classes, {', '.join(checkpoint['classes'][:3])}, ...)")
+        load_weights(model, checkpoint)
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        if ema:
+            ema.module.load_state_dict(checkpoint["ema"])
+            ema.n_averaged.fill_(checkpoint["step"])
+        return checkpoint["step"], [f"resumed at step {checkpoint['step']}"]
+    if args.init_from:
+        try:
+            return 0, [f"weights from {args.init_from}",
+                       *load_weights(model, common.read_checkpoint(args.init_from), new_head=True)]
+        except ValueError as e:
+            raise ValueError(f"--init_from {args.init_from}: {e}") from None
+    return 0, []
+
+
+def collect(pending, step, world, kept):
+    """Mean (loss, gradient norm) of the pending steps over all processes; ValueError names the first not finite one.
+
+    pending: (2,) tensors on the device, the last of them of step `step`. This is where the loop waits for the device.
+    """
+    rows = (common.all_sum(torch.stack(pending)) / world).cpu()
+    bad = (~rows.isfinite().all(1)).nonzero().flatten().tolist()
+    if bad:
+        loss, norm = rows[bad[0]].tolist()
+        raise ValueError(f"not finite at step {step - len(pending) + bad[0] + 1}: loss {loss:.4g}, gradient norm {norm:.4g}. "
+                         f"{kept}; try a smaller --lr, or --clip 1")
+    return rows.mean(0).tolist()
+
+
 def main():
     args = get_args()
     device, rank, world = common.setup(args.device)
     args.amp = device.type == "cuda" if args.amp is None else args.amp
     if args.amp:
         torch.set_float32_matmul_precision("high")
-    where = [choose_out_dir(args, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0), args.resume]
-    out_dir, args.resume = common.broadcast(where)
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    out_dir, args.resume = common.broadcast([choose_out_dir(args, restarted), args.resume])
 
-    # data and model
     train, test = load_data(args, device)
-    num_classes, n = len(train.classes), len(train.labels)
-    if args.batch_size % (world * args.accum):
-        raise ValueError(f"--batch_size {args.batch_size} is not divisible by {world} processes x --accum {args.accum}")
-    if args.batch_size // (world * args.accum) % 2 and (args.mixup or args.cutmix):
-        raise ValueError(f"--batch_size {args.batch_size} gives {args.batch_size // (world * args.accum)} images per process "
-                         f"and micro-batch; --mixup and --cutmix mix pairs, so that number has to be even")
-    if args.batch_size > n:
-        raise ValueError(f"--batch_size {args.batch_size} is more than the {n} training images")
+    classes, n = list(train.classes), len(train.labels)
+    check_batch(args, world, n)
     torch.manual_seed(args.seed)
-    model = ViT(build_config(args, num_classes)).to(device)
-    optimizer = torch.optim.AdamW(common.param_groups(model, args.weight_decay), lr=args.lr, fused=device.type == "cuda")
+    model = ViT(build_config(args, len(classes))).to(device)
+    groups = common.param_groups(model, args.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.ema)) if args.ema else None
-
-    # start: from scratch, from other weights, or where a run stopped
-    step, notes = 0, []
-    if args.resume:
-        checkpoint = common.read_checkpoint(args.resume)
-        if checkpoint["classes"] != list(train.classes):
-            raise ValueError(f"--data_dir {args.data_dir} has other classes than the run in {out_dir}: "
-                             f"{len(train.classes)} instead of {len(checkpoint['classes'])}, or other names")
-        load_weights(model, checkpoint)
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        step = checkpoint["step"]
-        if ema:
-            ema.module.load_state_dict(checkpoint["ema"])
-            ema.n_averaged.fill_(step)
-    elif args.init_from:
-        try:
-            notes = load_weights(model, common.read_checkpoint(args.init_from), new_head=True)
-        except ValueError as e:
-            raise ValueError(f"--init_from {args.init_from}: {e}") from None
+    step, notes = start(args, model, optimizer, ema, classes)
     net = torch.compile(model) if args.compile else model
     if world > 1:
         net = DDP(net, device_ids=[device.index] if device.type == "cuda" else None)
@@ -331,94 +362,84 @@ def main():
     steps_per_epoch = n // args.batch_size
     total = args.epochs * steps_per_epoch
     stop = min(total, args.max_steps or total)
+    split = "held-out" if args.holdout else "val" if args.data == "imagenet" else "test"
     master, log = rank == 0, out_dir / "log.jsonl"
     if master:
         out_dir.mkdir(parents=True, exist_ok=True)
         common.cut_log(log, step)
-        common.write_log(log, dict(step=step, args=vars(args), parameters=sum(p.numel() for p in model.parameters()),
-                                   world=world, torch=torch.__version__, device=common.describe(device)))
-        print(f"{args.data}: {n} training, {len(test.labels)} {'held-out' if args.holdout else 'test'} images, "
-              f"{num_classes} classes | {args.attn} ViT-{args.model}, {sum(p.numel() for p in model.parameters()):,} "
-              f"parameters | {common.describe(device)} x {world} | {out_dir}", *notes, sep="\n", flush=True)
+        about = dict(parameters=sum(p.numel() for p in model.parameters()), device=common.describe(device), world=world)
+        common.write_log(log, dict(step=step, args=vars(args), torch=torch.__version__, **about))
+        print(f"{args.data}: {n} training, {len(test.labels)} {split} images, {len(classes)} classes | {args.attn} "
+              f"ViT-{args.model}, {about['parameters']:,} parameters | {world} x {about['device']} | {out_dir}",
+              *notes, sep="\n", flush=True)
 
-    def save(name, **metrics):
+    def save(name):
         common.save_checkpoint(out_dir / name, dict(
-            task="classification", model=model.state_dict(), model_config=asdict(model.config), classes=list(train.classes),
+            task="classification", model=model.state_dict(), model_config=asdict(model.config), classes=classes,
             optimizer=optimizer.state_dict(), ema=ema.module.state_dict() if ema else None, args=vars(args), step=step,
             metrics=metrics))
 
-    # the loop
     batches = load_batches(train, micro_batches(args, n, step, stop, rank, world), args, device)
-    pending, metrics, saved, started = [], {}, step, time.time()       # pending: loss, gradient norm since the last log line
+    pending, metrics, saved = [], {}, step               # pending: loss and gradient norm of the steps not logged yet
+    started = clock = time.time()
     bar = tqdm(total=stop, initial=step, desc="training", unit="step", disable=not master, dynamic_ncols=True)
-    clock, seen = time.time(), 0
     while step < stop:
         lr = common.lr_at(step, total, args.warmup_epochs * steps_per_epoch, args.lr, args.min_lr)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        torch.manual_seed(hash((args.seed, step, rank)) % 2 ** 63)                       # for drop-path
-        loss = torch.zeros((), device=device)
+        torch.manual_seed(hash((args.seed, step, rank)) % 2 ** 63)                       # of the drop-path masks
+        losses = []
         for micro in range(args.accum):
             images, labels, position = next(batches)
             images = augment(images, position, args.seed, args.pad, args.num_ops, erase_prob=args.erase)
-            images, targets = mixup_cutmix(images, labels, num_classes, np.random.default_rng([args.seed, step]),
+            images, targets = mixup_cutmix(images, labels, len(classes), np.random.default_rng([args.seed, step]),
                                            args.mixup, args.cutmix, smoothing=args.smoothing)
             if world > 1:
                 net.require_backward_grad_sync = micro == args.accum - 1
             with common.autocast(device, args.amp):
-                part = F.cross_entropy(net(images), targets) / args.accum
-            part.backward()
-            loss += part.detach()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or float("inf"))
+                loss = F.cross_entropy(net(images), targets) / args.accum
+            loss.backward()
+            losses.append(loss.detach())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if ema:
             ema.update_parameters(model)
         step += 1
-        seen += args.batch_size
         bar.update()
-        pending.append(torch.stack([loss, norm]))
+        pending.append(torch.stack([sum(losses), norm]))
 
-        end_of_epoch = step % steps_per_epoch == 0 or step == stop
+        epoch, end_of_epoch = step / steps_per_epoch, step % steps_per_epoch == 0 or step == stop
         save_now = end_of_epoch or (args.save_every and step % args.save_every == 0)
-        if save_now or step % args.log_every == 0:                       # the only place that waits for the device
-            rows = (common.all_sum(torch.stack(pending)) / world).cpu()
-            bad = (~rows.isfinite().all(1)).nonzero()
-            if len(bad):
-                first = step - len(pending) + int(bad[0]) + 1
-                raise ValueError(f"loss or gradient is not finite at step {first} (loss {rows[bad[0, 0], 0]:.4g}, gradient "
-                                 f"norm {rows[bad[0, 0], 1]:.4g}); the state of step {saved} is kept in {out_dir}: try a "
-                                 f"smaller --lr, or --clip 1")
-            rate, clock, seen = seen / (time.time() - clock), time.time(), 0
-            row = dict(step=step, epoch=round(step / steps_per_epoch, 4), loss=rows[:, 0].mean().item(),
-                       grad_norm=rows[:, 1].mean().item(), lr=lr, images_per_s=round(rate, 1))
-            pending = []
-            bar.set_postfix_str(f"epoch {step / steps_per_epoch:.1f} loss {row['loss']:.3f} {rate:.0f} images/s"
-                                + (f" top-1 {metrics['top1']:.1f}" if metrics else ""))
+        if save_now or step % args.log_every == 0:                # before a save, so that no broken state is kept
+            loss, norm = collect(pending, step, world, f"{out_dir} holds step {saved}" if saved else "Nothing was saved yet")
+            rate = len(pending) * args.batch_size / (time.time() - clock)
+            pending, clock = [], time.time()
+            bar.set_postfix_str(f"epoch {epoch:.1f} loss {loss:.3f} {rate:.0f} images/s")
             if master:
-                common.write_log(log, row)
-        if end_of_epoch and (step == stop or step // steps_per_epoch % args.eval_every == 0):
+                common.write_log(log, dict(step=step, epoch=epoch, loss=loss, grad_norm=norm, lr=lr, images_per_s=rate))
+        if end_of_epoch and (step == stop or epoch % args.eval_every == 0):
             metrics = evaluate(model, test, args, device, rank, world)
-            if ema:                                                      # as the paper: reported is the raw model
+            if ema:                                               # as in the paper, the raw model is the one reported
                 metrics["ema_top1"] = evaluate(ema.module, test, args, device, rank, world)["top1"]
             if master:
-                few = source_images(test, 32, device)
-                common.write_log(log, dict(step=step, epoch=step / steps_per_epoch, eval=metrics,
-                                           **key_statistics(model, few)))
-                tqdm.write(f"epoch {step / steps_per_epoch:5.1f}  loss {row['loss']:.4f}  evaluation loss {metrics['loss']:.4f}"
-                           f"  top-1 {metrics['top1']:.2f} %  top-5 {metrics['top5']:.2f} %")
-            clock, seen = time.time(), 0
+                keys = key_statistics(model, first_images(test, 32, device))
+                common.write_log(log, dict(step=step, epoch=epoch, eval=metrics, **keys))
+                tqdm.write(f"epoch {epoch:5.1f}  training loss {loss:.4f}  {split} loss {metrics['loss']:.4f}  "
+                           f"top-1 {metrics['top1']:.2f} %  top-5 {metrics['top5']:.2f} %")
+            clock = time.time()
         if save_now and master:
-            save("last.pt", **metrics)
-            if end_of_epoch and args.keep_every and step // steps_per_epoch % args.keep_every == 0:
-                save(f"epoch_{step // steps_per_epoch}.pt", **metrics)
+            save("last.pt")
+            if end_of_epoch and args.keep_every and epoch % args.keep_every == 0:
+                save(f"epoch_{round(epoch)}.pt")
         saved = step if save_now else saved
     bar.close()
     if master:
-        split = "held-out" if args.holdout else "val" if args.data == "imagenet" else "test"
+        if not metrics:                                           # resumed when there was nothing left to do
+            metrics = common.read_checkpoint(out_dir)["metrics"]
         print(f"{args.data} {args.attn}: {split} accuracy {metrics['top1']:.2f} % (top-5 {metrics['top5']:.2f} %, "
-              f"{metrics['images']} images) after {step / steps_per_epoch:.1f} epochs, {(time.time() - started) / 60:.1f} "
-              f"minutes; checkpoint {out_dir / 'last.pt'}")
+              f"{metrics['images']} images) after {step / steps_per_epoch:.1f} epochs, "
+              f"{(time.time() - started) / 60:.1f} minutes; checkpoint {out_dir / 'last.pt'}")
 
 
 if __name__ == "__main__":

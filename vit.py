@@ -1,7 +1,7 @@
 """Vision transformers: DeiT tiny, small, base and models for small images, with any attention of attention.py.
 
-Paper: section 4 and App. A of Teo & Nguyen 2024 (ViT-tiny, ViT-small); architecture of DeiT (Touvron et al. 2021), names
-of timm's `vision_transformer.py`, so DeiT and timm weights load strictly into the softmax kind.
+Paper: section 4 and App. A of Teo & Nguyen 2024 (ViT-tiny, ViT-small); architecture of DeiT (Touvron et al. 2021),
+names of timm's `vision_transformer.py`, so DeiT and timm weights load strictly into the softmax kind.
 
     model = ViT(ViTConfig(**SIZES["tiny"], attn="rpc", rpc_layers=(0,), n_iter=4, lambd=4.0))
     logits = model(images)                      # images (B, 3, 224, 224) in [0, 1] -> (B, 1000)
@@ -17,8 +17,8 @@ from torch import nn
 from attention import KINDS, SelfAttention
 
 SIZES = {                                                             # softmax parameters at 224 px, 1000 classes
-    "nano": dict(embed_dim=64, depth=4, num_heads=2),                 # 32 px, patch_size=4: the rendered scenes, on a CPU
-    "micro": dict(embed_dim=128, depth=6, num_heads=4),               # 32 px, patch_size=4: CIFAR-10, on a CPU
+    "nano": dict(embed_dim=64, depth=4, num_heads=2),                 # 32 px, patch_size=4: rendered scenes, on a CPU
+    "micro": dict(embed_dim=96, depth=6, num_heads=3),                # 32 px, patch_size=4: CIFAR-10, on a CPU
     "tiny": dict(embed_dim=192, depth=12, num_heads=3),               # 5,717,416
     "small": dict(embed_dim=384, depth=12, num_heads=6),              # 22,050,664
     "base": dict(embed_dim=768, depth=12, num_heads=12),              # 86,567,656
@@ -73,7 +73,7 @@ class ViTConfig:
 # --- modules ---------------------------------------------------------------------------------------------------------
 
 def drop_path(x, p):
-    """Stochastic depth: zero a residual branch for a share p of the samples, divide the others by 1 - p. x: (B, N, C)."""
+    """Stochastic depth: zero a residual branch for a share p of the samples, divide the others by 1 - p. x: (B, N, C)"""
     return x * (torch.rand(len(x), 1, 1, device=x.device) >= p) / (1 - p)
 
 
@@ -149,7 +149,7 @@ class ViT(nn.Module):
                     nn.init.zeros_(m.bias)
 
     def embed(self, images):
-        """(B, 3, S, S) in [0, 1] -> tokens (B, N, C): normalise, cut into patches, class token in front, add positions."""
+        """(B, 3, S, S) in [0, 1] -> tokens (B, N, C): normalise, cut in patches, class token in front, add positions."""
         if images.shape[1:] != (3, self.config.image_size, self.config.image_size) or not images.is_floating_point():
             raise ValueError(f"images are {images.dtype} {tuple(images.shape)}, expected float in [0, 1] of shape "
                              f"(B, 3, {self.config.image_size}, {self.config.image_size})")
@@ -173,7 +173,7 @@ class ViT(nn.Module):
         return out
 
 
-# --- weights from files --------------------------------------------------------------------------------------------------
+# --- weights from files ----------------------------------------------------------------------------------------------
 
 def resize_pos_embed(pos_embed, num_tokens):
     """Bicubic interpolation of the patch part of pos_embed (1, N, C) to another square grid; the class part is kept."""
@@ -186,18 +186,18 @@ def resize_pos_embed(pos_embed, num_tokens):
 def load_weights(model, checkpoint, new_head=False):
     """Load a checkpoint's weights strictly; ValueError with a sentence when they do not fit. Returns what was adapted.
 
-    checkpoint: dict as read by `common.read_checkpoint`: ours or DeiT's {"model": state dict, ...}, a raw state dict, or
-    a file of `rachtsy/KPCA_code`. Positions of another image size are interpolated. new_head=True keeps the model's own
+    checkpoint: dict as read by `common.read_checkpoint`: ours or DeiT's {"model": state dict, ...}, a raw state dict,
+    or a file of `rachtsy/KPCA_code`. Positions of another image size are interpolated. new_head=True keeps the model's own
     head when the number of classes differs (fine-tuning).
     """
     c, sd, notes = model.config, dict(checkpoint.get("model", checkpoint)), []
     own = model.state_dict()
     if "dist_token" in sd:
-        raise ValueError("distilled DeiT weights (dist_token, head_dist) hold a second token that this ViT does not have; "
+        raise ValueError("distilled DeiT weights (dist_token, head_dist) hold a second token, which this ViT has not; "
                          "use the files without 'distilled' in their name")
     if not {"cls_token", "pos_embed", "blocks.0.attn.qkv.weight"} <= set(sd):
-        raise ValueError(f"not ViT weights: expected timm's names (cls_token, pos_embed, blocks.0.attn.qkv.weight, ...), "
-                         f"got {', '.join(list(sd)[:4]) or 'nothing'}, ...")
+        raise ValueError(f"not ViT weights: expected timm's names (cls_token, pos_embed, blocks.0.attn.qkv.weight, ...), got "
+                         f" {', '.join(list(sd)[:4]) or 'nothing'}, ...")
     check_released_settings(c, checkpoint.get("args"))
     C = sd["cls_token"].shape[-1]
     if C != c.embed_dim:
@@ -208,7 +208,7 @@ def load_weights(model, checkpoint, new_head=False):
         rows = sd[name].shape[0] // C if name in sd else 0
         if rows and rows != own[name].shape[0] // C:
             raise ValueError(f"{name} holds {rows}C rows ({'q, k, v' if rows == 3 else 'k, v'}), but attn={c.attn!r} needs "
-                             f"{own[name].shape[0] // C}C in layer {i}: softmax and symmetric weights are not interchangeable")
+                             f"{own[name].shape[0] // C}C in layer {i}: softmax and symmetric weights do not fit each other")
         scale = f"blocks.{i}.attn.s"
         if scale in sd and scale in own and sd[scale].shape != own[scale].shape:
             raise ValueError(f"{scale} has shape {tuple(sd[scale].shape)}, the model needs {tuple(own[scale].shape)}: "
