@@ -106,7 +106,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
                                ("dual_sign", dual_sign, (-1, 1)), ("mu", mu, ("global", "running", "token"))):
         if value not in known:
             raise ValueError(f"rpc_attention: {name}={value!r}, expected one of {known}")
-    if n_iter < 1 or lambd < 0:
+    if n_iter < 1 or not lambd >= 0:
         raise ValueError(f"rpc_attention: n_iter={n_iter}, lambd={lambd}, expected n_iter >= 1 and lambd >= 0")
 
     K = k if k.dtype == torch.float64 else k.float()
@@ -118,7 +118,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     for i in range(n_iter):
         S = soft_threshold(K - L + Z, tau)                   # S = S_tau(K - L + Y/mu)
         R = K - S
-        K2 = R + dual_sign * Z                               # K2 = K - S - Y/mu         (dual_sign = +1: + Y/mu)
+        K2 = torch.add(R, Z, alpha=dual_sign)                # K2 = K - S - Y/mu         (dual_sign = +1: + Y/mu)
         Q2 = K2 if q is None else q
         L = softmax_attention(Q2.to(v.dtype), K2.to(v.dtype), v, causal=causal,    # L = softmax(K2 K2^T / sqrt(D)) V
                               dropout_p=dropout_p if i == n_iter - 1 else 0.0).to(K.dtype)

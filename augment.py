@@ -220,7 +220,7 @@ def translate(images, share, dim):
 
 def rotate(images, degrees):
     """Rotate counter-clockwise about the image centre, same size: PIL's rotate(degrees, BICUBIC, fillcolor=FILL)."""
-    B, _, H, W = images.shape
+    H, W = images.shape[2:]
     cos, sin = torch.cos(degrees * (math.pi / 180)), torch.sin(degrees * (math.pi / 180))
     y = torch.arange(H, device=images.device).view(-1, 1) + 0.5 - H / 2                        # from the centre
     x = torch.arange(W, device=images.device) + 0.5 - W / 2
@@ -232,8 +232,7 @@ def rotate(images, degrees):
     # Two repeated pixels all round: then tap (i, j) of every pixel is one constant further in the flat image.
     rows = torch.arange(-2, H + 2, device=images.device).clamp_(0, H - 1)
     columns = torch.arange(-2, W + 2, device=images.device).clamp_(0, W - 1)
-    padded = (rows.view(-1, 1) * W + columns).view(1, 1, -1).expand(B, 3, -1)
-    padded = images.flatten(2).gather(2, padded).short()
+    padded = images.flatten(2).index_select(2, (rows.view(-1, 1) * W + columns).flatten()).float()
     index = ((y0.long() + 1) * (W + 4) + x0.long() + 1).flatten(2).expand(-1, 3, -1)
 
     def tap(i, j):
@@ -371,6 +370,9 @@ def mixup_cutmix(images, labels, num_classes, rng, mixup=0.8, cutmix=1.0, switch
 
 # --- all of it, in the recipe's order ---------------------------------------------------------------------------------
 
+CPU_PART = 32                                                              # images at once: fits a CPU's caches
+
+
 def augment(images, positions, seed, pad=0, num_ops=2, magnitude=9.0, erase_prob=0.25):
     """Crop (if pad > 0), flip, RandAugment (if num_ops > 0), random erasing (if erase_prob > 0).
 
@@ -378,6 +380,12 @@ def augment(images, positions, seed, pad=0, num_ops=2, magnitude=9.0, erase_prob
     run (not in its epoch), below 2**31: with the seed it determines everything drawn.
     Returns float32 on images' device, in [0, 1] but for the noise of the erased boxes.
     """
+    if images.device.type == "cpu" and len(images) > CPU_PART:
+        out = torch.empty(images.shape)
+        for part, x, p in zip(out.split(CPU_PART), images.split(CPU_PART), positions.split(CPU_PART)):
+            part.copy_(augment(x, p, seed, pad, num_ops, magnitude, erase_prob))
+        return out
+
     def draw(n, purpose):
         return uniform(positions, n, seed, purpose)
     if pad:
