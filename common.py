@@ -48,6 +48,8 @@ def setup(device=None):
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if device.split(":")[0] not in ("cuda", "mps", "cpu"):
+        raise ValueError(f"--device {device}: expected cuda, mps or cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError("--device cuda: this PyTorch finds no GPU; leave the flag out to pick what there is")
     if "RANK" not in os.environ:
@@ -56,7 +58,11 @@ def setup(device=None):
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        # After a restart by torchrun its store still holds the addresses of the dead: each attempt gets its own keys.
+        store, rank, world = next(dist.rendezvous("env://"))
+        store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        backend = "nccl" if device.startswith("cuda") else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     return torch.device(device), dist.get_rank(), dist.get_world_size()
 
 
@@ -90,7 +96,10 @@ def run(main):
     try:
         main()
     except (ValueError, OSError) as e:
-        sys.exit(f"error: {str(e).strip().splitlines()[-1].removeprefix('ValueError: ')}")     # a worker's: last line
+        lines = str(e).strip().splitlines() or [type(e).__name__]
+        sys.exit(f"error: {lines[-1].removeprefix('ValueError: ')}")                     # a worker's: the last line
+    except KeyboardInterrupt:
+        sys.exit("\nstopped by Ctrl-C")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -148,7 +157,8 @@ def save_checkpoint(path, checkpoint):
     except (OSError, RuntimeError) as e:
         tmp.unlink(missing_ok=True)
         kept = "the previous one is untouched" if path.exists() else "there is none yet"
-        raise OSError(f"cannot write checkpoint {path} ({getattr(e, 'strerror', None) or e}); {kept}") from None
+        why = getattr(e.__context__, "strerror", None) or getattr(e, "strerror", None) or e     # torch.save hides it
+        raise OSError(f"cannot write checkpoint {path} ({why}); {kept}") from None
 
 
 def read_checkpoint(path):
@@ -164,7 +174,7 @@ def read_checkpoint(path):
     try:                                            # the released code pickles its argparse.Namespace: plain data
         with torch.serialization.safe_globals([argparse.Namespace]):
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as e:
+    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError) as e:
         why = str(e).strip().split("\n")[0] or type(e).__name__
         raise ValueError(f"{path} is not a readable checkpoint (truncated, or not made by torch.save of plain tensors): "
                          f"{why[:160]}") from None
@@ -188,4 +198,10 @@ def cut_log(path, step):
             rows += [line] if json.loads(line).get("step", 0) <= step else []
         except json.JSONDecodeError:
             continue
-    Path(path).write_text("".join(line + "\n" for line in rows))
+    tmp = Path(f"{path}.tmp")
+    try:
+        tmp.write_text("".join(line + "\n" for line in rows))
+        os.replace(tmp, path)
+    except OSError as e:
+        tmp.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path} ({e.strerror}); it is untouched") from None

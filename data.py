@@ -324,6 +324,7 @@ class ImageTree(Dataset):
         self.folder = os.path.join(str(root), split)
         self.size, self.train, self.seed, self.skip_bad_images = size, train, seed, skip_bad_images
         self.resize = math.floor(size / crop_pct)
+        self.skipped = torch.zeros(1, dtype=torch.int64).share_memory_()     # unreadable training files, by all workers
         if not os.path.isdir(self.folder):
             raise FileNotFoundError(f"--data_dir {root} has no folder {split!r}; expected {self.folder}/<class>/*.JPEG")
         files = scan_folders(self.folder)
@@ -378,6 +379,7 @@ class ImageTree(Dataset):
                 if not self.skip_bad_images:
                     raise ValueError(f"{error}; --skip_bad_images goes on without such files") from None
                 print(f"skipping: {error}", flush=True)
+                self.skipped += self.train
                 if not self.train:
                     return torch.zeros(3, self.size, self.size, dtype=torch.uint8), -1, position
         raise ValueError(f"--data_dir {self.folder}: none of the {len(self)} images can be read")

@@ -104,7 +104,7 @@ def get_args():
     flag("--smoothing", type=share, help="label smoothing")
     flag("--repeats", type=count, help="repeated augmentation: crops of an image per epoch in which it is drawn")
 
-    flag("--seed", type=natural, default=0)
+    flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0)
     flag("--device", default=None, help="cuda, mps or cpu; picked automatically")
     flag("--amp", action=boolean, default=None, help="bf16 autocast; default: on GPUs")
     flag("--compile", action=boolean, default=False, help="torch.compile the model")
@@ -129,11 +129,16 @@ def stored_args(given):
     checkpoint = common.read_checkpoint(given["resume"])
     if checkpoint.get("task") != "classification":
         raise ValueError(f"--resume {given['resume']}: not a checkpoint of train_cls.py")
+    for k in ("out_dir", "init_from"):
+        if k in given:
+            raise ValueError(f"--{k} does not go with --resume, which continues in its own folder")
     stored = {k: v for k, v in checkpoint["args"].items() if k not in ("resume", "out_dir", "max_steps", "device")}
     for k in FIXED:
         if k in given and given[k] != stored[k]:
             raise ValueError(f"--{k} {given[k]} does not fit --resume {given['resume']}, which was trained with "
                              f"--{k} {stored[k]}; to start a new run from its weights use --init_from")
+    if bool(given.get("ema", stored["ema"])) != bool(stored["ema"]):
+        raise ValueError(f"--ema {given['ema']}: the run in {given['resume']} has --ema {stored['ema']}")
     return stored
 
 
@@ -145,9 +150,11 @@ def parse_layers(text, depth):
         return tuple(range(depth))
     try:
         ends = [[int(n) for n in part.split("-")] for part in text.split(",")]
-        return tuple(i for e in ends for i in range(e[0], e[-1] + 1))
     except ValueError:
-        raise ValueError(f"--rpc_layers {text}: expected 0, all, 0,1,2 or 0-3") from None
+        ends = []
+    if not ends or not all(len(e) <= 2 and 0 <= e[0] <= e[-1] < depth for e in ends):
+        raise ValueError(f"--rpc_layers {text}: expected all, 0, 0,1,2 or 0-2, of layers 0 to {depth - 1}")
+    return tuple(i for e in ends for i in range(e[0], e[-1] + 1))
 
 
 def build_config(args, num_classes):
@@ -159,11 +166,13 @@ def build_config(args, num_classes):
                      lambd=args.lambd, form=args.form, drop_path=args.drop_path, init=init)
 
 
-def load_data(args, device):
+def load_data(args, device, rank=0):
     """Returns (training set, evaluation set): two `data.Split` on the device, or two `data.ImageTree`."""
     if args.data != "shapes" and not args.data_dir:
         raise ValueError(f"--data {args.data} needs --data_dir")
     if args.data == "imagenet":
+        if args.holdout:
+            raise ValueError("--holdout goes with --data shapes and cifar10; for imagenet make a folder of your own")
         common_args = dict(size=args.image_size, seed=args.seed, skip_bad_images=args.skip_bad_images)
         train = data.ImageTree(args.data_dir, "train", train=True, **common_args)
         return train, data.ImageTree(args.data_dir, "val", classes=train.classes, **common_args)
@@ -171,7 +180,10 @@ def load_data(args, device):
         train = data.load_shapes("train", args.num_images, args.image_size, device=device)
         test = data.load_shapes("test", max(args.num_images // 5, 1), args.image_size, device=device)
     else:
-        train = data.load_cifar10(args.data_dir, "train", args.download)
+        if args.download and rank == 0:
+            data.load_cifar10(args.data_dir, "train", download=True)
+        common.broadcast([None])                                               # the others wait for it
+        train = data.load_cifar10(args.data_dir, "train")
         test = data.load_cifar10(args.data_dir, "test")
         if args.image_size != 32:
             raise ValueError(f"--image_size {args.image_size}: CIFAR-10 images have 32 pixels")
@@ -240,8 +252,8 @@ def evaluate(model, source, args, device, rank, world):
     return dict(top1=100 * top1 / max(n, 1), top5=100 * top5 / max(n, 1), loss=loss / max(n, 1), images=int(n))
 
 
-def first_images(source, n, device):
-    """The first n images of a split, (n, 3, S, S) float in [0, 1] on the device."""
+def first_images(source, device, n=32):
+    """The first images of a split, (n, 3, S, S) float in [0, 1] on the device."""
     images = source.images[:n] if isinstance(source, data.Split) else torch.stack(
         [source[i][0] for i in range(min(n, len(source)))])
     return images.to(device).float() / 255
@@ -249,11 +261,12 @@ def first_images(source, n, device):
 
 @torch.no_grad()
 def key_statistics(model, images):
-    """Did the robust part act? Per layer mean |k|, per RPC layer the share of nonzero S in each step. images: float."""
+    """Did the robust part act? Per layer mean |k|, per RPC layer the share of nonzero S in each step. images: [0, 1]"""
     inputs, stats = {}, dict(mean_abs_key=[], nonzero_S={})
     hooks = [block.attn.register_forward_pre_hook(lambda m, x, i=i: inputs.__setitem__(i, x[0]))
              for i, block in enumerate(model.blocks)]
-    model(images)
+    model.eval()(images)
+    model.train()
     for hook in hooks:
         hook.remove()
     for i, block in enumerate(model.blocks):
@@ -272,19 +285,23 @@ def choose_out_dir(args, restarted):
 
     --resume's folder, else --out_dir, else out/<data>_<attn>, numbered if that holds a run already.
     """
+    def ours(folder):                                # the run of another command is neither continued nor overwritten
+        return restarted and (folder / "last.pt").exists() and (
+            {**common.read_checkpoint(folder)["args"], "resume": None} == vars(args))
+
     if args.resume:
         path = Path(args.resume)
         return path if path.is_dir() else path.parent
     if args.out_dir:
         out_dir = Path(args.out_dir)
-        if (out_dir / "last.pt").exists() and not restarted:
+        if (out_dir / "last.pt").exists() and not ours(out_dir):
             raise ValueError(f"--out_dir {out_dir} already holds a run: continue it with --resume {out_dir} or choose "
                              f"another folder")
     else:
         names = [Path("out", f"{args.data}_{args.attn}{f'_{i}' if i > 1 else ''}") for i in range(1, 10000)]
         free = next(i for i, d in enumerate(names) if not d.exists())
-        out_dir = names[max(free - 1, 0) if restarted else free]
-    if restarted and (out_dir / "last.pt").exists():
+        out_dir = names[free - 1] if free and ours(names[free - 1]) else names[free]
+    if ours(out_dir):
         args.resume = str(out_dir)
     return out_dir
 
@@ -306,10 +323,12 @@ def start(args, model, optimizer, ema, classes):
     if args.resume:
         checkpoint = common.read_checkpoint(args.resume)
         if checkpoint["classes"] != classes:
-            raise ValueError(f"--data_dir {args.data_dir} has {len(classes)} classes, not those of the run in {args.resume} "
-                             f"({len(checkpoint['classes'])} classes, {', '.join(checkpoint['classes'][:3])}, ...)")
+            theirs = f"{len(checkpoint['classes'])} classes, {', '.join(checkpoint['classes'][:3])}, ..."
+            raise ValueError(f"--data_dir {args.data_dir} has {len(classes)} classes, not those of the run in "
+                             f"{args.resume} ({theirs})")
         load_weights(model, checkpoint)
         optimizer.load_state_dict(checkpoint["optimizer"])
+        optimizer.param_groups[0]["weight_decay"] = args.weight_decay           # the flag may be new
         if ema:
             ema.module.load_state_dict(checkpoint["ema"])
             ema.n_averaged.fill_(checkpoint["step"])
@@ -332,8 +351,8 @@ def collect(pending, step, world, kept):
     bad = (~rows.isfinite().all(1)).nonzero().flatten().tolist()
     if bad:
         loss, norm = rows[bad[0]].tolist()
-        raise ValueError(f"not finite at step {step - len(pending) + bad[0] + 1}: loss {loss:.4g}, gradient norm {norm:.4g}. "
-                         f"{kept}; try a smaller --lr, or --clip 1")
+        raise ValueError(f"not finite at step {step - len(pending) + bad[0] + 1}: loss {loss:.4g}, gradient norm "
+                         f"{norm:.4g}. {kept}; try a smaller --lr, or --clip 1")
     return rows.mean(0).tolist()
 
 
@@ -346,7 +365,7 @@ def main():
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     out_dir, args.resume = common.broadcast([choose_out_dir(args, restarted), args.resume])
 
-    train, test = load_data(args, device)
+    train, test = load_data(args, device, rank)
     classes, n = list(train.classes), len(train.labels)
     check_batch(args, world, n)
     torch.manual_seed(args.seed)
@@ -382,63 +401,68 @@ def main():
     batches = load_batches(train, micro_batches(args, n, step, stop, rank, world), args, device)
     pending, metrics, saved = [], {}, step               # pending: loss and gradient norm of the steps not logged yet
     started = clock = time.time()
-    bar = tqdm(total=stop, initial=step, desc="training", unit="step", disable=not master, dynamic_ncols=True)
-    while step < stop:
-        lr = common.lr_at(step, total, args.warmup_epochs * steps_per_epoch, args.lr, args.min_lr)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        torch.manual_seed(hash((args.seed, step, rank)) % 2 ** 63)                       # of the drop-path masks
-        losses = []
-        for micro in range(args.accum):
-            images, labels, position = next(batches)
-            images = augment(images, position, args.seed, args.pad, args.num_ops, erase_prob=args.erase)
-            images, targets = mixup_cutmix(images, labels, len(classes), np.random.default_rng([args.seed, step]),
-                                           args.mixup, args.cutmix, smoothing=args.smoothing)
-            if world > 1:
-                net.require_backward_grad_sync = micro == args.accum - 1
-            with common.autocast(device, args.amp):
-                loss = F.cross_entropy(net(images), targets) / args.accum
-            loss.backward()
-            losses.append(loss.detach())
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if ema:
-            ema.update_parameters(model)
-        step += 1
-        bar.update()
-        pending.append(torch.stack([sum(losses), norm]))
+    with tqdm(total=stop, initial=step, desc="training", unit="step", disable=not master, dynamic_ncols=True) as bar:
+        while step < stop:
+            lr = common.lr_at(step, total, args.warmup_epochs * steps_per_epoch, args.lr, args.min_lr)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            torch.manual_seed(hash((args.seed, step, rank)) % 2 ** 63)                       # of the drop-path masks
+            losses = []
+            for micro in range(args.accum):
+                images, labels, position = next(batches)
+                images = augment(images, position, args.seed, args.pad, args.num_ops, erase_prob=args.erase)
+                images, targets = mixup_cutmix(images, labels, len(classes), np.random.default_rng([args.seed, step]),
+                                               args.mixup, args.cutmix, smoothing=args.smoothing)
+                if world > 1:
+                    net.require_backward_grad_sync = micro == args.accum - 1
+                with common.autocast(device, args.amp):
+                    loss = F.cross_entropy(net(images), targets) / args.accum
+                loss.backward()
+                losses.append(loss.detach())
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if ema:
+                ema.update_parameters(model)
+            step += 1
+            bar.update()
+            pending.append(torch.stack([sum(losses), norm]))
 
-        epoch, end_of_epoch = step / steps_per_epoch, step % steps_per_epoch == 0 or step == stop
-        save_now = end_of_epoch or (args.save_every and step % args.save_every == 0)
-        if save_now or step % args.log_every == 0:                # before a save, so that no broken state is kept
-            loss, norm = collect(pending, step, world, f"{out_dir} holds step {saved}" if saved else "Nothing was saved yet")
-            rate = len(pending) * args.batch_size / (time.time() - clock)
-            pending, clock = [], time.time()
-            bar.set_postfix_str(f"epoch {epoch:.1f} loss {loss:.3f} {rate:.0f} images/s")
-            if master:
-                common.write_log(log, dict(step=step, epoch=epoch, loss=loss, grad_norm=norm, lr=lr, images_per_s=rate))
-        if end_of_epoch and (step == stop or epoch % args.eval_every == 0):
-            metrics = evaluate(model, test, args, device, rank, world)
-            if ema:                                               # as in the paper, the raw model is the one reported
-                metrics["ema_top1"] = evaluate(ema.module, test, args, device, rank, world)["top1"]
-            if master:
-                keys = key_statistics(model, first_images(test, 32, device))
-                common.write_log(log, dict(step=step, epoch=epoch, eval=metrics, **keys))
-                tqdm.write(f"epoch {epoch:5.1f}  training loss {loss:.4f}  {split} loss {metrics['loss']:.4f}  "
-                           f"top-1 {metrics['top1']:.2f} %  top-5 {metrics['top5']:.2f} %")
-            clock = time.time()
-        if save_now and master:
-            save("last.pt")
-            if end_of_epoch and args.keep_every and epoch % args.keep_every == 0:
+            epoch, end_of_epoch = step / steps_per_epoch, step % steps_per_epoch == 0 or step == stop
+            save_now = end_of_epoch or (args.save_every and step % args.save_every == 0)
+            if save_now or step % args.log_every == 0:            # before a save, so that no broken state is kept
+                kept = f"{out_dir} holds step {saved}" if saved else "Nothing was saved yet"
+                loss, norm = collect(pending, step, world, kept)
+                rate = len(pending) * args.batch_size / (time.time() - clock)
+                pending, clock = [], time.time()
+                bar.set_postfix_str(f"epoch {epoch:.1f} loss {loss:.3f} {rate:.0f} images/s")
+                if master:
+                    common.write_log(log, dict(step=step, epoch=epoch, loss=loss, grad_norm=norm, lr=lr, images_per_s=rate))
+            if save_now and master:
+                save("last.pt")
+            if end_of_epoch and (step == stop or epoch % args.eval_every == 0):
+                metrics = evaluate(model, test, args, device, rank, world)
+                if not math.isfinite(metrics["loss"]):
+                    raise ValueError(f"the {split} loss is not finite at step {step}: try a smaller --lr, or --clip 1")
+                if ema:                                           # as in the paper, the raw model is the one reported
+                    metrics["ema_top1"] = evaluate(ema.module, test, args, device, rank, world)["top1"]
+                if args.skip_bad_images and args.data == "imagenet":
+                    metrics["skipped"] = int(common.all_sum(train.skipped.to(device, copy=True)))
+                if master:
+                    keys = key_statistics(model, first_images(test, device))
+                    common.write_log(log, dict(step=step, epoch=epoch, eval=metrics, **keys))
+                    tqdm.write(f"epoch {epoch:5.1f}  training loss {loss:.4f}  {split} loss {metrics['loss']:.4f}  "
+                               f"top-1 {metrics['top1']:.2f} %  top-5 {metrics['top5']:.2f} %")
+                    save("last.pt")                               # again, with the metrics
+                clock = time.time()
+            if end_of_epoch and master and args.keep_every and epoch % args.keep_every == 0:
                 save(f"epoch_{round(epoch)}.pt")
-        saved = step if save_now else saved
-    bar.close()
+            saved = step if save_now else saved
+    metrics = metrics or evaluate(model, test, args, device, rank, world)        # resumed when it was finished
     if master:
-        if not metrics:                                           # resumed when there was nothing left to do
-            metrics = common.read_checkpoint(out_dir)["metrics"]
+        skipped = f", {metrics['skipped']} unreadable training images skipped" if "skipped" in metrics else ""
         print(f"{args.data} {args.attn}: {split} accuracy {metrics['top1']:.2f} % (top-5 {metrics['top5']:.2f} %, "
-              f"{metrics['images']} images) after {step / steps_per_epoch:.1f} epochs, "
+              f"{metrics['images']} images{skipped}) after {step / steps_per_epoch:.1f} epochs, "
               f"{(time.time() - started) / 60:.1f} minutes; checkpoint {out_dir / 'last.pt'}")
 
 

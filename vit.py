@@ -197,7 +197,7 @@ def load_weights(model, checkpoint, new_head=False):
                          "use the files without 'distilled' in their name")
     if not {"cls_token", "pos_embed", "blocks.0.attn.qkv.weight"} <= set(sd):
         raise ValueError(f"not ViT weights: expected timm's names (cls_token, pos_embed, blocks.0.attn.qkv.weight, ...), got "
-                         f" {', '.join(list(sd)[:4]) or 'nothing'}, ...")
+                         f"{', '.join(list(sd)[:4]) or 'nothing'}, ...")
     check_released_settings(c, checkpoint.get("args"))
     C = sd["cls_token"].shape[-1]
     if C != c.embed_dim:

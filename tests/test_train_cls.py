@@ -1,0 +1,592 @@
+"""Claims about train_cls.py: runs start, stop, go on and spread over processes without changing a number; bad input ends
+in one line and loses nothing. The real script, small settings."""
+
+import argparse
+import errno
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import common
+import data
+import train_cls
+from vit import ViT, ViTConfig, vit_from_checkpoint
+
+SCRIPT = Path(train_cls.__file__).resolve()
+SMALL = "--model nano --num_images 160 --image_size 16 --patch_size 4 --batch_size 16 --log_every 1".split()
+RECIPE = "--num_ops 2 --erase 0.5 --mixup 0.8 --cutmix 1 --smoothing 0.1 --pad 2 --repeats 3 --ema 0.9".split()
+ATTENTIONS = ["softmax", "symmetric", "scaled_s", "scaled_alpha", "rpc", "rpc_asym", "sym_asym"]
+TINY = dict(image_size=16, patch_size=8, num_classes=10, embed_dim=48, depth=2, num_heads=3)
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)                                 # as the subprocesses, so that results agree bit for bit
+    yield
+    torch.set_num_threads(threads)
+
+
+def flags(*parts):
+    return [flag for part in parts for flag in (part.split() if isinstance(part, str) else part)]
+
+
+def train(*parts):
+    """Run main() in this process."""
+    argv, sys.argv = sys.argv, ["train_cls.py", *flags(*parts)]
+    try:
+        train_cls.main()
+    finally:
+        sys.argv = argv
+
+
+def command(*parts, launcher=()):
+    return [sys.executable, *(("-m", "torch.distributed.run", *launcher) if launcher else ()), str(SCRIPT), *flags(*parts)]
+
+
+def start(*parts, launcher=(), **how):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")} | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command(*parts, launcher=launcher), env=env, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, **how)
+
+
+def finish(process):
+    try:
+        out, err = process.communicate(timeout=110)
+    finally:
+        process.terminate()                                          # torchrun takes its workers with it
+    assert process.returncode == 0, "\n".join(line for line in err.splitlines() if "rror" in line)[-3000:]
+    return out
+
+
+def torchrun(*parts, processes=2, **how):
+    return finish(start(*parts, launcher=("--standalone", f"--nproc_per_node={processes}"), **how))
+
+
+def refused(*parts):
+    """Run main() as the script does; returns the one line it must end in (without the progress before it)."""
+    with pytest.raises(SystemExit) as e:
+        argv, sys.argv = sys.argv, ["train_cls.py", *flags(*parts)]
+        try:
+            common.run(train_cls.main)
+        finally:
+            sys.argv = argv
+    return e.value.code
+
+
+def log(folder, what="loss"):
+    """{step: value} of the training rows; no step may be there twice."""
+    rows = [json.loads(line) for line in Path(folder, "log.jsonl").read_text().splitlines()]
+    rows = [(row["step"], row[what]) for row in rows if what in row]
+    assert len(dict(rows)) == len(rows), "a step is logged twice"
+    return dict(rows)
+
+
+def weights(folder):
+    return common.read_checkpoint(folder)["model"]
+
+
+def assert_same_weights(a, b):
+    a, b = weights(a), weights(b)
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def wait_for(path, process, seconds=60):
+    end = time.time() + seconds
+    while not Path(path).exists():
+        assert process.poll() is None, process.communicate()[1][-2000:]
+        assert time.time() < end
+        time.sleep(0.02)
+
+
+# --- a run and what it leaves ---------------------------------------------------------------------------------------------
+
+def test_the_default_run_ends_in_its_accuracy_and_its_checkpoint_alone_reproduces_it(tmp_path):
+    out = finish(start("--max_steps 2 --num_images 500"))                      # all else as in the README's first command
+    last = out.strip().splitlines()[-1]
+    folder = tmp_path / "out" / "shapes_rpc"
+    evaluation = log(folder, "eval")[2]
+    assert f"test accuracy {evaluation['top1']:.2f} %" in last and last.endswith(os.path.join("out", "shapes_rpc", "last.pt"))
+    checkpoint = common.read_checkpoint(folder)
+    test = data.load_shapes("test", 100)
+    with torch.no_grad():
+        right = vit_from_checkpoint(checkpoint)(test.images.float() / 255).argmax(1) == test.labels
+    assert evaluation["images"] == 100 and evaluation["top1"] == pytest.approx(right.sum().item(), abs=1e-6)
+    assert checkpoint["classes"] == test.classes and checkpoint["step"] == 2 and checkpoint["task"] == "classification"
+
+
+def test_every_attention_trains_two_steps(tmp_path):
+    for attn in ATTENTIONS:
+        train(SMALL, "--max_steps 2 --attn", attn)
+        folder = tmp_path / "out" / f"shapes_{attn}"
+        assert list(log(folder)) == [1, 2] and log(folder)[1] != log(folder)[2]
+        assert vit_from_checkpoint(common.read_checkpoint(folder)).config.attn == attn
+
+
+def test_a_second_run_gets_a_folder_of_its_own(tmp_path):
+    for _ in range(2):
+        train(SMALL, "--max_steps 1")
+    assert sorted(d.name for d in (tmp_path / "out").iterdir()) == ["shapes_rpc", "shapes_rpc_2"]
+
+
+def test_training_learns(tmp_path):
+    train(SMALL, "--max_steps 60 --epochs 6 --warmup_epochs 0.5 --out_dir a --eval_every 10")
+    losses = list(log("a").values())
+    assert len(losses) == 60 and np.mean(losses[-10:]) < np.mean(losses[:5]) - 0.1
+
+
+def test_holdout_evaluates_on_training_images_that_are_not_trained_on():
+    args = argparse.Namespace(data="shapes", data_dir=None, num_images=100, image_size=16, holdout=30)
+    train_set, held = train_cls.load_data(args, torch.device("cpu"))
+    everything = data.load_shapes("train", 100, 16).images
+    assert len(train_set.images) == 70 and len(held.images) == len(held.labels) == 30
+    both = torch.cat([train_set.images, held.images]).flatten(1)
+    assert sorted(map(bytes, both.numpy())) == sorted(map(bytes, everything.flatten(1).numpy()))
+
+
+def test_the_average_of_the_weights_is_what_ema_says(tmp_path):
+    train(SMALL, "--max_steps 3 --ema 0.5 --save_every 1 --keep_every 1 --out_dir a --num_images 16 --warmup_epochs 0")
+    raw = [common.read_checkpoint(f"a/epoch_{i}.pt")["model"]["head.weight"] for i in (1, 2, 3)]
+    average = common.read_checkpoint("a")["ema"]["head.weight"]
+    torch.testing.assert_close(average, 0.25 * raw[0] + 0.25 * raw[1] + 0.5 * raw[2])
+
+
+# --- stopping and going on ------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("extra", ["", flags(RECIPE, "--drop_path 0.1 --accum 2")], ids=["plain", "everything on"])
+def test_three_steps_and_three_resumed_equal_six_bit_for_bit(extra):
+    train(SMALL, extra, "--max_steps 6 --save_every 3 --out_dir whole")
+    train(SMALL, extra, "--max_steps 3 --save_every 3 --out_dir parts")
+    train("--resume parts --max_steps 6")                                                       # remembers its flags
+    assert log("whole") == log("parts") and log("whole", "grad_norm") == log("parts", "grad_norm")
+    assert_same_weights("whole", "parts")
+    a, b = (common.read_checkpoint(d) for d in ("whole", "parts"))
+    assert a["ema"] is None and b["ema"] is None or all(torch.equal(a["ema"][k], b["ema"][k]) for k in a["ema"])
+    for p, state in a["optimizer"]["state"].items():
+        assert all(torch.equal(state[k], b["optimizer"]["state"][p][k]) for k in state)
+
+
+def test_a_run_killed_at_any_moment_resumes_to_the_same_losses_and_weights(tmp_path):
+    run = flags(SMALL, "--save_every 1 --eval_every 100 --epochs 3")                                      # 30 steps
+    train(run, "--out_dir whole")
+    process = start(run, "--out_dir killed")
+    wait_for("killed/last.pt", process)
+    time.sleep(random.uniform(0, 0.3))
+    process.kill()
+    process.communicate()
+    assert 1 <= common.read_checkpoint("killed")["step"] <= 30                                # whole, whatever happened
+    train("--resume killed")
+    assert log("killed") == log("whole") and len(log("whole")) == 30
+    assert_same_weights("killed", "whole")
+
+
+def test_a_finished_run_resumed_says_so_and_changes_nothing():
+    train(SMALL, "--max_steps 2 --out_dir a")
+    before = Path("a/last.pt").read_bytes()
+    try:
+        train("--resume a --max_steps 2")
+    except ValueError as e:                                           # fine too, if it says what to do
+        assert "\n" not in str(e) and "step" in str(e)
+    assert Path("a/last.pt").read_bytes() == before and list(log("a")) == [1, 2]
+
+
+def test_flags_of_a_resumed_run_hold_or_are_refused(monkeypatch):
+    train(SMALL, "--max_steps 1 --out_dir a")
+    before = Path("a/last.pt").read_bytes()
+    for bad, word in (("--attn symmetric", "--attn"), ("--lambd 3", "--lambd"), ("--rpc_layers all", "--rpc_layers"),
+                      ("--seed 1", "--seed"), ("--batch_size 32", "--batch_size"), ("--ema 0.9", "ema"),
+                      ("--out_dir b", "--out_dir"), ("--init_from a", "--init_from")):
+        line = refused("--resume a", bad)
+        assert line.startswith("error: ") and word in line and "\n" not in line
+    assert Path("a/last.pt").read_bytes() == before and list(log("a")) == [1]
+    train("--resume a --max_steps 2 --weight_decay 0.5 --lr 1e-2")
+    checkpoint = common.read_checkpoint("a")
+    assert checkpoint["optimizer"]["param_groups"][0]["weight_decay"] == checkpoint["args"]["weight_decay"] == 0.5
+    assert checkpoint["args"]["lr"] == 1e-2
+
+
+# --- processes ------------------------------------------------------------------------------------------------------------
+
+def test_two_processes_equal_one_with_accumulation_and_everything_on():
+    run = flags(SMALL, RECIPE, "--max_steps 12 --eval_every 100 --num_images 165")          # 33 test images: an odd number
+    torchrun(run, "--out_dir two")
+    train(run, "--accum 2 --out_dir accumulated")
+    train(run, "--out_dir one")
+    two, accumulated, one = (np.array(list(log(d).values())) for d in ("two", "accumulated", "one"))
+    assert len(one) == 12
+    np.testing.assert_allclose(two, one, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(accumulated, one, rtol=0, atol=1e-5)
+    a, b = log("two", "eval")[12], log("one", "eval")[12]
+    assert a["images"] == b["images"] == 33 and abs(a["top1"] - b["top1"]) < 4 and abs(a["loss"] - b["loss"]) < 1e-3
+
+
+def test_two_nodes_equal_one_process():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    run = flags(SMALL, "--max_steps 10")
+    nodes = [start(run, "--out_dir nodes", launcher=("--nnodes=2", f"--node_rank={i}", "--nproc_per_node=1",
+                                                     "--master_addr=127.0.0.1", f"--master_port={port}")) for i in (0, 1)]
+    out = [finish(node) for node in nodes]
+    assert "test accuracy" in out[0] and not out[1].strip()
+    train(run, "--out_dir one")
+    np.testing.assert_allclose(list(log("nodes").values()), list(log("one").values()), rtol=0, atol=1e-5)
+    assert log("nodes", "eval")[10]["images"] == log("one", "eval")[10]["images"] == 32
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the worker in /proc")
+def test_a_killed_worker_restarts_and_the_run_finishes():
+    run = flags(SMALL, "--epochs 12 --save_every 5 --eval_every 100 --lr 1e-4")                              # 120 steps
+    process = start(run, "--out_dir a", launcher=("--standalone", "--nproc_per_node=2", "--max_restarts=1"))
+    wait_for("a/last.pt", process)
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(next(p for p in workers if "train_cls.py" in Path(f"/proc/{p}/cmdline").read_text())), signal.SIGKILL)
+    assert "test accuracy" in finish(process)
+    assert list(log("a")) == list(range(1, 121)) and common.read_checkpoint("a")["step"] == 120
+    headers = [json.loads(line) for line in Path("a/log.jsonl").read_text().splitlines() if "world" in line]
+    assert len(headers) == 2 and headers[1]["step"] > 0                                           # it went on, not again
+
+
+def test_a_restart_never_touches_another_run(monkeypatch):
+    """torchrun restarts a worker that failed on its input: what was refused then must not be overwritten now."""
+    train(SMALL, "--max_steps 2")                                                                # out/shapes_rpc
+    folder = Path("out/shapes_rpc")
+    before = (folder / "last.pt").read_bytes(), (folder / "log.jsonl").read_text()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for where in ([], ["--out_dir", str(folder)]):                   # the first try ended before it made its own folder
+        try:
+            train(SMALL, "--max_steps 3 --lr 0.1", where)                                      # goes elsewhere, or refuses
+        except ValueError as e:
+            assert "already holds a run" in str(e)
+        assert ((folder / "last.pt").read_bytes(), (folder / "log.jsonl").read_text()) == before
+
+
+# --- ImageNet's layout ------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def imagenet(tmp_path_factory):
+    root, rng = tmp_path_factory.mktemp("imagenet"), np.random.default_rng(0)
+    for split, count in (("train", 6), ("val", 3)):
+        for name in ("n01", "n02", "n03"):
+            (root / split / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 256, (*rng.integers(40, 120, 2), 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / split / name / f"{i}.JPEG")
+    return root
+
+
+IMAGENET = "--data imagenet --model nano --image_size 64 --batch_size 8 --epochs 2 --num_workers 0 --log_every 1".split()
+
+
+def test_imagenets_layout_trains_with_the_papers_recipe(imagenet):
+    finish(start("--data imagenet --model nano --image_size 64 --batch_size 8 --epochs 2 --num_workers 2 --log_every 1",
+                 "--out_dir a --data_dir", str(imagenet)))
+    checkpoint = common.read_checkpoint("a")
+    assert checkpoint["classes"] == ["n01", "n02", "n03"] and len(log("a")) == 4
+    recipe = dict(mixup=0.8, cutmix=1.0, num_ops=2, erase=0.25, smoothing=0.1, repeats=3, drop_path=0.1, ema=0.99996)
+    assert {k: checkpoint["args"][k] for k in recipe} == recipe and checkpoint["ema"]
+    assert log("a", "eval")[4]["images"] == 9
+    train(IMAGENET, "--out_dir b --data_dir", str(imagenet))                                # workers change nothing
+    assert log("a") == log("b")
+    assert_same_weights("a", "b")
+
+
+def broken_copy(imagenet, *names):
+    shutil.copytree(imagenet, "broken")
+    for name in names:
+        path = Path("broken", name)
+        path.write_bytes(path.read_bytes()[:200])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_broken_training_image_is_named(imagenet, num_workers):
+    broken_copy(imagenet, "train/n02/3.JPEG", "train/n01/3.JPEG", "train/n03/3.JPEG")
+    line = refused(IMAGENET, "--data_dir broken --out_dir a --num_workers", str(num_workers))
+    assert line.startswith("error: ") and "3.JPEG" in line and "--skip_bad_images" in line and "\n" not in line
+
+
+def test_a_broken_evaluation_image_does_not_cost_the_epoch_before_it(imagenet):
+    broken_copy(imagenet, "val/n02/1.JPEG")
+    line = refused(IMAGENET, "--data_dir broken --out_dir a")
+    assert "n02/1.JPEG" in line
+    assert common.read_checkpoint("a")["step"] == 2                                                # the epoch's weights
+
+
+def test_broken_images_are_skipped_and_counted_on_request(imagenet, capfd):
+    broken_copy(imagenet, "train/n02/3.JPEG", "val/n02/1.JPEG")
+    train(IMAGENET, "--data_dir broken --out_dir a --skip_bad_images")
+    assert log("a", "eval")[4]["images"] == 8 and len(log("a")) == 4
+    assert "val/n02/1.JPEG" in capfd.readouterr().out
+
+
+def test_a_resumed_run_refuses_other_classes(imagenet):
+    train(IMAGENET, "--max_steps 1 --out_dir a --data_dir", str(imagenet))
+    shutil.copytree(imagenet, "other")
+    for split in ("train", "val"):
+        os.rename(f"other/{split}/n02", f"other/{split}/n04")
+    line = refused("--resume a --data_dir other")
+    assert "classes" in line and "other" in line
+
+
+def test_folders_that_do_not_match_are_named(imagenet):
+    shutil.copytree(imagenet, "other")
+    os.rename("other/val/n02", "other/val/n09")
+    assert "n09" in refused(IMAGENET, "--data_dir other")
+    shutil.rmtree("other/val/n09")
+    assert "n02" in refused(IMAGENET, "--data_dir other")
+    shutil.rmtree("other/val")
+    assert "other/val" in refused(IMAGENET, "--data_dir other")
+    assert "nowhere" in refused(IMAGENET, "--data_dir nowhere")
+
+
+# --- parts --------------------------------------------------------------------------------------------------------------------
+
+def decayed(**config):
+    model = ViT(ViTConfig(**TINY, **config))
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = common.param_groups(model, 0.05)
+    assert [g["weight_decay"] for g in groups] == [0.05, 0.0]
+    decay, keep = ({names[id(p)] for p in g["params"]} for g in groups)
+    assert decay | keep == set(names.values()) and not decay & keep
+    return decay
+
+
+def test_matrices_decay_and_biases_norms_tokens_and_alpha_do_not():
+    matrices = {"patch_embed.proj.weight", "head.weight", *(f"blocks.{i}.{n}.weight" for i in range(2) for n in (
+        "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"))}
+    for attn in ("softmax", "symmetric", "rpc", "scaled_alpha"):
+        assert decayed(attn=attn) == matrices
+    assert decayed(attn="scaled_s") == matrices | {"blocks.0.attn.s", "blocks.1.attn.s"}           # learned S is a matrix
+
+
+def micro(world, accum, n=50, batch_size=16, repeats=1, steps=6):
+    """{step: (indices, positions)} of the global batch, put together from the slices of all processes."""
+    args = argparse.Namespace(batch_size=batch_size, accum=accum, seed=1, repeats=repeats)
+    streams = [list(train_cls.micro_batches(args, n, 0, steps, rank, world)) for rank in range(world)]
+    assert all(len(stream) == steps * accum for stream in streams)
+    assert all(len(index) == len(position) == batch_size // (world * accum) for s in streams for index, position in s)
+    return [tuple(torch.cat([s[step * accum + a][j] for s in streams for a in range(accum)]) for j in (0, 1))
+            for step in range(steps)]
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_any_split_over_processes_and_accumulation_is_the_same_batch_in_the_same_pairs(repeats):
+    whole = micro(1, 1, repeats=repeats)
+    for world, accum in ((2, 1), (1, 2), (4, 1), (2, 2), (2, 4), (8, 1)):
+        for (index, position), (same_index, same_position) in zip(micro(world, accum, repeats=repeats), whole):
+            assert torch.equal(index, same_index) and torch.equal(position, same_position)
+    positions = torch.cat([position for _, position in whole])
+    assert torch.equal(positions, torch.arange(6 * 16))                            # each sample has a number of its own
+
+
+def test_an_epoch_sees_every_image_once_or_a_third_of_them_three_times():
+    once = torch.cat([index for index, _ in micro(2, 1, n=48, steps=3)])
+    assert sorted(once.tolist()) == list(range(48))
+    first, second = (torch.cat([index for index, _ in micro(1, 1, n=48, steps=6)[i:i + 3]]) for i in (0, 3))
+    assert not torch.equal(first, second)
+    counts = torch.cat([index for index, _ in micro(2, 1, n=48, steps=3, repeats=3)]).bincount()
+    assert sorted(counts[counts > 0].tolist()) == [3] * 16
+
+
+def test_starting_late_continues_the_stream():
+    args = argparse.Namespace(batch_size=16, accum=1, seed=1, repeats=3)
+    whole = list(train_cls.micro_batches(args, 50, 0, 7, 1, 2))
+    for a, b in zip(whole[4:], train_cls.micro_batches(args, 50, 4, 7, 1, 2), strict=True):
+        assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+
+@pytest.mark.parametrize("batch_size,repeats", [(8, 2), (8, 3), (16, 3), (64, 3), (256, 3), (1024, 3), (12, 4)])
+def test_copies_of_an_image_are_never_mixed_with_each_other(batch_size, repeats):
+    for index, _ in micro(1, 1, n=3000, batch_size=batch_size, repeats=repeats):
+        assert (index[0::2] != index[1::2]).all()
+
+
+def test_weights_of_a_symmetric_run_start_an_rpc_run_but_not_a_softmax_one(imagenet, capsys):
+    train(SMALL, "--attn symmetric --max_steps 2 --out_dir sym")
+    train(SMALL, "--attn rpc --max_steps 1 --warmup_epochs 1 --init_from sym --out_dir rpc")       # one step at lr 1e-6
+    start_weights, after = weights("sym"), weights("rpc")
+    assert all((start_weights[k] - after[k]).abs().max() < 1e-5 for k in after)
+    assert "new head" not in capsys.readouterr().out
+    train(SMALL, "--attn softmax --max_steps 1 --out_dir soft")
+    for source, attn in (("soft", "symmetric"), ("soft", "rpc"), ("sym", "softmax")):
+        line = refused(SMALL, "--attn", attn, "--init_from", source)
+        assert line.startswith("error: --init_from") and "3C" in line and "2C" in line
+    train("--data imagenet --model nano --image_size 16 --patch_size 4 --batch_size 8 --epochs 1 --num_workers 0 --max_steps 1",
+          "--init_from sym --out_dir fine --data_dir", str(imagenet))
+    assert "new head for 3 classes" in capsys.readouterr().out and weights("fine")["head.weight"].shape[0] == 3
+    assert (weights("fine")["patch_embed.proj.weight"] - start_weights["patch_embed.proj.weight"]).abs().max() < 1e-5
+
+
+def test_key_statistics_are_of_the_whole_network_and_without_shrinkage_s_is_zero():
+    torch.manual_seed(0)
+    images = torch.rand(4, 3, 16, 16)
+    model = ViT(ViTConfig(**TINY, attn="rpc", rpc_layers=(0, 1), n_iter=3, lambd=float("inf"), init="default"))
+    assert train_cls.key_statistics(model, images)["nonzero_S"] == {0: [0.0] * 3, 1: [0.0] * 3}
+    model = ViT(ViTConfig(**{**TINY, "depth": 3}, attn="rpc", rpc_layers=(1,), n_iter=3, lambd=0.0, init="default",
+                          drop_path=0.9))
+    stats = train_cls.key_statistics(model.eval(), images)
+    assert list(stats["nonzero_S"]) == [1] and stats["nonzero_S"][1][0] == 1.0 and len(stats["mean_abs_key"]) == 3
+    for _ in range(3):
+        assert train_cls.key_statistics(model.train(), images) == stats                             # no drop-path in it
+    assert not any(block.attn._forward_pre_hooks for block in model.blocks)
+    k = model.eval().blocks[0].attn.project(model.blocks[0].norm1(model.embed(images)))[1]
+    assert stats["mean_abs_key"][0] == round(k.abs().mean().item(), 4)
+
+
+@pytest.mark.parametrize("text,layers", [("0", (0,)), ("all", (0, 1, 2, 3)), ("0,2", (0, 2)), ("1-3", (1, 2, 3)),
+                                         ("0,2-3", (0, 2, 3))])
+def test_rpc_layers_are_read(text, layers):
+    assert train_cls.parse_layers(text, 4) == layers
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------------------
+
+BAD = [("--data cifar10", "--data_dir"), ("--data imagenet", "--data_dir"), ("--data cifar10 --data_dir nowhere", "nowhere"),
+       ("--image_size 18", "image_size"), ("--image_size 0", "image_size"), ("--image_size -16", "image_size"),
+       ("--patch_size 0", "patch_size"), ("--patch_size -4", "patch_size"), ("--num_images 0", "images"),
+       ("--num_images -5", "num_images"), ("--num_images 10", "batch_size"), ("--batch_size 0", "batch_size"),
+       ("--batch_size -16", "batch_size"), ("--batch_size 161", "batch_size"), ("--accum 0", "accum"),
+       ("--accum -1", "accum"), ("--accum 3", "accum"), ("--mixup 0.8 --accum 16", "mixup"),
+       ("--cutmix 1 --batch_size 15", "cutmix"), ("--epochs 0", "epochs"), ("--epochs -1", "epochs"),
+       ("--max_steps 0", "max_steps"), ("--max_steps -1", "max_steps"), ("--log_every 0", "log_every"),
+       ("--log_every -1", "log_every"), ("--eval_every 0 --epochs 2", "eval_every"), ("--lr nan", "lr|learning rate"),
+       ("--lr inf", "lr|learning rate"), ("--lr -1", "lr|learning rate"), ("--n_iter 0", "n_iter"), ("--n_iter -2", "n_iter"),
+       ("--lambd -1", "lambd"), ("--lambd nan", "lambd"), ("--rpc_layers foo", "rpc_layers"), ("--rpc_layers 9", "rpc_layers"),
+       ("--rpc_layers 2-0", "rpc_layers"), ("--rpc_layers -1", "rpc_layers"), ("--holdout 160", "holdout"),
+       ("--holdout -1", "holdout"), ("--holdout 150", "batch_size|holdout"), ("--drop_path 1", "drop_path"),
+       ("--drop_path nan", "drop_path"), ("--ema 1.5", "ema|decay"), ("--mixup -1", "mixup"), ("--cutmix nan", "cutmix"),
+       ("--smoothing 2", "smoothing"), ("--erase -0.1", "erase"), ("--num_ops -1", "num_ops"), ("--pad -1", "pad"),
+       ("--repeats 0", "repeats"), ("--seed -1", "seed"), ("--device cdua", "device"), ("--init_from nowhere.pt", "nowhere"),
+       ("--init_from notes.txt", "notes.txt"), ("--resume nowhere", "nowhere"), ("--resume .", "last.pt"),
+       ("--resume notes.txt", "notes.txt"), ("--out_dir notes.txt", "notes.txt"), ("--weight_decay nan", "weight_decay|decay"),
+       ("--clip nan", "clip"), ("--warmup_epochs nan", "warmup"), ("--min_lr nan", "min_lr")]
+
+
+@pytest.mark.parametrize("bad,word", BAD, ids=[bad for bad, _ in BAD])
+def test_bad_flags_end_in_one_line_that_names_them(bad, word, capsys):
+    Path("notes.txt").write_text("root:x:0:0:not a checkpoint\n")
+    code = refused(SMALL, "--max_steps 2", bad)
+    line = code if isinstance(code, str) else capsys.readouterr().err.strip().splitlines()[-1]         # argparse's own
+    assert "error: " in line and "\n" not in line and len(line) < 400, line
+    assert any(w in line.lower() for w in word.split("|")), line
+    assert not list(Path(".").rglob("*.pt")) and Path("notes.txt").exists()
+
+
+@pytest.mark.parametrize("bad", ["--data cifar", "--attn linear", "--model huge", "--batch 16", "--epochs ten", "stray"])
+def test_unknown_names_and_flags_are_refused_by_argparse(bad, capsys):
+    assert refused(SMALL, bad) == 2
+    assert bad.split()[-1] in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_script_itself_ends_in_one_error_line():
+    process = start(SMALL, "--rpc_layers 7")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and err.startswith("error: ") and len(err.splitlines()) == 1 and "rpc_layers" in err
+
+
+def test_a_world_that_does_not_divide_the_batch_is_refused(monkeypatch):
+    monkeypatch.setattr(common, "setup", lambda device: (torch.device("cpu"), 0, 3))
+    line = refused(SMALL)
+    assert "--batch_size 16" in line and "3 processes" in line
+
+
+def test_a_folder_that_holds_a_run_is_refused_and_kept():
+    train(SMALL, "--max_steps 1 --out_dir a")
+    before = Path("a/last.pt").read_bytes(), Path("a/log.jsonl").read_bytes()
+    line = refused(SMALL, "--max_steps 2 --out_dir a")
+    assert line.startswith("error: --out_dir a already holds a run") and "--resume a" in line
+    assert (Path("a/last.pt").read_bytes(), Path("a/log.jsonl").read_bytes()) == before
+
+
+def test_broken_and_foreign_checkpoints_are_not_resumed():
+    train(SMALL, "--max_steps 1 --out_dir a")
+    whole = Path("a/last.pt").read_bytes()
+    for length in (0, 1, 50, 1000, len(whole) // 2, len(whole) - 1):
+        Path("a/last.pt").write_bytes(whole[:length])
+        line = refused("--resume a")
+        assert line.startswith("error: ") and "last.pt" in line and "\n" not in line
+    for content in ({"model": {"w": torch.zeros(2)}}, {"task": "segmentation"}, torch.zeros(3), [1, 2]):
+        torch.save(content, "a/last.pt")
+        line = refused("--resume a")
+        assert line.startswith("error: ") and "a" in line
+    assert list(log("a")) == [1]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(monkeypatch):
+    real = train_cls.F.cross_entropy
+    calls = []
+
+    def diverging(*args, **how):
+        if "reduction" not in how:                                                          # a training step's
+            calls.append(1)
+        return real(*args, **how) * (float("nan") if len(calls) == 5 else 1)
+    monkeypatch.setattr(train_cls.F, "cross_entropy", diverging)
+    line = refused(SMALL, "--max_steps 9 --save_every 3 --out_dir a --log_every 2")
+    assert line.startswith("error: ") and "not finite at step 5" in line and "step 3" in line
+    checkpoint = common.read_checkpoint("a")
+    assert checkpoint["step"] == 3 and all(w.isfinite().all() for w in checkpoint["model"].values())
+
+
+def test_a_run_that_diverges_before_its_first_checkpoint_promises_none(monkeypatch):
+    monkeypatch.setattr(train_cls.F, "cross_entropy", lambda logits, *a, **k: logits.sum() * float("nan"))
+    line = refused(SMALL, "--max_steps 4 --out_dir a")
+    assert "step 1" in line and "is kept" not in line
+
+
+def test_an_evaluation_that_is_not_finite_is_an_error_and_no_result(monkeypatch):
+    real = train_cls.F.cross_entropy                              # the last step can break the weights: its loss was fine
+    monkeypatch.setattr(train_cls.F, "cross_entropy",
+                        lambda *a, **how: real(*a, **how) * (float("nan") if "reduction" in how else 1))
+    line = refused(SMALL, "--max_steps 2 --out_dir a")
+    assert line.startswith("error: ") and "finite" in line and "step 2" in line
+
+
+def test_a_full_disk_ends_in_one_line_and_keeps_the_old_checkpoint(monkeypatch):
+    train(SMALL, "--max_steps 2 --out_dir a")
+    before = Path("a/last.pt").read_bytes()
+
+    def full(fd):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, "fsync", full)
+    line = refused("--resume a --max_steps 4")
+    assert line.startswith("error: ") and "last.pt" in line and "No space left" in line and "\n" not in line
+    assert Path("a/last.pt").read_bytes() == before and sorted(os.listdir("a")) == ["last.pt", "log.jsonl"]
+
+
+def test_a_full_disk_at_the_log_loses_no_line_of_it():
+    train(SMALL, "--max_steps 2 --out_dir a")
+    before = Path("a/last.pt").read_bytes(), log("a"), log("a", "eval")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))                               # less than the log has already
+    try:
+        line = refused("--resume a --max_steps 4")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert line.startswith("error: ") and "log.jsonl" in line
+    assert (Path("a/last.pt").read_bytes(), log("a"), log("a", "eval")) == before
+
+
+def test_ctrl_c_ends_in_one_line_and_a_run_that_resumes():
+    process = start(SMALL, "--epochs 300 --save_every 1 --out_dir a",
+                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    wait_for("a/last.pt", process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0 and "Traceback" not in err
+    step = common.read_checkpoint("a")["step"]
+    train("--resume a --max_steps", str(step + 2))
+    assert list(log("a")) == list(range(1, step + 3))
