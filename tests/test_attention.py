@@ -167,6 +167,14 @@ def test_soft_threshold_minimises_its_objective():
     assert soft_threshold(torch.tensor([0.7, -0.7]), 0.7).eq(0).all()
 
 
+def test_soft_threshold_has_the_gradients_of_its_formula_also_the_second_and_under_vmap():
+    torch.manual_seed(0)
+    x, tau = torch.randn(2, 3, 5, 4).double().requires_grad_(), torch.rand(2, 3, 1, 1).double().requires_grad_()
+    assert torch.autograd.gradcheck(soft_threshold, (x, tau)) and torch.autograd.gradgradcheck(soft_threshold, (x, tau))
+    per_sample = torch.func.vmap(torch.func.grad(lambda x, t: soft_threshold(x, t).pow(2).sum()))(x, tau)
+    close(per_sample, torch.autograd.grad(soft_threshold(x, tau).pow(2).sum(), x)[0], 1e-12)
+
+
 @pytest.mark.parametrize("gain", [1.0, 8.0])
 @pytest.mark.parametrize("form", FORMS)
 def test_the_loop_equals_algorithm_1_written_out_with_S_and_Y(gain, form):
