@@ -370,22 +370,13 @@ def mixup_cutmix(images, labels, num_classes, rng, mixup=0.8, cutmix=1.0, switch
 
 # --- all of it, in the recipe's order ---------------------------------------------------------------------------------
 
-CPU_PART = 32                                                              # images at once: fits a CPU's caches
-
-
-def augment(images, positions, seed, pad=0, num_ops=2, magnitude=9.0, erase_prob=0.25):
-    """Crop (if pad > 0), flip, RandAugment (if num_ops > 0), random erasing (if erase_prob > 0).
+def augment_uint8(images, positions, seed, pad=0, num_ops=2, magnitude=9.0):
+    """First half: crop (if pad > 0), flip, RandAugment (if num_ops > 0).
 
     images: uint8, after the random resized crop. positions: (B,) int64 on the CPU, each sample's number in the whole
-    run (not in its epoch), below 2**31: with the seed it determines everything drawn.
-    Returns float32 on images' device, in [0, 1] but for the noise of the erased boxes.
+    run (not in its epoch), below 2**31: with the seed it determines everything drawn. So it does not matter where this
+    runs: on the device, or in a worker process if the device is the CPU. Returns uint8.
     """
-    if images.device.type == "cpu" and len(images) > CPU_PART:
-        out = torch.empty(images.shape)
-        for part, x, p in zip(out.split(CPU_PART), images.split(CPU_PART), positions.split(CPU_PART)):
-            part.copy_(augment(x, p, seed, pad, num_ops, magnitude, erase_prob))
-        return out
-
     def draw(n, purpose):
         return uniform(positions, n, seed, purpose)
     if pad:
@@ -393,7 +384,17 @@ def augment(images, positions, seed, pad=0, num_ops=2, magnitude=9.0, erase_prob
     images = random_hflip(images, draw(1, FLIP)[:, 0])
     if num_ops:
         images = rand_augment(images, draw(RAND_AUGMENT_COLUMNS * num_ops, RAND_AUGMENT), magnitude, num_ops=num_ops)
-    images = images.float().div_(255)
-    if erase_prob:
-        images = random_erase(images, draw(ERASE_COLUMNS, ERASE), positions, seed, erase_prob)
     return images
+
+
+def to_float(images, positions, seed, erase_prob=0.25):
+    """Second half: uint8 to float32 in [0, 1], random erasing (if erase_prob > 0; its noise may leave [0, 1])."""
+    images = images / 255
+    if erase_prob:
+        images = random_erase(images, uniform(positions, ERASE_COLUMNS, seed, ERASE), positions, seed, erase_prob)
+    return images
+
+
+def augment(images, positions, seed, pad=0, num_ops=2, magnitude=9.0, erase_prob=0.25):
+    """Both halves: uint8 images to augmented float32 ones, on their device."""
+    return to_float(augment_uint8(images, positions, seed, pad, num_ops, magnitude), positions, seed, erase_prob)

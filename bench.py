@@ -21,6 +21,7 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from multiprocessing import get_context
 from statistics import median
 from unittest.mock import patch
@@ -32,7 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import attention
 import common
 import data
-from augment import augment
+from augment import augment_uint8, to_float
 from vit import SIZES, ViT, ViTConfig
 
 MB = 2 ** 20
@@ -348,9 +349,10 @@ class Endless(torch.utils.data.Sampler):
 def input_pipeline(args, device):
     """Images/s of the training input: files to augmented float batches on the device, ours and timm's.
 
-    ours: workers decode and crop (data.ImageTree), this process augments whole uint8 batches (augment.augment). timm:
+    ours: workers decode and crop (data.ImageTree); whole uint8 batches are augmented on the GPU or, without one, in the
+    workers (augment.augment_uint8), then made float and erased on the device (augment.to_float). timm:
     DeiT's transform on PIL images in the workers of a torchvision ImageFolder loader. The same files, RandAugment,
-    random erasing, batch size and number of workers; no mixup. CPU ms: user and system time per image, all processes.
+    random erasing, batch size and number of workers; no mixup. "ours up to the crop": what workers have to do for a GPU. CPU ms: user and system time per image, all processes.
     Then the time per image of each stage by itself. On the CPU, one thread for this process (--threads) is best: more
     would take the cores from the workers.
     """
@@ -367,12 +369,15 @@ def input_pipeline(args, device):
     def sampler(keys):
         return Endless(len(tree), args.num_images, args.batch_size, keys)
 
+    on_cpu, transform = device.type == "cpu", partial(augment_uint8, seed=0)
+
     def run_ours(loader):
         for images, _, positions in loader:
-            augment(images.to(device, non_blocking=True), positions, seed=0)
+            images = images.to(device, non_blocking=True)
+            to_float(images if on_cpu else transform(images, positions), positions, seed=0)
 
     def run_timm(loader):
-        for images, _ in loader:
+        for images, *_ in loader:
             images.to(device, non_blocking=True)
 
     def cpu_seconds(who):
@@ -381,11 +386,14 @@ def input_pipeline(args, device):
 
     rows = []
     for workers in args.num_workers:
-        cpu = dict(ours=0.0, timm=0.0)
-        cases = dict(ours=("ours", run_ours, data.imagenet_batches(tree, sampler(True), workers, device)),
+        cpu = {"ours": 0.0, "timm": 0.0, "ours up to the crop": 0.0}
+        cases = dict(ours=("ours", run_ours, data.imagenet_batches(tree, sampler(True), workers, device,
+                                                                          transform=transform if on_cpu else None)),
                      timm=("timm", run_timm, torch.utils.data.DataLoader(
                          folder, batch_sampler=sampler(False), num_workers=workers, persistent_workers=workers > 0,
                          prefetch_factor=4 if workers else None, pin_memory=device.type == "cuda")))
+        cases["ours up to the crop"] = ("ours up to the crop", run_timm,
+                                        data.imagenet_batches(tree, sampler(True), workers, device))
 
         def measure(case):
             name, run, loader = case
@@ -402,7 +410,7 @@ def input_pipeline(args, device):
         count = args.num_images // args.batch_size * args.batch_size
         for name, t in times.items():
             rows.append({"pipeline": f"{name}, {workers} workers", "images/s": count / median(t),
-                         "times timm's": median_ratio(times["timm"], t) if name == "ours" else None,
+                         "times timm's": median_ratio(times["timm"], t) if name != "timm" else None,
                          "CPU ms": 1e3 * cpu[name] / (count * (args.rounds + 1))})
     report(args, device, f"input pipeline, {len(tree)} files, {args.image_size} px, batch {args.batch_size}, timm "
            f"{timm.__version__}, medians of {args.rounds} rounds of {count} images", rows)
@@ -411,7 +419,8 @@ def input_pipeline(args, device):
     keys = [(i, i % len(tree)) for i in range(n)]
     images = torch.stack([image for image, _, _ in tree.__getitems__(keys)]).to(device)
     stages = {"ours: read, decode, crop (worker)": lambda: tree.__getitems__(keys),
-              "ours: augment (main process)": lambda: augment(images, torch.arange(n), seed=0),
+              "ours: flip, RandAugment (worker or GPU)": lambda: transform(images, torch.arange(n)),
+              "ours: float, erase (main process)": lambda: to_float(images, torch.arange(n), seed=0),
               "timm: all (worker)": lambda: [folder[index] for _, index in keys]}
     times = alternate(stages, args.rounds, lambda stage: seconds(stage, device))
     report(args, device, "stages", [{"stage": name, "ms/image": 1e3 * median(t) / n} for name, t in times.items()])

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
 from common import uniform
@@ -385,14 +385,22 @@ class ImageTree(Dataset):
         raise ValueError(f"--data_dir {self.folder}: none of the {len(self)} images can be read")
 
 
-def imagenet_batches(tree, batches, num_workers=4, device="cpu", prefetch=4):
+def collate(transform, samples):
+    """[(image, label, position)] -> batch; transform(images, positions), if there is one, runs here, in the worker."""
+    images, labels, positions = default_collate(samples)
+    return images if transform is None else transform(images, positions), labels, positions
+
+
+def imagenet_batches(tree, batches, num_workers=4, device="cpu", prefetch=4, transform=None):
     """DataLoader over an ImageTree: images (B, 3, size, size) uint8, labels (B,) int64, positions (B,) int64.
 
-    batches: iterable of lists of (position, index). Workers run torch with one thread each (DataLoader's own rule), and
-    stay alive when the loader is iterated again; num_workers=0 loads in this process.
+    batches: iterable of lists of (position, index). transform: applied to (images, positions) of a batch in the worker;
+    leave it out if a GPU can do that. Workers run torch with one thread each (DataLoader's own rule), and stay alive when
+    the loader is iterated again; num_workers=0 loads in this process.
     """
     return DataLoader(tree, batch_sampler=batches, num_workers=num_workers, persistent_workers=num_workers > 0,
-                      prefetch_factor=prefetch if num_workers else None, pin_memory=torch.device(device).type == "cuda")
+                      prefetch_factor=prefetch if num_workers else None, pin_memory=torch.device(device).type == "cuda",
+                      collate_fn=partial(collate, transform))
 
 
 if __name__ == "__main__":

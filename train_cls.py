@@ -18,6 +18,7 @@ import math
 import os
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,7 @@ from tqdm import tqdm
 import common
 import data
 from attention import FORMS, rpc_attention
-from augment import augment, mixup_cutmix
+from augment import augment_uint8, mixup_cutmix, to_float
 from vit import RPC_KINDS, SIZES, ViT, ViTConfig, load_weights
 
 # What --data selects; flags given on the command line win.
@@ -217,16 +218,22 @@ def micro_batches(args, n, start, total, rank, world):
             yield batch[part], step * args.batch_size + torch.arange(args.batch_size)[part]
 
 
-def load_batches(source, keys, args, device):
-    """For (index, position) keys: images (b, 3, S, S) uint8 and labels (b,) on the device, positions (b,) on the CPU."""
+def load_batches(source, keys, args, device, train):
+    """For (index, position) keys: images (b, 3, S, S) uint8 and labels (b,) on the device, positions (b,) on the CPU.
+
+    train: cropped, flipped and RandAugmented, on the device or, where the CPU is the device, in the worker processes.
+    """
+    transform = partial(augment_uint8, seed=args.seed, pad=args.pad, num_ops=args.num_ops) if train else None
     if isinstance(source, data.Split):
         for index, position in keys:
-            index = index.to(device)
-            yield source.images[index], source.labels[index], position
+            images, labels = source.images[index.to(device)], source.labels[index.to(device)]
+            yield transform(images, position) if train else images, labels, position
     else:
+        in_worker, on_device = (transform, None) if device.type == "cpu" else (None, transform)
         lists = (list(zip(position.tolist(), index.tolist())) for index, position in keys)
-        for images, labels, position in data.imagenet_batches(source, lists, args.num_workers, device):
-            yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True), position
+        for images, labels, position in data.imagenet_batches(source, lists, args.num_workers, device, transform=in_worker):
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            yield on_device(images, position) if on_device else images, labels, position
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------
@@ -238,7 +245,7 @@ def evaluate(model, source, args, device, rank, world):
     n = len(source.labels)
     mine = torch.arange(rank, n, world)
     total = torch.zeros(4, device=device)                                # right, right in top 5, loss, images
-    batches = load_batches(source, [(part, part) for part in mine.split(256)], args, device)
+    batches = load_batches(source, [(part, part) for part in mine.split(256)], args, device, train=False)
     for images, labels, _ in tqdm(batches, "evaluating", len(mine.split(256)), leave=False,
                                   disable=rank > 0 or n * args.image_size ** 2 < 2 ** 25):
         with common.autocast(device, args.amp):
@@ -398,7 +405,7 @@ def main():
             optimizer=optimizer.state_dict(), ema=ema.module.state_dict() if ema else None, args=vars(args), step=step,
             metrics=metrics))
 
-    batches = load_batches(train, micro_batches(args, n, step, stop, rank, world), args, device)
+    batches = load_batches(train, micro_batches(args, n, step, stop, rank, world), args, device, train=True)
     pending, metrics, saved = [], {}, step               # pending: loss and gradient norm of the steps not logged yet
     started = clock = time.time()
     with tqdm(total=stop, initial=step, desc="training", unit="step", disable=not master, dynamic_ncols=True) as bar:
@@ -410,7 +417,7 @@ def main():
             losses = []
             for micro in range(args.accum):
                 images, labels, position = next(batches)
-                images = augment(images, position, args.seed, args.pad, args.num_ops, erase_prob=args.erase)
+                images = to_float(images, position, args.seed, args.erase)
                 images, targets = mixup_cutmix(images, labels, len(classes), np.random.default_rng([args.seed, step]),
                                                args.mixup, args.cutmix, smoothing=args.smoothing)
                 if world > 1:

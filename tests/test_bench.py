@@ -44,7 +44,7 @@ def test_input(monkeypatch, tmp_path, capsys):
     rows = run(monkeypatch, tmp_path, "input", "--data_dir", str(tmp_path), "--image_size", "32", "--num_images", "8",
                "--batch_size", "4", "--num_workers", "1", "--rounds", "1")
     assert [row.get("pipeline", row.get("stage")) for row in rows][:2] == ["ours, 1 workers", "timm, 1 workers"]
-    assert rows[0]["times timm's"] > 0 and "ours: augment" in capsys.readouterr().out
+    assert rows[0]["times timm's"] > 0 and "ours: flip, RandAugment" in capsys.readouterr().out
 
 
 def test_help_and_errors(monkeypatch, tmp_path, capsys):
