@@ -36,7 +36,7 @@ from vit import RPC_KINDS, SIZES, ViT, ViTConfig, load_weights
 
 # What --data selects; flags given on the command line win.
 RECIPES = {
-    "shapes": dict(model="nano", image_size=32, patch_size=4, epochs=6, batch_size=64, lr=2e-3, min_lr=1e-5,
+    "shapes": dict(model="nano", image_size=32, patch_size=4, epochs=8, batch_size=64, lr=2e-3, min_lr=1e-5,
                    warmup_epochs=1, clip=1.0, drop_path=0.0, pad=0, num_ops=0, erase=0.0, mixup=0.0, cutmix=0.0,
                    smoothing=0.0, repeats=1, ema=0.0),
     "cifar10": dict(model="micro", image_size=32, patch_size=4, epochs=8, batch_size=64, lr=1e-3, min_lr=1e-5,
