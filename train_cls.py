@@ -83,8 +83,8 @@ def get_args():
          "all; inf: never shrink")
     flag("--form", choices=FORMS, default="released", help="which reading of Algorithm 1, see attention.py")
     flag("--drop_path", type=share, help="stochastic depth rate of the last block")
-    flag("--init", choices=["trunc_normal", "default"], default=None, help="Linear layers: trunc_normal as DeiT (chosen "
-         "for softmax and scaled), default = torch's, as the released RPC code (chosen for the others)")
+    flag("--init", choices=["trunc_normal", "default"], default=None, help="Linear layers: trunc_normal as DeiT, default "
+         "= torch's, as the released RPC code (chosen for symmetric and rpc)")
     flag("--init_from", default=None, help="start from these weights (file or https address; App. E.6)")
 
     flag("--epochs", type=count)
