@@ -318,17 +318,19 @@ def test_state_dict_names_and_shapes_are_timms(kind, rows):
                       **extra}
 
 
-def test_under_autocast_the_state_stays_float32():
+def test_under_autocast_the_state_stays_float32_and_six_steps_err_at_most_four_times_as_much_as_one():
     torch.manual_seed(0)
     m, x = SelfAttention(48, 3, "rpc", n_iter=6), torch.randn(2, 50, 48)
-    exact = m(x)
+    once = SelfAttention(48, 3, "symmetric")
+    once.load_state_dict(m.state_dict())
+    exact, exact_once = m(x), once(x)
     with torch.autocast("cpu", torch.bfloat16):
-        y = m(x)
+        y, y_once = m(x), once(x)
         trace = []
         h = rpc_attention(*m.project(x)[1:], trace=trace)
     assert y.dtype == h.dtype == torch.bfloat16
     assert all(s[name].dtype == torch.float32 for s in trace for name in ("S", "K2", "L"))
-    assert (y.float() - exact).norm() < 0.01 * exact.norm()
+    assert (y.float() - exact).norm() / exact.norm() < 4 * (y_once.float() - exact_once).norm() / exact_once.norm() < 0.02
 
 
 def test_dropout_acts_in_the_last_step_only(monkeypatch):

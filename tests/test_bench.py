@@ -51,6 +51,7 @@ def test_help_and_errors(monkeypatch, tmp_path, capsys):
     for argv in ([["--help"], ["models", "--help"], ["memory", "--help"], ["input", "--help"]]):
         with pytest.raises(SystemExit, match="0"):
             bench.get_args(argv)
+    pytest.importorskip("timm")
     monkeypatch.setattr(sys, "argv", ["bench.py", "input", "--data_dir", str(tmp_path / "none"), "--device", "cpu"])
     with pytest.raises(SystemExit, match="has no folder 'val'"):
         common.run(bench.main)
