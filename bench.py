@@ -40,6 +40,7 @@ MB = 2 ** 20
 
 
 def get_args(argv):
+    """The flags; `models` is the default command."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                 allow_abbrev=False)
     commands = p.add_subparsers(dest="what", required=True, metavar="{models,memory,input}")

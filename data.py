@@ -371,6 +371,7 @@ class ImageTree(Dataset):
         return [self.load_or_skip(position, index, draw) for (position, index), draw in zip(keys, draws)]
 
     def load_or_skip(self, position, index, draw):
+        """One (image, label, position); what happens to an unreadable file, see the class."""
         for i in range(index, index + len(self)):
             i = i % len(self)
             try:

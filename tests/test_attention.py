@@ -21,7 +21,7 @@ def qkv(gain=1.0, B=2, H=3, N=10, D=8, seed=0, dtype=torch.float64):
     return q, k * gain, v
 
 
-def close(a, b, atol=1e-10):
+def assert_close(a, b, atol=1e-10):
     torch.testing.assert_close(a, b, rtol=0, atol=atol)
 
 
@@ -42,8 +42,8 @@ def test_rpc_equals_the_released_code_heads_outputs_and_shares_of_nonzero_S(gold
         group, _, n, lam, _ = key.split("_")
         trace = []
         h = rpc_attention(a[f"{group}_k"], a[f"{group}_v"], int(n[1:]), float(lam[3:]), trace=trace)
-        close(h, a[key])
-        close(torch.tensor([(s["S"].abs() > 1e-12).double().mean() for s in trace], dtype=torch.float64),
+        assert_close(h, a[key])
+        assert_close(torch.tensor([(s["S"].abs() > 1e-12).double().mean() for s in trace], dtype=torch.float64),
               a[key[:-3] + "active"], 1e-9)
         checked += 1
     assert checked >= 5
@@ -54,23 +54,23 @@ def test_module_equals_the_released_code_in_both_precisions_with_gradients(golde
     for key in [k for k in a if k.endswith("_y64") and "_pap_" in k]:
         group, _, n, lam, _ = key.split("_")
         kind = dict(attn="rpc", n_iter=int(n[1:]), lambd=float(lam[3:]))
-        close(module(a, f"{group}_sd/", torch.float32, **kind)(a[f"{group}_x"]), a[key[:-2] + "32"], 2e-5)
+        assert_close(module(a, f"{group}_sd/", torch.float32, **kind)(a[f"{group}_x"]), a[key[:-2] + "32"], 2e-5)
         m = module(a, f"{group}_sd/", torch.float64, **kind)
         x = a[f"{group}_x"].double().requires_grad_()
         y = m(x)
-        close(y, a[key])
+        assert_close(y, a[key])
         (y * a[f"{group}_cotangent"]).sum().backward()
         for grad, name in ((x.grad, "gx"), (m.qkv.weight.grad, "gqkvw"), (m.qkv.bias.grad, "gqkvb")):
-            close(grad, a[key[:-3] + name], 1e-10 * a[key[:-3] + name].abs().max().clamp(min=1).item())
+            assert_close(grad, a[key[:-3] + name], 1e-10 * a[key[:-3] + name].abs().max().clamp(min=1).item())
 
 
 def test_symmetric_attention_equals_the_released_code(golden):
     a = golden("attention_a")
     for group in {k.split("_")[0] for k in a if k.endswith("sym_h64")}:
-        close(symmetric_attention(a[f"{group}_k"], a[f"{group}_v"]), a[f"{group}_sym_h64"])
+        assert_close(symmetric_attention(a[f"{group}_k"], a[f"{group}_v"]), a[f"{group}_sym_h64"])
         for dtype, key, tol in ((torch.float64, "sym_y64", 1e-10), (torch.float32, "sym_y32", 2e-5)):
             m = module(a, f"{group}_sd/", dtype, attn="symmetric")
-            close(m(a[f"{group}_x"].to(dtype)), a[f"{group}_{key}"], tol)
+            assert_close(m(a[f"{group}_x"].to(dtype)), a[f"{group}_{key}"], tol)
 
 
 def test_scaled_attention_equals_the_released_code(golden):
@@ -89,9 +89,9 @@ def test_scaled_attention_equals_the_released_code(golden):
             m.to(dtype)
             q, k, v = m.project(a["x"].to(dtype))
             if prefix + "y" + suffix in a:
-                close(m(a["x"].to(dtype)), a[prefix + "y" + suffix], tol)
+                assert_close(m(a["x"].to(dtype)), a[prefix + "y" + suffix], tol)
             if suffix == "64" and prefix + "h64" in a:
-                close(m.attend(q, k, v), a[prefix + "h64"])
+                assert_close(m.attend(q, k, v), a[prefix + "h64"])
 
 
 def test_every_other_reading_of_algorithm_1_equals_its_reference(golden):
@@ -103,31 +103,31 @@ def test_every_other_reading_of_algorithm_1_equals_its_reference(golden):
         setting, option = key.split("/")
         n, lam = setting.split("_")
         how = dict(n_iter=int(n[1:]), lambd=float(lam[3:]))
-        close(rpc_attention(k, k, **how) if option == "value_k" else rpc_attention(k, v, **how, **options[option]), a[key])
+        assert_close(rpc_attention(k, k, **how) if option == "value_k" else rpc_attention(k, v, **how, **options[option]), a[key])
         checked += 1
     assert checked >= 12
-    close(symmetric_attention(k, v), a["sym"])
-    close(symmetric_attention(k, v, causal=True), a["sym_causal"])
-    close(softmax_attention(q, k, v), a["asym"])
-    close(softmax_attention(q, k, v, causal=True), a["asym_causal"])
+    assert_close(symmetric_attention(k, v), a["sym"])
+    assert_close(symmetric_attention(k, v, causal=True), a["sym_causal"])
+    assert_close(softmax_attention(q, k, v), a["asym"])
+    assert_close(softmax_attention(q, k, v, causal=True), a["asym_causal"])
 
 
 def test_exact_scaling_equals_its_reference_matrix(golden):
     a = golden("derived_options")
     k, S = a["exactS/k"], a["exactS/S"]
-    close(exact_scaling(k, a["v"]), S @ a["v"])
-    close(softmax_attention(a["q"], k, a["v"] - exact_scaling(k, a["v"])), a["exactS/h"])
-    close(scaled_attention(a["q"], k, a["v"], S), a["exactS/h"])
+    assert_close(exact_scaling(k, a["v"]), S @ a["v"])
+    assert_close(softmax_attention(a["q"], k, a["v"] - exact_scaling(k, a["v"])), a["exactS/h"])
+    assert_close(scaled_attention(a["q"], k, a["v"], S), a["exactS/h"])
 
 
 def test_pcp_equals_its_reference_and_recovers_both_parts(golden):
     a = golden("derived_options")
     L, S = pcp(a["pcp/M"], tol=1e-12)
-    close(L, a["pcp/L"])
-    close(S, a["pcp/S"])
+    assert_close(L, a["pcp/L"])
+    assert_close(S, a["pcp/S"])
     L, S = pcp(a["pcp/M"], max_iter=5)
-    close(L, a["pcp/L_after5"])
-    close(S, a["pcp/S_after5"])
+    assert_close(L, a["pcp/L_after5"])
+    assert_close(S, a["pcp/S_after5"])
     torch.manual_seed(0)
     low, gross = torch.randn(60, 2).double() @ torch.randn(2, 40).double(), torch.zeros(60, 40).double()
     gross[torch.rand(60, 40) < 0.05] = 10.0
@@ -153,17 +153,17 @@ def test_pcp_as_printed_in_the_paper_diverges():
 
 def test_softmax_attention_equals_its_definition():
     q, k, v = qkv()
-    close(softmax_attention(q, k, v), (q @ k.mT / 8 ** 0.5).softmax(-1) @ v, 1e-12)
+    assert_close(softmax_attention(q, k, v), (q @ k.mT / 8 ** 0.5).softmax(-1) @ v, 1e-12)
     mask = torch.ones(10, 10, dtype=torch.bool).tril()
     scores = (q @ k.mT / 8 ** 0.5).masked_fill(~mask, -math.inf)
-    close(softmax_attention(q, k, v, causal=True), scores.softmax(-1) @ v, 1e-12)
+    assert_close(softmax_attention(q, k, v, causal=True), scores.softmax(-1) @ v, 1e-12)
 
 
 def test_soft_threshold_minimises_its_objective():
     x, tau = torch.linspace(-3, 3, 61).double(), 0.7
     grid = torch.linspace(-4, 4, 8001).double()
     best = grid[(tau * grid.abs() + 0.5 * (grid - x[:, None]) ** 2).argmin(1)]
-    close(soft_threshold(x, torch.tensor(tau)), best, 1e-3)
+    assert_close(soft_threshold(x, torch.tensor(tau)), best, 1e-3)
     assert soft_threshold(torch.tensor([0.7, -0.7]), 0.7).eq(0).all()
 
 
@@ -172,7 +172,7 @@ def test_soft_threshold_has_the_gradients_of_its_formula_also_the_second_and_und
     x, tau = torch.randn(2, 3, 5, 4).double().requires_grad_(), torch.rand(2, 3, 1, 1).double().requires_grad_()
     assert torch.autograd.gradcheck(soft_threshold, (x, tau)) and torch.autograd.gradgradcheck(soft_threshold, (x, tau))
     per_sample = torch.func.vmap(torch.func.grad(lambda x, t: soft_threshold(x, t).pow(2).sum()))(x, tau)
-    close(per_sample, torch.autograd.grad(soft_threshold(x, tau).pow(2).sum(), x)[0], 1e-12)
+    assert_close(per_sample, torch.autograd.grad(soft_threshold(x, tau).pow(2).sum(), x)[0], 1e-12)
 
 
 @pytest.mark.parametrize("gain", [1.0, 8.0])
@@ -192,17 +192,17 @@ def test_the_loop_equals_algorithm_1_written_out_with_S_and_Y(gain, form):
         L = (K2 @ K2.mT / D ** 0.5).softmax(-1) @ v
         Y = Y + mu * (k - L - S)
     ours = rpc_attention(k, v, n, lambd, **how)
-    close(ours, L, 1e-12)
+    assert_close(ours, L, 1e-12)
     w = torch.randn_like(L)
     for a, b in zip(torch.autograd.grad((ours * w).sum(), (k, v)), torch.autograd.grad((L * w).sum(), (k, v))):
-        close(a, b, 1e-9 * max(b.abs().max().item(), 1))
+        assert_close(a, b, 1e-9 * max(b.abs().max().item(), 1))
 
 
 def test_one_step_is_symmetric_attention_on_clamped_keys():
     _, k, v = qkv(3.0)
     tau = 4.0 * penalty(k)
     assert (k.abs() > tau).any()
-    close(rpc_attention(k, v, 1), symmetric_attention(k.clamp(-tau, tau), v), 1e-12)
+    assert_close(rpc_attention(k, v, 1), symmetric_attention(k.clamp(-tau, tau), v), 1e-12)
 
 
 def test_without_shrinkage_one_step_is_symmetric_attention_exactly():
@@ -214,7 +214,7 @@ def test_without_shrinkage_one_step_is_symmetric_attention_exactly():
 def test_without_shrinkage_two_steps_attend_with_the_first_output():
     _, k, v = qkv(3.0)
     L1 = symmetric_attention(k, v)
-    close(rpc_attention(k, v, 2, math.inf), symmetric_attention(L1, v), 1e-12)
+    assert_close(rpc_attention(k, v, 2, math.inf), symmetric_attention(L1, v), 1e-12)
 
 
 def test_without_shrinkage_gradients_are_finite():
@@ -226,32 +226,32 @@ def test_without_shrinkage_gradients_are_finite():
 
 def test_doubling_keys_halves_the_threshold_lambda_mu_and_doubles_lambda_over_mu():
     _, k, _ = qkv()
-    close(penalty(2 * k), penalty(k) / 2, 1e-12)
-    close(4 / penalty(2 * k), 2 * 4 / penalty(k), 1e-12)
+    assert_close(penalty(2 * k), penalty(k) / 2, 1e-12)
+    assert_close(4 / penalty(2 * k), 2 * 4 / penalty(k), 1e-12)
     m = k.abs().mean((-1, -2), keepdim=True)
     k = k / m * 3 / 4                                     # mean|k| = H/4, H = 3: mu = 1, both rules agree
-    close(penalty(k), torch.ones(2, 3, 1, 1).double(), 1e-12)
+    assert_close(penalty(k), torch.ones(2, 3, 1, 1).double(), 1e-12)
 
 
 def test_with_one_head_both_mu_dims_agree():
     _, k, v = qkv(H=1)
-    close(rpc_attention(k, v, mu_dim="head"), rpc_attention(k, v, mu_dim="model"), 1e-12)
+    assert_close(rpc_attention(k, v, mu_dim="head"), rpc_attention(k, v, mu_dim="model"), 1e-12)
 
 
 def test_mu_is_n_times_width_over_four_sums():
     _, k, _ = qkv()
     B, H, N, D = k.shape
-    close(penalty(k)[1, 2, 0, 0], N * H * D / (4 * k[1, 2].abs().sum()), 1e-12)
-    close(penalty(k, mu_dim="head")[1, 2, 0, 0], N * D / (4 * k[1, 2].abs().sum()), 1e-12)
+    assert_close(penalty(k)[1, 2, 0, 0], N * H * D / (4 * k[1, 2].abs().sum()), 1e-12)
+    assert_close(penalty(k, mu_dim="head")[1, 2, 0, 0], N * D / (4 * k[1, 2].abs().sum()), 1e-12)
     running = penalty(k, mu="running")
-    close(running[..., -1:, :], penalty(k), 1e-12)
-    close(running[..., :1, :], penalty(k, mu="token")[..., :1, :], 1e-12)
+    assert_close(running[..., -1:, :], penalty(k), 1e-12)
+    assert_close(running[..., :1, :], penalty(k, mu="token")[..., :1, :], 1e-12)
 
 
 def test_exact_scaling_is_an_idempotent_projection_also_where_the_ratio_of_softmaxes_overflows():
     _, k, v = qkv()
     once = exact_scaling(k, v)
-    close(exact_scaling(k, once), once, 1e-12)
+    assert_close(exact_scaling(k, once), once, 1e-12)
     _, k, v = qkv(gain=4.0, N=64, D=64, dtype=torch.float32)
     assert exact_scaling(k, v).isfinite().all()
 
@@ -282,7 +282,7 @@ def test_permuting_tokens_permutes_the_output_of_every_kind_without_weights_per_
 def test_scaled_kinds_start_as_softmax_attention(kind):
     torch.manual_seed(0)
     m, x = SelfAttention(24, 3, kind, num_tokens=10).double(), torch.randn(2, 10, 24).double()
-    close(m.attend(*m.project(x)), softmax_attention(*m.project(x)), 1e-14)
+    assert_close(m.attend(*m.project(x)), softmax_attention(*m.project(x)), 1e-14)
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "scaled_s"])
