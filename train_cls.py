@@ -226,7 +226,8 @@ def load_batches(source, keys, args, device, train):
     transform = partial(augment_uint8, seed=args.seed, pad=args.pad, num_ops=args.num_ops) if train else None
     if isinstance(source, data.Split):
         for index, position in keys:
-            images, labels = source.images[index.to(device)], source.labels[index.to(device)]
+            index = index.to(device)
+            images, labels = source.images[index], source.labels[index]
             yield transform(images, position) if train else images, labels, position
     else:
         in_worker, on_device = (transform, None) if device.type == "cpu" else (None, transform)
