@@ -1,8 +1,9 @@
 """Images in, tensors out: a drawn data set that needs no download, CIFAR-10, and folders laid out like ImageNet.
 
 Small sets (shapes, CIFAR-10) are a `Split`, all of it in memory as uint8. Large ones are an `ImageTree`, whose files
-are decoded and cropped by DataLoader workers. All that follows the crop happens in batches: on the device, or where that
-is the CPU, partly in the workers. Every random number is a function of (seed, sample), see common.uniform: no worker, batch or process matters.
+are decoded and cropped by DataLoader workers. All that follows the crop happens in batches: on the device, or where
+that is the CPU, partly in the workers. Every random number is a function of (seed, sample), see common.uniform: no
+worker, batch or process matters.
 
     python data.py                 # draw the picture of the shapes data set into shapes.png
 """

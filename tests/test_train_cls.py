@@ -251,7 +251,7 @@ def test_two_nodes_equal_one_process():
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the worker in /proc")
 def test_a_killed_worker_restarts_and_the_run_finishes():
     run = flags(SMALL, "--epochs 12 --save_every 5 --eval_every 100 --lr 1e-4")                              # 120 steps
-    process = start(run, "--out_dir a", launcher=("--standalone", "--nproc_per_node=2", "--max_restarts=1"))
+    process = start(run, "--out_dir a", launcher=("--standalone", "--nproc_per_node=2", "--max_restarts=3"))
     wait_for("a/last.pt", process)
     workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(next(p for p in workers if "train_cls.py" in Path(f"/proc/{p}/cmdline").read_text())), signal.SIGKILL)
