@@ -106,13 +106,14 @@ def penalty(k, *, mu_dim="model", mu="global"):
 
 
 def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_dim="model", dual_sign=-1, mu=None,
-                  causal=False, dropout_p=0.0, trace=None):
+                  causal=False, dropout_p=0.0, shrink=soft_threshold, trace=None):
     """RPC-Attention: n_iter steps of Principal Attention Pursuit on the keys. Returns the last L, (B, H, N, D).
 
     k, v: (B, H, N, D). n_iter >= 1, lambd >= 0 (math.inf: never shrink). q: fixed queries (asymmetric RPC, App. E.9).
     threshold, mu_dim, dual_sign: see the table above and `FORMS`. mu: "global", "running" or "token" (`penalty`);
     None is "running" if causal, else "global" ("global" in causal attention lets the future leak into the past).
-    dropout_p acts in the last step. trace: a list that receives dict(S, K2, L) of every step, for analysis.
+    dropout_p acts in the last step. shrink(x, tau): soft_threshold, or one with another gradient (attacks.py). trace: a
+    list that receives dict(S, K2, L) of every step, for analysis.
 
     Z = Y/mu is kept instead of Y, so mu is needed inside tau only. What the loop does: n = 1 is symmetric attention
     with every key entry clamped to [-tau, tau]. While nothing exceeds tau, S = 0, Z piles up, and step i >= 3 attends
@@ -136,7 +137,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     tau = lambd * mu if threshold == "times" else lambd / mu
     L = Z = 0.0
     for i in range(n_iter):
-        S = soft_threshold((K - L).add_(Z), tau)             # S = S_tau(K - L + Y/mu)  (in place where it may be: faster)
+        S = shrink((K - L).add_(Z), tau)                     # S = S_tau(K - L + Y/mu)  (in place where it may be: faster)
         R = K - S
         K2 = torch.add(R, Z, alpha=dual_sign)                # K2 = K - S - Y/mu        (dual_sign = +1: + Y/mu)
         Q2 = K2 if q is None else q
