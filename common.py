@@ -19,10 +19,10 @@ import torch.distributed as dist
 # random states has to be saved.
 
 def _mix(x):
-    """One round of a 32-bit integer hash (the "lowbias32" constants) on int32 tensors; products wrap around."""
-    x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D
-    x = (x ^ (x >> 15 & 0x1FFFF)) * (0x846CA68B - 2 ** 32)
-    return x ^ (x >> 16 & 0xFFFF)
+    """One round of a 32-bit integer hash (the "lowbias32" constants) on int32 tensors, in place; products wrap around."""
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2 ** 32)
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
 def uniform(index, n, *key):
@@ -33,10 +33,10 @@ def uniform(index, n, *key):
     """
     row = torch.full_like(index, 0x1E3779B9, dtype=torch.int32)
     for k in (*key, index.int()):
-        row = _mix(_mix(row ^ k) + 0x3C6EF372)
+        row = _mix(_mix(row ^ k).add_(0x3C6EF372))
     column = _mix(torch.arange(1, n + 1, device=index.device, dtype=torch.int32))
-    h = _mix(_mix(row[:, None] ^ column) + row[:, None])                                      # (B, n)
-    return (h >> 8 & 0xFFFFFF).float() * 2.0 ** -24
+    h = _mix(_mix(row[:, None] ^ column).add_(row[:, None]))                                  # (B, n)
+    return h.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).float().mul_(2.0 ** -24)
 
 
 # --- processes and devices -------------------------------------------------------------------------------------------
