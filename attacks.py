@@ -8,15 +8,29 @@ Every image attack is `attack(model, images, labels, eps, ...) -> adversarial im
   clip      True: adversarial pixels stay in [0, 1]; False: they may leave it (the paper's harness)
   seed, index   random numbers depend on (seed, image number index[i]) alone, so results do not depend on the batch
 Parameters and their .grad stay as they are; the result is detached. Parameters should be frozen (requires_grad False:
-faster). Teo & Nguyen 2024, sections 4.1 and A.2; the source of each attack stands in its docstring.
+faster). Bad inputs raise ValueError. Teo & Nguyen 2024, sections 4.1 and A.2; each attack's source is in its docstring.
+
+    adv = pgd(model, images, labels, 8 / 255)
+    robust = model(adv).argmax(1) == labels                    # images the model got wrong anyway count as not robust
+    transferred = other(adv).argmax(1) == labels               # the same images tried on another model
 """
 
+import copy
 import math
+import random
+import re
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
+from attention import SelfAttention, soft_threshold
+from augment import normal
 from common import uniform
+
+START, SIGNS, NOISE, APGD, SQUARE, FAB = 40, 41, 42, 43, 44, 45        # what a random number is for: in its key
 
 # --- what all attacks share ------------------------------------------------------------------------------------------
 
@@ -52,6 +66,683 @@ def project(adv, images, eps, clip=True):
 
 
 def noise_like(images, index, *key):
-    """Uniform numbers in [-1, 1), shape of images, from (key, image number) alone. index: (B,) int64 or None: 0, 1, ..."""
+    """Uniform numbers in [-1, 1), as images, from (key, image number) alone. index: (B,) int64 or None: 0, ..."""
     index = torch.arange(len(images), device=images.device) if index is None else index.to(images.device)
     return (2 * uniform(index, images[0].numel(), *key) - 1).view_as(images)
+
+
+def adam(grad, m, v, t, lr):
+    """Step t = 1, 2, ... of Adam (Kingma & Ba 2015, defaults), to be subtracted; m, v: moments, updated in place."""
+    m.lerp_(grad, 0.1)                                                               # m = 0.9 m + 0.1 g
+    v.mul_(0.999).addcmul_(grad, grad, value=0.001)                                  # v = 0.999 v + 0.001 g^2
+    return lr / (1 - 0.9 ** t) * m / (v / (1 - 0.999 ** t)).sqrt_().add_(1e-8)
+
+
+def positive(**options):
+    """ValueError unless every option is a finite number > 0."""
+    for name, value in options.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name}={value}, expected more than 0")
+
+
+@torch.no_grad()
+def check(model, images, labels, eps=0.0, clip=True, limit=1.0):
+    """ValueError in one line unless the inputs make sense; returns the clean logits, (B, classes). One forward pass.
+
+    clip=False allows images outside [0, 1], as normalised ones are, and eps above `limit`. Waits for the device once.
+    """
+    B, eps = len(images), torch.as_tensor(eps, dtype=torch.float32, device=images.device)
+    if not images.is_floating_point() or images.ndim != 4 or not B:
+        raise ValueError(f"images are {images.dtype} {tuple(images.shape)}, expected float in [0, 1], (B, 3, H, W)")
+    if labels.dtype != torch.int64 or labels.shape != (B,):
+        raise ValueError(f"labels are {labels.dtype} {tuple(labels.shape)}, expected int64 ({B},)")
+    if eps.ndim > 4 or any(e not in (1, n) for e, n in zip(eps.shape[::-1], images.shape[::-1])):
+        raise ValueError(f"eps has shape {tuple(eps.shape)}, expected a number or one that fits {tuple(images.shape)}")
+    logits = model(images)
+    if logits.ndim != 2 or len(logits) != B or logits.shape[1] < 2:
+        raise ValueError(f"the model returns {tuple(logits.shape)} for {B} images, expected logits ({B}, 2 or more)")
+    facts = (images.amin(), images.amax(), eps.amin(), eps.amax(), labels.amin(), labels.amax(),
+             logits.isfinite().all(), logits.amin(), (logits.sum(1) - 1).abs().amax())
+    low, high, least, most, first, last, finite, lowest, off = torch.stack([t.float() for t in facts]).tolist()
+    if not (0 <= low and high <= 1 if clip else -math.inf < low and high < math.inf):
+        raise ValueError(f"images have values from {low:g} to {high:g}, expected {'0 to 1' if clip else 'finite ones'}")
+    if not 0 <= least <= most < math.inf:
+        raise ValueError(f"eps={least if most < math.inf else most:g}, expected a number >= 0")
+    if clip and most > limit:
+        raise ValueError(f"eps is in pixel units, 8/255 say; got {most:g}: was it meant as {most:g}/255?")
+    if first < 0 or last >= logits.shape[1]:
+        raise ValueError(f"labels from {first:g} to {last:g}, expected 0 to {logits.shape[1] - 1}, the model's classes")
+    if not finite:
+        raise ValueError("the model returns logits that are not finite")
+    if lowest >= 0 and off < 1e-4:
+        raise ValueError("the model returns probabilities (rows sum to 1), expected logits, from before the softmax")
+    return logits
+
+
+class Normalized(torch.nn.Module):
+    """A ViT on normalised tensors, z = (x - mean) / std: the space the paper's code attacks in."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.mean, self.std = model, model.mean, model.std
+
+    def forward(self, z):
+        return self.model(z * self.std + self.mean)
+
+
+# --- L-infinity, with gradients --------------------------------------------------------------------------------------
+
+@torch.no_grad()
+def fgsm(model, images, labels, eps, *, clip=True):
+    """Fast gradient sign method: x + eps sign(grad CE), one step. sign(0) = 0.
+
+    Goodfellow et al. 2015; `cleverhans-lab/cleverhans:cleverhans/torch/attacks/fast_gradient_method.py`.
+    """
+    check(model, images, labels, eps, clip)
+    _, _, grad = input_gradient(cross_entropy, model, images, labels)
+    return project(images + eps * grad.sign(), images, eps, clip)
+
+
+@torch.no_grad()
+def pgd(model, images, labels, eps, *, steps=20, alpha=0.15, random_start=True, best=False, clip=True, seed=0,
+        index=None):
+    """Projected gradient descent: x <- Pi(x + alpha eps sign(grad CE)), `steps` times. alpha: step as a share of eps.
+
+    random_start: from x + U(-eps, eps). Returns the last iterate; best: the first misclassified one, if there is one.
+    Madry et al. 2018; `cleverhans-lab/cleverhans:cleverhans/torch/attacks/projected_gradient_descent.py`.
+    """
+    positive(steps=steps, alpha=alpha)
+    check(model, images, labels, eps, clip)
+    adv = images
+    if random_start:
+        adv = project(images + eps * noise_like(images, index, seed, START), images, eps, clip)
+    for _ in range(steps):
+        logits, _, grad = input_gradient(cross_entropy, model, adv, labels)
+        moved = project(adv + alpha * eps * grad.sign(), images, eps, clip)
+        adv = torch.where((margin(logits, labels) < 0).view(-1, 1, 1, 1), adv, moved) if best else moved
+    return adv
+
+
+def straight_through(model, slope=1.0):
+    """Copy of a model whose RPC-Attention has the same values but gradient `slope` through the soft threshold.
+
+    For gradients that thresholding hides (Athalye et al. 2018): the true slope is 1 where S is not 0, else 0. slope=1:
+    the identity everywhere; slope=0: S is a constant, so K - S passes on all of K's gradient, also where it is clamped.
+    """
+    def shrink(x, tau):
+        return soft_threshold(x, tau).detach() + slope * (x - x.detach())
+
+    model = copy.deepcopy(model)
+    for m in model.modules():
+        if isinstance(m, SelfAttention):
+            m.rpc["shrink"] = shrink
+    return model
+
+
+@torch.no_grad()
+def adaptive_pgd(model, images, labels, eps, *, index=None, **options):
+    """PGD against RPC-Attention: through the true gradient, then, where that fails, both straight-through ones.
+
+    Returns per image what fools the model or, where nothing does, leaves the smallest margin. model: an nn.Module; one
+    without RPC-Attention gets plain PGD. options: as for `pgd`.
+    """
+    index = torch.arange(len(images), device=images.device) if index is None else index.to(images.device)
+    adv = pgd(model, images, labels, eps, index=index, **options)
+    if not any(isinstance(m, SelfAttention) and m.attn in ("rpc", "rpc_asym") for m in model.modules()):
+        return adv
+    eps = torch.as_tensor(eps, dtype=images.dtype, device=images.device).expand_as(images)
+    left = margin(model(adv), labels)
+    for slope in (1.0, 0.0):
+        rows = (left >= 0).nonzero()[:, 0]
+        if not len(rows):
+            break
+        tried = pgd(straight_through(model, slope), images[rows], labels[rows], eps[rows], index=index[rows], **options)
+        m = margin(model(tried), labels[rows])
+        rows, tried, m = (t[m < left[rows]] for t in (rows, tried, m))
+        adv[rows], left[rows] = tried, m
+    return adv
+
+
+@torch.no_grad()
+def zero_gradient_share(model, images, labels):
+    """Share of the entries of grad CE that are exactly 0, and of the images where all are. Two floats in [0, 1].
+
+    Large shares mean that attacks by gradient are blind here, and that the robustness they report is not real.
+    """
+    check(model, images, labels)
+    _, _, grad = input_gradient(cross_entropy, model, images, labels)
+    zero = (grad == 0).flatten(1).float()
+    return zero.mean().item(), zero.amin(1).mean().item()
+
+
+# --- L-infinity, without gradients -----------------------------------------------------------------------------------
+
+def spsa_gradient(model, centre, labels, index, pairs, delta, *key):
+    """Estimated gradient of the margin m at centre c: mean_r (m(c + delta v_r) - m(c - delta v_r)) / (2 delta) v_r.
+
+    v_r: random signs, one per entry, r = 1 ... pairs; 16 of them are the bits of one random number.
+    """
+    grad = torch.zeros_like(centre).flatten(1)                                       # (b, D)
+    for word in range(math.ceil(pairs / 16)):
+        shifts = torch.arange(min(16, pairs - 16 * word), device=centre.device, dtype=torch.int32)
+        bits = (uniform(index, grad.shape[1], *key, word) * 2 ** 24).int()           # (b, D), 24 random bits each
+        v = (bits[:, None] >> shifts[:, None] & 1).to(centre.dtype).mul_(2).sub_(1)  # (b, r, D)
+        step = delta * v.unflatten(2, centre.shape[1:])
+        probes = torch.stack([centre[:, None] + step, centre[:, None] - step], 1)    # (b, 2, r, 3, H, W)
+        m = margin(model(probes.flatten(0, 2)), labels.repeat_interleave(2 * len(shifts))).view(-1, 2, len(shifts))
+        grad += (((m[:, :1] - m[:, 1:]) / (2 * delta)) @ v)[:, 0]                    # (b, 1, r) @ (b, r, D)
+    return grad.view_as(centre) / pairs
+
+
+@torch.no_grad()
+def spsa(model, images, labels, eps, *, steps=40, pairs=128, lr=0.01, delta=0.01, centre="iterate", clip=True, seed=0,
+         index=None, chunk=None):
+    """Gradient-free: Adam on the margin, its gradient estimated from 2 `pairs` forward passes at random points nearby.
+
+    From x + U(-eps, eps). centre: where the probes lie; "legacy": around 2x in every step, what cleverhans 4.0.0 does.
+    Up to 2 pairs steps = 10,240 forward passes per image, so an image leaves as soon as its iterate is misclassified,
+    and that one is returned; wrong ones are not attacked. chunk: probes per forward pass (at least 32).
+    Uesato et al. 2018; `cleverhans-lab/cleverhans:cleverhans/torch/attacks/spsa.py`.
+    """
+    if centre not in ("iterate", "legacy"):
+        raise ValueError(f"centre={centre!r}, expected 'iterate' or 'legacy'")
+    positive(steps=steps, pairs=pairs, lr=lr, delta=delta)
+    fooled = margin(check(model, images, labels, eps, clip), labels) < 0
+    chunk = chunk or (3 * 2 ** 17 if images.device.type == "cpu" else 2 ** 26) // images[0].numel()    # fits the cache
+    adv, rows = images.clone(), torch.arange(len(images), device=images.device)
+    index = rows if index is None else index.to(images.device)
+    low, high = (project(images + sign * eps, images, eps, clip) for sign in (-1, 1))
+    x = (images + eps * noise_like(images, index, seed, START)).clamp(low, high)
+    doubled, m, v = 2 * images, torch.zeros_like(x), torch.zeros_like(x)
+    for t in range(1, steps + 1):
+        state = (rows, index, labels, x, low, high, doubled, m, v)
+        rows, index, labels, x, low, high, doubled, m, v = (s[~fooled] for s in state)
+        if not len(rows):
+            break
+        parts = (s.split(max(1, chunk // 32)) for s in (x if centre == "iterate" else doubled, labels, index))
+        grad = torch.cat([spsa_gradient(model, *part, pairs, delta, seed, SIGNS, t) for part in zip(*parts)])
+        x = (x - adam(grad, m, v, t, lr)).clamp(low, high)
+        adv[rows], fooled = x, margin(model(x), labels) < 0
+    return adv
+
+
+@torch.no_grad()
+def noise(model, images, labels, scale, *, kind="uniform", best_of=1, draw=0, clip=True, seed=0, index=None):
+    """x + U(-scale, scale) or, kind "gaussian", x + N(0, scale^2). best_of: per image the worst of so many draws.
+
+    draw: another number, other noise.
+    """
+    if kind not in ("uniform", "gaussian"):
+        raise ValueError(f"kind={kind!r}, expected 'uniform' or 'gaussian'")
+    positive(best_of=best_of)
+    check(model, images, labels, scale, clip)
+    worst, lowest = images, torch.full(labels.shape, math.inf, dtype=images.dtype, device=images.device)
+    for i in range(best_of):
+        z = noise_like(images, index, seed, NOISE, draw * best_of + i)
+        adv = images + scale * (z if kind == "uniform" else normal((z + 1) / 2))
+        adv = adv.clamp(0, 1) if clip else adv
+        m = margin(model(adv), labels)
+        worst, lowest = torch.where((m < lowest).view(-1, 1, 1, 1), adv, worst), torch.minimum(m, lowest)
+    return worst
+
+
+# --- L1 and L2 -------------------------------------------------------------------------------------------------------
+
+def project_l1(v, radius):
+    """Nearest point with ||v||_1 <= radius, row by row (Duchi et al. 2008). v: (B, ...); radius: a number or (B,)."""
+    u = v.flatten(1).abs().sort(1, descending=True).values
+    excess = u.cumsum(1) - torch.as_tensor(radius, dtype=v.dtype, device=v.device).view(-1, 1)    # of the j largest
+    j = torch.arange(1, u.shape[1] + 1, device=v.device)
+    rho = (j * u > excess).sum(1, keepdim=True).clamp(min=1)                         # last j with u_j > excess_j / j
+    theta = (excess.gather(1, rho - 1) / rho).clamp(min=0)                           # 0: inside already
+    return soft_threshold(v, theta.view(-1, *[1] * (v.ndim - 1)))
+
+
+@torch.no_grad()
+def sld(model, images, labels, eps, *, steps=20, quantile=0.99, rescale=False, clip=True):
+    """Sparse L1 descent: each step spends eps / 10 equally on the entries of grad CE above its quantile.
+
+    eps: bound of ||x_adv - x||_1, summed over all pixels and channels; at 224 px, 10 is 1/15000 per entry. rescale:
+    shrink to the L1 ball as cleverhans does instead of projecting. Tramer & Boneh 2019;
+    `cleverhans-lab/cleverhans:cleverhans/torch/attacks/sparse_l1_descent.py`.
+    """
+    positive(steps=steps)
+    if not 0 <= quantile < 1:
+        raise ValueError(f"quantile={quantile}, expected at least 0 and less than 1")
+    check(model, images, labels, eps, clip, limit=math.inf)
+    k = max(int(quantile * images[0].numel()), 1)
+    eps = torch.as_tensor(eps, dtype=images.dtype, device=images.device).view(-1, 1)
+    adv = images
+    for _ in range(steps):
+        grad = input_gradient(cross_entropy, model, adv, labels)[2].flatten(1)
+        mask = grad.abs() >= grad.abs().kthvalue(k, keepdim=True).values             # about 1 % of the entries
+        v = (adv - images).flatten(1) + eps / 10 * grad.sign() * mask / mask.sum(1, keepdim=True)
+        v = v * (eps / v.abs().sum(1, keepdim=True).clamp(min=1e-12)).clamp(max=1) if rescale else project_l1(v, eps)
+        adv = images + v.view_as(images)
+        adv = adv.clamp(0, 1) if clip else adv
+    return images + soft_threshold(adv - images, 2.0 ** -22)       # rounding must not carry the sum over the budget
+
+
+def cw_round(model, images, labels, c, confidence, steps, lr):
+    """Adam on ||x' - x||^2 + c max(margin + confidence, 0), x' = (tanh(w) + 1) / 2, from x' = x. c: (B,).
+
+    Returns the nearest successful iterates and their squared distances (B,), inf where there is none. An image leaves
+    when its loss fell by less than 2 % within a tenth of the steps; distances grow by less than 1 %, time is a third.
+    (The authors stop the whole batch, at 0.01 %.)
+    """
+    found, distance = images.clone(), torch.full_like(c, math.inf)
+    rows, w = torch.arange(len(images), device=c.device), torch.atanh(0.999999 * (2 * images - 1))
+    near, d, before, m, v = images, distance, distance.clone(), torch.zeros_like(w), torch.zeros_like(w)
+
+    def weighted_hinge(logits, labels):
+        return c * (margin(logits, labels) + confidence).clamp(min=0)
+
+    for t in range(1, steps + 1):
+        adv = (w.tanh() + 1) / 2
+        logits, hinge, grad = input_gradient(weighted_hinge, model, adv, labels)
+        l2 = (adv - images).square().flatten(1).sum(1)
+        better = (margin(logits, labels) + confidence < 0) & (l2 < d)
+        near, d = torch.where(better.view(-1, 1, 1, 1), adv, near), torch.where(better, l2, d)
+        w = w - adam((grad + 2 * (adv - images)) * 2 * adv * (1 - adv), m, v, t, lr)    # dx'/dw = 2 x' (1 - x')
+        if t % max(steps // 10, 1) == 0 or t == steps:
+            found[rows], distance[rows] = near, d
+            state, go = (rows, images, labels, c, w, near, d, m, v, hinge + l2), hinge + l2 <= 0.98 * before
+            rows, images, labels, c, w, near, d, m, v, before = (s[go] for s in state)
+            if not len(rows):
+                break
+    return found, distance
+
+
+@torch.no_grad()
+def cw(model, images, labels, *, confidence=0.0, steps=1000, lr=5e-3, search_steps=5, c0=1e-2, clip=True):
+    """Carlini & Wagner's L2 attack: the nearest images with a margin below -confidence. No budget: report distances.
+
+    c, the weight of fooling the model, is searched per image from c0: ten times larger until a round succeeds, then
+    halving the interval. Every round starts afresh. The result is in [0, 1] always; clip=False only accepts images that
+    are not and clamps them first, as cleverhans does to normalised ones. Images never fooled stay as they are.
+    Carlini & Wagner 2017, `carlini/nn_robust_attacks:l2_attack.py`; compared with
+    `cleverhans-lab/cleverhans:cleverhans/torch/attacks/carlini_wagner_l2.py`, which carries w and Adam's state over.
+    """
+    positive(steps=steps, lr=lr, search_steps=search_steps, c0=c0)
+    if not 0 <= confidence < math.inf:
+        raise ValueError(f"confidence={confidence}, expected a number >= 0")
+    adv = images.clone() if clip else images.clamp(0, 1)
+    left = margin(check(model, adv, labels), labels) + confidence
+    rows = (left >= 0).nonzero()[:, 0]                                               # the others are there already
+    images, labels, distance = adv[rows], labels[rows], torch.full_like(left[rows], math.inf)
+    lower, upper, c = torch.zeros_like(distance), torch.full_like(distance, 1e10), torch.full_like(distance, c0)
+    for _ in range(search_steps if len(rows) else 0):
+        found, d = cw_round(model, images, labels, c, confidence, steps, lr)
+        adv[rows[d < distance]], distance = found[d < distance], torch.minimum(d, distance)
+        upper, lower = torch.where(d < math.inf, c, upper), torch.where(d < math.inf, lower, c)
+        c = torch.where(upper < 1e9, (lower + upper) / 2, 10 * c)
+    return adv
+
+
+# --- AutoAttack: rows that leave the batch ----------------------------------------------------------------------------
+# AutoAttack (Croce & Hein 2020a, `fra31/auto-attack`), L-infinity, standard version, is APGD-CE, APGD-T, FAB-T and
+# Square, in this order, each on the images the ones before it left standing. Images the model misclassifies are not
+# attacked, and where one of these attacks fails it returns the clean image. Images that are done leave the batch at
+# fixed steps, so a result depends neither on the batch nor on what else is in it.
+
+def per_image(images, eps, index):
+    """eps and index with one row per image, so that rows can be taken: (B or more, ...) like images, (B,) int64."""
+    eps = torch.as_tensor(eps, dtype=images.dtype, device=images.device)
+    index = torch.arange(len(images)) if index is None else index
+    return eps.expand(torch.broadcast_shapes(eps.shape, (len(images), 1, 1, 1))), index.to(images.device)
+
+
+def take(state, on):
+    """A namespace of tensors, cut to the rows where on (B,) is True."""
+    rows = on.nonzero()[:, 0]
+    return SimpleNamespace(**{name: t[rows] for name, t in vars(state).items()})
+
+
+def column(t):
+    """(B,) -> (B, 1, 1, 1)."""
+    return t[:, None, None, None]
+
+
+def largest(t):
+    """max|t| per image, (B,)."""
+    return t.abs().flatten(1).amax(1)
+
+
+# --- APGD: projected gradient steps with momentum and a step size that adapts (Croce & Hein 2020a, Algorithm 1) ------
+
+def dlr(logits, labels):
+    """Difference of logits ratio, (B,): -(z_y - max_{j != y} z_j) / (z_(1) - z_(3)), z_(i) the i-th largest logit.
+
+    Neither a shift nor a positive factor on the logits changes it. Raises ValueError for fewer than 3 classes.
+    """
+    if logits.shape[1] < 3:
+        raise ValueError(f"{logits.shape[1]} classes, but the DLR loss compares three logits: expected 3 or more")
+    z = logits.topk(3).values
+    return -margin(logits, labels) / (z[:, 0] - z[:, 2] + 1e-12)
+
+
+def targeted_dlr(logits, labels, targets):
+    """-(z_y - z_t) / (z_(1) - (z_(3) + z_(4)) / 2), (B,). Raises ValueError for fewer than 4 classes."""
+    if logits.shape[1] < 4:
+        raise ValueError(f"{logits.shape[1]} classes, but the targeted DLR loss (APGD-T, AutoAttack) compares four "
+                         "logits: expected 4 or more")
+    z = logits.topk(4).values
+    return lead(logits, labels, targets) / (z[:, 0] - (z[:, 2] + z[:, 3]) / 2 + 1e-12)
+
+
+def lead(logits, labels, targets):
+    """z_t - z_y, (B,)."""
+    z_t, z_y = logits.gather(1, torch.stack([targets, labels], 1)).unbind(1)
+    return z_t - z_y
+
+
+def likely_targets(logits, labels, num_targets):
+    """The most likely classes but the label, best first: (B, min(num_targets, classes - 1)) int64."""
+    others = logits.scatter(1, labels[:, None], -torch.inf)
+    return others.topk(min(num_targets, logits.shape[1] - 1)).indices
+
+
+@torch.no_grad()
+def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100, clip=True, seed=0, restart=0, index=None):
+    """Maximise the cross-entropy ("ce") or the DLR loss ("dlr"), or with targets (B,) int64 the targeted DLR loss.
+
+    restart: number of the random start. Source: `fra31/auto-attack:autoattack/autopgd_base.py`. There an image is
+    climbed to the end and its last misclassified iterate returned; here it leaves at the next multiple of ten steps.
+    """
+    losses = {"ce": cross_entropy, "dlr": dlr}
+    if loss not in losses:
+        raise ValueError(f'loss="{loss}", expected "ce" or "dlr"')
+    positive(steps=steps)
+    logits = check(model, images, labels, eps, clip)
+    (eps, index), adv = per_image(images, eps, index), images.clone()
+    low, high = (project(images + side * eps, images, eps, clip) for side in (-1, 1))
+    t = noise_like(images, index, seed, APGD, restart)
+    x = (images + eps * t / column(largest(t))).clamp(low, high)
+    s = SimpleNamespace(row=torch.arange(len(images), device=images.device), labels=labels, low=low, high=high, x=x,
+                        x_old=x, step=2 * eps, targets=labels if targets is None else targets, adv=images)
+    s = take(s, logits.argmax(1) == labels)
+    if not len(s.row):
+        return adv
+
+    def climb(logits, labels):
+        return losses[loss](logits, labels) if targets is None else targeted_dlr(logits, labels, s.targets)
+
+    logits, s.loss, s.grad = input_gradient(climb, model, s.x, s.labels)
+    s.fooled = logits.argmax(1) != s.labels
+    s.rises, s.halved = torch.zeros_like(s.labels), torch.ones_like(s.fooled)
+    s.adv = torch.where(column(s.fooled), s.x, s.adv)
+    s.best_x, s.best_grad, s.best_loss, s.checked_loss = s.x, s.grad, s.loss, s.loss
+    window, shrink, least = (max(int(share * steps), 1) for share in (0.22, 0.03, 0.06))
+    checkpoint = window
+
+    for i in range(steps):
+        a = 0.75 if i else 1.0
+        u = (s.x + s.step * s.grad.sign()).clamp(s.low, s.high)                          # gradient step
+        x = (s.x + a * (u - s.x) + (1 - a) * (s.x - s.x_old)).clamp(s.low, s.high)       # with momentum
+        s.x_old, s.x, last_loss = s.x, x, s.loss
+        logits, s.loss, s.grad = input_gradient(climb, model, s.x, s.labels)
+        fooled, better = logits.argmax(1) != s.labels, s.loss > s.best_loss
+        s.adv, s.fooled = torch.where(column(fooled), s.x, s.adv), s.fooled | fooled
+        s.best_x = torch.where(column(better), s.x, s.best_x)
+        s.best_grad = torch.where(column(better), s.grad, s.best_grad)
+        s.best_loss = torch.maximum(s.loss, s.best_loss)
+        s.rises = s.rises + (s.loss > last_loss)
+        if i + 1 == checkpoint:                                  # stagnation: half the step, from the best point
+            s.halved = (s.rises <= 0.75 * window) | (~s.halved & (s.checked_loss >= s.best_loss))
+            s.step = torch.where(column(s.halved), s.step / 2, s.step)
+            s.x = torch.where(column(s.halved), s.best_x, s.x)
+            s.grad = torch.where(column(s.halved), s.best_grad, s.grad)
+            s.checked_loss, s.rises = s.best_loss, torch.zeros_like(s.rises)
+            window = max(window - shrink, least)
+            checkpoint += window
+        if i % 10 == 9 or i == steps - 1:
+            adv[s.row] = s.adv
+            s = take(s, ~s.fooled)
+            if not len(s.row):
+                break
+    return adv
+
+
+@torch.no_grad()
+def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, clip=True, seed=0, index=None):
+    """APGD on the targeted DLR loss, one run for each of the num_targets most likely wrong classes, best first."""
+    positive(num_targets=num_targets)
+    logits = check(model, images, labels, eps, clip)
+    targets, robust = likely_targets(logits, labels, num_targets), logits.argmax(1) == labels
+    (eps, index), adv = per_image(images, eps, index), images.clone()
+    for k in range(targets.shape[1]):
+        on = robust.nonzero()[:, 0]
+        if not len(on):
+            break
+        adv[on] = apgd(model, images[on], labels[on], eps[on], targets=targets[on, k], steps=steps, clip=clip,
+                       seed=seed, restart=k, index=index[on])
+        robust[on] = model(adv[on]).argmax(1) == labels[on]
+    return adv
+
+
+# --- FAB: the nearest point across the decision boundary (Croce & Hein 2020b) ----------------------------------------
+
+def box_projection(v, w, b, low=0.0, high=1.0):
+    """The move d, (B, n), of smallest max|d| with <w, v + d> = b and low <= v + d <= high; v, w: (B, n), b: (B,).
+
+    Where no such d exists, all the room there is. Moving every coordinate by lam or to its bound lowers <w, v> by
+    D(lam) = sum_j |w_j| min(lam, room_j), concave and piecewise linear: Newton's method from below reaches D(lam) = c
+    exactly, in 3 to 6 rounds. (`fra31/auto-attack:autoattack/fab_projections.py` sorts and bisects: same d, slower.)
+    """
+    c = (w * v).sum(1, keepdim=True) - b[:, None]                                        # (B, 1)
+    w, c = w * (1 - 2 * (c < 0).to(w.dtype)), c.abs()
+    room = torch.where(w > 0, v - low, high - v)
+    slopes, tiny = w.abs(), torch.finfo(w.dtype).tiny
+    ends, mask = slopes * room, torch.empty_like(w)
+    lam = c / slopes.sum(1, keepdim=True).clamp_min(tiny)
+    while True:                                  # which coordinates reach their bound decides lam, and they only grow
+        used = (ends * torch.le(room, lam, out=mask)).sum(1, keepdim=True)
+        slope = (slopes * torch.gt(room, lam, out=mask)).sum(1, keepdim=True)
+        larger = torch.maximum(lam, (c - used) / slope.clamp_min(tiny))
+        if not (larger > lam).any():
+            return -w.sign() * torch.minimum(lam, room)
+        lam = larger
+
+
+def within(adv, images, eps):
+    """Whether every pixel moved by at most eps, (B,) bool."""
+    return ((adv - images).abs() <= eps).flatten(1).all(1)
+
+
+@torch.no_grad()
+def fab_distance(model, images, labels, *, enough=0.0, steps=100, num_targets=9, restarts=1, clip=True, seed=0,
+                 index=None):
+    """The nearest adversarial images FAB-T finds. Returns (adv like images, L-infinity distance (B,)).
+
+    The distance is inf where none was found or the model was wrong before; adv is the clean image there.
+    enough: leave an image alone once all its pixels moved by at most this; a number or a tensor like eps. restarts > 1
+    begin at random points nearby. Source: `fra31/auto-attack:autoattack/fab_base.py`.
+    """
+    positive(steps=steps, num_targets=num_targets, restarts=restarts)
+    logits = check(model, images, labels, enough, clip)
+    enough, index = per_image(images, enough, index)
+    low, high = (0.0, 1.0) if clip else (-1e3, 1e3)                                      # far away: as good as no box
+    s = SimpleNamespace(row=torch.arange(len(images), device=images.device), x0=images, labels=labels, index=index,
+                        targets=likely_targets(logits, labels, num_targets), enough=enough, adv=images,
+                        distance=torch.full_like(logits[:, 0], torch.inf))
+    adv, distance = images.clone(), s.distance.clone()
+    s = take(s, logits.argmax(1) == labels)
+    for run in range(s.targets.shape[1] * restarts):
+        k, restart = divmod(run, restarts)
+        s.x = s.x0
+        if restart:
+            t = noise_like(s.x0, s.index, seed, FAB, run)
+            reach = torch.minimum(column(s.distance), torch.where(s.enough > 0, s.enough, 1))
+            s.x = (s.x0 + 0.5 * reach * t / column(largest(t))).clamp(low, high)
+        for i in range(steps):
+            if not len(s.row):
+                return adv, distance
+            _, h, w = input_gradient(partial(lead, targets=s.targets[:, k]), model, s.x, s.labels)
+            x, w, x0 = s.x.flatten(1), w.flatten(1), s.x0.flatten(1)
+            b = (w * x).sum(1) - h                                                       # where h is 0, linearised
+            d = box_projection(torch.cat([x, x0]), w.repeat(2, 1), b.repeat(2), low, high)
+            a, a0 = largest(d).clamp_min(1e-8).view(2, -1, 1)                            # from x and from the clean x0
+            (d, d0), alpha = d.view(2, *x.shape), (a / (a + a0)).clamp_max(0.1)
+            x = ((1 - alpha) * (x + 1.05 * d) + alpha * (x0 + 1.05 * d0)).clamp(low, high).view_as(s.x)
+            fooled, away = model(x).argmax(1) != s.labels, largest(x - s.x0)
+            nearer = fooled & (away < s.distance)
+            s.adv, s.distance = torch.where(column(nearer), x, s.adv), torch.where(nearer, away, s.distance)
+            s.x = torch.where(column(fooled), s.x0 + 0.9 * (x - s.x0), x)                # back towards the clean image
+            if i % 10 == 9 or i == steps - 1:
+                adv[s.row], distance[s.row] = s.adv, s.distance
+                s = take(s, ~within(s.adv, s.x0, s.enough) | s.distance.isinf())
+    return adv, distance
+
+
+def fab_t(model, images, labels, eps, *, steps=100, num_targets=9, restarts=1, clip=True, seed=0, index=None):
+    """FAB-T: the nearest adversarial images found by `fab_distance`, where they lie within eps."""
+    adv, _ = fab_distance(model, images, labels, enough=eps, steps=steps, num_targets=num_targets, restarts=restarts,
+                          clip=clip, seed=seed, index=index)
+    return torch.where(column(within(adv, images, eps)), adv, images)
+
+
+# --- Square: random search without gradients (Andriushchenko et al. 2020) --------------------------------------------
+
+@torch.no_grad()
+def square(model, images, labels, eps, *, queries=5000, clip=True, seed=0, index=None):
+    """Set random squares to +-eps, a random sign per channel, and keep what lowers the margin. Forward passes only.
+
+    Source: `fra31/auto-attack:autoattack/square.py`, where all images of a batch share place and signs; here each image
+    has its own. A square covers a share p of the image that falls with the number of queries; it never touches the last
+    row and column, as there. Images leave the batch at multiples of fifty queries.
+    """
+    positive(queries=queries)
+    logits = check(model, images, labels, eps, clip)
+    (eps, index), adv = per_image(images, eps, index), images.clone()
+    (_, C, H, W), every = images.shape, 50
+    low, high = (project(images + side * eps, images, eps, clip) for side in (-1, 1))
+    stripes = uniform(index, C * W, seed, SQUARE, 0).view(-1, C, 1, W) < 0.5
+    s = SimpleNamespace(row=torch.arange(len(images), device=images.device), labels=labels, index=index, eps=eps,
+                        low=low, high=high, best=torch.where(stripes, low, high))
+    s = take(s, logits.argmax(1) == labels)
+    if not len(s.row):
+        return adv
+    s.margin = margin(model(s.best), s.labels)
+    y, x = torch.arange(H, device=images.device), torch.arange(W, device=images.device)
+    for query in range(queries):
+        if query % every == 0:
+            s = leave(s, adv)
+            if not len(s.row):
+                return adv
+            draws = uniform(s.index, every * (2 + C), seed, SQUARE, 1 + query // every).view(-1, every, 2 + C)
+        p = 0.8 / 2 ** sum(query > q for q in (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000))
+        side = min(max(round((p * H * W) ** 0.5), 1), H, W)
+        draw = draws[:, query % every]
+        dy, dx = y - (draw[:, :1] * (H - side)).long(), x - (draw[:, 1:2] * (W - side)).long()         # (B, H), (B, W)
+        inside = ((dy >= 0) & (dy < side))[:, None, :, None] & ((dx >= 0) & (dx < side))[:, None, None]
+        push = torch.where(draw[:, 2:, None, None] < 0.5, -2, 2) * s.eps                                # (B, C, 1, 1)
+        candidate = torch.addcmul(s.best, push, inside.to(push.dtype)).clamp(s.low, s.high)
+        m = margin(model(candidate), s.labels)
+        s.best = torch.lerp(s.best, candidate, column(m < s.margin).to(push.dtype))      # exact at weights 0 and 1
+        s.margin = torch.minimum(m, s.margin)
+    leave(s, adv)
+    return adv
+
+
+def leave(s, adv):
+    """Write the images square has fooled to adv and return the rest."""
+    fooled = s.margin < 0
+    adv[s.row[fooled]] = s.best[fooled]
+    return take(s, ~fooled)
+
+
+# --- the cascade -----------------------------------------------------------------------------------------------------
+
+@torch.no_grad()
+def autoattack(model, images, labels, eps, *, steps=100, queries=5000, num_targets=9, batch_size=500, clip=True, seed=0,
+               index=None, trace=None, progress=False):
+    """AutoAttack, standard version: APGD-CE, APGD-T, FAB-T, Square, each on the images that are still robust.
+
+    images: the whole set, so that each stage fills its batches of batch_size. An attack has succeeded where a separate
+    forward pass misclassifies its result. trace: a list that receives dict(stage, robust (B,) bool) for "clean" and
+    after every stage. progress: show a bar per stage. Raises ValueError for fewer than 4 classes.
+    """
+    positive(batch_size=batch_size)
+    shared = dict(clip=clip, seed=seed)
+    stages = {"apgd-ce": partial(apgd, steps=steps, **shared),
+              "apgd-t": partial(apgd_t, steps=steps, num_targets=num_targets, **shared),
+              "fab-t": partial(fab_t, steps=steps, num_targets=num_targets, **shared),
+              "square": partial(square, queries=queries, **shared)}
+    (budget, index), adv, trace = per_image(images, eps, index), images.clone(), [] if trace is None else trace
+    parts = zip(*(t.split(batch_size) for t in (images, labels, budget)))
+    logits = torch.cat([check(model, *part, clip) for part in parts])
+    targeted_dlr(logits[:1], labels[:1], labels[:1])                                     # raises if it cannot be used
+    robust = logits.argmax(1) == labels
+    trace.append(dict(stage="clean", robust=robust.clone()))
+    for stage, attack in stages.items():
+        rows = robust.nonzero()[:, 0]
+        with tqdm(total=len(rows), desc=stage, unit="image", disable=not progress) as bar:
+            for on in rows.split(batch_size) if len(rows) else ():
+                found = attack(model, images[on], labels[on], budget[on], index=index[on])
+                robust[on] = model(found).argmax(1) == labels[on]
+                adv[on] = torch.where(column(robust[on]), images[on], found)
+                bar.update(len(on))
+        trace.append(dict(stage=stage, robust=robust.clone()))
+    return adv
+
+
+@torch.no_grad()
+def masking_signs(model, images, labels, trace=()):
+    """Signs that gradients are hidden rather than absent, so that robust accuracy says little. A dict; falsy is good.
+
+      randomised        the outputs of five calls differ by more than 1e-4
+      probabilities     the outputs look like probabilities; attacks expect logits
+      few_classes       fewer than 4: AutoAttack cannot run
+      zero_gradients    number of images at which the gradient of the cross-entropy is exactly zero
+      square_gain       points of accuracy Square took after the attacks with gradients, if more than 0.2 (from `trace`)
+    After `fra31/auto-attack:autoattack/checks.py`.
+    """
+    calls = torch.stack([model(images) for _ in range(5)])
+    grad = input_gradient(cross_entropy, model, images, labels)[2]
+    left = {entry["stage"]: 100 * entry["robust"].float().mean().item() for entry in trace}
+    gain = left.get("fab-t", 0) - left.get("square", 0) if "square" in left else 0
+    return dict(randomised=bool((calls - calls[0]).abs().max() > 1e-4),
+                probabilities=bool((calls >= 0).all() and ((calls.sum(2) - 1).abs() < 1e-5).all()),
+                few_classes=calls.shape[2] < 4, zero_gradients=int((largest(grad) == 0).sum()),
+                square_gain=round(gain, 2) if gain > 0.2 else 0)
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+STOP_WORDS = frozenset("""
+    i me my myself we our ours ourselves you your yours yourself yourselves he him his himself she her hers herself it
+    its itself they them their theirs themselves what which who whom this that these those am is are was were be been
+    being have has had having do does did doing a an the and but if or because as until while of at by for with about
+    against between into through during before after above below to from up down in out on off over under again further
+    then once here there when where why how all any both each few more most other some such no nor not only own same so
+    than too very s t can will just don should now d ll m o re ve y ain aren couldn didn doesn hadn hasn haven isn ma
+    mightn mustn needn shan shouldn wasn weren won wouldn
+""".split())
+
+
+def word_swap(lines, rate=0.015, mode="per-line", seed=0, word="AAA"):
+    """Replace a share of the words by one meaningless word, which then is context and target. Returns (lines, swapped).
+
+    lines: strings of tokens with spaces between. Words are tokens with a letter or digit; stop words in lower case and
+    <unk> stay. mode: "per-line" swaps max(int(rate * words), 1) on every line, headings too; "uniform" swaps the share
+    `rate` of all words, wherever they are; rate 0 swaps none. swapped: one bool per token of the stream, an <eos> after
+    every line included, so that the perplexity of the other targets can be told apart. Teo & Nguyen 2024, section 4.2,
+    name the attack but no rate; per line and 0.015 are those of
+    `KurtPask/Elliptical-Attention:WordAttack/src_attack/utils/vocabulary.py`.
+    """
+    if isinstance(lines, str) or mode not in ("per-line", "uniform"):
+        raise ValueError(f"lines are a {type(lines).__name__}, mode={mode!r}, expected a list, 'per-line' or 'uniform'")
+    if not 0 <= rate <= 1 or len(word.split()) != 1:
+        raise ValueError(f"rate={rate}, word={word!r}, expected a rate from 0 to 1 and one word")
+    rng, swapped = random.Random(seed), []
+    parts = [re.split(r"(\s+)", line) for line in lines]                             # tokens and what is between them
+    words = [[(i, j) for j, token in enumerate(line) if any(map(str.isalnum, token))] for i, line in enumerate(parts)]
+    chosen = set()
+    for group in words if mode == "per-line" else [[place for line in words for place in line]]:
+        free = [(i, j) for i, j in group if parts[i][j] != "<unk>" and parts[i][j].strip("'") not in STOP_WORDS]
+        count = max(int(rate * len(group)), 1) if mode == "per-line" else round(rate * len(group))
+        chosen.update(rng.sample(free, min(count, len(free)) if rate else 0))
+    for i, line in enumerate(parts):
+        swapped += [(i, j) in chosen for j, token in enumerate(line) if token.strip()] + [False]
+        parts[i] = "".join(word if (i, j) in chosen else token for j, token in enumerate(line))
+    return parts, swapped

@@ -1,0 +1,254 @@
+"""Ten sanity checks of the robustness evaluation itself, on a given model: `python eval_robust.py --ckpt ... --checks`.
+
+An attack that fails proves nothing; these checks look for the usual ways in which a robustness number goes wrong. Each
+prints PASS or FAIL and the numbers behind it. Most hold for any model; 2 and 4 are about the model as well: a FAIL
+there says that its gradients mislead the attacks (Athalye et al. 2018; `fra31/auto-attack:autoattack/checks.py`).
+"""
+
+import math
+import pydoc_data.topics
+
+import torch
+
+import attacks
+import corruptions
+import metrics
+from vit import ViT
+
+GROWING = ("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "motion_blur", "zoom_blur", "brightness", "contrast",
+           "pixelate", "jpeg_compression")                  # damage grows with severity; not so glass, elastic, frost
+
+
+def accuracy(model, images, labels):
+    """In percent."""
+    return 100 * (model(images).argmax(1) == labels).double().mean().item()
+
+
+class Constant(torch.nn.Module):
+    """Says class 0, whatever it sees."""
+
+    def __init__(self, classes):
+        super().__init__()
+        self.classes = classes
+
+    def forward(self, x):
+        return torch.eye(1, self.classes, device=x.device).expand(len(x), -1) + 0 * x.flatten(1).sum(1, keepdim=True)
+
+
+class Leak(Constant):
+    """Reads the label from the image's mean brightness in its upper left quarter, where `plant` wrote it."""
+
+    def forward(self, x):
+        level = x[:, :, :x.shape[2] // 2, :x.shape[3] // 2].mean((1, 2, 3))[:, None]
+        return -(level - torch.linspace(0.2, 0.8, self.classes, device=x.device)).abs()
+
+    def plant(self, images, labels):
+        images = images.clone()
+        value = torch.linspace(0.2, 0.8, self.classes, device=images.device)[labels]
+        images[:, :, :images.shape[2] // 2, :images.shape[3] // 2] = value[:, None, None, None]
+        return images
+
+
+def budgets_and_order(model, x, y, say):
+    """1, 2, 3: eps = 0, growing eps, huge eps; who beats whom; budgets, ranges and side effects."""
+    clean = accuracy(model, x, y)
+    before = x.clone(), [p.detach().clone() for p in model.parameters()]
+    eps_list = [1 / 255, 2 / 255, 4 / 255, 8 / 255]
+    small = {"fgsm": attacks.fgsm, "pgd": attacks.pgd, "adaptive_pgd": attacks.adaptive_pgd, "apgd": attacks.apgd,
+             "spsa": lambda *a: attacks.spsa(*a, steps=5, pairs=16), "square": lambda *a: attacks.square(*a, queries=200)}
+    curves, worst, outside, lawful = {}, 0.0, 0.0, True
+    for name, attack in small.items():
+        curve = [accuracy(model, attack(model, x, y, 0.0), y)]
+        for eps in eps_list:
+            adv = attack(model, x, y, eps)
+            worst = max(worst, ((adv - x).abs().amax() - eps).item())
+            outside = max(outside, -adv.amin().item(), adv.amax().item() - 1)
+            lawful &= bool(adv.isfinite().all()) and adv.shape == x.shape and adv.dtype == x.dtype
+            curve.append(accuracy(model, adv, y))
+        curves[name] = curve
+    everything = accuracy(model, attacks.pgd(model, x, y, 1.0, steps=40), y)
+    point = 100 / len(y) + 1                                                     # one image, or one point, of slack
+    say(1, all(c[0] == clean for c in curves.values()) and everything <= point
+        and all(b <= a + point for c in curves.values() for a, b in zip(c, c[1:])),
+        f"eps = 0 gives the clean {clean:.2f} %, accuracy falls with eps, PGD with eps = 1 leaves {everything:.2f} %",
+        "; ".join(f"{n} {' '.join(f'{a:.0f}' for a in c)}" for n, c in curves.items()) + " at eps 0 1 2 4 8 / 255")
+
+    trace = []
+    adv = attacks.autoattack(model, x, y, 2 / 255, queries=300, trace=trace)
+    worst, outside = max(worst, ((adv - x).abs().amax() - 2 / 255).item()), max(outside, -adv.amin().item(), adv.amax().item() - 1)
+    left = [t["robust"] for t in trace]
+    final = accuracy(model, adv, y)
+    chain = [clean, curves["fgsm"][2], curves["pgd"][2], curves["apgd"][2], final]
+    say(2, all(b <= a + point for a, b in zip(chain, chain[1:])) and all(bool((~a | b).all()) for a, b in zip(left[1:], left))
+        and final == 100 * left[-1].double().mean().item() and all(final <= c[2] + 1e-9 for n, c in curves.items()),
+        "clean >= FGSM >= PGD >= APGD >= AutoAttack, which beats each attack alone; its stages only lose images",
+        " >= ".join(f"{a:.2f}" for a in chain) + " at 2/255; stages " + ", ".join(
+            f"{t['stage']} {100 * t['robust'].double().mean():.2f}" for t in trace))
+
+    s = attacks.sld(model, x, y, 10.0)
+    l1 = (s - x).flatten(1).abs().sum(1).max().item()
+    unchanged = torch.equal(before[0], x) and all(torch.equal(a, b) and b.grad is None
+                                                  for a, b in zip(before[1], model.parameters()))
+    say(3, lawful and worst <= 1e-6 and outside <= 0 and l1 <= 10 + 1e-5 and unchanged,
+        "perturbations keep to their budget, pixels to [0, 1]; images, weights and gradients stay untouched",
+        f"largest excess over eps {max(worst, 0):.1e}, outside [0, 1] {max(outside, 0):.1e}, largest L1 {l1:.4f} of 10")
+    return curves
+
+
+def masking(model, x, y, curves, say, twin=None):
+    """4: does the model only hide its gradients?"""
+    few = slice(0, 32)
+    eps, point = 4 / 255, 100 / 32 + 1
+    white = accuracy(model, attacks.apgd_t(model, x[few], y[few], eps), y[few])
+    black = accuracy(model, attacks.square(model, x[few], y[few], eps, queries=1000), y[few])
+    spsa = accuracy(model, attacks.spsa(model, x[few], y[few], eps, steps=20, pairs=64), y[few])
+    pgd = accuracy(model, attacks.pgd(model, x[few], y[few], eps), y[few])
+    noise = accuracy(model, attacks.noise(model, x, y, eps), y)
+    _, loss, grad = attacks.input_gradient(attacks.cross_entropy, model, x, y)
+    steps = [attacks.cross_entropy(model(x + t / 255 * grad.sign()), y).mean().item() for t in (0, 0.25, 0.5, 1)]
+    nearest = attacks.cw(model, x[few], y[few], steps=150, lr=0.01, search_steps=4, c0=1.0)
+    cw = accuracy(model, nearest, y[few])
+    l2 = (nearest - x[few]).flatten(1).norm(dim=1).median().item()
+    entries, blind = attacks.zero_gradient_share(model, x, y)
+    straight = curves["adaptive_pgd"][2] - curves["pgd"][2]
+    signs = attacks.masking_signs(model, x[few], y[few])
+    parts = {"APGD-T <= Square": white <= black + 1e-9, "PGD <= SPSA + 2": pgd <= spsa + max(2, point),
+             "PGD <= FGSM": all(p <= f + 1 + 100 / len(y) for p, f in zip(curves["pgd"], curves["fgsm"])),
+             "CW 0": cw == 0, "FGSM <= noise": curves["fgsm"][3] <= noise + 1e-9,
+             "loss rises": all(a < b for a, b in zip(steps, steps[1:])), "adaptive <= PGD": straight <= 0,
+             "deterministic logits": not (signs["randomised"] or signs["probabilities"])}
+    text = ""
+    if twin is not None:
+        transfer = accuracy(model, attacks.pgd(twin, x, y, eps), y)
+        parts["direct <= transfer"] = curves["pgd"][3] <= transfer + 1e-9
+        text = f", transfer from softmax {transfer:.1f}"
+    say(4, all(parts.values()), "no sign of hidden gradients" + "".join(f"; not {n}" for n, ok in parts.items() if not ok),
+        f"at 4/255 on 32 images APGD-T {white:.1f}, Square {black:.1f}, PGD {pgd:.1f}, SPSA {spsa:.1f}; on {len(y)} FGSM "
+        f"{curves['fgsm'][3]:.1f}, noise {noise:.1f}{text}; CW leaves {cw:.0f} at median L2 {l2:.3f}; loss along the gradient's "
+        f"sign {' '.join(f'{a:.3f}' for a in steps)} at 0 0.25 0.5 1 / 255; gradient entries exactly 0: {100 * entries:.3f} %, "
+        f"images all 0: {100 * blind:.1f} %; straight-through gradients change PGD by {straight:+.1f} points at 2/255")
+
+
+def determinism(model, x, y, pixels, index, say):
+    """5: the same numbers again, and whatever the batch."""
+    runs = {"fgsm": lambda x, y, i: attacks.fgsm(model, x, y, 4 / 255), "sld": lambda x, y, i: attacks.sld(model, x, y, 10.0),
+            "pgd": lambda x, y, i: attacks.pgd(model, x, y, 4 / 255, random_start=False),
+            "random pgd": lambda x, y, i: attacks.pgd(model, x, y, 4 / 255, index=i),
+            "square": lambda x, y, i: attacks.square(model, x, y, 4 / 255, queries=60, index=i)}
+    same, apart = True, {}
+    i = torch.arange(24, device=x.device)
+    x, y = x[:24], y[:24]
+    for name, run in runs.items():
+        adv = run(x, y, i)
+        same &= torch.equal(adv, run(x, y, i))
+        parts = torch.cat([run(x[p], y[p], p) for p in i.split(7)])
+        apart[name] = ((adv - parts).abs() > 1e-5).float().mean().item()                 # sign ties, by float noise
+    whole = [corruptions.corrupt(pixels[:24], n, 3, index=index[:24]) for n in corruptions.NAMES]
+    split = [torch.cat([corruptions.corrupt(pixels[p], n, 3, index=index[p]) for p in i.split(7)]) for n in corruptions.NAMES]
+    equal = sum(torch.equal(a, b) for a, b in zip(whole, split))
+    say(5, same and equal == 15 and max(apart.values()) < 0.01, "same seed, same numbers; the batch size changes nothing",
+        f"repeats bit for bit: {same}; corruptions bit for bit in batches of 7: {equal} of 15; pixels that differ: "
+        + ", ".join(f"{n} {100 * a:.2f} %" for n, a in apart.items()))
+
+
+def corruption_identity(pixels, index, say):
+    """6: five severities, each a change, growing where they should."""
+    changes, kept = {}, True
+    for name in corruptions.NAMES:
+        out = [corruptions.corrupt(pixels, name, s, index=index) for s in (1, 2, 3, 4, 5)]
+        kept &= all(o.shape == pixels.shape and o.dtype == torch.uint8 for o in out)
+        changes[name] = [(o.float() - pixels.float()).abs().mean().item() for o in out]
+    grow = [n for n in GROWING if all(a < b for a, b in zip(changes[n], changes[n][1:]))]
+    say(6, kept and len(grow) == len(GROWING) and all(min(c) > 0 for c in changes.values()),
+        f"all 75 corruptions change the image and keep its form; damage grows with severity in {len(grow)} of {len(GROWING)}",
+        "mean change at severity 1 and 5 in grey levels: " + ", ".join(f"{n} {c[0]:.1f} {c[4]:.1f}" for n, c in changes.items()))
+
+
+def known_models(x, y, pixels, index, classes, say):
+    """7: models whose results are known beforehand."""
+    constant, leak = Constant(classes).to(x.device), Leak(classes).to(x.device)
+    chance = 100 * (y == 0).double().mean().item()
+    flat = {accuracy(constant, attacks.pgd(constant, x, y, 8 / 255), y), accuracy(constant, x, y), *(
+        accuracy(constant, corruptions.corrupt(pixels, n, 5, index=index).float() / 255, y) for n in corruptions.NAMES)}
+    planted = (leak.plant(x, y) * 255).round().to(torch.uint8)
+    keep = {n: accuracy(leak, corruptions.corrupt(planted, n, 1, index=index).float() / 255, y)
+            for n in ("gaussian_noise", "shot_noise", "pixelate", "jpeg_compression")}
+    keep = {n: a for n, a in keep.items()} if classes <= 20 else {}              # with more the levels lie too close
+    mce = metrics.mean_corruption_error(metrics.ALEXNET)
+    say(7, flat == {chance} and all(a == 100 for a in keep.values()) and abs(mce - 100) < 1e-9,
+        "a constant model stays at chance, one that reads a planted label at 100 %, AlexNet's errors give mCE 100",
+        f"constant {', '.join(f'{a:.2f}' for a in flat)} % (share of class 0: {chance:.2f} %); planted "
+        + ", ".join(f"{n} {a:.0f}" for n, a in keep.items()) + f"; mCE {mce:.6f}")
+
+
+def area(say):
+    """8: the outlier metrics on cases done by hand."""
+    positive = torch.tensor([1, 0, 0, 1, 0, 0], dtype=torch.bool)
+    same = metrics.average_precision(torch.zeros(6), positive)
+    perfect = metrics.average_precision(positive.float(), positive)
+    ties = metrics.average_precision(torch.tensor([3.0, 2, 2, 2, 1, 0]), positive)       # 1/2 * 1 + 1/2 * 2/4
+    say(8, abs(same - 1 / 3) < 1e-12 and perfect == 1 and abs(ties - 0.75) < 1e-12,
+        "AUPR: equal scores give the share of positives, perfect ones 1, a tie counts as one step",
+        f"{same:.6f} (1/3), {perfect:.6f} (1), {ties:.6f} (0.75)")
+
+
+def spaces(model, x, y, say):
+    """9: a budget of eps std in pixels is a budget of eps on normalised tensors."""
+    x, y, inside = x[:32], y[:32], attacks.Normalized(model)
+    z, apart = (x - model.mean) / model.std, {}
+    for name, attack in (("fgsm", attacks.fgsm), ("pgd", lambda *a, **k: attacks.pgd(*a, random_start=False, **k))):
+        pixel = attack(model, x, y, 4 / 255 * model.std, clip=False)
+        normal = attack(inside, z, y, 4 / 255, clip=False) * model.std + model.mean
+        apart[name] = ((pixel - normal).abs() > 1e-5).float().mean().item(), abs(
+            accuracy(model, pixel, y) - accuracy(model, normal, y))
+    say(9, all(share < 0.01 and points <= 100 / 32 + 1e-9 for share, points in apart.values()),
+        "attacks in pixels with eps std and on normalised tensors with eps agree to float noise",
+        "; ".join(f"{n}: {100 * a:.3f} % of the pixels differ, accuracy by {b:.2f} points" for n, (a, b) in apart.items()))
+
+
+def words(say):
+    """10: the word swap, with the perplexity of a model that knows word frequencies only."""
+    text = [line for _, topic in sorted(pydoc_data.topics.topics.items()) for line in topic.splitlines() if line.strip()][:3000]
+    counts = {}
+    for token in " ".join(text).split():
+        counts[token] = counts.get(token, 0) + 1
+    n = sum(counts.values())
+
+    def perplexity(lines):
+        tokens = " ".join(lines).split()
+        return math.exp(-sum(math.log((counts.get(t, 0) + 1) / (n + len(counts) + 1)) for t in tokens) / len(tokens)), len(tokens)
+    (clean, length), (none, swapped0) = perplexity(text), attacks.word_swap(text, 0.0)
+    one, swapped = attacks.word_swap(text, 0.015)
+    again, _ = attacks.word_swap(text, 0.015)
+    worse, same_length = perplexity(one)
+    say(10, none == text and perplexity(none)[0] == clean and not any(swapped0) and same_length == length and one == again
+        and sum(swapped) > 0 and one.count != 0, "word swap: rate 0 changes nothing, the number of tokens stays, same seed, same text",
+        f"{sum(swapped)} of {length} tokens swapped ({100 * sum(swapped) / length:.2f} %: at least one a line); perplexity of "
+        f"word frequencies {clean:.1f} -> {worse:.1f}")
+
+
+@torch.no_grad()
+def run(model, pixels, labels, index, name="", twin=None, write=print):
+    """All ten checks on one ViT; pixels: (B, 3, H, W) uint8 test images, 48 or more, labels (B,), index: their numbers.
+
+    twin: a softmax-attention model, for the transfer attack of check 4. Returns [(number, passed, claim, evidence)].
+    """
+    if not isinstance(model, ViT):
+        raise ValueError(f"the checks expect a ViT, got {type(model).__name__}")
+    results = []
+
+    def say(number, passed, claim, evidence):
+        results.append((number, bool(passed), claim, evidence))
+        write(f"{'PASS' if passed else 'FAIL'} {number:2} {claim}\n        {evidence}")
+
+    write(f"checks on {name}, {len(labels)} images")
+    x = pixels.float() / 255
+    curves = budgets_and_order(model, x, labels, say)
+    masking(model, x, labels, curves, say, twin)
+    determinism(model, x, labels, pixels, index, say)
+    corruption_identity(pixels, index, say)
+    known_models(x, labels, pixels, index, model.config.num_classes, say)
+    area(say)
+    spaces(model, x, labels, say)
+    words(say)
+    return results

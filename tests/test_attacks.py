@@ -1,0 +1,509 @@
+"""The attacks: against reference runs, against torchattacks, cleverhans and foolbox on another network, and by law."""
+
+import math
+import re
+from functools import partial
+
+import pytest
+import torch
+
+import attacks
+from attacks import (adaptive_pgd, check, cw, fgsm, margin, noise, pgd, project_l1, sld, spsa, spsa_gradient,
+                     straight_through, word_swap, zero_gradient_share)
+from conftest import SHARED
+from data import load_shapes
+from golden_net import golden_network, trained_network
+from vit import ViT, ViTConfig
+
+EPS = 6 / 255                                # leaves about half of the images of trained_network
+LINF = {"fgsm": fgsm, "pgd": pgd, "pgd_norand": partial(pgd, random_start=False), "pgd_best": partial(pgd, best=True),
+        "noise": noise, "noise_gaussian": partial(noise, kind="gaussian"), "noise_best": partial(noise, best_of=3),
+        "spsa": partial(spsa, steps=4, pairs=20), "adaptive_pgd": partial(adaptive_pgd, steps=5)}
+BOUNDED = {**LINF, "sld": sld, "sld_rescale": partial(sld, rescale=True)}
+ATTACKS = {**BOUNDED, "cw": lambda model, x, y, eps: cw(model, x, y, steps=30, search_steps=3, lr=0.01)}
+RANDOM = {"pgd", "pgd_best", "noise", "noise_gaussian", "noise_best", "spsa", "adaptive_pgd"}
+
+
+def right(model, adv, labels):
+    """(B,) bool."""
+    with torch.no_grad():
+        return model(adv).argmax(1) == labels
+
+
+def share(flags):
+    return flags.float().mean().item()
+
+
+def l1(v):
+    return v.double().abs().flatten(1).sum(1)
+
+
+def l2(v):
+    return v.double().flatten(1).norm(dim=1)
+
+
+@pytest.fixture(scope="module")
+def net():
+    """(model, images, labels), trained here."""
+    return trained_network()
+
+
+@pytest.fixture(scope="module")
+def ref(golden):
+    """(arrays, model, images, labels, budgets) of the reference runs."""
+    g = golden("robustness_attacks_a")
+    return g, *golden_network(g), g["eps"].tolist()
+
+
+def normalized(model, images):
+    """The network on normalised tensors, those tensors and its predictions: what the paper's code attacks."""
+    z = (images - model.mean) / model.std
+    return model.normalized, z, model.normalized(z).argmax(1)
+
+
+class Linear(torch.nn.Module):
+    """Two classes, logits = W x, float64."""
+
+    def __init__(self, size=4, seed=0):
+        super().__init__()
+        self.W = torch.randn(2, 3 * size ** 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+    def forward(self, x):
+        return x.flatten(1) @ self.W.T
+
+
+def linear_case(n=20):
+    """A linear model, images in [0.3, 0.7] and its predictions, w_y - w_other (n, D)."""
+    model = Linear()
+    images = 0.3 + 0.4 * torch.rand(n, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    labels = model(images).argmax(1)
+    return model, images, labels, (model.W[labels] - model.W[1 - labels])
+
+
+# --- against the reference runs --------------------------------------------------------------------------------------
+
+def test_clean_logits_equal_the_reference(ref):
+    g, model, images, labels, _ = ref
+    torch.testing.assert_close(model(images), g["logits"], atol=1e-4, rtol=0)
+    assert torch.equal(right(model, images, labels), g["clean/robust"])
+
+
+@pytest.mark.parametrize("i", range(3))
+def test_fgsm_and_pgd_without_random_start_break_the_images_the_reference_breaks(ref, i):
+    g, model, images, labels, eps = ref
+    predicted = model(images).argmax(1)
+    for key, adv in ((f"fgsm/{i}", fgsm(model, images, labels, eps[i])),
+                     (f"fgsm_predlabel/{i}", fgsm(model, images, predicted, eps[i])),
+                     (f"pgd_norand/{i}", pgd(model, images, labels, eps[i], random_start=False))):
+        top5 = (model(adv).topk(5).indices == labels[:, None]).any(1)
+        assert (right(model, adv, labels) == g[f"{key}/robust"]).sum() >= 199
+        assert (top5 == g[f"{key}/top5"]).sum() >= 199
+    if i == 1:
+        sign = (fgsm(model, images, labels, eps[i]) - images).sign()
+        assert share(sign == g["fgsm/1/sign"]) >= 0.999
+        assert share(((adv - images)[:60] / eps[i] - g["pgd_norand/1/delta_eps"].float()).abs() < 0.01) >= 0.995
+
+
+@pytest.mark.parametrize("i", range(3))
+def test_random_attacks_leave_the_references_accuracy(ref, i):
+    g, model, images, labels, eps = ref
+    adv = pgd(model, images, labels, eps[i])
+    assert abs(share(right(model, adv, labels)) - g[f"pgd_rand/{i}/acc"].mean()) <= 0.015
+    for kind, key in (("uniform", "uniform"), ("gaussian", "gauss")):
+        draws = [noise(model, images, labels, 4 * eps[i], kind=kind, draw=d) for d in range(5)]
+        acc = [share(right(model, adv, labels)) for adv in draws]
+        assert abs(sum(acc) / 5 - g[f"noise_{key}/{i}/acc"].mean()) <= 0.015
+
+
+@pytest.mark.parametrize("i", range(3))
+def test_sld_matches_cleverhans_when_it_rescales_and_is_no_weaker_than_foolbox_when_it_projects(ref, i):
+    g, model, images, labels, _ = ref
+    budget = g["sld/l1"][i].item()
+    assert (right(model, sld(model, images, labels, budget, rescale=True), labels) == g[f"sld/{i}/robust"]).sum() >= 196
+    adv = sld(model, images, labels, budget)
+    assert share(right(model, adv, labels)) <= share(g[f"sld_foolbox/{i}/robust"]) + 0.01
+    assert l1(adv - images).max() <= budget * (1 + 1e-6) and adv.min() >= 0 and adv.max() <= 1
+
+
+def test_the_papers_harness_leaves_the_accuracy_it_left_in_the_reference_run(ref):
+    g, model, images, labels, eps = ref
+    model, z, predicted = normalized(model, images)
+    for i in range(3):
+        adv = fgsm(model, z, predicted, eps[i], clip=False)
+        assert (right(model, adv, labels) == g[f"official_fgsm/{i}/robust"]).sum() >= 199
+        adv = pgd(model, z, predicted, eps[i], clip=False)
+        assert abs(share(right(model, adv, labels)) - g[f"official_pgd/{i}/acc"].mean()) <= 0.015
+    adv = sld(model, z, predicted, 10.0, rescale=True, clip=False)
+    assert (right(model, adv, labels) == g["official_sld/robust"]).sum() >= 196
+    acc = [share(right(model, noise(model, z, predicted, 0.3, clip=False, draw=d), labels)) for d in range(5)]
+    assert abs(sum(acc) / 5 - g["official_noise/acc"].mean()) <= 0.015
+    assert abs(share(right(model, z.clamp(0, 1), labels)) - g["official_cw/clamp_only_acc"]) <= 0.005
+    for confidence, key in ((0.03, "official_cw"), (10.0, "official_cw10")):
+        adv = cw(model, z[:80], predicted[:80], confidence=confidence, steps=100, search_steps=3, clip=False)
+        assert (right(model, adv, labels[:80]) == g[f"{key}/robust"][:80]).sum() >= 78
+
+
+def test_cw_fools_the_reference_network_everywhere_and_as_near_as_the_references(ref):
+    g, model, images, labels, _ = ref
+    n = 60
+    adv = cw(model, images[:n], labels[:n], steps=200, lr=0.01)
+    attacked = g["clean/robust"][:n]
+    best = min(g[f"{key}/l2"][:n][attacked].median() for key in ("cw", "cw_foolbox"))
+    assert not right(model, adv, labels[:n]).any() and adv.min() >= 0 and adv.max() <= 1
+    assert l2(adv - images[:n])[attacked].median() <= 1.1 * best
+    assert torch.equal(adv[~attacked], images[:n][~attacked])
+
+
+def test_spsa_breaks_what_the_references_break(ref):
+    g, model, images, labels, eps = ref
+    for n, centre, key in ((20, "iterate", "fixed"), (10, "legacy", "cleverhans")):
+        adv = spsa(model, images[:n], labels[:n], eps[2], centre=centre)
+        assert (adv - images[:n]).abs().max() <= eps[2] + 1e-6 and adv.min() >= 0 and adv.max() <= 1
+        difference = right(model, adv, labels[:n]).sum() - g[f"spsa_{key}/2/robust"][:n].sum()
+        assert abs(difference) <= 1
+
+
+def test_l1_projection_equals_the_reference(ref):
+    v, radius, p = (ref[0][f"unit/l1ball/{name}"].double() for name in ("v", "radius", "p"))
+    torch.testing.assert_close(project_l1(v, radius), p, atol=1e-6, rtol=0)              # p is stored in float32
+
+
+# --- against other implementations, on a network of our own ----------------------------------------------------------
+
+def test_fgsm_and_pgd_equal_torchattacks(net):
+    torchattacks = pytest.importorskip("torchattacks")
+    model, images, labels = net
+    torch.testing.assert_close(fgsm(model, images, labels, EPS), torchattacks.FGSM(model, EPS)(images, labels))
+    for start in (False, True):
+        theirs = torchattacks.PGD(model, EPS, 0.15 * EPS, 20, random_start=start)(images, labels)
+        ours = pgd(model, images, labels, EPS, random_start=start)
+        assert start or share((ours - theirs).abs() < 1e-5) > 0.995
+        assert abs(share(right(model, ours, labels)) - share(right(model, theirs, labels))) <= 0.01
+
+
+def test_sld_equals_cleverhans(net):
+    module = pytest.importorskip("cleverhans.torch.attacks.sparse_l1_descent")
+    model, images, labels = net
+    theirs = module.sparse_l1_descent(model, images, 8.0, 0.8, 20, labels, clip_min=0, clip_max=1)
+    ours = [sld(model, images, labels, 8.0, rescale=rescale) for rescale in (True, False)]
+    acc = [share(right(model, adv, labels)) for adv in (theirs, *ours)]
+    assert acc[0] < 0.75 and abs(acc[1] - acc[0]) <= 0.01 and acc[2] <= acc[0] + 0.01
+
+
+def test_cw_comes_as_near_as_foolbox_and_cleverhans(net):
+    foolbox = pytest.importorskip("foolbox")
+    module = pytest.importorskip("cleverhans.torch.attacks.carlini_wagner_l2")
+    model, images, labels = net
+    x, y = images[:30], labels[:30]
+    attack = foolbox.attacks.L2CarliniWagnerAttack(5, 100, stepsize=0.01, initial_const=0.01)
+    theirs = [attack(foolbox.PyTorchModel(model, bounds=(0, 1), device="cpu"), x, y, epsilons=None)[0],
+              module.carlini_wagner_l2(model, x, 10, y=y, lr=0.01, max_iterations=100, initial_const=0.01)]
+    ours = cw(model, x, y, steps=100, lr=0.01)
+    attacked = right(model, x, y)
+    assert not right(model, ours, y).any()
+    assert l2(ours - x)[attacked].median() <= 1.03 * min(l2(adv - x)[attacked].median() for adv in theirs)
+
+
+def test_spsa_is_as_strong_as_torchattacks_and_cleverhans(net):
+    torchattacks = pytest.importorskip("torchattacks")
+    module = pytest.importorskip("cleverhans.torch.attacks.spsa")
+    model, images, labels = net
+    x, y = images[:40], labels[:40]
+    options = dict(delta=0.01, clip_min=0, clip_max=1, y=y, spsa_samples=64)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        theirs = [torchattacks.SPSA(model, EPS, 0.01, 0.01, nb_iter=20, nb_sample=64, max_batch_size=4)(x, y),
+                  module.spsa(model, x, EPS, 10, **options)]
+    ours = [spsa(model, x, y, EPS, steps=20, pairs=64), spsa(model, x, y, EPS, steps=10, pairs=64, centre="legacy")]
+    clean, *left = [right(model, adv, y).sum() for adv in (x, *theirs, *ours)]
+    assert left[0] < clean - 8 and left[2] - left[0] <= 2 and abs(left[3] - left[1]) <= 2
+
+
+# --- laws ------------------------------------------------------------------------------------------------------------
+
+def test_on_a_linear_model_fgsm_and_pgd_lower_the_margin_by_eps_times_the_l1_norm():
+    model, images, labels, w = linear_case()
+    before = margin(model(images), labels)
+    for attack in (fgsm, pgd, partial(pgd, random_start=False)):
+        fall = before - margin(model(attack(model, images, labels, 0.05)), labels)
+        torch.testing.assert_close(fall, 0.05 * w.abs().sum(1), atol=1e-9, rtol=0)
+
+
+def test_on_a_linear_model_spsa_comes_close_to_that():
+    model, images, labels, w = linear_case()
+    hard = margin(model(images), labels) > 0.02 * w.abs().sum(1)                         # FGSM cannot break these
+    images, labels, w = images[hard], labels[hard], w[hard]
+    fall = margin(model(images), labels) - margin(model(spsa(model, images, labels, 0.02, steps=20)), labels)
+    assert len(images) > 5 and (fall > 0.9 * 0.02 * w.abs().sum(1)).all()
+
+
+def test_spsa_gradient_estimates_the_gradient():
+    model, images, labels, w = linear_case()
+    grad = spsa_gradient(model, images, labels, torch.arange(len(images)), 4096, 0.01, 0, 1).flatten(1)
+    assert (torch.cosine_similarity(grad, w) > 0.98).all() and ((grad - w).abs().mean() < 0.2)
+    again = spsa_gradient(model, images[7:9], labels[7:9], torch.arange(7, 9), 4096, 0.01, 0, 1).flatten(1)
+    torch.testing.assert_close(again, grad[7:9])
+    assert not torch.allclose(again, spsa_gradient(model, images[7:9], labels[7:9], torch.arange(7, 9), 4096, 0.01, 1, 1
+                                                   ).flatten(1))
+
+
+@pytest.mark.parametrize("confidence", [0.0, 0.3])
+def test_on_a_linear_model_cw_reaches_the_nearest_point(confidence):
+    model, images, labels, w = linear_case()
+    adv = cw(model, images, labels, confidence=confidence, steps=300, lr=0.01, search_steps=9)
+    nearest = (margin(model(images), labels) + confidence) / w.norm(dim=1)
+    assert (margin(model(adv), labels) < -confidence).all()
+    assert (l2(adv - images) > 0.9999 * nearest).all() and (l2(adv - images) < 1.02 * nearest).all()
+
+
+def test_on_a_linear_model_sld_spends_its_whole_budget_on_the_largest_weights():
+    model, images, labels, w = linear_case()
+    adv = sld(model, images, labels, 0.2, quantile=0.95)                                 # 4 of 48 entries
+    moved = (adv - images).flatten(1)
+    torch.testing.assert_close(l1(moved), torch.full((20,), 0.2, dtype=torch.float64), atol=1e-5, rtol=0)
+    assert torch.equal((moved != 0).nonzero(), (w.abs() >= w.abs().topk(4).values[:, 3:]).nonzero())
+
+
+def test_l1_projection_is_the_nearest_point_of_the_ball():
+    v = torch.randn(30, 3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    radius = torch.linspace(0, 1.2, 30, dtype=torch.float64) * l1(v)
+    low, high = torch.zeros(30, dtype=torch.float64), v.abs().flatten(1).amax(1)
+    for _ in range(100):                                                                 # theta by bisection
+        theta = (low + high) / 2
+        over = l1((v.abs() - theta.view(-1, 1, 1, 1)).clamp(min=0)) > radius
+        low, high = torch.where(over, theta, low), torch.where(over, high, theta)
+    torch.testing.assert_close(project_l1(v, radius), v.sign() * (v.abs() - high.view(-1, 1, 1, 1)).clamp(min=0),
+                               atol=1e-10, rtol=0)
+    assert torch.equal(project_l1(v, 1e9), v) and not project_l1(v, 0.0).any()
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_zero_budget_returns_the_images_and_a_larger_one_is_kept(net, name):
+    model, images, labels = net
+    x, y = images[:40], labels[:40]
+    assert torch.equal(BOUNDED[name](model, x, y, 0.0), x)
+    for eps in (EPS, 0.3):
+        adv = BOUNDED[name](model, x, y, eps)
+        assert adv.shape == x.shape and adv.dtype == x.dtype and not adv.requires_grad
+        assert adv.min() >= 0 and adv.max() <= 1 and not torch.equal(adv, x)
+        if name not in LINF:
+            assert (l1(adv - x) <= eps * (1 + 1e-6)).all()
+        elif name != "noise_gaussian":                                                   # its scale is not a bound
+            assert (adv - x).abs().max() <= eps + 1e-6
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_result_depends_on_seed_and_image_alone(net, name):
+    model, images, labels = net
+    x, y, attack = images[:12], labels[:12], ATTACKS[name]
+    adv = attack(model, x, y, EPS)
+    assert torch.equal(attack(model, x, y, EPS), adv)
+    order = torch.tensor([7, 2, 11, 3, 5])
+    part = attack(model, x[order], y[order], EPS, **(dict(index=order) if name in RANDOM else {}))
+    assert share((part - adv[order]).abs() < 1e-4) > 0.999
+    if name in RANDOM:
+        assert not torch.equal(attack(model, x, y, EPS, seed=1), adv)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_model_and_images_stay_as_they_are(name):
+    model, images, labels = ViT(ViTConfig(32, 8, 10, 16, 2, 2, attn="rpc")).eval(), *load_shapes("test", 6)[:2]
+    images = images.float() / 255
+    before = [t.clone() for t in (*model.state_dict().values(), images, labels)]
+    with torch.no_grad():
+        ATTACKS[name](model, images, labels, EPS)
+    assert all(map(torch.equal, before, (*model.state_dict().values(), images, labels)))
+    assert all(p.grad is None and p.requires_grad for p in model.parameters()) and not images.requires_grad
+
+
+def test_more_steps_and_larger_budgets_are_stronger(net):
+    model, images, labels = net
+    acc = [share(right(model, pgd(model, images, labels, eps), labels)) for eps in (0.0, 2 / 255, EPS, 1.0)]
+    assert acc[0] == share(right(model, images, labels)) and acc[0] > acc[1] > acc[2] > 0.2 and acc[3] <= 0.01
+    assert acc[2] <= share(right(model, fgsm(model, images, labels, EPS), labels))
+    assert share(right(model, noise(model, images, labels, EPS), labels)) > share(
+        right(model, fgsm(model, images, labels, EPS), labels))
+
+
+def test_best_iterate_and_worst_draw_are_never_weaker(net):
+    def wavy(x):
+        return torch.stack([(60 * x.mean((1, 2, 3))).cos(), x.new_zeros(len(x))], 1)
+
+    model, images, labels = net
+    zeros = wavy(images).argmax(1)
+    last, best = (right(wavy, pgd(wavy, images, zeros, 0.1, best=b, alpha=0.6), zeros) for b in (False, True))
+    assert not (best & ~last).any() and best.sum() < last.sum() / 2                      # long steps overshoot
+    draws = torch.stack([right(model, noise(model, images, labels, 0.3, draw=d), labels) for d in range(4)])
+    worst = noise(model, images, labels, 0.3, best_of=4)
+    assert torch.equal(right(model, worst, labels), draws.all(0)) and share(draws.all(0)) < share(draws[0])
+
+
+def test_noise_has_the_distribution_asked_for(net):
+    model, images, labels = net
+    u, g = (noise(model, images, labels, 0.1, kind=kind, clip=False) - images for kind in ("uniform", "gaussian"))
+    assert u.abs().max() <= 0.1 + 1e-6 and abs(u.std() - 0.1 / math.sqrt(3)) < 5e-4 and abs(u.mean()) < 5e-4
+    assert abs(g.std() - 0.1) < 1e-3 and abs(share(g.abs() < 0.1) - 0.6827) < 3e-3
+
+
+@pytest.mark.parametrize("attack", [fgsm, pgd, partial(spsa, steps=2, pairs=16)])
+def test_budget_per_channel_in_pixels_equals_one_budget_on_normalised_images(net, attack):
+    model, images, labels = net
+    images, labels = images[:50], labels[:50]
+    inner, z, _ = normalized(model, images)
+    pixels = attack(model, images, labels, 0.1 * model.std, clip=False)
+    other = attack(inner, z, labels, 0.1, clip=False) * model.std + model.mean
+    if attack in (fgsm, pgd):
+        assert share((pixels - other).abs() < 1e-4) > 0.995
+    assert ((pixels - images).abs() <= 0.1 * model.std + 1e-6).all()
+    assert ((other - images).abs() <= 0.1 * model.std + 1e-5).all()
+
+
+# --- RPC-Attention ---------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def vit():
+    """A ViT whose weights are large enough for keys beyond the threshold, with images and its own predictions."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = ViT(ViTConfig(32, 8, 10, 16, 2, 2, attn="rpc", rpc_layers=(0, 1), lambd=0.5)).eval()
+        for p in model.requires_grad_(False).parameters():
+            p.mul_(4).add_(0.1 * torch.randn_like(p))
+    images = load_shapes("test", 30).images.float() / 255
+    return model, images, model(images).argmax(1)
+
+
+def gradient(model, images, labels):
+    return attacks.input_gradient(attacks.cross_entropy, model, images, labels)[2]
+
+
+def test_straight_through_keeps_values_and_changes_gradients(vit):
+    model, images, labels = vit
+    true = gradient(model, images, labels)
+    for slope in (1.0, 0.0):
+        other = straight_through(model, slope)
+        assert torch.equal(other(images), model(images))
+        assert (gradient(other, images, labels) - true).norm() > 0.01 * true.norm()
+    assert torch.equal(gradient(model, images, labels), true)                            # the model itself is untouched
+    assert torch.equal(straight_through(model)(images), straight_through(torch.nn.Sequential(model))(images))
+
+
+def test_adaptive_pgd_breaks_all_that_pgd_breaks(vit, net):
+    model, images, labels = vit
+    eps = 2 / 255
+    plain = right(model, pgd(model, images, labels, eps), labels)
+    adv = adaptive_pgd(model, images, labels, eps)
+    adaptive = right(model, adv, labels)
+    assert 0 < plain.sum() < 30 and not (adaptive & ~plain).any() and (adv - images).abs().max() <= eps + 1e-6
+    left = [margin(model(a), labels)[adaptive] for a in (adv, pgd(straight_through(model), images, labels, eps))]
+    assert (left[0] <= left[1] + 1e-5).all()
+    assert torch.equal(adaptive_pgd(*net, eps), pgd(*net, eps))                          # no RPC-Attention: plain PGD
+
+
+def test_zero_gradient_share_counts_zeros():
+    model, images, labels, _ = linear_case()
+
+    def half(x):
+        return model(x * (torch.arange(4) < 2))
+
+    def blind(x):
+        return model(x - x) + images[:1].sum()
+
+    assert zero_gradient_share(model, images, labels) == (0.0, 0.0)
+    assert zero_gradient_share(half, images, labels) == (0.5, 0.0)
+    assert zero_gradient_share(blind, images, labels) == (1.0, 1.0)
+
+
+# --- bad inputs ------------------------------------------------------------------------------------------------------
+
+def broken(change):
+    """What `check` says about a good case with one thing changed."""
+    case = dict(model=Linear(), images=torch.full((4, 3, 4, 4), 0.5, dtype=torch.float64), labels=torch.zeros(4).long(),
+                eps=0.1)
+    check(**case)
+    with pytest.raises(ValueError) as error:
+        check(**{**case, **change})
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(images=torch.zeros(4, 3, 4, 4, dtype=torch.uint8)), r"torch.uint8 \(4, 3, 4, 4\), expected float"),
+    (dict(images=torch.zeros(3, 4, 4)), r"\(3, 4, 4\), expected float in \[0, 1\], \(B, 3, H, W\)"),
+    (dict(images=torch.zeros(0, 3, 4, 4)), r"\(0, 3, 4, 4\), expected"),
+    (dict(images=torch.full((4, 3, 4, 4), 200.0).double()), "values from 200 to 200, expected 0 to 1"),
+    (dict(images=torch.full((4, 3, 4, 4), math.nan).double()), "values from nan"),
+    (dict(images=torch.full((4, 3, 4, 4), math.inf).double(), clip=False), "inf, expected finite"),
+    (dict(labels=torch.zeros(3).long()), r"labels are torch.int64 \(3,\), expected int64 \(4,\)"),
+    (dict(labels=torch.zeros(4)), "labels are torch.float32"),
+    (dict(labels=torch.tensor([0, 1, 2, 0])), "labels from 0 to 2, expected 0 to 1"),
+    (dict(labels=torch.tensor([0, 1, -1, 0])), "labels from -1 to 1"),
+    (dict(eps=-0.1), "eps=-0.1, expected a number >= 0"),
+    (dict(eps=math.nan), "eps=nan"),
+    (dict(eps=math.inf), "eps=inf"),
+    (dict(eps=8), "in pixel units, 8/255 say; got 8: was it meant as 8/255"),
+    (dict(eps=torch.zeros(5)), r"eps has shape \(5,\)"),
+    (dict(model=lambda x: x.flatten(1)[:, :2] * math.nan), "not finite"),
+    (dict(model=lambda x: x.flatten(1)[:, :5].softmax(1)), "probabilities"),
+    (dict(model=lambda x: x.flatten(1)[:, :1]), r"returns \(4, 1\)"),
+    (dict(model=lambda x: x), r"returns \(4, 3, 4, 4\)"),
+])
+def test_bad_input_is_refused_in_one_line(change, message):
+    assert re.search(message, broken(change))
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_every_attack_checks_its_input(name):
+    model, images, labels, _ = linear_case(4)
+    with pytest.raises(ValueError, match="expected 0 to 1"):
+        ATTACKS[name](model, images * 255, labels, EPS)
+    with pytest.raises(ValueError, match="labels from"):
+        ATTACKS[name](model, images, labels + 2, EPS)
+
+
+@pytest.mark.parametrize("attack, option", [
+    (pgd, dict(steps=0)), (pgd, dict(alpha=-1.0)), (pgd, dict(alpha=math.nan)), (spsa, dict(centre="middle")),
+    (spsa, dict(pairs=0)), (sld, dict(quantile=1.0)), (sld, dict(steps=-1)), (noise, dict(kind="pink")),
+    (noise, dict(best_of=0)), (cw, dict(steps=0)), (cw, dict(confidence=-1.0)), (cw, dict(lr=0.0))])
+def test_bad_option_is_refused(attack, option):
+    model, images, labels, _ = linear_case(4)
+    (name, value), = option.items()
+    with pytest.raises(ValueError, match=f"{name}=.*{value}.*expected"):
+        attack(model, images, labels, **option) if attack is cw else attack(model, images, labels, 0.1, **option)
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+LINES = [" = A Heading = ", " ", " The quick brown fox jumped over the lazy dog , twice @-@ daily , in 1999 . ",
+         " of the and ", " <unk> <unk> "] + [" " + "word " * 400] * 3
+
+
+def test_word_swap_takes_its_share_of_every_line_and_spares_stop_words():
+    out, swapped = word_swap(LINES)
+    tokens, before = ([t for line in lines for t in (*line.split(), "<eos>")] for lines in (out, LINES))
+    assert len(tokens) == len(before) == len(swapped)
+    assert [t == "AAA" for t in tokens] == swapped and [t for t, s in zip(tokens, swapped) if not s] == [
+        t for t, s in zip(before, swapped) if not s]
+    assert [line.split().count("AAA") for line in out] == [1, 0, 1, 0, 0, 6, 6, 6]       # 0.015 * 400 = 6
+    assert word_swap(LINES) == (out, swapped) != word_swap(LINES, seed=1)
+    assert {len(a) - len(b) for a, b in zip(word_swap(LINES, word="word")[0][-3:], LINES[-3:])} == {0}
+    everything = [line.split() for line in word_swap(LINES, rate=1)[0]]
+    assert everything[2] == "AAA AAA AAA AAA AAA over the AAA AAA , AAA @-@ AAA , in AAA .".split()
+
+
+def test_word_swap_uniform_takes_its_share_of_all_words_and_rate_zero_none():
+    out, swapped = word_swap(LINES, rate=0.1, mode="uniform")
+    assert sum(swapped) == round(0.1 * (2 + 13 + 3 + 2 + 1200))
+    for mode in ("per-line", "uniform"):
+        assert word_swap(LINES, rate=0, mode=mode) == (LINES, [False] * sum(len(line.split()) + 1 for line in LINES))
+    for bad in (dict(rate=1.5), dict(rate=math.nan), dict(mode="all"), dict(word="two words"), dict(lines="a string")):
+        with pytest.raises(ValueError, match="expected"):
+            word_swap(**{"lines": LINES, **bad})
+
+
+@pytest.mark.parametrize("name, count", [("valid", 3148), ("test", 3657)])
+def test_word_swap_swaps_as_many_words_of_wikitext103_as_textattack(name, count):
+    path = SHARED / "data" / "wikitext103_eval" / f"wiki.{name}.tokens"
+    if not path.exists():
+        pytest.skip("needs WikiText-103's files")
+    swapped = word_swap(path.read_text().split("\n")[:-1])[1]
+    assert abs(sum(swapped) / count - 1) < 0.03 and len(swapped) == {"valid": 217646, "test": 245569}[name]

@@ -1,0 +1,362 @@
+"""AutoAttack and its members: against the reference runs, against pyautoattack on a network of our own, and by law."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from attacks import (apgd, apgd_t, autoattack, box_projection, dlr, fab_distance, fab_t, likely_targets,
+                     masking_signs, square, targeted_dlr)
+from golden_net import golden_network, trained_network
+
+MEMBERS = {"apgd-ce": apgd, "apgd-dlr": partial(apgd, loss="dlr"), "apgd-t": apgd_t, "fab-t": fab_t, "square": square}
+QUICK = {"apgd-ce": partial(apgd, steps=12), "apgd-dlr": partial(apgd, loss="dlr", steps=12),        # seconds in all
+         "apgd-t": partial(apgd_t, steps=12, num_targets=3), "fab-t": partial(fab_t, steps=12, num_targets=3),
+         "square": partial(square, queries=120), "aa": partial(autoattack, steps=12, num_targets=3, queries=120)}
+STAGES = ["clean", "apgd-ce", "apgd-t", "fab-t", "square"]
+
+
+def robust(model, adv, labels):
+    with torch.no_grad():
+        return model(adv).argmax(1) == labels
+
+
+def assert_lawful(adv, images, eps):
+    assert adv.shape == images.shape and adv.dtype == images.dtype and not adv.requires_grad
+    assert torch.isfinite(adv).all() and adv.min() >= 0 and adv.max() <= 1
+    assert ((adv - images).abs() <= eps + 1e-6).all()
+
+
+# --- against the reference runs (only beside the full set of reference arrays) ---------------------------------------
+
+@pytest.fixture(scope="module")
+def reference(golden):
+    """The reference network with its images, labels and budgets."""
+    g = golden("robustness_attacks_a")
+    model, images, labels = golden_network(g)
+    assert (model(images) - g["logits"]).abs().max() < 1e-4
+    return g, model, images, labels, g["eps"].tolist()
+
+
+def test_dlr_losses_equal_the_reference(golden):
+    g = golden("robustness_attacks_a")
+    logits, labels, targets = (g[f"unit/dlr/{key}"] for key in ("logits", "y", "target"))
+    torch.testing.assert_close(dlr(logits, labels), g["unit/dlr/untargeted"])
+    torch.testing.assert_close(targeted_dlr(logits, labels, targets), g["unit/dlr/targeted"])
+
+
+def test_box_projection_equals_the_reference(golden):
+    g = golden("robustness_attacks_a")
+    v, w, b, d = (g[f"unit/proj_linf/{key}"].double() for key in "twbd")
+    assert (box_projection(v, w, b) - d).abs().max() < 2e-7                              # d was kept in float32
+    assert (box_projection(v.float(), w.float(), b.float()) - d).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name, i, n", [("apgd-ce", 0, 200), ("apgd-ce", 2, 200), ("apgd-dlr", 1, 200),
+                                        ("apgd-t", 2, 60), ("square", 2, 15)])
+def test_member_is_as_strong_as_the_reference(reference, name, i, n):
+    """As many images stay robust but for one in a hundred, two in random search, and nearly the same ones."""
+    g, model, images, labels, eps = reference
+    images, labels, theirs = images[:n], labels[:n], g[f"{name}/{i}/seed0/robust"][:n]
+    adv = MEMBERS[name](model, images, labels, eps[i])
+    assert_lawful(adv, images, eps[i])
+    ours, allowed = robust(model, adv, labels), math.ceil(n * (0.02 if name == "square" else 0.01))
+    assert abs(int(ours.sum() - theirs.sum())) <= allowed
+    assert (ours != theirs).sum() <= 2 * allowed
+    assert torch.equal(adv[ours | ~g["clean/robust"][:n]], images[ours | ~g["clean/robust"][:n]])
+
+
+@pytest.mark.parametrize("loss", ["ce", "dlr"])
+def test_twenty_steps_of_apgd_match_the_reference(reference, loss):
+    g, model, images, labels, eps = reference
+    for i in range(3):
+        ours = robust(model, apgd(model, images, labels, eps[i], loss=loss, steps=20), labels).double().mean()
+        assert abs(ours - g[f"apgd20_{loss}/{i}/acc"].mean()) <= 0.01
+
+
+def test_fab_finds_distances_as_small_as_the_reference(reference):
+    """One run without a budget, which also settles what is robust at each budget."""
+    g, model, images, labels, eps = reference
+    n = 16
+    adv, distance = fab_distance(model, images[:n], labels[:n])
+    theirs = g["fab-t/min_linf"][:n]
+    found = theirs < 1e9
+    assert torch.equal(distance.isfinite(), found)
+    torch.testing.assert_close((adv - images[:n]).abs().amax((1, 2, 3))[found], distance[found])
+    assert not robust(model, adv, labels[:n]).any()                                      # the others were wrong before
+    ratio = distance[found] / theirs[found]
+    assert 0.97 < ratio.median() <= 1.01 and distance[found].median() <= 1.03 * theirs[found].median()
+    for i in range(3):
+        ours = g["clean/robust"][:n] & (distance > eps[i])
+        assert (ours != g[f"fab-t/{i}/seed0/robust"][:n]).sum() <= 1
+
+
+def test_autoattack_matches_the_reference(reference):
+    g, model, images, labels, eps = reference
+    n, trace = 20, []
+    adv = autoattack(model, images[:n], labels[:n], eps[2], queries=300, trace=trace)   # of 5000: it adds none
+    assert_lawful(adv, images[:n], eps[2])
+    assert (robust(model, adv, labels[:n]) != g["aa/2/seed0/robust"][:n]).sum() <= 1
+    assert [entry["stage"] for entry in trace] == STAGES and torch.equal(trace[0]["robust"], g["clean/robust"][:n])
+
+
+# --- a network of our own --------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def own():
+    """A tiny network after a few seconds of training on drawn shapes, and 150 images it has not seen."""
+    return trained_network(150)
+
+
+EPS = 6 / 255                                # about half of what is classified correctly survives
+FEWER = {"apgd-ce": dict(steps=40), "apgd-dlr": dict(steps=40), "apgd-t": dict(steps=30, num_targets=2),
+         "fab-t": dict(steps=20, num_targets=2), "square": dict(queries=400)}
+
+
+def pyautoattacks(name, model):
+    """pyautoattack's member at EPS with the settings of FEWER."""
+    pgd, fab, sq = (pytest.importorskip(f"pyautoattack.{module}") for module in ("autopgd_base", "fab_pt", "square"))
+    common = dict(norm="Linf", eps=EPS, device="cpu", seed=0)
+    return {"apgd-ce": lambda: pgd.APGDAttack(model, n_iter=40, loss="ce", **common),
+            "apgd-dlr": lambda: pgd.APGDAttack(model, n_iter=40, loss="dlr", **common),
+            "apgd-t": lambda: pgd.APGDAttack_targeted(model, n_iter=30, n_target_classes=2, **common),
+            "fab-t": lambda: fab.FABAttack_PT(model, n_iter=20, n_target_classes=2, targeted=True, **common),
+            "square": lambda: sq.SquareAttack(model, p_init=0.8, n_queries=400, resc_schedule=False, **common)}[name]()
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_member_is_as_strong_as_pyautoattacks(own, name):
+    model, images, labels = own
+    reference = robust(model, pyautoattacks(name, model).perturb(images, labels), labels)
+    adv = MEMBERS[name](model, images, labels, EPS, **FEWER[name])
+    ours, clean = robust(model, adv, labels), robust(model, images, labels)
+    assert_lawful(adv, images, EPS)
+    assert reference.sum() < clean.sum() - 20                                           # the comparison means something
+    assert abs(int(ours.sum() - reference.sum())) <= (3 if name == "square" else 1)      # of 150
+
+
+def test_apgd_is_as_strong_as_torchattacks(own):
+    torchattacks = pytest.importorskip("torchattacks")
+    model, images, labels = own
+    reference = robust(model, torchattacks.APGD(model, eps=EPS, steps=30)(images, labels), labels)
+    assert abs(int((robust(model, apgd(model, images, labels, EPS, steps=30), labels)).sum() - reference.sum())) <= 1
+
+
+def test_autoattack_is_as_strong_as_pyautoattacks(own):
+    """The whole cascade on 60 images, with members as short as FEWER."""
+    package = pytest.importorskip("pyautoattack.autoattack")
+    model, images, labels = own[0], own[1][:60], own[2][:60]
+    reference = package.AutoAttack(model, norm="Linf", eps=EPS, version="standard", device="cpu", seed=0)
+    reference.apgd.n_iter = reference.apgd_targeted.n_iter = reference.fab.n_iter = 20
+    reference.apgd_targeted.n_target_classes = reference.fab.n_target_classes = 2
+    reference.square.n_queries = 100
+    adv = autoattack(model, images, labels, EPS, steps=20, num_targets=2, queries=100)
+    theirs, _ = reference.run_standard_evaluation(images, labels)
+    assert abs(int(robust(model, adv, labels).sum() - robust(model, theirs, labels).sum())) <= 1
+
+
+# --- laws ------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", QUICK)
+def test_attack_keeps_within_its_budget_and_changes_nothing_else(own, name):
+    model, images, labels = own[0], own[1][:40].clone(), own[2][:40]
+    model.requires_grad_(True)
+    before, weights = images.clone(), [p.clone() for p in model.parameters()]
+    per_channel = EPS * torch.tensor([1.0, 0.5, 0.1]).view(3, 1, 1)
+    for eps in (EPS, per_channel, EPS * torch.linspace(0, 1, 40).view(-1, 1, 1, 1)):
+        adv = QUICK[name](model, images, labels, eps)
+        assert_lawful(adv, before, eps)
+        assert not torch.equal(adv, before)
+    assert torch.equal(images, before)
+    assert all(p.grad is None and torch.equal(p, w) for p, w in zip(model.parameters(), weights))
+    model.requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_without_clip_pixels_may_leave_the_unit_interval(own, name):
+    model, images, labels = own[0], own[1][:40], own[2][:40]
+    images = (images - 0.5).mul(2).add(0.5).clamp(0, 1)                                  # many pixels at 0 and 1
+    adv = QUICK[name](model, images, labels, EPS, clip=False)
+    assert (adv - images).abs().max() <= EPS + 1e-6 and (adv.min() < 0 or adv.max() > 1)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_no_budget_no_change(own, name):
+    model, images, labels = own[0], own[1][:20], own[2][:20]
+    assert torch.equal(QUICK[name](model, images, labels, 0.0), images)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_result_depends_on_neither_batch_nor_order(own, name):
+    """The same images alone, in another order and among others; up to float noise of another batch size."""
+    model, images, labels, attack = own[0], own[1][:40], own[2][:40], QUICK[name]
+    whole, index = attack(model, images, labels, EPS), torch.arange(40)
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
+    for parts in (index.split(7), order.split(23)):
+        adv = torch.empty_like(images)
+        for part in parts:
+            adv[part] = attack(model, images[part], labels[part], EPS, index=part)
+        same = (adv - whole).abs().amax((1, 2, 3)) < 1e-6
+        assert same.float().mean() >= 0.95
+        assert (robust(model, adv, labels) != robust(model, whole, labels)).sum() <= 1
+    assert torch.equal(attack(model, images, labels, EPS), whole)                        # and repeats exactly
+    if name != "fab-t":                                                                  # which draws nothing
+        assert not torch.equal(attack(model, images, labels, EPS, seed=1), whole)
+
+
+def test_each_stage_leaves_fewer_robust_images_and_autoattack_beats_its_members(own):
+    model, images, labels = own[0], own[1][:80], own[2][:80]
+    trace, settings = [], dict(batch_size=33)
+    adv = QUICK["aa"](model, images, labels, EPS, trace=trace, **settings)
+    assert [entry["stage"] for entry in trace] == STAGES
+    for before, after in zip(trace, trace[1:]):
+        assert not (after["robust"] & ~before["robust"]).any()
+    left = trace[-1]["robust"]
+    assert torch.equal(robust(model, adv, labels), left)
+    kept = left | ~trace[0]["robust"]
+    assert torch.equal(adv[kept], images[kept])                                          # failed or not needed: clean
+    for name in ("apgd-ce", "apgd-t", "fab-t", "square"):
+        assert left.sum() <= robust(model, QUICK[name](model, images, labels, EPS), labels).sum()
+
+
+def test_robust_accuracy_falls_to_zero_as_the_budget_grows(own):
+    model, images, labels = own[0], own[1][:60], own[2][:60]
+    for name in ("apgd-ce", "apgd-t", "fab-t"):
+        left = [int(robust(model, QUICK[name](model, images, labels, eps), labels).sum()) for eps in (0, 0.01, 0.03, 1)]
+        assert left == sorted(left, reverse=True) and left[0] > 30 and left[-1] == 0
+
+
+def test_fab_restarts_only_bring_images_nearer(own):
+    model, images, labels = own[0], own[1][:30], own[2][:30]
+    adv, once = fab_distance(model, images, labels, steps=40, num_targets=1)
+    adv, thrice = fab_distance(model, images, labels, steps=40, num_targets=1, restarts=3)
+    assert (thrice <= once).all() and (thrice < once).any()
+    found = thrice.isfinite()
+    assert not robust(model, adv, labels)[found].any() and torch.equal(adv[~found], images[~found])
+
+
+def test_fab_on_a_linear_model_finds_the_distance_to_the_nearest_class():
+    """Away from the box it is |h| / ||w||_1, reached from one side by the last of the steps."""
+    rng = torch.Generator().manual_seed(0)
+    weight, images = torch.randn(5, 48, generator=rng), 0.4 + 0.2 * torch.rand(30, 3, 4, 4, generator=rng)
+
+    def model(x):
+        return (x - 0.5).flatten(1) @ weight.T
+
+    logits = model(images)
+    labels = logits.argmax(1)
+    gap = logits.gather(1, labels[:, None]) - logits
+    exact = (gap / (weight[labels][:, None] - weight).abs().sum(2)).scatter(1, labels[:, None], torch.inf).amin(1)
+    _, distance = fab_distance(model, images, labels)
+    assert (distance >= exact * (1 - 1e-4)).all() and (distance <= exact * 1.02).all()
+
+
+def test_box_projection_equals_bisection():
+    """On feasible and infeasible hyperplanes, with pixels on the bounds and weights of zero."""
+    rng = torch.Generator().manual_seed(0)
+    n, B = 60, 400
+    v = (1.6 * torch.rand(B, n, generator=rng, dtype=torch.float64) - 0.3).clamp(0, 1)
+    w = torch.randn(B, n, generator=rng, dtype=torch.float64) ** 3 * (torch.rand(B, n, generator=rng) < 0.8)
+    share = torch.linspace(-1.3, 1.3, B, dtype=torch.float64)                            # of all the room there is
+    down, up = ((w.abs() * torch.where(w * side > 0, v, 1 - v)).sum(1) for side in (1, -1))
+    b = (w * v).sum(1) - torch.where(share > 0, share * down, share * up)
+
+    def move(lam):                                                                       # (B, n), lam: (B,)
+        step = -w.sign() * share.sign()[:, None]
+        return (v + step * lam[:, None]).clamp(0, 1) - v
+
+    low, high = torch.zeros(B, dtype=torch.float64), torch.ones(B, dtype=torch.float64)
+    for _ in range(60):
+        middle = (low + high) / 2
+        short = (w * move(middle)).sum(1).abs() < (share * torch.where(share > 0, down, up)).abs()
+        low, high = torch.where(short, middle, low), torch.where(short, high, middle)
+    d = box_projection(v, w, b)
+    assert (d - move(high)).abs().max() < 1e-10
+    feasible = share.abs() < 1
+    assert ((w * (v + d)).sum(1) - b)[feasible].abs().max() < 1e-12 * n
+    assert (d[w == 0] == 0).all() and (v + d).min() >= 0 and (v + d).max() <= 1 + 1e-15
+
+
+def test_box_projection_equals_pyautoattacks():
+    reference = pytest.importorskip("pyautoattack.fab_projections")
+    rng = torch.Generator().manual_seed(1)
+    v, w = (draw(300, 80, generator=rng, dtype=torch.float64) for draw in (torch.rand, torch.randn))
+    b = (w * v).sum(1) + 8 * torch.randn(300, generator=rng, dtype=torch.float64)
+    assert (box_projection(v, w, b) - reference.projection_linf(v, w, b)).abs().max() < 1e-10
+
+
+def test_far_bounds_are_as_good_as_none():
+    rng = torch.Generator().manual_seed(2)
+    v, w, b = (torch.randn(20, *shape, generator=rng) for shape in ((50,), (50,), ()))
+    c = (w * v).sum(1) - b
+    expected = -w.sign() * (c / w.abs().sum(1))[:, None]                                 # every coordinate moves alike
+    torch.testing.assert_close(box_projection(v, w, b, -1e3, 1e3), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_dlr_ignores_shift_and_scale_and_has_its_closed_form():
+    logits, labels, targets = torch.tensor([[4.0, 1.0, 3.0, 0.0], [1.0, 2.0, 5.0, 3.0]]), torch.tensor([0, 1]), \
+        torch.tensor([2, 3])
+    torch.testing.assert_close(dlr(logits, labels), torch.tensor([-(4 - 3) / (4 - 1.0), -(2 - 5) / (5 - 2.0)]))
+    torch.testing.assert_close(targeted_dlr(logits, labels, targets),
+                               torch.tensor([-(4 - 3) / (4 - (1 + 0) / 2), -(2 - 3) / (5 - (2 + 1) / 2)]))
+    torch.testing.assert_close(dlr(7 * logits + 3, labels), dlr(logits, labels))
+    assert likely_targets(logits, labels, 9).tolist() == [[2, 1, 3], [2, 3, 0]]
+
+
+def planted(x):
+    """A model that reads one pixel: its red value, in steps of a fifth, is the class. No gradient anywhere."""
+    return F.one_hot((x[:, 0, 3, 5] * 5).long().clamp(0, 4), 5).float() * 10 + 0 * x.mean((1, 2, 3))[:, None]
+
+
+def plant(n):
+    """n images whose class is planted 0.1 away from the next, and the labels."""
+    images, labels = torch.rand(n, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(n) % 5
+    images[:, 0, 3, 5] = (labels + 0.5) / 5
+    return images, labels
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_constant_and_label_leaking_models_stay_as_they_are(name):
+    images, labels = plant(12)
+    for model, expected in ((lambda x: 0 * x.mean((1, 2, 3))[:, None] + torch.zeros(5), labels == 0),
+                            (planted, labels >= 0)):
+        adv = QUICK[name](model, images, labels, 0.05)
+        assert torch.equal(robust(model, adv, labels), expected)
+        assert_lawful(adv, images, 0.05)
+
+
+def test_square_finds_what_hides_from_gradients_and_the_signs_of_masking_say_so():
+    """The planted class changes within 0.101: no gradient leads there, a square of +-0.101 does."""
+    (images, labels), trace = plant(20), []
+    QUICK["aa"](planted, images, labels, 0.101, trace=trace)
+    assert trace[3]["robust"].sum() >= 17 and trace[4]["robust"].sum() <= 3              # random starts find a few
+    signs = masking_signs(planted, images, labels, trace)
+    assert signs["zero_gradients"] == 20 and signs["square_gain"] > 50
+
+
+def test_signs_of_masking_are_silent_on_an_honest_model_and_speak_on_others(own):
+    model, images, labels = own[0], own[1][:30], own[2][:30]
+    trace = []
+    QUICK["aa"](model, images, labels, EPS, trace=trace)
+    assert not any(masking_signs(model, images, labels, trace).values())
+    assert masking_signs(lambda x: model(x) + 0.01 * torch.rand(10), images, labels)["randomised"]
+    assert masking_signs(lambda x: model(x).softmax(1), images, labels)["probabilities"]
+    assert masking_signs(lambda x: model(x)[:, :3], images, labels % 3)["few_classes"]
+
+
+def test_input_errors_say_what_is_wrong(own):
+    model, images, labels = own[0], own[1][:4], own[2][:4] % 2
+    with pytest.raises(ValueError, match='loss="margin", expected "ce" or "dlr"'):
+        apgd(model, images, labels, EPS, loss="margin")
+    for attack, options in ((apgd, dict(steps=0)), (fab_t, dict(num_targets=0)), (square, dict(queries=0))):
+        with pytest.raises(ValueError, match="=0, expected more than 0"):
+            attack(model, images, labels, EPS, **options)
+    few = {classes: (lambda x, c=classes: model(x)[:, :c]) for classes in (2, 3)}
+    with pytest.raises(ValueError, match="2 classes.*expected 3 or more"):
+        apgd(few[2], images, few[2](images).argmax(1), EPS, loss="dlr")
+    for attack in (apgd_t, autoattack):
+        with pytest.raises(ValueError, match="3 classes.*expected 4 or more"):
+            attack(few[3], images, few[3](images).argmax(1), EPS)
+    assert_lawful(fab_t(few[2], images, labels, EPS, steps=5), images, EPS)              # needs two
