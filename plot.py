@@ -1,0 +1,288 @@
+"""Figures from the numbers that the other scripts write. The only file that needs matplotlib; imports nothing of ours.
+
+    python plot.py kpca out/kpca                 # every figure that the CSV files of kpca.py in out/kpca allow
+    python plot.py kpca out/kpca --figures loss,spectrum --run cifar10_softmax
+
+One function draws one figure: it reads the CSV files of a folder and returns a figure, or None without the numbers.
+"""
+
+import argparse
+import csv
+import math
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+plt.rcParams.update({"figure.dpi": 100, "figure.constrained_layout.use": True, "font.size": 9, "axes.titlesize": 9.5,
+                     "legend.fontsize": 8, "axes.spines.top": False, "axes.spines.right": False})
+WIDTH = 9                                                                       # inches; 900 px, what a README shows
+
+# The columns of kpca.py's tables: (colour, line style, what the legend says)
+SOURCES = {
+    "learned": ("tab:blue", "-", "learned values"),
+    "x W": ("tab:orange", "--", "null: same input, random matrix"),
+    "iid": ("tab:gray", ":", "null: random numbers"),
+    "KPCA": ("tab:green", "-", "exact kernel PCA"),
+    "best": ("black", "-.", "most that is possible"),
+    "ceiling": ("black", "-.", "span of all keys"),
+}
+
+
+def read_csv(path, **only):
+    """Rows of a CSV file as dicts, numbers as float, restricted to the given columns' values; [] without the file."""
+    if not path.exists():
+        return []
+
+    def value(text):
+        try:
+            return float(text)
+        except ValueError:
+            return text
+
+    with open(path, newline="") as f:
+        rows = [{k: t if k in ("run", "layer") else value(t) for k, t in row.items()} for row in csv.DictReader(f)]
+    return [row for row in rows if all(row[k] == v for k, v in only.items())]
+
+
+def curve(rows, x, **only):
+    """(x, mean, se) of the rows with the given values, sorted by x, averaged over the other columns."""
+    groups = {}
+    for row in rows:
+        if all(row[k] == v for k, v in only.items()):
+            groups.setdefault(row[x], []).append((row["mean"], row["se"]))
+    xs = sorted(groups)
+    return np.array(xs), *(np.array([[np.mean([r[i] for r in groups[v]]) for v in xs] for i in (0, 1)]))
+
+
+def draw_sources(ax, rows, x, sources, marker=None, **only):
+    """One line per source, with a band of one standard error."""
+    for source in sources:
+        xs, mean, se = curve(rows, x, source=source, **only)
+        if len(xs):
+            colour, style, label = SOURCES[source]
+            ax.plot(xs, mean, style, color=colour, label=label, marker=marker, markersize=3)
+            ax.fill_between(xs, mean - se, mean + se, color=colour, alpha=0.2, linewidth=0)
+
+
+def last_step(rows):
+    """The rows of the last checkpoint of each run."""
+    last = {}
+    for row in rows:
+        last[row["run"]] = max(last.get(row["run"], -math.inf), row["step"])
+    return [row for row in rows if row["step"] == last[row["run"]]]
+
+
+def layers_of(rows):
+    return sorted({row["layer"] for row in rows} - {"all"}, key=int)
+
+
+# --- kpca ------------------------------------------------------------------------------------------------------------
+
+def kpca_loss(folder, **only):
+    """Fig. 1: the projection loss over training as released, its two terms, and two measures that can show learning."""
+    rows = read_csv(folder / "jproj.csv", layer="all", **only)
+    capture = read_csv(folder / "capture.csv", layer="all", **only)
+    if len({row["step"] for row in rows}) < 2:
+        return None
+    figure, ((released, terms), (frac, ev)) = plt.subplots(2, 2, figsize=(WIDTH, 6.2))
+    for measure, style, label in (("J official", "-", "with |h|²"),
+                                  ("J official without h", "k--", "with |h|² left out")):
+        xs, mean, _ = curve(rows, "step", measure=measure, source="learned")
+        released.plot(xs, mean, style, marker="o", markersize=3, label=label)
+        if not len(xs):
+            released.text(0.5, 0.5, "run kpca.py with --repro", ha="center", transform=released.transAxes)
+            break
+    released.set(title="Fig. 1 as released: log mean(φ² − |h|²), scale missing in φ²", ylabel="log J (natural)")
+    for measure, colour, label in (("phi2", "tab:purple", "|φ(q)|², what is projected"),
+                                   ("h2", "tab:blue", "|h|², its 'projection'")):
+        xs, mean, _ = curve(rows, "step", measure=measure, source="learned")
+        terms.plot(xs, mean, color=colour, marker="o", markersize=3, label=label)
+    terms.set(title="The two terms of Eqn 13: J = |φ(q)|² − |h|² < 0", ylabel="mean over tokens",
+              yscale="log")
+    draw_sources(frac, rows, "step", ["learned", "x W", "iid", "KPCA", "ceiling"], "o", measure="frac")
+    frac.set(title="Share of |φ(q)|² inside the span of the values (frac)", ylabel="share")
+    draw_sources(ev, capture, "step", ["learned", "x W", "iid", "best"], "o", measure="EV")
+    ev.set(title="Share of the keys' variance inside it (EV)", ylabel="share")
+    for ax in (released, terms, frac, ev):
+        ax.set_xlabel("training step")
+        if ax.has_data():
+            ax.legend(frameon=False)
+    return figure
+
+
+GAMMA = [                                                          # (measure, source, colour, style, label), log axis
+    ("numeric inverse", "learned", "tab:blue", "-", "as printed, numeric inverse: learned"),
+    ("numeric inverse", "iid", "tab:gray", ":", "the same: random numbers"),
+    ("|dgamma|", "learned", "tab:red", "-", "pseudo-inverse: learned"),
+    ("|dgamma|", "iid", "tab:gray", "--", "the same: random numbers"),
+    ("lambda", "KPCA", "black", "-", "eigenvalue λ for comparison"),
+]
+
+
+def draw_gamma(ax, rows, **only):
+    """Mean of |gamma_i - gamma_j| per axis, band: its standard deviation over pairs, upwards only on a log axis."""
+    for measure, source, colour, style, label in GAMMA:
+        xs, mean, _ = curve(rows, "axis", measure=measure, source=source, **only)
+        if len(xs):
+            ax.plot(xs, mean, style, color=colour, label=label)
+            if source == "learned":
+                std = curve(rows, "axis", measure=f"{measure} std", source=source, **only)[1]
+                ax.fill_between(xs, mean, mean + std, color=colour, alpha=0.2, linewidth=0)
+    ax.set_yscale("log")
+
+
+def kpca_gamma(folder, **only):
+    """Fig. 2: are the values eigenvectors? The paper's |gamma_i - gamma_j|, and the cosine of a and K~ a."""
+    rows = last_step(read_csv(folder / "gamma_axes.csv", layer="all", **only))
+    if not rows:
+        return None
+    figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.6))
+    draw_gamma(left, rows)
+    left.set(title="Fig. 2 as defined: near 0 (band: + std), but for noise as well", ylabel="mean |γi − γj|")
+    draw_sources(right, rows, "axis", ["learned", "x W", "iid", "KPCA"], measure="eig_cos")
+    right.set(title="As it should be: 1 for eigenvectors only", ylabel="cosine of a and K̃a", ylim=(0, 1.05))
+    for ax in (left, right):
+        ax.set_xlabel("column d of the values")
+        side = "left" if ax is left else "right"
+        figure.legend(*ax.get_legend_handles_labels(), loc=f"outside lower {side}", frameon=False)
+    return figure
+
+
+def kpca_gamma_layers(folder, **only):
+    """Fig. 5: the same for every layer, the paper's definition above, the cosine below."""
+    rows = last_step(read_csv(folder / "gamma_axes.csv", **only))
+    layers = layers_of(rows)
+    if not layers:
+        return None
+    columns = min(6, len(layers))
+    bands = math.ceil(len(layers) / columns)
+    figure, axes = plt.subplots(2 * bands, columns, figsize=(WIDTH, 3.6 * bands + 1.1), sharex=True, sharey="row",
+                                squeeze=False)
+    for ax in axes.flat:
+        ax.set_visible(False)
+    for i, layer in enumerate(layers):
+        band, column = divmod(i, columns)
+        top, bottom = axes[2 * band][column], axes[2 * band + 1][column]
+        for ax in (top, bottom):
+            ax.set_visible(True)
+        draw_gamma(top, rows, layer=layer)
+        draw_sources(bottom, rows, "axis", ["learned", "x W", "iid", "KPCA"], measure="eig_cos", layer=layer)
+        top.set_title(f"layer {layer}")
+        bottom.set(ylim=(0, 1.05), xlabel="column d")
+        bottom.tick_params(labelbottom=True)
+        if column == 0:
+            top.set_ylabel("|γi − γj|  (Fig. 5)")
+            bottom.set_ylabel("cosine of a and K̃a")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower left", frameon=False, title="upper row")
+    figure.legend(*axes[1][0].get_legend_handles_labels(), loc="outside lower right", frameon=False, title="lower row")
+    return figure
+
+
+def kpca_spectrum(folder, **only):
+    """Eigenvalues of the centred Gram matrix by rank, with their bound and the numbers of the paper."""
+    rows = last_step(read_csv(folder / "eigstats_axes.csv", **only))
+    bounds = last_step(read_csv(folder / "eigstats.csv", measure="bound", layer="all", **only))
+    layers = layers_of(rows)
+    if not layers:
+        return None
+    figure, panels = plt.subplots(1, 2, figsize=(WIDTH, 3.8), sharey=True)
+    for ax, source in zip(panels, ("as they are", "standardised")):
+        for i, layer in enumerate(layers):
+            xs, mean, _ = curve(rows, "axis", source=source, layer=layer)
+            ax.plot(xs, mean, color=plt.cm.viridis(0.9 * i / max(1, len(layers) - 1)),
+                    label=f"layer {layer}" if i in (0, len(layers) - 1) else None)
+        ax.axhline(np.mean([b["mean"] for b in bounds if b["source"] == source]), color="tab:red", linestyle="--",
+                   label="bound 1 / min g, mean over heads")
+        ax.axhline(1, color="tab:red", label="bound for any keys: 1")
+        ax.plot([1, 64], [648.46, 4.65], "k*", label="the paper: largest and smallest of 64, ViT-tiny")
+        ax.set(title=f"keys {source}", xlabel="rank d", yscale="log")
+    panels[0].set_ylabel("eigenvalue μ = N λ of K̃")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", frameon=False, ncols=3)
+    return figure
+
+
+def kpca_truncation(folder, **only):
+    """Accuracy when the values of all layers keep r directions only."""
+    rows = last_step(read_csv(folder / "truncate.csv", **only))
+    if not rows:
+        return None
+    rows = [{**row, "mean": row["accuracy"]} for row in rows]
+    figure, ax = plt.subplots(figsize=(WIDTH, 4.2))
+    lines = [("strict", "tab:green", "-", "top r principal axes (kernel PCA as derived)"),
+             ("affine", "tab:blue", "-", "top r axes + constant row"),
+             ("affine random", "tab:blue", "--", "null: r random axes + row"),
+             ("affine bottom", "tab:blue", ":", "null: bottom r axes + row"),
+             ("col(V)", "tab:red", "-", "projected on r theoretical values"),
+             ("random r-space", "tab:red", "--", "null: on r random directions"),
+             ("top r of x", "tab:orange", "-", "null: on the top r directions of the input")]
+    for how, colour, style, label in lines:
+        xs, mean, se = curve(rows, "r", how=how)
+        ax.errorbar(xs, mean, se, color=colour, linestyle=style, marker="o", markersize=3, capsize=2, label=label)
+    for how, label in (("none", "unchanged"), ("mean v", "every value = their mean"), ("v = 0", "values 0")):
+        y = curve(rows, "r", how=how)[1][0]
+        ax.axhline(y, color="black", linewidth=0.7)
+        ax.annotate(label, (0.01, y), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
+    ticks = sorted({int(row["r"]) for row in rows} - {0})
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(ticks, ticks)
+    ax.minorticks_off()
+    n = int(rows[0]["images"])
+    ax.set(xlabel="r, directions kept of the values in every layer", ylim=(0, None),
+           ylabel=f"accuracy in %, ± standard error, {n} images")
+    figure.legend(loc="outside right upper", frameon=False)
+    return figure
+
+
+KPCA_FIGURES = {"loss": kpca_loss, "gamma": kpca_gamma, "gamma_layers": kpca_gamma_layers, "spectrum": kpca_spectrum,
+                "truncation": kpca_truncation}
+
+
+def kpca(args):
+    """Figures of the kernel-PCA experiments (kpca.py): the paper's Fig. 1, 2 and 5, and what should stand there."""
+    folder, only = Path(args.folder), {"run": args.run} if args.run else {}
+    names = args.figures.split(",") if args.figures else list(KPCA_FIGURES)
+    if not set(names) <= set(KPCA_FIGURES):
+        raise ValueError(f"--figures {args.figures}: expected some of {','.join(KPCA_FIGURES)}")
+    if not list(folder.glob("*.csv")):
+        raise FileNotFoundError(f"{folder} holds no CSV file of kpca.py")
+    for name in names:
+        figure = KPCA_FIGURES[name](folder, **only)
+        if figure is None:
+            print(f"{name}: skipped, {folder} has no numbers for it" + " (several checkpoints)" * (name == "loss"))
+            continue
+        figure.savefig(folder / f"{name}.png")
+        plt.close(figure)
+        print(f"{folder / name}.png: {KPCA_FIGURES[name].__doc__}")
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+def get_args(argv=None):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                allow_abbrev=False)
+    commands = p.add_subparsers(required=True, metavar="COMMAND")
+    c = commands.add_parser("kpca", help=kpca.__doc__, description=kpca.__doc__, allow_abbrev=False,
+                            formatter_class=argparse.RawDescriptionHelpFormatter, epilog="figures:\n" + "\n".join(
+                                f"  {name:13s} {draw.__doc__}" for name, draw in KPCA_FIGURES.items()))
+    c.set_defaults(draw=kpca)
+    c.add_argument("folder", help="--out_dir of kpca.py; the PNG files go there too")
+    c.add_argument("--figures", default=None, help="comma-separated; default: all")
+    c.add_argument("--run", default=None, help="one run only; default: the mean of the runs in the files")
+    return p.parse_args(argv)
+
+
+def main():
+    args = get_args()
+    try:
+        args.draw(args)
+    except (ValueError, OSError) as e:
+        sys.exit(f"error: {e}")
+
+
+if __name__ == "__main__":
+    main()
