@@ -557,6 +557,7 @@ def main():
         raise ValueError(f"--out_dir {out_dir} holds results: add --resume to keep them and go on, or choose another folder")
     if rank == 0:
         out_dir.mkdir(parents=True, exist_ok=True)
+        common.cut_log(out, 0)                                                   # a line that a kill cut short goes
         print(f"{len(models)} checkpoints | {args.data}, {len(source.labels)} test images | {world} x {common.describe(device)} | "
               f"{out}", flush=True)
         if args.space == "normalized":
