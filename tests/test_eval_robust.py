@@ -1,0 +1,272 @@
+"""The evaluator: its metrics against known numbers, its rows against doing it by hand, its errors and its resuming."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torchvision.io import write_png
+
+import attacks
+import checks
+import common
+import corruptions
+import data
+import eval_robust
+import metrics
+from conftest import ROOT
+from vit import SIZES, ViT, ViTConfig
+
+# Table 4, SymViT: top-1 accuracy per corruption, mean over severities, in corruptions.NAMES' order
+TABLE_4 = dict(zip(corruptions.NAMES, (40.97, 38.83, 38.56, 35.47, 27.79, 40.47, 30.69, 38.27, 44.55, 42.72, 63.21, 50.25,
+                                       44.26, 39.36, 46.28)))
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+def test_mce_of_table_4_is_that_of_table_1():
+    errors = {name: 1 - top1 / 100 for name, top1 in TABLE_4.items()}
+    assert metrics.mean_corruption_error(errors) == pytest.approx(74.75, abs=0.02)
+    assert 100 * errors["fog"] / metrics.ALEXNET["fog"] == pytest.approx(69.91, abs=0.01)
+
+
+def test_mce_of_alexnet_is_100_and_needs_all_types():
+    assert metrics.mean_corruption_error(metrics.ALEXNET) == pytest.approx(100, abs=1e-12)
+    with pytest.raises(ValueError, match="missing: snow"):
+        metrics.mean_corruption_error({k: v for k, v in metrics.ALEXNET.items() if k != "snow"})
+
+
+def test_average_precision_and_auroc_equal_the_reference(golden):
+    g = golden("robustness_attacks_a")
+    score, label = g["unit/ap/score"], g["unit/ap/label"]
+    cases = [(score, label, g["unit/ap/aupr"], g["unit/ap/auroc"])] if score.ndim == 1 else zip(
+        score, label, g["unit/ap/aupr"], g["unit/ap/auroc"])
+    for s, y, aupr, area in cases:
+        assert metrics.average_precision(s, y.bool()) == pytest.approx(float(aupr), abs=1e-10)
+        assert metrics.auroc(s, y.bool()) == pytest.approx(float(area), abs=1e-10)
+
+
+def test_outlier_metrics_equal_counting_pairs():
+    g = torch.Generator().manual_seed(0)
+    score, positive = torch.randint(0, 9, (60,), generator=g).double(), torch.rand(60, generator=g) < 0.3
+    p, n = score[positive][:, None], score[~positive][None]
+    assert metrics.auroc(score, positive) == pytest.approx(((p > n).double() + 0.5 * (p == n)).mean().item(), abs=1e-12)
+    ap, last = 0.0, 0.0
+    for t in score.unique().flip(0):                                     # one step per distinct threshold
+        precision, recall = positive[score >= t].double().mean(), (score[positive] >= t).double().mean()
+        ap, last = ap + (recall - last) * precision, recall
+    assert metrics.average_precision(score, positive) == pytest.approx(float(ap), abs=1e-12)
+    t = max(t for t in score.unique().tolist() if (score[positive] >= t).double().mean() >= 0.95)
+    assert metrics.fpr_at_recall(score, positive) == pytest.approx((score[~positive] >= t).double().mean().item())
+
+
+def test_outlier_metrics_of_all_equal_scores_are_chance():
+    positive = torch.arange(12) < 2
+    assert metrics.average_precision(torch.zeros(12), positive) == pytest.approx(1 / 6)
+    assert metrics.auroc(torch.zeros(12), positive) == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="at least one of each"):
+        metrics.auroc(torch.zeros(12), positive & False)
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+def make_checkpoint(path, classes=tuple(data.SHAPES), image_size=32, attn="rpc", seed=0, task="shapes", patch_size=8):
+    torch.manual_seed(seed)
+    config = ViTConfig(**SIZES["nano"], image_size=image_size, patch_size=patch_size, num_classes=len(classes), attn=attn)
+    model = ViT(config)
+    images, labels = data.load_shapes("test", 80, image_size)[:2]        # a head fitted to those: some right, some wrong
+    head, model.head = model.head, torch.nn.Identity()
+    features, model.head = model(images.float() / 255).detach(), head
+    target = torch.nn.functional.one_hot(labels % len(classes), len(classes)).float()
+    model.head.weight.data = 5 * torch.linalg.lstsq(features, target).solution.T
+    common.save_checkpoint(path, dict(task="classification", model=model.state_dict(), model_config=vars(config).copy(),
+                                      classes=list(classes), args=dict(data=task, num_images=400, seed=seed)))
+    return model.eval()
+
+
+def run(*args, processes=1):
+    launch = [sys.executable] if processes == 1 else [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    env = dict(os.environ, OMP_NUM_THREADS="1")
+    return subprocess.run([*launch, str(ROOT / "eval_robust.py"), *map(str, args)], capture_output=True, text=True, env=env,
+                          timeout=300)
+
+
+def results(folder):
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+QUICK = ("--measures", "clean", "noise", "fgsm", "pgd", "autoattack", "corruptions", "--limit", 11, "--eps", "2/255", "--queries", 20,
+         "--severities", 2, 4)
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("eval")
+    model = make_checkpoint(folder / "a.pt")
+    make_checkpoint(folder / "b.pt", attn="softmax", seed=1)
+    out = run("--ckpt", folder / "a.pt", folder / "b.pt", *QUICK, "--out_dir", folder / "one", "--save_images", 3)
+    assert out.returncode == 0, out.stderr
+    return folder, model, out.stdout
+
+
+def test_rows_equal_attacking_by_hand(first_run):
+    folder, model, _ = first_run
+    source = data.load_shapes("test", 80)
+    index = data.epoch_order(80, 0, 0)[:11]
+    x, y = source.images[index].float() / 255, source.labels[index]
+    right = model(x).argmax(1) == y
+    rows = {row["measure"]: row for row in results(folder / "one") if row["kind"].startswith("rpc")}
+    assert rows["clean"]["top1"] == pytest.approx(100 * right.double().mean().item(), abs=1e-3)
+    adv = attacks.pgd(model, x, y, 2 / 255, index=index)
+    assert rows["pgd"]["top1"] == pytest.approx(100 * (right & (model(adv).argmax(1) == y)).double().mean().item(), abs=1e-3)
+    top5 = (model(torch.where(right[:, None, None, None], adv, x)).topk(5).indices == y[:, None]).any(1)
+    assert rows["pgd"]["top5"] == pytest.approx(100 * top5.double().mean().item(), abs=1e-3)
+    assert 0 < rows["pgd"]["max_linf"] <= 2 / 255 + 1e-6 and rows["pgd"]["outside"] == 0
+    jpeg = next(r for r in results(folder / "one") if r["setting"].get("type") == "jpeg_compression")
+    bad = corruptions.corrupt(source.images[index], "jpeg_compression", 4).float() / 255
+    assert jpeg["top1"][1] == pytest.approx(100 * (model(bad).argmax(1) == y).double().mean().item(), abs=1e-3)
+
+
+def test_the_table_has_every_row_once_and_pictures_are_written(first_run):
+    folder, _, printed = first_run
+    table = (folder / "one" / "table.md").read_text()
+    assert table.strip() in printed and "rpc 4iter/layer1, seed 0" in table and "softmax, seed 1" in table
+    assert all(table.count(f"| {name}, error ") == 1 for name in corruptions.NAMES) and "mean of the 15" in table
+    assert len(results(folder / "one")) == 2 * 20
+    assert {"corruptions.png", "attacks_0.png", "attacks_1.png"} <= {p.name for p in (folder / "one").iterdir()}
+
+
+def test_two_processes_count_every_image_once(first_run):
+    folder, _, _ = first_run
+    out = run("--ckpt", folder / "a.pt", folder / "b.pt", *QUICK, "--out_dir", folder / "two", processes=2)
+    assert out.returncode == 0, out.stderr
+    for one, two in zip(results(folder / "one"), results(folder / "two")):
+        assert one["measure"] == two["measure"] and one["top1"] == two["top1"] and one["top5"] == two["top5"]
+
+
+def test_resume_keeps_finished_rows_and_adds_the_rest(first_run):
+    folder, _, _ = first_run
+    lines = (folder / "one" / "results.jsonl").read_text().splitlines(keepends=True)
+    cut = folder / "cut"
+    cut.mkdir()
+    (cut / "results.jsonl").write_text("".join(lines[:7]) + lines[7][:40])                     # killed while writing
+    again = run("--ckpt", folder / "a.pt", folder / "b.pt", *QUICK, "--out_dir", cut)
+    assert again.returncode == 1 and "add --resume" in again.stderr
+    assert run("--ckpt", folder / "a.pt", folder / "b.pt", *QUICK, "--out_dir", cut, "--resume").returncode == 0
+    text = (cut / "results.jsonl").read_text()
+    assert text.startswith("".join(lines[:7]))
+    numbers = [[(r["measure"], r["model"], r["top1"], r["top5"]) for r in eval_robust.read_rows(f / "results.jsonl").values()]
+               for f in (folder / "one", cut)]
+    assert sorted(map(str, numbers[0])) == sorted(map(str, numbers[1]))
+
+
+def test_the_paper_preset_attacks_normalised_tensors_without_clipping(first_run):
+    folder, model, _ = first_run
+    out = run("--ckpt", folder / "a.pt", "--preset", "paper", "--measures", "fgsm", "cw", "--eps", "6/255", "--limit", 8,
+              "--cw_steps", 3, "--out_dir", folder / "paper")
+    assert out.returncode == 0, out.stderr
+    assert "0.226/255" in out.stdout
+    row = results(folder / "paper")[0]
+    assert row["conditions"]["space"] == "normalized" and not row["conditions"]["clip"]
+    assert 0.2 * 6 / 255 < row["max_linf"] <= 0.2291 * 6 / 255                                   # eps std, in pixel units
+
+
+def test_out_of_distribution_folders_use_their_own_classes(tmp_path):
+    classes = [f"n{i}" for i in range(8)]
+    images = data.load_shapes("test", 40).images
+    for folder, kept in (("val", classes), ("a", classes[2:5]), ("o", classes[:2]), ("odd", ["n1", "n99"])):
+        for c in kept:
+            (tmp_path / folder / c).mkdir(parents=True)
+            for i in range(2):
+                write_png(images[int(c[1:]) % 8 * 2 + i + (16 if folder != "val" else 0)], str(tmp_path / folder / c / f"{i}.png"))
+    (tmp_path / "a" / "README.txt").write_text("not a class")
+    model = make_checkpoint(tmp_path / "m.pt", classes, task="imagenet")
+    how = ("--ckpt", tmp_path / "m.pt", "--data_dir", tmp_path, "--num_workers", 0)
+    out = run(*how, "--imagenet_a", tmp_path / "a", "--imagenet_o", tmp_path / "o", "--measures", "imagenet_a", "imagenet_o",
+              "--out_dir", tmp_path / "r")
+    assert out.returncode == 0, out.stderr
+    a, o = results(tmp_path / "r")
+    tree = data.ImageTree(tmp_path, "a", classes, 32, subset=True)
+    logits = model(torch.stack([tree[i][0] for i in range(6)]).float() / 255)[:, 2:5]
+    assert a["classes"] == 3 and a["images"] == 6
+    assert a["top1"] == pytest.approx(100 * (logits.argmax(1) == tree.labels - 2).double().mean().item(), abs=1e-3)
+    scores = []
+    for folder in ("o", "val"):
+        tree = data.ImageTree(tmp_path, folder, classes, 32, subset=True)
+        x = torch.stack([tree[i][0] for i in range(len(tree)) if tree.labels[i] < 2]).float() / 255
+        scores.append(-model(x)[:, :2].double().softmax(1).amax(1))
+    expected = metrics.average_precision(torch.cat(scores), torch.arange(8) < 4)
+    assert o["aupr"] == pytest.approx(100 * expected, abs=1e-6) and o["chance"] == 50
+    out = run(*how, "--imagenet_r", tmp_path / "odd", "--measures", "imagenet_r", "--out_dir", tmp_path / "r2")
+    assert out.returncode == 1 and "n99" in out.stderr.splitlines()[-1] and "Traceback" not in out.stderr
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("flags, words", [
+    (["--measures", "fgms"], "known are clean"),
+    (["--eps", "8"], "was 8/255 meant"),
+    (["--eps=-1/255"], "0 <= eps <= 1"),
+    (["--severities", "6"], "from 1 to 5"),
+    (["--limit", "81"], "there are only 80"),
+    (["--measures", "transfer"], "needs --source"),
+    (["--data", "imagenet"], "needs --data_dir"),
+    (["--measures", "corruptions", "--frost_dir", "nowhere"], "nowhere"),
+    (["--ckpt", "nowhere.pt"], "nowhere.pt"),
+    (["--device", "cuda:9" if not torch.cuda.is_available() else "tpu"], "--device"),
+])
+def test_bad_flags_are_one_clear_line(first_run, tmp_path, monkeypatch, capsys, flags, words):
+    monkeypatch.setattr(sys, "argv", ["eval_robust.py", "--ckpt", str(first_run[0] / "a.pt"), "--out_dir", str(tmp_path), *flags])
+    with pytest.raises(SystemExit) as stop:
+        common.run(eval_robust.main)
+    text = capsys.readouterr().err if stop.value.code == 2 else str(stop.value)                  # 2: argparse wrote it
+    assert stop.value.code and words in text.splitlines()[-1]
+
+
+def test_two_classes_are_too_few_for_autoattack_and_finished_rows_stay(tmp_path):
+    classes = ["n0", "n1"]
+    for i, c in enumerate(classes):
+        (tmp_path / "val" / c).mkdir(parents=True)
+        write_png(data.load_shapes("test", 2).images[i], str(tmp_path / "val" / c / "0.png"))
+    make_checkpoint(tmp_path / "m.pt", classes, task="imagenet")
+    out = run("--ckpt", tmp_path / "m.pt", "--data_dir", tmp_path, "--num_workers", 0, "--measures", "clean", "autoattack",
+              "--out_dir", tmp_path / "r")
+    assert out.returncode == 1 and "4 or more" in out.stderr.splitlines()[-1]
+    assert [row["measure"] for row in results(tmp_path / "r")] == ["clean"]
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+def collect(function, *args):
+    said = []
+    function(*args, lambda *line: said.append(line))
+    return said
+
+
+def test_checks_that_need_no_model_pass():
+    assert all(passed for _, passed, _, _ in collect(checks.area) + collect(checks.words))
+
+
+def test_a_model_that_hides_its_gradient_fails_check_4():
+    """Rounding its input leaves a model no gradient: white-box attacks then do nothing, black-box ones still work."""
+    class Rounded(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return self.model(torch.round(x * 64) / 64 + 0 * x)
+
+    source = data.load_shapes("test", 32)
+    torch.manual_seed(0)
+    model = ViT(ViTConfig(**SIZES["nano"], image_size=32, patch_size=16, num_classes=10)).eval().requires_grad_(False)
+    torch.nn.init.normal_(model.head.weight, std=0.5)
+    x = source.images.float() / 255
+    labels = model(x).argmax(1)                                                       # all right, before any attack
+    flat = dict.fromkeys(("fgsm", "pgd", "adaptive_pgd"), [100.0] * 5)
+    (_, passed, claim, evidence), = collect(checks.masking, Rounded(model), x, labels, flat)
+    assert not passed and "loss rises" in claim and "images all 0: 100.0 %" in evidence
