@@ -7,6 +7,7 @@ there says that its gradients mislead the attacks (Athalye et al. 2018; `fra31/a
 
 import math
 import pydoc_data.topics
+from collections import Counter
 
 import torch
 
@@ -15,8 +16,8 @@ import corruptions
 import metrics
 from vit import ViT
 
-GROWING = ("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "motion_blur", "zoom_blur", "brightness", "contrast",
-           "pixelate", "jpeg_compression")                  # damage grows with severity; not so glass, elastic, frost
+GROWING = ("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "motion_blur", "zoom_blur", "brightness",
+           "contrast", "pixelate", "jpeg_compression")      # damage grows with severity; not so glass, elastic, frost
 
 
 def accuracy(model, images, labels):
@@ -55,7 +56,8 @@ def budgets_and_order(model, x, y, say):
     before = x.clone(), [p.detach().clone() for p in model.parameters()]
     eps_list = [1 / 255, 2 / 255, 4 / 255, 8 / 255]
     small = {"fgsm": attacks.fgsm, "pgd": attacks.pgd, "adaptive_pgd": attacks.adaptive_pgd, "apgd": attacks.apgd,
-             "spsa": lambda *a: attacks.spsa(*a, steps=5, pairs=16), "square": lambda *a: attacks.square(*a, queries=200)}
+             "spsa": lambda *a: attacks.spsa(*a, steps=5, pairs=16),
+             "square": lambda *a: attacks.square(*a, queries=200)}
     curves, worst, outside, lawful = {}, 0.0, 0.0, True
     for name, attack in small.items():
         curve = [accuracy(model, attack(model, x, y, 0.0), y)]
@@ -75,12 +77,15 @@ def budgets_and_order(model, x, y, say):
 
     trace = []
     adv = attacks.autoattack(model, x, y, 2 / 255, queries=300, trace=trace)
-    worst, outside = max(worst, ((adv - x).abs().amax() - 2 / 255).item()), max(outside, -adv.amin().item(), adv.amax().item() - 1)
+    worst = max(worst, ((adv - x).abs().amax() - 2 / 255).item())
+    outside = max(outside, -adv.amin().item(), adv.amax().item() - 1)
     left = [t["robust"] for t in trace]
     final = accuracy(model, adv, y)
     chain = [clean, curves["fgsm"][2], curves["pgd"][2], curves["apgd"][2], final]
-    say(2, all(b <= a + point for a, b in zip(chain, chain[1:])) and all(bool((~a | b).all()) for a, b in zip(left[1:], left))
-        and final == 100 * left[-1].double().mean().item() and all(final <= c[2] + 1e-9 for n, c in curves.items()),
+    falls = all(b <= a + point for a, b in zip(chain, chain[1:]))
+    subsets = all(bool((~a | b).all()) for a, b in zip(left[1:], left))
+    best = final == 100 * left[-1].double().mean().item() and all(final <= c[2] + 1e-9 for c in curves.values())
+    say(2, falls and subsets and best,
         "clean >= FGSM >= PGD >= APGD >= AutoAttack, which beats each attack alone; its stages only lose images",
         " >= ".join(f"{a:.2f}" for a in chain) + " at 2/255; stages " + ", ".join(
             f"{t['stage']} {100 * t['robust'].double().mean():.2f}" for t in trace))
@@ -97,8 +102,7 @@ def budgets_and_order(model, x, y, say):
 
 def masking(model, x, y, curves, say, twin=None):
     """4: does the model only hide its gradients?"""
-    few = slice(0, 32)
-    eps, point = 4 / 255, 100 / 32 + 1
+    few, eps = slice(0, 32), 4 / 255
     white = accuracy(model, attacks.apgd_t(model, x[few], y[few], eps), y[few])
     black = accuracy(model, attacks.square(model, x[few], y[few], eps, queries=1000), y[few])
     spsa = accuracy(model, attacks.spsa(model, x[few], y[few], eps, steps=20, pairs=64), y[few])
@@ -112,7 +116,7 @@ def masking(model, x, y, curves, say, twin=None):
     entries, blind = attacks.zero_gradient_share(model, x, y)
     straight = curves["adaptive_pgd"][2] - curves["pgd"][2]
     signs = attacks.masking_signs(model, x[few], y[few])
-    parts = {"APGD-T <= Square": white <= black + 1e-9, "PGD <= SPSA + 2": pgd <= spsa + max(2, point),
+    parts = {"APGD-T <= Square": white <= black + 1e-9, "PGD <= SPSA + 2": pgd <= spsa + max(2, 100 / len(y[few])),
              "PGD <= FGSM": all(p <= f + 1 + 100 / len(y) for p, f in zip(curves["pgd"], curves["fgsm"])),
              "CW 0": cw == 0, "FGSM <= noise": curves["fgsm"][3] <= noise + 1e-9,
              "loss rises": all(a < b for a, b in zip(steps, steps[1:])), "adaptive <= PGD": straight <= 0,
@@ -122,16 +126,19 @@ def masking(model, x, y, curves, say, twin=None):
         transfer = accuracy(model, attacks.pgd(twin, x, y, eps), y)
         parts["direct <= transfer"] = curves["pgd"][3] <= transfer + 1e-9
         text = f", transfer from softmax {transfer:.1f}"
-    say(4, all(parts.values()), "no sign of hidden gradients" + "".join(f"; not {n}" for n, ok in parts.items() if not ok),
-        f"at 4/255 on 32 images APGD-T {white:.1f}, Square {black:.1f}, PGD {pgd:.1f}, SPSA {spsa:.1f}; on {len(y)} FGSM "
-        f"{curves['fgsm'][3]:.1f}, noise {noise:.1f}{text}; CW leaves {cw:.0f} at median L2 {l2:.3f}; loss along the gradient's "
-        f"sign {' '.join(f'{a:.3f}' for a in steps)} at 0 0.25 0.5 1 / 255; gradient entries exactly 0: {100 * entries:.3f} %, "
-        f"images all 0: {100 * blind:.1f} %; straight-through gradients change PGD by {straight:+.1f} points at 2/255")
+    wrong = [name for name, fine in parts.items() if not fine]
+    say(4, not wrong, f"no sign of hidden gradients{'; but not ' + ', '.join(wrong) if wrong else ''}",
+        f"at 4/255 on {len(y[few])} images APGD-T {white:.1f}, Square {black:.1f}, PGD {pgd:.1f}, SPSA {spsa:.1f}; on "
+        f"{len(y)} FGSM {curves['fgsm'][3]:.1f}, noise {noise:.1f}{text}; CW leaves {cw:.0f} at median L2 {l2:.3f}; "
+        f"loss {' '.join(f'{a:.3f}' for a in steps)} at 0 0.25 0.5 1 / 255 along the gradient's sign; gradient entries "
+        f"exactly 0: {100 * entries:.3f} %, images all 0: {100 * blind:.1f} %; straight-through gradients change PGD by "
+        f"{straight:+.1f} points at 2/255")
 
 
 def determinism(model, x, y, pixels, index, say):
     """5: the same numbers again, and whatever the batch."""
-    runs = {"fgsm": lambda x, y, i: attacks.fgsm(model, x, y, 4 / 255), "sld": lambda x, y, i: attacks.sld(model, x, y, 10.0),
+    runs = {"fgsm": lambda x, y, i: attacks.fgsm(model, x, y, 4 / 255),
+            "sld": lambda x, y, i: attacks.sld(model, x, y, 10.0),
             "pgd": lambda x, y, i: attacks.pgd(model, x, y, 4 / 255, random_start=False),
             "random pgd": lambda x, y, i: attacks.pgd(model, x, y, 4 / 255, index=i),
             "square": lambda x, y, i: attacks.square(model, x, y, 4 / 255, queries=60, index=i)}
@@ -143,10 +150,11 @@ def determinism(model, x, y, pixels, index, say):
         same &= torch.equal(adv, run(x, y, i))
         parts = torch.cat([run(x[p], y[p], p) for p in i.split(7)])
         apart[name] = ((adv - parts).abs() > 1e-5).float().mean().item()                 # sign ties, by float noise
-    whole = [corruptions.corrupt(pixels[:24], n, 3, index=index[:24]) for n in corruptions.NAMES]
-    split = [torch.cat([corruptions.corrupt(pixels[p], n, 3, index=index[p]) for p in i.split(7)]) for n in corruptions.NAMES]
-    equal = sum(torch.equal(a, b) for a, b in zip(whole, split))
-    say(5, same and equal == 15 and max(apart.values()) < 0.01, "same seed, same numbers; the batch size changes nothing",
+    equal = sum(torch.equal(
+        corruptions.corrupt(pixels[:24], name, 3, index=index[:24]),
+        torch.cat([corruptions.corrupt(pixels[p], name, 3, index=index[p]) for p in i.split(7)]))
+        for name in corruptions.NAMES)
+    say(5, same and equal == 15 and max(apart.values()) < 0.01, "same seed, same numbers; batch size changes nothing",
         f"repeats bit for bit: {same}; corruptions bit for bit in batches of 7: {equal} of 15; pixels that differ: "
         + ", ".join(f"{n} {100 * a:.2f} %" for n, a in apart.items()))
 
@@ -160,8 +168,9 @@ def corruption_identity(pixels, index, say):
         changes[name] = [(o.float() - pixels.float()).abs().mean().item() for o in out]
     grow = [n for n in GROWING if all(a < b for a, b in zip(changes[n], changes[n][1:]))]
     say(6, kept and len(grow) == len(GROWING) and all(min(c) > 0 for c in changes.values()),
-        f"all 75 corruptions change the image and keep its form; damage grows with severity in {len(grow)} of {len(GROWING)}",
-        "mean change at severity 1 and 5 in grey levels: " + ", ".join(f"{n} {c[0]:.1f} {c[4]:.1f}" for n, c in changes.items()))
+        f"all 75 corruptions change the image, keep its form; in {len(grow)} of {len(GROWING)} damage grows with severity",
+        "mean change at severity 1 and 5 in grey levels: "
+        + ", ".join(f"{n} {c[0]:.1f} {c[4]:.1f}" for n, c in changes.items()))
 
 
 def known_models(x, y, pixels, index, classes, say):
@@ -173,7 +182,7 @@ def known_models(x, y, pixels, index, classes, say):
     planted = (leak.plant(x, y) * 255).round().to(torch.uint8)
     keep = {n: accuracy(leak, corruptions.corrupt(planted, n, 1, index=index).float() / 255, y)
             for n in ("gaussian_noise", "shot_noise", "pixelate", "jpeg_compression")}
-    keep = {n: a for n, a in keep.items()} if classes <= 20 else {}              # with more the levels lie too close
+    keep = keep if classes <= 20 else {}                                         # with more the levels lie too close
     mce = metrics.mean_corruption_error(metrics.ALEXNET)
     say(7, flat == {chance} and all(a == 100 for a in keep.values()) and abs(mce - 100) < 1e-9,
         "a constant model stays at chance, one that reads a planted label at 100 %, AlexNet's errors give mCE 100",
@@ -203,28 +212,28 @@ def spaces(model, x, y, say):
             accuracy(model, pixel, y) - accuracy(model, normal, y))
     say(9, all(share < 0.01 and points <= 100 / 32 + 1e-9 for share, points in apart.values()),
         "attacks in pixels with eps std and on normalised tensors with eps agree to float noise",
-        "; ".join(f"{n}: {100 * a:.3f} % of the pixels differ, accuracy by {b:.2f} points" for n, (a, b) in apart.items()))
+        "; ".join(f"{name}: {100 * share:.3f} % of the pixels differ, accuracy by {points:.2f} points"
+                  for name, (share, points) in apart.items()))
 
 
 def words(say):
     """10: the word swap, with the perplexity of a model that knows word frequencies only."""
-    text = [line for _, topic in sorted(pydoc_data.topics.topics.items()) for line in topic.splitlines() if line.strip()][:3000]
-    counts = {}
-    for token in " ".join(text).split():
-        counts[token] = counts.get(token, 0) + 1
-    n = sum(counts.values())
+    topics = "\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
+    text = [line for line in topics.splitlines() if line.strip()][:3000]
+    counts = Counter(" ".join(text).split())
+    length = sum(counts.values())
 
     def perplexity(lines):
         tokens = " ".join(lines).split()
-        return math.exp(-sum(math.log((counts.get(t, 0) + 1) / (n + len(counts) + 1)) for t in tokens) / len(tokens)), len(tokens)
-    (clean, length), (none, swapped0) = perplexity(text), attacks.word_swap(text, 0.0)
-    one, swapped = attacks.word_swap(text, 0.015)
-    again, _ = attacks.word_swap(text, 0.015)
-    worse, same_length = perplexity(one)
-    say(10, none == text and perplexity(none)[0] == clean and not any(swapped0) and same_length == length and one == again
-        and sum(swapped) > 0 and one.count != 0, "word swap: rate 0 changes nothing, the number of tokens stays, same seed, same text",
-        f"{sum(swapped)} of {length} tokens swapped ({100 * sum(swapped) / length:.2f} %: at least one a line); perplexity of "
-        f"word frequencies {clean:.1f} -> {worse:.1f}")
+        return math.exp(-sum(math.log((counts[t] + 1) / (length + len(counts) + 1)) for t in tokens) / len(tokens))
+
+    none, swapped_none = attacks.word_swap(text, 0.0)
+    some, swapped = attacks.word_swap(text, 0.015)
+    say(10, none == text and perplexity(none) == perplexity(text) and not any(swapped_none) and any(swapped)
+        and len(" ".join(some).split()) == length and attacks.word_swap(text, 0.015)[0] == some,
+        "word swap: rate 0 changes nothing, the number of tokens stays, same seed, same text",
+        f"{sum(swapped)} of {length} tokens swapped ({100 * sum(swapped) / length:.2f} %: at least one a line); "
+        f"perplexity of word frequencies {perplexity(text):.1f} -> {perplexity(some):.1f}")
 
 
 @torch.no_grad()
