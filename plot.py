@@ -2,12 +2,14 @@
 
     python plot.py kpca out/kpca                 # every figure that the CSV files of kpca.py in out/kpca allow
     python plot.py kpca out/kpca --figures loss,spectrum --run cifar10_softmax
+    python plot.py robust out/shapes_rpc/robust  # accuracy against eps, error of every corruption
 
-One function draws one figure: it reads the CSV files of a folder and returns a figure, or None without the numbers.
+One function draws one figure: it reads the numbers in a folder and returns a figure, or None without the numbers.
 """
 
 import argparse
 import csv
+import json
 import math
 import sys
 from pathlib import Path
@@ -260,6 +262,72 @@ def kpca(args):
         print(f"{folder / name}.png: {KPCA_FIGURES[name].__doc__}")
 
 
+# --- robustness (eval_robust.py) -------------------------------------------------------------------------------------
+
+def read_results(folder, **only):
+    """Rows of results.jsonl in pixel units with true labels and clipping, the last of each kind."""
+    rows = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["conditions"]["space"] == "pixel" and row["conditions"]["labels"] == "true"
+            and row["conditions"]["clip"] and all(row[k] == v for k, v in only.items())]
+
+
+def robust_sweep(folder):
+    """Fig. 3 (left): accuracy against the budget, FGSM and PGD; mean over seeds, band of one standard deviation."""
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.4), sharey=True)
+    clean = read_results(folder, measure="clean")
+    for ax, measure in zip(axes, ("fgsm", "pgd")):
+        rows = read_results(folder, measure=measure)
+        for i, kind in enumerate(dict.fromkeys(row["kind"] for row in rows)):
+            groups = {0.0: [row["top1"] for row in clean if row["kind"] == kind]}
+            for row in rows:
+                if row["kind"] == kind:
+                    groups.setdefault(255 * row["setting"]["eps"], []).append(row["top1"])
+            xs = np.array(sorted(x for x in groups if groups[x]))
+            mean, std = (np.array([f(groups[x]) for x in xs]) for f in (np.mean, np.std))
+            ax.plot(xs, mean, f"C{i}", marker="o", markersize=3, label=f"{kind} (n = {len(groups[xs[-1]])})")
+            ax.fill_between(xs, mean - std, mean + std, color=f"C{i}", alpha=0.2, linewidth=0)
+        n = f", {rows[0]['images']} images" if rows else ""
+        ax.set(title=f"{measure.upper()}{n}", xlabel="eps in 1/255 of the pixel range", ylim=(0, None))
+    axes[0].set_ylabel("top-1 accuracy in %")
+    axes[0].legend(frameon=False)
+    return figure
+
+
+def robust_corruptions(folder):
+    """Top-1 error of every corruption type, mean of the severities and over seeds, with one standard deviation."""
+    rows = read_results(folder, measure="corruptions")
+    most = max((row["images"] for row in rows), default=0)                       # of several runs the largest
+    rows = [row for row in rows if row["images"] == most]
+    types, kinds = (list(dict.fromkeys(get(row) for row in rows)) for get in (
+        lambda row: row["setting"]["type"], lambda row: row["kind"]))
+    if not types:
+        return None
+    figure, ax = plt.subplots(figsize=(WIDTH, 3.8))
+    for i, kind in enumerate(kinds):
+        errors = [[100 - np.mean(row["top1"]) for row in rows if row["kind"] == kind and row["setting"]["type"] == t]
+                  for t in types]
+        x = np.arange(len(types)) + (i - (len(kinds) - 1) / 2) * 0.8 / len(kinds)
+        ax.bar(x, [np.mean(e) for e in errors], 0.8 / len(kinds), yerr=[np.std(e) for e in errors], capsize=1.5,
+               error_kw={"linewidth": 0.8}, label=f"{kind} (n = {max(map(len, errors))})")
+    ax.set_xticks(range(len(types)), [t.replace("_", " ") for t in types], rotation=40, ha="right")
+    ax.set_ylabel(f"top-1 error in %, {most} images")
+    ax.legend(frameon=False, ncols=2)
+    return figure
+
+
+def robust(args):
+    """Figures of the robustness table (eval_robust.py): accuracy against eps, error of every corruption."""
+    folder = Path(args.folder)
+    if not (folder / "results.jsonl").exists():
+        raise FileNotFoundError(f"{folder} has no results.jsonl of eval_robust.py")
+    for name, draw in (("sweep", robust_sweep), ("corruptions_error", robust_corruptions)):
+        figure = draw(folder)
+        if figure is not None:
+            figure.savefig(folder / f"{name}.png")
+            plt.close(figure)
+            print(f"{folder / name}.png: {draw.__doc__}")
+
+
 # --- the command -----------------------------------------------------------------------------------------------------
 
 def get_args(argv=None):
@@ -273,6 +341,9 @@ def get_args(argv=None):
     c.add_argument("folder", help="--out_dir of kpca.py; the PNG files go there too")
     c.add_argument("--figures", default=None, help="comma-separated; default: all")
     c.add_argument("--run", default=None, help="one run only; default: the mean of the runs in the files")
+    c = commands.add_parser("robust", help=robust.__doc__, description=robust.__doc__, allow_abbrev=False)
+    c.set_defaults(draw=robust)
+    c.add_argument("folder", help="--out_dir of eval_robust.py; the PNG files go there too")
     return p.parse_args(argv)
 
 
