@@ -1,9 +1,10 @@
-"""What does each attention cost? Time and memory of the models, and the speed of the input pipeline.
+"""What does each attention cost? Time and memory of the models, speed of input and corruptions.
 
     python bench.py                                        # models: every attention in a ViT-tiny at 224 px
     python bench.py models --compile --batch_size 256      # the same on a GPU, compiled
     python bench.py memory                                 # one attention at 1025 tokens: does memory grow by N x N?
     python bench.py input --data_dir data/imagenet         # images/s of our ImageNet pipeline and of timm's
+    python bench.py corruptions                            # ms per image of our 15 types and of imagecorruptions'
 
 What is compared runs alternately in one process. A time is a median over rounds; a ratio is the median of the ratios
 within a round, so that another program which slows a whole round down does not count. On a shared machine,
@@ -29,9 +30,11 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
+from tqdm import tqdm
 
 import attention
 import common
+import corruptions
 import data
 from augment import augment_uint8, to_float
 from vit import SIZES, ViT, ViTConfig
@@ -43,7 +46,7 @@ def get_args(argv):
     """The flags; `models` is the default command."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                 allow_abbrev=False)
-    commands = p.add_subparsers(dest="what", required=True, metavar="{models,memory,input}")
+    commands = p.add_subparsers(dest="what", required=True, metavar="{models,memory,input,corruptions}")
     boolean = argparse.BooleanOptionalAction
 
     def command(name, function, rounds=None):
@@ -51,7 +54,7 @@ def get_args(argv):
                                 formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
         c.set_defaults(function=function)
         c.add_argument("--device", default=None, help="cuda, mps or cpu; picked automatically")
-        c.add_argument("--threads", type=int, default=1 if name == "input" else None,
+        c.add_argument("--threads", type=int, default=1 if name in ("input", "corruptions") else None,
                        help="CPU threads of this process, %(default)s by default (None: torch's choice)")
         c.add_argument("--out", default=None, help="append the rows to this file, one JSON object a line")
         if rounds:
@@ -82,6 +85,12 @@ def get_args(argv):
     flag("--batch_size", type=int, default=128)
     flag("--image_size", type=int, default=224, help="pixels")
     flag("--num_workers", type=int, nargs="+", default=[2], help="decoding processes; several numbers: one by one")
+
+    flag = command("corruptions", corruption_types, rounds=3)
+    flag("--data_dir", default=None, help="folder with val/<class>/*.JPEG; default: scenes of data.load_shapes")
+    flag("--num_images", type=common.number(int, 1), default=64, help="at most; spread over the files of --data_dir")
+    flag("--image_size", type=common.number(int, 32), default=224, help="pixels; imagecorruptions wants at least 32")
+    flag("--clock", choices=["wall", "cpu"], default="wall", help="cpu: CPU time of this process, all threads added up")
 
     if not argv or argv[0].startswith("--") and argv[0] != "--help":
         argv = ["models", *argv]
@@ -353,9 +362,9 @@ def input_pipeline(args, device):
     ours: workers decode and crop (data.ImageTree); whole uint8 batches are augmented on the GPU or, without one, in the
     workers (augment.augment_uint8), then made float and erased on the device (augment.to_float). timm:
     DeiT's transform on PIL images in the workers of a torchvision ImageFolder loader. The same files, RandAugment,
-    random erasing, batch size and number of workers; no mixup. "ours up to the crop": what workers have to do for a GPU. CPU ms: user and system time per image, all processes.
-    Then the time per image of each stage by itself. On the CPU, one thread for this process (--threads) is best: more
-    would take the cores from the workers.
+    random erasing, batch size and number of workers; no mixup. "ours up to the crop": what workers have to do for a
+    GPU. CPU ms: user and system time per image, all processes. Then the time per image of each stage by itself. On the
+    CPU, one thread for this process (--threads) is best: more would take the cores from the workers.
     """
     try:
         import timm
@@ -425,6 +434,50 @@ def input_pipeline(args, device):
               "timm: all (worker)": lambda: [folder[index] for _, index in keys]}
     times = alternate(stages, args.rounds, lambda stage: seconds(stage, device))
     report(args, device, "stages", [{"stage": name, "ms/image": 1e3 * median(t) / n} for name, t in times.items()])
+
+
+# --- corruptions ------------------------------------------------------------------------------------------------------
+
+def corruption_types(args, device):
+    """ms per image of the 15 types in corruptions.py and in the package imagecorruptions, mean over severities 1 to 5.
+
+    ours: the whole batch, already on the device. theirs: one numpy image after the other on the CPU; left out where the
+    package cannot be imported. Both use ImageNet-C's constants for 224 px and imagecorruptions' elastic_transform. Its
+    glass_blur is timed on 2 images unless numba compiles it. ratio: theirs to ours. images/s: corrupted ones, ours.
+    """
+    if args.data_dir:
+        tree = data.ImageTree(args.data_dir, "val", size=args.image_size)
+        step = max(1, len(tree) // args.num_images)
+        images = torch.stack([tree[i][0] for i in range(0, len(tree), step)[:args.num_images]])
+    else:
+        images = data.load_shapes("test", args.num_images, args.image_size).images
+    arrays, images = list(images.permute(0, 2, 3, 1).contiguous().numpy()), images.to(device)
+    try:
+        from imagecorruptions import corrupt, corruptions as package, gaussian
+        package.cv2.setNumThreads(torch.get_num_threads())
+    except ImportError as e:
+        package = None
+        print(f"imagecorruptions cannot be imported ({e}): its times are left out")
+    times, clock = {}, time.process_time if args.clock == "cpu" else time.perf_counter
+    torch.empty(30 * MB, dtype=torch.uint8)          # freed at once: from now on glibc keeps freed memory of this size
+
+    def theirs(severity):                            # NumPy 2 has dropped a name, scikit-image has renamed an option
+        with patch.object(package.np, "float_", float, create=True), patch.object(package, "gaussian", lambda *a, **kw:
+                          gaussian(*a, channel_axis=-1 if kw.pop("multichannel", False) else None, **kw)):
+            for x in few:
+                corrupt(x, severity, name)
+
+    for name in tqdm(corruptions.NAMES, leave=False, disable=None):
+        few = arrays[:2] if name == "glass_blur" and not hasattr(package, "njit") else arrays
+        cases = {"ours": (lambda s: corruptions.corrupt(images, name, s, table=224, elastic="i"), len(arrays)),
+                 **({"theirs": (theirs, len(few))} if package else {})}
+        times[name] = alternate(cases, args.rounds, lambda case: 1e3 / (5 * case[1]) * sum(
+            seconds(partial(case[0], severity), device, clock) for severity in range(1, 6)))
+    times["sum"] = {who: [sum(t) for t in zip(*(times[name][who] for name in corruptions.NAMES))] for who in cases}
+    rows = [{"type": name, "ours ms": median(t["ours"]), "theirs ms": median(t["theirs"]) if package else None,
+             "ratio": median_ratio(t["theirs"], t["ours"]) if package else None,
+             "images/s": 1e3 * (15 if name == "sum" else 1) / median(t["ours"])} for name, t in times.items()]
+    report(args, device, f"{len(images)} images, {args.image_size} px, {args.clock} clock, medians of {args.rounds} rounds", rows)
 
 
 def main():

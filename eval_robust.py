@@ -6,12 +6,14 @@
     python eval_robust.py --ckpt out/a --preset paper                        # the paper's own conditions
     python eval_robust.py --ckpt out/a --checks                              # is the evaluator to be trusted here?
     torchrun --standalone --nproc_per_node=4 eval_robust.py --ckpt out/imagenet_rpc --data_dir data/imagenet \\
-        --corrupted_dir data/imagenet-c --imagenet_a data/imagenet-a --imagenet_r data/imagenet-r --imagenet_o data/imagenet-o
+        --corrupted_dir data/imagenet-c --imagenet_a data/imagenet-a --imagenet_r data/imagenet-r \\
+        --imagenet_o data/imagenet-o
 
-Paper: Teo & Nguyen 2024, section 4.1, App. A.2, E.3, E.4; Tables 1, 2, 4, 5 and Fig. 3. Budgets are in pixels in [0, 1],
-labels are the true ones, attacked pixels stay in [0, 1], all in float32. The paper's code (`rachtsy/KPCA_code:Attack`)
-attacks normalised tensors (eps 1/255 there is about 0.226/255), leads away from the model's own prediction and does not
-clip: --preset paper does that, and each part is a flag (--space normalized, --labels pred, --no-clip).
+Paper: Teo & Nguyen 2024, section 4.1, App. A.2, E.3, E.4; Tables 1, 2, 4, 5 and Fig. 3. Budgets are in units of pixels
+in [0, 1], labels are the true ones, attacked pixels stay in [0, 1], all in float32. The paper's code
+(`rachtsy/KPCA_code:Attack`) attacks normalised tensors (eps 1/255 there is about 0.226/255), leads away from the
+model's own prediction and does not clip: --preset paper does that, and each part is a flag (--space normalized,
+--labels pred, --no-clip).
 Images a model gets wrong already count as not robust. Top-5 is taken on the image that was made for top-1.
 Random numbers depend on (seed, image) alone: batch size, processes and resuming change nothing.
 """
@@ -51,7 +53,7 @@ ATTACKS = dict(noise=attacks.noise, fgsm=attacks.fgsm, pgd=attacks.pgd, adaptive
                transfer=attacks.pgd, sld=attacks.sld, spsa=attacks.spsa, cw=attacks.cw, apgd=attacks.apgd,
                square=attacks.square, autoattack=attacks.autoattack)
 MEASURES = ("clean", "corruptions", *FOLDERS, *ATTACKS)
-# Images per measure without --limit: minutes on the embedded scenes; elsewhere all, but for the attacks that take hours.
+# Images per measure without --limit: minutes on the embedded scenes; elsewhere all, but for attacks that take hours.
 LIMITS = {"shapes": dict(corruptions=320, noise=640, fgsm=640, pgd=160, adaptive_pgd=80, transfer=160, sld=160, spsa=20,
                          cw=40, apgd=80, square=80, autoattack=80)}
 SLOW = dict(autoattack=1000, square=1000, spsa=100, cw=100)
@@ -62,8 +64,8 @@ def budget(text):
     top, _, bottom = text.partition("/")
     value = float(top) / float(bottom or 1)
     if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text}: pixels are in [0, 1], so 0 <= eps <= 1"
-                                         + f"; was {text}/255 meant?" * (value > 1 and not bottom))
+        hint = f"; was {text}/255 meant?" if value > 1 and not bottom else ""
+        raise argparse.ArgumentTypeError(f"{text}: pixels are in [0, 1], so 0 <= eps <= 1{hint}")
     return value
 
 
@@ -75,27 +77,29 @@ def get_args():
 
     flag = p.add_argument_group("what to evaluate").add_argument
     flag("--ckpt", nargs="+", required=True, help="checkpoints of train_cls.py: files, or folders with last.pt")
-    flag("--measures", nargs="+", metavar="NAME", help=f"of {', '.join(MEASURES)}, or all; default: clean, corruptions, "
-         f"noise, fgsm, pgd, adaptive_pgd, apgd and what the folders below give")
-    flag("--checks", action=boolean, default=False, help="run the evaluator's ten sanity checks on each checkpoint, only")
+    flag("--measures", nargs="+", metavar="NAME", help=f"of {', '.join(MEASURES)}, or all; default: clean, "
+         "corruptions, noise, fgsm, pgd, adaptive_pgd, apgd and what the folders below give")
+    flag("--checks", action=boolean, default=False, help="only run the evaluator's ten sanity checks on each model")
     flag("--limit", type=count, help="images per measure, the same for every model (default: all; "
          + ", ".join(f"{v} for {k}" for k, v in SLOW.items()) + "; fewer on shapes)")
     flag("--data", choices=["shapes", "cifar10", "imagenet"], help="default: what the checkpoints were trained on")
     flag("--data_dir", help="as for train_cls.py; imagenet needs val/ only; default: as in training")
-    flag("--corrupted_dir", help="released files instead of generated ones: ImageNet-C (<type>/<severity>/<class>/*.JPEG) "
-         "or CIFAR-10-C (<type>.npy, labels.npy)")
+    flag("--corrupted_dir", help="released files instead of generated ones: ImageNet-C "
+         "(<type>/<severity>/<class>/*.JPEG) or CIFAR-10-C (<type>.npy, labels.npy)")
     for name in FOLDERS:
-        flag(f"--{name}", metavar="DIR", help=f"{name.replace('_', '-')}: <class>/*; its classes are its folders' names")
+        flag(f"--{name}", metavar="DIR", help=f"{name.replace('_', '-')}: <class>/*; folders' names are its classes")
     flag("--frost_dir", help="folder with ImageNet-C's frost1.png to frost6.jpg (default: procedural frost)")
     flag("--severities", nargs="+", type=common.number(int, 1, 5), default=[1, 2, 3, 4, 5], help="of the corruptions")
-    flag("--jpeg85", action=boolean, default=False, help="corrupted images once through JPEG at quality 85, as ImageNet-C's files")
+    flag("--jpeg85", action=boolean, default=False,
+         help="corrupted images once through JPEG at quality 85, as ImageNet-C's files")
 
     flag = p.add_argument_group("attacks (the preset's values unless given)").add_argument
     flag("--preset", choices=PRESETS, default="default", help="paper: normalised space, predicted labels, no clipping")
     flag("--space", choices=["pixel", "normalized"], help="unit of the budgets: pixels in [0, 1] or normalised tensors")
     flag("--labels", choices=["true", "pred"], help="what an attack leads away from")
     flag("--clip", action=boolean, help="attacked pixels stay in [0, 1]")
-    flag("--eps", nargs="+", type=budget, help="L-inf budgets of fgsm, pgd, adaptive_pgd, transfer, apgd: 8/255 or 0.031")
+    flag("--eps", nargs="+", type=budget,
+         help="L-inf budgets of fgsm, pgd, adaptive_pgd, transfer, apgd: 8/255 or 0.031")
     flag("--auto_eps", nargs="+", type=budget, help="of autoattack and square")
     flag("--spsa_eps", nargs="+", type=budget, help="of spsa")
     flag("--sld_eps", nargs="+", type=real, help="L1 budgets of sld")
@@ -106,7 +110,7 @@ def get_args():
     flag("--pgd_steps", type=count, default=20)
     flag("--pgd_alpha", type=real, default=0.15, help="step as a share of eps")
     flag("--random_start", action=boolean, default=True, help="pgd")
-    flag("--pgd_best", action=boolean, default=False, help="pgd returns any misclassified iterate instead of the last one")
+    flag("--pgd_best", action=boolean, default=False, help="pgd returns any misclassified iterate, not the last one")
     flag("--spsa_steps", type=count, default=40)
     flag("--spsa_centre", choices=["iterate", "legacy"], help="legacy: probe around 2x, as cleverhans 4.0.0 does")
     flag("--sld_rescale", action=boolean, help="scale down to the L1 ball as cleverhans does, instead of projecting")
@@ -115,15 +119,18 @@ def get_args():
     flag("--cw_confidence", type=real, help="kappa")
     flag("--queries", type=count, default=5000, help="of square, alone and in autoattack")
     flag("--source", help="checkpoint whose adversarial images the measure transfer tries on the others")
-    flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0, help="which images --limit takes, and all random numbers")
+    flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0,
+         help="which images --limit takes, and all random numbers")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--out_dir", help="results.jsonl, table.md and images go here (default: robust/ in the first checkpoint's folder)")
+    flag("--out_dir", help="for results.jsonl, table.md and images (default: robust/ in the first checkpoint's folder)")
     flag("--resume", action=boolean, default=False, help="keep the rows --out_dir has and add what is missing")
-    flag("--save_images", type=common.number(int, 0), default=0, help="N: pictures of the first N images, clean, corrupted, attacked")
+    flag("--save_images", type=common.number(int, 0), default=0,
+         help="N: pictures of the first N images, clean, corrupted, attacked")
     flag("--batch_size", type=count, help="images at a time (default: 512 at 32 px, by area; 8 times as many on a GPU)")
-    flag("--amp", action=boolean, default=False, help="bf16 when counting, as the paper's fp16; attacks stay in float32")
-    flag("--num_workers", type=common.number(int, 0), default=min(os.cpu_count() or 1, 10), help="imagenet: decoding processes")
+    flag("--amp", action=boolean, default=False, help="bf16 when counting, as the paper's fp16; attacks are in float32")
+    flag("--num_workers", type=common.number(int, 0), default=min(os.cpu_count() or 1, 10),
+         help="imagenet: decoding processes")
     flag("--device", help="cuda, mps or cpu (default: the best there is)")
 
     args = p.parse_args()
@@ -148,7 +155,10 @@ def kind_of(config):
 
 
 def load_model(path, device):
-    """A checkpoint as dict(model, name, path, weights (a checksum), classes, args, count (images forward, backward))."""
+    """A checkpoint as dict(model, name, kind, path, weights, classes, args, count).
+
+    weights: a checksum; count: [images forward, images backward], which grows as the model is used.
+    """
     checkpoint = common.read_checkpoint(path)
     try:
         model = vit_from_checkpoint(checkpoint).to(device).requires_grad_(False)
@@ -190,8 +200,9 @@ def load_source(args, models, device):
     for m in models:
         classes = m["classes"] or source.classes
         if list(classes) != list(source.classes) or len(classes) != m["model"].config.num_classes:
-            raise ValueError(f"--ckpt {m['path']} was trained on {len(classes)} other classes ({', '.join(classes[:3])}, ...) than "
-                             f"--data {args.data} has ({', '.join(source.classes[:3])}, ...)")
+            raise ValueError(f"--ckpt {m['path']} was trained on {len(classes)} other classes "
+                             f"({', '.join(classes[:3])}, ...) than --data {args.data} has "
+                             f"({', '.join(source.classes[:3])}, ...)")
     return source
 
 
@@ -295,11 +306,11 @@ def kept_logits(m, source, index, columns, args, rank, world):
 
 
 def folder_row(m, name, tree, index, source, args, rank, world):
-    """ImageNet-A, -R: accuracy over their 200 classes. ImageNet-O: how well its images are told from val's by confidence.
+    """ImageNet-A, -R: accuracy over their 200 classes. ImageNet-O: how well confidence tells its images from val's.
 
     tree: the folder, with the labels of all classes; the kept classes are those that have a folder.
     """
-    columns = tree.labels.unique()                                                      # sorted, as the folders' names are
+    columns = tree.labels.unique()                                                   # sorted, as the folders' names are
     logits = kept_logits(m, tree, index, columns, args, rank, world)
     if name != "imagenet_o":
         labels = torch.searchsorted(columns, tree.labels[index]).to(args.device)
@@ -308,7 +319,7 @@ def folder_row(m, name, tree, index, source, args, rank, world):
     inside = torch.isin(source.labels, columns).nonzero()[:, 0]
     inside = inside[pick(len(inside), min(args.limit or len(inside), len(inside)), args.seed)]
     both = torch.cat([logits, kept_logits(m, source, inside, columns, args, rank, world)])
-    score = -both.softmax(1).amax(1)                                                    # little confidence: an outlier
+    score = -both.softmax(1).amax(1)                                                 # little confidence: an outlier
     outlier = torch.arange(len(both), device=score.device) < len(index)
     return dict(aupr=100 * metrics.average_precision(score, outlier), auroc=100 * metrics.auroc(score, outlier),
                 fpr95=100 * metrics.fpr_at_recall(score, outlier), chance=100 * len(index) / len(both),
@@ -352,9 +363,9 @@ def attack_row(m, name, setting, source, index, args, rank, world, attacked=None
     draws, setting = setting.get("draws", 1), {k: v for k, v in setting.items() if k != "draws"}
     stats = torch.zeros(len(index), 6, dtype=torch.float64, device=args.device)    # top-1, top-5, Linf, L2, L1, outside
     stages = {}
-    label, size = f"{name} {show(setting)}, {m['name']}", args.batch_size * (4 if name in ("autoattack", "square") else 1)
-    for (images, labels, part), where in zip(batches(source, index[rank::world], args, size, label, rank),
-                                             positions.split(size)):
+    size = args.batch_size * (4 if name in ("autoattack", "square") else 1)
+    loaded = batches(source, index[rank::world], args, size, f"{name} {show(setting)}, {m['name']}", rank)
+    for (images, labels, part), where in zip(loaded, positions.split(size)):
         x = images.float() / 255
         for draw in range(draws):
             how = dict(setting, draw=draw) if name == "noise" else setting
@@ -377,9 +388,9 @@ def attack_row(m, name, setting, source, index, args, rank, world, attacked=None
     if stages:
         row["stages"] = {k: percent(common.all_sum(v)[None], len(index))[0] for k, v in stages.items()}
     if name == "cw":
-        fooled = stats[:, 0] == 0
-        row["top1_at_l2"] = {r: 100 - percent((fooled & (stats[:, 3] <= r)).sum()[None], len(index))[0]
-                             for r in (0.25, 0.5, 1.0, 2.0)}
+        fooled, radii = stats[:, 0] == 0, (0.25, 0.5, 1.0, 2.0)
+        within = torch.stack([(fooled & (stats[:, 3] <= r)).sum() for r in radii])
+        row["top1_at_l2"] = {r: 100 - v for r, v in zip(radii, percent(within, len(index)))}
     return row
 
 
@@ -387,14 +398,15 @@ def attack_row(m, name, setting, source, index, args, rank, world, attacked=None
 
 def plan(args):
     """[(measure, setting)]: settings are the attacks' own keyword arguments."""
-    chosen = args.measures or ["clean", "corruptions", *(name for name in FOLDERS if getattr(args, name)), "noise", "fgsm",
-                               "pgd", "adaptive_pgd", "apgd"]
+    given = [name for name in FOLDERS if getattr(args, name)]
+    chosen = args.measures or ["clean", "corruptions", *given, "noise", "fgsm", "pgd", "adaptive_pgd", "apgd"]
     pgd = dict(steps=args.pgd_steps, alpha=args.pgd_alpha, random_start=args.random_start)
     settings = dict(
         clean=[{}],
         corruptions=[dict(type=name, severities=args.severities, jpeg85=args.jpeg85, released=bool(args.corrupted_dir),
                           frost="photographs" if args.frost_dir else "procedural") for name in corruptions.NAMES],
-        noise=[dict(scale=s, kind=args.noise_kind, draws=args.noise_draws, best_of=args.noise_best) for s in args.noise_scale],
+        noise=[dict(scale=s, kind=args.noise_kind, draws=args.noise_draws, best_of=args.noise_best)
+               for s in args.noise_scale],
         fgsm=[dict(eps=e) for e in args.eps],
         pgd=[dict(eps=e, best=args.pgd_best, **pgd) for e in args.eps],
         adaptive_pgd=[dict(eps=e, **pgd) for e in args.eps],
@@ -407,7 +419,8 @@ def plan(args):
         autoattack=[dict(eps=e, queries=args.queries) for e in args.auto_eps],
         **{name: [{}] for name in FOLDERS})
     if "all" in chosen:
-        chosen = [m for m in MEASURES if m not in FOLDERS or getattr(args, m) if m != "transfer" or args.source]
+        absent = {name for name in FOLDERS if name not in given} | ({"transfer"} if not args.source else set())
+        chosen = [name for name in MEASURES if name not in absent]
     for name in chosen:
         needed = dict(transfer="source", **{n: n for n in FOLDERS}).get(name)
         if needed and not getattr(args, needed):
@@ -417,7 +430,8 @@ def plan(args):
 
 def key(row):
     """What tells rows apart."""
-    return json.dumps([row[k] for k in ("weights", "data", "measure", "setting", "conditions", "images")], sort_keys=True)
+    parts = ("weights", "data", "measure", "setting", "conditions", "images")
+    return json.dumps([row[k] for k in parts], sort_keys=True)
 
 
 def read_rows(path):
@@ -448,7 +462,7 @@ def lines(row):
     if row["measure"] == "corruptions":
         return [(f"{row['setting']['type']}, error", 100 - sum(row["top1"]) / len(row["top1"]))]
     if row["measure"] == "imagenet_o":
-        return [("imagenet_o, AUPR", row["aupr"]), ("imagenet_o, AUROC", row["auroc"]), ("imagenet_o, FPR95", row["fpr95"])]
+        return [(f"imagenet_o, {number}", row[number.lower()]) for number in ("AUPR", "AUROC", "FPR95")]
     if row["measure"] == "cw":
         return [("cw, top-1", row["top1"]), ("cw, median L2 (pixel units)", row["median_l2"]),
                 *((f"cw, top-1 within L2 {r}", v) for r, v in row["top1_at_l2"].items())]
@@ -456,33 +470,42 @@ def lines(row):
     return [*stages, (f"{name}, top-1", row["top1"]), (f"{name}, top-5", row["top5"])]
 
 
+def add_means(cells, order, models):
+    """Add to cells and order, after the last corruption, the mean of the 15 errors and, on ImageNet, mCE."""
+    for tag, images in dict.fromkeys(line[1:] for line in order if line[0].endswith(", error")):
+        types = [(f"{name}, error", tag, images) for name in corruptions.NAMES]
+        mean, mce = ("mean of the 15, error", tag, images), ("mCE", tag, images)
+        for w, row in models.items():
+            errors = [cells[t, w] for t in types if (t, w) in cells]
+            if len(errors) < len(types):
+                continue
+            cells[mean, w] = sum(errors) / len(errors)
+            if row["data"] == "imagenet":
+                shares = {name: error / 100 for name, error in zip(corruptions.NAMES, errors)}
+                cells[mce, w] = metrics.mean_corruption_error(shares)
+        at = 1 + max(order.index(t) for t in types if t in order)
+        order[at:at] = [line for line in (mean, mce) if any((line, w) in cells for w in models)]
+
+
 def tables(rows):
     """Markdown: one column per checkpoint, then, where seeds differ only, one per model with mean ± std over seeds."""
     models = {row["weights"]: row for row in rows}                                        # in order of appearance
-    cells, order = {}, []
+    cells, order = {}, []                             # {(line, weights): value}; lines are (name, conditions, images)
     for row in rows:
-        conditions = row["conditions"]
-        tags = [c for c in (conditions["space"], conditions["labels"], "clip" if conditions["clip"] else "no clip")]
-        tag = "" if row["measure"] in ("clean", "corruptions", *FOLDERS) or tags == ["pixel", "true", "clip"] else ", ".join(tags)
+        space, labels, clip = (row["conditions"][k] for k in ("space", "labels", "clip"))
+        usual = (space, labels, clip) == ("pixel", "true", True)
+        unattacked = row["measure"] in ("clean", "corruptions", *FOLDERS)
+        tag = "" if usual or unattacked else f"{space}, {labels}, {'clip' if clip else 'no clip'}"
         for name, value in lines(row):
             line = (name, tag, row["images"])
             order += [line] if line not in order else []
             cells[line, row["weights"]] = value
-    for tag, images in dict.fromkeys((line[1:] for line in order if line[0].endswith(", error"))):
-        types = [(f"{name}, error", tag, images) for name in corruptions.NAMES]
-        for w, row in models.items():
-            errors = [cells[t, w] for t in types if (t, w) in cells]
-            if len(errors) == len(types):
-                cells[("mean of the 15, error", tag, images), w] = sum(errors) / len(errors)
-                if row["data"] == "imagenet":
-                    cells[("mCE", tag, images), w] = metrics.mean_corruption_error(
-                        {n: e / 100 for n, e in zip(corruptions.NAMES, errors)})
-        at = 1 + max(order.index(t) for t in types if t in order)
-        order[at:at] = [line for name in ("mean of the 15, error", "mCE") if any((line := (name, tag, images), w) in cells for w in models)]
+    add_means(cells, order, models)
 
     def table(columns, cell):
-        body = [[name, tag, str(images), *(cell(line, c) for c in columns)] for line in order for name, tag, images in [line]]
-        body = [["measure (% unless it says otherwise)", "conditions", "images", *columns], *body]
+        body = [["measure (% unless it says otherwise)", "conditions", "images", *columns]]
+        for name, tag, images in order:
+            body.append([name, tag, str(images), *(cell((name, tag, images), c) for c in columns)])
         if not any(row[1] for row in body[1:]):
             body = [[row[0], *row[2:]] for row in body]
         widths = [max(map(len, column)) for column in zip(*body)]
@@ -507,7 +530,8 @@ def tables(rows):
 
     out = table(list(names), one)
     if any(len(w) > 1 for w in kinds.values()):
-        out += "\n\nMean ± standard deviation over seeds:\n\n" + table([f"{k} (n = {len(w)})" for k, w in kinds.items()], mean)
+        columns = [f"{kind} (n = {len(w)})" for kind, w in kinds.items()]
+        out += "\n\nMean ± standard deviation over seeds:\n\n" + table(columns, mean)
     return out
 
 
@@ -515,13 +539,10 @@ def save_pictures(models, source, args, out_dir):
     """PNGs: corruptions.png, 15 types x 5 severities of the first image; attacks_<i>.png per model: clean, attacked by
     PGD at the largest eps, the difference amplified to full contrast."""
     index = pick(len(source.labels), None, args.seed)[:args.save_images]
-    size = models[0]["model"].config.image_size
-    zoom = max(1, 96 // size)
+    zoom = max(1, 96 // models[0]["model"].config.image_size)
     images, labels, index = next(batches(source, index, args, len(index)))
-    grid = [images[:1]] * 0
-    for name in corruptions.NAMES:
-        grid += [corruptions.corrupt(images[:1], name, s, seed=args.seed, index=index[:1], frost_dir=args.frost_dir)
-                 for s in (1, 2, 3, 4, 5)]
+    grid = [corruptions.corrupt(images[:1], name, severity, seed=args.seed, index=index[:1], frost_dir=args.frost_dir)
+            for name in corruptions.NAMES for severity in (1, 2, 3, 4, 5)]
     data.save_grid(out_dir / "corruptions.png", torch.cat(grid), columns=5, zoom=zoom)
     for i, m in enumerate(models):
         x, eps = images.float() / 255, max(args.eps)
@@ -547,28 +568,28 @@ def main():
     first = torch.arange(min(8, len(source.labels)))
     for images, labels, _ in batches(source, first, args):
         for m in [*models, other] if other else models:
-            attacks.check(m["model"], images.float() / 255, labels, 0.0)                 # logits? finite? enough classes?
+            attacks.check(m["model"], images.float() / 255, labels, 0.0)              # logits? finite? enough classes?
 
     path = Path(args.ckpt[0])
     out_dir = Path(args.out_dir) if args.out_dir else (path if path.is_dir() else path.parent) / "robust"
     out = out_dir / "results.jsonl"
     rows = read_rows(out)
     if rows and not args.resume:
-        raise ValueError(f"--out_dir {out_dir} holds results: add --resume to keep them and go on, or choose another folder")
+        raise ValueError(f"--out_dir {out_dir} holds results: add --resume to go on from them, or choose another one")
     if rank == 0:
         out_dir.mkdir(parents=True, exist_ok=True)
         common.cut_log(out, 0)                                                   # a line that a kill cut short goes
-        print(f"{len(models)} checkpoints | {args.data}, {len(source.labels)} test images | {world} x {common.describe(device)} | "
-              f"{out}", flush=True)
+        print(f"{len(models)} checkpoints | {args.data}, {len(source.labels)} test images | "
+              f"{world} x {common.describe(device)} | {out}", flush=True)
         if args.space == "normalized":
             std = models[0]["model"].std.mean().item()
-            print(f"budgets are in normalised units: eps 1/255 is {std:.3f}/255 of the pixel range, averaged over the channels")
+            print(f"budgets are in normalised units: eps 1/255 is {std:.3f}/255 of the pixel range, channels averaged")
     conditions = dict(space=args.space, labels=args.labels, clip=args.clip, seed=args.seed, amp=args.amp)
     stamp = dict(date=str(date.today()), torch=torch.__version__, hardware=common.describe(device), processes=world)
 
     def describe_row(m, name, setting, n):
-        return dict(model=m["name"], kind=m["kind"], checkpoint=m["path"], weights=m["weights"], data=args.data, measure=name,
-                    setting=setting, conditions=conditions, images=n)
+        return dict(model=m["name"], kind=m["kind"], checkpoint=m["path"], weights=m["weights"], data=args.data,
+                    measure=name, setting=setting, conditions=conditions, images=n)
 
     def finish(m, name, setting, n, result, seconds, before):
         row = describe_row(m, name, setting, n)
@@ -578,12 +599,13 @@ def main():
         rows[key(row)] = row
         if rank == 0:
             common.write_log(out, row)
-            tqdm.write("  ".join([f"{m['name']:28}", *(f"{name} {value:.2f}" for name, value in lines(row)),
-                                  f"({n} images, {seconds:.1f} s)"]))
+            numbers = [f"{line} {value:.2f}" for line, value in lines(row)]
+            tqdm.write("  ".join([f"{m['name']:28}", *numbers, f"({n} images, {seconds:.1f} s)"]))
 
     if args.checks:
         softmax = next((m["model"] for m in ([other] if other else models) if m["kind"] == "softmax"), None)
-        pixels, labels, index = next(batches(source, pick(len(source.labels), args.limit or 64, args.seed), args, 2 ** 30))
+        index = pick(len(source.labels), args.limit or 64, args.seed)
+        pixels, labels, index = next(batches(source, index, args, len(index)))                   # all in one batch
         for m in models if rank == 0 else ():
             twin = softmax if softmax is not m["model"] else None
             checks.run(m["model"], pixels, labels, index, m["name"], twin)

@@ -7,7 +7,7 @@ import torch
 
 from corruptions import NAMES
 
-# Top-1 error of AlexNet on ImageNet-C, mean of five severities, in NAMES' order (`rachtsy/KPCA_code:Robust/utils_robust.py`).
+# AlexNet's top-1 error on ImageNet-C, mean of 5 severities, as NAMES (`rachtsy/KPCA_code:Robust/utils_robust.py`)
 ALEXNET = dict(zip(NAMES, (0.886428, 0.894468, 0.922640, 0.819880, 0.826268, 0.785948, 0.798360, 0.866816, 0.826572,
                            0.819324, 0.564592, 0.853204, 0.646056, 0.717840, 0.606500)))
 
@@ -35,7 +35,10 @@ def _counts(score, positive):
 
 
 def average_precision(score, positive):
-    """AUPR: sum over thresholds of (R_n - R_{n-1}) P_n, in [0, 1]. score: (n,), higher = more positive; positive: (n,) bool."""
+    """AUPR: sum over thresholds of (R_n - R_{n-1}) P_n, in [0, 1].
+
+    score: (n,), higher = more positive; positive: (n,) bool.
+    """
     tp, fp = _counts(score, positive)
     recall = tp / tp[-1]
     return (torch.diff(recall, prepend=recall.new_zeros(1)) * tp / (tp + fp)).sum().item()

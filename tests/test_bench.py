@@ -9,6 +9,7 @@ from PIL import Image
 
 import bench
 import common
+from corruptions import NAMES
 
 
 def run(monkeypatch, tmp_path, *argv):
@@ -27,8 +28,8 @@ def test_models(monkeypatch, tmp_path, capsys):
 
 
 def test_memory_keeps_no_matrix(monkeypatch, tmp_path, capsys):
-    rows = run(monkeypatch, tmp_path, "memory", "--tokens", "513", "--batch_size", "1", "--heads", "2", "--head_dim", "16",
-               "--n_iter", "1", "2")
+    rows = run(monkeypatch, tmp_path, "memory", "--tokens", "513", "--batch_size", "1", "--heads", "2",
+               "--head_dim", "16", "--n_iter", "1", "2")
     kept = {row["attention"]: row["/ NxN"] for row in rows}
     assert kept["rpc n = 2"] - kept["rpc n = 1"] < 0.3 and kept["rpc n = 2, matrices"] > 2
     assert "symmetric, matrices" in capsys.readouterr().out
@@ -47,8 +48,15 @@ def test_input(monkeypatch, tmp_path, capsys):
     assert rows[0]["times timm's"] > 0 and "ours: flip, RandAugment" in capsys.readouterr().out
 
 
+def test_corruptions(monkeypatch, tmp_path, capsys):
+    rows = run(monkeypatch, tmp_path, "corruptions", "--num_images", "2", "--image_size", "32", "--rounds", "1")
+    alone = "imagecorruptions cannot be imported" in capsys.readouterr().out
+    assert [row["type"] for row in rows] == [*NAMES, "sum"]
+    assert all(row["ours ms"] > 0 and (row["ratio"] is None if alone else row["ratio"] > 0) for row in rows)
+
+
 def test_help_and_errors(monkeypatch, tmp_path, capsys):
-    for argv in ([["--help"], ["models", "--help"], ["memory", "--help"], ["input", "--help"]]):
+    for argv in (["--help"], *([name, "--help"] for name in ("models", "memory", "input", "corruptions"))):
         with pytest.raises(SystemExit, match="0"):
             bench.get_args(argv)
     pytest.importorskip("timm")

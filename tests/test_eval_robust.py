@@ -21,8 +21,8 @@ from conftest import ROOT
 from vit import SIZES, ViT, ViTConfig
 
 # Table 4, SymViT: top-1 accuracy per corruption, mean over severities, in corruptions.NAMES' order
-TABLE_4 = dict(zip(corruptions.NAMES, (40.97, 38.83, 38.56, 35.47, 27.79, 40.47, 30.69, 38.27, 44.55, 42.72, 63.21, 50.25,
-                                       44.26, 39.36, 46.28)))
+TABLE_4 = dict(zip(corruptions.NAMES, (40.97, 38.83, 38.56, 35.47, 27.79, 40.47, 30.69, 38.27, 44.55, 42.72, 63.21,
+                                       50.25, 44.26, 39.36, 46.28)))
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------
@@ -41,10 +41,8 @@ def test_mce_of_alexnet_is_100_and_needs_all_types():
 
 def test_average_precision_and_auroc_equal_the_reference(golden):
     g = golden("robustness_attacks_a")
-    score, label = g["unit/ap/score"], g["unit/ap/label"]
-    cases = [(score, label, g["unit/ap/aupr"], g["unit/ap/auroc"])] if score.ndim == 1 else zip(
-        score, label, g["unit/ap/aupr"], g["unit/ap/auroc"])
-    for s, y, aupr, area in cases:
+    case = [g[f"unit/ap/{name}"] for name in ("score", "label", "aupr", "auroc")]
+    for s, y, aupr, area in [case] if case[0].ndim == 1 else zip(*case):
         assert metrics.average_precision(s, y.bool()) == pytest.approx(float(aupr), abs=1e-10)
         assert metrics.auroc(s, y.bool()) == pytest.approx(float(area), abs=1e-10)
 
@@ -75,9 +73,10 @@ def test_outlier_metrics_of_all_equal_scores_are_chance():
 
 def make_checkpoint(path, classes=tuple(data.SHAPES), image_size=32, attn="rpc", seed=0, task="shapes", patch_size=8):
     torch.manual_seed(seed)
-    config = ViTConfig(**SIZES["nano"], image_size=image_size, patch_size=patch_size, num_classes=len(classes), attn=attn)
+    config = ViTConfig(**SIZES["nano"], image_size=image_size, patch_size=patch_size, num_classes=len(classes),
+                       attn=attn)
     model = ViT(config)
-    images, labels = data.load_shapes("test", 80, image_size)[:2]        # a head fitted to those: some right, some wrong
+    images, labels = data.load_shapes("test", 80, image_size)[:2]       # a head fitted to those: some right, some wrong
     head, model.head = model.head, torch.nn.Identity()
     features, model.head = model(images.float() / 255).detach(), head
     target = torch.nn.functional.one_hot(labels % len(classes), len(classes)).float()
@@ -91,16 +90,16 @@ def run(*args, processes=1):
     launch = [sys.executable] if processes == 1 else [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     env = dict(os.environ, OMP_NUM_THREADS="1")
-    return subprocess.run([*launch, str(ROOT / "eval_robust.py"), *map(str, args)], capture_output=True, text=True, env=env,
-                          timeout=300)
+    return subprocess.run([*launch, str(ROOT / "eval_robust.py"), *map(str, args)],
+                          capture_output=True, text=True, env=env, timeout=300)
 
 
 def results(folder):
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
-QUICK = ("--measures", "clean", "noise", "fgsm", "pgd", "autoattack", "corruptions", "--limit", 11, "--eps", "2/255", "--queries", 20,
-         "--severities", 2, 4)
+QUICK = ("--measures", "clean", "noise", "fgsm", "pgd", "autoattack", "corruptions", "--limit", 11, "--eps", "2/255",
+         "--queries", 20, "--severities", 2, 4)
 
 
 @pytest.fixture(scope="module")
@@ -114,21 +113,24 @@ def first_run(tmp_path_factory):
 
 
 def test_rows_equal_attacking_by_hand(first_run):
+    def share(right):
+        return pytest.approx(100 * right.double().mean().item(), abs=1e-3)
+
     folder, model, _ = first_run
     source = data.load_shapes("test", 80)
     index = data.epoch_order(80, 0, 0)[:11]
     x, y = source.images[index].float() / 255, source.labels[index]
     right = model(x).argmax(1) == y
     rows = {row["measure"]: row for row in results(folder / "one") if row["kind"].startswith("rpc")}
-    assert rows["clean"]["top1"] == pytest.approx(100 * right.double().mean().item(), abs=1e-3)
+    assert rows["clean"]["top1"] == share(right)
     adv = attacks.pgd(model, x, y, 2 / 255, index=index)
-    assert rows["pgd"]["top1"] == pytest.approx(100 * (right & (model(adv).argmax(1) == y)).double().mean().item(), abs=1e-3)
+    assert rows["pgd"]["top1"] == share(right & (model(adv).argmax(1) == y))
     top5 = (model(torch.where(right[:, None, None, None], adv, x)).topk(5).indices == y[:, None]).any(1)
-    assert rows["pgd"]["top5"] == pytest.approx(100 * top5.double().mean().item(), abs=1e-3)
+    assert rows["pgd"]["top5"] == share(top5)
     assert 0 < rows["pgd"]["max_linf"] <= 2 / 255 + 1e-6 and rows["pgd"]["outside"] == 0
     jpeg = next(r for r in results(folder / "one") if r["setting"].get("type") == "jpeg_compression")
     bad = corruptions.corrupt(source.images[index], "jpeg_compression", 4).float() / 255
-    assert jpeg["top1"][1] == pytest.approx(100 * (model(bad).argmax(1) == y).double().mean().item(), abs=1e-3)
+    assert jpeg["top1"][1] == share(model(bad).argmax(1) == y)
 
 
 def test_the_table_has_every_row_once_and_pictures_are_written(first_run):
@@ -159,20 +161,21 @@ def test_resume_keeps_finished_rows_and_adds_the_rest(first_run):
     assert run("--ckpt", folder / "a.pt", folder / "b.pt", *QUICK, "--out_dir", cut, "--resume").returncode == 0
     text = (cut / "results.jsonl").read_text()
     assert text.startswith("".join(lines[:7]))
-    numbers = [[(r["measure"], r["model"], r["top1"], r["top5"]) for r in eval_robust.read_rows(f / "results.jsonl").values()]
-               for f in (folder / "one", cut)]
-    assert sorted(map(str, numbers[0])) == sorted(map(str, numbers[1]))
+    whole, resumed = (eval_robust.read_rows(f / "results.jsonl").values() for f in (folder / "one", cut))
+    whole, resumed = (sorted(str((r["measure"], r["model"], r["top1"], r["top5"])) for r in rows)
+                      for rows in (whole, resumed))
+    assert whole == resumed
 
 
 def test_the_paper_preset_attacks_normalised_tensors_without_clipping(first_run):
     folder, model, _ = first_run
-    out = run("--ckpt", folder / "a.pt", "--preset", "paper", "--measures", "fgsm", "cw", "--eps", "6/255", "--limit", 8,
-              "--cw_steps", 3, "--out_dir", folder / "paper")
+    out = run("--ckpt", folder / "a.pt", "--preset", "paper", "--measures", "fgsm", "cw", "--eps", "6/255",
+              "--limit", 8, "--cw_steps", 3, "--out_dir", folder / "paper")
     assert out.returncode == 0, out.stderr
     assert "0.226/255" in out.stdout
     row = results(folder / "paper")[0]
     assert row["conditions"]["space"] == "normalized" and not row["conditions"]["clip"]
-    assert 0.2 * 6 / 255 < row["max_linf"] <= 0.2291 * 6 / 255                                   # eps std, in pixel units
+    assert 0.2 * 6 / 255 < row["max_linf"] <= 0.2291 * 6 / 255                        # eps std, in pixel units
 
 
 def test_out_of_distribution_folders_use_their_own_classes(tmp_path):
@@ -182,12 +185,13 @@ def test_out_of_distribution_folders_use_their_own_classes(tmp_path):
         for c in kept:
             (tmp_path / folder / c).mkdir(parents=True)
             for i in range(2):
-                write_png(images[int(c[1:]) % 8 * 2 + i + (16 if folder != "val" else 0)], str(tmp_path / folder / c / f"{i}.png"))
+                number = int(c[1:]) % 8 * 2 + i + (16 if folder != "val" else 0)
+                write_png(images[number], str(tmp_path / folder / c / f"{i}.png"))
     (tmp_path / "a" / "README.txt").write_text("not a class")
     model = make_checkpoint(tmp_path / "m.pt", classes, task="imagenet")
     how = ("--ckpt", tmp_path / "m.pt", "--data_dir", tmp_path, "--num_workers", 0)
-    out = run(*how, "--imagenet_a", tmp_path / "a", "--imagenet_o", tmp_path / "o", "--measures", "imagenet_a", "imagenet_o",
-              "--out_dir", tmp_path / "r")
+    out = run(*how, "--imagenet_a", tmp_path / "a", "--imagenet_o", tmp_path / "o",
+              "--measures", "imagenet_a", "imagenet_o", "--out_dir", tmp_path / "r")
     assert out.returncode == 0, out.stderr
     a, o = results(tmp_path / "r")
     tree = data.ImageTree(tmp_path, "a", classes, 32, subset=True)
@@ -220,7 +224,8 @@ def test_out_of_distribution_folders_use_their_own_classes(tmp_path):
     (["--device", "cuda:9" if not torch.cuda.is_available() else "tpu"], "--device"),
 ])
 def test_bad_flags_are_one_clear_line(first_run, tmp_path, monkeypatch, capsys, flags, words):
-    monkeypatch.setattr(sys, "argv", ["eval_robust.py", "--ckpt", str(first_run[0] / "a.pt"), "--out_dir", str(tmp_path), *flags])
+    argv = ["eval_robust.py", "--ckpt", str(first_run[0] / "a.pt"), "--out_dir", str(tmp_path), *flags]
+    monkeypatch.setattr(sys, "argv", argv)
     with pytest.raises(SystemExit) as stop:
         common.run(eval_robust.main)
     text = capsys.readouterr().err if stop.value.code == 2 else str(stop.value)                  # 2: argparse wrote it
@@ -233,8 +238,8 @@ def test_two_classes_are_too_few_for_autoattack_and_finished_rows_stay(tmp_path)
         (tmp_path / "val" / c).mkdir(parents=True)
         write_png(data.load_shapes("test", 2).images[i], str(tmp_path / "val" / c / "0.png"))
     make_checkpoint(tmp_path / "m.pt", classes, task="imagenet")
-    out = run("--ckpt", tmp_path / "m.pt", "--data_dir", tmp_path, "--num_workers", 0, "--measures", "clean", "autoattack",
-              "--out_dir", tmp_path / "r")
+    out = run("--ckpt", tmp_path / "m.pt", "--data_dir", tmp_path, "--num_workers", 0,
+              "--measures", "clean", "autoattack", "--out_dir", tmp_path / "r")
     assert out.returncode == 1 and "4 or more" in out.stderr.splitlines()[-1]
     assert [row["measure"] for row in results(tmp_path / "r")] == ["clean"]
 
