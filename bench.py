@@ -88,7 +88,7 @@ def get_args(argv):
 
     flag = command("corruptions", corruption_types, rounds=3)
     flag("--data_dir", default=None, help="folder with val/<class>/*.JPEG; default: scenes of data.load_shapes")
-    flag("--num_images", type=common.number(int, 1), default=64, help="at most; spread over the files of --data_dir")
+    flag("--num_images", type=common.number(int, 1), default=64, help="at most; a random sample of --data_dir")
     flag("--image_size", type=common.number(int, 32), default=224, help="pixels; imagecorruptions wants at least 32")
     flag("--clock", choices=["wall", "cpu"], default="wall", help="cpu: CPU time of this process, all threads added up")
 
@@ -447,8 +447,7 @@ def corruption_types(args, device):
     """
     if args.data_dir:
         tree = data.ImageTree(args.data_dir, "val", size=args.image_size)
-        step = max(1, len(tree) // args.num_images)
-        images = torch.stack([tree[i][0] for i in range(0, len(tree), step)[:args.num_images]])
+        images = torch.stack([tree[i][0] for i in data.epoch_order(len(tree), 0, 0)[:args.num_images].tolist()])
     else:
         images = data.load_shapes("test", args.num_images, args.image_size).images
     arrays, images = list(images.permute(0, 2, 3, 1).contiguous().numpy()), images.to(device)
@@ -477,7 +476,8 @@ def corruption_types(args, device):
     rows = [{"type": name, "ours ms": median(t["ours"]), "theirs ms": median(t["theirs"]) if package else None,
              "ratio": median_ratio(t["theirs"], t["ours"]) if package else None,
              "images/s": 1e3 * (15 if name == "sum" else 1) / median(t["ours"])} for name, t in times.items()]
-    report(args, device, f"{len(images)} images, {args.image_size} px, {args.clock} clock, medians of {args.rounds} rounds", rows)
+    report(args, device, f"corruptions, {len(images)} images of {args.image_size} px, mean over severities 1 to 5, "
+           f"{args.clock} clock, medians of {args.rounds} rounds", rows)
 
 
 def main():
