@@ -70,6 +70,7 @@ def budget(text):
 
 
 def get_args():
+    """The flags; what is not given on the command line comes from --preset."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                 allow_abbrev=False)
     boolean = argparse.BooleanOptionalAction
@@ -339,7 +340,7 @@ def attack_images(model, name, setting, images, labels, index, args, trace=None)
         x = x.clamp(0, 1) if own_clip else x                            # the first thing it does to a normalised image
     predicted = model(x).argmax(1)
     target = labels if args.labels == "true" else predicted
-    todo = (target == predicted) | (name == "noise")                    # wrong already: nothing to attack
+    todo = (target == predicted) | (name in ("noise", "transfer"))      # wrong already: nothing to attack
     how = {k: v for k, v in setting.items() if k != "source"}
     if name not in ("fgsm", "sld", "cw"):
         how.update(seed=args.seed, index=index[todo])
@@ -362,7 +363,9 @@ def attack_row(m, name, setting, source, index, args, rank, world, attacked=None
     model, positions = m["model"], torch.arange(len(index))[rank::world]
     draws, setting = setting.get("draws", 1), {k: v for k, v in setting.items() if k != "draws"}
     stats = torch.zeros(len(index), 6, dtype=torch.float64, device=args.device)    # top-1, top-5, Linf, L2, L1, outside
-    stages = {}
+    stages = {}                        # on every process the same ones, or the sums below would wait for each other
+    if name == "autoattack":
+        stages = {stage: stats.new_zeros(()) for stage in ("clean", "apgd-ce", "apgd-t", "fab-t", "square")}
     size = args.batch_size * (4 if name in ("autoattack", "square") else 1)
     loaded = batches(source, index[rank::world], args, size, f"{name} {show(setting)}, {m['name']}", rank)
     for (images, labels, part), where in zip(loaded, positions.split(size)):
@@ -378,7 +381,7 @@ def attack_row(m, name, setting, source, index, args, rank, world, attacked=None
             norms = (move.norm(math.inf, 1), move.norm(2, 1), move.norm(1, 1), outside)
             stats[where.to(args.device)] += torch.cat([right, torch.stack(norms, 1)], 1) / draws
             for stage in trace or ():
-                stages[stage["stage"]] = stages.get(stage["stage"], 0) + stage["robust"].sum().double()
+                stages[stage["stage"]] += stage["robust"].sum()
     stats = common.all_sum(stats)
     top1, top5 = percent(stats[:, :2].sum(0), len(index))
     moved = stats[stats[:, 2] > 0]
@@ -503,6 +506,7 @@ def tables(rows):
     add_means(cells, order, models)
 
     def table(columns, cell):
+        """Markdown of all lines; cell(line, column) is a text."""
         body = [["measure (% unless it says otherwise)", "conditions", "images", *columns]]
         for name, tag, images in order:
             body.append([name, tag, str(images), *(cell((name, tag, images), c) for c in columns)])
@@ -592,6 +596,7 @@ def main():
                     measure=name, setting=setting, conditions=conditions, images=n)
 
     def finish(m, name, setting, n, result, seconds, before):
+        """Keep a finished row, on disk too; before: the model's calls when it began."""
         row = describe_row(m, name, setting, n)
         forward, backward = (torch.tensor(m["count"]) - torch.tensor(before)).tolist()
         row.update(result, seconds=round(seconds, 2), forward_per_image=round(forward * world / n, 1),
