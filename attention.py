@@ -217,7 +217,7 @@ class SelfAttention(nn.Module):
     """
 
     def __init__(self, dim, num_heads, attn="softmax", *, n_iter=4, lambd=4.0, form="released", mu=None,
-                 num_tokens=None, causal=False, qkv_bias=True, attn_drop=0.0, proj_drop=0.0):
+                 num_tokens=None, causal=False, qkv_bias=True, proj_bias=True, attn_drop=0.0, proj_drop=0.0):
         super().__init__()
         if attn not in KINDS:
             raise ValueError(f"attn={attn!r}, expected one of {KINDS}")
@@ -231,7 +231,7 @@ class SelfAttention(nn.Module):
         self.rpc = dict(n_iter=n_iter, lambd=lambd, mu=mu, **FORMS[form])
         self.num_proj = 2 if attn in ("symmetric", "rpc") else 3                              # k, v or q, k, v
         self.qkv = nn.Linear(dim, self.num_proj * dim, bias=qkv_bias)
-        self.proj = nn.Linear(dim, dim)
+        self.proj = nn.Linear(dim, dim, bias=proj_bias)
         self.proj_drop = nn.Dropout(proj_drop)
         if attn == "scaled_s":
             self.s = nn.Parameter(torch.zeros(num_heads, num_tokens, num_tokens))
