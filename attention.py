@@ -197,7 +197,7 @@ def exact_scaling(k, v):
     k, v = k.double(), v.double()
     lg = torch.logsumexp(k @ k.mT / math.sqrt(k.shape[-1]), -1, keepdim=True)                  # log g, (B, H, N, 1)
     top = lg.amax(-2, keepdim=True)
-    return (top - lg).exp() * ((lg - top).exp() * v).mean(-2, keepdim=True)
+    return (top - lg).clamp_max(700).exp() * ((lg - top).exp() * v).mean(-2, keepdim=True)     # e^700: no inf * 0
 
 
 # --- the module ------------------------------------------------------------------------------------------------------

@@ -273,6 +273,7 @@ class Span(NamedTuple):
 
 
 def key_span(q, k, p=1.0):
+    """Coordinates of phi(q), phi(k) in an orthonormal basis of the span of all phi(k_j). q, k: (..., N, D)."""
     s, t = log_kernel(k, k), log_kernel(q, k)
     n, n_q = s.diagonal(dim1=-2, dim2=-1) / 2, q.square().sum(-1) / (2 * math.sqrt(q.shape[-1]))
     size, U = torch.linalg.eigh((s - n[..., :, None] - n[..., None, :]).clamp(max=0).exp())    # psi(k_i).psi(k_j)
@@ -847,6 +848,7 @@ def random_heads(B=4, H=2, N=65, D=16):
 
 
 def hand():
+    """Print the worked example: each number computed beside the one worked out by hand."""
     print("Worked example: four keys on the axes of a plane, every number also by hand (test: equal to 1e-12)\n")
     for what, by_hand, computed in hand_example():
         show = [" ".join(f"{n:.6g}" for n in t.reshape(-1).tolist()) for t in (by_hand, computed + 0.0)]
@@ -1008,6 +1010,7 @@ def write_csv(path, header, rows):
 # --- the command -----------------------------------------------------------------------------------------------------
 
 def get_args(argv=None):
+    """The flags; --exp becomes a list of known names, all that fit by default."""
     names = [*EXPERIMENTS, "truncate", "hand", "flaws"]
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                 allow_abbrev=False, epilog="experiments:\n" + "\n".join(

@@ -32,7 +32,7 @@ def cases(z):
     return out
 
 
-def close(a, b, rtol=1e-6, atol=0.0):
+def assert_close(a, b, rtol=1e-6, atol=0.0):
     a, b = (torch.as_tensor(t, dtype=torch.float64) for t in (a, b))
     torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
 
@@ -60,54 +60,54 @@ def test_worked_example_agrees_with_the_numbers_by_hand():
 def test_worked_example_agrees_with_golden(golden, case):
     z = cases(golden("kpca_hand"))[case]
     axes = kernel_pca(z["k"])
-    close(log_g(z["k"], z["k"]).exp(), z["g"], 1e-12)
-    close(((-axes.c).exp() * axes.mu)[:3], z["mu"], 1e-12)
-    close(log_phi2(z["q"], z["k"]).exp(), z["phi2"], 1e-12)
+    assert_close(log_g(z["k"], z["k"]).exp(), z["g"], 1e-12)
+    assert_close(((-axes.c).exp() * axes.mu)[:3], z["mu"], 1e-12)
+    assert_close(log_phi2(z["q"], z["k"]).exp(), z["phi2"], 1e-12)
     h = attend(z["q"], z["k"], theoretical_values(axes, 3))
-    close(h.square().sum(-1), z["h2_kpca_3axes"], 1e-12, 1e-14)
+    assert_close(h.square().sum(-1), z["h2_kpca_3axes"], 1e-12, 1e-14)
     if case == "sym":
-        close(log_kernel(z["q"], z["k"]).softmax(-1), z["attn"], 1e-12)
-        close(h[:, :2].square().sum(-1), z["h2_kpca_2axes"], 1e-12, 1e-14)
-        close(projection_loss(log_phi2(z["q"], z["k"]), h)["J"], z["j_3axes"], 1e-12)
+        assert_close(log_kernel(z["q"], z["k"]).softmax(-1), z["attn"], 1e-12)
+        assert_close(h[:, :2].square().sum(-1), z["h2_kpca_2axes"], 1e-12, 1e-14)
+        assert_close(projection_loss(log_phi2(z["q"], z["k"]), h)["J"], z["j_3axes"], 1e-12)
     else:
-        close(h.abs(), z["h"].abs(), 1e-12, 1e-14)
-        close(theoretical_values(axes, 3).abs(), z["vdot"].abs(), 1e-12, 1e-14)
+        assert_close(h.abs(), z["h"].abs(), 1e-12, 1e-14)
+        assert_close(theoretical_values(axes, 3).abs(), z["vdot"].abs(), 1e-12, 1e-14)
 
 
 def check_heads(z):
     """Every quantity of a case of kpca_small or kpca_vit."""
     q, k, v, d = z["q"], z["k"], z["v"], int(z["dv"])
     axes, lp, h = kernel_pca(k), log_phi2(q, k), attend(q, k, v)
-    close(axes.log_g, z["log_g"], 1e-10)
-    close(log_g(q, k), z["log_gq"], 1e-10)
-    close(axes.c[0], z["log_scale"], 1e-10)
+    assert_close(axes.log_g, z["log_g"], 1e-10)
+    assert_close(log_g(q, k), z["log_gq"], 1e-10)
+    assert_close(axes.c[0], z["log_scale"], 1e-10)
     assert int(axes.rank) == int(z["rank"])
     mu = z["mu_scaled"]
-    close(axes.mu[:len(mu)], mu, 1e-6, 1e-9 * float(mu[0]))
-    close(lp, z["log_phi2"], 1e-10)
-    close(h.square().sum(-1), z["h2"], 1e-10)
+    assert_close(axes.mu[:len(mu)], mu, 1e-6, 1e-9 * float(mu[0]))
+    assert_close(lp, z["log_phi2"], 1e-10)
+    assert_close(h.square().sum(-1), z["h2"], 1e-10)
     terms = projection_loss(lp, h)
     for ours, theirs in (("J", "jproj_signed"), ("phi2", "phi2_mean"), ("h2", "h2_mean"),
                          ("rel_phi", "rel_phi_of_means"), ("rel_h", "rel_h_of_means")):
-        close(terms[ours], z[theirs], 1e-10)
-    close((lp.exp() - h.square().sum(-1)).abs().mean(), z["jproj_abs"], 1e-10)
+        assert_close(terms[ours], z[theirs], 1e-10)
+    assert_close((lp.exp() - h.square().sum(-1)).abs().mean(), z["jproj_abs"], 1e-10)
     V = theoretical_values(axes, d)
-    close(attend(q, k, V).square().sum(-1), z["h2_kpca"])
-    close(attend(q, k, V * (axes.mu[:d] / axes.c.exp()).sqrt()).square().sum(-1), z["h2_kpca_unit"])
+    assert_close(attend(q, k, V).square().sum(-1), z["h2_kpca"])
+    assert_close(attend(q, k, V * (axes.mu[:d] / axes.c.exp()).sqrt()).square().sum(-1), z["h2_kpca_unit"])
     span = key_span(q, k)
     Q, u = basis(value_axes(span, v)), principal_axes(span)[:d].mT
-    close(query_share(span), z["frac_span"])
-    close(query_share(span, Q), z["frac_v"])
-    close(query_share(span, u), z["frac_kpca"])
-    close(explained_variance(span, Q), z["ev_v"])
-    close(explained_variance(span, u), z["ev_best"])
-    close(axes.mu[:d].sum() / axes.mu.sum(), z["ev_best"])
+    assert_close(query_share(span), z["frac_span"])
+    assert_close(query_share(span, Q), z["frac_v"])
+    assert_close(query_share(span, u), z["frac_kpca"])
+    assert_close(explained_variance(span, Q), z["ev_v"])
+    assert_close(explained_variance(span, u), z["ev_best"])
+    assert_close(axes.mu[:d].sum() / axes.mu.sum(), z["ev_best"])
     g = gamma_statistics(axes, a_hat(v, axes.log_g))
-    close(g["eig_cos"], z["gamma_cos"])
-    close(g["rho"] / len(k), z["gamma_rayleigh_scaled"])
-    close(g["wstd"], z["gamma_wstd_scaled"])
+    assert_close(g["eig_cos"], z["gamma_cos"])
+    assert_close(g["rho"] / len(k), z["gamma_rayleigh_scaled"])
+    assert_close(g["wstd"], z["gamma_wstd_scaled"])
     gv = a_hat(v, axes.log_g, None)
-    close(gv.sum(-2).abs() / gv.abs().sum(-2), z["solvability"])
+    assert_close(gv.sum(-2).abs() / gv.abs().sum(-2), z["solvability"])
 
 
 @pytest.mark.parametrize("case", ["explicit0", "explicit1", "gauss0", "gauss1"])
@@ -116,12 +116,12 @@ def test_small_heads_agree_with_golden(golden, case):
     check_heads(z)
     axes, d = kernel_pca(z["k"]), int(z["dv"])
     if "h" in z:
-        close(attend(z["q"], z["k"], z["v"]), z["h"], 1e-10)
-        close((log_gram(z["k"]) + axes.c).exp(), z["gram_scaled"], 1e-10)
-        close(axes.K, z["gram_centred_scaled"], 1e-10, 1e-12)
+        assert_close(attend(z["q"], z["k"], z["v"]), z["h"], 1e-10)
+        assert_close((log_gram(z["k"]) + axes.c).exp(), z["gram_scaled"], 1e-10)
+        assert_close(axes.K, z["gram_centred_scaled"], 1e-10, 1e-12)
         U, V = axes.U[:, :d], theoretical_values(axes, d)
-        close(U @ U.mT, z["projector_top"], 1e-6, 1e-9)
-        close(V @ V.mT, z["vdot_gram"], 1e-6, 1e-9)
+        assert_close(U @ U.mT, z["projector_top"], 1e-6, 1e-9)
+        assert_close(V @ V.mT, z["vdot_gram"], 1e-6, 1e-9)
 
 
 @pytest.mark.parametrize("case", ["explicit0", "explicit1"])
@@ -130,15 +130,15 @@ def test_projections_and_residuals_agree_with_explicit_features(golden, case):
     q, k, d = z["q"], z["k"], int(z["dv"])
     axes = kernel_pca(k)
     h = kernel_projections(q, k, axes, d)
-    close(h.abs(), z["ex_h_abs"], 1e-6, 1e-9)
-    close(log_phi2(q, k).exp() - h.square().sum(-1), z["ex_resid"], 1e-6, 1e-9)  # (13)
+    assert_close(h.abs(), z["ex_h_abs"], 1e-6, 1e-9)
+    assert_close(log_phi2(q, k).exp() - h.square().sum(-1), z["ex_resid"], 1e-6, 1e-9)  # (13)
     h_c, phi2_c = centred_projections(q, k, axes, d)
-    close((-axes.c).exp() * phi2_c, z["ex_phi2_centred"], 1e-6, 1e-9)
-    close((-axes.c).exp() * (phi2_c - h_c.square().sum(-1)), z["ex_resid_centred"], 1e-6, 1e-9)
+    assert_close((-axes.c).exp() * phi2_c, z["ex_phi2_centred"], 1e-6, 1e-9)
+    assert_close((-axes.c).exp() * (phi2_c - h_c.square().sum(-1)), z["ex_resid_centred"], 1e-6, 1e-9)
     mu = (-axes.c).exp() * axes.mu
-    close(mu[d:].sum() / len(k), z["ex_key_residual"])
+    assert_close(mu[d:].sum() / len(k), z["ex_key_residual"])
     j = projection_loss(log_phi2(q, k), attend(q, k, theoretical_values(axes, d)))["J"]
-    close(j, z["ex_j_kpca"])
+    assert_close(j, z["ex_j_kpca"])
     assert j > 3 * z["ex_j_query_optimal"]            # kernel PCA of the keys is not what minimises (13) over queries
 
 
@@ -151,12 +151,12 @@ def test_trained_heads_agree_with_golden(golden):
 def test_released_loss_and_its_reproduction_agree_with_golden(golden):
     z = cases(golden("kpca_vit"))["jproj_variants"]
     q, k, v = (z[n][None] for n in "qkv")
-    close(official_loss(q, k, v), z["official"], 1e-10)
-    close(official_loss(q, k, v, with_h=False), z["official_without_h"], 1e-10)
+    assert_close(official_loss(q, k, v), z["official"], 1e-10)
+    assert_close(official_loss(q, k, v, with_h=False), z["official_without_h"], 1e-10)
     assert official_loss(q, k, v) == official_loss(q, k, 100 * v)                 # the curve knows nothing about v
     found = kpca.absolute_losses(q, k, v)
     for ours, theirs in (("J abs [R]", "error"), ("rel_h floor [R]", "rel_h"), ("rel_phi floor [R]", "rel_phi")):
-        close(found[ours].mean(), z[f"repro_{theirs}"], 1e-8)
+        assert_close(found[ours].mean(), z[f"repro_{theirs}"], 1e-8)
 
 
 def test_eigenvalue_statistics_agree_with_golden(golden):
@@ -164,56 +164,56 @@ def test_eigenvalue_statistics_agree_with_golden(golden):
     for k, name in ((z["k"], "stats"), (standardise(z["k"]), "stats_standardised")):
         axes = kernel_pca(k)
         mu = ((-axes.c).exp() * axes.mu)[..., :32].mean((0, 1))
-        close(torch.stack(list(eigenvalue_statistics(mu).values())), z[name])
-    close((-log_g(z["k"], z["k"]).amin(-1)).exp().flatten(), z["bound"], 1e-10)
+        assert_close(torch.stack(list(eigenvalue_statistics(mu).values())), z[name])
+    assert_close((-log_g(z["k"], z["k"]).amin(-1)).exp().flatten(), z["bound"], 1e-10)
 
 
 def test_loss_over_training_agrees_with_golden(golden):
     z = cases(golden("kpca_curve"))["curve"]
     lp, h = log_phi2(z["q"], z["k"]), attend(z["q"], z["k"], z["v"])
     terms = projection_loss(lp, h)
-    close(terms["phi2"].mean(-1), z["phi2"], 1e-10)
-    close(terms["h2"].mean(-1), z["h2"], 1e-10)
-    close(terms["J"].mean(-1), z["jproj_signed"], 1e-10)
+    assert_close(terms["phi2"].mean(-1), z["phi2"], 1e-10)
+    assert_close(terms["h2"].mean(-1), z["h2"], 1e-10)
+    assert_close(terms["J"].mean(-1), z["jproj_signed"], 1e-10)
 
 
 def test_causal_attention_agrees_with_golden(golden):
     z = cases(golden("kpca_small"))["causal"]
-    close(log_phi2(z["q"], z["k"], causal=True), z["log_phi2"], 1e-10)
-    close(attend(z["q"], z["k"], z["v"], causal=True).square().sum(-1), z["h2"], 1e-10)
+    assert_close(log_phi2(z["q"], z["k"], causal=True), z["log_phi2"], 1e-10)
+    assert_close(attend(z["q"], z["k"], z["v"], causal=True).square().sum(-1), z["h2"], 1e-10)
 
 
 def test_gamma_agrees_with_golden(golden):
     z = cases(golden("kpca_small"))["gamma"]
     axes = kernel_pca(z["k"])
     a, scale = a_hat(z["v"], axes.log_g), (-axes.c).exp()
-    close(axes.log_g.amax().exp() * a, z["ahat_pinv"], 1e-10)
+    assert_close(axes.log_g.amax().exp() * a, z["ahat_pinv"], 1e-10)
     g = gamma_statistics(axes, a)
     for ours, theirs, factor in (("gamma", "gamma", scale), ("pair_mean", "abs_mean", scale), ("eig_cos", "cos", 1),
                                  ("pair_std", "abs_std", scale), ("wstd", "wstd", scale),
                                  ("rho", "rayleigh", scale / 12)):
-        close(factor * g[ours], z[theirs])
+        assert_close(factor * g[ours], z[theirs])
     mean, std, _ = relative_pair_differences(scale * g["gamma"])
-    close(mean, z["rel_mean"])
-    close(std, z["rel_std"])
-    close((scale * axes.mu / 12)[:4], z["lam"])
-    close((-axes.log_g.amin()).exp(), z["bound"])
+    assert_close(mean, z["rel_mean"])
+    assert_close(std, z["rel_std"])
+    assert_close((scale * axes.mu / 12)[:4], z["lam"])
+    assert_close((-axes.log_g.amin()).exp(), z["bound"])
 
 
 def test_scaling_and_truncation_agree_with_golden(golden):
     z = cases(golden("kpca_small"))
     s, t = z["scaled"], z["truncation"]
-    close(exact_scaling(s["k"][None, None], s["v"][None, None])[0, 0], s["S"] @ s["v"], 1e-10, 1e-12)
-    close(s["v"] - exact_scaling(s["k"][None, None], s["v"][None, None])[0, 0], s["IminusS_v"], 1e-10, 1e-12)
+    assert_close(exact_scaling(s["k"][None, None], s["v"][None, None])[0, 0], s["S"] @ s["v"], 1e-10, 1e-12)
+    assert_close(s["v"] - exact_scaling(s["k"][None, None], s["v"][None, None])[0, 0], s["IminusS_v"], 1e-10, 1e-12)
     q, k, v, d = t["q"], t["k"], t["v"], int(t["dv"])
     axes = kernel_pca(k)
     span = key_span(q, k)
     u = principal_axes(span)
     for r, name in ((d, "dv"), (len(k) - 1, "full")):
-        close(restrict(q, k, v, span, u[:r]), t[f"h_strict_{name}"], 1e-6, 1e-9)
-        close(restrict(q, k, v, span, u[:r], affine=True), t[f"h_affine_{name}"], 1e-6, 1e-9)
+        assert_close(restrict(q, k, v, span, u[:r]), t[f"h_strict_{name}"], 1e-6, 1e-9)
+        assert_close(restrict(q, k, v, span, u[:r], affine=True), t[f"h_affine_{name}"], 1e-6, 1e-9)
         offset = kernel_projections(k, k, axes, r).mean(-2)
-        close(offset.abs(), t[f"b_offset_abs_{name}"], 1e-6, 1e-9)
+        assert_close(offset.abs(), t[f"b_offset_abs_{name}"], 1e-6, 1e-9)
 
 
 @pytest.mark.parametrize("case", ["large0", "large1"])
@@ -222,12 +222,12 @@ def test_long_keys_agree_with_golden(golden, case):
     q, k, v = z["q"], z["k"], z["v"]
     axes, lp = kernel_pca(k), log_phi2(q, k)
     for ours, theirs in ((axes.log_g, "log_g"), (log_g(q, k), "log_gq"), (axes.c[0], "log_scale"), (lp, "log_phi2")):
-        close(ours, z[theirs], 0, 1e-9)
+        assert_close(ours, z[theirs], 0, 1e-9)
     mu = z["mu_scaled"]
     assert (axes.mu[:len(mu)] - mu).abs().max() < 1e-10 * mu[0] and int(axes.rank) == int(z["rank"])
     terms = projection_loss(lp, attend(q, k, v))
     for ours, theirs in (("J", "jproj_signed"), ("h2", "h2_mean"), ("phi2", "phi2_mean"), ("rel_h", "rel_h_of_means")):
-        close(terms[ours], z[theirs], 1e-10)
+        assert_close(terms[ours], z[theirs], 1e-10)
     assert all(t.isfinite().all() for t in terms.values())
 
 
@@ -240,11 +240,11 @@ def test_similarities_agree_with_golden(golden, case):
     found = row_similarities(v, w)
     assert torch.equal(found.pop("assign"), z["assign"])
     for name, value in found.items():
-        close(value, z[name], 1e-6, 1e-9)
-    close(cka(v, w), z["linear_cka"])
-    close(cka(v, w, unbiased=True), z["linear_cka_unbiased"])
-    close(kernel_cka(v, w), z["kernel_cka"])
-    close(token_overlap(basis(v), basis(w)), z["overlap"])
+        assert_close(value, z[name], 1e-6, 1e-9)
+    assert_close(cka(v, w), z["linear_cka"])
+    assert_close(cka(v, w, unbiased=True), z["linear_cka_unbiased"])
+    assert_close(kernel_cka(v, w), z["kernel_cka"])
+    assert_close(token_overlap(basis(v), basis(w)), z["overlap"])
 
 
 # --- theory: true of any keys ----------------------------------------------------------------------------------------
@@ -256,12 +256,12 @@ def test_theorem_1_is_exact(seed, N, D, size):
     d = min(D, int(axes.rank))
     V = theoretical_values(axes, d)
     h = attend(q, k, V)
-    close(h, kernel_projections(q, k, axes, d), 1e-9, 1e-11 * float(h.abs().max()))  # (8) = (9)
+    assert_close(h, kernel_projections(q, k, axes, d), 1e-9, 1e-11 * float(h.abs().max()))  # (8) = (9)
     E = log_kernel(k, k).exp()
-    close(V.mT @ E @ V, torch.eye(d, dtype=torch.float64), 0, 1e-8)  # orthonormal u_d
+    assert_close(V.mT @ E @ V, torch.eye(d, dtype=torch.float64), 0, 1e-8)  # orthonormal u_d
     a = log_g(k, k).exp()[:, None] * V
     assert (a.sum(0).abs() <= 1e-9 * a.abs().sum(0)).all()  # sum_j g_j v_j = 0
-    close(V - exact_scaling(k[None, None], V[None, None])[0, 0], V, 1e-9, 1e-11 * float(V.abs().max()))  # (I - S) V = V
+    assert_close(V - exact_scaling(k[None, None], V[None, None])[0, 0], V, 1e-9, 1e-11 * float(V.abs().max()))  # (I - S) V = V
 
 
 @sweep
@@ -282,10 +282,10 @@ def test_kernel_pca_has_no_negative_loss_and_the_most_variance(seed, N, D, size)
     assert projection_loss(lp, h)["J"] >= 0 and (h.square().sum(-1) <= lp.exp() * (1 + 1e-9)).all()  # Bessel
     span = key_span(q, k)
     best = axes.mu[:d].clamp(min=0).sum() / axes.mu.clamp(min=0).sum()
-    close(explained_variance(span, basis(value_axes(span, V))), best, 1e-6)  # EV(V) is the best
+    assert_close(explained_variance(span, basis(value_axes(span, V))), best, 1e-6)  # EV(V) is the best
     assert explained_variance(span, basis(value_axes(span, v[:, :d]))) <= best * (1 + 1e-9)
     frac = query_share(span, basis(value_axes(span, V)))
-    close(frac, h.square().sum(-1) / lp.exp(), 1e-6, 1e-9)
+    assert_close(frac, h.square().sum(-1) / lp.exp(), 1e-6, 1e-9)
     assert (query_share(span, basis(value_axes(span, v))) <= query_share(span) + 1e-9).all()
     assert (query_share(span) <= 1 + 1e-9).all()
 
@@ -297,8 +297,8 @@ def test_gauge_free_measures_ignore_any_invertible_map_of_the_values(seed, N, D,
     R = torch.randn(v.shape[1], v.shape[1], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     span = key_span(q, k)
     a, b = (basis(value_axes(span, x)) for x in (v, v @ R))
-    close(explained_variance(span, a), explained_variance(span, b), 1e-8)
-    close(query_share(span, a), query_share(span, b), 1e-7, 1e-12)
+    assert_close(explained_variance(span, a), explained_variance(span, b), 1e-8)
+    assert_close(query_share(span, a), query_share(span, b), 1e-7, 1e-12)
 
 
 @pytest.mark.parametrize("size", [0.5, 1.0, 2.0, 3.0])
@@ -307,7 +307,7 @@ def test_all_axes_and_the_constant_row_give_attention_back_also_where_axes_are_n
     axes = kernel_pca(k)
     span = key_span(q, k)
     h = attend(q, k, v)
-    close(restrict(q, k, v, span, principal_axes(span)[:-1], affine=True), h, 1e-6, 1e-6)
+    assert_close(restrict(q, k, v, span, principal_axes(span)[:-1], affine=True), h, 1e-6, 1e-6)
     strict = restrict(q, k, v, span, principal_axes(span)[:-1])
     assert (strict - h).abs().max() > 0.01                                        # without the row
     assert size < 3 or axes.rank < 23
@@ -318,10 +318,10 @@ def test_axes_are_orthonormal_for_any_weighting_of_the_keys(p):
     q, k, _ = draw(5)
     axes = kernel_pca(k, p)
     V = theoretical_values(axes, 8)
-    close(V.mT @ log_kernel(k, k).exp() @ V, torch.eye(8, dtype=torch.float64), 0, 1e-10)
-    close(attend(q, k, V), kernel_projections(q, k, axes, 8), 1e-9, 1e-12)
+    assert_close(V.mT @ log_kernel(k, k).exp() @ V, torch.eye(8, dtype=torch.float64), 0, 1e-10)
+    assert_close(attend(q, k, V), kernel_projections(q, k, axes, 8), 1e-9, 1e-12)
     span = key_span(q, k, p)
-    close(explained_variance(span, principal_axes(span)[:8].mT), axes.mu[:8].sum() / axes.mu.sum(), 1e-9)
+    assert_close(explained_variance(span, principal_axes(span)[:8].mT), axes.mu[:8].sum() / axes.mu.sum(), 1e-9)
 
 
 @pytest.mark.parametrize("ratio", [50, 500, 5000])
@@ -342,7 +342,7 @@ def test_eigenvectors_have_cosine_one_and_constant_gamma_and_noise_has_neither()
     _, k, v = draw(9, 65, 32)
     axes = kernel_pca(k)
     true, noise = gamma_statistics(axes, axes.U[:, :32]), gamma_statistics(axes, a_hat(v, axes.log_g))
-    close(true["eig_cos"], torch.ones(32), 1e-9)
+    assert_close(true["eig_cos"], torch.ones(32), 1e-9)
     assert noise["eig_cos"].max() < 0.9 and (noise["pair_mean"] > 1e3 * true["pair_mean"]).all()
 
 
@@ -359,8 +359,8 @@ def test_values_made_by_theorem_1_give_their_eigenvectors_back():
     _, k, _ = draw(11)
     axes = kernel_pca(k)
     a = a_hat(theoretical_values(axes, 8), axes.log_g)
-    close(gamma_statistics(axes, a)["eig_cos"], torch.ones(8), 1e-9)
-    close((a / a.norm(dim=0)).abs(), axes.U[:, :8].abs(), 1e-6, 1e-9)
+    assert_close(gamma_statistics(axes, a)["eig_cos"], torch.ones(8), 1e-9)
+    assert_close((a / a.norm(dim=0)).abs(), axes.U[:, :8].abs(), 1e-6, 1e-9)
 
 
 def test_pair_differences_equal_the_pairs():
@@ -368,8 +368,8 @@ def test_pair_differences_equal_the_pairs():
     i, j = torch.triu_indices(17, 17, 1)
     d = (x[:, i] - x[:, j]).abs()
     mean, std = pair_differences(x)
-    close(mean, d.mean(1), 1e-12)
-    close(std, d.std(1), 1e-12)
+    assert_close(mean, d.mean(1), 1e-12)
+    assert_close(std, d.std(1), 1e-12)
 
 
 def test_assignment_is_the_best_of_all_permutations():
@@ -417,10 +417,10 @@ def test_captured_heads_reproduce_the_attention_of_every_kind(kind, causal):
     heads, = kpca.capture(model, x)
     h = attend(heads.q, heads.k, heads.v, causal)
     with torch.no_grad():
-        close(module.proj(h.transpose(1, 2).flatten(2)), module(model.inner[0](x)), 1e-6, 1e-6)
+        assert_close(module.proj(h.transpose(1, 2).flatten(2)), module(model.inner[0](x)), 1e-6, 1e-6)
         with kpca.attention_replaced(model, lambda heads: attend(heads.q, heads.k, heads.v, causal)):
             again = model(x)
-        close(again, model(x), 1e-6, 1e-6)
+        assert_close(again, model(x), 1e-6, 1e-6)
     assert torch.equal(heads.raw, heads.v) != kind.startswith("scaled")
 
 
@@ -429,7 +429,7 @@ def test_causal_layers_are_looked_at_on_prefixes():
     layer = kpca.Layer(heads, "0")
     assert [part.k.shape[-2] for part in layer.parts] == [3, 6, 12] and all(p.q.shape[-2] == 1 for p in layer.parts)
     part = layer.parts[1]
-    close(attend(part.q, part.k, part.v), attend(layer.q, layer.k, layer.v, True)[..., 5:6, :], 1e-10)
+    assert_close(attend(part.q, part.k, part.v), attend(layer.q, layer.k, layer.v, True)[..., 5:6, :], 1e-10)
     found = kpca.measure([layer], kpca.EXPERIMENTS)
     assert all(t.shape[0] == 2 for t in found.values()) and ("jproj", "J", "learned", "0") in found
 
@@ -438,9 +438,9 @@ def test_null_values_have_the_size_of_the_learned_and_do_not_depend_on_the_batch
     heads = kpca.random_heads(B=4)
     layer = kpca.Layer(heads, key=(2, 0))
     for name, v in layer.values.items():
-        close(v.norm(dim=(-2, -1)), layer.v.norm(dim=(-2, -1)).expand(v.shape[:3]), 1e-10)
+        assert_close(v.norm(dim=(-2, -1)), layer.v.norm(dim=(-2, -1)).expand(v.shape[:3]), 1e-10)
     part = kpca.Layer(kpca.Heads(*(t[:2] for t in heads[:5])), key=(2, 0))
-    close(part.values["x W"], layer.values["x W"][:, :2], 1e-12)
+    assert_close(part.values["x W"], layer.values["x W"][:, :2], 1e-12)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -510,7 +510,7 @@ def test_command_tracks_a_training_run_and_the_figures_follow(monkeypatch, tmp_p
     start, _ = kpca.untrained(common.read_checkpoint(folder), folder)
     end, _ = kpca.load_model(folder)
     for a, b in zip(start.parameters(), end.parameters()):                        # warm-up begins at 1e-6
-        close(a.detach(), b.detach(), 0, 1e-4)
+        assert_close(a.detach(), b.detach(), 0, 1e-4)
     run(monkeypatch, "--ckpt", *sorted(folder.glob("*.pt")), "--untrained", "--images", 4, "--repro", "--ranks", "2,16",
         "--layers", "0,3", "--out_dir", tmp_path)
     assert "over training" in capsys.readouterr().out
