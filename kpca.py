@@ -1130,10 +1130,10 @@ def main():
                 print_table(f"{name}: {where}", inspect.cleandoc(EXPERIMENTS[name].__doc__),
                             [r[1:] for r in rows if r[0] == name and r[4].ndim == 0])
         for experiment, m, source, layer, mean, se in rows:
-            if mean.ndim:
+            if mean.ndim and last:                                              # per axis: long, so the last step only
                 curves += [(run, step, experiment, m.removesuffix(" by axis"), source, layer, d + 1, float(x), float(s))
                            for d, (x, s) in enumerate(zip(mean, se))]
-            else:
+            elif not mean.ndim:
                 table.append((run, step, experiment, m, source, layer, float(mean), float(se), len(images)))
         if correct:
             new = [(how, r, 100 * t.mean(), 100 * t.std() / math.sqrt(len(t))) for (how, r), t in correct.items()]

@@ -1,7 +1,7 @@
 """Figures from the numbers that the other scripts write. The only file that needs matplotlib; imports nothing of ours.
 
     python plot.py kpca out/kpca                 # every figure that the CSV files of kpca.py in out/kpca allow
-    python plot.py kpca out/kpca --figures loss,spectrum --run cifar10_softmax
+    python plot.py kpca out/kpca --figures loss,spectrum --run softmax      # runs softmax_s0, softmax_s1, ...
     python plot.py robust out/shapes_rpc/robust  # accuracy against eps, error of every corruption
 
 One function draws one figure: it reads the numbers in a folder and returns a figure, or None without the numbers.
@@ -35,8 +35,11 @@ SOURCES = {
 }
 
 
-def read_csv(path, **only):
-    """Rows of a CSV file as dicts, numbers as float, restricted to the given columns' values; [] without the file."""
+def read_csv(path, run="", **only):
+    """Rows of a CSV file as dicts, numbers as float; [] without the file.
+
+    Only those of runs whose name begins with `run`, and with the given values in the other columns.
+    """
     if not path.exists():
         return []
 
@@ -48,7 +51,7 @@ def read_csv(path, **only):
 
     with open(path, newline="") as f:
         rows = [{k: t if k in ("run", "layer") else value(t) for k, t in row.items()} for row in csv.DictReader(f)]
-    return [row for row in rows if all(row[k] == v for k, v in only.items())]
+    return [row for row in rows if row.get("run", "").startswith(run) and all(row[k] == v for k, v in only.items())]
 
 
 def curve(rows, x, **only):
@@ -85,10 +88,10 @@ def layers_of(rows):
 
 # --- kpca ------------------------------------------------------------------------------------------------------------
 
-def kpca_loss(folder, **only):
+def kpca_loss(folder, run):
     """Fig. 1: the projection loss over training as released, its two terms, and two measures that can show learning."""
-    rows = read_csv(folder / "jproj.csv", layer="all", **only)
-    capture = read_csv(folder / "capture.csv", layer="all", **only)
+    rows = read_csv(folder / "jproj.csv", run, layer="all")
+    capture = read_csv(folder / "capture.csv", run, layer="all")
     if len({row["step"] for row in rows}) < 2:
         return None
     figure, ((released, terms), (frac, ev)) = plt.subplots(2, 2, figsize=(WIDTH, 6.2))
@@ -110,6 +113,8 @@ def kpca_loss(folder, **only):
     frac.set(title="Share of |φ(q)|² inside the span of the values (frac)", ylabel="share")
     draw_sources(ev, capture, "step", ["learned", "x W", "iid", "best"], "o", measure="EV")
     ev.set(title="Share of the keys' variance inside it (EV)", ylabel="share")
+    for ax in (frac, ev):
+        ax.set_ylim(0, 1.05)
     for ax in (released, terms, frac, ev):
         ax.set_xlabel("training step")
         if ax.has_data():
@@ -138,9 +143,9 @@ def draw_gamma(ax, rows, **only):
     ax.set_yscale("log")
 
 
-def kpca_gamma(folder, **only):
+def kpca_gamma(folder, run):
     """Fig. 2: are the values eigenvectors? The paper's |gamma_i - gamma_j|, and the cosine of a and K~ a."""
-    rows = last_step(read_csv(folder / "gamma_axes.csv", layer="all", **only))
+    rows = last_step(read_csv(folder / "gamma_axes.csv", run, layer="all"))
     if not rows:
         return None
     figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.6))
@@ -155,9 +160,9 @@ def kpca_gamma(folder, **only):
     return figure
 
 
-def kpca_gamma_layers(folder, **only):
+def kpca_gamma_layers(folder, run):
     """Fig. 5: the same for every layer, the paper's definition above, the cosine below."""
-    rows = last_step(read_csv(folder / "gamma_axes.csv", **only))
+    rows = last_step(read_csv(folder / "gamma_axes.csv", run))
     layers = layers_of(rows)
     if not layers:
         return None
@@ -185,10 +190,10 @@ def kpca_gamma_layers(folder, **only):
     return figure
 
 
-def kpca_spectrum(folder, **only):
+def kpca_spectrum(folder, run):
     """Eigenvalues of the centred Gram matrix by rank, with their bound and the numbers of the paper."""
-    rows = last_step(read_csv(folder / "eigstats_axes.csv", **only))
-    bounds = last_step(read_csv(folder / "eigstats.csv", measure="bound", layer="all", **only))
+    rows = last_step(read_csv(folder / "eigstats_axes.csv", run))
+    bounds = last_step(read_csv(folder / "eigstats.csv", run, measure="bound", layer="all"))
     layers = layers_of(rows)
     if not layers:
         return None
@@ -208,9 +213,9 @@ def kpca_spectrum(folder, **only):
     return figure
 
 
-def kpca_truncation(folder, **only):
+def kpca_truncation(folder, run):
     """Accuracy when the values of all layers keep r directions only."""
-    rows = last_step(read_csv(folder / "truncate.csv", **only))
+    rows = last_step(read_csv(folder / "truncate.csv", run))
     if not rows:
         return None
     rows = [{**row, "mean": row["accuracy"]} for row in rows]
@@ -246,20 +251,21 @@ KPCA_FIGURES = {"loss": kpca_loss, "gamma": kpca_gamma, "gamma_layers": kpca_gam
 
 def kpca(args):
     """Figures of the kernel-PCA experiments (kpca.py): the paper's Fig. 1, 2 and 5, and what should stand there."""
-    folder, only = Path(args.folder), {"run": args.run} if args.run else {}
+    folder = Path(args.folder)
     names = args.figures.split(",") if args.figures else list(KPCA_FIGURES)
     if not set(names) <= set(KPCA_FIGURES):
         raise ValueError(f"--figures {args.figures}: expected some of {','.join(KPCA_FIGURES)}")
     if not list(folder.glob("*.csv")):
         raise FileNotFoundError(f"{folder} holds no CSV file of kpca.py")
     for name in names:
-        figure = KPCA_FIGURES[name](folder, **only)
+        figure = KPCA_FIGURES[name](folder, args.run)
         if figure is None:
             print(f"{name}: skipped, {folder} has no numbers for it" + " (several checkpoints)" * (name == "loss"))
             continue
-        figure.savefig(folder / f"{name}.png")
+        path = folder / f"{name}{args.run and '_' + args.run}.png"
+        figure.savefig(path)
         plt.close(figure)
-        print(f"{folder / name}.png: {KPCA_FIGURES[name].__doc__}")
+        print(f"{path}: {KPCA_FIGURES[name].__doc__}")
 
 
 # --- robustness (eval_robust.py) -------------------------------------------------------------------------------------
@@ -331,6 +337,7 @@ def robust(args):
 # --- the command -----------------------------------------------------------------------------------------------------
 
 def get_args(argv=None):
+    """Command, folder and what is to be drawn."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                 allow_abbrev=False)
     commands = p.add_subparsers(required=True, metavar="COMMAND")
@@ -340,7 +347,7 @@ def get_args(argv=None):
     c.set_defaults(draw=kpca)
     c.add_argument("folder", help="--out_dir of kpca.py; the PNG files go there too")
     c.add_argument("--figures", default=None, help="comma-separated; default: all")
-    c.add_argument("--run", default=None, help="one run only; default: the mean of the runs in the files")
+    c.add_argument("--run", default="", help="mean of the runs whose name begins so; default: of all")
     c = commands.add_parser("robust", help=robust.__doc__, description=robust.__doc__, allow_abbrev=False)
     c.set_defaults(draw=robust)
     c.add_argument("folder", help="--out_dir of eval_robust.py; the PNG files go there too")
