@@ -1,0 +1,382 @@
+"""Claims about lm.py and leak.py: equal to lmtool, causal in every kind, probabilities of all words, memory."""
+
+import math
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import leak
+import lm
+from conftest import ROOT
+from lm import LM, SIZES, LMConfig, linear_nll, lm_from_checkpoint, load_reference
+
+SMALL = dict(context=12, embed_dim=16, depth=3, num_heads=2, mlp_dim=32)
+RPC = {f"rpc, {form}, n={n}": dict(attn="rpc", rpc_layers=(0, 1, 2), n_iter=n, form=form, lambd=lambd)
+       for form, lambd in (("released", 4.0), ("paper", 0.25)) for n in range(1, 7)}      # with long keys S acts in all
+KINDS = {"softmax": dict(attn="softmax"), "symmetric": dict(attn="symmetric"), **RPC}
+OUTPUTS = {"full": (), "adaptive": (8, 16, 32)}
+FILES = [f"lm_{output}{kind}" for output in ("full_softmax", "adaptive") for kind in ("", "_symmetric")]
+
+
+def small(seed=0, vocab_size=53, gain=1.0, **kind):
+    """float64, eval mode; gain multiplies the keys, so that they reach the threshold and S acts."""
+    torch.manual_seed(seed)
+    model = LM(LMConfig(vocab_size, **{**SMALL, **kind})).double().eval()
+    for block in model.blocks:
+        block.attn.qkv.weight.data *= gain
+    return model
+
+
+def words(B=2, T=12, vocab_size=53, seed=1):
+    return torch.randint(vocab_size, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_close(a, b, atol=1e-12):
+    torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+# --- equal to lmtool -------------------------------------------------------------------------------------------------
+
+def reference_model(arrays, name):
+    model = LM(LMConfig(53, 12, embed_dim=16, depth=2, num_heads=2, mlp_dim=40, dropout=0.0,
+                        attn="symmetric" if "symmetric" in name else "softmax",
+                        cutoffs=OUTPUTS["adaptive" if "adaptive" in name else "full"]))
+    load_reference(model, {k[3:]: v for k, v in arrays.items() if k.startswith("sd/")})
+    return model
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_hidden_states_nats_and_gradients_equal_lmtools(golden, name):
+    a = golden(name)
+    model = reference_model(a, name)
+    hidden = model.hidden(a["tokens"].T)                                           # the files are time-major
+    nats = model(a["tokens"].T, a["targets"].T)
+    assert_close(hidden.transpose(0, 1), a["hidden"], 1e-5)
+    assert_close(nats.T, a["nll"], 1e-5)
+    assert_close(nats.mean().double(), a["loss"], 1e-6)
+    nats.mean().backward()
+    for theirs, ours in (("word_emb.emb_layers.0.weight", model.embed.weight),
+                         ("layers.0.dec_attn.kv_net.weight", model.blocks[0].attn.qkv.weight),
+                         ("layers.0.pos_ff.CoreNet.0.weight", model.blocks[0].mlp.fc1.weight),
+                         ("layers.1.dec_attn.layer_norm.weight", model.blocks[1].norm1.weight)):
+        assert_close(ours.grad[-len(a[f"grad/{theirs}"]):], a[f"grad/{theirs}"], 1e-5)       # qkv: last rows k, v
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize("name", FILES)
+def test_sliding_windows_give_lmtools_totals(golden, name, streams):
+    a = golden(name)
+    model, T = reference_model(a, name), int(a["window"])
+    text = a["seq"].view(streams, -1)
+    with torch.no_grad():
+        windows = [model(text[:, i:i + T], text[:, i + 1:i + 1 + T]) for i in range(text.shape[1] - T)]
+    nats = torch.cat([windows[0], *(w[:, -1:] for w in windows[1:])], 1).T
+    assert_close(nats, a[f"sliding_nll_b{streams}"], 1e-5)
+    total, count, perplexity = a[f"sliding_total_b{streams}"].tolist()
+    assert nats.numel() == count and abs(nats.double().sum().item() - total) < 1e-4
+    assert abs(math.exp(nats.double().mean().item()) / perplexity - 1) < 1e-6
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_segments_also_one_shorter_than_the_context_give_lmtools_total(golden, name):
+    a = golden(name)
+    model, total = reference_model(a, name), 0.0
+    for i in range(2):
+        tokens, targets = a[f"ordered_x{i}"].T, a[f"ordered_y{i}"].T               # (3, 12), then (3, 7)
+        total += model(tokens, targets).mean(0).sum().item()
+    assert abs(total - a["ordered_total"][0].item()) < 1e-4
+
+
+def test_weights_of_another_kind_or_size_are_refused(golden):
+    for name, kind in (("lm_full_softmax", "symmetric"), ("lm_full_softmax_symmetric", "softmax")):
+        a = golden(name)
+        state = {k[3:]: v for k, v in a.items() if k.startswith("sd/")}
+        model = LM(LMConfig(53, 12, embed_dim=16, depth=2, num_heads=2, mlp_dim=40, attn=kind))
+        with pytest.raises(ValueError, match="weights do not fit the model.*qkv"):
+            load_reference(model, state)
+        with pytest.raises(ValueError, match="weights do not fit the model.*blocks.2"):
+            load_reference(LM(LMConfig(53, 12, embed_dim=16, depth=3, num_heads=2, mlp_dim=40, attn=kind)), state)
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+def test_parameter_counts_are_the_papers():
+    def count(**kind):
+        with torch.device("meta"):
+            return sum(p.numel() for p in LM(LMConfig(267_735, **SIZES["paper"], **kind)).parameters())
+    cutoffs = (20_000, 40_000, 200_000)
+    assert count(cutoffs=cutoffs) == 44_018_394 and count() == 44_018_394 - 387
+    assert count(cutoffs=cutoffs, attn="symmetric") == count(cutoffs=cutoffs, attn="rpc") == 43_756_250
+
+
+def test_initial_weights_are_lmtools():
+    torch.manual_seed(0)
+    model = LM(LMConfig(3000, **SIZES["mini"], cutoffs=(100, 1000)))
+    for name, p in model.named_parameters():
+        if "bias" in name:
+            assert p.eq(0).all(), name
+        else:
+            assert abs(p.std() - 0.02) < 5 * 0.02 / p.numel() ** 0.5, name
+            assert abs(p.mean() - float("norm" in name)) < 5 * 0.02 / p.numel() ** 0.5, name
+
+
+def test_dropout_acts_everywhere_but_on_attention_weights():
+    model = small(dropout=0.1).train()
+    rates = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
+    assert rates == [0.1] * (1 + 3 * 3) and all(b.attn.attn_drop == 0 for b in model.blocks)
+    seen = []
+    model.drop.register_forward_hook(lambda *call: seen.append(call[-1]))
+    model.hidden(words())
+    assert [(x == 0).any().item() for x in seen] == [True, True]                   # embedding + position, final state
+
+
+def test_rpc_layers_are_rpc_the_others_symmetric_and_other_kinds_have_none():
+    assert [b.attn.attn for b in small(attn="rpc", rpc_layers=(2, 0)).blocks] == ["rpc", "symmetric", "rpc"]
+    assert LMConfig(53, attn="rpc").rpc_layers == (0, 1, 2, 3) and LMConfig(53, attn="symmetric").rpc_layers == ()
+
+
+def test_rpc_with_one_step_that_never_shrinks_is_the_symmetric_model():
+    rpc, symmetric = small(attn="rpc", rpc_layers=(0, 1, 2), n_iter=1, lambd=math.inf), small(attn="symmetric")
+    symmetric.load_state_dict(rpc.state_dict())
+    assert torch.equal(rpc.hidden(words()), symmetric.hidden(words()))
+    assert not torch.equal(small(attn="rpc", rpc_layers=(1,), gain=50).hidden(words()), symmetric.hidden(words()))
+
+
+def test_positions_are_sinusoids_counted_from_the_end():
+    table = lm.sinusoids(12, 16)
+    assert_close(table[-1], torch.tensor([0.0] * 8 + [1.0] * 8))
+    for p, i in ((11, 0), (4, 3), (7, 7)):
+        x = p * 1e4 ** (-i / 8)
+        assert_close(table[11 - p, [i, 8 + i]], torch.tensor([math.sin(x), math.cos(x)]), 1e-6)
+    assert torch.equal(lm.sinusoids(5, 16), table[-5:])
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+@pytest.mark.parametrize("cutoffs", OUTPUTS.values())
+def test_either_norm_and_either_output_layer_learns(norm, cutoffs):
+    torch.manual_seed(0)
+    model = LM(LMConfig(53, **SMALL, attn="rpc", rpc_layers=(0,), norm=norm, cutoffs=cutoffs))
+    optimizer, nats = torch.optim.Adam(model.parameters(), lr=3e-3), []
+    for _ in range(20):
+        loss = model(words(), words(seed=2)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        optimizer.step()
+        nats.append(loss.item())
+    assert nats[-1] < nats[0] - 0.5
+
+
+# --- causality -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_changing_a_token_leaves_outputs_before_it_unchanged(kind, norm):
+    model = small(**KINDS[kind], norm=norm, gain=50)
+    tokens = words()
+    changed = tokens.clone()
+    changed[:, 7] = (tokens[:, 7] + 1) % 53
+    a, b = model.hidden(tokens), model.hidden(changed)
+    assert torch.equal(a[:, :7], b[:, :7]) and not torch.equal(a[:, 7:], b[:, 7:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_of_an_output_for_later_words_is_exactly_zero(kind):
+    model, seen = small(**KINDS[kind], gain=50), []
+    model.embed.register_forward_hook(lambda *call: seen.append(call[-1]))
+    hidden = model.hidden(words())
+    for t in range(11):
+        g, = torch.autograd.grad(hidden[:, t].pow(2).sum() + hidden[:, t].sum(), seen[0], retain_graph=True)
+        assert g[:, t + 1:].eq(0).all() and g[:, t].ne(0).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_of_a_prefix_are_the_prefix_of_the_outputs_at_the_same_positions(kind):
+    model = small(**KINDS[kind], gain=50)
+    whole = model.hidden(words())
+    model.positions = model.positions[:8]                                          # those that the first 8 of 12 had
+    assert_close(model.hidden(words()[:, :8]), whole[:, :8], 1e-9)
+
+
+@pytest.mark.parametrize("kind", RPC)
+def test_all_three_see_the_leak_of_a_global_mu(kind):
+    model, seen = small(**RPC[kind], mu="global", gain=50), []
+    model.embed.register_forward_hook(lambda *call: seen.append(call[-1]))
+    tokens = words()
+    changed = tokens.clone()
+    changed[:, 7] = (tokens[:, 7] + 1) % 53
+    whole = model.hidden(tokens)
+    assert (whole - model.hidden(changed))[:, :7].abs().max() > 1e-4
+    g, = torch.autograd.grad(whole[:, :7].pow(2).sum() + whole[:, 0].sum(), seen[0])
+    assert g[:, 7:].abs().max() > 1e-4
+    model.positions = model.positions[:8]
+    assert (model.hidden(tokens[:, :8]) - whole[:, :8]).abs().max() > 1e-4
+
+
+def test_a_model_trained_with_a_global_mu_reads_the_future_and_with_a_causal_one_cannot():
+    assert leak.train("global", steps=120) < 0.1
+    for mu in ("running", "token"):
+        assert abs(leak.train(mu, steps=120) - math.log(2)) < 2e-3
+
+
+# --- output layer ----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("cutoffs", [*OUTPUTS.values(), (1, 52)])
+def test_probabilities_sum_to_one_and_nats_are_minus_their_logarithm(cutoffs):
+    model = small(cutoffs=cutoffs)
+    torch.nn.init.normal_(model.bias)
+    if cutoffs:
+        torch.nn.init.normal_(model.cluster_weight)
+        torch.nn.init.normal_(model.cluster_bias)
+    h = torch.randn(4, 53, 16).double()
+    log_p, t = model.log_probs(h), torch.arange(53).expand(4, 53)                  # every word is a target
+    assert log_p.shape == (4, 53, 53)
+    assert_close(log_p.exp().sum(-1), torch.ones(4, 53).double())
+    assert_close(model.nll(h, t), -log_p.gather(-1, t[..., None]).squeeze(-1))
+
+
+@pytest.mark.parametrize("num_logits", [1, 100, 10 ** 6])
+def test_chunks_change_neither_nats_nor_gradients(num_logits, monkeypatch):
+    monkeypatch.setattr(lm, "CHUNK", num_logits)
+    torch.manual_seed(0)
+    h, W, b = (torch.randn(*s).double().requires_grad_() for s in ((23, 4), (11, 4), (11,)))
+    t, weight = torch.randint(11, (23,)), torch.randn(23).double()
+    ours, plain = linear_nll(h, W, b, t), F.cross_entropy(F.linear(h, W, b), t, reduction="none")
+    assert_close(ours, plain)
+    for x, y in zip(*(torch.autograd.grad(nats @ weight, (h, W, b)) for nats in (ours, plain))):
+        assert_close(x, y)
+    assert torch.autograd.gradcheck(lambda *x: linear_nll(*x, t), (h, W, b))
+
+
+def test_clusters_without_a_target_have_zero_gradients_not_none():
+    model = small(cutoffs=OUTPUTS["adaptive"])
+    model(words(vocab_size=8), words(vocab_size=8, seed=2)).mean().backward()
+    assert model.bias.grad[:8].ne(0).all() and model.bias.grad[8:].eq(0).all()
+    assert model.cluster_bias.grad.ne(0).all()
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_under_bf16_autocast_nats_are_float32_and_close(output):
+    model = small(cutoffs=OUTPUTS[output], attn="rpc", rpc_layers=(0, 1, 2)).float()
+    t = words(seed=2)
+    plain = model(words(), t)
+    with torch.autocast("cpu", torch.bfloat16):
+        nats, log_p = model(words(), t), model.log_probs(model.hidden(words()))
+    assert nats.dtype == log_p.dtype == torch.float32
+    assert_close(log_p.exp().sum(-1), torch.ones(2, 12), 1e-5)                     # in bf16 it would be off by 1e-2
+    assert_close(nats, plain, 0.02)
+    grads = [torch.autograd.grad(x.mean(), (model.embed.weight, model.bias)) for x in (nats, plain)]
+    for x, y in zip(*grads):
+        assert x.dtype == torch.float32 and (x - y).norm() < 0.02 * y.norm()
+
+
+MEMORY = """
+import sys, torch
+from lm import LM, LMConfig
+torch.manual_seed(0)
+V, N = 267_735, int(sys.argv[1])
+model = LM(LMConfig(V, depth=0, cutoffs=tuple(map(int, sys.argv[2:]))))
+tokens = (V ** torch.rand(8, N // 8) - 1).long()                                   # p(id) falls as 1 / id: Zipf's law
+model(tokens, tokens).mean().backward()
+print(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])         # getrusage counts the parent's peak too
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+@pytest.mark.parametrize("num_tokens,cutoffs", [(512, ()), (2048, (20_000, 40_000, 200_000))])
+def test_either_output_layer_of_the_papers_vocabulary_trains_in_less_than_1500_megabytes(num_tokens, cutoffs):
+    run = subprocess.run([sys.executable, "-c", MEMORY, str(num_tokens), *map(str, cutoffs)], cwd=ROOT, text=True,
+                         capture_output=True, check=True)
+    assert int(run.stdout) * 1024 < 1.5e9                  # torch itself has up to 0.7e9 of it
+
+
+def test_compiled_it_is_the_same_model():
+    model = small(attn="rpc", rpc_layers=(0,), cutoffs=OUTPUTS["adaptive"])
+    nats, same = model(words(), words(seed=2)), torch.compile(model, backend="aot_eager")(words(), words(seed=2))
+    assert_close(same, nats)
+    for x, y in zip(*(torch.autograd.grad(z.mean(), list(model.parameters())) for z in (same, nats))):
+        assert_close(x, y)
+
+
+# --- sampling --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("mu", ["running", "token"])
+def test_greedy_text_is_the_most_probable_word_again_and_again(mu):
+    model, tokens = small(attn="rpc", rpc_layers=(0,), mu=mu, cutoffs=OUTPUTS["adaptive"]), words(T=9)
+    text = model.generate(tokens, 6, top_k=1)                                    # 15 words: runs past the context of 12
+    assert torch.equal(text, model.generate(tokens, 6, top_k=1)) and torch.equal(text[:, :9], tokens)
+    for i in range(9, 15):
+        assert torch.equal(text[:, i], model.log_probs(model.hidden(text[:, max(i - 12, 0):i]))[:, -1].argmax(-1))
+
+
+def test_a_prompt_longer_than_the_context_is_cropped_and_kept():
+    model, tokens = small(), words(T=30)
+    text = model.generate(tokens, 4, top_k=1)
+    assert torch.equal(text[:, :30], tokens)
+    assert torch.equal(text[:, 30:], model.generate(tokens[:, -12:], 4, top_k=1)[:, 12:])
+
+
+def test_samples_follow_temperature_top_k_and_generator():
+    model, tokens = small(), words(B=1, T=2).expand(4000, -1)
+    torch.nn.init.normal_(model.bias)
+    p = model.log_probs(model.hidden(tokens[:1]))[0, -1]
+
+    def sample(**how):
+        return model.generate(tokens, 1, generator=torch.Generator().manual_seed(0), **how)[:, -1]
+    for how, expected in ((dict(), p), (dict(temperature=2.0), p / 2),
+                          (dict(top_k=5), p.masked_fill(p < p.topk(5).values[-1], -math.inf))):
+        share = torch.bincount(sample(**how), minlength=53) / 4000
+        assert (share - expected.softmax(-1)).abs().max() < 0.03
+        assert torch.equal(sample(**how), sample(**how))
+    assert torch.equal(sample(top_k=100), sample())
+
+
+# --- checkpoints and bad input ---------------------------------------------------------------------------------------
+
+def test_a_checkpoint_alone_rebuilds_the_model():
+    model = small(attn="rpc", rpc_layers=(1,), n_iter=2, lambd=3.0, form="paper", mu="token", cutoffs=(8, 16), gain=50)
+    checkpoint = dict(task="language modelling", model_config=asdict(model.config), model=model.float().state_dict())
+    again = lm_from_checkpoint(checkpoint)
+    assert again.config == model.config and not again.training
+    assert torch.equal(again(words(), words(seed=2)), model(words(), words(seed=2)))
+    assert "positions" not in checkpoint["model"]
+
+
+def test_bad_input_is_one_clear_line():
+    model, tokens = small(), words()
+    bad = tokens.clone()
+    bad[1, 3] = 53
+    for call, message in (
+            (lambda: model.hidden(bad), "tokens hold ids from 2 to 53, expected 0 to 52"),
+            (lambda: model.hidden(2 - tokens), "tokens hold ids from -.* to 0, expected 0 to 52"),
+            (lambda: model(tokens, bad), "targets hold ids from 2 to 53, expected 0 to 52"),
+            (lambda: model.hidden(words(T=13)), "13 tokens in a row, expected 1 to context=12"),
+            (lambda: model.generate(tokens[:, :0], 1), "0 tokens in a row, expected 1 to context=12"),
+            (lambda: model.generate(tokens, 1, temperature=0), "temperature=0, top_k=None, expected temperature > 0"),
+            (lambda: model.generate(tokens, 1, top_k=0), "temperature=1.0, top_k=0, expected .* top_k >= 1"),
+            (lambda: small(attn="rpc", rpc_layers=(0,), mu="global").generate(tokens, 1), "mu='global': each new tok"),
+            (lambda: lm_from_checkpoint(dict(task="classification", model={}, model_config={})), "not a .*train_lm.py"),
+            (lambda: lm_from_checkpoint(dict(model={})), "not a checkpoint of train_lm.py"),
+            (lambda: lm_from_checkpoint(dict(task="language modelling", model={}, model_config=asdict(model.config))),
+             "weights do not fit the model: .*missing")):
+        with pytest.raises(ValueError, match=message) as e:
+            call()
+        assert "\n" not in str(e.value)
+    assert small(mu="global").generate(tokens, 1).shape == (2, 13)                 # no RPC layer, no leak
+
+
+@pytest.mark.parametrize("change,message", [
+    (dict(cutoffs=(16, 8)), "cutoffs=.16, 8., expected increasing ids from 1 to 52"),
+    (dict(cutoffs=(8, 53)), "expected increasing"), (dict(cutoffs=(0, 8)), "expected increasing"),
+    (dict(cutoffs=(8, 8)), "expected increasing"), (dict(attn="linear"), "attn='linear', expected one of"),
+    (dict(norm="rms"), "norm='rms', expected one of"), (dict(mu="mean"), "mu='mean', expected one of"),
+    (dict(form="printed"), "form='printed', expected one of"), (dict(num_heads=3), "embed_dim=16, expected an even"),
+    (dict(attn="rpc", rpc_layers=(3,)), r"rpc_layers=\(3,\), expected layers in 0..2")])
+def test_an_impossible_configuration_is_one_clear_line(change, message):
+    config = LMConfig(53, **SMALL)
+    with pytest.raises(ValueError, match=message):
+        replace(config, **change)
