@@ -32,7 +32,7 @@ class ViTConfig:
     """Everything that rebuilds the model. RPC and symmetric weights look alike, so only this tells them apart."""
     image_size: int = 224             # pixels, square
     patch_size: int = 16              # divides image_size
-    num_classes: int = 1000
+    num_classes: int = 1000           # 0: no head (segmenter.py)
     embed_dim: int = 192              # C
     depth: int = 12
     num_heads: int = 3                # H
@@ -43,6 +43,7 @@ class ViTConfig:
     lambd: float = 4.0                # PAP lambda
     form: str = "released"            # attention.FORMS: released, paper, admm
     drop_path: float = 0.0            # stochastic depth: rate of the last block, linear from 0
+    eps: float = 1e-6                 # of every LayerNorm
     init: str = "trunc_normal"        # Linear layers: trunc_normal (DeiT) or default (torch's; the released RPC code)
     mean: tuple = (0.485, 0.456, 0.406)
     std: tuple = (0.229, 0.224, 0.225)
@@ -78,26 +79,27 @@ def drop_path(x, p):
 
 
 class Mlp(nn.Module):
-    """fc1, exact GELU, fc2."""
+    """fc1, exact GELU, fc2; dropout at rate `drop` after GELU and after fc2."""
 
-    def __init__(self, dim, hidden_dim):
+    def __init__(self, dim, hidden_dim, drop=0.0):
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden_dim)
         self.fc2 = nn.Linear(hidden_dim, dim)
+        self.drop = nn.Dropout(drop)
 
     def forward(self, x):
-        return self.fc2(F.gelu(self.fc1(x)))
+        return self.drop(self.fc2(self.drop(F.gelu(self.fc1(x)))))
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block; keyword arguments go to `attention.SelfAttention`."""
+    """Pre-norm transformer block. eps: of the norms, drop: of the Mlp, others: of `attention.SelfAttention`."""
 
-    def __init__(self, dim, num_heads, mlp_ratio=4.0, drop_path=0.0, **attn):
+    def __init__(self, dim, num_heads, mlp_ratio=4.0, drop_path=0.0, eps=1e-6, drop=0.0, **attn):
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=1e-6)
+        self.norm1 = nn.LayerNorm(dim, eps=eps)
         self.attn = SelfAttention(dim, num_heads, **attn)
-        self.norm2 = nn.LayerNorm(dim, eps=1e-6)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio))
+        self.norm2 = nn.LayerNorm(dim, eps=eps)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), drop)
         self.drop_path = drop_path
 
     def residual(self, x):
@@ -129,11 +131,11 @@ class ViT(nn.Module):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, c.embed_dim))
         self.pos_embed = nn.Parameter(torch.zeros(1, c.num_tokens, c.embed_dim))
         self.blocks = nn.ModuleList(
-            Block(c.embed_dim, c.num_heads, c.mlp_ratio, drop_path=c.drop_path * i / max(c.depth - 1, 1),
+            Block(c.embed_dim, c.num_heads, c.mlp_ratio, drop_path=c.drop_path * i / max(c.depth - 1, 1), eps=c.eps,
                   attn=c.layer_attn(i), n_iter=c.n_iter, lambd=c.lambd, form=c.form, num_tokens=c.num_tokens)
             for i in range(c.depth))
-        self.norm = nn.LayerNorm(c.embed_dim, eps=1e-6)
-        self.head = nn.Linear(c.embed_dim, c.num_classes)
+        self.norm = nn.LayerNorm(c.embed_dim, eps=c.eps)
+        self.head = nn.Linear(c.embed_dim, c.num_classes) if c.num_classes else nn.Identity()
         for name in ("mean", "std"):
             self.register_buffer(name, torch.tensor(getattr(c, name)).view(3, 1, 1), persistent=False)
         self.init_weights()
@@ -148,19 +150,26 @@ class ViT(nn.Module):
                 if m.bias is not None:
                     nn.init.zeros_(m.bias)
 
+    def tokens(self, x, pos_embed):
+        """Normalised images (B, 3, h, w) -> (B, N, C): cut in patches, class token in front, add pos_embed."""
+        x = self.patch_embed(x)
+        return torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1) + pos_embed
+
     def embed(self, images):
-        """(B, 3, S, S) in [0, 1] -> tokens (B, N, C): normalise, cut in patches, class token in front, add positions."""
+        """Images (B, 3, S, S) in [0, 1] of the model's own size -> tokens (B, N, C)."""
         if images.shape[1:] != (3, self.config.image_size, self.config.image_size) or not images.is_floating_point():
             raise ValueError(f"images are {images.dtype} {tuple(images.shape)}, expected float in [0, 1] of shape "
                              f"(B, 3, {self.config.image_size}, {self.config.image_size})")
-        x = self.patch_embed((images - self.mean) / self.std)
-        return torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1) + self.pos_embed
+        return self.tokens((images - self.mean) / self.std, self.pos_embed)
 
-    def forward(self, images):
-        x = self.embed(images)
+    def encode(self, x):
+        """Tokens (B, N, C) -> (B, N, C): all blocks and the final norm."""
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x)[:, 0])
+        return self.norm(x)
+
+    def forward(self, images):
+        return self.head(self.encode(self.embed(images))[:, 0])
 
     def features(self, images):
         """Intermediate results by name: "embed", "blocks.0", ..., "norm": (B, N, C) each, and "head": logits."""
@@ -221,6 +230,13 @@ def load_weights(model, checkpoint, new_head=False):
             raise ValueError(f"weights are for {len(sd['head.weight'])} classes, the model for {c.num_classes}")
         notes.append(f"new head for {c.num_classes} classes (the file has {len(sd['head.weight'])})")
         sd["head.weight"], sd["head.bias"] = own["head.weight"], own["head.bias"]
+    load_strictly(model, sd)
+    return notes
+
+
+def load_strictly(model, sd):
+    """model.load_state_dict; ValueError naming the first tensors that are missing, unknown or of another shape."""
+    own = model.state_dict()
     wrong = [*(f"{k} is missing" for k in own if k not in sd), *(f"{k} is unknown" for k in sd if k not in own),
              *(f"{k} is {tuple(sd[k].shape)} instead of {tuple(own[k].shape)}"
                for k in own if k in sd and sd[k].shape != own[k].shape)]
@@ -228,16 +244,21 @@ def load_weights(model, checkpoint, new_head=False):
         raise ValueError(f"weights do not fit the model: {'; '.join(wrong[:3])}"
                          f"{f'; and {len(wrong) - 3} more' if len(wrong) > 3 else ''}")
     model.load_state_dict(sd)
-    return notes
+
+
+def released_settings(args, depth):
+    """The attention, as in ViTConfig, in the pickled args of a `rachtsy/KPCA_code` file; {} for other files' args."""
+    if not hasattr(args, "num_iter") or not hasattr(args, "lambd"):
+        return {}
+    if not getattr(args, "robust", False):
+        return dict(attn="symmetric")
+    layers = tuple(range(depth)) if getattr(args, "layer", 0) == -1 else (getattr(args, "layer", 0),)
+    return dict(attn="rpc", rpc_layers=layers, n_iter=args.num_iter, lambd=args.lambd, form="released")
 
 
 def check_released_settings(config, args):
-    """Refuse a file of `rachtsy/KPCA_code` whose n, lambda or layers (in its pickled args) are not the model's."""
-    if not hasattr(args, "num_iter") or not hasattr(args, "lambd"):
-        return
-    layers = tuple(range(config.depth)) if getattr(args, "layer", 0) == -1 else (getattr(args, "layer", 0),)
-    theirs = dict(attn="rpc", rpc_layers=layers, n_iter=args.num_iter, lambd=args.lambd, form="released")
-    theirs = theirs if getattr(args, "robust", False) else dict(attn="symmetric")
+    """Refuse a file of `rachtsy/KPCA_code` whose n, lambda or layers are not the model's."""
+    theirs = released_settings(args, config.depth)
     ours = {k: getattr(config, k) for k in theirs}
     if ours != theirs:
         raise ValueError(f"the file was trained with {theirs}, the model has {ours}")

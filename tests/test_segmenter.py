@@ -1,0 +1,465 @@
+"""Claims about segmenter.py: equal to upstream's code and to definitions written out here; what it counts and refuses.
+
+The reference arrays were computed by `rstrudel/segmenter` and its fork `rachtsy/segm` in float32; tolerance 1e-4.
+"""
+
+import math
+from dataclasses import asdict
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import common
+from data import render_scenes
+from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, config_from_backbone, confusion, load_backbone,
+                       load_reference, predict, predict_views, resize_pos_embed, resized, scores,
+                       segmenter_from_checkpoint, sliding_windows, view)
+from vit import ViT, ViTConfig
+
+TOY = dict(num_classes=5, image_size=64, embed_dim=48, depth=2, num_heads=2, decoder_heads=2)
+REFERENCES = {"seg_mask": dict(), "seg_linear": dict(decoder="linear"), "seg_mask_symmetric": dict(attn="symmetric"),
+              "seg_mask_rpc": dict(attn="rpc", n_iter=6, lambd=2.0)}
+SMALL = dict(num_classes=4, image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=2)
+
+
+def small(**kind):
+    torch.manual_seed(0)
+    return Segmenter(SegmenterConfig(**{**SMALL, **kind})).eval()
+
+
+def reference_model(arrays, **kind):
+    m = Segmenter(SegmenterConfig(**TOY, mean=(0, 0, 0), std=(1, 1, 1), **kind)).eval()       # inputs are normalised
+    load_reference(m, {k[3:]: v for k, v in arrays.items() if k.startswith("sd/")})
+    return m
+
+
+def close(got, expected, atol=1e-4):
+    torch.testing.assert_close(got, expected, rtol=0, atol=atol, check_dtype=False)
+
+
+# --- equal to references ----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_every_kind_equals_upstream_in_tokens_masks_logits_loss_and_gradients(golden, name):
+    a = golden(name)
+    m = reference_model(a, **REFERENCES[name])
+    close(m.encoder.encode(m.encoder.tokens(a["input"], m.encoder.pos_embed)), a["encoder_tokens"])
+    close(m.masks(a["input"]), a["decoder_masks"])
+    logits = m(a["input"])
+    close(logits, a["logits"])
+    loss = F.cross_entropy(logits, a["label"].long(), ignore_index=255)
+    close(loss, a["loss"])
+    loss.backward()
+    names = [k for k in a if k.startswith("grad/")]
+    assert len(names) > 3
+    for key in names:
+        close(m.get_parameter(key[5:]).grad, a[key])
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_odd_sizes_are_padded_and_cropped_as_upstream(golden, name):
+    a = golden(name)
+    close(reference_model(a, **REFERENCES[name])(a["odd_input"]), a["odd_logits"])
+
+
+def test_sliding_windows_and_views_equal_upstream_with_their_anchors(golden):
+    a, m = golden("seg_sliding"), reference_model(golden("seg_mask"))
+    window, stride, shape = int(a["window"]), int(a["stride"]), a["ori_shape"].tolist()
+    views = []
+    for i in range(3):
+        image = a[f"im_{i}"][0]
+        views.append((view(image, min(image.shape[1:]), 1, window), bool(a[f"flip_{i}"])))    # resized already
+        h, w = views[-1][0].shape[1:]
+        assert [h, w] == a[f"resized_shape_{i}"].tolist()
+        assert sliding_windows(h, w, window, stride) == [tuple(corner) for corner in a[f"anchors_{i}"].tolist()]
+        close(predict_views(m, views[-1:], shape, window=window, stride=stride), a[f"prob_{i}"])
+    p = predict_views(m, views, shape, window=window, stride=stride, batch_size=3)
+    close(p, a["prob_mean"])
+    assert torch.equal(p.argmax(0), a["argmax"].long())
+
+
+def test_positions_are_resized_as_upstream(golden):
+    a = golden("seg_pos_resize")
+    close(resize_pos_embed(a["pos"], a["new_grid"].tolist()), a["resized"], atol=1e-6)
+    close(resize_pos_embed(a["pos"], a["new_grid"].tolist(), a["old_grid"].tolist()), a["resized"], atol=1e-6)
+    with pytest.raises(ValueError, match="197 positions, expected 1 . 14 x 13"):
+        resize_pos_embed(a["pos"], (32, 32), (14, 13))
+
+
+def test_metrics_equal_upstreams_and_mmsegmentations(golden):
+    a = golden("seg_metrics")
+    m = sum(confusion(a[f"pred_{i}"], a[f"gt_{i}"], 6) for i in range(3))
+    assert torch.equal(m, a["confusion_gt_rows"]) and m.dtype == torch.int64
+    s = scores(m)
+    for key, value in (("accuracy", a["acc"]), ("iou", a["iou"])):
+        torch.testing.assert_close(torch.tensor(s[key]).double(), 100 * value, rtol=0, atol=1e-5, equal_nan=True)
+    assert [round(s[k], 2) for k in ("pixel_accuracy", "mean_accuracy", "mean_iou")] == a["percent_rounded"].tolist()
+    assert s["classes"] == 5 and s["classes_in_truth"] == 4
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+COUNTS = [(dict(decoder="linear"), 5_683_392, 28_950), (dict(), 5_683_392, 1_029_996),
+          (dict(attn="symmetric", decoder="linear"), 5_238_720, 28_950), (dict(attn="symmetric"), 5_238_720, 955_884),
+          (dict(attn="rpc"), 5_238_720, 955_884), (dict(attn="rpc", decoder_attn="softmax"), 5_238_720, 1_029_996)]
+
+
+@pytest.mark.parametrize("kind,encoder,decoder", COUNTS)
+def test_parameter_counts_are_those_of_upstreams_classes(kind, encoder, decoder):
+    with torch.device("meta"):
+        m = Segmenter(SegmenterConfig(num_classes=150, **kind))
+    assert [sum(p.numel() for p in part.parameters()) for part in (m.encoder, m.decoder)] == [encoder, decoder]
+
+
+@pytest.mark.parametrize("attn", ["softmax", "symmetric"])
+def test_the_encoder_is_timms_vision_transformer(attn):
+    timm = pytest.importorskip("timm")
+    theirs = timm.models.VisionTransformer(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=2, num_classes=0,
+                                           norm_layer=partial(torch.nn.LayerNorm, eps=1e-5)).eval()
+    ours = small(attn=attn, mean=(0, 0, 0), std=(1, 1, 1)).encoder
+    sd = dict(ours.state_dict())
+    if attn == "symmetric":                                                       # queries are keys: k, v -> k, k, v
+        sd.update({k: torch.cat([v[:48], v]) for k, v in sd.items() if ".qkv." in k})
+    theirs.load_state_dict(sd)
+    x = torch.randn(2, 3, 32, 32)
+    close(ours.encode(ours.tokens(x, ours.pos_embed)), theirs.forward_features(x), atol=1e-5)
+
+
+def written_out_mask_decoder(d, x, heads):
+    """The mask transformer without batch, modules, fused attention. x: (n, C); d: MaskDecoder, softmax attention."""
+    C = x.shape[1]
+    x = torch.cat([x @ d.proj_dec.weight.T + d.proj_dec.bias, d.cls_emb[0]])
+    for b in d.blocks:
+        y = F.layer_norm(x, (C,), b.norm1.weight, b.norm1.bias, 1e-5)
+        q, k, v = (y @ b.attn.qkv.weight.T + b.attn.qkv.bias).split(C, 1)
+        width = C // heads
+        h = [torch.softmax(q[:, s] @ k[:, s].T / math.sqrt(width), 1) @ v[:, s]
+             for s in (slice(i * width, (i + 1) * width) for i in range(heads))]
+        x = x + torch.cat(h, 1) @ b.attn.proj.weight.T + b.attn.proj.bias
+        y = F.layer_norm(x, (C,), b.norm2.weight, b.norm2.bias, 1e-5)
+        y = y @ b.mlp.fc1.weight.T + b.mlp.fc1.bias
+        y = y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))
+        x = x + y @ b.mlp.fc2.weight.T + b.mlp.fc2.bias
+    x = F.layer_norm(x, (C,), d.decoder_norm.weight, d.decoder_norm.bias, 1e-5)
+    K = d.cls_emb.shape[1]
+    p, c = x[:-K] @ d.proj_patch, x[-K:] @ d.proj_classes
+    cosine = p @ c.T / torch.outer(p.square().sum(1).sqrt(), c.square().sum(1).sqrt())
+    mean, var = cosine.mean(1, keepdim=True), cosine.var(1, keepdim=True, correction=0)
+    return (cosine - mean) / (var + 1e-5).sqrt() * d.mask_norm.weight + d.mask_norm.bias
+
+
+def test_the_mask_decoder_equals_its_definition_written_out():
+    torch.manual_seed(0)
+    config = SegmenterConfig(**{**SMALL, "embed_dim": 128, "num_heads": 4})
+    d = MaskDecoder(config).double().eval()
+    for p in d.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    x = torch.randn(3, 20, 128, dtype=torch.float64)
+    assert config.decoder_heads == 2                                              # 128 // 64
+    for got, one in zip(d(x), x):
+        close(got, written_out_mask_decoder(d, one, config.decoder_heads), atol=1e-10)
+
+
+def test_every_layer_of_encoder_and_decoder_has_its_attention():
+    def kinds(**kind):
+        m = small(**kind)
+        return [b.attn.attn for b in (*m.encoder.blocks, *m.decoder.blocks)]
+    assert kinds() == ["softmax"] * 4
+    assert kinds(attn="symmetric") == ["symmetric"] * 4
+    assert kinds(attn="rpc") == ["rpc", "symmetric", "symmetric", "symmetric"]                # never RPC in the decoder
+    assert kinds(attn="rpc", rpc_layers=(0, 1), n_iter=2) == ["rpc", "rpc", "symmetric", "symmetric"]
+    assert kinds(attn="rpc", decoder_attn="softmax") == ["rpc", "symmetric", "softmax", "softmax"]
+    assert kinds(attn="rpc_asym") == ["rpc_asym", "softmax", "softmax", "softmax"]
+    assert kinds(attn="sym_asym") == ["rpc", "softmax", "softmax", "softmax"]
+
+
+def test_dropout_acts_in_the_decoder_drop_path_in_the_encoder_and_both_in_training_only():
+    m, x = small(drop_path=0.5), torch.rand(1, 3, 32, 32)
+    assert [b.drop_path for b in (*m.encoder.blocks, *m.decoder.blocks)] == [0, 0.5, 0, 0]
+    rates = [(b.attn.attn_drop, b.attn.proj_drop.p, b.mlp.drop.p) for b in (*m.encoder.blocks, *m.decoder.blocks)]
+    assert rates == [(0, 0, 0)] * 2 + [(0.1, 0.1, 0.1)] * 2
+    with torch.no_grad():
+        assert torch.equal(m(x), m(x)) and not torch.equal(m.train()(x), m(x))
+        still = small(drop_path=0, decoder_dropout=0)
+        assert torch.equal(still.train()(x), still.eval()(x))
+
+
+def test_initial_weights_are_upstreams():
+    torch.manual_seed(0)
+    d = Segmenter(SegmenterConfig(num_classes=150, depth=1)).decoder
+    stds = [t.std().item() for t in (d.proj_dec.weight, d.blocks[1].mlp.fc1.weight, d.cls_emb)]
+    assert all(abs(std - 0.02) < 5e-4 for std in stds)
+    assert all(abs(t.std() - 192 ** -0.5) < 1e-3 for t in (d.proj_patch, d.proj_classes))
+    assert all(p.abs().max() == 0 for n, p in d.named_parameters() if n.endswith(".bias"))
+    assert all((p == 1).all() for n, p in d.named_parameters() if "norm" in n and n.endswith(".weight"))
+
+
+@pytest.mark.parametrize("kind", [dict(), dict(decoder="linear")])
+def test_padding_is_the_mean_colour_and_is_cropped_away(kind):
+    m, x = small(**kind), torch.rand(2, 3, 27, 50)
+    padded = torch.tensor(m.config.mean).view(1, 3, 1, 1).repeat(2, 1, 32, 56)
+    padded[:, :, :27, :50] = x
+    with torch.no_grad():
+        assert m(x).shape == (2, 4, 27, 50) and m.masks(x).shape == (2, 4, 4, 7)
+        close(m(x), m(padded)[:, :, :27, :50], atol=1e-5)
+
+
+def test_linear_decoder_is_one_layer_on_every_patch_upsampled():
+    m, x = small(decoder="linear"), torch.rand(1, 3, 32, 32)
+    e = m.encoder
+    with torch.no_grad():
+        tokens = e.encode(e.embed(x))[0, 1:]                                                  # the class token goes
+        grid = (tokens @ m.decoder.head.weight.T + m.decoder.head.bias).T.reshape(1, 4, 4, 4)
+        close(m(x), F.interpolate(grid, size=(32, 32), mode="bilinear", align_corners=False), atol=1e-5)
+
+
+def test_under_autocast_logits_are_float32_and_near():
+    m, x = small(attn="rpc"), torch.rand(2, 3, 40, 32)
+    with torch.no_grad():
+        exact, p = m(x), predict(m, x[0], size=32, window=32, stride=16)
+        with torch.autocast("cpu", torch.bfloat16):
+            rough, q = m(x), predict(m, x[0], size=32, window=32, stride=16)
+    assert rough.dtype == q.dtype == torch.float32
+    assert (rough - exact).abs().max() < 0.2 and (q - p).abs().max() < 0.05
+
+
+def test_a_learned_S_cannot_change_its_grid():
+    m = small(attn="scaled_s")
+    assert m(torch.rand(1, 3, 32, 32)).shape == (1, 4, 32, 32)
+    with pytest.raises(ValueError, match="4 x 4 patches; the image has 5 x 4"):
+        m(torch.rand(1, 3, 40, 32))
+
+
+def test_two_scenes_are_learned_by_heart():
+    torch.manual_seed(0)
+    images, _, masks = render_scenes(torch.tensor([3, 8]), size=48)
+    x, labels = images.float() / 255, masks.long()
+    labels[:, :4] = 255
+    m = Segmenter(SegmenterConfig(num_classes=11, image_size=48, patch_size=4, embed_dim=64, depth=2, num_heads=2,
+                                  attn="rpc", drop_path=0.0, decoder_dropout=0.0))
+    optimizer = torch.optim.AdamW(m.parameters(), lr=1e-3)
+    for _ in range(50):
+        loss = F.cross_entropy(m(x), labels, ignore_index=255)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    m.eval()
+    counts = sum(confusion(predict(m, image, size=48, window=48, stride=48).argmax(0), label, 11)
+                 for image, label in zip(images, labels))
+    assert scores(counts)["pixel_accuracy"] > 90
+
+
+# --- inference --------------------------------------------------------------------------------------------------------
+
+@torch.no_grad()
+def one_window_at_a_time(model, image, size, window, stride, scales, flip):
+    """The definition: every window by itself, logits summed in a canvas of pixels, softmax per view, mean."""
+    def resize(x, hw):
+        return F.interpolate(x, size=hw, mode="bilinear", align_corners=False)
+    h, w = image.shape[1:]
+    views = []
+    for scale in scales:
+        f = min(int(4 * size * scale) / max(h, w), int(size * scale) / min(h, w))
+        x = resize(image[None].float() / 255, (int(h * f + 0.5), int(w * f + 0.5)))
+        if min(x.shape[2:]) < window:
+            f = window / min(x.shape[2:])
+            x = resize(x, [int(side * f + 1e-9) for side in x.shape[2:]])
+        for flipped in ((False, True) if flip else (False,)):
+            x = x.flip(3) if flipped else x
+            canvas, count = torch.zeros(1, 4, *x.shape[2:]), torch.zeros(x.shape[2:])
+            for top in [*range(0, x.shape[2] - window, stride), x.shape[2] - window]:
+                for left in [*range(0, x.shape[3] - window, stride), x.shape[3] - window]:
+                    at = ..., slice(top, top + window), slice(left, left + window)
+                    canvas[at] += model(x[at])
+                    count[at] += 1
+            logits = resize(canvas / count, (h, w))[0]
+            views.append((logits.flip(2) if flipped else logits).softmax(0))
+    return torch.stack(views).mean(0)
+
+
+@pytest.mark.parametrize("hw,how", [
+    ((50, 70), dict(size=40, window=32, stride=24, scales=(0.5, 1.0, 1.75), flip=True)),
+    ((70, 41), dict(size=32, window=32, stride=32, scales=(1.0,), flip=False)),
+    ((20, 150), dict(size=48, window=24, stride=17, scales=(0.75, 1.25), flip=True)),         # the long side binds
+    ((33, 33), dict(size=33, window=32, stride=1, scales=(1.0,), flip=True))])
+@pytest.mark.parametrize("attn", ["softmax", "rpc"])
+def test_predict_equals_one_window_at_a_time(attn, hw, how):
+    m, image = small(attn=attn), torch.randint(0, 256, (3, *hw), dtype=torch.uint8)
+    expected = one_window_at_a_time(m, image, **how)
+    for batch_size in (1, 5, 100):
+        p = predict(m, image, **how, batch_size=batch_size)
+        assert p.shape == (4, *hw)
+        close(p, expected, atol=2e-5)
+    close(predict(m, image.float() / 255, **how), expected, atol=2e-5)
+    close(p.sum(0), torch.ones(hw), atol=1e-5)
+
+
+def test_every_window_is_computed_once_in_full_batches():
+    m, sizes = small(), []
+    masks = m.masks
+    m.masks = lambda x: sizes.append(len(x)) or masks(x)
+    predict(m, torch.rand(3, 40, 60), size=40, window=32, stride=16, scales=(1.0, 1.5), flip=True, batch_size=8)
+    one_side = [(2, 3), (3, 5)]                                           # 40 x 60 and 60 x 90 pixels
+    assert sum(sizes) == 2 * sum(a * b for a, b in one_side) and sizes == [8] * 5 + [2]
+
+
+def test_mirroring_the_image_mirrors_the_flipped_prediction():
+    m, x = small(), torch.rand(3, 40, 56)
+    how = dict(size=40, window=32, stride=20, flip=True)
+    close(predict(m, x.flip(2), **how), predict(m, x, **how).flip(2), atol=1e-5)
+
+
+def test_sizes_follow_the_box_rule():
+    assert resized(512, 683, 2048, 512) == (512, 683) and resized(480, 640, 2048, 512) == (512, 683)
+    assert resized(100, 1000, 2048, 512) == (205, 2048)                   # the long side binds
+    assert resized(360, 480, 1024, 256) == (256, 341) and resized(683, 512, 512, 128) == (171, 128)
+    assert resized(1, 5000, 64, 16) == (1, 64)
+    assert view(torch.rand(3, 90, 130), 45, 1, 64).shape == (3, 64, 92)   # 45 x 65, then enlarged and truncated
+
+
+def test_windows_cover_every_pixel_and_never_leave_the_view():
+    for h, w, window, stride in ((64, 92, 64, 48), (90, 130, 64, 64), (64, 64, 64, 1), (65, 129, 64, 13)):
+        seen = torch.zeros(h, w)
+        for top, left in sliding_windows(h, w, window, stride):
+            assert 0 <= top <= h - window and 0 <= left <= w - window
+            seen[top:top + window, left:left + window] += 1
+        assert seen.min() >= 1
+
+
+def test_metrics_skip_undefined_classes_and_ignored_pixels():
+    truth, prediction = torch.tensor([[0, 0, 1, 255]]), torch.tensor([[0, 2, 1, 3]])
+    s = scores(confusion(prediction, truth, 5))                           # 2: predicted, never true; 3, 4: nowhere
+    assert s["pixel_accuracy"] == pytest.approx(200 / 3)
+    assert s["accuracy"][:2] == [50, 100] and s["mean_accuracy"] == 75 and s["classes_in_truth"] == 2
+    assert s["iou"][:3] == [50, 100, 0] and s["mean_iou"] == 50 and s["classes"] == 3
+    assert all(math.isnan(v) for v in (*s["accuracy"][2:], *s["iou"][3:]))
+    empty = scores(confusion(prediction, torch.full_like(truth, 255), 5))
+    assert math.isnan(empty["mean_iou"]) and math.isnan(empty["pixel_accuracy"]) and empty["classes"] == 0
+
+
+# --- weights from files -----------------------------------------------------------------------------------------------
+
+SHAPE = dict(patch_size=8, embed_dim=48, depth=2, num_heads=3)
+
+
+def classifier(**kind):
+    torch.manual_seed(1)
+    m = ViT(ViTConfig(image_size=64, num_classes=10, **{**SHAPE, **kind}))
+    return m, dict(task="classification", model=m.state_dict(), model_config=asdict(m.config))
+
+
+@pytest.mark.parametrize("kind", [dict(attn="rpc", n_iter=6, lambd=2.0, form="paper"), dict(attn="symmetric"), dict(),
+                                  dict(attn="rpc", rpc_layers=(0, 1), n_iter=2, lambd=3.0)])
+def test_a_classifier_at_64_pixels_becomes_the_encoder_at_96(kind):
+    backbone, checkpoint = classifier(**kind)
+    m = Segmenter(config_from_backbone(checkpoint, num_classes=7, image_size=96, drop_path=0.2))
+    c = m.config
+    assert (c.num_classes, c.image_size, c.drop_path) == (7, 96, 0.2)
+    for name in (*SHAPE, "mlp_ratio", "attn", "rpc_layers", *(("n_iter", "lambd", "form") if "n_iter" in kind else ())):
+        assert getattr(c, name) == getattr(backbone.config, name)
+    load_backbone(m, checkpoint)
+    expected = backbone.state_dict()
+    expected["pos_embed"] = resize_pos_embed(expected["pos_embed"], (12, 12))
+    got = m.encoder.state_dict()
+    assert got.keys() == {k for k in expected if not k.startswith("head.")}
+    assert all(torch.equal(v, expected[k]) for k, v in got.items())
+    same = Segmenter(config_from_backbone(checkpoint, 7, 64, eps=1e-6, mean=backbone.config.mean,
+                                          std=backbone.config.std)).eval()
+    load_backbone(same, checkpoint)
+    x = torch.rand(2, 3, 64, 64)
+    assert torch.equal(same.encoder.encode(same.encoder.embed(x)), backbone.features(x)["norm"])
+
+
+def test_deit_and_timm_weights_and_the_released_files_are_backbones():
+    raw, _ = classifier(embed_dim=64, num_heads=1)
+    for checkpoint in ({"model": raw.state_dict()}, raw.state_dict()):
+        c = config_from_backbone(checkpoint, 7, 96)
+        assert (c.attn, c.embed_dim, c.depth, c.num_heads, c.patch_size, c.mlp_ratio) == ("softmax", 64, 2, 1, 8, 4)
+        load_backbone(Segmenter(c), checkpoint)
+    released, _ = classifier(embed_dim=64, num_heads=1, attn="rpc")
+    args = SimpleNamespace(robust=True, num_iter=5, lambd=4.0, layer=0)
+    c = config_from_backbone({"model": released.state_dict(), "args": args}, 7, 96)
+    assert (c.attn, c.rpc_layers, c.n_iter, c.lambd) == ("rpc", (0,), 5, 4.0)
+    load_backbone(Segmenter(c), {"model": released.state_dict(), "args": args})
+    with pytest.raises(ValueError, match="trained with"):
+        load_backbone(Segmenter(config_from_backbone({"model": released.state_dict(), "args": args}, 7, 96, n_iter=4)),
+                      {"model": released.state_dict(), "args": args})
+    with pytest.raises(ValueError, match="symmetric or RPC; this file does not say which"):
+        config_from_backbone(released.state_dict(), 7)
+
+
+def test_backbones_that_do_not_fit_are_refused_by_the_name_of_what_differs():
+    soft, soft_file = classifier()
+    rpc, rpc_file = classifier(attn="rpc", n_iter=4)
+
+    def refused(checkpoint, match, **model):
+        m = Segmenter(SegmenterConfig(num_classes=4, image_size=96, **{**SHAPE, **model}))
+        before = {k: v.clone() for k, v in m.state_dict().items()}
+        with pytest.raises(ValueError, match=match) as e:
+            load_backbone(m, checkpoint)
+        assert "\n" not in str(e.value) and all(torch.equal(v, before[k]) for k, v in m.state_dict().items())
+    refused(soft_file, "attn='softmax', the model has attn='symmetric'", attn="symmetric")
+    refused(soft.state_dict(), "3C rows .* softmax and symmetric weights do not fit", attn="symmetric")
+    refused(rpc.state_dict(), "2C rows", attn="softmax")
+    for name, value in dict(n_iter=6, lambd=3.0, form="paper", rpc_layers=(1,), num_heads=2, patch_size=16, depth=3,
+                            embed_dim=96, mlp_ratio=2.0).items():
+        refused(rpc_file, f"trained with {name}=.*, the model has {name}=", attn="rpc", **{name: value})
+    refused(rpc_file, "attn='rpc', the model has attn='symmetric'", attn="symmetric")
+    refused({**soft.state_dict(), "dist_token": torch.zeros(1, 1, 48)}, "distilled")
+    refused({"conv1.weight": torch.zeros(1)}, "not ViT weights")
+    refused({k: v for k, v in soft.state_dict().items() if k != "norm.weight"}, "norm.weight is missing")
+    refused({"task": "segmentation", "model_config": {}, "model": {}}, "this one is of segmentation")
+    refused(classifier(attn="scaled_s")[1], "learned S", attn="scaled_s")
+    with pytest.raises(ValueError, match="not ViT weights"):
+        config_from_backbone({"conv1.weight": torch.zeros(1)}, 4)
+
+
+def test_a_checkpoint_alone_rebuilds_its_model(tmp_path):
+    m, x = small(attn="rpc", rpc_layers=(0, 1), n_iter=2, lambd=3.0, decoder_attn="softmax"), torch.rand(1, 3, 40, 32)
+    common.save_checkpoint(tmp_path / "last.pt", dict(task="segmentation", model=m.state_dict(),
+                                                      model_config=asdict(m.config)))
+    again = segmenter_from_checkpoint(common.read_checkpoint(tmp_path))
+    assert again.config == m.config and not again.training and torch.equal(again(x), m(x))
+    with pytest.raises(ValueError, match="train_seg.py"):
+        segmenter_from_checkpoint(classifier()[1])
+    state = {k: v for k, v in m.state_dict().items() if k != "decoder.cls_emb"}
+    with pytest.raises(ValueError, match="decoder.cls_emb is missing"):
+        load_reference(m, state)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("bad,word", [
+    (dict(decoder="fpn"), "decoder='fpn', expected one of"), (dict(decoder_attn="rpc"), "decoder_attn='rpc'"),
+    (dict(num_classes=1), "num_classes=1, expected 2 to 255"), (dict(num_classes=256), "num_classes=256"),
+    (dict(image_size=36), "divisible"), (dict(attn="linear"), "attn='linear'"),
+    (dict(attn="rpc", rpc_layers=(5,)), "rpc_layers")])
+def test_config_refuses_what_cannot_be_built(bad, word):
+    with pytest.raises(ValueError, match=word):
+        SegmenterConfig(**{**SMALL, **bad})
+
+
+def test_images_windows_and_labels_that_cannot_be_right_are_refused_in_one_line():
+    m, how = small(), dict(size=32, window=32, stride=16)
+    for images in (torch.rand(2, 1, 32, 32), torch.rand(3, 32, 32), torch.zeros(1, 3, 32, 32, dtype=torch.uint8)):
+        with pytest.raises(ValueError, match=r"expected float in \[0, 1\] of shape \(B, 3, h, w\)"):
+            m(images)
+    for image in (torch.rand(32, 32), torch.rand(1, 32, 32), torch.rand(1, 3, 32, 32),
+                  torch.zeros(3, 32, 32, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"the image is .* expected uint8 or float"):
+            predict(m, image, **how)
+    for bad, word in ((dict(window=30), "window 30 is not a multiple of the patch size 8"),
+                      (dict(stride=0), "stride 0, .* 1 <= stride"), (dict(stride=33), "stride 33")):
+        with pytest.raises(ValueError, match=word):
+            predict(m, torch.rand(3, 40, 40), **{**how, **bad})
+    with pytest.raises(ValueError, match="window 64, side 40"):
+        sliding_windows(40, 90, 64, 32)
+    label = torch.tensor([[0, 1, 4, 255]])
+    for prediction, truth, word in ((label * 0, label, "truth holds classes 0 to 4, expected 0 to 3, or 255"),
+                                    (label, label * 0, "prediction holds classes 0 to 255, expected 0 to 3"),
+                                    (label[0], label, r"\(4,\), expected \(1, 4\)")):
+        with pytest.raises(ValueError, match=word):
+            confusion(prediction, truth, 4)
