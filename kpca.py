@@ -1004,7 +1004,7 @@ def write_csv(path, header, rows):
     with open(path, "w", newline="") as f:
         writer = csv.writer(f)
         writer.writerow(header)
-        writer.writerows([f"{x:.8g}" if isinstance(x, float) else x for x in row] for row in rows)
+        writer.writerows([f"{x:.6g}" if isinstance(x, float) else x for x in row] for row in rows)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
