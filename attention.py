@@ -262,3 +262,26 @@ class SelfAttention(nn.Module):
     def forward(self, x):
         h = self.attend(*self.project(x))                                                     # (B, H, N, D)
         return self.proj_drop(self.proj(h.transpose(1, 2).flatten(2)))                        # (B, N, C)
+
+
+# --- for logs --------------------------------------------------------------------------------------------------------
+
+@torch.no_grad()
+def key_statistics(model, forward, inputs):
+    """Did the robust part act? mean_abs_key: per layer; nonzero_S: {RPC layer: share of nonzero S in each step}.
+
+    forward(inputs) runs `model`, which is in eval mode; its SelfAttention modules count as layers 0, 1, ...
+    """
+    seen, layers = {}, [m for m in model.modules() if isinstance(m, SelfAttention)]
+    hooks = [m.register_forward_pre_hook(lambda m, x: seen.__setitem__(m, x[0])) for m in layers]
+    forward(inputs)
+    for hook in hooks:
+        hook.remove()
+    stats = dict(mean_abs_key=[], nonzero_S={})
+    for i, m in enumerate(layers):
+        q, k, v = m.project(seen[m])
+        stats["mean_abs_key"].append(round(k.abs().mean().item(), 4))
+        if m.attn.startswith("rpc"):
+            rpc_attention(k, v, q=q if m.attn == "rpc_asym" else None, **m.rpc, causal=m.causal, trace=(trace := []))
+            stats["nonzero_S"][i] = [round((step["S"] != 0).float().mean().item(), 4) for step in trace]
+    return stats

@@ -1,4 +1,4 @@
-"""What every script shares: random numbers, processes, schedule, checkpoints, log. Plain functions, no state."""
+"""What every script shares: random numbers, processes, flags, schedule, checkpoints, log. No state."""
 
 import argparse
 import json
@@ -105,6 +105,33 @@ def run(main):
             dist.destroy_process_group()
 
 
+def choose_out_dir(args, name):
+    """Where a run lives: --resume's folder, else --out_dir, else out/<name>, numbered if that holds a run already.
+
+    Also sets args.resume when torchrun restarted us and there is something to resume. The same on every process.
+    """
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+
+    def ours(folder):                                # the run of another command is neither continued nor overwritten
+        return restarted and (folder / "last.pt").exists() and (
+            {**read_checkpoint(folder)["args"], "resume": None} == vars(args))
+
+    if args.resume:
+        out_dir = Path(args.resume) if Path(args.resume).is_dir() else Path(args.resume).parent
+    elif args.out_dir:
+        out_dir = Path(args.out_dir)
+        if (out_dir / "last.pt").exists() and not ours(out_dir):
+            raise ValueError(f"--out_dir {out_dir} already holds a run: continue it with --resume {out_dir} or choose "
+                             f"another folder")
+    else:
+        folders = [Path("out", f"{name}{f'_{i}' if i > 1 else ''}") for i in range(1, 10000)]
+        free = next(i for i, d in enumerate(folders) if not d.exists())
+        out_dir = folders[free - 1] if free and ours(folders[free - 1]) else folders[free]
+    args.resume = str(out_dir) if not args.resume and ours(out_dir) else args.resume
+    out_dir, args.resume = broadcast([out_dir, args.resume])
+    return out_dir
+
+
 def number(kind, low, high=None):
     """Type for argparse: an int or float from low to high; without high, any finite one."""
     def parse(text):
@@ -117,7 +144,35 @@ def number(kind, low, high=None):
     return parse
 
 
+def parse_layers(text, depth):
+    """"0" | "all" | "0,1,2" | "0-3" -> tuple of layer indices."""
+    if text == "all":
+        return tuple(range(depth))
+    try:
+        ends = [[int(n) for n in part.split("-")] for part in text.split(",")]
+    except ValueError:
+        ends = []
+    if not ends or not all(len(e) <= 2 and 0 <= e[0] <= e[-1] < depth for e in ends):
+        raise ValueError(f"--rpc_layers {text}: expected all, 0, 0,1,2 or 0-2, of layers 0 to {depth - 1}")
+    return tuple(i for e in ends for i in range(e[0], e[-1] + 1))
+
+
 # --- optimisation ----------------------------------------------------------------------------------------------------
+
+def collect(pending, step, kept):
+    """Mean (loss, gradient norm) of the pending steps; ValueError names the first that is not finite.
+
+    pending: (2,) tensors on the device, this process's share of each sum over processes, the last of them of step
+    `step`. kept: a sentence on what is saved. This is where a training loop waits for the device.
+    """
+    rows = all_sum(torch.stack(pending)).cpu()
+    bad = (~rows.isfinite().all(1)).nonzero().flatten().tolist()
+    if bad:
+        loss, norm = rows[bad[0]].tolist()
+        raise ValueError(f"not finite at step {step - len(pending) + bad[0] + 1}: loss {loss:.4g}, gradient norm "
+                         f"{norm:.4g}. {kept}; try a smaller --lr, or --clip 1")
+    return rows.mean(0).tolist()
+
 
 def lr_at(step, total, warmup, lr, min_lr, warmup_lr=1e-6):
     """Linear from warmup_lr over `warmup` steps, then cosine to min_lr at `total`; the cosine's phase counts from 0.

@@ -3,6 +3,7 @@
     python kpca.py                                                   # the theory on small numbers, no data, seconds
     python kpca.py --ckpt out/cifar10_softmax --exp capture,gamma    # measured on a checkpoint of train_cls.py
     python kpca.py --ckpt out/cifar10_softmax/*.pt --exp jproj       # over training (train_cls.py --keep_every 1)
+    python kpca.py --ckpt out/pydoc_softmax --exp jproj,capture      # a language model
     python plot.py kpca out/kpca                                     # figures from the CSV files
 
 [P] Teo & Nguyen 2024 (NeurIPS), sections 2.1, 2.2, App. B, C, E.1, E.2; code `rachtsy/KPCA_code:Reconstruction`.
@@ -55,7 +56,9 @@ from tqdm import tqdm
 
 import common
 import data
+import data_lm
 from attention import SelfAttention, rpc_attention, symmetric_attention
+from lm import LM, LMConfig, lm_from_checkpoint
 from vit import SIZES, ViT, ViTConfig, load_weights, vit_from_checkpoint
 
 EPS = torch.finfo(torch.float64).eps
@@ -456,11 +459,11 @@ def attention_layers(model):
 
 @torch.no_grad()
 def capture(model, inputs):
-    """Run model(inputs) and return the Heads of every SelfAttention in it, in the order of model.modules()."""
+    """Run a model on images, or a language model on tokens; the Heads of all its SelfAttention, first layer first."""
     seen, layers = {}, attention_layers(model)
     hooks = [m.register_forward_pre_hook(lambda m, args: seen.__setitem__(m, args[0])) for m in layers]
     try:
-        model.eval()(inputs)
+        (model.hidden if isinstance(model.eval(), LM) else model)(inputs)
     finally:
         for hook in hooks:
             hook.remove()
@@ -905,14 +908,16 @@ def flaws():
 # --- checkpoints, images, tables -------------------------------------------------------------------------------------
 
 def load_model(path):
-    """(model in eval mode, checkpoint dict) of a file of train_cls.py, of DeiT, or of the released code."""
+    """(model in eval mode, checkpoint dict) of a file of train_cls.py, train_lm.py, DeiT, or the released code."""
     checkpoint = common.read_checkpoint(path)
     try:
+        if checkpoint.get("task") == "language modelling":
+            return lm_from_checkpoint(checkpoint), checkpoint
         if "model_config" in checkpoint:
             return vit_from_checkpoint(checkpoint), checkpoint
         sd = checkpoint.get("model", checkpoint)
         if "pos_embed" not in sd or "blocks.0.attn.qkv.weight" not in sd or "head.weight" not in sd:
-            raise ValueError("neither a checkpoint of train_cls.py nor ViT weights with timm's names")
+            raise ValueError("neither a checkpoint of train_cls.py or train_lm.py nor ViT weights with timm's names")
         C, patch = sd["pos_embed"].shape[-1], sd["patch_embed.proj.weight"].shape[-1]          # sizes from the shapes
         size = next((s for s in SIZES.values() if s["embed_dim"] == C), None)
         if size is None:
@@ -928,12 +933,13 @@ def load_model(path):
 
 
 def untrained(checkpoint, path):
-    """The network as train_cls.py drew it before its first step, as a checkpoint."""
+    """The network as train_cls.py or train_lm.py drew it before its first step, as a checkpoint."""
     args = checkpoint.get("args")
-    if "model_config" not in checkpoint or not args or args["init_from"]:
-        raise ValueError(f"--untrained: {path} is not a run of train_cls.py that started from random weights")
+    if "model_config" not in checkpoint or not args or args.get("init_from"):
+        raise ValueError(f"--untrained: {path} is not a run of ours that started from random weights")
     torch.manual_seed(args["seed"])
-    model = ViT(ViTConfig(**checkpoint["model_config"]))
+    kind, config = (LM, LMConfig) if checkpoint["task"] == "language modelling" else (ViT, ViTConfig)
+    model = kind(config(**checkpoint["model_config"]))
     return model.eval(), {**checkpoint, "step": 0}
 
 
@@ -958,6 +964,18 @@ def load_images(args, checkpoint, config):
     else:
         images = source.images[some]
     return images.float() / 255, source.labels[some], f"{len(some)} images of {name}", len(source.classes)
+
+
+def load_windows(args, checkpoint, config):
+    """Windows of the test text (n, T) int64, spread evenly, no labels, what they are, no classes."""
+    data_dir = args.data_dir or checkpoint["args"]["data_dir"] or data_lm.pydoc_folder("out/cache")
+    vocab = data_lm.Vocabulary(checkpoint["vocab"].split("\n"))
+    tokens = vocab.encode_lines(data_lm.read_lines(data_lm.token_file(data_dir, "test"))).astype(np.int64)
+    if len(tokens) < config.context:
+        raise ValueError(f"--data_dir {data_dir}: the test text has {len(tokens)} tokens, a window {config.context}")
+    starts = np.linspace(0, len(tokens) - config.context, args.images).astype(int)
+    windows = torch.from_numpy(np.stack([tokens[i:i + config.context] for i in starts]))
+    return windows, None, f"{len(windows)} windows of {config.context} tokens", None
 
 
 def summarise(results):
@@ -1019,11 +1037,11 @@ def get_args(argv=None):
   hand      A worked example with four keys, every number by hand. Needs no checkpoint.
   flaws     The published measures on random values. Needs no checkpoint.""")
     flag, boolean, count = p.add_argument, argparse.BooleanOptionalAction, common.number(int, 1)
-    flag("--ckpt", nargs="+", default=[], help="checkpoints: files of train_cls.py (a folder: its last.pt) or DeiT's; "
-         "several of one run are tracked over training. Without: random values")
+    flag("--ckpt", nargs="+", default=[], help="checkpoints of train_cls.py, train_lm.py (a folder: its last.pt) or "
+         "DeiT's; several of one run are tracked over training. Without: random values")
     flag("--exp", default=None, help=f"comma-separated, of {', '.join(names)}; default: all that fit")
     flag("--layers", default="all", help="all, or comma-separated from 0")
-    flag("--images", type=count, default=32, help="test images; errors are standard errors over them")
+    flag("--images", type=count, default=32, help="test images, or windows of text; errors are over them")
     flag("--data", choices=["shapes", "cifar10", "imagenet"], help="default: what the model was trained on")
     flag("--data_dir", default=None, help="default: the folder it was trained from")
     flag("--untrained", action=boolean, default=False, help="also the network before its first step")
@@ -1118,7 +1136,11 @@ def main():
         model, checkpoint = load_model(path)
         model, checkpoint = untrained(checkpoint, path) if fresh else (model, checkpoint)
         if run != loaded:
-            loaded, (images, labels, what, classes) = run, load_images(args, checkpoint, model.config)
+            load = load_windows if isinstance(model, LM) else load_images
+            loaded, (images, labels, what, classes) = run, load(args, checkpoint, model.config)
+        if "truncate" in args.exp and isinstance(model, LM):
+            print(f"truncate needs classes and attention over all tokens: left out, {path} is a language model")
+            args.exp.remove("truncate")
         if "truncate" in args.exp and classes != model.config.num_classes:
             raise ValueError(f"truncate counts right answers, but the model knows {model.config.num_classes} classes, "
                              f"the data has {classes}")

@@ -28,7 +28,8 @@ SIZES = {
     "mini": dict(context=64, embed_dim=64, depth=4, num_heads=8, mlp_dim=256),             # minutes on a CPU
     "paper": dict(context=256, embed_dim=128, depth=16, num_heads=8, mlp_dim=2048),        # 44,018,394 parameters
 }
-CHUNK = 2 ** 25                       # logits in memory at a time: 128 MiB in float32, 125 tokens of WikiText-103
+CHUNK = dict(cpu=2 ** 20, cuda=2 ** 25)       # logits in memory at a time: what a CPU's cache holds; 128 MiB on a GPU
+MIN_ROWS = 64                                 # but so many rows at least: each chunk adds to all of the weight's gradient
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,10 @@ class LMConfig:
         if not all(low < high for low, high in pairwise((0, *self.cutoffs, self.vocab_size))):
             raise ValueError(f"cutoffs={self.cutoffs}, expected increasing ids from 1 to {self.vocab_size - 1}")
 
+    @property
+    def num_tokens(self):             # as in ViTConfig
+        return self.context
+
 
 # --- output layer ----------------------------------------------------------------------------------------------------
 
@@ -79,7 +84,7 @@ class LinearNLL(torch.autograd.Function):
         ctx.dtype, wide = dtype, torch.promote_types(dtype, torch.float32)
         lse, picked = h.new_empty(2, len(h), dtype=wide)
         weight, bias = W.to(dtype), b.to(dtype)
-        for i in chunks(len(h), len(W)):
+        for i in chunks(h, len(W)):
             logits = F.linear(h[i].to(dtype), weight, bias).to(wide)
             picked[i] = logits.gather(1, t[i, None]).squeeze(1)
             lse[i] = logits.logsumexp(1)
@@ -91,7 +96,7 @@ class LinearNLL(torch.autograd.Function):
         h, W, b, t, lse = ctx.saved_tensors
         gh, gW, gb = torch.empty_like(h), torch.zeros_like(W), torch.zeros_like(b)
         weight, bias = W.to(ctx.dtype), b.to(ctx.dtype)
-        for i in chunks(len(h), len(W)):
+        for i in chunks(h, len(W)):
             p = F.linear(h[i].to(ctx.dtype), weight, bias).to(lse.dtype).sub_(lse[i, None]).exp_()
             p.scatter_add_(1, t[i, None], torch.full_like(p[:, :1], -1))       # d nll / d logits = softmax - one-hot
             gb += grad[i] @ p
@@ -101,10 +106,10 @@ class LinearNLL(torch.autograd.Function):
         return gh, gW, gb, None, None
 
 
-def chunks(num_rows, width):
-    """Slices that cover num_rows rows, so many at a time that they hold about CHUNK numbers when each holds `width`."""
-    size = max(CHUNK // width, 1)
-    return [slice(i, i + size) for i in range(0, num_rows, size)]
+def chunks(h, width):
+    """Slices that cover the rows of h, so many at a time that they hold about CHUNK numbers when each holds `width`."""
+    size = max(CHUNK.get(h.device.type, CHUNK["cuda"]) // width, MIN_ROWS)
+    return [slice(i, i + size) for i in range(0, len(h), size)]
 
 
 def linear_nll(h, W, b, t):

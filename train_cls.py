@@ -19,7 +19,6 @@ import os
 import time
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from tqdm import tqdm
 
 import common
 import data
-from attention import FORMS, rpc_attention
+from attention import FORMS, key_statistics
 from augment import augment_uint8, mixup_cutmix, to_float
 from vit import RPC_KINDS, SIZES, ViT, ViTConfig, load_weights
 
@@ -145,25 +144,12 @@ def stored_args(given):
 
 # --- set-up ----------------------------------------------------------------------------------------------------------
 
-def parse_layers(text, depth):
-    """"0" | "all" | "0,1,2" | "0-3" -> tuple of layer indices."""
-    if text == "all":
-        return tuple(range(depth))
-    try:
-        ends = [[int(n) for n in part.split("-")] for part in text.split(",")]
-    except ValueError:
-        ends = []
-    if not ends or not all(len(e) <= 2 and 0 <= e[0] <= e[-1] < depth for e in ends):
-        raise ValueError(f"--rpc_layers {text}: expected all, 0, 0,1,2 or 0-2, of layers 0 to {depth - 1}")
-    return tuple(i for e in ends for i in range(e[0], e[-1] + 1))
-
-
 def build_config(args, num_classes):
     """ViTConfig from the flags."""
     size = SIZES[args.model]
     init = args.init or ("default" if args.attn in ("symmetric", "rpc") else "trunc_normal")
     return ViTConfig(**size, image_size=args.image_size, patch_size=args.patch_size, num_classes=num_classes,
-                     attn=args.attn, rpc_layers=parse_layers(args.rpc_layers, size["depth"]), n_iter=args.n_iter,
+                     attn=args.attn, rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]), n_iter=args.n_iter,
                      lambd=args.lambd, form=args.form, drop_path=args.drop_path, init=init)
 
 
@@ -267,52 +253,7 @@ def first_images(source, device, n=32):
     return images.to(device).float() / 255
 
 
-@torch.no_grad()
-def key_statistics(model, images):
-    """Did the robust part act? Per layer mean |k|, per RPC layer the share of nonzero S in each step. images: [0, 1]"""
-    inputs, stats = {}, dict(mean_abs_key=[], nonzero_S={})
-    hooks = [block.attn.register_forward_pre_hook(lambda m, x, i=i: inputs.__setitem__(i, x[0]))
-             for i, block in enumerate(model.blocks)]
-    model.eval()(images)
-    model.train()
-    for hook in hooks:
-        hook.remove()
-    for i, block in enumerate(model.blocks):
-        q, k, v = block.attn.project(inputs[i])
-        stats["mean_abs_key"].append(round(k.abs().mean().item(), 4))
-        if block.attn.attn.startswith("rpc"):
-            rpc_attention(k, v, q=q if block.attn.attn == "rpc_asym" else None, **block.attn.rpc, trace=(trace := []))
-            stats["nonzero_S"][i] = [round((step["S"] != 0).float().mean().item(), 4) for step in trace]
-    return stats
-
-
 # --- the run ---------------------------------------------------------------------------------------------------------
-
-def choose_out_dir(args, restarted):
-    """Where this run lives; also sets args.resume when torchrun restarted us and there is something to resume.
-
-    --resume's folder, else --out_dir, else out/<data>_<attn>, numbered if that holds a run already.
-    """
-    def ours(folder):                                # the run of another command is neither continued nor overwritten
-        return restarted and (folder / "last.pt").exists() and (
-            {**common.read_checkpoint(folder)["args"], "resume": None} == vars(args))
-
-    if args.resume:
-        path = Path(args.resume)
-        return path if path.is_dir() else path.parent
-    if args.out_dir:
-        out_dir = Path(args.out_dir)
-        if (out_dir / "last.pt").exists() and not ours(out_dir):
-            raise ValueError(f"--out_dir {out_dir} already holds a run: continue it with --resume {out_dir} or choose "
-                             f"another folder")
-    else:
-        names = [Path("out", f"{args.data}_{args.attn}{f'_{i}' if i > 1 else ''}") for i in range(1, 10000)]
-        free = next(i for i, d in enumerate(names) if not d.exists())
-        out_dir = names[free - 1] if free and ours(names[free - 1]) else names[free]
-    if ours(out_dir):
-        args.resume = str(out_dir)
-    return out_dir
-
 
 def check_batch(args, world, n):
     """ValueError unless the global batch can be dealt out and its pairs stay together."""
@@ -350,28 +291,13 @@ def start(args, model, optimizer, ema, classes):
     return 0, []
 
 
-def collect(pending, step, world, kept):
-    """Mean (loss, gradient norm) of the pending steps over all processes; ValueError names the first not finite one.
-
-    pending: (2,) tensors on the device, the last of them of step `step`. This is where the loop waits for the device.
-    """
-    rows = (common.all_sum(torch.stack(pending)) / world).cpu()
-    bad = (~rows.isfinite().all(1)).nonzero().flatten().tolist()
-    if bad:
-        loss, norm = rows[bad[0]].tolist()
-        raise ValueError(f"not finite at step {step - len(pending) + bad[0] + 1}: loss {loss:.4g}, gradient norm "
-                         f"{norm:.4g}. {kept}; try a smaller --lr, or --clip 1")
-    return rows.mean(0).tolist()
-
-
 def main():
     args = get_args()
     device, rank, world = common.setup(args.device)
     args.amp = device.type == "cuda" if args.amp is None else args.amp
     if args.amp:
         torch.set_float32_matmul_precision("high")
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    out_dir, args.resume = common.broadcast([choose_out_dir(args, restarted), args.resume])
+    out_dir = common.choose_out_dir(args, f"{args.data}_{args.attn}")
 
     train, test = load_data(args, device, rank)
     classes, n = list(train.classes), len(train.labels)
@@ -434,13 +360,13 @@ def main():
                 ema.update_parameters(model)
             step += 1
             bar.update()
-            pending.append(torch.stack([sum(losses), norm]))
+            pending.append(torch.stack([sum(losses), norm]) / world)
 
             epoch, end_of_epoch = step / steps_per_epoch, step % steps_per_epoch == 0 or step == stop
             save_now = end_of_epoch or (args.save_every and step % args.save_every == 0)
             if save_now or step % args.log_every == 0:            # before a save, so that no broken state is kept
                 kept = f"{out_dir} holds step {saved}" if saved else "Nothing was saved yet"
-                loss, norm = collect(pending, step, world, kept)
+                loss, norm = common.collect(pending, step, kept)
                 rate = len(pending) * args.batch_size / (time.time() - clock)
                 pending, clock = [], time.time()
                 bar.set_postfix_str(f"epoch {epoch:.1f} loss {loss:.3f} {rate:.0f} images/s")
@@ -457,7 +383,8 @@ def main():
                 if args.skip_bad_images and args.data == "imagenet":
                     metrics["skipped"] = int(common.all_sum(train.skipped.to(device, copy=True)))
                 if master:
-                    keys = key_statistics(model, first_images(test, device))
+                    keys = key_statistics(model.eval(), model, first_images(test, device))
+                    model.train()
                     common.write_log(log, dict(step=step, epoch=epoch, eval=metrics, **keys))
                     tqdm.write(f"epoch {epoch:5.1f}  training loss {loss:.4f}  {split} loss {metrics['loss']:.4f}  "
                                f"top-1 {metrics['top1']:.2f} %  top-5 {metrics['top5']:.2f} %")

@@ -20,6 +20,7 @@ from kpca import (a_hat, assignment, attend, basis, centred_projections, cka, ei
                   log_gram, log_kernel, log_phi2, official_loss, pair_differences, principal_axes, projection_loss,
                   query_share, relative_pair_differences, restrict, row_similarities, standardise, theoretical_values,
                   token_overlap, value_axes)
+from lm import LM, LMConfig
 from vit import SIZES, ViT, ViTConfig
 
 
@@ -261,7 +262,8 @@ def test_theorem_1_is_exact(seed, N, D, size):
     assert_close(V.mT @ E @ V, torch.eye(d, dtype=torch.float64), 0, 1e-8)  # orthonormal u_d
     a = log_g(k, k).exp()[:, None] * V
     assert (a.sum(0).abs() <= 1e-9 * a.abs().sum(0)).all()  # sum_j g_j v_j = 0
-    assert_close(V - exact_scaling(k[None, None], V[None, None])[0, 0], V, 1e-9, 1e-11 * float(V.abs().max()))  # (I - S) V = V
+    assert_close(V - exact_scaling(k[None, None], V[None, None])[0, 0], V, 1e-9,
+                 1e-11 * float(V.abs().max()))                                                     # (I - S) V = V
 
 
 @sweep
@@ -573,3 +575,19 @@ def test_help_lists_every_experiment(capsys):
         kpca.get_args(["--help"])
     out = capsys.readouterr().out
     assert all(name in out for name in (*kpca.EXPERIMENTS, "truncate", "hand", "flaws"))
+
+
+def test_a_language_model_is_measured_on_windows_of_its_test_text(tmp_path, monkeypatch, capsys):
+    words = ["<eos>", *"abcdefgh"]
+    torch.manual_seed(5)
+    model = LM(LMConfig(len(words), context=12, embed_dim=16, depth=2, num_heads=2, mlp_dim=16, attn="rpc",
+                        rpc_layers=(0,)))
+    (tmp_path / "wiki.test.tokens").write_text("".join(" ".join("abcdefgh"[i % 5:][:4]) + "\n" for i in range(30)))
+    common.save_checkpoint(tmp_path / "run" / "last.pt", dict(
+        task="language modelling", model=model.state_dict(), model_config=asdict(model.config), step=3,
+        vocab="\n".join(words), args=dict(seed=5, data_dir=str(tmp_path))))
+    run(monkeypatch, "--ckpt", tmp_path / "run", "--images", 3, "--untrained", "--out_dir", tmp_path / "out")
+    out = capsys.readouterr().out
+    assert "3 windows of 12 tokens" in out and "truncate needs classes" in out
+    start, _ = kpca.untrained(common.read_checkpoint(tmp_path / "run"), tmp_path)
+    assert torch.equal(start.embed.weight, model.embed.weight)

@@ -241,7 +241,8 @@ def test_probabilities_sum_to_one_and_nats_are_minus_their_logarithm(cutoffs):
 
 @pytest.mark.parametrize("num_logits", [1, 100, 10 ** 6])
 def test_chunks_change_neither_nats_nor_gradients(num_logits, monkeypatch):
-    monkeypatch.setattr(lm, "CHUNK", num_logits)
+    monkeypatch.setitem(lm.CHUNK, "cpu", num_logits)
+    monkeypatch.setattr(lm, "MIN_ROWS", 1)
     torch.manual_seed(0)
     h, W, b = (torch.randn(*s).double().requires_grad_() for s in ((23, 4), (11, 4), (11,)))
     t, weight = torch.randint(11, (23,)), torch.randn(23).double()

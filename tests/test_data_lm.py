@@ -1,0 +1,386 @@
+"""Claims about data_lm.py: tokens as lmtool counts them, a cache that is whole or none, windows that any process draws
+alike, and sliding evaluation equal to lmtool's."""
+
+import errno
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import data_lm
+from attacks import word_swap
+from conftest import ROOT, SHARED
+from data_lm import Vocabulary, load_corpus, perplexity, random_windows, sliding_nll, sliding_windows
+from lm import LM, LMConfig, load_reference
+
+SMALL_WIKI, WIKI103 = SHARED / "data" / "wikitext", SHARED / "data" / "wikitext103_eval"
+real = pytest.mark.skipif(not WIKI103.exists(), reason="the WikiText files are not beside this clone")
+TRAIN = " = A title = \n \n the cat sat on the mat \n the dog sat , too <unk> \n"
+VALID = " the cat , unseen \n \n"
+TEST = " a mat on the mat \n"
+
+
+def write(folder, train=TRAIN, valid=VALID, test=TEST):
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, text in (("train", train), ("valid", valid), ("test", test)):
+        (folder / f"wiki.{split}.tokens").write_bytes(text if isinstance(text, bytes) else text.encode())
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return write(tmp_path / "text")
+
+
+# --- words and ids ----------------------------------------------------------------------------------------------------
+
+def test_every_line_ends_with_eos_and_words_are_sorted_by_count_then_appearance(folder):
+    corpus = load_corpus(folder)
+    assert corpus.vocab.words[:4] == ["<eos>", "the", "=", "sat"]                  # 3 x the, then 2 x =, sat, in order
+    assert corpus.vocab.words[4:] == ["A", "title", "cat", "on", "mat", "dog", ",", "too", "<unk>"]
+    text = " ".join(corpus.vocab.words[i] for i in corpus.valid)
+    assert text == "the cat , <unk> <eos> <eos>"                                   # unseen word; a blank line is <eos>
+    assert len(corpus.train) == len(TRAIN.split()) + 4 and corpus.train.dtype == np.dtype("<u4")
+
+
+def test_only_a_newline_ends_a_line_and_case_counts(tmp_path):
+    write(tmp_path, "one\x0btwo\x85three\u2028Four four\rfive <unk>\r\nsix")       # no newline at the end: one is meant
+    corpus = load_corpus(tmp_path)
+    assert [corpus.vocab.words[i] for i in corpus.train] == ["one", "two", "three", "Four", "four", "five", "<unk>",
+                                                             "<eos>", "six", "<eos>"]
+    assert data_lm.read_lines(tmp_path / "wiki.train.tokens")[1:] == ["six"]
+
+
+@real
+@pytest.mark.parametrize("split,tokens,swapped", [("valid", 217_646, 3_148), ("test", 245_569, 3_657)])
+def test_wikitext_103_has_its_tokens_and_the_attack_swaps_as_many_words_as_the_released_one(split, tokens, swapped):
+    lines = data_lm.read_lines(WIKI103 / f"wiki.{split}.tokens")
+    assert len(data_lm.split_words("\n".join([*lines, ""]))) == tokens
+    attacked, marks = word_swap(lines)
+    assert len(marks) == tokens and abs(sum(marks) - swapped) <= 0.03 * swapped
+    assert len(data_lm.split_words("\n".join([*attacked, ""]))) == tokens
+
+
+@real
+def test_the_small_set_has_its_tokens_words_and_unknown_words(tmp_path):
+    corpus = load_corpus(SMALL_WIKI, tmp_path / "cache")
+    assert [len(corpus.train), len(corpus.valid), len(corpus.test)] == [409_662, 25_913, 27_641]
+    assert len(corpus.vocab) == 17_510 and corpus.vocab.words[:2] == ["<eos>", "the"]
+    unk = corpus.vocab["<unk>"]
+    counts = [int((ids == unk).sum()) for ids in (corpus.train, corpus.valid, corpus.test)]
+    assert counts == [23_477, 1_821 + 865, 1_638 + 798]                              # own ones and words not in train
+    ids = np.bincount(corpus.train, minlength=17_510)
+    assert (np.diff(ids[1:]) <= 0).all() and ids.min() == 1                         # falling frequency, as cutoffs need
+    words = data_lm.split_words((SMALL_WIKI / "wiki.valid.tokens").read_bytes().decode())
+    assert [corpus.vocab.words[i] for i in corpus.valid] == [w if w in corpus.vocab else "<unk>" for w in words]
+
+
+def test_a_word_without_unk_to_stand_for_it_is_named(folder):
+    write(folder, TRAIN.replace("<unk>", ""))
+    with pytest.raises(ValueError, match="'unseen'.*no <unk>"):
+        load_corpus(folder)
+    assert data_lm.read_meta(folder / "cache") is None
+
+
+@pytest.mark.parametrize("words", [["a", "b"], ["<eos>", "a", "a"], [""], []])
+def test_what_is_no_vocabulary_is_refused(words):
+    with pytest.raises(ValueError, match="not a vocabulary"):
+        Vocabulary(words)
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+def test_the_cache_is_used_until_a_source_changes_even_in_place(folder):
+    assert "built" in load_corpus(folder).note and load_corpus(folder).note == ""
+    before = {p.name: p.stat().st_mtime_ns for p in (folder / "cache").iterdir()}
+    assert load_corpus(folder).note == ""
+    assert {p.name: p.stat().st_mtime_ns for p in (folder / "cache").iterdir()} == before
+    time.sleep(0.02)
+    write(folder, TRAIN.replace("cat", "cow"))                                       # the same number of bytes
+    corpus = load_corpus(folder)
+    assert "changed" in corpus.note and "cow" in corpus.vocab and "cat" not in corpus.vocab
+    time.sleep(0.02)
+    write(folder, TRAIN.replace("cat", "cow"), VALID + VALID)
+    assert len(load_corpus(folder).valid) == 12
+
+
+def test_the_cache_is_flat_little_endian_uint32_with_a_word_a_line(folder):
+    corpus = load_corpus(folder)
+    names = ["meta.json", "test.bin", "train.bin", "valid.bin", "vocab.txt"]
+    assert sorted(p.name for p in corpus.cache_dir.iterdir()) == names
+    ids = np.frombuffer((corpus.cache_dir / "train.bin").read_bytes(), "<u4")
+    words = (corpus.cache_dir / "vocab.txt").read_text().split("\n")
+    assert " ".join(words[i] for i in ids) == " ".join(data_lm.split_words(TRAIN))
+    meta = json.loads((corpus.cache_dir / "meta.json").read_text())
+    assert meta["tokens"]["train"] == len(ids) and meta["sources"]["valid"][:2] == ["wiki.valid.tokens", len(VALID)]
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_a_build_that_stops_anywhere_leaves_no_cache_and_the_next_one_is_whole(folder, monkeypatch, at):
+    good = load_corpus(folder)
+    ids, words = np.array(good.train), good.vocab.words
+    time.sleep(0.02)
+    os.utime(folder / "wiki.train.tokens")                                           # to be built again
+    replace, calls = os.replace, []
+
+    def stops(*paths):
+        calls.append(paths)
+        if len(calls) == at + 2:                                                     # the first empties meta.json
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(*paths)
+    monkeypatch.setattr(os, "replace", stops)
+    with pytest.raises(OSError, match="cannot write .*No space left on device.*--cache_dir"):
+        load_corpus(folder)
+    monkeypatch.undo()
+    assert data_lm.read_meta(folder / "cache") is None and not list((folder / "cache").glob("*.tmp"))
+    again = load_corpus(folder)
+    assert np.array_equal(again.train, ids) and again.vocab.words == words
+
+
+@pytest.mark.parametrize("damage,word", [
+    (lambda c: (c / "train.bin").write_bytes(b"\0" * 76), "train.bin has 76 bytes, expected 4 x 20"),
+    (lambda c: (c / "valid.bin").write_bytes(b"abc"), "valid.bin has 3 bytes"),
+    (lambda c: (c / "test.bin").write_bytes(b"c\0\0\0" * 6), "test.bin holds id 99, expected ids below 13"),
+    (lambda c: (c / "vocab.txt").write_text("<eos>\nthe\n"), "vocab.txt has 2 words, expected 13")])
+def test_a_damaged_cache_is_named_and_deleting_the_file_repairs_it(folder, damage, word):
+    good = load_corpus(folder)
+    before, ids = set(good.cache_dir.iterdir()), np.array(good.train)
+    damage(good.cache_dir)
+    with pytest.raises(ValueError, match=word) as e:
+        load_corpus(folder)
+    assert "\n" not in str(e.value) and set(good.cache_dir.iterdir()) == before
+    Path(str(e.value).split(" ")[0]).unlink()
+    assert np.array_equal(load_corpus(folder).train, ids)
+
+
+def test_a_missing_empty_or_binary_file_is_named(folder):
+    (folder / "wiki.valid.tokens").write_bytes(b"")
+    with pytest.raises(ValueError, match="wiki.valid.tokens is empty"):
+        load_corpus(folder)
+    (folder / "wiki.valid.tokens").unlink()
+    with pytest.raises(FileNotFoundError, match="no wiki.valid.tokens"):
+        load_corpus(folder)
+    write(folder, valid=b"good line\nbad \xff\xfe\n")
+    with pytest.raises(ValueError, match=r"wiki.valid.tokens is not UTF-8 text \(.* at byte 14\)"):
+        load_corpus(folder)
+
+
+def test_a_folder_without_write_permission_is_left_alone_even_by_root(folder):
+    folder.chmod(0o555)
+    try:
+        corpus = load_corpus(folder)
+        assert corpus.cache_dir.parent == Path("out", "cache") and corpus.cache_dir.name.startswith("text_")
+        assert not (folder / "cache").exists() and load_corpus(folder).note == ""
+        assert load_corpus(folder, "elsewhere").cache_dir == Path("elsewhere")
+    finally:
+        folder.chmod(0o755)
+
+
+def test_two_processes_may_build_the_same_cache_at_once(folder):
+    write(folder, TRAIN * 5_000)
+    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import data_lm; "
+            f"print(data_lm.load_corpus('text').train.sum())")
+    runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert len({run.communicate()[0] for run in runs}) == 1 and all(run.returncode == 0 for run in runs)
+    assert not list((folder / "cache").glob("*.tmp"))
+
+
+def test_the_build_needs_little_memory_whatever_the_size_of_the_text(tmp_path):
+    write(tmp_path, " ".join(f"w{i}" for i in range(300)) + " \n" + " \n".join([TRAIN.strip()] * 2 ** 16))        # 5 MB
+    code = f"""import sys, resource; sys.path.insert(0, {str(ROOT)!r}); import data_lm
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+data_lm.build_cache({str(tmp_path)!r}, {str(tmp_path / "cache")!r})
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"""
+    grown = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    assert grown < (16 if sys.platform == "linux" else 16 * 1024) * 1024                   # kB; macOS: bytes
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss                              # the unit exists here
+
+
+# --- pydoc ------------------------------------------------------------------------------------------------------------
+
+def test_pydoc_gives_every_python_the_same_text_of_some_size_without_running_modules(tmp_path):
+    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import data_lm; before = set(sys.modules); "
+            f"data_lm.pydoc_folder(sys.argv[1]); print(*set(sys.modules) - before)")
+    out = subprocess.run([sys.executable, "-c", code, tmp_path / "a"], capture_output=True, text=True, check=True,
+                         env={**os.environ, "PYTHONHASHSEED": "1"})
+    assert not {"antigravity", "turtle", "tkinter", "idlelib"} & set(out.stdout.split())
+    data_lm.pydoc_folder(tmp_path / "b")
+    files = [sorted((tmp_path / name).glob("*/wiki.*.tokens")) for name in "ab"]
+    assert len(files[0]) == 3 and [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
+    before = {f: f.stat().st_mtime_ns for f in files[0]}
+    folder = data_lm.pydoc_folder(tmp_path / "a")
+    assert {f: f.stat().st_mtime_ns for f in files[0]} == before                       # written once
+    corpus = load_corpus(folder)
+    assert len(corpus.train) > 200_000 and 5_000 < min(len(corpus.valid), len(corpus.test)) < 100_000
+    counts = np.bincount(corpus.train, minlength=len(corpus.vocab))
+    assert (counts[1:] >= data_lm.MIN_COUNT).all() and 0.005 < counts[corpus.vocab["<unk>"]] / len(corpus.train) < 0.1
+    headings = {split: {line for line in data_lm.read_lines(folder / f"wiki.{split}.tokens")
+                        if line.startswith(" = ") and not line.startswith(" = = ")} for split in data_lm.SPLITS}
+    assert all(len(titles) > 5 for titles in headings.values())
+
+
+# --- training windows -------------------------------------------------------------------------------------------------
+
+TEXT = np.arange(10_000, dtype="<u4")
+
+
+def test_windows_are_consecutive_tokens_and_the_target_is_the_next_one():
+    windows = random_windows(TEXT, 3, 16, 32, seed=0)
+    assert windows.shape == (16, 33) and windows.dtype == torch.int64 and (windows.diff() == 1).all()
+
+
+def test_a_window_depends_on_seed_step_and_position_only():
+    whole = random_windows(TEXT, 5, 16, 8, 1)
+    for parts in (2, 4, 16):
+        b = 16 // parts
+        pieces = [random_windows(TEXT, 5, 16, 8, 1, slice(i * b, (i + 1) * b)) for i in range(parts)]
+        assert torch.equal(torch.cat(pieces), whole)
+    others = [random_windows(TEXT, 6, 16, 8, 1), random_windows(TEXT, 5, 16, 8, 2)]
+    assert not any(torch.equal(other, whole) for other in others) and len(set(whole[:, 0].tolist())) == 16
+
+
+def test_every_window_of_a_short_text_is_drawn_equally_often():
+    starts = torch.cat([random_windows(TEXT[:14], step, 100, 8, 0)[:, 0] for step in range(60)])
+    counts = torch.bincount(starts)
+    assert len(counts) == 6 and (counts - 1000).abs().max() < 150                       # 5 standard deviations
+
+
+def test_windows_reach_every_place_of_a_text_larger_than_24_bits():
+    class Places:                                                                     # WikiText-103's length, no memory
+        def __len__(self):
+            return 103_227_021
+
+        def __getitem__(self, at):
+            return at
+    starts = torch.cat([random_windows(Places(), step, 4096, 1, 0)[:, 0] for step in range(25)])
+    assert 0 <= starts.min() < 20_000 and 103_200_000 < starts.max() < 103_227_020
+    assert (starts % 7).bincount().min() > 14_000 and len(starts.unique()) > 102_300        # 102,400 but for repeats
+
+
+def test_a_context_as_long_as_the_text_is_refused():
+    with pytest.raises(ValueError, match="--context 8: the training text has only 8 tokens"):
+        random_windows(TEXT[:8], 0, 4, 8, 0)
+    assert random_windows(TEXT[:9], 0, 4, 8, 0)[:, 0].eq(0).all()
+
+
+# --- sliding evaluation -----------------------------------------------------------------------------------------------
+
+class Reads:
+    """A model that writes down what it was asked, and whose nats are the number of tokens of context, 1 or more."""
+    training = False
+
+    def parameters(self):
+        return iter([torch.zeros(1)])
+
+    def eval(self):
+        return self
+
+    def train(self, mode):
+        return self
+
+    def hidden(self, x):
+        self.rows = [*getattr(self, "rows", []), *x.tolist()]
+        return torch.stack([x.float(), torch.arange(1.0, x.shape[1] + 1).expand(x.shape)], -1)
+
+    def nll(self, hidden, targets):
+        assert torch.equal(hidden[..., 0].long() + 1, targets)                             # predicts the next token
+        return hidden[..., 1]
+
+
+@pytest.mark.parametrize("M", [9, 10, 11, 12, 16, 17, 30])
+@pytest.mark.parametrize("stride", range(1, 9))
+def test_every_token_is_scored_once_with_the_context_that_was_promised(M, stride):
+    model = Reads()
+    context = sliding_nll(model, torch.arange(M), 8, stride, batch_size=3)                 # of each target, in tokens
+    assert len(context) == M - 1 and context[:8].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    if stride < 8:
+        assert (context[8:] > 8 - stride).all() and (context[8:] <= 8).all()
+        assert {len(row) for row in model.rows} == {8} and len(model.rows) == 1 + math.ceil((M - 9) / stride)
+    else:
+        assert context.tolist() == [i % 8 + 1 for i in range(M - 1)]                    # segments, the last one shorter
+
+
+@pytest.mark.parametrize("name", [f"lm_{output}{kind}" for output in ("full_softmax", "adaptive")
+                                  for kind in ("", "_symmetric")])
+def test_totals_equal_lmtools_whatever_the_batch(golden, name):
+    a = golden(name)
+    attn, cutoffs = "symmetric" if "symmetric" in name else "softmax", (8, 16, 32) * ("adaptive" in name)
+    model = LM(LMConfig(53, 12, embed_dim=16, depth=2, num_heads=2, mlp_dim=40, attn=attn, cutoffs=cutoffs))
+    assert model.config.dropout == 0.1                                                    # so it has to be turned off
+    load_reference(model, {k[3:]: v for k, v in a.items() if k.startswith("sd/")})
+    for batch_size in (1, 7, 64):
+        nats = sliding_nll(model.train(), a["seq"], int(a["window"]), 1, batch_size)
+        assert model.training                                                             # as it was before
+        np.testing.assert_allclose(nats.numpy(), a["sliding_nll_b1"][:, 0].numpy(), atol=1e-5)
+        total, count, ppl = a["sliding_total_b1"].tolist()
+        assert len(nats) == count and nats.sum().item() == pytest.approx(total, abs=1e-4)
+        assert perplexity(nats) == pytest.approx(ppl, rel=1e-5)
+        streams = [sliding_nll(model, stream, 12, 12, batch_size) for stream in a["seq"].view(3, 20)]     # segment-wise
+        total, count, ppl = a["ordered_total"].tolist()
+        assert torch.stack(streams).mean(0).sum().item() == pytest.approx(total, abs=1e-4) and len(streams[0]) == count
+        assert perplexity(torch.cat(streams)) == pytest.approx(ppl, rel=1e-5)
+
+
+def small_model(**how):
+    torch.manual_seed(0)
+    return LM(LMConfig(60, 16, embed_dim=32, depth=2, num_heads=4, mlp_dim=64, **how)).eval()
+
+
+@pytest.mark.parametrize("stride", [1, 5, 16])
+def test_batched_windows_equal_one_at_a_time_with_the_whole_output_layer(stride):
+    model = small_model(attn="rpc", rpc_layers=(0, 1))
+    text = torch.randint(60, (150,))
+    for block in model.blocks:
+        block.attn.qkv.weight.data *= 30                                                  # so that S is not zero
+    nats = []
+    with torch.no_grad():
+        for starts, length, scored in sliding_windows(149, 16, stride):
+            for i in starts.tolist():
+                nats += [model(text[None, i:i + length], text[None, i + 1:i + 1 + length])[0, -scored:]]
+    torch.testing.assert_close(sliding_nll(model, text, 16, stride, 13), torch.cat(nats).double(), atol=1e-5, rtol=0)
+
+
+def test_processes_share_the_windows_and_their_parts_add_up():
+    model, text = small_model(), torch.randint(60, (150,))
+    parts = [sliding_nll(model, text, 16, 3, 8, rank, 3) for rank in range(3)]
+    assert torch.equal(sum(parts), sliding_nll(model, text, 16, 3, 8)) and all((part == 0).any() for part in parts)
+
+
+@pytest.mark.parametrize("window,stride", [(0, 1), (4, 0), (4, 5), (10, 1), (-1, 1), (4, -1)])
+def test_windows_that_cannot_be_are_refused_in_one_line(window, stride):
+    with pytest.raises(ValueError, match=f"window {window}, stride {stride}: expected 1 <= stride <= window <= 9"):
+        sliding_nll(Reads(), torch.arange(10), window, stride)
+
+
+def test_perplexity_of_some_targets_counts_those_only():
+    nats = torch.tensor([0.0, 1.0, 2.0, 5.0]).double()
+    assert perplexity(nats) == pytest.approx(math.exp(2))
+    assert perplexity(nats, torch.tensor([True, False, True, False])) == pytest.approx(math.e)
+
+
+def test_batches_and_scored_positions_only_are_much_faster_than_one_window_at_a_time(capsys):
+    """Stride 1, 2 layers, V = 8000; one at a time, as lmtool: all positions of a window through the output layer."""
+    torch.manual_seed(0)
+    model = LM(LMConfig(8000, 64, embed_dim=64, depth=2, num_heads=8, mlp_dim=256)).eval()
+    text, once = torch.randint(8000, (225,)), []
+    with torch.no_grad():
+        for _ in range(3):
+            began = time.process_time()
+            for i in range(20):
+                model(text[None, i:i + 64], text[None, i + 1:i + 65])
+            one = (time.process_time() - began) / 20
+            began = time.process_time()
+            sliding_nll(model, text, 64, 1)
+            once.append(one / ((time.process_time() - began) / 161))
+    assert sorted(once)[1] > 3
