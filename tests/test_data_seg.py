@@ -1,0 +1,300 @@
+"""Claims about data_seg.py: its transforms are mmsegmentation's, its numbers depend on (seed, sample) alone, and a
+folder that is not as it should be ends in a line that names the file."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+import data
+import data_seg
+from common import uniform
+from conftest import SHARED
+from data_seg import Scenes, SegTree, TrainingViews, distort, finish_views, training_view
+from segmenter import resized
+
+SIZES = [(40, 60), (60, 40), (33, 70), (48, 48), (90, 50), (64, 41)]                 # height, width of the images below
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def write_pair(root, split, stem, image, label):
+    for part, pixels, extension in (("images", image, "jpg"), ("annotations", label, "png")):
+        (root / part / split).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(root / part / split / f"{stem}.{extension}")
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Six training and three validation images of 4 classes: blocks of colour, with some unlabelled pixels."""
+    rng = np.random.default_rng(0)
+    for split, count in (("training", 6), ("validation", 3)):
+        for i in range(count):
+            H, W = SIZES[i]
+            label = rng.integers(0, 5, (4, 4), dtype=np.uint8).repeat(-(-H // 4), 0).repeat(-(-W // 4), 1)[:H, :W]
+            image = rng.integers(0, 256, (5, 3), dtype=np.uint8)[label]
+            write_pair(tmp_path, split, f"{split}_{i}", image, label)
+    return tmp_path
+
+
+def planes(x):
+    return x.movedim(-1, -3)                                                          # (..., H, W, 3) -> (..., 3, H, W)
+
+
+# --- the transforms are the reference's ------------------------------------------------------------------------------
+
+def test_labels_shift_by_one_and_unlabelled_pixels_are_ignored(golden):
+    raw = torch.tensor([0, 1, 2, 150, 255], dtype=torch.uint8)
+    assert data_seg.shift_labels(raw).tolist() == [255, 0, 1, 149, 255] and raw.tolist() == [0, 1, 2, 150, 255]
+    g = golden("seg_transforms")
+    assert torch.equal(data_seg.shift_labels(g["label_raw"]), g["label_reduced"])
+
+
+def test_sizes_follow_the_references_rule(golden):
+    for h, w, ratio, long, short, new_h, new_w in golden("seg_transforms")["size_rule"].tolist():
+        assert (int(4 * 256 * ratio), int(256 * ratio)) == (long, short)
+        assert resized(int(h), int(w), int(long), int(short)) == (new_h, new_w)
+
+
+def test_resizing_agrees_with_opencv_within_a_level_and_its_labels_exactly(golden):
+    g = golden("seg_transforms")
+    H, W = g["resized_label"].shape
+    small = data_seg.resize(planes(g["rgb"]), H, W)
+    assert (small.int() - planes(g["resized_rgb"]).int()).abs().max() <= 1
+    draw = [204.5 / 204 - 1] + [0.0] * (data_seg.VIEW_COLUMNS - 2) + [0.9]              # r: the box (819, 204); no flip
+    image, label, h, w = training_view(planes(g["rgb"]), g["label_reduced"], draw, 204, scales=(1.0, 2.0))
+    assert (h, w) == (204, 204) and torch.equal(label, g["resized_label"][:, :204])
+    assert torch.equal(image, small[:, :, :204])
+
+
+def test_distortion_agrees_with_opencv(golden):
+    g = golden("seg_transforms")
+    x = planes(g["crop_rgb"])[None].float()
+    for i in range(3):
+        bright = data_seg.scale_and_shift(x, 1.0, g["bright_beta"][i].item())[0]
+        contrast = data_seg.scale_and_shift(x, g["contrast_alpha"][i].item())[0]
+        assert torch.equal(bright.byte(), planes(g["bright_rgb"])[i])
+        assert torch.equal(contrast.byte(), planes(g["contrast_rgb"])[i])
+        saturated = data_seg.scale_hsv(x, g["sat_alpha"][i].item(), 0)[0]
+        turned = data_seg.scale_hsv(x, 1.0, g["hue_delta"][i].item())[0]
+        for ours, theirs in ((saturated, g["sat_rgb"][i]), (turned, g["hue_rgb"][i])):
+            difference = (ours - planes(theirs)).abs()
+            assert difference.max() <= 1 and difference.mean() < 0.03
+
+
+def test_hsv_without_a_change_gives_every_colour_back_within_rounding():
+    grid = torch.cartesian_prod(*[torch.arange(0, 256, 15.0)] * 3).T.reshape(1, 3, 18, -1)
+    back = data_seg.scale_hsv(grid, 1.0, 0)
+    assert (back - grid).abs().max() <= 5        # H has 180 steps: up to 255 / 60 levels, then truncation
+    grey = torch.arange(256.0).expand(1, 3, 1, 256)
+    assert torch.equal(data_seg.scale_hsv(grey, 1.5, 17), grey)
+
+
+def test_normalised_padding_is_exactly_zero_and_the_rest_is_the_references(golden):
+    g = golden("seg_transforms")
+    mean, std = (g[name].float().view(3, 1, 1) / 255 for name in ("norm_mean", "norm_std"))
+    images = F.pad(planes(g["crop_rgb"])[None], (0, 16, 0, 8))                                      # 136 x 144: padded
+    images = F.pad(images, (0, 0, 0, 8))
+    side = torch.tensor([128])
+    out = (finish_views(images, side, side, side, 0, mean, distorted=False) - mean) / std
+    torch.testing.assert_close(out[0, :, :128, :128], planes(g["normalised"]), rtol=0, atol=1e-5)
+    assert (out[0, :, 128:] == 0).all() and (out[0, :, :, 128:] == 0).all()
+
+
+def test_each_distortion_happens_half_the_time_and_contrast_in_two_places():
+    u = uniform(torch.arange(4000), data_seg.DISTORT_COLUMNS, 3, data_seg.DISTORT)
+    grey = torch.full((4000, 3, 1, 1), 100, dtype=torch.uint8)
+    out = distort(grey, u)[:, 0, 0, 0].int()                                        # colour changes do nothing to grey
+    for column, low, high in ((0, 68, 132), (2, 50, 150)):                            # brightness alone, contrast alone
+        alone = (u[:, column] < 0.5) & (u[:, 2 - column] >= 0.5)
+        assert 0.2 < alone.float().mean() < 0.3
+        assert out[alone].min() in (low, low + 1) and out[alone].max() in (high - 1, high - 2)
+    both = (u[:, 0] < 0.5) & (u[:, 2] < 0.5)
+    beta, alpha = u[both, 1] * 64 - 32, 0.5 + u[both, 3]
+    expected = ((100 + beta).floor() * alpha).floor()
+    assert (out[both] - expected).abs().max() <= 1
+    neither = (u[:, 0] >= 0.5) & (u[:, 2] >= 0.5)
+    assert (out[neither] == 100).all()
+    red = torch.tensor([200, 40, 40], dtype=torch.uint8).view(1, 3, 1, 1).expand(4000, 3, 1, 1)
+    last = neither & (u[:, 5] < 0.5) & (u[:, 7] >= 0.5)
+    assert distort(red, u)[last][:, 1].unique().numel() > 50                                         # S, and only S
+    assert (distort(red, u)[last][:, 0] == 200).all()
+    pink = torch.tensor([200, 120, 120], dtype=torch.uint8).view(1, 3, 1, 1)
+    first, last = (torch.tensor([[0.9, 0, 0.1, 0.99, coin, 0.1, 0.99, 0.9, 0]]) for coin in (0.1, 0.9))
+    assert distort(pink, first).flatten().tolist() == [255, 141, 141]                     # 1.49 times, then S 77 -> 114
+    assert distort(pink, last).flatten().tolist() == [255, 120, 120]                     # S 102 -> 151, then 1.49 times
+
+
+# --- the crop --------------------------------------------------------------------------------------------------------
+
+def test_a_crop_needs_two_classes_and_none_with_three_quarters():
+    def label(*counts):
+        return torch.cat([torch.full((n,), k, dtype=torch.uint8) for k, n in counts]).view(1, -1)
+    assert data_seg.varied(label((0, 74), (1, 26))) and not data_seg.varied(label((0, 75), (1, 25)))
+    assert not data_seg.varied(label((3, 50))) and not data_seg.varied(label((3, 50), (255, 50)))
+    assert data_seg.varied(label((3, 50), (4, 40), (255, 900))) and not data_seg.varied(label((255, 9)))
+
+
+def test_dull_crops_are_drawn_again_up_to_ten_times():
+    label = torch.zeros(40, 160, dtype=torch.uint8)
+    label[:20, 80:] = 1                                                                 # left of column 80: one class
+    image = label.expand(3, -1, -1)
+    dull, good = [0.0, 0.0], [0.0, 0.9]
+    for redraw in (0, 1, 5, 10):
+        draw = [0.0, *dull * redraw, *good * (11 - redraw), 0.9]
+        assert len(training_view(image, label, draw, 40, (1, 1))[1].unique()) == 2
+    late = [0.0, *dull * 10, *[0.0, 0.1], 0.9]                                          # the last is taken unseen
+    assert training_view(image, label, late, 40, (1, 1))[1].unique().tolist() == [0]
+    draws = uniform(torch.arange(200), data_seg.VIEW_COLUMNS, 0, data_seg.VIEW).tolist()
+    shares = [len(training_view(image, label, draw, 40, (1, 1))[1].unique()) for draw in draws]
+    assert np.mean(np.array(shares) == 2) > 0.97                                       # one draw alone: half of them
+
+
+def test_image_and_label_stay_together_whatever_the_view(root):
+    tree = SegTree(root, "training", 4)
+    for i in range(len(tree)):
+        label = tree[i][1]
+        views = TrainingViews([(label.expand(3, -1, -1), label)], 32, (0.5, 2.0), seed=i)
+        for image, crop, (_, h, w) in views.__getitems__([(p, 0) for p in range(20)]):
+            assert image.shape == (3, 32, 32) and crop.shape == (32, 32)
+            inside = torch.zeros(32, 32, dtype=torch.bool)
+            inside[:h, :w] = True
+            assert (crop[~inside] == 255).all()
+            assert (image[0] == crop)[inside].float().mean() > 0.55        # but for blended borders between the blocks
+
+
+def test_a_view_smaller_than_the_crop_is_padded_right_and_below():
+    image, label = torch.full((3, 30, 90), 7, dtype=torch.uint8), torch.zeros(30, 90, dtype=torch.uint8)
+    out, crop, h, w = training_view(image, label, [0.0] * data_seg.VIEW_COLUMNS, 64, (0.5, 2.0))
+    assert (h, w) == (32, 64) and (crop[:32] == 0).all() and (crop[32:] == 255).all() and (out[:, :32] == 7).all()
+
+
+# --- samples ---------------------------------------------------------------------------------------------------------
+
+def stream(root, num_workers, batch, distorted=True):
+    views = TrainingViews(SegTree(root, "training", 4), 48, seed=5)
+    keys = [(p, p % 6) for p in range(24)]
+    lists = [keys[i:i + batch] for i in range(0, 24, batch)]
+    out = [(finish_views(images, h, w, position, 5, torch.full((3, 1, 1), 0.5), distorted), labels)
+           for images, labels, (position, h, w) in data.imagenet_batches(views, lists, num_workers)]
+    return [torch.cat(t) for t in zip(*out)]
+
+
+def test_neither_workers_nor_batch_size_change_a_sample(root):
+    images, labels = stream(root, 0, 24)
+    for num_workers, batch in ((2, 4), (0, 1), (1, 24)):
+        other = stream(root, num_workers, batch)
+        assert torch.equal(other[0], images) and torch.equal(other[1], labels)
+    assert len({x.numpy().tobytes() for x in images}) == 24                             # every sample is another view
+
+
+def test_scenes_are_labelled_in_every_pixel_and_background_is_class_0():
+    scenes = Scenes("train", 12, 32)
+    image, label = scenes[3]
+    split = data.load_shapes("train", 12, 32)
+    assert len(scenes) == 12 and torch.equal(image, split.images[3]) and torch.equal(label, split.masks[3])
+    assert len(scenes.classes) == 11 and scenes.classes[0] == "background" and scenes.classes[1:] == split.classes
+    assert scenes.labels.max() == 10 and label.dtype == torch.uint8
+
+
+def test_grey_transparent_palette_and_16_bit_files_are_read_as_rgb_images_and_class_numbers(root):
+    label = np.zeros((20, 30), np.uint8)
+    label[:10] = 2
+    folder = root / "images" / "training"
+    for stem, pixels in (("grey", label * 50), ("alpha", np.dstack([label * 50] * 3 + [label])),
+                         ("deep", label.astype(np.uint16) * 50 * 257)):
+        Image.fromarray(pixels).save(folder / f"{stem}.png")
+        annotation = Image.fromarray(label)
+        if stem == "grey":
+            annotation = annotation.convert("P")
+            annotation.putpalette([0, 0, 0, 255, 0, 0, 0, 255, 0])
+        annotation.save(root / "annotations" / "training" / f"{stem}.png")
+    tree = SegTree(root, "training", 4)
+    for stem in ("grey", "alpha", "deep"):
+        image, classes = tree[tree.names.index(stem)]
+        assert image.shape == (3, 20, 30) and image.dtype == torch.uint8 and (image[:, 0] == 100).all()
+        assert (classes[:10] == 1).all() and (classes[10:] == 255).all()
+
+
+def test_class_names_come_from_the_folder(root):
+    assert SegTree(root, "training", 11).classes == data_seg.CAMVID_CLASSES
+    assert SegTree(root, "training", 4).classes[3] == "class 3"
+    (root / "objectInfo150.txt").write_text("Idx\tRatio\tTrain\tVal\tName\n1\t0.2\t5\t2\twall\n2\t0.1\t5\t2\tsky, air\n"
+                                            + "".join(f"{i}\t0.1\t5\t2\tthing {i}\n" for i in range(3, 151)))
+    assert len(SegTree(root, "training").classes) == 150 and SegTree(root, "training").classes[:2] == ["wall", "sky"]
+    (root / "classes.txt").write_text("a\nb\nc\nd\n\n")
+    assert SegTree(root, "training").classes == ["a", "b", "c", "d"]
+
+
+@pytest.mark.skipif(not (SHARED / "data" / "ade20k_sample").exists(), reason="three files of ADE20K beside the clone")
+def test_files_of_ade20k_are_read():
+    tree = SegTree(SHARED / "data" / "ade20k_sample", "validation")
+    assert len(tree) == 3 and len(tree.classes) == 150 and tree.names[0] == "ADE_val_00000001"
+    assert [tuple(tree[i][1].shape) for i in range(3)] == [(512, 683), (364, 500), (300, 400)]
+    assert max(tree[i][1][tree[i][1] < 255].max() for i in range(3)) == 102
+
+
+def test_a_picture_is_drawn_with_its_legend(root, tmp_path):
+    tree = SegTree(root, "validation", 4)
+    images, labels = zip(*(tree[i] for i in range(3)))
+    data_seg.save_pictures(tmp_path / "a.png", images, labels, labels, tree.classes)
+    with Image.open(tmp_path / "a.png") as picture:
+        assert picture.mode == "RGB" and picture.width >= 180 and picture.height > sum(x.shape[1] for x in images)
+    colours = data_seg.palette(150)
+    assert colours.shape == (256, 3) and len({tuple(c) for c in colours[:150].tolist()}) == 150
+    assert (colours[255] == 0).all()
+
+
+# --- folders that are not as they should be --------------------------------------------------------------------------
+
+def error(root, split="training", num_classes=4, i=None, kind=ValueError):
+    with pytest.raises(kind) as e:
+        tree = SegTree(root, split, num_classes)
+        tree[tree.names.index(i)]
+    assert "\n" not in str(e.value) and len(str(e.value)) < 400
+    return str(e.value)
+
+
+def test_missing_folders_and_pairs_are_named(root):
+    assert "nowhere" in error(root / "nowhere", kind=FileNotFoundError)
+    assert "test" in error(root, "test", kind=FileNotFoundError)
+    (root / "annotations" / "training" / "training_2.png").unlink()
+    assert "annotation of image training_2" in error(root)
+    (root / "images" / "training" / "training_2.jpg").unlink()
+    (root / "images" / "training" / "training_4.jpg").unlink()
+    assert "image of annotation training_4" in error(root)
+    for path in root.glob("*/training/*"):
+        path.unlink()
+    assert "no images" in error(root)
+
+
+def test_wrong_annotations_are_named(root):
+    folder = root / "annotations" / "training"
+    path, label = folder / "training_1.png", np.zeros((60, 40), np.uint8)
+    for pixels, words in ((label[:50], ["40 x 50", "40 x 60"]), (label + 5, ["the value 5", "0 (ignored) to 4"]),
+                          (np.dstack([label] * 3), ["mode RGB"]), (label.astype(np.uint16), ["mode I;16"])):
+        Image.fromarray(pixels).save(path)
+        line = error(root, i="training_1")
+        assert "training_1.png" in line and all(word in line for word in words), line
+    Image.fromarray(label + 255).save(path)                                              # 255 is ignored too
+    assert (SegTree(root, "training", 4)[1][1] == 255).all()
+    for content in (b"", b"not a picture", path.read_bytes()[:60]):
+        path.write_bytes(content)
+        assert "training_1.png" in error(root, i="training_1")
+    (root / "images" / "training" / "training_3.jpg").write_bytes(b"\xff\xd8\xff")
+    assert "training_3.jpg" in error(root, i="training_3")
+
+
+def test_the_number_of_classes_must_be_known_and_fit(root):
+    assert "--num_classes" in error(root, num_classes=None)
+    (root / "classes.txt").write_text("a\nb\nc\nd\n")
+    assert "4 classes" in error(root, num_classes=5)
+    (root / "classes.txt").write_text("\n".join(map(str, range(300))))
+    assert "2 to 254" in error(root, num_classes=None)

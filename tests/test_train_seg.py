@@ -1,0 +1,451 @@
+"""Claims about train_seg.py: runs start, stop, go on and spread over processes without changing a number; an evaluation
+goes on where it was killed; bad input ends in one line. The real script, small settings."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+import common
+import corruptions
+import data_seg
+import train_seg
+from conftest import SHARED
+from data_seg import Scenes, SegTree
+from segmenter import Segmenter, SegmenterConfig, confusion, predict, scores, segmenter_from_checkpoint
+from vit import ViT, ViTConfig
+
+SCRIPT = Path(train_seg.__file__).resolve()
+SMALL = ("--num_images 24 --size 16 --patch_size 8 --batch_size 8 --log_every 1 --save_images 0 --num_workers 0 "
+         "--eval_every 100").split()
+FOLDER = ("--data camvid --num_classes 4 --size 32 --patch_size 8 --batch_size 4 --epochs 2 --log_every 1 "
+          "--save_images 0 --num_workers 0 --eval_every 100").split()
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)                                 # as the subprocesses, so that results agree bit for bit
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A folder laid out like ADE20K: 9 training and 5 validation images of 4 classes, blocks of colour in noise."""
+    root, rng = tmp_path_factory.mktemp("ade"), np.random.default_rng(0)
+    for split, count in (("training", 9), ("validation", 5)):
+        for part in ("images", "annotations"):
+            (root / part / split).mkdir(parents=True)
+        for i in range(count):
+            H, W = (40, 60) if i % 2 else (48, 36)
+            label = rng.integers(0, 5, (4, 4), dtype=np.uint8).repeat(-(-H // 4), 0).repeat(-(-W // 4), 1)[:H, :W]
+            image = (label[..., None] * [50, 20, 0] + rng.integers(0, 50, (H, W, 3))).astype(np.uint8)
+            Image.fromarray(image).save(root / "images" / split / f"{split}_{i}.jpg")
+            Image.fromarray(label).save(root / "annotations" / split / f"{split}_{i}.png")
+    return root
+
+
+def flags(*parts):
+    return [flag for part in parts for flag in (part.split() if isinstance(part, str) else map(str, part))]
+
+
+def train(*parts):
+    """Run main() in this process."""
+    argv, sys.argv = sys.argv, ["train_seg.py", *flags(*parts)]
+    try:
+        train_seg.main()
+    finally:
+        sys.argv = argv
+
+
+def start(*parts, launcher=()):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")} | {"OMP_NUM_THREADS": "1"}
+    launcher = ("-m", "torch.distributed.run", *launcher) if launcher else ()
+    return subprocess.Popen([sys.executable, *launcher, str(SCRIPT), *flags(*parts)], env=env, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def finish(process):
+    try:
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.terminate()                                          # torchrun takes its workers with it
+    assert process.returncode == 0, "\n".join(line for line in err.splitlines() if "rror" in line)[-3000:]
+    return out
+
+
+def refused(*parts):
+    """Run main() as the script does; returns the one line it must end in."""
+    argv, sys.argv = sys.argv, ["train_seg.py", *flags(*parts)]
+    with pytest.raises(SystemExit) as e:
+        try:
+            common.run(train_seg.main)
+        finally:
+            sys.argv = argv
+    line = e.value.code
+    assert isinstance(line, str) and line.startswith("error: ") and "\n" not in line and len(line) < 500, line
+    return line
+
+
+def log(folder, what="loss"):
+    """{step: value} of the training rows; no step may be there twice."""
+    rows = [json.loads(line) for line in Path(folder, "log.jsonl").read_text().splitlines()]
+    rows = [(row["step"], row[what]) for row in rows if what in row]
+    assert len(dict(rows)) == len(rows), "a step is logged twice"
+    return dict(rows)
+
+
+def assert_same_weights(a, b):
+    a, b = (common.read_checkpoint(folder)["model"] for folder in (a, b))
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+# --- a run and what it leaves ----------------------------------------------------------------------------------------
+
+def test_a_run_ends_in_its_mean_iou_a_picture_and_a_checkpoint_that_reproduces_it(capsys):
+    train("--num_images 80 --max_steps 2")                   # all else as in the README's first command
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    folder = Path("out/seg_shapes_rpc")
+    checkpoint, evaluation = common.read_checkpoint(folder), log(folder, "eval")[2]
+    assert f"mean IoU {evaluation['mean_iou']:.2f} %" in last and last.endswith(str(folder / "last.pt"))
+    model, scenes = segmenter_from_checkpoint(checkpoint), Scenes("test", 8, 32)
+    matrix = sum(confusion(predict(model, image, size=32, window=32, stride=32).argmax(0), label, 11)
+                 for image, label in (scenes[i] for i in range(8)))
+    assert train_seg.plain(dict(scores(matrix), images=8)) == evaluation == train_seg.plain(checkpoint["metrics"])
+    assert checkpoint["classes"] == scenes.classes and checkpoint["task"] == "segmentation" and checkpoint["step"] == 2
+    assert (folder / "pictures.png").exists()
+
+
+def test_the_papers_recipe_trains_on_a_folder_of_its_layout_and_workers_change_nothing(root):
+    run = flags("--data ade20k --model nano --patch_size 8 --size 32 --num_classes 4 --epochs 1 --log_every 1",
+                ["--data_dir", root])
+    train(run, "--num_workers 2 --out_dir a")
+    train(run, "--num_workers 0 --out_dir b --save_images 0")
+    assert log("a") == log("b") and list(log("a")) == [1, 2]                     # 9 images: 8, and the short batch of 1
+    assert_same_weights("a", "b")
+    checkpoint = common.read_checkpoint("a")
+    group, config = checkpoint["optimizer"]["param_groups"][0], checkpoint["model_config"]
+    assert group["nesterov"] and group["momentum"] == 0.9 and group["weight_decay"] == 0
+    assert (config["drop_path"], config["decoder_dropout"], config["decoder"], config["decoder_attn"]) == (
+        0.1, 0.1, "mask", "symmetric")
+    assert log("a", "lr")[1] == 1e-3 and log("a", "lr")[2] == pytest.approx((1e-3 - 1e-5) * 0.5 ** 0.9 + 1e-5)
+    assert Path("a/pictures.png").exists()
+
+
+def overfit(images, labels, num_classes, steps):
+    """Pixel accuracy after each of `steps` numbers of steps on one batch, with dropout."""
+    torch.manual_seed(0)
+    model = Segmenter(SegmenterConfig(num_classes=num_classes, image_size=160, patch_size=8, embed_dim=64, depth=2,
+                                      num_heads=2, drop_path=0.0))
+    optimizer = train_seg.build_optimizer(Namespace(optimizer="adamw", lr=1e-3, weight_decay=0.0), model)
+    accuracy = []
+    for step in range(1, max(steps) + 1):
+        F.cross_entropy(model.train()(images), labels, ignore_index=255).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in steps:
+            with torch.no_grad():
+                right = (model.eval()(images).argmax(1) == labels)[labels != 255]
+            accuracy.append(right.float().mean().item())
+    return accuracy
+
+
+def test_two_images_are_learnt_by_heart():
+    if (SHARED / "data" / "camvid").exists():
+        tree, K = SegTree(SHARED / "data" / "camvid", "training", 11), 11
+        pairs = [tree[0], tree[125]]
+    else:
+        scenes, K = Scenes("train", 2, 360), 11
+        pairs = [scenes[0], scenes[1]]
+    images = torch.stack([data_seg.resize(image, 120, 160) for image, _ in pairs])
+    labels = torch.stack([F.interpolate(label[None, None], (120, 160))[0, 0] for _, label in pairs])
+    after_50, after_150 = overfit(images / 255, labels.long(), K, (50, 150))
+    assert after_50 > 0.65 and after_150 > 0.85, (after_50, after_150)
+
+
+# --- schedule and optimiser are the reference's ----------------------------------------------------------------------
+
+def test_the_schedule_is_the_references(golden):
+    g = golden("seg_schedule")
+    total, lr, min_lr = int(g["iter_max"]), g["base_lr"].item(), g["min_lr"].item()
+    ours = [train_seg.poly_lr(k, total, lr, min_lr, g["power"].item()) for k in range(total + 1)]
+    np.testing.assert_allclose(ours, g["lr_after_k_updates"].numpy(), rtol=1e-9)
+
+
+def test_sgd_is_timms_nesterov(golden):
+    g = golden("seg_schedule")
+    model = torch.nn.Linear(3, 1)
+    with torch.no_grad():
+        model.weight.copy_(g["sgd_init"][None, :3])
+        model.bias.copy_(g["sgd_init"][3:])
+    optimizer = train_seg.build_optimizer(Namespace(optimizer="sgd", lr=g["base_lr"].item(), weight_decay=0.0), model)
+    for expected in g["sgd_params_after_each_step"]:
+        F.mse_loss(model(g["sgd_x"]), g["sgd_t"]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(torch.cat([model.weight[0], model.bias]).detach(), expected, rtol=0, atol=1e-6)
+
+
+def test_class_tokens_positions_biases_and_norms_do_not_decay():
+    model = Segmenter(SegmenterConfig(num_classes=3, image_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=1))
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = train_seg.build_optimizer(Namespace(optimizer="adamw", lr=1, weight_decay=0.1), model).param_groups
+    kept = {names[id(p)] for p in groups[1]["params"]}
+    assert groups[0]["weight_decay"] == 0.1 and groups[1]["weight_decay"] == 0
+    assert {"encoder.pos_embed", "encoder.cls_token", "decoder.cls_emb", "decoder.mask_norm.weight"} <= kept
+    assert {"decoder.proj_patch", "encoder.patch_embed.proj.weight"} <= {names[id(p)] for p in groups[0]["params"]}
+
+
+# --- stopping, going on, processes -----------------------------------------------------------------------------------
+
+def test_a_run_killed_at_any_moment_resumes_to_the_same_losses_and_weights(root):
+    run = flags(FOLDER, "--epochs 8 --drop_path 0.1 --dropout 0.1 --save_every 1 --data_dir", [root])         # 24 steps
+    train(run, "--out_dir whole")
+    process = start(run, "--out_dir killed")
+    end = time.time() + 120
+    while not Path("killed/last.pt").exists() and time.time() < end:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert 1 <= common.read_checkpoint("killed")["step"] <= 24                                # whole, whatever happened
+    train("--resume killed")
+    assert log("killed") == log("whole") and len(log("whole")) == 24
+    assert log("killed", "eval") == log("whole", "eval")
+    assert_same_weights("killed", "whole")
+
+
+def test_two_processes_equal_one_though_ignored_pixels_are_unequal_and_the_last_batch_is_short(root):
+    run = flags(FOLDER, "--dropout 0 --epochs 4 --data_dir", [root])               # batches of 4, 4 and 1: rank 1 idles
+    finish(start(run, "--out_dir two", launcher=("--standalone", "--nproc_per_node=2")))
+    train(run, "--out_dir one")
+    two, one = (np.array(list(log(d).values())) for d in ("two", "one"))
+    assert len(one) == 12
+    np.testing.assert_allclose(two, one, rtol=0, atol=1e-5)
+    norms = [list(log(d, "grad_norm").values()) for d in ("two", "one")]
+    np.testing.assert_allclose(*norms, rtol=1e-3)
+    train("--eval_only two --save_images 0")                                              # one process: the same matrix
+    row, evaluation = json.loads(Path("two/eval/results.jsonl").read_text()), log("two", "eval")[12]
+    assert {k: row[k] for k in evaluation} == evaluation and row["images"] == 5
+
+
+def test_a_batch_is_dealt_out_whole_and_every_sample_has_its_number():
+    args = Namespace(batch_size=4, seed=1)
+    whole = list(train_seg.batch_keys(args, 10, 0, 6, 0, 1))
+    assert [len(keys) for keys in whole] == [4, 4, 2] * 2
+    assert [position for keys in whole for position, _ in keys] == list(range(20))
+    first, second = ([i for keys in part for _, i in keys] for part in (whole[:3], whole[3:]))
+    assert sorted(first) == sorted(second) == list(range(10)) and first != second
+    ranks = [list(train_seg.batch_keys(args, 10, 0, 6, rank, 4)) for rank in range(4)]
+    for step, keys in enumerate(whole):
+        dealt = [rank[step] for rank in ranks]
+        assert sorted(key for part in dealt[:len(keys)] for key in part) == keys
+        assert all(part == keys[:1] for part in dealt[len(keys):])                           # idle: labels are ignored
+    assert list(train_seg.batch_keys(args, 10, 4, 6, 0, 1)) == whole[4:]
+
+
+def test_a_batch_without_a_labelled_pixel_counts_nothing(root, monkeypatch):
+    monkeypatch.setattr(SegTree, "__getitem__", lambda self, i: (torch.zeros(3, 40, 40, dtype=torch.uint8),
+                                                                 torch.full((40, 40), 255, dtype=torch.uint8)))
+    line = refused(FOLDER, "--max_steps 2 --out_dir a --data_dir", [root])
+    assert "none of the 5 validation images has a labelled pixel" in line
+    assert list(log("a").values()) == [0, 0] and list(log("a", "grad_norm").values()) == [0, 0]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(monkeypatch):
+    real, calls = train_seg.F.cross_entropy, []
+
+    def diverging(*args, **how):
+        calls.append(1)
+        return real(*args, **how) * (float("nan") if len(calls) == 4 else 1)
+    monkeypatch.setattr(train_seg.F, "cross_entropy", diverging)
+    line = refused(SMALL, "--max_steps 9 --save_every 2 --out_dir a --log_every 2")
+    assert "not finite at step 4" in line and "step 3" in line
+    checkpoint = common.read_checkpoint("a")
+    assert checkpoint["step"] == 3 and all(w.isfinite().all() for w in checkpoint["model"].values())
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------
+
+def test_corrupted_evaluation_writes_its_table_and_goes_on_after_a_kill(root, monkeypatch, capsys):
+    train(FOLDER, "--max_steps 1 --out_dir a --data_dir", [root])
+    run = flags("--eval_only a --corruptions fog pixelate --severity 1 5 --save_images 1 --num_workers 0")
+    train(run)
+    text = Path("a/eval/table.md").read_text()
+    rows = [json.loads(line) for line in Path("a/eval/results.jsonl").read_text().splitlines()]
+    assert [(row["corruption"], row["severity"]) for row in rows] == [
+        (None, 0), ("fog", 1), ("fog", 5), ("pixelate", 1), ("pixelate", 5)]
+    assert f"{rows[3]['mean_accuracy']:.2f} / {rows[3]['mean_iou']:.2f}" in text and "mean of types" in text
+    mean = [sum(row[k] for row in rows[1:]) / 4 for k in ("mean_accuracy", "mean_iou")]
+    last = text.strip().splitlines()[-1]
+    assert last.startswith("| mean of types") and abs(float(last.split("|")[-2].split("/")[1]) - mean[1]) < 0.006
+    assert {path.stem for path in Path("a/eval").glob("*.png")} == {
+        "clean", "fog_1", "fog_5", "pixelate_1", "pixelate_5"}
+    out = Path("a/eval/results.jsonl")
+    lines = out.read_text().splitlines(keepends=True)
+    out.write_text("".join(lines[:3]) + lines[3][:40])                                # killed while it wrote the fourth
+    computed, real = [], train_seg.evaluate
+    monkeypatch.setattr(train_seg, "evaluate", lambda *a: computed.append(a[-1]) or real(*a))
+    train(run)
+    assert computed == [("pixelate", 1), ("pixelate", 5)] and Path("a/eval/table.md").read_text() == text
+    train(run, "--limit 2")                                                              # other settings: other rows
+    assert len(computed) == 7 and len(out.read_text().splitlines()) == 10
+    capsys.readouterr()
+    train(run)
+    assert len(computed) == 7 and "mean of types" in capsys.readouterr().out
+
+
+def test_an_image_is_corrupted_by_its_index_alone_and_before_it_is_resized(root):
+    config = SegmenterConfig(num_classes=4, image_size=32, patch_size=8, embed_dim=16, depth=1, num_heads=1)
+    model = Segmenter(config).eval()
+    tree = SegTree(root, "validation", 4)
+    args = Namespace(data="camvid", num_workers=0, frost_dir=None, amp=False, size=32, window=32, stride=32,
+                     scales=[1.0], flip=False)
+
+    def seen(index):
+        triples = train_seg.predictions(model, tree, index, args, torch.device("cpu"), ("gaussian_noise", 3))
+        return {image.numpy().tobytes() for image, _, _ in triples}
+    whole = seen(list(range(5)))
+    assert seen([4, 3]) | seen([0]) | seen([2, 1]) == whole and len(whole) == 5
+    image = tree[3][0][None]
+    assert corruptions.corrupt(image, "gaussian_noise", 3, seed=0, index=[3]).numpy().tobytes() in whole
+
+
+@pytest.mark.parametrize("n", [1, 2, 16])
+def test_groups_of_equal_size_hold_every_image_once(root, n):
+    tree = SegTree(root, "training", 4)
+    groups = list(train_seg.equal_sizes(tree, list(range(9)), 0, n))
+    assert sorted(i for group in groups for i, _, _ in group) == list(range(9))
+    assert all(len({image.shape for _, image, _ in group}) == 1 and len(group) <= n for group in groups)
+    for i, image, label in sum(groups, []):
+        assert torch.equal(tree[i][0], image) and torch.equal(tree[i][1], label)
+
+
+def test_views_window_and_stride_are_settings_of_an_evaluation(root):
+    train(FOLDER, "--max_steps 1 --out_dir a --data_dir", [root])
+    train("--eval_only a --save_images 0 --scales 0.5 1 1.5 --flip --window 24 --stride 16")
+    row = json.loads(Path("a/eval/results.jsonl").read_text())
+    assert row["setting"]["scales"] == [0.5, 1, 1.5] and row["setting"]["flip"] and row["setting"]["stride"] == 16
+    assert "stride 40" in refused("--eval_only a --save_images 0 --stride 40")               # more than the window
+    assert "multiple of the patch size" in refused("--eval_only a --save_images 0 --window 20")
+    train("--eval_only a --save_images 0 --window 64 --out_dir b")                           # images are enlarged to it
+
+
+# --- backbones -------------------------------------------------------------------------------------------------------
+
+def classifier(path, **config):
+    """A checkpoint as train_cls.py writes it."""
+    torch.manual_seed(1)
+    model = ViT(ViTConfig(image_size=32, patch_size=8, num_classes=7, embed_dim=64, depth=2, num_heads=1, **config))
+    torch.save(dict(task="classification", model=model.state_dict(), model_config=asdict(model.config), step=3), path)
+    return model
+
+
+def test_a_backbone_keeps_its_own_attention_and_flags_that_contradict_it_are_refused(root, capsys):
+    backbone = classifier("rpc.pt", attn="rpc", rpc_layers=(1,), n_iter=2, lambd=3.0)
+    run = flags("--data ade20k --num_classes 4 --size 48 --num_workers 0 --save_images 0 --max_steps 1 --log_every 1",
+                ["--data_dir", root, "--backbone", "rpc.pt"])
+    train(run, "--out_dir a --lr 1e-9 --min_lr 0")
+    checkpoint = common.read_checkpoint("a")
+    config = SegmenterConfig(**checkpoint["model_config"])
+    assert (config.attn, config.rpc_layers, config.n_iter, config.lambd) == ("rpc", (1,), 2, 3.0)
+    assert (config.embed_dim, config.depth, config.patch_size, config.decoder_attn) == (64, 2, 8, "symmetric")
+    loaded = checkpoint["model"]["encoder.blocks.1.attn.qkv.weight"]
+    torch.testing.assert_close(loaded, backbone.blocks[1].attn.qkv.weight.data)
+    assert checkpoint["model"]["encoder.pos_embed"].shape == (1, 37, 64)
+    train("--resume a --max_steps 2")                                            # needs the backbone no more
+    train(run, "--out_dir b --attn rpc --n_iter 2 --rpc_layers 1")              # what is said again is no contradiction
+    for bad, words in (("--attn symmetric", "attn='rpc'"), ("--n_iter 4", "n_iter=2"), ("--lambd 4", "lambd=3.0"),
+                       ("--rpc_layers 0", "rpc_layers=(1,)"), ("--patch_size 16", "patch_size=8"),
+                       ("--model tiny", "embed_dim=64")):
+        line = refused(run, bad)
+        assert "--backbone rpc.pt: it was trained with" in line and words in line, line
+    assert "nowhere.pt" in refused(run[:-1], "nowhere.pt")
+
+
+def test_weights_that_do_not_fit_their_attention_are_refused(root):
+    classifier("soft.pt")
+    checkpoint = torch.load("soft.pt", weights_only=True)
+    run = flags("--data ade20k --num_classes 4 --size 32 --num_workers 0 --max_steps 1 --data_dir", [root])
+    torch.save(dict(checkpoint, model_config={**checkpoint["model_config"], "attn": "symmetric"}), "wrong.pt")
+    line = refused(run, "--backbone wrong.pt")                                              # 3C rows, a symmetric model
+    assert "--backbone wrong.pt" in line and "3C" in line and "2C" in line
+    assert "attn='softmax'" in refused(run, "--backbone soft.pt --attn symmetric")
+    torch.save({"model": checkpoint["model"]}, "deit.pt")                                           # as DeiT's files
+    train(run, "--backbone deit.pt --save_images 0 --out_dir a")
+    assert common.read_checkpoint("a")["model_config"]["attn"] == "softmax"
+    train(run, "--backbone deit.pt --save_images 0 --out_dir c --decoder linear --attn softmax")
+    assert "segmentation" in refused(run, "--backbone a")
+    assert "train_seg.py" in refused("--eval_only soft.pt") and "train_seg.py" in refused("--resume soft.pt")
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+BAD = [("--data camvid", "--data_dir"), ("--data ade20k --data_dir nowhere", "nowhere"), ("--size 18", "image_size=18"),
+       ("--rpc_layers 9", "rpc_layers"), ("--min_scale 2 --max_scale 1", "--min_scale"),
+       ("--corruptions fog", "--eval_only"), ("--limit 3", "--eval_only"), ("--resume nowhere", "nowhere"),
+       ("--eval_only nowhere", "nowhere"), ("--backbone nowhere", "nowhere"),
+       ("--resume a --eval_only b", "--eval_only"), ("--device cdua", "device"),
+       ("--out_dir notes.txt", "notes.txt")]
+
+
+@pytest.mark.parametrize("bad,word", BAD, ids=[bad for bad, _ in BAD])
+def test_bad_flags_end_in_one_line_that_names_them(bad, word):
+    Path("notes.txt").write_text("not a folder\n")
+    assert word in refused(SMALL, "--max_steps 2", bad)
+    assert not list(Path(".").rglob("*.pt")) and Path("notes.txt").exists()
+
+
+@pytest.mark.parametrize("bad", ["--epochs 0", "--batch_size 0", "--lr nan", "--severity 6", "--corruptions rain",
+                                 "--attn foo", "--data cifar", "--dropout 1", "--scales 0", "--stray"])
+def test_values_out_of_range_are_refused_by_argparse(bad, capsys):
+    with pytest.raises(SystemExit) as e:
+        train(SMALL, bad)
+    assert e.value.code == 2 and bad.split()[0] in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_folder_that_is_not_as_it_should_be_ends_in_one_line(root):
+    line = refused(FOLDER, "--num_classes 3 --data_dir", [root])                                # values go up to 4
+    assert "holds the value 4" in line and "--num_classes" in line and ".png" in line
+    for num_workers in (0, 1):                                                                   # also from a worker
+        assert "holds the value 4" in refused(FOLDER, "--num_classes 3 --out_dir w",
+                                              ["--num_workers", num_workers, "--data_dir", root])
+
+
+def test_a_finished_or_foreign_run_is_kept(root, monkeypatch):
+    train(SMALL, "--max_steps 1 --out_dir a")
+    before = Path("a/last.pt").read_bytes()
+    assert "--resume a" in refused(SMALL, "--max_steps 2 --out_dir a")
+    for bad in ("--attn symmetric", "--n_iter 3", "--seed 1", "--optimizer sgd", "--size 24", "--dropout 0.3"):
+        assert bad.split()[0] in refused("--resume a", bad)
+    assert "--out_dir" in refused("--resume a --out_dir b") and "--attn" in refused("--eval_only a --attn softmax")
+    monkeypatch.setattr(common, "setup", lambda device: (torch.device("cpu"), 0, 3))
+    assert "3 processes" in refused(SMALL, "--out_dir c")
+    assert Path("a/last.pt").read_bytes() == before and list(log("a")) == [1]
+
+
+def test_an_evaluation_refuses_other_classes_and_more_images_than_there_are(root):
+    train(FOLDER, "--max_steps 1 --out_dir a --data_dir", [root])
+    assert "only 5 images" in refused("--eval_only a --limit 6")
+    Path("other").symlink_to(root)
+    checkpoint = common.read_checkpoint("a")
+    torch.save(dict(checkpoint, classes=["w", "x", "y", "z"]), "a/last.pt")
+    assert "other classes" in refused("--eval_only a --data_dir other")
+    assert "not those of the run" in refused("--resume a")
+
+
+def test_the_script_itself_ends_in_one_error_line():
+    out, err = (process := start(SMALL, "--rpc_layers 7")).communicate(timeout=240)
+    assert process.returncode == 1 and err.startswith("error: ") and len(err.splitlines()) == 1 and "rpc_layers" in err
