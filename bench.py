@@ -1,10 +1,12 @@
-"""What does each attention cost? Time and memory of the models, speed of input and corruptions.
+"""What does each attention cost? Time and memory of the models, speed of input, corruptions and evaluations.
 
     python bench.py                                        # models: every attention in a ViT-tiny at 224 px
     python bench.py models --compile --batch_size 256      # the same on a GPU, compiled
     python bench.py memory                                 # one attention at 1025 tokens: does memory grow by N x N?
     python bench.py input --data_dir data/imagenet         # images/s of our ImageNet pipeline and of timm's
     python bench.py corruptions                            # ms per image of our 15 types and of imagecorruptions'
+    python bench.py sliding                                # perplexity at stride 1: windows batched, and one at a time
+    python bench.py windows --scales 0.5 1 1.5             # segmentation: views and windows batched, and one at a time
 
 What is compared runs alternately in one process. A time is a median over rounds; a ratio is the median of the ratios
 within a round, so that another program which slows a whole round down does not count. On a shared machine,
@@ -36,7 +38,10 @@ import attention
 import common
 import corruptions
 import data
+import lm
+import segmenter
 from augment import augment_uint8, to_float
+from data_lm import sliding_nll
 from vit import SIZES, ViT, ViTConfig
 
 MB = 2 ** 20
@@ -46,7 +51,7 @@ def get_args(argv):
     """The flags; `models` is the default command."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                 allow_abbrev=False)
-    commands = p.add_subparsers(dest="what", required=True, metavar="{models,memory,input,corruptions}")
+    commands = p.add_subparsers(dest="what", required=True, metavar="{models,memory,input,corruptions,sliding,windows}")
     boolean = argparse.BooleanOptionalAction
 
     def command(name, function, rounds=None):
@@ -90,6 +95,22 @@ def get_args(argv):
     flag("--data_dir", default=None, help="folder with val/<class>/*.JPEG; default: scenes of data.load_shapes")
     flag("--num_images", type=common.number(int, 1), default=64, help="at most; a random sample of --data_dir")
     flag("--image_size", type=common.number(int, 32), default=224, help="pixels; imagecorruptions wants at least 32")
+    flag("--clock", choices=["wall", "cpu"], default="wall", help="cpu: CPU time of this process, all threads added up")
+
+    flag = command("sliding", sliding, rounds=5)
+    flag("--model", choices=lm.SIZES, default="mini", help="width, depth, heads and context")
+    flag("--vocab_size", type=common.number(int, 2), default=17510, help="words; full softmax")
+    flag("--batch_size", type=common.number(int, 1), default=64, help="windows at a time")
+    flag("--num_windows", type=common.number(int, 1), default=256, help="per model and round; an eighth one at a time")
+    flag("--clock", choices=["wall", "cpu"], default="wall", help="cpu: CPU time of this process, all threads added up")
+
+    flag = command("windows", windows, rounds=3)
+    flag("--model", choices=SIZES, default="nano", help="width, depth and heads of the encoder")
+    flag("--patch_size", type=common.number(int, 1), default=8, help="pixels")
+    flag("--window", type=common.number(int, 1), default=96, help="pixels; also the short side at scale 1")
+    flag("--num_classes", type=common.number(int, 2), default=150, help="K")
+    flag("--scales", type=float, nargs="+", default=[0.5, 0.75, 1, 1.25, 1.5, 1.75], help="of the views, flipped too")
+    flag("--batch_size", type=common.number(int, 1), default=8, help="windows at a time")
     flag("--clock", choices=["wall", "cpu"], default="wall", help="cpu: CPU time of this process, all threads added up")
 
     if not argv or argv[0].startswith("--") and argv[0] != "--help":
@@ -478,6 +499,77 @@ def corruption_types(args, device):
              "images/s": 1e3 * (15 if name == "sum" else 1) / median(t["ours"])} for name, t in times.items()]
     report(args, device, f"corruptions, {len(images)} images of {args.image_size} px, mean over severities 1 to 5, "
            f"{args.clock} clock, medians of {args.rounds} rounds", rows)
+
+
+# --- evaluations by windows -------------------------------------------------------------------------------------------
+
+def sliding(args, device):
+    """ms per scored token of a language model's sliding evaluation at stride 1, windows batched and one at a time.
+
+    one at a time: as the reference does it, each window by itself, all its positions through the output layer.
+    batched: data_lm.sliding_nll, --batch_size windows a forward pass, the output layer for scored positions only.
+    """
+    clock, rows = time.process_time if args.clock == "cpu" else time.perf_counter, []
+    for attn in ("softmax", "symmetric", "rpc"):
+        torch.manual_seed(0)
+        config = lm.LMConfig(args.vocab_size, **lm.SIZES[args.model], attn=attn, rpc_layers=(0,))
+        model, T = lm.LM(config).to(device).eval(), config.context
+        text = torch.randint(args.vocab_size, (T + args.num_windows,))
+        few = max(1, args.num_windows // 8)
+
+        @torch.no_grad()
+        def one_at_a_time():
+            x = text.to(device)
+            for i in range(few):
+                model(x[None, i:i + T], x[None, i + 1:i + 1 + T])
+        cases = {"one": (one_at_a_time, few),
+                 "batched": (partial(sliding_nll, model, text, T, 1, args.batch_size), args.num_windows)}
+        times = alternate(cases, args.rounds, lambda case: 1e3 * seconds(case[0], device, clock) / case[1])
+        rows.append({"attention": attn, "one at a time ms": median(times["one"]),
+                     "batched ms": median(times["batched"]), "ratio": median_ratio(times["one"], times["batched"])})
+    report(args, device, f"sliding perplexity, LM-{args.model}, {args.vocab_size} words, stride 1, ms per scored "
+           f"token, {args.clock} clock, medians of {args.rounds} rounds", rows)
+
+
+def windows(args, device):
+    """ms per image of a segmenter's multi-scale, flipped evaluation: segmenter.predict, and one window at a time.
+
+    one at a time: each window by itself through model.forward, its logits upsampled, added to the view's canvas and
+    divided by the number of windows there; then resized to the image, flipped back, softmax. The image is one and a
+    half times as wide as high. predict: windows of all views batched, upsampling and merging as one matrix per axis.
+    """
+    clock, rows = time.process_time if args.clock == "cpu" else time.perf_counter, []
+    side, stride = args.window, args.window // args.patch_size * 2 // 3 * args.patch_size
+    image = torch.rand(3, side, side * 3 // 2, device=device)
+    for attn in ("softmax", "symmetric", "rpc"):
+        torch.manual_seed(0)
+        model = segmenter.Segmenter(segmenter.SegmenterConfig(
+            num_classes=args.num_classes, image_size=side, patch_size=args.patch_size, attn=attn, **SIZES[args.model]))
+        model.to(device).eval()
+
+        @torch.no_grad()
+        def one_at_a_time():
+            for scale in args.scales:
+                for flip in (False, True):
+                    x = segmenter.view(image, side, scale, side)
+                    x = x.flip(2) if flip else x
+                    canvas = torch.zeros(args.num_classes, *x.shape[1:], device=device)
+                    count = torch.zeros_like(x[:1])
+                    for top, left in segmenter.sliding_windows(*x.shape[1:], side, stride):
+                        here = (slice(None), slice(top, top + side), slice(left, left + side))
+                        canvas[here] += model(x[here][None])[0]
+                        count[here] += 1
+                    p = F.interpolate((canvas / count)[None], size=image.shape[1:], mode="bilinear")[0]
+                    (p.flip(2) if flip else p).softmax(0)
+        cases = {"one": one_at_a_time, "predict": partial(
+            segmenter.predict, model, image, size=side, window=side, stride=stride, scales=args.scales, flip=True,
+            batch_size=args.batch_size)}
+        times = alternate(cases, args.rounds, lambda case: 1e3 * seconds(case, device, clock))
+        rows.append({"attention": attn, "one at a time ms": median(times["one"]),
+                     "predict ms": median(times["predict"]), "ratio": median_ratio(times["one"], times["predict"])})
+    report(args, device, f"Segmenter-{args.model}, patch {args.patch_size}, window {side}, stride {stride}, "
+           f"{args.num_classes} classes, {len(args.scales)} scales flipped, ms per image, {args.clock} clock, medians "
+           f"of {args.rounds} rounds", rows)
 
 
 def main():

@@ -54,8 +54,16 @@ def test_corruptions(monkeypatch, tmp_path, capsys):
     assert all(row["ours ms"] > 0 and (row["ratio"] is None if alone else row["ratio"] > 0) for row in rows)
 
 
+def test_windows_and_sliding(monkeypatch, tmp_path):
+    rows = run(monkeypatch, tmp_path, "sliding", "--vocab_size", "50", "--num_windows", "8", "--rounds", "1")
+    rows = run(monkeypatch, tmp_path, "windows", "--window", "32", "--num_classes", "3", "--scales", "1", "1.5",
+               "--rounds", "1")
+    assert [row["what"] for row in rows] == ["sliding"] * 3 + ["windows"] * 3 and all(row["ratio"] > 0 for row in rows)
+
+
 def test_help_and_errors(monkeypatch, tmp_path, capsys):
-    for argv in (["--help"], *([name, "--help"] for name in ("models", "memory", "input", "corruptions"))):
+    commands = ("models", "memory", "input", "corruptions", "sliding", "windows")
+    for argv in (["--help"], *([name, "--help"] for name in commands)):
         with pytest.raises(SystemExit, match="0"):
             bench.get_args(argv)
     pytest.importorskip("timm")
