@@ -1,0 +1,39 @@
+"""What the README tells a reader to type exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("results/*/README.md"))]
+OTHERS = ("--help", "--standalone", "--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--max_restarts")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_script_and_flag_shown_exists(page):
+    text = page.read_text().replace("\\\n", " ")
+    shown = "\n".join(a or b for a, b in re.findall(r"```sh\n(.*?)```|`(python [^`]+)`", text, re.S))
+    commands = re.findall(r"(\w+\.py)([^\n|&#]*)", shown)
+    assert commands
+    for script, rest in commands:
+        source = (ROOT / script).read_text()
+        for flag in re.findall(r"(?<!\S)--[\w-]+", rest):
+            name = flag.removeprefix("--").removeprefix("no-")
+            assert f'"--{name}"' in source or f'"{name}"' in source or flag in OTHERS, f"{script} has no {flag}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_to_a_file_leads_to_one(page):
+    for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert link.startswith("http") or (page.parent / link).exists(), link
+
+
+def test_every_file_named_in_the_tables_has_what_they_name():
+    names = re.findall(r"`(\w+)\.(\w+)`", (ROOT / "README.md").read_text())
+    modules = {name for name, _ in names} & {path.stem for path in ROOT.glob("*.py")}
+    assert len(modules) > 5
+    for module, name in names:
+        if module in modules and name != "py":
+            source = (ROOT / f"{module}.py").read_text()
+            assert re.search(rf"^(def|class) {name}\b|^{name} =", source, re.M), f"{module}.{name}"
