@@ -542,7 +542,7 @@ def test_bad_input_is_one_clear_line(monkeypatch, tmp_path):
     nan = save_vit(tmp_path / "nan.pt", model=broken)
     (tmp_path / "cifar").mkdir()
     for argv, message in (
-            (["--ckpt", other], "neither a checkpoint of train_cls.py nor ViT weights"),
+            (["--ckpt", other], "neither a checkpoint of train_cls.py or train_lm.py nor ViT weights"),
             (["--ckpt", lm], "not a checkpoint of train_cls.py"),
             (["--ckpt", tmp_path / "none.pt"], "no checkpoint at"),
             (["--ckpt", good, "--layers", "2"], "--layers 2: expected whole numbers from 0 to 1"),
