@@ -5,6 +5,7 @@
     python bench.py memory                                 # one attention at 1025 tokens: does memory grow by N x N?
     python bench.py input --data_dir data/imagenet         # images/s of our ImageNet pipeline and of timm's
     python bench.py corruptions                            # ms per image of our 15 types and of imagecorruptions'
+    python bench.py language --batch_size 96 --model paper --vocab_size 267735 --cutoffs 20000 40000 200000 --compile
     python bench.py sliding                                # perplexity at stride 1: windows batched, and one at a time
     python bench.py windows --scales 0.5 1 1.5             # segmentation: views and windows batched, and one at a time
 
@@ -51,7 +52,8 @@ def get_args(argv):
     """The flags; `models` is the default command."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                 allow_abbrev=False)
-    commands = p.add_subparsers(dest="what", required=True, metavar="{models,memory,input,corruptions,sliding,windows}")
+    commands = p.add_subparsers(dest="what", required=True,
+                                metavar="{models,memory,input,corruptions,language,sliding,windows}")
     boolean = argparse.BooleanOptionalAction
 
     def command(name, function, rounds=None):
@@ -96,6 +98,15 @@ def get_args(argv):
     flag("--num_images", type=common.number(int, 1), default=64, help="at most; a random sample of --data_dir")
     flag("--image_size", type=common.number(int, 32), default=224, help="pixels; imagecorruptions wants at least 32")
     flag("--clock", choices=["wall", "cpu"], default="wall", help="cpu: CPU time of this process, all threads added up")
+
+    flag = command("language", language, rounds=15)
+    flag("--model", choices=lm.SIZES, default="mini", help="width, depth, heads and context")
+    flag("--vocab_size", type=common.number(int, 2), default=17510, help="words")
+    flag("--cutoffs", type=int, nargs="*", default=[2000, 10000], help="of the adaptive softmax; none: full softmax")
+    flag("--batch_size", type=common.number(int, 1), default=16, help="windows per step")
+    flag("--clock", choices=["wall", "cpu"], default="wall", help="cpu: CPU time of this process, all threads added up")
+    flag("--amp", action=boolean, default=None, help="bf16 autocast; default: on GPUs")
+    flag("--compile", action=boolean, default=False, help="torch.compile every model")
 
     flag = command("sliding", sliding, rounds=5)
     flag("--model", choices=lm.SIZES, default="mini", help="width, depth, heads and context")
@@ -499,6 +510,61 @@ def corruption_types(args, device):
              "images/s": 1e3 * (15 if name == "sum" else 1) / median(t["ours"])} for name, t in times.items()]
     report(args, device, f"corruptions, {len(images)} images of {args.image_size} px, mean over severities 1 to 5, "
            f"{args.clock} clock, medians of {args.rounds} rounds", rows)
+
+
+# --- language models --------------------------------------------------------------------------------------------------
+
+class PlainAttention(torch.nn.Module):
+    """Causal self-attention as nanoGPT writes it, without biases and dropout: what ours is compared with."""
+
+    def __init__(self, dim, num_heads):
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.proj = torch.nn.Linear(dim, 3 * dim, bias=False), torch.nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x):
+        B, T, C = x.shape
+        q, k, v = (t.view(B, T, self.num_heads, C // self.num_heads).transpose(1, 2) for t in self.qkv(x).split(C, 2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+def language(args, device):
+    """Time of a language model's training step, forward and backward, for every attention and a plain block.
+
+    plain: the same network with `PlainAttention`. rpc: 4 iterations in the first quarter of the layers, the paper's
+    layer1-4 of 16. peak MB (CUDA): of the step, beyond what weights of all models take.
+    """
+    amp = device.type == "cuda" if args.amp is None else args.amp
+    clock = time.process_time if args.clock == "cpu" else time.perf_counter
+    size, robust = lm.SIZES[args.model], range(max(1, lm.SIZES[args.model]["depth"] // 4))
+    nets = {}
+    for name in ("plain", "softmax", "symmetric", f"rpc 4iter/layer1-{len(robust)}"):
+        attn = dict(plain="softmax").get(name, name.split()[0])
+        net = lm.LM(lm.LMConfig(args.vocab_size, **size, attn=attn, rpc_layers=robust, cutoffs=args.cutoffs, dropout=0))
+        for block in net.blocks if name == "plain" else ():
+            block.attn = PlainAttention(size["embed_dim"], size["num_heads"])
+        nets[name] = torch.compile(net.to(device)) if args.compile else net.to(device)
+    text = torch.randint(args.vocab_size, (args.batch_size, size["context"] + 1), device=device)
+
+    def train(net):
+        net.zero_grad(set_to_none=True)
+        with common.autocast(device, amp):
+            loss = net(text[:, :-1], text[:, 1:]).mean()
+        loss.backward()
+
+    def peak(net):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        train(net)
+        return (torch.cuda.max_memory_allocated() - before) / MB
+    times = alternate(nets, args.rounds, lambda net: seconds(lambda: train(net), device, clock))
+    rows = [{"model": name, "step ms": 1e3 * median(t), "tokens/s": args.batch_size * size["context"] / median(t),
+             "to plain": median_ratio(t, times["plain"]), "to symmetric": median_ratio(t, times["symmetric"]),
+             **({"peak MB": peak(nets[name])} if device.type == "cuda" else {})} for name, t in times.items()]
+    report(args, device, f"LM-{args.model}, {args.vocab_size} words, batch {args.batch_size} x {size['context']}, "
+           f"{'bf16' if amp else 'float32'}{', compiled' if args.compile else ''}, {args.clock} clock, medians of "
+           f"{args.rounds} rounds", rows)
 
 
 # --- evaluations by windows -------------------------------------------------------------------------------------------

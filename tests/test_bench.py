@@ -54,6 +54,13 @@ def test_corruptions(monkeypatch, tmp_path, capsys):
     assert all(row["ours ms"] > 0 and (row["ratio"] is None if alone else row["ratio"] > 0) for row in rows)
 
 
+def test_language(monkeypatch, tmp_path):
+    rows = run(monkeypatch, tmp_path, "language", "--vocab_size", "60", "--cutoffs", "20", "--batch_size", "2",
+               "--rounds", "1")
+    assert [row["model"] for row in rows] == ["plain", "softmax", "symmetric", "rpc 4iter/layer1-1"]
+    assert all(row["step ms"] > 0 and row["to plain"] > 0 for row in rows)
+
+
 def test_windows_and_sliding(monkeypatch, tmp_path):
     rows = run(monkeypatch, tmp_path, "sliding", "--vocab_size", "50", "--num_windows", "8", "--rounds", "1")
     rows = run(monkeypatch, tmp_path, "windows", "--window", "32", "--num_classes", "3", "--scales", "1", "1.5",
@@ -62,7 +69,7 @@ def test_windows_and_sliding(monkeypatch, tmp_path):
 
 
 def test_help_and_errors(monkeypatch, tmp_path, capsys):
-    commands = ("models", "memory", "input", "corruptions", "sliding", "windows")
+    commands = ("models", "memory", "input", "corruptions", "language", "sliding", "windows")
     for argv in (["--help"], *([name, "--help"] for name in commands)):
         with pytest.raises(SystemExit, match="0"):
             bench.get_args(argv)
