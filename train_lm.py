@@ -41,7 +41,7 @@ from lm import LM, SIZES, LMConfig, lm_from_checkpoint
 RECIPES = {
     "pydoc": dict(model="mini", rpc_layers="0", cutoffs="none", dropout=0.1, steps=1000, batch_size=16, lr=2e-3,
                   warmup=100, clip=0.25, eval_every=200, stride=16),
-    "wikitext": dict(model="mini", rpc_layers="0", cutoffs="none", dropout=0.1, steps=1500, batch_size=16, lr=2e-3,
+    "wikitext": dict(model="mini", rpc_layers="0", cutoffs="none", dropout=0.1, steps=2000, batch_size=16, lr=2e-3,
                      warmup=100, clip=0.25, eval_every=250, stride=16),
     "wikitext103": dict(model="paper", rpc_layers="0-3", cutoffs="20000,40000,200000", dropout=0.1, steps=500_000,
                         batch_size=96, lr=2.5e-4, warmup=2000, clip=0.25, eval_every=4000, stride=1),

@@ -46,7 +46,7 @@ RECIPES = {
     "shapes": dict(model="nano", patch_size=4, size=32, num_classes=11, epochs=8, batch_size=32, optimizer="adamw",
                    lr=2e-3, min_lr=1e-5, weight_decay=0.05, clip=1.0, drop_path=0.0, dropout=0.0, min_scale=1.0,
                    max_scale=1.0, distort=False, eval_every=2, num_workers=0),
-    "camvid": dict(model="nano", patch_size=16, size=160, num_classes=11, epochs=400, batch_size=8, optimizer="adamw",
+    "camvid": dict(model="nano", patch_size=16, size=160, num_classes=11, epochs=200, batch_size=8, optimizer="adamw",
                    lr=2e-3, min_lr=1e-5, weight_decay=0.05, clip=1.0, drop_path=0.0, dropout=0.1, min_scale=0.5,
                    max_scale=2.0, distort=True, eval_every=20, num_workers=min(os.cpu_count() or 1, 10)),
     "ade20k": dict(model="tiny", patch_size=16, size=512, num_classes=150, epochs=64, batch_size=8, optimizer="sgd",
