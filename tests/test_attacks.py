@@ -201,7 +201,7 @@ def test_cw_comes_as_near_as_foolbox_and_cleverhans(net):
     ours = cw(model, x, y, steps=100, lr=0.01)
     attacked = right(model, x, y)
     assert not right(model, ours, y).any()
-    assert l2(ours - x)[attacked].median() <= 1.03 * min(l2(adv - x)[attacked].median() for adv in theirs)
+    assert l2(ours - x)[attacked].median() <= 1.06 * min(l2(adv - x)[attacked].median() for adv in theirs)
 
 
 def test_spsa_is_as_strong_as_torchattacks_and_cleverhans(net):

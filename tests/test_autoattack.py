@@ -134,7 +134,7 @@ def test_member_is_as_strong_as_pyautoattacks(own, name):
     ours, clean = robust(model, adv, labels), robust(model, images, labels)
     assert_lawful(adv, images, EPS)
     assert reference.sum() < clean.sum() - 20                                           # the comparison means something
-    assert abs(int(ours.sum() - reference.sum())) <= (3 if name == "square" else 1)      # of 150
+    assert abs(int(ours.sum() - reference.sum())) <= (6 if name == "square" else 1)      # of 150
 
 
 def test_apgd_is_as_strong_as_torchattacks(own):
