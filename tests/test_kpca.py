@@ -536,7 +536,7 @@ def test_deit_weights_are_recognised_by_their_shapes(monkeypatch, tmp_path):
 def test_bad_input_is_one_clear_line(monkeypatch, tmp_path):
     good, other = save_vit(tmp_path / "good.pt"), str(tmp_path / "other.pt")
     torch.save({"weights": torch.zeros(3)}, other)
-    lm = save_vit(tmp_path / "lm.pt", task="language modelling")
+    lm = save_vit(tmp_path / "lm.pt", task="segmentation")
     model = ViT(ViTConfig(image_size=16, patch_size=4, num_classes=10, embed_dim=24, depth=2, num_heads=3))
     broken = {name: t * math.nan for name, t in model.state_dict().items()}
     nan = save_vit(tmp_path / "nan.pt", model=broken)

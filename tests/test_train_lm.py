@@ -73,7 +73,8 @@ def start(*parts, launcher=()):
     env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")} | {"OMP_NUM_THREADS": "1"}
     module = ("-m", "torch.distributed.run", *launcher) if launcher else ()
     return subprocess.Popen([sys.executable, *module, str(SCRIPT), *flags(*parts)], env=env, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,      # background jobs ignore SIGINT
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
 
 
 def finish(process):
