@@ -43,7 +43,7 @@ from vit import RPC_KINDS, SIZES, load_strictly
 
 # What --data selects; flags given on the command line win.
 RECIPES = {
-    "shapes": dict(model="nano", patch_size=4, size=32, num_classes=11, epochs=8, batch_size=32, optimizer="adamw",
+    "shapes": dict(model="nano", patch_size=4, size=32, num_classes=11, epochs=5, batch_size=32, optimizer="adamw",
                    lr=2e-3, min_lr=1e-5, weight_decay=0.05, clip=1.0, drop_path=0.0, dropout=0.0, min_scale=1.0,
                    max_scale=1.0, distort=False, eval_every=2, num_workers=0),
     "camvid": dict(model="nano", patch_size=16, size=160, num_classes=11, epochs=200, batch_size=8, optimizer="adamw",
