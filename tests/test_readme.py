@@ -37,3 +37,15 @@ def test_every_file_named_in_the_tables_has_what_they_name():
         if module in modules and name != "py":
             source = (ROOT / f"{module}.py").read_text()
             assert re.search(rf"^(def|class) {name}\b|^{name} =", source, re.M), f"{module}.{name}"
+
+
+def test_a_flag_recommended_for_trouble_exists_in_the_scripts_the_advice_is_for():
+    """A line of advice is for the scripts it names in its first brackets, else for all that train."""
+    section = (ROOT / "README.md").read_text().partition("## Troubleshooting\n")[2].partition("\n## ")[0]
+    advice = re.findall(r"^- \*(.+?)\*([^:]*):(.*)$", section, re.M)
+    assert len(advice) > 2
+    for trouble, scripts, text in advice:
+        scripts = re.findall(r"\w+\.py", scripts) or sorted(p.name for p in ROOT.glob("train_*.py"))
+        for flag in re.findall(r"`(--\w+)", text.partition("; train_")[0]):
+            for script in scripts:
+                assert f'"{flag}"' in (ROOT / script).read_text(), f"{trouble}: {script} has no {flag}"
