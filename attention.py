@@ -62,30 +62,11 @@ def symmetric_attention(k, v, *, causal=False, dropout_p=0.0):
 
 # --- RPC-Attention: Principal Attention Pursuit (Definition 1, Algorithm 1) ------------------------------------------
 
-class SoftThreshold(torch.autograd.Function):
-    """S = x - clamp(x, -tau, tau). Autograd's own backward of a clamp with tensor bounds takes four times as long."""
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x, tau):
-        return x - x.clamp(-tau, tau)
-
-    @staticmethod
-    def setup_context(ctx, inputs, S):
-        ctx.save_for_backward(S)
-        ctx.tau_shape = inputs[1].shape
-
-    @staticmethod
-    def backward(ctx, grad):
-        sign = ctx.saved_tensors[0].sign()                   # dS/dx = 1, dS/dtau = -sign(x) where S is not 0
-        shrunk = grad * sign
-        return shrunk * sign, -shrunk.sum_to_size(ctx.tau_shape)
-
-
 def soft_threshold(x, tau):
     """Shrink towards zero: sign(x) * max(|x| - tau, 0), elementwise; the prox of tau * ||.||_1.
 
     x: any shape. tau: number or tensor >= 0, broadcastable to x, in the unit of x. Returns x's shape and dtype.
+    Computed as x - clamp(x, -tau, tau), which is the same.
     """
     return SoftThreshold.apply(x, torch.as_tensor(tau, dtype=x.dtype, device=x.device))
 
@@ -135,18 +116,39 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     if lambd == math.inf:
         mu = mu.detach()                                     # inf * 0 would make mu's gradient NaN
     tau = lambd * mu if threshold == "times" else lambd / mu
-    L = Z = 0.0
-    for i in range(n_iter):
-        S = shrink((K - L).add_(Z), tau)                     # S = S_tau(K - L + Y/mu)  (in place where it may be: faster)
-        R = K - S
-        K2 = torch.add(R, Z, alpha=dual_sign)                # K2 = K - S - Y/mu        (dual_sign = +1: + Y/mu)
+    L = Z = 0.0                                              # Alg. 1, line 1: S = Y = 0, and L = 0
+    for i in range(n_iter):                                  # Alg. 1, line 2: "while not converged"
+        last = i == n_iter - 1
+        S = shrink(K - L + Z, tau)                           # Alg. 1, line 3: S = S_tau(K - L + Y/mu)
+        R = K - S                                            # the keys without their sparse part
+        K2 = R + dual_sign * Z                               #                 K - S - Y/mu
         Q2 = K2 if q is None else q
-        L = softmax_attention(Q2.to(v.dtype), K2.to(v.dtype), v, causal=causal,    # L = softmax(K2 K2^T / sqrt(D)) V
-                              dropout_p=dropout_p if i == n_iter - 1 else 0.0).to(K.dtype)
-        Z = R.add_(Z).sub_(L)                                # Y = Y + mu (K - L - S)
+        L = softmax_attention(Q2.to(v.dtype), K2.to(v.dtype), v, causal=causal,  # Alg. 1, line 4
+                              dropout_p=dropout_p if last else 0.0).to(K.dtype)  # L = softmax(K2, K2) V
+        Z = R + Z - L                                        # Alg. 1, line 5: Y = Y + mu (K - L - S)
         if trace is not None:
             trace.append(dict(S=S, K2=K2, L=L))
-    return L.to(v.dtype)
+    return L.to(v.dtype)                                     # Alg. 1, line 7: output L
+
+
+class SoftThreshold(torch.autograd.Function):
+    """S = x - clamp(x, -tau, tau). Autograd's own backward of a clamp with tensor bounds takes four times as long."""
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, tau):
+        return x - x.clamp(-tau, tau)
+
+    @staticmethod
+    def setup_context(ctx, inputs, S):
+        ctx.save_for_backward(S)
+        ctx.tau_shape = inputs[1].shape
+
+    @staticmethod
+    def backward(ctx, grad):
+        sign = ctx.saved_tensors[0].sign()                   # dS/dx = 1, dS/dtau = -sign(x) where S is not 0
+        shrunk = grad * sign
+        return shrunk * sign, -shrunk.sum_to_size(ctx.tau_shape)
 
 
 def pcp(M, lambd=None, mu=None, tol=1e-7, max_iter=1000):
