@@ -240,23 +240,39 @@ def read_checkpoint(path):
 
 def write_log(path, row):
     """Append one JSON line."""
-    with open(path, "a") as f:
-        f.write(json.dumps(row) + "\n")
+    try:
+        with open(path, "a") as f:
+            f.write(json.dumps(row) + "\n")
+    except OSError as e:
+        raise OSError(f"cannot write {path} ({e.strerror})") from None
+
+
+def read_log(path):
+    """The rows of a log, without a line cut short by a kill; ValueError naming a file that is no log of ours."""
+    rows = []
+    try:
+        lines = Path(path).read_text("utf-8").splitlines() if Path(path).exists() else []
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a log of ours: not all of it is UTF-8") from None
+    for i, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if not isinstance(row, dict) or not isinstance(row.get("step", 0), int):
+            raise ValueError(f"{path}, line {i}: {line[:60]}, expected an object whose step is a whole number")
+        rows.append(row)
+    return rows
 
 
 def cut_log(path, step):
-    """Drop what was logged after `step` (and a line cut short by a kill), so that a resumed log has no step twice."""
-    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
-    rows = []
-    for line in lines:
-        try:
-            rows += [line] if json.loads(line).get("step", 0) <= step else []
-        except json.JSONDecodeError:
-            continue
+    """Drop what was logged after `step`, so that a resumed log has no step twice. Returns the rows that stay."""
+    rows = [row for row in read_log(path) if row.get("step", 0) <= step]
     tmp = Path(f"{path}.tmp")
     try:
-        tmp.write_text("".join(line + "\n" for line in rows))
+        tmp.write_text("".join(json.dumps(row) + "\n" for row in rows))
         os.replace(tmp, path)
     except OSError as e:
         tmp.unlink(missing_ok=True)
         raise OSError(f"cannot write {path} ({e.strerror}); it is untouched") from None
+    return rows

@@ -240,6 +240,31 @@ def test_cutting_a_log_on_a_full_disk_loses_nothing(tmp_path):
     assert steps(path) in (list(range(200)), list(range(151)))
 
 
+def test_cutting_a_log_returns_the_rows_that_stay(tmp_path):
+    path = tmp_path / "log.jsonl"
+    assert cut_log(path, 1) == []
+    rows = [dict(step=0, args={}), dict(step=1, loss=1.5), dict(step=1, eval=dict(top1=50.0))]
+    for row in (*rows, dict(step=2, loss=1.0)):
+        write_log(path, row)
+    assert cut_log(path, 1) == rows
+
+
+@pytest.mark.parametrize("line", [b"3", b"null", b"[1, 2]", b'{"step": null}', b'{"step": "2"}', b'{"loss": "\xff"}'])
+def test_a_log_that_is_not_ours_is_named_and_kept(tmp_path, line):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line + b"\n")
+    with pytest.raises(ValueError, match="log.jsonl") as e:
+        cut_log(path, 1)
+    assert "\n" not in str(e.value) and path.read_bytes() == b'{"step": 1}\n' + line + b"\n"
+
+
+def test_a_disk_that_is_full_while_logging_is_named(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text("x" * 1000)
+    with pytest.raises(OSError, match="cannot write .*log.jsonl"):
+        limited(1000, write_log, path, dict(step=1))
+
+
 # --- errors ----------------------------------------------------------------------------------------------------------------
 
 def ended(error):
