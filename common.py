@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pickle
+import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -48,10 +49,14 @@ def setup(device=None):
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    if device.split(":")[0] not in ("cuda", "mps", "cpu"):
+    parts = re.fullmatch(r"(cuda|mps|cpu)(?::(\d+))?", device)
+    if not parts:
         raise ValueError(f"--device {device}: expected cuda, mps or cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("--device cuda: this PyTorch finds no GPU; leave the flag out to pick what there is")
+    kind, index = parts.groups("0")
+    count = dict(cuda=torch.cuda.device_count(), mps=int(torch.backends.mps.is_available()), cpu=1)[kind]
+    if int(index) >= count:
+        raise ValueError(f"--device {device}: this PyTorch finds {count or 'no'} {kind}; leave the flag out to pick "
+                         f"what there is")
     if "RANK" not in os.environ:
         return torch.device(device), 0, 1
     if device == "cuda":
@@ -132,13 +137,12 @@ def choose_out_dir(args, name):
     return out_dir
 
 
-def number(kind, low, high=None):
-    """Type for argparse: an int or float from low to high; without high, any finite one."""
+def number(kind, low, high=1e30):
+    """Type for argparse: an int or float from low to high; without high, what float32 holds with room to spare."""
     def parse(text):
         value = kind(text)
-        if not (low <= value <= high if high is not None else low <= value < math.inf):
-            raise argparse.ArgumentTypeError(f"{text}, expected {kind.__name__} "
-                                             + (f"from {low} to {high}" if high is not None else f">= {low}"))
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text}, expected {kind.__name__} from {low} to {high}")
         return value
     parse.__name__ = kind.__name__                             # argparse says "invalid float value"
     return parse

@@ -1,5 +1,6 @@
 """Claims about common.py: random numbers, the schedule, and files that survive whatever happens while they are written."""
 
+import argparse
 import json
 import math
 import os
@@ -273,6 +274,19 @@ def ended(error):
     with pytest.raises(SystemExit) as e:
         common.run(main)
     return e.value.code
+
+
+@pytest.mark.parametrize("device", ["mps", "cpu:x", "cpu:", "", "cuda:x", "cuda:99", "cdua", "meta"])
+def test_a_device_that_is_not_there_is_named(monkeypatch, device):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=f"--device {device}: "):
+        common.setup(device)
+
+
+@pytest.mark.parametrize("text", ["1e300", "1e31", "inf", "nan", "-1"])
+def test_a_flag_takes_only_numbers_that_float32_can_hold(text):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"{text}, expected float from 0 to 1e.30"):
+        common.number(float, 0)(text)
 
 
 def test_input_errors_end_in_one_line_and_bugs_keep_their_traceback():
