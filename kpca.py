@@ -46,6 +46,7 @@ import inspect
 import math
 import re
 from contextlib import contextmanager
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -797,48 +798,50 @@ def truncation_accuracy(model, images, labels, ranks, p=1.0):
 
 # --- what runs without a checkpoint ----------------------------------------------------------------------------------
 
+def by_hand(text):
+    """The numbers in a text such as "2/27 0.5", as a float64 tensor."""
+    return torch.tensor([float(Fraction(number)) for number in text.split()], dtype=torch.float64)
+
+
 def hand_example():
-    """Four keys in the plane, everything by hand: yields (what, by hand, computed), tensors of one shape.
+    """Four keys in the plane, everything by hand: yields (what, the numbers by hand, computed).
 
     Keys a(1,0), a(0,1), a(-1,0), a(0,-1) with a^2 = sqrt(2) ln 2, so that every kernel value is a power of 2.
     """
-    def row(*x):
-        return torch.tensor(x, dtype=torch.float64)
-
     a = math.sqrt(math.sqrt(2) * math.log(2))
-    k = a * torch.stack([row(1, 0), row(0, 1), row(-1, 0), row(0, -1)])
-    q = torch.stack([row(2 * a, 0), row(a, a), row(0, 0)])
+    k = a * torch.tensor([[1, 0], [0, 1], [-1, 0], [0, -1]], dtype=torch.float64)
+    q = a * torch.tensor([[2, 0], [1, 1], [0, 0]], dtype=torch.float64)
     axes = kernel_pca(k)
     V, mu, G = theoretical_values(axes, 3), (-axes.c).exp() * axes.mu, centre(log_gram(k).exp())
-    yield "kernel values of k_1, first row of E", row(2, 1, .5, 1), log_kernel(k, k).exp()[0]
-    yield "g(k_j) = sum_j' k(k_j, k_j')   (9)", row(4.5, 4.5, 4.5, 4.5), log_g(k, k).exp()
-    yield "Gram matrix, first row = E / 4.5^2", row(2, 1, .5, 1) / 20.25, log_gram(k).exp()[0]
-    yield "centred, first row   (App. B)", row(7, -1, -5, -1) / 162, G[0]
-    yield "eigenvalues mu_d = N lambda_d   (11)", row(2 / 27, 2 / 27, 2 / 81, 0), mu
-    yield "  none exceeds 1 / min g = 2/9", row(2 / 9), (-axes.log_g.amin()).exp()
+    yield "kernel values of k_1, first row of E", "2 1 1/2 1", log_kernel(k, k).exp()[0]
+    yield "g(k_j) = sum_j' k(k_j, k_j')   (9)", "9/2 9/2 9/2 9/2", log_g(k, k).exp()
+    yield "Gram matrix, first row = E / 4.5^2", "8/81 4/81 2/81 4/81", log_gram(k).exp()[0]
+    yield "centred, first row   (App. B)", "7/162 -1/162 -5/162 -1/162", G[0]
+    yield "eigenvalues mu_d = N lambda_d   (11)", "2/27 2/27 2/81 0", mu
+    yield "  none exceeds 1 / min g", "2/9", (-axes.log_g.amin()).exp()
     a_d = (axes.c / 2).exp() * coefficients(axes, 3)
-    yield "|a_d|^2 = 1 / mu_d, so that |u_d| = 1   (7)", row(13.5, 13.5, 40.5), a_d.square().sum(0)
-    yield "V V^T first row: turned axes give the same", row(5, -3, 1, -3) / 6, (V @ V.mT)[0]
-    yield "V^T E V = I: the u_d are orthonormal", torch.eye(3).double()[0], (V.mT @ log_kernel(k, k).exp() @ V)[0]
-    yield "attention of the query (2a, 0)", row(.64, .16, .04, .16), log_kernel(q, k).softmax(-1)[0]
-    yield "|phi(q)|^2 of three queries", row(.4096, .16, .0625), log_phi2(q, k).exp()
+    yield "|a_d|^2 = 1 / mu_d, so that |u_d| = 1   (7)", "27/2 27/2 81/2", a_d.square().sum(0)
+    yield "V V^T first row: turned axes give the same", "5/6 -1/2 1/6 -1/2", (V @ V.mT)[0]
+    yield "V^T E V = I: the u_d are orthonormal", "1 0 0", (V.mT @ log_kernel(k, k).exp() @ V)[0]
+    yield "attention of the query (2a, 0)", "0.64 0.16 0.04 0.16", log_kernel(q, k).softmax(-1)[0]
+    yield "|phi(q)|^2 of three queries", "0.4096 0.16 0.0625", log_phi2(q, k).exp()
     h = attend(q, k, V)
-    yield "|h|^2 of attention with values V   (9)", row(.1848, .06, 0), h.square().sum(-1)
-    yield "  by kernel expansion instead   (8)", row(.1848, .06, 0), kernel_projections(q, k, axes, 3).square().sum(-1)
-    yield "J_proj   (13)", row(.2248, .1, .0625).mean(), projection_loss(log_phi2(q, k), h)["J"]
+    yield "|h|^2 of attention with values V   (9)", "0.1848 0.06 0", h.square().sum(-1)
+    yield "  by kernel expansion instead   (8)", "0.1848 0.06 0", kernel_projections(q, k, axes, 3).square().sum(-1)
+    yield "J_proj   (13)", "0.1291", projection_loss(log_phi2(q, k), h)["J"]
     unit = attend(q, k, V * ((axes.mu[:3] / axes.c.exp()).sqrt()))
-    yield "  with |a_d| = 1 instead: |h|^2 of the first", row(.12 * 2 / 27 + .0648 * 2 / 81), unit[0].square().sum()
-    one = row(1, 0, 0, 0)[:, None]
+    yield "  with |a_d| = 1 instead: |h|^2 of the first", "59/5625", unit[0].square().sum()
+    one = torch.tensor([[1], [0], [0], [0]], dtype=torch.float64)
     at = a_hat(one, axes.log_g)
     g = gamma_statistics(axes, at)
-    yield "a for v = (1,0,0,0), times 4.5", row(3.375, -1.125, -1.125, -1.125), 4.5 * at[:, 0]
-    yield "  K~ a: no multiple of a", row(7, -1, -5, -1) / 36, 4.5 * (G @ at)[:, 0]
-    yield "  gamma = K~ a / (N a)", row(14, 6, 30, 6) / 972, (-axes.c).exp() * g["gamma"][:, 0]
-    yield "  mean |gamma_i - gamma_j|: 'almost 0'", row(40 / 2916), (-axes.c).exp() * g["pair_mean"][0]
-    yield "  but lambda_1 itself is", row(1 / 54), mu[0] / 4
-    yield "  eig_cos: 1 would be an eigenvector", row(28) / math.sqrt(912), g["eig_cos"][0]
+    yield "a for v = (1,0,0,0), times 4.5", "27/8 -9/8 -9/8 -9/8", 4.5 * at[:, 0]
+    yield "  K~ a: no multiple of a", "7/36 -1/36 -5/36 -1/36", 4.5 * (G @ at)[:, 0]
+    yield "  gamma = K~ a / (N a)", "7/486 1/162 5/162 1/162", (-axes.c).exp() * g["gamma"][:, 0]
+    yield "  mean |gamma_i - gamma_j|: 'almost 0'", "10/729", (-axes.c).exp() * g["pair_mean"][0]
+    yield "  but lambda_1 itself is", "1/54", mu[0] / 4
+    yield "  eig_cos^2: 1 would be an eigenvector", "49/57", g["eig_cos"][0].square()
     span = key_span(q, k)
-    yield "EV of v; one axis could reach 3/7", row(19 / 112), explained_variance(span, basis(value_axes(span, one)))
+    yield "EV of v; one axis could reach 3/7", "19/112", explained_variance(span, basis(value_axes(span, one)))
 
 
 def random_heads(B=4, H=2, N=65, D=16):
@@ -851,12 +854,13 @@ def random_heads(B=4, H=2, N=65, D=16):
 
 
 def hand():
-    """Print the worked example: each number computed beside the one worked out by hand."""
+    """Print the worked example: each number beside the one worked out by hand."""
     print("Worked example: four keys on the axes of a plane, every number also by hand (test: equal to 1e-12)\n")
-    for what, by_hand, computed in hand_example():
-        show = [" ".join(f"{n:.6g}" for n in t.reshape(-1).tolist()) for t in (by_hand, computed + 0.0)]
-        assert (by_hand - computed).abs().max() < 1e-12, (what, *show)
-        print(f"  {what:48s}{show[0]}")
+    print(f"  {'':48s}{'by hand':30s}computed")
+    for what, text, computed in hand_example():
+        assert (by_hand(text) - computed).abs().max() < 1e-12, (what, text, computed)
+        shown = " ".join(f"{x:.4g}" for x in (computed + 0.0).reshape(-1).tolist())
+        print(f"  {what:48s}{text:30s}{shown}")
     print("  gamma for the first theoretical value (1,0,-1,0)/sqrt(3): 2/108, 0/0, 2/108, 0/0\n")
 
 
