@@ -4,7 +4,8 @@
     python plot.py kpca out/kpca --figures loss,spectrum --run softmax      # runs softmax_s0, softmax_s1, ...
     python plot.py robust out/shapes_rpc/robust  # accuracy against eps, error of every corruption
 
-One function draws one figure: it reads the numbers in a folder and returns a figure, or None without the numbers.
+One function draws one figure: it reads the numbers in a folder and returns a figure and what it lacks, or None and
+what would bring the numbers.
 """
 
 import argparse
@@ -14,8 +15,12 @@ import math
 import sys
 from pathlib import Path
 
-import matplotlib
 import numpy as np
+
+try:
+    import matplotlib
+except ImportError:
+    sys.exit("error: plot.py needs matplotlib: pip install matplotlib")
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -65,13 +70,21 @@ def curve(rows, x, **only):
 
 
 def draw_sources(ax, rows, x, sources, marker=None, **only):
-    """One line per source, with a band of one standard error."""
-    for source in sources:
+    """One line per source, with a band of one standard error; a bar where there is one x only."""
+    for i, source in enumerate(sources):
         xs, mean, se = curve(rows, x, source=source, **only)
-        if len(xs):
-            colour, style, label = SOURCES[source]
+        colour, style, label = SOURCES[source]
+        if len(xs) == 1:
+            draw_bar(ax, i, mean, se, colour, label)
+        elif len(xs):
             ax.plot(xs, mean, style, color=colour, label=label, marker=marker, markersize=3)
             ax.fill_between(xs, mean - se, mean + se, color=colour, alpha=0.2, linewidth=0)
+
+
+def draw_bar(ax, i, mean, se, colour, label):
+    """The i-th bar of an axis on which a curve would have one point."""
+    ax.bar(i, mean, 0.8, yerr=se, color=colour, capsize=2, label=label)
+    ax.set_xticks([])
 
 
 def last_step(rows):
@@ -88,25 +101,36 @@ def layers_of(rows):
 
 # --- kpca ------------------------------------------------------------------------------------------------------------
 
+def draw_measures(ax, rows, measures):
+    """One line, or bar, over training for each (measure, colour, line style, label) of the learned values."""
+    for i, (measure, colour, style, label) in enumerate(measures):
+        xs, mean, se = curve(rows, "step", measure=measure, source="learned")
+        if len(xs) == 1:
+            draw_bar(ax, i, mean, se, colour, label)
+        elif len(xs):
+            ax.plot(xs, mean, style, color=colour, marker="o", markersize=3, label=label)
+
+
+RELEASED = [("J official", "tab:blue", "-", "with |h|²"),
+            ("J official without h", "black", "--", "with |h|² left out")]
+TERMS = [("phi2", "tab:purple", "-", "|φ(q)|², what is projected"), ("h2", "tab:blue", "-", "|h|², its 'projection'")]
+
+
 def kpca_loss(folder, run):
     """Fig. 1: the projection loss over training as released, its two terms, and two measures that can show learning."""
     rows = read_csv(folder / "jproj.csv", run, layer="all")
     capture = read_csv(folder / "capture.csv", run, layer="all")
-    if len({row["step"] for row in rows}) < 2:
-        return None
+    if not rows:
+        return None, "kpca.py --exp jproj,capture"
+    steps = sorted({row["step"] for row in rows})
+    missing = ["a curve needs several checkpoints of the run: here bars"] if len(steps) == 1 else []
     figure, ((released, terms), (frac, ev)) = plt.subplots(2, 2, figsize=(WIDTH, 6.2))
-    for measure, style, label in (("J official", "-", "with |h|²"),
-                                  ("J official without h", "k--", "with |h|² left out")):
-        xs, mean, _ = curve(rows, "step", measure=measure, source="learned")
-        released.plot(xs, mean, style, marker="o", markersize=3, label=label)
-        if not len(xs):
-            released.text(0.5, 0.5, "run kpca.py with --repro", ha="center", transform=released.transAxes)
-            break
+    draw_measures(released, rows, RELEASED)
+    if not released.has_data():
+        released.text(0.5, 0.5, "run kpca.py with --repro", ha="center", transform=released.transAxes)
+        missing.append("the released loss needs --repro")
     released.set(title="Fig. 1 as released: log mean(φ² − |h|²), scale missing in φ²", ylabel="log J (natural)")
-    for measure, colour, label in (("phi2", "tab:purple", "|φ(q)|², what is projected"),
-                                   ("h2", "tab:blue", "|h|², its 'projection'")):
-        xs, mean, _ = curve(rows, "step", measure=measure, source="learned")
-        terms.plot(xs, mean, color=colour, marker="o", markersize=3, label=label)
+    draw_measures(terms, rows, TERMS)
     terms.set(title="The two terms of Eqn 13: J = |φ(q)|² − |h|² < 0", ylabel="mean over tokens",
               yscale="log")
     draw_sources(frac, rows, "step", ["learned", "x W", "iid", "KPCA", "ceiling"], "o", measure="frac")
@@ -116,10 +140,10 @@ def kpca_loss(folder, run):
     for ax in (frac, ev):
         ax.set_ylim(0, 1.05)
     for ax in (released, terms, frac, ev):
-        ax.set_xlabel("training step")
+        ax.set_xlabel("training step" if len(steps) > 1 else f"one checkpoint, step {steps[0]:.0f}")
         if ax.has_data():
-            ax.legend(frameon=False)
-    return figure
+            ax.legend(frameon=len(steps) == 1)
+    return figure, "; ".join(missing)
 
 
 GAMMA = [                                                          # (measure, source, colour, style, label), log axis
@@ -147,7 +171,8 @@ def kpca_gamma(folder, run):
     """Fig. 2: are the values eigenvectors? The paper's |gamma_i - gamma_j|, and the cosine of a and K~ a."""
     rows = last_step(read_csv(folder / "gamma_axes.csv", run, layer="all"))
     if not rows:
-        return None
+        return None, "kpca.py --exp gamma"
+    missing = "" if any(row["measure"] == "numeric inverse" for row in rows) else "the numeric inverse needs --repro"
     figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.6))
     draw_gamma(left, rows)
     left.set(title="Fig. 2 as defined: near 0 (band: + std), but for noise as well", ylabel="mean |γi − γj|")
@@ -157,7 +182,7 @@ def kpca_gamma(folder, run):
         ax.set_xlabel("column d of the values")
         side = "left" if ax is left else "right"
         figure.legend(*ax.get_legend_handles_labels(), loc=f"outside lower {side}", frameon=False)
-    return figure
+    return figure, missing
 
 
 def kpca_gamma_layers(folder, run):
@@ -165,7 +190,7 @@ def kpca_gamma_layers(folder, run):
     rows = last_step(read_csv(folder / "gamma_axes.csv", run))
     layers = layers_of(rows)
     if not layers:
-        return None
+        return None, "kpca.py --exp gamma"
     columns = min(6, len(layers))
     bands = math.ceil(len(layers) / columns)
     figure, axes = plt.subplots(2 * bands, columns, figsize=(WIDTH, 3.6 * bands + 1.1), sharex=True, sharey="row",
@@ -187,7 +212,7 @@ def kpca_gamma_layers(folder, run):
             bottom.set_ylabel("cosine of a and K̃a")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower left", frameon=False, title="upper row")
     figure.legend(*axes[1][0].get_legend_handles_labels(), loc="outside lower right", frameon=False, title="lower row")
-    return figure
+    return figure, ""
 
 
 def kpca_spectrum(folder, run):
@@ -196,7 +221,7 @@ def kpca_spectrum(folder, run):
     bounds = last_step(read_csv(folder / "eigstats.csv", run, measure="bound", layer="all"))
     layers = layers_of(rows)
     if not layers:
-        return None
+        return None, "kpca.py --exp eigstats"
     figure, panels = plt.subplots(1, 2, figsize=(WIDTH, 3.8), sharey=True)
     for ax, source in zip(panels, ("as they are", "standardised")):
         for i, layer in enumerate(layers):
@@ -210,14 +235,14 @@ def kpca_spectrum(folder, run):
         ax.set(title=f"keys {source}", xlabel="rank d", yscale="log")
     panels[0].set_ylabel("eigenvalue μ = N λ of K̃")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", frameon=False, ncols=3)
-    return figure
+    return figure, ""
 
 
 def kpca_truncation(folder, run):
     """Accuracy when the values of all layers keep r directions only."""
     rows = last_step(read_csv(folder / "truncate.csv", run))
     if not rows:
-        return None
+        return None, "kpca.py --exp truncate (of an image classifier)"
     rows = [{**row, "mean": row["accuracy"]} for row in rows]
     figure, ax = plt.subplots(figsize=(WIDTH, 4.2))
     lines = [("strict", "tab:green", "-", "top r principal axes (kernel PCA as derived)"),
@@ -242,7 +267,7 @@ def kpca_truncation(folder, run):
     ax.set(xlabel="r, directions kept of the values in every layer", ylim=(0, None),
            ylabel=f"accuracy in %, ± standard error, {n} images")
     figure.legend(loc="outside right upper", frameon=False)
-    return figure
+    return figure, ""
 
 
 KPCA_FIGURES = {"loss": kpca_loss, "gamma": kpca_gamma, "gamma_layers": kpca_gamma_layers, "spectrum": kpca_spectrum,
@@ -258,14 +283,14 @@ def kpca(args):
     if not list(folder.glob("*.csv")):
         raise FileNotFoundError(f"{folder} holds no CSV file of kpca.py")
     for name in names:
-        figure = KPCA_FIGURES[name](folder, args.run)
+        figure, missing = KPCA_FIGURES[name](folder, args.run)
         if figure is None:
-            print(f"{name}: skipped, {folder} has no numbers for it" + " (several checkpoints)" * (name == "loss"))
+            print(f"{name}: skipped, {folder} has no numbers for it; they come from {missing}")
             continue
         path = folder / f"{name}{args.run and '_' + args.run}.png"
         figure.savefig(path)
         plt.close(figure)
-        print(f"{path}: {KPCA_FIGURES[name].__doc__}")
+        print(f"{path}: {KPCA_FIGURES[name].__doc__}" + (f" Missing: {missing}." if missing else ""))
 
 
 # --- robustness (eval_robust.py) -------------------------------------------------------------------------------------

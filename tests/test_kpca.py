@@ -1,6 +1,7 @@
 """kpca.py against numbers made by two independent programs (golden), against its own theory, and as a command."""
 
 import csv
+import importlib
 import math
 import sys
 from dataclasses import asdict
@@ -54,7 +55,17 @@ sweep = pytest.mark.parametrize("seed,N,D,size", SWEEP)
 
 def test_worked_example_agrees_with_the_numbers_by_hand():
     for what, by_hand, computed in kpca.hand_example():
-        assert (by_hand - computed).abs().max() < 1e-12, what
+        assert (kpca.by_hand(by_hand) - computed).abs().max() < 1e-12, what
+
+
+def test_worked_example_prints_each_number_beside_the_one_by_hand(capsys):
+    kpca.hand()
+    lines = capsys.readouterr().out.splitlines()
+    for what, by_hand, _ in kpca.hand_example():
+        shown = next(line for line in lines if what in line).split(what)[1].split()
+        n = len(by_hand.split())
+        assert shown[:n] == by_hand.split() and len(shown) == 2 * n, what
+        assert_close([float(x) for x in shown[n:]], kpca.by_hand(by_hand), 1e-3, 1e-9)
 
 
 @pytest.mark.parametrize("case", ["sym", "asym"])
@@ -523,6 +534,30 @@ def test_command_tracks_a_training_run_and_the_figures_follow(monkeypatch, tmp_p
     monkeypatch.setattr(sys, "argv", ["plot.py", "kpca", str(folder)])
     with pytest.raises(SystemExit, match="no CSV"):
         plot.main()
+
+
+def test_one_checkpoint_gives_every_figure_and_a_word_on_what_it_lacks(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    import plot
+    run(monkeypatch, "--ckpt", save_vit(tmp_path / "a.pt"), "--images", 3, "--ranks", 4, "--out_dir", tmp_path)
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["plot.py", "kpca", str(tmp_path)])
+    plot.main()
+    assert {p.stem for p in tmp_path.glob("*.png")} == set(plot.KPCA_FIGURES)
+    loss, gamma = capsys.readouterr().out.splitlines()[:2]
+    assert "several checkpoints" in loss and "needs --repro" in loss and "needs --repro" in gamma
+    figure, _ = plot.kpca_loss(tmp_path, "")
+    assert [len(ax.patches) for ax in figure.axes] == [0, 2, 5, 4]                # bars: terms, frac, EV
+    (tmp_path / "truncate.csv").unlink()
+    plot.main()
+    assert "truncation: skipped" in capsys.readouterr().out
+
+
+def test_plot_without_matplotlib_says_so_in_one_line(monkeypatch):
+    monkeypatch.delitem(sys.modules, "plot", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match="^error: plot.py needs matplotlib"):
+        importlib.import_module("plot")
 
 
 def test_deit_weights_are_recognised_by_their_shapes(monkeypatch, tmp_path):
