@@ -157,20 +157,39 @@ def disk(radius, sigma):
     images become a little brighter.
     """
     half, edge = (8, 1) if radius <= 8 else (radius, 2)
-    x = torch.arange(-half, half + 1, dtype=torch.float64)
-    kernel = (x ** 2 + x[:, None] ** 2 <= radius ** 2).double()
-    kernel = F.pad((kernel / kernel.sum())[None, None], [edge] * 4, mode="reflect")
-    g = gaussian(edge, sigma)
-    kernel = F.conv2d(kernel, torch.outer(g, g)[None, None])[0, 0]
+    x, side = torch.arange(-half, half + 1), 2 * half + 1
+    kernel = (x ** 2 + x[:, None] ** 2 <= radius ** 2).float()
+    kernel = F.pad((kernel / kernel.sum())[None, None], [edge] * 4, mode="reflect")[0, 0]
+    g = gaussian(edge, sigma).float().double()
+    for _ in range(2):                                                      # rows, columns, rounded as by OpenCV
+        kernel = kernel.T
+        total = kernel[edge:edge + side] * g[edge].float()
+        for i in range(1, edge + 1):
+            pair = kernel[edge - i:][:side] + kernel[edge + i:][:side]
+            total = (total + pair * g[edge + i]).float()
+        kernel = total
+    kernel = (kernel.double() + kernel.mT) / 2                              # equal weights are equal; the sum is kept
     empty = int((kernel.sum(0) > 0).int().argmax())                                             # cut off what is zero
-    return kernel[empty:2 * half + 1 - empty, empty:2 * half + 1 - empty].float()
+    return kernel[empty:side - empty, empty:side - empty]
 
 
 def defocus_blur(images, c):
-    """Convolution with a disk; the image is reflected about its border pixels."""
-    kernel = disk(*c).to(images.device)
-    x = blur(F.pad(images.float(), [len(kernel) // 2] * 4, mode="reflect"), kernel)
-    return quantise(x, guard=0)                             # the source's kernel is float32 too, and sums to below 1
+    """Convolution with a disk; the image is reflected about its border pixels.
+
+    Some kernels sum to a little below 1, as the source's: white becomes 254. Float32 cannot tell, so pixels of equal
+    weight are added first, which is exact, and then weighted in float64 (which MPS has not).
+    """
+    H, W = images.shape[2:]
+    kernel = disk(*c)
+    x = F.pad(images.float(), [len(kernel) // 2] * 4, mode="reflect")
+    exact = torch.float32 if images.device.type == "mps" else torch.float64
+    total, same = torch.zeros_like(images, dtype=exact), torch.empty_like(images, dtype=torch.float32)
+    for weight in kernel[kernel > 0].unique().tolist():
+        same.zero_()
+        for i, j in (kernel == weight).nonzero().tolist():
+            same.add_(x[:, :, i:i + H, j:j + W])
+        total.add_(same, alpha=weight)
+    return quantise(total, guard=0)
 
 
 def gaussian_blur(x, sigma):

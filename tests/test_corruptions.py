@@ -198,6 +198,16 @@ def test_deterministic_corruptions_are_imagecorruptions_within_one_step(oracle, 
                 assert_one_step(corrupt(images, name, severity, table=224), oracle(images, name, severity), 0.85)
 
 
+def test_flat_and_saturated_areas_are_defocused_exactly_as_by_imagecorruptions(oracle):
+    levels = torch.tensor([0, 1, 100, 254, 255], dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 40, 40)
+    white = (scenes(1, 224).int() + 120).clamp(max=255).byte()
+    assert (white == 255).double().mean() > 0.3
+    for severity in range(1, 6):
+        for images in (levels, white):
+            ours, theirs = corrupt(images, "defocus_blur", severity, table=224), oracle(images, "defocus_blur", severity)
+            assert torch.equal(ours, theirs), (severity, (ours != theirs).double().mean())
+
+
 @pytest.mark.parametrize("name", [name for name in RANDOM if name != "frost"])
 def test_random_corruptions_have_imagecorruptions_statistics(oracle, name):
     clean, n = scenes(1, 96), 24
