@@ -311,7 +311,8 @@ class ImageTree(Dataset):
 
     `index` says which file, `position` (the sample's number in the whole run) which random crop. Returns the image
     (3, size, size) uint8, its label and position, ints. train: random resized crop. Otherwise: short side resized to
-    size / crop_pct, then the central crop, and tree[index] will do. Both bicubic and antialiased.
+    size / crop_pct, then the central crop, and tree[index] will do. Both bicubic and antialiased; resample="bilinear"
+    is how the images of ImageNet-C were resized.
 
     classes: class names in label order, from the training split; by default this split's folders, sorted. With them,
     every folder must be one of the classes, and every class must have a folder unless subset=True.
@@ -321,10 +322,10 @@ class ImageTree(Dataset):
     """
 
     def __init__(self, root, split, classes=None, size=224, train=False, seed=0, skip_bad_images=False, crop_pct=0.875,
-                 subset=False):
+                 subset=False, resample="bicubic"):
         self.folder = os.path.join(str(root), split)
         self.size, self.train, self.seed, self.skip_bad_images = size, train, seed, skip_bad_images
-        self.resize = math.floor(size / crop_pct)
+        self.resize, self.resample = math.floor(size / crop_pct), resample
         self.skipped = torch.zeros(1, dtype=torch.int64).share_memory_()     # unreadable training files, by all workers
         if not os.path.isdir(self.folder):
             raise FileNotFoundError(f"--data_dir {root} has no folder {split!r}; expected {self.folder}/<class>/*.JPEG")
@@ -355,12 +356,12 @@ class ImageTree(Dataset):
         # Measured per ImageNet file of 500 x 375 on one core: this 1.0 ms, PIL's decoder and resize 2.0 ms. Beside PIL
         # the evaluation crop differs by at most 1 grey level; an enlarging training crop by more in 1 pixel of 20,000.
         from torchvision.transforms.v2 import functional as F
-        path, bicubic = self.path(index), F.InterpolationMode.BICUBIC
+        path, resample = self.path(index), F.InterpolationMode(self.resample)
         image = decode(np.fromfile(path, np.uint8), path)
         if self.train:
             left, top, width, height = random_crop_box(image.shape[2], image.shape[1], draw)
-            return F.resized_crop(image, top, left, height, width, [self.size, self.size], bicubic, antialias=True)
-        return F.center_crop(F.resize(image, [self.resize], bicubic, antialias=True), [self.size, self.size])
+            return F.resized_crop(image, top, left, height, width, [self.size, self.size], resample, antialias=True)
+        return F.center_crop(F.resize(image, [self.resize], resample, antialias=True), [self.size, self.size])
 
     def __getitem__(self, key):
         return self.__getitems__([key])[0]

@@ -19,6 +19,7 @@ Random numbers depend on (seed, image) alone: batch size, processes and resuming
 """
 
 import argparse
+import copy
 import json
 import math
 import os
@@ -256,7 +257,13 @@ def clean_row(m, source, index, args, rank, world):
 
 @torch.no_grad()
 def corruption_rows(models, source, index, setting, args, rank, world):
-    """One corruption, made once for all models: per model top-1, top-5 per severity in percent."""
+    """One corruption, made once for all models: per model top-1, top-5 per severity in percent.
+
+    Images from files are resized bilinear, not bicubic, before they are corrupted: so ImageNet-C was made.
+    """
+    if isinstance(source, data.ImageTree):
+        source = copy.copy(source)
+        source.resample = "bilinear"
     total = torch.zeros(len(models), len(setting["severities"]), 2, dtype=torch.float64, device=args.device)
     for images, labels, part in batches(source, index[rank::world], args, label=setting["type"], rank=rank):
         for j, severity in enumerate(setting["severities"]):

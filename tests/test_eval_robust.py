@@ -1,13 +1,16 @@
 """The evaluator: its metrics against known numbers, its rows against doing it by hand, its errors and its resuming."""
 
+import argparse
 import json
 import math
 import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torchvision.io import write_png
 
 import attacks
@@ -242,6 +245,21 @@ def test_two_classes_are_too_few_for_autoattack_and_finished_rows_stay(tmp_path)
               "--measures", "clean", "autoattack", "--out_dir", tmp_path / "r")
     assert out.returncode == 1 and "4 or more" in out.stderr.splitlines()[-1]
     assert [row["measure"] for row in results(tmp_path / "r")] == ["clean"]
+
+
+def test_generated_corruptions_start_from_imagenet_cs_bilinear_crop(tmp_path, monkeypatch):
+    (tmp_path / "val" / "n0").mkdir(parents=True)
+    pixels = torch.randint(0, 256, (3, 90, 130), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    write_png(pixels, str(tmp_path / "val" / "n0" / "0.png"))
+    seen, tree = [], data.ImageTree(tmp_path, "val", size=56)
+    monkeypatch.setattr(corruptions, "corrupt", lambda images, *_, **__: seen.append(images) or images)
+    args = argparse.Namespace(device=torch.device("cpu"), batch_size=1, num_workers=0, amp="off", seed=0, frost_dir=None)
+    model = dict(model=lambda x: torch.zeros(len(x), 1), name="m")
+    setting = dict(type="fog", severities=[3], jpeg85=False)
+    eval_robust.corruption_rows([model], tree, torch.arange(1), setting, args, 0, 1)
+    resized = Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((92, 64), Image.BILINEAR)
+    expected = torch.tensor(np.array(resized.crop((18, 4, 74, 60)))).permute(2, 0, 1).int()
+    assert (seen[0][0].int() - expected).abs().max() <= 2 < (tree[0][0].int() - expected).abs().max()
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
