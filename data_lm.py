@@ -116,6 +116,8 @@ def count_words(path):
     for text in read_text(path, "counting words of"):
         counts.update(split_words(text))
     del counts[EOS]
+    if not counts:
+        raise ValueError(f"{path} holds no word, only blank lines: expected tokenised text")
     return Vocabulary([EOS, *sorted(counts, key=counts.get, reverse=True)])
 
 

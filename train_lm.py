@@ -5,7 +5,8 @@
     python train_lm.py --data wikitext --data_dir data/wikitext-2  # any folder with wiki.{train,valid,test}.tokens
     torchrun --standalone --nproc_per_node=4 train_lm.py --data wikitext103 --data_dir data/wikitext-103  # the paper's
     python train_lm.py --resume out/pydoc_rpc                      # go on exactly where it stopped
-    python train_lm.py --eval_only out/pydoc_rpc --stride 1 --sample 100 --prompt "The function returns"
+    python train_lm.py --eval_only out/pydoc_rpc --stride 1        # score it again, with the paper's stride
+    python train_lm.py --sample out/pydoc_rpc --prompt "The function returns"    # seconds: words, and no evaluation
 
 Paper: Teo & Nguyen 2024, section 4.2, Table 3, App. A.4; recipe: `IDSIA/lmtool-fwp`, small standard transformer. Where
 this differs from that code: batches are random windows (there: consecutive streams, always in the same order), the
@@ -49,6 +50,7 @@ RECIPES = {
 # What --resume and --eval_only refuse to change: it would be another run, another model.
 MODEL = ("model", "context", "attn", "rpc_layers", "n_iter", "lambd", "form", "mu", "norm", "dropout", "cutoffs")
 FIXED = ("data", *MODEL, "steps", "batch_size", "seed")
+OWN = ("resume", "sample", "out_dir", "max_steps", "device")                   # what a run does not hand on
 
 
 def get_args():
@@ -94,8 +96,10 @@ def get_args():
          "slowest, --window is segment-wise")
     flag("--eval_batch_size", type=count, default=64, help="windows at a time in evaluation; changes the speed only")
     flag("--attack_seed", type=seed, default=0, help="which words the word-swap attack swaps")
-    flag("--sample", type=natural, default=40, help="words to sample at each evaluation; 0: none")
-    flag("--prompt", default="", help="what the sample goes on from: words between spaces, as in the text")
+    flag("--sample", default=None, metavar="CKPT", help="no training, no evaluation: print words that this checkpoint, "
+         "or a run's best.pt, goes on with after --prompt")
+    flag("--words", type=natural, default=40, help="length of a sample, with --sample and at each evaluation; 0: none")
+    flag("--prompt", default="", help="what a sample goes on from: words between spaces, as in the text")
     flag("--temperature", type=common.number(float, 1e-3), default=1.0, help="of the sample; below 1: likelier words")
     flag("--top_k", type=count, default=None, help="sample from the K likeliest words only")
 
@@ -116,9 +120,10 @@ def get_args():
     default = vars(p.parse_args([]))
     given = p.parse_args(namespace=argparse.Namespace(**dict.fromkeys(default)))
     given = {k: v for k, v in vars(given).items() if v is not None}
-    if "resume" in given and "eval_only" in given:
-        raise ValueError("--resume goes on training, --eval_only does not train: give one of them")
-    stored = stored_args(given) if "resume" in given or "eval_only" in given else {}
+    modes = [name for name in ("resume", "eval_only", "sample") if name in given]
+    if len(modes) > 1:
+        raise ValueError("--resume goes on training, --eval_only scores, --sample prints words: give one of them")
+    stored = stored_args(given, modes[0]) if modes else {}
     recipe = RECIPES[given.get("data", stored.get("data", default["data"]))]
     args = argparse.Namespace(**{**default, **recipe, **stored, **given})
     args.context = args.context or SIZES[args.model]["context"]
@@ -129,15 +134,15 @@ def get_args():
     return args
 
 
-def stored_args(given):
-    """The flags of the run that --resume or --eval_only names; refuses flags that would make it another one."""
-    what, fixed = ("resume", FIXED) if "resume" in given else ("eval_only", MODEL)
-    checkpoint = read(given[what], best=what == "eval_only")
+def stored_args(given, what):
+    """The flags of the run that --resume, --eval_only or --sample names; refuses flags that would make it another one."""
+    fixed = FIXED if what == "resume" else MODEL
+    checkpoint = read(given[what], best=what != "resume")
     if what == "resume" and "out_dir" in given:
         raise ValueError("--out_dir does not go with --resume, which continues in its own folder")
     if what == "resume" and not checkpoint["optimizer"]:
         raise ValueError(f"--resume {given[what]}: best.pt holds no optimiser state; continue from last.pt")
-    stored = {k: v for k, v in checkpoint["args"].items() if k not in ("resume", "out_dir", "max_steps", "device")}
+    stored = {k: v for k, v in checkpoint["args"].items() if k not in OWN}
     for k in fixed:
         if k in given and given[k] != stored[k]:
             raise ValueError(f"--{k} {given[k]} does not fit --{what} {given[what]}, which was trained with --{k} "
@@ -154,6 +159,16 @@ def read(path, best=False):
     if checkpoint.get("task") != "language modelling":
         raise ValueError(f"{path} is not a checkpoint of train_lm.py")
     return checkpoint
+
+
+def read_with_vocabulary(path, args):
+    """A checkpoint to score or to sample, best.pt of a folder, and its vocabulary, which holds --prompt's words."""
+    checkpoint = read(path, best=True)
+    vocab, size = Vocabulary(checkpoint["vocab"].split("\n")), checkpoint["model_config"]["vocab_size"]
+    if len(vocab) != size:
+        raise ValueError(f"{path}: its vocabulary has {len(vocab)} words, its model {size}")
+    prompt_ids(args, vocab)
+    return checkpoint, vocab
 
 
 # --- set-up ----------------------------------------------------------------------------------------------------------
@@ -226,12 +241,12 @@ def prompt_ids(args, vocab):
 
 
 def sample(model, vocab, args, device):
-    """--prompt and --sample words that the model goes on with, as text; the same weights give the same text."""
-    if not args.sample or model.config.mu == "global" and model.config.rpc_layers:      # no sampling with a leaking mu
+    """--prompt and --words words that the model goes on with, as text; the same weights give the same text."""
+    if not args.words or model.config.mu == "global" and model.config.rpc_layers:       # no sampling with a leaking mu
         return ""
     generator = torch.Generator(device).manual_seed(args.seed)
     prompt = prompt_ids(args, vocab).to(device)
-    ids = model.eval().generate(prompt, args.sample, args.temperature, args.top_k, generator)[0, 1:]
+    ids = model.eval().generate(prompt, args.words, args.temperature, args.top_k, generator)[0, 1:]
     text = " ".join(vocab.words[i] for i in ids.tolist()).replace(EOS, "\n")
     text = re.sub(r" @(\S)@ ", r"\1", text)                                             # in @-@ word, 1 @,@ 000
     return re.sub(r" *\n[ \n]*", "\n", re.sub(r" ([.,;:!?)\]])", r"\1", text)).strip()
@@ -313,15 +328,18 @@ def main():
     args.amp = device.type == "cuda" if args.amp is None else args.amp
     if args.amp:
         torch.set_float32_matmul_precision("high")
+    if args.sample:
+        checkpoint, vocab = read_with_vocabulary(args.sample, args)
+        model = lm_from_checkpoint(checkpoint).to(device)
+        if model.config.mu == "global" and model.config.rpc_layers:
+            raise ValueError(f"--sample {args.sample}: trained with --mu global, which reads the words to come")
+        return print(sample(model, vocab, args, device)) if master else None
     folder = text_folder(args, rank)
     common.broadcast([None])                                                     # the others wait for rank 0
 
     if args.eval_only:
-        checkpoint, path = read(args.eval_only, best=True), Path(args.eval_only)
-        vocab, size = Vocabulary(checkpoint["vocab"].split("\n")), checkpoint["model_config"]["vocab_size"]
-        if len(vocab) != size:
-            raise ValueError(f"--eval_only {path}: its vocabulary has {len(vocab)} words, its model {size}")
-        prompt_ids(args, vocab)
+        checkpoint, vocab = read_with_vocabulary(args.eval_only, args)
+        path = Path(args.eval_only)
         texts, word = load_texts(folder, vocab, args)
         out_dir = Path(args.out_dir) if args.out_dir else path if path.is_dir() else path.parent
         return finish(path, args, device, rank, world, texts, word, vocab, out_dir, started)

@@ -24,7 +24,7 @@ from attacks import word_swap
 from lm import LM, LMConfig, lm_from_checkpoint
 
 SCRIPT = Path(train_lm.__file__).resolve()
-SMALL = ("--data_dir text --context 16 --batch_size 8 --steps 30 --warmup 5 --log_every 1 --eval_every 100 --sample 5 "
+SMALL = ("--data_dir text --context 16 --batch_size 8 --steps 30 --warmup 5 --log_every 1 --eval_every 100 --words 5 "
          "--stride 16").split()
 
 
@@ -253,7 +253,7 @@ def test_a_prompt_goes_on_the_same_way_each_time_and_unknown_words_are_named(cap
     train(SMALL, "--out_dir a --steps 40 --lr 1e-2")
     samples = []
     for extra in ("", "", "--seed 1", "--temperature 0.01 --top_k 1"):
-        train("--eval_only a --sample 12 --prompt", ["the red cat"], extra)
+        train("--eval_only a --words 12 --prompt", ["the red cat"], extra)
         samples.append(results("a", f"results_{len(samples) + 2}.json")["sample"])
     assert all(text.startswith("the red cat") for text in samples) and samples[0] == samples[1] != samples[2]
     assert "sample:\n" + samples[3] in capsys.readouterr().out and "-year old" in samples[3]               # from @-@
@@ -262,6 +262,26 @@ def test_a_prompt_goes_on_the_same_way_each_time_and_unknown_words_are_named(cap
     assert line.startswith("error: --prompt: purple, meows not in the vocabulary") and "\n" not in line
     line = refused(SMALL, "--prompt", ["the purple cat"], "--out_dir b")                       # before any training
     assert "purple" in line and not Path("b").exists() and sorted(p.name for p in Path("a").iterdir()) == before
+
+
+def test_sample_alone_prints_words_and_neither_scores_nor_needs_the_text(capsys, monkeypatch):
+    train(SMALL, "--out_dir a --steps 40 --lr 1e-2")
+    text = results("a")["sample"]
+    shutil.rmtree("text")
+    files = sorted(Path("a").iterdir())
+    monkeypatch.setattr(train_lm, "score", None)
+    capsys.readouterr()
+    train("--sample a --words 5")
+    assert capsys.readouterr().out.strip() == text                                # that run's own sample, nothing else
+    train("--sample a/best.pt --words 12 --seed 1 --prompt", ["the red cat"])
+    assert capsys.readouterr().out.startswith("the red cat ") and sorted(Path("a").iterdir()) == files
+    assert "give one of them" in refused("--sample a --eval_only a") and "attn" in refused("--sample a --attn softmax")
+    assert "purple" in refused("--sample a --prompt", ["the purple cat"]) and "nowhere" in refused("--sample nowhere")
+
+
+def test_a_model_that_reads_the_future_is_not_sampled():
+    train(SMALL, "--out_dir a --max_steps 1 --mu global")
+    assert "--mu global" in refused("--sample a")
 
 
 def test_when_the_attacks_word_is_unknown_the_rarest_known_word_stands_for_it(capsys):
@@ -378,7 +398,7 @@ BAD = [("--data wikitext --data_dir nowhere", "nowhere"), ("--context 0", "conte
        ("--device cdua", "device"), ("--resume nowhere", "nowhere"), ("--resume notes.txt", "notes.txt"),
        ("--eval_only nowhere", "nowhere"), ("--eval_only notes.txt", "notes.txt"),
        ("--out_dir notes.txt", "notes.txt"), ("--temperature 0", "temperature"), ("--top_k 0", "top_k"),
-       ("--sample -1", "sample"), ("--attack_seed -1", "attack_seed"), ("--eval_batch_size 0", "eval_batch_size"),
+       ("--words -1", "words"), ("--attack_seed -1", "attack_seed"), ("--eval_batch_size 0", "eval_batch_size"),
        ("--eval_every 0", "eval_every"), ("--log_every 0", "log_every"), ("--model huge", "huge"),
        ("--data shapes", "shapes"), ("--mu mean", "mean"), ("--strid 4", "--strid")]
 
@@ -390,6 +410,12 @@ def test_bad_flags_end_in_one_line_that_names_them(bad, word, capsys):
     line = code if isinstance(code, str) else capsys.readouterr().err.strip().splitlines()[-1]         # argparse's own
     assert "error: " in line and "\n" not in line and len(line) < 400 and word in line, line
     assert not list(Path(".").rglob("*.pt")) and Path("notes.txt").read_text() == "not a checkpoint\n"
+
+
+def test_a_training_text_of_blank_lines_is_named():
+    write_text("text", train=" \n\n  \n")
+    line = refused(SMALL, "--out_dir a")
+    assert "wiki.train.tokens holds no word" in line and "\n" not in line and not Path("a").exists()
 
 
 def test_texts_that_are_missing_empty_or_too_short_are_named_before_training():
