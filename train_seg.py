@@ -213,7 +213,7 @@ def build_config(args, num_classes, backbone=None):
 
 
 def build_model(args, classes):
-    """The model, the step to start at, its optimiser's state (None at the beginning) and notes for the reader."""
+    """The model, the checkpoint it goes on from (None at the beginning), notes for the reader."""
     if args.resume:
         checkpoint = common.read_checkpoint(args.resume)
         if checkpoint["classes"] != classes:
@@ -222,7 +222,7 @@ def build_model(args, classes):
                              f"{args.resume} ({theirs})")
         model = Segmenter(SegmenterConfig(**checkpoint["model_config"]))
         load_strictly(model, checkpoint["model"])
-        return model, checkpoint["step"], checkpoint["optimizer"], [f"resumed at step {checkpoint['step']}"]
+        return model, checkpoint, [f"resumed at step {checkpoint['step']}"]
     torch.manual_seed(args.seed)
     backbone = common.read_checkpoint(args.backbone) if args.backbone else None
     try:
@@ -231,7 +231,7 @@ def build_model(args, classes):
             load_backbone(model, backbone)
     except ValueError as e:
         raise (ValueError(f"--backbone {args.backbone}: {e}") if backbone else e) from None
-    return model, 0, None, [f"encoder from {args.backbone}"] if backbone else []
+    return model, None, [f"encoder from {args.backbone}"] if backbone else []
 
 
 def build_optimizer(args, model):
@@ -348,6 +348,16 @@ def sentence(metrics, num_classes):
             f"{metrics['mean_accuracy']:.2f} %  pixel accuracy {metrics['pixel_accuracy']:.2f} %")
 
 
+def log_evaluation(log, step, epoch, metrics, model, images):
+    """A row with the metrics and, of some training images, key statistics; once per step."""
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    if any("eval" in row and row["step"] == step for row in rows):
+        return
+    keys = key_statistics(model.eval(), model.masks, images[:8])
+    model.train()
+    common.write_log(log, dict(step=step, epoch=epoch, eval=plain(metrics), **keys))
+
+
 def table(rows, names, severities):
     """Markdown, `mean accuracy / mean IoU` in per cent: a line per corruption, a column per severity, means of both."""
     cells = {(row["corruption"], row["severity"]): (row["mean_accuracy"], row["mean_iou"]) for row in rows}
@@ -439,11 +449,12 @@ def main():
     classes, n, everything = list(train.classes), len(train), list(range(len(val)))
     if args.batch_size % world:
         raise ValueError(f"--batch_size {args.batch_size} is not divisible by {world} processes")
-    model, step, state, notes = build_model(args, classes)
+    model, resumed, notes = build_model(args, classes)
     model.to(device)
-    optimizer = build_optimizer(args, model)
-    if state:
-        optimizer.load_state_dict(state)
+    optimizer, step, metrics = build_optimizer(args, model), 0, {}
+    if resumed:
+        step, metrics = resumed["step"], resumed["metrics"]
+        optimizer.load_state_dict(resumed["optimizer"])
         optimizer.param_groups[0]["weight_decay"] = args.weight_decay           # the flag may be new
     net = torch.compile(model) if args.compile else model
     if world > 1:
@@ -467,11 +478,28 @@ def main():
             task="segmentation", model=model.state_dict(), model_config=asdict(model.config), classes=classes,
             optimizer=optimizer.state_dict(), args=vars(args), step=step, metrics=metrics))
 
+    def due(step):
+        return step >= stop or step % (args.eval_every * steps_per_epoch) == 0
+
+    def validate(images):
+        metrics = evaluate(model, val, everything, args, device, rank, world)
+        if master:
+            epoch = step / steps_per_epoch
+            log_evaluation(log, step, epoch, metrics, model, images)
+            tqdm.write(f"epoch {epoch:5.1f}  validation {sentence(metrics, len(classes))}")
+        return metrics
+
     views = TrainingViews(train, args.size, (args.min_scale, args.max_scale), args.seed)
+    started = time.time()
+    if step and due(step):                       # resumed: was this evaluation cut off by a kill?
+        images, _ = next(load_batches(views, args, model, step - 1, step, rank, world))
+        metrics = validate(images)
+        if master:
+            save("last.pt")
+
     batches = load_batches(views, args, model, step, stop, rank, world)
-    pending, metrics, saved = [], {}, step               # pending: loss and gradient norm of the steps not logged yet
-    started = clock = time.time()
-    images_seen = 0
+    pending, saved = [], step             # pending: loss and gradient norm of steps not logged yet
+    clock, images_seen = time.time(), 0
     with tqdm(total=stop, initial=step, desc="training", unit="step", disable=not master, dynamic_ncols=True) as bar:
         while step < stop:
             lr = poly_lr(step, total, args.lr, args.min_lr)
@@ -503,22 +531,14 @@ def main():
                 if master:
                     common.write_log(log, dict(step=step, epoch=epoch, loss=loss, grad_norm=norm, lr=lr,
                                                images_per_s=rate))
-            if save_now and master:
-                save("last.pt")
-            if end_of_epoch and (step == stop or epoch % args.eval_every == 0):
-                metrics = evaluate(model, val, everything, args, device, rank, world)
-                if master:
-                    keys = key_statistics(model.eval(), model.masks, images[:8])
-                    model.train()
-                    common.write_log(log, dict(step=step, epoch=epoch, eval=plain(metrics), **keys))
-                    tqdm.write(f"epoch {epoch:5.1f}  training loss {loss:.4f}  validation "
-                               f"{sentence(metrics, len(classes))}")
-                    save("last.pt")                               # again, with the metrics
+            if due(step):
+                metrics = validate(images)
                 clock = time.time()
-            if end_of_epoch and master and args.keep_every and epoch % args.keep_every == 0:
-                save(f"epoch_{round(epoch)}.pt")
+            if save_now and master:       # last: after a kill before it the evaluation is repeated
+                if args.keep_every and epoch % args.keep_every == 0:
+                    save(f"epoch_{round(epoch)}.pt")
+                save("last.pt")
             saved = step if save_now else saved
-    metrics = metrics or evaluate(model, val, everything, args, device, rank, world)     # resumed when it was finished
     if master:
         if args.save_images:
             draw(out_dir / "pictures.png", model, val, everything, args, device)

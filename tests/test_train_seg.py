@@ -229,6 +229,44 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_losses_and_weights(root)
     assert_same_weights("killed", "whole")
 
 
+def rows(folder):
+    """Rows of log.jsonl without what depends on the clock, and without the flags."""
+    rows = [json.loads(line) for line in Path(folder, "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "images_per_s"} for row in rows if "args" not in row]
+
+
+def test_an_evaluation_that_was_cut_off_is_repeated_and_kept(root, monkeypatch):
+    run = flags(FOLDER, "--drop_path 0.1 --eval_every 1 --data_dir", [root])           # evaluations at 3 and 6
+    train(run, "--out_dir whole")
+    whole, real, calls = common.read_checkpoint("whole"), train_seg.evaluate, []
+
+    def cut_off(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError("killed")
+        return real(*args)
+    monkeypatch.setattr(train_seg, "evaluate", cut_off)
+    assert "killed" in refused(run, "--out_dir killed")
+    assert common.read_checkpoint("killed")["step"] == 3                    # saved when its evaluation is logged
+    train("--resume killed")
+    assert rows("killed") == rows("whole") and len(log("whole", "eval")) == 2
+    assert repr(common.read_checkpoint("killed")["metrics"]) == repr(whole["metrics"])          # NaN is no equal
+
+
+@pytest.mark.parametrize("logged", [False, True])
+def test_a_finished_run_without_metrics_gets_them_when_it_is_resumed(root, logged):
+    train(FOLDER, "--drop_path 0.1 --out_dir a --data_dir", [root])
+    whole, before = common.read_checkpoint("a"), rows("a")
+    common.save_checkpoint("a/last.pt", dict(whole, metrics={}))
+    if not logged:
+        lines = Path("a/log.jsonl").read_text().splitlines(keepends=True)
+        Path("a/log.jsonl").write_text("".join(line for line in lines if '"eval": {' not in line))
+    for _ in range(2):                                                      # the second time it is there
+        train("--resume a")
+        assert rows("a") == before
+        assert repr(common.read_checkpoint("a")["metrics"]) == repr(whole["metrics"])
+
+
 def test_two_processes_equal_one_though_ignored_pixels_are_unequal_and_the_last_batch_is_short(root):
     run = flags(FOLDER, "--dropout 0 --epochs 4 --data_dir", [root])               # batches of 4, 4 and 1: rank 1 idles
     finish(start(run, "--out_dir two", launcher=("--standalone", "--nproc_per_node=2")))
