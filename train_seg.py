@@ -278,6 +278,38 @@ def load_batches(views, args, model, start, stop, rank, world):
         yield finish_views(images, height, width, position, args.seed, mean, args.distort), labels.long()
 
 
+# --- before the first step: what would go wrong after hours ------------------------------------
+
+def check_flags(args, patch_size):
+    """Raises ValueError if windows or photographs of frost do not fit."""
+    if args.window % patch_size:
+        raise ValueError(f"--window {args.window} is not a multiple of the patch size "
+                         f"{patch_size}")
+    if args.stride > args.window:
+        raise ValueError(f"--stride {args.stride} is more than --window {args.window}")
+    if args.frost_dir:
+        corruptions.load_frost(args.frost_dir)
+
+
+def check_images(train, val, args, device, rank, world):
+    """Read every validation image, and training images until one has a label.
+
+    Raises ValueError that names the file, or the split without a labelled pixel: it would train
+    at a loss of 0.
+    """
+    def labelled(label):
+        return bool((label != IGNORE).any())
+
+    if not any(labelled(train[i][1]) for i in range(len(train))):
+        raise ValueError(f"none of the {len(train)} training images has a labelled pixel")
+    mine = range(rank, len(val), world)
+    loader = DataLoader(val, sampler=mine, batch_size=None, num_workers=args.num_workers)
+    bar = tqdm(loader, "reading validation images", len(mine), leave=False, disable=rank > 0)
+    count = sum(labelled(label) for _, label in bar)
+    if not common.all_sum(torch.tensor(count, device=device)):
+        raise ValueError(f"none of the {len(val)} validation images has a labelled pixel")
+
+
 # --- evaluation ------------------------------------------------------------------------------------------------------
 
 def equal_sizes(source, index, num_workers, n):
@@ -386,6 +418,7 @@ def evaluate_only(args, device, rank, world):
     if source.classes != checkpoint["classes"]:
         raise ValueError(f"--data_dir {args.data_dir} has other classes ({', '.join(source.classes[:3])}, ...) than "
                          f"--eval_only {args.eval_only} ({', '.join(checkpoint['classes'][:3])}, ...)")
+    check_flags(args, model.config.patch_size)
     if args.limit and args.limit > len(source):
         raise ValueError(f"--limit {args.limit}: there are only {len(source)} images")
     index = data.epoch_order(len(source), 0, seed=0).tolist()[:args.limit] if args.limit else list(range(len(source)))
@@ -450,6 +483,8 @@ def main():
     if args.batch_size % world:
         raise ValueError(f"--batch_size {args.batch_size} is not divisible by {world} processes")
     model, resumed, notes = build_model(args, classes)
+    check_flags(args, model.config.patch_size)
+    check_images(train, val, args, device, rank, world)
     model.to(device)
     optimizer, step, metrics = build_optimizer(args, model), 0, {}
     if resumed:

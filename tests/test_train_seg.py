@@ -4,6 +4,7 @@ goes on where it was killed; bad input ends in one line. The real script, small 
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import corruptions
 import data_seg
 import train_seg
 from conftest import SHARED
+from data import epoch_order
 from data_seg import Scenes, SegTree
 from segmenter import Segmenter, SegmenterConfig, confusion, predict, scores, segmenter_from_checkpoint
 from vit import ViT, ViTConfig
@@ -296,12 +298,33 @@ def test_a_batch_is_dealt_out_whole_and_every_sample_has_its_number():
     assert list(train_seg.batch_keys(args, 10, 4, 6, 0, 1)) == whole[4:]
 
 
+def ignore(monkeypatch, ignored):
+    """Images of SegTree whose labels are all 255 where ignored(tree, i), else all 0."""
+    def image(tree, i):
+        label = torch.zeros(40, 40, dtype=torch.uint8)
+        return label.expand(3, -1, -1), label.fill_(255 if ignored(tree, i) else 0)
+    monkeypatch.setattr(SegTree, "__getitem__", image)
+
+
+def training(tree):
+    return tree.folders[0].endswith("training")
+
+
 def test_a_batch_without_a_labelled_pixel_counts_nothing(root, monkeypatch):
-    monkeypatch.setattr(SegTree, "__getitem__", lambda self, i: (torch.zeros(3, 40, 40, dtype=torch.uint8),
-                                                                 torch.full((40, 40), 255, dtype=torch.uint8)))
-    line = refused(FOLDER, "--max_steps 2 --out_dir a --data_dir", [root])
-    assert "none of the 5 validation images has a labelled pixel" in line
-    assert list(log("a").values()) == [0, 0] and list(log("a", "grad_norm").values()) == [0, 0]
+    last = epoch_order(9, 0, seed=0)[8]                                           # batches of 4, 4 and 1
+    ignore(monkeypatch, lambda tree, i: training(tree) and i != last)
+    train(FOLDER, "--max_steps 3 --out_dir a --data_dir", [root])
+    assert list(log("a").values())[:2] == [0, 0] and list(log("a", "grad_norm").values())[:2] == [0, 0]
+    assert log("a")[3] > 0 and log("a", "grad_norm")[3] > 0
+
+
+def test_a_folder_without_a_labelled_pixel_is_refused_before_the_first_step(root, monkeypatch):
+    run = flags(FOLDER, "--max_steps 2 --out_dir a --data_dir", [root])
+    ignore(monkeypatch, lambda tree, i: training(tree))
+    assert "none of the 9 training images has a labelled pixel" in refused(run)
+    ignore(monkeypatch, lambda tree, i: not training(tree))
+    assert "none of the 5 validation images has a labelled pixel" in refused(run)
+    assert not Path("a").exists()
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(monkeypatch):
@@ -462,6 +485,34 @@ def test_a_folder_that_is_not_as_it_should_be_ends_in_one_line(root):
     for num_workers in (0, 1):                                                                   # also from a worker
         assert "holds the value 4" in refused(FOLDER, "--num_classes 3 --out_dir w",
                                               ["--num_workers", num_workers, "--data_dir", root])
+
+
+BAD_EVALUATIONS = [("--window 20", "--window 20"), ("--stride 40", "--stride 40"), ("--frost_dir frost", "frost2.png")]
+
+
+@pytest.mark.parametrize("bad,word", BAD_EVALUATIONS, ids=[bad for bad, _ in BAD_EVALUATIONS])
+def test_bad_flags_of_an_evaluation_are_found_before_the_first_step_or_image(root, bad, word):
+    Path("frost").mkdir()
+    Path("frost/frost1.png").write_bytes(b"")
+    assert word in refused(FOLDER, bad, "--out_dir a --data_dir", [root])
+    assert not Path("a").exists()
+    train(FOLDER, "--max_steps 1 --out_dir a --data_dir", [root])
+    assert word in refused("--eval_only a --corruptions fog frost --severity 1", bad)
+    assert not Path("a/eval").exists()
+
+
+def test_a_bad_validation_image_is_found_before_the_first_step(root, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(root, copy)
+    path = copy / "annotations/validation/validation_4.png"
+    Image.fromarray(np.full((48, 36), 9, np.uint8)).save(path)
+    for num_workers in (0, 1):
+        line = refused(FOLDER, "--out_dir a --num_workers", [num_workers], "--data_dir", [copy])
+        assert "validation_4.png holds the value 9" in line and not Path("a").exists()
+    path.unlink()
+    Image.fromarray(np.zeros((48, 30), np.uint8)).save(path)
+    assert "validation_4.png is 30 x 48" in refused(FOLDER, "--out_dir a --data_dir", [copy])
+    assert not Path("a").exists()
 
 
 def test_a_finished_or_foreign_run_is_kept(root, monkeypatch):
