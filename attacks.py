@@ -172,11 +172,46 @@ def straight_through(model, slope=1.0):
     def shrink(x, tau):
         return soft_threshold(x, tau).detach() + slope * (x - x.detach())
 
-    model = copy.deepcopy(model)
+    return rewired(model, shrink=shrink)
+
+
+def rewired(model, **settings):
+    """Copy of a model, on the same weights, whose RPC-Attention has other settings."""
+    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    model = copy.deepcopy(model, shared)
     for m in model.modules():
         if isinstance(m, SelfAttention):
-            m.rpc["shrink"] = shrink
+            m.rpc.update(settings)
     return model
+
+
+def smooth_shrink(x, tau):
+    """soft_threshold with the gradient of a softplus, which is nowhere exactly 0."""
+    width = (tau / 4).clamp(1e-12, 1e12)
+    smooth = width * (F.softplus((x - tau) / width) - F.softplus((-x - tau) / width))
+    return soft_threshold(x, tau).detach() + (smooth - smooth.detach())
+
+
+def rpc_layers(model):
+    """The layers with RPC-Attention."""
+    layers = [m for m in model.modules() if isinstance(m, SelfAttention)]
+    return [m for m in layers if m.attn in ("rpc", "rpc_asym")]
+
+
+def gradient_models(model):
+    """Models whose gradients may lead where RPC-Attention hides its own: `surrogates` for `apgd` and `autoattack`.
+
+    On the model's weights: two straight-through ones, one whose threshold is smooth, one that never
+    shrinks, one that stops after half the steps. None for a model without RPC-Attention.
+    """
+    layers = rpc_layers(model)
+    if not layers:
+        return []
+    half = max(layers[0].rpc["n_iter"] // 2, 1)
+    return [straight_through(model, 1.0), straight_through(model, 0.0),
+            rewired(model, shrink=smooth_shrink),
+            rewired(model, lambd=math.inf),
+            rewired(model, n_iter=half)]
 
 
 @torch.no_grad()
@@ -188,7 +223,7 @@ def adaptive_pgd(model, images, labels, eps, *, index=None, **options):
     """
     index = torch.arange(len(images), device=images.device) if index is None else index.to(images.device)
     adv = pgd(model, images, labels, eps, index=index, **options)
-    if not any(isinstance(m, SelfAttention) and m.attn in ("rpc", "rpc_asym") for m in model.modules()):
+    if not rpc_layers(model):
         return adv
     eps = torch.as_tensor(eps, dtype=images.dtype, device=images.device).expand_as(images)
     left = margin(model(adv), labels)
@@ -443,9 +478,11 @@ def likely_targets(logits, labels, num_targets):
 
 
 @torch.no_grad()
-def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100, clip=True, seed=0, restart=0, index=None):
+def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100, surrogates=(), clip=True, seed=0,
+         restart=0, index=None):
     """Maximise the cross-entropy ("ce") or the DLR loss ("dlr"), or with targets (B,) int64 the targeted DLR loss.
 
+    surrogates: models whose gradients are followed where the model's own has failed, one after the other.
     restart: number of the random start. Source: `fra31/auto-attack:autoattack/autopgd_base.py`. There an image is
     climbed to the end and its last misclassified iterate returned; here it leaves at the next multiple of ten steps.
     """
@@ -453,22 +490,36 @@ def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100, clip
     if loss not in losses:
         raise ValueError(f'loss="{loss}", expected "ce" or "dlr"')
     positive(steps=steps)
-    logits = check(model, images, labels, eps, clip)
+    robust = check(model, images, labels, eps, clip).argmax(1) == labels
     (eps, index), adv = per_image(images, eps, index), images.clone()
     low, high = (project(images + side * eps, images, eps, clip) for side in (-1, 1))
     t = noise_like(images, index, seed, APGD, restart)
     x = (images + eps * t / column(largest(t))).clamp(low, high)
-    s = SimpleNamespace(row=torch.arange(len(images), device=images.device), labels=labels, low=low, high=high, x=x,
-                        x_old=x, step=2 * eps, targets=labels if targets is None else targets, adv=images)
-    s = take(s, logits.argmax(1) == labels)
-    if not len(s.row):
-        return adv
+    start = SimpleNamespace(row=torch.arange(len(images), device=images.device), labels=labels, low=low, high=high,
+                            x=x, step=2 * eps, targets=labels if targets is None else targets, adv=images)
+    objective = losses[loss] if targets is None else targeted_dlr
+    for source in (model, *surrogates):
+        if robust.any():
+            climb(model, source, objective, take(start, robust), steps, adv, robust)
+    return adv
 
-    def climb(logits, labels):
-        return losses[loss](logits, labels) if targets is None else targeted_dlr(logits, labels, s.targets)
 
-    logits, s.loss, s.grad = input_gradient(climb, model, s.x, s.labels)
-    s.fooled = logits.argmax(1) != s.labels
+def climb(model, source, objective, s, steps, adv, robust):
+    """Climb the model's loss along the gradient of `source`, from the rows s of `apgd`'s start.
+
+    Writes what fools the model to adv, (B, 3, H, W), and False to robust, (B,), there.
+    """
+    def look(x):
+        """The model's logits and losses at x, the gradient of source."""
+        how = partial(objective, targets=s.targets) if objective is targeted_dlr else objective
+        logits, loss, grad = input_gradient(how, source, x, s.labels)
+        if source is not model:
+            logits = model(x)
+            loss = how(logits, s.labels)
+        return logits, loss, grad
+
+    logits, s.loss, s.grad = look(s.x)
+    s.fooled, s.x_old = logits.argmax(1) != s.labels, s.x
     s.rises, s.halved = torch.zeros_like(s.labels), torch.ones_like(s.fooled)
     s.adv = torch.where(column(s.fooled), s.x, s.adv)
     s.best_x, s.best_grad, s.best_loss, s.checked_loss = s.x, s.grad, s.loss, s.loss
@@ -480,7 +531,7 @@ def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100, clip
         u = (s.x + s.step * s.grad.sign()).clamp(s.low, s.high)                          # gradient step
         x = (s.x + a * (u - s.x) + (1 - a) * (s.x - s.x_old)).clamp(s.low, s.high)       # with momentum
         s.x_old, s.x, last_loss = s.x, x, s.loss
-        logits, s.loss, s.grad = input_gradient(climb, model, s.x, s.labels)
+        logits, s.loss, s.grad = look(s.x)
         fooled, better = logits.argmax(1) != s.labels, s.loss > s.best_loss
         s.adv, s.fooled = torch.where(column(fooled), s.x, s.adv), s.fooled | fooled
         s.best_x = torch.where(column(better), s.x, s.best_x)
@@ -496,16 +547,23 @@ def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100, clip
             window = max(window - shrink, least)
             checkpoint += window
         if i % 10 == 9 or i == steps - 1:
-            adv[s.row] = s.adv
+            adv[s.row], robust[s.row] = s.adv, ~s.fooled
             s = take(s, ~s.fooled)
             if not len(s.row):
                 break
-    return adv
+
+
+def adaptive_apgd(model, images, labels, eps, **options):
+    """`apgd` along the model's own gradient and, where that fails, along those of `gradient_models`."""
+    return apgd(model, images, labels, eps, surrogates=gradient_models(model), **options)
 
 
 @torch.no_grad()
-def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, clip=True, seed=0, index=None):
-    """APGD on the targeted DLR loss, one run for each of the num_targets most likely wrong classes, best first."""
+def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(), clip=True, seed=0, index=None):
+    """APGD on the targeted DLR loss, one run for each of the num_targets most likely wrong classes, best first.
+
+    surrogates: as for `apgd`, within each run.
+    """
     positive(num_targets=num_targets)
     logits = check(model, images, labels, eps, clip)
     targets, robust = likely_targets(logits, labels, num_targets), logits.argmax(1) == labels
@@ -514,8 +572,8 @@ def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, clip=True, s
         on = robust.nonzero()[:, 0]
         if not len(on):
             break
-        adv[on] = apgd(model, images[on], labels[on], eps[on], targets=targets[on, k], steps=steps, clip=clip,
-                       seed=seed, restart=k, index=index[on])
+        adv[on] = apgd(model, images[on], labels[on], eps[on], targets=targets[on, k], steps=steps,
+                       surrogates=surrogates, clip=clip, seed=seed, restart=k, index=index[on])
         robust[on] = model(adv[on]).argmax(1) == labels[on]
     return adv
 
@@ -654,18 +712,19 @@ def leave(s, adv):
 # --- the cascade -----------------------------------------------------------------------------------------------------
 
 @torch.no_grad()
-def autoattack(model, images, labels, eps, *, steps=100, queries=5000, num_targets=9, batch_size=500, clip=True, seed=0,
-               index=None, trace=None, progress=False):
+def autoattack(model, images, labels, eps, *, steps=100, queries=5000, num_targets=9, surrogates=(), batch_size=500,
+               clip=True, seed=0, index=None, trace=None, progress=False):
     """AutoAttack, standard version: APGD-CE, APGD-T, FAB-T, Square, each on the images that are still robust.
 
     images: the whole set, so that each stage fills its batches of batch_size. An attack has succeeded where a separate
     forward pass misclassifies its result. trace: a list that receives dict(stage, robust (B,) bool) for "clean" and
-    after every stage. progress: show a bar per stage. Raises ValueError for fewer than 4 classes.
+    after every stage. progress: show a bar per stage. surrogates: for APGD-CE and APGD-T, as for `apgd`; the standard
+    version has none. Raises ValueError for fewer than 4 classes.
     """
     positive(batch_size=batch_size)
     shared = dict(clip=clip, seed=seed)
-    stages = {"apgd-ce": partial(apgd, steps=steps, **shared),
-              "apgd-t": partial(apgd_t, steps=steps, num_targets=num_targets, **shared),
+    stages = {"apgd-ce": partial(apgd, steps=steps, surrogates=surrogates, **shared),
+              "apgd-t": partial(apgd_t, steps=steps, surrogates=surrogates, num_targets=num_targets, **shared),
               "fab-t": partial(fab_t, steps=steps, num_targets=num_targets, **shared),
               "square": partial(square, queries=queries, **shared)}
     (budget, index), adv, trace = per_image(images, eps, index), images.clone(), [] if trace is None else trace
@@ -684,6 +743,11 @@ def autoattack(model, images, labels, eps, *, steps=100, queries=5000, num_targe
                 bar.update(len(on))
         trace.append(dict(stage=stage, robust=robust.clone()))
     return adv
+
+
+def adaptive_autoattack(model, images, labels, eps, **options):
+    """The worst case over all attacks known here: `autoattack` whose APGD also follows `gradient_models`."""
+    return autoattack(model, images, labels, eps, surrogates=gradient_models(model), **options)
 
 
 @torch.no_grad()

@@ -52,12 +52,13 @@ PRESETS = {
 FOLDERS = ("imagenet_a", "imagenet_r", "imagenet_o")
 ATTACKS = dict(noise=attacks.noise, fgsm=attacks.fgsm, pgd=attacks.pgd, adaptive_pgd=attacks.adaptive_pgd,
                transfer=attacks.pgd, sld=attacks.sld, spsa=attacks.spsa, cw=attacks.cw, apgd=attacks.apgd,
-               square=attacks.square, autoattack=attacks.autoattack)
+               adaptive_apgd=attacks.adaptive_apgd, square=attacks.square, autoattack=attacks.autoattack,
+               adaptive_autoattack=attacks.adaptive_autoattack)
 MEASURES = ("clean", "corruptions", *FOLDERS, *ATTACKS)
 # Images per measure without --limit: minutes on the embedded scenes; elsewhere all, but for attacks that take hours.
 LIMITS = {"shapes": dict(corruptions=320, noise=640, fgsm=640, pgd=160, adaptive_pgd=80, transfer=160, sld=160, spsa=20,
-                         cw=40, apgd=80, square=80, autoattack=80)}
-SLOW = dict(autoattack=1000, square=1000, spsa=100, cw=100)
+                         cw=40, apgd=80, adaptive_apgd=80, square=80, autoattack=80, adaptive_autoattack=80)}
+SLOW = dict(autoattack=1000, adaptive_autoattack=1000, square=1000, spsa=100, cw=100)
 
 
 def budget(text):
@@ -101,8 +102,8 @@ def get_args():
     flag("--labels", choices=["true", "pred"], help="what an attack leads away from")
     flag("--clip", action=boolean, help="attacked pixels stay in [0, 1]")
     flag("--eps", nargs="+", type=budget,
-         help="L-inf budgets of fgsm, pgd, adaptive_pgd, transfer, apgd: 8/255 or 0.031")
-    flag("--auto_eps", nargs="+", type=budget, help="of autoattack and square")
+         help="L-inf budgets of fgsm, pgd, adaptive_pgd, transfer, apgd, adaptive_apgd: 8/255 or 0.031")
+    flag("--auto_eps", nargs="+", type=budget, help="of autoattack, adaptive_autoattack and square")
     flag("--spsa_eps", nargs="+", type=budget, help="of spsa")
     flag("--sld_eps", nargs="+", type=real, help="L1 budgets of sld")
     flag("--noise_scale", nargs="+", type=real, help="half width (uniform) or standard deviation (gaussian)")
@@ -339,7 +340,7 @@ def attack_images(model, name, setting, images, labels, index, args, trace=None)
 
     Returns pixels, in [0, 1] only where clipped. trace: a list that receives autoattack's stages.
     """
-    own_clip = name == "autoattack"                         # in the released harness it stays in [0, 1] in either space
+    own_clip = name.endswith("autoattack")              # in the released harness it stays in [0, 1] in either space
     x = images
     if args.space == "normalized":
         model = attacks.Normalized(model)
@@ -371,15 +372,15 @@ def attack_row(m, name, setting, source, index, args, rank, world, attacked=None
     draws, setting = setting.get("draws", 1), {k: v for k, v in setting.items() if k != "draws"}
     stats = torch.zeros(len(index), 6, dtype=torch.float64, device=args.device)    # top-1, top-5, Linf, L2, L1, outside
     stages = {}                        # on every process the same ones, or the sums below would wait for each other
-    if name == "autoattack":
+    if name.endswith("autoattack"):
         stages = {stage: stats.new_zeros(()) for stage in ("clean", "apgd-ce", "apgd-t", "fab-t", "square")}
-    size = args.batch_size * (4 if name in ("autoattack", "square") else 1)
+    size = args.batch_size * (4 if name.endswith(("autoattack", "square")) else 1)
     loaded = batches(source, index[rank::world], args, size, f"{name} {show(setting)}, {m['name']}", rank)
     for (images, labels, part), where in zip(loaded, positions.split(size)):
         x = images.float() / 255
         for draw in range(draws):
             how = dict(setting, draw=draw) if name == "noise" else setting
-            trace = [] if name == "autoattack" else None
+            trace = [] if name.endswith("autoattack") else None
             adv = attack_images(attacked or model, name, how, x, labels, part, args, trace)
             with common.autocast(args.device, args.amp):
                 right = hits(torch.cat([model(a) for a in adv.split(args.batch_size)]).float(), labels)
@@ -425,8 +426,10 @@ def plan(args):
         spsa=[dict(eps=e, steps=args.spsa_steps, centre=args.spsa_centre) for e in args.spsa_eps],
         cw=[dict(confidence=args.cw_confidence, steps=args.cw_steps, lr=args.cw_lr)],
         apgd=[dict(eps=e) for e in args.eps],
+        adaptive_apgd=[dict(eps=e) for e in args.eps],
         square=[dict(eps=e, queries=args.queries) for e in args.auto_eps],
         autoattack=[dict(eps=e, queries=args.queries) for e in args.auto_eps],
+        adaptive_autoattack=[dict(eps=e, queries=args.queries) for e in args.auto_eps],
         **{name: [{}] for name in FOLDERS})
     if "all" in chosen:
         absent = {name for name in FOLDERS if name not in given} | ({"transfer"} if not args.source else set())

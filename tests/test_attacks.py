@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attacks
-from attacks import (adaptive_pgd, check, cw, fgsm, margin, noise, pgd, project_l1, sld, spsa, spsa_gradient,
+from attacks import (adaptive_apgd, adaptive_autoattack, adaptive_pgd, apgd, autoattack, check, cw, fgsm, margin, noise, pgd, project_l1, sld, spsa, spsa_gradient,
                      straight_through, word_swap, zero_gradient_share)
 from conftest import SHARED
 from data import load_shapes
@@ -397,6 +397,41 @@ def test_adaptive_pgd_breaks_all_that_pgd_breaks(vit, net):
     left = [margin(model(a), labels)[adaptive] for a in (adv, pgd(straight_through(model), images, labels, eps))]
     assert (left[0] <= left[1] + 1e-5).all()
     assert torch.equal(adaptive_pgd(*net, eps), pgd(*net, eps))                          # no RPC-Attention: plain PGD
+
+
+def test_surrogates_have_the_models_weights_and_other_gradients(vit, net):
+    model, images, labels = vit
+    true = gradient(model, images, labels)
+    for source in attacks.gradient_models(model):
+        assert all(map(torch.equal, source.state_dict().values(), model.state_dict().values()))
+        assert (gradient(source, images, labels) - true).norm() > 0.01 * true.norm()
+    smooth = attacks.rewired(model, shrink=attacks.smooth_shrink)
+    assert torch.equal(smooth(images), model(images)) and attacks.gradient_models(net[0]) == []
+
+
+def test_smooth_threshold_has_the_slope_of_a_softplus():
+    x, tau = torch.linspace(-3, 3, 61, dtype=torch.float64, requires_grad=True), torch.tensor(1.0)
+    y = attacks.smooth_shrink(x, tau)
+    assert torch.equal(y, attacks.soft_threshold(x, tau))
+    slope, = torch.autograd.grad(y.sum(), x)
+    expected = torch.sigmoid(4 * (x - 1)) + torch.sigmoid(4 * (-x - 1))
+    torch.testing.assert_close(slope, expected.detach())
+    for tau in (0.0, math.inf):
+        y = attacks.smooth_shrink(x, torch.tensor(tau, dtype=torch.float64))
+        assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()
+
+
+def test_the_worst_case_over_gradients_breaks_all_that_apgd_breaks_and_more(vit, net):
+    model, images, labels = vit
+    eps, few = 0.75 / 255, dict(steps=20, num_targets=2, queries=30)
+    for plain, adaptive, options in ((apgd, adaptive_apgd, dict(steps=20)), (autoattack, adaptive_autoattack, few)):
+        before = right(model, plain(model, images, labels, eps, **options), labels)
+        adv = adaptive(model, images, labels, eps, **options)
+        after = right(model, adv, labels)
+        assert not (after & ~before).any() and (adv - images).abs().max() <= eps + 1e-6
+        assert after.sum() < before.sum()
+    images, labels = (t[:30] for t in net[1:])                                           # no RPC-Attention: plain APGD
+    assert torch.equal(*(attack(net[0], images, labels, EPS, steps=10) for attack in (apgd, adaptive_apgd)))
 
 
 def test_zero_gradient_share_counts_zeros():
