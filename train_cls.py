@@ -340,10 +340,11 @@ def main():
             lr = common.lr_at(step, total, args.warmup_epochs * steps_per_epoch, args.lr, args.min_lr)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            torch.manual_seed(hash((args.seed, step, rank)) % 2 ** 63)                       # of the drop-path masks
             losses = []
             for micro in range(args.accum):
                 images, labels, position = next(batches)
+                if micro == 0:                     # after next: the first one starts the loader, which draws a number
+                    torch.manual_seed(hash((args.seed, step, rank)) % 2 ** 63)               # of the drop-path masks
                 images = to_float(images, position, args.seed, args.erase)
                 images, targets = mixup_cutmix(images, labels, len(classes), np.random.default_rng([args.seed, step]),
                                                args.mixup, args.cutmix, smoothing=args.smoothing)

@@ -28,6 +28,7 @@ from vit import ViT, ViTConfig, vit_from_checkpoint
 
 SCRIPT = Path(train_cls.__file__).resolve()
 SMALL = "--model nano --num_images 160 --image_size 16 --patch_size 4 --batch_size 16 --log_every 1".split()
+IMAGENET = "--data imagenet --model nano --image_size 64 --batch_size 8 --epochs 2 --num_workers 0 --log_every 1".split()
 RECIPE = "--num_ops 2 --erase 0.5 --mixup 0.8 --cutmix 1 --smoothing 0.1 --pad 2 --repeats 3 --ema 0.9".split()
 ATTENTIONS = ["softmax", "symmetric", "scaled_s", "scaled_alpha", "rpc", "rpc_asym", "sym_asym"]
 TINY = dict(image_size=16, patch_size=8, num_classes=10, embed_dim=48, depth=2, num_heads=3)
@@ -40,6 +41,18 @@ def one_thread_and_an_empty_folder(tmp_path, monkeypatch):
     torch.set_num_threads(1)                                 # as the subprocesses, so that results agree bit for bit
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def imagenet(tmp_path_factory):
+    root, rng = tmp_path_factory.mktemp("imagenet"), np.random.default_rng(0)
+    for split, count in (("train", 6), ("val", 3)):
+        for name in ("n01", "n02", "n03"):
+            (root / split / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 256, (*rng.integers(40, 120, 2), 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / split / name / f"{i}.JPEG")
+    return root
 
 
 def flags(*parts):
@@ -168,10 +181,17 @@ def test_the_average_of_the_weights_is_what_ema_says(tmp_path):
 
 # --- stopping and going on ------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("extra", ["", flags(RECIPE, "--drop_path 0.1 --accum 2")], ids=["plain", "everything on"])
-def test_three_steps_and_three_resumed_equal_six_bit_for_bit(extra):
-    train(SMALL, extra, "--max_steps 6 --save_every 3 --out_dir whole")
-    train(SMALL, extra, "--max_steps 3 --save_every 3 --out_dir parts")
+EVERYTHING = flags(RECIPE, "--drop_path 0.1 --accum 2")
+
+
+@pytest.mark.parametrize("layout,extra", [("shapes", []), ("shapes", EVERYTHING), ("imagenet", EVERYTHING)],
+                         ids=["plain", "everything on", "everything on, imagenet"])
+def test_three_steps_and_three_resumed_equal_six_bit_for_bit(imagenet, layout, extra):
+    run = flags(SMALL if layout == "shapes" else IMAGENET, extra)
+    if layout == "imagenet":
+        run += ["--epochs", "3", "--data_dir", str(imagenet)]                                         # 2 steps per epoch
+    train(run, "--max_steps 6 --save_every 3 --out_dir whole")
+    train(run, "--max_steps 3 --save_every 3 --out_dir parts")
     train("--resume parts --max_steps 6")                                                       # remembers its flags
     assert log("whole") == log("parts") and log("whole", "grad_norm") == log("parts", "grad_norm")
     assert_same_weights("whole", "parts")
@@ -277,21 +297,6 @@ def test_a_restart_never_touches_another_run(monkeypatch):
 
 
 # --- ImageNet's layout ------------------------------------------------------------------------------------------------------
-
-@pytest.fixture(scope="module")
-def imagenet(tmp_path_factory):
-    root, rng = tmp_path_factory.mktemp("imagenet"), np.random.default_rng(0)
-    for split, count in (("train", 6), ("val", 3)):
-        for name in ("n01", "n02", "n03"):
-            (root / split / name).mkdir(parents=True)
-            for i in range(count):
-                pixels = rng.integers(0, 256, (*rng.integers(40, 120, 2), 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(root / split / name / f"{i}.JPEG")
-    return root
-
-
-IMAGENET = "--data imagenet --model nano --image_size 64 --batch_size 8 --epochs 2 --num_workers 0 --log_every 1".split()
-
 
 def test_imagenets_layout_trains_with_the_papers_recipe(imagenet):
     finish(start("--data imagenet --model nano --image_size 64 --batch_size 8 --epochs 2 --num_workers 2 --log_every 1",
