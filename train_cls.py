@@ -246,6 +246,16 @@ def evaluate(model, source, args, device, rank, world):
     return dict(top1=100 * top1 / max(n, 1), top5=100 * top5 / max(n, 1), loss=loss / max(n, 1), images=int(n))
 
 
+def score(model, ema, train, test, args, device, rank, world):
+    """What is kept of an evaluation. As in the paper, the raw model is the one reported; the average stands beside it."""
+    metrics = evaluate(model, test, args, device, rank, world)
+    if ema:
+        metrics["ema_top1"] = evaluate(ema.module, test, args, device, rank, world)["top1"]
+    if args.skip_bad_images and args.data == "imagenet":
+        metrics["skipped"] = int(common.all_sum(train.skipped.to(device, copy=True)))
+    return metrics
+
+
 def first_images(source, device, n=32):
     """The first images of a split, (n, 3, S, S) float in [0, 1] on the device."""
     images = source.images[:n] if isinstance(source, data.Split) else torch.stack(
@@ -317,24 +327,52 @@ def main():
     stop = min(total, args.max_steps or total)
     split = "held-out" if args.holdout else "val" if args.data == "imagenet" else "test"
     master, log = rank == 0, out_dir / "log.jsonl"
+    evaluations = {}                                                         # those that the log has, {step: metrics}
     if master:
         out_dir.mkdir(parents=True, exist_ok=True)
-        common.cut_log(log, step)
+        rows = common.cut_log(log, step)
+        evaluations = {row["step"]: row["eval"] for row in rows if "eval" in row}
+        loss = next((row["loss"] for row in reversed(rows) if "loss" in row), math.nan)
         about = dict(parameters=sum(p.numel() for p in model.parameters()), device=common.describe(device), world=world)
         common.write_log(log, dict(step=step, args=vars(args), torch=torch.__version__, **about))
         print(f"{args.data}: {n} training, {len(test.labels)} {split} images, {len(classes)} classes | {args.attn} "
               f"ViT-{args.model}, {about['parameters']:,} parameters | {world} x {about['device']} | {out_dir}",
               *notes, sep="\n", flush=True)
+    evaluations = common.broadcast([evaluations])[0]
 
     def save(name):
-        common.save_checkpoint(out_dir / name, dict(
-            task="classification", model=model.state_dict(), model_config=asdict(model.config), classes=classes,
-            optimizer=optimizer.state_dict(), ema=ema.module.state_dict() if ema else None, args=vars(args), step=step,
-            metrics=metrics))
+        if master:
+            common.save_checkpoint(out_dir / name, dict(
+                task="classification", model=model.state_dict(), model_config=asdict(model.config), classes=classes,
+                optimizer=optimizer.state_dict(), ema=ema.module.state_dict() if ema else None, args=vars(args),
+                step=step, metrics=evaluations.get(step, {})))
+
+    def evaluation_due():
+        return step not in evaluations and (step >= stop or step and step % (args.eval_every * steps_per_epoch) == 0)
+
+    def validate():
+        """Evaluate and log; saving comes after, so that a kill in between repeats the evaluation."""
+        try:
+            metrics = score(model, ema, train, test, args, device, rank, world)
+        except BaseException:                    # an unreadable image, Ctrl-C: the epoch is kept, --resume evaluates it
+            save("last.pt")
+            raise
+        if not math.isfinite(metrics["loss"]):
+            raise ValueError(f"the {split} loss is not finite at step {step}: try a smaller --lr, or --clip 1")
+        evaluations[step], epoch = metrics, step / steps_per_epoch
+        if master:
+            keys = key_statistics(model.eval(), model, first_images(test, device))
+            model.train()
+            common.write_log(log, dict(step=step, epoch=epoch, eval=metrics, **keys))
+            tqdm.write(f"epoch {epoch:5.1f}  training loss {loss:.4f}  {split} loss {metrics['loss']:.4f}  "
+                       f"top-1 {metrics['top1']:.2f} %  top-5 {metrics['top5']:.2f} %")
 
     batches = load_batches(train, micro_batches(args, n, step, stop, rank, world), args, device, train=True)
-    pending, metrics, saved = [], {}, step               # pending: loss and gradient norm of the steps not logged yet
+    pending, saved = [], step                            # pending: loss and gradient norm of the steps not logged yet
     started = clock = time.time()
+    if evaluation_due():                                 # a kill came before it
+        validate()
+        save("last.pt")
     with tqdm(total=stop, initial=step, desc="training", unit="step", disable=not master, dynamic_ncols=True) as bar:
         while step < stop:
             lr = common.lr_at(step, total, args.warmup_epochs * steps_per_epoch, args.lr, args.min_lr)
@@ -373,29 +411,16 @@ def main():
                 bar.set_postfix_str(f"epoch {epoch:.1f} loss {loss:.3f} {rate:.0f} images/s")
                 if master:
                     common.write_log(log, dict(step=step, epoch=epoch, loss=loss, grad_norm=norm, lr=lr, images_per_s=rate))
-            if save_now and master:
-                save("last.pt")
-            if end_of_epoch and (step == stop or epoch % args.eval_every == 0):
-                metrics = evaluate(model, test, args, device, rank, world)
-                if not math.isfinite(metrics["loss"]):
-                    raise ValueError(f"the {split} loss is not finite at step {step}: try a smaller --lr, or --clip 1")
-                if ema:                                           # as in the paper, the raw model is the one reported
-                    metrics["ema_top1"] = evaluate(ema.module, test, args, device, rank, world)["top1"]
-                if args.skip_bad_images and args.data == "imagenet":
-                    metrics["skipped"] = int(common.all_sum(train.skipped.to(device, copy=True)))
-                if master:
-                    keys = key_statistics(model.eval(), model, first_images(test, device))
-                    model.train()
-                    common.write_log(log, dict(step=step, epoch=epoch, eval=metrics, **keys))
-                    tqdm.write(f"epoch {epoch:5.1f}  training loss {loss:.4f}  {split} loss {metrics['loss']:.4f}  "
-                               f"top-1 {metrics['top1']:.2f} %  top-5 {metrics['top5']:.2f} %")
-                    save("last.pt")                               # again, with the metrics
+            if evaluation_due():
+                validate()
                 clock = time.time()
-            if end_of_epoch and master and args.keep_every and epoch % args.keep_every == 0:
+            if end_of_epoch and args.keep_every and epoch % args.keep_every == 0:
                 save(f"epoch_{round(epoch)}.pt")
-            saved = step if save_now else saved
-    metrics = metrics or evaluate(model, test, args, device, rank, world)        # resumed when it was finished
+            if save_now:
+                save("last.pt")                              # last of all: what a kill cuts off is done again
+                saved = step
     if master:
+        metrics = evaluations[step]
         skipped = f", {metrics['skipped']} unreadable training images skipped" if "skipped" in metrics else ""
         print(f"{args.data} {args.attn}: {split} accuracy {metrics['top1']:.2f} % (top-5 {metrics['top5']:.2f} %, "
               f"{metrics['images']} images{skipped}) after {step / steps_per_epoch:.1f} epochs, "

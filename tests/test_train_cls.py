@@ -2,6 +2,7 @@
 in one line and loses nothing. The real script, small settings."""
 
 import argparse
+import contextlib
 import errno
 import json
 import os
@@ -213,6 +214,46 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_losses_and_weights(tmp_p
     train("--resume killed")
     assert log("killed") == log("whole") and len(log("whole")) == 30
     assert_same_weights("killed", "whole")
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_kill_before_any_write_loses_no_evaluation(monkeypatch):
+    run = flags(SMALL, "--num_images 16 --epochs 2")                                # two epochs of one step, 9 writes
+    train(run, "--out_dir whole")
+
+    def killed_before(function, write, calls):
+        def call(*args, **how):
+            calls.append(function)
+            if len(calls) >= write:                                            # nothing is written after a kill
+                raise Killed
+            return function(*args, **how)
+        return call
+
+    for write in range(2, 10):
+        folder, calls = f"killed_{write}", []
+        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+            for module, name in ((train_cls, "evaluate"), (common, "write_log"), (common, "save_checkpoint")):
+                patch.setattr(module, name, killed_before(getattr(module, name), write, calls))
+            train(run, "--out_dir", folder)
+        begun = Path(folder, "last.pt").exists()
+        train("--resume" if begun else flags(run, "--out_dir"), folder)
+        assert log(folder) == log("whole") and log(folder, "eval") == log("whole", "eval"), calls[-2:]
+        assert common.read_checkpoint(folder)["metrics"] == log("whole", "eval")[2], calls[-2:]
+        assert_same_weights(folder, "whole")
+
+
+def test_a_finished_run_without_its_evaluation_gets_it_once():
+    train(SMALL, "--max_steps 2 --out_dir a")
+    evaluation = log("a", "eval")
+    common.save_checkpoint("a/last.pt", {**common.read_checkpoint("a"), "metrics": {}})
+    rows = Path("a/log.jsonl").read_text().splitlines(True)
+    Path("a/log.jsonl").write_text("".join(row for row in rows if '"eval":' not in row))
+    for _ in range(2):
+        train("--resume a --max_steps 2")
+        assert log("a", "eval") == evaluation and common.read_checkpoint("a")["metrics"] == evaluation[2]
 
 
 def test_a_finished_run_resumed_says_so_and_changes_nothing():
