@@ -199,6 +199,13 @@ def load_shapes(split, num_images, size=32, seed=0, device="cpu"):
 
 # --- CIFAR-10 -------------------------------------------------------------------------------------------------------
 
+def read_bytes(path):
+    """What is in a file, (n,) uint8. A pipe is refused: reading one would wait for ever."""
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"{path} is not a file")
+    return np.fromfile(path, np.uint8)
+
+
 def decode_with_pil(data):
     image = Image.open(io.BytesIO(data))
     if image.mode.startswith("I"):           # 16 bit grey, which convert() would clip at 255
@@ -231,10 +238,19 @@ def scan_folders(root):
 
 
 def scan_tar(path, splits):
-    """[(class, file, offset, size)] of the images <split>/<class>/<file> in an uncompressed tar, for each of splits."""
-    with tarfile.open(path, "r:") as tar:
-        members = [(m.name.split("/")[-3:], m.offset_data, m.size) for m in tar
-                   if m.isfile() and m.name.lower().endswith(IMAGE_EXTENSIONS)]
+    """[(class, file, offset, size)] of the images <split>/<class>/<file> in an uncompressed tar.
+
+    Only splits among `splits`. Raises ValueError naming a file that is no tar, compressed, cut short or damaged.
+    """
+    try:
+        with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+            members = [(m.name.split("/")[-3:], m.offset_data, m.size) for m in tar
+                       if m.isfile() and m.name.lower().endswith(IMAGE_EXTENSIONS)]
+            file.seek(tar.offset)          # tarfile stops in silence at a header that is damaged
+            if file.read(512) != bytes(512):
+                raise tarfile.ReadError("it does not end in a block of zeros")
+    except (tarfile.TarError, ValueError) as error:
+        raise ValueError(f"{path} is not a whole uncompressed tar: {error}") from None
     return [(path[1], path[2], offset, size) for path, offset, size in members if len(path) == 3 and path[0] in splits]
 
 
@@ -263,14 +279,16 @@ def load_cifar10(data_dir, split, download=False):
     files = []                                                       # (class, file name, function that reads its bytes)
     folders = [root for root in (os.path.join(data_dir, name) for name in splits) if os.path.isdir(root)]
     if folders:
-        files = [(label, name, partial(np.fromfile, os.path.join(folders[0], label, name), np.uint8))
+        files = [(label, name, partial(read_bytes, os.path.join(folders[0], label, name)))
                  for label, names in scan_folders(folders[0]).items() for name in names]
-    tars = [name for name in sorted(os.listdir(data_dir)) if name.endswith(".tar")]
+    tars = sorted(entry.name for entry in os.scandir(data_dir)
+                  if entry.name.endswith(".tar") and entry.is_file())
     for name in sorted(tars, key=lambda name: not any(s in name for s in splits)):       # the likely ones first
         if not files:
+            members = sorted(scan_tar(os.path.join(data_dir, name), splits))
             tar = np.memmap(os.path.join(data_dir, name), np.uint8, mode="c")
             files = [(label, file, partial(tar.__getitem__, slice(start, start + size)))
-                     for label, file, start, size in sorted(scan_tar(tar.filename, splits))]
+                     for label, file, start, size in members]
     if not files:
         folders = " or ".join(f"{name}/<class>/*" for name in splits)
         raise FileNotFoundError(f"--data_dir {data_dir} holds no CIFAR-10 {split} images; looked for "
@@ -357,7 +375,7 @@ class ImageTree(Dataset):
         # the evaluation crop differs by at most 1 grey level; an enlarging training crop by more in 1 pixel of 20,000.
         from torchvision.transforms.v2 import functional as F
         path, resample = self.path(index), F.InterpolationMode(self.resample)
-        image = decode(np.fromfile(path, np.uint8), path)
+        image = decode(read_bytes(path), path)
         if self.train:
             left, top, width, height = random_crop_box(image.shape[2], image.shape[1], draw)
             return F.resized_crop(image, top, left, height, width, [self.size, self.size], resample, antialias=True)

@@ -1,6 +1,8 @@
+import gzip
 import io
 import os
 import pickle
+import signal
 import sys
 import tarfile
 
@@ -176,6 +178,18 @@ def test_cifar_from_torchvision_files_folders_and_tars_is_equal(tmp_path, monkey
             assert loaded.classes == data.CIFAR10_CLASSES and loaded.masks is None
 
 
+def within_10_seconds(function, *args):
+    def too_late(signum, frame):
+        pytest.fail("still waiting")
+    before = signal.signal(signal.SIGALRM, too_late)
+    signal.alarm(10)
+    try:
+        return function(*args)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def one_line(error, *parts):
     message = str(error.value)
     assert "\n" not in message and all(str(part) in message for part in parts), message
@@ -204,6 +218,37 @@ def test_cifar_with_a_class_missing_or_an_odd_image_is_refused(tmp_path):
     with pytest.raises(ValueError) as error:
         data.load_cifar10(tmp_path, "test")
     one_line(error, "--data_dir", "boat", "ship", "10")
+
+
+def test_a_tar_cut_or_damaged_anywhere_is_read_as_written_or_refused_by_name(tmp_path):
+    images, _ = fake_cifar(tmp_path / "tree")[0]
+    path = tmp_path / "cifar10_train.tar"
+    write_tar(path, tmp_path / "tree", "train")
+    whole = path.read_bytes()
+    text, zipped = b"root:x:0:0:root:/root\n" * 100, gzip.compress(whole)
+    headers = [i for i in range(0, len(whole), 512) if whole[i + 257:i + 262] == b"ustar"]
+    damaged = [whole[:i + 20] + b"?" + whole[i + 21:] for i in headers[::9]]
+    cut = [whole[:i] for i in (*range(0, len(whole), 7777), *headers[::9], len(whole) - 1)]
+    refused = 0
+    for content in (b"", text, zipped, *damaged, *cut):
+        path.write_bytes(content)
+        try:
+            assert torch.equal(data.load_cifar10(tmp_path, "train").images, images)
+        except ValueError as error:
+            assert str(path) in str(error) and "\n" not in str(error)
+            refused += 1
+    assert refused >= 3 + len(damaged) + len(cut) - 2                     # the last zeros may be missing
+
+
+@pytest.mark.parametrize("name", ["cifar10_train.tar", "train/cat/0003.png"])
+def test_a_pipe_is_no_file_and_is_not_waited_for(tmp_path, name):
+    fake_cifar(tmp_path)
+    if name.endswith(".tar"):
+        (tmp_path / "train").rename(tmp_path / "elsewhere")
+    os.mkfifo(tmp_path / name)
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        within_10_seconds(data.load_cifar10, tmp_path, "train")
+    one_line(error, tmp_path)
 
 
 @pytest.mark.skipif(not os.path.isdir(os.path.join(SHARED, "cifar10")), reason="needs the CIFAR-10 tars")
@@ -353,6 +398,17 @@ def test_a_bad_file_is_named_in_one_line(tree_dir, decoder, damage):
     with pytest.raises(ValueError) as error:
         tree[0, 5]
     one_line(error, path, "--skip_bad_images")
+
+
+def test_a_pipe_named_like_an_image_is_named_or_skipped_and_not_waited_for(tree_dir):
+    path = tree_dir / "train" / "n02" / "n02_1.JPEG"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError) as error:
+        within_10_seconds(data.ImageTree(tree_dir, "train", size=24, train=True).__getitem__, (0, 5))
+    one_line(error, path, "--skip_bad_images")
+    tree = data.ImageTree(tree_dir, "train", size=24, train=True, skip_bad_images=True)
+    assert within_10_seconds(tree.__getitem__, (0, 5))[1] == 1 and tree.skipped == 1
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "progressive"])
