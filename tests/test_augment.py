@@ -1,5 +1,7 @@
 """The batched augmentations against PIL, image by image, and against the laws they should follow."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -102,6 +104,7 @@ def test_geometric_operations_at_zero_change_nothing():
 def test_operations_and_arguments_are_timms():
     timm = pytest.importorskip("timm.data.auto_augment")
     assert list(OPS) == timm._RAND_INCREASING_TRANSFORMS
+    assert FILL == tuple(round(255 * mean) for mean in (0.485, 0.456, 0.406)) and STD == (0.229, 0.224, 0.225)
     for name, (_, argument) in OPS.items():
         level_to_arg = timm.LEVEL_TO_ARG[name]
         if level_to_arg is None:
@@ -134,6 +137,20 @@ def test_operations_and_levels_follow_their_law(monkeypatch):
     assert abs((level < 8.5).float().mean() - 0.15866) < 0.01
 
 
+def test_each_draw_has_its_own_operation_chance_level_and_sign(monkeypatch):
+    seen = []
+    for name in OPS:
+        monkeypatch.setitem(OPS, name, (lambda images, a, name=name: (seen.append((name, a.item())), images)[1],
+                                        lambda x, sign: 10 * x * sign))
+    rotate, invert = (list(OPS).index(name) + 0.5 for name in ("Rotate", "Invert"))
+    high = 0.5 + 0.5 * math.erf(1 / math.sqrt(2))                        # one standard deviation above the mean
+    rand_augment(make_images()[:1], torch.tensor([[rotate / 15, 0.49, 0.5, 0.7, invert / 15, 0.49, high, 0.3]]))
+    assert [name for name, _ in seen] == ["Rotate", "Invert"]
+    assert torch.allclose(torch.tensor([a for _, a in seen]), torch.tensor([-9.0, 9.5]), atol=1e-4)
+    rand_augment(make_images()[:1], torch.tensor([[rotate / 15, 0.51, 0.5, 0.7, invert / 15, 0.52, high, 0.3]]))
+    assert len(seen) == 2                                                # probability one half
+
+
 def test_sample_does_not_depend_on_its_batch():
     images, positions = make_images(12, 40, 40), torch.arange(100, 112)
     whole = augment(images, positions, seed=3, pad=4, erase_prob=0.5)
@@ -163,8 +180,8 @@ def test_rand_augment_with_prob_0_changes_nothing_and_rejects_other_tables():
 # --- crop and flip ----------------------------------------------------------------------------------------------------
 
 def test_flip_twice_is_identity_and_flips_where_u_is_low():
-    images = make_images(4)
-    u = torch.tensor([0.1, 0.5, 0.9, 0.49])
+    images = make_images(5)[:4]                                          # without the last, which is flat
+    u = torch.tensor([0.1, 0.5, 0.9, 0.4999])
     flipped = random_hflip(images, u)
     assert torch.equal(random_hflip(flipped, u), images)
     assert torch.equal(flipped[[0, 3]], images[[0, 3]].flip(3)) and torch.equal(flipped[1:3], images[1:3])
@@ -198,6 +215,24 @@ def test_erasing_touches_a_quarter_and_boxes_follow_the_area_law():
     assert 0.015 < share.min() and share.max() < 0.35 and abs(share.mean() - 0.17) < 0.02
     assert 0.25 < ratio.min() and ratio.max() < 4 and abs(ratio.log().mean()) < 0.08
     assert (mask[:, 0].any() and mask[:, -1].any() and mask[:, :, 0].any() and mask[:, :, -1].any())
+
+
+def erased_box(prob_u, top_u, left_u, area_u, ratio_u, **how):
+    """(top, left, height, width) of the box in an image of 96 x 96; None: nothing is erased."""
+    u = torch.tensor([[prob_u, top_u, left_u, *[area_u] * 10, *[ratio_u] * 10]])
+    changed = (random_erase(torch.full((1, 3, 96, 96), 2.0), u, torch.arange(1), 0, **how)[0] != 2).any(0).nonzero()
+    return (*changed.amin(0).tolist(), *(changed.amax(0) - changed.amin(0) + 1).tolist()) if len(changed) else None
+
+
+def test_an_erased_box_is_what_its_numbers_say():
+    end, pixels = 1 - 2 ** -24, 96 * 96
+    small, large = math.sqrt(0.02 * pixels), math.sqrt(pixels / 3)
+    assert erased_box(0.2499, 0, 0, 0, 0.5) == (0, 0, round(small), round(small))              # the whole probability
+    assert erased_box(0.2501, 0, 0, 0, 0.5) is None
+    assert erased_box(0, 0, 0, end, 0.5) == (0, 0, round(large), round(large))
+    h, w = round(small * math.sqrt(0.3)), round(small / math.sqrt(0.3))                        # the flattest
+    assert erased_box(0, end, 0, 0, 0) == (96 - h, 0, h, w)
+    assert erased_box(0, 0, end, 0, 0) == (0, 96 - w, h, w)
 
 
 def test_erased_pixels_are_standard_normal_after_normalisation():
@@ -268,6 +303,35 @@ def test_half_of_the_batches_are_cutmix():
     images, labels = torch.tensor([0.0, 1.0]).view(2, 1, 1, 1).expand(2, 3, 8, 8), torch.arange(2)
     cut = [set(mix(images, labels, seed)[0].unique().tolist()) <= {0.0, 1.0} for seed in range(400)]
     assert abs(np.mean(cut) - 0.5) < 0.1
+
+
+class Drawn:
+    """A generator whose numbers are given; remembers the parameters of its Beta."""
+    def __init__(self, chance, lam):
+        self.chance, self.lam = chance, lam
+
+    def random(self):
+        return self.chance
+
+    def beta(self, *parameters):
+        self.parameters = parameters
+        return self.lam
+
+    def integers(self, high):
+        return high // 2
+
+
+def test_the_draws_of_mixing_mean_what_timm_means_by_them():
+    images, labels = torch.rand(2, 3, 16, 24), torch.arange(2)
+    for chance, alpha, cut in ((0.49, 1.0, True), (0.51, 0.8, False)):
+        rng = Drawn(chance, 0.75)
+        mixed, targets = mixup_cutmix(images, labels, 10, rng, mixup=0.8, cutmix=1.0, smoothing=0)
+        assert rng.parameters == (alpha, alpha)
+        assert torch.allclose(targets[0, :2], torch.tensor([0.75, 0.25]))
+        expected = images.clone() if cut else 0.75 * images + 0.25 * images.flip(0)
+        if cut:                                                          # half of each side, about the centre
+            expected[:, :, 4:12, 6:18] = images.flip(0)[:, :, 4:12, 6:18]
+        assert torch.allclose(mixed, expected)
 
 
 def test_even_slices_mix_as_the_whole_batch():

@@ -62,6 +62,18 @@ def test_the_splits_are_disjoint_and_chunks_do_not_show():
     assert train.labels.dtype == torch.int64 and train.classes == sorted(train.classes) and len(train.classes) == 10
 
 
+def test_every_value_of_a_scene_has_noise_of_its_own(monkeypatch):
+    index, uniform = torch.arange(8), data.uniform
+    noisy = data.render_scenes(index)[0].float()
+
+    def no_noise(index, n, seed, purpose):
+        u = uniform(index, n, seed, purpose)
+        return u.fill_(0.5) if purpose == data.NOISE else u
+    monkeypatch.setattr(data, "uniform", no_noise)
+    noise = (noisy - data.render_scenes(index)[0].float()).transpose(0, 1).flatten(1)
+    assert (torch.corrcoef(noise) - torch.eye(3)).abs().max() < 0.2 and noise.std() > 1
+
+
 def test_an_unknown_split_is_named():
     with pytest.raises(ValueError, match="'valid', expected 'train' or 'test'"):
         data.load_shapes("valid", 10)
@@ -317,6 +329,17 @@ def test_random_crops_stay_inside_and_have_the_areas_and_ratios_asked_for():
     assert data.random_crop_box(1000, 20, draws[0]) == (486, 0, 27, 20)             # nothing fits: central, ratio 4/3
 
 
+def test_a_crop_takes_its_first_try_and_a_number_each_for_left_and_top():
+    draw = [0.0] * 22
+    draw[0], draw[10] = (0.25 - 0.08) / 0.92, 0.5                # a quarter of the image, square
+    end = 1 - 2 ** -24
+    for u, v, left, top in ((0, 0, 0, 0), (end, 0, 50, 0), (0, end, 0, 50), (0.5, 0.25, 25, 12)):
+        draw[20:] = u, v
+        assert data.random_crop_box(100, 100, draw) == (left, top, 50, 50)
+    draw[10] = 1.0                                               # 4 : 3, log-uniform
+    assert data.random_crop_box(100, 100, draw)[2:] == (58, 43)
+
+
 def test_crops_depend_on_the_position_not_on_worker_or_batch(tree_dir):
     tree = data.ImageTree(tree_dir, "train", size=24, train=True, seed=1)
     keys = [(100 + i, i % len(tree)) for i in range(24)]
@@ -425,8 +448,10 @@ def test_skipping_keeps_training_batches_full_and_marks_evaluation_images(tree_d
     train = data.ImageTree(tree_dir, "train", size=24, train=True, skip_bad_images=True)
     image, label, position = train[7, 5]
     assert position == 7 and label == 1 and torch.equal(image, train[7, 6][0])          # the next file, the same crop
-    image, label, position = data.ImageTree(tree_dir, "val", size=24, skip_bad_images=True)[3]
+    val = data.ImageTree(tree_dir, "val", size=24, skip_bad_images=True)
+    image, label, position = val[3]
     assert label == -1 and position == 3 and image.count_nonzero() == 0
+    assert train.skipped.item() == 1 and val.skipped.item() == 0             # training files are counted
     assert capsys.readouterr().out.count("n02_1.JPEG") == 2
 
 
