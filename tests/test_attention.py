@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention import (FORMS, KINDS, SelfAttention, exact_scaling, pcp, penalty, rpc_attention, scaled_alpha_attention,
-                       scaled_attention, soft_threshold, softmax_attention, symmetric_attention)
+from attention import (FORMS, KINDS, SelfAttention, exact_scaling, key_statistics, pcp, penalty, rpc_attention,
+                       scaled_alpha_attention, scaled_attention, soft_threshold, softmax_attention, symmetric_attention)
 
 OPTIONS = {"code": {}, "mu_head": dict(mu_dim="head"), "thr_over": dict(threshold="over"),
            "thr_over_mu_head": FORMS["paper"], "sign_plus": dict(dual_sign=1), "admm": FORMS["admm"],
@@ -238,6 +238,14 @@ def test_with_one_head_both_mu_dims_agree():
     assert_close(rpc_attention(k, v, mu_dim="head"), rpc_attention(k, v, mu_dim="model"), 1e-12)
 
 
+def test_the_running_mu_begins_with_the_first_token_and_ends_with_the_mean_of_all():
+    k = torch.randn(2, 3, 9, 8, dtype=torch.float64)
+    running, token, whole = (penalty(k, mu=mu) for mu in ("running", "token", "global"))
+    assert_close(running[:, :, :1], token[:, :, :1])
+    assert_close(running[:, :, -1:], whole)
+    assert_close(running[:, :, 4:5], penalty(k[:, :, :5]))
+
+
 def test_mu_is_n_times_width_over_four_sums():
     _, k, _ = qkv()
     B, H, N, D = k.shape
@@ -290,6 +298,8 @@ def test_changing_a_token_leaves_causal_outputs_before_it_unchanged_bit_for_bit(
     torch.manual_seed(0)
     m = SelfAttention(24, 3, kind, lambd=0.5, causal=True).double()
     m.qkv.weight.data *= 8                                     # keys large enough that S acts
+    if kind == "scaled_alpha":
+        m.s.data.fill_(0.7)                                    # at its start, 0, the inner attention does nothing
     x = torch.randn(2, 12, 24).double()
     if kind.startswith("rpc"):
         trace = []
@@ -331,6 +341,33 @@ def test_under_autocast_the_state_stays_float32_and_six_steps_err_at_most_four_t
     assert y.dtype == h.dtype == torch.bfloat16
     assert all(s[name].dtype == torch.float32 for s in trace for name in ("S", "K2", "L"))
     assert (y.float() - exact).norm() / exact.norm() < 4 * (y_once.float() - exact_once).norm() / exact_once.norm() < 0.02
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_acts_in_training_only_inside_and_after_the_attention(kind):
+    torch.manual_seed(0)
+    x, plain = torch.randn(2, 10, 24), SelfAttention(24, 3, kind, num_tokens=10)
+    for how in (dict(attn_drop=0.5), dict(proj_drop=0.5)):
+        m = SelfAttention(24, 3, kind, num_tokens=10, **how)
+        m.load_state_dict(plain.state_dict())
+        assert torch.equal(m.eval()(x), plain(x))
+        assert not torch.allclose(m.train()(x), plain(x))
+    dropped = m(x) == 0
+    assert 0.4 < dropped.float().mean() < 0.6
+    torch.testing.assert_close(m(x).abs().mean(), plain(x).abs().mean(), rtol=0.2, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["rpc", "rpc_asym"])
+def test_key_statistics_are_those_of_the_forward_pass(kind, monkeypatch):
+    torch.manual_seed(0)
+    m, x = SelfAttention(24, 3, kind, lambd=0.3, causal=True), torch.randn(2, 12, 24) * 3
+    stats = key_statistics(m, m, x)
+    trace = []
+    monkeypatch.setitem(m.rpc, "trace", trace)
+    m(x)
+    assert stats["nonzero_S"] == {0: [round((s["S"] != 0).float().mean().item(), 4) for s in trace]}
+    assert 0 < stats["nonzero_S"][0][-1] < 1
+    assert stats["mean_abs_key"] == [round(m.project(x)[1].abs().mean().item(), 4)]
 
 
 def test_dropout_acts_in_the_last_step_only(monkeypatch):

@@ -136,6 +136,17 @@ def test_drop_path_drops_whole_samples_in_training_only_and_keeps_the_mean():
     torch.testing.assert_close(out[~dropped][:1], full / 0.6, rtol=1e-4, atol=1e-5)
 
 
+def test_drop_path_grows_linearly_from_0_to_the_rate_of_the_last_block():
+    blocks = ViT(ViTConfig(**{**TINY, "depth": 4}, drop_path=0.3)).blocks
+    assert [block.drop_path for block in blocks] == pytest.approx([0, 0.1, 0.2, 0.3])
+
+
+def test_every_norm_has_the_eps_of_the_config_by_default_1e_6():
+    for how, eps in (({}, 1e-6), (dict(eps=1e-3), 1e-3)):
+        norms = [m for m in small(**how).modules() if isinstance(m, torch.nn.LayerNorm)]
+        assert len(norms) == 5 and all(norm.eps == eps for norm in norms)
+
+
 def test_images_of_another_size_or_type_are_refused_with_the_expected_shape():
     m = small(attn="softmax")
     for bad in (torch.rand(2, 3, 40, 40), torch.rand(2, 1, 32, 32), torch.zeros(2, 3, 32, 32, dtype=torch.uint8)):
