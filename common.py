@@ -4,11 +4,11 @@ import argparse
 import json
 import math
 import os
-import pickle
 import re
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from urllib.error import URLError
 
 import torch
 import torch.distributed as dist
@@ -119,7 +119,7 @@ def choose_out_dir(args, name):
 
     def ours(folder):                                # the run of another command is neither continued nor overwritten
         return restarted and (folder / "last.pt").exists() and (
-            {**read_checkpoint(folder)["args"], "resume": None} == vars(args))
+            {**read_checkpoint(folder).get("args", {}), "resume": None} == vars(args))
 
     if args.resume:
         out_dir = Path(args.resume) if Path(args.resume).is_dir() else Path(args.resume).parent
@@ -225,21 +225,53 @@ def read_checkpoint(path):
 
     path: a file, a folder with last.pt in it, or an https address. Returns the dict inside.
     """
+    load = torch.load
     if str(path).startswith("https://"):
-        return torch.hub.load_state_dict_from_url(str(path), map_location="cpu", weights_only=True)
-    path = Path(path) / "last.pt" if Path(path).is_dir() else Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"no checkpoint at {path}")
-    try:                                            # the released code pickles its argparse.Namespace: plain data
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError) as e:
-        why = str(e).strip().split("\n")[0] or type(e).__name__
-        raise ValueError(f"{path} is not a readable checkpoint (truncated, or not made by torch.save of plain tensors): "
-                         f"{why[:160]}") from None
+        load, path = torch.hub.load_state_dict_from_url, str(path)
+    else:
+        path = Path(path) / "last.pt" if Path(path).is_dir() else Path(path)
+        if not path.exists():
+            raise FileNotFoundError(f"no checkpoint at {path}")
+        open(path, "rb").close()                       # a file that may not be read says so itself
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):     # the released code's args
+            checkpoint = load(path, map_location="cpu", weights_only=True)
+    except Exception as e:                             # what odd bytes raise depends on the bytes
+        why = "truncated, or no file of torch.save"
+        if isinstance(e, URLError):
+            why = str(e.reason)
+        elif "GLOBAL" in str(e):
+            why = f"it holds {str(e).split('GLOBAL')[1].split()[0]}, which is no plain data"
+        raise ValueError(f"{path} is not a readable checkpoint ({why})") from None
     if not isinstance(checkpoint, dict):
         raise ValueError(f"{path} holds a {type(checkpoint).__name__}, expected a dict of weights")
     return checkpoint
+
+
+# What the checkpoints of our trainers hold, and as what.
+PARTS = dict(args=dict, model=dict, model_config=dict, optimizer=dict, ema=dict, best=dict,
+             step=int, classes=list, vocab=str)
+
+
+def check_run(checkpoint, path, script, *parts):
+    """ValueError naming the file unless its checkpoint is of this script and holds these PARTS."""
+    tasks = {"train_cls.py": "classification", "train_seg.py": "segmentation",
+             "train_lm.py": "language modelling"}
+    if checkpoint.get("task") != tasks[script]:
+        raise ValueError(f"{path} is not a checkpoint of {script}")
+    for name in parts:
+        value = checkpoint.get(name)
+        if not isinstance(value, PARTS[name]) or value == {}:
+            raise ValueError(f"{path} is an incomplete checkpoint of {script}: it has no {name}")
+
+
+@contextmanager
+def naming(what):
+    """Input errors within begin with `what`, the flag and the file they are about."""
+    try:
+        yield
+    except ValueError as e:
+        raise ValueError(f"{what}: {e}") from None
 
 
 def write_log(path, row):

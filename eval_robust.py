@@ -163,10 +163,9 @@ def load_model(path, device):
     weights: a checksum; count: [images forward, images backward], which grows as the model is used.
     """
     checkpoint = common.read_checkpoint(path)
-    try:
+    with common.naming(f"--ckpt {path}"):
         model = vit_from_checkpoint(checkpoint).to(device).requires_grad_(False)
-    except ValueError as error:
-        raise ValueError(f"--ckpt {path}: {error}") from None
+    trained = checkpoint.get("args") or {}
     weights = 0
     for tensor in model.state_dict().values():
         weights = zlib.crc32(tensor.cpu().contiguous().numpy().tobytes(), weights)
@@ -177,9 +176,9 @@ def load_model(path, device):
         seen[1] += len(inputs[0]) * inputs[0].requires_grad
 
     model.register_forward_pre_hook(look)
-    name = f"{kind_of(model.config)}, seed {checkpoint.get('args', {}).get('seed', '?')}"
+    name = f"{kind_of(model.config)}, seed {trained.get('seed', '?')}"
     return dict(model=model, name=name, kind=kind_of(model.config), path=str(path), weights=f"{weights:08x}",
-                classes=checkpoint.get("classes"), args=checkpoint.get("args", {}), count=seen)
+                classes=checkpoint.get("classes"), args=trained, count=seen)
 
 
 def load_source(args, models, device):

@@ -60,7 +60,7 @@ import data
 import data_lm
 from attention import SelfAttention, rpc_attention, symmetric_attention
 from lm import LM, LMConfig, lm_from_checkpoint
-from vit import SIZES, ViT, ViTConfig, load_weights, vit_from_checkpoint
+from vit import SIZES, ViT, ViTConfig, load_weights, stored_config, vit_from_checkpoint
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -916,8 +916,9 @@ def load_model(path):
     checkpoint = common.read_checkpoint(path)
     try:
         if checkpoint.get("task") == "language modelling":
+            common.check_run(checkpoint, "it", "train_lm.py", "args", "vocab", "step")
             return lm_from_checkpoint(checkpoint), checkpoint
-        if "model_config" in checkpoint:
+        if checkpoint.keys() & {"task", "model_config"}:
             return vit_from_checkpoint(checkpoint), checkpoint
         sd = checkpoint.get("model", checkpoint)
         if "pos_embed" not in sd or "blocks.0.attn.qkv.weight" not in sd or "head.weight" not in sd:
@@ -943,7 +944,7 @@ def untrained(checkpoint, path):
         raise ValueError(f"--untrained: {path} is not a run of ours that started from random weights")
     torch.manual_seed(args["seed"])
     kind, config = (LM, LMConfig) if checkpoint["task"] == "language modelling" else (ViT, ViTConfig)
-    model = kind(config(**checkpoint["model_config"]))
+    model = kind(stored_config(checkpoint, config))
     return model.eval(), {**checkpoint, "step": 0}
 
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from attention import FORMS, SelfAttention
-from vit import load_strictly
+from vit import load_strictly, stored_config
 
 SIZES = {
     "mini": dict(context=64, embed_dim=64, depth=4, num_heads=8, mlp_dim=256),             # minutes on a CPU
@@ -256,7 +256,7 @@ def lm_from_checkpoint(checkpoint):
     """The model of one of our checkpoints (train_lm.py), in eval mode; nothing else has to be said about it."""
     if checkpoint.get("task") != "language modelling" or "model_config" not in checkpoint:
         raise ValueError("not a checkpoint of train_lm.py: it has no language modelling model_config")
-    model = LM(LMConfig(**checkpoint["model_config"]))
+    model = LM(stored_config(checkpoint, LMConfig))
     load_strictly(model, checkpoint["model"])
     return model.eval()
 

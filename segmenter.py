@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vit import RPC_KINDS, Block, ViT, ViTConfig, load_strictly, load_weights, released_settings
+from vit import (RPC_KINDS, Block, ViT, ViTConfig, load_strictly, load_weights, released_settings,
+                 stored_config)
 
 IGNORE = 255                          # label of pixels that do not count
 
@@ -297,7 +298,7 @@ def segmenter_from_checkpoint(checkpoint):
     """The model of one of our checkpoints (train_seg.py), in eval mode; nothing else has to be said about it."""
     if checkpoint.get("task") != "segmentation" or "model_config" not in checkpoint:
         raise ValueError("not a checkpoint of train_seg.py: it has no segmentation model_config")
-    model = Segmenter(SegmenterConfig(**checkpoint["model_config"]))
+    model = Segmenter(stored_config(checkpoint, SegmenterConfig))
     load_strictly(model, checkpoint["model"])
     return model.eval()
 
@@ -317,7 +318,7 @@ def backbone_settings(checkpoint):
     if checkpoint.get("task", "classification") != "classification":
         raise ValueError(f"a backbone is a checkpoint of classification, this one is of {checkpoint['task']}")
     if "model_config" in checkpoint:
-        config = ViTConfig(**checkpoint["model_config"])
+        config = stored_config(checkpoint, ViTConfig)
         names = ("embed_dim", "depth", "num_heads", "patch_size", "mlp_ratio", "attn",
                  *(("rpc_layers", "n_iter", "lambd", "form") if config.attn in RPC_KINDS else ()))
         return {name: getattr(config, name) for name in names}

@@ -31,7 +31,7 @@ import common
 import data
 from attention import FORMS, key_statistics
 from augment import augment_uint8, mixup_cutmix, to_float
-from vit import RPC_KINDS, SIZES, ViT, ViTConfig, load_weights
+from vit import RPC_KINDS, SIZES, ViT, ViTConfig, load_strictly, load_weights
 
 # What --data selects; flags given on the command line win.
 RECIPES = {
@@ -127,8 +127,8 @@ def get_args():
 def stored_args(given):
     """The flags of the run that --resume continues; refuses flags that would make it another run."""
     checkpoint = common.read_checkpoint(given["resume"])
-    if checkpoint.get("task") != "classification":
-        raise ValueError(f"--resume {given['resume']}: not a checkpoint of train_cls.py")
+    parts = ("args", "model", "optimizer", "step", "classes")
+    common.check_run(checkpoint, given["resume"], "train_cls.py", *parts)
     for k in ("out_dir", "init_from"):
         if k in given:
             raise ValueError(f"--{k} does not go with --resume, which continues in its own folder")
@@ -139,6 +139,8 @@ def stored_args(given):
                              f"--{k} {stored[k]}; to start a new run from its weights use --init_from")
     if bool(given.get("ema", stored["ema"])) != bool(stored["ema"]):
         raise ValueError(f"--ema {given['ema']}: the run in {given['resume']} has --ema {stored['ema']}")
+    if stored["ema"]:
+        common.check_run(checkpoint, given["resume"], "train_cls.py", "ema")
     return stored
 
 
@@ -285,19 +287,20 @@ def start(args, model, optimizer, ema, classes):
             theirs = f"{len(checkpoint['classes'])} classes, {', '.join(checkpoint['classes'][:3])}, ..."
             raise ValueError(f"--data_dir {args.data_dir} has {len(classes)} classes, not those of the run in "
                              f"{args.resume} ({theirs})")
-        load_weights(model, checkpoint)
-        optimizer.load_state_dict(checkpoint["optimizer"])
+        with common.naming(f"--resume {args.resume}"):
+            load_weights(model, checkpoint)
+            optimizer.load_state_dict(checkpoint["optimizer"])
+            if ema:
+                load_strictly(ema.module, checkpoint["ema"])
         optimizer.param_groups[0]["weight_decay"] = args.weight_decay           # the flag may be new
         if ema:
-            ema.module.load_state_dict(checkpoint["ema"])
             ema.n_averaged.fill_(checkpoint["step"])
         return checkpoint["step"], [f"resumed at step {checkpoint['step']}"]
     if args.init_from:
-        try:
-            return 0, [f"weights from {args.init_from}",
-                       *load_weights(model, common.read_checkpoint(args.init_from), new_head=True)]
-        except ValueError as e:
-            raise ValueError(f"--init_from {args.init_from}: {e}") from None
+        checkpoint = common.read_checkpoint(args.init_from)
+        with common.naming(f"--init_from {args.init_from}"):
+            notes = load_weights(model, checkpoint, new_head=True)
+        return 0, [f"weights from {args.init_from}", *notes]
     return 0, []
 
 

@@ -37,6 +37,7 @@ from attacks import word_swap
 from attention import FORMS, key_statistics
 from data_lm import EOS, Vocabulary, perplexity, sliding_nll
 from lm import LM, SIZES, LMConfig, lm_from_checkpoint
+from vit import load_strictly, stored_config
 
 # What --data selects; flags given on the command line win.
 RECIPES = {
@@ -140,7 +141,7 @@ def stored_args(given, what):
     checkpoint = read(given[what], best=what != "resume")
     if what == "resume" and "out_dir" in given:
         raise ValueError("--out_dir does not go with --resume, which continues in its own folder")
-    if what == "resume" and not checkpoint["optimizer"]:
+    if what == "resume" and not checkpoint.get("optimizer"):
         raise ValueError(f"--resume {given[what]}: best.pt holds no optimiser state; continue from last.pt")
     stored = {k: v for k, v in checkpoint["args"].items() if k not in OWN}
     for k in fixed:
@@ -156,15 +157,17 @@ def read(path, best=False):
     """A checkpoint of this script. path: a file, or a run's folder: its best.pt or last.pt."""
     path = Path(path, "best.pt") if best and Path(path, "best.pt").exists() else path
     checkpoint = common.read_checkpoint(path)
-    if checkpoint.get("task") != "language modelling":
-        raise ValueError(f"{path} is not a checkpoint of train_lm.py")
+    parts = ("args", "model", "model_config", "vocab", "step", "best")
+    common.check_run(checkpoint, path, "train_lm.py", *parts)
     return checkpoint
 
 
 def read_with_vocabulary(path, args):
     """A checkpoint to score or to sample, best.pt of a folder, and its vocabulary, which holds --prompt's words."""
     checkpoint = read(path, best=True)
-    vocab, size = Vocabulary(checkpoint["vocab"].split("\n")), checkpoint["model_config"]["vocab_size"]
+    with common.naming(path):
+        size = stored_config(checkpoint, LMConfig).vocab_size
+    vocab = Vocabulary(checkpoint["vocab"].split("\n"))
     if len(vocab) != size:
         raise ValueError(f"{path}: its vocabulary has {len(vocab)} words, its model {size}")
     prompt_ids(args, vocab)
@@ -297,7 +300,8 @@ def finish(path, args, device, rank, world, texts, word, vocab, folder, started)
     """Score the checkpoint at `path` in float32, print sample and table, write results.json into `folder`."""
     torch.set_float32_matmul_precision("highest")
     checkpoint, began = read(path, best=True), time.time()
-    model = lm_from_checkpoint(checkpoint).to(device)
+    with common.naming(path):
+        model = lm_from_checkpoint(checkpoint).to(device)
     rows = score(model, texts, args, rank, world)
     if rank:
         return
@@ -330,7 +334,8 @@ def main():
         torch.set_float32_matmul_precision("high")
     if args.sample:
         checkpoint, vocab = read_with_vocabulary(args.sample, args)
-        model = lm_from_checkpoint(checkpoint).to(device)
+        with common.naming(f"--sample {args.sample}"):
+            model = lm_from_checkpoint(checkpoint).to(device)
         if model.config.mu == "global" and model.config.rpc_layers:
             raise ValueError(f"--sample {args.sample}: trained with --mu global, which reads the words to come")
         return print(sample(model, vocab, args, device)) if master else None
@@ -360,10 +365,12 @@ def main():
     if args.resume:
         checkpoint = read(args.resume)
         if checkpoint["vocab"] != "\n".join(vocab.words):
-            raise ValueError(f"{folder} has not the vocabulary of the run in {args.resume} ({len(vocab)} words, there "
-                             f"{checkpoint['model_config']['vocab_size']}): the text has changed")
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
+            raise ValueError(f"{folder} has not the vocabulary of the run in {args.resume} "
+                             f"({len(vocab)} words, there {len(checkpoint['vocab'].splitlines())}): "
+                             f"the text has changed")
+        with common.naming(f"--resume {args.resume}"):
+            load_strictly(model, checkpoint["model"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
         step, best = checkpoint["step"], checkpoint["best"]
         notes.append(f"resumed at step {step}")
     net = torch.compile(model) if args.compile else model

@@ -39,7 +39,7 @@ from attention import FORMS, key_statistics
 from data_seg import IGNORE, Scenes, SegTree, TrainingViews, finish_views, save_pictures
 from segmenter import (Segmenter, SegmenterConfig, config_from_backbone, confusion, load_backbone, predict, scores,
                        segmenter_from_checkpoint)
-from vit import RPC_KINDS, SIZES, load_strictly
+from vit import RPC_KINDS, SIZES
 
 # What --data selects; flags given on the command line win.
 RECIPES = {
@@ -169,8 +169,8 @@ def stored_args(given):
     if mode is None:
         return {}
     checkpoint = common.read_checkpoint(given[mode])
-    if checkpoint.get("task") != "segmentation":
-        raise ValueError(f"--{mode} {given[mode]}: not a checkpoint of train_seg.py")
+    parts = ("args", "model", "classes", *(("optimizer", "step") if mode == "resume" else ()))
+    common.check_run(checkpoint, given[mode], "train_seg.py", *parts)
     if mode == "resume" and "out_dir" in given:
         raise ValueError("--out_dir does not go with --resume, which continues in its own folder")
     stored = {k: v for k, v in checkpoint["args"].items() if k not in OWN[mode]}
@@ -220,8 +220,8 @@ def build_model(args, classes):
             theirs = f"{len(checkpoint['classes'])} classes, {', '.join(checkpoint['classes'][:3])}, ..."
             raise ValueError(f"--data_dir {args.data_dir} has {len(classes)} classes, not those of the run in "
                              f"{args.resume} ({theirs})")
-        model = Segmenter(SegmenterConfig(**checkpoint["model_config"]))
-        load_strictly(model, checkpoint["model"])
+        with common.naming(f"--resume {args.resume}"):
+            model = segmenter_from_checkpoint(checkpoint).train()
         return model, checkpoint, [f"resumed at step {checkpoint['step']}"]
     torch.manual_seed(args.seed)
     backbone = common.read_checkpoint(args.backbone) if args.backbone else None
@@ -410,10 +410,8 @@ def table(rows, names, severities):
 def evaluate_only(args, device, rank, world):
     """--eval_only: a row of results.jsonl per corruption and severity, table.md and pictures; rows there are kept."""
     checkpoint = common.read_checkpoint(args.eval_only)
-    try:
+    with common.naming(f"--eval_only {args.eval_only}"):
         model = segmenter_from_checkpoint(checkpoint).to(device)
-    except ValueError as e:
-        raise ValueError(f"--eval_only {args.eval_only}: {e}") from None
     source, K = load_data(args, "validation"), model.config.num_classes
     if source.classes != checkpoint["classes"]:
         raise ValueError(f"--data_dir {args.data_dir} has other classes ({', '.join(source.classes[:3])}, ...) than "

@@ -8,7 +8,7 @@ names of timm's `vision_transformer.py`, so DeiT and timm weights load strictly 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -199,7 +199,7 @@ def load_weights(model, checkpoint, new_head=False):
     or a file of `rachtsy/KPCA_code`. Positions of another image size are interpolated. new_head=True keeps the model's own
     head when the number of classes differs (fine-tuning).
     """
-    c, sd, notes = model.config, dict(checkpoint.get("model", checkpoint)), []
+    c, sd, notes = model.config, dict(checkpoint.get("model", checkpoint) or {}), []
     own = model.state_dict()
     if "dist_token" in sd:
         raise ValueError("distilled DeiT weights (dist_token, head_dist) hold a second token, which this ViT has not; "
@@ -246,6 +246,25 @@ def load_strictly(model, sd):
     model.load_state_dict(sd)
 
 
+def stored_config(checkpoint, config):
+    """A checkpoint's model_config as the dataclass `config`; ValueError unless it has all its fields."""
+    for name in ("model", "model_config"):
+        if not isinstance(checkpoint.get(name), dict):
+            raise ValueError(f"the checkpoint has no {name}")
+    stored = checkpoint["model_config"]
+    kinds = {f.name: f.type for f in fields(config)}
+    accepted = {float: (float, int), tuple: (tuple, list)}
+    wrong = [f"{name} is unknown" for name in stored if name not in kinds]
+    for name, kind in kinds.items():
+        if name not in stored:
+            wrong.append(f"{name} is missing")
+        elif not isinstance(stored[name], accepted.get(kind, kind)):
+            wrong.append(f"{name} is {stored[name]!r} instead of {kind.__name__}")
+    if wrong:
+        raise ValueError(f"its model_config is not a {config.__name__}: {'; '.join(wrong[:3])}")
+    return config(**stored)
+
+
 def released_settings(args, depth):
     """The attention, as in ViTConfig, in the pickled args of a `rachtsy/KPCA_code` file; {} for other files' args."""
     if not hasattr(args, "num_iter") or not hasattr(args, "lambd"):
@@ -268,6 +287,6 @@ def vit_from_checkpoint(checkpoint):
     """The model of one of our checkpoints (train_cls.py), in eval mode; nothing else has to be said about it."""
     if checkpoint.get("task") != "classification" or "model_config" not in checkpoint:
         raise ValueError("not a checkpoint of train_cls.py: it has no classification model_config")
-    model = ViT(ViTConfig(**checkpoint["model_config"]))
+    model = ViT(stored_config(checkpoint, ViTConfig))
     load_weights(model, checkpoint)
     return model.eval()

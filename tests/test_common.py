@@ -5,12 +5,26 @@ import json
 import math
 import os
 import resource
+from dataclasses import asdict
+from fractions import Fraction
+from pathlib import Path
+from urllib.error import URLError
 
 import pytest
 import torch
 
 import common
+import data
+import eval_robust
+import kpca
+import train_cls
+import train_lm
+import train_seg
 from common import cut_log, lr_at, read_checkpoint, save_checkpoint, uniform, write_log
+from data_seg import Scenes
+from lm import LM, LMConfig, lm_from_checkpoint
+from segmenter import Segmenter, SegmenterConfig, segmenter_from_checkpoint
+from vit import ViT, ViTConfig, vit_from_checkpoint
 
 
 # --- random numbers -------------------------------------------------------------------------------------------------------
@@ -197,6 +211,126 @@ def test_a_checkpoint_cut_or_changed_anywhere_is_read_as_written_or_refused(tmp_
             read_checkpoint(path)                                                    # some bytes of a zip mean nothing
         except ValueError as e:
             assert "last.pt" in str(e) and "\n" not in str(e)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """The bytes of a checkpoint of about 80 kB."""
+    path = tmp_path_factory.mktemp("large") / "last.pt"
+    weights = {f"w{i}": torch.rand(1000) for i in range(20)}
+    save_checkpoint(path, dict(task="classification", model=weights, step=3))
+    return path.read_bytes()
+
+
+def refused(path, content):
+    """The line with which a file of these bytes is refused."""
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^{path} is not a readable checkpoint") as e:
+        read_checkpoint(path)
+    line = str(e.value)
+    assert not any(odd in line for odd in ("\n", "\x1b", "weights_only")), line
+    return line
+
+
+def test_a_checkpoint_cut_to_any_length_is_refused_by_name_in_one_line(tmp_path, large):
+    last = len(large) - 1
+    for length in (*range(64), *range(64, last, 499), 5000, 20_000, 60_000, last):
+        refused(tmp_path / "t.pt", large[:length])
+
+
+def test_a_text_file_is_refused_by_name_in_one_line_whatever_letter_it_starts_with(tmp_path):
+    for letter in map(chr, range(32, 127)):
+        refused(tmp_path / "t.pt", f"{letter}t was a text\n".encode())
+
+
+def test_a_file_that_holds_code_is_refused_by_the_name_of_what_it_holds(tmp_path):
+    path = tmp_path / "odd.pt"
+    torch.save(dict(model=Fraction(1, 2)), path)
+    assert "it holds fractions.Fraction" in refused(path, path.read_bytes())
+
+
+def test_an_address_that_cannot_be_read_is_named(monkeypatch):
+    def fails(address, **_):
+        raise URLError("no route to host")
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", fails)
+    with pytest.raises(ValueError, match="^https://a.b/c.pth is not a .*no route to host.$"):
+        read_checkpoint("https://a.b/c.pth")
+
+
+# --- what each script says of a checkpoint of ours that is not whole -------------------------------
+
+SIZE = dict(image_size=32, patch_size=8, embed_dim=16, depth=1, num_heads=1)
+CONFIGS = dict(cls=ViTConfig(num_classes=10, **SIZE), seg=SegmenterConfig(11, **SIZE),
+               lm=LMConfig(9, context=12, embed_dim=16, depth=1, num_heads=2, mlp_dim=16))
+
+
+def checkpoint_of(task, monkeypatch):
+    """What the trainer of this task saves at its first step."""
+    script, config = dict(cls=train_cls, lm=train_lm, seg=train_seg)[task], CONFIGS[task]
+    model = dict(cls=ViT, lm=LM, seg=Segmenter)[task](config)
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    args = {**vars(script.get_args()), "num_images": 8, "data_dir": "text", "ema": 0.9}
+    words = "\n".join("<eos> a b c d e f g h".split())
+    own = dict(cls=dict(task="classification", classes=list(data.SHAPES), ema=model.state_dict()),
+               lm=dict(task="language modelling", vocab=words, best=dict(step=1)),
+               seg=dict(task="segmentation", classes=list(Scenes("test", 1, 32).classes)))[task]
+    optimizer = torch.optim.SGD(model.parameters(), 1.0).state_dict()
+    return dict(model=model.state_dict(), model_config=asdict(config), args=args, step=1,
+                optimizer=optimizer, **own)
+
+
+# script, flag, the checkpoint's task, parts without which the script cannot go on
+READERS = [
+    (train_cls, "--resume", "cls", "args model optimizer step classes ema"),
+    (train_lm, "--resume", "lm", "args model optimizer step vocab best model_config"),
+    (train_lm, "--eval_only", "lm", "args model step vocab model_config"),
+    (train_lm, "--sample", "lm", "args model step vocab model_config"),
+    (train_seg, "--resume", "seg", "args model optimizer step classes model_config"),
+    (train_seg, "--eval_only", "seg", "args model classes model_config"),
+    (eval_robust, "--ckpt", "cls", "model model_config"),
+    (kpca, "--ckpt", "cls", "model model_config"),
+    (kpca, "--ckpt", "lm", "args model vocab step model_config")]
+
+
+@pytest.mark.parametrize("script, flag, task, parts", READERS)
+def test_every_script_names_a_broken_checkpoint_and_what_it_lacks(tmp_path, monkeypatch, large,
+                                                                  script, flag, task, parts):
+    def ends(text):
+        monkeypatch.setattr("sys.argv", [script.__name__, flag, "broken.pt"])
+        with pytest.raises(SystemExit) as e:
+            common.run(script.main)
+        line = str(e.value.code)
+        assert line.startswith("error: ") and "broken.pt" in line and "\n" not in line, line
+        assert text in line, line
+
+    monkeypatch.chdir(tmp_path)
+    whole = checkpoint_of(task, monkeypatch)
+    for content in (large[:20_000], b"root:x:0:0:root:/root\n"):
+        Path("broken.pt").write_bytes(content)
+        ends("not a readable checkpoint")
+    for name in parts.split():
+        without = {k: v for k, v in whole.items() if k != name}
+        for broken in (without, {**without, name: None}):
+            torch.save(broken, "broken.pt")
+            ends(name[:6])                                                # optimizer or optimiser
+    if "model_config" in parts and (script, flag) != (train_lm, "--resume"):   # goes by flags
+        config = {**whole["model_config"], "dropuot": 0.1}
+        torch.save({**whole, "model_config": config}, "broken.pt")
+        ends("dropuot is unknown")
+
+
+@pytest.mark.parametrize("task, rebuild", [("cls", vit_from_checkpoint), ("lm", lm_from_checkpoint),
+                                           ("seg", segmenter_from_checkpoint)])
+def test_a_model_is_rebuilt_from_all_of_its_config_or_not_at_all(monkeypatch, task, rebuild):
+    whole = checkpoint_of(task, monkeypatch)
+    assert rebuild(whole).config == CONFIGS[task]
+    for name in whole["model_config"]:
+        without = {k: v for k, v in whole["model_config"].items() if k != name}
+        for broken, what in ((without, f"{name} is missing"),
+                             ({**without, name: None}, f"{name} is None instead of"),
+                             ({**whole["model_config"], f"{name}s": 1}, f"{name}s is unknown")):
+            with pytest.raises(ValueError, match=f"model_config is not a .*{what}"):
+                rebuild({**whole, "model_config": broken})
 
 
 # --- log -------------------------------------------------------------------------------------------------------------------
