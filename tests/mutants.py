@@ -19,6 +19,8 @@ Ends in exit code 1 when a bug survives. A run without any bug comes first and h
 """
 
 import argparse
+import importlib
+import multiprocessing
 import os
 import re
 import shlex
@@ -29,6 +31,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -57,7 +61,7 @@ def read_list(name):
 
 
 def copy_tree(tree):
-    """Copy what git does not ignore, and link the folder of shared data beside it, if there is one."""
+    """Copy what git does not ignore; link the folder of shared data beside it, if there is one."""
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     for file in subprocess.check_output(listing, cwd=ROOT, text=True).splitlines():
         if (ROOT / file).exists():
@@ -67,19 +71,31 @@ def copy_tree(tree):
         (tree.parent / "shared").symlink_to((ROOT.parent / "shared").resolve())
 
 
+def run_pytest(tree, tests, output):
+    """In a process of its own: run pytest until a test fails, its output in a file."""
+    os.setsid()
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.chdir(tree)
+    sys.path.pop(0)                                          # this folder: the copy has its own
+    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests])
+    sys.stdout.flush()
+    os._exit(code)
+
+
 def run_tests(tree, tests, timeout=None):
     """Run pytest until a test fails. Returns its exit code (None: out of time) and its output."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    env["PYTHONDONTWRITEBYTECODE"] = "1"                     # no .pyc of another bug is left behind
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    process = subprocess.Popen(command, cwd=tree, env=env, text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        output = process.communicate(timeout=timeout)[0]
-        return process.returncode, output
-    except subprocess.TimeoutExpired:
+    output = tree.with_name("output.txt")
+    fork = multiprocessing.get_context("fork")
+    process = fork.Process(target=run_pytest, args=(tree, tests, output))
+    process.start()
+    process.join(timeout)
+    code = process.exitcode
+    if code is None:
         os.killpg(process.pid, signal.SIGKILL)               # what the tests started goes with them
-        return None, process.communicate()[0]
+        process.join()
+    return code, output.read_text(errors="replace")
 
 
 def verdict(code, output):
@@ -132,6 +148,10 @@ def main():
         bugs = [{**bug, "tests": shlex.split(args.tests)} for bug in bugs]
 
     os.nice(10)
+    os.environ.update(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
+    sys.dont_write_bytecode = True                           # no .pyc of another bug is left behind
+    for name in ("torch", "torchvision", "timm"):            # once: each bug starts from here
+        importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder:
         copy_tree(Path(folder, "tree"))
         survivors = try_all(bugs, Path(folder, "tree"))
