@@ -1,8 +1,14 @@
-"""Numbers of the robustness tables: corruption error, mCE, and how well outliers are told apart (ImageNet-O).
+"""Numbers of the robustness tables: corruption error, mCE, how well outliers are told apart
+(ImageNet-O), and how sure an accuracy, or a difference between two models, is.
 
 Hendrycks & Dietterich 2019 (ImageNet-C), Hendrycks et al. 2021 (ImageNet-O). Plain functions on tensors.
 """
 
+import base64
+import math
+import zlib
+
+import numpy as np
 import torch
 
 from corruptions import NAMES
@@ -12,15 +18,21 @@ ALEXNET = dict(zip(NAMES, (0.886428, 0.894468, 0.922640, 0.819880, 0.826268, 0.7
                            0.819324, 0.564592, 0.853204, 0.646056, 0.717840, 0.606500)))
 
 
-def mean_corruption_error(errors):
-    """mCE in percent: the mean over the 15 corruptions of error_c / AlexNet's error_c.
+def is_imagenet(classes):
+    """Whether these are the names of ImageNet's 1000 class folders, n01440764 first, in order."""
+    return zlib.crc32("\n".join(classes).encode()) == 0x0642A78E
 
-    errors: {name: top-1 error in [0, 1], mean over the severities}. Raises ValueError naming what is missing.
+
+def mean_corruption_error(errors, reference=ALEXNET):
+    """mCE in percent: the mean over the 15 corruptions of error_c / the reference's error_c.
+
+    errors, reference: {name: top-1 error, mean over the severities}, in the same unit; AlexNet's
+    are in [0, 1], and of ImageNet. Raises ValueError naming what is missing.
     """
     missing = [name for name in NAMES if name not in errors]
     if missing:
         raise ValueError(f"mCE needs all 15 corruptions; missing: {', '.join(missing)}")
-    return 100 * sum(errors[name] / ALEXNET[name] for name in NAMES) / len(NAMES)
+    return 100 * sum(errors[name] / reference[name] for name in NAMES) / len(NAMES)
 
 
 def _counts(score, positive):
@@ -56,3 +68,37 @@ def fpr_at_recall(score, positive, recall=0.95):
     tp, fp = _counts(score, positive)
     first = int((tp / tp[-1] < recall - 1e-12).sum())
     return (fp[first] / fp[-1]).item()
+
+
+# --- how sure a number is ------------------------------------------------------------------------
+
+def pack(right):
+    """Outcomes (n,) bool as text, one bit an image: np.packbits in base64."""
+    return base64.b64encode(np.packbits(right.cpu().numpy())).decode()
+
+
+def unpack(text, n):
+    """The outcomes of n images that `pack` wrote: (n,) bool."""
+    packed = np.frombuffer(base64.b64decode(text), np.uint8)
+    return torch.from_numpy(np.unpackbits(packed, count=n)).bool()
+
+
+def wilson(share, n):
+    """Wilson's 95 % interval of a share in [0, 1] that was seen on n images: (low, high)."""
+    z = 1.959964                                          # 97.5 % of a normal lie below
+    centre = share + z ** 2 / (2 * n)
+    half = z * math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
+    scale = 1 + z ** 2 / n
+    return max((centre - half) / scale, 0.0), min((centre + half) / scale, 1.0)
+
+
+def mcnemar(a, b):
+    """p of McNemar's exact test, two-sided: a images only the first of two models gets right, b
+    only the second. Were both equally good, a coin would have been tossed for each of them.
+    """
+    n, fewer = a + b, min(a, b)
+    k = torch.arange(fewer + 1, dtype=torch.float64)
+    # log of the ways to see k heads in n tosses
+    log_choose = math.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
+    tail = torch.logsumexp(log_choose - n * math.log(2), 0).exp().item()
+    return min(1.0, 2 * tail)
