@@ -64,6 +64,8 @@ SLOW = dict(autoattack=1000, adaptive_autoattack=1000, square=1000, spsa=100, cw
 def budget(text):
     """8/255 or 0.0314 -> float; eps is in pixel units."""
     top, _, bottom = text.partition("/")
+    if bottom and not float(bottom):
+        raise argparse.ArgumentTypeError(f"{text}: division by zero, expected 8/255 or 0.0314, say")
     value = float(top) / float(bottom or 1)
     if not 0 <= value <= 1:
         hint = f"; was {text}/255 meant?" if value > 1 and not bottom else ""
@@ -215,18 +217,25 @@ def pick(n, limit, seed):
     return data.epoch_order(n, 0, seed)[:limit or n]
 
 
-def batches(source, index, args, size=None, label="", rank=0):
-    """Batches of the images numbered index: ((b, 3, S, S) uint8, labels (b,), index (b,)), on the device."""
-    parts = index.split(size or args.batch_size)
+def batches(source, index, args, label="", rank=0, world=1):
+    """This process's share of the images numbered index, in batches on the device.
+
+    Yields ((b, 3, S, S) uint8, labels (b,), numbers (b,), their places in index (b,)).
+    """
+    share = torch.arange(len(index))[rank::world]
+    places = [p for p in share.split(args.batch_size) if len(p)]
+    parts = [index[p] for p in places]
     if isinstance(source, data.Split):
-        loaded = ((source.images[part], source.labels[part], part) for part in (p.to(args.device) for p in parts))
+        parts = (part.to(args.device) for part in parts)
+        loaded = ((source.images[part], source.labels[part], part) for part in parts)
     else:
         keys = [[(i, i) for i in part.tolist()] for part in parts]
         loaded = data.imagenet_batches(source, keys, args.num_workers, args.device)
-    with tqdm(total=len(index), desc=label, unit="image", leave=False, disable=rank > 0) as bar:
-        for images, labels, part in loaded:
-            yield (t.to(args.device, non_blocking=True) for t in (images, labels, part))
-            bar.update(len(part))
+    with tqdm(total=len(share), desc=label, unit="image", leave=False, disable=rank > 0) as bar:
+        for (images, labels, numbers), place in zip(loaded, places):
+            batch = images, labels, numbers, place
+            yield tuple(t.to(args.device, non_blocking=True) for t in batch)
+            bar.update(len(place))
 
 
 def hits(logits, labels):
@@ -241,18 +250,29 @@ def percent(total, n):
     return [round(100 * x / n, 4) for x in total.tolist()]
 
 
+def outcome(hit):
+    """Of hits (n, 2): top-1 and top-5 in percent, and which images were right, one bit each."""
+    top1, top5 = percent(hit.sum(0), len(hit))
+    return dict(top1=top1, top5=top5, right=metrics.pack(hit[:, 0] > 0))
+
+
+def together(outcomes):
+    """Outcomes of several severities or draws as one: a list for each field."""
+    return {field: [one[field] for one in outcomes] for field in outcomes[0]}
+
+
 # --- rows ------------------------------------------------------------------------------------------------------------
-# Each function evaluates on this process's share of the images, index[rank::world], and returns the whole result.
+# Each function evaluates on this process's share of the images and returns the whole result.
 
 @torch.no_grad()
 def clean_row(m, source, index, args, rank, world):
     """Top-1, top-5 in percent."""
-    total = torch.zeros(2, dtype=torch.float64, device=args.device)
-    for images, labels, _ in batches(source, index[rank::world], args, label=f"clean, {m['name']}", rank=rank):
+    hit = torch.zeros(len(index), 2, dtype=torch.float64, device=args.device)
+    label = f"clean, {m['name']}"
+    for images, labels, _, place in batches(source, index, args, label, rank, world):
         with common.autocast(args.device, args.amp):
-            total += hits(m["model"](images.float() / 255).float(), labels).sum(0)
-    top1, top5 = percent(common.all_sum(total), len(index))
-    return dict(top1=top1, top5=top5)
+            hit[place] = hits(m["model"](images.float() / 255).float(), labels)
+    return outcome(common.all_sum(hit))
 
 
 @torch.no_grad()
@@ -264,18 +284,19 @@ def corruption_rows(models, source, index, setting, args, rank, world):
     if isinstance(source, data.ImageTree):
         source = copy.copy(source)
         source.resample = "bilinear"
-    total = torch.zeros(len(models), len(setting["severities"]), 2, dtype=torch.float64, device=args.device)
-    for images, labels, part in batches(source, index[rank::world], args, label=setting["type"], rank=rank):
+    shape = len(models), len(setting["severities"]), len(index), 2
+    hit = torch.zeros(shape, dtype=torch.float64, device=args.device)
+    loaded = batches(source, index, args, setting["type"], rank, world)
+    for images, labels, numbers, place in loaded:
         for j, severity in enumerate(setting["severities"]):
-            corrupted = corruptions.corrupt(images, setting["type"], severity, seed=args.seed, index=part,
-                                            frost_dir=args.frost_dir)
+            corrupted = corruptions.corrupt(images, setting["type"], severity, seed=args.seed,
+                                            index=numbers, frost_dir=args.frost_dir)
             if setting["jpeg85"]:
                 corrupted = corruptions.jpeg85(corrupted)
             for i, m in enumerate(models):
                 with common.autocast(args.device, args.amp):
-                    total[i, j] += hits(m["model"](corrupted.float() / 255).float(), labels).sum(0)
-    total = common.all_sum(total)
-    return [dict(top1=percent(t[:, 0], len(index)), top5=percent(t[:, 1], len(index))) for t in total]
+                    hit[i, j, place] = hits(m["model"](corrupted.float() / 255).float(), labels)
+    return [together([outcome(h) for h in severities]) for severities in common.all_sum(hit)]
 
 
 def released(args, classes, size, name, severity):
@@ -299,17 +320,16 @@ def released_rows(models, source, index, setting, args, rank, world):
                              f"{len(corrupted.labels)} images, the test split {len(source.labels)}")
         for row, m in zip(rows, models):
             row.append(clean_row(m, corrupted, index, args, rank, world))
-    return [{k: [r[k] for r in row] for k in ("top1", "top5")} for row in rows]
+    return [together(row) for row in rows]
 
 
 @torch.no_grad()
 def kept_logits(m, source, index, columns, args, rank, world):
     """Logits of the kept classes for all images index, on every process: (n, len(columns))."""
     out = torch.zeros(len(index), len(columns), dtype=torch.float64, device=args.device)
-    where = torch.arange(len(index))[rank::world].split(args.batch_size)
     label = f"{Path(source.folder).name}, {m['name']}"
-    for (images, _, _), rows in zip(batches(source, index[rank::world], args, label=label, rank=rank), where):
-        out[rows.to(args.device)] = m["model"](images.float() / 255)[:, columns].double()
+    for images, _, _, place in batches(source, index, args, label, rank, world):
+        out[place] = m["model"](images.float() / 255)[:, columns].double()
     return common.all_sum(out)
 
 
@@ -322,8 +342,7 @@ def folder_row(m, name, tree, index, source, args, rank, world):
     logits = kept_logits(m, tree, index, columns, args, rank, world)
     if name != "imagenet_o":
         labels = torch.searchsorted(columns, tree.labels[index]).to(args.device)
-        top1, top5 = percent(hits(logits, labels).sum(0), len(index))
-        return dict(top1=top1, top5=top5, classes=len(columns))
+        return dict(outcome(hits(logits, labels)), classes=len(columns))
     inside = torch.isin(source.labels, columns).nonzero()[:, 0]
     inside = inside[pick(len(inside), min(args.limit or len(inside), len(inside)), args.seed)]
     both = torch.cat([logits, kept_logits(m, source, inside, columns, args, rank, world)])
@@ -337,7 +356,9 @@ def folder_row(m, name, tree, index, source, args, rank, world):
 def attack_images(model, name, setting, images, labels, index, args, trace=None):
     """Attack images (b, 3, S, S) in [0, 1] in the space, against the labels and with the clipping asked for.
 
-    Returns pixels, in [0, 1] only where clipped. trace: a list that receives autoattack's stages.
+    Returns pixels, in [0, 1] only where clipped. Images are attacked args.batch_size at a time,
+    those that are wrong already left out before. trace: a list that receives autoattack's stages,
+    with standing (b,): not changed so far, and right (b,): standing, and of the true class.
     """
     own_clip = name.endswith("autoattack")              # in the released harness it stays in [0, 1] in either space
     x = images
@@ -345,19 +366,34 @@ def attack_images(model, name, setting, images, labels, index, args, trace=None)
         model = attacks.Normalized(model)
         x = (x - model.mean) / model.std
         x = x.clamp(0, 1) if own_clip else x                            # the first thing it does to a normalised image
-    predicted = model(x).argmax(1)
+    predicted = torch.cat([model(part) for part in x.split(args.batch_size)]).argmax(1)
     target = labels if args.labels == "true" else predicted
     todo = (target == predicted) | (name in ("noise", "transfer"))      # wrong already: nothing to attack
     how = {k: v for k, v in setting.items() if k != "source"}
-    if name not in ("fgsm", "sld", "cw"):
-        how.update(seed=args.seed, index=index[todo])
     how["clip"] = args.clip or own_clip
-    if trace is not None:
-        how["trace"] = trace
+    if name not in ("fgsm", "sld", "cw"):
+        how["seed"] = args.seed
+    rows = todo.nonzero()[:, 0]
+    parts = rows.split(args.batch_size)
+    if name.endswith("autoattack"):
+        parts = [rows]                                    # it gathers each stage's survivors itself
+        how.update(batch_size=args.batch_size, trace=trace)
     x = x.clone()
-    if todo.any():
-        x[todo] = ATTACKS[name](model, x[todo], target[todo], **how)
+    for on in parts if len(rows) else ():
+        if name not in ("fgsm", "sld", "cw"):
+            how["index"] = index[on]
+        x[on] = ATTACKS[name](model, x[on], target[on], **how)
+    for stage in trace or ():
+        stage["standing"] = torch.zeros_like(todo)
+        stage["standing"][rows] = stage["robust"]
+        stage["right"] = stage["standing"] & (predicted == labels)
     return x * model.std + model.mean if args.space == "normalized" else x
+
+
+def whole(loaded):
+    """All batches as one."""
+    parts = list(loaded)
+    return [tuple(torch.cat(part) for part in zip(*parts))] if parts else []
 
 
 @torch.no_grad()
@@ -367,40 +403,50 @@ def attack_row(m, name, setting, source, index, args, rank, world, attacked=None
     Returns accuracy in percent, the largest and the median perturbation in pixel units over the images attacked, the
     pixel range, and for some attacks more: autoattack's accuracy after each stage, cw's at fixed L2 radii.
     """
-    model, positions = m["model"], torch.arange(len(index))[rank::world]
+    model, n = m["model"], len(index)
     draws, setting = setting.get("draws", 1), {k: v for k, v in setting.items() if k != "draws"}
-    stats = torch.zeros(len(index), 6, dtype=torch.float64, device=args.device)    # top-1, top-5, Linf, L2, L1, outside
+    hit = torch.zeros(draws, n, 2, dtype=torch.float64, device=args.device)
+    moved = torch.zeros(n, 4, dtype=torch.float64, device=args.device)    # Linf, L2, L1, outside
     stages = {}                        # on every process the same ones, or the sums below would wait for each other
-    if name.endswith("autoattack"):
-        stages = {stage: stats.new_zeros(()) for stage in ("clean", "apgd-ce", "apgd-t", "fab-t", "square")}
-    size = args.batch_size * (4 if name.endswith(("autoattack", "square")) else 1)
-    loaded = batches(source, index[rank::world], args, size, f"{name} {show(setting)}, {m['name']}", rank)
-    for (images, labels, part), where in zip(loaded, positions.split(size)):
+    cascade = name.endswith("autoattack")
+    if cascade:
+        names = "clean", "apgd-ce", "apgd-t", "fab-t", "square"
+        stages = {stage: moved.new_zeros(()) for stage in names}
+    loaded = batches(source, index, args, f"{name} {show(setting)}, {m['name']}", rank, world)
+    if cascade or name == "square":
+        loaded = whole(loaded)                            # batches stay full as images leave
+    for images, labels, numbers, place in loaded:
         x = images.float() / 255
         for draw in range(draws):
-            how = dict(setting, draw=draw) if name == "noise" else setting
-            trace = [] if name.endswith("autoattack") else None
-            adv = attack_images(attacked or model, name, how, x, labels, part, args, trace)
+            how = dict(setting, draw=draw) if name == "noise" else dict(setting)
+            if cascade:
+                how["progress"] = rank == 0
+            trace = [] if cascade else None
+            adv = attack_images(attacked or model, name, how, x, labels, numbers, args, trace)
             with common.autocast(args.device, args.amp):
                 right = hits(torch.cat([model(a) for a in adv.split(args.batch_size)]).float(), labels)
+            hit[draw, place] = right
             move = (adv - x).flatten(1).double()
             outside = torch.maximum(-adv.flatten(1).amin(1), adv.flatten(1).amax(1) - 1).clamp(min=0)
             norms = (move.norm(math.inf, 1), move.norm(2, 1), move.norm(1, 1), outside)
-            stats[where.to(args.device)] += torch.cat([right, torch.stack(norms, 1)], 1) / draws
+            moved[place] = torch.maximum(moved[place], torch.stack(norms, 1))
             for stage in trace or ():
-                stages[stage["stage"]] += stage["robust"].sum()
-    stats = common.all_sum(stats)
-    top1, top5 = percent(stats[:, :2].sum(0), len(index))
-    moved = stats[stats[:, 2] > 0]
-    linf, l2, l1 = (moved[:, 2:5] if len(moved) else stats[:1, 2:5]).unbind(1)
-    row = dict(top1=top1, top5=top5, max_linf=linf.max().item(), max_l2=l2.max().item(), max_l1=l1.max().item(),
-               median_l2=l2.median().item(), mean_l2=l2.mean().item(), outside=stats[:, 5].max().item())
+                lucky = ~stage["standing"] & (right[:, 0] > 0)            # changed, and now right
+                stages[stage["stage"]] += (stage["right"] | lucky).sum()
+    hit, moved = common.all_sum(hit), common.all_sum(moved)
+    row = together([outcome(h) for h in hit]) if draws > 1 else outcome(hit[0])
+    row["top1"], row["top5"] = percent(hit.mean(0).sum(0), n)
+    touched = moved[moved[:, 0] > 0]
+    linf, l2, l1 = (touched[:, :3] if len(touched) else moved[:1, :3]).unbind(1)
+    row.update(max_linf=linf.max().item(), max_l2=l2.max().item(), max_l1=l1.max().item(),
+               median_l2=l2.median().item(), mean_l2=l2.mean().item(),
+               outside=moved[:, 3].max().item())
     if stages:
-        row["stages"] = {k: percent(common.all_sum(v)[None], len(index))[0] for k, v in stages.items()}
+        row["stages"] = {k: percent(common.all_sum(v)[None], n)[0] for k, v in stages.items()}
     if name == "cw":
-        fooled, radii = stats[:, 0] == 0, (0.25, 0.5, 1.0, 2.0)
-        within = torch.stack([(fooled & (stats[:, 3] <= r)).sum() for r in radii])
-        row["top1_at_l2"] = {r: 100 - v for r, v in zip(radii, percent(within, len(index)))}
+        fooled, radii = hit[0, :, 0] == 0, (0.25, 0.5, 1.0, 2.0)
+        within = torch.stack([(fooled & (moved[:, 1] <= r)).sum() for r in radii])
+        row["top1_at_l2"] = {r: 100 - v for r, v in zip(radii, percent(within, n))}
     return row
 
 
@@ -553,7 +599,7 @@ def save_pictures(models, source, args, out_dir):
     PGD at the largest eps, the difference amplified to full contrast."""
     index = pick(len(source.labels), None, args.seed)[:args.save_images]
     zoom = max(1, 96 // models[0]["model"].config.image_size)
-    images, labels, index = next(batches(source, index, args, len(index)))
+    (images, labels, index, _), = whole(batches(source, index, args))
     grid = [corruptions.corrupt(images[:1], name, severity, seed=args.seed, index=index[:1], frost_dir=args.frost_dir)
             for name in corruptions.NAMES for severity in (1, 2, 3, 4, 5)]
     data.save_grid(out_dir / "corruptions.png", torch.cat(grid), columns=5, zoom=zoom)
@@ -579,7 +625,7 @@ def main():
     source = load_source(args, models, device)
     other = load_model(args.source, device) if args.source else None
     first = torch.arange(min(8, len(source.labels)))
-    for images, labels, _ in batches(source, first, args):
+    for images, labels, *_ in batches(source, first, args):
         for m in [*models, other] if other else models:
             attacks.check(m["model"], images.float() / 255, labels, 0.0)              # logits? finite? enough classes?
 
@@ -608,8 +654,11 @@ def main():
         """Keep a finished row, on disk too; before: the model's calls when it began."""
         row = describe_row(m, name, setting, n)
         forward, backward = (torch.tensor(m["count"]) - torch.tensor(before)).tolist()
+        right = result.pop("right", None)
         row.update(result, seconds=round(seconds, 2), forward_per_image=round(forward * world / n, 1),
                    backward_per_image=round(backward * world / n, 1), **stamp)
+        if right:
+            row["right"] = right                          # the longest field comes last
         rows[key(row)] = row
         if rank == 0:
             common.write_log(out, row)
@@ -619,7 +668,7 @@ def main():
     if args.checks:
         softmax = next((m["model"] for m in ([other] if other else models) if m["kind"] == "softmax"), None)
         index = pick(len(source.labels), args.limit or 64, args.seed)
-        pixels, labels, index = next(batches(source, index, args, len(index)))                   # all in one batch
+        (pixels, labels, index, _), = whole(batches(source, index, args))
         for m in models if rank == 0 else ():
             twin = softmax if softmax is not m["model"] else None
             checks.run(m["model"], pixels, labels, index, m["name"], twin)

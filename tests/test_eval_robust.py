@@ -9,8 +9,10 @@ import sys
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from PIL import Image
+from timm.data import ImageNetInfo
 from torchvision.io import write_png
 
 import attacks
@@ -72,12 +74,39 @@ def test_outlier_metrics_of_all_equal_scores_are_chance():
         metrics.auroc(torch.zeros(12), positive & False)
 
 
+@pytest.mark.parametrize("wins, n", [(0, 7), (7, 7), (3, 10), (427, 500), (1, 50000)])
+def test_wilson_intervals_equal_scipy(wins, n):
+    expected = scipy.stats.binomtest(wins, n).proportion_ci(0.95, "wilson")
+    assert metrics.wilson(wins / n, n) == pytest.approx((expected.low, expected.high), abs=1e-7)
+
+
+@pytest.mark.parametrize("a, b", [(0, 0), (0, 5), (5, 0), (4, 4), (12, 30), (31, 2), (2400, 2600)])
+def test_mcnemars_exact_test_is_the_coin_test_of_scipy(a, b):
+    expected = scipy.stats.binomtest(a, a + b).pvalue if a + b else 1.0
+    assert metrics.mcnemar(a, b) == pytest.approx(expected, rel=1e-7)
+
+
+def test_outcomes_take_one_bit_an_image():
+    right = torch.rand(1001, generator=torch.Generator().manual_seed(0)) < 0.3
+    text = metrics.pack(right)
+    assert torch.equal(metrics.unpack(text, 1001), right)
+    assert len(text) == 4 * 42                            # 126 bytes, three of them in four letters
+
+
+def test_imagenet_is_known_by_its_thousand_class_names():
+    names = ImageNetInfo().label_names()
+    assert metrics.is_imagenet(names)
+    others = names[:999], names[::-1], [f"n{i:08}" for i in range(1000)], ["n0", "n1"]
+    assert not any(map(metrics.is_imagenet, others))
+
+
 # --- rows ------------------------------------------------------------------------------------------------------------
 
-def make_checkpoint(path, classes=tuple(data.SHAPES), image_size=32, attn="rpc", seed=0, task="shapes", patch_size=8):
+def make_checkpoint(path, classes=tuple(data.SHAPES), image_size=32, attn="rpc", seed=0,
+                    task="shapes", patch_size=8, flags=None, step=0, **options):
     torch.manual_seed(seed)
     config = ViTConfig(**SIZES["nano"], image_size=image_size, patch_size=patch_size, num_classes=len(classes),
-                       attn=attn)
+                       attn=attn, **options)
     model = ViT(config)
     images, labels = data.load_shapes("test", 80, image_size)[:2]       # a head fitted to those: some right, some wrong
     head, model.head = model.head, torch.nn.Identity()
@@ -85,7 +114,9 @@ def make_checkpoint(path, classes=tuple(data.SHAPES), image_size=32, attn="rpc",
     target = torch.nn.functional.one_hot(labels % len(classes), len(classes)).float()
     model.head.weight.data = 5 * torch.linalg.lstsq(features, target).solution.T
     common.save_checkpoint(path, dict(task="classification", model=model.state_dict(), model_config=vars(config).copy(),
-                                      classes=list(classes), args=dict(data=task, num_images=400, seed=seed)))
+                                      classes=list(classes), step=step,
+                                      args=dict(dict(data=task, num_images=400, seed=seed),
+                                                **(flags or {}))))
     return model.eval()
 
 
@@ -95,6 +126,12 @@ def run(*args, processes=1):
     env = dict(os.environ, OMP_NUM_THREADS="1")
     return subprocess.run([*launch, str(ROOT / "eval_robust.py"), *map(str, args)],
                           capture_output=True, text=True, env=env, timeout=300)
+
+
+def run_here(monkeypatch, *args):
+    """The script in this process."""
+    monkeypatch.setattr(sys, "argv", ["eval_robust.py", *map(str, args)])
+    eval_robust.main()
 
 
 def results(folder):
@@ -131,9 +168,12 @@ def test_rows_equal_attacking_by_hand(first_run):
     top5 = (model(torch.where(right[:, None, None, None], adv, x)).topk(5).indices == y[:, None]).any(1)
     assert rows["pgd"]["top5"] == share(top5)
     assert 0 < rows["pgd"]["max_linf"] <= 2 / 255 + 1e-6 and rows["pgd"]["outside"] == 0
+    bits = metrics.unpack(rows["pgd"]["right"], 11)
+    assert torch.equal(bits, right & (model(adv).argmax(1) == y))
     jpeg = next(r for r in results(folder / "one") if r["setting"].get("type") == "jpeg_compression")
     bad = corruptions.corrupt(source.images[index], "jpeg_compression", 4).float() / 255
     assert jpeg["top1"][1] == share(model(bad).argmax(1) == y)
+    assert torch.equal(metrics.unpack(jpeg["right"][1], 11), model(bad).argmax(1) == y)
 
 
 def test_the_table_has_every_row_once_and_pictures_are_written(first_run):
@@ -151,6 +191,7 @@ def test_two_processes_count_every_image_once(first_run):
     assert out.returncode == 0, out.stderr
     for one, two in zip(results(folder / "one"), results(folder / "two")):
         assert one["measure"] == two["measure"] and one["top1"] == two["top1"] and one["top5"] == two["top5"]
+        assert one["right"] == two["right"]
 
 
 def test_resume_keeps_finished_rows_and_adds_the_rest(first_run):
@@ -212,12 +253,82 @@ def test_out_of_distribution_folders_use_their_own_classes(tmp_path):
     assert out.returncode == 1 and "n99" in out.stderr.splitlines()[-1] and "Traceback" not in out.stderr
 
 
+def attack_flags(monkeypatch, path, *flags):
+    """Flags, a model and the embedded scenes, ready for attack_row."""
+    argv = ["eval_robust.py", "--ckpt", str(path), "--device", "cpu", *map(str, flags)]
+    monkeypatch.setattr(sys, "argv", argv)
+    args = eval_robust.get_args()
+    args.device = torch.device("cpu")
+    model = eval_robust.load_model(path, args.device)
+    return args, model, eval_robust.load_source(args, [model], args.device)
+
+
+def test_autoattacks_stages_speak_of_the_true_labels(tmp_path, monkeypatch):
+    """--labels pred leads away from the prediction, right or wrong; accuracy stays accuracy."""
+    make_checkpoint(tmp_path / "m.pt", flags=dict(num_images=1000))       # 200 images, fitted to 80
+    how = "--labels", "pred", "--batch_size", 8
+    args, m, source = attack_flags(monkeypatch, tmp_path / "m.pt", *how)
+    index = eval_robust.pick(200, 12, 0)
+    clean = eval_robust.clean_row(m, source, index, args, 0, 1)
+    setting = dict(eps=1 / 255, queries=5)
+    row = eval_robust.attack_row(m, "autoattack", setting, source, index, args, 0, 1)
+    assert 0 < clean["top1"] < 100 and row["stages"]["clean"] == clean["top1"]
+    assert row["stages"]["square"] == row["top1"]
+
+
+@pytest.mark.parametrize("name, flags", [("autoattack", ()), ("square", ()), ("pgd", ())])
+def test_no_batch_is_larger_than_asked_for(tmp_path, monkeypatch, name, flags):
+    make_checkpoint(tmp_path / "m.pt")
+    args, m, source = attack_flags(monkeypatch, tmp_path / "m.pt", "--batch_size", 4, *flags)
+    sizes = []
+    m["model"].register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
+    setting = dict(eps=1 / 255) | (dict(steps=2) if name == "pgd" else dict(queries=5))
+    eval_robust.attack_row(m, name, setting, source, eval_robust.pick(80, 13, 0), args, 0, 1)
+    assert max(sizes) == 4
+
+
+@pytest.mark.parametrize("name", ["autoattack", "square"])
+def test_images_that_are_wrong_already_leave_no_gaps_in_batches(tmp_path, monkeypatch, name):
+    make_checkpoint(tmp_path / "m.pt", flags=dict(num_images=1000))       # 200 images, fitted to 80
+    args, m, source = attack_flags(monkeypatch, tmp_path / "m.pt", "--batch_size", 4)
+    given = []
+
+    def attack(model, images, labels, *rest, index, **how):
+        given.append((index, how.get("batch_size")))
+        return images
+
+    monkeypatch.setitem(eval_robust.ATTACKS, name, attack)
+    index = eval_robust.pick(200, 40, 0)
+    row = eval_robust.clean_row(m, source, index, args, 0, 1)
+    eval_robust.attack_row(m, name, dict(eps=1 / 255, queries=5), source, index, args, 0, 1)
+    right = index[metrics.unpack(row["right"], 40)]
+    assert 8 < len(right) < 36 and torch.equal(torch.cat([numbers for numbers, _ in given]), right)
+    parts = [right] if name == "autoattack" else right.split(4)
+    assert [len(numbers) for numbers, _ in given] == [len(part) for part in parts]
+    assert given[0][1] == (4 if name == "autoattack" else None)
+
+
+def test_the_largest_move_of_noise_is_that_of_all_draws(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path / "m.pt")
+    args, m, source = attack_flags(monkeypatch, tmp_path / "m.pt", "--batch_size", 4)
+    index, setting = eval_robust.pick(80, 6, 0), dict(scale=0.05, kind="gaussian", best_of=1)
+    x, y = source.images[index].float() / 255, source.labels[index]
+    moves = [attacks.noise(m["model"], x, y, 0.05, kind="gaussian", draw=i, index=index) - x
+             for i in range(3)]
+    row = eval_robust.attack_row(m, "noise", dict(setting, draws=3), source, index, args, 0, 1)
+    assert row["max_linf"] == pytest.approx(max(move.abs().max().item() for move in moves))
+    shares = [metrics.unpack(text, 6).double().mean().item() for text in row["right"]]
+    assert len(shares) == 3 and row["top1"] == pytest.approx(100 * sum(shares) / 3, abs=1e-3)
+
+
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("flags, words", [
     (["--measures", "fgms"], "known are clean"),
     (["--eps", "8"], "was 8/255 meant"),
     (["--eps=-1/255"], "0 <= eps <= 1"),
+    (["--eps", "1/0"], "division by zero"),
+    (["--eps", "8/x"], "invalid budget value: '8/x'"),
     (["--severities", "6"], "from 1 to 5"),
     (["--limit", "81"], "there are only 80"),
     (["--measures", "transfer"], "needs --source"),
