@@ -38,7 +38,7 @@ import common
 import corruptions
 import data
 import metrics
-from vit import vit_from_checkpoint
+from vit import ViTConfig, vit_from_checkpoint
 
 # Fig. 3 sweeps eps over FGSM and PGD; Table 2 has the others at one budget each. Flags given on the command line win.
 PRESETS = {
@@ -59,6 +59,10 @@ MEASURES = ("clean", "corruptions", *FOLDERS, *ATTACKS)
 LIMITS = {"shapes": dict(corruptions=320, noise=640, fgsm=640, pgd=160, adaptive_pgd=80, transfer=160, sld=160, spsa=20,
                          cw=40, apgd=80, adaptive_apgd=80, square=80, autoattack=80, adaptive_autoattack=80)}
 SLOW = dict(autoattack=1000, adaptive_autoattack=1000, square=1000, spsa=100, cw=100)
+# Training flags that may differ between the seeds of one model; any other makes it another model.
+SEED_FLAGS = ("seed", "data_dir", "download", "skip_bad_images", "num_workers", "device", "compile",
+              "out_dir", "resume", "max_steps", "log_every", "eval_every", "save_every",
+              "keep_every")
 
 
 def budget(text):
@@ -88,12 +92,16 @@ def get_args():
     flag("--limit", type=count, help="images per measure, the same for every model (default: all; "
          + ", ".join(f"{v} for {k}" for k, v in SLOW.items()) + "; fewer on shapes)")
     flag("--data", choices=["shapes", "cifar10", "imagenet"], help="default: what the checkpoints were trained on")
-    flag("--data_dir", help="as for train_cls.py; imagenet needs val/ only; default: as in training")
-    flag("--corrupted_dir", help="released files instead of generated ones: ImageNet-C "
+    flag("--data_dir", type=os.path.normpath,
+         help="as for train_cls.py; imagenet needs val/ only; default: as in training")
+    flag("--corrupted_dir", type=os.path.normpath,
+         help="released files instead of generated ones: ImageNet-C "
          "(<type>/<severity>/<class>/*.JPEG) or CIFAR-10-C (<type>.npy, labels.npy)")
     for name in FOLDERS:
-        flag(f"--{name}", metavar="DIR", help=f"{name.replace('_', '-')}: <class>/*; folders' names are its classes")
-    flag("--frost_dir", help="folder with ImageNet-C's frost1.png to frost6.jpg (default: procedural frost)")
+        flag(f"--{name}", metavar="DIR", type=os.path.normpath,
+             help=f"{name.replace('_', '-')}: <class>/*; folders' names are its classes")
+    flag("--frost_dir", type=os.path.normpath,
+         help="folder with ImageNet-C's frost1.png to frost6.jpg (default: procedural frost)")
     flag("--severities", nargs="+", type=common.number(int, 1, 5), default=[1, 2, 3, 4, 5], help="of the corruptions")
     flag("--jpeg85", action=boolean, default=False,
          help="corrupted images once through JPEG at quality 85, as ImageNet-C's files")
@@ -128,7 +136,8 @@ def get_args():
          help="which images --limit takes, and all random numbers")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--out_dir", help="for results.jsonl, table.md and images (default: robust/ in the first checkpoint's folder)")
+    flag("--out_dir", help="for results.jsonl, table.md and images "
+         "(default: robust/ in the first checkpoint's folder, robust_paper/ with --preset paper)")
     flag("--resume", action=boolean, default=False, help="keep the rows --out_dir has and add what is missing")
     flag("--save_images", type=common.number(int, 0), default=0,
          help="N: pictures of the first N images, clean, corrupted, attacked")
@@ -151,26 +160,44 @@ def get_args():
 # --- models and images -----------------------------------------------------------------------------------------------
 
 def kind_of(config):
-    """A model in words: softmax, symmetric, rpc 4iter/layer1, rpc 2iter/all-layer, ..."""
+    """A model in words: softmax, symmetric, rpc 4iter/layer1, rpc 2iter/all-layer, lambda 3, ..."""
     if not config.rpc_layers:
         return config.attn
     everywhere = len(config.rpc_layers) == config.depth
     layers = "all-layer" if everywhere else "layer" + ",".join(str(i + 1) for i in config.rpc_layers)
-    return f"{config.attn} {config.n_iter}iter/{layers}"
+    name = f"{config.attn} {config.n_iter}iter/{layers}"
+    if config.lambd != ViTConfig.lambd:
+        name += f", lambda {config.lambd:g}"
+    if config.form != ViTConfig.form:
+        name += f", form {config.form}"
+    return name
+
+
+def checksum(*parts):
+    """Eight hexadecimal digits for a sequence of bytes."""
+    value = 0
+    for part in parts:
+        value = zlib.crc32(part, value)
+    return f"{value:08x}"
 
 
 def load_model(path, device):
-    """A checkpoint as dict(model, name, kind, path, weights, classes, args, count).
+    """A checkpoint as dict(model, name, kind, path, classes, args, ...).
 
-    weights: a checksum; count: [images forward, images backward], which grows as the model is used.
+    weights, model_config (what differs from ViTConfig's defaults): which model it is; recipe: a
+    checksum of how it was trained, but for the seed; count: [images forward, images backward],
+    which grows as the model is used.
     """
     checkpoint = common.read_checkpoint(path)
     with common.naming(f"--ckpt {path}"):
         model = vit_from_checkpoint(checkpoint).to(device).requires_grad_(False)
+    tensors = (t.cpu().contiguous().numpy().tobytes() for t in model.state_dict().values())
+    defaults = vars(ViTConfig())
+    config = {k: v for k, v in vars(model.config).items() if v != defaults[k]}
+    config = json.loads(json.dumps(config))               # as a row that is read back has it
     trained = checkpoint.get("args") or {}
-    weights = 0
-    for tensor in model.state_dict().values():
-        weights = zlib.crc32(tensor.cpu().contiguous().numpy().tobytes(), weights)
+    recipe = {k: v for k, v in trained.items() if k not in SEED_FLAGS}
+    recipe["step"] = checkpoint.get("step")               # epoch 3 and epoch 8 are not two seeds
     seen = [0, 0]
 
     def look(module, inputs):                                    # a hook is shared by copies of the model: all count
@@ -178,8 +205,11 @@ def load_model(path, device):
         seen[1] += len(inputs[0]) * inputs[0].requires_grad
 
     model.register_forward_pre_hook(look)
-    name = f"{kind_of(model.config)}, seed {trained.get('seed', '?')}"
-    return dict(model=model, name=name, kind=kind_of(model.config), path=str(path), weights=f"{weights:08x}",
+    kind = kind_of(model.config)
+    name = f"{kind}, seed {trained.get('seed', '?')}"
+    return dict(model=model, name=name, kind=kind, path=str(path), weights=checksum(*tensors),
+                model_config=config,
+                recipe=checksum(json.dumps(recipe, sort_keys=True).encode()),
                 classes=checkpoint.get("classes"), args=trained, count=seen)
 
 
@@ -207,6 +237,7 @@ def load_source(args, models, device):
             raise ValueError(f"--ckpt {m['path']} was trained on {len(classes)} other classes "
                              f"({', '.join(classes[:3])}, ...) than --data {args.data} has "
                              f"({', '.join(source.classes[:3])}, ...)")
+    args.imagenet1k = metrics.is_imagenet(source.classes)
     return source
 
 
@@ -459,8 +490,10 @@ def plan(args):
     pgd = dict(steps=args.pgd_steps, alpha=args.pgd_alpha, random_start=args.random_start)
     settings = dict(
         clean=[{}],
-        corruptions=[dict(type=name, severities=args.severities, jpeg85=args.jpeg85, released=bool(args.corrupted_dir),
-                          frost="photographs" if args.frost_dir else "procedural") for name in corruptions.NAMES],
+        corruptions=[dict(type=name, severities=args.severities, jpeg85=args.jpeg85,
+                          released=args.corrupted_dir or False,
+                          frost=args.frost_dir or "procedural")
+                     for name in corruptions.NAMES],
         noise=[dict(scale=s, kind=args.noise_kind, draws=args.noise_draws, best_of=args.noise_best)
                for s in args.noise_scale],
         fgsm=[dict(eps=e) for e in args.eps],
@@ -475,7 +508,7 @@ def plan(args):
         square=[dict(eps=e, queries=args.queries) for e in args.auto_eps],
         autoattack=[dict(eps=e, queries=args.queries) for e in args.auto_eps],
         adaptive_autoattack=[dict(eps=e, queries=args.queries) for e in args.auto_eps],
-        **{name: [{}] for name in FOLDERS})
+        **{name: [dict(folder=getattr(args, name))] for name in FOLDERS})
     if "all" in chosen:
         absent = {name for name in FOLDERS if name not in given} | ({"transfer"} if not args.source else set())
         chosen = [name for name in MEASURES if name not in absent]
@@ -486,22 +519,95 @@ def plan(args):
     return [(name, setting) for name in MEASURES if name in chosen for setting in settings[name]]
 
 
+def describe_row(m, measure, setting, n, args):
+    """What a row is about: everything but its result."""
+    given = ("space", "labels", "clip", "seed", "amp")
+    conditions = {name: getattr(args, name) for name in given}
+    return dict(model=m["name"], kind=m["kind"], checkpoint=m["path"], weights=m["weights"],
+                model_config=m["model_config"], recipe=m["recipe"], data=args.data,
+                data_dir=args.data_dir if args.data == "imagenet" else None,
+                imagenet1k=args.imagenet1k,
+                measure=measure, setting=setting, conditions=conditions, images=n)
+
+
+def identity(row):
+    """What tells models apart: weights and model_config; in older rows weights, kind and path."""
+    config = row.get("model_config") or [row["kind"], row["checkpoint"]]
+    return json.dumps([row["weights"], config], sort_keys=True)
+
+
+def group(row):
+    """What the seeds of one model have in common."""
+    if "model_config" not in row:
+        return row["kind"]
+    return json.dumps([row["model_config"], row["recipe"]], sort_keys=True)
+
+
 def key(row):
     """What tells rows apart."""
-    parts = ("weights", "data", "measure", "setting", "conditions", "images")
-    return json.dumps([row[k] for k in parts], sort_keys=True)
+    parts = [row[k] for k in ("data", "measure", "setting", "conditions", "images")]
+    return json.dumps([identity(row), row.get("data_dir"), *parts], sort_keys=True)
 
 
-def read_rows(path):
-    """The finished rows of an earlier run; a line cut short by a kill is dropped."""
+def read_rows(path, models=()):
+    """The finished rows of an earlier run; a line cut short by a kill is dropped.
+
+    A row from before model_config was kept gets that of the model with its weights and path.
+    """
+    known = {(m["weights"], m["path"]): m for m in models}
     rows = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             row = json.loads(line)
+            m = known.get((row["weights"], row["checkpoint"]))
+            if m and "model_config" not in row:
+                row.update(model_config=m["model_config"], recipe=m["recipe"])
             rows[key(row)] = row
         except (json.JSONDecodeError, KeyError, TypeError):
             continue
     return rows
+
+
+class Results:
+    """The finished rows, and results.jsonl and table.md, which rank 0 writes row by row."""
+
+    def __init__(self, folder, args, models, rank, world):
+        self.out, self.table = folder / "results.jsonl", folder / "table.md"
+        self.args, self.rank, self.world = args, rank, world
+        self.rows = read_rows(self.out, models)
+        if self.rows and not args.resume:
+            raise ValueError(f"--out_dir {folder} holds results: add --resume to go on from them, "
+                             "or choose another one")
+        if rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            common.cut_log(self.out, 0)                   # a line that a kill cut short goes
+
+    def lacks(self, m, name, setting, n):
+        return key(describe_row(m, name, setting, n, self.args)) not in self.rows
+
+    def add(self, m, name, setting, n, result, seconds, before):
+        """Keep a finished row; before: the model's calls when it began."""
+        row = describe_row(m, name, setting, n, self.args)
+        forward, backward = (torch.tensor(m["count"]) - torch.tensor(before)).tolist()
+        right = result.pop("right", None)
+        row.update(result, seconds=round(seconds, 2),
+                   forward_per_image=round(forward * self.world / n, 1),
+                   backward_per_image=round(backward * self.world / n, 1), date=str(date.today()),
+                   torch=torch.__version__, hardware=common.describe(self.args.device),
+                   processes=self.world)
+        if right:
+            row["right"] = right                          # the longest field comes last
+        self.rows[key(row)] = row
+        if self.rank == 0:
+            common.write_log(self.out, row)
+            self.write_table()
+            numbers = [f"{line} {value:.2f}" for line, value, _ in lines(row)]
+            tqdm.write("  ".join([f"{m['name']:28}", *numbers, f"({n} images, {seconds:.1f} s)"]))
+
+    def write_table(self):
+        text = tables([row for row in self.rows.values() if row["data"] == self.args.data])
+        self.table.write_text(text + "\n")
+        return text
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -514,83 +620,180 @@ def show(setting):
     return f"{setting['scale']:.3g}" if "scale" in setting else setting.get("type", "")
 
 
-def lines(row):
-    """The table's lines that one row fills: [(name, value in percent or the unit named)]."""
-    name = f"{row['measure']} {show(row['setting'])}".strip()
+def title(row):
+    """What was measured: clean, fog, pgd 8/255."""
     if row["measure"] == "corruptions":
-        return [(f"{row['setting']['type']}, error", 100 - sum(row["top1"]) / len(row["top1"]))]
+        return row["setting"]["type"]
+    return f"{row['measure']} {show(row['setting'])}".strip()
+
+
+def lines(row):
+    """A row's lines in the table: [(name, value in percent or the unit named, a share?)]."""
+    name = title(row)
+    if row["measure"] == "corruptions":
+        return [(f"{name}, error", 100 - sum(row["top1"]) / len(row["top1"]), True)]
     if row["measure"] == "imagenet_o":
-        return [(f"imagenet_o, {number}", row[number.lower()]) for number in ("AUPR", "AUROC", "FPR95")]
+        numbers = "AUPR", "AUROC", "FPR95"
+        return [(f"imagenet_o, {number}", row[number.lower()], False) for number in numbers]
     if row["measure"] == "cw":
-        return [("cw, top-1", row["top1"]), ("cw, median L2 (pixel units)", row["median_l2"]),
-                *((f"cw, top-1 within L2 {r}", v) for r, v in row["top1_at_l2"].items())]
-    stages = [(f"{name}, after {stage}", v) for stage, v in row.get("stages", {}).items() if stage != "clean"]
-    return [*stages, (f"{name}, top-1", row["top1"]), (f"{name}, top-5", row["top5"])]
+        return [("cw, top-1", row["top1"], True),
+                ("cw, median L2 (pixel units)", row["median_l2"], False),
+                *((f"cw, top-1 within L2 {r}", v, True) for r, v in row["top1_at_l2"].items())]
+    stages = {stage: v for stage, v in row.get("stages", {}).items() if stage != "clean"}
+    stages = [(f"{name}, after {stage}", v, True) for stage, v in stages.items()]
+    return [*stages, (f"{name}, top-1", row["top1"], True), (f"{name}, top-5", row["top5"], True)]
 
 
-def add_means(cells, order, models):
-    """Add to cells and order, after the last corruption, the mean of the 15 errors and, on ImageNet, mCE."""
-    for tag, images in dict.fromkeys(line[1:] for line in order if line[0].endswith(", error")):
-        types = [(f"{name}, error", tag, images) for name in corruptions.NAMES]
-        mean, mce = ("mean of the 15, error", tag, images), ("mCE", tag, images)
-        for w, row in models.items():
-            errors = [cells[t, w] for t in types if (t, w) in cells]
-            if len(errors) < len(types):
-                continue
-            cells[mean, w] = sum(errors) / len(errors)
-            if row["data"] == "imagenet":
-                shares = {name: error / 100 for name, error in zip(corruptions.NAMES, errors)}
-                cells[mce, w] = metrics.mean_corruption_error(shares)
-        at = 1 + max(order.index(t) for t in types if t in order)
-        order[at:at] = [line for line in (mean, mce) if any((line, w) in cells for w in models)]
+def tell_apart(names, details):
+    """Names {key: text}; equal ones get those details {key: {field: value}} that differ."""
+    names = dict(names)
+    for field in dict.fromkeys(field for fields in details.values() for field in fields):
+        for name in set(names.values()):
+            twins = [k for k in names if names[k] == name]
+            values = {k: str(details[k].get(field)) for k in twins}
+            if len(set(values.values())) > 1:
+                names.update({k: f"{name}, {field} {values[k]}" for k in twins})
+    return names
 
 
-def tables(rows):
-    """Markdown: one column per checkpoint, then, where seeds differ only, one per model with mean ± std over seeds."""
-    models = {row["weights"]: row for row in rows}                                        # in order of appearance
-    cells, order = {}, []                             # {(line, weights): value}; lines are (name, conditions, images)
+def fill(rows):
+    """Rows as cells {(line, model): value}, times each image was right {(line, model): (n,)}, lines
+    in order, and which of them are shares of the images.
+
+    A line is (name, conditions in words, images, whatever else was set, as JSON), a model its
+    identity. The name of a line of times right is the row's title alone.
+    """
+    cells, rights, order, shares = {}, {}, {}, set()
     for row in rows:
         space, labels, clip = (row["conditions"][k] for k in ("space", "labels", "clip"))
         usual = (space, labels, clip) == ("pixel", "true", True)
         unattacked = row["measure"] in ("clean", "corruptions", *FOLDERS)
         tag = "" if usual or unattacked else f"{space}, {labels}, {'clip' if clip else 'no clip'}"
-        for name, value in lines(row):
-            line = (name, tag, row["images"])
-            order += [line] if line not in order else []
-            cells[line, row["weights"]] = value
-    add_means(cells, order, models)
+        rest = {k: v for k, v in row["setting"].items() if k not in ("type", "eps", "scale")}
+        rest.update(seed=row["conditions"]["seed"], amp=row["conditions"]["amp"])
+        rest["data_dir"] = row.get("data_dir")
+        where, w = (tag, row["images"], json.dumps(rest, sort_keys=True)), identity(row)
+        for name, value, share in lines(row):
+            line = (name, *where)
+            order[line] = None                            # a dict keeps the order
+            cells[line, w] = value
+            if share:
+                shares.add(line)
+        if "right" in row:
+            texts = row["right"] if isinstance(row["right"], list) else [row["right"]]
+            each = [metrics.unpack(text, row["images"]).int() for text in texts]
+            rights[(title(row), *where), w] = sum(each)
+    return cells, rights, list(order), shares
 
-    def table(columns, cell):
-        """Markdown of all lines; cell(line, column) is a text."""
-        body = [["measure (% unless it says otherwise)", "conditions", "images", *columns]]
-        for name, tag, images in order:
-            body.append([name, tag, str(images), *(cell((name, tag, images), c) for c in columns)])
-        if not any(row[1] for row in body[1:]):
-            body = [[row[0], *row[2:]] for row in body]
-        widths = [max(map(len, column)) for column in zip(*body)]
-        text = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths)) + " |" for row in body]
-        return "\n".join([text[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *text[1:]])
 
-    names = {}
-    for w, row in models.items():
-        names.setdefault(row["model"] if row["model"] not in names else f"{row['model']} ({row['checkpoint']})", w)
-    kinds = {}
-    for w, row in models.items():
-        kinds.setdefault(row["kind"], []).append(w)
+def add_means(cells, order, models, names):
+    """Add to cells and order, after the last corruption, the mean of the 15 errors and how it
+    relates to a reference: mCE to AlexNet, on ImageNet; elsewhere to the first model with all 15.
+    """
+    for rest in dict.fromkeys(line[1:] for line in order if line[0].endswith(", error")):
+        types = {name: (f"{name}, error", *rest) for name in corruptions.NAMES}
+        errors = {}
+        for w in models:
+            own = {name: cells[line, w] for name, line in types.items() if (line, w) in cells}
+            if len(own) == len(types):
+                errors[w] = own
+        if not errors:
+            continue
+        first = next(iter(errors))
+        mean, mce = ("mean of the 15, error", *rest), ("mCE", *rest)
+        relative = (f"corruption error relative to {names[first]}", *rest)
+        for w, own in errors.items():
+            cells[mean, w] = sum(own.values()) / len(own)
+            if models[w].get("imagenet1k"):
+                shares = {name: error / 100 for name, error in own.items()}
+                cells[mce, w] = metrics.mean_corruption_error(shares)
+            elif len(errors) > 1 and min(errors[first].values()) > 0:
+                cells[relative, w] = metrics.mean_corruption_error(own, errors[first])
+        at = 1 + max(order.index(line) for line in types.values() if line in order)
+        new = mean, mce, relative
+        order[at:at] = [line for line in new if any((line, w) in cells for w in models)]
 
-    def one(line, name):
-        value = cells.get((line, names[name]))
-        return "" if value is None else f"{value:.2f}"
 
-    def mean(line, kind):
-        values = [cells[line, w] for w in kinds[kind.rpartition(" (n = ")[0]] if (line, w) in cells]
+def line_names(order):
+    """{line: name}: lines that would look the same say what else was set."""
+    blocks, names = {}, {}
+    for line in order:
+        blocks.setdefault(line[1:3], []).append(line)
+    for block in blocks.values():
+        settings = {line: json.loads(line[3]) for line in block}
+        names.update(tell_apart({line: line[0] for line in block}, settings))
+    return names
+
+
+def markdown(order, columns, cell):
+    """A table of the lines with a text; columns: {heading: models}, cell(line, models): a text."""
+    names = line_names(order)
+    body = [["measure (% unless it says otherwise)", "conditions", "images", *columns]]
+    for line in order:
+        texts = [cell(line, models) for models in columns.values()]
+        if any(texts):
+            body.append([names[line], line[1], str(line[2]), *texts])
+    if not any(row[1] for row in body[1:]):
+        body = [[row[0], *row[2:]] for row in body]
+    widths = [max(map(len, column)) for column in zip(*body)]
+    text = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths)) + " |" for row in body]
+    return "\n".join([text[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *text[1:]])
+
+
+def cell_texts(cells, rights, shares):
+    """What a table says of a line: functions of (line, models) for one model, a group, a pair."""
+    def one(line, models):
+        value = cells.get((line, models[0]))
+        if value is None:
+            return ""
+        if line not in shares:
+            return f"{value:.2f}"
+        low, high = metrics.wilson(value / 100, line[2])
+        return f"{value:.2f} ({100 * low:.1f}-{100 * high:.1f})"
+
+    def mean(line, models):
+        values = [cells[line, w] for w in models if (line, w) in cells]
         std = f" ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else ""
         return f"{np.mean(values):.2f}{std}" if values else ""
 
-    out = table(list(names), one)
-    if any(len(w) > 1 for w in kinds.values()):
-        columns = [f"{kind} (n = {len(w)})" for kind, w in kinds.items()]
-        out += "\n\nMean ± standard deviation over seeds:\n\n" + table(columns, mean)
+    def pair(line, models):
+        first, second = (rights.get((line, w)) for w in models)
+        if first is None or second is None:
+            return ""
+        a, b = int((first > second).sum()), int((second > first).sum())
+        return f"{a} : {b}, p {metrics.mcnemar(a, b):.2g}"
+
+    return one, mean, pair
+
+
+def tables(rows):
+    """Markdown: one column per checkpoint; where seeds differ only, one per model with mean ± std
+    over seeds; where outcomes were kept, every further model beside the first, image by image.
+    """
+    models = {identity(row): row for row in rows}         # in order of appearance
+    groups, details = {}, {}
+    for w, row in models.items():
+        groups.setdefault(group(row), []).append(w)
+        details[w] = {**vars(ViTConfig()), **row.get("model_config", {})}
+        details[w].update({k: row.get(k) for k in ("recipe", "checkpoint", "weights")})
+    names = tell_apart({w: row["model"] for w, row in models.items()}, details)
+    kinds = tell_apart({g: models[w[0]]["kind"] for g, w in groups.items()},
+                       {g: details[w[0]] for g, w in groups.items()})
+    cells, rights, order, shares = fill(rows)
+    add_means(cells, order, models, names)
+    one, mean, pair = cell_texts(cells, rights, shares)
+
+    out = markdown(order, {names[w]: [w] for w in models}, one)
+    out += "\n\n(low-high): Wilson's 95 % interval over images; severities and draws count once."
+    if len(groups) < len(models):
+        out += "\n\nMean ± standard deviation over seeds:\n\n"
+        out += markdown(order, {f"{kinds[g]} (n = {len(w)})": w for g, w in groups.items()}, mean)
+    first, *others = models
+    kept = list(dict.fromkeys(line for line, _ in rights))
+    if any((line, first) in rights and (line, w) in rights for line in kept for w in others):
+        out += f"\n\nImages that only {names[first]} gets right : that only the other does,"
+        out += "\nand p of McNemar's exact test (severities, draws: right in more of them):\n\n"
+        out += markdown(kept, {names[w]: [first, w] for w in others}, pair)
     return out
 
 
@@ -614,83 +817,27 @@ def save_pictures(models, source, args, out_dir):
 
 # --- the run ---------------------------------------------------------------------------------------------------------
 
-def main():
-    args = get_args()
-    device, rank, world = common.setup(args.device)
-    args.device = device
-    todo = plan(args)
-    models = [load_model(path, device) for path in args.ckpt]
-    size = models[0]["model"].config.image_size
-    args.batch_size = args.batch_size or max(1, (2 ** 19 if device.type == "cpu" else 2 ** 22) // size ** 2)
-    source = load_source(args, models, device)
-    other = load_model(args.source, device) if args.source else None
-    first = torch.arange(min(8, len(source.labels)))
-    for images, labels, *_ in batches(source, first, args):
-        for m in [*models, other] if other else models:
-            attacks.check(m["model"], images.float() / 255, labels, 0.0)              # logits? finite? enough classes?
-
-    path = Path(args.ckpt[0])
-    out_dir = Path(args.out_dir) if args.out_dir else (path if path.is_dir() else path.parent) / "robust"
-    out = out_dir / "results.jsonl"
-    rows = read_rows(out)
-    if rows and not args.resume:
-        raise ValueError(f"--out_dir {out_dir} holds results: add --resume to go on from them, or choose another one")
-    if rank == 0:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        common.cut_log(out, 0)                                                   # a line that a kill cut short goes
-        print(f"{len(models)} checkpoints | {args.data}, {len(source.labels)} test images | "
-              f"{world} x {common.describe(device)} | {out}", flush=True)
-        if args.space == "normalized":
-            std = models[0]["model"].std.mean().item()
-            print(f"budgets are in normalised units: eps 1/255 is {std:.3f}/255 of the pixel range, channels averaged")
-    conditions = dict(space=args.space, labels=args.labels, clip=args.clip, seed=args.seed, amp=args.amp)
-    stamp = dict(date=str(date.today()), torch=torch.__version__, hardware=common.describe(device), processes=world)
-
-    def describe_row(m, name, setting, n):
-        return dict(model=m["name"], kind=m["kind"], checkpoint=m["path"], weights=m["weights"], data=args.data,
-                    measure=name, setting=setting, conditions=conditions, images=n)
-
-    def finish(m, name, setting, n, result, seconds, before):
-        """Keep a finished row, on disk too; before: the model's calls when it began."""
-        row = describe_row(m, name, setting, n)
-        forward, backward = (torch.tensor(m["count"]) - torch.tensor(before)).tolist()
-        right = result.pop("right", None)
-        row.update(result, seconds=round(seconds, 2), forward_per_image=round(forward * world / n, 1),
-                   backward_per_image=round(backward * world / n, 1), **stamp)
-        if right:
-            row["right"] = right                          # the longest field comes last
-        rows[key(row)] = row
-        if rank == 0:
-            common.write_log(out, row)
-            numbers = [f"{line} {value:.2f}" for line, value in lines(row)]
-            tqdm.write("  ".join([f"{m['name']:28}", *numbers, f"({n} images, {seconds:.1f} s)"]))
-
-    if args.checks:
-        softmax = next((m["model"] for m in ([other] if other else models) if m["kind"] == "softmax"), None)
-        index = pick(len(source.labels), args.limit or 64, args.seed)
-        (pixels, labels, index, _), = whole(batches(source, index, args))
-        for m in models if rank == 0 else ():
-            twin = softmax if softmax is not m["model"] else None
-            checks.run(m["model"], pixels, labels, index, m["name"], twin)
-        return
+def evaluate(models, other, source, todo, results, args, rank, world):
+    """Every (measure, setting) of todo on the models that lack it; other: transfer's source."""
     for name, setting in todo:
         tree = source
         if name in FOLDERS:
             root, folder = os.path.split(os.path.abspath(getattr(args, name)))
+            size = models[0]["model"].config.image_size
             tree = data.ImageTree(root, folder, source.classes, size, subset=True)
         n = args.limit or min(LIMITS.get(args.data, SLOW).get(name, len(tree.labels)), len(tree.labels))
         index = pick(len(tree.labels), n, args.seed)
-        missing = [m for m in models if key(describe_row(m, name, setting, n)) not in rows]
+        missing = [m for m in models if results.lacks(m, name, setting, n)]
+        start, before = time.perf_counter(), [list(m["count"]) for m in missing]
         if name == "corruptions" and missing:
-            start, before = time.perf_counter(), [list(m["count"]) for m in missing]
             make = released_rows if args.corrupted_dir else corruption_rows
-            results = make(missing, source, index, setting, args, rank, world)
+            made = make(missing, source, index, setting, args, rank, world)
             seconds = (time.perf_counter() - start) / len(missing)                   # making the images is shared out
-            for m, b, result in zip(missing, before, results):
-                finish(m, name, setting, n, result, seconds, b)
+            for m, b, result in zip(missing, before, made):
+                results.add(m, name, setting, n, result, seconds, b)
             continue
-        for m in missing:
-            start, before = time.perf_counter(), list(m["count"])
+        for m, b in zip(missing, before):
+            start = time.perf_counter()
             if name in FOLDERS:
                 result = folder_row(m, name, tree, index, source, args, rank, world)
             elif name == "clean":
@@ -698,14 +845,61 @@ def main():
             else:
                 victim = other["model"] if name == "transfer" else None
                 result = attack_row(m, name, setting, source, index, args, rank, world, victim)
-            finish(m, name, setting, n, result, time.perf_counter() - start, before)
+            results.add(m, name, setting, n, result, time.perf_counter() - start, b)
+
+
+def run_checks(models, other, source, args):
+    """The evaluator's checks on each model, on the same images; nothing is written."""
+    sources = [other] if other else models
+    softmax = next((m["model"] for m in sources if m["kind"] == "softmax"), None)
+    index = pick(len(source.labels), args.limit or min(64, len(source.labels)), args.seed)
+    (pixels, labels, index, _), = whole(batches(source, index, args))
+    for m in models:
+        twin = softmax if softmax is not m["model"] else None
+        checks.run(m["model"], pixels, labels, index, m["name"], twin)
+
+
+def main():
+    args = get_args()
+    device, rank, world = common.setup(args.device)
+    args.device = device
+    todo = plan(args)
+    models = [load_model(path, device) for path in args.ckpt]
+    size = models[0]["model"].config.image_size
+    pixels = 2 ** 19 if device.type == "cpu" else 2 ** 22
+    args.batch_size = args.batch_size or max(1, pixels // size ** 2)
+    source = load_source(args, models, device)
+    other = load_model(args.source, device) if args.source else None
+    first = torch.arange(min(8, len(source.labels)))
+    for images, labels, *_ in batches(source, first, args):
+        for m in [*models, other] if other else models:
+            attacks.check(m["model"], images.float() / 255, labels, 0.0)       # logits? enough?
+
+    what = f"{len(models)} checkpoints | {args.data}, {len(source.labels)} test images"
+    how = f"{world} x {common.describe(device)}"
+    if args.checks:
+        if rank == 0:
+            print(f"{what} | {how}", flush=True)
+            run_checks(models, other, source, args)
+        return
+
+    path = Path(args.ckpt[0])
+    folder = "robust" if args.preset == "default" else f"robust_{args.preset}"
+    beside = path if path.is_dir() else path.parent
+    out_dir = Path(args.out_dir) if args.out_dir else beside / folder
+    results = Results(out_dir, args, models, rank, world)
     if rank == 0:
-        table = tables([row for row in rows.values() if row["data"] == args.data])
-        (out_dir / "table.md").write_text(table + "\n")
-        print("\n" + table)
+        print(f"{what} | {how} | {results.out}", flush=True)
+        if args.space == "normalized":
+            std = models[0]["model"].std.mean().item()
+            print(f"budgets are in normalised units: eps 1/255 is {std:.3f}/255 of the pixel "
+                  "range, channels averaged")
+    evaluate(models, other, source, todo, results, args, rank, world)
+    if rank == 0:
+        print("\n" + results.write_table())
         if args.save_images:
             save_pictures(models, source, args, out_dir)
-        print(f"\n{len(rows)} rows in {out}; this table in {out_dir / 'table.md'}")
+        print(f"\n{len(results.rows)} rows in {results.out}; this table in {results.table}")
 
 
 if __name__ == "__main__":

@@ -253,6 +253,183 @@ def test_out_of_distribution_folders_use_their_own_classes(tmp_path):
     assert out.returncode == 1 and "n99" in out.stderr.splitlines()[-1] and "Traceback" not in out.stderr
 
 
+def test_models_that_share_weights_have_columns_of_their_own(tmp_path, monkeypatch, capsys):
+    """RPC and symmetric models have the same parameters; only model_config tells them apart."""
+    options = [dict(n_iter=1), dict(n_iter=4), dict(n_iter=4, lambd=0.3),
+               dict(n_iter=4, form="paper"), dict(attn="symmetric"),
+               dict(n_iter=4, lambd=0.3, eps=1e-5)]
+    for i, option in enumerate(options):
+        make_checkpoint(tmp_path / f"{i}.pt", **option)
+    weights = common.read_checkpoint(tmp_path / "0.pt")["model"]
+    for i in range(1, len(options)):
+        checkpoint = common.read_checkpoint(tmp_path / f"{i}.pt")
+        common.save_checkpoint(tmp_path / f"{i}.pt", {**checkpoint, "model": weights})
+    models = [tmp_path / f"{i}.pt" for i in range(len(options))]
+    flags = "--measures", "clean", "--limit", 40, "--out_dir", tmp_path / "r"
+    run_here(monkeypatch, "--ckpt", *models[:3], *flags)
+    run_here(monkeypatch, "--ckpt", *models, *flags, "--resume")
+    rows = results(tmp_path / "r")
+    assert len(rows) == len(options) and len({row["weights"] for row in rows}) == 1
+    heading = (tmp_path / "r" / "table.md").read_text().splitlines()[0]
+    names = [name.strip() for name in heading.strip("|").split("|")][2:]
+    assert names[0] == "rpc 1iter/layer1, seed 0" and names[1] == "rpc 4iter/layer1, seed 0"
+    assert "lambda 0.3" in names[2] and "form paper" in names[3] and names[4] == "symmetric, seed 0"
+    assert "eps 1e-05" in names[5] and "eps 1e-06" in names[2]
+    assert "standard deviation" not in (tmp_path / "r" / "table.md").read_text()
+
+
+def test_a_group_is_everything_but_the_seed(tmp_path, monkeypatch, capsys):
+    """Another length of training, another flag, an earlier checkpoint: each is another model."""
+    four = (("a", 0, 9, {}), ("b", 1, 9, dict(out_dir="out/b")), ("early", 2, 4, {}),
+            ("flag", 3, 9, dict(mixup=0.8)))
+    for name, seed, step, flags in four:
+        make_checkpoint(tmp_path / f"{name}.pt", seed=seed, step=step, flags=flags)
+    models = [tmp_path / f"{name}.pt" for name, *_ in four]
+    run_here(monkeypatch, "--ckpt", *models, "--measures", "clean", "--limit", 40,
+             "--out_dir", tmp_path / "r")
+    table = (tmp_path / "r" / "table.md").read_text().partition("over seeds")[2]
+    table = table.strip(": \n").splitlines()
+    assert table[0].count("(n = 2)") == 1 and table[0].count("(n = 1)") == 2
+    a, b = (row["top1"] for row in results(tmp_path / "r")[:2])
+    std = abs(a - b) / 2 ** 0.5
+    assert f"{(a + b) / 2:.2f} ± {std:.2f}" in table[2] and table[2].count("±") == 1
+
+
+def test_rows_of_before_keep_their_number_and_are_not_computed_again(tmp_path, monkeypatch, capsys):
+    make_checkpoint(tmp_path / "m.pt")
+    flags = "--measures", "clean", "--limit", 40, "--out_dir", tmp_path / "r"
+    run_here(monkeypatch, "--ckpt", tmp_path / "m.pt", *flags)
+    row, = results(tmp_path / "r")
+    for field in ("model_config", "recipe", "data_dir", "imagenet1k", "right"):
+        row.pop(field)
+    other = dict(row, checkpoint="elsewhere.pt", model="elsewhere", top1=12.34)
+    text = "".join(json.dumps(r) + "\n" for r in (dict(row, top1=98.76), other))
+    (tmp_path / "r" / "results.jsonl").write_text(text)
+    run_here(monkeypatch, "--ckpt", tmp_path / "m.pt", *flags, "--resume")
+    assert (tmp_path / "r" / "results.jsonl").read_text() == text
+    table = (tmp_path / "r" / "table.md").read_text()
+    assert [cell.split()[0] for cell in line_of(table, "clean, top-1")] == ["98.76", "12.34"]
+
+
+def key_of(monkeypatch, *flags, measure):
+    """What tells the first row of a measure apart under these flags."""
+    argv = ["eval_robust.py", "--ckpt", "m.pt", "--measures", measure, *flags]
+    monkeypatch.setattr(sys, "argv", argv)
+    args = eval_robust.get_args()
+    args.data, args.imagenet1k = args.data or "imagenet", False
+    model = dict.fromkeys(("name", "kind", "path", "weights", "model_config", "recipe"), "m")
+    name, setting = eval_robust.plan(args)[0]
+    return eval_robust.key(eval_robust.describe_row(model, name, setting, 10, args))
+
+
+@pytest.mark.parametrize("flag, measure", [
+    ("--corrupted_dir", "corruptions"), ("--frost_dir", "corruptions"), ("--data_dir", "clean"),
+    ("--imagenet_a", "imagenet_a"), ("--imagenet_r", "imagenet_r"), ("--imagenet_o", "imagenet_o")])
+def test_rows_from_two_folders_are_two_rows(monkeypatch, flag, measure):
+    one, slash, two = (key_of(monkeypatch, flag, folder, measure=measure)
+                       for folder in ("one", "one/", "two"))
+    assert one == slash and one != two
+
+
+def test_a_preset_has_a_folder_of_its_own(tmp_path, monkeypatch, capsys):
+    make_checkpoint(tmp_path / "m.pt")
+    for preset in ("default", "paper"):
+        run_here(monkeypatch, "--ckpt", tmp_path / "m.pt", "--preset", preset,
+                 "--measures", "clean", "--limit", 8)
+    assert len(results(tmp_path / "robust")) == len(results(tmp_path / "robust_paper")) == 1
+
+
+def test_checks_need_no_empty_folder_and_write_nothing(tmp_path, monkeypatch, capsys):
+    make_checkpoint(tmp_path / "m.pt")
+    run_here(monkeypatch, "--ckpt", tmp_path / "m.pt", "--measures", "clean", "--limit", 8)
+    before, asked = {p: p.read_bytes() for p in tmp_path.rglob("*.*")}, []
+    monkeypatch.setattr(checks, "run", lambda model, pixels, *_, **__: asked.append(len(pixels)))
+    run_here(monkeypatch, "--ckpt", tmp_path / "m.pt", "--checks", "--limit", 10)
+    run_here(monkeypatch, "--ckpt", tmp_path / "m.pt", "--checks", "--out_dir", tmp_path / "new")
+    assert asked == [10, 64] and {p: p.read_bytes() for p in tmp_path.rglob("*.*")} == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_table_is_written_after_every_row(tmp_path, monkeypatch, capsys):
+    def killed(*args, **how):
+        raise KeyboardInterrupt
+
+    make_checkpoint(tmp_path / "m.pt")
+    monkeypatch.setitem(eval_robust.ATTACKS, "pgd", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_here(monkeypatch, "--ckpt", tmp_path / "m.pt", "--measures", "clean", "fgsm", "pgd",
+                 "--limit", 8, "--eps", "2/255", "--out_dir", tmp_path / "r")
+    table = (tmp_path / "r" / "table.md").read_text()
+    assert "| clean, top-1" in table and "| fgsm 2/255, top-1" in table and "pgd" not in table
+
+
+def made_up(model, errors):
+    """Rows of the 15 corruptions with these errors in percent."""
+    fields = dict(model=model, kind=model, checkpoint=model, weights=model, model_config={},
+                  recipe=model, data="imagenet", data_dir="x", imagenet1k=False,
+                  measure="corruptions", images=50,
+                  conditions=dict(space="pixel", labels="true", clip=True, seed=0, amp=False))
+    return [dict(fields, top1=[100 - error], setting=dict(type=name))
+            for name, error in errors.items()]
+
+
+def line_of(table, name):
+    """The cells of one line of a table."""
+    line, = (line for line in table.splitlines() if line.startswith(f"| {name} "))
+    return [cell.strip() for cell in line.strip("|").split("|")][2:]
+
+
+def test_mce_is_for_imagenets_classes_elsewhere_errors_are_relative_to_the_first_model():
+    alexnet = {name: 100 * error for name, error in metrics.ALEXNET.items()}
+    half = {name: error / 2 for name, error in alexnet.items()}
+    rows = made_up("first", alexnet) + made_up("second", half)
+    mean = sum(alexnet.values()) / 15
+    table = eval_robust.tables(rows)
+    assert "mCE" not in table
+    cells = [cell.split()[0] for cell in line_of(table, "mean of the 15, error")]
+    assert cells == [f"{mean:.2f}", f"{mean / 2:.2f}"]
+    assert line_of(table, "corruption error relative to first") == ["100.00", "50.00"]
+    assert "relative" not in eval_robust.tables(rows[:15])
+    table = eval_robust.tables([dict(row, imagenet1k=True) for row in rows])
+    assert line_of(table, "mCE") == ["100.00", "50.00"] and "relative" not in table
+
+
+def test_the_table_says_how_sure_it_is(first_run):
+    folder, _, _ = first_run
+    row = next(row for row in results(folder / "one") if row["measure"] == "fgsm")
+    low, high = metrics.wilson(row["top1"] / 100, 11)
+    first, _, last = (folder / "one" / "table.md").read_text().partition("McNemar")
+    interval = f"{row['top1']:.2f} ({100 * low:.1f}-{100 * high:.1f})"
+    assert line_of(first, "fgsm 2/255, top-1")[0] == interval
+    assert [len(line_of(last, name)) for name in ("fgsm 2/255", "noise 0.068", "fog")] == [1, 1, 1]
+
+
+def test_two_models_are_compared_image_by_image():
+    first, second = ([torch.arange(50) % k > 0 for k in ks] for ks in ((2, 3), (5, 7)))
+    (fog, *_), (other, *_) = made_up("first", {"fog": 50}), made_up("second", {"fog": 20})
+    fog["right"] = [metrics.pack(right) for right in first]
+    other["right"] = [metrics.pack(right) for right in second]
+    clean = [dict(row, measure="clean", setting={}, top1=50, top5=90, right=row["right"][0])
+             for row in (fog, other)]
+    table = eval_robust.tables([fog, other, *clean]).partition("McNemar")[2]
+    ours, theirs = (sum(right.int() for right in model) for model in (first, second))
+    a, b = int((ours > theirs).sum()), int((theirs > ours).sum())
+    assert a != b and line_of(table, "fog") == [f"{a} : {b}, p {metrics.mcnemar(a, b):.2g}"]
+    a, b = int((first[0] & ~second[0]).sum()), int((second[0] & ~first[0]).sum())
+    assert a != b and line_of(table, "clean") == [f"{a} : {b}, p {metrics.mcnemar(a, b):.2g}"]
+
+
+def test_settings_that_differ_have_lines_of_their_own(tmp_path, monkeypatch, capsys):
+    make_checkpoint(tmp_path / "m.pt")
+    flags = ("--ckpt", tmp_path / "m.pt", "--measures", "pgd", "--eps", "2/255", "--limit", 8,
+             "--out_dir", tmp_path / "r")
+    run_here(monkeypatch, *flags, "--pgd_steps", 1)
+    run_here(monkeypatch, *flags, "--pgd_steps", 2, "--resume")
+    table = (tmp_path / "r" / "table.md").read_text()
+    assert line_of(table, "pgd 2/255, top-1, steps 1")
+    assert line_of(table, "pgd 2/255, top-1, steps 2")
+
+
 def attack_flags(monkeypatch, path, *flags):
     """Flags, a model and the embedded scenes, ready for attack_row."""
     argv = ["eval_robust.py", "--ckpt", str(path), "--device", "cpu", *map(str, flags)]
