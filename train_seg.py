@@ -382,8 +382,7 @@ def sentence(metrics, num_classes):
 
 def log_evaluation(log, step, epoch, metrics, model, images):
     """A row with the metrics and, of some training images, key statistics; once per step."""
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
-    if any("eval" in row and row["step"] == step for row in rows):
+    if any("eval" in row and row["step"] == step for row in common.read_log(log)):
         return
     keys = key_statistics(model.eval(), model.masks, images[:8])
     model.train()

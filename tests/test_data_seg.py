@@ -132,6 +132,18 @@ def test_each_distortion_happens_half_the_time_and_contrast_in_two_places():
     assert distort(pink, last).flatten().tolist() == [255, 120, 120]                     # S 102 -> 151, then 1.49 times
 
 
+@pytest.mark.parametrize("column,value,expected", [
+    (0, 0.0, [168, 88, 88]), (2, 0.0, [100, 60, 60]), (5, 0.0, [200, 160, 160]),
+    (5, 1.0, [200, 80, 80]), (7, 0.0, [200, 120, 168]), (7, 0.99, [200, 165, 120])])
+def test_a_distortion_happens_below_one_half_and_reaches_its_bounds(column, value, expected):
+    u = torch.full((2, data_seg.DISTORT_COLUMNS), 0.9)
+    u[:, column] = torch.tensor([0.49, 0.51])
+    u[:, column + 1] = value
+    pink = torch.tensor([200, 120, 120], dtype=torch.uint8).view(1, 3, 1, 1).expand(2, 3, 1, 1)
+    changed, same = distort(pink, u)[:, :, 0, 0].int()
+    assert (changed - torch.tensor(expected)).abs().max() <= 1 and same.tolist() == [200, 120, 120]
+
+
 # --- the crop --------------------------------------------------------------------------------------------------------
 
 def test_a_crop_needs_two_classes_and_none_with_three_quarters():

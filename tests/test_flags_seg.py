@@ -1,0 +1,465 @@
+"""Every flag of train_seg.py does what it says: a plain loop of torch's own parts and a run with
+every flag away from its default give the same log and weights; a table says what a flag changes."""
+
+import json
+import math
+import re
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+import common
+import corruptions
+import data_seg
+import train_seg
+from attention import key_statistics
+from data import load_shapes
+from segmenter import Segmenter, SegmenterConfig, predict, segmenter_from_checkpoint
+
+SIZES = [(40, 60), (60, 40), (33, 70), (48, 48), (90, 30), (24, 41), (50, 61), (30, 30), (44, 52)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_tree():
+    """Nine training and five validation images of 4 classes, with ignored pixels."""
+    rng = np.random.default_rng(0)
+    for split, count in (("training", 9), ("validation", 5)):
+        for part in ("images", "annotations"):
+            Path("tree", part, split).mkdir(parents=True)
+        for i, (H, W) in enumerate(SIZES[:count]):
+            label = rng.integers(0, 5, (4, 4), dtype=np.uint8)
+            label = np.kron(label, np.ones((-(-H // 4), -(-W // 4)), np.uint8))[:H, :W]
+            noise = rng.integers(0, 50, (H, W, 3))
+            image = (label[..., None] * [50, 20, 0] + noise).astype(np.uint8)
+            Image.fromarray(image).save(f"tree/images/{split}/{i}.png")
+            Image.fromarray(label).save(f"tree/annotations/{split}/{i}.png")
+
+
+def read_tree(split):
+    """[(image, label)] with classes from 0 and 255 for what is ignored."""
+    pairs = []
+    for path in sorted(Path("tree/images", split).glob("*.png")):
+        image = torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1)
+        label = np.array(Image.open(str(path).replace("images", "annotations"))).astype(int)
+        pairs.append((image, torch.from_numpy(np.where(label == 0, 255, label - 1)).byte()))
+    return pairs
+
+
+def shapes(split, n, size):
+    split = load_shapes(split, n, size)
+    return list(zip(split.images, split.masks))
+
+
+def words(flags):
+    """{flag: value} as on the command line; True and False are --flag and --no-flag."""
+    for name, value in flags.items():
+        if value is True or value is False:
+            yield f"--{name}" if value else f"--no-{name}"
+        else:
+            yield f"--{name}"
+            yield from str(value).split()
+
+
+def call(function, **flags):
+    before = sys.argv
+    sys.argv = ["train_seg.py", *words(flags)]
+    try:
+        return function()
+    finally:
+        sys.argv = before
+
+
+def train(**flags):
+    """Run main() with these flags. Returns the rows of its log and its checkpoint."""
+    call(train_seg.main, **flags)
+    folder = flags.get("out_dir") or flags["resume"]
+    rows = common.read_log(Path(folder, "log.jsonl"))
+    rows = [row for row in rows if "args" not in row]
+    return rows, common.read_checkpoint(folder)
+
+
+# --- the recipe as a plain loop -------------------------------------------------------------------
+
+def plain_view(image, label, u, f):
+    """Resize to fit in 4 size r by size r, crop (drawn again while it is dull), flip."""
+    r = f.min_scale + (f.max_scale - f.min_scale) * u[0]
+    long, short = int(4 * f.size * r), int(f.size * r)
+    factor = min(long / max(label.shape), short / min(label.shape))
+    (H, W), (h, w) = label.shape, (int(side * factor + 0.5) for side in label.shape)
+    image = data_seg.resize(image, h, w)
+    label = label[torch.arange(h) * H // h][:, torch.arange(w) * W // w]          # nearest
+
+    for down, across in zip(u[1:23:2], u[2:23:2]):
+        top = int(down * (max(h - f.size, 0) + 1))
+        left = int(across * (max(w - f.size, 0) + 1))
+        at = slice(top, top + f.size), slice(left, left + f.size)
+        counts = label[at][label[at] != 255].unique(return_counts=True)[1].tolist()
+        if len(counts) > 1 and max(counts) / sum(counts) < 0.75:
+            break
+        if h <= f.size and w <= f.size:
+            break
+    image, label = image[:, *at], label[at]
+    if u[23] < 0.5:
+        image, label = image.flip(2), label.flip(1)
+    return image, label
+
+
+def test_a_view_is_the_plain_one_and_padding_has_no_class():
+    make_tree()
+    f = SimpleNamespace(size=24, min_scale=0.6, max_scale=1.6)
+    draws = common.uniform(torch.arange(400), 24, 1, 30).tolist()
+    pairs = read_tree("training")
+    for i, u in enumerate(draws):
+        image, label = plain_view(*pairs[i % 9], u, f)
+        h, w = label.shape
+        got, classes, *shape = data_seg.training_view(*pairs[i % 9], u, 24, (0.6, 1.6))
+        assert shape == [h, w] and torch.equal(got[:, :h, :w], image)
+        assert torch.equal(classes, F.pad(label, (0, 24 - w, 0, 24 - h), value=255))
+
+
+def plain_batch(f, source, step, mean):
+    """Images, the mean colour where they are padded, and labels, 255 there."""
+    n = len(source)
+    epoch, i = divmod(step, math.ceil(n / f.batch_size))
+    generator = torch.Generator().manual_seed(f.seed * 1_000_003 + epoch)
+    order = torch.randperm(n, generator=generator).tolist()
+    first = i * f.batch_size
+    images, labels = [], []
+    for j, index in enumerate(order[first:first + f.batch_size]):
+        position = torch.tensor([epoch * n + first + j])
+        u = common.uniform(position, 24, f.seed, 30)[0].tolist()
+        image, label = plain_view(*source[index], u, f)
+        if f.distort:
+            image = data_seg.distort(image[None], common.uniform(position, 9, f.seed, 31))[0]
+        h, w = label.shape
+        images.append(mean.repeat(1, f.size, f.size))
+        images[-1][:, :h, :w] = image / 255
+        labels.append(F.pad(label.long(), (0, f.size - w, 0, f.size - h), value=255))
+    return torch.stack(images), torch.stack(labels)
+
+
+def plain_scores(pairs, K):
+    """Metrics of [(label, prediction)], class by class."""
+    truth, guess = (torch.cat([t.flatten().long() for t in part]) for part in zip(*pairs))
+    guess, truth = guess[truth != 255], truth[truth != 255]
+    accuracy, iou = [], []
+    for k in range(K):
+        right, either = ((truth == k) & (guess == k)).sum(), ((truth == k) | (guess == k)).sum()
+        accuracy.append((100 * right / (truth == k).sum()).item())
+        iou.append((100 * right / either).item())
+    pixels = 100 * (truth == guess).float().mean().item()
+    return dict(pixel_accuracy=pixels, mean_accuracy=np.nanmean(accuracy), mean_iou=np.nanmean(iou),
+                accuracy=accuracy, iou=iou, images=len(pairs), classes=int(np.isfinite(iou).sum()),
+                classes_in_truth=int(np.isfinite(accuracy).sum()))
+
+
+def plain_predictions(f, model, images, seen):
+    """Classes per pixel, one image at a time; the probabilities are appended to seen."""
+    scales = [float(scale) for scale in f.scales.split()]
+    for image in images:
+        with torch.autocast("cpu", torch.bfloat16, enabled=f.amp):
+            p = predict(model.eval(), image, size=f.size, window=f.window, stride=f.stride,
+                        scales=scales, flip=f.flip)
+        seen.append(p)
+        yield p.argmax(0)
+
+
+def spy(monkeypatch):
+    """The list to which train_seg.py's predictions are appended from now on."""
+    seen, real = [], train_seg.predict
+
+    def recorded(*args, **how):
+        seen.append(real(*args, **how))
+        return seen[-1]
+    monkeypatch.setattr(train_seg, "predict", recorded)
+    return seen
+
+
+def plain_loop(f, source, val, model, K, seen):
+    """The recipe, f its flags. Returns the rows of the log; the model is trained in place."""
+    val_images, val_labels = zip(*val)
+    epoch_steps = math.ceil(len(source) / f.batch_size)
+    groups = dict(params=[], weight_decay=f.weight_decay), dict(params=[], weight_decay=0)
+    for name, p in model.named_parameters():
+        kept = p.ndim == 1 or name.endswith(("pos_embed", "cls_token", "cls_emb"))
+        groups[kept]["params"].append(p)
+    if f.optimizer == "sgd":
+        optimizer = torch.optim.SGD(groups, f.lr, momentum=0.9, nesterov=True)
+    else:
+        optimizer = torch.optim.AdamW(groups, f.lr)
+    rows, pending, total = [], [], f.epochs * epoch_steps
+    for step in range(f.max_steps):
+        lr = (f.lr - f.min_lr) * (1 - step / total) ** 0.9 + f.min_lr
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        images, labels = plain_batch(f, source, step, model.encoder.mean)
+        torch.manual_seed(hash((f.seed, step, 0)) % 2 ** 63)           # dropout, drop path
+        with torch.autocast("cpu", torch.bfloat16, enabled=f.amp):
+            logits = model.train()(images)
+        loss = F.cross_entropy(logits.float(), labels, ignore_index=255)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), f.clip)
+        optimizer.step()
+
+        step, pending = step + 1, [*pending, (loss.item(), norm.item())]
+        at = dict(step=step, epoch=step / epoch_steps)
+        end_of_epoch = step % epoch_steps == 0 or step == f.max_steps
+        if step % f.log_every == 0 or step % f.save_every == 0 or end_of_epoch:
+            loss, norm = np.mean(pending, 0)
+            rows.append(dict(at, loss=loss, grad_norm=norm, lr=lr))
+            pending = []
+        if step == f.max_steps or step % (f.eval_every * epoch_steps) == 0:
+            about = key_statistics(model.eval(), model.masks, images[:8])
+            pairs = list(zip(val_labels, plain_predictions(f, model, val_images, seen)))
+            rows.append(dict(at, eval=plain_scores(pairs, K), **about))
+    return rows
+
+
+# Every flag here is away from its default and from its recipe in one of these; the rest: LEFT_OUT.
+FLAGS = dict(model="micro", patch_size=8, n_iter=3, lambd=0.3, form="paper", rpc_layers="1,3",
+             drop_path=0.3, dropout=0.3, size=24, min_scale=0.6, max_scale=1.6, epochs=4,
+             batch_size=4, lr=3e-3, min_lr=1e-3, weight_decay=0.4, clip=0.5, window=16, stride=12,
+             scales="0.5 1", flip=True, save_images=2, seed=5, device="cpu", out_dir="a",
+             max_steps=10, log_every=3, eval_every=2, save_every=4, keep_every=2)
+RUNS = {
+    "shapes": dict(FLAGS, attn="rpc_asym", num_images=11, decoder="linear", optimizer="sgd",
+                   distort=True, amp=True, lr=0.1),
+    "camvid": dict(FLAGS, attn="sym_asym", data="camvid", data_dir="tree", num_classes=4,
+                   optimizer="sgd", distort=False, num_workers=3),
+    "ade20k": dict(FLAGS, attn="rpc", data="ade20k", data_dir="tree", num_classes=4, eval_every=1,
+                   optimizer="adamw", distort=False, num_workers=0, lr=1e-2)}
+EVALUATION = {"eval_only", "corruptions", "severity", "frost_dir", "limit"}
+LEFT_OUT = EVALUATION | {"compile", "resume", "backbone"}       # backbone: test_train_seg.py
+
+
+def the_model(flags, K):
+    torch.manual_seed(5)
+    return Segmenter(SegmenterConfig(
+        num_classes=K, image_size=24, patch_size=8, embed_dim=96, depth=6, num_heads=3,
+        mlp_ratio=4.0, attn=flags["attn"], rpc_layers=(1, 3), n_iter=3, lambd=0.3, form="paper",
+        drop_path=0.3, eps=1e-5, decoder=flags.get("decoder", "mask"), decoder_depth=2,
+        decoder_heads=1, decoder_attn="symmetric" if flags["attn"] == "rpc" else "softmax",
+        decoder_dropout=0.3))
+
+
+def assert_rows(got, expected, **tolerance):
+    def names(rows):
+        return [(row["step"], sorted(row)) for row in rows]
+    assert names(got) == names(expected)
+    for ours, theirs in zip(got, expected):
+        for name, value in theirs.items():
+            if name == "eval":
+                compare(ours[name], value)
+            elif name == "nonzero_S":
+                assert ours[name].keys() == {str(layer) for layer in value}
+                for layer, share in value.items():
+                    assert ours[name][str(layer)] == pytest.approx(share, abs=1e-3)
+            else:
+                assert ours[name] == pytest.approx(value, **tolerance), (ours["step"], name)
+
+
+def compare(ours, theirs):
+    """Metrics of a log, rounded and None where undefined, with those of plain_scores."""
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        mine = ours[name]
+        if isinstance(value, list):
+            mine = [math.nan if x is None else x for x in mine]
+        assert mine == pytest.approx(value, abs=1e-3, nan_ok=True), name
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_with_every_flag_away_from_its_default_is_the_plain_loop(name, monkeypatch):
+    flags, drawn, loaders, seen, expected = RUNS[name], [], [], spy(monkeypatch), []
+    f = SimpleNamespace(**{"amp": False, **flags})
+    if name == "shapes":
+        source, val, K = shapes("train", 11, 24), shapes("test", 1, 24), 11
+    else:
+        make_tree()
+        source, val, K = read_tree("training"), read_tree("validation"), 4
+    monkeypatch.setattr(train_seg, "save_pictures", lambda path, *pictures: drawn.extend(pictures))
+    real = torch.utils.data.DataLoader.__init__
+
+    def recorded(self, *args, num_workers=0, persistent_workers=None, prefetch_factor=None, **how):
+        loaders.append(num_workers)
+        real(self, *args, **how)                                                # without processes
+    monkeypatch.setattr(torch.utils.data.DataLoader, "__init__", recorded)
+    rows, checkpoint = train(**flags)
+    assert set(loaders) == {flags.get("num_workers", 0)}                        # all of them
+
+    model = the_model(flags, K)
+    assert checkpoint["model_config"] == asdict(model.config)
+    theirs = plain_loop(f, source, val, model, K, expected)
+    rows = [{k: v for k, v in row.items() if k != "images_per_s"} for row in rows]
+    assert_rows(rows, theirs, rel=1e-4)
+    weights = model.state_dict()
+    assert weights.keys() == checkpoint["model"].keys()
+    for key, value in checkpoint["model"].items():
+        torch.testing.assert_close(value, weights[key], rtol=1e-4, atol=1e-5, msg=key)
+    assert {path.name for path in Path("a").iterdir()} == {"log.jsonl", "last.pt", "epoch_2.pt"}
+
+    images, labels = zip(*val[::3])                                     # of 5: first, fourth
+    pictures = images, labels, list(plain_predictions(f, model, images, expected))
+    for got, picture in zip(drawn[:3], pictures, strict=True):
+        assert all(torch.equal(a.long(), b.long()) for a, b in zip(got, picture, strict=True))
+    for p, q in zip(seen, expected, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-4)
+
+
+def test_every_flag_is_in_a_run_or_in_a_table(capsys):
+    with pytest.raises(SystemExit):
+        call(train_seg.main, help=True)
+    flags = set(re.findall(r"^  --(\w+)", capsys.readouterr().out, re.M))
+    assert len(flags) > 40
+    away = set(LEFT_OUT)
+    for name, run in RUNS.items():
+        default = vars(call(train_seg.get_args, **{"data": name, "data_dir": "tree"}))
+        away |= {flag for flag, value in run.items() if default.get(flag) != value}
+    assert flags == away | {"data", "data_dir"}
+
+
+# --- flag -> what must change ---------------------------------------------------------------------
+
+BASE = dict(data="shapes", num_images=10, size=16, patch_size=8, window=8, batch_size=5, epochs=2,
+            save_images=0, log_every=1)                        # 4 steps, one validation image
+CHANGES = [                                      # these flags, what must change, what must not
+    (dict(num_images=9), "loss", ""), (dict(model="micro"), "loss", ""),
+    (dict(patch_size=4), "loss", ""), (dict(attn="symmetric"), "loss", ""),
+    (dict(rpc_layers="1"), "loss", ""), (dict(n_iter=2), "loss", ""), (dict(lambd=0.1), "loss", ""),
+    (dict(form="paper"), "loss", ""), (dict(decoder="linear"), "loss", ""),
+    (dict(drop_path=0.5), "loss", "lr"), (dict(dropout=0.5), "loss", "lr"),
+    (dict(size=24), "loss", ""), (dict(min_scale=0.5), "loss", "lr"),
+    (dict(max_scale=2), "loss", "lr"), (dict(distort=True), "loss", "lr"),
+    (dict(epochs=3), "lr steps", "first"), (dict(batch_size=4), "loss", ""),
+    (dict(optimizer="sgd"), "loss", "first lr"), (dict(lr=1e-3), "lr loss", "first"),
+    (dict(min_lr=1e-3), "lr loss", "first"), (dict(weight_decay=0.5), "weights", "first lr"),
+    (dict(clip=0.01), "weights", "first lr"), (dict(window=16), "eval", "loss weights"),
+    (dict(stride=4), "eval", "loss weights"), (dict(scales="0.5 2"), "eval", "loss weights"),
+    (dict(flip=True), "eval", "loss weights"), (dict(save_images=1), "files", "loss weights"),
+    (dict(seed=1), "loss", "lr"), (dict(device="cpu"), "device", "loss weights"),
+    (dict(amp=True), "loss", "lr"), (dict(compile=True), "compiled", "loss weights"),
+    (dict(max_steps=3), "steps", "first"), (dict(log_every=3), "steps", "weights eval"),
+    (dict(eval_every=1), "evaluations", "loss weights"),
+    (dict(save_every=1), "saved", "loss weights"), (dict(keep_every=1), "files", "loss weights")]
+
+
+def observe(monkeypatch, **flags):
+    """What a run did, by the names that the table uses."""
+    saved, devices, compiled = [], [], []
+    real_save, real_setup = common.save_checkpoint, common.setup
+
+    def save(path, checkpoint):
+        saved.append((path.name, checkpoint["step"]))
+        real_save(path, checkpoint)
+
+    def setup(device):
+        devices.append(device)
+        return real_setup(device)
+
+    def compile(model):
+        return lambda images: (compiled.append(len(images)), model(images))[1]
+
+    with monkeypatch.context() as patch:
+        seen = spy(patch)
+        patch.setattr(common, "save_checkpoint", save)
+        patch.setattr(common, "setup", setup)
+        patch.setattr(torch, "compile", compile)
+        rows, checkpoint = train(**flags)
+    steps = [row for row in rows if "loss" in row]
+    return dict(loss=[row["loss"] for row in steps], first=steps[0]["loss"],
+                lr=[row["lr"] for row in steps], steps=[row["step"] for row in steps],
+                weights={name: w.sum().item() for name, w in checkpoint["model"].items()},
+                eval=seen[-1].tolist(), device=devices, saved=saved, compiled=compiled,
+                evaluations=[row["step"] for row in rows if "eval" in row],
+                files=sorted(path.name for path in Path(flags["out_dir"]).iterdir()))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """What the run with BASE alone did."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("base"))
+        return observe(patch, **BASE, out_dir="base")
+
+
+@pytest.mark.parametrize("flags,changes,stays", CHANGES, ids=[next(iter(c[0])) for c in CHANGES])
+def test_a_flag_changes_what_it_should_and_nothing_else(base, monkeypatch, flags, changes, stays):
+    seen = observe(monkeypatch, **{**BASE, **flags}, out_dir="a")
+    for name in changes.split():
+        assert seen[name] != base[name], f"{flags} did not change {name}"
+    for name in stays.split():
+        assert seen[name] == base[name], f"{flags} changed {name}"
+
+
+# --- going on, and evaluating a checkpoint --------------------------------------------------------
+
+def test_a_resumed_run_takes_the_new_lr_weight_decay_and_clip():
+    train(**BASE, out_dir="a", max_steps=2)
+    rows, checkpoint = train(resume="a", lr=0.5, min_lr=0.1, weight_decay=0.3, clip=1e-9)
+    groups = checkpoint["optimizer"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.3, 0]
+    lrs = {row["step"]: row["lr"] for row in rows if "lr" in row}
+    assert lrs[3] == pytest.approx(0.4 * 0.5 ** 0.9 + 0.1) and lrs[2] < 2e-3
+
+
+def test_an_evaluation_with_every_flag_away_from_its_default_is_the_definition(monkeypatch):
+    make_tree()
+    run = dict(data="camvid", data_dir="tree", num_classes=4, size=24, patch_size=8, batch_size=4,
+               num_workers=0, max_steps=2, dropout=0.5, save_images=0, out_dir="a")
+    train(**run)
+    Path("frost").mkdir()
+    for i, name in enumerate(corruptions.FROST_FILES):
+        pixels = np.random.default_rng(i).integers(0, 256, (100 + i, 120, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(Path("frost", name))
+    flags = dict(corruptions="frost", severity="2 4", frost_dir="frost", limit=3, amp=True,
+                 window=16, stride=12, scales="0.5 1", flip=True, save_images=2, out_dir="b")
+    seen, expected = spy(monkeypatch), []
+    call(train_seg.main, eval_only="a", **flags)
+    rows = [json.loads(line) for line in Path("b/results.jsonl").read_text().splitlines()]
+    todo = [(None, 0), ("frost", 2), ("frost", 4)]
+    assert [(row["corruption"], row["severity"]) for row in rows] == todo
+
+    f = SimpleNamespace(**flags, size=24)
+    model = segmenter_from_checkpoint(common.read_checkpoint("a"))
+    index = torch.randperm(5, generator=torch.Generator().manual_seed(0)).tolist()[:3]
+    val = read_tree("validation")
+    images, labels = zip(*[val[i] for i in index])
+    for row, (_, severity) in zip(rows, todo):
+        shown = images
+        if severity:
+            how = dict(seed=0, frost_dir="frost")
+            shown = [corruptions.corrupt(image[None], "frost", severity, index=[i], **how)[0]
+                     for i, image in zip(index, images)]
+        pairs = list(zip(labels, plain_predictions(f, model, shown, expected)))
+        scores = plain_scores(pairs, 4)
+        compare({k: row[k] for k in scores}, scores)
+        list(plain_predictions(f, model, shown[::2], expected))         # the pictures
+    for p, q in zip(seen, expected, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-4)
+    pictures = {path.name for path in Path("b").glob("*.png")}
+    assert pictures == {"clean.png", "frost_2.png", "frost_4.png"}
+
+
+def test_all_corruptions_are_all_of_them(monkeypatch):
+    train(**BASE, out_dir="a", max_steps=1)
+    monkeypatch.setattr(corruptions, "corrupt", lambda images, *args, **how: images)
+    call(train_seg.main, eval_only="a", corruptions="all", save_images=0)
+    rows = [json.loads(line) for line in Path("a/eval/results.jsonl").read_text().splitlines()]
+    todo = [(name, severity) for name in corruptions.NAMES for severity in (1, 2, 3, 4, 5)]
+    assert [(row["corruption"], row["severity"]) for row in rows] == [(None, 0), *todo]
