@@ -153,7 +153,7 @@ class ViT(nn.Module):
     def tokens(self, x, pos_embed):
         """Normalised images (B, 3, h, w) -> (B, N, C): cut in patches, class token in front, add pos_embed."""
         x = self.patch_embed(x)
-        return torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1) + pos_embed
+        return torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], 1) + pos_embed
 
     def embed(self, images):
         """Images (B, 3, S, S) in [0, 1] of the model's own size -> tokens (B, N, C)."""

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import common
-from vit import SIZES, Block, ViT, ViTConfig, load_weights, resize_pos_embed, vit_from_checkpoint
+from attention import KINDS
+from vit import RPC_KINDS, SIZES, Block, ViT, ViTConfig, load_weights, resize_pos_embed, vit_from_checkpoint
 
 TINY = dict(image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=10)
 VARIANTS = {"sym": dict(attn="symmetric"), "rpc_l0_n4_lam4": dict(attn="rpc"), "rpc_l0_n6_lam4": dict(attn="rpc", n_iter=6),
@@ -120,6 +121,16 @@ def test_features_are_the_forward_pass_by_name():
     f = m.features(x)
     assert list(f) == ["embed", "blocks.0", "blocks.1", "norm", "head"]
     assert torch.equal(f["head"], m(x)) and f["blocks.0"].shape == (2, 17, 48)
+
+
+@pytest.mark.parametrize("attn", sorted({*KINDS, *RPC_KINDS}))
+def test_every_kind_exports_with_a_batch_of_any_size(attn):
+    m = small(attn=attn, n_iter=2)
+    images = torch.rand(5, 3, 32, 32)
+    batch = torch.export.Dim("batch")
+    program = torch.export.export(m, (images[:3],), dynamic_shapes=({0: batch},))
+    for part in (images[:1], images[:3], images):
+        torch.testing.assert_close(program.module()(part), m(part), rtol=0, atol=1e-6)
 
 
 def test_drop_path_drops_whole_samples_in_training_only_and_keeps_the_mean():
