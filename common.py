@@ -115,6 +115,9 @@ def choose_out_dir(args, name):
 
     Also sets args.resume when torchrun restarted us and there is something to resume. The same on every process.
     """
+    for flag in ("out_dir", "init_from"):
+        if getattr(args, flag, None) == "":
+            raise ValueError(f"--{flag} is empty, expected a path")
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
     def ours(folder):                                # the run of another command is neither continued nor overwritten

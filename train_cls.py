@@ -121,7 +121,19 @@ def get_args():
     given = {k: v for k, v in vars(given).items() if v is not None}
     stored = stored_args(given) if "resume" in given else {}
     recipe = RECIPES[given.get("data", stored.get("data", default["data"]))]
-    return argparse.Namespace(**{**default, **recipe, **stored, **given})
+    args = argparse.Namespace(**{**default, **recipe, **stored, **given})
+    if not stored or given.keys() & {"epochs", "warmup_epochs", "lr", "min_lr"}:
+        check_schedule(args)
+    return args
+
+
+def check_schedule(args):
+    """ValueError unless the learning rate rises to --lr and falls to --min_lr within the run."""
+    if args.warmup_epochs > args.epochs:
+        raise ValueError(f"--warmup_epochs {args.warmup_epochs} is longer than the run, "
+                         f"--epochs {args.epochs}")
+    if args.min_lr > args.lr:
+        raise ValueError(f"--min_lr {args.min_lr} is above --lr {args.lr}")
 
 
 def stored_args(given):
@@ -159,6 +171,9 @@ def load_data(args, device, rank=0):
     """Returns (training set, evaluation set): two `data.Split` on the device, or two `data.ImageTree`."""
     if args.data != "shapes" and not args.data_dir:
         raise ValueError(f"--data {args.data} needs --data_dir")
+    if args.data == "shapes" and args.data_dir:
+        raise ValueError(f"--data_dir {args.data_dir} is not read: --data shapes renders its images; "
+                         f"choose --data cifar10 or imagenet")
     if args.data == "imagenet":
         if args.holdout:
             raise ValueError("--holdout goes with --data shapes and cifar10; for imagenet make a folder of your own")
@@ -244,8 +259,11 @@ def evaluate(model, source, args, device, rank, world):
         loss = F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")
         total += torch.stack([right[:, 0].sum(), right.sum(), loss, good.sum()])
     model.train()
-    top1, top5, loss, n = common.all_sum(total).tolist()
-    return dict(top1=100 * top1 / max(n, 1), top5=100 * top5 / max(n, 1), loss=loss / max(n, 1), images=int(n))
+    top1, top5, loss, readable = common.all_sum(total).tolist()
+    if not readable:
+        raise ValueError(f"--data_dir {source.folder}: none of the {n} images can be read")
+    return dict(top1=100 * top1 / readable, top5=100 * top5 / readable, loss=loss / readable,
+                images=int(readable))
 
 
 def score(model, ema, train, test, args, device, rank, world):
