@@ -103,6 +103,10 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     State is float32 at least (in bf16 the error grows from 3e-3 to 9e-3); only K2 is cast, to v's dtype, for
     `F.scaled_dot_product_attention`, so no N x N matrix is kept. Raises ValueError for an unknown option.
     """
+    for name, value in (("k", k), ("v", v), ("q", k if q is None else q)):
+        if value.ndim != 4 or value.shape != k.shape:
+            raise ValueError(f"rpc_attention: {name} has shape {tuple(value.shape)}, expected (B, H, N, D), "
+                             "the same for k, v and q")
     mu = mu or ("running" if causal else "global")
     for name, value, known in (("threshold", threshold, ("times", "over")), ("mu_dim", mu_dim, ("model", "head")),
                                ("dual_sign", dual_sign, (-1, 1)), ("mu", mu, ("global", "running", "token"))):

@@ -386,6 +386,14 @@ def test_unknown_options_are_refused_by_name(bad):
         rpc_attention(*qkv()[1:], **bad)
 
 
+def test_tensors_of_another_shape_are_refused_by_name():
+    q, k, v = qkv()
+    for args, options, words in (((k[0], v[0]), {}, "k has shape"), ((k, v[:, :, :-1]), {}, "v has shape"),
+                                 ((k, v), dict(q=q[0]), "q has shape")):
+        with pytest.raises(ValueError, match=words + r" \(\d.*expected \(B, H, N, D\)"):
+            rpc_attention(*args, **options)
+
+
 @pytest.mark.parametrize("bad,word", [(dict(attn="linear"), "linear"), (dict(form="draft"), "draft"),
                                       (dict(num_heads=5), "divisible"), (dict(attn="scaled_s"), "num_tokens")])
 def test_module_refuses_bad_arguments_with_a_sentence(bad, word):
