@@ -626,6 +626,8 @@ def fab_distance(model, images, labels, *, enough=0.0, steps=100, num_targets=9,
     adv, distance = images.clone(), s.distance.clone()
     s = take(s, logits.argmax(1) == labels)
     for run in range(s.targets.shape[1] * restarts):
+        if not len(s.row):
+            break
         k, restart = divmod(run, restarts)
         s.x = s.x0
         if restart:
@@ -652,6 +654,7 @@ def fab_distance(model, images, labels, *, enough=0.0, steps=100, num_targets=9,
     return adv, distance
 
 
+@torch.no_grad()
 def fab_t(model, images, labels, eps, *, steps=100, num_targets=9, restarts=1, clip=True, seed=0, index=None):
     """FAB-T: the nearest adversarial images found by `fab_distance`, where they lie within eps."""
     adv, _ = fab_distance(model, images, labels, enough=eps, steps=steps, num_targets=num_targets, restarts=restarts,

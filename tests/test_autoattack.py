@@ -175,6 +175,12 @@ def test_attack_keeps_within_its_budget_and_changes_nothing_else(own, name):
 
 
 @pytest.mark.parametrize("name", QUICK)
+def test_the_result_is_detached_from_images_with_a_graph(own, name):
+    images = own[1][:2].clone().requires_grad_()
+    assert not QUICK[name](own[0], images, own[2][:2], EPS).requires_grad
+
+
+@pytest.mark.parametrize("name", QUICK)
 def test_without_clip_pixels_may_leave_the_unit_interval(own, name):
     model, images, labels = own[0], own[1][:40], own[2][:40]
     images = (images - 0.5).mul(2).add(0.5).clamp(0, 1)                                  # many pixels at 0 and 1
@@ -235,6 +241,13 @@ def test_fab_restarts_only_bring_images_nearer(own):
     assert (thrice <= once).all() and (thrice < once).any()
     found = thrice.isfinite()
     assert not robust(model, adv, labels)[found].any() and torch.equal(adv[~found], images[~found])
+
+
+def test_fab_may_finish_before_its_restarts(own):
+    """Every image leaves in the last step of the first run: none is left for the second."""
+    model, images, labels = own[0], own[1][:6], own[2][:6]
+    adv = fab_t(model, images, labels, 0.5, steps=10, num_targets=1, restarts=2)
+    assert not robust(model, adv, labels).any()
 
 
 def test_fab_on_a_linear_model_finds_the_distance_to_the_nearest_class():
