@@ -1,7 +1,8 @@
 """Adversarial attacks on image classifiers, whole batches at a time, and the word swap for text.
 
 Every image attack is `attack(model, images, labels, eps, ...) -> adversarial images`:
-  model     any function from pixels to logits, in eval mode: (B, 3, H, W) float32 in [0, 1] -> (B, classes)
+  model     any function from pixels to logits, (B, 3, H, W) float32 in [0, 1] -> (B, classes). A module in train mode
+            is refused, not switched: call model.eval() first
   images    (B, 3, H, W) float32 in [0, 1], on the model's device; never changed
   labels    (B,) int64, what the attack leads away from: the true classes (or the model's own predictions)
   eps       budget in pixel units, 8/255 say: a number or a tensor that broadcasts to images
@@ -85,12 +86,16 @@ def positive(**options):
             raise ValueError(f"{name}={value}, expected more than 0")
 
 
-@torch.no_grad()
-def check(model, images, labels, eps=0.0, clip=True, limit=1.0):
-    """ValueError in one line unless the inputs make sense; returns the clean logits, (B, classes). One forward pass.
+def check_inputs(model, images, labels, eps=0.0, clip=True, limit=1.0):
+    """ValueError in one line unless what goes into an attack makes sense; no forward pass.
 
-    clip=False allows images outside [0, 1], as normalised ones are, and eps above `limit`. Waits for the device once.
+    clip=False allows images outside [0, 1], as normalised ones are, and eps above `limit`.
     """
+    for name, value in (("images", images), ("labels", labels)):
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"{name} are a {type(value).__name__}, expected a tensor")
+    if isinstance(model, torch.nn.Module) and any(m.training for m in model.modules()):
+        raise ValueError("the model is in train mode: call model.eval() before attacking it")
     B, eps = len(images), torch.as_tensor(eps, dtype=torch.float32, device=images.device)
     if not images.is_floating_point() or images.ndim != 4 or not B:
         raise ValueError(f"images are {images.dtype} {tuple(images.shape)}, expected float in [0, 1], (B, 3, H, W)")
@@ -98,25 +103,45 @@ def check(model, images, labels, eps=0.0, clip=True, limit=1.0):
         raise ValueError(f"labels are {labels.dtype} {tuple(labels.shape)}, expected int64 ({B},)")
     if eps.ndim > 4 or any(e not in (1, n) for e, n in zip(eps.shape[::-1], images.shape[::-1])):
         raise ValueError(f"eps has shape {tuple(eps.shape)}, expected a number or one that fits {tuple(images.shape)}")
-    logits = model(images)
-    if logits.ndim != 2 or len(logits) != B or logits.shape[1] < 2:
-        raise ValueError(f"the model returns {tuple(logits.shape)} for {B} images, expected logits ({B}, 2 or more)")
-    facts = (images.amin(), images.amax(), eps.amin(), eps.amax(), labels.amin(), labels.amax(),
-             logits.isfinite().all(), logits.amin(), (logits.sum(1) - 1).abs().amax())
-    low, high, least, most, first, last, finite, lowest, off = torch.stack([t.float() for t in facts]).tolist()
+    facts = (images.amin(), images.amax(), eps.amin(), eps.amax())
+    low, high, least, most = torch.stack([t.detach().float() for t in facts]).tolist()
     if not (0 <= low and high <= 1 if clip else -math.inf < low and high < math.inf):
         raise ValueError(f"images have values from {low:g} to {high:g}, expected {'0 to 1' if clip else 'finite ones'}")
     if not 0 <= least <= most < math.inf:
         raise ValueError(f"eps={least if most < math.inf else most:g}, expected a number >= 0")
     if clip and most > limit:
         raise ValueError(f"eps is in pixel units, 8/255 say; got {most:g}: was it meant as {most:g}/255?")
+
+
+def check_logits(logits, labels):
+    """ValueError in one line unless these are logits, (B, classes), and the labels are of their classes."""
+    B = len(labels)
+    if logits.ndim != 2 or len(logits) != B or logits.shape[1] < 2:
+        raise ValueError(f"the model returns {tuple(logits.shape)} for {B} images, expected logits ({B}, 2 or more)")
+    facts = (labels.amin(), labels.amax(), logits.isfinite().all(), logits.amin(), (logits.sum(1) - 1).abs().amax())
+    first, last, finite, lowest, off = torch.stack([t.detach().float() for t in facts]).tolist()
     if first < 0 or last >= logits.shape[1]:
         raise ValueError(f"labels from {first:g} to {last:g}, expected 0 to {logits.shape[1] - 1}, the model's classes")
     if not finite:
         raise ValueError("the model returns logits that are not finite")
     if lowest >= 0 and off < 1e-4:
         raise ValueError("the model returns probabilities (rows sum to 1), expected logits, from before the softmax")
+
+
+@torch.no_grad()
+def check(model, images, labels, eps=0.0, clip=True, limit=1.0, batch_size=None):
+    """Both checks; returns the clean logits, (B, classes), from one forward pass."""
+    check_inputs(model, images, labels, eps, clip, limit)
+    logits = forward(model, images, batch_size)
+    check_logits(logits, labels)
     return logits
+
+
+def forward(model, images, batch_size=None):
+    """model(images), at most batch_size images at a time."""
+    if batch_size is None or len(images) <= batch_size:
+        return model(images)
+    return torch.cat([model(part) for part in images.split(batch_size)])
 
 
 class Normalized(torch.nn.Module):
@@ -125,6 +150,7 @@ class Normalized(torch.nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model, self.mean, self.std = model, model.mean, model.std
+        self.training = model.training
 
     def forward(self, z):
         return self.model(z * self.std + self.mean)
@@ -194,6 +220,9 @@ def smooth_shrink(x, tau):
 
 def rpc_layers(model):
     """The layers with RPC-Attention."""
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"the model is a {type(model).__name__}, expected an nn.Module: adaptive attacks look for "
+                         "RPC-Attention in it")
     layers = [m for m in model.modules() if isinstance(m, SelfAttention)]
     return [m for m in layers if m.attn in ("rpc", "rpc_asym")]
 
@@ -221,10 +250,11 @@ def adaptive_pgd(model, images, labels, eps, *, index=None, **options):
     Returns per image what fools the model or, where nothing does, leaves the smallest margin. model: an nn.Module; one
     without RPC-Attention gets plain PGD. options: as for `pgd`.
     """
-    index = torch.arange(len(images), device=images.device) if index is None else index.to(images.device)
+    layers = rpc_layers(model)
     adv = pgd(model, images, labels, eps, index=index, **options)
-    if not rpc_layers(model):
+    if not layers:
         return adv
+    index = torch.arange(len(images), device=images.device) if index is None else index.to(images.device)
     eps = torch.as_tensor(eps, dtype=images.dtype, device=images.device).expand_as(images)
     left = margin(model(adv), labels)
     for slope in (1.0, 0.0):
@@ -401,6 +431,7 @@ def cw(model, images, labels, *, confidence=0.0, steps=1000, lr=5e-3, search_ste
     positive(steps=steps, lr=lr, search_steps=search_steps, c0=c0)
     if not 0 <= confidence < math.inf:
         raise ValueError(f"confidence={confidence}, expected a number >= 0")
+    check_inputs(model, images, labels, clip=clip)
     adv = images.clone() if clip else images.clamp(0, 1)
     left = margin(check(model, adv, labels), labels) + confidence
     rows = (left >= 0).nonzero()[:, 0]                                               # the others are there already
@@ -764,6 +795,7 @@ def masking_signs(model, images, labels, trace=()):
       square_gain       points of accuracy Square took after the attacks with gradients, if more than 0.2 (from `trace`)
     After `fra31/auto-attack:autoattack/checks.py`.
     """
+    check_inputs(model, images, labels)
     calls = torch.stack([model(images) for _ in range(5)])
     grad = input_gradient(cross_entropy, model, images, labels)[2]
     left = {entry["stage"]: 100 * entry["robust"].float().mean().item() for entry in trace}

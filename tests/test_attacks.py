@@ -4,6 +4,7 @@ import math
 import re
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -74,7 +75,7 @@ class Linear(torch.nn.Module):
 
 def linear_case(n=20):
     """A linear model, images in [0.3, 0.7] and its predictions, w_y - w_other (n, D)."""
-    model = Linear()
+    model = Linear().eval()
     images = 0.3 + 0.4 * torch.rand(n, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     labels = model(images).argmax(1)
     return model, images, labels, (model.W[labels] - model.W[1 - labels])
@@ -452,7 +453,7 @@ def test_zero_gradient_share_counts_zeros():
 
 def broken(change):
     """What `check` says about a good case with one thing changed."""
-    case = dict(model=Linear(), images=torch.full((4, 3, 4, 4), 0.5, dtype=torch.float64), labels=torch.zeros(4).long(),
+    case = dict(model=Linear().eval(), images=torch.full((4, 3, 4, 4), 0.5, dtype=torch.float64), labels=torch.zeros(4).long(),
                 eps=0.1)
     check(**case)
     with pytest.raises(ValueError) as error:
@@ -472,6 +473,10 @@ def broken(change):
     (dict(labels=torch.zeros(4)), "labels are torch.float32"),
     (dict(labels=torch.tensor([0, 1, 2, 0])), "labels from 0 to 2, expected 0 to 1"),
     (dict(labels=torch.tensor([0, 1, -1, 0])), "labels from -1 to 1"),
+    (dict(images=np.zeros((4, 3, 4, 4))), "images are a ndarray, expected a tensor"),
+    (dict(labels=[0, 0, 0, 0]), "labels are a list, expected a tensor"),
+    (dict(model=Linear()), "the model is in train mode"),
+    (dict(model=torch.nn.Sequential(Linear().eval())), "the model is in train mode"),
     (dict(eps=-0.1), "eps=-0.1, expected a number >= 0"),
     (dict(eps=math.nan), "eps=nan"),
     (dict(eps=math.inf), "eps=inf"),
@@ -493,6 +498,33 @@ def test_every_attack_checks_its_input(name):
         ATTACKS[name](model, images * 255, labels, EPS)
     with pytest.raises(ValueError, match="labels from"):
         ATTACKS[name](model, images, labels + 2, EPS)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_every_attack_refuses_train_mode_and_other_types_in_one_line(name):
+    _, images, labels, _ = linear_case(4)
+    norm = torch.nn.BatchNorm2d(3).double()
+    model = torch.nn.Sequential(norm, Linear())
+    with pytest.raises(ValueError, match="train mode: call model.eval()"):
+        ATTACKS[name](model, images, labels, EPS)
+    assert norm.num_batches_tracked == 0 and not norm.running_mean.any()
+    for x, y, message in ((images.numpy(), labels, "images are a ndarray"),
+                          (images, labels.tolist(), "labels are a list")):
+        with pytest.raises(ValueError, match=f"^{message}, expected a tensor$"):
+            ATTACKS[name](model.eval(), x, y, EPS)
+
+
+@pytest.mark.parametrize("attack", [adaptive_pgd, adaptive_apgd, adaptive_autoattack])
+def test_adaptive_attacks_refuse_a_plain_function(attack):
+    model, images, labels, _ = linear_case(4)
+    with pytest.raises(ValueError, match="^the model is a function, expected an nn.Module"):
+        attack(lambda x: model(x), images, labels, EPS)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_the_result_is_detached_from_images_with_a_graph(name):
+    model, images, labels, _ = linear_case(4)
+    assert not ATTACKS[name](model, images.requires_grad_() * 1, labels, EPS).requires_grad
 
 
 @pytest.mark.parametrize("attack, option", [
