@@ -696,15 +696,16 @@ def fab_t(model, images, labels, eps, *, steps=100, num_targets=9, restarts=1, c
 # --- Square: random search without gradients (Andriushchenko et al. 2020) --------------------------------------------
 
 @torch.no_grad()
-def square(model, images, labels, eps, *, queries=5000, clip=True, seed=0, index=None):
+def square(model, images, labels, eps, *, queries=5000, batch_size=None, clip=True, seed=0, index=None):
     """Set random squares to +-eps, a random sign per channel, and keep what lowers the margin. Forward passes only.
 
     Source: `fra31/auto-attack:autoattack/square.py`, where all images of a batch share place and signs; here each image
     has its own. A square covers a share p of the image that falls with the number of queries; it never touches the last
-    row and column, as there. Images leave the batch at multiples of fifty queries.
+    row and column, as there. Images leave the batch at multiples of fifty queries. batch_size: images per forward
+    pass (default: all): with the whole set as `images`, passes stay full as images leave.
     """
-    positive(queries=queries)
-    logits = check(model, images, labels, eps, clip)
+    positive(queries=queries, batch_size=batch_size or 1)
+    logits = check(model, images, labels, eps, clip, batch_size=batch_size)
     (eps, index), adv = per_image(images, eps, index), images.clone()
     (_, C, H, W), every = images.shape, 50
     low, high = (project(images + side * eps, images, eps, clip) for side in (-1, 1))
@@ -714,7 +715,7 @@ def square(model, images, labels, eps, *, queries=5000, clip=True, seed=0, index
     s = take(s, logits.argmax(1) == labels)
     if not len(s.row):
         return adv
-    s.margin = margin(model(s.best), s.labels)
+    s.margin = margin(forward(model, s.best, batch_size), s.labels)
     y, x = torch.arange(H, device=images.device), torch.arange(W, device=images.device)
     for query in range(queries):
         if query % every == 0:
@@ -729,7 +730,7 @@ def square(model, images, labels, eps, *, queries=5000, clip=True, seed=0, index
         inside = ((dy >= 0) & (dy < side))[:, None, :, None] & ((dx >= 0) & (dx < side))[:, None, None]
         push = torch.where(draw[:, 2:, None, None] < 0.5, -2, 2) * s.eps                                # (B, C, 1, 1)
         candidate = torch.addcmul(s.best, push, inside.to(push.dtype)).clamp(s.low, s.high)
-        m = margin(model(candidate), s.labels)
+        m = margin(forward(model, candidate, batch_size), s.labels)
         s.best = torch.lerp(s.best, candidate, column(m < s.margin).to(push.dtype))      # exact at weights 0 and 1
         s.margin = torch.minimum(m, s.margin)
     leave(s, adv)
@@ -761,9 +762,8 @@ def autoattack(model, images, labels, eps, *, steps=100, queries=5000, num_targe
               "apgd-t": partial(apgd_t, steps=steps, surrogates=surrogates, num_targets=num_targets, **shared),
               "fab-t": partial(fab_t, steps=steps, num_targets=num_targets, **shared),
               "square": partial(square, queries=queries, **shared)}
+    logits = check(model, images, labels, eps, clip, batch_size=batch_size)
     (budget, index), adv, trace = per_image(images, eps, index), images.clone(), [] if trace is None else trace
-    parts = zip(*(t.split(batch_size) for t in (images, labels, budget)))
-    logits = torch.cat([check(model, *part, clip) for part in parts])
     targeted_dlr(logits[:1], labels[:1], labels[:1])                                     # raises if it cannot be used
     robust = logits.argmax(1) == labels
     trace.append(dict(stage="clean", robust=robust.clone()))

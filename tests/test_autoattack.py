@@ -227,6 +227,25 @@ def test_each_stage_leaves_fewer_robust_images_and_autoattack_beats_its_members(
         assert left.sum() <= robust(model, QUICK[name](model, images, labels, EPS), labels).sum()
 
 
+def test_batch_size_is_kept_and_batches_stay_full(own):
+    model, images, labels = own[0], own[1][:40], own[2][:40]
+    seen = []
+
+    def watched(x):
+        seen.append(len(x))
+        return model(x)
+
+    for name in ("square", "aa"):
+        seen.clear()
+        adv = QUICK[name](watched, images, labels, EPS, batch_size=8)
+        assert max(seen) == 8
+        assert (robust(model, adv, labels) == robust(model, QUICK[name](model, images, labels, EPS), labels)).all()
+    seen.clear()
+    survivors = square(watched, images, labels, EPS, queries=51, batch_size=8)
+    left = robust(model, survivors, labels).sum()
+    assert sum(n < 8 for n in seen) <= 1 + 52 and 8 < left < 40                          # one batch a query, at most
+
+
 def test_robust_accuracy_falls_to_zero_as_the_budget_grows(own):
     model, images, labels = own[0], own[1][:60], own[2][:60]
     for name in ("apgd-ce", "apgd-t", "fab-t"):
