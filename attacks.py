@@ -159,14 +159,21 @@ class Normalized(torch.nn.Module):
 # --- L-infinity, with gradients --------------------------------------------------------------------------------------
 
 @torch.no_grad()
-def fgsm(model, images, labels, eps, *, clip=True):
-    """Fast gradient sign method: x + eps sign(grad CE), one step. sign(0) = 0.
+def fgsm(model, images, labels, eps, *, keep_wrong=False, clip=True):
+    """Fast gradient sign method: x + eps sign(grad CE), one step. sign(0) = 0. One forward pass, one backward.
 
+    keep_wrong: images that the model gets wrong without an attack stay as they are.
     Goodfellow et al. 2015; `cleverhans-lab/cleverhans:cleverhans/torch/attacks/fast_gradient_method.py`.
     """
-    check(model, images, labels, eps, clip)
-    _, _, grad = input_gradient(cross_entropy, model, images, labels)
-    return project(images + eps * grad.sign(), images, eps, clip)
+    def loss(logits, labels):
+        check_logits(logits, labels)
+        return cross_entropy(logits, labels)
+
+    check_inputs(model, images, labels, eps, clip)
+    logits, _, grad = input_gradient(loss, model, images, labels)
+    adv = project(images + eps * grad.sign(), images, eps, clip)
+    attacked = (logits.argmax(1) == labels) | (not keep_wrong)
+    return torch.where(column(attacked), adv, images)
 
 
 @torch.no_grad()

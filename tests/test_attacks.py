@@ -346,6 +346,19 @@ def test_noise_has_the_distribution_asked_for(net):
     assert abs(g.std() - 0.1) < 1e-3 and abs(share(g.abs() < 0.1) - 0.6827) < 3e-3
 
 
+def test_fgsm_needs_one_forward_pass_and_keeps_wrong_images_if_told():
+    model, images, labels, _ = linear_case()
+    labels[::3] = 1 - labels[::3]                                                        # a third is wrong
+    seen = []
+    model.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
+    every = fgsm(model, images, labels, 0.05)
+    kept = fgsm(model, images, labels, 0.05, keep_wrong=True)
+    assert seen == [20, 20]
+    wrong = torch.arange(20) % 3 == 0
+    assert torch.equal(kept[wrong], images[wrong]) and torch.equal(kept[~wrong], every[~wrong])
+    assert not torch.equal(every[wrong], images[wrong])
+
+
 @pytest.mark.parametrize("attack", [fgsm, pgd, partial(spsa, steps=2, pairs=16)])
 def test_budget_per_channel_in_pixels_equals_one_budget_on_normalised_images(net, attack):
     model, images, labels = net
