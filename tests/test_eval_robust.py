@@ -579,5 +579,5 @@ def test_a_model_that_hides_its_gradient_fails_check_4():
     x = source.images.float() / 255
     labels = model(x).argmax(1)                                                       # all right, before any attack
     flat = dict.fromkeys(("fgsm", "pgd", "adaptive_pgd"), [100.0] * 5)
-    (_, passed, claim, evidence), = collect(checks.masking, Rounded(model), x, labels, flat)
+    (_, passed, claim, evidence), = collect(checks.masking, Rounded(model).eval(), x, labels, flat)
     assert not passed and "loss rises" in claim and "images all 0: 100.0 %" in evidence

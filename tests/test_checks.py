@@ -1,0 +1,101 @@
+"""The evaluator's checks: silent for honest models, loud for one that hides its gradient."""
+
+import pytest
+import torch
+
+import checks
+from attacks import autoattack, fgsm, pgd
+from golden_net import trained_network
+
+FLAT = dict.fromkeys(("fgsm", "pgd", "adaptive_pgd"), [100.0] * 5)
+
+
+def collect(function, *args, **options):
+    """What a check says: [(number, passed, claim, evidence)]."""
+    said = []
+    function(*args, lambda *line: said.append(line), **options)
+    return said
+
+
+class Linear(torch.nn.Module):
+    """Five classes, logits = W x: nothing more honest."""
+
+    def __init__(self):
+        super().__init__()
+        self.W = torch.randn(5, 3 * 8 * 8, generator=torch.Generator().manual_seed(0))
+
+    def forward(self, x):
+        return (x - 0.5).flatten(1) @ self.W.T
+
+
+class Rounded(torch.nn.Module):
+    """A model behind rounding: it has no gradient, or, where `leak` is not 0, a wrong one."""
+
+    def __init__(self, model, leak=0.0):
+        super().__init__()
+        self.model, self.leak = model, leak
+
+    def forward(self, x):
+        wrong = self.leak * (x - x.detach()).flip(3)
+        return self.model(torch.round(x * 64) / 64 + wrong)
+
+
+@pytest.fixture(scope="module")
+def net():
+    """(model, images, labels): a trained network and 16 images, 10 or more of them right."""
+    return trained_network(16)
+
+
+@pytest.fixture(scope="module")
+def linear():
+    model = Linear().eval()
+    images = 0.3 + 0.4 * torch.rand(16, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    return model, images, model(images).argmax(1)
+
+
+def attacked(model, x, y):
+    """What check 1 and 2 hand to check 4, from fewer attacks: (curves, trace)."""
+    budgets = [0.0, 1 / 255, 2 / 255, 4 / 255, 8 / 255]
+    curves = {name: [checks.accuracy(model, attack(model, x, y, eps), y) for eps in budgets]
+              for name, attack in (("fgsm", fgsm), ("pgd", pgd))}
+    trace = []
+    autoattack(model, x, y, 2 / 255, steps=20, num_targets=2, queries=50, trace=trace)
+    return dict(curves, adaptive_pgd=curves["pgd"]), trace
+
+
+def test_the_masking_check_is_silent_for_honest_models(net, linear):
+    for model, x, y in (net, linear):
+        curves, trace = attacked(model, x, y)
+        (_, passed, claim, evidence), = collect(checks.masking, model, x, y, curves, trace=trace)
+        assert passed and claim == "no sign of hidden gradients", claim
+        assert "warning" not in evidence and "Square" in evidence and "other gradients" in evidence
+
+
+@pytest.mark.parametrize("leak", [0.0, 1e-3])
+def test_the_masking_check_rings_for_a_model_that_hides_its_gradient(net, leak):
+    """Without a gradient its images say so; with a wrong one attacks that need none beat APGD."""
+    inner, x, y = net
+    model = Rounded(inner, leak).eval()
+    (_, passed, claim, evidence), = collect(checks.masking, model, x, y, FLAT, twin=inner)
+    assert not passed
+    assert "APGD <= Square" in claim and "APGD <= SPSA" in claim and "APGD <= transfer" in claim
+    assert ("no gradient all 0" in claim) == (leak == 0)
+
+
+def test_straight_through_gradients_that_beat_pgd_ring(linear):
+    model, x, y = linear
+    curves, trace = attacked(model, x, y)
+    fewer = dict(curves, adaptive_pgd=[max(a - 50, 0) for a in curves["pgd"]])
+    (_, passed, claim, _), = collect(checks.masking, model, x, y, fewer, trace=trace)
+    assert not passed and claim.endswith("but not PGD <= straight-through PGD")
+
+
+def test_square_after_the_gradients_is_a_warning_and_more_than_noise_rings(linear):
+    model, x, y = linear
+    curves, _ = attacked(model, x, y)
+    for lost, alarm in ((0, False), (1, False), (4, True)):
+        before, after = torch.ones(16, dtype=torch.bool), torch.arange(16) >= lost
+        trace = [dict(stage="fab-t", robust=before), dict(stage="square", robust=after)]
+        (_, passed, claim, evidence), = collect(checks.masking, model, x, y, curves, trace=trace)
+        assert ("Square takes" in evidence) == (lost > 0)
+        assert passed != alarm and ("AutoAttack <= its Square" in claim) == alarm
