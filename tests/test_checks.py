@@ -5,7 +5,9 @@ import torch
 
 import checks
 from attacks import autoattack, fgsm, pgd
+from data import load_shapes
 from golden_net import trained_network
+from vit import ViT, ViTConfig
 
 FLAT = dict.fromkeys(("fgsm", "pgd", "adaptive_pgd"), [100.0] * 5)
 
@@ -99,3 +101,18 @@ def test_square_after_the_gradients_is_a_warning_and_more_than_noise_rings(linea
         (_, passed, claim, evidence), = collect(checks.masking, model, x, y, curves, trace=trace)
         assert ("Square takes" in evidence) == (lost > 0)
         assert passed != alarm and ("AutoAttack <= its Square" in claim) == alarm
+
+
+@pytest.fixture(scope="module")
+def vit():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return ViT(ViTConfig(32, 16, 10, 16, 1, 2, attn="rpc")).eval().requires_grad_(False)
+
+
+def test_ten_images_are_enough(vit):
+    pixels, labels = load_shapes("test", 10)[:2]
+    x, index = pixels.float() / 255, torch.arange(10)
+    (_, same, *_), = collect(checks.determinism, vit, x, labels, pixels, index)
+    (_, agree, *_), = collect(checks.spaces, vit, x, labels)
+    assert same and agree
