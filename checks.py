@@ -7,9 +7,11 @@ there says that its gradients mislead the attacks (Athalye et al. 2018; `fra31/a
 
 import math
 import pydoc_data.topics
+import time
 from collections import Counter
 
 import torch
+from tqdm import tqdm
 
 import attacks
 import corruptions
@@ -280,28 +282,46 @@ def words(say):
         f"perplexity of word frequencies {perplexity(text):.1f} -> {perplexity(some):.1f}")
 
 
-@torch.no_grad()
-def run(model, pixels, labels, index, name="", twin=None, write=print):
-    """All ten checks on one ViT; pixels: (B, 3, H, W) uint8 test images, 48 or more, labels (B,), index: their numbers.
+def longest(model, x, y):
+    """(passes, seconds): the most images the checks send through the model, and about how long that takes."""
+    passes = 6000 * len(x) + 6000 * len(x[:32])                                      # if no attack ever succeeds
+    attacks.input_gradient(attacks.cross_entropy, model, x, y)                       # the first call is slower
+    start = time.perf_counter()
+    attacks.input_gradient(attacks.cross_entropy, model, x, y)[2].sum().item()
+    return passes, passes / len(x) * (time.perf_counter() - start)
 
-    twin: a softmax-attention model, for the transfer attack of check 4. Returns [(number, passed, claim, evidence)].
+
+@torch.no_grad()
+def run(model, pixels, labels, index, name="", twin=None, write=tqdm.write):
+    """All ten checks on one ViT. Returns [(number, passed, claim, evidence)].
+
+    pixels: (B, 3, H, W) uint8 test images, 48 are enough; labels (B,); index (B,): their numbers.
+    twin: a softmax-attention model, for the transfer attack of check 4.
     """
     if not isinstance(model, ViT):
         raise ValueError(f"the checks expect a ViT, got {type(model).__name__}")
-    results = []
+    results, start = [], time.perf_counter()
 
     def say(number, passed, claim, evidence):
         results.append((number, bool(passed), claim, evidence))
-        write(f"{'PASS' if passed else 'FAIL'} {number:2} {claim}\n        {evidence}")
+        write(f"{'PASS' if passed else 'FAIL'} {number:2} {claim}  [{time.perf_counter() - start:.0f} s]\n"
+              f"        {evidence}")
 
-    write(f"checks on {name}, {len(labels)} images")
     x = pixels.float() / 255
-    curves, trace = budgets_and_order(model, x, labels, say)
-    masking(model, x, labels, curves, say, twin, trace)
-    determinism(model, x, labels, pixels, index, say)
-    corruption_identity(pixels, index, say)
-    known_models(x, labels, pixels, index, model.config.num_classes, say)
-    area(say)
-    spaces(model, x, labels, say)
-    words(say)
+    passes, seconds = longest(model, x, labels)
+    write(f"checks on {name}, {len(labels)} images: at most about {max(1, math.ceil(seconds / 60))} min")
+    with tqdm(total=passes, desc="passes, at most", unit="image", leave=False) as bar:
+        def count(module, inputs):
+            bar.update(len(inputs[0]))
+
+        hook = model.register_forward_pre_hook(count)
+        curves, trace = budgets_and_order(model, x, labels, say)
+        masking(model, x, labels, curves, say, twin, trace)
+        determinism(model, x, labels, pixels, index, say)
+        corruption_identity(pixels, index, say)
+        known_models(x, labels, pixels, index, model.config.num_classes, say)
+        area(say)
+        spaces(model, x, labels, say)
+        words(say)
+        hook.remove()
     return results

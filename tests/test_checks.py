@@ -1,5 +1,7 @@
 """The evaluator's checks: silent for honest models, loud for one that hides its gradient."""
 
+import re
+
 import pytest
 import torch
 
@@ -116,3 +118,21 @@ def test_ten_images_are_enough(vit):
     (_, same, *_), = collect(checks.determinism, vit, x, labels, pixels, index)
     (_, agree, *_), = collect(checks.spaces, vit, x, labels)
     assert same and agree
+
+
+def test_the_run_says_how_long_it_takes_and_counts_its_passes(vit, monkeypatch, capsys):
+    """With the two long checks cut short."""
+    def short(*args):
+        return FLAT, []
+
+    for name in ("budgets_and_order", "masking", "determinism", "corruption_identity"):
+        monkeypatch.setattr(checks, name, short)
+    pixels, labels = load_shapes("test", 8)[:2]
+    results = checks.run(vit, pixels, labels, torch.arange(8), "a ViT")
+    out, err = capsys.readouterr()
+    assert [number for number, *_ in results] == [7, 8, 9, 10]
+    assert all(passed for _, passed, *_ in results)
+    lines = [line for line in out.splitlines() if line]
+    assert re.fullmatch(r"checks on a ViT, 8 images: at most about \d+ min", lines[0])
+    assert lines[1].startswith("PASS  7 ") and lines[1].endswith(" s]")
+    assert "passes, at most" in err and "/96000" in err and not vit._forward_pre_hooks
