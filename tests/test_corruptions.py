@@ -1,11 +1,10 @@
 """The corruptions agree with ImageNet-C's code, and what is drawn depends on (seed, corruption, severity, index) alone.
 
 robustness_corruptions_a.npz: one photograph through `hendrycks/robustness:ImageNet-C/create_c` and ImageMagick, with
-the random numbers where there are any, and statistics over many draws. It is not part of a clone; there, scenes of
-data.py are compared with the package imagecorruptions (all severities of it are ImageNet-C's at 224 px).
+the random numbers where there are any, and statistics over many draws. It is not part of a clone; there, peers.py makes
+the same of a scene with the package imagecorruptions, and only the statistics are kept.
 """
 
-import inspect
 import sys
 
 import numpy as np
@@ -13,19 +12,15 @@ import pytest
 import torch
 
 import corruptions
+import peers
 from conftest import SHARED
 from corruptions import CONSTANTS, NAMES, corrupt
-from data import render_scenes
+from peers import DETERMINISTIC, scenes
 
-DETERMINISTIC = ("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression")
+FROST = peers.frost_dir(SHARED / "data" / "frost")
 RANDOM = tuple(name for name in NAMES if name not in DETERMINISTIC)
 # Share of equal values an independent implementation reached; the rest are off by one, truncated beside an integer.
 EQUAL = dict(defocus_blur=0.97, brightness=0.92, saturate=0.88)
-
-
-def scenes(n=4, height=64, width=None, first=0):
-    images = render_scenes(torch.arange(first, first + n), max(height, width or height))[0]
-    return images[:, :, :height, :width or height].contiguous()
 
 
 def assert_one_step(out, expected, equal):
@@ -34,12 +29,8 @@ def assert_one_step(out, expected, equal):
 
 
 @pytest.fixture(scope="module")
-def z():
-    path = SHARED / "golden" / "robustness_corruptions_a.npz"
-    if not path.exists():
-        pytest.skip(f"{path.name} holds a photograph and is not part of a clone")
-    with np.load(path) as arrays:
-        return {k: torch.from_numpy(np.array(arrays[k])) for k in arrays.files if k != "meta"}
+def z(golden):
+    return golden("robustness_corruptions_a")
 
 
 def from_golden(array):
@@ -143,7 +134,7 @@ def test_other_elastic_transform_has_imagecorruptions_statistics(z):
 
 @pytest.mark.parametrize("reference, clean", [("H", "clean224"), ("C", "clean32")])
 def test_frost_from_the_original_photographs_has_imagenet_cs_statistics(z, reference, clean):
-    assert_same_statistics(z, reference, "frost", from_golden(z[clean]), n=30, frost_dir=SHARED / "data" / "frost")
+    assert_same_statistics(z, reference, "frost", from_golden(z[clean]), n=30, frost_dir=FROST)
 
 
 @pytest.mark.parametrize("reference, clean, n", [("H", "clean224", 30), ("C", "clean32", 200)])
@@ -177,14 +168,8 @@ def test_impulse_noise_hits_values_one_by_one_half_of_them_white():
 
 @pytest.fixture(scope="module")
 def oracle():
-    """imagecorruptions.corrupt(image, severity, name), made to run with today's numpy and scikit-image."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(np, "float_", np.float64, raising=False)
-        module = pytest.importorskip("imagecorruptions.corruptions", exc_type=ImportError)
-        gaussian = module.gaussian
-        if "multichannel" not in inspect.signature(gaussian).parameters:
-            patch.setattr(module, "gaussian", lambda *args, multichannel=False, **kwargs: gaussian(
-                *args, **kwargs, **({"channel_axis": -1} if multichannel else {})))
+    """imagecorruptions.corrupt(image, severity, name) for batches."""
+    with peers.imagecorruptions():
         from imagecorruptions import corrupt as theirs
         yield lambda images, name, severity: torch.stack([torch.tensor(
             theirs(x.permute(1, 2, 0).contiguous().numpy(), severity, name)).permute(2, 0, 1) for x in images])
@@ -335,15 +320,12 @@ def test_jpeg85_is_a_mild_jpeg():
 
 
 def test_frost_takes_the_photographs_and_enlarges_them_for_large_images():
-    folder = SHARED / "data" / "frost"
-    if not folder.exists():
-        pytest.skip("ImageNet-C's frost photographs are not beside the clone")
     black = torch.zeros(16, 3, 32, 32, dtype=torch.uint8)
-    photographs, synthetic = (corrupt(black, "frost", 5, frost_dir=f) for f in (str(folder), None))
+    photographs, synthetic = (corrupt(black, "frost", 5, frost_dir=f) for f in (str(FROST), None))
     assert not torch.equal(photographs, synthetic)
     for textures in (photographs, synthetic):
         assert textures.float().mean((1, 2, 3)).std() > 10                       # five different ones
-    large = corrupt(scenes(1, 400, 700), "frost", 3, frost_dir=folder)           # four of five are smaller
+    large = corrupt(scenes(1, 400, 700), "frost", 3, frost_dir=FROST)           # four of five are smaller
     assert large.shape == (1, 3, 400, 700) and large.float().std() > 10
 
 
