@@ -23,7 +23,9 @@ def load_golden(name):
     part = ROOT / "tests" / "golden" / f"{name}.npz"
     arrays = {} if full.exists() or name not in peers.MAKE else peers.MAKE[name]()
     path = full if full.exists() else part
-    if path.exists() or not arrays:
+    if not path.exists() and not arrays:
+        pytest.skip(f"{name}.npz is only in the full set of reference arrays")
+    if path.exists():
         with np.load(path) as z:
             arrays.update({k: torch.from_numpy(np.array(z[k])) for k in z.files if z[k].dtype.kind != "U"})
     return arrays                                                                            # "meta" is text: left out

@@ -30,12 +30,17 @@ def conv(weight, bias):
 
 
 def golden_network(g):
-    """The network of the reference arrays `robustness_attacks_a`, frozen, its images (float in [0, 1]) and labels."""
+    """The network of the reference arrays `robustness_attacks_a`, frozen, its images (float in [0, 1]) and labels.
+
+    The full arrays hold their images; those of a clone are scenes, drawn here.
+    """
+    g = {k: v.float() if v.dtype == torch.float16 else v for k, v in g.items()}
+    images = g["x"] if "x" in g else load_shapes("test", len(g["y"])).images
     fc = torch.nn.Linear(*g["model/fc_w"].shape[::-1])
     fc.weight.data, fc.bias.data = g["model/fc_w"], g["model/fc_b"]
     convs = [conv(g[f"model/w{i}"], g[f"model/b{i}"]) for i in range(sum(k.startswith("model/w") for k in g))]
     model = ConvNet(convs, fc, g["model/mean"].view(3, 1, 1), g["model/std"].view(3, 1, 1))
-    return model.eval().requires_grad_(False), g["x"].float() / 255, g["y"]
+    return model.eval().requires_grad_(False), images.float() / 255, g["y"]
 
 
 def trained_network(num_test=200, epochs=8):
