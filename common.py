@@ -53,10 +53,11 @@ def setup(device=None):
     if not parts:
         raise ValueError(f"--device {device}: expected cuda, mps or cpu")
     kind, index = parts.groups("0")
-    count = dict(cuda=torch.cuda.device_count(), mps=int(torch.backends.mps.is_available()), cpu=1)[kind]
+    mps = int(torch.backends.mps.is_available())
+    count = dict(cuda=torch.cuda.device_count(), mps=mps, cpu=1)[kind]
     if int(index) >= count:
-        raise ValueError(f"--device {device}: this PyTorch finds {count or 'no'} {kind}; leave the flag out to pick "
-                         f"what there is")
+        raise ValueError(f"--device {device}: this PyTorch finds {count or 'no'} {kind}; "
+                         f"leave the flag out to pick what there is")
     if "RANK" not in os.environ:
         return torch.device(device), 0, 1
     if device == "cuda":
@@ -141,11 +142,12 @@ def choose_out_dir(args, name):
 
 
 def number(kind, low, high=1e30):
-    """Type for argparse: an int or float from low to high; without high, what float32 holds with room to spare."""
+    """Type for argparse: an int or float from low to high; float32 holds 1e30 with ease."""
     def parse(text):
         value = kind(text)
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text}, expected {kind.__name__} from {low} to {high}")
+            expected = f"{kind.__name__} from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"{text}, expected {expected}")
         return value
     parse.__name__ = kind.__name__                             # argparse says "invalid float value"
     return parse
@@ -287,7 +289,7 @@ def write_log(path, row):
 
 
 def read_log(path):
-    """The rows of a log, without a line cut short by a kill; ValueError naming a file that is no log of ours."""
+    """The rows of a log, without one cut short by a kill; ValueError names what is no log."""
     rows = []
     try:
         lines = Path(path).read_text("utf-8").splitlines() if Path(path).exists() else []
@@ -299,13 +301,14 @@ def read_log(path):
         except json.JSONDecodeError:
             continue
         if not isinstance(row, dict) or not isinstance(row.get("step", 0), int):
-            raise ValueError(f"{path}, line {i}: {line[:60]}, expected an object whose step is a whole number")
+            raise ValueError(f"{path}, line {i}: {line[:60]}, expected an object whose step is a "
+                             f"whole number")
         rows.append(row)
     return rows
 
 
 def cut_log(path, step):
-    """Drop what was logged after `step`, so that a resumed log has no step twice. Returns the rows that stay."""
+    """Drop what was logged after `step`: a resumed log has no step twice. Returns the rest."""
     rows = [row for row in read_log(path) if row.get("step", 0) <= step]
     tmp = Path(f"{path}.tmp")
     try:

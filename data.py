@@ -240,7 +240,8 @@ def scan_folders(root):
 def scan_tar(path, splits):
     """[(class, file, offset, size)] of the images <split>/<class>/<file> in an uncompressed tar.
 
-    Only splits among `splits`. Raises ValueError naming a file that is no tar, compressed, cut short or damaged.
+    Only splits among `splits`. Raises ValueError naming a file that is no tar, compressed, cut short
+    or damaged.
     """
     try:
         with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:

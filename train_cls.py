@@ -267,7 +267,7 @@ def evaluate(model, source, args, device, rank, world):
 
 
 def score(model, ema, train, test, args, device, rank, world):
-    """What is kept of an evaluation. As in the paper, the raw model is the one reported; the average stands beside it."""
+    """What is kept of an evaluation; the paper reports the raw model, not its average."""
     metrics = evaluate(model, test, args, device, rank, world)
     if ema:
         metrics["ema_top1"] = evaluate(ema.module, test, args, device, rank, world)["top1"]
@@ -348,7 +348,7 @@ def main():
     stop = min(total, args.max_steps or total)
     split = "held-out" if args.holdout else "val" if args.data == "imagenet" else "test"
     master, log = rank == 0, out_dir / "log.jsonl"
-    evaluations = {}                                                         # those that the log has, {step: metrics}
+    evaluations = {}                              # {step: metrics}, those that the log has
     if master:
         out_dir.mkdir(parents=True, exist_ok=True)
         rows = common.cut_log(log, step)
@@ -369,27 +369,31 @@ def main():
                 step=step, metrics=evaluations.get(step, {})))
 
     def evaluation_due():
-        return step not in evaluations and (step >= stop or step and step % (args.eval_every * steps_per_epoch) == 0)
+        if step in evaluations or step == 0:
+            return False
+        return step >= stop or step % (args.eval_every * steps_per_epoch) == 0
 
     def validate():
         """Evaluate and log; saving comes after, so that a kill in between repeats the evaluation."""
         try:
             metrics = score(model, ema, train, test, args, device, rank, world)
-        except BaseException:                    # an unreadable image, Ctrl-C: the epoch is kept, --resume evaluates it
+        except BaseException:     # an unreadable image, Ctrl-C: the epoch is kept
             save("last.pt")
             raise
         if not math.isfinite(metrics["loss"]):
-            raise ValueError(f"the {split} loss is not finite at step {step}: try a smaller --lr, or --clip 1")
+            raise ValueError(f"the {split} loss is not finite at step {step}: try a smaller --lr, "
+                             f"or --clip 1")
         evaluations[step], epoch = metrics, step / steps_per_epoch
         if master:
             keys = key_statistics(model.eval(), model, first_images(test, device))
             model.train()
             common.write_log(log, dict(step=step, epoch=epoch, eval=metrics, **keys))
-            tqdm.write(f"epoch {epoch:5.1f}  training loss {loss:.4f}  {split} loss {metrics['loss']:.4f}  "
-                       f"top-1 {metrics['top1']:.2f} %  top-5 {metrics['top5']:.2f} %")
+            tqdm.write(f"epoch {epoch:5.1f}  training loss {loss:.4f}  "
+                       f"{split} loss {metrics['loss']:.4f}  top-1 {metrics['top1']:.2f} %  "
+                       f"top-5 {metrics['top5']:.2f} %")
 
     batches = load_batches(train, micro_batches(args, n, step, stop, rank, world), args, device, train=True)
-    pending, saved = [], step                            # pending: loss and gradient norm of the steps not logged yet
+    pending, saved = [], step       # pending: loss and gradient norm of steps not logged yet
     started = clock = time.time()
     if evaluation_due():                                 # a kill came before it
         validate()
@@ -402,8 +406,8 @@ def main():
             losses = []
             for micro in range(args.accum):
                 images, labels, position = next(batches)
-                if micro == 0:                     # after next: the first one starts the loader, which draws a number
-                    torch.manual_seed(hash((args.seed, step, rank)) % 2 ** 63)               # of the drop-path masks
+                if micro == 0:     # after next: the first starts the loader, which draws a number
+                    torch.manual_seed(hash((args.seed, step, rank)) % 2 ** 63)    # drop-path masks
                 images = to_float(images, position, args.seed, args.erase)
                 images, targets = mixup_cutmix(images, labels, len(classes), np.random.default_rng([args.seed, step]),
                                                args.mixup, args.cutmix, smoothing=args.smoothing)
