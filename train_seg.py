@@ -156,6 +156,11 @@ def get_args():
     args = argparse.Namespace(**{**default, **recipe, **stored, **given})
     if args.max_scale < args.min_scale:
         raise ValueError(f"--min_scale {args.min_scale} is more than --max_scale {args.max_scale}")
+    if given.keys() & {"lr", "min_lr"} and args.min_lr > args.lr:
+        raise ValueError(f"--min_lr {args.min_lr} is above --lr {args.lr}")
+    if "data_dir" in given and args.data == "shapes":
+        raise ValueError(f"--data_dir {args.data_dir} is not read: --data shapes renders its images; "
+                         f"choose --data camvid or ade20k")
     args.window = args.window or args.size
     args.stride = args.stride or args.window
     return args
@@ -485,7 +490,7 @@ def main():
     model.to(device)
     optimizer, step, metrics = build_optimizer(args, model), 0, {}
     if resumed:
-        step, metrics = resumed["step"], resumed["metrics"]
+        step, metrics = resumed["step"], resumed.get("metrics", {})
         optimizer.load_state_dict(resumed["optimizer"])
         optimizer.param_groups[0]["weight_decay"] = args.weight_decay           # the flag may be new
     net = torch.compile(model) if args.compile else model

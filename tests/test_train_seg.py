@@ -461,7 +461,8 @@ BAD = [("--data camvid", "--data_dir"), ("--data ade20k --data_dir nowhere", "no
        ("--corruptions fog", "--eval_only"), ("--limit 3", "--eval_only"), ("--resume nowhere", "nowhere"),
        ("--eval_only nowhere", "nowhere"), ("--backbone nowhere", "nowhere"),
        ("--resume a --eval_only b", "--eval_only"), ("--device cdua", "device"),
-       ("--out_dir notes.txt", "notes.txt")]
+       ("--out_dir notes.txt", "notes.txt"), ("--lr 1e-6", "--min_lr"), ("--min_lr 1", "--min_lr"),
+       ("--data_dir nowhere", "--data_dir nowhere")]
 
 
 @pytest.mark.parametrize("bad,word", BAD, ids=[bad for bad, _ in BAD])
