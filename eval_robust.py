@@ -397,18 +397,26 @@ def attack_images(model, name, setting, images, labels, index, args, trace=None)
         model = attacks.Normalized(model)
         x = (x - model.mean) / model.std
         x = x.clamp(0, 1) if own_clip else x                            # the first thing it does to a normalised image
-    predicted = torch.cat([model(part) for part in x.split(args.batch_size)]).argmax(1)
-    target = labels if args.labels == "true" else predicted
-    todo = (target == predicted) | (name in ("noise", "transfer"))      # wrong already: nothing to attack
+    target, todo = labels, torch.ones_like(labels, dtype=torch.bool)
+    every = name in ("noise", "transfer", "fgsm")         # fgsm itself keeps what is wrong already
+    if args.labels == "pred" or not every:
+        predicted = attacks.forward(model, x, args.batch_size).argmax(1)
+        target = labels if args.labels == "true" else predicted
+    if not every:
+        todo = target == predicted                        # wrong already: nothing to attack
     how = {k: v for k, v in setting.items() if k != "source"}
     how["clip"] = args.clip or own_clip
+    if name == "fgsm":
+        how["keep_wrong"] = True
     if name not in ("fgsm", "sld", "cw"):
         how["seed"] = args.seed
     rows = todo.nonzero()[:, 0]
     parts = rows.split(args.batch_size)
-    if name.endswith("autoattack"):
-        parts = [rows]                                    # it gathers each stage's survivors itself
-        how.update(batch_size=args.batch_size, trace=trace)
+    if name.endswith(("autoattack", "square")):
+        parts = [rows]                                    # they gather the survivors themselves
+        how["batch_size"] = args.batch_size
+    if trace is not None:
+        how["trace"] = trace
     x = x.clone()
     for on in parts if len(rows) else ():
         if name not in ("fgsm", "sld", "cw"):
@@ -455,7 +463,7 @@ def attack_row(m, name, setting, source, index, args, rank, world, attacked=None
             trace = [] if cascade else None
             adv = attack_images(attacked or model, name, how, x, labels, numbers, args, trace)
             with common.autocast(args.device, args.amp):
-                right = hits(torch.cat([model(a) for a in adv.split(args.batch_size)]).float(), labels)
+                right = hits(attacks.forward(model, adv, args.batch_size).float(), labels)
             hit[draw, place] = right
             move = (adv - x).flatten(1).double()
             outside = torch.maximum(-adv.flatten(1).amin(1), adv.flatten(1).amax(1) - 1).clamp(min=0)
