@@ -240,7 +240,7 @@ def scan_folders(root):
 def scan_tar(path, splits):
     """[(class, file, offset, size)] of the images <split>/<class>/<file> in an uncompressed tar.
 
-    Only splits among `splits`. Raises ValueError naming a file that is no tar, compressed, cut short
+    Of the splits in `splits`. Raises ValueError naming a file that is no tar, compressed, cut short
     or damaged.
     """
     try:
