@@ -32,13 +32,17 @@ from timm.scheduler import CosineLRScheduler                                    
 from timm.utils import ModelEmaV3, accuracy                                            # noqa: E402
 
 
-@pytest.fixture(autouse=True)
-def one_thread_and_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
 
 
 def words(flags):
@@ -386,7 +390,7 @@ def observe(**flags):
 
         def setup(device):
             seen["asked for"] = device
-            return real["setup"](device)
+            return real["setup"]("cpu")
 
         def save(path, checkpoint):
             seen["saved"].add((Path(path).name, checkpoint["step"]))
@@ -398,8 +402,10 @@ def observe(**flags):
             return real["forward"](model, images)
 
         def compiled(model):
-            seen["compiled"] += 1
-            return model
+            def call(images):
+                seen["compiled"] += 1
+                return model(images)
+            return call
         patch.setattr(common, "setup", setup)
         patch.setattr(common, "save_checkpoint", save)
         patch.setattr(ViT, "forward", forward)
@@ -456,7 +462,7 @@ def test_download_reaches_torchvision_and_nothing_is_fetched_without_it(monkeypa
     monkeypatch.setattr("torchvision.datasets.CIFAR10", CIFAR10)
     Path("files/cifar-10-batches-py").mkdir(parents=True)
     flags = dict(data="cifar10", data_dir="files", model="nano", patch_size=16, batch_size=10,
-                 max_steps=1)
+                 max_steps=1, device="cpu")
     for download in (False, True):
         asked.clear()
         train(**flags, download=download, out_dir=f"{download}")
