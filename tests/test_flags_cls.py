@@ -295,6 +295,7 @@ def test_a_run_on_shapes_equals_the_plain_loop():
     torch.manual_seed(f.seed)
     model = the_model(10)
     expected, average = plain_loop(f, load, 32, 10, test, model)
+    assert {path.name for path in Path("a").iterdir()} == {"log.jsonl", "last.pt", "epoch_2.pt"}
     for row, what in zip(rows[1:], expected, strict=True):
         assert_close(row, what)
     assert_same(checkpoint["model"], model.state_dict())
@@ -329,6 +330,15 @@ def test_a_run_on_imagenets_layout_equals_the_plain_loop(monkeypatch):
         assert_close(row, what)
     assert_same(checkpoint["model"], model.state_dict())
     assert_same(checkpoint["ema"], average.state_dict())
+
+
+def test_training_goes_on_in_training_mode_after_an_evaluation():
+    """Seen in the weights by a process that is not the first only."""
+    split = data.load_shapes("test", 4, 16)
+    model = the_model(10).train()
+    args = SimpleNamespace(amp=False, image_size=16)
+    train_cls.evaluate(model, split, args, torch.device("cpu"), rank=1, world=2)
+    assert all(module.training for module in model.modules())
 
 
 # --- a flag changes what it says and nothing else -------------------------------------------------

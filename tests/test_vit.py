@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import common
-from attention import KINDS
-from vit import RPC_KINDS, SIZES, Block, ViT, ViTConfig, load_weights, resize_pos_embed, vit_from_checkpoint
+from attention import FORMS, KINDS
+from vit import (RPC_KINDS, SIZES, Block, Mlp, ViT, ViTConfig, load_weights, resize_pos_embed,
+                 vit_from_checkpoint)
 
 TINY = dict(image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=10)
 VARIANTS = {"sym": dict(attn="symmetric"), "rpc_l0_n4_lam4": dict(attn="rpc"), "rpc_l0_n6_lam4": dict(attn="rpc", n_iter=6),
@@ -105,6 +106,23 @@ def test_rpc_layers_choose_the_attention_of_each_layer():
     assert kinds(attn="rpc_asym") == ["rpc_asym", "softmax"]
     assert kinds(attn="sym_asym") == ["rpc", "softmax"]
     assert kinds(attn="scaled_alpha") == ["scaled_alpha"] * 2
+
+
+def test_the_settings_of_the_attention_reach_every_block():
+    for block in small(attn="rpc", rpc_layers=(0, 1), n_iter=3, lambd=0.7, form="admm").blocks:
+        assert block.attn.rpc == dict(n_iter=3, lambd=0.7, mu=None, **FORMS["admm"])
+
+
+def test_dropout_of_the_mlp_acts_in_training_only():
+    torch.manual_seed(0)
+    x, mlp = torch.randn(4, 5, 48), Mlp(48, 96, drop=0.5)
+    hidden = F.gelu(mlp.fc1(x))
+    assert torch.equal(mlp.eval()(x), mlp.fc2(hidden))
+    seen = []
+    mlp.fc2.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    for zeros in (mlp.train()(x) == 0, seen[0] == 0):                         # after fc2, after GELU
+        assert 0.4 < zeros.float().mean() < 0.6
+    torch.testing.assert_close(seen[0][seen[0] != 0], 2 * hidden[seen[0] != 0])
 
 
 def test_both_inits_have_their_key_sizes():
