@@ -12,6 +12,7 @@ from urllib.error import URLError
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn           # before there is a group, see setup
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------
@@ -68,6 +69,8 @@ def setup(device=None):
         store, rank, world = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         backend = "nccl" if device.startswith("cuda") else "gloo"
+        # torch.distributed.nn, which DDP loads, has the group of that moment as a default argument: it
+        # would keep the group and its threads past their end, and these can abort a finished process.
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     return torch.device(device), dist.get_rank(), dist.get_world_size()
 

@@ -5,6 +5,9 @@ import json
 import math
 import os
 import resource
+import socket
+import subprocess
+import sys
 from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
@@ -398,6 +401,45 @@ def test_a_disk_that_is_full_while_logging_is_named(tmp_path):
     path.write_text("x" * 1000)
     with pytest.raises(OSError, match="cannot write .*log.jsonl"):
         limited(1000, write_log, path, dict(step=1))
+
+
+# --- the end of a process --------------------------------------------------------------------------
+
+TRAINS = """
+import torch
+import common
+from pathlib import Path
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main():
+    common.setup("cpu")
+    net = DDP(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    print("in the run:", *names())
+
+def names():
+    return [Path(task, "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+
+common.run(main)
+print("after it:", *names())
+"""
+
+
+def test_no_thread_of_the_process_group_outlives_the_run(tmp_path):
+    """One that does can abort a finished worker at its exit, which torchrun then counts as failed."""
+    with socket.create_server(("localhost", 0)) as s:
+        port = s.getsockname()[1]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
+    env |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost",
+                MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    folder = Path(common.__file__).parent
+    done = subprocess.run([sys.executable, "-c", TRAINS], cwd=folder, env=env, text=True,
+                          capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    during, after = done.stdout.splitlines()
+    assert "gloo" in during and "gloo" not in after
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------------
