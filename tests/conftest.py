@@ -21,7 +21,7 @@ def load_golden(name):
     """
     full = SHARED / "golden" / f"{name}.npz"
     part = ROOT / "tests" / "golden" / f"{name}.npz"
-    arrays = {} if full.exists() or name not in peers.MAKE else peers.MAKE[name]()
+    arrays = {} if full.exists() or name not in peers.MAKE else peers.make(name)
     path = full if full.exists() else part
     if not path.exists() and not arrays:
         pytest.skip(f"{name}.npz is only in the full set of reference arrays")

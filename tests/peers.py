@@ -3,6 +3,7 @@ anew, of drawn scenes of the same sizes and under the same names."""
 
 import inspect
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType
@@ -10,6 +11,7 @@ from types import FunctionType
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from corruptions import CONSTANTS
 from data import render_scenes
@@ -159,4 +161,191 @@ def size_rule(h, w, ratio, size=256):
     return h, w, ratio, *box, int(h * scale + 0.5), int(w * scale + 0.5)
 
 
-MAKE = dict(seg_transforms=seg_transforms, robustness_corruptions_a=robustness_corruptions_a)
+# --- models: timm's, with each attention of the paper written out ----------------------------------------------------
+
+class Attention(torch.nn.Module):
+    """Symmetric attention; with n, Algorithm 1 as released; with s, Scaled Attention. Equal to the released code's
+    arrays to the last digits, see test_vit.py."""
+
+    def __init__(self, dim, heads, n=0, lambd=0.0, s=None):
+        super().__init__()
+        self.heads, self.n, self.lambd = heads, n, lambd
+        self.qkv = torch.nn.Linear(dim, (2 if s is None else 3) * dim)
+        self.proj = torch.nn.Linear(dim, dim)
+        if s is not None:
+            self.s = torch.nn.Parameter(s)
+
+    def forward(self, x, **_):
+        B, N, C = x.shape
+        parts = self.qkv(x).reshape(B, N, -1, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)
+        k, v = parts[-2:]
+
+        def weights(q, k):
+            return (q @ k.mT / (C // self.heads) ** 0.5).softmax(-1)
+        if self.n:
+            out = self.pursuit(k, v, weights, N * C / 4 / k.abs().sum((2, 3), keepdim=True))
+        elif len(parts) == 2:
+            out = weights(k, k) @ v
+        else:
+            S = self.s if self.s.ndim == 3 else self.s * weights(k, k)
+            out = weights(parts[0], k) @ (v - S @ v)
+        return self.proj(out.transpose(1, 2).reshape(B, N, C))
+
+    def pursuit(self, k, v, weights, mu):
+        L = Y = torch.zeros_like(k)
+        for _ in range(self.n):
+            S = F.softshrink((k - L + Y / mu) / mu, self.lambd) * mu      # threshold: lambda mu
+            clean = k - S - Y / mu
+            L = weights(clean, clean) @ v
+            Y = Y + mu * (k - L - S)
+        return L
+
+
+def vision_transformer(attention=None, heads=3, eps=1e-6, **sizes):
+    """timm's, with attention(i) in block i."""
+    timm = pytest.importorskip("timm")
+    norm = partial(torch.nn.LayerNorm, eps=eps)
+    model = timm.models.VisionTransformer(embed_dim=48, depth=2, num_heads=heads, norm_layer=norm, **sizes).eval()
+    for i, block in enumerate(model.blocks):
+        block.attn = attention(i) if attention else block.attn
+    return model
+
+
+def randomise(model):
+    for p in model.parameters():
+        p.data = 0.8 * p + 0.2 * torch.randn(p.shape) / max(1, p.shape[-1] / 12) ** 0.5
+    for name, p in model.named_parameters():
+        if name.endswith("qkv.weight"):
+            p.data[:-48] *= 4                                           # long keys: Algorithm 1 has something to shrink
+    return {f"sd/{k}": v.clone() for k, v in model.state_dict().items()}
+
+
+def vit_arrays(variants, gradients=()):
+    """Inputs, weights, logits in both precisions, and for the variants of one model what test_vit.py asks."""
+    out, target = dict(x=torch.randn(2, 3, 32, 32), target=torch.tensor([1, 8])), torch.tensor([1, 8])
+    weights = None
+    for prefix, attention in variants.items():
+        model = vision_transformer(attention, img_size=32, patch_size=8, num_classes=10)
+        weights = weights or randomise(model)
+        model.load_state_dict({k[3:]: v for k, v in weights.items()})
+        out[f"{prefix}logits32"] = model(out["x"]).detach()
+        blocks = []
+        for block in model.double().blocks:
+            block.register_forward_hook(lambda module, inputs, output: blocks.append(output.detach()))
+        logits = model(out["x"].double())
+        loss = F.cross_entropy(logits, target)
+        loss.backward()
+        out.update({f"{prefix}logits64": logits.detach(), f"{prefix}loss64": loss.detach()})
+        out.update({f"{prefix}block{i}": b for i, b in enumerate(blocks)})
+        out.update({f"{prefix}grad/{name}": model.get_parameter(name).grad for name in gradients})
+    return out | weights
+
+
+def model_symvit():
+    layers = {"sym": {}, "rpc_l0_n4_lam4": {0: (4, 4.0)}, "rpc_l0_n6_lam4": {0: (6, 4.0)},
+              "rpc_all_n2_lam3": {0: (2, 3.0), 1: (2, 3.0)}, "rpc_l1_n2_lam0.5": {1: (2, 0.5)}}
+    variants = {f"{name}/": lambda i, rpc=rpc: Attention(48, 3, *rpc.get(i, (0, 0.0))) for name, rpc in layers.items()}
+    return vit_arrays(variants, ("blocks.0.attn.qkv.weight", "cls_token", "patch_embed.proj.bias"))
+
+
+class Upstream(torch.nn.Module):
+    """Segmenter as upstream wires it: timm's encoder and blocks, a linear or a mask decoder."""
+
+    def __init__(self, linear=False, attention=None):
+        super().__init__()
+        eps = 1e-5
+        options = dict(heads=2, eps=eps, img_size=64, patch_size=16, num_classes=1000)
+        self.encoder = vision_transformer(attention, **options)
+        d = self.decoder = torch.nn.Module()
+        if linear:
+            d.head = torch.nn.Linear(48, 5)
+            return
+        d.proj_dec, d.decoder_norm = torch.nn.Linear(48, 48), torch.nn.LayerNorm(48, eps)
+        d.mask_norm, d.cls_emb = torch.nn.LayerNorm(5, eps), torch.nn.Parameter(torch.randn(1, 5, 48))
+        d.proj_patch, d.proj_classes = (torch.nn.Parameter(torch.randn(48, 48)) for _ in range(2))
+        d.blocks = vision_transformer(attention and (lambda i: Attention(48, 2)), **options).blocks
+
+    def tokens(self, x):
+        e = self.encoder
+        grid = x.shape[2] // 16, x.shape[3] // 16
+        pos = e.pos_embed[:, 1:].mT.unflatten(2, (4, 4))
+        pos = F.interpolate(pos, grid, mode="bilinear").flatten(2).mT
+        x = e.patch_embed.proj(x).flatten(2).mT + pos
+        x = torch.cat([(e.cls_token + e.pos_embed[:, :1]).expand(len(x), -1, -1), x], 1)
+        for block in e.blocks:
+            x = block(x)
+        return e.norm(x)
+
+    def masks(self, x):
+        d, rows = self.decoder, x.shape[2] // 16
+        x = self.tokens(x)[:, 1:]
+        if hasattr(d, "head"):
+            return d.head(x).mT.unflatten(2, (rows, -1))
+        x = torch.cat([d.proj_dec(x), d.cls_emb.expand(len(x), -1, -1)], 1)
+        for block in d.blocks:
+            x = block(x)
+        x = d.decoder_norm(x)
+        patches = F.normalize(x[:, :-5] @ d.proj_patch, dim=2)
+        classes = F.normalize(x[:, -5:] @ d.proj_classes, dim=2)
+        return d.mask_norm(patches @ classes.mT).mT.unflatten(2, (rows, -1))
+
+    def forward(self, x):
+        H, W = x.shape[2:]
+        x = F.pad(x, (0, -W % 16, 0, -H % 16))
+        return F.interpolate(self.masks(x), x.shape[2:], mode="bilinear")[:, :, :H, :W]
+
+
+def seg_arrays(**kind):
+    model = Upstream(**kind).eval()
+    out = randomise(model)
+    x, odd = torch.randn(2, 3, 64, 64), torch.randn(1, 3, 50, 70)
+    label = torch.randint(0, 5, (2, 64, 64))
+    label[torch.rand(2, 64, 64) < 0.2] = 255
+    out.update(input=x, odd_input=odd, label=label.byte(), encoder_tokens=model.tokens(x), decoder_masks=model.masks(x))
+    out.update(logits=model(x), odd_logits=model(odd), loss=F.cross_entropy(model(x), label, ignore_index=255))
+    out["loss"].backward()
+    for name in ("encoder.patch_embed.proj.weight", "encoder.pos_embed", "encoder.blocks.0.attn.qkv.weight",
+                 "encoder.blocks.0.mlp.fc2.bias", "decoder.head.weight" if kind.get("linear") else "decoder.proj_patch"):
+        out[f"grad/{name}"] = model.get_parameter(name).grad
+    return {k: v.detach() for k, v in out.items()}
+
+
+def seg_sliding(window=64, stride=48, shape=(100, 140)):
+    """Three views through windows, with the model of seg_mask."""
+    model = Upstream().eval()
+    model.load_state_dict({k[3:]: v for k, v in make("seg_mask").items() if k.startswith("sd/")})
+    out = dict(window=torch.tensor(window), stride=torch.tensor(stride), ori_shape=torch.tensor(shape))
+    for i, (h, w, flip) in enumerate(((90, 130, False), (90, 130, True), (45, 65, False))):
+        image = out[f"im_{i}"] = torch.randn(1, 3, h, w)
+        if h < window:
+            h, w = window, int(w / h * window)
+            image = F.interpolate(image, (h, w), mode="bilinear")
+        corners = [(min(y, h - window), min(x, w - window)) for y in range(0, h - window + stride, stride)
+                   for x in range(0, w - window + stride, stride)]
+        total, count = torch.zeros(1, 5, h, w), torch.zeros(h, w)
+        for y, x in corners:
+            part = (..., slice(y, y + window), slice(x, x + window))
+            total[part] += model(image[part]).detach()
+            count[part] += 1
+        logits = F.interpolate(total / count, shape, mode="bilinear")[0]
+        out[f"prob_{i}"] = (logits.flip(2) if flip else logits).softmax(0)
+        out.update({f"flip_{i}": torch.tensor(flip), f"anchors_{i}": torch.tensor(corners),
+                    f"resized_shape_{i}": torch.tensor((h, w))})
+    out["prob_mean"] = sum(out[f"prob_{i}"] for i in range(3)) / 3
+    return out | dict(argmax=out["prob_mean"].argmax(0))
+
+
+MAKE = dict(
+    seg_transforms=seg_transforms, robustness_corruptions_a=robustness_corruptions_a,
+    model_symvit=model_symvit, model_vit_asym=lambda: vit_arrays({"": None}),
+    model_scaled_S=lambda: vit_arrays({"": lambda i: Attention(48, 3, s=torch.randn(3, 17, 17) / 17)}),
+    model_scaled_alpha=lambda: vit_arrays({"": lambda i: Attention(48, 3, s=torch.randn(1))}),
+    seg_mask=seg_arrays, seg_linear=lambda: seg_arrays(linear=True), seg_sliding=seg_sliding,
+    seg_mask_symmetric=lambda: seg_arrays(attention=lambda i: Attention(48, 2)),
+    seg_mask_rpc=lambda: seg_arrays(attention=lambda i: Attention(48, 2, 0 if i else 6, 2.0)))
+
+
+def make(name):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return MAKE[name]()

@@ -141,8 +141,10 @@ def test_the_papers_harness_leaves_the_accuracy_it_left_in_the_reference_run(ref
     assert abs(sum(acc) / 5 - g["official_noise/acc"].mean()) <= 0.015
     assert abs(share(right(model, z.clamp(0, 1), labels)) - g["official_cw/clamp_only_acc"]) <= 0.005
     for confidence, key in ((0.03, "official_cw"), (10.0, "official_cw10")):
-        adv = cw(model, z[:80], predicted[:80], confidence=confidence, steps=100, search_steps=3, clip=False)
-        assert (right(model, adv, labels[:80]) == g[f"{key}/robust"][:80]).sum() >= 78
+        theirs = g[f"{key}/robust"][:80]
+        n = len(theirs)
+        adv = cw(model, z[:n], predicted[:n], confidence=confidence, steps=100, search_steps=3, clip=False)
+        assert (right(model, adv, labels[:n]) == theirs).sum() >= n - 2
 
 
 def test_cw_fools_the_reference_network_everywhere_and_as_near_as_the_references(ref):
