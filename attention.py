@@ -14,7 +14,7 @@ B batch, H heads, N tokens (class token included), D head width, C = H*D model w
     mu        (Alg. 1)      mu          (B, H, 1 or N, 1)      penalty weight, proportional to 1 / mean|k|
     lambda    (Alg. 1)      lambd       float                  weight of the sparse part
     S_{.}     (Alg. 1)      soft_threshold                     sign(x) max(|x| - tau, 0); tau (B, H, 1 or N, 1)
-    D_{.}     (Alg. 2)      pcp         (N, D)                 singular value threshold; PAP puts an attention here
+    D_{.}     (Alg. 2)      kpca.pcp    (N, D)                 singular value threshold; PAP puts an attention here
     S         (Remark 3)    S, s        (H, N, N)              scaling of the values, v - S v; a matrix, not the S above
 
 The paper's text and the code its authors released compute different things. Each choice is an argument:
@@ -155,30 +155,6 @@ class SoftThreshold(torch.autograd.Function):
         return shrunk * sign, -shrunk.sum_to_size(ctx.tau_shape)
 
 
-def pcp(M, lambd=None, mu=None, tol=1e-7, max_iter=1000):
-    """Principal component pursuit, min ||L||_* + lambd ||S||_1 s.t. L + S = M: the exact problem PAP imitates.
-
-    M: (N, D); computed in float64. lambd: 1 / sqrt(max(N, D)) if None. mu: N D / (4 sum|M|) if None. Stops at
-    ||M - L - S||_F <= tol ||M||_F or after max_iter steps. Returns (L, S), each (N, D) float64.
-
-    ADMM as in Candes et al. 2011, L first. The paper's Algorithm 2 prints threshold mu for 1/mu and -Y/mu for +Y/mu
-    in the L step: that form diverges.
-    """
-    M = M.double()
-    N, D = M.shape
-    lambd = 1 / math.sqrt(max(N, D)) if lambd is None else lambd
-    mu = N * D / (4 * M.abs().sum().clamp_min(1e-300)) if mu is None else mu
-    S, Y = torch.zeros_like(M), torch.zeros_like(M)
-    for _ in range(max_iter):
-        U, sigma, Vt = torch.linalg.svd(M - S + Y / mu, full_matrices=False)
-        L = (U * soft_threshold(sigma, 1 / mu)) @ Vt         # L = D_{1/mu}(M - S + Y/mu)
-        S = soft_threshold(M - L + Y / mu, lambd / mu)       # S = S_{lambda/mu}(M - L + Y/mu)
-        Y = Y + mu * (M - L - S)
-        if (M - L - S).norm() <= tol * M.norm():
-            break
-    return L, S
-
-
 # --- Scaled Attention (Remark 3, section 4.3, App. E.1) --------------------------------------------------------------
 
 def scaled_attention(q, k, v, S, *, causal=False, dropout_p=0.0):
@@ -190,20 +166,6 @@ def scaled_alpha_attention(q, k, v, alpha, *, causal=False, dropout_p=0.0):
     """Scaled Attention with S = alpha * softmax(k k^T / sqrt(D)); alpha: one number, shared by the heads (App. E.1)."""
     u = v - alpha * symmetric_attention(k, v, causal=causal)
     return softmax_attention(q, k, u, causal=causal, dropout_p=dropout_p)
-
-
-def exact_scaling(k, v):
-    """S v for the S of App. E.1, S = (1/N) A / A^T elementwise, A = softmax(k k^T / sqrt(D)). Returns float64.
-
-    k, v: (B, H, N, D). With g_j = sum_j' exp(k_j . k_j' / sqrt(D)), S_jj' = g_j' / (N g_j): rank one and idempotent, so
-    I - S is a projection, centring in the coordinates g v, and S v = (1/g_j) mean_j'(g_j' v_j'). Computed from log g in
-    float64: g spans many orders of magnitude as keys grow (log max g - log min g is 31 at standard deviation 2, N = 197,
-    D = 64), so this is for analysis, not for training. Sums over all tokens: not causal.
-    """
-    k, v = k.double(), v.double()
-    lg = torch.logsumexp(k @ k.mT / math.sqrt(k.shape[-1]), -1, keepdim=True)                  # log g, (B, H, N, 1)
-    top = lg.amax(-2, keepdim=True)
-    return (top - lg).clamp_max(700).exp() * ((lg - top).exp() * v).mean(-2, keepdim=True)     # e^700: no inf * 0
 
 
 # --- the module ------------------------------------------------------------------------------------------------------

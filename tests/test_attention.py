@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention import (FORMS, KINDS, SelfAttention, exact_scaling, key_statistics, pcp, penalty, rpc_attention,
-                       scaled_alpha_attention, scaled_attention, soft_threshold, softmax_attention, symmetric_attention)
+from attention import (FORMS, KINDS, SelfAttention, key_statistics, penalty, rpc_attention, scaled_alpha_attention,
+                       scaled_attention, soft_threshold, softmax_attention, symmetric_attention)
+from kpca import exact_scaling, pcp
 
 OPTIONS = {"code": {}, "mu_head": dict(mu_dim="head"), "thr_over": dict(threshold="over"),
            "thr_over_mu_head": FORMS["paper"], "sign_plus": dict(dual_sign=1), "admm": FORMS["admm"],

@@ -19,7 +19,6 @@ import torch
 import common
 import data
 import eval_robust
-import kpca
 import train_cls
 import train_lm
 import train_seg
@@ -27,6 +26,7 @@ from common import cut_log, lr_at, read_checkpoint, save_checkpoint, uniform, wr
 from data_seg import Scenes
 from lm import LM, LMConfig, lm_from_checkpoint
 from segmenter import Segmenter, SegmenterConfig, segmenter_from_checkpoint
+from studies import kernel_pca
 from vit import ViT, ViTConfig, vit_from_checkpoint
 
 
@@ -291,8 +291,8 @@ READERS = [
     (train_seg, "--resume", "seg", "args model optimizer step classes model_config"),
     (train_seg, "--eval_only", "seg", "args model classes model_config"),
     (eval_robust, "--ckpt", "cls", "model model_config"),
-    (kpca, "--ckpt", "cls", "model model_config"),
-    (kpca, "--ckpt", "lm", "args model vocab step model_config")]
+    (kernel_pca, "--ckpt", "cls", "model model_config"),
+    (kernel_pca, "--ckpt", "lm", "args model vocab step model_config")]
 
 
 @pytest.mark.parametrize("script, flag, task, parts", READERS)

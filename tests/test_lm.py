@@ -1,4 +1,4 @@
-"""Claims about lm.py and leak.py: equal to lmtool, causal in every kind, probabilities of all words, memory."""
+"""Claims about lm.py and studies/leak.py: equal to lmtool, causal in every kind, probabilities of all words, memory."""
 
 import math
 import subprocess
@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import leak
 import lm
 from conftest import ROOT
 from lm import LM, SIZES, LMConfig, linear_nll, lm_from_checkpoint, load_reference
+from studies import leak
 
 SMALL = dict(context=12, embed_dim=16, depth=3, num_heads=2, mlp_dim=32)
 RPC = {f"rpc, {form}, n={n}": dict(attn="rpc", rpc_layers=(0, 1, 2), n_iter=n, form=form, lambd=lambd)

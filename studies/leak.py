@@ -1,0 +1,73 @@
+"""Does RPC-Attention's mu let a language model read the future? A toy that only the future solves.
+
+    python -m studies.leak        # under a minute on a CPU; nats per seed for each kind of mu
+
+There are two sequences: eight times the word 0, then eight times the word 1 or eight times the word
+2. In the first half the model has to name the word to come. What it has seen there is the same in
+both, so no causal model gets below ln 2 = 0.6931 nats. But the printed mu = N C / (4 sum|K|) sums
+over all tokens and sets the threshold of every row. Where no key reaches it, S = 0 and mu does
+nothing; keys start GAIN times as large as in lm.py so that every run finds the leak (with GAIN = 1,
+8 of 10 do).
+"""
+
+import argparse
+import math
+import sys
+
+if not __package__:
+    sys.exit("error: start this in the repository's folder, as: python -m studies.leak")
+
+import torch
+
+import common
+from attention import FORMS
+from lm import LM, LMConfig
+
+T, GAIN = 16, 4.0
+KINDS = {"running": "mean over tokens <= t", "token": "token t alone",
+         "global": "all tokens, as printed"}
+
+
+def get_args():
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("--form", choices=FORMS, default="released",
+                   help="which reading of Algorithm 1, see attention.py")
+    p.add_argument("--seeds", type=common.number(int, 1), default=3,
+                   help="runs per kind of mu: seeds 0, 1, ...")
+    return p.parse_args()
+
+
+def train(mu, seed=0, form="released", steps=400):
+    """One layer (C = 32, H = 2, n = 4, lambda = 4), Adam: nats of the word to come.
+
+    Scored are tokens 1 to 7: token 0 attends to itself alone, so its output is its own value
+    whatever the threshold.
+    """
+    torch.manual_seed(seed)
+    model = LM(LMConfig(3, T, embed_dim=32, depth=1, num_heads=2, mlp_dim=64, dropout=0,
+                        attn="rpc", rpc_layers=(0,), form=form, mu=mu))
+    model.blocks[0].attn.qkv.weight.data *= GAIN
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    word = torch.tensor([[1], [2]])
+    first_half = torch.zeros(2, T // 2, dtype=torch.long)
+    tokens = torch.cat([first_half, word.expand(2, T // 2)], 1)
+    for _ in range(steps):
+        nats = model(tokens, word.expand(2, T))[:, 1:T // 2].mean()
+        optimizer.zero_grad()
+        nats.backward()
+        optimizer.step()
+    return nats.item()
+
+
+def main():
+    args = get_args()
+    chance = f"{args.seeds} seeds (chance: {math.log(2):.4f})"
+    print(f"{'mu':<32}nats of a word only the future knows, {chance}")
+    for mu, meaning in KINDS.items():
+        nats = (train(mu, seed, args.form) for seed in range(args.seeds))
+        print(f"{mu + ': ' + meaning:<32}{'  '.join(f'{x:.4f}' for x in nats)}", flush=True)
+
+
+if __name__ == "__main__":
+    common.run(main)

@@ -1,0 +1,348 @@
+"""What the studies share: a checkpoint in, the heads of its attention out; tables of what they say.
+
+`checkpoints` loads models and inputs one after another, `capture` returns what every attention
+layer used, `attention_replaced` runs a model with another rule, `summarise` to `write_csv` make
+tables. No study itself.
+"""
+
+import argparse
+import csv
+import math
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+import common
+import data
+import data_lm
+from attention import SelfAttention, rpc_attention, symmetric_attention
+from lm import LM, LMConfig, lm_from_checkpoint
+from vit import SIZES, ViT, ViTConfig, load_weights, stored_config, vit_from_checkpoint
+
+
+# --- what attention really used -------------------------------------------------------------------
+
+class Heads(NamedTuple):
+    """The heads of one layer, float64: it computes h = softmax(q k^T / sqrt(D)) v."""
+    q: torch.Tensor                     # (B, H, N, D)
+    k: torch.Tensor                     # (B, H, N, D)
+    v: torch.Tensor                     # (B, H, N, D) what A multiplies: (I - S) V if scaled
+    raw: torch.Tensor                   # (B, H, N, D) V itself
+    x: torch.Tensor                     # (B, N, C) the layer's input
+    causal: bool = False
+
+
+@torch.no_grad()
+def attention_inputs(module, x):
+    """Heads of a SelfAttention of any kind at its input x (B, N, C). RPC: of its last step."""
+    q, k, raw = module.project(x)
+    v = raw
+    if module.attn.startswith("rpc"):
+        steps = []
+        q = q if module.attn == "rpc_asym" else None
+        rpc_attention(k, raw, q=q, causal=module.causal, **module.rpc, trace=steps)
+        k = steps[-1]["K2"]
+        q = k if q is None else q
+    elif module.attn == "scaled_s":
+        v = raw - module.s @ raw
+    elif module.attn == "scaled_alpha":
+        v = raw - module.s * symmetric_attention(k, raw, causal=module.causal)
+    here = torch.device("cpu") if x.device.type == "mps" else x.device      # mps has no float64
+    return Heads(*(t.to(here).double() for t in (q, k, v, raw, x)), module.causal)
+
+
+def attention_layers(model):
+    layers = [m for m in model.modules() if isinstance(m, SelfAttention)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no attention.SelfAttention to look at")
+    return layers
+
+
+@torch.no_grad()
+def capture(model, inputs):
+    """Run a model on images, or a language model on tokens: the Heads of every layer in order."""
+    seen, layers = {}, attention_layers(model)
+    hooks = [m.register_forward_pre_hook(lambda m, args: seen.update({m: args[0]}))
+             for m in layers]
+    try:
+        forward = model.hidden if isinstance(model.eval(), LM) else model
+        forward(inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [attention_inputs(m, seen[m]) for m in layers]
+
+
+@contextmanager
+def attention_replaced(model, rule):
+    """Within, every SelfAttention outputs proj(h), h = rule(Heads) of shape (B, H, N, D)."""
+    def replace(module, args, _):
+        h = rule(attention_inputs(module, args[0])).to(args[0])
+        return module.proj(h.transpose(1, 2).flatten(2))
+
+    hooks = [m.register_forward_hook(replace) for m in attention_layers(model)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+def get_args(doc, experiments, argv=None):
+    """The flags of a study; --exp becomes a list of known names. experiments: {name: one line}."""
+    listed = "\n".join(f"  {name:12s} {line}" for name, line in experiments.items())
+    p = argparse.ArgumentParser(description=doc, epilog="experiments:\n" + listed,
+                                formatter_class=argparse.RawDescriptionHelpFormatter,
+                                allow_abbrev=False)
+    flag, boolean, count = p.add_argument, argparse.BooleanOptionalAction, common.number(int, 1)
+    flag("--ckpt", nargs="+", default=[], help="checkpoints of train_cls.py, train_lm.py (a "
+         "folder: its last.pt) or DeiT's; several of one run are tracked over training")
+    flag("--exp", default=",".join(experiments), help="comma-separated; default: all that fit")
+    flag("--layers", default="all", help="all, or comma-separated from 0")
+    flag("--images", type=count, default=32, help="test images or windows; errors are over them")
+    flag("--data", choices=["shapes", "cifar10", "imagenet"], help="default: the training's")
+    flag("--data_dir", default=None, help="default: the folder it was trained from")
+    flag("--untrained", action=boolean, default=False, help="also before the first step")
+    flag("--standardise", action=boolean, default=False,
+         help="standardise q and k, as published code does (not in truncate)")
+    flag("--out_dir", default="out/kpca", help="where CSV files go")
+    flag("--device", default=None, help="cuda, mps or cpu; picked automatically")
+    if "truncate" in experiments:
+        flag("--ranks", default=None, help="truncate: comma-separated r; default Dv/4, Dv, N - 1")
+    args = p.parse_args(argv)
+    args.exp = args.exp.split(",")
+    for name in args.exp:
+        if name not in experiments:
+            raise ValueError(f"--exp {name}: expected some of {','.join(experiments)}")
+    return args
+
+
+def numbers(text, flag, high):
+    """"1,2,3" -> [1, 2, 3], each from 0 to high."""
+    known = {str(n) for n in range(high + 1)}
+    if not set(text.split(",")) <= known:
+        raise ValueError(f"{flag} {text}: expected whole numbers from 0 to {high}, separated by "
+                         f"commas")
+    return [int(n) for n in text.split(",")]
+
+
+# --- models and inputs ----------------------------------------------------------------------------
+
+def vit_from_weights(sd):
+    """A ViT without weights whose size is that of a state dict with timm's names."""
+    if not {"pos_embed", "blocks.0.attn.qkv.weight", "head.weight"} <= set(sd):
+        raise ValueError("neither a checkpoint of train_cls.py or train_lm.py nor ViT weights with "
+                         "timm's names")
+    C, patch = sd["pos_embed"].shape[-1], sd["patch_embed.proj.weight"].shape[-1]
+    size = next((s for s in SIZES.values() if s["embed_dim"] == C), None)
+    if size is None:
+        known = ", ".join(str(s["embed_dim"]) for s in SIZES.values())
+        raise ValueError(f"weights have width {C}, expected one of {known}")
+    symmetric = len(sd["blocks.0.attn.qkv.weight"]) == 2 * C
+    side = math.isqrt(sd["pos_embed"].shape[1] - 1)
+    return ViT(ViTConfig(**size, image_size=side * patch, patch_size=patch,
+                         num_classes=len(sd["head.weight"]),
+                         attn="symmetric" if symmetric else "softmax"))
+
+
+def load_model(path):
+    """(model in eval mode, checkpoint dict): of train_cls.py, train_lm.py, DeiT, released code."""
+    checkpoint = common.read_checkpoint(path)
+    try:
+        if checkpoint.get("task") == "language modelling":
+            common.check_run(checkpoint, "it", "train_lm.py", "args", "vocab", "step")
+            return lm_from_checkpoint(checkpoint), checkpoint
+        if checkpoint.keys() & {"task", "model_config"}:
+            return vit_from_checkpoint(checkpoint), checkpoint
+        model = vit_from_weights(checkpoint.get("model", checkpoint))
+        load_weights(model, checkpoint)
+        return model.eval(), checkpoint
+    except ValueError as e:
+        raise ValueError(f"--ckpt {path}: {e}") from None
+
+
+def untrained(checkpoint, path):
+    """The network as it was drawn before the first step of a run of ours, as a checkpoint."""
+    args = checkpoint.get("args")
+    if "model_config" not in checkpoint or not args or args.get("init_from"):
+        raise ValueError(f"--untrained: {path} is not a run of ours that started from random "
+                         f"weights")
+    torch.manual_seed(args["seed"])
+    language = checkpoint["task"] == "language modelling"
+    kind, config = (LM, LMConfig) if language else (ViT, ViTConfig)
+    return kind(stored_config(checkpoint, config)).eval(), {**checkpoint, "step": 0}
+
+
+def load_images(args, checkpoint, config):
+    """Test images (n, 3, S, S) in [0, 1] of --data or the training's, labels, name, classes."""
+    trained = checkpoint.get("args")
+    trained = trained if isinstance(trained, dict) else {}
+    name = args.data or trained.get("data", "shapes")
+    data_dir = args.data_dir or trained.get("data_dir")
+    if name == "shapes":
+        source = data.load_shapes("test", args.images, config.image_size)
+    elif not data_dir:
+        raise ValueError(f"--data {name} needs --data_dir")
+    elif name == "cifar10":
+        source = data.load_cifar10(data_dir, "test")
+    else:
+        source = data.ImageTree(data_dir, "val", classes=checkpoint.get("classes"),
+                                size=config.image_size, subset=True)
+
+    some = data.epoch_order(len(source.labels), 0, seed=0)[:args.images]    # mixed classes
+    if name == "imagenet":
+        files = tqdm(some.tolist(), "decoding", leave=False, disable=len(some) < 200)
+        images = torch.stack([source[i][0] for i in files])
+    else:
+        images = source.images[some]
+    what = f"{len(some)} images of {name}"
+    return images.float() / 255, source.labels[some], what, len(source.classes)
+
+
+def load_windows(args, checkpoint, config):
+    """Windows of the test text (n, T) int64, spread evenly; no labels, what they are, 0 classes."""
+    data_dir = args.data_dir or checkpoint["args"]["data_dir"] or data_lm.pydoc_folder("out/cache")
+    vocab = data_lm.Vocabulary(checkpoint["vocab"].split("\n"))
+    lines = data_lm.read_lines(data_lm.token_file(data_dir, "test"))
+    tokens = vocab.encode_lines(lines).astype(np.int64)
+    if len(tokens) < config.context:
+        raise ValueError(f"--data_dir {data_dir}: the test text has {len(tokens)} tokens, a window "
+                         f"{config.context}")
+    starts = np.linspace(0, len(tokens) - config.context, args.images).astype(int)
+    windows = torch.from_numpy(np.stack([tokens[i:i + config.context] for i in starts]))
+    return windows, None, f"{len(windows)} windows of {config.context} tokens", 0
+
+
+class Point(NamedTuple):
+    """A checkpoint of a run with the inputs on which it is looked at."""
+    run: str
+    step: int
+    last: bool                          # the last of its run
+    tracked: bool                       # the run has several
+    model: nn.Module
+    inputs: torch.Tensor                # images (n, 3, S, S) or tokens (n, T)
+    labels: torch.Tensor                # (n,), None for a language model
+    classes: int                        # of the data, 0 for a language model
+    where: str                          # all this in words, for titles
+
+
+def checkpoints(args):
+    """The Points of --ckpt, with --untrained also step 0 of each run, by run and step."""
+    found = {}
+    for path in args.ckpt:
+        _, checkpoint = load_model(path)
+        path = Path(path)
+        folder = path.name if path.is_dir() else path.parent.name
+        run = folder if path.is_dir() or checkpoint.get("task") else path.stem
+        if args.untrained:
+            found[run, 0] = path, True
+        found.setdefault((run, checkpoint.get("step", 0)), (path, False))   # last.pt may be a copy
+
+    loaded = None
+    for run, step in sorted(found):
+        path, fresh = found[run, step]
+        model, checkpoint = load_model(path)
+        if fresh:
+            model, checkpoint = untrained(checkpoint, path)
+        if run != loaded:
+            load = load_windows if isinstance(model, LM) else load_images
+            inputs, labels, what, classes = load(args, checkpoint, model.config)
+            loaded = run
+        steps = [s for r, s in found if r == run]
+        where = (f"{run}, step {step}, {model.config.attn}, {what}; "
+                 f"mean ± standard error over images")
+        yield Point(run, step, step == max(steps), len(steps) > 1, model, inputs, labels, classes,
+                    where)
+
+
+def chunks(point, device):
+    """Inputs and labels of a Point in pieces that keep a matrix of all heads at 2 MB on a CPU."""
+    c = point.model.config
+    size = 2 ** (18 if device.type == "cpu" else 24) // (c.num_heads * c.num_tokens ** 2)
+    for start in tqdm(range(0, len(point.inputs), max(1, size)), point.run, leave=False):
+        piece = slice(start, start + max(1, size))
+        labels = point.labels if point.labels is None else point.labels[piece].to(device)
+        yield start, point.inputs[piece].to(device), labels
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+PER_LAYER = ("EV", "eta", "frac", "eig_cos")           # what CSV files have layer by layer
+
+
+def standard_error(t):
+    """Over the first dimension; nan for one row."""
+    n = len(t)
+    return t.std(0, ddof=1) / math.sqrt(n) if n > 1 else t.mean(0) * math.nan
+
+
+def summarise(results):
+    """{(experiment, measure, source, layer): (images, ...)} to rows of means over images.
+
+    Rows: (experiment, measure, source, layer, mean, standard error); layer "all": mean of layers.
+    """
+    table = {}
+    for (*key, layer), t in results.items():
+        table.setdefault(tuple(key), {})[layer] = t
+    rows = []
+    for key, layers in table.items():
+        stack = torch.from_numpy(np.stack(list(layers.values())))           # (layers, images, ...)
+        for layer, t in [*layers.items(), ("all", stack.nanmean(0).numpy())]:
+            rows.append((*key, layer, t.mean(0), standard_error(t)))
+    return rows
+
+
+def cell(measure, mean, se):
+    """A number of a table as text."""
+    if math.isnan(mean):
+        return "flat" if measure == "eta" else "-"
+    return f"{mean:.4g}" + (f" ±{se:.1g}" if se > 1e-9 * abs(mean) else "")
+
+
+def print_table(title, text, rows):
+    """rows: (measure, source, row name, mean, se). A block a measure; those of one source share."""
+    print(f"\n=== {title}\n")
+    print("\n".join(f"  {line}".rstrip() for line in text.splitlines()))
+    sources = {}
+    for m, s, *_ in rows:
+        sources.setdefault(m, {})[s] = True
+    alone = [(m, *sources[m]) for m in sources if len(sources[m]) == 1]
+    blocks = [(m, [(m, s) for s in sources[m]]) for m in sources if len(sources[m]) > 1]
+    blocks += [("", alone[i:i + 5]) for i in range(0, len(alone), 5)]
+    cells = {(m, s, name): cell(m, mean, se) for m, s, name, mean, se in rows}
+    for name, columns in blocks:
+        heads = [s if name else m for m, s in columns]
+        print(f"\n  {name:22s}" + "".join(f"{head:<21s}" for head in heads))
+        for row in dict.fromkeys(row[2] for row in rows if row[:2] in columns):
+            line = [cells.get((m, s, row), "") for m, s in columns]
+            print(f"    {row:20s}" + "".join(f"{c:<21s}" for c in line))
+
+
+def write_csv(path, header, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="") as f:
+        writer = csv.writer(f)
+        writer.writerow(header)
+        writer.writerows([f"{x:.6g}" if isinstance(x, float) else x for x in row] for row in rows)
+
+
+def write_tables(out, experiment, rows):
+    """<experiment>.csv and, for curves over axes, <experiment>_axes.csv. rows: (Point, row)."""
+    scalars, curves = [], []
+    for point, (_, m, source, layer, mean, se) in rows:
+        start = (point.run, point.step, layer, m.removesuffix(" by axis"), source)
+        if mean.ndim and point.last:
+            curves += [(*start, d + 1, float(mean[d]), float(se[d])) for d in range(len(mean))]
+        elif not mean.ndim and (layer == "all" or point.last and m in PER_LAYER):
+            scalars.append((*start, float(mean), float(se), len(point.inputs)))
+    header = ["run", "step", "layer", "measure", "source"]
+    write_csv(out / f"{experiment}.csv", [*header, "mean", "se", "images"], scalars)
+    if curves:
+        write_csv(out / f"{experiment}_axes.csv", [*header, "axis", "mean", "se"], curves)

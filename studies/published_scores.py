@@ -1,0 +1,334 @@
+"""The scores by which attention was, and was not, called kernel PCA: what do they say of noise?
+
+    python -m studies.published_scores                                        # on random values
+    python -m studies.published_scores --ckpt out/cifar10_softmax             # on a checkpoint
+    python -m studies.published_scores --ckpt out/cifar10_softmax/*.pt --exp losses
+
+[P] Teo & Nguyen 2024, code `rachtsy/KPCA_code:Reconstruction`. [R] Saritas & Yildiz 2025 (arXiv
+2505.07908), code `KarahanS/Reproduction-Study-KPCA:scripts`. The measures that replace these are in
+studies/kernel_pca.py; its nulls (x W, iid) and exact kernel PCA stand beside each score here too.
+
+    question             [P] and its code              [R]                           kernel_pca.py
+    length of a_d        |u_d| = 1 assumed             |a_d| = 1, so |u_d|^2 = mu_d  |u_d| = 1
+    (I - 1_N)^-1         numeric inverse, singular     -                             pseudo-inverse
+    K~ a = N gamma a     |gamma_i - gamma_j| small     the same, of eigenvectors     eig_cos
+    J                    log of mean, scale missing    mean |error| per token        signed, frac
+    is V kernel PCA?     -                             cosines of rows, CKA          EV, overlap
+    q, k                 standardised in the model     at times                      as they are
+    precision            float32                       float32                       float64
+"""
+
+import math
+import re
+import sys
+
+if not __package__:
+    sys.exit("error: start this in the repository's folder, as: python -m studies.published_scores")
+
+import numpy as np
+import torch
+
+import common
+from kpca import a_hat, attend, centre, log_g, log_kernel, log_mean_exp, log_phi2
+from studies.kernel_pca import (EXPERIMENTS as SOUND, Layer, eigenvalue_statistics, measure,
+                                standardise, study, theory_by_token, turned)
+from studies.probe import Heads, get_args
+
+
+# --- the projection error -------------------------------------------------------------------------
+
+def official_loss(q, k, v, with_h=True):
+    """What the released code logs as J: log mean(phi^2 - h^2) over tensors (B, H, N, D), q, k raw.
+
+    It gets g from the first column of the attention matrix (App. C) but leaves out 1/sqrt(D) in
+    |q|^2 and q.k_1, so "phi^2" is e^40 or so and subtracting h^2 (about 5) changes no digit: the
+    curve knows nothing about v.
+    """
+    q, k = standardise(q), standardise(k)
+    first = (q * k[..., :1, :]).sum(-1)                                     # q_i.k_1, no scale
+    log_A = first / math.sqrt(q.shape[-1]) - log_g(q, k)
+    log_g2 = 2 * first - 2 * log_A
+    log_mean = log_mean_exp((q.square().sum(-1) - log_g2).flatten(-3))      # scale missing
+    if not with_h:
+        return log_mean
+    h2 = attend(q, k, v).square().sum(-1).flatten(-3).mean(-1)
+    return log_mean + torch.log1p(-h2 * (-log_mean).exp())
+
+
+def absolute_losses(q, k, v):
+    """[R]'s J: mean |phi^2 - h^2| per token; over either term with a floor of 1e-8; q, k raw."""
+    q, k = standardise(q), standardise(k)
+    phi2, h2 = log_phi2(q, k).exp(), attend(q, k, v).square().sum(-1)
+    error = (phi2 - h2).abs()
+    return {"J abs [R]": error.mean(-1),
+            "rel_h floor [R]": (error / (h2 + 1e-8)).mean(-1),
+            "rel_phi floor [R]": (error / (phi2 + 1e-8)).mean(-1)}
+
+
+def exp_losses(layer):
+    """The projection error as released by [P] and as computed by [R], of standardised q and k.
+
+    "J official": the log of the released code's J; "without h": the same with |h|^2 left out.
+    [R]: mean |phi2 - h2| over tokens; rel: the mean of its ratio to either term, floor 1e-8.
+    """
+    out = {}
+    for source, v in layer.values.items() if not layer.causal else ():
+        found, heads = absolute_losses(layer.q, layer.k, v), layer.q.shape[1:3]
+        for m, with_h in (("J official", True), ("J official without h", False)):
+            loss = official_loss(layer.q, layer.k, v, with_h)               # (draws,)
+            found[m] = loss[:, None, None].expand(-1, *heads)
+        for m, t in found.items():
+            out.setdefault(m, {})[source] = t
+    return out
+
+
+# --- are the values eigenvectors? -----------------------------------------------------------------
+
+def gamma(axes, a):
+    """e^c K~ a / (N a), (..., N, Dv): constant columns for eigenvectors; 0/0 counts as 0."""
+    return torch.where(a == 0, 0, axes.K @ a / (a.shape[-2] * a))
+
+
+def numeric_a_hat(v, log_g):
+    """(I - 1_N)^-1 G^-1 v as [P] prints it: an error, or noise of size 1e14."""
+    N, like = v.shape[-2], dict(dtype=v.dtype, device=v.device)
+    return torch.linalg.inv(torch.eye(N, **like) - 1 / N) @ a_hat(v, log_g, scaled=True)
+
+
+def pair_differences(x):
+    """Mean and standard deviation of |x_i - x_j| over pairs i < j of the second last dimension.
+
+    In N log N: sum_(i<j) |x_i - x_j| of sorted x, sum_(i<j) (x_i - x_j)^2 of centred x.
+    """
+    N, x = x.shape[-2], (x - x.mean(-2, keepdim=True)).sort(-2).values
+    pairs = N * (N - 1) / 2
+    order = torch.arange(1 - N, N, 2, dtype=x.dtype, device=x.device)[:, None]
+    mean = (order * x).sum(-2) / pairs
+    square = N * x.square().sum(-2)
+    return mean, ((square - pairs * mean.square()).clamp(min=0) / max(pairs - 1, 1)).sqrt()
+
+
+def exp_gammas(layer):
+    """[P]'s test of Eq. 11: gamma = K~ a / (N a) is constant if mean |gamma_i - gamma_j| is near 0.
+
+    But eigenvalues of K~ never exceed 1 / min g: everything is near 0. numeric inverse: with
+    (I - 1_N)^-1, which does not exist, near 0 for noise too. |dgamma|: with the pseudo-inverse.
+    |dgamma|/lambda: over the mean of the first Dv eigenvalues lambda_d = mu_d / N.
+    """
+    axes, d, N = layer.axes, min(layer.dv, layer.k.shape[-2]), layer.k.shape[-2]
+    scale, lam = (-axes.c).exp(), axes.mu[..., :d].mean(-1, keepdim=True) / N
+    sources = {s: a_hat(v, axes.log_g) for s, v in layer.values.items()} | {"KPCA": axes.U[..., :d]}
+    numeric = {s: numeric_a_hat(v, axes.log_g) for s, v in layer.values.items()}
+    out = {"|dgamma|/lambda": {}}
+    for m, columns in (("|dgamma|", sources), ("numeric inverse", numeric)):
+        out[m], out[f"{m} std"] = {}, {}
+        for source, a in columns.items():
+            mean, std = pair_differences(gamma(axes, a))
+            out[m][source], out[f"{m} std"][source] = mean * scale, std * scale
+            if m == "|dgamma|":
+                out["|dgamma|/lambda"][source] = mean / lam
+
+    # Axes that float64 does not resolve have no gamma; curves: what the figures draw.
+    unresolved = torch.arange(d, device=lam.device) >= axes.rank[..., None]
+    for columns in out.values():
+        if "KPCA" in columns:
+            columns["KPCA"] = columns["KPCA"].masked_fill(unresolved, math.nan)
+    curves = {f"{m} by axis": {s: out[m][s] for s in ("learned", "iid")}
+              for m in ("|dgamma|", "|dgamma| std", "numeric inverse", "numeric inverse std")}
+    return curves | {m: {s: t.nanmean(-1) for s, t in columns.items()}
+                     for m, columns in out.items() if not m.endswith(" std")}
+
+
+def exp_eigenvalues(layer):
+    """Eigenvalues of the centred kernel matrix without g, over N, of keys standardised and not.
+
+    With standardised keys their size is the one that [P] reports: 648.46, 4.65, 40.07, 17.73.
+    """
+    out = {}
+    for source, k in (("as they are", layer.k), ("standardised", standardise(layer.k))):
+        N, D = k.shape[-2:]
+        E = centre(log_kernel(k, k).clamp(max=700).exp()) / N
+        spectrum = torch.linalg.eigvalsh(E).flip(-1)[..., :D]
+        for m, t in eigenvalue_statistics(spectrum).items():
+            out.setdefault(f"E/N {m}", {})[source] = t
+    return out
+
+
+# --- do learned values look like the theoretical ones? --------------------------------------------
+
+def hsic(K, L):
+    """Unbiased HSIC of two Gram matrices (Song et al. 2012): no diagonal, chance 0. (...)"""
+    N = K.shape[-1]
+    K, L = (M - torch.diag_embed(M.diagonal(dim1=-2, dim2=-1)) for M in (K, L))
+    total = (K * L).sum((-2, -1))
+    total = total + K.sum((-2, -1)) * L.sum((-2, -1)) / ((N - 1) * (N - 2))
+    return (total - 2 / (N - 2) * (K.sum(-1) * L.sum(-1)).sum(-1)) / (N * (N - 3))
+
+
+def matrix_cosine(K, L):
+    return (K * L).sum((-2, -1)) / (K.norm(dim=(-2, -1)) * L.norm(dim=(-2, -1)))
+
+
+def cka(X, Y, unbiased=False):
+    """Linear CKA of rows X (..., N, a), Y (..., N, b); unbiased: nan for fewer than four rows."""
+    X, Y = (M - M.mean(-2, keepdim=True) for M in (X, Y))
+    X, Y = (M / M.norm(dim=(-2, -1), keepdim=True) for M in (X, Y))
+    K, L = X @ X.mT, Y @ Y.mT
+    if not unbiased:
+        return matrix_cosine(K, L)
+    if K.shape[-1] < 4:
+        return matrix_cosine(K, L) * math.nan
+    size = hsic(K, K).clamp(min=1e-15) * hsic(L, L).clamp(min=1e-15)        # 0 if all rows agree
+    return hsic(K, L) / size.sqrt()
+
+
+def kernel_cka(X, Y):
+    """CKA with Gaussian kernels whose width is the median squared distance that is not zero."""
+    def gram(X):
+        d2 = torch.cdist(X, X, compute_mode="donot_use_mm_for_euclid_dist").square()
+        d2 = d2 / d2.amax((-2, -1), keepdim=True)
+        order = torch.where(d2 > 0, d2, torch.inf).flatten(-2).sort(-1).values
+        median = order.gather(-1, (d2 > 0).sum((-2, -1))[..., None].sub(1) // 2)
+        return centre((-d2 / (2 * median[..., None])).exp())
+
+    return matrix_cosine(gram(X), gram(Y))
+
+
+def matching(C):
+    """The one-to-one matching of rows to columns of greatest sum, (..., N): column of every row."""
+    try:
+        from scipy.optimize import linear_sum_assignment
+    except ImportError:
+        raise ValueError("the optimal cosine needs scipy: pip install scipy") from None
+    pieces = C.reshape(-1, *C.shape[-2:]).cpu().numpy()
+    match = np.stack([linear_sum_assignment(c, maximize=True)[1] for c in pieces])
+    return torch.as_tensor(match, device=C.device).view(C.shape[:-1])
+
+
+def row_similarities(V, W):
+    """[R]'s similarities of two value matrices, row by row, (...): not free of turned columns."""
+    V, W = torch.broadcast_tensors(V, W)
+    C = (V / V.norm(dim=-1, keepdim=True)) @ (W / W.norm(dim=-1, keepdim=True)).mT   # (..., N, N)
+    direct, match = C.diagonal(dim1=-2, dim2=-1), matching(C)
+    best = C.gather(-1, match[..., None])[..., 0]
+    centred = [M - M.mean(-1, keepdim=True) for M in (V, W)]
+    pearson = torch.cosine_similarity(*centred, dim=-1, eps=0)
+    distance = (V - W).norm(dim=-1)
+    return {"direct": direct.mean(-1), "direct_min": direct.amin(-1), "direct_max": direct.amax(-1),
+            "neg_pct": 100 * (direct < 0).double().mean(-1), "pearson": pearson.mean(-1),
+            "optimal": best.mean(-1), "optimal_min": best.amin(-1), "optimal_max": best.amax(-1),
+            "max_any": C.amax(-1).mean(-1), "assign": match,
+            "rel_frob": (V - W).norm(dim=(-2, -1)) / V.norm(dim=(-2, -1)),
+            "euclid": distance.mean(-1), "l1": (V - W).abs().sum(-1).mean(-1)}
+
+
+def exp_similarities(layer):
+    """[R]'s scores of learned against theoretical values, |a_d| = 1. KPCA: exactly those, turned.
+
+    They punish turned axes, which W_O undoes, and chance is not 0: direct and optimal (tokens
+    matched one to one) mean cosine of rows, pearson, neg_pct (of direct cosines), linear and kernel
+    CKA. CKA unbiased: linear, against the values of Theorem 1; chance 0.
+    """
+    axes, theory = layer.axes, theory_by_token(layer)
+    rows = axes.U[..., :theory.shape[-1]]
+    weights = (axes.log_g.amin(-1, keepdim=True) - axes.log_g).exp()[..., None]     # 1/g_j
+    out = {}
+    for source, v in {**layer.values, "KPCA": turned(layer, theory)}.items():
+        found = {"CKA unbiased": cka(v, theory, unbiased=True)}
+        if theory.shape[-1] == layer.dv:
+            v = turned(layer, rows) if source == "KPCA" else v[:1]          # one x W will do
+            w = weights * v if source == "KPCA" else v
+            r = row_similarities(v, rows)                                   # 1/g_j > 0: no turn
+            names = ("direct", "optimal", "optimal_max", "pearson", "neg_pct")
+            found |= {f"{m} [R]": r[m] for m in names}
+            found["CKA linear [R]"] = cka(w, weights * rows)
+            found["CKA kernel [R]"] = kernel_cka(w, weights * rows)
+        for m, t in found.items():
+            out.setdefault(m, {})[source] = t
+    return out
+
+
+# --- without a checkpoint -------------------------------------------------------------------------
+
+EXPERIMENTS = {"losses": exp_losses, "gammas": exp_gammas, "eigenvalues": exp_eigenvalues,
+               "similarities": exp_similarities}
+
+
+def random_heads(B=4, H=2, N=65, D=16):
+    """Heads of a layer with random weights on random tokens."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(B, N, H * D, generator=g, dtype=torch.float64)
+    W = torch.randn(3, 1, H, H * D, D, generator=g, dtype=torch.float64)
+    q, k, v = x[:, None] @ (1.5 / math.sqrt(H * D) * W)
+    return Heads(q, k, v, v, x)
+
+
+def invert(N):
+    """What numeric inversion makes of I - 1_N, in words."""
+    try:
+        inverse = torch.linalg.inv(torch.eye(N, dtype=torch.float64) - 1 / N)
+    except RuntimeError:
+        return "torch finds it singular"
+    return f"entries up to {inverse.abs().max():.0e}"
+
+
+FLAWS = """Published measures on random values, which nobody trained
+
+  [P] |gamma_i - gamma_j| is near 0, so v holds eigenvectors (Eq. 11).
+      (I - 1_N)^-1 does not exist. N = 4: <inverse of 4>; N = 65, where rounding
+      hides that: <inverse of 65>, and mean |gamma_i - gamma_j| is
+      <numeric inverse; learned; .0e>; for other random values <numeric inverse; iid; .0e>.
+      With the pseudo-inverse it is <|dgamma|; learned; .1e> and <|dgamma|; iid; .1e>: near 0, but \
+so is lambda, <lambda; KPCA; .1e>.
+      Cosine of a and K~ a: <eig_cos; learned; .2f> and <eig_cos; iid; .2f>; of eigenvectors \
+<eig_cos; KPCA; .2f>.
+  [P] The eigenvalues are 648.46 to 4.65.
+      Here <max; as they are; .4f> to <min; as they are; .4f>; the bound 1 / min g is \
+<bound; as they are; .4f>.
+  [P] J falls in training.
+      The log of the released code's J: <J official; learned; .6f>; with |h|^2 left out: \
+<J official without h; learned; .6f>.
+      By Eq. 13 itself J is <J; learned; .2f> for random values, below 0, and <J; KPCA; .2f> for \
+kernel PCA.
+  [R] The rows of v are not similar to theory.
+      Optimal cosine <optimal [R]; learned; .2f>; of other random values <optimal [R]; iid; .2f>; of
+      exact kernel PCA with turned axes <optimal [R]; KPCA; .2f>.
+      Linear CKA of random values <CKA linear [R]; iid; .2f>; unbiased <CKA unbiased; iid; .2f>.
+  [R] Theoretical values have |a_d| = 1.
+      Then the axes have length <unit; KPCA; .3f>, not 1, and Eq. 13 does not hold.
+  Sound: what share of the keys' variance in feature space does v catch?
+      x W <EV; x W; .2f>, iid <EV; iid; .2f>, kernel PCA <EV; KPCA; .2f>, at most <EV; best; .2f>.
+      Overlap with the theoretical values: iid <overlap; iid; .2f> (chance <chance; iid; .2f>), \
+kernel PCA <overlap; KPCA; .2f>."""
+
+
+def flaws():
+    """FLAWS with its <measure; source; format> filled in."""
+    layer = Layer(random_heads())
+    N, D = layer.k.shape[-2:]
+    found = measure([layer], SOUND | EXPERIMENTS)
+    means = {(m, source): t.mean() for (_, m, source, _), t in found.items()}
+    log_size = (layer.axes.mu[..., :D].clamp(min=0).log() - layer.axes.c) / 2
+    means["unit", "KPCA"], means["chance", "iid"] = log_size.exp().mean(), D / N
+
+    def fill(field):
+        if field[1].startswith("inverse of "):
+            return invert(int(field[1].removeprefix("inverse of ")))
+        m, source, form = field[1].split("; ")
+        return format(means[m, source], form)
+
+    return re.sub("<(.*?)>", fill, FLAWS)
+
+
+def main():
+    lines = {name: experiment.__doc__.splitlines()[0] for name, experiment in EXPERIMENTS.items()}
+    args = get_args(__doc__, lines)
+    device, _, _ = common.setup(args.device)
+    if args.ckpt:
+        return study(args, EXPERIMENTS, device)
+    print(flaws())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    common.run(main)

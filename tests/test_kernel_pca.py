@@ -1,0 +1,401 @@
+"""studies/kernel_pca.py and probe.py: against golden numbers and theory, capture, the command, figures."""
+
+import csv
+import importlib
+import math
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import common
+import data
+import studies.kernel_pca as kernel_pca_study
+import train_cls
+from attention import KINDS, SelfAttention
+from conftest import ROOT
+from kpca import (a_hat, attend, eigen_cosine, exact_scaling, kernel_pca, kernel_projections, log_g, log_gram,
+                  log_kernel, log_phi2, projection_loss, theoretical_values)
+from lm import LM, LMConfig
+from studies.kernel_pca import (EXPERIMENTS, TRUNCATIONS, Layer, basis, eigenvalue_statistics, explained_variance,
+                                key_span, measure, principal_axes, query_share, restrict, standardise, truncated,
+                                value_axes)
+from studies.probe import Heads, attention_replaced, capture, load_model, untrained
+from studies.published_scores import random_heads
+from test_kpca import assert_close, cases, draw, sweep
+from vit import SIZES, ViT, ViTConfig
+
+
+def check_heads(z):
+    """Every quantity of a case of kpca_small or kpca_vit."""
+    q, k, v, d = z["q"], z["k"], z["v"], int(z["dv"])
+    axes, lp, h = kernel_pca(k), log_phi2(q, k), attend(q, k, v)
+    assert_close(axes.log_g, z["log_g"], 1e-10)
+    assert_close(log_g(q, k), z["log_gq"], 1e-10)
+    assert_close(axes.c[0], z["log_scale"], 1e-10)
+    assert int(axes.rank) == int(z["rank"])
+    mu = z["mu_scaled"]
+    assert_close(axes.mu[:len(mu)], mu, 1e-6, 1e-9 * float(mu[0]))
+    assert_close(lp, z["log_phi2"], 1e-10)
+    assert_close(h.square().sum(-1), z["h2"], 1e-10)
+    terms = projection_loss(lp, h)
+    for ours, theirs in (("J", "jproj_signed"), ("phi2", "phi2_mean"), ("h2", "h2_mean"),
+                         ("rel_phi", "rel_phi_of_means"), ("rel_h", "rel_h_of_means")):
+        assert_close(terms[ours], z[theirs], 1e-10)
+    assert_close((lp.exp() - h.square().sum(-1)).abs().mean(), z["jproj_abs"], 1e-10)
+    V = theoretical_values(axes, d)
+    assert_close(attend(q, k, V).square().sum(-1), z["h2_kpca"])
+    assert_close(attend(q, k, V * (axes.mu[:d] / axes.c.exp()).sqrt()).square().sum(-1), z["h2_kpca_unit"])
+    span = key_span(q, k)
+    Q, u = basis(value_axes(span, v)), principal_axes(span)[:d].mT
+    assert_close(query_share(span), z["frac_span"])
+    assert_close(query_share(span, Q), z["frac_v"])
+    assert_close(query_share(span, u), z["frac_kpca"])
+    assert_close(explained_variance(span, Q), z["ev_v"])
+    assert_close(explained_variance(span, u), z["ev_best"])
+    assert_close(axes.mu[:d].sum() / axes.mu.sum(), z["ev_best"])
+    g = eigen_cosine(axes, a_hat(v, axes.log_g))
+    assert_close(g["eig_cos"], z["gamma_cos"])
+    assert_close(g["rho"] / len(k), z["gamma_rayleigh_scaled"])
+    assert_close(g["wstd"], z["gamma_wstd_scaled"])
+    gv = a_hat(v, axes.log_g, scaled=True)
+    assert_close(gv.sum(-2).abs() / gv.abs().sum(-2), z["solvability"])
+
+
+@pytest.mark.parametrize("case", ["explicit0", "explicit1", "gauss0", "gauss1"])
+def test_small_heads_agree_with_golden(golden, case):
+    z = cases(golden("kpca_small"))[case]
+    check_heads(z)
+    axes, d = kernel_pca(z["k"]), int(z["dv"])
+    if "h" in z:
+        assert_close(attend(z["q"], z["k"], z["v"]), z["h"], 1e-10)
+        assert_close((log_gram(z["k"]) + axes.c).exp(), z["gram_scaled"], 1e-10)
+        assert_close(axes.K, z["gram_centred_scaled"], 1e-10, 1e-12)
+        U, V = axes.U[:, :d], theoretical_values(axes, d)
+        assert_close(U @ U.mT, z["projector_top"], 1e-6, 1e-9)
+        assert_close(V @ V.mT, z["vdot_gram"], 1e-6, 1e-9)
+
+
+def test_trained_heads_agree_with_golden(golden):
+    for case, z in cases(golden("kpca_vit")).items():
+        if case.startswith("vit_"):
+            check_heads(z)
+
+
+def test_eigenvalue_statistics_agree_with_golden(golden):
+    z = cases(golden("kpca_vit"))["eigstats"]
+    for k, name in ((z["k"], "stats"), (standardise(z["k"]), "stats_standardised")):
+        axes = kernel_pca(k)
+        mu = ((-axes.c).exp() * axes.mu)[..., :32].mean((0, 1))
+        assert_close(torch.stack(list(eigenvalue_statistics(mu).values())), z[name])
+    assert_close((-log_g(z["k"], z["k"]).amin(-1)).exp().flatten(), z["bound"], 1e-10)
+
+
+def test_scaling_and_truncation_agree_with_golden(golden):
+    z = cases(golden("kpca_small"))
+    s, t = z["scaled"], z["truncation"]
+    assert_close(exact_scaling(s["k"][None, None], s["v"][None, None])[0, 0], s["S"] @ s["v"], 1e-10, 1e-12)
+    assert_close(s["v"] - exact_scaling(s["k"][None, None], s["v"][None, None])[0, 0], s["IminusS_v"], 1e-10, 1e-12)
+    q, k, v, d = t["q"], t["k"], t["v"], int(t["dv"])
+    axes = kernel_pca(k)
+    span = key_span(q, k)
+    u = principal_axes(span)
+    for r, name in ((d, "dv"), (len(k) - 1, "full")):
+        assert_close(restrict(q, k, v, span, u[:r]), t[f"h_strict_{name}"], 1e-6, 1e-9)
+        assert_close(restrict(q, k, v, span, u[:r], affine=True), t[f"h_affine_{name}"], 1e-6, 1e-9)
+        offset = kernel_projections(k, k, axes, r).mean(-2)
+        assert_close(offset.abs(), t[f"b_offset_abs_{name}"], 1e-6, 1e-9)
+
+
+@sweep
+def test_kernel_pca_has_no_negative_loss_and_the_most_variance(seed, N, D, size):
+    q, k, v = draw(seed, N, D, size=size)
+    axes = kernel_pca(k)
+    d = min(D, int(axes.rank))
+    V, lp = theoretical_values(axes, d), log_phi2(q, k)
+    h = attend(q, k, V)
+    assert projection_loss(lp, h)["J"] >= 0 and (h.square().sum(-1) <= lp.exp() * (1 + 1e-9)).all()  # Bessel
+    span = key_span(q, k)
+    best = axes.mu[:d].clamp(min=0).sum() / axes.mu.clamp(min=0).sum()
+    assert_close(explained_variance(span, basis(value_axes(span, V))), best, 1e-6)  # EV(V) is the best
+    assert explained_variance(span, basis(value_axes(span, v[:, :d]))) <= best * (1 + 1e-9)
+    frac = query_share(span, basis(value_axes(span, V)))
+    assert_close(frac, h.square().sum(-1) / lp.exp(), 1e-6, 1e-9)
+    assert (query_share(span, basis(value_axes(span, v))) <= query_share(span) + 1e-9).all()
+    assert (query_share(span) <= 1 + 1e-9).all()
+
+
+@sweep
+def test_gauge_free_measures_ignore_any_invertible_map_of_the_values(seed, N, D, size):
+    q, k, v = draw(seed, N, D, size=size)
+    v = v[:, :3]
+    R = torch.randn(v.shape[1], v.shape[1], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    span = key_span(q, k)
+    a, b = (basis(value_axes(span, x)) for x in (v, v @ R))
+    assert_close(explained_variance(span, a), explained_variance(span, b), 1e-8)
+    assert_close(query_share(span, a), query_share(span, b), 1e-7, 1e-12)
+
+
+@pytest.mark.parametrize("size", [0.5, 1.0, 2.0, 3.0])
+def test_all_axes_and_the_constant_row_give_attention_back_also_where_axes_are_not_resolved(size):
+    q, k, v = draw(3, 24, 8, size=size)
+    axes = kernel_pca(k)
+    span = key_span(q, k)
+    h = attend(q, k, v)
+    assert_close(restrict(q, k, v, span, principal_axes(span)[:-1], affine=True), h, 1e-6, 1e-6)
+    strict = restrict(q, k, v, span, principal_axes(span)[:-1])
+    assert (strict - h).abs().max() > 0.01                                        # without the row
+    assert size < 3 or axes.rank < 23
+
+
+def test_axes_are_orthonormal_and_reach_the_most_variance():
+    q, k, _ = draw(5)
+    axes = kernel_pca(k)
+    V = theoretical_values(axes, 8)
+    assert_close(V.mT @ log_kernel(k, k).exp() @ V, torch.eye(8, dtype=torch.float64), 0, 1e-10)
+    assert_close(attend(q, k, V), kernel_projections(q, k, axes, 8), 1e-9, 1e-12)
+    span = key_span(q, k)
+    assert_close(explained_variance(span, principal_axes(span)[:8].mT), axes.mu[:8].sum() / axes.mu.sum(), 1e-9)
+
+
+@pytest.mark.parametrize("ratio", [50, 500, 5000])
+def test_everything_stays_finite_for_very_long_keys(ratio):
+    q, k, v = draw(7, 20, 8, batch=(2, 3))
+    for t in (q, k):
+        t *= (ratio * math.sqrt(8) / t.square().sum(-1).amax()).sqrt()
+    heads = Heads(q, k, v, v, v.transpose(1, 2).flatten(2))
+    layer = Layer(heads, "0")
+    assert (layer.axes.rank < 19).all() == (ratio >= 500)                         # fewer axes than asked: it goes on
+    for key, t in measure([layer], EXPERIMENTS).items():
+        assert np.isfinite(t).all() or "by axis" in key[1], key
+    for how in TRUNCATIONS:
+        assert truncated(heads, how, 4).isfinite().all(), how
+
+
+class Wrapped(nn.Module):
+    """Any module tree with attention in it will do."""
+
+    def __init__(self, **kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Sequential(nn.LayerNorm(24), SelfAttention(24, 3, **kind))
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_captured_heads_reproduce_the_attention_of_every_kind(kind, causal):
+    if kind == "scaled_s" and causal:
+        return
+    model = Wrapped(attn=kind, causal=causal, num_tokens=10).double()
+    module = model.inner[1]
+    if kind.startswith("scaled"):
+        nn.init.normal_(module.s, std=0.3)
+    x = torch.randn(2, 10, 24, dtype=torch.float64)
+    heads, = capture(model, x)
+    h = attend(heads.q, heads.k, heads.v, causal)
+    with torch.no_grad():
+        assert_close(module.proj(h.transpose(1, 2).flatten(2)), module(model.inner[0](x)), 1e-6, 1e-6)
+        with attention_replaced(model, lambda heads: attend(heads.q, heads.k, heads.v, causal)):
+            again = model(x)
+        assert_close(again, model(x), 1e-6, 1e-6)
+    assert torch.equal(heads.raw, heads.v) != kind.startswith("scaled")
+
+
+def test_causal_layers_are_looked_at_on_prefixes():
+    heads, = capture(Wrapped(causal=True), torch.randn(2, 12, 24))
+    layer = Layer(heads, "0")
+    assert [part.k.shape[-2] for part in layer.parts] == [3, 6, 12] and all(p.q.shape[-2] == 1 for p in layer.parts)
+    part = layer.parts[1]
+    assert_close(attend(part.q, part.k, part.v), attend(layer.q, layer.k, layer.v, True)[..., 5:6, :], 1e-10)
+    found = measure([layer], EXPERIMENTS)
+    assert all(t.shape[0] == 2 for t in found.values()) and ("jproj", "J", "learned", "0") in found
+
+
+def test_null_values_have_the_size_of_the_learned_and_do_not_depend_on_the_batch():
+    heads = random_heads(B=4)
+    layer = Layer(heads, key=(2, 0))
+    for name, v in layer.values.items():
+        assert_close(v.norm(dim=(-2, -1)), layer.v.norm(dim=(-2, -1)).expand(v.shape[:3]), 1e-10)
+    part = Layer(Heads(*(t[:2] for t in heads[:5])), key=(2, 0))
+    assert_close(part.values["x W"], layer.values["x W"][:, :2], 1e-12)
+
+
+def save_vit(path, attn="softmax", **change):
+    torch.manual_seed(0)
+    config = ViTConfig(image_size=16, patch_size=4, num_classes=10, embed_dim=24, depth=2, num_heads=3, attn=attn,
+                       init="default")
+    model = ViT(config)
+    args = dict(data="shapes", data_dir=None, seed=0, init_from=None)
+    torch.save({"task": "classification", "model": model.state_dict(), "model_config": asdict(config), "step": 7,
+                "args": args, "classes": list(data.SHAPES), **change}, path)
+    return str(path)
+
+
+def run(monkeypatch, study, *argv):
+    monkeypatch.setattr(sys, "argv", [study.__name__, *map(str, argv)])
+    study.main()
+
+
+def read(path):
+    with open(path, newline="") as f:
+        return list(csv.DictReader(f))
+
+
+@pytest.mark.parametrize("attn", ["softmax", "rpc", "scaled_alpha"])
+def test_command_writes_a_table_for_every_experiment_and_layer(monkeypatch, tmp_path, capsys, attn):
+    ckpt = save_vit(tmp_path / "a.pt", attn)
+    run(monkeypatch, kernel_pca_study, "--ckpt", ckpt, "--images", 5, "--out_dir", tmp_path, "--device", "cpu")
+    out = capsys.readouterr().out
+    for name in EXPERIMENTS:
+        rows = read(tmp_path / f"{name}.csv")
+        assert f"=== {name}" in out
+        for layer in {"0", "1", "all"}:
+            assert len(re.findall(rf"^    {layer} +\S", out.split(f"=== {name}")[1].split("===")[0], re.M)) >= 1
+        several = {r["layer"] for r in rows if r["measure"] in ("EV", "eta", "frac", "eig_cos")}
+        assert several in (set(), {"0", "1", "all"}) and {r["layer"] for r in rows} - several <= {"all"}
+        assert all(math.isfinite(float(r["mean"])) or r["measure"] == "eta" for r in rows), name
+    rows = {(r["how"], r["r"]): float(r["accuracy"]) for r in read(tmp_path / "truncate.csv")}
+    assert rows["affine", "16"] == rows["none", "0"] and len(rows) == 3 + 3 * len(TRUNCATIONS)
+    sources = {r["source"] for r in read(tmp_path / "capture.csv") if r["measure"] == "EV"}
+    assert sources == {"learned", "x W", "iid", "KPCA", "best"}
+
+
+def test_keys_too_long_to_resolve_all_axes_are_announced(monkeypatch, tmp_path, capsys):
+    model, _ = load_model(save_vit(tmp_path / "a.pt"))
+    weights = model.state_dict()
+    weights["blocks.1.attn.qkv.weight"][24:48] *= 12
+    ckpt = save_vit(tmp_path / "long.pt", model=weights)
+    run(monkeypatch, kernel_pca_study, "--ckpt", ckpt, "--images", 3, "--exp", "capture", "--out_dir", tmp_path)
+    out = capsys.readouterr().out
+    assert "layer 1: keys so long that float64 resolves" in out and "layer 0: keys so long" not in out
+
+
+def test_command_tracks_a_training_run_and_the_figures_follow(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    from studies import plot
+    folder = tmp_path / "run"
+    monkeypatch.setattr(sys, "argv", ["train_cls.py", "--num_images", "64", "--epochs", "2", "--keep_every", "1",
+                                      "--image_size", "16", "--out_dir", str(folder), "--attn", "softmax", "--lr", "0",
+                                      "--weight_decay", "0", "--min_lr", "0", "--batch_size", "32", "--device", "cpu"])
+    train_cls.main()
+    start, _ = untrained(common.read_checkpoint(folder), folder)
+    end, _ = load_model(folder)
+    for a, b in zip(start.parameters(), end.parameters()):                        # warm-up begins at 1e-6
+        assert_close(a.detach(), b.detach(), 0, 1e-4)
+    run(monkeypatch, kernel_pca_study, "--ckpt", *sorted(folder.glob("*.pt")), "--untrained", "--images", 4,
+        "--ranks", "2,16", "--layers", "0,3", "--out_dir", tmp_path)
+    assert "over training" in capsys.readouterr().out
+    assert {r["step"] for r in read(tmp_path / "jproj.csv")} == {"0", "2", "4"}   # last.pt is epoch 2 and counts once
+    monkeypatch.setattr(sys, "argv", ["plot.py", "kpca", str(tmp_path)])
+    plot.main()
+    assert {p.stem for p in tmp_path.glob("*.png")} == set(plot.KPCA_FIGURES)
+    monkeypatch.setattr(sys, "argv", ["plot.py", "kpca", str(folder)])
+    with pytest.raises(SystemExit, match="no CSV"):
+        plot.main()
+
+
+def test_one_checkpoint_gives_every_figure_and_a_word_on_what_it_lacks(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    from studies import plot
+    run(monkeypatch, kernel_pca_study, "--ckpt", save_vit(tmp_path / "a.pt"), "--images", 3, "--ranks", 4, "--out_dir", tmp_path)
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["plot.py", "kpca", str(tmp_path)])
+    plot.main()
+    assert {p.stem for p in tmp_path.glob("*.png")} == set(plot.KPCA_FIGURES)
+    loss, gamma = capsys.readouterr().out.splitlines()[:2]
+    assert "several checkpoints" in loss and "exp losses" in loss and "exp gammas" in gamma
+    figure, _ = plot.kpca_loss(tmp_path, "")
+    assert [len(ax.patches) for ax in figure.axes] == [0, 2, 5, 4]                # bars: terms, frac, EV
+    (tmp_path / "truncate.csv").unlink()
+    plot.main()
+    assert "truncation: skipped" in capsys.readouterr().out
+
+
+def test_plot_without_matplotlib_says_so_in_one_line(monkeypatch):
+    monkeypatch.delitem(sys.modules, "studies.plot", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match="^error: studies.plot needs matplotlib"):
+        importlib.import_module("studies.plot")
+
+
+def test_deit_weights_are_recognised_by_their_shapes(monkeypatch, tmp_path):
+    torch.manual_seed(0)
+    model = ViT(ViTConfig(**SIZES["nano"], image_size=16, patch_size=8, num_classes=10))
+    torch.save({"model": model.state_dict()}, tmp_path / "deit.pth")
+    run(monkeypatch, kernel_pca_study, "--ckpt", tmp_path / "deit.pth", "--exp", "capture", "--images", 3, "--out_dir", tmp_path)
+    assert read(tmp_path / "capture.csv")[0]["run"] == "deit"
+
+
+def test_bad_input_is_one_clear_line(monkeypatch, tmp_path):
+    good, other = save_vit(tmp_path / "good.pt"), str(tmp_path / "other.pt")
+    torch.save({"weights": torch.zeros(3)}, other)
+    lm = save_vit(tmp_path / "lm.pt", task="segmentation")
+    model = ViT(ViTConfig(image_size=16, patch_size=4, num_classes=10, embed_dim=24, depth=2, num_heads=3))
+    broken = {name: t * math.nan for name, t in model.state_dict().items()}
+    nan = save_vit(tmp_path / "nan.pt", model=broken)
+    (tmp_path / "cifar").mkdir()
+    for argv, message in (
+            (["--ckpt", other], "neither a checkpoint of train_cls.py or train_lm.py nor ViT weights"),
+            (["--ckpt", lm], "not a checkpoint of train_cls.py"),
+            (["--ckpt", tmp_path / "none.pt"], "no checkpoint at"),
+            (["--ckpt", good, "--layers", "2"], "--layers 2: expected whole numbers from 0 to 1"),
+            (["--ckpt", good, "--ranks", "17"], "--ranks 17: expected whole numbers from 0 to 16"),
+            (["--ckpt", good, "--data", "cifar10"], "needs --data_dir"),
+            (["--ckpt", good, "--data", "cifar10", "--data_dir", tmp_path / "cifar"], "no CIFAR-10 test images"),
+            (["--ckpt", nan], "not finite"),
+            (["--exp", "magic"], "--exp magic: expected some of jproj"),
+            (["--exp", "truncate"], "need a model"),
+            (["--ckpt", other, "--untrained"], "neither")):
+        monkeypatch.setattr(sys, "argv", ["kernel_pca", *map(str, argv)])
+        with pytest.raises(SystemExit) as stop:
+            common.run(kernel_pca_study.main)
+        assert str(stop.value.code).startswith("error: ") and message in stop.value.code, stop.value.code
+        assert "\n" not in stop.value.code
+
+
+def test_images_of_another_size_tokens_too_few_and_models_without_attention_are_refused(monkeypatch, tmp_path):
+    model, _ = load_model(save_vit(tmp_path / "a.pt"))
+    with pytest.raises(ValueError, match="expected float in"):
+        capture(model, torch.rand(2, 3, 32, 32))
+    with pytest.raises(ValueError, match="no attention.SelfAttention"):
+        capture(nn.Linear(3, 3), torch.rand(2, 3))
+    with pytest.raises(ValueError, match="at least two"):
+        Layer(random_heads(N=1))
+
+
+def test_help_lists_every_experiment(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        run(monkeypatch, kernel_pca_study, "--help")
+    out = capsys.readouterr().out
+    assert all(name in out for name in (*EXPERIMENTS, "truncate"))
+
+
+def test_a_language_model_is_measured_on_windows_of_its_test_text(tmp_path, monkeypatch, capsys):
+    words = ["<eos>", *"abcdefgh"]
+    torch.manual_seed(5)
+    model = LM(LMConfig(len(words), context=12, embed_dim=16, depth=2, num_heads=2, mlp_dim=16, attn="rpc",
+                        rpc_layers=(0,)))
+    (tmp_path / "wiki.test.tokens").write_text("".join(" ".join("abcdefgh"[i % 5:][:4]) + "\n" for i in range(30)))
+    common.save_checkpoint(tmp_path / "run" / "last.pt", dict(
+        task="language modelling", model=model.state_dict(), model_config=asdict(model.config), step=3,
+        vocab="\n".join(words), args=dict(seed=5, data_dir=str(tmp_path))))
+    run(monkeypatch, kernel_pca_study, "--ckpt", tmp_path / "run", "--images", 3, "--untrained", "--out_dir", tmp_path / "out")
+    out = capsys.readouterr().out
+    assert "3 windows of 12 tokens" in out and "truncate needs classes" in out
+    start, _ = untrained(common.read_checkpoint(tmp_path / "run"), tmp_path)
+    assert torch.equal(start.embed.weight, model.embed.weight)
+
+
+@pytest.mark.parametrize("name", ["kernel_pca", "published_scores", "leak", "plot"])
+def test_a_study_started_as_a_file_says_how_to_start_it(name):
+    done = subprocess.run([sys.executable, f"studies/{name}.py"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.strip().splitlines() == [
+        f"error: start this in the repository's folder, as: python -m studies.{name}"]

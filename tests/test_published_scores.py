@@ -1,0 +1,133 @@
+"""studies/published_scores.py: equal to the published code (golden), and what the scores say of noise."""
+
+import math
+import sys
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+
+from kpca import a_hat, eigen_cosine, kernel_pca
+from studies import published_scores
+from studies.kernel_pca import Layer, basis, exp_capture, exp_values, measure, standardise, token_overlap
+from studies.published_scores import (absolute_losses, cka, exp_similarities, flaws, gamma, kernel_cka, matching,
+                                      numeric_a_hat, official_loss, pair_differences, random_heads,
+                                      row_similarities)
+from test_kernel_pca import read, run, save_vit
+from test_kpca import assert_close, cases, draw
+
+
+@pytest.mark.parametrize("case", ["random", "self", "flipped", "reversed", "rotated", "permuted", "mixed"])
+def test_similarities_agree_with_golden(golden, case):
+    z = cases(golden("kpca_sims"))
+    w, given, z = z["inputs"]["vdot"], z["inputs"], z[case]
+    v = {"random": given["v"], "self": w, "flipped": w * given["flips"], "reversed": w.flip(-1),
+         "rotated": w @ given["rotation"], "permuted": w[given["perm"]], "mixed": given["mixed"]}[case]
+    found = row_similarities(v, w)
+    assert torch.equal(found.pop("assign"), z["assign"])
+    for name, value in found.items():
+        assert_close(value, z[name], 1e-6, 1e-9)
+    assert_close(cka(v, w), z["linear_cka"])
+    assert_close(cka(v, w, unbiased=True), z["linear_cka_unbiased"])
+    assert_close(kernel_cka(v, w), z["kernel_cka"])
+    assert_close(token_overlap(basis(v), basis(w)), z["overlap"])
+
+
+def test_released_loss_and_its_reproduction_agree_with_golden(golden):
+    z = cases(golden("kpca_vit"))["jproj_variants"]
+    q, k, v = (z[n][None] for n in "qkv")
+    assert_close(official_loss(q, k, v), z["official"], 1e-10)
+    assert_close(official_loss(q, k, v, with_h=False), z["official_without_h"], 1e-10)
+    assert official_loss(q, k, v) == official_loss(q, k, 100 * v)                 # the curve knows nothing about v
+    found = absolute_losses(q, k, v)
+    for ours, theirs in (("J abs [R]", "error"), ("rel_h floor [R]", "rel_h"), ("rel_phi floor [R]", "rel_phi")):
+        assert_close(found[ours].mean(), z[f"repro_{theirs}"], 1e-8)
+
+
+def test_gamma_agrees_with_golden(golden):
+    z = cases(golden("kpca_small"))["gamma"]
+    axes = kernel_pca(z["k"])
+    a, scale = a_hat(z["v"], axes.log_g), (-axes.c).exp()
+    assert_close(axes.log_g.amax().exp() * a, z["ahat_pinv"], 1e-10)
+    mean, std = pair_differences(gamma(axes, a))
+    g = {"gamma": gamma(axes, a), "pair_mean": mean, "pair_std": std, **eigen_cosine(axes, a)}
+    for ours, theirs, factor in (("gamma", "gamma", scale), ("pair_mean", "abs_mean", scale), ("eig_cos", "cos", 1),
+                                 ("pair_std", "abs_std", scale), ("wstd", "wstd", scale),
+                                 ("rho", "rayleigh", scale / 12)):
+        assert_close(factor * g[ours], z[theirs])
+    assert_close((scale * axes.mu / 12)[:4], z["lam"])
+    assert_close((-axes.log_g.amin()).exp(), z["bound"])
+
+
+def test_numeric_inverse_of_the_centring_matrix_calls_noise_an_eigenvector():
+    _, k, v = draw(9, 65, 32)
+    axes = kernel_pca(k)
+    with pytest.raises(RuntimeError, match="singular"):
+        numeric_a_hat(v[:4], axes.log_g[:4])
+    literal, _ = pair_differences(gamma(axes, numeric_a_hat(v, axes.log_g)))
+    assert (literal < 1e-9 * axes.mu[:32] / 65).all()
+
+
+def test_pair_differences_equal_the_pairs():
+    x = torch.randn(3, 17, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    i, j = torch.triu_indices(17, 17, 1)
+    d = (x[:, i] - x[:, j]).abs()
+    mean, std = pair_differences(x)
+    assert_close(mean, d.mean(1), 1e-12)
+    assert_close(std, d.std(1), 1e-12)
+
+
+def test_assignment_is_the_best_of_all_permutations():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        cost = rng.normal(size=(6, 6))
+        best = min(cost[range(6), p].sum() for p in permutations(range(6)))
+        match = matching(torch.from_numpy(-cost)).numpy()
+        assert sorted(match) == list(range(6)) and abs(cost[range(6), match].sum() - best) < 1e-12
+
+
+def test_exact_kernel_pca_with_turned_axes_scores_like_noise_by_rows_and_perfectly_without_gauge():
+    experiments = {"values": exp_values, "capture": exp_capture, "rows": exp_similarities}
+    found = measure([Layer(random_heads())], experiments)
+    at = {key[1:3]: t.mean() for key, t in found.items()}
+    assert abs(at["optimal [R]", "KPCA"] - at["optimal [R]", "iid"]) < 0.05
+    assert at["overlap", "KPCA"] > 1 - 1e-9 and at["EV", "KPCA"] > 0.9 * at["EV", "best"] > 5 * at["EV", "iid"]
+    assert abs(at["overlap", "iid"] - 16 / 65) < 0.02 and abs(at["CKA unbiased", "iid"]) < 0.02
+
+
+def test_eigenvectors_have_cosine_one_and_constant_gamma_and_noise_has_neither():
+    _, k, v = draw(9, 65, 32)
+    axes = kernel_pca(k)
+    U, a = axes.U[:, :32], a_hat(v, axes.log_g)
+    assert_close(eigen_cosine(axes, U)["eig_cos"], torch.ones(32), 1e-9)
+    assert eigen_cosine(axes, a)["eig_cos"].max() < 0.9
+    true, noise = (pair_differences(gamma(axes, x))[0] for x in (U, a))
+    assert (noise > 1e3 * true).all()
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+def test_without_a_checkpoint_it_shows_what_the_scores_say_of_random_values():
+    text = flaws()
+    assert "singular" in text and "<" not in text
+    assert "left out: 15.5525" in text and "kernel PCA 1.00." in text
+
+
+@pytest.mark.parametrize("attn", ["softmax", "rpc"])
+def test_command_writes_a_table_for_every_score(monkeypatch, tmp_path, capsys, attn):
+    ckpt = save_vit(tmp_path / "a.pt", attn)
+    run(monkeypatch, published_scores, "--ckpt", ckpt, "--images", 5, "--out_dir", tmp_path, "--device", "cpu")
+    out = capsys.readouterr().out
+    for name in published_scores.EXPERIMENTS:
+        rows = read(tmp_path / f"{name}.csv")
+        assert f"=== {name}" in out and {r["layer"] for r in rows} == {"all"}
+        assert all(math.isfinite(float(r["mean"])) for r in rows), name
+    curves = read(tmp_path / "gammas_axes.csv")
+    assert {r["source"] for r in curves} == {"learned", "iid"} and {r["layer"] for r in curves} == {"0", "1", "all"}
+
+
+def test_without_scipy_the_optimal_cosine_says_what_it_needs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(ValueError, match="needs scipy"):
+        matching(torch.eye(3))
