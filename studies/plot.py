@@ -113,7 +113,7 @@ def layers_of(rows):
 # --- kpca -----------------------------------------------------------------------------------------
 
 def draw_measures(ax, rows, measures):
-    """One line over training, or bar, for each (measure, colour, style, label) of learned values."""
+    """One line over training, or bar, per (measure, colour, style, label) of learned values."""
     for i, (measure, colour, style, label) in enumerate(measures):
         xs, mean, se = curve(rows, "step", measure=measure, source="learned")
         if len(xs) == 1:
@@ -197,7 +197,7 @@ def gamma_rows(folder, run, **only):
 
 
 def kpca_gamma(folder, run):
-    """Fig. 2: are values eigenvectors? |gamma_i - gamma_j| as printed, and the cosine of a, K~ a."""
+    """Fig. 2: are values eigenvectors? |gamma_i - gamma_j| as printed, cosine of a and K~ a."""
     rows, missing = gamma_rows(folder, run, layer="all")
     if not rows:
         return None, "studies.kernel_pca --exp gamma"
@@ -355,7 +355,8 @@ def robust_sweep(folder):
                     label=f"{kind} (n = {len(groups[xs[-1]])})")
             ax.fill_between(xs, mean - std, mean + std, color=f"C{i}", alpha=0.2, linewidth=0)
         n = f", {rows[0]['images']} images" if rows else ""
-        ax.set(title=f"{measure.upper()}{n}", xlabel="eps in 1/255 of the pixel range", ylim=(0, None))
+        ax.set(title=f"{measure.upper()}{n}", xlabel="eps in 1/255 of the pixel range",
+               ylim=(0, None))
     axes[0].set_ylabel("top-1 accuracy in %")
     axes[0].legend(frameon=False)
     return figure

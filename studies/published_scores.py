@@ -133,8 +133,10 @@ def exp_gammas(layer):
     for columns in out.values():
         if "KPCA" in columns:
             columns["KPCA"] = columns["KPCA"].masked_fill(unresolved, math.nan)
-    curves = {f"{m} by axis": {s: out[m][s] for s in ("learned", "iid")}
-              for m in ("|dgamma|", "|dgamma| std", "numeric inverse", "numeric inverse std")}
+    curves = {}
+    for m in ("|dgamma|", "numeric inverse"):
+        curves[f"{m} by axis"] = {s: out[m][s] for s in ("learned", "iid")}
+        curves[f"{m} std by axis"] = {"learned": out[f"{m} std"]["learned"]}
     return curves | {m: {s: t.nanmean(-1) for s, t in columns.items()}
                      for m, columns in out.items() if not m.endswith(" std")}
 

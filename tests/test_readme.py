@@ -14,10 +14,12 @@ OTHERS = ("--help", "--standalone", "--nproc_per_node", "--nnodes", "--node_rank
 def test_every_script_and_flag_shown_exists(page):
     text = page.read_text().replace("\\\n", " ")
     shown = "\n".join(a or b for a, b in re.findall(r"```sh\n(.*?)```|`(python [^`]+)`", text, re.S))
-    commands = re.findall(r"(\w+\.py)([^\n|&#]*)", shown)
+    shown = re.sub(r"-m studies\.(\w+)", r"studies/\1.py", shown)
+    commands = re.findall(r"([\w/]+\.py)([^\n|&#]*)", shown)
     assert commands
     for script, rest in commands:
         source = (ROOT / script).read_text()
+        source += (ROOT / "studies/probe.py").read_text() if "studies" in script else ""
         for flag in re.findall(r"(?<!\S)--[\w-]+", rest):
             name = flag.removeprefix("--").removeprefix("no-")
             assert f'"--{name}"' in source or f'"{name}"' in source or flag in OTHERS, f"{script} has no {flag}"
