@@ -118,28 +118,32 @@ def budgets_and_order(model, x, y, say):
     return curves, trace
 
 
-def masking(model, x, y, curves, say, twin=None, trace=()):
-    """4: does the model only hide its gradients?
+def rivals(model, x, y, eps, twin=None):
+    """Accuracy in percent that the standard attack leaves, APGD-CE and APGD-T together, and others.
 
-    If it does not, nothing beats the standard attack along its own gradient: APGD-CE and APGD-T together.
-    curves, trace: what `budgets_and_order` returns. twin: a model for the transfer attack.
+    twin: a model for the transfer attack. Returns (standard, {name: percent}).
     """
-    few, eps = slice(0, 32), 4 / 255
-    a, b = x[few], y[few]
-
     def left(attack, **options):
-        return right(model, attack(model, a, b, eps, **options), b)
+        return right(model, attack(model, x, y, eps, **options), y)
 
     targeted = left(attacks.apgd_t)
-    standard = percent(targeted & left(attacks.apgd))
-    others = {"Square": left(attacks.square, queries=1000),
+    standard = targeted & left(attacks.apgd)
+    others = {"APGD-T": targeted, "PGD": left(attacks.pgd),
+              "Square": left(attacks.square, queries=1000),
               "SPSA": left(attacks.spsa, steps=20, pairs=64),
               "other gradients": left(attacks.adaptive_apgd)}
     if twin is not None:
-        others["transfer"] = right(model, attacks.apgd(twin, a, b, eps), b)
-    others = {name: percent(flags) for name, flags in others.items()}
-    white, pgd = percent(targeted), percent(left(attacks.pgd))
+        others["transfer"] = right(model, attacks.apgd(twin, x, y, eps), y)
+    return percent(standard), {name: percent(flags) for name, flags in others.items()}
 
+
+def masking(model, x, y, curves, say, twin=None, trace=()):
+    """4: does the model only hide its gradients? Then something beats the attack along them.
+
+    curves, trace: what `budgets_and_order` returns. twin: as for `rivals`.
+    """
+    a, b, eps = x[:32], y[:32], 4 / 255
+    standard, others = rivals(model, a, b, eps, twin)
     noise = accuracy(model, attacks.noise(model, x, y, eps), y)
     _, _, grad = attacks.input_gradient(attacks.cross_entropy, model, x, y)
     along = [model(x + t / 255 * grad.sign()) for t in (0, 0.25, 0.5, 1)]
@@ -150,8 +154,8 @@ def masking(model, x, y, curves, say, twin=None, trace=()):
     straight = curves["pgd"][2] - curves["adaptive_pgd"][2]
     signs = attacks.masking_signs(model, x, y, trace)
 
-    parts = {"APGD-T <= Square": white <= others["Square"] + 1e-9,
-             "PGD <= SPSA + 2": pgd <= others["SPSA"] + max(2, 100 / len(b)),
+    parts = {"APGD-T <= Square": others["APGD-T"] <= others["Square"] + 1e-9,
+             "PGD <= SPSA + 2": others["PGD"] <= others["SPSA"] + max(2, 100 / len(b)),
              "PGD <= FGSM": all(p <= f + slack(y) for p, f in zip(curves["pgd"], curves["fgsm"])),
              "CW 0": cw == 0, "FGSM <= noise": curves["fgsm"][3] <= noise + 1e-9,
              "loss rises": all(p < q for p, q in zip(steps, steps[1:])),
@@ -159,8 +163,8 @@ def masking(model, x, y, curves, say, twin=None, trace=()):
              "deterministic logits": not (signs["randomised"] or signs["probabilities"]),
              "PGD <= straight-through PGD": straight <= slack(y),
              "AutoAttack <= its Square": signs["square_gain"] <= slack(y)}
-    for name, accuracy_left in others.items():
-        parts[f"APGD <= {name}"] = standard <= accuracy_left + slack(b)
+    for name in list(others)[1:]:                                # the first is part of the standard
+        parts[f"APGD <= {name}"] = standard <= others[name] + slack(b)
     text = ""
     if twin is not None:
         transfer = accuracy(model, attacks.pgd(twin, x, y, eps), y)
@@ -172,11 +176,9 @@ def masking(model, x, y, curves, say, twin=None, trace=()):
                    "with gradients in AutoAttack, more than 0.2")
     wrong = [name for name, fine in parts.items() if not fine]
     say(4, not wrong, f"no sign of hidden gradients{'; but not ' + ', '.join(wrong) if wrong else ''}",
-        f"at 4/255 on {len(b)} images APGD and APGD-T {standard:.1f}, to be beaten by {slack(b):.1f} at most: "
-        + ", ".join(f"{name} {left:.1f}" for name, left in others.items())
-        + f"; APGD-T alone {white:.1f}, PGD {pgd:.1f}; on "
-        f"{len(y)} FGSM {curves['fgsm'][3]:.1f}, noise {noise:.1f}{text}; CW leaves {cw:.0f} at median L2 {l2:.3f}; "
-        f"loss {' '.join(f'{t:.3f}' for t in steps)} at 0 0.25 0.5 1 / 255 along the gradient's sign; entries "
+        f"at 4/255 on {len(b)} images APGD and APGD-T {standard:.1f}, to be beaten by {slack(b):.1f} "
+        "at most: " + ", ".join(f"{name} {left:.1f}" for name, left in others.items()) + f"; on {len(y)} "
+        f"FGSM {curves['fgsm'][3]:.1f}, noise {noise:.1f}{text}; CW leaves {cw:.0f} at median L2 {l2:.3f}; loss {' '.join(f'{t:.3f}' for t in steps)} at 0 0.25 0.5 1 / 255 along the gradient's sign; entries "
         f"exactly 0: {100 * entries:.3f} %, images all 0: {100 * blind:.1f} %; straight-through gradients take "
         f"{straight:.1f} points from PGD at 2/255{warning}")
 
