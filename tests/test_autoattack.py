@@ -2,12 +2,14 @@
 
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from attacks import (apgd, apgd_t, autoattack, box_projection, dlr, fab_distance, fab_t, likely_targets,
+import eval_robust
+from attacks import (apgd, apgd_t, autoattack, box_projection, dlr, fab_distance, fab_t, fgsm, likely_targets,
                      masking_signs, square, targeted_dlr)
 from golden_net import golden_network, trained_network
 
@@ -244,6 +246,32 @@ def test_batch_size_is_kept_and_batches_stay_full(own):
     survivors = square(watched, images, labels, EPS, queries=51, batch_size=8)
     left = robust(model, survivors, labels).sum()
     assert sum(n < 8 for n in seen) <= 1 + 52 and 8 < left < 40                          # one batch a query, at most
+
+
+def evaluated(own, name, setting, **changes):
+    """The evaluator's attack on 40 images, (adv, the sizes of the model's batches)."""
+    model, seen = own[0], []
+    args = SimpleNamespace(**{"space": "pixel", "labels": "true", "clip": True, "seed": 0, "batch_size": 8, **changes})
+    hook = model.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
+    adv = eval_robust.attack_images(model, name, setting, own[1][:40], own[2][:40], torch.arange(40), args)
+    hook.remove()
+    return adv, seen
+
+
+def test_the_evaluators_fgsm_is_one_forward_pass_and_spares_what_is_wrong(own):
+    model, images, labels = own[0], own[1][:40], own[2][:40]
+    adv, seen = evaluated(own, "fgsm", dict(eps=EPS))
+    clean = robust(model, images, labels)
+    assert sum(seen) == 40 and 0 < clean.sum() < 40                                      # counting is the second pass
+    assert torch.equal(adv[~clean], images[~clean])
+    assert torch.equal(adv[clean], fgsm(model, images, labels, EPS)[clean])
+
+
+def test_the_evaluators_square_keeps_its_batch_size_and_fills_it(own):
+    adv, seen = evaluated(own, "square", dict(eps=EPS, queries=51))
+    left = robust(own[0], adv, own[2][:40]).sum()
+    assert max(seen) == 8 and left > 8
+    assert sum(n < 8 for n in seen) <= 2 + 51                            # check, start, the last of each query
 
 
 def test_robust_accuracy_falls_to_zero_as_the_budget_grows(own):
