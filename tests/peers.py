@@ -161,6 +161,21 @@ def size_rule(h, w, ratio, size=256):
     return h, w, ratio, *box, int(h * scale + 0.5), int(w * scale + 0.5)
 
 
+def wikitext(path, tokens, swapped):
+    """Lines of a file of WikiText-103, its tokens with one <eos> a line, and how many words textattack swaps; without
+    the file, text of the same kind, in which all words may be swapped: 1.5 % of a line's words, at least one."""
+    if path.exists():
+        return path.read_text().split("\n")[:-1], tokens, swapped
+    lines, tokens, swapped = [], 0, 0
+    for i in range(600):
+        n = (0, 2, 0, 150, 40, 66, 67, 399)[i % 8]                      # blank, heading, blank, paragraphs
+        words = " ".join(f"word{i * j % 977}" + " ," * (j % 9 == 8) for j in range(n))
+        lines.append(f" = {words} = " if n == 2 else f" {words} ")
+        tokens += len(lines[-1].split()) + 1
+        swapped += max(int(0.015 * n), 1) if n else 0
+    return lines, tokens, swapped
+
+
 # --- models: timm's, with each attention of the paper written out ----------------------------------------------------
 
 class Attention(torch.nn.Module):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import attacks
+import peers
 from attacks import (adaptive_apgd, adaptive_autoattack, adaptive_pgd, apgd, autoattack, check, cw, fgsm, margin, noise, pgd, project_l1, sld, spsa, spsa_gradient,
                      straight_through, word_swap, zero_gradient_share)
 from conftest import SHARED
@@ -583,10 +584,9 @@ def test_word_swap_uniform_takes_its_share_of_all_words_and_rate_zero_none():
             word_swap(**{"lines": LINES, **bad})
 
 
-@pytest.mark.parametrize("name, count", [("valid", 3148), ("test", 3657)])
-def test_word_swap_swaps_as_many_words_of_wikitext103_as_textattack(name, count):
+@pytest.mark.parametrize("name, tokens, count", [("valid", 217646, 3148), ("test", 245569, 3657)])
+def test_word_swap_swaps_as_many_words_of_wikitext103_as_textattack(name, tokens, count):
     path = SHARED / "data" / "wikitext103_eval" / f"wiki.{name}.tokens"
-    if not path.exists():
-        pytest.skip("needs WikiText-103's files")
-    swapped = word_swap(path.read_text().split("\n")[:-1])[1]
-    assert abs(sum(swapped) / count - 1) < 0.03 and len(swapped) == {"valid": 217646, "test": 245569}[name]
+    lines, tokens, count = peers.wikitext(path, tokens, count)
+    swapped = word_swap(lines)[1]
+    assert abs(sum(swapped) / count - 1) < 0.03 and len(swapped) == tokens

@@ -263,10 +263,26 @@ def test_a_pipe_is_no_file_and_is_not_waited_for(tmp_path, name):
     one_line(error, tmp_path)
 
 
-@pytest.mark.skipif(not os.path.isdir(os.path.join(SHARED, "cifar10")), reason="needs the CIFAR-10 tars")
-def test_the_cifar_tars_hold_10000_test_images():
-    split = data.load_cifar10(os.path.join(SHARED, "cifar10"), "test")
-    assert split.images.shape == (10000, 3, 32, 32) and split.labels.bincount().tolist() == [1000] * 10
+def cifar_tars(tmp_path):
+    """CIFAR-10's tars beside the clone and 1000 test images a class; else a tar of the same layout, colours and 20."""
+    beside = os.path.join(SHARED, "cifar10")
+    if os.path.isdir(beside):
+        return beside, 1000
+    rng = np.random.default_rng(0)
+    for name in data.CIFAR10_CLASSES:
+        (tmp_path / "val" / name).mkdir(parents=True)
+        for i in range(20):
+            pixels = rng.normal((125.3, 122.9, 114.0), 30, (32, 32, 3)).clip(0, 255)
+            Image.fromarray(np.uint8(pixels)).save(tmp_path / "val" / name / f"{i:04d}.jpg")
+    (tmp_path / "tars").mkdir()
+    write_tar(tmp_path / "tars" / "cifar10_val.tar", tmp_path, "val")
+    return tmp_path / "tars", 20
+
+
+def test_the_cifar_tars_hold_10000_test_images(tmp_path):
+    folder, n = cifar_tars(tmp_path)
+    split = data.load_cifar10(folder, "test")
+    assert split.images.shape == (10 * n, 3, 32, 32) and split.labels.bincount().tolist() == [n] * 10
     torch.testing.assert_close(split.images.double().mean((0, 2, 3)) / 255,
                                torch.tensor([0.491, 0.482, 0.447]).double(), atol=0.005, rtol=0)
 
@@ -293,9 +309,20 @@ def test_the_evaluation_crop_equals_pil_within_2_grey_levels(tree_dir):
             assert (image.int() - reference.int()).abs().max() <= 2
 
 
-@pytest.mark.skipif(not os.path.isdir(os.path.join(SHARED, "imagenet_sample")), reason="needs the ImageNet samples")
-def test_the_evaluation_crop_of_photographs_equals_pil_within_2_grey_levels():
-    tree = data.ImageTree(os.path.join(SHARED, "imagenet_sample"), "val")
+def imagenet_sample(tmp_path):
+    """200 photographs beside the clone, one a class; else pictures of their sizes."""
+    beside = os.path.join(SHARED, "imagenet_sample")
+    if os.path.isdir(beside):
+        return beside
+    for i in range(200):
+        folder = tmp_path / "val" / f"n{i:08d}"
+        folder.mkdir(parents=True)
+        photo(500 - 11 * (i % 17), 375 + 13 * (i % 7), seed=i).save(folder / "0.JPEG", quality=90)
+    return tmp_path
+
+
+def test_the_evaluation_crop_of_photographs_equals_pil_within_2_grey_levels(tmp_path):
+    tree = data.ImageTree(imagenet_sample(tmp_path), "val")
     assert len(tree) == len(tree.classes) == 200
     for i in range(0, 200, 20):
         reference = pil_eval_crop(Image.open(tree.path(i)).convert("RGB"), 224)

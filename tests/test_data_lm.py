@@ -17,13 +17,13 @@ import pytest
 import torch
 
 import data_lm
+import peers
 from attacks import word_swap
 from conftest import ROOT, SHARED
 from data_lm import Vocabulary, load_corpus, perplexity, random_windows, sliding_nll, sliding_windows
 from lm import LM, LMConfig, load_reference
 
 SMALL_WIKI, WIKI103 = SHARED / "data" / "wikitext", SHARED / "data" / "wikitext103_eval"
-real = pytest.mark.skipif(not WIKI103.exists(), reason="the WikiText files are not beside this clone")
 TRAIN = " = A title = \n \n the cat sat on the mat \n the dog sat , too <unk> \n"
 VALID = " the cat , unseen \n \n"
 TEST = " a mat on the mat \n"
@@ -62,27 +62,48 @@ def test_only_a_newline_ends_a_line_and_case_counts(tmp_path):
     assert data_lm.read_lines(tmp_path / "wiki.train.tokens")[1:] == ["six"]
 
 
-@real
 @pytest.mark.parametrize("split,tokens,swapped", [("valid", 217_646, 3_148), ("test", 245_569, 3_657)])
-def test_wikitext_103_has_its_tokens_and_the_attack_swaps_as_many_words_as_the_released_one(split, tokens, swapped):
-    lines = data_lm.read_lines(WIKI103 / f"wiki.{split}.tokens")
+def test_wikitext_103_has_its_tokens_and_the_attack_swaps_as_many_words_as_the_released_one(
+        tmp_path, split, tokens, swapped):
+    path = WIKI103 / f"wiki.{split}.tokens"
+    lines, tokens, swapped = peers.wikitext(path, tokens, swapped)
+    if not path.exists():
+        path = tmp_path / path.name
+        path.write_text("\n".join([*lines, ""]))
+    lines = data_lm.read_lines(path)
     assert len(data_lm.split_words("\n".join([*lines, ""]))) == tokens
     attacked, marks = word_swap(lines)
     assert len(marks) == tokens and abs(sum(marks) - swapped) <= 0.03 * swapped
     assert len(data_lm.split_words("\n".join([*attacked, ""]))) == tokens
 
 
-@real
+def small_wiki(tmp_path):
+    """The small set beside the clone and what it holds; else a set of drawn words, counted one by one here: tokens of
+    train, valid and test, words of the vocabulary, unknown words."""
+    if SMALL_WIKI.exists():
+        return SMALL_WIKI, [409_662, 25_913, 27_641], 17_510, [23_477, 1_821 + 865, 1_638 + 798]
+    rng = np.random.default_rng(0)
+    words = ["the"] * 200 + ["<unk>"] * 20 + [f"w{i}" for i in range(300)]
+    texts = ["\n".join(" ".join(rng.choice(words + extra, 20)) for _ in range(n)) + "\n"
+             for n, extra in ((400, []), (30, ["new", "newer"]), (40, ["other"]))]
+    texts[0] += "once\n"                                                             # the rarest word of the vocabulary
+    known = set(texts[0].split())
+    tokens = [len(text.split()) + text.count("\n") for text in texts]
+    unknown = [sum(w == "<unk>" or w not in known for w in text.split()) for text in texts]
+    return write(tmp_path / "small", *texts), tokens, len(known) + 1, unknown
+
+
 def test_the_small_set_has_its_tokens_words_and_unknown_words(tmp_path):
-    corpus = load_corpus(SMALL_WIKI, tmp_path / "cache")
-    assert [len(corpus.train), len(corpus.valid), len(corpus.test)] == [409_662, 25_913, 27_641]
-    assert len(corpus.vocab) == 17_510 and corpus.vocab.words[:2] == ["<eos>", "the"]
+    folder, tokens, size, unknown = small_wiki(tmp_path)
+    corpus = load_corpus(folder, tmp_path / "cache")
+    assert [len(corpus.train), len(corpus.valid), len(corpus.test)] == tokens
+    assert len(corpus.vocab) == size and corpus.vocab.words[:2] == ["<eos>", "the"]
     unk = corpus.vocab["<unk>"]
     counts = [int((ids == unk).sum()) for ids in (corpus.train, corpus.valid, corpus.test)]
-    assert counts == [23_477, 1_821 + 865, 1_638 + 798]                              # own ones and words not in train
-    ids = np.bincount(corpus.train, minlength=17_510)
+    assert counts == unknown                                                         # own ones and words not in train
+    ids = np.bincount(corpus.train, minlength=size)
     assert (np.diff(ids[1:]) <= 0).all() and ids.min() == 1                         # falling frequency, as cutoffs need
-    words = data_lm.split_words((SMALL_WIKI / "wiki.valid.tokens").read_bytes().decode())
+    words = data_lm.split_words((folder / "wiki.valid.tokens").read_bytes().decode())
     assert [corpus.vocab.words[i] for i in corpus.valid] == [w if w in corpus.vocab else "<unk>" for w in words]
 
 
