@@ -611,6 +611,9 @@ class Results:
             self.write_table()
             numbers = [f"{line} {value:.2f}" for line, value, _ in lines(row)]
             tqdm.write("  ".join([f"{m['name']:28}", *numbers, f"({n} images, {seconds:.1f} s)"]))
+            if square_gain(row) > 0.2:
+                tqdm.write(f"warning: Square took {square_gain(row):.2f} points after the attacks with "
+                           "gradients, more than 0.2: they may be hidden; see --checks")
 
     def write_table(self):
         text = tables([row for row in self.rows.values() if row["data"] == self.args.data])
@@ -633,6 +636,12 @@ def title(row):
     if row["measure"] == "corruptions":
         return row["setting"]["type"]
     return f"{row['measure']} {show(row['setting'])}".strip()
+
+
+def square_gain(row):
+    """Points of accuracy that AutoAttack's last stage, without gradients, took from what they left."""
+    stages = row.get("stages", {})
+    return stages.get("fab-t", 0) - stages.get("square", 0)
 
 
 def lines(row):

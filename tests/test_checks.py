@@ -1,11 +1,14 @@
 """The evaluator's checks: silent for honest models, loud for one that hides its gradient."""
 
 import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import checks
+import eval_robust
 from attacks import autoattack, fgsm, pgd
 from data import load_shapes
 from golden_net import trained_network
@@ -136,3 +139,17 @@ def test_the_run_says_how_long_it_takes_and_counts_its_passes(vit, monkeypatch, 
     assert re.fullmatch(r"checks on a ViT, 8 images: at most about \d+ min", lines[0])
     assert lines[1].startswith("PASS  7 ") and lines[1].endswith(" s]")
     assert "passes, at most" in err and "/96000" in err and not vit._forward_pre_hooks
+
+
+def test_a_finished_row_warns_where_square_took_more_than_two_tenths(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["eval_robust.py", "--ckpt", "m.pt", "--data", "shapes"])
+    args = eval_robust.get_args()
+    args.device, args.imagenet1k = torch.device("cpu"), False
+    m = dict(name="a model", kind="softmax", path="m.pt", weights="0", model_config={}, recipe="",
+             classes=[], args={}, count=[0, 0])
+    results = eval_robust.Results(Path(tmp_path), args, [m], 0, 1)
+    for last, warned in ((30.0, False), (29.9, False), (29.7, True)):
+        stages = {"clean": 80.0, "apgd-ce": 31.0, "apgd-t": 30.0, "fab-t": 30.0, "square": last}
+        row = dict(top1=last, top5=90.0, stages=stages)
+        results.add(m, "autoattack", dict(eps=last / 2550, queries=5), 1000, row, 1.0, [0, 0])
+        assert ("warning: Square took 0.30 points" in capsys.readouterr().out) == warned
