@@ -176,6 +176,67 @@ def wikitext(path, tokens, swapped):
     return lines, tokens, swapped
 
 
+# --- kpca.py: the definitions once more, in numpy, with plain exponentials ------------------------
+
+def softmax(x):
+    e = np.exp(x)
+    return e / e.sum(-1, keepdims=True)
+
+
+def norms(q, k, v):
+    """|phi(q)|^2 / g(q)^2 and |h|^2 of every query."""
+    s = q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5
+    phi2 = np.exp((q * q).sum(-1) / q.shape[-1] ** 0.5) / np.exp(s).sum(-1) ** 2
+    return phi2, ((softmax(s) @ v) ** 2).sum(-1)
+
+
+def standardised(x):
+    return (x - x.mean(-1, keepdims=True)) / x.std(-1, ddof=1, keepdims=True)
+
+
+def eigenvalues(k):
+    """Maximum, minimum, mean and lower median of the first D, averaged over heads; 1 / min g of each head."""
+    D = k.shape[-1]
+    K = np.exp(k @ k.swapaxes(-1, -2) / D ** 0.5)
+    g = K.sum(-1)
+    K = K / g[..., None] / g[..., None, :]
+    K = K - K.mean(-1, keepdims=True)
+    K = K - K.mean(-2, keepdims=True)
+    mu = np.linalg.svd(K, compute_uv=False)[..., :D].mean((0, 1))
+    return np.array([mu[0], mu[-1], mu.mean(), np.sort(mu)[(D - 1) // 2]]), (1 / g.min(-1)).ravel()
+
+
+def released_loss(q, k, h2):
+    """What the released code logs, with h^2 and without: the scale is missing in |q|^2 and q.k_1."""
+    qk = q @ k.swapaxes(-1, -2)
+    first = softmax(qk / q.shape[-1] ** 0.5)[..., 0]
+    phi2 = np.exp((q * q).sum(-1)) / np.exp(2 * qk[..., 0] - np.log(first ** 2))
+    return np.log((phi2 - h2).mean()), np.log(phi2.mean())
+
+
+def kpca_vit():
+    rng = np.random.default_rng(0)
+    z = {f"jproj_variants__{n}": rng.normal(size=(3, 65, 64)) for n in "qkv"}
+    raw_q, raw_k, v = z.values()
+    q, k = standardised(raw_q), standardised(raw_k)
+    phi2, h2 = norms(q, k, v)
+    error = abs(phi2 - h2)
+    numbers = dict(zip(("official", "official_without_h"), released_loss(q, k, h2)), repro_error=error.mean(),
+                   repro_rel_h=(error / (h2 + 1e-8)).mean(), repro_rel_phi=(error / (phi2 + 1e-8)).mean())
+    z.update({f"jproj_variants__{name}": np.array(value) for name, value in numbers.items()})
+    keys = z["eigstats__k"] = rng.normal(size=(3, 3, 65, 32))
+    z["eigstats__stats"], z["eigstats__bound"] = eigenvalues(keys)
+    z["eigstats__stats_standardised"] = eigenvalues(standardised(keys))[0]
+    return {k: torch.from_numpy(v) for k, v in z.items()}
+
+
+def kpca_curve():
+    q, k, v = np.random.default_rng(0).normal(size=(3, 4, 3, 65, 32))
+    phi2, h2 = norms(q, k, v)
+    z = dict(q=q, k=k, v=v, phi2=phi2.mean((1, 2)), h2=h2.mean((1, 2)), jproj_signed=(phi2 - h2).mean((1, 2)))
+    return {f"curve__{name}": torch.from_numpy(np.array(value)) for name, value in z.items()}
+
+
 # --- models: timm's, with each attention of the paper written out ----------------------------------------------------
 
 class Attention(torch.nn.Module):
@@ -352,7 +413,7 @@ def seg_sliding(window=64, stride=48, shape=(100, 140)):
 
 MAKE = dict(
     seg_transforms=seg_transforms, robustness_corruptions_a=robustness_corruptions_a,
-    model_symvit=model_symvit, model_vit_asym=lambda: vit_arrays({"": None}),
+    kpca_vit=kpca_vit, kpca_curve=kpca_curve, model_symvit=model_symvit, model_vit_asym=lambda: vit_arrays({"": None}),
     model_scaled_S=lambda: vit_arrays({"": lambda i: Attention(48, 3, s=torch.randn(3, 17, 17) / 17)}),
     model_scaled_alpha=lambda: vit_arrays({"": lambda i: Attention(48, 3, s=torch.randn(1))}),
     seg_mask=seg_arrays, seg_linear=lambda: seg_arrays(linear=True), seg_sliding=seg_sliding,
