@@ -239,13 +239,18 @@ def build_model(args, classes):
     return model, None, [f"encoder from {args.backbone}"] if backbone else []
 
 
-def build_optimizer(args, model):
-    """SGD with Nesterov momentum, as timm's "sgd", or AdamW."""
+def build_optimizer(args, model, resumed=None):
+    """SGD with Nesterov momentum, as timm's "sgd", or AdamW; with the state of a resumed run."""
     groups = common.param_groups(model, args.weight_decay, no_decay=("pos_embed", "cls_token", "cls_emb"))
     fused = next(model.parameters()).is_cuda
     if args.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=args.lr, momentum=0.9, nesterov=True, fused=fused)
-    return torch.optim.AdamW(groups, lr=args.lr, fused=fused)
+        optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=0.9, nesterov=True, fused=fused)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=fused)
+    if resumed:
+        optimizer.load_state_dict(resumed["optimizer"])
+        optimizer.param_groups[0]["weight_decay"] = args.weight_decay           # the flag may be new
+    return optimizer
 
 
 def poly_lr(step, total, lr, min_lr, power=0.9):
@@ -385,15 +390,6 @@ def sentence(metrics, num_classes):
             f"{metrics['mean_accuracy']:.2f} %  pixel accuracy {metrics['pixel_accuracy']:.2f} %")
 
 
-def log_evaluation(log, step, epoch, metrics, model, images):
-    """A row with the metrics and, of some training images, key statistics; once per step."""
-    if any("eval" in row and row["step"] == step for row in common.read_log(log)):
-        return
-    keys = key_statistics(model.eval(), model.masks, images[:8])
-    model.train()
-    common.write_log(log, dict(step=step, epoch=epoch, eval=plain(metrics), **keys))
-
-
 def table(rows, names, severities):
     """Markdown, `mean accuracy / mean IoU` in per cent: a line per corruption, a column per severity, means of both."""
     cells = {(row["corruption"], row["severity"]): (row["mean_accuracy"], row["mean_iou"]) for row in rows}
@@ -470,6 +466,28 @@ def evaluate_only(args, device, rank, world):
 
 # --- the run ---------------------------------------------------------------------------------------------------------
 
+def start_log(log, step, args, model, device, world, images, notes):
+    """Open the log of a run that starts at this step, and say what begins."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    common.cut_log(log, step)
+    parameters, hardware = sum(p.numel() for p in model.parameters()), common.describe(device)
+    common.write_log(log, dict(step=step, args=vars(args), torch=torch.__version__,
+                               parameters=parameters, device=hardware, world=world))
+    print(f"{args.data}: {images}, {model.config.num_classes} classes | {model.config.attn} "
+          f"Segmenter, {parameters:,} parameters | {world} x {hardware} | {log.parent}",
+          *notes, sep="\n", flush=True)
+
+
+def log_evaluation(log, step, epoch, metrics, model, images):
+    """Print the metrics; log them and, of some training images, key statistics, once per step."""
+    tqdm.write(f"epoch {epoch:5.1f}  validation {sentence(metrics, model.config.num_classes)}")
+    if any("eval" in row and row["step"] == step for row in common.read_log(log)):
+        return
+    keys = key_statistics(model.eval(), model.masks, images[:8])
+    model.train()
+    common.write_log(log, dict(step=step, epoch=epoch, eval=plain(metrics), **keys))
+
+
 def main():
     args = get_args()
     device, rank, world = common.setup(args.device)
@@ -488,11 +506,8 @@ def main():
     check_flags(args, model.config.patch_size)
     check_images(train, val, args, device, rank, world)
     model.to(device)
-    optimizer, step, metrics = build_optimizer(args, model), 0, {}
-    if resumed:
-        step, metrics = resumed["step"], resumed.get("metrics", {})
-        optimizer.load_state_dict(resumed["optimizer"])
-        optimizer.param_groups[0]["weight_decay"] = args.weight_decay           # the flag may be new
+    optimizer = build_optimizer(args, model, resumed)
+    step, metrics = (resumed["step"], resumed.get("metrics", {})) if resumed else (0, {})
     net = torch.compile(model) if args.compile else model
     if world > 1:
         net = DDP(net, device_ids=[device.index] if device.type == "cuda" else None)
@@ -502,13 +517,8 @@ def main():
     stop = min(total, args.max_steps or total)
     master, log = rank == 0, out_dir / "log.jsonl"
     if master:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        common.cut_log(log, step)
-        about = dict(parameters=sum(p.numel() for p in model.parameters()), device=common.describe(device), world=world)
-        common.write_log(log, dict(step=step, args=vars(args), torch=torch.__version__, **about))
-        print(f"{args.data}: {n} training, {len(val)} validation images, {len(classes)} classes | {model.config.attn} "
-              f"Segmenter, {about['parameters']:,} parameters | {world} x {about['device']} | {out_dir}",
-              *notes, sep="\n", flush=True)
+        images = f"{n} training, {len(val)} validation images"
+        start_log(log, step, args, model, device, world, images, notes)
 
     def save(name):
         common.save_checkpoint(out_dir / name, dict(
@@ -521,9 +531,7 @@ def main():
     def validate(images):
         metrics = evaluate(model, val, everything, args, device, rank, world)
         if master:
-            epoch = step / steps_per_epoch
-            log_evaluation(log, step, epoch, metrics, model, images)
-            tqdm.write(f"epoch {epoch:5.1f}  validation {sentence(metrics, len(classes))}")
+            log_evaluation(log, step, step / steps_per_epoch, metrics, model, images)
         return metrics
 
     views = TrainingViews(train, args.size, (args.min_scale, args.max_scale), args.seed)
