@@ -300,6 +300,13 @@ def test_a_run_with_every_flag_away_from_its_default_is_the_plain_loop(name, mon
         loaders.append(num_workers)
         real(self, *args, **how)                                                # without processes
     monkeypatch.setattr(torch.utils.data.DataLoader, "__init__", recorded)
+    evaluate = train_seg.evaluate
+
+    def evaluated(model, *args):
+        metrics = evaluate(model, *args)
+        assert model.training                                           # goes on as it was
+        return metrics
+    monkeypatch.setattr(train_seg, "evaluate", evaluated)
     rows, checkpoint = train(**flags)
     assert set(loaders) == {flags.get("num_workers", 0)}                        # all of them
 
@@ -418,16 +425,17 @@ def test_a_resumed_run_takes_the_new_lr_weight_decay_and_clip():
     assert lrs[3] == pytest.approx(0.4 * 0.5 ** 0.9 + 0.1) and lrs[2] < 2e-3
 
 
-def test_an_evaluation_with_every_flag_away_from_its_default_is_the_definition(monkeypatch):
+def test_an_evaluation_with_every_flag_away_from_its_default_is_plain(monkeypatch, tmp_path):
     make_tree()
     run = dict(data="camvid", data_dir="tree", num_classes=4, size=24, patch_size=8, batch_size=4,
                num_workers=0, max_steps=2, dropout=0.5, save_images=0, out_dir="a")
     train(**run)
-    Path("frost").mkdir()
+    photographs = tmp_path / "frost"                     # a path of its own: they are cached by it
+    photographs.mkdir()
     for i, name in enumerate(corruptions.FROST_FILES):
         pixels = np.random.default_rng(i).integers(0, 256, (100 + i, 120, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(Path("frost", name))
-    flags = dict(corruptions="frost", severity="2 4", frost_dir="frost", limit=3, amp=True,
+        Image.fromarray(pixels).save(photographs / name)
+    flags = dict(corruptions="frost", severity="2 4", frost_dir=photographs, limit=3, amp=True,
                  window=16, stride=12, scales="0.5 1", flip=True, save_images=2, out_dir="b")
     seen, expected = spy(monkeypatch), []
     call(train_seg.main, eval_only="a", **flags)
@@ -443,7 +451,7 @@ def test_an_evaluation_with_every_flag_away_from_its_default_is_the_definition(m
     for row, (_, severity) in zip(rows, todo):
         shown = images
         if severity:
-            how = dict(seed=0, frost_dir="frost")
+            how = dict(seed=0, frost_dir=photographs)
             shown = [corruptions.corrupt(image[None], "frost", severity, index=[i], **how)[0]
                      for i, image in zip(index, images)]
         pairs = list(zip(labels, plain_predictions(f, model, shown, expected)))

@@ -488,13 +488,14 @@ def test_a_folder_that_is_not_as_it_should_be_ends_in_one_line(root):
                                               ["--num_workers", num_workers, "--data_dir", root])
 
 
-BAD_EVALUATIONS = [("--window 20", "--window 20"), ("--stride 40", "--stride 40"), ("--frost_dir frost", "frost2.png")]
+BAD_EVALUATIONS = [("--window 20", "--window 20"), ("--stride 40", "--stride 40"),
+                   ("--frost_dir few", "frost2.png")]
 
 
 @pytest.mark.parametrize("bad,word", BAD_EVALUATIONS, ids=[bad for bad, _ in BAD_EVALUATIONS])
 def test_bad_flags_of_an_evaluation_are_found_before_the_first_step_or_image(root, bad, word):
-    Path("frost").mkdir()
-    Path("frost/frost1.png").write_bytes(b"")
+    Path("few").mkdir()
+    Path("few/frost1.png").write_bytes(b"")
     assert word in refused(FOLDER, bad, "--out_dir a --data_dir", [root])
     assert not Path("a").exists()
     train(FOLDER, "--max_steps 1 --out_dir a --data_dir", [root])
