@@ -6,6 +6,7 @@ import math
 import os
 import re
 import sys
+import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from urllib.error import URLError
@@ -13,6 +14,10 @@ from urllib.error import URLError
 import torch
 import torch.distributed as dist
 import torch.distributed.nn           # before there is a group, see setup
+from torch.nn.parallel import DistributedDataParallel as DDP
+from tqdm import tqdm
+
+from attention import SelfAttention, rpc_attention
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------
@@ -144,6 +149,70 @@ def choose_out_dir(args, name):
     return out_dir
 
 
+def parser(doc, recipes, settings):
+    """An ArgumentParser whose --help ends with what --data selects and what --set may change.
+
+    recipes: {name: {flag or setting: value}}; "any" holds what all of them share, the others are
+    names of --data. settings: {name: (type, help)}, numbers of a recipe that have no flag.
+    """
+    lines = ["numbers without a flag of their own, for --set NAME=VALUE ...:"]
+    lines += [f"  {name:14} {text}" for name, (_, text) in settings.items()]
+    for name, recipe in recipes.items():
+        lines.append(f"--data {name}:" if name != "any" else "with every --data:")
+        lines.append("  " + " ".join(f"{k}={v}" for k, v in recipe.items()))
+    return argparse.ArgumentParser(description=doc, epilog="\n".join(lines), allow_abbrev=False,
+                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def parse(p, recipes, settings, script, fixed):
+    """The flags. What wins: the command line, then the run that --resume names, then the recipe.
+
+    p: of `parser`; a flag that a recipe sets has no default of its own. recipes: the second is that
+    of no --data and no --data_dir, "folder" that of --data_dir alone. script: whose checkpoints
+    --resume may name. fixed: what --resume refuses to change. Returns a Namespace of all names.
+    """
+    default = vars(p.parse_args([]))
+    given = vars(p.parse_args(namespace=argparse.Namespace(**dict.fromkeys(default))))
+    given = {name: value for name, value in given.items() if value is not None}
+    given |= read_settings(given.pop("set", []), settings)
+    stored = stored_flags(given, script, fixed) if "resume" in given else {}
+    data = {**stored, **given}.get("data")
+    if data is None:
+        data = "folder" if given.get("data_dir") else list(recipes)[1]
+    args = {**default, **recipes["any"], **recipes[data], **stored, **given, "data": data}
+    known = (default.keys() | settings.keys()) - {"set"}
+    return argparse.Namespace(**{name: args[name] for name in args if name in known})
+
+
+def read_settings(pairs, settings):
+    """["mixup=0.8", ...] -> {"mixup": 0.8, ...}; ValueError naming what is unknown or out of range."""
+    values = {}
+    for pair in pairs:
+        name, _, text = pair.partition("=")
+        if name not in settings:
+            raise ValueError(f"--set {pair}: expected NAME=VALUE with a name of {', '.join(settings)}")
+        try:
+            values[name] = settings[name][0](text)
+        except (ValueError, argparse.ArgumentTypeError) as e:
+            raise ValueError(f"--set {name}: {e}") from None
+    return values
+
+
+def stored_flags(given, script, fixed):
+    """The flags of the run that --resume names; refuses flags that would make it another run."""
+    if "out_dir" in given:
+        raise ValueError("--out_dir does not go with --resume, which continues in its own folder")
+    checkpoint = read_checkpoint(given["resume"])
+    check_run(checkpoint, given["resume"], script, "args")
+    own = ("resume", "out_dir", "max_steps", "device")
+    stored = {name: value for name, value in checkpoint["args"].items() if name not in own}
+    for name in fixed:
+        if name in given and given[name] != stored[name]:
+            raise ValueError(f"--{name} {given[name]} does not fit --resume {given['resume']}, "
+                             f"which was trained with --{name} {stored[name]}")
+    return stored
+
+
 def number(kind, low, high=1e30):
     """Type for argparse: an int or float from low to high; float32 holds 1e30 with ease."""
     def parse(text):
@@ -184,6 +253,134 @@ def collect(pending, step, kept):
         raise ValueError(f"not finite at step {step - len(pending) + bad[0] + 1}: loss {loss:.4g}, gradient norm "
                          f"{norm:.4g}. {kept}; try a smaller --lr, or --clip 1")
     return rows.mean(0).tolist()
+
+
+class Run:
+    """A training run on rank 0's disk: log.jsonl, checkpoints, the progress bar.
+
+        run = Run(args, out_dir, first, device, rank, world, model)      # log rows after `first` go
+        for step in run.progress(stop):
+            run.add(loss, norm)                                          # every step
+            run.write(step, "images", batch_size, lr=lr)                 # now and then: waits
+            run.evaluation(step, metrics)
+            run.save("last.pt", checkpoint)
+    """
+
+    def __init__(self, args, out_dir, first, device, rank, world, model, **about):
+        self.out_dir, self.log, self.master = Path(out_dir), Path(out_dir, "log.jsonl"), rank == 0
+        self.first = self.saved = first
+        self.restart()
+        if self.master:
+            self.out_dir.mkdir(parents=True, exist_ok=True)
+            cut_log(self.log, first)
+        parameters = sum(p.numel() for p in model.parameters())
+        self.row(step=first, args=vars(args), torch=torch.__version__, parameters=parameters,
+                 device=describe(device), world=world, **about)
+        self.print(f"{parameters:,} parameters | {world} x {describe(device)} | {out_dir}")
+        if first:
+            self.print(f"resumed at step {first}")
+
+    def print(self, text):
+        if self.master:
+            tqdm.write(text)
+
+    def row(self, **row):
+        if self.master:
+            write_log(self.log, row)
+
+    def progress(self, stop):
+        """The steps that are left, with a bar."""
+        self.bar = tqdm(range(self.first, stop), "training", stop, initial=self.first, unit="step",
+                        disable=not self.master, dynamic_ncols=True)
+        self.restart()
+        return self.bar
+
+    def restart(self):
+        """Forget what waits, and measure speed from now on: evaluations do not count."""
+        self.pending, self.clock = [], time.time()
+
+    def add(self, loss, norm):
+        """A step's loss and gradient norm: this process's share of the sums over processes."""
+        self.pending.append(torch.stack([loss, norm]))
+
+    def write(self, step, unit, size, **more):
+        """Log the means of what was added and how many of `unit`, `size` a step, went by a second.
+
+        Waits for the device. Raises ValueError at a number that is not finite: write, then save.
+        """
+        kept = f"{self.out_dir} holds step {self.saved}" if self.saved else "Nothing was saved yet"
+        loss, norm = collect(self.pending, step, kept)
+        rate = len(self.pending) * size / (time.time() - self.clock)
+        self.row(step=step, loss=loss, grad_norm=norm, **{f"{unit}_per_s": rate}, **more)
+        self.bar.set_postfix_str(f"loss {loss:.3f} {rate:.0f} {unit}/s")
+        self.loss = loss
+        self.restart()
+
+    def evaluation(self, step, metrics, **more):
+        """Log an evaluation and show its numbers."""
+        self.row(step=step, eval=metrics, **more)
+        numbers = [f"{name} {value:.4g}" for name, value in metrics.items() if type(value) is float]
+        self.print("  ".join([f"step {step:6d}", f"training loss {self.loss:.4f}", *numbers]))
+        self.restart()
+
+    def save(self, name, checkpoint):
+        if self.master:
+            save_checkpoint(self.out_dir / name, checkpoint)
+        self.saved = checkpoint["step"]
+
+
+def wrap(model, device, world, compiled):
+    """The model compiled and shared over processes, as the flags and torchrun ask."""
+    net = torch.compile(model) if compiled else model
+    if world > 1:
+        net = DDP(net, device_ids=[device.index] if device.type == "cuda" else None)
+    return net
+
+
+def seed_of(seed, step, rank):
+    """Seed of the dropout masks of a step on a process."""
+    return hash((seed, step, rank)) % 2 ** 63
+
+
+@torch.no_grad()
+def key_statistics(model, forward, inputs):
+    """Did the robust part act? mean_abs_key: per layer; nonzero_S: {RPC layer: share, each step}.
+
+    forward(inputs) runs `model`; its SelfAttention modules count as layers 0, 1, ...
+    """
+    seen, layers = {}, [m for m in model.modules() if isinstance(m, SelfAttention)]
+
+    def keep(module, inputs):
+        seen[module] = inputs[0]
+
+    hooks = [m.register_forward_pre_hook(keep) for m in layers]
+    training = model.training
+    model.eval()
+    forward(inputs)
+    model.train(training)
+    for hook in hooks:
+        hook.remove()
+
+    stats = dict(mean_abs_key=[], nonzero_S={})
+    for i, m in enumerate(layers):
+        q, k, v = m.project(seen[m])
+        stats["mean_abs_key"].append(round(k.abs().mean().item(), 4))
+        if m.attn.startswith("rpc"):
+            trace = []
+            q = q if m.attn == "rpc_asym" else None
+            rpc_attention(k, v, q=q, **m.rpc, causal=m.causal, trace=trace)
+            shares = [(step["S"] != 0).float().mean().item() for step in trace]
+            stats["nonzero_S"][i] = [round(share, 4) for share in shares]
+    return stats
+
+
+def table(rows, header=None):
+    """Lists of cells -> Markdown, columns aligned. header: of the columns, else the first row."""
+    rows = [[str(cell) for cell in row] for row in ([header] if header else []) + list(rows)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths)) + " |" for row in rows]
+    rule = "|" + "|".join("-" * (w + 2) for w in widths) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])
 
 
 def lr_at(step, total, warmup, lr, min_lr, warmup_lr=1e-6):

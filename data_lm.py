@@ -1,18 +1,18 @@
-"""Text in, tokens out: WikiText folders or this Python's own documentation, a token cache, windows, sliding evaluation.
+"""Text in, tokens out: WikiText folders, a text of one's own, this Python's documentation; windows.
 
-A folder holds wiki.{train,valid,test}.tokens: UTF-8, already tokenised, words between spaces; every line, a blank one
-too, ends with <eos> (`IDSIA/lmtool-fwp:src/utils/vocabulary.py`). The first run turns it into a cache of flat
-little-endian uint32 ids, which later ones map into memory:
+A folder holds wiki.{train,valid,test}.tokens: UTF-8, already tokenised, words between spaces; every
+line, a blank one too, ends with <eos> (`IDSIA/lmtool-fwp:src/utils/vocabulary.py`). Other texts are
+first written in this form. The training text becomes train.bin, flat little-endian uint32 ids, and
+vocab.txt, a word a line, which later runs map into memory:
 
-    corpus = load_corpus("data/wikitext-103")                    # reads or builds data/wikitext-103/cache
-    x = random_windows(corpus.train, step=0, batch_size=96, context=256, seed=0)               # (96, 257) int64
-    nats = sliding_nll(model, corpus.valid, window=256, stride=1)                              # (217645,) float64
+    corpus = load_corpus("data/wikitext-103")                    # or a .txt, or None: pydoc
+    x = random_windows(corpus.train, step=0, batch_size=96, context=256, seed=0)   # (96, 257) int64
+    nats = sliding_nll(model, corpus.valid, window=256, stride=1)                  # (217645,) float64
 
-What window a position of a batch gets depends on (seed, step, position) alone, see common.uniform.
+Which window a position of a batch gets depends on (seed, step, position) alone, see `uniform`.
 """
 
 import ast
-import json
 import os
 import platform
 import re
@@ -25,29 +25,31 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import all_sum, uniform
+from common import all_sum, broadcast, uniform
 
 SPLITS = ("train", "valid", "test")
 EOS, UNK = "<eos>", "<unk>"
 WINDOW = 70                                     # what a random number is for: part of its key
-MIN_COUNT = 3                                   # pydoc: rarer words are <unk>
+MIN_COUNT = 3                                   # pydoc, .txt: rarer words are <unk>
 # folders of the library whose documentation is no part of pydoc's text
 NOT_PYDOC = {"test", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
 
 
 class Vocabulary(dict):
-    """word -> id, the ids being places in `words`; a word that is not there gets the id of <unk>."""
+    """word -> id, the ids being places in `words`; an unknown word gets the id of <unk>."""
 
     def __init__(self, words):
         self.words = list(words)
         super().__init__(zip(self.words, range(len(self.words))))
         if len(self) != len(self.words) or EOS not in self:
-            raise ValueError(f"{len(self.words)} words, {len(self)} of them distinct, {EOS} "
-                             f"{'among' if EOS in self else 'not among'} them: not a vocabulary")
+            among = "among" if EOS in self else "not among"
+            raise ValueError(f"{len(self.words)} words, {len(self)} of them distinct, {EOS} {among} "
+                             f"them: not a vocabulary")
 
     def __missing__(self, word):
         if UNK not in self:
-            raise ValueError(f"the word {word!r} is not in the vocabulary, which has no {UNK} to stand for it")
+            raise ValueError(f"the word {word!r} is not in the vocabulary, which has no {UNK} to "
+                             f"stand for it")
         return self[UNK]
 
     def encode(self, words):
@@ -61,22 +63,22 @@ class Vocabulary(dict):
 
 class Corpus(NamedTuple):
     """A folder of token files as ids."""
-    train: np.ndarray                           # (n,) uint32, mapped from disk; so are valid and test
-    valid: np.ndarray
+    train: np.ndarray                           # (n,) uint32, mapped from disk
+    valid: np.ndarray                           # (n,) uint32
     test: np.ndarray
     vocab: Vocabulary
-    cache_dir: Path
-    note: str                                   # what was done to get here
+    folder: Path
+    note: str                                   # what was found, and whether it was prepared now
 
 
-# --- files to words --------------------------------------------------------------------------------------------------
+# --- files to words --------------------------------------------------------------------------------
 
-def token_file(data_dir, split):
+def token_file(folder, split):
     """Path of wiki.<split>.tokens; raises unless it is there and holds something."""
-    path = Path(data_dir, f"wiki.{split}.tokens")
+    path = Path(folder, f"wiki.{split}.tokens")
     if not path.is_file():
-        raise FileNotFoundError(f"--data_dir {data_dir}: there is no {path.name}; expected wiki.train.tokens, "
-                                f"wiki.valid.tokens and wiki.test.tokens")
+        raise FileNotFoundError(f"--data_dir {folder}: there is no {path.name}; expected "
+                                f"wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens, or one .txt")
     if not path.stat().st_size:
         raise ValueError(f"{path} is empty, expected tokenised text")
     return path
@@ -88,11 +90,12 @@ def split_words(text):
 
 
 def read_text(path, what):
-    """The text of a file in pieces of whole lines, about 64 kB each; a last line without newline gets one."""
+    """The text of a file in pieces of whole lines, about 64 kB each; the last line gets a newline."""
     size = path.stat().st_size
-    with open(path, "rb") as f, tqdm(total=size, desc=f"{what} {path.name}", unit="B", unit_scale=True, leave=False,
-                                     disable=size < 2 ** 24, dynamic_ncols=True) as bar:
-        for lines in iter(lambda: f.readlines(2 ** 16), []):                            # lines end at b"\n" only
+    bar = tqdm(total=size, desc=f"{what} {path.name}", unit="B", unit_scale=True, leave=False,
+               disable=size < 2 ** 24, dynamic_ncols=True)
+    with open(path, "rb") as f, bar:
+        for lines in iter(lambda: f.readlines(2 ** 16), []):         # lines end at b"\n" only
             piece = b"".join(lines)
             try:
                 text = piece.decode()
@@ -104,14 +107,14 @@ def read_text(path, what):
 
 
 def read_lines(path):
-    """All lines of a file, without their newlines; str.splitlines would split at other characters too."""
+    """All lines of a file, without newlines; str.splitlines would split at other characters too."""
     return "".join(read_text(Path(path), "reading")).split("\n")[:-1]
 
 
-# --- words to ids ----------------------------------------------------------------------------------------------------
+# --- words to ids ----------------------------------------------------------------------------------
 
 def count_words(path):
-    """Vocabulary of a text: <eos>, then words by falling count, ties in order of appearance (`LMConfig.cutoffs`)."""
+    """Vocabulary of a text: <eos>, then words by falling count, ties in order of appearance."""
     counts = Counter()
     for text in read_text(path, "counting words of"):
         counts.update(split_words(text))
@@ -121,110 +124,130 @@ def count_words(path):
     return Vocabulary([EOS, *sorted(counts, key=counts.get, reverse=True)])
 
 
-def sources(data_dir):
-    """What the cache of a folder is made of: {split: [name, bytes, time of last change]}.
-
-    The time tells an edit of equal length, which would give wrong numbers; a new time alone costs one rebuild. A hash
-    would mean reading 540 MB at every start.
-    """
-    files = {split: token_file(data_dir, split) for split in SPLITS}
-    return {split: [path.name, path.stat().st_size, path.stat().st_mtime_ns] for split, path in files.items()}
-
-
-def read_meta(cache_dir):
-    """meta.json of a complete cache; None if there is none, or a file of it is missing."""
-    try:
-        meta = json.loads(Path(cache_dir, "meta.json").read_text())
-        complete = all(Path(cache_dir, name).exists() for name in ("vocab.txt", *(f"{split}.bin" for split in SPLITS)))
-        return meta if complete and isinstance(meta, dict) and meta else None
-    except (OSError, ValueError):
-        return None
-
-
-def write_whole(path, write):
-    """Let write(f) fill a file which gets its name when it is whole, in a folder that is made if need be."""
+def write_whole(path, pieces, made_of=None):
+    """Write bytes into a file that gets its name when it is whole, and the time of what made it."""
     tmp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(tmp, "wb") as f:
-            write(f)
+            for piece in pieces:
+                f.write(piece)
             f.flush()
             os.fsync(f.fileno())
+        if made_of:
+            os.utime(tmp, ns=(made_of, made_of))
         os.replace(tmp, path)
     except OSError as e:
-        raise OSError(f"cannot write {path} ({e.strerror or e}); --cache_dir takes another place") from None
+        raise OSError(f"cannot write {path} ({e.strerror or e})") from None
     finally:
         if tmp.parent.is_dir():
             tmp.unlink(missing_ok=True)
 
 
-def build_cache(data_dir, cache_dir):
-    """Write train.bin, valid.bin, test.bin, vocab.txt and, last, meta.json, in two passes over the training text.
+def prepare(folder, cache_dir):
+    """vocab.txt and train.bin, if they are not those of the training text as it is now. Did it?
 
-    Each file gets its name when it is whole, so that a cache with a meta.json is a complete one; another process may
-    build the same cache at the same time.
+    Both carry the text's time of last change, train.bin last: a build that was cut off is none.
     """
-    cache_dir, meta = Path(cache_dir), dict(sources=sources(data_dir), tokens={})
-    vocab = count_words(token_file(data_dir, "train"))
-    meta["vocab_size"] = len(vocab)
-    write_whole(cache_dir / "meta.json", lambda f: f.write(b"{}"))                # from here on the old cache is none
-    for split in SPLITS:
-        def write(f):
-            for text in read_text(token_file(data_dir, split), "encoding"):
-                f.write(vocab.encode(split_words(text)))
-            meta["tokens"][split] = f.tell() // 4
-        write_whole(cache_dir / f"{split}.bin", write)
-    write_whole(cache_dir / "vocab.txt", lambda f: f.write("".join(f"{word}\n" for word in vocab.words).encode()))
-    write_whole(cache_dir / "meta.json", lambda f: f.write(json.dumps(meta, indent=1).encode()))
+    path, binary, words = token_file(folder, "train"), cache_dir / "train.bin", cache_dir / "vocab.txt"
+    changed = path.stat().st_mtime_ns
+    if binary.exists() and words.exists() and binary.stat().st_mtime_ns == changed:
+        return False
+    vocab = count_words(path)
+    ids = (vocab.encode(split_words(text)).tobytes() for text in read_text(path, "encoding"))
+    write_whole(words, [f"{word}\n".encode() for word in vocab.words])
+    write_whole(binary, ids, made_of=changed)
+    return True
 
 
-def open_cache(cache_dir):
-    """The ids of a cache, mapped from disk, and its vocabulary: (train, valid, test, vocab). Checks sizes and range."""
-    cache_dir, meta = Path(cache_dir), read_meta(cache_dir)
-    if meta is None:
-        raise FileNotFoundError(f"no complete token cache in {cache_dir}; several nodes need a disk that they share")
-    vocab, arrays = Vocabulary((cache_dir / "vocab.txt").read_bytes().decode().split("\n")[:-1]), []
-    again = "delete it to build the cache again"
-    if len(vocab) != meta["vocab_size"]:
-        raise ValueError(f"{cache_dir / 'vocab.txt'} has {len(vocab)} words, expected {meta['vocab_size']}; {again}")
-    for split in SPLITS:
-        path, count = cache_dir / f"{split}.bin", meta["tokens"][split]
-        if path.stat().st_size != 4 * count:
-            raise ValueError(f"{path} has {path.stat().st_size} bytes, expected 4 x {count} tokens; {again}")
-        arrays.append(np.memmap(path, "<u4", "r"))
-        if arrays[-1].max() >= len(vocab):
-            raise ValueError(f"{path} holds id {arrays[-1].max()}, expected ids below {len(vocab)}; {again}")
-    return *arrays, vocab
-
-
-def choose_cache_dir(data_dir):
-    """<data_dir>/cache, or out/cache/<name>_<hash of the path> where data_dir must not be written to."""
-    here = Path(data_dir, "cache")
-    folder = here if here.exists() else Path(data_dir)
-    writable = os.access(folder, os.W_OK) and folder.stat().st_mode & 0o222         # root has access to read-only ones
-    if writable or read_meta(here):
+def choose_cache_dir(folder):
+    """<folder>/cache, or out/cache/<name>_<hash of the path> where folder must not be written to."""
+    here = Path(folder, "cache")
+    place = here if here.exists() else Path(folder)
+    if os.access(place, os.W_OK) and place.stat().st_mode & 0o222:  # root may write anywhere
         return here
-    path = str(Path(data_dir).resolve())
-    return Path("out", "cache", f"{Path(path).name}_{zlib.crc32(path.encode()):08x}")
+    return cache_name(folder)
 
 
-def load_corpus(data_dir, cache_dir=None, build=True):
-    """The ids of a folder of token files; builds its cache if that is missing or the files have changed. A Corpus.
+def cache_name(path):
+    """out/cache/<name>_<hash of the whole path>."""
+    path = Path(path).resolve()
+    return Path("out", "cache", f"{path.stem}_{zlib.crc32(str(path).encode()):08x}")
 
-    build=False, for all processes but one: the cache has just been built. Raises FileNotFoundError or ValueError, one
-    line that names the file, if one is missing, empty, not UTF-8, cut short or out of range.
+
+def load_corpus(data_dir=None, rank=0):
+    """The ids of a text, prepared by rank 0 while the other processes wait. Returns a Corpus.
+
+    data_dir: a folder of wiki.*.tokens, a .txt, a folder with one .txt, or None for pydoc's text.
+    Raises FileNotFoundError or ValueError, one line that names the file, if one is missing, empty,
+    not UTF-8, cut short or out of range.
     """
-    made_of, note = sources(data_dir), ""
-    cache_dir = Path(cache_dir or choose_cache_dir(data_dir))
-    if build:
-        meta = read_meta(cache_dir)
-        if meta is None or meta.get("sources") != made_of:
-            note = f"token cache {cache_dir} built{' again: the files it was made of changed' if meta else ''}"
-            build_cache(data_dir, cache_dir)
-    return Corpus(*open_cache(cache_dir), cache_dir, note)
+    folder = text_folder(data_dir, build=rank == 0)
+    cache_dir = choose_cache_dir(folder)
+    new = rank == 0 and prepare(folder, cache_dir)
+    broadcast([None])
+
+    words, binary = cache_dir / "vocab.txt", cache_dir / "train.bin"
+    vocab = Vocabulary(words.read_bytes().decode().split("\n")[:-1])
+    if binary.stat().st_size % 4:
+        raise ValueError(f"{binary} has {binary.stat().st_size} bytes, expected 4 a token; delete it")
+    train = np.memmap(binary, "<u4", "r")
+    if train.max() >= len(vocab):
+        raise ValueError(f"{binary} holds id {train.max()}, expected ids below {len(vocab)}, the words "
+                         f"of {words}; delete it")
+    valid, test = (vocab.encode_lines(read_lines(token_file(folder, s))) for s in SPLITS[1:])
+    note = (f"{len(train):,} training, {len(valid):,} valid, {len(test):,} test tokens, "
+            f"{len(vocab):,} words" + f", written to {cache_dir}" * new)
+    return Corpus(train, valid, test, vocab, folder, note)
 
 
-# --- pydoc: text that every Python has -------------------------------------------------------------------------------
+# --- other texts, written as WikiText --------------------------------------------------------------
+
+def text_folder(data_dir, build=True):
+    """The folder of token files that --data_dir means; a .txt and pydoc's text are written if new."""
+    if data_dir is None:
+        return pydoc_folder("out/cache", build)
+    path = Path(data_dir)
+    texts = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+    if Path(path, "wiki.train.tokens").exists() or path.is_dir() and not texts:
+        return path
+    if len(texts) > 1 or texts[0].suffix != ".txt" or not texts[0].is_file():
+        raise FileNotFoundError(f"--data_dir {data_dir}: expected a folder with wiki.train.tokens, "
+                                f"wiki.valid.tokens and wiki.test.tokens, or with one .txt, or a .txt")
+    return txt_folder(texts[0], build)
+
+
+def words_of(text):
+    """Words and punctuation marks of a text."""
+    return re.findall(r"\w+(?:'\w+)*|[^\w\s]", text)
+
+
+def write_tokens(folder, lines):
+    """Write {split: lists of words} as wiki.*.tokens; words rare in the training text are <unk>."""
+    counts = Counter(word for line in lines["train"] for word in line)
+    for split in SPLITS:
+        kept = [[w if counts[w] >= MIN_COUNT else UNK for w in line] for line in lines[split]]
+        text = "".join(" ".join(["", *line, "\n"]) for line in kept)
+        write_whole(folder / f"wiki.{split}.tokens", [text.encode()])
+
+
+def txt_folder(path, build=True):
+    """Folder of token files made of a .txt: 90 % of its paragraphs to train, 5 % to valid and test each."""
+    folder = cache_name(path)
+    made = folder / "wiki.test.tokens"
+    fresh = made.exists() and made.stat().st_mtime_ns > path.stat().st_mtime_ns
+    if not build or fresh:
+        return folder
+    text = "".join(read_text(path, "reading"))
+    paragraphs = [words for words in map(words_of, re.split(r"\n\s*\n", text)) if words]
+    if len(paragraphs) < 20:
+        paragraphs = [words for words in map(words_of, text.split("\n")) if words]
+    if len(paragraphs) < 20:
+        raise ValueError(f"{path} has {len(paragraphs)} lines with words, expected 20 or more")
+    a, b = len(paragraphs) * 90 // 100, len(paragraphs) * 95 // 100
+    write_tokens(folder, dict(train=paragraphs[:a], valid=paragraphs[a:b], test=paragraphs[b:]))
+    return folder
+
 
 def pydoc_documents():
     """{name: [(title, text), ...]}: pydoc's help topics and the docstrings of the standard library, which is parsed."""
@@ -246,29 +269,22 @@ def pydoc_documents():
 
 
 def pydoc_folder(parent, build=True):
-    """Folder of wiki.{train,valid,test}.tokens made of `pydoc_documents`, laid out like WikiText; written if missing.
+    """Folder of wiki.{train,valid,test}.tokens made of `pydoc_documents`; written if missing.
 
-    The same text for the same Python. A document belongs to one split by a hash of its name, a sixteenth to valid and
-    to test each; a paragraph is a line; words seen fewer than MIN_COUNT times in the training text are <unk>.
+    The same text for the same Python. A document belongs to one split by a hash of its name, a
+    sixteenth to valid and to test each; a paragraph is a line.
     """
     folder = Path(parent, f"pydoc_{platform.python_version()}")
-    paths = {split: folder / f"wiki.{split}.tokens" for split in SPLITS}
-    if not build or all(path.exists() for path in paths.values()):
+    if not build or all(Path(folder, f"wiki.{split}.tokens").exists() for split in SPLITS):
         return folder
-
-    def words(text):
-        return re.findall(r"\w+(?:'\w+)*|[^\w\s]", text)
-
-    lines = {split: [] for split in SPLITS}                                             # lists of words
+    lines = {split: [] for split in SPLITS}                                  # lists of words
     for name, texts in pydoc_documents().items():
         split = {1: "valid", 15: "test"}.get(zlib.crc32(name.encode()) % 16, "train")
         for i, (title, text) in enumerate(texts):
             sign = ["="] * (2 if i else 1)
-            lines[split] += [], [*sign, *words(title), *sign], [], *map(words, re.split(r"\n\s*\n", text))
-    counts = Counter(word for line in lines["train"] for word in line)
-    for split in SPLITS:
-        kept = [[word if counts[word] >= MIN_COUNT else UNK for word in line] for line in lines[split]]
-        write_whole(paths[split], lambda f: f.write("".join(" ".join(["", *line, "\n"]) for line in kept).encode()))
+            paragraphs = map(words_of, re.split(r"\n\s*\n", text))
+            lines[split] += [], [*sign, *words_of(title), *sign], [], *paragraphs
+    write_tokens(folder, lines)
     return folder
 
 

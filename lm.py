@@ -66,6 +66,10 @@ class LMConfig:
             raise ValueError(f"cutoffs={self.cutoffs}, expected increasing ids from 1 to {self.vocab_size - 1}")
 
     @property
+    def reads_the_future(self):       # a mu over all tokens
+        return self.mu == "global" and bool(self.rpc_layers)
+
+    @property
     def num_tokens(self):             # as in ViTConfig
         return self.context
 

@@ -1,0 +1,132 @@
+"""The word-swap attack on a language model, and the perplexities that say what it did.
+
+Paper: Teo & Nguyen 2024, section 4.2, Table 3: a share of the words of the evaluation text becomes one
+meaningless word, `AAA`. The paper names the attack but no rate; per line and 0.015 are those of
+`KurtPask/Elliptical-Attention:WordAttack/src_attack/utils/vocabulary.py`.
+
+    lines, swapped = word_swap(read_lines("wiki.test.tokens"))
+    rows = score(model, load_texts(data_dir, vocab, window=256)[0], window=256, stride=1)
+"""
+
+import math
+import random
+import re
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from data_lm import perplexity, read_lines, sliding_nll, token_file
+
+RATE, WORD = 0.015, "AAA"
+STOP_WORDS = frozenset("""
+    i me my myself we our ours ourselves you your yours yourself yourselves he him his himself she her
+    hers herself it its itself they them their theirs themselves what which who whom this that these
+    those am is are was were be been being have has had having do does did doing a an the and but if
+    or because as until while of at by for with about against between into through during before after
+    above below to from up down in out on off over under again further then once here there when where
+    why how all any both each few more most other some such no nor not only own same so than too very
+    s t can will just don should now d ll m o re ve y ain aren couldn didn doesn hadn hasn haven isn ma
+    mightn mustn needn shan shouldn wasn weren won wouldn
+""".split())
+
+
+# --- the attack ------------------------------------------------------------------------------------
+
+def word_swap(lines, rate=RATE, mode="per-line", seed=0, word=WORD):
+    """Replace a share of the words by one meaningless word. Returns (lines, swapped).
+
+    lines: strings of tokens with spaces between. Words are tokens with a letter or digit; stop words
+    in lower case and <unk> stay. mode: "per-line" swaps max(int(rate * words), 1) on every line,
+    headings too; "uniform" swaps the share `rate` of all words, wherever they are; rate 0 swaps none.
+    swapped: one bool per token of the stream, an <eos> after every line included, so that the
+    perplexity of the other targets can be told apart.
+    """
+    if isinstance(lines, str) or mode not in ("per-line", "uniform"):
+        raise ValueError(f"lines are a {type(lines).__name__}, mode={mode!r}, expected a list, "
+                         f"'per-line' or 'uniform'")
+    if not 0 <= rate <= 1 or len(word.split()) != 1:
+        raise ValueError(f"rate={rate}, word={word!r}, expected a rate from 0 to 1 and one word")
+    rng = random.Random(seed)
+    parts = [re.split(r"(\s+)", line) for line in lines]           # tokens and what is between them
+
+    # places (line, part) of words; a group is a line or, in uniform mode, the whole text
+    groups = [[(i, j) for j, token in enumerate(line) if any(map(str.isalnum, token))]
+              for i, line in enumerate(parts)]
+    if mode == "uniform":
+        groups = [[place for group in groups for place in group]]
+
+    chosen = set()
+    for group in groups:
+        free = [(i, j) for i, j in group if not is_spared(parts[i][j])]
+        count = round(rate * len(group))
+        if mode == "per-line":
+            count = max(int(rate * len(group)), 1)
+        chosen.update(rng.sample(free, min(count, len(free)) if rate else 0))
+
+    swapped = []
+    for i, line in enumerate(parts):
+        swapped += [(i, j) in chosen for j, token in enumerate(line) if token.strip()] + [False]
+        parts[i] = "".join(word if (i, j) in chosen else token for j, token in enumerate(line))
+    return parts, swapped
+
+
+def is_spared(token):
+    """Does the attack leave this word alone?"""
+    return token == "<unk>" or token.strip("'") in STOP_WORDS
+
+
+# --- what it does to a model -----------------------------------------------------------------------
+
+class Text(NamedTuple):
+    """A split to score."""
+    split: str
+    clean: np.ndarray                # (n,) uint32
+    attacked: np.ndarray             # (n,) the same after the word-swap attack
+    kept: torch.Tensor               # (n - 1,) bool: targets that the attack left alone
+
+
+def load_texts(data_dir, vocab, window, seed=0):
+    """The valid and test `Text` of a folder in this vocabulary, and the word that was swapped in.
+
+    That word is the paper's, or the vocabulary's rarest where it does not know the paper's. Raises
+    ValueError naming a file that holds no more than one window.
+    """
+    word = WORD if WORD in vocab else vocab.words[-1]
+    texts = []
+    for split in ("valid", "test"):
+        lines = read_lines(token_file(data_dir, split))
+        attacked, swapped = word_swap(lines, seed=seed, word=word)
+        text = Text(split, vocab.encode_lines(lines), vocab.encode_lines(attacked),
+                    ~torch.tensor(swapped[1:]))
+        if len(text.clean) <= window:
+            raise ValueError(f"--window {window} (default: --context): wiki.{split}.tokens in "
+                             f"{data_dir} has only {len(text.clean)} tokens, expected more than a window")
+        texts.append(text)
+    return texts, word
+
+
+def score(model, texts, window, stride, batch_size=64, rank=0, world=1):
+    """Perplexities of each text: segment-wise, sliding, and sliding after the attack. Returns [dict].
+
+    attacked counts all targets, the swapped-in words too, which no model can foresee;
+    attacked_unswapped the others, clean_unswapped the same targets in the clean text: the difference
+    is what the attack does to the model. Raises ValueError if one is not finite.
+    """
+    rows = []
+    for text in texts:
+        def nats(tokens, stride, what):
+            return sliding_nll(model, tokens, window, stride, batch_size, rank, world,
+                               f"{text.split} {what}")
+
+        clean = nats(text.clean, stride, "sliding")
+        attacked = nats(text.attacked, stride, "attacked")
+        segments = clean if stride == window else nats(text.clean, window, "segment-wise")
+        row = dict(segment=perplexity(segments), sliding=perplexity(clean),
+                   attacked=perplexity(attacked), attacked_unswapped=perplexity(attacked, text.kept),
+                   clean_unswapped=perplexity(clean, text.kept))
+        if not all(map(math.isfinite, row.values())):
+            raise ValueError(f"a perplexity of {text.split} is not finite: {row}")
+        rows.append(dict(split=text.split, tokens=len(text.clean),
+                         swapped=int((~text.kept).sum()), **row))
+    return rows
