@@ -80,6 +80,18 @@ def setup(device=None):
     return torch.device(device), dist.get_rank(), dist.get_world_size()
 
 
+def start(args, name):
+    """What every training script begins with: device, rank, world size and the run's folder.
+
+    Sets args.amp where the flag was not given. name: of the folder, see `choose_out_dir`.
+    """
+    device, rank, world = setup(args.device)
+    args.amp = device.type == "cuda" if args.amp is None else args.amp
+    if args.amp:
+        torch.set_float32_matmul_precision("high")
+    return device, rank, world, choose_out_dir(args, name)
+
+
 def all_sum(x):
     """Sum of a tensor over all processes (the tensor itself in a single one)."""
     if dist.is_initialized():
@@ -225,6 +237,15 @@ def number(kind, low, high=1e30):
     return parse
 
 
+def choice(*known):
+    """Type for argparse and --set: one of these words."""
+    def parse(text):
+        if text not in known:
+            raise argparse.ArgumentTypeError(f"{text}, expected {' or '.join(known)}")
+        return text
+    return parse
+
+
 def parse_layers(text, depth):
     """"0" | "all" | "0,1,2" | "0-3" -> tuple of layer indices."""
     if text == "all":
@@ -258,40 +279,47 @@ def collect(pending, step, kept):
 class Run:
     """A training run on rank 0's disk: log.jsonl, checkpoints, the progress bar.
 
-        run = Run(args, out_dir, first, device, rank, world, model)      # log rows after `first` go
-        for step in run.progress(stop):
-            run.add(loss, norm)                                          # every step
-            run.write(step, "images", batch_size, lr=lr)                 # now and then: waits
-            run.evaluation(step, metrics)
-            run.save("last.pt", checkpoint)
+        run = Run(args, out_dir, first, stop, device, rank, world, model)
+        for step in run.progress(every, measure, state):
+            run.add(loss, norm)                                 # every step
+            run.write(step, "images", batch_size, lr=lr)        # now and then: waits for the device
+            if run.due(step):
+                run.evaluate(step, measure, state)              # logs, then saves
     """
 
-    def __init__(self, args, out_dir, first, device, rank, world, model, **about):
+    def __init__(self, args, out_dir, first, stop, device, rank, world, model, **about):
         self.out_dir, self.log, self.master = Path(out_dir), Path(out_dir, "log.jsonl"), rank == 0
-        self.first = self.saved = first
-        self.restart()
+        self.first, self.stop, self.saved, self.loss = first, stop, first, math.nan
+        rows = []
         if self.master:
             self.out_dir.mkdir(parents=True, exist_ok=True)
-            cut_log(self.log, first)
+            rows = cut_log(self.log, first)
+        self.evaluations = {row["step"]: row["eval"] for row in rows if "eval" in row}
+        self.evaluations = broadcast([self.evaluations])[0]
         parameters = sum(p.numel() for p in model.parameters())
         self.row(step=first, args=vars(args), torch=torch.__version__, parameters=parameters,
                  device=describe(device), world=world, **about)
         self.print(f"{parameters:,} parameters | {world} x {describe(device)} | {out_dir}")
         if first:
             self.print(f"resumed at step {first}")
+        self.restart()
 
-    def print(self, text):
+    def print(self, *lines):
         if self.master:
-            tqdm.write(text)
+            for line in lines:
+                tqdm.write(line)
 
     def row(self, **row):
         if self.master:
             write_log(self.log, row)
 
-    def progress(self, stop):
-        """The steps that are left, with a bar."""
-        self.bar = tqdm(range(self.first, stop), "training", stop, initial=self.first, unit="step",
-                        disable=not self.master, dynamic_ncols=True)
+    def progress(self, every, measure, state):
+        """The steps that are left, with a bar, after an evaluation that was cut off; see `evaluate`."""
+        self.every = every
+        if self.due(self.first):
+            self.evaluate(self.first, measure, state)
+        self.bar = tqdm(range(self.first, self.stop), "training", self.stop, initial=self.first,
+                        unit="step", disable=not self.master, dynamic_ncols=True)
         self.restart()
         return self.bar
 
@@ -309,24 +337,45 @@ class Run:
         Waits for the device. Raises ValueError at a number that is not finite: write, then save.
         """
         kept = f"{self.out_dir} holds step {self.saved}" if self.saved else "Nothing was saved yet"
-        loss, norm = collect(self.pending, step, kept)
+        self.loss, norm = collect(self.pending, step, kept)
         rate = len(self.pending) * size / (time.time() - self.clock)
-        self.row(step=step, loss=loss, grad_norm=norm, **{f"{unit}_per_s": rate}, **more)
-        self.bar.set_postfix_str(f"loss {loss:.3f} {rate:.0f} {unit}/s")
-        self.loss = loss
+        self.row(step=step, loss=self.loss, grad_norm=norm, **{f"{unit}_per_s": rate}, **more)
+        self.bar.set_postfix_str(f"loss {self.loss:.3f} {rate:.0f} {unit}/s")
         self.restart()
 
-    def evaluation(self, step, metrics, **more):
-        """Log an evaluation and show its numbers."""
+    def due(self, step):
+        """Is it time for an evaluation that the log does not have?"""
+        return step not in self.evaluations and step and (step >= self.stop or every(step, self.every))
+
+    def evaluate(self, step, measure, state):
+        """Log what measure(step) gives, (metrics, more), then save state(step).
+
+        A kill in between repeats the evaluation. An error in it (an unreadable image, Ctrl-C) keeps
+        the step, and --resume evaluates it.
+        """
+        try:
+            metrics, more = measure(step)
+        except BaseException:
+            self.save("last.pt", state(step))
+            raise
+        if not math.isfinite(metrics.get("loss", 0)):
+            raise ValueError(f"the evaluation's loss is not finite at step {step}: try a smaller --lr")
+        self.evaluations[step] = metrics
         self.row(step=step, eval=metrics, **more)
-        numbers = [f"{name} {value:.4g}" for name, value in metrics.items() if type(value) is float]
-        self.print("  ".join([f"step {step:6d}", f"training loss {self.loss:.4f}", *numbers]))
+        numbers = [f"{name} {value:.2f}" for name, value in metrics.items() if type(value) is float]
+        self.print("  ".join([f"step {step:6d}  training loss {self.loss:.4f} ", *numbers]))
+        self.save("last.pt", state(step))
         self.restart()
 
     def save(self, name, checkpoint):
         if self.master:
             save_checkpoint(self.out_dir / name, checkpoint)
         self.saved = checkpoint["step"]
+
+
+def every(step, n):
+    """Is step a multiple of n? Never, if n is 0."""
+    return n > 0 and step % n == 0
 
 
 def wrap(model, device, world, compiled):

@@ -52,7 +52,7 @@ RECIPES = {
 RECIPES["folder"] = RECIPES["wikitext"]
 # Numbers of a recipe that have no flag of their own.
 SETTINGS = dict(
-    norm=(str, "post: layer norm after each sublayer, as the paper; pre: before"),
+    norm=(common.choice("post", "pre"), "post: layer norm after each sublayer, as the paper; pre: before"),
     cutoffs=(str, "adaptive softmax: ids at which its clusters start, 20000,40000,200000; none: full"),
     dropout=(common.number(float, 0, 0.999999), "rate"),
     warmup=(common.number(int, 0), "updates of linear warm-up; the cosine counts from update 0"),
@@ -168,12 +168,17 @@ def start(args, model, optimizer, vocab):
 
 # --- evaluation and samples ------------------------------------------------------------------------
 
-def evaluate(model, tokens, args, rank, world):
-    """Segment-wise perplexity; ValueError if it is not finite."""
-    nats = sliding_nll(model, tokens, args.context, args.context, 64, rank, world, "evaluating")
+def evaluate(model, corpus, args, device, rank, world):
+    """Segment-wise valid perplexity; also a sample, and whether the robust part acted."""
+    nats = sliding_nll(model, corpus.valid, args.context, args.context, 64, rank, world, "evaluating")
     if not nats.isfinite().all():
         raise ValueError("the valid perplexity is not finite: try a smaller --lr")
-    return perplexity(nats)
+    if rank:
+        return dict(perplexity=perplexity(nats)), {}
+    text = sample(model, corpus.vocab, args, device)
+    tqdm.write(textwrap.shorten(text, 100))
+    keys = common.key_statistics(model, model.hidden, first_windows(corpus.valid, args, device))
+    return dict(perplexity=perplexity(nats)), dict(sample=text, **keys)
 
 
 def first_windows(tokens, args, device):
@@ -209,8 +214,9 @@ def sample(model, vocab, args, device):
     return re.sub(r" *\n[ \n]*", "\n", text).strip()
 
 
-def print_sample(args, device):
+def print_sample(args):
     """What --sample asks for."""
+    device = common.setup(args.device)[0]
     path = Path(args.sample, "best.pt")
     checkpoint = common.read_checkpoint(path if path.exists() else args.sample)
     common.check_run(checkpoint, args.sample, "train_lm.py", "model", "model_config", "vocab")
@@ -226,13 +232,9 @@ def print_sample(args, device):
 
 def main():
     args = get_args()
-    device, rank, world = common.setup(args.device)
-    args.amp = device.type == "cuda" if args.amp is None else args.amp
-    if args.amp:
-        torch.set_float32_matmul_precision("high")
     if args.sample:
-        return print_sample(args, device)
-    out_dir = common.choose_out_dir(args, f"{args.data}_{args.attn}")
+        return print_sample(args)
+    device, rank, world, out_dir = common.start(args, f"{args.data}_{args.attn}")
     corpus = data_lm.load_corpus(args.data_dir, rank)
     prompt_ids(args.prompt, corpus.vocab)                           # a word it does not know: now
 
@@ -245,11 +247,23 @@ def main():
     stop = min(args.steps, args.max_steps or args.steps)
     batches = micro_batches(corpus.train, args, first, stop, rank, world, device)
     batch = next(batches, None)
-    run = common.Run(args, out_dir, first, device, rank, world, model,
+    run = common.Run(args, out_dir, first, stop, device, rank, world, model,
                      train_tokens=len(corpus.train), vocab_size=len(corpus.vocab))
     run.print(f"{args.data}: {corpus.note} | {args.attn} LM-{args.model}")
 
-    for step in run.progress(stop):
+    def state(step, optimizer=optimizer):
+        return dict(task="language modelling", model=model.state_dict(), step=step, best=dict(best),
+                    model_config=asdict(model.config), args=vars(args),
+                    optimizer=optimizer and optimizer.state_dict(), vocab="\n".join(corpus.vocab.words))
+
+    def measure(at):
+        metrics, more = evaluate(model, corpus, args, device, rank, world)
+        if metrics["perplexity"] < best["perplexity"]:
+            best.update(step=at, perplexity=metrics["perplexity"])
+            run.save("best.pt", state(at, optimizer=None))
+        return metrics, more
+
+    for step in run.progress(args.eval_every, measure, state):
         lr = common.lr_at(step, args.steps, args.warmup, args.lr, 0.0, args.lr / (args.warmup + 1))
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -268,30 +282,19 @@ def main():
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-        # log, evaluate, save; run.write waits for the device and stops at a loss that is not finite
+        # log (waits for the device, stops at a loss that is not finite), evaluate, save
         step += 1
         run.add(loss / world, norm / world)
-        due = step == stop or step % args.eval_every == 0
-        save = due or (args.save_every and step % args.save_every == 0)
-        if save or step % args.log_every == 0:
+        save = run.due(step) or common.every(step, args.save_every)
+        if save or common.every(step, args.log_every):
             run.write(step, "tokens", args.batch_size * args.context, lr=lr)
-        if due:
-            valid = evaluate(model, corpus.valid, args, rank, world)
-            best = min(best, dict(step=step, perplexity=valid), key=lambda e: e["perplexity"])
-            text = sample(model, corpus.vocab, args, device)
-            keys = common.key_statistics(model, model.hidden, first_windows(corpus.valid, args, device))
-            run.evaluation(step, dict(perplexity=valid), sample=text, **keys)
-            run.print(textwrap.shorten(text, 100))
-        if save:
-            state = dict(task="language modelling", model=model.state_dict(), step=step, best=best,
-                         model_config=asdict(model.config), args=vars(args),
-                         vocab="\n".join(corpus.vocab.words))
-            if best["step"] == step:
-                run.save("best.pt", dict(**state, optimizer=None))
-            run.save("last.pt", dict(**state, optimizer=optimizer.state_dict()))
+        if run.due(step):
+            run.evaluate(step, measure, state)
+        elif save:
+            run.save("last.pt", state(step))
 
-    run.print(f"{args.data} {args.attn}: valid perplexity {best['perplexity']:.2f} (segment-wise) with "
-              f"the weights of step {best['step']}; all of it: python eval_robust.py --ckpt {out_dir}")
+    run.print(f"{args.data} {args.attn}: valid perplexity {best['perplexity']:.2f} (segment-wise) "
+              f"with the weights of step {best['step']}; next: python eval_robust.py --ckpt {out_dir}")
 
 
 if __name__ == "__main__":
