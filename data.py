@@ -308,6 +308,102 @@ def load_cifar10(data_dir, split, download=False):
     return Split(images, torch.tensor([CIFAR10_CLASSES.index(label) for label, _, _ in files]), list(CIFAR10_CLASSES))
 
 
+# --- images of one's own ------------------------------------------------------------------------------
+
+SHARE = 0.2                                  # of the images held out where there is no val folder
+
+
+class Photos(NamedTuple):
+    """What find_photos has found: files by class, in train and, if there is such a folder, in val."""
+    classes: list
+    train: list                              # [(path, label)]
+    val: list
+    root: str
+
+    def median_side(self, n=200):
+        """Median short side in pixels of some training images; their headers are read."""
+        some = self.train[::-(-len(self.train) // n)]
+        sides = []
+        for path, _ in some:
+            try:
+                sides.append(min(Image.open(path).size))
+            except OSError:
+                continue
+        return float(np.median(sides)) if sides else 0.0
+
+
+def find_photos(root):
+    """The images of root/<class>/*, or of root/train/<class>/* and root/val/<class>/*: a Photos.
+
+    Raises FileNotFoundError or ValueError, one line: no folder, one class, a class without images.
+    """
+    root = str(root)
+    if not os.path.isdir(root):
+        raise FileNotFoundError(f"--data_dir {root} is not a folder; expected {root}/<class>/*.jpg")
+    parts = [os.path.join(root, name) for name in ("train", "val")]
+    if not os.path.isdir(parts[0]):
+        parts = [root]
+    found = [scan_folders(part) for part in parts if os.path.isdir(part)]
+    classes = list(found[0])
+    empty = [name for files in found for name, names in files.items() if not names]
+    if len(classes) < 2:
+        raise ValueError(f"--data_dir {parts[0]} has {len(classes)} class folders, expected 2 or more: "
+                         f"{parts[0]}/<class>/*.jpg")
+    if empty:
+        raise ValueError(f"--data_dir {root}: no image in the class folder {empty[0]}")
+    if list(found[-1]) != classes:
+        raise ValueError(f"--data_dir {root}: train has the classes {', '.join(classes)}, "
+                         f"val {', '.join(found[-1])}")
+    lists = [[(os.path.join(part, name, file), classes.index(name))
+              for name in files for file in files[name]] for part, files in zip(parts, found)]
+    return Photos(classes, lists[0], lists[1] if len(lists) > 1 else [], root)
+
+
+def load_photos(photos, size, holdout=0):
+    """Decode all of it: (training Split, evaluation Split, what was found).
+
+    Images are resized to `size` pixels on the short side and cropped in the middle. Without a val
+    folder, holdout images, by default a fifth, the same ones each time, are held out.
+    """
+    train, val = (decode_all(files, photos.classes, size) for files in (photos.train, photos.val))
+    bad = len(photos.train) + len(photos.val) - len(train.labels) - len(val.labels)
+    if not photos.val:
+        train, val = hold_out(train, holdout or max(1, round(SHARE * len(train.labels))))
+    found = (f"{len(photos.classes)} classes, {len(train.labels)} training images, {len(val.labels)} "
+             f"{'of val' if photos.val else 'held out'}, {bad} unreadable files")
+    missing = set(range(len(photos.classes))) - set(train.labels.tolist())
+    if missing or not len(val.labels):
+        name = photos.classes[min(missing)] if missing else "val"
+        raise ValueError(f"--data_dir {photos.root}: no readable image is left of {name}")
+    return train, val, found
+
+
+def decode_all(files, classes, size):
+    """Split of the files that can be read, each resized to `size` on the short side and cropped."""
+    from torchvision.transforms.v2 import functional as F
+    images, labels = [], []
+    for path, label in tqdm(files, "decoding", leave=False, disable=len(files) < 500):
+        try:
+            image = decode(np.fromfile(path, np.uint8), path)
+        except (ValueError, OSError) as error:
+            tqdm.write(f"skipping: {error}")
+            continue
+        image = F.resize(image, [size], F.InterpolationMode.BICUBIC, antialias=True)
+        images.append(F.center_crop(image, [size, size]))
+        labels.append(label)
+    images = torch.stack(images) if images else torch.empty(0, 3, size, size, dtype=torch.uint8)
+    return Split(images, torch.tensor(labels, dtype=torch.int64), list(classes))
+
+
+def hold_out(split, n):
+    """(the rest, n images held out of it): the same images for every seed."""
+    if not 0 < n < len(split.labels):
+        raise ValueError(f"--holdout {n}: there are {len(split.labels)} training images")
+    order = epoch_order(len(split.labels), 0, seed=0)
+    parts = (order[n:], order[:n])
+    return tuple(Split(split.images[part], split.labels[part], split.classes) for part in parts)
+
+
 # --- ImageNet's layout ----------------------------------------------------------------------------------------------
 
 def random_crop_box(width, height, draw, area=(0.08, 1.0), ratio=(3 / 4, 4 / 3)):
