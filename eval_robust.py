@@ -32,12 +32,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import attacks
-import checks
+from robust import attacks
+from robust import checks
 import common
-import corruptions
+from robust import corruptions
 import data
-import metrics
+from robust import metrics
 from vit import ViTConfig, vit_from_checkpoint
 
 # Fig. 3 sweeps eps over FGSM and PGD; Table 2 has the others at one budget each. Flags given on the command line win.

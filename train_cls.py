@@ -31,7 +31,7 @@ from tqdm import tqdm
 import common
 import data
 from attention import FORMS
-from augment import augment_uint8, mixup_cutmix, to_float
+from data.augment import augment_uint8, mixup_cutmix, to_float
 from vit import RPC_KINDS, SIZES, ViT, ViTConfig, load_strictly, load_weights
 
 # What --data selects; flags and --set win.

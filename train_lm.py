@@ -30,9 +30,9 @@ import torch
 from tqdm import tqdm
 
 import common
-import data_lm
+from data import text as data_text
 from attention import FORMS
-from data_lm import EOS, Vocabulary, perplexity, sliding_nll
+from data.text import EOS, Vocabulary, perplexity, sliding_nll
 from lm import LM, SIZES, LMConfig, lm_from_checkpoint
 from vit import load_strictly
 
@@ -142,7 +142,7 @@ def micro_batches(tokens, args, start, stop, rank, world, device):
     for step in range(start, stop):
         for micro in range(rank * args.accum, (rank + 1) * args.accum):
             part = slice(micro * b, (micro + 1) * b)
-            windows = data_lm.random_windows(tokens, step, args.batch_size, args.context,
+            windows = data_text.random_windows(tokens, step, args.batch_size, args.context,
                                              args.seed, part)
             if device.type == "cuda":
                 windows = windows.pin_memory()
@@ -190,7 +190,7 @@ def first_windows(tokens, args, device):
 
 def prompt_ids(prompt, vocab):
     """<eos> and the ids of the prompt's words, (1, n) int64."""
-    words = [EOS, *data_lm.split_words(prompt)]
+    words = [EOS, *data_text.split_words(prompt)]
     unknown = [word for word in words if word not in vocab]
     if unknown:
         raise ValueError(f"--prompt: {', '.join(unknown)} not in the vocabulary of {len(vocab)} words; "
@@ -235,7 +235,7 @@ def main():
     if args.sample:
         return print_sample(args)
     device, rank, world, out_dir = common.start(args, f"{args.data}_{args.attn}")
-    corpus = data_lm.load_corpus(args.data_dir, rank)
+    corpus = data_text.load_corpus(args.data_dir, rank)
     prompt_ids(args.prompt, corpus.vocab)                           # a word it does not know: now
 
     # model and optimiser

@@ -33,10 +33,10 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import common
-import corruptions
+from robust import corruptions
 import data
 from attention import FORMS, key_statistics
-from data_seg import IGNORE, Scenes, SegTree, TrainingViews, finish_views, save_pictures
+from data.segmentation import IGNORE, Scenes, SegTree, TrainingViews, finish_views, save_pictures
 from segmenter import (Segmenter, SegmenterConfig, config_from_backbone, confusion, load_backbone, predict, scores,
                        segmenter_from_checkpoint)
 from vit import RPC_KINDS, SIZES
@@ -370,7 +370,7 @@ def evaluate(model, source, index, args, device, rank, world, corruption=None):
 
 
 def draw(path, model, source, index, args, device, corruption=None):
-    """Image, truth and prediction of up to --save_images of the images `index`, see data_seg.save_pictures."""
+    """Image, truth and prediction of up to --save_images of the images `index`, see segmentation.save_pictures."""
     model.eval()
     index = index[::-(-len(index) // args.save_images)]                # evenly spaced: neighbours may be alike
     triples = [[t.cpu() for t in triple] for triple in predictions(model, source, index, args, device, corruption)]

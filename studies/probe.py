@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 import common
 import data
-import data_lm
+from data import text as data_text
 from attention import SelfAttention, rpc_attention, symmetric_attention
 from lm import LM, LMConfig, lm_from_checkpoint
 from vit import SIZES, ViT, ViTConfig, load_weights, stored_config, vit_from_checkpoint
@@ -208,9 +208,9 @@ def load_images(args, checkpoint, config):
 
 def load_windows(args, checkpoint, config):
     """Windows of the test text (n, T) int64, spread evenly; no labels, what they are, 0 classes."""
-    data_dir = args.data_dir or checkpoint["args"]["data_dir"] or data_lm.pydoc_folder("out/cache")
-    vocab = data_lm.Vocabulary(checkpoint["vocab"].split("\n"))
-    lines = data_lm.read_lines(data_lm.token_file(data_dir, "test"))
+    data_dir = args.data_dir or checkpoint["args"]["data_dir"] or data_text.pydoc_folder("out/cache")
+    vocab = data_text.Vocabulary(checkpoint["vocab"].split("\n"))
+    lines = data_text.read_lines(data_text.token_file(data_dir, "test"))
     tokens = vocab.encode_lines(lines).astype(np.int64)
     if len(tokens) < config.context:
         raise ValueError(f"--data_dir {data_dir}: the test text has {len(tokens)} tokens, a window "

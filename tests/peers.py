@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from corruptions import CONSTANTS
+from robust.corruptions import CONSTANTS
 from data import render_scenes
 
 DETERMINISTIC = ("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression")

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-import attacks
+from robust import attacks
 import peers
-from attacks import (adaptive_apgd, adaptive_autoattack, adaptive_pgd, apgd, autoattack, check, cw, fgsm, margin, noise, pgd, project_l1, sld, spsa, spsa_gradient,
-                     straight_through, word_swap, zero_gradient_share)
+from robust.attacks import (adaptive_apgd, adaptive_autoattack, adaptive_pgd, apgd, autoattack, check, cw, fgsm, margin, noise, pgd, project_l1, sld, spsa, spsa_gradient,
+                     straight_through, zero_gradient_share)
 from conftest import SHARED
 from data import load_shapes
 from golden_net import golden_network, trained_network
+from robust.words import word_swap
 from vit import ViT, ViTConfig
 
 EPS = 6 / 255                                # leaves about half of the images of trained_network

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from augment import (ERASE_COLUMNS, FILL, MEAN, OPS, STD, augment, mixup_cutmix, normal, rand_augment, random_crop,
+from data.augment import (ERASE_COLUMNS, FILL, MEAN, OPS, STD, augment, mixup_cutmix, normal, rand_augment, random_crop,
                      random_erase, random_hflip, rotate, shear, translate)
-from common import uniform
+from data.rng import uniform
 
 Image, ImageEnhance, ImageOps = (pytest.importorskip(f"PIL.{name}") for name in ("Image", "ImageEnhance", "ImageOps"))
 LEVELS = (0.0, 0.31, 0.62, 0.83, 0.9, 0.957, 1.0)                        # x = level / 10

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import eval_robust
-from attacks import (apgd, apgd_t, autoattack, box_projection, dlr, fab_distance, fab_t, fgsm, likely_targets,
+from robust.attacks import (apgd, apgd_t, autoattack, box_projection, dlr, fab_distance, fab_t, fgsm, likely_targets,
                      masking_signs, square, targeted_dlr)
 from golden_net import golden_network, trained_network
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import checks
+from robust import checks
 import eval_robust
-from attacks import autoattack, fgsm, pgd
+from robust.attacks import autoattack, fgsm, pgd
 from data import load_shapes
 from golden_net import trained_network
 from vit import ViT, ViTConfig

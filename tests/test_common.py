@@ -22,8 +22,9 @@ import eval_robust
 import train_cls
 import train_lm
 import train_seg
-from common import cut_log, lr_at, read_checkpoint, save_checkpoint, uniform, write_log
-from data_seg import Scenes
+from common import cut_log, lr_at, read_checkpoint, save_checkpoint, write_log
+from data.rng import uniform
+from data.segmentation import Scenes
 from lm import LM, LMConfig, lm_from_checkpoint
 from segmenter import Segmenter, SegmenterConfig, segmenter_from_checkpoint
 from studies import kernel_pca

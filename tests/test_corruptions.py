@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-import corruptions
+from robust import corruptions
 import peers
 from conftest import SHARED
-from corruptions import CONSTANTS, NAMES, corrupt
+from robust.corruptions import CONSTANTS, NAMES, corrupt
 from peers import DETERMINISTIC, scenes
 
 FROST = peers.frost_dir(SHARED / "data" / "frost")

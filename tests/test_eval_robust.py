@@ -15,13 +15,13 @@ from PIL import Image
 from timm.data import ImageNetInfo
 from torchvision.io import write_png
 
-import attacks
-import checks
+from robust import attacks
+from robust import checks
 import common
-import corruptions
+from robust import corruptions
 import data
 import eval_robust
-import metrics
+from robust import metrics
 from conftest import ROOT
 from vit import SIZES, ViT, ViTConfig
 

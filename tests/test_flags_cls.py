@@ -17,7 +17,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision.transforms.v2 import functional as TF
 
-import augment
+from data import augment
 import common
 import data
 import train_cls

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torchvision.io import write_jpeg, write_png
 
-import attacks
-import checks
+from robust import attacks
+from robust import checks
 import common
-import corruptions
+from robust import corruptions
 import data
 import eval_robust
-import metrics
+from robust import metrics
 from test_eval_robust import make_checkpoint
 from vit import ViT, ViTConfig
 

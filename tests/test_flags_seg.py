@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from PIL import Image
 
 import common
-import corruptions
-import data_seg
+from robust import corruptions
+from data import segmentation
 import train_seg
 from attention import key_statistics
 from data import load_shapes
@@ -101,7 +101,7 @@ def plain_view(image, label, u, f):
     long, short = int(4 * f.size * r), int(f.size * r)
     factor = min(long / max(label.shape), short / min(label.shape))
     (H, W), (h, w) = label.shape, (int(side * factor + 0.5) for side in label.shape)
-    image = data_seg.resize(image, h, w)
+    image = segmentation.resize(image, h, w)
     label = label[torch.arange(h) * H // h][:, torch.arange(w) * W // w]          # nearest
 
     for down, across in zip(u[1:23:2], u[2:23:2]):
@@ -127,7 +127,7 @@ def test_a_view_is_the_plain_one_and_padding_has_no_class():
     for i, u in enumerate(draws):
         image, label = plain_view(*pairs[i % 9], u, f)
         h, w = label.shape
-        got, classes, *shape = data_seg.training_view(*pairs[i % 9], u, 24, (0.6, 1.6))
+        got, classes, *shape = segmentation.training_view(*pairs[i % 9], u, 24, (0.6, 1.6))
         assert shape == [h, w] and torch.equal(got[:, :h, :w], image)
         assert torch.equal(classes, F.pad(label, (0, 24 - w, 0, 24 - h), value=255))
 
@@ -145,7 +145,7 @@ def plain_batch(f, source, step, mean):
         u = common.uniform(position, 24, f.seed, 30)[0].tolist()
         image, label = plain_view(*source[index], u, f)
         if f.distort:
-            image = data_seg.distort(image[None], common.uniform(position, 9, f.seed, 31))[0]
+            image = segmentation.distort(image[None], common.uniform(position, 9, f.seed, 31))[0]
         h, w = label.shape
         images.append(mean.repeat(1, f.size, f.size))
         images[-1][:, :h, :w] = image / 255

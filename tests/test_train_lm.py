@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import common
-import data_lm
+from data import text as data_text
 import train_lm
-from attacks import word_swap
+from robust.words import word_swap
 from lm import LM, LMConfig, lm_from_checkpoint
 
 SCRIPT = Path(train_lm.__file__).resolve()
@@ -149,9 +149,9 @@ def test_the_default_run_ends_in_table_sample_and_result_and_needs_no_flag(monke
 def test_the_table_is_what_the_best_weights_give_on_the_files_and_in_float64_the_same():
     train(SMALL, "--out_dir a --stride 3 --window 12 --attack_seed 5 --steps 12 --eval_every 4")
     model = lm_from_checkpoint(common.read_checkpoint("a/best.pt")).double()
-    vocab = data_lm.Vocabulary(common.read_checkpoint("a/best.pt")["vocab"].split("\n"))
+    vocab = data_text.Vocabulary(common.read_checkpoint("a/best.pt")["vocab"].split("\n"))
     for row in results("a")["rows"]:
-        lines = data_lm.read_lines(f"text/wiki.{row['split']}.tokens")
+        lines = data_text.read_lines(f"text/wiki.{row['split']}.tokens")
         attacked, swapped = word_swap(lines, seed=5)
         clean, attacked = (torch.tensor([vocab[w] for line in text for w in [*line.split(), "<eos>"]])
                            for text in (lines, attacked))
@@ -240,12 +240,12 @@ def test_another_text_is_read_with_the_checkpoints_vocabulary_and_needs_no_train
     write_text("other", seed=1, valid=sentences(8, 1) + " a zebra unheard of \n", train="")
     Path("other/wiki.train.tokens").unlink()
     train("--eval_only a --data_dir other --stride 1 --out_dir b")
-    vocab = data_lm.Vocabulary(common.read_checkpoint("a")["vocab"].split("\n"))
+    vocab = data_text.Vocabulary(common.read_checkpoint("a")["vocab"].split("\n"))
     rows = results("b")["rows"]
     assert rows[0]["tokens"] == len((sentences(8, 1) + "a zebra unheard of \n").replace("\n", " <eos> ").split())
-    model, own = lm_from_checkpoint(common.read_checkpoint("a/best.pt")), data_lm.read_lines("other/wiki.test.tokens")
-    nats = data_lm.sliding_nll(model, vocab.encode_lines(own), 16, 1)
-    assert rows[1]["sliding"] == pytest.approx(data_lm.perplexity(nats), rel=1e-5)
+    model, own = lm_from_checkpoint(common.read_checkpoint("a/best.pt")), data_text.read_lines("other/wiki.test.tokens")
+    nats = data_text.sliding_nll(model, vocab.encode_lines(own), 16, 1)
+    assert rows[1]["sliding"] == pytest.approx(data_text.perplexity(nats), rel=1e-5)
     assert "stride 1" in capsys.readouterr().out and "zebra" not in vocab
 
 

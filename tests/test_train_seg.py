@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from PIL import Image
 
 import common
-import corruptions
-import data_seg
+from robust import corruptions
+from data import segmentation
 import train_seg
 from conftest import SHARED
 from data import epoch_order
-from data_seg import Scenes, SegTree
+from data.segmentation import Scenes, SegTree
 from segmenter import Segmenter, SegmenterConfig, confusion, predict, scores, segmenter_from_checkpoint
 from vit import ViT, ViTConfig
 
@@ -174,7 +174,7 @@ def test_two_images_are_learnt_by_heart():
     else:
         scenes, K = Scenes("train", 2, 360), 11
         pairs = [scenes[0], scenes[1]]
-    images = torch.stack([data_seg.resize(image, 120, 160) for image, _ in pairs])
+    images = torch.stack([segmentation.resize(image, 120, 160) for image, _ in pairs])
     labels = torch.stack([F.interpolate(label[None, None], (120, 160))[0, 0] for _, label in pairs])
     after_50, after_150 = overfit(images / 255, labels.long(), K, (50, 150))
     assert after_50 > 0.65 and after_150 > 0.85, (after_50, after_150)

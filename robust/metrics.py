@@ -11,7 +11,7 @@ import zlib
 import numpy as np
 import torch
 
-from corruptions import NAMES
+from robust.corruptions import NAMES
 
 # AlexNet's top-1 error on ImageNet-C, mean of 5 severities, as NAMES (`rachtsy/KPCA_code:Robust/utils_robust.py`)
 ALEXNET = dict(zip(NAMES, (0.886428, 0.894468, 0.922640, 0.819880, 0.826268, 0.785948, 0.798360, 0.866816, 0.826572,

@@ -1,4 +1,4 @@
-"""Claims about data_lm.py: tokens as lmtool counts them, a cache that is whole or none, windows that any process draws
+"""Claims about data_text.py: tokens as lmtool counts them, a cache that is whole or none, windows that any process draws
 alike, and sliding evaluation equal to lmtool's."""
 
 import errno
@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-import data_lm
+from data import text as data_text
 import peers
-from attacks import word_swap
+from robust.words import word_swap
 from conftest import ROOT, SHARED
-from data_lm import Vocabulary, load_corpus, perplexity, random_windows, sliding_nll, sliding_windows
+from data.text import Vocabulary, load_corpus, perplexity, random_windows, sliding_nll, sliding_windows
 from lm import LM, LMConfig, load_reference
 
 SMALL_WIKI, WIKI103 = SHARED / "data" / "wikitext", SHARED / "data" / "wikitext103_eval"
@@ -59,7 +59,7 @@ def test_only_a_newline_ends_a_line_and_case_counts(tmp_path):
     corpus = load_corpus(tmp_path)
     assert [corpus.vocab.words[i] for i in corpus.train] == ["one", "two", "three", "Four", "four", "five", "<unk>",
                                                              "<eos>", "six", "<eos>"]
-    assert data_lm.read_lines(tmp_path / "wiki.train.tokens")[1:] == ["six"]
+    assert data_text.read_lines(tmp_path / "wiki.train.tokens")[1:] == ["six"]
 
 
 @pytest.mark.parametrize("split,tokens,swapped", [("valid", 217_646, 3_148), ("test", 245_569, 3_657)])
@@ -70,11 +70,11 @@ def test_wikitext_103_has_its_tokens_and_the_attack_swaps_as_many_words_as_the_r
     if not path.exists():
         path = tmp_path / path.name
         path.write_text("\n".join([*lines, ""]))
-    lines = data_lm.read_lines(path)
-    assert len(data_lm.split_words("\n".join([*lines, ""]))) == tokens
+    lines = data_text.read_lines(path)
+    assert len(data_text.split_words("\n".join([*lines, ""]))) == tokens
     attacked, marks = word_swap(lines)
     assert len(marks) == tokens and abs(sum(marks) - swapped) <= 0.03 * swapped
-    assert len(data_lm.split_words("\n".join([*attacked, ""]))) == tokens
+    assert len(data_text.split_words("\n".join([*attacked, ""]))) == tokens
 
 
 def small_wiki(tmp_path):
@@ -103,7 +103,7 @@ def test_the_small_set_has_its_tokens_words_and_unknown_words(tmp_path):
     assert counts == unknown                                                         # own ones and words not in train
     ids = np.bincount(corpus.train, minlength=size)
     assert (np.diff(ids[1:]) <= 0).all() and ids.min() == 1                         # falling frequency, as cutoffs need
-    words = data_lm.split_words((folder / "wiki.valid.tokens").read_bytes().decode())
+    words = data_text.split_words((folder / "wiki.valid.tokens").read_bytes().decode())
     assert [corpus.vocab.words[i] for i in corpus.valid] == [w if w in corpus.vocab else "<unk>" for w in words]
 
 
@@ -111,7 +111,7 @@ def test_a_word_without_unk_to_stand_for_it_is_named(folder):
     write(folder, TRAIN.replace("<unk>", ""))
     with pytest.raises(ValueError, match="'unseen'.*no <unk>"):
         load_corpus(folder)
-    assert data_lm.read_meta(folder / "cache") is None
+    assert data_text.read_meta(folder / "cache") is None
 
 
 @pytest.mark.parametrize("words", [["a", "b"], ["<eos>", "a", "a"], [""], []])
@@ -142,7 +142,7 @@ def test_the_cache_is_flat_little_endian_uint32_with_a_word_a_line(folder):
     assert sorted(p.name for p in corpus.cache_dir.iterdir()) == names
     ids = np.frombuffer((corpus.cache_dir / "train.bin").read_bytes(), "<u4")
     words = (corpus.cache_dir / "vocab.txt").read_text().split("\n")
-    assert " ".join(words[i] for i in ids) == " ".join(data_lm.split_words(TRAIN))
+    assert " ".join(words[i] for i in ids) == " ".join(data_text.split_words(TRAIN))
     meta = json.loads((corpus.cache_dir / "meta.json").read_text())
     assert meta["tokens"]["train"] == len(ids) and meta["sources"]["valid"][:2] == ["wiki.valid.tokens", len(VALID)]
 
@@ -164,7 +164,7 @@ def test_a_build_that_stops_anywhere_leaves_no_cache_and_the_next_one_is_whole(f
     with pytest.raises(OSError, match="cannot write .*No space left on device.*--cache_dir"):
         load_corpus(folder)
     monkeypatch.undo()
-    assert data_lm.read_meta(folder / "cache") is None and not list((folder / "cache").glob("*.tmp"))
+    assert data_text.read_meta(folder / "cache") is None and not list((folder / "cache").glob("*.tmp"))
     again = load_corpus(folder)
     assert np.array_equal(again.train, ids) and again.vocab.words == words
 
@@ -211,7 +211,7 @@ def test_a_folder_without_write_permission_is_left_alone_even_by_root(folder):
 def test_two_processes_may_build_the_same_cache_at_once(folder):
     write(folder, TRAIN * 5_000)
     code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import data_lm; "
-            f"print(data_lm.load_corpus('text').train.sum())")
+            f"print(data_text.load_corpus('text').train.sum())")
     runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert len({run.communicate()[0] for run in runs}) == 1 and all(run.returncode == 0 for run in runs)
     assert not list((folder / "cache").glob("*.tmp"))
@@ -221,7 +221,7 @@ def test_the_build_needs_little_memory_whatever_the_size_of_the_text(tmp_path):
     write(tmp_path, " ".join(f"w{i}" for i in range(300)) + " \n" + " \n".join([TRAIN.strip()] * 2 ** 16))        # 5 MB
     code = f"""import sys, resource; sys.path.insert(0, {str(ROOT)!r}); import data_lm
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-data_lm.build_cache({str(tmp_path)!r}, {str(tmp_path / "cache")!r})
+data_text.build_cache({str(tmp_path)!r}, {str(tmp_path / "cache")!r})
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"""
     grown = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     assert grown < (16 if sys.platform == "linux" else 16 * 1024) * 1024                   # kB; macOS: bytes
@@ -232,22 +232,22 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"""
 
 def test_pydoc_gives_every_python_the_same_text_of_some_size_without_running_modules(tmp_path):
     code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import data_lm; before = set(sys.modules); "
-            f"data_lm.pydoc_folder(sys.argv[1]); print(*set(sys.modules) - before)")
+            f"data_text.pydoc_folder(sys.argv[1]); print(*set(sys.modules) - before)")
     out = subprocess.run([sys.executable, "-c", code, tmp_path / "a"], capture_output=True, text=True, check=True,
                          env={**os.environ, "PYTHONHASHSEED": "1"})
     assert not {"antigravity", "turtle", "tkinter", "idlelib"} & set(out.stdout.split())
-    data_lm.pydoc_folder(tmp_path / "b")
+    data_text.pydoc_folder(tmp_path / "b")
     files = [sorted((tmp_path / name).glob("*/wiki.*.tokens")) for name in "ab"]
     assert len(files[0]) == 3 and [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
     before = {f: f.stat().st_mtime_ns for f in files[0]}
-    folder = data_lm.pydoc_folder(tmp_path / "a")
+    folder = data_text.pydoc_folder(tmp_path / "a")
     assert {f: f.stat().st_mtime_ns for f in files[0]} == before                       # written once
     corpus = load_corpus(folder)
     assert len(corpus.train) > 200_000 and 5_000 < min(len(corpus.valid), len(corpus.test)) < 100_000
     counts = np.bincount(corpus.train, minlength=len(corpus.vocab))
-    assert (counts[1:] >= data_lm.MIN_COUNT).all() and 0.005 < counts[corpus.vocab["<unk>"]] / len(corpus.train) < 0.1
-    headings = {split: {line for line in data_lm.read_lines(folder / f"wiki.{split}.tokens")
-                        if line.startswith(" = ") and not line.startswith(" = = ")} for split in data_lm.SPLITS}
+    assert (counts[1:] >= data_text.MIN_COUNT).all() and 0.005 < counts[corpus.vocab["<unk>"]] / len(corpus.train) < 0.1
+    headings = {split: {line for line in data_text.read_lines(folder / f"wiki.{split}.tokens")
+                        if line.startswith(" = ") and not line.startswith(" = = ")} for split in data_text.SPLITS}
     assert all(len(titles) > 5 for titles in headings.values())
 
 

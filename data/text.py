@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import all_sum, broadcast, uniform
+from common import all_sum, broadcast
+from data.rng import uniform
 
 SPLITS = ("train", "valid", "test")
 EOS, UNK = "<eos>", "<unk>"

@@ -13,9 +13,10 @@ from collections import Counter
 import torch
 from tqdm import tqdm
 
-import attacks
-import corruptions
-import metrics
+from robust import attacks
+from robust import corruptions
+from robust import metrics
+from robust import words
 from vit import ViT
 
 GROWING = ("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "motion_blur", "zoom_blur", "brightness",
@@ -275,10 +276,10 @@ def words(say):
         tokens = " ".join(lines).split()
         return math.exp(-sum(math.log((counts[t] + 1) / (length + len(counts) + 1)) for t in tokens) / len(tokens))
 
-    none, swapped_none = attacks.word_swap(text, 0.0)
-    some, swapped = attacks.word_swap(text, 0.015)
+    none, swapped_none = words.word_swap(text, 0.0)
+    some, swapped = words.word_swap(text, 0.015)
     say(10, none == text and perplexity(none) == perplexity(text) and not any(swapped_none) and any(swapped)
-        and len(" ".join(some).split()) == length and attacks.word_swap(text, 0.015)[0] == some,
+        and len(" ".join(some).split()) == length and words.word_swap(text, 0.015)[0] == some,
         "word swap: rate 0 changes nothing, the number of tokens stays, same seed, same text",
         f"{sum(swapped)} of {length} tokens swapped ({100 * sum(swapped) / length:.2f} %: at least one a line); "
         f"perplexity of word frequencies {perplexity(text):.1f} -> {perplexity(some):.1f}")

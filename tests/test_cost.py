@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import bench
+from studies import cost as bench
 import common
 
 

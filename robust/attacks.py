@@ -18,8 +18,6 @@ faster). Bad inputs raise ValueError. Teo & Nguyen 2024, sections 4.1 and A.2; e
 
 import copy
 import math
-import random
-import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -28,8 +26,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from attention import SelfAttention, soft_threshold
-from augment import normal
-from common import uniform
+from data.augment import normal
+from data.rng import uniform
 
 START, SIGNS, NOISE, APGD, SQUARE, FAB = 40, 41, 42, 43, 44, 45        # what a random number is for: in its key
 
@@ -811,44 +809,3 @@ def masking_signs(model, images, labels, trace=()):
                 probabilities=bool((calls >= 0).all() and ((calls.sum(2) - 1).abs() < 1e-5).all()),
                 few_classes=calls.shape[2] < 4, zero_gradients=int((largest(grad) == 0).sum()),
                 square_gain=round(gain, 2) if gain > 0.2 else 0)
-
-
-# --- words -----------------------------------------------------------------------------------------------------------
-
-STOP_WORDS = frozenset("""
-    i me my myself we our ours ourselves you your yours yourself yourselves he him his himself she her hers herself it
-    its itself they them their theirs themselves what which who whom this that these those am is are was were be been
-    being have has had having do does did doing a an the and but if or because as until while of at by for with about
-    against between into through during before after above below to from up down in out on off over under again further
-    then once here there when where why how all any both each few more most other some such no nor not only own same so
-    than too very s t can will just don should now d ll m o re ve y ain aren couldn didn doesn hadn hasn haven isn ma
-    mightn mustn needn shan shouldn wasn weren won wouldn
-""".split())
-
-
-def word_swap(lines, rate=0.015, mode="per-line", seed=0, word="AAA"):
-    """Replace a share of the words by one meaningless word, which then is context and target. Returns (lines, swapped).
-
-    lines: strings of tokens with spaces between. Words are tokens with a letter or digit; stop words in lower case and
-    <unk> stay. mode: "per-line" swaps max(int(rate * words), 1) on every line, headings too; "uniform" swaps the share
-    `rate` of all words, wherever they are; rate 0 swaps none. swapped: one bool per token of the stream, an <eos> after
-    every line included, so that the perplexity of the other targets can be told apart. Teo & Nguyen 2024, section 4.2,
-    name the attack but no rate; per line and 0.015 are those of
-    `KurtPask/Elliptical-Attention:WordAttack/src_attack/utils/vocabulary.py`.
-    """
-    if isinstance(lines, str) or mode not in ("per-line", "uniform"):
-        raise ValueError(f"lines are a {type(lines).__name__}, mode={mode!r}, expected a list, 'per-line' or 'uniform'")
-    if not 0 <= rate <= 1 or len(word.split()) != 1:
-        raise ValueError(f"rate={rate}, word={word!r}, expected a rate from 0 to 1 and one word")
-    rng, swapped = random.Random(seed), []
-    parts = [re.split(r"(\s+)", line) for line in lines]                             # tokens and what is between them
-    words = [[(i, j) for j, token in enumerate(line) if any(map(str.isalnum, token))] for i, line in enumerate(parts)]
-    chosen = set()
-    for group in words if mode == "per-line" else [[place for line in words for place in line]]:
-        free = [(i, j) for i, j in group if parts[i][j] != "<unk>" and parts[i][j].strip("'") not in STOP_WORDS]
-        count = max(int(rate * len(group)), 1) if mode == "per-line" else round(rate * len(group))
-        chosen.update(rng.sample(free, min(count, len(free)) if rate else 0))
-    for i, line in enumerate(parts):
-        swapped += [(i, j) in chosen for j, token in enumerate(line) if token.strip()] + [False]
-        parts[i] = "".join(word if (i, j) in chosen else token for j, token in enumerate(line))
-    return parts, swapped

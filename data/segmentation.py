@@ -19,8 +19,8 @@ from PIL import Image, ImageDraw
 from torch.utils.data import Dataset
 
 import data
-from augment import replace, send
-from common import uniform
+from data.augment import replace, send
+from data.rng import uniform
 from segmenter import IGNORE, resized
 
 VIEW, DISTORT = 30, 31                       # what a random number is for: the last part of its key

@@ -37,12 +37,12 @@ from tqdm import tqdm
 
 import attention
 import common
-import corruptions
+from robust import corruptions
 import data
 import lm
 import segmenter
-from augment import augment_uint8, to_float
-from data_lm import sliding_nll
+from data.augment import augment_uint8, to_float
+from data.text import sliding_nll
 from vit import SIZES, ViT, ViTConfig
 
 MB = 2 ** 20
@@ -573,7 +573,7 @@ def sliding(args, device):
     """ms per scored token of a language model's sliding evaluation at stride 1, windows batched and one at a time.
 
     one at a time: as the reference does it, each window by itself, all its positions through the output layer.
-    batched: data_lm.sliding_nll, --batch_size windows a forward pass, the output layer for scored positions only.
+    batched: data_text.sliding_nll, --batch_size windows a forward pass, the output layer for scored positions only.
     """
     clock, rows = time.process_time if args.clock == "cpu" else time.perf_counter, []
     for attn in ("softmax", "symmetric", "rpc"):

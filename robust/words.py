@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from data_lm import perplexity, read_lines, sliding_nll, token_file
+from data.text import perplexity, read_lines, sliding_nll, token_file
 
 RATE, WORD = 0.015, "AAA"
 STOP_WORDS = frozenset("""

@@ -22,7 +22,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from common import uniform
+from data.rng import uniform
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)                # ImageNet's, in [0, 1] pixel units
 FILL = (124, 116, 104)                                                  # MEAN in grey levels, for what lies outside

@@ -1,0 +1,1 @@
+"""Attacks, corruptions and the measures of robustness; see docs/robustness.md."""
