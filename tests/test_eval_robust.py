@@ -68,6 +68,13 @@ def test_outlier_metrics_equal_counting_pairs():
     assert metrics.fpr_at_recall(score, positive) == pytest.approx((score[~positive] >= t).double().mean().item())
 
 
+def test_the_false_positive_rate_is_that_at_95_percent_of_the_positives():
+    positive = torch.arange(200) % 2 == 0
+    score = torch.arange(200).float()                     # 5 of 100 positives score less than 10
+    assert metrics.fpr_at_recall(score, positive) == 0.95
+    assert metrics.fpr_at_recall(score, positive, 0.5) == 0.5
+
+
 def test_outlier_metrics_of_all_equal_scores_are_chance():
     positive = torch.arange(12) < 2
     assert metrics.average_precision(torch.zeros(12), positive) == pytest.approx(1 / 6)
@@ -542,6 +549,8 @@ def test_the_largest_move_of_noise_is_that_of_all_draws(tmp_path, monkeypatch):
              for i in range(3)]
     row = eval_robust.attack_row(m, "noise", dict(setting, draws=3), source, index, args, 0, 1)
     assert row["max_linf"] == pytest.approx(max(move.abs().max().item() for move in moves))
+    farthest = torch.stack([move.flatten(1).norm(dim=1) for move in moves]).amax(0)       # (6,)
+    assert row["mean_l2"] == pytest.approx(farthest.mean().item())
     shares = [metrics.unpack(text, 6).double().mean().item() for text in row["right"]]
     assert len(shares) == 3 and row["top1"] == pytest.approx(100 * sum(shares) / 3, abs=1e-3)
 
