@@ -23,9 +23,7 @@ def load_golden(name):
     part = ROOT / "tests" / "golden" / f"{name}.npz"
     arrays = {} if full.exists() or name not in peers.MAKE else peers.make(name)
     path = full if full.exists() else part
-    if not path.exists() and not arrays:
-        pytest.skip(f"{name}.npz is only in the full set of reference arrays")
-    if path.exists():
+    if path.exists() or not arrays:
         with np.load(path) as z:
             arrays.update({k: torch.from_numpy(np.array(z[k])) for k in z.files if z[k].dtype.kind != "U"})
     return arrays                                                                            # "meta" is text: left out

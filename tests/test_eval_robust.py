@@ -1,6 +1,8 @@
 """The evaluator: its metrics against known numbers, its rows against doing it by hand, its errors and its resuming."""
 
 import argparse
+import contextlib
+import io
 import json
 import math
 import os
@@ -66,6 +68,13 @@ def test_outlier_metrics_equal_counting_pairs():
     assert metrics.fpr_at_recall(score, positive) == pytest.approx((score[~positive] >= t).double().mean().item())
 
 
+def test_the_false_positive_rate_is_that_at_95_percent_of_the_positives():
+    positive = torch.arange(200) % 2 == 0
+    score = torch.arange(200).float()                     # 5 of 100 positives score less than 10
+    assert metrics.fpr_at_recall(score, positive) == 0.95
+    assert metrics.fpr_at_recall(score, positive, 0.5) == 0.5
+
+
 def test_outlier_metrics_of_all_equal_scores_are_chance():
     positive = torch.arange(12) < 2
     assert metrics.average_precision(torch.zeros(12), positive) == pytest.approx(1 / 6)
@@ -121,11 +130,23 @@ def make_checkpoint(path, classes=tuple(data.SHAPES), image_size=32, attn="rpc",
 
 
 def run(*args, processes=1):
-    launch = [sys.executable] if processes == 1 else [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    env = dict(os.environ, OMP_NUM_THREADS="1")
-    return subprocess.run([*launch, str(ROOT / "eval_robust.py"), *map(str, args)],
-                          capture_output=True, text=True, env=env, timeout=300)
+    """The script as a command: exit code, stdout, stderr. One process runs in this one: faster."""
+    if processes > 1:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                  f"--nproc_per_node={processes}", str(ROOT / "eval_robust.py"), *map(str, args)]
+        env = dict(os.environ, OMP_NUM_THREADS="1")
+        return subprocess.run(launch, capture_output=True, text=True, env=env, timeout=300)
+    out, err, code, before = io.StringIO(), io.StringIO(), 0, sys.argv
+    sys.argv = ["eval_robust.py", *map(str, args)]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            common.run(eval_robust.main)
+    except SystemExit as stop:                                           # its message is what Python prints
+        code = stop.code if isinstance(stop.code, int) else 1
+        print("" if code == stop.code else stop.code, file=err)
+    finally:
+        sys.argv = before
+    return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
 
 
 def run_here(monkeypatch, *args):
@@ -283,7 +304,8 @@ def test_a_group_is_everything_but_the_seed(tmp_path, monkeypatch, capsys):
     four = (("a", 0, 9, {}), ("b", 1, 9, dict(out_dir="out/b")), ("early", 2, 4, {}),
             ("flag", 3, 9, dict(mixup=0.8)))
     for name, seed, step, flags in four:
-        make_checkpoint(tmp_path / f"{name}.pt", seed=seed, step=step, flags=flags)
+        make_checkpoint(tmp_path / f"{name}.pt", seed=seed, step=step,
+                        flags=dict(flags, num_images=1000))               # 200 images, fitted to 80
     models = [tmp_path / f"{name}.pt" for name, *_ in four]
     run_here(monkeypatch, "--ckpt", *models, "--measures", "clean", "--limit", 40,
              "--out_dir", tmp_path / "r")
@@ -292,7 +314,7 @@ def test_a_group_is_everything_but_the_seed(tmp_path, monkeypatch, capsys):
     assert table[0].count("(n = 2)") == 1 and table[0].count("(n = 1)") == 2
     a, b = (row["top1"] for row in results(tmp_path / "r")[:2])
     std = abs(a - b) / 2 ** 0.5
-    assert f"{(a + b) / 2:.2f} ± {std:.2f}" in table[2] and table[2].count("±") == 1
+    assert a != b and f"{(a + b) / 2:.2f} ± {std:.2f}" in table[2] and table[2].count("±") == 1
 
 
 def test_rows_of_before_keep_their_number_and_are_not_computed_again(tmp_path, monkeypatch, capsys):
@@ -320,6 +342,28 @@ def key_of(monkeypatch, *flags, measure):
     model = dict.fromkeys(("name", "kind", "path", "weights", "model_config", "recipe"), "m")
     name, setting = eval_robust.plan(args)[0]
     return eval_robust.key(eval_robust.describe_row(model, name, setting, 10, args))
+
+
+def test_released_files_are_read_by_type_and_severity(tmp_path, monkeypatch):
+    """CIFAR-10-C has one array a type, 10,000 images a severity; ImageNet-C a folder each."""
+    args = argparse.Namespace(corrupted_dir=str(tmp_path), device=torch.device("cpu"))
+    labels = np.arange(20000) % 7
+    np.save(tmp_path / "labels.npy", labels)
+    np.save(tmp_path / "fog.npy", np.repeat(labels, 12).reshape(20000, 2, 2, 3).astype(np.uint8))
+    for severity in (1, 2):
+        split = eval_robust.released(args, list("abcdefg"), 2, "fog", severity)
+        expected = torch.from_numpy(labels[10000 * (severity - 1):][:10000])
+        assert split.images.shape == (10000, 3, 2, 2) and torch.equal(split.labels, expected)
+        assert torch.equal(split.images[:, 1, 0, 1].long(), expected)
+    for severity in (1, 2):
+        folder = tmp_path / "snow" / str(severity) / "n0"
+        folder.mkdir(parents=True)
+        write_png(torch.full((3, 9, 9), severity, dtype=torch.uint8), str(folder / "0.png"))
+        assert eval_robust.released(args, ["n0"], 9, "snow", severity)[0][0].unique() == severity
+    with pytest.raises(ValueError, match="fog, severity 2 has 10000 images, the test split 80"):
+        model = dict(model=argparse.Namespace(config=argparse.Namespace(image_size=2)))
+        source = data.load_shapes("test", 80)
+        eval_robust.released_rows([model], source, [], dict(type="fog", severities=[2]), args, 0, 1)
 
 
 @pytest.mark.parametrize("flag, measure", [
@@ -506,6 +550,8 @@ def test_the_largest_move_of_noise_is_that_of_all_draws(tmp_path, monkeypatch):
              for i in range(3)]
     row = eval_robust.attack_row(m, "noise", dict(setting, draws=3), source, index, args, 0, 1)
     assert row["max_linf"] == pytest.approx(max(move.abs().max().item() for move in moves))
+    farthest = torch.stack([move.flatten(1).norm(dim=1) for move in moves]).amax(0)       # (6,)
+    assert row["mean_l2"] == pytest.approx(farthest.mean().item())
     shares = [metrics.unpack(text, 6).double().mean().item() for text in row["right"]]
     assert len(shares) == 3 and row["top1"] == pytest.approx(100 * sum(shares) / 3, abs=1e-3)
 

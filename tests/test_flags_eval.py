@@ -95,6 +95,7 @@ def evaluate(monkeypatch, place, flags):
     seen["numbers"] = [{k: v for k, v in row.items() if k not in ABOUT} for row in rows]
     seen["measures"] = [row["measure"] for row in rows]
     seen["files"] = [str(path.relative_to(place)) for path in files if path.is_file()]
+    seen["files"] += [path.stat().st_size for path in files if path.suffix == ".png"]
     for path in files:
         if path.is_file():
             path.unlink()
@@ -151,7 +152,7 @@ TABLE = {
     "seed": ("numbers", PGD, "", "--seed 1"),
     "out_dir": ("files", "--measures clean", "", "--out_dir x"),
     "resume": ("error", "--measures clean --out_dir held", "", "--resume"),
-    "save_images": ("files", PGD, "", "--save_images 2"),
+    "save_images": ("files", PGD, "--save_images 1", "--save_images 2"),
     "batch_size": ("batch", PGD, "", "--batch_size 3"),
     "amp": ("amp", PGD, "", "--amp"),
     "num_workers": ("workers", f"--measures clean {TREE}", "", "--num_workers 3"),

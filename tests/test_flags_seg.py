@@ -236,7 +236,7 @@ FLAGS = dict(model="micro", patch_size=8, n_iter=3, lambd=0.3, form="paper", rpc
              drop_path=0.3, dropout=0.3, size=24, min_scale=0.6, max_scale=1.6, epochs=4,
              batch_size=4, lr=3e-3, min_lr=1e-3, weight_decay=0.4, clip=0.5, window=16, stride=12,
              scales="0.5 1", flip=True, save_images=2, seed=5, device="cpu", out_dir="a",
-             max_steps=10, log_every=3, eval_every=2, save_every=4, keep_every=2)
+             max_steps=10, log_every=2, eval_every=2, save_every=4, keep_every=2)
 RUNS = {
     "shapes": dict(FLAGS, attn="rpc_asym", num_images=11, decoder="linear", optimizer="sgd",
                    distort=True, amp=True, lr=0.1),
