@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("results/*/README.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("results/**/README.md"))]
+SHOWING = [page for page in PAGES if re.search(r"python (-m )?[a-z]", page.read_text())]
 OTHERS = ("--help", "--standalone", "--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--max_restarts")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", SHOWING, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_script_and_flag_shown_exists(page):
     text = page.read_text().replace("\\\n", " ")
     shown = "\n".join(a or b for a, b in re.findall(r"```sh\n(.*?)```|`(python [^`]+)`", text, re.S))
@@ -23,6 +24,9 @@ def test_every_script_and_flag_shown_exists(page):
         for flag in re.findall(r"(?<!\S)--[\w-]+", rest):
             name = flag.removeprefix("--").removeprefix("no-")
             assert f'"--{name}"' in source or f'"{name}"' in source or flag in OTHERS, f"{script} has no {flag}"
+        for names in re.findall(r"--set ((?:\w+=\S+ ?)+)", rest):
+            for name in re.findall(r"(\w+)=", names):
+                assert re.search(rf"^ +{name}=\(", source, re.M), f"{script} has no setting {name}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -32,7 +36,7 @@ def test_every_link_to_a_file_leads_to_one(page):
 
 
 def test_every_file_named_in_the_tables_has_what_they_name():
-    names = re.findall(r"`(\w+)\.(\w+)`", (ROOT / "README.md").read_text())
+    names = [name for page in PAGES for name in re.findall(r"`(\w+)\.(\w+)`", page.read_text())]
     modules = {name for name, _ in names} & {path.stem for path in ROOT.glob("*.py")}
     assert len(modules) > 5
     for module, name in names:
@@ -43,7 +47,7 @@ def test_every_file_named_in_the_tables_has_what_they_name():
 
 def test_a_flag_recommended_for_trouble_exists_in_the_scripts_the_advice_is_for():
     """A line of advice is for the scripts it names in its first brackets, else for all that train."""
-    section = (ROOT / "README.md").read_text().partition("## Troubleshooting\n")[2].partition("\n## ")[0]
+    section = (ROOT / "docs" / "data.md").read_text().partition("## Troubleshooting\n")[2].partition("\n## ")[0]
     advice = re.findall(r"^- \*(.+?)\*([^:]*):(.*)$", section, re.M)
     assert len(advice) > 2
     for trouble, scripts, text in advice:
