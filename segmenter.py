@@ -23,8 +23,11 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
+from tqdm import tqdm
 
 from vit import (RPC_KINDS, Block, ViT, ViTConfig, load_strictly, load_weights, released_settings,
                  stored_config)
@@ -290,6 +293,64 @@ def scores(confusion):
     return dict(pixel_accuracy=(100 * right.sum() / m.sum()).item(), mean_accuracy=accuracy.nanmean().item(),
                 mean_iou=iou.nanmean().item(), accuracy=accuracy.tolist(), iou=iou.tolist(),
                 classes=int((~iou.isnan()).sum()), classes_in_truth=int((truth > 0).sum()))
+
+
+# --- evaluation over a data set --------------------------------------------------------------------
+
+@torch.no_grad()
+def predictions(model, source, index, *, size, window, stride, scales=(1.0,), flip=False,
+                change=None, amp=False, num_workers=0):
+    """Yields (image, label, prediction), uint8 on the model's device, of source[i] for i of index.
+
+    The image (3, H, W) as it was changed, label and prediction (H, W). See evaluate.
+    """
+    device = next(model.parameters()).device
+    loader = DataLoader(source, sampler=index, batch_size=None, num_workers=num_workers)
+    for i, (image, label) in zip(index, loader):
+        image = image.to(device)
+        if change:
+            image = change(image[None], [i])[0]
+        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+            p = predict(model, image, size=size, window=window, stride=stride, scales=scales, flip=flip)
+        yield image, label.to(device), p.argmax(0).byte()
+
+
+def evaluate(model, source, *, size, window, stride, scales=(1.0,), flip=False, change=None,
+             index=None, amp=False, num_workers=0, rank=0, world=1, progress=None):
+    """Scores of a Segmenter over a data set. Returns (dict for a JSON file, confusion (K, K) int64).
+
+    source: source[i] -> image (3, H, W), label (H, W), uint8, classes from 0, 255 ignored. size:
+    pixels of the short side at scale 1; window, stride: pixels; scales, flip: the views, see predict.
+    change(images (1, 3, H, W) uint8 on the model's device, [i]) -> the same shape and type, applied
+    before resizing; i: the image's number in the source. index: list of those to use; None: all.
+    amp: bf16. num_workers: decoding processes. rank, world: processes share the images; each returns
+    the scores of all of them. progress: text for a progress bar; None: no bar.
+    The dict: that of `scores`, rounded to 4 decimals, None where a class has no value, and `images`.
+    The model ends in the mode it came in. Raises ValueError if there is no labelled pixel.
+    """
+    index = list(range(len(source))) if index is None else list(index)
+    K, training = model.config.num_classes, model.training
+    matrix = torch.zeros(K, K, dtype=torch.int64, device=next(model.parameters()).device)
+    mine = index[rank::world]
+    triples = predictions(model.eval(), source, mine, size=size, window=window, stride=stride,
+                          scales=scales, flip=flip, change=change, amp=amp, num_workers=num_workers)
+    quiet = rank > 0 or progress is None
+    for _, label, prediction in tqdm(triples, progress, len(mine), leave=False, disable=quiet):
+        matrix += confusion(prediction, label, K)
+    model.train(training)
+    if world > 1:
+        dist.all_reduce(matrix)
+    if not matrix.any():
+        raise ValueError(f"none of the {len(index)} images has a labelled pixel")
+    return dict(plain(scores(matrix)), images=len(index)), matrix
+
+
+def plain(metrics):
+    """Metrics for a JSON file: rounded, None where a class has no value."""
+    def number(x):
+        return None if math.isnan(x) else round(x, 4)
+    return {name: [number(x) for x in value] if isinstance(value, list) else number(value)
+            for name, value in metrics.items()}
 
 
 # --- weights from files ----------------------------------------------------------------------------------------------

@@ -127,6 +127,21 @@ class SegTree(Dataset):
         return image, shift_labels(torch.from_numpy(pixels))
 
 
+def load_split(args, split):
+    """What a run of train_seg.py trains on, "training", or is evaluated on, "validation".
+
+    args: its flags, or those that its checkpoint holds: data ("shapes" or a kind of folder),
+    data_dir, num_classes, num_images and size (of the scenes). Gives the same images each time.
+    """
+    if args.data == "shapes":
+        few = max(args.num_images // 10, 1)
+        name, n = dict(training=("train", args.num_images), validation=("test", few))[split]
+        return Scenes(name, n, args.size)
+    if not args.data_dir:
+        raise ValueError(f"--data {args.data} needs --data_dir")
+    return SegTree(args.data_dir, split, args.num_classes)
+
+
 # --- training transforms, first half: one image, in a worker ---------------------------------------------------------
 
 def resize(image, height, width):
