@@ -415,10 +415,12 @@ EXPERIMENTS = {"jproj": exp_jproj, "gamma": exp_gamma, "eigstats": exp_eigstats,
 
 
 def examine(point, experiments, args, device):
-    """Experiments on all layers of a Point: rows of `summarise`, and eta, a ratio of means."""
+    """Experiments on all layers of a Point: rows of `summarise`."""
     model, depth = point.model.to(device), point.model.config.depth
-    every = args.layers == "all"
-    keep = range(depth) if every else numbers(args.layers, "--layers", depth - 1)
+    keep = range(depth)
+    if args.layers != "all":
+        keep = numbers(args.layers, "--layers", depth - 1)
+
     results, short = {}, set()
     for start, inputs, _ in chunks(point, device):
         heads = capture(model, inputs)
@@ -432,59 +434,68 @@ def examine(point, experiments, args, device):
                 tqdm.write(f"layer {i}: keys so long that float64 resolves {rank} axes in some "
                            f"head, fewer than the {layer.dv} asked; the others count as zero")
     results = {key: np.concatenate(t) for key, t in results.items()}
-    for _, m, source, i in list(results):
-        if (m, source) == ("EV", "learned"):
-            ev, null, best = (results["capture", m, s, i] for s in ("learned", "x W", "best"))
-            room = (best - null).mean()
-            results["capture", "eta", source, i] = 100 * (ev - null) / (
-                room if room >= 0.02 else math.nan)
+
+    # eta: a ratio of means over images, so it can be had only here.
+    for i in map(str, keep) if "capture" in experiments else ():
+        ev, null, best = (results["capture", "EV", s, i] for s in ("learned", "x W", "best"))
+        room = (best - null).mean()
+        room = room if room >= 0.02 else math.nan
+        results["capture", "eta", "learned", i] = 100 * (ev - null) / room
     return summarise(results)
 
 
-def truncate(point, args, device):
-    """Rows (how, r, accuracy in percent, standard error), printed too."""
+def ranks_of(point, args):
+    """The r of truncate, [] for a language model; a model that knows other classes is refused."""
     c = point.model.config
     if point.labels is None:
-        print(f"truncate needs classes and attention over all tokens: left out, {point.run} is a "
-              f"language model")
+        if point.last:
+            print(f"truncate needs classes and attention over all tokens: left out, {point.run} "
+                  f"is a language model")
         return []
     if point.classes != c.num_classes:
         raise ValueError(f"truncate counts right answers, but the model knows {c.num_classes} "
                          f"classes, the data has {point.classes}")
-    d, all_axes = c.embed_dim // c.num_heads, c.num_tokens - 1
-    ranks = sorted({r for r in (d // 4, d, all_axes) if 0 < r <= all_axes})
+    d, every = c.embed_dim // c.num_heads, c.num_tokens - 1
     if args.ranks:
-        ranks = numbers(args.ranks, "--ranks", all_axes)
+        return numbers(args.ranks, "--ranks", every)
+    return sorted({r for r in (d // 4, d, every) if 0 < r <= every})
 
-    correct = {}
+
+def truncate(point, ranks, device):
+    """Rows (how, r, accuracy in percent, standard error), printed too."""
+    model, correct = point.model.to(device), {}
     for _, images, labels in chunks(point, device):
-        for key, t in truncation_accuracy(point.model.to(device), images, labels, ranks).items():
+        for key, t in truncation_accuracy(model, images, labels, ranks).items():
             correct.setdefault(key, []).append(t)
     rows = []
     for (how, r), t in correct.items():
         t = 100.0 * np.concatenate(t)
         rows.append((how, r, t.mean(), t.std() / math.sqrt(len(t))))
-    text = "Accuracy in percent with the values of all layers truncated to\n" + "\n".join(
-        f"{how}: {about}" for how, about in TRUNCATIONS.items())
-    print_table(f"truncate: {point.where}", text, [
+
+    about = [f"{how}: {what}" for how, what in TRUNCATIONS.items()]
+    text = ["Accuracy in percent with the values of all layers truncated to", *about]
+    print_table(f"truncate: {point.where}", "\n".join(text), [
         ("accuracy", f"r = {r}" if r else "any r", how, mean, se) for how, r, mean, se in rows])
     return rows
 
 
 def study(args, experiments, device):
     """Run experiments on every checkpoint, print their tables, write their CSV files."""
-    rows, cut, ranked = [], [], "truncate" in args.exp
+    ranked = "truncate" in args.exp
     experiments = {name: experiments[name] for name in args.exp if name in experiments}
+    rows, cut = [], []
     for point in checkpoints(args):
+        ranks = ranks_of(point, args) if ranked else []
         found = examine(point, experiments, args, device) if experiments else []
         rows += [(point, row) for row in found]
         for name in experiments if point.last else ():
             print_table(f"{name}: {point.where}", inspect.cleandoc(experiments[name].__doc__),
                         [row[1:] for row in found if row[0] == name and row[4].ndim == 0])
-        if ranked:
-            cut += [(point.run, point.step, *row, len(point.inputs))
-                    for row in truncate(point, args, device)]
+        if ranks:
+            accuracy = truncate(point, ranks, device)
+            cut += [(point.run, point.step, *row, len(point.inputs)) for row in accuracy]
 
+    # Files, and what happened over training.
     out = Path(args.out_dir)
     for name in experiments:
         mine = [(point, row) for point, row in rows if row[0] == name]

@@ -250,7 +250,7 @@ def test_out_of_distribution_folders_use_their_own_classes(tmp_path):
         for c in kept:
             (tmp_path / folder / c).mkdir(parents=True)
             for i in range(2):
-                number = int(c[1:]) % 8 * 2 + i + (16 if folder != "val" else 0)
+                number = int(c[1:]) % 8 * 2 + i + dict(val=0, o=20).get(folder, 16)
                 write_png(images[number], str(tmp_path / folder / c / f"{i}.png"))
     (tmp_path / "a" / "README.txt").write_text("not a class")
     model = make_checkpoint(tmp_path / "m.pt", classes, task="imagenet")
@@ -268,7 +268,10 @@ def test_out_of_distribution_folders_use_their_own_classes(tmp_path):
         tree = data.ImageTree(tmp_path, folder, classes, 32, subset=True)
         x = torch.stack([tree[i][0] for i in range(len(tree)) if tree.labels[i] < 2]).float() / 255
         scores.append(-model(x)[:, :2].double().softmax(1).amax(1))
-    expected = metrics.average_precision(torch.cat(scores), torch.arange(8) < 4)
+    outlier = torch.arange(8) < 4
+    area = metrics.auroc(torch.cat(scores), outlier)
+    assert area != 0.5 and o["auroc"] == pytest.approx(100 * area, abs=1e-6)
+    expected = metrics.average_precision(torch.cat(scores), outlier)
     assert o["aupr"] == pytest.approx(100 * expected, abs=1e-6) and o["chance"] == 50
     out = run(*how, "--imagenet_r", tmp_path / "odd", "--measures", "imagenet_r", "--out_dir", tmp_path / "r2")
     assert out.returncode == 1 and "n99" in out.stderr.splitlines()[-1] and "Traceback" not in out.stderr

@@ -1,4 +1,4 @@
-"""studies/kernel_pca.py and probe.py: against golden numbers and theory, capture, the command, figures."""
+"""studies/kernel_pca.py, probe.py, plot.py: golden numbers, theory, capture, the command, figures."""
 
 import csv
 import importlib
@@ -15,16 +15,16 @@ from torch import nn
 
 import common
 import data
-import studies.kernel_pca as kernel_pca_study
 import train_cls
 from attention import KINDS, SelfAttention
 from conftest import ROOT
-from kpca import (a_hat, attend, eigen_cosine, exact_scaling, kernel_pca, kernel_projections, log_g, log_gram,
-                  log_kernel, log_phi2, projection_loss, theoretical_values)
+from kpca import (a_hat, attend, eigen_cosine, exact_scaling, kernel_pca, kernel_projections, log_g,
+                  log_gram, log_kernel, log_phi2, projection_loss, theoretical_values)
 from lm import LM, LMConfig
-from studies.kernel_pca import (EXPERIMENTS, TRUNCATIONS, Layer, basis, eigenvalue_statistics, explained_variance,
-                                key_span, measure, principal_axes, query_share, restrict, standardise, truncated,
-                                value_axes)
+from studies import kernel_pca as study
+from studies.kernel_pca import (EXPERIMENTS, TRUNCATIONS, Layer, basis, eigenvalue_statistics,
+                                explained_variance, key_span, measure, principal_axes, query_share,
+                                restrict, standardise, truncated, value_axes)
 from studies.probe import Heads, attention_replaced, capture, load_model, untrained
 from studies.published_scores import random_heads
 from test_kpca import assert_close, cases, draw, sweep
@@ -252,15 +252,18 @@ def read(path):
 @pytest.mark.parametrize("attn", ["softmax", "rpc", "scaled_alpha"])
 def test_command_writes_a_table_for_every_experiment_and_layer(monkeypatch, tmp_path, capsys, attn):
     ckpt = save_vit(tmp_path / "a.pt", attn)
-    run(monkeypatch, kernel_pca_study, "--ckpt", ckpt, "--images", 5, "--out_dir", tmp_path, "--device", "cpu")
+    run(monkeypatch, study, "--ckpt", ckpt, "--images", 5, "--out_dir", tmp_path,
+        "--device", "cpu")
     out = capsys.readouterr().out
     for name in EXPERIMENTS:
         rows = read(tmp_path / f"{name}.csv")
         assert f"=== {name}" in out
-        for layer in {"0", "1", "all"}:
-            assert len(re.findall(rf"^    {layer} +\S", out.split(f"=== {name}")[1].split("===")[0], re.M)) >= 1
-        several = {r["layer"] for r in rows if r["measure"] in ("EV", "eta", "frac", "eig_cos")}
-        assert several in (set(), {"0", "1", "all"}) and {r["layer"] for r in rows} - several <= {"all"}
+        shown = out.split(f"=== {name}")[1].split("===")[0]
+        for layer in ("0", "1", "all"):
+            assert re.search(rf"^    {layer} +\S", shown, re.M)
+        for measure, layers in (("EV eta frac eig_cos", {"0", "1", "all"}), ("h2 output", {"all"})):
+            mine = [r["layer"] for r in rows if r["measure"] in measure.split()]
+            assert not mine or set(mine) == layers
         assert all(math.isfinite(float(r["mean"])) or r["measure"] == "eta" for r in rows), name
     rows = {(r["how"], r["r"]): float(r["accuracy"]) for r in read(tmp_path / "truncate.csv")}
     assert rows["affine", "16"] == rows["none", "0"] and len(rows) == 3 + 3 * len(TRUNCATIONS)
@@ -273,7 +276,8 @@ def test_keys_too_long_to_resolve_all_axes_are_announced(monkeypatch, tmp_path, 
     weights = model.state_dict()
     weights["blocks.1.attn.qkv.weight"][24:48] *= 12
     ckpt = save_vit(tmp_path / "long.pt", model=weights)
-    run(monkeypatch, kernel_pca_study, "--ckpt", ckpt, "--images", 3, "--exp", "capture", "--out_dir", tmp_path)
+    run(monkeypatch, study, "--ckpt", ckpt, "--images", 3, "--exp", "capture",
+        "--out_dir", tmp_path)
     out = capsys.readouterr().out
     assert "layer 1: keys so long that float64 resolves" in out and "layer 0: keys so long" not in out
 
@@ -290,7 +294,7 @@ def test_command_tracks_a_training_run_and_the_figures_follow(monkeypatch, tmp_p
     end, _ = load_model(folder)
     for a, b in zip(start.parameters(), end.parameters()):                        # warm-up begins at 1e-6
         assert_close(a.detach(), b.detach(), 0, 1e-4)
-    run(monkeypatch, kernel_pca_study, "--ckpt", *sorted(folder.glob("*.pt")), "--untrained", "--images", 4,
+    run(monkeypatch, study, "--ckpt", *sorted(folder.glob("*.pt")), "--untrained", "--images", 4,
         "--ranks", "2,16", "--layers", "0,3", "--out_dir", tmp_path)
     assert "over training" in capsys.readouterr().out
     assert {r["step"] for r in read(tmp_path / "jproj.csv")} == {"0", "2", "4"}   # last.pt is epoch 2 and counts once
@@ -305,7 +309,8 @@ def test_command_tracks_a_training_run_and_the_figures_follow(monkeypatch, tmp_p
 def test_one_checkpoint_gives_every_figure_and_a_word_on_what_it_lacks(monkeypatch, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     from studies import plot
-    run(monkeypatch, kernel_pca_study, "--ckpt", save_vit(tmp_path / "a.pt"), "--images", 3, "--ranks", 4, "--out_dir", tmp_path)
+    run(monkeypatch, study, "--ckpt", save_vit(tmp_path / "a.pt"), "--images", 3, "--ranks", 4,
+        "--out_dir", tmp_path)
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["plot.py", "kpca", str(tmp_path)])
     plot.main()
@@ -330,7 +335,8 @@ def test_deit_weights_are_recognised_by_their_shapes(monkeypatch, tmp_path):
     torch.manual_seed(0)
     model = ViT(ViTConfig(**SIZES["nano"], image_size=16, patch_size=8, num_classes=10))
     torch.save({"model": model.state_dict()}, tmp_path / "deit.pth")
-    run(monkeypatch, kernel_pca_study, "--ckpt", tmp_path / "deit.pth", "--exp", "capture", "--images", 3, "--out_dir", tmp_path)
+    run(monkeypatch, study, "--ckpt", tmp_path / "deit.pth", "--exp", "capture", "--images", 3,
+        "--out_dir", tmp_path)
     assert read(tmp_path / "capture.csv")[0]["run"] == "deit"
 
 
@@ -356,7 +362,7 @@ def test_bad_input_is_one_clear_line(monkeypatch, tmp_path):
             (["--ckpt", other, "--untrained"], "neither")):
         monkeypatch.setattr(sys, "argv", ["kernel_pca", *map(str, argv)])
         with pytest.raises(SystemExit) as stop:
-            common.run(kernel_pca_study.main)
+            common.run(study.main)
         assert str(stop.value.code).startswith("error: ") and message in stop.value.code, stop.value.code
         assert "\n" not in stop.value.code
 
@@ -373,7 +379,7 @@ def test_images_of_another_size_tokens_too_few_and_models_without_attention_are_
 
 def test_help_lists_every_experiment(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="0"):
-        run(monkeypatch, kernel_pca_study, "--help")
+        run(monkeypatch, study, "--help")
     out = capsys.readouterr().out
     assert all(name in out for name in (*EXPERIMENTS, "truncate"))
 
@@ -387,7 +393,8 @@ def test_a_language_model_is_measured_on_windows_of_its_test_text(tmp_path, monk
     common.save_checkpoint(tmp_path / "run" / "last.pt", dict(
         task="language modelling", model=model.state_dict(), model_config=asdict(model.config), step=3,
         vocab="\n".join(words), args=dict(seed=5, data_dir=str(tmp_path))))
-    run(monkeypatch, kernel_pca_study, "--ckpt", tmp_path / "run", "--images", 3, "--untrained", "--out_dir", tmp_path / "out")
+    run(monkeypatch, study, "--ckpt", tmp_path / "run", "--images", 3, "--untrained",
+        "--out_dir", tmp_path / "out")
     out = capsys.readouterr().out
     assert "3 windows of 12 tokens" in out and "truncate needs classes" in out
     start, _ = untrained(common.read_checkpoint(tmp_path / "run"), tmp_path)
@@ -396,6 +403,7 @@ def test_a_language_model_is_measured_on_windows_of_its_test_text(tmp_path, monk
 
 @pytest.mark.parametrize("name", ["kernel_pca", "published_scores", "leak", "plot"])
 def test_a_study_started_as_a_file_says_how_to_start_it(name):
-    done = subprocess.run([sys.executable, f"studies/{name}.py"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.strip().splitlines() == [
-        f"error: start this in the repository's folder, as: python -m studies.{name}"]
+    done = subprocess.run([sys.executable, f"studies/{name}.py"], cwd=ROOT, capture_output=True,
+                          text=True)
+    line = f"error: start this in the repository's folder, as: python -m studies.{name}\n"
+    assert done.returncode == 1 and done.stderr == line

@@ -1,4 +1,4 @@
-"""kpca.py against numbers by hand, against two independent programs (golden), against its own theory."""
+"""kpca.py against numbers by hand, two independent programs (golden), and its own theory."""
 
 import math
 import re
@@ -38,7 +38,7 @@ SWEEP = [(seed, N, D, size) for seed, (N, D) in enumerate([(5, 2), (8, 3), (24, 
 sweep = pytest.mark.parametrize("seed,N,D,size", SWEEP)
 
 
-# --- numbers by hand, and golden ones --------------------------------------------------------------
+# --- numbers by hand, and golden ones -------------------------------------------------------------
 
 def test_worked_example_agrees_with_the_numbers_by_hand():
     for what, by_hand, computed in kpca.hand_example():
@@ -81,6 +81,12 @@ def test_projections_and_residuals_agree_with_explicit_features(golden, case):
     h = kernel_projections(q, k, axes, d)
     assert_close(h.abs(), z["ex_h_abs"], 1e-6, 1e-9)
     assert_close(log_phi2(q, k).exp() - h.square().sum(-1), z["ex_resid"], 1e-6, 1e-9)  # (13)
+    phi_q, phi_k = kpca.features(q, k), kpca.features(k, k)               # of centred queries
+    outside = log_phi2(q, k).exp() - phi_q.square().sum(-1)
+    phi2_c = outside + (phi_q - phi_k.mean(0)).square().sum(-1)
+    h_c = h - kernel_projections(k, k, axes, d).mean(-2)
+    assert_close(phi2_c, z["ex_phi2_centred"], 1e-6, 1e-9)
+    assert_close(phi2_c - h_c.square().sum(-1), z["ex_resid_centred"], 1e-6, 1e-9)
     mu = (-axes.c).exp() * axes.mu
     assert_close(mu[d:].sum() / len(k), z["ex_key_residual"])
     j = projection_loss(log_phi2(q, k), attend(q, k, theoretical_values(axes, d)))["J"]
@@ -125,10 +131,10 @@ def test_what_is_printed_equals_the_logarithms(seed, N, D):
     q, k, v = draw(seed, N, D, M=N + 2)
     axes = kernel_pca(k)
     expanded, h = kpca.theorem_1(q, k, D)
-    assert_close(expanded.abs(), kernel_projections(q, k, axes, D).abs(), 1e-7, 1e-9)      # Eq. 8
-    assert_close(h.abs(), attend(q, k, theoretical_values(axes, D)).abs(), 1e-7, 1e-9)      # Eq. 9
-    assert_close(h, expanded, 1e-9, 1e-12)                                                   # Thm. 1
-    assert_close(kpca.project_features(q, k, D).abs(), h.abs(), 1e-6, 1e-8)                  # Eq. 4-10
+    assert_close(expanded.abs(), kernel_projections(q, k, axes, D).abs(), 1e-7, 1e-9)
+    assert_close(h.abs(), attend(q, k, theoretical_values(axes, D)).abs(), 1e-7, 1e-9)
+    assert_close(h, expanded, 1e-9, 1e-12)
+    assert_close(kpca.project_features(q, k, D).abs(), h.abs(), 1e-6, 1e-8)
     assert_close(kpca.projection_error(q, k, h), projection_loss(log_phi2(q, k), h)["J"], 1e-9)
     assert_close(kpca.attend_scaled(q, k, v), attend(q, k, v - exact_scaling(k, v)), 1e-10, 1e-12)
 
@@ -146,7 +152,8 @@ ADDRESSES = [f"Eq. {n}" for n in range(4, 14)] + ["App. B", "App. C", "App. E.1"
 
 @pytest.mark.parametrize("address", ADDRESSES + [f"Alg. 2, line {n}" for n in (1, 2, 3, 4, 5, 7)])
 def test_every_equation_is_one_line_of_code_that_grep_finds(address):
-    lines = re.findall(rf"^( +\S.*?)# {re.escape(address)}(?!\d)", (ROOT / "kpca.py").read_text(), re.M)
+    source = (ROOT / "kpca.py").read_text()
+    lines = re.findall(rf"^( +\S.*?)# {re.escape(address)}(?!\d)", source, re.M)
     assert len(lines) == 1 and lines[0].strip(), address
 
 

@@ -1,4 +1,4 @@
-"""studies/published_scores.py: equal to the published code (golden), and what the scores say of noise."""
+"""studies/published_scores.py: equal to the published code (golden); what scores say of noise."""
 
 import math
 import sys
@@ -10,10 +10,10 @@ import torch
 
 from kpca import a_hat, eigen_cosine, kernel_pca
 from studies import published_scores
-from studies.kernel_pca import Layer, basis, exp_capture, exp_values, measure, standardise, token_overlap
-from studies.published_scores import (absolute_losses, cka, exp_similarities, flaws, gamma, kernel_cka, matching,
-                                      numeric_a_hat, official_loss, pair_differences, random_heads,
-                                      row_similarities)
+from studies.kernel_pca import Layer, basis, exp_capture, exp_values, measure, token_overlap
+from studies.published_scores import (absolute_losses, cka, exp_similarities, flaws, gamma,
+                                      kernel_cka, matching, numeric_a_hat, official_loss,
+                                      pair_differences, random_heads, row_similarities)
 from test_kernel_pca import read, run, save_vit
 from test_kpca import assert_close, cases, draw
 
@@ -56,6 +56,12 @@ def test_gamma_agrees_with_golden(golden):
                                  ("pair_std", "abs_std", scale), ("wstd", "wstd", scale),
                                  ("rho", "rayleigh", scale / 12)):
         assert_close(factor * g[ours], z[theirs])
+    i, j = torch.triu_indices(12, 12, 1)
+    gammas = scale * g["gamma"]
+    larger = torch.maximum(gammas[i].abs(), gammas[j].abs())
+    relative = (gammas[i] - gammas[j]).abs() / (larger + 1e-10)
+    assert_close(relative.mean(0), z["rel_mean"])
+    assert_close(relative.std(0), z["rel_std"])
     assert_close((scale * axes.mu / 12)[:4], z["lam"])
     assert_close((-axes.log_g.amin()).exp(), z["bound"])
 
@@ -117,14 +123,16 @@ def test_without_a_checkpoint_it_shows_what_the_scores_say_of_random_values():
 @pytest.mark.parametrize("attn", ["softmax", "rpc"])
 def test_command_writes_a_table_for_every_score(monkeypatch, tmp_path, capsys, attn):
     ckpt = save_vit(tmp_path / "a.pt", attn)
-    run(monkeypatch, published_scores, "--ckpt", ckpt, "--images", 5, "--out_dir", tmp_path, "--device", "cpu")
+    run(monkeypatch, published_scores, "--ckpt", ckpt, "--images", 5, "--out_dir", tmp_path,
+        "--device", "cpu")
     out = capsys.readouterr().out
     for name in published_scores.EXPERIMENTS:
         rows = read(tmp_path / f"{name}.csv")
         assert f"=== {name}" in out and {r["layer"] for r in rows} == {"all"}
         assert all(math.isfinite(float(r["mean"])) for r in rows), name
     curves = read(tmp_path / "gammas_axes.csv")
-    assert {r["source"] for r in curves} == {"learned", "iid"} and {r["layer"] for r in curves} == {"0", "1", "all"}
+    assert {r["source"] for r in curves} == {"learned", "iid"}
+    assert {r["layer"] for r in curves} == {"0", "1", "all"}
 
 
 def test_without_scipy_the_optimal_cosine_says_what_it_needs(monkeypatch):
