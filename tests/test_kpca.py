@@ -1,6 +1,5 @@
 """kpca.py against numbers by hand, two independent programs (golden), and its own theory."""
 
-import math
 import re
 
 import pytest
