@@ -14,9 +14,10 @@ import torch
 from tqdm import tqdm
 
 from robust import attacks
+from robust import autoattack
 from robust import corruptions
 from robust import metrics
-from robust import words
+from robust.words import word_swap
 from vit import ViT
 
 GROWING = ("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "motion_blur", "zoom_blur", "brightness",
@@ -74,9 +75,9 @@ def budgets_and_order(model, x, y, say):
     clean = accuracy(model, x, y)
     before = x.clone(), [p.detach().clone() for p in model.parameters()]
     eps_list = [1 / 255, 2 / 255, 4 / 255, 8 / 255]
-    small = {"fgsm": attacks.fgsm, "pgd": attacks.pgd, "adaptive_pgd": attacks.adaptive_pgd, "apgd": attacks.apgd,
+    small = {"fgsm": attacks.fgsm, "pgd": attacks.pgd, "adaptive_pgd": attacks.adaptive_pgd, "apgd": autoattack.apgd,
              "spsa": lambda *a: attacks.spsa(*a, steps=5, pairs=16),
-             "square": lambda *a: attacks.square(*a, queries=200)}
+             "square": lambda *a: autoattack.square(*a, queries=200)}
     curves, worst, outside, lawful = {}, 0.0, 0.0, True
     for name, attack in small.items():
         curve = [accuracy(model, attack(model, x, y, 0.0), y)]
@@ -95,7 +96,7 @@ def budgets_and_order(model, x, y, say):
         "; ".join(f"{n} {' '.join(f'{a:.0f}' for a in c)}" for n, c in curves.items()) + " at eps 0 1 2 4 8 / 255")
 
     trace = []
-    adv = attacks.autoattack(model, x, y, 2 / 255, queries=300, trace=trace)
+    adv = autoattack.autoattack(model, x, y, 2 / 255, queries=300, trace=trace)
     worst = max(worst, ((adv - x).abs().amax() - 2 / 255).item())
     outside = max(outside, -adv.amin().item(), adv.amax().item() - 1)
     left = [t["robust"] for t in trace]
@@ -127,14 +128,14 @@ def rivals(model, x, y, eps, twin=None):
     def left(attack, **options):
         return right(model, attack(model, x, y, eps, **options), y)
 
-    targeted = left(attacks.apgd_t)
-    standard = targeted & left(attacks.apgd)
+    targeted = left(autoattack.apgd_t)
+    standard = targeted & left(autoattack.apgd)
     others = {"APGD-T": targeted, "PGD": left(attacks.pgd),
-              "Square": left(attacks.square, queries=1000),
+              "Square": left(autoattack.square, queries=1000),
               "SPSA": left(attacks.spsa, steps=20, pairs=64),
-              "other gradients": left(attacks.adaptive_apgd)}
+              "other gradients": left(autoattack.adaptive_apgd)}
     if twin is not None:
-        others["transfer"] = right(model, attacks.apgd(twin, x, y, eps), y)
+        others["transfer"] = right(model, autoattack.apgd(twin, x, y, eps), y)
     return percent(standard), {name: percent(flags) for name, flags in others.items()}
 
 
@@ -153,7 +154,7 @@ def masking(model, x, y, curves, say, twin=None, trace=()):
     cw, l2 = accuracy(model, nearest, b), (nearest - a).flatten(1).norm(dim=1).median().item()
     entries, blind = attacks.zero_gradient_share(model, x, y)
     straight = curves["pgd"][2] - curves["adaptive_pgd"][2]
-    signs = attacks.masking_signs(model, x, y, trace)
+    signs = autoattack.masking_signs(model, x, y, trace)
 
     parts = {"APGD-T <= Square": others["APGD-T"] <= others["Square"] + 1e-9,
              "PGD <= SPSA + 2": others["PGD"] <= others["SPSA"] + max(2, 100 / len(b)),
@@ -190,7 +191,7 @@ def determinism(model, x, y, pixels, index, say):
             "sld": lambda x, y, i: attacks.sld(model, x, y, 10.0),
             "pgd": lambda x, y, i: attacks.pgd(model, x, y, 4 / 255, random_start=False),
             "random pgd": lambda x, y, i: attacks.pgd(model, x, y, 4 / 255, index=i),
-            "square": lambda x, y, i: attacks.square(model, x, y, 4 / 255, queries=60, index=i)}
+            "square": lambda x, y, i: autoattack.square(model, x, y, 4 / 255, queries=60, index=i)}
     same, apart = True, {}
     i = torch.arange(min(24, len(x)), device=x.device)
     x, y, pixels, index = x[:24], y[:24], pixels[:24], index[:24]
@@ -276,10 +277,10 @@ def words(say):
         tokens = " ".join(lines).split()
         return math.exp(-sum(math.log((counts[t] + 1) / (length + len(counts) + 1)) for t in tokens) / len(tokens))
 
-    none, swapped_none = words.word_swap(text, 0.0)
-    some, swapped = words.word_swap(text, 0.015)
+    none, swapped_none = word_swap(text, 0.0)
+    some, swapped = word_swap(text, 0.015)
     say(10, none == text and perplexity(none) == perplexity(text) and not any(swapped_none) and any(swapped)
-        and len(" ".join(some).split()) == length and words.word_swap(text, 0.015)[0] == some,
+        and len(" ".join(some).split()) == length and word_swap(text, 0.015)[0] == some,
         "word swap: rate 0 changes nothing, the number of tokens stays, same seed, same text",
         f"{sum(swapped)} of {length} tokens swapped ({100 * sum(swapped) / length:.2f} %: at least one a line); "
         f"perplexity of word frequencies {perplexity(text):.1f} -> {perplexity(some):.1f}")

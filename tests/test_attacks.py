@@ -10,8 +10,9 @@ import torch
 
 from robust import attacks
 import peers
-from robust.attacks import (adaptive_apgd, adaptive_autoattack, adaptive_pgd, apgd, autoattack, check, cw, fgsm, margin, noise, pgd, project_l1, sld, spsa, spsa_gradient,
-                     straight_through, zero_gradient_share)
+from robust.attacks import (adaptive_pgd, check, cw, fgsm, margin, noise, pgd, project_l1, sld, spsa,
+                            spsa_gradient, straight_through, zero_gradient_share)
+from robust.autoattack import adaptive_apgd, adaptive_autoattack, apgd, autoattack
 from conftest import SHARED
 from data import load_shapes
 from golden_net import golden_network, trained_network

@@ -9,7 +9,8 @@ import torch
 
 from robust import checks
 import eval_robust
-from robust.attacks import autoattack, fgsm, pgd
+from robust.attacks import fgsm, pgd
+from robust.autoattack import autoattack
 from data import load_shapes
 from golden_net import trained_network
 from vit import ViT, ViTConfig
