@@ -35,7 +35,7 @@ from tqdm import tqdm
 import common
 from robust import corruptions
 import data
-from attention import FORMS, key_statistics
+from attention import FORMS
 from data.segmentation import IGNORE, Scenes, SegTree, TrainingViews, finish_views, save_pictures
 from segmenter import (Segmenter, SegmenterConfig, config_from_backbone, confusion, load_backbone, predict, scores,
                        segmenter_from_checkpoint)
@@ -483,7 +483,7 @@ def log_evaluation(log, step, epoch, metrics, model, images):
     tqdm.write(f"epoch {epoch:5.1f}  validation {sentence(metrics, model.config.num_classes)}")
     if any("eval" in row and row["step"] == step for row in common.read_log(log)):
         return
-    keys = key_statistics(model.eval(), model.masks, images[:8])
+    keys = common.key_statistics(model.eval(), model.masks, images[:8])
     model.train()
     common.write_log(log, dict(step=step, epoch=epoch, eval=plain(metrics), **keys))
 

@@ -1,13 +1,17 @@
 """Claims about attention.py: equal to the released code, equal to the equations, and what the loop does."""
 
 import math
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from attention import (FORMS, KINDS, SelfAttention, key_statistics, penalty, rpc_attention, scaled_alpha_attention,
-                       scaled_attention, soft_threshold, softmax_attention, symmetric_attention)
+from attention import (FORMS, KINDS, SelfAttention, naive_attention, penalty, rpc_attention,
+                       scaled_alpha_attention, scaled_attention, soft_threshold, softmax_attention,
+                       symmetric_attention)
+from common import key_statistics
+from conftest import ROOT
 from kpca import exact_scaling, pcp
 
 OPTIONS = {"code": {}, "mu_head": dict(mu_dim="head"), "thr_over": dict(threshold="over"),
@@ -150,11 +154,22 @@ def test_pcp_as_printed_in_the_paper_diverges():
     assert (M - L - S).norm() > 1e8 * M.norm()
 
 
-# --- the equations ----------------------------------------------------------------------------------------------------------
+# --- the equations --------------------------------------------------------------------------------
+
+ADDRESSES = [f"Eq. {n}" for n in (1, 2, 3, 12, 14)] + ["Def. 1", "App. E.1", "App. E.9"]
+
+
+@pytest.mark.parametrize("address", ADDRESSES + [f"Alg. 1, line {n}" for n in (1, 2, 3, 4, 5, 7)])
+def test_every_equation_is_one_line_of_code_that_grep_finds(address):
+    source = (ROOT / "attention.py").read_text()
+    lines = re.findall(rf"^( +\S.*?)# {re.escape(address)}(?!\d)", source, re.M)
+    assert len(lines) == 1 and lines[0].strip(), address
+
 
 def test_softmax_attention_equals_its_definition():
     q, k, v = qkv()
     assert_close(softmax_attention(q, k, v), (q @ k.mT / 8 ** 0.5).softmax(-1) @ v, 1e-12)
+    assert_close(naive_attention(q, k, v), softmax_attention(q, k, v), 1e-12)
     mask = torch.ones(10, 10, dtype=torch.bool).tril()
     scores = (q @ k.mT / 8 ** 0.5).masked_fill(~mask, -math.inf)
     assert_close(softmax_attention(q, k, v, causal=True), scores.softmax(-1) @ v, 1e-12)

@@ -21,7 +21,7 @@ from data import augment
 import common
 import data
 import train_cls
-from attention import key_statistics
+from common import key_statistics
 from vit import ViT, ViTConfig
 
 timm = pytest.importorskip("timm")

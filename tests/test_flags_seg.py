@@ -19,7 +19,7 @@ import common
 from robust import corruptions
 from data import segmentation
 import train_seg
-from attention import key_statistics
+from common import key_statistics
 from data import load_shapes
 from segmenter import Segmenter, SegmenterConfig, predict, segmenter_from_checkpoint
 

@@ -25,7 +25,7 @@ from PIL import Image
 import common
 import data
 import train_cls
-from attention import key_statistics
+from common import key_statistics
 from vit import ViT, ViTConfig, vit_from_checkpoint
 
 SCRIPT = Path(train_cls.__file__).resolve()
