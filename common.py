@@ -145,7 +145,7 @@ def parser(doc, recipes, settings):
     lines += [f"  {name:14} {text}" for name, (_, text) in settings.items()]
     for name, recipe in recipes.items():
         lines.append(f"--data {name}:" if name != "any" else "with every --data:")
-        lines.append("  " + " ".join(f"{k}={v}" for k, v in recipe.items()))
+        lines.append("  " + " ".join(f"{k}={'as fits' if v is None else v}" for k, v in recipe.items()))
     return argparse.ArgumentParser(description=doc, epilog="\n".join(lines), allow_abbrev=False,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
 
@@ -164,7 +164,7 @@ def parse(p, recipes, settings, script, fixed):
     stored = stored_flags(given, script, fixed) if "resume" in given else {}
     data = {**stored, **given}.get("data")
     if data is None:
-        data = "folder" if given.get("data_dir") else list(recipes)[1]
+        data = "folder" if "data_dir" in given else list(recipes)[1]
     args = {**default, **recipes["any"], **recipes[data], **stored, **given, "data": data}
     known = (default.keys() | settings.keys()) - {"set"}
     return argparse.Namespace(**{name: args[name] for name in args if name in known})
@@ -186,16 +186,18 @@ def read_settings(pairs, settings):
 
 def stored_flags(given, script, fixed):
     """The flags of the run that --resume names; refuses flags that would make it another run."""
-    if "out_dir" in given:
-        raise ValueError("--out_dir does not go with --resume, which continues in its own folder")
+    for name in ("out_dir", "init_from"):
+        if name in given:
+            raise ValueError(f"--{name} does not go with --resume, which continues in its own folder")
     checkpoint = read_checkpoint(given["resume"])
     check_run(checkpoint, given["resume"], script, "args")
     own = ("resume", "out_dir", "max_steps", "device")
     stored = {name: value for name, value in checkpoint["args"].items() if name not in own}
+    hint = "; to start a new run from its weights use --init_from" if "init_from" in stored else ""
     for name in fixed:
         if name in given and given[name] != stored[name]:
             raise ValueError(f"--{name} {given[name]} does not fit --resume {given['resume']}, "
-                             f"which was trained with --{name} {stored[name]}")
+                             f"which was trained with --{name} {stored[name]}{hint}")
     return stored
 
 
@@ -246,7 +248,7 @@ def collect(pending, step, kept):
     if bad:
         loss, norm = rows[bad[0]].tolist()
         raise ValueError(f"not finite at step {step - len(pending) + bad[0] + 1}: loss {loss:.4g}, gradient norm "
-                         f"{norm:.4g}. {kept}; try a smaller --lr, or --clip 1")
+                         f"{norm:.4g}. {kept}; try a smaller --lr, or --set clip=1")
     return rows.mean(0).tolist()
 
 
@@ -258,18 +260,20 @@ class Run:
             run.add(loss, norm)                                 # every step
             run.write(step, "images", batch_size, lr=lr)        # now and then: waits for the device
             if run.due(step):
-                run.evaluate(step, measure, state)              # logs, then saves
+                run.evaluate(step, measure, state)
+            run.save("last.pt", state(step))                    # last: a kill before repeats the rest
     """
 
     def __init__(self, args, out_dir, first, stop, device, rank, world, model, **about):
         self.out_dir, self.log, self.master = Path(out_dir), Path(out_dir, "log.jsonl"), rank == 0
-        self.first, self.stop, self.saved, self.loss = first, stop, first, math.nan
+        self.first, self.stop, self.saved, self.started = first, stop, first, time.time()
         rows = []
         if self.master:
             self.out_dir.mkdir(parents=True, exist_ok=True)
             rows = cut_log(self.log, first)
         self.evaluations = {row["step"]: row["eval"] for row in rows if "eval" in row}
         self.evaluations = broadcast([self.evaluations])[0]
+        self.loss = next((row["loss"] for row in reversed(rows) if "loss" in row), math.nan)
         parameters = sum(p.numel() for p in model.parameters())
         self.row(step=first, args=vars(args), torch=torch.__version__, parameters=parameters,
                  device=describe(device), world=world, **about)
@@ -292,6 +296,7 @@ class Run:
         self.every = every
         if self.due(self.first):
             self.evaluate(self.first, measure, state)
+            self.save("last.pt", state(self.first))
         self.bar = tqdm(range(self.first, self.stop), "training", self.stop, initial=self.first,
                         unit="step", disable=not self.master, dynamic_ncols=True)
         self.restart()
@@ -322,10 +327,9 @@ class Run:
         return step not in self.evaluations and step and (step >= self.stop or every(step, self.every))
 
     def evaluate(self, step, measure, state):
-        """Log what measure(step) gives, (metrics, more), then save state(step).
+        """Log what measure(step) gives, (metrics, more). Saving comes after: a kill in between repeats it.
 
-        A kill in between repeats the evaluation. An error in it (an unreadable image, Ctrl-C) keeps
-        the step, and --resume evaluates it.
+        An error in it (an unreadable image, Ctrl-C) saves state(step), and --resume evaluates it.
         """
         try:
             metrics, more = measure(step)
@@ -333,12 +337,12 @@ class Run:
             self.save("last.pt", state(step))
             raise
         if not math.isfinite(metrics.get("loss", 0)):
-            raise ValueError(f"the evaluation's loss is not finite at step {step}: try a smaller --lr")
+            raise ValueError(f"the evaluation's loss is not finite at step {step}: try a smaller "
+                             f"--lr, or --set clip=1")
         self.evaluations[step] = metrics
         self.row(step=step, eval=metrics, **more)
         numbers = [f"{name} {value:.2f}" for name, value in metrics.items() if type(value) is float]
         self.print("  ".join([f"step {step:6d}  training loss {self.loss:.4f} ", *numbers]))
-        self.save("last.pt", state(step))
         self.restart()
 
     def save(self, name, checkpoint):

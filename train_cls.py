@@ -19,6 +19,7 @@ nothing, nor does the number of processes but for float noise (drop-path masks a
 import argparse
 import math
 import os
+import time
 from dataclasses import asdict
 from functools import partial
 
@@ -119,7 +120,7 @@ def get_args():
     flag("--batch_size", type=COUNT, help="over all processes and micro-batches")
     flag("--accum", type=COUNT, default=1, help="micro-batches per step and process")
     flag("--lr", type=REAL, help="peak learning rate (AdamW); DeiT's rule: 5e-4 * batch_size / 512")
-    flag("--set", nargs="+", metavar="NAME=VALUE", help="other numbers of the recipe, see below")
+    flag("--set", nargs="+", action="extend", metavar="NAME=VALUE", help="other numbers of the recipe, see below")
 
     flag = p.add_argument_group("running").add_argument
     flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0)
@@ -130,48 +131,56 @@ def get_args():
     flag("--resume", help="folder of a run to continue; its flags are remembered")
     flag("--max_steps", type=COUNT, help="stop early; the schedule stays that of --epochs")
     args = common.parse(p, RECIPES, SETTINGS, "train_cls.py", FIXED)
-    if args.epochs and args.warmup_epochs > args.epochs:
-        raise ValueError(f"--set warmup_epochs={args.warmup_epochs} is longer than the run, --epochs {args.epochs}")
+    if args.data == "folder":
+        choose_for_folder(args)
+    if not args.resume:
+        check_schedule(args)
+    return args
+
+
+def check_schedule(args):
+    """ValueError unless the learning rate rises to --lr and falls to min_lr within the run."""
+    if args.warmup_epochs > args.epochs:
+        raise ValueError(f"--set warmup_epochs={args.warmup_epochs} is longer than the run, "
+                         f"--epochs {args.epochs}")
     if args.min_lr > args.lr:
         raise ValueError(f"--set min_lr={args.min_lr} is above --lr {args.lr}")
-    return args
+
+
+def choose_for_folder(args):
+    """Fill what the recipe of a folder leaves open, from how many images it holds and how large.
+
+    About 3,000 steps in all; 64 patches an image, so that a CPU takes minutes.
+    """
+    if not args.data_dir:
+        raise ValueError("--data folder needs --data_dir")
+    photos = data.find_photos(args.data_dir)
+    n, side = len(photos.train), photos.median_side()
+    size = 32 if side < 64 else 64 if side < 128 else 96
+    batch = max(b for b in (8, 16, 32, 64) if b == 8 or 10 * b <= n)
+    chosen = dict(model="nano" if n < 20_000 else "micro", image_size=size, patch_size=size // 8,
+                  batch_size=batch, epochs=min(max(3000 * batch // n, 8), 200), pad=size // 8)
+    for name, value in chosen.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if not photos.val and not args.holdout:
+        args.holdout = max(1, round(n / 5))
 
 
 # --- data ------------------------------------------------------------------------------------------
 
-def folder_recipe(n, side):
-    """What a small set of photographs wants: n training images, their median short side in pixels.
-
-    About 3,000 steps in all; 65 tokens an image, so that a CPU takes minutes.
-    """
-    size = 32 if side < 64 else 64 if side < 128 else 96
-    batch = max(b for b in (8, 16, 32, 64) if b == 8 or 10 * b <= n)
-    return dict(model="nano" if n < 20_000 else "micro", image_size=size, patch_size=size // 8,
-                batch_size=batch, epochs=min(max(3000 * batch // n, 8), 200), pad=size // 8)
-
-
-def load_folder(args):
-    """Images of one's own: (training, evaluation) Split, what was found; fills what the recipe left."""
-    photos = data.find_photos(args.data_dir)
-    chosen = folder_recipe(len(photos.train), photos.median_side())
-    for name, value in chosen.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    train, test, found = data.load_photos(photos, args.image_size, args.holdout)
-    chosen = " ".join(f"{name}={getattr(args, name)}" for name in chosen)
-    return train, test, f"{found}; chosen for it: {chosen}"
-
-
-def load_data(args, device, rank):
-    """(training set, evaluation set, what was found): two Split on the device, or two ImageTree."""
+def load_data(args, device, rank=0):
+    """(training set, evaluation set, unreadable files): two Split on the device, or two ImageTree."""
     if args.data in ("cifar10", "imagenet") and not args.data_dir:
         raise ValueError(f"--data {args.data} needs --data_dir")
     if args.data == "shapes" and args.data_dir:
-        raise ValueError(f"--data shapes is rendered: --data_dir {args.data_dir} does not go with it")
+        raise ValueError(f"--data_dir {args.data_dir} is not read: --data shapes renders its images; "
+                         f"choose --data folder, cifar10 or imagenet")
     if args.data == "imagenet":
-        return load_tree(args)
+        return *load_tree(args), 0
+    bad = 0
     if args.data == "folder":
-        train, test, found = load_folder(args)
+        train, test, bad = data.load_photos(args.data_dir, args.image_size, args.holdout)
     elif args.data == "shapes":
         train = data.load_shapes("train", args.num_images, args.image_size, device=device)
         test = data.load_shapes("test", max(args.num_images // 5, 1), args.image_size, device=device)
@@ -179,11 +188,8 @@ def load_data(args, device, rank):
         train, test = load_cifar10(args, rank)
     if args.holdout and args.data != "folder":
         train, test = data.hold_out(train, args.holdout)
-    if args.data != "folder":
-        kind = "held-out" if args.holdout else "test"
-        found = f"{len(train.labels)} training, {len(test.labels)} {kind} images, {len(train.classes)} classes"
     train, test = (data.Split(s.images.to(device), s.labels.to(device), s.classes) for s in (train, test))
-    return train, test, found
+    return train, test, bad
 
 
 def load_tree(args):
@@ -192,18 +198,17 @@ def load_tree(args):
         raise ValueError("--holdout does not go with --data imagenet: make a val folder of your own")
     how = dict(size=args.image_size, seed=args.seed, skip_bad_images=args.skip_bad_images)
     train = data.ImageTree(args.data_dir, "train", train=True, **how)
-    test = data.ImageTree(args.data_dir, "val", classes=train.classes, **how)
-    found = f"{len(train)} training, {len(test)} val images, {len(train.classes)} classes"
-    return train, test, found
+    return train, data.ImageTree(args.data_dir, "val", classes=train.classes, **how)
 
 
 def load_cifar10(args, rank):
     if args.download and rank == 0:
         data.load_cifar10(args.data_dir, "train", download=True)
     common.broadcast([None])                                        # the others wait for it
+    train, test = (data.load_cifar10(args.data_dir, split) for split in ("train", "test"))
     if args.image_size != 32:
         raise ValueError(f"--image_size {args.image_size}: CIFAR-10 images have 32 pixels")
-    return data.load_cifar10(args.data_dir, "train"), data.load_cifar10(args.data_dir, "test")
+    return train, test
 
 
 def micro_batches(args, n, start, total, rank, world):
@@ -278,8 +283,7 @@ def evaluate(model, source, args, device, rank, world):
     model.train()
     top1, top5, loss, images = common.all_sum(total).tolist()
     if not images:
-        raise ValueError(f"--data_dir {args.data_dir}: none of the {len(source.labels)} images to "
-                         f"evaluate on can be read")
+        raise ValueError(f"--data_dir {source.folder}: none of the {len(source.labels)} images can be read")
     return dict(top1=100 * top1 / images, top5=100 * top5 / images, loss=loss / images, images=int(images))
 
 
@@ -336,12 +340,15 @@ def build(args, classes, device):
 def resume(args, model, optimizer, ema, classes):
     """Load the run that --resume names; returns its step."""
     checkpoint = common.read_checkpoint(args.resume)
-    parts = ("model", "optimizer", "step", "classes", *(["ema"] if ema else []))
-    common.check_run(checkpoint, args.resume, "train_cls.py", *parts)
-    if checkpoint["classes"] != classes:
-        theirs = f"{len(checkpoint['classes'])} classes, {', '.join(checkpoint['classes'][:3])}, ..."
+    common.check_run(checkpoint, args.resume, "train_cls.py", "model", "optimizer", "step", "classes")
+    theirs, names = checkpoint["args"], checkpoint["classes"]
+    if bool(args.ema) != bool(theirs["ema"]):
+        raise ValueError(f"--set ema={args.ema}: the run in {args.resume} has ema={theirs['ema']}")
+    if ema:
+        common.check_run(checkpoint, args.resume, "train_cls.py", "ema")
+    if names != classes:
         raise ValueError(f"--data_dir {args.data_dir} has {len(classes)} classes, not those of the run "
-                         f"in {args.resume} ({theirs})")
+                         f"in {args.resume} ({len(names)} classes, {', '.join(names[:3])}, ...)")
     with common.naming(f"--resume {args.resume}"):
         load_weights(model, checkpoint)
         optimizer.load_state_dict(checkpoint["optimizer"])
@@ -349,6 +356,8 @@ def resume(args, model, optimizer, ema, classes):
             load_strictly(ema.module, checkpoint["ema"])
             ema.n_averaged.fill_(checkpoint["step"])
     optimizer.param_groups[0]["weight_decay"] = args.weight_decay       # the setting may be new
+    if any(getattr(args, name) != theirs[name] for name in ("epochs", "warmup_epochs", "lr", "min_lr")):
+        check_schedule(args)
     return checkpoint["step"]
 
 
@@ -368,7 +377,14 @@ def check_batch(args, world, n):
 def main():
     args = get_args()
     device, rank, world, out_dir = common.start(args, f"{args.data}_{args.attn}")
-    train, test, found = load_data(args, device, rank)
+    train, test, bad = load_data(args, device, rank)
+    split = "held-out" if args.holdout else "val" if args.data in ("imagenet", "folder") else "test"
+    if rank == 0:
+        print(f"{args.data}: {len(train.labels)} training, {len(test.labels)} {split} images, "
+              f"{len(train.classes)} classes" + (f", {bad} unreadable files" if bad else ""), flush=True)
+    if rank == 0 and args.data == "folder":
+        chosen = [name for name, value in RECIPES["folder"].items() if value is None]
+        print("chosen for them:", *(f"{name}={getattr(args, name)}" for name in chosen), flush=True)
     check_batch(args, world, len(train.labels))
     classes = list(train.classes)
     model, optimizer, ema, first, notes = build(args, classes, device)
@@ -376,13 +392,14 @@ def main():
 
     epoch_steps = len(train.labels) // args.batch_size
     total, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps
-    stop = min(total, args.max_steps or total)
+    stop = max(first, min(total, args.max_steps or total))
     run = common.Run(args, out_dir, first, stop, device, rank, world, model)
-    run.print(f"{args.data}: {found} | {args.attn} ViT-{args.model}", *notes)
+    run.print(*notes)
     batches = train_batches(train, args, first, stop, device, rank, world)
 
     def measure(step):
-        return score(model, ema, train, test, args, device, rank, world)
+        metrics, keys = score(model, ema, train, test, args, device, rank, world)
+        return metrics, dict(epoch=step / epoch_steps, **keys)
 
     def state(step):
         return dict(task="classification", model=model.state_dict(), model_config=asdict(model.config),
@@ -420,14 +437,16 @@ def main():
             run.write(step, "images", args.batch_size, epoch=step / epoch_steps, lr=lr)
         if run.due(step):
             run.evaluate(step, measure, state)
-        elif save:
-            run.save("last.pt", state(step))
         if epoch_ends and common.every(step // epoch_steps, args.keep_every):
             run.save(f"epoch_{step // epoch_steps}.pt", state(step))
+        if save:
+            run.save("last.pt", state(step))                        # last: a kill before repeats the rest
 
-    top1, images = (run.evaluations[stop][name] for name in ("top1", "images"))
-    run.print(f"{args.data} {args.attn}: accuracy {top1:.2f} % of {images} images after "
-              f"{stop / epoch_steps:.1f} epochs; next: python eval_robust.py --ckpt {out_dir}")
+    metrics, minutes = run.evaluations[stop], (time.time() - run.started) / 60
+    skipped = f", {metrics['skipped']} unreadable training images skipped" if "skipped" in metrics else ""
+    run.print(f"{args.data} {args.attn}: {split} accuracy {metrics['top1']:.2f} % "
+              f"(top-5 {metrics['top5']:.2f} %, {metrics['images']} images{skipped}) after "
+              f"{stop / epoch_steps:.1f} epochs, {minutes:.1f} minutes; checkpoint {out_dir / 'last.pt'}")
 
 
 if __name__ == "__main__":

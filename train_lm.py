@@ -94,7 +94,7 @@ def get_args():
     flag("--batch_size", type=count, help="windows per update, over all processes and micro-batches")
     flag("--accum", type=count, default=1, help="micro-batches per step and process")
     flag("--lr", type=common.number(float, 0), help="peak learning rate (Adam, no weight decay)")
-    flag("--set", nargs="+", metavar="NAME=VALUE", help="other numbers of the recipe, see below")
+    flag("--set", nargs="+", action="extend", metavar="NAME=VALUE", help="other numbers of the recipe, see below")
 
     flag = p.add_argument_group("sampling").add_argument
     flag("--sample", metavar="CKPT", help="no training: print words that this checkpoint, or a "
@@ -290,7 +290,7 @@ def main():
             run.write(step, "tokens", args.batch_size * args.context, lr=lr)
         if run.due(step):
             run.evaluate(step, measure, state)
-        elif save:
+        if save:
             run.save("last.pt", state(step))
 
     run.print(f"{args.data} {args.attn}: valid perplexity {best['perplexity']:.2f} (segment-wise) "

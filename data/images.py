@@ -168,9 +168,6 @@ def load_cifar10(data_dir, split, download=False):
 
 # --- images of one's own ------------------------------------------------------------------------------
 
-SHARE = 0.2                                  # of the images held out where there is no val folder
-
-
 class Photos(NamedTuple):
     """What find_photos has found: files by class, in train and, if there is such a folder, in val."""
     classes: list
@@ -217,23 +214,25 @@ def find_photos(root):
     return Photos(classes, lists[0], lists[1] if len(lists) > 1 else [], root)
 
 
-def load_photos(photos, size, holdout=0):
-    """Decode all of it: (training Split, evaluation Split, what was found).
+def load_photos(root, size, holdout=0):
+    """Decode all images that find_photos finds: (training Split, evaluation Split, unreadable files).
 
-    Images are resized to `size` pixels on the short side and cropped in the middle. Without a val
-    folder, holdout images, by default a fifth, the same ones each time, are held out.
+    Each is resized to `size` on its short side and cropped. holdout: so many training images, the same
+    ones each time, are held out to evaluate on; 0: the val folder is for that.
     """
+    photos = find_photos(root)
     train, val = (decode_all(files, photos.classes, size) for files in (photos.train, photos.val))
     bad = len(photos.train) + len(photos.val) - len(train.labels) - len(val.labels)
-    if not photos.val:
-        train, val = hold_out(train, holdout or max(1, round(SHARE * len(train.labels))))
-    found = (f"{len(photos.classes)} classes, {len(train.labels)} training images, {len(val.labels)} "
-             f"{'of val' if photos.val else 'held out'}, {bad} unreadable files")
+    if holdout:
+        train, val = hold_out(train, holdout)
     missing = set(range(len(photos.classes))) - set(train.labels.tolist())
-    if missing or not len(val.labels):
-        name = photos.classes[min(missing)] if missing else "val"
-        raise ValueError(f"--data_dir {photos.root}: no readable image is left of {name}")
-    return train, val, found
+    if missing:
+        raise ValueError(f"--data_dir {root}: no readable image of class {photos.classes[min(missing)]} "
+                         f"is left to train on")
+    if not len(val.labels):
+        raise ValueError(f"--data_dir {root}: no readable image to evaluate on; --holdout N takes N of "
+                         f"the training images")
+    return train, val, bad
 
 
 def decode_all(files, classes, size):

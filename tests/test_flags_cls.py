@@ -20,8 +20,9 @@ from torchvision.transforms.v2 import functional as TF
 from data import augment
 import common
 import data
+from data import images as data_images
+from data.rng import uniform
 import train_cls
-from common import key_statistics
 from vit import ViT, ViTConfig
 
 timm = pytest.importorskip("timm")
@@ -48,7 +49,9 @@ def an_empty_folder(tmp_path, monkeypatch):
 def words(flags):
     """{flag: value} as on the command line; True and False are --flag and --no-flag."""
     for name, value in flags.items():
-        if value is True or value is False:
+        if name in train_cls.SETTINGS:
+            yield from ("--set", f"{name}={value}")
+        elif value is True or value is False:
             yield f"--{name}" if value else f"--no-{name}"
         else:
             yield from (f"--{name}", str(value))
@@ -90,7 +93,7 @@ def order_of(f, n, step):
 def augmented(f, images, position):
     """Shift, flip, RandAugment, erase: the operations have tests of their own."""
     def draw(n, purpose):
-        return common.uniform(position, n, f.seed, purpose)
+        return uniform(position, n, f.seed, purpose)
     if f.pad:
         images = augment.random_crop(images, draw(2, augment.CROP), f.pad)
     flipped = draw(1, augment.FLIP).view(-1, 1, 1, 1) < 0.5
@@ -170,8 +173,7 @@ def plain_loop(f, load, n, num_classes, test, model):
         if step == f.max_steps or epoch % f.eval_every == 0:
             scores = evaluated(model, *test)
             scores["ema_top1"] = evaluated(average.module, *test)["top1"]
-            about = key_statistics(model.eval(), model, test[0][:32] / 255)
-            model.train()
+            about = common.key_statistics(model, model, test[0][:32] / 255)
             rows.append(dict(step=step, epoch=epoch, eval=scores, **about))
     return rows, average.module
 
@@ -225,7 +227,7 @@ def pixels_of(path):
 def training_crops(index, position, skipped):
     """Random resized crops; for a file that cannot be read the next one, with its own label."""
     files, images, labels = tree_files("train"), [], []
-    draws = common.uniform(position, 22, FLAGS["seed"], data.CROP).tolist()
+    draws = uniform(position, 22, FLAGS["seed"], data_images.CROP).tolist()
     for i, draw in zip(index.tolist(), draws):
         if files[i][0] in BROKEN:
             skipped.append(i)
@@ -312,7 +314,7 @@ def test_a_run_on_imagenets_layout_equals_the_plain_loop(monkeypatch):
     def loader(*args, **how):
         workers.append(how["num_workers"])
         return DataLoader(*args, **how)
-    monkeypatch.setattr(data, "DataLoader", loader)
+    monkeypatch.setattr(data_images, "DataLoader", loader)
     rows, checkpoint = train(**IMAGENET)
     assert set(workers) == {2}
     f = SimpleNamespace(**IMAGENET)
