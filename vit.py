@@ -1,7 +1,7 @@
-"""Vision transformers: DeiT tiny, small, base and models for small images, with any attention of attention.py.
+"""Vision transformers with any attention of attention.py: DeiT's sizes, and two for small images.
 
-Paper: section 4 and App. A of Teo & Nguyen 2024 (ViT-tiny, ViT-small); architecture of DeiT (Touvron et al. 2021),
-names of timm's `vision_transformer.py`, so DeiT and timm weights load strictly into the softmax kind.
+Paper: section 4 and App. A of Teo & Nguyen 2024; architecture of DeiT (Touvron et al. 2021). Names
+are those of timm's `vision_transformer.py`, so DeiT and timm weights load into the softmax kind.
 
     model = ViT(ViTConfig(**SIZES["tiny"], attn="rpc", rpc_layers=(0,), n_iter=4, lambd=4.0))
     logits = model(images)                      # images (B, 3, 224, 224) in [0, 1] -> (B, 1000)
@@ -16,20 +16,21 @@ from torch import nn
 
 from attention import KINDS, SelfAttention
 
-SIZES = {                                                             # softmax parameters at 224 px, 1000 classes
-    "nano": dict(embed_dim=64, depth=4, num_heads=2),                 # 32 px, patch_size=4: rendered scenes, on a CPU
-    "micro": dict(embed_dim=96, depth=6, num_heads=3),                # 32 px, patch_size=4: CIFAR-10, on a CPU
-    "tiny": dict(embed_dim=192, depth=12, num_heads=3),               # 5,717,416
-    "small": dict(embed_dim=384, depth=12, num_heads=6),              # 22,050,664
-    "base": dict(embed_dim=768, depth=12, num_heads=12),              # 86,567,656
+SIZES = {                                                  # softmax parameters at 224 px
+    "nano": dict(embed_dim=64, depth=4, num_heads=2),      # 32 px, patch_size=4: scenes, on a CPU
+    "micro": dict(embed_dim=96, depth=6, num_heads=3),     # 32 px, patch_size=4: CIFAR-10, on a CPU
+    "tiny": dict(embed_dim=192, depth=12, num_heads=3),    # 5,717,416
+    "small": dict(embed_dim=384, depth=12, num_heads=6),   # 22,050,664
+    "base": dict(embed_dim=768, depth=12, num_heads=12),   # 86,567,656
 }
-# attn of the model -> attention of the layers in rpc_layers, attention of the others; any other kind is for all layers
-RPC_KINDS = {"rpc": ("rpc", "symmetric"), "rpc_asym": ("rpc_asym", "softmax"), "sym_asym": ("rpc", "softmax")}
+# attn of the model: attention in rpc_layers, in the other layers; any other kind is in all layers
+RPC_KINDS = {"rpc": ("rpc", "symmetric"), "rpc_asym": ("rpc_asym", "softmax"),
+             "sym_asym": ("rpc", "softmax")}
 
 
-@dataclass(frozen=True)
+@dataclass
 class ViTConfig:
-    """Everything that rebuilds the model. RPC and symmetric weights look alike, so only this tells them apart."""
+    """Everything that rebuilds the model: RPC and symmetric weights look alike, this does not."""
     image_size: int = 224             # pixels, square
     patch_size: int = 16              # divides image_size
     num_classes: int = 1000           # 0: no head (segmenter.py)
@@ -37,27 +38,29 @@ class ViTConfig:
     depth: int = 12
     num_heads: int = 3                # H
     mlp_ratio: float = 4.0
-    attn: str = "softmax"             # softmax, symmetric, scaled_s, scaled_alpha; rpc, rpc_asym, sym_asym (App. E.9)
-    rpc_layers: tuple = (0,)          # layers with RPC-Attention, from 0; the paper's "layer1" is (0,)
+    attn: str = "softmax"             # softmax, symmetric, scaled_s, scaled_alpha or RPC_KINDS
+    rpc_layers: tuple = (0,)          # with RPC-Attention, from 0; the paper's "layer1" is (0,)
     n_iter: int = 4                   # PAP steps
     lambd: float = 4.0                # PAP lambda
     form: str = "released"            # attention.FORMS: released, paper, admm
     drop_path: float = 0.0            # stochastic depth: rate of the last block, linear from 0
     eps: float = 1e-6                 # of every LayerNorm
-    init: str = "trunc_normal"        # Linear layers: trunc_normal (DeiT) or default (torch's; the released RPC code)
+    init: str = "trunc_normal"        # DeiT's; default: torch's Linear layers, as the released code
     mean: tuple = (0.485, 0.456, 0.406)
     std: tuple = (0.229, 0.224, 0.225)
 
     def __post_init__(self):
-        object.__setattr__(self, "rpc_layers", tuple(sorted(self.rpc_layers)) if self.attn in RPC_KINDS else ())
-        for name in ("mean", "std"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        self.rpc_layers = tuple(sorted(self.rpc_layers)) if self.attn in RPC_KINDS else ()
+        self.mean, self.std = tuple(self.mean), tuple(self.std)
+        kinds = {*KINDS, *RPC_KINDS}
         if self.image_size % self.patch_size:
-            raise ValueError(f"image_size={self.image_size} is not divisible by patch_size={self.patch_size}")
-        if self.attn not in (*KINDS, *RPC_KINDS):
-            raise ValueError(f"attn={self.attn!r}, expected one of {sorted({*KINDS, *RPC_KINDS})}")
-        if self.attn in RPC_KINDS and not set(self.rpc_layers) <= set(range(self.depth)) or not self.depth:
-            raise ValueError(f"rpc_layers={self.rpc_layers}, expected layers in 0..{self.depth - 1}")
+            raise ValueError(f"image_size={self.image_size} is not divisible by "
+                             f"patch_size={self.patch_size}")
+        if self.attn not in kinds:
+            raise ValueError(f"attn={self.attn!r}, expected one of {sorted(kinds)}")
+        last = self.depth - 1
+        if last < 0 or not set(self.rpc_layers) <= set(range(self.depth)):
+            raise ValueError(f"rpc_layers={self.rpc_layers}, expected layers in 0..{last}")
         if self.init not in ("trunc_normal", "default"):
             raise ValueError(f"init={self.init!r}, expected trunc_normal or default")
 
@@ -71,10 +74,10 @@ class ViTConfig:
         return robust if i in self.rpc_layers else plain
 
 
-# --- modules ---------------------------------------------------------------------------------------------------------
+# --- modules --------------------------------------------------------------------------------------
 
 def drop_path(x, p):
-    """Stochastic depth: zero a residual branch for a share p of the samples, divide the others by 1 - p. x: (B, N, C)"""
+    """Stochastic depth: a share p of the samples becomes 0, the others x / (1 - p). x: (B, N, C)"""
     return x * (torch.rand(len(x), 1, 1, device=x.device) >= p) / (1 - p)
 
 
@@ -92,7 +95,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block. eps: of the norms, drop: of the Mlp, others: of `attention.SelfAttention`."""
+    """Pre-norm transformer block. eps: of the norms. drop: of the Mlp. **attn: of SelfAttention."""
 
     def __init__(self, dim, num_heads, mlp_ratio=4.0, drop_path=0.0, eps=1e-6, drop=0.0, **attn):
         super().__init__()
@@ -122,7 +125,7 @@ class PatchEmbed(nn.Module):
 
 
 class ViT(nn.Module):
-    """Image classifier; pixels in [0, 1] in, logits out. Parameter names of timm's VisionTransformer."""
+    """Image classifier: pixels in [0, 1] in, logits out. Parameter names as in timm."""
 
     def __init__(self, config):
         super().__init__()
@@ -131,17 +134,18 @@ class ViT(nn.Module):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, c.embed_dim))
         self.pos_embed = nn.Parameter(torch.zeros(1, c.num_tokens, c.embed_dim))
         self.blocks = nn.ModuleList(
-            Block(c.embed_dim, c.num_heads, c.mlp_ratio, drop_path=c.drop_path * i / max(c.depth - 1, 1), eps=c.eps,
-                  attn=c.layer_attn(i), n_iter=c.n_iter, lambd=c.lambd, form=c.form, num_tokens=c.num_tokens)
+            Block(c.embed_dim, c.num_heads, c.mlp_ratio, c.drop_path * i / max(c.depth - 1, 1),
+                  c.eps, attn=c.layer_attn(i), n_iter=c.n_iter, lambd=c.lambd, form=c.form,
+                  num_tokens=c.num_tokens)
             for i in range(c.depth))
         self.norm = nn.LayerNorm(c.embed_dim, eps=c.eps)
         self.head = nn.Linear(c.embed_dim, c.num_classes) if c.num_classes else nn.Identity()
-        for name in ("mean", "std"):
-            self.register_buffer(name, torch.tensor(getattr(c, name)).view(3, 1, 1), persistent=False)
+        self.register_buffer("mean", torch.tensor(c.mean).view(3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(c.std).view(3, 1, 1), persistent=False)
         self.init_weights()
 
     def init_weights(self):
-        """Tokens trunc-normal 0.02; Linear layers too for init "trunc_normal", torch's own for "default" (App. A)."""
+        """Tokens truncated normal, std 0.02; so are Linear layers, unless init is "default"."""
         for token in (self.pos_embed, self.cls_token):
             nn.init.trunc_normal_(token, std=0.02)
         for m in self.modules():
@@ -151,15 +155,16 @@ class ViT(nn.Module):
                     nn.init.zeros_(m.bias)
 
     def tokens(self, x, pos_embed):
-        """Normalised images (B, 3, h, w) -> (B, N, C): cut in patches, class token in front, add pos_embed."""
+        """Normalised images (B, 3, h, w) -> (B, N, C): class token and patches plus pos_embed."""
         x = self.patch_embed(x)
         return torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], 1) + pos_embed
 
     def embed(self, images):
         """Images (B, 3, S, S) in [0, 1] of the model's own size -> tokens (B, N, C)."""
-        if images.shape[1:] != (3, self.config.image_size, self.config.image_size) or not images.is_floating_point():
-            raise ValueError(f"images are {images.dtype} {tuple(images.shape)}, expected float in [0, 1] of shape "
-                             f"(B, 3, {self.config.image_size}, {self.config.image_size})")
+        size = self.config.image_size
+        if images.shape[1:] != (3, size, size) or not images.is_floating_point():
+            raise ValueError(f"images are {images.dtype} {tuple(images.shape)}, expected float in "
+                             f"[0, 1] of shape (B, 3, {size}, {size})")
         return self.tokens((images - self.mean) / self.std, self.pos_embed)
 
     def encode(self, x):
@@ -172,7 +177,7 @@ class ViT(nn.Module):
         return self.head(self.encode(self.embed(images))[:, 0])
 
     def features(self, images):
-        """Intermediate results by name: "embed", "blocks.0", ..., "norm": (B, N, C) each, and "head": logits."""
+        """By name: "embed", "blocks.0", ..., "norm": (B, N, C) each, and "head": logits."""
         x = self.embed(images)
         out = {"embed": x}
         for i, block in enumerate(self.blocks):
@@ -182,72 +187,90 @@ class ViT(nn.Module):
         return out
 
 
-# --- weights from files ----------------------------------------------------------------------------------------------
+# --- weights from files ---------------------------------------------------------------------------
+
+def load_weights(model, checkpoint, new_head=False):
+    """Load a checkpoint's weights strictly or raise ValueError. Returns what was adapted, in words.
+
+    checkpoint: dict as read by `common.read_checkpoint`: ours or DeiT's {"model": state dict, ...},
+    a raw state dict, or a file of `rachtsy/KPCA_code`. Positions of another image size are
+    interpolated. new_head: keep the model's own head when the classes differ (fine-tuning).
+    """
+    c, own, notes = model.config, model.state_dict(), []
+    weights = dict(checkpoint.get("model", checkpoint) or {})
+    if "dist_token" in weights:
+        raise ValueError("distilled DeiT weights (dist_token, head_dist) hold a second token, "
+                         "which this ViT has not; use the files without 'distilled' in their name")
+    if not {"cls_token", "pos_embed", "blocks.0.attn.qkv.weight"} <= set(weights):
+        raise ValueError("not ViT weights: expected timm's names (cls_token, pos_embed, "
+                         "blocks.0.attn.qkv.weight, ...), got "
+                         f"{', '.join(list(weights)[:4]) or 'nothing'}, ...")
+    theirs = released_settings(checkpoint.get("args"), c.depth)
+    ours = {name: getattr(c, name) for name in theirs}
+    if ours != theirs:
+        raise ValueError(f"the file was trained with {theirs}, the model has {ours}")
+    check_attention(c, weights, own)
+
+    # What another image size and other classes change.
+    if weights["pos_embed"].shape != own["pos_embed"].shape:
+        tokens = weights["pos_embed"].shape[1]
+        notes.append(f"positions interpolated from {tokens} to {c.num_tokens} tokens")
+        weights["pos_embed"] = resize_pos_embed(weights["pos_embed"], c.num_tokens)
+    if "head.weight" in weights and weights["head.weight"].shape != own["head.weight"].shape:
+        classes = len(weights["head.weight"])
+        if not new_head:
+            raise ValueError(f"weights are for {classes} classes, the model for {c.num_classes}")
+        notes.append(f"new head for {c.num_classes} classes (the file has {classes})")
+        weights["head.weight"], weights["head.bias"] = own["head.weight"], own["head.bias"]
+    load_strictly(model, weights)
+    return notes
+
+
+def check_attention(config, weights, own):
+    """ValueError unless width, projections and learned S are those of the model, `own`."""
+    C = weights["cls_token"].shape[-1]
+    if C != config.embed_dim:
+        typo = " (348 is the released code's typo for DeiT-small's 384; train at 384 instead)"
+        raise ValueError(f"weights have width {C}, the model has embed_dim={config.embed_dim}"
+                         f"{typo if C == 348 else ''}")
+    for i in range(config.depth):
+        name, scale = f"blocks.{i}.attn.qkv.weight", f"blocks.{i}.attn.s"
+        needed = own[name].shape[0] // C
+        rows = weights.get(name, own[name]).shape[0] // C
+        if rows and rows != needed:
+            held = "q, k, v" if rows == 3 else "k, v"
+            raise ValueError(f"{name} holds {rows}C rows ({held}), but attn={config.attn!r} needs "
+                             f"{needed}C in layer {i}: softmax and symmetric weights do not fit "
+                             "each other")
+        if scale in weights and scale in own and weights[scale].shape != own[scale].shape:
+            raise ValueError(f"{scale} has shape {tuple(weights[scale].shape)}, the model needs "
+                             f"{tuple(own[scale].shape)}: a learned S belongs to one attention "
+                             "kind and one number of tokens")
+
 
 def resize_pos_embed(pos_embed, num_tokens):
-    """Bicubic interpolation of the patch part of pos_embed (1, N, C) to another square grid; the class part is kept."""
+    """(1, N, C) -> (1, num_tokens, C): patches to another square grid, bicubic; class part kept."""
     old, new = math.isqrt(pos_embed.shape[1] - 1), math.isqrt(num_tokens - 1)
     grid = pos_embed[:, 1:].mT.unflatten(2, (old, old))
     grid = F.interpolate(grid, size=(new, new), mode="bicubic", align_corners=False)
     return torch.cat([pos_embed[:, :1], grid.flatten(2).mT], 1)
 
 
-def load_weights(model, checkpoint, new_head=False):
-    """Load a checkpoint's weights strictly; ValueError with a sentence when they do not fit. Returns what was adapted.
-
-    checkpoint: dict as read by `common.read_checkpoint`: ours or DeiT's {"model": state dict, ...}, a raw state dict,
-    or a file of `rachtsy/KPCA_code`. Positions of another image size are interpolated. new_head=True keeps the model's own
-    head when the number of classes differs (fine-tuning).
-    """
-    c, sd, notes = model.config, dict(checkpoint.get("model", checkpoint) or {}), []
+def load_strictly(model, weights):
+    """model.load_state_dict; ValueError naming the first tensors that do not fit."""
     own = model.state_dict()
-    if "dist_token" in sd:
-        raise ValueError("distilled DeiT weights (dist_token, head_dist) hold a second token, which this ViT has not; "
-                         "use the files without 'distilled' in their name")
-    if not {"cls_token", "pos_embed", "blocks.0.attn.qkv.weight"} <= set(sd):
-        raise ValueError(f"not ViT weights: expected timm's names (cls_token, pos_embed, blocks.0.attn.qkv.weight, ...), got "
-                         f"{', '.join(list(sd)[:4]) or 'nothing'}, ...")
-    check_released_settings(c, checkpoint.get("args"))
-    C = sd["cls_token"].shape[-1]
-    if C != c.embed_dim:
-        why = " (348 is the released code's typo for DeiT-small's 384; train at 384 instead)" if C == 348 else ""
-        raise ValueError(f"weights have width {C}, the model has embed_dim={c.embed_dim}{why}")
-    for i in range(c.depth):
-        name = f"blocks.{i}.attn.qkv.weight"
-        rows = sd[name].shape[0] // C if name in sd else 0
-        if rows and rows != own[name].shape[0] // C:
-            raise ValueError(f"{name} holds {rows}C rows ({'q, k, v' if rows == 3 else 'k, v'}), but attn={c.attn!r} needs "
-                             f"{own[name].shape[0] // C}C in layer {i}: softmax and symmetric weights do not fit each other")
-        scale = f"blocks.{i}.attn.s"
-        if scale in sd and scale in own and sd[scale].shape != own[scale].shape:
-            raise ValueError(f"{scale} has shape {tuple(sd[scale].shape)}, the model needs {tuple(own[scale].shape)}: "
-                             f"a learned S belongs to one attention kind and one number of tokens")
-    if sd["pos_embed"].shape != own["pos_embed"].shape:
-        notes.append(f"positions interpolated from {sd['pos_embed'].shape[1]} to {c.num_tokens} tokens")
-        sd["pos_embed"] = resize_pos_embed(sd["pos_embed"], c.num_tokens)
-    if "head.weight" in sd and sd["head.weight"].shape != own["head.weight"].shape:
-        if not new_head:
-            raise ValueError(f"weights are for {len(sd['head.weight'])} classes, the model for {c.num_classes}")
-        notes.append(f"new head for {c.num_classes} classes (the file has {len(sd['head.weight'])})")
-        sd["head.weight"], sd["head.bias"] = own["head.weight"], own["head.bias"]
-    load_strictly(model, sd)
-    return notes
-
-
-def load_strictly(model, sd):
-    """model.load_state_dict; ValueError naming the first tensors that are missing, unknown or of another shape."""
-    own = model.state_dict()
-    wrong = [*(f"{k} is missing" for k in own if k not in sd), *(f"{k} is unknown" for k in sd if k not in own),
-             *(f"{k} is {tuple(sd[k].shape)} instead of {tuple(own[k].shape)}"
-               for k in own if k in sd and sd[k].shape != own[k].shape)]
+    wrong = [f"{name} is missing" for name in own if name not in weights]
+    wrong += [f"{name} is unknown" for name in weights if name not in own]
+    wrong += [f"{name} is {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}"
+              for name in own if name in weights and weights[name].shape != own[name].shape]
     if wrong:
-        raise ValueError(f"weights do not fit the model: {'; '.join(wrong[:3])}"
-                         f"{f'; and {len(wrong) - 3} more' if len(wrong) > 3 else ''}")
-    model.load_state_dict(sd)
+        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(f"weights do not fit the model: {'; '.join(wrong[:3])}{more}")
+    model.load_state_dict(weights)
 
 
 def stored_config(checkpoint, config):
-    """A checkpoint's model_config as the dataclass `config`; ValueError unless it has all its fields."""
+    """A checkpoint's model_config as the dataclass `config`; ValueError if its fields differ."""
     for name in ("model", "model_config"):
         if not isinstance(checkpoint.get(name), dict):
             raise ValueError(f"the checkpoint has no {name}")
@@ -266,25 +289,19 @@ def stored_config(checkpoint, config):
 
 
 def released_settings(args, depth):
-    """The attention, as in ViTConfig, in the pickled args of a `rachtsy/KPCA_code` file; {} for other files' args."""
+    """The attention in the args of a file of `rachtsy/KPCA_code`, as in ViTConfig; else {}."""
     if not hasattr(args, "num_iter") or not hasattr(args, "lambd"):
         return {}
     if not getattr(args, "robust", False):
         return dict(attn="symmetric")
-    layers = tuple(range(depth)) if getattr(args, "layer", 0) == -1 else (getattr(args, "layer", 0),)
-    return dict(attn="rpc", rpc_layers=layers, n_iter=args.num_iter, lambd=args.lambd, form="released")
-
-
-def check_released_settings(config, args):
-    """Refuse a file of `rachtsy/KPCA_code` whose n, lambda or layers are not the model's."""
-    theirs = released_settings(args, config.depth)
-    ours = {k: getattr(config, k) for k in theirs}
-    if ours != theirs:
-        raise ValueError(f"the file was trained with {theirs}, the model has {ours}")
+    layer = getattr(args, "layer", 0)
+    layers = tuple(range(depth)) if layer == -1 else (layer,)
+    return dict(attn="rpc", rpc_layers=layers, n_iter=args.num_iter, lambd=args.lambd,
+                form="released")
 
 
 def vit_from_checkpoint(checkpoint):
-    """The model of one of our checkpoints (train_cls.py), in eval mode; nothing else has to be said about it."""
+    """The model of a checkpoint of train_cls.py, in eval mode."""
     if checkpoint.get("task") != "classification" or "model_config" not in checkpoint:
         raise ValueError("not a checkpoint of train_cls.py: it has no classification model_config")
     model = ViT(stored_config(checkpoint, ViTConfig))
