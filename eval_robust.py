@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from robust import adaptive
 from robust import attacks
 from robust import autoattack
 from robust import checks
@@ -51,10 +52,10 @@ PRESETS = {
                   noise_scale=[0.3]),
 }
 FOLDERS = ("imagenet_a", "imagenet_r", "imagenet_o")
-ATTACKS = dict(noise=attacks.noise, fgsm=attacks.fgsm, pgd=attacks.pgd, adaptive_pgd=attacks.adaptive_pgd,
+ATTACKS = dict(noise=attacks.noise, fgsm=attacks.fgsm, pgd=attacks.pgd, adaptive_pgd=adaptive.adaptive_pgd,
                transfer=attacks.pgd, sld=attacks.sld, spsa=attacks.spsa, cw=attacks.cw, apgd=autoattack.apgd,
-               adaptive_apgd=autoattack.adaptive_apgd, square=autoattack.square, autoattack=autoattack.autoattack,
-               adaptive_autoattack=autoattack.adaptive_autoattack)
+               adaptive_apgd=adaptive.adaptive_apgd, square=autoattack.square, autoattack=autoattack.autoattack,
+               adaptive_autoattack=adaptive.adaptive_autoattack)
 MEASURES = ("clean", "corruptions", *FOLDERS, *ATTACKS)
 # Images per measure without --limit: minutes on the embedded scenes; elsewhere all, but for attacks that take hours.
 LIMITS = {"shapes": dict(corruptions=320, noise=640, fgsm=640, pgd=160, adaptive_pgd=80, transfer=160, sld=160, spsa=20,

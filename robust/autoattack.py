@@ -1,9 +1,12 @@
-"""AutoAttack and its members: APGD, FAB, Square. The contract of every attack stands at the top of attacks.py.
+"""AutoAttack and its members, L-infinity: APGD, APGD-T, FAB-T, Square (Croce & Hein 2020a).
 
-AutoAttack (Croce & Hein 2020a, `fra31/auto-attack`), L-infinity, standard version, is APGD-CE, APGD-T, FAB-T and
-Square, in this order, each on the images the ones before it left standing. Images the model misclassifies are not
-attacked, and where one of these attacks fails it returns the clean image. Images that are done leave the batch at
-fixed steps, so a result depends neither on the batch nor on what else is in it.
+The contract of every attack stands at the top of attacks.py. The standard version of AutoAttack
+(`fra31/auto-attack`) is APGD-CE, APGD-T, FAB-T and Square, in this order, each on the images that
+the ones before it left standing. Images the model misclassifies are not attacked, and where one of
+these attacks fails it returns the clean image. Images that are done leave the batch at fixed steps,
+so a result depends neither on the batch nor on what else is in it.
+
+    adv = autoattack(model, images, labels, 8 / 255)
 """
 
 from functools import partial
@@ -13,24 +16,10 @@ import torch
 from tqdm import tqdm
 
 from data.rng import uniform
-from robust.attacks import (check, check_inputs, column, cross_entropy, forward, gradient_models,
-                            input_gradient, margin, noise_like, positive, project)
+from robust.attacks import (bounds, check, column, cross_entropy, forward, input_gradient, margin,
+                            noise_like, numbers, per_image, positive, take)
 
-APGD, SQUARE, FAB = 43, 44, 45          # what a random number is for: in its key
-
-# --- rows that leave the batch ---------------------------------------------------------------------------------------
-
-def per_image(images, eps, index):
-    """eps and index with one row per image, so that rows can be taken: (B or more, ...) like images, (B,) int64."""
-    eps = torch.as_tensor(eps, dtype=images.dtype, device=images.device)
-    index = torch.arange(len(images)) if index is None else index
-    return eps.expand(torch.broadcast_shapes(eps.shape, (len(images), 1, 1, 1))), index.to(images.device)
-
-
-def take(state, on):
-    """A namespace of tensors, cut to the rows where on (B,) is True."""
-    rows = on.nonzero()[:, 0]
-    return SimpleNamespace(**{name: t[rows] for name, t in vars(state).items()})
+APGD, SQUARE, FAB = 43, 44, 45                  # what a random number is for: a part of its key
 
 
 def largest(t):
@@ -38,24 +27,26 @@ def largest(t):
     return t.abs().flatten(1).amax(1)
 
 
-# --- APGD: projected gradient steps with momentum and a step size that adapts (Croce & Hein 2020a, Algorithm 1) ------
+# --- APGD: gradient steps with momentum and a step size that adapts (Croce & Hein 2020a) ---------
 
 def dlr(logits, labels):
-    """Difference of logits ratio, (B,): -(z_y - max_{j != y} z_j) / (z_(1) - z_(3)), z_(i) the i-th largest logit.
+    """Difference of logits ratio, (B,): -(z_y - max_{j != y} z_j) / (z_(1) - z_(3)).
 
-    Neither a shift nor a positive factor on the logits changes it. Raises ValueError for fewer than 3 classes.
+    z_(i): the i-th largest logit. Neither a shift nor a positive factor on the logits changes it.
+    Raises ValueError for fewer than 3 classes.
     """
     if logits.shape[1] < 3:
-        raise ValueError(f"{logits.shape[1]} classes, but the DLR loss compares three logits: expected 3 or more")
+        raise ValueError(f"{logits.shape[1]} classes, but the DLR loss compares three logits: "
+                         "expected 3 or more")
     z = logits.topk(3).values
     return -margin(logits, labels) / (z[:, 0] - z[:, 2] + 1e-12)
 
 
 def targeted_dlr(logits, labels, targets):
-    """-(z_y - z_t) / (z_(1) - (z_(3) + z_(4)) / 2), (B,). Raises ValueError for fewer than 4 classes."""
+    """-(z_y - z_t) / (z_(1) - (z_(3) + z_(4)) / 2), (B,). ValueError for fewer than 4 classes."""
     if logits.shape[1] < 4:
-        raise ValueError(f"{logits.shape[1]} classes, but the targeted DLR loss (APGD-T, AutoAttack) compares four "
-                         "logits: expected 4 or more")
+        raise ValueError(f"{logits.shape[1]} classes, but the targeted DLR loss (APGD-T, "
+                         "AutoAttack) compares four logits: expected 4 or more")
     z = logits.topk(4).values
     return lead(logits, labels, targets) / (z[:, 0] - (z[:, 2] + z[:, 3]) / 2 + 1e-12)
 
@@ -67,78 +58,71 @@ def lead(logits, labels, targets):
 
 
 def likely_targets(logits, labels, num_targets):
-    """The most likely classes but the label, best first: (B, min(num_targets, classes - 1)) int64."""
+    """The likeliest classes but the label, best first: (B, min(num_targets, classes - 1)) int64."""
     others = logits.scatter(1, labels[:, None], -torch.inf)
     return others.topk(min(num_targets, logits.shape[1] - 1)).indices
 
 
 @torch.no_grad()
-def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100, surrogates=(), clip=True, seed=0,
-         restart=0, index=None):
-    """Maximise the cross-entropy ("ce") or the DLR loss ("dlr"), or with targets (B,) int64 the targeted DLR loss.
+def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100, surrogates=(),
+         clip=True, seed=0, restart=0, index=None):
+    """Maximise the cross-entropy ("ce"), the DLR loss ("dlr") or, with targets, the targeted DLR.
 
-    surrogates: models whose gradients are followed where the model's own has failed, one after the other.
-    restart: number of the random start. Source: `fra31/auto-attack:autoattack/autopgd_base.py`. There an image is
-    climbed to the end and its last misclassified iterate returned; here it leaves at the next multiple of ten steps.
+    targets: (B,) int64. surrogates: models whose gradients are followed where the model's own has
+    failed, one after the other. restart: number of the random start. Source:
+    `fra31/auto-attack:autoattack/autopgd_base.py`. There an image is climbed to the end and its
+    last misclassified iterate returned; here it leaves at the next multiple of ten steps.
     """
     losses = {"ce": cross_entropy, "dlr": dlr}
     if loss not in losses:
         raise ValueError(f'loss="{loss}", expected "ce" or "dlr"')
     positive(steps=steps)
     robust = check(model, images, labels, eps, clip).argmax(1) == labels
-    (eps, index), adv = per_image(images, eps, index), images.clone()
-    low, high = (project(images + side * eps, images, eps, clip) for side in (-1, 1))
+    eps, index = per_image(images, eps), numbers(images, index)
+    low, high = bounds(images, eps, clip)
     t = noise_like(images, index, seed, APGD, restart)
-    x = (images + eps * t / column(largest(t))).clamp(low, high)
-    start = SimpleNamespace(row=torch.arange(len(images), device=images.device), labels=labels, low=low, high=high,
-                            x=x, step=2 * eps, targets=labels if targets is None else targets, adv=images)
+    start = (images + eps * t / column(largest(t))).clamp(low, high)
+    state = SimpleNamespace(row=torch.arange(len(images), device=images.device), labels=labels,
+                            targets=labels if targets is None else targets,
+                            low=low, high=high, x=start, step=2 * eps, adv=images)
     objective = losses[loss] if targets is None else targeted_dlr
+    adv = images.clone()
     for source in (model, *surrogates):
         if robust.any():
-            climb(model, source, objective, take(start, robust), steps, adv, robust)
+            climb(model, source, objective, take(state, robust), steps, adv, robust)
     return adv
 
 
 def climb(model, source, objective, s, steps, adv, robust):
-    """Climb the model's loss along the gradient of `source`, from the rows s of `apgd`'s start.
+    """Climb the model's loss along the gradient of `source`, from the rows s of `apgd`'s state.
 
     Writes what fools the model to adv, (B, 3, H, W), and False to robust, (B,), there.
     """
-    def look(x):
-        """The model's logits and losses at x, the gradient of source."""
-        how = partial(objective, targets=s.targets) if objective is targeted_dlr else objective
-        logits, loss, grad = input_gradient(how, source, x, s.labels)
-        if source is not model:
-            logits = model(x)
-            loss = how(logits, s.labels)
-        return logits, loss, grad
-
-    logits, s.loss, s.grad = look(s.x)
-    s.fooled, s.x_old = logits.argmax(1) != s.labels, s.x
-    s.rises, s.halved = torch.zeros_like(s.labels), torch.ones_like(s.fooled)
-    s.adv = torch.where(column(s.fooled), s.x, s.adv)
+    look(s, model, source, objective)
+    s.x_old, s.adv = s.x, torch.where(column(s.fooled), s.x, s.adv)
     s.best_x, s.best_grad, s.best_loss, s.checked_loss = s.x, s.grad, s.loss, s.loss
+    s.rises, s.halved = torch.zeros_like(s.labels), torch.ones_like(s.fooled)
     window, shrink, least = (max(int(share * steps), 1) for share in (0.22, 0.03, 0.06))
     checkpoint = window
 
     for i in range(steps):
+        # a gradient step, then momentum: a little of the last move
         a = 0.75 if i else 1.0
-        u = (s.x + s.step * s.grad.sign()).clamp(s.low, s.high)                          # gradient step
-        x = (s.x + a * (u - s.x) + (1 - a) * (s.x - s.x_old)).clamp(s.low, s.high)       # with momentum
-        s.x_old, s.x, last_loss = s.x, x, s.loss
-        logits, s.loss, s.grad = look(s.x)
-        fooled, better = logits.argmax(1) != s.labels, s.loss > s.best_loss
-        s.adv, s.fooled = torch.where(column(fooled), s.x, s.adv), s.fooled | fooled
-        s.best_x = torch.where(column(better), s.x, s.best_x)
-        s.best_grad = torch.where(column(better), s.grad, s.best_grad)
-        s.best_loss = torch.maximum(s.loss, s.best_loss)
+        u = (s.x + s.step * s.grad.sign()).clamp(s.low, s.high)
+        x = (s.x + a * (u - s.x) + (1 - a) * (s.x - s.x_old)).clamp(s.low, s.high)
+        s.x_old, s.x = s.x, x
+
+        # what it brought
+        last_loss, fooled_before = s.loss, s.fooled
+        look(s, model, source, objective)
+        s.adv = torch.where(column(s.fooled), s.x, s.adv)
+        s.fooled = s.fooled | fooled_before
         s.rises = s.rises + (s.loss > last_loss)
-        if i + 1 == checkpoint:                                  # stagnation: half the step, from the best point
-            s.halved = (s.rises <= 0.75 * window) | (~s.halved & (s.checked_loss >= s.best_loss))
-            s.step = torch.where(column(s.halved), s.step / 2, s.step)
-            s.x = torch.where(column(s.halved), s.best_x, s.x)
-            s.grad = torch.where(column(s.halved), s.best_grad, s.grad)
-            s.checked_loss, s.rises = s.best_loss, torch.zeros_like(s.rises)
+        keep_best(s)
+
+        # at checkpoints, ever closer: step sizes; at every tenth step: images leave
+        if i + 1 == checkpoint:
+            halve(s, window)
             window = max(window - shrink, least)
             checkpoint += window
         if i % 10 == 9 or i == steps - 1:
@@ -148,21 +132,51 @@ def climb(model, source, objective, s, steps, adv, robust):
                 break
 
 
-def adaptive_apgd(model, images, labels, eps, **options):
-    """`apgd` along the model's own gradient and, where that fails, along those of `gradient_models`."""
-    return apgd(model, images, labels, eps, surrogates=gradient_models(model), **options)
+def look(s, model, source, objective):
+    """Whether the model is fooled at s.x, its loss there, and the gradient of source."""
+    if objective is targeted_dlr:
+        objective = partial(targeted_dlr, targets=s.targets)
+    logits, s.loss, s.grad = input_gradient(objective, source, s.x, s.labels)
+    if source is not model:
+        logits = model(s.x)
+        s.loss = objective(logits, s.labels)
+    s.fooled = logits.argmax(1) != s.labels
+
+
+def keep_best(s):
+    """Remember the point of the largest loss so far."""
+    better = column(s.loss > s.best_loss)
+    s.best_x = torch.where(better, s.x, s.best_x)
+    s.best_grad = torch.where(better, s.grad, s.best_grad)
+    s.best_loss = torch.maximum(s.loss, s.best_loss)
+
+
+def halve(s, window):
+    """Where the last `window` steps led nowhere: half the step, again from the best point.
+
+    That is where the loss rose in at most three of four of them, or where it has no new maximum
+    although the step was not halved last time.
+    """
+    few_rises = s.rises <= 0.75 * window
+    no_gain = ~s.halved & (s.checked_loss >= s.best_loss)
+    s.halved = few_rises | no_gain
+    s.step = torch.where(column(s.halved), s.step / 2, s.step)
+    s.x = torch.where(column(s.halved), s.best_x, s.x)
+    s.grad = torch.where(column(s.halved), s.best_grad, s.grad)
+    s.checked_loss, s.rises = s.best_loss, torch.zeros_like(s.rises)
 
 
 @torch.no_grad()
-def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(), clip=True, seed=0, index=None):
-    """APGD on the targeted DLR loss, one run for each of the num_targets most likely wrong classes, best first.
+def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(), clip=True,
+           seed=0, index=None):
+    """APGD on the targeted DLR loss, once for each of the num_targets likeliest wrong classes.
 
     surrogates: as for `apgd`, within each run.
     """
     positive(num_targets=num_targets)
     logits = check(model, images, labels, eps, clip)
     targets, robust = likely_targets(logits, labels, num_targets), logits.argmax(1) == labels
-    (eps, index), adv = per_image(images, eps, index), images.clone()
+    eps, index, adv = per_image(images, eps), numbers(images, index), images.clone()
     for k in range(targets.shape[1]):
         on = robust.nonzero()[:, 0]
         if not len(on):
@@ -173,22 +187,24 @@ def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(
     return adv
 
 
-# --- FAB: the nearest point across the decision boundary (Croce & Hein 2020b) ----------------------------------------
+# --- FAB: the nearest point across the decision boundary (Croce & Hein 2020b) --------------------
 
 def box_projection(v, w, b, low=0.0, high=1.0):
-    """The move d, (B, n), of smallest max|d| with <w, v + d> = b and low <= v + d <= high; v, w: (B, n), b: (B,).
+    """The move d, (B, n), of smallest max|d| with <w, v + d> = b and low <= v + d <= high.
 
-    Where no such d exists, all the room there is. Moving every coordinate by lam or to its bound lowers <w, v> by
-    D(lam) = sum_j |w_j| min(lam, room_j), concave and piecewise linear: Newton's method from below reaches D(lam) = c
-    exactly, in 3 to 6 rounds. (`fra31/auto-attack:autoattack/fab_projections.py` sorts and bisects: same d, slower.)
+    v, w: (B, n), b: (B,). Where no such d exists, all the room there is. Moving every coordinate
+    by lam or to its bound lowers <w, v> by D(lam) = sum_j |w_j| min(lam, room_j), concave and
+    piecewise linear: Newton's method from below reaches D(lam) = c exactly, in 3 to 6 rounds.
+    (`fra31/auto-attack:autoattack/fab_projections.py` sorts and bisects: same d, slower.)
     """
-    c = (w * v).sum(1, keepdim=True) - b[:, None]                                        # (B, 1)
+    c = (w * v).sum(1, keepdim=True) - b[:, None]                           # (B, 1)
     w, c = w * (1 - 2 * (c < 0).to(w.dtype)), c.abs()
     room = torch.where(w > 0, v - low, high - v)
     slopes, tiny = w.abs(), torch.finfo(w.dtype).tiny
     ends, mask = slopes * room, torch.empty_like(w)
     lam = c / slopes.sum(1, keepdim=True).clamp_min(tiny)
-    while True:                                  # which coordinates reach their bound decides lam, and they only grow
+    while True:
+        # which coordinates reach their bound decides lam, and they only grow
         used = (ends * torch.le(room, lam, out=mask)).sum(1, keepdim=True)
         slope = (slopes * torch.gt(room, lam, out=mask)).sum(1, keepdim=True)
         larger = torch.maximum(lam, (c - used) / slope.clamp_min(tiny))
@@ -203,102 +219,131 @@ def within(adv, images, eps):
 
 
 @torch.no_grad()
-def fab_distance(model, images, labels, *, enough=0.0, steps=100, num_targets=9, restarts=1, clip=True, seed=0,
-                 index=None):
-    """The nearest adversarial images FAB-T finds. Returns (adv like images, L-infinity distance (B,)).
+def fab_distance(model, images, labels, *, enough=0.0, steps=100, num_targets=9, restarts=1,
+                 clip=True, seed=0, index=None):
+    """The nearest adversarial images FAB-T finds: (adv like images, L-infinity distance (B,)).
 
-    The distance is inf where none was found or the model was wrong before; adv is the clean image there.
-    enough: leave an image alone once all its pixels moved by at most this; a number or a tensor like eps. restarts > 1
-    begin at random points nearby. Source: `fra31/auto-attack:autoattack/fab_base.py`.
+    The distance is inf where none was found or the model was wrong before; adv is the clean image
+    there. enough: leave an image alone once all its pixels moved by at most this; a number or a
+    tensor like eps. restarts > 1 begin at random points nearby.
+    Source: `fra31/auto-attack:autoattack/fab_base.py`.
     """
     positive(steps=steps, num_targets=num_targets, restarts=restarts)
     logits = check(model, images, labels, enough, clip)
-    enough, index = per_image(images, enough, index)
-    low, high = (0.0, 1.0) if clip else (-1e3, 1e3)                                      # far away: as good as no box
-    s = SimpleNamespace(row=torch.arange(len(images), device=images.device), x0=images, labels=labels, index=index,
-                        targets=likely_targets(logits, labels, num_targets), enough=enough, adv=images,
+    box = (0.0, 1.0) if clip else (-1e3, 1e3)                   # far away: as good as no box
+    s = SimpleNamespace(row=torch.arange(len(images), device=images.device), x0=images, x=images,
+                        labels=labels, targets=likely_targets(logits, labels, num_targets),
+                        index=numbers(images, index), enough=per_image(images, enough), adv=images,
                         distance=torch.full_like(logits[:, 0], torch.inf))
     adv, distance = images.clone(), s.distance.clone()
     s = take(s, logits.argmax(1) == labels)
     for run in range(s.targets.shape[1] * restarts):
-        if not len(s.row):
-            break
         k, restart = divmod(run, restarts)
         s.x = s.x0
-        if restart:
+        if restart and len(s.row):
             t = noise_like(s.x0, s.index, seed, FAB, run)
             reach = torch.minimum(column(s.distance), torch.where(s.enough > 0, s.enough, 1))
-            s.x = (s.x0 + 0.5 * reach * t / column(largest(t))).clamp(low, high)
+            s.x = (s.x0 + 0.5 * reach * t / column(largest(t))).clamp(*box)
         for i in range(steps):
             if not len(s.row):
                 return adv, distance
-            _, h, w = input_gradient(partial(lead, targets=s.targets[:, k]), model, s.x, s.labels)
-            x, w, x0 = s.x.flatten(1), w.flatten(1), s.x0.flatten(1)
-            b = (w * x).sum(1) - h                                                       # where h is 0, linearised
-            d = box_projection(torch.cat([x, x0]), w.repeat(2, 1), b.repeat(2), low, high)
-            a, a0 = largest(d).clamp_min(1e-8).view(2, -1, 1)                            # from x and from the clean x0
-            (d, d0), alpha = d.view(2, *x.shape), (a / (a + a0)).clamp_max(0.1)
-            x = ((1 - alpha) * (x + 1.05 * d) + alpha * (x0 + 1.05 * d0)).clamp(low, high).view_as(s.x)
-            fooled, away = model(x).argmax(1) != s.labels, largest(x - s.x0)
-            nearer = fooled & (away < s.distance)
-            s.adv, s.distance = torch.where(column(nearer), x, s.adv), torch.where(nearer, away, s.distance)
-            s.x = torch.where(column(fooled), s.x0 + 0.9 * (x - s.x0), x)                # back towards the clean image
+            fab_step(s, model, s.targets[:, k], *box)
             if i % 10 == 9 or i == steps - 1:
                 adv[s.row], distance[s.row] = s.adv, s.distance
                 s = take(s, ~within(s.adv, s.x0, s.enough) | s.distance.isinf())
     return adv, distance
 
 
+def fab_step(s, model, targets, low, high):
+    """Step over the boundary to the target class, as linearised at s.x, staying near s.x0."""
+    _, h, w = input_gradient(partial(lead, targets=targets), model, s.x, s.labels)
+    x, w, x0 = s.x.flatten(1), w.flatten(1), s.x0.flatten(1)
+    b = (w * x).sum(1) - h                                      # <w, x'> = b: where h is 0
+
+    # both projected on it, x and the clean x0; between the two, nearer to x
+    d = box_projection(torch.cat([x, x0]), w.repeat(2, 1), b.repeat(2), low, high)
+    a, a0 = largest(d).clamp_min(1e-8).view(2, -1, 1)
+    d, d0 = d.view(2, *x.shape)
+    alpha = (a / (a + a0)).clamp_max(0.1)
+    x = (1 - alpha) * (x + 1.05 * d) + alpha * (x0 + 1.05 * d0)
+    x = x.clamp(low, high).view_as(s.x)
+
+    # keep what is fooled and nearer than before; what is fooled moves back towards x0
+    fooled = model(x).argmax(1) != s.labels
+    away = largest(x - s.x0)
+    nearer = fooled & (away < s.distance)
+    s.adv = torch.where(column(nearer), x, s.adv)
+    s.distance = torch.where(nearer, away, s.distance)
+    s.x = torch.where(column(fooled), s.x0 + 0.9 * (x - s.x0), x)
+
+
 @torch.no_grad()
-def fab_t(model, images, labels, eps, *, steps=100, num_targets=9, restarts=1, clip=True, seed=0, index=None):
-    """FAB-T: the nearest adversarial images found by `fab_distance`, where they lie within eps."""
-    adv, _ = fab_distance(model, images, labels, enough=eps, steps=steps, num_targets=num_targets, restarts=restarts,
-                          clip=clip, seed=seed, index=index)
+def fab_t(model, images, labels, eps, **options):
+    """FAB-T: the nearest adversarial images `fab_distance` finds, where they lie within eps."""
+    adv, _ = fab_distance(model, images, labels, enough=eps, **options)
     return torch.where(column(within(adv, images, eps)), adv, images)
 
 
-# --- Square: random search without gradients (Andriushchenko et al. 2020) --------------------------------------------
+# --- Square: random search without gradients (Andriushchenko et al. 2020) ------------------------
+
+EVERY = 50                                      # queries between two exits of images
+
 
 @torch.no_grad()
-def square(model, images, labels, eps, *, queries=5000, batch_size=None, clip=True, seed=0, index=None):
-    """Set random squares to +-eps, a random sign per channel, and keep what lowers the margin. Forward passes only.
+def square(model, images, labels, eps, *, queries=5000, batch_size=None, clip=True, seed=0,
+           index=None):
+    """Set random squares to +-eps, a random sign per channel, and keep what lowers the margin.
 
-    Source: `fra31/auto-attack:autoattack/square.py`, where all images of a batch share place and signs; here each image
-    has its own. A square covers a share p of the image that falls with the number of queries; it never touches the last
-    row and column, as there. Images leave the batch at multiples of fifty queries. batch_size: images per forward
-    pass (default: all): with the whole set as `images`, passes stay full as images leave.
+    Forward passes only. Source: `fra31/auto-attack:autoattack/square.py`, where all images of a
+    batch share place and signs; here each image has its own. Images leave the batch at multiples
+    of fifty queries. batch_size: images per forward pass (default: all): with the whole set as
+    `images`, passes stay full as images leave.
     """
     positive(queries=queries, batch_size=batch_size or 1)
     logits = check(model, images, labels, eps, clip, batch_size=batch_size)
-    (eps, index), adv = per_image(images, eps, index), images.clone()
-    (_, C, H, W), every = images.shape, 50
-    low, high = (project(images + side * eps, images, eps, clip) for side in (-1, 1))
+    eps, index, adv = per_image(images, eps), numbers(images, index), images.clone()
+    low, high = bounds(images, eps, clip)
+    _, C, H, W = images.shape
     stripes = uniform(index, C * W, seed, SQUARE, 0).view(-1, C, 1, W) < 0.5
-    s = SimpleNamespace(row=torch.arange(len(images), device=images.device), labels=labels, index=index, eps=eps,
-                        low=low, high=high, best=torch.where(stripes, low, high))
+    s = SimpleNamespace(row=torch.arange(len(images), device=images.device), labels=labels,
+                        index=index, eps=eps, low=low, high=high,
+                        best=torch.where(stripes, low, high))
     s = take(s, logits.argmax(1) == labels)
     if not len(s.row):
         return adv
     s.margin = margin(forward(model, s.best, batch_size), s.labels)
-    y, x = torch.arange(H, device=images.device), torch.arange(W, device=images.device)
     for query in range(queries):
-        if query % every == 0:
+        if query % EVERY == 0:
             s = leave(s, adv)
             if not len(s.row):
                 return adv
-            draws = uniform(s.index, every * (2 + C), seed, SQUARE, 1 + query // every).view(-1, every, 2 + C)
-        p = 0.8 / 2 ** sum(query > q for q in (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000))
-        side = min(max(round((p * H * W) ** 0.5), 1), H, W)
-        draw = draws[:, query % every]
-        dy, dx = y - (draw[:, :1] * (H - side)).long(), x - (draw[:, 1:2] * (W - side)).long()         # (B, H), (B, W)
-        inside = ((dy >= 0) & (dy < side))[:, None, :, None] & ((dx >= 0) & (dx < side))[:, None, None]
-        push = torch.where(draw[:, 2:, None, None] < 0.5, -2, 2) * s.eps                                # (B, C, 1, 1)
-        candidate = torch.addcmul(s.best, push, inside.to(push.dtype)).clamp(s.low, s.high)
+            draws = uniform(s.index, EVERY * (2 + C), seed, SQUARE, 1 + query // EVERY)
+            draws = draws.view(-1, EVERY, 2 + C)
+        draw = draws[:, query % EVERY]                          # two for the place, C for the signs
+        inside = random_square(draw[:, :2], query, H, W).to(eps.dtype)
+        push = torch.where(draw[:, 2:, None, None] < 0.5, -2, 2) * s.eps    # (B, C, 1, 1)
+        candidate = torch.addcmul(s.best, push, inside).clamp(s.low, s.high)
         m = margin(forward(model, candidate, batch_size), s.labels)
-        s.best = torch.lerp(s.best, candidate, column(m < s.margin).to(push.dtype))      # exact at weights 0 and 1
+        better = column(m < s.margin).to(eps.dtype)
+        s.best = torch.lerp(s.best, candidate, better)          # exact at weights 0 and 1
         s.margin = torch.minimum(m, s.margin)
     leave(s, adv)
     return adv
+
+
+def random_square(place, query, H, W):
+    """Where a square lies whose corner is place (B, 2) in [0, 1): (B, 1, H, W) bool.
+
+    It covers a share of the image that falls with the number of queries, and never touches the
+    last row and column, as in the source.
+    """
+    share = 0.8 / 2 ** sum(query > q for q in (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000))
+    side = min(max(round((share * H * W) ** 0.5), 1), H, W)
+    top, left = (place * torch.tensor([H - side, W - side], device=place.device)).long().T
+    y = torch.arange(H, device=place.device) - top[:, None]                 # (B, H)
+    x = torch.arange(W, device=place.device) - left[:, None]                # (B, W)
+    rows, columns = (y >= 0) & (y < side), (x >= 0) & (x < side)
+    return (rows[:, :, None] & columns[:, None, :])[:, None]
 
 
 def leave(s, adv):
@@ -308,63 +353,40 @@ def leave(s, adv):
     return take(s, ~fooled)
 
 
-# --- the cascade -----------------------------------------------------------------------------------------------------
+# --- the cascade ---------------------------------------------------------------------------------
 
 @torch.no_grad()
-def autoattack(model, images, labels, eps, *, steps=100, queries=5000, num_targets=9, surrogates=(), batch_size=500,
-               clip=True, seed=0, index=None, trace=None, progress=False):
-    """AutoAttack, standard version: APGD-CE, APGD-T, FAB-T, Square, each on the images that are still robust.
+def autoattack(model, images, labels, eps, *, steps=100, queries=5000, num_targets=9, surrogates=(),
+               batch_size=500, clip=True, seed=0, index=None, trace=None, progress=False):
+    """APGD-CE, APGD-T, FAB-T, Square, each on the images that are still robust.
 
-    images: the whole set, so that each stage fills its batches of batch_size. An attack has succeeded where a separate
-    forward pass misclassifies its result. trace: a list that receives dict(stage, robust (B,) bool) for "clean" and
-    after every stage. progress: show a bar per stage. surrogates: for APGD-CE and APGD-T, as for `apgd`; the standard
-    version has none. Raises ValueError for fewer than 4 classes.
+    images: the whole set, so that each stage fills its batches of batch_size. An attack has
+    succeeded where a separate forward pass misclassifies its result. trace: a list that receives
+    dict(stage, robust (B,) bool) for "clean" and after every stage. progress: show a bar per
+    stage. surrogates: for APGD-CE and APGD-T, as for `apgd`; the standard version has none.
+    Raises ValueError for fewer than 4 classes.
     """
     positive(batch_size=batch_size)
-    shared = dict(clip=clip, seed=seed)
-    stages = {"apgd-ce": partial(apgd, steps=steps, surrogates=surrogates, **shared),
-              "apgd-t": partial(apgd_t, steps=steps, surrogates=surrogates, num_targets=num_targets, **shared),
-              "fab-t": partial(fab_t, steps=steps, num_targets=num_targets, **shared),
-              "square": partial(square, queries=queries, **shared)}
+    stages = {"apgd-ce": partial(apgd, steps=steps, surrogates=surrogates),
+              "apgd-t": partial(apgd_t, steps=steps, surrogates=surrogates,
+                                num_targets=num_targets),
+              "fab-t": partial(fab_t, steps=steps, num_targets=num_targets),
+              "square": partial(square, queries=queries)}
     logits = check(model, images, labels, eps, clip, batch_size=batch_size)
-    (budget, index), adv, trace = per_image(images, eps, index), images.clone(), [] if trace is None else trace
-    targeted_dlr(logits[:1], labels[:1], labels[:1])                                     # raises if it cannot be used
+    targeted_dlr(logits[:1], labels[:1], labels[:1])            # raises if it cannot be used
+    eps, index, adv = per_image(images, eps), numbers(images, index), images.clone()
+    trace = [] if trace is None else trace
     robust = logits.argmax(1) == labels
     trace.append(dict(stage="clean", robust=robust.clone()))
     for stage, attack in stages.items():
         rows = robust.nonzero()[:, 0]
-        with tqdm(total=len(rows), desc=stage, unit="image", disable=not progress) as bar:
-            for on in rows.split(batch_size) if len(rows) else ():
-                found = attack(model, images[on], labels[on], budget[on], index=index[on])
-                robust[on] = model(found).argmax(1) == labels[on]
-                adv[on] = torch.where(column(robust[on]), images[on], found)
-                bar.update(len(on))
+        bar = tqdm(total=len(rows), desc=stage, unit="image", disable=not progress)
+        for on in rows.split(batch_size) if len(rows) else ():
+            found = attack(model, images[on], labels[on], eps[on], index=index[on],
+                           clip=clip, seed=seed)
+            robust[on] = model(found).argmax(1) == labels[on]
+            adv[on] = torch.where(column(robust[on]), images[on], found)
+            bar.update(len(on))
+        bar.close()
         trace.append(dict(stage=stage, robust=robust.clone()))
     return adv
-
-
-def adaptive_autoattack(model, images, labels, eps, **options):
-    """The worst case over all attacks known here: `autoattack` whose APGD also follows `gradient_models`."""
-    return autoattack(model, images, labels, eps, surrogates=gradient_models(model), **options)
-
-
-@torch.no_grad()
-def masking_signs(model, images, labels, trace=()):
-    """Signs that gradients are hidden rather than absent, so that robust accuracy says little. A dict; falsy is good.
-
-      randomised        the outputs of five calls differ by more than 1e-4
-      probabilities     the outputs look like probabilities; attacks expect logits
-      few_classes       fewer than 4: AutoAttack cannot run
-      zero_gradients    number of images at which the gradient of the cross-entropy is exactly zero
-      square_gain       points of accuracy Square took after the attacks with gradients, if more than 0.2 (from `trace`)
-    After `fra31/auto-attack:autoattack/checks.py`.
-    """
-    check_inputs(model, images, labels)
-    calls = torch.stack([model(images) for _ in range(5)])
-    grad = input_gradient(cross_entropy, model, images, labels)[2]
-    left = {entry["stage"]: 100 * entry["robust"].float().mean().item() for entry in trace}
-    gain = left.get("fab-t", 0) - left.get("square", 0) if "square" in left else 0
-    return dict(randomised=bool((calls - calls[0]).abs().max() > 1e-4),
-                probabilities=bool((calls >= 0).all() and ((calls.sum(2) - 1).abs() < 1e-5).all()),
-                few_classes=calls.shape[2] < 4, zero_gradients=int((largest(grad) == 0).sum()),
-                square_gain=round(gain, 2) if gain > 0.2 else 0)

@@ -10,9 +10,12 @@ import torch
 
 from robust import attacks
 import peers
-from robust.attacks import (adaptive_pgd, check, cw, fgsm, margin, noise, pgd, project_l1, sld, spsa,
-                            spsa_gradient, straight_through, zero_gradient_share)
-from robust.autoattack import adaptive_apgd, adaptive_autoattack, apgd, autoattack
+from robust import adaptive
+from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd, straight_through
+from robust.attacks import (check, cw, fgsm, margin, noise, pgd, project_l1, sld, spsa,
+                            spsa_gradient)
+from robust.autoattack import apgd, autoattack
+from robust.masking import zero_gradient_share
 from conftest import SHARED
 from data import load_shapes
 from golden_net import golden_network, trained_network
@@ -422,22 +425,22 @@ def test_adaptive_pgd_breaks_all_that_pgd_breaks(vit, net):
 def test_surrogates_have_the_models_weights_and_other_gradients(vit, net):
     model, images, labels = vit
     true = gradient(model, images, labels)
-    for source in attacks.gradient_models(model):
+    for source in adaptive.gradient_models(model):
         assert all(map(torch.equal, source.state_dict().values(), model.state_dict().values()))
         assert (gradient(source, images, labels) - true).norm() > 0.01 * true.norm()
-    smooth = attacks.rewired(model, shrink=attacks.smooth_shrink)
-    assert torch.equal(smooth(images), model(images)) and attacks.gradient_models(net[0]) == []
+    smooth = adaptive.rewired(model, shrink=adaptive.smooth_shrink)
+    assert torch.equal(smooth(images), model(images)) and adaptive.gradient_models(net[0]) == []
 
 
 def test_smooth_threshold_has_the_slope_of_a_softplus():
     x, tau = torch.linspace(-3, 3, 61, dtype=torch.float64, requires_grad=True), torch.tensor(1.0)
-    y = attacks.smooth_shrink(x, tau)
+    y = adaptive.smooth_shrink(x, tau)
     assert torch.equal(y, attacks.soft_threshold(x, tau))
     slope, = torch.autograd.grad(y.sum(), x)
     expected = torch.sigmoid(4 * (x - 1)) + torch.sigmoid(4 * (-x - 1))
     torch.testing.assert_close(slope, expected.detach())
     for tau in (0.0, math.inf):
-        y = attacks.smooth_shrink(x, torch.tensor(tau, dtype=torch.float64))
+        y = adaptive.smooth_shrink(x, torch.tensor(tau, dtype=torch.float64))
         assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()
 
 

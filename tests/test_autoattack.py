@@ -11,7 +11,8 @@ import torch.nn.functional as F
 import eval_robust
 from robust.attacks import fgsm
 from robust.autoattack import (apgd, apgd_t, autoattack, box_projection, dlr, fab_distance, fab_t,
-                               likely_targets, masking_signs, square, targeted_dlr)
+                               likely_targets, square, targeted_dlr)
+from robust.masking import masking_signs
 from golden_net import golden_network, trained_network
 
 MEMBERS = {"apgd-ce": apgd, "apgd-dlr": partial(apgd, loss="dlr"), "apgd-t": apgd_t, "fab-t": fab_t, "square": square}

@@ -1,0 +1,110 @@
+"""Attacks that know RPC-Attention and look for the gradients it hides.
+
+The soft threshold has slope 0 where it returns 0, so attacks along the model's own gradient may be
+blind there without the model being robust (Athalye et al. 2018). An adaptive attack also follows
+the gradients of copies of the model, on its weights, that do not hide them.
+"""
+
+import copy
+import math
+
+import torch
+import torch.nn.functional as F
+
+from attention import SelfAttention, soft_threshold
+from robust.attacks import margin, numbers, per_image, pgd
+from robust.autoattack import apgd, autoattack
+
+# --- models to take gradients from ---------------------------------------------------------------
+
+def rewired(model, **settings):
+    """Copy of a model, on the same weights, whose RPC-Attention has other settings."""
+    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    model = copy.deepcopy(model, shared)
+    for m in model.modules():
+        if isinstance(m, SelfAttention):
+            m.rpc.update(settings)
+    return model
+
+
+def straight_through(model, slope=1.0):
+    """Copy of a model with the same values but gradient `slope` through the soft threshold.
+
+    The true slope is 1 where S is not 0, else 0. slope=1: the identity everywhere; slope=0: S is a
+    constant, so K - S passes on all of K's gradient, also where it is clamped.
+    """
+    def shrink(x, tau):
+        return soft_threshold(x, tau).detach() + slope * (x - x.detach())
+
+    return rewired(model, shrink=shrink)
+
+
+def smooth_shrink(x, tau):
+    """soft_threshold with the gradient of a softplus, which is nowhere exactly 0."""
+    width = (tau / 4).clamp(1e-12, 1e12)
+    smooth = width * (F.softplus((x - tau) / width) - F.softplus((-x - tau) / width))
+    return soft_threshold(x, tau).detach() + (smooth - smooth.detach())
+
+
+def rpc_layers(model):
+    """The layers with RPC-Attention."""
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"the model is a {type(model).__name__}, expected an nn.Module: "
+                         "adaptive attacks look for RPC-Attention in it")
+    layers = [m for m in model.modules() if isinstance(m, SelfAttention)]
+    return [m for m in layers if m.attn in ("rpc", "rpc_asym")]
+
+
+def gradient_models(model):
+    """Models whose gradients may lead where the model hides its own: `surrogates` for `apgd`.
+
+    On the model's weights: two straight-through ones, one whose threshold is smooth, one that
+    never shrinks, one that stops after half the steps. None for a model without RPC-Attention.
+    """
+    layers = rpc_layers(model)
+    if not layers:
+        return []
+    half = max(layers[0].rpc["n_iter"] // 2, 1)
+    return [straight_through(model, 1.0),
+            straight_through(model, 0.0),
+            rewired(model, shrink=smooth_shrink),
+            rewired(model, lambd=math.inf),
+            rewired(model, n_iter=half)]
+
+
+# --- attacks -------------------------------------------------------------------------------------
+
+@torch.no_grad()
+def adaptive_pgd(model, images, labels, eps, *, index=None, **options):
+    """PGD along the true gradient, then, where that fails, along both straight-through ones.
+
+    Returns per image what fools the model or, where nothing does, leaves the smallest margin.
+    model: an nn.Module; one without RPC-Attention gets plain PGD. options: as for `pgd`.
+    """
+    layers = rpc_layers(model)
+    adv = pgd(model, images, labels, eps, index=index, **options)
+    if not layers:
+        return adv
+    eps, index = per_image(images, eps), numbers(images, index)
+    left = margin(model(adv), labels)
+    for slope in (1.0, 0.0):
+        rows = (left >= 0).nonzero()[:, 0]
+        if not len(rows):
+            break
+        tried = pgd(straight_through(model, slope), images[rows], labels[rows], eps[rows],
+                    index=index[rows], **options)
+        m = margin(model(tried), labels[rows])
+        nearer = m < left[rows]
+        adv[rows[nearer]] = tried[nearer]
+        left[rows[nearer]] = m[nearer]
+    return adv
+
+
+def adaptive_apgd(model, images, labels, eps, **options):
+    """`apgd` along the model's own gradient and, where that fails, along `gradient_models`'."""
+    return apgd(model, images, labels, eps, surrogates=gradient_models(model), **options)
+
+
+def adaptive_autoattack(model, images, labels, eps, **options):
+    """The worst case over all attacks known here: `autoattack` whose APGD is adaptive."""
+    return autoattack(model, images, labels, eps, surrogates=gradient_models(model), **options)
