@@ -5,11 +5,9 @@
     python -m studies.kernel_pca --ckpt out/pydoc_softmax                         # train_lm.py
     python -m studies.plot kpca out/kpca                                          # figures
 
-Claims: Teo & Nguyen 2024, sections 2.2, App. C, E.2. The theory is in kpca.py: values made from the
-eigenvectors of the keys' Gram matrix turn attention into kernel PCA. Whether *learned* values do
-this is measured here, beside three references: the same input through a random matrix (x W), random
-numbers (iid), and the values of kernel PCA itself. The scores that were published, and what is
-wrong with them, are in studies/published_scores.py.
+Claims: Teo & Nguyen 2024, sections 2.2, App. C, E.2. Theory: kpca.py. Beside the learned values
+stand three references: the same input through a random matrix (x W), random numbers (iid), and the
+values of kernel PCA itself. The scores that were published: studies/published_scores.py.
 
 Attention reads v through w_d = sum_j v_jd Phi(k_j), Phi(x).Phi(y) = k(x, y): h_id is Phi(q_i).w_d
 over g(q_i) for any v. The output matrix undoes any v -> v R, so only span{w_d} matters. Kernel PCA
@@ -35,7 +33,7 @@ from tqdm import tqdm
 
 import common
 from kpca import (EPS, a_hat, attend, centre, coefficients, eigen_cosine, kernel_pca,
-                  kernel_projections, key_weights, log_g, log_gram, log_kernel, log_phi2,
+                  kernel_projections, key_scale, log_g, log_gram, log_kernel, log_phi2,
                   projection_loss, theoretical_values)
 from studies.probe import (Heads, attention_replaced, capture, checkpoints, chunks, get_args,
                            numbers, print_table, summarise, write_csv, write_tables)
@@ -65,7 +63,8 @@ def key_span(q, k):
     inverse = U * torch.where(size > 0, size, torch.inf).rsqrt()            # F^+ transposed
 
     Z = (t - n_q[..., :, None] - n[..., None, :]).clamp(max=0).exp() @ inverse
-    X = (n + key_weights(k)[2]).exp()[..., None] * F
+    lg, c = key_scale(k)
+    X = (n + (c / 2 - lg)).exp()[..., None] * F
     return Span(F, Z, X - X.mean(-2, keepdim=True), n)
 
 
@@ -265,7 +264,7 @@ def exp_eigstats(layer):
     out = {}
     for source, k in (("as they are", layer.k), ("standardised", standardise(layer.k))):
         N, D = k.shape[-2:]
-        lg, c, _ = key_weights(k)
+        lg, c = key_scale(k)
         spectrum = torch.linalg.eigvalsh(centre((log_gram(k) + c[..., None]).exp())).flip(-1)
         mu = (-c).exp() * spectrum.clamp(min=0)
         rows = eigenvalue_statistics(mu[..., :D]) | {
@@ -333,14 +332,13 @@ def exp_capture(layer):
 
 def over_parts(experiment, layer):
     """The experiment on each data set of a layer, averaged; one call, unless it is causal."""
-    results = [experiment(part) for part in layer.parts]
-
-    def mean(tensors):                                                      # curves: common axes
-        shortest = min(t.shape[-1] for t in tensors)
-        return torch.stack([t[..., :shortest] for t in tensors]).mean(0)
-
-    return {m: {s: mean([r[m][s] for r in results]) for s in sources}
-            for m, sources in results[0].items()}
+    results, out = [experiment(part) for part in layer.parts], {}
+    for m, sources in results[0].items():
+        out[m] = {}
+        for s in sources:
+            shortest = min(r[m][s].shape[-1] for r in results)              # curves: common axes
+            out[m][s] = torch.stack([r[m][s][..., :shortest] for r in results]).mean(0)
+    return out
 
 
 def measure(layers, experiments):
@@ -370,9 +368,6 @@ TRUNCATIONS = {
 def truncated(heads, how, r):
     """Attention with truncated values, (B, H, N, D). how: of TRUNCATIONS, none, v = 0 or mean v."""
     q, k, v, N = heads.q, heads.k, heads.v, heads.k.shape[-2]
-    if heads.causal:
-        raise ValueError("truncate needs attention over all tokens; in causal attention each query "
-                         "has its own keys")
     if how == "none":
         return attend(q, k, v)
     if how == "v = 0":
@@ -394,18 +389,28 @@ def truncated(heads, how, r):
 
 
 @torch.no_grad()
-def truncation_accuracy(model, images, labels, ranks):
-    """{(how, r): correct (B,) bool} with the values of all layers truncated; r = 0: no r."""
-    cases = [("none", 0), ("v = 0", 0), ("mean v", 0)]
-    cases += [(how, r) for r in ranks for how in TRUNCATIONS]
-    out = {}
-    for how, r in cases:
-        if how in ("affine random", "affine bottom") and r == model.config.num_tokens - 1:
-            out[how, r] = out["affine", r]                                  # all axes, in any order
-            continue
-        with attention_replaced(model, partial(truncated, how=how, r=r)):
-            out[how, r] = (model.eval()(images).argmax(-1) == labels).cpu().numpy()
-    return out
+def truncate(point, ranks, device):
+    """Accuracy with values cut down to r axes. Wants hundreds of --images.
+
+    Returns rows (how, r, accuracy in percent, standard error), printed too; r = 0: no r.
+    """
+    model = point.model.to(device)
+    cases = [(how, r) for r in ranks for how in TRUNCATIONS]
+    right = {case: [] for case in [("none", 0), ("v = 0", 0), ("mean v", 0), *cases]}
+    for _, images, labels in chunks(point, device):
+        for (how, r), found in right.items():
+            with attention_replaced(model, partial(truncated, how=how, r=r)):
+                found.append((model(images).argmax(-1) == labels).cpu().numpy())
+    rows = []
+    for (how, r), t in right.items():
+        t = 100.0 * np.concatenate(t)
+        rows.append((how, r, t.mean(), t.std() / math.sqrt(len(t))))
+
+    about = [f"{how}: {what}" for how, what in TRUNCATIONS.items()]
+    text = ["Accuracy in percent with the values of all layers truncated to", *about]
+    print_table(f"truncate: {point.where}", "\n".join(text), [
+        ("accuracy", f"r = {r}" if r else "any r", how, mean, se) for how, r, mean, se in rows])
+    return rows
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -417,10 +422,7 @@ EXPERIMENTS = {"jproj": exp_jproj, "gamma": exp_gamma, "eigstats": exp_eigstats,
 def examine(point, experiments, args, device):
     """Experiments on all layers of a Point: rows of `summarise`."""
     model, depth = point.model.to(device), point.model.config.depth
-    keep = range(depth)
-    if args.layers != "all":
-        keep = numbers(args.layers, "--layers", depth - 1)
-
+    keep = range(depth) if args.layers == "all" else numbers(args.layers, "--layers", depth - 1)
     results, short = {}, set()
     for start, inputs, _ in chunks(point, device):
         heads = capture(model, inputs)
@@ -456,33 +458,15 @@ def ranks_of(point, args):
         raise ValueError(f"truncate counts right answers, but the model knows {c.num_classes} "
                          f"classes, the data has {point.classes}")
     d, every = c.embed_dim // c.num_heads, c.num_tokens - 1
-    if args.ranks:
-        return numbers(args.ranks, "--ranks", every)
-    return sorted({r for r in (d // 4, d, every) if 0 < r <= every})
+    usual = sorted({r for r in (d // 4, d, every) if 0 < r <= every})
+    return numbers(args.ranks, "--ranks", every) if args.ranks else usual
 
 
-def truncate(point, ranks, device):
-    """Rows (how, r, accuracy in percent, standard error), printed too."""
-    model, correct = point.model.to(device), {}
-    for _, images, labels in chunks(point, device):
-        for key, t in truncation_accuracy(model, images, labels, ranks).items():
-            correct.setdefault(key, []).append(t)
-    rows = []
-    for (how, r), t in correct.items():
-        t = 100.0 * np.concatenate(t)
-        rows.append((how, r, t.mean(), t.std() / math.sqrt(len(t))))
-
-    about = [f"{how}: {what}" for how, what in TRUNCATIONS.items()]
-    text = ["Accuracy in percent with the values of all layers truncated to", *about]
-    print_table(f"truncate: {point.where}", "\n".join(text), [
-        ("accuracy", f"r = {r}" if r else "any r", how, mean, se) for how, r, mean, se in rows])
-    return rows
-
-
-def study(args, experiments, device):
+def study(args, experiments):
     """Run experiments on every checkpoint, print their tables, write their CSV files."""
+    device, _, _ = common.setup(args.device)
     ranked = "truncate" in args.exp
-    experiments = {name: experiments[name] for name in args.exp if name in experiments}
+    experiments = {name: experiments[name] for name in args.exp if name != "truncate"}
     rows, cut = [], []
     for point in checkpoints(args):
         ranks = ranks_of(point, args) if ranked else []
@@ -512,13 +496,10 @@ def study(args, experiments, device):
 
 
 def main():
-    lines = {name: experiment.__doc__.splitlines()[0] for name, experiment in EXPERIMENTS.items()}
-    lines["truncate"] = "Accuracy with values cut down to r axes. Wants hundreds of --images."
-    args = get_args(__doc__, lines)
-    device, _, _ = common.setup(args.device)
+    args = get_args(__doc__, EXPERIMENTS | {"truncate": truncate})
     if not args.ckpt:
         raise ValueError("the experiments need a model: --ckpt FILE; without: python kpca.py")
-    study(args, EXPERIMENTS, device)
+    study(args, EXPERIMENTS)
 
 
 if __name__ == "__main__":

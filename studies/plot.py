@@ -1,11 +1,11 @@
 """Figures from the numbers that the other scripts write. Needs matplotlib; imports nothing of ours.
 
     python -m studies.plot kpca out/kpca                   # whatever its CSV files allow
-    python -m studies.plot kpca out/kpca --figures loss,spectrum --run softmax    # softmax_s0, _s1
+    python -m studies.plot kpca out/kpca --run softmax     # mean of softmax_s0, softmax_s1
     python -m studies.plot robust out/shapes_rpc/robust    # accuracy against eps, errors by type
 
 One function draws one figure: it reads the numbers in a folder and returns a figure and what it
-lacks, or None and what would bring the numbers.
+lacks, or None and the command that would bring the numbers.
 """
 
 import argparse
@@ -31,35 +31,35 @@ plt.rcParams.update({"figure.dpi": 100, "figure.constrained_layout.use": True, "
                      "axes.spines.right": False})
 WIDTH = 9                                                  # inches; 900 px, what a README shows
 
-# The columns of kernel_pca's tables: (colour, line style, what the legend says)
-SOURCES = {
-    "learned": ("tab:blue", "-", "learned values"),
-    "x W": ("tab:orange", "--", "null: same input, random matrix"),
-    "iid": ("tab:gray", ":", "null: random numbers"),
-    "KPCA": ("tab:green", "-", "exact kernel PCA"),
-    "best": ("black", "-.", "most that is possible"),
-    "ceiling": ("black", "-.", "span of all keys"),
-}
+
+def line(colour, style, label, **which):
+    """A line of a figure: how it looks, and which rows it shows."""
+    return colour, style, label, which
+
+
+# The columns of kernel_pca's tables.
+SOURCES = [
+    line("tab:blue", "-", "learned values", source="learned"),
+    line("tab:orange", "--", "null: same input, random matrix", source="x W"),
+    line("tab:gray", ":", "null: random numbers", source="iid"),
+    line("tab:green", "-", "exact kernel PCA", source="KPCA"),
+    line("black", "-.", "most that is possible", source="best"),
+    line("black", "-.", "span of all keys", source="ceiling"),
+]
+WORDS = ("run", "layer", "measure", "source", "how")       # columns that are no numbers
 
 
 def read_csv(path, run="", **only):
-    """Rows of a CSV file as dicts, numbers as float; [] without the file.
+    """Rows of a CSV file as dicts; [] without the file.
 
     Only those of runs whose name begins with `run`, with the given values in the other columns.
     """
     if not path.exists():
         return []
-
-    def value(text):
-        try:
-            return float(text)
-        except ValueError:
-            return text
-
     with open(path, newline="") as f:
-        rows = [{k: t if k in ("run", "layer") else value(t) for k, t in row.items()}
+        rows = [{k: t if k in WORDS else float(t) for k, t in row.items()}
                 for row in csv.DictReader(f)]
-    return [row for row in rows if row.get("run", "").startswith(run)
+    return [row for row in rows if row["run"].startswith(run)
             and all(row[k] == v for k, v in only.items())]
 
 
@@ -74,22 +74,23 @@ def curve(rows, x, **only):
     return np.array(xs), means[:, 0], means[:, 1]
 
 
-def draw_sources(ax, rows, x, sources, marker=None, **only):
-    """One line per source, with a band of one standard error; a bar where there is one x only."""
-    for i, source in enumerate(sources):
-        xs, mean, se = curve(rows, x, source=source, **only)
-        colour, style, label = SOURCES[source]
+def band(ax, xs, low, high, colour):
+    ax.fill_between(xs, low, high, color=colour, alpha=0.2, linewidth=0)
+
+
+def draw(ax, rows, x, lines, bands=True, marker="o", **only):
+    """Lines with bands of one standard error; bars where there is one x only."""
+    for i, (colour, style, label, which) in enumerate(lines):
+        xs, mean, se = curve(rows, x, **which, **only)
+        if not len(xs):
+            continue
         if len(xs) == 1:
-            draw_bar(ax, i, mean, se, colour, label)
-        elif len(xs):
-            ax.plot(xs, mean, style, color=colour, label=label, marker=marker, markersize=3)
-            ax.fill_between(xs, mean - se, mean + se, color=colour, alpha=0.2, linewidth=0)
-
-
-def draw_bar(ax, i, mean, se, colour, label):
-    """The i-th bar of an axis on which a curve would have one point."""
-    ax.bar(i, mean, 0.8, yerr=se, color=colour, capsize=2, label=label)
-    ax.set_xticks([])
+            ax.bar(i, mean, 0.8, yerr=se, color=colour, capsize=2, label=label)
+            ax.set_xticks([])
+            continue
+        ax.plot(xs, mean, style, color=colour, label=label, marker=marker, markersize=3)
+        if bands:
+            band(ax, xs, mean - se, mean + se, colour)
 
 
 def legend(figure, ax, where, **look):
@@ -112,20 +113,10 @@ def layers_of(rows):
 
 # --- kpca -----------------------------------------------------------------------------------------
 
-def draw_measures(ax, rows, measures):
-    """One line over training, or bar, per (measure, colour, style, label) of learned values."""
-    for i, (measure, colour, style, label) in enumerate(measures):
-        xs, mean, se = curve(rows, "step", measure=measure, source="learned")
-        if len(xs) == 1:
-            draw_bar(ax, i, mean, se, colour, label)
-        elif len(xs):
-            ax.plot(xs, mean, style, color=colour, marker="o", markersize=3, label=label)
-
-
-RELEASED = [("J official", "tab:blue", "-", "with |h|²"),
-            ("J official without h", "black", "--", "with |h|² left out")]
-TERMS = [("phi2", "tab:purple", "-", "|φ(q)|², what is projected"),
-         ("h2", "tab:blue", "-", "|h|², its 'projection'")]
+RELEASED = [line("tab:blue", "-", "with |h|²", measure="J official"),
+            line("black", "--", "with |h|² left out", measure="J official without h")]
+TERMS = [line("tab:purple", "-", "|φ(q)|², what is projected", measure="phi2"),
+         line("tab:blue", "-", "|h|², its 'projection'", measure="h2")]
 
 
 def kpca_loss(folder, run):
@@ -134,31 +125,30 @@ def kpca_loss(folder, run):
     published = read_csv(folder / "losses.csv", run, layer="all")
     capture = read_csv(folder / "capture.csv", run, layer="all")
     if not rows:
-        return None, "studies.kernel_pca --exp jproj,capture"
+        return None, "python -m studies.kernel_pca --exp jproj,capture"
     steps = sorted({row["step"] for row in rows})
     missing = ["a curve needs several checkpoints of the run: here bars"] if len(steps) == 1 else []
     figure, ((released, terms), (frac, ev)) = plt.subplots(2, 2, figsize=(WIDTH, 6.2))
 
     # Above: what was published, and its two terms.
-    draw_measures(released, published, RELEASED)
+    draw(released, published, "step", RELEASED, bands=False, source="learned")
     if not released.has_data():
         missing.append("the released loss needs studies.published_scores --exp losses")
         released.text(0.5, 0.5, "studies.published_scores --exp losses", ha="center",
                       transform=released.transAxes)
     released.set(title="Fig. 1 as released: log mean(φ² − |h|²), scale missing in φ²",
                  ylabel="log J (natural)")
-    draw_measures(terms, rows, TERMS)
+    draw(terms, rows, "step", TERMS, bands=False, source="learned")
     terms.set(title="The two terms of Eqn 13: J = |φ(q)|² − |h|² < 0", ylabel="mean over tokens",
               yscale="log")
 
     # Below: what no v -> v R changes.
-    sources = ["learned", "x W", "iid", "KPCA", "ceiling"]
-    draw_sources(frac, rows, "step", sources, "o", measure="frac")
-    frac.set(title="Share of |φ(q)|² inside the span of the values (frac)", ylabel="share")
-    draw_sources(ev, capture, "step", ["learned", "x W", "iid", "best"], "o", measure="EV")
-    ev.set(title="Share of the keys' variance inside it (EV)", ylabel="share")
-    for ax in (frac, ev):
-        ax.set_ylim(0, 1.05)
+    draw(frac, rows, "step", SOURCES, measure="frac")
+    frac.set(title="Share of |φ(q)|² inside the span of the values (frac)", ylabel="share",
+             ylim=(0, 1.05))
+    others = [row for row in capture if row["source"] != "KPCA"]            # it reaches the most
+    draw(ev, others, "step", SOURCES, measure="EV")
+    ev.set(title="Share of the keys' variance inside it (EV)", ylabel="share", ylim=(0, 1.05))
     label = "training step" if len(steps) > 1 else f"one checkpoint, step {steps[0]:.0f}"
     for ax in (released, terms, frac, ev):
         ax.set_xlabel(label)
@@ -167,25 +157,29 @@ def kpca_loss(folder, run):
     return figure, "; ".join(missing)
 
 
-GAMMA = [                                             # (measure, source, colour, style, label)
-    ("numeric inverse", "learned", "tab:blue", "-", "as printed, numeric inverse: learned"),
-    ("numeric inverse", "iid", "tab:gray", ":", "the same: random numbers"),
-    ("|dgamma|", "learned", "tab:red", "-", "pseudo-inverse: learned"),
-    ("|dgamma|", "iid", "tab:gray", "--", "the same: random numbers"),
-    ("lambda", "KPCA", "black", "-", "eigenvalue λ for comparison"),
+GAMMA = [
+    line("tab:blue", "-", "as printed, numeric inverse: learned", measure="numeric inverse",
+         source="learned"),
+    line("tab:gray", ":", "the same: random numbers", measure="numeric inverse", source="iid"),
+    line("tab:red", "-", "pseudo-inverse: learned", measure="|dgamma|", source="learned"),
+    line("tab:gray", "--", "the same: random numbers", measure="|dgamma|", source="iid"),
+    line("black", "-", "eigenvalue λ for comparison", measure="lambda", source="KPCA"),
 ]
 
 
 def draw_gamma(ax, rows, **only):
     """Mean of |gamma_i - gamma_j| per axis; band: its standard deviation over pairs, upwards."""
-    for measure, source, colour, style, label in GAMMA:
-        xs, mean, _ = curve(rows, "axis", measure=measure, source=source, **only)
-        if len(xs):
-            ax.plot(xs, mean, style, color=colour, label=label)
-            if source == "learned":
-                std = curve(rows, "axis", measure=f"{measure} std", source=source, **only)[1]
-                ax.fill_between(xs, mean, mean + std, color=colour, alpha=0.2, linewidth=0)
+    draw(ax, rows, "axis", GAMMA, bands=False, marker=None, **only)
+    for measure, colour in (("numeric inverse", "tab:blue"), ("|dgamma|", "tab:red")):
+        xs, mean, _ = curve(rows, "axis", measure=measure, source="learned", **only)
+        std = curve(rows, "axis", measure=f"{measure} std", source="learned", **only)[1]
+        band(ax, xs, mean, mean + std, colour)
     ax.set_yscale("log")
+
+
+def draw_cosine(ax, rows, **only):
+    draw(ax, rows, "axis", SOURCES, marker=None, measure="eig_cos", **only)
+    ax.set_ylim(0, 1.05)
 
 
 def gamma_rows(folder, run, **only):
@@ -200,14 +194,13 @@ def kpca_gamma(folder, run):
     """Fig. 2: are values eigenvectors? |gamma_i - gamma_j| as printed, cosine of a and K~ a."""
     rows, missing = gamma_rows(folder, run, layer="all")
     if not rows:
-        return None, "studies.kernel_pca --exp gamma"
+        return None, "python -m studies.kernel_pca --exp gamma"
     figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.6))
     draw_gamma(left, rows)
     left.set(title="Fig. 2 as defined: near 0 (band: + std), but for noise as well",
              ylabel="mean |γi − γj|")
-    draw_sources(right, rows, "axis", ["learned", "x W", "iid", "KPCA"], measure="eig_cos")
-    right.set(title="As it should be: 1 for eigenvectors only", ylabel="cosine of a and K̃a",
-              ylim=(0, 1.05))
+    draw_cosine(right, rows)
+    right.set(title="As it should be: 1 for eigenvectors only", ylabel="cosine of a and K̃a")
     for ax, side in ((left, "left"), (right, "right")):
         ax.set_xlabel("column d of the values")
         legend(figure, ax, f"lower {side}")
@@ -219,27 +212,25 @@ def kpca_gamma_layers(folder, run):
     rows, missing = gamma_rows(folder, run)
     layers = layers_of(rows)
     if not layers:
-        return None, "studies.kernel_pca --exp gamma"
+        return None, "python -m studies.kernel_pca --exp gamma"
     columns = min(6, len(layers))
     bands = math.ceil(len(layers) / columns)
     figure, axes = plt.subplots(2 * bands, columns, figsize=(WIDTH, 3.6 * bands + 1.1),
                                 sharex=True, sharey="row", squeeze=False)
-    for ax in axes.flat:
-        ax.set_visible(False)
-    for i, layer in enumerate(layers):
-        band, column = divmod(i, columns)
-        top, bottom = axes[2 * band][column], axes[2 * band + 1][column]
-        for ax in (top, bottom):
-            ax.set_visible(True)
-        draw_gamma(top, rows, layer=layer)
-        draw_sources(bottom, rows, "axis", ["learned", "x W", "iid", "KPCA"], measure="eig_cos",
-                     layer=layer)
-        top.set_title(f"layer {layer}")
-        bottom.set(ylim=(0, 1.05), xlabel="column d")
+    for i in range(bands * columns):
+        top, bottom = axes[2 * (i // columns):, i % columns][:2]
+        if i >= len(layers):
+            top.set_visible(False)
+            bottom.set_visible(False)
+            continue
+        draw_gamma(top, rows, layer=layers[i])
+        draw_cosine(bottom, rows, layer=layers[i])
+        top.set_title(f"layer {layers[i]}")
+        bottom.set_xlabel("column d")
         bottom.tick_params(labelbottom=True)
-        if column == 0:
-            top.set_ylabel("|γi − γj|  (Fig. 5)")
-            bottom.set_ylabel("cosine of a and K̃a")
+    for top, bottom in axes[:, 0].reshape(bands, 2):
+        top.set_ylabel("|γi − γj|  (Fig. 5)")
+        bottom.set_ylabel("cosine of a and K̃a")
     legend(figure, axes[0][0], "lower left", title="upper row")
     legend(figure, axes[1][0], "lower right", title="lower row")
     return figure, missing
@@ -251,7 +242,7 @@ def kpca_spectrum(folder, run):
     bounds = last_step(read_csv(folder / "eigstats.csv", run, measure="bound", layer="all"))
     layers = layers_of(rows)
     if not layers:
-        return None, "studies.kernel_pca --exp eigstats"
+        return None, "python -m studies.kernel_pca --exp eigstats"
     figure, panels = plt.subplots(1, 2, figsize=(WIDTH, 3.8), sharey=True)
     for ax, source in zip(panels, ("as they are", "standardised")):
         for i, layer in enumerate(layers):
@@ -270,22 +261,24 @@ def kpca_spectrum(folder, run):
     return figure, ""
 
 
-TRUNCATIONS = [("strict", "tab:green", "-", "top r principal axes (kernel PCA as derived)"),
-               ("affine", "tab:blue", "-", "top r axes + constant row"),
-               ("affine random", "tab:blue", "--", "null: r random axes + row"),
-               ("affine bottom", "tab:blue", ":", "null: bottom r axes + row"),
-               ("top r of x", "tab:orange", "-", "null: on the top r directions of the input")]
+TRUNCATIONS = [
+    line("tab:green", "-", "top r principal axes (kernel PCA as derived)", how="strict"),
+    line("tab:blue", "-", "top r axes + constant row", how="affine"),
+    line("tab:blue", "--", "null: r random axes + row", how="affine random"),
+    line("tab:blue", ":", "null: bottom r axes + row", how="affine bottom"),
+    line("tab:orange", "-", "null: on the top r directions of the input", how="top r of x"),
+]
 
 
 def kpca_truncation(folder, run):
     """Accuracy when the values of all layers keep r directions only."""
     rows = last_step(read_csv(folder / "truncate.csv", run))
     if not rows:
-        return None, "studies.kernel_pca --exp truncate (of an image classifier)"
+        return None, "python -m studies.kernel_pca --exp truncate (of an image classifier)"
     rows = [{**row, "mean": row["accuracy"]} for row in rows]
     figure, ax = plt.subplots(figsize=(WIDTH, 4.2))
-    for how, colour, style, label in TRUNCATIONS:
-        xs, mean, se = curve(rows, "r", how=how)
+    for colour, style, label, which in TRUNCATIONS:
+        xs, mean, se = curve(rows, "r", **which)
         ax.errorbar(xs, mean, se, color=colour, linestyle=style, marker="o", markersize=3,
                     capsize=2, label=label)
     floors = {"none": "unchanged", "mean v": "every value = their mean", "v = 0": "values 0"}
@@ -304,30 +297,6 @@ def kpca_truncation(folder, run):
     return figure, ""
 
 
-KPCA_FIGURES = {"loss": kpca_loss, "gamma": kpca_gamma, "gamma_layers": kpca_gamma_layers,
-                "spectrum": kpca_spectrum, "truncation": kpca_truncation}
-
-
-def kpca(args):
-    """The paper's Fig. 1, 2 and 5 (studies.kernel_pca), and what should stand there."""
-    folder = Path(args.folder)
-    names = args.figures.split(",") if args.figures else list(KPCA_FIGURES)
-    if not set(names) <= set(KPCA_FIGURES):
-        raise ValueError(f"--figures {args.figures}: expected some of {','.join(KPCA_FIGURES)}")
-    if not list(folder.glob("*.csv")):
-        raise FileNotFoundError(f"{folder} holds no CSV file of studies.kernel_pca")
-    for name in names:
-        figure, missing = KPCA_FIGURES[name](folder, args.run)
-        if figure is None:
-            print(f"{name}: skipped, {folder} has no numbers for it: python -m {missing}")
-            continue
-        path = folder / f"{name}{args.run and '_' + args.run}.png"
-        figure.savefig(path)
-        plt.close(figure)
-        lacking = f" Missing: {missing}." if missing else ""
-        print(f"{path}: {KPCA_FIGURES[name].__doc__}{lacking}")
-
-
 # --- robustness (eval_robust.py) ------------------------------------------------------------------
 
 def read_results(folder, **only):
@@ -338,7 +307,7 @@ def read_results(folder, **only):
             and all(row[k] == v for k, v in only.items())]
 
 
-def robust_sweep(folder):
+def robust_sweep(folder, _):
     """Fig. 3 (left): accuracy against the budget, FGSM and PGD; mean over seeds, band: one std."""
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.4), sharey=True)
     clean = read_results(folder, measure="clean")
@@ -359,10 +328,10 @@ def robust_sweep(folder):
                ylim=(0, None))
     axes[0].set_ylabel("top-1 accuracy in %")
     axes[0].legend(frameon=False)
-    return figure
+    return figure, ""
 
 
-def robust_corruptions(folder):
+def robust_corruptions(folder, _):
     """Top-1 error of every corruption type, mean of severities and seeds, with one std."""
     rows = read_results(folder, measure="corruptions")
     most = max((row["images"] for row in rows), default=0)                  # of several runs
@@ -370,7 +339,7 @@ def robust_corruptions(folder):
     types = list(dict.fromkeys(row["setting"]["type"] for row in rows))
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     if not types:
-        return None
+        return None, "the corruptions of eval_robust.py"
     figure, ax = plt.subplots(figsize=(WIDTH, 3.8))
     for i, kind in enumerate(kinds):
         errors = {t: [] for t in types}
@@ -385,48 +354,47 @@ def robust_corruptions(folder):
     ax.set_xticks(range(len(types)), names, rotation=40, ha="right")
     ax.set_ylabel(f"top-1 error in %, {most} images")
     ax.legend(frameon=False, ncols=2)
-    return figure
-
-
-def robust(args):
-    """The robustness table (eval_robust.py): accuracy against eps, error of every corruption."""
-    folder = Path(args.folder)
-    if not (folder / "results.jsonl").exists():
-        raise FileNotFoundError(f"{folder} has no results.jsonl of eval_robust.py")
-    for name, draw in (("sweep", robust_sweep), ("corruptions_error", robust_corruptions)):
-        figure = draw(folder)
-        if figure is not None:
-            figure.savefig(folder / f"{name}.png")
-            plt.close(figure)
-            print(f"{folder / name}.png: {draw.__doc__}")
+    return figure, ""
 
 
 # --- the command ----------------------------------------------------------------------------------
 
+FIGURES = {"kpca": {"loss": kpca_loss, "gamma": kpca_gamma, "gamma_layers": kpca_gamma_layers,
+                    "spectrum": kpca_spectrum, "truncation": kpca_truncation},
+           "robust": {"sweep": robust_sweep, "corruptions_error": robust_corruptions}}
+FILES = {"kpca": ("*.csv", "holds no CSV file of studies.kernel_pca"),
+         "robust": ("results.jsonl", "has no results.jsonl of eval_robust.py")}
+
+
 def get_args(argv=None):
-    """Command, folder and what is to be drawn."""
-    raw = dict(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    p = argparse.ArgumentParser(description=__doc__, **raw)
-    commands = p.add_subparsers(required=True, metavar="COMMAND")
-    figures = [f"  {name:13s} {draw.__doc__}" for name, draw in KPCA_FIGURES.items()]
-    c = commands.add_parser("kpca", help=kpca.__doc__, description=kpca.__doc__,
-                            epilog="\n".join(["figures:", *figures]), **raw)
-    c.set_defaults(draw=kpca)
-    c.add_argument("folder", help="--out_dir of studies.kernel_pca; the PNG files go there too")
-    c.add_argument("--figures", default=None, help="comma-separated; default: all")
-    c.add_argument("--run", default="", help="mean of runs whose name begins so; default: of all")
-    c = commands.add_parser("robust", help=robust.__doc__, description=robust.__doc__, **raw)
-    c.set_defaults(draw=robust)
-    c.add_argument("folder", help="--out_dir of eval_robust.py; the PNG files go there too")
+    figures = [f"  {name:18s} {draw.__doc__}" for draws in FIGURES.values()
+               for name, draw in draws.items()]
+    p = argparse.ArgumentParser(description=__doc__, epilog="\n".join(["figures:", *figures]),
+                                formatter_class=argparse.RawDescriptionHelpFormatter,
+                                allow_abbrev=False)
+    p.add_argument("what", choices=list(FIGURES), help="whose numbers: studies.kernel_pca's and "
+                   "published_scores', or eval_robust.py's")
+    p.add_argument("folder", help="their --out_dir; the PNG files go there too")
+    p.add_argument("--run", default="", help="kpca: mean of runs whose name begins so; default: of "
+                   "all")
     return p.parse_args(argv)
 
 
 def main():
     args = get_args()
-    try:
-        args.draw(args)
-    except (ValueError, OSError) as e:
-        sys.exit(f"error: {e}")
+    folder, (pattern, lack) = Path(args.folder), FILES[args.what]
+    if not list(folder.glob(pattern)):
+        sys.exit(f"error: {folder} {lack}")
+    for name, draw in FIGURES[args.what].items():
+        figure, missing = draw(folder, args.run)
+        if figure is None:
+            print(f"{name}: skipped, {folder} has no numbers for it: {missing}")
+            continue
+        path = folder / f"{name}{args.run and '_' + args.run}.png"
+        figure.savefig(path)
+        plt.close(figure)
+        lacking = f" Missing: {missing}." if missing else ""
+        print(f"{path}: {draw.__doc__}{lacking}")
 
 
 if __name__ == "__main__":

@@ -96,8 +96,9 @@ def attention_replaced(model, rule):
 # --- flags ----------------------------------------------------------------------------------------
 
 def get_args(doc, experiments, argv=None):
-    """The flags of a study; --exp becomes a list of known names. experiments: {name: one line}."""
-    listed = "\n".join(f"  {name:12s} {line}" for name, line in experiments.items())
+    """The flags of a study; --exp becomes a list of names. experiments: {name: function}."""
+    listed = "\n".join(f"  {name:12s} {experiment.__doc__.splitlines()[0]}"
+                       for name, experiment in experiments.items())
     p = argparse.ArgumentParser(description=doc, epilog="experiments:\n" + listed,
                                 formatter_class=argparse.RawDescriptionHelpFormatter,
                                 allow_abbrev=False)

@@ -117,28 +117,24 @@ def exp_gammas(layer):
     """
     axes, d, N = layer.axes, min(layer.dv, layer.k.shape[-2]), layer.k.shape[-2]
     scale, lam = (-axes.c).exp(), axes.mu[..., :d].mean(-1, keepdim=True) / N
-    sources = {s: a_hat(v, axes.log_g) for s, v in layer.values.items()} | {"KPCA": axes.U[..., :d]}
+    pseudo = {s: a_hat(v, axes.log_g) for s, v in layer.values.items()} | {"KPCA": axes.U[..., :d]}
     numeric = {s: numeric_a_hat(v, axes.log_g) for s, v in layer.values.items()}
-    out = {"|dgamma|/lambda": {}}
-    for m, columns in (("|dgamma|", sources), ("numeric inverse", numeric)):
-        out[m], out[f"{m} std"] = {}, {}
-        for source, a in columns.items():
-            mean, std = pair_differences(gamma(axes, a))
-            out[m][source], out[f"{m} std"][source] = mean * scale, std * scale
-            if m == "|dgamma|":
-                out["|dgamma|/lambda"][source] = mean / lam
+    pseudo, numeric = ({s: pair_differences(gamma(axes, a)) for s, a in columns.items()}
+                       for columns in (pseudo, numeric))
 
-    # Axes that float64 does not resolve have no gamma; curves: what the figures draw.
-    unresolved = torch.arange(d, device=lam.device) >= axes.rank[..., None]
-    for columns in out.values():
-        if "KPCA" in columns:
-            columns["KPCA"] = columns["KPCA"].masked_fill(unresolved, math.nan)
-    curves = {}
-    for m in ("|dgamma|", "numeric inverse"):
+    # By axis: what the figures draw.
+    out, curves = {"|dgamma|/lambda": {s: mean / lam for s, (mean, _) in pseudo.items()}}, {}
+    for m, found in (("|dgamma|", pseudo), ("numeric inverse", numeric)):
+        out[m] = {s: mean * scale for s, (mean, _) in found.items()}
         curves[f"{m} by axis"] = {s: out[m][s] for s in ("learned", "iid")}
-        curves[f"{m} std by axis"] = {"learned": out[f"{m} std"]["learned"]}
+        curves[f"{m} std by axis"] = {"learned": found["learned"][1] * scale}
+
+    # Axes that float64 does not resolve have no gamma.
+    unresolved = torch.arange(d, device=lam.device) >= axes.rank[..., None]
+    for m in ("|dgamma|", "|dgamma|/lambda"):
+        out[m]["KPCA"] = out[m]["KPCA"].masked_fill(unresolved, math.nan)
     return curves | {m: {s: t.nanmean(-1) for s, t in columns.items()}
-                     for m, columns in out.items() if not m.endswith(" std")}
+                     for m, columns in out.items()}
 
 
 def exp_eigenvalues(layer):
@@ -268,7 +264,7 @@ def random_heads(B=4, H=2, N=65, D=16):
 def invert(N):
     """What numeric inversion makes of I - 1_N, in words."""
     try:
-        inverse = torch.linalg.inv(torch.eye(N, dtype=torch.float64) - 1 / N)
+        inverse = (torch.eye(N, dtype=torch.float64) - 1 / N).inverse()
     except RuntimeError:
         return "torch finds it singular"
     return f"entries up to {inverse.abs().max():.0e}"
@@ -323,12 +319,11 @@ def flaws():
 
 
 def main():
-    lines = {name: experiment.__doc__.splitlines()[0] for name, experiment in EXPERIMENTS.items()}
-    args = get_args(__doc__, lines)
-    device, _, _ = common.setup(args.device)
+    args = get_args(__doc__, EXPERIMENTS)
     if args.ckpt:
-        return study(args, EXPERIMENTS, device)
-    print(flaws())
+        study(args, EXPERIMENTS)
+    else:
+        print(flaws())
 
 
 if __name__ == "__main__":

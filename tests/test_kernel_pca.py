@@ -2,10 +2,13 @@
 
 import csv
 import importlib
+import io
 import math
 import re
+import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from dataclasses import asdict
 
 import numpy as np
@@ -249,14 +252,28 @@ def read(path):
         return list(csv.DictReader(f))
 
 
+def studied(folder, attn):
+    """All experiments on a small network: the folder of their tables, and what was printed."""
+    ckpt, printed = save_vit(folder / "a.pt", attn), io.StringIO()
+    with pytest.MonkeyPatch.context() as monkeypatch, redirect_stdout(printed):
+        run(monkeypatch, study, "--ckpt", ckpt, "--images", 3, "--out_dir", folder,
+            "--device", "cpu")
+    return folder, printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def softmax_run(tmp_path_factory):
+    return studied(tmp_path_factory.mktemp("softmax"), "softmax")
+
+
 @pytest.mark.parametrize("attn", ["softmax", "rpc", "scaled_alpha"])
-def test_command_writes_a_table_for_every_experiment_and_layer(monkeypatch, tmp_path, capsys, attn):
-    ckpt = save_vit(tmp_path / "a.pt", attn)
-    run(monkeypatch, study, "--ckpt", ckpt, "--images", 5, "--out_dir", tmp_path,
-        "--device", "cpu")
-    out = capsys.readouterr().out
+def test_command_writes_a_table_for_every_experiment_and_layer(request, tmp_path, attn):
+    if attn == "softmax":
+        folder, out = request.getfixturevalue("softmax_run")
+    else:
+        folder, out = studied(tmp_path, attn)
     for name in EXPERIMENTS:
-        rows = read(tmp_path / f"{name}.csv")
+        rows = read(folder / f"{name}.csv")
         assert f"=== {name}" in out
         shown = out.split(f"=== {name}")[1].split("===")[0]
         for layer in ("0", "1", "all"):
@@ -265,9 +282,9 @@ def test_command_writes_a_table_for_every_experiment_and_layer(monkeypatch, tmp_
             mine = [r["layer"] for r in rows if r["measure"] in measure.split()]
             assert not mine or set(mine) == layers
         assert all(math.isfinite(float(r["mean"])) or r["measure"] == "eta" for r in rows), name
-    rows = {(r["how"], r["r"]): float(r["accuracy"]) for r in read(tmp_path / "truncate.csv")}
+    rows = {(r["how"], r["r"]): float(r["accuracy"]) for r in read(folder / "truncate.csv")}
     assert rows["affine", "16"] == rows["none", "0"] and len(rows) == 3 + 3 * len(TRUNCATIONS)
-    sources = {r["source"] for r in read(tmp_path / "capture.csv") if r["measure"] == "EV"}
+    sources = {r["source"] for r in read(folder / "capture.csv") if r["measure"] == "EV"}
     assert sources == {"learned", "x W", "iid", "KPCA", "best"}
 
 
@@ -286,9 +303,10 @@ def test_command_tracks_a_training_run_and_the_figures_follow(monkeypatch, tmp_p
     pytest.importorskip("matplotlib")
     from studies import plot
     folder = tmp_path / "run"
-    monkeypatch.setattr(sys, "argv", ["train_cls.py", "--num_images", "64", "--epochs", "2", "--keep_every", "1",
+    monkeypatch.setattr(sys, "argv", ["train_cls.py", "--num_images", "64", "--epochs", "2",
                                       "--image_size", "16", "--out_dir", str(folder), "--attn", "softmax", "--lr", "0",
-                                      "--weight_decay", "0", "--min_lr", "0", "--batch_size", "32", "--device", "cpu"])
+                                      "--batch_size", "32", "--device", "cpu", "--set", "keep_every=1",
+                                      "weight_decay=0", "min_lr=0"])
     train_cls.main()
     start, _ = untrained(common.read_checkpoint(folder), folder)
     end, _ = load_model(folder)
@@ -300,26 +318,27 @@ def test_command_tracks_a_training_run_and_the_figures_follow(monkeypatch, tmp_p
     assert {r["step"] for r in read(tmp_path / "jproj.csv")} == {"0", "2", "4"}   # last.pt is epoch 2 and counts once
     monkeypatch.setattr(sys, "argv", ["plot.py", "kpca", str(tmp_path)])
     plot.main()
-    assert {p.stem for p in tmp_path.glob("*.png")} == set(plot.KPCA_FIGURES)
+    assert {p.stem for p in tmp_path.glob("*.png")} == set(plot.FIGURES["kpca"])
     monkeypatch.setattr(sys, "argv", ["plot.py", "kpca", str(folder)])
     with pytest.raises(SystemExit, match="no CSV"):
         plot.main()
 
 
-def test_one_checkpoint_gives_every_figure_and_a_word_on_what_it_lacks(monkeypatch, tmp_path, capsys):
+def test_one_checkpoint_gives_every_figure_and_a_word_on_what_it_lacks(softmax_run, monkeypatch,
+                                                                       tmp_path, capsys):
     pytest.importorskip("matplotlib")
     from studies import plot
-    run(monkeypatch, study, "--ckpt", save_vit(tmp_path / "a.pt"), "--images", 3, "--ranks", 4,
-        "--out_dir", tmp_path)
-    capsys.readouterr()
+    for path in softmax_run[0].glob("*.csv"):
+        shutil.copy(path, tmp_path)
     monkeypatch.setattr(sys, "argv", ["plot.py", "kpca", str(tmp_path)])
     plot.main()
-    assert {p.stem for p in tmp_path.glob("*.png")} == set(plot.KPCA_FIGURES)
+    assert {p.stem for p in tmp_path.glob("*.png")} == set(plot.FIGURES["kpca"])
     loss, gamma = capsys.readouterr().out.splitlines()[:2]
     assert "several checkpoints" in loss and "exp losses" in loss and "exp gammas" in gamma
     figure, _ = plot.kpca_loss(tmp_path, "")
     assert [len(ax.patches) for ax in figure.axes] == [0, 2, 5, 4]                # bars: terms, frac, EV
     (tmp_path / "truncate.csv").unlink()
+    monkeypatch.setitem(plot.FIGURES, "kpca", {"truncation": plot.kpca_truncation})
     plot.main()
     assert "truncation: skipped" in capsys.readouterr().out
 

@@ -146,7 +146,7 @@ def test_explicit_features_have_the_kernel_as_their_product():
     assert_close(kpca.features(q, k) @ phi.mT, dots, 1e-9, 1e-12)
 
 
-ADDRESSES = [f"Eq. {n}" for n in range(4, 14)] + ["App. B", "App. C", "App. E.1", "Thm. 1"]
+ADDRESSES = [f"Eq. {n}" for n in range(4, 15)] + ["App. B", "App. C", "App. E.1", "Thm. 1"]
 
 
 @pytest.mark.parametrize("address", ADDRESSES + [f"Alg. 2, line {n}" for n in (1, 2, 3, 4, 5, 7)])
@@ -154,6 +154,12 @@ def test_every_equation_is_one_line_of_code_that_grep_finds(address):
     source = (ROOT / "kpca.py").read_text()
     lines = re.findall(rf"^( +\S.*?)# {re.escape(address)}(?!\d)", source, re.M)
     assert len(lines) == 1 and lines[0].strip(), address
+
+
+def test_no_other_address_stands_in_kpca():
+    found = re.findall(r"# ((?:Eq|App|Thm|Alg)\. [\w.]+(?:, line \d+)?)", (ROOT / "kpca.py").read_text())
+    lines = [f"Alg. 2, line {n}" for n in (1, 2, 4, 3, 5, 7)]
+    assert sorted(found) == sorted(ADDRESSES + lines)
 
 
 def test_main_prints_theorem_1_in_three_ways(capsys):
