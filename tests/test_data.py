@@ -402,7 +402,7 @@ def test_labels_follow_the_training_classes_and_mismatches_are_listed(tree_dir):
 def test_a_missing_or_empty_split_is_named(tree_dir):
     with pytest.raises(FileNotFoundError) as error:
         data.ImageTree(tree_dir, "test")
-    one_line(error, "--data_dir", tree_dir, "'test'")
+    one_line(error, "--data_dir", tree_dir, "has no folder 'test'")
     (tree_dir / "test").mkdir()
     with pytest.raises(ValueError) as error:
         data.ImageTree(tree_dir, "test")
