@@ -103,7 +103,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     queries (asymmetric RPC). threshold, mu_dim, dual_sign: the table above and `FORMS`. mu: as in
     `penalty`; None is "running" if causal, else "global" (which in causal attention lets the future
     leak into the past). dropout_p acts in the last step. shrink(x, tau): may be one with another
-    gradient (robust/attacks.py). trace: a list that receives dict(S, K2, L) of every step.
+    gradient (robust/adaptive.py). trace: a list that receives dict(S, K2, L) of every step.
 
     n_iter = 1 is symmetric attention with every key entry clamped to [-tau, tau]. While no entry
     exceeds tau, S = 0, Z piles up, and step i >= 3 attends with keys of about -(i - 2) K: a sharper
