@@ -1,4 +1,4 @@
-"""Every command of studies/cost.py runs with tiny settings, prints its table and writes its rows."""
+"""Every command of studies/cost.py runs with tiny settings, prints a table, writes its rows."""
 
 import json
 import subprocess
