@@ -1,12 +1,13 @@
-"""Images with a class for every pixel: folders laid out like ADE20K, the rendered scenes, the training transforms.
+"""Images with a class for every pixel: scenes, ADE20K's layout, a folder of one's own; transforms.
 
-The transforms are those of mmsegmentation 0.14.1 as `rstrudel/segmenter:segm/data/config/ade20k.py` lists them. What
-changes the shape (resize, crop, flip) runs per image in DataLoader workers, what follows (photometric distortion,
-padding with the mean colour) on whole batches, on any device. Every random number is a function of (seed, sample), see
-common.uniform: no worker, batch or process matters.
+The training transforms are those of mmsegmentation 0.14.1 as
+`rstrudel/segmenter:segm/data/config/ade20k.py` lists them. What changes the shape (resize, crop,
+flip) runs per image in DataLoader workers, the rest (distortion, padding with the mean colour) on
+whole batches, on any device. Every random number is a function of (seed, sample), see rng.uniform:
+no worker, batch or process matters.
 
     tree = SegTree("data/ADEChallengeData2016", "training", num_classes=150)
-    image, label = tree[0]                     # (3, H, W), (H, W), both uint8; label 255: no class, ignored
+    image, label = tree[0]                   # (3, H, W), (H, W), both uint8; label 255: ignored
     views = TrainingViews(tree, size=512)      # views[position, index] is one training sample
 """
 
@@ -17,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw
 from torch.utils.data import Dataset
+from tqdm import tqdm
 
 import data
-from data.augment import replace, send
+from data.augment import send
 from data.rng import uniform
 from segmenter import IGNORE, resized
 
@@ -27,19 +29,19 @@ VIEW, DISTORT = 30, 31                       # what a random number is for: the 
 REDRAWS = 10                                 # of a crop without variety
 VIEW_COLUMNS = 1 + 2 * (1 + REDRAWS) + 1     # scale; top and left of each crop; flip?
 DISTORT_COLUMNS = 9
-CAMVID_CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian",
-                  "bicyclist"]
+SHARE = 0.2                                  # of a flat folder's images is held out
+CAMVID_CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car",
+                  "pedestrian", "bicyclist"]
 
 
-# --- where images come from: source[i] -> image (3, H, W) uint8, label (H, W) uint8; source.classes ------------------
+# --- source[i] -> image (3, H, W), label (H, W), both uint8; source.classes ----------------------
 
 class Scenes(Dataset):
-    """The scenes of data.render_scenes in memory; 11 classes: background is class 0, no pixel is ignored."""
+    """data.render_scenes in memory; 11 classes: background is class 0, no pixel is ignored."""
 
     def __init__(self, split, num_images, size, seed=0):
         self.images, _, classes, self.labels = data.load_shapes(split, num_images, size, seed)
         self.classes = ["background", *classes]
-        self.names = [f"scene {i}" for i in range(num_images)]
 
     def __len__(self):
         return len(self.images)
@@ -48,83 +50,194 @@ class Scenes(Dataset):
         return self.images[i], self.labels[i]
 
 
-def class_names(root, num_classes=None):
-    """Class names of a data folder: of classes.txt (one a line), else of ADE20K's objectInfo150.txt, else made up.
-
-    num_classes: how many there must be; None: as many as the file has. Raises ValueError if it has another number, or
-    if there is neither a file nor a number.
-    """
+def listed_classes(root):
+    """(names, file) of classes.txt, one a line, or of ADE20K's objectInfo150.txt; ([], None)."""
     lists, table = os.path.join(root, "classes.txt"), os.path.join(root, "objectInfo150.txt")
-    names, path = [], lists if os.path.exists(lists) else table
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as file:
-            lines = [line.strip() for line in file if line.strip()]
-        names = lines if path == lists else [line.split("\t")[-1].split(",")[0] for line in lines[1:]]
+    for path in (lists, table):
+        if os.path.exists(path):
+            with open(path, encoding="utf-8") as file:
+                lines = [line.strip() for line in file if line.strip()]
+            if path == table:
+                lines = [line.split("\t")[-1].split(",")[0] for line in lines[1:]]
+            return lines, path
+    return [], None
+
+
+def class_names(root, num_classes=None):
+    """Class names of a data folder, made up where it lists none.
+
+    num_classes: how many there must be; None: as many as are listed. Raises ValueError if there is
+    another number, or neither a list nor a number, or if 8 bits cannot hold them.
+    """
+    names, path = listed_classes(root)
     if not names and num_classes is None:
-        raise ValueError(f"how many classes has --data_dir {root}? There is no classes.txt in it; give --num_classes")
+        raise ValueError(f"how many classes has --data_dir {root}? There is no classes.txt in it; "
+                         f"give --num_classes")
     if names and num_classes not in (None, len(names)):
         raise ValueError(f"--num_classes {num_classes}: {path} lists {len(names)} classes")
-    return names or (CAMVID_CLASSES if num_classes == 11 else [f"class {k}" for k in range(num_classes)])
+    if not names and num_classes == 11:
+        names = CAMVID_CLASSES
+    names = names or [f"class {k}" for k in range(num_classes)]
+    if not 2 <= len(names) <= 254:
+        raise ValueError(f"{len(names)} classes, expected 2 to 254: labels are 8-bit, 255 is "
+                         f"ignored")
+    return names
 
 
 def shift_labels(label):
-    """ADE20K's file values to classes: 0 (unlabelled) -> 255 (ignored), v -> v - 1; 255 stays. uint8, any shape."""
-    label = label - 1                                                                    # uint8: 0 wraps round to 255
+    """Values of a file to classes: 0 (unlabelled) and 255 -> 255 (ignored), v -> v - 1. uint8."""
+    label = label - 1                                               # uint8: 0 wraps round to 255
     return torch.where(label == 254, IGNORE, label)
 
 
-class SegTree(Dataset):
-    """root/images/<split>/<stem>.jpg with root/annotations/<split>/<stem>.png, as ADE20K is laid out.
+def files_in(folder, extensions):
+    """{stem: path} of a folder's files, in the order of their names."""
+    files = (name for name in sorted(os.listdir(folder)) if name.lower().endswith(extensions))
+    return {os.path.splitext(name)[0]: os.path.join(folder, name) for name in files}
 
-    tree[i]: image (3, H, W) and label (H, W), uint8, classes from 0, 255 for pixels to be ignored. Images may be grey,
-    have an alpha channel (dropped) or 16 bits; annotations are 8-bit single-channel PNG. num_classes: see class_names.
-    Raises FileNotFoundError and ValueError, one line that names the folder or file.
+
+def read_pair(image_path, label_path):
+    """An image (3, H, W) and the values of its annotation (H, W), uint8; errors name the file.
+
+    Images may be grey, have an alpha channel (dropped) or 16 bits; annotations are 8-bit PNG of one
+    channel, palettes included: there the numbers count, not their colours.
     """
+    image = data.decode(np.fromfile(image_path, np.uint8), image_path)
+    try:
+        with Image.open(label_path) as file:
+            mode, pixels = file.mode, np.array(file)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"cannot decode {label_path}: {error}") from None
+    if mode not in ("L", "P"):
+        raise ValueError(f"{label_path} is of mode {mode}, expected an 8-bit single-channel PNG")
+    if pixels.shape != image.shape[1:]:
+        (h, w), (H, W) = pixels.shape, image.shape[1:]
+        raise ValueError(f"{label_path} is {w} x {h} pixels, its image {image_path} {W} x {H}")
+    return image, torch.from_numpy(pixels)
+
+
+class SegTree(Dataset):
+    """root/images/<split>/<stem>.jpg, root/annotations/<split>/<stem>.png, as ADE20K is laid out.
+
+    tree[i]: image (3, H, W) and label (H, W), uint8, classes from 0, 255 for pixels to be ignored.
+    num_classes: see class_names. Raises FileNotFoundError and ValueError, one line that names the
+    folder or file.
+    """
+    layout = "{images,annotations}/{training,validation} as in ADE20K"
 
     def __init__(self, root, split, num_classes=None):
-        self.folders = [os.path.join(str(root), part, split) for part in ("images", "annotations")]
+        root = str(root)
+        self.folders = [os.path.join(root, part, split) for part in ("images", "annotations")]
+        self.check_folders(root)
+        self.classes = class_names(root, num_classes)
+        images = files_in(self.folders[0], data.IMAGE_EXTENSIONS)
+        labels = files_in(self.folders[1], ".png")
+        lonely = {f"{self.folders[1]} has no annotation of image": images.keys() - labels,
+                  f"{self.folders[0]} has no image of annotation": labels.keys() - images}
+        for what, names in lonely.items():
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                raise ValueError(f"{what} {', '.join(sorted(names)[:3])}{more}")
+        if not images:
+            raise ValueError(f"{self.folders[0]} has no images (.jpg, .png)")
+        self.names = list(images)
+        self.files = [(images[name], labels[name]) for name in images]
+
+    def check_folders(self, root):
         for folder in self.folders:
             if not os.path.isdir(folder):
                 raise FileNotFoundError(f"--data_dir {root} has no folder {folder}; expected "
-                                        f"{{images,annotations}}/{{training,validation}} as in ADE20K")
-        self.classes = class_names(str(root), num_classes)
-        if not 2 <= len(self.classes) <= 254:
-            raise ValueError(f"{len(self.classes)} classes, expected 2 to 254: labels are 8-bit, 255 is ignored")
-        images, labels = ({os.path.splitext(file)[0]: file for file in sorted(os.listdir(folder))
-                           if file.lower().endswith(extensions)}
-                          for folder, extensions in zip(self.folders, (data.IMAGE_EXTENSIONS, ".png")))
-        for here, there, folder, of in ((images, labels, self.folders[1], "annotation of image"),
-                                        (labels, images, self.folders[0], "image of annotation")):
-            missing = sorted(set(here) - set(there))
-            if missing:
-                raise ValueError(f"{folder} has no {of} {', '.join(missing[:3])}"
-                                 + f" and {len(missing) - 3} more" * (len(missing) > 3))
-        if not images:
-            raise ValueError(f"{self.folders[0]} has no images (.jpg, .png)")
-        self.names = sorted(images)
-        self.files = [(images[name], labels[name]) for name in self.names]
+                                        f"{self.layout}")
 
     def __len__(self):
         return len(self.files)
 
     def __getitem__(self, i):
-        image_path, label_path = (os.path.join(folder, file) for folder, file in zip(self.folders, self.files[i]))
-        image = data.decode(np.fromfile(image_path, np.uint8), image_path)
-        try:
-            with Image.open(label_path) as file:
-                mode, pixels = file.mode, np.array(file)                        # mode P: the numbers, not their colours
-        except (OSError, SyntaxError, ValueError) as error:
-            raise ValueError(f"cannot decode {label_path}: {error}") from None
-        if mode not in ("L", "P"):
-            raise ValueError(f"{label_path} is of mode {mode}, expected an 8-bit single-channel PNG")
-        if pixels.shape != image.shape[1:]:
-            (h, w), (H, W) = pixels.shape, image.shape[1:]
-            raise ValueError(f"{label_path} is {w} x {h} pixels, its image {image_path} {W} x {H}")
-        wrong = pixels[(pixels > len(self.classes)) & (pixels < 255)]
+        image, values = read_pair(*self.files[i])
+        K = len(self.classes)
+        wrong = values[(values > K) & (values < 255)]
         if len(wrong):
-            raise ValueError(f"{label_path} holds the value {wrong.max()}, expected 0 (ignored) to {len(self.classes)} "
-                             f"(--num_classes)")
-        return image, shift_labels(torch.from_numpy(pixels))
+            raise ValueError(f"{self.files[i][1]} holds the value {wrong.max()}, expected 0 "
+                             f"(ignored) to {K} (--num_classes)")
+        return image, shift_labels(values)
+
+
+class OwnFolder(SegTree):
+    """A folder of one's own: root/images/<stem>.jpg and root/annotations/<stem>.png, in any number.
+
+    If there is root/images/training, it is laid out as SegTree's; otherwise "validation" is a fifth
+    of the pairs, the same ones each time. Files that cannot be read or have no partner are left
+    out. pixels: (256,) int64, how many have each value. Raises ValueError where nothing is left.
+    """
+    layout = "images/*.jpg and annotations/*.png, or training/ and validation/ in each"
+
+    def __init__(self, root, split, num_classes=None):
+        root = str(root)
+        self.folders = [os.path.join(root, part) for part in ("images", "annotations")]
+        flat = not os.path.isdir(os.path.join(self.folders[0], "training"))
+        if not flat:
+            self.folders = [os.path.join(folder, split) for folder in self.folders]
+        self.check_folders(root)
+        images = files_in(self.folders[0], data.IMAGE_EXTENSIONS)
+        labels = files_in(self.folders[1], ".png")
+        names = [name for name in images if name in labels]
+        needed = [(images, self.folders[0], "image (.jpg, .png)"),
+                  (labels, self.folders[1], "annotation (.png)"),
+                  (names, self.folders[1], "annotation with the name of an image")]
+        for files, folder, what in needed:
+            if not files:
+                raise ValueError(f"--data_dir {root}: no {what} in {folder}")
+
+        # the part that is asked for, as far as it can be read
+        self.unmatched = len(images.keys() ^ labels.keys())
+        if flat:
+            held = max(round(SHARE * len(names)), 1)
+            order = data.epoch_order(len(names), 0, seed=0).tolist()
+            part = order[:held] if split == "validation" else order[held:]
+            names = [names[i] for i in sorted(part)]
+        pairs = {name: (images[name], labels[name]) for name in names}
+        self.names, self.files, self.sides = [], [], []
+        self.pixels = torch.zeros(256, dtype=torch.int64)
+        for name in tqdm(names, f"reading {split} images", leave=False, disable=len(names) < 200):
+            try:
+                image, values = read_pair(*pairs[name])
+            except (ValueError, OSError) as error:
+                tqdm.write(f"skipping: {error}")
+                continue
+            self.names.append(name)
+            self.files.append(pairs[name])
+            self.sides.append(min(values.shape))
+            self.pixels += values.flatten().bincount(minlength=256)
+        self.unreadable = len(names) - len(self.names)
+        if not self.names:
+            raise ValueError(f"--data_dir {root}: no {split} image is left: {len(images)} images, "
+                             f"{self.unmatched} unmatched files, {self.unreadable} unreadable")
+        self.classes = class_names(root, num_classes) if num_classes else []
+
+
+def load_folder(root, num_classes=None):
+    """A folder of one's own: (training, validation) OwnFolder and what was found, in words.
+
+    The number of classes is num_classes, or that of classes.txt, or the highest value.
+    """
+    train, val = OwnFolder(root, "training"), OwnFolder(root, "validation")
+    pixels = train.pixels + val.pixels
+    values = [value for value in range(1, 255) if pixels[value]]
+    if len(values) < 2:
+        raise ValueError(f"--data_dir {root}: the annotations hold {len(values)} classes, expected "
+                         f"2 or more; values 0 and 255 are no class: they are ignored")
+    K = num_classes or len(listed_classes(root)[0]) or values[-1]
+    train.classes = val.classes = class_names(root, K)
+    if values[-1] > K:
+        raise ValueError(f"--data_dir {root}: the annotations hold the value {values[-1]}, "
+                         f"expected 0 (ignored) to {K} (--num_classes)")
+    ignored = 100 * (pixels[0] + pixels[255]) / pixels.sum()
+    flat = train.folders == val.folders
+    unmatched = train.unmatched if flat else train.unmatched + val.unmatched
+    return train, val, (f"{len(train)} training, {len(val)} {'held-out' if flat else 'validation'} "
+                        f"images, {K} classes, {ignored:.1f} % of the pixels ignored, "
+                        f"{train.unreadable + val.unreadable} unreadable, {unmatched} unmatched "
+                        f"files")
 
 
 def load_split(args, split):
@@ -139,41 +252,44 @@ def load_split(args, split):
         return Scenes(name, n, args.size)
     if not args.data_dir:
         raise ValueError(f"--data {args.data} needs --data_dir")
-    return SegTree(args.data_dir, split, args.num_classes)
+    kind = OwnFolder if args.data == "folder" else SegTree
+    return kind(args.data_dir, split, args.num_classes)
 
 
-# --- training transforms, first half: one image, in a worker ---------------------------------------------------------
+# --- training transforms, first half: one image, in a worker -------------------------------------
 
 def resize(image, height, width):
     """Bilinear without antialiasing, (3, H, W) uint8 -> (3, height, width) uint8."""
     if image.shape[1:] == (height, width):
         return image
-    image = image[None].contiguous(memory_format=torch.channels_last)                    # 4 x as fast as planes
+    image = image[None].contiguous(memory_format=torch.channels_last)       # 4 x as fast as planes
     return F.interpolate(image, (height, width), mode="bilinear", align_corners=False)[0]
 
 
 def varied(label):
-    """Is a crop worth learning from: two classes or more, the commonest on less than 3/4 of the labelled pixels?"""
+    """Is a crop worth learning from: the commonest class on less than 3/4 of what is labelled?"""
     count = label.flatten().bincount(minlength=256)[:IGNORE]
-    return bool(count.max() < 0.75 * count.sum())                # 0.75 of n < n: then there is a second class as well
+    return bool(count.max() < 0.75 * count.sum())                   # so there is a second class too
 
 
 def training_view(image, label, draw, size, scales=(0.5, 2.0)):
     """Resize by a random factor, crop, flip. draw: VIEW_COLUMNS numbers in [0, 1).
 
-    The image is resized to fit in 4 size r by size r (long, short side), r uniform in scales, then cropped to
-    size x size, a shorter side taken whole. A crop that is not `varied` is drawn again, at most REDRAWS times.
-    Returns image (3, size, size) and label (size, size), uint8, padded right and below (0, and 255 in the label), and
-    the height and width that are not padding.
+    The image is resized to fit in 4 size r by size r (long, short side), r uniform in scales, then
+    cropped to size x size, a shorter side taken whole. A crop that is not `varied` is drawn again,
+    at most REDRAWS times. Returns image (3, size, size) and label (size, size), uint8, padded right
+    and below (0, and 255 in the label), and the height and width that are not padding.
     """
     r = scales[0] + (scales[1] - scales[0]) * draw[0]
     H, W = resized(*label.shape, int(4 * size * r), int(size * r))
-    rows, columns = (torch.arange(n) * old // n for n, old in zip((H, W), label.shape))  # nearest: floor(i * old / new)
+    rows = torch.arange(H) * label.shape[0] // H                    # nearest: floor(i * old / new)
+    columns = torch.arange(W) * label.shape[1] // W
     h, w = min(size, H), min(size, W)
     for i in range(1 + REDRAWS):
-        top, left = int(draw[1 + 2 * i] * (H - h + 1)), int(draw[2 + 2 * i] * (W - w + 1))
+        top = int(draw[1 + 2 * i] * (H - h + 1))
+        left = int(draw[2 + 2 * i] * (W - w + 1))
         crop = label[rows[top:top + h]][:, columns[left:left + w]]
-        if (h, w) == (H, W) or varied(crop):                                              # a whole image: no other crop
+        if (h, w) == (H, W) or varied(crop):                        # a whole image: no other crop
             break
     image = resize(image, H, W)[:, top:top + h, left:left + w]
     if draw[-1] < 0.5:
@@ -183,110 +299,112 @@ def training_view(image, label, draw, size, scales=(0.5, 2.0)):
 
 
 class TrainingViews(Dataset):
-    """views[position, index]: one sample (image, label, (position, height, width)), see training_view.
+    """views[position, index]: one sample (image, label, (position, height, width)): training_view.
 
-    `index` says which image of the source, `position` (the sample's number in the whole run) which view of it.
+    `index` says which image of the source, `position` (the sample's number in the whole run) which
+    view of it.
     """
 
     def __init__(self, source, size, scales=(0.5, 2.0), seed=0):
         self.source, self.size, self.scales, self.seed = source, size, scales, seed
 
     def __getitem__(self, key):
-        return self.__getitems__([key])[0]
-
-    def __getitems__(self, keys):
-        """DataLoader asks for a whole batch here: its random numbers are drawn in one call."""
-        draws = uniform(torch.tensor([position for position, _ in keys]), VIEW_COLUMNS, self.seed, VIEW).tolist()
-        views = (training_view(*self.source[index], draw, self.size, self.scales)
-                 for (_, index), draw in zip(keys, draws))
-        return [(image, label, (position, h, w)) for (image, label, h, w), (position, _) in zip(views, keys)]
+        position, index = key
+        draw = uniform(torch.tensor([position]), VIEW_COLUMNS, self.seed, VIEW)[0].tolist()
+        image, label, h, w = training_view(*self.source[index], draw, self.size, self.scales)
+        return image, label, (position, h, w)
 
 
-# --- training transforms, second half: batches, on any device --------------------------------------------------------
+# --- training transforms, second half: batches, on any device ------------------------------------
 
 def scale_and_shift(x, factor, amount=0.0):
-    """factor * x + amount in grey levels, clipped and truncated as uint8 arithmetic does; x stays float."""
+    """factor * x + amount in grey levels, clipped and cut to whole ones; x stays float."""
     return (x * factor + amount).clamp(0, 255).floor()
 
 
 def scale_hsv(x, saturation, turn):
-    """S of HSV times `saturation`, H plus `turn` half degrees. x: (B, 3, H, W) float, whole grey levels, as the result.
+    """S of HSV times `saturation`, H plus `turn` half degrees. x: (B, 3, H, W) float, grey levels.
 
     H is kept in whole half degrees and S in 256 levels, as OpenCV's 8-bit images do.
     """
+    # to hue, in sixths of the circle, and saturation; grey: all numerators are 0
     red, green, blue = x.unbind(1)
     value, low = x.amax(1), x.amin(1)
-    span = (value - low).clamp(min=1)                                                    # grey: all numerators are 0
-    hue = torch.where(value == red, (green - blue) / span, torch.where(                  # in sixths of the circle
-        value == green, 2 + (blue - red) / span, 4 + (red - green) / span))
+    span = (value - low).clamp(min=1)
+    hue = torch.where(value == green, 2 + (blue - red) / span, 4 + (red - green) / span)
+    hue = torch.where(value == red, (green - blue) / span, hue)
+    s = (255 * (value - low) / value.clamp(min=1) + 0.5).floor()
+
+    # changed, and back: R, G, B = V - V S (0 to 1)
     hue = ((hue * 30 + 0.5).floor()[:, None] + turn) % 180
-    s = (255 * (value - low) / value.clamp(min=1) + 0.5).floor()[:, None]
-    s, value = scale_and_shift(s, saturation) / 255, value[:, None]
+    s, value = scale_and_shift(s[:, None], saturation) / 255, value[:, None]
     k = (hue / 30 + torch.tensor([5, 3, 1], device=x.device).view(3, 1, 1)) % 6
-    return (value - value * s * torch.minimum(k, 4 - k).clamp(0, 1)).floor()             # R, G, B = V - V S (0 to 1)
+    return (value - value * s * torch.minimum(k, 4 - k).clamp(0, 1)).floor()
 
 
 def distort(images, u):
-    """Photometric distortion: brightness, contrast, saturation and hue, each with probability 0.5.
+    """Photometric distortion: brightness, contrast, saturation, hue, each with probability 0.5.
 
-    images: (B, 3, H, W) uint8. u: (B, DISTORT_COLUMNS) on the CPU. Returns uint8. Contrast comes second or last, by a
-    fair coin. Where saturation and hue both change, HSV is entered once, not twice as in the source.
+    images: (B, 3, H, W) uint8. u: (B, DISTORT_COLUMNS). Returns uint8. Contrast comes second or
+    last, by a fair coin. Where saturation and hue both change, HSV is entered once, not twice as in
+    the source.
     """
-    def between(low, high, j):                                      # (B,), and `low` etc. are neutral where not applied
-        return low + (high - low) * u[:, j]
+    u = send(u, images.device)[:, :, None, None, None]
 
-    def chosen(j, value, neutral):
-        return send(torch.where(u[:, j] < 0.5, value, neutral).view(-1, 1, 1, 1), images.device)
+    def drawn(j, low, high, neutral):
+        return torch.where(u[:, j] < 0.5, low + (high - low) * u[:, j + 1], neutral)
 
-    contrast = torch.where(u[:, 2] < 0.5, between(0.5, 1.5, 3), 1.0)
-    coloured = ((u[:, 5] < 0.5) | (u[:, 7] < 0.5)).nonzero()[:, 0]                       # on the CPU: no wait
-    x = scale_and_shift(images.float(), 1.0, chosen(0, between(-32, 32, 1), 0.0))        # brightness
-    x = scale_and_shift(x, chosen(4, contrast, 1.0))                                     # contrast, first place
-    if len(coloured):
-        where = send(coloured, images.device)
-        saturation, turn = chosen(5, between(0.5, 1.5, 6), 1.0), chosen(7, (u[:, 8] * 36).floor() - 18, 0.0)
-        x = replace(x, [coloured], [scale_hsv(x[where], saturation[where], turn[where])])
-    last = torch.where(u[:, 4] < 0.5, 1.0, contrast).view(-1, 1, 1, 1)
-    return scale_and_shift(x, send(last, images.device)).byte()                          # contrast, last place
+    contrast, saturation = drawn(2, 0.5, 1.5, 1.0), drawn(5, 0.5, 1.5, 1.0)
+    turn = torch.where(u[:, 7] < 0.5, (u[:, 8] * 36).floor() - 18, 0.0)
+    early, coloured = u[:, 4] < 0.5, (u[:, 5] < 0.5) | (u[:, 7] < 0.5)
+    x = scale_and_shift(images.float(), 1.0, drawn(0, -32, 32, 0.0))            # brightness
+    x = scale_and_shift(x, torch.where(early, contrast, 1.0))
+    x = torch.where(coloured, scale_hsv(x, saturation, turn), x)
+    return scale_and_shift(x, torch.where(early, 1.0, contrast)).byte()
 
 
 def finish_views(images, height, width, positions, seed, mean, distorted=True):
-    """Distortion, then padding: uint8 views to float32 in [0, 1], the mean colour where there is no image.
+    """Distortion, then padding: uint8 views to float32 in [0, 1].
 
-    images: (B, 3, S, S) uint8. height, width, positions: (B,) int64 on the CPU. mean: (3, 1, 1) in [0, 1], the one that
-    the model subtracts: so padding is exactly 0 for its first layer.
+    images: (B, 3, S, S) uint8. height, width, positions: (B,) int64 on the CPU. mean: (3, 1, 1) in
+    [0, 1], the colour of the padding: the one that the model subtracts, so that its first layer
+    sees 0.
     """
     if distorted:
         images = distort(images, uniform(positions, DISTORT_COLUMNS, seed, DISTORT))
-    S, (height, width) = images.shape[-1], (send(t.view(-1, 1, 1, 1), images.device) for t in (height, width))
-    axis = torch.arange(S, device=images.device)
+    height, width = (send(t.view(-1, 1, 1, 1), images.device) for t in (height, width))
+    axis = torch.arange(images.shape[-1], device=images.device)
     return torch.where((axis[:, None] < height) & (axis < width), images / 255, mean)
 
 
-# --- pictures --------------------------------------------------------------------------------------------------------
+# --- pictures ------------------------------------------------------------------------------------
 
 def palette(num_classes):
-    """A colour per class, (256, 3) uint8: hues a golden angle apart from blue on, three brightnesses; 255 is black."""
+    """A colour per class, (256, 3) uint8: hues a golden angle apart; 255 is black."""
     k = torch.arange(256.0)
-    rgb = data.colour((0.6 + k * 0.618034) % 1, torch.full_like(k, 0.85), 0.3 + 0.22 * (k % 3))[:, :, 0, 0]
+    hue, luminance = (0.6 + k * 0.618034) % 1, 0.3 + 0.22 * (k % 3)
+    rgb = data.shapes.colour(hue, torch.full_like(k, 0.85), luminance)[:, :, 0, 0]
     rgb[num_classes:] = 0
     return (rgb * 255).round().byte()
 
 
 def save_pictures(path, images, labels, predictions, classes):
-    """One PNG, a row per image: the image, the truth, the prediction; below them the colours of the classes seen.
+    """One PNG, a row per image: image, truth, prediction; below, the colours of the classes seen.
 
-    images: list of (3, H, W) uint8; labels, predictions: lists of (H, W) uint8; all on the CPU, H and W may vary.
+    images: list of (3, H, W) uint8; labels, predictions: lists of (H, W) uint8; all on the CPU, H
+    and W may vary.
     """
     colours, gap = palette(len(classes)), 4
     zoom = max(1, 160 // max(image.shape[2] for image in images))
-    rows = [torch.cat([image.permute(1, 2, 0), colours[label.long()], colours[prediction.long()]], 1)
-            .repeat_interleave(zoom, 0).repeat_interleave(zoom, 1) for image, label, prediction
-            in zip(images, labels, predictions)]                                          # (H, 3 W, 3) each
+    rows = []
+    for image, label, prediction in zip(images, labels, predictions):
+        row = [image.permute(1, 2, 0), colours[label.long()], colours[prediction.long()]]
+        rows.append(torch.cat(row, 1).repeat_interleave(zoom, 0).repeat_interleave(zoom, 1))
     seen = sorted({k for t in (*labels, *predictions) for k in t.unique().tolist()})
     width = max(row.shape[1] for row in rows)
     cell, across = 150, max(1, width // 150)
     top = sum(len(row) + gap for row in rows)
+
     picture = Image.new("RGB", (width, top + 16 * -(-len(seen) // across)), "white")
     y = 0
     for row in rows:

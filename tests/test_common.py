@@ -290,7 +290,6 @@ READERS = [
     (train_lm, "--eval_only", "lm", "args model step vocab model_config"),
     (train_lm, "--sample", "lm", "args model step vocab model_config"),
     (train_seg, "--resume", "seg", "args model optimizer step classes model_config"),
-    (train_seg, "--eval_only", "seg", "args model classes model_config"),
     (eval_robust, "--ckpt", "cls", "model model_config"),
     (kernel_pca, "--ckpt", "cls", "model model_config"),
     (kernel_pca, "--ckpt", "lm", "args model vocab step model_config")]

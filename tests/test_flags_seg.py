@@ -1,7 +1,6 @@
 """Every flag of train_seg.py does what it says: a plain loop of torch's own parts and a run with
 every flag away from its default give the same log and weights; a table says what a flag changes."""
 
-import json
 import math
 import re
 import sys
@@ -16,11 +15,11 @@ import torch.nn.functional as F
 from PIL import Image
 
 import common
-from robust import corruptions
-from data import segmentation
+import segmenter
 import train_seg
-from common import key_statistics
-from data import load_shapes
+from data import load_shapes, segmentation
+from data.rng import uniform
+from robust import corruptions
 from segmenter import Segmenter, SegmenterConfig, predict, segmenter_from_checkpoint
 
 SIZES = [(40, 60), (60, 40), (33, 70), (48, 48), (90, 30), (24, 41), (50, 61), (30, 30), (44, 52)]
@@ -66,8 +65,13 @@ def shapes(split, n, size):
 
 
 def words(flags):
-    """{flag: value} as on the command line; True and False are --flag and --no-flag."""
+    """{flag or setting: value} as on the command line; True and False are --flag and --no-flag."""
+    settings = [f"{k}={v}" for k, v in flags.items() if k in train_seg.SETTINGS]
+    if settings:
+        yield from ["--set", *settings]
     for name, value in flags.items():
+        if name in train_seg.SETTINGS:
+            continue
         if value is True or value is False:
             yield f"--{name}" if value else f"--no-{name}"
         else:
@@ -122,7 +126,7 @@ def plain_view(image, label, u, f):
 def test_a_view_is_the_plain_one_and_padding_has_no_class():
     make_tree()
     f = SimpleNamespace(size=24, min_scale=0.6, max_scale=1.6)
-    draws = common.uniform(torch.arange(400), 24, 1, 30).tolist()
+    draws = uniform(torch.arange(400), 24, 1, 30).tolist()
     pairs = read_tree("training")
     for i, u in enumerate(draws):
         image, label = plain_view(*pairs[i % 9], u, f)
@@ -142,10 +146,10 @@ def plain_batch(f, source, step, mean):
     images, labels = [], []
     for j, index in enumerate(order[first:first + f.batch_size]):
         position = torch.tensor([epoch * n + first + j])
-        u = common.uniform(position, 24, f.seed, 30)[0].tolist()
+        u = uniform(position, 24, f.seed, 30)[0].tolist()
         image, label = plain_view(*source[index], u, f)
         if f.distort:
-            image = segmentation.distort(image[None], common.uniform(position, 9, f.seed, 31))[0]
+            image = segmentation.distort(image[None], uniform(position, 9, f.seed, 31))[0]
         h, w = label.shape
         images.append(mean.repeat(1, f.size, f.size))
         images[-1][:, :h, :w] = image / 255
@@ -170,23 +174,22 @@ def plain_scores(pairs, K):
 
 def plain_predictions(f, model, images, seen):
     """Classes per pixel, one image at a time; the probabilities are appended to seen."""
-    scales = [float(scale) for scale in f.scales.split()]
+    more = {name: getattr(f, name) for name in ("scales", "flip") if hasattr(f, name)}
     for image in images:
         with torch.autocast("cpu", torch.bfloat16, enabled=f.amp):
-            p = predict(model.eval(), image, size=f.size, window=f.window, stride=f.stride,
-                        scales=scales, flip=f.flip)
+            p = predict(model.eval(), image, size=f.size, window=f.window, stride=f.stride, **more)
         seen.append(p)
         yield p.argmax(0)
 
 
 def spy(monkeypatch):
-    """The list to which train_seg.py's predictions are appended from now on."""
-    seen, real = [], train_seg.predict
+    """The list to which an evaluation's predictions are appended from now on."""
+    seen, real = [], segmenter.predict
 
     def recorded(*args, **how):
         seen.append(real(*args, **how))
         return seen[-1]
-    monkeypatch.setattr(train_seg, "predict", recorded)
+    monkeypatch.setattr(segmenter, "predict", recorded)
     return seen
 
 
@@ -225,7 +228,7 @@ def plain_loop(f, source, val, model, K, seen):
             rows.append(dict(at, loss=loss, grad_norm=norm, lr=lr))
             pending = []
         if step == f.max_steps or step % (f.eval_every * epoch_steps) == 0:
-            about = key_statistics(model.eval(), model.masks, images[:8])
+            about = common.key_statistics(model, model.masks, images[:8])
             pairs = list(zip(val_labels, plain_predictions(f, model, val_images, seen)))
             rows.append(dict(at, eval=plain_scores(pairs, K), **about))
     return rows
@@ -235,17 +238,16 @@ def plain_loop(f, source, val, model, K, seen):
 FLAGS = dict(model="micro", patch_size=8, n_iter=3, lambd=0.3, form="paper", rpc_layers="1,3",
              drop_path=0.3, dropout=0.3, size=24, min_scale=0.6, max_scale=1.6, epochs=4,
              batch_size=4, lr=3e-3, min_lr=1e-3, weight_decay=0.4, clip=0.5, window=16, stride=12,
-             scales="0.5 1", flip=True, save_images=2, seed=5, device="cpu", out_dir="a",
-             max_steps=10, log_every=2, eval_every=2, save_every=4, keep_every=2)
+             save_images=2, seed=5, device="cpu", out_dir="a", max_steps=10, log_every=2,
+             eval_every=2, save_every=4, keep_every=2)
 RUNS = {
     "shapes": dict(FLAGS, attn="rpc_asym", num_images=11, decoder="linear", optimizer="sgd",
-                   distort=True, amp=True, lr=0.1),
+                   distort=1, amp=True, lr=0.1),
     "camvid": dict(FLAGS, attn="sym_asym", data="camvid", data_dir="tree", num_classes=4,
-                   optimizer="sgd", distort=False, num_workers=3),
+                   optimizer="sgd", distort=0, num_workers=3),
     "ade20k": dict(FLAGS, attn="rpc", data="ade20k", data_dir="tree", num_classes=4, eval_every=1,
-                   optimizer="adamw", distort=False, num_workers=0, lr=1e-2)}
-EVALUATION = {"eval_only", "corruptions", "severity", "frost_dir", "limit"}
-LEFT_OUT = EVALUATION | {"compile", "resume", "backbone"}       # backbone: test_train_seg.py
+                   optimizer="adamw", distort=0, num_workers=0, lr=1e-2)}
+LEFT_OUT = {"compile", "resume", "backbone"}                    # backbone: test_train_seg.py
 
 
 def the_model(flags, K):
@@ -302,8 +304,8 @@ def test_a_run_with_every_flag_away_from_its_default_is_the_plain_loop(name, mon
     monkeypatch.setattr(torch.utils.data.DataLoader, "__init__", recorded)
     evaluate = train_seg.evaluate
 
-    def evaluated(model, *args):
-        metrics = evaluate(model, *args)
+    def evaluated(model, *args, **how):
+        metrics = evaluate(model, *args, **how)
         assert model.training                                           # goes on as it was
         return metrics
     monkeypatch.setattr(train_seg, "evaluate", evaluated)
@@ -333,12 +335,13 @@ def test_every_flag_is_in_a_run_or_in_a_table(capsys):
     with pytest.raises(SystemExit):
         call(train_seg.main, help=True)
     flags = set(re.findall(r"^  --(\w+)", capsys.readouterr().out, re.M))
-    assert len(flags) > 40
+    assert len(flags) == 28
+    flags |= set(train_seg.SETTINGS)
     away = set(LEFT_OUT)
     for name, run in RUNS.items():
         default = vars(call(train_seg.get_args, data=name))
         away |= {flag for flag, value in run.items() if default.get(flag) != value}
-    assert flags == away | {"data", "data_dir"}
+    assert flags == away | {"data", "data_dir", "set"}
 
 
 # --- flag -> what must change ---------------------------------------------------------------------
@@ -352,13 +355,12 @@ CHANGES = [                                      # these flags, what must change
     (dict(form="paper"), "loss", ""), (dict(decoder="linear"), "loss", ""),
     (dict(drop_path=0.5), "loss", "lr"), (dict(dropout=0.5), "loss", "lr"),
     (dict(size=24), "loss", ""), (dict(min_scale=0.5), "loss", "lr"),
-    (dict(max_scale=2), "loss", "lr"), (dict(distort=True), "loss", "lr"),
+    (dict(max_scale=2), "loss", "lr"), (dict(distort=1), "loss", "lr"),
     (dict(epochs=3), "lr steps", "first"), (dict(batch_size=4), "loss", ""),
     (dict(optimizer="sgd"), "loss", "first lr"), (dict(lr=1e-3), "lr loss", "first"),
     (dict(min_lr=1e-3), "lr loss", "first"), (dict(weight_decay=0.5), "weights", "first lr"),
     (dict(clip=0.01), "weights", "first lr"), (dict(window=16), "eval", "loss weights"),
-    (dict(stride=4), "eval", "loss weights"), (dict(scales="0.5 2"), "eval", "loss weights"),
-    (dict(flip=True), "eval", "loss weights"), (dict(save_images=1), "files", "loss weights"),
+    (dict(stride=4), "eval", "loss weights"), (dict(save_images=1), "files", "loss weights"),
     (dict(seed=1), "loss", "lr"), (dict(device="cpu"), "device", "loss weights"),
     (dict(amp=True), "loss", "lr"), (dict(compile=True), "compiled", "loss weights"),
     (dict(max_steps=3), "steps", "first"), (dict(log_every=3), "steps", "weights eval"),
@@ -425,7 +427,7 @@ def test_a_resumed_run_takes_the_new_lr_weight_decay_and_clip():
     assert lrs[3] == pytest.approx(0.4 * 0.5 ** 0.9 + 0.1) and lrs[2] < 2e-3
 
 
-def test_an_evaluation_with_every_flag_away_from_its_default_is_plain(monkeypatch, tmp_path):
+def test_an_evaluation_with_every_argument_away_from_its_default_is_plain(monkeypatch, tmp_path):
     make_tree()
     run = dict(data="camvid", data_dir="tree", num_classes=4, size=24, patch_size=8, batch_size=4,
                num_workers=0, max_steps=2, dropout=0.5, save_images=0, out_dir="a")
@@ -435,39 +437,23 @@ def test_an_evaluation_with_every_flag_away_from_its_default_is_plain(monkeypatc
     for i, name in enumerate(corruptions.FROST_FILES):
         pixels = np.random.default_rng(i).integers(0, 256, (100 + i, 120, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(photographs / name)
-    flags = dict(corruptions="frost", severity="2 4", frost_dir=photographs, limit=3, amp=True,
-                 window=16, stride=12, scales="0.5 1", flip=True, save_images=2, out_dir="b")
-    seen, expected = spy(monkeypatch), []
-    call(train_seg.main, eval_only="a", **flags)
-    rows = [json.loads(line) for line in Path("b/results.jsonl").read_text().splitlines()]
-    todo = [(None, 0), ("frost", 2), ("frost", 4)]
-    assert [(row["corruption"], row["severity"]) for row in rows] == todo
-
-    f = SimpleNamespace(**flags, size=24)
+    how = dict(size=24, window=16, stride=12, scales=(0.5, 1), flip=True, amp=True)
     model = segmenter_from_checkpoint(common.read_checkpoint("a"))
     index = torch.randperm(5, generator=torch.Generator().manual_seed(0)).tolist()[:3]
-    val = read_tree("validation")
-    images, labels = zip(*[val[i] for i in index])
-    for row, (_, severity) in zip(rows, todo):
+    pairs = read_tree("validation")
+    images, labels = zip(*[pairs[i] for i in index])
+    tree = segmentation.SegTree("tree", "validation", 4)
+    seen, expected = spy(monkeypatch), []
+    for severity in (0, 2, 4):
+        def change(images, index):
+            return corruptions.corrupt(images, "frost", severity, seed=0, index=index,
+                                       frost_dir=photographs)
+        metrics = segmenter.evaluate(model, tree, change=change if severity else None, index=index,
+                                     num_workers=1, **how)[0]
         shown = images
         if severity:
-            how = dict(seed=0, frost_dir=photographs)
-            shown = [corruptions.corrupt(image[None], "frost", severity, index=[i], **how)[0]
-                     for i, image in zip(index, images)]
-        pairs = list(zip(labels, plain_predictions(f, model, shown, expected)))
-        scores = plain_scores(pairs, 4)
-        compare({k: row[k] for k in scores}, scores)
-        list(plain_predictions(f, model, shown[::2], expected))         # the pictures
+            shown = [change(image[None], [i])[0] for i, image in zip(index, images)]
+        guesses = list(plain_predictions(SimpleNamespace(**how), model, shown, expected))
+        compare(metrics, plain_scores(list(zip(labels, guesses)), 4))
     for p, q in zip(seen, expected, strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-4)
-    pictures = {path.name for path in Path("b").glob("*.png")}
-    assert pictures == {"clean.png", "frost_2.png", "frost_4.png"}
-
-
-def test_all_corruptions_are_all_of_them(monkeypatch):
-    train(**BASE, out_dir="a", max_steps=1)
-    monkeypatch.setattr(corruptions, "corrupt", lambda images, *args, **how: images)
-    call(train_seg.main, eval_only="a", corruptions="all", save_images=0)
-    rows = [json.loads(line) for line in Path("a/eval/results.jsonl").read_text().splitlines()]
-    todo = [(name, severity) for name in corruptions.NAMES for severity in (1, 2, 3, 4, 5)]
-    assert [(row["corruption"], row["severity"]) for row in rows] == [(None, 0), *todo]

@@ -174,7 +174,7 @@ def test_image_and_label_stay_together_whatever_the_view(root):
     for i in range(len(tree)):
         label = tree[i][1]
         views = TrainingViews([(label.expand(3, -1, -1), label)], 32, (0.5, 2.0), seed=i)
-        for image, crop, (_, h, w) in views.__getitems__([(p, 0) for p in range(20)]):
+        for image, crop, (_, h, w) in (views[p, 0] for p in range(20)):
             assert image.shape == (3, 32, 32) and crop.shape == (32, 32)
             inside = torch.zeros(32, 32, dtype=torch.bool)
             inside[:h, :w] = True

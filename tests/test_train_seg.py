@@ -1,5 +1,6 @@
-"""Claims about train_seg.py: runs start, stop, go on and spread over processes without changing a number; an evaluation
-goes on where it was killed; bad input ends in one line. The real script, small settings."""
+"""Claims about train_seg.py: runs start, stop, go on and spread over processes without changing a
+number; a folder of one's own needs one flag; bad input ends in one line. And about the evaluation of
+a data set. The real script, small settings."""
 
 import json
 import os
@@ -20,20 +21,20 @@ import torch.nn.functional as F
 from PIL import Image
 
 import common
-from robust import corruptions
-from data import segmentation
 import train_seg
 from conftest import SHARED
-from data import epoch_order
-from data.segmentation import Scenes, SegTree
-from segmenter import Segmenter, SegmenterConfig, confusion, predict, scores, segmenter_from_checkpoint
+from data import epoch_order, segmentation
+from data.segmentation import OwnFolder, Scenes, SegTree
+from robust import corruptions
+from segmenter import (Segmenter, SegmenterConfig, confusion, evaluate, plain, predict, predictions,
+                       scores, segmenter_from_checkpoint)
 from vit import ViT, ViTConfig
 
 SCRIPT = Path(train_seg.__file__).resolve()
-SMALL = ("--num_images 24 --size 16 --patch_size 8 --batch_size 8 --log_every 1 --save_images 0 --num_workers 0 "
-         "--eval_every 100").split()
-FOLDER = ("--data camvid --num_classes 4 --size 32 --patch_size 8 --batch_size 4 --epochs 2 --log_every 1 "
-          "--save_images 0 --num_workers 0 --eval_every 100").split()
+SMALL = ("--num_images 24 --size 16 --patch_size 8 --batch_size 8 --set log_every=1 --set save_images=0 --num_workers 0 "
+         "--set eval_every=100").split()
+FOLDER = ("--data camvid --num_classes 4 --size 32 --patch_size 8 --batch_size 4 --epochs 2 --set log_every=1 "
+          "--set save_images=0 --num_workers 0 --set eval_every=100").split()
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +63,15 @@ def root(tmp_path_factory):
 
 
 def flags(*parts):
-    return [flag for part in parts for flag in (part.split() if isinstance(part, str) else map(str, part))]
+    """A list of words; what follows several --set comes after one."""
+    words = [word for part in parts for word in (part.split() if isinstance(part, str) else part)]
+    rest, settings, here = [], [], None
+    for word in map(str, words):
+        if word.startswith("--"):
+            here = settings if word == "--set" else rest
+        if word != "--set":
+            (rest if here is None else here).append(word)
+    return rest + (["--set", *settings] if settings else [])
 
 
 def train(*parts):
@@ -124,20 +133,20 @@ def test_a_run_ends_in_its_mean_iou_a_picture_and_a_checkpoint_that_reproduces_i
     folder = Path("out/seg_shapes_rpc")
     checkpoint, evaluation = common.read_checkpoint(folder), log(folder, "eval")[2]
     said = float(re.search(r"mean IoU (\S+) %", last).group(1))
-    assert abs(said - evaluation["mean_iou"]) < 0.006 and last.endswith(str(folder / "last.pt"))
+    assert abs(said - evaluation["mean_iou"]) < 0.006 and last.endswith(f"--ckpt {folder}")
     model, scenes = segmenter_from_checkpoint(checkpoint), Scenes("test", 8, 32)
     matrix = sum(confusion(predict(model, image, size=32, window=32, stride=32).argmax(0), label, 11)
                  for image, label in (scenes[i] for i in range(8)))
-    assert train_seg.plain(dict(scores(matrix), images=8)) == evaluation == train_seg.plain(checkpoint["metrics"])
+    assert dict(plain(scores(matrix)), images=8) == evaluation == checkpoint["metrics"]
     assert checkpoint["classes"] == scenes.classes and checkpoint["task"] == "segmentation" and checkpoint["step"] == 2
     assert (folder / "pictures.png").exists()
 
 
 def test_the_papers_recipe_trains_on_a_folder_of_its_layout_and_workers_change_nothing(root):
-    run = flags("--data ade20k --model nano --patch_size 8 --size 32 --num_classes 4 --epochs 1 --log_every 1",
+    run = flags("--data ade20k --model nano --patch_size 8 --size 32 --num_classes 4 --epochs 1 --set log_every=1",
                 ["--data_dir", root])
     train(run, "--num_workers 2 --out_dir a")
-    train(run, "--num_workers 0 --out_dir b --save_images 0")
+    train(run, "--num_workers 0 --out_dir b --set save_images=0")
     assert log("a") == log("b") and list(log("a")) == [1, 2]                     # 9 images: 8, and the short batch of 1
     assert_same_weights("a", "b")
     checkpoint = common.read_checkpoint("a")
@@ -216,7 +225,7 @@ def test_class_tokens_positions_biases_and_norms_do_not_decay():
 # --- stopping, going on, processes -----------------------------------------------------------------------------------
 
 def test_a_run_killed_at_any_moment_resumes_to_the_same_losses_and_weights(root):
-    run = flags(FOLDER, "--epochs 8 --drop_path 0.1 --dropout 0.1 --save_every 1 --data_dir", [root])         # 24 steps
+    run = flags(FOLDER, "--epochs 8 --set drop_path=0.1 --set dropout=0.1 --set save_every=1 --data_dir", [root])         # 24 steps
     train(run, "--out_dir whole")
     process = start(run, "--out_dir killed")
     end = time.time() + 120
@@ -238,31 +247,29 @@ def rows(folder):
 
 
 def test_an_evaluation_that_was_cut_off_is_repeated_and_kept(root, monkeypatch):
-    run = flags(FOLDER, "--drop_path 0.1 --eval_every 1 --data_dir", [root])           # evaluations at 3 and 6
+    run = flags(FOLDER, "--set drop_path=0.1 --set eval_every=1 --data_dir", [root])           # evaluations at 3 and 6
     train(run, "--out_dir whole")
     whole, real, calls = common.read_checkpoint("whole"), train_seg.evaluate, []
 
-    def cut_off(*args):
+    def cut_off(*args, **how):
         calls.append(1)
         if len(calls) == 2:
             raise OSError("killed")
-        return real(*args)
+        return real(*args, **how)
     monkeypatch.setattr(train_seg, "evaluate", cut_off)
     assert "killed" in refused(run, "--out_dir killed")
-    assert common.read_checkpoint("killed")["step"] == 3                    # saved when its evaluation is logged
+    assert common.read_checkpoint("killed")["step"] == 6                    # an error keeps the step
     train("--resume killed")
     assert rows("killed") == rows("whole") and len(log("whole", "eval")) == 2
     assert repr(common.read_checkpoint("killed")["metrics"]) == repr(whole["metrics"])          # NaN is no equal
 
 
-@pytest.mark.parametrize("logged", [False, True])
-def test_a_finished_run_without_metrics_gets_them_when_it_is_resumed(root, logged):
-    train(FOLDER, "--drop_path 0.1 --out_dir a --data_dir", [root])
+def test_a_finished_run_without_its_evaluation_gets_it_when_it_is_resumed(root):
+    train(FOLDER, "--set drop_path=0.1 --out_dir a --data_dir", [root])
     whole, before = common.read_checkpoint("a"), rows("a")
     common.save_checkpoint("a/last.pt", dict(whole, metrics={}))
-    if not logged:
-        lines = Path("a/log.jsonl").read_text().splitlines(keepends=True)
-        Path("a/log.jsonl").write_text("".join(line for line in lines if '"eval": {' not in line))
+    lines = Path("a/log.jsonl").read_text().splitlines(keepends=True)
+    Path("a/log.jsonl").write_text("".join(line for line in lines if '"eval": {' not in line))
     for _ in range(2):                                                      # the second time it is there
         train("--resume a")
         assert rows("a") == before
@@ -270,7 +277,7 @@ def test_a_finished_run_without_metrics_gets_them_when_it_is_resumed(root, logge
 
 
 def test_two_processes_equal_one_though_ignored_pixels_are_unequal_and_the_last_batch_is_short(root):
-    run = flags(FOLDER, "--dropout 0 --epochs 4 --data_dir", [root])               # batches of 4, 4 and 1: rank 1 idles
+    run = flags(FOLDER, "--set dropout=0 --epochs 4 --data_dir", [root])               # batches of 4, 4 and 1: rank 1 idles
     finish(start(run, "--out_dir two", launcher=("--standalone", "--nproc_per_node=2")))
     train(run, "--out_dir one")
     two, one = (np.array(list(log(d).values())) for d in ("two", "one"))
@@ -278,9 +285,9 @@ def test_two_processes_equal_one_though_ignored_pixels_are_unequal_and_the_last_
     np.testing.assert_allclose(two, one, rtol=0, atol=1e-5)
     norms = [list(log(d, "grad_norm").values()) for d in ("two", "one")]
     np.testing.assert_allclose(*norms, rtol=1e-3)
-    train("--eval_only two --save_images 0")                                              # one process: the same matrix
-    row, evaluation = json.loads(Path("two/eval/results.jsonl").read_text()), log("two", "eval")[12]
-    assert {k: row[k] for k in evaluation} == evaluation and row["images"] == 5
+    model, val = segmenter_from_checkpoint(common.read_checkpoint("two")), SegTree(root, "validation", 4)
+    again, matrix = evaluate(model, val, size=32, window=32, stride=32)                   # one process: the same
+    assert again == log("two", "eval")[12] and again["images"] == 5 and matrix.sum() > 0
 
 
 def test_a_batch_is_dealt_out_whole_and_every_sample_has_its_number():
@@ -334,76 +341,162 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(m
         calls.append(1)
         return real(*args, **how) * (float("nan") if len(calls) == 4 else 1)
     monkeypatch.setattr(train_seg.F, "cross_entropy", diverging)
-    line = refused(SMALL, "--max_steps 9 --save_every 2 --out_dir a --log_every 2")
+    line = refused(SMALL, "--max_steps 9 --set save_every=2 --out_dir a --set log_every=2")
     assert "not finite at step 4" in line and "step 3" in line
     checkpoint = common.read_checkpoint("a")
     assert checkpoint["step"] == 3 and all(w.isfinite().all() for w in checkpoint["model"].values())
 
 
-# --- evaluation ------------------------------------------------------------------------------------------------------
+# --- evaluation over a data set --------------------------------------------------------------------
 
-def test_corrupted_evaluation_writes_its_table_and_goes_on_after_a_kill(root, monkeypatch, capsys):
-    train(FOLDER, "--max_steps 1 --out_dir a --data_dir", [root])
-    run = flags("--eval_only a --corruptions fog pixelate --severity 1 5 --save_images 1 --num_workers 0")
-    train(run)
-    text = Path("a/eval/table.md").read_text()
-    rows = [json.loads(line) for line in Path("a/eval/results.jsonl").read_text().splitlines()]
-    assert [(row["corruption"], row["severity"]) for row in rows] == [
-        (None, 0), ("fog", 1), ("fog", 5), ("pixelate", 1), ("pixelate", 5)]
-    assert f"{rows[3]['mean_accuracy']:.2f} / {rows[3]['mean_iou']:.2f}" in text and "mean of types" in text
-    mean = [sum(row[k] for row in rows[1:]) / 4 for k in ("mean_accuracy", "mean_iou")]
-    last = text.strip().splitlines()[-1]
-    assert last.startswith("| mean of types") and abs(float(last.split("|")[-2].split("/")[1]) - mean[1]) < 0.006
-    assert {path.stem for path in Path("a/eval").glob("*.png")} == {
-        "clean", "fog_1", "fog_5", "pixelate_1", "pixelate_5"}
-    out = Path("a/eval/results.jsonl")
-    lines = out.read_text().splitlines(keepends=True)
-    out.write_text("".join(lines[:3]) + lines[3][:40])                                # killed while it wrote the fourth
-    computed, real = [], train_seg.evaluate
-    monkeypatch.setattr(train_seg, "evaluate", lambda *a: computed.append(a[-1]) or real(*a))
-    train(run)
-    assert computed == [("pixelate", 1), ("pixelate", 5)] and Path("a/eval/table.md").read_text() == text
-    train(run, "--limit 2")                                                              # other settings: other rows
-    assert len(computed) == 7 and len(out.read_text().splitlines()) == 10
-    capsys.readouterr()
-    train(run)
-    assert len(computed) == 7 and "mean of types" in capsys.readouterr().out
-
-
-def test_an_image_is_corrupted_by_its_index_alone_and_before_it_is_resized(root):
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
     config = SegmenterConfig(num_classes=4, image_size=32, patch_size=8, embed_dim=16, depth=1, num_heads=1)
-    model = Segmenter(config).eval()
-    tree = SegTree(root, "validation", 4)
-    args = Namespace(data="camvid", num_workers=0, frost_dir=None, amp=False, size=32, window=32, stride=32,
-                     scales=[1.0], flip=False)
+    return Segmenter(config)
 
-    def seen(index):
-        triples = train_seg.predictions(model, tree, index, args, torch.device("cpu"), ("gaussian_noise", 3))
+
+HOW = dict(size=32, window=32, stride=32)
+
+
+def noise(images, index):
+    return corruptions.corrupt(images, "gaussian_noise", 3, seed=0, index=index)
+
+
+def test_an_image_is_changed_by_its_index_alone_and_before_it_is_resized(root, model):
+    tree, seen = SegTree(root, "validation", 4), []
+
+    def shown(index):
+        triples = predictions(model.eval(), tree, index, change=noise, **HOW)
         return {image.numpy().tobytes() for image, _, _ in triples}
-    whole = seen(list(range(5)))
-    assert seen([4, 3]) | seen([0]) | seen([2, 1]) == whole and len(whole) == 5
+    whole = shown(list(range(5)))
+    assert shown([4, 3]) | shown([0]) | shown([2, 1]) == whole and len(whole) == 5
     image = tree[3][0][None]
-    assert corruptions.corrupt(image, "gaussian_noise", 3, seed=0, index=[3]).numpy().tobytes() in whole
+    assert noise(image, [3]).numpy().tobytes() in whole
+
+    def change(images, index):
+        seen.append((images.dtype, tuple(images.shape), index))
+        return images
+    plain_scores = evaluate(model, tree, **HOW)[0]
+    assert evaluate(model, tree, change=change, **HOW)[0] == plain_scores
+    assert seen == [(torch.uint8, (1, *tree[i][0].shape), [i]) for i in range(5)]
+    assert evaluate(model, tree, change=noise, **HOW)[0] != plain_scores
 
 
-@pytest.mark.parametrize("n", [1, 2, 16])
-def test_groups_of_equal_size_hold_every_image_once(root, n):
-    tree = SegTree(root, "training", 4)
-    groups = list(train_seg.equal_sizes(tree, list(range(9)), 0, n))
-    assert sorted(i for group in groups for i, _, _ in group) == list(range(9))
-    assert all(len({image.shape for _, image, _ in group}) == 1 and len(group) <= n for group in groups)
-    for i, image, label in sum(groups, []):
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_every_image_is_seen_once_with_its_label(root, model, num_workers):
+    tree, index = SegTree(root, "training", 4), [3, 0, 8, 5]
+    triples = list(predictions(model.eval(), tree, index, num_workers=num_workers, **HOW))
+    assert len(triples) == 4
+    for i, (image, label, prediction) in zip(index, triples):
         assert torch.equal(tree[i][0], image) and torch.equal(tree[i][1], label)
+        assert torch.equal(prediction, predict(model, image, **HOW).argmax(0).byte())
 
 
-def test_views_window_and_stride_are_settings_of_an_evaluation(root):
-    train(FOLDER, "--max_steps 1 --out_dir a --data_dir", [root])
-    train("--eval_only a --save_images 0 --scales 0.5 1 1.5 --flip --window 24 --stride 16")
-    row = json.loads(Path("a/eval/results.jsonl").read_text())
-    assert row["setting"]["scales"] == [0.5, 1, 1.5] and row["setting"]["flip"] and row["setting"]["stride"] == 16
-    assert "stride 40" in refused("--eval_only a --save_images 0 --stride 40")               # more than the window
-    assert "multiple of the patch size" in refused("--eval_only a --save_images 0 --window 20")
-    train("--eval_only a --save_images 0 --window 64 --out_dir b")                           # images are enlarged to it
+def test_views_window_stride_and_images_are_settings_of_an_evaluation(root, model):
+    tree, how = SegTree(root, "validation", 4), dict(size=32, window=24, stride=16, scales=(0.5, 1, 1.5), flip=True)
+    metrics, matrix = evaluate(model, tree, index=[4, 1], **how)
+    assert model.training
+    truth = [confusion(predict(model.eval(), tree[i][0], **how).argmax(0), tree[i][1], 4) for i in (1, 4)]
+    assert torch.equal(matrix, sum(truth)) and metrics == dict(plain(scores(matrix)), images=2)
+    assert not torch.equal(evaluate(model, tree, index=[4, 1], **HOW)[1], matrix)
+    assert not model.training
+    with pytest.raises(ValueError, match="stride 40"):                                      # more than the window
+        evaluate(model, tree, size=32, window=32, stride=40)
+    with pytest.raises(ValueError, match="multiple of the patch size"):
+        evaluate(model, tree, size=32, window=20, stride=20)
+    evaluate(model, tree, size=32, window=64, stride=64)                                    # images are enlarged to it
+
+
+def test_processes_share_the_images(root, model, monkeypatch):
+    tree, summed = SegTree(root, "validation", 4), []
+    whole = evaluate(model, tree, **HOW)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda matrix: summed.append(matrix.clone()))
+    for rank in range(2):
+        evaluate(model, tree, rank=rank, world=2, **HOW)
+    assert torch.equal(sum(summed), whole[1])
+
+
+def test_images_without_a_labelled_pixel_have_no_scores(root, model, monkeypatch):
+    ignore(monkeypatch, lambda tree, i: i < 3)
+    tree = SegTree(root, "validation", 4)
+    assert evaluate(model, tree, index=[2, 3], **HOW)[0]["classes_in_truth"] == 1
+    with pytest.raises(ValueError, match="none of the 3 images has a labelled pixel"):
+        evaluate(model, tree, index=[0, 1, 2], **HOW)
+
+
+# --- a folder of one's own -------------------------------------------------------------------------
+
+def own_folder(root, flat=True):
+    """20 pairs, one annotation without an image, one image that cannot be read."""
+    rng = np.random.default_rng(0)
+    for i in range(20):
+        part = "" if flat else "validation" if i % 4 == 0 else "training"
+        for kind in ("images", "annotations"):
+            Path(root, kind, part).mkdir(parents=True, exist_ok=True)
+        label = np.kron(rng.integers(0, 4, (4, 4), dtype=np.uint8), np.ones((10, 12), np.uint8))
+        Image.fromarray(np.dstack([label * 60] * 3)).save(Path(root, "images", part, f"{i:02}.jpg"))
+        Image.fromarray(label).save(Path(root, "annotations", part, f"{i:02}.png"))
+    Path(root, "images", part, "broken.jpg").write_bytes(b"no picture")
+    for name in ("broken", "lonely"):
+        Image.fromarray(label).save(Path(root, "annotations", part, f"{name}.png"))
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_folder_of_ones_own_needs_one_flag_and_its_checkpoint_says_which_images(flat, capsys):
+    own_folder("mine", flat)
+    train("--data_dir mine --max_steps 2 --num_workers 0 --out_dir a")
+    out = capsys.readouterr().out
+    assert "skipping" in out and "broken.jpg" in out
+    held = "held-out" if flat else "validation"
+    found = re.search(rf"folder: (\d+) training, (\d+) {held} images, 3 classes, ([\d.]+) % of the pixels "
+                      r"ignored, 1 unreadable, 1 unmatched files; chosen for it: size=32 patch_size=4 "
+                      r"batch_size=8 epochs=400 eval_every=40", out)
+    assert found and int(found[1]) + int(found[2]) == 20, out
+
+    # what eval_robust.py does: the checkpoint's args give the same images again, with classes
+    checkpoint = common.read_checkpoint("a")
+    args = Namespace(**checkpoint["args"])
+    val, again = (segmentation.load_split(args, "validation") for _ in range(2))
+    assert val.names == again.names and len(val) == int(found[2]) and args.num_classes == 3
+    assert val.classes == checkpoint["classes"] and val[0][1].unique().tolist()[-1] in (0, 1, 2, 255)
+    trained = segmentation.load_split(args, "training")
+    assert sorted(val.names + trained.names) == [f"{i:02}" for i in range(20)]
+    model, how = segmenter_from_checkpoint(checkpoint), dict(size=32, window=32, stride=32)
+    assert evaluate(model, val, **how)[0] == checkpoint["metrics"]
+    ignored = np.mean([(part[i][1] == 255).float().mean() for part in (val, trained) for i in range(len(part))])
+    assert float(found[3]) == pytest.approx(100 * ignored, abs=0.06)
+    train("--resume a --max_steps 3")
+
+
+def test_the_recipe_of_a_folder_follows_its_number_and_size_of_images():
+    recipes = {key: train_seg.folder_recipe(*key) for key in ((16, 30), (16, 360), (300, 100), (9000, 64))}
+    assert [(r["size"], r["patch_size"], r["epochs"]) for r in recipes.values()] == [
+        (32, 4, 400), (160, 16, 400), (96, 8, 80), (64, 8, 8)]
+    assert all(r["size"] % r["patch_size"] == 0 for r in recipes.values())
+
+
+def test_a_folder_that_cannot_be_trained_on_gets_one_line():
+    assert "nowhere" in refused("--data_dir nowhere")
+    own_folder("mine")
+    for value, line in ((0, "hold 0 classes"), (2, "hold 1 classes, expected 2 or more")):
+        for path in Path("mine/annotations").glob("*.png"):
+            Image.fromarray(np.full((40, 48), value, np.uint8)).save(path)
+        assert line in refused("--data_dir mine")
+    own_folder("mine")
+    assert "hold the value 3, expected 0 (ignored) to 2 (--num_classes)" in refused("--data_dir mine --num_classes 2")
+    for path in Path("mine/images").iterdir():
+        path.rename(path.with_stem(f"other_{path.stem}"))
+    assert "no annotation with the name of an image in mine/annotations" in refused("--data_dir mine")
+    shutil.rmtree("mine/annotations")
+    assert "mine/annotations" in refused("--data_dir mine")
+    Path("mine/annotations").mkdir()
+    assert "no annotation (.png) in mine/annotations" in refused("--data_dir mine")
+    for path in Path("mine/images").iterdir():
+        path.unlink()
+    assert "no image (.jpg, .png) in mine/images" in refused("--data_dir mine")
+    with pytest.raises(ValueError, match="classes.txt"):
+        segmentation.class_names("mine")
 
 
 # --- backbones -------------------------------------------------------------------------------------------------------
@@ -418,9 +511,9 @@ def classifier(path, **config):
 
 def test_a_backbone_keeps_its_own_attention_and_flags_that_contradict_it_are_refused(root, capsys):
     backbone = classifier("rpc.pt", attn="rpc", rpc_layers=(1,), n_iter=2, lambd=3.0)
-    run = flags("--data ade20k --num_classes 4 --size 48 --num_workers 0 --save_images 0 --max_steps 1 --log_every 1",
+    run = flags("--data ade20k --num_classes 4 --size 48 --num_workers 0 --set save_images=0 --max_steps 1 --set log_every=1",
                 ["--data_dir", root, "--backbone", "rpc.pt"])
-    train(run, "--out_dir a --lr 1e-9 --min_lr 0")
+    train(run, "--out_dir a --lr 1e-9 --set min_lr=0")
     checkpoint = common.read_checkpoint("a")
     config = SegmenterConfig(**checkpoint["model_config"])
     assert (config.attn, config.rpc_layers, config.n_iter, config.lambd) == ("rpc", (1,), 2, 3.0)
@@ -447,22 +540,21 @@ def test_weights_that_do_not_fit_their_attention_are_refused(root):
     assert "--backbone wrong.pt" in line and "3C" in line and "2C" in line
     assert "attn='softmax'" in refused(run, "--backbone soft.pt --attn symmetric")
     torch.save({"model": checkpoint["model"]}, "deit.pt")                                           # as DeiT's files
-    train(run, "--backbone deit.pt --save_images 0 --out_dir a")
+    train(run, "--backbone deit.pt --set save_images=0 --out_dir a")
     assert common.read_checkpoint("a")["model_config"]["attn"] == "softmax"
-    train(run, "--backbone deit.pt --save_images 0 --out_dir c --decoder linear --attn softmax")
+    train(run, "--backbone deit.pt --set save_images=0 --out_dir c --decoder linear --attn softmax")
     assert "segmentation" in refused(run, "--backbone a")
-    assert "train_seg.py" in refused("--eval_only soft.pt") and "train_seg.py" in refused("--resume soft.pt")
+    assert "train_seg.py" in refused("--resume soft.pt")
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 BAD = [("--data camvid", "--data_dir"), ("--data ade20k --data_dir nowhere", "nowhere"), ("--size 18", "image_size=18"),
-       ("--rpc_layers 9", "rpc_layers"), ("--min_scale 2 --max_scale 1", "--min_scale"),
-       ("--corruptions fog", "--eval_only"), ("--limit 3", "--eval_only"), ("--resume nowhere", "nowhere"),
-       ("--eval_only nowhere", "nowhere"), ("--backbone nowhere", "nowhere"),
-       ("--resume a --eval_only b", "--eval_only"), ("--device cdua", "device"),
-       ("--out_dir notes.txt", "notes.txt"), ("--lr 1e-6", "--min_lr"), ("--min_lr 1", "--min_lr"),
-       ("--data_dir nowhere", "--data_dir nowhere")]
+       ("--rpc_layers 9", "rpc_layers"), ("--set min_scale=2 max_scale=1", "min_scale=2"),
+       ("--resume nowhere", "nowhere"), ("--backbone nowhere", "nowhere"), ("--device cdua", "device"),
+       ("--out_dir notes.txt", "notes.txt"), ("--lr 1e-6", "min_lr"), ("--set min_lr=1", "min_lr"),
+       ("--data_dir nowhere", "--data_dir nowhere"), ("--data shapes --data_dir a", "--data_dir a"),
+       ("--set dropout=1", "dropout"), ("--set optimizer=adam", "optimizer"), ("--set decoder=linear", "decoder")]
 
 
 @pytest.mark.parametrize("bad,word", BAD, ids=[bad for bad, _ in BAD])
@@ -472,8 +564,8 @@ def test_bad_flags_end_in_one_line_that_names_them(bad, word):
     assert not list(Path(".").rglob("*.pt")) and Path("notes.txt").exists()
 
 
-@pytest.mark.parametrize("bad", ["--epochs 0", "--batch_size 0", "--lr nan", "--severity 6", "--corruptions rain",
-                                 "--attn foo", "--data cifar", "--dropout 1", "--scales 0", "--stray"])
+@pytest.mark.parametrize("bad", ["--epochs 0", "--batch_size 0", "--lr nan", "--window 0", "--attn foo",
+                                 "--data cifar", "--corruptions fog", "--stray"])
 def test_values_out_of_range_are_refused_by_argparse(bad, capsys):
     with pytest.raises(SystemExit) as e:
         train(SMALL, bad)
@@ -488,19 +580,13 @@ def test_a_folder_that_is_not_as_it_should_be_ends_in_one_line(root):
                                               ["--num_workers", num_workers, "--data_dir", root])
 
 
-BAD_EVALUATIONS = [("--window 20", "--window 20"), ("--stride 40", "--stride 40"),
-                   ("--frost_dir few", "frost2.png")]
+BAD_EVALUATIONS = [("--window 20", "--window 20"), ("--stride 40", "--stride 40")]
 
 
 @pytest.mark.parametrize("bad,word", BAD_EVALUATIONS, ids=[bad for bad, _ in BAD_EVALUATIONS])
 def test_bad_flags_of_an_evaluation_are_found_before_the_first_step_or_image(root, bad, word):
-    Path("few").mkdir()
-    Path("few/frost1.png").write_bytes(b"")
     assert word in refused(FOLDER, bad, "--out_dir a --data_dir", [root])
     assert not Path("a").exists()
-    train(FOLDER, "--max_steps 1 --out_dir a --data_dir", [root])
-    assert word in refused("--eval_only a --corruptions fog frost --severity 1", bad)
-    assert not Path("a/eval").exists()
 
 
 def test_a_bad_validation_image_is_found_before_the_first_step(root, tmp_path):
@@ -521,21 +607,19 @@ def test_a_finished_or_foreign_run_is_kept(root, monkeypatch):
     train(SMALL, "--max_steps 1 --out_dir a")
     before = Path("a/last.pt").read_bytes()
     assert "--resume a" in refused(SMALL, "--max_steps 2 --out_dir a")
-    for bad in ("--attn symmetric", "--n_iter 3", "--seed 1", "--optimizer sgd", "--size 24", "--dropout 0.3"):
-        assert bad.split()[0] in refused("--resume a", bad)
-    assert "--out_dir" in refused("--resume a --out_dir b") and "--attn" in refused("--eval_only a --attn softmax")
+    for bad in ("--attn symmetric", "--n_iter 3", "--seed 1", "--set optimizer=sgd", "--size 24", "--set dropout=0.3"):
+        name = re.search(r"(\w+)[ =]\w", bad.removeprefix("--set "))[1]
+        assert f"--{name} " in refused("--resume a", bad)
+    assert "--out_dir" in refused("--resume a --out_dir b")
     monkeypatch.setattr(common, "setup", lambda device: (torch.device("cpu"), 0, 3))
     assert "3 processes" in refused(SMALL, "--out_dir c")
     assert Path("a/last.pt").read_bytes() == before and list(log("a")) == [1]
 
 
-def test_an_evaluation_refuses_other_classes_and_more_images_than_there_are(root):
+def test_a_resumed_run_refuses_other_classes(root):
     train(FOLDER, "--max_steps 1 --out_dir a --data_dir", [root])
-    assert "only 5 images" in refused("--eval_only a --limit 6")
-    Path("other").symlink_to(root)
     checkpoint = common.read_checkpoint("a")
     torch.save(dict(checkpoint, classes=["w", "x", "y", "z"]), "a/last.pt")
-    assert "other classes" in refused("--eval_only a --data_dir other")
     assert "not those of the run" in refused("--resume a")
 
 
