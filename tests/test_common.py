@@ -273,7 +273,9 @@ def checkpoint_of(task, monkeypatch):
     script, config = dict(cls=train_cls, lm=train_lm, seg=train_seg)[task], CONFIGS[task]
     model = dict(cls=ViT, lm=LM, seg=Segmenter)[task](config)
     monkeypatch.setattr("sys.argv", ["train.py"])
-    args = {**vars(script.get_args()), "num_images": 8, "data_dir": "text", "ema": 0.9}
+    args = {**vars(script.get_args()), "num_images": 8, "ema": 0.9}
+    if task == "lm":
+        args["data_dir"] = "text"
     words = "\n".join("<eos> a b c d e f g h".split())
     own = dict(cls=dict(task="classification", classes=list(data.SHAPES), ema=model.state_dict()),
                lm=dict(task="language modelling", vocab=words, best=dict(step=1)),
