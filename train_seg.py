@@ -21,6 +21,7 @@ per process).
 import argparse
 import math
 import os
+import time
 from dataclasses import asdict
 
 import torch
@@ -125,7 +126,8 @@ def get_args():
     flag("--lr", type=REAL, help="learning rate of the first step")
     flag("--window", type=COUNT, help="pixels: of an evaluation's sliding window; default: --size")
     flag("--stride", type=COUNT, help="pixels between windows; default: --window")
-    flag("--set", nargs="+", metavar="NAME=VALUE", help="other numbers of the recipe, see below")
+    flag("--set", nargs="+", action="extend", metavar="NAME=VALUE",
+         help="other numbers of the recipe, see below")
 
     flag = p.add_argument_group("running").add_argument
     flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0)
@@ -144,8 +146,8 @@ def get_args():
     if args.min_lr > args.lr:
         raise ValueError(f"--set min_lr={args.min_lr} is above --lr {args.lr}")
     if args.data == "shapes" and args.data_dir:
-        raise ValueError(f"--data_dir {args.data_dir} is not read: --data shapes renders its images; "
-                         f"choose --data folder, camvid or ade20k")
+        raise ValueError(f"--data_dir {args.data_dir} is not read: --data shapes renders its "
+                         f"images; choose --data folder, camvid or ade20k")
     return args
 
 
@@ -170,8 +172,8 @@ def folder_recipe(n, side):
                 eval_every=math.ceil(epochs / 10))
 
 
-def load_data(args):
-    """(training set, validation set, what was found); fills what the recipe of a folder left."""
+def load_data(args, rank):
+    """(training set, validation set); says what was found, and chooses for a folder."""
     if args.data == "folder":
         train, val, found = load_folder(args.data_dir, args.num_classes)
         args.num_classes = len(train.classes)
@@ -180,13 +182,15 @@ def load_data(args):
             del chosen["patch_size"]                                # is the backbone's
         fill(args, chosen)
         words = " ".join(f"{name}={getattr(args, name)}" for name in chosen)
-        found += f"; chosen for it: {words}"
+        found += f"\nchosen for them: {words}"
     else:
         train, val = load_split(args, "training"), load_split(args, "validation")
         found = f"{len(train)} training, {len(val)} validation images, {len(train.classes)} classes"
     fill(args, dict(window=args.size))
     fill(args, dict(stride=args.window))
-    return train, val, found
+    if rank == 0:
+        print(f"{args.data}: {found}", flush=True)
+    return train, val
 
 
 def batch_keys(args, n, start, stop, rank, world):
@@ -343,16 +347,16 @@ def draw(path, model, val, args):
 def main():
     args = get_args()
     device, rank, world, out_dir = common.start(args, f"seg_{args.data}_{args.attn or 'backbone'}")
-    train, val, found = load_data(args)
+    train, val = load_data(args, rank)
     model, optimizer, first, notes = build(args, list(train.classes), device)
     check(args, model.config.patch_size, train, val, device, rank, world)
     net = common.wrap(model, device, world, args.compile)
 
     epoch_steps = math.ceil(len(train) / args.batch_size)
     total = args.epochs * epoch_steps
-    stop = min(total, args.max_steps or total)
+    stop = max(first, min(total, args.max_steps or total))
     run = common.Run(args, out_dir, first, stop, device, rank, world, model)
-    run.print(f"{args.data}: {found} | {model.config.attn} Segmenter", *notes)
+    run.print(*notes)
     views = TrainingViews(train, args.size, (args.min_scale, args.max_scale), args.seed)
     batches = load_batches(views, args, model.encoder.mean, first, stop, rank, world)
 
@@ -391,17 +395,19 @@ def main():
             run.write(step, "images", args.batch_size, epoch=step / epoch_steps, lr=lr)
         if run.due(step):
             run.evaluate(step, measure, state)
-        elif save:
-            run.save("last.pt", state(step))
         if epoch_ends and common.every(step // epoch_steps, args.keep_every):
             run.save(f"epoch_{step // epoch_steps}.pt", state(step))
+        if save:
+            run.save("last.pt", state(step))                # last: a kill before repeats the rest
 
     if run.master and args.save_images:
         draw(out_dir / "pictures.png", model, val, args)
         run.print(f"image, truth, prediction: {out_dir / 'pictures.png'}")
-    iou, images = (run.evaluations[stop][name] for name in ("mean_iou", "images"))
-    run.print(f"{args.data} {model.config.attn}: mean IoU {iou:.2f} % of {images} images after "
-              f"{stop / epoch_steps:.1f} epochs; next: python eval_robust.py --ckpt {out_dir}")
+    result, minutes = run.evaluations[stop], (time.time() - run.started) / 60
+    run.print(f"{args.data} {model.config.attn}: validation mean IoU {result['mean_iou']:.2f} % of "
+              f"{result['classes']} classes, mean accuracy {result['mean_accuracy']:.2f} % "
+              f"({result['images']} images) after {stop / epoch_steps:.1f} epochs, {minutes:.1f} "
+              f"minutes; checkpoint {out_dir / 'last.pt'}")
 
 
 if __name__ == "__main__":

@@ -63,15 +63,7 @@ def root(tmp_path_factory):
 
 
 def flags(*parts):
-    """A list of words; what follows several --set comes after one."""
-    words = [word for part in parts for word in (part.split() if isinstance(part, str) else part)]
-    rest, settings, here = [], [], None
-    for word in map(str, words):
-        if word.startswith("--"):
-            here = settings if word == "--set" else rest
-        if word != "--set":
-            (rest if here is None else here).append(word)
-    return rest + (["--set", *settings] if settings else [])
+    return [flag for part in parts for flag in (part.split() if isinstance(part, str) else map(str, part))]
 
 
 def train(*parts):
@@ -133,7 +125,7 @@ def test_a_run_ends_in_its_mean_iou_a_picture_and_a_checkpoint_that_reproduces_i
     folder = Path("out/seg_shapes_rpc")
     checkpoint, evaluation = common.read_checkpoint(folder), log(folder, "eval")[2]
     said = float(re.search(r"mean IoU (\S+) %", last).group(1))
-    assert abs(said - evaluation["mean_iou"]) < 0.006 and last.endswith(f"--ckpt {folder}")
+    assert abs(said - evaluation["mean_iou"]) < 0.006 and last.endswith(str(folder / "last.pt"))
     model, scenes = segmenter_from_checkpoint(checkpoint), Scenes("test", 8, 32)
     matrix = sum(confusion(predict(model, image, size=32, window=32, stride=32).argmax(0), label, 11)
                  for image, label in (scenes[i] for i in range(8)))
@@ -264,7 +256,7 @@ def test_an_evaluation_that_was_cut_off_is_repeated_and_kept(root, monkeypatch):
     assert repr(common.read_checkpoint("killed")["metrics"]) == repr(whole["metrics"])          # NaN is no equal
 
 
-def test_a_finished_run_without_its_evaluation_gets_it_when_it_is_resumed(root):
+def test_a_finished_run_without_metrics_gets_them_when_it_is_resumed(root):
     train(FOLDER, "--set drop_path=0.1 --out_dir a --data_dir", [root])
     whole, before = common.read_checkpoint("a"), rows("a")
     common.save_checkpoint("a/last.pt", dict(whole, metrics={}))
@@ -450,7 +442,7 @@ def test_a_folder_of_ones_own_needs_one_flag_and_its_checkpoint_says_which_image
     assert "skipping" in out and "broken.jpg" in out
     held = "held-out" if flat else "validation"
     found = re.search(rf"folder: (\d+) training, (\d+) {held} images, 3 classes, ([\d.]+) % of the pixels "
-                      r"ignored, 1 unreadable, 1 unmatched files; chosen for it: size=32 patch_size=4 "
+                      r"ignored, 1 unreadable, 1 unmatched files\nchosen for them: size=32 patch_size=4 "
                       r"batch_size=8 epochs=400 eval_every=40", out)
     assert found and int(found[1]) + int(found[2]) == 20, out
 
