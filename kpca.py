@@ -149,7 +149,8 @@ class Axes(NamedTuple):
 
 def kernel_pca(k):
     """Solve the eigenvalue problem of Gram matrices for every head."""
-    (lg, c), N = key_scale(k), k.shape[-2]
+    lg, c = key_scale(k)
+    N = k.shape[-2]
     K = centre((log_gram(k) + c[..., None]).exp())
     mu, U = largest(K, N)
     U = U * U.gather(-2, U.abs().argmax(-2, keepdim=True)).sign()           # largest entry positive

@@ -97,10 +97,7 @@ def query_share(span, Q=None):
 
 
 def token_overlap(A, B):
-    """Sum of cos^2 of the principal angles of two column spaces, over the smaller rank.
-
-    A, B: bases. Chance is Dv/N.
-    """
+    """Sum of cos^2 of the principal angles of two bases, over the smaller rank; chance: Dv/N."""
     ranks = [Q.square().sum((-2, -1)) for Q in (A, B)]
     return (A.mT @ B).square().sum((-2, -1)) / torch.minimum(*ranks).clamp(min=1)
 
@@ -368,12 +365,10 @@ TRUNCATIONS = {
 def truncated(heads, how, r):
     """Attention with truncated values, (B, H, N, D). how: of TRUNCATIONS, none, v = 0 or mean v."""
     q, k, v, N = heads.q, heads.k, heads.v, heads.k.shape[-2]
-    if how == "none":
-        return attend(q, k, v)
-    if how == "v = 0":
-        return torch.zeros_like(v)
-    if how == "mean v":
-        return attend(q, k, v.mean(-2, keepdim=True).expand_as(v))
+    mean = v.mean(-2, keepdim=True)
+    whole = {"none": v, "v = 0": torch.zeros_like(v), "mean v": mean.expand_as(v)}
+    if how in whole:
+        return attend(q, k, whole[how])
     if how == "top r of x":
         Q = torch.linalg.svd(heads.x[:, None], full_matrices=False)[0][..., :r]
         return attend(q, k, Q @ (Q.mT @ v))
@@ -490,8 +485,7 @@ def study(args, experiments):
         if tracked:
             print_table(f"{name} over training, mean of layers", "", tracked)
     if cut:
-        header = ["run", "step", "how", "r", "accuracy", "se", "images"]
-        write_csv(out / "truncate.csv", header, cut)
+        write_csv(out / "truncate.csv", "run step how r accuracy se images".split(), cut)
     print(f"\nCSV files in {out}; figures (needs matplotlib): python -m studies.plot kpca {out}")
 
 

@@ -80,16 +80,15 @@ def band(ax, xs, low, high, colour):
 
 def draw(ax, rows, x, lines, bands=True, marker="o", **only):
     """Lines with bands of one standard error; bars where there is one x only."""
-    for i, (colour, style, label, which) in enumerate(lines):
+    for colour, style, label, which in lines:
         xs, mean, se = curve(rows, x, **which, **only)
-        if not len(xs):
-            continue
         if len(xs) == 1:
-            ax.bar(i, mean, 0.8, yerr=se, color=colour, capsize=2, label=label)
+            place = len(ax.patches)
+            ax.bar(place, mean, 0.8, yerr=se, color=colour, capsize=2, label=label)
             ax.set_xticks([])
-            continue
-        ax.plot(xs, mean, style, color=colour, label=label, marker=marker, markersize=3)
-        if bands:
+        elif len(xs):
+            ax.plot(xs, mean, style, color=colour, label=label, marker=marker, markersize=3)
+        if len(xs) > 1 and bands:
             band(ax, xs, mean - se, mean + se, colour)
 
 

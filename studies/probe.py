@@ -209,12 +209,12 @@ def load_images(args, checkpoint, config):
 
 def load_windows(args, checkpoint, config):
     """Windows of the test text (n, T) int64, spread evenly; no labels, what they are, 0 classes."""
-    data_dir = args.data_dir or checkpoint["args"]["data_dir"] or data_text.pydoc_folder("out/cache")
+    folder = data_text.text_folder(args.data_dir or checkpoint["args"]["data_dir"])
     vocab = data_text.Vocabulary(checkpoint["vocab"].split("\n"))
-    lines = data_text.read_lines(data_text.token_file(data_dir, "test"))
+    lines = data_text.read_lines(data_text.token_file(folder, "test"))
     tokens = vocab.encode_lines(lines).astype(np.int64)
     if len(tokens) < config.context:
-        raise ValueError(f"--data_dir {data_dir}: the test text has {len(tokens)} tokens, a window "
+        raise ValueError(f"--data_dir {folder}: the test text has {len(tokens)} tokens, a window "
                          f"{config.context}")
     starts = np.linspace(0, len(tokens) - config.context, args.images).astype(int)
     windows = torch.from_numpy(np.stack([tokens[i:i + config.context] for i in starts]))

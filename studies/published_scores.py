@@ -117,10 +117,13 @@ def exp_gammas(layer):
     """
     axes, d, N = layer.axes, min(layer.dv, layer.k.shape[-2]), layer.k.shape[-2]
     scale, lam = (-axes.c).exp(), axes.mu[..., :d].mean(-1, keepdim=True) / N
-    pseudo = {s: a_hat(v, axes.log_g) for s, v in layer.values.items()} | {"KPCA": axes.U[..., :d]}
-    numeric = {s: numeric_a_hat(v, axes.log_g) for s, v in layer.values.items()}
-    pseudo, numeric = ({s: pair_differences(gamma(axes, a)) for s, a in columns.items()}
-                       for columns in (pseudo, numeric))
+
+    def pairs(columns):
+        return {s: pair_differences(gamma(axes, a)) for s, a in columns.items()}
+
+    pseudo = {s: a_hat(v, axes.log_g) for s, v in layer.values.items()}
+    pseudo = pairs(pseudo | {"KPCA": axes.U[..., :d]})
+    numeric = pairs({s: numeric_a_hat(v, axes.log_g) for s, v in layer.values.items()})
 
     # By axis: what the figures draw.
     out, curves = {"|dgamma|/lambda": {s: mean / lam for s, (mean, _) in pseudo.items()}}, {}
