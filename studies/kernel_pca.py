@@ -460,11 +460,10 @@ def ranks_of(point, args):
 def study(args, experiments):
     """Run experiments on every checkpoint, print their tables, write their CSV files."""
     device, _, _ = common.setup(args.device)
-    ranked = "truncate" in args.exp
     experiments = {name: experiments[name] for name in args.exp if name != "truncate"}
     rows, cut = [], []
     for point in checkpoints(args):
-        ranks = ranks_of(point, args) if ranked else []
+        ranks = ranks_of(point, args) if "truncate" in args.exp else []
         found = examine(point, experiments, args, device) if experiments else []
         rows += [(point, row) for row in found]
         for name in experiments if point.last else ():

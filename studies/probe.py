@@ -278,16 +278,11 @@ def chunks(point, device):
 PER_LAYER = ("EV", "eta", "frac", "eig_cos")           # what CSV files have layer by layer
 
 
-def standard_error(t):
-    """Over the first dimension; nan for one row."""
-    n = len(t)
-    return t.std(0, ddof=1) / math.sqrt(n) if n > 1 else t.mean(0) * math.nan
-
-
 def summarise(results):
     """{(experiment, measure, source, layer): (images, ...)} to rows of means over images.
 
     Rows: (experiment, measure, source, layer, mean, standard error); layer "all": mean of layers.
+    The standard error of one image is nan.
     """
     table = {}
     for (*key, layer), t in results.items():
@@ -296,7 +291,9 @@ def summarise(results):
     for key, layers in table.items():
         stack = torch.from_numpy(np.stack(list(layers.values())))           # (layers, images, ...)
         for layer, t in [*layers.items(), ("all", stack.nanmean(0).numpy())]:
-            rows.append((*key, layer, t.mean(0), standard_error(t)))
+            mean, n = t.mean(0), len(t)
+            se = t.std(0, ddof=1) / math.sqrt(n) if n > 1 else mean * math.nan
+            rows.append((*key, layer, mean, se))
     return rows
 
 
