@@ -1,0 +1,160 @@
+"""Filters and warps of batches of images that the corruptions are made of.
+
+x: (B, C, H, W) float32, in grey levels, on any device.
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+
+
+def quantise(x, guard=2 ** -12):
+    """Grey levels to uint8: clipped and truncated. x is used up.
+
+    The guard is added, so that float32 noise does not darken flat areas; int32 in between is faster
+    on the CPU.
+    """
+    return x.add_(guard).clamp_(0, 255).int().byte()
+
+
+def blur(x, kernel):
+    """Filter every channel with the same (h, w) kernel; x: float32, already padded."""
+    B, C, H, W = x.shape
+    kernels = kernel.expand(B * C, 1, -1, -1)
+    return F.conv2d(x.view(1, B * C, H, W), kernels, groups=B * C).unflatten(1, (B, C))[0]
+
+
+def gaussian(radius, sigma):
+    """Gaussian at -radius .. radius, sum 1; (2 * radius + 1,) float64."""
+    k = torch.arange(-radius, radius + 1, dtype=torch.float64)
+    weight = (-k ** 2 / (2 * max(sigma, 1e-9) ** 2)).exp()
+    return weight / weight.sum()
+
+
+@lru_cache(maxsize=None)
+def disk(radius, sigma):
+    """Disk of lattice points, its edge smoothed by a small Gaussian.
+
+    The Gaussian reflects at the grid's border, so the sum is 1.013 for radius 8 and 1.011 for 10:
+    as in the source, images become a little brighter.
+    """
+    half, edge = (8, 1) if radius <= 8 else (radius, 2)
+    x, side = torch.arange(-half, half + 1), 2 * half + 1
+    kernel = (x ** 2 + x[:, None] ** 2 <= radius ** 2).float()
+    kernel = F.pad((kernel / kernel.sum())[None, None], [edge] * 4, mode="reflect")[0, 0]
+    g = gaussian(edge, sigma).float().double()
+    for _ in range(2):                                         # rows, columns, rounded as by OpenCV
+        kernel = kernel.T
+        total = kernel[edge:edge + side] * g[edge].float()
+        for i in range(1, edge + 1):
+            pair = kernel[edge - i:][:side] + kernel[edge + i:][:side]
+            total = (total + pair * g[edge + i]).float()
+        kernel = total
+    kernel = (kernel.double() + kernel.mT) / 2            # equal weights are equal; the sum is kept
+    empty = int((kernel.sum(0) > 0).int().argmax())                           # cut off what is zero
+    return kernel[empty:side - empty, empty:side - empty]
+
+
+def gaussian_blur(x, sigma):
+    """Gaussian filter cut off at 4 sigma, borders repeated, as scikit-image's; x: float32."""
+    radius = int(4 * sigma + 0.5)
+    g = gaussian(radius, sigma).float().to(x.device)
+    x = F.pad(x, [radius] * 4, mode="replicate")
+    return blur(blur(x, g[None, :]), g[:, None])
+
+
+def motion(x, radius, sigma, angle):
+    """One-sided Gaussian smear over 2 * radius + 1 pixels in whole-pixel shifts, borders repeated.
+
+    x: (B, C, H, W) float32; angle: (B,) in degrees. As ImageMagick's MotionBlur.
+    """
+    (B, C, H, W), reach = x.shape, 2 * radius
+    i = torch.arange(reach + 1, device=x.device, dtype=angle.dtype)[:, None]
+    weight = [math.exp(-k ** 2 / (2 * sigma ** 2)) for k in range(reach + 1)]
+    dy = (i * torch.sin(angle * (math.pi / 180)) - 0.5).ceil().long()                    # (taps, B)
+    dx = (i * torch.cos(angle * (math.pi / 180)) - 0.5).ceil().long()
+    padded = F.pad(x, [reach] * 4, mode="replicate")
+    Hp, Wp = padded.shape[2:]
+    rows = padded.flatten().unfold(0, W, 1)                 # row p: the W values from position p on
+    first = torch.arange(B * C, device=x.device).view(B, C, 1) * (Hp * Wp) + reach * (Wp + 1)
+    first = (first + torch.arange(H, device=x.device) * Wp).flatten(1)      # (B, C * H)
+    first = first + (dy * Wp + dx)[..., None]                               # (taps, B, C * H)
+    out = torch.zeros_like(x).view(-1, W)
+    for k, index in zip(weight, first.flatten(1)):
+        out.add_(rows.index_select(0, index), alpha=k / sum(weight))
+    return out.view_as(x)
+
+
+def sample(x, across, down, align_corners):
+    """Bilinear lookup at pixel coordinates, which broadcast to (B, H, W).
+
+    Beyond the image: reflected, about the centres of the border pixels (align_corners) or about
+    their outer edges.
+    """
+    edge = 0.5
+    if align_corners:
+        edge = 0
+    h, w = x.shape[2:]
+    across = (across + edge) * (2 / (w - 1 + 2 * edge)) - 1              # grid_sample wants [-1, 1]
+    down = (down + edge) * (2 / (h - 1 + 2 * edge)) - 1
+    grid = torch.stack(torch.broadcast_tensors(across, down), -1).expand(len(x), -1, -1, -1)
+    return F.grid_sample(x, grid, padding_mode="reflection", align_corners=align_corners)
+
+
+def pixel_grid(H, W, device):
+    """Coordinates of the pixels: across (W,), down (H, 1); float32."""
+    return torch.arange(W, device=device).float(), torch.arange(H, device=device).float()[:, None]
+
+
+def enlarge(x, factor, H, W):
+    """Bilinear zoom of (B, C, h, w) by `factor`, end on end; the first H x W pixels of it."""
+    h, w = x.shape[2:]
+    across, down = pixel_grid(H, W, x.device)
+    across = across * ((w - 1) / (round(w * factor) - 1))
+    down = down * ((h - 1) / (round(h * factor) - 1))
+    return sample(x, across, down, align_corners=True)
+
+
+@lru_cache(maxsize=32)
+def smoothing(size, sigma, device):
+    """Matrix (size, size) of a Gaussian filter to 3 sigma, borders reflected as by scipy."""
+    radius = int(3 * sigma + 0.5)
+    source = (torch.arange(size)[:, None] + torch.arange(-radius, radius + 1)) % (2 * size)
+    source = torch.minimum(source, 2 * size - 1 - source)
+    matrix = torch.zeros(size, size, dtype=torch.float64)
+    matrix.scatter_add_(1, source, gaussian(radius, sigma).expand(size, -1))
+    return matrix.float().to(device)
+
+
+def displace(x, sigma, shift):
+    """Move each pixel by smoothed shifts. shift: (B, 2, H, W), in pixels, across and down."""
+    B, _, H, W = x.shape
+    S, T = smoothing(H, sigma[0], x.device), smoothing(W, sigma[1], x.device)
+    shift = shift.flatten(0, 1)
+    shift = (S.expand(2 * B, -1, -1) @ shift @ T.mT.expand(2 * B, -1, -1)).unflatten(0, (B, 2))
+    across, down = pixel_grid(H, W, x.device)
+    return sample(x, across + shift[:, 0], down + shift[:, 1], align_corners=False)
+
+
+@lru_cache(maxsize=32)
+def boxes(size, n, device):
+    """Windows [int(i * s + 0.5), int((i + 1) * s + 0.5)), s = size / n.
+
+    Returns their members, (widest, n), filled up with `size`, and their lengths, (n, 1) float32.
+    """
+    edge = torch.tensor([int(i * size / n + 0.5) for i in range(n + 1)])
+    member = edge[:-1] + torch.arange(int(edge.diff().max()))[:, None]
+    member = torch.where(member < edge[1:], member, size)
+    return member.to(device), edge.diff()[:, None].float().to(device)
+
+
+def shrink(images, n):
+    """Mean over n windows of rows, rounded: PIL's BOX filter; (B, 3, H, W) to (B, 3, n, W)."""
+    member, length = boxes(images.shape[2], n, images.device)
+    x = F.pad(images, (0, 0, 0, 1))
+    total = x.index_select(2, member[0]).float()
+    for rows in member[1:]:
+        total += x.index_select(2, rows).float()
+    return total.mul_(1 / length).add_(0.5).short().byte()
