@@ -225,7 +225,7 @@ def test_every_severity_changes_the_images_and_keeps_shape_dtype_and_input(name,
                                   "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression"])
 def test_damage_grows_with_severity(name):
     for size in (224, 64, 32):
-        images = scenes(3, size)
+        images = scenes(8, size)
         damage = [(corrupt(images, name, s).int() - images).abs().double().mean() for s in range(1, 6)]
         assert damage == sorted(damage) and damage[4] > damage[0]
 
