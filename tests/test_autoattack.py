@@ -58,7 +58,7 @@ def test_box_projection_equals_the_reference(golden):
     assert (box_projection(v.float(), w.float(), b.float()) - d).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("name, i, n", [("apgd-ce", 0, 200), ("apgd-ce", 2, 200), ("apgd-dlr", 1, 200),
+@pytest.mark.parametrize("name, i, n", [("apgd-ce", 0, 100), ("apgd-ce", 2, 100), ("apgd-dlr", 1, 100),
                                         ("apgd-t", 2, 60), ("square", 2, 15)])
 def test_member_is_as_strong_as_the_reference(reference, name, i, n):
     """As many images stay robust but for one in a hundred, two in random search, and nearly the same ones."""
