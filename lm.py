@@ -74,7 +74,7 @@ class LMConfig:
         return self.context
 
 
-# --- output layer ----------------------------------------------------------------------------------------------------
+# --- output layer ---------------------------------------------------------------------------------
 
 class LinearNLL(torch.autograd.Function):
     """nll_i = -log softmax(W h_i + b)[t_i], in chunks of rows whose logits are forgotten, and computed again backwards.
@@ -123,7 +123,7 @@ def linear_nll(h, W, b, t):
     return LinearNLL.apply(h, W, b, t, dtype)
 
 
-# --- modules ---------------------------------------------------------------------------------------------------------
+# --- modules --------------------------------------------------------------------------------------
 
 def sinusoids(context, dim):
     """[sin(p f), cos(p f)], f_i = 10000^(-2i/C), (T, C). Counted backwards: p = T-1 in the first row, 0 in the last."""
@@ -254,7 +254,7 @@ def check_ids(name, ids, vocab_size):
             raise ValueError(f"{name} hold ids from {low} to {high}, expected 0 to {vocab_size - 1}")
 
 
-# --- weights from files ----------------------------------------------------------------------------------------------
+# --- weights from files ---------------------------------------------------------------------------
 
 def lm_from_checkpoint(checkpoint):
     """The model of one of our checkpoints (train_lm.py), in eval mode; nothing else has to be said about it."""

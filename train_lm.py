@@ -4,7 +4,7 @@
     python train_lm.py --attn symmetric                   # its baseline
     python train_lm.py --data_dir book.txt                # a text of your own
     python train_lm.py --data wikitext --data_dir data/wikitext-2
-    torchrun --standalone --nproc_per_node=4 train_lm.py --data wikitext103 --data_dir data/wikitext-103
+    torchrun --nproc_per_node=4 train_lm.py --data wikitext103 --data_dir data/wikitext-103
     python train_lm.py --resume out/pydoc_rpc             # go on exactly where it stopped
     python train_lm.py --sample out/pydoc_rpc --prompt "The function returns"
     python eval_robust.py --ckpt out/pydoc_rpc            # sliding and attacked perplexity
@@ -14,13 +14,15 @@ transformer. Where this differs from that code: batches are random windows (ther
 streams, always in the same order), the first update has the lowest learning rate (there: the full
 one), unknown words are <unk> (there: an error), bf16 on a GPU. The checkpoint with the best valid
 perplexity, best.pt, is the one to report.
-Every random number depends on (seed, step, process) alone, so stopping and resuming changes nothing;
-nor does the number of processes but for float noise, without dropout: its masks are per process.
+Every random number depends on (seed, step, process) alone, so stopping and resuming changes
+nothing; nor does the number of processes but for float noise, without dropout: its masks are per
+process.
 """
 
 import argparse
 import math
 import re
+import sys
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
@@ -30,9 +32,10 @@ import torch
 from tqdm import tqdm
 
 import common
-from data import text as data_text
 from attention import FORMS
-from data.text import EOS, Vocabulary, perplexity, sliding_nll
+from data import text as data_text
+from data.prose import text_folder
+from data.text import EOS, perplexity, sliding_nll
 from lm import LM, SIZES, LMConfig, lm_from_checkpoint
 from vit import load_strictly
 
@@ -49,11 +52,11 @@ RECIPES = {
     "wikitext103": dict(model="paper", rpc_layers="0-3", cutoffs="20000,40000,200000",
                         steps=500_000, batch_size=96, lr=2.5e-4, warmup=2000, eval_every=4000),
 }
-RECIPES["folder"] = RECIPES["wikitext"]
+RECIPES["folder"] = RECIPES["wikitext"]         # --data_dir alone: a text of one's own
 # Numbers of a recipe that have no flag of their own.
 SETTINGS = dict(
-    norm=(common.choice("post", "pre"), "post: layer norm after each sublayer, as the paper; pre: before"),
-    cutoffs=(str, "adaptive softmax: ids at which its clusters start, 20000,40000,200000; none: full"),
+    norm=(common.choice("post", "pre"), "layer norm after each sublayer, as the paper, or before"),
+    cutoffs=(str, "adaptive softmax: where its clusters start, 20000,40000,200000; none: full"),
     dropout=(common.number(float, 0, 0.999999), "rate"),
     warmup=(common.number(int, 0), "updates of linear warm-up; the cosine counts from update 0"),
     clip=(common.number(float, 0), "clip the gradient norm; 0: do not"),
@@ -86,22 +89,24 @@ def get_args():
     flag("--n_iter", type=count, default=4, help="PAP steps")
     flag("--lambd", type=common.number(float, 0, math.inf), default=4.0, help="inf: never shrink")
     flag("--form", choices=FORMS, default="released", help="reading of Algorithm 1: attention.py")
-    flag("--mu", choices=["running", "token", "global"], default="running", help="mean|k| over tokens "
-         "<= t, over t alone, or over the window as printed: that lets the future leak, to compare")
+    flag("--mu", choices=["running", "token", "global"], default="running", help="mean|k| over "
+         "tokens <= t, t alone, or the window as printed: that lets the future leak, to compare")
 
     flag = p.add_argument_group("training").add_argument
     flag("--steps", type=count, help="updates; the cosine ends there")
-    flag("--batch_size", type=count, help="windows per update, over all processes and micro-batches")
+    flag("--batch_size", type=count, help="windows per update, all processes and micro-batches")
     flag("--accum", type=count, default=1, help="micro-batches per step and process")
     flag("--lr", type=common.number(float, 0), help="peak learning rate (Adam, no weight decay)")
-    flag("--set", nargs="+", action="extend", metavar="NAME=VALUE", help="other numbers of the recipe, see below")
+    flag("--set", nargs="+", action="extend", metavar="NAME=VALUE",
+         help="other numbers of the recipe, see below")
 
     flag = p.add_argument_group("sampling").add_argument
     flag("--sample", metavar="CKPT", help="no training: print words that this checkpoint, or a "
          "run's best.pt, goes on with after --prompt")
     flag("--words", type=natural, default=40, help="of a sample, at evaluations too; 0: none")
     flag("--prompt", default="", help="what it goes on from: words between spaces, as in the text")
-    flag("--temperature", type=common.number(float, 1e-3), default=1.0, help="below 1: likelier words")
+    flag("--temperature", type=common.number(float, 1e-3), default=1.0,
+         help="below 1: likelier words")
 
     flag = p.add_argument_group("running").add_argument
     flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0)
@@ -114,10 +119,15 @@ def get_args():
 
     args = common.parse(p, RECIPES, SETTINGS, "train_lm.py", FIXED)
     args.context = args.context or SIZES[args.model]["context"]
+    given = {word[2:].split("=")[0] for word in sys.argv[1:] if word.startswith("--")}
+    idle = given - {"sample", "words", "prompt", "temperature", "seed", "device"}
+    if args.sample and idle:
+        raise ValueError(f"--{min(idle)} does not go with --sample, which only prints words of a "
+                         f"trained model: leave one of them out")
     return args
 
 
-# --- set-up ----------------------------------------------------------------------------------------
+# --- set-up ---------------------------------------------------------------------------------------
 
 def build_config(args, vocab_size):
     """LMConfig from the flags."""
@@ -133,6 +143,22 @@ def build_config(args, vocab_size):
                     dropout=args.dropout, cutoffs=cutoffs)
 
 
+def load_text(args, rank):
+    """The `Corpus` that the flags name. Says what it found; each text is longer than a window."""
+    folder = text_folder(args.data, args.data_dir, rank)
+    corpus = data_text.load_corpus(folder, rank)
+    for split in data_text.SPLITS:
+        count = len(getattr(corpus, split))
+        if count <= args.context:
+            raise ValueError(f"--context {args.context}: wiki.{split}.tokens in {folder} has only "
+                             f"{count} tokens, expected more than a window")
+    if rank == 0:
+        tqdm.write(f"{folder}: {data_text.describe(corpus)}")
+        tqdm.write(f"recipe {args.data}: {args.attn} LM-{args.model}, {args.steps} steps of "
+                   f"{args.batch_size} x {args.context} tokens, lr {args.lr:g}")
+    return corpus
+
+
 def micro_batches(tokens, args, start, stop, rank, world, device):
     """Windows (b, context + 1) int64 on the device: every micro-batch of this process."""
     b, rest = divmod(args.batch_size, world * args.accum)
@@ -143,34 +169,48 @@ def micro_batches(tokens, args, start, stop, rank, world, device):
         for micro in range(rank * args.accum, (rank + 1) * args.accum):
             part = slice(micro * b, (micro + 1) * b)
             windows = data_text.random_windows(tokens, step, args.batch_size, args.context,
-                                             args.seed, part)
+                                               args.seed, part)
             if device.type == "cuda":
                 windows = windows.pin_memory()
             yield windows.to(device, non_blocking=True)
 
 
-def start(args, model, optimizer, vocab):
-    """Load what --resume names. Returns the step to go on from and the best evaluation so far."""
+def start(args, corpus, device):
+    """Model, optimiser, step to go on from and best evaluation: new, or what --resume names."""
+    vocab = corpus.vocab
+    torch.manual_seed(args.seed)
+    model = LM(build_config(args, len(vocab))).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=device.type == "cuda")
     if not args.resume:
-        return 0, dict(step=0, perplexity=math.inf)
+        return model, optimizer, 0, dict(step=0, perplexity=math.inf)
     checkpoint = common.read_checkpoint(args.resume)
     if not checkpoint.get("optimizer"):
-        raise ValueError(f"--resume {args.resume}: best.pt holds no optimiser state; continue from last.pt")
+        raise ValueError(f"--resume {args.resume}: best.pt holds no optimiser state; continue from "
+                         f"last.pt")
     common.check_run(checkpoint, args.resume, "train_lm.py", "model", "vocab", "step", "best")
     if checkpoint["vocab"] != "\n".join(vocab.words):
-        raise ValueError(f"--data_dir {args.data_dir} has not the vocabulary of the run in "
-                         f"{args.resume} ({len(vocab)} words): the text has changed")
+        raise ValueError(f"{corpus.folder} has not the vocabulary of the run in {args.resume} "
+                         f"({len(vocab)} words, there {len(checkpoint['vocab'].splitlines())}): "
+                         f"the text has changed")
     with common.naming(f"--resume {args.resume}"):
         load_strictly(model, checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-    return checkpoint["step"], checkpoint["best"]
+    return model, optimizer, checkpoint["step"], checkpoint["best"]
 
 
-# --- evaluation and samples ------------------------------------------------------------------------
+def pack(args, model, optimizer, vocab, step, best):
+    """A checkpoint. optimizer: None for weights to evaluate only."""
+    return dict(task="language modelling", model=model.state_dict(), args=vars(args), step=step,
+                model_config=asdict(model.config), vocab="\n".join(vocab.words), best=dict(best),
+                optimizer=optimizer and optimizer.state_dict())
+
+
+# --- evaluation and samples -----------------------------------------------------------------------
 
 def evaluate(model, corpus, args, device, rank, world):
     """Segment-wise valid perplexity; also a sample, and whether the robust part acted."""
-    nats = sliding_nll(model, corpus.valid, args.context, args.context, 64, rank, world, "evaluating")
+    nats = sliding_nll(model, corpus.valid, args.context, args.context, rank=rank, world=world,
+                       progress="evaluating")
     if not nats.isfinite().all():
         raise ValueError("the valid perplexity is not finite: try a smaller --lr")
     if rank:
@@ -182,7 +222,7 @@ def evaluate(model, corpus, args, device, rank, world):
 
 
 def first_windows(tokens, args, device):
-    """The first 8 windows of a text, (8, context) int64 on the device: what key statistics are of."""
+    """The first 8 windows of a text, (8, context) int64 on the device: for key statistics."""
     n = len(tokens) // args.context * args.context
     windows = tokens[:n].reshape(-1, args.context)[:8]
     return torch.from_numpy(windows.astype(np.int64)).to(device)
@@ -193,8 +233,8 @@ def prompt_ids(prompt, vocab):
     words = [EOS, *data_text.split_words(prompt)]
     unknown = [word for word in words if word not in vocab]
     if unknown:
-        raise ValueError(f"--prompt: {', '.join(unknown)} not in the vocabulary of {len(vocab)} words; "
-                         f"known ones, separated by spaces, and <unk> can be used")
+        raise ValueError(f"--prompt: {', '.join(unknown)} not in the vocabulary of {len(vocab)} "
+                         f"words; known ones, separated by spaces, and <unk> can be used")
     return torch.tensor([[vocab[word] for word in words]])
 
 
@@ -216,45 +256,40 @@ def sample(model, vocab, args, device):
 
 def print_sample(args):
     """What --sample asks for."""
-    device = common.setup(args.device)[0]
+    device, rank, _ = common.setup(args.device)
     path = Path(args.sample, "best.pt")
     checkpoint = common.read_checkpoint(path if path.exists() else args.sample)
     common.check_run(checkpoint, args.sample, "train_lm.py", "model", "model_config", "vocab")
     with common.naming(f"--sample {args.sample}"):
         model = lm_from_checkpoint(checkpoint).to(device)
+        vocab = data_text.stored_vocabulary(checkpoint)
         if model.config.reads_the_future:
             raise ValueError("trained with --mu global, which reads the words to come")
-        vocab = Vocabulary(checkpoint["vocab"].split("\n"))
-    print(sample(model, vocab, args, device))
+    if rank == 0:
+        print(sample(model, vocab, args, device))
 
 
-# --- the run ---------------------------------------------------------------------------------------
+# --- the run --------------------------------------------------------------------------------------
 
 def main():
     args = get_args()
     if args.sample:
         return print_sample(args)
     device, rank, world, out_dir = common.start(args, f"{args.data}_{args.attn}")
-    corpus = data_text.load_corpus(args.data_dir, rank)
+    corpus = load_text(args, rank)
     prompt_ids(args.prompt, corpus.vocab)                           # a word it does not know: now
 
-    # model and optimiser
-    torch.manual_seed(args.seed)
-    model = LM(build_config(args, len(corpus.vocab))).to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=device.type == "cuda")
-    first, best = start(args, model, optimizer, corpus.vocab)
+    # model, optimiser, windows
+    model, optimizer, first, best = start(args, corpus, device)
     net = common.wrap(model, device, world, args.compile)
     stop = min(args.steps, args.max_steps or args.steps)
     batches = micro_batches(corpus.train, args, first, stop, rank, world, device)
     batch = next(batches, None)
     run = common.Run(args, out_dir, first, stop, device, rank, world, model,
                      train_tokens=len(corpus.train), vocab_size=len(corpus.vocab))
-    run.print(f"{args.data}: {corpus.note} | {args.attn} LM-{args.model}")
 
     def state(step, optimizer=optimizer):
-        return dict(task="language modelling", model=model.state_dict(), step=step, best=dict(best),
-                    model_config=asdict(model.config), args=vars(args),
-                    optimizer=optimizer and optimizer.state_dict(), vocab="\n".join(corpus.vocab.words))
+        return pack(args, model, optimizer, corpus.vocab, step, best)
 
     def measure(at):
         metrics, more = evaluate(model, corpus, args, device, rank, world)
@@ -294,7 +329,8 @@ def main():
             run.save("last.pt", state(step))
 
     run.print(f"{args.data} {args.attn}: valid perplexity {best['perplexity']:.2f} (segment-wise) "
-              f"with the weights of step {best['step']}; next: python eval_robust.py --ckpt {out_dir}")
+              f"with the weights of step {best['step']}; "
+              f"next: python eval_robust.py --ckpt {out_dir}")
 
 
 if __name__ == "__main__":

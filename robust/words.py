@@ -1,7 +1,7 @@
 """The word-swap attack on a language model, and the perplexities that say what it did.
 
-Paper: Teo & Nguyen 2024, section 4.2, Table 3: a share of the words of the evaluation text becomes one
-meaningless word, `AAA`. The paper names the attack but no rate; per line and 0.015 are those of
+Paper: Teo & Nguyen 2024, section 4.2, Table 3: a share of the words of the evaluation text becomes
+one meaningless word, `AAA`. The paper names the attack but no rate; per line and 0.015 are those of
 `KurtPask/Elliptical-Attention:WordAttack/src_attack/utils/vocabulary.py`.
 
     lines, swapped = word_swap(read_lines("wiki.test.tokens"))
@@ -20,27 +20,28 @@ from data.text import perplexity, read_lines, sliding_nll, token_file
 
 RATE, WORD = 0.015, "AAA"
 STOP_WORDS = frozenset("""
-    i me my myself we our ours ourselves you your yours yourself yourselves he him his himself she her
-    hers herself it its itself they them their theirs themselves what which who whom this that these
-    those am is are was were be been being have has had having do does did doing a an the and but if
-    or because as until while of at by for with about against between into through during before after
-    above below to from up down in out on off over under again further then once here there when where
-    why how all any both each few more most other some such no nor not only own same so than too very
-    s t can will just don should now d ll m o re ve y ain aren couldn didn doesn hadn hasn haven isn ma
-    mightn mustn needn shan shouldn wasn weren won wouldn
+    i me my myself we our ours ourselves you your yours yourself yourselves he him his himself
+    she her hers herself it its itself they them their theirs themselves what which who whom
+    this that these those am is are was were be been being have has had having do does did doing
+    a an the and but if or because as until while of at by for with about against between into
+    through during before after above below to from up down in out on off over under again
+    further then once here there when where why how all any both each few more most other some
+    such no nor not only own same so than too very s t can will just don should now d ll m o re
+    ve y ain aren couldn didn doesn hadn hasn haven isn ma mightn mustn needn shan shouldn wasn
+    weren won wouldn
 """.split())
 
 
-# --- the attack ------------------------------------------------------------------------------------
+# --- the attack -----------------------------------------------------------------------------------
 
 def word_swap(lines, rate=RATE, mode="per-line", seed=0, word=WORD):
     """Replace a share of the words by one meaningless word. Returns (lines, swapped).
 
-    lines: strings of tokens with spaces between. Words are tokens with a letter or digit; stop words
-    in lower case and <unk> stay. mode: "per-line" swaps max(int(rate * words), 1) on every line,
-    headings too; "uniform" swaps the share `rate` of all words, wherever they are; rate 0 swaps none.
-    swapped: one bool per token of the stream, an <eos> after every line included, so that the
-    perplexity of the other targets can be told apart.
+    lines: strings of tokens with spaces between. Words are tokens with a letter or digit; stop
+    words in lower case and <unk> stay. mode: "per-line" swaps max(int(rate * words), 1) on every
+    line, headings too; "uniform" swaps the share `rate` of all words, wherever they are; rate 0
+    swaps none. swapped: one bool per token of the stream, an <eos> after every line included, so
+    that the perplexity of the other targets can be told apart.
     """
     if isinstance(lines, str) or mode not in ("per-line", "uniform"):
         raise ValueError(f"lines are a {type(lines).__name__}, mode={mode!r}, expected a list, "
@@ -76,7 +77,7 @@ def is_spared(token):
     return token == "<unk>" or token.strip("'") in STOP_WORDS
 
 
-# --- what it does to a model -----------------------------------------------------------------------
+# --- what it does to a model ----------------------------------------------------------------------
 
 class Text(NamedTuple):
     """A split to score."""
@@ -101,17 +102,19 @@ def load_texts(data_dir, vocab, window, seed=0):
                     ~torch.tensor(swapped[1:]))
         if len(text.clean) <= window:
             raise ValueError(f"--window {window} (default: --context): wiki.{split}.tokens in "
-                             f"{data_dir} has only {len(text.clean)} tokens, expected more than a window")
+                             f"{data_dir} has only {len(text.clean)} tokens, expected more than a "
+                             f"window")
         texts.append(text)
     return texts, word
 
 
 def score(model, texts, window, stride, batch_size=64, rank=0, world=1):
-    """Perplexities of each text: segment-wise, sliding, and sliding after the attack. Returns [dict].
+    """Perplexities of each text, [dict]: segment-wise, sliding, and sliding after the attack.
 
     attacked counts all targets, the swapped-in words too, which no model can foresee;
-    attacked_unswapped the others, clean_unswapped the same targets in the clean text: the difference
-    is what the attack does to the model. Raises ValueError if one is not finite.
+    attacked_unswapped the others, clean_unswapped the same targets in the clean text: the
+    difference is what the attack does to the model. window: tokens of context at most; stride:
+    targets scored per window. Raises ValueError if a perplexity is not finite.
     """
     rows = []
     for text in texts:
@@ -123,7 +126,8 @@ def score(model, texts, window, stride, batch_size=64, rank=0, world=1):
         attacked = nats(text.attacked, stride, "attacked")
         segments = clean if stride == window else nats(text.clean, window, "segment-wise")
         row = dict(segment=perplexity(segments), sliding=perplexity(clean),
-                   attacked=perplexity(attacked), attacked_unswapped=perplexity(attacked, text.kept),
+                   attacked=perplexity(attacked),
+                   attacked_unswapped=perplexity(attacked, text.kept),
                    clean_unswapped=perplexity(clean, text.kept))
         if not all(map(math.isfinite, row.values())):
             raise ValueError(f"a perplexity of {text.split} is not finite: {row}")

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 import common
 import data
-from data import text as data_text
+from data import prose, text as data_text
 from attention import SelfAttention, rpc_attention, symmetric_attention
 from lm import LM, LMConfig, lm_from_checkpoint
 from vit import SIZES, ViT, ViTConfig, load_weights, stored_config, vit_from_checkpoint
@@ -209,8 +209,9 @@ def load_images(args, checkpoint, config):
 
 def load_windows(args, checkpoint, config):
     """Windows of the test text (n, T) int64, spread evenly; no labels, what they are, 0 classes."""
-    folder = data_text.text_folder(args.data_dir or checkpoint["args"]["data_dir"])
-    vocab = data_text.Vocabulary(checkpoint["vocab"].split("\n"))
+    trained = checkpoint["args"]
+    folder = prose.text_folder(trained["data"], args.data_dir or trained["data_dir"])
+    vocab = data_text.stored_vocabulary(checkpoint)
     lines = data_text.read_lines(data_text.token_file(folder, "test"))
     tokens = vocab.encode_lines(lines).astype(np.int64)
     if len(tokens) < config.context:

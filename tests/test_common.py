@@ -289,8 +289,7 @@ def checkpoint_of(task, monkeypatch):
 READERS = [
     (train_cls, "--resume", "cls", "args model optimizer step classes ema"),
     (train_lm, "--resume", "lm", "args model optimizer step vocab best model_config"),
-    (train_lm, "--eval_only", "lm", "args model step vocab model_config"),
-    (train_lm, "--sample", "lm", "args model step vocab model_config"),
+    (train_lm, "--sample", "lm", "model vocab model_config"),
     (train_seg, "--resume", "seg", "args model optimizer step classes model_config"),
     (eval_robust, "--ckpt", "cls", "model model_config"),
     (kernel_pca, "--ckpt", "cls", "model model_config"),

@@ -1,8 +1,8 @@
-"""Claims about data_text.py: tokens as lmtool counts them, a cache that is whole or none, windows that any process draws
-alike, and sliding evaluation equal to lmtool's."""
+"""Claims about data/text.py and data/prose.py: tokens as lmtool counts them, a cache that is whole
+or none, a text of one's own laid out as WikiText, windows that any process draws alike, and sliding
+evaluation equal to lmtool's."""
 
 import errno
-import json
 import math
 import os
 import resource
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from data import text as data_text
+from data import prose, text as data_text
 import peers
 from robust.words import word_swap
 from conftest import ROOT, SHARED
@@ -93,9 +93,10 @@ def small_wiki(tmp_path):
     return write(tmp_path / "small", *texts), tokens, len(known) + 1, unknown
 
 
-def test_the_small_set_has_its_tokens_words_and_unknown_words(tmp_path):
+def test_the_small_set_has_its_tokens_words_and_unknown_words(tmp_path, monkeypatch):
     folder, tokens, size, unknown = small_wiki(tmp_path)
-    corpus = load_corpus(folder, tmp_path / "cache")
+    monkeypatch.setattr(data_text, "choose_cache_dir", lambda folder: tmp_path / "cache")
+    corpus = load_corpus(folder)
     assert [len(corpus.train), len(corpus.valid), len(corpus.test)] == tokens
     assert len(corpus.vocab) == size and corpus.vocab.words[:2] == ["<eos>", "the"]
     unk = corpus.vocab["<unk>"]
@@ -111,7 +112,6 @@ def test_a_word_without_unk_to_stand_for_it_is_named(folder):
     write(folder, TRAIN.replace("<unk>", ""))
     with pytest.raises(ValueError, match="'unseen'.*no <unk>"):
         load_corpus(folder)
-    assert data_text.read_meta(folder / "cache") is None
 
 
 @pytest.mark.parametrize("words", [["a", "b"], ["<eos>", "a", "a"], [""], []])
@@ -122,66 +122,108 @@ def test_what_is_no_vocabulary_is_refused(words):
 
 # --- the cache --------------------------------------------------------------------------------------------------------
 
-def test_the_cache_is_used_until_a_source_changes_even_in_place(folder):
-    assert "built" in load_corpus(folder).note and load_corpus(folder).note == ""
+def names(folder):
+    return sorted(path.name for path in (folder / "cache").iterdir())
+
+
+def test_the_cache_is_used_until_the_text_changes_even_in_place_or_back_in_time(folder):
+    assert [load_corpus(folder).built for _ in range(3)] == [True, False, False]
     before = {p.name: p.stat().st_mtime_ns for p in (folder / "cache").iterdir()}
-    assert load_corpus(folder).note == ""
+    assert set(before.values()) == {(folder / "wiki.train.tokens").stat().st_mtime_ns}
+    assert not load_corpus(folder).built
     assert {p.name: p.stat().st_mtime_ns for p in (folder / "cache").iterdir()} == before
     time.sleep(0.02)
     write(folder, TRAIN.replace("cat", "cow"))                                       # the same number of bytes
     corpus = load_corpus(folder)
-    assert "changed" in corpus.note and "cow" in corpus.vocab and "cat" not in corpus.vocab
-    time.sleep(0.02)
+    assert corpus.built and "cow" in corpus.vocab and "cat" not in corpus.vocab
+    write(folder)
+    os.utime(folder / "wiki.train.tokens", ns=(10 ** 18, 10 ** 18))                  # an old file, put back
+    assert load_corpus(folder).built and "cat" in load_corpus(folder).vocab
     write(folder, TRAIN.replace("cat", "cow"), VALID + VALID)
     assert len(load_corpus(folder).valid) == 12
 
 
 def test_the_cache_is_flat_little_endian_uint32_with_a_word_a_line(folder):
     corpus = load_corpus(folder)
-    names = ["meta.json", "test.bin", "train.bin", "valid.bin", "vocab.txt"]
-    assert sorted(p.name for p in corpus.cache_dir.iterdir()) == names
+    assert names(folder) == ["train.bin", "vocab.txt"]
     ids = np.frombuffer((corpus.cache_dir / "train.bin").read_bytes(), "<u4")
     words = (corpus.cache_dir / "vocab.txt").read_text().split("\n")
     assert " ".join(words[i] for i in ids) == " ".join(data_text.split_words(TRAIN))
-    meta = json.loads((corpus.cache_dir / "meta.json").read_text())
-    assert meta["tokens"]["train"] == len(ids) and meta["sources"]["valid"][:2] == ["wiki.valid.tokens", len(VALID)]
+    assert words.pop() == "" and words == corpus.vocab.words and isinstance(corpus.train, np.memmap)
 
 
-@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize("at", range(2))
 def test_a_build_that_stops_anywhere_leaves_no_cache_and_the_next_one_is_whole(folder, monkeypatch, at):
     good = load_corpus(folder)
     ids, words = np.array(good.train), good.vocab.words
     time.sleep(0.02)
-    os.utime(folder / "wiki.train.tokens")                                           # to be built again
+    write(folder, TRAIN.replace("cat", "cow"))                                       # to be built again
     replace, calls = os.replace, []
 
     def stops(*paths):
         calls.append(paths)
-        if len(calls) == at + 2:                                                     # the first empties meta.json
+        if len(calls) == at + 1:
             raise OSError(errno.ENOSPC, "No space left on device")
         replace(*paths)
     monkeypatch.setattr(os, "replace", stops)
-    with pytest.raises(OSError, match="cannot write .*No space left on device.*--cache_dir"):
+    with pytest.raises(OSError, match="cannot write .*No space left on device"):
         load_corpus(folder)
     monkeypatch.undo()
-    assert data_text.read_meta(folder / "cache") is None and not list((folder / "cache").glob("*.tmp"))
+    monkeypatch.chdir(folder.parent)
+    assert names(folder) == ["train.bin", "vocab.txt"]                               # and no .tmp
+    corpus = load_corpus(folder)
+    assert corpus.built and "cow" in corpus.vocab and "cat" not in corpus.vocab
+    write(folder)
     again = load_corpus(folder)
     assert np.array_equal(again.train, ids) and again.vocab.words == words
 
 
-@pytest.mark.parametrize("damage,word", [
-    (lambda c: (c / "train.bin").write_bytes(b"\0" * 76), "train.bin has 76 bytes, expected 4 x 20"),
-    (lambda c: (c / "valid.bin").write_bytes(b"abc"), "valid.bin has 3 bytes"),
-    (lambda c: (c / "test.bin").write_bytes(b"c\0\0\0" * 6), "test.bin holds id 99, expected ids below 13"),
-    (lambda c: (c / "vocab.txt").write_text("<eos>\nthe\n"), "vocab.txt has 2 words, expected 13")])
+def test_words_of_a_build_that_was_cut_off_are_not_taken_for_those_of_the_text_put_back(folder, monkeypatch):
+    load_corpus(folder)
+    text, time_of_text = TRAIN, (folder / "wiki.train.tokens").stat().st_mtime_ns
+    time.sleep(0.02)
+    write(folder, text.replace("cat", "cow"))
+    monkeypatch.setattr(data_text, "read_text", lambda path, what, read=data_text.read_text:
+                        1 / 0 if what == "encoding" else read(path, what))
+    with pytest.raises(ZeroDivisionError):
+        load_corpus(folder)
+    monkeypatch.undo()
+    monkeypatch.chdir(folder.parent)
+    write(folder, text)
+    os.utime(folder / "wiki.train.tokens", ns=(time_of_text, time_of_text))
+    assert "cat" in load_corpus(folder).vocab
+
+
+DAMAGE = [(lambda c: (c / "train.bin").write_bytes(b"\0" * 76), "train.bin holds ids up to 0 and ends in 0, expected 12"),
+          (lambda c: (c / "train.bin").write_bytes((c / "train.bin").read_bytes()[:-4]), "ends in 12, expected 12.* and 0"),
+          (lambda c: (c / "train.bin").write_bytes(b"abc"), "train.bin has 3 bytes, expected 4 a token"),
+          (lambda c: (c / "train.bin").write_bytes(b""), "train.bin has 0 bytes"),
+          (lambda c: (c / "train.bin").write_bytes(b"c\0\0\0" * 6), "train.bin holds ids up to 99 .* expected 12"),
+          (lambda c: (c / "vocab.txt").write_text("<eos>\nthe\n"), "expected 1, the last of .*vocab.txt"),
+          (lambda c: (c / "vocab.txt").write_text("the\n"), "vocab.txt.*not a vocabulary")]
+
+
+@pytest.mark.parametrize("damage,word", DAMAGE, ids=range(len(DAMAGE)))
 def test_a_damaged_cache_is_named_and_deleting_the_file_repairs_it(folder, damage, word):
     good = load_corpus(folder)
     before, ids = set(good.cache_dir.iterdir()), np.array(good.train)
+    times = [(path, path.stat().st_mtime_ns) for path in before]
     damage(good.cache_dir)
+    for path, changed in times:
+        os.utime(path, ns=(changed, changed))
     with pytest.raises(ValueError, match=word) as e:
         load_corpus(folder)
     assert "\n" not in str(e.value) and set(good.cache_dir.iterdir()) == before
-    Path(str(e.value).split(" ")[0]).unlink()
+    Path(str(e.value).split(" ")[0].rstrip(":,")).unlink()
+    assert np.array_equal(load_corpus(folder).train, ids)
+
+
+@pytest.mark.parametrize("damage", [damage for damage, _ in DAMAGE], ids=range(len(DAMAGE)))
+def test_a_cache_that_was_written_to_is_built_again(folder, damage):
+    good = load_corpus(folder)
+    ids = np.array(good.train)
+    time.sleep(0.02)
+    damage(good.cache_dir)
     assert np.array_equal(load_corpus(folder).train, ids)
 
 
@@ -202,16 +244,15 @@ def test_a_folder_without_write_permission_is_left_alone_even_by_root(folder):
     try:
         corpus = load_corpus(folder)
         assert corpus.cache_dir.parent == Path("out", "cache") and corpus.cache_dir.name.startswith("text_")
-        assert not (folder / "cache").exists() and load_corpus(folder).note == ""
-        assert load_corpus(folder, "elsewhere").cache_dir == Path("elsewhere")
+        assert not (folder / "cache").exists() and corpus.built and not load_corpus(folder).built
     finally:
         folder.chmod(0o755)
 
 
 def test_two_processes_may_build_the_same_cache_at_once(folder):
     write(folder, TRAIN * 5_000)
-    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import data_lm; "
-            f"print(data_text.load_corpus('text').train.sum())")
+    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); from data import text; "
+            f"print(text.load_corpus('text').train.sum())")
     runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert len({run.communicate()[0] for run in runs}) == 1 and all(run.returncode == 0 for run in runs)
     assert not list((folder / "cache").glob("*.tmp"))
@@ -219,9 +260,9 @@ def test_two_processes_may_build_the_same_cache_at_once(folder):
 
 def test_the_build_needs_little_memory_whatever_the_size_of_the_text(tmp_path):
     write(tmp_path, " ".join(f"w{i}" for i in range(300)) + " \n" + " \n".join([TRAIN.strip()] * 2 ** 16))        # 5 MB
-    code = f"""import sys, resource; sys.path.insert(0, {str(ROOT)!r}); import data_lm
+    code = f"""import sys, resource; sys.path.insert(0, {str(ROOT)!r}); from data import text; from pathlib import Path
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-data_text.build_cache({str(tmp_path)!r}, {str(tmp_path / "cache")!r})
+assert text.prepare({str(tmp_path)!r}, Path({str(tmp_path / "cache")!r}))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"""
     grown = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     assert grown < (16 if sys.platform == "linux" else 16 * 1024) * 1024                   # kB; macOS: bytes
@@ -231,24 +272,108 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"""
 # --- pydoc ------------------------------------------------------------------------------------------------------------
 
 def test_pydoc_gives_every_python_the_same_text_of_some_size_without_running_modules(tmp_path):
-    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import data_lm; before = set(sys.modules); "
-            f"data_text.pydoc_folder(sys.argv[1]); print(*set(sys.modules) - before)")
+    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); from data import prose; before = set(sys.modules); "
+            f"prose.pydoc_folder(sys.argv[1]); print(*set(sys.modules) - before)")
     out = subprocess.run([sys.executable, "-c", code, tmp_path / "a"], capture_output=True, text=True, check=True,
                          env={**os.environ, "PYTHONHASHSEED": "1"})
     assert not {"antigravity", "turtle", "tkinter", "idlelib"} & set(out.stdout.split())
-    data_text.pydoc_folder(tmp_path / "b")
+    prose.pydoc_folder(tmp_path / "b")
     files = [sorted((tmp_path / name).glob("*/wiki.*.tokens")) for name in "ab"]
     assert len(files[0]) == 3 and [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
     before = {f: f.stat().st_mtime_ns for f in files[0]}
-    folder = data_text.pydoc_folder(tmp_path / "a")
+    folder = prose.pydoc_folder(tmp_path / "a")
     assert {f: f.stat().st_mtime_ns for f in files[0]} == before                       # written once
     corpus = load_corpus(folder)
     assert len(corpus.train) > 200_000 and 5_000 < min(len(corpus.valid), len(corpus.test)) < 100_000
     counts = np.bincount(corpus.train, minlength=len(corpus.vocab))
-    assert (counts[1:] >= data_text.MIN_COUNT).all() and 0.005 < counts[corpus.vocab["<unk>"]] / len(corpus.train) < 0.1
+    assert (counts[1:] >= prose.MIN_COUNT).all() and 0.005 < counts[corpus.vocab["<unk>"]] / len(corpus.train) < 0.1
     headings = {split: {line for line in data_text.read_lines(folder / f"wiki.{split}.tokens")
                         if line.startswith(" = ") and not line.startswith(" = = ")} for split in data_text.SPLITS}
     assert all(len(titles) > 5 for titles in headings.values())
+
+
+# --- a text of one's own ---------------------------------------------------------------------------
+
+BOOK = "".join(f"The cat's {'old ' * (i % 3)}hat, number {i % 7},\nwas on   the mat\u2014{'x' * (i % 5 + 1)}.\n\n \n"
+               for i in range(40))
+
+
+def lines_of(folder, split):
+    return data_text.read_lines(Path(folder) / f"wiki.{split}.tokens")
+
+
+def test_a_txt_becomes_wikitext_ninety_five_and_five_percent_of_its_paragraphs(folder):
+    Path("mine").mkdir()
+    Path("mine/book.txt").write_text(BOOK)
+    made = prose.text_folder("folder", "mine")
+    assert made.parts[:2] == ("out", "cache") and made.name.startswith("book_")
+    assert prose.text_folder("folder", "mine/book.txt") == made
+    assert [len(lines_of(made, split)) for split in data_text.SPLITS] == [37, 2, 2]
+    assert lines_of(made, "train")[4].split() == "The cat's old hat , number 4 , was on the mat \u2014 xxxxx .".split()
+    assert lines_of(made, "valid")[0].split() == "The cat's hat , number 1 , was on the mat \u2014 xx .".split()
+    corpus = load_corpus(made)
+    words = [word for line in lines_of(made, "train") for word in line.split()]
+    assert lines_of(made, "train")[-1].split() == ["<unk>"]                         # a line more, as no word is rare
+    assert data_text.describe(corpus).startswith(f"37 paragraphs, {len(corpus.train):,} training, ")
+    assert len(corpus.train) == len(words) + 37
+
+
+def test_rare_words_of_a_txt_are_unknown_and_their_share_is_said(folder):
+    Path("book.txt").write_text(BOOK.replace("number 3", "number three", 2).replace("number 1", "number uno"))
+    corpus = load_corpus(prose.text_folder("folder", "book.txt"))
+    assert "three" not in corpus.vocab and "uno" in corpus.vocab and "old" in corpus.vocab
+    unknown = corpus.vocab["<unk>"]
+    share = 100 * np.mean(np.asarray(corpus.train) == unknown)
+    assert (np.asarray(corpus.train) == unknown).sum() == 2
+    assert f"unknown: {share:.1f} % of training, 0.0 % of valid" in data_text.describe(corpus)
+    assert f"; ids written to {corpus.cache_dir}" in data_text.describe(corpus)
+    again = load_corpus(prose.text_folder("folder", "book.txt"))
+    assert "written" not in data_text.describe(again) and not again.built
+
+
+def test_a_word_that_only_the_held_out_part_of_a_txt_has_is_unknown(folder):
+    Path("book.txt").write_text("the same words again\n" * 38 + "the very new\n" * 2)
+    corpus = load_corpus(prose.text_folder("folder", "book.txt"))                   # lines, where no line is blank
+    assert [corpus.vocab.words[i] for i in corpus.test] == ["the", "<unk>", "<unk>", "<eos>"] * 2
+
+
+def test_a_txt_is_written_once_and_again_when_it_changes(folder):
+    path = Path("book.txt")
+    path.write_text(BOOK)
+    made = prose.text_folder("folder", path)
+    before = {p: p.stat().st_mtime_ns for p in made.iterdir()}
+    assert before == {p: p.stat().st_mtime_ns for p in prose.text_folder("folder", path).iterdir()}
+    assert load_corpus(made).built and not load_corpus(made).built
+    path.write_text(BOOK.replace("mat", "rug"))
+    os.utime(path, ns=(10 ** 18, 10 ** 18))                                         # older, but another
+    corpus = load_corpus(prose.text_folder("folder", path))
+    assert corpus.built and "rug" in corpus.vocab and "mat" not in corpus.vocab
+
+
+def test_what_is_no_text_is_named_in_one_line(folder):
+    for name, files, word in (
+            ("empty", {}, "--data_dir empty: expected a .txt, or a folder"),
+            ("two", {"a.txt": BOOK, "b.txt": BOOK}, "--data_dir two holds 2 .txt, a.txt and b.txt among them"),
+            ("blank", {"a.txt": " \n\n \n"}, "blank/a.txt has 0 lines with words, expected 20"),
+            ("few", {"a.txt": "a b\n" * 19}, "few/a.txt has 19 lines with words, expected 20"),
+            ("none", {"a.txt": ""}, "none/a.txt has 0 lines"),
+            ("bytes", {"a.txt": b"caf\xe9"}, "bytes/a.txt is not UTF-8 text"),
+            ("other", {"a.md": BOOK}, "--data_dir other: expected a .txt")):
+        Path(name).mkdir()
+        for file, text in files.items():
+            Path(name, file).write_bytes(text if isinstance(text, bytes) else text.encode())
+        with pytest.raises((ValueError, OSError)) as e:
+            prose.text_folder("folder", name)
+        assert word in str(e.value) and "\n" not in str(e.value)
+    for data, data_dir, word in (("folder", "nowhere", "--data_dir nowhere: expected a .txt"),
+                                 ("folder", "other/a.md", "--data_dir other/a.md: expected a .txt"),
+                                 ("wikitext", None, "--data wikitext needs --data_dir")):
+        with pytest.raises((ValueError, OSError)) as e:
+            prose.text_folder(data, data_dir)
+        assert word in str(e.value) and "\n" not in str(e.value)
+    Path("text/notes.txt").write_text(BOOK)
+    assert prose.text_folder("folder", "text") == Path("text")                      # wiki.*.tokens go before a .txt
+    assert not Path("out").exists()
 
 
 # --- training windows -------------------------------------------------------------------------------------------------

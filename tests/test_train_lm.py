@@ -1,5 +1,6 @@
-"""Claims about train_lm.py: runs start, stop, go on and spread over processes without changing a number; what is scored
-is what the table says; bad input ends in one line and loses nothing. The real script, small settings."""
+"""Claims about train_lm.py: runs start, stop, go on and spread over processes without changing a
+number; bad input ends in one line and loses nothing; and about robust/words.py: what is scored is
+what a plain loop over the files gives. The real script, small settings."""
 
 import json
 import math
@@ -18,14 +19,14 @@ import pytest
 import torch
 
 import common
-from data import text as data_text
 import train_lm
-from robust.words import word_swap
+from data import prose, text as data_text
+from robust.words import load_texts, score, word_swap
 from lm import LM, LMConfig, lm_from_checkpoint
 
 SCRIPT = Path(train_lm.__file__).resolve()
-SMALL = ("--data_dir text --context 16 --batch_size 8 --steps 30 --warmup 5 --log_every 1 --eval_every 100 --words 5 "
-         "--stride 16").split()
+SMALL = ("--data_dir text --context 16 --batch_size 8 --steps 30 --words 5 "
+         "--set warmup=5 log_every=1 eval_every=100").split()
 
 
 def sentences(count, seed):
@@ -69,10 +70,11 @@ def train(*parts):
         sys.argv = argv
 
 
-def start(*parts, launcher=()):
-    env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")} | {"OMP_NUM_THREADS": "1"}
+def start(*parts, script=SCRIPT, launcher=()):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
     module = ("-m", "torch.distributed.run", *launcher) if launcher else ()
-    return subprocess.Popen([sys.executable, *module, str(SCRIPT), *flags(*parts)], env=env, text=True,
+    return subprocess.Popen([sys.executable, *module, str(script), *flags(*parts)], text=True,
+                            env=env | {"OMP_NUM_THREADS": "1"},
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE,      # background jobs ignore SIGINT
                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
 
@@ -105,8 +107,12 @@ def log(folder, what="loss"):
     return dict(rows)
 
 
-def results(folder, name="results.json"):
-    return json.loads(Path(folder, name).read_text())
+def scored(folder, data_dir="text", window=16, stride=16, seed=0, name="best.pt", **how):
+    """The rows of `score` for a run's weights, and the word that was swapped in."""
+    checkpoint = common.read_checkpoint(Path(folder, name))
+    vocab = data_text.stored_vocabulary(checkpoint)
+    texts, word = load_texts(data_dir, vocab, window, seed)
+    return score(lm_from_checkpoint(checkpoint), texts, window, stride, **how), word
 
 
 def assert_same_run(a, b, *names):
@@ -126,31 +132,32 @@ def assert_same_rows(a, b, rel):
 
 # --- a run and what it leaves -----------------------------------------------------------------------------------------
 
-def test_the_default_run_ends_in_table_sample_and_result_and_needs_no_flag(monkeypatch, capsys):
+def test_the_default_run_ends_in_its_result_and_needs_no_flag(monkeypatch, capsys):
     """Without flags but --max_steps; pydoc's documents are made fewer for the time it takes."""
-    topics = {f"topic {i}": [(f"name{i}", "The function returns a list of words.\n\nIt takes  one argument, n.\n" * 9)]
-              for i in range(60)}
-    monkeypatch.setattr(data_lm, "pydoc_documents", lambda: topics)
+    text = "The function returns a list of words.\n\nIt takes  one argument, n.\n" * 9
+    topics = {f"topic {i}": [(f"name{i}", text)] for i in range(60)}
+    monkeypatch.setattr(prose, "pydoc_documents", lambda: topics)
     train("--max_steps 2")
-    out = capsys.readouterr().out
-    assert "out/pydoc_rpc" in out and "sample:\n" in out and re.search(r"(?m)^ *split +tokens .*attacked", out)
-    last, result = out.strip().splitlines()[-1], results("out/pydoc_rpc")
-    valid, test = result["rows"]
-    assert last.startswith(f"pydoc rpc 4iter/0: valid perplexity {valid['sliding']:.2f}, test {test['sliding']:.2f}")
-    assert last.endswith(os.path.join("out", "pydoc_rpc", "results.json")) and "2 1" not in result["sample"]
-    assert [row["split"] for row in result["rows"]] == ["valid", "test"] and result["args"]["stride"] == 16
-    numbers = f"{valid['sliding']:.2f} | {test['sliding']:.2f} | {valid['attacked']:.2f} |"
-    assert f"| pydoc mini rpc 4iter/0, 16 | {numbers}" in out
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert re.match(r"out/cache/pydoc_3\S+: \d{3} paragraphs, .* training, .* unknown: \d\.\d % of", lines[0])
+    assert lines[1].startswith("recipe pydoc: rpc LM-mini, 1000 steps of 16 x 64 tokens")
+    rows, word = scored("out/pydoc_rpc", prose.text_folder("pydoc", None), 64)
+    valid, test = rows
+    assert lines[-1] == (f"pydoc rpc: valid perplexity {valid['segment']:.2f} (segment-wise) with the weights of "
+                         f"step 2; next: python eval_robust.py --ckpt {os.path.join('out', 'pydoc_rpc')}")
+    assert [row["split"] for row in rows] == ["valid", "test"] and word == "<unk>"
+    assert log("out/pydoc_rpc", "sample")[2] and "2 1" not in log("out/pydoc_rpc", "sample")[2]
     checkpoint = common.read_checkpoint("out/pydoc_rpc")
-    assert checkpoint["step"] == 2 and checkpoint["task"] == "language modelling" and checkpoint["args"]["steps"] >= 500
-    assert lm_from_checkpoint(checkpoint).config.rpc_layers == (0,) and log("out/pydoc_rpc", "sample")[2]
+    assert checkpoint["step"] == 2 and checkpoint["task"] == "language modelling"
+    assert checkpoint["args"]["steps"] >= 500 and checkpoint["args"]["data"] == "pydoc"
+    assert lm_from_checkpoint(checkpoint).config.rpc_layers == (0,)
 
 
-def test_the_table_is_what_the_best_weights_give_on_the_files_and_in_float64_the_same():
-    train(SMALL, "--out_dir a --stride 3 --window 12 --attack_seed 5 --steps 12 --eval_every 4")
+def test_a_score_is_what_the_best_weights_give_on_the_files_and_in_float64_the_same():
+    train(SMALL, "--out_dir a --steps 12 --set eval_every=4")
     model = lm_from_checkpoint(common.read_checkpoint("a/best.pt")).double()
     vocab = data_text.Vocabulary(common.read_checkpoint("a/best.pt")["vocab"].split("\n"))
-    for row in results("a")["rows"]:
+    for row in scored("a", window=12, stride=3, seed=5)[0]:
         lines = data_text.read_lines(f"text/wiki.{row['split']}.tokens")
         attacked, swapped = word_swap(lines, seed=5)
         clean, attacked = (torch.tensor([vocab[w] for line in text for w in [*line.split(), "<eos>"]])
@@ -174,14 +181,16 @@ def test_the_table_is_what_the_best_weights_give_on_the_files_and_in_float64_the
 
 
 @pytest.mark.parametrize("extra", ["--attn softmax", "--attn symmetric", "--rpc_layers all --n_iter 2 --lambd 3",
-                                   "--form paper --mu token", "--norm pre --clip 0", "--cutoffs 5,10 --accum 2",
+                                   "--form paper --mu token", "--set norm=pre clip=0",
+                                   "--accum 2 --set cutoffs=5,10",
                                    "--mu global"])
 def test_every_kind_trains_two_steps_and_its_checkpoint_alone_rebuilds_it(extra):
     train(SMALL, extra, "--max_steps 2 --out_dir a")
     config = lm_from_checkpoint(common.read_checkpoint("a")).config
     given = dict(zip(extra.split()[::2], extra.split()[1::2]))
-    kinds = ("--attn", "--form", "--mu", "--norm")
+    kinds = ("--attn", "--form", "--mu")
     assert all(str(getattr(config, k[2:])) == v for k, v in given.items() if k in kinds)
+    assert config.norm == ("pre" if "norm" in extra else "post") and config.cutoffs == ((5, 10) if "5,10" in extra else ())
     assert config.context == 16 and list(log("a")) == [1, 2] and log("a")[1] != log("a")[2]
     assert bool(log("a", "sample")[2]) == (config.mu != "global")                      # a leaking model is not sampled
 
@@ -190,14 +199,14 @@ def test_training_learns_and_best_is_the_evaluation_with_the_lowest_valid_perple
     shuffled = sentences(20, 1).split()
     random.Random(0).shuffle(shuffled)                                               # learning the order makes it worse
     write_text("text", valid=" " + " ".join(shuffled) + " \n")
-    train(SMALL, "--out_dir a --steps 60 --eval_every 5 --lr 5e-3")
+    train(SMALL, "--out_dir a --steps 60 --lr 5e-3 --set eval_every=5")
     losses, evals = list(log("a").values()), {step: row["perplexity"] for step, row in log("a", "eval").items()}
     assert len(losses) == 60 and np.mean(losses[-10:]) < np.mean(losses[:5]) - 1
     step = min(evals, key=evals.get)
     best, last = common.read_checkpoint("a/best.pt"), common.read_checkpoint("a/last.pt")
-    assert list(evals) == list(range(5, 61, 5)) and best["step"] == step == results("a")["step"] < 60 == last["step"]
+    assert list(evals) == list(range(5, 61, 5)) and best["step"] == step < 60 == last["step"]
     assert best["best"] == last["best"] == dict(step=step, perplexity=evals[step]) and best["optimizer"] is None
-    assert results("a")["rows"][0]["segment"] == pytest.approx(evals[step], rel=1e-5)
+    assert scored("a")[0][0]["segment"] == pytest.approx(evals[step], rel=1e-5)
 
 
 def test_the_log_says_whether_the_robust_part_acted():
@@ -211,7 +220,7 @@ def test_the_log_says_whether_the_robust_part_acted():
 def test_the_learning_rate_is_lmtools_but_for_the_first_updates(golden):
     a = golden("lm_schedule")
     lr, warmup, total = (a[k].item() for k in ("base_lr", "warmup", "max_step"))
-    train(SMALL, "--out_dir a --lr", str(lr), "--warmup 4 --steps 12")               # what the loop does with the flags
+    train(SMALL, "--out_dir a --lr", str(lr), "--steps 12 --set warmup=4")               # what the loop does with the flags
     ours = [common.lr_at(k, 12, 4, lr, 0.0, lr / 5) for k in range(12)]
     assert list(log("a", "lr").values()) == ours and ours[:4] == pytest.approx([lr * (k + 1) / 5 for k in range(4)])
     ours = np.array([common.lr_at(k, total, warmup, lr, 0.0, lr / (warmup + 1)) for k in range(total)])
@@ -220,45 +229,72 @@ def test_the_learning_rate_is_lmtools_but_for_the_first_updates(golden):
     assert np.abs(ours - theirs)[1:warmup].max() < lr / warmup and theirs[0] == lr  # lr k / w there, (k+1) / (w+1) here
 
 
-# --- evaluation of a checkpoint ---------------------------------------------------------------------------------------
+# --- a checkpoint is scored and sampled -------------------------------------------------------------------------------
 
-def test_eval_only_repeats_the_runs_own_table_and_keeps_it():
+def test_a_score_is_the_same_again_in_any_batch_and_needs_no_cache():
     train(SMALL, "--out_dir a --steps 6")
-    before = Path("a/results.json").read_bytes()
+    rows, word = scored("a")
     shutil.rmtree("text/cache")
-    train("--eval_only a")
-    train("--eval_only a/best.pt --eval_batch_size 7 --out_dir b")
-    rows = results("a")["rows"]
-    for again in (results("a", "results_2.json"), results("b")):
-        assert_same_rows(again["rows"], rows, 1e-6)
-        assert again["sample"] == results("a")["sample"]
-    assert Path("a/results.json").read_bytes() == before and not Path("text/cache").exists()      # needs no cache
+    assert word == "AAA" and scored("a") == (rows, word)
+    assert_same_rows(scored("a", batch_size=7)[0], rows, 1e-6)
+    assert not Path("text/cache").exists() and scored("a", seed=1)[0][0]["attacked"] != rows[0]["attacked"]
+    assert scored("a", stride=1)[0][0]["segment"] == rows[0]["segment"] != scored("a", stride=1)[0][0]["sliding"]
 
 
-def test_another_text_is_read_with_the_checkpoints_vocabulary_and_needs_no_training_file(capsys):
+def test_another_text_is_read_with_the_checkpoints_vocabulary_and_needs_no_training_file():
     train(SMALL, "--out_dir a --steps 6")
     write_text("other", seed=1, valid=sentences(8, 1) + " a zebra unheard of \n", train="")
     Path("other/wiki.train.tokens").unlink()
-    train("--eval_only a --data_dir other --stride 1 --out_dir b")
-    vocab = data_text.Vocabulary(common.read_checkpoint("a")["vocab"].split("\n"))
-    rows = results("b")["rows"]
-    assert rows[0]["tokens"] == len((sentences(8, 1) + "a zebra unheard of \n").replace("\n", " <eos> ").split())
+    assert prose.text_folder("folder", "other") == Path("other")
+    vocab = data_text.stored_vocabulary(common.read_checkpoint("a"))
+    rows, _ = scored("a", "other", stride=1)
+    text = (sentences(8, 1) + "a zebra unheard of \n").replace("\n", " <eos> ")
+    assert rows[0]["tokens"] == len(text.split()) and "zebra" not in vocab
     model, own = lm_from_checkpoint(common.read_checkpoint("a/best.pt")), data_text.read_lines("other/wiki.test.tokens")
     nats = data_text.sliding_nll(model, vocab.encode_lines(own), 16, 1)
     assert rows[1]["sliding"] == pytest.approx(data_text.perplexity(nats), rel=1e-5)
-    assert "stride 1" in capsys.readouterr().out and "zebra" not in vocab
+
+
+@pytest.mark.parametrize("window,stride,word", [
+    (0, 0, "window 0"), (17, 16, "17 tokens in a row, expected 1 to context=16"), (16, 0, "stride 0"),
+    (16, 17, "window 16, stride 17"), (4, 5, "window 4, stride 5"), (16, -1, "stride -1")])
+def test_windows_that_do_not_fit_are_refused(window, stride, word):
+    train(SMALL, "--out_dir a --max_steps 1")
+    with pytest.raises(ValueError, match=word):
+        scored("a", window=window, stride=stride)
+
+
+def test_a_score_that_is_not_finite_is_refused():
+    train(SMALL, "--out_dir a --max_steps 1")
+    checkpoint = common.read_checkpoint("a/best.pt")
+    checkpoint["model"]["bias"][3] = float("inf")
+    torch.save(checkpoint, "a/best.pt")
+    with pytest.raises(ValueError, match="a perplexity of valid is not finite"):
+        scored("a")
+
+
+def test_a_text_as_short_as_a_window_is_named():
+    train(SMALL, "--out_dir a --max_steps 1")
+    for split in ("valid", "test"):
+        write_text("short", **{split: " the cat \n" * 6})
+        assert len(data_text.read_lines(f"short/wiki.{split}.tokens")) * 3 == 18
+        scored("a", "short", window=16)
+        write_text("short", **{split: " the cat \n" * 5 + "\n"})
+        with pytest.raises(ValueError, match=rf"--window 16 \(default: --context\): wiki.{split}.tokens in short has only 16"):
+            scored("a", "short", window=16)
 
 
 def test_a_prompt_goes_on_the_same_way_each_time_and_unknown_words_are_named(capsys):
     train(SMALL, "--out_dir a --steps 40 --lr 1e-2")
     samples = []
-    for extra in ("", "", "--seed 1", "--temperature 0.01 --top_k 1"):
-        train("--eval_only a --words 12 --prompt", ["the red cat"], extra)
-        samples.append(results("a", f"results_{len(samples) + 2}.json")["sample"])
+    for extra in ("", "", "--seed 1", "--temperature 0.01"):
+        capsys.readouterr()
+        train("--sample a --words 12 --prompt", ["the red cat"], extra)
+        samples.append(capsys.readouterr().out.strip())
     assert all(text.startswith("the red cat") for text in samples) and samples[0] == samples[1] != samples[2]
-    assert "sample:\n" + samples[3] in capsys.readouterr().out and "-year old" in samples[3]               # from @-@
+    assert "-year old" in samples[3]                                                                       # from @-@
     before = sorted(p.name for p in Path("a").iterdir())
-    line = refused("--eval_only a --prompt", ["the purple cat meows"])
+    line = refused("--sample a --prompt", ["the purple cat meows"])
     assert line.startswith("error: --prompt: purple, meows not in the vocabulary") and "\n" not in line
     line = refused(SMALL, "--prompt", ["the purple cat"], "--out_dir b")                       # before any training
     assert "purple" in line and not Path("b").exists() and sorted(p.name for p in Path("a").iterdir()) == before
@@ -266,16 +302,18 @@ def test_a_prompt_goes_on_the_same_way_each_time_and_unknown_words_are_named(cap
 
 def test_sample_alone_prints_words_and_neither_scores_nor_needs_the_text(capsys, monkeypatch):
     train(SMALL, "--out_dir a --steps 40 --lr 1e-2")
-    text = results("a")["sample"]
+    assert common.read_checkpoint("a/best.pt")["step"] == 40
+    text = log("a", "sample")[40]
     shutil.rmtree("text")
     files = sorted(Path("a").iterdir())
-    monkeypatch.setattr(train_lm, "score", None)
+    monkeypatch.setattr(train_lm, "sliding_nll", None)
     capsys.readouterr()
     train("--sample a --words 5")
     assert capsys.readouterr().out.strip() == text                                # that run's own sample, nothing else
     train("--sample a/best.pt --words 12 --seed 1 --prompt", ["the red cat"])
     assert capsys.readouterr().out.startswith("the red cat ") and sorted(Path("a").iterdir()) == files
-    assert "give one of them" in refused("--sample a --eval_only a") and "attn" in refused("--sample a --attn softmax")
+    assert "--resume does not go with --sample" in refused("--sample a --resume a")
+    assert "--attn does not go with --sample" in refused("--sample a --attn=softmax")
     assert "purple" in refused("--sample a --prompt", ["the purple cat"]) and "nowhere" in refused("--sample nowhere")
 
 
@@ -284,22 +322,26 @@ def test_a_model_that_reads_the_future_is_not_sampled():
     assert "--mu global" in refused("--sample a")
 
 
-def test_when_the_attacks_word_is_unknown_the_rarest_known_word_stands_for_it(capsys):
+def test_when_the_attacks_word_is_unknown_the_rarest_known_word_stands_for_it():
     write_text("text", train=sentences(100, 0).replace("AAA", "and") + " rare \n")
     train(SMALL, "--max_steps 1 --out_dir a")
-    assert results("a")["word"] == "rare" and "the attack puts rare for words" in capsys.readouterr().out
+    assert scored("a")[1] == "rare"
+    vocab = data_text.stored_vocabulary(common.read_checkpoint("a"))
+    for text in load_texts("text", vocab, 16)[0]:
+        swapped = text.attacked[1:][~text.kept.numpy()]
+        assert len(swapped) and (swapped == vocab["rare"]).all()
 
 
 # --- stopping and going on --------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("extra", ["--eval_every 3",
-                                   "--accum 2 --save_every 3 --attn softmax --cutoffs 5,10 --log_every 2"])
+@pytest.mark.parametrize("extra", ["--set eval_every=3",
+                                   "--accum 2 --attn softmax --set save_every=3 cutoffs=5,10 log_every=2"])
 def test_three_steps_and_three_resumed_equal_six_bit_for_bit_with_dropout(extra):
     train(SMALL, extra, "--max_steps 6 --out_dir whole")
     train(SMALL, extra, "--max_steps 3 --out_dir parts")
     shutil.copytree("parts", "copy")
     train("--resume parts --max_steps 6")                                                       # remembers its flags
-    if "--save_every" in extra:                             # the run of three had to evaluate at its end, the other not
+    if "save_every" in extra:                             # the run of three had to evaluate at its end, the other not
         assert log("whole") == log("parts")
         a, b = (common.read_checkpoint(folder)["model"] for folder in ("whole", "parts"))
         assert all(torch.equal(a[k], b[k]) for k in a)
@@ -309,7 +351,7 @@ def test_three_steps_and_three_resumed_equal_six_bit_for_bit_with_dropout(extra)
 
 
 def test_a_run_killed_at_any_moment_resumes_to_the_same_losses_evaluations_and_weights():
-    run = flags(SMALL, "--save_every 1 --eval_every 4 --steps 40")
+    run = flags(SMALL, "--steps 40 --set save_every=1 eval_every=4")
     train(run, "--out_dir whole")
     process = start(run, "--out_dir killed")
     end = time.time() + 240
@@ -322,30 +364,31 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_losses_evaluations_and_w
     assert 1 <= common.read_checkpoint("killed")["step"] <= 40                                # whole, whatever happened
     train("--resume killed")
     assert_same_run("whole", "killed")
-    assert len(log("whole")) == 40 and results("whole")["rows"] == results("killed")["rows"]
+    assert len(log("whole")) == 40 and scored("whole") == scored("killed")
 
 
 def test_a_restart_by_torchrun_continues_its_own_run_and_never_touches_another(monkeypatch):
-    train(SMALL, "--max_steps 2")                                                                # out/pydoc_rpc
-    before = Path("out/pydoc_rpc/last.pt").read_bytes()
+    train(SMALL, "--max_steps 2")                                                                # out/folder_rpc
+    before = Path("out/folder_rpc/last.pt").read_bytes()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     train(SMALL, "--max_steps 2")
-    assert [d.name for d in Path("out").iterdir() if d.name != "cache"] == ["pydoc_rpc"]
+    assert [d.name for d in Path("out").iterdir() if d.name != "cache"] == ["folder_rpc"]
     train(SMALL, "--max_steps 2 --lr 0.1")
-    assert Path("out/pydoc_rpc/last.pt").read_bytes() == before and log("out/pydoc_rpc_2")
-    assert "already holds a run" in refused(SMALL, "--max_steps 2 --lr 0.1 --out_dir out/pydoc_rpc")
+    assert Path("out/folder_rpc/last.pt").read_bytes() == before and log("out/folder_rpc_2")
+    assert "already holds a run" in refused(SMALL, "--max_steps 2 --lr 0.1 --out_dir out/folder_rpc")
 
 
 def test_flags_of_a_resumed_run_hold_or_are_refused_and_nothing_is_lost():
     train(SMALL, "--max_steps 1 --out_dir a")
     before = Path("a/last.pt").read_bytes()
     for bad in ("--attn symmetric", "--lambd 3", "--mu token", "--steps 9", "--seed 1", "--batch_size 16",
-                "--context 8", "--out_dir b", "--eval_only a", "--data wikitext"):
+                "--context 8", "--out_dir b", "--data wikitext"):
         line = refused("--resume a", bad)
         assert line.startswith("error: ") and bad.split()[0] in line and "\n" not in line
     assert "best.pt holds no optimiser" in refused("--resume a/best.pt")
-    for bad in ("--attn symmetric", "--rpc_layers all", "--dropout 0"):
-        assert bad.split()[0] in refused("--eval_only a", bad)
+    for bad in ("dropout=0", "norm=pre", "cutoffs=5,10"):
+        assert bad.split("=")[0] in refused("--resume a --set", bad)
+    assert "rpc_layers" in refused("--resume a --rpc_layers all")
     assert Path("a/last.pt").read_bytes() == before and list(log("a")) == [1]
 
 
@@ -360,17 +403,35 @@ def test_a_resumed_run_refuses_another_vocabulary():
 
 # --- processes --------------------------------------------------------------------------------------------------------
 
-def test_two_processes_equal_one_without_dropout_and_the_table_too():
-    run = flags(SMALL, "--dropout 0 --max_steps 10 --eval_every 5")
-    finish(start(run, "--out_dir two", launcher=("--standalone", "--nproc_per_node=2")))
+TRAIN_AND_SCORE = f"""
+import json, sys
+sys.path[:0] = {[str(SCRIPT.parent), str(SCRIPT.parent / "tests")]!r}
+import torch.distributed as dist
+import common, train_lm, test_train_lm
+
+train_lm.main()
+common.broadcast([None])                                     # rank 0 has written best.pt
+rank, world = dist.get_rank(), dist.get_world_size()
+rows, _ = test_train_lm.scored("two", stride=3, rank=rank, world=world)
+if rank == 0:
+    json.dump(rows, open("rows.json", "w"))
+"""
+
+
+def test_two_processes_equal_one_without_dropout_and_the_scores_too():
+    run = flags(SMALL, "--max_steps 10 --set dropout=0 eval_every=5")
+    Path("script.py").write_text(TRAIN_AND_SCORE)
+    finish(start(run, "--out_dir two", script="script.py", launcher=("--standalone", "--nproc_per_node=2")))
     train(run, "--accum 2 --out_dir accumulated")
     train(run, "--out_dir one")
     two, accumulated, one = (np.array(list(log(folder).values())) for folder in ("two", "accumulated", "one"))
     assert len(one) == 10
     np.testing.assert_allclose(two, one, rtol=0, atol=1e-5)
     np.testing.assert_allclose(accumulated, one, rtol=0, atol=1e-5)
-    assert_same_rows(results("two")["rows"], results("one")["rows"], 1e-4)
-    assert results("two")["world"] == 2
+    assert_same_rows(json.loads(Path("rows.json").read_text()), scored("one", stride=3)[0], 1e-4)
+    with open("two/log.jsonl") as rows:
+        assert json.loads(next(rows))["world"] == 2
+    assert log("two", "eval")[10]["perplexity"] == pytest.approx(log("one", "eval")[10]["perplexity"], rel=1e-4)
 
 
 @pytest.mark.parametrize("world,accum", [(2, 1), (1, 2), (2, 2), (4, 2), (8, 1)])
@@ -387,29 +448,29 @@ def test_any_split_over_processes_and_accumulation_is_the_same_batch(world, accu
 
 # --- bad input --------------------------------------------------------------------------------------------------------
 
-BAD = [("--data wikitext --data_dir nowhere", "nowhere"), ("--context 0", "context"), ("--context 100000", "context"),
-       ("--window 0", "window"), ("--window 17", "window 17"), ("--stride 0", "stride"), ("--stride 17", "stride 17"),
-       ("--window 4 --stride 5", "stride 5"), ("--stride -1", "stride"), ("--batch_size 0", "batch_size"),
+BAD = [("--data wikitext --data_dir nowhere", "nowhere"), ("--context 0", "context"),
+       ("--context 100000", "context"), ("--batch_size 0", "batch_size"),
        ("--batch_size 9 --accum 2", "--accum 2"), ("--accum 0", "accum"), ("--steps 0", "steps"),
-       ("--max_steps 0", "max_steps"), ("--lr nan", "lr"), ("--lr -1", "lr"), ("--warmup -1", "warmup"),
-       ("--clip nan", "clip"), ("--dropout 1", "dropout"), ("--n_iter 0", "n_iter"), ("--lambd -1", "lambd"),
-       ("--rpc_layers 4", "rpc_layers"), ("--rpc_layers x", "rpc_layers"), ("--cutoffs 5,x", "cutoffs"),
-       ("--cutoffs 10,5", "cutoffs"), ("--cutoffs 5,99999", "cutoffs"), ("--seed -1", "seed"),
-       ("--device cdua", "device"), ("--resume nowhere", "nowhere"), ("--resume notes.txt", "notes.txt"),
-       ("--eval_only nowhere", "nowhere"), ("--eval_only notes.txt", "notes.txt"),
-       ("--out_dir notes.txt", "notes.txt"), ("--temperature 0", "temperature"), ("--top_k 0", "top_k"),
-       ("--words -1", "words"), ("--attack_seed -1", "attack_seed"), ("--eval_batch_size 0", "eval_batch_size"),
-       ("--eval_every 0", "eval_every"), ("--log_every 0", "log_every"), ("--model huge", "huge"),
-       ("--data shapes", "shapes"), ("--mu mean", "mean"), ("--strid 4", "--strid")]
+       ("--max_steps 0", "max_steps"), ("--lr nan", "lr"), ("--lr -1", "lr"), ("--set warmup=-1", "warmup"),
+       ("--set clip=nan", "clip"), ("--set dropout=1", "dropout"), ("--n_iter 0", "n_iter"),
+       ("--lambd -1", "lambd"), ("--rpc_layers 4", "rpc_layers"), ("--rpc_layers x", "rpc_layers"),
+       ("--set cutoffs=5,x", "cutoffs"), ("--set cutoffs=10,5", "cutoffs"), ("--set cutoffs=5,99999", "cutoffs"),
+       ("--set norm=rms", "norm"), ("--set speed=1", "speed"), ("--set clip", "clip"), ("--seed -1", "seed"),
+       ("--device cdua", "device"), ("--resume nowhere", "nowhere"), ("--resume notes.pt", "notes.pt"),
+       ("--sample nowhere", "does not go with --sample"), ("--out_dir notes.pt", "notes.pt"),
+       ("--temperature 0", "temperature"), ("--words -1", "words"), ("--set eval_every=0", "eval_every"),
+       ("--set log_every=0", "log_every"), ("--set save_every=-1", "save_every"), ("--model huge", "huge"),
+       ("--data shapes", "shapes"), ("--mu mean", "mean"), ("--step 4", "--step")]
 
 
 @pytest.mark.parametrize("bad,word", BAD, ids=[bad for bad, _ in BAD])
 def test_bad_flags_end_in_one_line_that_names_them(bad, word, capsys):
-    Path("notes.txt").write_text("not a checkpoint\n")
+    Path("notes.pt").write_text("not a checkpoint\n")
     code = refused(SMALL, "--max_steps 2", bad)
     line = code if isinstance(code, str) else capsys.readouterr().err.strip().splitlines()[-1]         # argparse's own
     assert "error: " in line and "\n" not in line and len(line) < 400 and word in line, line
-    assert not list(Path(".").rglob("*.pt")) and Path("notes.txt").read_text() == "not a checkpoint\n"
+    assert list(Path(".").rglob("*.pt")) == [Path("notes.pt")]
+    assert Path("notes.pt").read_text() == "not a checkpoint\n"
 
 
 def test_a_training_text_of_blank_lines_is_named():
@@ -421,7 +482,7 @@ def test_a_training_text_of_blank_lines_is_named():
 def test_texts_that_are_missing_empty_or_too_short_are_named_before_training():
     assert "needs --data_dir" in refused("--data wikitext")
     for split in ("train", "valid", "test"):
-        short = "context 16" if split == "train" else f"--window 16 (default: --context): wiki.{split}.tokens"
+        short = f"--context 16: wiki.{split}.tokens in text has only 5 tokens"
         for content, word in ((None, f"no wiki.{split}.tokens"), ("", f"wiki.{split}.tokens is empty"),
                               (" the cat AAA <unk> \n", short)):
             write_text("text")
@@ -435,11 +496,15 @@ def test_texts_that_are_missing_empty_or_too_short_are_named_before_training():
 def test_a_damaged_cache_stops_the_run_with_the_name_of_the_file():
     train(SMALL, "--max_steps 1 --out_dir a")
     path = Path("text/cache/train.bin")
-    content = path.read_bytes()
-    path.write_bytes(content[:-4])
-    assert "train.bin has" in refused("--resume a --max_steps 2")
-    path.write_bytes(content[:-4] + b"\xff\xff\xff\x00")
-    assert "train.bin holds id 16777215" in refused("--resume a --max_steps 2")
+    content, times = path.read_bytes(), path.stat()
+
+    def damage(content):
+        path.write_bytes(content)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    damage(content[:-2])
+    assert f"train.bin has {len(content) - 2} bytes" in refused("--resume a --max_steps 2")
+    damage(content[:-4] + b"\xff\xff\xff\x00")
+    assert "train.bin holds ids up to 16777215" in refused("--resume a --max_steps 2")
     path.unlink()
     train("--resume a --max_steps 2")
     assert list(log("a")) == [1, 2]
@@ -448,13 +513,15 @@ def test_a_damaged_cache_stops_the_run_with_the_name_of_the_file():
 def test_other_scripts_and_foreign_checkpoints_are_refused():
     for content in ({"task": "classification", "args": {}}, {"model": {"w": torch.zeros(2)}}):
         torch.save(content, "other.pt")
-        for flag in ("--resume", "--eval_only"):
+        for flag in ("--resume", "--sample"):
             line = refused(flag, "other.pt")
             assert line.startswith("error: other.pt is not a checkpoint of train_lm.py")
     train(SMALL, "--max_steps 1 --out_dir a")
     checkpoint = common.read_checkpoint("a/best.pt")
     torch.save({**checkpoint, "vocab": checkpoint["vocab"] + "\nmore"}, "a/best.pt")
-    assert "its vocabulary has" in refused("--eval_only a")
+    assert "--sample a: its vocabulary has" in refused("--sample a")
+    with pytest.raises(ValueError, match="its vocabulary has"):
+        scored("a")
 
 
 def test_a_folder_that_holds_a_run_is_refused_and_kept_and_the_default_one_gets_a_number():
@@ -464,7 +531,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_kept_and_the_default_one_gets_
     assert line.startswith("error: --out_dir a already holds a run") and Path("a/last.pt").read_bytes() == before
     for _ in range(2):
         train(SMALL, "--max_steps 1")
-    assert sorted(d.name for d in Path("out").iterdir()) == ["pydoc_rpc", "pydoc_rpc_2"]
+    assert sorted(d.name for d in Path("out").iterdir()) == ["folder_rpc", "folder_rpc_2"]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(monkeypatch):
@@ -474,7 +541,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(m
         calls.append(1)
         return forward(model, *batch) * (float("nan") if len(calls) == 5 else 1)
     monkeypatch.setattr(LM, "forward", diverging)
-    line = refused(SMALL, "--max_steps 9 --save_every 3 --out_dir a --log_every 2")
+    line = refused(SMALL, "--max_steps 9 --out_dir a --set save_every=3 log_every=2")
     assert line.startswith("error: not finite at step 5") and "a holds step 3" in line
     checkpoint = common.read_checkpoint("a")
     assert checkpoint["step"] == 3 and all(w.isfinite().all() for w in checkpoint["model"].values())
@@ -487,7 +554,7 @@ def test_the_script_itself_ends_in_one_error_line():
 
 
 def test_ctrl_c_ends_in_one_line_and_a_run_that_resumes():
-    process = start(SMALL, "--steps 3000 --save_every 1 --out_dir a")
+    process = start(SMALL, "--steps 3000 --out_dir a --set save_every=1")
     while not Path("a/last.pt").exists():
         assert process.poll() is None
         time.sleep(0.02)
