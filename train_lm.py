@@ -175,19 +175,18 @@ def micro_batches(tokens, args, start, stop, rank, world, device):
             yield windows.to(device, non_blocking=True)
 
 
-def start(args, corpus, device):
-    """Model, optimiser, step to go on from and best evaluation: new, or what --resume names."""
+def start(args, device, rank):
+    """Text, model, optimiser, step to go on from, best evaluation: new, or what --resume names."""
+    checkpoint = read_run(args.resume) if args.resume else None
+    corpus = load_text(args, rank)
     vocab = corpus.vocab
+    prompt_ids(args.prompt, vocab)                                  # a word it does not know: now
     torch.manual_seed(args.seed)
     model = LM(build_config(args, len(vocab))).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=device.type == "cuda")
-    if not args.resume:
-        return model, optimizer, 0, dict(step=0, perplexity=math.inf)
-    checkpoint = common.read_checkpoint(args.resume)
-    if not checkpoint.get("optimizer"):
-        raise ValueError(f"--resume {args.resume}: best.pt holds no optimiser state; continue from "
-                         f"last.pt")
-    common.check_run(checkpoint, args.resume, "train_lm.py", "model", "vocab", "step", "best")
+    if not checkpoint:
+        return corpus, model, optimizer, 0, dict(step=0, perplexity=math.inf)
+
     if checkpoint["vocab"] != "\n".join(vocab.words):
         raise ValueError(f"{corpus.folder} has not the vocabulary of the run in {args.resume} "
                          f"({len(vocab)} words, there {len(checkpoint['vocab'].splitlines())}): "
@@ -195,7 +194,16 @@ def start(args, corpus, device):
     with common.naming(f"--resume {args.resume}"):
         load_strictly(model, checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-    return model, optimizer, checkpoint["step"], checkpoint["best"]
+    return corpus, model, optimizer, checkpoint["step"], checkpoint["best"]
+
+
+def read_run(path):
+    """The checkpoint that --resume names, with all that a run needs to go on."""
+    checkpoint = common.read_checkpoint(path)
+    if not checkpoint.get("optimizer"):
+        raise ValueError(f"--resume {path}: best.pt holds no optimiser state; continue from last.pt")
+    common.check_run(checkpoint, path, "train_lm.py", "model", "model_config", "vocab", "step", "best")
+    return checkpoint
 
 
 def pack(args, model, optimizer, vocab, step, best):
@@ -276,11 +284,9 @@ def main():
     if args.sample:
         return print_sample(args)
     device, rank, world, out_dir = common.start(args, f"{args.data}_{args.attn}")
-    corpus = load_text(args, rank)
-    prompt_ids(args.prompt, corpus.vocab)                           # a word it does not know: now
 
-    # model, optimiser, windows
-    model, optimizer, first, best = start(args, corpus, device)
+    # text, model, optimiser, windows
+    corpus, model, optimizer, first, best = start(args, device, rank)
     net = common.wrap(model, device, world, args.compile)
     stop = min(args.steps, args.max_steps or args.steps)
     batches = micro_batches(corpus.train, args, first, stop, rank, world, device)
