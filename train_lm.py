@@ -201,8 +201,10 @@ def read_run(path):
     """The checkpoint that --resume names, with all that a run needs to go on."""
     checkpoint = common.read_checkpoint(path)
     if not checkpoint.get("optimizer"):
-        raise ValueError(f"--resume {path}: best.pt holds no optimiser state; continue from last.pt")
-    common.check_run(checkpoint, path, "train_lm.py", "model", "model_config", "vocab", "step", "best")
+        raise ValueError(f"--resume {path}: best.pt holds no optimiser state; continue from "
+                         f"last.pt")
+    parts = ("model", "model_config", "vocab", "step", "best")
+    common.check_run(checkpoint, path, "train_lm.py", *parts)
     return checkpoint
 
 
