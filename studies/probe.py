@@ -210,7 +210,7 @@ def load_images(args, checkpoint, config):
 def load_windows(args, checkpoint, config):
     """Windows of the test text (n, T) int64, spread evenly; no labels, what they are, 0 classes."""
     trained = checkpoint["args"]
-    folder = prose.text_folder(trained["data"], args.data_dir or trained["data_dir"])
+    folder = prose.text_folder(trained.get("data"), args.data_dir or trained["data_dir"])
     vocab = data_text.stored_vocabulary(checkpoint)
     lines = data_text.read_lines(data_text.token_file(folder, "test"))
     tokens = vocab.encode_lines(lines).astype(np.int64)
