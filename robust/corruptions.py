@@ -32,9 +32,9 @@ from robust.severities import CONSTANTS
 NAMES = ("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur",
          "motion_blur", "zoom_blur", "snow", "frost", "fog", "brightness", "contrast",
          "elastic_transform", "pixelate", "jpeg_compression")
-FROST_FILES = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")    # not frost6
+FROST_FILES = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")
 MIN_SIDE = 16                                                          # pixels; the sources need 32
-PURPOSE = 50                                                   # first of our keys in rng.uniform
+PURPOSE = 50                                                  # first of our keys in rng.uniform
 
 
 # --- noise ----------------------------------------------------------------------------------------
