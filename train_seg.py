@@ -32,10 +32,10 @@ from tqdm import tqdm
 import common
 import data
 from attention import FORMS
-from data.segmentation import (IGNORE, TrainingViews, finish_views, load_folder, load_split,
-                               save_pictures)
-from segmenter import (Segmenter, SegmenterConfig, config_from_backbone, evaluate, load_backbone,
-                       predictions, segmenter_from_checkpoint)
+from data.segmentation import load_folder, load_split, save_pictures
+from data.views import TrainingViews, finish_views
+from segmenter import (IGNORE, Segmenter, SegmenterConfig, config_from_backbone, evaluate,
+                       load_backbone, predictions, segmenter_from_checkpoint)
 from vit import RPC_KINDS, SIZES
 
 # What --data selects; flags and --set win.
@@ -88,21 +88,7 @@ FIXED = (*ENCODER, "backbone", "decoder", "size", "num_classes", "data", "num_im
          "drop_path", "dropout", "min_scale", "max_scale", "distort", "batch_size", "seed")
 
 
-def get_args():
-    """The flags; see common.parse."""
-    p = common.parser(__doc__, RECIPES, SETTINGS)
-    boolean = argparse.BooleanOptionalAction
-
-    flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=list(RECIPES)[1:], help="the recipe; default: shapes, rendered scenes, "
-         "or, with --data_dir, folder: images of your own")
-    flag("--data_dir", help="images/*.jpg, annotations/*.png (0: no class, ignored; 1 to K), or "
-         "training/ and validation/ in each of the two, as in ADE20K")
-    flag("--num_classes", type=COUNT, help="K; folder: found")
-    flag("--num_images", type=COUNT, default=16000, help="shapes: training images; a tenth more to "
-         "evaluate on")
-    flag("--num_workers", type=NATURAL, help="decoding processes per GPU")
-
+def add_model_flags(p):
     flag = p.add_argument_group("model").add_argument
     flag("--backbone", help="checkpoint of train_cls.py, DeiT's file or https address: its "
          "encoder, attention included; without it, training starts from scratch")
@@ -118,6 +104,22 @@ def get_args():
     flag("--decoder", choices=["mask", "linear"], default="mask",
          help="mask transformer, or one linear layer")
 
+
+def get_args():
+    """The flags; see common.parse."""
+    p = common.parser(__doc__, RECIPES, SETTINGS)
+    boolean = argparse.BooleanOptionalAction
+
+    flag = p.add_argument_group("data").add_argument
+    flag("--data", choices=list(RECIPES)[1:], help="the recipe; default: shapes, rendered scenes, "
+         "or, with --data_dir, folder: images of your own")
+    flag("--data_dir", help="images/*.jpg, annotations/*.png (0: no class, ignored; 1 to K), or "
+         "training/ and validation/ in each of the two, as in ADE20K")
+    flag("--num_classes", type=COUNT, help="K; folder: found")
+    flag("--num_images", type=COUNT, default=16000, help="shapes: to train on; a tenth more to test")
+    flag("--num_workers", type=NATURAL, help="decoding processes per GPU")
+
+    add_model_flags(p)
     flag = p.add_argument_group("training").add_argument
     flag("--size", type=COUNT, help="pixels: side of a crop, and the short side that images are "
          "resized to; a multiple of --patch_size")
@@ -126,8 +128,7 @@ def get_args():
     flag("--lr", type=REAL, help="learning rate of the first step")
     flag("--window", type=COUNT, help="pixels: of an evaluation's sliding window; default: --size")
     flag("--stride", type=COUNT, help="pixels between windows; default: --window")
-    flag("--set", nargs="+", action="extend", metavar="NAME=VALUE",
-         help="other numbers of the recipe, see below")
+    flag("--set", nargs="+", action="extend", metavar="NAME=VALUE", help="numbers of the recipe, below")
 
     flag = p.add_argument_group("running").add_argument
     flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0)
@@ -344,6 +345,18 @@ def draw(path, model, val, args):
 
 # --- the run -------------------------------------------------------------------------------------
 
+def finish(run, model, val, args, step, epoch_steps):
+    """Pictures, and what has come out of the run."""
+    if run.master and args.save_images:
+        draw(run.out_dir / "pictures.png", model, val, args)
+        run.print(f"image, truth, prediction: {run.out_dir / 'pictures.png'}")
+    result, minutes = run.evaluations[step], (time.time() - run.started) / 60
+    run.print(f"{args.data} {model.config.attn}: validation mean IoU {result['mean_iou']:.2f} % of "
+              f"{result['classes']} classes, mean accuracy {result['mean_accuracy']:.2f} % "
+              f"({result['images']} images) after {step / epoch_steps:.1f} epochs, {minutes:.1f} "
+              f"minutes; checkpoint {run.out_dir / 'last.pt'}")
+
+
 def main():
     args = get_args()
     device, rank, world, out_dir = common.start(args, f"seg_{args.data}_{args.attn or 'backbone'}")
@@ -400,14 +413,7 @@ def main():
         if save:
             run.save("last.pt", state(step))                # last: a kill before repeats the rest
 
-    if run.master and args.save_images:
-        draw(out_dir / "pictures.png", model, val, args)
-        run.print(f"image, truth, prediction: {out_dir / 'pictures.png'}")
-    result, minutes = run.evaluations[stop], (time.time() - run.started) / 60
-    run.print(f"{args.data} {model.config.attn}: validation mean IoU {result['mean_iou']:.2f} % of "
-              f"{result['classes']} classes, mean accuracy {result['mean_accuracy']:.2f} % "
-              f"({result['images']} images) after {stop / epoch_steps:.1f} epochs, {minutes:.1f} "
-              f"minutes; checkpoint {out_dir / 'last.pt'}")
+    finish(run, model, val, args, stop, epoch_steps)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from PIL import Image
 import common
 import segmenter
 import train_seg
-from data import load_shapes, segmentation
+from data import load_shapes, segmentation, views
 from data.rng import uniform
 from robust import corruptions
 from segmenter import Segmenter, SegmenterConfig, predict, segmenter_from_checkpoint
@@ -105,7 +105,7 @@ def plain_view(image, label, u, f):
     long, short = int(4 * f.size * r), int(f.size * r)
     factor = min(long / max(label.shape), short / min(label.shape))
     (H, W), (h, w) = label.shape, (int(side * factor + 0.5) for side in label.shape)
-    image = segmentation.resize(image, h, w)
+    image = views.resize(image, h, w)
     label = label[torch.arange(h) * H // h][:, torch.arange(w) * W // w]          # nearest
 
     for down, across in zip(u[1:23:2], u[2:23:2]):
@@ -131,7 +131,7 @@ def test_a_view_is_the_plain_one_and_padding_has_no_class():
     for i, u in enumerate(draws):
         image, label = plain_view(*pairs[i % 9], u, f)
         h, w = label.shape
-        got, classes, *shape = segmentation.training_view(*pairs[i % 9], u, 24, (0.6, 1.6))
+        got, classes, *shape = views.training_view(*pairs[i % 9], u, 24, (0.6, 1.6))
         assert shape == [h, w] and torch.equal(got[:, :h, :w], image)
         assert torch.equal(classes, F.pad(label, (0, 24 - w, 0, 24 - h), value=255))
 
@@ -149,7 +149,7 @@ def plain_batch(f, source, step, mean):
         u = uniform(position, 24, f.seed, 30)[0].tolist()
         image, label = plain_view(*source[index], u, f)
         if f.distort:
-            image = segmentation.distort(image[None], uniform(position, 9, f.seed, 31))[0]
+            image = views.distort(image[None], uniform(position, 9, f.seed, 31))[0]
         h, w = label.shape
         images.append(mean.repeat(1, f.size, f.size))
         images[-1][:, :h, :w] = image / 255

@@ -1,4 +1,4 @@
-"""Claims about segmentation.py: its transforms are mmsegmentation's, its numbers depend on (seed, sample) alone, and a
+"""Claims about segmentation.py and views.py: the transforms are mmsegmentation's, their numbers depend on (seed, sample) alone, and a
 folder that is not as it should be ends in a line that names the file."""
 
 import numpy as np
@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from PIL import Image
 
 import data
-from data import segmentation
+from data import segmentation, views
 from data.rng import uniform
 from conftest import SHARED
-from data.segmentation import Scenes, SegTree, TrainingViews, distort, finish_views, training_view
+from data.segmentation import Scenes, SegTree
+from data.views import TrainingViews, distort, finish_views, training_view
 from segmenter import resized
 
 SIZES = [(40, 60), (60, 40), (33, 70), (48, 48), (90, 50), (64, 41)]                 # height, width of the images below
@@ -66,9 +67,9 @@ def test_sizes_follow_the_references_rule(golden):
 def test_resizing_agrees_with_opencv_within_a_level_and_its_labels_exactly(golden):
     g = golden("seg_transforms")
     H, W = g["resized_label"].shape
-    small = segmentation.resize(planes(g["rgb"]), H, W)
+    small = views.resize(planes(g["rgb"]), H, W)
     assert (small.int() - planes(g["resized_rgb"]).int()).abs().max() <= 1
-    draw = [204.5 / 204 - 1] + [0.0] * (segmentation.VIEW_COLUMNS - 2) + [0.9]              # r: the box (819, 204); no flip
+    draw = [204.5 / 204 - 1] + [0.0] * (views.VIEW_COLUMNS - 2) + [0.9]              # r: the box (819, 204); no flip
     image, label, h, w = training_view(planes(g["rgb"]), g["label_reduced"], draw, 204, scales=(1.0, 2.0))
     assert (h, w) == (204, 204) and torch.equal(label, g["resized_label"][:, :204])
     assert torch.equal(image, small[:, :, :204])
@@ -78,12 +79,12 @@ def test_distortion_agrees_with_opencv(golden):
     g = golden("seg_transforms")
     x = planes(g["crop_rgb"])[None].float()
     for i in range(3):
-        bright = segmentation.scale_and_shift(x, 1.0, g["bright_beta"][i].item())[0]
-        contrast = segmentation.scale_and_shift(x, g["contrast_alpha"][i].item())[0]
+        bright = views.scale_and_shift(x, 1.0, g["bright_beta"][i].item())[0]
+        contrast = views.scale_and_shift(x, g["contrast_alpha"][i].item())[0]
         assert torch.equal(bright.byte(), planes(g["bright_rgb"])[i])
         assert torch.equal(contrast.byte(), planes(g["contrast_rgb"])[i])
-        saturated = segmentation.scale_hsv(x, g["sat_alpha"][i].item(), 0)[0]
-        turned = segmentation.scale_hsv(x, 1.0, g["hue_delta"][i].item())[0]
+        saturated = views.scale_hsv(x, g["sat_alpha"][i].item(), 0)[0]
+        turned = views.scale_hsv(x, 1.0, g["hue_delta"][i].item())[0]
         for ours, theirs in ((saturated, g["sat_rgb"][i]), (turned, g["hue_rgb"][i])):
             difference = (ours - planes(theirs)).abs()
             assert difference.max() <= 1 and difference.mean() < 0.03
@@ -91,10 +92,10 @@ def test_distortion_agrees_with_opencv(golden):
 
 def test_hsv_without_a_change_gives_every_colour_back_within_rounding():
     grid = torch.cartesian_prod(*[torch.arange(0, 256, 15.0)] * 3).T.reshape(1, 3, 18, -1)
-    back = segmentation.scale_hsv(grid, 1.0, 0)
+    back = views.scale_hsv(grid, 1.0, 0)
     assert (back - grid).abs().max() <= 5        # H has 180 steps: up to 255 / 60 levels, then truncation
     grey = torch.arange(256.0).expand(1, 3, 1, 256)
-    assert torch.equal(segmentation.scale_hsv(grey, 1.5, 17), grey)
+    assert torch.equal(views.scale_hsv(grey, 1.5, 17), grey)
 
 
 def test_normalised_padding_is_exactly_zero_and_the_rest_is_the_references(golden):
@@ -109,7 +110,7 @@ def test_normalised_padding_is_exactly_zero_and_the_rest_is_the_references(golde
 
 
 def test_each_distortion_happens_half_the_time_and_contrast_in_two_places():
-    u = uniform(torch.arange(4000), segmentation.DISTORT_COLUMNS, 3, segmentation.DISTORT)
+    u = uniform(torch.arange(4000), views.DISTORT_COLUMNS, 3, views.DISTORT)
     grey = torch.full((4000, 3, 1, 1), 100, dtype=torch.uint8)
     out = distort(grey, u)[:, 0, 0, 0].int()                                        # colour changes do nothing to grey
     for column, low, high in ((0, 68, 132), (2, 50, 150)):                            # brightness alone, contrast alone
@@ -136,7 +137,7 @@ def test_each_distortion_happens_half_the_time_and_contrast_in_two_places():
     (0, 0.0, [168, 88, 88]), (2, 0.0, [100, 60, 60]), (5, 0.0, [200, 160, 160]),
     (5, 1.0, [200, 80, 80]), (7, 0.0, [200, 120, 168]), (7, 0.99, [200, 165, 120])])
 def test_a_distortion_happens_below_one_half_and_reaches_its_bounds(column, value, expected):
-    u = torch.full((2, segmentation.DISTORT_COLUMNS), 0.9)
+    u = torch.full((2, views.DISTORT_COLUMNS), 0.9)
     u[:, column] = torch.tensor([0.49, 0.51])
     u[:, column + 1] = value
     pink = torch.tensor([200, 120, 120], dtype=torch.uint8).view(1, 3, 1, 1).expand(2, 3, 1, 1)
@@ -149,9 +150,9 @@ def test_a_distortion_happens_below_one_half_and_reaches_its_bounds(column, valu
 def test_a_crop_needs_two_classes_and_none_with_three_quarters():
     def label(*counts):
         return torch.cat([torch.full((n,), k, dtype=torch.uint8) for k, n in counts]).view(1, -1)
-    assert segmentation.varied(label((0, 74), (1, 26))) and not segmentation.varied(label((0, 75), (1, 25)))
-    assert not segmentation.varied(label((3, 50))) and not segmentation.varied(label((3, 50), (255, 50)))
-    assert segmentation.varied(label((3, 50), (4, 40), (255, 900))) and not segmentation.varied(label((255, 9)))
+    assert views.varied(label((0, 74), (1, 26))) and not views.varied(label((0, 75), (1, 25)))
+    assert not views.varied(label((3, 50))) and not views.varied(label((3, 50), (255, 50)))
+    assert views.varied(label((3, 50), (4, 40), (255, 900))) and not views.varied(label((255, 9)))
 
 
 def test_dull_crops_are_drawn_again_up_to_ten_times():
@@ -164,7 +165,7 @@ def test_dull_crops_are_drawn_again_up_to_ten_times():
         assert len(training_view(image, label, draw, 40, (1, 1))[1].unique()) == 2
     late = [0.0, *dull * 10, *[0.0, 0.1], 0.9]                                          # the last is taken unseen
     assert training_view(image, label, late, 40, (1, 1))[1].unique().tolist() == [0]
-    draws = uniform(torch.arange(200), segmentation.VIEW_COLUMNS, 0, segmentation.VIEW).tolist()
+    draws = uniform(torch.arange(200), views.VIEW_COLUMNS, 0, views.VIEW).tolist()
     shares = [len(training_view(image, label, draw, 40, (1, 1))[1].unique()) for draw in draws]
     assert np.mean(np.array(shares) == 2) > 0.97                                       # one draw alone: half of them
 
@@ -173,8 +174,8 @@ def test_image_and_label_stay_together_whatever_the_view(root):
     tree = SegTree(root, "training", 4)
     for i in range(len(tree)):
         label = tree[i][1]
-        views = TrainingViews([(label.expand(3, -1, -1), label)], 32, (0.5, 2.0), seed=i)
-        for image, crop, (_, h, w) in (views[p, 0] for p in range(20)):
+        some = TrainingViews([(label.expand(3, -1, -1), label)], 32, (0.5, 2.0), seed=i)
+        for image, crop, (_, h, w) in (some[p, 0] for p in range(20)):
             assert image.shape == (3, 32, 32) and crop.shape == (32, 32)
             inside = torch.zeros(32, 32, dtype=torch.bool)
             inside[:h, :w] = True
@@ -184,18 +185,18 @@ def test_image_and_label_stay_together_whatever_the_view(root):
 
 def test_a_view_smaller_than_the_crop_is_padded_right_and_below():
     image, label = torch.full((3, 30, 90), 7, dtype=torch.uint8), torch.zeros(30, 90, dtype=torch.uint8)
-    out, crop, h, w = training_view(image, label, [0.0] * segmentation.VIEW_COLUMNS, 64, (0.5, 2.0))
+    out, crop, h, w = training_view(image, label, [0.0] * views.VIEW_COLUMNS, 64, (0.5, 2.0))
     assert (h, w) == (32, 64) and (crop[:32] == 0).all() and (crop[32:] == 255).all() and (out[:, :32] == 7).all()
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------
 
 def stream(root, num_workers, batch, distorted=True):
-    views = TrainingViews(SegTree(root, "training", 4), 48, seed=5)
+    samples = TrainingViews(SegTree(root, "training", 4), 48, seed=5)
     keys = [(p, p % 6) for p in range(24)]
     lists = [keys[i:i + batch] for i in range(0, 24, batch)]
     out = [(finish_views(images, h, w, position, 5, torch.full((3, 1, 1), 0.5), distorted), labels)
-           for images, labels, (position, h, w) in data.imagenet_batches(views, lists, num_workers)]
+           for images, labels, (position, h, w) in data.imagenet_batches(samples, lists, num_workers)]
     return [torch.cat(t) for t in zip(*out)]
 
 

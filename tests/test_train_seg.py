@@ -23,8 +23,8 @@ from PIL import Image
 import common
 import train_seg
 from conftest import SHARED
-from data import epoch_order, segmentation
-from data.segmentation import OwnFolder, Scenes, SegTree
+from data import epoch_order, segmentation, views
+from data.segmentation import Scenes, SegTree
 from robust import corruptions
 from segmenter import (Segmenter, SegmenterConfig, confusion, evaluate, plain, predict, predictions,
                        scores, segmenter_from_checkpoint)
@@ -175,7 +175,7 @@ def test_two_images_are_learnt_by_heart():
     else:
         scenes, K = Scenes("train", 2, 360), 11
         pairs = [scenes[0], scenes[1]]
-    images = torch.stack([segmentation.resize(image, 120, 160) for image, _ in pairs])
+    images = torch.stack([views.resize(image, 120, 160) for image, _ in pairs])
     labels = torch.stack([F.interpolate(label[None, None], (120, 160))[0, 0] for _, label in pairs])
     after_50, after_150 = overfit(images / 255, labels.long(), K, (50, 150))
     assert after_50 > 0.65 and after_150 > 0.85, (after_50, after_150)

@@ -1,0 +1,143 @@
+"""What an image with a label for every pixel goes through in training: resize, crop, flip, colours.
+
+The transforms of mmsegmentation 0.14.1 as `rstrudel/segmenter:segm/data/config/ade20k.py` lists
+them. What changes the shape (resize, crop, flip) runs per image in DataLoader workers, the rest
+(distortion, padding with the mean colour) on whole batches, on any device. Every random number is
+a function of (seed, sample), see rng.uniform: no worker, batch or process matters.
+
+    views = TrainingViews(source, size=512)        # views[position, index] is one training sample
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import Dataset
+
+from data.augment import send
+from data.rng import uniform
+from segmenter import IGNORE, resized
+
+VIEW, DISTORT = 30, 31                       # what a random number is for: the last part of its key
+REDRAWS = 10                                 # of a crop without variety
+VIEW_COLUMNS = 1 + 2 * (1 + REDRAWS) + 1     # scale; top and left of each crop; flip?
+DISTORT_COLUMNS = 9
+
+
+# --- first half: one image, in a worker ----------------------------------------------------------
+
+def resize(image, height, width):
+    """Bilinear without antialiasing, (3, H, W) uint8 -> (3, height, width) uint8."""
+    if image.shape[1:] == (height, width):
+        return image
+    image = image[None].contiguous(memory_format=torch.channels_last)       # 4 x as fast as planes
+    return F.interpolate(image, (height, width), mode="bilinear", align_corners=False)[0]
+
+
+def varied(label):
+    """Is a crop worth learning from: the commonest class on less than 3/4 of what is labelled?"""
+    count = label.flatten().bincount(minlength=256)[:IGNORE]
+    return bool(count.max() < 0.75 * count.sum())                   # so there is a second class too
+
+
+def training_view(image, label, draw, size, scales=(0.5, 2.0)):
+    """Resize by a random factor, crop, flip. draw: VIEW_COLUMNS numbers in [0, 1).
+
+    The image is resized to fit in 4 size r by size r (long, short side), r uniform in scales, then
+    cropped to size x size, a shorter side taken whole. A crop that is not `varied` is drawn again,
+    at most REDRAWS times. Returns image (3, size, size) and label (size, size), uint8, padded right
+    and below (0, and 255 in the label), and the height and width that are not padding.
+    """
+    r = scales[0] + (scales[1] - scales[0]) * draw[0]
+    H, W = resized(*label.shape, int(4 * size * r), int(size * r))
+    rows = torch.arange(H) * label.shape[0] // H                    # nearest: floor(i * old / new)
+    columns = torch.arange(W) * label.shape[1] // W
+    h, w = min(size, H), min(size, W)
+    for i in range(1 + REDRAWS):
+        top = int(draw[1 + 2 * i] * (H - h + 1))
+        left = int(draw[2 + 2 * i] * (W - w + 1))
+        crop = label[rows[top:top + h]][:, columns[left:left + w]]
+        if (h, w) == (H, W) or varied(crop):                        # a whole image: no other crop
+            break
+    image = resize(image, H, W)[:, top:top + h, left:left + w]
+    if draw[-1] < 0.5:
+        image, crop = image.flip(2), crop.flip(1)
+    padding = (0, size - w, 0, size - h)
+    return F.pad(image, padding).contiguous(), F.pad(crop, padding, value=IGNORE), h, w
+
+
+class TrainingViews(Dataset):
+    """views[position, index]: one sample (image, label, (position, height, width)): training_view.
+
+    `index` says which image of the source, `position` (the sample's number in the whole run) which
+    view of it.
+    """
+
+    def __init__(self, source, size, scales=(0.5, 2.0), seed=0):
+        self.source, self.size, self.scales, self.seed = source, size, scales, seed
+
+    def __getitem__(self, key):
+        position, index = key
+        draw = uniform(torch.tensor([position]), VIEW_COLUMNS, self.seed, VIEW)[0].tolist()
+        image, label, h, w = training_view(*self.source[index], draw, self.size, self.scales)
+        return image, label, (position, h, w)
+
+
+# --- second half: batches, on any device ---------------------------------------------------------
+
+def scale_and_shift(x, factor, amount=0.0):
+    """factor * x + amount in grey levels, clipped and cut to whole ones; x stays float."""
+    return (x * factor + amount).clamp(0, 255).floor()
+
+
+def scale_hsv(x, saturation, turn):
+    """S of HSV times `saturation`, H plus `turn` half degrees. x: (B, 3, H, W) float, grey levels.
+
+    H is kept in whole half degrees and S in 256 levels, as OpenCV's 8-bit images do.
+    """
+    # to hue, in sixths of the circle, and saturation; grey: all numerators are 0
+    red, green, blue = x.unbind(1)
+    value, low = x.amax(1), x.amin(1)
+    span = (value - low).clamp(min=1)
+    hue = torch.where(value == green, 2 + (blue - red) / span, 4 + (red - green) / span)
+    hue = torch.where(value == red, (green - blue) / span, hue)
+    s = (255 * (value - low) / value.clamp(min=1) + 0.5).floor()
+
+    # changed, and back: R, G, B = V - V S (0 to 1)
+    hue = ((hue * 30 + 0.5).floor()[:, None] + turn) % 180
+    s, value = scale_and_shift(s[:, None], saturation) / 255, value[:, None]
+    k = (hue / 30 + torch.tensor([5, 3, 1], device=x.device).view(3, 1, 1)) % 6
+    return (value - value * s * torch.minimum(k, 4 - k).clamp(0, 1)).floor()
+
+
+def distort(images, u):
+    """Photometric distortion: brightness, contrast, saturation, hue, each with probability 0.5.
+
+    images: (B, 3, H, W) uint8. u: (B, DISTORT_COLUMNS). Returns uint8. Contrast comes second or
+    last, by a fair coin. Where saturation and hue both change, HSV is entered once, not twice as in
+    the source.
+    """
+    u = send(u, images.device)[:, :, None, None, None]
+
+    def drawn(j, low, high, neutral):
+        return torch.where(u[:, j] < 0.5, low + (high - low) * u[:, j + 1], neutral)
+
+    contrast, saturation = drawn(2, 0.5, 1.5, 1.0), drawn(5, 0.5, 1.5, 1.0)
+    turn = torch.where(u[:, 7] < 0.5, (u[:, 8] * 36).floor() - 18, 0.0)
+    early, coloured = u[:, 4] < 0.5, (u[:, 5] < 0.5) | (u[:, 7] < 0.5)
+    x = scale_and_shift(images.float(), 1.0, drawn(0, -32, 32, 0.0))            # brightness
+    x = scale_and_shift(x, torch.where(early, contrast, 1.0))
+    x = torch.where(coloured, scale_hsv(x, saturation, turn), x)
+    return scale_and_shift(x, torch.where(early, 1.0, contrast)).byte()
+
+
+def finish_views(images, height, width, positions, seed, mean, distorted=True):
+    """Distortion, then padding: uint8 views to float32 in [0, 1].
+
+    images: (B, 3, S, S) uint8. height, width, positions: (B,) int64 on the CPU. mean: (3, 1, 1) in
+    [0, 1], the colour of the padding: the one that the model subtracts, so that its first layer
+    sees 0.
+    """
+    if distorted:
+        images = distort(images, uniform(positions, DISTORT_COLUMNS, seed, DISTORT))
+    height, width = (send(t.view(-1, 1, 1, 1), images.device) for t in (height, width))
+    axis = torch.arange(images.shape[-1], device=images.device)
+    return torch.where((axis[:, None] < height) & (axis < width), images / 255, mean)
