@@ -116,7 +116,7 @@ def get_args():
     flag("--data_dir", help="images/*.jpg, annotations/*.png (0: no class, ignored; 1 to K), or "
          "training/ and validation/ in each of the two, as in ADE20K")
     flag("--num_classes", type=COUNT, help="K; folder: found")
-    flag("--num_images", type=COUNT, default=16000, help="shapes: to train on; a tenth more to test")
+    flag("--num_images", type=COUNT, default=16000, help="shapes: to train on; a tenth to test")
     flag("--num_workers", type=NATURAL, help="decoding processes per GPU")
 
     add_model_flags(p)
@@ -128,7 +128,7 @@ def get_args():
     flag("--lr", type=REAL, help="learning rate of the first step")
     flag("--window", type=COUNT, help="pixels: of an evaluation's sliding window; default: --size")
     flag("--stride", type=COUNT, help="pixels between windows; default: --window")
-    flag("--set", nargs="+", action="extend", metavar="NAME=VALUE", help="numbers of the recipe, below")
+    flag("--set", nargs="+", action="extend", metavar="NAME=VALUE", help="of the recipe, see below")
 
     flag = p.add_argument_group("running").add_argument
     flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0)
