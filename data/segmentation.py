@@ -51,8 +51,8 @@ def listed_classes(root):
     return [], None
 
 
-def class_names(root, num_classes=None):
-    """Class names of a data folder, made up where it lists none.
+def class_names(root, num_classes=None, likely=()):
+    """Class names of a data folder; where it lists none, those that are likely or made up.
 
     num_classes: how many there must be; None: as many as are listed. Raises ValueError if there is
     another number, or neither a list nor a number, or if 8 bits cannot hold them.
@@ -63,8 +63,8 @@ def class_names(root, num_classes=None):
                          f"give --num_classes")
     if names and num_classes not in (None, len(names)):
         raise ValueError(f"--num_classes {num_classes}: {path} lists {len(names)} classes")
-    if not names and num_classes == 11:
-        names = CAMVID_CLASSES
+    if not names and num_classes == len(likely):
+        names = likely
     names = names or [f"class {k}" for k in range(num_classes)]
     if not 2 <= len(names) <= 254:
         raise ValueError(f"{len(names)} classes, expected 2 to 254: labels are 8-bit, 255 is "
@@ -117,7 +117,7 @@ class SegTree(Dataset):
         root = str(root)
         self.folders = [os.path.join(root, part, split) for part in ("images", "annotations")]
         self.check_folders(root)
-        self.classes = class_names(root, num_classes)
+        self.classes = class_names(root, num_classes, likely=CAMVID_CLASSES)
         images = files_in(self.folders[0], data.IMAGE_EXTENSIONS)
         labels = files_in(self.folders[1], ".png")
         lonely = {f"{self.folders[1]} has no annotation of image": images.keys() - labels,

@@ -489,6 +489,7 @@ def test_a_folder_that_cannot_be_trained_on_gets_one_line():
     assert "no image (.jpg, .png) in mine/images" in refused("--data_dir mine")
     with pytest.raises(ValueError, match="classes.txt"):
         segmentation.class_names("mine")
+    assert segmentation.class_names("mine", 11)[10] == "class 10"                      # they are not CamVid's
 
 
 # --- backbones -------------------------------------------------------------------------------------------------------
