@@ -1,15 +1,16 @@
-"""Language model with any causal attention of attention.py: the transformer of the paper's WikiText-103 experiments.
+"""Language model with any causal attention of attention.py: the paper's, for WikiText-103.
 
-Paper: section 4.2, Table 3 and App. A.4 of Teo & Nguyen 2024. Architecture and output layer of `IDSIA/lmtool-fwp`
-(src/mem_transformer.py, src/utils/proj_adaptive_softmax.py), the code base the paper names; symmetric attention as in
-`rachtsy/KPCA-S:lm/src_attack/mem_transformer.py`. Its RPC language model is not released: here it is that model with
-RPC-Attention in `rpc_layers`, masked in every step.
+Paper: section 4.2, Table 3 and App. A.4 of Teo & Nguyen 2024. Architecture and output layer of
+`IDSIA/lmtool-fwp` (src/mem_transformer.py, src/utils/proj_adaptive_softmax.py), the code base the
+paper names; symmetric attention as in `rachtsy/KPCA-S:lm/src_attack/mem_transformer.py`. Its RPC
+language model is not released: here it is that model with RPC-Attention in `rpc_layers`, masked in
+every step.
 
     model = LM(LMConfig(267735, **SIZES["paper"], attn="rpc", cutoffs=(20000, 40000, 200000)))
-    nats = model(tokens, targets)               # two (B, T) int64 -> (B, T); perplexity is nats.mean().exp()
+    nats = model(tokens, targets)        # two (B, T) int64 -> (B, T); perplexity: nats.mean().exp()
 
-B batch, T tokens in the window, C model width, H heads, V vocabulary size. Ids must be sorted by falling frequency in
-the training text if `cutoffs` are used.
+B batch, T tokens in the window, C model width, H heads, V vocabulary size. Ids must be sorted by
+falling frequency in the training text if `cutoffs` are used.
 """
 
 import math
@@ -25,16 +26,16 @@ from attention import FORMS, SelfAttention
 from vit import load_strictly, stored_config
 
 SIZES = {
-    "mini": dict(context=64, embed_dim=64, depth=4, num_heads=8, mlp_dim=256),             # minutes on a CPU
-    "paper": dict(context=256, embed_dim=128, depth=16, num_heads=8, mlp_dim=2048),        # 44,018,394 parameters
+    # minutes on a CPU
+    "mini": dict(context=64, embed_dim=64, depth=4, num_heads=8, mlp_dim=256),
+    # 44,018,394 parameters
+    "paper": dict(context=256, embed_dim=128, depth=16, num_heads=8, mlp_dim=2048),
 }
-CHUNK = dict(cpu=2 ** 20, cuda=2 ** 25)       # logits in memory at a time: what a CPU's cache holds; 128 MiB on a GPU
-MIN_ROWS = 64                                 # but so many rows at least: each chunk adds to all of the weight's gradient
 
 
 @dataclass(frozen=True)
 class LMConfig:
-    """Everything that rebuilds the model. RPC and symmetric weights look alike, so only this tells them apart."""
+    """Everything that rebuilds the model; weights do not tell RPC from symmetric attention."""
     vocab_size: int                   # V
     context: int = 256                # T, tokens; the longest window
     embed_dim: int = 128              # C
@@ -42,28 +43,32 @@ class LMConfig:
     num_heads: int = 8                # H
     mlp_dim: int = 2048
     attn: str = "softmax"             # softmax, symmetric, rpc
-    rpc_layers: tuple = (0, 1, 2, 3)  # attn="rpc": layers with RPC-Attention, the others are symmetric; else ()
+    rpc_layers: tuple = (0, 1, 2, 3)  # attn="rpc": these have RPC-Attention, others are symmetric
     n_iter: int = 4                   # PAP steps
     lambd: float = 4.0                # PAP lambda
     form: str = "released"            # attention.FORMS: released, paper, admm
-    mu: str = "running"               # over tokens <= t; token: t alone; global: lets the future leak, for comparison
-    norm: str = "post"                # the paper's x = LN(x + f(x)); pre: x = x + f(LN(x)) and a final norm
-    dropout: float = 0.1              # embedding, attention output, inside and after the MLP, final hidden state
-    cutoffs: tuple = ()               # (): full softmax; the paper's (20000, 40000, 200000): adaptive softmax
+    mu: str = "running"               # over tokens <= t; token: t alone; global: the future leaks
+    norm: str = "post"                # the paper's x = LN(x + f(x)); pre: x + f(LN(x)), a final LN
+    dropout: float = 0.1              # embedding, attention output, MLP (twice), final hidden state
+    cutoffs: tuple = ()               # (): full softmax; the paper: (20000, 40000, 200000)
 
     def __post_init__(self):
-        object.__setattr__(self, "rpc_layers", tuple(sorted(self.rpc_layers)) if self.attn == "rpc" else ())
+        layers = tuple(sorted(self.rpc_layers)) if self.attn == "rpc" else ()
+        object.__setattr__(self, "rpc_layers", layers)
         object.__setattr__(self, "cutoffs", tuple(self.cutoffs))
         for name, known in (("attn", ("softmax", "symmetric", "rpc")), ("form", tuple(FORMS)),
                             ("mu", ("running", "token", "global")), ("norm", ("post", "pre"))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}, expected one of {known}")
         if not set(self.rpc_layers) <= set(range(self.depth)):
-            raise ValueError(f"rpc_layers={self.rpc_layers}, expected layers in 0..{self.depth - 1}")
+            raise ValueError(f"rpc_layers={self.rpc_layers}, expected layers in "
+                             f"0..{self.depth - 1}")
         if self.embed_dim % 2 or self.embed_dim % self.num_heads:
-            raise ValueError(f"embed_dim={self.embed_dim}, expected an even multiple of num_heads={self.num_heads}")
+            raise ValueError(f"embed_dim={self.embed_dim}, expected an even multiple of "
+                             f"num_heads={self.num_heads}")
         if not all(low < high for low, high in pairwise((0, *self.cutoffs, self.vocab_size))):
-            raise ValueError(f"cutoffs={self.cutoffs}, expected increasing ids from 1 to {self.vocab_size - 1}")
+            raise ValueError(f"cutoffs={self.cutoffs}, expected increasing ids from 1 to "
+                             f"{self.vocab_size - 1}")
 
     @property
     def reads_the_future(self):       # a mu over all tokens
@@ -74,13 +79,205 @@ class LMConfig:
         return self.context
 
 
-# --- output layer ---------------------------------------------------------------------------------
+# --- modules --------------------------------------------------------------------------------------
+
+def sinusoids(context, dim):
+    """[sin(p f), cos(p f)], f_i = 10000^(-2i/C), (T, C); p: T-1 in row 0, 0 in the last."""
+    p = torch.arange(context - 1, -1, -1.0)[:, None]
+    f = 10000 ** (-torch.arange(0, dim, 2) / dim)
+    return torch.cat([(p * f).sin(), (p * f).cos()], 1)
+
+
+class Block(nn.Module):
+    """Transformer block, post-norm or pre-norm; keywords go to `attention.SelfAttention`."""
+
+    def __init__(self, dim, num_heads, mlp_dim, dropout, pre_norm, **attn):
+        super().__init__()
+        self.pre_norm = pre_norm
+        self.norm1 = nn.LayerNorm(dim)
+        self.attn = SelfAttention(dim, num_heads, proj_drop=dropout, **attn)
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(OrderedDict(
+            fc1=nn.Linear(dim, mlp_dim), act=nn.ReLU(), drop1=nn.Dropout(dropout),
+            fc2=nn.Linear(mlp_dim, dim), drop2=nn.Dropout(dropout)))
+
+    def forward(self, x):
+        if self.pre_norm:
+            x = x + self.attn(self.norm1(x))
+            return x + self.mlp(self.norm2(x))
+        x = self.norm1(x + self.attn(x))
+        return self.norm2(x + self.mlp(x))
+
+
+class LM(nn.Module):
+    """Word-level language model; the input embedding is also the weight of the output layer."""
+
+    def __init__(self, config):
+        super().__init__()
+        c = self.config = config
+        self.embed = nn.Embedding(c.vocab_size, c.embed_dim)
+        self.register_buffer("positions", sinusoids(c.context, c.embed_dim), persistent=False)
+        self.drop = nn.Dropout(c.dropout)
+        blocks = []
+        for i in range(c.depth):
+            attn = "symmetric" if c.attn == "rpc" and i not in c.rpc_layers else c.attn
+            blocks.append(Block(
+                c.embed_dim, c.num_heads, c.mlp_dim, c.dropout, c.norm == "pre", attn=attn,
+                n_iter=c.n_iter, lambd=c.lambd, form=c.form, mu=c.mu, causal=True,
+                qkv_bias=False, proj_bias=False))
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(c.embed_dim) if c.norm == "pre" else nn.Identity()
+        self.bias = nn.Parameter(torch.zeros(c.vocab_size))
+        self.cluster_weight, self.cluster_bias = None, None
+        if c.cutoffs:
+            self.cluster_weight = nn.Parameter(torch.zeros(len(c.cutoffs), c.embed_dim))
+            self.cluster_bias = nn.Parameter(torch.zeros(len(c.cutoffs)))
+        for name, p in self.named_parameters():
+            if "bias" in name:
+                nn.init.zeros_(p)
+            else:
+                nn.init.normal_(p, 1.0 if "norm" in name else 0.0, 0.02)
+
+    def hidden(self, tokens):
+        """tokens: (B, T) int64, T from 1 to `context` -> (B, T, C), the output layer's input."""
+        T, c = tokens.shape[-1], self.config
+        if not 1 <= T <= c.context:
+            raise ValueError(f"{T} tokens in a row, expected 1 to context={c.context}")
+        check_ids("tokens", tokens, c.vocab_size)
+        x = self.drop(self.embed(tokens) * math.sqrt(c.embed_dim) + self.positions[-T:])
+        for block in self.blocks:
+            x = block(x)
+        return self.drop(self.norm(x))
+
+    def output_layers(self):
+        """[(weight, bias)]: the head (adaptive: one more row per cluster), then every cluster."""
+        ends = pairwise((0, *self.config.cutoffs, self.config.vocab_size))
+        sizes = [high - low for low, high in ends]
+        weights, biases = list(self.embed.weight.split(sizes)), list(self.bias.split(sizes))
+        if self.config.cutoffs:
+            weights[0] = torch.cat([weights[0], self.cluster_weight])
+            biases[0] = torch.cat([biases[0], self.cluster_bias])
+        return list(zip(weights, biases))
+
+    @torch.compiler.disable                 # numbers of rows that depend on data; chunked by itself
+    def nll(self, hidden, targets):
+        """-log p(target), (..., C), (...) int64 -> (...) nats in float32 or better.
+
+        Adaptive softmax (Grave et al. 2017, all of one width): log p of a word in cluster i = log p
+        of the cluster in the head + log p of the word in the cluster. Cluster i has the i-th logit
+        from the end, as in lmtool. `LinearNLL` below keeps the memory small.
+        """
+        check_ids("targets", targets, self.config.vocab_size)
+        h, t = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
+        cluster = torch.zeros_like(t)                                    # (N,), 0: in the head
+        for c in self.config.cutoffs:
+            cluster += t >= c
+        (W, b), *tails = self.output_layers()
+        nll = linear_nll(h, W, b, torch.where(cluster > 0, len(W) - cluster, t))
+        for i, (low, (W, b)) in enumerate(zip(self.config.cutoffs, tails), 1):
+            rows = (cluster == i).nonzero().squeeze(1)                   # waits for the GPU
+            tail = linear_nll(h.index_select(0, rows), W, b, t[rows] - low)
+            nll = nll.index_add(0, rows, tail)
+        return nll.view(targets.shape)
+
+    def forward(self, tokens, targets):
+        """-log p(target | tokens up to there): (B, T), (B, T) int64 -> (B, T) nats."""
+        return self.nll(self.hidden(tokens), targets)
+
+    def log_probs(self, hidden):
+        """(..., C) -> (..., V): log p of every word, in float32 or better."""
+        parts = []
+        for W, b in self.output_layers():
+            logits = F.linear(hidden, W, b)
+            dtype = torch.promote_types(logits.dtype, torch.float32)
+            parts.append(logits.log_softmax(-1, dtype=dtype))
+        head, *tails = parts
+        tails = [head[..., -i, None] + tail for i, tail in enumerate(tails, 1)]
+        return torch.cat([head[..., :head.shape[-1] - len(tails)], *tails], -1)
+
+    @torch.no_grad()
+    def generate(self, tokens, num_tokens, temperature=1.0, top_k=None, generator=None):
+        """Sample num_tokens more: (B, T) int64 -> (B, T + num_tokens); call it in eval mode.
+
+        temperature > 0 divides the log-probabilities; top_k: only the k most probable words;
+        generator: on tokens' device. The model sees the last `context` tokens, computed anew for
+        each word: positions count from the end.
+        """
+        c = self.config
+        if c.reads_the_future:
+            raise ValueError("mu='global': each new token would change all states before it; "
+                             "expected a model with mu='running' or 'token'")
+        if not temperature > 0 or top_k is not None and top_k < 1:
+            raise ValueError(f"temperature={temperature}, top_k={top_k}, expected temperature > 0, "
+                             f"top_k >= 1 or None")
+        for _ in range(num_tokens):
+            hidden = self.hidden(tokens[:, -c.context:])[:, -1]
+            scores = self.log_probs(hidden) / temperature                # (B, V)
+            if top_k is not None:
+                least = scores.topk(min(top_k, c.vocab_size)).values[:, -1:]
+                scores = scores.masked_fill(scores < least, -math.inf)
+            word = torch.multinomial(scores.softmax(-1), 1, generator=generator)
+            tokens = torch.cat([tokens, word], 1)
+        return tokens
+
+
+def check_ids(name, ids, vocab_size):
+    """ValueError unless all ids are in [0, vocab_size). On the CPU only: a GPU would wait."""
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():
+        low, high = (x.item() for x in ids.aminmax())
+        if low < 0 or high >= vocab_size:
+            raise ValueError(f"{name} hold ids from {low} to {high}, expected 0 to "
+                             f"{vocab_size - 1}")
+
+
+# --- weights from files ---------------------------------------------------------------------------
+
+def lm_from_checkpoint(checkpoint):
+    """The model of a checkpoint of train_lm.py, in eval mode; nothing else has to be said."""
+    if checkpoint.get("task") != "language modelling" or "model_config" not in checkpoint:
+        raise ValueError("not a checkpoint of train_lm.py: it has no language modelling "
+                         "model_config")
+    model = LM(stored_config(checkpoint, LMConfig))
+    load_strictly(model, checkpoint["model"])
+    return model.eval()
+
+
+def load_reference(model, state):
+    """Load a state dict of lmtool's MemTransformerLM, or of its symmetric copy, which has no q_net.
+
+    Theirs: kv_net rows are keys, then values; crit.out_layers.0.weight repeats the embedding;
+    inv_freq is no weight.
+    """
+    whole = {"word_emb.emb_layers.0.weight": "embed.weight", "crit.out_layers.0.bias": "bias",
+             "crit.cluster_weight": "cluster_weight", "crit.cluster_bias": "cluster_bias"}
+    part = {"dec_attn.layer_norm": "norm1", "dec_attn.kv_net": "attn.qkv",
+            "dec_attn.o_net": "attn.proj", "pos_ff.layer_norm": "norm2",
+            "pos_ff.CoreNet.0": "mlp.fc1", "pos_ff.CoreNet.3": "mlp.fc2"}
+    ours = {}
+    for name, value in state.items():
+        if "q_net" in name or name in ("crit.out_layers.0.weight", "pos_emb.inv_freq"):
+            continue
+        if "kv_net" in name and name.replace("kv_net", "q_net") in state:
+            value = torch.cat([state[name.replace("kv_net", "q_net")], value])
+        if name.startswith("layers."):
+            _, i, *middle, end = name.split(".")
+            name = f"blocks.{i}.{part.get('.'.join(middle), '.'.join(middle))}.{end}"
+        ours[whole.get(name, name)] = value
+    load_strictly(model, ours)
+
+
+# --- the output layer in little memory ------------------------------------------------------------
+
+CHUNK = dict(cpu=2 ** 20, cuda=2 ** 25)   # logits at a time: a CPU's cache; 128 MiB on a GPU
+MIN_ROWS = 64                             # at least: each chunk adds to all of W's gradient
+
 
 class LinearNLL(torch.autograd.Function):
-    """nll_i = -log softmax(W h_i + b)[t_i], in chunks of rows whose logits are forgotten, and computed again backwards.
+    """nll_i = -log softmax(W h_i + b)[t_i], in chunks of rows; backwards computes logits again.
 
-    h: (N, C), W: (V, C), b: (V,), t: (N,) int64 in [0, V); N may be 0. Returns (N,) in float32 or better. Of size
-    N x V there is never anything: 26 GB for one batch of the paper. Under autocast the products run in its dtype.
+    h: (N, C), W: (V, C), b: (V,), t: (N,) int64 in [0, V); N may be 0. Returns (N,) in float32 or
+    better. Of size N x V there is never anything: 26 GB for one batch of the paper. Under autocast
+    the products run in its dtype.
     """
 
     @staticmethod
@@ -101,8 +298,10 @@ class LinearNLL(torch.autograd.Function):
         gh, gW, gb = torch.empty_like(h), torch.zeros_like(W), torch.zeros_like(b)
         weight, bias = W.to(ctx.dtype), b.to(ctx.dtype)
         for i in chunks(h, len(W)):
-            p = F.linear(h[i].to(ctx.dtype), weight, bias).to(lse.dtype).sub_(lse[i, None]).exp_()
-            p.scatter_add_(1, t[i, None], torch.full_like(p[:, :1], -1))       # d nll / d logits = softmax - one-hot
+            # d nll / d logits = softmax - one-hot
+            p = F.linear(h[i].to(ctx.dtype), weight, bias).to(lse.dtype)
+            p = p.sub_(lse[i, None]).exp_()
+            p.scatter_add_(1, t[i, None], torch.full_like(p[:, :1], -1))
             gb += grad[i] @ p
             p = p.to(ctx.dtype)
             gh[i] = grad[i, None] * (p @ weight)
@@ -111,7 +310,7 @@ class LinearNLL(torch.autograd.Function):
 
 
 def chunks(h, width):
-    """Slices that cover the rows of h, so many at a time that they hold about CHUNK numbers when each holds `width`."""
+    """Slices that cover the rows of h, each of about CHUNK numbers when a row holds `width`."""
     size = max(CHUNK.get(h.device.type, CHUNK["cuda"]) // width, MIN_ROWS)
     return [slice(i, i + size) for i in range(0, len(h), size)]
 
@@ -121,167 +320,3 @@ def linear_nll(h, W, b, t):
     device = h.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
     return LinearNLL.apply(h, W, b, t, dtype)
-
-
-# --- modules --------------------------------------------------------------------------------------
-
-def sinusoids(context, dim):
-    """[sin(p f), cos(p f)], f_i = 10000^(-2i/C), (T, C). Counted backwards: p = T-1 in the first row, 0 in the last."""
-    p = torch.arange(context - 1, -1, -1.0)[:, None]
-    f = 10000 ** (-torch.arange(0, dim, 2) / dim)
-    return torch.cat([(p * f).sin(), (p * f).cos()], 1)
-
-
-class Block(nn.Module):
-    """Transformer block, post-norm or pre-norm; keyword arguments go to `attention.SelfAttention`."""
-
-    def __init__(self, dim, num_heads, mlp_dim, dropout, pre_norm, **attn):
-        super().__init__()
-        self.pre_norm = pre_norm
-        self.norm1 = nn.LayerNorm(dim)
-        self.attn = SelfAttention(dim, num_heads, proj_drop=dropout, **attn)
-        self.norm2 = nn.LayerNorm(dim)
-        self.mlp = nn.Sequential(OrderedDict(fc1=nn.Linear(dim, mlp_dim), act=nn.ReLU(), drop1=nn.Dropout(dropout),
-                                             fc2=nn.Linear(mlp_dim, dim), drop2=nn.Dropout(dropout)))
-
-    def forward(self, x):
-        if self.pre_norm:
-            x = x + self.attn(self.norm1(x))
-            return x + self.mlp(self.norm2(x))
-        x = self.norm1(x + self.attn(x))
-        return self.norm2(x + self.mlp(x))
-
-
-class LM(nn.Module):
-    """Word-level language model; the input embedding is also the weight of the output layer."""
-
-    def __init__(self, config):
-        super().__init__()
-        c = self.config = config
-        self.embed = nn.Embedding(c.vocab_size, c.embed_dim)
-        self.register_buffer("positions", sinusoids(c.context, c.embed_dim), persistent=False)
-        self.drop = nn.Dropout(c.dropout)
-        self.blocks = nn.ModuleList(
-            Block(c.embed_dim, c.num_heads, c.mlp_dim, c.dropout, c.norm == "pre", causal=True, n_iter=c.n_iter,
-                  attn="symmetric" if c.attn == "rpc" and i not in c.rpc_layers else c.attn, lambd=c.lambd, form=c.form,
-                  mu=c.mu, qkv_bias=False, proj_bias=False) for i in range(c.depth))
-        self.norm = nn.LayerNorm(c.embed_dim) if c.norm == "pre" else nn.Identity()
-        self.bias = nn.Parameter(torch.zeros(c.vocab_size))
-        self.cluster_weight = nn.Parameter(torch.zeros(len(c.cutoffs), c.embed_dim)) if c.cutoffs else None
-        self.cluster_bias = nn.Parameter(torch.zeros(len(c.cutoffs))) if c.cutoffs else None
-        for name, p in self.named_parameters():
-            if "bias" in name:
-                nn.init.zeros_(p)
-            else:
-                nn.init.normal_(p, 1.0 if "norm" in name else 0.0, 0.02)
-
-    def hidden(self, tokens):
-        """tokens: (B, T) int64, T from 1 to `context` -> (B, T, C), what goes into the output layer."""
-        T, c = tokens.shape[-1], self.config
-        if not 1 <= T <= c.context:
-            raise ValueError(f"{T} tokens in a row, expected 1 to context={c.context}")
-        check_ids("tokens", tokens, c.vocab_size)
-        x = self.drop(self.embed(tokens) * math.sqrt(c.embed_dim) + self.positions[-T:])
-        for block in self.blocks:
-            x = block(x)
-        return self.drop(self.norm(x))
-
-    def output_layers(self):
-        """[(weight, bias)]: the head, for an adaptive softmax with one more row per cluster, then every cluster."""
-        sizes = [high - low for low, high in pairwise((0, *self.config.cutoffs, self.config.vocab_size))]
-        weights, biases = list(self.embed.weight.split(sizes)), list(self.bias.split(sizes))
-        if self.config.cutoffs:
-            weights[0] = torch.cat([weights[0], self.cluster_weight])
-            biases[0] = torch.cat([biases[0], self.cluster_bias])
-        return list(zip(weights, biases))
-
-    @torch.compiler.disable                                   # numbers of rows that depend on data; chunked by itself
-    def nll(self, hidden, targets):
-        """-log p(target), (..., C), (...) int64 -> (...) nats in float32 or better; see `LinearNLL` for the memory.
-
-        Adaptive softmax (Grave et al. 2017, all of one width): log p of a word in cluster i = log p of the cluster in
-        the head + log p of the word in the cluster. Cluster i has the i-th logit from the end, as in lmtool.
-        """
-        check_ids("targets", targets, self.config.vocab_size)
-        h, t = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
-        cluster = sum(((t >= c).long() for c in self.config.cutoffs), torch.zeros_like(t))     # (N,), 0: in the head
-        (W, b), *tails = self.output_layers()
-        nll = linear_nll(h, W, b, torch.where(cluster > 0, len(W) - cluster, t))
-        for i, (low, (W, b)) in enumerate(zip(self.config.cutoffs, tails), 1):
-            rows = (cluster == i).nonzero().squeeze(1)                   # waits for the GPU, once per cluster
-            nll = nll.index_add(0, rows, linear_nll(h.index_select(0, rows), W, b, t[rows] - low))
-        return nll.view(targets.shape)
-
-    def forward(self, tokens, targets):
-        """-log p(target | tokens up to there) of every position: (B, T), (B, T) int64 -> (B, T) nats."""
-        return self.nll(self.hidden(tokens), targets)
-
-    def log_probs(self, hidden):
-        """(..., C) -> (..., V): log p of every word, in float32 or better."""
-        logits = [F.linear(hidden, W, b) for W, b in self.output_layers()]
-        head, *tails = [x.log_softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32)) for x in logits]
-        tails = [head[..., -i, None] + tail for i, tail in enumerate(tails, 1)]
-        return torch.cat([head[..., :head.shape[-1] - len(tails)], *tails], -1)
-
-    @torch.no_grad()
-    def generate(self, tokens, num_tokens, temperature=1.0, top_k=None, generator=None):
-        """Sample num_tokens more: (B, T) int64 -> (B, T + num_tokens); call it in eval mode.
-
-        temperature > 0 divides the log-probabilities; top_k: only the k most probable words; generator: on tokens'
-        device. The model sees the last `context` tokens, computed anew for each word: positions count from the end.
-        """
-        c = self.config
-        if c.mu == "global" and c.rpc_layers:
-            raise ValueError("mu='global': each new token would change all states before it; expected a model with "
-                             "mu='running' or 'token'")
-        if not temperature > 0 or top_k is not None and top_k < 1:
-            raise ValueError(f"temperature={temperature}, top_k={top_k}, expected temperature > 0, top_k >= 1 or None")
-        for _ in range(num_tokens):
-            scores = self.log_probs(self.hidden(tokens[:, -c.context:])[:, -1]) / temperature     # (B, V)
-            if top_k is not None:
-                least = scores.topk(min(top_k, c.vocab_size)).values[:, -1:]
-                scores = scores.masked_fill(scores < least, -math.inf)
-            word = torch.multinomial(scores.softmax(-1), 1, generator=generator)
-            tokens = torch.cat([tokens, word], 1)
-        return tokens
-
-
-def check_ids(name, ids, vocab_size):
-    """ValueError unless all ids are in [0, vocab_size). On the CPU only: a GPU would have to be waited for."""
-    if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():
-        low, high = (x.item() for x in ids.aminmax())
-        if low < 0 or high >= vocab_size:
-            raise ValueError(f"{name} hold ids from {low} to {high}, expected 0 to {vocab_size - 1}")
-
-
-# --- weights from files ---------------------------------------------------------------------------
-
-def lm_from_checkpoint(checkpoint):
-    """The model of one of our checkpoints (train_lm.py), in eval mode; nothing else has to be said about it."""
-    if checkpoint.get("task") != "language modelling" or "model_config" not in checkpoint:
-        raise ValueError("not a checkpoint of train_lm.py: it has no language modelling model_config")
-    model = LM(stored_config(checkpoint, LMConfig))
-    load_strictly(model, checkpoint["model"])
-    return model.eval()
-
-
-def load_reference(model, state):
-    """Load a state dict of lmtool's MemTransformerLM, or of its symmetric copy without q_net, strictly.
-
-    Theirs: kv_net rows are keys, then values; crit.out_layers.0.weight repeats the embedding; inv_freq is no weight.
-    """
-    whole = {"word_emb.emb_layers.0.weight": "embed.weight", "crit.out_layers.0.bias": "bias",
-             "crit.cluster_weight": "cluster_weight", "crit.cluster_bias": "cluster_bias"}
-    part = {"dec_attn.layer_norm": "norm1", "dec_attn.kv_net": "attn.qkv", "dec_attn.o_net": "attn.proj",
-            "pos_ff.layer_norm": "norm2", "pos_ff.CoreNet.0": "mlp.fc1", "pos_ff.CoreNet.3": "mlp.fc2"}
-    ours = {}
-    for name, value in state.items():
-        if "q_net" in name or name in ("crit.out_layers.0.weight", "pos_emb.inv_freq"):
-            continue
-        if "kv_net" in name and name.replace("kv_net", "q_net") in state:
-            value = torch.cat([state[name.replace("kv_net", "q_net")], value])
-        if name.startswith("layers."):
-            _, i, *middle, end = name.split(".")
-            name = f"blocks.{i}.{part.get('.'.join(middle), '.'.join(middle))}.{end}"
-        ours[whole.get(name, name)] = value
-    load_strictly(model, ours)
