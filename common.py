@@ -191,7 +191,7 @@ def stored_flags(given, script, fixed):
             raise ValueError(f"--{name} does not go with --resume, which continues in its own folder")
     checkpoint = read_checkpoint(given["resume"])
     check_run(checkpoint, given["resume"], script, "args")
-    own = ("resume", "out_dir", "max_steps", "device")
+    own = ("resume", "sample", "out_dir", "max_steps", "device")
     stored = {name: value for name, value in checkpoint["args"].items() if name not in own}
     hint = "; to start a new run from its weights use --init_from" if "init_from" in stored else ""
     for name in fixed:

@@ -392,6 +392,19 @@ def test_flags_of_a_resumed_run_hold_or_are_refused_and_nothing_is_lost():
     assert Path("a/last.pt").read_bytes() == before and list(log("a")) == [1]
 
 
+def test_a_run_of_before_the_flags_were_fewer_goes_on():
+    """Then --sample was a number of words, and there were --cache_dir, --window, --stride, --top_k."""
+    train(SMALL, "--max_steps 6 --out_dir whole")
+    train(SMALL, "--max_steps 3 --out_dir old")
+    checkpoint = common.read_checkpoint("old")
+    own = dict(sample=40, cache_dir="text/cache", window=16, stride=16, eval_batch_size=64,
+               attack_seed=0, top_k=None, eval_only=None)
+    common.save_checkpoint("old/last.pt", {**checkpoint, "args": {**checkpoint["args"], **own}})
+    train("--resume old --max_steps 6")
+    assert log("whole") == log("old") and log("whole", "grad_norm") == log("old", "grad_norm")
+    assert not {*own} - {"sample"} & common.read_checkpoint("old")["args"].keys()
+
+
 def test_a_resumed_run_refuses_another_vocabulary():
     train(SMALL, "--max_steps 1 --out_dir a")
     before = Path("a/last.pt").read_bytes()
