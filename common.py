@@ -1,15 +1,13 @@
-"""What every script shares: processes, flags, schedule, checkpoints, log."""
+"""What the scripts share: processes, flags, a training run. What is on disk is in checkpoint.py."""
 
 import argparse
-import json
 import math
 import os
 import re
 import sys
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from urllib.error import URLError
 
 import torch
 import torch.distributed as dist
@@ -18,38 +16,40 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
 from attention import SelfAttention, rpc_attention
+from checkpoint import check_run, naming, read_checkpoint, save_checkpoint  # noqa: F401
+from checkpoint import cut_log, read_log, write_log  # noqa: F401
 
 
-# --- processes and devices -------------------------------------------------------------------------------------------
+# --- processes and devices ------------------------------------------------------------------------
 
 def setup(device=None):
     """Join the process group if torchrun started this process. Returns (device, rank, world size).
 
     device: "cuda", "mps" or "cpu"; None picks the best there is. nccl on GPUs, gloo elsewhere.
     """
+    mps = int(torch.backends.mps.is_available())
+    there = dict(cuda=torch.cuda.device_count(), mps=mps, cpu=1)
     if device is None:
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        device = next(kind for kind, count in there.items() if count)
     parts = re.fullmatch(r"(cuda|mps|cpu)(?::(\d+))?", device)
     if not parts:
         raise ValueError(f"--device {device}: expected cuda, mps or cpu")
     kind, index = parts.groups("0")
-    mps = int(torch.backends.mps.is_available())
-    count = dict(cuda=torch.cuda.device_count(), mps=mps, cpu=1)[kind]
-    if int(index) >= count:
-        raise ValueError(f"--device {device}: this PyTorch finds {count or 'no'} {kind}; "
+    if int(index) >= there[kind]:
+        raise ValueError(f"--device {device}: this PyTorch finds {there[kind] or 'no'} {kind}; "
                          f"leave the flag out to pick what there is")
     if "RANK" not in os.environ:
         return torch.device(device), 0, 1
+
     if device == "cuda":
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        # After a restart by torchrun its store still holds the addresses of the dead: each attempt gets its own keys.
+        # torchrun's store still holds the addresses of the dead: each restart gets keys of its own
         store, rank, world = next(dist.rendezvous("env://"))
-        store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        backend = "nccl" if device.startswith("cuda") else "gloo"
-        # torch.distributed.nn, which DDP loads, has the group of that moment as a default argument: it
-        # would keep the group and its threads past their end, and these can abort a finished process.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+        store = dist.PrefixStore(f"attempt_{attempt}", store)
+        backend = "nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     return torch.device(device), dist.get_rank(), dist.get_world_size()
 
@@ -82,8 +82,9 @@ def broadcast(objects):
 
 def describe(device):
     """The hardware in words, for logs."""
-    threads = torch.get_num_threads()
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {threads} threads"
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, {torch.get_num_threads()} threads"
 
 
 def autocast(device, amp):
@@ -96,8 +97,8 @@ def run(main):
     try:
         main()
     except (ValueError, OSError) as e:
-        lines = str(e).strip().splitlines() or [type(e).__name__]
-        sys.exit(f"error: {lines[-1].removeprefix('ValueError: ')}")                     # a worker's: the last line
+        lines = str(e).strip().splitlines() or [type(e).__name__]       # a worker's: the last line
+        sys.exit(f"error: {lines[-1].removeprefix('ValueError: ')}")
     except KeyboardInterrupt:
         sys.exit("\nstopped by Ctrl-C")
     finally:
@@ -106,34 +107,41 @@ def run(main):
 
 
 def choose_out_dir(args, name):
-    """Where a run lives: --resume's folder, else --out_dir, else out/<name>, numbered if that holds a run already.
+    """Where a run lives: --resume's folder, else --out_dir, else out/<name>, numbered if it exists.
 
-    Also sets args.resume when torchrun restarted us and there is something to resume. The same on every process.
+    Also sets args.resume when torchrun restarted us and there is something to resume: the run of
+    another command is neither continued nor overwritten. The same on every process.
     """
     for flag in ("out_dir", "init_from"):
         if getattr(args, flag, None) == "":
             raise ValueError(f"--{flag} is empty, expected a path")
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
-    def ours(folder):                                # the run of another command is neither continued nor overwritten
-        return restarted and (folder / "last.pt").exists() and (
-            {**read_checkpoint(folder).get("args", {}), "resume": None} == vars(args))
+    def ours(folder):
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+        if not restarted or not (folder / "last.pt").exists():
+            return False
+        return {**read_checkpoint(folder).get("args", {}), "resume": None} == vars(args)
 
     if args.resume:
         out_dir = Path(args.resume) if Path(args.resume).is_dir() else Path(args.resume).parent
     elif args.out_dir:
         out_dir = Path(args.out_dir)
         if (out_dir / "last.pt").exists() and not ours(out_dir):
-            raise ValueError(f"--out_dir {out_dir} already holds a run: continue it with --resume {out_dir} or choose "
-                             f"another folder")
+            raise ValueError(f"--out_dir {out_dir} already holds a run: continue it with --resume "
+                             f"{out_dir} or choose another folder")
     else:
-        folders = [Path("out", f"{name}{f'_{i}' if i > 1 else ''}") for i in range(1, 10000)]
-        free = next(i for i, d in enumerate(folders) if not d.exists())
-        out_dir = folders[free - 1] if free and ours(folders[free - 1]) else folders[free]
-    args.resume = str(out_dir) if not args.resume and ours(out_dir) else args.resume
+        folders = [Path("out", name), *(Path("out", f"{name}_{i}") for i in range(2, 10000))]
+        free = next(i for i, folder in enumerate(folders) if not folder.exists())
+        out_dir = folders[free]
+        if free and ours(folders[free - 1]):
+            out_dir = folders[free - 1]
+    if not args.resume and ours(out_dir):
+        args.resume = str(out_dir)
     out_dir, args.resume = broadcast([out_dir, args.resume])
     return out_dir
 
+
+# --- flags ----------------------------------------------------------------------------------------
 
 def parser(doc, recipes, settings):
     """An ArgumentParser whose --help ends with what --data selects and what --set may change.
@@ -145,7 +153,8 @@ def parser(doc, recipes, settings):
     lines += [f"  {name:14} {text}" for name, (_, text) in settings.items()]
     for name, recipe in recipes.items():
         lines.append(f"--data {name}:" if name != "any" else "with every --data:")
-        lines.append("  " + " ".join(f"{k}={'as fits' if v is None else v}" for k, v in recipe.items()))
+        values = {name: "as fits" if value is None else value for name, value in recipe.items()}
+        lines.append("  " + " ".join(f"{name}={value}" for name, value in values.items()))
     return argparse.ArgumentParser(description=doc, epilog="\n".join(lines), allow_abbrev=False,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
 
@@ -161,7 +170,7 @@ def parse(p, recipes, settings, script, fixed):
     given = vars(p.parse_args(namespace=argparse.Namespace(**dict.fromkeys(default))))
     given = {name: value for name, value in given.items() if value is not None}
     given |= read_settings(given.pop("set", []), settings)
-    stored = stored_flags(given, script, fixed) if "resume" in given else {}
+    stored = stored_flags(given, settings, script, fixed) if "resume" in given else {}
     data = {**stored, **given}.get("data")
     if data is None:
         data = "folder" if "data_dir" in given else list(recipes)[1]
@@ -171,12 +180,13 @@ def parse(p, recipes, settings, script, fixed):
 
 
 def read_settings(pairs, settings):
-    """["mixup=0.8", ...] -> {"mixup": 0.8, ...}; ValueError naming what is unknown or out of range."""
+    """["mixup=0.8", ...] -> {"mixup": 0.8, ...}; ValueError: a name or value out of range."""
     values = {}
     for pair in pairs:
         name, _, text = pair.partition("=")
         if name not in settings:
-            raise ValueError(f"--set {pair}: expected NAME=VALUE with a name of {', '.join(settings)}")
+            names = ", ".join(settings)
+            raise ValueError(f"--set {pair}: expected NAME=VALUE with a name of {names}")
         try:
             values[name] = settings[name][0](text)
         except (ValueError, argparse.ArgumentTypeError) as e:
@@ -184,11 +194,12 @@ def read_settings(pairs, settings):
     return values
 
 
-def stored_flags(given, script, fixed):
+def stored_flags(given, settings, script, fixed):
     """The flags of the run that --resume names; refuses flags that would make it another run."""
     for name in ("out_dir", "init_from"):
         if name in given:
-            raise ValueError(f"--{name} does not go with --resume, which continues in its own folder")
+            raise ValueError(f"--{name} does not go with --resume, which continues in its own "
+                             f"folder")
     checkpoint = read_checkpoint(given["resume"])
     check_run(checkpoint, given["resume"], script, "args")
     own = ("resume", "sample", "out_dir", "max_steps", "device")
@@ -196,8 +207,9 @@ def stored_flags(given, script, fixed):
     hint = "; to start a new run from its weights use --init_from" if "init_from" in stored else ""
     for name in fixed:
         if name in given and given[name] != stored[name]:
-            raise ValueError(f"--{name} {given[name]} does not fit --resume {given['resume']}, "
-                             f"which was trained with --{name} {stored[name]}{hint}")
+            flag = f"--set {name}=" if name in settings else f"--{name} "
+            raise ValueError(f"{flag}{given[name]} does not fit --resume {given['resume']}, "
+                             f"which was trained with {flag}{stored[name]}{hint}")
     return stored
 
 
@@ -231,26 +243,12 @@ def parse_layers(text, depth):
     except ValueError:
         ends = []
     if not ends or not all(len(e) <= 2 and 0 <= e[0] <= e[-1] < depth for e in ends):
-        raise ValueError(f"--rpc_layers {text}: expected all, 0, 0,1,2 or 0-2, of layers 0 to {depth - 1}")
+        raise ValueError(f"--rpc_layers {text}: expected all, 0, 0,1,2 or 0-2, of layers 0 to "
+                         f"{depth - 1}")
     return tuple(i for e in ends for i in range(e[0], e[-1] + 1))
 
 
-# --- optimisation ----------------------------------------------------------------------------------------------------
-
-def collect(pending, step, kept):
-    """Mean (loss, gradient norm) of the pending steps; ValueError names the first that is not finite.
-
-    pending: (2,) tensors on the device, this process's share of each sum over processes, the last of them of step
-    `step`. kept: a sentence on what is saved. This is where a training loop waits for the device.
-    """
-    rows = all_sum(torch.stack(pending)).cpu()
-    bad = (~rows.isfinite().all(1)).nonzero().flatten().tolist()
-    if bad:
-        loss, norm = rows[bad[0]].tolist()
-        raise ValueError(f"not finite at step {step - len(pending) + bad[0] + 1}: loss {loss:.4g}, gradient norm "
-                         f"{norm:.4g}. {kept}; try a smaller --lr, or --set clip=1")
-    return rows.mean(0).tolist()
-
+# --- optimisation ---------------------------------------------------------------------------------
 
 class Run:
     """A training run on rank 0's disk: log.jsonl, checkpoints, the progress bar.
@@ -261,7 +259,7 @@ class Run:
             run.write(step, "images", batch_size, lr=lr)        # now and then: waits for the device
             if run.due(step):
                 run.evaluate(step, measure, state)
-            run.save("last.pt", state(step))                    # last: a kill before repeats the rest
+            run.save("last.pt", state(step))            # last: a kill before it repeats the rest
     """
 
     def __init__(self, args, out_dir, first, stop, device, rank, world, model, **about):
@@ -292,7 +290,7 @@ class Run:
             write_log(self.log, row)
 
     def progress(self, every, measure, state):
-        """The steps that are left, with a bar, after an evaluation that was cut off; see `evaluate`."""
+        """The steps that are left, with a bar; before them an evaluation that was cut off."""
         self.every = every
         if self.due(self.first):
             self.evaluate(self.first, measure, state)
@@ -315,8 +313,17 @@ class Run:
 
         Waits for the device. Raises ValueError at a number that is not finite: write, then save.
         """
-        kept = f"{self.out_dir} holds step {self.saved}" if self.saved else "Nothing was saved yet"
-        self.loss, norm = collect(self.pending, step, kept)
+        rows = all_sum(torch.stack(self.pending)).cpu()                 # (steps, 2): loss, norm
+        bad = (~rows.isfinite().all(1)).nonzero().flatten().tolist()
+        if bad:
+            loss, norm = rows[bad[0]].tolist()
+            at = step - len(rows) + bad[0] + 1
+            kept = "Nothing was saved yet"
+            if self.saved:
+                kept = f"{self.out_dir} holds step {self.saved}"
+            raise ValueError(f"not finite at step {at}: loss {loss:.4g}, gradient norm {norm:.4g}. "
+                             f"{kept}; try a smaller --lr, or --set clip=1")
+        self.loss, norm = rows.mean(0).tolist()
         rate = len(self.pending) * size / (time.time() - self.clock)
         self.row(step=step, loss=self.loss, grad_norm=norm, **{f"{unit}_per_s": rate}, **more)
         self.bar.set_postfix_str(f"loss {self.loss:.3f} {rate:.0f} {unit}/s")
@@ -324,10 +331,11 @@ class Run:
 
     def due(self, step):
         """Is it time for an evaluation that the log does not have?"""
-        return step not in self.evaluations and step and (step >= self.stop or every(step, self.every))
+        last = step >= self.stop or every(step, self.every)
+        return step > 0 and last and step not in self.evaluations
 
     def evaluate(self, step, measure, state):
-        """Log what measure(step) gives, (metrics, more). Saving comes after: a kill in between repeats it.
+        """Log what measure(step) gives, (metrics, more). Save after it: a kill between repeats it.
 
         An error in it (an unreadable image, Ctrl-C) saves state(step), and --resume evaluates it.
         """
@@ -411,9 +419,10 @@ def table(rows, header=None):
 
 
 def lr_at(step, total, warmup, lr, min_lr, warmup_lr=1e-6):
-    """Linear from warmup_lr over `warmup` steps, then cosine to min_lr at `total`; the cosine's phase counts from 0.
+    """Linear from warmup_lr over `warmup` steps, then cosine to min_lr at `total`.
 
-    As DeiT's schedule (timm CosineLRScheduler without warm-up prefix), per step instead of per epoch.
+    The cosine's phase counts from 0, as in DeiT's schedule (timm's CosineLRScheduler without
+    warm-up prefix), per step instead of per epoch.
     """
     if step < warmup:
         return warmup_lr + (lr - warmup_lr) * step / warmup
@@ -421,127 +430,9 @@ def lr_at(step, total, warmup, lr, min_lr, warmup_lr=1e-6):
 
 
 def param_groups(model, weight_decay, no_decay=("pos_embed", "cls_token")):
-    """Two groups for the optimiser: 1-d tensors and those named in no_decay are not decayed, the rest is."""
+    """Two groups for the optimiser; 1-d tensors and those named in no_decay are not decayed."""
     decay, keep = [], []
     for name, p in model.named_parameters():
         if p.requires_grad:
             (keep if p.ndim < 2 or name.split(".")[-1] in no_decay else decay).append(p)
     return [dict(params=decay, weight_decay=weight_decay), dict(params=keep, weight_decay=0.0)]
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
-
-def save_checkpoint(path, checkpoint):
-    """Write a dict of plain types and tensors so that path is at every moment the old file or the whole new one.
-
-    Raises OSError naming the file if it cannot be written (a full disk, say); the old file is then untouched.
-    """
-    path = Path(path)
-    tmp = path.with_name(path.name + ".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(tmp, "wb") as f:
-            torch.save(checkpoint, f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(tmp, path)
-    except (OSError, RuntimeError) as e:
-        tmp.unlink(missing_ok=True)
-        kept = "the previous one is untouched" if path.exists() else "there is none yet"
-        why = getattr(e.__context__, "strerror", None) or getattr(e, "strerror", None) or e     # torch.save hides it
-        raise OSError(f"cannot write checkpoint {path} ({why}); {kept}") from None
-
-
-def read_checkpoint(path):
-    """Read a checkpoint of ours, DeiT's or the released code's without running anything it holds; tensors on the CPU.
-
-    path: a file, a folder with last.pt in it, or an https address. Returns the dict inside.
-    """
-    load = torch.load
-    if str(path).startswith("https://"):
-        load, path = torch.hub.load_state_dict_from_url, str(path)
-    else:
-        path = Path(path) / "last.pt" if Path(path).is_dir() else Path(path)
-        if not path.exists():
-            raise FileNotFoundError(f"no checkpoint at {path}")
-        open(path, "rb").close()                       # a file that may not be read says so itself
-    try:
-        with torch.serialization.safe_globals([argparse.Namespace]):     # the released code's args
-            checkpoint = load(path, map_location="cpu", weights_only=True)
-    except Exception as e:                             # what odd bytes raise depends on the bytes
-        why = "truncated, or no file of torch.save"
-        if isinstance(e, URLError):
-            why = str(e.reason)
-        elif "GLOBAL" in str(e):
-            why = f"it holds {str(e).split('GLOBAL')[1].split()[0]}, which is no plain data"
-        raise ValueError(f"{path} is not a readable checkpoint ({why})") from None
-    if not isinstance(checkpoint, dict):
-        raise ValueError(f"{path} holds a {type(checkpoint).__name__}, expected a dict of weights")
-    return checkpoint
-
-
-# What the checkpoints of our trainers hold, and as what.
-PARTS = dict(args=dict, model=dict, model_config=dict, optimizer=dict, ema=dict, best=dict,
-             step=int, classes=list, vocab=str)
-
-
-def check_run(checkpoint, path, script, *parts):
-    """ValueError naming the file unless its checkpoint is of this script and holds these PARTS."""
-    tasks = {"train_cls.py": "classification", "train_seg.py": "segmentation",
-             "train_lm.py": "language modelling"}
-    if checkpoint.get("task") != tasks[script]:
-        raise ValueError(f"{path} is not a checkpoint of {script}")
-    for name in parts:
-        value = checkpoint.get(name)
-        if not isinstance(value, PARTS[name]) or value == {}:
-            raise ValueError(f"{path} is an incomplete checkpoint of {script}: it has no {name}")
-
-
-@contextmanager
-def naming(what):
-    """Input errors within begin with `what`, the flag and the file they are about."""
-    try:
-        yield
-    except ValueError as e:
-        raise ValueError(f"{what}: {e}") from None
-
-
-def write_log(path, row):
-    """Append one JSON line."""
-    try:
-        with open(path, "a") as f:
-            f.write(json.dumps(row) + "\n")
-    except OSError as e:
-        raise OSError(f"cannot write {path} ({e.strerror})") from None
-
-
-def read_log(path):
-    """The rows of a log, without one cut short by a kill; ValueError names what is no log."""
-    rows = []
-    try:
-        lines = Path(path).read_text("utf-8").splitlines() if Path(path).exists() else []
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a log of ours: not all of it is UTF-8") from None
-    for i, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if not isinstance(row, dict) or not isinstance(row.get("step", 0), int):
-            raise ValueError(f"{path}, line {i}: {line[:60]}, expected an object whose step is a "
-                             f"whole number")
-        rows.append(row)
-    return rows
-
-
-def cut_log(path, step):
-    """Drop what was logged after `step`: a resumed log has no step twice. Returns the rest."""
-    rows = [row for row in read_log(path) if row.get("step", 0) <= step]
-    tmp = Path(f"{path}.tmp")
-    try:
-        tmp.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        os.replace(tmp, path)
-    except OSError as e:
-        tmp.unlink(missing_ok=True)
-        raise OSError(f"cannot write {path} ({e.strerror}); it is untouched") from None
-    return rows

@@ -180,7 +180,7 @@ def load_data(args, device, rank=0):
         return *load_tree(args), 0
     bad = 0
     if args.data == "folder":
-        train, test, bad = data.load_photos(args.data_dir, args.image_size, args.holdout)
+        train, test, bad = data.load_photos(data.find_photos(args.data_dir), args.image_size, args.holdout)
     elif args.data == "shapes":
         train = data.load_shapes("train", args.num_images, args.image_size, device=device)
         test = data.load_shapes("test", max(args.num_images // 5, 1), args.image_size, device=device)

@@ -1,6 +1,7 @@
-"""Data in, tensors out. `data.load_shapes`, `data.ImageTree`, ... are those of shapes.py and images.py;
+"""Data in, tensors out. `data.load_shapes`, `data.ImageTree`, ... are those of shapes.py, images.py;
 augment.py, text.py, segmentation.py and rng.py are imported by name."""
 
-from data.images import (IMAGE_EXTENSIONS, ImageTree, Split, decode, epoch_order, find_photos, hold_out,
-                         imagenet_batches, load_cifar10, load_photos, random_crop_box, save_grid, scan_folders)
-from data.shapes import SHAPES, load_shapes, render_scenes
+from data.images import (CIFAR10_CLASSES, IMAGE_EXTENSIONS, ImageTree, Split, decode, epoch_order,
+                         find_photos, hold_out, imagenet_batches, load_cifar10, load_photos,
+                         random_crop_box, save_grid, scan_folders)
+from data.shapes import SHAPES, colour, load_shapes, render_scenes

@@ -2,7 +2,7 @@
 
 Small sets (shapes, CIFAR-10) are a `Split`, all of it in memory as uint8. Large ones are an `ImageTree`, whose files
 are decoded and cropped by DataLoader workers. All that follows the crop happens in batches: on the device, or where
-that is the CPU, partly in the workers. Every random number is a function of (seed, sample), see common.uniform: no
+that is the CPU, partly in the workers. Every random number is a function of (seed, sample), see rng.py: no
 worker, batch or process matters.
 
     python data.py                 # draw the picture of the shapes data set into shapes.png
@@ -214,24 +214,23 @@ def find_photos(root):
     return Photos(classes, lists[0], lists[1] if len(lists) > 1 else [], root)
 
 
-def load_photos(root, size, holdout=0):
-    """Decode all images that find_photos finds: (training Split, evaluation Split, unreadable files).
+def load_photos(photos, size, holdout=0):
+    """Decode what find_photos has found: (training Split, evaluation Split, unreadable files).
 
-    Each is resized to `size` on its short side and cropped. holdout: so many training images, the same
-    ones each time, are held out to evaluate on; 0: the val folder is for that.
+    Each is resized to `size` on its short side and cropped. holdout: so many training images, the
+    same ones each time, are held out to evaluate on; 0: the val folder is for that.
     """
-    photos = find_photos(root)
     train, val = (decode_all(files, photos.classes, size) for files in (photos.train, photos.val))
     bad = len(photos.train) + len(photos.val) - len(train.labels) - len(val.labels)
     if holdout:
         train, val = hold_out(train, holdout)
     missing = set(range(len(photos.classes))) - set(train.labels.tolist())
     if missing:
-        raise ValueError(f"--data_dir {root}: no readable image of class {photos.classes[min(missing)]} "
-                         f"is left to train on")
+        raise ValueError(f"--data_dir {photos.root}: no readable image of class "
+                         f"{photos.classes[min(missing)]} is left to train on")
     if not len(val.labels):
-        raise ValueError(f"--data_dir {root}: no readable image to evaluate on; --holdout N takes N of "
-                         f"the training images")
+        raise ValueError(f"--data_dir {photos.root}: no readable image to evaluate on; --holdout N "
+                         f"takes N of the training images")
     return train, val, bad
 
 

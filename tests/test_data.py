@@ -13,6 +13,8 @@ from PIL import Image
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import data  # noqa: E402
+from data import images as data_images, shapes  # noqa: E402
+from data.rng import uniform  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding capabilities of TorchVision")
 SHARED = os.path.join(os.path.dirname(data.__file__), "..", "shared", "data")
@@ -63,13 +65,13 @@ def test_the_splits_are_disjoint_and_chunks_do_not_show():
 
 
 def test_every_value_of_a_scene_has_noise_of_its_own(monkeypatch):
-    index, uniform = torch.arange(8), data.uniform
+    index = torch.arange(8)
     noisy = data.render_scenes(index)[0].float()
 
     def no_noise(index, n, seed, purpose):
         u = uniform(index, n, seed, purpose)
-        return u.fill_(0.5) if purpose == data.NOISE else u
-    monkeypatch.setattr(data, "uniform", no_noise)
+        return u.fill_(0.5) if purpose == shapes.NOISE else u
+    monkeypatch.setattr(shapes, "uniform", no_noise)
     noise = (noisy - data.render_scenes(index)[0].float()).transpose(0, 1).flatten(1)
     assert (torch.corrcoef(noise) - torch.eye(3)).abs().max() < 0.2 and noise.std() > 1
 
@@ -334,7 +336,7 @@ def test_a_training_crop_is_pils_crop_and_resize_of_its_box(tree_dir):
     for position in range(30):
         image, label, same = tree[position, position % len(tree)]
         source = Image.open(tree.path(position % len(tree))).convert("RGB")
-        draw = data.uniform(torch.tensor([position]), 22, 5, data.CROP)[0].tolist()
+        draw = uniform(torch.tensor([position]), 22, 5, data_images.CROP)[0].tolist()
         left, top, width, height = data.random_crop_box(*source.size, draw)
         reference = source.crop((left, top, left + width, top + height)).resize((40, 40), Image.BICUBIC)
         difference = (image.int() - tensor(reference).int()).abs()
@@ -342,7 +344,7 @@ def test_a_training_crop_is_pils_crop_and_resize_of_its_box(tree_dir):
 
 
 def test_random_crops_stay_inside_and_have_the_areas_and_ratios_asked_for():
-    draws = data.uniform(torch.arange(4000), 22, 0, data.CROP).tolist()
+    draws = uniform(torch.arange(4000), 22, 0, data_images.CROP).tolist()
     for width, height in ((400, 300), (300, 400), (64, 64), (1000, 20), (20, 1000), (1, 1), (3, 500)):
         boxes = np.array([data.random_crop_box(width, height, draw) for draw in draws])
         left, top, w, h = boxes.T
