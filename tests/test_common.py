@@ -273,9 +273,9 @@ def checkpoint_of(task, monkeypatch):
     script, config = dict(cls=train_cls, lm=train_lm, seg=train_seg)[task], CONFIGS[task]
     model = dict(cls=ViT, lm=LM, seg=Segmenter)[task](config)
     monkeypatch.setattr("sys.argv", ["train.py"])
-    args = {**vars(script.get_args()), "num_images": 8, "ema": 0.9}
+    args = {**vars(script.get_args()), "num_images": 8, "batch_size": 4, "ema": 0.9}
     if task == "lm":
-        args["data_dir"] = "text"
+        args["data_dir"] = "text.txt"
     words = "\n".join("<eos> a b c d e f g h".split())
     own = dict(cls=dict(task="classification", classes=list(data.SHAPES), ema=model.state_dict()),
                lm=dict(task="language modelling", vocab=words, best=dict(step=1)),
@@ -308,6 +308,7 @@ def test_every_script_names_a_broken_checkpoint_and_what_it_lacks(tmp_path, monk
         assert text in line, line
 
     monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("a b c d e f g h\n" * 200)
     whole = checkpoint_of(task, monkeypatch)
     for content in (large[:20_000], b"root:x:0:0:root:/root\n"):
         Path("broken.pt").write_bytes(content)
