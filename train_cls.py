@@ -37,9 +37,9 @@ from vit import RPC_KINDS, SIZES, ViT, ViTConfig, load_strictly, load_weights
 
 # What --data selects; flags and --set win.
 RECIPES = {
-    "any": dict(weight_decay=0.05, init=None, drop_path=0.0, clip=1.0, min_lr=1e-5, warmup_epochs=1,
-                pad=0, num_ops=0, erase=0.0, mixup=0.0, cutmix=0.0, smoothing=0.1, repeats=1, ema=0.0,
-                log_every=20, eval_every=1, save_every=0, keep_every=0),
+    "any": dict(min_lr=1e-5, warmup_epochs=1, weight_decay=0.05, clip=1.0, ema=0.0, drop_path=0.0,
+                init=None, pad=0, num_ops=0, erase=0.0, mixup=0.0, cutmix=0.0, smoothing=0.1,
+                repeats=1, log_every=20, eval_every=1, save_every=0, keep_every=0),
     # 3.2 minutes on 2 CPU cores: 96.8 % (rpc), 96.8 % (symmetric), 95.1 % (softmax)
     "shapes": dict(model="nano", image_size=32, patch_size=4, epochs=8, batch_size=64, lr=2e-3,
                    smoothing=0.0),
@@ -48,12 +48,12 @@ RECIPES = {
                     pad=4),
     # the paper's run, 300 epochs on 4 GPUs, not run here: 70.94 % (rpc), 70.44 % (symmetric) there;
     # lr = 5e-4 * batch_size / 512; ViT-base: clip 1
-    "imagenet": dict(model="tiny", image_size=224, patch_size=16, epochs=300, batch_size=1024, lr=1e-3,
-                     warmup_epochs=5, clip=0.0, drop_path=0.1, num_ops=2, erase=0.25, mixup=0.8,
-                     cutmix=1.0, repeats=3, ema=0.99996),
-    # images of your own; what is None depends on how many there are and how large: folder_recipe
-    "folder": dict(model=None, image_size=None, patch_size=None, epochs=None, batch_size=None, pad=None,
-                   lr=1e-3),
+    "imagenet": dict(model="tiny", image_size=224, patch_size=16, epochs=300, batch_size=1024,
+                     lr=1e-3, warmup_epochs=5, clip=0.0, drop_path=0.1, num_ops=2, erase=0.25,
+                     mixup=0.8, cutmix=1.0, repeats=3, ema=0.99996),
+    # images of your own; what is None depends on how many and how large they are: choose_for_folder
+    "folder": dict(model=None, image_size=None, patch_size=None, epochs=None, batch_size=None,
+                   pad=None, lr=1e-3),
 }
 # Numbers of a recipe that have no flag of their own.
 COUNT, NATURAL = common.number(int, 1), common.number(int, 0)
@@ -65,8 +65,8 @@ SETTINGS = dict(
     clip=(REAL, "clip the gradient norm; 0: do not"),
     ema=(SHARE, "decay of the weight average; 0: none"),
     drop_path=(SHARE, "stochastic depth rate of the last block"),
-    init=(common.choice("trunc_normal", "default"), "Linear layers: trunc_normal as DeiT; default = torch's, "
-          "as the released RPC code (chosen for symmetric and rpc)"),
+    init=(common.choice("trunc_normal", "default"), "Linear layers: trunc_normal as DeiT; default: "
+          "torch's, as the released RPC code (chosen for symmetric and rpc)"),
     pad=(NATURAL, "random shift by up to PAD pixels (small images)"),
     num_ops=(NATURAL, "RandAugment operations per image (rand-m9-mstd0.5-inc1: 2)"),
     erase=(SHARE, "probability of random erasing"),
@@ -80,8 +80,8 @@ SETTINGS = dict(
     keep_every=(NATURAL, "epochs; also keep epoch_<n>.pt"),
 )
 # What --resume refuses to change: it would be another run.
-FIXED = ("data", "model", "image_size", "patch_size", "attn", "rpc_layers", "n_iter", "lambd", "form",
-         "drop_path", "init", "num_images", "holdout", "batch_size", "repeats", "seed")
+FIXED = ("data", "model", "image_size", "patch_size", "attn", "rpc_layers", "n_iter", "lambd",
+         "form", "drop_path", "init", "num_images", "holdout", "batch_size", "repeats", "seed")
 
 
 def get_args():
@@ -90,15 +90,17 @@ def get_args():
     boolean = argparse.BooleanOptionalAction
 
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=list(RECIPES)[1:], help="the recipe; default: shapes, scenes rendered on "
-         "the fly, or, with --data_dir, folder: images of your own")
-    flag("--data_dir", help="folder: <class>/*.jpg, or train/ and val/ of those; cifar10: torchvision's "
-         "files, class folders or a tar of them; imagenet: train/<class>/*.JPEG, val/<class>/*.JPEG")
+    flag("--data", choices=list(RECIPES)[1:], help="the recipe; default: shapes, scenes rendered "
+         "on the fly, or, with --data_dir, folder: images of your own")
+    flag("--data_dir", help="folder: <class>/*.jpg, or train/ and val/ of those; cifar10: "
+         "torchvision's files, class folders or a tar of them; imagenet: train/<class>/*.JPEG and "
+         "val/<class>/*.JPEG")
     flag("--download", action=boolean, default=False, help="cifar10: fetch it into --data_dir")
     flag("--num_images", type=COUNT, default=16000, help="shapes: training images to render")
-    flag("--holdout", type=NATURAL, default=0, help="train without HOLDOUT of the training images and "
-         "evaluate on those: to choose settings there, not on the test split")
-    flag("--skip_bad_images", action=boolean, default=False, help="imagenet: go on without unreadable files")
+    flag("--holdout", type=NATURAL, default=0, help="train without HOLDOUT of the training images "
+         "and evaluate on those: to choose settings there, not on the test split")
+    flag("--skip_bad_images", action=boolean, default=False,
+         help="imagenet: go on without unreadable files")
     flag("--num_workers", type=NATURAL, default=min(os.cpu_count() or 1, 10),
          help="imagenet: decoding processes per GPU")
 
@@ -106,10 +108,13 @@ def get_args():
     flag("--model", choices=SIZES, help="width, depth and heads")
     flag("--image_size", type=COUNT, help="pixels, a multiple of --patch_size")
     flag("--patch_size", type=COUNT, help="pixels")
-    flag("--attn", default="rpc", choices=["softmax", "symmetric", "scaled_s", "scaled_alpha", *RPC_KINDS],
-         help="rpc: symmetric attention with RPC-Attention in --rpc_layers; rpc_asym, sym_asym: App. E.9")
+    flag("--attn", default="rpc",
+         choices=["softmax", "symmetric", "scaled_s", "scaled_alpha", *RPC_KINDS],
+         help="rpc: symmetric attention with RPC-Attention in --rpc_layers; rpc_asym and sym_asym: "
+              "App. E.9")
     flag("--rpc_layers", default="0", help="from 0: 0 (the paper's layer1), all, 0,1,2 or 0-3")
-    flag("--n_iter", type=COUNT, default=4, help="PAP steps; the paper: 4, 5, 6 in layer 0, or 2 in all")
+    flag("--n_iter", type=COUNT, default=4,
+         help="PAP steps; the paper: 4, 5, 6 in layer 0, or 2 in all")
     flag("--lambd", type=common.number(float, 0, math.inf), default=4.0,
          help="PAP lambda; the paper: 4 in layer 0, 3 in all; inf: never shrink")
     flag("--form", choices=FORMS, default="released", help="reading of Algorithm 1: attention.py")
@@ -120,7 +125,8 @@ def get_args():
     flag("--batch_size", type=COUNT, help="over all processes and micro-batches")
     flag("--accum", type=COUNT, default=1, help="micro-batches per step and process")
     flag("--lr", type=REAL, help="peak learning rate (AdamW); DeiT's rule: 5e-4 * batch_size / 512")
-    flag("--set", nargs="+", action="extend", metavar="NAME=VALUE", help="other numbers of the recipe, see below")
+    flag("--set", nargs="+", action="extend", metavar="NAME=VALUE",
+         help="other numbers of the recipe, see below")
 
     flag = p.add_argument_group("running").add_argument
     flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0)
@@ -155,68 +161,80 @@ def choose_for_folder(args):
     if not args.data_dir:
         raise ValueError("--data folder needs --data_dir")
     photos = data.find_photos(args.data_dir)
-    n, side = len(photos.train), photos.median_side()
-    size = 32 if side < 64 else 64 if side < 128 else 96
-    batch = max(b for b in (8, 16, 32, 64) if b == 8 or 10 * b <= n)
+    if not photos.val and not args.holdout:
+        args.holdout = round(len(photos.train) / 5)                 # without a val folder: a fifth
+
+    n, side = len(photos.train) - args.holdout, photos.median_side()
+    size = max(s for s in (32, 64, 96) if s == 32 or s <= side)
+    batch = max(b for b in (2, 4, 8, 16, 32, 64) if b == 2 or 5 * b <= n)
+    epochs = min(max(3000 * batch // max(n, 1), 8), 200)
     chosen = dict(model="nano" if n < 20_000 else "micro", image_size=size, patch_size=size // 8,
-                  batch_size=batch, epochs=min(max(3000 * batch // n, 8), 200), pad=size // 8)
+                  epochs=epochs, batch_size=batch, pad=size // 8)
     for name, value in chosen.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if not photos.val and not args.holdout:
-        args.holdout = max(1, round(n / 5))
+    if os.environ.get("RANK", "0") == "0" and not args.resume:
+        chosen = " ".join(f"{name}={getattr(args, name)}" for name in ("holdout", *chosen))
+        print(f"{args.data_dir}: {len(photos.train) + len(photos.val)} images in "
+              f"{len(photos.classes)} classes, of {side:.0f} pixels; chosen for them: {chosen}")
 
 
-# --- data ------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 def load_data(args, device, rank=0):
-    """(training set, evaluation set, unreadable files): two Split on the device, or two ImageTree."""
+    """(training set, evaluation set), Splits on the device or ImageTrees; prints what was found."""
     if args.data in ("cifar10", "imagenet") and not args.data_dir:
         raise ValueError(f"--data {args.data} needs --data_dir")
+    if args.data == "imagenet" and args.holdout:
+        raise ValueError("--holdout does not go with --data imagenet: make a val folder instead")
     if args.data == "shapes" and args.data_dir:
-        raise ValueError(f"--data_dir {args.data_dir} is not read: --data shapes renders its images; "
-                         f"choose --data folder, cifar10 or imagenet")
+        raise ValueError(f"--data_dir {args.data_dir} is not read: --data shapes renders its "
+                         f"images; choose --data folder, cifar10 or imagenet")
+    bad = ""
     if args.data == "imagenet":
-        return *load_tree(args), 0
-    bad = 0
-    if args.data == "folder":
-        train, test, bad = data.load_photos(data.find_photos(args.data_dir), args.image_size, args.holdout)
-    elif args.data == "shapes":
-        train = data.load_shapes("train", args.num_images, args.image_size, device=device)
-        test = data.load_shapes("test", max(args.num_images // 5, 1), args.image_size, device=device)
+        how = dict(size=args.image_size, seed=args.seed, skip_bad_images=args.skip_bad_images)
+        train = data.ImageTree(args.data_dir, "train", train=True, **how)
+        test = data.ImageTree(args.data_dir, "val", classes=train.classes, **how)
+    elif args.data == "folder":
+        photos = data.find_photos(args.data_dir)
+        train, test, count = data.load_photos(photos, args.image_size, args.holdout)
+        bad = f", {count} unreadable files"
+    elif args.data == "cifar10":
+        if args.download and rank == 0:
+            data.load_cifar10(args.data_dir, "train", download=True)
+        common.broadcast([None])                                    # the others wait for it
+        train, test = (data.load_cifar10(args.data_dir, split) for split in ("train", "test"))
+        if args.image_size != 32:
+            raise ValueError(f"--image_size {args.image_size}: CIFAR-10 images have 32 pixels")
     else:
-        train, test = load_cifar10(args, rank)
+        few = max(args.num_images // 5, 1)
+        train = data.load_shapes("train", args.num_images, args.image_size, device=device)
+        test = data.load_shapes("test", few, args.image_size, device=device)
+
     if args.holdout and args.data != "folder":
         train, test = data.hold_out(train, args.holdout)
-    train, test = (data.Split(s.images.to(device), s.labels.to(device), s.classes) for s in (train, test))
-    return train, test, bad
-
-
-def load_tree(args):
-    """ImageNet's layout: files are read as they are needed."""
-    if args.holdout:
-        raise ValueError("--holdout does not go with --data imagenet: make a val folder of your own")
-    how = dict(size=args.image_size, seed=args.seed, skip_bad_images=args.skip_bad_images)
-    train = data.ImageTree(args.data_dir, "train", train=True, **how)
-    return train, data.ImageTree(args.data_dir, "val", classes=train.classes, **how)
-
-
-def load_cifar10(args, rank):
-    if args.download and rank == 0:
-        data.load_cifar10(args.data_dir, "train", download=True)
-    common.broadcast([None])                                        # the others wait for it
-    train, test = (data.load_cifar10(args.data_dir, split) for split in ("train", "test"))
-    if args.image_size != 32:
-        raise ValueError(f"--image_size {args.image_size}: CIFAR-10 images have 32 pixels")
+    if args.data != "imagenet":
+        train, test = (data.Split(split.images.to(device), split.labels.to(device), split.classes)
+                       for split in (train, test))
+    if rank == 0:
+        print(f"{args.data}: {len(train.labels)} training, {len(test.labels)} {split_name(args)} "
+              f"images, {len(train.classes)} classes{bad}", flush=True)
     return train, test
+
+
+def split_name(args):
+    """Of what a run is evaluated on."""
+    if args.holdout:
+        return "held-out"
+    return "val" if args.data in ("folder", "imagenet") else "test"
 
 
 def micro_batches(args, n, start, total, rank, world):
     """(index, position) of every micro-batch of this process, from step `start`; (b,) int64 each.
 
     position numbers the samples of the whole run. A process takes a contiguous slice of the global
-    batch, so neighbours, which are mixed with each other, stay together; copies of an image (repeats)
-    are spread before.
+    batch, so neighbours, which are mixed with each other, stay together; copies of an image
+    (repeats) are spread before.
     """
     b, epoch_steps = args.batch_size // (world * args.accum), n // args.batch_size
     last = None
@@ -233,7 +251,7 @@ def micro_batches(args, n, start, total, rank, world):
 
 
 def load_batches(source, keys, args, device, transform=None):
-    """For (index, position) keys: images (b, 3, S, S) uint8, labels (b,), both on the device, positions.
+    """For (index, position) keys: images (b, 3, S, S) uint8, labels (b,), on the device; positions.
 
     transform(images, positions): on the device or, where that is the CPU, in the worker processes.
     """
@@ -257,22 +275,24 @@ def train_batches(source, args, start, total, device, rank, world):
     keys = micro_batches(args, len(source.labels), start, total, rank, world)
     for images, labels, position in load_batches(source, keys, args, device, transform):
         images = to_float(images, position, args.seed, args.erase)
-        rng = np.random.default_rng([args.seed, position[0].item() // args.batch_size])    # of the step
+        step = position[0].item() // args.batch_size
+        rng = np.random.default_rng([args.seed, step])
         yield mixup_cutmix(images, labels, len(source.classes), rng, args.mixup, args.cutmix,
                            smoothing=args.smoothing)
 
 
-# --- evaluation ------------------------------------------------------------------------------------
+# --- evaluation -----------------------------------------------------------------------------------
 
 @torch.no_grad()
 def evaluate(model, source, args, device, rank, world):
     """Top-1, top-5 accuracy in per cent and loss on a whole split; every image counts once."""
     model.eval()
     parts = torch.arange(rank, len(source.labels), world).split(256)
-    total = torch.zeros(4, device=device)                           # right, right in top 5, loss, images
+    total = torch.zeros(4, device=device)                   # right, right in top 5, loss, images
     batches = load_batches(source, [(part, part) for part in parts], args, device)
     few = len(source.labels) * args.image_size ** 2 < 2 ** 25
-    for images, labels, _ in tqdm(batches, "evaluating", len(parts), leave=False, disable=rank > 0 or few):
+    bar = tqdm(batches, "evaluating", len(parts), leave=False, disable=rank > 0 or few)
+    for images, labels, _ in bar:
         with common.autocast(device, args.amp):
             logits = model(images.float() / 255).float()
         good = labels >= 0                                          # -1: an unreadable file
@@ -283,12 +303,14 @@ def evaluate(model, source, args, device, rank, world):
     model.train()
     top1, top5, loss, images = common.all_sum(total).tolist()
     if not images:
-        raise ValueError(f"--data_dir {source.folder}: none of the {len(source.labels)} images can be read")
-    return dict(top1=100 * top1 / images, top5=100 * top5 / images, loss=loss / images, images=int(images))
+        raise ValueError(f"--data_dir {source.folder}: none of the {len(source.labels)} images can "
+                         f"be read")
+    return dict(top1=100 * top1 / images, top5=100 * top5 / images, loss=loss / images,
+                images=int(images))
 
 
-def score(model, ema, train, test, args, device, rank, world):
-    """An evaluation, and what else its row holds. The raw model is the one reported, as in the paper."""
+def score(model, ema, train, test, args, device, rank, world, step):
+    """An evaluation, and what else its row of the log has. The paper reports the raw model."""
     metrics = evaluate(model, test, args, device, rank, world)
     if ema:
         metrics["ema_top1"] = evaluate(ema.module, test, args, device, rank, world)["top1"]
@@ -296,19 +318,15 @@ def score(model, ema, train, test, args, device, rank, world):
         metrics["skipped"] = int(common.all_sum(train.skipped.to(device, copy=True)))
     if rank:
         return metrics, {}
-    return metrics, common.key_statistics(model, model, first_images(test, device))
-
-
-def first_images(source, device, n=32):
-    """The first images of a split, (n, 3, S, S) float in [0, 1] on the device."""
-    if isinstance(source, data.Split):
-        images = source.images[:n]
+    if isinstance(test, data.Split):
+        images = test.images[:32]
     else:
-        images = torch.stack([source[i][0] for i in range(min(n, len(source)))])
-    return images.to(device).float() / 255
+        images = torch.stack([test[i][0] for i in range(min(len(test), 32))])
+    keys = common.key_statistics(model, model, images.to(device).float() / 255)
+    return metrics, dict(epoch=step / (len(train.labels) // args.batch_size), **keys)
 
 
-# --- the run ---------------------------------------------------------------------------------------
+# --- the run --------------------------------------------------------------------------------------
 
 def build_config(args, num_classes):
     """ViTConfig from the flags."""
@@ -340,15 +358,16 @@ def build(args, classes, device):
 def resume(args, model, optimizer, ema, classes):
     """Load the run that --resume names; returns its step."""
     checkpoint = common.read_checkpoint(args.resume)
-    common.check_run(checkpoint, args.resume, "train_cls.py", "model", "optimizer", "step", "classes")
+    parts = ["model", "optimizer", "step", "classes"]
+    common.check_run(checkpoint, args.resume, "train_cls.py", *parts)
     theirs, names = checkpoint["args"], checkpoint["classes"]
     if bool(args.ema) != bool(theirs["ema"]):
         raise ValueError(f"--set ema={args.ema}: the run in {args.resume} has ema={theirs['ema']}")
     if ema:
         common.check_run(checkpoint, args.resume, "train_cls.py", "ema")
     if names != classes:
-        raise ValueError(f"--data_dir {args.data_dir} has {len(classes)} classes, not those of the run "
-                         f"in {args.resume} ({len(names)} classes, {', '.join(names[:3])}, ...)")
+        raise ValueError(f"--data_dir {args.data_dir} has {len(classes)} classes, not those of the "
+                         f"run in {args.resume} ({len(names)}, {', '.join(names[:3])}, ...)")
     with common.naming(f"--resume {args.resume}"):
         load_weights(model, checkpoint)
         optimizer.load_state_dict(checkpoint["optimizer"])
@@ -356,7 +375,8 @@ def resume(args, model, optimizer, ema, classes):
             load_strictly(ema.module, checkpoint["ema"])
             ema.n_averaged.fill_(checkpoint["step"])
     optimizer.param_groups[0]["weight_decay"] = args.weight_decay       # the setting may be new
-    if any(getattr(args, name) != theirs[name] for name in ("epochs", "warmup_epochs", "lr", "min_lr")):
+    schedule = ("epochs", "warmup_epochs", "lr", "min_lr")
+    if any(getattr(args, name) != theirs[name] for name in schedule):
         check_schedule(args)
     return checkpoint["step"]
 
@@ -368,26 +388,28 @@ def check_batch(args, world, n):
         raise ValueError(f"--batch_size {args.batch_size} is not divisible by {world} processes x "
                          f"--accum {args.accum}")
     if b % 2 and (args.mixup or args.cutmix):
-        raise ValueError(f"--batch_size {args.batch_size} gives {b} images per process and micro-batch; "
-                         f"mixup and cutmix mix pairs, so that number has to be even")
+        raise ValueError(f"--batch_size {args.batch_size} gives {b} images per process and "
+                         f"micro-batch; mixup and cutmix mix pairs, so that number has to be even")
     if args.batch_size > n:
         raise ValueError(f"--batch_size {args.batch_size} is more than the {n} training images")
+
+
+def result(args, metrics, epochs, started):
+    """The last line of a run."""
+    skipped = ""
+    if "skipped" in metrics:
+        skipped = f", {metrics['skipped']} unreadable training images skipped"
+    return (f"{args.data} {args.attn}: {split_name(args)} accuracy {metrics['top1']:.2f} % "
+            f"(top-5 {metrics['top5']:.2f} %, {metrics['images']} images{skipped}) after "
+            f"{epochs:.1f} epochs, {(time.time() - started) / 60:.1f} minutes")
 
 
 def main():
     args = get_args()
     device, rank, world, out_dir = common.start(args, f"{args.data}_{args.attn}")
-    train, test, bad = load_data(args, device, rank)
-    split = "held-out" if args.holdout else "val" if args.data in ("imagenet", "folder") else "test"
-    if rank == 0:
-        print(f"{args.data}: {len(train.labels)} training, {len(test.labels)} {split} images, "
-              f"{len(train.classes)} classes" + (f", {bad} unreadable files" if bad else ""), flush=True)
-    if rank == 0 and args.data == "folder":
-        chosen = [name for name, value in RECIPES["folder"].items() if value is None]
-        print("chosen for them:", *(f"{name}={getattr(args, name)}" for name in chosen), flush=True)
+    train, test = load_data(args, device, rank)
     check_batch(args, world, len(train.labels))
-    classes = list(train.classes)
-    model, optimizer, ema, first, notes = build(args, classes, device)
+    model, optimizer, ema, first, notes = build(args, list(train.classes), device)
     net = common.wrap(model, device, world, args.compile)
 
     epoch_steps = len(train.labels) // args.batch_size
@@ -396,22 +418,20 @@ def main():
     run = common.Run(args, out_dir, first, stop, device, rank, world, model)
     run.print(*notes)
     batches = train_batches(train, args, first, stop, device, rank, world)
-
-    def measure(step):
-        metrics, keys = score(model, ema, train, test, args, device, rank, world)
-        return metrics, dict(epoch=step / epoch_steps, **keys)
+    measure = partial(score, model, ema, train, test, args, device, rank, world)
 
     def state(step):
-        return dict(task="classification", model=model.state_dict(), model_config=asdict(model.config),
-                    classes=classes, optimizer=optimizer.state_dict(), args=vars(args), step=step,
-                    ema=ema and ema.module.state_dict(), metrics=run.evaluations.get(step, {}))
+        return dict(task="classification", classes=list(train.classes), args=vars(args), step=step,
+                    model=model.state_dict(), model_config=asdict(model.config),
+                    optimizer=optimizer.state_dict(), ema=ema and ema.module.state_dict(),
+                    metrics=run.evaluations.get(step, {}))
 
     for step in run.progress(args.eval_every * epoch_steps, measure, state):
         lr = common.lr_at(step, total, warmup, args.lr, args.min_lr)
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # forward, backward: --accum micro-batches; gradients are averaged over processes in the last
+        # forward, backward: gradients are averaged over processes in the last micro-batch
         loss = 0.0
         for micro in range(args.accum):
             images, targets = next(batches)
@@ -440,13 +460,10 @@ def main():
         if epoch_ends and common.every(step // epoch_steps, args.keep_every):
             run.save(f"epoch_{step // epoch_steps}.pt", state(step))
         if save:
-            run.save("last.pt", state(step))                        # last: a kill before repeats the rest
+            run.save("last.pt", state(step))            # last: a kill before it repeats the rest
 
-    metrics, minutes = run.evaluations[stop], (time.time() - run.started) / 60
-    skipped = f", {metrics['skipped']} unreadable training images skipped" if "skipped" in metrics else ""
-    run.print(f"{args.data} {args.attn}: {split} accuracy {metrics['top1']:.2f} % "
-              f"(top-5 {metrics['top5']:.2f} %, {metrics['images']} images{skipped}) after "
-              f"{stop / epoch_steps:.1f} epochs, {minutes:.1f} minutes; checkpoint {out_dir / 'last.pt'}")
+    text = result(args, run.evaluations[stop], stop / epoch_steps, run.started)
+    run.print(f"{text}; checkpoint {out_dir / 'last.pt'}")
 
 
 if __name__ == "__main__":

@@ -222,12 +222,12 @@ def load_photos(photos, size, holdout=0):
     """
     train, val = (decode_all(files, photos.classes, size) for files in (photos.train, photos.val))
     bad = len(photos.train) + len(photos.val) - len(train.labels) - len(val.labels)
-    if holdout:
-        train, val = hold_out(train, holdout)
     missing = set(range(len(photos.classes))) - set(train.labels.tolist())
     if missing:
-        raise ValueError(f"--data_dir {photos.root}: no readable image of class "
-                         f"{photos.classes[min(missing)]} is left to train on")
+        raise ValueError(f"--data_dir {photos.root}: no image of the class "
+                         f"{photos.classes[min(missing)]} can be read")
+    if holdout:
+        train, val = hold_out(train, holdout)
     if not len(val.labels):
         raise ValueError(f"--data_dir {photos.root}: no readable image to evaluate on; --holdout N "
                          f"takes N of the training images")

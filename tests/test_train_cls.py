@@ -167,7 +167,7 @@ def test_training_learns(tmp_path):
 
 def test_holdout_evaluates_on_training_images_that_are_not_trained_on():
     args = argparse.Namespace(data="shapes", data_dir=None, num_images=100, image_size=16, holdout=30)
-    train_set, held, _ = train_cls.load_data(args, torch.device("cpu"))
+    train_set, held = train_cls.load_data(args, torch.device("cpu"))
     everything = data.load_shapes("train", 100, 16).images
     assert len(train_set.images) == 70 and len(held.images) == len(held.labels) == 30
     both = torch.cat([train_set.images, held.images]).flatten(1)
