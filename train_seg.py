@@ -92,8 +92,8 @@ def add_model_flags(p):
     flag = p.add_argument_group("model").add_argument
     flag("--backbone", help="checkpoint of train_cls.py, DeiT's file or https address: its "
          "encoder, attention included; without it, training starts from scratch")
-    flag("--model", choices=SIZES, help="width, depth and heads")
-    flag("--patch_size", type=COUNT, help="pixels")
+    flag("--model", choices=SIZES, help="width, depth and heads (nano; ade20k: tiny)")
+    flag("--patch_size", type=COUNT, help="pixels (16; shapes: 4; folder: as fits)")
     flag("--attn", choices=["softmax", "symmetric", "scaled_alpha", *RPC_KINDS],
          help="of the encoder (default: rpc); the decoder is symmetric where it is, never RPC")
     flag("--rpc_layers", help="of the encoder, from 0: 0 (the paper's layer1), all, 0,1,2, 0-3")
@@ -128,7 +128,7 @@ def get_args():
     flag("--lr", type=REAL, help="learning rate of the first step")
     flag("--window", type=COUNT, help="pixels: of an evaluation's sliding window; default: --size")
     flag("--stride", type=COUNT, help="pixels between windows; default: --window")
-    flag("--set", nargs="+", action="extend", metavar="NAME=VALUE", help="of the recipe, see below")
+    flag("--set", nargs="+", action="extend", metavar="NAME=VALUE", help="numbers of the recipe")
 
     flag = p.add_argument_group("running").add_argument
     flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0)

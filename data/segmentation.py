@@ -208,6 +208,8 @@ def load_folder(root, num_classes=None):
 
     The number of classes is num_classes, or that of classes.txt, or the highest value.
     """
+    if not root:
+        raise ValueError("--data folder needs --data_dir")
     train, val = OwnFolder(root, "training"), OwnFolder(root, "validation")
     pixels = train.pixels + val.pixels
     values = [value for value in range(1, 255) if pixels[value]]

@@ -470,6 +470,7 @@ def test_the_recipe_of_a_folder_follows_its_number_and_size_of_images():
 
 def test_a_folder_that_cannot_be_trained_on_gets_one_line():
     assert "nowhere" in refused("--data_dir nowhere")
+    assert "--data folder needs --data_dir" in refused("--data folder")
     own_folder("mine")
     for value, line in ((0, "hold 0 classes"), (2, "hold 1 classes, expected 2 or more")):
         for path in Path("mine/annotations").glob("*.png"):
