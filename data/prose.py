@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 from common import broadcast
-from data.text import SPLITS, UNK, cache_name, read_text, write_whole
+from data.text import SPLITS, UNK, are_of, cache_name, read_text, write_whole
 
 MIN_COUNT = 3                                   # rarer words are <unk>
 # folders of the library whose documentation is no part of pydoc's text
@@ -70,8 +70,7 @@ def txt_folder(path):
     Blank lines part paragraphs; where that gives fewer than 20, every line is one.
     """
     folder, changed = cache_name(path), path.stat().st_mtime_ns
-    made = folder / "wiki.test.tokens"                              # written last
-    if made.exists() and made.stat().st_mtime_ns == changed:
+    if are_of(changed, *(folder / f"wiki.{split}.tokens" for split in SPLITS)):
         return folder
     text = "".join(read_text(path, "reading"))
     for mark in (r"\n\s*\n", "\n"):

@@ -170,13 +170,18 @@ def prepare(folder, cache_dir):
     path = token_file(folder, "train")
     words, binary = cache_dir / "vocab.txt", cache_dir / "train.bin"
     changed = path.stat().st_mtime_ns
-    if all(p.exists() and p.stat().st_mtime_ns == changed for p in (words, binary)):
+    if are_of(changed, words, binary):
         return False
     vocab = count_words(path)
     ids = (vocab.encode(split_words(text)).tobytes() for text in read_text(path, "encoding"))
     write_whole(words, (f"{word}\n".encode() for word in vocab.words), changed)
     write_whole(binary, ids, changed)
     return True
+
+
+def are_of(changed, *paths):
+    """Are these files there, made of a text that was last changed then?"""
+    return all(path.exists() and path.stat().st_mtime_ns == changed for path in paths)
 
 
 def write_whole(path, pieces, made_of=None):

@@ -348,6 +348,9 @@ def test_a_txt_is_written_once_and_again_when_it_changes(folder):
     os.utime(path, ns=(10 ** 18, 10 ** 18))                                         # older, but another
     corpus = load_corpus(prose.text_folder("folder", path))
     assert corpus.built and "rug" in corpus.vocab and "mat" not in corpus.vocab
+    (made / "wiki.valid.tokens").write_text(" of another text \n")                  # a part of it alone
+    prose.text_folder("folder", path)
+    assert "another" not in lines_of(made, "valid")[0]
 
 
 def test_what_is_no_text_is_named_in_one_line(folder):
