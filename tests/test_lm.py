@@ -308,7 +308,10 @@ def test_compiled_it_is_the_same_model():
 @pytest.mark.parametrize("mu", ["running", "token"])
 def test_greedy_text_is_the_most_probable_word_again_and_again(mu):
     model, tokens = small(attn="rpc", rpc_layers=(0,), mu=mu, cutoffs=OUTPUTS["adaptive"]), words(T=9)
+    seen = []
+    model.embed.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[1]))
     text = model.generate(tokens, 6, top_k=1)                                    # 15 words: runs past the context of 12
+    assert seen == [9, 10, 11, 12, 12, 12]
     assert torch.equal(text, model.generate(tokens, 6, top_k=1)) and torch.equal(text[:, :9], tokens)
     for i in range(9, 15):
         assert torch.equal(text[:, i], model.log_probs(model.hidden(text[:, max(i - 12, 0):i]))[:, -1].argmax(-1))
