@@ -55,3 +55,12 @@ def test_a_flag_recommended_for_trouble_exists_in_the_scripts_the_advice_is_for(
         for flag in re.findall(r"`(--\w+)", text.partition("; train_")[0]):
             for script in scripts:
                 assert f'"{flag}"' in (ROOT / script).read_text(), f"{trouble}: {script} has no {flag}"
+
+
+def test_every_address_in_docs_stands_in_a_line_of_code():
+    table = (ROOT / "docs" / "equations.md").read_text()
+    code = "\n".join(path.read_text() for path in ROOT.glob("*.py"))
+    addresses = re.findall(r"`(# [A-Z][^`]*\d[^`]*|# App\. [A-Z])`", table)
+    assert len(addresses) > 15
+    for address in addresses:
+        assert re.search(rf"^ +\S.*{re.escape(address)}(?!\d)", code, re.M), address
