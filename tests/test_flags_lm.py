@@ -45,7 +45,7 @@ def make_text(folder, seed):
         text = "".join(lines).split(" ")
         if split == "valid":
             rng.shuffle(text)                                        # learning the order makes it worse
-        Path(folder, f"wiki.{split}.tokens").write_text(" ".join(text))
+        Path(folder, f"wiki.{split}.tokens").write_text(" ".join(text) + " \n")
 
 
 def words(flags):
