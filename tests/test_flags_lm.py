@@ -244,7 +244,7 @@ TABLE = {
     "lr": (2e-3, LATER | {"lr"}),
     "warmup": (2, LATER | {"lr"}),
     "clip": (0.1, LATER),
-    "words": (5, {"sample"}),
+    "words": (20, {"sample"}),
     "prompt": ("bob saw", {"sample"}),
     "temperature": (0.1, {"sample"}),
     "seed": (1, RUN),
@@ -310,7 +310,7 @@ def same(a, b):
     if isinstance(a, float):
         return a == pytest.approx(b, rel=1e-5)
     if isinstance(a, list) and a and torch.is_tensor(a[0]):
-        return all(x.shape == y.shape and (x - y).abs().max() < 2e-5 for x, y in zip(a, b))
+        return all(x.shape == y.shape and (x - y).abs().max() < 1e-4 for x, y in zip(a, b))
     return a == b
 
 
