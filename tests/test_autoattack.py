@@ -2,13 +2,13 @@
 
 import math
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-import eval_robust
+from robust import measures
+from robust import score
 from robust.attacks import fgsm
 from robust.autoattack import (apgd, apgd_t, autoattack, box_projection, dlr, fab_distance, fab_t,
                                likely_targets, square, targeted_dlr)
@@ -253,9 +253,10 @@ def test_batch_size_is_kept_and_batches_stay_full(own):
 def evaluated(own, name, setting, **changes):
     """The evaluator's attack on 40 images, (adv, the sizes of the model's batches)."""
     model, seen = own[0], []
-    args = SimpleNamespace(**{"space": "pixel", "labels": "true", "clip": True, "seed": 0, "batch_size": 8, **changes})
+    conditions = {**measures.CONDITIONS, **changes}
     hook = model.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
-    adv = eval_robust.attack_images(model, name, setting, own[1][:40], own[2][:40], torch.arange(40), args)
+    adv = score.attack_images(model, name, setting, own[1][:40], own[2][:40], torch.arange(40),
+                              conditions, batch_size=8)
     hook.remove()
     return adv, seen
 

@@ -2,15 +2,13 @@
 
 import functools
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-import eval_robust
 from robust import checks
 from robust import masking
+from robust import tables
 from robust.attacks import fgsm, pgd
 from robust.autoattack import autoattack
 from data import load_shapes
@@ -161,15 +159,13 @@ def test_the_run_says_how_long_it_takes_and_counts_its_passes(vit, monkeypatch, 
     assert "passes, at most" in err and "/96000" in err and not vit._forward_pre_hooks
 
 
-def test_a_finished_row_warns_where_square_took_more_than_two_tenths(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["eval_robust.py", "--ckpt", "m.pt", "--data", "shapes"])
-    args = eval_robust.get_args()
-    args.device, args.imagenet1k = torch.device("cpu"), False
-    m = dict(name="a model", kind="softmax", path="m.pt", weights="0", model_config={}, recipe="",
-             classes=[], args={}, count=[0, 0])
-    results = eval_robust.Results(Path(tmp_path), args, [m], 0, 1)
+def test_a_finished_row_warns_where_square_took_more_than_two_tenths(tmp_path, capsys):
+    about = dict(model="a model", kind="softmax", checkpoint="m.pt", weights="0", model_config={},
+                 recipe="", data="shapes", measure="autoattack", images=1000, seconds=1.0,
+                 conditions=dict(space="pixel", labels="true", clip=True, seed=0, amp=False))
+    results = tables.Results(tmp_path, "shapes", [about], False, 0)
     for last, warned in ((30.0, False), (29.9, False), (29.7, True)):
         stages = {"clean": 80.0, "apgd-ce": 31.0, "apgd-t": 30.0, "fab-t": 30.0, "square": last}
-        row = dict(top1=last, top5=90.0, stages=stages)
-        results.add(m, "autoattack", dict(eps=last / 2550, queries=5), 1000, row, 1.0, [0, 0])
+        row = dict(about, top1=last, top5=90.0, stages=stages)
+        results.add(dict(row, setting=dict(eps=last / 2550, queries=5)))
         assert ("warning: Square took 0.30 points" in capsys.readouterr().out) == warned

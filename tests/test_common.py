@@ -292,6 +292,8 @@ READERS = [
     (train_lm, "--sample", "lm", "model vocab model_config"),
     (train_seg, "--resume", "seg", "args model optimizer step classes model_config"),
     (eval_robust, "--ckpt", "cls", "model model_config"),
+    (eval_robust, "--ckpt", "seg", "model model_config"),
+    (eval_robust, "--ckpt", "lm", "model model_config vocab"),
     (kernel_pca, "--ckpt", "cls", "model model_config"),
     (kernel_pca, "--ckpt", "lm", "args model vocab step model_config")]
 

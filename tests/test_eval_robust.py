@@ -23,7 +23,11 @@ import common
 from robust import corruptions
 import data
 import eval_robust
+from robust import measures
 from robust import metrics
+from robust import rows
+from robust import score
+from robust import tables
 from conftest import ROOT
 from vit import SIZES, ViT, ViTConfig
 
@@ -159,8 +163,8 @@ def results(folder):
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
-QUICK = ("--measures", "clean", "noise", "fgsm", "pgd", "autoattack", "corruptions", "--limit", 11, "--eps", "2/255",
-         "--queries", 20, "--severities", 2, 4)
+QUICK = ("--measures", "clean", "noise", "fgsm", "pgd", "autoattack eps=1/255 queries=20",
+         "corruptions", "--limit", 11, "--eps", "2/255", "--severities", 2, 4)
 
 
 @pytest.fixture(scope="module")
@@ -182,14 +186,14 @@ def test_rows_equal_attacking_by_hand(first_run):
     index = data.epoch_order(80, 0, 0)[:11]
     x, y = source.images[index].float() / 255, source.labels[index]
     right = model(x).argmax(1) == y
-    rows = {row["measure"]: row for row in results(folder / "one") if row["kind"].startswith("rpc")}
-    assert rows["clean"]["top1"] == share(right)
+    found = {row["measure"]: row for row in results(folder / "one") if row["kind"].startswith("rpc")}
+    assert found["clean"]["top1"] == share(right)
     adv = attacks.pgd(model, x, y, 2 / 255, index=index)
-    assert rows["pgd"]["top1"] == share(right & (model(adv).argmax(1) == y))
+    assert found["pgd"]["top1"] == share(right & (model(adv).argmax(1) == y))
     top5 = (model(torch.where(right[:, None, None, None], adv, x)).topk(5).indices == y[:, None]).any(1)
-    assert rows["pgd"]["top5"] == share(top5)
-    assert 0 < rows["pgd"]["max_linf"] <= 2 / 255 + 1e-6 and rows["pgd"]["outside"] == 0
-    bits = metrics.unpack(rows["pgd"]["right"], 11)
+    assert found["pgd"]["top5"] == share(top5)
+    assert 0 < found["pgd"]["max_linf"] <= 2 / 255 + 1e-6 and found["pgd"]["outside"] == 0
+    bits = metrics.unpack(found["pgd"]["right"], 11)
     assert torch.equal(bits, right & (model(adv).argmax(1) == y))
     jpeg = next(r for r in results(folder / "one") if r["setting"].get("type") == "jpeg_compression")
     bad = corruptions.corrupt(source.images[index], "jpeg_compression", 4).float() / 255
@@ -226,16 +230,16 @@ def test_resume_keeps_finished_rows_and_adds_the_rest(first_run):
     assert run("--ckpt", folder / "a.pt", folder / "b.pt", *QUICK, "--out_dir", cut, "--resume").returncode == 0
     text = (cut / "results.jsonl").read_text()
     assert text.startswith("".join(lines[:7]))
-    whole, resumed = (eval_robust.read_rows(f / "results.jsonl").values() for f in (folder / "one", cut))
-    whole, resumed = (sorted(str((r["measure"], r["model"], r["top1"], r["top5"])) for r in rows)
-                      for rows in (whole, resumed))
+    whole, resumed = (rows.read_rows(f / "results.jsonl").values() for f in (folder / "one", cut))
+    whole, resumed = (sorted(str((r["measure"], r["model"], r["top1"], r["top5"])) for r in some)
+                      for some in (whole, resumed))
     assert whole == resumed
 
 
 def test_the_paper_preset_attacks_normalised_tensors_without_clipping(first_run):
     folder, model, _ = first_run
-    out = run("--ckpt", folder / "a.pt", "--preset", "paper", "--measures", "fgsm", "cw", "--eps", "6/255",
-              "--limit", 8, "--cw_steps", 3, "--out_dir", folder / "paper")
+    out = run("--ckpt", folder / "a.pt", "--preset", "paper", "--measures", "fgsm", "cw steps=3",
+              "--eps", "6/255", "--limit", 8, "--out_dir", folder / "paper")
     assert out.returncode == 0, out.stderr
     assert "0.226/255" in out.stdout
     row = results(folder / "paper")[0]
@@ -292,8 +296,8 @@ def test_models_that_share_weights_have_columns_of_their_own(tmp_path, monkeypat
     flags = "--measures", "clean", "--limit", 40, "--out_dir", tmp_path / "r"
     run_here(monkeypatch, "--ckpt", *models[:3], *flags)
     run_here(monkeypatch, "--ckpt", *models, *flags, "--resume")
-    rows = results(tmp_path / "r")
-    assert len(rows) == len(options) and len({row["weights"] for row in rows}) == 1
+    found = results(tmp_path / "r")
+    assert len(found) == len(options) and len({row["weights"] for row in found}) == 1
     heading = (tmp_path / "r" / "table.md").read_text().splitlines()[0]
     names = [name.strip() for name in heading.strip("|").split("|")][2:]
     assert names[0] == "rpc 1iter/layer1, seed 0" and names[1] == "rpc 4iter/layer1, seed 0"
@@ -341,10 +345,10 @@ def key_of(monkeypatch, *flags, measure):
     argv = ["eval_robust.py", "--ckpt", "m.pt", "--measures", measure, *flags]
     monkeypatch.setattr(sys, "argv", argv)
     args = eval_robust.get_args()
-    args.data, args.imagenet1k = args.data or "imagenet", False
-    model = dict.fromkeys(("name", "kind", "path", "weights", "model_config", "recipe"), "m")
-    name, setting = eval_robust.plan(args)[0]
-    return eval_robust.key(eval_robust.describe_row(model, name, setting, 10, args))
+    args.data, args.imagenet1k, args.task = args.data or "imagenet", False, "classification"
+    about = dict.fromkeys(("model", "kind", "checkpoint", "weights", "model_config", "recipe"), "m")
+    asked = eval_robust.plan(args)[0]
+    return rows.key(eval_robust.describe_row(dict(about=about), *asked, 10, args))
 
 
 def test_released_files_are_read_by_type_and_severity(tmp_path, monkeypatch):
@@ -354,7 +358,7 @@ def test_released_files_are_read_by_type_and_severity(tmp_path, monkeypatch):
     np.save(tmp_path / "labels.npy", labels)
     np.save(tmp_path / "fog.npy", np.repeat(labels, 12).reshape(20000, 2, 2, 3).astype(np.uint8))
     for severity in (1, 2):
-        split = eval_robust.released(args, list("abcdefg"), 2, "fog", severity)
+        split = score.released(args, list("abcdefg"), 2, "fog", severity)
         expected = torch.from_numpy(labels[10000 * (severity - 1):][:10000])
         assert split.images.shape == (10000, 3, 2, 2) and torch.equal(split.labels, expected)
         assert torch.equal(split.images[:, 1, 0, 1].long(), expected)
@@ -362,11 +366,11 @@ def test_released_files_are_read_by_type_and_severity(tmp_path, monkeypatch):
         folder = tmp_path / "snow" / str(severity) / "n0"
         folder.mkdir(parents=True)
         write_png(torch.full((3, 9, 9), severity, dtype=torch.uint8), str(folder / "0.png"))
-        assert eval_robust.released(args, ["n0"], 9, "snow", severity)[0][0].unique() == severity
+        assert score.released(args, ["n0"], 9, "snow", severity)[0][0].unique() == severity
     with pytest.raises(ValueError, match="fog, severity 2 has 10000 images, the test split 80"):
         model = dict(model=argparse.Namespace(config=argparse.Namespace(image_size=2)))
         source = data.load_shapes("test", 80)
-        eval_robust.released_rows([model], source, [], dict(type="fog", severities=[2]), args, 0, 1)
+        score.released_rows([model], source, [], dict(type="fog", severities=[2]), args)
 
 
 @pytest.mark.parametrize("flag, measure", [
@@ -402,7 +406,7 @@ def test_the_table_is_written_after_every_row(tmp_path, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     make_checkpoint(tmp_path / "m.pt")
-    monkeypatch.setitem(eval_robust.ATTACKS, "pgd", killed)
+    monkeypatch.setitem(measures.ATTACKS, "pgd", killed)
     with pytest.raises(KeyboardInterrupt):
         run_here(monkeypatch, "--ckpt", tmp_path / "m.pt", "--measures", "clean", "fgsm", "pgd",
                  "--limit", 8, "--eps", "2/255", "--out_dir", tmp_path / "r")
@@ -429,15 +433,15 @@ def line_of(table, name):
 def test_mce_is_for_imagenets_classes_elsewhere_errors_are_relative_to_the_first_model():
     alexnet = {name: 100 * error for name, error in metrics.ALEXNET.items()}
     half = {name: error / 2 for name, error in alexnet.items()}
-    rows = made_up("first", alexnet) + made_up("second", half)
+    both = made_up("first", alexnet) + made_up("second", half)
     mean = sum(alexnet.values()) / 15
-    table = eval_robust.tables(rows)
+    table = tables.tables(both)
     assert "mCE" not in table
     cells = [cell.split()[0] for cell in line_of(table, "mean of the 15, error")]
     assert cells == [f"{mean:.2f}", f"{mean / 2:.2f}"]
     assert line_of(table, "corruption error relative to first") == ["100.00", "50.00"]
-    assert "relative" not in eval_robust.tables(rows[:15])
-    table = eval_robust.tables([dict(row, imagenet1k=True) for row in rows])
+    assert "relative" not in tables.tables(both[:15])
+    table = tables.tables([dict(row, imagenet1k=True) for row in both])
     assert line_of(table, "mCE") == ["100.00", "50.00"] and "relative" not in table
 
 
@@ -458,7 +462,7 @@ def test_two_models_are_compared_image_by_image():
     other["right"] = [metrics.pack(right) for right in second]
     clean = [dict(row, measure="clean", setting={}, top1=50, top5=90, right=row["right"][0])
              for row in (fog, other)]
-    table = eval_robust.tables([fog, other, *clean]).partition("McNemar")[2]
+    table = tables.tables([fog, other, *clean]).partition("McNemar")[2]
     ours, theirs = (sum(right.int() for right in model) for model in (first, second))
     a, b = int((ours > theirs).sum()), int((theirs > ours).sum())
     assert a != b and line_of(table, "fog") == [f"{a} : {b}, p {metrics.mcnemar(a, b):.2g}"]
@@ -468,10 +472,9 @@ def test_two_models_are_compared_image_by_image():
 
 def test_settings_that_differ_have_lines_of_their_own(tmp_path, monkeypatch, capsys):
     make_checkpoint(tmp_path / "m.pt")
-    flags = ("--ckpt", tmp_path / "m.pt", "--measures", "pgd", "--eps", "2/255", "--limit", 8,
-             "--out_dir", tmp_path / "r")
-    run_here(monkeypatch, *flags, "--pgd_steps", 1)
-    run_here(monkeypatch, *flags, "--pgd_steps", 2, "--resume")
+    flags = ("--ckpt", tmp_path / "m.pt", "--eps", "2/255", "--limit", 8, "--out_dir", tmp_path / "r")
+    run_here(monkeypatch, *flags, "--measures", "pgd steps=1")
+    run_here(monkeypatch, *flags, "--measures", "pgd steps=2", "--resume")
     table = (tmp_path / "r" / "table.md").read_text()
     assert line_of(table, "pgd 2/255, top-1, steps 1")
     assert line_of(table, "pgd 2/255, top-1, steps 2")
@@ -482,20 +485,25 @@ def attack_flags(monkeypatch, path, *flags):
     argv = ["eval_robust.py", "--ckpt", str(path), "--device", "cpu", *map(str, flags)]
     monkeypatch.setattr(sys, "argv", argv)
     args = eval_robust.get_args()
-    args.device = torch.device("cpu")
+    args.device, args.rank, args.world = torch.device("cpu"), 0, 1
     model = eval_robust.load_model(path, args.device)
-    return args, model, eval_robust.load_source(args, [model], args.device)
+    eval_robust.settle(args, [model])
+    return args, model, eval_robust.load_source(args, [model])
+
+
+def clean_row(m, source, index, args):
+    loaded = score.batches(source, index, args)
+    return score.outcome(score.score([m], loaded, [score.unchanged], len(index), args)[0, 0])
 
 
 def test_autoattacks_stages_speak_of_the_true_labels(tmp_path, monkeypatch):
-    """--labels pred leads away from the prediction, right or wrong; accuracy stays accuracy."""
+    """labels=pred leads away from the prediction, right or wrong; accuracy stays accuracy."""
     make_checkpoint(tmp_path / "m.pt", flags=dict(num_images=1000))       # 200 images, fitted to 80
-    how = "--labels", "pred", "--batch_size", 8
-    args, m, source = attack_flags(monkeypatch, tmp_path / "m.pt", *how)
-    index = eval_robust.pick(200, 12, 0)
-    clean = eval_robust.clean_row(m, source, index, args, 0, 1)
-    setting = dict(eps=1 / 255, queries=5)
-    row = eval_robust.attack_row(m, "autoattack", setting, source, index, args, 0, 1)
+    args, m, source = attack_flags(monkeypatch, tmp_path / "m.pt", "--batch_size", 8)
+    index = score.pick(200, 12, 0)
+    clean = clean_row(m, source, index, args)
+    setting, pred = dict(eps=1 / 255, queries=5), dict(measures.CONDITIONS, labels="pred")
+    row = score.attack_row(m, "autoattack", setting, pred, source, index, args)
     assert 0 < clean["top1"] < 100 and row["stages"]["clean"] == clean["top1"]
     assert row["stages"]["square"] == row["top1"]
 
@@ -507,17 +515,18 @@ def test_no_batch_is_larger_than_asked_for(tmp_path, monkeypatch, name, flags):
     sizes = []
     m["model"].register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
     setting = dict(eps=1 / 255) | (dict(steps=2) if name == "pgd" else dict(queries=5))
-    eval_robust.attack_row(m, name, setting, source, eval_robust.pick(80, 13, 0), args, 0, 1)
+    index = score.pick(80, 13, 0)
+    score.attack_row(m, name, setting, measures.CONDITIONS, source, index, args)
     assert max(sizes) == 4
 
 
 def test_fgsm_takes_two_forward_passes_and_one_backward(tmp_path, monkeypatch):
     make_checkpoint(tmp_path / "m.pt", flags=dict(num_images=1000))       # 200 images, fitted to 80
     args, m, source = attack_flags(monkeypatch, tmp_path / "m.pt", "--batch_size", 16)
-    index = eval_robust.pick(200, 40, 0)
-    clean = metrics.unpack(eval_robust.clean_row(m, source, index, args, 0, 1)["right"], 40)
+    index = score.pick(200, 40, 0)
+    clean = metrics.unpack(clean_row(m, source, index, args)["right"], 40)
     m["count"][:] = 0, 0
-    row = eval_robust.attack_row(m, "fgsm", dict(eps=1 / 255), source, index, args, 0, 1)
+    row = score.attack_row(m, "fgsm", dict(eps=1 / 255), measures.CONDITIONS, source, index, args)
     assert m["count"] == [80, 40]
     x, y = source.images[index].float() / 255, source.labels[index]
     adv = attacks.fgsm(m["model"], x, y, 1 / 255)
@@ -535,10 +544,10 @@ def test_images_that_are_wrong_already_leave_no_gaps_in_batches(tmp_path, monkey
         given.append((index, how.get("batch_size")))
         return images
 
-    monkeypatch.setitem(eval_robust.ATTACKS, name, attack)
-    index = eval_robust.pick(200, 40, 0)
-    row = eval_robust.clean_row(m, source, index, args, 0, 1)
-    eval_robust.attack_row(m, name, dict(eps=1 / 255, queries=5), source, index, args, 0, 1)
+    monkeypatch.setitem(measures.ATTACKS, name, attack)
+    index, setting = score.pick(200, 40, 0), dict(eps=1 / 255, queries=5)
+    row = clean_row(m, source, index, args)
+    score.attack_row(m, name, setting, measures.CONDITIONS, source, index, args)
     right = index[metrics.unpack(row["right"], 40)]
     assert 8 < len(right) < 36 and torch.equal(torch.cat([numbers for numbers, _ in given]), right)
     assert [batch_size for _, batch_size in given] == [4]                 # asked once, for all
@@ -547,11 +556,11 @@ def test_images_that_are_wrong_already_leave_no_gaps_in_batches(tmp_path, monkey
 def test_the_largest_move_of_noise_is_that_of_all_draws(tmp_path, monkeypatch):
     make_checkpoint(tmp_path / "m.pt")
     args, m, source = attack_flags(monkeypatch, tmp_path / "m.pt", "--batch_size", 4)
-    index, setting = eval_robust.pick(80, 6, 0), dict(scale=0.05, kind="gaussian", best_of=1)
+    index, setting = score.pick(80, 6, 0), dict(scale=0.05, kind="gaussian", best_of=1, draws=3)
     x, y = source.images[index].float() / 255, source.labels[index]
     moves = [attacks.noise(m["model"], x, y, 0.05, kind="gaussian", draw=i, index=index) - x
              for i in range(3)]
-    row = eval_robust.attack_row(m, "noise", dict(setting, draws=3), source, index, args, 0, 1)
+    row = score.attack_row(m, "noise", setting, measures.CONDITIONS, source, index, args)
     assert row["max_linf"] == pytest.approx(max(move.abs().max().item() for move in moves))
     farthest = torch.stack([move.flatten(1).norm(dim=1) for move in moves]).amax(0)       # (6,)
     assert row["mean_l2"] == pytest.approx(farthest.mean().item())
@@ -563,6 +572,17 @@ def test_the_largest_move_of_noise_is_that_of_all_draws(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("flags, words", [
     (["--measures", "fgms"], "known are clean"),
+    (["--measures", ""], "known are clean"),
+    (["--measures", "perplexity"], "known are clean"),
+    (["--measures", "pgd step=3"], "known are eps, steps, alpha"),
+    (["--measures", "clean eps=1/255"], "eps is no setting of clean; there are none"),
+    (["--measures", "pgd steps=0"], "steps=0, expected int from 1"),
+    (["--measures", "pgd alpha=0"], "alpha=0, expected float from 1e-09"),
+    (["--measures", "noise kind=red"], "kind=red, expected uniform or gaussian"),
+    (["--measures", "fgsm eps=2/255,8"], "was 8/255 meant"),
+    (["--measures", "fgsm clip=maybe"], "clip=maybe, expected yes or no"),
+    (["--window", "8"], "--window is for segmentation and language modelling"),
+    (["--data", "camvid"], "expected one of shapes, cifar10, imagenet, folder"),
     (["--eps", "8"], "was 8/255 meant"),
     (["--eps=-1/255"], "0 <= eps <= 1"),
     (["--eps", "1/0"], "division by zero"),
@@ -602,10 +622,11 @@ def test_generated_corruptions_start_from_imagenet_cs_bilinear_crop(tmp_path, mo
     write_png(pixels, str(tmp_path / "val" / "n0" / "0.png"))
     seen, tree = [], data.ImageTree(tmp_path, "val", size=56)
     monkeypatch.setattr(corruptions, "corrupt", lambda images, *_, **__: seen.append(images) or images)
-    args = argparse.Namespace(device=torch.device("cpu"), batch_size=1, num_workers=0, amp="off", seed=0, frost_dir=None)
-    model = dict(model=lambda x: torch.zeros(len(x), 1), name="m")
+    args = argparse.Namespace(device=torch.device("cpu"), batch_size=1, num_workers=0, amp=False,
+                              seed=0, frost_dir=None, rank=0, world=1)
+    model = dict(model=lambda x: torch.zeros(len(x), 1))
     setting = dict(type="fog", severities=[3], jpeg85=False)
-    eval_robust.corruption_rows([model], tree, torch.arange(1), setting, args, 0, 1)
+    score.corruption_rows([model], tree, torch.arange(1), setting, args)
     resized = Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((92, 64), Image.BILINEAR)
     expected = torch.tensor(np.array(resized.crop((18, 4, 74, 60)))).permute(2, 0, 1).int()
     assert (seen[0][0].int() - expected).abs().max() <= 2 < (tree[0][0].int() - expected).abs().max()

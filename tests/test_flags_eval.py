@@ -2,11 +2,17 @@
 equal a plain loop; and each flag alone changes what the table below says."""
 
 import json
+import shlex
 import sys
+
+from dataclasses import asdict
 
 import pytest
 import torch
 import torch.nn.functional as F
+from data.segmentation import Scenes
+from data.text import count_words
+from lm import LM, LMConfig
 from torchvision.io import write_jpeg, write_png
 
 from robust import attacks
@@ -15,9 +21,12 @@ import common
 from robust import corruptions
 import data
 import eval_robust
+from robust import measures
 from robust import metrics
+from robust import score
+from segmenter import Segmenter, SegmenterConfig
 from test_eval_robust import make_checkpoint
-from vit import ViT, ViTConfig
+from vit import SIZES, ViT, ViTConfig
 
 # What a row says of itself, not of the model's answers.
 ABOUT = {"model", "kind", "checkpoint", "weights", "model_config", "recipe", "data", "data_dir",
@@ -45,7 +54,40 @@ def place(tmp_path_factory):
             noise = F.interpolate(noise[None], (600, 900))[0].mul(255).byte()
             write = write_png if file.endswith("png") else write_jpeg
             write(noise, str(folder / f"frost_{name}" / file))
+    save_segmenter(folder / "seg.pt")
+    save_language_model(folder)
     return folder
+
+
+def save_segmenter(path, attn="rpc", seed=0):
+    """An untrained Segmenter of 10 rendered scenes as a checkpoint."""
+    torch.manual_seed(seed)
+    config = SegmenterConfig(11, **{**SIZES["nano"], "depth": 1}, image_size=32, patch_size=8, attn=attn)
+    model = Segmenter(config)
+    flags = dict(data="shapes", data_dir=None, num_classes=11, num_images=100, size=32, seed=seed)
+    common.save_checkpoint(path, dict(
+        task="segmentation", model=model.state_dict(), model_config=asdict(config), step=1,
+        classes=list(Scenes("test", 1, 32).classes), args=flags))
+    return model.eval()
+
+
+def save_language_model(folder, name="lm.pt", attn="rpc", seed=0):
+    """An untrained language model of a small text, folder/text, as a checkpoint."""
+    (folder / "text").mkdir(exist_ok=True)
+    for i, split in enumerate(("train", "valid", "test")):
+        words = [["the cat sat", "dogs run", "AAA bears eat fish"][(j * (i + 1) + j // 3) % 3]
+                 for j in range(40)]
+        (folder / "text" / f"wiki.{split}.tokens").write_text("\n".join(words) + "\n")
+    vocab = count_words(folder / "text" / "wiki.train.tokens")
+    torch.manual_seed(seed)
+    config = LMConfig(len(vocab), context=8, embed_dim=16, depth=1, num_heads=2, mlp_dim=32,
+                      attn=attn, rpc_layers=(0,))
+    model = LM(config)
+    flags = dict(data="folder", data_dir=str(folder / "text"), steps=9, seed=seed)
+    common.save_checkpoint(folder / name, dict(
+        task="language modelling", model=model.state_dict(), model_config=asdict(config), step=seed,
+        vocab="\n".join(vocab.words), args=flags))
+    return model.eval()
 
 
 # Of two flags argparse keeps the last: a line of the table may say --limit again.
@@ -60,7 +102,7 @@ def evaluate(monkeypatch, place, flags):
     monkeypatch.chdir(place)
     before = set(place.rglob("*"))
     seen = dict(batch=0, amp=False, checks=0, error=None)
-    hits, setup, load = eval_robust.hits, common.setup, data.imagenet_batches
+    hits, setup, load = score.hits, common.setup, data.imagenet_batches
 
     def look(logits, labels):
         seen["batch"] = max(seen["batch"], len(logits))
@@ -79,11 +121,11 @@ def evaluate(monkeypatch, place, flags):
         seen["checks"] += 1
 
     with monkeypatch.context() as patch:
-        patch.setattr(eval_robust, "hits", look)
+        patch.setattr(score, "hits", look)
         patch.setattr(common, "setup", look_at_device)
         patch.setattr(data, "imagenet_batches", look_at_workers)
         patch.setattr(checks, "run", look_at_checks)
-        argv = ["eval_robust.py", *flags.split()]
+        argv = ["eval_robust.py", *shlex.split(flags)]
         patch.setattr(sys, "argv", argv)
         try:
             eval_robust.main()
@@ -102,7 +144,6 @@ def evaluate(monkeypatch, place, flags):
     return seen
 
 
-PGD = "--measures pgd --eps 4/255 --pgd_steps 3"
 TREE = "--data imagenet --data_dir a"
 # flag: (what changes, both runs' flags, the first's own, the second's own)
 TABLE = {
@@ -112,7 +153,7 @@ TABLE = {
     "limit": ("numbers", "--measures clean", "--limit 8", "--limit 30"),
     "data": ("numbers", "--measures clean --data_dir a", "", "--data imagenet"),
     "data_dir": ("numbers", "--measures clean --data imagenet", "--data_dir a", "--data_dir b"),
-    "corrupted_dir": ("numbers", f"--measures corruptions {TREE}", "--corrupted_dir a",
+    "corrupted_dir": ("numbers", f"--measures 'corruptions type=snow' {TREE}", "--corrupted_dir a",
                       "--corrupted_dir b"),
     "imagenet_a": ("numbers", f"--measures imagenet_a {TREE}", "--imagenet_a a/out",
                    "--imagenet_a b/out"),
@@ -120,43 +161,54 @@ TABLE = {
                    "--imagenet_r b/out"),
     "imagenet_o": ("numbers", f"--measures imagenet_o {TREE}", "--imagenet_o a/out",
                    "--imagenet_o b/out"),
-    "frost_dir": ("numbers", "--measures corruptions", "", "--frost_dir frost_a"),
-    "severities": ("numbers", "--measures corruptions", "--severities 1", "--severities 5"),
-    "jpeg85": ("numbers", "--measures corruptions", "", "--jpeg85"),
-    "preset": ("numbers", f"{PGD} --pgd_alpha 0.5", "", "--preset paper"),
-    "space": ("numbers", f"{PGD} --no-clip", "", "--space normalized"),
-    "labels": ("numbers", PGD, "", "--labels pred"),
-    "clip": ("numbers", PGD, "", "--no-clip"),
-    "eps": ("numbers", PGD, "--eps 1/255", "--eps 4/255"),
-    "auto_eps": ("numbers", "--measures square --queries 60", "", "--auto_eps 16/255"),
-    "spsa_eps": ("numbers", "--measures spsa --spsa_steps 1", "", "--spsa_eps 2/255"),
-    "sld_eps": ("numbers", "--measures sld", "", "--sld_eps 3"),
-    "noise_scale": ("numbers", "--measures noise", "", "--noise_scale 0.1"),
-    "noise_kind": ("numbers", "--measures noise", "", "--noise_kind gaussian"),
-    "noise_draws": ("numbers", "--measures noise", "", "--noise_draws 2"),
-    "noise_best": ("numbers", "--measures noise", "", "--noise_best 4"),
-    "pgd_steps": ("numbers", "--measures pgd --eps 4/255", "--pgd_steps 2", "--pgd_steps 4"),
-    "pgd_alpha": ("numbers", PGD, "", "--pgd_alpha 0.3"),
-    "random_start": ("numbers", PGD, "", "--no-random_start"),
-    "pgd_best": ("numbers", PGD, "", "--pgd_best"),
-    "spsa_steps": ("numbers", "--measures spsa --spsa_eps 1/255", "--spsa_steps 1",
-                   "--spsa_steps 2"),
-    "spsa_centre": ("numbers", "--measures spsa --spsa_steps 1", "", "--spsa_centre legacy"),
-    "sld_rescale": ("numbers", "--measures sld", "", "--sld_rescale"),
-    "cw_steps": ("numbers", "--measures cw --cw_lr 0.01", "--cw_steps 5", "--cw_steps 30"),
-    "cw_lr": ("numbers", "--measures cw --cw_steps 5", "", "--cw_lr 0.1"),
-    "cw_confidence": ("numbers", "--measures cw --cw_steps 30 --cw_lr 0.01", "",
-                      "--cw_confidence 2"),
-    "queries": ("numbers", "--measures square --auto_eps 16/255", "--queries 2", "--queries 60"),
+    "frost_dir": ("numbers", "--measures 'corruptions type=frost'", "", "--frost_dir frost_a"),
+    "severities": ("numbers", "--measures 'corruptions type=contrast'", "--severities 1",
+                   "--severities 5"),
+    "preset": ("numbers", "--measures 'pgd eps=4/255 steps=3 alpha=0.5'", "", "--preset paper"),
+    "eps": ("numbers", "--measures pgd", "--eps 1/255", "--eps 4/255"),
     "source": ("numbers", "--measures transfer --eps 4/255", "--source a.pt", "--source b.pt"),
-    "seed": ("numbers", PGD, "", "--seed 1"),
+    "seed": ("numbers", "--measures fgsm --eps 1/255", "", "--seed 1"),
+    "window": ("numbers", "--ckpt seg.pt --measures clean", "", "--window 16"),
+    "stride": ("numbers", "--ckpt seg.pt --measures clean --window 16", "", "--stride 4"),
+    "scales": ("numbers", "--ckpt seg.pt --measures clean", "", "--scales 1 1.5"),
+    "flip": ("numbers", "--ckpt seg.pt --measures clean", "", "--flip"),
     "out_dir": ("files", "--measures clean", "", "--out_dir x"),
     "resume": ("error", "--measures clean --out_dir held", "", "--resume"),
-    "save_images": ("files", PGD, "--save_images 1", "--save_images 2"),
-    "batch_size": ("batch", PGD, "", "--batch_size 3"),
-    "amp": ("amp", PGD, "", "--amp"),
+    "save_images": ("files", "--measures clean", "--save_images 1", "--save_images 2"),
+    "batch_size": ("batch", "--measures clean", "", "--batch_size 3"),
+    "amp": ("amp", "--measures clean", "", "--amp"),
     "num_workers": ("workers", f"--measures clean {TREE}", "", "--num_workers 3"),
     "device": ("device", "--measures clean", "", "--device cpu"),
+}
+PGD = "pgd eps=4/255 steps=3"
+# setting: (the measure as it is by default, with another value)
+SETTINGS = {
+    "eps": ("square queries=60", "square queries=60 eps=16/255"),
+    "space": (f"{PGD} clip=no", f"{PGD} clip=no space=normalized"),
+    "labels": (PGD, f"{PGD} labels=pred"),
+    "clip": (PGD, f"{PGD} clip=no"),
+    "scale": ("noise", "noise scale=0.1"),
+    "kind": ("noise", "noise kind=gaussian"),
+    "draws": ("noise", "noise draws=2"),
+    "best_of": ("noise", "noise best_of=4"),
+    "steps": ("pgd eps=4/255 steps=2", "pgd eps=4/255 steps=4"),
+    "alpha": (PGD, f"{PGD} alpha=0.3"),
+    "random_start": (PGD, f"{PGD} random_start=no"),
+    "best": (PGD, f"{PGD} best=yes"),
+    "centre": ("spsa steps=1", "spsa steps=1 centre=legacy"),
+    "rescale": ("sld", "sld rescale=yes"),
+    "confidence": ("cw steps=30 lr=0.01", "cw steps=30 lr=0.01 confidence=2"),
+    "lr": ("cw steps=5", "cw steps=5 lr=0.1"),
+    "queries": ("square eps=16/255 queries=2", "square eps=16/255 queries=60"),
+    "type": ("corruptions type=contrast", "corruptions type=fog"),
+    "jpeg85": ("corruptions type=contrast", "corruptions type=contrast jpeg85=yes"),
+    # the same names, of other attacks
+    "sld eps": ("sld", "sld eps=3"),
+    "spsa eps": ("spsa steps=1", "spsa steps=1 eps=2/255"),
+    "spsa steps": ("spsa eps=1/255 steps=1", "spsa eps=1/255 steps=2"),
+    "cw steps": ("cw steps=5 lr=0.01", "cw steps=30 lr=0.01"),
+    "autoattack eps": ("autoattack queries=5", "autoattack queries=5 eps=4/255"),
+    "split": ("perplexity split=valid", "perplexity split=test"),
 }
 
 
@@ -198,13 +250,13 @@ def by_hand(place, eps):
 
 
 def test_rows_equal_plain_loops_under_flags_that_are_not_the_default(place, tmp_path, monkeypatch):
-    flags = """--ckpt a.pt --measures clean corruptions noise fgsm pgd --limit 20 --seed 3
-        --space normalized --labels pred --no-clip --eps 3/255 --pgd_steps 4 --pgd_alpha 0.4
-        --no-random_start --amp --batch_size 6 --noise_kind gaussian --noise_scale 0.4
-        --noise_draws 2 --noise_best 2 --severities 2 5 --jpeg85"""
+    paper = "space=normalized labels=pred clip=no"
+    flags = f"""--ckpt a.pt --measures clean 'corruptions type=fog jpeg85=yes'
+        'noise scale=0.4 kind=gaussian draws=2 best_of=2 {paper}' 'fgsm {paper}'
+        'pgd steps=4 alpha=0.4 random_start=no {paper}' --eps 3/255 --limit 20 --seed 3
+        --amp --batch_size 6 --severities 2 5 --out_dir {tmp_path}"""
     monkeypatch.chdir(place)
-    monkeypatch.setattr(corruptions, "NAMES", ("fog",))
-    monkeypatch.setattr(sys, "argv", ["eval_robust.py", *flags.split(), "--out_dir", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["eval_robust.py", *shlex.split(flags)])
     eval_robust.main()
     lines = (tmp_path / "results.jsonl").read_text().splitlines()
     rows = {row["measure"]: row for row in map(json.loads, lines)}
@@ -228,9 +280,12 @@ def test_rows_equal_plain_loops_under_flags_that_are_not_the_default(place, tmp_
     assert rows["pgd"]["backward_per_image"] == 4 and rows["fgsm"]["backward_per_image"] == 1
 
 
-def test_the_table_has_every_flag(monkeypatch):
+def test_the_tables_have_every_flag_and_every_setting(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["eval_robust.py", "--ckpt", "x"])
-    assert set(TABLE) == set(vars(eval_robust.get_args()))
+    assert set(TABLE) == set(vars(eval_robust.get_args())) and len(TABLE) <= 28
+    named = {name for values in measures.MEASURES.values() for name in values}
+    assert set(measures.SETTINGS) == named | set(measures.CONDITIONS)
+    assert set(measures.SETTINGS) <= set(SETTINGS)
 
 
 @pytest.mark.parametrize("flag", TABLE)
@@ -245,3 +300,40 @@ def test_each_flag_changes_what_it_should(place, monkeypatch, flag):
         assert one["error"] is None and two["error"] is None
     if what in ("files", "batch", "workers", "device"):          # how it runs, not what comes out
         assert one["numbers"] == two["numbers"]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_each_setting_changes_the_numbers(place, monkeypatch, setting):
+    model = "--ckpt lm.pt --limit 20 --seed 0" if setting == "split" else DEFAULT
+    one, two = (evaluate(monkeypatch, place, f"{model} --measures '{text}'")
+                for text in SETTINGS[setting])
+    assert one["error"] is None and two["error"] is None
+    assert one["numbers"] != two["numbers"]
+
+
+def test_several_values_are_several_rows_and_a_name_alone_has_its_defaults():
+    plan = measures.plan(["pgd eps=1/255,2/255 steps=3,4 clip=no", "fgsm"], "classification")
+    pgd = [(s["eps"] * 255, s["steps"], s["alpha"], c["clip"]) for name, s, c in plan if name == "pgd"]
+    assert pgd == [(e, steps, 0.15, False) for e in (1, 2) for steps in (3, 4)]
+    fgsm = [(name, s, c) for name, s, c in plan if name == "fgsm"]
+    assert [s["eps"] * 255 for _, s, _ in fgsm] == [1, 2, 4, 8]
+    assert all(c == dict(space="pixel", labels="true", clip=True) for *_, c in fgsm)
+
+
+def test_eps_is_the_budget_of_all_attacks_that_name_none():
+    texts = ["fgsm", "spsa", "autoattack", "square eps=3/255", "sld"]
+    plan = measures.plan(texts, "classification", eps=[5 / 255])
+    assert [s["eps"] for _, s, _ in plan] == [5 / 255, 5 / 255, 5 / 255, 3 / 255, 10.0]
+    plan = measures.plan(["spsa", "cw", "noise", "sld"], "classification", "paper")
+    (_, spsa, how), (_, cw, _), (_, noise, _), (_, sld, _) = plan
+    assert spsa == dict(eps=0.1, steps=40, centre="legacy") and cw["confidence"] == 10
+    assert noise["scale"] == 0.3 and sld["rescale"] is True
+    assert how == dict(space="normalized", labels="pred", clip=False)
+
+
+def test_help_lists_measures_settings_and_defaults():
+    text = measures.describe()
+    assert all(f"  {name} " in text or f"  {name}\n" in text
+               for name in (*measures.MEASURES, *measures.SETTINGS))
+    assert "eps=1/255 queries=5000" in text and "best_of=1 " not in text
+    assert "spsa eps=0.1 centre=legacy" in text

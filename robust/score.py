@@ -1,0 +1,364 @@
+"""What one measure finds: functions of models and images, or a text, that return a result's fields.
+
+    hit = score(models, batches(source, index, args), [unchanged], n, args)    # (models, 1, n, 2)
+
+args: seed, device, rank, world, batch_size, num_workers, amp and the folders of eval_robust.py.
+Processes share the images; each returns the whole result.
+"""
+
+import copy
+import math
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import common
+import data
+from robust import attacks
+from robust import corruptions
+from robust import metrics
+from robust import words
+from robust.measures import ATTACKS
+from robust.tables import show
+from segmenter import evaluate as evaluate_segmenter
+
+
+# --- images ---------------------------------------------------------------------------------------
+
+def length(source):
+    """How many images a source has."""
+    return len(getattr(source, "labels", source))
+
+
+def pick(n, limit, seed):
+    """Numbers of the images a measure uses: a random subset, contained in that of every larger
+    limit. (limit,) int64"""
+    if limit and limit > n:
+        raise ValueError(f"--limit {limit}: there are only {n} images")
+    return data.epoch_order(n, 0, seed)[:limit or n]
+
+
+def batches(source, index, args, label=""):
+    """This process's share of the images numbered index, in batches on the device.
+
+    Yields ((b, 3, S, S) uint8, labels (b,), numbers (b,), their places in index (b,)).
+    """
+    share = torch.arange(len(index))[args.rank::args.world]
+    places = [p for p in share.split(args.batch_size) if len(p)]
+    parts = [index[p] for p in places]
+    if isinstance(source, data.Split):
+        parts = (part.to(args.device) for part in parts)
+        loaded = ((source.images[part], source.labels[part], part) for part in parts)
+    else:
+        keys = [[(i, i) for i in part.tolist()] for part in parts]
+        loaded = data.imagenet_batches(source, keys, args.num_workers, args.device)
+    bar = tqdm(total=len(share), desc=label, unit="image", leave=False, disable=args.rank > 0)
+    with bar:
+        for (images, labels, numbers), place in zip(loaded, places):
+            batch = images, labels, numbers, place
+            yield tuple(t.to(args.device, non_blocking=True) for t in batch)
+            bar.update(len(place))
+
+
+def whole(loaded):
+    """All batches as one."""
+    parts = list(loaded)
+    return [tuple(torch.cat(part) for part in zip(*parts))] if parts else []
+
+
+# --- who is right ---------------------------------------------------------------------------------
+
+def hits(logits, labels):
+    """Right in the first, right among the first five: (B, 2) float."""
+    if not logits.isfinite().all():
+        raise ValueError("the model returns logits that are not finite")
+    right = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+    return torch.stack([right[:, 0], right.any(1)], 1).double()
+
+
+@torch.no_grad()
+def score(models, loaded, transforms, n, args):
+    """Which of n images are right in each form: (models, transforms, n, 2), on every process.
+
+    loaded: of `batches`; transforms: functions of such a batch to pixels (b, 3, S, S) float in
+    [0, 1]. Each form of a batch is made once, for all models.
+    """
+    found = torch.zeros(len(models), len(transforms), n, 2, dtype=torch.float64, device=args.device)
+    for batch in loaded:
+        _, labels, _, place = batch
+        for j, transform in enumerate(transforms):
+            x = transform(*batch)
+            for i, m in enumerate(models):
+                with common.autocast(args.device, args.amp):
+                    logits = attacks.forward(m["model"], x, args.batch_size)
+                    found[i, j, place] = hits(logits.float(), labels)
+    return common.all_sum(found)
+
+
+def percent(total, n):
+    return [round(100 * x / n, 4) for x in total.tolist()]
+
+
+def outcome(hit):
+    """Of hits (n, 2): top-1 and top-5 in percent, and which images were right, one bit each."""
+    top1, top5 = percent(hit.sum(0), len(hit))
+    return dict(top1=top1, top5=top5, right=metrics.pack(hit[:, 0] > 0))
+
+
+def together(outcomes):
+    """Outcomes of several severities or draws as one: a list for each field."""
+    return {field: [one[field] for one in outcomes] for field in outcomes[0]}
+
+
+# --- rows: clean, corrupted, other folders --------------------------------------------------------
+
+def unchanged(images, *_):
+    return images.float() / 255
+
+
+def corrupted(images, labels, numbers, place, *, setting, severity, args):
+    """One corruption of a batch, (b, 3, S, S) in [0, 1]."""
+    images = corruptions.corrupt(images, setting["type"], severity, seed=args.seed, index=numbers,
+                                 frost_dir=args.frost_dir)
+    if setting["jpeg85"]:
+        images = corruptions.jpeg85(images)
+    return images.float() / 255
+
+
+def corruption_rows(models, source, index, setting, args):
+    """One corruption, made once for all models: top-1 and top-5 per severity.
+
+    Images from files are resized bilinear, not bicubic, before they are corrupted: so ImageNet-C
+    was made.
+    """
+    if isinstance(source, data.ImageTree):
+        source = copy.copy(source)
+        source.resample = "bilinear"
+    forms = [partial(corrupted, setting=setting, severity=severity, args=args)
+             for severity in setting["severities"]]
+    loaded = batches(source, index, args, setting["type"])
+    found = score(models, loaded, forms, len(index), args)
+    return [together([outcome(hit) for hit in severities]) for severities in found]
+
+
+def released(args, classes, size, name, severity):
+    """Released corrupted files as a source: ImageNet-C's (224 px, only cropped) or CIFAR-10-C's."""
+    array = Path(args.corrupted_dir, f"{name}.npy")
+    if not array.exists():
+        folder = Path(args.corrupted_dir, name)
+        return data.ImageTree(folder, str(severity), classes, size, crop_pct=1.0)
+    part = slice((severity - 1) * 10000, severity * 10000)
+    images, labels = (torch.from_numpy(np.load(file, mmap_mode="r")[part].copy())
+                      for file in (array, array.with_name("labels.npy")))
+    images = images.permute(0, 3, 1, 2).to(args.device)
+    return data.Split(images, labels.long().to(args.device), classes)
+
+
+def released_rows(models, source, index, setting, args):
+    """As corruption_rows, from released files, whose images are numbered as the test split's."""
+    found, size = [], models[0]["model"].config.image_size
+    for severity in setting["severities"]:
+        images = released(args, source.classes, size, setting["type"], severity)
+        if len(images.labels) != len(source.labels):
+            raise ValueError(f"--corrupted_dir {args.corrupted_dir}: {setting['type']}, severity "
+                             f"{severity} has {len(images.labels)} images, the test split "
+                             f"{len(source.labels)}")
+        loaded = batches(images, index, args, f"{setting['type']} {severity}")
+        found.append(score(models, loaded, [unchanged], len(index), args)[:, 0])
+    return [together([outcome(hit) for hit in severities]) for severities in zip(*found)]
+
+
+@torch.no_grad()
+def kept_logits(m, source, index, columns, args):
+    """Logits of the kept classes for all images index, on every process: (n, len(columns))."""
+    out = torch.zeros(len(index), len(columns), dtype=torch.float64, device=args.device)
+    for images, _, _, place in batches(source, index, args, Path(source.folder).name):
+        out[place] = m["model"](images.float() / 255)[:, columns].double()
+    return common.all_sum(out)
+
+
+def folder_row(m, name, tree, index, source, args):
+    """ImageNet-A, -R: accuracy over their 200 classes. ImageNet-O: how well confidence tells its
+    images from val's.
+
+    tree: the folder, with the labels of all classes; the kept classes are those that have a folder.
+    """
+    columns = tree.labels.unique()                        # sorted, as the folders' names are
+    logits = kept_logits(m, tree, index, columns, args)
+    if name != "imagenet_o":
+        labels = torch.searchsorted(columns, tree.labels[index]).to(args.device)
+        return dict(outcome(hits(logits, labels)), classes=len(columns))
+    inside = torch.isin(source.labels, columns).nonzero()[:, 0]
+    inside = inside[pick(len(inside), min(args.limit or len(inside), len(inside)), args.seed)]
+    both = torch.cat([logits, kept_logits(m, source, inside, columns, args)])
+    doubt = -both.softmax(1).amax(1)                      # little confidence: an outlier
+    outlier = torch.arange(len(both), device=doubt.device) < len(index)
+    return dict(aupr=100 * metrics.average_precision(doubt, outlier),
+                auroc=100 * metrics.auroc(doubt, outlier),
+                fpr95=100 * metrics.fpr_at_recall(doubt, outlier),
+                chance=100 * len(index) / len(both), inside=len(inside), classes=len(columns))
+
+
+# --- rows: attacks --------------------------------------------------------------------------------
+
+def attack_images(model, name, setting, images, labels, index, conditions, *, seed=0,
+                  batch_size=512, trace=None):
+    """Attack images (b, 3, S, S) in [0, 1] under these conditions (space, labels, clip).
+
+    Returns pixels, in [0, 1] only where clipped. Images are attacked batch_size at a time, those
+    that are wrong already left out before. trace: a list that receives autoattack's stages,
+    with standing (b,): not changed so far, and right (b,): standing, and of the true class.
+    """
+    own_clip = name.endswith("autoattack")     # in the released harness it stays in [0, 1] anyway
+    normalized = conditions["space"] == "normalized"
+    x = images
+    if normalized:
+        model = attacks.Normalized(model)
+        x = (x - model.mean) / model.std
+        x = x.clamp(0, 1) if own_clip else x   # the first thing it does to a normalised image
+    target, todo = aim(model, name, x, labels, conditions["labels"], batch_size)
+
+    how = {k: v for k, v in setting.items() if k != "source"}
+    how["clip"] = conditions["clip"] or own_clip
+    rows = todo.nonzero()[:, 0]
+    parts = rows.split(batch_size)
+    if name == "fgsm":
+        how["keep_wrong"] = True
+    if name.endswith(("autoattack", "square")):
+        parts = [rows]                                    # they gather the survivors themselves
+        how["batch_size"] = batch_size
+    if trace is not None:
+        how["trace"] = trace
+    x = x.clone()
+    for on in parts if len(rows) else ():
+        if name not in ("fgsm", "sld", "cw"):
+            how.update(seed=seed, index=index[on])
+        x[on] = ATTACKS[name](model, x[on], target[on], **how)
+
+    for stage in trace or ():
+        stage["standing"] = torch.zeros_like(todo)
+        stage["standing"][rows] = stage["robust"]
+        stage["right"] = stage["standing"] & (target == labels)       # they stand: of class target
+    return x * model.std + model.mean if normalized else x
+
+
+def aim(model, name, x, labels, lead, batch_size):
+    """What an attack leads away from, (b,), and which images are attacked, (b,) bool."""
+    every = name in ("noise", "transfer", "fgsm")         # fgsm itself keeps what is wrong already
+    if every and lead == "true":
+        return labels, torch.ones_like(labels, dtype=torch.bool)
+    predicted = attacks.forward(model, x, batch_size).argmax(1)
+    target = labels if lead == "true" else predicted
+    if every:
+        return target, torch.ones_like(labels, dtype=torch.bool)
+    return target, target == predicted                    # wrong already: nothing to attack
+
+
+class Attacked:
+    """An attack as a transform for `score`; notes how far images move, and AutoAttack's stages."""
+
+    def __init__(self, model, name, setting, conditions, n, args):
+        self.how = dict(conditions=conditions, seed=args.seed, batch_size=args.batch_size)
+        self.model, self.name, self.cascade = model, name, name.endswith("autoattack")
+        self.setting = {k: v for k, v in setting.items() if k != "draws"}
+        if self.cascade:
+            self.setting["progress"] = args.rank == 0
+        zeros = partial(torch.zeros, dtype=torch.float64, device=args.device)
+        self.moved = zeros(n, 4)                          # Linf, L2, L1, outside: of all draws
+        self.stages = zeros(5, n, 2)                      # standing, right
+
+    def __call__(self, images, labels, numbers, place, **draw):
+        x, trace = images.float() / 255, [] if self.cascade else None
+        adv = attack_images(self.model, self.name, {**self.setting, **draw}, x, labels, numbers,
+                            trace=trace, **self.how)
+        move = (adv - x).flatten(1).double()
+        outside = torch.maximum(-adv.flatten(1).amin(1), adv.flatten(1).amax(1) - 1).clamp(min=0)
+        norms = (move.norm(math.inf, 1), move.norm(2, 1), move.norm(1, 1), outside)
+        self.moved[place] = torch.maximum(self.moved[place], torch.stack(norms, 1))
+        for i, stage in enumerate(trace or ()):
+            self.stages[i, place] = torch.stack([stage["standing"], stage["right"]], 1).double()
+        return adv
+
+
+def attack_row(m, name, setting, conditions, source, index, args, victim=None):
+    """One attack on one model. victim: the model it is made on, if another.
+
+    Returns accuracy in percent, the largest and the median perturbation in pixel units over the
+    images attacked, the pixel range, and for some attacks more: autoattack's accuracy after each
+    stage, cw's at fixed L2 radii.
+    """
+    n = len(index)
+    attack = Attacked(victim or m["model"], name, setting, conditions, n, args)
+    loaded = batches(source, index, args, f"{name} {show(setting)}, {m['about']['model']}")
+    if attack.cascade or name == "square":
+        loaded = whole(loaded)                            # batches stay full as images leave
+    draws = [attack]
+    if name == "noise":
+        draws = [partial(attack, draw=draw) for draw in range(setting["draws"])]
+    hit = score([m], loaded, draws, n, args)[0]
+    moved, stages = common.all_sum(attack.moved), common.all_sum(attack.stages)
+
+    row = together([outcome(h) for h in hit]) if len(hit) > 1 else outcome(hit[0])
+    row["top1"], row["top5"] = percent(hit.mean(0).sum(0), n)
+    row.update(sizes(moved))
+    if attack.cascade:
+        standing, right = stages.unbind(2)
+        lucky = (1 - standing) * hit[0, :, 0]             # changed, and now right
+        names = "clean", "apgd-ce", "apgd-t", "fab-t", "square"
+        row["stages"] = dict(zip(names, percent((right + lucky).sum(1), n)))
+    if name == "cw":
+        fooled, radii = hit[0, :, 0] == 0, (0.25, 0.5, 1.0, 2.0)
+        within = torch.stack([(fooled & (moved[:, 1] <= r)).sum() for r in radii])
+        row["top1_at_l2"] = {r: 100 - v for r, v in zip(radii, percent(within, n))}
+    return row
+
+
+def sizes(moved):
+    """Of norms (n, 4), Linf, L2, L1, how far outside [0, 1]: their extremes over moved images."""
+    touched = moved[moved[:, 0] > 0]
+    linf, l2, l1 = (touched[:, :3] if len(touched) else moved[:1, :3]).unbind(1)
+    return dict(max_linf=linf.max().item(), max_l2=l2.max().item(), max_l1=l1.max().item(),
+                median_l2=l2.median().item(), mean_l2=l2.mean().item(),
+                outside=moved[:, 3].max().item())
+
+
+# --- rows: Segmenters and language models ---------------------------------------------------------
+
+def views(m, setting, args):
+    """How a Segmenter looks at images: what segmenter.evaluate and predictions take."""
+    return dict(size=m["model"].config.image_size, window=setting["window"],
+                stride=setting["stride"], scales=setting["scales"], flip=setting["flip"],
+                amp=args.amp, num_workers=args.num_workers)
+
+
+def changes(name, setting, args):
+    """{severity: what segmenter.evaluate does to images, uint8}; clean: {None: nothing}."""
+    def change(images, numbers, severity):
+        x = corrupted(images, None, numbers, None, setting=setting, severity=severity, args=args)
+        return (255 * x).round().byte()
+
+    if name == "clean":
+        return {None: None}
+    return {severity: partial(change, severity=severity) for severity in setting["severities"]}
+
+
+def segment_row(m, name, setting, source, index, args):
+    """Pixel accuracy, mean accuracy, mean IoU in percent, also per class; a list of severities."""
+    results = []
+    for change in changes(name, setting, args).values():
+        result, _ = evaluate_segmenter(m["model"], source, index=index.tolist(), change=change,
+                                       rank=args.rank, world=args.world,
+                                       progress=show(setting) or name, **views(m, setting, args))
+        results.append({k: v for k, v in result.items() if k != "images"})
+    return results[0] if name == "clean" else together(results)
+
+
+def perplexity_row(m, setting, source, args):
+    """Perplexities of one split: segment-wise, sliding, words swapped."""
+    with common.autocast(args.device, args.amp):
+        row, = words.score(m["model"], [source[setting["split"]]], setting["window"],
+                           setting["stride"], args.batch_size, args.rank, args.world)
+    return {k: v for k, v in row.items() if k not in ("split", "tokens")}

@@ -1,0 +1,281 @@
+"""The evaluator's rows as Markdown tables, on the screen and on disk.
+
+    python -m robust.tables results/cifar10_robustness       # the tables of a results.jsonl
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+import common
+from robust import corruptions
+from robust import metrics
+from robust.rows import DEFAULTS, group, identity, key, read_rows
+
+# --- a row in words -------------------------------------------------------------------------------
+
+def show(setting):
+    """8/255 for an eps, else what identifies the setting."""
+    if "eps" in setting:
+        k = 255 * setting["eps"]
+        whole = setting["eps"] <= 1 and abs(k - round(k)) < 1e-6
+        return f"{k:.3g}/255" if whole else f"{setting['eps']:.3g}"
+    if "scale" in setting:
+        return f"{setting['scale']:.3g}"
+    return setting.get("type", setting.get("split", ""))
+
+
+def title(row):
+    """What was measured: clean, fog, pgd 8/255."""
+    if row["measure"] == "corruptions":
+        return row["setting"]["type"]
+    return f"{row['measure']} {show(row['setting'])}".strip()
+
+
+def unit(row):
+    """What row["images"] counts."""
+    return "tokens" if row["measure"] == "perplexity" else "images"
+
+
+def square_gain(row):
+    """Points of accuracy that AutoAttack's last stage, without gradients, took after the others."""
+    stages = row.get("stages", {})
+    return stages.get("fab-t", 0) - stages.get("square", 0)
+
+
+def lines(row):
+    """A row's lines in the table: [(name, value in percent or the unit named, a share?)]."""
+    name = title(row)
+    if row["measure"] == "perplexity":
+        numbers = dict(segment="segment-wise", sliding="sliding", attacked="attacked",
+                       attacked_unswapped="attacked, words not swapped",
+                       clean_unswapped="clean, the same words")
+        return [(f"{name}, {text}", row[field], False) for field, text in numbers.items()]
+    if "mean_iou" in row:
+        numbers = [("mean accuracy", row["mean_accuracy"]), ("mean IoU", row["mean_iou"])]
+        if row["measure"] == "clean":
+            numbers.insert(0, ("pixel accuracy", row["pixel_accuracy"]))
+        return [(f"{name}, {text}", float(np.mean(value)), False) for text, value in numbers]
+    if row["measure"] == "corruptions":
+        return [(f"{name}, error", 100 - sum(row["top1"]) / len(row["top1"]), True)]
+    if row["measure"] == "imagenet_o":
+        numbers = "AUPR", "AUROC", "FPR95"
+        return [(f"imagenet_o, {number}", row[number.lower()], False) for number in numbers]
+    if row["measure"] == "cw":
+        return [("cw, top-1", row["top1"], True),
+                ("cw, median L2 (pixel units)", row["median_l2"], False),
+                *((f"cw, top-1 within L2 {r}", v, True) for r, v in row["top1_at_l2"].items())]
+    stages = {stage: v for stage, v in row.get("stages", {}).items() if stage != "clean"}
+    stages = [(f"{name}, after {stage}", v, True) for stage, v in stages.items()]
+    return [*stages, (f"{name}, top-1", row["top1"], True), (f"{name}, top-5", row["top5"], True)]
+
+
+def tell_apart(names, details):
+    """Names {key: text}; equal ones get those details {key: {field: value}} that differ."""
+    names = dict(names)
+    for field in dict.fromkeys(field for fields in details.values() for field in fields):
+        for name in set(names.values()):
+            twins = [k for k in names if names[k] == name]
+            values = {k: str(details[k].get(field)) for k in twins}
+            if len(set(values.values())) > 1:
+                names.update({k: f"{name}, {field} {values[k]}" for k in twins})
+    return names
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+def fill(rows):
+    """Rows as cells {(line, model): value}, times each image was right {(line, model): (n,)}, lines
+    in order, and which of them are shares of the images.
+
+    A line is (name, conditions in words, images, whatever else was set, as JSON), a model its
+    identity. The name of a line of times right is the row's title alone.
+    """
+    cells, rights, order, shares = {}, {}, {}, set()
+    for row in rows:
+        space, labels, clip = (row["conditions"][k] for k in ("space", "labels", "clip"))
+        usual = (space, labels, clip) == ("pixel", "true", True)
+        attacked = "eps" in row["setting"] or row["measure"] in ("noise", "cw")
+        tag = ""
+        if attacked and not usual:
+            tag = f"{space}, {labels}, {'clip' if clip else 'no clip'}"
+        named = ("type", "split", "eps", "scale")         # by the line's name
+        rest = {k: v for k, v in row["setting"].items() if k not in named}
+        rest.update(seed=row["conditions"]["seed"], amp=row["conditions"]["amp"])
+        rest["data_dir"] = row.get("data_dir")
+        where, w = (tag, row["images"], json.dumps(rest, sort_keys=True)), identity(row)
+        for name, value, share in lines(row):
+            line = (name, *where)
+            order[line] = None                            # a dict keeps the order
+            cells[line, w] = value
+            if share:
+                shares.add(line)
+        if "right" in row:
+            texts = row["right"] if isinstance(row["right"], list) else [row["right"]]
+            each = [metrics.unpack(text, row["images"]).int() for text in texts]
+            rights[(title(row), *where), w] = sum(each)
+    return cells, rights, list(order), shares
+
+
+def add_means(cells, order, models, names):
+    """Add to cells and order, after the last corruption, the mean of the 15 and, of errors, how it
+    relates to a reference: mCE to AlexNet, on ImageNet; elsewhere to the first model with all 15.
+    """
+    one = [line for line in order if line[0].startswith("fog,")]
+    for what, *rest in [(line[0].removeprefix("fog"), *line[1:]) for line in one]:
+        types = {name: (f"{name}{what}", *rest) for name in corruptions.NAMES}
+        values = {}
+        for w in models:
+            own = {name: cells[line, w] for name, line in types.items() if (line, w) in cells}
+            if len(own) == len(types):
+                values[w] = own
+        if not values:
+            continue
+        first = next(iter(values))
+        mean, mce = (f"mean of the 15{what}", *rest), ("mCE", *rest)
+        relative = (f"corruption error relative to {names[first]}", *rest)
+        for w, own in values.items():
+            cells[mean, w] = sum(own.values()) / len(own)
+            if what != ", error":
+                continue
+            if models[w].get("imagenet1k"):
+                shares = {name: error / 100 for name, error in own.items()}
+                cells[mce, w] = metrics.mean_corruption_error(shares)
+            elif len(values) > 1 and min(values[first].values()) > 0:
+                cells[relative, w] = metrics.mean_corruption_error(own, values[first])
+        at = 1 + max(order.index(line) for line in types.values() if line in order)
+        new = mean, mce, relative
+        order[at:at] = [line for line in new if any((line, w) in cells for w in models)]
+
+
+def line_names(order):
+    """{line: name}: lines that would look the same say what else was set."""
+    blocks, names = {}, {}
+    for line in order:
+        blocks.setdefault(line[1:3], []).append(line)
+    for block in blocks.values():
+        settings = {line: json.loads(line[3]) for line in block}
+        names.update(tell_apart({line: line[0] for line in block}, settings))
+    return names
+
+
+def markdown(order, columns, cell, counted="images"):
+    """A table of the lines with a text; columns: {heading: models}, cell(line, models): a text."""
+    names = line_names(order)
+    measure = "perplexity" if counted == "tokens" else "measure (% unless it says otherwise)"
+    body = [[measure, "conditions", counted, *columns]]
+    for line in order:
+        texts = [cell(line, models) for models in columns.values()]
+        if any(texts):
+            body.append([names[line], line[1], str(line[2]), *texts])
+    if not any(row[1] for row in body[1:]):
+        body = [[row[0], *row[2:]] for row in body]
+    return common.table(body)
+
+
+def cell_texts(cells, rights, shares):
+    """What a table says of a line: functions of (line, models) for one model, a group, a pair."""
+    def one(line, models):
+        value = cells.get((line, models[0]))
+        if value is None:
+            return ""
+        if line not in shares:
+            return f"{value:.2f}"
+        low, high = metrics.wilson(value / 100, line[2])
+        return f"{value:.2f} ({100 * low:.1f}-{100 * high:.1f})"
+
+    def mean(line, models):
+        values = [cells[line, w] for w in models if (line, w) in cells]
+        std = f" ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else ""
+        return f"{np.mean(values):.2f}{std}" if values else ""
+
+    def pair(line, models):
+        first, second = (rights.get((line, w)) for w in models)
+        if first is None or second is None:
+            return ""
+        a, b = int((first > second).sum()), int((second > first).sum())
+        return f"{a} : {b}, p {metrics.mcnemar(a, b):.2g}"
+
+    return one, mean, pair
+
+
+def tables(rows):
+    """Markdown: one column per checkpoint; where seeds differ only, one per model with mean ± std
+    over seeds; where outcomes were kept, every further model beside the first, image by image.
+    """
+    models = {identity(row): row for row in rows}         # in order of appearance
+    groups, details = {}, {}
+    for w, row in models.items():
+        groups.setdefault(group(row), []).append(w)
+        details[w] = {**DEFAULTS[row.get("task", "classification")], **row.get("model_config", {})}
+        details[w].update({k: row.get(k) for k in ("recipe", "checkpoint", "weights")})
+    names = tell_apart({w: row["model"] for w, row in models.items()}, details)
+    kinds = tell_apart({g: models[w[0]]["kind"] for g, w in groups.items()},
+                       {g: details[w[0]] for g, w in groups.items()})
+    cells, rights, order, shares = fill(rows)
+    add_means(cells, order, models, names)
+    one, mean, pair = cell_texts(cells, rights, shares)
+    counted = unit(rows[0])
+
+    out = markdown(order, {names[w]: [w] for w in models}, one, counted)
+    if shares:
+        out += "\n\n(low-high): Wilson's 95 % interval over images; severities, draws count once."
+    if len(groups) < len(models):
+        out += "\n\nMean ± standard deviation over seeds:\n\n"
+        columns = {f"{kinds[g]} (n = {len(w)})": w for g, w in groups.items()}
+        out += markdown(order, columns, mean, counted)
+    first, *others = models
+    kept = list(dict.fromkeys(line for line, _ in rights))
+    if any((line, first) in rights and (line, w) in rights for line in kept for w in others):
+        out += f"\n\nImages that only {names[first]} gets right : that only the other does,"
+        out += "\nand p of McNemar's exact test (severities, draws: right in more of them):\n\n"
+        out += markdown(kept, {names[w]: [first, w] for w in others}, pair)
+    return out
+
+
+# --- on disk --------------------------------------------------------------------------------------
+
+class Results:
+    """The finished rows, and results.jsonl and table.md, which rank 0 writes row by row."""
+
+    def __init__(self, folder, data, models, resume, rank):
+        self.out, self.table = Path(folder, "results.jsonl"), Path(folder, "table.md")
+        self.data, self.rank = data, rank
+        self.rows = read_rows(self.out, models)
+        if self.rows and not resume:
+            raise ValueError(f"--out_dir {folder} holds results: add --resume to go on from them, "
+                             "or choose another one")
+        common.broadcast([None])                          # all have read before one writes
+        if rank == 0:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            common.cut_log(self.out, 0)                   # a line that a kill cut short goes
+
+    def lacks(self, row):
+        """Is there no row of the same model, measure, setting, conditions and images?"""
+        return key(row) not in self.rows
+
+    def add(self, row):
+        """Keep a finished row."""
+        self.rows[key(row)] = row
+        if self.rank == 0:
+            common.write_log(self.out, row)
+            self.write_table()
+            numbers = [f"{line} {value:.2f}" for line, value, _ in lines(row)]
+            tqdm.write("  ".join([f"{row['model']:28}", *numbers,
+                                  f"({row['images']} {unit(row)}, {row['seconds']:.1f} s)"]))
+            if square_gain(row) > 0.2:
+                tqdm.write(f"warning: Square took {square_gain(row):.2f} points after the attacks "
+                           "with gradients, more than 0.2: they may be hidden; see --checks")
+
+    def write_table(self):
+        text = tables([row for row in self.rows.values() if row["data"] == self.data])
+        self.table.write_text(text + "\n")
+        return text
+
+
+
+if __name__ == "__main__":
+    common.run(lambda: print(tables(list(read_rows(Path(sys.argv[1], "results.jsonl")).values()))))
