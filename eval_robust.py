@@ -32,8 +32,9 @@ import torch
 
 import common
 import data
+from data.prose import text_folder
 from data.segmentation import load_split, save_pictures
-from data.text import Vocabulary, text_folder
+from data.text import Vocabulary
 from lm import lm_from_checkpoint
 from robust import attacks
 from robust import checks
@@ -243,8 +244,7 @@ def load_texts(args, models):
         if not isinstance(m["vocab"], str) or m["vocab"] != vocab:
             raise ValueError(f"--ckpt {m['about']['checkpoint']} has no vocab, or another than the "
                              "first: perplexities would not compare")
-    folder = text_folder(args.data_dir, build=args.rank == 0)
-    common.broadcast([None])                              # others wait for what rank 0 has built
+    folder = text_folder(args.data, args.data_dir, args.rank)
     texts, _ = words.load_texts(folder, Vocabulary(vocab.split("\n")), args.window, args.seed)
     few = {text.split: args.limit or len(text.clean) for text in texts}
     return {t.split: t._replace(clean=t.clean[:few[t.split]], attacked=t.attacked[:few[t.split]],
