@@ -1,11 +1,9 @@
-"""Images in, tensors out: a drawn data set that needs no download, CIFAR-10, and folders laid out like ImageNet.
+"""Images in, tensors out: CIFAR-10, folders of one's own, and folders laid out like ImageNet.
 
-Small sets (shapes, CIFAR-10) are a `Split`, all of it in memory as uint8. Large ones are an `ImageTree`, whose files
-are decoded and cropped by DataLoader workers. All that follows the crop happens in batches: on the device, or where
-that is the CPU, partly in the workers. Every random number is a function of (seed, sample), see rng.py: no
-worker, batch or process matters.
-
-    python data.py                 # draw the picture of the shapes data set into shapes.png
+Small sets are a `Split`, all of it in memory as uint8. Large ones are an `ImageTree`, whose files
+are decoded and cropped by DataLoader workers. What follows the crop happens in batches: on the
+device, or where that is the CPU, partly in the workers. Every random number is a function of (seed,
+sample), see rng.py: no worker, batch or process matters.
 """
 
 import io
@@ -25,7 +23,8 @@ from data.rng import uniform
 
 CROP = 12                                    # what a random number is for: the last part of its key
 IMAGE_EXTENSIONS = (".jpeg", ".jpg", ".png", ".webp")
-CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship",
+                   "truck"]
 
 
 class Split(NamedTuple):
@@ -33,29 +32,29 @@ class Split(NamedTuple):
     images: torch.Tensor                     # (N, 3, H, W) uint8
     labels: torch.Tensor                     # (N,) int64
     classes: list                            # class names, str; labels index it
-    masks: torch.Tensor | None = None        # (N, H, W) uint8, 0 = background, k + 1 = class k; only shapes has them
+    masks: torch.Tensor | None = None     # shapes: (N, H, W) uint8, 0: none, k + 1: class k
 
 
 def epoch_order(n, epoch, seed, repeats=1):
     """The sample indices of one epoch, (n,) int64: a permutation of 0..n-1 keyed by (seed, epoch).
 
-    repeats > 1 is DeiT's repeated augmentation: every index of the permutation stands `repeats` times in a row and the
-    list is cut to n entries, so an epoch sees n / repeats images, each in `repeats` crops. The copies are neighbours
-    here; a caller that mixes neighbours (mixup) has to spread them first.
+    repeats > 1 is DeiT's repeated augmentation: every index of the permutation stands `repeats`
+    times in a row and the list is cut to n entries, so an epoch sees n / repeats images, each in
+    `repeats` crops. The copies are neighbours here; who mixes neighbours has to spread them first.
     """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2 ** 63)
     return torch.randperm(n, generator=generator).repeat_interleave(repeats)[:n]
 
 
 def save_grid(path, images, columns=8, zoom=1):
-    """Write images (N, 3, H, W), uint8 or float in [0, 1], as one PNG, `columns` in a row, each pixel `zoom` wide."""
+    """Write images (N, 3, H, W), uint8 or float in [0, 1], as one PNG, each pixel `zoom` wide."""
     from torchvision.utils import make_grid, save_image
     images = images.cpu() / 255 if images.dtype == torch.uint8 else images.cpu()
     images = images.repeat_interleave(zoom, 2).repeat_interleave(zoom, 3)
     save_image(make_grid(images, nrow=columns, padding=2, pad_value=1.0), path)
 
 
-# --- CIFAR-10 -------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 def read_bytes(path):
     """What is in a file, (n,) uint8. A pipe is refused: reading one would wait for ever."""
@@ -72,28 +71,33 @@ def decode_with_pil(data):
 
 
 def decode(data, name):
-    """Bytes of a JPEG, PNG or WebP file, uint8 numpy (n,) -> (3, H, W) uint8 RGB, whatever its colours and bit depth.
+    """Bytes of a JPEG, PNG or WebP file of any colours, uint8 (n,) -> (3, H, W) uint8 RGB.
 
-    Raises ValueError, one line with the file's name, for broken, truncated or foreign files. torchvision's decoder
-    gives the same pixels as PIL in less time, and refuses truncated files as PIL does.
+    Raises ValueError, one line with the file's name, for broken, truncated or foreign files.
+    torchvision's decoder gives the same pixels as PIL in less time, and refuses what PIL refuses.
     """
     try:
         try:
             from torchvision.io import ImageReadMode, decode_image
             image = decode_image(torch.from_numpy(data), ImageReadMode.RGB)
-        except ImportError:                  # torchvision 0.29 calls its decoders deprecated; PIL takes 1.3 x as long
+        except ImportError:                  # later torchvisions may have none; PIL: 1.3 x the time
             image = decode_with_pil(data)
     except (RuntimeError, OSError) as error:
         raise ValueError(f"cannot decode {name}: {str(error).splitlines()[0]}") from None
-    return image if image.dtype == torch.uint8 else (image.int() / 257).round().to(torch.uint8)  # 16 bit: 65535 -> 255
+    if image.dtype == torch.uint8:
+        return image
+    return (image.int() / 257).round().to(torch.uint8)              # 16 bit: 65535 -> 255
 
 
 def scan_folders(root):
     """{class folder: sorted image file names} of root/<class>/<file>; other files are ignored."""
     folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
-    return {name: sorted(entry.name for entry in os.scandir(os.path.join(root, name))
-                         if entry.name.lower().endswith(IMAGE_EXTENSIONS)) for name in folders}
+    files = {name: os.listdir(os.path.join(root, name)) for name in folders}
+    return {name: sorted(file for file in files[name] if file.lower().endswith(IMAGE_EXTENSIONS))
+            for name in folders}
 
+
+# --- CIFAR-10 -------------------------------------------------------------------------------------
 
 def scan_tar(path, splits):
     """[(class, file, offset, size)] of the images <split>/<class>/<file> in an uncompressed tar.
@@ -110,66 +114,88 @@ def scan_tar(path, splits):
                 raise tarfile.ReadError("it does not end in a block of zeros")
     except (tarfile.TarError, ValueError) as error:
         raise ValueError(f"{path} is not a whole uncompressed tar: {error}") from None
-    return [(path[1], path[2], offset, size) for path, offset, size in members if len(path) == 3 and path[0] in splits]
+    return [(path[1], path[2], offset, size) for path, offset, size in members
+            if len(path) == 3 and path[0] in splits]
 
 
 def load_cifar10(data_dir, split, download=False):
-    """CIFAR-10 from data_dir, in whichever of three forms is there, looked for in this order. Returns a Split.
+    """CIFAR-10 from data_dir, in the first of three forms that is there. Returns a Split.
 
-    torchvision's folder cifar-10-batches-py (download=True fetches it); folders train/<class>/ and test/<class>/ (or
-    val/); uncompressed tars of such folders, cifar10_train.tar, cifar10_val.tar or others, read without unpacking.
-    Raises FileNotFoundError when nothing of the kind is there, ValueError when the files are not CIFAR-10's.
+    torchvision's folder cifar-10-batches-py (download=True fetches it); folders train/<class>/ and
+    test/<class>/ (or val/); uncompressed tars of such folders, cifar10_train.tar, cifar10_val.tar
+    or others, read without unpacking. Raises FileNotFoundError when nothing of the kind is there,
+    ValueError when the files are not CIFAR-10's.
     """
     if split not in ("train", "test"):
         raise ValueError(f"split is {split!r}, expected 'train' or 'test'")
-    data_dir, splits = str(data_dir), ["train"] if split == "train" else ["test", "val"]
+    data_dir = str(data_dir)
     if not os.path.isdir(data_dir) and not download:
-        raise FileNotFoundError(f"--data_dir {data_dir} is not a folder; expected one that holds CIFAR-10")
-
+        raise FileNotFoundError(f"--data_dir {data_dir} is not a folder; expected one that holds "
+                                f"CIFAR-10")
     if download or os.path.isdir(os.path.join(data_dir, "cifar-10-batches-py")):
-        from torchvision.datasets import CIFAR10
-        try:
-            dataset = CIFAR10(data_dir, train=split == "train", download=download)
-        except RuntimeError as error:
-            raise ValueError(f"--data_dir {data_dir}: cifar-10-batches-py is incomplete or damaged ({error})") from None
-        images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
-        return Split(images, torch.tensor(dataset.targets), list(dataset.classes))
+        return torchvisions_cifar10(data_dir, split, download)
 
-    files = []                                                       # (class, file name, function that reads its bytes)
-    folders = [root for root in (os.path.join(data_dir, name) for name in splits) if os.path.isdir(root)]
-    if folders:
-        files = [(label, name, partial(read_bytes, os.path.join(folders[0], label, name)))
-                 for label, names in scan_folders(folders[0]).items() for name in names]
-    tars = sorted(entry.name for entry in os.scandir(data_dir)
-                  if entry.name.endswith(".tar") and entry.is_file())
-    for name in sorted(tars, key=lambda name: not any(s in name for s in splits)):       # the likely ones first
-        if not files:
-            members = sorted(scan_tar(os.path.join(data_dir, name), splits))
-            tar = np.memmap(os.path.join(data_dir, name), np.uint8, mode="c")
-            files = [(label, file, partial(tar.__getitem__, slice(start, start + size)))
-                     for label, file, start, size in members]
+    splits = ["train"] if split == "train" else ["test", "val"]
+    files = find_cifar10(data_dir, splits)
     if not files:
         folders = " or ".join(f"{name}/<class>/*" for name in splits)
-        raise FileNotFoundError(f"--data_dir {data_dir} holds no CIFAR-10 {split} images; looked for "
-                                f"cifar-10-batches-py/, {folders}, and a .tar of such folders")
+        raise FileNotFoundError(f"--data_dir {data_dir} holds no CIFAR-10 {split} images; looked "
+                                f"for cifar-10-batches-py/, {folders}, and a .tar of such folders")
     found = sorted({label for label, _, _ in files})
     if found != CIFAR10_CLASSES:
-        raise ValueError(f"--data_dir {data_dir}: the {split} images are in {len(found)} class folders "
-                         f"({', '.join(found)}), expected CIFAR-10's 10 ({', '.join(CIFAR10_CLASSES)})")
+        raise ValueError(f"--data_dir {data_dir}: the {split} images are in {len(found)} class "
+                         f"folders ({', '.join(found)}), expected CIFAR-10's 10 "
+                         f"({', '.join(CIFAR10_CLASSES)})")
     images = torch.empty(len(files), 3, 32, 32, dtype=torch.uint8)
-    progress = tqdm(files, f"decoding CIFAR-10 {split}", leave=False, disable=len(files) < 20000)
+    few = len(files) < 20000
+    progress = tqdm(files, f"decoding CIFAR-10 {split}", leave=False, disable=few)
     for i, (label, name, read) in enumerate(progress):
         image = decode(read(), f"{data_dir} {label}/{name}")
         if image.shape != (3, 32, 32):
-            raise ValueError(f"--data_dir {data_dir}: {label}/{name} is {tuple(image.shape)}, expected (3, 32, 32)")
+            raise ValueError(f"--data_dir {data_dir}: {label}/{name} is {tuple(image.shape)}, "
+                             f"expected (3, 32, 32)")
         images[i] = image
-    return Split(images, torch.tensor([CIFAR10_CLASSES.index(label) for label, _, _ in files]), list(CIFAR10_CLASSES))
+    labels = torch.tensor([CIFAR10_CLASSES.index(label) for label, _, _ in files])
+    return Split(images, labels, list(CIFAR10_CLASSES))
 
 
-# --- images of one's own ------------------------------------------------------------------------------
+def torchvisions_cifar10(data_dir, split, download):
+    from torchvision.datasets import CIFAR10
+    try:
+        dataset = CIFAR10(data_dir, train=split == "train", download=download)
+    except RuntimeError as error:
+        raise ValueError(f"--data_dir {data_dir}: cifar-10-batches-py is incomplete or damaged "
+                         f"({error})") from None
+    images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
+    return Split(images, torch.tensor(dataset.targets), list(dataset.classes))
+
+
+def find_cifar10(data_dir, splits):
+    """[(class, file name, function that reads its bytes)] of the first folder, else of a tar."""
+    folders = [os.path.join(data_dir, name) for name in splits]
+    folders = [folder for folder in folders if os.path.isdir(folder)]
+    files = []
+    if folders:
+        for label, names in scan_folders(folders[0]).items():
+            paths = [os.path.join(folders[0], label, name) for name in names]
+            files += [(label, name, partial(read_bytes, path)) for name, path in zip(names, paths)]
+    tars = sorted(entry.name for entry in os.scandir(data_dir)
+                  if entry.name.endswith(".tar") and entry.is_file())
+    tars.sort(key=lambda name: not any(part in name for part in splits))        # the likely first
+    for name in tars:
+        if files:
+            break
+        members = sorted(scan_tar(os.path.join(data_dir, name), splits))
+        tar = np.memmap(os.path.join(data_dir, name), np.uint8, mode="c")
+        files = [(label, file, partial(tar.__getitem__, slice(start, start + size)))
+                 for label, file, start, size in members]
+    return files
+
+
+# --- images of one's own --------------------------------------------------------------------------
 
 class Photos(NamedTuple):
-    """What find_photos has found: files by class, in train and, if there is such a folder, in val."""
+    """What find_photos has found: the files of train and, if there is such a folder, of val."""
     classes: list
     train: list                              # [(path, label)]
     val: list
@@ -202,8 +228,8 @@ def find_photos(root):
     classes = list(found[0])
     empty = [name for files in found for name, names in files.items() if not names]
     if len(classes) < 2:
-        raise ValueError(f"--data_dir {parts[0]} has {len(classes)} class folders, expected 2 or more: "
-                         f"{parts[0]}/<class>/*.jpg")
+        raise ValueError(f"--data_dir {parts[0]} has {len(classes)} class folders, expected 2 or "
+                         f"more: {parts[0]}/<class>/*.jpg")
     if empty:
         raise ValueError(f"--data_dir {root}: no image in the class folder {empty[0]}")
     if list(found[-1]) != classes:
@@ -260,79 +286,96 @@ def hold_out(split, n):
     return tuple(Split(split.images[part], split.labels[part], split.classes) for part in parts)
 
 
-# --- ImageNet's layout ----------------------------------------------------------------------------------------------
+# --- ImageNet's layout ----------------------------------------------------------------------------
 
 def random_crop_box(width, height, draw, area=(0.08, 1.0), ratio=(3 / 4, 4 / 3)):
-    """The box (left, top, width, height) of a random resized crop: ints, inside the image. draw: 22 numbers in [0, 1).
+    """The box (left, top, width, height) of a random resized crop: ints, inside the image.
 
-    Area uniform, aspect ratio log-uniform; ten tries to fit in the image, then the largest central box of legal ratio.
+    draw: 22 numbers in [0, 1). Area uniform, aspect ratio log-uniform; ten tries to fit in the
+    image, then the largest central box of legal ratio.
     """
     for a, b in zip(draw[:10], draw[10:20]):
         target = width * height * (area[0] + (area[1] - area[0]) * a)
         aspect = ratio[0] * (ratio[1] / ratio[0]) ** b
         w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
         if 0 < w <= width and 0 < h <= height:
-            return int(draw[20] * (width - w + 1)), int(draw[21] * (height - h + 1)), w, h
+            left, top = draw[20] * (width - w + 1), draw[21] * (height - h + 1)
+            return int(left), int(top), w, h
     w, h = min(width, round(height * ratio[1])), min(height, round(width / ratio[0]))
     return (width - w) // 2, (height - h) // 2, w, h
 
 
 class ImageTree(Dataset):
-    """Images in root/<split>/<class>/<file>, as ImageNet is laid out; tree[position, index] is one of them.
+    """Images in root/<split>/<class>/<file>, as ImageNet has them; tree[position, index] is one.
 
-    `index` says which file, `position` (the sample's number in the whole run) which random crop. Returns the image
-    (3, size, size) uint8, its label and position, ints. train: random resized crop. Otherwise: short side resized to
-    size / crop_pct, then the central crop, and tree[index] will do. Both bicubic and antialiased; resample="bilinear"
-    is how the images of ImageNet-C were resized.
+    `index` says which file, `position` (the sample's number in the whole run) which random crop.
+    Returns the image (3, size, size) uint8, its label and position, ints. train: random resized
+    crop. Otherwise: short side resized to size / crop_pct, then the central crop, and tree[index]
+    will do. Both bicubic, antialiased; resample="bilinear" is how ImageNet-C was resized.
 
-    classes: class names in label order, from the training split; by default this split's folders, sorted. With them,
-    every folder must be one of the classes, and every class must have a folder unless subset=True.
-    skip_bad_images: instead of an error, training takes the next readable file (mostly the same class) so that batches
-    stay full; evaluation returns a black image with label -1, to be left out of the count.
+    classes: class names in label order, from the training split; by default this split's folders,
+    sorted. With them, every folder must be one of the classes, and every class must have a folder
+    unless subset=True. skip_bad_images: instead of an error, training takes the next readable file
+    (mostly the same class), so that batches stay full; evaluation returns a black image with label
+    -1, to be left out of the count.
     Raises FileNotFoundError and ValueError, one line that names the folder or file.
     """
 
-    def __init__(self, root, split, classes=None, size=224, train=False, seed=0, skip_bad_images=False, crop_pct=0.875,
-                 subset=False, resample="bicubic"):
+    def __init__(self, root, split, classes=None, size=224, train=False, seed=0,
+                 skip_bad_images=False, crop_pct=0.875, subset=False, resample="bicubic"):
         self.folder = os.path.join(str(root), split)
         self.size, self.train, self.seed, self.skip_bad_images = size, train, seed, skip_bad_images
         self.resize, self.resample = math.floor(size / crop_pct), resample
-        self.skipped = torch.zeros(1, dtype=torch.int64).share_memory_()     # unreadable training files, by all workers
+        self.skipped = torch.zeros(1, dtype=torch.int64).share_memory_()  # by all workers
         if not os.path.isdir(self.folder):
-            raise FileNotFoundError(f"--data_dir {root} has no folder {split!r}; expected {self.folder}/<class>/*.JPEG")
+            raise FileNotFoundError(f"--data_dir {root} has no folder {split!r}; expected "
+                                    f"{self.folder}/<class>/*.JPEG")
         files = scan_folders(self.folder)
         self.classes = list(files) if classes is None else list(classes)
-        unknown, missing = sorted(set(files) - set(self.classes)), sorted(set(self.classes) - set(files))
-        empty = sorted(name for name, names in files.items() if not names)
-        for problem, names in (("has class folders that the training split has not", unknown),
-                               ("lacks class folders of the training split", [] if subset else missing),
-                               ("has class folders without images", empty)):
+        self.check(files, subset)
+
+        # arrays, not lists of a million str, which forked workers copy as they count references
+        names = [(k, file) for k, name in enumerate(self.classes) for file in files.get(name, ())]
+        self.labels = torch.tensor([k for k, _ in names])
+        self.names = np.array([os.fsencode(file) for _, file in names])
+
+    def check(self, files, subset):
+        """ValueError unless the class folders, {name: files}, are those of self.classes."""
+        unknown = sorted(set(files) - set(self.classes))
+        missing = sorted(set(self.classes) - set(files))
+        problems = {"has class folders that the training split has not": unknown,
+                    "lacks class folders of the training split": [] if subset else missing,
+                    "has class folders without images": sorted(k for k in files if not files[k])}
+        for problem, names in problems.items():
             if names:
-                raise ValueError(f"--data_dir {self.folder} {problem}: {', '.join(names[:5])}"
-                                 + f" and {len(names) - 5} more" * (len(names) > 5))
+                more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+                raise ValueError(f"--data_dir {self.folder} {problem}: "
+                                 f"{', '.join(names[:5])}{more}")
         if not files:
-            raise ValueError(f"--data_dir {self.folder} is empty; expected {self.folder}/<class>/*.JPEG")
-        # arrays, not lists of a million str: a forked worker would copy those page by page as reference counts change
-        self.labels = torch.tensor([k for k, name in enumerate(self.classes) for _ in files.get(name, ())])
-        self.names = np.array([os.fsencode(file) for name in self.classes for file in files.get(name, ())])
+            raise ValueError(f"--data_dir {self.folder} is empty; expected "
+                             f"{self.folder}/<class>/*.JPEG")
 
     def __len__(self):
         return len(self.names)
 
     def path(self, index):
-        return os.path.join(self.folder, self.classes[self.labels[index]], os.fsdecode(self.names[index]))
+        name = os.fsdecode(self.names[index])
+        return os.path.join(self.folder, self.classes[self.labels[index]], name)
 
     def load(self, index, draw):
         """Decode and crop one file: (3, size, size) uint8."""
-        # Measured per ImageNet file of 500 x 375 on one core: this 1.0 ms, PIL's decoder and resize 2.0 ms. Beside PIL
-        # the evaluation crop differs by at most 1 grey level; an enlarging training crop by more in 1 pixel of 20,000.
+        # 1.0 ms per ImageNet file of 500 x 375 on one core; with PIL's decoder and resize 2.0 ms.
+        # Beside those the evaluation crop differs by at most 1 grey level, an enlarging training one
+        # by more in 1 pixel of 20,000.
         from torchvision.transforms.v2 import functional as F
         path, resample = self.path(index), F.InterpolationMode(self.resample)
         image = decode(read_bytes(path), path)
         if self.train:
             left, top, width, height = random_crop_box(image.shape[2], image.shape[1], draw)
-            return F.resized_crop(image, top, left, height, width, [self.size, self.size], resample, antialias=True)
-        return F.center_crop(F.resize(image, [self.resize], resample, antialias=True), [self.size, self.size])
+            return F.resized_crop(image, top, left, height, width, [self.size, self.size], resample,
+                                  antialias=True)
+        image = F.resize(image, [self.resize], resample, antialias=True)
+        return F.center_crop(image, [self.size, self.size])
 
     def __getitem__(self, key):
         return self.__getitems__([key])[0]
@@ -340,8 +383,9 @@ class ImageTree(Dataset):
     def __getitems__(self, keys):
         """DataLoader asks for a whole batch here: its random numbers are drawn in one call."""
         keys = [(key, key) if isinstance(key, int) else key for key in keys]
-        draws = uniform(torch.tensor([position for position, _ in keys]), 22, self.seed, CROP).tolist()
-        return [self.load_or_skip(position, index, draw) for (position, index), draw in zip(keys, draws)]
+        positions = torch.tensor([position for position, _ in keys])
+        draws = uniform(positions, 22, self.seed, CROP).tolist()
+        return [self.load_or_skip(*key, draw) for key, draw in zip(keys, draws)]
 
     def load_or_skip(self, position, index, draw):
         """One (image, label, position); what happens to an unreadable file, see the class."""
@@ -351,7 +395,8 @@ class ImageTree(Dataset):
                 return self.load(i, draw), int(self.labels[i]), position
             except (ValueError, OSError) as error:
                 if not self.skip_bad_images:
-                    raise ValueError(f"{error}; --skip_bad_images goes on without such files") from None
+                    raise ValueError(f"{error}; --skip_bad_images goes on without such "
+                                     f"files") from None
                 print(f"skipping: {error}", flush=True)
                 self.skipped += self.train
                 if not self.train:
@@ -360,19 +405,24 @@ class ImageTree(Dataset):
 
 
 def collate(transform, samples):
-    """[(image, label, position)] -> batch; transform(images, positions), if there is one, runs here, in the worker."""
+    """[(image, label, position)] -> batch; transform(images, positions) runs here, in a worker."""
     images, labels, positions = default_collate(samples)
-    return images if transform is None else transform(images, positions), labels, positions
+    if transform:
+        images = transform(images, positions)
+    return images, labels, positions
 
 
 def imagenet_batches(tree, batches, num_workers=4, device="cpu", prefetch=4, transform=None):
-    """DataLoader over an ImageTree: images (B, 3, size, size) uint8, labels (B,) int64, positions (B,) int64.
+    """DataLoader over an ImageTree: images (B, 3, size, size) uint8, labels, positions (B,) int64.
 
-    batches: iterable of lists of (position, index). transform: applied to (images, positions) of a batch in the worker;
-    leave it out if a GPU can do that. Workers run torch with one thread each (DataLoader's own rule), and stay alive when
-    the loader is iterated again; num_workers=0 loads in this process.
+    batches: iterable of lists of (position, index). transform: applied to (images, positions) of a
+    batch in the worker; leave it out if a GPU can do that. Workers run torch with one thread each
+    (DataLoader's own rule), and stay alive when the loader is iterated again; num_workers=0 loads
+    in this process.
     """
-    return DataLoader(tree, batch_sampler=batches, num_workers=num_workers, persistent_workers=num_workers > 0,
-                      prefetch_factor=prefetch if num_workers else None, pin_memory=torch.device(device).type == "cuda",
+    return DataLoader(tree, batch_sampler=batches, num_workers=num_workers,
+                      persistent_workers=num_workers > 0,
+                      prefetch_factor=prefetch if num_workers else None,
+                      pin_memory=torch.device(device).type == "cuda",
                       collate_fn=partial(collate, transform))
 

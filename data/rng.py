@@ -1,7 +1,7 @@
 """Random numbers from a hash instead of a generator.
 
-The numbers of a sample depend on (seed, what for, which sample) alone. So batch size, device, worker,
-number of processes and resuming change nothing, and no random state has to be saved.
+The numbers of a sample depend on (seed, what for, which sample) alone. So batch size, device,
+worker, number of processes and resuming change nothing, and no random state has to be saved.
 (Not called random.py: a script started in this folder would find it instead of Python's own.)
 """
 
@@ -9,7 +9,7 @@ import torch
 
 
 def _mix(x):
-    """One round of a 32-bit integer hash (the "lowbias32" constants) on int32 tensors, in place; products wrap around."""
+    """One round of a 32-bit hash (the "lowbias32" constants) on int32, in place; products wrap."""
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2 ** 32)
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
@@ -18,12 +18,12 @@ def _mix(x):
 def uniform(index, n, *key):
     """Table of random numbers in [0, 1): row i depends on (key, index[i]) only, column j not on n.
 
-    index: (B,) int64 in [0, 2**31), the sample's number; n: columns; key: ints in [0, 2**31) such as (seed, purpose).
-    Returns (B, n) float32 on index's device, multiples of 2**-24.
+    index: (B,) int64 in [0, 2**31), the sample's number; n: columns; key: ints in [0, 2**31) such
+    as (seed, purpose). Returns (B, n) float32 on index's device, multiples of 2**-24.
     """
     row = torch.full_like(index, 0x1E3779B9, dtype=torch.int32)
     for k in (*key, index.int()):
         row = _mix(_mix(row ^ k).add_(0x3C6EF372))
     column = _mix(torch.arange(1, n + 1, device=index.device, dtype=torch.int32))
-    h = _mix(_mix(row[:, None] ^ column).add_(row[:, None]))                                  # (B, n)
+    h = _mix(_mix(row[:, None] ^ column).add_(row[:, None]))              # (B, n)
     return h.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).float().mul_(2.0 ** -24)

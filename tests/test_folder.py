@@ -1,4 +1,4 @@
-"""Images of one's own: `train_cls.py --data_dir photos` finds, chooses, trains, says what it did."""
+"""Images of one's own: `train_cls.py --data_dir photos` finds, chooses, trains and says so."""
 
 import shutil
 import sys
@@ -112,7 +112,8 @@ def test_a_val_folder_is_evaluated_on_and_flags_win_over_what_is_chosen(capsys):
 
 @pytest.mark.parametrize("count, side, size, batch, epochs, model", [
     (4, 30, 32, 2, 200, "nano"), (40, 64, 64, 8, 200, "nano"), (200, 95, 64, 32, 200, "nano"),
-    (400, 375, 96, 64, 200, "nano"), (3000, 500, 96, 64, 64, "nano"), (30000, 32, 32, 64, 8, "micro")])
+    (400, 375, 96, 64, 200, "nano"), (3000, 500, 96, 64, 64, "nano"),
+    (30000, 32, 32, 64, 8, "micro")])
 def test_the_recipe_follows_the_number_and_size_of_the_images(monkeypatch, count, side, size, batch,
                                                               epochs, model):
     files = [("a.png", 0)] * count
