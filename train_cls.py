@@ -92,15 +92,13 @@ def get_args():
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=list(RECIPES)[1:], help="the recipe; default: shapes, scenes rendered "
          "on the fly, or, with --data_dir, folder: images of your own")
-    flag("--data_dir", help="folder: <class>/*.jpg, or train/ and val/ of those; cifar10: "
-         "torchvision's files, class folders or a tar of them; imagenet: train/<class>/*.JPEG and "
-         "val/<class>/*.JPEG")
+    flag("--data_dir", help="folder: <class>/*.jpg, or train/ and val/ of those; imagenet: the "
+         "latter; cifar10: torchvision's files, class folders or a tar of them")
     flag("--download", action=boolean, default=False, help="cifar10: fetch it into --data_dir")
     flag("--num_images", type=COUNT, default=16000, help="shapes: training images to render")
     flag("--holdout", type=NATURAL, default=0, help="train without HOLDOUT of the training images "
          "and evaluate on those: to choose settings there, not on the test split")
-    flag("--skip_bad_images", action=boolean, default=False,
-         help="imagenet: go on without unreadable files")
+    flag("--skip_bad_images", action=boolean, default=False, help="imagenet: skip unreadable ones")
     flag("--num_workers", type=NATURAL, default=min(os.cpu_count() or 1, 10),
          help="imagenet: decoding processes per GPU")
 
@@ -110,11 +108,9 @@ def get_args():
     flag("--patch_size", type=COUNT, help="pixels")
     flag("--attn", default="rpc",
          choices=["softmax", "symmetric", "scaled_s", "scaled_alpha", *RPC_KINDS],
-         help="rpc: symmetric attention with RPC-Attention in --rpc_layers; rpc_asym and sym_asym: "
-              "App. E.9")
+         help="rpc: symmetric, with RPC-Attention in --rpc_layers; rpc_asym, sym_asym: App. E.9")
     flag("--rpc_layers", default="0", help="from 0: 0 (the paper's layer1), all, 0,1,2 or 0-3")
-    flag("--n_iter", type=COUNT, default=4,
-         help="PAP steps; the paper: 4, 5, 6 in layer 0, or 2 in all")
+    flag("--n_iter", type=COUNT, default=4, help="PAP steps; the paper: 4-6 in layer 0, 2 in all")
     flag("--lambd", type=common.number(float, 0, math.inf), default=4.0,
          help="PAP lambda; the paper: 4 in layer 0, 3 in all; inf: never shrink")
     flag("--form", choices=FORMS, default="released", help="reading of Algorithm 1: attention.py")
@@ -154,29 +150,20 @@ def check_schedule(args):
 
 
 def choose_for_folder(args):
-    """Fill what the recipe of a folder leaves open, from how many images it holds and how large.
-
-    About 3,000 steps in all; 64 patches an image, so that a CPU takes minutes.
-    """
+    """Fill what the recipe of a folder leaves open, from how many images it holds and how large."""
     if not args.data_dir:
         raise ValueError("--data folder needs --data_dir")
     photos = data.find_photos(args.data_dir)
     if not photos.val and not args.holdout:
         args.holdout = round(len(photos.train) / 5)                 # without a val folder: a fifth
-
-    n, side = len(photos.train) - args.holdout, photos.median_side()
-    size = max(s for s in (32, 64, 96) if s == 32 or s <= side)
-    batch = max(b for b in (2, 4, 8, 16, 32, 64) if b == 2 or 5 * b <= n)
-    epochs = min(max(3000 * batch // max(n, 1), 8), 200)
-    chosen = dict(model="nano" if n < 20_000 else "micro", image_size=size, patch_size=size // 8,
-                  epochs=epochs, batch_size=batch, pad=size // 8)
+    chosen = photos.recipe(len(photos.train) - args.holdout)
     for name, value in chosen.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     if os.environ.get("RANK", "0") == "0" and not args.resume:
         chosen = " ".join(f"{name}={getattr(args, name)}" for name in ("holdout", *chosen))
         print(f"{args.data_dir}: {len(photos.train) + len(photos.val)} images in "
-              f"{len(photos.classes)} classes, of {side:.0f} pixels; chosen for them: {chosen}")
+              f"{len(photos.classes)} classes; chosen for them: {chosen}", flush=True)
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -207,9 +194,9 @@ def load_data(args, device, rank=0):
         if args.image_size != 32:
             raise ValueError(f"--image_size {args.image_size}: CIFAR-10 images have 32 pixels")
     else:
-        few = max(args.num_images // 5, 1)
-        train = data.load_shapes("train", args.num_images, args.image_size, device=device)
-        test = data.load_shapes("test", few, args.image_size, device=device)
+        sizes = dict(train=args.num_images, test=max(args.num_images // 5, 1))
+        train, test = (data.load_shapes(split, n, args.image_size, device=device)
+                       for split, n in sizes.items())
 
     if args.holdout and args.data != "folder":
         train, test = data.hold_out(train, args.holdout)
@@ -290,9 +277,7 @@ def evaluate(model, source, args, device, rank, world):
     parts = torch.arange(rank, len(source.labels), world).split(256)
     total = torch.zeros(4, device=device)                   # right, right in top 5, loss, images
     batches = load_batches(source, [(part, part) for part in parts], args, device)
-    few = len(source.labels) * args.image_size ** 2 < 2 ** 25
-    bar = tqdm(batches, "evaluating", len(parts), leave=False, disable=rank > 0 or few)
-    for images, labels, _ in bar:
+    for images, labels, _ in tqdm(batches, "evaluating", len(parts), disable=rank > 0, leave=False):
         with common.autocast(device, args.amp):
             logits = model(images.float() / 255).float()
         good = labels >= 0                                          # -1: an unreadable file
@@ -328,43 +313,40 @@ def score(model, ema, train, test, args, device, rank, world, step):
 
 # --- the run --------------------------------------------------------------------------------------
 
-def build_config(args, num_classes):
-    """ViTConfig from the flags."""
+def build(args, classes, device):
+    """Model, optimiser, weight average or None, the step to start at, notes for the reader."""
     size = SIZES[args.model]
     init = args.init or ("default" if args.attn in ("symmetric", "rpc") else "trunc_normal")
     layers = common.parse_layers(args.rpc_layers, size["depth"])
-    return ViTConfig(**size, image_size=args.image_size, patch_size=args.patch_size,
-                     num_classes=num_classes, attn=args.attn, rpc_layers=layers, n_iter=args.n_iter,
-                     lambd=args.lambd, form=args.form, drop_path=args.drop_path, init=init)
-
-
-def build(args, classes, device):
-    """Model, optimiser, weight average or None, the step to start at, notes for the reader."""
+    config = ViTConfig(**size, image_size=args.image_size, patch_size=args.patch_size,
+                       num_classes=len(classes), attn=args.attn, rpc_layers=layers,
+                       n_iter=args.n_iter, lambd=args.lambd, form=args.form,
+                       drop_path=args.drop_path, init=init)
     torch.manual_seed(args.seed)
-    model = ViT(build_config(args, len(classes))).to(device)
+    model = ViT(config).to(device)
     groups = common.param_groups(model, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.ema)) if args.ema else None
+    step, notes = 0, []
     if args.resume:
-        return model, optimizer, ema, resume(args, model, optimizer, ema, classes), []
-    if not args.init_from:
-        return model, optimizer, ema, 0, []
-    checkpoint = common.read_checkpoint(args.init_from)
-    with common.naming(f"--init_from {args.init_from}"):
-        notes = load_weights(model, checkpoint, new_head=True)
-    return model, optimizer, ema, 0, [f"weights from {args.init_from}", *notes]
+        step = resume(args, model, optimizer, ema, classes)
+    elif args.init_from:
+        checkpoint = common.read_checkpoint(args.init_from)
+        with common.naming(f"--init_from {args.init_from}"):
+            notes = load_weights(model, checkpoint, new_head=True)
+        notes.insert(0, f"weights from {args.init_from}")
+    return model, optimizer, ema, step, notes
 
 
 def resume(args, model, optimizer, ema, classes):
     """Load the run that --resume names; returns its step."""
     checkpoint = common.read_checkpoint(args.resume)
-    parts = ["model", "optimizer", "step", "classes"]
-    common.check_run(checkpoint, args.resume, "train_cls.py", *parts)
-    theirs, names = checkpoint["args"], checkpoint["classes"]
+    theirs = checkpoint["args"]
     if bool(args.ema) != bool(theirs["ema"]):
         raise ValueError(f"--set ema={args.ema}: the run in {args.resume} has ema={theirs['ema']}")
-    if ema:
-        common.check_run(checkpoint, args.resume, "train_cls.py", "ema")
+    parts = ["model", "optimizer", "step", "classes"] + (["ema"] if ema else [])
+    common.check_run(checkpoint, args.resume, "train_cls.py", *parts)
+    names = checkpoint["classes"]
     if names != classes:
         raise ValueError(f"--data_dir {args.data_dir} has {len(classes)} classes, not those of the "
                          f"run in {args.resume} ({len(names)}, {', '.join(names[:3])}, ...)")
@@ -375,8 +357,7 @@ def resume(args, model, optimizer, ema, classes):
             load_strictly(ema.module, checkpoint["ema"])
             ema.n_averaged.fill_(checkpoint["step"])
     optimizer.param_groups[0]["weight_decay"] = args.weight_decay       # the setting may be new
-    schedule = ("epochs", "warmup_epochs", "lr", "min_lr")
-    if any(getattr(args, name) != theirs[name] for name in schedule):
+    if any(getattr(args, k) != theirs[k] for k in ("epochs", "warmup_epochs", "lr", "min_lr")):
         check_schedule(args)
     return checkpoint["step"]
 
@@ -394,14 +375,13 @@ def check_batch(args, world, n):
         raise ValueError(f"--batch_size {args.batch_size} is more than the {n} training images")
 
 
-def result(args, metrics, epochs, started):
+def result(args, metrics, epochs, started, out_dir):
     """The last line of a run."""
-    skipped = ""
-    if "skipped" in metrics:
-        skipped = f", {metrics['skipped']} unreadable training images skipped"
+    skipped = f", {metrics['skipped']} unreadable ones skipped" if "skipped" in metrics else ""
     return (f"{args.data} {args.attn}: {split_name(args)} accuracy {metrics['top1']:.2f} % "
             f"(top-5 {metrics['top5']:.2f} %, {metrics['images']} images{skipped}) after "
-            f"{epochs:.1f} epochs, {(time.time() - started) / 60:.1f} minutes")
+            f"{epochs:.1f} epochs, {(time.time() - started) / 60:.1f} minutes; checkpoint "
+            f"{out_dir / 'last.pt'}")
 
 
 def main():
@@ -462,8 +442,7 @@ def main():
         if save:
             run.save("last.pt", state(step))            # last: a kill before it repeats the rest
 
-    text = result(args, run.evaluations[stop], stop / epoch_steps, run.started)
-    run.print(f"{text}; checkpoint {out_dir / 'last.pt'}")
+    run.print(result(args, run.evaluations[stop], stop / epoch_steps, run.started, out_dir))
 
 
 if __name__ == "__main__":

@@ -203,14 +203,22 @@ class Photos(NamedTuple):
 
     def median_side(self, n=200):
         """Median short side in pixels of some training images; their headers are read."""
-        some = self.train[::-(-len(self.train) // n)]
         sides = []
-        for path, _ in some:
+        for path, _ in self.train[::-(-len(self.train) // n)]:
             try:
                 sides.append(min(Image.open(path).size))
             except OSError:
                 continue
         return float(np.median(sides)) if sides else 0.0
+
+    def recipe(self, n):
+        """What training on n of these images wants: about 3,000 steps and 64 patches an image."""
+        side = self.median_side()
+        size = max(s for s in (32, 64, 96) if s == 32 or s <= side)
+        batch = max(b for b in (2, 4, 8, 16, 32, 64) if b == 2 or 5 * b <= n)
+        epochs = min(max(3000 * batch // max(n, 1), 8), 200)
+        return dict(model="nano" if n < 20_000 else "micro", image_size=size, patch_size=size // 8,
+                    epochs=epochs, batch_size=batch, pad=size // 8)
 
 
 def find_photos(root):
@@ -365,8 +373,8 @@ class ImageTree(Dataset):
     def load(self, index, draw):
         """Decode and crop one file: (3, size, size) uint8."""
         # 1.0 ms per ImageNet file of 500 x 375 on one core; with PIL's decoder and resize 2.0 ms.
-        # Beside those the evaluation crop differs by at most 1 grey level, an enlarging training one
-        # by more in 1 pixel of 20,000.
+        # Beside those the evaluation crop differs by at most 1 grey level, an enlarging training
+        # crop by more in 1 pixel of 20,000.
         from torchvision.transforms.v2 import functional as F
         path, resample = self.path(index), F.InterpolationMode(self.resample)
         image = decode(read_bytes(path), path)

@@ -56,7 +56,7 @@ def test_one_flag_trains_on_a_folder_and_says_first_what_it_found(capsys):
     main("--data_dir", "photos", "--max_steps", "2")
     out, err = capsys.readouterr()
     lines = out.splitlines()
-    assert lines[0].startswith("photos: 30 images in 3 classes, of 41 pixels; chosen for them: ")
+    assert lines[0].startswith("photos: 30 images in 3 classes; chosen for them: ")
     for choice in ("holdout=6", "model=nano", "image_size=32", "patch_size=4", "batch_size=4"):
         assert choice in lines[0].split()
     found = "folder: 23 training, 6 held-out images, 3 classes, 1 unreadable files"
