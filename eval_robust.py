@@ -33,7 +33,7 @@ import torch
 import common
 import data
 from data.prose import text_folder
-from data.segmentation import load_split, save_pictures
+from data.segmentation import load_split
 from data.text import Vocabulary
 from lm import lm_from_checkpoint
 from robust import attacks
@@ -41,12 +41,13 @@ from robust import checks
 from robust import corruptions
 from robust import measures
 from robust import metrics
+from robust import pictures
 from robust import score
 from robust import words
 from robust.measures import FOLDERS
 from robust.rows import describe_model
 from robust.tables import Results
-from segmenter import predictions, segmenter_from_checkpoint
+from segmenter import segmenter_from_checkpoint
 from vit import vit_from_checkpoint
 
 CLS, SEG, LM = "classification", "segmentation", "language modelling"
@@ -68,8 +69,7 @@ def get_args():
     """The flags; the settings of measures are in robust/measures.py."""
     p = argparse.ArgumentParser(description=__doc__, epilog=measures.describe(), allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    boolean, path = argparse.BooleanOptionalAction, os.path.normpath
-    count, natural = common.number(int, 1), common.number(int, 0)
+    path, count = os.path.normpath, common.number(int, 1)
 
     flag = p.add_argument_group("what to evaluate").add_argument
     flag("--ckpt", nargs="+", required=True, help="of one task: files, or folders with "
@@ -83,8 +83,8 @@ def get_args():
     flag("--limit", type=count, help="images per measure, the same for every model, or tokens of a "
          "text (default: all; fewer on shapes; "
          + ", ".join(f"{v} for {k}" for k, v in measures.SLOW.items()) + ")")
-    flag("--checks", action=boolean, default=False, help="only run ten sanity checks on "
-         "each classifier")
+    flag("--checks", action=argparse.BooleanOptionalAction, default=False, help="only run ten "
+         "sanity checks on each classifier")
     flag("--source", help="checkpoint whose adversarial images transfer tries on the others")
     flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0, help="which images --limit "
          "takes, which words are swapped, and all random numbers")
@@ -100,6 +100,15 @@ def get_args():
          "(default: procedural frost)")
     flag("--severities", nargs="+", type=common.number(int, 1, 5), default=[1, 2, 3, 4, 5],
          help="of the corruptions")
+
+    add_running(p)
+    return p.parse_args()
+
+
+def add_running(p):
+    """Flags of how it runs, and of how Segmenters and language models look at what they see."""
+    boolean = argparse.BooleanOptionalAction
+    count, natural = common.number(int, 1), common.number(int, 0)
 
     flag = p.add_argument_group("Segmenters and language models").add_argument
     flag("--window", type=count, help="pixels (default: the training crop) or tokens (the context)")
@@ -121,10 +130,9 @@ def get_args():
     flag("--num_workers", type=natural, default=min(os.cpu_count() or 1, 10),
          help="decoding processes")
     flag("--device", help="cuda, mps or cpu (default: the best there is)")
-    return p.parse_args()
 
 
-# --- models ---------------------------------------------------------------------------------------
+# --- models --------------------------------------------------------------------------------------
 
 def load_model(path, device):
     """A checkpoint as dict(model, task, about, args, classes, vocab, count).
@@ -198,7 +206,7 @@ def settle_windows(args, config):
         raise ValueError(f"--stride {args.stride} is more than --window {args.window}")
 
 
-# --- images and texts -----------------------------------------------------------------------------
+# --- images and texts ----------------------------------------------------------------------------
 
 def load_source(args, models):
     """What to evaluate on: data.Split or ImageTree; Scenes or SegTree; {split: words.Text}."""
@@ -251,7 +259,7 @@ def load_texts(args, models):
                                 kept=t.kept[:few[t.split] - 1]) for t in texts}
 
 
-# --- the run --------------------------------------------------------------------------------------
+# --- the run -------------------------------------------------------------------------------------
 
 def plan(args):
     """[(measure, setting, conditions)]: what --measures and the flags ask for."""
@@ -288,17 +296,9 @@ def describe_row(m, name, setting, conditions, n, args):
                 measure=name, setting=setting, conditions=conditions, images=n)
 
 
-def size_of(source, name, setting, args):
-    """How many images, or tokens of a text, a measure is on."""
-    if name == "perplexity":
-        return len(source[setting["split"]].clean)
-    few = measures.SCENES if args.data == "shapes" else measures.SLOW
-    return args.limit or min(few.get(name, score.length(source)), score.length(source))
-
-
 def measure(group, other, name, setting, conditions, source, tree, index, args):
     """The results of one measure, a dict per model; source: the test split, tree: the images."""
-    m, n = group[0], size_of(tree, name, setting, args)
+    m, n = group[0], score.size_of(tree, name, setting, args)
     if name == "perplexity":
         return [score.perplexity_row(m, setting, source, args)]
     if args.task == SEG:
@@ -324,7 +324,7 @@ def evaluate(models, other, source, todo, results, args):
             root, folder = os.path.split(os.path.abspath(getattr(args, name)))
             size = models[0]["model"].config.image_size
             tree = data.ImageTree(root, folder, source.classes, size, subset=True)
-        n = size_of(tree, name, setting, args)
+        n = score.size_of(tree, name, setting, args)
         index = None
         if name != "perplexity":
             index = score.pick(score.length(tree), n, args.seed)
@@ -357,7 +357,7 @@ def stamp(m, before, n, seconds, args):
                 hardware=common.describe(args.device), processes=args.world)
 
 
-# --- checks and pictures --------------------------------------------------------------------------
+# --- the command ---------------------------------------------------------------------------------
 
 def run_checks(models, other, source, args):
     """The evaluator's checks on each model, on the same images; nothing is written."""
@@ -368,46 +368,6 @@ def run_checks(models, other, source, args):
     for m in models:
         twin = softmax if softmax is not m["model"] else None
         checks.run(m["model"], pixels, labels, index, m["about"]["model"], twin)
-
-
-def save_classified(models, source, todo, args):
-    """corruptions.png: 15 types x 5 severities of an image. attacks_<i>.png per model: clean,
-    attacked by PGD at the largest eps, the difference amplified to full contrast."""
-    index = score.pick(len(source.labels), None, args.seed)[:args.save_images]
-    zoom = max(1, 96 // models[0]["model"].config.image_size)
-    (images, labels, index, _), = score.whole(score.batches(source, index, args))
-    grid = [corruptions.corrupt(images[:1], name, severity, seed=args.seed, index=index[:1],
-                                frost_dir=args.frost_dir)
-            for name in corruptions.NAMES for severity in (1, 2, 3, 4, 5)]
-    data.save_grid(Path(args.out_dir, "corruptions.png"), torch.cat(grid), columns=5, zoom=zoom)
-
-    x = images.float() / 255
-    asked = [one for one in todo if one[0] == "pgd"]
-    asked = asked or measures.plan(["pgd"], CLS, args.preset, args.eps)
-    name, setting, conditions = max(asked, key=lambda one: one[1]["eps"])
-    for i, m in enumerate(models):
-        adv = score.attack_images(m["model"], name, setting, x, labels, index, conditions,
-                                  seed=args.seed, batch_size=args.batch_size)
-        bound = (adv - x).abs().amax().clamp(min=1e-6)
-        rows = torch.cat([x, adv.clamp(0, 1), 0.5 + (adv - x) / (2 * bound)])
-        data.save_grid(Path(args.out_dir, f"attacks_{i}.png"), rows, columns=len(x), zoom=zoom)
-
-
-def save_segmented(models, source, todo, args):
-    """clean.png, <type>_<severity>.png: image, truth, prediction; of several models in 0/, 1/."""
-    for i, m in enumerate(models):
-        folder = Path(args.out_dir, str(i)) if len(models) > 1 else Path(args.out_dir)
-        folder.mkdir(exist_ok=True)
-        for name, setting, _ in todo:
-            n = size_of(source, name, setting, args)
-            index = score.pick(len(source), n, args.seed).tolist()
-            index = index[::-(-n // args.save_images)]
-            for severity, change in score.changes(name, setting, args).items():
-                title = f"{setting['type']}_{severity}.png" if severity else "clean.png"
-                found = predictions(m["model"], source, index, change=change,
-                                    **score.views(m, setting, args))
-                triples = [[t.cpu() for t in triple] for triple in found]
-                save_pictures(folder / title, *zip(*triples), source.classes)
 
 
 def main():
@@ -448,9 +408,9 @@ def main():
     if args.rank == 0:
         print("\n" + results.write_table())
         if args.save_images and args.task == CLS:
-            save_classified(models, source, todo, args)
+            pictures.save_classified(models, source, todo, args)
         elif args.save_images:
-            save_segmented(models, source, todo, args)
+            pictures.save_segmented(models, source, todo, args)
         print(f"\n{len(results.rows)} rows in {results.out}; this table in {results.table}")
 
 

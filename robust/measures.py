@@ -57,7 +57,7 @@ SCENES = dict(corruptions=320, noise=640, fgsm=640, pgd=160, adaptive_pgd=80, tr
 SLOW = dict(autoattack=1000, adaptive_autoattack=1000, square=1000, spsa=100, cw=100)
 
 
-# --- settings in words ----------------------------------------------------------------------------
+# --- settings in words ---------------------------------------------------------------------------
 
 def budget(text):
     """8/255 or 0.0314 -> float; eps is in pixel units."""

@@ -20,7 +20,7 @@ SEED_FLAGS = ("seed", "data_dir", "download", "skip_bad_images", "num_workers", 
               "keep_every", "save_images", "sample", "words", "prompt", "temperature")
 
 
-# --- which model, which row -----------------------------------------------------------------------
+# --- which model, which row ----------------------------------------------------------------------
 
 def kind_of(config):
     """A model in words: softmax, symmetric, rpc 4iter/layer1, rpc 2iter/all-layer, lambda 3, ..."""
@@ -85,7 +85,7 @@ def key(row):
     return json.dumps([identity(row), row.get("data_dir"), *parts], sort_keys=True)
 
 
-# --- on disk --------------------------------------------------------------------------------------
+# --- on disk -------------------------------------------------------------------------------------
 
 def read_rows(path, models=()):
     """The finished rows of an earlier run, {key: row}; a line cut short by a kill is dropped.

@@ -21,16 +21,24 @@ from robust import attacks
 from robust import corruptions
 from robust import metrics
 from robust import words
-from robust.measures import ATTACKS
+from robust.measures import ATTACKS, SCENES, SLOW
 from robust.tables import show
 from segmenter import evaluate as evaluate_segmenter
 
 
-# --- images ---------------------------------------------------------------------------------------
+# --- images --------------------------------------------------------------------------------------
 
 def length(source):
     """How many images a source has."""
     return len(getattr(source, "labels", source))
+
+
+def size_of(source, name, setting, args):
+    """How many images, or tokens of a text, a measure is on."""
+    if name == "perplexity":
+        return len(source[setting["split"]].clean)
+    few = SCENES if args.data == "shapes" else SLOW
+    return args.limit or min(few.get(name, length(source)), length(source))
 
 
 def pick(n, limit, seed):
@@ -69,7 +77,7 @@ def whole(loaded):
     return [tuple(torch.cat(part) for part in zip(*parts))] if parts else []
 
 
-# --- who is right ---------------------------------------------------------------------------------
+# --- who is right --------------------------------------------------------------------------------
 
 def hits(logits, labels):
     """Right in the first, right among the first five: (B, 2) float."""
@@ -113,7 +121,7 @@ def together(outcomes):
     return {field: [one[field] for one in outcomes] for field in outcomes[0]}
 
 
-# --- rows: clean, corrupted, other folders --------------------------------------------------------
+# --- rows: clean, corrupted, other folders -------------------------------------------------------
 
 def unchanged(images, *_):
     return images.float() / 255
@@ -202,7 +210,7 @@ def folder_row(m, name, tree, index, source, args):
                 chance=100 * len(index) / len(both), inside=len(inside), classes=len(columns))
 
 
-# --- rows: attacks --------------------------------------------------------------------------------
+# --- rows: attacks -------------------------------------------------------------------------------
 
 def attack_images(model, name, setting, images, labels, index, conditions, *, seed=0,
                   batch_size=512, trace=None):
@@ -325,7 +333,7 @@ def sizes(moved):
                 outside=moved[:, 3].max().item())
 
 
-# --- rows: Segmenters and language models ---------------------------------------------------------
+# --- rows: Segmenters and language models --------------------------------------------------------
 
 def views(m, setting, args):
     """How a Segmenter looks at images: what segmenter.evaluate and predictions take."""

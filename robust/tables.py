@@ -15,7 +15,7 @@ from robust import corruptions
 from robust import metrics
 from robust.rows import DEFAULTS, group, identity, key, read_rows
 
-# --- a row in words -------------------------------------------------------------------------------
+# --- a row in words ------------------------------------------------------------------------------
 
 def show(setting):
     """8/255 for an eps, else what identifies the setting."""
@@ -85,7 +85,7 @@ def tell_apart(names, details):
     return names
 
 
-# --- tables ---------------------------------------------------------------------------------------
+# --- tables --------------------------------------------------------------------------------------
 
 def fill(rows):
     """Rows as cells {(line, model): value}, times each image was right {(line, model): (n,)}, lines
@@ -236,7 +236,7 @@ def tables(rows):
     return out
 
 
-# --- on disk --------------------------------------------------------------------------------------
+# --- on disk -------------------------------------------------------------------------------------
 
 class Results:
     """The finished rows, and results.jsonl and table.md, which rank 0 writes row by row."""

@@ -5,14 +5,9 @@ import json
 import shlex
 import sys
 
-from dataclasses import asdict
-
 import pytest
 import torch
 import torch.nn.functional as F
-from data.segmentation import Scenes
-from data.text import count_words
-from lm import LM, LMConfig
 from torchvision.io import write_jpeg, write_png
 
 from robust import attacks
@@ -24,9 +19,9 @@ import eval_robust
 from robust import measures
 from robust import metrics
 from robust import score
-from segmenter import Segmenter, SegmenterConfig
 from test_eval_robust import make_checkpoint
-from vit import SIZES, ViT, ViTConfig
+from test_eval_tasks import save_language_model, save_segmenter
+from vit import ViT, ViTConfig
 
 # What a row says of itself, not of the model's answers.
 ABOUT = {"model", "kind", "checkpoint", "weights", "model_config", "recipe", "data", "data_dir",
@@ -57,37 +52,6 @@ def place(tmp_path_factory):
     save_segmenter(folder / "seg.pt")
     save_language_model(folder)
     return folder
-
-
-def save_segmenter(path, attn="rpc", seed=0):
-    """An untrained Segmenter of 10 rendered scenes as a checkpoint."""
-    torch.manual_seed(seed)
-    config = SegmenterConfig(11, **{**SIZES["nano"], "depth": 1}, image_size=32, patch_size=8, attn=attn)
-    model = Segmenter(config)
-    flags = dict(data="shapes", data_dir=None, num_classes=11, num_images=100, size=32, seed=seed)
-    common.save_checkpoint(path, dict(
-        task="segmentation", model=model.state_dict(), model_config=asdict(config), step=1,
-        classes=list(Scenes("test", 1, 32).classes), args=flags))
-    return model.eval()
-
-
-def save_language_model(folder, name="lm.pt", attn="rpc", seed=0):
-    """An untrained language model of a small text, folder/text, as a checkpoint."""
-    (folder / "text").mkdir(exist_ok=True)
-    for i, split in enumerate(("train", "valid", "test")):
-        words = [["the cat sat", "dogs run", "AAA bears eat fish"][(j * (i + 1) + j // 3) % 3]
-                 for j in range(40)]
-        (folder / "text" / f"wiki.{split}.tokens").write_text("\n".join(words) + "\n")
-    vocab = count_words(folder / "text" / "wiki.train.tokens")
-    torch.manual_seed(seed)
-    config = LMConfig(len(vocab), context=8, embed_dim=16, depth=1, num_heads=2, mlp_dim=32,
-                      attn=attn, rpc_layers=(0,))
-    model = LM(config)
-    flags = dict(data="folder", data_dir=str(folder / "text"), steps=9, seed=seed)
-    common.save_checkpoint(folder / name, dict(
-        task="language modelling", model=model.state_dict(), model_config=asdict(config), step=seed,
-        vocab="\n".join(vocab.words), args=flags))
-    return model.eval()
 
 
 # Of two flags argparse keeps the last: a line of the table may say --limit again.

@@ -1,0 +1,263 @@
+"""The evaluator on Segmenters, language models, images of one's own: rows equal plain loops."""
+
+import math
+from dataclasses import asdict
+
+import pytest
+import torch
+from torchvision.io import write_png
+
+import common
+import data
+from data.segmentation import Scenes
+from data.text import count_words, read_lines
+from lm import LM, LMConfig
+from robust import corruptions
+from robust.words import word_swap
+from segmenter import Segmenter, SegmenterConfig, predict
+from test_eval_robust import line_of, make_checkpoint, results, run
+from vit import SIZES
+
+
+def save_segmenter(path, attn="rpc", seed=0):
+    """An untrained Segmenter of 10 rendered scenes as a checkpoint."""
+    torch.manual_seed(seed)
+    config = SegmenterConfig(11, **{**SIZES["nano"], "depth": 1}, image_size=32, patch_size=8, attn=attn)
+    model = Segmenter(config)
+    flags = dict(data="shapes", data_dir=None, num_classes=11, num_images=100, size=32, seed=seed)
+    common.save_checkpoint(path, dict(
+        task="segmentation", model=model.state_dict(), model_config=asdict(config), step=1,
+        classes=list(Scenes("test", 1, 32).classes), args=flags))
+    return model.eval()
+
+
+def save_language_model(folder, name="lm.pt", attn="rpc", seed=0):
+    """An untrained language model of a small text, folder/text, as a checkpoint."""
+    (folder / "text").mkdir(exist_ok=True)
+    for i, split in enumerate(("train", "valid", "test")):
+        words = [["the cat sat", "dogs run", "AAA bears eat fish"][(j * (i + 1) + j // 3) % 3]
+                 for j in range(40)]
+        (folder / "text" / f"wiki.{split}.tokens").write_text("\n".join(words) + "\n")
+    vocab = count_words(folder / "text" / "wiki.train.tokens")
+    torch.manual_seed(seed)
+    config = LMConfig(len(vocab), context=8, embed_dim=16, depth=1, num_heads=2, mlp_dim=32,
+                      attn=attn, rpc_layers=(0,))
+    model = LM(config)
+    flags = dict(data="folder", data_dir=str(folder / "text"), steps=9, seed=seed)
+    common.save_checkpoint(folder / name, dict(
+        task="language modelling", model=model.state_dict(), model_config=asdict(config), step=seed,
+        vocab="\n".join(vocab.words), args=flags))
+    return model.eval()
+
+
+def evaluated(folder, *flags):
+    """The rows of a run that went well."""
+    out = run(*flags, "--out_dir", folder)
+    assert out.returncode == 0, out.stderr
+    return results(folder)
+
+
+# --- Segmenters ------------------------------------------------------------------------------------
+
+def iou_by_hand(model, index, change=lambda image, i: image, **how):
+    """(pixel accuracy, mean accuracy, mean IoU) in percent over rendered scenes, class by class."""
+    source, right, truth, said = Scenes("test", 10, 32), *torch.zeros(3, 11, dtype=torch.float64)
+    for i in index.tolist():
+        image, label = source[i]
+        guess = predict(model, change(image, i), size=32, **how).argmax(0)
+        for k in range(11):
+            right[k] += ((guess == k) & (label == k)).sum()
+            truth[k] += (label == k).sum()
+            said[k] += ((guess == k) & (label != 255)).sum()
+    each = right.sum() / truth.sum(), (right / truth).nanmean(), (right / (truth + said - right)).nanmean()
+    return [100 * value.item() for value in each]
+
+
+@pytest.fixture(scope="module")
+def segmented(tmp_path_factory):
+    """A folder, its Segmenters a.pt and b.pt, and the rows of a run on both."""
+    folder = tmp_path_factory.mktemp("seg")
+    models = [save_segmenter(folder / f"{name}.pt", seed=i) for i, name in enumerate("ab")]
+    rows = evaluated(folder / "r", "--ckpt", folder / "a.pt", folder / "b.pt", "--limit", 3,
+                     "--measures", "clean", "corruptions type=fog,contrast", "--severities", 2, 5,
+                     "--save_images", 1, "--window", 16, "--stride", 8, "--scales", 1, 1.5, "--flip",
+                     "--num_workers", 0, "--seed", 4)
+    return folder, models, rows
+
+
+def test_segmenters_rows_equal_a_plain_loop(segmented):
+    _, models, rows = segmented
+    index = data.epoch_order(10, 0, 4)[:3]
+    how = dict(window=16, stride=8, scales=[1, 1.5], flip=True)
+    assert [row["measure"] for row in rows] == ["clean"] * 2 + ["corruptions"] * 4
+    for row, model in zip(rows, [*models] * 3):
+        def change(image, i, severity):
+            kind = row["setting"]["type"]
+            return corruptions.corrupt(image[None], kind, severity, seed=4, index=[i])[0]
+
+        numbers = [row[name] for name in ("pixel_accuracy", "mean_accuracy", "mean_iou")]
+        if row["measure"] == "clean":
+            assert numbers == pytest.approx(iou_by_hand(model, index, **how), abs=1e-3)
+            continue
+        for severity, *found in zip((2, 5), *numbers):
+            hand = iou_by_hand(model, index, lambda x, i: change(x, i, severity), **how)
+            assert found == pytest.approx(hand, abs=1e-3)
+    assert len({row["mean_iou"] for row in rows[:2]}) == 2
+    assert len(rows[0]["iou"]) == 11 and [len(iou) for iou in rows[2]["iou"]] == [11, 11]
+
+
+def test_segmenters_table_and_pictures(segmented):
+    folder, _, rows = segmented
+    table = (folder / "r" / "table.md").read_text().partition("over seeds")[0]
+    fog = [sum(row["mean_iou"]) / 2 for row in rows if row["setting"].get("type") == "fog"]
+    assert line_of(table, "fog, mean IoU") == [f"{value:.2f}" for value in fog]
+    assert line_of(table, "clean, pixel accuracy") == [f"{r['pixel_accuracy']:.2f}" for r in rows[:2]]
+    assert "Wilson" not in table and "mean of the 15" not in table        # two of 15 types
+    names = {"clean.png", "fog_2.png", "fog_5.png", "contrast_2.png", "contrast_5.png"}
+    assert all({p.name for p in (folder / "r" / i).iterdir()} == names for i in "01")
+
+
+def test_segmenters_that_differ_in_the_seed_have_a_mean_and_all_types_too(segmented, monkeypatch):
+    monkeypatch.setattr(corruptions, "NAMES", ("fog", "contrast"))
+    folder, _, rows = segmented
+    flags = ("--ckpt", folder / "a.pt", folder / "b.pt", "--limit", 3, "--num_workers", 0)
+    rows = evaluated(folder / "two", *flags, "--measures", "corruptions type=fog,contrast",
+                     "--severities", 1)
+    table, _, means = (folder / "two" / "table.md").read_text().partition("over seeds")
+    values = [[row["mean_iou"][0] for row in rows if row["setting"]["type"] == kind]
+              for kind in ("fog", "contrast")]
+    mean = [f"{sum(pair) / 2:.2f}" for pair in zip(*values)]
+    assert line_of(table, "mean of the 15, mean IoU") == mean
+    assert "(n = 2)" in means and "±" in line_of(means, "fog, mean IoU")[0]
+
+
+def test_two_processes_segment_every_image_once(segmented):
+    folder, _, _ = segmented
+    flags = ("--ckpt", folder / "a.pt", "--limit", 3, "--measures", "clean", "--num_workers", 0)
+    one, = evaluated(folder / "one", *flags)
+    out = run(*flags, "--out_dir", folder / "shared", processes=2)
+    assert out.returncode == 0, out.stderr
+    two, = results(folder / "shared")
+    assert one["iou"] == two["iou"] and one["images"] == two["images"] == 3
+
+
+# --- language models -------------------------------------------------------------------------------
+
+@torch.no_grad()
+def nats_by_hand(model, tokens, window, stride):
+    """Nats of tokens[1:], one at a time: each sees the tokens of its window that stand before it."""
+    nats, end = [], window
+    while len(nats) < len(tokens) - 1:
+        end = min(end, len(tokens) - 1)
+        start = max(end - window, 0) if stride < window else len(nats)
+        logits = model(tokens[None, start:end], tokens[None, start + 1:end + 1])[0]
+        nats += logits[len(nats) - end:].tolist()
+        end += stride
+    return torch.tensor(nats, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A folder with two language models, lm.pt and other.pt, and the rows of a run on both."""
+    folder = tmp_path_factory.mktemp("lm")
+    models = [save_language_model(folder, "lm.pt"), save_language_model(folder, "other.pt", seed=1)]
+    rows = evaluated(folder / "r", "--ckpt", folder / "lm.pt", folder / "other.pt", "--stride", 3,
+                     "--window", 6, "--seed", 5, "--limit", 100)
+    return folder, models, rows
+
+
+def test_perplexities_equal_a_plain_loop(texts):
+    folder, models, rows = texts
+    vocab = count_words(folder / "text" / "wiki.train.tokens")
+    pairs = [(split, model) for split in ("valid", "test") for model in models]
+    assert [row["setting"]["split"] for row in rows] == [split for split, _ in pairs]
+    for row, (split, model) in zip(rows, pairs):
+        lines = read_lines(folder / "text" / f"wiki.{split}.tokens")
+        swapped_lines, swapped = word_swap(lines, seed=5)
+        clean, attacked = (torch.from_numpy(vocab.encode_lines(some).astype("int64"))[:100]
+                           for some in (lines, swapped_lines))
+        kept = ~torch.tensor(swapped[1:100])
+        nats = [nats_by_hand(model, *how) for how in
+                ((clean, 6, 6), (clean, 6, 3), (attacked, 6, 3))]
+        expected = dict(segment=nats[0], sliding=nats[1], attacked=nats[2],
+                        attacked_unswapped=nats[2][kept], clean_unswapped=nats[1][kept])
+        for name, values in expected.items():
+            assert row[name] == pytest.approx(values.mean().exp().item(), rel=1e-5), name
+        assert row["images"] == 100 and row["swapped"] == int((~kept).sum()) > 0
+        assert all(math.isfinite(row[name]) for name in expected)
+
+
+def test_a_language_models_table_has_a_line_for_each_perplexity(texts):
+    folder, _, rows = texts
+    table, _, means = (folder / "r" / "table.md").read_text().partition("over seeds")
+    assert table.startswith("| perplexity ") and "| tokens |" in table.splitlines()[0]
+    assert len({row["sliding"] for row in rows}) == 4
+    for split, pair in (("valid", rows[:2]), ("test", rows[2:])):
+        for name, text in (("segment", "segment-wise"), ("sliding", "sliding"),
+                           ("attacked", "attacked"),
+                           ("attacked_unswapped", "attacked, words not swapped"),
+                           ("clean_unswapped", "clean, the same words")):
+            cells = line_of(table, f"perplexity {split}, {text}")
+            assert cells == [f"{row[name]:.2f}" for row in pair]
+    assert "(n = 2)" in means                             # the step of best.pt does not part seeds
+
+
+def test_best_weights_are_scored_and_rows_are_not_computed_again(texts, tmp_path):
+    folder, _, rows = texts
+    (tmp_path / "best.pt").write_bytes((folder / "lm.pt").read_bytes())
+    (tmp_path / "last.pt").write_bytes((folder / "other.pt").read_bytes())
+    flags = ("--ckpt", tmp_path, "--stride", 3, "--window", 6, "--limit", 100)
+    found = evaluated(tmp_path / "r", *flags, "--seed", 5)
+    assert [row["sliding"] for row in found] == [rows[0]["sliding"], rows[2]["sliding"]]
+    again = evaluated(tmp_path / "r", *flags, "--seed", 5, "--resume")
+    assert again == found
+    other = evaluated(tmp_path / "r", *flags, "--seed", 6, "--resume")
+    assert other[:2] == found and len(other) == 4
+    assert other[2]["sliding"] == found[0]["sliding"]
+    assert other[2]["attacked"] != found[0]["attacked"]   # other words
+
+
+@pytest.mark.parametrize("ckpt, flags, words", [
+    ("lm.pt", ["--measures", "pgd"], "known are perplexity"),
+    ("lm.pt", ["--eps", "1/255"], "--eps is for classification, not for language modelling"),
+    ("lm.pt", ["--window", "9"], "more than the context of 8 tokens"),
+    ("lm.pt", ["--window", "4", "--stride", "5"], "--stride 5 is more than --window 4"),
+    ("lm.pt", ["--data", "shapes"], "expected one of pydoc"),
+    ("lm.pt", ["--data_dir", "nowhere"], "nowhere"),
+    ("seg.pt", ["--window", "12"], "not a multiple of the patch size 8"),
+    ("seg.pt", ["--checks"], "--checks is for classification"),
+    ("seg.pt", ["--limit", "11"], "there are only 10 images"),
+    ("seg.pt", ["--data", "camvid"], "needs --data_dir"),
+    ("seg.pt", ["--batch_size", "3"], "--batch_size is for classification and language modelling"),
+    ("seg.pt lm.pt", [], "segmentation and language modelling, expected models of one task"),
+    ("lm.pt words.pt", [], "perplexities would not compare"),
+    ("none.pt", [], "not a checkpoint of train_cls.py, train_seg.py or train_lm.py"),
+])
+def test_what_does_not_fit_a_task_is_one_line(texts, monkeypatch, ckpt, flags, words):
+    folder, _, _ = texts
+    monkeypatch.chdir(folder)
+    save_segmenter(folder / "seg.pt")
+    language = common.read_checkpoint("lm.pt")
+    renamed = {**language, "vocab": language["vocab"].replace("cat", "dog")}
+    common.save_checkpoint(folder / "words.pt", renamed)
+    common.save_checkpoint(folder / "none.pt", {**language, "task": "chess"})
+    out = run("--ckpt", *ckpt.split(), *flags, "--out_dir", "bad")
+    line = out.stderr.splitlines()[-1]
+    assert out.returncode == 1 and line.startswith("error: ") and words in line
+
+
+# --- images of one's own ---------------------------------------------------------------------------
+
+def test_a_classifier_of_ones_own_folder_is_evaluated_on_what_was_held_out(tmp_path):
+    images = data.load_shapes("test", 40).images
+    for i, image in enumerate(images):
+        (tmp_path / "photos" / f"c{i % 4}").mkdir(parents=True, exist_ok=True)
+        write_png(image, str(tmp_path / "photos" / f"c{i % 4}" / f"{i}.png"))
+    classes = [f"c{i}" for i in range(4)]
+    model = make_checkpoint(tmp_path / "m.pt", classes, task="folder",
+                            flags=dict(data_dir=str(tmp_path / "photos"), holdout=8))
+    row, = evaluated(tmp_path / "r", "--ckpt", tmp_path / "m.pt", "--measures", "clean")
+    _, held, _ = data.load_photos(data.find_photos(tmp_path / "photos"), 32, 8)
+    right = (model(held.images.float() / 255).argmax(1) == held.labels).double()
+    assert row["images"] == 8 and row["top1"] == pytest.approx(100 * right.mean().item())
+    assert row["data_dir"] == str(tmp_path / "photos")
