@@ -1,7 +1,8 @@
 """Numbers of the robustness tables: corruption error, mCE, how well outliers are told apart
 (ImageNet-O), and how sure an accuracy, or a difference between two models, is.
 
-Hendrycks & Dietterich 2019 (ImageNet-C), Hendrycks et al. 2021 (ImageNet-O). Plain functions on tensors.
+Hendrycks & Dietterich 2019 (ImageNet-C), Hendrycks et al. 2021 (ImageNet-O). Plain functions on
+tensors.
 """
 
 import base64
@@ -13,9 +14,11 @@ import torch
 
 from robust.corruptions import NAMES
 
-# AlexNet's top-1 error on ImageNet-C, mean of 5 severities, as NAMES (`rachtsy/KPCA_code:Robust/utils_robust.py`)
-ALEXNET = dict(zip(NAMES, (0.886428, 0.894468, 0.922640, 0.819880, 0.826268, 0.785948, 0.798360, 0.866816, 0.826572,
-                           0.819324, 0.564592, 0.853204, 0.646056, 0.717840, 0.606500)))
+# AlexNet's top-1 error on ImageNet-C, mean of 5 severities, in the order of NAMES
+# (`rachtsy/KPCA_code:Robust/utils_robust.py`)
+ALEXNET = dict(zip(NAMES, (
+    0.886428, 0.894468, 0.922640, 0.819880, 0.826268, 0.785948, 0.798360, 0.866816, 0.826572,
+    0.819324, 0.564592, 0.853204, 0.646056, 0.717840, 0.606500)))
 
 
 def is_imagenet(classes):
@@ -36,13 +39,15 @@ def mean_corruption_error(errors, reference=ALEXNET):
 
 
 def _counts(score, positive):
-    """Cumulated true and false positives at every distinct threshold, from the highest score down; float64."""
+    """True and false positives summed down to each distinct threshold, highest first; float64."""
     score, order = score.double().sort(descending=True)
     positive = positive.double()[order]
-    last = torch.cat([score[1:] != score[:-1], score.new_ones(1, dtype=torch.bool)])       # ties fall in one step
+    # ties fall in one step
+    last = torch.cat([score[1:] != score[:-1], score.new_ones(1, dtype=torch.bool)])
     tp, fp = positive.cumsum(0)[last], (1 - positive).cumsum(0)[last]
     if not tp[-1] or not fp[-1]:
-        raise ValueError(f"{int(tp[-1])} positive and {int(fp[-1])} negative examples, expected at least one of each")
+        raise ValueError(f"{int(tp[-1])} positive and {int(fp[-1])} negative examples, expected at "
+                         f"least one of each")
     return tp, fp
 
 
@@ -57,7 +62,7 @@ def average_precision(score, positive):
 
 
 def auroc(score, positive):
-    """Area under the ROC curve (a tie counts half), in [0, 1]. Arguments as in average_precision."""
+    """Area under the ROC curve in [0, 1], a tie counts half. Arguments: see average_precision."""
     tp, fp = _counts(score, positive)
     zero = tp.new_zeros(1)
     return torch.trapezoid(torch.cat([zero, tp / tp[-1]]), torch.cat([zero, fp / fp[-1]])).item()
