@@ -36,7 +36,7 @@ from kpca import (EPS, a_hat, attend, centre, coefficients, eigen_cosine, kernel
                   kernel_projections, key_scale, log_g, log_gram, log_kernel, log_phi2,
                   projection_loss, theoretical_values)
 from studies.probe import (Heads, attention_replaced, capture, checkpoints, chunks, get_args,
-                           numbers, print_table, summarise, write_csv, write_tables)
+                           numbers, print_table, standardise, summarise, write_csv, write_tables)
 
 
 # --- which subspace of feature space do values span? ----------------------------------------------
@@ -121,11 +121,6 @@ def restrict(q, k, v, span, u, affine=False):
 
 
 # --- a layer and its nulls ------------------------------------------------------------------------
-
-def standardise(x):
-    """Mean 0 and variance 1 (unbiased) of every token's D numbers, as published code has q, k."""
-    return (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True)
-
 
 class Layer:
     """Heads prepared for the experiments: tensors (1, B, H, N, D) and what experiments share.

@@ -20,12 +20,57 @@ from tqdm import tqdm
 import common
 import data
 from data import prose, text as data_text
-from attention import SelfAttention, rpc_attention, symmetric_attention
+from attention import SelfAttention, rpc_attention, softmax_attention, symmetric_attention
+from kpca import exact_scaling
 from lm import LM, LMConfig, lm_from_checkpoint
 from vit import SIZES, ViT, ViTConfig, load_weights, stored_config, vit_from_checkpoint
 
 
 # --- what attention really used -------------------------------------------------------------------
+
+def standardise(x):
+    """Mean 0 and variance 1 (unbiased) of every token's D numbers, as published code has q, k.
+
+    A token whose numbers are all the same becomes zero.
+    """
+    x = x - x.mean(-1, keepdim=True)
+    size = x.norm(dim=-1, keepdim=True) / math.sqrt(max(x.shape[-1] - 1, 1))
+    return x / size.clamp(min=torch.finfo(x.dtype).tiny)
+
+
+class ExactScaling(SelfAttention):
+    """Scaled Attention with App. E.1's own S, a function of the keys; computed in float64."""
+
+    def attend(self, q, k, v):
+        return softmax_attention(q, k, (v - exact_scaling(k, v)).to(v.dtype))
+
+
+class PrintedScaling(ExactScaling):
+    """The same as App. E.1 prints it, A / (N A^T), in the dtype of training."""
+
+    def attend(self, q, k, v):
+        A = (k @ k.mT / math.sqrt(k.shape[-1])).softmax(-1)
+        return softmax_attention(q, k, v - A / A.mT @ v / k.shape[-2])
+
+
+class Standardised(SelfAttention):
+    """Softmax attention with standardised queries and keys, as in the released code."""
+
+    def project(self, x):
+        q, k, v = super().project(x)
+        return standardise(q), standardise(k), v
+
+
+# Rules with the parameters of softmax attention; a checkpoint's args["rule"] names its own.
+RULES = {"exact_s": ExactScaling, "printed_s": PrintedScaling, "standardised": Standardised}
+
+
+def with_rule(model, rule):
+    """Let every attention of a softmax network follow one of RULES; None: leave it."""
+    for module in attention_layers(model) if rule else ():
+        module.__class__ = RULES[rule]
+    return model
+
 
 class Heads(NamedTuple):
     """The heads of one layer, float64: it computes h = softmax(q k^T / sqrt(D)) v."""
@@ -52,6 +97,8 @@ def attention_inputs(module, x):
         v = raw - module.s @ raw
     elif module.attn == "scaled_alpha":
         v = raw - module.s * symmetric_attention(k, raw, causal=module.causal)
+    elif isinstance(module, ExactScaling):
+        v = raw - exact_scaling(k, raw)
     here = torch.device("cpu") if x.device.type == "mps" else x.device      # mps has no float64
     return Heads(*(t.to(here).double() for t in (q, k, v, raw, x)), module.causal)
 
@@ -161,7 +208,8 @@ def load_model(path):
             common.check_run(checkpoint, "it", "train_lm.py", "args", "vocab", "step")
             return lm_from_checkpoint(checkpoint), checkpoint
         if checkpoint.keys() & {"task", "model_config"}:
-            return vit_from_checkpoint(checkpoint), checkpoint
+            model = vit_from_checkpoint(checkpoint)
+            return with_rule(model, checkpoint.get("args", {}).get("rule")), checkpoint
         model = vit_from_weights(checkpoint.get("model", checkpoint))
         load_weights(model, checkpoint)
         return model.eval(), checkpoint
@@ -178,7 +226,8 @@ def untrained(checkpoint, path):
     torch.manual_seed(args["seed"])
     language = checkpoint["task"] == "language modelling"
     kind, config = (LM, LMConfig) if language else (ViT, ViTConfig)
-    return kind(stored_config(checkpoint, config)).eval(), {**checkpoint, "step": 0}
+    model = kind(stored_config(checkpoint, config)).eval()
+    return with_rule(model, args.get("rule")), {**checkpoint, "step": 0}
 
 
 def load_images(args, checkpoint, config):
