@@ -1,0 +1,351 @@
+"""Do networks whose values are kernel-PCA values differ from networks whose values are not?
+
+    python -m studies.decider --data_dir data/cifar10             # 13 arms, seed 0, then 1, ...
+    python -m studies.decider --data_dir data/cifar10 --seeds 0   # table and verdict of what is in
+    python -m studies.decider --data shapes --arms polar-own polar-other polar-random
+
+No measurement of trained values can decide whether attention "does kernel PCA", for a network is
+free to do something else. So its values are forced to be those of Theorem 1, and, in other networks
+of the same initialisation and batches, values of the same geometry on axes that are not principal.
+
+E_ij = k(k_i, k_j), G = diag(1/g), K = centred Gram matrix, A = softmax(k k^T / sqrt(D)) = G E, v
+the learned values. Values v describe w_d = sum_j v_jd phi(k_j). For any N x r basis B orthogonal to
+1, V0 = G B L^-T with L L^T = B^T K B describes an orthonormal basis of span{G B}: V0^T E V0 = I.
+
+    span     V0 M, M = V0^T E v: the projection of every w_d on span{G B}
+    polar    V0 polar(M) times a learned gain: Theorem 1 up to a rotation, which v chooses
+    sign     V0 itself times a gain: each eigenvector turned so that its largest entry is positive
+
+The first two depend on B only through its span, so the signs and rotations of eigenvectors, which
+differ per image and which no output matrix can undo, never enter. B = the top r eigenvectors of K
+is kernel PCA (own). The nulls change B only: the axes of the next head's keys (other), those of the
+layer's input (x), a fixed random basis (random). Eigenvectors carry no gradient; one power step,
+B <- K B / eigenvalue, does, and divides by no eigengap (polar-detached: without that step).
+
+The network is vit.py's with patches of 8 pixels: C = 64, 4 layers, 8 heads, D = 8. The rest is
+train_cls.py's recipe for --data; the learning rate rises for an eighth of the steps, as there.
+Arms, statistic and what each outcome means were fixed before the runs: results/decider/README.md.
+"""
+
+import argparse
+import math
+import sys
+import time
+from pathlib import Path
+
+if not __package__:
+    sys.exit("error: start this in the repository's folder, as: python -m studies.decider")
+
+import torch
+import torch.nn.functional as F
+from scipy.stats import t as t_distribution
+from torch import nn
+from tqdm import tqdm
+
+import common
+import train_cls
+from attention import symmetric_attention
+from kpca import centre, kernel, largest
+from vit import ViT, ViTConfig
+
+HEAD, RANK, MARGIN, HOLDOUT = 8, 2, 0.03, 3000            # D, r of span, nats, images
+NULLS = ("other", "x", "random")
+ARMS = {"plain": "learned values, for reference",
+        "rms1": "learned values, rms 1 in every head and image",
+        "uniform": "the same; every token receives their mean",
+        "sign": "theoretical values, fixed signs, no W_V",
+        "polar-own": "orthonormal, on the keys' kernel axes",
+        "polar-other": "on those of another head",
+        "polar-x": "on the input's directions",
+        "polar-random": "on random axes",
+        "polar-detached": "as polar-own, axes without gradient",
+        "span-own": f"projected on {RANK} kernel axes of the keys",
+        "span-other": "on those of another head",
+        "span-x": "on the input's directions",
+        "span-random": "on random axes"}
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+def top_axes(K, r):
+    """Top r eigenvectors of symmetric K (..., N, N), and their eigenvalues (..., 1, r)."""
+    size, B = largest(K.detach(), r)
+    return B, size[..., None, :]
+
+
+def random_axes(heads, N, r, seed):
+    """(H, N, r) float64, orthonormal and orthogonal to 1."""
+    random = torch.Generator().manual_seed(seed)
+    B = torch.randn(heads, N, r, generator=random, dtype=torch.float64)
+    return torch.linalg.qr(B - B.mean(-2, keepdim=True)).Q
+
+
+def centred(X):
+    return X - X.mean(-2, keepdim=True)
+
+
+def key_axes(E, g, r, power=True):
+    """B, top r eigenvectors of the centred Gram matrix, then K B / eigenvalue: the same numbers."""
+    B, size = top_axes(centre(E / (g * g.mT)).detach(), r)
+    B = B * B.gather(-2, B.abs().argmax(-2, keepdim=True)).sign()           # largest entry positive
+    return centred(E @ (B / g) / g) / size if power else B
+
+
+def input_axes(x, r):
+    """The same of the layer's input (B, N, C), with its linear kernel: B (B, 1, N, r)."""
+    x = centred(x)[:, None]
+    B, size = top_axes(x @ x.mT, r)
+    return x @ (x.mT @ B) / size
+
+
+def orthonormal_values(E, g, B, v):
+    """V0 (..., N, r) on the axes B, and V0^T E v. B^T K B needs no centring: B^T 1 = 0."""
+    U = B / g                                                               # G B
+    EU = E @ U
+    L = torch.linalg.cholesky(U.mT @ EU)
+    rows = torch.linalg.solve_triangular(L, torch.cat([U.mT, EU.mT @ v], -1), upper=False)
+    return rows[..., :B.shape[-2]].mT, rows[..., B.shape[-2]:]
+
+
+class Polar(torch.autograd.Function):
+    """Orthogonal factor Q of square M = Q (M^T M)^1/2. Its gradient divides by sums, no gaps."""
+
+    @staticmethod
+    def forward(ctx, M):
+        size, Y = torch.linalg.eigh(M.mT @ M)
+        s = size.clamp_min(1e-30).sqrt()[..., None, :]
+        Q = M @ (Y / s) @ Y.mT
+        ctx.save_for_backward(Q, Y, s)
+        return Q
+
+    @staticmethod
+    def backward(ctx, grad):
+        Q, Y, s = ctx.saved_tensors
+        W = Y.mT @ Q.mT @ grad @ Y
+        return Q @ Y @ ((W - W.mT) / (s + s.mT)) @ Y.mT
+
+
+class ForcedAttention(nn.Module):
+    """Symmetric attention with the values of an arm; (B, N, C) in and out. attn: SelfAttention."""
+
+    def __init__(self, attn, arm, num_tokens, seed):
+        super().__init__()
+        self.attn = attn
+        self.family, _, self.basis = arm.partition("-")
+        self.r = RANK if self.family == "span" else HEAD
+        if self.family in ("sign", "polar"):
+            self.gain = nn.Parameter(torch.full((attn.num_heads,), math.sqrt(num_tokens)))
+        if self.basis == "random":
+            B = random_axes(attn.num_heads, num_tokens, self.r, seed)
+            self.register_buffer("B", B, persistent=False)
+
+    def axes(self, x, E, g):
+        """The basis B, (B or 1, H or 1, N, r) float64."""
+        if self.basis == "random":
+            return self.B
+        if self.basis == "x":
+            return input_axes(x.double(), self.r)
+        B = key_axes(E, g, self.r, power=self.basis != "detached")
+        return B.roll(1, 1) if self.basis == "other" else B
+
+    def values(self, x, k, v):
+        """The values of this arm (B, H, N, D), from the layer's input and learned k, v."""
+        if self.family == "plain":
+            return v
+        if self.family in ("rms1", "uniform"):
+            return v / v.square().mean((-2, -1), keepdim=True).sqrt()
+        E = kernel(k.double(), k.double())
+        g = E.sum(-1, keepdim=True)
+        V0, M = orthonormal_values(E, g, self.axes(x, E, g), v.double())
+        if self.family == "span":
+            return (V0 @ M).to(v.dtype)
+        u = V0 if self.family == "sign" else V0 @ Polar.apply(M)
+        return (self.gain[:, None, None] * u).to(v.dtype)
+
+    def forward(self, x):
+        _, k, v = self.attn.project(x)
+        v = self.values(x, k, v)
+        if self.family == "uniform":
+            h = v.mean(-2, keepdim=True).expand_as(v)
+        else:
+            h = symmetric_attention(k, v)
+        return self.attn.proj(h.transpose(1, 2).flatten(2))
+
+
+def build(arm, seed, classes):
+    """The network of an arm; its weights are the same in all arms of a seed, gains aside."""
+    torch.manual_seed(seed)
+    model = ViT(ViTConfig(image_size=32, patch_size=8, num_classes=classes, embed_dim=8 * HEAD,
+                          depth=4, num_heads=8, attn="symmetric", init="default"))
+    for i, block in enumerate(model.blocks):
+        block.attn = ForcedAttention(block.attn, arm, model.config.num_tokens, 100 * seed + i)
+    return model
+
+
+# --- training -------------------------------------------------------------------------------------
+
+def recipe(args, seed):
+    """What the functions of train_cls need: its recipe for --data, without what is not used."""
+    settings = {**train_cls.RECIPES["any"], **train_cls.RECIPES[args.data]}
+    return argparse.Namespace(**settings, data=args.data, data_dir=args.data_dir, download=False,
+                              holdout=HOLDOUT, num_images=16000, accum=1, amp=False, seed=seed)
+
+
+def train(arm, seed, args, train_set, test_set):
+    """One row: accuracy and loss on the held-out images after the last step."""
+    settings, started = recipe(args, seed), time.process_time()
+    model = build(arm, seed, len(train_set.classes))
+    optimizer = torch.optim.AdamW(common.param_groups(model, settings.weight_decay), settings.lr)
+    device = torch.device("cpu")
+    batches = train_cls.train_batches(train_set, settings, 0, args.steps, device, 0, 1)
+    bar = tqdm(batches, f"seed {seed} {arm}", args.steps, unit="step", leave=False)
+    for step, (images, targets) in enumerate(bar):
+        lr = common.lr_at(step, args.steps, args.steps // 8, settings.lr, settings.min_lr)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss = F.cross_entropy(model(images), targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    scores = train_cls.evaluate(model, test_set, settings, device, 0, 1)
+    if not math.isfinite(scores["loss"]):
+        raise ValueError(f"the loss of {arm}, seed {seed} is not finite")
+    return dict(data=args.data, arm=arm, seed=seed, step=args.steps, top1=scores["top1"],
+                loss=scores["loss"], images=scores["images"], last_batch=loss.item(),
+                cpu_seconds=round(time.process_time() - started, 1), torch=torch.__version__)
+
+
+def train_missing(args, path):
+    """Train what the rows do not hold, all arms of a seed before the next; returns the rows."""
+    rows = [row for row in common.cut_log(path, math.inf)
+            if (row["data"], row["step"]) == (args.data, args.steps)]
+    done = {(row["arm"], row["seed"]) for row in rows}
+    missing = [(arm, seed) for seed in range(args.seeds) for arm in args.arms
+               if (arm, seed) not in done]
+    if missing:
+        splits = train_cls.load_data(recipe(args, 0), torch.device("cpu"))
+    for arm, seed in missing:
+        rows.append(train(arm, seed, args, *splits))
+        common.write_log(path, rows[-1])
+        tqdm.write("seed {seed} {arm}: {top1:.1f} %, {loss:.3f} nats".format(**rows[-1]))
+    return rows
+
+
+# --- what the rows say ----------------------------------------------------------------------------
+
+def interval(losses, a, b):
+    """Loss of arm a minus arm b, paired by seed: n, mean and both ends of the 95 % t-interval."""
+    seeds = losses.get(a, {}).keys() & losses.get(b, {}).keys()
+    d = torch.tensor([losses[a][seed] - losses[b][seed] for seed in sorted(seeds)])
+    n, mean = len(d), d.mean().item()
+    half = math.inf
+    if n > 1:
+        half = t_distribution.ppf(0.975, n - 1) * d.std().item() / math.sqrt(n)
+    return n, mean, mean - half, mean + half
+
+
+def outcomes():
+    """(verdict, conditions, how many of them it needs); the first that holds is the verdict.
+
+    Condition (a, b, low, high): the interval of loss a - b lies between low and high.
+    """
+    pairs = [(f"{f}-own", f"{f}-{null}") for f in ("polar", "span") for null in NULLS]
+    beaten = [(*pair, -math.inf, -MARGIN) for pair in pairs]
+    beaten += [(f"{f}-own", "rms1", -math.inf, 0) for f in ("polar", "span")]
+    alike = [(*pair, -MARGIN, MARGIN) for pair in pairs]
+    won = [(*pair, 0, math.inf) for pair in pairs]
+    low_rank = [pair for pair in alike if not pair[1].endswith("random")]
+    low_rank += [(f"{f}-{basis}", f"{f}-random", -math.inf, 0) for f in ("polar", "span")
+                 for basis in ("own", "other", "x")]
+    yield "attention does kernel PCA", beaten, len(beaten)
+    yield "attention does not do kernel PCA: every null does as well", alike, len(alike)
+    yield "attention does not do kernel PCA: a null does better", won, 1
+    yield "low rank is what helps", low_rank, len(low_rank)
+
+
+def judge(losses):
+    """The verdict; and as lines, for each outcome that it is not, the conditions that fail."""
+    lines = []
+    for words, conditions, needed in outcomes():
+        failed = []
+        for a, b, low, high in conditions:
+            n, mean, *ends = interval(losses, a, b)
+            if n < 2 or not low < ends[0] <= ends[1] < high:
+                failed.append(f"  {a} - {b} is {mean:+.3f} [{ends[0]:+.3f}, {ends[1]:+.3f}], "
+                              f"n = {n}; needed within ({low:+g}, {high:+g})")
+        if len(conditions) - len(failed) >= needed:
+            return words, lines
+        lines += [f"not '{words}', which needs {needed} of {len(conditions)}:", *failed]
+    return "undecided: more seeds", lines
+
+
+def report(rows):
+    """Print the arms, own minus the others, and the verdict. Returns the differences."""
+    losses, table = {}, []
+    for arm, what in ARMS.items():
+        mine = [row for row in rows if row["arm"] == arm]
+        losses[arm] = {row["seed"]: row["loss"] for row in mine}
+        if mine:
+            mean = torch.tensor([[row["top1"], row["loss"]] for row in mine]).mean(0).tolist()
+            table.append([arm, what, len(mine), f"{mean[0]:.1f}", f"{mean[1]:.3f}"])
+    print(common.table(table, ["arm", "values", "seeds", "accuracy in %", "loss in nats"]) + "\n")
+
+    pairs = [(f"{f}-own", arm) for f in ("polar", "span") for arm in ARMS
+             if arm in ("rms1", "sign") or arm.startswith(f) and arm != f"{f}-own"]
+    differences = [(f"{a} - {b}", *interval(losses, a, b)) for a, b in pairs]
+    differences = [row for row in differences if row[1]]
+    cells = [[label, n, f"{mean:+.3f}", f"{low:+.3f} to {high:+.3f}" if n > 1 else "none"]
+             for label, n, mean, low, high in differences]
+    print(common.table(cells, ["loss", "seeds", "mean", "95 % t-interval"]) + "\n")
+    verdict, lines = judge(losses)
+    print(f"Verdict: {verdict}", *lines, sep="\n")
+    return differences
+
+
+def draw(differences, path):
+    """One figure: the differences as points with their intervals, and the margin as a band."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, ax = plt.subplots(figsize=(9, 0.3 * len(differences) + 1), layout="constrained")
+    ax.axvspan(-MARGIN, MARGIN, color="0.9")
+    ax.axvline(0, color="black", linewidth=0.7)
+    for y, (label, n, mean, low, high) in enumerate(differences):
+        ax.plot(mean, y, "o", color="tab:blue")
+        if n > 1:
+            ax.plot([low, high], [y, y], color="tab:blue")
+    ax.set_yticks(range(len(differences)), [f"{row[0]}  (n = {row[1]})" for row in differences])
+    ax.invert_yaxis()
+    ax.set_xlabel("difference of held-out loss in nats, 95 % t-interval; grey: the margin")
+    figure.savefig(path)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--data", choices=["cifar10", "shapes"], default="cifar10")
+    p.add_argument("--data_dir", help="folder that holds CIFAR-10; see train_cls.py")
+    p.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM",
+                   help=f"of {', '.join(ARMS)}")
+    p.add_argument("--seeds", type=common.number(int, 0), default=8, help="seeds 0, 1, ...; "
+                   "0: train nothing, report what is in")
+    p.add_argument("--steps", type=common.number(int, 8), default=800)
+    p.add_argument("--out", default="out/decider/rows.jsonl", help="one row a finished arm and "
+                   "seed, not trained again; the figure lies beside it")
+    args = p.parse_args()
+    path = Path(args.out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = train_missing(args, path)
+    if not rows:
+        raise ValueError(f"{path} holds no row of --data {args.data} --steps {args.steps}")
+    differences = report(rows)
+    try:
+        draw(differences, path.with_suffix(".png"))
+    except ImportError:
+        print("no figure: pip install matplotlib")
+
+
+if __name__ == "__main__":
+    common.run(main)

@@ -1,0 +1,160 @@
+"""studies/decider.py: forced values are what their equations say; arms differ in nothing else."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+import common
+import kpca
+from data import Split
+from studies import decider
+
+N, D = 9, 4
+
+
+def keys(batch=3, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(2, batch, 2, N, D, generator=random, dtype=torch.float64)
+
+
+def parts(k):
+    """E and g of theorem 1."""
+    E = kpca.kernel(k, k)
+    return E, E.sum(-1, keepdim=True)
+
+
+def span(k, v, B):
+    V0, M = decider.orthonormal_values(*parts(k), B, v)
+    return V0 @ M
+
+
+def polar(k, v, B):
+    V0, M = decider.orthonormal_values(*parts(k), B, v)
+    return V0 @ decider.Polar.apply(M)
+
+
+@pytest.mark.parametrize("forced", [span, polar])
+def test_theoretical_values_in_any_gauge_are_left_as_they_are(forced):
+    q, k = keys()
+    axes = kpca.kernel_pca(k)
+    turn = torch.linalg.qr(keys(seed=1)[0, ..., :D, :]).Q
+    v = kpca.theoretical_values(axes, D) @ turn
+    found = kpca.attend(q, k, forced(k, v, decider.key_axes(*parts(k), D)))
+    expected = kpca.kernel_projections(q, k, axes, D) @ turn
+    assert (found - expected).abs().max() < 1e-10 * expected.abs().max()
+
+
+def test_the_sign_arm_has_the_theoretical_values_with_their_signs():
+    _, k = keys()
+    V0, _ = decider.orthonormal_values(*parts(k), decider.key_axes(*parts(k), D), k)
+    expected = kpca.theoretical_values(kpca.kernel_pca(k), D)
+    assert (V0 - expected).abs().max() < 1e-10 * expected.abs().max()
+
+
+def bases(k):
+    x = keys(seed=2)[0].transpose(1, 2).flatten(2)                          # (B, N, C)
+    own = decider.key_axes(*parts(k), 3)
+    return [own, own.roll(1, 1), decider.input_axes(x, 3), decider.random_axes(2, N, 3, 0)]
+
+
+def test_no_basis_has_a_component_along_the_constant_vector():
+    for B in bases(keys()[1]):
+        assert B.sum(-2).abs().max() < 1e-12
+
+
+def test_values_are_orthonormal_in_feature_space_on_every_basis():
+    v, k = keys()
+    E, g = parts(k)
+    for B in bases(k):
+        V0, M = decider.orthonormal_values(E, g, B, v)
+        assert (V0.mT @ E @ V0 - torch.eye(3)).abs().max() < 1e-10
+        assert (V0.mT @ E @ v - M).abs().max() < 1e-10
+
+
+def test_the_projection_is_the_one_that_is_written_and_is_idempotent():
+    v, k = keys()
+    E, g = parts(k)
+    K = kpca.centre(E / (g * g.mT))
+    for B in bases(k):
+        once = span(k, v, B)
+        printed = B @ torch.linalg.inv(B.mT @ K @ B) @ B.mT @ (E / g) @ v / g
+        assert (once - printed).abs().max() < 1e-10
+        assert (span(k, once, B) - once).abs().max() < 1e-10
+        assert (once - v).abs().max() > 0.1
+
+
+def test_values_depend_on_a_basis_through_its_span_only():
+    v, k = keys()
+    mix = keys(seed=3)[0, ..., :D, :]
+    B = decider.random_axes(2, N, D, 0)
+    for forced in (span, polar):
+        found, expected = forced(k, v, B @ mix), forced(k, v, B)
+        assert (found - expected).abs().max() < 1e-9 * expected.abs().max()
+        assert (forced(k, v, decider.random_axes(2, N, D, 1)) - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("forced", [span, polar])
+def test_gradients_agree_with_finite_differences(forced):
+    v, k = keys(batch=1)
+    B = decider.random_axes(2, N, D, 0)
+    k.requires_grad_()
+    v.requires_grad_()
+    assert torch.autograd.gradcheck(lambda k, v: forced(k, v, B), (k, v))
+
+
+def test_the_power_step_changes_no_value_but_brings_a_gradient():
+    _, k = keys()
+    k.requires_grad_()
+    E, g = parts(k)
+    moving, fixed = (decider.key_axes(E, g, 3, power) for power in (True, False))
+    assert (moving - fixed).abs().max() < 1e-10
+    assert moving.requires_grad and not fixed.requires_grad
+
+
+def tiny(classes=10, n=40):
+    """(training, held-out) images of noise."""
+    random = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (n, 3, 32, 32), generator=random, dtype=torch.uint8)
+    split = Split(images, torch.arange(n) % classes, [str(i) for i in range(classes)])
+    return split, split
+
+
+def run(monkeypatch, out, *argv):
+    argv = ["decider.py", "--data_dir", "nowhere", "--steps", "8", "--out", str(out), *argv]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(decider.train_cls, "load_data", lambda args, device: tiny())
+    monkeypatch.setitem(decider.train_cls.RECIPES["cifar10"], "batch_size", 4)
+    decider.main()
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_arms_of_a_seed_share_their_initial_weights():
+    reference = decider.build("plain", 3, 10).state_dict()
+    for arm in decider.ARMS:
+        weights = decider.build(arm, 3, 10).state_dict()
+        gains = {name for name in weights if name.endswith("gain")}
+        assert weights.keys() - gains == reference.keys()
+        assert all(torch.equal(weights[name], reference[name]) for name in reference)
+    other = decider.build("plain", 4, 10).state_dict()
+    assert not torch.equal(other["head.weight"], reference["head.weight"])
+
+
+def test_every_arm_trains_on_the_same_batches(monkeypatch, tmp_path):
+    seen, build = {}, decider.build
+
+    def watched(arm, seed, classes):
+        model = build(arm, seed, classes)
+        model.register_forward_pre_hook(
+            lambda module, inputs: seen.setdefault((seed, arm), []).append(inputs[0].sum().item()))
+        return model
+    monkeypatch.setattr(decider, "build", watched)
+    rows = run(monkeypatch, tmp_path / "rows.jsonl", "--seeds", "2")
+    assert [(row["arm"], row["seed"]) for row in rows] == [(arm, seed) for seed in (0, 1)
+                                                           for arm in decider.ARMS]
+    for seed in (0, 1):
+        assert all(seen[seed, arm] == seen[seed, "plain"] for arm in decider.ARMS)
+    assert seen[0, "plain"] != seen[1, "plain"]
+    losses = {row["arm"]: row["loss"] for row in rows if row["seed"] == 0}
+    assert len(set(losses.values())) == len(decider.ARMS)
