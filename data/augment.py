@@ -1,10 +1,9 @@
 """The DeiT augmentation of uint8 batches: crop, flip, RandAugment, random erasing, mixup, cutmix.
 
 The recipe is facebookresearch/deit:main.py's: timm's `rand-m9-mstd0.5-inc1` and `Mixup`, which take
-one PIL image at a time. Here no loop runs over images, and the pixels stay on their device. What
-happens to a sample depends on (seed, its position) alone: batch size, worker and rank change
-nothing. Decisions are drawn on the CPU, as tables `u` of uniform numbers, so nobody waits for a
-GPU. RandAugment's operations are PIL's within 2 grey levels (tests/test_augment.py).
+one PIL image at a time. Here no loop runs over images, and pixels stay on their device. What
+happens to a sample depends on (seed, its position) alone, not on batch, worker or rank. Decisions
+are drawn on the CPU, as tables `u` of uniform numbers, so nobody waits for a GPU.
 
     images = augment(images, positions, seed)                       # uint8 -> float32 in [0, 1]
     images, targets = mixup_cutmix(images, labels, 1000, np.random.default_rng((seed, step)))
@@ -13,12 +12,12 @@ Images are (B, 3, H, W) everywhere. No function but random_erase changes its inp
 """
 
 import math
-from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torchvision.transforms.v2 import functional as T
 
-from data.rng import uniform
+from data.rng import normal, uniform
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)           # ImageNet's, of pixels in [0, 1]
 FILL = (124, 116, 104)                                              # MEAN in grey levels: outside
@@ -31,27 +30,6 @@ ERASE_COLUMNS = 3 + 2 * ERASE_TRIES                               # apply?, top,
 def send(x, device):
     """Small host tensor or list to the device; the host does not wait."""
     return torch.as_tensor(x).to(device, non_blocking=True)
-
-
-def normal(u):
-    """Standard normal numbers from uniform ones (multiples of 2**-24 in [0, 1)), by inversion.
-
-    Half a step is added to u, so both ends are finite (|result| < 5.5). Same shape and dtype as u.
-    """
-    return math.sqrt(2) * torch.erfinv(2 * u - 1 + 2 ** -24)
-
-
-def replace(images, indices, parts):
-    """Copy of images in which images[indices[k]] is parts[k].
-
-    indices: int64 on the CPU, all different. One index_select: index_copy on the CPU is ten times
-    slower.
-    """
-    place = torch.arange(len(images))
-    if len(indices):
-        index = torch.cat(indices)
-        place[index] = torch.arange(len(images), len(images) + len(index))
-    return torch.cat([images, *parts]).index_select(0, send(place, images.device))
 
 
 # --- crop and flip --------------------------------------------------------------------------------
@@ -71,39 +49,12 @@ def random_crop(images, u, pad=4):
 
 def random_hflip(images, u):
     """Mirror left and right where u < 0.5. images: any dtype. u: (B,) on the CPU."""
-    index = (u < 0.5).nonzero()[:, 0]
-    return replace(images, [index], [images.index_select(0, send(index, images.device)).flip(3)])
+    left_right = send(u < 0.5, images.device)[:, None, None, None]
+    return torch.where(left_right, images.flip(3), images)
 
 
 # --- RandAugment ----------------------------------------------------------------------------------
 # Operations: (b, 3, H, W) uint8 and a (b, 1, 1, 1) float32 argument to uint8, truncated as by PIL.
-
-def autocontrast(images, _):
-    """Stretch each channel: its smallest value becomes 0, its largest 255."""
-    low, high = images.amin((2, 3), True).float(), images.amax((2, 3), True).float()
-    return torch.where(high > low, (images - low) * 255 / (high - low), images).byte()
-
-
-def equalize(images, _):
-    """Make each channel's histogram as flat as a table of 256 values can, in PIL's integers."""
-    pixels, v = images.flatten(2).long(), torch.arange(256, device=images.device)
-    count = v.new_zeros(len(images), 3, 256)
-    count.scatter_add_(2, pixels, v.new_ones(()).expand_as(pixels))
-    below = count.cumsum(2) - count                                     # pixels darker than v
-    step = below.gather(2, pixels.amax(2, True)) // 255
-    table = torch.where(step > 0, (step // 2 + below) // step.clamp(min=1), v)
-    return table.clamp_(max=255).byte().gather(2, pixels).view_as(images)
-
-
-def posterize(images, bits):
-    """Keep the `bits` highest bits of each value; 0 bits give black."""
-    return images & (256 - 2 ** (8 - bits.int())).byte()
-
-
-def solarize(images, threshold):
-    """Invert the values >= threshold (0..256)."""
-    return torch.where(images < threshold, images, 255 - images)
-
 
 def blend(base, images, factor):
     """From base (factor 0) to the images (1) and beyond: ImageEnhance. base: whole numbers."""
@@ -132,12 +83,21 @@ def sharpness(images, factor):
     return out
 
 
-def taps(place, size):
-    """What PIL's bicubic warp takes at `place`, in pixels along a line of this size.
+def axes(images):
+    """Coordinates of the pixels: across (W,), down (H, 1)."""
+    H, W = images.shape[2:]
+    return torch.arange(W, device=images.device), torch.arange(H, device=images.device)[:, None]
+
+
+def taps(pixel, shift, size):
+    """What PIL's bicubic warp takes at pixel + shift along a line of this size; no shift: None.
 
     Returns the first of four neighbouring pixels, in the line with two pixels more on either side;
-    their weights (Keys' kernel, a = -1); and whether the place lies in the line.
+    their weights (Keys' kernel, a = -1; no shift: one tap); and whether the place is in the line.
     """
+    if shift is None:
+        return pixel + 2, (1,), torch.ones_like(pixel, dtype=torch.bool)
+    place = pixel + shift
     inside = (place >= -0.5) & (place < size - 0.5)
     place = place.clamp(-0.5, size - 0.5)
     first = place.floor()
@@ -152,14 +112,9 @@ def warp(images, dx=None, dy=None):
 
     dx, dy: float32 that broadcasts to (b, 1, H, W), in pixels; None is 0, and four times faster.
     """
-    H, W = images.shape[2:]
-    x, y = torch.arange(W, device=images.device), torch.arange(H, device=images.device)[:, None]
-    left, across, inside = x + 2, (1,), True
-    top, down, within = y + 2, (1,), True
-    if dx is not None:
-        left, across, inside = taps(x + dx, W)
-    if dy is not None:
-        top, down, within = taps(y + dy, H)
+    (H, W), (x, y) = images.shape[2:], axes(images)
+    left, across, inside = taps(x, dx, W)
+    top, down, within = taps(y, dy, H)
 
     # Tap (i, j) of every pixel lies the same number further in the flat padded image.
     flat = F.pad(images.float(), [2] * 4, mode="replicate").flatten(2)
@@ -176,25 +131,13 @@ def warp(images, dx=None, dy=None):
 def rotate(images, degrees):
     """Counter-clockwise about the centre."""
     (H, W), angle = images.shape[2:], degrees * (math.pi / 180)
-    cos, sin = torch.cos(angle), torch.sin(angle)
-    y = torch.arange(H, device=images.device)[:, None] - (H - 1) / 2
-    x = torch.arange(W, device=images.device) - (W - 1) / 2
+    x, y = axes(images)
+    x, y, cos, sin = x - (W - 1) / 2, y - (H - 1) / 2, torch.cos(angle), torch.sin(angle)
     return warp(images, cos * x - sin * y - x, sin * x + cos * y - y)
 
 
-def shear(images, factor, dim):
-    """Shift the lines along `dim` (3: across, 2: down) by factor times their distance from 0."""
-    distance = torch.arange(images.shape[5 - dim], device=images.device) + 0.5
-    if dim == 3:
-        return warp(images, dx=factor * distance[:, None])
-    return warp(images, dy=factor * distance)
-
-
-def translate(images, share, dim):
-    """Shift along `dim` (3: across, 2: down) by `share` of the side."""
-    if dim == 3:
-        return warp(images, dx=share * images.shape[3])
-    return warp(images, dy=share * images.shape[2])
+def signed(most):
+    return lambda x, sign: sign * most * x
 
 
 def enhance_factor(x, sign):
@@ -202,22 +145,24 @@ def enhance_factor(x, sign):
 
 
 OPS = {  # name in timm: (operation, its argument from x = level / 10 in [0, 1] and sign = +-1)
-    "AutoContrast": (autocontrast, lambda x, sign: x),                              # unused
-    "Equalize": (equalize, lambda x, sign: x),
-    "Invert": (lambda images, _: 255 - images, lambda x, sign: x),
-    "Rotate": (rotate, lambda x, sign: sign * 30 * x),                              # degrees
-    "PosterizeIncreasing": (posterize, lambda x, sign: 4 - (4 * x).floor()),
-    "SolarizeIncreasing": (solarize, lambda x, sign: 256 - (256 * x).floor()),
+    "AutoContrast": (lambda images, _: T.autocontrast(images), signed(0)),
+    "Equalize": (lambda images, _: T.equalize(images), signed(0)),
+    "Invert": (lambda images, _: 255 - images, signed(0)),
+    "Rotate": (rotate, signed(30)),
+    "PosterizeIncreasing": (lambda images, bits: images & (256 - 2 ** (8 - bits.int())).byte(),
+                            lambda x, sign: 4 - (4 * x).floor()),
+    "SolarizeIncreasing": (lambda images, low: torch.where(images < low, images, 255 - images),
+                           lambda x, sign: 256 - (256 * x).floor()),
     "SolarizeAdd": (lambda images, amount: (images + amount * (images < 128)).byte(),
                     lambda x, sign: (110 * x).floor()),
     "ColorIncreasing": (lambda images, f: blend(grey(images), images, f), enhance_factor),
     "ContrastIncreasing": (contrast, enhance_factor),
     "BrightnessIncreasing": (lambda images, f: blend(0, images, f), enhance_factor),
     "SharpnessIncreasing": (sharpness, enhance_factor),
-    "ShearX": (partial(shear, dim=3), lambda x, sign: sign * 0.3 * x),
-    "ShearY": (partial(shear, dim=2), lambda x, sign: sign * 0.3 * x),
-    "TranslateXRel": (partial(translate, dim=3), lambda x, sign: sign * 0.45 * x),
-    "TranslateYRel": (partial(translate, dim=2), lambda x, sign: sign * 0.45 * x),
+    "ShearX": (lambda images, a: warp(images, dx=a * (axes(images)[1] + 0.5)), signed(0.3)),
+    "ShearY": (lambda images, a: warp(images, dy=a * (axes(images)[0] + 0.5)), signed(0.3)),
+    "TranslateXRel": (lambda images, a: warp(images, dx=a * images.shape[3]), signed(0.45)),
+    "TranslateYRel": (lambda images, a: warp(images, dy=a * images.shape[2]), signed(0.45)),
 }
 
 
@@ -231,22 +176,21 @@ def rand_augment(images, u, magnitude=9.0, std=0.5, num_ops=2, prob=0.5):
     expected = (len(images), RAND_AUGMENT_COLUMNS * num_ops)
     if u.shape != expected:
         raise ValueError(f"u has shape {tuple(u.shape)}, expected {expected}")
-    size = len(images)                                              # images in a call
-    if images.device.type == "cpu":
-        size = max(1, 2 ** 15 // (images.shape[2] * images.shape[3]))          # they fit the caches
-    u = u.double().view(-1, num_ops, RAND_AUGMENT_COLUMNS)
+    size = len(images)
+    if images.device.type == "cpu":                                 # so many fit the caches
+        size = max(1, 2 ** 15 // (images.shape[2] * images.shape[3]))
+
+    images, u = images.clone(), u.double().view(-1, num_ops, RAND_AUGMENT_COLUMNS)
     for which, apply, level, sign in u.permute(1, 2, 0):            # (B,) each
         x = (magnitude + std * normal(level)).clamp(0, 10) / 10
         sign = torch.where(sign < 0.5, 1.0, -1.0)
         which = torch.where(apply < prob, (which * len(OPS)).floor(), -1)
-        indices, parts = [], []
         for i, (op, argument) in enumerate(OPS.values()):
-            members = (which == i).nonzero()[:, 0]              # on the CPU: no wait for the device
-            for index in members.split(size) if len(members) else ():
+            chosen = (which == i).nonzero()[:, 0]               # on the CPU: no wait for the device
+            for index in chosen.split(size) if len(chosen) else ():
                 a = send(argument(x[index], sign[index]).float().view(-1, 1, 1, 1), images.device)
-                indices.append(index)
-                parts.append(op(images.index_select(0, send(index, images.device)), a))
-        images = replace(images, indices, parts)
+                index = send(index, images.device)
+                images[index] = op(images[index], a)
     return images
 
 

@@ -5,6 +5,8 @@ worker, number of processes and resuming change nothing, and no random state has
 (Not called random.py: a script started in this folder would find it instead of Python's own.)
 """
 
+import math
+
 import torch
 
 
@@ -27,3 +29,11 @@ def uniform(index, n, *key):
     column = _mix(torch.arange(1, n + 1, device=index.device, dtype=torch.int32))
     h = _mix(_mix(row[:, None] ^ column).add_(row[:, None]))              # (B, n)
     return h.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).float().mul_(2.0 ** -24)
+
+
+def normal(u):
+    """Standard normal numbers from uniform ones (multiples of 2**-24 in [0, 1)), by inversion.
+
+    Half a step is added to u, so both ends are finite (|result| < 5.5). Same shape and dtype as u.
+    """
+    return math.sqrt(2) * torch.erfinv(2 * u - 1 + 2 ** -24)

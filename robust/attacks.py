@@ -23,8 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from attention import soft_threshold
-from data.augment import normal
-from data.rng import uniform
+from data.rng import normal, uniform
 
 START, SIGNS, NOISE = 40, 41, 42                # what a random number is for: a part of its key
 
