@@ -1,8 +1,8 @@
 """Do networks whose values are kernel-PCA values differ from networks whose values are not?
 
-    python -m studies.decider --data_dir data/cifar10             # 13 arms, seed 0, then 1, ...
-    python -m studies.decider --data_dir data/cifar10 --seeds 0   # table and verdict of what is in
+    python -m studies.decider --data_dir data/cifar10         # 13 arms, seed 0, then 1, ...
     python -m studies.decider --data shapes --arms polar-own polar-other polar-random
+    python -m studies.verdict out/decider/cifar10.jsonl       # what the rows that are in say
 
 No measurement of trained values can decide whether attention "does kernel PCA", for a network is
 free to do something else. So its values are forced to be those of Theorem 1, and, in other networks
@@ -38,7 +38,6 @@ if not __package__:
 
 import torch
 import torch.nn.functional as F
-from scipy.stats import t as t_distribution
 from torch import nn
 from tqdm import tqdm
 
@@ -46,23 +45,12 @@ import common
 import train_cls
 from attention import symmetric_attention
 from kpca import centre, kernel, largest
+from studies import verdict
 from vit import ViT, ViTConfig
 
-HEAD, RANK, MARGIN, HOLDOUT = 8, 2, 0.03, 3000            # D, r of span, nats, images
-NULLS = ("other", "x", "random")
-ARMS = {"plain": "learned values, for reference",
-        "rms1": "learned values, rms 1 in every head and image",
-        "uniform": "the same; every token receives their mean",
-        "sign": "theoretical values, fixed signs, no W_V",
-        "polar-own": "orthonormal, on the keys' kernel axes",
-        "polar-other": "on those of another head",
-        "polar-x": "on the input's directions",
-        "polar-random": "on random axes",
-        "polar-detached": "as polar-own, axes without gradient",
-        "span-own": f"projected on {RANK} kernel axes of the keys",
-        "span-other": "on those of another head",
-        "span-x": "on the input's directions",
-        "span-random": "on random axes"}
+HEAD, RANK, HOLDOUT = 8, 2, 3000                           # D and r of polar, r of span, images
+ARMS = ("plain", "rms1", "uniform", "sign", "polar-own", "polar-other", "polar-x", "polar-random",
+        "polar-detached", "span-own", "span-other", "span-x", "span-random")
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -218,109 +206,23 @@ def train(arm, seed, args, train_set, test_set):
 
 
 def train_missing(args, path):
-    """Train what the rows do not hold, all arms of a seed before the next; returns the rows."""
-    rows = [row for row in common.cut_log(path, math.inf)
-            if (row["data"], row["step"]) == (args.data, args.steps)]
+    """Add the rows that the file lacks, all arms of a seed before the next."""
+    rows = common.cut_log(path, math.inf)                                   # no line cut by a kill
+    if any((row["data"], row["step"]) != (args.data, args.steps) for row in rows):
+        raise ValueError(f"{path} holds {rows[0]['step']} steps of {rows[0]['data']}, not "
+                         f"{args.steps} of {args.data}: choose another --out")
     done = {(row["arm"], row["seed"]) for row in rows}
     missing = [(arm, seed) for seed in range(args.seeds) for arm in args.arms
                if (arm, seed) not in done]
     if missing:
         splits = train_cls.load_data(recipe(args, 0), torch.device("cpu"))
     for arm, seed in missing:
-        rows.append(train(arm, seed, args, *splits))
-        common.write_log(path, rows[-1])
-        tqdm.write("seed {seed} {arm}: {top1:.1f} %, {loss:.3f} nats".format(**rows[-1]))
-    return rows
+        row = train(arm, seed, args, *splits)
+        common.write_log(path, row)
+        tqdm.write(f"seed {seed} {arm}: {row['top1']:.1f} %, {row['loss']:.3f} nats")
 
 
-# --- what the rows say ----------------------------------------------------------------------------
-
-def interval(losses, a, b):
-    """Loss of arm a minus arm b, paired by seed: n, mean and both ends of the 95 % t-interval."""
-    seeds = losses.get(a, {}).keys() & losses.get(b, {}).keys()
-    d = torch.tensor([losses[a][seed] - losses[b][seed] for seed in sorted(seeds)])
-    n, mean = len(d), d.mean().item()
-    half = math.inf
-    if n > 1:
-        half = t_distribution.ppf(0.975, n - 1) * d.std().item() / math.sqrt(n)
-    return n, mean, mean - half, mean + half
-
-
-def outcomes():
-    """(verdict, conditions, how many of them it needs); the first that holds is the verdict.
-
-    Condition (a, b, low, high): the interval of loss a - b lies between low and high.
-    """
-    pairs = [(f"{f}-own", f"{f}-{null}") for f in ("polar", "span") for null in NULLS]
-    beaten = [(*pair, -math.inf, -MARGIN) for pair in pairs]
-    beaten += [(f"{f}-own", "rms1", -math.inf, 0) for f in ("polar", "span")]
-    alike = [(*pair, -MARGIN, MARGIN) for pair in pairs]
-    won = [(*pair, 0, math.inf) for pair in pairs]
-    low_rank = [pair for pair in alike if not pair[1].endswith("random")]
-    low_rank += [(f"{f}-{basis}", f"{f}-random", -math.inf, 0) for f in ("polar", "span")
-                 for basis in ("own", "other", "x")]
-    yield "attention does kernel PCA", beaten, len(beaten)
-    yield "attention does not do kernel PCA: every null does as well", alike, len(alike)
-    yield "attention does not do kernel PCA: a null does better", won, 1
-    yield "low rank is what helps", low_rank, len(low_rank)
-
-
-def judge(losses):
-    """The verdict; and as lines, for each outcome that it is not, the conditions that fail."""
-    lines = []
-    for words, conditions, needed in outcomes():
-        failed = []
-        for a, b, low, high in conditions:
-            n, mean, *ends = interval(losses, a, b)
-            if n < 2 or not low < ends[0] <= ends[1] < high:
-                failed.append(f"  {a} - {b} is {mean:+.3f} [{ends[0]:+.3f}, {ends[1]:+.3f}], "
-                              f"n = {n}; needed within ({low:+g}, {high:+g})")
-        if len(conditions) - len(failed) >= needed:
-            return words, lines
-        lines += [f"not '{words}', which needs {needed} of {len(conditions)}:", *failed]
-    return "undecided: more seeds", lines
-
-
-def report(rows):
-    """Print the arms, own minus the others, and the verdict. Returns the differences."""
-    losses, table = {}, []
-    for arm, what in ARMS.items():
-        mine = [row for row in rows if row["arm"] == arm]
-        losses[arm] = {row["seed"]: row["loss"] for row in mine}
-        if mine:
-            mean = torch.tensor([[row["top1"], row["loss"]] for row in mine]).mean(0).tolist()
-            table.append([arm, what, len(mine), f"{mean[0]:.1f}", f"{mean[1]:.3f}"])
-    print(common.table(table, ["arm", "values", "seeds", "accuracy in %", "loss in nats"]) + "\n")
-
-    pairs = [(f"{f}-own", arm) for f in ("polar", "span") for arm in ARMS
-             if arm in ("rms1", "sign") or arm.startswith(f) and arm != f"{f}-own"]
-    differences = [(f"{a} - {b}", *interval(losses, a, b)) for a, b in pairs]
-    differences = [row for row in differences if row[1]]
-    cells = [[label, n, f"{mean:+.3f}", f"{low:+.3f} to {high:+.3f}" if n > 1 else "none"]
-             for label, n, mean, low, high in differences]
-    print(common.table(cells, ["loss", "seeds", "mean", "95 % t-interval"]) + "\n")
-    verdict, lines = judge(losses)
-    print(f"Verdict: {verdict}", *lines, sep="\n")
-    return differences
-
-
-def draw(differences, path):
-    """One figure: the differences as points with their intervals, and the margin as a band."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, ax = plt.subplots(figsize=(9, 0.3 * len(differences) + 1), layout="constrained")
-    ax.axvspan(-MARGIN, MARGIN, color="0.9")
-    ax.axvline(0, color="black", linewidth=0.7)
-    for y, (label, n, mean, low, high) in enumerate(differences):
-        ax.plot(mean, y, "o", color="tab:blue")
-        if n > 1:
-            ax.plot([low, high], [y, y], color="tab:blue")
-    ax.set_yticks(range(len(differences)), [f"{row[0]}  (n = {row[1]})" for row in differences])
-    ax.invert_yaxis()
-    ax.set_xlabel("difference of held-out loss in nats, 95 % t-interval; grey: the margin")
-    figure.savefig(path)
-
+# --- the command ----------------------------------------------------------------------------------
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
@@ -329,22 +231,15 @@ def main():
     p.add_argument("--data_dir", help="folder that holds CIFAR-10; see train_cls.py")
     p.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM",
                    help=f"of {', '.join(ARMS)}")
-    p.add_argument("--seeds", type=common.number(int, 0), default=8, help="seeds 0, 1, ...; "
-                   "0: train nothing, report what is in")
+    p.add_argument("--seeds", type=common.number(int, 1), default=8, help="seeds 0, 1, ...")
     p.add_argument("--steps", type=common.number(int, 8), default=800)
-    p.add_argument("--out", default="out/decider/rows.jsonl", help="one row a finished arm and "
-                   "seed, not trained again; the figure lies beside it")
+    p.add_argument("--out", help="one row a finished arm and seed, which is not trained again; "
+                   "default out/decider/<data>.jsonl")
     args = p.parse_args()
-    path = Path(args.out)
+    path = Path(args.out or f"out/decider/{args.data}.jsonl")
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = train_missing(args, path)
-    if not rows:
-        raise ValueError(f"{path} holds no row of --data {args.data} --steps {args.steps}")
-    differences = report(rows)
-    try:
-        draw(differences, path.with_suffix(".png"))
-    except ImportError:
-        print("no figure: pip install matplotlib")
+    train_missing(args, path)
+    verdict.report(path)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 import common
 import kpca
 from data import Split
-from studies import decider
+from studies import decider, verdict
 
 N, D = 9, 4
 
@@ -150,11 +150,87 @@ def test_every_arm_trains_on_the_same_batches(monkeypatch, tmp_path):
             lambda module, inputs: seen.setdefault((seed, arm), []).append(inputs[0].sum().item()))
         return model
     monkeypatch.setattr(decider, "build", watched)
-    rows = run(monkeypatch, tmp_path / "rows.jsonl", "--seeds", "2")
-    assert [(row["arm"], row["seed"]) for row in rows] == [(arm, seed) for seed in (0, 1)
-                                                           for arm in decider.ARMS]
+    arms = ["rms1", "uniform", "polar-random", "span-x"]
+    rows = run(monkeypatch, tmp_path / "rows.jsonl", "--seeds", "2", "--arms", *arms)
+    assert [(row["arm"], row["seed"]) for row in rows] == [(a, s) for s in (0, 1) for a in arms]
     for seed in (0, 1):
-        assert all(seen[seed, arm] == seen[seed, "plain"] for arm in decider.ARMS)
-    assert seen[0, "plain"] != seen[1, "plain"]
-    losses = {row["arm"]: row["loss"] for row in rows if row["seed"] == 0}
-    assert len(set(losses.values())) == len(decider.ARMS)
+        assert all(seen[seed, arm] == seen[seed, "rms1"] for arm in arms)
+    assert seen[0, "rms1"] != seen[1, "rms1"]
+    assert len({row["loss"] for row in rows}) == len(rows)
+
+
+def test_a_killed_run_goes_on_where_it_stopped(monkeypatch, tmp_path):
+    out, trained = tmp_path / "rows.jsonl", []
+
+    def train(arm, seed, args, *splits):
+        if len(trained) == 3:
+            raise KeyboardInterrupt
+        trained.append((arm, seed))
+        return dict(data=args.data, arm=arm, seed=seed, step=args.steps, top1=50.0, loss=1.0 + seed,
+                    images=40)
+    monkeypatch.setattr(decider, "train", train)
+    flags = ["--arms", "rms1", "uniform", "--seeds", "2"]
+    with pytest.raises(KeyboardInterrupt):
+        run(monkeypatch, out, *flags)
+    with open(out, "a") as file:
+        file.write('{"data": "cifar10", "arm": "unif')                      # cut while writing
+    trained.clear()
+    rows = run(monkeypatch, out, *flags)
+    assert trained == [("uniform", 1)] and len(rows) == 4
+    trained.clear()
+    assert run(monkeypatch, out, *flags) == rows and not trained
+    with pytest.raises(ValueError, match="8 steps of cifar10, not 9 of cifar10"):
+        run(monkeypatch, out, *flags, "--steps", "9")
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--arms", "polar"], "argument --arms: invalid choice: 'polar'"),
+    (["--data", "imagenet"], "argument --data: invalid choice: 'imagenet'")])
+def test_an_unknown_arm_or_data_set_is_named(monkeypatch, capsys, tmp_path, flags, message):
+    with pytest.raises(SystemExit):
+        run(monkeypatch, tmp_path / "rows.jsonl", *flags)
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_missing_folder_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["decider.py", "--out", str(tmp_path / "rows.jsonl"),
+                                      "--data_dir", "nowhere"])
+    with pytest.raises(SystemExit, match="^error: --data_dir nowhere is not a folder[^\n]*$"):
+        common.run(decider.main)
+
+
+# --- the verdict ----------------------------------------------------------------------------------
+
+def losses(spread=0.002, **means):
+    """{arm: {seed: loss}} of three seeds, 1.5 nats but for `means`, in which - is written _."""
+    means = {name.replace("_", "-"): mean for name, mean in means.items()}
+    arms = [arm for arm in decider.ARMS if arm not in ("plain", "polar-detached")]
+    return {arm: {seed: means.get(arm, 1.5) + spread * ((seed + i) % 3 - 1) for seed in range(3)}
+            for i, arm in enumerate(arms)}
+
+
+@pytest.mark.parametrize("found, words", [
+    (losses(polar_own=1.45, span_own=1.45), "attention does kernel PCA"),
+    (losses(), "attention does not do kernel PCA: every null does as well"),
+    (losses(polar_x=1.4, spread=0.01), "attention does not do kernel PCA: a null does better"),
+    (losses(polar_random=1.6, span_random=1.6), "low rank is what helps"),
+    (losses(polar_own=1.45, span_own=1.48), "undecided: more seeds"),       # 0.02: not a margin
+    (losses(polar_own=1.45, span_own=1.45, rms1=1.4), "undecided: more seeds"),
+    (losses(spread=0.1), "undecided: more seeds"),
+    ({}, "undecided: more seeds")])
+def test_the_verdict_is_that_of_the_fixed_rule(found, words):
+    assert verdict.judge(found)[0] == words
+
+
+def test_one_seed_decides_nothing_and_what_is_missing_is_said():
+    found = {arm: {0: 1.0 if arm.endswith("own") else 2.0} for arm in decider.ARMS}
+    words, lines = verdict.judge(found)
+    assert words == "undecided: more seeds"
+    assert "  polar-own - polar-x: -1.000 (one seed), not within -inf to -0.03" in lines
+
+
+def test_the_interval_is_that_of_the_t_distribution():
+    a, b = {0: 1.1, 1: 1.2, 2: 1.6, 7: 9.0}, {0: 1.0, 1: 1.0, 2: 1.0, 5: 9.0}
+    n, mean, low, high = verdict.interval({"a": a, "b": b}, "a", "b")
+    assert n == 3 and mean == pytest.approx(0.3)                            # of 0.1, 0.2, 0.6
+    assert high - mean == pytest.approx(4.302653 * 0.2645751 / 3 ** 0.5) == mean - low

@@ -1,0 +1,133 @@
+"""What the networks of studies/decider.py say: differences, intervals, a verdict fixed beforehand.
+
+    python -m studies.verdict out/decider/cifar10.jsonl       # tables, verdict, a figure beside it
+
+The statistic is the held-out loss of an arm minus that of another, paired by seed: its mean and 95
+% t-interval over seeds. The rule, in results/decider/README.md since before the first run, is
+`outcomes`. For each outcome that it is not, the conditions are printed that would have to change.
+"""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+if not __package__:
+    sys.exit("error: start this in the repository's folder, as: python -m studies.verdict")
+
+import numpy as np
+from scipy import stats
+
+import common
+
+MARGIN = 0.03                                                               # nats
+FAMILIES, NULLS = ("polar", "span"), ("other", "x", "random")
+
+
+def interval(losses, a, b):
+    """Loss of arm a minus arm b, paired by seed: n, mean and both ends of the 95 % t-interval."""
+    seeds = losses.get(a, {}).keys() & losses.get(b, {}).keys()
+    d = np.array([losses[a][seed] - losses[b][seed] for seed in sorted(seeds)])
+    if len(d) < 2:
+        return len(d), d.sum(), -math.inf, math.inf
+    half = stats.t.ppf(0.975, len(d) - 1) * stats.sem(d)
+    return len(d), d.mean(), d.mean() - half, d.mean() + half
+
+
+def outcomes():
+    """(verdict, conditions, how many of them it needs); the first that holds is the verdict.
+
+    Condition (a, b, low, high): the interval of loss a - b lies between low and high.
+    """
+    pairs = [(f"{f}-own", f"{f}-{null}") for f in FAMILIES for null in NULLS]
+    beaten = [(*pair, -math.inf, -MARGIN) for pair in pairs]
+    beaten += [(f"{f}-own", "rms1", -math.inf, 0) for f in FAMILIES]
+    alike = [(*pair, -MARGIN, MARGIN) for pair in pairs]
+    won = [(*pair, 0, math.inf) for pair in pairs]
+    low_rank = [condition for condition in alike if not condition[1].endswith("random")]
+    low_rank += [(f"{f}-{basis}", f"{f}-random", -math.inf, 0) for f in FAMILIES
+                 for basis in ("own", "other", "x")]
+    yield "attention does kernel PCA", beaten, len(beaten)
+    yield "attention does not do kernel PCA: every null does as well", alike, len(alike)
+    yield "attention does not do kernel PCA: a null does better", won, 1
+    yield "low rank is what helps", low_rank, len(low_rank)
+
+
+def judge(losses):
+    """The verdict; and as lines, for each outcome before it, the conditions that fail."""
+    lines = []
+    for words, conditions, needed in outcomes():
+        failed = []
+        for a, b, low, high in conditions:
+            n, mean, *ends = interval(losses, a, b)
+            if n < 2 or not low < ends[0] <= ends[1] < high:
+                failed.append(f"  {a} - {b}: {show(n, mean, *ends)}, not within "
+                              f"{low:+g} to {high:+g}")
+        if len(conditions) - len(failed) >= needed:
+            return words, lines
+        lines += [f"It would be '{words}' if {needed} of {len(conditions)} held; these do not:"]
+        lines += failed
+    return "undecided: more seeds", lines
+
+
+def show(n, mean, low, high):
+    """A difference in words."""
+    if n < 2:
+        return f"{mean:+.3f} (one seed)" if n else "not run"
+    return f"{mean:+.3f} ({low:+.3f} to {high:+.3f}, {n} seeds)"
+
+
+def report(path):
+    """Print the arms, own minus the others and the verdict; draw the differences."""
+    rows, losses, cells = common.read_log(path), {}, []
+    if not rows:
+        raise ValueError(f"{path} holds no row of studies.decider")
+    for row in rows:
+        losses.setdefault(row["arm"], {})[row["seed"]] = row["loss"]
+    for arm, mine in losses.items():
+        top1 = np.mean([row["top1"] for row in rows if row["arm"] == arm])
+        cells.append([arm, len(mine), f"{top1:.1f}", f"{np.mean([*mine.values()]):.3f}"])
+    print(f"{rows[0]['data']}, {rows[0]['step']} steps, {rows[0]['images']} held-out images\n")
+    print(common.table(cells, ["arm", "seeds", "accuracy in %", "loss in nats"]) + "\n")
+
+    pairs = [(f"{family}-own", arm) for family in FAMILIES for arm in losses
+             if arm.startswith(family) or "-" not in arm]
+    differences = [(f"{a} - {b}", *interval(losses, a, b)) for a, b in pairs if a != b]
+    differences = [row for row in differences if row[1]]
+    cells = [[label, show(*row)] for label, *row in differences]
+    print(common.table(cells, ["difference of losses", "mean (95 % t-interval)"]) + "\n")
+    verdict, lines = judge(losses)
+    print(f"Verdict: {verdict}", *lines, sep="\n")
+    draw(differences, Path(path).with_suffix(".png"))
+
+
+def draw(differences, path):
+    """The differences as points with their intervals, the margin as a band."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no figure: pip install matplotlib")
+        return
+    figure = Figure(figsize=(9, 0.3 * len(differences) + 1), layout="constrained")
+    ax = figure.subplots()
+    ax.axvspan(-MARGIN, MARGIN, color="0.9")
+    ax.axvline(0, color="black", linewidth=0.7)
+    for y, (_, n, mean, low, high) in enumerate(differences):
+        ax.plot(mean, y, "o", color="tab:blue")
+        if n > 1:
+            ax.plot([low, high], [y, y], color="tab:blue")
+    ax.set_yticks(range(len(differences)), [f"{row[0]}, n = {row[1]}" for row in differences])
+    ax.invert_yaxis()
+    ax.set_xlabel("difference of held-out loss in nats, 95 % t-interval; grey: the margin")
+    figure.savefig(path)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("rows", help="file that studies.decider writes")
+    report(p.parse_args().rows)
+
+
+if __name__ == "__main__":
+    common.run(main)
