@@ -1,120 +1,165 @@
-"""What does each attention cost? Time and memory of the models, and of one attention.
+"""What does RPC-Attention cost? Table 11 of the paper, counted and measured again.
 
-    python -m studies.cost                     # models: every attention in a ViT-tiny at 224 px
-    python -m studies.cost models --compile --batch_size 256        # the same on a GPU, compiled
-    python -m studies.cost memory              # one attention, 1025 tokens: does it grow by N x N?
-    python -m studies.cost language --batch_size 96 --model paper --vocab_size 267735 \\
-        --cutoffs 20000 40000 200000 --compile                      # a language model's step
+    python -m studies.cost                              # ViT-tiny at 224 px: all rows, side by side
+    python -m studies.cost --clock cpu --threads 1      # on a machine that does other work, too
+    python -m studies.cost --batch_size 256             # a GPU wants more to do
 
-What is compared runs alternately in one process. A time is a median over rounds; a ratio is the
-median of the ratios within a round, so that another program which slows a whole round down does not
-count. On a shared machine, `--clock cpu --threads 1` measures CPU time, which waiting does not
-change. --out appends every row as a line of JSON.
+The paper's "1.22M flop/sample" are 1.22 G multiply-adds: its M is G, and true FLOPs are twice that.
+PyTorch's counter (torch.utils.flop_counter) finds in a ViT, for an image,
+
+    (N - 1) 3 p^2 C             patches of p x p pixels; N tokens with the class token, C wide
+    N C^2 (P + 1 + 8)           a layer: P projections (k, v; softmax: q too), output, MLP
+    2 N^2 C n                   a layer: K K^T and A V, n times (n = 1 but for RPC-Attention)
+    C classes                   the head
+
+To this comes 5 N C for each of the 2 depth + 1 LayerNorms: so counts fvcore, and only so do all
+five rows round to the paper's. Softmax and other elementwise work are left out. A step more in one
+layer is 2 N^2 C = 14.9 M, 1.3 % of the model; what it takes of the clock is a question of the
+machine. The paper's times are not throughput: at 0.079 s an image ImageNet would take 28 hours an
+epoch. So the time of one image alone stands beside them, and throughput in a table of its own.
+
+What is compared runs alternately in one process. A time is a median over rounds, a ratio the median
+of the ratios within a round: another program that slows a whole round down does not count.
 """
 
 import argparse
 import datetime
-import gc
-import math
 import os
-import platform
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
-from multiprocessing import get_context
+from functools import partial
 from statistics import median
-from unittest.mock import patch
 
 if not __package__:
     sys.exit("error: start this in the repository's folder, as: python -m studies.cost")
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
-import attention
 import common
-import lm
+from studies.memory import MB, fresh, peak_growth
 from vit import SIZES, ViT, ViTConfig
 
-MB = 2 ** 20
+PIXELS = 224
+MODELS = {                                              # the settings of ViTConfig
+    "softmax": dict(attn="softmax"),
+    "symmetric": dict(attn="symmetric"),
+    "rpc 4iter/layer1": dict(attn="rpc", n_iter=4),
+    "rpc 5iter/layer1": dict(attn="rpc", n_iter=5),
+    "rpc 6iter/layer1": dict(attn="rpc", n_iter=6),
+    "rpc 2iter/all-layer": dict(attn="rpc", n_iter=2, lambd=3.0, rpc_layers="all"),
+}
+# Table 11: parameters, flop/sample, seconds per sample and MB, each in training and in test.
+PAPER = {
+    "symmetric": ("5.2M", "1.17M", 0.079, 0.010, 1435, 1181),
+    "rpc 4iter/layer1": ("5.2M", "1.22M", 0.082, 0.010, 1441, 1181),
+    "rpc 5iter/layer1": ("5.2M", "1.23M", 0.084, 0.010, 1443, 1181),
+    "rpc 6iter/layer1": ("5.2M", "1.25M", 0.085, 0.011, 1443, 1181),
+    "rpc 2iter/all-layer": ("5.2M", "1.35M", 0.092, 0.017, 1461, 1181),
+}
 
 
-def get_args(argv):
-    """The flags; `models` is the default command."""
+def get_args():
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = p.add_subparsers(dest="what", required=True)
+                                formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("--model", choices=SIZES, default="tiny", help="width, depth and heads")
+    p.add_argument("--batch_size", type=common.number(int, 1), default=8, help="for throughput")
+    return timing_flags(p).parse_args()
+
+
+def timing_flags(p):
+    """How to measure; returns the parser."""
     whole = common.number(int, 1)
-
-    def command(function):
-        c = commands.add_parser(function.__name__, help=function.__doc__.splitlines()[0],
-                                description=function.__doc__, allow_abbrev=False,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
-        c.set_defaults(function=function)
-        c.add_argument("--device", help="cuda, mps or cpu; picked automatically")
-        c.add_argument("--threads", type=whole, help="CPU threads; torch's choice by default")
-        c.add_argument("--out", help="append the rows to this file, one JSON object a line")
-        return c.add_argument
-
-    flag = command(models)
-    timing_flags(flag)
-    flag("--model", choices=SIZES, default="tiny", help="width, depth and heads")
-    flag("--image_size", type=whole, default=224, help="pixels, a multiple of --patch_size")
-    flag("--patch_size", type=whole, default=16, help="pixels")
-    flag("--batch_size", type=whole, default=8, help="images per step; 256 keep a GPU busy")
-
-    flag = command(memory)
-    flag("--tokens", type=whole, default=1025, help="N; 512 px in patches of 16, class token")
-    flag("--batch_size", type=whole, default=8, help="B")
-    flag("--heads", type=whole, default=3, help="H")
-    flag("--head_dim", type=whole, default=64, help="D")
-    flag("--n_iter", type=whole, nargs="+", default=[1, 2, 3, 4, 5, 6], help="PAP steps, one a row")
-
-    flag = command(language)
-    timing_flags(flag)
-    flag("--model", choices=lm.SIZES, default="mini", help="width, depth, heads and context")
-    flag("--vocab_size", type=common.number(int, 2), default=17510, help="words")
-    flag("--cutoffs", type=int, nargs="*", default=[2000, 10000], help="none: full softmax")
-    flag("--batch_size", type=whole, default=16, help="windows per step")
-
-    if not argv or argv[0].startswith("--") and argv[0] != "--help":
-        argv = ["models", *argv]
-    return p.parse_args(argv)
+    p.add_argument("--rounds", type=whole, default=15, help="counted ones; one more warms up")
+    p.add_argument("--clock", choices=["wall", "cpu"], default="wall",
+                   help="cpu: of all threads, added up")
+    p.add_argument("--threads", type=whole, help="CPU threads; torch's choice by default")
+    p.add_argument("--device", help="cuda (then in bf16), mps or cpu; picked automatically")
+    p.add_argument("--out", help="append the rows to this file, one JSON object a line")
+    return p
 
 
-def timing_flags(flag):
-    """What `models` and `language` share."""
-    flag("--rounds", type=common.number(int, 1), default=15, help="counted; one more warms up")
-    flag("--clock", choices=["wall", "cpu"], default="wall", help="cpu: of all threads, added up")
-    flag("--amp", action=argparse.BooleanOptionalAction, help="bf16 autocast; default: on GPUs")
-    flag("--compile", action="store_true", help="torch.compile every model")
+# --- counting -------------------------------------------------------------------------------------
+
+def build(name, size):
+    """A model of the table. size: a key of vit.SIZES."""
+    if name == "timm softmax":
+        from timm.models.vision_transformer import VisionTransformer
+        return VisionTransformer(**SIZES[size])
+    how = dict(MODELS[name])
+    if how.get("rpc_layers") == "all":
+        how["rpc_layers"] = range(SIZES[size]["depth"])
+    return ViT(ViTConfig(**SIZES[size], **how))
 
 
-# --- measuring and printing -----------------------------------------------------------------------
+def formula(config):
+    """Multiply-adds of one image, the formula above. config: ViTConfig."""
+    c, N, C = config, config.num_tokens, config.embed_dim
+    layers = 0
+    for i in range(c.depth):
+        attn = c.layer_attn(i)
+        projections = 2 if attn in ("symmetric", "rpc") else 3
+        steps = c.n_iter if attn.startswith("rpc") else 1
+        layers += N * C ** 2 * (projections + 1 + 2 * c.mlp_ratio) + 2 * N ** 2 * C * steps
+    patches = (N - 1) * 3 * c.patch_size ** 2 * C
+    norms = 5 * N * C * (2 * c.depth + 1)
+    return patches + layers + C * c.num_classes + norms
 
-def synchronize(device):
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize()
+
+def multiply_adds(model):
+    """Multiply-adds of one image by PyTorch's counter, 5 for every number of a LayerNorm added."""
+    norms = []
+    hooks = [m.register_forward_hook(lambda m, args, x: norms.append(5 * x.numel()))
+             for m in model.modules() if isinstance(m, nn.LayerNorm)]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.eval()(torch.zeros(1, 3, PIXELS, PIXELS))
+    for hook in hooks:
+        hook.remove()
+    return counter.get_total_flops() / 2 + sum(norms)
 
 
-def alternate(args, device, cases, step):
-    """{name: [seconds of step(case) in every round]}; in reverse order every other round.
+# --- measuring ------------------------------------------------------------------------------------
 
-    A first round warms up and is not counted: allocation, compilation, file cache.
+def training_step(model, images):
+    """Forward and backward pass, without an optimiser; bf16 on a GPU. images: (B, 3, S, S)."""
+    labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
+    model.train().zero_grad(set_to_none=True)
+    with common.autocast(images.device, images.is_cuda):
+        loss = F.cross_entropy(model(images), labels)
+    loss.backward()
+
+
+@torch.no_grad()
+def test_step(model, images):
+    with common.autocast(images.device, images.is_cuda):
+        model.eval()(images)
+
+
+STEPS = {"train": training_step, "test": test_step}
+
+
+def start(args):
+    """The device, as --threads and --device ask."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    return common.setup(args.device)[0]
+
+
+def alternate(args, device, steps):
+    """{name: [seconds of steps[name]() in every round]}; in reverse order every other round.
+
+    A first round warms up and is not counted: allocation, libraries, file cache.
     """
     clock = time.process_time if args.clock == "cpu" else time.perf_counter
-    times = {name: [] for name in cases}
+    times = {name: [] for name in steps}
     for i in range(args.rounds + 1):
-        names = list(cases)
-        if i % 2:
-            names.reverse()
-        for name in names:
-            synchronize(device)
+        for name in list(steps)[::-1 if i % 2 else 1]:
             start = clock()
-            step(cases[name])
-            synchronize(device)
+            steps[name]()
+            if device.type != "cpu":
+                getattr(torch, device.type).synchronize()
             times[name].append(clock() - start)
     return {name: t[1:] for name, t in times.items()}
 
@@ -124,301 +169,122 @@ def ratio(times, name, other):
     return median(x / y for x, y in zip(times[name], times[other]))
 
 
-def peak_mb(device, net, step):
-    """A column of a table: what step(net) adds to the CUDA memory in use; none elsewhere."""
-    if device.type != "cuda":
-        return {}
-    step(net)                                    # from here on net's gradients are in use
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step(net)
-    return {"peak MB": (torch.cuda.max_memory_allocated() - before) / MB}
+def peak_mb(name, size, what, device):
+    """The most memory of a step with one image, weights and gradients included; see peak_growth."""
+    device = torch.device(device)
+    model, image = build(name, size).to(device), torch.rand(1, 3, PIXELS, PIXELS, device=device)
+    STEPS[what](model, image)
+    model.zero_grad(set_to_none=True)
+    weights = sum(t.numel() * t.element_size() for t in model.state_dict().values())
+    return (weights + peak_growth(lambda: STEPS[what](model, image), device)) / MB
 
 
-def about(args, amp):
-    """How it was measured, for a title."""
-    number = "bf16 autocast" if amp else "float32"
-    compiled = ", compiled" if args.compile else ""
-    return f"{number}{compiled}, {args.clock} clock, medians of {args.rounds} rounds"
-
+# --- printing -------------------------------------------------------------------------------------
 
 def hardware(device):
     """The machine in words."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    names = [platform.processor() or platform.machine()]
+    cpu = device.type
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as f:
-            names += [line.split(": ")[1].strip() for line in f if line.startswith("model name")]
-    cpu = names[-1]
-    return f"{device.type}, {cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+            names = [line.split(": ")[1].strip() for line in f if line.startswith("model name")]
+        cpu = ", ".join([cpu, *names[:1]])
+    return f"{cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 
 def cell(x):
-    """A cell of a table: numbers below 10 with three digits after the point; None is empty."""
+    """A cell of a table: numbers below 10 with three digits after the point."""
     if isinstance(x, float):
         return f"{x:,.3f}" if x < 10 else f"{x:,.1f}"
-    return "" if x is None else str(x)
+    return f"{x:,}" if isinstance(x, int) else str(x)
 
 
-def report(args, device, title, rows):
-    """Print rows (dicts with the same keys) as a table; append them to --out."""
-    print(f"\n{title}\n{hardware(device)}; torch {torch.__version__}\n")
-    print(common.table([[cell(x) for x in row.values()] for row in rows], list(rows[0])))
-    if args.out:
-        command = " ".join(["python -m studies.cost", *sys.argv[1:]])
-        for row in rows:
-            common.write_log(args.out, dict(
-                command=command, what=args.what, hardware=hardware(device),
-                torch=torch.__version__, date=f"{datetime.date.today()}", **row))
+def report(args, device, title, rows, tables):
+    """Print tables, {title: columns}, of rows (dicts) and append the rows to --out."""
+    print(f"{title}, {args.clock} clock, medians of {args.rounds} rounds\n{hardware(device)}; "
+          f"torch {torch.__version__}")
+    for about, columns in tables.items():
+        cells = [[cell(row.get(column, "-")) for column in columns] for row in rows]
+        print(f"\n{about}\n\n{common.table(cells, columns)}")
+    for row in rows if args.out else ():
+        study = os.path.basename(sys.argv[0]).removesuffix(".py")
+        command = " ".join([f"python -m studies.{study}", *sys.argv[1:]])
+        common.write_log(args.out, dict(
+            command=command, hardware=hardware(device), torch=torch.__version__,
+            date=f"{datetime.date.today()}", **row))
 
 
-# --- models ---------------------------------------------------------------------------------------
+# --- the models of Table 11 -----------------------------------------------------------------------
 
-def build_models(args):
-    """{name: (model, name of what it is compared with)}."""
-    shape = dict(image_size=args.image_size, patch_size=args.patch_size, **SIZES[args.model])
-
-    def ours(attn, **kw):
-        return ViT(ViTConfig(attn=attn, **shape, **kw))
-
-    layers = range(shape["depth"])
-    cases = {"softmax": (ours("softmax"), "timm softmax"),
-             "symmetric": (ours("symmetric"), "softmax"),
-             "rpc 4iter/layer1": (ours("rpc", n_iter=4), "symmetric"),
-             "rpc 6iter/layer1": (ours("rpc", n_iter=6), "symmetric"),
-             "rpc 2iter/all-layer": (ours("rpc", n_iter=2, lambd=3.0, rpc_layers=layers),
-                                     "symmetric")}
-    try:
-        from timm.models.vision_transformer import VisionTransformer
-    except ImportError:
-        print("timm is not installed: its row is left out")
-        return {**cases, "softmax": (cases["softmax"][0], "softmax")}
-    theirs = VisionTransformer(img_size=shape.pop("image_size"), **shape)
-    return {"timm softmax": (theirs, "timm softmax"), **cases}
+TABLES = {
+    "Size; the paper as printed, its M of multiply-adds is G":
+        ("model", "parameters", "paper: parameters", "G multiply-adds", "paper: flop/sample"),
+    "A training step of one image, forward and backward; ratios to symmetric":
+        ("model", "train ms", "paper: train ms", "train ratio", "paper: train ratio"),
+    "A test step of one image":
+        ("model", "test ms", "paper: test ms", "test ratio", "paper: test ratio"),
+    "Throughput in batches; ratios of times to symmetric":
+        ("model", "train images/s", "train batch ratio", "test images/s", "test batch ratio"),
+    "Most memory with one image, and what it is more than symmetric":
+        ("model", "train MB", "paper: train MB", "train MB more", "paper: train MB more",
+         "test MB", "paper: test MB"),
+}
 
 
-def models(args, device):
-    """Time of a training step's forward and backward pass, and of inference, for every attention.
-
-    train ms: forward, cross-entropy, backward of one batch, without optimiser; eval ms: forward
-    without gradients. ratio: to the model in the next column. peak MB (CUDA): of the training step,
-    weights and gradients included.
-    """
-    amp = device.type == "cuda" if args.amp is None else args.amp
-    torch.manual_seed(0)
-    images = torch.rand(args.batch_size, 3, args.image_size, args.image_size, device=device)
-    labels = torch.randint(1000, (args.batch_size,), device=device)
-    cases = build_models(args)
-    nets = {name: model.to(device) for name, (model, _) in cases.items()}
-    if args.compile:
-        nets = {name: torch.compile(net) for name, net in nets.items()}
-
-    def train(net):
-        net.zero_grad(set_to_none=True)
-        with common.autocast(device, amp):
-            loss = F.cross_entropy(net(images), labels)
-        loss.backward()
-
-    @torch.no_grad()
-    def evaluate(net):
-        with common.autocast(device, amp):
-            net(images)
-
-    train_times = alternate(args, device, nets, train)
-    for net in nets.values():
-        net.eval().zero_grad(set_to_none=True)
-    eval_times = alternate(args, device, nets, evaluate)
-
-    rows = []
-    for name, (model, other) in cases.items():
-        t, e = median(train_times[name]), median(eval_times[name])
-        row = {"model": name, "train ms": 1e3 * t, "images/s": args.batch_size / t,
-               "ratio": ratio(train_times, name, other), "to": other,
-               "eval ms": 1e3 * e, "eval images/s": args.batch_size / e,
-               "eval ratio": ratio(eval_times, name, other)}
-        for column, peak in peak_mb(device, nets[name].train(), train).items():
-            own = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
-            row[column] = peak + own / MB
-        rows.append(row)
-    report(args, device, f"ViT-{args.model}, {args.image_size} px, patch {args.patch_size}, batch "
-           f"{args.batch_size}, {about(args, amp)}", rows)
-
-
-# --- memory ---------------------------------------------------------------------------------------
-
-def naive(q, k, v, **_):
-    """`attention.naive_attention` in the place of the fused one: autograd keeps N x N matrices."""
-    return attention.naive_attention(q, k, v)
-
-
-def resident_bytes(field):
-    """VmRSS (memory of this process now) or VmHWM (its maximum) in bytes; Linux."""
-    with open("/proc/self/status") as f:
-        return next(1024 * int(line.split()[1]) for line in f if line.startswith(field))
-
-
-def forward_backward(shape, n_iter, matrices, device, kept=None):
-    """Bytes by which memory grows in one attention, forward and backward; see `measure_memory`.
-
-    kept: a dict that receives {address: bytes} of what autograd saves.
-    """
-    B, H, N, D = shape
-    kv = torch.randn(B, N, 2, H, D, device=device).permute(2, 0, 3, 1, 4)   # as in the module
-    kv.requires_grad_()
-    gradient = torch.ones(B, N, H, D, device=device).transpose(1, 2)
-    synchronize(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    else:
-        with open("/proc/self/clear_refs", "w") as f:
-            f.write("5")                                            # the maximum starts again here
-        before = resident_bytes("VmRSS")
-
-    def pack(x):
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    attend = naive if matrices else attention.softmax_attention
-    watch = nullcontext() if kept is None else saved_tensors_hooks(pack, lambda x: x)
-    with watch, patch.object(attention, "softmax_attention", attend):
-        if n_iter:
-            out = attention.rpc_attention(kv[0], kv[1], n_iter)
-        else:
-            out = attention.symmetric_attention(kv[0], kv[1])
-    if kept is not None:
-        kept.pop(kv.untyped_storage().data_ptr(), None)             # the inputs do not count
-    out.backward(gradient)
-    synchronize(device)
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() - before
-    return resident_bytes("VmHWM") - before
-
-
-def measure_memory(shape, n_iter, matrices, device):
-    """Bytes (kept for backward, peak) of one attention beyond its inputs k and v.
-
-    shape: (B, H, N, D). n_iter 0: symmetric attention. matrices: every step as `naive`. kept: the
-    different storages that autograd saves. peak: of the CUDA allocator; on the CPU the growth of
-    the largest resident size, for which the process must be a fresh one.
-    """
-    B, H, N, D = shape
-    device, kept = torch.device(device), {}
-    forward_backward((B, H, 16, D), n_iter, matrices, device)       # libraries load, threads start
-    gc.collect()
-    peak = forward_backward(shape, n_iter, matrices, device)
-    forward_backward(shape, n_iter, matrices, device, kept)
-    return sum(kept.values()), peak
-
-
-def measure_in_fresh_process(*how):
-    """`measure_memory` in a process whose C library gives freed tensors back at once (glibc)."""
-    with patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_="65536"):
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
-            return fresh.submit(measure_memory, *how).result()
-
-
-def memory(args, device):
-    """Memory of one attention, forward and backward, in units of a (B, H, N, D) and of an N x N.
-
-    kept: what autograd saves for the backward pass. peak: the largest use beyond the inputs k and
-    v, gradients included; on the CPU it is the growth of a fresh process's resident memory, good to
-    about one BHND (Linux only). BHND: one float32 tensor (B, H, N, D). NxN: one float32 tensor
-    (B, H, N, N). "matrices" rows keep softmax(K2 K2^T): the same loop, the product written out.
-    """
-    linux = os.path.exists("/proc/self/clear_refs")
-    if device.type not in ("cuda", "cpu") or device.type == "cpu" and not linux:
-        raise ValueError("studies.cost memory needs CUDA, or Linux for measuring the CPU")
-    shape = (args.batch_size, args.heads, args.tokens, args.head_dim)
-    bhnd = 4 * math.prod(shape)
-    matrix = 4 * args.batch_size * args.heads * args.tokens ** 2
-    measure = measure_memory if device.type == "cuda" else measure_in_fresh_process
-    cases = {"symmetric": (0, False), **{f"rpc n = {n}": (n, False) for n in args.n_iter}}
-    most = args.n_iter[-1]
-    cases.update({"symmetric, matrices": (0, True), f"rpc n = {most}, matrices": (most, True)})
-
-    rows = []
-    for name, (n_iter, matrices) in cases.items():
-        kept, peak = measure(shape, n_iter, matrices, str(device))
-        rows.append({"attention": name,
-                     "kept MB": kept / MB, "/ BHND": kept / bhnd, "/ NxN": kept / matrix,
-                     "peak MB": peak / MB, "peak / BHND": peak / bhnd, "peak / NxN": peak / matrix})
-    report(args, device, f"one attention, (B, H, N, D) = {shape}, float32, forward and backward; "
-           f"one BHND is {bhnd / MB:.1f} MB, one NxN {matrix / MB:.1f} MB", rows)
-
-
-# --- language models ------------------------------------------------------------------------------
-
-class PlainAttention(torch.nn.Module):
-    """Causal self-attention as nanoGPT writes it, without biases and dropout: the yardstick."""
-
-    def __init__(self, dim, num_heads):
-        super().__init__()
-        self.num_heads = num_heads
-        self.qkv = torch.nn.Linear(dim, 3 * dim, bias=False)
-        self.proj = torch.nn.Linear(dim, dim, bias=False)
-
-    def forward(self, x):
-        B, T, C = x.shape
-        heads = (B, T, self.num_heads, C // self.num_heads)
-        q, k, v = (t.view(heads).transpose(1, 2) for t in self.qkv(x).split(C, 2))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(y.transpose(1, 2).reshape(B, T, C))
-
-
-def build_language_models(args):
-    """{name: model}; "plain" has `PlainAttention`, rpc 4 iterations in a quarter of the layers."""
-    size, nets = lm.SIZES[args.model], {}
-    robust = range(max(1, size["depth"] // 4))
-    kinds = {"plain": "softmax", "softmax": "softmax", "symmetric": "symmetric",
-             f"rpc 4iter/layer1-{len(robust)}": "rpc"}
-    for name, attn in kinds.items():
-        nets[name] = lm.LM(lm.LMConfig(args.vocab_size, **size, attn=attn, rpc_layers=robust,
-                                       cutoffs=args.cutoffs, dropout=0))
-    for block in nets["plain"].blocks:
-        block.attn = PlainAttention(size["embed_dim"], size["num_heads"])
-    return nets
-
-
-def language(args, device):
-    """Time of a language model's training step, forward and backward, for every attention.
-
-    plain: the same network with `PlainAttention`. rpc: 4 iterations in the first quarter of the
-    layers, the paper's layer1-4 of 16. peak MB (CUDA): of the step, beyond what weights of all
-    models take.
-    """
-    amp = device.type == "cuda" if args.amp is None else args.amp
-    context = lm.SIZES[args.model]["context"]
-    nets = {name: net.to(device) for name, net in build_language_models(args).items()}
-    if args.compile:
-        nets = {name: torch.compile(net) for name, net in nets.items()}
-    text = torch.randint(args.vocab_size, (args.batch_size, context + 1), device=device)
-
-    def train(net):
-        net.zero_grad(set_to_none=True)
-        with common.autocast(device, amp):
-            loss = net(text[:, :-1], text[:, 1:]).mean()
-        loss.backward()
-
-    times = alternate(args, device, nets, train)
-    rows = []
-    for name, t in times.items():
-        row = {"model": name, "step ms": 1e3 * median(t),
-               "tokens/s": args.batch_size * context / median(t),
-               "to plain": ratio(times, name, "plain"),
-               "to symmetric": ratio(times, name, "symmetric")}
-        rows.append({**row, **peak_mb(device, nets[name], train)})
-    report(args, device, f"LM-{args.model}, {args.vocab_size} words, batch {args.batch_size} x "
-           f"{context}, {about(args, amp)}", rows)
+def paper_columns(name):
+    """Table 11's figures of a model, and what follows from them, by column; {} if it has none."""
+    if name not in PAPER:
+        return {}
+    parameters, flop, *numbers = PAPER[name]
+    base = PAPER["symmetric"][2:]
+    row = {"paper: parameters": parameters, "paper: flop/sample": flop}
+    for what, i in (("train", 0), ("test", 1)):
+        row[f"paper: {what} ms"] = 1e3 * numbers[i]
+        row[f"paper: {what} ratio"] = numbers[i] / base[i]
+        row[f"paper: {what} MB"] = numbers[i + 2]
+        row[f"paper: {what} MB more"] = numbers[i + 2] - base[i + 2]
+    return row
 
 
 def main():
-    args = get_args(sys.argv[1:])
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    device = common.setup(args.device)[0]
-    args.function(args, device)
+    args = get_args()
+    device = start(args)
+    names = list(MODELS)
+    try:
+        import timm  # noqa: F401
+        names.insert(0, "timm softmax")
+    except ImportError:
+        print("timm is not installed: its row is left out")
+    nets = {name: build(name, args.model) for name in names}
+    counts = {name: multiply_adds(net) for name, net in nets.items()}
+
+    # A step of one image and one of a batch, of every model.
+    steps = {}
+    for n in (1, args.batch_size):
+        images = torch.rand(n, 3, PIXELS, PIXELS, device=device)
+        for what, step in STEPS.items():
+            steps |= {(name, what, n): partial(step, net.to(device), images)
+                      for name, net in nets.items()}
+    times = alternate(args, device, steps)
+    cases = [(name, args.model, what, str(device)) for name in names for what in STEPS]
+    peaks = dict(zip(((case[0], case[2]) for case in cases), fresh(peak_mb, cases)))
+
+    rows = []
+    for name, net in nets.items():
+        row = {"model": name, "parameters": sum(p.numel() for p in net.parameters()),
+               "G multiply-adds": counts[name] / 1e9}
+        for what in STEPS:
+            for n, kind in ((1, "ratio"), (args.batch_size, "batch ratio")):
+                row[f"{what} {kind}"] = ratio(times, (name, what, n), ("symmetric", what, n))
+            row[f"{what} ms"] = 1e3 * median(times[name, what, 1])
+            row[f"{what} images/s"] = args.batch_size / median(times[name, what, args.batch_size])
+            row[f"{what} MB"] = peaks[name, what]
+            row[f"{what} MB more"] = peaks[name, what] - peaks["symmetric", what]
+        known = paper_columns(name) if args.model == "tiny" else {}
+        rows.append(row | known)
+    title = f"ViT-{args.model}, {PIXELS} px, batches of {args.batch_size}"
+    report(args, device, title, rows, TABLES)
 
 
 if __name__ == "__main__":

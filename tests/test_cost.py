@@ -1,68 +1,116 @@
-"""Every command of studies/cost.py runs with tiny settings, prints a table, writes its rows."""
+"""studies/cost.py, language_cost.py, memory.py: they print tables, write rows, and count rightly."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from conftest import ROOT
-from studies import cost
+from studies import cost, language_cost, memory
+from vit import SIZES, ViT, ViTConfig
+
+SPEC = ROOT.parent / "shared" / "spec" / "classification.md"
 
 
-def run(monkeypatch, tmp_path, *argv):
+def run(monkeypatch, tmp_path, study, *argv):
     out = tmp_path / "rows.jsonl"
-    here = ["--device", "cpu", "--threads", "1", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["cost.py", *argv, *here])
-    cost.main()
+    here = ["--device", "cpu", "--out", str(out)]
+    name = study.__name__.removeprefix("studies.")
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *argv, *here])
+    study.main()
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_models(monkeypatch, tmp_path, capsys):
-    rows = run(monkeypatch, tmp_path, "--model", "nano", "--image_size", "16", "--batch_size", "2",
-               "--rounds", "1", "--patch_size", "8")                   # without a command: models
+def test_every_model_of_table_11_has_a_row_of_its_own(monkeypatch, tmp_path, capsys):
+    rows = run(monkeypatch, tmp_path, cost, "--model", "nano", "--batch_size", "2", "--rounds", "1",
+               "--threads", "1")
     names = {row["model"] for row in rows}
     assert {"softmax", "symmetric", "rpc 4iter/layer1", "rpc 2iter/all-layer"} <= names
-    assert all(row["train ms"] > 0 and row["eval ms"] > 0 and row["ratio"] > 0 for row in rows)
+    assert cost.PAPER.keys() <= names
+    for what in ("train", "test"):
+        for column in ("ms", "ratio", "images/s", "batch ratio", "MB"):
+            assert all(row[f"{what} {column}"] > 0 for row in rows)
     assert all(row["hardware"] and row["torch"] and row["date"] for row in rows)
     assert rows[0]["command"].startswith("python -m studies.cost --model nano")
     assert "rpc 6iter/layer1" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", cost.MODELS)
+def test_counted_multiply_adds_equal_the_formula(name):
+    model = cost.build(name, "nano")
+    assert cost.multiply_adds(model) == cost.formula(model.config)
+
+
+@pytest.mark.parametrize("attn", ["rpc_asym", "sym_asym", "scaled_s"])
+def test_the_formula_counts_three_projections_where_queries_are_not_keys(attn):
+    model = ViT(ViTConfig(**SIZES["nano"], attn=attn))
+    N, C = model.config.num_tokens, 64
+    scaling = 4 * N ** 2 * C if attn == "scaled_s" else 0                   # S v in 4 layers
+    assert cost.multiply_adds(model) == cost.formula(model.config) + scaling
+
+
+def test_the_papers_mega_is_giga_in_every_row_of_table_11():
+    for name, (parameters, flop, *_) in cost.PAPER.items():
+        model = cost.build(name, "tiny")
+        assert f"{cost.formula(model.config) / 1e9:.2f}M" == flop
+        millions = sum(p.numel() for p in model.parameters()) / 1e6
+        assert abs(millions - float(parameters[:-1])) < 0.1                 # 5.27, printed 5.2
+
+
+def test_the_papers_column_is_the_specifications():
+    if not SPEC.exists():
+        pytest.skip("the specification is not here")
+    table = SPEC.read_text().partition("Table 11, cost:")[2].partition("Table 12")[0]
+    cells = [re.split(r" *\| *", line)[1:-1] for line in table.splitlines() if line.startswith("|")]
+    found = {}
+    for name, flop, train, test, train_mb, test_mb, parameters in cells[2:]:
+        name = "symmetric" if name == "SymViT" else f"rpc {name}"
+        megabytes = [int(mb.removesuffix(" MB")) for mb in (train_mb, test_mb)]
+        found[name] = (parameters, flop, float(train), float(test), *megabytes)
+    assert found == cost.PAPER
+
+
 def test_memory_keeps_no_matrix(monkeypatch, tmp_path, capsys):
-    in_process = cost.measure_memory                                   # a fresh one: only the peak
-    monkeypatch.setattr(cost, "measure_in_fresh_process", in_process)
-    rows = run(monkeypatch, tmp_path, "memory", "--tokens", "513", "--batch_size", "1",
-               "--heads", "2", "--head_dim", "16", "--n_iter", "1", "2")
-    kept = {row["attention"]: row["/ NxN"] for row in rows}
+    monkeypatch.setattr(memory, "fresh", lambda f, cases: [f(*case) for case in cases])
+    monkeypatch.setattr(memory, "B", 1)
+    rows = run(monkeypatch, tmp_path, memory, "--tokens", "1025", "--n_iter", "1", "2")
+    kept = {row["attention"]: row["kept / NxN"] for row in rows}
     assert kept["rpc n = 2"] - kept["rpc n = 1"] < 0.3 and kept["rpc n = 2, matrices"] > 2
+    more = {row["attention"]: row["kept / BHND"] for row in rows}
+    assert 3 < more["rpc n = 2"] - more["rpc n = 1"] < 3.05                 # S, K2, L, row sums
     assert "symmetric, matrices" in capsys.readouterr().out
 
 
 def test_the_peak_of_memory_is_measured_in_a_fresh_process():
-    shape = (1, 2, 513, 16)
-    kept, peak = cost.measure_in_fresh_process(shape, 2, True, "cpu")
-    assert kept == cost.measure_memory(shape, 2, True, "cpu")[0]
-    assert peak > 2 * 4 * 2 * 513 ** 2                                 # two N x N matrices a head
+    case = (1, 2, 513, 16), 2, True, "cpu"
+    (kept, peak), = memory.fresh(memory.measure, [case])
+    assert kept == memory.measure(*case)[0]
+    if Path("/proc/self/clear_refs").exists():
+        assert peak > 2 * 4 * 2 * 513 ** 2                             # two N x N matrices a head
 
 
 def test_language(monkeypatch, tmp_path):
-    rows = run(monkeypatch, tmp_path, "language", "--vocab_size", "60", "--cutoffs", "20",
-               "--batch_size", "2", "--rounds", "1")
+    rows = run(monkeypatch, tmp_path, language_cost, "--batch_size", "2", "--rounds", "1",
+               "--threads", "1")
     names = [row["model"] for row in rows]
-    assert names == ["plain", "softmax", "symmetric", "rpc 4iter/layer1-1"]
+    assert names == ["plain", "softmax", "symmetric", "rpc 4iter/layer1"]
     assert all(row["step ms"] > 0 and row["to plain"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["models", "--help"], ["memory", "--help"],
-                                  ["language", "--help"]])
-def test_help(argv):
+@pytest.mark.parametrize("study", [cost, language_cost, memory])
+def test_help(monkeypatch, capsys, study):
+    monkeypatch.setattr(sys, "argv", ["study", "--help"])
     with pytest.raises(SystemExit, match="0"):
-        cost.get_args(argv)
+        study.main()
+    assert f"python -m {study.__name__}" in capsys.readouterr().out
 
 
-def test_started_as_a_file_it_says_how_to_start_it():
-    script = ROOT / "studies" / "cost.py"
+@pytest.mark.parametrize("name", ["cost", "language_cost", "memory"])
+def test_started_as_a_file_it_says_how_to_start_it(name):
+    script = ROOT / "studies" / f"{name}.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True)
-    assert done.returncode == 1 and "python -m studies.cost" in done.stderr
+    assert done.returncode == 1 and f"python -m studies.{name}" in done.stderr
     assert len(done.stderr.splitlines()) == 1

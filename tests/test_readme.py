@@ -20,7 +20,8 @@ def test_every_script_and_flag_shown_exists(page):
     assert commands
     for script, rest in commands:
         source = (ROOT / script).read_text()
-        source += (ROOT / "studies/probe.py").read_text() if "studies" in script else ""
+        for shared in re.findall(r"^from studies\.(\w+) import", source, re.M):     # flags of two studies
+            source += (ROOT / f"studies/{shared}.py").read_text()
         for flag in re.findall(r"(?<!\S)--[\w-]+", rest):
             name = flag.removeprefix("--").removeprefix("no-")
             assert f'"--{name}"' in source or f'"{name}"' in source or flag in OTHERS, f"{script} has no {flag}"
