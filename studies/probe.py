@@ -1,12 +1,10 @@
-"""What the studies share: a checkpoint in, the heads of its attention out; tables of what they say.
+"""What the studies share: a checkpoint in, the heads of its attention out.
 
 `checkpoints` loads models and inputs one after another, `capture` returns what every attention
-layer used, `attention_replaced` runs a model with another rule, `summarise` to `write_csv` make
-tables. No study itself.
+layer used, `attention_replaced` runs a model with another rule. No study itself.
 """
 
 import argparse
-import csv
 import math
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +21,7 @@ from data import prose, text as data_text
 from attention import SelfAttention, rpc_attention, softmax_attention, symmetric_attention
 from kpca import exact_scaling
 from lm import LM, LMConfig, lm_from_checkpoint
+from studies.tables import print_table, summarise, write_csv, write_tables  # noqa: F401
 from vit import SIZES, ViT, ViTConfig, load_weights, stored_config, vit_from_checkpoint
 
 
@@ -155,7 +154,8 @@ def get_args(doc, experiments, argv=None):
     flag("--exp", default=",".join(experiments), help="comma-separated; default: all that fit")
     flag("--layers", default="all", help="all, or comma-separated from 0")
     flag("--images", type=count, default=32, help="test images or windows; errors are over them")
-    flag("--data", choices=["shapes", "cifar10", "imagenet"], help="default: the training's")
+    flag("--data", choices=["shapes", "cifar10", "folder", "imagenet"],
+         help="default: the training's")
     flag("--data_dir", default=None, help="default: the folder it was trained from")
     flag("--untrained", action=boolean, default=False, help="also before the first step")
     flag("--standardise", action=boolean, default=False,
@@ -242,6 +242,9 @@ def load_images(args, checkpoint, config):
         raise ValueError(f"--data {name} needs --data_dir")
     elif name == "cifar10":
         source = data.load_cifar10(data_dir, "test")
+    elif name == "folder":
+        photos, holdout = data.find_photos(data_dir), trained.get("holdout", 0)
+        source = data.load_photos(photos, config.image_size, holdout)[1]
     else:
         source = data.ImageTree(data_dir, "val", classes=checkpoint.get("classes"),
                                 size=config.image_size, subset=True)
@@ -321,76 +324,3 @@ def chunks(point, device):
         piece = slice(start, start + max(1, size))
         labels = point.labels if point.labels is None else point.labels[piece].to(device)
         yield start, point.inputs[piece].to(device), labels
-
-
-# --- tables ---------------------------------------------------------------------------------------
-
-PER_LAYER = ("EV", "eta", "frac", "eig_cos")           # what CSV files have layer by layer
-
-
-def summarise(results):
-    """{(experiment, measure, source, layer): (images, ...)} to rows of means over images.
-
-    Rows: (experiment, measure, source, layer, mean, standard error); layer "all": mean of layers.
-    The standard error of one image is nan.
-    """
-    table = {}
-    for (*key, layer), t in results.items():
-        table.setdefault(tuple(key), {})[layer] = t
-    rows = []
-    for key, layers in table.items():
-        stack = torch.from_numpy(np.stack(list(layers.values())))           # (layers, images, ...)
-        for layer, t in [*layers.items(), ("all", stack.nanmean(0).numpy())]:
-            mean, n = t.mean(0), len(t)
-            se = t.std(0, ddof=1) / math.sqrt(n) if n > 1 else mean * math.nan
-            rows.append((*key, layer, mean, se))
-    return rows
-
-
-def cell(measure, mean, se):
-    """A number of a table as text."""
-    if math.isnan(mean):
-        return "flat" if measure == "eta" else "-"
-    return f"{mean:.4g}" + (f" ±{se:.1g}" if se > 1e-9 * abs(mean) else "")
-
-
-def print_table(title, text, rows):
-    """rows: (measure, source, row name, mean, se). A block a measure; those of one source share."""
-    print(f"\n=== {title}\n")
-    print("\n".join(f"  {line}".rstrip() for line in text.splitlines()))
-    sources = {}
-    for m, s, *_ in rows:
-        sources.setdefault(m, {})[s] = True
-    alone = [(m, *sources[m]) for m in sources if len(sources[m]) == 1]
-    blocks = [(m, [(m, s) for s in sources[m]]) for m in sources if len(sources[m]) > 1]
-    blocks += [("", alone[i:i + 5]) for i in range(0, len(alone), 5)]
-    cells = {(m, s, name): cell(m, mean, se) for m, s, name, mean, se in rows}
-    for name, columns in blocks:
-        heads = [s if name else m for m, s in columns]
-        print(f"\n  {name:22s}" + "".join(f"{head:<21s}" for head in heads))
-        for row in dict.fromkeys(row[2] for row in rows if row[:2] in columns):
-            line = [cells.get((m, s, row), "") for m, s in columns]
-            print(f"    {row:20s}" + "".join(f"{c:<21s}" for c in line))
-
-
-def write_csv(path, header, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="") as f:
-        writer = csv.writer(f)
-        writer.writerow(header)
-        writer.writerows([f"{x:.6g}" if isinstance(x, float) else x for x in row] for row in rows)
-
-
-def write_tables(out, experiment, rows):
-    """<experiment>.csv and, for curves over axes, <experiment>_axes.csv. rows: (Point, row)."""
-    scalars, curves = [], []
-    for point, (_, m, source, layer, mean, se) in rows:
-        start = (point.run, point.step, layer, m.removesuffix(" by axis"), source)
-        if mean.ndim and point.last:
-            curves += [(*start, d + 1, float(mean[d]), float(se[d])) for d in range(len(mean))]
-        elif not mean.ndim and (layer == "all" or point.last and m in PER_LAYER):
-            scalars.append((*start, float(mean), float(se), len(point.inputs)))
-    header = ["run", "step", "layer", "measure", "source"]
-    write_csv(out / f"{experiment}.csv", [*header, "mean", "se", "images"], scalars)
-    if curves:
-        write_csv(out / f"{experiment}_axes.csv", [*header, "axis", "mean", "se"], curves)

@@ -344,7 +344,8 @@ def test_one_checkpoint_gives_every_figure_and_a_word_on_what_it_lacks(softmax_r
 
 
 def test_plot_without_matplotlib_says_so_in_one_line(monkeypatch):
-    monkeypatch.delitem(sys.modules, "studies.plot", raising=False)
+    for name in ("plot", "plot_robust", "look"):
+        monkeypatch.delitem(sys.modules, f"studies.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit, match="^error: studies.plot needs matplotlib"):
         importlib.import_module("studies.plot")

@@ -1,0 +1,77 @@
+"""Tables of what a study of many layers, measures and sources found: means, on screen, as CSV."""
+
+import csv
+import math
+
+import numpy as np
+import torch
+
+PER_LAYER = ("EV", "eta", "frac", "eig_cos")           # what CSV files have layer by layer
+
+
+def summarise(results):
+    """{(experiment, measure, source, layer): (images, ...)} to rows of means over images.
+
+    Rows: (experiment, measure, source, layer, mean, standard error); layer "all": mean of layers.
+    The standard error of one image is nan.
+    """
+    table = {}
+    for (*key, layer), t in results.items():
+        table.setdefault(tuple(key), {})[layer] = t
+    rows = []
+    for key, layers in table.items():
+        stack = torch.from_numpy(np.stack(list(layers.values())))           # (layers, images, ...)
+        for layer, t in [*layers.items(), ("all", stack.nanmean(0).numpy())]:
+            mean, n = t.mean(0), len(t)
+            se = t.std(0, ddof=1) / math.sqrt(n) if n > 1 else mean * math.nan
+            rows.append((*key, layer, mean, se))
+    return rows
+
+
+def cell(measure, mean, se):
+    """A number of a table as text."""
+    if math.isnan(mean):
+        return "flat" if measure == "eta" else "-"
+    return f"{mean:.4g}" + (f" ±{se:.1g}" if se > 1e-9 * abs(mean) else "")
+
+
+def print_table(title, text, rows):
+    """rows: (measure, source, row name, mean, se). A block a measure; those of one source share."""
+    print(f"\n=== {title}\n")
+    print("\n".join(f"  {line}".rstrip() for line in text.splitlines()))
+    sources = {}
+    for m, s, *_ in rows:
+        sources.setdefault(m, {})[s] = True
+    alone = [(m, *sources[m]) for m in sources if len(sources[m]) == 1]
+    blocks = [(m, [(m, s) for s in sources[m]]) for m in sources if len(sources[m]) > 1]
+    blocks += [("", alone[i:i + 5]) for i in range(0, len(alone), 5)]
+    cells = {(m, s, name): cell(m, mean, se) for m, s, name, mean, se in rows}
+    for name, columns in blocks:
+        heads = [s if name else m for m, s in columns]
+        print(f"\n  {name:22s}" + "".join(f"{head:<21s}" for head in heads))
+        for row in dict.fromkeys(row[2] for row in rows if row[:2] in columns):
+            line = [cells.get((m, s, row), "") for m, s in columns]
+            print(f"    {row:20s}" + "".join(f"{c:<21s}" for c in line))
+
+
+def write_csv(path, header, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="") as f:
+        writer = csv.writer(f)
+        writer.writerow(header)
+        writer.writerows([f"{x:.6g}" if isinstance(x, float) else x for x in row] for row in rows)
+
+
+def write_tables(out, experiment, rows):
+    """<experiment>.csv and, for curves over axes, <experiment>_axes.csv. rows: (Point, row)."""
+    scalars, curves = [], []
+    for point, (_, m, source, layer, mean, se) in rows:
+        start = (point.run, point.step, layer, m.removesuffix(" by axis"), source)
+        if mean.ndim and point.last:
+            curves += [(*start, d + 1, float(mean[d]), float(se[d])) for d in range(len(mean))]
+        elif not mean.ndim and (layer == "all" or point.last and m in PER_LAYER):
+            scalars.append((*start, float(mean), float(se), len(point.inputs)))
+    header = ["run", "step", "layer", "measure", "source"]
+    write_csv(out / f"{experiment}.csv", [*header, "mean", "se", "images"], scalars)
+    if curves:
+        write_csv(out / f"{experiment}_axes.csv", [*header, "axis", "mean", "se"], curves)
