@@ -14,7 +14,7 @@ these axes, softmax attention returns phi(q).u_d, the coordinates of the query o
     Eq. 10    H = [phi(q_i).u_d]
     Eq. 8     h_i(d) = sum_j a_dj phi(q_i).phi~(k_j)    theorem_1; kernel_projections
     Eq. 9     attention with values v                   theorem_1; attend
-    Eq. 11    K~ a_d = lambda_d N a_d                   theorem_1; kernel_pca; a_hat, eigen_cosine
+    Eq. 11    K~ a_d = lambda_d N a_d                   theorem_1; kernel_pca; eigen_cosine
     Thm. 1    v_dj = a_dj/g_j - mean_j' a_dj'/g_j       theorem_1; theoretical_values
     App. B    K~ from K                                 centre
     Eq. 12    attention with (I - S) v                  attend_scaled; attention.py's is learned
@@ -210,11 +210,29 @@ def a_hat(v, log_g, scaled=False):
     return a if scaled else a - a.mean(-2, keepdim=True)
 
 
+def basis(W):
+    """Orthonormal basis of the column space, W's shape; columns beyond the rank are zero."""
+    Q, r = torch.linalg.qr(W / W.norm(dim=-2, keepdim=True).clamp(min=1e-300))
+    U, size, _ = torch.linalg.svd(r, full_matrices=False)
+    return Q @ (U * (size > 1e-12 * size[..., :1])[..., None, :])
+
+
+def ritz(axes, a):
+    """The basis of a's column space in which K~ is diagonal, (..., N, Dv), largest entry first.
+
+    If the space is spanned by eigenvectors these are they, whatever basis a is: what eigen_cosine
+    says of them does not change with v -> v R. Those that float64 cannot resolve are zero.
+    """
+    Q = basis(a)
+    rho, turn = largest(Q.mT @ axes.K @ Q, Q.shape[-1])
+    return Q @ turn * (rho > a.shape[-2] * EPS * axes.mu[..., :1])[..., None, :]
+
+
 def eigen_cosine(axes, a):
     """Is K~ a = lambda N a? Per column of a, (..., Dv): e^c times rho and wstd, and two ratios.
 
-    rho: Rayleigh quotient. eig_cos: cosine of a and K~ a, 1 for eigenvectors only. wstd: standard
-    deviation of gamma = K~ a / (N a) under weights a^2, which does not divide by a.
+    rho: Rayleigh quotient. eig_cos: cosine of a and K~ a, 1 for eigenvectors only; nan for zero.
+    wstd: standard deviation of gamma = K~ a / (N a) under weights a^2: no division by a.
     """
     N, Ka, length = a.shape[-2], axes.K @ a, a.norm(dim=-2)
     rho = (a * Ka).sum(-2) / length.square()

@@ -6,23 +6,22 @@
     python -m studies.plot kpca out/kpca                                          # figures
 
 Claims: Teo & Nguyen 2024, sections 2.2, App. C, E.2. Theory: kpca.py. Beside the learned values
-stand three references: the same input through a random matrix (x W), random numbers (iid), and the
-values of kernel PCA itself. The scores that were published: studies/published_scores.py.
+stand the values of the next head (other), the same input through a random matrix (x W), random
+numbers (iid), and the values of kernel PCA itself. Published scores: studies/published_scores.py.
 
-Attention reads v through w_d = sum_j v_jd Phi(k_j), Phi(x).Phi(y) = k(x, y): h_id is Phi(q_i).w_d
-over g(q_i) for any v. The output matrix undoes any v -> v R, so only span{w_d} matters. Kernel PCA
-says that it is the top principal subspace of the keys: that is what EV, frac and overlap measure.
+EV, frac and overlap ask which subspace of feature space values span (studies/span.py), eig_cos
+whether they hold eigenvectors, truncate what the network needs of them (studies/truncate.py). None
+changes with v -> v R, which the output matrix undoes.
 
 Shapes: q (..., M, D), k (..., N, D), v (..., N, Dv), float64; leading ones: draws of a null,
-images, heads. Nothing overflows: Phi(x) = e^n(x) psi(x), |psi| = 1, and exponents are kept apart.
+images, heads.
 """
 
 import inspect
 import math
 import sys
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 if not __package__:
     sys.exit("error: start this in the repository's folder, as: python -m studies.kernel_pca")
@@ -32,92 +31,14 @@ import torch
 from tqdm import tqdm
 
 import common
-from kpca import (EPS, a_hat, attend, centre, coefficients, eigen_cosine, kernel_pca,
-                  kernel_projections, key_scale, log_g, log_gram, log_kernel, log_phi2,
-                  projection_loss, theoretical_values)
-from studies.probe import (Heads, attention_replaced, capture, checkpoints, chunks, get_args,
-                           numbers, print_table, standardise, summarise, write_csv, write_tables)
-
-
-# --- which subspace of feature space do values span? ----------------------------------------------
-
-class Span(NamedTuple):
-    """Orthonormal coordinates in the span of the keys' features."""
-    F: torch.Tensor                     # (..., N, R) psi(k_j); directions below 1e-12 are dropped
-    Z: torch.Tensor                     # (..., M, R) psi(q_i), the part inside the span
-    X: torch.Tensor                     # (..., N, R) centred Phi(k_j) / g_j, times e^(c/2)
-    n: torch.Tensor                     # (..., N) |k_j|^2 / (2 sqrt(D))
-
-
-def key_span(q, k):
-    """Coordinates of q's and k's features in an orthonormal basis of the span of all Phi(k_j)."""
-    s, t = log_kernel(k, k), log_kernel(q, k)
-    n = s.diagonal(dim1=-2, dim2=-1) / 2
-    n_q = q.square().sum(-1) / (2 * math.sqrt(q.shape[-1]))
-
-    # psi(k_i).psi(k_j) = U diag(size) U^T, so the rows of U diag(size)^(1/2) are psi(k_j).
-    gram = (s - n[..., :, None] - n[..., None, :]).clamp(max=0).exp()
-    size, U = torch.linalg.eigh(gram)
-    size = torch.where(size > 1e-12 * size[..., -1:], size, 0)[..., None, :]
-    F = U * size.sqrt()
-    inverse = U * torch.where(size > 0, size, torch.inf).rsqrt()            # F^+ transposed
-
-    Z = (t - n_q[..., :, None] - n[..., None, :]).clamp(max=0).exp() @ inverse
-    lg, c = key_scale(k)
-    X = (n + (c / 2 - lg)).exp()[..., None] * F
-    return Span(F, Z, X - X.mean(-2, keepdim=True), n)
-
-
-def basis(W):
-    """Orthonormal basis of the column space, W's shape; columns beyond the rank are zero."""
-    Q, r = torch.linalg.qr(W / W.norm(dim=-2, keepdim=True).clamp(min=1e-300))
-    U, size, _ = torch.linalg.svd(r, full_matrices=False)
-    return Q @ (U * (size > 1e-12 * size[..., :1])[..., None, :])
-
-
-def value_axes(span, v):
-    """The w_d = sum_j v_jd Phi(k_j), common factor dropped, (..., R, Dv)."""
-    return span.F.mT @ ((span.n - span.n.amax(-1, keepdim=True)).exp()[..., None] * v)
-
-
-def principal_axes(span):
-    """All axes u_1, u_2, ... in rows, (..., N, R). From features, not from the Gram matrix as in
-    kernel_pca, so that axes far below its rounding error are still orthonormal."""
-    return torch.linalg.svd(span.X, full_matrices=False)[2]
-
-
-def explained_variance(span, Q):
-    """EV = tr(P C) / tr C, (...): the share of the keys' variance that lies in the subspace."""
-    return (span.X @ Q).square().sum((-2, -1)) / span.X.square().sum((-2, -1)).clamp(min=1e-300)
-
-
-def query_share(span, Q=None):
-    """Share of |phi(q_i)|^2 inside the subspace, (..., M) in [0, 1]; None: the span of all keys."""
-    return (span.Z if Q is None else span.Z @ Q).square().sum(-1)
-
-
-def token_overlap(A, B):
-    """Sum of cos^2 of the principal angles of two bases, over the smaller rank; chance: Dv/N."""
-    ranks = [Q.square().sum((-2, -1)) for Q in (A, B)]
-    return (A.mT @ B).square().sum((-2, -1)) / torch.minimum(*ranks).clamp(min=1)
-
-
-def restrict(q, k, v, span, u, affine=False):
-    """Attention with only the part of v on the axes u (..., d, R): every w_d is projected on them.
-
-    That is v -> V V^T E v, V the theoretical values, without its inverse. affine adds the constant
-    row, the same for every query, that centring takes away; with all N - 1 axes attention is then
-    what it was. Exact up to |k|^2 / sqrt(D) of about 60. Returns h (..., M, Dv).
-    """
-    longest, w = span.n.amax(-1, keepdim=True), value_axes(span, v)
-    lost = w - u.mT @ (u @ w)
-
-    def project(x, psi):                                                    # of h, x = q or k
-        n = x.square().sum(-1) / (2 * math.sqrt(x.shape[-1]))
-        return (n - log_g(x, k) + longest).clamp(max=300).exp()[..., None] * (psi @ lost)
-
-    h = attend(q, k, v) - project(q, span.Z)
-    return h + project(k, span.F).mean(-2, keepdim=True) if affine else h
+from kpca import (EPS, a_hat, attend, basis, centre, coefficients, eigen_cosine, kernel_pca,
+                  kernel_projections, key_scale, log_gram, log_kernel, log_phi2, projection_loss,
+                  ritz, theoretical_values)
+from studies.probe import (Heads, capture, checkpoints, chunks, get_args, numbers, print_table,
+                           standardise, summarise, write_csv, write_tables)
+from studies.span import (explained_variance, key_span, principal_axes, query_share, restrict,
+                          token_overlap, value_axes)
+from studies.truncate import ranks_of, truncate
 
 
 # --- a layer and its nulls ------------------------------------------------------------------------
@@ -125,41 +46,52 @@ def restrict(q, k, v, span, u, affine=False):
 class Layer:
     """Heads prepared for the experiments: tensors (1, B, H, N, D) and what experiments share.
 
-    values: {"learned": v, "x W": the input through 3 Gaussian matrices, "iid": Gaussian numbers},
-    (draws, B, H, N, D), all of v's size. key: seeds of W, the same for all images, and of iid.
+    values: {"learned": v, "other": those of the next head, "x W": the input through 3 Gaussian
+    matrices, "iid": Gaussian numbers}, (draws, B, H, N, D), all of v's size and all scaled by the
+    layer's I - S if it has one; raw: before that. key: the layer's number and that of the first
+    image, from which W and iid are drawn: W is the same for all images, in whatever pieces they
+    come.
     """
 
     def __init__(self, heads, name="", key=(0, 0), standardised=False):
-        q, k, v, raw, x, self.causal = heads
-        if k.shape[-2] < 2:
-            raise ValueError(f"layer {name}: {k.shape[-2]} token, but kernel PCA needs at least "
-                             f"two")
+        if standardised:
+            heads = heads._replace(q=standardise(heads.q), k=standardise(heads.k))
+        q, k, v, raw, x, self.causal, S = heads
+        B, H, N, _ = k.shape
+        if N < 2:
+            raise ValueError(f"layer {name}: {N} token, but kernel PCA needs at least two")
         if not all(t.isfinite().all() for t in (q, k, v)):
             raise ValueError(f"layer {name}: queries, keys or values are not finite: "
                              f"the model is broken")
-        if standardised:
-            q, k = standardise(q), standardise(k)
-        self.q, self.k, self.v, self.raw = q[None], k[None], v[None], raw[None]
-        self.x = x[None, :, None]
-        self.name, self.key, self.dv = name, key, v.shape[-1]
+        self.heads, self.name, self.key, self.dv = heads, name, key, v.shape[-1]
+        self.q, self.k, self.v, self.scaled = q[None], k[None], v[None], S is not None
 
-        seeds = [torch.Generator().manual_seed(1009 * n + i) for i, n in enumerate(key)]
-        W = torch.randn(3, 1, q.shape[1], x.shape[-1], self.dv, generator=seeds[0], dtype=q.dtype)
-        iid = torch.randn(v.shape, generator=seeds[1], dtype=q.dtype)
-        values = {"learned": self.v, "x W": self.x @ W.to(q.device), "iid": iid[None].to(q.device)}
+        W = self.normal(-1, 3, 1, H, x.shape[-1], self.dv)
+        iid = torch.stack([self.normal(key[1] + i, H, N, self.dv) for i in range(B)])
+        self.raw = {"learned": raw[None], "other": raw.roll(1, 1)[None],
+                    "x W": x[None, :, None] @ W.to(x), "iid": iid[None].to(x)}
+        if H == 1:
+            del self.raw["other"]                                           # there is no other head
         size = self.v.norm(dim=(-2, -1), keepdim=True)
-        self.values = {name: u / u.norm(dim=(-2, -1), keepdim=True) * size
-                       for name, u in values.items()}
+        scaled = {name: u - S @ u if self.scaled else u for name, u in self.raw.items()}
+        self.values = {name: u / u.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-300) * size
+                       for name, u in scaled.items()}
+
+    def normal(self, image, *shape):
+        """Gaussian numbers of this layer for one image (-1: for all)."""
+        seed = torch.Generator().manual_seed(common.seed_of(self.key[0], image + 1, 0))
+        return torch.randn(shape, generator=seed, dtype=torch.float64)
 
     @cached_property
     def parts(self):
         """Its data sets: all keys; if causal (query i has keys 1 ... i), those of three queries."""
         if not self.causal:
             return [self]
-        ends = sorted({max(2, self.k.shape[-2] * n // 4) for n in (1, 2, 4)})
-        q, tokens = self.q[0], (self.k[0], self.v[0], self.raw[0], self.x[0, :, 0])
-        return [Layer(Heads(q[..., n - 1:n, :], *(t[..., :n, :] for t in tokens)), self.name,
-                      self.key) for n in ends]
+        N, (q, *tokens, _, S) = self.k.shape[-2], self.heads
+        ends = sorted({max(2, N * n // 4) for n in (1, 2, 4)})
+        return [Layer(Heads(q[..., n - 1:n, :], *(t[..., :n, :] for t in tokens),
+                            S=S if S is None else S[..., :n, :n]), self.name, self.key)
+                for n in ends]
 
     @cached_property
     def axes(self):
@@ -176,6 +108,11 @@ class Layer:
         return bases | {"KPCA": principal_axes(self.span)[..., :self.dv, :].mT}
 
 
+NULLS = ("x W", "other", "iid")
+BY_HEAD = ("eig_cos", "eig_cos, v = G a")
+COMPARED = ("EV", "frac", *BY_HEAD, "overlap", "output")
+
+
 # --- experiments ----------------------------------------------------------------------------------
 # Each takes a Layer and returns {measure: {source: tensor}}, tensors (draws, B, H) or, for curves
 # over axes, (draws, B, H, d). The docstring is printed above the table.
@@ -185,9 +122,10 @@ def exp_jproj(layer):
 
     J: as printed; a true projection has J >= 0, so a negative one says that h is none. phi2, h2:
     its terms, means over tokens. above: share of tokens with |h| > |phi(q)|. rel_phi, rel_h:
-    |phi2 - h2| over either. |h|^2 has no scale (v c and W_O / c are the same network), so only frac
-    can show learning: the share of |phi(q)|^2 inside span{w_d}, in [0, 1]; 1 - frac is J with the
-    scale fixed. ceiling: inside the span of all keys, for any v.
+    |phi2 - h2| over either. |h|^2 has no scale (v c and W_O / c are the same network); frac has
+    one: the share of |phi(q)|^2 inside span{w_d}, in [0, 1]; 1 - frac is J with the scale fixed.
+    It cannot test kernel PCA, whose own frac may lie below that of noise: its axes are centred.
+    ceiling: inside the span of all keys, for any v.
     """
     lp, values = log_phi2(layer.q, layer.k, layer.causal), dict(layer.values)
     if not layer.causal:
@@ -208,34 +146,31 @@ def exp_frac(layer):
 def exp_gamma(layer):
     """Are the learned values eigenvectors (Eq. 11), claim 2.2.2: K~ a = N lambda a?
 
-    a = H G^-1 v with the pseudo-inverse H of I - 1_N, which has no inverse. All: means over axes.
+    a = H G^-1 v with the pseudo-inverse H of I - 1_N, which has no inverse. All: means over axes,
+    after a was turned so that a^T K~ a is diagonal: exact kernel PCA has 1 in any gauge.
     eig_cos: cosine between a and K~ a, 1 for eigenvectors only; K~ near a multiple of H makes it
     near 1 for noise too. wstd/lambda: weighted standard deviation of K~ a / (N a) over its mean.
-    unsolvable: |sum_j g_j v_j| / sum_j |g_j v_j|, 0 if an exact a exists. v = G a: scaled
-    attention, V before I - S. lambda: the first Dv eigenvalues lambda_d = mu_d / N.
+    unsolvable: |sum_j g_j v_j| / sum_j |g_j v_j|, 0 if an exact a exists, column by column.
+    v = G a: scaled attention, V before I - S. lambda: the first Dv eigenvalues mu_d / N.
     """
     axes, d, N = layer.axes, min(layer.dv, layer.k.shape[-2]), layer.k.shape[-2]
     out = {"eig_cos": {}, "wstd/lambda": {}, "unsolvable": {}}
-    for source, v in layer.values.items():
-        found, a = eigen_cosine(axes, a_hat(v, axes.log_g)), a_hat(v, axes.log_g, scaled=True)
-        out["eig_cos"][source] = found["eig_cos"]
-        out["wstd/lambda"][source] = found["wstd/lambda"]
+    resolved = torch.arange(d, device=axes.mu.device) < axes.rank[..., None]
+    theory = axes.U[..., :d] * resolved[..., None, :]
+    for source, v in {**layer.values, "KPCA": None}.items():
+        known = source == "KPCA"
+        a = theory if known else a_hat(v, axes.log_g, scaled=True)
         out["unsolvable"][source] = a.sum(-2).abs() / a.abs().sum(-2)
-
-    # Kernel PCA's own vectors, where they are resolved.
-    U, unresolved = axes.U[..., :d], torch.arange(d, device=axes.mu.device) >= axes.rank[..., None]
-    theory = eigen_cosine(axes, U)
-    theory["unsolvable"] = U.sum(-2).abs() / U.abs().sum(-2)
-    for m, sources in out.items():
-        sources["KPCA"] = theory[m].masked_fill(unresolved, math.nan)
+        found = eigen_cosine(axes, ritz(axes, turned(a) if known else a_hat(v, axes.log_g)))
+        for m in ("eig_cos", "wstd/lambda"):
+            out[m][source] = found[m]
     lam = (-axes.c).exp() * axes.mu[..., :d] / N
-    out["lambda"] = {"KPCA": lam.masked_fill(unresolved, math.nan)}
+    out["lambda"] = {"KPCA": lam.where(resolved, math.nan)}
 
-    if not torch.equal(layer.raw, layer.v):
-        before = {**layer.values, "learned": layer.raw}
-        out["eig_cos, v = G a"] = {
-            source: eigen_cosine(axes, a_hat(v, axes.log_g, scaled=True))["eig_cos"]
-            for source, v in before.items()}
+    if layer.scaled:
+        a = {source: a_hat(v, axes.log_g, scaled=True) for source, v in layer.raw.items()}
+        out["eig_cos, v = G a"] = {source: eigen_cosine(axes, ritz(axes, x))["eig_cos"]
+                                   for source, x in a.items()}
     means = {m: {s: t.nanmean(-1) for s, t in sources.items()} for m, sources in out.items()}
     return means | {f"{m} by axis": out[m] for m in ("eig_cos", "lambda")}
 
@@ -270,7 +205,7 @@ def exp_eigstats(layer):
     return out
 
 
-def turned(layer, vectors):
+def turned(vectors):
     """vectors (..., N, d) times a random rotation: exact kernel PCA may as well have these."""
     d, random = vectors.shape[-1], torch.Generator().manual_seed(1)
     turn = torch.linalg.qr(torch.randn(d, d, generator=random, dtype=torch.float64))[0]
@@ -294,7 +229,7 @@ def exp_values(layer):
     tokens = basis(theory)
     projected = basis(kernel_projections(layer.q, layer.k, layer.axes, theory.shape[-1]))
     out = {"overlap": {}, "output": {}}
-    for source, v in {**layer.values, "KPCA": turned(layer, theory)}.items():
+    for source, v in {**layer.values, "KPCA": turned(theory)}.items():
         h = attend(layer.q, layer.k, v)
         explained = (projected.mT @ h).square().sum((-2, -1))
         out["overlap"][source] = token_overlap(basis(v), tokens)
@@ -334,73 +269,26 @@ def over_parts(experiment, layer):
 
 
 def measure(layers, experiments):
-    """{(experiment, measure, source, layer): mean over draws and heads, (B,) or curves (B, d)}."""
+    """{(experiment, measure, source, layer): mean over draws and heads, (B,) or curves (B, d)}.
+
+    What is COMPARED stands there also as "learned - source", eig_cos also as a curve over heads.
+    """
     out = {}
     for layer in layers:
         for name, experiment in experiments.items():
             whole = name in ("jproj", "losses")                             # know causal themselves
             found = experiment(layer) if whole else over_parts(experiment, layer)
+            found = {m: {source: t.nanmean(0) for source, t in sources.items()}
+                     for m, sources in found.items()}
+            for m in [m for m in COMPARED if m in found]:
+                found[f"{m}: learned -"] = {null: found[m]["learned"] - found[m][null]
+                                            for null in NULLS if null in found[m]}
             for m, sources in found.items():
-                for source, t in sources.items():
-                    out[name, m, source, layer.name] = t.nanmean((0, 2)).cpu().numpy()
+                for source, t in sources.items():                           # (B, H) or (B, H, d)
+                    out[name, m, source, layer.name] = t.nanmean(1).cpu().numpy()
+                    if m in BY_HEAD:
+                        out[name, f"{m} by head", source, layer.name] = t.cpu().numpy()
     return out
-
-
-# --- truncation: what does the network lose if its values keep only some axes? --------------------
-
-TRUNCATIONS = {
-    "strict": "the first r principal axes, as kernel PCA has it",
-    "affine": "the same and one constant row, what centring takes away",
-    "affine random": "r random axes and the row",
-    "affine bottom": "the last r axes and the row",
-    "top r of x": "on the first r left singular vectors of the layer's input",
-}
-
-
-def truncated(heads, how, r):
-    """Attention with truncated values, (B, H, N, D). how: of TRUNCATIONS, none, v = 0 or mean v."""
-    q, k, v, N = heads.q, heads.k, heads.v, heads.k.shape[-2]
-    mean = v.mean(-2, keepdim=True)
-    whole = {"none": v, "v = 0": torch.zeros_like(v), "mean v": mean.expand_as(v)}
-    if how in whole:
-        return attend(q, k, whole[how])
-    if how == "top r of x":
-        Q = torch.linalg.svd(heads.x[:, None], full_matrices=False)[0][..., :r]
-        return attend(q, k, Q @ (Q.mT @ v))
-
-    span = key_span(q, k)
-    u = principal_axes(span)[..., :N - 1, :]
-    if how == "affine random":
-        random = torch.Generator().manual_seed(r)
-        order = torch.rand(u.shape[:-1], generator=random).argsort(-1).to(k.device)
-        u = u.gather(-2, order[..., None].expand(u.shape))
-    u = u[..., N - 1 - r:, :] if how == "affine bottom" else u[..., :r, :]
-    return restrict(q, k, v, span, u, affine=how != "strict")
-
-
-@torch.no_grad()
-def truncate(point, ranks, device):
-    """Accuracy with values cut down to r axes. Wants hundreds of --images.
-
-    Returns rows (how, r, accuracy in percent, standard error), printed too; r = 0: no r.
-    """
-    model = point.model.to(device)
-    cases = [(how, r) for r in ranks for how in TRUNCATIONS]
-    right = {case: [] for case in [("none", 0), ("v = 0", 0), ("mean v", 0), *cases]}
-    for _, images, labels in chunks(point, device):
-        for (how, r), found in right.items():
-            with attention_replaced(model, partial(truncated, how=how, r=r)):
-                found.append((model(images).argmax(-1) == labels).cpu().numpy())
-    rows = []
-    for (how, r), t in right.items():
-        t = 100.0 * np.concatenate(t)
-        rows.append((how, r, t.mean(), t.std() / math.sqrt(len(t))))
-
-    about = [f"{how}: {what}" for how, what in TRUNCATIONS.items()]
-    text = ["Accuracy in percent with the values of all layers truncated to", *about]
-    print_table(f"truncate: {point.where}", "\n".join(text), [
-        ("accuracy", f"r = {r}" if r else "any r", how, mean, se) for how, r, mean, se in rows])
-    return rows
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -414,7 +302,7 @@ def examine(point, experiments, args, device):
     model, depth = point.model.to(device), point.model.config.depth
     keep = range(depth) if args.layers == "all" else numbers(args.layers, "--layers", depth - 1)
     results, short = {}, set()
-    for start, inputs, _ in chunks(point, device):
+    for start, inputs, _ in chunks(point, device, whole="losses" in experiments):
         heads = capture(model, inputs)
         for i in keep:
             layer = Layer(heads[i], str(i), (i, start), args.standardise)
@@ -434,22 +322,6 @@ def examine(point, experiments, args, device):
         room = room if room >= 0.02 else math.nan
         results["capture", "eta", "learned", i] = 100 * (ev - null) / room
     return summarise(results)
-
-
-def ranks_of(point, args):
-    """The r of truncate, [] for a language model; a model that knows other classes is refused."""
-    c = point.model.config
-    if point.labels is None:
-        if point.last:
-            print(f"truncate needs classes and attention over all tokens: left out, {point.run} "
-                  f"is a language model")
-        return []
-    if point.classes != c.num_classes:
-        raise ValueError(f"truncate counts right answers, but the model knows {c.num_classes} "
-                         f"classes, the data has {point.classes}")
-    d, every = c.embed_dim // c.num_heads, c.num_tokens - 1
-    usual = sorted({r for r in (d // 4, d, every) if 0 < r <= every})
-    return numbers(args.ranks, "--ranks", every) if args.ranks else usual
 
 
 def study(args, experiments):

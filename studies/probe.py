@@ -18,8 +18,8 @@ from tqdm import tqdm
 import common
 import data
 from data import prose, text as data_text
-from attention import SelfAttention, rpc_attention, softmax_attention, symmetric_attention
-from kpca import exact_scaling
+from attention import SelfAttention, rpc_attention, softmax_attention
+from kpca import exact_scaling, log_kernel
 from lm import LM, LMConfig, lm_from_checkpoint
 from studies.tables import print_table, summarise, write_csv, write_tables  # noqa: F401
 from vit import SIZES, ViT, ViTConfig, load_weights, stored_config, vit_from_checkpoint
@@ -79,27 +79,31 @@ class Heads(NamedTuple):
     raw: torch.Tensor                   # (B, H, N, D) V itself
     x: torch.Tensor                     # (B, N, C) the layer's input
     causal: bool = False
+    S: torch.Tensor | None = None       # (B or 1, H, N, N) of Scaled Attention
 
 
 @torch.no_grad()
 def attention_inputs(module, x):
     """Heads of a SelfAttention of any kind at its input x (B, N, C). RPC: of its last step."""
     q, k, raw = module.project(x)
-    v = raw
+    S = None
     if module.attn.startswith("rpc"):
         steps = []
         q = q if module.attn == "rpc_asym" else None
         rpc_attention(k, raw, q=q, causal=module.causal, **module.rpc, trace=steps)
         k = steps[-1]["K2"]
         q = k if q is None else q
-    elif module.attn == "scaled_s":
-        v = raw - module.s @ raw
-    elif module.attn == "scaled_alpha":
-        v = raw - module.s * symmetric_attention(k, raw, causal=module.causal)
-    elif isinstance(module, ExactScaling):
-        v = raw - exact_scaling(k, raw)
     here = torch.device("cpu") if x.device.type == "mps" else x.device      # mps has no float64
-    return Heads(*(t.to(here).double() for t in (q, k, v, raw, x)), module.causal)
+    q, k, raw, x = (t.to(here).double() for t in (q, k, raw, x))
+
+    # Scaled Attention: every S is a matrix here.
+    if module.attn == "scaled_s":
+        S = module.s[None].to(k)
+    elif module.attn == "scaled_alpha":
+        S = module.s.to(k) * log_kernel(k, k, module.causal).softmax(-1)
+    elif isinstance(module, ExactScaling):
+        S = exact_scaling(k, torch.eye(k.shape[-2]).to(k))
+    return Heads(q, k, raw if S is None else raw - S @ raw, raw, x, module.causal, S)
 
 
 def attention_layers(model):
@@ -316,11 +320,15 @@ def checkpoints(args):
                     where)
 
 
-def chunks(point, device):
-    """Inputs and labels of a Point in pieces that keep a matrix of all heads at 2 MB on a CPU."""
-    c = point.model.config
+def chunks(point, device, whole=False):
+    """Inputs and labels of a Point in pieces that keep a matrix of all heads at 2 MB on a CPU.
+
+    whole: all in one piece, for measures that are no means over images.
+    """
+    c, n = point.model.config, len(point.inputs)
     size = 2 ** (18 if device.type == "cpu" else 24) // (c.num_heads * c.num_tokens ** 2)
-    for start in tqdm(range(0, len(point.inputs), max(1, size)), point.run, leave=False):
-        piece = slice(start, start + max(1, size))
+    size = n if whole else max(1, size)
+    for start in tqdm(range(0, n, size), point.run, leave=False):
+        piece = slice(start, start + size)
         labels = point.labels if point.labels is None else point.labels[piece].to(device)
         yield start, point.inputs[piece].to(device), labels

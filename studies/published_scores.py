@@ -234,10 +234,10 @@ def exp_similarities(layer):
     rows = axes.U[..., :theory.shape[-1]]
     weights = (axes.log_g.amin(-1, keepdim=True) - axes.log_g).exp()[..., None]     # 1/g_j
     out = {}
-    for source, v in {**layer.values, "KPCA": turned(layer, theory)}.items():
+    for source, v in {**layer.values, "KPCA": turned(theory)}.items():
         found = {"CKA unbiased": cka(v, theory, unbiased=True)}
         if theory.shape[-1] == layer.dv:
-            v = turned(layer, rows) if source == "KPCA" else v[:1]          # one x W will do
+            v = turned(rows) if source == "KPCA" else v[:1]          # one x W will do
             w = weights * v if source == "KPCA" else v
             r = row_similarities(v, rows)                                   # 1/g_j > 0: no turn
             names = ("direct", "optimal", "optimal_max", "pearson", "neg_pct")

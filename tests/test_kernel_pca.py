@@ -21,15 +21,16 @@ import data
 import train_cls
 from attention import KINDS, SelfAttention
 from conftest import ROOT
-from kpca import (a_hat, attend, eigen_cosine, exact_scaling, kernel_pca, kernel_projections, log_g,
+from kpca import (a_hat, attend, basis, eigen_cosine, exact_scaling, kernel_pca, kernel_projections, log_g,
                   log_gram, log_kernel, log_phi2, projection_loss, theoretical_values)
 from lm import LM, LMConfig
 from studies import kernel_pca as study
-from studies.kernel_pca import (EXPERIMENTS, TRUNCATIONS, Layer, basis, eigenvalue_statistics,
-                                explained_variance, key_span, measure, principal_axes, query_share,
-                                restrict, standardise, truncated, value_axes)
-from studies.probe import Heads, attention_replaced, capture, load_model, untrained
+from studies.kernel_pca import EXPERIMENTS, Layer, eigenvalue_statistics, measure
+from studies.probe import (Heads, attention_replaced, capture, load_model, standardise, untrained)
 from studies.published_scores import random_heads
+from studies.span import (explained_variance, key_span, principal_axes, query_share, restrict,
+                          value_axes)
+from studies.truncate import TRUNCATIONS, truncated
 from test_kpca import assert_close, cases, draw, sweep
 from vit import SIZES, ViT, ViTConfig
 
@@ -285,7 +286,7 @@ def test_command_writes_a_table_for_every_experiment_and_layer(request, tmp_path
     rows = {(r["how"], r["r"]): float(r["accuracy"]) for r in read(folder / "truncate.csv")}
     assert rows["affine", "16"] == rows["none", "0"] and len(rows) == 3 + 3 * len(TRUNCATIONS)
     sources = {r["source"] for r in read(folder / "capture.csv") if r["measure"] == "EV"}
-    assert sources == {"learned", "x W", "iid", "KPCA", "best"}
+    assert sources == {"learned", "other", "x W", "iid", "KPCA", "best"}
 
 
 def test_keys_too_long_to_resolve_all_axes_are_announced(monkeypatch, tmp_path, capsys):
