@@ -181,6 +181,99 @@ def test_everything_stays_finite_for_very_long_keys(ratio):
         assert truncated(heads, how, 4).isfinite().all(), how
 
 
+def tiny_heads(B=2, H=2, N=6, D=3, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = torch.randn(3, B, H, N, D, generator=g, dtype=torch.float64)
+    return Heads(q, k, v, v, torch.randn(B, N, H * D, generator=g, dtype=torch.float64))
+
+
+def test_exact_kernel_pca_has_eigen_cosine_one_in_any_gauge_and_noise_keeps_its_own():
+    heads = random_heads()
+    k = heads.k[None]
+    R = torch.randn(16, 16, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    V = theoretical_values(kernel_pca(k), 16)[0]
+    cosine = {}
+    for name, v in (("KPCA", V), ("KPCA turned", V @ R), ("noise", heads.v), ("noise turned", heads.v @ R)):
+        found = measure([Layer(heads._replace(v=v, raw=v))], {"gamma": EXPERIMENTS["gamma"]})
+        cosine[name] = found["gamma", "eig_cos", "learned", ""]
+        assert_close(found["gamma", "eig_cos", "KPCA", ""], np.ones(4), 1e-9)
+    assert_close(cosine["KPCA"], np.ones(4), 1e-9)
+    assert_close(cosine["KPCA turned"], np.ones(4), 1e-9)
+    assert_close(cosine["noise turned"], cosine["noise"], 1e-9)
+    assert cosine["noise"].max() < 0.9
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS.keys() - {"eigstats"})
+def test_another_heads_values_are_a_null_of_every_experiment(experiment):
+    heads = tiny_heads(H=3)
+    found = measure([Layer(heads)], {experiment: EXPERIMENTS[experiment]})
+    moved = measure([Layer(heads._replace(v=heads.v.roll(1, 1), raw=heads.v.roll(1, 1)))],
+                    {experiment: EXPERIMENTS[experiment]})
+    compared = [key[1] for key in found if key[2] == "other" and "learned -" not in key[1]]
+    assert compared
+    for m in compared:
+        if m not in ("h2", "J", "rel_phi", "rel_h", "above"):                      # |v| is another head's there
+            assert_close(found[experiment, m, "other", ""], moved[experiment, m, "learned", ""], 1e-9)
+    for key, t in found.items():
+        if key[1].endswith(": learned -"):
+            m = key[1].removesuffix(": learned -")
+            difference = found[experiment, m, "learned", ""] - found[experiment, m, key[2], ""]
+            assert_close(t, difference, 1e-9, 1e-12)
+    assert "other" not in Layer(tiny_heads(H=1)).values
+
+
+@pytest.mark.parametrize("size", [2, 4, 6, 8])
+def test_restriction_is_attention_to_v_v_t_e_v_and_stays_bounded_for_long_keys(size):
+    q, k, v = draw(3, 24, 8, size=size)
+    span, axes = key_span(q, k), kernel_pca(k)
+    h = restrict(q, k, v, span, principal_axes(span)[:3])
+    V = theoretical_values(axes, 3)
+    scale = axes.log_g.amax()
+    E = (log_kernel(k, k) - scale).exp()
+    if size < 6:
+        assert_close(h, attend(q, k, V @ (V.mT @ (E * scale.exp()) @ v)), 1e-7, 1e-7)
+    assert h.abs().max() < 100 * v.abs().max()
+
+
+@pytest.mark.parametrize("case", ["zero keys", "v = 0", "x = 0", "D = 1", "N = 2", "N = 4", "N = 5"])
+def test_degenerate_heads_are_measured_without_an_error(case):
+    from studies import published_scores
+    letter, _, number = case.partition(" = ")
+    heads = tiny_heads(**{letter: int(number)}) if letter in "DN" else tiny_heads()
+    if case == "zero keys":
+        heads = heads._replace(q=0 * heads.q, k=0 * heads.k)
+    if case == "v = 0":
+        heads = heads._replace(v=0 * heads.v, raw=0 * heads.v)
+    if case == "x = 0":
+        heads = heads._replace(x=0 * heads.x)
+    found = measure([Layer(heads)], EXPERIMENTS | published_scores.EXPERIMENTS)
+    for m in ("EV", "frac"):
+        assert np.isfinite(found["capture", m, "learned", ""]).all()
+    assert not np.isinf(np.concatenate([t.ravel() for t in found.values()])).any()
+    for how in TRUNCATIONS:
+        assert truncated(heads, how, 1).isfinite().all()
+
+
+def test_random_numbers_differ_between_layers_and_images_but_not_with_the_pieces():
+    heads = tiny_heads(B=4)
+    iid = {key: Layer(heads, key=key).values["iid"] for key in ((0, 0), (1, 0))}
+    assert abs(torch.corrcoef(torch.stack([t.flatten() for t in iid.values()]))[0, 1]) < 0.3
+    later = Layer(Heads(*(t[3:] for t in heads[:5])), key=(0, 3)).values["iid"]
+    assert_close(later, iid[0, 0][:, 3:], 1e-12)
+    assert abs(torch.corrcoef(iid[0, 0][0].flatten(1))[0, 1]) < 0.5
+
+
+def test_nulls_of_scaled_attention_are_scaled_by_the_layers_own_matrix():
+    heads = tiny_heads()
+    S = 0.3 * torch.randn(1, 2, 6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    layer = Layer(heads._replace(v=heads.raw - S @ heads.raw, S=S))
+    other = (torch.eye(6) - S) @ heads.raw.roll(1, 1)
+    other = other / other.norm(dim=(-2, -1), keepdim=True) * layer.v[0].norm(dim=(-2, -1), keepdim=True)
+    assert_close(layer.values["other"][0], other, 1e-9)
+    assert "eig_cos, v = G a" in EXPERIMENTS["gamma"](layer)
+    assert "eig_cos, v = G a" not in EXPERIMENTS["gamma"](Layer(heads))
+
+
 class Wrapped(nn.Module):
     """Any module tree with attention in it will do."""
 
@@ -232,9 +325,9 @@ def test_null_values_have_the_size_of_the_learned_and_do_not_depend_on_the_batch
     assert_close(part.values["x W"], layer.values["x W"][:, :2], 1e-12)
 
 
-def save_vit(path, attn="softmax", **change):
+def save_vit(path, attn="softmax", image_size=16, **change):
     torch.manual_seed(0)
-    config = ViTConfig(image_size=16, patch_size=4, num_classes=10, embed_dim=24, depth=2, num_heads=3, attn=attn,
+    config = ViTConfig(image_size=image_size, patch_size=4, num_classes=10, embed_dim=24, depth=2, num_heads=3, attn=attn,
                        init="default")
     model = ViT(config)
     args = dict(data="shapes", data_dir=None, seed=0, init_from=None)

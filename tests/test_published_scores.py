@@ -11,9 +11,11 @@ import torch
 from kpca import a_hat, eigen_cosine, kernel_pca
 from studies import published_scores
 from studies.kernel_pca import Layer, basis, exp_capture, exp_values, measure, token_overlap
+from studies.probe import capture, checkpoints, get_args
 from studies.published_scores import (absolute_losses, cka, exp_similarities, flaws, gamma,
-                                      kernel_cka, matching, numeric_a_hat, official_loss,
-                                      pair_differences, random_heads, row_similarities)
+                                      kernel_cka, kernel_eigenvalues, matching, numeric_a_hat,
+                                      official_loss, pair_differences, random_heads,
+                                      row_similarities, synthetic_keys)
 from test_kernel_pca import read, run, save_vit
 from test_kpca import assert_close, cases, draw
 
@@ -112,6 +114,25 @@ def test_eigenvectors_have_cosine_one_and_constant_gamma_and_noise_has_neither()
     assert (noise > 1e3 * true).all()
 
 
+def test_matching_of_rows_without_a_cosine_is_still_one_to_one():
+    C = torch.tensor([[0.1, 0.9, 0.2], [math.nan] * 3, [0.3, 0.8, 0.7]], dtype=torch.float64)
+    assert sorted(matching(C).tolist()) == [0, 1, 2] and matching(C)[0] == 1
+
+
+def test_averaged_ratios_are_large_without_any_floor():
+    q, k, v = draw(9, 65, 32)
+    found = absolute_losses(q[None], k[None], v[None])
+    floor, none = found["rel_phi floor [R]"], found["rel_phi no floor"]
+    assert none >= floor > 0.5 * none
+
+
+def test_kernel_without_g_of_keys_that_share_a_direction_has_eigenvalues_of_the_published_size():
+    found = [t.mean() for t in kernel_eigenvalues(synthetic_keys()).values()]
+    for ours, published in zip(found[:4], (648.46, 4.65, 40.07, 17.73)):
+        assert published / 2 < ours < 2 * published
+    assert found[4] < 50                                                          # centred: not of that size
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 def test_without_a_checkpoint_it_shows_what_the_scores_say_of_random_values():
@@ -133,6 +154,18 @@ def test_command_writes_a_table_for_every_score(monkeypatch, tmp_path, capsys, a
     curves = read(tmp_path / "gammas_axes.csv")
     assert {r["source"] for r in curves} == {"learned", "iid"}
     assert {r["layer"] for r in curves} == {"0", "1", "all"}
+
+
+def test_released_loss_is_that_of_all_images_at_once_however_large_they_are(monkeypatch, tmp_path):
+    ckpt = save_vit(tmp_path / "a.pt", image_size=64)                             # 257 tokens: an image a piece
+    run(monkeypatch, published_scores, "--ckpt", ckpt, "--images", 3, "--exp", "losses",
+        "--out_dir", tmp_path, "--device", "cpu")
+    point, = checkpoints(get_args("", {"losses": exp_similarities}, ["--ckpt", ckpt, "--images", "3"]))
+    heads = capture(point.model, point.inputs)
+    together = np.mean([official_loss(h.q, h.k, h.v, with_h=False).item() for h in heads])
+    row, = [r for r in read(tmp_path / "losses.csv")
+            if (r["measure"], r["source"]) == ("J official without h", "learned")]
+    assert_close(float(row["mean"]), together, 1e-4)
 
 
 def test_without_scipy_the_optimal_cosine_says_what_it_needs(monkeypatch):
