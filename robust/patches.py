@@ -1,0 +1,76 @@
+"""Images of which a few patches are corrupted, and which: what a robust attention ought to find.
+
+    corrupted, hit = corrupt_patches(images, "noise", patch=4)     # 6 patches of 4 x 4 pixels each
+
+Patches are those of a ViT, numbered row by row. Random numbers depend on (seed, image) alone, so
+every network sees the same places and, but for adversarial ones, the same pixels.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from data.rng import normal, uniform
+from robust.attacks import cross_entropy, input_gradient
+
+KINDS = ("noise", "black", "white", "gaussian", "pixels", "adversarial")
+PLACES, VALUES = 70, 71                                    # what a random number is for
+
+
+def corrupt_patches(images, kind, patch, *, n=6, pixels=12, sigma=0.3, steps=20, model=None,
+                    labels=None, seed=0):
+    """Images (B, 3, S, S) float in [0, 1], corrupted, and which patches were, (B, P) bool.
+
+    kind: n patches of uniform noise, black or white, or with Gaussian noise of standard deviation
+    sigma added ("gaussian"); single pixels of random colour ("pixels"), whose patches count; one
+    block of 2 x 2 patches that raises the model's loss on labels ("adversarial", in so many steps).
+    patch: its side in pixels, divides S. Image i is number i of the random numbers.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind!r}, expected one of {KINDS}")
+    B, size, side = len(images), images.shape[-1], images.shape[-1] // patch
+    index = torch.arange(B, device=images.device)
+    if kind == "adversarial":
+        hit = block(index, side, seed)
+        return adversarial(model, images, labels, to_pixels(hit, side, patch), steps), hit
+
+    values = uniform(index, images[0].numel(), seed, VALUES).view_as(images)
+    if kind == "pixels":
+        at = choose(index, pixels, size * size, seed).view(B, 1, size, size)
+        hit = F.max_pool2d(at.float(), patch).flatten(1) > 0
+        return torch.where(at, values, images), hit
+
+    new = dict(noise=values, black=torch.zeros_like(images), white=torch.ones_like(images),
+               gaussian=(images + sigma * normal(values)).clamp(0, 1))
+    hit = choose(index, n, side * side, seed)
+    return torch.where(to_pixels(hit, side, patch), new[kind], images), hit
+
+
+def choose(index, n, total, seed):
+    """n of `total` places for each image, all equally likely: (B, total) bool."""
+    order = uniform(index, total, seed, PLACES).argsort(1)
+    return torch.zeros_like(order, dtype=torch.bool).scatter_(1, order[:, :n], True)
+
+
+def block(index, side, seed):
+    """2 x 2 patches of each image, as (B, side * side) bool."""
+    corner = (uniform(index, 2, seed, PLACES) * (side - 1)).long()          # (B, 2): row, column
+    lines = torch.arange(side, device=index.device) - corner[:, :, None]    # (B, 2, side)
+    inside = (lines >= 0) & (lines < 2)
+    return (inside[:, 0, :, None] & inside[:, 1, None]).flatten(1)
+
+
+def to_pixels(hit, side, patch):
+    """Of patches (B, P) to pixels (B, 1, S, S)."""
+    grid = hit.view(-1, 1, side, side)
+    return grid.repeat_interleave(patch, 2).repeat_interleave(patch, 3)
+
+
+@torch.no_grad()
+def adversarial(model, images, labels, where, steps):
+    """The pixels `where` (B, 1, S, S) climb the cross-entropy from grey, by the gradient's sign."""
+    x = torch.where(where, torch.full_like(images, 0.5), images)
+    for step in range(steps):
+        _, _, grad = input_gradient(cross_entropy, model, x, labels)
+        moved = x + 0.2 * (1 - step / steps) * grad.sign()
+        x = torch.where(where, moved.clamp(0, 1), x)
+    return x

@@ -1,0 +1,241 @@
+"""Where is S? Does the sparse part of RPC-Attention hold the patches that were corrupted?
+
+    python -m studies.where_is_s --ckpt out/shapes_rpc out/shapes_symmetric      # seconds a model
+    python -m studies.where_is_s --ckpt out/robustness/*_s?/epoch_*.pt           # over training
+
+If robust PCA does inside attention what it is named for, K = L + S, and S is where a token was
+corrupted. Some patches of each test image are corrupted; a patch token's score is the sum of |S|
+over heads and channels of the first layer, after each PAP step. AUC: the chance that a corrupted
+patch scores above an uncorrupted one of its image, mean over images; 0.5 says nothing. A score must
+beat what needs no S: |k| of the token, its distance from the image's mean key, S before training,
+and the S that PAP makes of a symmetric network's keys.
+
+Also, on clean images, |K - S - L| / |K|: ADMM would end at 0. "rank one" is the share of L that all
+tokens have alike, |mean over tokens| / rms of the rows; the more uniform attention is, the nearer
+it is to 1. Such an L leaves at least the "floor", |K - S - mean of K - S over tokens| / |K|,
+whatever the values are.
+
+Also, what layer 1 receives: the cosine of a token in the corrupted and in the clean image, at
+uncorrupted patches, with the shrinkage on and off (lambda = inf); its null is the cosine with
+another clean image. Accuracy: of the same corrupted images. Rows: --out_dir/rows.jsonl; those of a
+checkpoint that has them are kept.
+"""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+if not __package__:
+    sys.exit("error: start this in the repository's folder, as: python -m studies.where_is_s")
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import common
+from attention import rpc_attention
+from robust import metrics
+from robust.adaptive import rewired
+from robust.patches import KINDS, corrupt_patches
+from robust.rows import kind_of
+from studies import probe
+
+
+def get_args(argv=None):
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--ckpt", nargs="+", required=True, help="runs or checkpoints of train_cls.py, "
+                   "all of the same images")
+    p.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS),
+                   help="of corruption, see robust/patches.py; adversarial takes the longest")
+    p.add_argument("--images", type=common.number(int, 1), default=300, help="test images")
+    p.add_argument("--untrained", action=argparse.BooleanOptionalAction, default=True,
+                   help="also look at each run before its first step")
+    p.add_argument("--data", help="shapes, cifar10 or imagenet; default: the training's")
+    p.add_argument("--data_dir", help="default: the training's")
+    p.add_argument("--out_dir", type=Path, default=Path("out/where_is_s"))
+    return p.parse_args(argv)
+
+
+# --- scores of tokens -----------------------------------------------------------------------------
+
+def location(S):
+    """Score of each patch token, sum |S| over heads and channels: (B, H, N, D) -> (B, N - 1)."""
+    return S.abs().sum((1, 3))[:, 1:]
+
+
+def auc(score, hit):
+    """AUC of the score (B, P) for the corrupted patches (B, P) bool, image by image: (B,)."""
+    areas = [metrics.auroc(s, h) for s, h in zip(score, hit)]
+    return torch.tensor(areas, dtype=torch.float64)
+
+
+def first_layer(model, images):
+    """Keys of layer 0 (B, H, N, D) and the steps of PAP on them: dicts of S, K2, L.
+
+    A network without RPC-Attention there gets PAP with its model_config's n_iter, lambd and form.
+    """
+    block, steps = model.blocks[0], []
+    _, k, v = block.attn.project(block.norm1(model.embed(images)))
+    rpc_attention(k, v, **block.attn.rpc, trace=steps)
+    return k, steps
+
+
+def second_input(model, images, labels):
+    """What layer 1 receives, patch tokens (B, N - 1, C), and which images are right (B,)."""
+    features = model.features(images)
+    return features["blocks.0"][:, 1:], features["head"].argmax(1) == labels
+
+
+def residuals(k, steps):
+    """Of each step, (B,) each: |K - S - L| / |K|; how alike the tokens of L are; the floor."""
+    def norm(x):
+        return x.flatten(1).norm(dim=1)
+
+    def mean(x):
+        return x.mean(2, keepdim=True).expand_as(k)
+
+    found = {}
+    for i, step in enumerate(steps, 1):
+        R, L = k - step["S"], step["L"]
+        found[f"clean: residual, step {i}"] = norm(R - L) / norm(k)
+        found[f"clean: rank one, step {i}"] = norm(mean(L)) / norm(L)
+        found[f"clean: floor, step {i}"] = norm(R - mean(R)) / norm(k)
+    return found
+
+
+@torch.no_grad()
+def examine(model, images, labels, kinds):
+    """{measure in words: its value for each image (B,)}."""
+    c, forms = model.config, {"": model}
+    if c.layer_attn(0) == "rpc":
+        forms[", shrinkage off"] = rewired(model, lambd=math.inf)
+    found, clean = residuals(*first_layer(model, images)), {}
+    for form, m in forms.items():
+        clean[form], right = second_input(m, images, labels)
+        other = F.cosine_similarity(clean[form], clean[form].roll(1, 0), dim=-1).mean(1)
+        found |= {f"clean: accuracy{form}": right, f"clean: cosine, other image{form}": other}
+
+    for kind in kinds:
+        x, hit = corrupt_patches(images, kind, c.patch_size, model=model, labels=labels)
+        k, steps = first_layer(model, x)
+        keys = k.transpose(1, 2).flatten(2)[:, 1:]                           # (B, P, C)
+        scores = {f"S, step {i}": location(step["S"]) for i, step in enumerate(steps, 1)}
+        scores["|k|"] = keys.norm(dim=2)
+        scores["distance"] = (keys - keys.mean(1, keepdim=True)).norm(dim=2)
+        found |= {f"{kind}: AUC of {name}": auc(score, hit) for name, score in scores.items()}
+        for form, m in forms.items():
+            h, right = second_input(m, x, labels)
+            cosine = F.cosine_similarity(h, clean[form], dim=-1) * ~hit
+            found[f"{kind}: cosine{form}"] = cosine.sum(1) / (~hit).sum(1)
+            found[f"{kind}: accuracy{form}"] = right
+    return found
+
+
+# --- checkpoints, table, figure -------------------------------------------------------------------
+
+def points(args):
+    """(run, model, checkpoint) of each of --ckpt, and of each run before its first step."""
+    fresh = set()
+    for path in args.ckpt:
+        model, checkpoint = probe.load_model(path)
+        common.check_run(checkpoint, path, "train_cls.py", "args", "step")
+        run = str(Path(path) if Path(path).is_dir() else Path(path).parent)
+        if args.untrained and run not in fresh:
+            fresh.add(run)
+            yield run, *probe.untrained(checkpoint, path)
+        yield run, model, checkpoint
+
+
+def over_seeds(rows):
+    """{(network, training step): {measure: (mean over seeds, standard deviation, seeds)}}."""
+    groups = {}
+    for row in rows:
+        group = groups.setdefault((row["network"], row["step"]), {})
+        for name, value in row["values"].items():
+            group.setdefault(name, []).append(value)
+    return {at: {name: (np.mean(x), np.std(x, ddof=1) if len(x) > 1 else math.nan, len(x))
+                 for name, x in group.items()} for at, group in groups.items()}
+
+
+def table(groups):
+    """Markdown: measures down, networks at their last step, and before their first, across."""
+    last = {network: step for network, step in sorted(groups, key=lambda at: at[1])}
+    columns = [*last.items(), *((n, 0) for n in last if last[n] and (n, 0) in groups)]
+    names = dict.fromkeys(name for at in columns for name in groups[at])
+
+    def cell(value):
+        mean, std, n = value
+        return f"{mean:.3f} ± {std:.3f} ({n})" if n > 1 else f"{mean:.3f}"
+
+    body = [[name, *(cell(groups[at][name]) if name in groups[at] else "" for at in columns)]
+            for name in names]
+    return common.table(body, ["mean ± standard deviation (seeds)",
+                               *(f"{n}{'' if step else ', untrained'}" for n, step in columns)])
+
+
+def draw(groups, kinds, path):
+    """Over training: AUC above and cosine below for each corruption; the residual on the left."""
+    from studies.plot import WIDTH, legend, plt
+    networks = list(dict.fromkeys(network for network, _ in groups))
+    figure, axes = plt.subplots(2, len(kinds) + 1, figsize=(1.7 * WIDTH, 6), sharex=True)
+
+    def curve(ax, network, name, style, label=None):
+        steps = sorted(step for n, step in groups if n == network and name in groups[n, step])
+        ax.plot(steps, [groups[network, step][name][0] for step in steps], style, marker=".",
+                color=f"C{networks.index(network)}", label=label)
+
+    for network in networks:
+        names = {name for at, group in groups.items() if at[0] == network for name in group}
+        last = max(int(name.split()[-1]) for name in names if "residual" in name)
+        curve(axes[0][0], network, f"clean: residual, step {last}", "-")
+        curve(axes[1][0], network, f"clean: rank one, step {last}", "-")
+        for (top, bottom), kind in zip(axes.T[1:], kinds):
+            curve(top, network, f"{kind}: AUC of S, step {last}", "-", f"{network}, step {last}")
+            curve(top, network, f"{kind}: AUC of distance", ":")
+            curve(bottom, network, f"{kind}: cosine", "-")
+            curve(bottom, network, f"{kind}: cosine, shrinkage off", "--")
+            top.set(title=f"{kind}: AUC of S\n(dotted: of distance)", ylim=(0, 1))
+            bottom.set(title="layer 1's input, cosine\n(dashed: shrinkage off)")
+            top.axhline(0.5, color="black", linewidth=0.7)
+    axes[0][0].set(title="|K - S - L| / |K|", ylim=(0, None))
+    axes[1][0].set(title="share of L that all\ntokens have alike", ylim=(0, 1.05))
+    legend(figure, axes[0][1], "lower center", ncols=4)
+    figure.supxlabel("training step")
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def main():
+    args = get_args()
+    args.out_dir.mkdir(parents=True, exist_ok=True)
+    path, loaded = args.out_dir / "rows.jsonl", None
+    rows = common.read_log(path)
+    for run, model, checkpoint in tqdm(points(args), "checkpoints", unit="checkpoint"):
+        c = model.config
+        about = dict(run=run, step=checkpoint["step"], images=args.images, kinds=args.kinds)
+        if any(all(row[k] == v for k, v in about.items()) for row in rows):
+            continue
+        shape = c.image_size, c.patch_size, checkpoint["args"]["data"], c.num_classes
+        if loaded is None:
+            images, labels, *_ = probe.load_images(args, checkpoint, c)
+            loaded = shape
+        if shape != loaded:
+            raise ValueError(f"--ckpt {run} has image size, patch size, data, classes {shape}, "
+                             f"expected those of the first, {loaded}")
+        found = examine(model, images, labels, args.kinds)
+        values = {name: round(x.double().mean().item(), 5) for name, x in found.items()}
+        about |= dict(network=kind_of(c), seed=checkpoint["args"]["seed"], values=values)
+        common.write_log(path, about)
+        rows.append(about)
+
+    groups = over_seeds(rows)
+    print(table(groups))
+    draw(groups, args.kinds, args.out_dir / "where_is_s.png")
+    print(f"\n{args.out_dir}: rows.jsonl, where_is_s.png")
+
+
+if __name__ == "__main__":
+    common.run(main)

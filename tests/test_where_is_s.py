@@ -1,0 +1,221 @@
+"""studies/where_is_s.py and robust/patches.py: which patches are corrupted, and whether S is there."""
+
+import json
+import math
+import sys
+from dataclasses import asdict
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.metrics import roc_auc_score
+
+from robust.patches import KINDS, corrupt_patches
+from studies import where_is_s
+from vit import ViT, ViTConfig
+
+RPC = dict(attn="rpc", n_iter=3, lambd=1.0)
+
+
+def small(seed=0, **config):
+    """A fresh ViT on 8 x 8 images, 17 tokens, and images with labels."""
+    torch.manual_seed(seed)
+    config = ViTConfig(image_size=8, patch_size=2, num_classes=10, embed_dim=16, depth=2, num_heads=2,
+                       init="default", **config)
+    return ViT(config).eval(), torch.rand(5, 3, 8, 8), torch.arange(5)
+
+
+# --- corrupted patches ----------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kind", ["noise", "black", "white", "gaussian"])
+def test_six_patches_change_and_nothing_else(kind):
+    images = 0.2 + 0.6 * torch.rand(30, 3, 32, 32)
+    x, hit = corrupt_patches(images, kind, 4)
+    changed = F.max_pool2d((x != images).any(1, keepdim=True).float(), 4).flatten(1) > 0
+    assert (hit.sum(1) == 6).all() and torch.equal(changed, hit)
+    assert torch.equal(hit, corrupt_patches(images[:, :, ::2, ::2], "white", 2)[1])     # the same places
+    assert len(hit.unique(dim=0)) == 30 and hit.any(0).sum() > 55
+    assert 0 <= x.min() and x.max() <= 1
+
+
+def test_patches_hold_what_their_kind_says():
+    images = torch.full((60, 3, 32, 32), 0.5)
+    made = {kind: corrupt_patches(images, kind, 4) for kind in ("noise", "black", "white", "gaussian")}
+    hit = made["noise"][1]
+    inside = {kind: F.unfold(x, 4, stride=4).mT[hit] for kind, (x, _) in made.items()}  # (360, 48)
+    assert (inside["black"] == 0).all() and (inside["white"] == 1).all()
+    assert inside["noise"].mean() == pytest.approx(0.5, abs=0.01)   # standard error 0.002
+    assert inside["noise"].std() == pytest.approx(12 ** -0.5, abs=0.005)
+    small_noise, _ = corrupt_patches(images, "gaussian", 4, sigma=0.1)                  # nothing is clamped
+    assert (small_noise - images).abs().gt(0).float().mean() == pytest.approx(6 / 64, abs=0.001)
+    assert F.unfold(small_noise, 4, stride=4).mT[hit].std() == pytest.approx(0.1, abs=0.003)
+
+
+def test_single_pixels_hit_their_patches():
+    images = torch.full((50, 3, 32, 32), 2.0)                            # no pixel is drawn like that
+    x, hit = corrupt_patches(images, "pixels", 4, pixels=12)
+    changed = (x != images).all(1)
+    assert torch.equal((x != images).any(1), changed) and (changed.sum((1, 2)) == 12).all()
+    assert torch.equal(F.max_pool2d(changed[:, None].float(), 4).flatten(1) > 0, hit)
+
+
+def test_an_adversarial_block_raises_the_loss_inside_four_patches():
+    model, images, labels = small()
+    model.requires_grad_(False)
+    x, hit = corrupt_patches(images, "adversarial", 2, model=model, labels=labels)
+    changed = F.max_pool2d((x != images).any(1, keepdim=True).float(), 2)[:, 0] > 0      # (5, 4, 4)
+    assert torch.equal(changed.flatten(1), hit) and (hit.sum(1) == 4).all()
+    for grid in changed:
+        rows, columns = grid.any(1).nonzero()[:, 0], grid.any(0).nonzero()[:, 0]
+        assert len(rows) == len(columns) == 2 and rows.diff() == columns.diff() == 1
+    grey = torch.where(x != images, torch.tensor(0.5), images)
+    before, after = (F.cross_entropy(model(each), labels, reduction="none") for each in (grey, x))
+    assert (after > before).all()
+
+
+def test_an_unknown_kind_is_one_clear_line():
+    with pytest.raises(ValueError, match="kind='fog', expected one of"):
+        corrupt_patches(torch.rand(1, 3, 8, 8), "fog", 2)
+
+
+# --- scores ---------------------------------------------------------------------------------------
+
+def test_a_tokens_score_is_the_sum_of_its_entries_of_S_over_heads_and_channels():
+    S = torch.zeros(1, 2, 4, 3)                                          # 2 heads, class token and 3 patches
+    S[0, 0, 0] = torch.tensor([9.0, 9, 9])                               # the class token's: not a patch
+    S[0, 0, 1] = torch.tensor([1.0, -2, 0])
+    S[0, 1, 1] = torch.tensor([0.0, 0, -4])
+    S[0, 1, 3] = torch.tensor([0.5, 0, 0])
+    assert where_is_s.location(S).tolist() == [[7.0, 0.0, 0.5]]
+
+
+def test_auc_is_scikit_learns_image_by_image_also_with_ties():
+    torch.manual_seed(0)
+    score, hit = torch.randint(0, 5, (20, 64)).float(), torch.rand(20, 64) < 0.1
+    hit[:, 0], hit[:, 1] = True, False
+    expected = [roc_auc_score(h, s) for s, h in zip(score, hit)]
+    assert where_is_s.auc(score, hit).tolist() == pytest.approx(expected, abs=1e-12)
+    assert where_is_s.auc(torch.zeros(1, 64), hit[:1]).item() == 0.5     # a network that never shrinks
+
+
+def test_the_steps_looked_at_are_those_of_the_layer():
+    model, images, _ = small(**RPC)
+    k, steps = where_is_s.first_layer(model, images)
+    block = model.blocks[0]
+    h = block.attn.proj(steps[-1]["L"].transpose(1, 2).flatten(2))
+    assert torch.allclose(h, block.attn(block.norm1(model.embed(images))), atol=1e-6)
+    assert len(steps) == 3 and k.shape == steps[0]["S"].shape == (5, 2, 17, 8)
+
+
+def test_symmetric_keys_get_the_pap_of_their_flags():
+    model, images, _ = small(attn="symmetric", n_iter=2, lambd=0.5)
+    twin, _, _ = small(attn="rpc", n_iter=2, lambd=0.5)
+    (_, ours), (_, theirs) = (where_is_s.first_layer(m, images) for m in (model, twin))
+    assert len(ours) == 2 and ours[1]["S"].any() and torch.equal(ours[1]["S"], theirs[1]["S"])
+
+
+def test_the_residual_is_0_where_K_is_L_plus_S_and_1_where_both_are_0():
+    k = torch.rand(3, 2, 5, 4)
+    L = torch.ones(3, 1, 5, 1) * torch.rand(3, 2, 1, 4)                  # one vector for all tokens
+    met, not_met = dict(S=k - L, L=L), dict(S=0 * k, L=0 * k + 1e-30)
+    turned = dict(S=0 * k, L=k - k.mean(2, keepdim=True))                # tokens have nothing in common
+    found = where_is_s.residuals(k, [met, not_met, turned])
+    assert found["clean: residual, step 1"].max() < 1e-6
+    assert found["clean: residual, step 2"].tolist() == pytest.approx([1] * 3)
+    assert found["clean: rank one, step 1"].tolist() == pytest.approx([1] * 3)
+    assert found["clean: rank one, step 3"].max() < 1e-5
+
+
+def test_a_low_rank_part_that_all_tokens_share_leaves_at_least_the_floor():
+    k, S = torch.randn(3, 2, 5, 4), 0.1 * torch.randn(3, 2, 5, 4)
+    shared = [(k - S).mean(2, keepdim=True), torch.randn(3, 2, 1, 4), torch.zeros(3, 2, 1, 4)]
+    found = where_is_s.residuals(k, [dict(S=S, L=L.expand_as(k)) for L in shared])
+    floor = found["clean: floor, step 1"]
+    assert torch.allclose(found["clean: residual, step 1"], floor)
+    assert (found["clean: residual, step 2"] > floor).all() and (found["clean: residual, step 3"] > floor).all()
+
+
+def test_what_is_measured_equals_measuring_by_hand():
+    model, images, labels = small(**RPC)
+    model.requires_grad_(False)
+    found = where_is_s.examine(model, images, labels, ["white", "noise"])
+    x, hit = corrupt_patches(images, "white", 2)
+    for name, lambd in (("", 1.0), (", shrinkage off", math.inf)):
+        twin = small(**{**RPC, "lambd": lambd})[0]
+        h, clean = (twin.blocks[0](twin.embed(each)) for each in (x, images))
+        cosine = [F.cosine_similarity(a[1:][~on], b[1:][~on], dim=1).mean() for a, b, on in zip(h, clean, hit)]
+        assert torch.allclose(found[f"white: cosine{name}"], torch.stack(cosine), atol=1e-6)
+        assert torch.equal(found[f"white: accuracy{name}"], twin(x).argmax(1) == labels)
+        other = F.cosine_similarity(clean[0, 1:], clean[4, 1:], dim=1).mean()
+        assert found[f"clean: cosine, other image{name}"][0].item() == pytest.approx(other.item(), abs=1e-5)
+    assert not torch.equal(found["white: cosine"], found["white: cosine, shrinkage off"])
+
+    block = model.blocks[0]
+    keys = block.attn.project(block.norm1(model.embed(x)))[1].transpose(1, 2).flatten(2)[:, 1:]
+    far = [roc_auc_score(h, (k - k.mean(0)).norm(dim=1)) for h, k in zip(hit, keys)]
+    assert found["white: AUC of distance"].tolist() == pytest.approx(far)
+    long = [roc_auc_score(h, k.norm(dim=1)) for h, k in zip(hit, keys)]
+    assert found["white: AUC of |k|"].tolist() == pytest.approx(long)
+    assert {f"noise: AUC of S, step {i}" for i in (1, 2, 3)} <= found.keys()
+
+
+def test_a_network_without_rpc_has_no_shrinkage_to_switch_off():
+    model, images, labels = small(attn="symmetric")
+    found = where_is_s.examine(model, images, labels, ["black"])
+    assert "black: AUC of S, step 4" in found and not any("off" in name for name in found)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+def save(path, seed, step, **config):
+    model, *_ = small(seed, **config)
+    args = dict(seed=seed, data="shapes", init_from=None, num_images=16)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(dict(task="classification", classes=list("abcdefghij"), args=args, step=step, optimizer={},
+                    model=model.state_dict(), model_config=asdict(model.config)), path)
+
+
+def test_the_command_keeps_what_it_has_and_means_over_seeds(tmp_path, monkeypatch, capsys):
+    runs = tmp_path / "runs"
+    for seed in (0, 1):
+        for step in (5, 9):
+            save(runs / f"rpc_s{seed}" / f"epoch_{step}.pt", seed, step, **RPC)
+    save(runs / "symmetric_s0" / "last.pt", 0, 9, attn="symmetric")
+    paths = [str(path) for path in sorted(runs.glob("*/*.pt"))]
+    out = tmp_path / "out"
+    argv = ["where_is_s.py", "--kinds", "noise", "white", "--images", "6", "--out_dir", str(out), "--ckpt"]
+    monkeypatch.setattr(sys, "argv", [*argv, *paths[:3]])
+    where_is_s.main()
+    first = (out / "rows.jsonl").read_text()
+    monkeypatch.setattr(sys, "argv", [*argv, *paths, str(runs / "symmetric_s0")])
+    where_is_s.main()
+    lines = (out / "rows.jsonl").read_text().splitlines()
+    assert "\n".join(lines[:len(first.splitlines())]) + "\n" == first
+    rows = [json.loads(line) for line in lines]
+    assert len(rows) == 8                                                # 5 checkpoints, 3 untrained
+    assert {(row["network"], row["step"]) for row in rows} == {
+        ("rpc 3iter/layer1, lambda 1", 0), ("rpc 3iter/layer1, lambda 1", 5), ("rpc 3iter/layer1, lambda 1", 9),
+        ("symmetric", 0), ("symmetric", 9)}
+    seeds = [row["values"]["white: AUC of S, step 2"] for row in rows if row["step"] == 9 and "rpc" in row["network"]]
+    mean, std, n = where_is_s.over_seeds(rows)["rpc 3iter/layer1, lambda 1", 9]["white: AUC of S, step 2"]
+    assert n == 2 and mean == pytest.approx(sum(seeds) / 2)
+    assert std == pytest.approx(abs(seeds[0] - seeds[1]) / 2 ** 0.5)
+    shown = capsys.readouterr().out
+    assert f"{mean:.3f} ± {std:.3f} (2)" in shown and "rpc 3iter/layer1, lambda 1, untrained" in shown
+    assert (out / "where_is_s.png").stat().st_size > 10000
+
+
+def test_checkpoints_of_other_images_are_refused(tmp_path, monkeypatch):
+    save(tmp_path / "a" / "last.pt", 0, 3, **RPC)
+    save(tmp_path / "b" / "last.pt", 0, 3, **RPC)
+    other = torch.load(tmp_path / "b" / "last.pt")
+    other["args"]["data"] = "cifar10"
+    torch.save(other, tmp_path / "b" / "last.pt")
+    argv = ["where_is_s.py", "--kinds", "black", "--images", "4", "--no-untrained", "--out_dir", str(tmp_path / "o")]
+    monkeypatch.setattr(sys, "argv", [*argv, "--ckpt", str(tmp_path / "a"), str(tmp_path / "b")])
+    with pytest.raises(ValueError, match="--ckpt .*b has image size, patch size, data, classes"):
+        where_is_s.main()
+
+
+def test_all_kinds_are_offered():
+    assert where_is_s.get_args(["--ckpt", "a"]).kinds == list(KINDS)
