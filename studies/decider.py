@@ -49,40 +49,32 @@ from studies import verdict
 from vit import ViT, ViTConfig
 
 HEAD, RANK, HOLDOUT = 8, 2, 3000                           # D and r of polar, r of span, images
-TINY = 1e-14                                               # over the largest: what float64 resolves
 ARMS = ("plain", "rms1", "uniform", "sign", "polar-own", "polar-other", "polar-x", "polar-random",
         "polar-detached", "span-own", "span-other", "span-x", "span-random")
 
 
 # --- values ---------------------------------------------------------------------------------------
 
-def centred(X):
-    return X - X.mean(-2, keepdim=True)
-
-
-def resolved(diagonal):
-    """Least eigenvalue (..., 1, 1) that float64 resolves in a matrix with this diagonal (..., N)."""
-    return TINY * diagonal.sum(-1)[..., None, None]
-
-
-def top_axes(K, r, least):
-    """Top r eigenvectors of symmetric K (..., N, N), zero if unresolved; eigenvalues (..., 1, r)."""
+def top_axes(K, r):
+    """Top r eigenvectors of symmetric K (..., N, N), and their eigenvalues (..., 1, r)."""
     size, B = largest(K.detach(), r)
-    size = size[..., None, :]
-    return centred(B * (size > least)), size.maximum(least)
+    return B, size[..., None, :]
 
 
 def random_axes(heads, N, r, seed):
     """(H, N, r) float64, orthonormal and orthogonal to 1."""
     random = torch.Generator().manual_seed(seed)
     B = torch.randn(heads, N, r, generator=random, dtype=torch.float64)
-    return torch.linalg.qr(centred(B)).Q
+    return torch.linalg.qr(B - B.mean(-2, keepdim=True)).Q
+
+
+def centred(X):
+    return X - X.mean(-2, keepdim=True)
 
 
 def key_axes(E, g, r, power=True):
     """B, top r eigenvectors of the centred Gram matrix, then K B / eigenvalue: the same numbers."""
-    K = (E / g / g.mT).detach()
-    B, size = top_axes(centre(K), r, resolved(K.diagonal(dim1=-2, dim2=-1)))
+    B, size = top_axes(centre(E / (g * g.mT)).detach(), r)
     B = B * B.gather(-2, B.abs().argmax(-2, keepdim=True)).sign()           # largest entry positive
     return centred(E @ (B / g) / g) / size if power else B
 
@@ -90,8 +82,7 @@ def key_axes(E, g, r, power=True):
 def input_axes(x, r):
     """The same of the layer's input (B, N, C), with its linear kernel: B (B, 1, N, r)."""
     x = centred(x)[:, None]
-    K = (x @ x.mT).detach()
-    B, size = top_axes(K, r, resolved(K.diagonal(dim1=-2, dim2=-1)))
+    B, size = top_axes(x @ x.mT, r)
     return x @ (x.mT @ B) / size
 
 
@@ -99,8 +90,7 @@ def orthonormal_values(E, g, B, v):
     """V0 (..., N, r) on the axes B, and V0^T E v. B^T K B needs no centring: B^T 1 = 0."""
     U = B / g                                                               # G B
     EU = E @ U
-    ridge = resolved(E.diagonal(dim1=-2, dim2=-1) / g[..., 0].square())
-    L = torch.linalg.cholesky(U.mT @ EU + ridge * torch.eye(B.shape[-1], dtype=B.dtype))
+    L = torch.linalg.cholesky(U.mT @ EU)
     rows = torch.linalg.solve_triangular(L, torch.cat([U.mT, EU.mT @ v], -1), upper=False)
     return rows[..., :B.shape[-2]].mT, rows[..., B.shape[-2]:]
 
@@ -111,7 +101,7 @@ class Polar(torch.autograd.Function):
     @staticmethod
     def forward(ctx, M):
         size, Y = torch.linalg.eigh(M.mT @ M)
-        s = size.maximum(TINY * size[..., -1:]).clamp_min(1e-300).sqrt()[..., None, :]
+        s = size.clamp_min(1e-30).sqrt()[..., None, :]
         Q = M @ (Y / s) @ Y.mT
         ctx.save_for_backward(Q, Y, s)
         return Q
@@ -146,27 +136,27 @@ class ForcedAttention(nn.Module):
         B = key_axes(E, g, self.r, power=self.basis != "detached")
         return B.roll(1, 1) if self.basis == "other" else B
 
-    def attend(self, x, k, v):
-        """Attention to the values of this arm (B, H, N, D), from the layer's input and k, v."""
+    def values(self, x, k, v):
+        """The values of this arm (B, H, N, D), from the layer's input and learned k, v."""
+        if self.family == "plain":
+            return v
         if self.family in ("rms1", "uniform"):
-            v = v / v.square().mean((-2, -1), keepdim=True).sqrt()
-        if self.family == "uniform":
-            return v.mean(-2, keepdim=True).expand_as(v)
-        if self.family in ("plain", "rms1"):
-            return symmetric_attention(k, v)
-
-        # float64 to the end: theoretical values are large and cancel when they are averaged
+            return v / v.square().mean((-2, -1), keepdim=True).sqrt()
         E = kernel(k.double(), k.double())
         g = E.sum(-1, keepdim=True)
         V0, M = orthonormal_values(E, g, self.axes(x, E, g), v.double())
         if self.family == "span":
-            return E @ (V0 @ M) / g
+            return (V0 @ M).to(v.dtype)
         u = V0 if self.family == "sign" else V0 @ Polar.apply(M)
-        return self.gain[:, None, None] * (E @ u / g)
+        return (self.gain[:, None, None] * u).to(v.dtype)
 
     def forward(self, x):
         _, k, v = self.attn.project(x)
-        h = self.attend(x, k, v).to(x.dtype)
+        v = self.values(x, k, v)
+        if self.family == "uniform":
+            h = v.mean(-2, keepdim=True).expand_as(v)
+        else:
+            h = symmetric_attention(k, v)
         return self.attn.proj(h.transpose(1, 2).flatten(2))
 
 

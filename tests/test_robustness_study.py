@@ -1,0 +1,166 @@
+"""studies/robustness.py: what is missing is trained and evaluated; differences are paired and sure."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+import common
+import eval_robust
+import train_cls
+from robust import corruptions, metrics
+from studies import robustness
+
+
+def row(checkpoint, right, measure="clean", **setting):
+    """A row of the evaluator. right: (n,) bool or, of several severities, a list of such."""
+    several = isinstance(right[0], list)
+    lists = right if several else [right]
+    packed = [metrics.pack(torch.tensor(outcomes)) for outcomes in lists]
+    return dict(checkpoint=checkpoint, measure=measure, setting=setting, images=len(lists[0]),
+                right=packed if several else packed[0])
+
+
+def test_the_interval_over_seeds_is_that_of_the_paired_t_test():
+    first, second = np.random.default_rng(0).random((2, 3, 40))
+    mean, over_seeds, _ = robustness.difference(first, second)
+    expected = stats.ttest_rel(100 * first.mean(1), 100 * second.mean(1)).confidence_interval(0.95)
+    assert mean == pytest.approx(100 * (first - second).mean())
+    assert over_seeds == pytest.approx((expected.low, expected.high))
+
+
+def test_the_interval_over_images_is_scipys_bootstrap_and_ignores_what_all_images_share():
+    gaps = np.random.default_rng(1).choice([-1.0, 0.0, 1.0], 300, p=[0.1, 0.6, 0.3])
+    low, high = metrics.bootstrap(gaps)
+    expected = stats.bootstrap((gaps,), np.mean, method="percentile", rng=2).confidence_interval
+    assert (low, high) == pytest.approx((expected.low, expected.high), abs=0.007)    # width 0.13
+    assert metrics.bootstrap(np.full(300, 0.25)) == pytest.approx((0.25, 0.25))
+
+
+def test_one_seed_has_no_interval_over_seeds_and_no_bold_number():
+    runs = {("symmetric", 0): np.zeros(20), ("clamp", 0): np.ones(20)}
+    compared = robustness.compare({"clean": runs}, list(robustness.ARMS))
+    n, mean, over_seeds, _ = compared["clean", "clamp"]
+    text = robustness.tables({"clean": runs}, compared, ["symmetric", "clamp"])
+    assert n == 1 and mean == 100 and np.isnan(over_seeds).all()
+    assert "+100.0" in text and "**" not in text
+
+
+def test_a_number_is_bold_exactly_where_the_interval_over_seeds_excludes_0():
+    steady, shaky = [0.9, 0.91, 0.92], [0.5, 0.9, 0.7]
+    runs = {("symmetric", s): np.full(10, 0.5) for s in range(3)}
+    for arm, values in (("clamp", steady), ("admm", shaky)):
+        runs |= {(arm, s): np.full(10, x) for s, x in enumerate(values)}
+    compared = robustness.compare({"clean": runs}, ["clamp", "admm", "softmax"])
+    text = robustness.tables({"clean": runs}, compared, ["clamp", "admm", "softmax"])
+    assert "**+41.0" in text and "+20.0" in text and "**+20.0" not in text
+
+
+def test_only_seeds_that_both_arms_have_are_paired():
+    runs = {("symmetric", 0): np.zeros(4), ("symmetric", 1): np.ones(4),
+            ("admm", 1): np.ones(4), ("admm", 2): np.ones(4)}
+    n, mean, *_ = robustness.compare({"clean": runs}, ["admm"])["clean", "admm"]
+    assert (n, mean) == (1, 0)
+
+
+def test_corruptions_are_means_over_types_and_severities():
+    severities = [[True, True, False], [True, False, False]]
+    rows = [row("a", severities, "corruptions", type=name) for name in corruptions.NAMES[1:]]
+    rows += [row("a", [[True] * 3] * 2, "corruptions", type="gaussian_noise")]
+    found = robustness.outcomes(rows, {("admm", 0): "a"}, 3)
+    assert found["blur"]["admm", 0] == pytest.approx([1, 0.5, 0])
+    assert found["noise"]["admm", 0] == pytest.approx([1, 2 / 3, 1 / 3])
+    assert found["15 corruptions"]["admm", 0] == pytest.approx([1, 8 / 15, 1 / 15])
+    assert "noise" not in robustness.outcomes(rows[:-1], {("admm", 0): "a"}, 3)    # two of three
+
+
+def test_the_adaptive_attack_on_a_network_without_rpc_is_pgd():
+    rows = [row("s", [True, False], "pgd", eps=2 / 255), row("r", [True, True], "pgd", eps=2 / 255),
+            row("r", [False, False], "adaptive_pgd", eps=2 / 255), row("elsewhere", [True, True])]
+    found = robustness.outcomes(rows, {("symmetric", 0): "s", ("rpc4-l1", 0): "r"}, 2)
+    adaptive = found["adaptive_pgd 2/255"]
+    assert adaptive["symmetric", 0].tolist() == [1, 0] and adaptive["rpc4-l1", 0].tolist() == [0, 0]
+    assert "clean" not in found                                            # of another folder
+
+
+def test_rows_of_another_number_of_images_are_named():
+    folders = {("softmax", 0): "s"}
+    assert list(robustness.outcomes([row("s", [True, False])], folders, 2)) == ["clean"]
+    assert list(robustness.outcomes([row("s", [True])], folders, 2)) == ["clean, 1 images"]
+
+
+def test_the_figure_shows_what_was_compared(tmp_path):
+    runs = {(arm, s): np.random.default_rng(s).random(9)
+            for arm in ("symmetric", "clamp") for s in (0, 1)}
+    compared = robustness.compare({"clean": runs, "pgd 1/255": runs}, ["symmetric", "clamp"])
+    robustness.draw(compared, list(robustness.ARMS), tmp_path / "d.png")
+    assert (tmp_path / "d.png").stat().st_size > 5000
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """Call the study in this process; returns the commands that it ran."""
+    scripts = {"train_cls.py": train_cls.main, "eval_robust.py": eval_robust.main}
+
+    def run(*argv):
+        commands = []
+
+        def call(script, *flags):
+            commands.append([script, *map(str, flags)])
+            monkeypatch.setattr(sys, "argv", commands[-1])
+            scripts[script]()
+
+        monkeypatch.setattr(robustness, "call", call)
+        monkeypatch.setattr(robustness, "MEASURES", ["clean", "pgd eps=2/255 steps=1"])
+        monkeypatch.setattr(robustness, "ADAPTIVE", ["adaptive_pgd eps=2/255 steps=1"])
+        few = ["--out_dir", str(tmp_path / "r"), "--arms", "symmetric", "clamp", "--seeds", "0",
+               "--limit", "4", "--num_images", "32", "--batch_size", "16", "--epochs", "2"]
+        monkeypatch.setattr(sys, "argv", ["robustness.py", *few, *argv])
+        robustness.main()
+        return commands
+
+    return run
+
+
+def test_the_study_does_what_is_missing_and_nothing_twice(study, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "r"
+    full = study("--clamp", "0.7")
+    assert [command[0] for command in full] == ["train_cls.py"] * 2 + ["eval_robust.py"] * 2
+    args = common.read_checkpoint(out / "clamp_s0")["args"]
+    given = dict(attn="rpc", n_iter=1, lambd=0.7, seed=0, num_images=32, keep_every=1)
+    assert given.items() <= args.items()
+    assert str(out / "clamp_s0") in full[-1] and str(out / "symmetric_s0") not in full[-1]
+    assert (out / "clamp_s0" / "epoch_2.pt").exists() and (out / "differences.png").exists()
+    shown, rows = capsys.readouterr().out, (out / "eval" / "results.jsonl").read_text()
+    assert "pgd 2/255" in shown and shown.count("adaptive_pgd 2/255") > 3
+    assert (out / "differences.md").read_text() in shown
+
+    # a run that was cut after its first epoch goes on to the same weights; no other is trained
+    end = common.read_checkpoint(out / "clamp_s0")["model"]
+    (out / "clamp_s0" / "epoch_1.pt").replace(out / "clamp_s0" / "last.pt")
+    assert not robustness.finished(out / "clamp_s0", "clamp")
+    assert [command[0] for command in study("--clamp", "0.7", "--no-train")] == ["eval_robust.py"]
+    again = study("--clamp", "0.7")
+    assert again[0] == ["train_cls.py", "--resume", str(out / "clamp_s0")]
+    assert [command[0] for command in again[1:]] == ["eval_robust.py"] * 2
+    assert (out / "eval" / "results.jsonl").read_text() == rows
+    resumed = common.read_checkpoint(out / "clamp_s0")["model"]
+    assert all(torch.equal(t, resumed[name]) for name, t in end.items())
+
+    # a folder of another arm is refused
+    with pytest.raises(ValueError, match="clamp_s0 was trained with --lambd 0.7, expected 0.5"):
+        study()
+
+
+def test_bad_flags_are_one_clear_line(study, tmp_path):
+    with pytest.raises(ValueError, match="expected symmetric among them"):
+        study("--arms", "clamp")
+    with pytest.raises(ValueError, match="holds no finished run"):
+        study("--no-train")
+
+
+def test_a_script_that_fails_ends_the_study():
+    with pytest.raises(ValueError, match="no_such_script.py failed"):
+        robustness.call("no_such_script.py")
