@@ -4,9 +4,9 @@
     python -m studies.decider --data shapes --arms polar-own polar-other polar-random
     python -m studies.verdict out/decider/cifar10.jsonl       # what the rows that are in say
 
-No measurement of trained values can decide whether attention "does kernel PCA", for a network is
-free to do something else. So its values are forced to be those of Theorem 1, and, in other networks
-of the same initialisation and batches, values of the same geometry on axes that are not principal.
+No trained values can decide whether attention "does kernel PCA": a network may do something else.
+So its values are forced to be those of Theorem 1 and, in other networks of the same initialisation
+and batches, values of the same geometry on axes that are not principal.
 
 E_ij = k(k_i, k_j), G = diag(1/g), K = centred Gram matrix, A = softmax(k k^T / sqrt(D)) = G E, v
 the learned values. Values v describe w_d = sum_j v_jd phi(k_j). For any N x r basis B orthogonal to
@@ -16,15 +16,15 @@ the learned values. Values v describe w_d = sum_j v_jd phi(k_j). For any N x r b
     polar    V0 polar(M) times a learned gain: Theorem 1 up to a rotation, which v chooses
     sign     V0 itself times a gain: each eigenvector turned so that its largest entry is positive
 
-The first two depend on B only through its span, so the signs and rotations of eigenvectors, which
+The first two depend on B only through its span: the signs and rotations of eigenvectors, which
 differ per image and which no output matrix can undo, never enter. B = the top r eigenvectors of K
-is kernel PCA (own). The nulls change B only: the axes of the next head's keys (other), those of the
+is kernel PCA (own). The nulls change B only: axes of the next head's keys (other), those of the
 layer's input (x), a fixed random basis (random). Eigenvectors carry no gradient; one power step,
 B <- K B / eigenvalue, does, and divides by no eigengap (polar-detached: without that step).
 
 The network is vit.py's with patches of 8 pixels: C = 64, 4 layers, 8 heads, D = 8. The rest is
 train_cls.py's recipe for --data; the learning rate rises for an eighth of the steps, as there.
-Arms, statistic and what each outcome means were fixed before the runs: results/decider/README.md.
+Arms, statistic and meanings were fixed before the runs: results/decider/README.md.
 """
 
 import argparse
@@ -48,49 +48,57 @@ from kpca import centre, kernel, largest
 from studies import verdict
 from vit import ViT, ViTConfig
 
-HEAD, RANK, HOLDOUT = 8, 2, 3000                           # D and r of polar, r of span, images
+HEAD, RANK, HOLDOUT = 8, 2, 3000                            # D and r of polar, r of span, images
+TINY = 1e-14                                                # of a trace: what float64 resolves
 ARMS = ("plain", "rms1", "uniform", "sign", "polar-own", "polar-other", "polar-x", "polar-random",
         "polar-detached", "span-own", "span-other", "span-x", "span-random")
 
 
 # --- values ---------------------------------------------------------------------------------------
 
+def centred(X):
+    return X - X.mean(-2, keepdim=True)
+
+
+def resolved(K):
+    """Least eigenvalue of K (..., N, N) that float64 resolves, (..., 1, 1)."""
+    return TINY * K.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+
+
 def top_axes(K, r):
-    """Top r eigenvectors of symmetric K (..., N, N), and their eigenvalues (..., 1, r)."""
-    size, B = largest(K.detach(), r)
-    return B, size[..., None, :]
+    """Top r eigenvectors of the centred K, those not resolved zero; eigenvalues (..., 1, r)."""
+    K = K.detach()
+    size, B = largest(centre(K), r)
+    size, least = size[..., None, :], resolved(K)
+    return centred(B * (size > least)), size.maximum(least)
 
 
 def random_axes(heads, N, r, seed):
     """(H, N, r) float64, orthonormal and orthogonal to 1."""
     random = torch.Generator().manual_seed(seed)
     B = torch.randn(heads, N, r, generator=random, dtype=torch.float64)
-    return torch.linalg.qr(B - B.mean(-2, keepdim=True)).Q
-
-
-def centred(X):
-    return X - X.mean(-2, keepdim=True)
+    return torch.linalg.qr(centred(B)).Q
 
 
 def key_axes(E, g, r, power=True):
     """B, top r eigenvectors of the centred Gram matrix, then K B / eigenvalue: the same numbers."""
-    B, size = top_axes(centre(E / (g * g.mT)).detach(), r)
+    B, size = top_axes(E / g / g.mT, r)
     B = B * B.gather(-2, B.abs().argmax(-2, keepdim=True)).sign()           # largest entry positive
     return centred(E @ (B / g) / g) / size if power else B
 
 
 def input_axes(x, r):
     """The same of the layer's input (B, N, C), with its linear kernel: B (B, 1, N, r)."""
-    x = centred(x)[:, None]
+    x = x[:, None]
     B, size = top_axes(x @ x.mT, r)
-    return x @ (x.mT @ B) / size
+    return centred(x @ (x.mT @ B)) / size
 
 
 def orthonormal_values(E, g, B, v):
     """V0 (..., N, r) on the axes B, and V0^T E v. B^T K B needs no centring: B^T 1 = 0."""
     U = B / g                                                               # G B
-    EU = E @ U
-    L = torch.linalg.cholesky(U.mT @ EU)
+    EU, I = E @ U, torch.eye(B.shape[-1], dtype=B.dtype)
+    L = torch.linalg.cholesky(U.mT @ EU + resolved(E / g / g.mT) * I)
     rows = torch.linalg.solve_triangular(L, torch.cat([U.mT, EU.mT @ v], -1), upper=False)
     return rows[..., :B.shape[-2]].mT, rows[..., B.shape[-2]:]
 
@@ -101,7 +109,7 @@ class Polar(torch.autograd.Function):
     @staticmethod
     def forward(ctx, M):
         size, Y = torch.linalg.eigh(M.mT @ M)
-        s = size.clamp_min(1e-30).sqrt()[..., None, :]
+        s = size.maximum(TINY * size[..., -1:]).clamp_min(1e-300).sqrt()[..., None, :]
         Q = M @ (Y / s) @ Y.mT
         ctx.save_for_backward(Q, Y, s)
         return Q
@@ -128,7 +136,7 @@ class ForcedAttention(nn.Module):
             self.register_buffer("B", B, persistent=False)
 
     def axes(self, x, E, g):
-        """The basis B, (B or 1, H or 1, N, r) float64."""
+        """The basis B, (B, H or 1, N, r) or (H, N, r), float64."""
         if self.basis == "random":
             return self.B
         if self.basis == "x":
@@ -136,27 +144,27 @@ class ForcedAttention(nn.Module):
         B = key_axes(E, g, self.r, power=self.basis != "detached")
         return B.roll(1, 1) if self.basis == "other" else B
 
-    def values(self, x, k, v):
-        """The values of this arm (B, H, N, D), from the layer's input and learned k, v."""
-        if self.family == "plain":
-            return v
+    def attend(self, x, k, v):
+        """Attention to the values of this arm (B, H, N, D), from the layer's input and k, v."""
         if self.family in ("rms1", "uniform"):
-            return v / v.square().mean((-2, -1), keepdim=True).sqrt()
+            v = v / v.square().mean((-2, -1), keepdim=True).sqrt()
+        if self.family == "uniform":
+            return v.mean(-2, keepdim=True).expand_as(v)
+        if self.family in ("plain", "rms1"):
+            return symmetric_attention(k, v)
+
+        # In float64 to the end: theoretical values are large and cancel when they are averaged.
         E = kernel(k.double(), k.double())
         g = E.sum(-1, keepdim=True)
         V0, M = orthonormal_values(E, g, self.axes(x, E, g), v.double())
         if self.family == "span":
-            return (V0 @ M).to(v.dtype)
-        u = V0 if self.family == "sign" else V0 @ Polar.apply(M)
-        return (self.gain[:, None, None] * u).to(v.dtype)
+            return E @ (V0 @ M) / g
+        v = V0 if self.family == "sign" else V0 @ Polar.apply(M)
+        return self.gain[:, None, None] * (E @ v / g)
 
     def forward(self, x):
         _, k, v = self.attn.project(x)
-        v = self.values(x, k, v)
-        if self.family == "uniform":
-            h = v.mean(-2, keepdim=True).expand_as(v)
-        else:
-            h = symmetric_attention(k, v)
+        h = self.attend(x, k, v).to(x.dtype)
         return self.attn.proj(h.transpose(1, 2).flatten(2))
 
 
@@ -174,8 +182,8 @@ def build(arm, seed, classes):
 
 def recipe(args, seed):
     """What the functions of train_cls need: its recipe for --data, without what is not used."""
-    settings = {**train_cls.RECIPES["any"], **train_cls.RECIPES[args.data]}
-    return argparse.Namespace(**settings, data=args.data, data_dir=args.data_dir, download=False,
+    numbers = {**train_cls.RECIPES["any"], **train_cls.RECIPES[args.data]}
+    return argparse.Namespace(**numbers, data=args.data, data_dir=args.data_dir, download=False,
                               holdout=HOLDOUT, num_images=16000, accum=1, amp=False, seed=seed)
 
 
@@ -186,7 +194,7 @@ def train(arm, seed, args, train_set, test_set):
     optimizer = torch.optim.AdamW(common.param_groups(model, settings.weight_decay), settings.lr)
     device = torch.device("cpu")
     batches = train_cls.train_batches(train_set, settings, 0, args.steps, device, 0, 1)
-    bar = tqdm(batches, f"seed {seed} {arm}", args.steps, unit="step", leave=False)
+    bar = tqdm(batches, f"seed {seed} {arm}", args.steps, leave=False)
     for step, (images, targets) in enumerate(bar):
         lr = common.lr_at(step, args.steps, args.steps // 8, settings.lr, settings.min_lr)
         for group in optimizer.param_groups:
@@ -201,8 +209,8 @@ def train(arm, seed, args, train_set, test_set):
     if not math.isfinite(scores["loss"]):
         raise ValueError(f"the loss of {arm}, seed {seed} is not finite")
     return dict(data=args.data, arm=arm, seed=seed, step=args.steps, top1=scores["top1"],
-                loss=scores["loss"], images=scores["images"], last_batch=loss.item(),
-                cpu_seconds=round(time.process_time() - started, 1), torch=torch.__version__)
+                loss=scores["loss"], images=scores["images"], torch=torch.__version__,
+                cpu_seconds=round(time.process_time() - started, 1))
 
 
 def train_missing(args, path):
@@ -217,7 +225,11 @@ def train_missing(args, path):
     if missing:
         splits = train_cls.load_data(recipe(args, 0), torch.device("cpu"))
     for arm, seed in missing:
-        row = train(arm, seed, args, *splits)
+        try:
+            row = train(arm, seed, args, *splits)
+        except (ValueError, torch.linalg.LinAlgError) as error:
+            tqdm.write(f"seed {seed} {arm} gets no row: {error}")
+            continue
         common.write_log(path, row)
         tqdm.write(f"seed {seed} {arm}: {row['top1']:.1f} %, {row['loss']:.3f} nats")
 
