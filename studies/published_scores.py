@@ -19,7 +19,6 @@ studies/kernel_pca.py; its nulls and exact kernel PCA stand beside each score he
 """
 
 import math
-import re
 import sys
 
 if not __package__:
@@ -76,14 +75,13 @@ def exp_losses(layer):
     depends on which key comes first and, a log of a mean, on how many images there are: here all
     at once. [R]: mean |phi2 - h2| over tokens; rel: the mean of its ratio to either term.
     """
-    out = {}
+    q, k, out = layer.q, layer.k, {}
     for source, v in layer.values.items() if not layer.causal else ():
-        found, heads = absolute_losses(layer.q, layer.k, v), layer.q.shape[1:3]
+        found = absolute_losses(q, k, v)
         for m, with_h in (("J official", True), ("J official without h", False)):
-            loss = official_loss(layer.q, layer.k, v, with_h)               # (draws,)
-            found[m] = loss[:, None, None].expand(-1, *heads)
-        for m, t in found.items():
-            out.setdefault(m, {})[source] = t
+            loss = official_loss(q, k, v, with_h)[:, None, None]            # (draws, 1, 1)
+            found[m] = loss.expand(-1, *q.shape[1:3])
+        out |= {m: {**out.get(m, {}), source: t} for m, t in found.items()}
     return out
 
 
@@ -241,28 +239,24 @@ def matching(C):
 
 
 def row_similarities(V, W):
-    """[R]'s similarities of two value matrices, row by row, (...): not free of turned columns."""
+    """[R]'s cosines of the rows of two value matrices (..., N, D): not free of turned columns.
+
+    direct: mean over rows of equal index, (...). optimal: of rows matched one to one, by assign.
+    """
     V, W = torch.broadcast_tensors(V, W)
     C = (V / V.norm(dim=-1, keepdim=True)) @ (W / W.norm(dim=-1, keepdim=True)).mT   # (..., N, N)
-    direct, match = C.diagonal(dim1=-2, dim2=-1), matching(C)
-    best = C.gather(-1, match[..., None])[..., 0]
-    centred = [M - M.mean(-1, keepdim=True) for M in (V, W)]
-    pearson = torch.cosine_similarity(*centred, dim=-1, eps=0)
-    distance = (V - W).norm(dim=-1)
-    return {"direct": direct.mean(-1), "direct_min": direct.amin(-1), "direct_max": direct.amax(-1),
-            "neg_pct": 100 * (direct < 0).double().mean(-1), "pearson": pearson.mean(-1),
-            "optimal": best.mean(-1), "optimal_min": best.amin(-1), "optimal_max": best.amax(-1),
-            "max_any": C.amax(-1).mean(-1), "assign": match,
-            "rel_frob": (V - W).norm(dim=(-2, -1)) / V.norm(dim=(-2, -1)),
-            "euclid": distance.mean(-1), "l1": (V - W).abs().sum(-1).mean(-1)}
+    match = matching(C)
+    matched = C.gather(-1, match[..., None])[..., 0]
+    return {"direct": C.diagonal(dim1=-2, dim2=-1).mean(-1), "optimal": matched.mean(-1),
+            "assign": match}
 
 
 def exp_similarities(layer):
     """[R]'s scores of learned against theoretical values, |a_d| = 1. KPCA: exactly those, turned.
 
     They punish turned axes, which W_O undoes, and chance is not 0: direct and optimal (tokens
-    matched one to one) mean cosine of rows, pearson, neg_pct (of direct cosines), linear and kernel
-    CKA. CKA unbiased: linear, against the values of Theorem 1; chance 0.
+    matched one to one) mean cosine of rows, linear and kernel CKA. CKA unbiased: linear, against
+    the values of Theorem 1; chance 0.
     """
     axes, theory = layer.axes, theory_by_token(layer)
     rows = axes.U[..., :theory.shape[-1]]
@@ -271,11 +265,10 @@ def exp_similarities(layer):
     for source, v in {**layer.values, "KPCA": turned(theory)}.items():
         found = {"CKA unbiased": cka(v, theory, unbiased=True)}
         if theory.shape[-1] == layer.dv:
-            v = turned(rows) if source == "KPCA" else v[:1]          # one x W will do
+            v = turned(rows) if source == "KPCA" else v[:1]                 # one x W will do
             w = weights * v if source == "KPCA" else v
             r = row_similarities(v, rows)                                   # 1/g_j > 0: no turn
-            names = ("direct", "optimal", "optimal_max", "pearson", "neg_pct")
-            found |= {f"{m} [R]": r[m] for m in names}
+            found |= {f"{m} [R]": r[m] for m in ("direct", "optimal")}
             found["CKA linear [R]"] = cka(w, weights * rows)
             found["CKA kernel [R]"] = kernel_cka(w, weights * rows)
         for m, t in found.items():
@@ -307,56 +300,45 @@ def invert(N):
     return f"entries up to {inverse.abs().max():.0e}"
 
 
-FLAWS = """Published measures on random values, which nobody trained
-
-  [P] |gamma_i - gamma_j| is near 0, so v holds eigenvectors (Eq. 11).
-      (I - 1_N)^-1 does not exist. N = 4: <inverse of 4>; N = 65, where rounding
-      hides that: <inverse of 65>, and mean |gamma_i - gamma_j| is
-      <numeric inverse; learned; .0e>; for other random values <numeric inverse; iid; .0e>.
-      With the pseudo-inverse it is <|dgamma|; learned; .1e> and <|dgamma|; iid; .1e>: near 0, but \
-so is lambda, <lambda; KPCA; .1e>.
-      Cosine of a and K~ a: <eig_cos; learned; .2f> and <eig_cos; iid; .2f>; of eigenvectors \
-<eig_cos; KPCA; .2f>.
-  [P] The eigenvalues are 648.46 to 4.65.
-      Here <max; as they are; .4f> to <min; as they are; .4f>; the bound 1 / min g is \
-<bound; as they are; .4f>.
-      E/N of standardised keys, 80 % of whose variance is shared (N 197, D 64): <synthetic>.
-  [P] J falls in training.
-      The log of the released code's J: <J official; learned; .6f>; with |h|^2 left out: \
-<J official without h; learned; .6f>.
-      By Eq. 13 itself J is <J; learned; .2f> for random values, below 0, and <J; KPCA; .2f> for \
-kernel PCA.
-  [R] The rows of v are not similar to theory.
-      Optimal cosine <optimal [R]; learned; .2f>; of other random values <optimal [R]; iid; .2f>; of
-      exact kernel PCA with turned axes <optimal [R]; KPCA; .2f>.
-      Linear CKA of random values <CKA linear [R]; iid; .2f>; unbiased <CKA unbiased; iid; .2f>.
-  [R] Theoretical values have |a_d| = 1.
-      Then the axes have length <unit; KPCA; .3f>, not 1, and Eq. 13 does not hold.
-  Sound: what share of the keys' variance in feature space does v catch?
-      x W <EV; x W; .2f>, iid <EV; iid; .2f>, kernel PCA <EV; KPCA; .2f>, at most <EV; best; .2f>.
-      Overlap with the theoretical values: iid <overlap; iid; .2f> (chance <chance; iid; .2f>), \
-kernel PCA <overlap; KPCA; .2f>."""
-
-
 def flaws():
-    """FLAWS with its <measure; source; format> filled in."""
+    """What every score says of random values and, where it can, of kernel PCA itself, in words."""
     layer = Layer(random_heads())
     N, D = layer.k.shape[-2:]
     found = measure([layer], SOUND | EXPERIMENTS)
-    means = {(m, source): t.mean() for (_, m, source, _), t in found.items()}
+    at = {(m, source): t.mean() for (_, m, source, _), t in found.items()}
+    noise, others, kpca, keys = ({m: x for (m, source), x in at.items() if source == s}
+                                 for s in ("learned", "iid", "KPCA", "as they are"))
+    ev = {source: x for (m, source), x in at.items() if m == "EV"}
+    synthetic = ", ".join(f"{t.mean():.1f} ± {t.std():.1f}"
+                          for t in list(kernel_eigenvalues(synthetic_keys()).values())[:4])
     log_size = (layer.axes.mu[..., :D].clamp(min=0).log() - layer.axes.c) / 2
-    means["unit", "KPCA"], means["chance", "iid"] = log_size.exp().mean(), D / N
+    return f"""Published measures on random values, which nobody trained
 
-    def fill(field):
-        if field[1] == "synthetic":
-            found = list(kernel_eigenvalues(synthetic_keys()).values())[:4]
-            return ", ".join(f"{t.mean():.1f} ± {t.std():.1f}" for t in found)
-        if field[1].startswith("inverse of "):
-            return invert(int(field[1].removeprefix("inverse of ")))
-        m, source, form = field[1].split("; ")
-        return format(means[m, source], form)
-
-    return re.sub("<(.*?)>", fill, FLAWS)
+  [P] |gamma_i - gamma_j| is near 0, so v holds eigenvectors (Eq. 11).
+      (I - 1_N)^-1 does not exist. N = 4: {invert(4)};
+      N = 65, where rounding hides that: {invert(65)}, and mean |gamma_i - gamma_j|
+      is {noise["numeric inverse"]:.0e}; for other random values {others["numeric inverse"]:.0e}.
+      With the pseudo-inverse it is {noise["|dgamma|"]:.1e} and {others["|dgamma|"]:.1e}: near 0,
+      but so is lambda, {kpca["lambda"]:.1e}. Cosine of a and K~ a: {noise["eig_cos"]:.2f} and
+      {others["eig_cos"]:.2f}; of eigenvectors {kpca["eig_cos"]:.2f}.
+  [P] The eigenvalues are 648.46 to 4.65.
+      Here {keys["max"]:.4f} to {keys["min"]:.4f}; the bound 1 / min g is {keys["bound"]:.4f}.
+      E/N of standardised keys, 80 % of whose variance is shared (N 197, D 64): {synthetic}.
+  [P] J falls in training.
+      The log of the released code's J: {noise["J official"]:.6f};
+      with |h|^2 left out: {noise["J official without h"]:.6f}.
+      By Eq. 13 itself J is {noise["J"]:.2f}, below 0, and {kpca["J"]:.2f} for kernel PCA.
+  [R] The rows of v are not similar to theory.
+      Optimal cosine {noise["optimal [R]"]:.2f}; of other random values
+      {others["optimal [R]"]:.2f}; of exact kernel PCA with turned axes {kpca["optimal [R]"]:.2f}.
+      Linear CKA {others["CKA linear [R]"]:.2f}; unbiased {others["CKA unbiased"]:.2f}.
+  [R] Theoretical values have |a_d| = 1.
+      Then the axes have length {log_size.exp().mean():.3f}, not 1, and Eq. 13 does not hold.
+  Sound: what share of the keys' variance in feature space does v catch?
+      x W {ev["x W"]:.2f}, iid {ev["iid"]:.2f}, kernel PCA {ev["KPCA"]:.2f}, \
+at most {ev["best"]:.2f}.
+      Overlap with the theoretical values: iid {others["overlap"]:.2f} (chance {D / N:.2f}), \
+kernel PCA {kpca["overlap"]:.2f}."""
 
 
 def main():
