@@ -1,12 +1,10 @@
 """Do networks whose values are kernel-PCA values differ from networks whose values are not?
 
     python -m studies.decider --data_dir data/cifar10         # 13 arms, seed 0, then 1, ...
-    python -m studies.decider --data shapes --arms polar-own polar-other polar-random
     python -m studies.verdict out/decider/cifar10.jsonl       # what the rows that are in say
 
 No trained values can decide whether attention "does kernel PCA": a network may do something else.
-So its values are forced to be those of Theorem 1 and, in other networks of the same initialisation
-and batches, values of the same geometry on axes that are not principal.
+So values are forced to be those of Theorem 1 and, to compare, of its geometry on other axes.
 
 E_ij = k(k_i, k_j), G = diag(1/g), K = centred Gram matrix, A = softmax(k k^T / sqrt(D)) = G E, v
 the learned values. Values v describe w_d = sum_j v_jd phi(k_j). For any N x r basis B orthogonal to
@@ -22,9 +20,8 @@ is kernel PCA (own). The nulls change B only: axes of the next head's keys (othe
 layer's input (x), a fixed random basis (random). Eigenvectors carry no gradient; one power step,
 B <- K B / eigenvalue, does, and divides by no eigengap (polar-detached: without that step).
 
-The network is vit.py's with patches of 8 pixels: C = 64, 4 layers, 8 heads, D = 8. The rest is
-train_cls.py's recipe for --data; the learning rate rises for an eighth of the steps, as there.
-Arms, statistic and meanings were fixed before the runs: results/decider/README.md.
+The network is vit.py's: patches of 8 pixels, C = 64, 4 layers, 8 heads, D = 8. The rest is the
+recipe of train_cls.py. What each outcome means was fixed before the runs: results/decider/README.md
 """
 
 import argparse
@@ -49,7 +46,7 @@ from studies import verdict
 from vit import ViT, ViTConfig
 
 HEAD, RANK, HOLDOUT = 8, 2, 3000                            # D and r of polar, r of span, images
-TINY = 1e-14                                                # of a trace: what float64 resolves
+TINY, CPU = 1e-14, torch.device("cpu")                      # of a trace: what float64 resolves
 ARMS = ("plain", "rms1", "uniform", "sign", "polar-own", "polar-other", "polar-x", "polar-random",
         "polar-detached", "span-own", "span-other", "span-x", "span-random")
 
@@ -67,17 +64,15 @@ def resolved(K):
 
 def top_axes(K, r):
     """Top r eigenvectors of the centred K, those not resolved zero; eigenvalues (..., 1, r)."""
-    K = K.detach()
-    size, B = largest(centre(K), r)
-    size, least = size[..., None, :], resolved(K)
+    size, B = largest(centre(K.detach()), r)
+    size, least = size[..., None, :], resolved(K.detach())
     return centred(B * (size > least)), size.maximum(least)
 
 
 def random_axes(heads, N, r, seed):
     """(H, N, r) float64, orthonormal and orthogonal to 1."""
-    random = torch.Generator().manual_seed(seed)
-    B = torch.randn(heads, N, r, generator=random, dtype=torch.float64)
-    return torch.linalg.qr(centred(B)).Q
+    B = torch.randn(heads, N, r, generator=torch.Generator().manual_seed(seed))
+    return torch.linalg.qr(centred(B.double())).Q
 
 
 def key_axes(E, g, r, power=True):
@@ -97,8 +92,9 @@ def input_axes(x, r):
 def orthonormal_values(E, g, B, v):
     """V0 (..., N, r) on the axes B, and V0^T E v. B^T K B needs no centring: B^T 1 = 0."""
     U = B / g                                                               # G B
-    EU, I = E @ U, torch.eye(B.shape[-1], dtype=B.dtype)
-    L = torch.linalg.cholesky(U.mT @ EU + resolved(E / g / g.mT) * I)
+    EU = E @ U
+    ridge = resolved(E / g / g.mT) * torch.eye(B.shape[-1], dtype=B.dtype)
+    L = torch.linalg.cholesky(U.mT @ EU + ridge)
     rows = torch.linalg.solve_triangular(L, torch.cat([U.mT, EU.mT @ v], -1), upper=False)
     return rows[..., :B.shape[-2]].mT, rows[..., B.shape[-2]:]
 
@@ -180,20 +176,19 @@ def build(arm, seed, classes):
 
 # --- training -------------------------------------------------------------------------------------
 
-def recipe(args, seed):
-    """What the functions of train_cls need: its recipe for --data, without what is not used."""
-    numbers = {**train_cls.RECIPES["any"], **train_cls.RECIPES[args.data]}
-    return argparse.Namespace(**numbers, data=args.data, data_dir=args.data_dir, download=False,
+def settings_of(args, seed):
+    """What the functions of train_cls need: its recipe for --data, the rest as it is here."""
+    recipe = train_cls.RECIPES["any"] | train_cls.RECIPES[args.data]
+    return argparse.Namespace(**recipe, data=args.data, data_dir=args.data_dir, download=False,
                               holdout=HOLDOUT, num_images=16000, accum=1, amp=False, seed=seed)
 
 
 def train(arm, seed, args, train_set, test_set):
     """One row: accuracy and loss on the held-out images after the last step."""
-    settings, started = recipe(args, seed), time.process_time()
+    settings, started = settings_of(args, seed), time.process_time()
     model = build(arm, seed, len(train_set.classes))
     optimizer = torch.optim.AdamW(common.param_groups(model, settings.weight_decay), settings.lr)
-    device = torch.device("cpu")
-    batches = train_cls.train_batches(train_set, settings, 0, args.steps, device, 0, 1)
+    batches = train_cls.train_batches(train_set, settings, 0, args.steps, CPU, 0, 1)
     bar = tqdm(batches, f"seed {seed} {arm}", args.steps, leave=False)
     for step, (images, targets) in enumerate(bar):
         lr = common.lr_at(step, args.steps, args.steps // 8, settings.lr, settings.min_lr)
@@ -205,7 +200,7 @@ def train(arm, seed, args, train_set, test_set):
         optimizer.step()
         optimizer.zero_grad()
 
-    scores = train_cls.evaluate(model, test_set, settings, device, 0, 1)
+    scores = train_cls.evaluate(model, test_set, settings, CPU, 0, 1)
     if not math.isfinite(scores["loss"]):
         raise ValueError(f"the loss of {arm}, seed {seed} is not finite")
     return dict(data=args.data, arm=arm, seed=seed, step=args.steps, top1=scores["top1"],
@@ -215,15 +210,15 @@ def train(arm, seed, args, train_set, test_set):
 
 def train_missing(args, path):
     """Add the rows that the file lacks, all arms of a seed before the next."""
-    rows = common.cut_log(path, math.inf)                                   # no line cut by a kill
+    rows = common.cut_log(path, math.inf)                       # without a line cut by a kill
     if any((row["data"], row["step"]) != (args.data, args.steps) for row in rows):
         raise ValueError(f"{path} holds {rows[0]['step']} steps of {rows[0]['data']}, not "
                          f"{args.steps} of {args.data}: choose another --out")
     done = {(row["arm"], row["seed"]) for row in rows}
-    missing = [(arm, seed) for seed in range(args.seeds) for arm in args.arms
-               if (arm, seed) not in done]
+    every = [(arm, seed) for seed in range(args.seeds) for arm in args.arms]
+    missing = [pair for pair in every if pair not in done]
     if missing:
-        splits = train_cls.load_data(recipe(args, 0), torch.device("cpu"))
+        splits = train_cls.load_data(settings_of(args, 0), CPU)
     for arm, seed in missing:
         try:
             row = train(arm, seed, args, *splits)
@@ -234,19 +229,15 @@ def train_missing(args, path):
         tqdm.write(f"seed {seed} {arm}: {row['top1']:.1f} %, {row['loss']:.3f} nats")
 
 
-# --- the command ----------------------------------------------------------------------------------
-
 def main():
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--data", choices=["cifar10", "shapes"], default="cifar10")
     p.add_argument("--data_dir", help="folder that holds CIFAR-10; see train_cls.py")
-    p.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM",
-                   help=f"of {', '.join(ARMS)}")
+    p.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     p.add_argument("--seeds", type=common.number(int, 1), default=8, help="seeds 0, 1, ...")
     p.add_argument("--steps", type=common.number(int, 8), default=800)
-    p.add_argument("--out", help="one row a finished arm and seed, which is not trained again; "
-                   "default out/decider/<data>.jsonl")
+    p.add_argument("--out", help="rows of finished networks; default out/decider/<data>.jsonl")
     args = p.parse_args()
     path = Path(args.out or f"out/decider/{args.data}.jsonl")
     path.parent.mkdir(parents=True, exist_ok=True)
