@@ -12,10 +12,10 @@ from kpca import a_hat, eigen_cosine, kernel_pca
 from studies import published_scores
 from studies.kernel_pca import Layer, basis, exp_capture, exp_values, measure, token_overlap
 from studies.probe import capture, checkpoints, get_args
-from studies.published_scores import (absolute_losses, cka, exp_similarities, flaws, gamma,
-                                      kernel_cka, kernel_eigenvalues, matching, numeric_a_hat,
-                                      official_loss, pair_differences, random_heads,
-                                      row_similarities, synthetic_keys)
+from studies.published_scores import (absolute_losses, exp_similarities, flaws, gamma,
+                                      kernel_eigenvalues, numeric_a_hat, official_loss,
+                                      pair_differences, random_heads, synthetic_keys)
+from studies.similarity import cka, kernel_cka, matching, row_similarities
 from test_kernel_pca import read, run, save_vit
 from test_kpca import assert_close, cases, draw
 
