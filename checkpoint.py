@@ -1,14 +1,25 @@
-"""Checkpoints and logs on disk: written whole or not at all, read without running code in them."""
+"""Checkpoints and logs on disk: written whole or not at all, read without running code in them.
+
+Then weights: into a model that they fit, ours and foreign ones (DeiT, timm, `rachtsy/KPCA_code`).
+"""
 
 import argparse
 import json
+import math
 import os
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from urllib.error import URLError
 
 import torch
+import torch.nn.functional as F
 
+TASKS = {"train_cls.py": "classification", "train_seg.py": "segmentation",
+         "train_lm.py": "language modelling"}
+
+
+# --- files ----------------------------------------------------------------------------------------
 
 def save_checkpoint(path, checkpoint):
     """Write a dict of plain types and tensors; at every moment path is the old file or the new one.
@@ -62,11 +73,9 @@ def read_checkpoint(path):
 
 def check_run(checkpoint, path, script, *parts):
     """ValueError naming the file unless its checkpoint is of this script and holds these parts."""
-    tasks = {"train_cls.py": "classification", "train_seg.py": "segmentation",
-             "train_lm.py": "language modelling"}
     kinds = dict(args=dict, model=dict, model_config=dict, optimizer=dict, ema=dict, best=dict,
                  step=int, classes=list, vocab=str)
-    if checkpoint.get("task") != tasks[script]:
+    if checkpoint.get("task") != TASKS[script]:
         raise ValueError(f"{path} is not a checkpoint of {script}")
     for name in parts:
         value = checkpoint.get(name)
@@ -82,6 +91,8 @@ def naming(what):
     except ValueError as e:
         raise ValueError(f"{what}: {e}") from None
 
+
+# --- logs -----------------------------------------------------------------------------------------
 
 def write_log(path, row):
     """Append one JSON line."""
@@ -122,3 +133,164 @@ def cut_log(path, step):
         tmp.unlink(missing_ok=True)
         raise OSError(f"cannot write {path} ({e.strerror}); it is untouched") from None
     return rows
+
+
+# --- weights and what they belong to --------------------------------------------------------------
+
+def check_config(config, **known):
+    """ValueError unless its settings are among the known words, its rpc_layers among its layers."""
+    for name, words in known.items():
+        if getattr(config, name) not in words:
+            raise ValueError(f"{name}={getattr(config, name)!r}, expected one of {words}")
+    if not set(config.rpc_layers) <= set(range(config.depth)):
+        raise ValueError(f"rpc_layers={config.rpc_layers}, expected layers in "
+                         f"0..{config.depth - 1}")
+
+
+def stored_config(checkpoint, config):
+    """A checkpoint's model_config as the dataclass `config`; ValueError if its fields differ."""
+    for name in ("model", "model_config"):
+        if not isinstance(checkpoint.get(name), dict):
+            raise ValueError(f"the checkpoint has no {name}")
+    stored = checkpoint["model_config"]
+    kinds = {f.name: f.type for f in fields(config)}
+    accepted = {float: (float, int), tuple: (tuple, list)}
+    wrong = [f"{name} is unknown" for name in stored if name not in kinds]
+    for name, kind in kinds.items():
+        if name not in stored:
+            wrong.append(f"{name} is missing")
+        elif not isinstance(stored[name], accepted.get(kind, kind)):
+            wrong.append(f"{name} is {stored[name]!r} instead of {kind.__name__}")
+    if wrong:
+        raise ValueError(f"its model_config is not a {config.__name__}: {'; '.join(wrong[:3])}")
+    return config(**stored)
+
+
+def rebuild(checkpoint, script, model, config):
+    """The model of a checkpoint of `script`, in eval mode. model, config: its two classes."""
+    if checkpoint.get("task") != TASKS[script] or "model_config" not in checkpoint:
+        raise ValueError(f"not a checkpoint of {script}: it has no {TASKS[script]} model_config")
+    model = model(stored_config(checkpoint, config))
+    load_strictly(model, checkpoint["model"])
+    return model.eval()
+
+
+def load_strictly(model, weights):
+    """model.load_state_dict; ValueError naming the first tensors that do not fit."""
+    own = model.state_dict()
+    wrong = [f"{name} is missing" for name in own if name not in weights]
+    wrong += [f"{name} is unknown" for name in weights if name not in own]
+    wrong += [f"{name} is {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}"
+              for name in own if name in weights and weights[name].shape != own[name].shape]
+    if wrong:
+        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(f"weights do not fit the model: {'; '.join(wrong[:3])}{more}")
+    model.load_state_dict(weights)
+
+
+def load_vit(model, checkpoint, new_head=False, mode="bicubic"):
+    """Load weights into a ViT strictly or raise ValueError. Returns what was adapted, in words.
+
+    checkpoint: of `read_checkpoint`: {"model": state dict, ...} or a state dict, timm's names.
+    Positions of another image size are interpolated (mode: bicubic as DeiT, bilinear as Segmenter).
+    new_head: keep the model's own head when the classes differ (fine-tuning).
+    """
+    c, own, notes = model.config, model.state_dict(), []
+    weights = dict(checkpoint.get("model", checkpoint) or {})
+    if "dist_token" in weights:
+        raise ValueError("distilled DeiT weights (dist_token, head_dist) hold a second token, "
+                         "which this ViT has not; use the files without 'distilled' in their name")
+    check_names(weights)
+    theirs = released_attention(checkpoint.get("args"), c.depth)
+    ours = {name: getattr(c, name) for name in theirs}
+    if ours != theirs:
+        raise ValueError(f"the file was trained with {theirs}, the model has {ours}")
+    check_attention(c, weights, own)
+
+    # What another image size and other classes change.
+    if weights["pos_embed"].shape != own["pos_embed"].shape:
+        tokens, side = weights["pos_embed"].shape[1], c.image_size // c.patch_size
+        notes.append(f"positions interpolated from {tokens} to {c.num_tokens} tokens")
+        weights["pos_embed"] = resize_pos_embed(weights["pos_embed"], (side, side), mode)
+    head = weights.get("head.weight")
+    if not c.num_classes:
+        weights = {name: w for name, w in weights.items() if not name.startswith("head.")}
+    elif head is not None and head.shape != own["head.weight"].shape:
+        if not new_head:
+            raise ValueError(f"weights are for {len(head)} classes, the model for {c.num_classes}")
+        notes.append(f"new head for {c.num_classes} classes (the file has {len(head)})")
+        weights["head.weight"], weights["head.bias"] = own["head.weight"], own["head.bias"]
+    load_strictly(model, weights)
+    return notes
+
+
+def check_names(weights):
+    """ValueError unless a state dict looks like a ViT's."""
+    names = ("cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.attn.qkv.weight",
+             "blocks.0.mlp.fc1.weight")
+    if not set(names) <= set(weights):
+        found = ", ".join(list(weights)[:4]) or "nothing"
+        raise ValueError(f"not ViT weights: expected timm's names ({', '.join(names)}, ...), got "
+                         f"{found}, ...")
+
+
+def check_attention(config, weights, own):
+    """ValueError unless width, projections and learned S are those of the model, `own`."""
+    C = weights["cls_token"].shape[-1]
+    if C != config.embed_dim:
+        typo = " (348 is the released code's typo for DeiT-small's 384; train at 384 instead)"
+        raise ValueError(f"weights have width {C}, the model has embed_dim={config.embed_dim}"
+                         f"{typo if C == 348 else ''}")
+    for name in (name for name in own if name in weights):
+        held, needed = weights[name].shape, own[name].shape
+        if name.endswith("qkv.weight") and held != needed:
+            raise ValueError(f"{name} holds {held[0] // C}C rows, but attn={config.attn!r} needs "
+                             f"{needed[0] // C}C there (q, k, v or k, v): softmax and symmetric "
+                             f"weights do not fit each other")
+        if name.endswith("attn.s") and held != needed:
+            raise ValueError(f"{name} has shape {tuple(held)}, the model needs {tuple(needed)}: "
+                             f"a learned S belongs to one attention kind and one number of tokens")
+
+
+def resize_pos_embed(pos_embed, grid, mode, old=None):
+    """Positions (1, 1 + old h * old w, C) for a grid (h, w); that of the class token is kept.
+
+    mode: of F.interpolate. old: (h, w), square if not given. ValueError if that does not fit.
+    """
+    h, w = old or [math.isqrt(pos_embed.shape[1] - 1)] * 2
+    if h * w != pos_embed.shape[1] - 1:
+        raise ValueError(f"pos_embed has {pos_embed.shape[1]} positions, expected 1 + {h} x {w}")
+    patches = pos_embed[:, 1:].mT.unflatten(2, (h, w))
+    patches = F.interpolate(patches, size=tuple(grid), mode=mode, align_corners=False)
+    return torch.cat([pos_embed[:, :1], patches.flatten(2).mT], 1)
+
+
+def released_attention(args, depth):
+    """The attention in the args of a file of `rachtsy/KPCA_code`, as in ViTConfig; else {}."""
+    if not hasattr(args, "num_iter") or not hasattr(args, "lambd"):
+        return {}
+    if not getattr(args, "robust", False):
+        return dict(attn="symmetric")
+    layer = getattr(args, "layer", 0)
+    layers = tuple(range(depth)) if layer == -1 else (layer,)
+    return dict(attn="rpc", rpc_layers=layers, n_iter=args.num_iter, lambd=args.lambd,
+                form="released")
+
+
+def foreign_settings(checkpoint):
+    """What a foreign file says of its ViT, as a dict of ViTConfig's names; ValueError: too little.
+
+    Files of `rachtsy/KPCA_code` name their attention; the rest is read off the shapes: DeiT and
+    timm have softmax attention (3C rows in qkv), heads of width 64.
+    """
+    weights = checkpoint.get("model", checkpoint)
+    check_names(weights)
+    patch, fc1, qkv = (weights[name] for name in (
+        "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight", "blocks.0.attn.qkv.weight"))
+    C, depth = len(patch), len({k.split(".")[1] for k in weights if k.startswith("blocks.")})
+    attention = released_attention(checkpoint.get("args"), depth) or dict(attn="softmax")
+    if attention["attn"] == "softmax" and len(qkv) != 3 * C:
+        raise ValueError("a backbone with 2C rows in qkv is symmetric or RPC; this file does not "
+                         "say which, nor n and lambda, and the weights do not tell them apart")
+    return dict(embed_dim=C, depth=depth, num_heads=max(1, C // 64), patch_size=patch.shape[-1],
+                mlp_ratio=len(fc1) / C, **attention)

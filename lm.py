@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from attention import FORMS, SelfAttention
-from vit import load_strictly, stored_config
+from checkpoint import check_config, rebuild
 
 SIZES = {
     # minutes on a CPU
@@ -33,7 +33,7 @@ SIZES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class LMConfig:
     """Everything that rebuilds the model; weights do not tell RPC from symmetric attention."""
     vocab_size: int                   # V
@@ -53,16 +53,10 @@ class LMConfig:
     cutoffs: tuple = ()               # (): full softmax; the paper: (20000, 40000, 200000)
 
     def __post_init__(self):
-        layers = tuple(sorted(self.rpc_layers)) if self.attn == "rpc" else ()
-        object.__setattr__(self, "rpc_layers", layers)
-        object.__setattr__(self, "cutoffs", tuple(self.cutoffs))
-        for name, known in (("attn", ("softmax", "symmetric", "rpc")), ("form", tuple(FORMS)),
-                            ("mu", ("running", "token", "global")), ("norm", ("post", "pre"))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r}, expected one of {known}")
-        if not set(self.rpc_layers) <= set(range(self.depth)):
-            raise ValueError(f"rpc_layers={self.rpc_layers}, expected layers in "
-                             f"0..{self.depth - 1}")
+        self.rpc_layers = tuple(sorted(self.rpc_layers)) if self.attn == "rpc" else ()
+        self.cutoffs = tuple(self.cutoffs)
+        check_config(self, attn=("softmax", "symmetric", "rpc"), form=tuple(FORMS),
+                     mu=("running", "token", "global"), norm=("post", "pre"))
         if self.embed_dim % 2 or self.embed_dim % self.num_heads:
             raise ValueError(f"embed_dim={self.embed_dim}, expected an even multiple of "
                              f"num_heads={self.num_heads}")
@@ -230,40 +224,9 @@ def check_ids(name, ids, vocab_size):
                              f"{vocab_size - 1}")
 
 
-# --- weights from files ---------------------------------------------------------------------------
-
 def lm_from_checkpoint(checkpoint):
     """The model of a checkpoint of train_lm.py, in eval mode; nothing else has to be said."""
-    if checkpoint.get("task") != "language modelling" or "model_config" not in checkpoint:
-        raise ValueError("not a checkpoint of train_lm.py: it has no language modelling "
-                         "model_config")
-    model = LM(stored_config(checkpoint, LMConfig))
-    load_strictly(model, checkpoint["model"])
-    return model.eval()
-
-
-def load_reference(model, state):
-    """Load a state dict of lmtool's MemTransformerLM, or of its symmetric copy, which has no q_net.
-
-    Theirs: kv_net rows are keys, then values; crit.out_layers.0.weight repeats the embedding;
-    inv_freq is no weight.
-    """
-    whole = {"word_emb.emb_layers.0.weight": "embed.weight", "crit.out_layers.0.bias": "bias",
-             "crit.cluster_weight": "cluster_weight", "crit.cluster_bias": "cluster_bias"}
-    part = {"dec_attn.layer_norm": "norm1", "dec_attn.kv_net": "attn.qkv",
-            "dec_attn.o_net": "attn.proj", "pos_ff.layer_norm": "norm2",
-            "pos_ff.CoreNet.0": "mlp.fc1", "pos_ff.CoreNet.3": "mlp.fc2"}
-    ours = {}
-    for name, value in state.items():
-        if "q_net" in name or name in ("crit.out_layers.0.weight", "pos_emb.inv_freq"):
-            continue
-        if "kv_net" in name and name.replace("kv_net", "q_net") in state:
-            value = torch.cat([state[name.replace("kv_net", "q_net")], value])
-        if name.startswith("layers."):
-            _, i, *middle, end = name.split(".")
-            name = f"blocks.{i}.{part.get('.'.join(middle), '.'.join(middle))}.{end}"
-        ours[whole.get(name, name)] = value
-    load_strictly(model, ours)
+    return rebuild(checkpoint, "train_lm.py", LM, LMConfig)
 
 
 # --- the output layer in little memory ------------------------------------------------------------

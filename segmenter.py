@@ -28,13 +28,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from vit import (RPC_KINDS, Block, ViT, ViTConfig, load_strictly, load_weights, released_settings,
-                 stored_config)
+from checkpoint import (check_config, foreign_settings, load_vit, rebuild, resize_pos_embed,
+                        stored_config)
+from vit import RPC_KINDS, Block, ViT, ViTConfig
 
 IGNORE = 255                          # label of pixels that do not count
 
 
-@dataclass(frozen=True)
+@dataclass
 class SegmenterConfig:
     """Everything that rebuilds the model; the names of ViTConfig mean the same here."""
     num_classes: int                  # K
@@ -61,17 +62,12 @@ class SegmenterConfig:
 
     def __post_init__(self):
         encoder = self.encoder                                      # refuses what ViTConfig refuses
+        self.rpc_layers, self.mean, self.std = encoder.rpc_layers, encoder.mean, encoder.std
         plain = RPC_KINDS.get(self.attn, (None, self.attn))[1]
         own = "symmetric" if plain == "symmetric" else "softmax"
-        chosen = dict(rpc_layers=encoder.rpc_layers, mean=encoder.mean, std=encoder.std,
-                      decoder_attn=self.decoder_attn or own,
-                      decoder_heads=self.decoder_heads or max(1, self.embed_dim // 64))
-        for name, value in chosen.items():
-            object.__setattr__(self, name, value)
-        known = dict(decoder=("mask", "linear"), decoder_attn=("softmax", "symmetric"))
-        for name, words in known.items():
-            if getattr(self, name) not in words:
-                raise ValueError(f"{name}={getattr(self, name)!r}, expected one of {words}")
+        self.decoder_attn = self.decoder_attn or own
+        self.decoder_heads = self.decoder_heads or max(1, self.embed_dim // 64)
+        check_config(self, decoder=("mask", "linear"), decoder_attn=("softmax", "symmetric"))
         if not 2 <= self.num_classes <= IGNORE:
             raise ValueError(f"num_classes={self.num_classes}, expected 2 to {IGNORE}; label "
                              f"{IGNORE} is ignored")
@@ -89,19 +85,6 @@ def resize(x, size):
     if x.shape[1:] == tuple(size):
         return x
     return F.interpolate(x[None], size=tuple(size), mode="bilinear", align_corners=False)[0]
-
-
-def resize_pos_embed(pos_embed, grid, old_grid=None):
-    """Position embeddings (1, 1 + old h * old w, C) for a grid (h, w); the class position is kept.
-
-    As Segmenter does it; `vit.resize_pos_embed` is DeiT's fine-tuning: bicubic, square.
-    old_grid: square if not given. Raises ValueError if it does not fit.
-    """
-    h, w = old_grid or [math.isqrt(pos_embed.shape[1] - 1)] * 2
-    if h * w != pos_embed.shape[1] - 1:
-        raise ValueError(f"pos_embed has {pos_embed.shape[1]} positions, expected 1 + {h} x {w}")
-    patches = resize(pos_embed[0, 1:].mT.unflatten(1, (h, w)), grid)            # (C, *grid)
-    return torch.cat([pos_embed[:, :1], patches.flatten(1).mT[None]], 1)
 
 
 class LinearDecoder(nn.Module):
@@ -171,7 +154,7 @@ class Segmenter(nn.Module):
             if self.config.attn == "scaled_s":
                 raise ValueError(f"attn='scaled_s' learned its S for {own} x {own} patches; the "
                                  f"image has {grid[0]} x {grid[1]}, but S cannot be resized")
-            pos_embed = resize_pos_embed(pos_embed, grid, (own, own))
+            pos_embed = resize_pos_embed(pos_embed, grid, "bilinear")
         x = encoder.encode(encoder.tokens(x, pos_embed))            # (B, N, C)
         x = self.decoder(x[:, 1:])                                  # (B, N - 1, K): no class token
         x = x.mT.contiguous().unflatten(2, grid)                    # classes first: a cheaper loss
@@ -365,46 +348,21 @@ def plain(metrics):
 
 def segmenter_from_checkpoint(checkpoint):
     """The model of a checkpoint of train_seg.py, in eval mode."""
-    if checkpoint.get("task") != "segmentation" or "model_config" not in checkpoint:
-        raise ValueError("not a checkpoint of train_seg.py: it has no segmentation model_config")
-    model = Segmenter(stored_config(checkpoint, SegmenterConfig))
-    load_strictly(model, checkpoint["model"])
-    return model.eval()
-
-
-def load_reference(model, state):
-    """Load upstream's state dict, strictly but for its encoder's unused classifier head."""
-    load_strictly(model, {k: v for k, v in state.items() if not k.startswith("encoder.head.")})
+    return rebuild(checkpoint, "train_seg.py", Segmenter, SegmenterConfig)
 
 
 def backbone_settings(checkpoint):
-    """What a classification checkpoint says of its encoder, as a dict of ViTConfig's names.
-
-    Ours (train_cls.py) say all of it, files of `rachtsy/KPCA_code` their attention; the rest is
-    read off the shapes: DeiT and timm have softmax attention (3C rows in qkv), heads of width 64.
-    Raises ValueError if attention stays unknown.
-    """
+    """What a classification checkpoint says of its encoder, as a dict of ViTConfig's names."""
     if checkpoint.get("task", "classification") != "classification":
         raise ValueError(f"a backbone is a checkpoint of classification, this one is of "
                          f"{checkpoint['task']}")
-    if "model_config" in checkpoint:
-        config = stored_config(checkpoint, ViTConfig)
-        names = ["embed_dim", "depth", "num_heads", "patch_size", "mlp_ratio", "attn"]
-        if config.attn in RPC_KINDS:
-            names += ["rpc_layers", "n_iter", "lambd", "form"]
-        return {name: getattr(config, name) for name in names}
-    sd = checkpoint.get("model", checkpoint)
-    names = ("patch_embed.proj.weight", "blocks.0.mlp.fc1.weight", "blocks.0.attn.qkv.weight")
-    if not set(names) <= set(sd):
-        raise ValueError(f"not ViT weights: expected timm's names ({', '.join(names)}, ...)")
-    patch, fc1, qkv = (sd[name] for name in names)
-    C, depth = len(patch), len({k.split(".")[1] for k in sd if k.startswith("blocks.")})
-    attention = released_settings(checkpoint.get("args"), depth) or dict(attn="softmax")
-    if attention["attn"] == "softmax" and len(qkv) != 3 * C:
-        raise ValueError("a backbone with 2C rows in qkv is symmetric or RPC; this file does not "
-                         "say which, nor n and lambda, and the weights do not tell them apart")
-    return dict(embed_dim=C, depth=depth, num_heads=max(1, C // 64), patch_size=patch.shape[-1],
-                mlp_ratio=len(fc1) / C, **attention)
+    if "model_config" not in checkpoint:
+        return foreign_settings(checkpoint)
+    config = stored_config(checkpoint, ViTConfig)
+    names = ["embed_dim", "depth", "num_heads", "patch_size", "mlp_ratio", "attn"]
+    if config.attn in RPC_KINDS:
+        names += ["rpc_layers", "n_iter", "lambd", "form"]
+    return {name: getattr(config, name) for name in names}
 
 
 def config_from_backbone(checkpoint, num_classes, image_size=512, **settings):
@@ -416,17 +374,13 @@ def config_from_backbone(checkpoint, num_classes, image_size=512, **settings):
 def load_backbone(model, checkpoint):
     """Load a classification checkpoint into model.encoder, strictly but for the head.
 
-    checkpoint: as for `vit.load_weights`; positions are resized. Raises ValueError naming what does
-    not agree: an encoder keeps the attention it was trained with.
+    Raises ValueError naming what does not agree: an encoder keeps the attention it was trained
+    with.
     """
-    ours, sd = model.config, dict(checkpoint.get("model", checkpoint))
     if "model_config" in checkpoint:
         for name, value in backbone_settings(checkpoint).items():
-            if getattr(ours, name) != value:
+            own = getattr(model.config, name)
+            if own != value:
                 raise ValueError(f"the backbone was trained with {name}={value!r}, the model has "
-                                 f"{name}={getattr(ours, name)!r}")
-    if "pos_embed" in sd and "dist_token" not in sd:
-        grid = [ours.image_size // ours.patch_size] * 2
-        sd["pos_embed"] = resize_pos_embed(sd["pos_embed"], grid)
-    sd = {k: v for k, v in sd.items() if not k.startswith("head.")}
-    load_weights(model.encoder, {"model": sd, "args": checkpoint.get("args")})
+                                 f"{name}={own!r}")
+    load_vit(model.encoder, checkpoint, mode="bilinear")

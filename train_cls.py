@@ -32,8 +32,9 @@ from tqdm import tqdm
 import common
 import data
 from attention import FORMS
+from checkpoint import load_strictly, load_vit
 from data.augment import augment_uint8, mixup_cutmix, to_float
-from vit import RPC_KINDS, SIZES, ViT, ViTConfig, load_strictly, load_weights
+from vit import RPC_KINDS, SIZES, ViT, ViTConfig
 
 # What --data selects; flags and --set win.
 RECIPES = {
@@ -333,7 +334,7 @@ def build(args, classes, device):
     elif args.init_from:
         checkpoint = common.read_checkpoint(args.init_from)
         with common.naming(f"--init_from {args.init_from}"):
-            notes = load_weights(model, checkpoint, new_head=True)
+            notes = load_vit(model, checkpoint, new_head=True)
         notes.insert(0, f"weights from {args.init_from}")
     return model, optimizer, ema, step, notes
 
@@ -351,7 +352,7 @@ def resume(args, model, optimizer, ema, classes):
         raise ValueError(f"--data_dir {args.data_dir} has {len(classes)} classes, not those of the "
                          f"run in {args.resume} ({len(names)}, {', '.join(names[:3])}, ...)")
     with common.naming(f"--resume {args.resume}"):
-        load_weights(model, checkpoint)
+        load_strictly(model, checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         if ema:
             load_strictly(ema.module, checkpoint["ema"])

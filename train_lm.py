@@ -33,11 +33,11 @@ from tqdm import tqdm
 
 import common
 from attention import FORMS
+from checkpoint import load_strictly
 from data import text as data_text
 from data.prose import text_folder
 from data.text import EOS, perplexity, sliding_nll
 from lm import LM, SIZES, LMConfig, lm_from_checkpoint
-from vit import load_strictly
 
 # What --data selects; flags and --set win.
 RECIPES = {

@@ -7,14 +7,14 @@ are those of timm's `vision_transformer.py`, so DeiT and timm weights load into 
     logits = model(images)                      # images (B, 3, 224, 224) in [0, 1] -> (B, 1000)
 """
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from attention import KINDS, SelfAttention
+from checkpoint import check_config, rebuild
 
 SIZES = {                                                  # softmax parameters at 224 px
     "nano": dict(embed_dim=64, depth=4, num_heads=2),      # 32 px, patch_size=4: scenes, on a CPU
@@ -52,17 +52,10 @@ class ViTConfig:
     def __post_init__(self):
         self.rpc_layers = tuple(sorted(self.rpc_layers)) if self.attn in RPC_KINDS else ()
         self.mean, self.std = tuple(self.mean), tuple(self.std)
-        kinds = {*KINDS, *RPC_KINDS}
         if self.image_size % self.patch_size:
             raise ValueError(f"image_size={self.image_size} is not divisible by "
                              f"patch_size={self.patch_size}")
-        if self.attn not in kinds:
-            raise ValueError(f"attn={self.attn!r}, expected one of {sorted(kinds)}")
-        last = self.depth - 1
-        if last < 0 or not set(self.rpc_layers) <= set(range(self.depth)):
-            raise ValueError(f"rpc_layers={self.rpc_layers}, expected layers in 0..{last}")
-        if self.init not in ("trunc_normal", "default"):
-            raise ValueError(f"init={self.init!r}, expected trunc_normal or default")
+        check_config(self, attn=(*KINDS, *RPC_KINDS), init=("trunc_normal", "default"))
 
     @property
     def num_tokens(self):             # N, class token included
@@ -187,123 +180,6 @@ class ViT(nn.Module):
         return out
 
 
-# --- weights from files ---------------------------------------------------------------------------
-
-def load_weights(model, checkpoint, new_head=False):
-    """Load a checkpoint's weights strictly or raise ValueError. Returns what was adapted, in words.
-
-    checkpoint: dict as read by `common.read_checkpoint`: ours or DeiT's {"model": state dict, ...},
-    a raw state dict, or a file of `rachtsy/KPCA_code`. Positions of another image size are
-    interpolated. new_head: keep the model's own head when the classes differ (fine-tuning).
-    """
-    c, own, notes = model.config, model.state_dict(), []
-    weights = dict(checkpoint.get("model", checkpoint) or {})
-    if "dist_token" in weights:
-        raise ValueError("distilled DeiT weights (dist_token, head_dist) hold a second token, "
-                         "which this ViT has not; use the files without 'distilled' in their name")
-    if not {"cls_token", "pos_embed", "blocks.0.attn.qkv.weight"} <= set(weights):
-        raise ValueError("not ViT weights: expected timm's names (cls_token, pos_embed, "
-                         "blocks.0.attn.qkv.weight, ...), got "
-                         f"{', '.join(list(weights)[:4]) or 'nothing'}, ...")
-    theirs = released_settings(checkpoint.get("args"), c.depth)
-    ours = {name: getattr(c, name) for name in theirs}
-    if ours != theirs:
-        raise ValueError(f"the file was trained with {theirs}, the model has {ours}")
-    check_attention(c, weights, own)
-
-    # What another image size and other classes change.
-    if weights["pos_embed"].shape != own["pos_embed"].shape:
-        tokens = weights["pos_embed"].shape[1]
-        notes.append(f"positions interpolated from {tokens} to {c.num_tokens} tokens")
-        weights["pos_embed"] = resize_pos_embed(weights["pos_embed"], c.num_tokens)
-    if "head.weight" in weights and weights["head.weight"].shape != own["head.weight"].shape:
-        classes = len(weights["head.weight"])
-        if not new_head:
-            raise ValueError(f"weights are for {classes} classes, the model for {c.num_classes}")
-        notes.append(f"new head for {c.num_classes} classes (the file has {classes})")
-        weights["head.weight"], weights["head.bias"] = own["head.weight"], own["head.bias"]
-    load_strictly(model, weights)
-    return notes
-
-
-def check_attention(config, weights, own):
-    """ValueError unless width, projections and learned S are those of the model, `own`."""
-    C = weights["cls_token"].shape[-1]
-    if C != config.embed_dim:
-        typo = " (348 is the released code's typo for DeiT-small's 384; train at 384 instead)"
-        raise ValueError(f"weights have width {C}, the model has embed_dim={config.embed_dim}"
-                         f"{typo if C == 348 else ''}")
-    for i in range(config.depth):
-        name, scale = f"blocks.{i}.attn.qkv.weight", f"blocks.{i}.attn.s"
-        needed = own[name].shape[0] // C
-        rows = weights.get(name, own[name]).shape[0] // C
-        if rows and rows != needed:
-            held = "q, k, v" if rows == 3 else "k, v"
-            raise ValueError(f"{name} holds {rows}C rows ({held}), but attn={config.attn!r} needs "
-                             f"{needed}C in layer {i}: softmax and symmetric weights do not fit "
-                             "each other")
-        if scale in weights and scale in own and weights[scale].shape != own[scale].shape:
-            raise ValueError(f"{scale} has shape {tuple(weights[scale].shape)}, the model needs "
-                             f"{tuple(own[scale].shape)}: a learned S belongs to one attention "
-                             "kind and one number of tokens")
-
-
-def resize_pos_embed(pos_embed, num_tokens):
-    """(1, N, C) -> (1, num_tokens, C): patches to another square grid, bicubic; class part kept."""
-    old, new = math.isqrt(pos_embed.shape[1] - 1), math.isqrt(num_tokens - 1)
-    grid = pos_embed[:, 1:].mT.unflatten(2, (old, old))
-    grid = F.interpolate(grid, size=(new, new), mode="bicubic", align_corners=False)
-    return torch.cat([pos_embed[:, :1], grid.flatten(2).mT], 1)
-
-
-def load_strictly(model, weights):
-    """model.load_state_dict; ValueError naming the first tensors that do not fit."""
-    own = model.state_dict()
-    wrong = [f"{name} is missing" for name in own if name not in weights]
-    wrong += [f"{name} is unknown" for name in weights if name not in own]
-    wrong += [f"{name} is {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}"
-              for name in own if name in weights and weights[name].shape != own[name].shape]
-    if wrong:
-        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise ValueError(f"weights do not fit the model: {'; '.join(wrong[:3])}{more}")
-    model.load_state_dict(weights)
-
-
-def stored_config(checkpoint, config):
-    """A checkpoint's model_config as the dataclass `config`; ValueError if its fields differ."""
-    for name in ("model", "model_config"):
-        if not isinstance(checkpoint.get(name), dict):
-            raise ValueError(f"the checkpoint has no {name}")
-    stored = checkpoint["model_config"]
-    kinds = {f.name: f.type for f in fields(config)}
-    accepted = {float: (float, int), tuple: (tuple, list)}
-    wrong = [f"{name} is unknown" for name in stored if name not in kinds]
-    for name, kind in kinds.items():
-        if name not in stored:
-            wrong.append(f"{name} is missing")
-        elif not isinstance(stored[name], accepted.get(kind, kind)):
-            wrong.append(f"{name} is {stored[name]!r} instead of {kind.__name__}")
-    if wrong:
-        raise ValueError(f"its model_config is not a {config.__name__}: {'; '.join(wrong[:3])}")
-    return config(**stored)
-
-
-def released_settings(args, depth):
-    """The attention in the args of a file of `rachtsy/KPCA_code`, as in ViTConfig; else {}."""
-    if not hasattr(args, "num_iter") or not hasattr(args, "lambd"):
-        return {}
-    if not getattr(args, "robust", False):
-        return dict(attn="symmetric")
-    layer = getattr(args, "layer", 0)
-    layers = tuple(range(depth)) if layer == -1 else (layer,)
-    return dict(attn="rpc", rpc_layers=layers, n_iter=args.num_iter, lambd=args.lambd,
-                form="released")
-
-
 def vit_from_checkpoint(checkpoint):
     """The model of a checkpoint of train_cls.py, in eval mode."""
-    if checkpoint.get("task") != "classification" or "model_config" not in checkpoint:
-        raise ValueError("not a checkpoint of train_cls.py: it has no classification model_config")
-    model = ViT(stored_config(checkpoint, ViTConfig))
-    load_weights(model, checkpoint)
-    return model.eval()
+    return rebuild(checkpoint, "train_cls.py", ViT, ViTConfig)

@@ -19,10 +19,11 @@ import common
 import data
 from data import prose, text as data_text
 from attention import SelfAttention, rpc_attention, softmax_attention
+from checkpoint import load_weights, stored_config
 from kpca import exact_scaling, log_kernel
 from lm import LM, LMConfig, lm_from_checkpoint
 from studies.tables import print_table, summarise, write_csv, write_tables  # noqa: F401
-from vit import SIZES, ViT, ViTConfig, load_weights, stored_config, vit_from_checkpoint
+from vit import SIZES, ViT, ViTConfig, vit_from_checkpoint
 
 
 # --- what attention really used -------------------------------------------------------------------

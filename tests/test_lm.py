@@ -11,8 +11,9 @@ import torch.nn.functional as F
 
 import lm
 from conftest import ROOT
-from lm import LM, SIZES, LMConfig, linear_nll, lm_from_checkpoint, load_reference
+from lm import LM, SIZES, LMConfig, linear_nll, lm_from_checkpoint
 from studies import leak
+from upstream import load_lmtool
 
 SMALL = dict(context=12, embed_dim=16, depth=3, num_heads=2, mlp_dim=32)
 RPC = {f"rpc, {form}, n={n}": dict(attn="rpc", rpc_layers=(0, 1, 2), n_iter=n, form=form, lambd=lambd)
@@ -45,7 +46,7 @@ def reference_model(arrays, name):
     model = LM(LMConfig(53, 12, embed_dim=16, depth=2, num_heads=2, mlp_dim=40, dropout=0.0,
                         attn="symmetric" if "symmetric" in name else "softmax",
                         cutoffs=OUTPUTS["adaptive" if "adaptive" in name else "full"]))
-    load_reference(model, {k[3:]: v for k, v in arrays.items() if k.startswith("sd/")})
+    load_lmtool(model, {k[3:]: v for k, v in arrays.items() if k.startswith("sd/")})
     return model
 
 
@@ -97,9 +98,9 @@ def test_weights_of_another_kind_or_size_are_refused(golden):
         state = {k[3:]: v for k, v in a.items() if k.startswith("sd/")}
         model = LM(LMConfig(53, 12, embed_dim=16, depth=2, num_heads=2, mlp_dim=40, attn=kind))
         with pytest.raises(ValueError, match="weights do not fit the model.*qkv"):
-            load_reference(model, state)
+            load_lmtool(model, state)
         with pytest.raises(ValueError, match="weights do not fit the model.*blocks.2"):
-            load_reference(LM(LMConfig(53, 12, embed_dim=16, depth=3, num_heads=2, mlp_dim=40, attn=kind)), state)
+            load_lmtool(LM(LMConfig(53, 12, embed_dim=16, depth=3, num_heads=2, mlp_dim=40, attn=kind)), state)
 
 
 # --- the model -------------------------------------------------------------------------------------------------------

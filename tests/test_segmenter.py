@@ -14,9 +14,10 @@ import torch.nn.functional as F
 
 import common
 from data import render_scenes
+from checkpoint import resize_pos_embed
 from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, config_from_backbone, confusion, load_backbone,
-                       load_reference, predict, predict_views, resize_pos_embed, resized, scores,
-                       segmenter_from_checkpoint, sliding_windows, view)
+                       predict, predict_views, resized, scores, segmenter_from_checkpoint, sliding_windows, view)
+from upstream import load_segmenter
 from vit import ViT, ViTConfig
 
 TOY = dict(num_classes=5, image_size=64, embed_dim=48, depth=2, num_heads=2, decoder_heads=2)
@@ -32,7 +33,7 @@ def small(**kind):
 
 def reference_model(arrays, **kind):
     m = Segmenter(SegmenterConfig(**TOY, mean=(0, 0, 0), std=(1, 1, 1), **kind)).eval()       # inputs are normalised
-    load_reference(m, {k[3:]: v for k, v in arrays.items() if k.startswith("sd/")})
+    load_segmenter(m, {k[3:]: v for k, v in arrays.items() if k.startswith("sd/")})
     return m
 
 
@@ -83,10 +84,10 @@ def test_sliding_windows_and_views_equal_upstream_with_their_anchors(golden):
 
 def test_positions_are_resized_as_upstream(golden):
     a = golden("seg_pos_resize")
-    close(resize_pos_embed(a["pos"], a["new_grid"].tolist()), a["resized"], atol=1e-6)
-    close(resize_pos_embed(a["pos"], a["new_grid"].tolist(), a["old_grid"].tolist()), a["resized"], atol=1e-6)
+    close(resize_pos_embed(a["pos"], a["new_grid"].tolist(), "bilinear"), a["resized"], atol=1e-6)
+    close(resize_pos_embed(a["pos"], a["new_grid"].tolist(), "bilinear", a["old_grid"].tolist()), a["resized"], atol=1e-6)
     with pytest.raises(ValueError, match="197 positions, expected 1 . 14 x 13"):
-        resize_pos_embed(a["pos"], (32, 32), (14, 13))
+        resize_pos_embed(a["pos"], (32, 32), "bilinear", (14, 13))
 
 
 def test_metrics_equal_upstreams_and_mmsegmentations(golden):
@@ -362,7 +363,7 @@ def test_a_classifier_at_64_pixels_becomes_the_encoder_at_96(kind):
         assert getattr(c, name) == getattr(backbone.config, name)
     load_backbone(m, checkpoint)
     expected = backbone.state_dict()
-    expected["pos_embed"] = resize_pos_embed(expected["pos_embed"], (12, 12))
+    expected["pos_embed"] = resize_pos_embed(expected["pos_embed"], (12, 12), "bilinear")
     got = m.encoder.state_dict()
     assert got.keys() == {k for k in expected if not k.startswith("head.")}
     assert all(torch.equal(v, expected[k]) for k, v in got.items())
@@ -427,7 +428,7 @@ def test_a_checkpoint_alone_rebuilds_its_model(tmp_path):
         segmenter_from_checkpoint(classifier()[1])
     state = {k: v for k, v in m.state_dict().items() if k != "decoder.cls_emb"}
     with pytest.raises(ValueError, match="decoder.cls_emb is missing"):
-        load_reference(m, state)
+        load_segmenter(m, state)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ import peers
 from robust.words import word_swap
 from conftest import ROOT, SHARED
 from data.text import Vocabulary, load_corpus, perplexity, random_windows, sliding_nll, sliding_windows
-from lm import LM, LMConfig, load_reference
+from lm import LM, LMConfig
+from upstream import load_lmtool
 
 SMALL_WIKI, WIKI103 = SHARED / "data" / "wikitext", SHARED / "data" / "wikitext103_eval"
 TRAIN = " = A title = \n \n the cat sat on the mat \n the dog sat , too <unk> \n"
@@ -467,7 +468,7 @@ def test_totals_equal_lmtools_whatever_the_batch(golden, name):
     attn, cutoffs = "symmetric" if "symmetric" in name else "softmax", (8, 16, 32) * ("adaptive" in name)
     model = LM(LMConfig(53, 12, embed_dim=16, depth=2, num_heads=2, mlp_dim=40, attn=attn, cutoffs=cutoffs))
     assert model.config.dropout == 0.1                                                    # so it has to be turned off
-    load_reference(model, {k[3:]: v for k, v in a.items() if k.startswith("sd/")})
+    load_lmtool(model, {k[3:]: v for k, v in a.items() if k.startswith("sd/")})
     for batch_size in (1, 7, 64):
         nats = sliding_nll(model.train(), a["seq"], int(a["window"]), 1, batch_size)
         assert model.training                                                             # as it was before
