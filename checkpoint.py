@@ -188,7 +188,7 @@ def load_strictly(model, weights):
     model.load_state_dict(weights)
 
 
-def load_vit(model, checkpoint, new_head=False, mode="bicubic"):
+def load_weights(model, checkpoint, new_head=False, mode="bicubic"):
     """Load weights into a ViT strictly or raise ValueError. Returns what was adapted, in words.
 
     checkpoint: of `read_checkpoint`: {"model": state dict, ...} or a state dict, timm's names.
@@ -197,15 +197,7 @@ def load_vit(model, checkpoint, new_head=False, mode="bicubic"):
     """
     c, own, notes = model.config, model.state_dict(), []
     weights = dict(checkpoint.get("model", checkpoint) or {})
-    if "dist_token" in weights:
-        raise ValueError("distilled DeiT weights (dist_token, head_dist) hold a second token, "
-                         "which this ViT has not; use the files without 'distilled' in their name")
-    check_names(weights)
-    theirs = released_attention(checkpoint.get("args"), c.depth)
-    ours = {name: getattr(c, name) for name in theirs}
-    if ours != theirs:
-        raise ValueError(f"the file was trained with {theirs}, the model has {ours}")
-    check_attention(c, weights, own)
+    check_vit(c, own, weights, checkpoint.get("args"))
 
     # What another image size and other classes change.
     if weights["pos_embed"].shape != own["pos_embed"].shape:
@@ -224,18 +216,19 @@ def load_vit(model, checkpoint, new_head=False, mode="bicubic"):
     return notes
 
 
-def check_names(weights):
-    """ValueError unless a state dict looks like a ViT's."""
-    names = ("cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.attn.qkv.weight",
-             "blocks.0.mlp.fc1.weight")
-    if not set(names) <= set(weights):
-        found = ", ".join(list(weights)[:4]) or "nothing"
-        raise ValueError(f"not ViT weights: expected timm's names ({', '.join(names)}, ...), got "
-                         f"{found}, ...")
+def check_vit(config, own, weights, args):
+    """ValueError unless weights have the width, projections, learned S and settings of the model.
 
-
-def check_attention(config, weights, own):
-    """ValueError unless width, projections and learned S are those of the model, `own`."""
+    own: the model's state dict. args: those of a file of `rachtsy/KPCA_code`, or anything.
+    """
+    if "dist_token" in weights:
+        raise ValueError("distilled DeiT weights (dist_token, head_dist) hold a second token, "
+                         "which this ViT has not; use the files without 'distilled' in their name")
+    check_names(weights)
+    theirs = released_attention(args, config.depth)
+    ours = {name: getattr(config, name) for name in theirs}
+    if ours != theirs:
+        raise ValueError(f"the file was trained with {theirs}, the model has {ours}")
     C = weights["cls_token"].shape[-1]
     if C != config.embed_dim:
         typo = " (348 is the released code's typo for DeiT-small's 384; train at 384 instead)"
@@ -250,6 +243,16 @@ def check_attention(config, weights, own):
         if name.endswith("attn.s") and held != needed:
             raise ValueError(f"{name} has shape {tuple(held)}, the model needs {tuple(needed)}: "
                              f"a learned S belongs to one attention kind and one number of tokens")
+
+
+def check_names(weights):
+    """ValueError unless a state dict looks like a ViT's."""
+    names = ("cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.attn.qkv.weight",
+             "blocks.0.mlp.fc1.weight")
+    if not set(names) <= set(weights):
+        found = ", ".join(list(weights)[:4]) or "nothing"
+        raise ValueError(f"not ViT weights: expected timm's names ({', '.join(names)}, ...), got "
+                         f"{found}, ...")
 
 
 def resize_pos_embed(pos_embed, grid, mode, old=None):

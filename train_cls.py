@@ -32,7 +32,7 @@ from tqdm import tqdm
 import common
 import data
 from attention import FORMS
-from checkpoint import load_strictly, load_vit
+from checkpoint import load_strictly, load_weights
 from data.augment import augment_uint8, mixup_cutmix, to_float
 from vit import RPC_KINDS, SIZES, ViT, ViTConfig
 
@@ -334,7 +334,7 @@ def build(args, classes, device):
     elif args.init_from:
         checkpoint = common.read_checkpoint(args.init_from)
         with common.naming(f"--init_from {args.init_from}"):
-            notes = load_vit(model, checkpoint, new_head=True)
+            notes = load_weights(model, checkpoint, new_head=True)
         notes.insert(0, f"weights from {args.init_from}")
     return model, optimizer, ema, step, notes
 

@@ -34,8 +34,9 @@ import data
 from attention import FORMS
 from data.segmentation import load_folder, load_split, save_pictures
 from data.views import TrainingViews, finish_views
-from segmenter import (IGNORE, Segmenter, SegmenterConfig, config_from_backbone, evaluate,
-                       load_backbone, predictions, segmenter_from_checkpoint)
+from robust.iou import evaluate, predictions
+from segmenter import (IGNORE, Segmenter, SegmenterConfig, config_from_backbone, load_backbone,
+                       segmenter_from_checkpoint)
 from vit import RPC_KINDS, SIZES
 
 # What --data selects; flags and --set win.
@@ -322,7 +323,7 @@ def poly_lr(step, total, lr, min_lr, power=0.9):
 # --- evaluation ----------------------------------------------------------------------------------
 
 def views_of(args):
-    """How images are looked at in an evaluation: arguments of segmenter.evaluate."""
+    """How images are looked at in an evaluation: arguments of iou.evaluate."""
     return dict(size=args.size, window=args.window, stride=args.stride, amp=args.amp,
                 num_workers=args.num_workers)
 

@@ -7,9 +7,9 @@ import torch
 import data
 from data.segmentation import save_pictures
 from robust import corruptions
+from robust import iou
 from robust import measures
 from robust import score
-from segmenter import predictions
 
 
 def save_classified(models, source, todo, args):
@@ -46,7 +46,7 @@ def save_segmented(models, source, todo, args):
             index = index[::-(-n // args.save_images)]                # evenly spaced
             for severity, change in score.changes(name, setting, args).items():
                 title = f"{setting['type']}_{severity}.png" if severity else "clean.png"
-                found = predictions(m["model"], source, index, change=change,
-                                    **score.views(m, setting, args))
+                found = iou.predictions(m["model"], source, index, change=change,
+                                        **score.views(m, setting, args))
                 triples = [[t.cpu() for t in triple] for triple in found]
                 save_pictures(folder / title, *zip(*triples), source.classes)

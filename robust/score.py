@@ -19,11 +19,11 @@ import common
 import data
 from robust import attacks
 from robust import corruptions
+from robust import iou
 from robust import metrics
 from robust import words
 from robust.measures import ATTACKS, SCENES, SLOW
 from robust.tables import show
-from segmenter import evaluate as evaluate_segmenter
 
 
 # --- images --------------------------------------------------------------------------------------
@@ -336,14 +336,14 @@ def sizes(moved):
 # --- rows: Segmenters and language models --------------------------------------------------------
 
 def views(m, setting, args):
-    """How a Segmenter looks at images: what segmenter.evaluate and predictions take."""
+    """How a Segmenter looks at images: what iou.evaluate and predictions take."""
     return dict(size=m["model"].config.image_size, window=setting["window"],
                 stride=setting["stride"], scales=setting["scales"], flip=setting["flip"],
                 amp=args.amp, num_workers=args.num_workers)
 
 
 def changes(name, setting, args):
-    """{severity: what segmenter.evaluate does to images, uint8}; clean: {None: nothing}."""
+    """{severity: what iou.evaluate does to images, uint8}; clean: {None: nothing}."""
     def change(images, numbers, severity):
         x = corrupted(images, None, numbers, None, setting=setting, severity=severity, args=args)
         return (255 * x).round().byte()
@@ -357,9 +357,9 @@ def segment_row(m, name, setting, source, index, args):
     """Pixel accuracy, mean accuracy, mean IoU in percent, also per class; a list of severities."""
     results = []
     for change in changes(name, setting, args).values():
-        result, _ = evaluate_segmenter(m["model"], source, index=index.tolist(), change=change,
-                                       rank=args.rank, world=args.world,
-                                       progress=show(setting) or name, **views(m, setting, args))
+        result, _ = iou.evaluate(m["model"], source, index=index.tolist(), change=change,
+                                 rank=args.rank, world=args.world,
+                                 progress=show(setting) or name, **views(m, setting, args))
         results.append({k: v for k, v in result.items() if k != "images"})
     return results[0] if name == "clean" else together(results)
 

@@ -15,11 +15,10 @@ import torch.nn.functional as F
 from PIL import Image
 
 import common
-import segmenter
 import train_seg
 from data import load_shapes, segmentation, views
 from data.rng import uniform
-from robust import corruptions
+from robust import corruptions, iou
 from segmenter import Segmenter, SegmenterConfig, predict, segmenter_from_checkpoint
 
 SIZES = [(40, 60), (60, 40), (33, 70), (48, 48), (90, 30), (24, 41), (50, 61), (30, 30), (44, 52)]
@@ -184,12 +183,12 @@ def plain_predictions(f, model, images, seen):
 
 def spy(monkeypatch):
     """The list to which an evaluation's predictions are appended from now on."""
-    seen, real = [], segmenter.predict
+    seen, real = [], iou.predict
 
     def recorded(*args, **how):
         seen.append(real(*args, **how))
         return seen[-1]
-    monkeypatch.setattr(segmenter, "predict", recorded)
+    monkeypatch.setattr(iou, "predict", recorded)
     return seen
 
 
@@ -448,8 +447,8 @@ def test_an_evaluation_with_every_argument_away_from_its_default_is_plain(monkey
         def change(images, index):
             return corruptions.corrupt(images, "frost", severity, seed=0, index=index,
                                        frost_dir=photographs)
-        metrics = segmenter.evaluate(model, tree, change=change if severity else None, index=index,
-                                     num_workers=1, **how)[0]
+        metrics = iou.evaluate(model, tree, change=change if severity else None, index=index,
+                               num_workers=1, **how)[0]
         shown = images
         if severity:
             shown = [change(image[None], [i])[0] for i, image in zip(index, images)]

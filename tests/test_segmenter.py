@@ -15,8 +15,9 @@ import torch.nn.functional as F
 import common
 from data import render_scenes
 from checkpoint import resize_pos_embed
-from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, config_from_backbone, confusion, load_backbone,
-                       predict, predict_views, resized, scores, segmenter_from_checkpoint, sliding_windows, view)
+from robust.iou import confusion, scores
+from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, config_from_backbone, load_backbone, predict,
+                       predict_views, resized, segmenter_from_checkpoint, sliding_windows, view)
 from upstream import load_segmenter
 from vit import ViT, ViTConfig
 

@@ -26,8 +26,8 @@ from conftest import SHARED
 from data import epoch_order, segmentation, views
 from data.segmentation import Scenes, SegTree
 from robust import corruptions
-from segmenter import (Segmenter, SegmenterConfig, confusion, evaluate, plain, predict, predictions,
-                       scores, segmenter_from_checkpoint)
+from robust.iou import confusion, evaluate, plain, predictions, scores
+from segmenter import Segmenter, SegmenterConfig, predict, segmenter_from_checkpoint
 from vit import ViT, ViTConfig
 
 SCRIPT = Path(train_seg.__file__).resolve()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import common
 from attention import FORMS, KINDS
-from checkpoint import load_vit, resize_pos_embed
+from checkpoint import load_weights, resize_pos_embed
 from vit import RPC_KINDS, SIZES, Block, Mlp, ViT, ViTConfig, vit_from_checkpoint
 
 TINY = dict(image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=10)
@@ -24,7 +24,7 @@ def small(**kind):
 
 def reference_model(arrays, dtype, **kind):
     m = ViT(ViTConfig(**TINY, mean=(0, 0, 0), std=(1, 1, 1), **kind)).eval()     # reference inputs are normalised already
-    load_vit(m, {k[3:]: v for k, v in arrays.items() if k.startswith("sd/")})
+    load_weights(m, {k[3:]: v for k, v in arrays.items() if k.startswith("sd/")})
     return m.to(dtype)
 
 
@@ -64,7 +64,7 @@ def test_timms_deit_has_the_same_keys_and_logits_with_its_own_state_dict(size):
         torch.nn.init.normal_(p, std=0.05)
     ours = ViT(ViTConfig(**SIZES[size], attn="softmax")).eval()
     assert list(ours.state_dict()) and set(ours.state_dict()) == set(theirs.state_dict())
-    load_vit(ours, {"model": theirs.state_dict()})
+    load_weights(ours, {"model": theirs.state_dict()})
     images = torch.rand(2, 3, 224, 224)
     mean, std = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
     with torch.no_grad():
@@ -204,7 +204,7 @@ def test_position_embeddings_resize_as_deits_fine_tuning_and_keep_the_class_part
 def test_fine_tuning_at_another_size_with_other_classes_says_what_it_adapted():
     big = ViT(ViTConfig(**{**TINY, "image_size": 64, "num_classes": 7}, attn="symmetric"))
     model = small(attn="symmetric")
-    notes = load_vit(big, {"model": model.state_dict()}, new_head=True)
+    notes = load_weights(big, {"model": model.state_dict()}, new_head=True)
     assert torch.equal(big.pos_embed, resize_pos_embed(model.pos_embed, (8, 8), "bicubic"))
     assert len(notes) == 2 and "65 tokens" in notes[0] and "7 classes" in notes[1]
 
@@ -216,7 +216,7 @@ def test_weights_that_do_not_fit_are_refused_with_a_sentence():
     def refused(model, weights, match, **how):
         before = {k: v.clone() for k, v in model.state_dict().items()}
         with pytest.raises(ValueError, match=match):
-            load_vit(model, weights, **how)
+            load_weights(model, weights, **how)
         assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     refused(sym, soft.state_dict(), "3C rows")
     refused(soft, good, "2C rows")
@@ -234,11 +234,11 @@ def test_released_files_load_safely_and_only_with_the_settings_they_were_trained
     args = argparse.Namespace(robust=True, num_iter=4, lambd=4.0, layer=0)
     torch.save({"model": m.state_dict(), "epoch": 299, "args": args}, tmp_path / "released.pth")
     file = common.read_checkpoint(tmp_path / "released.pth")
-    load_vit(small(attn="rpc"), file)
+    load_weights(small(attn="rpc"), file)
     with pytest.raises(ValueError, match="trained with"):
-        load_vit(small(attn="rpc", n_iter=6), file)
+        load_weights(small(attn="rpc", n_iter=6), file)
     with pytest.raises(ValueError, match="trained with"):
-        load_vit(small(attn="symmetric"), file)
+        load_weights(small(attn="symmetric"), file)
 
 
 class Evil:
