@@ -237,9 +237,9 @@ def check_vit(config, own, weights, args):
     for name in (name for name in own if name in weights):
         held, needed = weights[name].shape, own[name].shape
         if name.endswith("qkv.weight") and held != needed:
-            raise ValueError(f"{name} holds {held[0] // C}C rows, but attn={config.attn!r} needs "
-                             f"{needed[0] // C}C there (q, k, v or k, v): softmax and symmetric "
-                             f"weights do not fit each other")
+            raise ValueError(f"{name} holds {held[0] // C}C rows (q, k, v or k, v), but "
+                             f"attn={config.attn!r} needs {needed[0] // C}C there: softmax and "
+                             f"symmetric weights do not fit each other")
         if name.endswith("attn.s") and held != needed:
             raise ValueError(f"{name} has shape {tuple(held)}, the model needs {tuple(needed)}: "
                              f"a learned S belongs to one attention kind and one number of tokens")

@@ -1,6 +1,5 @@
-"""What the scripts share: processes, flags, a training run. What is on disk is in checkpoint.py."""
+"""What the scripts share: processes, a training run; with what flags.py and checkpoint.py hold."""
 
-import argparse
 import math
 import os
 import re
@@ -18,6 +17,8 @@ from tqdm import tqdm
 from attention import SelfAttention, rpc_attention
 from checkpoint import check_run, naming, read_checkpoint, save_checkpoint  # noqa: F401
 from checkpoint import cut_log, read_log, write_log  # noqa: F401
+from flags import COUNT, NATURAL, REAL, SETTINGS, SHARE, choice, number, parse_layers  # noqa: F401
+from flags import add_attention, add_running, fill, parse, parser  # noqa: F401
 
 
 # --- processes and devices ------------------------------------------------------------------------
@@ -139,113 +140,6 @@ def choose_out_dir(args, name):
         args.resume = str(out_dir)
     out_dir, args.resume = broadcast([out_dir, args.resume])
     return out_dir
-
-
-# --- flags ----------------------------------------------------------------------------------------
-
-def parser(doc, recipes, settings):
-    """An ArgumentParser whose --help ends with what --data selects and what --set may change.
-
-    recipes: {name: {flag or setting: value}}; "any" holds what all of them share, the others are
-    names of --data. settings: {name: (type, help)}, numbers of a recipe that have no flag.
-    """
-    lines = ["numbers without a flag of their own, for --set NAME=VALUE ...:"]
-    lines += [f"  {name:14} {text}" for name, (_, text) in settings.items()]
-    for name, recipe in recipes.items():
-        lines.append(f"--data {name}:" if name != "any" else "with every --data:")
-        values = {name: "as fits" if value is None else value for name, value in recipe.items()}
-        lines.append("  " + " ".join(f"{name}={value}" for name, value in values.items()))
-    return argparse.ArgumentParser(description=doc, epilog="\n".join(lines), allow_abbrev=False,
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)
-
-
-def parse(p, recipes, settings, script, fixed):
-    """The flags. What wins: the command line, then the run that --resume names, then the recipe.
-
-    p: of `parser`; a flag that a recipe sets has no default of its own. recipes: the second is that
-    of no --data and no --data_dir, "folder" that of --data_dir alone. script: whose checkpoints
-    --resume may name. fixed: what --resume refuses to change. Returns a Namespace of all names.
-    """
-    default = vars(p.parse_args([]))
-    given = vars(p.parse_args(namespace=argparse.Namespace(**dict.fromkeys(default))))
-    given = {name: value for name, value in given.items() if value is not None}
-    given |= read_settings(given.pop("set", []), settings)
-    stored = stored_flags(given, settings, script, fixed) if "resume" in given else {}
-    data = {**stored, **given}.get("data")
-    if data is None:
-        data = "folder" if "data_dir" in given else list(recipes)[1]
-    args = {**default, **recipes["any"], **recipes[data], **stored, **given, "data": data}
-    known = (default.keys() | settings.keys()) - {"set"}
-    return argparse.Namespace(**{name: args[name] for name in args if name in known})
-
-
-def read_settings(pairs, settings):
-    """["mixup=0.8", ...] -> {"mixup": 0.8, ...}; ValueError: a name or value out of range."""
-    values = {}
-    for pair in pairs:
-        name, _, text = pair.partition("=")
-        if name not in settings:
-            names = ", ".join(settings)
-            raise ValueError(f"--set {pair}: expected NAME=VALUE with a name of {names}")
-        try:
-            values[name] = settings[name][0](text)
-        except (ValueError, argparse.ArgumentTypeError) as e:
-            raise ValueError(f"--set {name}: {e}") from None
-    return values
-
-
-def stored_flags(given, settings, script, fixed):
-    """The flags of the run that --resume names; refuses flags that would make it another run."""
-    for name in ("out_dir", "init_from"):
-        if name in given:
-            raise ValueError(f"--{name} does not go with --resume, which continues in its own "
-                             f"folder")
-    checkpoint = read_checkpoint(given["resume"])
-    check_run(checkpoint, given["resume"], script, "args")
-    own = ("resume", "sample", "out_dir", "max_steps", "device")
-    stored = {name: value for name, value in checkpoint["args"].items() if name not in own}
-    hint = "; to start a new run from its weights use --init_from" if "init_from" in stored else ""
-    for name in fixed:
-        if name in given and given[name] != stored[name]:
-            flag = f"--set {name}=" if name in settings else f"--{name} "
-            raise ValueError(f"{flag}{given[name]} does not fit --resume {given['resume']}, "
-                             f"which was trained with {flag}{stored[name]}{hint}")
-    return stored
-
-
-def number(kind, low, high=1e30):
-    """Type for argparse: an int or float from low to high; float32 holds 1e30 with ease."""
-    def parse(text):
-        value = kind(text)
-        if not low <= value <= high:
-            expected = f"{kind.__name__} from {low} to {high}"
-            raise argparse.ArgumentTypeError(f"{text}, expected {expected}")
-        return value
-    parse.__name__ = kind.__name__                             # argparse says "invalid float value"
-    return parse
-
-
-def choice(*known):
-    """Type for argparse and --set: one of these words."""
-    def parse(text):
-        if text not in known:
-            raise argparse.ArgumentTypeError(f"{text}, expected {' or '.join(known)}")
-        return text
-    return parse
-
-
-def parse_layers(text, depth):
-    """"0" | "all" | "0,1,2" | "0-3" -> tuple of layer indices."""
-    if text == "all":
-        return tuple(range(depth))
-    try:
-        ends = [[int(n) for n in part.split("-")] for part in text.split(",")]
-    except ValueError:
-        ends = []
-    if not ends or not all(len(e) <= 2 and 0 <= e[0] <= e[-1] < depth for e in ends):
-        raise ValueError(f"--rpc_layers {text}: expected all, 0, 0,1,2 or 0-2, of layers 0 to "
-                         f"{depth - 1}")
-    return tuple(i for e in ends for i in range(e[0], e[-1] + 1))
 
 
 # --- optimisation ---------------------------------------------------------------------------------

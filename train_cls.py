@@ -31,14 +31,15 @@ from tqdm import tqdm
 
 import common
 import data
-from attention import FORMS
 from checkpoint import load_strictly, load_weights
+from common import COUNT, NATURAL, REAL, SHARE
 from data.augment import augment_uint8, mixup_cutmix, to_float
 from vit import RPC_KINDS, SIZES, ViT, ViTConfig
 
 # What --data selects; flags and --set win.
 RECIPES = {
-    "any": dict(min_lr=1e-5, warmup_epochs=1, weight_decay=0.05, clip=1.0, ema=0.0, drop_path=0.0,
+    "any": dict(attn="rpc", rpc_layers="0", n_iter=4, lambd=4.0, form="released",
+                min_lr=1e-5, warmup_epochs=1, weight_decay=0.05, clip=1.0, ema=0.0, drop_path=0.0,
                 init=None, pad=0, num_ops=0, erase=0.0, mixup=0.0, cutmix=0.0, smoothing=0.1,
                 repeats=1, log_every=20, eval_every=1, save_every=0, keep_every=0),
     # 3.2 minutes on 2 CPU cores: 96.8 % (rpc), 96.8 % (symmetric), 95.1 % (softmax)
@@ -57,13 +58,10 @@ RECIPES = {
                    pad=None, lr=1e-3),
 }
 # Numbers of a recipe that have no flag of their own.
-COUNT, NATURAL = common.number(int, 1), common.number(int, 0)
-REAL, SHARE = common.number(float, 0), common.number(float, 0, 0.999999)
 SETTINGS = dict(
     min_lr=(REAL, "learning rate at the end of the cosine"),
     warmup_epochs=(REAL, "linear warm-up from 1e-6"),
     weight_decay=(REAL, "of matrices; 1-d tensors, positions, class token have none"),
-    clip=(REAL, "clip the gradient norm; 0: do not"),
     ema=(SHARE, "decay of the weight average; 0: none"),
     drop_path=(SHARE, "stochastic depth rate of the last block"),
     init=(common.choice("trunc_normal", "default"), "Linear layers: trunc_normal as DeiT; default: "
@@ -75,11 +73,9 @@ SETTINGS = dict(
     cutmix=(REAL, "alpha; 0: none"),
     smoothing=(SHARE, "label smoothing"),
     repeats=(COUNT, "repeated augmentation: crops of an image per epoch in which it is drawn"),
-    log_every=(COUNT, "steps between lines of log.jsonl"),
     eval_every=(COUNT, "epochs between evaluations"),
-    save_every=(NATURAL, "steps between checkpoints within an epoch; each epoch ends in one"),
     keep_every=(NATURAL, "epochs; also keep epoch_<n>.pt"),
-)
+    **common.SETTINGS)
 # What --resume refuses to change: it would be another run.
 FIXED = ("data", "model", "image_size", "patch_size", "attn", "rpc_layers", "n_iter", "lambd",
          "form", "drop_path", "init", "num_images", "holdout", "batch_size", "repeats", "seed")
@@ -107,14 +103,7 @@ def get_args():
     flag("--model", choices=SIZES, help="width, depth and heads")
     flag("--image_size", type=COUNT, help="pixels, a multiple of --patch_size")
     flag("--patch_size", type=COUNT, help="pixels")
-    flag("--attn", default="rpc",
-         choices=["softmax", "symmetric", "scaled_s", "scaled_alpha", *RPC_KINDS],
-         help="rpc: symmetric, with RPC-Attention in --rpc_layers; rpc_asym, sym_asym: App. E.9")
-    flag("--rpc_layers", default="0", help="from 0: 0 (the paper's layer1), all, 0,1,2 or 0-3")
-    flag("--n_iter", type=COUNT, default=4, help="PAP steps; the paper: 4-6 in layer 0, 2 in all")
-    flag("--lambd", type=common.number(float, 0, math.inf), default=4.0,
-         help="PAP lambda; the paper: 4 in layer 0, 3 in all; inf: never shrink")
-    flag("--form", choices=FORMS, default="released", help="reading of Algorithm 1: attention.py")
+    common.add_attention(flag, ["softmax", "symmetric", "scaled_s", "scaled_alpha", *RPC_KINDS])
     flag("--init_from", help="start from these weights (file or https address; App. E.6)")
 
     flag = p.add_argument_group("training").add_argument
@@ -122,17 +111,7 @@ def get_args():
     flag("--batch_size", type=COUNT, help="over all processes and micro-batches")
     flag("--accum", type=COUNT, default=1, help="micro-batches per step and process")
     flag("--lr", type=REAL, help="peak learning rate (AdamW); DeiT's rule: 5e-4 * batch_size / 512")
-    flag("--set", nargs="+", action="extend", metavar="NAME=VALUE",
-         help="other numbers of the recipe, see below")
-
-    flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0)
-    flag("--device", help="cuda, mps or cpu; picked automatically")
-    flag("--amp", action=boolean, help="bf16 autocast; default: on GPUs")
-    flag("--compile", action=boolean, default=False, help="torch.compile the model")
-    flag("--out_dir", help="default out/<data>_<attn>, numbered if it exists")
-    flag("--resume", help="folder of a run to continue; its flags are remembered")
-    flag("--max_steps", type=COUNT, help="stop early; the schedule stays that of --epochs")
+    common.add_running(p, "<data>_<attn>", "--epochs")
     args = common.parse(p, RECIPES, SETTINGS, "train_cls.py", FIXED)
     if args.data == "folder":
         choose_for_folder(args)
@@ -158,9 +137,7 @@ def choose_for_folder(args):
     if not photos.val and not args.holdout:
         args.holdout = round(len(photos.train) / 5)                 # without a val folder: a fifth
     chosen = photos.recipe(len(photos.train) - args.holdout)
-    for name, value in chosen.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    common.fill(args, chosen)
     if os.environ.get("RANK", "0") == "0" and not args.resume:
         chosen = " ".join(f"{name}={getattr(args, name)}" for name in ("holdout", *chosen))
         print(f"{args.data_dir}: {len(photos.train) + len(photos.val)} images in "
@@ -175,9 +152,6 @@ def load_data(args, device, rank=0):
         raise ValueError(f"--data {args.data} needs --data_dir")
     if args.data == "imagenet" and args.holdout:
         raise ValueError("--holdout does not go with --data imagenet: make a val folder instead")
-    if args.data == "shapes" and args.data_dir:
-        raise ValueError(f"--data_dir {args.data_dir} is not read: --data shapes renders its "
-                         f"images; choose --data folder, cifar10 or imagenet")
     bad = ""
     if args.data == "imagenet":
         how = dict(size=args.image_size, seed=args.seed, skip_bad_images=args.skip_bad_images)

@@ -19,7 +19,6 @@ nothing; nor does the number of processes but for float noise, without dropout: 
 process.
 """
 
-import argparse
 import math
 import re
 import sys
@@ -32,7 +31,6 @@ import torch
 from tqdm import tqdm
 
 import common
-from attention import FORMS
 from checkpoint import load_strictly
 from data import text as data_text
 from data.prose import text_folder
@@ -41,7 +39,8 @@ from lm import LM, SIZES, LMConfig, lm_from_checkpoint
 
 # What --data selects; flags and --set win.
 RECIPES = {
-    "any": dict(norm="post", cutoffs="none", dropout=0.1, clip=0.25, log_every=20, save_every=0),
+    "any": dict(attn="rpc", n_iter=4, lambd=4.0, form="released", mu="running", norm="post",
+                cutoffs="none", dropout=0.1, clip=0.25, log_every=20, save_every=0),
     # 2 minutes on 2 CPU cores
     "pydoc": dict(model="mini", rpc_layers="0", steps=1000, batch_size=16, lr=2e-3, warmup=100,
                   eval_every=200),
@@ -57,13 +56,10 @@ RECIPES["folder"] = RECIPES["wikitext"]         # --data_dir alone: a text of on
 SETTINGS = dict(
     norm=(common.choice("post", "pre"), "layer norm after each sublayer, as the paper, or before"),
     cutoffs=(str, "adaptive softmax: where its clusters start, 20000,40000,200000; none: full"),
-    dropout=(common.number(float, 0, 0.999999), "rate"),
-    warmup=(common.number(int, 0), "updates of linear warm-up; the cosine counts from update 0"),
-    clip=(common.number(float, 0), "clip the gradient norm; 0: do not"),
-    log_every=(common.number(int, 1), "steps between lines of log.jsonl"),
-    eval_every=(common.number(int, 1), "steps between evaluations; each ends in a checkpoint"),
-    save_every=(common.number(int, 0), "steps between checkpoints besides those"),
-)
+    dropout=(common.SHARE, "rate"),
+    warmup=(common.NATURAL, "updates of linear warm-up; the cosine counts from update 0"),
+    eval_every=(common.COUNT, "steps between evaluations; each ends in a checkpoint"),
+    **common.SETTINGS)
 # What --resume refuses to change: it would be another run.
 FIXED = ("data", "model", "context", "attn", "rpc_layers", "n_iter", "lambd", "form", "mu", "norm",
          "dropout", "cutoffs", "steps", "batch_size", "seed")
@@ -72,8 +68,6 @@ FIXED = ("data", "model", "context", "attn", "rpc_layers", "n_iter", "lambd", "f
 def get_args():
     """The flags; see common.parse."""
     p = common.parser(__doc__, RECIPES, SETTINGS)
-    count, natural = common.number(int, 1), common.number(int, 0)
-    boolean = argparse.BooleanOptionalAction
 
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=list(RECIPES)[1:], help="the recipe; default: pydoc, help topics and "
@@ -82,41 +76,26 @@ def get_args():
 
     flag = p.add_argument_group("model").add_argument
     flag("--model", choices=SIZES, help="width, depth, heads, feed-forward and context")
-    flag("--context", type=count, help="tokens in a window; default: the model's")
-    flag("--attn", choices=["softmax", "symmetric", "rpc"], default="rpc",
-         help="rpc: symmetric attention with RPC-Attention in --rpc_layers")
-    flag("--rpc_layers", help="from 0: 0-3 (the paper's layer1-4), all, 0, 0,1")
-    flag("--n_iter", type=count, default=4, help="PAP steps")
-    flag("--lambd", type=common.number(float, 0, math.inf), default=4.0, help="inf: never shrink")
-    flag("--form", choices=FORMS, default="released", help="reading of Algorithm 1: attention.py")
-    flag("--mu", choices=["running", "token", "global"], default="running", help="mean|k| over "
+    flag("--context", type=common.COUNT, help="tokens in a window; default: the model's")
+    common.add_attention(flag, ["softmax", "symmetric", "rpc"])
+    flag("--mu", choices=["running", "token", "global"], help="mean|k| over "
          "tokens <= t, t alone, or the window as printed: that lets the future leak, to compare")
 
     flag = p.add_argument_group("training").add_argument
-    flag("--steps", type=count, help="updates; the cosine ends there")
-    flag("--batch_size", type=count, help="windows per update, all processes and micro-batches")
-    flag("--accum", type=count, default=1, help="micro-batches per step and process")
-    flag("--lr", type=common.number(float, 0), help="peak learning rate (Adam, no weight decay)")
-    flag("--set", nargs="+", action="extend", metavar="NAME=VALUE",
-         help="other numbers of the recipe, see below")
+    flag("--steps", type=common.COUNT, help="updates; the cosine ends there")
+    flag("--batch_size", type=common.COUNT, help="windows per update, all processes and micro-batches")
+    flag("--accum", type=common.COUNT, default=1, help="micro-batches per step and process")
+    flag("--lr", type=common.REAL, help="peak learning rate (Adam, no weight decay)")
 
     flag = p.add_argument_group("sampling").add_argument
     flag("--sample", metavar="CKPT", help="no training: print words that this checkpoint, or a "
          "run's best.pt, goes on with after --prompt")
-    flag("--words", type=natural, default=40, help="of a sample, at evaluations too; 0: none")
+    flag("--words", type=common.NATURAL, default=40, help="of a sample, at evaluations too; 0: none")
     flag("--prompt", default="", help="what it goes on from: words between spaces, as in the text")
     flag("--temperature", type=common.number(float, 1e-3), default=1.0,
          help="below 1: likelier words")
 
-    flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0)
-    flag("--device", help="cuda, mps or cpu; picked automatically")
-    flag("--amp", action=boolean, help="bf16 autocast in training; default: on GPUs")
-    flag("--compile", action=boolean, default=False, help="torch.compile the model")
-    flag("--out_dir", help="default out/<data>_<attn>, numbered if it exists")
-    flag("--resume", help="folder of a run to continue; its flags are remembered")
-    flag("--max_steps", type=count, help="stop early; the schedule stays that of --steps")
-
+    common.add_running(p, "<data>_<attn>", "--steps")
     args = common.parse(p, RECIPES, SETTINGS, "train_lm.py", FIXED)
     args.context = args.context or SIZES[args.model]["context"]
     given = {word[2:].split("=")[0] for word in sys.argv[1:] if word.startswith("--")}

@@ -18,7 +18,6 @@ nothing, nor does the number of processes but for float noise (masks of drop pat
 per process).
 """
 
-import argparse
 import math
 import os
 import time
@@ -31,8 +30,8 @@ from tqdm import tqdm
 
 import common
 import data
-from attention import FORMS
-from data.segmentation import load_folder, load_split, save_pictures
+from common import COUNT, NATURAL, REAL, SHARE
+from data.segmentation import folder_recipe, load_folder, load_split, save_pictures
 from data.views import TrainingViews, finish_views
 from robust.iou import evaluate, predictions
 from segmenter import (IGNORE, Segmenter, SegmenterConfig, config_from_backbone, load_backbone,
@@ -65,51 +64,28 @@ ENCODERS = {
 }
 ENCODER = tuple(ENCODERS["any"])
 # Numbers of a recipe that have no flag of their own.
-COUNT, NATURAL = common.number(int, 1), common.number(int, 0)
-REAL, SHARE = common.number(float, 0), common.number(float, 0, 0.999999)
 SCALE = common.number(float, 0.01)
 SETTINGS = dict(
     optimizer=(common.choice("sgd", "adamw"), "sgd: Nesterov momentum 0.9; adamw: from scratch"),
     min_lr=(REAL, "at the end: lr_k = (lr - min_lr) (1 - k / steps)^0.9 + min_lr"),
     weight_decay=(REAL, "of matrices; 1-d tensors, positions, class tokens have none"),
-    clip=(REAL, "clip the gradient norm; 0: do not"),
     drop_path=(SHARE, "stochastic depth rate of the encoder's last block"),
     dropout=(SHARE, "rate, in the mask transformer"),
     min_scale=(SCALE, "images are resized to a short side of --size times a factor from this"),
     max_scale=(SCALE, "to this"),
     distort=(common.number(int, 0, 1), "1: random brightness, contrast, saturation, hue"),
     save_images=(NATURAL, "at the end, draw image, truth, prediction of up to so many images"),
-    log_every=(COUNT, "steps between lines of log.jsonl"),
     eval_every=(COUNT, "epochs between evaluations"),
-    save_every=(NATURAL, "steps between checkpoints within an epoch; each epoch ends in one"),
     keep_every=(NATURAL, "epochs; also keep epoch_<n>.pt"),
-)
+    **common.SETTINGS)
 # What --resume refuses to change: it would be another run.
 FIXED = (*ENCODER, "backbone", "decoder", "size", "num_classes", "data", "num_images", "optimizer",
          "drop_path", "dropout", "min_scale", "max_scale", "distort", "batch_size", "seed")
 
 
-def add_model_flags(p):
-    flag = p.add_argument_group("model").add_argument
-    flag("--backbone", help="checkpoint of train_cls.py, DeiT's file or https address: its "
-         "encoder, attention included; without it, training starts from scratch")
-    flag("--model", choices=SIZES, help="width, depth and heads (nano; ade20k: tiny)")
-    flag("--patch_size", type=COUNT, help="pixels (16; shapes: 4; folder: as fits)")
-    flag("--attn", choices=["softmax", "symmetric", "scaled_alpha", *RPC_KINDS],
-         help="of the encoder (default: rpc); the decoder is symmetric where it is, never RPC")
-    flag("--rpc_layers", help="of the encoder, from 0: 0 (the paper's layer1), all, 0,1,2, 0-3")
-    flag("--n_iter", type=COUNT, help="PAP steps (4); the paper: 4, 5, 6 in layer 0, or 2 in all")
-    flag("--lambd", type=common.number(float, 0, math.inf),
-         help="PAP lambda (4); the paper: 4 in layer 0, 3 in all")
-    flag("--form", choices=FORMS, help="reading of Algorithm 1: attention.py (released)")
-    flag("--decoder", choices=["mask", "linear"], default="mask",
-         help="mask transformer, or one linear layer")
-
-
 def get_args():
     """The flags; see common.parse."""
     p = common.parser(__doc__, RECIPES, SETTINGS)
-    boolean = argparse.BooleanOptionalAction
 
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=list(RECIPES)[1:], help="the recipe; default: shapes, rendered scenes, "
@@ -120,7 +96,15 @@ def get_args():
     flag("--num_images", type=COUNT, default=16000, help="shapes: to train on; a tenth to test")
     flag("--num_workers", type=NATURAL, help="decoding processes per GPU")
 
-    add_model_flags(p)
+    flag = p.add_argument_group("model").add_argument
+    flag("--backbone", help="checkpoint of train_cls.py, DeiT's file or https address: its "
+         "encoder, attention included; without it: from scratch, rpc in layer 0, 4 steps, lambda 4")
+    flag("--model", choices=SIZES, help="width, depth and heads (nano; ade20k: tiny)")
+    flag("--patch_size", type=COUNT, help="pixels (16; shapes: 4; folder: as fits)")
+    common.add_attention(flag, ["softmax", "symmetric", "scaled_alpha", *RPC_KINDS])
+    flag("--decoder", choices=["mask", "linear"], default="mask", help="mask transformer, "
+         "symmetric where the encoder is, never RPC; or one linear layer")
+
     flag = p.add_argument_group("training").add_argument
     flag("--size", type=COUNT, help="pixels: side of a crop, and the short side that images are "
          "resized to; a multiple of --patch_size")
@@ -129,50 +113,19 @@ def get_args():
     flag("--lr", type=REAL, help="learning rate of the first step")
     flag("--window", type=COUNT, help="pixels: of an evaluation's sliding window; default: --size")
     flag("--stride", type=COUNT, help="pixels between windows; default: --window")
-    flag("--set", nargs="+", action="extend", metavar="NAME=VALUE", help="numbers of the recipe")
-
-    flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0)
-    flag("--device", help="cuda, mps or cpu; picked automatically")
-    flag("--amp", action=boolean, help="bf16 autocast; default: on GPUs")
-    flag("--compile", action=boolean, default=False, help="torch.compile the model")
-    flag("--out_dir", help="default out/seg_<data>_<attn>, numbered if it exists")
-    flag("--resume", help="folder of a run to continue; its flags are remembered")
-    flag("--max_steps", type=COUNT, help="stop early; the schedule stays that of --epochs")
+    common.add_running(p, "seg_<data>_<attn>", "--epochs")
     args = common.parse(p, RECIPES, SETTINGS, "train_seg.py", FIXED)
     if not args.backbone:
-        fill(args, {**ENCODERS["any"], **ENCODERS[args.data]})
+        common.fill(args, {**ENCODERS["any"], **ENCODERS[args.data]})
     if args.max_scale < args.min_scale:
         raise ValueError(f"--set min_scale={args.min_scale} is more than "
                          f"max_scale={args.max_scale}")
     if args.min_lr > args.lr:
         raise ValueError(f"--set min_lr={args.min_lr} is above --lr {args.lr}")
-    if args.data == "shapes" and args.data_dir:
-        raise ValueError(f"--data_dir {args.data_dir} is not read: --data shapes renders its "
-                         f"images; choose --data folder, camvid or ade20k")
     return args
 
 
-def fill(args, chosen):
-    """Set what neither a flag nor a recipe has set."""
-    for name, value in chosen.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-
-
 # --- data ----------------------------------------------------------------------------------------
-
-def folder_recipe(n, side):
-    """What a small set wants: n training images, their median short side in pixels.
-
-    About 3,000 steps of 64 to 144 patches an image, so that a CPU takes minutes.
-    """
-    patches = {32: 4, 64: 8, 96: 8, 160: 16}                        # size: patch size
-    size = max(s for s in patches if s == 32 or s <= side)
-    epochs = min(max(3000 * 8 // n, 8), 400)
-    return dict(size=size, patch_size=patches[size], batch_size=8, epochs=epochs,
-                eval_every=math.ceil(epochs / 10))
-
 
 def load_data(args, rank):
     """(training set, validation set); says what was found, and chooses for a folder."""
@@ -182,14 +135,14 @@ def load_data(args, rank):
         chosen = folder_recipe(len(train), sorted(train.sides)[len(train) // 2])
         if args.backbone:
             del chosen["patch_size"]                                # is the backbone's
-        fill(args, chosen)
+        common.fill(args, chosen)
         words = " ".join(f"{name}={getattr(args, name)}" for name in chosen)
         found += f"\nchosen for them: {words}"
     else:
         train, val = load_split(args, "training"), load_split(args, "validation")
         found = f"{len(train)} training, {len(val)} validation images, {len(train.classes)} classes"
-    fill(args, dict(window=args.size))
-    fill(args, dict(stride=args.window))
+    common.fill(args, dict(window=args.size))
+    common.fill(args, dict(stride=args.window))
     if rank == 0:
         print(f"{args.data}: {found}", flush=True)
     return train, val

@@ -6,6 +6,7 @@
 The transforms that such images are trained with: views.py.
 """
 
+import math
 import os
 
 import numpy as np
@@ -228,6 +229,18 @@ def load_folder(root, num_classes=None):
                         f"images, {K} classes, {ignored:.1f} % of the pixels ignored, "
                         f"{train.unreadable + val.unreadable} unreadable, {unmatched} unmatched "
                         f"files")
+
+
+def folder_recipe(n, side):
+    """What a small set wants: n training images, their median short side in pixels.
+
+    About 3,000 steps of 64 to 144 patches an image, so that a CPU takes minutes.
+    """
+    patches = {32: 4, 64: 8, 96: 8, 160: 16}                        # size: patch size
+    size = max(s for s in patches if s == 32 or s <= side)
+    epochs = min(max(3000 * 8 // n, 8), 400)
+    return dict(size=size, patch_size=patches[size], batch_size=8, epochs=epochs,
+                eval_every=math.ceil(epochs / 10))
 
 
 def load_split(args, split):
