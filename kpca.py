@@ -299,21 +299,16 @@ def hand_example():
     yield "Gram matrix E / 4.5^2, first row", "8/81 4/81 2/81 4/81", log_gram(k).exp()[0]
     yield "centred, first row (App. B)", "7/162 -1/162 -5/162 -1/162", K[0]
     yield "eigenvalues mu_d = N lambda_d (Eq. 11)", "2/27 2/27 2/81 0", mu
-    yield "  none exceeds 1 / min g", "2/9", 1 / g(k, k).min()
     yield "|a_d|^2 = 1 / mu_d, so |u_d| = 1 (Eq. 7)", "27/2 27/2 81/2", a_d.square().sum(0)
     V = theoretical_values(axes, 3)
-    yield "V V^T, the same for turned axes", "5/6 -1/2 1/6 -1/2", (V @ V.mT)[0]
     yield "V^T E V = I: the u_d are orthonormal", "1 0 0", (V.mT @ E @ V)[0]
-    yield "attention of the query (2a, 0)", "0.64 0.16 0.04 0.16", (kernel(q, k) / g(q, k))[0]
     yield "|phi(q)|^2 of three queries", "0.4096 0.16 0.0625", log_phi2(q, k).exp()
     h, expanded = attend(q, k, V), kernel_projections(q, k, axes, 3)
     yield "|h|^2 of attention to V (Eq. 9)", "0.1848 0.06 0", h.square().sum(-1)
     yield "  by kernel expansion (Eq. 8)", "0.1848 0.06 0", expanded.square().sum(-1)
     yield "J, projection error (Eq. 13)", "0.1291", projection_error(q, k, h)
-    unit = attend(q, k, V * mu[:3].sqrt())
-    yield "  |h|^2 of the first, had |a_d| been 1", "59/5625", unit[0].square().sum()
 
-    # The value (1, 0, 0, 0) is not made from eigenvectors. EV: the variance on its axis, over all.
+    # The value (1, 0, 0, 0) is not made from eigenvectors.
     v = torch.tensor([[1], [0], [0], [0]], dtype=torch.float64)
     a = a_hat(v, axes.log_g)
     gammas = (K @ a / (4 * a))[:, 0]
@@ -323,9 +318,6 @@ def hand_example():
     yield "  mean |gamma_i - gamma_j|: 'almost 0'", "10/729", torch.pdist(gammas[:, None]).mean()
     yield "  but lambda_1 itself is", "1/54", mu[0] / 4
     yield "  eig_cos^2, 1 for eigenvectors", "49/57", eigen_cosine(axes, a)["eig_cos"][0].square()
-    along = E @ v / g(k, k)
-    variance = (along - along.mean()).square().sum() / (v.mT @ E @ v).squeeze()
-    yield "  EV of v; one axis could reach 3/7", "19/112", variance / K.trace()
 
 
 def hand():
@@ -335,7 +327,7 @@ def hand():
     for what, text, computed in hand_example():
         shown = " ".join(f"{x:.4g}" for x in (computed + 0.0).reshape(-1).tolist())
         print(f"  {what:42s}{text:29s}{shown}")
-    print("  gamma for the first theoretical value (1,0,-1,0)/sqrt(3): 2/108, 0/0, 2/108, 0/0\n")
+    print()
 
 
 def difference(h, other):

@@ -25,14 +25,9 @@ def test_every_script_and_flag_shown_exists(page):
     commands = re.findall(r"([\w/]+\.py)([^\n|&#]*)", shown)
     assert commands
     for script, rest in commands:
-<<<<<<< HEAD
-        source = (ROOT / script).read_text()
+        source = source_of(script)
         for shared in re.findall(r"^from studies\.(\w+) import", source, re.M):     # flags of two studies
             source += (ROOT / f"studies/{shared}.py").read_text()
-=======
-        source = source_of(script)
-        source += (ROOT / "studies/probe.py").read_text() if "studies" in script else ""
->>>>>>> d7ae32f (flags.py: what three trainers said of their flags is said once)
         for flag in re.findall(r"(?<!\S)--[\w-]+", rest):
             name = flag.removeprefix("--").removeprefix("no-")
             assert f'"--{name}"' in source or f'"{name}"' in source or flag in OTHERS, f"{script} has no {flag}"
