@@ -6,16 +6,17 @@ Component Analysis", NeurIPS 2024. Released code: `rachtsy/KPCA_code`. First fun
 
 B batch, H heads, N tokens (class token included), D head width, C = H * D model width.
 
-    paper               name here        shape            what it is
-    Q, K, V (Eq. 1)     q, k, v          (B, H, N, D)     queries, keys, values
-    A, h    (Eq. 2, 3)  A, h             (B,H,N,N) (B,H,N ,D) softmax(q k^T / sqrt(D)), A v
-    K, L, S (Eq. 14)    k, L, S          (B, H, N, D)     keys = low-rank part + sparse part
-    Y       (Alg. 1)    Z = Y/mu         (B, H, N, D)     scaled dual; Y itself is never needed
-    mu      (Def. 1)    mu               (B, H, 1 or N, 1 )   penalty weight, about 1 / mean|k|
-    lambda  (Alg. 1)    lambd            float            weight of the sparse part
-    S_{.}   (Alg. 1)    soft_threshold                    sign(x) max(|x| - tau, 0)
-    D_{.}   (Alg. 2)    kpca.pcp         (N, D)           shrinks singular values; PAP: attention
-    S       (Eq. 12)    S, s             (H, N, N)        scaling, v - S v; not the S above
+    paper               name here        shape              what it is
+    Q, K, V (Eq. 1)     q, k, v          (B, H, N, D)       queries, keys, values
+    A       (Eq. 2)     A                (B, H, N, N)       softmax(q k^T / sqrt(D))
+    h       (Eq. 3)     h                (B, H, N, D)       A v
+    K, L, S (Eq. 14)    k, L, S          (B, H, N, D)       keys = low-rank part + sparse part
+    Y       (Alg. 1)    Z = Y/mu         (B, H, N, D)       scaled dual; Y itself is never needed
+    mu      (Def. 1)    mu               (B, H, 1 or N, 1)  penalty weight, about 1 / mean|k|
+    lambda  (Alg. 1)    lambd            float              weight of the sparse part
+    S_{.}   (Alg. 1)    soft_threshold                      sign(x) max(|x| - tau, 0)
+    D_{.}   (Alg. 2)    kpca.pcp         (N, D)             shrinks singular values; PAP: attention
+    S       (Eq. 12)    S, s             (H, N, N)          scaling, v - S v; not the S above
 
 The paper's text and the code its authors released compute different things; each is an argument:
 

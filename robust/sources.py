@@ -1,0 +1,96 @@
+"""What is evaluated, and on what: the model of a checkpoint; the images or texts of its task."""
+
+import argparse
+from pathlib import Path
+
+import common
+import data
+from data.prose import text_folder
+from data.segmentation import load_split
+from data.text import stored_vocabulary
+from lm import lm_from_checkpoint
+from robust import words
+from robust.rows import describe_model
+from segmenter import segmenter_from_checkpoint
+from vit import vit_from_checkpoint
+
+CLS, SEG, LM = "classification", "segmentation", "language modelling"
+REBUILD = {CLS: vit_from_checkpoint, SEG: segmenter_from_checkpoint, LM: lm_from_checkpoint}
+
+
+def load_model(path, device):
+    """A checkpoint as dict(model, task, about, args, classes, vocab, count).
+
+    about: what its rows say of it. count: [images forward, images backward] of a classifier, which
+    grow as it is used.
+    """
+    best = Path(path, "best.pt")
+    checkpoint = common.read_checkpoint(best if best.exists() else path)
+    task, seen, vocab = checkpoint.get("task"), [0, 0], None
+    with common.naming(f"--ckpt {path}"):
+        if task not in REBUILD:
+            raise ValueError("not a checkpoint of train_cls.py, train_seg.py or train_lm.py")
+        model = REBUILD[task](checkpoint).to(device).requires_grad_(False)
+        if task == LM:
+            common.check_run(checkpoint, path, "train_lm.py", "vocab")
+            vocab = stored_vocabulary(checkpoint)
+
+    def look(module, inputs):                  # a hook is shared by copies of the model: all count
+        seen[0] += len(inputs[0])
+        seen[1] += len(inputs[0]) * inputs[0].requires_grad
+
+    if task == CLS:
+        model.register_forward_pre_hook(look)
+    return dict(model=model, task=task, about=describe_model(model, checkpoint, path), count=seen,
+                args=checkpoint.get("args") or {}, classes=checkpoint.get("classes"), vocab=vocab)
+
+
+def load_source(args, models):
+    """What to evaluate on: data.Split or ImageTree; Scenes or SegTree; {split: words.Text}."""
+    m = models[0]
+    if args.task == LM:
+        return load_texts(args, models)
+    if args.task == SEG:
+        flags = {**m["args"], "data": args.data, "data_dir": args.data_dir}
+        source = load_split(argparse.Namespace(**flags), "validation")
+    else:
+        source = load_images(args, m)
+    for m in models:
+        classes, path = m["classes"] or source.classes, m["about"]["checkpoint"]
+        if list(classes) != list(source.classes) or len(classes) != m["model"].config.num_classes:
+            theirs, ours = (", ".join(names[:3]) for names in (classes, source.classes))
+            raise ValueError(f"--ckpt {path} was trained on {len(classes)} other classes "
+                             f"({theirs}, ...) than --data {args.data} has ({ours}, ...)")
+    return source
+
+
+def load_images(args, m):
+    """The test split of a classifier's data."""
+    size = m["model"].config.image_size
+    if args.data == "shapes":
+        few = max(m["args"].get("num_images", 16000) // 5, 1)
+        return data.load_shapes("test", few, size, device=args.device)
+    if not args.data_dir:
+        raise ValueError(f"--data {args.data} needs --data_dir")
+    if args.data == "imagenet":
+        return data.ImageTree(args.data_dir, "val", classes=m["classes"], size=size)
+    if args.data == "cifar10":
+        source = data.load_cifar10(args.data_dir, "test")
+    else:
+        photos = data.find_photos(args.data_dir)
+        source = data.load_photos(photos, size, m["args"].get("holdout", 0))[1]
+    return data.Split(source.images.to(args.device), source.labels.to(args.device), source.classes)
+
+
+def load_texts(args, models):
+    """{split: words.Text} in the models' vocabulary, the first --limit tokens."""
+    vocab = models[0]["vocab"]
+    for m in models:
+        if m["vocab"].words != vocab.words:
+            raise ValueError(f"--ckpt {m['about']['checkpoint']} has another vocabulary than the "
+                             f"first: perplexities would not compare")
+    folder = text_folder(args.data, args.data_dir, args.rank)
+    texts, _ = words.load_texts(folder, vocab, args.window, args.seed)
+    few = {text.split: args.limit or len(text.clean) for text in texts}
+    return {t.split: t._replace(clean=t.clean[:few[t.split]], attacked=t.attacked[:few[t.split]],
+                                kept=t.kept[:few[t.split] - 1]) for t in texts}
