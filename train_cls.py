@@ -34,6 +34,7 @@ import data
 from checkpoint import load_strictly, load_weights
 from common import COUNT, NATURAL, REAL, SHARE
 from data.augment import augment_uint8, mixup_cutmix, to_float
+from data.splits import load_data, split_name
 from vit import RPC_KINDS, SIZES, ViT, ViTConfig
 
 # What --data selects; flags and --set win.
@@ -145,51 +146,6 @@ def choose_for_folder(args):
 
 
 # --- data -----------------------------------------------------------------------------------------
-
-def load_data(args, device, rank=0):
-    """(training set, evaluation set), Splits on the device or ImageTrees; prints what was found."""
-    if args.data in ("cifar10", "imagenet") and not args.data_dir:
-        raise ValueError(f"--data {args.data} needs --data_dir")
-    if args.data == "imagenet" and args.holdout:
-        raise ValueError("--holdout does not go with --data imagenet: make a val folder instead")
-    bad = ""
-    if args.data == "imagenet":
-        how = dict(size=args.image_size, seed=args.seed, skip_bad_images=args.skip_bad_images)
-        train = data.ImageTree(args.data_dir, "train", train=True, **how)
-        test = data.ImageTree(args.data_dir, "val", classes=train.classes, **how)
-    elif args.data == "folder":
-        photos = data.find_photos(args.data_dir)
-        train, test, count = data.load_photos(photos, args.image_size, args.holdout)
-        bad = f", {count} unreadable files"
-    elif args.data == "cifar10":
-        if args.download and rank == 0:
-            data.load_cifar10(args.data_dir, "train", download=True)
-        common.broadcast([None])                                    # the others wait for it
-        train, test = (data.load_cifar10(args.data_dir, split) for split in ("train", "test"))
-        if args.image_size != 32:
-            raise ValueError(f"--image_size {args.image_size}: CIFAR-10 images have 32 pixels")
-    else:
-        sizes = dict(train=args.num_images, test=max(args.num_images // 5, 1))
-        train, test = (data.load_shapes(split, n, args.image_size, device=device)
-                       for split, n in sizes.items())
-
-    if args.holdout and args.data != "folder":
-        train, test = data.hold_out(train, args.holdout)
-    if args.data != "imagenet":
-        train, test = (data.Split(split.images.to(device), split.labels.to(device), split.classes)
-                       for split in (train, test))
-    if rank == 0:
-        print(f"{args.data}: {len(train.labels)} training, {len(test.labels)} {split_name(args)} "
-              f"images, {len(train.classes)} classes{bad}", flush=True)
-    return train, test
-
-
-def split_name(args):
-    """Of what a run is evaluated on."""
-    if args.holdout:
-        return "held-out"
-    return "val" if args.data in ("folder", "imagenet") else "test"
-
 
 def micro_batches(args, n, start, total, rank, world):
     """(index, position) of every micro-batch of this process, from step `start`; (b,) int64 each.

@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 import common
 from checkpoint import load_strictly
+from common import COUNT, NATURAL, REAL, SHARE
 from data import text as data_text
 from data.prose import text_folder
 from data.text import EOS, perplexity, sliding_nll
@@ -56,9 +57,9 @@ RECIPES["folder"] = RECIPES["wikitext"]         # --data_dir alone: a text of on
 SETTINGS = dict(
     norm=(common.choice("post", "pre"), "layer norm after each sublayer, as the paper, or before"),
     cutoffs=(str, "adaptive softmax: where its clusters start, 20000,40000,200000; none: full"),
-    dropout=(common.SHARE, "rate"),
-    warmup=(common.NATURAL, "updates of linear warm-up; the cosine counts from update 0"),
-    eval_every=(common.COUNT, "steps between evaluations; each ends in a checkpoint"),
+    dropout=(SHARE, "rate"),
+    warmup=(NATURAL, "updates of linear warm-up; the cosine counts from update 0"),
+    eval_every=(COUNT, "steps between evaluations; each ends in a checkpoint"),
     **common.SETTINGS)
 # What --resume refuses to change: it would be another run.
 FIXED = ("data", "model", "context", "attn", "rpc_layers", "n_iter", "lambd", "form", "mu", "norm",
@@ -76,21 +77,21 @@ def get_args():
 
     flag = p.add_argument_group("model").add_argument
     flag("--model", choices=SIZES, help="width, depth, heads, feed-forward and context")
-    flag("--context", type=common.COUNT, help="tokens in a window; default: the model's")
+    flag("--context", type=COUNT, help="tokens in a window; default: the model's")
     common.add_attention(flag, ["softmax", "symmetric", "rpc"])
     flag("--mu", choices=["running", "token", "global"], help="mean|k| over "
          "tokens <= t, t alone, or the window as printed: that lets the future leak, to compare")
 
     flag = p.add_argument_group("training").add_argument
-    flag("--steps", type=common.COUNT, help="updates; the cosine ends there")
-    flag("--batch_size", type=common.COUNT, help="windows per update, all processes and micro-batches")
-    flag("--accum", type=common.COUNT, default=1, help="micro-batches per step and process")
-    flag("--lr", type=common.REAL, help="peak learning rate (Adam, no weight decay)")
+    flag("--steps", type=COUNT, help="updates; the cosine ends there")
+    flag("--batch_size", type=COUNT, help="windows per update, all processes and micro-batches")
+    flag("--accum", type=COUNT, default=1, help="micro-batches per step and process")
+    flag("--lr", type=REAL, help="peak learning rate (Adam, no weight decay)")
 
     flag = p.add_argument_group("sampling").add_argument
     flag("--sample", metavar="CKPT", help="no training: print words that this checkpoint, or a "
          "run's best.pt, goes on with after --prompt")
-    flag("--words", type=common.NATURAL, default=40, help="of a sample, at evaluations too; 0: none")
+    flag("--words", type=NATURAL, default=40, help="of a sample, at evaluations too; 0: none")
     flag("--prompt", default="", help="what it goes on from: words between spaces, as in the text")
     flag("--temperature", type=common.number(float, 1e-3), default=1.0,
          help="below 1: likelier words")

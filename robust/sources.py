@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 
 import common
-import data
 from data.prose import text_folder
 from data.segmentation import load_split
+from data.splits import load_test
 from data.text import stored_vocabulary
 from lm import lm_from_checkpoint
 from robust import words
@@ -54,7 +54,7 @@ def load_source(args, models):
         flags = {**m["args"], "data": args.data, "data_dir": args.data_dir}
         source = load_split(argparse.Namespace(**flags), "validation")
     else:
-        source = load_images(args, m)
+        source = load_test(args, m["args"], m["model"].config.image_size, m["classes"])
     for m in models:
         classes, path = m["classes"] or source.classes, m["about"]["checkpoint"]
         if list(classes) != list(source.classes) or len(classes) != m["model"].config.num_classes:
@@ -62,24 +62,6 @@ def load_source(args, models):
             raise ValueError(f"--ckpt {path} was trained on {len(classes)} other classes "
                              f"({theirs}, ...) than --data {args.data} has ({ours}, ...)")
     return source
-
-
-def load_images(args, m):
-    """The test split of a classifier's data."""
-    size = m["model"].config.image_size
-    if args.data == "shapes":
-        few = max(m["args"].get("num_images", 16000) // 5, 1)
-        return data.load_shapes("test", few, size, device=args.device)
-    if not args.data_dir:
-        raise ValueError(f"--data {args.data} needs --data_dir")
-    if args.data == "imagenet":
-        return data.ImageTree(args.data_dir, "val", classes=m["classes"], size=size)
-    if args.data == "cifar10":
-        source = data.load_cifar10(args.data_dir, "test")
-    else:
-        photos = data.find_photos(args.data_dir)
-        source = data.load_photos(photos, size, m["args"].get("holdout", 0))[1]
-    return data.Split(source.images.to(args.device), source.labels.to(args.device), source.classes)
 
 
 def load_texts(args, models):

@@ -2,6 +2,7 @@
 number; bad input ends in one line and loses nothing; and about robust/words.py: what is scored is
 what a plain loop over the files gives. The real script, small settings."""
 
+import argparse
 import json
 import math
 import os
@@ -449,7 +450,7 @@ def test_two_processes_equal_one_without_dropout_and_the_scores_too():
 
 @pytest.mark.parametrize("world,accum", [(2, 1), (1, 2), (2, 2), (4, 2), (8, 1)])
 def test_any_split_over_processes_and_accumulation_is_the_same_batch(world, accum):
-    tokens, args = np.arange(1000, dtype="<u4"), train_lm.argparse.Namespace(batch_size=16, context=8, seed=1, accum=1)
+    tokens, args = np.arange(1000, dtype="<u4"), argparse.Namespace(batch_size=16, context=8, seed=1, accum=1)
     whole = list(train_lm.micro_batches(tokens, args, 0, 5, 0, 1, torch.device("cpu")))
     args.accum = accum
     streams = [list(train_lm.micro_batches(tokens, args, 2, 5, rank, world, torch.device("cpu")))
