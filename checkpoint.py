@@ -83,6 +83,17 @@ def check_run(checkpoint, path, script, *parts):
             raise ValueError(f"{path} is an incomplete checkpoint of {script}: it has no {name}")
 
 
+def read_run(args, script, classes, *parts):
+    """The checkpoint that --resume names, whole, and of a run on these classes."""
+    checkpoint = read_checkpoint(args.resume)
+    check_run(checkpoint, args.resume, script, "model", "optimizer", "step", "classes", *parts)
+    names = checkpoint["classes"]
+    if names != classes:
+        raise ValueError(f"--data_dir {args.data_dir} has {len(classes)} classes, not those of the "
+                         f"run in {args.resume} ({len(names)}, {', '.join(names[:3])}, ...)")
+    return checkpoint
+
+
 @contextmanager
 def naming(what):
     """Input errors within begin with `what`, the flag and the file they are about."""
@@ -168,8 +179,8 @@ def stored_config(checkpoint, config):
 
 def rebuild(checkpoint, script, model, config):
     """The model of a checkpoint of `script`, in eval mode. model, config: its two classes."""
-    if checkpoint.get("task") != TASKS[script] or "model_config" not in checkpoint:
-        raise ValueError(f"not a checkpoint of {script}: it has no {TASKS[script]} model_config")
+    if checkpoint.get("task") != TASKS[script]:
+        raise ValueError(f"not a checkpoint of {script}")
     model = model(stored_config(checkpoint, config))
     load_strictly(model, checkpoint["model"])
     return model.eval()

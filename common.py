@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
 from attention import SelfAttention, rpc_attention
-from checkpoint import check_run, naming, read_checkpoint, save_checkpoint  # noqa: F401
+from checkpoint import check_run, naming, read_checkpoint, read_run, save_checkpoint  # noqa: F401
 from checkpoint import cut_log, read_log, write_log  # noqa: F401
 from flags import COUNT, NATURAL, REAL, SETTINGS, SHARE, choice, number, parse_layers  # noqa: F401
 from flags import add_attention, add_running, fill, parse, parser  # noqa: F401

@@ -271,16 +271,12 @@ def build(args, classes, device):
 
 def resume(args, model, optimizer, ema, classes):
     """Load the run that --resume names; returns its step."""
-    checkpoint = common.read_checkpoint(args.resume)
+    checkpoint = common.read_run(args, "train_cls.py", classes)
     theirs = checkpoint["args"]
     if bool(args.ema) != bool(theirs["ema"]):
         raise ValueError(f"--set ema={args.ema}: the run in {args.resume} has ema={theirs['ema']}")
-    parts = ["model", "optimizer", "step", "classes"] + (["ema"] if ema else [])
-    common.check_run(checkpoint, args.resume, "train_cls.py", *parts)
-    names = checkpoint["classes"]
-    if names != classes:
-        raise ValueError(f"--data_dir {args.data_dir} has {len(classes)} classes, not those of the "
-                         f"run in {args.resume} ({len(names)}, {', '.join(names[:3])}, ...)")
+    if ema:
+        common.check_run(checkpoint, args.resume, "train_cls.py", "ema")
     with common.naming(f"--resume {args.resume}"):
         load_strictly(model, checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])

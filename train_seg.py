@@ -252,14 +252,7 @@ def build(args, classes, device):
 
 def resume(args, classes, device):
     """What `build` gives, of the run that --resume names."""
-    checkpoint = common.read_checkpoint(args.resume)
-    parts = ("model", "model_config", "optimizer", "step", "classes")
-    common.check_run(checkpoint, args.resume, "train_seg.py", *parts)
-    if checkpoint["classes"] != classes:
-        names = checkpoint["classes"]
-        raise ValueError(f"--data_dir {args.data_dir} has {len(classes)} classes, not those of the "
-                         f"run in {args.resume} ({len(names)} classes: {', '.join(names[:3])}, "
-                         f"...)")
+    checkpoint = common.read_run(args, "train_seg.py", classes, "model_config")
     with common.naming(f"--resume {args.resume}"):
         model = segmenter_from_checkpoint(checkpoint).train().to(device)
         optimizer = build_optimizer(args, model)
