@@ -28,6 +28,7 @@ import common
 import eval_robust
 import train_cls
 from attention import SelfAttention, soft_threshold, softmax_attention, symmetric_attention
+from robust import sources
 from vit import vit_from_checkpoint
 
 
@@ -244,7 +245,7 @@ def main():
         train(flags[0], flags[1:])
     elif command == "evaluate":
         sys.argv = ["eval_robust.py", *flags]
-        with patch.dict(eval_robust.REBUILD, {eval_robust.CLS: rebuild}):
+        with patch.dict(sources.REBUILD, {sources.CLS: rebuild}):
             eval_robust.main()
     else:
         print(__doc__)
