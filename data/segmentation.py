@@ -41,12 +41,12 @@ class Scenes(Dataset):
 
 def listed_classes(root):
     """(names, file) of classes.txt, one a line, or of ADE20K's objectInfo150.txt; ([], None)."""
-    lists, table = os.path.join(root, "classes.txt"), os.path.join(root, "objectInfo150.txt")
-    for path in (lists, table):
+    for name in ("classes.txt", "objectInfo150.txt"):
+        path = os.path.join(root, name)
         if os.path.exists(path):
             with open(path, encoding="utf-8") as file:
                 lines = [line.strip() for line in file if line.strip()]
-            if path == table:
+            if name == "objectInfo150.txt":                         # a table with a headline
                 lines = [line.split("\t")[-1].split(",")[0] for line in lines[1:]]
             return lines, path
     return [], None
@@ -117,10 +117,8 @@ class SegTree(Dataset):
     def __init__(self, root, split, num_classes=None):
         root = str(root)
         self.folders = [os.path.join(root, part, split) for part in ("images", "annotations")]
-        self.check_folders(root)
+        images, labels = self.list_files(root)
         self.classes = class_names(root, num_classes, likely=CAMVID_CLASSES)
-        images = files_in(self.folders[0], data.IMAGE_EXTENSIONS)
-        labels = files_in(self.folders[1], ".png")
         lonely = {f"{self.folders[1]} has no annotation of image": images.keys() - labels,
                   f"{self.folders[0]} has no image of annotation": labels.keys() - images}
         for what, names in lonely.items():
@@ -132,11 +130,13 @@ class SegTree(Dataset):
         self.names = list(images)
         self.files = [(images[name], labels[name]) for name in images]
 
-    def check_folders(self, root):
+    def list_files(self, root):
+        """The images and the annotations, {stem: path} each."""
         for folder in self.folders:
             if not os.path.isdir(folder):
                 raise FileNotFoundError(f"--data_dir {root} has no folder {folder}; expected "
                                         f"{self.layout}")
+        return files_in(self.folders[0], data.IMAGE_EXTENSIONS), files_in(self.folders[1], ".png")
 
     def __len__(self):
         return len(self.files)
@@ -166,16 +166,13 @@ class OwnFolder(SegTree):
         flat = not os.path.isdir(os.path.join(self.folders[0], "training"))
         if not flat:
             self.folders = [os.path.join(folder, split) for folder in self.folders]
-        self.check_folders(root)
-        images = files_in(self.folders[0], data.IMAGE_EXTENSIONS)
-        labels = files_in(self.folders[1], ".png")
+        images, labels = self.list_files(root)
         names = [name for name in images if name in labels]
-        needed = [(images, self.folders[0], "image (.jpg, .png)"),
-                  (labels, self.folders[1], "annotation (.png)"),
-                  (names, self.folders[1], "annotation with the name of an image")]
-        for files, folder, what in needed:
+        for files, what in ((images, f"image (.jpg, .png) in {self.folders[0]}"),
+                            (labels, f"annotation (.png) in {self.folders[1]}"),
+                            (names, f"annotation with the name of an image in {self.folders[1]}")):
             if not files:
-                raise ValueError(f"--data_dir {root}: no {what} in {folder}")
+                raise ValueError(f"--data_dir {root}: no {what}")
 
         # the part that is asked for, as far as it can be read
         self.unmatched = len(images.keys() ^ labels.keys())
