@@ -215,8 +215,7 @@ def measure(group, other, name, setting, conditions, source, tree, index, args):
         found = score.score(group, loaded, [score.unchanged], n, args)
         return [score.outcome(hit[0]) for hit in found]
     if name == "corruptions":
-        rows = score.released_rows if args.corrupted_dir else score.corruption_rows
-        return rows(group, source, index, setting, args)
+        return score.corruption_rows(group, source, index, setting, args)
     if name in FOLDERS:
         return [score.folder_row(m, name, tree, index, source, args)]
     victim = other["model"] if name == "transfer" else None

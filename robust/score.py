@@ -136,47 +136,44 @@ def corrupted(images, labels, numbers, place, *, setting, severity, args):
     return images.float() / 255
 
 
+def released(args, source, size, name, severity):
+    """ImageNet-C's files (224 px, only cropped) or CIFAR-10-C's as a source, numbered as `source`,
+    the test split."""
+    array = Path(args.corrupted_dir, f"{name}.npy")
+    if array.exists():
+        part = slice((severity - 1) * 10000, severity * 10000)
+        images, labels = (torch.from_numpy(np.load(file, mmap_mode="r")[part].copy())
+                          for file in (array, array.with_name("labels.npy")))
+        images = images.permute(0, 3, 1, 2).to(args.device)
+        found = data.Split(images, labels.long().to(args.device), source.classes)
+    else:
+        folder = Path(args.corrupted_dir, name)
+        found = data.ImageTree(folder, str(severity), source.classes, size, crop_pct=1.0)
+    if len(found.labels) != len(source.labels):
+        raise ValueError(f"--corrupted_dir {args.corrupted_dir}: {name}, severity {severity} has "
+                         f"{len(found.labels)} images, the test split {len(source.labels)}")
+    return found
+
+
 def corruption_rows(models, source, index, setting, args):
-    """One corruption, made once for all models: top-1 and top-5 per severity.
+    """One corruption, made or read once for all models: top-1 and top-5 per severity.
 
     Images from files are resized bilinear, not bicubic, before they are corrupted: so ImageNet-C
     was made.
     """
-    if isinstance(source, data.ImageTree):
-        source = copy.copy(source)
-        source.resample = "bilinear"
-    forms = [partial(corrupted, setting=setting, severity=severity, args=args)
-             for severity in setting["severities"]]
-    loaded = batches(source, index, args, setting["type"])
-    found = score(models, loaded, forms, len(index), args)
-    return [together([outcome(hit) for hit in severities]) for severities in found]
-
-
-def released(args, classes, size, name, severity):
-    """Released corrupted files as a source: ImageNet-C's (224 px, only cropped) or CIFAR-10-C's."""
-    array = Path(args.corrupted_dir, f"{name}.npy")
-    if not array.exists():
-        folder = Path(args.corrupted_dir, name)
-        return data.ImageTree(folder, str(severity), classes, size, crop_pct=1.0)
-    part = slice((severity - 1) * 10000, severity * 10000)
-    images, labels = (torch.from_numpy(np.load(file, mmap_mode="r")[part].copy())
-                      for file in (array, array.with_name("labels.npy")))
-    images = images.permute(0, 3, 1, 2).to(args.device)
-    return data.Split(images, labels.long().to(args.device), classes)
-
-
-def released_rows(models, source, index, setting, args):
-    """As corruption_rows, from released files, whose images are numbered as the test split's."""
-    found, size = [], models[0]["model"].config.image_size
-    for severity in setting["severities"]:
-        images = released(args, source.classes, size, setting["type"], severity)
-        if len(images.labels) != len(source.labels):
-            raise ValueError(f"--corrupted_dir {args.corrupted_dir}: {setting['type']}, severity "
-                             f"{severity} has {len(images.labels)} images, the test split "
-                             f"{len(source.labels)}")
-        loaded = batches(images, index, args, f"{setting['type']} {severity}")
-        found.append(score(models, loaded, [unchanged], len(index), args)[:, 0])
-    return [together([outcome(hit) for hit in severities]) for severities in zip(*found)]
+    name, severities = setting["type"], setting["severities"]
+    if args.corrupted_dir:
+        size = models[0]["model"].config.image_size
+        parts = ((released(args, source, size, name, s), [unchanged]) for s in severities)
+    else:
+        if isinstance(source, data.ImageTree):
+            source = copy.copy(source)
+            source.resample = "bilinear"
+        parts = [(source, [partial(corrupted, setting=setting, severity=severity, args=args)
+                           for severity in severities])]
+    found = [score(models, batches(images, index, args, name), forms, len(index), args)
+             for images, forms in parts]
+    return [together([outcome(hit) for hit in hits]) for hits in torch.cat(found, 1)]
 
 
 @torch.no_grad()
@@ -256,13 +253,12 @@ def attack_images(model, name, setting, images, labels, index, conditions, *, se
 def aim(model, name, x, labels, lead, batch_size):
     """What an attack leads away from, (b,), and which images are attacked, (b,) bool."""
     every = name in ("noise", "transfer", "fgsm")         # fgsm itself keeps what is wrong already
-    if every and lead == "true":
-        return labels, torch.ones_like(labels, dtype=torch.bool)
-    predicted = attacks.forward(model, x, batch_size).argmax(1)
-    target = labels if lead == "true" else predicted
-    if every:
-        return target, torch.ones_like(labels, dtype=torch.bool)
-    return target, target == predicted                    # wrong already: nothing to attack
+    target, todo = labels, torch.ones_like(labels, dtype=torch.bool)
+    if lead == "pred" or not every:
+        predicted = attacks.forward(model, x, batch_size).argmax(1)
+        target = labels if lead == "true" else predicted
+        todo = (target == predicted) | every              # wrong already: nothing to attack
+    return target, todo
 
 
 class Attacked:

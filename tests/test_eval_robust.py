@@ -354,11 +354,12 @@ def key_of(monkeypatch, *flags, measure):
 def test_released_files_are_read_by_type_and_severity(tmp_path, monkeypatch):
     """CIFAR-10-C has one array a type, 10,000 images a severity; ImageNet-C a folder each."""
     args = argparse.Namespace(corrupted_dir=str(tmp_path), device=torch.device("cpu"))
+    source = data.Split(torch.empty(0), torch.empty(10000), list("abcdefg"))
     labels = np.arange(20000) % 7
     np.save(tmp_path / "labels.npy", labels)
     np.save(tmp_path / "fog.npy", np.repeat(labels, 12).reshape(20000, 2, 2, 3).astype(np.uint8))
     for severity in (1, 2):
-        split = score.released(args, list("abcdefg"), 2, "fog", severity)
+        split = score.released(args, source, 2, "fog", severity)
         expected = torch.from_numpy(labels[10000 * (severity - 1):][:10000])
         assert split.images.shape == (10000, 3, 2, 2) and torch.equal(split.labels, expected)
         assert torch.equal(split.images[:, 1, 0, 1].long(), expected)
@@ -366,11 +367,12 @@ def test_released_files_are_read_by_type_and_severity(tmp_path, monkeypatch):
         folder = tmp_path / "snow" / str(severity) / "n0"
         folder.mkdir(parents=True)
         write_png(torch.full((3, 9, 9), severity, dtype=torch.uint8), str(folder / "0.png"))
-        assert score.released(args, ["n0"], 9, "snow", severity)[0][0].unique() == severity
+        one = data.Split(torch.empty(0), torch.empty(1), ["n0"])
+        assert score.released(args, one, 9, "snow", severity)[0][0].unique() == severity
     with pytest.raises(ValueError, match="fog, severity 2 has 10000 images, the test split 80"):
         model = dict(model=argparse.Namespace(config=argparse.Namespace(image_size=2)))
         source = data.load_shapes("test", 80)
-        score.released_rows([model], source, [], dict(type="fog", severities=[2]), args)
+        score.corruption_rows([model], source, [], dict(type="fog", severities=[2]), args)
 
 
 @pytest.mark.parametrize("flag, measure", [
@@ -623,7 +625,7 @@ def test_generated_corruptions_start_from_imagenet_cs_bilinear_crop(tmp_path, mo
     seen, tree = [], data.ImageTree(tmp_path, "val", size=56)
     monkeypatch.setattr(corruptions, "corrupt", lambda images, *_, **__: seen.append(images) or images)
     args = argparse.Namespace(device=torch.device("cpu"), batch_size=1, num_workers=0, amp=False,
-                              seed=0, frost_dir=None, rank=0, world=1)
+                              seed=0, frost_dir=None, corrupted_dir=None, rank=0, world=1)
     model = dict(model=lambda x: torch.zeros(len(x), 1))
     setting = dict(type="fog", severities=[3], jpeg85=False)
     score.corruption_rows([model], tree, torch.arange(1), setting, args)
