@@ -147,7 +147,7 @@ def test_the_papers_harness_leaves_the_accuracy_it_left_in_the_reference_run(ref
     assert abs(sum(acc) / 5 - g["official_noise/acc"].mean()) <= 0.015
     assert abs(share(right(model, z.clamp(0, 1), labels)) - g["official_cw/clamp_only_acc"]) <= 0.005
     for confidence, key in ((0.03, "official_cw"), (10.0, "official_cw10")):
-        theirs = g[f"{key}/robust"][:80]
+        theirs = g[f"{key}/robust"][:40]
         n = len(theirs)
         adv = cw(model, z[:n], predicted[:n], confidence=confidence, steps=100, search_steps=3, clip=False)
         assert (right(model, adv, labels[:n]) == theirs).sum() >= n - 2
@@ -155,7 +155,7 @@ def test_the_papers_harness_leaves_the_accuracy_it_left_in_the_reference_run(ref
 
 def test_cw_fools_the_reference_network_everywhere_and_as_near_as_the_references(ref):
     g, model, images, labels, _ = ref
-    n = 60
+    n = 20
     adv = cw(model, images[:n], labels[:n], steps=200, lr=0.01)
     attacked = g["clean/robust"][:n]
     best = min(g[f"{key}/l2"][:n][attacked].median() for key in ("cw", "cw_foolbox"))
@@ -166,7 +166,7 @@ def test_cw_fools_the_reference_network_everywhere_and_as_near_as_the_references
 
 def test_spsa_breaks_what_the_references_break(ref):
     g, model, images, labels, eps = ref
-    for n, centre, key in ((20, "iterate", "fixed"), (10, "legacy", "cleverhans")):
+    for n, centre, key in ((8, "iterate", "fixed"), (4, "legacy", "cleverhans")):
         adv = spsa(model, images[:n], labels[:n], eps[2], centre=centre)
         assert (adv - images[:n]).abs().max() <= eps[2] + 1e-6 and adv.min() >= 0 and adv.max() <= 1
         difference = right(model, adv, labels[:n]).sum() - g[f"spsa_{key}/2/robust"][:n].sum()
@@ -204,7 +204,7 @@ def test_cw_comes_as_near_as_foolbox_and_cleverhans(net):
     foolbox = pytest.importorskip("foolbox")
     module = pytest.importorskip("cleverhans.torch.attacks.carlini_wagner_l2")
     model, images, labels = net
-    x, y = images[:30], labels[:30]
+    x, y = images[:15], labels[:15]
     attack = foolbox.attacks.L2CarliniWagnerAttack(5, 100, stepsize=0.01, initial_const=0.01)
     theirs = [attack(foolbox.PyTorchModel(model, bounds=(0, 1), device="cpu"), x, y, epsilons=None)[0],
               module.carlini_wagner_l2(model, x, 10, y=y, lr=0.01, max_iterations=100, initial_const=0.01)]
@@ -218,15 +218,15 @@ def test_spsa_is_as_strong_as_torchattacks_and_cleverhans(net):
     torchattacks = pytest.importorskip("torchattacks")
     module = pytest.importorskip("cleverhans.torch.attacks.spsa")
     model, images, labels = net
-    x, y = images[:40], labels[:40]
+    x, y = images[:20], labels[:20]
     options = dict(delta=0.01, clip_min=0, clip_max=1, y=y, spsa_samples=64)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        theirs = [torchattacks.SPSA(model, EPS, 0.01, 0.01, nb_iter=20, nb_sample=64, max_batch_size=4)(x, y),
+        theirs = [torchattacks.SPSA(model, EPS, 0.01, 0.01, nb_iter=20, nb_sample=64, max_batch_size=16)(x, y),
                   module.spsa(model, x, EPS, 10, **options)]
     ours = [spsa(model, x, y, EPS, steps=20, pairs=64), spsa(model, x, y, EPS, steps=10, pairs=64, centre="legacy")]
     clean, *left = [right(model, adv, y).sum() for adv in (x, *theirs, *ours)]
-    assert left[0] < clean - 4 and left[2] - left[0] <= 3 and abs(left[3] - left[1]) <= 3
+    assert left[0] < clean - 4 and left[2] - left[0] <= 2 and abs(left[3] - left[1]) <= 2
 
 
 # --- laws ------------------------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def test_model_and_images_stay_as_they_are(name):
 
 
 def test_more_steps_and_larger_budgets_are_stronger(net):
-    model, images, labels = net
+    model, images, labels = net[0], net[1][:100], net[2][:100]
     acc = [share(right(model, pgd(model, images, labels, eps), labels)) for eps in (0.0, 2 / 255, EPS, 1.0)]
     assert acc[0] == share(right(model, images, labels)) and acc[0] > acc[1] > acc[2] > 0.2 and acc[3] <= 0.01
     assert acc[2] <= share(right(model, fgsm(model, images, labels, EPS), labels))
@@ -391,7 +391,7 @@ def vit():
         model = ViT(ViTConfig(32, 8, 10, 16, 2, 2, attn="rpc", rpc_layers=(0, 1), lambd=0.5)).eval()
         for p in model.requires_grad_(False).parameters():
             p.mul_(4).add_(0.1 * torch.randn_like(p))
-    images = load_shapes("test", 30).images.float() / 255
+    images = load_shapes("test", 20).images.float() / 255
     return model, images, model(images).argmax(1)
 
 
@@ -412,14 +412,15 @@ def test_straight_through_keeps_values_and_changes_gradients(vit):
 
 def test_adaptive_pgd_breaks_all_that_pgd_breaks(vit, net):
     model, images, labels = vit
-    eps = 2 / 255
+    eps = 1 / 255
     plain = right(model, pgd(model, images, labels, eps), labels)
     adv = adaptive_pgd(model, images, labels, eps)
     adaptive = right(model, adv, labels)
-    assert 0 < plain.sum() < 30 and not (adaptive & ~plain).any() and (adv - images).abs().max() <= eps + 1e-6
+    assert 0 < plain.sum() < 20 and not (adaptive & ~plain).any() and (adv - images).abs().max() <= eps + 1e-6
     left = [margin(model(a), labels)[adaptive] for a in (adv, pgd(straight_through(model), images, labels, eps))]
     assert (left[0] <= left[1] + 1e-5).all()
-    assert torch.equal(adaptive_pgd(*net, eps), pgd(*net, eps))                          # no RPC-Attention: plain PGD
+    images, labels = (t[:20] for t in net[1:])                                           # no RPC-Attention: plain PGD
+    assert torch.equal(*(attack(net[0], images, labels, eps) for attack in (adaptive_pgd, pgd)))
 
 
 def test_surrogates_have_the_models_weights_and_other_gradients(vit, net):
@@ -453,7 +454,7 @@ def test_the_worst_case_over_gradients_breaks_all_that_apgd_breaks_and_more(vit,
         after = right(model, adv, labels)
         assert not (after & ~before).any() and (adv - images).abs().max() <= eps + 1e-6
         assert after.sum() < before.sum()
-    images, labels = (t[:30] for t in net[1:])                                           # no RPC-Attention: plain APGD
+    images, labels = (t[:20] for t in net[1:])                                           # no RPC-Attention: plain APGD
     assert torch.equal(*(attack(net[0], images, labels, EPS, steps=10) for attack in (apgd, adaptive_apgd)))
 
 
