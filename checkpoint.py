@@ -200,18 +200,23 @@ def load_strictly(model, weights):
 
 
 def load_weights(model, checkpoint, new_head=False, mode="bicubic"):
-    """Load weights into a ViT strictly or raise ValueError. Returns what was adapted, in words.
+    """Load weights into a classifier strictly or raise ValueError. Returns what was adapted.
 
-    checkpoint: of `read_checkpoint`: {"model": state dict, ...} or a state dict, timm's names.
-    Positions of another image size are interpolated (mode: bicubic as DeiT, bilinear as Segmenter).
-    new_head: keep the model's own head when the classes differ (fine-tuning).
+    checkpoint: of `read_checkpoint`: {"model" or "state_dict": weights, ...} or weights alone, with
+    timm's names, into a FAN those of `NVlabs/FAN`. A ViT's positions of another image size are
+    interpolated (mode: bicubic as DeiT, bilinear as Segmenter). new_head: keep the model's own head
+    when the classes differ (fine-tuning).
     """
     c, own, notes = model.config, model.state_dict(), []
-    weights = dict(checkpoint.get("model", checkpoint) or {})
-    check_vit(c, own, weights, checkpoint.get("args"))
+    held = "model" if "model" in checkpoint else "state_dict"
+    weights = dict(checkpoint.get(held, checkpoint) or {})
+    if "pos_embed" in own:
+        check_vit(c, own, weights, checkpoint.get("args"))
+    else:
+        check_fan(c, own, weights)
 
     # What another image size and other classes change.
-    if weights["pos_embed"].shape != own["pos_embed"].shape:
+    if "pos_embed" in own and weights["pos_embed"].shape != own["pos_embed"].shape:
         tokens, side = weights["pos_embed"].shape[1], c.image_size // c.patch_size
         notes.append(f"positions interpolated from {tokens} to {c.num_tokens} tokens")
         weights["pos_embed"] = resize_pos_embed(weights["pos_embed"], (side, side), mode)
@@ -254,6 +259,19 @@ def check_vit(config, own, weights, args):
         if name.endswith("attn.s") and held != needed:
             raise ValueError(f"{name} has shape {tuple(held)}, the model needs {tuple(needed)}: "
                              f"a learned S belongs to one attention kind and one number of tokens")
+
+
+def check_fan(config, own, weights):
+    """ValueError unless weights are a FAN's, with queries where the model, `own`, has them."""
+    names = ("cls_token", "pos_embed.token_projection.weight", "blocks.0.attn.kv.weight")
+    if not set(names) <= set(weights):
+        found = ", ".join(list(weights)[:4]) or "nothing"
+        raise ValueError(f"not FAN weights: expected {', '.join(names)}, ..., got {found}, ...")
+    for name in (f"blocks.{i}.attn.q.weight" for i in range(config.depth)):
+        if (name in weights) != (name in own):
+            theirs = "a" if name in weights else "no"
+            raise ValueError(f"the file has {theirs} {name}, unlike attn={config.attn!r}: softmax "
+                             f"and symmetric weights do not fit each other")
 
 
 def check_names(weights):

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.nn           # before there is a group, see setup
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
@@ -260,10 +261,32 @@ def every(step, n):
 
 def wrap(model, device, world, compiled):
     """The model compiled and shared over processes, as the flags and torchrun ask."""
+    for m in model.modules():
+        if world > 1 and type(m) is nn.BatchNorm2d:
+            m.__class__ = SharedBatchNorm
     net = torch.compile(model) if compiled else model
     if world > 1:
         net = DDP(net, device_ids=[device.index] if device.type == "cuda" else None)
     return net
+
+
+class SharedBatchNorm(nn.BatchNorm2d):
+    """Statistics of all processes' images; PyTorch's own SyncBatchNorm does not run on CPUs."""
+
+    def forward(self, x):
+        if not self.training:
+            return super().forward(x)
+        n = x[:, 0].numel() * dist.get_world_size()
+        z = x.to(self.weight.dtype)
+        mean = dist.nn.all_reduce(z.sum((0, 2, 3), keepdim=True)) / n
+        z = z - mean
+        var = dist.nn.all_reduce(z.square().sum((0, 2, 3), keepdim=True)) / n
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            self.running_mean.lerp_(mean.flatten(), self.momentum)
+            self.running_var.lerp_(var.flatten() * n / (n - 1), self.momentum)
+        z = z * (var + self.eps).rsqrt() * self.weight[:, None, None] + self.bias[:, None, None]
+        return z.to(x.dtype)
 
 
 def seed_of(seed, step, rank):

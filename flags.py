@@ -68,7 +68,7 @@ def parser(doc, recipes, settings):
     """An ArgumentParser whose --help ends with what --data selects and what --set may change.
 
     recipes: {name: {flag or setting: value}}; "any" holds what all of them share, the others are
-    names of --data. settings: {name: (type, help)}, numbers of a recipe that have no flag.
+    names of --data; "DATA --model MODEL" is what such a model has other than DATA. settings: {name: (type, help)}, numbers of a recipe that have no flag.
     """
     lines = ["numbers without a flag of their own, for --set NAME=VALUE ...:"]
     lines += [f"  {name:14} {text}" for name, (_, text) in settings.items()]
@@ -120,7 +120,9 @@ def parse(p, recipes, settings, script, fixed):
     data = {**stored, **given}.get("data")
     if data is None:
         data = "folder" if "data_dir" in given else list(recipes)[1]
-    args = {**default, **recipes["any"], **recipes[data], **stored, **given, "data": data}
+    model = {**recipes[data], **stored, **given}.get("model")
+    recipe = recipes["any"] | recipes[data] | recipes.get(f"{data} --model {model}", {})
+    args = {**default, **recipe, **stored, **given, "data": data}
     if data == "shapes" and args["data_dir"]:
         others = ", ".join(name for name in recipes if name not in ("any", "shapes"))
         raise ValueError(f"--data_dir {args['data_dir']} is not read: --data shapes renders its "

@@ -31,11 +31,18 @@ from tqdm import tqdm
 
 import common
 import data
+import fan
+import vit
 from checkpoint import load_strictly, load_weights
 from common import COUNT, NATURAL, REAL, SHARE
 from data.augment import augment_uint8, mixup_cutmix, to_float
 from data.splits import load_data, split_name
-from vit import RPC_KINDS, SIZES, ViT, ViTConfig
+from fan import FAN, FANConfig
+from vit import RPC_KINDS, ViT, ViTConfig
+
+# What --model selects.
+MODELS = {name: (ViT, ViTConfig, size) for name, size in vit.SIZES.items()}
+MODELS |= {name: (FAN, FANConfig, size) for name, size in fan.SIZES.items()}
 
 # What --data selects; flags and --set win.
 RECIPES = {
@@ -54,6 +61,10 @@ RECIPES = {
     "imagenet": dict(model="tiny", image_size=224, patch_size=16, epochs=300, batch_size=1024,
                      lr=1e-3, warmup_epochs=5, clip=0.0, drop_path=0.1, num_ops=2, erase=0.25,
                      mixup=0.8, cutmix=1.0, repeats=3, ema=0.99996),
+    # FAN's authors', 79.2 % (softmax) there, not run here; the paper does not say which it used
+    "imagenet --model fan_tiny": dict(lr=2e-3, min_lr=1e-6, drop_path=0.0, repeats=1, ema=0.99992),
+    "imagenet --model fan_small": dict(lr=2e-3, min_lr=1e-6, drop_path=0.2, repeats=1,
+                                       ema=0.99992),
     # images of your own; what is None depends on how many and how large they are: choose_for_folder
     "folder": dict(model=None, image_size=None, patch_size=None, epochs=None, batch_size=None,
                    pad=None, lr=1e-3),
@@ -64,7 +75,7 @@ SETTINGS = dict(
     warmup_epochs=(REAL, "linear warm-up from 1e-6"),
     weight_decay=(REAL, "of matrices; 1-d tensors, positions, class token have none"),
     ema=(SHARE, "decay of the weight average; 0: none"),
-    drop_path=(SHARE, "stochastic depth rate of the last block"),
+    drop_path=(SHARE, "stochastic depth rate of the last block (FAN: of each)"),
     init=(common.choice("trunc_normal", "default"), "Linear layers: trunc_normal as DeiT; default: "
           "torch's, as the released RPC code (chosen for symmetric and rpc)"),
     pad=(NATURAL, "random shift by up to PAD pixels (small images)"),
@@ -88,8 +99,8 @@ def get_args():
     boolean = argparse.BooleanOptionalAction
 
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=list(RECIPES)[1:], help="the recipe; default: shapes, scenes rendered "
-         "on the fly, or, with --data_dir, folder: images of your own")
+    flag("--data", choices=[name for name in RECIPES if name.isalnum()][1:], help="the recipe; "
+         "default: shapes, scenes rendered on the fly, or, with --data_dir, folder: your own images")
     flag("--data_dir", help="folder: <class>/*.jpg, or train/ and val/ of those; imagenet: the "
          "latter; cifar10: torchvision's files, class folders or a tar of them")
     flag("--download", action=boolean, default=False, help="cifar10: fetch it into --data_dir")
@@ -101,7 +112,7 @@ def get_args():
          help="imagenet: decoding processes per GPU")
 
     flag = p.add_argument_group("model").add_argument
-    flag("--model", choices=SIZES, help="width, depth and heads")
+    flag("--model", choices=MODELS, help="width, depth and heads")
     flag("--image_size", type=COUNT, help="pixels, a multiple of --patch_size")
     flag("--patch_size", type=COUNT, help="pixels")
     common.add_attention(flag, ["softmax", "symmetric", "scaled_s", "scaled_alpha", *RPC_KINDS])
@@ -246,15 +257,15 @@ def score(model, ema, train, test, args, device, rank, world, step):
 
 def build(args, classes, device):
     """Model, optimiser, weight average or None, the step to start at, notes for the reader."""
-    size = SIZES[args.model]
-    init = args.init or ("default" if args.attn in ("symmetric", "rpc") else "trunc_normal")
+    Model, Config, size = MODELS[args.model]
+    released = "default" if Model is ViT and args.attn in ("symmetric", "rpc") else "trunc_normal"
     layers = common.parse_layers(args.rpc_layers, size["depth"])
-    config = ViTConfig(**size, image_size=args.image_size, patch_size=args.patch_size,
-                       num_classes=len(classes), attn=args.attn, rpc_layers=layers,
-                       n_iter=args.n_iter, lambd=args.lambd, form=args.form,
-                       drop_path=args.drop_path, init=init)
+    config = Config(**size, image_size=args.image_size, patch_size=args.patch_size,
+                    num_classes=len(classes), attn=args.attn, rpc_layers=layers,
+                    n_iter=args.n_iter, lambd=args.lambd, form=args.form,
+                    drop_path=args.drop_path, init=args.init or released)
     torch.manual_seed(args.seed)
-    model = ViT(config).to(device)
+    model = Model(config).to(device)
     groups = common.param_groups(model, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.ema)) if args.ema else None

@@ -123,24 +123,29 @@ class ViT(nn.Module):
     def __init__(self, config):
         super().__init__()
         c = self.config = config
-        self.patch_embed = PatchEmbed(c.patch_size, c.embed_dim)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, c.embed_dim))
-        self.pos_embed = nn.Parameter(torch.zeros(1, c.num_tokens, c.embed_dim))
-        self.blocks = nn.ModuleList(
-            Block(c.embed_dim, c.num_heads, c.mlp_ratio, c.drop_path * i / max(c.depth - 1, 1),
-                  c.eps, attn=c.layer_attn(i), n_iter=c.n_iter, lambd=c.lambd, form=c.form,
-                  num_tokens=c.num_tokens)
-            for i in range(c.depth))
+        self.build(c)
         self.norm = nn.LayerNorm(c.embed_dim, eps=c.eps)
         self.head = nn.Linear(c.embed_dim, c.num_classes) if c.num_classes else nn.Identity()
         self.register_buffer("mean", torch.tensor(c.mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(c.std).view(3, 1, 1), persistent=False)
         self.init_weights()
 
+    def build(self, c):
+        """The parts of which a FAN has others: patch_embed, pos_embed and blocks."""
+        self.patch_embed = PatchEmbed(c.patch_size, c.embed_dim)
+        self.pos_embed = nn.Parameter(torch.zeros(1, c.num_tokens, c.embed_dim))
+        self.blocks = nn.ModuleList(
+            Block(c.embed_dim, c.num_heads, c.mlp_ratio, c.drop_path * i / max(c.depth - 1, 1),
+                  c.eps, attn=c.layer_attn(i), n_iter=c.n_iter, lambd=c.lambd, form=c.form,
+                  num_tokens=c.num_tokens)
+            for i in range(c.depth))
+
     def init_weights(self):
         """Tokens truncated normal, std 0.02; so are Linear layers, unless init is "default"."""
         for token in (self.pos_embed, self.cls_token):
-            nn.init.trunc_normal_(token, std=0.02)
+            if isinstance(token, nn.Parameter):                     # a FAN's positions are sines
+                nn.init.trunc_normal_(token, std=0.02)
         for m in self.modules():
             if isinstance(m, nn.Linear) and self.config.init == "trunc_normal":
                 nn.init.trunc_normal_(m.weight, std=0.02)
@@ -160,10 +165,14 @@ class ViT(nn.Module):
                              f"[0, 1] of shape (B, 3, {size}, {size})")
         return self.tokens((images - self.mean) / self.std, self.pos_embed)
 
+    def steps(self):
+        """What tokens pass before the final norm, by name."""
+        return {f"blocks.{i}": block for i, block in enumerate(self.blocks)}
+
     def encode(self, x):
         """Tokens (B, N, C) -> (B, N, C): all blocks and the final norm."""
-        for block in self.blocks:
-            x = block(x)
+        for step in self.steps().values():
+            x = step(x)
         return self.norm(x)
 
     def forward(self, images):
@@ -173,8 +182,8 @@ class ViT(nn.Module):
         """By name: "embed", "blocks.0", ..., "norm": (B, N, C) each, and "head": logits."""
         x = self.embed(images)
         out = {"embed": x}
-        for i, block in enumerate(self.blocks):
-            x = out[f"blocks.{i}"] = block(x)
+        for name, step in self.steps().items():
+            x = out[name] = step(x)
         out["norm"] = self.norm(x)
         out["head"] = self.head(out["norm"][:, 0])
         return out

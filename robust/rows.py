@@ -23,14 +23,15 @@ SEED_FLAGS = ("seed", "data_dir", "download", "skip_bad_images", "num_workers", 
 # --- which model, which row ----------------------------------------------------------------------
 
 def kind_of(config):
-    """A model in words: softmax, symmetric, rpc 4iter/layer1, rpc 2iter/all-layer, lambda 3, ..."""
+    """A model in words: softmax, fan symmetric, rpc 4iter/layer1, rpc 2iter/all-layer, ..."""
+    family = getattr(config, "family", "")
     if not config.rpc_layers:
-        return config.attn
+        return family + config.attn
     everywhere = len(config.rpc_layers) == config.depth
     layers = "layer" + ",".join(str(i + 1) for i in config.rpc_layers)
     if everywhere:
         layers = "all-layer"
-    name = f"{config.attn} {config.n_iter}iter/{layers}"
+    name = f"{family}{config.attn} {config.n_iter}iter/{layers}"
     if config.lambd != ViTConfig.lambd:
         name += f", lambda {config.lambd:g}"
     if config.form != ViTConfig.form:
@@ -54,7 +55,7 @@ def describe_model(model, checkpoint, path):
     """
     tensors = (t.cpu().contiguous().numpy().tobytes() for t in model.state_dict().values())
     defaults, trained = DEFAULTS[checkpoint["task"]], checkpoint.get("args") or {}
-    config = {k: v for k, v in vars(model.config).items() if v != defaults[k]}
+    config = {k: v for k, v in vars(model.config).items() if v != defaults.get(k)}
     config = json.loads(json.dumps(config))               # as a row that is read back has it
     recipe = {k: v for k, v in trained.items() if k not in SEED_FLAGS}
     recipe["step"] = checkpoint.get("step")               # epoch 3 and epoch 8 are not two seeds

@@ -8,14 +8,15 @@ from data.prose import text_folder
 from data.segmentation import load_split
 from data.splits import load_test
 from data.text import stored_vocabulary
+from fan import classifier_from_checkpoint
 from lm import lm_from_checkpoint
 from robust import words
 from robust.rows import describe_model
 from segmenter import segmenter_from_checkpoint
-from vit import vit_from_checkpoint
 
 CLS, SEG, LM = "classification", "segmentation", "language modelling"
-REBUILD = {CLS: vit_from_checkpoint, SEG: segmenter_from_checkpoint, LM: lm_from_checkpoint}
+REBUILD = {CLS: classifier_from_checkpoint, SEG: segmenter_from_checkpoint,
+           LM: lm_from_checkpoint}
 
 
 def load_model(path, device):

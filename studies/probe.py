@@ -19,12 +19,13 @@ import common
 import data
 from data import prose, text as data_text
 from attention import SelfAttention, rpc_attention
-from checkpoint import load_weights, stored_config
+from checkpoint import load_weights
+from fan import classifier_from_checkpoint
 from kpca import exact_scaling, log_kernel
-from lm import LM, LMConfig, lm_from_checkpoint
+from lm import LM, lm_from_checkpoint
 from studies.rules import RULES, ExactScaling, standardise  # noqa: F401
 from studies.tables import print_table, summarise, write_csv, write_tables  # noqa: F401
-from vit import SIZES, ViT, ViTConfig, vit_from_checkpoint
+from vit import SIZES, ViT, ViTConfig
 
 
 # --- what attention really used -------------------------------------------------------------------
@@ -177,7 +178,7 @@ def load_model(path):
             common.check_run(checkpoint, "it", "train_lm.py", "args", "vocab", "step")
             return lm_from_checkpoint(checkpoint), checkpoint
         if checkpoint.keys() & {"task", "model_config"}:
-            model = vit_from_checkpoint(checkpoint)
+            model = classifier_from_checkpoint(checkpoint)
             return with_rule(model, checkpoint.get("args", {}).get("rule")), checkpoint
         model = vit_from_weights(checkpoint.get("model", checkpoint))
         load_weights(model, checkpoint)
@@ -192,10 +193,10 @@ def untrained(checkpoint, path):
     if "model_config" not in checkpoint or not args or args.get("init_from"):
         raise ValueError(f"--untrained: {path} is not a run of ours that started from random "
                          f"weights")
-    torch.manual_seed(args["seed"])
     language = checkpoint["task"] == "language modelling"
-    kind, config = (LM, LMConfig) if language else (ViT, ViTConfig)
-    model = kind(stored_config(checkpoint, config)).eval()
+    trained = (lm_from_checkpoint if language else classifier_from_checkpoint)(checkpoint)
+    torch.manual_seed(args["seed"])
+    model = type(trained)(trained.config).eval()
     return with_rule(model, args.get("rule")), {**checkpoint, "step": 0}
 
 

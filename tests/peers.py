@@ -411,12 +411,127 @@ def seg_sliding(window=64, stride=48, shape=(100, 140)):
     return out | dict(argmax=out["prob_mean"].argmax(0))
 
 
+# --- FAN, written out: a function of the reference's state dict ------------------------------------------------------
+
+def fan(w, x, pos, heads=4, rpc=None):
+    """Logits, and the tokens after each block, of normalised images x; pos: the position code, (patches, 64).
+
+    Symmetric where w has no attn.q; rpc: {layer: (n, lambda)}, Algorithm 1 there. Evaluation mode.
+    """
+    def linear(name, x):
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    def norm(name, x, eps=1e-6):
+        z = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + eps).sqrt()
+        return z * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def batch_norm(name, x):
+        mean, var, scale, shift = (w[f"{name}.{part}"][:, None, None]
+                                   for part in ("running_mean", "running_var", "weight", "bias"))
+        return (x - mean) / (var + 1e-5).sqrt() * scale + shift
+
+    def apart(x):                                                       # heads: (B, H, N, D)
+        return x.reshape(len(x), -1, heads, x.shape[-1] // heads).transpose(1, 2)
+
+    def attend(q, k, v):
+        A = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        return (A @ v).transpose(1, 2).reshape(len(v), -1, heads * v.shape[-1])
+
+    def attention(name, z, how):
+        C = z.shape[-1]
+        if f"{name}.q.weight" not in w:                                 # the paper's, see above
+            parts = {f"{ours}.{end}": w[f"{name}.{theirs}.{end}"] for ours, theirs in (("qkv", "kv"), ("proj", "proj"))
+                     for end in ("weight", "bias")}
+            return torch.func.functional_call(Attention(C, heads, *how), parts, z)
+        kv = linear(f"{name}.kv", z)
+        return linear(f"{name}.proj", attend(apart(linear(f"{name}.q", z)), apart(kv[..., :C]), apart(kv[..., C:])))
+
+    def channels(name, z):
+        B, N, C = z.shape
+        gates = []
+        for h, part in enumerate(z.split(C // heads, 2)):               # one head after the other
+            q = linear(f"{name}.q", z).split(C // heads, 2)[h].softmax(1)
+            gates.append(torch.sigmoid((q * part.softmax(1).mean(2, keepdim=True)).sum(1)) * w[f"{name}.temperature"][h, 0])
+        u = linear(f"{name}.mlp_v.fc1", z)
+        grid, dw = u.mT.reshape(B, -1, round(N ** 0.5), round(N ** 0.5)), f"{name}.mlp_v.dwconv"
+        for conv in ("conv1", "conv2"):
+            grid = F.conv2d(grid, w[f"{dw}.{conv}.weight"], w[f"{dw}.{conv}.bias"], padding=1, groups=u.shape[-1])
+            grid = batch_norm(f"{dw}.bn", F.gelu(grid)) if conv == "conv1" else grid
+        u = u + w[f"{name}.mlp_v.gamma"] * grid.reshape(B, -1, N).mT
+        return norm(f"{name}.norm_v", linear(f"{name}.mlp_v.fc2", u), 1e-5) * torch.cat(gates, 1)[:, None]
+
+    for i in range(0, 8, 2):
+        x = F.gelu(x) if i else x
+        x = batch_norm(f"patch_embed.proj.{i}.1", F.conv2d(x, w[f"patch_embed.proj.{i}.0.weight"], stride=2, padding=1))
+    C, token = x.shape[1], "pos_embed.token_projection"
+    x = x.flatten(2).mT + pos @ w[f"{token}.weight"].reshape(C, -1).T + w[f"{token}.bias"]
+    stages, depth = [], len({k.split(".")[1] for k in w if k.startswith("blocks.")})
+    for i in range(depth):
+        b = f"blocks.{i}"
+        x = x + w[f"{b}.gamma1"] * attention(f"{b}.attn", norm(f"{b}.norm1", x), (rpc or {}).get(i, ()))
+        x = x + w[f"{b}.gamma2"] * channels(f"{b}.mlp", norm(f"{b}.norm2", x))
+        stages.append(x)
+    x = torch.cat([w["cls_token"].expand(len(x), -1, -1), x], 1)
+    for i in range(2):
+        b = f"cls_attn_blocks.{i}"
+        z = norm(f"{b}.norm1", x)
+        looked = attend(*(apart(linear(f"{b}.attn.{n}", part)) for n, part in (("q", z[:, :1]), ("k", z), ("v", z))))
+        x = x + w[f"{b}.gamma1"] * torch.cat([linear(f"{b}.attn.proj", looked), z[:, 1:]], 1)
+        x = norm(f"{b}.norm2", x)
+        token = linear(f"{b}.mlp.fc2", F.gelu(linear(f"{b}.mlp.fc1", x[:, :1])))
+        x = torch.cat([x[:, :1] + w[f"{b}.gamma2"] * token, 2 * x[:, 1:]], 1)
+        stages.append(x)
+    return linear("head", norm("norm", x)[:, 0]), stages
+
+
+def model_fan(C=32, depth=2):
+    """Random weights of the reference's names and shapes, and what `fan` makes of them."""
+    w = dict(cls_token=torch.randn(1, 1, C))
+
+    def add(name, *shape, batch_norm=False):
+        w[f"{name}.weight"] = torch.randn(shape) / max(1, shape[-1] if len(shape) > 1 else 1) ** 0.5
+        w[f"{name}.bias"] = 0.2 * torch.randn(shape[0])
+        if len(shape) == 1:
+            w[f"{name}.weight"] = 1 + 0.2 * w[f"{name}.weight"]
+        if batch_norm:
+            w[f"{name}.running_mean"], w[f"{name}.running_var"] = 0.2 * torch.randn(shape), 0.5 + torch.rand(shape)
+            w[f"{name}.num_batches_tracked"] = torch.tensor(0)
+
+    for i, (a, b) in enumerate(((3, C // 8), (C // 8, C // 4), (C // 4, C // 2), (C // 2, C))):
+        w[f"patch_embed.proj.{2 * i}.0.weight"] = torch.randn(b, a, 3, 3) / (9 * a) ** 0.5
+        add(f"patch_embed.proj.{2 * i}.1", b, batch_norm=True)
+    add("pos_embed.token_projection", C, 64, 1, 1)
+    for b in [*(f"blocks.{i}" for i in range(depth)), "cls_attn_blocks.0", "cls_attn_blocks.1"]:
+        w[f"{b}.gamma1"], w[f"{b}.gamma2"] = 1 + 0.2 * torch.randn(2, C)
+        add(f"{b}.norm1", C), add(f"{b}.norm2", C), add(f"{b}.attn.q", C, C), add(f"{b}.attn.proj", C, C)
+        if b.startswith("cls"):
+            add(f"{b}.attn.k", C, C), add(f"{b}.attn.v", C, C), add(f"{b}.mlp.fc1", 4 * C, C), add(f"{b}.mlp.fc2", C, 4 * C)
+            continue
+        add(f"{b}.attn.kv", 2 * C, C), add(f"{b}.mlp.q", C, C), add(f"{b}.mlp.norm_v", C)
+        w[f"{b}.mlp.temperature"], w[f"{b}.mlp.mlp_v.gamma"] = 1 + torch.rand(4, 1, 1), torch.randn(4 * C)
+        add(f"{b}.mlp.mlp_v.fc1", 4 * C, C), add(f"{b}.mlp.mlp_v.fc2", C, 4 * C)
+        for conv in ("conv1", "conv2"):
+            add(f"{b}.mlp.mlp_v.dwconv.{conv}", 4 * C, 1, 3, 3)
+        add(f"{b}.mlp.mlp_v.dwconv.bn", 4 * C, batch_norm=True)
+    add("norm", C), add("head", 10, C)
+
+    x, pos = torch.randn(2, 3, 64, 64), torch.zeros(16, 64)
+    for token, place in enumerate((r, c) for r in range(4) for c in range(4)):
+        for i in range(64):
+            angle = (place[i // 32] + 1) / (4 + 1e-6) * 2 * np.pi / 10000 ** (2 * (i % 32 // 2) / 32)
+            pos[token, i] = np.cos(angle) if i % 2 else np.sin(angle)
+    double = {k: v.double() for k, v in w.items()}
+    logits, stages = fan(w, x, pos)
+    out = dict(x=x, pos_features=pos, logits32=logits, logits64=fan(double, x.double(), pos.double())[0])
+    return out | {f"stage{i}": s for i, s in enumerate(stages)} | {f"sd/{k}": v for k, v in w.items()}
+
+
 MAKE = dict(
     seg_transforms=seg_transforms, robustness_corruptions_a=robustness_corruptions_a,
     kpca_vit=kpca_vit, kpca_curve=kpca_curve, model_symvit=model_symvit, model_vit_asym=lambda: vit_arrays({"": None}),
     model_scaled_S=lambda: vit_arrays({"": lambda i: Attention(48, 3, s=torch.randn(3, 17, 17) / 17)}),
     model_scaled_alpha=lambda: vit_arrays({"": lambda i: Attention(48, 3, s=torch.randn(1))}),
-    seg_mask=seg_arrays, seg_linear=lambda: seg_arrays(linear=True), seg_sliding=seg_sliding,
+    model_fan=model_fan, seg_mask=seg_arrays, seg_linear=lambda: seg_arrays(linear=True), seg_sliding=seg_sliding,
     seg_mask_symmetric=lambda: seg_arrays(attention=lambda i: Attention(48, 2)),
     seg_mask_rpc=lambda: seg_arrays(attention=lambda i: Attention(48, 2, 0 if i else 6, 2.0)))
 

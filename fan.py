@@ -1,0 +1,199 @@
+"""FAN-ViT with any attention of attention.py: App. E.7 of Teo & Nguyen 2024, Tables 9 and 10.
+
+Architecture and parameter names of Zhou et al., ICML 2022 (`NVlabs/FAN:models/fan.py`), whose
+released checkpoints load into the softmax kind; the paper's baseline is the symmetric one.
+
+    model = FAN(FANConfig(**SIZES["fan_tiny"], attn="rpc", rpc_layers=(0,)))
+    logits = model(images)                      # images (B, 3, 224, 224) in [0, 1] -> (B, 1000)
+
+Unlike in a ViT, convolutions embed the patches, positions are sines, blocks end in gated channels,
+and the class token joins after them: N counts patches alone. For small images the stem halves less
+often: patch_size=4 keeps its last two convolutions (3-96-192), so that 32 px give 8 x 8 tokens.
+"""
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from attention import SelfAttention, softmax_attention
+from checkpoint import rebuild
+from vit import Block, Mlp, PatchEmbed, ViT, ViTConfig, vit_from_checkpoint
+
+SIZES = {                                                  # parameters at 224 px
+    "fan_tiny": dict(embed_dim=192, depth=12, num_heads=4),    # 7,319,920; symmetric 6,875,248
+    "fan_small": dict(embed_dim=384, depth=12, num_heads=8),   # 28,345,336; symmetric 26,571,256
+}
+
+
+@dataclass
+class FANConfig(ViTConfig):
+    """Everything that rebuilds the model. drop_path: the rate of every block."""
+    cls_depth: int = 2                # class-attention blocks
+    family = "fan "                   # no field: in tables, before the kind of attention
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.patch_size not in (2, 4, 8, 16):
+            raise ValueError(f"patch_size={self.patch_size}, expected 2, 4, 8 or 16 for a FAN")
+
+    @property
+    def num_tokens(self):             # N of the blocks
+        return (self.image_size // self.patch_size) ** 2
+
+
+def stem(patch_size, dim):
+    """Images (B, 3, S, S) -> (B, C, side, side), halved step by step; channels double up to C."""
+    steps = int(math.log2(patch_size))
+    widths = [3, *(dim >> i for i in reversed(range(steps)))]
+    layers = []
+    for i, o in zip(widths, widths[1:]):
+        conv = nn.Conv2d(i, o, 3, stride=2, padding=1, bias=False)
+        layers += [nn.Sequential(conv, nn.BatchNorm2d(o)), nn.GELU()]
+    return nn.Sequential(*layers[:-1])
+
+
+class Positions(nn.Module):
+    """Sines and cosines of a patch's row and of its column, projected to (1, N, C)."""
+
+    def __init__(self, side, dim, size=32):
+        super().__init__()
+        i = torch.arange(size)
+        place = torch.arange(1, side + 1) / (side + 1e-6) * 2 * math.pi
+        angle = place[:, None] / 10000 ** (2 * (i // 2) / size)             # (side, size)
+        code = torch.where(i % 2 == 0, angle.sin(), angle.cos()).T          # (size, side)
+        code = torch.cat([code.repeat_interleave(side, 1), code.repeat(1, side)])   # (2 size, N)
+        self.register_buffer("code", code[None, :, :, None], persistent=False)
+        self.token_projection = nn.Conv2d(2 * size, dim, 1)
+
+    def forward(self):
+        return self.token_projection(self.code).flatten(2).mT
+
+
+def split(x, num_heads):
+    """(B, N, C) -> (B, H, N, D)"""
+    return x.unflatten(2, (num_heads, -1)).transpose(1, 2)
+
+
+class TokenAttention(SelfAttention):
+    """SelfAttention with `q` and `kv` for `qkv`; the symmetric kinds have no `q`."""
+
+    def __init__(self, dim, num_heads, attn, **how):
+        super().__init__(dim, num_heads, attn, **how)
+        del self.qkv
+        self.q = nn.Linear(dim, dim) if self.num_proj == 3 else None
+        self.kv = nn.Linear(dim, 2 * dim)
+
+    def project(self, x):
+        k, v = (split(y, self.num_heads) for y in self.kv(x).chunk(2, 2))
+        return split(self.q(x), self.num_heads) if self.q else k, k, v
+
+
+class ConvMlp(Mlp):
+    """fc1, plus 3 x 3 convolutions of each channel on the grid of patches, fc2. (B, N, C)"""
+
+    def __init__(self, dim, hidden_dim):
+        super().__init__(dim, hidden_dim)
+        self.gamma = nn.Parameter(torch.ones(hidden_dim))
+        conv1, conv2 = (nn.Conv2d(hidden_dim, hidden_dim, 3, padding=1, groups=hidden_dim)
+                        for _ in range(2))
+        for conv in (conv1, conv2):
+            nn.init.normal_(conv.weight, std=math.sqrt(2 / 9))
+            nn.init.zeros_(conv.bias)
+        self.dwconv = nn.Sequential(OrderedDict(conv1=conv1, gelu=nn.GELU(),
+                                                bn=nn.BatchNorm2d(hidden_dim), conv2=conv2))
+
+    def forward(self, z):
+        u, side = self.fc1(z), math.isqrt(z.shape[1])
+        near = self.dwconv(u.mT.unflatten(2, (side, side))).flatten(2).mT
+        return self.fc2(u + self.gamma * near)
+
+
+class ChannelGate(nn.Module):
+    """FAN's channel processing: norm_v(mlp_v(z)), times one number per channel of an image."""
+
+    def __init__(self, dim, num_heads, hidden_dim):
+        super().__init__()
+        self.num_heads = num_heads
+        self.temperature = nn.Parameter(torch.ones(num_heads, 1, 1))
+        self.q = nn.Linear(dim, dim)
+        self.mlp_v = ConvMlp(dim, hidden_dim)
+        self.norm_v = nn.LayerNorm(dim)                         # eps 1e-5, unlike every other norm
+
+    def forward(self, z):
+        q = split(self.q(z), self.num_heads).softmax(2)                     # over tokens
+        k = split(z, self.num_heads).softmax(2).mean(3, keepdim=True)       # (B, H, N, 1)
+        gate = (q.mT @ k).sigmoid() * self.temperature                      # (B, H, D, 1)
+        return self.norm_v(self.mlp_v(z)) * gate.flatten(1)[:, None]
+
+
+class ClassAttention(nn.Module):
+    """The first token of z (B, N + 1, C) looks at all of them: (B, 1, C)."""
+
+    def __init__(self, dim, num_heads):
+        super().__init__()
+        self.num_heads = num_heads
+        self.q, self.k, self.v, self.proj = (nn.Linear(dim, dim) for _ in range(4))
+
+    def forward(self, z):
+        qkv = self.q(z[:, :1]), self.k(z), self.v(z)
+        h = softmax_attention(*(split(y, self.num_heads) for y in qkv))
+        return self.proj(h.transpose(1, 2).flatten(2))
+
+
+class FANBlock(Block):
+    """A ViT's block with other attn and mlp, and a factor per channel before each sum."""
+
+    def __init__(self, c, attn, mlp):
+        super().__init__(c.embed_dim, c.num_heads, drop_path=c.drop_path, eps=c.eps)
+        self.attn, self.mlp = attn, mlp
+        self.gamma1, self.gamma2 = (nn.Parameter(torch.ones(c.embed_dim)) for _ in range(2))
+
+    def forward(self, x):
+        x = x + self.residual(self.gamma1 * self.attn(self.norm1(x)))
+        return x + self.residual(self.gamma2 * self.mlp(self.norm2(x)))
+
+
+class ClassBlock(FANBlock):
+    """Updates the class token; patches are normed and doubled, as in the reference."""
+
+    def forward(self, x):
+        z = self.norm1(x)
+        x = self.norm2(x + self.gamma1 * torch.cat([self.attn(z), z[:, 1:]], 1))
+        return x + torch.cat([self.gamma2 * self.mlp(x[:, :1]), x[:, 1:]], 1)
+
+
+class FAN(ViT):
+    """Image classifier: pixels in [0, 1] in, logits out. Parameter names as in NVlabs/FAN."""
+
+    def build(self, c):
+        C, H, hidden = c.embed_dim, c.num_heads, int(c.embed_dim * c.mlp_ratio)
+        how = dict(n_iter=c.n_iter, lambd=c.lambd, form=c.form, num_tokens=c.num_tokens)
+        self.patch_embed = PatchEmbed(c.patch_size, C)
+        self.patch_embed.proj = stem(c.patch_size, C)
+        self.pos_embed = Positions(c.image_size // c.patch_size, C)
+        self.blocks = nn.ModuleList(
+            FANBlock(c, TokenAttention(C, H, c.layer_attn(i), **how), ChannelGate(C, H, hidden))
+            for i in range(c.depth))
+        self.cls_attn_blocks = nn.ModuleList(
+            ClassBlock(c, ClassAttention(C, H), Mlp(C, hidden)) for _ in range(c.cls_depth))
+
+    def tokens(self, x, pos_embed):
+        return self.patch_embed(x) + pos_embed()
+
+    def steps(self):
+        def join(x):
+            return torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
+
+        late = {f"cls_attn_blocks.{i}": block for i, block in enumerate(self.cls_attn_blocks)}
+        return {**super().steps(), "cls_token": join, **late}
+
+
+def classifier_from_checkpoint(checkpoint):
+    """The ViT or FAN of a checkpoint of train_cls.py, in eval mode."""
+    stored = checkpoint.get("model_config")
+    if isinstance(stored, dict) and "cls_depth" in stored:
+        return rebuild(checkpoint, "train_cls.py", FAN, FANConfig)
+    return vit_from_checkpoint(checkpoint)
