@@ -1,15 +1,25 @@
 """Claims about fan.py: the published model, its attention, its weights, and that every script takes it."""
 
 import json
+import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import common
+import eval_robust
 import peers
+import train_cls
 from attention import penalty
 from checkpoint import load_weights, read_checkpoint, save_checkpoint
+from studies import probe
 from fan import FAN, SIZES, FANConfig, classifier_from_checkpoint
 from vit import ViT, ViTConfig
 
@@ -190,3 +200,122 @@ def test_a_checkpoint_alone_says_whether_it_is_a_vit_or_a_fan(tmp_path):
         assert type(again) is type(m) and again.config == m.config and torch.equal(again(x), m(x))
     with pytest.raises(ValueError, match="train_cls.py"):
         classifier_from_checkpoint({"model": m.state_dict()})
+
+
+# --- the scripts -------------------------------------------------------------------------------------------------------------
+
+TINY = dict(embed_dim=32, depth=2, num_heads=4)
+RUN = "--model fan_tiny --num_images 64 --image_size 16 --patch_size 4 --batch_size 8 --device cpu --set log_every=1".split()
+WRAPPER = """
+import sys
+sys.path.insert(0, {root!r})
+import common, train_cls
+from fan import FAN, FANConfig
+train_cls.MODELS["fan_tiny"] = FAN, FANConfig, {size!r}
+common.run(train_cls.main)
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """fan_tiny is even smaller here, on one thread, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(train_cls.MODELS, "fan_tiny", (FAN, FANConfig, TINY))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield tmp_path
+    torch.set_num_threads(threads)
+
+
+def script(monkeypatch, module, *args):
+    monkeypatch.setattr(sys, "argv", [module.__name__, *" ".join(map(str, args)).split()])
+    module.main()
+
+
+def train(monkeypatch, *args):
+    script(monkeypatch, train_cls, *RUN, *args)
+
+
+def refused(monkeypatch, module, *args):
+    monkeypatch.setattr(sys, "argv", [module.__name__, *" ".join(map(str, args)).split()])
+    with pytest.raises(SystemExit) as stop:
+        common.run(module.main)
+    assert "\n" not in stop.value.code
+    return stop.value.code
+
+
+def losses(folder):
+    rows = [json.loads(line) for line in Path(folder, "log.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def test_a_run_that_was_stopped_goes_on_bit_for_bit_with_its_average_and_its_batch_norms(tiny, monkeypatch):
+    flags = "--epochs 2 --set ema=0.9 drop_path=0.2".split()
+    train(monkeypatch, *flags, "--out_dir whole")
+    train(monkeypatch, *flags, "--out_dir parts --max_steps 5")
+    script(monkeypatch, train_cls, "--resume parts --max_steps 11")
+    script(monkeypatch, train_cls, "--resume parts")
+    whole, parts = read_checkpoint("whole"), read_checkpoint("parts")
+    for name in ("model", "ema"):
+        assert all(torch.equal(v, parts[name][k]) for k, v in whole[name].items())
+    assert whole["model"]["blocks.0.mlp.mlp_v.dwconv.bn.num_batches_tracked"] == 16
+    assert losses("whole") == losses("parts") and len(losses("whole")) == 16
+
+
+def test_two_processes_equal_one_in_losses_and_in_batch_norms(tiny, monkeypatch):
+    Path("small.py").write_text(WRAPPER.format(root=str(Path(train_cls.__file__).parent), size=TINY))
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")} | {"OMP_NUM_THREADS": "1"}
+    two = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "small.py", *RUN,
+                          "--out_dir", "two", "--max_steps", "8"], env=env, capture_output=True, text=True, timeout=300)
+    assert two.returncode == 0, two.stderr[-2000:]
+    train(monkeypatch, "--out_dir one --max_steps 8")
+    np.testing.assert_allclose(losses("two"), losses("one"), rtol=0, atol=1e-4)
+    assert len(losses("one")) == 8
+    one, two = read_checkpoint("one")["model"], read_checkpoint("two")["model"]
+    for name in ("patch_embed.proj.0.1.running_var", "blocks.1.mlp.mlp_v.dwconv.bn.running_mean"):
+        torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-4)
+
+
+def test_the_recipe_of_the_fan_authors_holds_on_imagenet_unless_a_flag_says_otherwise(monkeypatch):
+    def settings(*flags):
+        monkeypatch.setattr(sys, "argv", ["train_cls.py", *" ".join(flags).split()])
+        return train_cls.get_args()
+    theirs = dict(lr=2e-3, min_lr=1e-6, drop_path=0.0, ema=0.99992, repeats=1, batch_size=1024, epochs=300, warmup_epochs=5,
+                  weight_decay=0.05, erase=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1, clip=0.0)
+    imagenet = "--data imagenet --data_dir d"
+    got = vars(settings(imagenet, "--model fan_tiny"))
+    assert {k: got[k] for k in theirs} == theirs
+    assert settings(imagenet, "--model fan_tiny --lr 1e-4").lr == 1e-4
+    assert settings(imagenet).lr == 1e-3 and settings("--model fan_tiny").lr == 2e-3 and settings("--model fan_tiny").ema == 0
+    with pytest.raises(SystemExit):
+        settings("--data", "imagenet\\ --model\\ fan_tiny")
+
+
+def test_every_consumer_of_a_classifier_takes_a_fan(tiny, monkeypatch):
+    train(monkeypatch, "--attn symmetric --out_dir sym --max_steps 2")
+    train(monkeypatch, "--init_from sym --out_dir rpc --max_steps 2")                                        # App. E.6
+    config = classifier_from_checkpoint(read_checkpoint("rpc")).config
+    assert (config.attn, config.init, config.num_tokens) == ("rpc", "trunc_normal", 16)
+    script(monkeypatch, train_cls, "--model nano --num_images 64 --image_size 16 --patch_size 4 --batch_size 8",
+           "--out_dir vit --max_steps 2")
+    script(monkeypatch, eval_robust, "--ckpt rpc sym vit --measures clean pgd corruptions --severities 1 --limit 4 --out_dir e")
+    table = Path("e/table.md").read_text()
+    assert all(kind in table for kind in ("fan rpc 4iter/layer1", "fan symmetric", "| rpc 4iter/layer1"))
+    model, checkpoint = probe.load_model("rpc")
+    heads = probe.capture(model, torch.rand(2, 3, 16, 16))
+    assert [h.k.shape for h in heads] == [(2, 4, 16, 8)] * 2
+    fresh, _ = probe.untrained(checkpoint | {"args": checkpoint["args"] | {"init_from": None}}, "rpc")
+    assert type(fresh) is FAN and not torch.equal(fresh.head.weight, model.head.weight)
+
+
+def test_what_does_not_fit_is_refused_in_one_line_that_names_the_flag_or_the_file(tiny, monkeypatch):
+    train(monkeypatch, "--out_dir fan --max_steps 1")
+    vit = "--model nano --num_images 64 --image_size 16 --patch_size 4 --batch_size 8".split()
+    script(monkeypatch, train_cls, *vit, "--out_dir vit --max_steps 1")
+    for flags, words in ((("--image_size 18",), "image_size=18 is not divisible by patch_size=4"),
+                         (("--image_size 15 --patch_size 5",), "patch_size=5, expected 2, 4, 8 or 16"),
+                         (("--rpc_layers 2",), "--rpc_layers 2"), (("--init_from vit",), "--init_from vit: not FAN weights"),
+                         (("--attn softmax --init_from fan",), "--init_from fan: the file has no blocks.0.attn.q.weight")):
+        assert words in refused(monkeypatch, train_cls, *RUN, *flags)
+    assert "--init_from fan: not ViT weights" in refused(monkeypatch, train_cls, *vit, "--init_from fan")
+    assert "--model nano does not fit --resume fan" in refused(monkeypatch, train_cls, "--resume fan --model nano")
