@@ -185,7 +185,7 @@ class FAN(ViT):
 
     def steps(self):
         def join(x):
-            return torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
+            return torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], 1)
 
         late = {f"cls_attn_blocks.{i}": block for i, block in enumerate(self.cls_attn_blocks)}
         return {**super().steps(), "cls_token": join, **late}

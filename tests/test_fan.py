@@ -156,6 +156,12 @@ def test_depthwise_convolutions_start_with_variance_two_ninths_and_linear_layers
     assert abs(m.cls_token.std() - 0.02) < 5e-3 and m.blocks[0].mlp.norm_v.eps == 1e-5 and m.norm.eps == 1e-6
 
 
+def test_it_exports_with_a_batch_of_any_size():
+    m, images = small(attn="rpc", patch_size=16), torch.rand(5, 3, 64, 64)
+    program = torch.export.export(m, (images[:3],), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    torch.testing.assert_close(program.module()(images), m(images), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("bad, word", [(dict(image_size=60), "not divisible"), (dict(patch_size=32), "2, 4, 8 or 16"),
                                        (dict(attn="rpc", rpc_layers=(2,)), "0..1"), (dict(attn="linear"), "linear")])
 def test_what_cannot_be_built_is_refused_in_one_line(bad, word):
