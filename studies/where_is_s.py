@@ -212,11 +212,12 @@ def main():
     args = get_args()
     args.out_dir.mkdir(parents=True, exist_ok=True)
     path, loaded = args.out_dir / "rows.jsonl", None
-    rows = common.read_log(path)
+    how = dict(images=args.images, kinds=args.kinds)
+    rows = [row for row in common.read_log(path) if how.items() <= row.items()]
     for run, model, checkpoint in tqdm(points(args), "checkpoints", unit="checkpoint"):
         c = model.config
-        about = dict(run=run, step=checkpoint["step"], images=args.images, kinds=args.kinds)
-        if any(all(row[k] == v for k, v in about.items()) for row in rows):
+        about = dict(run=run, step=checkpoint["step"], **how)
+        if any(about.items() <= row.items() for row in rows):
             continue
         shape = c.image_size, c.patch_size, checkpoint["args"]["data"], c.num_classes
         if loaded is None:

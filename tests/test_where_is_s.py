@@ -204,6 +204,11 @@ def test_the_command_keeps_what_it_has_and_means_over_seeds(tmp_path, monkeypatc
     assert f"{mean:.3f} ± {std:.3f} (2)" in shown and "rpc 3iter/layer1, lambda 1, untrained" in shown
     assert (out / "where_is_s.png").stat().st_size > 10000
 
+    # rows of other images are kept apart
+    monkeypatch.setattr(sys, "argv", [*argv[:5], "5", *argv[6:], *paths[:1], "--no-untrained"])
+    where_is_s.main()
+    assert "(2)" not in capsys.readouterr().out and len((out / "rows.jsonl").read_text().splitlines()) == 9
+
 
 def test_checkpoints_of_other_images_are_refused(tmp_path, monkeypatch):
     save(tmp_path / "a" / "last.pt", 0, 3, **RPC)
