@@ -78,8 +78,9 @@ def first_layer(model, images):
     A network without RPC-Attention there gets PAP with its model_config's n_iter, lambd and form.
     """
     block, steps = model.blocks[0], []
-    _, k, v = block.attn.project(block.norm1(model.embed(images)))
-    rpc_attention(k, v, **block.attn.rpc, trace=steps)
+    q, k, v = block.attn.project(block.norm1(model.embed(images)))
+    q = q if block.attn.attn == "rpc_asym" else None
+    rpc_attention(k, v, q=q, **block.attn.rpc, trace=steps)
     return k, steps
 
 
@@ -110,7 +111,7 @@ def residuals(k, steps):
 def examine(model, images, labels, kinds):
     """{measure in words: its value for each image (B,)}."""
     c, forms = model.config, {"": model}
-    if c.layer_attn(0) == "rpc":
+    if c.layer_attn(0) in ("rpc", "rpc_asym"):
         forms[", shrinkage off"] = rewired(model, lambd=math.inf)
     found, clean = residuals(*first_layer(model, images)), {}
     for form, m in forms.items():

@@ -98,8 +98,9 @@ def test_auc_is_scikit_learns_image_by_image_also_with_ties():
     assert where_is_s.auc(torch.zeros(1, 64), hit[:1]).item() == 0.5     # a network that never shrinks
 
 
-def test_the_steps_looked_at_are_those_of_the_layer():
-    model, images, _ = small(**RPC)
+@pytest.mark.parametrize("attn", ["rpc", "rpc_asym"])
+def test_the_steps_looked_at_are_those_of_the_layer(attn):
+    model, images, _ = small(**{**RPC, "attn": attn})
     k, steps = where_is_s.first_layer(model, images)
     block = model.blocks[0]
     h = block.attn.proj(steps[-1]["L"].transpose(1, 2).flatten(2))
