@@ -146,31 +146,31 @@ def exp_frac(layer):
 def exp_gamma(layer):
     """Are the learned values eigenvectors (Eq. 11), claim 2.2.2: K~ a = N lambda a?
 
-    a = H G^-1 v with the pseudo-inverse H of I - 1_N, which has no inverse. All: means over axes,
-    after a was turned so that a^T K~ a is diagonal: exact kernel PCA has 1 in any gauge.
-    eig_cos: cosine between a and K~ a, 1 for eigenvectors only; K~ near a multiple of H makes it
-    near 1 for noise too. wstd/lambda: weighted standard deviation of K~ a / (N a) over its mean.
-    unsolvable: |sum_j g_j v_j| / sum_j |g_j v_j|, 0 if an exact a exists, column by column.
-    v = G a: scaled attention, V before I - S. lambda: the first Dv eigenvalues mu_d / N.
+    a = H G^-1 v with the pseudo-inverse H of I - 1_N, which has no inverse. eig_cos: cosine between
+    a and K~ a, 1 for eigenvectors only, mean over axes after a was turned so that a^T K~ a is
+    diagonal: exact kernel PCA has 1 in any gauge. K~ near a multiple of H makes it near 1 for noise
+    too. v = G a: scaled attention, V before I - S. unsolvable: |sum_j g_j v_j| / sum_j |g_j v_j|,
+    0 if an exact a exists, column by column. lambda: the first Dv eigenvalues mu_d / N.
     """
     axes, d, N = layer.axes, min(layer.dv, layer.k.shape[-2]), layer.k.shape[-2]
-    out = {"eig_cos": {}, "wstd/lambda": {}, "unsolvable": {}}
-    resolved = torch.arange(d, device=axes.mu.device) < axes.rank[..., None]
-    theory = axes.U[..., :d] * resolved[..., None, :]
-    for source, v in {**layer.values, "KPCA": None}.items():
-        known = source == "KPCA"
-        a = theory if known else a_hat(v, axes.log_g, scaled=True)
+
+    def cosine(a):
+        return eigen_cosine(axes, ritz(axes, a))["eig_cos"]
+
+    out = {"eig_cos": {source: cosine(a_hat(v, axes.log_g)) for source, v in layer.values.items()},
+           "unsolvable": {}}
+    for source, v in layer.values.items():
+        a = a_hat(v, axes.log_g, scaled=True)
         out["unsolvable"][source] = a.sum(-2).abs() / a.abs().sum(-2)
-        found = eigen_cosine(axes, ritz(axes, turned(a) if known else a_hat(v, axes.log_g)))
-        for m in ("eig_cos", "wstd/lambda"):
-            out[m][source] = found[m]
+    if layer.scaled:
+        out["eig_cos, v = G a"] = {source: cosine(a_hat(v, axes.log_g, scaled=True))
+                                   for source, v in layer.raw.items()}
+
+    # Kernel PCA's own vectors and eigenvalues, where they are resolved.
+    resolved = torch.arange(d, device=axes.mu.device) < axes.rank[..., None]
+    out["eig_cos"]["KPCA"] = cosine(turned(axes.U[..., :d] * resolved[..., None, :]))
     lam = (-axes.c).exp() * axes.mu[..., :d] / N
     out["lambda"] = {"KPCA": lam.where(resolved, math.nan)}
-
-    if layer.scaled:
-        a = {source: a_hat(v, axes.log_g, scaled=True) for source, v in layer.raw.items()}
-        out["eig_cos, v = G a"] = {source: eigen_cosine(axes, ritz(axes, x))["eig_cos"]
-                                   for source, x in a.items()}
     means = {m: {s: t.nanmean(-1) for s, t in sources.items()} for m, sources in out.items()}
     return means | {f"{m} by axis": out[m] for m in ("eig_cos", "lambda")}
 
