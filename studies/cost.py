@@ -15,16 +15,16 @@ PyTorch's counter (torch.utils.flop_counter) finds in a ViT, for an image,
 To this comes 5 N C for each of the 2 depth + 1 LayerNorms: so counts fvcore, and only so do all
 five rows round to the paper's. Softmax and other elementwise work are left out. A step more in one
 layer is 2 N^2 C = 14.9 M, 1.3 % of the model; what it takes of the clock is a question of the
-machine. The paper's times are not throughput: at 0.079 s an image ImageNet would take 28 hours an
-epoch. So the time of one image alone stands beside them, and throughput in a table of its own.
+machine. FAN (App. E.7) has no row in Table 11; here it is counted and measured alike.
+
+The paper's times are not throughput: at 0.079 s an image ImageNet would take 28 hours an epoch. So
+the time of one image alone stands beside them, and throughput in a table of its own.
 
 What is compared runs alternately in one process. A time is a median over rounds, a ratio the median
 of the ratios within a round: another program that slows a whole round down does not count.
 """
 
 import argparse
-import datetime
-import os
 import sys
 import time
 from functools import partial
@@ -39,18 +39,24 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import common
+import fan
 from studies.memory import MB, fresh, peak_growth
+from studies.tables import report
 from vit import SIZES, ViT, ViTConfig
 
 PIXELS = 224
-MODELS = {                                              # the settings of ViTConfig
+MODELS = {                                              # the settings of ViTConfig, of FANConfig
     "softmax": dict(attn="softmax"),
     "symmetric": dict(attn="symmetric"),
     "rpc 4iter/layer1": dict(attn="rpc", n_iter=4),
     "rpc 5iter/layer1": dict(attn="rpc", n_iter=5),
     "rpc 6iter/layer1": dict(attn="rpc", n_iter=6),
     "rpc 2iter/all-layer": dict(attn="rpc", n_iter=2, lambd=3.0, rpc_layers="all"),
+    "fan softmax": dict(attn="softmax"),
+    "fan symmetric": dict(attn="symmetric"),
+    "fan rpc 4iter/layer1": dict(attn="rpc", n_iter=4),
 }
+NORMS = {nn.LayerNorm: 5, nn.BatchNorm2d: 2}            # operations a number, as fvcore counts
 # Table 11: parameters, flop/sample, seconds per sample and MB, each in training and in test.
 PAPER = {
     "symmetric": ("5.2M", "1.17M", 0.079, 0.010, 1435, 1181),
@@ -91,11 +97,19 @@ def build(name, size):
     how = dict(MODELS[name])
     if how.get("rpc_layers") == "all":
         how["rpc_layers"] = range(SIZES[size]["depth"])
+    if name.startswith("fan"):
+        shape = fan.SIZES.get(f"fan_{size}", SIZES[size])
+        return fan.FAN(fan.FANConfig(**shape, **how))
     return ViT(ViTConfig(**SIZES[size], **how))
 
 
+def baseline(name):
+    """The model that others are compared with: symmetric, of the same family."""
+    return "fan symmetric" if name.startswith("fan") else "symmetric"
+
+
 def formula(config):
-    """Multiply-adds of one image, the formula above. config: ViTConfig."""
+    """Multiply-adds of one image, the formula above. config: of a ViT."""
     c, N, C = config, config.num_tokens, config.embed_dim
     layers = 0
     for i in range(c.depth):
@@ -109,10 +123,10 @@ def formula(config):
 
 
 def multiply_adds(model):
-    """Multiply-adds of one image by PyTorch's counter, 5 for every number of a LayerNorm added."""
+    """Multiply-adds of one image by PyTorch's counter, and what NORMS take."""
     norms = []
-    hooks = [m.register_forward_hook(lambda m, args, x: norms.append(5 * x.numel()))
-             for m in model.modules() if isinstance(m, nn.LayerNorm)]
+    hooks = [m.register_forward_hook(lambda m, args, x: norms.append(NORMS[type(m)] * x.numel()))
+             for m in model.modules() if type(m) in NORMS]
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.eval()(torch.zeros(1, 3, PIXELS, PIXELS))
     for hook in hooks:
@@ -164,6 +178,11 @@ def alternate(args, device, steps):
     return {name: t[1:] for name, t in times.items()}
 
 
+def about(args):
+    """How time was measured, in words."""
+    return f"{args.clock} clock, medians of {args.rounds} rounds"
+
+
 def ratio(times, name, other):
     """Median of the ratios within a round."""
     return median(x / y for x, y in zip(times[name], times[other]))
@@ -177,42 +196,6 @@ def peak_mb(name, size, what, device):
     model.zero_grad(set_to_none=True)
     weights = sum(t.numel() * t.element_size() for t in model.state_dict().values())
     return (weights + peak_growth(lambda: STEPS[what](model, image), device)) / MB
-
-
-# --- printing -------------------------------------------------------------------------------------
-
-def hardware(device):
-    """The machine in words."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpu = device.type
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as f:
-            names = [line.split(": ")[1].strip() for line in f if line.startswith("model name")]
-        cpu = ", ".join([cpu, *names[:1]])
-    return f"{cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-
-
-def cell(x):
-    """A cell of a table: numbers below 10 with three digits after the point."""
-    if isinstance(x, float):
-        return f"{x:,.3f}" if x < 10 else f"{x:,.1f}"
-    return f"{x:,}" if isinstance(x, int) else str(x)
-
-
-def report(args, device, title, rows, tables):
-    """Print tables, {title: columns}, of rows (dicts) and append the rows to --out."""
-    print(f"{title}, {args.clock} clock, medians of {args.rounds} rounds\n{hardware(device)}; "
-          f"torch {torch.__version__}")
-    for about, columns in tables.items():
-        cells = [[cell(row.get(column, "-")) for column in columns] for row in rows]
-        print(f"\n{about}\n\n{common.table(cells, columns)}")
-    for row in rows if args.out else ():
-        study = os.path.basename(sys.argv[0]).removesuffix(".py")
-        command = " ".join([f"python -m studies.{study}", *sys.argv[1:]])
-        common.write_log(args.out, dict(
-            command=command, hardware=hardware(device), torch=torch.__version__,
-            date=f"{datetime.date.today()}", **row))
 
 
 # --- the models of Table 11 -----------------------------------------------------------------------
@@ -272,19 +255,20 @@ def main():
 
     rows = []
     for name, net in nets.items():
+        base = baseline(name)
         row = {"model": name, "parameters": sum(p.numel() for p in net.parameters()),
                "G multiply-adds": counts[name] / 1e9}
         for what in STEPS:
             for n, kind in ((1, "ratio"), (args.batch_size, "batch ratio")):
-                row[f"{what} {kind}"] = ratio(times, (name, what, n), ("symmetric", what, n))
+                row[f"{what} {kind}"] = ratio(times, (name, what, n), (base, what, n))
             row[f"{what} ms"] = 1e3 * median(times[name, what, 1])
             row[f"{what} images/s"] = args.batch_size / median(times[name, what, args.batch_size])
             row[f"{what} MB"] = peaks[name, what]
-            row[f"{what} MB more"] = peaks[name, what] - peaks["symmetric", what]
+            row[f"{what} MB more"] = peaks[name, what] - peaks[base, what]
         known = paper_columns(name) if args.model == "tiny" else {}
         rows.append(row | known)
     title = f"ViT-{args.model}, {PIXELS} px, batches of {args.batch_size}"
-    report(args, device, title, rows, TABLES)
+    report(f"{title}, {about(args)}", device, rows, TABLES, args.out)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from torch import nn
 
 import common
 from lm import LM, SIZES, LMConfig
-from studies.cost import alternate, ratio, report, start, timing_flags
+from studies.cost import about, alternate, ratio, start, timing_flags
+from studies.tables import report
 
 WORDS, CUTOFFS = 17510, (2000, 10000)                                   # a small WikiText
 KINDS = {"plain": "softmax", "softmax": "softmax", "symmetric": "symmetric",
@@ -81,7 +82,8 @@ def main():
                      "to plain": ratio(times, name, "plain"),
                      "to symmetric": ratio(times, name, "symmetric")})
     title = f"LM-mini, batches of {args.batch_size} windows of {context} tokens"
-    report(args, device, title, rows, {"A training step, forward and backward": list(rows[0])})
+    tables = {"A training step, forward and backward": list(rows[0])}
+    report(f"{title}, {about(args)}", device, rows, tables, args.out)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import attention
 import common
+from studies.tables import report
 
 MB = 2 ** 20
 B, H, D = 8, 3, 64                                                  # ViT-tiny's heads, 8 images
@@ -136,13 +137,11 @@ def main():
         rows.append({"attention": name, "kept / BHND": kept / tensor, "kept / NxN": kept / matrix,
                      "kept MB": kept / MB, "peak MB": peak / MB})
 
-    print(f"One attention, (B, H, N, D) = {shape}, float32; {common.describe(device)}\n"
-          f"BHND: a tensor (B, H, N, D), {tensor / MB:.1f} MB. NxN: one (B, H, N, N), "
-          f"{matrix / MB:.1f} MB.\n")
-    cells = [[name, *(f"{x:.2f}" for x in numbers)] for name, *numbers in map(dict.values, rows)]
-    print(common.table(cells, list(rows[0])))
-    for row in rows if args.out else ():
-        common.write_log(args.out, row)
+    title = (f"One attention, (B, H, N, D) = {shape}, float32, forward and backward\n"
+             f"BHND: a tensor (B, H, N, D), {tensor / MB:.1f} MB. NxN: one (B, H, N, N), "
+             f"{matrix / MB:.1f} MB")
+    report(title, device, rows, {"Kept for the backward pass, and the peak": list(rows[0])},
+           args.out)
 
 
 if __name__ == "__main__":

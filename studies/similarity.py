@@ -1,7 +1,7 @@
 """How alike are two matrices of values (N tokens, D columns)? CKA, and cosines of rows.
 
-What Saritas & Yildiz 2025 compare (`KarahanS/Reproduction-Study-KPCA:scripts`), and an unbiased CKA,
-whose chance level is 0. studies/published_scores.py shows what they say of noise.
+What Saritas & Yildiz 2025 compare (`KarahanS/Reproduction-Study-KPCA:scripts`), and an unbiased
+CKA, whose chance level is 0. studies/published_scores.py shows what they say of noise.
 """
 
 import math

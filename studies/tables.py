@@ -1,10 +1,53 @@
-"""Tables of what a study of many layers, measures and sources found: means, on screen, as CSV."""
+"""Tables of what a study found: rows on screen and as JSON, means over layers as CSV."""
 
 import csv
+import datetime
 import math
+import os
+import sys
 
 import numpy as np
 import torch
+
+import common
+
+
+# --- rows of one kind -----------------------------------------------------------------------------
+
+def hardware(device):
+    """The machine in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpu = device.type
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as f:
+            names = [line.split(": ")[1].strip() for line in f if line.startswith("model name")]
+        cpu = ", ".join([cpu, *names[:1]])
+    return f"{cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+
+
+def plain(x):
+    """A cell: numbers below 10 with three digits after the point."""
+    if isinstance(x, float):
+        return f"{x:,.3f}" if x < 10 else f"{x:,.1f}"
+    return f"{x:,}" if isinstance(x, int) else str(x)
+
+
+def report(title, device, rows, tables, out=None):
+    """Print tables, {title: columns}, of rows (dicts); append the rows to the file `out`."""
+    print(f"{title}\n{hardware(device)}; torch {torch.__version__}")
+    for what, columns in tables.items():
+        cells = [[plain(row.get(column, "-")) for column in columns] for row in rows]
+        print(f"\n{what}\n\n{common.table(cells, columns)}")
+    study = os.path.basename(sys.argv[0]).removesuffix(".py")
+    about = dict(command=" ".join([f"python -m studies.{study}", *sys.argv[1:]]),
+                 hardware=hardware(device), torch=torch.__version__,
+                 date=f"{datetime.date.today()}")
+    for row in rows if out else ():
+        common.write_log(out, about | row)
+
+
+# --- means over layers ----------------------------------------------------------------------------
 
 PER_LAYER = ("EV", "eta", "frac", "eig_cos")           # what CSV files have layer by layer
 
