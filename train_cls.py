@@ -112,7 +112,7 @@ def get_args():
          help="imagenet: decoding processes per GPU")
 
     flag = p.add_argument_group("model").add_argument
-    flag("--model", choices=MODELS, help="width, depth and heads")
+    flag("--model", choices=MODELS, help="nano to base: ViT; fan_...: FAN")
     flag("--image_size", type=COUNT, help="pixels, a multiple of --patch_size")
     flag("--patch_size", type=COUNT, help="pixels")
     common.add_attention(flag, ["softmax", "symmetric", "scaled_s", "scaled_alpha", *RPC_KINDS])
