@@ -39,7 +39,7 @@ def get_args():
 
 
 def train(mu, seed=0, form="released", steps=400):
-    """One layer (C = 32, H = 2, n = 4, lambda = 4), Adam: nats of the word to come.
+    """One layer (C = 32, H = 2, n = 4, lambda = 4), Adam: nats of the word to come, each step.
 
     Scored are tokens 1 to 7: token 0 attends to itself alone, so its output is its own value
     whatever the threshold.
@@ -52,12 +52,14 @@ def train(mu, seed=0, form="released", steps=400):
     word = torch.tensor([[1], [2]])
     first_half = torch.zeros(2, T // 2, dtype=torch.long)
     tokens = torch.cat([first_half, word.expand(2, T // 2)], 1)
+    losses = []
     for _ in range(steps):
         nats = model(tokens, word.expand(2, T))[:, 1:T // 2].mean()
         optimizer.zero_grad()
         nats.backward()
         optimizer.step()
-    return nats.item()
+        losses.append(nats.item())
+    return losses
 
 
 def main():
@@ -65,7 +67,7 @@ def main():
     chance = f"{args.seeds} seeds (chance: {math.log(2):.4f})"
     print(f"{'mu':<32}nats of a word only the future knows, {chance}")
     for mu, meaning in KINDS.items():
-        nats = (train(mu, seed, args.form) for seed in range(args.seeds))
+        nats = (train(mu, seed, args.form)[-1] for seed in range(args.seeds))
         print(f"{mu + ': ' + meaning:<32}{'  '.join(f'{x:.4f}' for x in nats)}", flush=True)
 
 
