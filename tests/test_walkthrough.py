@@ -1,0 +1,158 @@
+"""WALKTHROUGH.md says what the code says and what came out: lines, pictures, numbers."""
+
+import ast
+import builtins
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import exercises
+from checkpoint import save_checkpoint
+from data.shapes import SHAPES
+from vit import SIZES, ViT, ViTConfig
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "WALKTHROUGH.md").read_text()
+CODE = (ROOT / "walkthrough.py").read_text()
+NUMBERS = json.loads((ROOT / "assets/walkthrough/numbers.json").read_text())
+CELLS = CODE.split("\n# %% ")[1:]
+# Numbers in the text that no run gives: sizes and settings, a chance level, published ones.
+GIVEN = {"2024", "32", "64", "65", "40", "16", "300", "128", "95", "15", "10", "0.5", "0.6931", "648.46",
+         "500", "255", "1e8"}
+
+
+def names_of_cells():
+    return [name for name in re.findall(r'^if wanted\("(\w+)"\)', CODE, re.M)]
+
+
+def wrong_quotes(text):
+    """The quoted passages, file and first line, that their file does not hold, indentation aside."""
+    wrong = []
+    for block in re.findall(r"```python\n(.*?)```", text, re.S):
+        name, *lines = [line.strip() for line in block.strip().splitlines()]
+        file = ROOT / name.removeprefix("# ")
+        held = "\n".join(line.strip() for line in file.read_text().splitlines()) if file.exists() else ""
+        if "\n".join(lines) + "\n" not in held + "\n":
+            wrong.append((name, lines[0]))
+    return wrong
+
+
+def sections(text):
+    """(names of its pictures, prose) of every section: without code, formulas and links."""
+    for section in text.split("\n## ")[1:]:
+        prose = re.sub(r"```.*?```|\$\$.*?\$\$|\$[^$]+\$|`[^`]+`", " ", section, flags=re.S)
+        prose = re.sub(r"\]\([^)]*\)|\b(eq|sec|Fig)\. [\d.]+", " ", prose)
+        yield re.findall(r"assets/walkthrough/(\w+)\.png", section), prose
+
+
+def unfounded(text, numbers=NUMBERS):
+    """The numbers, 10 or more or with a point, that neither the pictures so far (or the exercises) nor GIVEN hold."""
+    found, known = [], []
+    for pictures, prose in sections(text):
+        known += [x for name in pictures or ["exercises"] for x in numbers[name].values()]
+        for shown in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?:e-?\d+)?(?!\w|\.\d)", prose):
+            small = re.fullmatch(r"\d", shown)
+            digits = len(shown.partition("e")[0].partition(".")[2])
+            form = f".{digits}e" if "e" in shown else f".{digits}f"
+            if not small and shown not in GIVEN and float(shown) not in [float(format(x, form)) for x in known]:
+                found.append(shown)
+    return found
+
+
+def test_every_quoted_line_stands_in_the_file_it_names():
+    assert TEXT.count("```python") > 10
+    assert wrong_quotes(TEXT) == []
+
+
+def test_a_quoted_line_that_the_file_does_not_hold_is_found():
+    broken = TEXT.replace("S = shrink(K - L + Z, tau)", "S = shrink(K + L + Z, tau)", 1)
+    assert [name for name, _ in wrong_quotes(broken)] == ["# attention.py"]
+
+
+def test_every_picture_shown_is_drawn_by_a_cell_of_its_name_and_small():
+    pages = TEXT + (ROOT / "README.md").read_text()
+    shown = set(re.findall(r"assets/walkthrough/(\w+)\.png", pages))
+    assert len(shown) >= 10 and shown == set(names_of_cells())
+    assert {path.stem for path in ROOT.glob("assets/walkthrough/*.png")} == shown
+    for path in ROOT.glob("assets/walkthrough/*.png"):
+        assert path.stat().st_size < 100_000, path
+
+
+def test_every_number_that_comes_from_a_run_is_in_numbers_json():
+    assert unfounded(TEXT) == []
+
+
+def test_a_number_that_no_run_gave_is_found():
+    stated = re.search(r"passes 1e8 at step (\d+)", TEXT)
+    broken = TEXT.replace(stated[0], "passes 1e8 at step 17")
+    assert unfounded(broken) == ["17"]
+
+
+def test_each_exercise_names_a_passage_that_its_file_holds_once():
+    assert [n for n, *_ in exercises.edits()] == list(range(1, 11))
+    for n, file, old, new in exercises.edits():
+        assert (ROOT / file).read_text().count(old) == 1 and old != new, (n, file, old)
+
+
+def test_the_table_of_exercises_shows_what_came_out():
+    found = NUMBERS["exercises"]
+    rows = re.findall(r"^\| (no edit, (?:RPC|softmax)|\d+) .*\| ([\d.]+) \| ([\d.]+) \|$", TEXT, re.M)
+    assert len(rows) == 10
+    for n, *shown in rows:
+        n = {"no edit, RPC": "rpc", "no edit, softmax": "softmax"}.get(n, n)
+        assert [f"{found[f'{n} {name}']:.1f}" for name in ("clean", "attacked")] == shown, n
+
+
+def test_each_cell_stands_alone_after_the_first():
+    """It uses names that it or the first cell defines."""
+    def bound(tree):
+        nodes = list(ast.walk(tree))
+        names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        names |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+        names |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        return names | {a.asname or a.name for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))
+                        for a in node.names}
+
+    first, *others = [ast.parse("# " + cell) for cell in CELLS]
+    assert len(others) == len(names_of_cells())
+    for cell, name in zip(others, names_of_cells()):
+        used = {node.id for node in ast.walk(cell) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        assert used <= bound(first) | bound(cell) | set(dir(builtins)), name
+
+
+def walkthrough(tmp_path, *names, ckpt=()):
+    command = [sys.executable, "walkthrough.py", *names, "--out_dir", tmp_path]
+    command += ["--ckpt", *ckpt] if ckpt else []
+    subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "MPLBACKEND": "Agg"}, timeout=300)
+    return json.loads((tmp_path / "numbers.json").read_text())
+
+
+def test_cells_draw_from_given_networks_and_robust_pca_takes_as_many_steps_as_the_text_says(tmp_path):
+    for attn in ("softmax", "symmetric", "rpc"):
+        config = ViTConfig(**SIZES["nano"], image_size=32, patch_size=4, num_classes=10, attn=attn)
+        torch.manual_seed(0)
+        save_checkpoint(tmp_path / attn, dict(task="classification", model=ViT(config).state_dict(),
+                                              model_config=vars(config), classes=list(SHAPES)))
+    names = ["projection", "gram", "values", "pcp", "pap", "hero"]
+    found = walkthrough(tmp_path, *names, ckpt=[tmp_path / a for a in ("softmax", "symmetric", "rpc")])
+    assert sorted(found) == sorted(names) == sorted(path.stem for path in tmp_path.glob("*.png"))
+    for name in ("steps", "printed_steps"):
+        assert found["pcp"][name] == NUMBERS["pcp"][name]
+    assert found["projection"]["difference"] < 1e-12
+    assert found["pap"]["uniform"] == pytest.approx(math.log(65), abs=1e-3)
+
+
+def test_a_network_of_other_classes_is_refused(tmp_path):
+    config = ViTConfig(**SIZES["nano"], image_size=32, patch_size=4, num_classes=10, attn="rpc")
+    save_checkpoint(tmp_path / "rpc", dict(task="classification", model=ViT(config).state_dict(),
+                                           model_config=vars(config), classes=[str(i) for i in range(10)]))
+    command = [sys.executable, "walkthrough.py", "hero", "--ckpt", tmp_path / "rpc", "--out_dir", tmp_path]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode and "--ckpt: the rpc network was not trained on the scenes" in result.stderr
