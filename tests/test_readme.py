@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("results/**/README.md"))]
+PAGES = [ROOT / "README.md", ROOT / "WALKTHROUGH.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("results/**/README.md"))]
 SHOWING = [page for page in PAGES if re.search(r"python (-m )?[a-z]", page.read_text())]
 OTHERS = ("--help", "--standalone", "--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--max_restarts")
 
