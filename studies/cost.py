@@ -124,9 +124,12 @@ def formula(config):
 
 def multiply_adds(model):
     """Multiply-adds of one image by PyTorch's counter, and what NORMS take."""
-    norms = []
-    hooks = [m.register_forward_hook(lambda m, args, x: norms.append(NORMS[type(m)] * x.numel()))
-             for m in model.modules() if type(m) in NORMS]
+    norms, hooks = [], []
+    for kind, each in NORMS.items():
+        def add(module, args, out, each=each):
+            norms.append(each * out.numel())
+
+        hooks += [m.register_forward_hook(add) for m in model.modules() if isinstance(m, kind)]
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.eval()(torch.zeros(1, 3, PIXELS, PIXELS))
     for hook in hooks:

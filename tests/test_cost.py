@@ -45,6 +45,12 @@ def test_counted_multiply_adds_equal_the_formula(name):
     assert cost.multiply_adds(model) == cost.formula(model.config)
 
 
+def test_timms_softmax_counts_as_ours():
+    pytest.importorskip("timm")
+    ours, theirs = (cost.multiply_adds(cost.build(name, "nano")) for name in ("softmax", "timm softmax"))
+    assert ours == theirs
+
+
 @pytest.mark.parametrize("attn", ["rpc_asym", "sym_asym", "scaled_s"])
 def test_the_formula_counts_three_projections_where_queries_are_not_keys(attn):
     model = ViT(ViTConfig(**SIZES["nano"], attn=attn))
