@@ -245,9 +245,8 @@ if wanted("values"):
         ax.set(title=title, ylim=(0, 1.03), xlabel="layer, two heads each")
         ax.set_xticks(range(0, 8, 2), range(1, 5))
     grid[1].legend(loc="lower left")
-    numbers = {f"{what} {name}": torch.cat(per_layer).mean()
-               for what, found in (("cosine", cosine), ("share", share))
-               for name, per_layer in found.items()}
+    numbers = {f"cosine {name}": torch.cat(x).mean() for name, x in cosine.items()}
+    numbers.update({f"share {name}": torch.cat(x).mean() for name, x in share.items()})
     save(figure, "values", **numbers)
 
 
