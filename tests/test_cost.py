@@ -16,6 +16,11 @@ VITS = [name for name in cost.MODELS if not name.startswith("fan")]
 SPEC = ROOT.parent / "shared" / "spec" / "classification.md"
 
 
+def in_this_process(function, cases):
+    """In the place of memory.fresh."""
+    return [function(*case) for case in cases]
+
+
 def run(monkeypatch, tmp_path, study, *argv):
     out = tmp_path / "rows.jsonl"
     here = ["--device", "cpu", "--out", str(out)]
@@ -26,6 +31,7 @@ def run(monkeypatch, tmp_path, study, *argv):
 
 
 def test_every_model_of_table_11_has_a_row_of_its_own(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(cost, "fresh", in_this_process)
     rows = run(monkeypatch, tmp_path, cost, "--model", "nano", "--batch_size", "2", "--rounds", "1",
                "--threads", "1")
     names = {row["model"] for row in rows}
@@ -92,7 +98,7 @@ def test_the_papers_column_is_the_specifications():
 
 
 def test_memory_keeps_no_matrix(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(memory, "fresh", lambda f, cases: [f(*case) for case in cases])
+    monkeypatch.setattr(memory, "fresh", in_this_process)
     monkeypatch.setattr(memory, "B", 1)
     rows = run(monkeypatch, tmp_path, memory, "--tokens", "1025", "--n_iter", "1", "2")
     kept = {row["attention"]: row["kept / NxN"] for row in rows}
