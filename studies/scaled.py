@@ -113,6 +113,7 @@ def exp_centred(layer):
     return {m: gamma[m] for m in ("eig_cos", "eig_cos, v = G a")} | {"EV": ev, "J": J}
 
 
+NULL_NAMES = ("random matrix", "other head", "noise")                       # of NULLS, in words
 CLAIM = "eig_cos, v = G a"
 EXPERIMENTS = {"scaling": exp_scaling, "centred": exp_centred}
 
@@ -201,9 +202,9 @@ def tables(folder, experiment, measure):
         if measure.startswith("eig_cos"):
             line.append(f"{100 * heads_above(folder, network, measure):.0f} %")
         differences.append(line)
-    print(f"\n{measure}\n\n" + common.table(cells, ["network", "n", "before training", "trained",
-                                                   *NULLS]))
-    header = ["network", *(f"- {null}" for null in NULLS), "heads .1 above all"]
+    header = ["network", "n", "before training", "trained", *NULL_NAMES]
+    print(f"\n{measure}\n\n" + common.table(cells, header))
+    header = ["trained", *(f"- {name}" for name in NULL_NAMES), "heads .1 above all"]
     print("\n" + common.table(differences, header[:len(differences[0])]))
 
 
