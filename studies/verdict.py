@@ -61,13 +61,19 @@ def judge(losses):
         for a, b, low, high in conditions:
             n, mean, *ends = interval(losses, a, b)
             if n < 2 or not low < ends[0] <= ends[1] < high:
-                failed.append(f"  {a} - {b}: {show(n, mean, *ends)}, not within "
-                              f"{low:+g} to {high:+g}")
+                failed.append(f"  {a} - {b} {bounds(low, high)}; it is {show(n, mean, *ends)}")
         if len(conditions) - len(failed) >= needed:
             return words, lines
-        lines += [f"It would be '{words}' if {needed} of {len(conditions)} held; these do not:"]
+        lines += [f"It would be '{words}' if {needed} of {len(conditions)} held. Missing:"]
         lines += failed
     return "undecided: more seeds", lines
+
+
+def bounds(low, high):
+    """A condition in words."""
+    if low == -math.inf:
+        return f"below {high:g}"
+    return f"above {low:g}" if high == math.inf else f"within {low:g} to {high:g}"
 
 
 def show(n, mean, low, high):

@@ -226,7 +226,7 @@ def test_one_seed_decides_nothing_and_what_is_missing_is_said():
     found = {arm: {0: 1.0 if arm.endswith("own") else 2.0} for arm in decider.ARMS}
     words, lines = verdict.judge(found)
     assert words == "undecided: more seeds"
-    assert "  polar-own - polar-x: -1.000 (one seed), not within -inf to -0.03" in lines
+    assert "  polar-own - polar-x below -0.03; it is -1.000 (one seed)" in lines
 
 
 def test_the_interval_is_that_of_the_t_distribution():
