@@ -68,7 +68,8 @@ def parser(doc, recipes, settings):
     """An ArgumentParser whose --help ends with what --data selects and what --set may change.
 
     recipes: {name: {flag or setting: value}}; "any" holds what all of them share, the others are
-    names of --data; "DATA --model MODEL" is what such a model has other than DATA. settings: {name: (type, help)}, numbers of a recipe that have no flag.
+    names of --data; "DATA --model MODEL" is what such a model has other than DATA. settings:
+    {name: (type, help)}, numbers of a recipe that have no flag.
     """
     lines = ["numbers without a flag of their own, for --set NAME=VALUE ...:"]
     lines += [f"  {name:14} {text}" for name, (_, text) in settings.items()]

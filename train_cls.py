@@ -100,7 +100,8 @@ def get_args():
 
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=[name for name in RECIPES if name.isalnum()][1:], help="the recipe; "
-         "default: shapes, scenes rendered on the fly, or, with --data_dir, folder: your own images")
+         "default: shapes, scenes rendered on the fly, or, with --data_dir, folder: images of your "
+         "own")
     flag("--data_dir", help="folder: <class>/*.jpg, or train/ and val/ of those; imagenet: the "
          "latter; cifar10: torchvision's files, class folders or a tar of them")
     flag("--download", action=boolean, default=False, help="cifar10: fetch it into --data_dir")
