@@ -8,6 +8,7 @@ import torch
 
 import common
 import kpca
+from attention import SelfAttention
 from data import Split
 from studies import decider, verdict
 
@@ -111,6 +112,18 @@ def test_the_power_step_changes_no_value_but_brings_a_gradient():
     moving, fixed = (decider.key_axes(E, g, 3, power) for power in (True, False))
     assert (moving - fixed).abs().max() < 1e-10
     assert moving.requires_grad and not fixed.requires_grad
+
+
+@pytest.mark.parametrize("arm", [arm for arm in decider.ARMS if "-" in arm or arm == "sign"])
+def test_tokens_that_hardly_differ_and_long_keys_keep_every_arm_finite(arm):
+    module = decider.ForcedAttention(SelfAttention(64, 8, "symmetric"), arm, 17, 0)
+    x = torch.randn(3, 17, 64, generator=torch.Generator().manual_seed(0))
+    x[0] = x[0, :1] + 1e-8 * x[0]                           # in float32: all tokens are one
+    x[1] *= 5                                               # |k|^2 / sqrt(D) of about 100
+    x.requires_grad_()
+    out = module(x)
+    out.sum().backward()
+    assert out.isfinite().all() and x.grad.isfinite().all() and x.grad[1:].abs().amax((1, 2)).all()
 
 
 def tiny(classes=10, n=40):
