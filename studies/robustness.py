@@ -5,14 +5,14 @@
     python -m studies.robustness --data cifar10 --data_dir data/cifar10 --model nano --epochs 12
     python -m studies.robustness --no-train                 # only what has finished so far
 
-The arms are one network, but for its attention: the same seeds, batches and steps. Some lack a part
-of RPC-Attention, so that what is left of its effect says which part has it. What --out_dir lacks is
-trained by train_cls.py and evaluated by eval_robust.py, every model on the same images; accuracies
-are compared with those of the symmetric arm, paired by seed.
+The arms are one network but for its attention: same seeds, batches and steps. Some lack a part of
+RPC-Attention: what is left of its effect says which part has it. What --out_dir lacks is trained by
+train_cls.py and evaluated by eval_robust.py on the same images; accuracies are compared with those
+of the symmetric arm, paired by seed.
 
 A difference is called one only if its 95 % t-interval over seeds excludes 0. Beside it stands a
-bootstrap over images: how far other test images could move the mean over these seeds. Flags that
-are not listed go to train_cls.py. Rows that eval_robust.py adds to --out_dir/eval join the tables.
+bootstrap: how far other test images could move the mean over these seeds. Flags that are not listed
+go to train_cls.py. Rows that eval_robust.py adds to --out_dir/eval join the tables.
 """
 
 import argparse
@@ -42,8 +42,7 @@ ARMS = {                                                   # flags of train_cls.
     "admm": dict(attn="rpc", n_iter=4, form="admm"),                            # right constants
 }
 MEASURES = ["clean", "corruptions", "fgsm eps=1/255,2/255", "pgd eps=1/255,2/255 steps=20",
-            "apgd eps=1/255,2/255"]
-ADAPTIVE = ["adaptive_pgd eps=2/255"]                      # rpc arms; elsewhere it is PGD
+            "apgd eps=1/255,2/255", "adaptive_pgd eps=2/255"]
 FAMILIES = dict(noise=corruptions.NAMES[:3], blur=corruptions.NAMES[3:7],
                 weather=corruptions.NAMES[7:11], digital=corruptions.NAMES[11:])
 
@@ -61,6 +60,7 @@ def get_args(argv=None):
     p.add_argument("--clamp", type=common.number(float, 0), default=0.5, metavar="LAMBDA",
                    help="lambda of the arm clamp, chosen on held-out training images")
     p.add_argument("--limit", type=common.number(int, 1), default=500, help="images a measure")
+    p.add_argument("--measures", nargs="+", default=MEASURES, help="as eval_robust.py takes them")
     p.add_argument("--train", action=argparse.BooleanOptionalAction, default=True)
     args, rest = p.parse_known_args(argv)
     if BASELINE not in args.arms:
@@ -105,11 +105,13 @@ def train(folder, arm, seed, rest):
 
 def evaluate(folders, args):
     """Measure what no row has yet. folders: {(arm, seed): folder}."""
-    how = ["--out_dir", args.out_dir / "eval", "--resume", "--limit", args.limit]
-    call("eval_robust.py", "--ckpt", *folders.values(), *how, "--measures", *MEASURES)
+    how = ["--out_dir", args.out_dir / "eval", "--resume", "--limit", args.limit, "--measures"]
+    adaptive = [text for text in args.measures if text.startswith("adaptive")]
+    usual = [text for text in args.measures if text not in adaptive]
     robust = [folder for (arm, _), folder in folders.items() if ARMS[arm]["attn"] == "rpc"]
-    if robust:
-        call("eval_robust.py", "--ckpt", *robust, *how, "--measures", *ADAPTIVE)
+    for measures, models in ((usual, folders.values()), (adaptive, robust)):
+        if measures and models:                            # without RPC an adaptive attack is PGD
+            call("eval_robust.py", "--ckpt", *models, *how, *measures)
 
 
 # --- differences ----------------------------------------------------------------------------------
@@ -224,8 +226,7 @@ def draw(compared, arms, path):
 
 def main():
     args, rest = get_args()
-    folders = {(arm, seed): args.out_dir / f"{arm}_s{seed}"
-               for seed in args.seeds for arm in args.arms}
+    folders = {(a, seed): args.out_dir / f"{a}_s{seed}" for seed in args.seeds for a in args.arms}
     for (arm, seed), folder in folders.items():
         if args.train and not finished(folder, arm):
             train(folder, arm, seed, rest)
@@ -234,7 +235,7 @@ def main():
         raise ValueError(f"--out_dir {args.out_dir} holds no finished run of these arms and seeds")
     evaluate(folders, args)
 
-    rows = read_rows(args.out_dir / "eval" / "results.jsonl").values()
+    rows = read_rows(args.out_dir / "eval/results.jsonl").values()
     found = outcomes(rows, folders, args.limit)
     compared = compare(found, args.arms)
     text = tables(found, compared, args.arms)

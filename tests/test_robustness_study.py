@@ -113,10 +113,9 @@ def study(tmp_path, monkeypatch):
             scripts[script]()
 
         monkeypatch.setattr(robustness, "call", call)
-        monkeypatch.setattr(robustness, "MEASURES", ["clean", "pgd eps=2/255 steps=1"])
-        monkeypatch.setattr(robustness, "ADAPTIVE", ["adaptive_pgd eps=2/255 steps=1"])
         few = ["--out_dir", str(tmp_path / "r"), "--arms", "symmetric", "clamp", "--seeds", "0",
-               "--limit", "4", "--num_images", "32", "--batch_size", "16", "--epochs", "2"]
+               "--limit", "4", "--num_images", "32", "--batch_size", "16", "--epochs", "2",
+               "--measures", "clean", "pgd eps=2/255 steps=1", "adaptive_pgd eps=2/255 steps=1"]
         monkeypatch.setattr(sys, "argv", ["robustness.py", *few, *argv])
         robustness.main()
         return commands
