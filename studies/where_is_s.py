@@ -13,7 +13,8 @@ and the S that PAP makes of a symmetric network's keys.
 Also, on clean images, |K - S - L| / |K|: ADMM would end at 0. "rank one" is the share of L that all
 tokens have alike, |mean over tokens| / rms of the rows; the more uniform attention is, the nearer
 it is to 1. Such an L leaves at least the "floor", |K - S - mean of K - S over tokens| / |K|,
-whatever the values are.
+whatever the values are. A residual that is small because S holds all of K explains nothing: so
+|S| / |K| stands beside it.
 
 Also, what layer 1 receives: the cosine of a token in the corrupted and in the clean image, at
 uncorrupted patches, with the shrinkage on and off (lambda = inf); its null is the cosine with
@@ -91,7 +92,7 @@ def second_input(model, images, labels):
 
 
 def residuals(k, steps):
-    """Of each step, (B,) each: |K - S - L| / |K|; how alike the tokens of L are; the floor."""
+    """Of each step, (B,) each: |K - S - L| / |K|; how alike L's tokens are; the floor; sizes."""
     def norm(x):
         return x.flatten(1).norm(dim=1)
 
@@ -104,6 +105,8 @@ def residuals(k, steps):
         found[f"clean: residual, step {i}"] = norm(R - L) / norm(k)
         found[f"clean: rank one, step {i}"] = norm(mean(L)) / norm(L)
         found[f"clean: floor, step {i}"] = norm(R - mean(R)) / norm(k)
+        found[f"clean: |S| / |K|, step {i}"] = norm(step["S"]) / norm(k)
+        found[f"clean: |L| / |K|, step {i}"] = norm(L) / norm(k)
     return found
 
 

@@ -125,6 +125,10 @@ def test_the_residual_is_0_where_K_is_L_plus_S_and_1_where_both_are_0():
     assert found["clean: residual, step 2"].tolist() == pytest.approx([1] * 3)
     assert found["clean: rank one, step 1"].tolist() == pytest.approx([1] * 3)
     assert found["clean: rank one, step 3"].max() < 1e-5
+    assert found["clean: |S| / |K|, step 2"].max() == 0 and found["clean: |L| / |K|, step 2"].max() < 1e-6
+    sizes = [found[f"clean: |{part}| / |K|, step 1"] for part in "SL"]
+    by_hand = [(part.expand_as(k) ** 2).sum((1, 2, 3)).sqrt() / (k ** 2).sum((1, 2, 3)).sqrt() for part in (k - L, L)]
+    assert all(torch.allclose(a, b) for a, b in zip(sizes, by_hand))
 
 
 def test_a_low_rank_part_that_all_tokens_share_leaves_at_least_the_floor():
