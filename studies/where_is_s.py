@@ -206,8 +206,9 @@ def draw(groups, kinds, path):
             top.axhline(0.5, color="black", linewidth=0.7)
     axes[0][0].set(title="|K - S - L| / |K|", ylim=(0, None))
     axes[1][0].set(title="share of L that all\ntokens have alike", ylim=(0, 1.05))
+    for ax in axes[1]:
+        ax.set_xlabel("training step")
     legend(figure, axes[0][1], "lower center", ncols=4)
-    figure.supxlabel("training step")
     figure.savefig(path)
     plt.close(figure)
 
