@@ -1,6 +1,6 @@
 """Draws every picture of WALKTHROUGH.md, one cell each.
 
-    python walkthrough.py                    # all of them: 5 minutes on 2 CPU cores
+    python walkthrough.py                    # all: 8 minutes of CPU time at first, then 1
     python walkthrough.py gram leak          # some
     python walkthrough.py pap --image photo.jpg
     python walkthrough.py --out_dir assets/walkthrough        # renews the pictures in the text
@@ -42,7 +42,7 @@ from studies.span import explained_variance, key_span, value_axes
 from studies.where_is_s import first_layer
 from vit import vit_from_checkpoint
 
-RUNS = {                                    # what is trained; half a minute each on 2 idle cores
+RUNS = {                                    # what is trained; 1 to 2 minutes of CPU time each
     "softmax": "train_cls.py --attn softmax --epochs 2 --batch_size 32",
     "symmetric": "train_cls.py --attn symmetric --epochs 2 --batch_size 32",
     "rpc": "train_cls.py --attn rpc --epochs 2 --batch_size 32",
