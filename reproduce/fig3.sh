@@ -1,0 +1,7 @@
+#!/bin/sh
+# Fig. 3: accuracy against the budget of PGD and FGSM (left), Scaled Attention (right).
+. "$(dirname "$0")/common.sh"
+
+train_vits symmetric rpc6 softmax scaled_s scaled_alpha
+attack "symmetric rpc6" "pgd fgsm"
+compare appE1

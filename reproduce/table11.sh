@@ -1,0 +1,6 @@
+#!/bin/sh
+# Table 11: what a step costs. Needs no training; ViT-tiny at 224 px at every scale.
+. "$(dirname "$0")/common.sh"
+
+run $PYTHON -m studies.cost $COST
+hours

@@ -1,0 +1,233 @@
+"""reproduce/: the numbers are the printed ones, every script runs, the plan is the paper's."""
+
+import csv
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import eval_robust
+import train_cls
+import train_lm
+import train_seg
+from reproduce import compare
+
+ROOT = Path(__file__).parent.parent
+SPEC = ROOT.parent / "shared" / "spec"
+SCRIPTS = sorted({path.name for path in (ROOT / "reproduce").glob("*.sh")} - {"common.sh"})
+PARSERS = {"train_cls.py": train_cls, "train_lm.py": train_lm, "train_seg.py": train_seg,
+           "eval_robust.py": eval_robust}
+
+
+def shell(script, folder, **env):
+    """The environment and command of a script."""
+    env = {"PYTHON": sys.executable, "OUT": str(folder), "OMP_NUM_THREADS": "1", **env}
+    env = os.environ | env
+    return ["sh", f"reproduce/{script}"], dict(cwd=ROOT, env=env, text=True)
+
+
+def run(script, folder, **env):
+    """What a script prints."""
+    command, how = shell(script, folder, **env)
+    done = subprocess.run(command, capture_output=True, **how)
+    assert done.returncode == 0, (script, done.stdout[-2000:], done.stderr[-2000:])
+    return done.stdout
+
+
+def printed():
+    with open(ROOT / "reproduce" / "paper.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# --- paper.csv ------------------------------------------------------------------------------------
+
+def tables_of(text):
+    """Every Markdown table's cells, without its header and rule, in reading order."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.skipif(not SPEC.exists(), reason="needs the transcript of the paper's tables")
+@pytest.mark.parametrize("name, start, end, tables", [
+    ("classification.md", "## 7. Targets", "## 8.", "1 2 4 5 7 8 9 10 11 12 E.1"),
+    ("language.md", "## 9. Targets", "## 10", "3"),
+    ("segmentation.md", "## 8. Targets", "## 9", "6")])
+def test_every_number_of_a_table_of_the_paper_is_in_paper_csv(name, start, end, tables):
+    text = (SPEC / name).read_text().split(start, 1)[1].split(end, 1)[0]
+    cells = [cell for row in tables_of(text) for cell in row[1:]]
+    theirs = [number for cell in cells for number in re.findall(r"\d+\.?\d*", cell)
+              if not re.search("[a-z]{3}", cell)]
+    loose = ["41.50", "79.79", "43.64", "80.81", "73.02", "1.18", "72.18", "1.23"]
+    theirs += loose * (name == "classification.md")
+    ours = [row["value"] for row in printed() if row["table"] in tables.split()]
+    assert sorted(map(float, theirs)) == sorted(map(float, ours))
+
+
+def test_a_number_stands_in_the_row_and_column_where_the_paper_has_it():
+    cells = {(r["table"], r["row"], r["column"]): r["value"] for r in printed()}
+    assert len(cells) == len(printed())
+    assert cells["1", "RPC 6iter/layer1", "mCE"] == "73.03"
+    assert cells["2", "RPC 2iter/all-layer", "SPSA top-5"] == "83.66"
+    assert cells["4", "SymViT", "Zoom blur CE"] == "86.82"
+    assert cells["6", "RPC 6iter/layer1", "corrupted mean IoU"] == "11.60"
+    assert cells["12", "RPC-AsymViT Sym/Asym", "IN-R"] == "32.79"
+
+
+def test_misprints_and_swapped_columns_are_marked():
+    notes = {(r["table"], r["row"], r["column"]): r["note"] for r in printed()}
+    assert "58.31" in notes["4", "SymViT", "Contrast CE"]
+    assert "swapped" in notes["8", "SymViT-small", "PGD top-1"]
+    assert "swapped" in notes["3", "Symlm", "test"] and not notes["3", "Symlm", "attacked test"]
+
+
+@pytest.mark.parametrize("table", compare.ARMS)
+def test_every_row_of_a_table_has_an_arm(table):
+    cells = compare.lines(table, {})
+    assert cells and all(not cell["ours"] for cell in cells)
+
+
+# --- the comparison -------------------------------------------------------------------------------
+
+def row(arm, seed, measure, **numbers):
+    return {"checkpoint": f"out/{arm}_s{seed}", "measure": measure, "setting": {}, **numbers}
+
+
+def test_differences_are_paired_by_seed_and_unpaired_seeds_left_out():
+    rows = {("symmetric", "0"): [row("symmetric", 0, "clean", top1=60.0, top5=90.0)],
+            ("symmetric", "1"): [row("symmetric", 1, "clean", top1=70.0, top5=90.0)],
+            ("rpc4", "1"): [row("rpc4", 1, "clean", top1=71.0, top5=90.0)]}
+    text = compare.markdown(compare.lines("table1", rows), "small")
+    line = next(x for x in text.splitlines() if "4iter" in x and "top-1" in x)
+    assert [c.strip() for c in line.split("|")[3:8]] == ["70.94", "71.00", "1", "+0.50", "+1.00"]
+    assert "65.00 ± 7.07" in text and "not run" in text
+
+
+def test_an_attack_is_compared_at_its_largest_budget():
+    rows = [dict(row("a", 0, "pgd", top1=t, top5=t), setting={"eps": e})
+            for t, e in ((9.0, 0.02), (50.0, 0.004))]
+    assert compare.ours(rows, "table2", "PGD top-1") == 9.0
+
+
+def test_ce_and_mce_are_for_imagenet_alone():
+    def corrupted(imagenet):
+        return [dict(row("a", 0, "corruptions", top1=[30.0, 50.0], imagenet1k=imagenet),
+                     setting={"type": name}) for name in compare.NAMES]
+    assert compare.ours(corrupted(False), "table1", "IN-C") == 40
+    assert compare.ours(corrupted(False), "table1", "mCE") is None
+    assert compare.ours(corrupted(False)[:14], "table1", "IN-C") is None
+    alexnet = compare.ALEXNET
+    mce = sum(60 / alexnet[name] for name in alexnet) / 15
+    assert compare.ours(corrupted(True), "table1", "mCE") == pytest.approx(mce)
+    assert compare.ours(corrupted(True), "table4", "JPEG CE") == pytest.approx(60 / 0.6065)
+
+
+# --- the paper's scale ----------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory):
+    """{script: the commands that it would run at the paper's scale, in words}."""
+    folder = tmp_path_factory.mktemp("plan")
+    every = {name: run(name, folder, SCALE="paper", DATA="DATA", DRY="1") for name in SCRIPTS}
+    return {name: [shlex.split(line[1:]) for line in text.splitlines() if line.startswith("$")]
+            for name, text in every.items()}
+
+
+def parsed(words, monkeypatch):
+    """(script, its flags) of a command, as the script itself reads them."""
+    script = next(word for word in words if word.endswith(".py"))
+    monkeypatch.setattr(sys, "argv", words[words.index(script):])
+    return script, PARSERS[script].get_args()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_command_of_the_papers_scale_parses(name, plans, monkeypatch):
+    assert plans[name]
+    for words in plans[name]:
+        if any(word in PARSERS for word in words):
+            parsed(words, monkeypatch)
+
+
+def test_the_runs_of_table_1_are_the_papers(plans, monkeypatch):
+    runs = [parsed(w, monkeypatch)[1] for w in plans["table1.sh"] if "train_cls.py" in w]
+    for args in runs:
+        assert (args.data, args.model) == ("imagenet", "tiny")
+        assert (args.image_size, args.patch_size) == (224, 16)
+        assert (args.epochs, args.batch_size, args.lr, args.warmup_epochs) == (300, 1024, 1e-3, 5)
+        assert (args.drop_path, args.mixup, args.cutmix, args.erase) == (0.1, 0.8, 1.0, 0.25)
+        assert (args.repeats, args.num_ops, args.smoothing, args.form) == (3, 2, 0.1, "released")
+    assert [(a.attn, a.n_iter, a.lambd, a.rpc_layers) for a in runs[1:]] == [
+        ("rpc", 4, 4, "0"), ("rpc", 5, 4, "0"), ("rpc", 6, 4, "0"), ("rpc", 2, 3, "all")]
+    assert runs[0].attn == "symmetric"
+
+
+def test_the_runs_of_tables_3_and_6_are_the_papers(plans, monkeypatch):
+    lm = [parsed(w, monkeypatch)[1] for w in plans["table3.sh"] if "train_lm.py" in w]
+    for args in lm:
+        assert (args.model, args.steps, args.batch_size, args.lr) == ("paper", 500_000, 96, 2.5e-4)
+        assert (args.warmup, args.cutoffs, args.clip) == (2000, "20000,40000,200000", 0.25)
+    assert (lm[1].attn, lm[1].n_iter, lm[1].rpc_layers) == ("rpc", 4, "0-3")
+    evaluated = parsed(plans["table3.sh"][-1], monkeypatch)[1]
+    assert evaluated.stride == 1
+    seg = [parsed(w, monkeypatch)[1] for w in plans["table6.sh"] if "train_seg.py" in w]
+    for args in seg:
+        assert (args.size, args.epochs, args.batch_size, args.lr) == (512, 64, 8, 1e-3)
+        assert (args.optimizer, args.weight_decay) == ("sgd", 0)
+        assert (args.drop_path, args.dropout) == (0.1, 0.1)
+        assert args.backbone == args.out_dir.replace("seg_", "")
+
+
+def test_table_2_attacks_as_the_papers_harness(plans, monkeypatch):
+    args = parsed(plans["table2.sh"][-1], monkeypatch)[1]
+    assert args.preset == "paper" and args.limit == 50_000
+    assert sorted(args.measures) == sorted("pgd fgsm spsa sld cw noise autoattack".split())
+
+
+def test_several_nodes_start_the_same_command(tmp_path):
+    text = run("table12.sh", tmp_path, SCALE="paper", DATA="d", DRY="1", NODES="2", NODE="1",
+               HOST="h", GPUS="8")
+    assert "--nnodes=2 --node_rank=1 --master_addr=h --nproc_per_node=8 train_cls.py" in text
+
+
+def test_twice_the_gpus_take_half_the_hours(tmp_path):
+    text = run("table1.sh", tmp_path, SCALE="paper", DATA="d", DRY="1")
+    hours = [[float(x) for x in line.split("|")[3:5]] for line in text.splitlines()
+             if line.startswith("| train_cls.py") or line.startswith("| all")]
+    assert hours[0][0] == pytest.approx(300 * 1_281_167 / (4 * 2500) / 3600, abs=0.05)  # reading
+    assert all(four == pytest.approx(2 * eight, abs=0.1) for four, eight in hours)
+
+
+# --- running --------------------------------------------------------------------------------------
+
+def test_every_script_ends_in_its_table_at_the_smallest_scale(tmp_path):
+    """Scripts share runs, so they go one after another in two queues."""
+    for name in SCRIPTS:
+        text = run(name, tmp_path, SCALE="tiny")
+        assert re.search(r"^\|[-|]+\|$", text, re.M), name
+
+
+def test_a_script_that_was_killed_ends_in_the_table_of_one_that_was_not(tmp_path):
+    whole = run("table5.sh", tmp_path / "whole", SCALE="tiny")
+    command, how = shell("table5.sh", tmp_path / "cut", SCALE="tiny")
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                          start_new_session=True, **how) as process:
+        while not (tmp_path / "cut" / "symmetric_s0" / "last.pt").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+    again = run("table5.sh", tmp_path / "cut", SCALE="tiny")
+    assert again.split("# table5")[1] == whole.split("# table5")[1]
+
+
+def test_unknown_scales_and_missing_data_are_one_line(tmp_path):
+    for env, said in ((dict(SCALE="huge"), "error: SCALE=huge, expected tiny, small or paper"),
+                      (dict(SCALE="paper", DATA="nowhere"), "error: DATA=nowhere is no folder, "
+                       "expected ImageNet: train/<wnid>/*.JPEG, val/<wnid>/*.JPEG")):
+        command, how = shell("table1.sh", tmp_path, **env)
+        done = subprocess.run(command, capture_output=True, **how)
+        assert done.returncode == 1 and done.stderr.strip() == said
