@@ -1,7 +1,10 @@
 """Shared by the tests: the modules lie in the folder above, the reference arrays in golden/ or beside the clone."""
 
+import os
 import sys
 from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")       # a process a core, so a thread a process
 
 import numpy as np
 import pytest

@@ -79,7 +79,7 @@ def run_pytest(tree, tests, output):
     os.dup2(file, 2)
     os.chdir(tree)
     sys.path.pop(0)                                          # this folder: the copy has its own
-    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests])
+    code = pytest.main(["-x", "-q", "-n0", "-p", "no:cacheprovider", *tests])
     sys.stdout.flush()
     os._exit(code)
 
