@@ -13,6 +13,7 @@ needs the first alone. What has to be trained is trained once and kept in out/wa
 import argparse
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -65,6 +66,8 @@ p.add_argument("--ckpt", nargs="+", default=[], help="networks of train_cls.py o
 p.add_argument("--image", help="a picture of your own in gram, pap and hero")
 p.add_argument("--out_dir", default="out/walkthrough")
 NOTEBOOK = "ipykernel" in sys.modules
+STARTED = {}                                # trainings in the background, side by side
+torch.set_num_threads(1)                    # the numbers in the text are those of one thread each
 ARGS = p.parse_args([] if NOTEBOOK else None)
 if not set(ARGS.pictures) <= set(PICTURES):
     p.error(f"{' '.join(ARGS.pictures)}: expected some of {', '.join(PICTURES)}")
@@ -75,15 +78,27 @@ def wanted(name):
     return not ARGS.pictures or name in ARGS.pictures
 
 
+def start(name):
+    """Begin the training of a run of RUNS in the background, unless it is there or under way."""
+    if name in STARTED or Path("out/walkthrough", name).exists():
+        return
+    print(f"training: python {RUNS[name]}", flush=True)
+    unfinished = f"out/walkthrough/{name}.tmp"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    command = [sys.executable, *RUNS[name].split(), "--out_dir", unfinished]
+    STARTED[name] = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
 def checkpoint(name):
     """What a run of RUNS saved; it is trained first where it has not been."""
+    kinds = [name] if ARGS.pictures or ARGS.ckpt or name not in COLOUR else [name, *COLOUR]
+    for kind in kinds:
+        start(kind)
     folder = Path("out/walkthrough", name)
     if not folder.exists():
-        print(f"training: python {RUNS[name]}", flush=True)
-        unfinished = f"{folder}.tmp"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        subprocess.run([sys.executable, *RUNS[name].split(), "--out_dir", unfinished], check=True)
-        Path(unfinished).rename(folder)
+        if STARTED[name].wait():
+            sys.exit(f"error: the training of the {name} network stopped")
+        Path(f"{folder}.tmp").rename(folder)
     return common.read_checkpoint(folder)
 
 
