@@ -24,12 +24,12 @@ if not __package__:
     sys.exit("error: start this in the repository's folder, as: python -m studies.robustness")
 
 import numpy as np
-from scipy import stats
 
 import common
 from robust import corruptions, metrics
 from robust.rows import read_rows
 from robust.tables import title
+from studies.tables import half_width
 
 BASELINE = "symmetric"
 ARMS = {                                                   # flags of train_cls.py
@@ -153,9 +153,7 @@ def difference(first, second):
     over images); all intervals 95 %.
     """
     gaps = 100 * (np.asarray(first, float) - np.asarray(second, float))
-    mean, n, half = gaps.mean(), len(gaps), np.nan
-    if n > 1:
-        half = stats.t.ppf(0.975, n - 1) * stats.sem(gaps.mean(1))
+    mean, half = gaps.mean(), half_width(gaps.mean(1))
     return mean, (mean - half, mean + half), metrics.bootstrap(gaps.mean(0))
 
 

@@ -29,6 +29,7 @@ import train_cls
 from kpca import attend, exact_scaling, log_g, log_phi2, projection_loss
 from studies.kernel_pca import NULLS, Layer, exp_capture, exp_gamma, exp_jproj, study
 from studies.probe import RULES, capture, checkpoints, get_args, with_rule
+from studies.tables import half_width
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -172,10 +173,9 @@ def interval(x):
     """Mean and 95 % t-interval over seeds, as text; of a single seed 1.96 errors over images."""
     if not len(x):
         return "-"
-    half, mean, mark = 1.96 * x[0, 1], x[:, 0].mean(), " images"
-    if len(x) > 1:
-        from scipy import stats
-        half, mark = stats.t.ppf(0.975, len(x) - 1) * stats.sem(x[:, 0]), ""
+    mean, half, mark = x[:, 0].mean(), half_width(x[:, 0]), ""
+    if len(x) == 1:
+        half, mark = 1.96 * x[0, 1], " images"
     return f"{mean:+.4f} ({mean - half:+.4f} to {mean + half:+.4f}{mark})"
 
 

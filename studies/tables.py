@@ -47,6 +47,14 @@ def report(title, device, rows, tables, out=None):
         common.write_log(out, about | row)
 
 
+def half_width(values):
+    """Half of the 95 % t-interval of a mean over values (n,), such as seeds; nan for n < 2."""
+    if len(values) < 2:
+        return math.nan
+    from scipy import stats
+    return stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+
+
 # --- means over layers ----------------------------------------------------------------------------
 
 PER_LAYER = ("EV", "eta", "frac", "eig_cos")           # what CSV files have layer by layer
