@@ -6,6 +6,7 @@
 Four groups have published attentions that are to withstand corrupted tokens, each with a harness of
 its own. Here each is a function of at most 15 lines; networks, steps, images and attacks are those
 of train_cls.py and eval_robust.py: `train` takes the flags of the one, `evaluate` of the other.
+studies/robustness.py runs all of them over seeds, studies/outliers.py says who keeps the promise.
 
 Every function takes q, k, v (B, H, N, D) and settings, and returns the output (B, H, N, D) and a
 score (B, H, N), higher for tokens that it holds for outliers, or None. Queries are the keys (as in

@@ -8,7 +8,7 @@
 The arms are one network but for its attention: same seeds, batches and steps. Some lack a part of
 RPC-Attention: what is left of its effect says which part has it. What --out_dir lacks is trained by
 train_cls.py and evaluated by eval_robust.py on the same images; accuracies are compared with those
-of the symmetric arm, paired by seed.
+of the symmetric arm, paired by seed. An arm may also be a name of studies/robust_attentions.py.
 
 A difference is called one only if its 95 % t-interval over seeds excludes 0. Beside it stands a
 bootstrap: how far other test images could move the mean over these seeds. Flags that are not listed
@@ -29,10 +29,11 @@ import common
 from robust import corruptions, metrics
 from robust.rows import read_rows
 from robust.tables import title
+from studies.robust_attentions import ATTENTIONS
 from studies.tables import half_width
 
 BASELINE = "symmetric"
-ARMS = {                                                   # flags of train_cls.py
+USUAL = {                                                  # flags of train_cls.py
     "softmax": dict(attn="softmax"),                                            # reference
     "symmetric": dict(attn="symmetric"),                                        # the baseline
     "rpc4-l1": dict(attn="rpc", n_iter=4),                                      # the paper's model
@@ -41,6 +42,7 @@ ARMS = {                                                   # flags of train_cls.
     "clamp": dict(attn="rpc", n_iter=1),                                        # no iteration
     "admm": dict(attn="rpc", n_iter=4, form="admm"),                            # right constants
 }
+ARMS = USUAL | {name: dict(attention=name) for name in ATTENTIONS}
 MEASURES = ["clean", "corruptions", "fgsm eps=1/255,2/255", "pgd eps=1/255,2/255 steps=20",
             "apgd eps=1/255,2/255", "adaptive_pgd eps=2/255"]
 FAMILIES = dict(noise=corruptions.NAMES[:3], blur=corruptions.NAMES[3:7],
@@ -55,7 +57,8 @@ def get_args(argv=None):
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out_dir", type=Path, default=Path("out/robustness"),
                    help="of the runs, <arm>_s<seed>, and the evaluator's rows, eval")
-    p.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    p.add_argument("--arms", nargs="+", choices=ARMS, default=list(USUAL),
+                   help="default: those of train_cls.py")
     p.add_argument("--seeds", nargs="+", type=common.number(int, 0), default=[0, 1, 2])
     p.add_argument("--clamp", type=common.number(float, 0), default=0.5, metavar="LAMBDA",
                    help="lambda of the arm clamp, chosen on held-out training images")
@@ -80,27 +83,36 @@ def finished(folder, arm):
     common.check_run(checkpoint, folder, "train_cls.py", "args", "step")
     trained = checkpoint["args"]
     for name, value in ARMS[arm].items():
-        if trained[name] != value:
-            raise ValueError(f"{folder} was trained with --{name} {trained[name]}, expected "
+        if trained.get(name) != value:
+            raise ValueError(f"{folder} was trained with {name} {trained.get(name)}, expected "
                              f"{value} of the arm {arm}")
     rows = common.read_log(folder / "log.jsonl")
     last = [row for row in rows if "eval" in row and row["step"] == checkpoint["step"]]
     return bool(last) and last[0]["epoch"] >= trained["epochs"]
 
 
-def call(script, *flags):
+def call(*command):
     """Run a script of ours; ValueError if it fails, after its own line that says why."""
-    flags = [script, *map(str, flags)]
-    print("$ python", *flags, flush=True)
-    if subprocess.run([sys.executable, *flags]).returncode:
-        raise ValueError(f"{script} failed; what has finished is kept, start again to go on")
+    command = [str(part) for part in command]
+    print("$ python", *command, flush=True)
+    if subprocess.run([sys.executable, *command]).returncode:
+        raise ValueError(f"{command[command[0] == '-m']} failed; what has finished is kept, start "
+                         "again to go on")
+
+
+def with_rpc(arm):
+    """Has it RPC-Attention, whose gradients an adaptive attack replaces?"""
+    return ARMS[arm].get("attn") == "rpc"
 
 
 def train(folder, arm, seed, rest):
     """Train a run, or go on with one that was cut."""
+    script = ["train_cls.py"]
     flags = [part for name, value in ARMS[arm].items() for part in (f"--{name}", value)]
+    if arm in ATTENTIONS:
+        script, flags = ["-m", "studies.robust_attentions", "train", arm], []
     new = [*rest, *flags, "--seed", seed, "--set", "keep_every=1", "--out_dir", folder]
-    call("train_cls.py", *(["--resume", folder] if (folder / "last.pt").exists() else new))
+    call(*script, *(["--resume", folder] if (folder / "last.pt").exists() else new))
 
 
 def evaluate(folders, args):
@@ -108,10 +120,10 @@ def evaluate(folders, args):
     how = ["--out_dir", args.out_dir / "eval", "--resume", "--limit", args.limit, "--measures"]
     adaptive = [text for text in args.measures if text.startswith("adaptive")]
     usual = [text for text in args.measures if text not in adaptive]
-    robust = [folder for (arm, _), folder in folders.items() if ARMS[arm]["attn"] == "rpc"]
+    robust = [folder for (arm, _), folder in folders.items() if with_rpc(arm)]
     for measures, models in ((usual, folders.values()), (adaptive, robust)):
         if measures and models:                            # without RPC an adaptive attack is PGD
-            call("eval_robust.py", "--ckpt", *models, *how, *measures)
+            call("-m", "studies.robust_attentions", "evaluate", "--ckpt", *models, *how, *measures)
 
 
 # --- differences ----------------------------------------------------------------------------------
@@ -142,7 +154,7 @@ def outcomes(rows, folders, limit):
     for name in [name for name in found if name.startswith("adaptive_pgd")]:
         plain = found.get(name.removeprefix("adaptive_"), {})
         found[name] |= {run: right for run, right in plain.items()
-                        if ARMS[run[0]]["attn"] != "rpc"}
+                        if not with_rpc(run[0])}
     return {name: runs for name, runs in found.items() if runs}
 
 

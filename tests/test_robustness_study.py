@@ -8,10 +8,9 @@ import torch
 from scipy import stats
 
 import common
-import eval_robust
 import train_cls
 from robust import corruptions, metrics
-from studies import robustness
+from studies import robust_attentions, robustness
 
 
 def row(checkpoint, right, measure="clean", **setting):
@@ -102,15 +101,15 @@ def test_the_figure_shows_what_was_compared(tmp_path):
 @pytest.fixture
 def study(tmp_path, monkeypatch):
     """Call the study in this process; returns the commands that it ran."""
-    scripts = {"train_cls.py": train_cls.main, "eval_robust.py": eval_robust.main}
 
     def run(*argv):
         commands = []
 
-        def call(script, *flags):
-            commands.append([script, *map(str, flags)])
-            monkeypatch.setattr(sys, "argv", commands[-1])
-            scripts[script]()
+        def call(*command):
+            commands.append([str(part) for part in command])
+            study = commands[-1][0] == "-m"
+            monkeypatch.setattr(sys, "argv", commands[-1][study:])
+            (robust_attentions if study else train_cls).main()
 
         monkeypatch.setattr(robustness, "call", call)
         few = ["--out_dir", str(tmp_path / "r"), "--arms", "symmetric", "clamp", "--seeds", "0",
@@ -126,7 +125,9 @@ def study(tmp_path, monkeypatch):
 def test_the_study_does_what_is_missing_and_nothing_twice(study, tmp_path, monkeypatch, capsys):
     out = tmp_path / "r"
     full = study("--clamp", "0.7")
-    assert [command[0] for command in full] == ["train_cls.py"] * 2 + ["eval_robust.py"] * 2
+    evaluate = ["-m", "studies.robust_attentions", "evaluate"]
+    assert [command[0] for command in full[:2]] == ["train_cls.py"] * 2
+    assert [command[:3] for command in full[2:]] == [evaluate] * 2
     args = common.read_checkpoint(out / "clamp_s0")["args"]
     given = dict(attn="rpc", n_iter=1, lambd=0.7, seed=0, num_images=32, keep_every=1)
     assert given.items() <= args.items()
@@ -140,16 +141,16 @@ def test_the_study_does_what_is_missing_and_nothing_twice(study, tmp_path, monke
     end = common.read_checkpoint(out / "clamp_s0")["model"]
     (out / "clamp_s0" / "epoch_1.pt").replace(out / "clamp_s0" / "last.pt")
     assert not robustness.finished(out / "clamp_s0", "clamp")
-    assert [command[0] for command in study("--clamp", "0.7", "--no-train")] == ["eval_robust.py"]
+    assert [command[:3] for command in study("--clamp", "0.7", "--no-train")] == [evaluate]
     again = study("--clamp", "0.7")
     assert again[0] == ["train_cls.py", "--resume", str(out / "clamp_s0")]
-    assert [command[0] for command in again[1:]] == ["eval_robust.py"] * 2
+    assert [command[:3] for command in again[1:]] == [evaluate] * 2
     assert (out / "eval" / "results.jsonl").read_text() == rows
     resumed = common.read_checkpoint(out / "clamp_s0")["model"]
     assert all(torch.equal(t, resumed[name]) for name, t in end.items())
 
     # a folder of another arm is refused
-    with pytest.raises(ValueError, match="clamp_s0 was trained with --lambd 0.7, expected 0.5"):
+    with pytest.raises(ValueError, match="clamp_s0 was trained with lambd 0.7, expected 0.5"):
         study()
 
 
@@ -163,3 +164,13 @@ def test_bad_flags_are_one_clear_line(study, tmp_path):
 def test_a_script_that_fails_ends_the_study():
     with pytest.raises(ValueError, match="no_such_script.py failed"):
         robustness.call("no_such_script.py")
+
+
+def test_a_robust_attention_is_an_arm_trained_by_its_study(study, tmp_path):
+    commands = study("--arms", "symmetric", "keys-rows", "--measures", "clean", "--epochs", "1")
+    assert commands[1][:4] == ["-m", "studies.robust_attentions", "train", "keys-rows"]
+    folder = tmp_path / "r" / "keys-rows_s0"
+    assert common.read_checkpoint(folder)["args"]["attention"] == "keys-rows"
+    folder.rename(tmp_path / "r" / "keys_s0")
+    with pytest.raises(ValueError, match="keys_s0 was trained with attention keys-rows, expected"):
+        study("--arms", "symmetric", "keys", "--epochs", "1")

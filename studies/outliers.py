@@ -1,0 +1,207 @@
+"""Which attention finds corrupted patches, survives them, and keeps the promise of robustness?
+
+    python -m studies.robustness --arms symmetric softmax rpc4-l1 keys keys-rows weights mom \
+        rkde-huber rkde-hampel elliptical sinkhorn              # trains and evaluates: hours
+    python -m studies.outliers --arms symmetric rpc4-l1 keys keys-rows --seeds 0 1 2    # minutes
+
+Reads the networks and rows of studies/robustness.py. Some patches of each test image become noise
+or white: how often is the network right, and does its layer 0 score the corrupted tokens highest
+(AUC; its nulls, |k| and the distance from the mean key, stand beside it)?
+
+An attention keeps the promise if it is above symmetric on the mean of the corruptions and on noisy
+patches (p below 0.05 after Holm's correction over the attentions) and not below it on clean images
+and under AutoAttack. p: paired t-test over seeds. Writes --out_dir/outliers.md and patches.jsonl.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+if not __package__:
+    sys.exit("error: start this in the repository's folder, as: python -m studies.outliers")
+
+import numpy as np
+import torch
+from scipy import stats
+from tqdm import tqdm
+
+import common
+from robust import metrics
+from robust.patches import corrupt_patches
+from robust.rows import read_rows
+from studies import cost, probe, robustness
+from studies.robust_attentions import ATTENTIONS, RobustAttention, rebuild
+from studies.robustness import ARMS, BASELINE
+from studies.where_is_s import auc, first_layer, location
+
+PATCHES = [(kind, n) for kind in ("noise", "white") for n in (6, 16)]
+ABOVE, NOT_BELOW = ("15 corruptions", "6 patches noise"), ("clean", "autoattack 1/255")
+
+
+def get_args(argv=None):
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--out_dir", type=Path, default=Path("out/robustness"),
+                   help="of studies/robustness.py")
+    p.add_argument("--arms", nargs="+", choices=ARMS, default=[BASELINE, "rpc4-l1", *ATTENTIONS])
+    p.add_argument("--seeds", nargs="+", type=common.number(int, 0), default=[0, 1, 2])
+    p.add_argument("--limit", type=common.number(int, 1), default=500, help="images a measure")
+    p.add_argument("--rounds", type=common.number(int, 0), default=16, help="training steps to "
+                   "time for each attention; 0: none")
+    args = p.parse_args(argv)
+    args.data = args.data_dir = None                       # the training's
+    args.images = args.limit
+    return args
+
+
+# --- corrupted patches ----------------------------------------------------------------------------
+
+@torch.no_grad()
+def token_scores(model, images):
+    """{name: score of each patch token (B, P)}: what layer 0 holds for an outlier; the nulls."""
+    k, steps = first_layer(model, images)
+    keys = k.transpose(1, 2).flatten(2)[:, 1:]                              # (B, P, C)
+    scores = {"|k|": keys.norm(dim=2), "distance": (keys - keys.mean(1, keepdim=True)).norm(dim=2)}
+    attention = model.blocks[0].attn
+    if isinstance(attention, RobustAttention):
+        model(images)
+        if attention.score is not None:
+            scores["own"] = attention.score.sum(1)[:, 1:]
+    elif attention.attn == "rpc":
+        scores["own"] = location(steps[-1]["S"])
+    return scores
+
+
+@torch.no_grad()
+def look(model, images, labels):
+    """{measure: which images are right, packed}, {corruption: {score: mean AUC}}."""
+    right, areas = {}, {}
+    for kind, n in PATCHES:
+        x, hit = corrupt_patches(images, kind, model.config.patch_size, n=n)
+        name = f"{n} patches {kind}"
+        right[name] = metrics.pack(model(x).argmax(1) == labels)
+        areas[name] = {score: round(auc(values, hit).mean().item(), 4)
+                       for score, values in token_scores(model, x).items()}
+    return right, areas
+
+
+def patch_rows(folders, args):
+    """A row a network, those of --out_dir/patches.jsonl kept: {(arm, seed): row}."""
+    path, rows, images = args.out_dir / "patches.jsonl", {}, None
+    stored = {(row["checkpoint"], row["images"]): row for row in common.read_log(path)}
+    for run, folder in tqdm(folders.items(), "corrupted patches", unit="network"):
+        row = stored.get((str(folder), args.limit))
+        if row is None:
+            checkpoint = common.read_checkpoint(folder)
+            model = rebuild(checkpoint).eval()
+            if images is None:
+                images, labels, *_ = probe.load_images(args, checkpoint, model.config)
+            right, areas = look(model, images, labels)
+            row = dict(checkpoint=str(folder), images=len(images), auc=areas, right=right)
+            common.write_log(path, row)
+        rows[run] = row
+    return rows
+
+
+# --- the verdict ----------------------------------------------------------------------------------
+
+def holm(p):
+    """Holm's step-down correction of p-values {name: p}."""
+    corrected, largest = {}, 0.0
+    for i, name in enumerate(sorted(p, key=p.get)):
+        largest = max(largest, min(1.0, (len(p) - i) * p[name]))
+        corrected[name] = largest
+    return corrected
+
+
+def p_values(runs, arms):
+    """{arm: p of the paired t-test against symmetric}, corrected; arms of fewer than 2 pairs lack.
+
+    runs: {(arm, seed): (n,)}, how often each image was right.
+    """
+    found = {}
+    for arm in arms:
+        gaps = [right.mean() - runs[BASELINE, seed].mean() for (a, seed), right in runs.items()
+                if a == arm and (BASELINE, seed) in runs]
+        if arm != BASELINE and len(gaps) > 1:
+            found[arm] = stats.ttest_1samp(gaps, 0).pvalue.item()
+    return holm(found)
+
+
+def promise(arm, compared, corrected):
+    """Does an attention keep the promise? "yes", "no" and why, or what is missing."""
+    missing = [name for name in ABOVE if arm not in corrected.get(name, {})]
+    missing += [name for name in NOT_BELOW if compared.get((name, arm), robustness.NONE)[0] < 2]
+    failed = [f"not above on {name}" for name in ABOVE if name not in missing
+              and not (compared[name, arm][1] > 0 and corrected[name][arm] < 0.05)]
+    failed += [f"below on {name}" for name in NOT_BELOW if name not in missing
+               and compared[name, arm][2][1] < 0]
+    if failed:
+        return "no: " + ", ".join(failed)
+    return f"undecided: two seeds or more of {', '.join(missing)}" if missing else "yes"
+
+
+def step_costs(folders, args):
+    """{arm: CPU time of a training step of 64 scenes, as a ratio to symmetric's}."""
+    args.clock, steps = "cpu", {}
+    images = torch.rand(64, 3, 32, 32)
+    for arm, folder in {arm: folder for (arm, _), folder in folders.items()}.items():
+        model = rebuild(common.read_checkpoint(folder))
+        steps[arm] = lambda model=model: cost.training_step(model, images)
+    times = cost.alternate(args, torch.device("cpu"), steps)
+    return {arm: np.median(np.divide(times[arm], times[BASELINE])) for arm in steps}
+
+
+def report(found, compared, rows, costs, args):
+    """Markdown: accuracies and differences; AUC; p-values, costs and the verdict."""
+    corrected = {name: p_values(found[name], args.arms) for name in found}
+    body = []
+    for arm in args.arms:
+        p = [f"{corrected.get(name, {}).get(arm, np.nan):.3f}".replace("nan", "") for name in ABOVE]
+        ratio = f"{costs[arm]:.2f}" if arm in costs else ""
+        verdict = "" if arm == BASELINE else promise(arm, compared, corrected)
+        body.append([arm, *p, ratio, verdict])
+    head = ["attention", *(f"p, {name}" for name in ABOVE), "training step", "keeps the promise"]
+
+    areas = []
+    for name, score in ((f"{n} patches {kind}", s) for kind, n in PATCHES
+                        for s in ("own", "|k|", "distance")):
+        line = []
+        for arm in args.arms:
+            values = [row["auc"][name].get(score) for (a, _), row in rows.items() if a == arm]
+            values = [value for value in values if value is not None]
+            line.append(f"{np.mean(values):.2f}" if values else "")
+        areas.append([name, score, *line])
+    return "\n\n".join([
+        robustness.tables(found, compared, args.arms),
+        "AUC of a token's score against the corrupted patches, mean over seeds:",
+        common.table(areas, ["corruption", "score", *args.arms]),
+        "p after Holm's correction; a step's CPU time as a ratio to symmetric; verdict:",
+        common.table(body, head)])
+
+
+def main():
+    args = get_args()
+    folders = {(arm, seed): args.out_dir / f"{arm}_s{seed}" for seed in args.seeds
+               for arm in args.arms}
+    folders = {run: folder for run, folder in folders.items()
+               if robustness.finished(folder, run[0])}
+    if not any(arm == BASELINE for arm, _ in folders):
+        raise ValueError(f"--out_dir {args.out_dir}: expected a finished run of {BASELINE}; "
+                         "studies.robustness trains it")
+    rows = patch_rows(folders, args)
+    stored = args.out_dir / "eval/results.jsonl"
+    evaluated = read_rows(stored).values() if stored.exists() else []
+    found = robustness.outcomes(evaluated, folders, args.limit)
+    for run, row in rows.items():
+        for name, text in row["right"].items():
+            right = metrics.unpack(text, row["images"]).double().numpy()
+            found.setdefault(name, {})[run] = right
+    costs = step_costs(folders, args) if args.rounds else {}
+    text = report(found, robustness.compare(found, args.arms), rows, costs, args)
+    (args.out_dir / "outliers.md").write_text(text + "\n")
+    print(f"\n{text}\n\n{args.out_dir}: outliers.md is this, patches.jsonl has the networks' rows")
+
+
+if __name__ == "__main__":
+    common.run(main)

@@ -1,0 +1,100 @@
+"""studies/outliers.py: who finds corrupted patches, who survives them, who keeps the promise."""
+
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import common
+import train_cls
+from attention import rpc_attention
+from robust import metrics
+from studies import outliers, robust_attentions
+from studies.where_is_s import location
+from vit import ViT, ViTConfig
+
+
+def nano(attn="symmetric"):
+    torch.manual_seed(0)
+    config = ViTConfig(image_size=16, patch_size=4, embed_dim=16, depth=2, num_heads=2,
+                       num_classes=10, attn=attn)
+    return ViT(config).eval()
+
+
+def test_holms_correction_is_the_textbooks():
+    found = outliers.holm(dict(a=0.01, b=0.04, c=0.03, d=0.005))
+    assert found == pytest.approx(dict(a=0.03, b=0.06, c=0.06, d=0.02))
+    assert outliers.holm(dict(a=0.6, b=0.7)) == dict(a=1.0, b=1.0)
+    assert outliers.holm({}) == {}
+
+
+def test_p_values_are_paired_by_seed_and_need_two():
+    runs = {("symmetric", seed): np.array([0.0, 1.0]) for seed in range(3)}
+    runs |= {("keys", seed): np.full(2, 0.5 + gap) for seed, gap in enumerate((0.1, 0.2, 0.3))}
+    runs["mom", 0] = np.ones(2)
+    found = outliers.p_values(runs, ["symmetric", "keys", "mom"])
+    t = 0.2 / (0.1 / math.sqrt(3))                          # of 2 degrees of freedom
+    assert found == pytest.approx(dict(keys=1 - t / math.sqrt(t ** 2 + 2)))
+
+
+@pytest.mark.parametrize("gaps, word", [
+    (dict(), "yes"),
+    ({"clean": -1.0}, "no: below on clean"),
+    ({"autoattack 1/255": -1.0}, "no: below on autoattack 1/255"),
+    ({"15 corruptions": -1.0}, "no: not above on 15 corruptions"),
+    ({"6 patches noise": None}, "undecided: two seeds or more of 6 patches noise"),
+])
+def test_a_promise_is_kept_only_with_every_condition(gaps, word):
+    names = outliers.ABOVE + outliers.NOT_BELOW
+    means = {name: 1.0 for name in names} | gaps
+    compared = {(name, "keys"): (3, mean, (mean - 0.5, mean + 0.5), (0, 0))
+                for name, mean in means.items() if mean is not None}
+    corrected = {name: {"keys": 0.01} for name in names if means[name] is not None}
+    assert outliers.promise("keys", compared, corrected) == word
+    unsure = {name: {"keys": 0.06} for name in corrected}
+    assert outliers.promise("keys", compared, unsure) != "yes"
+
+
+def test_scores_are_those_of_layer_0():
+    images = torch.rand(3, 3, 16, 16)
+    scores = outliers.token_scores(nano(), images)
+    assert set(scores) == {"|k|", "distance"} and scores["|k|"].shape == (3, 16)
+
+    model = robust_attentions.with_attention(nano(), "keys-rows")
+    own = outliers.token_scores(model, images)["own"]
+    block = model.blocks[0]
+    k = block.attn.project(block.norm1(model.embed(images)))[1]
+    _, score = robust_attentions.keys_rows(k, k, k, lambd=1.0)
+    assert torch.allclose(own, score.sum(1)[:, 1:]) and own.max() > 0
+
+    model, steps = nano("rpc"), []
+    block = model.blocks[0]
+    _, k, v = block.attn.project(block.norm1(model.embed(images)))
+    rpc_attention(k, v, **block.attn.rpc, trace=steps)
+    assert torch.equal(outliers.token_scores(model, images)["own"], location(steps[-1]["S"]))
+
+
+def test_the_study_reads_runs_once_and_says_what_is_missing(tmp_path, monkeypatch, capsys):
+    def start(main, *argv):
+        monkeypatch.setattr(sys, "argv", ["study", *map(str, argv)])
+        main()
+
+    with pytest.raises(ValueError, match="expected a finished run of symmetric"):
+        start(outliers.main, "--out_dir", tmp_path)
+    run = ["--num_images", 32, "--batch_size", 16, "--epochs", 1]
+    start(train_cls.main, "--attn", "symmetric", *run, "--out_dir", tmp_path / "symmetric_s0")
+    start(robust_attentions.main, "train", "keys", *run, "--out_dir", tmp_path / "keys_s0")
+    capsys.readouterr()
+
+    look = ["--out_dir", tmp_path, "--arms", "symmetric", "keys", "--limit", 6, "--rounds", 1]
+    start(outliers.main, *look)
+    shown, rows = capsys.readouterr().out, (tmp_path / "patches.jsonl").read_text()
+    assert "undecided: two seeds or more of 15 corruptions, 6 patches noise" in shown
+    assert "| 16 patches white | own      |" in shown and len(rows.splitlines()) == 2
+    row = common.read_log(tmp_path / "patches.jsonl")[0]
+    right = metrics.unpack(row["right"]["6 patches noise"], 6).double().mean()
+    assert f"{100 * right:.1f} (1)" in shown
+    start(outliers.main, *look)
+    assert (tmp_path / "patches.jsonl").read_text() == rows
