@@ -8,7 +8,7 @@ are drawn on the CPU, as tables `u` of uniform numbers, so nobody waits for a GP
     images = augment(images, positions, seed)                       # uint8 -> float32 in [0, 1]
     images, targets = mixup_cutmix(images, labels, 1000, np.random.default_rng((seed, step)))
 
-Images are (B, 3, H, W) everywhere. No function but random_erase changes its input.
+Images are (B, 3, H, W). No function but random_erase changes its input.
 """
 
 import math
@@ -41,10 +41,8 @@ def random_crop(images, u, pad=4):
     """
     B, _, H, W = images.shape
     top, left = send((u.double() * (2 * pad + 1)).long(), images.device).unbind(1)
-    y = top[:, None] + torch.arange(H, device=images.device)
-    x = left[:, None] + torch.arange(W, device=images.device)
-    index = (y[:, :, None] * (W + 2 * pad) + x[:, None, :]).view(B, 1, H * W)
-    return F.pad(images, [pad] * 4).flatten(2).gather(2, index.expand(B, 3, -1)).view_as(images)
+    crops = F.pad(images, [pad] * 4).unfold(2, H, 1).unfold(3, W, 1)    # all, as views: no memory
+    return crops[torch.arange(B, device=images.device), :, top, left]
 
 
 def random_hflip(images, u):
@@ -57,7 +55,7 @@ def random_hflip(images, u):
 # Operations: (b, 3, H, W) uint8 and a (b, 1, 1, 1) float32 argument to uint8, truncated as by PIL.
 
 def blend(base, images, factor):
-    """From base (factor 0) to the images (1) and beyond: ImageEnhance. base: whole numbers."""
+    """From base (factor 0) to the images (1) and beyond, as ImageEnhance; base: whole numbers."""
     return (base + factor * (images - base)).clamp_(0, 255).byte()
 
 
@@ -219,8 +217,8 @@ def random_erase(images, u, positions, seed, prob=0.25, area=(0.02, 1 / 3), min_
 
     # One column per erased pixel, box after box. Their number is known on the host: no wait.
     first = (h * w).cumsum(0) - h * w
-    boxes = torch.stack([chosen, positions[chosen], top, left, w, first, h * w])
-    boxes = send(boxes, images.device)
+    boxes = [chosen, positions[chosen], top, left, w, first, h * w]
+    boxes = send(torch.stack(boxes), images.device)
     columns = boxes[:6].repeat_interleave(boxes[6], dim=1, output_size=int((h * w).sum()))
     sample, position, top, left, w, first = columns
     i = torch.arange(len(first), device=images.device) - first
@@ -280,21 +278,19 @@ def mixup_cutmix(images, labels, num_classes, rng, mixup=0.8, cutmix=1.0, switch
 
 # --- all of it, in the recipe's order -------------------------------------------------------------
 
-def augment_uint8(images, positions, seed, pad=0, num_ops=2, magnitude=9.0):
+def augment_uint8(images, positions, seed, pad=0, num_ops=2):
     """First half: crop (if pad > 0), flip, RandAugment (if num_ops > 0). Returns uint8.
 
     images: uint8, after the random resized crop. positions: (B,) int64 on the CPU, below 2**31:
     each sample's number in the whole run, which with the seed determines all that is drawn. So this
     may run on the device or in a worker process.
     """
-    def draw(n, purpose):
-        return uniform(positions, n, seed, purpose)
     if pad:
-        images = random_crop(images, draw(2, CROP), pad)
-    images = random_hflip(images, draw(1, FLIP)[:, 0])
+        images = random_crop(images, uniform(positions, 2, seed, CROP), pad)
+    images = random_hflip(images, uniform(positions, 1, seed, FLIP)[:, 0])
     if num_ops:
-        u = draw(RAND_AUGMENT_COLUMNS * num_ops, RAND_AUGMENT)
-        images = rand_augment(images, u, magnitude, num_ops=num_ops)
+        u = uniform(positions, RAND_AUGMENT_COLUMNS * num_ops, seed, RAND_AUGMENT)
+        images = rand_augment(images, u, num_ops=num_ops)
     return images
 
 
@@ -307,7 +303,7 @@ def to_float(images, positions, seed, erase_prob=0.25):
     return images
 
 
-def augment(images, positions, seed, pad=0, num_ops=2, magnitude=9.0, erase_prob=0.25):
+def augment(images, positions, seed, pad=0, num_ops=2, erase_prob=0.25):
     """Both halves: uint8 images to augmented float32 ones, on their device."""
-    images = augment_uint8(images, positions, seed, pad, num_ops, magnitude)
+    images = augment_uint8(images, positions, seed, pad, num_ops)
     return to_float(images, positions, seed, erase_prob)

@@ -11,6 +11,7 @@ import math
 import os
 import tarfile
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +29,6 @@ CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog
 
 
 class Split(NamedTuple):
-    """One split of a small data set, in memory."""
     images: torch.Tensor                     # (N, 3, H, W) uint8
     labels: torch.Tensor                     # (N,) int64
     classes: list                            # class names, str; labels index it
@@ -38,9 +38,8 @@ class Split(NamedTuple):
 def epoch_order(n, epoch, seed, repeats=1):
     """The sample indices of one epoch, (n,) int64: a permutation of 0..n-1 keyed by (seed, epoch).
 
-    repeats > 1 is DeiT's repeated augmentation: every index of the permutation stands `repeats`
-    times in a row and the list is cut to n entries, so an epoch sees n / repeats images, each in
-    `repeats` crops. The copies are neighbours here; who mixes neighbours has to spread them first.
+    repeats > 1 is DeiT's repeated augmentation: an epoch sees n / repeats images, each `repeats`
+    times. The copies are neighbours here; who mixes neighbours has to spread them first.
     """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2 ** 63)
     return torch.randperm(n, generator=generator).repeat_interleave(repeats)[:n]
@@ -99,23 +98,37 @@ def scan_folders(root):
 
 # --- CIFAR-10 -------------------------------------------------------------------------------------
 
-def scan_tar(path, splits):
-    """[(class, file, offset, size)] of the images <split>/<class>/<file> in an uncompressed tar.
+def read_tar(path, splits):
+    """{(class, file): bytes} of the images <split>/<class>/<file> in an uncompressed tar.
 
-    Of the splits in `splits`. Raises ValueError naming a file that is no tar, compressed, cut short
-    or damaged.
+    Raises ValueError naming a file that is no tar, compressed, cut short or damaged.
     """
+    files = {}
     try:
         with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            members = [(m.name.split("/")[-3:], m.offset_data, m.size) for m in tar
-                       if m.isfile() and m.name.lower().endswith(IMAGE_EXTENSIONS)]
+            for member in tar:
+                split, *place = member.name.split("/")[-3:]
+                image = member.isfile() and member.name.lower().endswith(IMAGE_EXTENSIONS)
+                if image and split in splits and len(place) == 2:
+                    content = bytearray(tar.extractfile(member).read())
+                    files[tuple(place)] = np.frombuffer(content, np.uint8)
             file.seek(tar.offset)          # tarfile stops in silence at a header that is damaged
             if file.read(512) != bytes(512):
                 raise tarfile.ReadError("it does not end in a block of zeros")
     except (tarfile.TarError, ValueError) as error:
         raise ValueError(f"{path} is not a whole uncompressed tar: {error}") from None
-    return [(path[1], path[2], offset, size) for path, offset, size in members
-            if len(path) == 3 and path[0] in splits]
+    return dict(sorted(files.items()))
+
+
+def cifar10_files(data_dir, splits):
+    """{(class, file): bytes} of the first folder of these splits, else of the first tar."""
+    for folder in (os.path.join(data_dir, name) for name in splits):
+        if os.path.isdir(folder):
+            return {(label, name): read_bytes(os.path.join(folder, label, name))
+                    for label, names in scan_folders(folder).items() for name in names}
+    tars = sorted(path for path in Path(data_dir).glob("*.tar") if path.is_file())
+    tars.sort(key=lambda path: not any(part in path.name for part in splits))   # the likely first
+    return next(filter(None, (read_tar(path, splits) for path in tars)), {})
 
 
 def load_cifar10(data_dir, split, download=False):
@@ -136,27 +149,27 @@ def load_cifar10(data_dir, split, download=False):
         return torchvisions_cifar10(data_dir, split, download)
 
     splits = ["train"] if split == "train" else ["test", "val"]
-    files = find_cifar10(data_dir, splits)
+    files = cifar10_files(data_dir, splits)
     if not files:
         folders = " or ".join(f"{name}/<class>/*" for name in splits)
         raise FileNotFoundError(f"--data_dir {data_dir} holds no CIFAR-10 {split} images; looked "
                                 f"for cifar-10-batches-py/, {folders}, and a .tar of such folders")
-    found = sorted({label for label, _, _ in files})
+    found = sorted({label for label, _ in files})
     if found != CIFAR10_CLASSES:
         raise ValueError(f"--data_dir {data_dir}: the {split} images are in {len(found)} class "
                          f"folders ({', '.join(found)}), expected CIFAR-10's 10 "
                          f"({', '.join(CIFAR10_CLASSES)})")
-    images = torch.empty(len(files), 3, 32, 32, dtype=torch.uint8)
+
+    images = []
     few = len(files) < 20000
-    progress = tqdm(files, f"decoding CIFAR-10 {split}", leave=False, disable=few)
-    for i, (label, name, read) in enumerate(progress):
-        image = decode(read(), f"{data_dir} {label}/{name}")
-        if image.shape != (3, 32, 32):
-            raise ValueError(f"--data_dir {data_dir}: {label}/{name} is {tuple(image.shape)}, "
-                             f"expected (3, 32, 32)")
-        images[i] = image
-    labels = torch.tensor([CIFAR10_CLASSES.index(label) for label, _, _ in files])
-    return Split(images, labels, list(CIFAR10_CLASSES))
+    progress = tqdm(files.items(), f"decoding CIFAR-10 {split}", leave=False, disable=few)
+    for (label, name), content in progress:
+        images.append(decode(content, f"{data_dir} {label}/{name}"))
+        if images[-1].shape != (3, 32, 32):
+            raise ValueError(f"--data_dir {data_dir}: {label}/{name} is "
+                             f"{tuple(images[-1].shape)}, expected (3, 32, 32)")
+    labels = torch.tensor([CIFAR10_CLASSES.index(label) for label, _ in files])
+    return Split(torch.stack(images), labels, list(CIFAR10_CLASSES))
 
 
 def torchvisions_cifar10(data_dir, split, download):
@@ -168,28 +181,6 @@ def torchvisions_cifar10(data_dir, split, download):
                          f"({error})") from None
     images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
     return Split(images, torch.tensor(dataset.targets), list(dataset.classes))
-
-
-def find_cifar10(data_dir, splits):
-    """[(class, file name, function that reads its bytes)] of the first folder, else of a tar."""
-    folders = [os.path.join(data_dir, name) for name in splits]
-    folders = [folder for folder in folders if os.path.isdir(folder)]
-    files = []
-    if folders:
-        for label, names in scan_folders(folders[0]).items():
-            paths = [os.path.join(folders[0], label, name) for name in names]
-            files += [(label, name, partial(read_bytes, path)) for name, path in zip(names, paths)]
-    tars = sorted(entry.name for entry in os.scandir(data_dir)
-                  if entry.name.endswith(".tar") and entry.is_file())
-    tars.sort(key=lambda name: not any(part in name for part in splits))        # the likely first
-    for name in tars:
-        if files:
-            break
-        members = sorted(scan_tar(os.path.join(data_dir, name), splits))
-        tar = np.memmap(os.path.join(data_dir, name), np.uint8, mode="c")
-        files = [(label, file, partial(tar.__getitem__, slice(start, start + size)))
-                 for label, file, start, size in members]
-    return files
 
 
 # --- images of one's own --------------------------------------------------------------------------
@@ -420,7 +411,7 @@ def collate(transform, samples):
     return images, labels, positions
 
 
-def imagenet_batches(tree, batches, num_workers=4, device="cpu", prefetch=4, transform=None):
+def imagenet_batches(tree, batches, num_workers=4, device="cpu", transform=None):
     """DataLoader over an ImageTree: images (B, 3, size, size) uint8, labels, positions (B,) int64.
 
     batches: iterable of lists of (position, index). transform: applied to (images, positions) of a
@@ -430,7 +421,7 @@ def imagenet_batches(tree, batches, num_workers=4, device="cpu", prefetch=4, tra
     """
     return DataLoader(tree, batch_sampler=batches, num_workers=num_workers,
                       persistent_workers=num_workers > 0,
-                      prefetch_factor=prefetch if num_workers else None,
+                      prefetch_factor=4 if num_workers else None,
                       pin_memory=torch.device(device).type == "cuda",
                       collate_fn=partial(collate, transform))
 

@@ -8,9 +8,11 @@ The transforms that such images are trained with: views.py.
 
 import math
 import os
+from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image, ImageDraw
 from torch.utils.data import Dataset
 from tqdm import tqdm
@@ -41,12 +43,10 @@ class Scenes(Dataset):
 
 def listed_classes(root):
     """(names, file) of classes.txt, one a line, or of ADE20K's objectInfo150.txt; ([], None)."""
-    for name in ("classes.txt", "objectInfo150.txt"):
-        path = os.path.join(root, name)
-        if os.path.exists(path):
-            with open(path, encoding="utf-8") as file:
-                lines = [line.strip() for line in file if line.strip()]
-            if name == "objectInfo150.txt":                         # a table with a headline
+    for path in (Path(root, "classes.txt"), Path(root, "objectInfo150.txt")):
+        if path.exists():
+            lines = [line.strip() for line in path.read_text("utf-8").split("\n") if line.strip()]
+            if path.stem == "objectInfo150":                        # a table with a headline
                 lines = [line.split("\t")[-1].split(",")[0] for line in lines[1:]]
             return lines, path
     return [], None
@@ -55,8 +55,8 @@ def listed_classes(root):
 def class_names(root, num_classes=None, likely=()):
     """Class names of a data folder; where it lists none, those that are likely or made up.
 
-    num_classes: how many there must be; None: as many as are listed. Raises ValueError if there is
-    another number, or neither a list nor a number, or if 8 bits cannot hold them.
+    num_classes: how many there must be; None: as many as are listed. Raises ValueError where that
+    cannot be, or 8 bits cannot hold them.
     """
     names, path = listed_classes(root)
     if not names and num_classes is None:
@@ -81,8 +81,8 @@ def shift_labels(label):
 
 def files_in(folder, extensions):
     """{stem: path} of a folder's files, in the order of their names."""
-    files = (name for name in sorted(os.listdir(folder)) if name.lower().endswith(extensions))
-    return {os.path.splitext(name)[0]: os.path.join(folder, name) for name in files}
+    return {os.path.splitext(name)[0]: os.path.join(folder, name)
+            for name in sorted(os.listdir(folder)) if name.lower().endswith(extensions)}
 
 
 def read_pair(image_path, label_path):
@@ -108,7 +108,6 @@ def read_pair(image_path, label_path):
 class SegTree(Dataset):
     """root/images/<split>/<stem>.jpg, root/annotations/<split>/<stem>.png, as ADE20K is laid out.
 
-    tree[i]: image (3, H, W) and label (H, W), uint8, classes from 0, 255 for pixels to be ignored.
     num_classes: see class_names. Raises FileNotFoundError and ValueError, one line that names the
     folder or file.
     """
@@ -273,25 +272,23 @@ def save_pictures(path, images, labels, predictions, classes):
     images: list of (3, H, W) uint8; labels, predictions: lists of (H, W) uint8; all on the CPU, H
     and W may vary.
     """
-    colours, gap = palette(len(classes)), 4
+    colours = palette(len(classes))
     zoom = max(1, 160 // max(image.shape[2] for image in images))
     rows = []
     for image, label, prediction in zip(images, labels, predictions):
         row = [image.permute(1, 2, 0), colours[label.long()], colours[prediction.long()]]
         rows.append(torch.cat(row, 1).repeat_interleave(zoom, 0).repeat_interleave(zoom, 1))
-    seen = sorted({k for t in (*labels, *predictions) for k in t.unique().tolist()})
     width = max(row.shape[1] for row in rows)
-    cell, across = 150, max(1, width // 150)
-    top = sum(len(row) + gap for row in rows)
+    rows = [F.pad(row, (0, 0, 0, width - row.shape[1], 0, 4), value=255) for row in rows]
+    pixels = torch.cat(rows)
 
-    picture = Image.new("RGB", (width, top + 16 * -(-len(seen) // across)), "white")
-    y = 0
-    for row in rows:
-        picture.paste(Image.fromarray(row.numpy()), (0, y))
-        y += len(row) + gap
+    seen = sorted({k for t in (*labels, *predictions) for k in t.unique().tolist()})
+    across = max(1, width // 150)
+    picture = Image.new("RGB", (width, len(pixels) + 16 * -(-len(seen) // across)), "white")
+    picture.paste(Image.fromarray(pixels.numpy()))
     pen = ImageDraw.Draw(picture)
     for i, k in enumerate(seen):
-        x, y = cell * (i % across), top + 16 * (i // across)
+        x, y = 150 * (i % across), len(pixels) + 16 * (i // across)
         pen.rectangle((x, y + 2, x + 12, y + 13), fill=tuple(colours[k].tolist()))
         pen.text((x + 18, y + 2), classes[k] if k < len(classes) else "ignored", fill="black")
     picture.save(path)

@@ -299,10 +299,8 @@ def elastic_transform(images, c, jitter, field):
     """Affine map that moves three corners by jitter, then smoothed random shifts: ImageNet-C's."""
     (H, W), (alpha, sigma, _), x = images.shape[2:], c, images.float()
     y0, x0, s = H // 2, W // 2, min(H, W) // 3
-    corners = torch.tensor([[x0 + s, y0 + s], [x0 + s, y0 - s], [x0 - s, y0 - s]])
-    corners = corners.to(x)
-    moved = corners + jitter
-    moved = torch.cat([moved, torch.ones_like(moved[..., :1])], 2)
+    corners = torch.tensor([[x0 + s, y0 + s], [x0 + s, y0 - s], [x0 - s, y0 - s]]).to(x)
+    moved = F.pad(corners + jitter, (0, 1), value=1)
     to_source = torch.linalg.inv_ex(moved)[0] @ corners                     # (B, 3, 2)
     a, b, t = to_source[..., None, None].unbind(1)                               # (B, 2, 1, 1) each
     across, down = pixel_grid(H, W, x.device)

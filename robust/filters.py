@@ -93,9 +93,7 @@ def sample(x, across, down, align_corners):
     Beyond the image: reflected, about the centres of the border pixels (align_corners) or about
     their outer edges.
     """
-    edge = 0.5
-    if align_corners:
-        edge = 0
+    edge = 0 if align_corners else 0.5
     h, w = x.shape[2:]
     across = (across + edge) * (2 / (w - 1 + 2 * edge)) - 1              # grid_sample wants [-1, 1]
     down = (down + edge) * (2 / (h - 1 + 2 * edge)) - 1
