@@ -122,13 +122,13 @@ def read_tar(path, splits):
 
 def cifar10_files(data_dir, splits):
     """{(class, file): bytes} of the first folder of these splits, else of the first tar."""
-    for folder in (os.path.join(data_dir, name) for name in splits):
-        if os.path.isdir(folder):
-            return {(label, name): read_bytes(os.path.join(folder, label, name))
-                    for label, names in scan_folders(folder).items() for name in names}
+    folders = [path for path in (os.path.join(data_dir, name) for name in splits)
+               if os.path.isdir(path)]
+    files = {(label, name): read_bytes(os.path.join(folder, label, name)) for folder in folders[:1]
+             for label, names in scan_folders(folder).items() for name in names}
     tars = sorted(path for path in Path(data_dir).glob("*.tar") if path.is_file())
     tars.sort(key=lambda path: not any(part in path.name for part in splits))   # the likely first
-    return next(filter(None, (read_tar(path, splits) for path in tars)), {})
+    return files or next(filter(None, (read_tar(path, splits) for path in tars)), {})
 
 
 def load_cifar10(data_dir, split, download=False):

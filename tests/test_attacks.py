@@ -147,10 +147,10 @@ def test_the_papers_harness_leaves_the_accuracy_it_left_in_the_reference_run(ref
     assert abs(sum(acc) / 5 - g["official_noise/acc"].mean()) <= 0.015
     assert abs(share(right(model, z.clamp(0, 1), labels)) - g["official_cw/clamp_only_acc"]) <= 0.005
     for confidence, key in ((0.03, "official_cw"), (10.0, "official_cw10")):
-        theirs = g[f"{key}/robust"][:40]
+        theirs = g[f"{key}/robust"][:20]
         n = len(theirs)
         adv = cw(model, z[:n], predicted[:n], confidence=confidence, steps=100, search_steps=3, clip=False)
-        assert (right(model, adv, labels[:n]) == theirs).sum() >= n - 2
+        assert (right(model, adv, labels[:n]) == theirs).sum() >= n - 1
 
 
 def test_cw_fools_the_reference_network_everywhere_and_as_near_as_the_references(ref):
@@ -204,7 +204,7 @@ def test_cw_comes_as_near_as_foolbox_and_cleverhans(net):
     foolbox = pytest.importorskip("foolbox")
     module = pytest.importorskip("cleverhans.torch.attacks.carlini_wagner_l2")
     model, images, labels = net
-    x, y = images[:15], labels[:15]
+    x, y = images[:10], labels[:10]
     attack = foolbox.attacks.L2CarliniWagnerAttack(5, 100, stepsize=0.01, initial_const=0.01)
     theirs = [attack(foolbox.PyTorchModel(model, bounds=(0, 1), device="cpu"), x, y, epsilons=None)[0],
               module.carlini_wagner_l2(model, x, 10, y=y, lr=0.01, max_iterations=100, initial_const=0.01)]

@@ -59,7 +59,7 @@ def test_box_projection_equals_the_reference(golden):
 
 
 @pytest.mark.parametrize("name, i, n", [("apgd-ce", 0, 100), ("apgd-ce", 2, 100), ("apgd-dlr", 1, 100),
-                                        ("apgd-t", 2, 40), ("square", 2, 10)])
+                                        ("apgd-t", 2, 25), ("square", 2, 10)])
 def test_member_is_as_strong_as_the_reference(reference, name, i, n):
     """As many images stay robust but for one in a hundred, two in random search, and nearly the same ones."""
     g, model, images, labels, eps = reference
@@ -234,7 +234,7 @@ def test_each_stage_leaves_fewer_robust_images_and_autoattack_beats_its_members(
 
 
 def test_batch_size_is_kept_and_batches_stay_full(own):
-    model, images, labels = own[0], own[1][:40], own[2][:40]
+    model, images, labels = own[0], own[1][:24], own[2][:24]
     seen = []
 
     def watched(x):
@@ -249,7 +249,7 @@ def test_batch_size_is_kept_and_batches_stay_full(own):
     seen.clear()
     survivors = square(watched, images, labels, EPS, queries=51, batch_size=8)
     left = robust(model, survivors, labels).sum()
-    assert sum(n < 8 for n in seen) <= 1 + 52 and 8 < left < 40                          # one batch a query, at most
+    assert sum(n < 8 for n in seen) <= 1 + 52 and 8 < left < 24                          # one batch a query, at most
 
 
 def evaluated(own, name, setting, **changes):
@@ -280,10 +280,10 @@ def test_the_evaluators_square_keeps_its_batch_size_and_fills_it(own):
 
 
 def test_robust_accuracy_falls_to_zero_as_the_budget_grows(own):
-    model, images, labels = own[0], own[1][:40], own[2][:40]
+    model, images, labels = own[0], own[1][:24], own[2][:24]
     for name in ("apgd-ce", "apgd-t", "fab-t"):
         left = [int(robust(model, QUICK[name](model, images, labels, eps), labels).sum()) for eps in (0, 0.01, 0.03, 1)]
-        assert left == sorted(left, reverse=True) and left[0] > 20 and left[-1] == 0
+        assert left == sorted(left, reverse=True) and left[0] > 12 and left[-1] == 0
 
 
 def test_fab_restarts_only_bring_images_nearer(own):
