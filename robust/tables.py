@@ -88,73 +88,71 @@ def tell_apart(names, details):
 # --- tables --------------------------------------------------------------------------------------
 
 def fill(rows):
-    """Rows as cells {(line, model): value}, times each image was right {(line, model): (n,)}, lines
-    in order, and which of them are shares of the images.
+    """Rows as {line: {model: value}}, and times each image was right as {line: {model: (n,)}}.
 
-    A line is (name, conditions in words, images, whatever else was set, as JSON), a model its
-    identity. The name of a line of times right is the row's title alone.
+    A line is (name, conditions in words, images, whatever else was set, as JSON, a share of the
+    images?), a model its identity. A line of times right has the row's title alone for a name.
     """
-    cells, rights, order, shares = {}, {}, {}, set()
+    cells, rights = {}, {}
     for row in rows:
-        space, labels, clip = (row["conditions"][k] for k in ("space", "labels", "clip"))
-        usual = (space, labels, clip) == ("pixel", "true", True)
+        conditions = row["conditions"]
+        space, labels, clip = (conditions[k] for k in ("space", "labels", "clip"))
         attacked = "eps" in row["setting"] or row["measure"] in ("noise", "cw")
         tag = ""
-        if attacked and not usual:
+        if attacked and (space, labels, clip) != ("pixel", "true", True):
             tag = f"{space}, {labels}, {'clip' if clip else 'no clip'}"
         named = ("type", "split", "eps", "scale")         # by the line's name
         rest = {k: v for k, v in row["setting"].items() if k not in named}
-        rest.update(seed=row["conditions"]["seed"], amp=row["conditions"]["amp"])
-        rest["data_dir"] = row.get("data_dir")
+        rest.update(seed=conditions["seed"], amp=conditions["amp"], data_dir=row.get("data_dir"))
         where, w = (tag, row["images"], json.dumps(rest, sort_keys=True)), identity(row)
         for name, value, share in lines(row):
-            line = (name, *where)
-            order[line] = None                            # a dict keeps the order
-            cells[line, w] = value
-            if share:
-                shares.add(line)
+            cells.setdefault((name, *where, share), {})[w] = value
         if "right" in row:
-            texts = row["right"] if isinstance(row["right"], list) else [row["right"]]
-            each = [metrics.unpack(text, row["images"]).int() for text in texts]
-            rights[(title(row), *where), w] = sum(each)
-    return cells, rights, list(order), shares
+            texts = np.ravel(row["right"])                # one, or one a severity or draw
+            right = sum(metrics.unpack(text, row["images"]).int() for text in texts)
+            rights.setdefault((title(row), *where, False), {})[w] = right
+    return cells, rights
 
 
-def add_means(cells, order, models, names):
-    """Add to cells and order, after the last corruption, the mean of the 15 and, of errors, how it
-    relates to a reference: mCE to AlexNet, on ImageNet; elsewhere to the first model with all 15.
+def add_means(cells, models, names):
+    """The cells with, after the last corruption, the mean of the 15 and, of errors, how it relates
+    to a reference: mCE to AlexNet, on ImageNet; elsewhere to the first model with all 15.
     """
-    one = [line for line in order if line[0].startswith("fog,")]
-    for what, *rest in [(line[0].removeprefix("fog"), *line[1:]) for line in one]:
-        types = {name: (f"{name}{what}", *rest) for name in corruptions.NAMES}
-        values = {}
-        for w in models:
-            own = {name: cells[line, w] for name, line in types.items() if (line, w) in cells}
-            if len(own) == len(types):
-                values[w] = own
-        if not values:
+    out, blocks = {}, {}
+    for line, values in cells.items():
+        out[line] = values
+        kind, _, what = line[0].partition(", ")
+        block = blocks.setdefault((what, *line[1:]), {})
+        if kind in corruptions.NAMES:
+            block[kind] = values
+        if kind not in corruptions.NAMES or len(block) < len(corruptions.NAMES):
             continue
-        first = next(iter(values))
-        mean, mce = (f"mean of the 15{what}", *rest), ("mCE", *rest)
-        relative = (f"corruption error relative to {names[first]}", *rest)
-        for w, own in values.items():
-            cells[mean, w] = sum(own.values()) / len(own)
-            if what != ", error":
-                continue
+
+        # the last of the 15: the models that have all of them
+        found = {w: {name: block[name].get(w) for name in corruptions.NAMES} for w in models}
+        found = {w: own for w, own in found.items() if None not in own.values()}
+        where = (*line[1:4], False)
+        out[f"mean of the 15, {what}", *where] = {w: sum(own.values()) / len(own)
+                                                  for w, own in found.items()}
+        if what != "error" or not found:
+            continue
+        first = next(iter(found))
+        mce, relative = {}, {}
+        for w, own in found.items():
             if models[w].get("imagenet1k"):
                 shares = {name: error / 100 for name, error in own.items()}
-                cells[mce, w] = metrics.mean_corruption_error(shares)
-            elif len(values) > 1 and min(values[first].values()) > 0:
-                cells[relative, w] = metrics.mean_corruption_error(own, values[first])
-        at = 1 + max(order.index(line) for line in types.values() if line in order)
-        new = mean, mce, relative
-        order[at:at] = [line for line in new if any((line, w) in cells for w in models)]
+                mce[w] = metrics.mean_corruption_error(shares)
+            elif len(found) > 1 and min(found[first].values()) > 0:
+                relative[w] = metrics.mean_corruption_error(own, found[first])
+        out["mCE", *where] = mce
+        out[f"corruption error relative to {names[first]}", *where] = relative
+    return out
 
 
-def line_names(order):
+def line_names(cells):
     """{line: name}: lines that would look the same say what else was set."""
     blocks, names = {}, {}
-    for line in order:
+    for line in cells:
         blocks.setdefault(line[1:3], []).append(line)
     for block in blocks.values():
         settings = {line: json.loads(line[3]) for line in block}
@@ -162,44 +160,45 @@ def line_names(order):
     return names
 
 
-def markdown(order, columns, cell, counted="images"):
-    """A table of the lines with a text; columns: {heading: models}, cell(line, models): a text."""
-    names = line_names(order)
+def markdown(cells, columns, cell, counted="images"):
+    """A table of the lines with a text; columns: {heading: models}, cell: one, mean or pair."""
+    names = line_names(cells)
     measure = "perplexity" if counted == "tokens" else "measure (% unless it says otherwise)"
     body = [[measure, "conditions", counted, *columns]]
-    for line in order:
-        texts = [cell(line, models) for models in columns.values()]
+    for line, values in cells.items():
+        texts = [cell(line, values, models) for models in columns.values()]
         if any(texts):
-            body.append([names[line], line[1], str(line[2]), *texts])
+            body.append([names[line], *line[1:3], *texts])
     if not any(row[1] for row in body[1:]):
         body = [[row[0], *row[2:]] for row in body]
     return common.table(body)
 
 
-def cell_texts(cells, rights, shares):
-    """What a table says of a line: functions of (line, models) for one model, a group, a pair."""
-    def one(line, models):
-        value = cells.get((line, models[0]))
-        if value is None:
-            return ""
-        if line not in shares:
-            return f"{value:.2f}"
-        low, high = metrics.wilson(value / 100, line[2])
-        return f"{value:.2f} ({100 * low:.1f}-{100 * high:.1f})"
+def one(line, values, models):
+    """What a table says of one model: its value, and how sure it is if that is a share."""
+    if models[0] not in values:
+        return ""
+    value = values[models[0]]
+    if not line[4]:
+        return f"{value:.2f}"
+    low, high = metrics.wilson(value / 100, line[2])
+    return f"{value:.2f} ({100 * low:.1f}-{100 * high:.1f})"
 
-    def mean(line, models):
-        values = [cells[line, w] for w in models if (line, w) in cells]
-        std = f" ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else ""
-        return f"{np.mean(values):.2f}{std}" if values else ""
 
-    def pair(line, models):
-        first, second = (rights.get((line, w)) for w in models)
-        if first is None or second is None:
-            return ""
-        a, b = int((first > second).sum()), int((second > first).sum())
-        return f"{a} : {b}, p {metrics.mcnemar(a, b):.2g}"
+def mean(line, values, models):
+    """Of several models: mean ± standard deviation."""
+    found = [values[w] for w in models if w in values]
+    std = f" ± {np.std(found, ddof=1):.2f}" if len(found) > 1 else ""
+    return f"{np.mean(found):.2f}{std}" if found else ""
 
-    return one, mean, pair
+
+def pair(line, values, models):
+    """Of two models: how many images are right more often in the first, in the second, and p."""
+    if not set(models) <= set(values):
+        return ""
+    first, second = (values[w] for w in models)
+    a, b = int((first > second).sum()), int((second > first).sum())
+    return f"{a} : {b}, p {metrics.mcnemar(a, b):.2g}"
 
 
 def tables(rows):
@@ -215,24 +214,22 @@ def tables(rows):
     names = tell_apart({w: row["model"] for w, row in models.items()}, details)
     kinds = tell_apart({g: models[w[0]]["kind"] for g, w in groups.items()},
                        {g: details[w[0]] for g, w in groups.items()})
-    cells, rights, order, shares = fill(rows)
-    add_means(cells, order, models, names)
-    one, mean, pair = cell_texts(cells, rights, shares)
+    cells, rights = fill(rows)
+    cells = add_means(cells, models, names)
     counted = unit(rows[0])
 
-    out = markdown(order, {names[w]: [w] for w in models}, one, counted)
-    if shares:
+    out = markdown(cells, {names[w]: [w] for w in models}, one, counted)
+    if any(line[4] for line in cells):
         out += "\n\n(low-high): Wilson's 95 % interval over images; severities, draws count once."
     if len(groups) < len(models):
         out += "\n\nMean ± standard deviation over seeds:\n\n"
         columns = {f"{kinds[g]} (n = {len(w)})": w for g, w in groups.items()}
-        out += markdown(order, columns, mean, counted)
+        out += markdown(cells, columns, mean, counted)
     first, *others = models
-    kept = list(dict.fromkeys(line for line, _ in rights))
-    if any((line, first) in rights and (line, w) in rights for line in kept for w in others):
+    if any(first in values and len(values) > 1 for values in rights.values()):
         out += f"\n\nImages that only {names[first]} gets right : that only the other does,"
         out += "\nand p of McNemar's exact test (severities, draws: right in more of them):\n\n"
-        out += markdown(kept, {names[w]: [first, w] for w in others}, pair)
+        out += markdown(rights, {names[w]: [first, w] for w in others}, pair)
     return out
 
 
@@ -274,7 +271,6 @@ class Results:
         text = tables([row for row in self.rows.values() if row["data"] == self.data])
         self.table.write_text(text + "\n")
         return text
-
 
 
 if __name__ == "__main__":
