@@ -25,7 +25,6 @@ import argparse
 import os
 import time
 from datetime import date
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -170,23 +169,21 @@ def settle_windows(args, config):
 
 def plan(args):
     """[(measure, setting, conditions)]: what --measures and the flags ask for."""
-    given = [name for name in FOLDERS if getattr(args, name)]
-    texts = args.measures or [*USUAL[args.task], *given]
+    needed = dict(transfer="source", **{name: name for name in FOLDERS})
+    absent = [name for name, flag in needed.items() if not getattr(args, flag)]
+    texts = args.measures or [*USUAL[args.task], *(f for f in FOLDERS if f not in absent)]
     if "all" in texts:
-        absent = {name for name in FOLDERS if name not in given}
-        absent |= set() if args.source else {"transfer"}
         texts = [name for name in measures.KNOWN[args.task] if name not in absent]
     todo = measures.plan(texts, args.task, args.preset, args.eps)
 
     # what flags say
-    needed = dict(transfer="source", **{name: name for name in FOLDERS})
     more = dict(corruptions=dict(severities=args.severities, released=args.corrupted_dir or False,
                                  frost=args.frost_dir or "procedural"),
                 transfer=dict(source=args.source),
                 perplexity=dict(window=args.window, stride=args.stride),
                 **{name: dict(folder=getattr(args, name)) for name in FOLDERS})
     for name, setting, conditions in todo:
-        if name in needed and not getattr(args, needed[name]):
+        if name in absent:
             raise ValueError(f"--measures {name} needs --{needed[name]}")
         setting.update(more.get(name, {}))
         if args.task == SEG:
@@ -203,16 +200,16 @@ def describe_row(m, name, setting, conditions, n, args):
                 measure=name, setting=setting, conditions=conditions, images=n)
 
 
-def measure(group, other, name, setting, conditions, source, tree, index, args):
+def measure(group, other, asked, source, tree, index, args):
     """The results of one measure, a dict per model; source: the test split, tree: the images."""
-    m, n = group[0], score.size_of(tree, name, setting, args)
+    m, (name, setting, conditions) = group[0], asked
     if name == "perplexity":
         return [score.perplexity_row(m, setting, source, args)]
     if args.task == SEG:
         return [score.segment_row(m, name, setting, source, index, args)]
     if name == "clean":
-        loaded = score.batches(source, index, args, "clean")
-        found = score.score(group, loaded, [score.unchanged], n, args)
+        loaded = score.batches(source, index, args, name)
+        found = score.score(group, loaded, [score.unchanged], len(index), args)
         return [score.outcome(hit[0]) for hit in found]
     if name == "corruptions":
         return score.corruption_rows(group, source, index, setting, args)
@@ -224,7 +221,8 @@ def measure(group, other, name, setting, conditions, source, tree, index, args):
 
 def evaluate(models, other, source, todo, results, args):
     """Every measure of todo on the models that lack it; other: transfer's source."""
-    for name, setting, conditions in todo:
+    for asked in todo:
+        name, setting, _ = asked
         tree = source
         if name in FOLDERS:
             root, folder = os.path.split(os.path.abspath(getattr(args, name)))
@@ -235,19 +233,18 @@ def evaluate(models, other, source, todo, results, args):
         if name != "perplexity":
             index = score.pick(score.length(tree), n, args.seed)
 
-        about = partial(describe_row, name=name, setting=setting, conditions=conditions, n=n,
-                        args=args)
-        missing = [m for m in models if results.lacks(about(m))]
+        missing = [m for m in models if results.lacks(describe_row(m, *asked, n, args))]
         groups = [[m] for m in missing]
         if args.task == CLS and name == "corruptions" and missing:
             groups = [missing]                            # making the images is shared out
         for group in groups:
             start, before = time.perf_counter(), [list(m["count"]) for m in group]
-            found = measure(group, other, name, setting, conditions, source, tree, index, args)
+            found = measure(group, other, asked, source, tree, index, args)
             seconds = (time.perf_counter() - start) / len(group)
             for m, calls, result in zip(group, before, found):
                 right = result.pop("right", None)
-                row = dict(about(m), **result, **stamp(m, calls, n, seconds, args))
+                row = describe_row(m, *asked, n, args) | result
+                row |= stamp(m, calls, n, seconds, args)
                 if right:
                     row["right"] = right                  # the longest field comes last
                 results.add(row)

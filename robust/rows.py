@@ -39,12 +39,9 @@ def kind_of(config):
     return name
 
 
-def checksum(*parts):
-    """Eight hexadecimal digits for a sequence of bytes."""
-    value = 0
-    for part in parts:
-        value = zlib.crc32(part, value)
-    return f"{value:08x}"
+def checksum(data):
+    """Eight hexadecimal digits for bytes."""
+    return f"{zlib.crc32(data):08x}"
 
 
 def describe_model(model, checkpoint, path):
@@ -63,7 +60,7 @@ def describe_model(model, checkpoint, path):
         recipe["step"] = recipe.get("steps")              # best.pt is of another step in each seed
     kind = kind_of(model.config)
     return dict(model=f"{kind}, seed {trained.get('seed', '?')}", kind=kind, checkpoint=str(path),
-                weights=checksum(*tensors), model_config=config,
+                weights=checksum(b"".join(tensors)), model_config=config,
                 recipe=checksum(json.dumps(recipe, sort_keys=True).encode()))
 
 

@@ -127,13 +127,15 @@ def unchanged(images, *_):
     return images.float() / 255
 
 
-def corrupted(images, labels, numbers, place, *, setting, severity, args):
-    """One corruption of a batch, (b, 3, S, S) in [0, 1]."""
+def damaged(images, numbers, setting, severity, args):
+    """One corruption of the images with these numbers, (b, 3, H, W) uint8."""
     images = corruptions.corrupt(images, setting["type"], severity, seed=args.seed, index=numbers,
                                  frost_dir=args.frost_dir)
-    if setting["jpeg85"]:
-        images = corruptions.jpeg85(images)
-    return images.float() / 255
+    return corruptions.jpeg85(images) if setting["jpeg85"] else images
+
+
+def corrupted(images, labels, numbers, place, **how):
+    return damaged(images, numbers, **how).float() / 255
 
 
 def released(args, source, size, name, severity):
@@ -244,8 +246,7 @@ def attack_images(model, name, setting, images, labels, index, conditions, *, se
         x[on] = ATTACKS[name](model, x[on], target[on], **how)
 
     for stage in trace or ():
-        stage["standing"] = torch.zeros_like(todo)
-        stage["standing"][rows] = stage["robust"]
+        stage["standing"] = torch.zeros_like(todo).masked_scatter(todo, stage["robust"])
         stage["right"] = stage["standing"] & (target == labels)       # they stand: of class target
     return x * model.std + model.mean if normalized else x
 
@@ -340,13 +341,10 @@ def views(m, setting, args):
 
 def changes(name, setting, args):
     """{severity: what iou.evaluate does to images, uint8}; clean: {None: nothing}."""
-    def change(images, numbers, severity):
-        x = corrupted(images, None, numbers, None, setting=setting, severity=severity, args=args)
-        return (255 * x).round().byte()
-
     if name == "clean":
         return {None: None}
-    return {severity: partial(change, severity=severity) for severity in setting["severities"]}
+    return {severity: partial(damaged, setting=setting, severity=severity, args=args)
+            for severity in setting["severities"]}
 
 
 def segment_row(m, name, setting, source, index, args):

@@ -74,6 +74,6 @@ def load_texts(args, models):
                              f"first: perplexities would not compare")
     folder = text_folder(args.data, args.data_dir, args.rank)
     texts, _ = words.load_texts(folder, vocab, args.window, args.seed)
-    few = {text.split: args.limit or len(text.clean) for text in texts}
-    return {t.split: t._replace(clean=t.clean[:few[t.split]], attacked=t.attacked[:few[t.split]],
-                                kept=t.kept[:few[t.split] - 1]) for t in texts}
+    n, targets = args.limit, args.limit and args.limit - 1
+    return {t.split: t._replace(clean=t.clean[:n], attacked=t.attacked[:n], kept=t.kept[:targets])
+            for t in texts}

@@ -59,7 +59,8 @@ def word_swap(lines, rate=RATE, mode="per-line", seed=0, word=WORD):
 
     chosen = set()
     for group in groups:
-        free = [(i, j) for i, j in group if not is_spared(parts[i][j])]
+        free = [(i, j) for i, j in group
+                if parts[i][j] != "<unk>" and parts[i][j].strip("'") not in STOP_WORDS]
         count = round(rate * len(group))
         if mode == "per-line":
             count = max(int(rate * len(group)), 1)
@@ -70,11 +71,6 @@ def word_swap(lines, rate=RATE, mode="per-line", seed=0, word=WORD):
         swapped += [(i, j) in chosen for j, token in enumerate(line) if token.strip()] + [False]
         parts[i] = "".join(word if (i, j) in chosen else token for j, token in enumerate(line))
     return parts, swapped
-
-
-def is_spared(token):
-    """Does the attack leave this word alone?"""
-    return token == "<unk>" or token.strip("'") in STOP_WORDS
 
 
 # --- what it does to a model ----------------------------------------------------------------------
