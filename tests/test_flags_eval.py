@@ -1,6 +1,7 @@
 """Every flag of eval_robust.py does what it says. Rows made with most flags away from their default
 equal a plain loop; and each flag alone changes what the table below says."""
 
+import functools
 import json
 import shlex
 import sys
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torchvision.io import write_jpeg, write_png
 
+from data import splits
 from robust import attacks
 from robust import checks
 import common
@@ -54,6 +56,8 @@ def place(tmp_path_factory):
     return folder
 
 
+load_shapes = functools.cache(data.load_shapes)           # the same scenes for every run
+
 # Of two flags argparse keeps the last: a line of the table may say --limit again.
 DEFAULT = "--ckpt a.pt --limit 8 --severities 3"
 HELD = dict(weights="w", model="m", kind="m", checkpoint="m.pt", data="shapes", measure="clean",
@@ -89,6 +93,7 @@ def evaluate(monkeypatch, place, flags):
         patch.setattr(common, "setup", look_at_device)
         patch.setattr(data, "imagenet_batches", look_at_workers)
         patch.setattr(checks, "run", look_at_checks)
+        patch.setattr(splits, "load_shapes", load_shapes)
         argv = ["eval_robust.py", *shlex.split(flags)]
         patch.setattr(sys, "argv", argv)
         try:
