@@ -51,8 +51,8 @@ def growing_budgets(model, x, y, seen, say):
            "square": partial(autoattack.square, queries=200)}
     curves = {}
     for name, attack in few.items():
-        curves[name] = [accuracy(model, attack(model, x, y, 0.0), y)]
-        for eps in (1 / 255, 2 / 255, 4 / 255, 8 / 255):
+        curves[name] = []
+        for eps in (0.0, 1 / 255, 2 / 255, 4 / 255, 8 / 255):
             adv = attack(model, x, y, eps)
             seen.add(adv, x, eps)
             curves[name].append(accuracy(model, adv, y))

@@ -27,9 +27,8 @@ def kind_of(config):
     family = getattr(config, "family", "")
     if not config.rpc_layers:
         return family + config.attn
-    everywhere = len(config.rpc_layers) == config.depth
     layers = "layer" + ",".join(str(i + 1) for i in config.rpc_layers)
-    if everywhere:
+    if len(config.rpc_layers) == config.depth:
         layers = "all-layer"
     name = f"{family}{config.attn} {config.n_iter}iter/{layers}"
     if config.lambd != ViTConfig.lambd:
