@@ -17,6 +17,8 @@ import torch.nn.functional as F
 
 TASKS = {"train_cls.py": "classification", "train_seg.py": "segmentation",
          "train_lm.py": "language modelling"}
+VIT_NAMES = ("pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight",
+             "blocks.0.attn.qkv.weight")                            # timm's, as DeiT's
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -83,12 +85,14 @@ def check_run(checkpoint, path, script, *parts):
             raise ValueError(f"{path} is an incomplete checkpoint of {script}: it has no {name}")
 
 
-def read_run(args, script, classes, *parts):
-    """The checkpoint that --resume names, whole, and of a run on these classes."""
+def read_run(args, script, *parts, classes=None):
+    """The checkpoint that --resume names, with these parts; of a run on the same classes."""
     checkpoint = read_checkpoint(args.resume)
-    check_run(checkpoint, args.resume, script, "model", "optimizer", "step", "classes", *parts)
-    names = checkpoint["classes"]
-    if names != classes:
+    if not checkpoint.get("optimizer"):
+        raise ValueError(f"{args.resume} holds no optimiser state; continue from last.pt")
+    check_run(checkpoint, args.resume, script, "model", "step", *parts)
+    if classes and checkpoint["classes"] != classes:
+        names = checkpoint["classes"]
         raise ValueError(f"--data_dir {args.data_dir} has {len(classes)} classes, not those of the "
                          f"run in {args.resume} ({len(names)}, {', '.join(names[:3])}, ...)")
     return checkpoint
@@ -240,7 +244,7 @@ def check_vit(config, own, weights, args):
     if "dist_token" in weights:
         raise ValueError("distilled DeiT weights (dist_token, head_dist) hold a second token, "
                          "which this ViT has not; use the files without 'distilled' in their name")
-    check_names(weights)
+    check_names(weights, "ViT", *VIT_NAMES)
     theirs = released_attention(args, config.depth)
     ours = {name: getattr(config, name) for name in theirs}
     if ours != theirs:
@@ -263,10 +267,7 @@ def check_vit(config, own, weights, args):
 
 def check_fan(config, own, weights):
     """ValueError unless weights are a FAN's, with queries where the model, `own`, has them."""
-    names = ("cls_token", "pos_embed.token_projection.weight", "blocks.0.attn.kv.weight")
-    if not set(names) <= set(weights):
-        found = ", ".join(list(weights)[:4]) or "nothing"
-        raise ValueError(f"not FAN weights: expected {', '.join(names)}, ..., got {found}, ...")
+    check_names(weights, "FAN", "pos_embed.token_projection.weight", "blocks.0.attn.kv.weight")
     for name in (f"blocks.{i}.attn.q.weight" for i in range(config.depth)):
         if (name in weights) != (name in own):
             theirs = "a" if name in weights else "no"
@@ -274,13 +275,11 @@ def check_fan(config, own, weights):
                              f"and symmetric weights do not fit each other")
 
 
-def check_names(weights):
-    """ValueError unless a state dict looks like a ViT's."""
-    names = ("cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.attn.qkv.weight",
-             "blocks.0.mlp.fc1.weight")
-    if not set(names) <= set(weights):
+def check_names(weights, family, *names):
+    """ValueError unless a state dict of this family's names, such as these, is given."""
+    if not {"cls_token", *names} <= set(weights):
         found = ", ".join(list(weights)[:4]) or "nothing"
-        raise ValueError(f"not ViT weights: expected timm's names ({', '.join(names)}, ...), got "
+        raise ValueError(f"not {family} weights: expected cls_token, {', '.join(names)}, ..., got "
                          f"{found}, ...")
 
 
@@ -316,9 +315,8 @@ def foreign_settings(checkpoint):
     timm have softmax attention (3C rows in qkv), heads of width 64.
     """
     weights = checkpoint.get("model", checkpoint)
-    check_names(weights)
-    patch, fc1, qkv = (weights[name] for name in (
-        "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight", "blocks.0.attn.qkv.weight"))
+    check_names(weights, "ViT", *VIT_NAMES)
+    patch, fc1, qkv = (weights[name] for name in VIT_NAMES[1:])
     C, depth = len(patch), len({k.split(".")[1] for k in weights if k.startswith("blocks.")})
     attention = released_attention(checkpoint.get("args"), depth) or dict(attn="softmax")
     if attention["attn"] == "softmax" and len(qkv) != 3 * C:

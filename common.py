@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import sys
 import time
 from contextlib import nullcontext
@@ -11,7 +10,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.nn           # before there is a group, see setup
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
@@ -29,17 +27,13 @@ def setup(device=None):
 
     device: "cuda", "mps" or "cpu"; None picks the best there is. nccl on GPUs, gloo elsewhere.
     """
-    mps = int(torch.backends.mps.is_available())
-    there = dict(cuda=torch.cuda.device_count(), mps=mps, cpu=1)
-    if device is None:
-        device = next(kind for kind, count in there.items() if count)
-    parts = re.fullmatch(r"(cuda|mps|cpu)(?::(\d+))?", device)
-    if not parts:
-        raise ValueError(f"--device {device}: expected cuda, mps or cpu")
-    kind, index = parts.groups("0")
-    if int(index) >= there[kind]:
-        raise ValueError(f"--device {device}: this PyTorch finds {there[kind] or 'no'} {kind}; "
-                         f"leave the flag out to pick what there is")
+    there = dict(cuda=torch.cuda.device_count(), mps=int(torch.backends.mps.is_available()), cpu=1)
+    known = [name for kind, count in there.items() if count
+             for name in (kind, *(f"{kind}:{i}" for i in range(count)))]
+    device = known[0] if device is None else device
+    if device not in known:
+        raise ValueError(f"--device {device}: this PyTorch finds {', '.join(known)}; leave the "
+                         f"flag out to pick what there is")
     if "RANK" not in os.environ:
         return torch.device(device), 0, 1
 
@@ -51,7 +45,7 @@ def setup(device=None):
         store, rank, world = next(dist.rendezvous("env://"))
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
         store = dist.PrefixStore(f"attempt_{attempt}", store)
-        backend = "nccl" if kind == "cuda" else "gloo"
+        backend = "nccl" if device.startswith("cuda") else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     return torch.device(device), dist.get_rank(), dist.get_world_size()
 
@@ -117,52 +111,44 @@ def choose_out_dir(args, name):
     for flag in ("out_dir", "init_from"):
         if getattr(args, flag, None) == "":
             raise ValueError(f"--{flag} is empty, expected a path")
-
-    def ours(folder):
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-        if not restarted or not (folder / "last.pt").exists():
-            return False
-        return {**read_checkpoint(folder).get("args", {}), "resume": None} == vars(args)
-
     if args.resume:
-        out_dir = Path(args.resume) if Path(args.resume).is_dir() else Path(args.resume).parent
-    elif args.out_dir:
-        out_dir = Path(args.out_dir)
-        if (out_dir / "last.pt").exists() and not ours(out_dir):
+        path = Path(args.resume)
+        return path if path.is_dir() else path.parent
+
+    out_dir = begun = Path(args.out_dir or Path("out", name))
+    n = 1
+    while not args.out_dir and out_dir.exists():
+        n += 1
+        begun, out_dir = out_dir, Path("out", f"{name}_{n}")
+    if (begun / "last.pt").exists():
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+        theirs = read_checkpoint(begun).get("args", {}) if restarted else {}
+        if {**theirs, "resume": None} == vars(args):
+            out_dir, args.resume = begun, str(begun)
+        elif args.out_dir:
             raise ValueError(f"--out_dir {out_dir} already holds a run: continue it with --resume "
                              f"{out_dir} or choose another folder")
-    else:
-        folders = [Path("out", name), *(Path("out", f"{name}_{i}") for i in range(2, 10000))]
-        free = next(i for i, folder in enumerate(folders) if not folder.exists())
-        out_dir = folders[free]
-        if free and ours(folders[free - 1]):
-            out_dir = folders[free - 1]
-    if not args.resume and ours(out_dir):
-        args.resume = str(out_dir)
     out_dir, args.resume = broadcast([out_dir, args.resume])
     return out_dir
 
 
-# --- optimisation ---------------------------------------------------------------------------------
+# --- a training run -------------------------------------------------------------------------------
 
 class Run:
     """A training run on rank 0's disk: log.jsonl, checkpoints, the progress bar.
 
         run = Run(args, out_dir, first, stop, device, rank, world, model)
-        for step in run.progress(every, measure, state):
-            run.add(loss, norm)                                 # every step
-            run.write(step, "images", batch_size, lr=lr)        # now and then: waits for the device
-            if run.due(step):
-                run.evaluate(step, measure, state)
-            run.save("last.pt", state(step))            # last: a kill before it repeats the rest
+        for step in run.steps(measure, state, "images", args.batch_size, epoch_steps):
+            ...                                             # gradient, update
+            run.end(step + 1, loss, norm, lr)
     """
 
     def __init__(self, args, out_dir, first, stop, device, rank, world, model, **about):
-        self.out_dir, self.log, self.master = Path(out_dir), Path(out_dir, "log.jsonl"), rank == 0
+        self.args, self.out_dir, self.log = args, out_dir, out_dir / "log.jsonl"
         self.first, self.stop, self.saved, self.started = first, stop, first, time.time()
-        rows = []
+        self.master, rows = rank == 0, []
         if self.master:
-            self.out_dir.mkdir(parents=True, exist_ok=True)
+            out_dir.mkdir(parents=True, exist_ok=True)
             rows = cut_log(self.log, first)
         self.evaluations = {row["step"]: row["eval"] for row in rows if "eval" in row}
         self.evaluations = broadcast([self.evaluations])[0]
@@ -173,7 +159,6 @@ class Run:
         self.print(f"{parameters:,} parameters | {world} x {describe(device)} | {out_dir}")
         if first:
             self.print(f"resumed at step {first}")
-        self.restart()
 
     def print(self, *lines):
         if self.master:
@@ -184,11 +169,17 @@ class Run:
         if self.master:
             write_log(self.log, row)
 
-    def progress(self, every, measure, state):
-        """The steps that are left, with a bar; before them an evaluation that was cut off."""
-        self.every = every
+    def steps(self, measure, state, unit, size, epoch_steps=0):
+        """The steps that are left, with a bar; before them an evaluation that was cut off.
+
+        measure(step): an evaluation, and what else its row of the log holds. state(step): a
+        checkpoint. A step goes through `size` images or tokens (unit). epoch_steps: 0 if there are
+        no epochs; --eval_every counts epochs if there are.
+        """
+        self.measure, self.state, self.unit, self.size = measure, state, unit, size
+        self.epoch_steps = epoch_steps
         if self.due(self.first):
-            self.evaluate(self.first, measure, state)
+            self.evaluate(self.first)
             self.save("last.pt", state(self.first))
         self.bar = tqdm(range(self.first, self.stop), "training", self.stop, initial=self.first,
                         unit="step", disable=not self.master, dynamic_ncols=True)
@@ -199,15 +190,26 @@ class Run:
         """Forget what waits, and measure speed from now on: evaluations do not count."""
         self.pending, self.clock = [], time.time()
 
-    def add(self, loss, norm):
-        """A step's loss and gradient norm: this process's share of the sums over processes."""
-        self.pending.append(torch.stack([loss, norm]))
+    def end(self, step, loss, norm, lr):
+        """The end of a step: log, evaluate and save what is due. step: 1 after the first.
 
-    def write(self, step, unit, size, **more):
-        """Log the means of what was added and how many of `unit`, `size` a step, went by a second.
-
-        Waits for the device. Raises ValueError at a number that is not finite: write, then save.
+        loss, gradient norm: this process's share of the sums over processes. Raises ValueError at
+        one that is not finite.
         """
+        self.pending.append(torch.stack([loss, norm]))
+        epoch_ends = every(step, self.epoch_steps)
+        save = epoch_ends or self.due(step) or every(step, self.args.save_every)
+        if save or every(step, self.args.log_every):
+            self.write(step, lr)
+        if self.due(step):
+            self.evaluate(step)
+        if epoch_ends and every(step // self.epoch_steps, self.args.keep_every):
+            self.save(f"epoch_{step // self.epoch_steps}.pt", self.state(step))
+        if save:
+            self.save("last.pt", self.state(step))      # last: a kill before it repeats the rest
+
+    def write(self, step, lr):
+        """Log means since the last row and what went by in a second. Waits for the device."""
         rows = all_sum(torch.stack(self.pending)).cpu()                 # (steps, 2): loss, norm
         bad = (~rows.isfinite().all(1)).nonzero().flatten().tolist()
         if bad:
@@ -219,25 +221,27 @@ class Run:
             raise ValueError(f"not finite at step {at}: loss {loss:.4g}, gradient norm {norm:.4g}. "
                              f"{kept}; try a smaller --lr, or --set clip=1")
         self.loss, norm = rows.mean(0).tolist()
-        rate = len(self.pending) * size / (time.time() - self.clock)
-        self.row(step=step, loss=self.loss, grad_norm=norm, **{f"{unit}_per_s": rate}, **more)
-        self.bar.set_postfix_str(f"loss {self.loss:.3f} {rate:.0f} {unit}/s")
+        rate = len(rows) * self.size / (time.time() - self.clock)
+        epoch = dict(epoch=step / self.epoch_steps) if self.epoch_steps else {}
+        self.row(step=step, loss=self.loss, grad_norm=norm, **{f"{self.unit}_per_s": rate}, **epoch,
+                 lr=lr)
+        self.bar.set_postfix_str(f"loss {self.loss:.3f} {rate:.0f} {self.unit}/s")
         self.restart()
 
     def due(self, step):
         """Is it time for an evaluation that the log does not have?"""
-        last = step >= self.stop or every(step, self.every)
+        last = step >= self.stop or every(step, self.args.eval_every * (self.epoch_steps or 1))
         return step > 0 and last and step not in self.evaluations
 
-    def evaluate(self, step, measure, state):
-        """Log what measure(step) gives, (metrics, more). Save after it: a kill between repeats it.
+    def evaluate(self, step):
+        """Log what measure(step) gives. Save after it: a kill between repeats it.
 
         An error in it (an unreadable image, Ctrl-C) saves state(step), and --resume evaluates it.
         """
         try:
-            metrics, more = measure(step)
+            metrics, more = self.measure(step)
         except BaseException:
-            self.save("last.pt", state(step))
+            self.save("last.pt", self.state(step))
             raise
         if not math.isfinite(metrics.get("loss", 0)):
             raise ValueError(f"the evaluation's loss is not finite at step {step}: try a smaller "
@@ -261,32 +265,10 @@ def every(step, n):
 
 def wrap(model, device, world, compiled):
     """The model compiled and shared over processes, as the flags and torchrun ask."""
-    for m in model.modules():
-        if world > 1 and type(m) is nn.BatchNorm2d:
-            m.__class__ = SharedBatchNorm
     net = torch.compile(model) if compiled else model
     if world > 1:
         net = DDP(net, device_ids=[device.index] if device.type == "cuda" else None)
     return net
-
-
-class SharedBatchNorm(nn.BatchNorm2d):
-    """Statistics of all processes' images; PyTorch's own SyncBatchNorm does not run on CPUs."""
-
-    def forward(self, x):
-        if not self.training:
-            return super().forward(x)
-        n = x[:, 0].numel() * dist.get_world_size()
-        z = x.to(self.weight.dtype)
-        mean = dist.nn.all_reduce(z.sum((0, 2, 3), keepdim=True)) / n
-        z = z - mean
-        var = dist.nn.all_reduce(z.square().sum((0, 2, 3), keepdim=True)) / n
-        with torch.no_grad():
-            self.num_batches_tracked += 1
-            self.running_mean.lerp_(mean.flatten(), self.momentum)
-            self.running_var.lerp_(var.flatten() * n / (n - 1), self.momentum)
-        z = z * (var + self.eps).rsqrt() * self.weight[:, None, None] + self.bias[:, None, None]
-        return z.to(x.dtype)
 
 
 def seed_of(seed, step, rank):
@@ -300,29 +282,26 @@ def key_statistics(model, forward, inputs):
 
     forward(inputs) runs `model`; its SelfAttention modules count as layers 0, 1, ...
     """
-    seen, layers = {}, [m for m in model.modules() if isinstance(m, SelfAttention)]
+    stats = dict(mean_abs_key=[], nonzero_S={})
 
-    def keep(module, inputs):
-        seen[module] = inputs[0]
+    def look(m, inputs):
+        q, k, v = m.project(inputs[0])
+        if m.attn.startswith("rpc"):
+            trace = []
+            q = q if m.attn == "rpc_asym" else None
+            rpc_attention(k, v, q=q, **m.rpc, causal=m.causal, trace=trace)
+            shares = [(step["S"] != 0).float().mean().item() for step in trace]
+            stats["nonzero_S"][len(stats["mean_abs_key"])] = [round(share, 4) for share in shares]
+        stats["mean_abs_key"].append(round(k.abs().mean().item(), 4))
 
-    hooks = [m.register_forward_pre_hook(keep) for m in layers]
+    layers = [m for m in model.modules() if isinstance(m, SelfAttention)]
+    hooks = [m.register_forward_pre_hook(look) for m in layers]
     training = model.training
     model.eval()
     forward(inputs)
     model.train(training)
     for hook in hooks:
         hook.remove()
-
-    stats = dict(mean_abs_key=[], nonzero_S={})
-    for i, m in enumerate(layers):
-        q, k, v = m.project(seen[m])
-        stats["mean_abs_key"].append(round(k.abs().mean().item(), 4))
-        if m.attn.startswith("rpc"):
-            trace = []
-            q = q if m.attn == "rpc_asym" else None
-            rpc_attention(k, v, q=q, **m.rpc, causal=m.causal, trace=trace)
-            shares = [(step["S"] != 0).float().mean().item() for step in trace]
-            stats["nonzero_S"][i] = [round(share, 4) for share in shares]
     return stats
 
 

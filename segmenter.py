@@ -18,6 +18,7 @@ B batch, K classes, C width, P patch size, N tokens, class token included; h, w 
     windows of one image   batched view by view   the same             batched over all views
 """
 
+from collections import OrderedDict
 from dataclasses import dataclass, fields
 
 import torch
@@ -83,17 +84,6 @@ def resize(x, size):
     return F.interpolate(x[None], size=tuple(size), mode="bilinear", align_corners=False)[0]
 
 
-class LinearDecoder(nn.Module):
-    """One linear layer on every patch token: (B, n, C) -> (B, n, K)."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.head = nn.Linear(config.embed_dim, config.num_classes)
-
-    def forward(self, x):
-        return self.head(x)
-
-
 class MaskDecoder(nn.Module):
     """Patches and classes attend to each other; masks are cosines. (B, n, C) -> (B, n, K)"""
 
@@ -130,7 +120,11 @@ class Segmenter(nn.Module):
         super().__init__()
         self.config = config
         self.encoder = ViT(config.encoder)
-        self.decoder = (MaskDecoder if config.decoder == "mask" else LinearDecoder)(config)
+        if config.decoder == "mask":
+            self.decoder = MaskDecoder(config)
+        else:
+            head = nn.Linear(config.embed_dim, config.num_classes)  # on every patch token
+            self.decoder = nn.Sequential(OrderedDict(head=head))
         for m in self.decoder.modules():
             if isinstance(m, nn.Linear):
                 nn.init.trunc_normal_(m.weight, std=0.02)

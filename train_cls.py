@@ -12,8 +12,8 @@ Paper: Teo & Nguyen 2024, section 4.1 and App. A; recipe `facebookresearch/deit`
 from the released code (`rachtsy/KPCA_code:Robust/main_train.py`): the learning rate is scheduled
 (there the line is commented out), bf16 instead of fp16, images are mixed with their neighbour
 instead of the reversed batch, one lambda per step.
-Every random number depends on (seed, step or sample) alone, so stopping and resuming changes
-nothing, nor does the number of processes but for float noise (drop-path masks are per process).
+Stopping and resuming changes no number, nor do more processes but for float noise and the masks of
+drop path, which are per process: random numbers depend on (seed, step or sample) alone.
 """
 
 import argparse
@@ -246,11 +246,9 @@ def score(model, ema, train, test, args, device, rank, world, step):
         metrics["skipped"] = int(common.all_sum(train.skipped.to(device, copy=True)))
     if rank:
         return metrics, {}
-    if isinstance(test, data.Split):
-        images = test.images[:32]
-    else:
-        images = torch.stack([test[i][0] for i in range(min(len(test), 32))])
-    keys = common.key_statistics(model, model, images.to(device).float() / 255)
+    few = torch.arange(min(len(test.labels), 32))
+    images, _, _ = next(load_batches(test, [(few, few)], args, device))
+    keys = common.key_statistics(model, model, images.float() / 255)
     return metrics, dict(epoch=step / (len(train.labels) // args.batch_size), **keys)
 
 
@@ -283,7 +281,7 @@ def build(args, classes, device):
 
 def resume(args, model, optimizer, ema, classes):
     """Load the run that --resume names; returns its step."""
-    checkpoint = common.read_run(args, "train_cls.py", classes)
+    checkpoint = common.read_run(args, "train_cls.py", "classes", classes=classes)
     theirs = checkpoint["args"]
     if bool(args.ema) != bool(theirs["ema"]):
         raise ValueError(f"--set ema={args.ema}: the run in {args.resume} has ema={theirs['ema']}")
@@ -314,15 +312,6 @@ def check_batch(args, world, n):
         raise ValueError(f"--batch_size {args.batch_size} is more than the {n} training images")
 
 
-def result(args, metrics, epochs, started, out_dir):
-    """The last line of a run."""
-    skipped = f", {metrics['skipped']} unreadable ones skipped" if "skipped" in metrics else ""
-    return (f"{args.data} {args.attn}: {split_name(args)} accuracy {metrics['top1']:.2f} % "
-            f"(top-5 {metrics['top5']:.2f} %, {metrics['images']} images{skipped}) after "
-            f"{epochs:.1f} epochs, {(time.time() - started) / 60:.1f} minutes; checkpoint "
-            f"{out_dir / 'last.pt'}")
-
-
 def main():
     args = get_args()
     device, rank, world, out_dir = common.start(args, f"{args.data}_{args.attn}")
@@ -345,7 +334,7 @@ def main():
                     optimizer=optimizer.state_dict(), ema=ema and ema.module.state_dict(),
                     metrics=run.evaluations.get(step, {}))
 
-    for step in run.progress(args.eval_every * epoch_steps, measure, state):
+    for step in run.steps(measure, state, "images", args.batch_size, epoch_steps):
         lr = common.lr_at(step, total, warmup, args.lr, args.min_lr)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -368,20 +357,14 @@ def main():
             ema.update_parameters(model)
 
         # log (waits for the device, stops at a loss that is not finite), evaluate, save
-        step += 1
-        run.add(loss / world, norm / world)
-        epoch_ends = step % epoch_steps == 0
-        save = epoch_ends or step == stop or common.every(step, args.save_every)
-        if save or common.every(step, args.log_every):
-            run.write(step, "images", args.batch_size, epoch=step / epoch_steps, lr=lr)
-        if run.due(step):
-            run.evaluate(step, measure, state)
-        if epoch_ends and common.every(step // epoch_steps, args.keep_every):
-            run.save(f"epoch_{step // epoch_steps}.pt", state(step))
-        if save:
-            run.save("last.pt", state(step))            # last: a kill before it repeats the rest
+        run.end(step + 1, loss / world, norm / world, lr)
 
-    run.print(result(args, run.evaluations[stop], stop / epoch_steps, run.started, out_dir))
+    found, minutes = run.evaluations[stop], (time.time() - run.started) / 60
+    skipped = f", {found['skipped']} unreadable ones skipped" if "skipped" in found else ""
+    run.print(f"{args.data} {args.attn}: {split_name(args)} accuracy {found['top1']:.2f} % (top-5 "
+              f"{found['top5']:.2f} %, {found['images']} images{skipped}) after "
+              f"{stop / epoch_steps:.1f} epochs, {minutes:.1f} minutes; checkpoint "
+              f"{out_dir / 'last.pt'}")
 
 
 if __name__ == "__main__":

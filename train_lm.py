@@ -14,9 +14,8 @@ transformer. Where this differs from that code: batches are random windows (ther
 streams, always in the same order), the first update has the lowest learning rate (there: the full
 one), unknown words are <unk> (there: an error), bf16 on a GPU. The checkpoint with the best valid
 perplexity, best.pt, is the one to report.
-Every random number depends on (seed, step, process) alone, so stopping and resuming changes
-nothing; nor does the number of processes but for float noise, without dropout: its masks are per
-process.
+Stopping and resuming changes no number, nor do more processes but for float noise and the masks of
+dropout, which are per process: random numbers depend on (seed, step, process) alone.
 """
 
 import math
@@ -157,7 +156,9 @@ def micro_batches(tokens, args, start, stop, rank, world, device):
 
 def start(args, device, rank):
     """Text, model, optimiser, step to go on from, best evaluation: new, or what --resume names."""
-    checkpoint = read_run(args.resume) if args.resume else None
+    checkpoint = None
+    if args.resume:
+        checkpoint = common.read_run(args, "train_lm.py", "model_config", "vocab", "best")
     corpus = load_text(args, rank)
     vocab = corpus.vocab
     prompt_ids(args.prompt, vocab)                                  # a word it does not know: now
@@ -177,24 +178,6 @@ def start(args, device, rank):
     return corpus, model, optimizer, checkpoint["step"], checkpoint["best"]
 
 
-def read_run(path):
-    """The checkpoint that --resume names, with all that a run needs to go on."""
-    checkpoint = common.read_checkpoint(path)
-    if not checkpoint.get("optimizer"):
-        raise ValueError(f"--resume {path}: best.pt holds no optimiser state; continue from "
-                         f"last.pt")
-    parts = ("model", "model_config", "vocab", "step", "best")
-    common.check_run(checkpoint, path, "train_lm.py", *parts)
-    return checkpoint
-
-
-def pack(args, model, optimizer, vocab, step, best):
-    """A checkpoint. optimizer: None for weights to evaluate only."""
-    return dict(task="language modelling", model=model.state_dict(), args=vars(args), step=step,
-                model_config=asdict(model.config), vocab="\n".join(vocab.words), best=dict(best),
-                optimizer=optimizer and optimizer.state_dict())
-
-
 # --- evaluation and samples -----------------------------------------------------------------------
 
 def evaluate(model, corpus, args, device, rank, world):
@@ -207,15 +190,10 @@ def evaluate(model, corpus, args, device, rank, world):
         return dict(perplexity=perplexity(nats)), {}
     text = sample(model, corpus.vocab, args, device)
     tqdm.write(textwrap.shorten(text, 100))
-    keys = common.key_statistics(model, model.hidden, first_windows(corpus.valid, args, device))
+    few = min(len(corpus.valid) // args.context, 8)
+    windows = corpus.valid[:few * args.context].reshape(few, -1).astype(np.int64)
+    keys = common.key_statistics(model, model.hidden, torch.from_numpy(windows).to(device))
     return dict(perplexity=perplexity(nats)), dict(sample=text, **keys)
-
-
-def first_windows(tokens, args, device):
-    """The first 8 windows of a text, (8, context) int64 on the device: for key statistics."""
-    n = len(tokens) // args.context * args.context
-    windows = tokens[:n].reshape(-1, args.context)[:8]
-    return torch.from_numpy(windows.astype(np.int64)).to(device)
 
 
 def prompt_ids(prompt, vocab):
@@ -276,17 +254,19 @@ def main():
     run = common.Run(args, out_dir, first, stop, device, rank, world, model,
                      train_tokens=len(corpus.train), vocab_size=len(corpus.vocab))
 
-    def state(step, optimizer=optimizer):
-        return pack(args, model, optimizer, corpus.vocab, step, best)
+    def state(step):
+        return dict(task="language modelling", model=model.state_dict(), args=vars(args), step=step,
+                    model_config=asdict(model.config), vocab="\n".join(corpus.vocab.words),
+                    best=dict(best), optimizer=optimizer.state_dict())
 
     def measure(at):
         metrics, more = evaluate(model, corpus, args, device, rank, world)
         if metrics["perplexity"] < best["perplexity"]:
             best.update(step=at, perplexity=metrics["perplexity"])
-            run.save("best.pt", state(at, optimizer=None))
+            run.save("best.pt", dict(state(at), optimizer=None))            # only to evaluate
         return metrics, more
 
-    for step in run.progress(args.eval_every, measure, state):
+    for step in run.steps(measure, state, "tokens", args.batch_size * args.context):
         lr = common.lr_at(step, args.steps, args.warmup, args.lr, 0.0, args.lr / (args.warmup + 1))
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -306,15 +286,7 @@ def main():
         optimizer.zero_grad(set_to_none=True)
 
         # log (waits for the device, stops at a loss that is not finite), evaluate, save
-        step += 1
-        run.add(loss / world, norm / world)
-        save = run.due(step) or common.every(step, args.save_every)
-        if save or common.every(step, args.log_every):
-            run.write(step, "tokens", args.batch_size * args.context, lr=lr)
-        if run.due(step):
-            run.evaluate(step, measure, state)
-        if save:
-            run.save("last.pt", state(step))
+        run.end(step + 1, loss / world, norm / world, lr)
 
     run.print(f"{args.data} {args.attn}: valid perplexity {best['perplexity']:.2f} (segment-wise) "
               f"with the weights of step {best['step']}; "

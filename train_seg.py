@@ -13,9 +13,8 @@ Paper: Teo & Nguyen 2024, section 4.1, App. A.3 and E.5 (Table 6); recipe `rstru
 which the paper's fork `rachtsy/segm` keeps: SGD with Nesterov momentum, polynomial schedule, 64
 epochs of ADE20K. Where this differs: bf16 on GPUs (--no-amp: float32), a loss that is not finite
 stops the run, the result is the last epoch.
-Every random number depends on (seed, step or sample) alone, so stopping and resuming changes
-nothing, nor does the number of processes but for float noise (masks of drop path and dropout are
-per process).
+Stopping and resuming changes no number, nor do more processes but for float noise and the masks of
+drop path and dropout, which are per process: random numbers depend on (seed, step or sample) alone.
 """
 
 import math
@@ -237,28 +236,26 @@ def build_optimizer(args, model):
 def build(args, classes, device):
     """Model, optimiser, the step to start at, notes for the reader."""
     torch.manual_seed(args.seed)
+    step, notes = 0, []
     if args.resume:
-        return resume(args, classes, device)
-    if not args.backbone:
-        model = Segmenter(build_config(args, len(classes))).to(device)
-        return model, build_optimizer(args, model), 0, []
-    backbone = common.read_checkpoint(args.backbone)
-    with common.naming(f"--backbone {args.backbone}"):
-        model = Segmenter(build_config(args, len(classes), backbone))
-        load_backbone(model, backbone)
-    model.to(device)
-    return model, build_optimizer(args, model), 0, [f"encoder from {args.backbone}"]
+        checkpoint = common.read_run(args, "train_seg.py", "classes", "model_config",
+                                     classes=classes)
+        with common.naming(f"--resume {args.resume}"):
+            model, step = segmenter_from_checkpoint(checkpoint).train(), checkpoint["step"]
+    elif args.backbone:
+        backbone, notes = common.read_checkpoint(args.backbone), [f"encoder from {args.backbone}"]
+        with common.naming(f"--backbone {args.backbone}"):
+            model = Segmenter(build_config(args, len(classes), backbone))
+            load_backbone(model, backbone)
+    else:
+        model = Segmenter(build_config(args, len(classes)))
 
-
-def resume(args, classes, device):
-    """What `build` gives, of the run that --resume names."""
-    checkpoint = common.read_run(args, "train_seg.py", classes, "model_config")
-    with common.naming(f"--resume {args.resume}"):
-        model = segmenter_from_checkpoint(checkpoint).train().to(device)
-        optimizer = build_optimizer(args, model)
-        optimizer.load_state_dict(checkpoint["optimizer"])
-    optimizer.param_groups[0]["weight_decay"] = args.weight_decay       # the setting may be new
-    return model, optimizer, checkpoint["step"], []
+    optimizer = build_optimizer(args, model.to(device))
+    if args.resume:
+        with common.naming(f"--resume {args.resume}"):
+            optimizer.load_state_dict(checkpoint["optimizer"])
+        optimizer.param_groups[0]["weight_decay"] = args.weight_decay   # the setting may be new
+    return model, optimizer, step, notes
 
 
 def poly_lr(step, total, lr, min_lr, power=0.9):
@@ -283,20 +280,16 @@ def score(model, val, views, args, step, rank, world):
     return metrics, dict(epoch=step / math.ceil(len(views.source) / args.batch_size), **keys)
 
 
-def draw(path, model, val, args):
-    """Image, truth and prediction of up to args.save_images images, evenly spaced."""
-    index = list(range(len(val)))[::math.ceil(len(val) / args.save_images)]
-    triples = predictions(model.eval(), val, index, **views_of(args))
-    save_pictures(path, *zip(*([t.cpu() for t in triple] for triple in triples)), val.classes)
-
-
 # --- the run -------------------------------------------------------------------------------------
 
 def finish(run, model, val, args, step, epoch_steps):
-    """Pictures, and what has come out of the run."""
+    """Pictures of up to args.save_images images, evenly spaced, and what came out of the run."""
+    path = run.out_dir / "pictures.png"
     if run.master and args.save_images:
-        draw(run.out_dir / "pictures.png", model, val, args)
-        run.print(f"image, truth, prediction: {run.out_dir / 'pictures.png'}")
+        index = list(range(len(val)))[::math.ceil(len(val) / args.save_images)]
+        triples = predictions(model.eval(), val, index, **views_of(args))
+        save_pictures(path, *zip(*([t.cpu() for t in triple] for triple in triples)), val.classes)
+        run.print(f"image, truth, prediction: {path}")
     result, minutes = run.evaluations[step], (time.time() - run.started) / 60
     run.print(f"{args.data} {model.config.attn}: validation mean IoU {result['mean_iou']:.2f} % of "
               f"{result['classes']} classes, mean accuracy {result['mean_accuracy']:.2f} % "
@@ -328,7 +321,7 @@ def main():
                     model=model.state_dict(), model_config=asdict(model.config),
                     optimizer=optimizer.state_dict(), metrics=run.evaluations.get(step, {}))
 
-    for step in run.progress(args.eval_every * epoch_steps, measure, state):
+    for step in run.steps(measure, state, "images", args.batch_size, epoch_steps):
         lr = poly_lr(step, total, args.lr, args.min_lr)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -347,18 +340,7 @@ def main():
         optimizer.zero_grad(set_to_none=True)
 
         # log (waits for the device, stops at a loss that is not finite), evaluate, save
-        step += 1
-        run.add(loss.detach(), norm / world)
-        epoch_ends = step % epoch_steps == 0
-        save = epoch_ends or step == stop or common.every(step, args.save_every)
-        if save or common.every(step, args.log_every):
-            run.write(step, "images", args.batch_size, epoch=step / epoch_steps, lr=lr)
-        if run.due(step):
-            run.evaluate(step, measure, state)
-        if epoch_ends and common.every(step // epoch_steps, args.keep_every):
-            run.save(f"epoch_{step // epoch_steps}.pt", state(step))
-        if save:
-            run.save("last.pt", state(step))                # last: a kill before repeats the rest
+        run.end(step + 1, loss.detach(), norm / world, lr)
 
     finish(run, model, val, args, stop, epoch_steps)
 
