@@ -1,10 +1,7 @@
 """Claims about fan.py: the published model, its attention, its weights, and that every script takes it."""
 
 import json
-import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +16,7 @@ import peers
 import train_cls
 from attention import penalty
 from checkpoint import load_weights, read_checkpoint, save_checkpoint
+from processes import group
 from studies import probe
 from fan import FAN, SIZES, FANConfig, classifier_from_checkpoint
 from vit import ViT, ViTConfig
@@ -216,16 +214,6 @@ def test_a_checkpoint_alone_says_whether_it_is_a_vit_or_a_fan(tmp_path):
 
 TINY = dict(embed_dim=32, depth=2, num_heads=4)
 RUN = "--model fan_tiny --num_images 64 --image_size 16 --patch_size 4 --batch_size 8 --device cpu --set log_every=1".split()
-WRAPPER = """
-import sys
-sys.path.insert(0, {root!r})
-import common, train_cls
-from fan import FAN, FANConfig
-train_cls.MODELS["fan_tiny"] = FAN, FANConfig, {size!r}
-common.run(train_cls.main)
-"""
-
-
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
     """fan_tiny is even smaller here, on one thread, in an empty folder."""
@@ -272,12 +260,13 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit_with_its_average_and_its_bat
     assert losses("whole") == losses("parts") and len(losses("whole")) == 16
 
 
+def train_tiny():
+    train_cls.MODELS["fan_tiny"] = FAN, FANConfig, TINY
+    train_cls.main()
+
+
 def test_two_processes_equal_one_in_losses_and_in_batch_norms(tiny, monkeypatch):
-    Path("small.py").write_text(WRAPPER.format(root=str(Path(train_cls.__file__).parent), size=TINY))
-    env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")} | {"OMP_NUM_THREADS": "1"}
-    two = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "small.py", *RUN,
-                          "--out_dir", "two", "--max_steps", "8"], env=env, capture_output=True, text=True, timeout=300)
-    assert two.returncode == 0, two.stderr[-2000:]
+    group(train_tiny, [*RUN, "--out_dir", "two", "--max_steps", "8"])
     train(monkeypatch, "--out_dir one --max_steps 8")
     np.testing.assert_allclose(losses("two"), losses("one"), rtol=0, atol=1e-4)
     assert len(losses("one")) == 8

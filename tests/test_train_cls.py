@@ -11,7 +11,6 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from PIL import Image
 import common
 import data
 import train_cls
+from processes import Started, group
 from vit import ViT, ViTConfig, vit_from_checkpoint
 
 SCRIPT = Path(train_cls.__file__).resolve()
@@ -40,7 +40,7 @@ TINY = dict(image_size=16, patch_size=8, num_classes=10, embed_dim=48, depth=2, 
 def one_thread_and_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)                                 # as the subprocesses, so that results agree bit for bit
+    torch.set_num_threads(1)                                 # as the other processes, so that results agree bit for bit
     yield
     torch.set_num_threads(threads)
 
@@ -70,27 +70,16 @@ def train(*parts):
         sys.argv = argv
 
 
-def command(*parts, launcher=()):
-    return [sys.executable, *(("-m", "torch.distributed.run", *launcher) if launcher else ()), str(SCRIPT), *flags(*parts)]
+def start(*parts):
+    return Started(train_cls.main, flags(*parts))
 
 
-def start(*parts, launcher=(), **how):
+def start_script(*parts, launcher=()):
+    """The script itself in a process, or with torchrun's flags as launcher in several."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")} | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command(*parts, launcher=launcher), env=env, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, **how)
-
-
-def finish(process):
-    try:
-        out, err = process.communicate(timeout=300)
-    finally:
-        process.terminate()                                          # torchrun takes its workers with it
-    assert process.returncode == 0, "\n".join(line for line in err.splitlines() if "rror" in line)[-3000:]
-    return out
-
-
-def torchrun(*parts, processes=2, **how):
-    return finish(start(*parts, launcher=("--standalone", f"--nproc_per_node={processes}"), **how))
+    launcher = ("-m", "torch.distributed.run", *launcher) if launcher else ()
+    return subprocess.Popen([sys.executable, *launcher, str(SCRIPT), *flags(*parts)], env=env, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def refused(*parts):
@@ -131,9 +120,9 @@ def wait_for(path, process, seconds=240):
 
 # --- a run and what it leaves ---------------------------------------------------------------------------------------------
 
-def test_the_default_run_ends_in_its_accuracy_and_its_checkpoint_alone_reproduces_it(tmp_path):
-    out = finish(start("--max_steps 2 --num_images 500"))                      # all else as in the README's first command
-    last = out.strip().splitlines()[-1]
+def test_the_default_run_ends_in_its_accuracy_and_its_checkpoint_alone_reproduces_it(tmp_path, capsys):
+    train("--max_steps 2 --num_images 500")                                    # all else as in the README's first command
+    last = capsys.readouterr().out.strip().splitlines()[-1]
     folder = tmp_path / "out" / "shapes_rpc"
     evaluation = log(folder, "eval")[2]
     assert f"test accuracy {evaluation['top1']:.2f} %" in last and last.endswith(os.path.join("out", "shapes_rpc", "last.pt"))
@@ -209,7 +198,7 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_losses_and_weights(tmp_p
     process = start(run, "--out_dir killed")
     wait_for("killed/last.pt", process)
     time.sleep(random.uniform(0, 0.3))
-    process.kill()
+    process.send_signal(signal.SIGKILL)
     process.communicate()
     assert 1 <= common.read_checkpoint("killed")["step"] <= 30                                # whole, whatever happened
     train("--resume killed")
@@ -286,7 +275,7 @@ def test_flags_of_a_resumed_run_hold_or_are_refused(monkeypatch):
 
 def test_two_processes_equal_one_with_accumulation_and_everything_on():
     run = flags(SMALL, RECIPE, "--max_steps 12 --set eval_every=100 --num_images 165")          # 33 test images: an odd number
-    torchrun(run, "--out_dir two")
+    group(train_cls.main, [*run, "--out_dir", "two"])
     train(run, "--accum 2 --out_dir accumulated")
     train(run, "--out_dir one")
     two, accumulated, one = (np.array(list(log(d).values())) for d in ("two", "accumulated", "one"))
@@ -298,13 +287,8 @@ def test_two_processes_equal_one_with_accumulation_and_everything_on():
 
 
 def test_two_nodes_equal_one_process():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     run = flags(SMALL, "--max_steps 10")
-    nodes = [start(run, "--out_dir nodes", launcher=("--nnodes=2", f"--node_rank={i}", "--nproc_per_node=1",
-                                                     "--master_addr=127.0.0.1", f"--master_port={port}")) for i in (0, 1)]
-    out = [finish(node) for node in nodes]
+    out = group(train_cls.main, [*run, "--out_dir", "nodes"], LOCAL_RANK="0")              # each the first on its node
     assert "test accuracy" in out[0] and not out[1].strip()
     train(run, "--out_dir one")
     np.testing.assert_allclose(list(log("nodes").values()), list(log("one").values()), rtol=0, atol=1e-5)
@@ -314,11 +298,12 @@ def test_two_nodes_equal_one_process():
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the worker in /proc")
 def test_a_killed_worker_restarts_and_the_run_finishes():
     run = flags(SMALL, "--epochs 12 --set save_every=5 --set eval_every=100 --lr 1e-4")                              # 120 steps
-    process = start(run, "--out_dir a", launcher=("--standalone", "--nproc_per_node=2", "--max_restarts=3"))
+    process = start_script(run, "--out_dir a", launcher=("--standalone", "--nproc_per_node=2", "--max_restarts=3"))
     wait_for("a/last.pt", process)
     workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(next(p for p in workers if "train_cls.py" in Path(f"/proc/{p}/cmdline").read_text())), signal.SIGKILL)
-    assert "test accuracy" in finish(process)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0 and "test accuracy" in out, err[-3000:]
     assert list(log("a")) == list(range(1, 121)) and common.read_checkpoint("a")["step"] == 120
     headers = [json.loads(line) for line in Path("a/log.jsonl").read_text().splitlines() if "world" in line]
     assert len(headers) == 2 and headers[1]["step"] > 0                                           # it went on, not again
@@ -341,7 +326,7 @@ def test_a_restart_never_touches_another_run(monkeypatch):
 # --- ImageNet's layout ------------------------------------------------------------------------------------------------------
 
 def test_imagenets_layout_trains_with_the_papers_recipe(imagenet):
-    finish(start(IMAGENET, "--num_workers 2 --out_dir a --data_dir", str(imagenet)))
+    train(IMAGENET, "--num_workers 2 --out_dir a --data_dir", str(imagenet))
     checkpoint = common.read_checkpoint("a")
     assert checkpoint["classes"] == ["n01", "n02", "n03"] and len(log("a")) == 4
     recipe = dict(mixup=0.8, cutmix=1.0, num_ops=2, erase=0.25, smoothing=0.1, repeats=3, drop_path=0.1, ema=0.99996)
@@ -560,7 +545,7 @@ def test_unknown_names_and_flags_are_refused_by_argparse(bad, capsys):
 
 
 def test_the_script_itself_ends_in_one_error_line():
-    process = start(SMALL, "--rpc_layers 7")
+    process = start_script(SMALL, "--rpc_layers 7")
     out, err = process.communicate(timeout=240)
     assert process.returncode == 1 and err.startswith("error: ") and len(err.splitlines()) == 1 and "rpc_layers" in err
 
@@ -648,12 +633,11 @@ def test_a_full_disk_at_the_log_loses_no_line_of_it():
 
 
 def test_ctrl_c_ends_in_one_line_and_a_run_that_resumes():
-    process = start(SMALL, "--epochs 300 --set save_every=1 --out_dir a",
-                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    process = start(SMALL, "--epochs 300 --set save_every=1 --out_dir a")
     wait_for("a/last.pt", process)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=240)
-    assert process.returncode != 0 and "Traceback" not in err
+    _, err = process.communicate()
+    assert process.poll() != 0 and "Traceback" not in err
     step = common.read_checkpoint("a")["step"]
     train("--resume a --max_steps", str(step + 2))
     assert list(log("a")) == list(range(1, step + 3))

@@ -18,9 +18,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import common
 import train_lm
+from processes import Started, group
 from data import prose, text as data_text
 from robust.words import load_texts, score, word_swap
 from lm import LM, LMConfig, lm_from_checkpoint
@@ -47,7 +49,7 @@ def one_thread_and_a_folder_with_a_small_text(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_text("text")
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)                                 # as the subprocesses, so that results agree bit for bit
+    torch.set_num_threads(1)                                 # as the other processes, so that results agree bit for bit
     yield
     torch.set_num_threads(threads)
 
@@ -69,24 +71,6 @@ def train(*parts):
         train_lm.main()
     finally:
         sys.argv = argv
-
-
-def start(*parts, script=SCRIPT, launcher=()):
-    env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
-    module = ("-m", "torch.distributed.run", *launcher) if launcher else ()
-    return subprocess.Popen([sys.executable, *module, str(script), *flags(*parts)], text=True,
-                            env=env | {"OMP_NUM_THREADS": "1"},
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,      # background jobs ignore SIGINT
-                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
-
-
-def finish(process):
-    try:
-        out, err = process.communicate(timeout=300)
-    finally:
-        process.terminate()                                          # torchrun takes its workers with it
-    assert process.returncode == 0, "\n".join(line for line in err.splitlines() if "rror" in line)[-3000:]
-    return out
 
 
 def refused(*parts):
@@ -354,13 +338,13 @@ def test_three_steps_and_three_resumed_equal_six_bit_for_bit_with_dropout(extra)
 def test_a_run_killed_at_any_moment_resumes_to_the_same_losses_evaluations_and_weights():
     run = flags(SMALL, "--steps 40 --set save_every=1 eval_every=4")
     train(run, "--out_dir whole")
-    process = start(run, "--out_dir killed")
+    process = Started(train_lm.main, [*run, "--out_dir", "killed"])
     end = time.time() + 240
     while not Path("killed/last.pt").exists():
         assert process.poll() is None and time.time() < end
         time.sleep(0.01)
     time.sleep(random.uniform(0, 0.5))
-    process.kill()
+    process.send_signal(signal.SIGKILL)
     process.communicate()
     assert 1 <= common.read_checkpoint("killed")["step"] <= 40                                # whole, whatever happened
     train("--resume killed")
@@ -417,25 +401,18 @@ def test_a_resumed_run_refuses_another_vocabulary():
 
 # --- processes --------------------------------------------------------------------------------------------------------
 
-TRAIN_AND_SCORE = f"""
-import json, sys
-sys.path[:0] = {[str(SCRIPT.parent), str(SCRIPT.parent / "tests")]!r}
-import torch.distributed as dist
-import common, train_lm, test_train_lm
-
-train_lm.main()
-common.broadcast([None])                                     # rank 0 has written best.pt
-rank, world = dist.get_rank(), dist.get_world_size()
-rows, _ = test_train_lm.scored("two", stride=3, rank=rank, world=world)
-if rank == 0:
-    json.dump(rows, open("rows.json", "w"))
-"""
+def train_and_score():
+    train_lm.main()
+    common.broadcast([None])                                     # rank 0 has written best.pt
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows, _ = scored("two", stride=3, rank=rank, world=world)
+    if rank == 0:
+        Path("rows.json").write_text(json.dumps(rows))
 
 
 def test_two_processes_equal_one_without_dropout_and_the_scores_too():
     run = flags(SMALL, "--max_steps 10 --set dropout=0 eval_every=5")
-    Path("script.py").write_text(TRAIN_AND_SCORE)
-    finish(start(run, "--out_dir two", script="script.py", launcher=("--standalone", "--nproc_per_node=2")))
+    group(train_and_score, [*run, "--out_dir", "two"])
     train(run, "--accum 2 --out_dir accumulated")
     train(run, "--out_dir one")
     two, accumulated, one = (np.array(list(log(folder).values())) for folder in ("two", "accumulated", "one"))
@@ -562,19 +539,19 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(m
 
 
 def test_the_script_itself_ends_in_one_error_line():
-    process = start(SMALL, "--rpc_layers 7")
-    _, err = process.communicate(timeout=240)
-    assert process.returncode == 1 and err.startswith("error: ") and len(err.splitlines()) == 1 and "rpc_layers" in err
+    ended = subprocess.run([sys.executable, str(SCRIPT), *SMALL, "--rpc_layers", "7"], text=True, capture_output=True)
+    err = ended.stderr
+    assert ended.returncode == 1 and err.startswith("error: ") and len(err.splitlines()) == 1 and "rpc_layers" in err
 
 
 def test_ctrl_c_ends_in_one_line_and_a_run_that_resumes():
-    process = start(SMALL, "--steps 3000 --out_dir a --set save_every=1")
+    process = Started(train_lm.main, flags(SMALL, "--steps 3000 --out_dir a --set save_every=1"))
     while not Path("a/last.pt").exists():
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=240)
-    assert process.returncode != 0 and "Traceback" not in err
+    _, err = process.communicate()
+    assert process.poll() != 0 and "Traceback" not in err
     step = common.read_checkpoint("a")["step"]
     train("--resume a --max_steps", str(step + 2))
     assert list(log("a")) == list(range(1, step + 3))

@@ -3,7 +3,6 @@ number; a folder of one's own needs one flag; bad input ends in one line. And ab
 a data set. The real script, small settings."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -23,6 +22,7 @@ from PIL import Image
 import common
 import train_seg
 from conftest import SHARED
+from processes import Started, group
 from data import epoch_order, segmentation, views
 from data.segmentation import Scenes, SegTree
 from robust import corruptions
@@ -41,7 +41,7 @@ FOLDER = ("--data camvid --num_classes 4 --size 32 --patch_size 8 --batch_size 4
 def one_thread_and_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)                                 # as the subprocesses, so that results agree bit for bit
+    torch.set_num_threads(1)                                 # as the other processes, so that results agree bit for bit
     yield
     torch.set_num_threads(threads)
 
@@ -73,22 +73,6 @@ def train(*parts):
         train_seg.main()
     finally:
         sys.argv = argv
-
-
-def start(*parts, launcher=()):
-    env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")} | {"OMP_NUM_THREADS": "1"}
-    launcher = ("-m", "torch.distributed.run", *launcher) if launcher else ()
-    return subprocess.Popen([sys.executable, *launcher, str(SCRIPT), *flags(*parts)], env=env, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def finish(process):
-    try:
-        out, err = process.communicate(timeout=300)
-    finally:
-        process.terminate()                                          # torchrun takes its workers with it
-    assert process.returncode == 0, "\n".join(line for line in err.splitlines() if "rror" in line)[-3000:]
-    return out
 
 
 def refused(*parts):
@@ -219,7 +203,7 @@ def test_class_tokens_positions_biases_and_norms_do_not_decay():
 def test_a_run_killed_at_any_moment_resumes_to_the_same_losses_and_weights(root):
     run = flags(FOLDER, "--epochs 8 --set drop_path=0.1 --set dropout=0.1 --set save_every=1 --data_dir", [root])         # 24 steps
     train(run, "--out_dir whole")
-    process = start(run, "--out_dir killed")
+    process = Started(train_seg.main, [*run, "--out_dir", "killed"])
     end = time.time() + 120
     while not Path("killed/last.pt").exists() and time.time() < end:
         time.sleep(0.02)
@@ -270,7 +254,7 @@ def test_a_finished_run_without_metrics_gets_them_when_it_is_resumed(root):
 
 def test_two_processes_equal_one_though_ignored_pixels_are_unequal_and_the_last_batch_is_short(root):
     run = flags(FOLDER, "--set dropout=0 --epochs 4 --data_dir", [root])               # batches of 4, 4 and 1: rank 1 idles
-    finish(start(run, "--out_dir two", launcher=("--standalone", "--nproc_per_node=2")))
+    group(train_seg.main, [*run, "--out_dir", "two"])
     train(run, "--out_dir one")
     two, one = (np.array(list(log(d).values())) for d in ("two", "one"))
     assert len(one) == 12
@@ -618,5 +602,6 @@ def test_a_resumed_run_refuses_other_classes(root):
 
 
 def test_the_script_itself_ends_in_one_error_line():
-    out, err = (process := start(SMALL, "--rpc_layers 7")).communicate(timeout=240)
-    assert process.returncode == 1 and err.startswith("error: ") and len(err.splitlines()) == 1 and "rpc_layers" in err
+    ended = subprocess.run([sys.executable, str(SCRIPT), *SMALL, "--rpc_layers", "7"], text=True, capture_output=True)
+    err = ended.stderr
+    assert ended.returncode == 1 and err.startswith("error: ") and len(err.splitlines()) == 1 and "rpc_layers" in err
