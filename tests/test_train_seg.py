@@ -137,7 +137,7 @@ def test_the_papers_recipe_trains_on_a_folder_of_its_layout_and_workers_change_n
 def overfit(images, labels, num_classes, steps):
     """Pixel accuracy after each of `steps` numbers of steps on one batch, with dropout."""
     torch.manual_seed(0)
-    model = Segmenter(SegmenterConfig(num_classes=num_classes, image_size=160, patch_size=8, embed_dim=64, depth=2,
+    model = Segmenter(SegmenterConfig(num_classes=num_classes, image_size=80, patch_size=8, embed_dim=64, depth=2,
                                       num_heads=2, drop_path=0.0))
     optimizer = train_seg.build_optimizer(Namespace(optimizer="adamw", lr=1e-3, weight_decay=0.0), model)
     accuracy = []
@@ -159,8 +159,8 @@ def test_two_images_are_learnt_by_heart():
     else:
         scenes, K = Scenes("train", 2, 360), 11
         pairs = [scenes[0], scenes[1]]
-    images = torch.stack([views.resize(image, 120, 160) for image, _ in pairs])
-    labels = torch.stack([F.interpolate(label[None, None], (120, 160))[0, 0] for _, label in pairs])
+    images = torch.stack([views.resize(image, 60, 80) for image, _ in pairs])
+    labels = torch.stack([F.interpolate(label[None, None], (60, 80))[0, 0] for _, label in pairs])
     after_50, after_150 = overfit(images / 255, labels.long(), K, (50, 150))
     assert after_50 > 0.65 and after_150 > 0.85, (after_50, after_150)
 
