@@ -413,79 +413,94 @@ def seg_sliding(window=64, stride=48, shape=(100, 140)):
 
 # --- FAN, written out: a function of the reference's state dict ------------------------------------------------------
 
+def linear(w, name, x):
+    return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+
+def layer_norm(w, name, x, eps=1e-6):
+    z = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + eps).sqrt()
+    return z * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+
+def batch_norm(w, name, x):
+    mean, var, scale, shift = (w[f"{name}.{part}"][:, None, None]
+                               for part in ("running_mean", "running_var", "weight", "bias"))
+    return (x - mean) / (var + 1e-5).sqrt() * scale + shift
+
+
+def apart(x, heads):                                                    # (B, H, N, D)
+    return x.reshape(len(x), -1, heads, x.shape[-1] // heads).transpose(1, 2)
+
+
+def attend(q, k, v, heads):
+    q, k, v = (apart(x, heads) for x in (q, k, v))
+    A = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+    return (A @ v).transpose(1, 2).reshape(len(v), -1, heads * v.shape[-1])
+
+
+def token_attention(w, name, z, heads, how):
+    """how: (n, lambda) of Algorithm 1, () for none."""
+    C = z.shape[-1]
+    if f"{name}.q.weight" not in w:                                     # the paper's, see above
+        parts = {f"{ours}.{end}": w[f"{name}.{theirs}.{end}"] for ours, theirs in (("qkv", "kv"), ("proj", "proj"))
+                 for end in ("weight", "bias")}
+        return torch.func.functional_call(Attention(C, heads, *how), parts, z)
+    kv = linear(w, f"{name}.kv", z)
+    return linear(w, f"{name}.proj", attend(linear(w, f"{name}.q", z), kv[..., :C], kv[..., C:], heads))
+
+
+def channel_attention(w, name, z, heads):
+    B, N, C = z.shape
+    gates = []
+    for h, part in enumerate(z.split(C // heads, 2)):                   # one head after the other
+        q = linear(w, f"{name}.q", z).split(C // heads, 2)[h].softmax(1)
+        gates.append(torch.sigmoid((q * part.softmax(1).mean(2, keepdim=True)).sum(1)) * w[f"{name}.temperature"][h, 0])
+    u = linear(w, f"{name}.mlp_v.fc1", z)
+    grid, dw = u.mT.reshape(B, -1, round(N ** 0.5), round(N ** 0.5)), f"{name}.mlp_v.dwconv"
+    for conv in ("conv1", "conv2"):
+        grid = F.conv2d(grid, w[f"{dw}.{conv}.weight"], w[f"{dw}.{conv}.bias"], padding=1, groups=u.shape[-1])
+        grid = batch_norm(w, f"{dw}.bn", F.gelu(grid)) if conv == "conv1" else grid
+    u = u + w[f"{name}.mlp_v.gamma"] * grid.reshape(B, -1, N).mT
+    return layer_norm(w, f"{name}.norm_v", linear(w, f"{name}.mlp_v.fc2", u), 1e-5) * torch.cat(gates, 1)[:, None]
+
+
+def class_block(w, b, x, heads):
+    """The class token looks at all tokens; the others are doubled."""
+    z = layer_norm(w, f"{b}.norm1", x)
+    parts = (("q", z[:, :1]), ("k", z), ("v", z))
+    looked = attend(*(linear(w, f"{b}.attn.{name}", part) for name, part in parts), heads)
+    x = x + w[f"{b}.gamma1"] * torch.cat([linear(w, f"{b}.attn.proj", looked), z[:, 1:]], 1)
+    x = layer_norm(w, f"{b}.norm2", x)
+    token = linear(w, f"{b}.mlp.fc2", F.gelu(linear(w, f"{b}.mlp.fc1", x[:, :1])))
+    return torch.cat([x[:, :1] + w[f"{b}.gamma2"] * token, 2 * x[:, 1:]], 1)
+
+
 def fan(w, x, pos, heads=4, rpc=None):
     """Logits, and the tokens after each block, of normalised images x; pos: the position code, (patches, 64).
 
     Symmetric where w has no attn.q; rpc: {layer: (n, lambda)}, Algorithm 1 there. Evaluation mode.
     """
-    def linear(name, x):
-        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
-
-    def norm(name, x, eps=1e-6):
-        z = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + eps).sqrt()
-        return z * w[f"{name}.weight"] + w[f"{name}.bias"]
-
-    def batch_norm(name, x):
-        mean, var, scale, shift = (w[f"{name}.{part}"][:, None, None]
-                                   for part in ("running_mean", "running_var", "weight", "bias"))
-        return (x - mean) / (var + 1e-5).sqrt() * scale + shift
-
-    def apart(x):                                                       # heads: (B, H, N, D)
-        return x.reshape(len(x), -1, heads, x.shape[-1] // heads).transpose(1, 2)
-
-    def attend(q, k, v):
-        A = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
-        return (A @ v).transpose(1, 2).reshape(len(v), -1, heads * v.shape[-1])
-
-    def attention(name, z, how):
-        C = z.shape[-1]
-        if f"{name}.q.weight" not in w:                                 # the paper's, see above
-            parts = {f"{ours}.{end}": w[f"{name}.{theirs}.{end}"] for ours, theirs in (("qkv", "kv"), ("proj", "proj"))
-                     for end in ("weight", "bias")}
-            return torch.func.functional_call(Attention(C, heads, *how), parts, z)
-        kv = linear(f"{name}.kv", z)
-        return linear(f"{name}.proj", attend(apart(linear(f"{name}.q", z)), apart(kv[..., :C]), apart(kv[..., C:])))
-
-    def channels(name, z):
-        B, N, C = z.shape
-        gates = []
-        for h, part in enumerate(z.split(C // heads, 2)):               # one head after the other
-            q = linear(f"{name}.q", z).split(C // heads, 2)[h].softmax(1)
-            gates.append(torch.sigmoid((q * part.softmax(1).mean(2, keepdim=True)).sum(1)) * w[f"{name}.temperature"][h, 0])
-        u = linear(f"{name}.mlp_v.fc1", z)
-        grid, dw = u.mT.reshape(B, -1, round(N ** 0.5), round(N ** 0.5)), f"{name}.mlp_v.dwconv"
-        for conv in ("conv1", "conv2"):
-            grid = F.conv2d(grid, w[f"{dw}.{conv}.weight"], w[f"{dw}.{conv}.bias"], padding=1, groups=u.shape[-1])
-            grid = batch_norm(f"{dw}.bn", F.gelu(grid)) if conv == "conv1" else grid
-        u = u + w[f"{name}.mlp_v.gamma"] * grid.reshape(B, -1, N).mT
-        return norm(f"{name}.norm_v", linear(f"{name}.mlp_v.fc2", u), 1e-5) * torch.cat(gates, 1)[:, None]
-
     for i in range(0, 8, 2):
-        x = F.gelu(x) if i else x
-        x = batch_norm(f"patch_embed.proj.{i}.1", F.conv2d(x, w[f"patch_embed.proj.{i}.0.weight"], stride=2, padding=1))
+        x, name = F.gelu(x) if i else x, f"patch_embed.proj.{i}"
+        x = batch_norm(w, f"{name}.1", F.conv2d(x, w[f"{name}.0.weight"], stride=2, padding=1))
     C, token = x.shape[1], "pos_embed.token_projection"
     x = x.flatten(2).mT + pos @ w[f"{token}.weight"].reshape(C, -1).T + w[f"{token}.bias"]
+
     stages, depth = [], len({k.split(".")[1] for k in w if k.startswith("blocks.")})
     for i in range(depth):
-        b = f"blocks.{i}"
-        x = x + w[f"{b}.gamma1"] * attention(f"{b}.attn", norm(f"{b}.norm1", x), (rpc or {}).get(i, ()))
-        x = x + w[f"{b}.gamma2"] * channels(f"{b}.mlp", norm(f"{b}.norm2", x))
+        b, how = f"blocks.{i}", (rpc or {}).get(i, ())
+        x = x + w[f"{b}.gamma1"] * token_attention(w, f"{b}.attn", layer_norm(w, f"{b}.norm1", x), heads, how)
+        x = x + w[f"{b}.gamma2"] * channel_attention(w, f"{b}.mlp", layer_norm(w, f"{b}.norm2", x), heads)
         stages.append(x)
     x = torch.cat([w["cls_token"].expand(len(x), -1, -1), x], 1)
     for i in range(2):
-        b = f"cls_attn_blocks.{i}"
-        z = norm(f"{b}.norm1", x)
-        looked = attend(*(apart(linear(f"{b}.attn.{n}", part)) for n, part in (("q", z[:, :1]), ("k", z), ("v", z))))
-        x = x + w[f"{b}.gamma1"] * torch.cat([linear(f"{b}.attn.proj", looked), z[:, 1:]], 1)
-        x = norm(f"{b}.norm2", x)
-        token = linear(f"{b}.mlp.fc2", F.gelu(linear(f"{b}.mlp.fc1", x[:, :1])))
-        x = torch.cat([x[:, :1] + w[f"{b}.gamma2"] * token, 2 * x[:, 1:]], 1)
+        x = class_block(w, f"cls_attn_blocks.{i}", x, heads)
         stages.append(x)
-    return linear("head", norm("norm", x)[:, 0]), stages
+    return linear(w, "head", layer_norm(w, "norm", x)[:, 0]), stages
 
 
-def model_fan(C=32, depth=2):
-    """Random weights of the reference's names and shapes, and what `fan` makes of them."""
+def fan_weights(C, depth):
+    """Random weights of the reference's names and shapes."""
     w = dict(cls_token=torch.randn(1, 1, C))
 
     def add(name, *shape, batch_norm=False):
@@ -514,7 +529,12 @@ def model_fan(C=32, depth=2):
             add(f"{b}.mlp.mlp_v.dwconv.{conv}", 4 * C, 1, 3, 3)
         add(f"{b}.mlp.mlp_v.dwconv.bn", 4 * C, batch_norm=True)
     add("norm", C), add("head", 10, C)
+    return w
 
+
+def model_fan():
+    """Random weights, and what `fan` makes of them."""
+    w = fan_weights(C=32, depth=2)
     x, pos = torch.randn(2, 3, 64, 64), torch.zeros(16, 64)
     for token, place in enumerate((r, c) for r in range(4) for c in range(4)):
         for i in range(64):
