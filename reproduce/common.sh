@@ -20,9 +20,10 @@ tiny)                                               # embedded data, one step: d
   CLS="--num_images 64 --epochs 1 --max_steps 1" VIT_SMALL="$CLS --model nano" TUNED="$CLS"
   FAN="$CLS --batch_size 4 --model fan_tiny"
   SEG=$CLS LM="--steps 1 --context 16 --words 0 --set warmup=0"
-  FEW="--limit 2 --severities 3" ATTACKED="--limit 2" TOKENS="--limit 40" COST="--rounds 1 --batch_size 1"
+  FEW="--limit 1 --severities 3" ATTACKED="--limit 1" TOKENS="--limit 40"
+  COST="--model nano --rounds 1 --batch_size 1"
   TABLES=$OUT/tables ;;
-small)                                              # 2 CPU cores: about an hour
+small)                                              # 6 to 8 CPU minutes a ViT of the scenes
   CLS="--model nano" VIT_SMALL="--model micro --epochs 6" TUNED="--model micro --epochs 2"
   FAN="--model fan_tiny --num_images 2000 --epochs 2"
   SEG="" LM=""
@@ -119,6 +120,8 @@ benchmarks() {
   also imagenet_o "${IMAGENET_O:-}"
   evaluate "$1" $FEW $folders --measures $names
 }
+
+# also NAME FOLDER: one more measure of `benchmarks`, where there is such a folder.
 also() {
   [ -z "$2" ] || { names="$names $1"; folders="$folders --$1 $2"; }
 }

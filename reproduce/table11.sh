@@ -1,5 +1,5 @@
 #!/bin/sh
-# Table 11: what a step costs. Needs no training; ViT-tiny at 224 px at every scale.
+# Table 11: what a step costs. Needs no training; ViT-tiny at 224 px (SCALE=tiny: ViT-nano).
 . "$(dirname "$0")/common.sh"
 
 run $PYTHON -m studies.cost $COST
