@@ -10,21 +10,22 @@ was not run is printed as "not run".
 
 import argparse
 import csv
-import json
 import math
 from collections import defaultdict
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 import common
 from robust.corruptions import NAMES
 from robust.metrics import ALEXNET, mean_corruption_error
+from studies.tables import read_csv, spread
 
 FOLDER = Path(__file__).parent
 # table: {the paper's row: the folder of ours, before _s<seed>}
 VITS = {"SymViT": "symmetric", "RPC 4iter/layer1": "rpc4", "RPC 5iter/layer1": "rpc5",
         "RPC 6iter/layer1": "rpc6", "RPC 2iter/all-layer": "rpc2all"}
-SMALL = {"SymViT-small": "small_symmetric", "RPC 4iter/layer1": "small_rpc4"}
+SMALL = {"SymViT-small": "small_symmetric", "RPC 4iter/layer1": "small_rpc4",
+         "symmetric, as many more epochs": "small_control"}     # not in the paper
 FAN = {"FAN-tiny": "fan_symmetric", "RPC-FAN-tiny 4iter/layer1": "fan_rpc4"}
 ARMS = {"table1": VITS, "table2": VITS, "table4": VITS, "table5": VITS,
         "table3": {"Symlm": "lm_symmetric", "RPC-Symlm (4iter/layer1-4)": "lm_rpc4"},
@@ -34,10 +35,7 @@ ARMS = {"table1": VITS, "table2": VITS, "table4": VITS, "table5": VITS,
                     "RPC-AsymViT Sym/Asym": "symasym"},
         "fig2": {"ViT-tiny": "softmax"},
         "appE1": {"softmax": "softmax", "scaled_alpha": "scaled_alpha"}}
-# arms of ours that the paper lacks
-OURS = {"table7": {"symmetric, as many more epochs": "small_control"}}
-OURS["table8"] = OURS["table7"]
-NAME = {"fig2": "Fig. 2", "appE1": "E.1"}                      # of a table in paper.csv
+PRINTED = {"fig2": "Fig. 2", "appE1": "E.1"}                   # a table's name in paper.csv
 # the paper's column: our measure and number
 PLAIN = {"top-1": ("clean", "top1"), "top-5": ("clean", "top5"), "IN-R": ("imagenet_r", "top1"),
          "IN-A": ("imagenet_a", "top1"), "IN-O AUPR": ("imagenet_o", "aupr"),
@@ -52,22 +50,17 @@ def read(folder):
     """{(arm, seed): [row]} of everything under a folder; a line cut short by a kill is left out."""
     rows = defaultdict(list)
     for path in sorted(Path(folder).rglob("*.jsonl")):
-        for line in path.read_text().splitlines():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue
+        for row in common.read_log(path):
             name = Path(row.get("checkpoint") or path.parent).name
             arm, _, seed = name.rpartition("_s")
             rows[arm, seed].append(row)
 
     # studies.kernel_pca's statistics of eigenvalues, of the last step
     for path in sorted(Path(folder).rglob("eigstats.csv")):
-        for row in csv.DictReader(path.open(newline="")):
-            if (row["layer"], row["source"]) == ("all", "as they are"):
-                arm, _, seed = row["run"].rpartition("_s")
-                number = {f"|eigenvalue| {row['measure']}": float(row["mean"])}
-                rows[arm, seed].insert(0, number)                   # found before earlier steps
+        for row in read_csv(path, layer="all", source="as they are"):
+            arm, _, seed = row["run"].rpartition("_s")
+            number = {f"|eigenvalue| {row['measure']}": row["mean"]}
+            rows[arm, seed].insert(0, number)                       # found before earlier steps
     return rows
 
 
@@ -125,24 +118,18 @@ def of_all_corruptions(corrupted, column, field):
 def lines(table, rows):
     """The table's cells, a dict each: row, column, paper, ours {seed: number}, note."""
     with open(FOLDER / "paper.csv", newline="") as file:
-        cells = [r for r in csv.DictReader(file) if r["table"] == name_of(table)]
+        name = PRINTED.get(table, table.removeprefix("table"))
+        cells = [r for r in csv.DictReader(file) if r["table"] == name]
     columns = dict.fromkeys(cell["column"] for cell in cells)
+    extra = [row for row in ARMS[table] if row not in {cell["row"] for cell in cells}]
     cells += [dict(row=row, column=column, value="nan", note="not in the paper")
-              for row in OURS.get(table, {}) for column in columns]
-
-    arms = ARMS[table] | OURS.get(table, {})
+              for row in extra for column in columns]
     for cell in cells:
-        arm = arms[cell["row"]]
-        found = {seed: ours(rows[name, seed], table, cell["column"])
-                 for name, seed in sorted(rows) if name == arm}
+        found = {seed: ours(rows[arm, seed], table, cell["column"])
+                 for arm, seed in sorted(rows) if arm == ARMS[table][cell["row"]]}
         cell.update(paper=float(cell["value"]),
                     ours={seed: x for seed, x in found.items() if x is not None})
     return cells
-
-
-def name_of(table):
-    """table1 -> 1, as in paper.csv."""
-    return NAME.get(table, table.removeprefix("table"))
 
 
 def markdown(cells, scale):
@@ -157,8 +144,10 @@ def markdown(cells, scale):
         if c is not first:
             texts[0] = number(c["paper"] - first["paper"], "+.2f")
             pairs = c["ours"].keys() & first["ours"].keys()
-            texts[1] = spread([c["ours"][s] - first["ours"][s] for s in pairs], "+.2f")
-        numbers = [number(c["paper"], "g"), spread(c["ours"].values(), ".2f"), str(len(c["ours"]))]
+            gains = [c["ours"][s] - first["ours"][s] for s in pairs]
+            texts[1] = spread(gains, "+.2f") or "not run"
+        own = spread([*c["ours"].values()], ".2f") or "not run"
+        numbers = [number(c["paper"], "g"), own, str(len(c["ours"]))]
         body.append([c["row"], c["column"], *numbers, *texts, c["note"]])
     return common.table(body, head)
 
@@ -166,15 +155,6 @@ def markdown(cells, scale):
 def number(value, form):
     """Of the paper; nothing where it has none."""
     return "" if math.isnan(value) else format(value, form)
-
-
-def spread(values, form):
-    """Mean ± standard deviation."""
-    values = list(values)
-    if not values:
-        return "not run"
-    text = format(mean(values), form)
-    return text + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
 
 
 def main():

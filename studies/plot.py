@@ -9,7 +9,6 @@ lacks, or None and the command that would bring the numbers.
 """
 
 import argparse
-import csv
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import numpy as np
 
 from studies import plot_robust
 from studies.look import WIDTH, band, legend, plt
+from studies.tables import read_csv
 
 
 def line(colour, style, label, **which):
@@ -36,24 +36,6 @@ SOURCES = [
     line("black", "-.", "most that is possible", source="best"),
     line("black", "-.", "span of all keys", source="ceiling"),
 ]
-WORDS = ("run", "layer", "measure", "source", "how")       # columns that are no numbers
-
-
-def read_csv(path, run="", last=False, **only):
-    """Rows of a CSV file as dicts; [] without the file.
-
-    Only those of runs whose name begins with `run` and, if `last`, of each run's last checkpoint,
-    with the given values in the other columns.
-    """
-    if not path.exists():
-        return []
-    with open(path, newline="") as f:
-        rows = [{k: t if k in WORDS else float(t) for k, t in row.items()}
-                for row in csv.DictReader(f)]
-    rows = [row for row in rows if row["run"].startswith(run)
-            and all(row[k] == v for k, v in only.items())]
-    end = {row["run"]: row["step"] for row in sorted(rows, key=lambda row: row["step"])}
-    return [row for row in rows if not last or row["step"] == end[row["run"]]]
 
 
 def curve(rows, x, **only):

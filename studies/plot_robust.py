@@ -1,17 +1,15 @@
 """Figures of results.jsonl, which eval_robust.py writes; the command is that of plot.py."""
 
-import json
-
 import numpy as np
 
+import common
 from studies.look import WIDTH, band, plt
 
 
 def read_results(folder, measure):
     """Rows of results.jsonl in pixel units with true labels and clipping, the last of each kind."""
-    rows = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
     usual = dict(space="pixel", labels="true", clip=True)
-    return [row for row in rows if row["measure"] == measure
+    return [row for row in common.read_log(folder / "results.jsonl") if row["measure"] == measure
             and usual.items() <= row["conditions"].items()]
 
 

@@ -12,7 +12,6 @@ If they are right a = G^-1 v holds eigenvectors (eig_cos, v = G a) where nulls d
 name of its folder; runs that differ in _s<seed> are one network. The rule: results/kpca/README.md.
 """
 
-import csv
 import math
 import re
 import sys
@@ -29,7 +28,7 @@ import train_cls
 from kpca import attend, exact_scaling, log_g, log_phi2, projection_loss
 from studies.kernel_pca import NULLS, Layer, exp_capture, exp_gamma, exp_jproj, study
 from studies.probe import RULES, capture, checkpoints, get_args, with_rule
-from studies.tables import half_width
+from studies.tables import half_width, read_csv, spread
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -142,15 +141,11 @@ def fresh(args):
 # --- tables over seeds ----------------------------------------------------------------------------
 
 def read(path):
-    """Rows of a CSV file of a study, with numbers and "network", the run without its seed."""
-    if not path.exists():
-        raise ValueError(f"{path}: no such file; write it first, see the commands of this study")
-    with open(path, newline="") as f:
-        rows = list(csv.DictReader(f))
-    for row in rows:
-        row["network"], row["step"] = re.sub(r"_s\d+$", "", row["run"]), int(row["step"])
-        row["mean"], row["se"] = float(row["mean"]), float(row["se"])
-    return rows
+    """Rows of a CSV file of a study, with "network", the run without its seed."""
+    rows = read_csv(path)
+    if not rows:
+        raise ValueError(f"{path}: no such file, or empty; the commands of this study write it")
+    return [{**row, "network": re.sub(r"_s\d+$", "", row["run"])} for row in rows]
 
 
 def values(rows, network, measure, source, last=True):
@@ -160,13 +155,6 @@ def values(rows, network, measure, source, last=True):
     ends = {r["run"]: max(q["step"] for q in mine if q["run"] == r["run"]) for r in mine}
     return np.array([(r["mean"], r["se"]) for r in mine
                      if r["step"] == (ends[r["run"]] if last else 0)]).reshape(-1, 2)
-
-
-def spread(x):
-    """Mean ± standard deviation over seeds, as text."""
-    if not len(x):
-        return "-"
-    return f"{x[:, 0].mean():.4f}" + (f" ± {x[:, 0].std(ddof=1):.4f}" if len(x) > 1 else "")
 
 
 def interval(x):
@@ -195,8 +183,8 @@ def tables(folder, experiment, measure):
     for network in dict.fromkeys(r["network"] for r in rows if r["measure"] == measure):
         ends = values(rows, network, measure, "learned")
         start = values(rows, network, measure, "learned", last=False)
-        cells.append([network, len(ends), spread(start), spread(ends),
-                      *(spread(values(rows, network, measure, null)) for null in NULLS)])
+        columns = [start, ends, *(values(rows, network, measure, null) for null in NULLS)]
+        cells.append([network, len(ends), *(spread(x[:, 0], ".4f") or "-" for x in columns)])
         line = [network, *(interval(values(rows, network, f"{measure}: learned -", null))
                            for null in NULLS)]
         if measure.startswith("eig_cos"):

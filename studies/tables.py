@@ -47,6 +47,14 @@ def report(title, device, rows, tables, out=None):
         common.write_log(out, about | row)
 
 
+def spread(values, form):
+    """Mean ± standard deviation of numbers, as text; "" of none. form: of the mean, +.2f."""
+    if not len(values):
+        return ""
+    deviation = f" ± {np.std(values, ddof=1):{form.lstrip('+')}}" if len(values) > 1 else ""
+    return f"{np.mean(values):{form}}{deviation}"
+
+
 def half_width(values):
     """Half of the 95 % t-interval of a mean over values (n,), such as seeds; nan for n < 2."""
     if len(values) < 2:
@@ -57,6 +65,7 @@ def half_width(values):
 
 # --- means over layers ----------------------------------------------------------------------------
 
+WORDS = ("run", "layer", "measure", "source", "how")   # columns of CSV files that are no numbers
 PER_LAYER = ("EV", "eta", "frac", "eig_cos")           # what CSV files have layer by layer
 
 
@@ -126,3 +135,20 @@ def write_tables(out, experiment, rows):
     write_csv(out / f"{experiment}.csv", [*header, "mean", "se", "images"], scalars)
     if curves:
         write_csv(out / f"{experiment}_axes.csv", [*header, "axis", "mean", "se"], curves)
+
+
+def read_csv(path, run="", last=False, **only):
+    """Rows of a CSV file as dicts; [] without the file.
+
+    Only those of runs whose name begins with `run` and, if `last`, of each run's last checkpoint,
+    with the given values in the other columns.
+    """
+    if not path.exists():
+        return []
+    with open(path, newline="") as f:
+        rows = [{k: t if k in WORDS else float(t) for k, t in row.items()}
+                for row in csv.DictReader(f)]
+    rows = [row for row in rows if row["run"].startswith(run)
+            and all(row[k] == v for k, v in only.items())]
+    end = {row["run"]: row["step"] for row in sorted(rows, key=lambda row: row["step"])}
+    return [row for row in rows if not last or row["step"] == end[row["run"]]]

@@ -110,13 +110,8 @@ def report(path):
 
 def draw(differences, path):
     """The differences as points with their intervals, the margin as a band."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no figure: pip install matplotlib")
-        return
-    figure = Figure(figsize=(9, 0.3 * len(differences) + 1), layout="constrained")
-    ax = figure.subplots()
+    from studies.look import WIDTH, plt
+    figure, ax = plt.subplots(figsize=(WIDTH, 0.3 * len(differences) + 1))
     ax.axvspan(-MARGIN, MARGIN, color="0.9")
     ax.axvline(0, color="black", linewidth=0.7)
     for y, (_, n, mean, low, high) in enumerate(differences):
