@@ -103,11 +103,6 @@ def build(name, size):
     return ViT(ViTConfig(**SIZES[size], **how))
 
 
-def baseline(name):
-    """The model that others are compared with: symmetric, of the same family."""
-    return "fan symmetric" if name.startswith("fan") else "symmetric"
-
-
 def formula(config):
     """Multiply-adds of one image, the formula above. config: of a ViT."""
     c, N, C = config, config.num_tokens, config.embed_dim
@@ -258,7 +253,7 @@ def main():
 
     rows = []
     for name, net in nets.items():
-        base = baseline(name)
+        base = "fan symmetric" if name.startswith("fan") else "symmetric"
         row = {"model": name, "parameters": sum(p.numel() for p in net.parameters()),
                "G multiply-adds": counts[name] / 1e9}
         for what in STEPS:

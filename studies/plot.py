@@ -136,6 +136,7 @@ def gamma_rows(folder, run):
     """Curves over axes at the last step, of kernel_pca and of published_scores; what is missing."""
     cosines, gammas = (read_csv(folder / name, run, last=True)
                        for name in ("gamma_axes.csv", "gammas_axes.csv"))
+    cosines = [row for row in cosines if "by head" not in row["measure"]]
     missing = "" if gammas else "|γi − γj| needs studies.published_scores --exp gammas"
     return (cosines + gammas, missing) if cosines else ([], "")
 

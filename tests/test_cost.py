@@ -32,7 +32,7 @@ def run(monkeypatch, tmp_path, study, *argv):
 
 def test_every_model_of_table_11_has_a_row_of_its_own(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(cost, "fresh", in_this_process)
-    rows = run(monkeypatch, tmp_path, cost, "--model", "nano", "--batch_size", "2", "--rounds", "1",
+    rows = run(monkeypatch, tmp_path, cost, "--model", "nano", "--batch_size", "1", "--rounds", "1",
                "--threads", "1")
     names = {row["model"] for row in rows}
     assert {"softmax", "symmetric", "rpc 4iter/layer1", "rpc 2iter/all-layer"} <= names
@@ -100,6 +100,7 @@ def test_the_papers_column_is_the_specifications():
 def test_memory_keeps_no_matrix(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(memory, "fresh", in_this_process)
     monkeypatch.setattr(memory, "B", 1)
+    monkeypatch.setattr(memory, "H", 1)
     rows = run(monkeypatch, tmp_path, memory, "--tokens", "1025", "--n_iter", "1", "2")
     kept = {row["attention"]: row["kept / NxN"] for row in rows}
     assert kept["rpc n = 2"] - kept["rpc n = 1"] < 0.3 and kept["rpc n = 2, matrices"] > 2

@@ -437,6 +437,14 @@ def test_one_checkpoint_gives_every_figure_and_a_word_on_what_it_lacks(softmax_r
     assert "truncation: skipped" in capsys.readouterr().out
 
 
+def test_means_by_head_alone_are_no_curve_over_axes(tmp_path):
+    pytest.importorskip("matplotlib")
+    from studies import plot
+    (tmp_path / "gamma_axes.csv").write_text("run,step,layer,measure,source,axis,mean,se\n"
+                                             "a,1,0,eig_cos by head,learned,1,0.5,0.1\n")
+    assert plot.kpca_gamma(tmp_path, "") == (None, "python -m studies.kernel_pca --exp gamma")
+
+
 def test_plot_without_matplotlib_says_so_in_one_line(monkeypatch):
     for name in ("plot", "plot_robust", "look"):
         monkeypatch.delitem(sys.modules, f"studies.{name}", raising=False)

@@ -187,7 +187,7 @@ def test_table_2_attacks_as_the_papers_harness(plans, monkeypatch):
 
 def test_several_nodes_start_the_same_command(tmp_path):
     text = run("table12.sh", tmp_path, SCALE="paper", DATA="d", DRY="1", NODES="2", NODE="1",
-               HOST="h", GPUS="8")
+               HOST="h", GPUS="8", PYTHON="true")
     assert "--nnodes=2 --node_rank=1 --master_addr=h --nproc_per_node=8 train_cls.py" in text
 
 
