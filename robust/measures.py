@@ -51,9 +51,8 @@ PRESETS = {
 }
 # Images per measure without --limit: minutes on the embedded scenes; elsewhere all, but for attacks
 # that take hours.
-SCENES = dict(corruptions=320, noise=640, fgsm=640, pgd=160, adaptive_pgd=80, transfer=160, sld=160,
-              spsa=20, cw=40, apgd=80, adaptive_apgd=80, square=80, autoattack=80,
-              adaptive_autoattack=80)
+SCENES = dict(dict.fromkeys(ATTACKS, 80), corruptions=320, noise=640, fgsm=640, pgd=160,
+              transfer=160, sld=160, spsa=20, cw=40)
 SLOW = dict(autoattack=1000, adaptive_autoattack=1000, square=1000, spsa=100, cw=100)
 
 

@@ -97,10 +97,10 @@ def wilson(share, n):
     return max((centre - half) / scale, 0.0), min((centre + half) / scale, 1.0)
 
 
-def bootstrap(values, samples=10000):
+def bootstrap(values):
     """95 % interval of the mean of values (n,), were other n of their kind drawn: (low, high)."""
     n = len(values)
-    draws = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), samples)     # how often each
+    draws = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), 10000)       # how often each
     low, high = np.percentile(draws @ np.asarray(values, float) / n, [2.5, 97.5])
     return low.item(), high.item()
 

@@ -2,7 +2,7 @@
 
     corrupted, hit = corrupt_patches(images, "noise", patch=4)     # 6 patches of 4 x 4 pixels each
 
-Patches are those of a ViT, numbered row by row. Random numbers depend on (seed, image) alone, so
+Patches are those of a ViT, numbered row by row. Random numbers depend on the image's number alone:
 every network sees the same places and, but for adversarial ones, the same pixels.
 """
 
@@ -13,16 +13,15 @@ from data.rng import normal, uniform
 from robust.attacks import cross_entropy, input_gradient
 
 KINDS = ("noise", "black", "white", "gaussian", "pixels", "adversarial")
-PLACES, VALUES = 70, 71                                    # what a random number is for
+PLACES, VALUES = (0, 70), (0, 71)                          # seed, what a random number is for
 
 
-def corrupt_patches(images, kind, patch, *, n=6, pixels=12, sigma=0.3, steps=20, model=None,
-                    labels=None, seed=0):
+def corrupt_patches(images, kind, patch, *, n=6, pixels=12, sigma=0.3, model=None, labels=None):
     """Images (B, 3, S, S) float in [0, 1], corrupted, and which patches were, (B, P) bool.
 
     kind: n patches of uniform noise, black or white, or with Gaussian noise of standard deviation
     sigma added ("gaussian"); single pixels of random colour ("pixels"), whose patches count; one
-    block of 2 x 2 patches that raises the model's loss on labels ("adversarial", in so many steps).
+    block of 2 x 2 patches that raises the model's loss on labels ("adversarial", in 20 steps).
     patch: its side in pixels, divides S. Image i is number i of the random numbers.
     """
     if kind not in KINDS:
@@ -30,29 +29,29 @@ def corrupt_patches(images, kind, patch, *, n=6, pixels=12, sigma=0.3, steps=20,
     B, size, side = len(images), images.shape[-1], images.shape[-1] // patch
     index = torch.arange(B, device=images.device)
     if kind == "adversarial":
-        hit = block(index, side, seed)
-        return adversarial(model, images, labels, to_pixels(hit, side, patch), steps), hit
+        hit = block(index, side)
+        return adversarial(model, images, labels, to_pixels(hit, side, patch)), hit
 
-    values = uniform(index, images[0].numel(), seed, VALUES).view_as(images)
+    values = uniform(index, images[0].numel(), *VALUES).view_as(images)
     if kind == "pixels":
-        at = choose(index, pixels, size * size, seed).view(B, 1, size, size)
+        at = choose(index, pixels, size * size).view(B, 1, size, size)
         hit = F.max_pool2d(at.float(), patch).flatten(1) > 0
         return torch.where(at, values, images), hit
 
     new = dict(noise=values, black=torch.zeros_like(images), white=torch.ones_like(images),
                gaussian=(images + sigma * normal(values)).clamp(0, 1))
-    hit = choose(index, n, side * side, seed)
+    hit = choose(index, n, side * side)
     return torch.where(to_pixels(hit, side, patch), new[kind], images), hit
 
 
-def choose(index, n, total, seed):
+def choose(index, n, total):
     """n of `total` places for each image, all equally likely: (B, total) bool."""
-    return uniform(index, total, seed, PLACES).argsort(1).argsort(1) < n         # rank < n
+    return uniform(index, total, *PLACES).argsort(1).argsort(1) < n              # rank < n
 
 
-def block(index, side, seed):
+def block(index, side):
     """2 x 2 patches of each image, as (B, side * side) bool."""
-    corner = (uniform(index, 2, seed, PLACES) * (side - 1)).long()          # (B, 2): row, column
+    corner = (uniform(index, 2, *PLACES) * (side - 1)).long()          # (B, 2): row, column
     lines = torch.arange(side, device=index.device) - corner[:, :, None]    # (B, 2, side)
     inside = (lines >= 0) & (lines < 2)
     return (inside[:, 0, :, None] & inside[:, 1, None]).flatten(1)
@@ -65,11 +64,11 @@ def to_pixels(hit, side, patch):
 
 
 @torch.no_grad()
-def adversarial(model, images, labels, where, steps):
+def adversarial(model, images, labels, where):
     """The pixels `where` (B, 1, S, S) climb the cross-entropy from grey, by the gradient's sign."""
     x = torch.where(where, torch.full_like(images, 0.5), images)
-    for step in range(steps):
+    for step in range(20):
         _, _, grad = input_gradient(cross_entropy, model, x, labels)
-        moved = x + 0.2 * (1 - step / steps) * grad.sign()
+        moved = x + 0.2 * (1 - step / 20) * grad.sign()
         x = torch.where(where, moved.clamp(0, 1), x)
     return x
