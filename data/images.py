@@ -265,7 +265,7 @@ def decode_all(files, classes, size):
     images, labels = [], []
     for path, label in tqdm(files, "decoding", leave=False, disable=len(files) < 500):
         try:
-            image = decode(np.fromfile(path, np.uint8), path)
+            image = decode(read_bytes(path), path)
         except (ValueError, OSError) as error:
             tqdm.write(f"skipping: {error}")
             continue

@@ -79,12 +79,6 @@ def shift_labels(label):
     return torch.where(label == 254, IGNORE, label)
 
 
-def files_in(folder, extensions):
-    """{stem: path} of a folder's files, in the order of their names."""
-    return {os.path.splitext(name)[0]: os.path.join(folder, name)
-            for name in sorted(os.listdir(folder)) if name.lower().endswith(extensions)}
-
-
 def read_pair(image_path, label_path):
     """An image (3, H, W) and the values of its annotation (H, W), uint8; errors name the file.
 
@@ -130,12 +124,16 @@ class SegTree(Dataset):
         self.files = [(images[name], labels[name]) for name in images]
 
     def list_files(self, root):
-        """The images and the annotations, {stem: path} each."""
-        for folder in self.folders:
+        """[images, annotations], {stem: path} each, in the order of their names."""
+        found = []
+        for folder, extensions in zip(self.folders, (data.IMAGE_EXTENSIONS, ".png")):
             if not os.path.isdir(folder):
                 raise FileNotFoundError(f"--data_dir {root} has no folder {folder}; expected "
                                         f"{self.layout}")
-        return files_in(self.folders[0], data.IMAGE_EXTENSIONS), files_in(self.folders[1], ".png")
+            found.append({os.path.splitext(name)[0]: os.path.join(folder, name)
+                          for name in sorted(os.listdir(folder))
+                          if name.lower().endswith(extensions)})
+        return found
 
     def __len__(self):
         return len(self.files)

@@ -22,7 +22,7 @@ from golden_net import golden_network, trained_network
 from robust.words import word_swap
 from vit import ViT, ViTConfig
 
-EPS = 6 / 255                                # leaves about half of the images of trained_network
+EPS = 4 / 255                                # leaves about half of the images of trained_network
 LINF = {"fgsm": fgsm, "pgd": pgd, "pgd_norand": partial(pgd, random_start=False), "pgd_best": partial(pgd, best=True),
         "noise": noise, "noise_gaussian": partial(noise, kind="gaussian"), "noise_best": partial(noise, best_of=3),
         "spsa": partial(spsa, steps=4, pairs=20), "adaptive_pgd": partial(adaptive_pgd, steps=5)}
@@ -51,7 +51,7 @@ def l2(v):
 
 @pytest.fixture(scope="module")
 def net():
-    """(model, images, labels), trained here."""
+    """(model, images, labels)."""
     return trained_network()
 
 
@@ -126,10 +126,11 @@ def test_random_attacks_leave_the_references_accuracy(ref, i):
 @pytest.mark.parametrize("i", range(3))
 def test_sld_matches_cleverhans_when_it_rescales_and_is_no_weaker_than_foolbox_when_it_projects(ref, i):
     g, model, images, labels, _ = ref
-    budget = g["sld/l1"][i].item()
-    assert (right(model, sld(model, images, labels, budget, rescale=True), labels) == g[f"sld/{i}/robust"]).sum() >= 196
+    images, labels, budget = images[:100], labels[:100], g["sld/l1"][i].item()
+    rescaled = right(model, sld(model, images, labels, budget, rescale=True), labels)
+    assert (rescaled == g[f"sld/{i}/robust"][:100]).sum() >= 98
     adv = sld(model, images, labels, budget)
-    assert share(right(model, adv, labels)) <= share(g[f"sld_foolbox/{i}/robust"]) + 0.01
+    assert share(right(model, adv, labels)) <= share(g[f"sld_foolbox/{i}/robust"][:100]) + 0.01
     assert l1(adv - images).max() <= budget * (1 + 1e-6) and adv.min() >= 0 and adv.max() <= 1
 
 
@@ -194,8 +195,8 @@ def test_fgsm_and_pgd_equal_torchattacks(net):
 def test_sld_equals_cleverhans(net):
     module = pytest.importorskip("cleverhans.torch.attacks.sparse_l1_descent")
     model, images, labels = net
-    theirs = module.sparse_l1_descent(model, images, 8.0, 0.8, 20, labels, clip_min=0, clip_max=1)
-    ours = [sld(model, images, labels, 8.0, rescale=rescale) for rescale in (True, False)]
+    theirs = module.sparse_l1_descent(model, images, 4.0, 0.4, 20, labels, clip_min=0, clip_max=1)
+    ours = [sld(model, images, labels, 4.0, rescale=rescale) for rescale in (True, False)]
     acc = [share(right(model, adv, labels)) for adv in (theirs, *ours)]
     assert acc[0] < 0.75 and abs(acc[1] - acc[0]) <= 0.01 and acc[2] <= acc[0] + 0.01
 
@@ -218,13 +219,13 @@ def test_spsa_is_as_strong_as_torchattacks_and_cleverhans(net):
     torchattacks = pytest.importorskip("torchattacks")
     module = pytest.importorskip("cleverhans.torch.attacks.spsa")
     model, images, labels = net
-    x, y = images[:20], labels[:20]
+    x, y, eps = images[:20], labels[:20], 1.5 * EPS
     options = dict(delta=0.01, clip_min=0, clip_max=1, y=y, spsa_samples=64)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        theirs = [torchattacks.SPSA(model, EPS, 0.01, 0.01, nb_iter=20, nb_sample=64, max_batch_size=16)(x, y),
-                  module.spsa(model, x, EPS, 10, **options)]
-    ours = [spsa(model, x, y, EPS, steps=20, pairs=64), spsa(model, x, y, EPS, steps=10, pairs=64, centre="legacy")]
+        theirs = [torchattacks.SPSA(model, eps, 0.01, 0.01, nb_iter=20, nb_sample=64, max_batch_size=16)(x, y),
+                  module.spsa(model, x, eps, 10, **options)]
+    ours = [spsa(model, x, y, eps, steps=20, pairs=64), spsa(model, x, y, eps, steps=10, pairs=64, centre="legacy")]
     clean, *left = [right(model, adv, y).sum() for adv in (x, *theirs, *ours)]
     assert left[0] < clean - 4 and left[2] - left[0] <= 2 and abs(left[3] - left[1]) <= 2
 
@@ -447,8 +448,8 @@ def test_smooth_threshold_has_the_slope_of_a_softplus():
 
 def test_the_worst_case_over_gradients_breaks_all_that_apgd_breaks_and_more(vit, net):
     model, images, labels = vit
-    eps, few = 0.75 / 255, dict(steps=20, num_targets=2, queries=30)
-    for plain, adaptive, options in ((apgd, adaptive_apgd, dict(steps=20)), (autoattack, adaptive_autoattack, few)):
+    eps, few = 0.75 / 255, dict(steps=10, num_targets=2, queries=30)
+    for plain, adaptive, options in ((apgd, adaptive_apgd, dict(steps=10)), (autoattack, adaptive_autoattack, few)):
         before = right(model, plain(model, images, labels, eps, **options), labels)
         adv = adaptive(model, images, labels, eps, **options)
         after = right(model, adv, labels)

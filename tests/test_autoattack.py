@@ -112,11 +112,11 @@ def test_autoattack_matches_the_reference(reference):
 
 @pytest.fixture(scope="module")
 def own():
-    """A tiny network after a few seconds of training on drawn shapes, and 100 images it has not seen."""
+    """A tiny network trained on drawn shapes, and 100 images it has not seen."""
     return trained_network(100)
 
 
-EPS = 6 / 255                                # about half of what is classified correctly survives
+EPS = 4 / 255                                # about half of what is classified correctly survives
 FEWER = {"apgd-ce": dict(steps=40), "apgd-dlr": dict(steps=40), "apgd-t": dict(steps=30, num_targets=2),
          "fab-t": dict(steps=20, num_targets=2), "square": dict(queries=400)}
 
@@ -190,8 +190,8 @@ def test_the_result_is_detached_from_images_with_a_graph(own, name):
 def test_without_clip_pixels_may_leave_the_unit_interval(own, name):
     model, images, labels = own[0], own[1][:20], own[2][:20]
     images = (images - 0.5).mul(2).add(0.5).clamp(0, 1)                                  # many pixels at 0 and 1
-    adv = QUICK[name](model, images, labels, EPS, clip=False)
-    assert (adv - images).abs().max() <= EPS + 1e-6 and (adv.min() < 0 or adv.max() > 1)
+    adv = QUICK[name](model, images, labels, 3 * EPS, clip=False)
+    assert (adv - images).abs().max() <= 3 * EPS + 1e-6 and (adv.min() < 0 or adv.max() > 1)
 
 
 @pytest.mark.parametrize("name", QUICK)
