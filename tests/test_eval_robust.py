@@ -5,8 +5,7 @@ import contextlib
 import io
 import json
 import math
-import os
-import socket
+import runpy
 import subprocess
 import sys
 
@@ -30,6 +29,7 @@ from robust import rows
 from robust import score
 from robust import tables
 from conftest import ROOT
+from processes import group
 from vit import SIZES, ViT, ViTConfig
 
 # Table 4, SymViT: top-1 accuracy per corruption, mean over severities, in corruptions.NAMES' order
@@ -134,35 +134,17 @@ def make_checkpoint(path, classes=tuple(data.SHAPES), image_size=32, attn="rpc",
     return model.eval()
 
 
-def run(*args, processes=1):
-    """The script as a command: exit code, stdout, stderr. The first process is this one: faster."""
+def run(*args):
+    """The script as a command, in this process: exit code, stdout, stderr."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["eval_robust.py", *map(str, args)])
-        other = start_second(patch) if processes == 2 else None
         try:
-            common.run(eval_robust.main)
+            runpy.run_path(str(ROOT / "eval_robust.py"), run_name="__main__")
         except SystemExit as stop:                                       # its message is what Python prints
             code = stop.code if isinstance(stop.code, int) else 1
             print("" if code == stop.code else stop.code, file=err)
-        if other:
-            _, text = other.communicate(timeout=100)
-            code = code or other.returncode
-            err.write(text)
     return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
-
-
-def start_second(patch):
-    """The same command as the second of two processes, with this one as the first, as torchrun would."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    both = dict(MASTER_ADDR="localhost", MASTER_PORT=str(port), WORLD_SIZE="2", OMP_NUM_THREADS="1")
-    for name, value in dict(both, RANK="0", LOCAL_RANK="0").items():
-        patch.setenv(name, value)
-    command = [sys.executable, str(ROOT / "eval_robust.py"), *sys.argv[1:]]
-    env = dict(os.environ, RANK="1", LOCAL_RANK="1")
-    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=env)
 
 
 def run_here(monkeypatch, *args):
@@ -225,8 +207,8 @@ def test_the_table_has_every_row_once_and_pictures_are_written(first_run):
 def test_two_processes_count_every_image_once(first_run):
     folder, _, _ = first_run
     flags = ["corruptions type=fog,snow" if flag == "corruptions" else flag for flag in QUICK]
-    out = run("--ckpt", folder / "a.pt", folder / "b.pt", *flags, "--out_dir", folder / "two", processes=2)
-    assert out.returncode == 0, out.stderr
+    flags = ["--ckpt", folder / "a.pt", folder / "b.pt", *flags, "--out_dir", folder / "two"]
+    group(eval_robust.main, list(map(str, flags)))
     alone, shared = (rows.read_rows(folder / name / "results.jsonl") for name in ("one", "two"))
     assert len(shared) == 2 * 7
     for key, two in shared.items():

@@ -11,7 +11,9 @@ import common
 import data
 from data.segmentation import Scenes
 from data.text import count_words, read_lines
+import eval_robust
 from lm import LM, LMConfig
+from processes import group
 from robust import corruptions
 from robust.words import word_swap
 from segmenter import Segmenter, SegmenterConfig, predict
@@ -135,8 +137,7 @@ def test_two_processes_segment_every_image_once(segmented):
     folder, _, _ = segmented
     flags = ("--ckpt", folder / "a.pt", "--limit", 3, "--measures", "clean", "--num_workers", 0)
     one, = evaluated(folder / "one", *flags)
-    out = run(*flags, "--out_dir", folder / "shared", processes=2)
-    assert out.returncode == 0, out.stderr
+    group(eval_robust.main, list(map(str, (*flags, "--out_dir", folder / "shared"))))
     two, = results(folder / "shared")
     assert one["iou"] == two["iou"] and one["images"] == two["images"] == 3
 
