@@ -23,13 +23,18 @@ def ask(address, command):
 
 
 def serve(address):
-    """Run what clients ask for, for ever."""
+    """Run what clients ask for, until the process that started this one is gone."""
+    parent = os.getppid()
     import multiprocessing
     import eval_robust, train_cls, train_lm, train_seg  # noqa: E401, F401: what forks need not do
     fork = multiprocessing.get_context("fork")
     with socket.create_server(address, family=socket.AF_UNIX) as server:
-        while True:
-            client, _ = server.accept()
+        server.settimeout(5)
+        while os.getppid() == parent:
+            try:
+                client, _ = server.accept()
+            except TimeoutError:
+                continue
             command, files, *_ = socket.recv_fds(client, 2 ** 16, 2)
             process = fork.Process(target=run, args=(json.loads(command), files))
             process.start()
