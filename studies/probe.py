@@ -18,6 +18,7 @@ from tqdm import tqdm
 import common
 import data
 from data import prose, text as data_text
+from data.splits import load_test
 from attention import SelfAttention, rpc_attention
 from checkpoint import load_weights
 from fan import classifier_from_checkpoint
@@ -205,19 +206,15 @@ def load_images(args, checkpoint, config):
     trained = checkpoint.get("args")
     trained = trained if isinstance(trained, dict) else {}
     name = args.data or trained.get("data", "shapes")
-    data_dir = args.data_dir or trained.get("data_dir")
+    where = argparse.Namespace(data=name, data_dir=args.data_dir or trained.get("data_dir"),
+                               device="cpu")
     if name == "shapes":
         source = data.load_shapes("test", args.images, config.image_size)
-    elif not data_dir:
-        raise ValueError(f"--data {name} needs --data_dir")
-    elif name == "cifar10":
-        source = data.load_cifar10(data_dir, "test")
-    elif name == "folder":
-        photos, holdout = data.find_photos(data_dir), trained.get("holdout", 0)
-        source = data.load_photos(photos, config.image_size, holdout)[1]
-    else:
-        source = data.ImageTree(data_dir, "val", classes=checkpoint.get("classes"),
+    elif name == "imagenet" and where.data_dir:                             # some classes will do
+        source = data.ImageTree(where.data_dir, "val", classes=checkpoint.get("classes"),
                                 size=config.image_size, subset=True)
+    else:
+        source = load_test(where, trained, config.image_size, None)
 
     some = data.epoch_order(len(source.labels), 0, seed=0)[:args.images]    # mixed classes
     if name == "imagenet":
