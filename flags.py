@@ -1,10 +1,4 @@
-"""Flags of the scripts: recipes, what a resumed run remembers, what is refused.
-
-    p = parser(__doc__, RECIPES, SETTINGS)
-    p.add_argument("--epochs", type=COUNT)
-    add_running(p, "<data>_<attn>", "--epochs")
-    args = parse(p, RECIPES, SETTINGS, "train_cls.py", FIXED)
-"""
+"""Flags of the scripts: recipes, what a resumed run remembers, what is refused; see `parse`."""
 
 import argparse
 import math
