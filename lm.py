@@ -257,6 +257,7 @@ class LinearNLL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        """Gradients of h, W and b, in their shapes, from that of nll, (N,)."""
         h, W, b, t, lse = ctx.saved_tensors
         gh, gW, gb = torch.empty_like(h), torch.zeros_like(W), torch.zeros_like(b)
         weight, bias = W.to(ctx.dtype), b.to(ctx.dtype)
