@@ -191,17 +191,19 @@ def tables(found, compared, arms):
         return f"{np.mean(values):.1f}{std} ({len(values)})" if values else ""
 
     def over_seeds(name, arm):
-        n, mean, (low, high), _ = compared.get((name, arm), NONE)
+        if (name, arm) not in compared:
+            return ""
+        n, mean, (low, high), _ = compared[name, arm]
         text = f"{mean:+.1f} ({low:+.1f} to {high:+.1f})" if n > 1 else f"{mean:+.1f}"
         return f"**{text}**" if low > 0 or high < 0 else text
 
     def over_images(name, arm):
         *_, (low, high) = compared.get((name, arm), NONE)
-        return f"{low:+.1f} to {high:+.1f}"
+        return f"{low:+.1f} to {high:+.1f}".replace("+nan to +nan", "")
 
     def part(text, columns, cell):
         body = [[name, *(cell(name, arm) for arm in columns)] for name in found]
-        return text + "\n\n" + common.table(body, ["measure", *columns]).replace("+nan", "   -")
+        return text + "\n\n" + common.table(body, ["measure", *columns])
 
     others = [arm for arm in arms if arm != BASELINE]
     return "\n\n".join([
