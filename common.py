@@ -285,6 +285,7 @@ def key_statistics(model, forward, inputs):
     stats = dict(mean_abs_key=[], nonzero_S={})
 
     def look(m, inputs):
+        """Before the forward of m, a SelfAttention: its row of the statistics."""
         q, k, v = m.project(inputs[0])
         if m.attn.startswith("rpc"):
             trace = []

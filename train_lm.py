@@ -129,8 +129,9 @@ def load_text(args, rank):
     for split in data_text.SPLITS:
         count = len(getattr(corpus, split))
         if count <= args.context:
-            raise ValueError(f"--context {args.context}: wiki.{split}.tokens in {folder} has only "
-                             f"{count} tokens, expected more than a window")
+            raise ValueError(f"--context {args.context}: the {split} text in "
+                             f"{args.data_dir or folder} has only {count} tokens, expected more "
+                             f"than a window")
     if rank == 0:
         tqdm.write(f"{folder}: {data_text.describe(corpus)}")
         tqdm.write(f"recipe {args.data}: {args.attn} LM-{args.model}, {args.steps} steps of "

@@ -473,7 +473,7 @@ def test_a_training_text_of_blank_lines_is_named():
 def test_texts_that_are_missing_empty_or_too_short_are_named_before_training():
     assert "needs --data_dir" in refused("--data wikitext")
     for split in ("train", "valid", "test"):
-        short = f"--context 16: wiki.{split}.tokens in text has only 5 tokens"
+        short = f"--context 16: the {split} text in text has only 5 tokens"
         for content, word in ((None, f"no wiki.{split}.tokens"), ("", f"wiki.{split}.tokens is empty"),
                               (" the cat AAA <unk> \n", short)):
             write_text("text")
