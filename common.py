@@ -308,7 +308,8 @@ def key_statistics(model, forward, inputs):
 
 def table(rows, header=None):
     """Lists of cells -> Markdown, columns aligned. header: of the columns, else the first row."""
-    rows = [[str(cell) for cell in row] for row in ([header] if header else []) + list(rows)]
+    rows = [[str(cell).replace("|", r"\|") for cell in row]                # as in |S|
+            for row in ([header] if header else []) + list(rows)]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths)) + " |" for row in rows]
     rule = "|" + "|".join("-" * (w + 2) for w in widths) + "|"

@@ -34,7 +34,8 @@ ARMS = {"table1": VITS, "table2": VITS, "table4": VITS, "table5": VITS,
         "table12": {"ViT": "softmax", "RPC-AsymViT 4iter/layer1": "asym4",
                     "RPC-AsymViT Sym/Asym": "symasym"},
         "fig2": {"ViT-tiny": "softmax"},
-        "appE1": {"softmax": "softmax", "scaled_alpha": "scaled_alpha"}}
+        "appE1": {"softmax": "softmax", "scaled_alpha": "scaled_alpha",
+                  "scaled_s": "scaled_s"}}                      # the last not in the paper
 PRINTED = {"fig2": "Fig. 2", "appE1": "E.1"}                   # a table's name in paper.csv
 # the paper's column: our measure and number
 PLAIN = {"top-1": ("clean", "top1"), "top-5": ("clean", "top5"), "IN-R": ("imagenet_r", "top1"),
@@ -146,7 +147,9 @@ def markdown(cells, scale):
             pairs = c["ours"].keys() & first["ours"].keys()
             gains = [c["ours"][s] - first["ours"][s] for s in pairs]
             texts[1] = spread(gains, "+.2f") or "not run"
-        own = spread([*c["ours"].values()], ".2f") or "not run"
+        tiny = any(0 < abs(x) < 0.01 for x in c["ours"].values())              # eigenvalues
+        form = ".1e" if tiny else ".2f"
+        own = spread([*c["ours"].values()], form) or "not run"
         numbers = [number(c["paper"], "g"), own, str(len(c["ours"]))]
         body.append([c["row"], c["column"], *numbers, *texts, c["note"]])
     return common.table(body, head)

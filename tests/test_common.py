@@ -477,3 +477,7 @@ def test_input_errors_end_in_one_line_and_bugs_keep_their_traceback():
     assert ended(ValueError()).startswith("error: ")
     with pytest.raises(KeyError):
         common.run(lambda: {}["bug"])
+
+
+def test_a_bar_in_a_cell_is_no_border_of_the_table():
+    assert common.table([["|S|", 1]], ["what", "n"]).splitlines()[2] == r"| \|S\| | 1 |"

@@ -104,6 +104,13 @@ def test_differences_are_paired_by_seed_and_unpaired_seeds_left_out():
     assert "65.00 ± 7.07" in text and "not run" in text
 
 
+def test_an_eigenvalue_is_not_rounded_to_zero_an_accuracy_of_zero_stays():
+    rows = {("softmax", "0"): [{"|eigenvalue| max": 0.00071}]}
+    assert "| 7.1e-04 " in compare.markdown(compare.lines("fig2", rows), "small")
+    rows = {("symmetric", "0"): [row("symmetric", 0, "clean", top1=0.0, top5=9.0)]}
+    assert "| 0.00 " in compare.markdown(compare.lines("table1", rows), "small")
+
+
 def test_an_attack_is_compared_at_its_largest_budget():
     rows = [dict(row("a", 0, "pgd", top1=t, top5=t), setting={"eps": e})
             for t, e in ((9.0, 0.02), (50.0, 0.004))]
