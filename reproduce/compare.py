@@ -27,7 +27,8 @@ VITS = {"SymViT": "symmetric", "RPC 4iter/layer1": "rpc4", "RPC 5iter/layer1": "
 SMALL = {"SymViT-small": "small_symmetric", "RPC 4iter/layer1": "small_rpc4",
          "symmetric, as many more epochs": "small_control"}     # not in the paper
 FAN = {"FAN-tiny": "fan_symmetric", "RPC-FAN-tiny 4iter/layer1": "fan_rpc4"}
-ARMS = {"table1": VITS, "table2": VITS, "table4": VITS, "table5": VITS,
+ARMS = {"table1": VITS, "table2": VITS, "table4": VITS,
+        "table5": {"SymViT": "symmetric", "RPC 6iter/layer1": "rpc6"},
         "table3": {"Symlm": "lm_symmetric", "RPC-Symlm (4iter/layer1-4)": "lm_rpc4"},
         "table6": {row: f"seg_{arm}" for row, arm in VITS.items()},
         "table7": SMALL, "table8": SMALL, "table9": FAN, "table10": FAN,
