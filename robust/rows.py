@@ -57,7 +57,7 @@ def describe_model(model, checkpoint, path):
     recipe["step"] = checkpoint.get("step")               # epoch 3 and epoch 8 are not two seeds
     if checkpoint["task"] == "language modelling":
         recipe["step"] = recipe.get("steps")              # best.pt is of another step in each seed
-    kind = kind_of(model.config)
+    kind = trained.get("attention") or kind_of(model.config)    # of studies/robust_attentions.py
     return dict(model=f"{kind}, seed {trained.get('seed', '?')}", kind=kind, checkpoint=str(path),
                 weights=checksum(b"".join(tensors)), model_config=config,
                 recipe=checksum(json.dumps(recipe, sort_keys=True).encode()))

@@ -259,7 +259,8 @@ def test_it_trains_resumes_and_is_evaluated_by_the_own_scripts(tmp_path, monkeyp
     capsys.readouterr()
     command(monkeypatch, "evaluate", "--ckpt", tmp_path / "cut", "--measures", "clean",
             "--limit", 8, *cpu)
-    assert "| clean" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "| clean" in out and "keys, seed" in out and "symmetric, seed" not in out
 
 
 def test_an_unknown_attention_is_named():
