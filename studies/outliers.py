@@ -6,7 +6,8 @@
 
 Reads the networks and rows of studies/robustness.py. Some patches of each test image become noise
 or white: how often is the network right, and does its layer 0 score the corrupted tokens highest
-(AUC; its nulls, |k| and the distance from the mean key, stand beside it)?
+(AUC)? Nulls stand beside it: |k|, the distance from the mean key, and the same score computed with
+the weights that training began with, or with those of the symmetric network.
 
 An attention keeps the promise if it is above symmetric on the mean of the corruptions and on noisy
 patches (p below 0.05 after Holm's correction over the attentions) and not below it on clean images
@@ -34,6 +35,7 @@ from studies.robust_attentions import ATTENTIONS, RobustAttention, rebuild
 from studies.robustness import ARMS, BASELINE
 from studies.where_is_s import auc, first_layer, location
 
+SCORES = "own", "own, untrained", "own, symmetric's weights", "|k|", "distance"
 PATCHES = [(kind, n) for kind in ("noise", "white") for n in (6, 16)]
 ABOVE, NOT_BELOW = ("15 corruptions", "6 patches noise"), ("clean", "autoattack 1/255")
 
@@ -72,16 +74,33 @@ def token_scores(model, images):
     return scores
 
 
+def null_networks(checkpoint, folder, baseline):
+    """{score: network}: this attention with weights that never learned to live with it.
+
+    baseline: the checkpoint of the symmetric run of this seed, or None.
+    """
+    weights = {"own, untrained": probe.untrained(checkpoint, folder)[0].state_dict()}
+    if baseline:
+        weights["own, symmetric's weights"] = baseline["model"]
+    return {name: rebuild(checkpoint | dict(model=w)).eval() for name, w in weights.items()}
+
+
 @torch.no_grad()
-def look(model, images, labels):
-    """{measure: which images are right, packed}, {corruption: {score: mean AUC}}."""
+def look(model, images, labels, nulls):
+    """{measure: which images are right, packed}, {corruption: {score: mean AUC}}.
+
+    nulls: {score: network} whose own score is taken, too.
+    """
     right, areas = {}, {}
     for kind, n in PATCHES:
         x, hit = corrupt_patches(images, kind, model.config.patch_size, n=n)
         name = f"{n} patches {kind}"
         right[name] = metrics.pack(model(x).argmax(1) == labels)
+        scores = token_scores(model, x)
+        for null, network in nulls.items() if "own" in scores else ():
+            scores[null] = token_scores(network, x)["own"]
         areas[name] = {score: round(auc(values, hit).mean().item(), 4)
-                       for score, values in token_scores(model, x).items()}
+                       for score, values in scores.items()}
     return right, areas
 
 
@@ -90,13 +109,16 @@ def patch_rows(folders, args):
     path, rows, images = args.out_dir / "patches.jsonl", {}, None
     stored = {(row["checkpoint"], row["images"]): row for row in common.read_log(path)}
     for run, folder in tqdm(folders.items(), "corrupted patches", unit="network"):
+        symmetric = folders.get((BASELINE, run[1]))
         row = stored.get((str(folder), args.limit))
         if row is None:
             checkpoint = common.read_checkpoint(folder)
             model = rebuild(checkpoint).eval()
             if images is None:
                 images, labels, *_ = probe.load_images(args, checkpoint, model.config)
-            right, areas = look(model, images, labels)
+            baseline = symmetric and common.read_checkpoint(symmetric)
+            nulls = null_networks(checkpoint, folder, baseline)
+            right, areas = look(model, images, labels, nulls)
             row = dict(checkpoint=str(folder), images=len(images), auc=areas, right=right)
             common.write_log(path, row)
         rows[run] = row
@@ -165,7 +187,7 @@ def report(found, compared, rows, costs, args):
 
     areas = []
     for name, score in ((f"{n} patches {kind}", s) for kind, n in PATCHES
-                        for s in ("own", "|k|", "distance")):
+                        for s in SCORES):
         line = []
         for arm in args.arms:
             values = [row["auc"][name].get(score) for (a, _), row in rows.items() if a == arm]

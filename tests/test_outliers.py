@@ -76,6 +76,22 @@ def test_scores_are_those_of_layer_0():
     assert torch.equal(outliers.token_scores(model, images)["own"], location(steps[-1]["S"]))
 
 
+def test_a_null_is_the_same_score_with_other_weights(tmp_path):
+    torch.manual_seed(3)
+    config = ViTConfig(image_size=16, patch_size=4, embed_dim=16, depth=2, num_heads=2,
+                       num_classes=10, attn="symmetric")
+    fresh, symmetric = ViT(config).eval(), nano()           # nano: seed 0
+    trained = dict(task="classification", model_config=vars(config), model=nano().state_dict(),
+                   args=dict(seed=3, attention="keys"))
+    found = outliers.null_networks(trained, tmp_path, dict(model=symmetric.state_dict()))
+    for name, other in (("untrained", fresh), ("symmetric's weights", symmetric)):
+        null, images = found[f"own, {name}"], torch.rand(2, 3, 16, 16)
+        robust_attentions.with_attention(other, "keys")
+        own = [outliers.token_scores(m, images)["own"] for m in (null, other)]
+        assert torch.equal(*own) and own[0].std() > 0
+    assert set(outliers.null_networks(trained, tmp_path, None)) == {"own, untrained"}
+
+
 def test_the_study_reads_runs_once_and_says_what_is_missing(tmp_path, monkeypatch, capsys):
     def start(main, *argv):
         monkeypatch.setattr(sys, "argv", ["study", *map(str, argv)])
@@ -92,8 +108,10 @@ def test_the_study_reads_runs_once_and_says_what_is_missing(tmp_path, monkeypatc
     start(outliers.main, *look)
     shown, rows = capsys.readouterr().out, (tmp_path / "patches.jsonl").read_text()
     assert "undecided: two seeds or more of 15 corruptions, 6 patches noise" in shown
-    assert "| 16 patches white | own      |" in shown and len(rows.splitlines()) == 2
-    row = common.read_log(tmp_path / "patches.jsonl")[0]
+    assert "| 16 patches white | own      " in shown and len(rows.splitlines()) == 2
+    row, keys = common.read_log(tmp_path / "patches.jsonl")
+    assert set(keys["auc"]["6 patches noise"]) == set(outliers.SCORES)
+    assert set(row["auc"]["6 patches noise"]) == {"|k|", "distance"}
     right = metrics.unpack(row["right"]["6 patches noise"], 6).double().mean()
     assert f"{100 * right:.1f} (1)" in shown
     start(outliers.main, *look)
