@@ -152,11 +152,13 @@ def p_values(runs, arms):
 
 def promise(arm, compared, corrected):
     """Does an attention keep the promise? "yes", "no" and why, or what is missing."""
+    fewer = [name for name, a in compared if a == arm and name.startswith(NOT_BELOW[1])]
+    not_below = [NOT_BELOW[0], *(fewer[:1] or NOT_BELOW[1:])]    # AutoAttack: on fewer images, too
     missing = [name for name in ABOVE if arm not in corrected.get(name, {})]
-    missing += [name for name in NOT_BELOW if compared.get((name, arm), robustness.NONE)[0] < 2]
+    missing += [name for name in not_below if compared.get((name, arm), robustness.NONE)[0] < 2]
     failed = [f"not above on {name}" for name in ABOVE if name not in missing
               and not (compared[name, arm][1] > 0 and corrected[name][arm] < 0.05)]
-    failed += [f"below on {name}" for name in NOT_BELOW if name not in missing
+    failed += [f"below on {name}" for name in not_below if name not in missing
                and compared[name, arm][2][1] < 0]
     if failed:
         return "no: " + ", ".join(failed)

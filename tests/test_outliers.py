@@ -53,6 +53,9 @@ def test_a_promise_is_kept_only_with_every_condition(gaps, word):
                 for name, mean in means.items() if mean is not None}
     corrected = {name: {"keys": 0.01} for name in names if means[name] is not None}
     assert outliers.promise("keys", compared, corrected) == word
+    few = {(name.replace("1/255", "1/255, 50 images"), arm): of
+           for (name, arm), of in compared.items()}
+    assert outliers.promise("keys", few, corrected) == word.replace("1/255", "1/255, 50 images")
     unsure = {name: {"keys": 0.06} for name in corrected}
     assert outliers.promise("keys", compared, unsure) != "yes"
 
