@@ -97,7 +97,7 @@ def look(model, images, labels, nulls):
         name = f"{n} patches {kind}"
         right[name] = metrics.pack(model(x).argmax(1) == labels)
         scores = token_scores(model, x)
-        for null, network in nulls.items() if "own" in scores else ():
+        for null, network in nulls.items():
             scores[null] = token_scores(network, x)["own"]
         areas[name] = {score: round(auc(values, hit).mean().item(), 4)
                        for score, values in scores.items()}
@@ -117,7 +117,8 @@ def patch_rows(folders, args):
             if images is None:
                 images, labels, *_ = probe.load_images(args, checkpoint, model.config)
             baseline = symmetric and common.read_checkpoint(symmetric)
-            nulls = null_networks(checkpoint, folder, baseline)
+            scored = "own" in token_scores(model, images[:1])
+            nulls = null_networks(checkpoint, folder, baseline) if scored else {}
             right, areas = look(model, images, labels, nulls)
             row = dict(checkpoint=str(folder), images=len(images), auc=areas, right=right)
             common.write_log(path, row)

@@ -104,17 +104,20 @@ def test_the_study_reads_runs_once_and_says_what_is_missing(tmp_path, monkeypatc
         start(outliers.main, "--out_dir", tmp_path)
     run = ["--num_images", 32, "--batch_size", 16, "--epochs", 1]
     start(train_cls.main, "--attn", "symmetric", *run, "--out_dir", tmp_path / "symmetric_s0")
-    start(robust_attentions.main, "train", "keys", *run, "--out_dir", tmp_path / "keys_s0")
+    for name in ("keys", "elliptical"):                     # elliptical: no scores, other weights
+        start(robust_attentions.main, "train", name, *run, "--out_dir", tmp_path / f"{name}_s0")
     capsys.readouterr()
 
-    look = ["--out_dir", tmp_path, "--arms", "symmetric", "keys", "--limit", 6, "--rounds", 1]
+    look = ["--out_dir", tmp_path, "--arms", "symmetric", "keys", "elliptical", "--limit", 6,
+            "--rounds", 1]
     start(outliers.main, *look)
     shown, rows = capsys.readouterr().out, (tmp_path / "patches.jsonl").read_text()
     assert "undecided: two seeds or more of 15 corruptions, 6 patches noise" in shown
-    assert "| 16 patches white | own      " in shown and len(rows.splitlines()) == 2
-    row, keys = common.read_log(tmp_path / "patches.jsonl")
+    assert "| 16 patches white | own      " in shown and len(rows.splitlines()) == 3
+    row, keys, other = common.read_log(tmp_path / "patches.jsonl")
     assert set(keys["auc"]["6 patches noise"]) == set(outliers.SCORES)
-    assert set(row["auc"]["6 patches noise"]) == {"|k|", "distance"}
+    for unscored in (row, other):
+        assert set(unscored["auc"]["6 patches noise"]) == {"|k|", "distance"}
     right = metrics.unpack(row["right"]["6 patches noise"], 6).double().mean()
     assert f"{100 * right:.1f} (1)" in shown
     start(outliers.main, *look)
