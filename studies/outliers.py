@@ -11,7 +11,8 @@ the weights that training began with, or with those of the symmetric network.
 
 An attention keeps the promise if it is above symmetric on the mean of the corruptions and on noisy
 patches (p below 0.05 after Holm's correction over the attentions) and not below it on clean images
-and under AutoAttack. p: paired t-test over seeds. Writes --out_dir/outliers.md and patches.jsonl.
+and under AutoAttack. p: paired t-test over seeds. Writes --out_dir/outliers.md,
+outliers.png (the differences) and patches.jsonl.
 """
 
 import argparse
@@ -223,9 +224,13 @@ def main():
             right = metrics.unpack(text, row["images"]).double().numpy()
             found.setdefault(name, {})[run] = right
     costs = step_costs(folders, args) if args.rounds else {}
-    text = report(found, robustness.compare(found, args.arms), rows, costs, args)
+    compared = robustness.compare(found, args.arms)
+    text = report(found, compared, rows, costs, args)
     (args.out_dir / "outliers.md").write_text(text + "\n")
-    print(f"\n{text}\n\n{args.out_dir}: outliers.md is this, patches.jsonl has the networks' rows")
+    if compared:
+        robustness.draw(compared, args.arms, args.out_dir / "outliers.png")
+    print(f"\n{text}\n\n{args.out_dir}: outliers.md is this, outliers.png draws its differences, "
+          "patches.jsonl has the networks' rows")
 
 
 if __name__ == "__main__":

@@ -112,6 +112,7 @@ def test_the_study_reads_runs_once_and_says_what_is_missing(tmp_path, monkeypatc
             "--rounds", 1]
     start(outliers.main, *look)
     shown, rows = capsys.readouterr().out, (tmp_path / "patches.jsonl").read_text()
+    assert (tmp_path / "outliers.png").stat().st_size > 10_000
     assert "undecided: two seeds or more of 15 corruptions, 6 patches noise" in shown
     assert "| 16 patches white | own      " in shown and len(rows.splitlines()) == 3
     row, keys, other = common.read_log(tmp_path / "patches.jsonl")
