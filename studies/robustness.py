@@ -221,14 +221,18 @@ def draw(compared, arms, path):
     figure, axes = plt.subplots(2, (len(names) + 1) // 2, sharey=True, squeeze=False,
                                 figsize=(1.3 * WIDTH, 1.6 + 0.62 * len(arms)))
     for ax, name in zip(axes.flat, names):
+        ends = [0]
         for y, arm in enumerate(arms):
-            _, mean, seeds, images = compared.get((name, arm), NONE)
+            n, mean, seeds, images = compared.get((name, arm), NONE)
+            ends += [*images, *(seeds if n > 2 else ())]   # of two seeds: as wide as any panel
             colour = "tab:red" if seeds[0] > 0 or seeds[1] < 0 else "tab:blue"
             ax.plot(images, [y + 0.25] * 2, color="tab:gray", linewidth=1)
             ax.plot(seeds, [y, y], color="tab:blue", linewidth=2.5)
             ax.plot(mean, y, "o", color=colour, markersize=5)
         ax.axvline(0, color="black", linewidth=0.8)
-        ax.set(title=name, ylim=(len(arms) - 0.5, -0.5), yticks=range(len(arms)), yticklabels=arms)
+        room = 0.05 * (np.nanmax(ends) - np.nanmin(ends)) + 0.1
+        ax.set(title=name, ylim=(len(arms) - 0.5, -0.5), yticks=range(len(arms)), yticklabels=arms,
+               xlim=(np.nanmin(ends) - room, np.nanmax(ends) + room))
     for ax in axes.flat[len(names):]:
         ax.set_visible(False)
     figure.supxlabel(f"points of accuracy more than {BASELINE}; blue: 95 % over seeds (red point: "
