@@ -117,9 +117,10 @@ def patch_rows(folders, args):
             model = rebuild(checkpoint).eval()
             if images is None:
                 images, labels, *_ = probe.load_images(args, checkpoint, model.config)
-            baseline = symmetric and common.read_checkpoint(symmetric)
-            scored = "own" in token_scores(model, images[:1])
-            nulls = null_networks(checkpoint, folder, baseline) if scored else {}
+            nulls = {}
+            if "own" in token_scores(model, images[:1]):
+                baseline = symmetric and common.read_checkpoint(symmetric)
+                nulls = null_networks(checkpoint, folder, baseline)
             right, areas = look(model, images, labels, nulls)
             row = dict(checkpoint=str(folder), images=len(images), auc=areas, right=right)
             common.write_log(path, row)
@@ -154,8 +155,9 @@ def p_values(runs, arms):
 
 def promise(arm, compared, corrected):
     """Does an attention keep the promise? "yes", "no" and why, or what is missing."""
-    fewer = [name for name, a in compared if a == arm and name.startswith(NOT_BELOW[1])]
-    not_below = [NOT_BELOW[0], *(fewer[:1] or NOT_BELOW[1:])]    # AutoAttack: on fewer images, too
+    clean, attacked = NOT_BELOW
+    measured = (name for name, a in compared if a == arm and name.startswith(attacked))
+    not_below = clean, next(measured, attacked)                  # AutoAttack: on fewer images, too
     missing = [name for name in ABOVE if arm not in corrected.get(name, {})]
     missing += [name for name in not_below if compared.get((name, arm), robustness.NONE)[0] < 2]
     failed = [f"not above on {name}" for name in ABOVE if name not in missing
