@@ -133,18 +133,18 @@ def fill(args, chosen):
             setattr(args, name, value)
 
 
-def read_settings(pairs, settings):
+def read_settings(pairs, settings, flag="--set"):
     """["mixup=0.8", ...] -> {"mixup": 0.8, ...}; ValueError: a name or value out of range."""
     values = {}
     for pair in pairs:
         name, _, text = pair.partition("=")
         if name not in settings:
             names = ", ".join(settings)
-            raise ValueError(f"--set {pair}: expected NAME=VALUE with a name of {names}")
+            raise ValueError(f"{flag} {pair}: expected NAME=VALUE with a name of {names}")
         try:
             values[name] = settings[name][0](text)
         except (ValueError, argparse.ArgumentTypeError) as e:
-            raise ValueError(f"--set {name}: {e}") from None
+            raise ValueError(f"{flag} {name}: {e}") from None
     return values
 
 

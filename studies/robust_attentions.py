@@ -1,6 +1,7 @@
 """Robust attentions on one footing: which of them withstands corrupted and attacked images?
 
     python -m studies.robust_attentions train keys-rows --seed 0 --out_dir out/attn/keys-rows_s0
+    python -m studies.robust_attentions train keys-rows lambd=0.5 --out_dir out/attn/half_s0
     python -m studies.robust_attentions evaluate --ckpt out/attn/*_s0 --out_dir out/attn/rows
 
 Four groups have published attentions that are to withstand corrupted tokens, each with a harness of
@@ -14,6 +15,7 @@ the paper's baseline) everywhere but in elliptical. A(K) = softmax(K K^T / sqrt(
 would mean was fixed before the runs: results/robust_attentions/README.md.
 """
 
+import itertools
 import math
 import sys
 from unittest.mock import patch
@@ -29,6 +31,7 @@ import common
 import eval_robust
 import train_cls
 from attention import SelfAttention, soft_threshold, softmax_attention, symmetric_attention
+from flags import read_settings
 from robust import sources
 from vit import vit_from_checkpoint
 
@@ -96,6 +99,8 @@ def mom(q, k, v, m=3, seed=None):
 
     Han et al. 2023. The split is random; with a seed, as in evaluations, always the same.
     """
+    if m > k.shape[-2]:
+        raise ValueError(f"mom m={m}: expected at most a block a token, {k.shape[-2]}")
     random = None if seed is None else torch.Generator().manual_seed(seed)
     block = (torch.randperm(k.shape[-2], generator=random) % m).to(k.device)
     member = F.one_hot(block, m).to(k.dtype)                            # (N, m)
@@ -169,11 +174,23 @@ def weights(q, k, v, rounds=2):
     return (s + w.log()[..., None, :]).softmax(-1) @ v, -w
 
 
-# name: (function, its settings in the runs)
-ATTENTIONS = {"rkde-huber": (rkde_huber, dict(a=1.0)), "rkde-hampel": (rkde_hampel, dict(a=1.0)),
-              "mom": (mom, dict(m=3)), "elliptical": (elliptical, {}), "sinkhorn": (sinkhorn, {}),
-              "keys": (keys, dict(lambd=1.0)), "keys-rows": (keys_rows, dict(lambd=1.0)),
-              "weights": (weights, {})}
+# name: (function, its settings in the runs and where none are given)
+ATTENTIONS = {"rkde-huber": (rkde_huber, dict(a=1.0, rounds=1)),
+              "rkde-hampel": (rkde_hampel, dict(a=1.0, rounds=1)),
+              "mom": (mom, dict(m=3)), "elliptical": (elliptical, {}),
+              "sinkhorn": (sinkhorn, dict(rounds=3)), "keys": (keys, dict(lambd=1.0, n_iter=4)),
+              "keys-rows": (keys_rows, dict(lambd=1.0, n_iter=4)),
+              "weights": (weights, dict(rounds=2))}
+RANGES = dict(a=common.number(float, 1e-3), lambd=common.REAL, m=common.COUNT,
+              n_iter=common.COUNT, rounds=common.COUNT)
+
+
+def settings_of(name, pairs=()):
+    """The settings of an attention, with ["lambd=0.5", ...]; ValueError: unknown, out of range."""
+    if name not in ATTENTIONS:
+        raise ValueError(f"attention {name!r}: expected one of {', '.join(ATTENTIONS)}")
+    usual = ATTENTIONS[name][1]
+    return usual | read_settings(pairs, {key: (RANGES[key], "") for key in usual}, name)
 
 
 # --- in a network ---------------------------------------------------------------------------------
@@ -182,7 +199,7 @@ class RobustAttention(SelfAttention):
     """A layer of vit.py that attends by one of ATTENTIONS; name: which. Its parameters stay."""
 
     def attend(self, q, k, v):
-        function, settings = ATTENTIONS[self.name]
+        function, settings = ATTENTIONS[self.name][0], self.settings
         if self.name == "mom" and not self.training:
             settings = settings | dict(seed=0)
         if self.name == "elliptical":
@@ -192,15 +209,17 @@ class RobustAttention(SelfAttention):
         return h
 
 
-def with_attention(model, name, layers=(0,)):
+def with_attention(model, name, settings=None, layers=(0,)):
     """Let these layers of a ViT attend by `name`; elliptical: all of them, by its definition."""
+    settings = settings_of(name) | (settings or {})
     attentions = [block.attn for block in model.blocks]
-    if name not in ATTENTIONS:
-        raise ValueError(f"attention {name!r}: expected one of {', '.join(ATTENTIONS)}")
+    if any(attention.causal for attention in attentions):
+        raise ValueError(f"attention {name!r} lets a token see the later ones: expected a network "
+                         "that is not causal, as vit.py's")
     layers = range(len(attentions)) if name == "elliptical" else layers
     for i in layers:
         attentions[i].__class__ = RobustAttention
-        attentions[i].name = name
+        attentions[i].name, attentions[i].settings = name, settings
         attentions[i].before = (attentions[i - 1],) if i else (Nothing,)    # no submodule
     return model
 
@@ -210,11 +229,15 @@ class Nothing:
     values = None
 
 
-def train(name, flags):
-    """train_cls.py with `name` in layer 0; its checkpoints say which, args["attention"]."""
-    base = "softmax" if name == "elliptical" else "symmetric"
-    own = [] if "--resume" in flags else ["--attn", base]
-    sys.argv = ["train_cls.py", *flags, *own]
+def train(name, words):
+    """train_cls.py with `name` in layer 0; words: settings as lambd=0.5, then train_cls.py's flags.
+
+    What rebuilds the network is in its checkpoints: args["attention"] and args["settings"].
+    """
+    pairs = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
+    settings, base = settings_of(name, pairs), "softmax" if name == "elliptical" else "symmetric"
+    own = [] if "--resume" in words else ["--attn", base]
+    sys.argv = ["train_cls.py", *words[len(pairs):], *own]
     get_args, build = train_cls.get_args, train_cls.build
 
     def marked():
@@ -222,12 +245,15 @@ def train(name, flags):
         stored = common.read_checkpoint(args.resume)["args"] if args.resume else {}
         if stored.get("attention", name) != name or args.attn != base:
             raise ValueError(f"--resume {args.resume}: trained with another attention than {name}")
-        args.attention = name
+        args.attention, args.settings = name, stored.get("settings", settings)
+        if pairs and args.settings != settings:
+            raise ValueError(f"{' '.join(pairs)} does not fit --resume {args.resume}, which was "
+                             f"trained with {args.settings}")
         return args
 
     def built(*about):
         model, *rest = build(*about)
-        return with_attention(model, name), *rest
+        return with_attention(model, name, about[0].settings), *rest
 
     with patch.multiple(train_cls, get_args=marked, build=built):
         train_cls.main()
@@ -236,8 +262,8 @@ def train(name, flags):
 def rebuild(checkpoint):
     """The classifier of a checkpoint, of this study or of train_cls.py."""
     model = vit_from_checkpoint(checkpoint)
-    name = checkpoint["args"].get("attention")
-    return with_attention(model, name) if name else model
+    name, settings = (checkpoint["args"].get(key) for key in ("attention", "settings"))
+    return with_attention(model, name, settings) if name else model
 
 
 def main():

@@ -42,7 +42,8 @@ USUAL = {                                                  # flags of train_cls.
     "clamp": dict(attn="rpc", n_iter=1),                                        # no iteration
     "admm": dict(attn="rpc", n_iter=4, form="admm"),                            # right constants
 }
-ARMS = USUAL | {name: dict(attention=name) for name in ATTENTIONS}
+ARMS = USUAL | {name: dict(attention=name, settings=settings)
+                for name, (_, settings) in ATTENTIONS.items()}
 MEASURES = ["clean", "corruptions", "fgsm eps=1/255,2/255", "pgd eps=1/255,2/255 steps=20",
             "apgd eps=1/255,2/255", "adaptive_pgd eps=2/255"]
 FAMILIES = dict(noise=corruptions.NAMES[:3], blur=corruptions.NAMES[3:7],

@@ -11,6 +11,7 @@ import common
 from attention import symmetric_attention
 from studies import robust_attentions as study
 from studies.robust_attentions import ATTENTIONS
+from lm import LM, LMConfig
 from vit import ViT, ViTConfig
 
 B, H, N, D = 2, 2, 7, 4
@@ -263,6 +264,49 @@ def test_it_trains_resumes_and_is_evaluated_by_the_own_scripts(tmp_path, monkeyp
     assert "| clean" in out and "keys, seed" in out and "symmetric, seed" not in out
 
 
-def test_an_unknown_attention_is_named():
-    with pytest.raises(ValueError, match="attention 'mean': expected one of rkde-huber"):
-        study.with_attention(nano(), "mean")
+def test_settings_are_remembered_and_rebuilt(tmp_path, monkeypatch):
+    flags = ["--num_images", 64, "--batch_size", 16, "--patch_size", 8, "--epochs", 1,
+             "--device", "cpu", "--max_steps", 2, "--out_dir", tmp_path / "run"]
+    command(monkeypatch, "train", "keys", "lambd=0.25", *flags)
+    stored = common.read_checkpoint(tmp_path / "run")
+    assert stored["args"]["settings"] == dict(lambd=0.25, n_iter=4) != ATTENTIONS["keys"][1]
+
+    model, images = study.rebuild(stored).eval(), torch.rand(2, 3, 32, 32)
+    with torch.no_grad():
+        attention = model.blocks[0].attn
+        q, k, v = attention.project(torch.randn(2, N, model.config.embed_dim))
+        assert torch.equal(attention.attend(q, k, v), study.keys(q, k, v, lambd=0.25)[0])
+        usual = study.rebuild(stored | dict(args=stored["args"] | dict(settings=None))).eval()
+        assert not torch.allclose(model(images), usual(images))
+
+    command(monkeypatch, "train", "keys", "--resume", tmp_path / "run", "--max_steps", 3)
+    assert common.read_checkpoint(tmp_path / "run")["args"]["settings"]["lambd"] == 0.25
+    with pytest.raises(ValueError, match="lambd=2 does not fit .* trained with {'lambd': 0.25,"):
+        command(monkeypatch, "train", "keys", "lambd=2", "--resume", tmp_path / "run")
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("words, message", [
+    (["mean"], "attention 'mean': expected one of rkde-huber"),
+    (["keys", "lambd=-1"], "keys lambd: -1, expected float from 0"),
+    (["mom", "m=0"], "mom m: 0, expected int from 1"),
+    (["rkde-huber", "a=0"], "rkde-huber a: 0, expected float from 0.001"),
+    (["rkde-huber", "a=wide"], "rkde-huber a: could not convert string to float"),
+    (["weights", "lambd=1"], "weights lambd=1: expected NAME=VALUE with a name of rounds"),
+])
+def test_an_unknown_attention_or_setting_is_named_before_anything_is_read(monkeypatch, words,
+                                                                          message):
+    with pytest.raises(ValueError, match=message):
+        command(monkeypatch, "train", *words)
+
+
+def test_more_blocks_than_tokens_are_refused():
+    with pytest.raises(ValueError, match=f"mom m=8: expected at most a block a token, {N}"):
+        study.mom(*qkv(), m=N + 1)
+
+
+def test_a_causal_network_is_refused():
+    with pytest.raises(ValueError, match="'keys' lets a token see the later ones"):
+        study.with_attention(LM(LMConfig(5, context=4, embed_dim=8, depth=1, num_heads=2,
+                                         mlp_dim=8)), "keys")
