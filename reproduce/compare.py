@@ -2,7 +2,7 @@
 
     python -m reproduce.compare table1 --rows out/reproduce/small --scale small
 
-Reads paper.csv and every results.jsonl, log.jsonl, cost.jsonl and eigstats.csv under --rows. A run
+Reads paper.csv and every results.jsonl, log.jsonl and eigstats.csv under --rows. A run
 is known by its folder's name, <arm>_s<seed>. Numbers of two scales cannot be compared, differences
 between rows of one scale can: so both differences to the first row stand beside the numbers. What
 was not run is printed as "not run".
@@ -98,21 +98,26 @@ def ours(rows, table, column):
     kind = {"elastic": "elastic_transform", "jpeg": "jpeg_compression"}.get(kind, kind)
     if kind in corrupted:
         top1 = average(corrupted[kind]["top1"])
-        imagenet = corrupted[kind]["imagenet1k"]
-        return top1 if field == "top-1" else (100 - top1) / ALEXNET[kind] if imagenet else None
+        if field == "top-1":
+            return top1
+        return (100 - top1) / ALEXNET[kind] if as_alexnet(corrupted[kind]) else None
     attacked = sorted(of(kind), key=lambda r: r["setting"].get("eps", 0))
     return attacked[-1][field.replace("-", "")] if attacked else None
 
 
+def as_alexnet(row):
+    """Is it of what AlexNet's errors are of: ImageNet, all five severities?"""
+    return row["imagenet1k"] and row["setting"]["severities"] == [1, 2, 3, 4, 5]
+
+
 def of_all_corruptions(corrupted, column, field):
-    """The mean of the 15 types, or mCE, which is for ImageNet; None until all are there."""
+    """The mean of the 15 types, or mCE beside AlexNet; None until all are there."""
     if len(corrupted) < len(NAMES):
         return None
     if column != "mCE":
         return mean(average(r[field]) for r in corrupted.values())
     errors = {name: 1 - average(r["top1"]) / 100 for name, r in corrupted.items()}
-    imagenet = all(r["imagenet1k"] for r in corrupted.values())
-    return mean_corruption_error(errors) if imagenet else None
+    return mean_corruption_error(errors) if all(map(as_alexnet, corrupted.values())) else None
 
 
 # --- the table ------------------------------------------------------------------------------------

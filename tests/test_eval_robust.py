@@ -420,7 +420,7 @@ def made_up(model, errors):
                   recipe=model, data="imagenet", data_dir="x", imagenet1k=False,
                   measure="corruptions", images=50,
                   conditions=dict(space="pixel", labels="true", clip=True, seed=0, amp=False))
-    return [dict(fields, top1=[100 - error], setting=dict(type=name))
+    return [dict(fields, top1=[100 - error], setting=dict(type=name, severities=[1, 2, 3, 4, 5]))
             for name, error in errors.items()]
 
 
@@ -443,6 +443,10 @@ def test_mce_is_for_imagenets_classes_elsewhere_errors_are_relative_to_the_first
     assert "relative" not in tables.tables(both[:15])
     table = tables.tables([dict(row, imagenet1k=True) for row in both])
     assert line_of(table, "mCE") == ["100.00", "50.00"] and "relative" not in table
+    for row in both:
+        row.update(imagenet1k=True, setting=dict(row["setting"], severities=[1, 3, 5]))
+    table = tables.tables(both)                           # AlexNet's errors are of all five
+    assert "mCE" not in table and line_of(table, "corruption error relative to first")
 
 
 def test_the_table_says_how_sure_it_is(first_run):
