@@ -11,8 +11,9 @@
 set -eu
 cd "$(dirname "$0")/.."
 SCALE=${SCALE:-small} DATA=${DATA:-} SEEDS=${SEEDS:-0} GPUS=${GPUS:-4} NODES=${NODES:-1}
-OUT=${OUT:-out/reproduce/$SCALE} DRY=${DRY:-} PYTHON=${PYTHON:-python}
-TABLES=${TABLES:-results/reproduce/$SCALE}
+DRY=${DRY:-} PYTHON=${PYTHON:-python} WHERE=$SCALE
+[ "$SCALE" != small ] || [ -z "$DATA" ] || WHERE=small_$(basename "$DATA")
+OUT=${OUT:-out/reproduce/$WHERE} TABLES=${TABLES:-results/reproduce/$WHERE}
 LAUNCH=$PYTHON PLAN= KEEP="--set keep_every=1"        # checkpoints for figures over training
 
 case $SCALE in

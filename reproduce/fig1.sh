@@ -3,8 +3,8 @@
 . "$(dirname "$0")/common.sh"
 
 train_vits softmax
-for seed in $SEEDS; do
-  run $PYTHON -m studies.kernel_pca --exp jproj --out_dir "$OUT/kpca" \
-    --ckpt "$OUT/softmax_s$seed"/epoch_*.pt
-done
+set --
+for seed in $SEEDS; do set -- "$@" "$OUT/softmax_s$seed"/epoch_*.pt; done
+run $PYTHON -m studies.kernel_pca --exp jproj --out_dir "$OUT/kpca" --ckpt "$@"
+run $PYTHON -m studies.plot kpca "$OUT/kpca"
 hours

@@ -3,8 +3,7 @@
 . "$(dirname "$0")/common.sh"
 
 train_vits softmax
-for seed in $SEEDS; do
-  run $PYTHON -m studies.kernel_pca --exp gamma,eigstats --out_dir "$OUT/kpca" \
-    --ckpt "$OUT/softmax_s$seed"
-done
+set --
+for seed in $SEEDS; do set -- "$@" "$OUT/softmax_s$seed"; done
+run $PYTHON -m studies.kernel_pca --exp gamma,eigstats --out_dir "$OUT/kpca" --ckpt "$@"
 compare fig2

@@ -20,6 +20,7 @@ BF16, FLOAT32 = 60e12, 15e12            # operations a second and GPU, sustained
 READ, READ_512 = 2500, 300              # images a second and GPU: decoded and cut to 224 or 512 px
 TOKENS = 5e5                            # a second and GPU, forward and backward, 16 narrow layers
 TRAIN, VAL = 1_281_167, 50_000          # images of ImageNet
+MODELS = dict(small="small", fan="fan_tiny")    # of folders <kind>_... that another script trains
 FOLDERS = dict(imagenet_a=7_500, imagenet_r=30_000, imagenet_o=52_000)      # O: val, too
 # forward and backward passes per image
 PASSES = dict(noise=(3, 0), fgsm=(2, 1), pgd=(21, 20), sld=(21, 20), spsa=(10_240, 0),
@@ -67,15 +68,16 @@ def train_hours(script, found, gpus):
 
 
 def evaluation_hours(found, models, gpus):
-    """Of an evaluation; models: {folder: multiply-adds}, what was trained before."""
+    """Of an evaluation; models: {folder: multiply-adds}, of what was trained before."""
     kind = found["ckpt"][0].rsplit("/", 1)[-1].split("_")[0]
     if kind == "lm":                        # clean, segment-wise, attacked; a window scores a token
         return len(found["ckpt"]) * 3 * 500_000 * 256 / (3 * TOKENS * gpus) / 3600
     size, read = (2_000, READ_512) if kind == "seg" else (VAL, READ)
     task = "segmentation" if kind == "seg" else "classification"
     seconds = 0
+    elsewhere = forward({"model": [MODELS.get(kind, "tiny")]})
     for folder in found["ckpt"]:
-        macs = models.get(folder, 1.2e9)
+        macs = models.get(folder, elsewhere)
         for name, _, _ in plan(found["measures"], task, one(found, "preset", "default")):
             images, passes, rate = FOLDERS.get(name, size), (1, 0), BF16
             if name == "corruptions":                                       # five severities

@@ -15,6 +15,7 @@ import train_cls
 import train_lm
 import train_seg
 from reproduce import compare
+from reproduce import hours
 
 ROOT = Path(__file__).parent.parent
 SPEC = ROOT.parent / "shared" / "spec"
@@ -118,9 +119,10 @@ def test_an_attack_is_compared_at_its_largest_budget():
 
 
 def test_ce_and_mce_are_for_imagenet_alone():
-    def corrupted(imagenet):
+    def corrupted(imagenet, severities=(1, 2, 3, 4, 5)):
         return [dict(row("a", 0, "corruptions", top1=[30.0, 50.0], imagenet1k=imagenet),
-                     setting={"type": name}) for name in compare.NAMES]
+                     setting={"type": name, "severities": list(severities)})
+                for name in compare.NAMES]
     assert compare.ours(corrupted(False), "table1", "IN-C") == 40
     assert compare.ours(corrupted(False), "table1", "mCE") is None
     assert compare.ours(corrupted(False)[:14], "table1", "IN-C") is None
@@ -128,6 +130,9 @@ def test_ce_and_mce_are_for_imagenet_alone():
     mce = sum(60 / alexnet[name] for name in alexnet) / 15
     assert compare.ours(corrupted(True), "table1", "mCE") == pytest.approx(mce)
     assert compare.ours(corrupted(True), "table4", "JPEG CE") == pytest.approx(60 / 0.6065)
+    some = corrupted(True, [1, 3])                        # AlexNet's errors are of all five
+    assert compare.ours(some, "table1", "mCE") is compare.ours(some, "table4", "JPEG CE") is None
+    assert compare.ours(some, "table4", "JPEG top-1") == 40
 
 
 # --- the paper's scale ----------------------------------------------------------------------------
@@ -192,6 +197,35 @@ def test_table_2_attacks_as_the_papers_harness(plans, monkeypatch):
     assert sorted(args.measures) == sorted("pgd fgsm spsa sld cw noise autoattack".split())
 
 
+def test_small_runs_on_other_data_have_folders_of_their_own():
+    def where(**env):
+        command = ["sh", "-c", '. reproduce/common.sh; echo "$OUT $TABLES"', "reproduce/x.sh"]
+        env = os.environ | {"OUT": "", "TABLES": "", "SCALE": "small", **env}
+        return subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True).stdout
+
+    assert where(DATA="") == "out/reproduce/small results/reproduce/small\n"
+    assert where(DATA="data/cifar10").split() == ["out/reproduce/small_cifar10",
+                                                  "results/reproduce/small_cifar10"]
+    assert "out/reproduce/paper " in where(DATA="ade", SCALE="paper")       # table6: table1's runs
+    assert "elsewhere " in where(DATA="data/cifar10", OUT="elsewhere")
+
+
+@pytest.mark.parametrize("script", ["fig1.sh", "fig2.sh"])
+def test_the_seeds_of_a_figure_are_studied_together(script, tmp_path):
+    text = run(script, tmp_path, SCALE="paper", DATA="d", DRY="1", SEEDS="0 1", PYTHON="true")
+    study, = (line for line in text.splitlines() if "studies.kernel_pca" in line)
+    assert "softmax_s0" in study and "softmax_s1" in study
+
+
+def test_networks_that_another_script_trains_count_as_what_they_are():
+    def of(name, models={}):
+        return hours.evaluation_hours({"measures": ["fgsm"], "ckpt": [name]}, models, 4)
+
+    assert of("out/small_rpc4_s0") == pytest.approx(of("a", {"a": 4.35e9}), rel=0.01)
+    assert of("out/fan_rpc4_s0") == pytest.approx(of("a", {"a": 1.49e9}))
+    assert of("out/rpc4_s0") == pytest.approx(of("a", {"a": 1.2e9}), rel=0.02)
+
+
 def test_several_nodes_start_the_same_command(tmp_path):
     text = run("table12.sh", tmp_path, SCALE="paper", DATA="d", DRY="1", NODES="2", NODE="1",
                HOST="h", GPUS="8", PYTHON="true")
@@ -200,10 +234,10 @@ def test_several_nodes_start_the_same_command(tmp_path):
 
 def test_twice_the_gpus_take_half_the_hours(tmp_path):
     text = run("table1.sh", tmp_path, SCALE="paper", DATA="d", DRY="1")
-    hours = [[float(x) for x in line.split("|")[3:5]] for line in text.splitlines()
-             if line.startswith("| train_cls.py") or line.startswith("| all")]
-    assert hours[0][0] == pytest.approx(300 * 1_281_167 / (4 * 2500) / 3600, abs=0.05)  # reading
-    assert all(four == pytest.approx(2 * eight, abs=0.2) for four, eight in hours)
+    rows = [[float(x) for x in line.split("|")[3:5]] for line in text.splitlines()
+            if line.startswith("| train_cls.py") or line.startswith("| all")]
+    assert rows[0][0] == pytest.approx(300 * 1_281_167 / (4 * 2500) / 3600, abs=0.05)  # reading
+    assert all(four == pytest.approx(2 * eight, abs=0.2) for four, eight in rows)
 
 
 def test_unknown_scales_and_missing_data_are_one_line(tmp_path):
