@@ -118,18 +118,28 @@ def add_running(p):
 
 # --- what the checkpoints settle ------------------------------------------------------------------
 
-def settle(args, models):
-    """What the checkpoints say goes into args; refuses what does not fit them, or each other."""
-    first = models[0]
-    args.task = first["task"]
+def agree(flags, models):
+    """Refuses models of several tasks or sizes."""
     tasks = list(dict.fromkeys(m["task"] for m in models))
     if len(tasks) > 1:
-        raise ValueError(f"--ckpt: {' and '.join(tasks)}, expected models of one task")
+        raise ValueError(f"{flags}: {' and '.join(tasks)}, expected models of one task")
     for name in ("image_size", "num_classes", "context"):
         values = {getattr(m["model"].config, name, None) for m in models}
         if len(values) > 1:
-            raise ValueError(f"--ckpt: the models have {name} {sorted(values)}, expected the same "
+            raise ValueError(f"{flags}: the models have {name} {sorted(values)}, expected the same "
                              "for all")
+
+
+def settle(args, models, other=None):
+    """What the checkpoints say goes into args; refuses what does not fit them, or each other.
+
+    other: the model of --source.
+    """
+    first = models[0]
+    args.task = first["task"]
+    agree("--ckpt", models)
+    if other:
+        agree("--ckpt and --source", [first, other])
     for name, tasks in ONLY.items():
         if getattr(args, name) and args.task not in tasks:
             raise ValueError(f"--{name} is for {' and '.join(tasks)}, not for {args.task}")
@@ -167,7 +177,7 @@ def settle_windows(args, config):
 
 # --- the run -------------------------------------------------------------------------------------
 
-def plan(args):
+def plan(args, other=None):
     """[(measure, setting, conditions)]: what --measures and the flags ask for."""
     needed = dict(transfer="source", **{name: name for name in FOLDERS})
     absent = [name for name, flag in needed.items() if not getattr(args, flag)]
@@ -179,12 +189,15 @@ def plan(args):
     # what flags say
     more = dict(corruptions=dict(severities=args.severities, released=args.corrupted_dir or False,
                                  frost=args.frost_dir or "procedural"),
-                transfer=dict(source=args.source),
+                transfer=dict(source=args.source, weights=other and other["about"]["weights"]),
                 perplexity=dict(window=args.window, stride=args.stride),
                 **{name: dict(folder=getattr(args, name)) for name in FOLDERS})
     for name, setting, conditions in todo:
         if name in absent:
             raise ValueError(f"--measures {name} needs --{needed[name]}")
+        if name == "imagenet_o" and args.data != "imagenet":
+            raise ValueError(f"--imagenet_o needs --data imagenet, not {args.data}: its images are "
+                             "to be told from those of val")
         setting.update(more.get(name, {}))
         if args.task == SEG:
             setting.update({k: getattr(args, k) for k in ("window", "stride", "scales", "flip")})
@@ -219,20 +232,39 @@ def measure(group, other, asked, source, tree, index, args):
     return [score.attack_row(m, name, setting, conditions, source, index, args, victim)]
 
 
-def evaluate(models, other, source, todo, results, args):
-    """Every measure of todo on the models that lack it; other: transfer's source."""
+def open_folder(name, source, size, args):
+    """The images of --imagenet_a, -r or -o, labelled as the classes of source."""
+    root, folder = os.path.split(os.path.abspath(getattr(args, name)))
+    try:
+        return data.ImageTree(root, folder, source.classes, size, subset=True)
+    except (ValueError, OSError) as e:
+        raise ValueError(str(e).replace("--data_dir", f"--{name}")) from None
+
+
+def prepare(models, source, todo, args):
+    """[(asked, images, n, index)]: what each measure of todo is on. Refuses what cannot be
+    measured, before hours have gone into the others."""
+    ready = []
     for asked in todo:
         name, setting, _ = asked
-        tree = source
+        if name.endswith("autoattack") and len(source.classes) < 4:
+            raise ValueError(f"--measures {name} compares four logits: {len(source.classes)} "
+                             "classes, expected 4 or more")
+        tree, index = source, None
         if name in FOLDERS:
-            root, folder = os.path.split(os.path.abspath(getattr(args, name)))
-            size = models[0]["model"].config.image_size
-            tree = data.ImageTree(root, folder, source.classes, size, subset=True)
+            tree = open_folder(name, source, models[0]["model"].config.image_size, args)
         n = score.size_of(tree, name, setting, args)
-        index = None
         if name != "perplexity":
             index = score.pick(score.length(tree), n, args.seed)
+        ready.append((asked, tree, n, index))
+    return ready
 
+
+def evaluate(models, other, source, ready, results, args):
+    """Every measure, as `prepare` returns them, on the models that lack it; other: transfer's
+    source."""
+    for asked, tree, n, index in ready:
+        name = asked[0]
         missing = [m for m in models if results.lacks(describe_row(m, *asked, n, args))]
         groups = [[m] for m in missing]
         if args.task == CLS and name == "corruptions" and missing:
@@ -277,15 +309,16 @@ def main():
     args = get_args()
     args.device, args.rank, args.world = common.setup(args.device)
     models = [load_model(path, args.device) for path in args.ckpt]
-    settle(args, models)
-    todo = plan(args)
-    source = load_source(args, models)
-    other = load_model(args.source, args.device) if args.source else None
+    other = load_model(args.source, args.device, "--source") if args.source else None
+    everyone = [*models, other] if other else models
+    settle(args, models, other)
+    todo = plan(args, other)
+    source = load_source(args, everyone)
     args.imagenet1k = args.task == CLS and metrics.is_imagenet(source.classes)
     if args.task == CLS:
         first = torch.arange(min(8, len(source.labels)))
         for images, labels, *_ in score.batches(source, first, args):
-            for m in [*models, other] if other else models:
+            for m in everyone:
                 attacks.check(m["model"], images.float() / 255, labels, 0.0)   # logits? enough?
 
     # where the rows go
@@ -294,8 +327,10 @@ def main():
     if args.checks:
         if args.rank == 0:
             print(f"{what} | {how}", flush=True)
+            args.world = 1                                # nobody shares the images
             run_checks(models, other, source, args)
         return
+    ready = prepare(models, source, todo, args)
     path = Path(args.ckpt[0])
     folder = "robust" if args.preset == "default" else f"robust_{args.preset}"
     args.out_dir = args.out_dir or str((path if path.is_dir() else path.parent) / folder)
@@ -307,9 +342,10 @@ def main():
             print(f"budgets are in normalised units: eps 1/255 is {std:.3f}/255 of the pixel "
                   "range, channels averaged")
 
-    evaluate(models, other, source, todo, results, args)
+    evaluate(models, other, source, ready, results, args)
     if args.rank == 0:
         print("\n" + results.write_table())
+        args.world = 1                                    # nobody shares the pictures
         if args.save_images and args.task == CLS:
             pictures.save_classified(models, source, todo, args)
         elif args.save_images:

@@ -41,7 +41,7 @@ def scores(confusion):
     NaN, left out of the means. Returns a dict; `accuracy` and `iou` are lists per class, `classes`
     and `classes_in_truth` how many entered mean_iou and mean_accuracy.
     """
-    m = confusion.double()
+    m = confusion.cpu().double()                          # mps has no float64
     right, truth, predicted = m.diagonal(), m.sum(1), m.sum(0)
     accuracy = 100 * right / truth                                              # 0 / 0 is NaN
     iou = 100 * right / (truth + predicted - right)

@@ -17,7 +17,7 @@ def right(model, images, labels):
 
 def percent(flags):
     """The share of True."""
-    return 100 * flags.double().mean().item()
+    return 100 * flags.cpu().double().mean().item()       # mps has no float64
 
 
 def accuracy(model, images, labels):

@@ -40,8 +40,8 @@ def mean_corruption_error(errors, reference=ALEXNET):
 
 def _counts(score, positive):
     """True and false positives summed down to each distinct threshold, highest first; float64."""
-    score, order = score.double().sort(descending=True)
-    positive = positive.double()[order]
+    score, order = score.cpu().double().sort(descending=True)             # mps has no float64
+    positive = positive.cpu().double()[order]
     # ties fall in one step
     last = torch.cat([score[1:] != score[:-1], score.new_ones(1, dtype=torch.bool)])
     tp, fp = positive.cumsum(0)[last], (1 - positive).cumsum(0)[last]

@@ -22,7 +22,7 @@ from robust import corruptions
 from robust import iou
 from robust import metrics
 from robust import words
-from robust.measures import ATTACKS, SCENES, SLOW
+from robust.measures import ATTACKS, FOLDERS, SCENES, SLOW
 from robust.tables import show
 
 
@@ -37,8 +37,11 @@ def size_of(source, name, setting, args):
     """How many images, or tokens of a text, a measure is on."""
     if name == "perplexity":
         return len(source[setting["split"]].clean)
+    n = length(source)
+    if name in FOLDERS:                                   # of different sizes: --limit at most
+        return min(args.limit or n, n)
     few = SCENES if args.data == "shapes" else SLOW
-    return args.limit or min(few.get(name, length(source)), length(source))
+    return args.limit or min(few.get(name, n), n)
 
 
 def pick(n, limit, seed):
@@ -84,17 +87,18 @@ def hits(logits, labels):
     if not logits.isfinite().all():
         raise ValueError("the model returns logits that are not finite")
     right = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
-    return torch.stack([right[:, 0], right.any(1)], 1).double()
+    return torch.stack([right[:, 0], right.any(1)], 1).float()
 
 
 @torch.no_grad()
 def score(models, loaded, transforms, n, args):
-    """Which of n images are right in each form: (models, transforms, n, 2), on every process.
+    """Which of n images are right in each form: (models, transforms, n, 2) float64 on the CPU of
+    every process.
 
     loaded: of `batches`; transforms: functions of such a batch to pixels (b, 3, S, S) float in
     [0, 1]. Each form of a batch is made once, for all models.
     """
-    found = torch.zeros(len(models), len(transforms), n, 2, dtype=torch.float64, device=args.device)
+    found = torch.zeros(len(models), len(transforms), n, 2, device=args.device)          # 0 or 1
     for batch in loaded:
         _, labels, _, place = batch
         for j, transform in enumerate(transforms):
@@ -103,7 +107,7 @@ def score(models, loaded, transforms, n, args):
                 with common.autocast(args.device, args.amp):
                     logits = attacks.forward(m["model"], x, args.batch_size)
                     found[i, j, place] = hits(logits.float(), labels)
-    return common.all_sum(found)
+    return common.all_sum(found).cpu().double()
 
 
 def percent(total, n):
@@ -175,16 +179,19 @@ def corruption_rows(models, source, index, setting, args):
                            for severity in severities])]
     found = [score(models, batches(images, index, args, name), forms, len(index), args)
              for images, forms in parts]
-    return [together([outcome(hit) for hit in hits]) for hits in torch.cat(found, 1)]
+    return [together([outcome(hit) for hit in own]) for own in torch.cat(found, 1)]
 
 
 @torch.no_grad()
 def kept_logits(m, source, index, columns, args):
-    """Logits of the kept classes for all images index, on every process: (n, len(columns))."""
-    out = torch.zeros(len(index), len(columns), dtype=torch.float64, device=args.device)
+    """Logits of the kept classes for all images index, on every process: (n, len(columns)) float64
+    on the CPU."""
+    out = torch.zeros(len(index), len(columns), device=args.device)
     for images, _, _, place in batches(source, index, args, Path(source.folder).name):
-        out[place] = m["model"](images.float() / 255)[:, columns].double()
-    return common.all_sum(out)
+        with common.autocast(args.device, args.amp):
+            logits = m["model"](images.float() / 255)
+        out[place] = logits[:, columns].float()
+    return common.all_sum(out).cpu().double()
 
 
 def folder_row(m, name, tree, index, source, args):
@@ -196,13 +203,13 @@ def folder_row(m, name, tree, index, source, args):
     columns = tree.labels.unique()                        # sorted, as the folders' names are
     logits = kept_logits(m, tree, index, columns, args)
     if name != "imagenet_o":
-        labels = torch.searchsorted(columns, tree.labels[index]).to(args.device)
+        labels = torch.searchsorted(columns, tree.labels[index])
         return dict(outcome(hits(logits, labels)), classes=len(columns))
     inside = torch.isin(source.labels, columns).nonzero()[:, 0]
     inside = inside[pick(len(inside), min(args.limit or len(inside), len(inside)), args.seed)]
     both = torch.cat([logits, kept_logits(m, source, inside, columns, args)])
     doubt = -both.softmax(1).amax(1)                      # little confidence: an outlier
-    outlier = torch.arange(len(both), device=doubt.device) < len(index)
+    outlier = torch.arange(len(both)) < len(index)
     return dict(aupr=100 * metrics.average_precision(doubt, outlier),
                 auroc=100 * metrics.auroc(doubt, outlier),
                 fpr95=100 * metrics.fpr_at_recall(doubt, outlier),
@@ -228,7 +235,7 @@ def attack_images(model, name, setting, images, labels, index, conditions, *, se
         x = x.clamp(0, 1) if own_clip else x   # the first thing it does to a normalised image
     target, todo = aim(model, name, x, labels, conditions["labels"], batch_size)
 
-    how = {k: v for k, v in setting.items() if k != "source"}
+    how = {k: v for k, v in setting.items() if k not in ("source", "weights")}
     how["clip"] = conditions["clip"] or own_clip
     rows = todo.nonzero()[:, 0]
     parts = rows.split(batch_size)
@@ -262,6 +269,11 @@ def aim(model, name, x, labels, lead, batch_size):
     return target, todo
 
 
+def widest(device):
+    """float64, but on mps, which has none."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 class Attacked:
     """An attack as a transform for `score`; notes how far images move, and AutoAttack's stages."""
 
@@ -271,20 +283,20 @@ class Attacked:
         self.setting = {k: v for k, v in setting.items() if k != "draws"}
         if self.cascade:
             self.setting["progress"] = args.rank == 0
-        zeros = partial(torch.zeros, dtype=torch.float64, device=args.device)
-        self.moved = zeros(n, 4)                          # Linf, L2, L1, outside: of all draws
-        self.stages = zeros(5, n, 2)                      # standing, right
+        self.moved = torch.zeros(n, 4, dtype=widest(args.device), device=args.device)
+        self.stages = torch.zeros(5, n, 2, device=args.device)            # standing, right: 0 or 1
 
     def __call__(self, images, labels, numbers, place, **draw):
         x, trace = images.float() / 255, [] if self.cascade else None
         adv = attack_images(self.model, self.name, {**self.setting, **draw}, x, labels, numbers,
                             trace=trace, **self.how)
-        move = (adv - x).flatten(1).double()
+        move = (adv - x).flatten(1).to(self.moved.dtype)
         outside = torch.maximum(-adv.flatten(1).amin(1), adv.flatten(1).amax(1) - 1).clamp(min=0)
         norms = (move.norm(math.inf, 1), move.norm(2, 1), move.norm(1, 1), outside)
+        # Linf, L2, L1, outside: of all draws
         self.moved[place] = torch.maximum(self.moved[place], torch.stack(norms, 1))
         for i, stage in enumerate(trace or ()):
-            self.stages[i, place] = torch.stack([stage["standing"], stage["right"]], 1).double()
+            self.stages[i, place] = torch.stack([stage["standing"], stage["right"]], 1).float()
         return adv
 
 
@@ -304,7 +316,7 @@ def attack_row(m, name, setting, conditions, source, index, args, victim=None):
     if name == "noise":
         draws = [partial(attack, draw=draw) for draw in range(setting["draws"])]
     hit = score([m], loaded, draws, n, args)[0]
-    moved, stages = common.all_sum(attack.moved), common.all_sum(attack.stages)
+    moved, stages = (common.all_sum(x).cpu().double() for x in (attack.moved, attack.stages))
 
     row = together([outcome(h) for h in hit]) if len(hit) > 1 else outcome(hit[0])
     row["top1"], row["top5"] = percent(hit.mean(0).sum(0), n)
@@ -363,4 +375,4 @@ def perplexity_row(m, setting, source, args):
     with common.autocast(args.device, args.amp):
         row, = words.score(m["model"], [source[setting["split"]]], setting["window"],
                            setting["stride"], args.batch_size, args.rank, args.world)
-    return {k: v for k, v in row.items() if k not in ("split", "tokens")}
+    return {k: v for k, v in row.items() if k not in ("split", "tokens")} | dict(word=args.word)

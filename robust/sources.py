@@ -19,16 +19,17 @@ REBUILD = {CLS: classifier_from_checkpoint, SEG: segmenter_from_checkpoint,
            LM: lm_from_checkpoint}
 
 
-def load_model(path, device):
-    """A checkpoint as dict(model, task, about, args, classes, vocab, count).
+def load_model(path, device, flag="--ckpt"):
+    """A checkpoint as dict(model, task, about, args, classes, vocab, count, given).
 
     about: what its rows say of it. count: [images forward, images backward] of a classifier, which
-    grow as it is used.
+    grow as it is used. given: the flag and the path, for errors.
     """
     best = Path(path, "best.pt")
     checkpoint = common.read_checkpoint(best if best.exists() else path)
     task, seen, vocab = checkpoint.get("task"), [0, 0], None
-    with common.naming(f"--ckpt {path}"):
+    given = f"{flag} {path}"
+    with common.naming(given):
         if task not in REBUILD:
             raise ValueError("not a checkpoint of train_cls.py, train_seg.py or train_lm.py")
         model = REBUILD[task](checkpoint).to(device).requires_grad_(False)
@@ -43,7 +44,8 @@ def load_model(path, device):
     if task == CLS:
         model.register_forward_pre_hook(look)
     return dict(model=model, task=task, about=describe_model(model, checkpoint, path), count=seen,
-                args=checkpoint.get("args") or {}, classes=checkpoint.get("classes"), vocab=vocab)
+                args=checkpoint.get("args") or {}, classes=checkpoint.get("classes"), vocab=vocab,
+                given=given)
 
 
 def load_source(args, models):
@@ -57,23 +59,24 @@ def load_source(args, models):
     else:
         source = load_test(args, m["args"], m["model"].config.image_size, m["classes"])
     for m in models:
-        classes, path = m["classes"] or source.classes, m["about"]["checkpoint"]
+        classes = m["classes"] or source.classes
         if list(classes) != list(source.classes) or len(classes) != m["model"].config.num_classes:
             theirs, ours = (", ".join(names[:3]) for names in (classes, source.classes))
-            raise ValueError(f"--ckpt {path} was trained on {len(classes)} other classes "
+            raise ValueError(f"{m['given']} was trained on {len(classes)} other classes "
                              f"({theirs}, ...) than --data {args.data} has ({ours}, ...)")
     return source
 
 
 def load_texts(args, models):
-    """{split: words.Text} in the models' vocabulary, the first --limit tokens."""
+    """{split: words.Text} in the models' vocabulary, the first --limit tokens. Sets args.word, the
+    one that is swapped in."""
     vocab = models[0]["vocab"]
     for m in models:
         if m["vocab"].words != vocab.words:
-            raise ValueError(f"--ckpt {m['about']['checkpoint']} has another vocabulary than the "
+            raise ValueError(f"{m['given']} has another vocabulary than the "
                              f"first: perplexities would not compare")
     folder = text_folder(args.data, args.data_dir, args.rank)
-    texts, _ = words.load_texts(folder, vocab, args.window, args.seed)
+    texts, args.word = words.load_texts(folder, vocab, args.window, args.seed)
     n, targets = args.limit, args.limit and args.limit - 1
     return {t.split: t._replace(clean=t.clean[:n], attacked=t.attacked[:n], kept=t.kept[:targets])
             for t in texts}

@@ -207,8 +207,12 @@ def test_the_table_has_every_row_once_and_pictures_are_written(first_run):
 def test_two_processes_count_every_image_once(first_run):
     folder, _, _ = first_run
     flags = ["corruptions type=fog,snow" if flag == "corruptions" else flag for flag in QUICK]
-    flags = ["--ckpt", folder / "a.pt", folder / "b.pt", *flags, "--out_dir", folder / "two"]
+    flags = ["--ckpt", folder / "a.pt", folder / "b.pt", *flags, "--out_dir", folder / "two",
+             "--save_images", 3]
     group(eval_robust.main, list(map(str, flags)))
+    for name in ("corruptions.png", "attacks_0.png", "attacks_1.png"):
+        one, two = (Image.open(folder / run / name) for run in ("one", "two"))
+        assert one.size == two.size and one.tobytes() == two.tobytes()
     alone, shared = (rows.read_rows(folder / name / "results.jsonl") for name in ("one", "two"))
     assert len(shared) == 2 * 7
     for key, two in shared.items():
@@ -277,6 +281,25 @@ def test_out_of_distribution_folders_use_their_own_classes(tmp_path):
     assert o["aupr"] == pytest.approx(100 * expected, abs=1e-6) and o["chance"] == 50
     out = run(*how, "--imagenet_r", tmp_path / "odd", "--measures", "imagenet_r", "--out_dir", tmp_path / "r2")
     assert out.returncode == 1 and "n99" in out.stderr.splitlines()[-1] and "Traceback" not in out.stderr
+
+    # a folder that is not there is said before anything is measured; a small one has fewer images
+    out = run(*how, "--imagenet_a", tmp_path / "none", "--measures", "clean", "imagenet_a",
+              "--out_dir", tmp_path / "r3")
+    assert "error: --imagenet_a" in out.stderr and not (tmp_path / "r3").exists()
+    out = run(*how, "--imagenet_a", tmp_path / "a", "--limit", 8, "--amp",
+              "--measures", "clean", "imagenet_a", "--out_dir", tmp_path / "r4")
+    assert [row["images"] for row in results(tmp_path / "r4")] == [8, 6]
+
+
+def test_amp_is_for_the_folders_too(monkeypatch):
+    source = data.load_shapes("test", 4)
+    source = argparse.Namespace(folder="a", images=source.images, labels=source.labels)
+    args = argparse.Namespace(device=torch.device("cpu"), amp=True)
+    batch = source.images, source.labels, torch.arange(4), torch.arange(4)
+    monkeypatch.setattr(score, "batches", lambda *_: [batch])
+    linear = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10))
+    logits = score.kept_logits(dict(model=linear), source, torch.arange(4), torch.arange(3), args)
+    assert torch.equal(logits, logits.bfloat16().double()) and logits.shape == (4, 3)
 
 
 def test_models_that_share_weights_have_columns_of_their_own(tmp_path, monkeypatch, capsys):
@@ -399,6 +422,48 @@ def test_checks_need_no_empty_folder_and_write_nothing(tmp_path, monkeypatch, ca
     run_here(monkeypatch, "--ckpt", tmp_path / "m.pt", "--checks", "--out_dir", tmp_path / "new")
     assert asked == [10, 64] and {p: p.read_bytes() for p in tmp_path.rglob("*.*")} == before
     assert not (tmp_path / "new").exists()
+
+
+def test_several_processes_check_as_many_images_as_one(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path / "m.pt")
+    monkeypatch.setattr(checks, "run", lambda model, pixels, *_, **__: print("checked", len(pixels)))
+    flags = "--ckpt", str(tmp_path / "m.pt"), "--checks", "--limit", "10"
+    printed, silent = group(eval_robust.main, flags)
+    assert "checked 10" in printed and "checked" not in silent
+
+
+@pytest.fixture(scope="module")
+def odd_models(tmp_path_factory):
+    """A folder with models that do not go together."""
+    folder = tmp_path_factory.mktemp("odd")
+    make_checkpoint(folder / "m.pt")
+    make_checkpoint(folder / "large.pt", image_size=64)
+    make_checkpoint(folder / "other.pt", [f"c{i}" for i in range(10)])
+    make_checkpoint(folder / "two.pt", ["n0", "n1"])
+    common.save_checkpoint(folder / "chess.pt", dict(task="chess"))
+    return folder
+
+
+@pytest.mark.parametrize("name, words", [
+    ("large.pt", "--source: the models have image_size [32, 64]"),
+    ("two.pt", "--source: the models have num_classes [2, 10]"),
+    ("other.pt", "--source {} was trained on 10 other classes"),
+    ("chess.pt", "--source {}: not a checkpoint of train_cls.py")])
+def test_a_source_that_does_not_fit_the_models_is_named(odd_models, monkeypatch, name, words):
+    with pytest.raises(ValueError) as error:
+        run_here(monkeypatch, "--ckpt", odd_models / "m.pt", "--source", odd_models / name,
+                 "--out_dir", odd_models / "r")
+    assert words.format(odd_models / name) in str(error.value)
+
+
+def test_a_source_that_was_trained_anew_is_measured_anew(tmp_path, monkeypatch, capsys):
+    make_checkpoint(tmp_path / "m.pt")
+    flags = ("--ckpt", tmp_path / "m.pt", "--source", tmp_path / "s.pt", "--measures",
+             "transfer eps=4/255 steps=1", "--limit", 8, "--out_dir", tmp_path / "r", "--resume")
+    for seed, n in ((1, 1), (1, 1), (2, 2)):
+        make_checkpoint(tmp_path / "s.pt", seed=seed)
+        run_here(monkeypatch, *flags)
+        assert len(results(tmp_path / "r")) == n
 
 
 def test_the_table_is_written_after_every_row(tmp_path, monkeypatch, capsys):
@@ -595,6 +660,7 @@ def test_the_largest_move_of_noise_is_that_of_all_draws(tmp_path, monkeypatch):
     (["--limit", "81"], "there are only 80"),
     (["--measures", "transfer"], "needs --source"),
     (["--data", "imagenet"], "needs --data_dir"),
+    (["--imagenet_o", "o"], "--imagenet_o needs --data imagenet, not shapes"),
     (["--measures", "corruptions", "--frost_dir", "nowhere"], "nowhere"),
     (["--ckpt", "nowhere.pt"], "nowhere.pt"),
     (["--device", "cuda:9" if not torch.cuda.is_available() else "tpu"], "--device"),
@@ -608,7 +674,7 @@ def test_bad_flags_are_one_clear_line(first_run, tmp_path, monkeypatch, capsys, 
     assert stop.value.code and words in text.splitlines()[-1]
 
 
-def test_two_classes_are_too_few_for_autoattack_and_finished_rows_stay(tmp_path):
+def test_two_classes_are_too_few_for_autoattack_which_is_said_before_anything_is_measured(tmp_path):
     classes = ["n0", "n1"]
     for i, c in enumerate(classes):
         (tmp_path / "val" / c).mkdir(parents=True)
@@ -616,8 +682,9 @@ def test_two_classes_are_too_few_for_autoattack_and_finished_rows_stay(tmp_path)
     make_checkpoint(tmp_path / "m.pt", classes, task="imagenet")
     out = run("--ckpt", tmp_path / "m.pt", "--data_dir", tmp_path, "--num_workers", 0,
               "--measures", "clean", "autoattack", "--out_dir", tmp_path / "r")
-    assert out.returncode == 1 and "4 or more" in out.stderr.splitlines()[-1]
-    assert [row["measure"] for row in results(tmp_path / "r")] == ["clean"]
+    line = out.stderr.splitlines()[-1]
+    assert out.returncode == 1 and "4 or more" in line and "--measures autoattack" in line
+    assert not (tmp_path / "r").exists()
 
 
 def test_generated_corruptions_start_from_imagenet_cs_bilinear_crop(tmp_path, monkeypatch):
