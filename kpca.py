@@ -111,8 +111,10 @@ def projection_error(q, k, h):
 def log_kernel(x, y, causal=False):
     """log k(x_i, y_j), (..., M, N). causal: query i sees k_1 ... k_i only."""
     t = x @ y.mT / math.sqrt(x.shape[-1])
+    if not causal:
+        return t
     future = torch.ones_like(t, dtype=torch.bool).triu(1)
-    return t.masked_fill(future, -math.inf) if causal else t
+    return t.masked_fill(future, -math.inf)
 
 
 def log_g(x, k, causal=False):

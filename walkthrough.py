@@ -91,6 +91,8 @@ def start(name):
 
 def checkpoint(name):
     """What a run of RUNS saved; it is trained first where it has not been."""
+    if name == "segmenter":
+        checkpoint("rpc")                                           # its backbone
     kinds = [name] if ARGS.pictures or ARGS.ckpt or name not in COLOUR else [name, *COLOUR]
     for kind in kinds:
         start(kind)

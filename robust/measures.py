@@ -109,7 +109,7 @@ def in_words(values):
     for name, value in values.items():
         if isinstance(value, bool):
             value = "yes" if value else "no"
-        elif name == "eps" and value and value == round(255 * value) / 255:
+        elif name == "eps" and value and value <= 1 and value == round(255 * value) / 255:
             value = f"{round(255 * value)}/255"
         if isinstance(value, list):
             value = "all" if len(value) > 4 else ",".join(map(str, value))

@@ -203,6 +203,19 @@ def pair(line, values, models):
     return f"{a} : {b}, p {metrics.mcnemar(a, b):.2g}"
 
 
+def notes(rows):
+    """What a reader of these rows has to know besides, a line each."""
+    out = [f"Words swapped: {row['swapped']} of {row['images']} {row['setting']['split']} tokens "
+           f"({100 * row['swapped'] / row['images']:.2f} %) became `{row['word']}`."
+           for row in rows if row.get("word")]
+    if any("eps" in row["setting"] for row in rows):
+        out.append("Top-5 under attack is not a worst case: the images were made for top-1.")
+    settings = [row["setting"] for row in rows if row["setting"].get("type") == "frost"]
+    if any(s.get("frost") == "procedural" and not s.get("released") for s in settings):
+        out.append("frost: procedural, not ImageNet-C's photographs (--frost_dir).")
+    return list(dict.fromkeys(out))
+
+
 def tables(rows):
     """Markdown: one column per checkpoint; where seeds differ only, one per model with mean ± std
     over seeds; where outcomes were kept, every further model beside the first, image by image.
@@ -223,6 +236,7 @@ def tables(rows):
     out = markdown(cells, {names[w]: [w] for w in models}, one, counted)
     if any(line[4] for line in cells):
         out += "\n\n(low-high): Wilson's 95 % interval over images; severities, draws count once."
+    out += "".join(f"\n\n{note}" for note in notes(rows))
     if len(groups) < len(models):
         out += "\n\nMean ± standard deviation over seeds:\n\n"
         columns = {f"{kinds[g]} (n = {len(w)})": w for g, w in groups.items()}
@@ -275,5 +289,15 @@ class Results:
         return text
 
 
+def main():
+    if len(sys.argv) != 2:
+        raise ValueError("expected a folder: python -m robust.tables FOLDER")
+    path = Path(sys.argv[1], "results.jsonl")
+    rows = read_rows(path)
+    if not rows:
+        raise ValueError(f"no rows in {path}, expected a file that eval_robust.py wrote")
+    print(tables(list(rows.values())))
+
+
 if __name__ == "__main__":
-    common.run(lambda: print(tables(list(read_rows(Path(sys.argv[1], "results.jsonl")).values()))))
+    common.run(main)

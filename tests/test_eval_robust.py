@@ -23,6 +23,8 @@ import common
 from robust import corruptions
 import data
 import eval_robust
+from robust import iou
+from robust import masking
 from robust import measures
 from robust import metrics
 from robust import rows
@@ -372,6 +374,42 @@ def key_of(monkeypatch, *flags, measure):
     return rows.key(eval_robust.describe_row(dict(about=about), *asked, 10, args))
 
 
+class NoFloat64(torch.overrides.TorchFunctionMode):
+    """As if tensors were on mps, which has no float64, until .cpu() is called."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if func is torch.Tensor.cpu:
+            out = args[0].clone()
+            out.on_cpu = True
+            return out
+        out = func(*args, **kwargs)
+        on_cpu = any(x.dtype == torch.float64 or hasattr(x, "on_cpu") for x in given)
+        if getattr(out, "dtype", None) == torch.float64 and not on_cpu and (given or "device" in kwargs):
+            raise TypeError(f"{func}: mps has no float64")
+        return out
+
+
+def test_scores_need_no_float64_on_the_device(tmp_path, monkeypatch, capsys):
+    make_checkpoint(tmp_path / "m.pt")
+    how = ("--ckpt", tmp_path / "m.pt", "--limit", 6, "--eps", "1/999", "--measures", "clean", "noise",
+           "cw steps=2", "autoattack queries=5", "--out_dir")
+    run_here(monkeypatch, *how, tmp_path / "cpu")
+    widest = [score.widest(torch.device(name)) for name in ("cpu", "cuda", "mps")]
+    assert widest == [torch.float64, torch.float64, torch.float32]
+    monkeypatch.setattr(score, "widest", lambda device: torch.float32)
+    with NoFloat64():
+        run_here(monkeypatch, *how, tmp_path / "mps")
+        flags = torch.arange(3) > 0
+        assert masking.percent(flags) == pytest.approx(200 / 3)
+        assert metrics.auroc(torch.arange(3.0), flags) == 1
+        assert iou.scores(torch.eye(2, dtype=torch.int64))["mean_iou"] == 100
+    for one, two in zip(results(tmp_path / "cpu"), results(tmp_path / "mps"), strict=True):
+        assert (one["top1"], one["top5"], one["right"]) == (two["top1"], two["top5"], two["right"])
+        assert two.get("mean_l2") == pytest.approx(one.get("mean_l2"), rel=1e-5)
+
+
 def test_released_files_are_read_by_type_and_severity(tmp_path, monkeypatch):
     """CIFAR-10-C has one array a type, 10,000 images a severity; ImageNet-C a folder each."""
     args = argparse.Namespace(corrupted_dir=str(tmp_path), device=torch.device("cpu"))
@@ -522,6 +560,26 @@ def test_the_table_says_how_sure_it_is(first_run):
     interval = f"{row['top1']:.2f} ({100 * low:.1f}-{100 * high:.1f})"
     assert line_of(first, "fgsm 2/255, top-1")[0] == interval
     assert [len(line_of(last, name)) for name in ("fgsm 2/255", "noise 0.068", "fog")] == [1, 1, 1]
+
+
+def test_the_table_says_what_top_5_and_which_frost(first_run):
+    folder, _, _ = first_run
+    found = results(folder / "one")
+    top5, frost = "Top-5 under attack is not a worst case", "frost: procedural"
+    for kept, notes in (("fgsm", (1, 0)), ("corruptions", (0, 1)), ("clean", (0, 0))):
+        table = tables.tables([row for row in found if row["measure"] == kept])
+        assert (table.count(top5), table.count(frost)) == notes
+    rows = [row for row in found if row["setting"].get("type") == "frost"]
+    for setting in (dict(frost="textures"), dict(released="imagenet-c")):
+        assert frost not in tables.tables([{**r, "setting": {**r["setting"], **setting}} for r in rows])
+
+
+@pytest.mark.parametrize("argv, words", [
+    ([], "expected a folder"), (["nowhere"], "no rows in nowhere/results.jsonl")])
+def test_tables_without_a_folder_of_rows_are_one_line(monkeypatch, argv, words):
+    monkeypatch.setattr(sys, "argv", ["tables.py", *argv])
+    with pytest.raises(SystemExit, match=words):
+        common.run(tables.main)
 
 
 def test_two_models_are_compared_image_by_image():

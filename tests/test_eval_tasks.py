@@ -201,6 +201,10 @@ def test_a_language_models_table_has_a_line_for_each_perplexity(texts):
             cells = line_of(table, f"perplexity {split}, {text}")
             assert cells == [f"{row[name]:.2f}" for row in pair]
     assert "(n = 2)" in means                             # the step of best.pt does not part seeds
+    swapped = rows[0]["swapped"]
+    note = f"Words swapped: {swapped} of 100 valid tokens ({swapped:.2f} %) became `AAA`."
+    assert rows[0]["word"] == "AAA" and table.count(note) == 1
+    assert "worst case" not in table and "frost" not in table
 
 
 def test_best_weights_are_scored_and_rows_are_not_computed_again(texts, tmp_path):

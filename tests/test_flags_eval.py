@@ -305,4 +305,4 @@ def test_help_lists_measures_settings_and_defaults():
     assert all(f"  {name} " in text or f"  {name}\n" in text
                for name in (*measures.MEASURES, *measures.SETTINGS))
     assert "eps=1/255 queries=5000" in text and "best_of=1 " not in text
-    assert "spsa eps=0.1 centre=legacy" in text
+    assert "spsa eps=0.1 centre=legacy" in text and "  sld                  eps=10.0 " in text

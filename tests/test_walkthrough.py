@@ -127,6 +127,26 @@ def test_each_cell_stands_alone_after_the_first():
         assert used <= bound(first) | bound(cell) | set(dir(builtins)), name
 
 
+def test_the_segmenter_waits_for_its_backbone(tmp_path, monkeypatch):
+    class Training:
+        def __init__(self, command, env):
+            backbone = "out/walkthrough/rpc"
+            assert backbone not in command or Path(backbone).exists()
+            Path(command[-1]).mkdir(parents=True)
+
+        def wait(self):
+            return 0
+
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    monkeypatch.setattr(sys, "argv", ["walkthrough.py", "dense"])
+    monkeypatch.chdir(tmp_path)
+    cell = {}
+    exec(compile("# " + CELLS[0], "walkthrough.py", "exec"), cell)
+    monkeypatch.setattr(cell["subprocess"], "Popen", Training)
+    monkeypatch.setattr(cell["common"], "read_checkpoint", str)
+    assert cell["checkpoint"]("segmenter") == "out/walkthrough/segmenter"
+
+
 def walkthrough(tmp_path, *names, ckpt=()):
     command = [sys.executable, "walkthrough.py", *names, "--out_dir", tmp_path]
     command += ["--ckpt", *ckpt] if ckpt else []
