@@ -127,7 +127,10 @@ def get_args():
 # --- data ----------------------------------------------------------------------------------------
 
 def load_data(args, rank):
-    """(training set, validation set); says what was found, and chooses for a folder."""
+    """(training set, validation set); says what was found, and chooses for a folder.
+
+    Before common.start, which compares the flags with those of the run that torchrun restarts.
+    """
     if args.data == "folder":
         train, val, found = load_folder(args.data_dir, args.num_classes)
         args.num_classes = len(train.classes)
@@ -299,8 +302,8 @@ def finish(run, model, val, args, step, epoch_steps):
 
 def main():
     args = get_args()
+    train, val = load_data(args, int(os.environ.get("RANK", 0)))
     device, rank, world, out_dir = common.start(args, f"seg_{args.data}_{args.attn or 'backbone'}")
-    train, val = load_data(args, rank)
     model, optimizer, first, notes = build(args, list(train.classes), device)
     check(args, model.config.patch_size, train, val, device, rank, world)
     net = common.wrap(model, device, world, args.compile)

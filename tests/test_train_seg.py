@@ -252,6 +252,19 @@ def test_a_finished_run_without_metrics_gets_them_when_it_is_resumed(root):
         assert repr(common.read_checkpoint("a")["metrics"]) == repr(whole["metrics"])
 
 
+def test_a_run_that_torchrun_starts_again_goes_on_and_another_is_not_touched(monkeypatch):
+    own_folder("mine")
+    for run, name in ((SMALL, "seg_shapes_rpc"), (["--data_dir", "mine", "--num_workers", "0"], "seg_folder_rpc")):
+        monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+        train(run, "--max_steps 2")
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        train(run, "--max_steps 2")                                         # what it has chosen is no other flag
+        assert not Path(f"out/{name}_2").exists() and (Path("out", name) / "log.jsonl").read_text().count('"eval"') == 1
+        before = Path("out", name, "last.pt").read_bytes()
+        train(run, "--max_steps 2 --stride 8")
+        assert log(f"out/{name}_2") and Path("out", name, "last.pt").read_bytes() == before
+
+
 def test_two_processes_equal_one_though_ignored_pixels_are_unequal_and_the_last_batch_is_short(root):
     run = flags(FOLDER, "--set dropout=0 --epochs 4 --data_dir", [root])               # batches of 4, 4 and 1: rank 1 idles
     group(train_seg.main, [*run, "--out_dir", "two"])
