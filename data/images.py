@@ -10,6 +10,7 @@ import io
 import math
 import os
 import tarfile
+import zlib
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -124,11 +125,14 @@ def cifar10_files(data_dir, splits):
     """{(class, file): bytes} of the first folder of these splits, else of the first tar."""
     folders = [path for path in (os.path.join(data_dir, name) for name in splits)
                if os.path.isdir(path)]
-    files = {(label, name): read_bytes(os.path.join(folder, label, name)) for folder in folders[:1]
-             for label, names in scan_folders(folder).items() for name in names}
+    if folders:
+        found = scan_folders(folders[0])
+        files = [(label, name) for label in found for name in found[label]]
+        if files:
+            return {file: read_bytes(os.path.join(folders[0], *file)) for file in files}
     tars = sorted(path for path in Path(data_dir).glob("*.tar") if path.is_file())
     tars.sort(key=lambda path: not any(part in path.name for part in splits))   # the likely first
-    return files or next(filter(None, (read_tar(path, splits) for path in tars)), {})
+    return next(filter(None, (read_tar(path, splits) for path in tars)), {})
 
 
 def load_cifar10(data_dir, split, download=False):
@@ -195,9 +199,9 @@ class Photos(NamedTuple):
     def median_side(self, n=200):
         """Median short side in pixels of some training images; their headers are read."""
         sides = []
-        for path, _ in self.train[::-(-len(self.train) // n)]:
+        for path, _ in self.train[::math.ceil(len(self.train) / n)]:
             try:
-                sides.append(min(Image.open(path).size))
+                sides.append(min(Image.open(io.BytesIO(read_bytes(path))).size))
             except OSError:
                 continue
         return float(np.median(sides)) if sides else 0.0
@@ -245,14 +249,15 @@ def load_photos(photos, size, holdout=0):
     Each is resized to `size` on its short side and cropped. holdout: so many training images, the
     same ones each time, are held out to evaluate on; 0: the val folder is for that.
     """
-    train, val = (decode_all(files, photos.classes, size) for files in (photos.train, photos.val))
+    files = sorted(photos.train, key=lambda file: name_hash(os.path.relpath(file[0], photos.root)))
+    train, val = (decode_all(files, photos.classes, size) for files in (files, photos.val))
     bad = len(photos.train) + len(photos.val) - len(train.labels) - len(val.labels)
     missing = set(range(len(photos.classes))) - set(train.labels.tolist())
     if missing:
         raise ValueError(f"--data_dir {photos.root}: no image of the class "
                          f"{photos.classes[min(missing)]} can be read")
     if holdout:
-        train, val = hold_out(train, holdout)
+        train, val = hold_out(train, holdout, torch.arange(len(train.labels)))
     if not len(val.labels):
         raise ValueError(f"--data_dir {photos.root}: no readable image to evaluate on; --holdout N "
                          f"takes N of the training images")
@@ -276,11 +281,16 @@ def decode_all(files, classes, size):
     return Split(images, torch.tensor(labels, dtype=torch.int64), list(classes))
 
 
-def hold_out(split, n):
-    """(the rest, n images held out of it): the same images for every seed."""
+def name_hash(name):
+    """What decides which files are held out: a file that comes or goes leaves the others there."""
+    return zlib.crc32(os.fsencode(name))
+
+
+def hold_out(split, n, order=None):
+    """(the rest, n images held out of it): the first in `order`; by default a fixed random one."""
     if not 0 < n < len(split.labels):
         raise ValueError(f"--holdout {n}: there are {len(split.labels)} training images")
-    order = epoch_order(len(split.labels), 0, seed=0)
+    order = epoch_order(len(split.labels), 0, seed=0) if order is None else order
     parts = (order[n:], order[:n])
     return tuple(Split(split.images[part], split.labels[part], split.classes) for part in parts)
 
@@ -397,9 +407,9 @@ class ImageTree(Dataset):
                     raise ValueError(f"{error}; --skip_bad_images goes on without such "
                                      f"files") from None
                 print(f"skipping: {error}", flush=True)
-                self.skipped += self.train
                 if not self.train:
                     return torch.zeros(3, self.size, self.size, dtype=torch.uint8), -1, position
+                self.skipped += 1
         raise ValueError(f"--data_dir {self.folder}: none of the {len(self)} images can be read")
 
 
@@ -416,11 +426,9 @@ def imagenet_batches(tree, batches, num_workers=4, device="cpu", transform=None)
 
     batches: iterable of lists of (position, index). transform: applied to (images, positions) of a
     batch in the worker; leave it out if a GPU can do that. Workers run torch with one thread each
-    (DataLoader's own rule), and stay alive when the loader is iterated again; num_workers=0 loads
-    in this process.
+    (DataLoader's own rule); num_workers=0 loads in this process.
     """
     return DataLoader(tree, batch_sampler=batches, num_workers=num_workers,
-                      persistent_workers=num_workers > 0,
                       prefetch_factor=4 if num_workers else None,
                       pin_memory=torch.device(device).type == "cuda",
                       collate_fn=partial(collate, transform))

@@ -6,6 +6,7 @@
 The transforms that such images are trained with: views.py.
 """
 
+import io
 import math
 import os
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 import data
+from data.images import name_hash, read_bytes
 from segmenter import IGNORE
 
 SHARE = 0.2                                  # of a flat folder's images is held out
@@ -85,10 +87,11 @@ def read_pair(image_path, label_path):
     Images may be grey, have an alpha channel (dropped) or 16 bits; annotations are 8-bit PNG of one
     channel, palettes included: there the numbers count, not their colours.
     """
-    image = data.decode(np.fromfile(image_path, np.uint8), image_path)
+    image = data.decode(read_bytes(image_path), image_path)
+    content = io.BytesIO(read_bytes(label_path))
     try:
-        with Image.open(label_path) as file:
-            mode, pixels = file.mode, np.array(file)
+        file = Image.open(content)
+        mode, pixels = file.mode, np.array(file)
     except (OSError, SyntaxError, ValueError) as error:
         raise ValueError(f"cannot decode {label_path}: {error}") from None
     if mode not in ("L", "P"):
@@ -175,9 +178,8 @@ class OwnFolder(SegTree):
         self.unmatched = len(images.keys() ^ labels.keys())
         if flat:
             held = max(round(SHARE * len(names)), 1)
-            order = data.epoch_order(len(names), 0, seed=0).tolist()
-            part = order[:held] if split == "validation" else order[held:]
-            names = [names[i] for i in sorted(part)]
+            order = sorted(names, key=name_hash)
+            names = sorted(order[:held] if split == "validation" else order[held:])
         pairs = {name: (images[name], labels[name]) for name in names}
         self.names, self.files, self.sides = [], [], []
         self.pixels = torch.zeros(256, dtype=torch.int64)
@@ -282,7 +284,7 @@ def save_pictures(path, images, labels, predictions, classes):
 
     seen = sorted({k for t in (*labels, *predictions) for k in t.unique().tolist()})
     across = max(1, width // 150)
-    picture = Image.new("RGB", (width, len(pixels) + 16 * -(-len(seen) // across)), "white")
+    picture = Image.new("RGB", (width, len(pixels) + 16 * math.ceil(len(seen) / across)), "white")
     picture.paste(Image.fromarray(pixels.numpy()))
     pen = ImageDraw.Draw(picture)
     for i, k in enumerate(seen):

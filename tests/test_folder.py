@@ -1,5 +1,6 @@
 """Images of one's own: `train_cls.py --data_dir photos` finds, chooses, trains and says so."""
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -12,6 +13,9 @@ from PIL import Image
 import common
 import data
 import train_cls
+from data.images import name_hash
+from data.segmentation import OwnFolder, read_pair
+from test_data import within_10_seconds
 from vit import vit_from_checkpoint
 
 CLASSES = ["cat", "dog", "owl"]
@@ -162,6 +166,50 @@ def test_a_folder_that_cannot_be_trained_on_is_named_in_one_line():
         path.write_bytes(b"nothing")
     assert "no readable image to evaluate on; --holdout N takes" in refused("--data_dir", "split")
     assert not Path("out").exists()
+
+
+def held_out(root, n):
+    """The grey levels of the held-out images of a folder whose images are of one level each."""
+    train, held, _ = data.load_photos(data.find_photos(root), 32, n)
+    levels = [split.images[:, 0, 0, 0].tolist() for split in (train, held)]
+    assert not set(levels[0]) & set(levels[1]) and len(levels[1]) == n
+    return set(levels[1])
+
+
+def test_a_file_that_comes_or_goes_moves_no_other_out_of_training():
+    files = [Path("photos", name, f"{i}.png") for name in CLASSES for i in range(12)]
+    for level, path in enumerate(files):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 32), (level,) * 3).save(path)
+    before = held_out("photos", 6)
+    trained = next(path for level, path in enumerate(files) if level not in before)
+    for change in (trained.unlink, lambda: Image.new("RGB", (32, 32)).save("photos/cat/new.png")):
+        change()
+        assert len(held_out("photos", 6) - before) <= 1              # the new one, if any
+
+
+def test_the_held_out_part_of_a_labelled_folder_stays_when_a_file_comes():
+    names = [f"{i:02}" for i in range(40)]
+    for part in ("images", "annotations"):
+        Path("mine", part).mkdir(parents=True)
+        for name in names:
+            Image.new("L", (32, 32), 1).save(Path("mine", part, f"{name}.png"))
+    before = OwnFolder("mine", "validation").names
+    assert len(before) == 8 and before == sorted(sorted(names, key=name_hash)[:8])
+    for part in ("images", "annotations"):
+        Image.new("L", (32, 32), 1).save(Path("mine", part, "000.png"))
+    assert len(set(OwnFolder("mine", "validation").names) - {*before, "000"}) == 0
+    assert not set(OwnFolder("mine", "training").names) & set(OwnFolder("mine", "validation").names)
+
+
+def test_a_pipe_in_a_folder_of_ones_own_is_not_waited_for():
+    make("photos", 3, side=50)
+    Path("photos/cat/0.png").unlink()
+    os.mkfifo("photos/cat/0.png")
+    assert within_10_seconds(data.find_photos("photos").median_side) == 51
+    for pair in (("photos/cat/1.png", "photos/cat/0.png"), ("photos/cat/0.png", "photos/cat/1.png")):
+        with pytest.raises(FileNotFoundError, match="photos/cat/0.png is not a file"):
+            within_10_seconds(read_pair, *pair)
 
 
 def test_a_class_with_a_single_image_may_be_held_out():
