@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn           # before there is a group, see setup
+import torch.distributed.nn           # once there is a group, it would keep that and its threads
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
@@ -144,9 +144,14 @@ class Run:
     """
 
     def __init__(self, args, out_dir, first, stop, device, rank, world, model, **about):
-        self.args, self.out_dir, self.log = args, out_dir, out_dir / "log.jsonl"
-        self.first, self.stop, self.saved, self.started = first, stop, first, time.time()
-        self.master, rows = rank == 0, []
+        self.args = args
+        self.out_dir = out_dir
+        self.log = out_dir / "log.jsonl"
+        self.first = self.saved = first
+        self.stop = stop
+        self.master = rank == 0
+        self.started = time.time()
+        rows = []
         if self.master:
             out_dir.mkdir(parents=True, exist_ok=True)
             rows = cut_log(self.log, first)
@@ -179,8 +184,7 @@ class Run:
         self.measure, self.state, self.unit, self.size = measure, state, unit, size
         self.epoch_steps = epoch_steps
         if self.due(self.first):
-            self.evaluate(self.first)
-            self.save("last.pt", state(self.first))
+            self.keep(self.first)
         self.bar = tqdm(range(self.first, self.stop), "training", self.stop, initial=self.first,
                         unit="step", disable=not self.master, dynamic_ncols=True)
         self.restart()
@@ -201,12 +205,17 @@ class Run:
         save = epoch_ends or self.due(step) or every(step, self.args.save_every)
         if save or every(step, self.args.log_every):
             self.write(step, lr)
+        if save:
+            self.keep(step)
+
+    def keep(self, step):
+        """Evaluate if that is due, and save; last.pt at the end: a kill before repeats the rest."""
         if self.due(step):
             self.evaluate(step)
+        epoch_ends = every(step, self.epoch_steps)
         if epoch_ends and every(step // self.epoch_steps, self.args.keep_every):
             self.save(f"epoch_{step // self.epoch_steps}.pt", self.state(step))
-        if save:
-            self.save("last.pt", self.state(step))      # last: a kill before it repeats the rest
+        self.save("last.pt", self.state(step))
 
     def write(self, step, lr):
         """Log means since the last row and what went by in a second. Waits for the device."""
@@ -214,12 +223,7 @@ class Run:
         bad = (~rows.isfinite().all(1)).nonzero().flatten().tolist()
         if bad:
             loss, norm = rows[bad[0]].tolist()
-            at = step - len(rows) + bad[0] + 1
-            kept = "Nothing was saved yet"
-            if self.saved:
-                kept = f"{self.out_dir} holds step {self.saved}"
-            raise ValueError(f"not finite at step {at}: loss {loss:.4g}, gradient norm {norm:.4g}. "
-                             f"{kept}; try a smaller --lr, or --set clip=1")
+            self.refuse(step - len(rows) + bad[0] + 1, f"loss {loss:.4g}, gradient norm {norm:.4g}")
         self.loss, norm = rows.mean(0).tolist()
         rate = len(rows) * self.size / (time.time() - self.clock)
         epoch = dict(epoch=step / self.epoch_steps) if self.epoch_steps else {}
@@ -243,9 +247,9 @@ class Run:
         except BaseException:
             self.save("last.pt", self.state(step))
             raise
-        if not math.isfinite(metrics.get("loss", 0)):
-            raise ValueError(f"the evaluation's loss is not finite at step {step}: try a smaller "
-                             f"--lr, or --set clip=1")
+        for name, value in metrics.items():
+            if type(value) is float and not math.isfinite(value):
+                self.refuse(step, f"{name} {value} in the evaluation")
         self.evaluations[step] = metrics
         self.row(step=step, eval=metrics, **more)
         numbers = [f"{name} {value:.2f}" for name, value in metrics.items() if type(value) is float]
@@ -253,9 +257,18 @@ class Run:
         self.restart()
 
     def save(self, name, checkpoint):
+        """Write out_dir/name, unless a weight is not finite."""
+        if not all(w.isfinite().all() for w in checkpoint["model"].values()):
+            self.refuse(checkpoint["step"], "a weight")
         if self.master:
             save_checkpoint(self.out_dir / name, checkpoint)
         self.saved = checkpoint["step"]
+
+    def refuse(self, step, what):
+        """ValueError for what is not finite; the files hold what was."""
+        kept = f"{self.out_dir} holds step {self.saved}" if self.saved else "Nothing was saved yet"
+        raise ValueError(f"not finite at step {step}: {what}. {kept}; try a smaller --lr or --set "
+                         f"clip (now {self.args.clip:g}; 0: none)")
 
 
 def every(step, n):

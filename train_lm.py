@@ -185,16 +185,15 @@ def evaluate(model, corpus, args, device, rank, world):
     """Segment-wise valid perplexity; also a sample, and whether the robust part acted."""
     nats = sliding_nll(model, corpus.valid, args.context, args.context, rank=rank, world=world,
                        progress="evaluating")
-    if not nats.isfinite().all():
-        raise ValueError("the valid perplexity is not finite: try a smaller --lr")
-    if rank:
-        return dict(perplexity=perplexity(nats)), {}
+    metrics = dict(perplexity=perplexity(nats))
+    if rank or not math.isfinite(metrics["perplexity"]):            # run.evaluate refuses it
+        return metrics, {}
     text = sample(model, corpus.vocab, args, device)
     tqdm.write(textwrap.shorten(text, 100))
     few = min(len(corpus.valid) // args.context, 8)
     windows = corpus.valid[:few * args.context].reshape(few, -1).astype(np.int64)
     keys = common.key_statistics(model, model.hidden, torch.from_numpy(windows).to(device))
-    return dict(perplexity=perplexity(nats)), dict(sample=text, **keys)
+    return metrics, dict(sample=text, **keys)
 
 
 def prompt_ids(prompt, vocab):
@@ -263,8 +262,9 @@ def main():
     def measure(at):
         metrics, more = evaluate(model, corpus, args, device, rank, world)
         if metrics["perplexity"] < best["perplexity"]:
-            best.update(step=at, perplexity=metrics["perplexity"])
-            run.save("best.pt", dict(state(at), optimizer=None))            # only to evaluate
+            found = dict(step=at, perplexity=metrics["perplexity"])
+            run.save("best.pt", dict(state(at), best=found, optimizer=None))        # to evaluate
+            best.update(found)                                      # after it: a kill repeats both
         return metrics, more
 
     for step in run.steps(measure, state, "tokens", args.batch_size * args.context):

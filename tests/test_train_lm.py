@@ -538,6 +538,37 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(m
     assert checkpoint["step"] == 3 and all(w.isfinite().all() for w in checkpoint["model"].values())
 
 
+def test_an_evaluation_that_is_not_finite_saves_nothing(monkeypatch):
+    real = train_lm.sliding_nll
+    for broken in (math.nan, math.inf):
+        folder = f"a_{broken}"
+        train(SMALL, "--max_steps 3 --out_dir", [folder])
+        before = {path.name: path.read_bytes() for path in Path(folder).glob("*.pt")}
+        with monkeypatch.context() as patch:
+            patch.setattr(train_lm, "sliding_nll", lambda *args, **how: real(*args, **how) + broken)
+            line = refused("--max_steps 5 --resume", [folder])
+        assert f"not finite at step 5: perplexity {broken} in the evaluation. {folder} holds step 3" in line
+        assert {path.name: path.read_bytes() for path in Path(folder).glob("*.pt")} == before
+
+
+@pytest.mark.parametrize("name", ["best.pt", "last.pt"])
+def test_an_evaluation_whose_best_could_not_be_written_is_repeated_and_writes_it(monkeypatch, name):
+    train(SMALL, "--max_steps 6 --set eval_every=3 --out_dir whole")
+    train(SMALL, "--max_steps 3 --set eval_every=3 --out_dir killed")
+    real = common.save_checkpoint
+
+    def full(path, checkpoint):
+        if path.name == name and checkpoint["step"] == 6:
+            monkeypatch.setattr(common, "save_checkpoint", real)
+            raise OSError("full")
+        real(path, checkpoint)
+    monkeypatch.setattr(common, "save_checkpoint", full)
+    assert "full" in refused("--resume killed --max_steps 6")
+    train("--resume killed --max_steps 6")
+    assert common.read_checkpoint("whole/best.pt")["step"] == 6
+    assert_same_run("whole", "killed")
+
+
 def test_the_script_itself_ends_in_one_error_line():
     ended = subprocess.run([sys.executable, str(SCRIPT), *SMALL, "--rpc_layers", "7"], text=True, capture_output=True)
     err = ended.stderr

@@ -240,6 +240,16 @@ def test_an_evaluation_that_was_cut_off_is_repeated_and_kept(root, monkeypatch):
     assert repr(common.read_checkpoint("killed")["metrics"]) == repr(whole["metrics"])          # NaN is no equal
 
 
+def test_the_file_of_an_epoch_whose_evaluation_was_cut_off_is_kept_when_it_is_repeated(root, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(train_seg, "evaluate", lambda *args, **how: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(FOLDER, "--epochs 1 --set keep_every=1 --out_dir a --data_dir", [root])
+    train("--resume a")
+    epoch, last = (common.read_checkpoint(f"a/{name}.pt") for name in ("epoch_1", "last"))
+    assert epoch["step"] == 3 and repr(epoch["metrics"]) == repr(last["metrics"]) != "{}"
+
+
 def test_a_finished_run_without_metrics_gets_them_when_it_is_resumed(root):
     train(FOLDER, "--set drop_path=0.1 --out_dir a --data_dir", [root])
     whole, before = common.read_checkpoint("a"), rows("a")
@@ -332,6 +342,22 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(m
     monkeypatch.setattr(train_seg.F, "cross_entropy", diverging)
     line = refused(SMALL, "--max_steps 9 --set save_every=2 --out_dir a --set log_every=2")
     assert "not finite at step 4" in line and "step 3" in line
+    checkpoint = common.read_checkpoint("a")
+    assert checkpoint["step"] == 3 and all(w.isfinite().all() for w in checkpoint["model"].values())
+
+
+def test_weights_that_are_not_finite_are_not_saved(monkeypatch):
+    """A step's loss is that of the weights before it, and labels do not show what is not finite."""
+    real, calls = torch.optim.AdamW.step, []
+
+    def breaking(optimizer, *args, **how):
+        calls.append(real(optimizer, *args, **how))
+        if len(calls) == 4:
+            with torch.no_grad():
+                optimizer.param_groups[0]["params"][0].view(-1)[0] = float("inf")
+    monkeypatch.setattr(torch.optim.AdamW, "step", breaking)
+    line = refused(SMALL, "--max_steps 4 --set save_every=2 --out_dir a --set log_every=2")
+    assert "not finite at step 4: a weight. a holds step 3; try a smaller --lr or --set clip (now 1;" in line
     checkpoint = common.read_checkpoint("a")
     assert checkpoint["step"] == 3 and all(w.isfinite().all() for w in checkpoint["model"].values())
 
