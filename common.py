@@ -17,7 +17,7 @@ from attention import SelfAttention, rpc_attention
 from checkpoint import check_run, naming, read_checkpoint, read_run, save_checkpoint  # noqa: F401
 from checkpoint import cut_log, read_log, write_log  # noqa: F401
 from flags import COUNT, NATURAL, REAL, SETTINGS, SHARE, choice, number, parse_layers  # noqa: F401
-from flags import add_attention, add_running, fill, parse, parser  # noqa: F401
+from flags import add_attention, add_running, fill, given_flags, parse, parser  # noqa: F401
 
 
 # --- processes and devices ------------------------------------------------------------------------
@@ -137,6 +137,8 @@ def choose_out_dir(args, name):
 class Run:
     """A training run on rank 0's disk: log.jsonl, checkpoints, the progress bar.
 
+    about: numbers of the data, for the log; ValueError if they are others when the run is resumed.
+
         run = Run(args, out_dir, first, stop, device, rank, world, model)
         for step in run.steps(measure, state, "images", args.batch_size, epoch_steps):
             ...                                             # gradient, update
@@ -155,8 +157,13 @@ class Run:
         if self.master:
             out_dir.mkdir(parents=True, exist_ok=True)
             rows = cut_log(self.log, first)
-        self.evaluations = {row["step"]: row["eval"] for row in rows if "eval" in row}
-        self.evaluations = broadcast([self.evaluations])[0]
+        evaluations = {row["step"]: row["eval"] for row in rows if "eval" in row}
+        theirs = {name: row[name] for row in rows for name in about if name in row}
+        self.evaluations, theirs = broadcast([evaluations, theirs])
+        for name, value in about.items():
+            if theirs.get(name, value) != value:
+                raise ValueError(f"--resume {args.resume}: the data have changed, {name} was "
+                                 f"{theirs[name]} and is {value}")
         self.loss = next((row["loss"] for row in reversed(rows) if "loss" in row), math.nan)
         parameters = sum(p.numel() for p in model.parameters())
         self.row(step=first, args=vars(args), torch=torch.__version__, parameters=parameters,

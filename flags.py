@@ -107,9 +107,7 @@ def parse(p, recipes, settings, script, fixed):
     of no --data and no --data_dir, "folder" that of --data_dir alone. script: whose checkpoints
     --resume may name. fixed: what --resume refuses to change. Returns a Namespace of all names.
     """
-    default = vars(p.parse_args([]))
-    given = vars(p.parse_args(namespace=argparse.Namespace(**dict.fromkeys(default))))
-    given = {name: value for name, value in given.items() if value is not None}
+    default, given = vars(p.parse_args([])), given_flags(p)
     given |= read_settings(given.pop("set", []), settings)
     stored = stored_flags(given, settings, script, fixed) if "resume" in given else {}
     data = {**stored, **given}.get("data")
@@ -119,11 +117,18 @@ def parse(p, recipes, settings, script, fixed):
     recipe = recipes["any"] | recipes[data] | recipes.get(f"{data} --model {model}", {})
     args = {**default, **recipe, **stored, **given, "data": data}
     if data == "shapes" and args["data_dir"]:
-        others = ", ".join(name for name in recipes if name not in ("any", "shapes"))
+        others = ", ".join(name for name in list(recipes)[2:] if " " not in name)
         raise ValueError(f"--data_dir {args['data_dir']} is not read: --data shapes renders its "
                          f"images; choose another --data: {others}")
     known = (default.keys() | settings.keys()) - {"set"}
     return argparse.Namespace(**{name: args[name] for name in args if name in known})
+
+
+def given_flags(p):
+    """{name: value} of the flags on the command line."""
+    nothing = dict.fromkeys(vars(p.parse_args([])))
+    given = vars(p.parse_args(namespace=argparse.Namespace(**nothing)))
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def fill(args, chosen):

@@ -35,7 +35,7 @@ import fan
 import vit
 from checkpoint import load_strictly, load_weights
 from common import COUNT, NATURAL, REAL, SHARE
-from data.augment import augment_uint8, mixup_cutmix, to_float
+from data.augment import augment_uint8, mixup_cutmix, send, to_float
 from data.splits import load_data, split_name
 from fan import FAN, FANConfig
 from vit import RPC_KINDS, ViT, ViTConfig
@@ -99,9 +99,8 @@ def get_args():
     boolean = argparse.BooleanOptionalAction
 
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=[name for name in RECIPES if name.isalnum()][1:], help="the recipe; "
-         "default: shapes, scenes rendered on the fly, or, with --data_dir, folder: images of your "
-         "own")
+    flag("--data", choices=("shapes", "cifar10", "imagenet", "folder"), help="the recipe; default: "
+         "shapes, scenes rendered on the fly, or, with --data_dir, folder: images of your own")
     flag("--data_dir", help="folder: <class>/*.jpg, or train/ and val/ of those; imagenet: the "
          "latter; cifar10: torchvision's files, class folders or a tar of them")
     flag("--download", action=boolean, default=False, help="cifar10: fetch it into --data_dir")
@@ -187,7 +186,7 @@ def load_batches(source, keys, args, device, transform=None):
     """
     if isinstance(source, data.Split):
         for index, position in keys:
-            index = index.to(device)
+            index = send(index, device)
             images, labels = source.images[index], source.labels[index]
             yield transform(images, position) if transform else images, labels, position
         return
@@ -323,7 +322,8 @@ def main():
     epoch_steps = len(train.labels) // args.batch_size
     total, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps
     stop = max(first, min(total, args.max_steps or total))
-    run = common.Run(args, out_dir, first, stop, device, rank, world, model)
+    run = common.Run(args, out_dir, first, stop, device, rank, world, model,
+                     training_images=len(train.labels))
     run.print(*notes)
     batches = train_batches(train, args, first, stop, device, rank, world)
     measure = partial(score, model, ema, train, test, args, device, rank, world)
@@ -360,11 +360,11 @@ def main():
         run.end(step + 1, loss / world, norm / world, lr)
 
     found, minutes = run.evaluations[stop], (time.time() - run.started) / 60
-    skipped = f", {found['skipped']} unreadable ones skipped" if "skipped" in found else ""
     run.print(f"{args.data} {args.attn}: {split_name(args)} accuracy {found['top1']:.2f} % (top-5 "
-              f"{found['top5']:.2f} %, {found['images']} images{skipped}) after "
-              f"{stop / epoch_steps:.1f} epochs, {minutes:.1f} minutes; checkpoint "
-              f"{out_dir / 'last.pt'}")
+              f"{found['top5']:.2f} %, {found['images']} images) after {stop / epoch_steps:.1f} "
+              f"epochs, {minutes:.1f} minutes; checkpoint {out_dir / 'last.pt'}")
+    if "skipped" in found:
+        run.print(f"training drew an unreadable image {found['skipped']} times and took the next")
 
 
 if __name__ == "__main__":

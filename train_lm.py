@@ -20,7 +20,6 @@ dropout, which are per process: random numbers depend on (seed, step, process) a
 
 import math
 import re
-import sys
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
@@ -98,8 +97,7 @@ def get_args():
     common.add_running(p, "<data>_<attn>", "--steps")
     args = common.parse(p, RECIPES, SETTINGS, "train_lm.py", FIXED)
     args.context = args.context or SIZES[args.model]["context"]
-    given = {word[2:].split("=")[0] for word in sys.argv[1:] if word.startswith("--")}
-    idle = given - {"sample", "words", "prompt", "temperature", "seed", "device"}
+    idle = common.given_flags(p).keys() - {"sample", "words", "prompt", "temperature", "seed", "device"}
     if args.sample and idle:
         raise ValueError(f"--{min(idle)} does not go with --sample, which only prints words of a "
                          f"trained model: leave one of them out")

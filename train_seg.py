@@ -33,8 +33,8 @@ from common import COUNT, NATURAL, REAL, SHARE
 from data.segmentation import folder_recipe, load_folder, load_split, save_pictures
 from data.views import TrainingViews, finish_views
 from robust.iou import evaluate, predictions
-from segmenter import (IGNORE, Segmenter, SegmenterConfig, config_from_backbone, load_backbone,
-                       segmenter_from_checkpoint)
+from segmenter import (IGNORE, Segmenter, SegmenterConfig, backbone_settings, config_from_backbone,
+                       load_backbone, segmenter_from_checkpoint)
 from vit import RPC_KINDS, SIZES
 
 # What --data selects; flags and --set win.
@@ -213,6 +213,9 @@ def build_config(args, num_classes, backbone=None):
                 decoder=args.decoder, decoder_dropout=args.dropout)
     encoder = {k: getattr(args, k) for k in ENCODER if getattr(args, k) is not None}
     size = SIZES[encoder.pop("model")] if "model" in encoder else {}
+    patch = (encoder if backbone is None else backbone_settings(backbone))["patch_size"]
+    if args.size % patch:
+        raise ValueError(f"--size {args.size} is not a multiple of the patch size {patch}")
     if backbone is None:
         layers = common.parse_layers(encoder.pop("rpc_layers"), size["depth"])
         return SegmenterConfig(**size, **encoder, rpc_layers=layers, **head)
@@ -311,7 +314,8 @@ def main():
     epoch_steps = math.ceil(len(train) / args.batch_size)
     total = args.epochs * epoch_steps
     stop = max(first, min(total, args.max_steps or total))
-    run = common.Run(args, out_dir, first, stop, device, rank, world, model)
+    run = common.Run(args, out_dir, first, stop, device, rank, world, model,
+                     training_images=len(train))
     run.print(*notes)
     views = TrainingViews(train, args.size, (args.min_scale, args.max_scale), args.seed)
     batches = load_batches(views, args, model.encoder.mean, first, stop, rank, world)

@@ -362,7 +362,10 @@ def test_broken_images_are_skipped_and_counted_on_request(imagenet, capfd):
     broken_copy(imagenet, "train/n02/3.JPEG", "val/n02/1.JPEG")
     train(IMAGENET, "--data_dir broken --out_dir a --skip_bad_images")
     assert log("a", "eval")[4]["images"] == 8 and len(log("a")) == 4
-    assert "val/n02/1.JPEG" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    times = log("a", "eval")[4]["skipped"]
+    assert "val/n02/1.JPEG" in out and ", 8 images) after" in out and times > 0
+    assert f"training drew an unreadable image {times} times" in out
 
 
 def test_an_evaluation_without_one_readable_image_is_an_error_and_keeps_the_epoch(imagenet):
@@ -389,6 +392,13 @@ def test_a_resumed_run_refuses_other_classes(imagenet):
         os.rename(f"other/{split}/n02", f"other/{split}/n04")
     line = refused("--resume a --data_dir other")
     assert "classes" in line and "other" in line
+
+
+def test_a_resumed_run_refuses_another_number_of_training_images(imagenet):
+    shutil.copytree(imagenet, "own")
+    train(IMAGENET, "--max_steps 1 --out_dir a --data_dir own")
+    shutil.copy("own/train/n02/1.JPEG", "own/train/n02/new.JPEG")
+    assert "the data have changed, training_images was" in refused("--resume a")
 
 
 def test_folders_that_do_not_match_are_named(imagenet):
@@ -522,7 +532,7 @@ BAD = [("--data cifar10", "--data_dir"), ("--data imagenet", "--data_dir"), ("--
        ("--set clip=nan", "clip"), ("--set warmup_epochs=nan", "warmup"), ("--set min_lr=nan", "min_lr"),
        ("--lr 1e300", "lr"), ("--device mps", "device mps"), ("--device cpu:x", "device cpu:x"),
        ("--set warmup_epochs=3 --epochs 2", "--set warmup_epochs=3.0 .*--epochs 2"),
-       ("--set min_lr=0.5 --lr 0.1", "--set min_lr=0.5 .*--lr 0.1"), ("--data_dir nowhere", "--data_dir nowhere"), ("--data shapes --data_dir nowhere", "--data_dir nowhere .*shapes"),
+       ("--set min_lr=0.5 --lr 0.1", "--set min_lr=0.5 .*--lr 0.1"), ("--data_dir nowhere", "--data_dir nowhere"), ("--data shapes --data_dir nowhere", "--data_dir nowhere .*shapes.*: cifar10, imagenet, folder$"),
        (["--out_dir", ""], "--out_dir"), (["--init_from", ""], "--init_from")]
 
 

@@ -390,6 +390,13 @@ def test_a_run_of_before_the_flags_were_fewer_goes_on():
     assert not {*own} - {"sample"} & common.read_checkpoint("old")["args"].keys()
 
 
+def test_a_resumed_run_refuses_a_longer_text_of_the_same_words():
+    train(SMALL, "--max_steps 1 --out_dir a")
+    text = Path("text/wiki.train.tokens").read_text()
+    Path("text/wiki.train.tokens").write_text(text * 2)
+    assert "--resume a: the data have changed, train_tokens was" in refused("--resume a --max_steps 2")
+
+
 def test_a_resumed_run_refuses_another_vocabulary():
     train(SMALL, "--max_steps 1 --out_dir a")
     before = Path("a/last.pt").read_bytes()

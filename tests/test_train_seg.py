@@ -562,16 +562,17 @@ def test_weights_that_do_not_fit_their_attention_are_refused(root):
     assert common.read_checkpoint("a")["model_config"]["attn"] == "softmax"
     train(run, "--backbone deit.pt --set save_images=0 --out_dir c --decoder linear --attn softmax")
     assert "segmentation" in refused(run, "--backbone a")
+    assert "--size 36 is not a multiple of the patch size 8" in refused(run, "--backbone deit.pt --size 36")
     assert "train_seg.py" in refused("--resume soft.pt")
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------
 
-BAD = [("--data camvid", "--data_dir"), ("--data ade20k --data_dir nowhere", "nowhere"), ("--size 18", "image_size=18"),
+BAD = [("--data camvid", "--data_dir"), ("--data ade20k --data_dir nowhere", "nowhere"), ("--size 18", "--size 18 is not a multiple of the patch size 8"),
        ("--rpc_layers 9", "rpc_layers"), ("--set min_scale=2 max_scale=1", "min_scale=2"),
        ("--resume nowhere", "nowhere"), ("--backbone nowhere", "nowhere"), ("--device cdua", "device"),
        ("--out_dir notes.txt", "notes.txt"), ("--lr 1e-6", "min_lr"), ("--set min_lr=1", "min_lr"),
-       ("--data_dir nowhere", "--data_dir nowhere"), ("--data shapes --data_dir a", "--data_dir a"),
+       ("--data_dir nowhere", "--data_dir nowhere"), ("--data shapes --data_dir a", "another --data: camvid, ade20k, folder"),
        ("--set dropout=1", "dropout"), ("--set optimizer=adam", "optimizer"), ("--set decoder=linear", "decoder")]
 
 
@@ -638,6 +639,22 @@ def test_a_resumed_run_refuses_other_classes(root):
     checkpoint = common.read_checkpoint("a")
     torch.save(dict(checkpoint, classes=["w", "x", "y", "z"]), "a/last.pt")
     assert "not those of the run" in refused("--resume a")
+
+
+def test_a_resumed_run_refuses_another_number_of_training_images(root, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(root, copy)
+    train(FOLDER, "--max_steps 1 --out_dir a --data_dir", [copy])
+    before = Path("a/last.pt").read_bytes()
+    for part, extension in (("images", "jpg"), ("annotations", "png")):
+        shutil.copy(copy / part / f"training/training_0.{extension}", copy / part / f"training/new.{extension}")
+    line = refused("--resume a --max_steps 2")
+    assert line == "error: --resume a: the data have changed, training_images was 9 and is 10"
+    assert Path("a/last.pt").read_bytes() == before
+    text = Path("a/log.jsonl").read_text()
+    Path("a/log.jsonl").write_text(text.replace(', "training_images": 9', ""))         # a run of before it was stored
+    train("--resume a --max_steps 2")
+    assert "training_images" not in text.replace(', "training_images": 9', "") and list(log("a")) == [1, 2]
 
 
 def test_the_script_itself_ends_in_one_error_line():
