@@ -153,10 +153,13 @@ def cut_log(path, step):
 # --- weights and what they belong to --------------------------------------------------------------
 
 def check_config(config, **known):
-    """ValueError unless its settings are among the known words, its rpc_layers among its layers."""
+    """ValueError unless settings are known words, rpc_layers are layers, counts 1 or more."""
     for name, words in known.items():
         if getattr(config, name) not in words:
             raise ValueError(f"{name}={getattr(config, name)!r}, expected one of {words}")
+    for name in ("n_iter", "num_heads"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}={getattr(config, name)}, expected 1 or more")
     if not set(config.rpc_layers) <= set(range(config.depth)):
         raise ValueError(f"rpc_layers={config.rpc_layers}, expected layers in "
                          f"0..{config.depth - 1}")

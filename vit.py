@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attention import KINDS, SelfAttention
+from attention import FORMS, KINDS, SelfAttention
 from checkpoint import check_config, rebuild
 
 SIZES = {                                                  # softmax parameters at 224 px
@@ -52,10 +52,14 @@ class ViTConfig:
     def __post_init__(self):
         self.rpc_layers = tuple(sorted(self.rpc_layers)) if self.attn in RPC_KINDS else ()
         self.mean, self.std = tuple(self.mean), tuple(self.std)
-        if self.image_size % self.patch_size:
+        if self.patch_size < 1 or self.image_size % self.patch_size:
             raise ValueError(f"image_size={self.image_size} is not divisible by "
                              f"patch_size={self.patch_size}")
-        check_config(self, attn=(*KINDS, *RPC_KINDS), init=("trunc_normal", "default"))
+        kinds = tuple(dict.fromkeys((*KINDS, *RPC_KINDS)))
+        check_config(self, attn=kinds, form=tuple(FORMS), init=("trunc_normal", "default"))
+        if self.embed_dim % self.num_heads:
+            raise ValueError(f"embed_dim={self.embed_dim} is not divisible by "
+                             f"num_heads={self.num_heads}")
 
     @property
     def num_tokens(self):             # N, class token included

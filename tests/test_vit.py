@@ -184,6 +184,10 @@ def test_images_of_another_size_or_type_are_refused_with_the_expected_shape():
 
 
 @pytest.mark.parametrize("bad,word", [(dict(image_size=30), "divisible"), (dict(attn="linear"), "linear"),
+                                      (dict(form="printed"), "form='printed', expected one of"),
+                                      (dict(n_iter=0), "n_iter=0, expected 1 or more"), (dict(patch_size=0), "patch_size=0"),
+                                      (dict(num_heads=0), "num_heads=0, expected 1"), (dict(num_heads=7), "num_heads=7"),
+                                      (dict(attn="fog"), "^(?!.*'rpc',.*'rpc',)"),
                                       (dict(attn="rpc", rpc_layers=(7,)), "rpc_layers"), (dict(init="zeros"), "zeros")])
 def test_config_refuses_what_cannot_be_built(bad, word):
     with pytest.raises(ValueError, match=word):
