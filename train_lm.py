@@ -97,7 +97,8 @@ def get_args():
     common.add_running(p, "<data>_<attn>", "--steps")
     args = common.parse(p, RECIPES, SETTINGS, "train_lm.py", FIXED)
     args.context = args.context or SIZES[args.model]["context"]
-    idle = common.given_flags(p).keys() - {"sample", "words", "prompt", "temperature", "seed", "device"}
+    used = {"sample", "words", "prompt", "temperature", "seed", "device"}
+    idle = common.given_flags(p).keys() - used
     if args.sample and idle:
         raise ValueError(f"--{min(idle)} does not go with --sample, which only prints words of a "
                          f"trained model: leave one of them out")
