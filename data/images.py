@@ -249,8 +249,8 @@ def load_photos(photos, size, holdout=0):
     Each is resized to `size` on its short side and cropped. holdout: so many training images, the
     same ones each time, are held out to evaluate on; 0: the val folder is for that.
     """
-    files = sorted(photos.train, key=lambda file: name_hash(os.path.relpath(file[0], photos.root)))
-    train, val = (decode_all(files, photos.classes, size) for files in (files, photos.val))
+    order = sorted(photos.train, key=lambda file: name_hash(os.path.relpath(file[0], photos.root)))
+    train, val = (decode_all(files, photos.classes, size) for files in (order, photos.val))
     bad = len(photos.train) + len(photos.val) - len(train.labels) - len(val.labels)
     missing = set(range(len(photos.classes))) - set(train.labels.tolist())
     if missing:
