@@ -188,6 +188,9 @@ def rebuild(checkpoint, script, model, config):
     """The model of a checkpoint of `script`, in eval mode. model, config: its two classes."""
     if checkpoint.get("task") != TASKS[script]:
         raise ValueError(f"not a checkpoint of {script}")
+    study = (checkpoint.get("args") or {}).get("study")
+    if study:
+        raise ValueError(f"its attention is that of {study}, which alone can rebuild it")
     model = model(stored_config(checkpoint, config))
     load_strictly(model, checkpoint["model"])
     return model.eval()

@@ -144,7 +144,7 @@ def read_settings(pairs, settings, flag="--set"):
     for pair in pairs:
         name, _, text = pair.partition("=")
         if name not in settings:
-            names = ", ".join(settings)
+            names = ", ".join(settings) or "none: it has no settings"
             raise ValueError(f"{flag} {pair}: expected NAME=VALUE with a name of {names}")
         try:
             values[name] = settings[name][0](text)

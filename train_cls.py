@@ -282,6 +282,9 @@ def resume(args, model, optimizer, ema, classes):
     """Load the run that --resume names; returns its step."""
     checkpoint = common.read_run(args, "train_cls.py", "classes", classes=classes)
     theirs = checkpoint["args"]
+    if theirs.get("study") and "study" not in args:
+        raise ValueError(f"--resume {args.resume}: its attention is that of {theirs['study']}, "
+                         "which alone can continue it")
     if bool(args.ema) != bool(theirs["ema"]):
         raise ValueError(f"--set ema={args.ema}: the run in {args.resume} has ema={theirs['ema']}")
     if ema:

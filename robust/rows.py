@@ -43,13 +43,18 @@ def checksum(data):
     return f"{zlib.crc32(data):08x}"
 
 
+def weights_of(model):
+    """A checksum of a model's weights."""
+    tensors = (t.cpu().contiguous().numpy().tobytes() for t in model.state_dict().values())
+    return checksum(b"".join(tensors))
+
+
 def describe_model(model, checkpoint, path):
     """What a row says of its model.
 
     weights, model_config (what differs from the defaults): which model it is; recipe: a checksum of
     how it was trained, but for the seed.
     """
-    tensors = (t.cpu().contiguous().numpy().tobytes() for t in model.state_dict().values())
     defaults, trained = DEFAULTS[checkpoint["task"]], checkpoint.get("args") or {}
     config = {k: v for k, v in vars(model.config).items() if v != defaults.get(k)}
     config = json.loads(json.dumps(config))               # as a row that is read back has it
@@ -59,7 +64,7 @@ def describe_model(model, checkpoint, path):
         recipe["step"] = recipe.get("steps")              # best.pt is of another step in each seed
     kind = trained.get("attention") or kind_of(model.config)    # of studies/robust_attentions.py
     return dict(model=f"{kind}, seed {trained.get('seed', '?')}", kind=kind, checkpoint=str(path),
-                weights=checksum(b"".join(tensors)), model_config=config,
+                weights=weights_of(model), model_config=config,
                 recipe=checksum(json.dumps(recipe, sort_keys=True).encode()))
 
 

@@ -16,7 +16,7 @@ the learned values. Values v describe w_d = sum_j v_jd phi(k_j). For any N x r b
 
 The first two depend on B only through its span: the signs and rotations of eigenvectors, which
 differ per image and which no output matrix can undo, never enter. B = the top r eigenvectors of K
-is kernel PCA (own). The nulls change B only: axes of the next head's keys (other), those of the
+is kernel PCA (own). The nulls change B only: axes of another head's keys (other), those of the
 layer's input (x), a fixed random basis (random). Eigenvectors carry no gradient; one power step,
 B <- K B / eigenvalue, does, and divides by no eigengap (polar-detached: without that step).
 
@@ -210,10 +210,13 @@ def train(arm, seed, args, train_set, test_set):
 
 def train_missing(args, path):
     """Add the rows that the file lacks, all arms of a seed before the next."""
-    rows = common.cut_log(path, math.inf)                       # without a line cut by a kill
-    if any((row["data"], row["step"]) != (args.data, args.steps) for row in rows):
-        raise ValueError(f"{path} holds {rows[0]['step']} steps of {rows[0]['data']}, not "
-                         f"{args.steps} of {args.data}: choose another --out")
+    rows, wanted = common.read_log(path), dict(data=args.data, step=args.steps)
+    kept = path.exists() and path.stat().st_size
+    if kept and not (rows and all(wanted.items() <= row.items() for row in rows)):
+        raise ValueError(f"--out {path} holds other rows than those of {args.steps} steps of "
+                         f"{args.data}: choose another")
+    if kept:
+        common.cut_log(path, math.inf)                          # without a line cut by a kill
     done = {(row["arm"], row["seed"]) for row in rows}
     every = [(arm, seed) for seed in range(args.seeds) for arm in args.arms]
     missing = [pair for pair in every if pair not in done]

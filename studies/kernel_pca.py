@@ -46,7 +46,7 @@ from studies.truncate import ranks_of, truncate
 class Layer:
     """Heads prepared for the experiments: tensors (1, B, H, N, D) and what experiments share.
 
-    values: {"learned": v, "other": those of the next head, "x W": the input through 3 Gaussian
+    values: {"learned": v, "other": those of another head, "x W": the input through 3 Gaussian
     matrices, "iid": Gaussian numbers}, (draws, B, H, N, D), all of v's size and all scaled by the
     layer's I - S if it has one; raw: before that. key: the layer's number and that of the first
     image, from which W and iid are drawn: W is the same for all images, in whatever pieces they

@@ -30,8 +30,8 @@ from tqdm import tqdm
 import common
 from robust import metrics
 from robust.patches import corrupt_patches
-from robust.rows import read_rows
-from studies import cost, probe, robustness
+from robust.rows import read_rows, weights_of
+from studies import altered, cost, probe, robustness
 from studies.robust_attentions import ATTENTIONS, RobustAttention, rebuild
 from studies.robustness import ARMS, BASELINE
 from studies.where_is_s import auc, first_layer, location
@@ -80,7 +80,8 @@ def null_networks(checkpoint, folder, baseline):
 
     baseline: the checkpoint of the symmetric run of this seed, or None.
     """
-    weights = {"own, untrained": probe.untrained(checkpoint, folder)[0].state_dict()}
+    untrained, _ = probe.untrained(altered.plain(checkpoint), folder)
+    weights = {"own, untrained": untrained.state_dict()}
     if baseline:
         weights["own, symmetric's weights"] = baseline["model"]
     return {name: rebuild(checkpoint | dict(model=w)).eval() for name, w in weights.items()}
@@ -108,21 +109,22 @@ def look(model, images, labels, nulls):
 def patch_rows(folders, args):
     """A row a network, those of --out_dir/patches.jsonl kept: {(arm, seed): row}."""
     path, rows, images = args.out_dir / "patches.jsonl", {}, None
-    stored = {(row["checkpoint"], row["images"]): row for row in common.read_log(path)}
+    stored = {(row["checkpoint"], row["images"], row.get("weights")): row
+              for row in common.read_log(path)}
     for run, folder in tqdm(folders.items(), "corrupted patches", unit="network"):
-        symmetric = folders.get((BASELINE, run[1]))
-        row = stored.get((str(folder), args.limit))
-        if row is None:
-            checkpoint = common.read_checkpoint(folder)
-            model = rebuild(checkpoint).eval()
-            if images is None:
-                images, labels, *_ = probe.load_images(args, checkpoint, model.config)
-            nulls = {}
-            if "own" in token_scores(model, images[:1]):
-                baseline = symmetric and common.read_checkpoint(symmetric)
-                nulls = null_networks(checkpoint, folder, baseline)
+        checkpoint = common.read_checkpoint(folder)
+        model = rebuild(checkpoint).eval()
+        if images is None:
+            images, labels, *_ = probe.load_images(args, checkpoint, model.config)
+        nulls, symmetric = {}, folders.get((BASELINE, run[1]))
+        if "own" in token_scores(model, images[:1]):
+            baseline = symmetric and common.read_checkpoint(symmetric)
+            nulls = null_networks(checkpoint, folder, baseline)
+        about = dict(checkpoint=str(folder), images=len(images), weights=weights_of(model))
+        row = stored.get(tuple(about.values()))
+        if row is None or not nulls.keys() <= row["auc"]["6 patches noise"].keys():
             right, areas = look(model, images, labels, nulls)
-            row = dict(checkpoint=str(folder), images=len(images), auc=areas, right=right)
+            row = about | dict(auc=areas, right=right)
             common.write_log(path, row)
         rows[run] = row
     return rows
@@ -149,7 +151,7 @@ def p_values(runs, arms):
         gaps = [right.mean() - runs[BASELINE, seed].mean() for (a, seed), right in runs.items()
                 if a == arm and (BASELINE, seed) in runs]
         if arm != BASELINE and len(gaps) > 1:
-            found[arm] = stats.ttest_1samp(gaps, 0).pvalue.item()
+            found[arm] = stats.ttest_1samp(gaps, 0).pvalue.item() if np.any(gaps) else 1.0
     return holm(found)
 
 
@@ -198,11 +200,11 @@ def report(found, compared, rows, costs, args):
         for arm in args.arms:
             values = [row["auc"][name].get(score) for (a, _), row in rows.items() if a == arm]
             values = [value for value in values if value is not None]
-            line.append(f"{np.mean(values):.2f}" if values else "")
+            line.append(f"{np.mean(values):.2f} ({len(values)})" if values else "")
         areas.append([name, score, *line])
     return "\n\n".join([
         robustness.tables(found, compared, args.arms),
-        "AUC of a token's score against the corrupted patches, mean over seeds:",
+        "AUC of a token's score against the corrupted patches, mean over seeds (seeds):",
         common.table(areas, ["corruption", "score", *args.arms]),
         "p after Holm's correction; a step's CPU time as a ratio to symmetric; verdict:",
         common.table(body, head)])
@@ -213,7 +215,8 @@ def main():
     folders = {(arm, seed): args.out_dir / f"{arm}_s{seed}" for seed in args.seeds
                for arm in args.arms}
     folders = {run: folder for run, folder in folders.items()
-               if robustness.finished(folder, run[0])}
+               if robustness.finished(folder, *run)}
+    robustness.check_recipe(folders)
     if not any(arm == BASELINE for arm, _ in folders):
         raise ValueError(f"--out_dir {args.out_dir}: expected a finished run of {BASELINE}; "
                          "studies.robustness trains it")

@@ -2,15 +2,20 @@
 
 import numpy as np
 
-import common
+from robust.corruptions import NAMES
+from robust.rows import read_rows
 from studies.look import WIDTH, band, plt
 
 
 def read_results(folder, measure):
     """Rows of results.jsonl in pixel units with true labels and clipping, the last of each kind."""
     usual = dict(space="pixel", labels="true", clip=True)
-    return [row for row in common.read_log(folder / "results.jsonl") if row["measure"] == measure
-            and usual.items() <= row["conditions"].items()]
+    return [row for row in read_rows(folder / "results.jsonl").values()
+            if row["measure"] == measure and usual.items() <= row["conditions"].items()]
+
+
+def deviation(t):
+    return np.std(t, ddof=1) if len(t) > 1 else 0.0
 
 
 def by_kind(rows, x, y):
@@ -19,7 +24,7 @@ def by_kind(rows, x, y):
     for row in rows:
         groups.setdefault(row["kind"], {}).setdefault(x(row), []).append(y(row))
     return {kind: (list(values), *(np.array([f(t) for t in values.values()])
-                                   for f in (np.mean, np.std)), max(map(len, values.values())))
+                                   for f in (np.mean, deviation)), max(map(len, values.values())))
             for kind, values in groups.items()}
 
 
@@ -30,8 +35,11 @@ def sweep(folder, _):
         rows = read_results(folder, measure)
         kinds = {row["kind"] for row in rows}
         clean = [row for row in read_results(folder, "clean") if row["kind"] in kinds]
-        found = by_kind(clean + rows, lambda row: 255 * row["setting"].get("eps", 0),
-                        lambda row: row["top1"])
+
+        def eps(row):
+            return 255 * row["setting"].get("eps", 0)
+
+        found = by_kind(sorted(clean + rows, key=eps), eps, lambda row: row["top1"])
         for i, (kind, (xs, mean, std, n)) in enumerate(found.items()):
             ax.plot(xs, mean, f"C{i}", marker="o", markersize=3, label=f"{kind} (n = {n})")
             band(ax, xs, mean - std, mean + std, f"C{i}")
@@ -49,8 +57,10 @@ def corruptions(folder, _):
     if not rows:
         return None, "the corruptions of eval_robust.py"
     most = max(row["images"] for row in rows)                               # of several runs
-    found = by_kind([row for row in rows if row["images"] == most],
-                    lambda row: row["setting"]["type"], lambda row: 100 - np.mean(row["top1"]))
+    rows = sorted((row for row in rows if row["images"] == most),
+                  key=lambda row: NAMES.index(row["setting"]["type"]))
+    found = by_kind(rows, lambda row: row["setting"]["type"],
+                    lambda row: 100 - np.mean(row["top1"]))
     figure, ax = plt.subplots(figsize=(WIDTH, 3.8))
     for i, (kind, (types, mean, std, n)) in enumerate(found.items()):
         x = np.arange(len(types)) + (i - (len(found) - 1) / 2) * 0.8 / len(found)

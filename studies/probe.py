@@ -24,6 +24,7 @@ from checkpoint import load_weights
 from fan import classifier_from_checkpoint
 from kpca import exact_scaling, log_kernel
 from lm import LM, lm_from_checkpoint
+from studies import altered
 from studies.rules import RULES, ExactScaling, standardise  # noqa: F401
 from studies.tables import print_table, summarise, write_csv, write_tables  # noqa: F401
 from vit import SIZES, ViT, ViTConfig
@@ -171,6 +172,13 @@ def vit_from_weights(sd):
                          attn="symmetric" if symmetric else "softmax"))
 
 
+def classifier(checkpoint):
+    """A network of train_cls.py or of studies/scaled.py."""
+    rule = (checkpoint.get("args") or {}).get("rule")
+    plain = altered.plain(checkpoint) if rule else checkpoint
+    return with_rule(classifier_from_checkpoint(plain), rule)
+
+
 def load_model(path):
     """(model in eval mode, checkpoint dict): of train_cls.py, train_lm.py, DeiT, released code."""
     checkpoint = common.read_checkpoint(path)
@@ -179,8 +187,7 @@ def load_model(path):
             common.check_run(checkpoint, "it", "train_lm.py", "args", "vocab", "step")
             return lm_from_checkpoint(checkpoint), checkpoint
         if checkpoint.keys() & {"task", "model_config"}:
-            model = classifier_from_checkpoint(checkpoint)
-            return with_rule(model, checkpoint.get("args", {}).get("rule")), checkpoint
+            return classifier(checkpoint), checkpoint
         model = vit_from_weights(checkpoint.get("model", checkpoint))
         load_weights(model, checkpoint)
         return model.eval(), checkpoint
@@ -195,7 +202,7 @@ def untrained(checkpoint, path):
         raise ValueError(f"--untrained: {path} is not a run of ours that started from random "
                          f"weights")
     language = checkpoint["task"] == "language modelling"
-    trained = (lm_from_checkpoint if language else classifier_from_checkpoint)(checkpoint)
+    trained = (lm_from_checkpoint if language else classifier)(checkpoint)
     torch.manual_seed(args["seed"])
     model = type(trained)(trained.config).eval()
     return with_rule(model, args.get("rule")), {**checkpoint, "step": 0}
@@ -256,7 +263,7 @@ class Point(NamedTuple):
 
 def checkpoints(args):
     """The Points of --ckpt, with --untrained also step 0 of each run, by run and step."""
-    found = {}
+    found, folders = {}, {}
     for path in args.ckpt:
         _, checkpoint = load_model(path)
         path = Path(path)
@@ -265,6 +272,10 @@ def checkpoints(args):
         if args.untrained:
             found[run, 0] = path, True
         found.setdefault((run, checkpoint.get("step", 0)), (path, False))   # last.pt may be a copy
+        where = str(path if path.is_dir() else path.parent)
+        if folders.setdefault(run, where) != where:
+            raise ValueError(f"--ckpt {folders[run]} {where}: two runs named {run}, by which their "
+                             "rows go; rename one")
 
     loaded = None
     for run, step in sorted(found):

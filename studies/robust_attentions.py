@@ -29,11 +29,11 @@ import torch.nn.functional as F
 
 import common
 import eval_robust
-import train_cls
 from attention import SelfAttention, soft_threshold, softmax_attention, symmetric_attention
+from fan import classifier_from_checkpoint
 from flags import read_settings
 from robust import sources
-from vit import vit_from_checkpoint
+from studies import altered
 
 
 def scores(q, k):
@@ -72,7 +72,7 @@ def token_weights(x, psi, a, rounds, released=False):
     return w[..., 0]
 
 
-def rkde(q, k, v, psi=huber, a=1.0, rounds=1, joint=False, released=False):
+def rkde(q, k, v, psi=huber, a=1.0, rounds=1, joint=True, released=False):
     """h_i = sum_j w_j kappa_ij v_j / sum_j w_j kappa_ij.
 
     Han et al. 2023 (NeurIPS), `aaronhan223/robust_transformer`. joint: the weights above the line
@@ -175,14 +175,15 @@ def weights(q, k, v, rounds=2):
 
 
 # name: (function, its settings in the runs and where none are given)
-ATTENTIONS = {"rkde-huber": (rkde_huber, dict(a=1.0, rounds=1)),
-              "rkde-hampel": (rkde_hampel, dict(a=1.0, rounds=1)),
+ATTENTIONS = {"rkde-huber": (rkde_huber, dict(a=1.0, rounds=1, joint=1, released=0)),
+              "rkde-hampel": (rkde_hampel, dict(a=1.0, rounds=1, joint=1, released=0)),
               "mom": (mom, dict(m=3)), "elliptical": (elliptical, {}),
               "sinkhorn": (sinkhorn, dict(rounds=3)), "keys": (keys, dict(lambd=1.0, n_iter=4)),
               "keys-rows": (keys_rows, dict(lambd=1.0, n_iter=4)),
               "weights": (weights, dict(rounds=2))}
-RANGES = dict(a=common.number(float, 1e-3), lambd=common.REAL, m=common.COUNT,
-              n_iter=common.COUNT, rounds=common.COUNT)
+SWITCH = common.number(int, 0, 1)
+RANGES = dict(a=common.number(float, 0.34), joint=SWITCH, released=SWITCH,  # Hampel: 3a >= 1 median
+              lambd=common.REAL, m=common.COUNT, n_iter=common.COUNT, rounds=common.COUNT)
 
 
 def settings_of(name, pairs=()):
@@ -209,15 +210,14 @@ class RobustAttention(SelfAttention):
         return h
 
 
-def with_attention(model, name, settings=None, layers=(0,)):
-    """Let these layers of a ViT attend by `name`; elliptical: all of them, by its definition."""
+def with_attention(model, name, settings=None):
+    """Let layer 0 of a ViT attend by `name`; elliptical: all of them, by its definition."""
     settings = settings_of(name) | (settings or {})
     attentions = [block.attn for block in model.blocks]
     if any(attention.causal for attention in attentions):
         raise ValueError(f"attention {name!r} lets a token see the later ones: expected a network "
                          "that is not causal, as vit.py's")
-    layers = range(len(attentions)) if name == "elliptical" else layers
-    for i in layers:
+    for i in range(len(attentions) if name == "elliptical" else 1):
         attentions[i].__class__ = RobustAttention
         attentions[i].name, attentions[i].settings = name, settings
         attentions[i].before = (attentions[i - 1],) if i else (Nothing,)    # no submodule
@@ -235,47 +235,34 @@ def train(name, words):
     What rebuilds the network is in its checkpoints: args["attention"] and args["settings"].
     """
     pairs = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
-    settings, base = settings_of(name, pairs), "softmax" if name == "elliptical" else "symmetric"
-    own = [] if "--resume" in words else ["--attn", base]
-    sys.argv = ["train_cls.py", *words[len(pairs):], *own]
-    get_args, build = train_cls.get_args, train_cls.build
-
-    def marked():
-        args = get_args()
-        stored = common.read_checkpoint(args.resume)["args"] if args.resume else {}
-        if stored.get("attention", name) != name or args.attn != base:
-            raise ValueError(f"--resume {args.resume}: trained with another attention than {name}")
-        args.attention, args.settings = name, stored.get("settings", settings)
-        if pairs and args.settings != settings:
-            raise ValueError(f"{' '.join(pairs)} does not fit --resume {args.resume}, which was "
-                             f"trained with {args.settings}")
-        return args
-
-    def built(*about):
-        model, *rest = build(*about)
-        return with_attention(model, name, about[0].settings), *rest
-
-    with patch.multiple(train_cls, get_args=marked, build=built):
-        train_cls.main()
+    settings, flags = settings_of(name, pairs), words[len(pairs):]
+    folder = [] if altered.resumed(flags) else ["--out_dir", f"out/{name}"]
+    base = "softmax" if name == "elliptical" else "symmetric"
+    altered.train([*folder, *flags, "--attn", base], lambda m: with_attention(m, name, settings),
+                  study="studies.robust_attentions", attention=name, settings=settings)
 
 
 def rebuild(checkpoint):
     """The classifier of a checkpoint, of this study or of train_cls.py."""
-    model = vit_from_checkpoint(checkpoint)
     name, settings = (checkpoint["args"].get(key) for key in ("attention", "settings"))
-    return with_attention(model, name, settings) if name else model
+    if not name:
+        return classifier_from_checkpoint(checkpoint)
+    return with_attention(classifier_from_checkpoint(altered.plain(checkpoint)), name, settings)
 
 
 def main():
-    command, *flags = sys.argv[1:] or ["--help"]
-    if command == "train" and flags:
-        train(flags[0], flags[1:])
+    command, *words = sys.argv[1:] or ["--help"]
+    if command == "train" and words:
+        train(words[0], words[1:])
     elif command == "evaluate":
-        sys.argv = ["eval_robust.py", *flags]
+        sys.argv = ["eval_robust.py", *words]
         with patch.dict(sources.REBUILD, {sources.CLS: rebuild}):
             eval_robust.main()
-    else:
+    elif command in ("-h", "--help"):
         print(__doc__)
+    else:
+        raise ValueError(f"{' '.join([command, *words])}: expected train NAME or evaluate; --help "
+                         "says more")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import numpy as np
 
 import common
 from robust import corruptions, metrics
-from robust.rows import read_rows
+from robust.rows import SEED_FLAGS, read_rows
 from robust.tables import title
 from studies.robust_attentions import ATTENTIONS
 from studies.tables import half_width
@@ -76,20 +76,33 @@ def get_args(argv=None):
 
 # --- training and evaluating what is missing ------------------------------------------------------
 
-def finished(folder, arm):
-    """Has this run all its epochs? ValueError if the folder holds a run of another arm."""
+def finished(folder, arm, seed):
+    """Has this run all its epochs? ValueError if the folder holds a run of another arm or seed."""
     if not (folder / "last.pt").exists():
         return False
     checkpoint = common.read_checkpoint(folder)
     common.check_run(checkpoint, folder, "train_cls.py", "args", "step")
     trained = checkpoint["args"]
-    for name, value in ARMS[arm].items():
+    for name, value in (ARMS[arm] | dict(seed=seed)).items():
         if trained.get(name) != value:
             raise ValueError(f"{folder} was trained with {name} {trained.get(name)}, expected "
                              f"{value} of the arm {arm}")
     rows = common.read_log(folder / "log.jsonl")
     last = [row for row in rows if "eval" in row and row["step"] == checkpoint["step"]]
     return bool(last) and last[0]["epoch"] >= trained["epochs"]
+
+
+def check_recipe(folders):
+    """ValueError unless networks differ in nothing but their arm and seed. {(arm, seed): folder}"""
+    arm_flags = {"n_iter", "lambd", "rpc_layers", "study"}.union(*ARMS.values())
+    seen = {}
+    for folder in folders.values():
+        trained = common.read_checkpoint(folder)["args"]
+        for name in trained.keys() - arm_flags - {*SEED_FLAGS}:
+            value, first = seen.setdefault(name, (trained[name], folder))
+            if value != trained[name]:
+                raise ValueError(f"{folder} was trained with {name} {trained[name]}, {first} with "
+                                 f"{value}: choose another --out_dir for one of them")
 
 
 def call(*command):
@@ -135,13 +148,17 @@ def outcomes(rows, folders, limit):
     rows: of eval_robust.py. folders: {(arm, seed): folder}.
     """
     found = {name: {} for name in ("clean", "15 corruptions", *FAMILIES)}
-    runs, types = {str(folder): run for run, folder in folders.items()}, {}
+    runs, types, hows = {str(folder): run for run, folder in folders.items()}, {}, {}
     for row in (row for row in rows if row["checkpoint"] in runs):
         run, name = runs[row["checkpoint"]], title(row)
         packed = row["right"] if isinstance(row["right"], list) else [row["right"]]
         right = np.mean([metrics.unpack(text, row["images"]).numpy() for text in packed], 0)
         if row["images"] != limit:
             name += f", {row['images']} images"
+        how = row["setting"], row.get("conditions")
+        if hows.setdefault(name, how) != how:
+            raise ValueError(f"{name} was measured in two ways, {hows[name]} and {how}: keep the "
+                             "rows of one")
         if row["measure"] == "corruptions":
             types.setdefault(run, {})[name] = right
         else:
@@ -245,9 +262,11 @@ def main():
     args, rest = get_args()
     folders = {(a, seed): args.out_dir / f"{a}_s{seed}" for seed in args.seeds for a in args.arms}
     for (arm, seed), folder in folders.items():
-        if args.train and not finished(folder, arm):
+        if args.train and not finished(folder, arm, seed):
             train(folder, arm, seed, rest)
-    folders = {run: folder for run, folder in folders.items() if finished(folder, run[0])}
+            check_recipe({run: path for run, path in folders.items() if finished(path, *run)})
+    folders = {run: folder for run, folder in folders.items() if finished(folder, *run)}
+    check_recipe(folders)
     if not folders:
         raise ValueError(f"--out_dir {args.out_dir} holds no finished run of these arms and seeds")
     evaluate(folders, args)

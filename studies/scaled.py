@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 import common
-import train_cls
 from kpca import attend, exact_scaling, log_g, log_phi2, projection_loss
+from studies import altered
 from studies.kernel_pca import NULLS, Layer, exp_capture, exp_gamma, exp_jproj, study
 from studies.probe import RULES, capture, checkpoints, get_args, with_rule
 from studies.tables import half_width, read_csv, spread
@@ -37,25 +37,9 @@ def train(rule, flags):
     """train_cls.py with one of RULES in every layer; its checkpoints say which (args["rule"])."""
     if rule not in RULES:
         raise ValueError(f"--train {rule}: expected one of {', '.join(RULES)}")
-    sys.argv = ["train_cls.py", "--out_dir", f"out/{rule}", *flags, "--attn", "softmax"]
-    get_args, build = train_cls.get_args, train_cls.build
-
-    def marked():
-        args = get_args()
-        if args.resume:
-            raise ValueError("--resume: a run with another rule cannot be continued")
-        args.rule = rule
-        return args
-
-    def built(*about):
-        model, *rest = build(*about)
-        return with_rule(model, rule), *rest
-
-    train_cls.get_args, train_cls.build = marked, built
-    try:
-        train_cls.main()
-    finally:
-        train_cls.get_args, train_cls.build = get_args, build
+    folder = [] if altered.resumed(flags) else ["--out_dir", f"out/{rule}"]
+    altered.train([*folder, *flags, "--attn", "softmax"], lambda model: with_rule(model, rule),
+                  study="studies.scaled", rule=rule)
 
 
 # --- experiments: as in studies/kernel_pca.py -----------------------------------------------------
@@ -128,7 +112,8 @@ def fresh(args):
     for i, point in enumerate(checkpoints(args)):
         J = []
         for images in (point.inputs[:n], point.inputs[n * (i + 1):n * (i + 2)]):
-            layers = [projection_loss(log_phi2(h.q, h.k), attend(h.q, h.k, h.v))["J"].mean()
+            layers = [projection_loss(log_phi2(h.q, h.k, h.causal),
+                                      attend(h.q, h.k, h.v, h.causal))["J"].mean()
                       for h in capture(point.model, images)]
             J.append(torch.stack(layers).mean().item())
         rows.append((point.run, point.step, *J))

@@ -87,8 +87,8 @@ def show(n, mean, low, high):
 def report(path):
     """Print the arms, own minus the others and the verdict; draw the differences."""
     rows, losses, cells = common.read_log(path), {}, []
-    if not rows:
-        raise ValueError(f"{path} holds no row of studies.decider")
+    if not rows or not all({"arm", "seed", "loss", "top1"} <= row.keys() for row in rows):
+        raise ValueError(f"{path}: expected rows of studies.decider")
     for row in rows:
         losses.setdefault(row["arm"], {})[row["seed"]] = row["loss"]
     for arm, mine in losses.items():

@@ -217,12 +217,13 @@ def main():
     args = get_args()
     args.out_dir.mkdir(parents=True, exist_ok=True)
     path, loaded = args.out_dir / "rows.jsonl", None
-    how = dict(images=args.images, kinds=args.kinds)
-    rows = [row for row in common.read_log(path) if how.items() <= row.items()]
+    how, runs = dict(images=args.images, kinds=args.kinds, data=args.data), set()
+    rows = [row for row in common.read_log(path) if how.items() <= {"data": None, **row}.items()]
     for run, model, checkpoint in tqdm(points(args), "checkpoints", unit="checkpoint"):
         c = model.config
         about = dict(run=run, step=checkpoint["step"], **how)
-        if any(about.items() <= row.items() for row in rows):
+        runs.add(run)
+        if any(about.items() <= {"data": None, **row}.items() for row in rows):
             continue
         shape = c.image_size, c.patch_size, checkpoint["args"]["data"], c.num_classes
         if loaded is None:
@@ -237,7 +238,7 @@ def main():
         common.write_log(path, about)
         rows.append(about)
 
-    groups = over_seeds(rows)
+    groups = over_seeds([row for row in rows if row["run"] in runs])
     print(table(groups))
     draw(groups, args.kinds, args.out_dir / "where_is_s.png")
     print(f"\n{args.out_dir}: rows.jsonl, where_is_s.png")

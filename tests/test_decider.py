@@ -86,6 +86,17 @@ def test_the_projection_is_the_one_that_is_written_and_is_idempotent():
         assert (once - v).abs().max() > 0.1
 
 
+def test_polar_values_are_orthonormal_whatever_the_learned_ones_are():
+    v, k = keys()
+    E, _ = parts(k)
+    for B in bases(k):
+        V = polar(k, v[..., :B.shape[-1]], B)
+        assert (V.mT @ E @ V - torch.eye(B.shape[-1])).abs().max() < 1e-9
+    M = keys(seed=4)[0, ..., :D, :]
+    U, _, Vh = torch.linalg.svd(M)
+    assert (decider.Polar.apply(M) - U @ Vh).abs().max() < 1e-10
+
+
 def test_values_depend_on_a_basis_through_its_span_only():
     v, k = keys()
     mix = keys(seed=3)[0, ..., :D, :]

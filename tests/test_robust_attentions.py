@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import common
+import train_cls
 from attention import symmetric_attention
+from robust import sources
 from studies import robust_attentions as study
 from studies.robust_attentions import ATTENTIONS
 from lm import LM, LMConfig
@@ -251,7 +253,7 @@ def test_it_trains_resumes_and_is_evaluated_by_the_own_scripts(tmp_path, monkeyp
     for folder, steps in (("whole", 4), ("cut", 2)):
         command(monkeypatch, "train", "keys", *flags, "--out_dir", tmp_path / folder,
                 "--max_steps", steps)
-    with pytest.raises(ValueError, match="trained with another attention than mom"):
+    with pytest.raises(ValueError, match="trained with attention keys, not mom"):
         command(monkeypatch, "train", "mom", "--resume", tmp_path / "cut")
     command(monkeypatch, "train", "keys", "--resume", tmp_path / "cut", "--max_steps", 4)
     whole, cut = (common.read_checkpoint(tmp_path / folder) for folder in ("whole", "cut"))
@@ -270,6 +272,11 @@ def test_settings_are_remembered_and_rebuilt(tmp_path, monkeypatch):
     command(monkeypatch, "train", "keys", "lambd=0.25", *flags)
     stored = common.read_checkpoint(tmp_path / "run")
     assert stored["args"]["settings"] == dict(lambd=0.25, n_iter=4) != ATTENTIONS["keys"][1]
+    with pytest.raises(ValueError, match="that of studies.robust_attentions, which alone"):
+        sources.load_model(tmp_path / "run", torch.device("cpu"))
+    monkeypatch.setattr(sys, "argv", ["train_cls.py", "--resume", str(tmp_path / "run")])
+    with pytest.raises(ValueError, match="that of studies.robust_attentions, which alone"):
+        train_cls.main()
 
     model, images = study.rebuild(stored).eval(), torch.rand(2, 3, 32, 32)
     with torch.no_grad():
@@ -279,19 +286,21 @@ def test_settings_are_remembered_and_rebuilt(tmp_path, monkeypatch):
         usual = study.rebuild(stored | dict(args=stored["args"] | dict(settings=None))).eval()
         assert not torch.allclose(model(images), usual(images))
 
-    command(monkeypatch, "train", "keys", "--resume", tmp_path / "run", "--max_steps", 3)
+    command(monkeypatch, "train", "keys", "lambd=0.25", "--resume", tmp_path / "run",
+            "--max_steps", 3)
     assert common.read_checkpoint(tmp_path / "run")["args"]["settings"]["lambd"] == 0.25
-    with pytest.raises(ValueError, match="lambd=2 does not fit .* trained with {'lambd': 0.25,"):
-        command(monkeypatch, "train", "keys", "lambd=2", "--resume", tmp_path / "run")
+    with pytest.raises(ValueError, match="trained with settings {'lambd': 0.25, 'n_iter': 4}, not"):
+        command(monkeypatch, "train", "keys", "--resume", tmp_path / "run")
 
 
 # --- bad input ------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("words, message", [
     (["mean"], "attention 'mean': expected one of rkde-huber"),
+    (["elliptical", "a=1"], "elliptical a=1: expected NAME=VALUE with a name of none: it has no"),
     (["keys", "lambd=-1"], "keys lambd: -1, expected float from 0"),
     (["mom", "m=0"], "mom m: 0, expected int from 1"),
-    (["rkde-huber", "a=0"], "rkde-huber a: 0, expected float from 0.001"),
+    (["rkde-hampel", "a=0.3"], "rkde-hampel a: 0.3, expected float from 0.34"),
     (["rkde-huber", "a=wide"], "rkde-huber a: could not convert string to float"),
     (["weights", "lambd=1"], "weights lambd=1: expected NAME=VALUE with a name of rounds"),
 ])
@@ -299,6 +308,11 @@ def test_an_unknown_attention_or_setting_is_named_before_anything_is_read(monkey
                                                                           message):
     with pytest.raises(ValueError, match=message):
         command(monkeypatch, "train", *words)
+
+
+def test_an_unknown_command_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match="tarin keys: expected train NAME or evaluate"):
+        command(monkeypatch, "tarin", "keys")
 
 
 def test_more_blocks_than_tokens_are_refused():

@@ -1,5 +1,6 @@
 """studies/robustness.py: what is missing is trained and evaluated; differences are paired and sure."""
 
+import shutil
 import sys
 
 import numpy as np
@@ -90,6 +91,15 @@ def test_rows_of_another_number_of_images_are_named():
     assert list(robustness.outcomes([row("s", [True])], folders, 2)) == ["clean, 1 images"]
 
 
+def test_two_ways_of_measuring_one_thing_are_not_mixed():
+    def attacked(folder, steps):
+        return row(folder, [True, False], "pgd", eps=2 / 255, steps=steps)
+    folders = {("symmetric", 0): "s", ("clamp", 0): "c"}
+    assert robustness.outcomes([attacked("s", 20), attacked("c", 20)], folders, 2)
+    with pytest.raises(ValueError, match="pgd 2/255.* was measured in two ways.*100"):
+        robustness.outcomes([attacked("s", 20), attacked("c", 100)], folders, 2)
+
+
 def test_the_figure_shows_what_was_compared(tmp_path):
     runs = {(arm, s): np.random.default_rng(s).random(9)
             for arm in ("symmetric", "clamp") for s in (0, 1)}
@@ -140,7 +150,7 @@ def test_the_study_does_what_is_missing_and_nothing_twice(study, tmp_path, monke
     # a run that was cut after its first epoch goes on to the same weights; no other is trained
     end = common.read_checkpoint(out / "clamp_s0")["model"]
     (out / "clamp_s0" / "epoch_1.pt").replace(out / "clamp_s0" / "last.pt")
-    assert not robustness.finished(out / "clamp_s0", "clamp")
+    assert not robustness.finished(out / "clamp_s0", "clamp", 0)
     assert [command[:3] for command in study("--clamp", "0.7", "--no-train")] == [evaluate]
     again = study("--clamp", "0.7")
     assert again[0] == ["train_cls.py", "--resume", str(out / "clamp_s0")]
@@ -149,7 +159,14 @@ def test_the_study_does_what_is_missing_and_nothing_twice(study, tmp_path, monke
     resumed = common.read_checkpoint(out / "clamp_s0")["model"]
     assert all(torch.equal(t, resumed[name]) for name, t in end.items())
 
-    # a folder of another arm is refused
+    # a folder of another arm, seed or recipe is refused
+    (out / "symmetric_s0").rename(out / "symmetric_s1")
+    with pytest.raises(ValueError, match="symmetric_s1 was trained with seed 0, expected 1"):
+        study("--clamp", "0.7", "--seeds", "1")
+    (out / "symmetric_s1").rename(out / "symmetric_s0")
+    shutil.rmtree(out / "clamp_s0")
+    with pytest.raises(ValueError, match="was trained with epochs [12], .* with [12]: choose"):
+        study("--clamp", "0.7", "--epochs", "1")
     with pytest.raises(ValueError, match="clamp_s0 was trained with lambd 0.7, expected 0.5"):
         study()
 
