@@ -203,8 +203,13 @@ def test_a_killed_run_goes_on_where_it_stopped(monkeypatch, tmp_path):
     assert trained == [("uniform", 1)] and len(rows) == 4
     trained.clear()
     assert run(monkeypatch, out, *flags) == rows and not trained
-    with pytest.raises(ValueError, match="8 steps of cifar10, not 9 of cifar10"):
+    with pytest.raises(ValueError, match="other rows than those of 9 steps of cifar10"):
         run(monkeypatch, out, *flags, "--steps", "9")
+    notes = tmp_path / "notes.txt"
+    notes.write_text("not rows,\nbut dear to somebody\n")
+    with pytest.raises(ValueError, match="notes.txt holds other rows"):
+        run(monkeypatch, notes, *flags)
+    assert notes.read_text().startswith("not rows")
 
 
 @pytest.mark.parametrize("flags, message", [

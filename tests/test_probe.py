@@ -7,8 +7,8 @@ import torch
 from torchvision.io import write_png
 
 import data
-from studies.probe import load_images
-from vit import ViTConfig
+from studies.probe import checkpoints, load_images
+from vit import ViT, ViTConfig
 
 CONFIG = ViTConfig(image_size=16, patch_size=8, num_classes=2)
 
@@ -41,3 +41,13 @@ def test_photos_without_their_folder_ask_for_it():
     args = Namespace(data="folder", data_dir=None, images=32)
     with pytest.raises(ValueError, match="--data folder needs --data_dir"):
         load_images(args, {}, CONFIG)
+
+
+def test_two_runs_of_one_name_are_not_taken_for_one(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder / "run").mkdir(parents=True)
+        torch.save(dict(task="classification", step=1, model_config=vars(CONFIG), args=dict(seed=0),
+                        model=ViT(CONFIG).state_dict()), tmp_path / folder / "run" / "last.pt")
+    args = Namespace(ckpt=[str(tmp_path / "a/run"), str(tmp_path / "b/run")], untrained=False)
+    with pytest.raises(ValueError, match="a/run .*b/run: two runs named run"):
+        next(checkpoints(args))

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import common
+import train_cls
+from fan import classifier_from_checkpoint
 from kpca import a_hat, attend, exact_scaling, log_g
 from studies import scaled
 from studies.probe import RULES, Heads, attention_layers, capture, load_model, standardise
@@ -135,9 +137,25 @@ def test_j_on_a_fixed_and_on_a_fresh_batch_is_shown_for_every_checkpoint(monkeyp
     assert [int(row[2]) for row in rows] == [0, 2] and all(row[3] != row[4] for row in rows)
 
 
+def test_a_run_with_another_rule_is_resumed_by_its_study_alone(monkeypatch, tmp_path):
+    trained(monkeypatch, tmp_path / "run", "exact_s", "--max_steps", "1")
+    resume = ["--resume", str(tmp_path / "run")]
+    monkeypatch.setattr(sys, "argv", ["train_cls.py", *resume])
+    with pytest.raises(ValueError, match="that of studies.scaled, which alone can continue it"):
+        train_cls.main()
+    monkeypatch.setattr(sys, "argv", ["scaled", "--train", "printed_s", *resume])
+    with pytest.raises(ValueError, match="trained with rule exact_s, not printed_s"):
+        scaled.main()
+    monkeypatch.setattr(sys, "argv", ["scaled", "--train", "exact_s", *resume])
+    scaled.main()
+    assert common.read_checkpoint(tmp_path / "run")["step"] == 2
+    with pytest.raises(ValueError, match="that of studies.scaled, which alone can rebuild it"):
+        classifier_from_checkpoint(common.read_checkpoint(tmp_path / "run"))
+
+
 @pytest.mark.parametrize("argv, message", [
     (["--train", "magic"], "--train magic: expected one of exact_s"), (["--train"], "--train : expected one of"),
-    (["--train", "exact_s", "--resume", "x"], "--resume"), ([], "expected --train RULE"),
+    (["--train", "exact_s", "--resume", "x"], "no checkpoint at x"), ([], "expected --train RULE"),
     (["--verdict", "nowhere"], "no such file")])
 def test_bad_input_is_one_clear_line(monkeypatch, argv, message):
     monkeypatch.setattr(sys, "argv", ["scaled", *argv])
