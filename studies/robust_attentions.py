@@ -178,7 +178,7 @@ def weights(q, k, v, rounds=2):
 ATTENTIONS = {"rkde-huber": (rkde_huber, dict(a=1.0, rounds=1, joint=1, released=0)),
               "rkde-hampel": (rkde_hampel, dict(a=1.0, rounds=1, joint=1, released=0)),
               "mom": (mom, dict(m=3)), "elliptical": (elliptical, {}),
-              "sinkhorn": (sinkhorn, dict(rounds=3)), "keys": (keys, dict(lambd=1.0, n_iter=4)),
+              "sinkhorn": (sinkhorn, dict(rounds=3)), "keys": (keys, dict(lambd=0.5, n_iter=4)),
               "keys-rows": (keys_rows, dict(lambd=1.0, n_iter=4)),
               "weights": (weights, dict(rounds=2))}
 SWITCH = common.number(int, 0, 1)
