@@ -11,13 +11,14 @@ studies/robustness.py runs all of them over seeds, studies/outliers.py says who 
 
 Every function takes q, k, v (B, H, N, D) and settings, and returns the output (B, H, N, D) and a
 score (B, H, N), higher for tokens that it holds for outliers, or None. Queries are the keys (as in
-the paper's baseline) everywhere but in elliptical. A(K) = softmax(K K^T / sqrt(D)). What an outcome
-would mean was fixed before the runs: results/robust_attentions/README.md.
+the paper's baseline) but in elliptical. A(K) = softmax(K K^T / sqrt(D)). What an outcome means was
+fixed before the runs: results/robust_attentions/README.md.
 """
 
 import itertools
 import math
 import sys
+from functools import partial
 from unittest.mock import patch
 
 if not __package__:
@@ -86,14 +87,6 @@ def rkde(q, k, v, psi=huber, a=1.0, rounds=1, joint=True, released=False):
     return h, -below
 
 
-def rkde_huber(q, k, v, **settings):
-    return rkde(q, k, v, huber, **settings)
-
-
-def rkde_hampel(q, k, v, **settings):
-    return rkde(q, k, v, hampel, **settings)
-
-
 def mom(q, k, v, m=3, seed=None):
     """Median of means: of m blocks of keys, a query uses the one whose kernel sum is the median.
 
@@ -156,10 +149,6 @@ def keys(q, k, v, lambd=1.0, n_iter=4, rows=False):
     return symmetric_attention(k - S, v), S.abs().sum(-1)
 
 
-def keys_rows(q, k, v, **settings):
-    return keys(q, k, v, rows=True, **settings)
-
-
 def weights(q, k, v, rounds=2):
     """Tokens that the others cannot predict count less: r_j = |k_j - sum_(i != j) A_ji k_i|.
 
@@ -174,15 +163,15 @@ def weights(q, k, v, rounds=2):
     return (s + w.log()[..., None, :]).softmax(-1) @ v, -w
 
 
-# name: (function, its settings in the runs and where none are given)
-ATTENTIONS = {"rkde-huber": (rkde_huber, dict(a=1.0, rounds=1, joint=1, released=0)),
-              "rkde-hampel": (rkde_hampel, dict(a=1.0, rounds=1, joint=1, released=0)),
-              "mom": (mom, dict(m=3)), "elliptical": (elliptical, {}),
-              "sinkhorn": (sinkhorn, dict(rounds=3)), "keys": (keys, dict(lambd=0.5, n_iter=4)),
-              "keys-rows": (keys_rows, dict(lambd=1.0, n_iter=4)),
-              "weights": (weights, dict(rounds=2))}
-SWITCH = common.number(int, 0, 1)
-RANGES = dict(a=common.number(float, 0.34), joint=SWITCH, released=SWITCH,  # Hampel: 3a >= 1 median
+DENSITY = dict(a=1.0, rounds=1, joint=1, released=0)
+ATTENTIONS = {              # name: (function, its settings in the runs and where none are given)
+    "rkde-huber": (partial(rkde, psi=huber), DENSITY), "mom": (mom, dict(m=3)),
+    "rkde-hampel": (partial(rkde, psi=hampel), DENSITY), "elliptical": (elliptical, {}),
+    "sinkhorn": (sinkhorn, dict(rounds=3)), "keys": (keys, dict(lambd=0.5, n_iter=4)),
+    "keys-rows": (partial(keys, rows=True), dict(lambd=1.0, n_iter=4)),
+    "weights": (weights, dict(rounds=2))}
+ONE = common.number(int, 0, 1)
+RANGES = dict(a=common.number(float, 0.34), joint=ONE, released=ONE,     # 3a >= 1: a median counts
               lambd=common.REAL, m=common.COUNT, n_iter=common.COUNT, rounds=common.COUNT)
 
 
@@ -204,7 +193,7 @@ class RobustAttention(SelfAttention):
         if self.name == "mom" and not self.training:
             settings = settings | dict(seed=0)
         if self.name == "elliptical":
-            settings = dict(last=self.before[0].values)
+            settings = dict(last=self.before[0].values if self.before else None)
         h, score = function(q, k, v, **settings)
         self.values, self.score = v.detach(), None if score is None else score.detach()
         return h
@@ -220,13 +209,8 @@ def with_attention(model, name, settings=None):
     for i in range(len(attentions) if name == "elliptical" else 1):
         attentions[i].__class__ = RobustAttention
         attentions[i].name, attentions[i].settings = name, settings
-        attentions[i].before = (attentions[i - 1],) if i else (Nothing,)    # no submodule
+        attentions[i].before = attentions[:i][-1:]          # a list: no submodule
     return model
-
-
-class Nothing:
-    """Before layer 0 there are no values."""
-    values = None
 
 
 def train(name, words):

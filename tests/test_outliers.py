@@ -69,7 +69,7 @@ def test_scores_are_those_of_layer_0():
     own = outliers.token_scores(model, images)["own"]
     block = model.blocks[0]
     k = block.attn.project(block.norm1(model.embed(images)))[1]
-    _, score = robust_attentions.keys_rows(k, k, k, lambd=1.0)
+    _, score = robust_attentions.keys(k, k, k, lambd=1.0, rows=True)
     assert torch.allclose(own, score.sum(1)[:, 1:]) and own.max() > 0
 
     model, steps = nano("rpc"), []
