@@ -165,11 +165,11 @@ def weights(q, k, v, rounds=2):
 
 DENSITY = dict(a=1.0, rounds=1, joint=1, released=0)
 ATTENTIONS = {              # name: (function, its settings in the runs and where none are given)
-    "rkde-huber": (partial(rkde, psi=huber), DENSITY), "mom": (mom, dict(m=3)),
-    "rkde-hampel": (partial(rkde, psi=hampel), DENSITY | dict(a=0.5)), "elliptical": (elliptical, {}),
-    "sinkhorn": (sinkhorn, dict(rounds=3)), "keys": (keys, dict(lambd=0.5, n_iter=4)),
-    "keys-rows": (partial(keys, rows=True), dict(lambd=1.0, n_iter=4)),
-    "weights": (weights, dict(rounds=2))}
+    "rkde-huber": (partial(rkde, psi=huber), DENSITY),
+    "rkde-hampel": (partial(rkde, psi=hampel), DENSITY | dict(a=0.5)),
+    "mom": (mom, dict(m=3)), "elliptical": (elliptical, {}), "sinkhorn": (sinkhorn, dict(rounds=3)),
+    "keys": (keys, dict(lambd=0.5, n_iter=4)), "weights": (weights, dict(rounds=2)),
+    "keys-rows": (partial(keys, rows=True), dict(lambd=1.0, n_iter=4))}
 ONE = common.number(int, 0, 1)
 RANGES = dict(a=common.number(float, 0.34), joint=ONE, released=ONE,     # 3a >= 1: a median counts
               lambd=common.REAL, m=common.COUNT, n_iter=common.COUNT, rounds=common.COUNT)
