@@ -1,4 +1,4 @@
-"""Which attention finds corrupted patches, survives them, and keeps the promise of robustness?
+r"""Which attention finds corrupted patches, survives them, and keeps the promise of robustness?
 
     python -m studies.robustness --arms symmetric softmax rpc4-l1 keys keys-rows weights mom \
         rkde-huber rkde-hampel elliptical sinkhorn              # trains and evaluates: hours
@@ -31,9 +31,10 @@ import common
 from robust import metrics
 from robust.patches import corrupt_patches
 from robust.rows import read_rows, weights_of
-from studies import altered, cost, probe, robustness
+from studies import altered, cost, differences, probe, robustness
+from studies.differences import BASELINE, NONE
 from studies.robust_attentions import ATTENTIONS, RobustAttention, rebuild
-from studies.robustness import ARMS, BASELINE
+from studies.robustness import ARMS
 from studies.where_is_s import auc, first_layer, location
 
 SCORES = "own", "own, untrained", "own, symmetric's weights", "|k|", "distance"
@@ -161,7 +162,7 @@ def promise(arm, compared, corrected):
     measured = (name for name, a in compared if a == arm and name.startswith(attacked))
     not_below = clean, next(measured, attacked)                  # AutoAttack: on fewer images, too
     missing = [name for name in ABOVE if arm not in corrected.get(name, {})]
-    missing += [name for name in not_below if compared.get((name, arm), robustness.NONE)[0] < 2]
+    missing += [name for name in not_below if compared.get((name, arm), NONE)[0] < 2]
     failed = [f"not above on {name}" for name in ABOVE if name not in missing
               and not (compared[name, arm][1] > 0 and corrected[name][arm] < 0.05)]
     failed += [f"below on {name}" for name in not_below if name not in missing
@@ -203,7 +204,7 @@ def report(found, compared, rows, costs, args):
             line.append(f"{np.mean(values):.2f} ({len(values)})" if values else "")
         areas.append([name, score, *line])
     return "\n\n".join([
-        robustness.tables(found, compared, args.arms),
+        differences.tables(found, compared, args.arms),
         "AUC of a token's score against the corrupted patches, mean over seeds (seeds):",
         common.table(areas, ["corruption", "score", *args.arms]),
         "p after Holm's correction; a step's CPU time as a ratio to symmetric; verdict:",
@@ -223,17 +224,17 @@ def main():
     rows = patch_rows(folders, args)
     stored = args.out_dir / "eval/results.jsonl"
     evaluated = read_rows(stored).values() if stored.exists() else []
-    found = robustness.outcomes(evaluated, folders, args.limit)
+    found = differences.outcomes(evaluated, folders, args.limit)
     for run, row in rows.items():
         for name, text in row["right"].items():
             right = metrics.unpack(text, row["images"]).double().numpy()
             found.setdefault(name, {})[run] = right
     costs = step_costs(folders, args) if args.rounds else {}
-    compared = robustness.compare(found, args.arms)
+    compared = differences.compare(found, args.arms)
     text = report(found, compared, rows, costs, args)
     (args.out_dir / "outliers.md").write_text(text + "\n")
     if compared:
-        robustness.draw(compared, args.arms, args.out_dir / "outliers.png")
+        differences.draw(compared, args.arms, args.out_dir / "outliers.png")
     print(f"\n{text}\n\n{args.out_dir}: outliers.md is this, outliers.png draws its differences, "
           "patches.jsonl has the networks' rows")
 

@@ -11,7 +11,7 @@ from scipy import stats
 import common
 import train_cls
 from robust import corruptions, metrics
-from studies import robust_attentions, robustness
+from studies import differences, robust_attentions, robustness
 
 
 def row(checkpoint, right, measure="clean", **setting):
@@ -25,7 +25,7 @@ def row(checkpoint, right, measure="clean", **setting):
 
 def test_the_interval_over_seeds_is_that_of_the_paired_t_test():
     first, second = np.random.default_rng(0).random((2, 3, 40))
-    mean, over_seeds, _ = robustness.difference(first, second)
+    mean, over_seeds, _ = differences.difference(first, second)
     expected = stats.ttest_rel(100 * first.mean(1), 100 * second.mean(1)).confidence_interval(0.95)
     assert mean == pytest.approx(100 * (first - second).mean())
     assert over_seeds == pytest.approx((expected.low, expected.high))
@@ -41,9 +41,9 @@ def test_the_interval_over_images_is_scipys_bootstrap_and_ignores_what_all_image
 
 def test_one_seed_has_no_interval_over_seeds_and_no_bold_number():
     runs = {("symmetric", 0): np.zeros(20), ("clamp", 0): np.ones(20)}
-    compared = robustness.compare({"clean": runs}, list(robustness.ARMS))
+    compared = differences.compare({"clean": runs}, list(robustness.ARMS))
     n, mean, over_seeds, _ = compared["clean", "clamp"]
-    text = robustness.tables({"clean": runs}, compared, ["symmetric", "clamp"])
+    text = differences.tables({"clean": runs}, compared, ["symmetric", "clamp"])
     assert n == 1 and mean == 100 and np.isnan(over_seeds).all()
     assert "+100.0" in text and "**" not in text
 
@@ -53,15 +53,15 @@ def test_a_number_is_bold_exactly_where_the_interval_over_seeds_excludes_0():
     runs = {("symmetric", s): np.full(10, 0.5) for s in range(3)}
     for arm, values in (("clamp", steady), ("admm", shaky)):
         runs |= {(arm, s): np.full(10, x) for s, x in enumerate(values)}
-    compared = robustness.compare({"clean": runs}, ["clamp", "admm", "softmax"])
-    text = robustness.tables({"clean": runs}, compared, ["clamp", "admm", "softmax"])
+    compared = differences.compare({"clean": runs}, ["clamp", "admm", "softmax"])
+    text = differences.tables({"clean": runs}, compared, ["clamp", "admm", "softmax"])
     assert "**+41.0" in text and "+20.0" in text and "**+20.0" not in text
 
 
 def test_only_seeds_that_both_arms_have_are_paired():
     runs = {("symmetric", 0): np.zeros(4), ("symmetric", 1): np.ones(4),
             ("admm", 1): np.ones(4), ("admm", 2): np.ones(4)}
-    n, mean, *_ = robustness.compare({"clean": runs}, ["admm"])["clean", "admm"]
+    n, mean, *_ = differences.compare({"clean": runs}, ["admm"])["clean", "admm"]
     assert (n, mean) == (1, 0)
 
 
@@ -69,17 +69,18 @@ def test_corruptions_are_means_over_types_and_severities():
     severities = [[True, True, False], [True, False, False]]
     rows = [row("a", severities, "corruptions", type=name) for name in corruptions.NAMES[1:]]
     rows += [row("a", [[True] * 3] * 2, "corruptions", type="gaussian_noise")]
-    found = robustness.outcomes(rows, {("admm", 0): "a"}, 3)
+    found = differences.outcomes(rows, {("admm", 0): "a"}, 3)
     assert found["blur"]["admm", 0] == pytest.approx([1, 0.5, 0])
     assert found["noise"]["admm", 0] == pytest.approx([1, 2 / 3, 1 / 3])
     assert found["15 corruptions"]["admm", 0] == pytest.approx([1, 8 / 15, 1 / 15])
-    assert "noise" not in robustness.outcomes(rows[:-1], {("admm", 0): "a"}, 3)    # two of three
+    assert "noise" not in differences.outcomes(rows[:-1], {("admm", 0): "a"}, 3)    # two of three
 
 
 def test_the_adaptive_attack_on_a_network_without_rpc_is_pgd():
     rows = [row("s", [True, False], "pgd", eps=2 / 255), row("r", [True, True], "pgd", eps=2 / 255),
             row("r", [False, False], "adaptive_pgd", eps=2 / 255), row("elsewhere", [True, True])]
-    found = robustness.outcomes(rows, {("symmetric", 0): "s", ("rpc4-l1", 0): "r"}, 2)
+    found = differences.outcomes(rows, {("symmetric", 0): "s", ("rpc4-l1", 0): "r"}, 2,
+                                 same=["symmetric"])
     adaptive = found["adaptive_pgd 2/255"]
     assert adaptive["symmetric", 0].tolist() == [1, 0] and adaptive["rpc4-l1", 0].tolist() == [0, 0]
     assert "clean" not in found                                            # of another folder
@@ -87,24 +88,24 @@ def test_the_adaptive_attack_on_a_network_without_rpc_is_pgd():
 
 def test_rows_of_another_number_of_images_are_named():
     folders = {("softmax", 0): "s"}
-    assert list(robustness.outcomes([row("s", [True, False])], folders, 2)) == ["clean"]
-    assert list(robustness.outcomes([row("s", [True])], folders, 2)) == ["clean, 1 images"]
+    assert list(differences.outcomes([row("s", [True, False])], folders, 2)) == ["clean"]
+    assert list(differences.outcomes([row("s", [True])], folders, 2)) == ["clean, 1 images"]
 
 
 def test_two_ways_of_measuring_one_thing_are_not_mixed():
     def attacked(folder, steps):
         return row(folder, [True, False], "pgd", eps=2 / 255, steps=steps)
     folders = {("symmetric", 0): "s", ("clamp", 0): "c"}
-    assert robustness.outcomes([attacked("s", 20), attacked("c", 20)], folders, 2)
+    assert differences.outcomes([attacked("s", 20), attacked("c", 20)], folders, 2)
     with pytest.raises(ValueError, match="pgd 2/255.* was measured in two ways.*100"):
-        robustness.outcomes([attacked("s", 20), attacked("c", 100)], folders, 2)
+        differences.outcomes([attacked("s", 20), attacked("c", 100)], folders, 2)
 
 
 def test_the_figure_shows_what_was_compared(tmp_path):
     runs = {(arm, s): np.random.default_rng(s).random(9)
             for arm in ("symmetric", "clamp") for s in (0, 1)}
-    compared = robustness.compare({"clean": runs, "pgd 1/255": runs}, ["symmetric", "clamp"])
-    robustness.draw(compared, list(robustness.ARMS), tmp_path / "d.png")
+    compared = differences.compare({"clean": runs, "pgd 1/255": runs}, ["symmetric", "clamp"])
+    differences.draw(compared, list(robustness.ARMS), tmp_path / "d.png")
     assert (tmp_path / "d.png").stat().st_size > 5000
 
 
