@@ -1,4 +1,4 @@
-"""studies/robustness.py: what is missing is trained and evaluated; differences are paired and sure."""
+"""studies/robustness.py: what is missing is trained and evaluated; differences are paired."""
 
 import shutil
 import sys
