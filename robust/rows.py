@@ -43,9 +43,9 @@ def checksum(data):
     return f"{zlib.crc32(data):08x}"
 
 
-def weights_of(model):
+def weights_of(state_dict):
     """A checksum of a model's weights."""
-    tensors = (t.cpu().contiguous().numpy().tobytes() for t in model.state_dict().values())
+    tensors = (t.cpu().contiguous().numpy().tobytes() for t in state_dict.values())
     return checksum(b"".join(tensors))
 
 
@@ -64,7 +64,7 @@ def describe_model(model, checkpoint, path):
         recipe["step"] = recipe.get("steps")              # best.pt is of another step in each seed
     kind = trained.get("attention") or kind_of(model.config)    # of studies/robust_attentions.py
     return dict(model=f"{kind}, seed {trained.get('seed', '?')}", kind=kind, checkpoint=str(path),
-                weights=weights_of(model), model_config=config,
+                weights=weights_of(model.state_dict()), model_config=config,
                 recipe=checksum(json.dumps(recipe, sort_keys=True).encode()))
 
 

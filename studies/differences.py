@@ -7,6 +7,7 @@ import numpy as np
 
 import common
 from robust import corruptions, metrics
+from robust.rows import weights_of
 from robust.tables import title
 from studies.tables import half_width
 
@@ -14,6 +15,13 @@ BASELINE = "symmetric"
 FAMILIES = dict(noise=corruptions.NAMES[:3], blur=corruptions.NAMES[3:7],
                 weather=corruptions.NAMES[7:11], digital=corruptions.NAMES[11:])
 NONE = 0, np.nan, (np.nan, np.nan), (np.nan, np.nan)       # a difference that is not there
+
+
+def current(rows, folders):
+    """The rows of these networks as they are: not those from before a run was trained further."""
+    weights = {str(folder): weights_of(common.read_checkpoint(folder)["model"])
+               for folder in folders.values()}
+    return [row for row in rows if weights.get(row["checkpoint"]) == row["weights"]]
 
 
 def outcomes(rows, folders, limit, same=()):

@@ -121,7 +121,7 @@ def patch_rows(folders, args):
         if "own" in token_scores(model, images[:1]):
             baseline = symmetric and common.read_checkpoint(symmetric)
             nulls = null_networks(checkpoint, folder, baseline)
-        about = dict(checkpoint=str(folder), images=len(images), weights=weights_of(model))
+        about = dict(checkpoint=str(folder), images=len(images), weights=weights_of(checkpoint["model"]))
         row = stored.get(tuple(about.values()))
         if row is None or not nulls.keys() <= row["auc"]["6 patches noise"].keys():
             right, areas = look(model, images, labels, nulls)
@@ -223,7 +223,7 @@ def main():
                          "studies.robustness trains it")
     rows = patch_rows(folders, args)
     stored = args.out_dir / "eval/results.jsonl"
-    evaluated = read_rows(stored).values() if stored.exists() else []
+    evaluated = differences.current(read_rows(stored).values(), folders)
     found = differences.outcomes(evaluated, folders, args.limit)
     for run, row in rows.items():
         for name, text in row["right"].items():

@@ -28,7 +28,7 @@ import numpy as np
 
 import common
 from robust.rows import SEED_FLAGS, read_rows
-from studies.differences import BASELINE, compare, draw, outcomes, tables
+from studies.differences import BASELINE, compare, current, draw, outcomes, tables
 from studies.robust_attentions import ATTENTIONS
 
 USUAL = {                                                  # flags of train_cls.py
@@ -147,7 +147,7 @@ def main():
         raise ValueError(f"--out_dir {args.out_dir} holds no finished run of these arms and seeds")
     evaluate(folders, args)
 
-    rows = read_rows(args.out_dir / "eval/results.jsonl").values()
+    rows = current(read_rows(args.out_dir / "eval/results.jsonl").values(), folders)
     found = outcomes(rows, folders, args.limit, [arm for arm in ARMS if not with_rpc(arm)])
     compared = compare(found, args.arms)
     text = tables(found, compared, args.arms)

@@ -11,6 +11,7 @@ from scipy import stats
 import common
 import train_cls
 from robust import corruptions, metrics
+from robust.rows import weights_of
 from studies import differences, robust_attentions, robustness
 
 
@@ -99,6 +100,16 @@ def test_two_ways_of_measuring_one_thing_are_not_mixed():
     assert differences.outcomes([attacked("s", 20), attacked("c", 20)], folders, 2)
     with pytest.raises(ValueError, match="pgd 2/255.* was measured in two ways.*100"):
         differences.outcomes([attacked("s", 20), attacked("c", 100)], folders, 2)
+
+
+def test_rows_from_before_a_run_was_trained_further_are_left_out(tmp_path):
+    (tmp_path / "s").mkdir()
+    torch.save(dict(model=dict(w=torch.ones(2))), tmp_path / "s" / "last.pt")
+    before, now, other = (row(str(tmp_path / name), [True]) | dict(weights=weights_of(dict(w=w)))
+                          for name, w in (("s", torch.zeros(2)), ("s", torch.ones(2)),
+                                          ("t", torch.ones(2))))
+    rows = [before, now, other]
+    assert differences.current(rows, {("symmetric", 0): tmp_path / "s"}) == [now]
 
 
 def test_the_figure_shows_what_was_compared(tmp_path):
