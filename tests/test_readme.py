@@ -13,8 +13,10 @@ OTHERS = ("--help", "--standalone", "--nproc_per_node", "--nnodes", "--node_rank
 
 def source_of(script):
     """A script's text and, of a training script, that of the flags it shares with the others."""
-    shared = (ROOT / "flags.py").read_text() if script.startswith("train_") else ""
-    return (ROOT / script).read_text() + shared
+    text = (ROOT / script).read_text()
+    if script == "studies/robust_attentions.py":            # passes flags on to these
+        text += source_of("train_cls.py") + source_of("eval_robust.py")
+    return text + ((ROOT / "flags.py").read_text() if script.startswith("train_") else "")
 
 
 @pytest.mark.parametrize("page", SHOWING, ids=lambda page: str(page.relative_to(ROOT)))
