@@ -52,6 +52,8 @@ def outcomes(rows, folders, limit, same=()):
         for family, names in {"15 corruptions": corruptions.NAMES, **FAMILIES}.items():
             if set(names) <= set(of):
                 found[family][run] = np.mean([of[name] for name in names], 0)
+
+    # the adaptive attack on what hides no gradient is PGD
     for name in [name for name in found if name.startswith("adaptive_pgd")]:
         plain = found.get(name.removeprefix("adaptive_"), {})
         found[name] |= {run: right for run, right in plain.items() if run[0] in same}

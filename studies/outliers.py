@@ -121,7 +121,8 @@ def patch_rows(folders, args):
         if "own" in token_scores(model, images[:1]):
             baseline = symmetric and common.read_checkpoint(symmetric)
             nulls = null_networks(checkpoint, folder, baseline)
-        about = dict(checkpoint=str(folder), images=len(images), weights=weights_of(checkpoint["model"]))
+        about = dict(checkpoint=str(folder), images=len(images),
+                     weights=weights_of(checkpoint["model"]))
         row = stored.get(tuple(about.values()))
         if row is None or not nulls.keys() <= row["auc"]["6 patches noise"].keys():
             right, areas = look(model, images, labels, nulls)
