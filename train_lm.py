@@ -259,6 +259,7 @@ def main():
                     best=dict(best), optimizer=optimizer.state_dict())
 
     def measure(at):
+        """What run.steps asks for after so many steps; the best weights go to best.pt."""
         metrics, more = evaluate(model, corpus, args, device, rank, world)
         if metrics["perplexity"] < best["perplexity"]:
             found = dict(step=at, perplexity=metrics["perplexity"])
