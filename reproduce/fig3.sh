@@ -4,4 +4,5 @@
 
 train_vits symmetric rpc6 softmax scaled_s scaled_alpha
 attack "symmetric rpc6" "pgd fgsm"
+run $PYTHON -m studies.plot robust "$OUT/rows_vit" --run symmetric_s rpc6_s
 compare appE1

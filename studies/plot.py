@@ -3,6 +3,7 @@
     python -m studies.plot kpca out/kpca                   # whatever its CSV files allow
     python -m studies.plot kpca out/kpca --run softmax     # mean of softmax_s0, softmax_s1
     python -m studies.plot robust out/shapes_rpc/robust    # accuracy against eps, errors by type
+    python -m studies.plot robust out/rows --run symmetric rpc       # of some of its networks
 
 One function draws one figure: it reads the numbers in a folder and returns a figure and what it
 lacks, or None and the command that would bring the numbers.
@@ -252,7 +253,8 @@ def get_args():
     p.add_argument("what", choices=FIGURES, help="numbers of studies.kernel_pca and "
                    "published_scores,\nor of eval_robust.py")
     p.add_argument("folder", help="their --out_dir; the PNG files go there too")
-    p.add_argument("--run", default="", help="kpca: only runs whose name begins so")
+    p.add_argument("--run", nargs="+", default=[], metavar="NAME",
+                   help="only runs whose folder's name begins so")
     return p.parse_args()
 
 
@@ -262,11 +264,11 @@ def main():
     if not list(folder.glob(pattern)):
         sys.exit(f"error: {folder} {lack}")
     for name, draw in FIGURES[args.what].items():
-        figure, missing = draw(folder, args.run)
+        figure, missing = draw(folder, tuple(args.run) or "")
         if figure is None:
             print(f"{name}: skipped, {folder} has no numbers for it: {missing}")
             continue
-        path = folder / f"{name}{args.run and '_' + args.run}.png"
+        path = folder / ("_".join([name, *args.run]) + ".png")
         figure.savefig(path)
         plt.close(figure)
         lacking = f" Missing: {missing}." if missing else ""

@@ -140,8 +140,8 @@ def write_tables(out, experiment, rows):
 def read_csv(path, run="", last=False, **only):
     """Rows of a CSV file as dicts; [] without the file.
 
-    Only those of runs whose name begins with `run` and, if `last`, of each run's last checkpoint,
-    with the given values in the other columns.
+    Only those of runs whose name begins with `run` (a str, or one of a tuple) and, if `last`, of
+    each run's last checkpoint, with the given values in the other columns.
     """
     if not path.exists():
         return []
