@@ -163,13 +163,22 @@ def weights(q, k, v, rounds=2):
     return (s + w.log()[..., None, :]).softmax(-1) @ v, -w
 
 
+def sharp(q, k, v, n_iter=4):
+    """A((n - 2) K) V: what n steps of PAP come to while S is 0, without the sums of L.
+
+    A control of ours, robust in nothing: logits are multiplied by (n - 2)^2.
+    """
+    return symmetric_attention((n_iter - 2) * k, v), None
+
+
 DENSITY = dict(a=1.0, rounds=1, joint=1, released=0)
 ATTENTIONS = {              # name: (function, its settings in the runs and where none are given)
     "rkde-huber": (partial(rkde, psi=huber), DENSITY),
     "rkde-hampel": (partial(rkde, psi=hampel), DENSITY | dict(a=0.5)),
     "mom": (mom, dict(m=3)), "elliptical": (elliptical, {}), "sinkhorn": (sinkhorn, dict(rounds=3)),
     "keys": (keys, dict(lambd=0.5, n_iter=4)), "weights": (weights, dict(rounds=2)),
-    "keys-rows": (partial(keys, rows=True), dict(lambd=1.0, n_iter=4))}
+    "keys-rows": (partial(keys, rows=True), dict(lambd=1.0, n_iter=4)),
+    "sharp": (sharp, dict(n_iter=4))}
 ONE = common.number(int, 0, 1)
 RANGES = dict(a=common.number(float, 0.34), joint=ONE, released=ONE,     # 3a >= 1: a median counts
               lambd=common.REAL, m=common.COUNT, n_iter=common.COUNT, rounds=common.COUNT)

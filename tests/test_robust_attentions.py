@@ -186,11 +186,19 @@ def test_tokens_that_the_others_cannot_predict_count_less():
     assert largest_gap(study.weights(q, k, v)[0], slow) < 1e-10
 
 
+def test_sharp_is_attention_with_four_times_the_logits_after_four_steps():
+    q, k, v = qkv()
+    slow = {at: times(attention([[4 * x for x in row] for row in key], key), value)
+            for at, (_, key, value) in heads(q, k, v)}
+    assert largest_gap(study.sharp(q, k, v)[0], slow) < 1e-10
+
+
 # --- limits and gradients -------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name, settings", [
     ("rkde-huber", dict(a=1e9, rounds=0)), ("mom", dict(m=1)), ("sinkhorn", dict(rounds=1)),
-    ("keys", dict(lambd=1e9)), ("keys-rows", dict(lambd=1e9)), ("weights", dict(rounds=0))])
+    ("keys", dict(lambd=1e9)), ("keys-rows", dict(lambd=1e9)), ("weights", dict(rounds=0)),
+    ("sharp", dict(n_iter=3))])
 def test_without_its_robust_part_it_is_symmetric_attention(name, settings):
     q, k, v = qkv()
     h, _ = ATTENTIONS[name][0](q, k, v, **settings)
