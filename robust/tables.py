@@ -13,6 +13,7 @@ from tqdm import tqdm
 import common
 from robust import corruptions
 from robust import metrics
+from robust.measures import in_words
 from robust.rows import DEFAULTS, group, identity, key, read_rows
 
 # --- a row in words ------------------------------------------------------------------------------
@@ -46,11 +47,22 @@ def square_gain(row):
     return stages.get("fab-t", 0) - stages.get("square", 0)
 
 
+def unusual(row):
+    """The conditions of an attack, noise included, if not the default: pixels, true labels, clip."""
+    space, labels, clip = (row["conditions"][k] for k in ("space", "labels", "clip"))
+    attacked = "eps" in row["setting"] or row["measure"] in ("noise", "cw")
+    if not attacked or (space, labels, clip) == ("pixel", "true", True):
+        return ""
+    return f"{space}, {labels}, {'clip' if clip else 'no clip'}"
+
+
 def lines(row):
     """A row's lines in the table: [(name, value in percent or the unit named, a share?)]."""
     name = title(row)
     if row["measure"] == "perplexity":
-        numbers = dict(segment="segment-wise", sliding="sliding", attacked="attacked",
+        stride = row["setting"]["stride"]
+        numbers = dict(segment="segment-wise", sliding=f"sliding, stride {stride}",
+                       attacked="attacked",
                        attacked_unswapped="attacked, words not swapped",
                        clean_unswapped="clean, the same words")
         return [(f"{name}, {text}", row[field], False) for field, text in numbers.items()]
@@ -95,12 +107,7 @@ def fill(rows):
     """
     cells, rights = {}, {}
     for row in rows:
-        conditions = row["conditions"]
-        space, labels, clip = (conditions[k] for k in ("space", "labels", "clip"))
-        attacked = "eps" in row["setting"] or row["measure"] in ("noise", "cw")
-        tag = ""
-        if attacked and (space, labels, clip) != ("pixel", "true", True):
-            tag = f"{space}, {labels}, {'clip' if clip else 'no clip'}"
+        conditions, tag = row["conditions"], unusual(row)
         named = ("type", "split", "eps", "scale")         # by the line's name
         rest = {k: v for k, v in row["setting"].items() if k not in named}
         rest.update(seed=conditions["seed"], amp=conditions["amp"], data_dir=row.get("data_dir"))
@@ -149,6 +156,23 @@ def add_means(cells, models, names):
         out["mCE", *where] = mce
         out[f"corruption error relative to {names[first]}", *where] = relative
     return out
+
+
+def by_severity(rows, models, names):
+    """Lines of the corruptions and of their mean: {line: {model: [a value a severity]}}."""
+    rows = [row for row in rows if row["measure"] == "corruptions"]
+    most = max((len(row["setting"]["severities"]) for row in rows), default=0)
+    found = {}
+    for i in range(most if most > 1 else 0):
+        part = [row | {k: [row[k][i]] for k in ("top1", "mean_accuracy", "mean_iou") if k in row}
+                for row in rows if i < len(row["setting"]["severities"])]
+        for line, values in add_means(fill(part)[0], models, names).items():
+            kind, _, what = line[0].partition(", ")
+            if kind in ("mean of the 15", *corruptions.NAMES):
+                own = found.setdefault((f"{kind} by severity, {what}", *line[1:]), {})
+                for w, value in values.items():
+                    own.setdefault(w, []).append(value)
+    return found
 
 
 def line_names(cells):
@@ -203,11 +227,55 @@ def pair(line, values, models):
     return f"{a} : {b}, p {metrics.mcnemar(a, b):.2g}"
 
 
+def each(line, values, models):
+    """Of one model or the mean of several: a value a severity."""
+    found = [values[w] for w in models if w in values]
+    return "  ".join(f"{value:.1f}" for value in np.mean(found, 0)) if found else ""
+
+
+def attack_notes(rows):
+    """Settings of each attack, and how far it moved images."""
+    attacks = {}
+    for row in rows:
+        if "max_linf" in row:
+            named = ("eps", "scale", "source", "weights")           # by a line's name
+            rest = {k: v for k, v in row["setting"].items() if k not in named}
+            words = f"{row['measure']} {in_words(rest)}".strip(), unusual(row)
+            attacks.setdefault(", ".join(filter(None, words)), []).append(row)
+    out = []
+    for attack, own in attacks.items():
+        moved, outside = {}, 255 * max(row["outside"] for row in own)
+        for row in sorted(own, key=lambda row: row["setting"].get("eps", 0)):
+            moved.setdefault(show(row["setting"]), []).append(255 * row["max_linf"])
+        budgets = f" with {', '.join(moved)}" if any(moved) else ""
+        most = ", ".join(f"{max(far):.2f}" for far in moved.values())
+        out.append(f"{attack}: a pixel moved by at most {most} of 255{budgets}, and at most "
+                   f"{outside:.2f} out of range.")
+    return out
+
+
+def image_notes(row):
+    """What a row says of how its images were looked at."""
+    setting, out = row["setting"], []
+    if "severities" in setting:
+        out.append(f"Corruptions: mean of severities {', '.join(map(str, setting['severities']))}.")
+    if "mean_iou" in row:
+        looked = in_words({k: setting[k] for k in ("window", "stride", "scales", "flip")})
+        classes = np.unique(row["classes"])
+        out.append(f"Means over {' or '.join(map(str, classes))} classes; {looked}.")
+    return out
+
+
 def notes(rows):
     """What a reader of these rows has to know besides, a line each."""
     out = [f"Words swapped: {row['swapped']} of {row['images']} {row['setting']['split']} tokens "
            f"({100 * row['swapped'] / row['images']:.2f} %) became `{row['word']}`."
            for row in rows if row.get("word")]
+    out += [note for row in rows for note in image_notes(row)]
+    if unit(rows[0]) == "images":
+        seeds = ", ".join(str(s) for s in sorted({row["conditions"]["seed"] for row in rows}))
+        out.append(f"Where not all images count: a random choice, seed {seeds}, the same for all.")
+    out += attack_notes(rows)
     if any("eps" in row["setting"] for row in rows):
         out.append("Top-5 under attack is not a worst case: the images were made for top-1.")
     settings = [row["setting"] for row in rows if row["setting"].get("type") == "frost"]
@@ -236,11 +304,15 @@ def tables(rows):
     out = markdown(cells, {names[w]: [w] for w in models}, one, counted)
     if any(line[4] for line in cells):
         out += "\n\n(low-high): Wilson's 95 % interval over images; severities, draws count once."
-    out += "".join(f"\n\n{note}" for note in notes(rows))
+    out += "\n" + "".join(f"\n- {note}" for note in notes(rows))
+    columns = {f"{kinds[g]} (n = {len(w)})": w for g, w in groups.items()}
     if len(groups) < len(models):
         out += "\n\nMean ± standard deviation over seeds:\n\n"
-        columns = {f"{kinds[g]} (n = {len(w)})": w for g, w in groups.items()}
         out += markdown(cells, columns, mean, counted)
+    severities = by_severity(rows, models, names)
+    if severities:
+        out += "\n\nEach severity, from mild to strong; means over n seeds:\n\n"
+        out += markdown(severities, columns, each)
     first, *others = models
     if any(first in values and len(values) > 1 for values in rights.values()):
         out += f"\n\nImages that only {names[first]} gets right : that only the other does,"

@@ -523,7 +523,7 @@ def made_up(model, errors):
                   recipe=model, data="imagenet", data_dir="x", imagenet1k=False,
                   measure="corruptions", images=50,
                   conditions=dict(space="pixel", labels="true", clip=True, seed=0, amp=False))
-    return [dict(fields, top1=[100 - error], setting=dict(type=name, severities=[1, 2, 3, 4, 5]))
+    return [dict(fields, top1=[100 - error] * 5, setting=dict(type=name, severities=[1, 2, 3, 4, 5]))
             for name, error in errors.items()]
 
 
@@ -560,6 +560,40 @@ def test_the_table_says_how_sure_it_is(first_run):
     interval = f"{row['top1']:.2f} ({100 * low:.1f}-{100 * high:.1f})"
     assert line_of(first, "fgsm 2/255, top-1")[0] == interval
     assert [len(line_of(last, name)) for name in ("fgsm 2/255", "noise 0.068", "fog")] == [1, 1, 1]
+
+
+def test_every_severity_is_shown_and_the_mean_over_types_and_seeds():
+    rows = [row | dict(top1=[90, 80, 70, 60, top1], kind="model") for name, top1 in
+            (("seed 0", 50), ("seed 1", 30)) for row in made_up(name, dict.fromkeys(corruptions.NAMES, 0))]
+    for row in rows:
+        row.update(model_config={}, recipe="same")
+    rows[0]["top1"] = [60, 80, 70, 60, 50]                # of gaussian_noise
+    table = tables.tables(rows)
+    assert line_of(table, "gaussian_noise by severity, error") == ["25.0  20.0  30.0  40.0  60.0"]
+    assert line_of(table, "mean of the 15 by severity, error") == ["11.0  20.0  30.0  40.0  60.0"]
+    assert "Corruptions: mean of severities 1, 2, 3, 4, 5." in table and "model (n = 2)" in table
+    for row in rows:
+        row.update(top1=row["top1"][3:4], setting=dict(row["setting"], severities=[4]))
+    table = tables.tables(rows)
+    assert "Corruptions: mean of severities 4." in table and "by severity" not in table
+
+
+def test_the_table_says_how_attacks_were_run_and_how_far_images_moved(first_run):
+    folder, _, _ = first_run
+    found = results(folder / "one")
+    fgsm = [row for row in found if row["measure"] == "fgsm"]
+    far = 255 * max(row["max_linf"] for row in fgsm)
+    note = f"- fgsm: a pixel moved by at most {far:.2f} of 255 with 2/255, and at most 0.00 out of range."
+    table = tables.tables(found)
+    assert 1 < far < 2.01 and note in table
+    pgd, = (line for line in table.splitlines() if line.startswith("- pgd "))
+    assert "steps=20 alpha=0.15 random_start=yes" in pgd and " eps=" not in pgd
+    paper = dict(space="normalized", labels="pred", clip=False, seed=7, amp=False)
+    other = dict(fgsm[0], setting=dict(eps=4 / 255), conditions=paper, max_linf=1 / 255, outside=3 / 255)
+    table = tables.tables([*found, other])
+    assert note in table and ("- fgsm, normalized, pred, no clip: a pixel moved by at most 1.00 of 255 "
+                              "with 4/255, and at most 3.00 out of range.") in table
+    assert "a random choice, seed 0, 7, the same" in table
 
 
 def test_the_table_says_what_top_5_and_which_frost(first_run):

@@ -110,7 +110,11 @@ def test_segmenters_rows_equal_a_plain_loop(segmented):
 
 def test_segmenters_table_and_pictures(segmented):
     folder, _, rows = segmented
-    table = (folder / "r" / "table.md").read_text().partition("over seeds")[0]
+    table, _, means = (folder / "r" / "table.md").read_text().partition("over seeds")
+    assert "- Means over 11 classes; window=16 stride=8 scales=1.0,1.5 flip=yes." in table.splitlines()
+    fogs = [row["mean_iou"] for row in rows if row["setting"].get("type") == "fog"]
+    each = [sum(values) / 2 for values in zip(*fogs)]
+    assert line_of(means, "fog by severity, mean IoU") == ["  ".join(f"{x:.1f}" for x in each)]
     fog = [sum(row["mean_iou"]) / 2 for row in rows if row["setting"].get("type") == "fog"]
     assert line_of(table, "fog, mean IoU") == [f"{value:.2f}" for value in fog]
     assert line_of(table, "clean, pixel accuracy") == [f"{r['pixel_accuracy']:.2f}" for r in rows[:2]]
@@ -194,7 +198,7 @@ def test_a_language_models_table_has_a_line_for_each_perplexity(texts):
     assert table.startswith("| perplexity ") and "| tokens |" in table.splitlines()[0]
     assert len({row["sliding"] for row in rows}) == 4
     for split, pair in (("valid", rows[:2]), ("test", rows[2:])):
-        for name, text in (("segment", "segment-wise"), ("sliding", "sliding"),
+        for name, text in (("segment", "segment-wise"), ("sliding", "sliding, stride 3"),
                            ("attacked", "attacked"),
                            ("attacked_unswapped", "attacked, words not swapped"),
                            ("clean_unswapped", "clean, the same words")):
