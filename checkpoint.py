@@ -242,6 +242,9 @@ def load_weights(model, checkpoint, new_head=False, mode="bicubic"):
     return notes
 
 
+TYPO = " (348 is the released code's typo for DeiT-small's 384; train at 384 instead)"
+
+
 def check_vit(config, own, weights, args):
     """ValueError unless weights have the width, projections, learned S and settings of the model.
 
@@ -257,9 +260,8 @@ def check_vit(config, own, weights, args):
         raise ValueError(f"the file was trained with {theirs}, the model has {ours}")
     C = weights["cls_token"].shape[-1]
     if C != config.embed_dim:
-        typo = " (348 is the released code's typo for DeiT-small's 384; train at 384 instead)"
         raise ValueError(f"weights have width {C}, the model has embed_dim={config.embed_dim}"
-                         f"{typo if C == 348 else ''}")
+                         f"{TYPO if C == 348 else ''}")
     for name in (name for name in own if name in weights):
         held, needed = weights[name].shape, own[name].shape
         if name.endswith("qkv.weight") and held != needed:
@@ -324,6 +326,8 @@ def foreign_settings(checkpoint):
     check_names(weights, "ViT", *VIT_NAMES)
     patch, fc1, qkv = (weights[name] for name in VIT_NAMES[1:])
     C, depth = len(patch), len({k.split(".")[1] for k in weights if k.startswith("blocks.")})
+    if C == 348:
+        raise ValueError(f"weights have width {C}{TYPO}")
     attention = released_attention(checkpoint.get("args"), depth) or dict(attn="softmax")
     if attention["attn"] == "softmax" and len(qkv) != 3 * C:
         raise ValueError("a backbone with 2C rows in qkv is symmetric or RPC; this file does not "

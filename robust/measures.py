@@ -78,7 +78,8 @@ def truth(text):
 COUNT, REAL, POSITIVE = common.number(int, 1), common.number(float, 0), common.number(float, 1e-9)
 # name: (type, what it says)
 SETTINGS = dict(
-    eps=(budget, "L-inf budget, 8/255 or 0.031; of sld the L1 budget, any number"),
+    eps=(budget, "L-inf budget, 8/255 or 0.031; of sld the L1 budget, any number: at "
+         "224 px 10 is next to nothing, try 10,50,100"),
     scale=(REAL, "half width (uniform) or standard deviation (gaussian)"),
     kind=(common.choice("uniform", "gaussian"), "uniform or gaussian"),
     draws=(COUNT, "accuracy is the mean over so many draws"),

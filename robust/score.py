@@ -74,10 +74,23 @@ def batches(source, index, args, label=""):
             bar.update(len(place))
 
 
+def joined(loaded, most=4096):
+    """Batches joined until they hold so many images: full where an attack gathers the survivors,
+    and no more than a GPU holds."""
+    parts, n = [], 0
+    for batch in loaded:
+        parts.append(batch)
+        n += len(batch[1])
+        if n >= most:
+            yield tuple(torch.cat(part) for part in zip(*parts))
+            parts, n = [], 0
+    if parts:
+        yield tuple(torch.cat(part) for part in zip(*parts))
+
+
 def whole(loaded):
     """All batches as one."""
-    parts = list(loaded)
-    return [tuple(torch.cat(part) for part in zip(*parts))] if parts else []
+    return list(joined(loaded, math.inf))
 
 
 # --- who is right --------------------------------------------------------------------------------
@@ -226,7 +239,8 @@ def attack_images(model, name, setting, images, labels, index, conditions, *, se
     that are wrong already left out before. trace: a list that receives autoattack's stages,
     with standing (b,): not changed so far, and right (b,): standing, and of the true class.
     """
-    own_clip = name.endswith("autoattack")     # in the released harness it stays in [0, 1] anyway
+    # the released harness calls AutoAttack, of which Square is a part: it clamps to [0, 1] anyway
+    own_clip = name.endswith(("autoattack", "square"))
     normalized = conditions["space"] == "normalized"
     x = images
     if normalized:
@@ -311,7 +325,7 @@ def attack_row(m, name, setting, conditions, source, index, args, victim=None):
     attack = Attacked(victim or m["model"], name, setting, conditions, n, args)
     loaded = batches(source, index, args, f"{name} {show(setting)}, {m['about']['model']}")
     if attack.cascade or name == "square":
-        loaded = whole(loaded)                            # batches stay full as images leave
+        loaded = joined(loaded)                           # batches stay full as images leave
     draws = [attack]
     if name == "noise":
         draws = [partial(attack, draw=draw) for draw in range(setting["draws"])]

@@ -86,8 +86,9 @@ class Text(NamedTuple):
 def load_texts(data_dir, vocab, window, seed=0):
     """The valid and test `Text` of a folder in this vocabulary, and the word that was swapped in.
 
-    That word is the paper's, or the vocabulary's rarest where it does not know the paper's. Raises
-    ValueError naming a file that holds no more than one window.
+    That word is the paper's, or the vocabulary's rarest where it does not know the paper's: <unk>,
+    which many places of the text hold, would be no surprise. Raises ValueError naming a file that
+    holds no more than one window.
     """
     word = WORD if WORD in vocab else vocab.words[-1]
     texts = []

@@ -279,6 +279,14 @@ def test_the_evaluators_square_keeps_its_batch_size_and_fills_it(own):
     assert sum(n < 8 for n in seen) <= 2 + 51                            # check, start, the last of each query
 
 
+@pytest.mark.parametrize("name, inside", [("autoattack", True), ("square", True), ("apgd", False)])
+def test_in_the_papers_conditions_autoattack_and_square_keep_normalised_images_in_0_to_1(own, name, inside):
+    model, setting = own[0], dict(eps=EPS) | (dict(queries=3) if inside else {})
+    adv, _ = evaluated(own, name, setting, space="normalized", labels="pred", clip=False)
+    z = (adv - model.mean) / model.std
+    assert bool((z >= -1e-5).all() and (z <= 1 + 1e-5).all()) == inside
+
+
 def test_robust_accuracy_falls_to_zero_as_the_budget_grows(own):
     model, images, labels = own[0], own[1][:24], own[2][:24]
     for name in ("apgd-ce", "apgd-t", "fab-t"):

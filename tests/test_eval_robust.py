@@ -681,6 +681,23 @@ def test_no_batch_is_larger_than_asked_for(tmp_path, monkeypatch, name, flags):
     assert max(sizes) == 4
 
 
+def test_attacks_that_gather_survivors_hold_no_more_images_than_a_gpu(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path / "m.pt", flags=dict(num_images=1000))       # 200 images, fitted to 80
+    args, m, source = attack_flags(monkeypatch, tmp_path / "m.pt", "--batch_size", 4)
+    index, setting = score.pick(200, 40, 0), dict(eps=2 / 255, queries=5)
+    row = score.attack_row(m, "square", setting, measures.CONDITIONS, source, index, args)
+    sizes, joined = [], score.joined
+
+    def few(loaded):
+        for batch in joined(loaded, 16):
+            sizes.append([len(part) for part in batch])
+            yield batch
+
+    monkeypatch.setattr(score, "joined", few)
+    assert row == score.attack_row(m, "square", setting, measures.CONDITIONS, source, index, args)
+    assert sizes == [[16] * 4, [16] * 4, [8] * 4]
+
+
 def test_fgsm_takes_two_forward_passes_and_one_backward(tmp_path, monkeypatch):
     make_checkpoint(tmp_path / "m.pt", flags=dict(num_images=1000))       # 200 images, fitted to 80
     args, m, source = attack_flags(monkeypatch, tmp_path / "m.pt", "--batch_size", 16)

@@ -490,6 +490,7 @@ def test_the_default_is_the_papers_recipe():
                   ema=0.99996, pad=0, num_ops=2, erase=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1,
                   repeats=3, seed=0)
     assert {k: v for k, v in defaults(data="imagenet").items() if k in recipe} == recipe
+    assert defaults(data="imagenet", model="base")["clip"] == 1           # Robust/run.sh
 
 
 def test_the_tables_name_every_flag():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import common
 from attention import FORMS, KINDS
-from checkpoint import load_weights, resize_pos_embed
+from checkpoint import foreign_settings, load_weights, resize_pos_embed
 from vit import RPC_KINDS, SIZES, Block, Mlp, ViT, ViTConfig, vit_from_checkpoint
 
 TINY = dict(image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=10)
@@ -230,6 +230,10 @@ def test_weights_that_do_not_fit_are_refused_with_a_sentence():
     refused(sym, {**good, "extra": torch.zeros(1)}, "extra is unknown")
     refused(sym, {**good, "head.weight": torch.zeros(5, 48), "head.bias": torch.zeros(5)}, "5 classes")
     refused(sym, {k: torch.zeros(1, 1, 348) if k == "cls_token" else v for k, v in good.items()}, "348 is the released")
+    narrow = {**dict.fromkeys(("cls_token", "pos_embed"), torch.zeros(1, 17, 348)), "patch_embed.proj.weight": torch.zeros(348, 3, 8, 8),
+              "blocks.0.mlp.fc1.weight": torch.zeros(1392, 348), "blocks.0.attn.qkv.weight": torch.zeros(1044, 348)}
+    with pytest.raises(ValueError, match="width 348 .348 is the released"):
+        foreign_settings(narrow)
     refused(small(attn="scaled_s"), small(attn="scaled_alpha").state_dict(), "learned S")
 
 
