@@ -12,7 +12,7 @@ B batch, H heads, N tokens (class token included), D head width, C = H * D model
     h       (Eq. 3)     h                (B, H, N, D)       A v
     K, L, S (Eq. 14)    k, L, S          (B, H, N, D)       keys = low-rank part + sparse part
     Y       (Alg. 1)    Z = Y/mu         (B, H, N, D)       scaled dual; Y itself is never needed
-    mu      (Def. 1)    mu               (B, H, 1 or N, 1)  penalty weight, about 1 / mean|k|
+    mu      (Def. 1)    mu               (B, H, 1 or N, 1)  penalty weight, ~ 1 / mean|k|
     lambda  (Alg. 1)    lambd            float              weight of the sparse part
     S_{.}   (Alg. 1)    soft_threshold                      sign(x) max(|x| - tau, 0)
     D_{.}   (Alg. 2)    kpca.pcp         (N, D)             shrinks singular values; PAP: attention

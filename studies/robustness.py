@@ -92,7 +92,7 @@ def check_recipe(folders):
     seen = {}
     for folder in folders.values():
         trained = common.read_checkpoint(folder)["args"]
-        for name in trained.keys() - arm_flags - {*SEED_FLAGS}:
+        for name in trained.keys() - arm_flags - {*SEED_FLAGS, "init_from"}:   # a start a seed
             value, first = seen.setdefault(name, (trained[name], folder))
             if value != trained[name]:
                 raise ValueError(f"{folder} was trained with {name} {trained[name]}, {first} with "
