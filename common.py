@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -46,7 +47,8 @@ def setup(device=None):
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
         store = dist.PrefixStore(f"attempt_{attempt}", store)
         backend = "nccl" if device.startswith("cuda") else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world,
+                                timeout=timedelta(hours=6))       # of a download, an attack
     return torch.device(device), dist.get_rank(), dist.get_world_size()
 
 
@@ -115,17 +117,18 @@ def choose_out_dir(args, name):
         path = Path(args.resume)
         return path if path.is_dir() else path.parent
 
-    out_dir = begun = Path(args.out_dir or Path("out", name))
-    n = 1
+    out_dir = Path(args.out_dir or Path("out", name))
+    begun = [out_dir]
     while not args.out_dir and out_dir.exists():
-        n += 1
-        begun, out_dir = out_dir, Path("out", f"{name}_{n}")
-    if (begun / "last.pt").exists():
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-        theirs = read_checkpoint(begun).get("args", {}) if restarted else {}
+        out_dir = Path("out", f"{name}_{len(begun) + 1}")
+        begun.append(out_dir)
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    for folder in (folder for folder in reversed(begun) if (folder / "last.pt").exists()):
+        theirs = read_checkpoint(folder).get("args", {}) if restarted else {}
         if {**theirs, "resume": None} == vars(args):
-            out_dir, args.resume = begun, str(begun)
-        elif args.out_dir:
+            out_dir, args.resume = folder, str(folder)
+            break
+        if args.out_dir:
             raise ValueError(f"--out_dir {out_dir} already holds a run: continue it with --resume "
                              f"{out_dir} or choose another folder")
     out_dir, args.resume = broadcast([out_dir, args.resume])
@@ -155,8 +158,12 @@ class Run:
         self.started = time.time()
         rows = []
         if self.master:
-            out_dir.mkdir(parents=True, exist_ok=True)
-            rows = cut_log(self.log, first)
+            try:
+                out_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.out_dir))
+            except FileExistsError:                     # it was free when the command began
+                raise ValueError(f"{out_dir}: another run has just begun there; start again, or "
+                                 f"give each run an --out_dir") from None
+            rows = cut_log(self.log, first if args.resume else -1)
         evaluations = {row["step"]: row["eval"] for row in rows if "eval" in row}
         theirs = {name: row[name] for row in rows for name in about if name in row}
         self.evaluations, theirs = broadcast([evaluations, theirs])

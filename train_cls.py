@@ -217,7 +217,8 @@ def train_batches(source, args, start, total, device, rank, world):
 def evaluate(model, source, args, device, rank, world):
     """Top-1, top-5 accuracy in per cent and loss on a whole split; every image counts once."""
     model.eval()
-    parts = torch.arange(rank, len(source.labels), world).split(256)
+    share = torch.arange(rank, len(source.labels), world)
+    parts = [part for part in share.split(256) if len(part)]        # more processes than images
     total = torch.zeros(4, device=device)                   # right, right in top 5, loss, images
     batches = load_batches(source, [(part, part) for part in parts], args, device)
     for images, labels, _ in tqdm(batches, "evaluating", len(parts), disable=rank > 0, leave=False):

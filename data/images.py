@@ -84,6 +84,8 @@ def decode(data, name):
             image = decode_with_pil(data)
     except (RuntimeError, OSError) as error:
         raise ValueError(f"cannot decode {name}: {str(error).splitlines()[0]}") from None
+    if image.ndim == 4:                      # an animated GIF by another name: its first frame
+        image = image[0]
     if image.dtype == torch.uint8:
         return image
     return (image.int() / 257).round().to(torch.uint8)              # 16 bit: 65535 -> 255
@@ -202,8 +204,8 @@ class Photos(NamedTuple):
         for path, _ in self.train[::math.ceil(len(self.train) / n)]:
             try:
                 sides.append(min(Image.open(io.BytesIO(read_bytes(path))).size))
-            except OSError:
-                continue
+            except (OSError, ValueError, Image.DecompressionBombError):
+                continue                     # broken, or too large for PIL, which decode is not
         return float(np.median(sides)) if sides else 0.0
 
     def recipe(self, n):
@@ -258,6 +260,9 @@ def load_photos(photos, size, holdout=0):
                          f"{photos.classes[min(missing)]} can be read")
     if holdout:
         train, val = hold_out(train, holdout, torch.arange(len(train.labels)))
+        for label in set(range(len(photos.classes))) - set(train.labels.tolist()):
+            tqdm.write(f"warning: all images of the class {photos.classes[label]} are held out, "
+                       f"none is left to train on")
     if not len(val.labels):
         raise ValueError(f"--data_dir {photos.root}: no readable image to evaluate on; --holdout N "
                          f"takes N of the training images")

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 import data
+from checkpoint import naming
 from data.images import name_hash, read_bytes
 from segmenter import IGNORE
 
@@ -47,7 +48,9 @@ def listed_classes(root):
     """(names, file) of classes.txt, one a line, or of ADE20K's objectInfo150.txt; ([], None)."""
     for path in (Path(root, "classes.txt"), Path(root, "objectInfo150.txt")):
         if path.exists():
-            lines = [line.strip() for line in path.read_text("utf-8").split("\n") if line.strip()]
+            with naming(path):
+                text = path.read_text("utf-8-sig")
+            lines = [line.strip() for line in text.split("\n") if line.strip()]
             if path.stem == "objectInfo150":                        # a table with a headline
                 lines = [line.split("\t")[-1].split(",")[0] for line in lines[1:]]
             return lines, path

@@ -65,6 +65,9 @@ def load_test(args, trained, size, classes):
     if args.data == "cifar10":
         source = load_cifar10(args.data_dir, "test")
     else:
-        photos = find_photos(args.data_dir)
-        source = load_photos(photos, size, trained.get("holdout", 0))[1]
+        photos, holdout = find_photos(args.data_dir), trained.get("holdout", 0)
+        if holdout >= len(photos.train):
+            raise ValueError(f"--data_dir {args.data_dir} has {len(photos.train)} images, but "
+                             f"{holdout} are to be those that training held out")
+        source = load_photos(photos, size, holdout)[1]
     return Split(source.images.to(args.device), source.labels.to(args.device), source.classes)

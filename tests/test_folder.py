@@ -12,6 +12,7 @@ from PIL import Image
 
 import common
 import data
+import eval_robust
 import train_cls
 from data.images import name_hash
 from data.segmentation import OwnFolder, read_pair
@@ -166,6 +167,59 @@ def test_a_folder_that_cannot_be_trained_on_is_named_in_one_line():
         path.write_bytes(b"nothing")
     assert "no readable image to evaluate on; --holdout N takes" in refused("--data_dir", "split")
     assert not Path("out").exists()
+
+
+def test_a_class_that_is_held_out_whole_is_named(capsys):
+    make("photos", 8)
+    order = sorted(data.find_photos("photos").train,
+                   key=lambda file: name_hash(os.path.relpath(file[0], "photos")))
+    for path, label in data.find_photos("photos").train:
+        if label == order[0][1] and path != order[0][0]:
+            os.remove(path)                                 # the first to be held out is its last
+    warning = f"warning: all images of the class {CLASSES[order[0][1]]} are held out"
+    data.load_photos(data.find_photos("photos"), 32, holdout=2)
+    assert capsys.readouterr().out.count(warning) == 1
+    make("more", 8)
+    data.load_photos(data.find_photos("more"), 32, holdout=2)
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_an_animated_gif_by_another_name_is_its_first_frame():
+    frames = [Image.new("RGB", (40, 30), colour) for colour in ("red", "blue", "green")]
+    frames[0].save("a.gif", save_all=True, append_images=frames[1:])
+    os.rename("a.gif", "a.jpg")
+    image = data.decode(data.images.read_bytes("a.jpg"), "a.jpg")
+    assert image.shape == (3, 30, 40) and image[:, 0, 0].tolist() == [255, 0, 0]
+
+
+def test_a_file_that_pil_calls_a_bomb_does_not_stop_the_run(monkeypatch):
+    make("photos", 3, side=50)
+    open_image = Image.open
+
+    def bomb(file):
+        image = open_image(file)
+        if image.size[1] == 52:
+            raise (Image.DecompressionBombError if image.size[0] == 55 else ValueError)("too large")
+        return image
+    monkeypatch.setattr(Image, "open", bomb)
+    assert data.find_photos("photos").median_side() == 50.5           # of 50 and 51 pixels
+
+
+def test_another_folder_of_too_few_images_is_refused_by_its_name():
+    make("photos", 10)
+    make("few", 2)
+    main("--data_dir", "photos", "--max_steps", "1", "--holdout", "6", "--out_dir", "a")
+    with pytest.raises(ValueError, match="--data_dir few has 6 images, but 6 are to be those that"):
+        eval_robust_main("--ckpt", "a", "--data_dir", "few", "--measures", "clean")
+
+
+def eval_robust_main(*words):
+    before = sys.argv
+    sys.argv = ["eval_robust.py", "--device", "cpu", *words]
+    try:
+        eval_robust.main()
+    finally:
+        sys.argv = before
 
 
 def held_out(root, n):

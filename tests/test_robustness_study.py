@@ -203,3 +203,15 @@ def test_a_robust_attention_is_an_arm_trained_by_its_study(study, tmp_path):
     folder.rename(tmp_path / "r" / "keys_s0")
     with pytest.raises(ValueError, match="keys_s0 was trained with attention keys-rows, expected"):
         study("--arms", "symmetric", "keys", "--epochs", "1")
+
+
+def test_networks_that_began_from_the_network_of_their_seed_are_of_one_recipe(tmp_path):
+    folders = {("symmetric", seed): tmp_path / f"symmetric_s{seed}" for seed in (0, 1)}
+    for (arm, seed), folder in folders.items():
+        folder.mkdir()
+        args = dict(attn=arm, seed=seed, init_from=f"out/start_s{seed}", lr=1e-3)
+        torch.save(dict(args=args), folder / "last.pt")
+    robustness.check_recipe(folders)
+    torch.save(dict(args=args | dict(lr=2e-3)), folder / "last.pt")
+    with pytest.raises(ValueError, match="was trained with lr 0.002, .* with 0.001"):
+        robustness.check_recipe(folders)

@@ -322,5 +322,10 @@ def test_the_number_of_classes_must_be_known_and_fit(root):
     assert "--num_classes" in error(root, num_classes=None)
     (root / "classes.txt").write_text("a\nb\nc\nd\n")
     assert "4 classes" in error(root, num_classes=5)
+    (root / "classes.txt").write_bytes("a\r\nb\r\nc\r\nd\r\n".encode("utf-8-sig"))
+    assert data.segmentation.class_names(root) == ["a", "b", "c", "d"]
+    (root / "classes.txt").write_bytes("a\nb\n".encode("utf-16"))
+    with pytest.raises(ValueError, match="classes.txt: 'utf-8' codec can't decode"):
+        data.segmentation.class_names(root)
     (root / "classes.txt").write_text("\n".join(map(str, range(300))))
     assert "2 to 254" in error(root, num_classes=None)

@@ -323,6 +323,49 @@ def test_a_restart_never_touches_another_run(monkeypatch):
         assert ((folder / "last.pt").read_bytes(), (folder / "log.jsonl").read_text()) == before
 
 
+def test_a_restarted_run_finds_its_folder_behind_a_later_one_of_the_same_name(monkeypatch):
+    train(SMALL, "--max_steps 2")                                                                # out/shapes_rpc
+    train(SMALL, "--max_steps 2 --lr 0.1")                                                       # out/shapes_rpc_2
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for flag, name in (("", "shapes_rpc"), ("--lr 0.1", "shapes_rpc_2")):
+        args = common.read_checkpoint(f"out/{name}")["args"]
+        assert str(common.choose_out_dir(argparse.Namespace(**args | dict(resume=None)), "shapes_rpc")) == f"out/{name}"
+    args["lr"] = 0.2
+    assert str(common.choose_out_dir(argparse.Namespace(**args | dict(resume=None)), "shapes_rpc")) == "out/shapes_rpc_3"
+
+
+def test_two_runs_that_begin_together_do_not_share_a_folder(monkeypatch):
+    choose, first = common.choose_out_dir, []
+
+    def late(args, name):
+        """Where another run has its folder by the time this one makes its own."""
+        out_dir = choose(args, name)
+        out_dir.mkdir(parents=True)
+        (out_dir / "log.jsonl").write_text("theirs\n")
+        first.append(out_dir)
+        return out_dir
+
+    monkeypatch.setattr(common, "choose_out_dir", late)
+    with pytest.raises(ValueError, match="another run has just begun there; start again"):
+        train(SMALL, "--max_steps 1")
+    assert [path.read_text() for path in Path("out").rglob("*.*")] == ["theirs\n"] and len(first) == 1
+
+
+def test_a_folder_whose_run_died_before_its_first_checkpoint_takes_other_data():
+    train(SMALL, "--max_steps 1 --out_dir a")
+    Path("a/last.pt").unlink()
+    train(SMALL, "--max_steps 1 --num_images 640 --out_dir a")
+    headers = [json.loads(line) for line in Path("a/log.jsonl").read_text().splitlines() if "world" in line]
+    assert [row["training_images"] for row in headers] == [640]
+
+
+def test_a_process_without_images_evaluates_nothing(imagenet):
+    tree = data.ImageTree(str(imagenet), "val", size=16)
+    args = argparse.Namespace(data="imagenet", num_workers=0, amp=False, batch_size=4)
+    with pytest.raises(ValueError, match="none of the 9 images can be read"):                    # alone it has none
+        train_cls.evaluate(ViT(ViTConfig(**TINY)), tree, args, torch.device("cpu"), 9, 10)
+
+
 # --- ImageNet's layout ------------------------------------------------------------------------------------------------------
 
 def test_imagenets_layout_trains_with_the_papers_recipe(imagenet):
