@@ -160,7 +160,8 @@ def add_means(cells, models, names):
 
 def by_severity(rows, models, names):
     """Lines of the corruptions and of their mean: {line: {model: [a value a severity]}}."""
-    rows = [row for row in rows if row["measure"] == "corruptions"]
+    rows = [{k: v for k, v in row.items() if k != "right"} for row in rows
+            if row["measure"] == "corruptions"]
     most = max((len(row["setting"]["severities"]) for row in rows), default=0)
     found = {}
     for i in range(most if most > 1 else 0):
