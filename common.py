@@ -1,5 +1,6 @@
 """What the scripts share: processes, a training run; with what flags.py and checkpoint.py hold."""
 
+import json
 import math
 import os
 import sys
@@ -123,12 +124,16 @@ def choose_out_dir(args, name):
         out_dir = Path("out", f"{name}_{len(begun) + 1}")
         begun.append(out_dir)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    for folder in (folder for folder in reversed(begun) if (folder / "last.pt").exists()):
-        theirs = read_checkpoint(folder).get("args", {}) if restarted else {}
-        if {**theirs, "resume": None} == vars(args):
-            out_dir, args.resume = folder, str(folder)
+    ours = json.loads(json.dumps(vars(args)))             # as the log has them
+    for folder in reversed(begun):                        # our own is the last of these flags
+        rows = read_log(folder / "log.jsonl") if restarted else []
+        theirs = next((row["args"] for row in reversed(rows) if "args" in row), {})
+        kept = (folder / "last.pt").exists()
+        if {**theirs, "resume": None} == ours:
+            if kept:
+                out_dir, args.resume = folder, str(folder)
             break
-        if args.out_dir:
+        if kept and args.out_dir:
             raise ValueError(f"--out_dir {out_dir} already holds a run: continue it with --resume "
                              f"{out_dir} or choose another folder")
     out_dir, args.resume = broadcast([out_dir, args.resume])
@@ -161,6 +166,8 @@ class Run:
             try:
                 out_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.out_dir))
             except FileExistsError:                     # it was free when the command began
+                if args.resume or args.out_dir:         # a file
+                    raise
                 raise ValueError(f"{out_dir}: another run has just begun there; start again, or "
                                  f"give each run an --out_dir") from None
             rows = cut_log(self.log, first if args.resume else -1)

@@ -260,9 +260,6 @@ def load_photos(photos, size, holdout=0):
                          f"{photos.classes[min(missing)]} can be read")
     if holdout:
         train, val = hold_out(train, holdout, torch.arange(len(train.labels)))
-        for label in set(range(len(photos.classes))) - set(train.labels.tolist()):
-            tqdm.write(f"warning: all images of the class {photos.classes[label]} are held out, "
-                       f"none is left to train on")
     if not len(val.labels):
         raise ValueError(f"--data_dir {photos.root}: no readable image to evaluate on; --holdout N "
                          f"takes N of the training images")

@@ -38,6 +38,10 @@ def load_data(args, device, rank=0):
         train, test = (Split(split.images.to(device), split.labels.to(device), split.classes)
                        for split in (train, test))
     if rank == 0:
+        missing = set(range(len(train.classes))) - set(train.labels.tolist())
+        for label in sorted(missing) if args.data == "folder" else ():
+            print(f"warning: no image of the class {train.classes[label]} is left to train on, all "
+                  f"are held out (--holdout)")
         print(f"{args.data}: {len(train.labels)} training, {len(test.labels)} {split_name(args)} "
               f"images, {len(train.classes)} classes{bad}", flush=True)
     return train, test

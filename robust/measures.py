@@ -47,7 +47,8 @@ PRESETS = {
     "default": dict(conditions=CONDITIONS, eps=[k / 255 for k in (1, 2, 4, 8)]),
     "paper": dict(conditions=dict(space="normalized", labels="pred", clip=False),
                   eps=[k / 255 for k in range(1, 7)], noise=dict(scale=0.3), sld=dict(rescale=True),
-                  spsa=dict(eps=0.1, centre="legacy"), cw=dict(confidence=10.0)),
+                  spsa=dict(eps=0.1, centre="legacy"), cw=dict(confidence=10.0),
+                  square=dict(clip=True)),                          # as AutoAttack does anyway
 }
 # Images per measure without --limit: minutes on the embedded scenes; elsewhere all, but for attacks
 # that take hours.
@@ -140,7 +141,7 @@ def defaults(name, preset, eps):
     if "eps" in values and name != "sld" and (eps or values["eps"] is None):
         values["eps"] = eps or chosen["eps"]
     if name in ATTACKS:
-        values |= chosen["conditions"]
+        values |= {k: values.get(k, v) for k, v in chosen["conditions"].items()}
     return values
 
 

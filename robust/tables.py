@@ -48,7 +48,7 @@ def square_gain(row):
 
 
 def unusual(row):
-    """The conditions of an attack, noise included, if not the default: pixels, true labels, clip."""
+    """The conditions of an attack or noise, if not the default: pixels, true labels, clip."""
     space, labels, clip = (row["conditions"][k] for k in ("space", "labels", "clip"))
     attacked = "eps" in row["setting"] or row["measure"] in ("noise", "cw")
     if not attacked or (space, labels, clip) == ("pixel", "true", True):
@@ -60,7 +60,7 @@ def lines(row):
     """A row's lines in the table: [(name, value in percent or the unit named, a share?)]."""
     name = title(row)
     if row["measure"] == "perplexity":
-        stride = row["setting"]["stride"]
+        stride = row["setting"].get("stride", "not kept")
         numbers = dict(segment="segment-wise", sliding=f"sliding, stride {stride}",
                        attacked="attacked",
                        attacked_unswapped="attacked, words not swapped",
@@ -162,11 +162,11 @@ def by_severity(rows, models, names):
     """Lines of the corruptions and of their mean: {line: {model: [a value a severity]}}."""
     rows = [{k: v for k, v in row.items() if k != "right"} for row in rows
             if row["measure"] == "corruptions"]
-    most = max((len(row["setting"]["severities"]) for row in rows), default=0)
+    most = max((len(row["setting"].get("severities", ())) for row in rows), default=0)
     found = {}
     for i in range(most if most > 1 else 0):
         part = [row | {k: [row[k][i]] for k in ("top1", "mean_accuracy", "mean_iou") if k in row}
-                for row in rows if i < len(row["setting"]["severities"])]
+                for row in rows if i < len(row["setting"].get("severities", ()))]
         for line, values in add_means(fill(part)[0], models, names).items():
             kind, _, what = line[0].partition(", ")
             if kind in ("mean of the 15", *corruptions.NAMES):
@@ -245,7 +245,7 @@ def attack_notes(rows):
             attacks.setdefault(", ".join(filter(None, words)), []).append(row)
     out = []
     for attack, own in attacks.items():
-        moved, outside = {}, 255 * max(row["outside"] for row in own)
+        moved, outside = {}, 255 * max(row.get("outside", 0) for row in own)
         for row in sorted(own, key=lambda row: row["setting"].get("eps", 0)):
             moved.setdefault(show(row["setting"]), []).append(255 * row["max_linf"])
         budgets = f" with {', '.join(moved)}" if any(moved) else ""
@@ -260,7 +260,7 @@ def image_notes(row):
     setting, out = row["setting"], []
     if "severities" in setting:
         out.append(f"Corruptions: mean of severities {', '.join(map(str, setting['severities']))}.")
-    if "mean_iou" in row:
+    if "mean_iou" in row and "window" in setting:
         looked = in_words({k: setting[k] for k in ("window", "stride", "scales", "flip")})
         classes = np.unique(row["classes"])
         out.append(f"Means over {' or '.join(map(str, classes))} classes; {looked}.")
@@ -275,7 +275,8 @@ def notes(rows):
     out += [note for row in rows for note in image_notes(row)]
     if unit(rows[0]) == "images":
         seeds = ", ".join(str(s) for s in sorted({row["conditions"]["seed"] for row in rows}))
-        out.append(f"Where not all images count: a random choice, seed {seeds}, the same for all.")
+        out.append(f"Where not all images count: a random choice, seed {seeds}, the same for all"
+                   f"{' of a seed' if ',' in seeds else ''}.")
     out += attack_notes(rows)
     if any("eps" in row["setting"] for row in rows):
         out.append("Top-5 under attack is not a worst case: the images were made for top-1.")

@@ -4,8 +4,8 @@
 
 There are two sequences: eight times the word 0, then eight times the word 1 or eight times the word
 2. In the first half the model has to name the word to come. What it has seen there is the same in
-both, so no causal model gets below ln 2 = 0.6931 nats. But the mu of all tokens, N x / (4 sum|K|), sums
-over all tokens and sets the threshold of every row. Where no key reaches it, S = 0 and mu does
+both, so no causal model gets below ln 2 = 0.6931 nats. But Definition 1's mu = N x / (4 sum|K|)
+sums over all tokens and sets the threshold of every row. Where no key reaches it, S = 0 and mu does
 nothing; keys start GAIN times as large as in lm.py so that every run finds the leak (with GAIN = 1,
 8 of 10 do).
 """

@@ -16,8 +16,13 @@ CONDITIONS = {                                            # what a budget means
 
 def read_results(folder, measure, run):
     """Rows of a measure, the last of each kind, of networks whose folder's name begins with run."""
-    return [row for row in read_rows(folder / "results.jsonl").values()
-            if row["measure"] == measure and Path(row["checkpoint"]).name.startswith(run)]
+    found = []
+    for row in read_rows(folder / "results.jsonl").values():
+        path = Path(row["checkpoint"])
+        name = path.parent.name if path.suffix == ".pt" else path.name
+        if row["measure"] == measure and name.startswith(run):
+            found.append(row)
+    return found
 
 
 def under(rows, conditions):
@@ -43,7 +48,7 @@ def budget(row):
     return 255 * row["setting"].get("eps", 0)
 
 
-def sweep_panel(ax, rows, clean):
+def sweep_panel(ax, name, rows, clean):
     """One attack: a line a kind of attention, from its clean accuracy on."""
     attacked = {group(row) for row in rows}
     start = [row for row in clean if group(row) in attacked]
@@ -51,10 +56,9 @@ def sweep_panel(ax, rows, clean):
     for i, (kind, xs, mean, std, n) in enumerate(found):
         ax.plot(xs, mean, f"C{i}", marker="o", markersize=3, label=f"{kind} (n = {n})")
         band(ax, xs, mean - std, mean + std, f"C{i}")
-    if rows and start:
-        ax.set_title(f"{rows[0]['measure'].upper()}, {rows[0]['images']:,} images; clean: "
-                     f"{start[0]['images']:,}")
-    ax.set(ylim=(0, None))
+    images = f", {rows[0]['images']:,} images" if rows else ""
+    clean = f"; clean: {start[0]['images']:,}" if start else ""
+    ax.set(title=f"{name.upper()}{images}{clean}", ylim=(0, None))
 
 
 def sweep(folder, run):
@@ -72,8 +76,8 @@ def sweep(folder, run):
     figure, axes = plt.subplots(len(shown), 2, figsize=(WIDTH, 3.4 * len(shown)), sharey=True,
                                 squeeze=False)
     for row, (unit, parts) in zip(axes, shown.items()):
-        for ax, rows in zip(row, parts):
-            sweep_panel(ax, rows, clean)
+        for ax, name, rows in zip(row, attacks, parts):
+            sweep_panel(ax, name, rows, clean)
             ax.set_xlabel(unit)
             if rows:
                 ax.legend(frameon=False)

@@ -90,10 +90,12 @@ def check_recipe(folders):
     """ValueError unless networks differ in nothing but their arm and seed. {(arm, seed): folder}"""
     arm_flags = {"n_iter", "lambd", "rpc_layers", "study"}.union(*ARMS.values())
     seen = {}
-    for folder in folders.values():
+    for (_, seed), folder in folders.items():
         trained = common.read_checkpoint(folder)["args"]
-        for name in trained.keys() - arm_flags - {*SEED_FLAGS, "init_from"}:   # a start a seed
-            value, first = seen.setdefault(name, (trained[name], folder))
+        trained["fine-tuned"] = bool(trained.get("init_from"))
+        for name in trained.keys() - arm_flags - {*SEED_FLAGS}:
+            of = name, seed if name == "init_from" else ""          # each seed has a start
+            value, first = seen.setdefault(of, (trained[name], folder))
             if value != trained[name]:
                 raise ValueError(f"{folder} was trained with {name} {trained[name]}, {first} with "
                                  f"{value}: choose another --out_dir for one of them")

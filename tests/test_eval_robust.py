@@ -576,6 +576,8 @@ def test_every_severity_is_shown_and_the_mean_over_types_and_seeds():
         row.update(top1=row["top1"][3:4], setting=dict(row["setting"], severities=[4]))
     table = tables.tables(rows)
     assert "Corruptions: mean of severities 4." in table and "by severity" not in table
+    old = [row | dict(setting=dict(type=row["setting"]["type"])) for row in rows]     # severities not kept
+    assert "mean of the 15, error" in tables.tables(old) and "severity" not in tables.tables(old).splitlines()[-1]
 
 
 def test_the_table_says_how_attacks_were_run_and_how_far_images_moved(first_run):
@@ -595,7 +597,7 @@ def test_the_table_says_how_attacks_were_run_and_how_far_images_moved(first_run)
     table = tables.tables([*found, other])
     assert note in table and ("- fgsm, normalized, pred, no clip: a pixel moved by at most 1.00 of 255 "
                               "with 4/255, and at most 3.00 out of range.") in table
-    assert "a random choice, seed 0, 7, the same" in table
+    assert "a random choice, seed 0, 7, the same for all of a seed." in table
 
 
 def test_the_table_says_what_top_5_and_which_frost(first_run):
@@ -698,6 +700,12 @@ def test_attacks_that_gather_survivors_hold_no_more_images_than_a_gpu(tmp_path, 
     monkeypatch.setattr(score, "joined", few)
     assert row == score.attack_row(m, "square", setting, measures.CONDITIONS, source, index, args)
     assert sizes == [[16] * 4, [16] * 4, [8] * 4]
+
+
+def test_square_in_the_papers_preset_says_that_it_clips():
+    todo = measures.plan(["square", "pgd"], "classification", "paper", [1 / 255])
+    assert [conditions["clip"] for _, _, conditions in todo] == [True, False]
+    assert {conditions["space"] for _, _, conditions in todo} == {"normalized"}
 
 
 def test_fgsm_takes_two_forward_passes_and_one_backward(tmp_path, monkeypatch):

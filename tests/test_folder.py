@@ -176,11 +176,11 @@ def test_a_class_that_is_held_out_whole_is_named(capsys):
     for path, label in data.find_photos("photos").train:
         if label == order[0][1] and path != order[0][0]:
             os.remove(path)                                 # the first to be held out is its last
-    warning = f"warning: all images of the class {CLASSES[order[0][1]]} are held out"
-    data.load_photos(data.find_photos("photos"), 32, holdout=2)
+    warning = f"warning: no image of the class {CLASSES[order[0][1]]} is left to train on"
+    main("--data_dir", "photos", "--max_steps", "1", "--holdout", "2")
     assert capsys.readouterr().out.count(warning) == 1
     make("more", 8)
-    data.load_photos(data.find_photos("more"), 32, holdout=2)
+    main("--data_dir", "more", "--max_steps", "1", "--holdout", "2")
     assert "warning" not in capsys.readouterr().out
 
 

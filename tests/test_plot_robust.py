@@ -47,7 +47,9 @@ def test_the_curve_is_the_mean_over_seeds_from_the_clean_accuracy_on(tmp_path):
     figure, _ = plot_robust.sweep(tmp_path, "")
     fgsm, pgd = figure.axes
     assert points(pgd) == CURVE and points(fgsm) == {}
-    assert pgd.get_title() == "PGD, 50 images; clean: 100"
+    assert (fgsm.get_title(), pgd.get_title()) == ("FGSM", "PGD, 50 images; clean: 100")
+    write(tmp_path, [row("rpc", 0, "pgd", 9 - k, eps=k / 255) for k in (1, 2)])
+    assert plot_robust.sweep(tmp_path, "")[0].axes[1].get_title() == "PGD, 50 images"
 
 
 def test_budgets_in_pixels_and_in_the_papers_units_are_two_panels(tmp_path):
@@ -70,6 +72,10 @@ def test_networks_of_two_sizes_are_two_lines_and_run_takes_one(tmp_path, monkeyp
     write(tmp_path, sweep_rows(PIXEL) + sweep_rows(PIXEL, size="micro"))
     figure, _ = plot_robust.sweep(tmp_path, "")
     assert len(figure.axes[1].lines) == 2
+    files = [r | dict(checkpoint=f"{r['checkpoint']}/last.pt") for r in sweep_rows(PIXEL)]
+    (tmp_path / "files").mkdir()
+    write(tmp_path / "files", files)
+    assert len(plot_robust.read_results(tmp_path / "files", "pgd", "nano_rpc_s0")) == 2
     monkeypatch.setattr(sys, "argv", ["plot", "robust", str(tmp_path), "--run", "micro", "other"])
     plot.main()
     assert [path.name for path in tmp_path.glob("*.png")] == ["sweep_micro_other.png"]

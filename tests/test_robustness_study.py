@@ -212,6 +212,12 @@ def test_networks_that_began_from_the_network_of_their_seed_are_of_one_recipe(tm
         args = dict(attn=arm, seed=seed, init_from=f"out/start_s{seed}", lr=1e-3)
         torch.save(dict(args=args), folder / "last.pt")
     robustness.check_recipe(folders)
-    torch.save(dict(args=args | dict(lr=2e-3)), folder / "last.pt")
-    with pytest.raises(ValueError, match="was trained with lr 0.002, .* with 0.001"):
+    for change, words in ((dict(lr=2e-3), "lr 0.002, .* with 0.001"),
+                          (dict(init_from=None), "fine-tuned False, .* with True")):
+        torch.save(dict(args=args | change), folder / "last.pt")
+        with pytest.raises(ValueError, match=f"was trained with {words}"):
+            robustness.check_recipe(folders)
+    folders = {("symmetric", 0): folders["symmetric", 0], ("clamp", 0): folder}
+    torch.save(dict(args=args | dict(init_from="out/another_s0")), folder / "last.pt")
+    with pytest.raises(ValueError, match="init_from out/another_s0, .* with out/start_s0"):
         robustness.check_recipe(folders)

@@ -334,6 +334,21 @@ def test_a_restarted_run_finds_its_folder_behind_a_later_one_of_the_same_name(mo
     assert str(common.choose_out_dir(argparse.Namespace(**args | dict(resume=None)), "shapes_rpc")) == "out/shapes_rpc_3"
 
 
+def test_a_restart_never_goes_on_with_an_older_run_of_the_same_command(monkeypatch):
+    train(SMALL, "--max_steps 2")                                                                # out/shapes_rpc
+    train(SMALL, "--max_steps 2")                                                                # out/shapes_rpc_2
+    Path("out/shapes_rpc_2/last.pt").unlink()                                                    # it died before
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    args = argparse.Namespace(**common.read_checkpoint("out/shapes_rpc")["args"] | dict(resume=None))
+    assert str(common.choose_out_dir(args, "shapes_rpc")) == "out/shapes_rpc_3" and args.resume is None
+
+
+def test_a_file_for_a_folder_is_called_that():
+    Path("a").write_text("no folder")
+    with pytest.raises(OSError, match="exists: 'a'|Not a directory"):
+        train(SMALL, "--max_steps 1 --out_dir a")
+
+
 def test_two_runs_that_begin_together_do_not_share_a_folder(monkeypatch):
     choose, first = common.choose_out_dir, []
 
