@@ -415,11 +415,10 @@ if wanted("attack"):
             if kind == "rpc":
                 show(grid[0, column], x[1], f"{eps}/255:\n{names[answers[1]]}")
                 show(grid[1, column], (0.5 + 16 * (x[1] - images[1])).clamp(0, 1))
-        low, high = zip(*(wilson(s, len(images)) for s in shares))
-        share = torch.tensor([shares, low, high])
-        error = torch.stack([share[0] - share[1], share[2] - share[0]])
-        ax.errorbar((0, *budgets), share[0], error, color=COLOUR[kind], marker=MARK[kind],
-                    capsize=2, label=kind)
+        ends = zip(*(wilson(s, len(images)) for s in shares))
+        share, low, high = torch.tensor([shares, *ends])
+        ax.errorbar((0, *budgets), share, torch.stack([share - low, high - share]),
+                    color=COLOUR[kind], marker=MARK[kind], capsize=2, label=kind)
     scale = model.std.mean().item()
     other = ax.secondary_xaxis("top", (lambda e: e / scale, lambda e: e * scale))
     other.set_xlabel("the same as the released code counts, /255")

@@ -71,21 +71,21 @@ def difference(first, second):
     return mean, (mean - half, mean + half), metrics.bootstrap(gaps.mean(0))
 
 
-def compare(found, arms):
+def compare(found, arms, baseline=BASELINE):
     """{(measure, arm): (number of pairs, mean, over seeds, over images)}, where there are pairs."""
     result = {}
     for name, runs in found.items():
         for arm in arms:
-            seeds = sorted(s for a, s in runs if a == arm and (BASELINE, s) in runs)
-            if arm != BASELINE and seeds:
-                first, second = ([runs[which, s] for s in seeds] for which in (arm, BASELINE))
+            seeds = sorted(s for a, s in runs if a == arm and (baseline, s) in runs)
+            if arm != baseline and seeds:
+                first, second = ([runs[which, s] for s in seeds] for which in (arm, baseline))
                 result[name, arm] = (len(seeds), *difference(first, second))
     return result
 
 
 # --- tables and figure ----------------------------------------------------------------------------
 
-def tables(found, compared, arms):
+def tables(found, compared, arms, baseline=BASELINE):
     """Markdown: accuracies, differences with intervals over seeds, intervals over images."""
     def accuracy(name, arm):
         values = [100 * right.mean() for (a, _), right in found[name].items() if a == arm]
@@ -107,15 +107,15 @@ def tables(found, compared, arms):
         body = [[name, *(cell(name, arm) for arm in columns)] for name in found]
         return text + "\n\n" + common.table(body, ["measure", *columns])
 
-    others = [arm for arm in arms if arm != BASELINE]
+    others = [arm for arm in arms if arm != baseline]
     return "\n\n".join([
         part("Accuracy in per cent, mean ± standard deviation (seeds):", arms, accuracy),
-        part(f"Difference to {BASELINE} in points, paired by seed (95 % t-interval over seeds), "
+        part(f"Difference to {baseline} in points, paired by seed (95 % t-interval over seeds), "
              "bold where that excludes 0:", others, over_seeds),
         part("The same differences, 95 % bootstrap interval over images:", others, over_images)])
 
 
-def draw(compared, arms, path):
+def draw(compared, arms, path, baseline=BASELINE):
     """Differences as points, arms in rows, measures in columns: thick over seeds, thin: images."""
     from studies.look import WIDTH, plt
     arms = [arm for arm in arms if any(a == arm for _, a in compared)]
@@ -137,7 +137,7 @@ def draw(compared, arms, path):
                xlim=(np.nanmin(ends) - room, np.nanmax(ends) + room))
     for ax in axes.flat[len(names):]:
         ax.set_visible(False)
-    figure.supxlabel(f"points of accuracy more than {BASELINE}; blue: 95 % over seeds (red point: "
+    figure.supxlabel(f"points of accuracy more than {baseline}; blue: 95 % over seeds (red point: "
                      "without 0), gray: 95 % over images", fontsize=9)
     figure.savefig(path)
     plt.close(figure)

@@ -54,6 +54,8 @@ def get_args(argv=None):
                    help="of the runs, <arm>_s<seed>, and the evaluator's rows, eval")
     p.add_argument("--arms", nargs="+", choices=ARMS, default=list(USUAL),
                    help="default: those of train_cls.py")
+    p.add_argument("--baseline", choices=ARMS, default=BASELINE,
+                   help="the arm with which the others are compared")
     p.add_argument("--seeds", nargs="+", type=common.number(int, 0), default=[0, 1, 2])
     p.add_argument("--clamp", type=common.number(float, 0), default=0.5, metavar="LAMBDA",
                    help="lambda of the arm clamp, chosen on held-out training images")
@@ -61,8 +63,8 @@ def get_args(argv=None):
     p.add_argument("--measures", nargs="+", default=MEASURES, help="as eval_robust.py takes them")
     p.add_argument("--train", action=argparse.BooleanOptionalAction, default=True)
     args, rest = p.parse_known_args(argv)
-    if BASELINE not in args.arms:
-        raise ValueError(f"--arms {' '.join(args.arms)}: expected {BASELINE} among them, with "
+    if args.baseline not in args.arms:
+        raise ValueError(f"--arms {' '.join(args.arms)}: expected {args.baseline} among them, with "
                          f"which the others are compared")
     ARMS["clamp"]["lambd"] = args.clamp
     return args, rest
@@ -151,12 +153,13 @@ def main():
 
     rows = current(read_rows(args.out_dir / "eval/results.jsonl").values(), folders)
     found = outcomes(rows, folders, args.limit, [arm for arm in ARMS if not with_rpc(arm)])
-    compared = compare(found, args.arms)
-    text = tables(found, compared, args.arms)
-    (args.out_dir / "differences.md").write_text(text + "\n")
+    compared = compare(found, args.arms, args.baseline)
+    text = tables(found, compared, args.arms, args.baseline)
+    name = "differences" + (f"_to_{args.baseline}" if args.baseline != BASELINE else "")
+    (args.out_dir / f"{name}.md").write_text(text + "\n")
     if compared:
-        draw(compared, args.arms, args.out_dir / "differences.png")
-    print(f"\n{text}\n\n{args.out_dir}: differences.md is this, differences.png draws it")
+        draw(compared, args.arms, args.out_dir / f"{name}.png", args.baseline)
+    print(f"\n{text}\n\n{args.out_dir}: {name}.md is this, {name}.png draws it")
 
 
 if __name__ == "__main__":

@@ -66,6 +66,15 @@ def test_only_seeds_that_both_arms_have_are_paired():
     assert (n, mean) == (1, 0)
 
 
+def test_another_arm_may_be_the_baseline():
+    runs = {("symmetric", 0): np.zeros(4), ("admm", 0): np.ones(4), ("clamp", 0): np.full(4, 0.5)}
+    arms = ["symmetric", "admm", "clamp"]
+    compared = differences.compare({"clean": runs}, arms, "admm")
+    assert {arm: pair[1] for (_, arm), pair in compared.items()} == dict(symmetric=-100, clamp=-50)
+    text = differences.tables({"clean": runs}, compared, arms, "admm")
+    assert "Difference to admm" in text and "-50.0" in text and "to symmetric" not in text
+
+
 def test_corruptions_are_means_over_types_and_severities():
     severities = [[True, True, False], [True, False, False]]
     rows = [row("a", severities, "corruptions", type=name) for name in corruptions.NAMES[1:]]

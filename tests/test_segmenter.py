@@ -39,7 +39,9 @@ def reference_model(arrays, **kind):
 
 
 def close(got, expected, atol=1e-4):
+    """True; an AssertionError says where they differ."""
     torch.testing.assert_close(got, expected, rtol=0, atol=atol, check_dtype=False)
+    return True
 
 
 # --- equal to references ----------------------------------------------------------------------------------------------
@@ -64,7 +66,7 @@ def test_every_kind_equals_upstream_in_tokens_masks_logits_loss_and_gradients(go
 @pytest.mark.parametrize("name", REFERENCES)
 def test_odd_sizes_are_padded_and_cropped_as_upstream(golden, name):
     a = golden(name)
-    close(reference_model(a, **REFERENCES[name])(a["odd_input"]), a["odd_logits"])
+    assert close(reference_model(a, **REFERENCES[name])(a["odd_input"]), a["odd_logits"])
 
 
 def test_sliding_windows_and_views_equal_upstream_with_their_anchors(golden):
@@ -127,7 +129,7 @@ def test_the_encoder_is_timms_vision_transformer(attn):
         sd.update({k: torch.cat([v[:48], v]) for k, v in sd.items() if ".qkv." in k})
     theirs.load_state_dict(sd)
     x = torch.randn(2, 3, 32, 32)
-    close(ours.encode(ours.tokens(x, ours.pos_embed)), theirs.forward_features(x), atol=1e-5)
+    assert close(ours.encode(ours.tokens(x, ours.pos_embed)), theirs.forward_features(x), atol=1e-5)
 
 
 def written_out_mask_decoder(d, x, heads):
@@ -215,7 +217,7 @@ def test_linear_decoder_is_one_layer_on_every_patch_upsampled():
     with torch.no_grad():
         tokens = e.encode(e.embed(x))[0, 1:]                                                  # the class token goes
         grid = (tokens @ m.decoder.head.weight.T + m.decoder.head.bias).T.reshape(1, 4, 4, 4)
-        close(m(x), F.interpolate(grid, size=(32, 32), mode="bilinear", align_corners=False), atol=1e-5)
+        assert close(m(x), F.interpolate(grid, size=(32, 32), mode="bilinear", align_corners=False), atol=1e-5)
 
 
 def test_under_autocast_logits_are_float32_and_near():
@@ -311,7 +313,7 @@ def test_every_window_is_computed_once_in_full_batches():
 def test_mirroring_the_image_mirrors_the_flipped_prediction():
     m, x = small(), torch.rand(3, 40, 56)
     how = dict(size=40, window=32, stride=20, flip=True)
-    close(predict(m, x.flip(2), **how), predict(m, x, **how).flip(2), atol=1e-5)
+    assert close(predict(m, x.flip(2), **how), predict(m, x, **how).flip(2), atol=1e-5)
 
 
 def test_sizes_follow_the_box_rule():
