@@ -2,6 +2,7 @@
 
     python -m studies.robust_attentions train keys-rows --seed 0 --out_dir out/attn/keys-rows_s0
     python -m studies.robust_attentions train keys-rows lambd=0.5 --out_dir out/attn/half_s0
+    python -m studies.robust_attentions train weights-all --out_dir out/attn/all_s0  # every layer
     python -m studies.robust_attentions evaluate --ckpt out/attn/*_s0 --out_dir out/attn/rows
 
 Four groups have published attentions that are to withstand corrupted tokens, each with a harness of
@@ -179,6 +180,8 @@ ATTENTIONS = {              # name: (function, its settings in the runs and wher
     "keys": (keys, dict(lambd=0.5, n_iter=4)), "weights": (weights, dict(rounds=2)),
     "keys-rows": (partial(keys, rows=True), dict(lambd=1.0, n_iter=4)),
     "sharp": (sharp, dict(n_iter=4))}
+ALL = "-all"                # such a name: in all layers instead of layer 0 (elliptical always is)
+NAMES = [*ATTENTIONS, *(name + ALL for name in ATTENTIONS if name != "elliptical")]
 ONE = common.number(int, 0, 1)
 RANGES = dict(a=common.number(float, 0.34), joint=ONE, released=ONE,     # 3a >= 1: a median counts
               lambd=common.REAL, m=common.COUNT, n_iter=common.COUNT, rounds=common.COUNT)
@@ -186,9 +189,10 @@ RANGES = dict(a=common.number(float, 0.34), joint=ONE, released=ONE,     # 3a >=
 
 def settings_of(name, pairs=()):
     """The settings of an attention, with ["lambd=0.5", ...]; ValueError: unknown, out of range."""
-    if name not in ATTENTIONS:
-        raise ValueError(f"attention {name!r}: expected one of {', '.join(ATTENTIONS)}")
-    usual = ATTENTIONS[name][1]
+    if name not in NAMES:
+        raise ValueError(f"attention {name!r}: expected one of {', '.join(ATTENTIONS)}, or one but "
+                         f"elliptical with {ALL} behind it")
+    usual = ATTENTIONS[name.removesuffix(ALL)][1]
     return usual | read_settings(pairs, {key: (RANGES[key], "") for key in usual}, name)
 
 
@@ -198,7 +202,7 @@ class RobustAttention(SelfAttention):
     """A layer of vit.py that attends by one of ATTENTIONS; name: which. Its parameters stay."""
 
     def attend(self, q, k, v):
-        function, settings = ATTENTIONS[self.name][0], self.settings
+        (function, _), settings = ATTENTIONS[self.name], self.settings
         if self.name == "mom" and not self.training:
             settings = settings | dict(seed=0)
         if self.name == "elliptical":
@@ -209,21 +213,22 @@ class RobustAttention(SelfAttention):
 
 
 def with_attention(model, name, settings=None):
-    """Let layer 0 of a ViT attend by `name`; elliptical: all of them, by its definition."""
+    """Let layer 0 of a ViT attend by `name`; elliptical and NAME-all: all its layers."""
     settings = settings_of(name) | (settings or {})
+    everywhere = name == "elliptical" or name.endswith(ALL)
     attentions = [block.attn for block in model.blocks]
     if any(attention.causal for attention in attentions):
         raise ValueError(f"attention {name!r} lets a token see the later ones: expected a network "
                          "that is not causal, as vit.py's")
-    for i in range(len(attentions) if name == "elliptical" else 1):
+    for i in range(len(attentions) if everywhere else 1):
         attentions[i].__class__ = RobustAttention
-        attentions[i].name, attentions[i].settings = name, settings
+        attentions[i].name, attentions[i].settings = name.removesuffix(ALL), settings
         attentions[i].before = attentions[:i][-1:]          # a list: no submodule
     return model
 
 
 def train(name, words):
-    """train_cls.py with `name` in layer 0; words: settings as lambd=0.5, then train_cls.py's flags.
+    """train_cls.py with the attention `name`; words: settings as lambd=0.5, then its flags.
 
     What rebuilds the network is in its checkpoints: args["attention"] and args["settings"].
     """

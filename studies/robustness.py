@@ -29,7 +29,7 @@ import numpy as np
 import common
 from robust.rows import SEED_FLAGS, read_rows
 from studies.differences import BASELINE, compare, current, draw, outcomes, tables
-from studies.robust_attentions import ATTENTIONS
+from studies.robust_attentions import NAMES, settings_of
 
 USUAL = {                                                  # flags of train_cls.py
     "softmax": dict(attn="softmax"),                                            # reference
@@ -40,8 +40,7 @@ USUAL = {                                                  # flags of train_cls.
     "clamp": dict(attn="rpc", n_iter=1),                                        # no iteration
     "admm": dict(attn="rpc", n_iter=4, form="admm"),                            # right constants
 }
-ARMS = USUAL | {name: dict(attention=name, settings=settings)
-                for name, (_, settings) in ATTENTIONS.items()}
+ARMS = USUAL | {name: dict(attention=name, settings=settings_of(name)) for name in NAMES}
 MEASURES = ["clean", "corruptions", "fgsm eps=1/255,2/255", "pgd eps=1/255,2/255 steps=20",
             "apgd eps=1/255,2/255", "adaptive_pgd eps=2/255"]
 
@@ -121,7 +120,7 @@ def train(folder, arm, seed, rest):
     """Train a run, or go on with one that was cut."""
     script = ["train_cls.py"]
     flags = [part for name, value in ARMS[arm].items() for part in (f"--{name}", value)]
-    if arm in ATTENTIONS:
+    if arm in NAMES:
         script, flags = ["-m", "studies.robust_attentions", "train", arm], []
     new = [*rest, *flags, "--seed", seed, "--set", "keep_every=1", "--out_dir", folder]
     call(*script, *(["--resume", folder] if (folder / "last.pt").exists() else new))

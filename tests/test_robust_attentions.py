@@ -239,8 +239,8 @@ def nano(attn="symmetric"):
                          num_heads=2, attn=attn))
 
 
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_only_layer_0_changes_and_no_parameter_comes_or_goes(name):
+@pytest.mark.parametrize("name", study.NAMES)
+def test_only_layer_0_changes_or_all_and_no_parameter_comes_or_goes(name):
     base = "softmax" if name == "elliptical" else "symmetric"
     model, images = nano(base).eval(), torch.rand(2, 3, 32, 32)
     names, before = list(model.state_dict()), model(images)
@@ -248,7 +248,8 @@ def test_only_layer_0_changes_and_no_parameter_comes_or_goes(name):
     assert list(model.state_dict()) == names
     assert not torch.allclose(model(images), before)
     changed = [isinstance(block.attn, study.RobustAttention) for block in model.blocks]
-    assert changed == [True, name == "elliptical", name == "elliptical"]
+    everywhere = name == "elliptical" or name.endswith("-all")
+    assert changed == [True, everywhere, everywhere]
     assert torch.equal(model(images), model(images))        # an evaluation is no lottery
 
 
@@ -276,10 +277,11 @@ def test_it_trains_resumes_and_is_evaluated_by_the_own_scripts(tmp_path, monkeyp
     assert "| clean" in out and "keys, seed" in out and "symmetric, seed" not in out
 
 
-def test_settings_are_remembered_and_rebuilt(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name, layer", [("keys", 0), ("keys-all", -1)])
+def test_settings_are_remembered_and_rebuilt(name, layer, tmp_path, monkeypatch):
     flags = ["--num_images", 64, "--batch_size", 16, "--patch_size", 8, "--epochs", 1,
              "--device", "cpu", "--max_steps", 2, "--out_dir", tmp_path / "run"]
-    command(monkeypatch, "train", "keys", "lambd=0.25", *flags)
+    command(monkeypatch, "train", name, "lambd=0.25", *flags)
     stored = common.read_checkpoint(tmp_path / "run")
     assert stored["args"]["settings"] == dict(lambd=0.25, n_iter=4) != ATTENTIONS["keys"][1]
     with pytest.raises(ValueError, match="that of studies.robust_attentions, which alone"):
@@ -290,23 +292,24 @@ def test_settings_are_remembered_and_rebuilt(tmp_path, monkeypatch):
 
     model, images = study.rebuild(stored).eval(), torch.rand(2, 3, 32, 32)
     with torch.no_grad():
-        attention = model.blocks[0].attn
+        attention = model.blocks[layer].attn
         q, k, v = attention.project(torch.randn(2, N, model.config.embed_dim))
         assert torch.equal(attention.attend(q, k, v), study.keys(q, k, v, lambd=0.25)[0])
         usual = study.rebuild(stored | dict(args=stored["args"] | dict(settings=None))).eval()
         assert not torch.allclose(model(images), usual(images))
 
-    command(monkeypatch, "train", "keys", "lambd=0.25", "--resume", tmp_path / "run",
+    command(monkeypatch, "train", name, "lambd=0.25", "--resume", tmp_path / "run",
             "--max_steps", 3)
     assert common.read_checkpoint(tmp_path / "run")["args"]["settings"]["lambd"] == 0.25
     with pytest.raises(ValueError, match="trained with settings {'lambd': 0.25, 'n_iter': 4}, not"):
-        command(monkeypatch, "train", "keys", "--resume", tmp_path / "run")
+        command(monkeypatch, "train", name, "--resume", tmp_path / "run")
 
 
 # --- bad input ------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("words, message", [
     (["mean"], "attention 'mean': expected one of rkde-huber"),
+    (["elliptical-all"], "'elliptical-all': expected one of .* or one but elliptical"),
     (["elliptical", "a=1"], "elliptical a=1: expected NAME=VALUE with a name of none: it has no"),
     (["keys", "lambd=-1"], "keys lambd: -1, expected float from 0"),
     (["mom", "m=0"], "mom m: 0, expected int from 1"),
