@@ -15,11 +15,7 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from robust import adaptive
-from robust import attacks
-from robust import autoattack
-from robust import corruptions
-from robust import metrics
+from robust import adaptive, attacks, autoattack, corruptions, metrics
 from robust.masking import accuracy, listed, masking, named, percent, slack
 from robust.words import word_swap
 from vit import ViT

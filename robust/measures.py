@@ -10,10 +10,7 @@ import argparse
 import itertools
 
 import common
-from robust import adaptive
-from robust import attacks
-from robust import autoattack
-from robust import corruptions
+from robust import adaptive, attacks, autoattack, corruptions
 
 FOLDERS = ("imagenet_a", "imagenet_r", "imagenet_o")
 ATTACKS = dict(noise=attacks.noise, fgsm=attacks.fgsm, pgd=attacks.pgd,

@@ -6,10 +6,7 @@ import torch
 
 import data
 from data.segmentation import save_pictures
-from robust import corruptions
-from robust import iou
-from robust import measures
-from robust import score
+from robust import corruptions, iou, measures, score
 
 
 def save_classified(models, source, todo, args):

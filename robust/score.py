@@ -17,11 +17,7 @@ from tqdm import tqdm
 
 import common
 import data
-from robust import attacks
-from robust import corruptions
-from robust import iou
-from robust import metrics
-from robust import words
+from robust import attacks, corruptions, iou, metrics, words
 from robust.measures import ATTACKS, FOLDERS, SCENES, SLOW
 from robust.tables import show
 

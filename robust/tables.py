@@ -11,8 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 import common
-from robust import corruptions
-from robust import metrics
+from robust import corruptions, metrics
 from robust.measures import in_words
 from robust.rows import DEFAULTS, group, identity, key, read_rows
 
