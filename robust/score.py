@@ -383,6 +383,6 @@ def segment_row(m, name, setting, source, index, args):
 def perplexity_row(m, setting, source, args):
     """Perplexities of one split: segment-wise, sliding, words swapped."""
     with common.autocast(args.device, args.amp):
-        row, = words.score(m["model"], [source[setting["split"]]], setting["window"],
-                           setting["stride"], args.batch_size, args.rank, args.world)
-    return {k: v for k, v in row.items() if k not in ("split", "tokens")} | dict(word=args.word)
+        row = words.score(m["model"], source[setting["split"]], setting["window"],
+                          setting["stride"], args.batch_size, args.rank, args.world)
+    return dict(row, word=args.word)

@@ -5,7 +5,8 @@ one meaningless word, `AAA`. The paper names the attack but no rate; per line an
 `KurtPask/Elliptical-Attention:WordAttack/src_attack/utils/vocabulary.py`.
 
     lines, swapped = word_swap(read_lines("wiki.test.tokens"))
-    rows = score(model, load_texts(data_dir, vocab, window=256)[0], window=256, stride=1)
+    (valid, test), word = load_texts(data_dir, vocab, window=256)
+    score(model, test, window=256, stride=1)["attacked"]             # perplexity
 """
 
 import math
@@ -105,29 +106,24 @@ def load_texts(data_dir, vocab, window, seed=0):
     return texts, word
 
 
-def score(model, texts, window, stride, batch_size=64, rank=0, world=1):
-    """Perplexities of each text, [dict]: segment-wise, sliding, and sliding after the attack.
+def score(model, text, window, stride, batch_size=64, rank=0, world=1):
+    """Perplexities of a `Text`, a dict: segment-wise, sliding, and sliding after the attack.
 
     attacked counts all targets, the swapped-in words too, which no model can foresee;
     attacked_unswapped the others, clean_unswapped the same targets in the clean text: the
     difference is what the attack does to the model. window: tokens of context at most; stride:
     targets scored per window. Raises ValueError if a perplexity is not finite.
     """
-    rows = []
-    for text in texts:
-        def nats(tokens, stride, what):
-            return sliding_nll(model, tokens, window, stride, batch_size, rank, world,
-                               f"{text.split} {what}")
+    def nats(tokens, stride, what):
+        return sliding_nll(model, tokens, window, stride, batch_size, rank, world,
+                           f"{text.split} {what}")
 
-        clean = nats(text.clean, stride, "sliding")
-        attacked = nats(text.attacked, stride, "attacked")
-        segments = clean if stride == window else nats(text.clean, window, "segment-wise")
-        row = dict(segment=perplexity(segments), sliding=perplexity(clean),
-                   attacked=perplexity(attacked),
-                   attacked_unswapped=perplexity(attacked, text.kept),
-                   clean_unswapped=perplexity(clean, text.kept))
-        if not all(map(math.isfinite, row.values())):
-            raise ValueError(f"a perplexity of {text.split} is not finite: {row}")
-        rows.append(dict(split=text.split, tokens=len(text.clean),
-                         swapped=int((~text.kept).sum()), **row))
-    return rows
+    clean = nats(text.clean, stride, "sliding")
+    attacked = nats(text.attacked, stride, "attacked")
+    segments = clean if stride == window else nats(text.clean, window, "segment-wise")
+    row = dict(segment=perplexity(segments), sliding=perplexity(clean),
+               attacked=perplexity(attacked), attacked_unswapped=perplexity(attacked, text.kept),
+               clean_unswapped=perplexity(clean, text.kept))
+    if not all(map(math.isfinite, row.values())):
+        raise ValueError(f"a perplexity of {text.split} is not finite: {row}")
+    return dict(swapped=int((~text.kept).sum()), **row)

@@ -97,7 +97,9 @@ def scored(folder, data_dir="text", window=16, stride=16, seed=0, name="best.pt"
     checkpoint = common.read_checkpoint(Path(folder, name))
     vocab = data_text.stored_vocabulary(checkpoint)
     texts, word = load_texts(data_dir, vocab, window, seed)
-    return score(lm_from_checkpoint(checkpoint), texts, window, stride, **how), word
+    model = lm_from_checkpoint(checkpoint)
+    return [dict(split=text.split, tokens=len(text.clean), **score(model, text, window, stride, **how))
+            for text in texts], word
 
 
 def assert_same_run(a, b, *names):
