@@ -63,9 +63,9 @@ def word_swap(lines, rate=RATE, mode="per-line", seed=0, word=WORD):
         free = [(i, j) for i, j in group
                 if parts[i][j] != "<unk>" and parts[i][j].strip("'") not in STOP_WORDS]
         count = round(rate * len(group))
-        if mode == "per-line":
+        if mode == "per-line" and rate:
             count = max(int(rate * len(group)), 1)
-        chosen.update(rng.sample(free, min(count, len(free)) if rate else 0))
+        chosen.update(rng.sample(free, min(count, len(free))))
 
     swapped = []
     for i, line in enumerate(parts):
