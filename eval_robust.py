@@ -299,7 +299,7 @@ def run_checks(models, other, source, args):
     sources = [other] if other else models
     softmax = next((m["model"] for m in sources if m["about"]["kind"] == "softmax"), None)
     index = score.pick(len(source.labels), args.limit or min(64, len(source.labels)), args.seed)
-    (pixels, labels, index, _), = score.whole(score.batches(source, index, args))
+    pixels, labels, index, _ = score.whole(score.batches(source, index, args))
     for m in models:
         twin = softmax if softmax is not m["model"] else None
         checks.run(m["model"], pixels, labels, index, m["about"]["model"], twin)

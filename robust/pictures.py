@@ -1,5 +1,6 @@
 """What the evaluator saw: images clean, corrupted, attacked; a Segmenter's predictions of them."""
 
+import math
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ def save_classified(models, source, todo, args):
     attacked by PGD at the largest eps, the difference amplified to full contrast."""
     index = score.pick(len(source.labels), None, args.seed)[:args.save_images]
     zoom = max(1, 96 // models[0]["model"].config.image_size)
-    (images, labels, index, _), = score.whole(score.batches(source, index, args))
+    images, labels, index, _ = score.whole(score.batches(source, index, args))
     grid = [corruptions.corrupt(images[:1], name, severity, seed=args.seed, index=index[:1],
                                 frost_dir=args.frost_dir)
             for name in corruptions.NAMES for severity in (1, 2, 3, 4, 5)]
@@ -40,7 +41,7 @@ def save_segmented(models, source, todo, args):
         for name, setting, _ in todo:
             n = score.size_of(source, name, setting, args)
             index = score.pick(len(source), n, args.seed).tolist()
-            index = index[::-(-n // args.save_images)]                # evenly spaced
+            index = index[::math.ceil(n / args.save_images)]          # evenly spaced
             for severity, change in score.changes(name, setting, args).items():
                 title = f"{setting['type']}_{severity}.png" if severity else "clean.png"
                 found = iou.predictions(m["model"], source, index, change=change,
