@@ -215,7 +215,7 @@ def folder_row(m, name, tree, index, source, args):
         labels = torch.searchsorted(columns, tree.labels[index])
         return dict(outcome(hits(logits, labels)), classes=len(columns))
     inside = torch.isin(source.labels, columns).nonzero()[:, 0]
-    inside = inside[pick(len(inside), min(args.limit or len(inside), len(inside)), args.seed)]
+    inside = inside[pick(len(inside), None, args.seed)[:args.limit]]
     both = torch.cat([logits, kept_logits(m, source, inside, columns, args)])
     doubt = -both.softmax(1).amax(1)                      # little confidence: an outlier
     outlier = torch.arange(len(both)) < len(index)
