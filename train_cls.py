@@ -167,12 +167,10 @@ def micro_batches(args, n, start, total, rank, world):
     (repeats) are spread before.
     """
     b, epoch_steps = args.batch_size // (world * args.accum), n // args.batch_size
-    last = None
     for step in range(start, total):
         epoch, i = divmod(step, epoch_steps)
-        if epoch != last:
+        if i == 0 or step == start:
             order = data.epoch_order(n, epoch, args.seed, args.repeats)
-            last = epoch
         batch = order[i * args.batch_size:(i + 1) * args.batch_size]
         batch = torch.cat([batch[r::args.repeats] for r in range(args.repeats)])
         for micro in range(rank * args.accum, (rank + 1) * args.accum):

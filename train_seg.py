@@ -156,11 +156,11 @@ def batch_keys(args, n, start, stop, rank, world):
     position numbers the samples of the whole run. An epoch's last batch may be short; a process for
     which it holds no image gets its first one, and its loop ignores the labels.
     """
-    epoch_steps, last = math.ceil(n / args.batch_size), None
+    epoch_steps = math.ceil(n / args.batch_size)
     for step in range(start, stop):
         epoch, i = divmod(step, epoch_steps)
-        if epoch != last:
-            order, last = data.epoch_order(n, epoch, args.seed).tolist(), epoch
+        if i == 0 or step == start:
+            order = data.epoch_order(n, epoch, args.seed).tolist()
         first = i * args.batch_size
         keys = list(enumerate(order[first:first + args.batch_size], epoch * n + first))
         yield keys[rank::world] or keys[:1]
