@@ -187,14 +187,14 @@ def load_batches(source, keys, args, device, transform=None):
         for index, position in keys:
             index = send(index, device)
             images, labels = source.images[index], source.labels[index]
-            yield transform(images, position) if transform else images, labels, position
+            yield (transform(images, position) if transform else images), labels, position
         return
     in_worker, on_device = (transform, None) if device.type == "cpu" else (None, transform)
     keys = (list(zip(position.tolist(), index.tolist())) for index, position in keys)
     batches = data.imagenet_batches(source, keys, args.num_workers, device, transform=in_worker)
     for images, labels, position in batches:
         images, labels = (x.to(device, non_blocking=True) for x in (images, labels))
-        yield on_device(images, position) if on_device else images, labels, position
+        yield (on_device(images, position) if on_device else images), labels, position
 
 
 def train_batches(source, args, start, total, device, rank, world):
