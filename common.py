@@ -255,8 +255,8 @@ class Run:
 
     def due(self, step):
         """Is it time for an evaluation that the log does not have?"""
-        last = step >= self.stop or every(step, self.args.eval_every * (self.epoch_steps or 1))
-        return step > 0 and last and step not in self.evaluations
+        wanted = step >= self.stop or every(step, self.args.eval_every * (self.epoch_steps or 1))
+        return step > 0 and wanted and step not in self.evaluations
 
     def evaluate(self, step):
         """Log what measure(step) gives. Save after it: a kill between repeats it.
