@@ -33,8 +33,8 @@ CAMVID_CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign",
 class Scenes(Dataset):
     """data.render_scenes in memory; 11 classes: background is class 0, no pixel is ignored."""
 
-    def __init__(self, split, num_images, size, seed=0):
-        self.images, _, classes, self.labels = data.load_shapes(split, num_images, size, seed)
+    def __init__(self, split, num_images, size):
+        self.images, _, classes, self.labels = data.load_shapes(split, num_images, size)
         self.classes = ["background", *classes]
 
     def __len__(self):
@@ -249,9 +249,9 @@ def load_split(args, split):
     data_dir, num_classes, num_images and size (of the scenes). Gives the same images each time.
     """
     if args.data == "shapes":
-        few = max(args.num_images // 10, 1)
-        name, n = dict(training=("train", args.num_images), validation=("test", few))[split]
-        return Scenes(name, n, args.size)
+        if split == "training":
+            return Scenes("train", args.num_images, args.size)
+        return Scenes("test", max(args.num_images // 10, 1), args.size)
     if not args.data_dir:
         raise ValueError(f"--data {args.data} needs --data_dir")
     kind = OwnFolder if args.data == "folder" else SegTree
