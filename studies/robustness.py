@@ -91,11 +91,12 @@ def check_recipe(folders):
     """ValueError unless networks differ in nothing but their arm and seed. {(arm, seed): folder}"""
     arm_flags = {"n_iter", "lambd", "rpc_layers", "study"}.union(*ARMS.values())
     seen = {}
-    for (_, seed), folder in folders.items():
+    for (arm, seed), folder in folders.items():
         trained = common.read_checkpoint(folder)["args"]
         trained["fine-tuned"] = bool(trained.get("init_from"))
-        for name in trained.keys() - arm_flags - {*SEED_FLAGS}:
-            of = name, seed if name == "init_from" else ""          # each seed has a start
+        shared = dict.fromkeys(arm_flags, arm) | dict(init_from=seed)   # each seed has a start
+        for name in trained.keys() - {*SEED_FLAGS}:
+            of = name, shared.get(name)
             value, first = seen.setdefault(of, (trained[name], folder))
             if value != trained[name]:
                 raise ValueError(f"{folder} was trained with {name} {trained[name]}, {first} with "

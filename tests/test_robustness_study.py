@@ -214,6 +214,18 @@ def test_a_robust_attention_is_an_arm_trained_by_its_study(study, tmp_path):
         study("--arms", "symmetric", "keys", "--epochs", "1")
 
 
+def test_seeds_of_an_arm_with_other_settings_are_no_arm_while_those_of_two_arms_may_differ(tmp_path):
+    folders = {("rpc4-l1", 0): 4.0, ("rpc4-l1", 1): 4.0, ("clamp", 0): 0.5}
+    for (arm, seed), lambd in folders.items():
+        folder = folders[arm, seed] = tmp_path / f"{arm}_s{seed}"
+        folder.mkdir()
+        torch.save(dict(args=dict(attn="rpc", lambd=lambd, seed=seed)), folder / "last.pt")
+    robustness.check_recipe(folders)
+    torch.save(dict(args=dict(attn="rpc", lambd=3.0, seed=1)), tmp_path / "rpc4-l1_s1/last.pt")
+    with pytest.raises(ValueError, match="rpc4-l1_s1 was trained with lambd 3.0, .*_s0 with 4.0"):
+        robustness.check_recipe(folders)
+
+
 def test_networks_that_began_from_the_network_of_their_seed_are_of_one_recipe(tmp_path):
     folders = {("symmetric", seed): tmp_path / f"symmetric_s{seed}" for seed in (0, 1)}
     for (arm, seed), folder in folders.items():
