@@ -1,5 +1,6 @@
 """Figures of results.jsonl, which eval_robust.py writes; the command is that of plot.py."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,16 @@ def read_results(folder, measure, run):
 
 def under(rows, conditions):
     return [row for row in rows if conditions.items() <= row["conditions"].items()]
+
+
+def of_one_setting(rows):
+    """The largest group of rows that differ in nothing but model, budget and type."""
+    groups = {}
+    for row in rows:
+        setting = {k: v for k, v in row["setting"].items() if k not in ("eps", "type")}
+        how = json.dumps([setting, row["images"], row["conditions"]], sort_keys=True)
+        groups.setdefault(how, []).append(row)
+    return max(groups.values(), key=len, default=[])
 
 
 def deviation(t):
@@ -68,7 +79,7 @@ def sweep(folder, run):
     clean = list({identity(row): row for row in clean}.values())          # the most images of each
     shown = {}
     for unit, conditions in CONDITIONS.items():
-        fgsm, pgd = parts = [under(rows, conditions) for rows in attacks.values()]
+        fgsm, pgd = parts = [of_one_setting(under(rows, conditions)) for rows in attacks.values()]
         if len({budget(row) for row in fgsm + pgd}) > 1:
             shown[unit] = parts
     if not shown:
@@ -91,7 +102,7 @@ def corruptions(folder, run):
     if not rows:
         return None, "the corruptions of eval_robust.py"
     most = max(row["images"] for row in rows)                               # of several runs
-    rows = sorted((row for row in rows if row["images"] == most),
+    rows = sorted(of_one_setting(row for row in rows if row["images"] == most),
                   key=lambda row: NAMES.index(row["setting"]["type"]))
     found = by_kind(rows, lambda row: row["setting"]["type"],
                     lambda row: 100 - np.mean(row["top1"]))

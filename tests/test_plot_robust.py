@@ -63,6 +63,16 @@ def test_budgets_in_pixels_and_in_the_papers_units_are_two_panels(tmp_path):
     assert points(figure.axes[3]) == CURVE
 
 
+def test_an_attack_with_other_settings_is_no_further_seed(tmp_path):
+    longer = [row("rpc", 0, "pgd", 0, eps=1 / 255, steps=100), row("rpc", 0, "pgd", 0, eps=1 / 255, images=9)]
+    write(tmp_path, sweep_rows(PIXEL) + longer)
+    assert points(plot_robust.sweep(tmp_path, "")[0].axes[1]) == CURVE
+    errors = [row("rpc", seed, "corruptions", [50], type="fog", severities=[3]) for seed in (0, 1)]
+    write(tmp_path, [*errors, row("rpc", 0, "corruptions", [0], type="fog", severities=[5])])
+    bar, = plot_robust.corruptions(tmp_path, "")[0].axes[0].patches
+    assert bar.get_height() == 50
+
+
 def test_one_budget_is_no_curve(tmp_path):
     write(tmp_path, [row("rpc", 0, "clean", 9), row("rpc", 0, "pgd", 5, eps=1 / 255)])
     assert plot_robust.sweep(tmp_path, "")[0] is None
