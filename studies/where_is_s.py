@@ -40,7 +40,7 @@ from attention import rpc_attention
 from robust import metrics
 from robust.adaptive import rewired
 from robust.patches import KINDS, corrupt_patches
-from robust.rows import kind_of
+from robust.rows import kind_of, weights_of
 from studies import probe
 
 
@@ -221,9 +221,11 @@ def main():
     rows = [row for row in common.read_log(path) if how.items() <= {"data": None, **row}.items()]
     for run, model, checkpoint in tqdm(points(args), "checkpoints", unit="checkpoint"):
         c = model.config
-        about = dict(run=run, step=checkpoint["step"], **how)
+        about, weights = dict(run=run, step=checkpoint["step"]), weights_of(model.state_dict())
+        rows = [row for row in rows if not about.items() <= row.items()         # else: trained anew
+                or row.get("weights", weights) == weights]
         runs.add(run)
-        if any(about.items() <= {"data": None, **row}.items() for row in rows):
+        if any(about.items() <= row.items() for row in rows):
             continue
         shape = c.image_size, c.patch_size, checkpoint["args"]["data"], c.num_classes
         if loaded is None:
@@ -233,8 +235,8 @@ def main():
             raise ValueError(f"--ckpt {run} has image size, patch size, data, classes {shape}, "
                              f"expected those of the first, {loaded}")
         found = examine(model, images, labels, args.kinds)
-        values = {name: round(x.double().mean().item(), 5) for name, x in found.items()}
-        about |= dict(network=kind_of(c), seed=checkpoint["args"]["seed"], values=values)
+        about |= how | dict(weights=weights, network=kind_of(c), seed=checkpoint["args"]["seed"])
+        about["values"] = {name: round(x.double().mean().item(), 5) for name, x in found.items()}
         common.write_log(path, about)
         rows.append(about)
 

@@ -215,6 +215,18 @@ def test_the_command_keeps_what_it_has_and_means_over_seeds(tmp_path, monkeypatc
     assert "(2)" not in capsys.readouterr().out and len((out / "rows.jsonl").read_text().splitlines()) == 9
 
 
+def test_a_run_that_was_trained_anew_is_measured_anew(tmp_path, monkeypatch, capsys):
+    argv = ["where_is_s.py", "--kinds", "black", "--images", "4", "--no-untrained", "--out_dir", str(tmp_path / "o")]
+    monkeypatch.setattr(sys, "argv", [*argv, "--ckpt", str(tmp_path / "a")])
+    shown = []
+    for seed in (0, 1, 1):
+        save(tmp_path / "a" / "last.pt", seed, 3, **RPC)
+        where_is_s.main()
+        shown.append(capsys.readouterr().out)
+    assert "(2)" not in shown[1] and shown[0] != shown[1] == shown[2]
+    assert len((tmp_path / "o" / "rows.jsonl").read_text().splitlines()) == 2
+
+
 def test_checkpoints_of_other_images_are_refused(tmp_path, monkeypatch):
     save(tmp_path / "a" / "last.pt", 0, 3, **RPC)
     save(tmp_path / "b" / "last.pt", 0, 3, **RPC)
