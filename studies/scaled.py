@@ -190,8 +190,12 @@ def verdict(folder):
     # The claim is about networks with Scaled Attention, which alone have this measure.
     rows, holds, fails = read(folder / "gamma.csv"), [], []
     for network in dict.fromkeys(r["network"] for r in rows if r["measure"] == CLAIM):
-        start, end = (values(rows, network, CLAIM, "learned", last)[:, 0].mean()
+        start, end = (values(rows, network, CLAIM, "learned", last)[:, 0]
                       for last in (False, True))
+        if not len(start):
+            raise ValueError(f"{folder}/gamma.csv: no step 0 of {network}, whether it rises in "
+                             "training cannot be said: --untrained writes it")
+        start, end = start.mean(), end.mean()
         above = {null: values(rows, network, f"{CLAIM}: learned -", null)[:, 0].mean()
                  for null in NULLS}
         holds.append(heads_above(folder, network, CLAIM) >= 0.5 and end > start)

@@ -116,6 +116,15 @@ def test_verdict_follows_the_rule(monkeypatch, tmp_path, capsys, learned, trend,
     assert f"Verdict: {words}" in capsys.readouterr().out
 
 
+def test_no_verdict_without_the_network_before_training(tmp_path, monkeypatch):
+    table(tmp_path, 1, 0.7)
+    monkeypatch.setattr(scaled, "tables", lambda *_: None)
+    rows = (tmp_path / "gamma.csv").read_text().splitlines(keepends=True)
+    (tmp_path / "gamma.csv").write_text("".join(row for row in rows if "_s0,0," not in row))
+    with pytest.raises(ValueError, match="gamma.csv: no step 0 of scaled_s, .* --untrained"):
+        scaled.verdict(tmp_path)
+
+
 def test_intervals_are_over_seeds_and_of_one_seed_over_images(tmp_path, capsys):
     table(tmp_path, 3, 0.6)
     scaled.tables(tmp_path, "gamma", scaled.CLAIM)
