@@ -45,7 +45,8 @@ PRESETS = {
     "paper": dict(conditions=dict(space="normalized", labels="pred", clip=False),
                   eps=[k / 255 for k in range(1, 7)], noise=dict(scale=0.3), sld=dict(rescale=True),
                   spsa=dict(eps=0.1, centre="legacy"), cw=dict(confidence=10.0),
-                  square=dict(clip=True)),                          # as AutoAttack does anyway
+                  square=dict(clip=True), autoattack=dict(clip=True),
+                  adaptive_autoattack=dict(clip=True)),             # these three do in any case
 }
 # Images per measure without --limit: minutes on the embedded scenes; elsewhere all, but for attacks
 # that take hours.

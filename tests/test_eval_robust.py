@@ -702,9 +702,10 @@ def test_attacks_that_gather_survivors_hold_no_more_images_than_a_gpu(tmp_path, 
     assert sizes == [[16] * 4, [16] * 4, [8] * 4]
 
 
-def test_square_in_the_papers_preset_says_that_it_clips():
-    todo = measures.plan(["square", "pgd"], "classification", "paper", [1 / 255])
-    assert [conditions["clip"] for _, _, conditions in todo] == [True, False]
+def test_square_and_autoattack_in_the_papers_preset_say_that_they_clip():
+    names = ["square", "autoattack", "adaptive_autoattack", "pgd"]
+    todo = measures.plan(names, "classification", "paper", [1 / 255])
+    assert [conditions["clip"] for _, _, conditions in todo] == [True, True, True, False]
     assert {conditions["space"] for _, _, conditions in todo} == {"normalized"}
 
 
