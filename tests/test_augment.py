@@ -235,6 +235,8 @@ def test_an_erased_box_is_what_its_numbers_say():
     h, w = round(small * math.sqrt(0.3)), round(small / math.sqrt(0.3))                        # the flattest
     assert erased_box(0, end, 0, 0, 0) == (96 - h, 0, h, w)
     assert erased_box(0, 0, end, 0, 0) == (0, 96 - w, h, w)
+    full = 0.5 - 0.5 * math.log(3) / math.log(0.3)                         # three times as high as wide: 96 x 32
+    assert erased_box(0, 0, 0, end, full) is None and erased_box(0, 0, 0, end, 1 - full) is None
 
 
 def test_erased_pixels_are_standard_normal_after_normalisation():

@@ -261,6 +261,13 @@ def test_an_address_that_cannot_be_read_is_named(monkeypatch):
         read_checkpoint("https://a.b/c.pth")
 
 
+def test_weights_saved_on_a_gpu_are_read_onto_the_cpu(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        save_checkpoint(tmp_path / "last.pt", dict(model={"w": torch.ones(3)}))
+    assert read_checkpoint(tmp_path)["model"]["w"].device.type == "cpu"
+
+
 # --- what each script says of a checkpoint of ours that is not whole -------------------------------
 
 SIZE = dict(image_size=32, patch_size=8, embed_dim=16, depth=1, num_heads=1)
@@ -405,6 +412,25 @@ def test_a_disk_that_is_full_while_logging_is_named(tmp_path):
     path.write_text("x" * 1000)
     with pytest.raises(OSError, match="cannot write .*log.jsonl"):
         limited(1000, write_log, path, dict(step=1))
+
+
+def test_the_rate_of_a_row_is_in_images_and_leaves_out_evaluations(tmp_path, monkeypatch):
+    now, model = [0.0], torch.nn.Linear(1, 1)
+    monkeypatch.setattr(common.time, "time", lambda: now[0])
+    args = argparse.Namespace(resume=None, out_dir="a", log_every=2, save_every=0, eval_every=2)
+    run = common.Run(args, tmp_path / "a", 0, 4, torch.device("cpu"), 0, 1, model)
+
+    def measure(step):
+        now[0] += 100
+        return {}, {}
+
+    def state(step):
+        return dict(model=model.state_dict(), step=step)
+    for step in run.steps(measure, state, "images", 8):
+        now[0] += 0.5
+        run.end(step + 1, torch.tensor(1.0), torch.tensor(1.0), 0.1)
+    rows = common.read_log(tmp_path / "a" / "log.jsonl")
+    assert [row["images_per_s"] for row in rows if "loss" in row] == [16, 16]
 
 
 # --- the end of a process --------------------------------------------------------------------------

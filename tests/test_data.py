@@ -489,6 +489,9 @@ def test_skipping_keeps_training_batches_full_and_marks_evaluation_images(tree_d
     assert label == -1 and position == 3 and image.count_nonzero() == 0
     assert train.skipped.item() == 1 and val.skipped.item() == 0             # training files are counted
     assert capsys.readouterr().out.count("n02_1.JPEG") == 2
+    (tree_dir / "train" / "n03" / "n03_3.JPEG").write_bytes(b"nothing")
+    image, label, _ = train[7, 11]
+    assert label == 0 and torch.equal(image, train[7, 0][0])                 # after the last file comes the first
 
 
 def test_skipping_gives_up_when_nothing_can_be_read(tree_dir):

@@ -18,7 +18,7 @@ from attention import penalty
 from checkpoint import load_weights, read_checkpoint, save_checkpoint
 from processes import group
 from studies import probe
-from fan import FAN, SIZES, FANConfig, classifier_from_checkpoint
+from fan import FAN, SIZES, BatchNorm, FANConfig, classifier_from_checkpoint
 from vit import ViT, ViTConfig
 
 SMALL = dict(image_size=64, embed_dim=32, depth=2, num_heads=4, num_classes=10)
@@ -156,6 +156,22 @@ def test_depthwise_convolutions_start_with_variance_two_ninths_and_linear_layers
     for layer in (mlp.fc1, m.blocks[0].attn.kv, m.cls_attn_blocks[0].attn.q):
         assert abs(layer.weight.std() - 0.02) < 5e-4 and layer.bias.abs().max() == 0
     assert abs(m.cls_token.std() - 0.02) < 5e-3 and m.blocks[0].mlp.norm_v.eps == 1e-5 and m.norm.eps == 1e-6
+
+
+def test_every_norm_but_that_of_the_gates_has_the_eps_of_the_config():
+    norms = {name: m.eps for name, m in small(attn="softmax", eps=1e-3).named_modules() if isinstance(m, torch.nn.LayerNorm)}
+    assert norms == {name: 1e-5 if name.endswith("norm_v") else 1e-3 for name in norms} and len(norms) == 11
+
+
+def test_batch_norm_over_processes_keeps_the_statistics_of_pytorchs(monkeypatch):
+    """Of eight values, where a sample's variance is not a population's."""
+    ours, theirs, x = BatchNorm(3), torch.nn.BatchNorm2d(3), torch.randn(2, 3, 2, 2)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch.distributed.nn, "all_reduce", lambda total: total)
+    torch.testing.assert_close(ours(x), theirs(x))
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value)
 
 
 def test_it_exports_with_a_batch_of_any_size():

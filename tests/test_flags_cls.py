@@ -462,6 +462,13 @@ def test_a_flag_changes_what_the_table_says(base, flag):
     assert {name for name in base if not same(base[name], seen[name])} == changes
 
 
+def test_an_evaluation_keeps_no_gradients():
+    split, model, enabled = data.load_shapes("test", 4, 16), the_model(10), []
+    model.register_forward_pre_hook(lambda *_: enabled.append(torch.is_grad_enabled()))
+    train_cls.evaluate(model, split, SimpleNamespace(amp=False), torch.device("cpu"), 0, 1)
+    assert enabled == [False]
+
+
 def test_download_reaches_torchvision_and_nothing_is_fetched_without_it(monkeypatch):
     asked = []
 
@@ -491,6 +498,23 @@ def test_the_default_is_the_papers_recipe():
                   repeats=3, seed=0)
     assert {k: v for k, v in defaults(data="imagenet").items() if k in recipe} == recipe
     assert defaults(data="imagenet", model="base")["clip"] == 1           # Robust/run.sh
+
+
+@pytest.mark.parametrize("name, own", [
+    ("shapes", dict(model="nano", lr=2e-3, pad=0, smoothing=0)),
+    ("cifar10", dict(model="micro", lr=1e-3, pad=4, smoothing=0.1))])
+def test_the_recipes_of_small_images_are_those_of_the_results(name, own):
+    recipe = dict(image_size=32, patch_size=4, attn="rpc", rpc_layers="0", n_iter=4, lambd=4.0,
+                  form="released", epochs=8, batch_size=64, min_lr=1e-5, warmup_epochs=1,
+                  weight_decay=0.05, clip=1, repeats=1, num_images=16000, holdout=0, seed=0)
+    recipe |= own | dict.fromkeys(("ema", "drop_path", "num_ops", "erase", "mixup", "cutmix"), 0)
+    assert {k: v for k, v in defaults(data=name).items() if k in recipe} == recipe
+
+
+def test_a_resumed_run_keeps_what_makes_its_model_and_its_batches():
+    model = {flag for flag, (_, changes) in TABLE.items() if "config" in changes}
+    batches = {"data", "num_images", "holdout", "batch_size", "repeats", "seed"}
+    assert set(train_cls.FIXED) == model | batches
 
 
 def test_the_tables_name_every_flag():

@@ -339,6 +339,24 @@ def test_the_tables_name_every_flag():
     assert {*TABLE, "resume", "sample"} == set(defaults())
 
 
+def test_a_resumed_run_keeps_what_makes_its_model_its_batches_and_its_schedule():
+    model = {flag for flag, (_, changes) in TABLE.items() if "config" in changes}
+    assert set(train_lm.FIXED) == model | {"data", "batch_size", "steps", "seed"}
+
+
+@pytest.mark.parametrize("name, steps, eval_every", [
+    ("pydoc", 1000, 200), ("wikitext", 2000, 250), ("folder", 2000, 250)])
+def test_the_recipes_of_small_texts_are_those_of_the_results(name, steps, eval_every):
+    recipe = dict(model="mini", context=64, attn="rpc", rpc_layers="0", n_iter=4, lambd=4.0,
+                  form="released", mu="running", norm="post", dropout=0.1, cutoffs="none",
+                  steps=steps, batch_size=16, lr=2e-3, warmup=100, clip=0.25,
+                  eval_every=eval_every, seed=0)
+    got = defaults(data=name, data_dir="text")
+    assert {k: v for k, v in got.items() if k in recipe} == recipe
+    mini = dict(context=64, embed_dim=64, depth=4, num_heads=8, mlp_dim=256)
+    assert lm.SIZES["mini"] == mini
+
+
 def test_the_default_is_the_papers_recipe():
     """lmtool's small standard transformer on WikiText-103, as the paper trains it."""
     recipe = dict(model="paper", context=256, attn="rpc", rpc_layers="0-3", n_iter=4, lambd=4.0,

@@ -415,6 +415,30 @@ def test_a_flag_changes_what_it_should_and_nothing_else(base, monkeypatch, flags
         assert seen[name] == base[name], f"{flags} changed {name}"
 
 
+def test_a_resumed_run_keeps_what_makes_its_model_and_its_batches():
+    made = {next(iter(flags)) for flags, changes, _ in CHANGES if changes == "loss"} - {"amp"}
+    assert set(train_seg.FIXED) == made | {"backbone", "num_classes", "data"}
+
+
+SMALL = dict(model="nano", optimizer="adamw", lr=2e-3, min_lr=1e-5, weight_decay=0.05, clip=1,
+             drop_path=0)
+VARIED = dict(dropout=0.1, min_scale=0.5, max_scale=2, distort=1, patch_size=16)
+RECIPES = {
+    "shapes": dict(SMALL, size=32, patch_size=4, num_classes=11, epochs=5, batch_size=32, dropout=0,
+                   min_scale=1, max_scale=1, distort=0, eval_every=2),
+    "camvid": dict(SMALL, **VARIED, size=160, num_classes=11, epochs=200, batch_size=8,
+                   eval_every=20),
+    "ade20k": dict(VARIED, model="tiny", optimizer="sgd", lr=1e-3, min_lr=1e-5, weight_decay=0,
+                   clip=0, drop_path=0.1, size=512, num_classes=150, epochs=64, batch_size=8)}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_the_papers_and_those_of_the_results(name):
+    recipe = RECIPES[name] | dict(attn="rpc", rpc_layers="0", n_iter=4, lambd=4, decoder="mask")
+    got = vars(call(train_seg.get_args, data=name))
+    assert {k: v for k, v in got.items() if k in recipe} == recipe
+
+
 # --- going on, and evaluating a checkpoint --------------------------------------------------------
 
 def test_a_resumed_run_takes_the_new_lr_weight_decay_and_clip():

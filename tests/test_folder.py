@@ -247,7 +247,8 @@ def test_the_held_out_part_of_a_labelled_folder_stays_when_a_file_comes():
     for part in ("images", "annotations"):
         Path("mine", part).mkdir(parents=True)
         for name in names:
-            Image.new("L", (32, 32), 1).save(Path("mine", part, f"{name}.png"))
+            Image.new("L", (48, 32), 1).save(Path("mine", part, f"{name}.png"))
+    assert OwnFolder("mine", "training").sides == [32] * 32                # the short ones
     before = OwnFolder("mine", "validation").names
     assert len(before) == 8 and before == sorted(sorted(names, key=name_hash)[:8])
     for part in ("images", "annotations"):

@@ -13,7 +13,7 @@ from data.rng import uniform
 from conftest import SHARED
 from data.segmentation import Scenes, SegTree
 from data.views import TrainingViews, distort, finish_views, training_view
-from segmenter import resized
+from segmenter import SegmenterConfig, resized
 
 SIZES = [(40, 60), (60, 40), (33, 70), (48, 48), (90, 50), (64, 41)]                 # height, width of the images below
 
@@ -101,6 +101,8 @@ def test_hsv_without_a_change_gives_every_colour_back_within_rounding():
 def test_normalised_padding_is_exactly_zero_and_the_rest_is_the_references(golden):
     g = golden("seg_transforms")
     mean, std = (g[name].float().view(3, 1, 1) / 255 for name in ("norm_mean", "norm_std"))
+    config = SegmenterConfig(4)
+    assert torch.allclose(torch.tensor([config.mean, config.std]), torch.stack([mean, std]).flatten(1), rtol=0, atol=1e-6)
     images = F.pad(planes(g["crop_rgb"])[None], (0, 16, 0, 8))                                      # 136 x 144: padded
     images = F.pad(images, (0, 0, 0, 8))
     side = torch.tensor([128])

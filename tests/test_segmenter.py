@@ -297,6 +297,7 @@ def test_predict_equals_one_window_at_a_time(attn, hw, how):
         p = predict(m, image, **how, batch_size=batch_size)
         assert p.shape == (4, *hw)
         close(p, expected, atol=2e-5)
+        assert not p.requires_grad
     close(predict(m, image.float() / 255, **how), expected, atol=2e-5)
     close(p.sum(0), torch.ones(hw), atol=1e-5)
 

@@ -271,17 +271,34 @@ def test_flags_of_a_resumed_run_hold_or_are_refused(monkeypatch):
     assert checkpoint["args"]["lr"] == 1e-2
 
 
+def test_a_run_of_a_machine_with_a_gpu_goes_on_where_there_is_none():
+    train(SMALL, "--max_steps 1 --out_dir a")
+    checkpoint = common.read_checkpoint("a")
+    checkpoint["args"]["device"] = "cuda:99"
+    common.save_checkpoint("a/last.pt", checkpoint)
+    train("--resume a --max_steps 2")
+    assert list(log("a")) == [1, 2]
+
+
 # --- processes ------------------------------------------------------------------------------------------------------------
+
+def train_and_print_seed():
+    train_cls.main()
+    print(torch.initial_seed())                              # of the last step's masks
+
 
 def test_two_processes_equal_one_with_accumulation_and_everything_on():
     run = flags(SMALL, RECIPE, "--max_steps 12 --set eval_every=100 --num_images 165")          # 33 test images: an odd number
-    group(train_cls.main, [*run, "--out_dir", "two"])
+    printed = group(train_and_print_seed, [*run, "--accum", "2", "--out_dir", "two"])
     train(run, "--accum 2 --out_dir accumulated")
     train(run, "--out_dir one")
     two, accumulated, one = (np.array(list(log(d).values())) for d in ("two", "accumulated", "one"))
     assert len(one) == 12
     np.testing.assert_allclose(two, one, rtol=0, atol=1e-5)
     np.testing.assert_allclose(accumulated, one, rtol=0, atol=1e-5)
+    norms = [list(log(d, "grad_norm").values()) for d in ("two", "one")]
+    np.testing.assert_allclose(*norms, rtol=1e-3)
+    assert [text.split()[-1] for text in printed] == [str(common.seed_of(0, 11, rank)) for rank in (0, 1)]
     a, b = log("two", "eval")[12], log("one", "eval")[12]
     assert a["images"] == b["images"] == 33 and abs(a["top1"] - b["top1"]) < 4 and abs(a["loss"] - b["loss"]) < 1e-3
 

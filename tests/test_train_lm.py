@@ -417,17 +417,21 @@ def train_and_score():
     rows, _ = scored("two", stride=3, rank=rank, world=world)
     if rank == 0:
         Path("rows.json").write_text(json.dumps(rows))
+    print(torch.initial_seed())                                  # of the last step's masks
 
 
 def test_two_processes_equal_one_without_dropout_and_the_scores_too():
     run = flags(SMALL, "--max_steps 10 --set dropout=0 eval_every=5")
-    group(train_and_score, [*run, "--out_dir", "two"])
+    printed = group(train_and_score, [*run, "--accum", "2", "--out_dir", "two"])
     train(run, "--accum 2 --out_dir accumulated")
     train(run, "--out_dir one")
     two, accumulated, one = (np.array(list(log(folder).values())) for folder in ("two", "accumulated", "one"))
     assert len(one) == 10
     np.testing.assert_allclose(two, one, rtol=0, atol=1e-5)
     np.testing.assert_allclose(accumulated, one, rtol=0, atol=1e-5)
+    norms = [list(log(folder, "grad_norm").values()) for folder in ("two", "one")]
+    np.testing.assert_allclose(*norms, rtol=1e-3)
+    assert [text.split()[-1] for text in printed] == [str(common.seed_of(0, 9, rank)) for rank in (0, 1)]
     assert_same_rows(json.loads(Path("rows.json").read_text()), scored("one", stride=3)[0], 1e-4)
     with open("two/log.jsonl") as rows:
         assert json.loads(next(rows))["world"] == 2

@@ -275,15 +275,21 @@ def test_a_run_that_torchrun_starts_again_goes_on_and_another_is_not_touched(mon
         assert log(f"out/{name}_2") and Path("out", name, "last.pt").read_bytes() == before
 
 
+def train_and_print_seed():
+    train_seg.main()
+    print(torch.initial_seed())                              # of the last step's masks
+
+
 def test_two_processes_equal_one_though_ignored_pixels_are_unequal_and_the_last_batch_is_short(root):
     run = flags(FOLDER, "--set dropout=0 --epochs 4 --data_dir", [root])               # batches of 4, 4 and 1: rank 1 idles
-    group(train_seg.main, [*run, "--out_dir", "two"])
+    printed = group(train_and_print_seed, [*run, "--out_dir", "two"])
     train(run, "--out_dir one")
     two, one = (np.array(list(log(d).values())) for d in ("two", "one"))
     assert len(one) == 12
     np.testing.assert_allclose(two, one, rtol=0, atol=1e-5)
     norms = [list(log(d, "grad_norm").values()) for d in ("two", "one")]
     np.testing.assert_allclose(*norms, rtol=1e-3)
+    assert [text.split()[-1] for text in printed] == [str(common.seed_of(0, 11, rank)) for rank in (0, 1)]
     model, val = segmenter_from_checkpoint(common.read_checkpoint("two")), SegTree(root, "validation", 4)
     again, matrix = evaluate(model, val, size=32, window=32, stride=32)                   # one process: the same
     assert again == log("two", "eval")[12] and again["images"] == 5 and matrix.sum() > 0

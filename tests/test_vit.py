@@ -86,6 +86,11 @@ def test_parameter_counts_are_the_papers(size):
     assert count("rpc_asym") == count("softmax") and count("sym_asym") == count("softmax") - (C * C + C)
 
 
+def test_the_small_sizes_are_those_of_the_results():
+    assert SIZES["nano"] == dict(embed_dim=64, depth=4, num_heads=2)
+    assert SIZES["micro"] == dict(embed_dim=96, depth=6, num_heads=3)
+
+
 def test_state_dict_names_are_timms():
     block = [f"blocks.{i}.{n}.{p}" for i in range(2) for n in ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
              for p in ("weight", "bias")]
@@ -247,6 +252,11 @@ def test_released_files_load_safely_and_only_with_the_settings_they_were_trained
         load_weights(small(attn="rpc", n_iter=6), file)
     with pytest.raises(ValueError, match="trained with"):
         load_weights(small(attn="symmetric"), file)
+    for change, kind in ((dict(layer=-1), dict(attn="rpc", rpc_layers=(0, 1))), (dict(robust=False), dict(attn="symmetric"))):
+        theirs = argparse.Namespace(**{**vars(args), **change})
+        load_weights(small(**kind), {"model": m.state_dict(), "args": theirs})
+        with pytest.raises(ValueError, match="trained with"):
+            load_weights(small(attn="rpc"), {"model": m.state_dict(), "args": theirs})
 
 
 class Evil:
