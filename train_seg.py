@@ -171,10 +171,9 @@ def load_batches(views, args, mean, start, stop, rank, world):
     n, device = len(views.source), mean.device
     keys = batch_keys(args, n, start, stop, rank, world)
     loader = data.imagenet_batches(views, keys, args.num_workers, device)
-    for step, (images, labels, (position, height, width)) in enumerate(loader, start):
+    for images, labels, (position, height, width) in loader:
         images, labels = (t.to(device, non_blocking=True) for t in (images, labels))
-        left = n - step % math.ceil(n / args.batch_size) * args.batch_size
-        if rank >= left:                                            # a short batch, not for us
+        if position[0] % n % args.batch_size != rank:               # a short batch, not for us
             labels.fill_(IGNORE)
         images = finish_views(images, height, width, position, args.seed, mean, args.distort)
         yield images, labels.long()
