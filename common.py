@@ -340,10 +340,9 @@ def key_statistics(model, forward, inputs):
     return stats
 
 
-def table(rows, header=None):
-    """Lists of cells -> Markdown, columns aligned. header: of the columns, else the first row."""
-    rows = [[str(cell).replace("|", r"\|") for cell in row]                # as in |S|
-            for row in ([header] if header else []) + list(rows)]
+def table(rows, header):
+    """Lists of cells -> Markdown, columns aligned."""
+    rows = [[str(cell).replace("|", r"\|") for cell in row] for row in [header, *rows]]  # as in |S|
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths)) + " |" for row in rows]
     rule = "|" + "|".join("-" * (w + 2) for w in widths) + "|"

@@ -197,7 +197,7 @@ def markdown(cells, columns, cell, counted="images"):
             body.append([names[line], *line[1:3], *texts])
     if not any(row[1] for row in body[1:]):
         body = [[row[0], *row[2:]] for row in body]
-    return common.table(body)
+    return common.table(body[1:], body[0])
 
 
 def one(line, values, models):
