@@ -154,7 +154,7 @@ def micro_batches(tokens, args, start, stop, rank, world, device):
             yield windows.to(device, non_blocking=True)
 
 
-def start(args, device, rank):
+def build(args, device, rank):
     """Text, model, optimiser, step to go on from, best evaluation: new, or what --resume names."""
     checkpoint = None
     if args.resume:
@@ -245,7 +245,7 @@ def main():
     device, rank, world, out_dir = common.start(args, f"{args.data}_{args.attn}")
 
     # text, model, optimiser, windows
-    corpus, model, optimizer, first, best = start(args, device, rank)
+    corpus, model, optimizer, first, best = build(args, device, rank)
     net = common.wrap(model, device, world, args.compile)
     stop = min(args.steps, args.max_steps or args.steps)
     batches = micro_batches(corpus.train, args, first, stop, rank, world, device)
