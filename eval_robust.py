@@ -261,8 +261,7 @@ def prepare(models, source, todo, args):
 
 
 def evaluate(models, other, source, ready, results, args):
-    """Every measure, as `prepare` returns them, on the models that lack it; other: transfer's
-    source."""
+    """Each measure of `prepare` on the models that lack it. other: the model of --source."""
     for asked, tree, n, index in ready:
         name = asked[0]
         missing = [m for m in models if results.lacks(describe_row(m, *asked, n, args))]

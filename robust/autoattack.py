@@ -201,7 +201,7 @@ def box_projection(v, w, b, low=0.0, high=1.0):
     w, c = w * (1 - 2 * (c < 0).to(w.dtype)), c.abs()
     room = torch.where(w > 0, v - low, high - v)
     slopes, tiny = w.abs(), torch.finfo(w.dtype).tiny
-    ends, mask = slopes * room, torch.empty_like(w)
+    ends, mask = slopes * room, torch.empty_like(w)         # floats: faster than bool * float
     lam = c / slopes.sum(1, keepdim=True).clamp_min(tiny)
     while True:
         # which coordinates reach their bound decides lam, and they only grow

@@ -41,8 +41,7 @@ def size_of(source, name, setting, args):
 
 
 def pick(n, limit, seed):
-    """Numbers of the images a measure uses: a random subset, contained in that of every larger
-    limit. (limit,) int64"""
+    """(limit,) int64: numbers of a random subset of n images, part of that of any larger limit."""
     if limit and limit > n:
         raise ValueError(f"--limit {limit}: there are only {n} images")
     return data.epoch_order(n, 0, seed)[:limit or n]
