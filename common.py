@@ -119,13 +119,13 @@ def choose_out_dir(args, name):
         return path if path.is_dir() else path.parent
 
     out_dir = Path(args.out_dir or Path("out", name))
-    begun = [out_dir]
+    folders = [out_dir]
     while not args.out_dir and out_dir.exists():
-        out_dir = Path("out", f"{name}_{len(begun) + 1}")
-        begun.append(out_dir)
+        out_dir = Path("out", f"{name}_{len(folders) + 1}")
+        folders.append(out_dir)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     ours = json.loads(json.dumps(vars(args)))             # as the log has them
-    for folder in reversed(begun):                        # our own is the last of these flags
+    for folder in reversed(folders):                        # our own is the last of these flags
         rows = read_log(folder / "log.jsonl") if restarted else []
         theirs = next((row["args"] for row in reversed(rows) if "args" in row), {})
         kept = (folder / "last.pt").exists()
