@@ -291,9 +291,9 @@ def finish(run, model, val, args, step, epoch_steps):
     """Pictures of up to args.save_images images, evenly spaced, and what came out of the run."""
     path = run.out_dir / "pictures.png"
     if run.master and args.save_images:
-        index = list(range(len(val)))[::math.ceil(len(val) / args.save_images)]
+        index = range(0, len(val), math.ceil(len(val) / args.save_images))
         triples = predictions(model.eval(), val, index, **views_of(args))
-        save_pictures(path, *zip(*([t.cpu() for t in triple] for triple in triples)), val.classes)
+        save_pictures(path, triples, val.classes)
         run.print(f"image, truth, prediction: {path}")
     result, minutes = run.evaluations[step], (time.time() - run.started) / 60
     run.print(f"{args.data} {model.config.attn}: validation mean IoU {result['mean_iou']:.2f} % of "

@@ -269,23 +269,24 @@ def palette(num_classes):
     return (rgb * 255).round().byte()
 
 
-def save_pictures(path, images, labels, predictions, classes):
+def save_pictures(path, triples, classes):
     """One PNG, a row per image: image, truth, prediction; below, the colours of the classes seen.
 
-    images: list of (3, H, W) uint8; labels, predictions: lists of (H, W) uint8; all on the CPU, H
+    triples: image (3, H, W), truth and prediction (H, W), uint8, as iou.predictions yields them; H
     and W may vary.
     """
+    triples = [[t.cpu() for t in triple] for triple in triples]
     colours = palette(len(classes))
-    zoom = max(1, 160 // max(image.shape[2] for image in images))
+    zoom = max(1, 160 // max(image.shape[2] for image, _, _ in triples))
     rows = []
-    for image, label, prediction in zip(images, labels, predictions):
+    for image, label, prediction in triples:
         row = [image.permute(1, 2, 0), colours[label.long()], colours[prediction.long()]]
         rows.append(torch.cat(row, 1).repeat_interleave(zoom, 0).repeat_interleave(zoom, 1))
     width = max(row.shape[1] for row in rows)
     rows = [F.pad(row, (0, 0, 0, width - row.shape[1], 0, 4), value=255) for row in rows]
     pixels = torch.cat(rows)
 
-    seen = sorted({k for t in (*labels, *predictions) for k in t.unique().tolist()})
+    seen = sorted({k for _, *labels in triples for t in labels for k in t.unique().tolist()})
     across = max(1, width // 150)
     picture = Image.new("RGB", (width, len(pixels) + 16 * math.ceil(len(seen) / across)), "white")
     picture.paste(Image.fromarray(pixels.numpy()))

@@ -46,5 +46,4 @@ def save_segmented(models, source, todo, args):
                 title = f"{setting['type']}_{severity}.png" if severity else "clean.png"
                 found = iou.predictions(m["model"], source, index, change=change,
                                         **score.views(m, setting, args))
-                triples = [[t.cpu() for t in triple] for triple in found]
-                save_pictures(folder / title, *zip(*triples), source.classes)
+                save_pictures(folder / title, found, source.classes)

@@ -272,7 +272,7 @@ def test_files_of_ade20k_are_read(tmp_path):
 def test_a_picture_is_drawn_with_its_legend(root, tmp_path):
     tree = SegTree(root, "validation", 4)
     images, labels = zip(*(tree[i] for i in range(3)))
-    segmentation.save_pictures(tmp_path / "a.png", images, labels, labels, tree.classes)
+    segmentation.save_pictures(tmp_path / "a.png", zip(images, labels, labels), tree.classes)
     with Image.open(tmp_path / "a.png") as picture:
         assert picture.mode == "RGB" and picture.width >= 180 and picture.height > sum(x.shape[1] for x in images)
     colours = segmentation.palette(150)
