@@ -267,6 +267,17 @@ def test_on_a_linear_model_cw_reaches_the_nearest_point(confidence):
     assert (l2(adv - images) > 0.9999 * nearest).all() and (l2(adv - images) < 1.02 * nearest).all()
 
 
+def test_adam_is_torchs():
+    x, m, v = torch.zeros(3, 5)
+    theirs = torch.zeros(5, requires_grad=True)
+    optimizer = torch.optim.Adam([theirs], lr=0.1)
+    for t, grad in enumerate(torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), 1):
+        theirs.grad = grad
+        optimizer.step()
+        x = x - attacks.adam(grad, m, v, t, 0.1)
+        torch.testing.assert_close(x, theirs.detach())
+
+
 def test_on_a_linear_model_sld_spends_its_whole_budget_on_the_largest_weights():
     model, images, labels, w = linear_case()
     adv = sld(model, images, labels, 0.2, quantile=0.95)                                 # 4 of 48 entries

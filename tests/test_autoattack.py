@@ -11,7 +11,7 @@ from robust import measures
 from robust import score
 from robust.attacks import fgsm
 from robust.autoattack import (apgd, apgd_t, autoattack, box_projection, dlr, fab_distance, fab_t,
-                               likely_targets, square, targeted_dlr)
+                               likely_targets, random_square, square, targeted_dlr)
 from robust.masking import masking_signs
 from golden_net import golden_network, trained_network
 
@@ -141,6 +141,53 @@ def test_member_is_as_strong_as_pyautoattacks(own, name):
     assert_lawful(adv, images, EPS)
     assert reference.sum() < clean.sum() - 15                                           # the comparison means something
     assert abs(int(ours.sum() - reference.sum())) <= (4 if name == "square" else 1)      # of 100
+
+
+def watched(model, seen):
+    """The model; what it is given is kept in `seen`."""
+    def call(x):
+        seen.append(x.detach().clone())
+        return model(x)
+    return call
+
+
+@pytest.mark.parametrize("loss", ["ce", "dlr"])
+def test_apgd_goes_where_pyautoattacks_goes_from_the_same_start(own, monkeypatch, loss):
+    """Images that no step fools, so that none leaves: at 60 points the same, but for float noise."""
+    module = pytest.importorskip("pyautoattack.autopgd_base")
+    model, images, labels = own
+    hard = robust(model, fgsm(model, images, labels, 2 * EPS), labels)
+    x, y, ours, theirs = images[hard][:12], labels[hard][:12], [], []
+    t = 2 * torch.rand(x.shape, generator=torch.Generator().manual_seed(0)) - 1
+    monkeypatch.setattr("robust.autoattack.noise_like", lambda *_: t)
+    apgd(watched(model, ours), x, y, EPS / 4, steps=60, loss=loss)
+    reference = module.APGDAttack(watched(model, theirs), n_iter=60, loss=loss, eps=EPS / 4, device="cpu")
+    reference.init_hyperparam(x)
+    monkeypatch.setattr(torch, "rand", lambda _: (t + 1) / 2)
+    reference.attack_single_run(x, y)
+    far = (torch.stack(ours[1:]) - torch.stack(theirs)).abs().amax((0, 2, 3, 4))         # ours begins with a look at x
+    assert len(theirs) == 61 and (far < 1e-5).sum() >= 10
+
+
+def test_fab_finds_the_points_that_pyautoattacks_finds(own):
+    module = pytest.importorskip("pyautoattack.fab_pt")
+    model, images, labels = own
+    right = robust(model, images, labels)
+    x, y = images[right][:12], labels[right][:12]
+    reference = module.FABAttack_PT(model, norm="Linf", eps=EPS, n_iter=12, targeted=True, device="cpu")
+    reference.target_class = 2
+    theirs = reference.attack_single_run(x, y, is_targeted=True)
+    adv, _ = fab_distance(model, x, y, steps=12, num_targets=1)
+    assert ((adv - theirs).abs().amax((1, 2, 3)) < 1e-4).sum() >= 10
+
+
+def test_squares_shrink_as_pyautoattacks():
+    module = pytest.importorskip("pyautoattack.square")
+    reference = module.SquareAttack(None, p_init=0.8, eps=EPS, resc_schedule=False, device="cpu")
+    for limit in (0, 10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000):
+        for query in (limit, limit + 1):
+            side = max(round(math.sqrt(reference.p_selection(query) * 64 * 64)), 1)
+            assert random_square(torch.zeros(1, 2), query, 64, 64).sum() == side ** 2
 
 
 def test_apgd_is_as_strong_as_torchattacks(own):

@@ -6,10 +6,12 @@ the same of a scene with the package imagecorruptions, and only the statistics a
 """
 
 import sys
+import zlib
 
 import numpy as np
 import pytest
 import torch
+from torchvision.io import decode_jpeg, encode_jpeg
 
 from robust import corruptions
 import peers
@@ -290,6 +292,11 @@ def test_table_follows_the_shorter_side():
     assert [len(np.arange(1, *c)) for c in CONSTANTS["zoom_blur"][224]] == [12, 16, 11, 13, 11]
 
 
+def test_the_parameters_are_those_of_the_three_scripts():
+    """Once compared with them number by number; those at 64 pixels have no reference images."""
+    assert zlib.crc32(repr(CONSTANTS).encode()) == 0x748fe3b6
+
+
 def test_defocus_kernels_have_the_sources_lattice_counts_and_sums():
     for c, count, total in zip(CONSTANTS["defocus_blur"][224], (29, 49, 113, 197, 317), (1, 1, 1, 1.0130, 1.0108)):
         kernel = corruptions.disk(*c)
@@ -317,6 +324,7 @@ def test_jpeg85_is_a_mild_jpeg():
     images = scenes(2, 64)
     change = (corruptions.jpeg85(images).int() - images).abs().double().mean()
     assert 0 < change < (corrupt(images, "jpeg_compression", 1).int() - images).abs().double().mean()
+    assert torch.equal(corruptions.jpeg85(images)[1], decode_jpeg(encode_jpeg(images[1], quality=85)))
 
 
 def test_frost_takes_the_photographs_and_enlarges_them_for_large_images():

@@ -18,9 +18,11 @@ import common
 from robust import corruptions
 import data
 import eval_robust
+from lm import LMConfig
 from robust import measures
 from robust import metrics
 from robust import score
+from segmenter import SegmenterConfig
 from test_eval_robust import make_checkpoint
 from test_eval_tasks import save_language_model, save_segmenter
 from vit import ViT, ViTConfig
@@ -287,6 +289,31 @@ def test_several_values_are_several_rows_and_a_name_alone_has_its_defaults():
     fgsm = [(name, s, c) for name, s, c in plan if name == "fgsm"]
     assert [s["eps"] * 255 for _, s, _ in fgsm] == [1, 2, 4, 8]
     assert all(c == dict(space="pixel", labels="true", clip=True) for *_, c in fgsm)
+
+
+def unsaid(monkeypatch, task):
+    """The flags when only a checkpoint is named."""
+    monkeypatch.setattr(sys, "argv", ["eval_robust.py", "--ckpt", "x"])
+    args = eval_robust.get_args()
+    args.task, args.data = task, "shapes"
+    return args
+
+
+def test_usual_measures_are_those_of_the_readme(monkeypatch):
+    usual = {"classification": "clean corruptions noise fgsm pgd adaptive_pgd apgd",
+             "segmentation": "clean corruptions", "language modelling": "perplexity"}
+    for task, names in usual.items():
+        plan = eval_robust.plan(unsaid(monkeypatch, task))
+        assert list(dict.fromkeys(name for name, *_ in plan)) == names.split()
+
+
+def test_windows_are_the_models_and_those_of_a_text_overlap_by_three_quarters(monkeypatch):
+    args = unsaid(monkeypatch, "language modelling")
+    eval_robust.settle_windows(args, LMConfig(9, context=24))
+    assert (args.window, args.stride, args.batch_size) == (24, 6, 64)
+    args = unsaid(monkeypatch, "segmentation")
+    eval_robust.settle_windows(args, SegmenterConfig(9, image_size=48))
+    assert (args.window, args.stride, args.scales) == (48, 48, [1.0])
 
 
 def test_eps_is_the_budget_of_all_attacks_that_name_none():

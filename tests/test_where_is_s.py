@@ -46,6 +46,8 @@ def test_patches_hold_what_their_kind_says():
     assert (inside["black"] == 0).all() and (inside["white"] == 1).all()
     assert inside["noise"].mean() == pytest.approx(0.5, abs=0.01)   # standard error 0.002
     assert inside["noise"].std() == pytest.approx(12 ** -0.5, abs=0.005)
+    clamped = (inside["gaussian"] % 1 == 0).float().mean()               # beyond 0.5 / 0.3 deviations
+    assert clamped == pytest.approx(math.erfc(0.5 / 0.3 / 2 ** 0.5), abs=0.01)
     small_noise, _ = corrupt_patches(images, "gaussian", 4, sigma=0.1)                  # nothing is clamped
     assert (small_noise - images).abs().gt(0).float().mean() == pytest.approx(6 / 64, abs=0.001)
     assert F.unfold(small_noise, 4, stride=4).mT[hit].std() == pytest.approx(0.1, abs=0.003)
@@ -53,7 +55,7 @@ def test_patches_hold_what_their_kind_says():
 
 def test_single_pixels_hit_their_patches():
     images = torch.full((50, 3, 32, 32), 2.0)                            # no pixel is drawn like that
-    x, hit = corrupt_patches(images, "pixels", 4, pixels=12)
+    x, hit = corrupt_patches(images, "pixels", 4)
     changed = (x != images).all(1)
     assert torch.equal((x != images).any(1), changed) and (changed.sum((1, 2)) == 12).all()
     assert torch.equal(F.max_pool2d(changed[:, None].float(), 4).flatten(1) > 0, hit)
