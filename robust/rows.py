@@ -70,7 +70,7 @@ def describe_model(model, checkpoint, path):
 
 def identity(row):
     """What tells models apart: weights and model_config; in older rows weights, kind and path."""
-    config = row.get("model_config") or [row["kind"], row["checkpoint"]]
+    config = row.get("model_config", [row["kind"], row["checkpoint"]])
     return json.dumps([row["weights"], config], sort_keys=True)
 
 
