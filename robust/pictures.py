@@ -1,6 +1,5 @@
 """What the evaluator saw: images clean, corrupted, attacked; a Segmenter's predictions of them."""
 
-import math
 from pathlib import Path
 
 import torch
@@ -40,8 +39,7 @@ def save_segmented(models, source, todo, args):
         folder.mkdir(exist_ok=True)
         for name, setting, _ in todo:
             n = score.size_of(source, name, setting, args)
-            index = score.pick(len(source), n, args.seed).tolist()
-            index = index[::math.ceil(n / args.save_images)]          # evenly spaced
+            index = score.pick(len(source), n, args.seed)[:args.save_images].tolist()
             for severity, change in score.changes(name, setting, args).items():
                 title = f"{setting['type']}_{severity}.png" if severity else "clean.png"
                 found = iou.predictions(m["model"], source, index, change=change,
