@@ -435,6 +435,26 @@ def test_adaptive_pgd_breaks_all_that_pgd_breaks(vit, net):
     assert torch.equal(*(attack(net[0], images, labels, eps) for attack in (adaptive_pgd, pgd)))
 
 
+def test_adaptive_pgd_follows_three_gradients_and_keeps_the_smallest_margin(monkeypatch):
+    """A stand-in for PGD leads to these margins, which the model reads off the image."""
+    margins = {"own": [-1.0, 1, 3, 1, 2], 1.0: [9.0, -1, 2, 2, 3], 0.0: [9.0, 9, 1, 3, -1]}
+    asked = {}
+
+    def lead(source, images, labels, eps, index):
+        source = "own" if callable(source) else source
+        asked[source] = index
+        found = torch.tensor(margins[source])
+        return images + (found if index is None else found[index]).view(-1, 1, 1, 1)
+
+    monkeypatch.setattr(adaptive, "pgd", lead)
+    monkeypatch.setattr(adaptive, "rpc_layers", lambda model: [model])
+    monkeypatch.setattr(adaptive, "straight_through", lambda model, slope: slope)
+    x, y = torch.zeros(5, 3, 2, 2), torch.zeros(5, dtype=torch.int64)
+    adv = adaptive_pgd(lambda x: torch.nn.functional.pad(x[:, 0, 0, :1], (0, 1)), x, y, 0.1)
+    assert adv[:, 0, 0, 0].tolist() == [-1, -1, 1, 1, -1]
+    assert asked[1.0].tolist() == [1, 2, 3, 4] and asked[0.0].tolist() == [2, 3, 4]
+
+
 def test_surrogates_have_the_models_weights_and_other_gradients(vit, net):
     model, images, labels = vit
     true = gradient(model, images, labels)

@@ -396,7 +396,7 @@ def test_dropout_acts_in_the_last_step_only(monkeypatch):
 
 
 @pytest.mark.parametrize("bad", [dict(threshold="minus"), dict(mu_dim="both"), dict(dual_sign=0), dict(mu="future"),
-                                 dict(n_iter=0), dict(lambd=-1.0)])
+                                 dict(n_iter=0), dict(lambd=-1.0), dict(lambd=math.nan)])
 def test_unknown_options_are_refused_by_name(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         rpc_attention(*qkv()[1:], **bad)
@@ -411,7 +411,9 @@ def test_tensors_of_another_shape_are_refused_by_name():
 
 
 @pytest.mark.parametrize("bad,word", [(dict(attn="linear"), "linear"), (dict(form="draft"), "draft"),
-                                      (dict(num_heads=5), "divisible"), (dict(attn="scaled_s"), "num_tokens")])
+                                      (dict(num_heads=5), "divisible"),
+                                      (dict(attn="scaled_s"), "num_tokens"),
+                                      (dict(attn="scaled_s", num_tokens=5, causal=True), "causal")])
 def test_module_refuses_bad_arguments_with_a_sentence(bad, word):
     with pytest.raises(ValueError, match=word):
         SelfAttention(**{"dim": 24, "num_heads": 3, **bad})

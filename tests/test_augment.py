@@ -336,6 +336,10 @@ def test_the_draws_of_mixing_mean_what_timm_means_by_them():
         if cut:                                                          # half of each side, about the centre
             expected[:, :, 4:12, 6:18] = images.flip(0)[:, :, 4:12, 6:18]
         assert torch.allclose(mixed, expected)
+    mixed, targets = mixup_cutmix(images, labels, 10, Drawn(0, 1 - (5 / 16) ** 2), smoothing=0)
+    expected = images.clone()                           # 5 x 7 pixels: no row or column is lost
+    expected[:, :, 6:11, 9:16] = images.flip(0)[:, :, 6:11, 9:16]
+    assert torch.equal(mixed, expected) and torch.allclose(targets[0, 1], torch.tensor(35 / 384))
 
 
 def test_even_slices_mix_as_the_whole_batch():

@@ -27,6 +27,7 @@ from robust import iou
 from robust import masking
 from robust import measures
 from robust import metrics
+from robust import pictures
 from robust import rows
 from robust import score
 from robust import tables
@@ -306,6 +307,32 @@ def test_amp_is_for_the_folders_too(monkeypatch):
     assert torch.equal(logits, logits.bfloat16().double()) and logits.shape == (4, 3)
 
 
+def alone(**flags):
+    """What score and pictures ask of the flags, for four images at a time in this process."""
+    usual = dict(device=torch.device("cpu"), rank=0, world=1, batch_size=4, seed=0, amp=False,
+                 limit=None, frost_dir=None)
+    return argparse.Namespace(**usual | flags)
+
+
+def test_imagenet_o_is_told_from_so_many_images_of_its_classes_in_val(monkeypatch):
+    asked = []
+
+    def logits(m, source, index, columns, args):
+        asked.append(index)
+        return torch.rand(len(index), len(columns))
+
+    monkeypatch.setattr(score, "kept_logits", logits)
+    outliers, val = (argparse.Namespace(labels=torch.tensor(labels))
+                     for labels in ([1, 3, 3], [0, 1, 2, 3] * 9))
+    for limit, n in ((None, 18), (6, 6)):
+        args = alone(limit=limit)
+        row = score.folder_row({}, "imagenet_o", outliers, torch.arange(3), val, args)
+        assert (row["inside"], row["classes"], row["chance"]) == (n, 2, 100 * 3 / (3 + n))
+        inside = asked.pop().tolist()
+        assert set(val.labels[inside].tolist()) == {1, 3}
+        assert inside != sorted(inside)                   # not the first ones
+
+
 def test_models_that_share_weights_have_columns_of_their_own(tmp_path, monkeypatch, capsys):
     """RPC and symmetric models have the same parameters; only model_config tells them apart."""
     options = [dict(n_iter=1), dict(n_iter=4), dict(n_iter=4, lambd=0.3),
@@ -363,6 +390,15 @@ def test_rows_of_before_keep_their_number_and_are_not_computed_again(tmp_path, m
     assert (tmp_path / "r" / "results.jsonl").read_text() == text
     table = (tmp_path / "r" / "table.md").read_text()
     assert [cell.split()[0] for cell in line_of(table, "clean, top-1")] == ["98.76", "12.34"]
+
+
+def test_rows_that_differ_in_one_thing_are_two_rows():
+    row, = made_up("m", dict(fog=50))
+    others = dict(data="cifar10", data_dir="y", measure="clean", setting={}, conditions={},
+                  images=60, weights="w", model_config=dict(depth=3))
+    keys = [rows.key(row | {field: other}) for field, other in others.items()]
+    assert rows.key(row) not in keys
+    assert rows.key(row) == rows.key(row | dict(checkpoint="moved.pt", seconds=3))
 
 
 def key_of(monkeypatch, *flags, measure):
@@ -430,6 +466,9 @@ def test_released_files_are_read_by_type_and_severity(tmp_path, monkeypatch):
         write_png(torch.full((3, 9, 9), severity, dtype=torch.uint8), str(folder / "0.png"))
         one = data.Split(torch.empty(0), torch.empty(1), ["n0"])
         assert score.released(args, one, 9, "snow", severity)[0][0].unique() == severity
+    pixels = torch.arange(243, dtype=torch.uint8).view(3, 9, 9)
+    write_png(pixels, str(folder / "0.png"))
+    assert torch.equal(score.released(args, one, 9, "snow", 2)[0][0], pixels)     # not cropped
     with pytest.raises(ValueError, match="fog, severity 2 has 10000 images, the test split 80"):
         model = dict(model=argparse.Namespace(config=argparse.Namespace(image_size=2)))
         source = data.load_shapes("test", 80)
@@ -462,6 +501,17 @@ def test_checks_need_no_empty_folder_and_write_nothing(tmp_path, monkeypatch, ca
     run_here(monkeypatch, "--ckpt", tmp_path / "m.pt", "--checks", "--out_dir", tmp_path / "new")
     assert asked == [10, 64] and {p: p.read_bytes() for p in tmp_path.rglob("*.*")} == before
     assert not (tmp_path / "new").exists()
+
+
+def test_the_twin_of_the_checks_is_a_softmax_model_of_source_or_else_of_the_others(monkeypatch):
+    twins = []
+    monkeypatch.setattr(checks, "run", lambda *given: twins.append(given[-1]))
+    rpc, softmax, source = (dict(model=name, about=dict(kind=kind, model=name)) for name, kind in
+                            (("a", "rpc 4iter/layer1"), ("b", "softmax"), ("c", "softmax")))
+    for other, expected in ((None, ["b", None]), (source, ["c", "c"]), (rpc, [None, None])):
+        twins.clear()
+        eval_robust.run_checks([rpc, softmax], other, data.load_shapes("test", 4), alone())
+        assert twins == expected
 
 
 def test_several_processes_check_as_many_images_as_one(tmp_path, monkeypatch):
@@ -527,6 +577,13 @@ def made_up(model, errors):
                   conditions=dict(space="pixel", labels="true", clip=True, seed=0, amp=False))
     return [dict(fields, top1=[100 - error] * 5, setting=dict(type=name, severities=[1, 2, 3, 4, 5]))
             for name, error in errors.items()]
+
+
+def test_a_table_is_of_one_data_set(tmp_path):
+    fog, snow = made_up("m", dict(fog=50, snow=40))
+    results = tables.Results(tmp_path, "imagenet", [], False, 0)
+    results.rows = {0: fog, 1: dict(snow, data="cifar10")}
+    assert "fog" in results.write_table() and "snow" not in results.write_table()
 
 
 def line_of(table, name):
@@ -761,6 +818,65 @@ def test_the_largest_move_of_noise_is_that_of_all_draws(tmp_path, monkeypatch):
     assert row["outside"] == pytest.approx(max(-(x + move).min().item() for move in moves)) and row["outside"] > 0
     shares = [metrics.unpack(text, 6).double().mean().item() for text in row["right"]]
     assert len(shares) == 3 and row["top1"] == pytest.approx(100 * sum(shares) / 3, abs=1e-3)
+
+
+def test_moves_are_those_of_the_images_that_were_moved():
+    still = [0, 0, 0, 0]                                  # Linf, L2, L1, outside
+    moved = torch.tensor([still, still, [0.1, 1, 5, 0], [0.3, 3, 4, 0.2]])
+    assert score.sizes(moved) == pytest.approx(dict(
+        max_linf=0.3, max_l2=3, max_l1=5, median_l2=1, mean_l2=2, outside=0.2))
+    assert not any(score.sizes(moved[:2]).values())
+
+
+def test_what_a_model_gets_wrong_is_attacked_by_noise_by_transfer_and_by_fgsm_itself():
+    def zero(x):
+        return torch.eye(2)[:1].expand(len(x), 2)         # its prediction
+
+    x, labels = torch.zeros(2, 3, 4, 4), torch.tensor([0, 1])
+    every = dict(noise=True, transfer=True, fgsm=True, pgd=False, cw=False, square=False)
+    for name, both in every.items():
+        target, attacked = score.aim(zero, name, x, labels, "true", 2)
+        assert target.tolist() == [0, 1] and attacked.tolist() == [True, both]
+        target, attacked = score.aim(zero, name, x, labels, "pred", 2)
+        assert target.tolist() == [0, 0] and attacked.all()
+
+
+def test_accuracy_within_a_radius_counts_l2(monkeypatch):
+    """Of four images 16 values rise by 0.1, 0.2, 0.3, 0.45: in L2 by four times that."""
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 2))
+    model[1].weight.data = torch.eye(48)[:1].T.mul(torch.tensor([[-1.0, 1.0]])).T
+    model[1].bias.data = torch.tensor([0.99, -0.99])      # class 1: the first value is nearly 1
+    images = torch.full((4, 3, 4, 4), 100, dtype=torch.uint8)
+    images[:, 0] = torch.tensor([230, 204, 178, 140]).view(4, 1, 1).byte()
+
+    def brighten(model, x, labels, **_):
+        return torch.cat([torch.ones_like(x[:, :1]), x[:, 1:]], 1)
+
+    monkeypatch.setitem(measures.ATTACKS, "cw", brighten)
+    m = dict(model=model, about=dict(model="m"))
+    source = data.Split(images, torch.zeros(4, dtype=torch.int64), ["a", "b"])
+    row = score.attack_row(m, "cw", {}, measures.CONDITIONS, source, torch.arange(4), alone())
+    assert row["top1"] == 0 and row["top1_at_l2"] == {0.25: 100, 0.5: 75, 1.0: 50, 2.0: 0}
+
+
+def test_pictures_show_pgd_at_its_largest_budget_and_so_many_images(tmp_path, monkeypatch):
+    attacked, shown = [], []
+
+    def attack(model, name, setting, images, *_, **how):
+        attacked.append((name, setting["eps"], len(images)))
+        return images
+
+    monkeypatch.setattr(score, "attack_images", attack)
+    monkeypatch.setattr(corruptions, "corrupt", lambda images, *_, **how: images)
+    monkeypatch.setattr(data, "save_grid", lambda path, images, **_:
+                        shown.append((path.name, len(images))))
+    todo = [(name, dict(eps=eps), measures.CONDITIONS) for name, eps in
+            (("pgd", 1 / 255), ("pgd", 4 / 255), ("pgd", 2 / 255), ("fgsm", 8 / 255))]
+    model = dict(model=argparse.Namespace(config=argparse.Namespace(image_size=32)))
+    args = alone(save_images=3, out_dir=tmp_path)
+    pictures.save_classified([model], data.load_shapes("test", 8), todo, args)
+    assert attacked == [("pgd", 4 / 255, 3)]
+    assert shown == [("corruptions.png", 75), ("attacks_0.png", 9)]
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------

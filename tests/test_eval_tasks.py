@@ -15,6 +15,7 @@ import eval_robust
 from lm import LM, LMConfig
 from processes import group
 from robust import corruptions
+from robust import iou
 from robust.words import word_swap
 from segmenter import Segmenter, SegmenterConfig, predict
 from test_eval_robust import line_of, make_checkpoint, results, run
@@ -121,6 +122,22 @@ def test_segmenters_table_and_pictures(segmented):
     assert "Wilson" not in table and "mean of the 15" not in table        # two of 15 types
     names = {"clean.png", "fog_2.png", "fog_5.png", "contrast_2.png", "contrast_5.png"}
     assert all({p.name for p in (folder / "r" / i).iterdir()} == names for i in "01")
+
+
+def test_pictures_of_a_segmenter_are_of_so_many_images(segmented, tmp_path, monkeypatch):
+    folder, _, _ = segmented
+    asked, predictions = [], iou.predictions
+
+    def look(model, source, index, **how):
+        asked.append(index)
+        return predictions(model, source, index, **how)
+
+    monkeypatch.setattr(iou, "predictions", look)
+    monkeypatch.setattr(iou, "evaluate", lambda *_, **how: (dict.fromkeys(
+        ("mean_iou", "mean_accuracy", "pixel_accuracy", "classes"), 1), None))
+    evaluated(tmp_path, "--ckpt", folder / "a.pt", "--measures", "clean", "--limit", 5,
+              "--save_images", 4, "--num_workers", 0)
+    assert asked == [data.epoch_order(10, 0, 0)[:4].tolist()]            # of the five measured
 
 
 def test_segmenters_that_differ_in_the_seed_have_a_mean_and_all_types_too(segmented, monkeypatch):

@@ -146,6 +146,11 @@ def test_the_drop_path_rate_is_the_same_in_every_block_and_none_meets_the_class_
     assert [block.drop_path for block in m.blocks] == [0.3, 0.3]
     x = torch.randn(2, 17, 32)
     assert torch.equal(m.cls_attn_blocks[0](x), m.cls_attn_blocks[0](x))
+    x = torch.randn(1, 16, 32).expand(400, 16, 32)
+    for block, other in zip(m.blocks, ("gamma1", "gamma2")):    # one branch of two is left
+        torch.nn.init.zeros_(getattr(block, other))
+        dropped = (block(x) == x).all(2).all(1)
+        assert 0.2 < dropped.float().mean() < 0.4
 
 
 def test_depthwise_convolutions_start_with_variance_two_ninths_and_linear_layers_at_0_02():

@@ -305,6 +305,26 @@ def test_usual_measures_are_those_of_the_readme(monkeypatch):
     for task, names in usual.items():
         plan = eval_robust.plan(unsaid(monkeypatch, task))
         assert list(dict.fromkeys(name for name, *_ in plan)) == names.split()
+    args = unsaid(monkeypatch, "classification")
+    args.imagenet_r = "r"                                 # a folder that is given is measured, too
+    assert [name for name, *_ in eval_robust.plan(args)][-1] == "imagenet_r"
+    args.measures = ["all"]
+    assert {name for name, *_ in eval_robust.plan(args)} == set(measures.MEASURES) - {
+        "perplexity", "transfer", "imagenet_a", "imagenet_o"}
+
+
+def test_slow_measures_are_on_fewer_images_unless_limit_says_otherwise(monkeypatch):
+    args = unsaid(monkeypatch, "classification")
+
+    def sizes(n):
+        names = "clean", "corruptions", "noise", "pgd", "apgd", "autoattack", "square", "spsa", "cw"
+        return [score.size_of(range(n), name, {}, args) for name in names]
+    assert sizes(3200) == [3200, 320, 640, 160, 80, 80, 80, 20, 40]
+    assert sizes(50) == [50] * 7 + [20, 40]
+    args.data = "imagenet"
+    assert sizes(50000) == [50000] * 5 + [1000, 1000, 100, 100]
+    args.limit = 70
+    assert sizes(50000) == [70] * 9
 
 
 def test_windows_are_the_models_and_those_of_a_text_overlap_by_three_quarters(monkeypatch):
@@ -332,4 +352,6 @@ def test_help_lists_measures_settings_and_defaults():
     assert all(f"  {name} " in text or f"  {name}\n" in text
                for name in (*measures.MEASURES, *measures.SETTINGS))
     assert "eps=1/255 queries=5000" in text and "best_of=1 " not in text
+    assert "scale=0.068 kind=uniform draws=3" in text and "steps=1000 lr=0.005" in text
+    assert "--eps up to 8/255" in text and "--eps up to 6/255" in text
     assert "spsa eps=0.1 centre=legacy" in text and "  sld                  eps=10.0 " in text

@@ -108,6 +108,11 @@ def test_causal_attention_agrees_with_golden(golden):
     assert_close(attend(z["q"], z["k"], z["v"], causal=True).square().sum(-1), z["h2"], 1e-10)
 
 
+def test_above_is_the_share_of_tokens_with_h_longer_than_phi():
+    h = torch.tensor([[0.5], [2.0], [-1.5], [3.0]], dtype=torch.float64)
+    assert projection_loss(torch.zeros(4).double(), h)["above"] == 0.75            # |phi|^2 = 1
+
+
 @pytest.mark.parametrize("case", ["large0", "large1"])
 def test_long_keys_agree_with_golden(golden, case):
     z = cases(golden("kpca_large"))[case]

@@ -137,6 +137,7 @@ def test_dropout_acts_everywhere_but_on_attention_weights():
 
 def test_rpc_layers_are_rpc_the_others_symmetric_and_other_kinds_have_none():
     assert [b.attn.attn for b in small(attn="rpc", rpc_layers=(2, 0)).blocks] == ["rpc", "symmetric", "rpc"]
+    assert LMConfig(53, attn="rpc", rpc_layers=(2, 0)).rpc_layers == (0, 2)    # one name
     assert LMConfig(53, attn="rpc").rpc_layers == (0, 1, 2, 3) and LMConfig(53, attn="symmetric").rpc_layers == ()
 
 
@@ -170,6 +171,15 @@ def test_either_norm_and_either_output_layer_learns(norm, cutoffs):
         optimizer.step()
         nats.append(loss.item())
     assert nats[-1] < nats[0] - 0.5
+
+
+def test_pre_norm_adds_functions_of_normed_states_and_norms_their_sum():
+    model = small(norm="pre")
+    x = model.embed(words()) * 4 + model.positions                                 # the root of 16
+    for block in model.blocks:
+        x = x + block.attn(F.layer_norm(x, (16,), block.norm1.weight, block.norm1.bias))
+        x = x + block.mlp(F.layer_norm(x, (16,), block.norm2.weight, block.norm2.bias))
+    assert_close(model.hidden(words()), F.layer_norm(x, (16,), model.norm.weight, model.norm.bias))
 
 
 # --- causality -------------------------------------------------------------------------------------------------------

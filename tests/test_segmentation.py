@@ -275,6 +275,13 @@ def test_a_picture_is_drawn_with_its_legend(root, tmp_path):
     segmentation.save_pictures(tmp_path / "a.png", zip(images, labels, labels), tree.classes)
     with Image.open(tmp_path / "a.png") as picture:
         assert picture.mode == "RGB" and picture.width >= 180 and picture.height > sum(x.shape[1] for x in images)
+    image, label = tree[0]
+    segmentation.save_pictures(tmp_path / "b.png", [(image, label, 0 * label)], tree.classes)
+    zoom, colours = max(1, 160 // label.shape[1]), segmentation.palette(4)
+    with Image.open(tmp_path / "b.png") as picture:         # image, truth, prediction
+        parts = torch.from_numpy(np.array(picture))[0, ::zoom].split(label.shape[1])
+    expected = image[:, 0].T, colours[label[0].long()], colours[:1].expand(label.shape[1], 3)
+    assert all(map(torch.equal, parts, expected)) and not torch.equal(parts[1], parts[2])
     colours = segmentation.palette(150)
     assert colours.shape == (256, 3) and len({tuple(c) for c in colours[:150].tolist()}) == 150
     assert (colours[255] == 0).all()

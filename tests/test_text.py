@@ -11,8 +11,10 @@ import subprocess
 import sys
 import time
 import tracemalloc
+import zlib
 from collections import Counter
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
@@ -298,6 +300,9 @@ def test_pydoc_gives_every_python_the_same_text_without_running_modules(tmp_path
     assert len(files[0]) == 3 and [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
     text = "".join(f.read_text() for f in files[0])
     assert "= = JSONDecoder = =" in text and "= argparse =" in text and "= turtle =" in text
+    for split, sixteenths in (("valid", {1}), ("test", {15}), ("train", {0, *range(2, 15)})):
+        found = {name for name in topics if f" = {name} = " in lines_of(folders[0], split)}
+        assert found and {zlib.crc32(f"topic {name}".encode()) % 16 for name in found} <= sixteenths
 
 
 def test_pydoc_has_some_size_and_documents_in_every_split_and_is_written_once(tmp_path):

@@ -111,6 +111,7 @@ def test_rpc_layers_choose_the_attention_of_each_layer():
     assert kinds(attn="rpc_asym") == ["rpc_asym", "softmax"]
     assert kinds(attn="sym_asym") == ["rpc", "softmax"]
     assert kinds(attn="scaled_alpha") == ["scaled_alpha"] * 2
+    assert ViTConfig(attn="rpc", rpc_layers=(3, 0)).rpc_layers == (0, 3)       # one name
 
 
 def test_the_settings_of_the_attention_reach_every_block():
