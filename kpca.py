@@ -231,7 +231,7 @@ def ritz(axes, a):
 
 
 def eigen_cosine(axes, a):
-    """Is K~ a = lambda N a? Per column of a, (..., Dv): e^c times rho and wstd, and a ratio.
+    """Is K~ a = lambda N a? Per column of a, (..., Dv): e^c times rho and wstd, and two ratios.
 
     rho: Rayleigh quotient. eig_cos: cosine of a and K~ a, 1 for eigenvectors only; nan for zero.
     wstd: standard deviation of gamma = K~ a / (N a) under weights a^2: no division by a.
@@ -240,7 +240,7 @@ def eigen_cosine(axes, a):
     rho = (a * Ka).sum(-2) / length.square()
     wstd = (Ka - rho[..., None, :] * a).norm(dim=-2) / (N * length)
     eig_cos = rho * length / Ka.norm(dim=-2)
-    return {"rho": rho, "eig_cos": eig_cos, "wstd": wstd}
+    return {"rho": rho, "eig_cos": eig_cos, "wstd": wstd, "wstd/lambda": wstd / (rho / N)}
 
 
 def exact_scaling(k, v):

@@ -67,6 +67,7 @@ def check_heads(z):
     assert_close(g["eig_cos"], z["gamma_cos"])
     assert_close(g["rho"] / len(k), z["gamma_rayleigh_scaled"])
     assert_close(g["wstd"], z["gamma_wstd_scaled"])
+    assert_close(g["wstd/lambda"], z["gamma_wstd_scaled"] / z["gamma_rayleigh_scaled"])
     gv = a_hat(v, axes.log_g, scaled=True)
     assert_close(gv.sum(-2).abs() / gv.abs().sum(-2), z["solvability"])
 
