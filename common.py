@@ -125,7 +125,7 @@ def choose_out_dir(args, name):
         folders.append(out_dir)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     ours = json.loads(json.dumps(vars(args)))             # as the log has them
-    for folder in reversed(folders):                        # our own is the last of these flags
+    for folder in reversed(folders):                      # our own is the last of these flags
         rows = read_log(folder / "log.jsonl") if restarted else []
         theirs = next((row["args"] for row in reversed(rows) if "args" in row), {})
         kept = (folder / "last.pt").exists()

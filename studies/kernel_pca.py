@@ -32,8 +32,8 @@ from tqdm import tqdm
 
 import common
 from kpca import (EPS, a_hat, attend, basis, centre, coefficients, eigen_cosine, kernel_pca,
-                  kernel_projections, key_scale, log_gram, log_kernel, log_phi2, projection_loss,
-                  ritz, theoretical_values)
+                  kernel_projections, key_scale, log_gram, log_phi2, projection_loss, ritz,
+                  theoretical_values)
 from studies.probe import (Heads, capture, checkpoints, chunks, get_args, numbers, print_table,
                            standardise, summarise, write_csv, write_tables)
 from studies.span import (explained_variance, key_span, principal_axes, query_share, restrict,

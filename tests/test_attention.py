@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from attention import (FORMS, KINDS, SelfAttention, naive_attention, penalty, rpc_attention,
-                       scaled_alpha_attention, scaled_attention, soft_threshold, softmax_attention,
-                       symmetric_attention)
+                       scaled_attention, soft_threshold, softmax_attention, symmetric_attention)
 from common import key_statistics
 from conftest import ROOT
 from kpca import exact_scaling, pcp

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import io
 import json
-import math
 import runpy
 import subprocess
 import sys

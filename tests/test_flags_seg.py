@@ -294,7 +294,8 @@ def test_a_run_with_every_flag_away_from_its_default_is_the_plain_loop(name, mon
     else:
         make_tree()
         source, val, K = read_tree("training"), read_tree("validation"), 4
-    monkeypatch.setattr(train_seg, "save_pictures", lambda path, triples, classes: drawn.extend(zip(*triples)))
+    monkeypatch.setattr(train_seg, "save_pictures",
+                        lambda path, triples, classes: drawn.extend(zip(*triples)))
     real = torch.utils.data.DataLoader.__init__
 
     def recorded(self, *args, num_workers=0, persistent_workers=None, prefetch_factor=None, **how):

@@ -214,7 +214,7 @@ def test_a_robust_attention_is_an_arm_trained_by_its_study(study, tmp_path):
         study("--arms", "symmetric", "keys", "--epochs", "1")
 
 
-def test_seeds_of_an_arm_with_other_settings_are_no_arm_while_those_of_two_arms_may_differ(tmp_path):
+def test_seeds_of_an_arm_have_the_same_settings_while_two_arms_may_differ(tmp_path):
     folders = {("rpc4-l1", 0): 4.0, ("rpc4-l1", 1): 4.0, ("clamp", 0): 0.5}
     for (arm, seed), lambd in folders.items():
         folder = folders[arm, seed] = tmp_path / f"{arm}_s{seed}"

@@ -12,7 +12,6 @@ import sys
 import time
 import tracemalloc
 import zlib
-from collections import Counter
 from pathlib import Path
 from pydoc_data.topics import topics
 

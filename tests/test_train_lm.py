@@ -25,7 +25,7 @@ import train_lm
 from processes import Started, group
 from data import prose, text as data_text
 from robust.words import load_texts, score, word_swap
-from lm import LM, LMConfig, lm_from_checkpoint
+from lm import LM, lm_from_checkpoint
 
 SCRIPT = Path(train_lm.__file__).resolve()
 SMALL = ("--data_dir text --context 16 --batch_size 8 --steps 30 --words 5 "
