@@ -234,7 +234,8 @@ def eigen_cosine(axes, a):
     """Is K~ a = lambda N a? Per column of a, (..., Dv): e^c times rho and wstd, and two ratios.
 
     rho: Rayleigh quotient. eig_cos: cosine of a and K~ a, 1 for eigenvectors only; nan for zero.
-    wstd: standard deviation of gamma = K~ a / (N a) under weights a^2: no division by a.
+    wstd: standard deviation of gamma = K~ a / (N a) under weights a^2: no division by a. lambda:
+    rho / N, so that the ratio has no e^c.
     """
     N, Ka, length = a.shape[-2], axes.K @ a, a.norm(dim=-2)
     rho = (a * Ka).sum(-2) / length.square()
