@@ -45,25 +45,6 @@ def save_checkpoint(path, checkpoint):
         raise OSError(f"cannot write checkpoint {path} ({why}); {kept}") from None
 
 
-def write_whole(path, pieces, made_of=None):
-    """Write bytes into a file that gets its name when it is whole, and the time of what made it."""
-    tmp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(tmp, "wb") as f:
-            f.writelines(pieces)
-            f.flush()
-            os.fsync(f.fileno())
-        if made_of:
-            os.utime(tmp, ns=(made_of, made_of))
-        os.replace(tmp, path)
-    except OSError as e:
-        raise OSError(f"cannot write {path} ({e.strerror or e})") from None
-    finally:
-        if tmp.parent.is_dir():
-            tmp.unlink(missing_ok=True)
-
-
 def read_checkpoint(path):
     """The dict in a checkpoint of ours, DeiT's or the released code's; tensors on the CPU.
 
@@ -159,7 +140,13 @@ def read_log(path):
 def cut_log(path, step):
     """Drop what was logged after `step`: a resumed log has no step twice. Returns the rest."""
     rows = [row for row in read_log(path) if row.get("step", 0) <= step]
-    write_whole(path, [f"{json.dumps(row)}\n".encode() for row in rows])
+    tmp = Path(f"{path}.tmp")
+    try:
+        tmp.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        os.replace(tmp, path)
+    except OSError as e:
+        tmp.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path} ({e.strerror}); it is untouched") from None
     return rows
 
 

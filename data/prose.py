@@ -12,9 +12,8 @@ import zlib
 from collections import Counter
 from pathlib import Path
 
-from checkpoint import write_whole
 from common import broadcast
-from data.text import SPLITS, UNK, are_of, cache_name, read_text
+from data.text import SPLITS, UNK, are_of, cache_name, read_text, write_whole
 
 MIN_COUNT = 3                                   # rarer words are <unk>
 # folders of the library whose documentation is no part of pydoc's text

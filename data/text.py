@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from checkpoint import naming, write_whole
-from common import all_sum, broadcast
+from common import all_sum, broadcast, naming
 from data.rng import uniform
 
 SPLITS = ("train", "valid", "test")
@@ -183,6 +182,25 @@ def prepare(folder, cache_dir):
 def are_of(changed, *paths):
     """Are these files there, made of a text that was last changed then?"""
     return all(path.exists() and path.stat().st_mtime_ns == changed for path in paths)
+
+
+def write_whole(path, pieces, made_of=None):
+    """Write bytes into a file that gets its name when it is whole, and the time of what made it."""
+    tmp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(tmp, "wb") as f:
+            f.writelines(pieces)
+            f.flush()
+            os.fsync(f.fileno())
+        if made_of:
+            os.utime(tmp, ns=(made_of, made_of))
+        os.replace(tmp, path)
+    except OSError as e:
+        raise OSError(f"cannot write {path} ({e.strerror or e})") from None
+    finally:
+        if tmp.parent.is_dir():
+            tmp.unlink(missing_ok=True)
 
 
 def choose_cache_dir(folder):
