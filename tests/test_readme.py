@@ -14,8 +14,9 @@ OTHERS = ("--help", "--standalone", "--nproc_per_node", "--nnodes", "--node_rank
 def source_of(script):
     """A script's text and, of a training script, that of the flags it shares with the others."""
     text = (ROOT / script).read_text()
-    if script == "studies/robust_attentions.py":            # passes flags on to these
-        text += source_of("train_cls.py") + source_of("eval_robust.py")
+    passed_on = {"studies/robust_attentions.py": ("train_cls.py", "eval_robust.py"),
+                 "studies/robustness.py": ("train_cls.py",)}
+    text += "".join(source_of(other) for other in passed_on.get(script, ()))
     return text + ((ROOT / "flags.py").read_text() if script.startswith("train_") else "")
 
 
