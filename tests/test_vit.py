@@ -258,6 +258,8 @@ def test_released_files_load_safely_and_only_with_the_settings_they_were_trained
         load_weights(small(**kind), {"model": m.state_dict(), "args": theirs})
         with pytest.raises(ValueError, match="trained with"):
             load_weights(small(attn="rpc"), {"model": m.state_dict(), "args": theirs})
+    silent = argparse.Namespace(num_iter=4, lambd=4.0)                      # does not say robust
+    load_weights(small(attn="symmetric"), {"model": m.state_dict(), "args": silent})
 
 
 class Evil:
