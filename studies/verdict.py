@@ -18,7 +18,7 @@ if not __package__:
 import numpy as np
 
 import common
-from studies.tables import half_width
+from studies.tables import half_width, spread
 
 MARGIN = 0.03                                                               # nats
 FAMILIES, NULLS = ("polar", "span"), ("other", "x", "random")
@@ -87,15 +87,18 @@ def show(n, mean, low, high):
 def report(path):
     """Print the arms, own minus the others and the verdict; draw the differences."""
     rows, losses, cells = common.read_log(path), {}, []
-    if not rows or not all({"arm", "seed", "loss", "top1"} <= row.keys() for row in rows):
+    if not rows or not all({"arm", "seed", "loss", "top1", "cpu_seconds"} <= row.keys() for row in rows):
         raise ValueError(f"{path}: expected rows of studies.decider")
     for row in rows:
         losses.setdefault(row["arm"], {})[row["seed"]] = row["loss"]
     for arm, mine in losses.items():
-        top1 = np.mean([row["top1"] for row in rows if row["arm"] == arm])
-        cells.append([arm, len(mine), f"{top1:.1f}", f"{np.mean([*mine.values()]):.3f}"])
+        top1, loss, seconds = ([row[name] for row in rows if row["arm"] == arm]
+                               for name in ("top1", "loss", "cpu_seconds"))
+        cells.append([arm, len(mine), spread(top1, ".1f"), spread(loss, ".3f"),
+                      f"{np.median(seconds):.0f}"])
     print(f"{rows[0]['data']}, {rows[0]['step']} steps, {rows[0]['images']} held-out images\n")
-    print(common.table(cells, ["arm", "seeds", "accuracy in %", "loss in nats"]) + "\n")
+    print(common.table(cells, ["arm", "seeds", "accuracy in %", "loss in nats",
+                               "CPU seconds, median"]) + "\n")
 
     pairs = [(f"{family}-own", arm) for family in FAMILIES for arm in losses
              if arm.startswith(family) or "-" not in arm]

@@ -263,3 +263,15 @@ def test_the_interval_is_that_of_the_t_distribution():
     n, mean, low, high = verdict.interval({"a": a, "b": b}, "a", "b")
     assert n == 3 and mean == pytest.approx(0.3)                            # of 0.1, 0.2, 0.6
     assert high - mean == pytest.approx(4.302653 * 0.2645751 / 3 ** 0.5) == mean - low
+
+
+def test_the_report_has_means_deviations_and_the_median_of_seconds(tmp_path, capsys):
+    rows = [dict(arm="plain", seed=seed, loss=1.5 + 0.1 * seed, top1=36.0 + seed, cpu_seconds=took,
+                 data="cifar10", step=800, images=3000) for seed, took in enumerate([40, 50, 90])]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    verdict.report(path)
+    line = next(line for line in capsys.readouterr().out.splitlines() if "plain" in line)
+    assert [cell.strip() for cell in line.split("|")[1:-1]] == [
+        "plain", "3", "37.0 ± 1.0", "1.600 ± 0.100", "50"]
+    assert path.with_suffix(".png").exists()
