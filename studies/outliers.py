@@ -3,6 +3,7 @@ r"""Which attention finds corrupted patches, survives them, and keeps the promis
     python -m studies.robustness --arms symmetric softmax rpc4-l1 keys keys-rows weights mom \
         rkde-huber rkde-hampel elliptical sinkhorn              # trains and evaluates: hours
     python -m studies.outliers --arms symmetric rpc4-l1 keys keys-rows --seeds 0 1 2    # minutes
+    python -m studies.outliers --rows results/robust_attentions/{results,patches}.jsonl
 
 Reads the networks and rows of studies/robustness.py. Some patches of each test image become noise
 or white: how often is the network right, and does its layer 0 score the corrupted tokens highest
@@ -50,6 +51,8 @@ def get_args(argv=None):
     p.add_argument("--arms", nargs="+", choices=ARMS, default=[BASELINE, "rpc4-l1", *ATTENTIONS])
     p.add_argument("--seeds", nargs="+", type=common.number(int, 0), default=[0, 1, 2])
     p.add_argument("--limit", type=common.number(int, 1), default=500, help="images a measure")
+    p.add_argument("--rows", nargs="+", type=Path, default=[], metavar="FILE",
+                   help="tables of the rows in these files, of both kinds; no network is read")
     p.add_argument("--rounds", type=common.number(int, 0), default=16, help="training steps to "
                    "time for each attention; 0: none")
     args = p.parse_args(argv)
@@ -105,6 +108,29 @@ def look(model, images, labels, nulls):
         areas[name] = {score: round(auc(values, hit).mean().item(), 4)
                        for score, values in scores.items()}
     return right, areas
+
+
+def stored(paths, folders):
+    """As `measured`, from rows in files; those of patches are the ones with areas."""
+    evaluated, runs = robustness.stored(paths, folders)
+    patches = {Path(row["checkpoint"]).name: row for path in paths
+               for row in common.read_log(path) if "auc" in row}
+    rows = {run: patches[path.name] for run, path in folders.items() if path.name in patches}
+    return evaluated, runs, rows, {}
+
+
+def measured(folders, args):
+    """The evaluator's rows, {run: folder}, {run: row of the patches}, {arm: cost of a step}."""
+    folders = {run: folder for run, folder in folders.items()
+               if robustness.finished(folder, *run)}
+    robustness.check_recipe(folders)
+    if not any(arm == BASELINE for arm, _ in folders):
+        raise ValueError(f"--out_dir {args.out_dir}: expected a finished run of {BASELINE}; "
+                         "studies.robustness trains it")
+    rows = patch_rows(folders, args)
+    evaluated = read_rows(args.out_dir / "eval/results.jsonl").values()
+    costs = step_costs(folders, args) if args.rounds else {}
+    return differences.current(evaluated, folders), folders, rows, costs
 
 
 def patch_rows(folders, args):
@@ -216,28 +242,20 @@ def main():
     args = get_args()
     folders = {(arm, seed): args.out_dir / f"{arm}_s{seed}" for seed in args.seeds
                for arm in args.arms}
-    folders = {run: folder for run, folder in folders.items()
-               if robustness.finished(folder, *run)}
-    robustness.check_recipe(folders)
-    if not any(arm == BASELINE for arm, _ in folders):
-        raise ValueError(f"--out_dir {args.out_dir}: expected a finished run of {BASELINE}; "
-                         "studies.robustness trains it")
-    rows = patch_rows(folders, args)
-    stored = args.out_dir / "eval/results.jsonl"
-    evaluated = differences.current(read_rows(stored).values(), folders)
+    evaluated, folders, rows, costs = (stored(args.rows, folders) if args.rows
+                                       else measured(folders, args))
     found = differences.outcomes(evaluated, folders, args.limit)
     for run, row in rows.items():
         for name, text in row["right"].items():
             right = metrics.unpack(text, row["images"]).double().numpy()
             found.setdefault(name, {})[run] = right
-    costs = step_costs(folders, args) if args.rounds else {}
     compared = differences.compare(found, args.arms)
     text = report(found, compared, rows, costs, args)
+    args.out_dir.mkdir(parents=True, exist_ok=True)
     (args.out_dir / "outliers.md").write_text(text + "\n")
     if compared:
         differences.draw(compared, args.arms, args.out_dir / "outliers.png")
-    print(f"\n{text}\n\n{args.out_dir}: outliers.md is this, outliers.png draws its differences, "
-          "patches.jsonl has the networks' rows")
+    print(f"\n{text}\n\n{args.out_dir}: outliers.md is this, outliers.png draws its differences")
 
 
 if __name__ == "__main__":

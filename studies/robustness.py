@@ -3,6 +3,7 @@ r"""Does RPC make a network more robust, and is it the robust part that does it?
     python -m studies.robustness                            # scenes: 3 hours on 2 idle CPU cores
     python -m studies.robustness --no-train                 # only what has finished so far
     python -m studies.robustness --seeds 0 --epochs 3 --out_dir out/first_look
+    python -m studies.robustness --rows results/robustness/results.jsonl    # tables, in seconds
     python -m studies.robustness --data cifar10 --data_dir data/cifar10 --model nano --epochs 12 \
         --out_dir out/robustness_cifar10
 
@@ -60,6 +61,8 @@ def get_args(argv=None):
                    help="lambda of the arm clamp, chosen on held-out training images")
     p.add_argument("--limit", type=common.number(int, 1), default=500, help="images a measure")
     p.add_argument("--measures", nargs="+", default=MEASURES, help="as eval_robust.py takes them")
+    p.add_argument("--rows", nargs="+", type=Path, default=[], metavar="FILE",
+                   help="tables and figure of the rows in these files; nothing is trained")
     p.add_argument("--train", action=argparse.BooleanOptionalAction, default=True)
     args, rest = p.parse_known_args(argv)
     if args.baseline not in args.arms:
@@ -138,9 +141,19 @@ def evaluate(folders, args):
             call("-m", "studies.robust_attentions", "evaluate", "--ckpt", *models, *how, *measures)
 
 
-def main():
-    args, rest = get_args()
-    folders = {(a, seed): args.out_dir / f"{a}_s{seed}" for seed in args.seeds for a in args.arms}
+def stored(paths, folders):
+    """The rows of files, and of those asked for {(arm, seed): the run's name, as rows have it}."""
+    rows = [row | dict(checkpoint=Path(row["checkpoint"]).name)
+            for path in paths for row in read_rows(path).values()]
+    names = {row["checkpoint"] for row in rows}
+    runs = {run: folder.name for run, folder in folders.items() if folder.name in names}
+    if not runs:
+        raise ValueError(f"--rows {' '.join(map(str, paths))}: no row of these arms and seeds")
+    return rows, runs
+
+
+def measured(folders, args, rest):
+    """Train and evaluate what is missing; the rows of the networks and their folders."""
     for (arm, seed), folder in folders.items():
         if args.train and not finished(folder, arm, seed):
             train(folder, arm, seed, rest)
@@ -150,10 +163,16 @@ def main():
     if not folders:
         raise ValueError(f"--out_dir {args.out_dir} holds no finished run of these arms and seeds")
     evaluate(folders, args)
+    return current(read_rows(args.out_dir / "eval/results.jsonl").values(), folders), folders
 
-    rows = current(read_rows(args.out_dir / "eval/results.jsonl").values(), folders)
+
+def main():
+    args, rest = get_args()
+    folders = {(a, seed): args.out_dir / f"{a}_s{seed}" for seed in args.seeds for a in args.arms}
+    rows, folders = stored(args.rows, folders) if args.rows else measured(folders, args, rest)
     found = outcomes(rows, folders, args.limit, [arm for arm in ARMS if not with_rpc(arm)])
     compared = compare(found, args.arms, args.baseline)
+    args.out_dir.mkdir(parents=True, exist_ok=True)
     text = tables(found, compared, args.arms, args.baseline)
     name = "differences" + (f"_to_{args.baseline}" if args.baseline != BASELINE else "")
     (args.out_dir / f"{name}.md").write_text(text + "\n")

@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import common
 import train_cls
 from robust import corruptions, metrics
 from robust.rows import weights_of
-from studies import differences, robust_attentions, robustness
+from studies import differences, outliers, robust_attentions, robustness
 
 
 def row(checkpoint, right, measure="clean", **setting):
@@ -242,3 +243,61 @@ def test_networks_that_began_from_the_network_of_their_seed_are_of_one_recipe(tm
     torch.save(dict(args=args | dict(init_from="out/another_s0")), folder / "last.pt")
     with pytest.raises(ValueError, match="init_from out/another_s0, .* with out/start_s0"):
         robustness.check_recipe(folders)
+
+
+# --- the published tables are what the published rows say -----------------------------------------
+
+RESULTS = Path(__file__).parents[1] / "results"
+SCENES, PATCHES = RESULTS / "robustness/results.jsonl", RESULTS / "robust_attentions"
+
+
+def cells(text):
+    """The lines of the tables in a page, each as a list of its cells."""
+    return [[cell.strip() for cell in line.strip("|").split("|")]
+            for line in text.splitlines() if line.startswith("|")]
+
+
+def published(study, monkeypatch, tmp_path, rows, arms, seeds):
+    """Two tables of a study from rows, {measure: {arm: cell}} each: accuracies, differences."""
+    monkeypatch.setattr(metrics, "bootstrap", lambda gaps: (0, 0))      # the third table: a minute
+    monkeypatch.setattr(sys, "argv", ["x", "--out_dir", str(tmp_path), "--rows", *map(str, rows),
+                                      "--seeds", *map(str, range(seeds)), "--arms", *arms])
+    study.main()
+    parts = next(tmp_path.glob("*.md")).read_text().split("\n\n")
+    tables = []
+    for part in (parts[1], parts[3]):
+        (_, *names), _, *lines = cells(part)
+        tables.append({line[0]: dict(zip(names, line[1:])) for line in lines})
+    return tables
+
+
+@pytest.mark.parametrize("name, seeds, arms", [
+    ("results", 5, "symmetric rpc4-l1 rpc2-all no-shrink clamp admm sharp".split()),
+    ("cifar10", 3, "symmetric rpc4-l1 no-shrink".split())])
+def test_the_tables_of_robustness_are_what_its_rows_say(name, seeds, arms, monkeypatch, tmp_path):
+    page = [line[1:] for line in cells((RESULTS / "robustness/README.md").read_text())]
+    accuracies, gaps = published(robustness, monkeypatch, tmp_path,
+                                 [RESULTS / f"robustness/{name}.jsonl"], arms, seeds)
+    for measure in "clean", "15 corruptions", "weather", "fgsm 1/255", "adaptive_pgd 2/255":
+        assert [accuracies[measure][a].removesuffix(f" ({seeds})") for a in arms] in page
+        assert [gaps[measure][a] for a in arms[1:]] in page
+
+
+def test_the_tables_of_robust_attentions_are_what_their_rows_say(monkeypatch, tmp_path):
+    page = cells((PATCHES / "README.md").read_text())
+    arms = [line[0] for line in page if line[1:2] == ["5"] and "±" in line[2]]
+    accuracies, gaps = published(outliers, monkeypatch, tmp_path, [
+        SCENES, PATCHES / "results.jsonl", PATCHES / "patches.jsonl"], arms, 5)
+    columns = ["clean", "15 corruptions", "noise", "6 patches noise", "16 patches noise",
+               "6 patches white", "16 patches white", "pgd 1/255", "pgd 2/255"]
+    assert "weights" in arms
+    for arm in arms:
+        assert [arm, "5", *(accuracies[m][arm].removesuffix(" (5)") for m in columns)] in page
+        if arm != "symmetric":
+            assert [arm, "5", *(gaps[m][arm] for m in columns)] in page
+
+
+def test_rows_of_other_arms_make_no_table(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["x", "--rows", str(SCENES), "nowhere.jsonl", "--seeds", "77"])
+    with pytest.raises(ValueError, match="^--rows .*nowhere.jsonl: no row of these arms"):
+        robustness.main()
