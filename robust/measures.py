@@ -165,6 +165,9 @@ def plan(texts, task, preset="default", eps=None):
         for combination in itertools.product(*lists):
             setting = dict(zip(values, combination))
             conditions = {k: setting.pop(k, PRESETS[preset]["conditions"][k]) for k in CONDITIONS}
+            if name.endswith(("autoattack", "square")) and not conditions["clip"]:
+                raise ValueError(f"--measures {text!r}: {name} keeps to [0, 1] in any case, "
+                                 "expected clip=yes")
             todo.append((name, setting, conditions))
     return todo
 

@@ -886,6 +886,7 @@ def test_pictures_show_pgd_at_its_largest_budget_and_so_many_images(tmp_path, mo
     (["--measures", "perplexity"], "known are clean"),
     (["--measures", "pgd step=3"], "known are eps, steps, alpha"),
     (["--measures", "clean eps=1/255"], "eps is no setting of clean; there are none"),
+    (["--measures", "autoattack clip=no"], "autoattack keeps to [0, 1] in any case, expected clip=yes"),
     (["--measures", "pgd steps=0"], "steps=0, expected int from 1"),
     (["--measures", "pgd alpha=0"], "alpha=0, expected float from 1e-09"),
     (["--measures", "noise kind=red"], "kind=red, expected uniform or gaussian"),
