@@ -3,7 +3,8 @@ r"""Which attention finds corrupted patches, survives them, and keeps the promis
     python -m studies.robustness --arms symmetric softmax rpc4-l1 keys keys-rows weights mom \
         rkde-huber rkde-hampel elliptical sinkhorn              # trains and evaluates: hours
     python -m studies.outliers --arms symmetric rpc4-l1 keys keys-rows --seeds 0 1 2    # minutes
-    python -m studies.outliers --rows results/robust_attentions/{results,patches}.jsonl
+    python -m studies.outliers --rows results/robustness/results.jsonl \
+        results/robust_attentions/{results,patches}.jsonl       # tables of stored rows: a minute
 
 Reads the networks and rows of studies/robustness.py. Some patches of each test image become noise
 or white: how often is the network right, and does its layer 0 score the corrupted tokens highest

@@ -143,6 +143,9 @@ def evaluate(folders, args):
 
 def stored(paths, folders):
     """The rows of files, and of those asked for {(arm, seed): the run's name, as rows have it}."""
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"--rows {path} is not a file")
     rows = [row | dict(checkpoint=Path(row["checkpoint"]).name)
             for path in paths for row in read_rows(path).values()]
     names = {row["checkpoint"] for row in rows}

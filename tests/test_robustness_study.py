@@ -297,7 +297,10 @@ def test_the_tables_of_robust_attentions_are_what_their_rows_say(monkeypatch, tm
             assert [arm, "5", *(gaps[m][arm] for m in columns)] in page
 
 
-def test_rows_of_other_arms_make_no_table(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["x", "--rows", str(SCENES), "nowhere.jsonl", "--seeds", "77"])
-    with pytest.raises(ValueError, match="^--rows .*nowhere.jsonl: no row of these arms"):
+@pytest.mark.parametrize("more, words", [
+    (["--seeds", "77"], "results.jsonl: no row of these arms"),
+    (["nowhere.jsonl"], "--rows nowhere.jsonl is not a file")])
+def test_rows_that_are_not_there_are_named(more, words, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["x", "--rows", str(SCENES), *more])
+    with pytest.raises(ValueError, match=words):
         robustness.main()
