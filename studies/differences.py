@@ -116,10 +116,14 @@ def tables(found, compared, arms, baseline=BASELINE):
 
 
 def draw(compared, arms, path, baseline=BASELINE):
-    """Differences as points, arms in rows, measures in columns: thick over seeds, thin: images."""
+    """Differences as points, arms in rows, measures in columns: thick over seeds, thin: images.
+
+    A measure that only few arms have is left to the tables.
+    """
     from studies.look import WIDTH, plt
     arms = [arm for arm in arms if any(a == arm for _, a in compared)]
     names = list(dict.fromkeys(name for name, _ in compared))
+    names = [name for name in names if 2 * sum((name, a) in compared for a in arms) > len(arms)]
     figure, axes = plt.subplots(2, (len(names) + 1) // 2, sharey=True, squeeze=False,
                                 figsize=(1.3 * WIDTH, 1.6 + 0.62 * len(arms)))
     for ax, name in zip(axes.flat, names):

@@ -14,6 +14,7 @@ import train_cls
 from robust import corruptions, metrics
 from robust.rows import weights_of
 from studies import differences, outliers, robust_attentions, robustness
+from studies.look import plt
 
 
 def row(checkpoint, right, measure="clean", **setting):
@@ -58,6 +59,17 @@ def test_a_number_is_bold_exactly_where_the_interval_over_seeds_excludes_0():
     compared = differences.compare({"clean": runs}, ["clamp", "admm", "softmax"])
     text = differences.tables({"clean": runs}, compared, ["clamp", "admm", "softmax"])
     assert "**+41.0" in text and "+20.0" in text and "**+20.0" not in text
+
+
+def test_a_measure_that_half_of_the_arms_lack_gets_no_panel(monkeypatch, tmp_path):
+    arms = ["symmetric", "clamp", "admm"]
+    runs = {(arm, s): np.full(10, 0.5) for arm in arms for s in range(2)}
+    some = {run: right for run, right in runs.items() if run[0] != "admm"}
+    compared = differences.compare({"clean": runs, "apgd": some}, arms)
+    drawn = []
+    monkeypatch.setattr(plt, "close", drawn.append)
+    differences.draw(compared, arms, tmp_path / "figure.png")
+    assert [ax.get_title() for ax in drawn[0].axes if ax.get_visible()] == ["clean"]
 
 
 def test_only_seeds_that_both_arms_have_are_paired():
