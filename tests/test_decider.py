@@ -191,7 +191,7 @@ def test_a_killed_run_goes_on_where_it_stopped(monkeypatch, tmp_path):
             raise KeyboardInterrupt
         trained.append((arm, seed))
         return dict(data=args.data, arm=arm, seed=seed, step=args.steps, top1=50.0, loss=1.0 + seed,
-                    images=40)
+                    images=40, cpu_seconds=1.0)
     monkeypatch.setattr(decider, "train", train)
     flags = ["--arms", "rms1", "uniform", "--seeds", "2"]
     with pytest.raises(KeyboardInterrupt):
