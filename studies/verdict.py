@@ -87,7 +87,8 @@ def show(n, mean, low, high):
 def report(path):
     """Print the arms, own minus the others and the verdict; draw the differences."""
     rows, losses, cells = common.read_log(path), {}, []
-    if not rows or not all({"arm", "seed", "loss", "top1", "cpu_seconds"} <= row.keys() for row in rows):
+    expected = {"arm", "seed", "loss", "top1", "cpu_seconds"}
+    if not rows or not all(expected <= row.keys() for row in rows):
         raise ValueError(f"{path}: expected rows of studies.decider")
     for row in rows:
         losses.setdefault(row["arm"], {})[row["seed"]] = row["loss"]
