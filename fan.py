@@ -21,7 +21,7 @@ import torch.distributed.nn
 from torch import nn
 
 from attention import SelfAttention, softmax_attention
-from checkpoint import rebuild
+from common import rebuild
 from vit import Block, Mlp, PatchEmbed, ViT, ViTConfig, vit_from_checkpoint
 
 SIZES = {                                                  # parameters at 224 px

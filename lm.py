@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from attention import FORMS, SelfAttention
-from checkpoint import check_config, rebuild
+from common import check_config, rebuild
 
 SIZES = {
     # minutes on a CPU

@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from checkpoint import (check_config, foreign_settings, load_weights, rebuild, resize_pos_embed,
-                        stored_config)
+from common import check_config, rebuild, stored_config
 from vit import RPC_KINDS, Block, ViT, ViTConfig
+from weights import foreign_settings, load_weights, resize_pos_embed
 
 IGNORE = 255                          # label of pixels that do not count
 

@@ -225,7 +225,7 @@ def print_sample(args):
     """What --sample asks for."""
     device, rank, _ = common.setup(args.device)
     path = Path(args.sample, "best.pt")
-    checkpoint = common.read_checkpoint(path if path.exists() else args.sample)
+    checkpoint = common.load(path if path.exists() else args.sample)
     common.check_run(checkpoint, args.sample, "train_lm.py", "model", "model_config", "vocab")
     with common.naming(f"--sample {args.sample}"):
         model = lm_from_checkpoint(checkpoint).to(device)

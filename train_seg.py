@@ -248,7 +248,7 @@ def build(args, classes, device):
         with common.naming(f"--resume {args.resume}"):
             model, step = segmenter_from_checkpoint(checkpoint).train(), checkpoint["step"]
     elif args.backbone:
-        backbone, notes = common.read_checkpoint(args.backbone), [f"encoder from {args.backbone}"]
+        backbone, notes = common.load(args.backbone), [f"encoder from {args.backbone}"]
         with common.naming(f"--backbone {args.backbone}"):
             model = Segmenter(build_config(args, len(classes), backbone))
             load_backbone(model, backbone)

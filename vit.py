@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from attention import FORMS, KINDS, SelfAttention
-from checkpoint import check_config, rebuild
+from common import check_config, rebuild
 
 SIZES = {                                                  # softmax parameters at 224 px
     "nano": dict(embed_dim=64, depth=4, num_heads=2),      # 32 px, patch_size=4: scenes, on a CPU

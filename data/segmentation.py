@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 import data
-from checkpoint import naming
+from common import naming
 from data.images import name_hash, read_bytes
 from segmenter import IGNORE
 

@@ -26,7 +26,7 @@ def load_model(path, device, flag="--ckpt"):
     grow as it is used. given: the flag and the path, for errors.
     """
     best = Path(path, "best.pt")
-    checkpoint = common.read_checkpoint(best if best.exists() else path)
+    checkpoint = common.load(best if best.exists() else path)
     task, seen, vocab = checkpoint.get("task"), [0, 0], None
     given = f"{flag} {path}"
     with common.naming(given):

@@ -21,7 +21,7 @@ def train(flags, change, **marks):
 
     def marked():
         args = get_args()
-        theirs = common.read_checkpoint(args.resume)["args"] if args.resume else marks
+        theirs = common.load(args.resume)["args"] if args.resume else marks
         for name, value in marks.items():
             if theirs.get(name) != value:
                 raise ValueError(f"--resume {args.resume}: trained with {name} {theirs.get(name)}, "

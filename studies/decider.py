@@ -216,7 +216,7 @@ def train_missing(args, path):
         raise ValueError(f"--out {path} holds other rows than those of {args.steps} steps of "
                          f"{args.data}: choose another")
     if kept:
-        common.cut_log(path, math.inf)                          # without a line cut by a kill
+        common.Log(path).cut(math.inf)                          # without a line cut by a kill
     done = {(row["arm"], row["seed"]) for row in rows}
     every = [(arm, seed) for seed in range(args.seeds) for arm in args.arms]
     missing = [pair for pair in every if pair not in done]
@@ -228,7 +228,7 @@ def train_missing(args, path):
         except (ValueError, torch.linalg.LinAlgError) as error:
             tqdm.write(f"seed {seed} {arm} gets no row: {error}")
             continue
-        common.write_log(path, row)
+        common.Log(path).append(row)
         tqdm.write(f"seed {seed} {arm}: {row['top1']:.1f} %, {row['loss']:.3f} nats")
 
 

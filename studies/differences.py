@@ -19,7 +19,7 @@ NONE = 0, np.nan, (np.nan, np.nan), (np.nan, np.nan)       # a difference that i
 
 def current(rows, folders):
     """The rows of these networks as they are: not those from before a run was trained further."""
-    weights = {str(folder): weights_of(common.read_checkpoint(folder)["model"])
+    weights = {str(folder): weights_of(common.load(folder)["model"])
                for folder in folders.values()}
     return [row for row in rows if weights.get(row["checkpoint"]) == row["weights"]]
 

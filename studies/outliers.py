@@ -140,13 +140,13 @@ def patch_rows(folders, args):
     stored = {(row["checkpoint"], row["images"], row.get("weights")): row
               for row in common.read_log(path)}
     for run, folder in tqdm(folders.items(), "corrupted patches", unit="network"):
-        checkpoint = common.read_checkpoint(folder)
+        checkpoint = common.load(folder)
         model = rebuild(checkpoint).eval()
         if images is None:
             images, labels, *_ = probe.load_images(args, checkpoint, model.config)
         nulls, symmetric = {}, folders.get((BASELINE, run[1]))
         if "own" in token_scores(model, images[:1]):
-            baseline = symmetric and common.read_checkpoint(symmetric)
+            baseline = symmetric and common.load(symmetric)
             nulls = null_networks(checkpoint, folder, baseline)
         about = dict(checkpoint=str(folder), images=len(images),
                      weights=weights_of(checkpoint["model"]))
@@ -154,7 +154,7 @@ def patch_rows(folders, args):
         if row is None or not nulls.keys() <= row["auc"]["6 patches noise"].keys():
             right, areas = look(model, images, labels, nulls)
             row = about | dict(auc=areas, right=right)
-            common.write_log(path, row)
+            common.Log(path).append(row)
         rows[run] = row
     return rows
 
@@ -205,7 +205,7 @@ def step_costs(folders, args):
     args.clock, steps = "cpu", {}
     images = torch.rand(64, 3, 32, 32)
     for arm, folder in {arm: folder for (arm, _), folder in folders.items()}.items():
-        model = rebuild(common.read_checkpoint(folder))
+        model = rebuild(common.load(folder))
         steps[arm] = lambda model=model: cost.training_step(model, images)
     times = cost.alternate(args, torch.device("cpu"), steps)
     return {arm: np.median(np.divide(times[arm], times[BASELINE])) for arm in steps}

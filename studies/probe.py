@@ -20,7 +20,7 @@ import data
 from data import prose, text as data_text
 from data.splits import load_test
 from attention import SelfAttention, rpc_attention
-from checkpoint import load_weights
+from weights import load_weights
 from fan import classifier_from_checkpoint
 from kpca import exact_scaling, log_kernel
 from lm import LM, lm_from_checkpoint
@@ -181,7 +181,7 @@ def classifier(checkpoint):
 
 def load_model(path):
     """(model in eval mode, checkpoint dict): of train_cls.py, train_lm.py, DeiT, released code."""
-    checkpoint = common.read_checkpoint(path)
+    checkpoint = common.load(path)
     try:
         if checkpoint.get("task") == "language modelling":
             common.check_run(checkpoint, "it", "train_lm.py", "args", "vocab", "step")

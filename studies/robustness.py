@@ -78,7 +78,7 @@ def finished(folder, arm, seed):
     """Has this run all its epochs? ValueError if the folder holds a run of another arm or seed."""
     if not (folder / "last.pt").exists():
         return False
-    checkpoint = common.read_checkpoint(folder)
+    checkpoint = common.load(folder)
     common.check_run(checkpoint, folder, "train_cls.py", "args", "step")
     trained = checkpoint["args"]
     for name, value in (ARMS[arm] | dict(seed=seed)).items():
@@ -95,7 +95,7 @@ def check_recipe(folders):
     arm_flags = {"n_iter", "lambd", "rpc_layers", "study"}.union(*ARMS.values())
     seen = {}
     for (arm, seed), folder in folders.items():
-        trained = common.read_checkpoint(folder)["args"]
+        trained = common.load(folder)["args"]
         trained["fine-tuned"] = bool(trained.get("init_from"))
         shared = dict.fromkeys(arm_flags, arm) | dict(init_from=seed)   # each seed has a start
         for name in trained.keys() - {*SEED_FLAGS}:

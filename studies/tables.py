@@ -44,7 +44,7 @@ def report(title, device, rows, tables, out=None):
                  hardware=hardware(device), torch=torch.__version__,
                  date=f"{datetime.date.today()}")
     for row in rows if out else ():
-        common.write_log(out, about | row)
+        common.Log(out).append(about | row)
 
 
 def spread(values, form):

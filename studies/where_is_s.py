@@ -237,7 +237,7 @@ def main():
         found = examine(model, images, labels, args.kinds)
         about |= how | dict(weights=weights, network=kind_of(c), seed=checkpoint["args"]["seed"])
         about["values"] = {name: round(x.double().mean().item(), 5) for name, x in found.items()}
-        common.write_log(path, about)
+        common.Log(path).append(about)
         rows.append(about)
 
     groups = over_seeds([row for row in rows if row["run"] in runs])
