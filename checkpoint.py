@@ -152,25 +152,12 @@ def cut_log(path, step):
 
 # --- weights and what they belong to --------------------------------------------------------------
 
-def check_config(config, **known):
-    """ValueError unless settings are known words, rpc_layers are layers, counts 1 or more."""
-    for name, words in known.items():
-        if getattr(config, name) not in words:
-            raise ValueError(f"{name}={getattr(config, name)!r}, expected one of {words}")
-    for name in ("n_iter", "num_heads"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name}={getattr(config, name)}, expected 1 or more")
-    if not set(config.rpc_layers) <= set(range(config.depth)):
-        raise ValueError(f"rpc_layers={config.rpc_layers}, expected layers in "
-                         f"0..{config.depth - 1}")
-
-
 def stored_config(checkpoint, config):
     """A checkpoint's model_config as the dataclass `config`; ValueError if its fields differ."""
     for name in ("model", "model_config"):
         if not isinstance(checkpoint.get(name), dict):
             raise ValueError(f"the checkpoint has no {name}")
-    stored = checkpoint["model_config"]
+    stored = getattr(config, "from_older", dict)(checkpoint["model_config"])
     kinds = {f.name: f.type for f in fields(config)}
     accepted = {float: (float, int), tuple: (tuple, list)}
     wrong = [f"{name} is unknown" for name in stored if name not in kinds]

@@ -15,7 +15,7 @@ import torch.distributed.nn           # once there is a group, it would keep tha
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
-from attention import SelfAttention, rpc_attention
+from attention import PAP, SelfAttention
 from checkpoint import check_run, naming, read_checkpoint, read_run, save_checkpoint  # noqa: F401
 from checkpoint import cut_log, read_log, write_log  # noqa: F401
 from flags import COUNT, NATURAL, REAL, SETTINGS, SHARE, choice, number, parse_layers  # noqa: F401
@@ -320,12 +320,9 @@ def key_statistics(model, forward, inputs):
 
     def look(m, inputs):
         """Before the forward of m, a SelfAttention: its row of the statistics."""
-        q, k, v = m.project(inputs[0])
-        if m.attn.startswith("rpc"):
-            trace = []
-            q = q if m.attn == "rpc_asym" else None
-            rpc_attention(k, v, q=q, **m.rpc, causal=m.causal, trace=trace)
-            shares = [(step["S"] != 0).float().mean().item() for step in trace]
+        _, k, _ = m.project(inputs[0])
+        if m.attn in PAP:
+            shares = [(step["S"] != 0).float().mean().item() for step in m.trace(inputs[0])]
             stats["nonzero_S"][len(stats["mean_abs_key"])] = [round(share, 4) for share in shares]
         stats["mean_abs_key"].append(round(k.abs().mean().item(), 4))
 

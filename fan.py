@@ -90,7 +90,7 @@ class Positions(nn.Module):
         self.token_projection = nn.Conv2d(2 * size, dim, 1)
 
     def forward(self):
-        return self.token_projection(self.code).flatten(2).mT
+        return self.token_projection(self.code).flatten(2).transpose(1, 2)
 
 
 def split(x, num_heads):
@@ -128,7 +128,7 @@ class ConvMlp(Mlp):
 
     def forward(self, z):
         u, side = self.fc1(z), math.isqrt(z.shape[1])
-        near = self.dwconv(u.mT.unflatten(2, (side, side))).flatten(2).mT
+        near = self.dwconv(u.transpose(1, 2).unflatten(2, (side, side))).flatten(2).transpose(1, 2)
         return self.fc2(u + self.gamma * near)
 
 
@@ -146,7 +146,7 @@ class ChannelGate(nn.Module):
     def forward(self, z):
         q = split(self.q(z), self.num_heads).softmax(2)                     # over tokens
         k = split(z, self.num_heads).softmax(2).mean(3, keepdim=True)       # (B, H, N, 1)
-        gate = (q.mT @ k).sigmoid() * self.temperature                      # (B, H, D, 1)
+        gate = (q.transpose(2, 3) @ k).sigmoid() * self.temperature                      # (B, H, D, 1)
         return self.norm_v(self.mlp_v(z)) * gate.flatten(1)[:, None]
 
 

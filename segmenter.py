@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from checkpoint import (check_config, foreign_settings, load_weights, rebuild, resize_pos_embed,
-                        stored_config)
+from attention import one_of
+from checkpoint import foreign_settings, load_weights, rebuild, resize_pos_embed, stored_config
 from vit import RPC_KINDS, Block, ViT, ViTConfig
 
 IGNORE = 255                          # label of pixels that do not count
@@ -64,7 +64,8 @@ class SegmenterConfig:
         own = "symmetric" if plain == "symmetric" else "softmax"
         self.decoder_attn = self.decoder_attn or own
         self.decoder_heads = self.decoder_heads or max(1, self.embed_dim // 64)
-        check_config(self, decoder=("mask", "linear"), decoder_attn=("softmax", "symmetric"))
+        one_of("decoder", self.decoder, ("mask", "linear"))
+        one_of("decoder_attn", self.decoder_attn, ("softmax", "symmetric"))
         if not 2 <= self.num_classes <= IGNORE:
             raise ValueError(f"num_classes={self.num_classes}, expected 2 to {IGNORE}; label "
                              f"{IGNORE} is ignored")
@@ -110,7 +111,7 @@ class MaskDecoder(nn.Module):
         x = self.decoder_norm(x)
         p, c = x[:, :n] @ self.proj_patch, x[:, n:] @ self.proj_classes
         p, c = p / p.norm(dim=-1, keepdim=True), c / c.norm(dim=-1, keepdim=True)
-        return self.mask_norm(p @ c.mT)                                         # over the K classes
+        return self.mask_norm(p @ c.transpose(1, 2))                            # over the K classes
 
 
 class Segmenter(nn.Module):
@@ -147,7 +148,7 @@ class Segmenter(nn.Module):
             pos_embed = resize_pos_embed(pos_embed, grid, "bilinear")
         x = encoder.encode(encoder.tokens(x, pos_embed))            # (B, N, C)
         x = self.decoder(x[:, 1:])                                  # (B, N - 1, K): no class token
-        x = x.mT.contiguous().unflatten(2, grid)                    # classes first: a cheaper loss
+        x = x.transpose(1, 2).contiguous().unflatten(2, grid)       # classes first: a cheaper loss
         return x.to(torch.promote_types(x.dtype, torch.float32))
 
     def forward(self, images):

@@ -38,7 +38,7 @@ from lm import LM, SIZES, LMConfig, lm_from_checkpoint
 
 # What --data selects; flags and --set win.
 RECIPES = {
-    "any": dict(attn="rpc", n_iter=4, lambd=4.0, form="released", mu="running", norm="post",
+    "any": dict(attn="rpc", n_iter=4, lambd=4.0, form="released", mu_over="seen", norm="post",
                 cutoffs="none", dropout=0.1, clip=0.25, log_every=20, save_every=0),
     # 2 minutes on 2 CPU cores
     "pydoc": dict(model="mini", rpc_layers="0", steps=1000, batch_size=16, lr=2e-3, warmup=100,
@@ -60,8 +60,8 @@ SETTINGS = dict(
     eval_every=(COUNT, "steps between evaluations; each ends in a checkpoint"),
     **common.SETTINGS)
 # What --resume refuses to change: it would be another run.
-FIXED = ("data", "model", "context", "attn", "rpc_layers", "n_iter", "lambd", "form", "mu", "norm",
-         "dropout", "cutoffs", "steps", "batch_size", "seed")
+FIXED = ("data", "model", "context", "attn", "rpc_layers", "n_iter", "lambd", "form", "mu_over",
+         "norm", "dropout", "cutoffs", "steps", "batch_size", "seed")
 
 
 def get_args():
@@ -77,7 +77,7 @@ def get_args():
     flag("--model", choices=SIZES, help="width, depth, heads, feed-forward and context")
     flag("--context", type=COUNT, help="tokens in a window; default: the model's")
     common.add_attention(flag, ["softmax", "symmetric", "rpc"])
-    flag("--mu", choices=["running", "token", "global"], help="mean|k| over "
+    flag("--mu_over", choices=["seen", "token", "all"], help="mean|k| over "
          "tokens <= t, t alone, or the window as printed: that lets the future leak, to compare")
 
     flag = p.add_argument_group("training").add_argument
@@ -117,7 +117,7 @@ def build_config(args, vocab_size):
                          f"20000,40000,200000") from None
     layers = common.parse_layers(args.rpc_layers, size["depth"])
     return LMConfig(vocab_size, **size, attn=args.attn, rpc_layers=layers, n_iter=args.n_iter,
-                    lambd=args.lambd, form=args.form, mu=args.mu, norm=args.norm,
+                    lambd=args.lambd, form=args.form, mu_over=args.mu_over, norm=args.norm,
                     dropout=args.dropout, cutoffs=cutoffs)
 
 
@@ -231,7 +231,7 @@ def print_sample(args):
         model = lm_from_checkpoint(checkpoint).to(device)
         vocab = data_text.stored_vocabulary(checkpoint)
         if model.config.reads_the_future:
-            raise ValueError("trained with --mu global, which reads the words to come")
+            raise ValueError("trained with --mu_over all, which reads the words to come")
     if rank == 0:
         print(sample(model, vocab, args, device))
 
