@@ -409,7 +409,9 @@ def load(path):
         read = torch.hub.load_state_dict_from_url
     else:
         path = Path(path, "last.pt") if Path(path).is_dir() else Path(path)
-        open(path, "rb").close()            # a file that is not there or not to be read says so
+        if not path.exists():
+            raise FileNotFoundError(f"no checkpoint at {path}")
+        open(path, "rb").close()                        # a file that may not be read says so itself
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):     # the released code's args
             checkpoint = read(path, map_location="cpu", weights_only=True)
