@@ -30,13 +30,15 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 import common
-import data
+from data.files import Split, image_batches
+from data.images import find_photos
+from data.rng import epoch_order
 import fan
 import vit
 from checkpoint import load_strictly, load_weights
 from common import COUNT, NATURAL, REAL, SHARE
 from data.augment import augment_uint8, mixup_cutmix, send, to_float
-from data.splits import load_data, split_name
+from data.images import load_data, split_name
 from fan import FAN, FANConfig
 from vit import RPC_KINDS, ViT, ViTConfig
 
@@ -146,7 +148,7 @@ def choose_for_folder(args):
     """Fill what the recipe of a folder leaves open, from how many images it holds and how large."""
     if not args.data_dir:
         raise ValueError("--data folder needs --data_dir")
-    photos = data.find_photos(args.data_dir)
+    photos = find_photos(args.data_dir)
     if not photos.val and not args.holdout:
         args.holdout = round(len(photos.train) / 5)                 # without a val folder: a fifth
     chosen = photos.recipe(len(photos.train) - args.holdout)
@@ -170,7 +172,7 @@ def micro_batches(args, n, start, total, rank, world):
     for step in range(start, total):
         epoch, i = divmod(step, epoch_steps)
         if i == 0 or step == start:
-            order = data.epoch_order(n, epoch, args.seed, args.repeats)
+            order = epoch_order(n, epoch, args.seed, args.repeats)
         batch = order[i * args.batch_size:(i + 1) * args.batch_size]
         batch = torch.cat([batch[r::args.repeats] for r in range(args.repeats)])
         for micro in range(rank * args.accum, (rank + 1) * args.accum):
@@ -183,7 +185,7 @@ def load_batches(source, keys, args, device, transform=None):
 
     transform(images, positions): on the device or, where that is the CPU, in the worker processes.
     """
-    if isinstance(source, data.Split):
+    if isinstance(source, Split):
         for index, position in keys:
             index = send(index, device)
             images, labels = source.images[index], source.labels[index]
@@ -191,7 +193,7 @@ def load_batches(source, keys, args, device, transform=None):
         return
     in_worker, on_device = (transform, None) if device.type == "cpu" else (None, transform)
     keys = (list(zip(position.tolist(), index.tolist())) for index, position in keys)
-    batches = data.imagenet_batches(source, keys, args.num_workers, device, transform=in_worker)
+    batches = image_batches(source, keys, args.num_workers, device, transform=in_worker)
     for images, labels, position in batches:
         images, labels = (x.to(device, non_blocking=True) for x in (images, labels))
         yield (on_device(images, position) if on_device else images), labels, position
