@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 import common
-import data
+from data.images import ImageTree
 from robust import attacks, checks, corruptions, measures, metrics, pictures, score
 from robust.measures import FOLDERS
 from robust.sources import CLS, LM, SEG, load_model, load_source
@@ -236,7 +236,7 @@ def open_folder(name, source, size, args):
     """The images of --imagenet_a, -r or -o, labelled as the classes of source."""
     root, folder = os.path.split(os.path.abspath(getattr(args, name)))
     try:
-        return data.ImageTree(root, folder, source.classes, size, subset=True)
+        return ImageTree(root, folder, source.classes, size, subset=True)
     except (ValueError, OSError) as e:
         raise ValueError(str(e).replace("--data_dir", f"--{name}")) from None
 

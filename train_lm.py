@@ -32,7 +32,7 @@ import common
 from checkpoint import load_strictly
 from common import COUNT, NATURAL, REAL, SHARE
 from data import text as data_text
-from data.prose import text_folder
+from data.text import text_folder
 from data.text import EOS, perplexity, sliding_nll
 from lm import LM, SIZES, LMConfig, lm_from_checkpoint
 

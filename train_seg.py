@@ -28,10 +28,11 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import common
-import data
+from data.files import image_batches
+from data.rng import epoch_order
 from common import COUNT, NATURAL, REAL, SHARE
 from data.segmentation import folder_recipe, load_folder, load_split, save_pictures
-from data.views import TrainingViews, finish_views
+from data.segmentation import TrainingViews, finish_views
 from robust.iou import evaluate, predictions
 from segmenter import (IGNORE, Segmenter, SegmenterConfig, backbone_settings, config_from_backbone,
                        load_backbone, segmenter_from_checkpoint)
@@ -160,7 +161,7 @@ def batch_keys(args, n, start, stop, rank, world):
     for step in range(start, stop):
         epoch, i = divmod(step, epoch_steps)
         if i == 0 or step == start:
-            order = data.epoch_order(n, epoch, args.seed).tolist()
+            order = epoch_order(n, epoch, args.seed).tolist()
         first = i * args.batch_size
         keys = list(enumerate(order[first:first + args.batch_size], epoch * n + first))
         yield keys[rank::world] or keys[:1]
@@ -170,7 +171,7 @@ def load_batches(views, args, mean, start, stop, rank, world):
     """Per step: images (b, 3, S, S) float in [0, 1] and labels (b, S, S) int64 on mean's device."""
     n, device = len(views.source), mean.device
     keys = batch_keys(args, n, start, stop, rank, world)
-    loader = data.imagenet_batches(views, keys, args.num_workers, device)
+    loader = image_batches(views, keys, args.num_workers, device)
     for images, labels, (position, height, width) in loader:
         images, labels = (t.to(device, non_blocking=True) for t in (images, labels))
         if position[0] % n % args.batch_size != rank:               # a short batch, not for us

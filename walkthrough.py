@@ -27,7 +27,7 @@ from torchvision.transforms.v2.functional import center_crop, resize
 import common
 import kpca
 from attention import FORMS
-from data.images import decode, read_bytes
+from data.files import decode, read_bytes
 from data.segmentation import Scenes, palette
 from data.shapes import SHAPES, load_shapes
 from robust.adaptive import rewired

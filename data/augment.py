@@ -15,7 +15,6 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torchvision.transforms.v2 import functional as T
 
 from data.rng import normal, uniform
 
@@ -134,6 +133,14 @@ def rotate(images, degrees):
     return warp(images, cos * x - sin * y - x, sin * x + cos * y - y)
 
 
+def torchvisions(name):
+    """An operation of torchvision, which is imported when it is used: it costs as much as torch."""
+    def op(images, _):
+        from torchvision.transforms.v2 import functional
+        return getattr(functional, name)(images)
+    return op
+
+
 def signed(most):
     return lambda x, sign: sign * most * x
 
@@ -143,8 +150,8 @@ def enhance_factor(x, sign):
 
 
 OPS = {  # name in timm: (operation, its argument from x = level / 10 in [0, 1] and sign = +-1)
-    "AutoContrast": (lambda images, _: T.autocontrast(images), signed(0)),
-    "Equalize": (lambda images, _: T.equalize(images), signed(0)),
+    "AutoContrast": (torchvisions("autocontrast"), signed(0)),
+    "Equalize": (torchvisions("equalize"), signed(0)),
     "Invert": (lambda images, _: 255 - images, signed(0)),
     "Rotate": (rotate, signed(30)),
     "PosterizeIncreasing": (lambda images, bits: images & (256 - 2 ** (8 - bits.int())).byte(),

@@ -10,85 +10,23 @@ import io
 import math
 import os
 import tarfile
-import zlib
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset, default_collate
+import torch.distributed as dist
+from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from data.rng import uniform
+from data.files import IMAGE_EXTENSIONS, Split, decode, name_hash, read_bytes
+from data.rng import epoch_order, uniform
+from data.shapes import load_shapes
 
 CROP = 12                                    # what a random number is for: the last part of its key
-IMAGE_EXTENSIONS = (".jpeg", ".jpg", ".png", ".webp")
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship",
                    "truck"]
-
-
-class Split(NamedTuple):
-    images: torch.Tensor                     # (N, 3, H, W) uint8
-    labels: torch.Tensor                     # (N,) int64
-    classes: list                            # class names, str; labels index it
-    masks: torch.Tensor | None = None     # shapes: (N, H, W) uint8, 0: none, k + 1: class k
-
-
-def epoch_order(n, epoch, seed, repeats=1):
-    """The sample indices of one epoch, (n,) int64: a permutation of 0..n-1 keyed by (seed, epoch).
-
-    repeats > 1 is DeiT's repeated augmentation: an epoch sees n / repeats images, each `repeats`
-    times. The copies are neighbours here; who mixes neighbours has to spread them first.
-    """
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2 ** 63)
-    return torch.randperm(n, generator=generator).repeat_interleave(repeats)[:n]
-
-
-def save_grid(path, images, columns=8, zoom=1):
-    """Write images (N, 3, H, W), uint8 or float in [0, 1], as one PNG, each pixel `zoom` wide."""
-    from torchvision.utils import make_grid, save_image
-    images = images.cpu() / 255 if images.dtype == torch.uint8 else images.cpu()
-    images = images.repeat_interleave(zoom, 2).repeat_interleave(zoom, 3)
-    save_image(make_grid(images, nrow=columns, padding=2, pad_value=1.0), path)
-
-
-# --- files ----------------------------------------------------------------------------------------
-
-def read_bytes(path):
-    """What is in a file, (n,) uint8. A pipe is refused: reading one would wait for ever."""
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"{path} is not a file")
-    return np.fromfile(path, np.uint8)
-
-
-def decode_with_pil(data):
-    image = Image.open(io.BytesIO(data))
-    if image.mode.startswith("I"):           # 16 bit grey, which convert() would clip at 255
-        image = Image.fromarray((np.array(image) / 257).round().astype(np.uint8))
-    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
-
-
-def decode(data, name):
-    """Bytes of a JPEG, PNG or WebP file of any colours, uint8 (n,) -> (3, H, W) uint8 RGB.
-
-    Raises ValueError, one line with the file's name, for broken, truncated or foreign files.
-    torchvision's decoder gives the same pixels as PIL in less time, and refuses what PIL refuses.
-    """
-    try:
-        try:
-            from torchvision.io import ImageReadMode, decode_image
-            image = decode_image(torch.from_numpy(data), ImageReadMode.RGB)
-        except ImportError:                  # later torchvisions may have none; PIL: 1.3 x the time
-            image = decode_with_pil(data)
-    except (RuntimeError, OSError) as error:
-        raise ValueError(f"cannot decode {name}: {str(error).splitlines()[0]}") from None
-    if image.ndim == 4:                      # an animated GIF by another name: its first frame
-        image = image[0]
-    if image.dtype == torch.uint8:
-        return image
-    return (image.int() / 257).round().to(torch.uint8)              # 16 bit: 65535 -> 255
 
 
 def scan_folders(root):
@@ -283,11 +221,6 @@ def decode_all(files, classes, size):
     return Split(images, torch.tensor(labels, dtype=torch.int64), list(classes))
 
 
-def name_hash(name):
-    """What decides which files are held out: a file that comes or goes leaves the others there."""
-    return zlib.crc32(os.fsencode(name))
-
-
 def hold_out(split, n, order=None):
     """(the rest, n images held out of it): the first in `order`; by default a fixed random one."""
     if not 0 < n < len(split.labels):
@@ -415,23 +348,76 @@ class ImageTree(Dataset):
         raise ValueError(f"--data_dir {self.folder}: none of the {len(self)} images can be read")
 
 
-def collate(transform, samples):
-    """[(image, label, position)] -> batch; transform(images, positions) runs here, in a worker."""
-    images, labels, positions = default_collate(samples)
-    if transform:
-        images = transform(images, positions)
-    return images, labels, positions
+# --- what a run is trained and evaluated on -------------------------------------------------------
+
+def load_data(args, device, rank=0):
+    """(training set, evaluation set), Splits on the device or ImageTrees; prints what was found."""
+    if args.data in ("cifar10", "imagenet") and not args.data_dir:
+        raise ValueError(f"--data {args.data} needs --data_dir")
+    if args.data == "imagenet" and args.holdout:
+        raise ValueError("--holdout does not go with --data imagenet: make a val folder instead")
+    bad = ""
+    if args.data == "imagenet":
+        how = dict(size=args.image_size, seed=args.seed, skip_bad_images=args.skip_bad_images)
+        train = ImageTree(args.data_dir, "train", train=True, **how)
+        test = ImageTree(args.data_dir, "val", classes=train.classes, **how)
+    elif args.data == "folder":
+        photos = find_photos(args.data_dir)
+        train, test, count = load_photos(photos, args.image_size, args.holdout)
+        bad = f", {count} unreadable files"
+    elif args.data == "cifar10":
+        if args.download and rank == 0:
+            load_cifar10(args.data_dir, "train", download=True)
+        if dist.is_initialized():
+            dist.barrier()                                          # the others wait for it
+        train, test = (load_cifar10(args.data_dir, split) for split in ("train", "test"))
+        if args.image_size != 32:
+            raise ValueError(f"--image_size {args.image_size}: CIFAR-10 images have 32 pixels")
+    else:
+        sizes = dict(train=args.num_images, test=max(args.num_images // 5, 1))
+        train, test = (load_shapes(split, n, args.image_size, device=device)
+                       for split, n in sizes.items())
+
+    if args.holdout and args.data != "folder":
+        train, test = hold_out(train, args.holdout)
+    if args.data != "imagenet":
+        train, test = (Split(split.images.to(device), split.labels.to(device), split.classes)
+                       for split in (train, test))
+    if rank == 0:
+        missing = set(range(len(train.classes))) - set(train.labels.tolist())
+        for label in sorted(missing) if args.data == "folder" else ():
+            print(f"warning: no image of the class {train.classes[label]} is left to train on, all "
+                  f"are held out (--holdout)")
+        print(f"{args.data}: {len(train.labels)} training, {len(test.labels)} {split_name(args)} "
+              f"images, {len(train.classes)} classes{bad}", flush=True)
+    return train, test
 
 
-def imagenet_batches(tree, batches, num_workers=4, device="cpu", transform=None):
-    """DataLoader over an ImageTree: images (B, 3, size, size) uint8, labels, positions (B,) int64.
+def split_name(args):
+    """Of what a run is evaluated on."""
+    if args.holdout:
+        return "held-out"
+    return "val" if args.data in ("folder", "imagenet") else "test"
 
-    batches: iterable of lists of (position, index). transform: applied to (images, positions) of a
-    batch in the worker; leave it out if a GPU can do that. Workers run torch with one thread each
-    (DataLoader's own rule); num_workers=0 loads in this process.
+
+def load_test(args, trained, size, classes):
+    """What an evaluation looks at: a Split on args.device or an ImageTree, images of `size` pixels.
+
+    args: its data and data_dir. trained: the flags of the run, as a dict. classes: ImageNet's.
     """
-    return DataLoader(tree, batch_sampler=batches, num_workers=num_workers,
-                      prefetch_factor=4 if num_workers else None,
-                      pin_memory=torch.device(device).type == "cuda",
-                      collate_fn=partial(collate, transform))
-
+    if args.data == "shapes":
+        few = max(trained.get("num_images", 16000) // 5, 1)
+        return load_shapes("test", few, size, device=args.device)
+    if not args.data_dir:
+        raise ValueError(f"--data {args.data} needs --data_dir")
+    if args.data == "imagenet":
+        return ImageTree(args.data_dir, "val", classes=classes, size=size)
+    if args.data == "cifar10":
+        source = load_cifar10(args.data_dir, "test")
+    else:
+        photos, holdout = find_photos(args.data_dir), trained.get("holdout", 0)
+        if holdout >= len(photos.train):
+            raise ValueError(f"--data_dir {args.data_dir} has {len(photos.train)} images, but "
+                             f"{holdout} are to be those that training held out")
+        source = load_photos(photos, size, holdout)[1]
+    return Split(source.images.to(args.device), source.labels.to(args.device), source.classes)

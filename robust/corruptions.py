@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from data.rng import normal, uniform
-from data import decode
+from data.files import decode
 from robust.filters import (disk, displace, enlarge, gaussian_blur, motion, pixel_grid, quantise,
                             sample, shrink)
 from robust.severities import CONSTANTS

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-import data
+from data.files import save_grid
 from data.segmentation import save_pictures
 from robust import corruptions, iou, measures, score
 
@@ -18,7 +18,7 @@ def save_classified(models, source, todo, args):
     grid = [corruptions.corrupt(images[:1], name, severity, seed=args.seed, index=index[:1],
                                 frost_dir=args.frost_dir)
             for name in corruptions.NAMES for severity in (1, 2, 3, 4, 5)]
-    data.save_grid(Path(args.out_dir, "corruptions.png"), torch.cat(grid), columns=5, zoom=zoom)
+    save_grid(Path(args.out_dir, "corruptions.png"), torch.cat(grid), columns=5, zoom=zoom)
 
     x = images.float() / 255
     asked = [one for one in todo if one[0] == "pgd"]
@@ -29,7 +29,7 @@ def save_classified(models, source, todo, args):
                                   seed=args.seed, batch_size=args.batch_size)
         bound = (adv - x).abs().amax().clamp(min=1e-6)
         rows = torch.cat([x, adv.clamp(0, 1), 0.5 + (adv - x) / (2 * bound)])
-        data.save_grid(Path(args.out_dir, f"attacks_{i}.png"), rows, columns=len(x), zoom=zoom)
+        save_grid(Path(args.out_dir, f"attacks_{i}.png"), rows, columns=len(x), zoom=zoom)
 
 
 def save_segmented(models, source, todo, args):

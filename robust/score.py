@@ -16,7 +16,9 @@ import torch
 from tqdm import tqdm
 
 import common
-import data
+from data.files import Split, image_batches
+from data.images import ImageTree
+from data.rng import epoch_order
 from robust import attacks, corruptions, iou, metrics, words
 from robust.measures import ATTACKS, FOLDERS, SCENES, SLOW
 from robust.tables import show
@@ -44,7 +46,7 @@ def pick(n, limit, seed):
     """(limit,) int64: numbers of a random subset of n images, part of that of any larger limit."""
     if limit and limit > n:
         raise ValueError(f"--limit {limit}: there are only {n} images")
-    return data.epoch_order(n, 0, seed)[:limit or n]
+    return epoch_order(n, 0, seed)[:limit or n]
 
 
 def batches(source, index, args, label=""):
@@ -55,12 +57,12 @@ def batches(source, index, args, label=""):
     share = torch.arange(len(index))[args.rank::args.world]
     places = [p for p in share.split(args.batch_size) if len(p)]
     parts = [index[p] for p in places]
-    if isinstance(source, data.Split):
+    if isinstance(source, Split):
         parts = (part.to(args.device) for part in parts)
         loaded = ((source.images[part], source.labels[part], part) for part in parts)
     else:
         keys = [[(i, i) for i in part.tolist()] for part in parts]
-        loaded = data.imagenet_batches(source, keys, args.num_workers, args.device)
+        loaded = image_batches(source, keys, args.num_workers, args.device)
     bar = tqdm(total=len(share), desc=label, unit="image", leave=False, disable=args.rank > 0)
     with bar:
         for (images, labels, numbers), place in zip(loaded, places):
@@ -159,10 +161,10 @@ def released(args, source, size, name, severity):
         images, labels = (torch.from_numpy(np.load(file, mmap_mode="r")[part].copy())
                           for file in (array, array.with_name("labels.npy")))
         images = images.permute(0, 3, 1, 2).to(args.device)
-        found = data.Split(images, labels.long().to(args.device), source.classes)
+        found = Split(images, labels.long().to(args.device), source.classes)
     else:
         folder = Path(args.corrupted_dir, name)
-        found = data.ImageTree(folder, str(severity), source.classes, size, crop_pct=1.0)
+        found = ImageTree(folder, str(severity), source.classes, size, crop_pct=1.0)
     if len(found.labels) != len(source.labels):
         raise ValueError(f"--corrupted_dir {args.corrupted_dir}: {name}, severity {severity} has "
                          f"{len(found.labels)} images, the test split {len(source.labels)}")
@@ -180,7 +182,7 @@ def corruption_rows(models, source, index, setting, args):
         size = models[0]["model"].config.image_size
         parts = ((released(args, source, size, name, s), [unchanged]) for s in severities)
     else:
-        if isinstance(source, data.ImageTree):
+        if isinstance(source, ImageTree):
             source = copy.copy(source)
             source.resample = "bilinear"
         parts = [(source, [partial(corrupted, setting=setting, severity=severity, args=args)

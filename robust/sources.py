@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 
 import common
-from data.prose import text_folder
+from data.text import text_folder
 from data.segmentation import load_split
-from data.splits import load_test
+from data.images import load_test
 from data.text import stored_vocabulary
 from fan import classifier_from_checkpoint
 from lm import lm_from_checkpoint

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-import data  # noqa: E402
+from data import files, images as data  # noqa: E402
 from data import images as data_images, shapes  # noqa: E402
 from data.rng import uniform  # noqa: E402
 
@@ -48,43 +48,43 @@ def tree_dir(tmp_path):
 
 def test_a_scene_depends_on_seed_and_index_not_on_its_batch():
     index = torch.arange(40)
-    images, labels, masks = data.render_scenes(index, 32, seed=3)
+    images, labels, masks = shapes.render_scenes(index, 32, seed=3)
     order = torch.randperm(40)
     for part in (order[:1], order[1:8], order[8:]):
-        for whole, piece in zip((images, labels, masks), data.render_scenes(index[part], 32, seed=3)):
+        for whole, piece in zip((images, labels, masks), shapes.render_scenes(index[part], 32, seed=3)):
             assert torch.equal(whole[part], piece)
-    assert not torch.equal(images, data.render_scenes(index, 32, seed=4)[0])
+    assert not torch.equal(images, shapes.render_scenes(index, 32, seed=4)[0])
 
 
 def test_the_splits_are_disjoint_and_chunks_do_not_show():
-    train, test = data.load_shapes("train", 600), data.load_shapes("test", 600)
+    train, test = shapes.load_shapes("train", 600), shapes.load_shapes("test", 600)
     seen = {image.numpy().tobytes() for image in train.images}
     assert len(seen) == 600 and not seen & {image.numpy().tobytes() for image in test.images}
-    assert torch.equal(train.images, data.render_scenes(torch.arange(600))[0])
+    assert torch.equal(train.images, shapes.render_scenes(torch.arange(600))[0])
     assert train.labels.dtype == torch.int64 and train.classes == sorted(train.classes) and len(train.classes) == 10
 
 
 def test_every_value_of_a_scene_has_noise_of_its_own(monkeypatch):
     index = torch.arange(8)
-    noisy = data.render_scenes(index)[0].float()
+    noisy = shapes.render_scenes(index)[0].float()
 
     def no_noise(index, n, seed, purpose):
         u = uniform(index, n, seed, purpose)
         return u.fill_(0.5) if purpose == shapes.NOISE else u
     monkeypatch.setattr(shapes, "uniform", no_noise)
-    noise = (noisy - data.render_scenes(index)[0].float()).transpose(0, 1).flatten(1)
+    noise = (noisy - shapes.render_scenes(index)[0].float()).transpose(0, 1).flatten(1)
     assert (torch.corrcoef(noise) - torch.eye(3)).abs().max() < 0.2 and noise.std() > 1
 
 
 def test_an_unknown_split_is_named():
     with pytest.raises(ValueError, match="'valid', expected 'train' or 'test'"):
-        data.load_shapes("valid", 10)
+        shapes.load_shapes("valid", 10)
 
 
 @pytest.fixture(scope="module")
 def scenes():
     """3000 training and 1000 test scenes; nothing may change them."""
-    return data.load_shapes("train", 3000), data.load_shapes("test", 1000)
+    return shapes.load_shapes("train", 3000), shapes.load_shapes("test", 1000)
 
 
 def test_labels_are_about_balanced(scenes):
@@ -93,7 +93,7 @@ def test_labels_are_about_balanced(scenes):
 
 
 def test_the_mask_shows_the_label_largest_and_other_classes_too():
-    split = data.load_shapes("test", 500, size=48)
+    split = shapes.load_shapes("test", 500, size=48)
     area = torch.stack([(split.masks == k + 1).sum((1, 2)) for k in range(10)], 1)                  # (500, 10)
     assert torch.equal(area.argmax(1), split.labels)
     assert area.gather(1, split.labels[:, None]).min() > 150
@@ -102,10 +102,10 @@ def test_the_mask_shows_the_label_largest_and_other_classes_too():
 
 @pytest.mark.parametrize("size", [32, 33, 128, 512])
 def test_every_size_renders_the_same_scene(size):
-    images, labels, masks = data.render_scenes(torch.arange(2), size)
+    images, labels, masks = shapes.render_scenes(torch.arange(2), size)
     assert images.shape == (2, 3, size, size) and masks.shape == (2, size, size)
     assert images.dtype == masks.dtype == torch.uint8
-    small, small_labels, _ = data.render_scenes(torch.arange(2), 32)
+    small, small_labels, _ = shapes.render_scenes(torch.arange(2), 32)
     assert torch.equal(labels, small_labels)
     shrunk = torch.nn.functional.interpolate(images.float(), (32, 32), mode="area")
     assert (shrunk - small.float()).abs().mean() < 10
@@ -113,7 +113,7 @@ def test_every_size_renders_the_same_scene(size):
 
 def test_distances_are_negative_inside_and_grow_at_slope_one_at_the_edge():
     x = torch.linspace(-1.2, 1.2, 400, dtype=torch.float64).expand(400, 400)
-    for name, shape in data.SHAPES.items():
+    for name, shape in shapes.SHAPES.items():
         d = shape(x, x.T)
         area = (d < 0).double().mean() * 2.4 ** 2
         assert 0.9 < area < 2.6, name
@@ -125,7 +125,7 @@ def test_distances_are_negative_inside_and_grow_at_slope_one_at_the_edge():
 def test_colours_have_the_luminance_asked_for_and_stay_in_range():
     torch.manual_seed(0)
     hue, saturation, luminance = torch.rand(3, 2000)
-    rgb = data.colour(hue, saturation, luminance)[:, :, 0, 0]
+    rgb = shapes.colour(hue, saturation, luminance)[:, :, 0, 0]
     assert rgb.min() > -1e-5 and rgb.max() < 1 + 1e-5
     torch.testing.assert_close(rgb @ torch.tensor([0.3, 0.59, 0.11]), luminance, atol=1e-5, rtol=0)
 
@@ -381,7 +381,7 @@ def test_crops_depend_on_the_position_not_on_worker_or_batch(tree_dir):
     keys = [(100 + i, i % len(tree)) for i in range(24)]
     one = [tree[key] for key in keys]
     for size, workers in ((4, 0), (6, 2)):
-        loader = data.imagenet_batches(tree, [keys[i:i + size] for i in range(0, 24, size)], num_workers=workers)
+        loader = files.image_batches(tree, [keys[i:i + size] for i in range(0, 24, size)], num_workers=workers)
         images, labels, positions = (torch.cat(t) for t in zip(*loader))
         assert images.dtype == torch.uint8 and labels.dtype == positions.dtype == torch.int64
         assert torch.equal(images, torch.stack([image for image, _, _ in one]))
@@ -520,6 +520,6 @@ def test_repeated_augmentation_shows_a_third_of_the_images_three_times():
 def test_a_grid_keeps_the_pixels(tmp_path):
     images = torch.randint(0, 256, (5, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     for batch in (images, images / 255):
-        data.save_grid(tmp_path / "grid.png", batch, columns=3, zoom=2)
+        files.save_grid(tmp_path / "grid.png", batch, columns=3, zoom=2)
         grid = tensor(Image.open(tmp_path / "grid.png"))
         assert grid.shape == (3, 2 + 2 * 18, 2 + 3 * 18) and torch.equal(grid[:, 2:18:2, 20:36:2], images[1])

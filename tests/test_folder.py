@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 import common
-import data
+from data import images as data
 import eval_robust
 import train_cls
 from data.images import name_hash

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-import data
-from data import segmentation, views
+from data import images as data, files
+from data import segmentation, segmentation as views
 from data.rng import uniform
 from conftest import SHARED
 from data.segmentation import Scenes, SegTree
-from data.views import TrainingViews, distort, finish_views, training_view
+from data.segmentation import TrainingViews, distort, finish_views, training_view
 from segmenter import SegmenterConfig, resized
 
 SIZES = [(40, 60), (60, 40), (33, 70), (48, 48), (90, 50), (64, 41)]                 # height, width of the images below
@@ -198,7 +198,7 @@ def stream(root, num_workers, batch, distorted=True):
     keys = [(p, p % 6) for p in range(24)]
     lists = [keys[i:i + batch] for i in range(0, 24, batch)]
     out = [(finish_views(images, h, w, position, 5, torch.full((3, 1, 1), 0.5), distorted), labels)
-           for images, labels, (position, h, w) in data.imagenet_batches(samples, lists, num_workers)]
+           for images, labels, (position, h, w) in files.image_batches(samples, lists, num_workers)]
     return [torch.cat(t) for t in zip(*out)]
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from data import prose, text as data_text
+from data import text as data_text, text as prose
 import peers
 from robust.words import word_swap
 from conftest import ROOT, SHARED
