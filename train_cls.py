@@ -167,11 +167,11 @@ def choose_for_folder(args):
 # --- data -----------------------------------------------------------------------------------------
 
 def micro_batches(args, n, start, total, rank, world):
-    """Deal out (index, position) of every micro-batch of this process, from step `start`; (b,) int64 each.
+    """Deal out (index, position), (b,) int64 each, of every micro-batch of this process.
 
-    position numbers the samples of the whole run. A process takes a contiguous slice of the global
-    batch, so neighbours, which are mixed with each other, stay together; copies of an image
-    (repeats) are spread before.
+    start, total: steps. position numbers the samples of the whole run. A process takes a contiguous
+    slice of the global batch, so neighbours, which are mixed with each other, stay together; copies
+    of an image (repeats) are spread before.
     """
     b, epoch_steps = args.batch_size // (world * args.accum), n // args.batch_size
     for step in range(start, total):
@@ -186,7 +186,7 @@ def micro_batches(args, n, start, total, rank, world):
 
 
 def load_batches(source, keys, args, device, transform=None):
-    """Load, for (index, position) keys, images (b, 3, S, S) uint8, labels (b,), on the device; positions.
+    """Load images (b, 3, S, S) uint8 and labels (b,), on the device, of (index, position) keys.
 
     transform(images, positions): on the device or, where that is the CPU, in the worker processes.
     """
@@ -205,7 +205,7 @@ def load_batches(source, keys, args, device, transform=None):
 
 
 def train_batches(source, args, start, total, device, rank, world):
-    """Make augmented images (b, 3, S, S) float and targets (b, K), a distribution each, to train on."""
+    """Augment images: (b, 3, S, S) float, and targets (b, K), a distribution each."""
     transform = partial(augment_uint8, seed=args.seed, pad=args.pad, num_ops=args.num_ops)
     keys = micro_batches(args, len(source.labels), start, total, rank, world)
     for images, labels, position in load_batches(source, keys, args, device, transform):
@@ -220,7 +220,7 @@ def train_batches(source, args, start, total, device, rank, world):
 
 @torch.no_grad()
 def evaluate(model, source, args, device, rank, world):
-    """Measure top-1, top-5 accuracy in per cent and loss on a whole split; every image counts once."""
+    """Measure top-1, top-5 accuracy in per cent and loss; every image counts once."""
     model.eval()
     share = torch.arange(rank, len(source.labels), world)
     parts = [part for part in share.split(256) if len(part)]        # more processes than images
