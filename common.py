@@ -22,7 +22,7 @@ import torch.distributed.nn           # once there is a group, it would keep tha
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
-from attention import FORMS, SelfAttention, rpc_attention
+from attention import FORMS, PAP, SelfAttention
 
 try:
     import fcntl
@@ -499,25 +499,12 @@ def naming(what):
         raise ValueError(f"{what}: {e}") from None
 
 
-def check_config(config, **known):
-    """ValueError unless settings are known words, rpc_layers are layers, counts 1 or more."""
-    for name, words in known.items():
-        if getattr(config, name) not in words:
-            raise ValueError(f"{name}={getattr(config, name)!r}, expected one of {words}")
-    for name in ("n_iter", "num_heads"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name}={getattr(config, name)}, expected 1 or more")
-    if not set(config.rpc_layers) <= set(range(config.depth)):
-        raise ValueError(f"rpc_layers={config.rpc_layers}, expected layers in "
-                         f"0..{config.depth - 1}")
-
-
 def stored_config(checkpoint, config):
     """A checkpoint's model_config as the dataclass `config`; ValueError if its fields differ."""
     for name in ("model", "model_config"):
         if not isinstance(checkpoint.get(name), dict):
             raise ValueError(f"the checkpoint has no {name}")
-    stored = checkpoint["model_config"]
+    stored = getattr(config, "from_older", dict)(checkpoint["model_config"])
     kinds = {f.name: f.type for f in fields(config)}
     accepted = {float: (float, int), tuple: (tuple, list)}
     wrong = [f"{name} is unknown" for name in stored if name not in kinds]
@@ -621,12 +608,9 @@ def key_statistics(model, forward, inputs):
 
     def look(m, inputs):
         """Before the forward of m, a SelfAttention: its row of the statistics."""
-        q, k, v = m.project(inputs[0])
-        if m.attn.startswith("rpc"):
-            trace = []
-            q = q if m.attn == "rpc_asym" else None
-            rpc_attention(k, v, q=q, **m.rpc, causal=m.causal, trace=trace)
-            shares = [(step["S"] != 0).float().mean().item() for step in trace]
+        _, k, _ = m.project(inputs[0])
+        if m.attn in PAP:
+            shares = [(step["S"] != 0).float().mean().item() for step in m.trace(inputs[0])]
             stats["nonzero_S"][len(stats["mean_abs_key"])] = [round(share, 4) for share in shares]
         stats["mean_abs_key"].append(round(k.abs().mean().item(), 4))
 

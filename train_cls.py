@@ -30,7 +30,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 import common
-from attention import KINDS
+from attention import ATTENTIONS
 from common import COUNT, NATURAL, REAL, SHARE
 from data.augment import augment_uint8, mixup_cutmix, send, to_float
 from data.files import Split, image_batches
@@ -88,7 +88,7 @@ def get_args():
     flag("--model", choices=[*SIZES, "fan_tiny", "fan_small"], help="nano to base: ViT")
     flag("--image_size", type=COUNT, help="pixels, a multiple of --patch_size")
     flag("--patch_size", type=COUNT, help="pixels")
-    common.add_attention(flag, list(dict.fromkeys((*KINDS, *RPC_KINDS))))
+    common.add_attention(flag, list(dict.fromkeys([*ATTENTIONS, *RPC_KINDS])))
     flag("--drop_path", type=SHARE, default=0.0,
          help="stochastic depth: rate of the last block (FAN: of each)")
     flag("--init", choices=["trunc_normal", "default"], help="Linear layers as DeiT's, or torch's "

@@ -48,8 +48,8 @@ RECIPES = {
 }
 RECIPES["folder"] = RECIPES["wikitext"]         # --data_dir alone: a text of one's own
 # What --resume refuses to change: it would be another run.
-FIXED = ("data", "model", "context", "attn", "rpc_layers", "n_iter", "lambd", "form", "mu", "norm",
-         "dropout", "cutoffs", "steps", "batch_size", "seed")
+FIXED = ("data", "model", "context", "attn", "rpc_layers", "n_iter", "lambd", "form", "mu_over",
+         "norm", "dropout", "cutoffs", "steps", "batch_size", "seed")
 
 
 def get_args():
@@ -65,7 +65,7 @@ def get_args():
     flag("--model", choices=SIZES, help="width, depth, heads, feed-forward and context")
     flag("--context", type=COUNT, help="tokens in a window; None: the model's")
     common.add_attention(flag, ["softmax", "symmetric", "rpc"])
-    flag("--mu", choices=["running", "token", "global"], default="running", help="mean|k| over "
+    flag("--mu_over", choices=["seen", "token", "all"], default="seen", help="mean|k| over "
          "tokens <= t, t alone, or the window as printed: that lets the future leak, to compare")
     flag("--norm", choices=["post", "pre"], default="post",
          help="layer norm after each sublayer, as the paper, or before")
@@ -114,7 +114,7 @@ def build_config(args, vocab_size):
                          f"20000,40000,200000") from None
     layers = common.parse_layers(args.rpc_layers, size["depth"])
     return LMConfig(vocab_size, **size, attn=args.attn, rpc_layers=layers, n_iter=args.n_iter,
-                    lambd=args.lambd, form=args.form, mu=args.mu, norm=args.norm,
+                    lambd=args.lambd, form=args.form, mu_over=args.mu_over, norm=args.norm,
                     dropout=args.dropout, cutoffs=cutoffs)
 
 
@@ -227,7 +227,7 @@ def print_sample(args):
         model = lm_from_checkpoint(checkpoint).to(device)
         vocab = data_text.stored_vocabulary(checkpoint)
         if model.config.reads_the_future:
-            raise ValueError("trained with --mu global, which reads the words to come")
+            raise ValueError("trained with --mu_over all, which reads the words to come")
     if rank == 0:
         print(sample(model, vocab, args, device))
 

@@ -16,12 +16,11 @@ from torch import nn
 from tqdm import tqdm
 
 import common
-from data.images import ImageTree
+from attention import PAP, SelfAttention
+from data import text as data_text
+from data.images import ImageTree, load_test
 from data.rng import epoch_order
 from data.shapes import load_shapes
-from data import text as data_text
-from data.images import load_test
-from attention import SelfAttention, rpc_attention
 from weights import load_weights
 from fan import classifier_from_checkpoint
 from kpca import exact_scaling, log_kernel
@@ -57,12 +56,9 @@ def attention_inputs(module, x):
     """Heads of a SelfAttention of any kind at its input x (B, N, C). RPC: of its last step."""
     q, k, raw = module.project(x)
     S = None
-    if module.attn.startswith("rpc"):
-        steps = []
-        q = q if module.attn == "rpc_asym" else None
-        rpc_attention(k, raw, q=q, causal=module.causal, **module.rpc, trace=steps)
-        k = steps[-1]["K2"]
-        q = k if q is None else q
+    if module.attn in PAP:
+        k = module.trace(x)[-1]["K2"]
+        q = q if module.attn == "rpc_asym" else k
     here = torch.device("cpu") if x.device.type == "mps" else x.device      # mps has no float64
     q, k, raw, x = (t.to(here).double() for t in (q, k, raw, x))
 

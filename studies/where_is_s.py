@@ -36,7 +36,6 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import common
-from attention import rpc_attention
 from robust import metrics
 from robust.adaptive import rewired
 from robust.patches import KINDS, corrupt_patches
@@ -78,11 +77,9 @@ def first_layer(model, images):
 
     A network without RPC-Attention there gets PAP with its model_config's n_iter, lambd and form.
     """
-    block, steps = model.blocks[0], []
-    q, k, v = block.attn.project(block.norm1(model.embed(images)))
-    q = q if block.attn.attn == "rpc_asym" else None
-    rpc_attention(k, v, q=q, **block.attn.rpc, trace=steps)
-    return k, steps
+    block = model.blocks[0]
+    x = block.norm1(model.embed(images))
+    return block.attn.project(x)[1], block.attn.trace(x)
 
 
 def second_input(model, images, labels):

@@ -19,7 +19,7 @@ from torch import nn
 import common
 from data import images as data, shapes
 import train_cls
-from attention import KINDS, SelfAttention
+from attention import ATTENTIONS, SelfAttention
 from conftest import ROOT
 from kpca import (a_hat, attend, basis, eigen_cosine, exact_scaling, kernel_pca, kernel_projections, log_g,
                   log_gram, log_kernel, log_phi2, projection_loss, theoretical_values)
@@ -288,7 +288,7 @@ class Wrapped(nn.Module):
         return x + self.inner(x)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ATTENTIONS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_captured_heads_reproduce_the_attention_of_every_kind(kind, causal):
     if kind == "scaled_s" and causal:
