@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from data import files, images as data  # noqa: E402
+from data import cifar, files, images as data  # noqa: E402
 from data import images as data_images, shapes  # noqa: E402
 from data.rng import uniform  # noqa: E402
 
@@ -156,7 +156,7 @@ def fake_cifar(folder, test="test"):
     expected = {}
     for split, n in (("train", 2), (test, 1)):
         images = []
-        for c, name in enumerate(data.CIFAR10_CLASSES):
+        for c, name in enumerate(cifar.CIFAR10_CLASSES):
             (folder / split / name).mkdir(parents=True)
             for i in range(n):
                 images.append(photo(32, 32, seed=100 * n + 10 * c + i))
@@ -173,7 +173,7 @@ def write_batches(folder, train, test):
     for name, images, labels in parts + [("test_batch", *test)]:
         batch = {"data": images.reshape(len(images), -1).numpy(), "labels": labels.tolist()}
         (root / name).write_bytes(pickle.dumps(batch))
-    (root / "batches.meta").write_bytes(pickle.dumps({"label_names": data.CIFAR10_CLASSES}))
+    (root / "batches.meta").write_bytes(pickle.dumps({"label_names": cifar.CIFAR10_CLASSES}))
 
 
 def write_tar(path, source, folder):
@@ -194,9 +194,9 @@ def test_cifar_from_torchvision_files_folders_and_tars_is_equal(tmp_path, monkey
         tar.add(tmp_path / "tree", ".")
     for kind in ("batches", "tree", "tars", "one_tar"):
         for split, (images, labels) in (("train", train), ("test", test)):
-            loaded = data.load_cifar10(tmp_path / kind, split)
+            loaded = cifar.load_cifar10(tmp_path / kind, split)
             assert torch.equal(loaded.images, images) and torch.equal(loaded.labels, labels), kind
-            assert loaded.classes == data.CIFAR10_CLASSES and loaded.masks is None
+            assert loaded.classes == cifar.CIFAR10_CLASSES and loaded.masks is None
 
 
 def within_10_seconds(function, *args):
@@ -218,14 +218,14 @@ def one_line(error, *parts):
 
 def test_cifar_errors_are_one_line_and_name_the_folder(tmp_path):
     with pytest.raises(FileNotFoundError) as error:
-        data.load_cifar10(tmp_path / "nowhere", "train")
+        cifar.load_cifar10(tmp_path / "nowhere", "train")
     one_line(error, "--data_dir", tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError) as error:
-        data.load_cifar10(tmp_path, "test")
+        cifar.load_cifar10(tmp_path, "test")
     one_line(error, "--data_dir", tmp_path, "cifar-10-batches-py/", "test/<class>/*", "val/<class>/*", ".tar")
     (tmp_path / "cifar-10-batches-py").mkdir()
     with pytest.raises(ValueError) as error:
-        data.load_cifar10(tmp_path, "train")
+        cifar.load_cifar10(tmp_path, "train")
     one_line(error, "--data_dir", tmp_path, "incomplete or damaged")
 
 
@@ -233,11 +233,11 @@ def test_cifar_with_a_class_missing_or_an_odd_image_is_refused(tmp_path):
     fake_cifar(tmp_path)
     photo(40, 32).save(tmp_path / "train" / "cat" / "0001.png")
     with pytest.raises(ValueError) as error:
-        data.load_cifar10(tmp_path, "train")
+        cifar.load_cifar10(tmp_path, "train")
     one_line(error, "cat/0001.png", "(3, 32, 40)")
     (tmp_path / "test" / "ship").rename(tmp_path / "test" / "boat")
     with pytest.raises(ValueError) as error:
-        data.load_cifar10(tmp_path, "test")
+        cifar.load_cifar10(tmp_path, "test")
     one_line(error, "--data_dir", "boat", "ship", "10")
 
 
@@ -254,7 +254,7 @@ def test_a_tar_cut_or_damaged_anywhere_is_read_as_written_or_refused_by_name(tmp
     for content in (b"", text, zipped, *damaged, *cut):
         path.write_bytes(content)
         try:
-            assert torch.equal(data.load_cifar10(tmp_path, "train").images, images)
+            assert torch.equal(cifar.load_cifar10(tmp_path, "train").images, images)
         except ValueError as error:
             assert str(path) in str(error) and "\n" not in str(error)
             refused += 1
@@ -268,7 +268,7 @@ def test_a_pipe_is_no_file_and_is_not_waited_for(tmp_path, name):
         (tmp_path / "train").rename(tmp_path / "elsewhere")
     os.mkfifo(tmp_path / name)
     with pytest.raises((ValueError, FileNotFoundError)) as error:
-        within_10_seconds(data.load_cifar10, tmp_path, "train")
+        within_10_seconds(cifar.load_cifar10, tmp_path, "train")
     one_line(error, tmp_path)
 
 
@@ -278,7 +278,7 @@ def cifar_tars(tmp_path):
     if os.path.isdir(beside):
         return beside, 1000
     rng = np.random.default_rng(0)
-    for name in data.CIFAR10_CLASSES:
+    for name in cifar.CIFAR10_CLASSES:
         (tmp_path / "val" / name).mkdir(parents=True)
         for i in range(20):
             pixels = rng.normal((125.3, 122.9, 114.0), 30, (32, 32, 3)).clip(0, 255)
@@ -290,7 +290,7 @@ def cifar_tars(tmp_path):
 
 def test_the_cifar_tars_hold_10000_test_images(tmp_path):
     folder, n = cifar_tars(tmp_path)
-    split = data.load_cifar10(folder, "test")
+    split = cifar.load_cifar10(folder, "test")
     assert split.images.shape == (10 * n, 3, 32, 32) and split.labels.bincount().tolist() == [n] * 10
     torch.testing.assert_close(split.images.double().mean((0, 2, 3)) / 255,
                                torch.tensor([0.491, 0.482, 0.447]).double(), atol=0.005, rtol=0)
