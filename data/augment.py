@@ -5,7 +5,7 @@ one PIL image at a time. Here no loop runs over images, and pixels stay on their
 happens to a sample depends on (seed, its position) alone, not on batch, worker or rank. Decisions
 are drawn on the CPU, as tables `u` of uniform numbers, so nobody waits for a GPU.
 
-    images = augment(images, positions, seed)                       # uint8 -> float32 in [0, 1]
+    images = to_float(augment_uint8(images, positions, seed), positions, seed)  # float32, in [0, 1]
     images, targets = mixup_cutmix(images, labels, 1000, np.random.default_rng((seed, step)))
 
 Images are (B, 3, H, W). No function but random_erase changes its input.
@@ -308,9 +308,3 @@ def to_float(images, positions, seed, erase_prob=0.25):
         u = uniform(positions, ERASE_COLUMNS, seed, ERASE)
         images = random_erase(images, u, positions, seed, erase_prob)
     return images
-
-
-def augment(images, positions, seed, pad=0, num_ops=2, erase_prob=0.25):
-    """Both halves: uint8 images to augmented float32 ones, on their device."""
-    images = augment_uint8(images, positions, seed, pad, num_ops)
-    return to_float(images, positions, seed, erase_prob)

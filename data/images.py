@@ -1,4 +1,4 @@
-"""Images in, tensors out: CIFAR-10, folders of one's own, and folders laid out like ImageNet.
+"""Images for a classifier: folders of one's own, ImageNet's layout, what the flags of a run mean.
 
 Small sets are a `Split`, all of it in memory as uint8. Large ones are an `ImageTree`, whose files
 are decoded and cropped by DataLoader workers. What follows the crop happens in batches: on the
@@ -9,135 +9,36 @@ sample), see rng.py: no worker, batch or process matters.
 import io
 import math
 import os
-import tarfile
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 import torch.distributed as dist
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from data.files import IMAGE_EXTENSIONS, Split, decode, name_hash, read_bytes
+from data.files import Split, decode, name_hash, read_bytes, scan_folders
 from data.rng import epoch_order, uniform
 from data.shapes import load_shapes
 
 CROP = 12                                    # what a random number is for: the last part of its key
-CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship",
-                   "truck"]
-
-
-def scan_folders(root):
-    """{class folder: sorted image file names} of root/<class>/<file>; other files are ignored."""
-    folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
-    files = {name: os.listdir(os.path.join(root, name)) for name in folders}
-    return {name: sorted(file for file in files[name] if file.lower().endswith(IMAGE_EXTENSIONS))
-            for name in folders}
-
-
-# --- CIFAR-10 -------------------------------------------------------------------------------------
-
-def read_tar(path, splits):
-    """{(class, file): bytes} of the images <split>/<class>/<file> in an uncompressed tar.
-
-    Raises ValueError naming a file that is no tar, compressed, cut short or damaged.
-    """
-    files = {}
-    try:
-        with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            for member in tar:
-                split, *place = member.name.split("/")[-3:]
-                image = member.isfile() and member.name.lower().endswith(IMAGE_EXTENSIONS)
-                if image and split in splits and len(place) == 2:
-                    content = bytearray(tar.extractfile(member).read())
-                    files[tuple(place)] = np.frombuffer(content, np.uint8)
-            file.seek(tar.offset)          # tarfile stops in silence at a header that is damaged
-            if file.read(512) != bytes(512):
-                raise tarfile.ReadError("it does not end in a block of zeros")
-    except (tarfile.TarError, ValueError) as error:
-        raise ValueError(f"{path} is not a whole uncompressed tar: {error}") from None
-    return dict(sorted(files.items()))
-
-
-def cifar10_files(data_dir, splits):
-    """{(class, file): bytes} of the first folder of these splits, else of the first tar."""
-    folders = [path for path in (os.path.join(data_dir, name) for name in splits)
-               if os.path.isdir(path)]
-    if folders:
-        found = scan_folders(folders[0])
-        files = [(label, name) for label in found for name in found[label]]
-        if files:
-            return {file: read_bytes(os.path.join(folders[0], *file)) for file in files}
-    tars = sorted(path for path in Path(data_dir).glob("*.tar") if path.is_file())
-    tars.sort(key=lambda path: not any(part in path.name for part in splits))   # the likely first
-    return next(filter(None, (read_tar(path, splits) for path in tars)), {})
-
-
-def load_cifar10(data_dir, split, download=False):
-    """CIFAR-10 from data_dir, in the first of three forms that is there. Returns a Split.
-
-    torchvision's folder cifar-10-batches-py (download=True fetches it); folders train/<class>/ and
-    test/<class>/ (or val/); uncompressed tars of such folders, cifar10_train.tar, cifar10_val.tar
-    or others, read without unpacking. Raises FileNotFoundError when nothing of the kind is there,
-    ValueError when the files are not CIFAR-10's.
-    """
-    if split not in ("train", "test"):
-        raise ValueError(f"split is {split!r}, expected 'train' or 'test'")
-    data_dir = str(data_dir)
-    if not os.path.isdir(data_dir) and not download:
-        raise FileNotFoundError(f"--data_dir {data_dir} is not a folder; expected one that holds "
-                                f"CIFAR-10")
-    if download or os.path.isdir(os.path.join(data_dir, "cifar-10-batches-py")):
-        return torchvisions_cifar10(data_dir, split, download)
-
-    splits = ["train"] if split == "train" else ["test", "val"]
-    files = cifar10_files(data_dir, splits)
-    if not files:
-        folders = " or ".join(f"{name}/<class>/*" for name in splits)
-        raise FileNotFoundError(f"--data_dir {data_dir} holds no CIFAR-10 {split} images; looked "
-                                f"for cifar-10-batches-py/, {folders}, and a .tar of such folders")
-    found = sorted({label for label, _ in files})
-    if found != CIFAR10_CLASSES:
-        raise ValueError(f"--data_dir {data_dir}: the {split} images are in {len(found)} class "
-                         f"folders ({', '.join(found)}), expected CIFAR-10's 10 "
-                         f"({', '.join(CIFAR10_CLASSES)})")
-
-    images = []
-    few = len(files) < 20000
-    progress = tqdm(files.items(), f"decoding CIFAR-10 {split}", leave=False, disable=few)
-    for (label, name), content in progress:
-        images.append(decode(content, f"{data_dir} {label}/{name}"))
-        if images[-1].shape != (3, 32, 32):
-            raise ValueError(f"--data_dir {data_dir}: {label}/{name} is "
-                             f"{tuple(images[-1].shape)}, expected (3, 32, 32)")
-    labels = torch.tensor([CIFAR10_CLASSES.index(label) for label, _ in files])
-    return Split(torch.stack(images), labels, list(CIFAR10_CLASSES))
-
-
-def torchvisions_cifar10(data_dir, split, download):
-    from torchvision.datasets import CIFAR10
-    try:
-        dataset = CIFAR10(data_dir, train=split == "train", download=download)
-    except RuntimeError as error:
-        raise ValueError(f"--data_dir {data_dir}: cifar-10-batches-py is incomplete or damaged "
-                         f"({error})") from None
-    images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
-    return Split(images, torch.tensor(dataset.targets), list(dataset.classes))
 
 
 # --- images of one's own --------------------------------------------------------------------------
 
 class Photos(NamedTuple):
-    """What find_photos has found: the files of train and, if there is such a folder, of val."""
+    """What find_photos has found: the files to train on, and those of val/, if there is one."""
     classes: list
     train: list                              # [(path, label)]
     val: list
     root: str
+    notes: str = ""                          # what a user should know of it
 
     def median_side(self, n=200):
         """Median short side in pixels of some training images; their headers are read."""
+        from PIL import Image
         sides = []
         for path, _ in self.train[::math.ceil(len(self.train) / n)]:
             try:
@@ -148,6 +49,8 @@ class Photos(NamedTuple):
 
     def recipe(self, n):
         """What training on n of these images wants: about 3,000 steps and 64 patches an image."""
+        if not self.train:
+            raise ValueError(f"--data_dir {self.root} has no folder train: nothing to train on")
         side = self.median_side()
         size = max(s for s in (32, 64, 96) if s == 32 or s <= side)
         batch = max(b for b in (2, 4, 8, 16, 32, 64) if b == 2 or 5 * b <= n)
@@ -156,31 +59,65 @@ class Photos(NamedTuple):
                     epochs=epochs, batch_size=batch, pad=size // 8)
 
 
-def find_photos(root):
-    """The images of root/<class>/*, or of root/train/<class>/* and root/val/<class>/*: a Photos.
+def split_folders(root):
+    """{"train": folder, "val": folder} of those that root has, {} where its folders are classes.
 
-    Raises FileNotFoundError or ValueError, one line: no folder, one class, a class without images.
+    train/, val/ or test/ is a split if it holds folders, else a class of that name. test/ is taken
+    where there is no val/. Raises ValueError where there are classes beside the splits.
+    """
+    def holds_folders(path):
+        return path.is_dir() and any(p.is_dir() and p.name[0] != "." for p in path.iterdir())
+
+    there = {name: Path(root, name) for name in ("train", "val", "test")}
+    there = {name: str(path) for name, path in there.items() if holds_folders(path)}
+    if not there.keys() - {"train"}:
+        return there
+    folders = dict(val=there.get("val") or there["test"])
+    if "train" in there:
+        return dict(train=there["train"], **folders)
+    beside = [name for name, images in scan_folders(root)[0].items() if images]
+    if beside:
+        raise ValueError(f"--data_dir {root} has images in {', '.join(beside[:3])} beside class "
+                         f"folders in {folders['val']}; expected {root}/train/<class>/*.jpg")
+    return folders
+
+
+def find_photos(root):
+    """Find the images of root/<class>/*, or of root/train/<class>/* and root/val/<class>/*.
+
+    Where there is no val/, test/ is taken for it; either may be there alone, to evaluate on.
+    Returns Photos. Raises FileNotFoundError or ValueError, one line: no folder, one class, a class
+    without images.
     """
     root = str(root)
     if not os.path.isdir(root):
         raise FileNotFoundError(f"--data_dir {root} is not a folder; expected {root}/<class>/*.jpg")
-    parts = [os.path.join(root, name) for name in ("train", "val")]
-    if not os.path.isdir(parts[0]):
-        parts = [root]
-    found = [scan_folders(part) for part in parts if os.path.isdir(part)]
-    classes = list(found[0])
-    empty = [name for files in found for name, names in files.items() if not names]
-    if len(classes) < 2:
-        raise ValueError(f"--data_dir {parts[0]} has {len(classes)} class folders, expected 2 or "
-                         f"more: {parts[0]}/<class>/*.jpg")
-    if empty:
-        raise ValueError(f"--data_dir {root}: no image in the class folder {empty[0]}")
-    if list(found[-1]) != classes:
-        raise ValueError(f"--data_dir {root}: train has the classes {', '.join(classes)}, "
-                         f"val {', '.join(found[-1])}")
-    lists = [[(os.path.join(part, name, file), classes.index(name))
-              for name in files for file in files[name]] for part, files in zip(parts, found)]
-    return Photos(classes, lists[0], lists[1] if len(lists) > 1 else [], root)
+    parts = split_folders(root) or dict(train=root)
+    found, others = {}, Counter()
+    for split, folder in parts.items():
+        found[split], more = scan_folders(folder)
+        others += more
+        classes = list(next(iter(found.values())))
+        if len(classes) < 2:
+            raise ValueError(f"--data_dir {folder} has {len(classes)} class folders, expected 2 or "
+                             f"more: {folder}/<class>/*.jpg")
+        empty = [name for name, files in found[split].items() if not files]
+        if empty:
+            raise ValueError(f"--data_dir {root}: no image in the class folder {empty[0]}")
+        if list(found[split]) != classes:
+            raise ValueError(f"--data_dir {root}: train has the classes {', '.join(classes)}, "
+                             f"{os.path.basename(folder)} {', '.join(found[split])}")
+
+    notes = ""
+    if others:
+        kinds = ", ".join(sorted(kind or "without ending" for kind in others))
+        notes = f", {others.total()} other files left out ({kinds})"
+    if parts.get("val", "").endswith("test"):
+        notes += ", test/ taken for val/"
+    lists = {split: [(os.path.join(folder, name, file), classes.index(name))
+                     for name in classes for file in found[split][name]]
+             for split, folder in parts.items()}
+    return Photos(classes, lists.get("train", []), lists.get("val", []), root, notes)
 
 
 def load_photos(photos, size, holdout=0):
@@ -274,7 +211,7 @@ class ImageTree(Dataset):
         if not os.path.isdir(self.folder):
             raise FileNotFoundError(f"--data_dir {root} has no folder {split!r}; expected "
                                     f"{self.folder}/<class>/*.JPEG")
-        files = scan_folders(self.folder)
+        files, _ = scan_folders(self.folder)
         self.classes = list(files) if classes is None else list(classes)
         self.check(files, subset)
 
@@ -354,18 +291,20 @@ def load_data(args, device, rank=0):
     """(training set, evaluation set), Splits on the device or ImageTrees; prints what was found."""
     if args.data in ("cifar10", "imagenet") and not args.data_dir:
         raise ValueError(f"--data {args.data} needs --data_dir")
-    if args.data == "imagenet" and args.holdout:
-        raise ValueError("--holdout does not go with --data imagenet: make a val folder instead")
-    bad = ""
+    notes = ""
     if args.data == "imagenet":
+        if args.holdout:
+            raise ValueError("--holdout does not go with --data imagenet: make a val folder "
+                             "instead")
         how = dict(size=args.image_size, seed=args.seed, skip_bad_images=args.skip_bad_images)
         train = ImageTree(args.data_dir, "train", train=True, **how)
         test = ImageTree(args.data_dir, "val", classes=train.classes, **how)
     elif args.data == "folder":
         photos = find_photos(args.data_dir)
-        train, test, count = load_photos(photos, args.image_size, args.holdout)
-        bad = f", {count} unreadable files"
+        train, test, bad = load_photos(photos, args.image_size, args.holdout)
+        notes = f", {bad} unreadable files{photos.notes}"
     elif args.data == "cifar10":
+        from data.cifar import load_cifar10
         if args.download and rank == 0:
             load_cifar10(args.data_dir, "train", download=True)
         if dist.is_initialized():
@@ -374,9 +313,8 @@ def load_data(args, device, rank=0):
         if args.image_size != 32:
             raise ValueError(f"--image_size {args.image_size}: CIFAR-10 images have 32 pixels")
     else:
-        sizes = dict(train=args.num_images, test=max(args.num_images // 5, 1))
-        train, test = (load_shapes(split, n, args.image_size, device=device)
-                       for split, n in sizes.items())
+        train = load_shapes("train", args.num_images, args.image_size, device=device)
+        test = load_shapes("test", max(args.num_images // 5, 1), args.image_size, device=device)
 
     if args.holdout and args.data != "folder":
         train, test = hold_out(train, args.holdout)
@@ -384,26 +322,39 @@ def load_data(args, device, rank=0):
         train, test = (Split(split.images.to(device), split.labels.to(device), split.classes)
                        for split in (train, test))
     if rank == 0:
-        missing = set(range(len(train.classes))) - set(train.labels.tolist())
-        for label in sorted(missing) if args.data == "folder" else ():
-            print(f"warning: no image of the class {train.classes[label]} is left to train on, all "
-                  f"are held out (--holdout)")
+        if args.data == "folder":
+            warn_of_few(train)
         print(f"{args.data}: {len(train.labels)} training, {len(test.labels)} {split_name(args)} "
-              f"images, {len(train.classes)} classes{bad}", flush=True)
+              f"images, {len(train.classes)} classes{notes}", flush=True)
     return train, test
 
 
+def warn_of_few(train):
+    """Print a warning for classes that have no training image, or a single one."""
+    counts = train.labels.bincount(minlength=len(train.classes)).tolist()
+    for name, count in zip(train.classes, counts):
+        if not count:
+            print(f"warning: no image of the class {name} is left to train on, all are held out "
+                  f"(--holdout)")
+    single = [name for name, count in zip(train.classes, counts) if count == 1]
+    if single:
+        print(f"warning: a single training image in {len(single)} of {len(counts)} classes "
+              f"({', '.join(single[:3])}{', ...' * (len(single) > 3)}): too few to learn from")
+
+
 def split_name(args):
-    """Of what a run is evaluated on."""
+    """Name what a run is evaluated on."""
     if args.holdout:
         return "held-out"
     return "val" if args.data in ("folder", "imagenet") else "test"
 
 
 def load_test(args, trained, size, classes):
-    """What an evaluation looks at: a Split on args.device or an ImageTree, images of `size` pixels.
+    """Load what to evaluate on: a Split on args.device or an ImageTree, images of `size` pixels.
 
     args: its data and data_dir. trained: the flags of the run, as a dict. classes: ImageNet's.
+    Of the folder that the run was trained on it is what was held out, or val/; of another folder
+    val/, or all of it.
     """
     if args.data == "shapes":
         few = max(trained.get("num_images", 16000) // 5, 1)
@@ -413,11 +364,20 @@ def load_test(args, trained, size, classes):
     if args.data == "imagenet":
         return ImageTree(args.data_dir, "val", classes=classes, size=size)
     if args.data == "cifar10":
+        from data.cifar import load_cifar10
         source = load_cifar10(args.data_dir, "test")
     else:
-        photos, holdout = find_photos(args.data_dir), trained.get("holdout", 0)
-        if holdout >= len(photos.train):
-            raise ValueError(f"--data_dir {args.data_dir} has {len(photos.train)} images, but "
-                             f"{holdout} are to be those that training held out")
-        source = load_photos(photos, size, holdout)[1]
+        photos, theirs = find_photos(args.data_dir), trained.get("data_dir")
+        own = trained.get("data") == "folder" and theirs and Path(theirs).resolve() == Path(
+            args.data_dir).resolve()
+        holdout = trained.get("holdout", 0) if own else 0
+        if holdout:
+            if holdout >= len(photos.train):
+                raise ValueError(f"--data_dir {args.data_dir} has {len(photos.train)} images, but "
+                                 f"training held {holdout} of them out")
+            source = load_photos(photos, size, holdout)[1]
+        else:
+            source = decode_all(photos.val or photos.train, photos.classes, size)
+        if not len(source.labels):
+            raise ValueError(f"--data_dir {args.data_dir}: no image can be read")
     return Split(source.images.to(args.device), source.labels.to(args.device), source.classes)

@@ -329,7 +329,7 @@ class TrainingViews(Dataset):
         return image, label, (position, h, w)
 
 
-# --- training: second half, batches, on any device -------------------------------------------------
+# --- training: second half, batches, on any device ------------------------------------------------
 
 def scale_and_shift(x, factor, amount=0.0):
     """factor * x + amount in grey levels, clipped and cut to whole ones; x stays float."""
