@@ -24,8 +24,6 @@ from PIL import Image
 
 import common
 import train_cls
-import weights
-from attention import ATTENTIONS
 from data.images import ImageTree
 from data.shapes import load_shapes
 from data.splits import load_data
@@ -75,8 +73,8 @@ def test_the_default_run_ends_in_its_accuracy_and_its_checkpoint_alone_reproduce
     *_, said, following = capsys.readouterr().out.strip().splitlines()
     folder = Path("out/shapes_rpc")
     evaluation, checkpoint, test = log(folder, "eval")[2], common.load(folder), load_shapes("test", 100)
-    assert f"test accuracy {evaluation['top1']:.2f} %" in said and "out/shapes_rpc/last.pt" in said
-    assert following.startswith("next: python eval_robust.py --ckpt out/shapes_rpc")
+    assert f"test accuracy {evaluation['top1']:.2f} %" in said
+    assert following == f"next: python eval_robust.py --ckpt {folder}"
     with torch.no_grad():
         right = vit_from_checkpoint(checkpoint)(test.images.float() / 255).argmax(1) == test.labels
     assert evaluation["images"] == 100 and evaluation["top1"] == pytest.approx(right.sum().item(), abs=1e-6)
@@ -86,7 +84,7 @@ def test_the_default_run_ends_in_its_accuracy_and_its_checkpoint_alone_reproduce
 
 
 def test_every_attention_trains_two_steps():
-    for attn in ATTENTIONS:
+    for attn in "softmax symmetric scaled_s scaled_alpha rpc rpc_asym sym_asym".split():
         train(SMALL, "--max_steps 2 --out_dir", [attn, "--attn", attn])
         assert list(log(attn)) == [1, 2] and log(attn)[1] != log(attn)[2]
         assert vit_from_checkpoint(common.load(attn)).config.attn == attn
@@ -204,7 +202,7 @@ def test_flags_of_a_resumed_run_hold_or_are_refused():
     checkpoint = common.load("a")
     assert checkpoint["optimizer"]["param_groups"][0]["weight_decay"] == checkpoint["args"]["weight_decay"] == 0.5
     assert checkpoint["args"]["lr"] == 1e-2
-    checkpoint["args"] |= dict(warmup_epochs=5.0, device="cuda:99")    # a run of before it was refused, of another machine
+    checkpoint["args"]["device"] = "cuda:99"                                                   # of another machine
     common.save("a/last.pt", checkpoint)
     train("--resume a --max_steps 3")
     assert list(log("a")) == [1, 2, 3]
@@ -296,7 +294,7 @@ def test_a_folder_whose_run_died_before_its_first_checkpoint_takes_other_data():
     train(SMALL, "--max_steps 1 --out_dir a")
     Path("a/last.pt").unlink()
     train(SMALL, "--max_steps 1 --num_images 640 --out_dir a")
-    assert [row["training_images"] for row in headers("a")] == [640]
+    assert common.load("a")["training_images"] == 640 and len(headers("a")) == 1
 
 
 def test_a_process_without_images_evaluates_nothing(imagenet):
@@ -338,7 +336,6 @@ def test_broken_images_are_named_or_skipped_and_counted_on_request(imagenet, cap
     out, found = capfd.readouterr().out, log("c", "eval")[4]
     assert found["images"] == 8 and len(log("c")) == 4 and found["skipped"] > 0
     assert "val/n02/1.JPEG" in out and ", 8 images) after" in out
-    assert f"training drew an unreadable image {found['skipped']} times" in out
     for path in Path("broken/val").glob("*/*"):
         path.write_bytes(b"no picture")
     line = bad(run, "--out_dir d --skip_bad_images")
