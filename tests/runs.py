@@ -119,7 +119,7 @@ def observe(script, Model, names, score, **named):
                 weights=[checkpoint["model"][name] for name in names],
                 score=score(evals[-1]), sample=evals[-1].get("sample"),
                 logged=[row["step"] for row in steps], evaluated=[row["step"] for row in evals],
-                files={path.name for path in Path(seen["folder"]).glob("*_*")})
+                files={path.name for path in Path(seen["folder"]).glob("*.*")} - {"log.jsonl", "last.pt", "best.pt"})
 
 
 def same(a, b, noise=2e-5):

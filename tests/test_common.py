@@ -2,6 +2,7 @@
 they are written."""
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -18,7 +19,6 @@ import pytest
 import torch
 
 import common
-import eval_robust
 import train_cls
 import train_lm
 import train_seg
@@ -29,7 +29,6 @@ from data.shapes import SHAPES
 from lm import LM, LMConfig, lm_from_checkpoint
 from runs import call, refused
 from segmenter import Segmenter, SegmenterConfig, segmenter_from_checkpoint
-from studies import kernel_pca
 from vit import ViT, ViTConfig, vit_from_checkpoint
 
 
@@ -254,19 +253,20 @@ def checkpoint_of(task):
 
 # script, flag, the checkpoint's task, parts without which the script cannot go on
 READERS = [
-    (train_cls, "--resume", "cls", "args model optimizer step classes ema"),
-    (train_lm, "--resume", "lm", "args model optimizer step vocab best model_config"),
-    (train_lm, "--sample", "lm", "model vocab model_config"),
-    (train_seg, "--resume", "seg", "args model optimizer step classes model_config"),
-    (eval_robust, "--ckpt", "cls", "model model_config"), (eval_robust, "--ckpt", "seg", "model model_config"),
-    (eval_robust, "--ckpt", "lm", "model model_config vocab"), (kernel_pca, "--ckpt", "cls", "model model_config"),
-    (kernel_pca, "--ckpt", "lm", "args model vocab step model_config")]
+    ("train_cls", "--resume", "cls", "args model optimizer step classes ema"),
+    ("train_lm", "--resume", "lm", "args model optimizer step vocab best model_config"),
+    ("train_lm", "--sample", "lm", "model vocab model_config"),
+    ("train_seg", "--resume", "seg", "args model optimizer step classes metrics model_config"),
+    ("eval_robust", "--ckpt", "cls", "model model_config"), ("eval_robust", "--ckpt", "seg", "model model_config"),
+    ("eval_robust", "--ckpt", "lm", "model model_config vocab"),
+    ("studies.kernel_pca", "--ckpt", "cls", "model model_config"),
+    ("studies.kernel_pca", "--ckpt", "lm", "args model vocab step model_config")]
 
 
 @pytest.mark.parametrize("script, flag, task, parts", READERS)
 def test_every_script_names_a_broken_checkpoint_and_what_it_lacks(alone, large, script, flag, task, parts):
     def ends(text):
-        line = refused(script, f"{flag} broken.pt")
+        line = refused(importlib.import_module(script), f"{flag} broken.pt")
         assert "broken.pt" in line and text in line, line
 
     Path("text.txt").write_text("a b c d e f g h\n" * 200)
@@ -278,7 +278,7 @@ def test_every_script_names_a_broken_checkpoint_and_what_it_lacks(alone, large, 
         for broken in ({k: v for k, v in whole.items() if k != name}, {**whole, name: None}):
             torch.save(broken, "broken.pt")
             ends(name[:6])                                                                # optimizer or optimiser
-    if "model_config" in parts and (script, flag) != (train_lm, "--resume"):                        # goes by flags
+    if "model_config" in parts and (script, flag) != ("train_lm", "--resume"):                        # goes by flags
         torch.save({**whole, "model_config": {**whole["model_config"], "dropuot": 0.1}}, "broken.pt")
         ends("dropuot is unknown")
 

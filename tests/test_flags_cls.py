@@ -205,7 +205,7 @@ def defaults(**flags):
 
 def test_every_flag_is_away_from_its_default_in_one_of_the_runs():
     for flags in (SHAPES, IMAGENET):
-        usual = defaults(data=flags["data"])
+        usual = defaults(data=flags["data"], attn="rpc_asym") | {"attn": defaults()["attn"]}       # init follows attn
         assert not [name for name in FLAGS if str(usual[name]) == str(flags[name])]
     assert set(defaults()) == {*SHAPES, *IMAGENET, *LEFT_OUT} == {*TABLE, *IMAGENET, "download", "resume"}
 
@@ -348,4 +348,4 @@ def test_recipes_are_the_papers_and_those_of_the_results(flags, recipe):
 
 def test_a_resumed_run_keeps_what_makes_its_model_and_its_batches():
     model = {flag for flag, (_, expected) in TABLE.items() if "config" in expected}
-    assert set(train_cls.FIXED) == model | {"data", "num_images", "holdout", "batch_size", "repeats", "seed"}
+    assert set(train_cls.FIXED) == model | {"data", "num_images", "holdout", "batch_size", "repeats", "seed", "init_from"}

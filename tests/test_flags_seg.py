@@ -176,11 +176,11 @@ FLAGS = dict(model="micro", patch_size=8, n_iter=3, lambd=0.3, form="paper", rpc
              weight_decay=0.4, clip=0.5, window=16, stride=12, save_images=2, seed=5, device="cpu", out_dir="a",
              max_steps=10, log_every=2, eval_every=2, save_every=4, keep_every=2)
 RUNS = {
-    "shapes": dict(FLAGS, attn="rpc_asym", num_images=11, decoder="linear", optimizer="sgd", distort=1, amp=True, lr=0.1),
-    "camvid": dict(FLAGS, attn="sym_asym", data="camvid", data_dir="tree", num_classes=4, optimizer="sgd", distort=0,
+    "shapes": dict(FLAGS, attn="rpc_asym", num_images=11, decoder="linear", optimizer="sgd", distort=True, amp=True, lr=0.1),
+    "camvid": dict(FLAGS, attn="sym_asym", data="camvid", data_dir="tree", num_classes=4, optimizer="sgd", distort=False,
                    num_workers=3),
     "ade20k": dict(FLAGS, attn="rpc", data="ade20k", data_dir="tree", num_classes=4, eval_every=1, optimizer="adamw",
-                   distort=0, num_workers=0, lr=1e-2)}
+                   distort=False, num_workers=0, lr=1e-2)}
 LEFT_OUT = {"compile", "resume", "backbone", "data", "data_dir"}
 
 
@@ -276,7 +276,7 @@ TABLE = {
     "num_images": (9, RUN | {"batches"}), "model": ("micro", CONFIG), "patch_size": (4, CONFIG),
     "attn": ("symmetric", CONFIG), "rpc_layers": ("1", CONFIG), "n_iter": (2, CONFIG), "lambd": (0.1, CONFIG),
     "form": ("paper", CONFIG), "decoder": ("linear", CONFIG), "drop_path": (0.5, CONFIG), "dropout": (0.5, CONFIG),
-    "size": (24, CONFIG | {"batches"}), "min_scale": (0.5, RUN), "max_scale": (2, RUN), "distort": (1, RUN),
+    "size": (24, CONFIG | {"batches"}), "min_scale": (0.5, RUN), "max_scale": (2, RUN), "distort": (True, RUN),
     "epochs": (3, LATER | COUNT | {"lr"}), "batch_size": (4, RUN | COUNT | {"lr"}), "optimizer": ("sgd", LATER),
     "lr": (1e-3, LATER | {"lr"}), "min_lr": (1e-3, LATER | {"lr"}), "weight_decay": (0.5, LATER),
     "clip": (0.01, LATER), "window": (16, {"score"}), "stride": (4, {"score"}), "save_images": (1, {"files"}),
@@ -315,10 +315,10 @@ def test_a_resumed_run_keeps_what_makes_its_model_and_its_batches():
 
 OURS = dict(attn="rpc", rpc_layers="0", n_iter=4, lambd=4, decoder="mask", min_lr=1e-5, model="nano",
             optimizer="adamw", lr=2e-3, weight_decay=0.05, clip=1, drop_path=0)
-VARIED = dict(OURS, dropout=0.1, min_scale=0.5, max_scale=2, distort=1, patch_size=16)
+VARIED = dict(OURS, dropout=0.1, min_scale=0.5, max_scale=2, distort=True, patch_size=16)
 RECIPES = {
     "shapes": dict(OURS, size=32, patch_size=4, num_classes=11, epochs=5, batch_size=32, dropout=0, min_scale=1,
-                   max_scale=1, distort=0, eval_every=2),
+                   max_scale=1, distort=False, eval_every=2),
     "camvid": dict(VARIED, size=160, num_classes=11, epochs=200, batch_size=8, eval_every=20),
     "ade20k": dict(VARIED, model="tiny", optimizer="sgd", lr=1e-3, weight_decay=0, clip=0, drop_path=0.1, size=512,
                    num_classes=150, epochs=64, batch_size=8)}
