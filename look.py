@@ -156,7 +156,7 @@ def look_at_segmenter(model, classes, image):
 
 def main():
     args = get_args()
-    checkpoint = common.read_checkpoint(args.ckpt)
+    checkpoint = common.load(args.ckpt)
     kinds = {"classification": (vit_from_checkpoint, look_at_classifier),
              "segmentation": (segmenter_from_checkpoint, look_at_segmenter)}
     if not checkpoint.get("classes") or checkpoint.get("task") not in kinds:

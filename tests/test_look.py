@@ -9,7 +9,7 @@ from PIL import Image
 import common
 import look
 from attention import SelfAttention, rpc_attention
-from checkpoint import save_checkpoint
+
 from data.shapes import SHAPES, load_shapes
 from fan import FAN, FANConfig
 from segmenter import Segmenter, SegmenterConfig
@@ -21,7 +21,7 @@ SMALL = dict(embed_dim=16, depth=2, num_heads=2, image_size=32, patch_size=4, nu
 def save(path, model, **more):
     checkpoint = dict(task="classification", classes=list(SHAPES), model=model.state_dict(),
                       model_config=vars(model.config)) | more
-    save_checkpoint(path, checkpoint)
+    common.save(path, checkpoint)
     return path
 
 
