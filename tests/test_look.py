@@ -9,7 +9,6 @@ from PIL import Image
 import common
 import look
 from attention import SelfAttention, rpc_attention
-
 from data.shapes import SHAPES, load_shapes
 from fan import FAN, FANConfig
 from segmenter import Segmenter, SegmenterConfig
