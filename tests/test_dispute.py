@@ -101,7 +101,7 @@ def test_every_number_of_a_verdict_is_measured():
         if len(cells) == 7 and not set(cells[1]) <= set("- |") and "verdict" not in line:
             claim = next((name for name in MEASURED if name in cells[0]), None)
             known = " ".join(MEASURED[claim]()) if claim else ""
-            for shown in re.findall(r"(?<![\w/])\d+[\d.,]*\d(?:e-\d+)?", cells[5]):
+            for shown in re.findall(r"(?<![\w/])\d+[\d.,]*\d(?:e-\d+)?", cells[5].replace("CIFAR-10", "")):
                 assert shown in known or shown == "255", (claim, shown)
 
 
