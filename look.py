@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw
 
 import common
 from attention import rpc_attention
-from data.images import decode, read_bytes
+from data.files import decode, read_bytes
 from data.segmentation import palette
 from data.shapes import load_shapes
 from segmenter import predict, segmenter_from_checkpoint
