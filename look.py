@@ -5,9 +5,10 @@
     python look.py --ckpt weights/seg_shapes_rpc.pt                   # a Segmenter
 
 Of a classifier it prints the five likeliest classes and draws look.png: where the class token looks
-in each layer (mean over heads), and below that, for each layer with RPC-Attention, the size of S of
-each token after every step of PAP. Of a Segmenter it draws the classes over the image, with a
-legend. Bright is large; all maps of S share one scale, that of the largest key of their layer.
+in each layer (mean over heads, each map on its own scale; the number is the share of its attention
+that patches get, the rest is on itself), and below that, for each layer with RPC-Attention, the
+size of S of each token after every step of PAP (white is the largest key of that layer). Of a
+Segmenter it draws the classes over the image, with a legend.
 """
 
 import argparse
@@ -34,7 +35,7 @@ def get_args():
     p.add_argument("--ckpt", default="weights/shapes_rpc.pt",
                    help="of train_cls.py or train_seg.py: a file, or a folder with last.pt")
     p.add_argument("--image", help="JPEG, PNG or WebP; default: a rendered scene")
-    p.add_argument("--scene", type=common.number(int, 0), default=11, help="which test scene")
+    p.add_argument("--scene", type=common.number(int, 0), default=35, help="which test scene")
     p.add_argument("--out", default="look.png", help="the picture to write")
     return p.parse_args()
 
@@ -121,7 +122,8 @@ def look_at_classifier(model, classes, image):
         x = block.norm1(x)
         steps = pap_steps(block.attn, x)
         attention = class_attention(block.attn, x, steps)
-        seen.append((f"attention, layer {i}", grey_map(attention, attention.max())))
+        share = f"{100 * attention.sum():.0f} %"                        # the rest is on itself
+        seen.append((f"attention {i}: {share}", grey_map(attention, attention.max())))
         if steps:
             size = block.attn.project(x)[1].abs().sum((1, 3)).max()     # the largest key
             maps = [grey_map(step["S"].abs().sum((1, 3))[0, 1:], size) for step in steps]

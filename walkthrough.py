@@ -42,6 +42,7 @@ from studies.where_is_s import first_layer
 from vit import vit_from_checkpoint
 
 WEIGHTS = Path(common.__file__).with_name("weights")
+SCENE = 35                                  # the test scene of pictures 2 and 5
 PICTURES = "projection gram values pcp pap hero where leak attack dense".split()
 COLOUR = {"softmax": "0.55", "symmetric": "#1f6fb4", "rpc": "#c8352b"}
 MARK = {"softmax": "o", "symmetric": "s", "rpc": "^"}               # for readers of grey prints
@@ -100,6 +101,13 @@ def picture(start):
 def weights(K2):
     """Attention with keys K2 (B, H, N, D): (B, H, N, N)."""
     return kpca.log_kernel(K2, K2).softmax(-1)
+
+
+def received(K2):
+    """Attention that each token gets from the others, mean over heads, and its share of all."""
+    A = weights(K2).mean(1)                                         # (B, N, N)
+    A = A - torch.diag_embed(A.diagonal(dim1=1, dim2=2))            # not from itself
+    return A.mean(1), A.sum((1, 2)) / A.shape[1]
 
 
 def over_patches(x):
@@ -172,7 +180,7 @@ if wanted("projection"):
 
 # %% 2. The Gram matrix of one image's keys, its spectrum, its axes as maps.
 if wanted("gram"):
-    image = picture(11)
+    image = picture(SCENE)
     heads = capture(network("symmetric"), image)[0]
     k = heads.k[0, 0]                                               # layer 0, head 0: (65, D)
     axes = kpca.kernel_pca(k)
@@ -276,7 +284,7 @@ if wanted("pcp"):
 # %% 5. Inside attention: what four steps do to the keys, in the three readings.
 if wanted("pap"):
     model = network("rpc")
-    images, hit = corrupt_patches(picture(11), "noise", patch=4)
+    images, hit = corrupt_patches(picture(SCENE), "noise", patch=4)
     figure = plt.figure(figsize=(9, 4.8))
     upper, lower = figure.subfigures(2, 1, height_ratios=(1, 0.9))
     left, *groups = upper.subfigures(1, 4, width_ratios=(1, 4, 4, 4))
@@ -287,8 +295,9 @@ if wanted("pap"):
         residuals, entropies, grid = [], [], group.subplots(3, 4)
         for column, step in zip(grid.T, trace):
             left_over, A = k - step["S"] - step["L"], weights(step["K2"])
-            maps = size(step["S"])[0], size(left_over)[0], A[0, :, 0].mean(0)
-            for ax, x, most in zip(column, maps, (size(k).max(), size(k).max(), 0.1)):
+            got, _ = received(step["K2"])
+            maps = size(step["S"])[0], size(left_over)[0], got[0]
+            for ax, x, most in zip(column, maps, (size(k).max(), size(k).max(), None)):
                 show(ax, over_patches(x), vmin=0, vmax=most)
                 outline(ax, hit[0])
             residuals.append(left_over.norm() / k.norm())
@@ -313,20 +322,21 @@ if wanted("pap"):
 
 # %% The picture of the README: S and attention over the steps, clean and damaged.
 if wanted("hero"):
-    model, scene = network("rpc"), picture(11)
+    model, scene, shares = network("rpc"), picture(SCENE), {}
     figure, grid = plt.subplots(2, 9, figsize=(9, 2.4))
     for row, kind, n in zip(grid, ("clean", "damaged"), (0, 6)):
         images, hit = corrupt_patches(scene, "noise", patch=4, n=n)
         k, trace = first_layer(model, images)
         show(row[0], images[0], kind)
         for i, step in enumerate(trace, 1):
-            attention = weights(step["K2"])[0, :, 0].mean(0)        # of the class token
+            got, share = received(step["K2"])
+            shares[f"{kind} {i}"] = 100 * share
             show(row[i], over_patches(size(step["S"])[0]), f"|S|, step {i}", vmin=0,
                  vmax=size(k).max())
-            show(row[4 + i], over_patches(attention), f"attention {i}", vmin=0, vmax=0.1)
+            show(row[4 + i], over_patches(got[0]), f"attention {i}", vmin=0)
             outline(row[i], hit[0])
             outline(row[4 + i], hit[0])
-    save(figure, "hero")
+    save(figure, "hero", **shares)
 
 
 # %% 6. Where is S? Are damaged patches those with more of it?
