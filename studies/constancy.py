@@ -42,7 +42,7 @@ from studies.stats import holm, paired_t, show, show_p, spread
 
 ARMS = ("hashed", "mean", "image", "own", "random", "other", "x", "detached")
 NULLS, MARGIN, DECAY = ("hashed", "image", "other", "x"), 0.03, 0.99
-HELD_OUT = 10 ** 6                        # first number of a held-out image: other axes than trained
+HELD_OUT = 10 ** 6                    # first number of a held-out image: other axes than trained
 
 
 class SpanAttention(ForcedAttention):
