@@ -33,8 +33,9 @@ import common
 from attention import ATTENTIONS
 from common import COUNT, NATURAL, REAL, SHARE
 from data.augment import augment_uint8, mixup_cutmix, send, to_float
-from data.images import Split, epoch_order, find_photos, imagenet_batches
-from data.splits import load_data, split_name
+from data.files import Split, image_batches
+from data.images import find_photos, load_data, split_name
+from data.rng import epoch_order
 from vit import RPC_KINDS, SIZES, ViT, ViTConfig
 
 # What --data selects, and --data with --model; flags win.
@@ -197,7 +198,7 @@ def load_batches(source, keys, args, device, transform=None):
         return
     in_worker, on_device = (transform, None) if device.type == "cpu" else (None, transform)
     keys = (list(zip(position.tolist(), index.tolist())) for index, position in keys)
-    batches = imagenet_batches(source, keys, args.num_workers, device, transform=in_worker)
+    batches = image_batches(source, keys, args.num_workers, device, transform=in_worker)
     for images, labels, position in batches:
         images, labels = (x.to(device, non_blocking=True) for x in (images, labels))
         yield (on_device(images, position) if on_device else images), labels, position

@@ -33,8 +33,7 @@ import common
 from attention import ATTENTIONS
 from common import COUNT, NATURAL, REAL, SHARE
 from data import text as data_text
-from data.prose import text_folder
-from data.text import EOS, perplexity, sliding_nll
+from data.text import EOS, perplexity, sliding_nll, text_folder
 from lm import LM, SIZES, LMConfig, lm_from_checkpoint
 
 # What --data selects; flags win.

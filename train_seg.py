@@ -31,9 +31,10 @@ from tqdm import tqdm
 import common
 from attention import ATTENTIONS
 from common import COUNT, NATURAL, REAL, SHARE
-from data.images import epoch_order, imagenet_batches
-from data.segmentation import folder_recipe, load_folder, load_split, save_pictures
-from data.views import TrainingViews, finish_views
+from data.files import image_batches
+from data.rng import epoch_order
+from data.segmentation import (TrainingViews, finish_views, folder_recipe, load_folder, load_split,
+                               save_pictures)
 from robust.iou import evaluate, predictions
 from segmenter import (IGNORE, Segmenter, SegmenterConfig, backbone_settings, config_from_backbone,
                        load_backbone, segmenter_from_checkpoint)
@@ -187,7 +188,7 @@ def load_batches(views, args, mean, start, stop, rank, world):
     """Load a step's images (b, 3, S, S) in [0, 1] and labels (b, S, S) int64, on mean's device."""
     n, device = len(views.source), mean.device
     keys = batch_keys(args, n, start, stop, rank, world)
-    loader = imagenet_batches(views, keys, args.num_workers, device)
+    loader = image_batches(views, keys, args.num_workers, device)
     for images, labels, (position, height, width) in loader:
         images, labels = (t.to(device, non_blocking=True) for t in (images, labels))
         if position[0] % n % args.batch_size != rank:               # a short batch, not for us

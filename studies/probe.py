@@ -16,10 +16,11 @@ from torch import nn
 from tqdm import tqdm
 
 import common
-import data
-from data import prose, text as data_text
-from data.splits import load_test
 from attention import PAP, SelfAttention
+from data import text as data_text
+from data.images import ImageTree, load_test
+from data.rng import epoch_order
+from data.shapes import load_shapes
 from weights import load_weights
 from fan import classifier_from_checkpoint
 from kpca import exact_scaling, log_kernel
@@ -213,14 +214,14 @@ def load_images(args, checkpoint, config):
     where = argparse.Namespace(data=name, data_dir=args.data_dir or trained.get("data_dir"),
                                device="cpu")
     if name == "shapes":
-        source = data.load_shapes("test", args.images, config.image_size)
+        source = load_shapes("test", args.images, config.image_size)
     elif name == "imagenet" and where.data_dir:                             # some classes will do
-        source = data.ImageTree(where.data_dir, "val", classes=checkpoint.get("classes"),
+        source = ImageTree(where.data_dir, "val", classes=checkpoint.get("classes"),
                                 size=config.image_size, subset=True)
     else:
         source = load_test(where, trained, config.image_size, None)
 
-    some = data.epoch_order(len(source.labels), 0, seed=0)[:args.images]    # mixed classes
+    some = epoch_order(len(source.labels), 0, seed=0)[:args.images]    # mixed classes
     if name == "imagenet":
         files = tqdm(some.tolist(), "decoding", leave=False, disable=len(some) < 200)
         images = torch.stack([source[i][0] for i in files])
@@ -233,7 +234,7 @@ def load_images(args, checkpoint, config):
 def load_windows(args, checkpoint, config):
     """Windows of the test text (n, T) int64, spread evenly; no labels, what they are, 0 classes."""
     trained = checkpoint["args"]
-    folder = prose.text_folder(trained.get("data"), args.data_dir or trained["data_dir"])
+    folder = data_text.text_folder(trained.get("data"), args.data_dir or trained["data_dir"])
     vocab = data_text.stored_vocabulary(checkpoint)
     lines = data_text.read_lines(data_text.token_file(folder, "test"))
     tokens = vocab.encode_lines(lines).astype(np.int64)

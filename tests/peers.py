@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from robust.corruptions import CONSTANTS
-from data import render_scenes
+from data.shapes import render_scenes
 
 DETERMINISTIC = ("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression")
 

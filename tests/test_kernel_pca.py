@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import common
-import data
+from data import images as data, shapes
 import train_cls
 from attention import ATTENTIONS, SelfAttention
 from conftest import ROOT
@@ -334,7 +334,7 @@ def save_vit(path, attn="softmax", image_size=16, **change):
     model = ViT(config)
     args = dict(data="shapes", data_dir=None, seed=0, init_from=None)
     torch.save({"task": "classification", "model": model.state_dict(), "model_config": asdict(config), "step": 7,
-                "args": args, "classes": list(data.SHAPES), **change}, path)
+                "args": args, "classes": list(shapes.SHAPES), **change}, path)
     return str(path)
 
 
