@@ -157,7 +157,7 @@ class ChannelGate(nn.Module):
     def forward(self, z):
         q = split(self.q(z), self.num_heads).softmax(2)                     # over tokens
         k = split(z, self.num_heads).softmax(2).mean(3, keepdim=True)       # (B, H, N, 1)
-        gate = (q.transpose(2, 3) @ k).sigmoid() * self.temperature                      # (B, H, D, 1)
+        gate = (q.transpose(2, 3) @ k).sigmoid() * self.temperature         # (B, H, D, 1)
         return self.norm_v(self.mlp_v(z)) * gate.flatten(1)[:, None]
 
 
