@@ -47,7 +47,7 @@ def nonzero(trace):
     return torch.tensor([(step["S"].abs() > 1e-12).double().mean() for step in trace], dtype=torch.float64)
 
 
-# --- reference arrays --------------------------------------------------------------------------------------------------
+# --- reference arrays ------------------------------------------------------------
 
 def test_rpc_equals_the_released_code_heads_outputs_and_shares_of_nonzero_S(golden):
     a, checked = golden("attention_a"), 0
@@ -146,7 +146,7 @@ def test_pcp_equals_its_reference_and_recovers_both_parts_and_diverges_as_printe
     assert (M - L - S).norm() > 1e8 * M.norm()
 
 
-# --- the equations -----------------------------------------------------------------------------------------------------
+# --- the equations ------------------------------------------------------------
 
 ADDRESSES = [f"Eq. {n}" for n in (1, 2, 3, 12, 14)] + ["Def. 1", "App. E.1", "App. E.9"]
 
@@ -240,7 +240,7 @@ def test_mu_is_n_times_width_over_four_sums_of_all_tokens_or_of_those_seen():
     near(rpc_attention(k, v, mu_dim="head"), rpc_attention(k, v, mu_dim="model"))
 
 
-# --- every kind --------------------------------------------------------------------------------------------------------
+# --- every kind ------------------------------------------------------------
 
 @every_kind
 def test_permuting_tokens_permutes_the_output_of_every_kind_without_weights_per_position(kind):
@@ -326,7 +326,7 @@ def test_the_trace_is_that_of_the_forward_pass_and_key_statistics_count_it(kind)
     assert stats == dict(mean_abs_key=[round(k.abs().mean().item(), 4)], nonzero_S=shares)
 
 
-# --- an attention of one's own -----------------------------------------------------------------------------------------
+# --- an attention of one's own ------------------------------------------------------------
 
 def nearest(q, k, v, power=2.0):
     return torch.softmax(-torch.cdist(q, k, power), -1) @ v
@@ -358,7 +358,7 @@ def test_a_function_that_cannot_be_an_attention_is_refused_in_one_line(function,
     assert "\n" not in str(e.value)
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------
 
 @pytest.mark.parametrize("bad", [dict(threshold="minus"), dict(mu_dim="both"), dict(dual_sign=0),
                                  dict(mu_over="future"), dict(n_iter=0), dict(lambd=-1.0), dict(lambd=math.nan)])
