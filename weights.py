@@ -30,6 +30,7 @@ def load_weights(model, checkpoint, new_head=False, mode="bicubic"):
     c, own, notes = model.config, model.state_dict(), []
     held = "model" if "model" in checkpoint else "state_dict"
     weights = dict(checkpoint.get(held, checkpoint) or {})
+    drop_unused_queries(c, weights)
     if "pos_embed" in own:
         check_vit(c, own, weights, checkpoint.get("args"))
     else:
@@ -50,6 +51,14 @@ def load_weights(model, checkpoint, new_head=False, mode="bicubic"):
         weights["head.weight"], weights["head.bias"] = own["head.weight"], own["head.bias"]
     load_strictly(model, weights)
     return notes
+
+
+def drop_unused_queries(config, weights):
+    """Leave out what `rachtsy/KPCA-S` projects in layer 0 of Sym/Asym (App. E.9) and never uses."""
+    for i in config.rpc_layers if config.attn == "sym_asym" else ():
+        for name in (f"blocks.{i}.attn.qkv.{end}" for end in ("weight", "bias")):
+            if name in weights and len(weights[name]) == 3 * config.embed_dim:
+                weights[name] = weights[name][config.embed_dim:]            # rows q, k, v -> k, v
 
 
 TYPO = " (348 is the released code's typo for DeiT-small's 384; train at 384 instead)"
