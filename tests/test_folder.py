@@ -193,13 +193,14 @@ def test_names_that_are_not_utf_8(capfd):
 
 # --- what is evaluated ----------------------------------------------------------------------------
 
-def test_another_folder_is_evaluated_whole_or_its_val_folder():
+def test_another_folder_is_evaluated_whole_or_its_val_folder(capsys):
     make("photos", 10)
     make("photos2", 4, classes=["bus", "car"])
     trained = dict(data="folder", data_dir="photos", holdout=6)
-    assert len(evaluated("photos", **trained).labels) == 6
+    assert len(evaluated("photos", **trained).labels) == 6 and not capsys.readouterr().out
     other = evaluated("photos2", **trained)                     # its classes are for the caller to judge
     assert len(other.labels) == 8 and other.classes == ["bus", "car"]
+    assert capsys.readouterr().out == "photos2: not the folder of training (photos): all of its 8 images are evaluated\n"
     assert len(evaluated("photos", **{**trained, "data": "cifar10"}).labels) == 30
     make("photos3/val", 3)
     assert len(evaluated("photos3", **trained).labels) == 9     # val/ alone is a folder
