@@ -69,6 +69,11 @@ def name_hash(name):
     return zlib.crc32(os.fsencode(name))
 
 
+def same_folder(one, other):
+    """Tell whether two paths, or None, are the same folder."""
+    return bool(one and other) and os.path.realpath(one) == os.path.realpath(other)
+
+
 def scan_folders(root):
     """Find root/<class>/<image>: ({class: its images, sorted}, Counter of other endings).
 

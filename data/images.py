@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from data.files import Split, decode, name_hash, read_bytes, scan_folders
+from data.files import Split, decode, name_hash, read_bytes, same_folder, scan_folders
 from data.rng import epoch_order, uniform
 from data.shapes import load_shapes
 
@@ -288,7 +288,7 @@ class ImageTree(Dataset):
 # --- what a run is trained and evaluated on -------------------------------------------------------
 
 def load_data(args, device, rank=0):
-    """Load the training and evaluation set, Splits on the device or ImageTrees; say what they are."""
+    """Load the training and evaluation set, Splits on the device or ImageTrees; describe them."""
     if args.data in ("cifar10", "imagenet") and not args.data_dir:
         raise ValueError(f"--data {args.data} needs --data_dir")
     notes = ""
@@ -368,8 +368,7 @@ def load_test(args, trained, size, classes):
         source = load_cifar10(args.data_dir, "test")
     else:
         photos, theirs = find_photos(args.data_dir), trained.get("data_dir")
-        own = trained.get("data") == "folder" and theirs and Path(theirs).resolve() == Path(
-            args.data_dir).resolve()
+        own = trained.get("data") == "folder" and same_folder(theirs, args.data_dir)
         holdout = trained.get("holdout", 0) if own else 0
         if holdout:
             if holdout >= len(photos.train):

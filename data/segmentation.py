@@ -23,7 +23,7 @@ from PIL import Image, ImageDraw
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from data.files import IMAGE_EXTENSIONS, decode, name_hash, read_bytes
+from data.files import IMAGE_EXTENSIONS, decode, name_hash, read_bytes, same_folder, shown
 from data.rng import uniform
 from data.shapes import colour, load_shapes
 
@@ -107,12 +107,13 @@ def read_pair(image_path, label_path):
         file = Image.open(content)
         mode, pixels = file.mode, np.array(file)
     except (OSError, SyntaxError, ValueError) as error:
-        raise ValueError(f"cannot decode {label_path}: {error}") from None
+        raise ValueError(f"cannot decode {shown(label_path)}: {error}") from None
     if mode not in ("L", "P"):
-        raise ValueError(f"{label_path} is of mode {mode}, expected an 8-bit single-channel PNG")
+        raise ValueError(f"{shown(label_path)} is of mode {mode}, expected an 8-bit PNG of one "
+                         f"channel")
     if pixels.shape != image.shape[1:]:
         (h, w), (H, W) = pixels.shape, image.shape[1:]
-        raise ValueError(f"{label_path} is {w} x {h} pixels, its image {image_path} {W} x {H}")
+        raise ValueError(f"{shown(label_path)} is {w} x {h} pixels, its image {W} x {H}")
     return image, torch.from_numpy(pixels)
 
 
@@ -149,7 +150,7 @@ class SegTree(Dataset):
                                         f"{self.layout}")
             found.append({os.path.splitext(name)[0]: os.path.join(folder, name)
                           for name in sorted(os.listdir(folder))
-                          if name.lower().endswith(extensions)})
+                          if name.lower().endswith(extensions) and name[0] != "."})
         return found
 
     def __len__(self):
@@ -168,17 +169,20 @@ class SegTree(Dataset):
 class OwnFolder(SegTree):
     """Read a folder of one's own: root/images/<stem>.jpg, root/annotations/<stem>.png, any number.
 
-    If there is root/images/training, it is laid out as SegTree's; otherwise "validation" is a fifth
-    of the pairs, the same ones each time. Files that cannot be read or have no partner are left
-    out. pixels: (256,) int64, how many have each value. Raises ValueError where nothing is left.
+    If there is root/images/training or validation, it is laid out as SegTree's; otherwise
+    "validation" is a fifth of the pairs, the same ones each time, and "all" are all. Files that
+    cannot be read or have no partner are left out. pixels: (256,) int64, how many have each value.
+    Raises ValueError where nothing is left.
     """
     layout = "images/*.jpg and annotations/*.png, or training/ and validation/ in each"
 
     def __init__(self, root, split, num_classes=None):
         root = str(root)
         self.folders = [os.path.join(root, part) for part in ("images", "annotations")]
-        flat = not os.path.isdir(os.path.join(self.folders[0], "training"))
+        flat = not any(os.path.isdir(os.path.join(self.folders[0], name))
+                       for name in ("training", "validation"))
         if not flat:
+            split = "validation" if split == "all" else split
             self.folders = [os.path.join(folder, split) for folder in self.folders]
         images, labels = self.list_files(root)
         names = [name for name in images if name in labels]
@@ -190,7 +194,7 @@ class OwnFolder(SegTree):
 
         # the part that is asked for, as far as it can be read
         self.unmatched = len(images.keys() ^ labels.keys())
-        if flat:
+        if flat and split != "all":
             held = max(round(SHARE * len(names)), 1)
             order = sorted(names, key=name_hash)
             names = sorted(order[:held] if split == "validation" else order[held:])
@@ -253,11 +257,12 @@ def folder_recipe(n, side):
                 eval_every=math.ceil(epochs / 10))
 
 
-def load_split(args, split):
+def load_split(args, split, trained=None):
     """Load what train_seg.py trains on, "training", or is evaluated on, "validation".
 
     args: its flags, or those that its checkpoint holds: data ("shapes" or a kind of folder),
     data_dir, num_classes, num_images and size (of the scenes). Gives the same images each time.
+    trained: in an evaluation, the flags of the run, a dict: nothing of another folder was held out.
     """
     if args.data == "shapes":
         if split == "training":
@@ -265,8 +270,11 @@ def load_split(args, split):
         return Scenes("test", max(args.num_images // 10, 1), args.size)
     if not args.data_dir:
         raise ValueError(f"--data {args.data} needs --data_dir")
-    kind = OwnFolder if args.data == "folder" else SegTree
-    return kind(args.data_dir, split, args.num_classes)
+    if args.data != "folder":
+        return SegTree(args.data_dir, split, args.num_classes)
+    if trained is not None and not same_folder(trained.get("data_dir"), args.data_dir):
+        split = "all"
+    return OwnFolder(args.data_dir, split, args.num_classes)
 
 
 # --- training: first half, one image, in a worker -------------------------------------------------

@@ -14,7 +14,7 @@ from PIL import Image
 import train_cls
 from data.files import decode, name_hash, read_bytes
 from data.images import ImageTree, Photos, find_photos, load_data, load_photos, load_test
-from data.segmentation import OwnFolder, read_pair
+from data.segmentation import OwnFolder, load_split, read_pair
 from test_data import within_10_seconds
 
 CLASSES = ["cat", "dog", "owl"]
@@ -272,6 +272,16 @@ def test_the_held_out_part_of_a_labelled_folder_stays_when_a_file_comes():
         Image.new("L", (32, 32), 1).save(Path("mine", part, "000.png"))
     assert len(set(OwnFolder("mine", "validation").names) - {*before, "000"}) == 0
     assert not set(OwnFolder("mine", "training").names) & set(OwnFolder("mine", "validation").names)
+    flags = Namespace(data="folder", data_dir="mine", num_classes=2)
+    for trained, n in ((None, 8), (dict(data_dir="./mine"), 8), (dict(data_dir="other"), 41), ({}, 41)):
+        assert len(load_split(flags, "validation", trained)) == n          # nothing of another folder was held out
+    for part in ("images", "annotations"):
+        os.rename(Path("mine", part), "part")
+        Path("mine", part).mkdir()
+        os.rename("part", Path("mine", part, "validation"))                # validation/ alone is a folder
+    assert len(load_split(flags, "validation", {})) == len(load_split(flags, "validation")) == 41
+    with pytest.raises(FileNotFoundError, match="has no folder mine/images/training"):
+        load_split(flags, "training")
 
 
 # --- single files ---------------------------------------------------------------------------------
