@@ -14,7 +14,7 @@ from PIL import Image
 import train_cls
 from data.files import decode, name_hash, read_bytes
 from data.images import ImageTree, Photos, find_photos, load_data, load_photos, load_test
-from data.segmentation import OwnFolder, read_pair
+from data.segmentation import OwnFolder, load_split, read_pair
 from test_data import within_10_seconds
 
 CLASSES = ["cat", "dog", "owl"]
@@ -193,13 +193,14 @@ def test_names_that_are_not_utf_8(capfd):
 
 # --- what is evaluated ----------------------------------------------------------------------------
 
-def test_another_folder_is_evaluated_whole_or_its_val_folder():
+def test_another_folder_is_evaluated_whole_or_its_val_folder(capsys):
     make("photos", 10)
     make("photos2", 4, classes=["bus", "car"])
     trained = dict(data="folder", data_dir="photos", holdout=6)
-    assert len(evaluated("photos", **trained).labels) == 6
+    assert len(evaluated("photos", **trained).labels) == 6 and not capsys.readouterr().out
     other = evaluated("photos2", **trained)                     # its classes are for the caller to judge
     assert len(other.labels) == 8 and other.classes == ["bus", "car"]
+    assert capsys.readouterr().out == "photos2: not the folder of training (photos): all of its 8 images are evaluated\n"
     assert len(evaluated("photos", **{**trained, "data": "cifar10"}).labels) == 30
     make("photos3/val", 3)
     assert len(evaluated("photos3", **trained).labels) == 9     # val/ alone is a folder
@@ -271,6 +272,16 @@ def test_the_held_out_part_of_a_labelled_folder_stays_when_a_file_comes():
         Image.new("L", (32, 32), 1).save(Path("mine", part, "000.png"))
     assert len(set(OwnFolder("mine", "validation").names) - {*before, "000"}) == 0
     assert not set(OwnFolder("mine", "training").names) & set(OwnFolder("mine", "validation").names)
+    flags = Namespace(data="folder", data_dir="mine", num_classes=2)
+    for trained, n in ((None, 8), (dict(data_dir="./mine"), 8), (dict(data_dir="other"), 41), ({}, 41)):
+        assert len(load_split(flags, "validation", trained)) == n          # nothing of another folder was held out
+    for part in ("images", "annotations"):
+        os.rename(Path("mine", part), "part")
+        Path("mine", part).mkdir()
+        os.rename("part", Path("mine", part, "validation"))                # validation/ alone is a folder
+    assert len(load_split(flags, "validation", {})) == len(load_split(flags, "validation")) == 41
+    with pytest.raises(FileNotFoundError, match="has no folder mine/images/training"):
+        load_split(flags, "training")
 
 
 # --- single files ---------------------------------------------------------------------------------
