@@ -1,6 +1,9 @@
 """Accuracies of networks as paired differences to a baseline's: intervals, tables, a figure.
 
-Runs are (arm, seed); arms are compared on the same images, paired by seed. No study itself.
+Runs are (arm, seed); arms are compared on the same images, paired by seed. Intervals are those of
+studies/stats.py in which seeds and images both vary. Two measures of a data set are primary: a
+difference in them is significant, and bold, if it survives Holm's correction over arms x 2. All
+other numbers are exploratory and never bold. No study itself.
 """
 
 import numpy as np
@@ -9,12 +12,14 @@ import common
 from robust import corruptions, metrics
 from robust.rows import weights_of
 from robust.tables import title
-from studies.tables import half_width
+from studies.stats import Difference, crossed, detectable, holm, missing, pairs
+from studies.stats import show, show_p, spread
 
 BASELINE = "symmetric"
 FAMILIES = dict(noise=corruptions.NAMES[:3], blur=corruptions.NAMES[3:7],
                 weather=corruptions.NAMES[7:11], digital=corruptions.NAMES[11:])
-NONE = 0, np.nan, (np.nan, np.nan), (np.nan, np.nan)       # a difference that is not there
+# The budget is the one at which symmetric keeps half to two thirds of its clean accuracy.
+PRIMARY = dict(shapes=("15 corruptions", "pgd 2/255"), cifar10=("15 corruptions", "pgd 1/255"))
 
 
 def current(rows, folders):
@@ -24,15 +29,26 @@ def current(rows, folders):
     return [row for row in rows if weights.get(row["checkpoint"]) == row["weights"]]
 
 
+def primary_of(rows):
+    """Names of the two primary measures of these rows' data set; () for another one."""
+    data = {row.get("data") for row in rows}
+    if len(data) > 1:
+        raise ValueError(f"rows of {' and '.join(sorted(map(str, data)))}: expected one data set")
+    return PRIMARY.get(*data, ()) if data else ()
+
+
 def outcomes(rows, folders, limit, same=()):
     """{measure: {(arm, seed): how often each image was right (n,), in [0, 1]}}, in a fixed order.
 
     rows: of eval_robust.py. folders: {(arm, seed): folder}. same: arms that hide no gradient, for
-    which the adaptive attack is PGD.
+    which the adaptive attack is PGD. ValueError: two rows of one run and measure, a measure taken
+    in two ways, or on other images in one arm than in another.
     """
     found = {name: {} for name in ("clean", "15 corruptions", *FAMILIES)}
     runs, types, hows = {str(folder): run for run, folder in folders.items()}, {}, {}
-    for row in (row for row in rows if row["checkpoint"] in runs):
+    rows = [row for row in rows if row["checkpoint"] in runs]
+    check_images(rows, runs)
+    for row in rows:
         run, name = runs[row["checkpoint"]], title(row)
         packed = row["right"] if isinstance(row["right"], list) else [row["right"]]
         right = np.mean([metrics.unpack(text, row["images"]).numpy() for text in packed], 0)
@@ -42,10 +58,12 @@ def outcomes(rows, folders, limit, same=()):
         if hows.setdefault(name, how) != how:
             raise ValueError(f"{name} was measured in two ways, {hows[name]} and {how}: keep the "
                              "rows of one")
-        if row["measure"] == "corruptions":
-            types.setdefault(run, {})[name] = right
-        else:
-            found.setdefault(name, {})[run] = right
+        of = types.setdefault(run, {}) if row["measure"] == "corruptions" else \
+            found.setdefault(name, {})
+        key = name if row["measure"] == "corruptions" else run
+        if key in of:
+            raise ValueError(f"{run[0]}, seed {run[1]} has two rows of {name}: keep one")
+        of[key] = right
 
     # means over the corruptions of a family
     for run, of in types.items():
@@ -60,88 +78,129 @@ def outcomes(rows, folders, limit, same=()):
     return {name: runs for name, runs in found.items() if runs}
 
 
-def difference(first, second):
-    """Points of accuracy between paired runs. first, second: (seeds, images), in [0, 1].
-
-    Returns (mean, its t-interval over seeds (low, high), nan for one seed, its bootstrap interval
-    over images); all intervals 95 %.
-    """
-    gaps = 100 * (np.asarray(first, float) - np.asarray(second, float))
-    mean, half = gaps.mean(), half_width(gaps.mean(1))
-    return mean, (mean - half, mean + half), metrics.bootstrap(gaps.mean(0))
+def check_images(rows, runs):
+    """ValueError if two runs share no number of images on which a measure was taken in both."""
+    seen = {}
+    for row in rows:
+        of = seen.setdefault(title(row), {})
+        of.setdefault(runs[row["checkpoint"]], set()).add(row["images"])
+    for name, of in seen.items():
+        (first, some), *others = of.items()
+        for run, images in others:
+            if not images & some:
+                raise ValueError(f"{name}: {run[0]}, seed {run[1]} was measured on {min(images)} "
+                                 f"images, {first[0]}, seed {first[1]} on {min(some)}: expected "
+                                 "the same")
 
 
 def compare(found, arms, baseline=BASELINE):
-    """{(measure, arm): (number of pairs, mean, over seeds, over images)}, where there are pairs."""
+    """{(measure, arm): Difference in points}, where an arm and the baseline share a seed."""
     result = {}
     for name, runs in found.items():
+        base = {seed: 100 * right for (arm, seed), right in runs.items() if arm == baseline}
         for arm in arms:
-            seeds = sorted(s for a, s in runs if a == arm and (baseline, s) in runs)
-            if arm != baseline and seeds:
-                first, second = ([runs[which, s] for s in seeds] for which in (arm, baseline))
-                result[name, arm] = (len(seeds), *difference(first, second))
+            mine = {seed: 100 * right for (a, seed), right in runs.items() if a == arm}
+            if arm != baseline and base.keys() & mine.keys():
+                result[name, arm] = crossed(pairs(mine, base, f"{arm} and {baseline}, {name}"))
     return result
+
+
+def corrected(compared, primary):
+    """{(measure, arm): p after Holm's correction over the arms and the primary measures}."""
+    return holm({key: d.p for key, d in compared.items() if key[0] in primary})
 
 
 # --- tables and figure ----------------------------------------------------------------------------
 
-def tables(found, compared, arms, baseline=BASELINE):
-    """Markdown: accuracies, differences with intervals over seeds, intervals over images."""
-    def accuracy(name, arm):
-        values = [100 * right.mean() for (a, _), right in found[name].items() if a == arm]
-        std = f" ± {np.std(values, ddof=1):.1f}" if len(values) > 1 else ""
-        return f"{np.mean(values):.1f}{std} ({len(values)})" if values else ""
+NONE = Difference(0, *[np.nan] * 6)                         # a difference that is not there
 
-    def over_seeds(name, arm):
-        if (name, arm) not in compared:
-            return ""
-        n, mean, (low, high), _ = compared[name, arm]
-        text = f"{mean:+.1f} ({low:+.1f} to {high:+.1f})" if n > 1 else f"{mean:+.1f}"
-        return f"**{text}**" if low > 0 or high < 0 else text
 
-    def over_images(name, arm):
-        *_, (low, high) = compared.get((name, arm), NONE)
-        return f"{low:+.1f} to {high:+.1f}".replace("+nan to +nan", "")
+def points(x):
+    """A number of points, "" if there is none."""
+    return "" if np.isnan(x) else f"{x:.1f}"
 
-    def part(text, columns, cell):
-        body = [[name, *(cell(name, arm) for arm in columns)] for name in found]
-        return text + "\n\n" + common.table(body, ["measure", *columns])
 
+def accuracy(runs, arm):
+    """Mean ± standard deviation over the seeds of an arm, per cent, and how many seeds."""
+    values = [100 * right.mean() for (a, _), right in runs.items() if a == arm]
+    return f"{spread(values)} ({len(values)})" if values else ""
+
+
+def primary_table(found, compared, arms, baseline, primary):
+    """Markdown, an arm a row: the primary measures, what is significant and what was detectable."""
+    p, body = corrected(compared, primary), []
+    names = [name for name in primary if name in found]
+    for arm in arms:
+        line = [arm]
+        for name in names:
+            d = compared.get((name, arm), NONE)
+            own = p.get((name, arm), np.nan)
+            line += [accuracy(found[name], arm), show(d, bold=own < 0.05) if d.n else "",
+                     show_p(d.p), show_p(own), points(detectable(d.error, d.df))]
+        body.append(line)
+    columns = ("difference (95 % CI)", "p", "p, Holm", "80 % power")
+    return common.table(body, ["arm", *(head for name in names for head in (name, *columns))])
+
+
+def tables(found, compared, arms, baseline=BASELINE, primary=()):
+    """Markdown: the primary measures, if any; accuracies; differences to the baseline."""
+    p = corrected(compared, primary)
     others = [arm for arm in arms if arm != baseline]
-    return "\n\n".join([
-        part("Accuracy in per cent, mean ± standard deviation (seeds):", arms, accuracy),
-        part(f"Difference to {baseline} in points, paired by seed (95 % t-interval over seeds), "
-             "bold where that excludes 0:", others, over_seeds),
-        part("The same differences, 95 % bootstrap interval over images:", others, over_images)])
+
+    def difference(name, arm):
+        d = compared.get((name, arm), NONE)
+        return show(d, bold=p.get((name, arm), 1) < 0.05) if d.n else ""
+
+    parts = []
+    if set(primary) & found.keys():
+        parts += ["The primary measures: accuracy in per cent, mean ± standard deviation (seeds); "
+                  f"difference to {baseline} in points, paired by seed, 95 % CI over seeds and "
+                  "images; p, and after Holm's correction over arms x measures (bold: below .05); "
+                  "the smallest difference found with 80 % power:",
+                  primary_table(found, compared, arms, baseline, primary)]
+    parts += ["Accuracy in per cent, mean ± standard deviation (seeds):",
+              common.table([[name, *(accuracy(runs, arm) for arm in arms)]
+                            for name, runs in found.items()], ["measure", *arms])]
+    if compared:
+        parts += [f"Difference to {baseline} in points (95 % CI over seeds and images); what is "
+                  "not primary is exploratory:",
+                  common.table([[name, *(difference(name, arm) for arm in others)]
+                                for name in found], ["measure", *others])]
+    lacking = missing(run for runs in found.values() for run in runs)
+    if lacking:
+        parts.append("Not there: " + ", ".join(f"{arm} seed {seed}" for arm, seed in lacking) + ".")
+    return "\n\n".join(parts)
 
 
-def draw(compared, arms, path, baseline=BASELINE):
-    """Differences as points, arms in rows, measures in columns: thick over seeds, thin: images.
+def draw(compared, arms, path, baseline=BASELINE, primary=()):
+    """Differences as points with their intervals, arms in rows, measures in columns.
 
-    A measure that only few arms have is left to the tables.
+    Red: significant. A measure that only few arms have is left to the tables.
     """
     from studies.look import WIDTH, plt
+    p = corrected(compared, primary)
     arms = [arm for arm in arms if any(a == arm for _, a in compared)]
     names = list(dict.fromkeys(name for name, _ in compared))
     names = [name for name in names if 2 * sum((name, a) in compared for a in arms) > len(arms)]
+    names.sort(key=lambda name: name not in primary)
     figure, axes = plt.subplots(2, (len(names) + 1) // 2, sharey=True, squeeze=False,
                                 figsize=(1.3 * WIDTH, 1.6 + 0.62 * len(arms)))
     for ax, name in zip(axes.flat, names):
         ends = [0]
         for y, arm in enumerate(arms):
-            n, mean, seeds, images = compared.get((name, arm), NONE)
-            ends += [*images, *(seeds if n > 2 else ())]   # of two seeds: as wide as any panel
-            colour = "tab:red" if seeds[0] > 0 or seeds[1] < 0 else "tab:blue"
-            ax.plot(images, [y + 0.25] * 2, color="tab:gray", linewidth=1)
-            ax.plot(seeds, [y, y], color="tab:blue", linewidth=2.5)
-            ax.plot(mean, y, "o", color=colour, markersize=5)
+            d = compared.get((name, arm), NONE)
+            ends += [d.mean, *((d.low, d.high) if d.n > 2 else ())]   # of two seeds: too wide
+            colour = "tab:red" if p.get((name, arm), 1) < 0.05 else "tab:blue"
+            ax.plot([d.low, d.high], [y, y], color=colour, linewidth=2)
+            ax.plot(d.mean, y, "o", color=colour, markersize=5)
         ax.axvline(0, color="black", linewidth=0.8)
         room = 0.05 * (np.nanmax(ends) - np.nanmin(ends)) + 0.1
-        ax.set(title=name, ylim=(len(arms) - 0.5, -0.5), yticks=range(len(arms)), yticklabels=arms,
+        ax.set(title=f"{name} (primary)" if name in primary else name,
+               ylim=(len(arms) - 0.5, -0.5), yticks=range(len(arms)), yticklabels=arms,
                xlim=(np.nanmin(ends) - room, np.nanmax(ends) + room))
     for ax in axes.flat[len(names):]:
         ax.set_visible(False)
-    figure.supxlabel(f"points of accuracy more than {baseline}; blue: 95 % over seeds (red point: "
-                     "without 0), gray: 95 % over images", fontsize=9)
+    figure.supxlabel(f"points of accuracy more than {baseline}; 95 % over seeds and images; red: "
+                     "primary and significant after Holm's correction", fontsize=9)
     figure.savefig(path)
     plt.close(figure)

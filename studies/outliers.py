@@ -190,11 +190,11 @@ def promise(arm, compared, corrected):
     measured = (name for name, a in compared if a == arm and name.startswith(attacked))
     not_below = clean, next(measured, attacked)                  # AutoAttack: on fewer images, too
     missing = [name for name in ABOVE if arm not in corrected.get(name, {})]
-    missing += [name for name in not_below if compared.get((name, arm), NONE)[0] < 2]
+    missing += [name for name in not_below if compared.get((name, arm), NONE).n < 2]
     failed = [f"not above on {name}" for name in ABOVE if name not in missing
-              and not (compared[name, arm][1] > 0 and corrected[name][arm] < 0.05)]
+              and not (compared[name, arm].mean > 0 and corrected[name][arm] < 0.05)]
     failed += [f"below on {name}" for name in not_below if name not in missing
-               and compared[name, arm][2][1] < 0]
+               and compared[name, arm].high < 0]
     if failed:
         return "no: " + ", ".join(failed)
     return f"undecided: two seeds or more of {', '.join(missing)}" if missing else "yes"
@@ -211,7 +211,7 @@ def step_costs(folders, args):
     return {arm: np.median(np.divide(times[arm], times[BASELINE])) for arm in steps}
 
 
-def report(found, compared, rows, costs, args):
+def report(found, compared, rows, costs, args, primary=()):
     """Markdown: accuracies and differences; AUC; p-values, costs and the verdict."""
     corrected = {name: p_values(found[name], args.arms) for name in found}
     body = []
@@ -232,7 +232,7 @@ def report(found, compared, rows, costs, args):
             line.append(f"{np.mean(values):.2f} ({len(values)})" if values else "")
         areas.append([name, score, *line])
     return "\n\n".join([
-        differences.tables(found, compared, args.arms),
+        differences.tables(found, compared, args.arms, primary=primary),
         "AUC of a token's score against the corrupted patches, mean over seeds (seeds):",
         common.table(areas, ["corruption", "score", *args.arms]),
         "p after Holm's correction; a step's CPU time as a ratio to symmetric; verdict:",
@@ -251,11 +251,12 @@ def main():
             right = metrics.unpack(text, row["images"]).double().numpy()
             found.setdefault(name, {})[run] = right
     compared = differences.compare(found, args.arms)
-    text = report(found, compared, rows, costs, args)
+    primary = differences.primary_of(evaluated)
+    text = report(found, compared, rows, costs, args, primary)
     args.out_dir.mkdir(parents=True, exist_ok=True)
     (args.out_dir / "outliers.md").write_text(text + "\n")
     if compared:
-        differences.draw(compared, args.arms, args.out_dir / "outliers.png")
+        differences.draw(compared, args.arms, args.out_dir / "outliers.png", primary=primary)
     print(f"\n{text}\n\n{args.out_dir}: outliers.md is this, outliers.png draws its differences")
 
 

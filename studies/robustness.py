@@ -3,7 +3,8 @@ r"""Does RPC make a network more robust, and is it the robust part that does it?
     python -m studies.robustness                            # scenes: 3 hours on 2 idle CPU cores
     python -m studies.robustness --no-train                 # only what has finished so far
     python -m studies.robustness --seeds 0 --epochs 3 --out_dir out/first_look
-    python -m studies.robustness --rows results/robustness/results.jsonl    # tables, in seconds
+    python -m studies.robustness --rows results/robustness/results.jsonl    # tables of all that
+                                                            # is in these rows, in seconds
     python -m studies.robustness --data cifar10 --data_dir data/cifar10 --model nano --epochs 12 \
         --out_dir out/robustness_cifar10
 
@@ -12,9 +13,8 @@ RPC-Attention: what is left of its effect says which part has it. What --out_dir
 train_cls.py and evaluated by eval_robust.py on the same images; accuracies are compared with those
 of the symmetric arm, paired by seed. An arm may also be a name of studies/robust_attentions.py.
 
-A difference is called one only if its 95 % t-interval over seeds excludes 0. Beside it stands a
-bootstrap: how far other test images could move the mean over these seeds. Flags that are not listed
-go to train_cls.py. Rows that eval_robust.py adds to --out_dir/eval join the tables.
+Intervals, primary measures and what is bold: studies/differences.py. Flags that are not listed go
+to train_cls.py. Rows that eval_robust.py adds to --out_dir/eval join the tables.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import numpy as np
 
 import common
 from robust.rows import SEED_FLAGS, read_rows
-from studies.differences import BASELINE, compare, current, draw, outcomes, tables
+from studies.differences import BASELINE, compare, current, draw, outcomes, primary_of, tables
 from studies.robust_attentions import NAMES, settings_of
 
 USUAL = {                                                  # flags of train_cls.py
@@ -52,11 +52,12 @@ def get_args(argv=None):
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out_dir", type=Path, default=Path("out/robustness"),
                    help="of the runs, <arm>_s<seed>, and the evaluator's rows, eval")
-    p.add_argument("--arms", nargs="+", choices=ARMS, default=list(USUAL),
-                   help="default: those of train_cls.py")
+    p.add_argument("--arms", nargs="+", choices=ARMS, help="default: those of train_cls.py; with "
+                   "--rows all that are there")
     p.add_argument("--baseline", choices=ARMS, default=BASELINE,
                    help="the arm with which the others are compared")
-    p.add_argument("--seeds", nargs="+", type=common.number(int, 0), default=[0, 1, 2])
+    p.add_argument("--seeds", nargs="+", type=common.number(int, 0),
+                   help="default: 0, 1 and 2; with --rows all that are there")
     p.add_argument("--clamp", type=common.number(float, 0), default=0.5, metavar="LAMBDA",
                    help="lambda of the arm clamp, chosen on held-out training images")
     p.add_argument("--limit", type=common.number(int, 1), default=500, help="images a measure")
@@ -65,6 +66,9 @@ def get_args(argv=None):
                    help="tables and figure of the rows in these files; nothing is trained")
     p.add_argument("--train", action=argparse.BooleanOptionalAction, default=True)
     args, rest = p.parse_known_args(argv)
+    runs = runs_in(args.rows) if args.rows else []
+    args.arms = args.arms or [arm for arm in ARMS if any(arm == a for a, _ in runs)] or list(USUAL)
+    args.seeds = args.seeds or sorted({seed for _, seed in runs}) or [0, 1, 2]
     if args.baseline not in args.arms:
         raise ValueError(f"--arms {' '.join(args.arms)}: expected {args.baseline} among them, with "
                          f"which the others are compared")
@@ -141,13 +145,32 @@ def evaluate(folders, args):
             call("-m", "studies.robust_attentions", "evaluate", "--ckpt", *models, *how, *measures)
 
 
-def stored(paths, folders):
-    """The rows of files, and of those asked for {(arm, seed): the run's name, as rows have it}."""
+def in_files(paths):
+    """The rows of the evaluator in these files, with the run's name alone as checkpoint.
+
+    A file may hold rows of another kind beside them. ValueError: no file, or a row twice.
+    """
+    rows = []
     for path in paths:
         if not path.is_file():
             raise ValueError(f"--rows {path} is not a file")
-    rows = [row | dict(checkpoint=Path(row["checkpoint"]).name)
-            for path in paths for row in read_rows(path).values()]
+        own = list(read_rows(path).values())
+        lines = sum("measure" in row for row in common.read_log(path))
+        if lines > len(own):
+            raise ValueError(f"--rows {path} holds {lines - len(own)} rows twice: keep one of each")
+        rows += [row | dict(checkpoint=Path(row["checkpoint"]).name) for row in own]
+    return rows
+
+
+def runs_in(paths):
+    """[(arm, seed)] of the rows in these files."""
+    names = dict.fromkeys(row["checkpoint"].rpartition("_s") for row in in_files(paths))
+    return [(arm, int(seed)) for arm, _, seed in names if arm in ARMS and seed.isdecimal()]
+
+
+def stored(paths, folders):
+    """The rows of files, and of those asked for {(arm, seed): the run's name, as rows have it}."""
+    rows = in_files(paths)
     names = {row["checkpoint"] for row in rows}
     runs = {run: folder.name for run, folder in folders.items() if folder.name in names}
     if not runs:
@@ -174,13 +197,13 @@ def main():
     folders = {(a, seed): args.out_dir / f"{a}_s{seed}" for seed in args.seeds for a in args.arms}
     rows, folders = stored(args.rows, folders) if args.rows else measured(folders, args, rest)
     found = outcomes(rows, folders, args.limit, [arm for arm in ARMS if not with_rpc(arm)])
-    compared = compare(found, args.arms, args.baseline)
+    compared, primary = compare(found, args.arms, args.baseline), primary_of(rows)
     args.out_dir.mkdir(parents=True, exist_ok=True)
-    text = tables(found, compared, args.arms, args.baseline)
+    text = tables(found, compared, args.arms, args.baseline, primary)
     name = "differences" + (f"_to_{args.baseline}" if args.baseline != BASELINE else "")
     (args.out_dir / f"{name}.md").write_text(text + "\n")
     if compared:
-        draw(compared, args.arms, args.out_dir / f"{name}.png", args.baseline)
+        draw(compared, args.arms, args.out_dir / f"{name}.png", args.baseline, primary)
     print(f"\n{text}\n\n{args.out_dir}: {name}.md is this, {name}.png draws it")
 
 

@@ -12,6 +12,7 @@ import train_cls
 from attention import rpc_attention
 from robust import metrics
 from studies import outliers, robust_attentions
+from studies.stats import Difference
 from studies.where_is_s import location
 from vit import ViT, ViTConfig
 
@@ -49,7 +50,7 @@ def test_p_values_are_paired_by_seed_and_need_two():
 def test_a_promise_is_kept_only_with_every_condition(gaps, word):
     names = outliers.ABOVE + outliers.NOT_BELOW
     means = {name: 1.0 for name in names} | gaps
-    compared = {(name, "keys"): (3, mean, (mean - 0.5, mean + 0.5), (0, 0))
+    compared = {(name, "keys"): Difference(3, mean, mean - 0.5, mean + 0.5, 0, 0.1, 2)
                 for name, mean in means.items() if mean is not None}
     corrected = {name: {"keys": 0.01} for name in names if means[name] is not None}
     assert outliers.promise("keys", compared, corrected) == word

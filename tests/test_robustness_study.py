@@ -2,18 +2,16 @@
 
 import shutil
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 import common
 import train_cls
 from robust import corruptions, metrics
 from robust.rows import weights_of
-from studies import differences, outliers, robust_attentions, robustness
+from studies import differences, robust_attentions, robustness
 from studies.look import plt
 
 
@@ -26,39 +24,30 @@ def row(checkpoint, right, measure="clean", **setting):
                 right=packed if several else packed[0])
 
 
-def test_the_interval_over_seeds_is_that_of_the_paired_t_test():
-    first, second = np.random.default_rng(0).random((2, 3, 40))
-    mean, over_seeds, _ = differences.difference(first, second)
-    expected = stats.ttest_rel(100 * first.mean(1), 100 * second.mean(1)).confidence_interval(0.95)
-    assert mean == pytest.approx(100 * (first - second).mean())
-    assert over_seeds == pytest.approx((expected.low, expected.high))
-
-
-def test_the_interval_over_images_is_scipys_bootstrap_and_ignores_what_all_images_share():
-    gaps = np.random.default_rng(1).choice([-1.0, 0.0, 1.0], 300, p=[0.1, 0.6, 0.3])
-    low, high = metrics.bootstrap(gaps)
-    expected = stats.bootstrap((gaps,), np.mean, method="percentile", rng=2).confidence_interval
-    assert (low, high) == pytest.approx((expected.low, expected.high), abs=0.007)    # width 0.13
-    assert metrics.bootstrap(np.full(300, 0.25)) == pytest.approx((0.25, 0.25))
-
-
-def test_one_seed_has_no_interval_over_seeds_and_no_bold_number():
+def test_one_seed_has_no_interval_and_no_bold_number():
     runs = {("symmetric", 0): np.zeros(20), ("clamp", 0): np.ones(20)}
     compared = differences.compare({"clean": runs}, list(robustness.ARMS))
-    n, mean, over_seeds, _ = compared["clean", "clamp"]
-    text = differences.tables({"clean": runs}, compared, ["symmetric", "clamp"])
-    assert n == 1 and mean == 100 and np.isnan(over_seeds).all()
+    d = compared["clean", "clamp"]
+    text = differences.tables({"clean": runs}, compared, ["symmetric", "clamp"], primary=["clean"])
+    assert d.n == 1 and d.mean == 100 and np.isnan(d.low)
     assert "+100.0" in text and "**" not in text
 
 
-def test_a_number_is_bold_exactly_where_the_interval_over_seeds_excludes_0():
-    steady, shaky = [0.9, 0.91, 0.92], [0.5, 0.9, 0.7]
-    runs = {("symmetric", s): np.full(10, 0.5) for s in range(3)}
-    for arm, values in (("clamp", steady), ("admm", shaky)):
-        runs |= {(arm, s): np.full(10, x) for s, x in enumerate(values)}
-    compared = differences.compare({"clean": runs}, ["clamp", "admm", "softmax"])
-    text = differences.tables({"clean": runs}, compared, ["clamp", "admm", "softmax"])
-    assert "**+41.0" in text and "+20.0" in text and "**+20.0" not in text
+def test_bold_is_what_is_primary_and_survives_holms_correction_over_arms_and_measures():
+    images = np.random.default_rng(0).random(50) < 0.5
+    found = {name: {("symmetric", s): images * 0.5 for s in range(5)} for name in "abc"}
+    for arm, gaps in (("clamp", (10, 11, 12, 11, 10)), ("admm", (2, 11, 9, 14, 5))):
+        for name in found:
+            found[name] |= {(arm, s): images * 0.5 + x / 100 for s, x in enumerate(gaps)}
+    arms = ["symmetric", "clamp", "admm"]
+    compared = differences.compare(found, arms)
+    p = differences.corrected(compared, ["a", "b"])
+    assert set(p) == {(m, arm) for m in "ab" for arm in arms[1:]}
+    assert p["a", "admm"] == pytest.approx(2 * compared["a", "admm"].p)     # 0.023 alone
+    text = differences.tables(found, compared, arms, primary=["a", "b"])
+    assert text.count("**+10.8") == 4 and "**+8.2" in text                  # two tables each
+    alone = differences.tables(found, compared, arms, primary=["a"])
+    assert alone.count("**+10.8") == 2 and "c " in alone
 
 
 def test_a_measure_that_half_of_the_arms_lack_gets_no_panel(monkeypatch, tmp_path):
@@ -75,15 +64,17 @@ def test_a_measure_that_half_of_the_arms_lack_gets_no_panel(monkeypatch, tmp_pat
 def test_only_seeds_that_both_arms_have_are_paired():
     runs = {("symmetric", 0): np.zeros(4), ("symmetric", 1): np.ones(4),
             ("admm", 1): np.ones(4), ("admm", 2): np.ones(4)}
-    n, mean, *_ = differences.compare({"clean": runs}, ["admm"])["clean", "admm"]
-    assert (n, mean) == (1, 0)
+    d = differences.compare({"clean": runs}, ["admm"])["clean", "admm"]
+    assert (d.n, d.mean) == (1, 0)
+    assert "Not there: symmetric seed 2, admm seed 0." in differences.tables(
+        {"clean": runs}, {}, ["symmetric", "admm"])
 
 
 def test_another_arm_may_be_the_baseline():
     runs = {("symmetric", 0): np.zeros(4), ("admm", 0): np.ones(4), ("clamp", 0): np.full(4, 0.5)}
     arms = ["symmetric", "admm", "clamp"]
     compared = differences.compare({"clean": runs}, arms, "admm")
-    assert {arm: pair[1] for (_, arm), pair in compared.items()} == dict(symmetric=-100, clamp=-50)
+    assert {arm: d.mean for (_, arm), d in compared.items()} == dict(symmetric=-100, clamp=-50)
     text = differences.tables({"clean": runs}, compared, arms, "admm")
     assert "Difference to admm" in text and "-50.0" in text and "to symmetric" not in text
 
@@ -113,6 +104,15 @@ def test_rows_of_another_number_of_images_are_named():
     folders = {("softmax", 0): "s"}
     assert list(differences.outcomes([row("s", [True, False])], folders, 2)) == ["clean"]
     assert list(differences.outcomes([row("s", [True])], folders, 2)) == ["clean, 1 images"]
+
+
+def test_a_row_twice_and_other_images_in_one_arm_are_refused():
+    folders = {("symmetric", 0): "s", ("clamp", 0): "c"}
+    with pytest.raises(ValueError, match="clamp, seed 0 has two rows of clean"):
+        differences.outcomes([row("s", [True, False]), row("c", [True, False]),
+                              row("c", [False, False])], folders, 2)
+    with pytest.raises(ValueError, match="clean: clamp, seed 0 was measured on 1 images, symmetric"):
+        differences.outcomes([row("s", [True, False]), row("c", [True])], folders, 2)
 
 
 def test_two_ways_of_measuring_one_thing_are_not_mixed():
@@ -257,62 +257,10 @@ def test_networks_that_began_from_the_network_of_their_seed_are_of_one_recipe(tm
         robustness.check_recipe(folders)
 
 
-# --- the published tables are what the published rows say -----------------------------------------
-
-RESULTS = Path(__file__).parents[1] / "results"
-SCENES, PATCHES = RESULTS / "robustness/results.jsonl", RESULTS / "robust_attentions"
-
-
-def cells(text):
-    """The lines of the tables in a page, each as a list of its cells."""
-    return [[cell.strip() for cell in line.strip("|").split("|")]
-            for line in text.splitlines() if line.startswith("|")]
-
-
-def published(study, monkeypatch, tmp_path, rows, arms, seeds):
-    """Two tables of a study from rows, {measure: {arm: cell}} each: accuracies, differences."""
-    monkeypatch.setattr(metrics, "bootstrap", lambda gaps: (0, 0))      # the third table: a minute
-    monkeypatch.setattr(sys, "argv", ["x", "--out_dir", str(tmp_path), "--rows", *map(str, rows),
-                                      "--seeds", *map(str, range(seeds)), "--arms", *arms])
-    study.main()
-    parts = next(tmp_path.glob("*.md")).read_text().split("\n\n")
-    tables = []
-    for part in (parts[1], parts[3]):
-        (_, *names), _, *lines = cells(part)
-        tables.append({line[0]: dict(zip(names, line[1:])) for line in lines})
-    return tables
-
-
-@pytest.mark.parametrize("name, seeds, arms", [
-    ("results", 5, "softmax symmetric rpc4-l1 rpc2-all no-shrink clamp admm sharp".split()),
-    ("cifar10", 3, "symmetric rpc4-l1 no-shrink".split())])
-def test_the_tables_of_robustness_are_what_its_rows_say(name, seeds, arms, monkeypatch, tmp_path):
-    page = [line[1:] for line in cells((RESULTS / "robustness/README.md").read_text())]
-    accuracies, gaps = published(robustness, monkeypatch, tmp_path,
-                                 [RESULTS / f"robustness/{name}.jsonl"], arms, seeds)
-    for measure in "clean", "15 corruptions", "weather", "fgsm 1/255", "adaptive_pgd 2/255":
-        assert [accuracies[measure][a].removesuffix(f" ({seeds})") for a in arms] in page
-        assert [gaps[measure][a] for a in arms if a != "symmetric"] in page
-
-
-def test_the_tables_of_robust_attentions_are_what_their_rows_say(monkeypatch, tmp_path):
-    page = cells((PATCHES / "README.md").read_text())
-    arms = [line[0] for line in page if line[1:2] == ["5"] and "±" in line[2]]
-    accuracies, gaps = published(outliers, monkeypatch, tmp_path, [
-        SCENES, PATCHES / "results.jsonl", PATCHES / "patches.jsonl"], arms, 5)
-    columns = ["clean", "15 corruptions", "noise", "6 patches noise", "16 patches noise",
-               "6 patches white", "16 patches white", "pgd 1/255", "pgd 2/255"]
-    assert "weights" in arms
-    for arm in arms:
-        assert [arm, "5", *(accuracies[m][arm].removesuffix(" (5)") for m in columns)] in page
-        if arm != "symmetric":
-            assert [arm, "5", *(gaps[m][arm] for m in columns)] in page
-
-
 @pytest.mark.parametrize("more, words", [
     (["--seeds", "77"], "results.jsonl: no row of these arms"),
     (["nowhere.jsonl"], "--rows nowhere.jsonl is not a file")])
 def test_rows_that_are_not_there_are_named(more, words, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["x", "--rows", str(SCENES), *more])
+    monkeypatch.setattr(sys, "argv", ["x", "--rows", "results/robustness/results.jsonl", *more])
     with pytest.raises(ValueError, match=words):
         robustness.main()

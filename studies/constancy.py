@@ -1,0 +1,207 @@
+r"""Do fixed random axes win because they are random, or because they are the same for every image?
+
+    python -m studies.constancy --data_dir data/cifar10         # seeds 0, 1, ..., all arms of each
+    python -m studies.constancy --rows results/decider/constancy.jsonl      # tables and verdict
+
+studies/decider.py forces values onto r axes a head. Its kernel-PCA axes differ from image to image,
+its random axes do not: two things at once. Here they are taken apart, in its family span, r = 2:
+
+                          differ from image to image           the same for every image
+    of kernel PCA         own                                  mean: of the mean Gram matrix
+    random                hashed: drawn anew for each image    random
+
+and beside them axes that differ from image to image without being this head's own: those of another
+image (image), of another head (other), of the layer's input (x); and own without any gradient
+(detached), as mean has none. hashed depends on the image's number, so an image always comes with
+the same axes. mean follows the keys during training (a running mean over batches) and stays as it
+is then. What each outcome means was fixed before the runs: results/decider/constancy.md
+"""
+
+import argparse
+import math
+import sys
+import time
+from pathlib import Path
+
+if not __package__:
+    sys.exit("error: start this in the repository's folder, as: python -m studies.constancy")
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from tqdm import tqdm
+
+import common
+import train_cls
+from data.rng import normal, uniform
+from kpca import centre
+from studies.decider import CPU, RANK, ForcedAttention, build, centred, key_axes, settings_of
+from studies.decider import top_axes
+from studies.stats import holm, paired_t, show, show_p, spread
+
+ARMS = ("hashed", "mean", "image", "own", "random", "other", "x", "detached")
+NULLS, MARGIN, DECAY = ("hashed", "image", "other", "x"), 0.03, 0.99
+HELD_OUT = 10 ** 6                    # first number of a held-out image: other axes than trained
+
+
+class SpanAttention(ForcedAttention):
+    """Symmetric attention whose values are projected on the axes of an arm."""
+
+    def __init__(self, attn, arm, num_tokens, seed):
+        super().__init__(attn, f"span-{arm}", num_tokens, seed)
+        self.seed, self.numbers = seed, None                    # of the images that are coming
+        if arm == "mean":
+            shape = attn.num_heads, num_tokens, num_tokens
+            self.register_buffer("gram", torch.zeros(shape, dtype=torch.float64))
+
+    def axes(self, x, E, g):
+        """The basis B, (B, H, N, r) or (H, N, r), float64."""
+        H, N = E.shape[1:3]
+        if self.basis == "hashed":
+            draws = normal(uniform(self.numbers, H * N * self.r, 77, self.seed))
+            return torch.linalg.qr(centred(draws.double().view(-1, H, N, self.r))).Q
+        if self.basis == "mean":
+            if self.training:
+                batch = centre((E / g / g.mT).detach()).mean(0)
+                self.gram.lerp_(batch, 1 - DECAY if self.gram.any() else 1)
+            return top_axes(self.gram, self.r)[0]
+        if self.basis == "image":
+            return key_axes(E, g, self.r).roll(1, 0)            # of the image before, in the batch
+        return super().axes(x, E, g)
+
+
+def network(arm, seed, classes):
+    """The decider's network with the axes of this arm; the same weights in all arms of a seed."""
+    model = build("span-own", seed, classes)
+    for i, block in enumerate(model.blocks):
+        block.attn = SpanAttention(block.attn.attn, arm, model.config.num_tokens, 100 * seed + i)
+    return model
+
+
+def run(model, images, numbers):
+    """Logits of these images (b, 3, S, S); numbers (b,) int64 tell hashed which axes they have."""
+    for block in model.blocks:
+        block.attn.numbers = numbers
+    return model(images)
+
+
+@torch.no_grad()
+def held_out(model, split):
+    """Accuracy in per cent and loss on the held-out images."""
+    model.eval()
+    numbers = HELD_OUT + torch.arange(len(split.labels))
+    parts = zip(split.images.split(256), numbers.split(256))
+    logits = torch.cat([run(model, images.float() / 255, part) for images, part in parts])
+    right = logits.argmax(1) == split.labels
+    return 100 * right.float().mean().item(), F.cross_entropy(logits, split.labels).item()
+
+
+def train(arm, seed, args, train_set, test_set):
+    """One row: accuracy and loss on the held-out images after the last step."""
+    settings, started = settings_of(args, seed), time.process_time()
+    model = network(arm, seed, len(train_set.classes))
+    optimizer = torch.optim.AdamW(common.param_groups(model, settings.weight_decay), settings.lr)
+    batches = train_cls.train_batches(train_set, settings, 0, args.steps, CPU, 0, 1)
+    keys = train_cls.micro_batches(settings, len(train_set.labels), 0, args.steps, 0, 1)
+    bar = tqdm(zip(batches, keys), f"seed {seed} {arm}", args.steps, leave=False)
+    for step, ((images, targets), (numbers, _)) in enumerate(bar):
+        lr = common.lr_at(step, args.steps, args.steps // 8, settings.lr, settings.min_lr)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss = F.cross_entropy(run(model, images, numbers), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    top1, loss = held_out(model, test_set)
+    if not math.isfinite(loss):
+        raise ValueError(f"the loss of {arm}, seed {seed} is not finite")
+    return dict(data=args.data, arm=arm, seed=seed, step=args.steps, top1=top1, loss=loss,
+                images=len(test_set.labels), torch=torch.__version__,
+                cpu_seconds=round(time.process_time() - started, 1))
+
+
+def train_missing(args):
+    """Add the rows that --out lacks."""
+    done = {(row["arm"], row["seed"]) for row in common.read_log(args.out)}
+    splits = train_cls.load_data(settings_of(args, 0), CPU)
+    for seed in args.seeds:
+        for arm in args.arms:
+            if (arm, seed) not in done:
+                row = train(arm, seed, args, *splits)
+                common.write_log(args.out, row)
+                print(f"seed {seed} {arm}: {row['top1']:.1f} %, {row['loss']:.3f} nats", flush=True)
+
+
+# --- what the rows say ----------------------------------------------------------------------------
+
+def losses(rows):
+    """{arm: {seed: loss}}; ValueError: a run twice, or other images."""
+    found = {}
+    for row in rows:
+        if row["seed"] in found.setdefault(row["arm"], {}):
+            raise ValueError(f"{row['arm']}, seed {row['seed']} has two rows: keep one")
+        found[row["arm"]][row["seed"]] = row["loss"]
+    if len({(row["data"], row["step"], row["images"]) for row in rows}) > 1:
+        raise ValueError("rows of several data sets, steps or numbers of images: keep one kind")
+    return found
+
+
+def gaps(found, first, second):
+    """Losses of an arm minus another's, a seed each, where both are in."""
+    seeds = sorted(found.get(first, {}).keys() & found.get(second, {}).keys())
+    return np.array([found[first][seed] - found[second][seed] for seed in seeds])
+
+
+def report(rows):
+    """Print the arms, the differences and which outcome it is."""
+    found = losses(rows)
+    table = [[arm, str(len(of)), spread(list(of.values()), ".3f")] for arm, of in found.items()]
+    print(common.table(table, ["axes", "seeds", "held-out loss in nats"]) + "\n")
+
+    own = {null: gaps(found, "own", null) for null in ARMS if null != "own"}
+    beyond = {null: paired_t(own[null] + MARGIN).p for null in NULLS if len(own[null]) > 1}
+    p = holm(beyond)
+    table = [[f"own - {null}", str(len(d)), show(paired_t(d), 3), show_p(p.get(null, math.nan))]
+             for null, d in own.items() if len(d)]
+    print(common.table(table, ["difference", "seeds", "nats (95 % over seeds)",
+                               f"p of more than {MARGIN} below, Holm"]) + "\n")
+    helps = len(p) == len(NULLS) and all(own[n].mean() < -MARGIN and p[n] < 0.05 for n in p)
+    print("kernel PCA's axes help:", "yes" if helps else "not shown")
+
+    seeds = set.intersection(*(set(found.get(a, ())) for a in ("own", "mean", "hashed", "random")))
+    if len(seeds) > 1:
+        four = {a: np.array([found[a][s] for s in sorted(seeds)]) for a in found if
+                seeds <= found[a].keys()}
+        constancy = (four["mean"] - four["own"] + four["random"] - four["hashed"]) / 2
+        kind = (four["own"] - four["hashed"] + four["mean"] - four["random"]) / 2
+        both = four["own"] - four["mean"] - (four["hashed"] - four["random"])
+        for what, d in (("constant minus varying", constancy), ("kernel PCA minus random", kind),
+                        ("interaction", both)):
+            print(f"{what}: {show(paired_t(d), 3)}, {len(d)} seeds")
+        print("constancy helps:", "yes" if paired_t(constancy).high < 0 else "not shown")
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--data", choices=["cifar10"], default="cifar10")
+    p.add_argument("--data_dir", help="folder that holds CIFAR-10; see train_cls.py")
+    p.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    p.add_argument("--seeds", nargs="+", type=common.number(int, 0), default=[0, 1, 2, 3, 4])
+    p.add_argument("--steps", type=common.number(int, 8), default=800)
+    p.add_argument("--out", type=Path, default=Path("out/decider/constancy.jsonl"))
+    p.add_argument("--rows", type=Path, help="only say what the rows in this file say")
+    args = p.parse_args()
+    if not args.rows:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        train_missing(args)
+    rows = common.read_log(args.rows or args.out)
+    if not rows:
+        raise ValueError(f"{args.rows or args.out}: expected rows of studies.constancy")
+    report(rows)
+
+
+if __name__ == "__main__":
+    common.run(main)
