@@ -39,7 +39,8 @@ import common
 from robust import metrics
 from robust.adaptive import rewired
 from robust.patches import KINDS, corrupt_patches
-from robust.rows import kind_of, weights_of
+from robust.results import weights_of
+from robust.sources import kind_of
 from studies import probe
 
 
