@@ -20,6 +20,7 @@ import argparse
 import math
 import os
 import time
+from collections import Counter
 from dataclasses import asdict
 from functools import partial
 
@@ -158,10 +159,15 @@ def choose_for_folder(args):
         args.holdout = round(len(photos.train) / 5)                 # without a val folder: a fifth
     chosen = photos.recipe(len(photos.train) - args.holdout)
     common.fill(args, chosen)
-    if os.environ.get("RANK", "0") == "0" and not args.resume:
-        chosen = " ".join(f"{name}={getattr(args, name)}" for name in ("holdout", *chosen))
-        print(f"{args.data_dir}: {len(photos.train) + len(photos.val)} images in "
-              f"{len(photos.classes)} classes; chosen for them: {chosen}", flush=True)
+    if args.resume or os.environ.get("RANK", "0") != "0":
+        return
+    chosen = " ".join(f"{name}={getattr(args, name)}" for name in ("holdout", *chosen))
+    print(f"{args.data_dir}: {len(photos.train) + len(photos.val)} images in {len(photos.classes)} "
+          f"classes; chosen for them: {chosen}", flush=True)
+    label, count = Counter(label for _, label in photos.train).most_common()[-1]
+    if count < 5:
+        print(f"warning: the class {photos.classes[label]} has {count} images to train on and to "
+              f"hold out; from fewer than 5 a class a network learns little", flush=True)
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -284,9 +290,13 @@ def build(args, train, device):
     if args.resume:
         return model, optimizer, ema, *resume(args, model, optimizer, ema, train)
     if args.init_from:
-        from weights import load_weights
-        with common.naming(f"--init_from {args.init_from}"):
-            notes = load_weights(model, common.load(args.init_from), new_head=True)
+        from weights import flags_for, load_weights
+        checkpoint = common.load(args.init_from)
+        try:
+            notes = load_weights(model, checkpoint, new_head=True)
+        except ValueError as e:
+            needed = flags_for(checkpoint, SIZES)
+            raise ValueError(f"--init_from {args.init_from}: {e}{needed}") from None
         common.say(f"weights from {args.init_from}", *notes)
     return model, optimizer, ema, 0, {}
 
