@@ -193,3 +193,40 @@ def test_importing_a_trainer_loads_neither_torchvision_nor_the_compiler():
     code = "import train_cls, sys; print([m for m in sys.modules if m in ('torchvision', 'torch._dynamo')])"
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout
     assert out.strip() == "[]"
+
+
+# --- adversarial training -------------------------------------------------------------------------
+
+ADVERSARIAL = [*TINY, *"--adv_eps 2/255 --adv_steps 2 --mixup 0.8 --log_every 1 --max_steps 6".split()]
+
+
+def losses(folder):
+    return [row["loss"] for row in Log(Path(folder, "log.jsonl")).rows() if "loss" in row]
+
+
+def test_adversarial_training_resumes_bit_for_bit_and_two_processes_equal_one(monkeypatch):
+    train(monkeypatch, *ADVERSARIAL, "--out_dir", "whole")
+    train(monkeypatch, *ADVERSARIAL, "--max_steps", "3", "--out_dir", "parts")
+    train(monkeypatch, "--resume", "parts", "--max_steps", "6")
+    whole, parts = load("whole"), load("parts")
+    assert losses("whole") == losses("parts")
+    assert all(torch.equal(whole["model"][name], parts["model"][name]) for name in whole["model"])
+    two = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+                          str(ROOT / "train_cls.py"), *ADVERSARIAL, "--out_dir", "two"], capture_output=True, text=True,
+                         env=dict(os.environ, OMP_NUM_THREADS="1"))
+    assert two.returncode == 0, two.stderr[-2000:]
+    assert losses("two") == pytest.approx(losses("whole"), rel=1e-3)
+
+
+def test_adversarial_images_stay_within_eps_raise_the_loss_and_leave_the_model_alone():
+    torch.manual_seed(0)
+    model = ViT(ViTConfig(image_size=32, patch_size=8, num_classes=3, embed_dim=32, depth=2, num_heads=2, attn="rpc")).train()
+    images, targets = torch.rand(8, 3, 32, 32), torch.eye(3)[torch.arange(8) % 3]
+    args = train_cls.argparse.Namespace(adv_eps=4 / 255, adv_steps=3, seed=0)
+    moved = train_cls.adversarial(model, images, targets, 0, args)
+    again = torch.cat([train_cls.adversarial(model, images[i:i + 4], targets[i:i + 4], i, args) for i in (0, 4)])
+    assert model.training and all(p.grad is None for p in model.parameters())
+    assert (moved - images).abs().max() <= 4 / 255 + 1e-6 and 0 <= moved.min() and moved.max() <= 1 and not moved.requires_grad
+    assert (moved - again).abs().max() < 1e-6                                   # a sample's start is its own
+    loss = torch.nn.functional.cross_entropy
+    assert loss(model(moved), targets) > loss(model(images), targets)
