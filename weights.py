@@ -123,6 +123,23 @@ def resize_pos_embed(pos_embed, grid, mode, old=None):
     return torch.cat([pos_embed[:, :1], patches.flatten(2).mT], 1)
 
 
+def flags_for(checkpoint, sizes):
+    """The flags of train_cls.py that a file's weights need, in words; "" where it does not say.
+
+    sizes: {name of --model: settings}, as vit.SIZES.
+    """
+    weights = checkpoint.get("model", checkpoint)
+    if not set(VIT_NAMES) <= set(weights):
+        return ""
+    patch, qkv = weights["patch_embed.proj.weight"], weights["blocks.0.attn.qkv.weight"]
+    depth = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
+    models = [name for name, size in sizes.items()
+              if (size["embed_dim"], size["depth"]) == (len(patch), depth)]
+    attn = "softmax" if len(qkv) == 3 * len(patch) else "symmetric (or rpc)"
+    return (f"; this file's weights need --model {models[0] if models else '(none of ours)'} "
+            f"--patch_size {patch.shape[-1]} --attn {attn}")
+
+
 def released_attention(args, depth):
     """The attention in the args of a file of `rachtsy/KPCA_code`, as in ViTConfig; else {}."""
     if not hasattr(args, "num_iter") or not hasattr(args, "lambd"):
