@@ -1,8 +1,8 @@
 """Every attention of the paper: softmax, symmetric, RPC (robust PCA inside the layer), scaled.
 
 Paper: Teo & Nguyen, "Unveiling the Hidden Structure of Self-Attention via Kernel Principal
-Component Analysis", NeurIPS 2024. Released code: `rachtsy/KPCA_code`. First functions of
-(B, H, N, D) tensors, then the module around them, `SelfAttention`.
+Component Analysis", NeurIPS 2024. Released code: `rachtsy/KPCA_code`. First functions, then the
+table of their names, `ATTENTIONS`, then the module around them.
 
 B batch, H heads, N tokens (class token included), D head width, C = H * D model width.
 
@@ -16,7 +16,7 @@ B batch, H heads, N tokens (class token included), D head width, C = H * D model
     lambda  (Alg. 1)    lambd            float              weight of the sparse part
     S_{.}   (Alg. 1)    soft_threshold                      sign(x) max(|x| - tau, 0)
     D_{.}   (Alg. 2)    kpca.pcp         (N, D)             shrinks singular values; PAP: attention
-    S       (Eq. 12)    S, s             (H, N, N)          scaling, v - S v; not the S above
+    S       (Eq. 12)    S, alpha         (H, N, N), (1,)    scaling, v - S v; not the S above
 
 The paper's text and the code its authors released compute different things; each is an argument:
 
@@ -25,9 +25,9 @@ The paper's text and the code its authors released compute different things; eac
     mu = N x / (4 sum|K|)  x = D, head width       x = C, model width  mu_dim="head" | "model"
     sign of Y/mu, line 4   - (ADMM needs +)        -                   dual_sign=-1 | +1
     value operand          not printed             V, fixed            V, or k: rpc_attention(k, k)
-    when to stop           "until converged"       after n steps       n_iter; no convergence
+    when to stop           n steps (Def. 1)        n steps             n_iter; no convergence
     dropout                not mentioned           last step only      last step only
-    robust layers          n1-n2                   one index or all    any set (vit.py, lm.py)
+    robust layers          n1-n2                   one index or all    any set (`rpc_layers`)
     queries                none (App. E.9: asym.)  none                q=None; given: asymmetric
     causal mu              not mentioned           no causal code      mean|k| of tokens <= t
 
@@ -35,6 +35,7 @@ The defaults are the released ones, the only rule known to have run; `FORMS` nam
 lambda * mu and lambda / mu are not one family: doubling the keys halves one and doubles the other.
 """
 
+import inspect
 import math
 
 import torch
@@ -46,25 +47,24 @@ FORMS = {
     "paper": dict(threshold="over", mu_dim="head", dual_sign=-1),       # Algorithm 1 as printed
     "admm": dict(threshold="over", mu_dim="head", dual_sign=+1),        # what ADMM prescribes
 }
-KINDS = ("softmax", "symmetric", "rpc", "rpc_asym", "scaled_s", "scaled_alpha")
 
 
 # --- softmax and symmetric attention --------------------------------------------------------------
 
 def naive_attention(q, k, v):
-    """Softmax attention as printed, for reading: it keeps A. q, k, v, result: (B, H, N, D)."""
+    """Write softmax attention out as printed, for reading: it keeps A. All (B, H, N, D)."""
     A = torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1)   # Eq. 2
     return torch.einsum("bhij,bhjd->bhid", A, v)               # Eq. 3: h_i = sum_j a_ij v_j
 
 
 def softmax_attention(q, k, v, *, causal=False, dropout_p=0.0):
-    """The same, fused: A is not kept. q and k are cast to v's dtype (PAP's are float32)."""
+    """Do the same fused: A is not kept. q and k are cast to v's dtype (PAP's are float32)."""
     q, k = q.to(v.dtype), k.to(v.dtype)
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout_p)
 
 
 def symmetric_attention(k, v, *, causal=False, dropout_p=0.0):
-    """The keys are the queries too: the paper's baseline. k, v, result: (B, H, N, D)."""
+    """Let the keys be the queries too: the paper's baseline. k, v, result: (B, H, N, D)."""
     return softmax_attention(k, k, v, causal=causal, dropout_p=dropout_p)
 
 
@@ -76,77 +76,6 @@ def soft_threshold(x, tau):
     x: any shape. tau: number or tensor >= 0, broadcastable to x, in the unit of x.
     """
     return SoftThreshold.apply(x, torch.as_tensor(tau, dtype=x.dtype, device=x.device))
-
-
-def penalty(k, *, mu_dim="model", mu="global"):
-    """mu = N x / (4 sum|K|) = x / (4 D mean|K|) per sample and head, x = C ("model") or D ("head").
-
-    k: (B, H, N, D). The mean runs over all tokens ("global"), over tokens <= t ("running", safe in
-    causal attention) or over token t alone ("token"). Returns (B, H, 1, 1), else (B, H, N, 1).
-    """
-    B, H, N, D = k.shape
-    mean = torch.linalg.vector_norm(k, 1, dim=-1, keepdim=True) / D     # of a token: (B, H, N, 1)
-    if mu == "global":
-        mean = mean.mean(-2, keepdim=True)                              # (B, H, 1, 1)
-    elif mu == "running":
-        seen = torch.arange(1, N + 1, device=k.device, dtype=mean.dtype)
-        mean = mean.cumsum(-2) / seen[:, None]
-    heads = H if mu_dim == "model" else 1                               # x / D
-    return heads / (4 * mean.clamp_min(1e-12))                          # Def. 1; zero keys: finite
-
-
-def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_dim="model",
-                  dual_sign=-1, mu=None, causal=False, dropout_p=0.0, shrink=soft_threshold,
-                  trace=None):
-    """n_iter steps of Principal Attention Pursuit on the keys. Returns the last L, (B, H, N, D).
-
-    k, v: (B, H, N, D). n_iter >= 1, lambd >= 0 (math.inf: never shrink). q: (B, H, N, D), fixed
-    queries (asymmetric RPC). threshold, mu_dim, dual_sign: the table above and `FORMS`. mu: as in
-    `penalty`; None is "running" if causal, else "global" (which in causal attention lets the future
-    leak into the past). dropout_p acts in the last step. shrink(x, tau): may be one with another
-    gradient (robust/adaptive.py). trace: a list that receives dict(S, K2, L) of every step.
-
-    n_iter = 1 is symmetric attention with every key entry clamped to [-tau, tau]. While no entry
-    exceeds tau, S = 0, Z piles up, and step i >= 3 attends with keys of about -(i - 2) K: a sharper
-    symmetric attention. It does not converge; n_iter is a setting, not a budget. State is float32
-    at least (in bf16 the error grows from 3e-3 to 9e-3). ValueError: an unknown option or shape.
-    """
-    mu = mu or ("running" if causal else "global")
-    check(k, v, q, n_iter, lambd, threshold=threshold, mu_dim=mu_dim, dual_sign=dual_sign, mu=mu)
-    K = k if k.dtype == torch.float64 else k.float()
-    mu = penalty(K, mu_dim=mu_dim, mu=mu)
-    if lambd == math.inf:
-        mu = mu.detach()                        # inf * 0 would make mu's gradient NaN
-    tau = lambd * mu if threshold == "times" else lambd / mu
-
-    L = Z = 0.0                                 # Alg. 1, line 1: S = Y = 0, and L = 0
-    for i in range(n_iter):                     # Alg. 1, line 2: "while not converged"
-        S = shrink(K - L + Z, tau)              # Alg. 1, line 3: S = S_tau(K - L + Y/mu)
-        R = K - S                               # Eq. 14: L + S = K, so R is what L has to become
-        K2 = R + dual_sign * Z                  # K - S - Y/mu, the keys of line 4
-        Q2 = K2 if q is None else q             # App. E.9: softmax(Q, K2)
-        p = dropout_p if i == n_iter - 1 else 0.0
-        L = softmax_attention(Q2, K2, v, causal=causal, dropout_p=p).to(K.dtype)  # Alg. 1, line 4
-        Z = R + Z - L                           # Alg. 1, line 5: Y = Y + mu (K - L - S)
-        if trace is not None:
-            trace.append(dict(S=S, K2=K2, L=L))
-    return L.to(v.dtype)                        # Alg. 1, line 7: output L
-
-
-def check(k, v, q, n_iter, lambd, **options):
-    """ValueError unless `rpc_attention` can do this."""
-    for name, value in (("k", k), ("v", v), ("q", k if q is None else q)):
-        if value.ndim != 4 or value.shape != k.shape:
-            raise ValueError(f"rpc_attention: {name} has shape {tuple(value.shape)}, expected "
-                             "(B, H, N, D), the same for k, v and q")
-    known = dict(threshold=("times", "over"), mu_dim=("model", "head"), dual_sign=(-1, 1),
-                 mu=("global", "running", "token"))
-    for name, value in options.items():
-        if value not in known[name]:
-            raise ValueError(f"rpc_attention: {name}={value!r}, expected one of {known[name]}")
-    if n_iter < 1 or not lambd >= 0:
-        raise ValueError(f"rpc_attention: n_iter={n_iter}, lambd={lambd}, expected n_iter >= 1 "
-                         "and lambd >= 0")
 
 
 class SoftThreshold(torch.autograd.Function):
@@ -169,18 +98,115 @@ class SoftThreshold(torch.autograd.Function):
         return shrunk * sign, -shrunk.sum_to_size(ctx.tau_shape)
 
 
+def penalty(k, *, mu_dim="model", mu_over="all"):
+    """Compute mu = N x / (4 sum|K|) = x / (4 D mean|K|) per sample and head.
+
+    k: (B, H, N, D). mu_dim: x = C ("model") or D ("head"). mu_over: the mean runs over "all"
+    tokens, over those "seen", tokens <= t (safe in causal attention), or over "token" t alone.
+    Returns (B, H, 1, 1), else (B, H, N, 1).
+    """
+    B, H, N, D = k.shape
+    mean = torch.linalg.vector_norm(k, 1, dim=-1, keepdim=True) / D     # of a token: (B, H, N, 1)
+    if mu_over == "all":
+        mean = mean.mean(-2, keepdim=True)                              # (B, H, 1, 1)
+    elif mu_over == "seen":
+        seen = torch.arange(1, N + 1, device=k.device, dtype=mean.dtype)
+        mean = mean.cumsum(-2) / seen[:, None]
+    heads = H if mu_dim == "model" else 1                               # x / D
+    return heads / (4 * mean.clamp_min(1e-12))                          # Def. 1; zero keys: finite
+
+
+def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_dim="model",
+                  dual_sign=-1, mu_over=None, causal=False, dropout_p=0.0, shrink=soft_threshold,
+                  trace=None):
+    """Take n_iter steps of Principal Attention Pursuit on the keys; returns the last L.
+
+    k, v, result: (B, H, N, D); v as wide as k, for L, made of values, is subtracted from keys.
+    n_iter >= 1, lambd >= 0 (math.inf: never shrink). q: (B, H, N, D), fixed queries (asymmetric
+    RPC). threshold, mu_dim, dual_sign: the table above and `FORMS`. mu_over: as in `penalty`; None
+    is "seen" if causal, else "all" (which in causal attention lets the future leak into the past).
+    dropout_p acts in the last step. shrink(x, tau): may have another gradient (robust/adaptive.py).
+    trace: a list that receives dict(S, K2, L) of every step.
+
+    n_iter = 1 is symmetric attention with every key entry clamped to [-tau, tau]. While no entry
+    exceeds tau, S = 0, Z piles up, and step i >= 3 attends with keys of about -(i - 2) K: a sharper
+    symmetric attention. It does not converge; n_iter is a setting, not a budget. State is float32
+    at least (in bf16 the error grows from 3e-3 to 9e-3). ValueError: an unknown option or shape.
+    """
+    mu_over = mu_over or ("seen" if causal else "all")
+    refuse_bad(k, v, q, n_iter, lambd, threshold=threshold, mu_dim=mu_dim, dual_sign=dual_sign,
+               mu_over=mu_over)
+
+    # How long is a usual key entry? mu, and with it the threshold tau, follows from that alone.
+    K = k if k.dtype == torch.float64 else k.float()
+    mu = penalty(K, mu_dim=mu_dim, mu_over=mu_over)
+    if lambd == math.inf:
+        mu = mu.detach()                        # inf * 0 would make mu's gradient NaN
+    tau = lambd * mu if threshold == "times" else lambd / mu
+
+    # Each step splits the keys in two: S gets the entries that stick out, L is what attention makes
+    # of the rest. Z counts how far L + S still is from K, and pushes the next step there.
+    L = Z = 0.0                                 # Alg. 1, line 1: S = Y = 0, and L = 0
+    for i in range(n_iter):                     # Alg. 1, line 2: Def. 1 says n steps
+        S = shrink(K - L + Z, tau)              # Alg. 1, line 3: S = S_tau(K - L + Y/mu)
+        rest = K - S                            # Eq. 14: L + S = K, so L has to become this
+        K2 = rest + dual_sign * Z               # K - S - Y/mu, the keys of line 4
+        Q2 = K2 if q is None else q             # App. E.9: softmax(Q, K2)
+        p = dropout_p if i == n_iter - 1 else 0.0
+        L = softmax_attention(Q2, K2, v, causal=causal, dropout_p=p).to(K.dtype)  # Alg. 1, line 4
+        Z = rest + Z - L                        # Alg. 1, line 5: Y = Y + mu (K - L - S)
+        if trace is not None:
+            trace.append(dict(S=S, K2=K2, L=L))
+    return L.to(v.dtype)                        # Alg. 1, line 7: output L
+
+
+def refuse_bad(k, v, q, n_iter, lambd, **options):
+    """Raise a ValueError unless `rpc_attention` can do this."""
+    for name, x in dict(k=k, v=v, q=k if q is None else q).items():
+        if x.ndim != 4 or x.shape != k.shape:
+            raise ValueError(f"rpc_attention: {name} has shape {tuple(x.shape)}, expected "
+                             "(B, H, N, D), the same for k, v and q")
+    for name, words in dict(threshold=("times", "over"), mu_dim=("model", "head"),
+                            dual_sign=(-1, 1), mu_over=("all", "seen", "token")).items():
+        one_of(name, options[name], words)
+    if n_iter < 1 or not lambd >= 0:
+        raise ValueError(f"n_iter={n_iter}, lambd={lambd}, expected n_iter >= 1 and lambd >= 0")
+
+
+def one_of(name, value, known):
+    """Raise a ValueError unless the setting `name` has one of the known values."""
+    if value not in known:
+        raise ValueError(f"{name}={value!r}, expected one of {tuple(known)}")
+
+
 # --- Scaled Attention (Remark 3) ------------------------------------------------------------------
 
 def scaled_attention(q, k, v, S, *, causal=False, dropout_p=0.0):
-    """softmax(q k^T / sqrt(D)) (I - S) v. S: learned, (H, N, N) or (B, H, N, N)."""
+    """Compute softmax(q k^T / sqrt(D)) (I - S) v. S: learned, (H, N, N) or (B, H, N, N)."""
     u = v - torch.einsum("...nm,...md->...nd", S, v)               # Eq. 12: (I - S) v
     return softmax_attention(q, k, u, causal=causal, dropout_p=dropout_p)
 
 
 def scaled_alpha_attention(q, k, v, alpha, *, causal=False, dropout_p=0.0):
-    """The same with S = alpha softmax(k k^T / sqrt(D)); alpha: one number, shared by the heads."""
+    """Do the same with S = alpha softmax(k k^T / sqrt(D)); alpha: one number for all heads."""
     u = v - alpha * symmetric_attention(k, v, causal=causal)       # App. E.1
     return softmax_attention(q, k, u, causal=causal, dropout_p=dropout_p)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+# To add a kind: write a function of (q, k, v), or of (k, v) if the keys are to be the queries, that
+# returns h, all (B, H, N, D); enter it here; train it by --attn NAME. If it also takes `layer`, it
+# gets the SelfAttention around it, with its settings.
+ATTENTIONS = {
+    "softmax": lambda q, k, v, layer: softmax_attention(q, k, v, **layer.how),
+    "symmetric": lambda k, v, layer: symmetric_attention(k, v, **layer.how),
+    "rpc": lambda k, v, layer: rpc_attention(k, v, **layer.rpc, **layer.how),
+    "rpc_asym": lambda q, k, v, layer: rpc_attention(k, v, q=q, **layer.rpc, **layer.how),
+    "scaled_s": lambda q, k, v, layer: scaled_attention(q, k, v, layer.s, **layer.how),
+    "scaled_alpha": lambda q, k, v, layer: scaled_alpha_attention(q, k, v, layer.s, **layer.how),
+}
+PAP = ("rpc", "rpc_asym")               # those that run Principal Attention Pursuit
 
 
 # --- the module -----------------------------------------------------------------------------------
@@ -188,33 +214,34 @@ def scaled_alpha_attention(q, k, v, alpha, *, causal=False, dropout_p=0.0):
 class SelfAttention(nn.Module):
     """Multi-head self-attention of one kind; (B, N, C) in and out; parameter names as in timm.
 
-    dim: C. num_heads: H, divides C. attn: one of `KINDS`:
-      softmax       qkv (3C, C), rows q, k, v
-      symmetric     queries are keys; qkv (2C, C), rows k, v
-      rpc           RPC-Attention; the parameters of symmetric
-      rpc_asym      RPC-Attention with fixed queries; the parameters of softmax
-      scaled_s      Scaled Attention, learned `s` (H, N, N), zero at start; needs num_tokens = N
-      scaled_alpha  Scaled Attention, learned `s` (1,) = alpha, zero at start
-    n_iter, lambd, form (a key of `FORMS`), mu: for the rpc kinds. causal: token t sees tokens <= t.
-    attn_drop, proj_drop: dropout on the attention matrix and after the output projection.
+    dim: C. num_heads: H, divides C. attn: a name in `ATTENTIONS`. qkv has rows q, k, v (3C, C), or
+    k, v (2C, C) where keys are queries. s, zero at start: what scaled_s learns, (H, N, N), with N =
+    num_tokens, and scaled_alpha, (1,). n_iter, lambd, form (of `FORMS`), mu_over: of PAP. causal:
+    token t sees tokens <= t. attn_drop, proj_drop: dropout on the attention matrix and at the end.
     """
 
     def __init__(self, dim, num_heads, attn="softmax", *, n_iter=4, lambd=4.0, form="released",
-                 mu=None, num_tokens=None, causal=False, qkv_bias=True, proj_bias=True,
+                 mu_over=None, num_tokens=None, causal=False, qkv_bias=True, proj_bias=True,
                  attn_drop=0.0, proj_drop=0.0):
         super().__init__()
-        if attn not in KINDS:
-            raise ValueError(f"attn={attn!r}, expected one of {KINDS}")
-        if form not in FORMS:
-            raise ValueError(f"form={form!r}, expected one of {tuple(FORMS)}")
+        one_of("attn", attn, ATTENTIONS)
+        one_of("form", form, FORMS)
         if dim % num_heads:
             raise ValueError(f"dim={dim} is not divisible by num_heads={num_heads}")
         if attn == "scaled_s" and (num_tokens is None or causal):
             raise ValueError("attn='scaled_s' learns one N x N matrix per head: it needs "
                              "num_tokens and is not causal")
         self.num_heads, self.attn, self.causal, self.attn_drop = num_heads, attn, causal, attn_drop
-        self.rpc = dict(n_iter=n_iter, lambd=lambd, mu=mu, **FORMS[form])
-        self.num_proj = 2 if attn in ("symmetric", "rpc") else 3        # k, v or q, k, v
+        self.rpc = dict(n_iter=n_iter, lambd=lambd, mu_over=mu_over, **FORMS[form])
+
+        # The names of the arguments of this kind's function say what it needs.
+        parameters = inspect.signature(ATTENTIONS[attn]).parameters.values()
+        self.takes = [p.name for p in parameters if p.default is p.empty]
+        needed = {"k", "v", "layer"} if causal or attn_drop else {"k", "v"}
+        if not needed <= set(self.takes) <= {"q", "k", "v", "layer"}:
+            raise ValueError(f"attn={attn!r} is a function of {', '.join(self.takes)}; expected q, "
+                             "k, v or k, v, and layer (whose layer.how says causal and dropout_p)")
+        self.num_proj = 3 if "q" in self.takes else 2                   # q, k, v or k, v
         self.qkv = nn.Linear(dim, self.num_proj * dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim, bias=proj_bias)
         self.proj_drop = nn.Dropout(proj_drop)
@@ -222,6 +249,11 @@ class SelfAttention(nn.Module):
             self.s = nn.Parameter(torch.zeros(num_heads, num_tokens, num_tokens))
         elif attn == "scaled_alpha":
             self.s = nn.Parameter(torch.zeros(1))
+
+    @property
+    def how(self):
+        """What every kind has to heed: dict(causal, dropout_p)."""
+        return dict(causal=self.causal, dropout_p=self.attn_drop if self.training else 0.0)
 
     def project(self, x):
         """(B, N, C) -> q, k, v, each (B, H, N, D); q is k where the keys are the queries."""
@@ -232,19 +264,20 @@ class SelfAttention(nn.Module):
         return qkv[0], qkv[-2], qkv[-1]
 
     def attend(self, q, k, v):
-        """The attention of this kind; all (B, H, N, D)."""
-        how = dict(causal=self.causal, dropout_p=self.attn_drop if self.training else 0.0)
-        if self.attn == "softmax":
-            return softmax_attention(q, k, v, **how)
-        if self.attn == "symmetric":
-            return symmetric_attention(k, v, **how)
-        if self.attn == "rpc":
-            return rpc_attention(k, v, **self.rpc, **how)
-        if self.attn == "rpc_asym":
-            return rpc_attention(k, v, q=q, **self.rpc, **how)
-        if self.attn == "scaled_s":
-            return scaled_attention(q, k, v, self.s, **how)
-        return scaled_alpha_attention(q, k, v, self.s, **how)
+        """Call the function of this kind; q, k, v, h: (B, H, N, D). ValueError: h is no such."""
+        given = dict(q=q, k=k, v=v, layer=self)
+        h = ATTENTIONS[self.attn](**{name: given[name] for name in self.takes})
+        if getattr(h, "shape", None) != v.shape:
+            found = tuple(getattr(h, "shape", [type(h).__name__]))
+            raise ValueError(f"attn={self.attn!r} returned {found}, expected h {tuple(v.shape)}")
+        return h
+
+    def trace(self, x):
+        """List PAP's steps, dicts of S, K2, L; of a kind without PAP those that it would take."""
+        (q, k, v), steps = self.project(x), []
+        q = q if self.attn == "rpc_asym" else None
+        rpc_attention(k, v, q=q, causal=self.causal, **self.rpc, trace=steps)
+        return steps
 
     def forward(self, x):
         h = self.attend(*self.project(x))                               # (B, H, N, D)

@@ -1,13 +1,20 @@
-"""What the scripts share: processes, a training run; with what flags.py and checkpoint.py hold."""
+"""What the scripts share: flags, processes, files, logs, schedules. The loops are in the scripts.
 
+Checkpoints are written whole or not at all, and read without running code in them.
+"""
+
+import argparse
 import json
 import math
 import os
+import socket
 import sys
-import time
-from contextlib import nullcontext
+import textwrap
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
+from urllib.error import URLError
 
 import torch
 import torch.distributed as dist
@@ -15,11 +22,137 @@ import torch.distributed.nn           # once there is a group, it would keep tha
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
-from attention import SelfAttention, rpc_attention
-from checkpoint import check_run, naming, read_checkpoint, read_run, save_checkpoint  # noqa: F401
-from checkpoint import cut_log, read_log, write_log  # noqa: F401
-from flags import COUNT, NATURAL, REAL, SETTINGS, SHARE, choice, number, parse_layers  # noqa: F401
-from flags import add_attention, add_running, fill, given_flags, parse, parser  # noqa: F401
+from attention import FORMS, PAP, SelfAttention
+
+try:
+    import fcntl
+except ImportError:                   # Windows: folders are not locked there
+    fcntl = None
+
+TASKS = {"train_cls.py": "classification", "train_seg.py": "segmentation",
+         "train_lm.py": "language modelling"}
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+def number(kind, low, high=1e30):
+    """Type for argparse: an int or float from low to high; float32 holds 1e30 with ease."""
+    def parse(text):
+        value = kind(text)
+        if not low <= value <= high:
+            expected = f"{kind.__name__} from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"{text}, expected {expected}")
+        return value
+    parse.__name__ = kind.__name__                             # argparse says "invalid float value"
+    return parse
+
+
+def choice(*known):
+    """Type for argparse: one of these words."""
+    def parse(text):
+        if text not in known:
+            raise argparse.ArgumentTypeError(f"{text}, expected {' or '.join(known)}")
+        return text
+    return parse
+
+
+def parse_layers(text, depth):
+    """"0" | "all" | "0,1,2" | "0-3" -> tuple of layer indices."""
+    if text == "all":
+        return tuple(range(depth))
+    try:
+        ends = [[int(n) for n in part.split("-")] for part in text.split(",")]
+    except ValueError:
+        ends = []
+    if not ends or not all(len(e) <= 2 and 0 <= e[0] <= e[-1] < depth for e in ends):
+        raise ValueError(f"--rpc_layers {text}: expected all, 0, 0,1,2 or 0-2, of layers 0 to "
+                         f"{depth - 1}")
+    return tuple(i for e in ends for i in range(e[0], e[-1] + 1))
+
+
+COUNT, NATURAL = number(int, 1), number(int, 0)
+REAL, SHARE = number(float, 0), number(float, 0, 0.999999)
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Show the script's docstring as it is written, and the default of every flag."""
+
+
+def add_attention(flag, kinds):
+    """Add the flags of a model's attention."""
+    flag("--attn", choices=kinds, default="rpc",
+         help="rpc: symmetric, with RPC-Attention in --rpc_layers")
+    flag("--rpc_layers", default="0", help="from 0: 0 (the paper's layer1), all, 0,1,2 or 0-3")
+    flag("--n_iter", type=COUNT, default=4, help="PAP steps; the paper: 4-6 in layer 0, 2 in all")
+    flag("--lambd", type=number(float, 0, math.inf), default=4.0,
+         help="PAP lambda; the paper: 4 in layer 0, 3 in all; inf: never shrink")
+    flag("--form", choices=FORMS, default="released", help="reading of Algorithm 1: attention.py")
+
+
+def add_running(p, name, end):
+    """Add how a script runs. name: of the run's folder. end: the flag its schedule ends with."""
+    flag, boolean = p.add_argument_group("running").add_argument, argparse.BooleanOptionalAction
+    flag("--log_every", type=COUNT, default=20, help="steps between lines of log.jsonl")
+    flag("--save_every", type=NATURAL, default=0, help="steps between saves besides those of "
+         "epochs and evaluations; 0: none")
+    flag("--seed", type=number(int, 0, 2 ** 31 - 1), default=0, help="of weights, order and noise")
+    flag("--device", help="cuda, mps or cpu; None: the best there is")
+    flag("--amp", action=boolean, help="bf16 autocast; None: on GPUs")
+    flag("--compile", action=boolean, default=False, help="torch.compile the model")
+    flag("--out_dir", help=f"None: out/{name}, numbered if it exists")
+    flag("--resume", help="folder of a run to continue; its flags are remembered")
+    flag("--max_steps", type=COUNT, help=f"stop early; the schedule stays that of {end}")
+
+
+def parse(p, recipes, script, fixed, own=None):
+    """Parse the flags. The command line wins over the run that --resume names, that over a recipe.
+
+    recipes: {data: {flag: value}}; (data, model) holds what such a model has other than data. own:
+    the recipe of --data_dir without --data. fixed: what --resume refuses to change.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("data", "data_dir", "model", "resume"):            # these decide on the defaults
+        first.add_argument(f"--{name}")
+    seen = first.parse_known_args()[0]
+    stored = stored_flags(seen.resume, script, vars(p.parse_args([])))
+    data = seen.data or stored.get("data") or (own if seen.data_dir else p.get_default("data"))
+    recipe = recipes.get(data, {})
+    model = seen.model or stored.get("model") or recipe.get("model")
+    p.set_defaults(**{"data": data, **recipe, **recipes.get((data, model), {}), **stored})
+    args = p.parse_args()
+
+    for name in ("data_dir", "out_dir", "init_from", "backbone"):
+        if getattr(args, name, None) == "":
+            raise ValueError(f"--{name} is empty, expected a path")
+    if stored and args.out_dir:
+        raise ValueError("--out_dir does not go with --resume, which continues in its own folder")
+    hint = "; to start a new run from its weights use --init_from" if "init_from" in args else ""
+    for name in fixed if stored else ():
+        value = getattr(args, name)
+        if value != stored.get(name, value):
+            raise ValueError(f"--{name} {value} does not fit --resume {args.resume}, which was "
+                             f"trained with --{name} {stored[name]}{hint}")
+    return args
+
+
+def stored_flags(resume, script, known):
+    """The flags of the run that --resume names, as far as they are known; {} without one."""
+    if resume is None:
+        return {}
+    if not resume:
+        raise ValueError("--resume is empty, expected the folder of a run")
+    checkpoint = load(resume)
+    check_run(checkpoint, resume, script, "args")
+    of_one_command = ("resume", "sample", "out_dir", "max_steps", "device")
+    return {name: value for name, value in checkpoint["args"].items()
+            if name in known and name not in of_one_command}
+
+
+def fill(args, chosen):
+    """Set what neither a flag nor a recipe has set."""
+    for name, value in chosen.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
 
 
 # --- processes and devices ------------------------------------------------------------------------
@@ -54,9 +187,9 @@ def setup(device=None):
 
 
 def start(args, name):
-    """What every training script begins with: device, rank, world size and the run's folder.
+    """Begin a training: device, rank, world size and the run's folder, see `choose_out_dir`.
 
-    Sets args.amp where the flag was not given. name: of the folder, see `choose_out_dir`.
+    Sets args.amp where the flag was not given.
     """
     device, rank, world = setup(args.device)
     args.amp = device.type == "cuda" if args.amp is None else args.amp
@@ -79,6 +212,13 @@ def broadcast(objects):
     return objects
 
 
+def say(*lines):
+    """Print lines, once for all processes, above a progress bar."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for line in lines:
+            tqdm.write(line)
+
+
 def describe(device):
     """The hardware in words, for logs."""
     if device.type == "cuda":
@@ -91,29 +231,40 @@ def autocast(device, amp):
     return torch.autocast(device.type, torch.bfloat16) if amp else nullcontext()
 
 
+def wrap(model, device, world, compiled):
+    """The model compiled and shared over processes, as the flags and torchrun ask."""
+    net = torch.compile(model) if compiled else model
+    if world > 1:
+        net = DDP(net, device_ids=[device.index] if device.type == "cuda" else None)
+    return net
+
+
 def run(main):
-    """Call main(); an input error becomes one line on stderr and exit code 1."""
+    """Call main(). An input error becomes one line and exit code 1; Ctrl-C one line and 130."""
     try:
         main()
     except (ValueError, OSError) as e:
         lines = str(e).strip().splitlines() or [type(e).__name__]       # a worker's: the last line
-        sys.exit(f"error: {lines[-1].removeprefix('ValueError: ')}")
+        sys.exit(f"error: {lines[-1].removeprefix('ValueError: ')}{what_is_saved()}")
     except KeyboardInterrupt:
-        sys.exit("\nstopped by Ctrl-C")
+        print(f"\nstopped by Ctrl-C{what_is_saved()}", file=sys.stderr)
+        sys.exit(130)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
+# --- the folder of a run --------------------------------------------------------------------------
+
+training = None                       # the folder that this process trains in, once it has begun
+
+
 def choose_out_dir(args, name):
-    """Where a run lives: --resume's folder, else --out_dir, else out/<name>, numbered if it exists.
+    """Choose a run's folder: --resume's, else --out_dir, else out/<name>, numbered if it exists.
 
     Also sets args.resume when torchrun restarted us and there is something to resume: the run of
     another command is neither continued nor overwritten. The same on every process.
     """
-    for flag in ("out_dir", "init_from"):
-        if getattr(args, flag, None) == "":
-            raise ValueError(f"--{flag} is empty, expected a path")
     if args.resume:
         path = Path(args.resume)
         return path if path.is_dir() else path.parent
@@ -140,174 +291,311 @@ def choose_out_dir(args, name):
     return out_dir
 
 
-# --- a training run -------------------------------------------------------------------------------
+def begin(args, out_dir, step, model, device, rank, world, **about):
+    """Make the run's folder, lock it, cut its log behind `step`. Returns the `Log`.
 
-class Run:
-    """A training run on rank 0's disk: log.jsonl, checkpoints, the progress bar.
-
-    about: numbers of the data, for the log; ValueError if they are others when the run is resumed.
-
-        run = Run(args, out_dir, first, stop, device, rank, world, model)
-        for step in run.steps(measure, state, "images", args.batch_size, epoch_steps):
-            ...                                             # gradient, update
-            run.end(step + 1, loss, norm, lr)
+    about: what else its first row says. Only rank 0 writes; the other processes' rows go nowhere.
+    Raises ValueError if another process trains there.
     """
-
-    def __init__(self, args, out_dir, first, stop, device, rank, world, model, **about):
-        self.args = args
-        self.out_dir = out_dir
-        self.log = out_dir / "log.jsonl"
-        self.first = self.saved = first
-        self.stop = stop
-        self.master = rank == 0
-        self.started = time.time()
-        rows = []
-        if self.master:
-            try:
-                out_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.out_dir))
-            except FileExistsError:                     # it was free when the command began
-                if args.resume or args.out_dir:         # a file
-                    raise
-                raise ValueError(f"{out_dir}: another run has just begun there; start again, or "
-                                 f"give each run an --out_dir") from None
-            rows = cut_log(self.log, first if args.resume else -1)
-        evaluations = {row["step"]: row["eval"] for row in rows if "eval" in row}
-        theirs = {name: row[name] for row in rows for name in about if name in row}
-        self.evaluations, theirs = broadcast([evaluations, theirs])
-        for name, value in about.items():
-            if theirs.get(name, value) != value:
-                raise ValueError(f"--resume {args.resume}: the data have changed, {name} was "
-                                 f"{theirs[name]} and is {value}")
-        self.loss = next((row["loss"] for row in reversed(rows) if "loss" in row), math.nan)
-        parameters = sum(p.numel() for p in model.parameters())
-        self.row(step=first, args=vars(args), torch=torch.__version__, parameters=parameters,
-                 device=describe(device), world=world, **about)
-        self.print(f"{parameters:,} parameters | {world} x {describe(device)} | {out_dir}")
-        if first:
-            self.print(f"resumed at step {first}")
-
-    def print(self, *lines):
-        if self.master:
-            for line in lines:
-                tqdm.write(line)
-
-    def row(self, **row):
-        if self.master:
-            write_log(self.log, row)
-
-    def steps(self, measure, state, unit, size, epoch_steps=0):
-        """The steps that are left, with a bar; before them an evaluation that was cut off.
-
-        measure(step): an evaluation, and what else its row of the log holds. state(step): a
-        checkpoint. A step goes through `size` images or tokens (unit). epoch_steps: 0 if there are
-        no epochs; --eval_every counts epochs if there are.
-        """
-        self.measure, self.state, self.unit, self.size = measure, state, unit, size
-        self.epoch_steps = epoch_steps
-        if self.due(self.first):
-            self.keep(self.first)
-        self.bar = tqdm(range(self.first, self.stop), "training", self.stop, initial=self.first,
-                        unit="step", disable=not self.master, dynamic_ncols=True)
-        self.restart()
-        return self.bar
-
-    def restart(self):
-        """Forget what waits, and measure speed from now on: evaluations do not count."""
-        self.pending, self.clock = [], time.time()
-
-    def end(self, step, loss, norm, lr):
-        """The end of a step: log, evaluate and save what is due. step: 1 after the first.
-
-        loss, gradient norm: this process's share of the sums over processes. Raises ValueError at
-        one that is not finite.
-        """
-        self.pending.append(torch.stack([loss, norm]))
-        epoch_ends = every(step, self.epoch_steps)
-        save = epoch_ends or self.due(step) or every(step, self.args.save_every)
-        if save or every(step, self.args.log_every):
-            self.write(step, lr)
-        if save:
-            self.keep(step)
-
-    def keep(self, step):
-        """Evaluate if that is due, and save; last.pt at the end: a kill before repeats the rest."""
-        if self.due(step):
-            self.evaluate(step)
-        epoch_ends = every(step, self.epoch_steps)
-        if epoch_ends and every(step // self.epoch_steps, self.args.keep_every):
-            self.save(f"epoch_{step // self.epoch_steps}.pt", self.state(step))
-        self.save("last.pt", self.state(step))
-
-    def write(self, step, lr):
-        """Log means since the last row and what went by in a second. Waits for the device."""
-        rows = all_sum(torch.stack(self.pending)).cpu()                 # (steps, 2): loss, norm
-        bad = (~rows.isfinite().all(1)).nonzero().flatten().tolist()
-        if bad:
-            loss, norm = rows[bad[0]].tolist()
-            self.refuse(step - len(rows) + bad[0] + 1, f"loss {loss:.4g}, gradient norm {norm:.4g}")
-        self.loss, norm = rows.mean(0).tolist()
-        rate = len(rows) * self.size / (time.time() - self.clock)
-        epoch = dict(epoch=step / self.epoch_steps) if self.epoch_steps else {}
-        self.row(step=step, loss=self.loss, grad_norm=norm, **{f"{self.unit}_per_s": rate}, **epoch,
-                 lr=lr)
-        self.bar.set_postfix_str(f"loss {self.loss:.3f} {rate:.0f} {self.unit}/s")
-        self.restart()
-
-    def due(self, step):
-        """Is it time for an evaluation that the log does not have?"""
-        wanted = step >= self.stop or every(step, self.args.eval_every * (self.epoch_steps or 1))
-        return step > 0 and wanted and step not in self.evaluations
-
-    def evaluate(self, step):
-        """Log what measure(step) gives. Save after it: a kill between repeats it.
-
-        An error in it (an unreadable image, Ctrl-C) saves state(step), and --resume evaluates it.
-        """
-        try:
-            metrics, more = self.measure(step)
-        except BaseException:
-            self.save("last.pt", self.state(step))
+    global training
+    if rank:
+        return Log(os.devnull)
+    try:
+        out_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.out_dir))
+    except FileExistsError:                             # it was free when the command began
+        if args.resume or args.out_dir:                 # a file
             raise
-        for name, value in metrics.items():
-            if type(value) is float and not math.isfinite(value):
-                self.refuse(step, f"{name} {value} in the evaluation")
-        self.evaluations[step] = metrics
-        self.row(step=step, eval=metrics, **more)
-        numbers = [f"{name} {value:.2f}" for name, value in metrics.items() if type(value) is float]
-        self.print("  ".join([f"step {step:6d}  training loss {self.loss:.4f} ", *numbers]))
-        self.restart()
+        raise ValueError(f"{out_dir}: another run has just begun there; start again, or give each "
+                         f"run an --out_dir") from None
+    log = Log(out_dir / "log.jsonl")
+    log.lock()
+    log.cut(step if args.resume else -1)
+    parameters = sum(p.numel() for p in model.parameters())
+    log.append(dict(step=step, args=vars(args), torch=torch.__version__, parameters=parameters,
+                    device=describe(device), world=world, **about))
+    say(f"{parameters:,} parameters | {world} x {describe(device)} | {out_dir}")
+    if step:
+        say(f"resumed at step {step}")
+    training = out_dir
+    return log
 
-    def save(self, name, checkpoint):
-        """Write out_dir/name, unless a weight is not finite."""
-        if not all(w.isfinite().all() for w in checkpoint["model"].values()):
-            self.refuse(checkpoint["step"], "a weight")
-        if self.master:
-            save_checkpoint(self.out_dir / name, checkpoint)
-        self.saved = checkpoint["step"]
 
-    def refuse(self, step, what):
-        """ValueError for what is not finite; the files hold what was."""
-        kept = f"{self.out_dir} holds step {self.saved}" if self.saved else "Nothing was saved yet"
-        raise ValueError(f"not finite at step {step}: {what}. {kept}; try a smaller --lr or --set "
-                         f"clip (now {self.args.clip:g}; 0: none)")
+def what_is_saved():
+    """The step that a stopped training has saved and the command that goes on from there."""
+    if training is None:
+        return ""
+    if not Path(training, "last.pt").exists():
+        return "; nothing is saved yet"
+    return (f"; {training} holds step {load(training)['step']}, go on with: python "
+            f"{os.path.relpath(sys.argv[0])} --resume {training}")
 
+
+class Log:
+    """A file of rows, one JSON object a line; those of a run have a `step`."""
+
+    def __init__(self, path):
+        self.path = Path(path)
+
+    def append(self, row):
+        """Write a row; ValueError at a number that is not finite."""
+        for name, value in {**row, **row.get("eval", {})}.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"not finite at step {row.get('step')}: {name} {value}")
+        try:
+            with open(self.path, "a") as f:
+                f.write(json.dumps(row) + "\n")
+        except OSError as e:
+            raise OSError(f"cannot write {self.path} ({e.strerror})") from None
+
+    def rows(self):
+        return read_log(self.path)
+
+    def cut(self, step):
+        """Drop what was logged after `step`, and a line cut short by a kill. Returns the rest."""
+        rows = [row for row in self.rows() if row.get("step", 0) <= step]
+        tmp = temporary(self.path)
+        try:
+            tmp.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            os.replace(tmp, self.path)
+        except OSError as e:
+            tmp.unlink(missing_ok=True)
+            raise OSError(f"cannot write {self.path} ({e.strerror}); it is untouched") from None
+        return rows
+
+    def lock(self):
+        """Keep other processes out of this folder while the Log lives; ValueError names who has it.
+
+        The system frees the lock of a process that dies, however it does.
+        """
+        self.held = open(self.path.with_name("lock"), "a+")         # closing it frees the lock
+        try:
+            if fcntl:
+                fcntl.lockf(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            self.held.seek(0)
+            raise ValueError(f"{self.path.parent}: process {self.held.read()} trains there; stop "
+                             f"it first, or choose another --out_dir") from None
+        self.held.truncate(0)
+        self.held.write(f"{os.getpid()} on {socket.gethostname()}")
+        self.held.flush()
+
+
+def read_log(path):
+    """The rows of a log, without one cut short by a kill; ValueError names what is no log."""
+    rows = []
+    try:
+        lines = Path(path).read_text("utf-8").splitlines() if Path(path).exists() else []
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a log of ours: not all of it is UTF-8") from None
+    for i, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if not isinstance(row, dict) or not isinstance(row.get("step", 0), int):
+            raise ValueError(f"{path}, line {i}: {line[:60]}, expected an object whose step is a "
+                             f"whole number")
+        rows.append(row)
+    return rows
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+def temporary(path):
+    """The name of a file beside `path` that only this process writes."""
+    return Path(f"{path}.{os.getpid()}.tmp")
+
+
+def save(path, checkpoint):
+    """Write a dict of plain types and tensors; at every moment path is the old file or the new one.
+
+    Raises OSError naming the file if it cannot be written (a full disk), ValueError if a weight is
+    not finite; the old one is untouched.
+    """
+    path = Path(path)
+    for name, weight in checkpoint.get("model", {}).items():
+        if not weight.isfinite().all():
+            raise ValueError(f"not finite at step {checkpoint.get('step')}: the weight {name}; "
+                             f"{path} is not written")
+    tmp = temporary(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(tmp, "wb") as f:
+            torch.save(checkpoint, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+    except (OSError, RuntimeError) as e:
+        tmp.unlink(missing_ok=True)
+        kept = "the previous one is untouched" if path.exists() else "there is none yet"
+        hidden = getattr(e.__context__, "strerror", None)               # torch.save hides it
+        why = hidden or getattr(e, "strerror", None) or e
+        raise OSError(f"cannot write checkpoint {path} ({why}); {kept}") from None
+
+
+def load(path):
+    """Read the dict in a checkpoint of ours, DeiT's or the released code's; tensors on the CPU.
+
+    Runs nothing that it holds. path: a file, a folder with last.pt in it, or an https address.
+    """
+    reader = torch.load
+    if str(path).startswith("https://"):
+        reader, path = torch.hub.load_state_dict_from_url, str(path)
+    else:
+        path = Path(path) / "last.pt" if Path(path).is_dir() else Path(path)
+        if not path.exists():
+            raise FileNotFoundError(f"no checkpoint at {path}")
+        open(path, "rb").close()                       # a file that may not be read says so itself
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):     # the released code's args
+            checkpoint = reader(path, map_location="cpu", weights_only=True)
+    except Exception as e:                             # what odd bytes raise depends on the bytes
+        why = "truncated, or no file of torch.save"
+        if isinstance(e, URLError):
+            why = str(e.reason)
+        elif "GLOBAL" in str(e):
+            why = f"it holds {str(e).split('GLOBAL')[1].split()[0]}, which is no plain data"
+        raise ValueError(f"{path} is not a readable checkpoint ({why})") from None
+    if not isinstance(checkpoint, dict):
+        raise ValueError(f"{path} holds a {type(checkpoint).__name__}, expected a dict of weights")
+    return checkpoint
+
+
+def check_run(checkpoint, path, script, *parts):
+    """ValueError naming the file unless its checkpoint is of this script and holds these parts."""
+    kinds = dict(args=dict, model=dict, model_config=dict, optimizer=dict, ema=dict, best=dict,
+                 metrics=dict, step=int, classes=list, vocab=str)
+    if checkpoint.get("task") != TASKS[script]:
+        raise ValueError(f"{path} is not a checkpoint of {script}")
+    for name in parts:
+        value = checkpoint.get(name)
+        if not isinstance(value, kinds[name]) or (value == {} and name != "metrics"):
+            hint = "; continue from last.pt" if name == "optimizer" else ""
+            raise ValueError(f"{path} is an incomplete checkpoint of {script}: it has no "
+                             f"{name}{hint}")
+
+
+def load_run(path, script, *parts, **data):
+    """The checkpoint that --resume names, with these parts; ValueError if the data have changed.
+
+    data: what the checkpoint has to say of the data, as classes=[...], training_images=100.
+    """
+    checkpoint = load(path)
+    check_run(checkpoint, path, script, "model", "step", "optimizer", *parts)
+    for name, value in data.items():
+        was, now = (textwrap.shorten(str(v), 60) for v in (checkpoint.get(name, value), value))
+        if checkpoint.get(name, value) != value:
+            raise ValueError(f"--resume {path}: the data have changed, {name} was {was} and is "
+                             f"{now}")
+    return checkpoint
+
+
+@contextmanager
+def naming(what):
+    """Input errors within begin with `what`, the flag and the file they are about."""
+    try:
+        yield
+    except ValueError as e:
+        raise ValueError(f"{what}: {e}") from None
+
+
+def stored_config(checkpoint, config):
+    """A checkpoint's model_config as the dataclass `config`; ValueError if its fields differ."""
+    for name in ("model", "model_config"):
+        if not isinstance(checkpoint.get(name), dict):
+            raise ValueError(f"the checkpoint has no {name}")
+    stored = getattr(config, "from_older", dict)(checkpoint["model_config"])
+    kinds = {f.name: f.type for f in fields(config)}
+    accepted = {float: (float, int), tuple: (tuple, list)}
+    wrong = [f"{name} is unknown" for name in stored if name not in kinds]
+    for name, kind in kinds.items():
+        if name not in stored:
+            wrong.append(f"{name} is missing")
+        elif not isinstance(stored[name], accepted.get(kind, kind)):
+            wrong.append(f"{name} is {stored[name]!r} instead of {kind.__name__}")
+    if wrong:
+        raise ValueError(f"its model_config is not a {config.__name__}: {'; '.join(wrong[:3])}")
+    return config(**stored)
+
+
+def rebuild(checkpoint, script, model, config):
+    """The model of a checkpoint of `script`, in eval mode. model, config: its two classes."""
+    if checkpoint.get("task") != TASKS[script]:
+        raise ValueError(f"not a checkpoint of {script}")
+    model = model(stored_config(checkpoint, config))
+    load_strictly(model, checkpoint["model"])
+    return model.eval()
+
+
+def load_strictly(model, weights):
+    """model.load_state_dict; ValueError naming the first tensors that do not fit."""
+    own = model.state_dict()
+    wrong = [f"{name} is missing" for name in own if name not in weights]
+    wrong += [f"{name} is unknown" for name in weights if name not in own]
+    wrong += [f"{name} is {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}"
+              for name in own if name in weights and weights[name].shape != own[name].shape]
+    if wrong:
+        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(f"weights do not fit the model: {'; '.join(wrong[:3])}{more}")
+    model.load_state_dict(weights)
+
+
+# --- steps of a training --------------------------------------------------------------------------
 
 def every(step, n):
     """Is step a multiple of n? Never, if n is 0."""
     return n > 0 and step % n == 0
 
 
-def wrap(model, device, world, compiled):
-    """The model compiled and shared over processes, as the flags and torchrun ask."""
-    net = torch.compile(model) if compiled else model
-    if world > 1:
-        net = DDP(net, device_ids=[device.index] if device.type == "cuda" else None)
-    return net
-
-
 def seed_of(seed, step, rank):
     """Seed of the dropout masks of a step on a process."""
     return hash((seed, step, rank)) % 2 ** 63
+
+
+def progress(first, stop, rank):
+    """The steps from `first` to `stop`, with a bar."""
+    return tqdm(range(first, stop), "training", stop, initial=first, unit="step", disable=rank > 0,
+                dynamic_ncols=True)
+
+
+def line(step, loss, metrics):
+    """What an evaluation prints."""
+    numbers = [f"{name} {value:.2f}" for name, value in metrics.items() if type(value) is float]
+    return "  ".join([f"step {step:6d}  training loss {loss:.4f} ", *numbers])
+
+
+def mean_of(pending, step):
+    """Mean loss and gradient norm of the last steps, as floats. Waits for the device.
+
+    pending: a tensor (2,), loss and norm, of each step up to `step`: this process's share of the
+    sums over processes. Raises ValueError at the first step where one is not finite.
+    """
+    rows = all_sum(torch.stack(pending)).cpu()                      # (steps, 2)
+    for i, (loss, norm) in enumerate(rows.tolist(), step - len(rows) + 1):
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise ValueError(f"not finite at step {i}: loss {loss:.4g}, gradient norm {norm:.4g}; "
+                             f"try a smaller --lr or --clip")
+    return rows.mean(0).tolist()
+
+
+def lr_at(step, total, warmup, lr, min_lr, warmup_lr=1e-6):
+    """Linear from warmup_lr over `warmup` steps, then cosine to min_lr at `total`.
+
+    The cosine's phase counts from 0, as in DeiT's schedule (timm's CosineLRScheduler without
+    warm-up prefix), per step instead of per epoch.
+    """
+    if step < warmup:
+        return warmup_lr + (lr - warmup_lr) * step / warmup
+    return min_lr + (lr - min_lr) * (1 + math.cos(math.pi * min(step / max(total, 1), 1))) / 2
+
+
+def param_groups(model, weight_decay, no_decay=("pos_embed", "cls_token")):
+    """Two groups for the optimiser; 1-d tensors and those named in no_decay are not decayed."""
+    decay, keep = [], []
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            (keep if p.ndim < 2 or name.split(".")[-1] in no_decay else decay).append(p)
+    return [dict(params=decay, weight_decay=weight_decay), dict(params=keep, weight_decay=0.0)]
 
 
 @torch.no_grad()
@@ -320,12 +608,9 @@ def key_statistics(model, forward, inputs):
 
     def look(m, inputs):
         """Before the forward of m, a SelfAttention: its row of the statistics."""
-        q, k, v = m.project(inputs[0])
-        if m.attn.startswith("rpc"):
-            trace = []
-            q = q if m.attn == "rpc_asym" else None
-            rpc_attention(k, v, q=q, **m.rpc, causal=m.causal, trace=trace)
-            shares = [(step["S"] != 0).float().mean().item() for step in trace]
+        _, k, _ = m.project(inputs[0])
+        if m.attn in PAP:
+            shares = [(step["S"] != 0).float().mean().item() for step in m.trace(inputs[0])]
             stats["nonzero_S"][len(stats["mean_abs_key"])] = [round(share, 4) for share in shares]
         stats["mean_abs_key"].append(round(k.abs().mean().item(), 4))
 
@@ -347,23 +632,3 @@ def table(rows, header):
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths)) + " |" for row in rows]
     rule = "|" + "|".join("-" * (w + 2) for w in widths) + "|"
     return "\n".join([lines[0], rule, *lines[1:]])
-
-
-def lr_at(step, total, warmup, lr, min_lr, warmup_lr=1e-6):
-    """Linear from warmup_lr over `warmup` steps, then cosine to min_lr at `total`.
-
-    The cosine's phase counts from 0, as in DeiT's schedule (timm's CosineLRScheduler without
-    warm-up prefix), per step instead of per epoch.
-    """
-    if step < warmup:
-        return warmup_lr + (lr - warmup_lr) * step / warmup
-    return min_lr + (lr - min_lr) * (1 + math.cos(math.pi * min(step / max(total, 1), 1))) / 2
-
-
-def param_groups(model, weight_decay, no_decay=("pos_embed", "cls_token")):
-    """Two groups for the optimiser; 1-d tensors and those named in no_decay are not decayed."""
-    decay, keep = [], []
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            (keep if p.ndim < 2 or name.split(".")[-1] in no_decay else decay).append(p)
-    return [dict(params=decay, weight_decay=weight_decay), dict(params=keep, weight_decay=0.0)]

@@ -26,15 +26,16 @@ import os
 import time
 from datetime import date
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 import common
-import data
+from data.images import ImageTree
 from robust import attacks, checks, corruptions, measures, metrics, pictures, score
 from robust.measures import FOLDERS
+from robust.results import Results
 from robust.sources import CLS, LM, SEG, load_model, load_source
-from robust.tables import Results
 
 DATA = {CLS: ("shapes", "cifar10", "imagenet", "folder"),
         SEG: ("shapes", "camvid", "ade20k", "folder"),
@@ -50,7 +51,7 @@ ONLY = dict(checks=(CLS,), source=(CLS,), corrupted_dir=(CLS,), imagenet_a=(CLS,
 
 
 def get_args():
-    """The flags; the settings of measures are in robust/measures.py."""
+    """Read the flags; the settings of measures are in robust/measures.py."""
     p = argparse.ArgumentParser(description=__doc__, epilog=measures.describe(), allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     path, count = os.path.normpath, common.number(int, 1)
@@ -67,8 +68,8 @@ def get_args():
     flag("--limit", type=count, help="images per measure, the same for every model, or tokens of a "
          "text (default: all; fewer on shapes; "
          + ", ".join(f"{v} for {k}" for k, v in measures.SLOW.items()) + ")")
-    flag("--checks", action=argparse.BooleanOptionalAction, default=False, help="only run ten "
-         "sanity checks on each classifier")
+    flag("--checks", action=argparse.BooleanOptionalAction, default=False, help="instead judge each classifier: "
+         "can its robust accuracy be believed?")
     flag("--source", help="checkpoint whose adversarial images transfer tries on the others")
     flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0, help="which images --limit "
          "takes, which words are swapped, and all random numbers")
@@ -86,11 +87,13 @@ def get_args():
          help="of the corruptions")
 
     add_running(p)
-    return p.parse_args()
+    args = p.parse_args()
+    args.severities = sorted(set(args.severities))
+    return args
 
 
 def add_running(p):
-    """Flags of how it runs, and of how Segmenters and language models look at what they see."""
+    """Add flags of how it runs, and of how Segmenters and language models see."""
     boolean = argparse.BooleanOptionalAction
     count, natural = common.number(int, 1), common.number(int, 0)
 
@@ -119,45 +122,45 @@ def add_running(p):
 # --- what the checkpoints settle ------------------------------------------------------------------
 
 def agree(flags, models):
-    """Refuses models of several tasks or sizes."""
-    tasks = list(dict.fromkeys(m["task"] for m in models))
+    """Refuse models of several tasks or sizes."""
+    tasks = list(dict.fromkeys(m.task for m in models))
     if len(tasks) > 1:
         raise ValueError(f"{flags}: {' and '.join(tasks)}, expected models of one task")
     for name in ("image_size", "num_classes", "context"):
-        values = {getattr(m["model"].config, name, None) for m in models}
+        values = {getattr(m.model.config, name, None) for m in models}
         if len(values) > 1:
             raise ValueError(f"{flags}: the models have {name} {sorted(values)}, expected the same "
                              "for all")
 
 
 def settle(args, models, other=None):
-    """What the checkpoints say goes into args; refuses what does not fit them, or each other.
+    """Put what the checkpoints say into args; refuse what does not fit them, or each other.
 
     other: the model of --source.
     """
     first = models[0]
-    args.task = first["task"]
+    args.task = first.task
     agree("--ckpt", models)
     if other:
         agree("--ckpt and --source", [first, other])
     for name, tasks in ONLY.items():
         if getattr(args, name) and args.task not in tasks:
             raise ValueError(f"--{name} is for {' and '.join(tasks)}, not for {args.task}")
-    args.data = args.data or first["args"].get("data") or "imagenet"
+    args.data = args.data or first.args.get("data") or "imagenet"
     if args.data not in DATA[args.task]:
         raise ValueError(f"--data {args.data}: expected one of {', '.join(DATA[args.task])}")
-    args.data_dir = args.data_dir or first["args"].get("data_dir")
+    args.data_dir = args.data_dir or first.args.get("data_dir")
     if args.task != CLS:
-        settle_windows(args, first["model"].config)
+        settle_windows(args, first.model.config)
     if args.frost_dir:
         corruptions.load_frost(args.frost_dir)
     if args.task == CLS and not args.batch_size:
         pixels = 2 ** 19 if args.device.type == "cpu" else 2 ** 22
-        args.batch_size = max(1, pixels // first["model"].config.image_size ** 2)
+        args.batch_size = max(1, pixels // first.model.config.image_size ** 2)
 
 
 def settle_windows(args, config):
-    """--window, --stride and --scales where they were not given."""
+    """Choose --window, --stride and --scales where they were not given."""
     if args.task == SEG:
         args.window = args.window or config.image_size
         args.stride, args.scales = args.stride or args.window, args.scales or [1.0]
@@ -177,8 +180,16 @@ def settle_windows(args, config):
 
 # --- the run -------------------------------------------------------------------------------------
 
-def plan(args, other=None):
-    """[(measure, setting, conditions)]: what --measures and the flags ask for."""
+class Job(NamedTuple):
+    """One measure, and what it is on."""
+    measure: measures.Measure
+    images: object                   # a source: the test split, or that of --imagenet_a
+    n: int                           # images, or tokens of a text
+    index: torch.Tensor | None       # (n,) numbers of the images
+
+
+def todo_of(args, other=None):
+    """List what --measures and the flags ask for, `Measure`s. other: the model of --source."""
     needed = dict(transfer="source", **{name: name for name in FOLDERS})
     absent = [name for name, flag in needed.items() if not getattr(args, flag)]
     texts = args.measures or [*USUAL[args.task], *(f for f in FOLDERS if f not in absent)]
@@ -189,7 +200,7 @@ def plan(args, other=None):
     # what flags say
     more = dict(corruptions=dict(severities=args.severities, released=args.corrupted_dir or False,
                                  frost=args.frost_dir or "procedural"),
-                transfer=dict(source=args.source, weights=other and other["about"]["weights"]),
+                transfer=dict(source=args.source, weights=other and other.about["weights"]),
                 perplexity=dict(window=args.window, stride=args.stride),
                 **{name: dict(folder=getattr(args, name)) for name in FOLDERS})
     for name, setting, conditions in todo:
@@ -205,103 +216,122 @@ def plan(args, other=None):
     return todo
 
 
-def describe_row(m, name, setting, conditions, n, args):
-    """What a row is about: everything but its result."""
+def open_folder(name, source, size, args):
+    """Open the images of --imagenet_a, -r or -o, labelled as the classes of source."""
+    root, folder = os.path.split(os.path.abspath(getattr(args, name)))
+    try:
+        return ImageTree(root, folder, source.classes, size, subset=True)
+    except (ValueError, OSError) as e:
+        raise ValueError(str(e).replace("--data_dir", f"--{name}")) from None
+
+
+def prepare(models, source, todo, args):
+    """Make a `Job` of each measure. Refuses what cannot be measured, before hours have gone into
+    the others."""
+    jobs = []
+    for measure in todo:
+        name, images, index = measure.name, source, None
+        if name.endswith("autoattack") and len(source.classes) < 4:
+            raise ValueError(f"--measures {name} compares four logits: {len(source.classes)} "
+                             "classes, expected 4 or more")
+        if name in FOLDERS:
+            images = open_folder(name, source, models[0].model.config.image_size, args)
+        n = score.size_of(images, name, measure.setting, args)
+        if name != "perplexity":
+            index = score.pick(score.length(images), n, args.seed)
+        jobs.append(Job(measure, images, n, index))
+    return jobs
+
+
+def about_row(m, job, args):
+    """Say what a row is about: everything but its result."""
     in_memory = args.data in ("shapes", "cifar10")
-    return dict(m["about"], task=args.task, data=args.data,
+    name, setting, conditions = job.measure
+    return dict(m.about, task=args.task, data=args.data,
                 data_dir=None if in_memory else args.data_dir, imagenet1k=args.imagenet1k,
-                measure=name, setting=setting, conditions=conditions, images=n)
+                measure=name, setting=setting, conditions=conditions, images=job.n)
 
 
-def measure(group, other, asked, source, tree, index, args):
-    """The results of one measure, a dict per model; source: the test split, tree: the images."""
-    m, (name, setting, conditions) = group[0], asked
+def results_of(group, other, job, source, args):
+    """Measure a group of models: a dict each. source: the test split; other: of --source."""
+    m, (name, setting, conditions), index = group[0], job.measure, job.index
     if name == "perplexity":
         return [score.perplexity_row(m, setting, source, args)]
     if args.task == SEG:
         return [score.segment_row(m, name, setting, source, index, args)]
     if name == "clean":
         loaded = score.batches(source, index, args, name)
-        found = score.score(group, loaded, [score.unchanged], len(index), args)
+        found = score.find_right(group, loaded, [score.unchanged], len(index), args)
         return [score.outcome(hit[0]) for hit in found]
     if name == "corruptions":
         return score.corruption_rows(group, source, index, setting, args)
     if name in FOLDERS:
-        return [score.folder_row(m, name, tree, index, source, args)]
-    victim = other["model"] if name == "transfer" else None
+        return [score.folder_row(m, name, job.images, index, source, args)]
+    victim = other.model if name == "transfer" else None
     return [score.attack_row(m, name, setting, conditions, source, index, args, victim)]
 
 
-def open_folder(name, source, size, args):
-    """The images of --imagenet_a, -r or -o, labelled as the classes of source."""
-    root, folder = os.path.split(os.path.abspath(getattr(args, name)))
-    try:
-        return data.ImageTree(root, folder, source.classes, size, subset=True)
-    except (ValueError, OSError) as e:
-        raise ValueError(str(e).replace("--data_dir", f"--{name}")) from None
-
-
-def prepare(models, source, todo, args):
-    """[(asked, images, n, index)]: what each measure of todo is on. Refuses what cannot be
-    measured, before hours have gone into the others."""
-    ready = []
-    for asked in todo:
-        name, setting, _ = asked
-        if name.endswith("autoattack") and len(source.classes) < 4:
-            raise ValueError(f"--measures {name} compares four logits: {len(source.classes)} "
-                             "classes, expected 4 or more")
-        tree, index = source, None
-        if name in FOLDERS:
-            tree = open_folder(name, source, models[0]["model"].config.image_size, args)
-        n = score.size_of(tree, name, setting, args)
-        if name != "perplexity":
-            index = score.pick(score.length(tree), n, args.seed)
-        ready.append((asked, tree, n, index))
-    return ready
-
-
-def evaluate(models, other, source, ready, results, args):
-    """Each measure of `prepare` on the models that lack it. other: the model of --source."""
-    for asked, tree, n, index in ready:
-        name = asked[0]
-        missing = [m for m in models if results.lacks(describe_row(m, *asked, n, args))]
-        groups = [[m] for m in missing]
-        if args.task == CLS and name == "corruptions" and missing:
-            groups = [missing]                            # making the images is shared out
+def measure_all(models, other, source, jobs, results, args):
+    """Do each job for the models that lack its row. other: the model of --source."""
+    for job in jobs:
+        groups = [[m] for m in models if results.lacks(about_row(m, job, args))]
+        if args.task == CLS and job.measure.name == "corruptions" and groups:
+            groups = [sum(groups, [])]                    # making the images is shared out
         for group in groups:
-            start, before = time.perf_counter(), [list(m["count"]) for m in group]
-            found = measure(group, other, asked, source, tree, index, args)
+            start, before = time.perf_counter(), [list(m.count) for m in group]
+            found = results_of(group, other, job, source, args)
             seconds = (time.perf_counter() - start) / len(group)
             for m, calls, result in zip(group, before, found):
                 right = result.pop("right", None)
-                row = describe_row(m, *asked, n, args) | result
-                row |= stamp(m, calls, n, seconds, args)
+                row = about_row(m, job, args) | result | stamp(m, calls, job.n, seconds, args)
                 if right:
                     row["right"] = right                  # the longest field comes last
                 results.add(row)
 
 
 def stamp(m, before, n, seconds, args):
-    """How a row came about; before: the model's calls when it began."""
+    """Say how a row came about; before: the model's calls when it began."""
     calls = {}
     if args.task == CLS:
-        forward, backward = (args.world * (now - then) / n for now, then in zip(m["count"], before))
-        calls = dict(forward_per_image=round(forward, 1), backward_per_image=round(backward, 1))
+        calls = torch.tensor([m.count, before], device=args.device)
+        calls = common.all_sum(calls[0] - calls[1]).tolist()            # of all processes
+        calls = dict(forward_per_image=round(calls[0] / n, 1),
+                     backward_per_image=round(calls[1] / n, 1))
     return dict(seconds=round(seconds, 2), **calls, date=str(date.today()), torch=torch.__version__,
                 hardware=common.describe(args.device), processes=args.world)
 
 
 # --- the command ---------------------------------------------------------------------------------
 
-def run_checks(models, other, source, args):
-    """The evaluator's checks on each model, on the same images; nothing is written."""
-    sources = [other] if other else models
-    softmax = next((m["model"] for m in sources if m["about"]["kind"] == "softmax"), None)
+def run_checks(models, other, source, todo, args):
+    """Judge each model, on the same images; nothing is written. PGD is that of todo."""
+    options = next((one.setting for one in todo if one.name == "pgd"), {})
+    options = {k: v for k, v in options.items() if k != "eps"}
+    softmax = next((m.model for m in ([other] if other else models)
+                    if m.about["kind"] == "softmax"), None)
     index = score.pick(len(source.labels), args.limit or min(64, len(source.labels)), args.seed)
-    pixels, labels, index, _ = score.whole(score.batches(source, index, args))
+    images, labels, index, _ = score.whole(score.batches(source, index, args))
     for m in models:
-        twin = softmax if softmax is not m["model"] else None
-        checks.run(m["model"], pixels, labels, index, m["about"]["model"], twin)
+        twin = softmax if softmax is not m.model else None
+        checks.run(m.model, images.float() / 255, labels, m.about["model"], twin,
+                   options)
+
+
+def check_models(models, source, args):
+    """Refuse models that return no logits, on the first images."""
+    first = torch.arange(min(8, len(source.labels)))
+    for images, labels, *_ in score.batches(source, first, args):
+        for m in models:
+            with common.naming(m.given):
+                attacks.check(m.model, images.float() / 255, labels, 0.0)
+
+
+def open_results(args):
+    """Open the rows of --out_dir: its default is beside the first checkpoint."""
+    path = Path(args.ckpt[0])
+    folder = "robust" if args.preset == "default" else f"robust_{args.preset}"
+    args.out_dir = args.out_dir or str((path if path.is_dir() else path.parent) / folder)
+    return Results(args.out_dir, args.data, args.resume, args.rank)
 
 
 def main():
@@ -311,44 +341,35 @@ def main():
     other = load_model(args.source, args.device, "--source") if args.source else None
     everyone = [*models, other] if other else models
     settle(args, models, other)
-    todo = plan(args, other)
+    todo = todo_of(args, other)
     source = load_source(args, everyone)
     args.imagenet1k = args.task == CLS and metrics.is_imagenet(source.classes)
     if args.task == CLS:
-        first = torch.arange(min(8, len(source.labels)))
-        for images, labels, *_ in score.batches(source, first, args):
-            for m in everyone:
-                attacks.check(m["model"], images.float() / 255, labels, 0.0)   # logits? enough?
+        check_models(everyone, source, args)
 
-    # where the rows go
     what = f"{len(models)} checkpoints | {args.task} | {args.data}"
     how = f"{args.world} x {common.describe(args.device)}"
     if args.checks:
         if args.rank == 0:
             print(f"{what} | {how}", flush=True)
             args.world = 1                                # nobody shares the images
-            run_checks(models, other, source, args)
+            run_checks(models, other, source, todo, args)
         return
-    ready = prepare(models, source, todo, args)
-    path = Path(args.ckpt[0])
-    folder = "robust" if args.preset == "default" else f"robust_{args.preset}"
-    args.out_dir = args.out_dir or str((path if path.is_dir() else path.parent) / folder)
-    results = Results(args.out_dir, args.data, [m["about"] for m in models], args.resume, args.rank)
+    jobs = prepare(models, source, todo, args)
+    results = open_results(args)
     if args.rank == 0:
         print(f"{what} | {how} | {results.out}", flush=True)
-        if any(conditions["space"] == "normalized" for *_, conditions in todo) and args.task == CLS:
-            std = models[0]["model"].std.mean().item()
+        if args.task == CLS and any(one.conditions["space"] == "normalized" for one in todo):
+            std = models[0].model.std.mean().item()
             print(f"budgets are in normalised units: eps 1/255 is {std:.3f}/255 of the pixel "
                   "range, channels averaged")
 
-    evaluate(models, other, source, ready, results, args)
+    measure_all(models, other, source, jobs, results, args)
     if args.rank == 0:
         print("\n" + results.write_table())
         args.world = 1                                    # nobody shares the pictures
-        if args.save_images and args.task == CLS:
-            pictures.save_classified(models, source, todo, args)
-        elif args.save_images:
-            pictures.save_segmented(models, source, todo, args)
+        if args.save_images:
+            pictures.save(models, source, todo, args)
         print(f"\n{len(results.rows)} rows in {results.out}; this table in {results.table}")
 
 

@@ -1,14 +1,16 @@
 """FAN-ViT with any attention of attention.py: App. E.7 of Teo & Nguyen 2024, Tables 9 and 10.
 
 Architecture and parameter names of Zhou et al., ICML 2022 (`NVlabs/FAN:models/fan.py`), whose
-released checkpoints load into the softmax kind; the paper's baseline is the symmetric one.
+released checkpoints load into the softmax kind. The paper's baseline is the symmetric kind, after
+`rachtsy/FAN:models/fan_sym.py`: there the class token, too, uses its key as its query.
 
     model = FAN(FANConfig(**SIZES["fan_tiny"], attn="rpc", rpc_layers=(0,)))
     logits = model(images)                      # images (B, 3, 224, 224) in [0, 1] -> (B, 1000)
 
 Unlike in a ViT, convolutions embed the patches, positions are sines, blocks end in gated channels,
 and the class token joins after them: N counts patches alone. For small images the stem halves less
-often: patch_size=4 keeps its last two convolutions (3-96-192), so that 32 px give 8 x 8 tokens.
+often: patch_size=4 keeps its last two convolutions (3-96-192), so that 32 px give 8 x 8 tokens;
+NVlabs' own stem for patches of 4 (models/fan.py:232) has fewer channels, 3-48-192.
 """
 
 import math
@@ -20,13 +22,13 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import nn
 
-from attention import SelfAttention, softmax_attention
-from checkpoint import rebuild
-from vit import Block, Mlp, PatchEmbed, ViT, ViTConfig, vit_from_checkpoint
+from attention import SelfAttention, one_of, softmax_attention
+from common import rebuild
+from vit import RPC_KINDS, Block, Mlp, PatchEmbed, ViT, ViTConfig, vit_from_checkpoint
 
 SIZES = {                                                  # parameters at 224 px
-    "fan_tiny": dict(embed_dim=192, depth=12, num_heads=4),    # 7,319,920; symmetric 6,875,248
-    "fan_small": dict(embed_dim=384, depth=12, num_heads=8),   # 28,345,336; symmetric 26,571,256
+    "fan_tiny": dict(embed_dim=192, depth=12, num_heads=4),    # 7,319,920; symmetric 6,801,136
+    "fan_small": dict(embed_dim=384, depth=12, num_heads=8),   # 28,345,336; symmetric 26,275,576
 }
 
 
@@ -34,12 +36,21 @@ SIZES = {                                                  # parameters at 224 p
 class FANConfig(ViTConfig):
     """Everything that rebuilds the model. drop_path: the rate of every block."""
     cls_depth: int = 2                # class-attention blocks
+    class_attn: str = ""              # theirs: softmax, symmetric; "": as the plain layers
     family = "fan "                   # no field: in tables, before the kind of attention
 
     def __post_init__(self):
         super().__post_init__()
+        plain = RPC_KINDS.get(self.attn, (None, self.attn))[1]
+        self.class_attn = self.class_attn or ("symmetric" if plain == "symmetric" else "softmax")
+        one_of("class_attn", self.class_attn, ("softmax", "symmetric"))
         if self.patch_size not in (2, 4, 8, 16):
             raise ValueError(f"patch_size={self.patch_size}, expected 2, 4, 8 or 16 for a FAN")
+
+    @staticmethod
+    def from_older(stored):
+        """Give a stored config what it means without class_attn: queries, as all FANs then had."""
+        return {"class_attn": "softmax", **stored}
 
     @property
     def num_tokens(self):             # N of the blocks
@@ -90,7 +101,7 @@ class Positions(nn.Module):
         self.token_projection = nn.Conv2d(2 * size, dim, 1)
 
     def forward(self):
-        return self.token_projection(self.code).flatten(2).mT
+        return self.token_projection(self.code).flatten(2).transpose(1, 2)
 
 
 def split(x, num_heads):
@@ -128,7 +139,7 @@ class ConvMlp(Mlp):
 
     def forward(self, z):
         u, side = self.fc1(z), math.isqrt(z.shape[1])
-        near = self.dwconv(u.mT.unflatten(2, (side, side))).flatten(2).mT
+        near = self.dwconv(u.transpose(1, 2).unflatten(2, (side, side))).flatten(2).transpose(1, 2)
         return self.fc2(u + self.gamma * near)
 
 
@@ -146,21 +157,23 @@ class ChannelGate(nn.Module):
     def forward(self, z):
         q = split(self.q(z), self.num_heads).softmax(2)                     # over tokens
         k = split(z, self.num_heads).softmax(2).mean(3, keepdim=True)       # (B, H, N, 1)
-        gate = (q.mT @ k).sigmoid() * self.temperature                      # (B, H, D, 1)
+        gate = (q.transpose(2, 3) @ k).sigmoid() * self.temperature                      # (B, H, D, 1)
         return self.norm_v(self.mlp_v(z)) * gate.flatten(1)[:, None]
 
 
 class ClassAttention(nn.Module):
-    """The first token of z (B, N + 1, C) looks at all of them: (B, 1, C)."""
+    """The first token of z (B, N + 1, C) looks at all of them: (B, 1, C). symmetric: by its key."""
 
-    def __init__(self, dim, num_heads):
+    def __init__(self, dim, num_heads, attn):
         super().__init__()
         self.num_heads = num_heads
-        self.q, self.k, self.v, self.proj = (nn.Linear(dim, dim) for _ in range(4))
+        self.q = nn.Linear(dim, dim) if attn == "softmax" else None
+        self.k, self.v, self.proj = (nn.Linear(dim, dim) for _ in range(3))
 
     def forward(self, z):
-        qkv = self.q(z[:, :1]), self.k(z), self.v(z)
-        h = softmax_attention(*(split(y, self.num_heads) for y in qkv))
+        k, v = self.k(z), self.v(z)
+        q = self.q(z[:, :1]) if self.q else k[:, :1]
+        h = softmax_attention(*(split(y, self.num_heads) for y in (q, k, v)))
         return self.proj(h.transpose(1, 2).flatten(2))
 
 
@@ -200,7 +213,8 @@ class FAN(ViT):
             FANBlock(c, TokenAttention(C, H, c.layer_attn(i), **how), ChannelGate(C, H, hidden))
             for i in range(c.depth))
         self.cls_attn_blocks = nn.ModuleList(
-            ClassBlock(c, ClassAttention(C, H), Mlp(C, hidden)) for _ in range(c.cls_depth))
+            ClassBlock(c, ClassAttention(C, H, c.class_attn), Mlp(C, hidden))
+            for _ in range(c.cls_depth))
 
     def tokens(self, x, pos_embed):
         return self.patch_embed(x) + pos_embed()

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attention import FORMS, SelfAttention
-from checkpoint import check_config, rebuild
+from attention import ATTENTIONS, FORMS, SelfAttention, one_of
+from common import rebuild
 
 SIZES = {
     # minutes on a CPU
@@ -42,12 +42,12 @@ class LMConfig:
     depth: int = 16
     num_heads: int = 8                # H
     mlp_dim: int = 2048
-    attn: str = "softmax"             # softmax, symmetric, rpc
+    attn: str = "softmax"             # of attention.ATTENTIONS, one that can be causal
     rpc_layers: tuple = (0, 1, 2, 3)  # attn="rpc": these have RPC-Attention, others are symmetric
     n_iter: int = 4                   # PAP steps
     lambd: float = 4.0                # PAP lambda
     form: str = "released"            # attention.FORMS: released, paper, admm
-    mu: str = "running"               # over tokens <= t; token: t alone; global: the future leaks
+    mu_over: str = "seen"             # tokens <= t; token: t alone; all: the future leaks
     norm: str = "post"                # the paper's x = LN(x + f(x)); pre: x + f(LN(x)), a final LN
     dropout: float = 0.1              # embedding, attention output, MLP (twice), final hidden state
     cutoffs: tuple = ()               # (): full softmax; the paper: (20000, 40000, 200000)
@@ -55,9 +55,16 @@ class LMConfig:
     def __post_init__(self):
         self.rpc_layers = tuple(sorted(self.rpc_layers)) if self.attn == "rpc" else ()
         self.cutoffs = tuple(self.cutoffs)
-        check_config(self, attn=("softmax", "symmetric", "rpc"), form=tuple(FORMS),
-                     mu=("running", "token", "global"), norm=("post", "pre"))
-        if self.embed_dim % 2 or self.embed_dim % self.num_heads:
+        one_of("attn", self.attn, [name for name in ATTENTIONS if name != "rpc_asym"])
+        one_of("form", self.form, FORMS)
+        one_of("mu_over", self.mu_over, ("seen", "token", "all"))
+        one_of("norm", self.norm, ("post", "pre"))
+        if self.n_iter < 1:
+            raise ValueError(f"n_iter={self.n_iter}, expected 1 or more")
+        if not set(self.rpc_layers) <= set(range(self.depth)):
+            raise ValueError(f"rpc_layers={self.rpc_layers}, expected layers in "
+                             f"0..{self.depth - 1}")
+        if self.num_heads < 1 or self.embed_dim % 2 or self.embed_dim % self.num_heads:
             raise ValueError(f"embed_dim={self.embed_dim}, expected an even multiple of "
                              f"num_heads={self.num_heads}")
         if not all(low < high for low, high in pairwise((0, *self.cutoffs, self.vocab_size))):
@@ -66,7 +73,16 @@ class LMConfig:
 
     @property
     def reads_the_future(self):       # a mu over all tokens
-        return self.mu == "global" and bool(self.rpc_layers)
+        return self.mu_over == "all" and bool(self.rpc_layers)
+
+    @staticmethod
+    def from_older(stored):
+        """Give an older version's stored config today's names: mu="running" is mu_over="seen"."""
+        words = {"running": "seen", "global": "all", "token": "token"}
+        if "mu" not in stored:
+            return stored
+        mu_over = words.get(stored["mu"], stored["mu"])
+        return {**{name: x for name, x in stored.items() if name != "mu"}, "mu_over": mu_over}
 
     @property
     def num_tokens(self):             # as in ViTConfig
@@ -117,7 +133,7 @@ class LM(nn.Module):
             attn = "symmetric" if c.attn == "rpc" and i not in c.rpc_layers else c.attn
             blocks.append(Block(
                 c.embed_dim, c.num_heads, c.mlp_dim, c.dropout, c.norm == "pre", attn=attn,
-                n_iter=c.n_iter, lambd=c.lambd, form=c.form, mu=c.mu, causal=True,
+                n_iter=c.n_iter, lambd=c.lambd, form=c.form, mu_over=c.mu_over, causal=True,
                 qkv_bias=False, proj_bias=False))
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(c.embed_dim) if c.norm == "pre" else nn.Identity()
@@ -199,8 +215,8 @@ class LM(nn.Module):
         """
         c = self.config
         if c.reads_the_future:
-            raise ValueError("mu='global': each new token would change all states before it; "
-                             "expected a model with mu='running' or 'token'")
+            raise ValueError("mu_over='all': each new token would change all states before it; "
+                             "expected a model with mu_over='seen' or 'token'")
         if not temperature > 0 or top_k is not None and top_k < 1:
             raise ValueError(f"temperature={temperature}, top_k={top_k}, expected temperature > 0, "
                              f"top_k >= 1 or None")

@@ -4,14 +4,15 @@ Paper: Teo & Nguyen 2024, section 4.1, App. A.3 and E.5 (Table 6). Model: Strude
 `rstrudel/segmenter`, whose parameter names are kept; its fork `rachtsy/segm` by the paper's authors
 settles what the text leaves open.
 
-    model = Segmenter(SegmenterConfig(num_classes=150, attn="rpc", n_iter=4))      # the paper's
+    model = Segmenter(SegmenterConfig(num_classes=150, attn="rpc", n_iter=6))   # as the fork trains
     logits = model(images)        # (B, 3, h, w) in [0, 1] of any size -> (B, 150, h, w)
     p = predict(model.eval(), image, size=512, window=512, stride=480)   # (3, h, w) -> (150, h, w)
 
 B batch, K classes, C width, P patch size, N tokens, class token included; h, w pixels.
 
     question               rstrudel/segmenter     rachtsy/segm         here
-    decoder attention      softmax                symmetric, no RPC    as the encoder's, no RPC
+    decoder attention      softmax                RPC in block 0,      decoder_attn: as the encoder's,
+                                                  symmetric after it   RPC too; or softmax, symmetric
     eps of LayerNorm       1e-5                   1e-5                 1e-5 (the classifiers': 1e-6)
     classifier head        kept, unused           kept, unused         left out
     stride of evaluation   window; alone: - 32    window               an argument
@@ -25,9 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from checkpoint import (check_config, foreign_settings, load_weights, rebuild, resize_pos_embed,
-                        stored_config)
+from attention import one_of
+from common import rebuild, stored_config
 from vit import RPC_KINDS, Block, ViT, ViTConfig
+from weights import foreign_settings, load_weights, resize_pos_embed
 
 IGNORE = 255                          # label of pixels that do not count
 
@@ -50,7 +52,9 @@ class SegmenterConfig:
     drop_path: float = 0.1            # of the encoder's last block, linear from 0
     eps: float = 1e-5                 # of every LayerNorm
     decoder: str = "mask"             # mask (transformer), linear
-    decoder_attn: str = ""            # softmax, symmetric; "": as the encoder's plain layers
+    decoder_attn: str = ""            # softmax, symmetric; rpc: in block 0, n_iter and lambd as
+                                      # above, symmetric after it; "": rpc if attn is, else the
+                                      # kind of the encoder's plain layers
     decoder_depth: int = 2
     decoder_heads: int = 0            # 0: C // 64, at least 1
     decoder_dropout: float = 0.1
@@ -61,13 +65,19 @@ class SegmenterConfig:
         encoder = self.encoder                                      # refuses what ViTConfig refuses
         self.rpc_layers, self.mean, self.std = encoder.rpc_layers, encoder.mean, encoder.std
         plain = RPC_KINDS.get(self.attn, (None, self.attn))[1]
-        own = "symmetric" if plain == "symmetric" else "softmax"
-        self.decoder_attn = self.decoder_attn or own
+        own = self.attn if self.attn == "rpc" else plain
+        known = ("softmax", "symmetric", "rpc")
+        self.decoder_attn = self.decoder_attn or (own if own in known else "softmax")
         self.decoder_heads = self.decoder_heads or max(1, self.embed_dim // 64)
-        check_config(self, decoder=("mask", "linear"), decoder_attn=("softmax", "symmetric"))
+        one_of("decoder", self.decoder, ("mask", "linear"))
+        one_of("decoder_attn", self.decoder_attn, known)
         if not 2 <= self.num_classes <= IGNORE:
             raise ValueError(f"num_classes={self.num_classes}, expected 2 to {IGNORE}; label "
                              f"{IGNORE} is ignored")
+
+    def decoder_kind(self, i):
+        """Name the kind of attention in decoder block i: PAP, if at all, in block 0 alone."""
+        return "symmetric" if self.decoder_attn == "rpc" and i > 0 else self.decoder_attn
 
     @property
     def encoder(self):                # the ViT without its head
@@ -93,10 +103,11 @@ class MaskDecoder(nn.Module):
         self.proj_dec = nn.Linear(C, C)
         cls_emb = nn.init.trunc_normal_(torch.empty(1, c.num_classes, C), std=0.02)
         self.cls_emb = nn.Parameter(cls_emb)
+        rpc = dict(n_iter=c.n_iter, lambd=c.lambd, form=c.form)
         self.blocks = nn.ModuleList(
-            Block(C, c.decoder_heads, eps=c.eps, drop=drop, attn=c.decoder_attn, attn_drop=drop,
-                  proj_drop=drop)
-            for _ in range(c.decoder_depth))
+            Block(C, c.decoder_heads, eps=c.eps, drop=drop, attn=c.decoder_kind(i), attn_drop=drop,
+                  proj_drop=drop, **rpc)
+            for i in range(c.decoder_depth))
         self.decoder_norm = nn.LayerNorm(C, eps=c.eps)
         self.proj_patch = nn.Parameter(C ** -0.5 * torch.randn(C, C))
         self.proj_classes = nn.Parameter(C ** -0.5 * torch.randn(C, C))
@@ -110,7 +121,7 @@ class MaskDecoder(nn.Module):
         x = self.decoder_norm(x)
         p, c = x[:, :n] @ self.proj_patch, x[:, n:] @ self.proj_classes
         p, c = p / p.norm(dim=-1, keepdim=True), c / c.norm(dim=-1, keepdim=True)
-        return self.mask_norm(p @ c.mT)                                         # over the K classes
+        return self.mask_norm(p @ c.transpose(1, 2))                            # over the K classes
 
 
 class Segmenter(nn.Module):
@@ -147,7 +158,7 @@ class Segmenter(nn.Module):
             pos_embed = resize_pos_embed(pos_embed, grid, "bilinear")
         x = encoder.encode(encoder.tokens(x, pos_embed))            # (B, N, C)
         x = self.decoder(x[:, 1:])                                  # (B, N - 1, K): no class token
-        x = x.mT.contiguous().unflatten(2, grid)                    # classes first: a cheaper loss
+        x = x.transpose(1, 2).contiguous().unflatten(2, grid)       # classes first: a cheaper loss
         return x.to(torch.promote_types(x.dtype, torch.float32))
 
     def forward(self, images):

@@ -30,26 +30,16 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 import common
-import data
-import fan
-import vit
-from checkpoint import load_strictly, load_weights
+from attention import ATTENTIONS
 from common import COUNT, NATURAL, REAL, SHARE
 from data.augment import augment_uint8, mixup_cutmix, send, to_float
-from data.splits import load_data, split_name
-from fan import FAN, FANConfig
-from vit import RPC_KINDS, ViT, ViTConfig
+from data.files import Split, image_batches
+from data.images import find_photos, load_data, split_name
+from data.rng import epoch_order
+from vit import RPC_KINDS, SIZES, ViT, ViTConfig
 
-# What --model selects.
-MODELS = {name: (ViT, ViTConfig, size) for name, size in vit.SIZES.items()}
-MODELS |= {name: (FAN, FANConfig, size) for name, size in fan.SIZES.items()}
-
-# What --data selects; flags and --set win.
+# What --data selects, and --data with --model; flags win.
 RECIPES = {
-    "any": dict(attn="rpc", rpc_layers="0", n_iter=4, lambd=4.0, form="released",
-                min_lr=1e-5, warmup_epochs=1, weight_decay=0.05, clip=1.0, ema=0.0, drop_path=0.0,
-                init=None, pad=0, num_ops=0, erase=0.0, mixup=0.0, cutmix=0.0, smoothing=0.1,
-                repeats=1, log_every=20, eval_every=1, save_every=0, keep_every=0),
     # 3.2 minutes on 2 CPU cores: 96.8 % (rpc), 96.8 % (symmetric), 95.1 % (softmax)
     "shapes": dict(model="nano", image_size=32, patch_size=4, epochs=8, batch_size=64, lr=2e-3,
                    smoothing=0.0),
@@ -61,47 +51,29 @@ RECIPES = {
     "imagenet": dict(model="tiny", image_size=224, patch_size=16, epochs=300, batch_size=1024,
                      lr=1e-3, warmup_epochs=5, clip=0.0, drop_path=0.1, num_ops=2, erase=0.25,
                      mixup=0.8, cutmix=1.0, repeats=3, ema=0.99996),
-    "imagenet --model base": dict(clip=1.0),
+    ("imagenet", "base"): dict(clip=1.0),
     # FAN's authors', 79.2 % (softmax) there, not run here; the paper does not say which it used
-    "imagenet --model fan_tiny": dict(lr=2e-3, min_lr=1e-6, drop_path=0.0, repeats=1, ema=0.99992),
-    "imagenet --model fan_small": dict(lr=2e-3, min_lr=1e-6, drop_path=0.2, repeats=1,
-                                       ema=0.99992),
+    ("imagenet", "fan_tiny"): dict(lr=2e-3, min_lr=1e-6, drop_path=0.0, repeats=1, ema=0.99992),
+    ("imagenet", "fan_small"): dict(lr=2e-3, min_lr=1e-6, drop_path=0.2, repeats=1, ema=0.99992),
     # images of your own; what is None depends on how many and how large they are: choose_for_folder
     "folder": dict(model=None, image_size=None, patch_size=None, epochs=None, batch_size=None,
                    pad=None, lr=1e-3),
 }
-# Numbers of a recipe that have no flag of their own.
-SETTINGS = dict(
-    min_lr=(REAL, "learning rate at the end of the cosine"),
-    warmup_epochs=(REAL, "linear warm-up from 1e-6"),
-    weight_decay=(REAL, "of matrices; 1-d tensors, positions, class token have none"),
-    ema=(SHARE, "decay of the weight average; 0: none"),
-    drop_path=(SHARE, "stochastic depth rate of the last block (FAN: of each)"),
-    init=(common.choice("trunc_normal", "default"), "Linear layers: trunc_normal as DeiT; default: "
-          "torch's, as the released RPC code (chosen for symmetric and rpc)"),
-    pad=(NATURAL, "random shift by up to PAD pixels (small images)"),
-    num_ops=(NATURAL, "RandAugment operations per image (rand-m9-mstd0.5-inc1: 2)"),
-    erase=(SHARE, "probability of random erasing"),
-    mixup=(REAL, "alpha; 0: none"),
-    cutmix=(REAL, "alpha; 0: none"),
-    smoothing=(SHARE, "label smoothing"),
-    repeats=(COUNT, "repeated augmentation: crops of an image per epoch in which it is drawn"),
-    eval_every=(COUNT, "epochs between evaluations"),
-    keep_every=(NATURAL, "epochs; also keep epoch_<n>.pt"),
-    **common.SETTINGS)
 # What --resume refuses to change: it would be another run.
 FIXED = ("data", "model", "image_size", "patch_size", "attn", "rpc_layers", "n_iter", "lambd",
-         "form", "drop_path", "init", "num_images", "holdout", "batch_size", "repeats", "seed")
+         "form", "drop_path", "init", "init_from", "num_images", "holdout", "batch_size", "repeats",
+         "seed")
 
 
 def get_args():
-    """The flags; see common.parse."""
-    p = common.parser(__doc__, RECIPES, SETTINGS)
+    """Read the flags; see common.parse."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help,
+                                allow_abbrev=False)
     boolean = argparse.BooleanOptionalAction
 
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=("shapes", "cifar10", "imagenet", "folder"), help="the recipe; default: "
-         "shapes, scenes rendered on the fly, or, with --data_dir, folder: images of your own")
+    flag("--data", choices=[name for name in RECIPES if isinstance(name, str)], default="shapes",
+         help="the recipe: rendered scenes, ..., folder: images of your own (--data_dir alone)")
     flag("--data_dir", help="folder: <class>/*.jpg, or train/ and val/ of those; imagenet: the "
          "latter; cifar10: torchvision's files, class folders or a tar of them")
     flag("--download", action=boolean, default=False, help="cifar10: fetch it into --data_dir")
@@ -113,40 +85,75 @@ def get_args():
          help="imagenet: decoding processes per GPU")
 
     flag = p.add_argument_group("model").add_argument
-    flag("--model", choices=MODELS, help="nano to base: ViT; fan_...: FAN")
+    flag("--model", choices=[*SIZES, "fan_tiny", "fan_small"], help="nano to base: ViT")
     flag("--image_size", type=COUNT, help="pixels, a multiple of --patch_size")
     flag("--patch_size", type=COUNT, help="pixels")
-    common.add_attention(flag, ["softmax", "symmetric", "scaled_s", "scaled_alpha", *RPC_KINDS])
+    common.add_attention(flag, list(dict.fromkeys([*ATTENTIONS, *RPC_KINDS])))
+    flag("--drop_path", type=SHARE, default=0.0,
+         help="stochastic depth: rate of the last block (FAN: of each)")
+    flag("--init", choices=["trunc_normal", "default"], help="Linear layers as DeiT's, or torch's "
+         "as the released RPC code; None: default for a ViT with symmetric or rpc")
     flag("--init_from", help="start from these weights (file or https address; App. E.6)")
 
     flag = p.add_argument_group("training").add_argument
-    flag("--epochs", type=COUNT)
+    flag("--epochs", type=COUNT, help="the learning rate falls until then")
     flag("--batch_size", type=COUNT, help="over all processes and micro-batches")
     flag("--accum", type=COUNT, default=1, help="micro-batches per step and process")
     flag("--lr", type=REAL, help="peak learning rate (AdamW); DeiT's rule: 5e-4 * batch_size / 512")
+    flag("--min_lr", type=REAL, default=1e-5, help="at the end of the cosine")
+    flag("--warmup_epochs", type=REAL, default=1, help="linear warm-up from 1e-6")
+    flag("--weight_decay", type=REAL, default=0.05,
+         help="of matrices; 1-d tensors, positions, class token have none")
+    flag("--clip", type=REAL, default=1.0, help="largest gradient norm; 0: any")
+    flag("--ema", type=SHARE, default=0.0, help="decay of the weight average; 0: none")
+    flag("--eval_every", type=COUNT, default=1, help="epochs between evaluations")
+    flag("--keep_every", type=NATURAL, default=0, help="epochs; also keep epoch_<n>.pt; 0: none")
+    add_augmentation(p)
+
     common.add_running(p, "<data>_<attn>", "--epochs")
-    args = common.parse(p, RECIPES, SETTINGS, "train_cls.py", FIXED)
+    args = common.parse(p, RECIPES, "train_cls.py", FIXED, own="folder")
     if args.data == "folder":
         choose_for_folder(args)
-    if not args.resume:
-        check_schedule(args)
+    released = args.attn in ("symmetric", "rpc") and args.model in SIZES
+    args.init = args.init or ("default" if released else "trunc_normal")
+    check_flags(args)
     return args
 
 
-def check_schedule(args):
-    """ValueError unless the learning rate rises to --lr and falls to min_lr within the run."""
+def add_augmentation(p):
+    """Add what happens to training images and their labels."""
+    flag = p.add_argument_group("augmentation").add_argument
+    flag("--pad", type=NATURAL, default=0, help="random shift by up to PAD pixels (small images)")
+    flag("--num_ops", type=NATURAL, default=0,
+         help="RandAugment operations per image (rand-m9-mstd0.5-inc1: 2)")
+    flag("--erase", type=SHARE, default=0.0, help="probability of random erasing")
+    flag("--mixup", type=REAL, default=0.0, help="alpha; 0: none")
+    flag("--cutmix", type=REAL, default=0.0, help="alpha; 0: none")
+    flag("--smoothing", type=SHARE, default=0.1, help="label smoothing")
+    flag("--repeats", type=COUNT, default=1, help="repeated augmentation: crops of an image in an "
+         "epoch in which it is drawn")
+
+
+def check_flags(args):
+    """ValueError unless the flags make sense together."""
+    if args.data == "shapes" and args.data_dir:
+        raise ValueError(f"--data_dir {args.data_dir} is not read: --data shapes renders its "
+                         f"images; choose another --data")
     if args.warmup_epochs > args.epochs:
-        raise ValueError(f"--set warmup_epochs={args.warmup_epochs} is longer than the run, "
-                         f"--epochs {args.epochs}")
+        raise ValueError(f"--warmup_epochs {args.warmup_epochs} is longer than the run, --epochs "
+                         f"{args.epochs}")
     if args.min_lr > args.lr:
-        raise ValueError(f"--set min_lr={args.min_lr} is above --lr {args.lr}")
+        raise ValueError(f"--min_lr {args.min_lr} is above --lr {args.lr}")
+    if args.pad >= args.image_size:
+        raise ValueError(f"--pad {args.pad} shifts all of an image of {args.image_size} pixels "
+                         f"out of sight")
 
 
 def choose_for_folder(args):
     """Fill what the recipe of a folder leaves open, from how many images it holds and how large."""
     if not args.data_dir:
         raise ValueError("--data folder needs --data_dir")
-    photos = data.find_photos(args.data_dir)
+    photos = find_photos(args.data_dir)
     if not photos.val and not args.holdout:
         args.holdout = round(len(photos.train) / 5)                 # without a val folder: a fifth
     chosen = photos.recipe(len(photos.train) - args.holdout)
@@ -160,17 +167,17 @@ def choose_for_folder(args):
 # --- data -----------------------------------------------------------------------------------------
 
 def micro_batches(args, n, start, total, rank, world):
-    """(index, position) of every micro-batch of this process, from step `start`; (b,) int64 each.
+    """Deal out (index, position), (b,) int64 each, of every micro-batch of this process.
 
-    position numbers the samples of the whole run. A process takes a contiguous slice of the global
-    batch, so neighbours, which are mixed with each other, stay together; copies of an image
-    (repeats) are spread before.
+    start, total: steps. position numbers the samples of the whole run. A process takes a contiguous
+    slice of the global batch, so neighbours, which are mixed with each other, stay together; copies
+    of an image (repeats) are spread before.
     """
     b, epoch_steps = args.batch_size // (world * args.accum), n // args.batch_size
     for step in range(start, total):
         epoch, i = divmod(step, epoch_steps)
         if i == 0 or step == start:
-            order = data.epoch_order(n, epoch, args.seed, args.repeats)
+            order = epoch_order(n, epoch, args.seed, args.repeats)
         batch = order[i * args.batch_size:(i + 1) * args.batch_size]
         batch = torch.cat([batch[r::args.repeats] for r in range(args.repeats)])
         for micro in range(rank * args.accum, (rank + 1) * args.accum):
@@ -179,11 +186,11 @@ def micro_batches(args, n, start, total, rank, world):
 
 
 def load_batches(source, keys, args, device, transform=None):
-    """For (index, position) keys: images (b, 3, S, S) uint8, labels (b,), on the device; positions.
+    """Load images (b, 3, S, S) uint8 and labels (b,), on the device, of (index, position) keys.
 
     transform(images, positions): on the device or, where that is the CPU, in the worker processes.
     """
-    if isinstance(source, data.Split):
+    if isinstance(source, Split):
         for index, position in keys:
             index = send(index, device)
             images, labels = source.images[index], source.labels[index]
@@ -191,14 +198,14 @@ def load_batches(source, keys, args, device, transform=None):
         return
     in_worker, on_device = (transform, None) if device.type == "cpu" else (None, transform)
     keys = (list(zip(position.tolist(), index.tolist())) for index, position in keys)
-    batches = data.imagenet_batches(source, keys, args.num_workers, device, transform=in_worker)
+    batches = image_batches(source, keys, args.num_workers, device, transform=in_worker)
     for images, labels, position in batches:
         images, labels = (x.to(device, non_blocking=True) for x in (images, labels))
         yield (on_device(images, position) if on_device else images), labels, position
 
 
 def train_batches(source, args, start, total, device, rank, world):
-    """Augmented images (b, 3, S, S) float and targets (b, K), a distribution each, to train on."""
+    """Augment images: (b, 3, S, S) float, and targets (b, K), a distribution each."""
     transform = partial(augment_uint8, seed=args.seed, pad=args.pad, num_ops=args.num_ops)
     keys = micro_batches(args, len(source.labels), start, total, rank, world)
     for images, labels, position in load_batches(source, keys, args, device, transform):
@@ -213,7 +220,7 @@ def train_batches(source, args, start, total, device, rank, world):
 
 @torch.no_grad()
 def evaluate(model, source, args, device, rank, world):
-    """Top-1, top-5 accuracy in per cent and loss on a whole split; every image counts once."""
+    """Measure top-1, top-5 accuracy in per cent and loss; every image counts once."""
     model.eval()
     share = torch.arange(rank, len(source.labels), world)
     parts = [part for part in share.split(256) if len(part)]        # more processes than images
@@ -236,8 +243,11 @@ def evaluate(model, source, args, device, rank, world):
                 images=int(images))
 
 
-def score(model, ema, train, test, args, device, rank, world, step):
-    """An evaluation, and what else its row of the log has. The paper reports the raw model."""
+def evaluate_run(model, ema, train, test, args, device, rank, world):
+    """Evaluate a model, and its average where there is one; the paper reports the raw model.
+
+    Returns the metrics and, on rank 0, whether the robust part acted: common.key_statistics.
+    """
     metrics = evaluate(model, test, args, device, rank, world)
     if ema:
         metrics["ema_top1"] = evaluate(ema.module, test, args, device, rank, world)["top1"]
@@ -247,58 +257,55 @@ def score(model, ema, train, test, args, device, rank, world, step):
         return metrics, {}
     few = torch.arange(min(len(test.labels), 32))
     images, _, _ = next(load_batches(test, [(few, few)], args, device))
-    keys = common.key_statistics(model, model, images.float() / 255)
-    return metrics, dict(epoch=step / (len(train.labels) // args.batch_size), **keys)
+    return metrics, common.key_statistics(model, model, images.float() / 255)
 
 
 # --- the run --------------------------------------------------------------------------------------
 
-def build(args, classes, device):
-    """Model, optimiser, weight average or None, the step to start at, notes for the reader."""
-    Model, Config, size = MODELS[args.model]
-    released = "default" if Model is ViT and args.attn in ("symmetric", "rpc") else "trunc_normal"
+def build(args, train, device):
+    """Build model, optimiser, weight average or None; load what --resume or --init_from names.
+
+    Also returns the step to start at and the metrics of an evaluation there, or {}.
+    """
+    Model, Config, size = ViT, ViTConfig, SIZES.get(args.model)
+    if args.model not in SIZES:
+        from fan import FAN as Model, SIZES as fans, FANConfig as Config
+        size = fans[args.model]
     layers = common.parse_layers(args.rpc_layers, size["depth"])
     config = Config(**size, image_size=args.image_size, patch_size=args.patch_size,
-                    num_classes=len(classes), attn=args.attn, rpc_layers=layers,
+                    num_classes=len(train.classes), attn=args.attn, rpc_layers=layers,
                     n_iter=args.n_iter, lambd=args.lambd, form=args.form,
-                    drop_path=args.drop_path, init=args.init or released)
+                    drop_path=args.drop_path, init=args.init)
     torch.manual_seed(args.seed)
     model = Model(config).to(device)
     groups = common.param_groups(model, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.ema)) if args.ema else None
-    step, notes = 0, []
     if args.resume:
-        step = resume(args, model, optimizer, ema, classes)
-    elif args.init_from:
-        checkpoint = common.read_checkpoint(args.init_from)
+        return model, optimizer, ema, *resume(args, model, optimizer, ema, train)
+    if args.init_from:
+        from weights import load_weights
         with common.naming(f"--init_from {args.init_from}"):
-            notes = load_weights(model, checkpoint, new_head=True)
-        notes.insert(0, f"weights from {args.init_from}")
-    return model, optimizer, ema, step, notes
+            notes = load_weights(model, common.load(args.init_from), new_head=True)
+        common.say(f"weights from {args.init_from}", *notes)
+    return model, optimizer, ema, 0, {}
 
 
-def resume(args, model, optimizer, ema, classes):
-    """Load the run that --resume names; returns its step."""
-    checkpoint = common.read_run(args, "train_cls.py", "classes", classes=classes)
-    theirs = checkpoint["args"]
-    if theirs.get("study") and "study" not in args:
-        raise ValueError(f"--resume {args.resume}: its attention is that of {theirs['study']}, "
-                         "which alone can continue it")
-    if bool(args.ema) != bool(theirs["ema"]):
-        raise ValueError(f"--set ema={args.ema}: the run in {args.resume} has ema={theirs['ema']}")
-    if ema:
-        common.check_run(checkpoint, args.resume, "train_cls.py", "ema")
+def resume(args, model, optimizer, ema, train):
+    """Load the run that --resume names; returns its step and metrics."""
+    checkpoint = common.load_run(args.resume, "train_cls.py", *["ema"] * bool(ema),
+                                 classes=list(train.classes), training_images=len(train.labels))
+    if checkpoint.get("ema") and not ema:
+        raise ValueError(f"--ema {args.ema}: the run in {args.resume} has an average of its "
+                         f"weights")
     with common.naming(f"--resume {args.resume}"):
-        load_strictly(model, checkpoint["model"])
+        common.load_strictly(model, checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         if ema:
-            load_strictly(ema.module, checkpoint["ema"])
+            common.load_strictly(ema.module, checkpoint["ema"])
             ema.n_averaged.fill_(checkpoint["step"])
     optimizer.param_groups[0]["weight_decay"] = args.weight_decay       # the setting may be new
-    if any(getattr(args, k) != theirs[k] for k in ("epochs", "warmup_epochs", "lr", "min_lr")):
-        check_schedule(args)
-    return checkpoint["step"]
+    return checkpoint["step"], checkpoint["metrics"]
 
 
 def check_batch(args, world, n):
@@ -314,60 +321,94 @@ def check_batch(args, world, n):
         raise ValueError(f"--batch_size {args.batch_size} is more than the {n} training images")
 
 
+def state_of(model, optimizer, ema, train, args, step, metrics):
+    """The checkpoint after `step` steps. metrics: of an evaluation at this step, or {}."""
+    return dict(task="classification", classes=list(train.classes), args=vars(args), step=step,
+                training_images=len(train.labels), model=model.state_dict(),
+                model_config=asdict(model.config), optimizer=optimizer.state_dict(),
+                ema=ema and ema.module.state_dict(), metrics=metrics)
+
+
 def main():
     args = get_args()
     device, rank, world, out_dir = common.start(args, f"{args.data}_{args.attn}")
     train, test = load_data(args, device, rank)
     check_batch(args, world, len(train.labels))
-    model, optimizer, ema, first, notes = build(args, list(train.classes), device)
+    model, optimizer, ema, first, metrics = build(args, train, device)
     net = common.wrap(model, device, world, args.compile)
+    log = common.begin(args, out_dir, first, model, device, rank, world)
 
     epoch_steps = len(train.labels) // args.batch_size
     total, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps
     stop = max(first, min(total, args.max_steps or total))
-    run = common.Run(args, out_dir, first, stop, device, rank, world, model,
-                     training_images=len(train.labels))
-    run.print(*notes)
     batches = train_batches(train, args, first, stop, device, rank, world)
-    measure = partial(score, model, ema, train, test, args, device, rank, world)
-
-    def state(step):
-        return dict(task="classification", classes=list(train.classes), args=vars(args), step=step,
-                    model=model.state_dict(), model_config=asdict(model.config),
-                    optimizer=optimizer.state_dict(), ema=ema and ema.module.state_dict(),
-                    metrics=run.evaluations.get(step, {}))
-
-    for step in run.steps(measure, state, "images", args.batch_size, epoch_steps):
+    bar = common.progress(first, stop, rank)
+    began = clock = time.time()
+    pending = []
+    for step in bar:
+        # The learning rate rises during the warm-up, then falls along half a cosine.
         lr = common.lr_at(step, total, warmup, args.lr, args.min_lr)
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # forward, backward: gradients are averaged over processes in the last micro-batch
+        # Forward and backward. The gradients of micro-batches add up; processes share theirs in
+        # the last one. Drop path draws from a seed of this step, so a resumed run draws the same.
         loss = 0.0
         for micro in range(args.accum):
             images, targets = next(batches)
             if micro == 0:                                          # after the loader has started
-                torch.manual_seed(common.seed_of(args.seed, step, rank))        # drop-path masks
+                torch.manual_seed(common.seed_of(args.seed, step, rank))
             net.require_backward_grad_sync = micro == args.accum - 1
             with common.autocast(device, args.amp):
                 part = F.cross_entropy(net(images), targets) / args.accum
             part.backward()
             loss += part.detach()
+
+        # Clip the gradient and take the step; the average of the weights follows.
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if ema:
             ema.update_parameters(model)
+        pending.append(torch.stack([loss, norm]) / world)           # stays on the device
 
-        # log (waits for the device, stops at a loss that is not finite), evaluate, save
-        run.end(step + 1, loss / world, norm / world, lr)
+        # What is due? An evaluation every few epochs and at the end; a checkpoint after it, after
+        # every epoch and every --save_every steps.
+        done, epoch = step + 1, (step + 1) / epoch_steps
+        epoch_ends = common.every(done, epoch_steps)
+        evaluating = done == stop or common.every(done, args.eval_every * epoch_steps)
+        saving = evaluating or epoch_ends or common.every(done, args.save_every)
 
-    found, minutes = run.evaluations[stop], (time.time() - run.started) / 60
-    run.print(f"{args.data} {args.attn}: {split_name(args)} accuracy {found['top1']:.2f} % (top-5 "
-              f"{found['top5']:.2f} %, {found['images']} images) after {stop / epoch_steps:.1f} "
-              f"epochs, {minutes:.1f} minutes; checkpoint {out_dir / 'last.pt'}")
-    if "skipped" in found:
-        run.print(f"training drew an unreadable image {found['skipped']} times and took the next")
+        # Log the means since the last row. Reading them waits for the device.
+        if saving or common.every(done, args.log_every):
+            loss, norm = common.mean_of(pending, done)
+            rate = len(pending) * args.batch_size / (time.time() - clock)
+            log.append(dict(step=done, loss=loss, grad_norm=norm, images_per_s=rate, epoch=epoch,
+                            lr=lr))
+            bar.set_postfix_str(f"loss {loss:.3f} {rate:.0f} images/s")
+            pending, clock = [], time.time()
+
+        # Evaluate; the speed of the next row leaves this time out.
+        metrics = {}
+        if evaluating:
+            metrics, keys = evaluate_run(model, ema, train, test, args, device, rank, world)
+            log.append(dict(step=done, eval=metrics, epoch=epoch, **keys))
+            common.say(common.line(done, loss, metrics))
+            clock = time.time()
+
+        # Save. last.pt is written last, so a run killed earlier repeats the evaluation.
+        if saving and rank == 0:
+            checkpoint = state_of(model, optimizer, ema, train, args, done, metrics)
+            if epoch_ends and common.every(done // epoch_steps, args.keep_every):
+                common.save(out_dir / f"epoch_{done // epoch_steps}.pt", checkpoint)
+            common.save(out_dir / "last.pt", checkpoint)
+
+    if metrics:
+        minutes = (time.time() - began) / 60
+        common.say(f"{args.data} {model.config.attn}: {split_name(args)} accuracy "
+                   f"{metrics['top1']:.2f} % (top-5 {metrics['top5']:.2f} %, {metrics['images']} "
+                   f"images) after {stop / epoch_steps:.1f} epochs, {minutes:.1f} minutes",
+                   f"next: python eval_robust.py --ckpt {out_dir}")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ Stopping and resuming changes no number, nor do more processes but for float noi
 drop path and dropout, which are per process: random numbers depend on (seed, step or sample) alone.
 """
 
+import argparse
 import math
 import os
 import time
@@ -28,24 +29,21 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import common
-import data
 from common import COUNT, NATURAL, REAL, SHARE
-from data.segmentation import folder_recipe, load_folder, load_split, save_pictures
-from data.views import TrainingViews, finish_views
+from data.files import image_batches
+from data.rng import epoch_order
+from data.segmentation import (TrainingViews, finish_views, folder_recipe, load_folder, load_split,
+                               save_pictures)
 from robust.iou import evaluate, predictions
 from segmenter import (IGNORE, Segmenter, SegmenterConfig, backbone_settings, config_from_backbone,
                        load_backbone, segmenter_from_checkpoint)
 from vit import RPC_KINDS, SIZES
 
-# What --data selects; flags and --set win.
+# What --data selects; flags win.
 RECIPES = {
-    "any": dict(optimizer="adamw", lr=2e-3, min_lr=1e-5, weight_decay=0.05, clip=1.0, drop_path=0.0,
-                dropout=0.1, min_scale=0.5, max_scale=2.0, distort=1, eval_every=2, log_every=20,
-                save_every=0, keep_every=0, save_images=4,
-                num_workers=min(os.cpu_count() or 1, 10)),
     # 4 minutes on 2 CPU cores: mean IoU 34 to 58 % (rpc; by number of threads)
     "shapes": dict(size=32, num_classes=11, epochs=5, batch_size=32, dropout=0.0, min_scale=1.0,
-                   max_scale=1.0, distort=0, num_workers=0),
+                   max_scale=1.0, distort=False, num_workers=0),
     # 250 images, 25 minutes on a CPU core: mean IoU 30.5 % (symmetric), 27.9 % (rpc, n_iter 6)
     "camvid": dict(size=160, num_classes=11, epochs=200, batch_size=8, eval_every=20),
     # the paper's run, not run here: mean IoU 34.69 % (rpc), 34.00 % (symmetric) there
@@ -55,45 +53,29 @@ RECIPES = {
     "folder": dict(size=None, epochs=None, batch_size=None, eval_every=None),
 }
 # The encoder. --backbone brings all of it; without one, these say what it is.
-ENCODERS = {
-    "any": dict(model="nano", patch_size=16, attn="rpc", rpc_layers="0", n_iter=4, lambd=4.0,
-                form="released"),
-    "shapes": dict(patch_size=4), "camvid": {}, "ade20k": dict(model="tiny"),
-    "folder": dict(patch_size=None),
-}
-ENCODER = tuple(ENCODERS["any"])
-# Numbers of a recipe that have no flag of their own.
-SCALE = common.number(float, 0.01)
-SETTINGS = dict(
-    optimizer=(common.choice("sgd", "adamw"), "sgd: Nesterov momentum 0.9; adamw: from scratch"),
-    min_lr=(REAL, "at the end: lr_k = (lr - min_lr) (1 - k / steps)^0.9 + min_lr"),
-    weight_decay=(REAL, "of matrices; 1-d tensors, positions, class tokens have none"),
-    drop_path=(SHARE, "stochastic depth rate of the encoder's last block"),
-    dropout=(SHARE, "rate, in the mask transformer"),
-    min_scale=(SCALE, "images are resized to a short side of --size times a factor from this"),
-    max_scale=(SCALE, "to this"),
-    distort=(common.number(int, 0, 1), "1: random brightness, contrast, saturation, hue"),
-    save_images=(NATURAL, "at the end, draw image, truth, prediction of up to so many images"),
-    eval_every=(COUNT, "epochs between evaluations"),
-    keep_every=(NATURAL, "epochs; also keep epoch_<n>.pt"),
-    **common.SETTINGS)
+ENCODER = dict(model="nano", patch_size=16, attn="rpc", rpc_layers="0", n_iter=4, lambd=4.0,
+               form="released")
+ENCODERS = {"shapes": dict(patch_size=4), "ade20k": dict(model="tiny"),
+            "folder": dict(patch_size=None)}
 # What --resume refuses to change: it would be another run.
 FIXED = (*ENCODER, "backbone", "decoder", "size", "num_classes", "data", "num_images", "optimizer",
          "drop_path", "dropout", "min_scale", "max_scale", "distort", "batch_size", "seed")
 
 
 def get_args():
-    """The flags; see common.parse."""
-    p = common.parser(__doc__, RECIPES, SETTINGS)
-
+    """Read the flags; see common.parse."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help,
+                                allow_abbrev=False)
+    boolean = argparse.BooleanOptionalAction
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=list(RECIPES)[1:], help="the recipe; default: shapes, rendered scenes, "
-         "or, with --data_dir, folder: images of your own")
+    flag("--data", choices=RECIPES, default="shapes", help="the recipe: rendered scenes, ..., "
+         "folder: images of your own (--data_dir alone)")
     flag("--data_dir", help="images/*.jpg, annotations/*.png (0: no class, ignored; 1 to K), or "
          "training/ and validation/ in each of the two, as in ADE20K")
     flag("--num_classes", type=COUNT, help="K; folder: found")
     flag("--num_images", type=COUNT, default=16000, help="shapes: to train on; a tenth to test")
-    flag("--num_workers", type=NATURAL, help="decoding processes per GPU")
+    flag("--num_workers", type=NATURAL, default=min(os.cpu_count() or 1, 10),
+         help="decoding processes per GPU")
 
     flag = p.add_argument_group("model").add_argument
     flag("--backbone", help="checkpoint of train_cls.py, DeiT's file or https address: its "
@@ -101,33 +83,67 @@ def get_args():
     flag("--model", choices=SIZES, help="width, depth and heads (nano; ade20k: tiny)")
     flag("--patch_size", type=COUNT, help="pixels (16; shapes: 4; folder: as fits)")
     common.add_attention(flag, ["softmax", "symmetric", "scaled_alpha", *RPC_KINDS])
+    p.set_defaults(**dict.fromkeys(ENCODER))                        # they are the backbone's
     flag("--decoder", choices=["mask", "linear"], default="mask", help="mask transformer, "
          "symmetric where the encoder is, never RPC; or one linear layer")
+    flag("--drop_path", type=SHARE, default=0.0,
+         help="stochastic depth: rate of the encoder's last block")
+    flag("--dropout", type=SHARE, default=0.1, help="rate, in the mask transformer")
 
     flag = p.add_argument_group("training").add_argument
-    flag("--size", type=COUNT, help="pixels: side of a crop, and the short side that images are "
-         "resized to; a multiple of --patch_size")
     flag("--epochs", type=COUNT, help="the schedule ends there")
     flag("--batch_size", type=COUNT, help="over all processes")
-    flag("--lr", type=REAL, help="learning rate of the first step")
-    flag("--window", type=COUNT, help="pixels: of an evaluation's sliding window; default: --size")
-    flag("--stride", type=COUNT, help="pixels between windows; default: --window")
+    flag("--optimizer", choices=["sgd", "adamw"], default="adamw",
+         help="sgd: Nesterov momentum 0.9; adamw: from scratch")
+    flag("--lr", type=REAL, default=2e-3, help="learning rate of the first step")
+    flag("--min_lr", type=REAL, default=1e-5,
+         help="at the end: lr_k = (lr - min_lr) (1 - k / steps)^0.9 + min_lr")
+    flag("--weight_decay", type=REAL, default=0.05,
+         help="of matrices; 1-d tensors, positions, class tokens have none")
+    flag("--clip", type=REAL, default=1.0, help="largest gradient norm; 0: any")
+    add_views(p)
     common.add_running(p, "seg_<data>_<attn>", "--epochs")
-    args = common.parse(p, RECIPES, SETTINGS, "train_seg.py", FIXED)
+
+    args = common.parse(p, RECIPES, "train_seg.py", FIXED, own="folder")
     if not args.backbone:
-        common.fill(args, {**ENCODERS["any"], **ENCODERS[args.data]})
-    if args.max_scale < args.min_scale:
-        raise ValueError(f"--set min_scale={args.min_scale} is more than "
-                         f"max_scale={args.max_scale}")
-    if args.min_lr > args.lr:
-        raise ValueError(f"--set min_lr={args.min_lr} is above --lr {args.lr}")
+        common.fill(args, {**ENCODER, **ENCODERS.get(args.data, {})})
+    check_flags(args)
     return args
+
+
+def add_views(p):
+    """Add how images are looked at: in training, in evaluations, at the end."""
+    flag, scale = p.add_argument_group("views").add_argument, common.number(float, 0.01)
+    flag("--size", type=COUNT, help="pixels: side of a crop, and the short side that images are "
+         "resized to; a multiple of --patch_size")
+    flag("--min_scale", type=scale, default=0.5,
+         help="images are resized to a short side of --size times a factor from this")
+    flag("--max_scale", type=scale, default=2.0, help="to this")
+    flag("--distort", action=argparse.BooleanOptionalAction, default=True,
+         help="random brightness, contrast, saturation, hue")
+    flag("--window", type=COUNT, help="pixels: of an evaluation's sliding window; None: --size")
+    flag("--stride", type=COUNT, help="pixels between windows; None: --window")
+    flag("--eval_every", type=COUNT, default=2, help="epochs between evaluations")
+    flag("--keep_every", type=NATURAL, default=0, help="epochs; also keep epoch_<n>.pt; 0: none")
+    flag("--save_images", type=NATURAL, default=4,
+         help="at the end, draw image, truth, prediction of up to so many images")
+
+
+def check_flags(args):
+    """ValueError unless the flags make sense together."""
+    if args.data == "shapes" and args.data_dir:
+        raise ValueError(f"--data_dir {args.data_dir} is not read: --data shapes renders its "
+                         f"images; choose another --data")
+    if args.max_scale < args.min_scale:
+        raise ValueError(f"--min_scale {args.min_scale} is more than --max_scale {args.max_scale}")
+    if args.min_lr > args.lr:
+        raise ValueError(f"--min_lr {args.min_lr} is above --lr {args.lr}")
 
 
 # --- data ----------------------------------------------------------------------------------------
 
 def load_data(args, rank):
-    """(training set, validation set); says what was found, and chooses for a folder.
+    """Read (training set, validation set); says what was found, and chooses for a folder.
 
     Before common.start, which compares the flags with those of the run that torchrun restarts.
     """
@@ -151,7 +167,7 @@ def load_data(args, rank):
 
 
 def batch_keys(args, n, start, stop, rank, world):
-    """[(position, index), ...] of this process for each step from `start` to `stop`.
+    """Deal out [(position, index), ...] of this process for each step from `start` to `stop`.
 
     position numbers the samples of the whole run. An epoch's last batch may be short; a process for
     which it holds no image gets its first one, and its loop ignores the labels.
@@ -160,17 +176,17 @@ def batch_keys(args, n, start, stop, rank, world):
     for step in range(start, stop):
         epoch, i = divmod(step, epoch_steps)
         if i == 0 or step == start:
-            order = data.epoch_order(n, epoch, args.seed).tolist()
+            order = epoch_order(n, epoch, args.seed).tolist()
         first = i * args.batch_size
         keys = list(enumerate(order[first:first + args.batch_size], epoch * n + first))
         yield keys[rank::world] or keys[:1]
 
 
 def load_batches(views, args, mean, start, stop, rank, world):
-    """Per step: images (b, 3, S, S) float in [0, 1] and labels (b, S, S) int64 on mean's device."""
+    """Load a step's images (b, 3, S, S) in [0, 1] and labels (b, S, S) int64, on mean's device."""
     n, device = len(views.source), mean.device
     keys = batch_keys(args, n, start, stop, rank, world)
-    loader = data.imagenet_batches(views, keys, args.num_workers, device)
+    loader = image_batches(views, keys, args.num_workers, device)
     for images, labels, (position, height, width) in loader:
         images, labels = (t.to(device, non_blocking=True) for t in (images, labels))
         if position[0] % n % args.batch_size != rank:               # a short batch, not for us
@@ -181,8 +197,8 @@ def load_batches(views, args, mean, start, stop, rank, world):
 
 # --- before the first step: what would go wrong after hours --------------------------------------
 
-def check(args, patch_size, train, val, device, rank, world):
-    """Reads every validation image, and training images until one has a label.
+def check_data(args, patch_size, train, val, device, rank, world):
+    """Read every validation image, and training images until one has a label.
 
     Raises ValueError for what does not fit, or that names the file, or the split without a labelled
     pixel: it would train at a loss of 0.
@@ -207,7 +223,7 @@ def check(args, patch_size, train, val, device, rank, world):
 # --- model and optimiser -------------------------------------------------------------------------
 
 def build_config(args, num_classes, backbone=None):
-    """SegmenterConfig of the flags, or of the backbone, which flags may not contradict."""
+    """Build SegmenterConfig of the flags, or of the backbone, which flags may not contradict."""
     head = dict(num_classes=num_classes, image_size=args.size, drop_path=args.drop_path,
                 decoder=args.decoder, decoder_dropout=args.dropout)
     encoder = {k: getattr(args, k) for k in ENCODER if getattr(args, k) is not None}
@@ -229,7 +245,7 @@ def build_config(args, num_classes, backbone=None):
 
 
 def build_optimizer(args, model):
-    """SGD with Nesterov momentum, as timm's "sgd", or AdamW."""
+    """Build SGD with Nesterov momentum, as timm's "sgd", or AdamW."""
     kept = ("pos_embed", "cls_token", "cls_emb")
     groups = common.param_groups(model, args.weight_decay, no_decay=kept)
     fused = next(model.parameters()).is_cuda
@@ -238,20 +254,25 @@ def build_optimizer(args, model):
     return torch.optim.AdamW(groups, lr=args.lr, fused=fused)
 
 
-def build(args, classes, device):
-    """Model, optimiser, the step to start at, notes for the reader."""
+def build(args, train, device):
+    """Build model and optimiser: new, around --backbone, or those that --resume names.
+
+    Also returns the step to start at and the metrics of an evaluation there, or {}.
+    """
     torch.manual_seed(args.seed)
-    step, notes = 0, []
+    step, metrics, classes = 0, {}, list(train.classes)
     if args.resume:
-        checkpoint = common.read_run(args, "train_seg.py", "classes", "model_config",
-                                     classes=classes)
+        checkpoint = common.load_run(args.resume, "train_seg.py", "model_config", "metrics",
+                                     classes=classes, training_images=len(train))
+        step, metrics = checkpoint["step"], checkpoint["metrics"]
         with common.naming(f"--resume {args.resume}"):
-            model, step = segmenter_from_checkpoint(checkpoint).train(), checkpoint["step"]
+            model = segmenter_from_checkpoint(checkpoint).train()
     elif args.backbone:
-        backbone, notes = common.read_checkpoint(args.backbone), [f"encoder from {args.backbone}"]
+        backbone = common.load(args.backbone)
         with common.naming(f"--backbone {args.backbone}"):
             model = Segmenter(build_config(args, len(classes), backbone))
             load_backbone(model, backbone)
+        common.say(f"encoder from {args.backbone}")
     else:
         model = Segmenter(build_config(args, len(classes)))
 
@@ -260,12 +281,12 @@ def build(args, classes, device):
         with common.naming(f"--resume {args.resume}"):
             optimizer.load_state_dict(checkpoint["optimizer"])
         optimizer.param_groups[0]["weight_decay"] = args.weight_decay   # the setting may be new
-    return model, optimizer, step, notes
+    return model, optimizer, step, metrics
 
 
-def poly_lr(step, total, lr, min_lr, power=0.9):
-    """lr_k = (lr - min_lr) (1 - k / total)^0.9 + min_lr for update k = 0, 1, ...: no warm-up."""
-    return (lr - min_lr) * (1 - min(step / total, 1)) ** power + min_lr
+def poly_lr(step, total, lr, min_lr):
+    """Schedule lr_k = (lr - min_lr) (1 - k / total)^0.9 + min_lr for update k = 0, 1, ..."""
+    return (lr - min_lr) * (1 - min(step / total, 1)) ** 0.9 + min_lr
 
 
 # --- evaluation ----------------------------------------------------------------------------------
@@ -276,79 +297,106 @@ def views_of(args):
                 num_workers=args.num_workers)
 
 
-def score(model, val, views, args, step, rank, world):
-    """An evaluation, and what else its row holds: did the robust part act on the last batch?"""
-    how = views_of(args)
-    metrics, _ = evaluate(model, val, **how, rank=rank, world=world, progress="evaluating")
-    images, _ = next(load_batches(views, args, model.encoder.mean, step - 1, step, rank, world))
-    keys = common.key_statistics(model, model.masks, images[:8])
-    return metrics, dict(epoch=step / math.ceil(len(views.source) / args.batch_size), **keys)
+def draw_pictures(path, model, val, args):
+    """Draw up to --save_images images, evenly spaced, beside the truth and the prediction."""
+    index = range(0, len(val), math.ceil(len(val) / args.save_images))
+    save_pictures(path, predictions(model.eval(), val, index, **views_of(args)), val.classes)
+    common.say(f"image, truth, prediction: {path}")
 
 
 # --- the run -------------------------------------------------------------------------------------
 
-def finish(run, model, val, args, step, epoch_steps):
-    """Pictures of up to args.save_images images, evenly spaced, and what came out of the run."""
-    path = run.out_dir / "pictures.png"
-    if run.master and args.save_images:
-        index = range(0, len(val), math.ceil(len(val) / args.save_images))
-        triples = predictions(model.eval(), val, index, **views_of(args))
-        save_pictures(path, triples, val.classes)
-        run.print(f"image, truth, prediction: {path}")
-    result, minutes = run.evaluations[step], (time.time() - run.started) / 60
-    run.print(f"{args.data} {model.config.attn}: validation mean IoU {result['mean_iou']:.2f} % of "
-              f"{result['classes']} classes, mean accuracy {result['mean_accuracy']:.2f} % "
-              f"({result['images']} images) after {step / epoch_steps:.1f} epochs, {minutes:.1f} "
-              f"minutes; checkpoint {run.out_dir / 'last.pt'}")
+def state_of(model, optimizer, train, args, step, metrics):
+    """The checkpoint after `step` steps. metrics: of an evaluation at this step, or {}."""
+    return dict(task="segmentation", classes=list(train.classes), args=vars(args), step=step,
+                training_images=len(train), model=model.state_dict(),
+                model_config=asdict(model.config), optimizer=optimizer.state_dict(),
+                metrics=metrics)
 
 
 def main():
     args = get_args()
     train, val = load_data(args, int(os.environ.get("RANK", 0)))
     device, rank, world, out_dir = common.start(args, f"seg_{args.data}_{args.attn or 'backbone'}")
-    model, optimizer, first, notes = build(args, list(train.classes), device)
-    check(args, model.config.patch_size, train, val, device, rank, world)
+    model, optimizer, first, metrics = build(args, train, device)
+    check_data(args, model.config.patch_size, train, val, device, rank, world)
     net = common.wrap(model, device, world, args.compile)
+    log = common.begin(args, out_dir, first, model, device, rank, world,
+                       training_images=len(train))
 
     epoch_steps = math.ceil(len(train) / args.batch_size)
     total = args.epochs * epoch_steps
     stop = max(first, min(total, args.max_steps or total))
-    run = common.Run(args, out_dir, first, stop, device, rank, world, model,
-                     training_images=len(train))
-    run.print(*notes)
     views = TrainingViews(train, args.size, (args.min_scale, args.max_scale), args.seed)
     batches = load_batches(views, args, model.encoder.mean, first, stop, rank, world)
-
-    def measure(step):
-        return score(model, val, views, args, step, rank, world)
-
-    def state(step):
-        return dict(task="segmentation", classes=list(train.classes), args=vars(args), step=step,
-                    model=model.state_dict(), model_config=asdict(model.config),
-                    optimizer=optimizer.state_dict(), metrics=run.evaluations.get(step, {}))
-
-    for step in run.steps(measure, state, "images", args.batch_size, epoch_steps):
+    bar = common.progress(first, stop, rank)
+    began = clock = time.time()
+    pending = []
+    for step in bar:
+        # The learning rate falls from the first step on.
         lr = poly_lr(step, total, args.lr, args.min_lr)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        images, labels = next(batches)
-        torch.manual_seed(common.seed_of(args.seed, step, rank))        # drop-path, dropout masks
 
-        # forward, backward: the mean over the labelled pixels of all processes
+        # Forward. The loss is the mean over the labelled pixels of all processes. Dropout draws
+        # from a seed of this step, so a resumed run draws the same.
+        images, labels = next(batches)
+        torch.manual_seed(common.seed_of(args.seed, step, rank))
         pixels = common.all_sum((labels != IGNORE).sum()).clamp(min=1)  # all ignored: the loss is 0
         with common.autocast(device, args.amp):
             logits = net(images)
         loss = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
         loss = loss / pixels
-        (loss * world).backward()                                       # DDP takes the mean
+
+        # Backward, clip the gradient, take the step. Processes get the mean of their gradients.
+        (loss * world).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        pending.append(torch.stack([loss.detach(), norm / world]))  # stays on the device
 
-        # log (waits for the device, stops at a loss that is not finite), evaluate, save
-        run.end(step + 1, loss.detach(), norm / world, lr)
+        # What is due? An evaluation every few epochs and at the end; a checkpoint after it, after
+        # every epoch and every --save_every steps.
+        done, epoch = step + 1, (step + 1) / epoch_steps
+        epoch_ends = common.every(done, epoch_steps)
+        evaluating = done == stop or common.every(done, args.eval_every * epoch_steps)
+        saving = evaluating or epoch_ends or common.every(done, args.save_every)
 
-    finish(run, model, val, args, stop, epoch_steps)
+        # Log the means since the last row. Reading them waits for the device.
+        if saving or common.every(done, args.log_every):
+            loss, norm = common.mean_of(pending, done)
+            rate = len(pending) * args.batch_size / (time.time() - clock)
+            log.append(dict(step=done, loss=loss, grad_norm=norm, images_per_s=rate, epoch=epoch,
+                            lr=lr))
+            bar.set_postfix_str(f"loss {loss:.3f} {rate:.0f} images/s")
+            pending, clock = [], time.time()
+
+        # Evaluate, and ask on this step's images whether the robust part acted.
+        metrics = {}
+        if evaluating:
+            metrics, _ = evaluate(model, val, **views_of(args), rank=rank, world=world,
+                                  progress="evaluating")
+            keys = common.key_statistics(model, model.masks, images[:8])
+            log.append(dict(step=done, eval=metrics, epoch=epoch, **keys))
+            common.say(common.line(done, loss, metrics))
+            clock = time.time()
+
+        # Save. last.pt is written last, so a run killed earlier repeats the evaluation.
+        if saving and rank == 0:
+            checkpoint = state_of(model, optimizer, train, args, done, metrics)
+            if epoch_ends and common.every(done // epoch_steps, args.keep_every):
+                common.save(out_dir / f"epoch_{done // epoch_steps}.pt", checkpoint)
+            common.save(out_dir / "last.pt", checkpoint)
+
+    if rank == 0 and args.save_images:
+        draw_pictures(out_dir / "pictures.png", model, val, args)
+    if metrics:
+        minutes = (time.time() - began) / 60
+        common.say(f"{args.data} {model.config.attn}: validation mean IoU "
+                   f"{metrics['mean_iou']:.2f} % of {metrics['classes']} classes, mean accuracy "
+                   f"{metrics['mean_accuracy']:.2f} % ({metrics['images']} images) after "
+                   f"{stop / epoch_steps:.1f} epochs, {minutes:.1f} minutes",
+                   f"next: python eval_robust.py --ckpt {out_dir}")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attention import FORMS, KINDS, SelfAttention
-from checkpoint import check_config, rebuild
+from attention import ATTENTIONS, FORMS, SelfAttention, one_of
+from common import rebuild
 
 SIZES = {                                                  # softmax parameters at 224 px
     "nano": dict(embed_dim=64, depth=4, num_heads=2),      # 32 px, patch_size=4: scenes, on a CPU
@@ -23,7 +23,7 @@ SIZES = {                                                  # softmax parameters 
     "small": dict(embed_dim=384, depth=12, num_heads=6),   # 22,050,664
     "base": dict(embed_dim=768, depth=12, num_heads=12),   # 86,567,656
 }
-# attn of the model: attention in rpc_layers, in the other layers; any other kind is in all layers
+# attn of the model: attention in rpc_layers, in the other layers. Any other kind is in all layers.
 RPC_KINDS = {"rpc": ("rpc", "symmetric"), "rpc_asym": ("rpc_asym", "softmax"),
              "sym_asym": ("rpc", "softmax")}
 
@@ -38,7 +38,7 @@ class ViTConfig:
     depth: int = 12
     num_heads: int = 3                # H
     mlp_ratio: float = 4.0
-    attn: str = "softmax"             # softmax, symmetric, scaled_s, scaled_alpha or RPC_KINDS
+    attn: str = "softmax"             # of attention.ATTENTIONS or RPC_KINDS
     rpc_layers: tuple = (0,)          # with RPC-Attention, from 0; the paper's "layer1" is (0,)
     n_iter: int = 4                   # PAP steps
     lambd: float = 4.0                # PAP lambda
@@ -52,23 +52,28 @@ class ViTConfig:
     def __post_init__(self):
         self.rpc_layers = tuple(sorted(self.rpc_layers)) if self.attn in RPC_KINDS else ()
         self.mean, self.std = tuple(self.mean), tuple(self.std)
-        if self.patch_size < 1 or self.image_size % self.patch_size:
-            raise ValueError(f"image_size={self.image_size} is not divisible by "
-                             f"patch_size={self.patch_size}")
-        kinds = tuple(dict.fromkeys((*KINDS, *RPC_KINDS)))
-        check_config(self, attn=kinds, form=tuple(FORMS), init=("trunc_normal", "default"))
-        if self.embed_dim % self.num_heads:
-            raise ValueError(f"embed_dim={self.embed_dim} is not divisible by "
-                             f"num_heads={self.num_heads}")
+        one_of("attn", self.attn, dict.fromkeys([*ATTENTIONS, *RPC_KINDS]))
+        one_of("form", self.form, FORMS)
+        one_of("init", self.init, ("trunc_normal", "default"))
+        for name in ("patch_size", "num_heads", "n_iter"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}, expected 1 or more")
+        for whole, part in (("image_size", "patch_size"), ("embed_dim", "num_heads")):
+            if getattr(self, whole) % getattr(self, part):
+                raise ValueError(f"{whole}={getattr(self, whole)} is not divisible by "
+                                 f"{part}={getattr(self, part)}")
+        if not set(self.rpc_layers) <= set(range(self.depth)):
+            raise ValueError(f"rpc_layers={self.rpc_layers}, expected layers in "
+                             f"0..{self.depth - 1}")
 
     @property
     def num_tokens(self):             # N, class token included
         return (self.image_size // self.patch_size) ** 2 + 1
 
     def layer_attn(self, i):
-        """The kind of attention (attention.KINDS) in layer i."""
-        robust, plain = RPC_KINDS.get(self.attn, (None, self.attn))
-        return robust if i in self.rpc_layers else plain
+        """Name the kind of attention (of attention.ATTENTIONS) in layer i."""
+        inside, outside = RPC_KINDS.get(self.attn, (None, self.attn))
+        return inside if i in self.rpc_layers else outside
 
 
 # --- modules --------------------------------------------------------------------------------------
@@ -118,7 +123,7 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(3, dim, patch_size, stride=patch_size)
 
     def forward(self, images):
-        return self.proj(images).flatten(2).mT
+        return self.proj(images).flatten(2).transpose(1, 2)     # .mT has no ONNX export
 
 
 class ViT(nn.Module):

@@ -27,7 +27,7 @@ from torchvision.transforms.v2.functional import center_crop, resize
 import common
 import kpca
 from attention import FORMS
-from data.images import decode, read_bytes
+from data.files import decode, read_bytes
 from data.segmentation import Scenes, palette
 from data.shapes import SHAPES, load_shapes
 from robust.adaptive import rewired
@@ -101,12 +101,12 @@ def checkpoint(name):
         if STARTED[name].wait():
             sys.exit(f"error: the training of the {name} network stopped")
         Path(f"{folder}.tmp").rename(folder)
-    return common.read_checkpoint(folder)
+    return common.load(folder)
 
 
 def network(attn):
     """The classifier of this kind, in eval mode: of --ckpt, else trained here."""
-    given = [common.read_checkpoint(path) for path in ARGS.ckpt]
+    given = [common.load(path) for path in ARGS.ckpt]
     same = [c for c in given if c.get("model_config", {}).get("attn") == attn]
     if same and same[0].get("classes") != list(SHAPES):
         sys.exit(f"error: --ckpt: the {attn} network was not trained on the scenes")

@@ -5,7 +5,7 @@ one PIL image at a time. Here no loop runs over images, and pixels stay on their
 happens to a sample depends on (seed, its position) alone, not on batch, worker or rank. Decisions
 are drawn on the CPU, as tables `u` of uniform numbers, so nobody waits for a GPU.
 
-    images = augment(images, positions, seed)                       # uint8 -> float32 in [0, 1]
+    images = to_float(augment_uint8(images, positions, seed), positions, seed)  # float32, in [0, 1]
     images, targets = mixup_cutmix(images, labels, 1000, np.random.default_rng((seed, step)))
 
 Images are (B, 3, H, W). No function but random_erase changes its input.
@@ -15,7 +15,6 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torchvision.transforms.v2 import functional as T
 
 from data.rng import normal, uniform
 
@@ -134,6 +133,14 @@ def rotate(images, degrees):
     return warp(images, cos * x - sin * y - x, sin * x + cos * y - y)
 
 
+def torchvisions(name):
+    """An operation of torchvision, which is imported when it is used: it costs as much as torch."""
+    def op(images, _):
+        from torchvision.transforms.v2 import functional
+        return getattr(functional, name)(images)
+    return op
+
+
 def signed(most):
     return lambda x, sign: sign * most * x
 
@@ -143,8 +150,8 @@ def enhance_factor(x, sign):
 
 
 OPS = {  # name in timm: (operation, its argument from x = level / 10 in [0, 1] and sign = +-1)
-    "AutoContrast": (lambda images, _: T.autocontrast(images), signed(0)),
-    "Equalize": (lambda images, _: T.equalize(images), signed(0)),
+    "AutoContrast": (torchvisions("autocontrast"), signed(0)),
+    "Equalize": (torchvisions("equalize"), signed(0)),
     "Invert": (lambda images, _: 255 - images, signed(0)),
     "Rotate": (rotate, signed(30)),
     "PosterizeIncreasing": (lambda images, bits: images & (256 - 2 ** (8 - bits.int())).byte(),
@@ -301,9 +308,3 @@ def to_float(images, positions, seed, erase_prob=0.25):
         u = uniform(positions, ERASE_COLUMNS, seed, ERASE)
         images = random_erase(images, u, positions, seed, erase_prob)
     return images
-
-
-def augment(images, positions, seed, pad=0, num_ops=2, erase_prob=0.25):
-    """Both halves: uint8 images to augmented float32 ones, on their device."""
-    images = augment_uint8(images, positions, seed, pad, num_ops)
-    return to_float(images, positions, seed, erase_prob)

@@ -1,4 +1,4 @@
-"""Images in, tensors out: CIFAR-10, folders of one's own, and folders laid out like ImageNet.
+"""Images for a classifier: folders of one's own, ImageNet's layout, what the flags of a run mean.
 
 Small sets are a `Split`, all of it in memory as uint8. Large ones are an `ImageTree`, whose files
 are decoded and cropped by DataLoader workers. What follows the crop happens in batches: on the
@@ -9,197 +9,36 @@ sample), see rng.py: no worker, batch or process matters.
 import io
 import math
 import os
-import tarfile
-import zlib
-from functools import partial
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
-from torch.utils.data import DataLoader, Dataset, default_collate
+import torch.distributed as dist
+from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from data.rng import uniform
+from data.files import Split, decode, name_hash, read_bytes, scan_folders
+from data.rng import epoch_order, uniform
+from data.shapes import load_shapes
 
 CROP = 12                                    # what a random number is for: the last part of its key
-IMAGE_EXTENSIONS = (".jpeg", ".jpg", ".png", ".webp")
-CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship",
-                   "truck"]
-
-
-class Split(NamedTuple):
-    images: torch.Tensor                     # (N, 3, H, W) uint8
-    labels: torch.Tensor                     # (N,) int64
-    classes: list                            # class names, str; labels index it
-    masks: torch.Tensor | None = None     # shapes: (N, H, W) uint8, 0: none, k + 1: class k
-
-
-def epoch_order(n, epoch, seed, repeats=1):
-    """The sample indices of one epoch, (n,) int64: a permutation of 0..n-1 keyed by (seed, epoch).
-
-    repeats > 1 is DeiT's repeated augmentation: an epoch sees n / repeats images, each `repeats`
-    times. The copies are neighbours here; who mixes neighbours has to spread them first.
-    """
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2 ** 63)
-    return torch.randperm(n, generator=generator).repeat_interleave(repeats)[:n]
-
-
-def save_grid(path, images, columns=8, zoom=1):
-    """Write images (N, 3, H, W), uint8 or float in [0, 1], as one PNG, each pixel `zoom` wide."""
-    from torchvision.utils import make_grid, save_image
-    images = images.cpu() / 255 if images.dtype == torch.uint8 else images.cpu()
-    images = images.repeat_interleave(zoom, 2).repeat_interleave(zoom, 3)
-    save_image(make_grid(images, nrow=columns, padding=2, pad_value=1.0), path)
-
-
-# --- files ----------------------------------------------------------------------------------------
-
-def read_bytes(path):
-    """What is in a file, (n,) uint8. A pipe is refused: reading one would wait for ever."""
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"{path} is not a file")
-    return np.fromfile(path, np.uint8)
-
-
-def decode_with_pil(data):
-    image = Image.open(io.BytesIO(data))
-    if image.mode.startswith("I"):           # 16 bit grey, which convert() would clip at 255
-        image = Image.fromarray((np.array(image) / 257).round().astype(np.uint8))
-    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
-
-
-def decode(data, name):
-    """Bytes of a JPEG, PNG or WebP file of any colours, uint8 (n,) -> (3, H, W) uint8 RGB.
-
-    Raises ValueError, one line with the file's name, for broken, truncated or foreign files.
-    torchvision's decoder gives the same pixels as PIL in less time, and refuses what PIL refuses.
-    """
-    try:
-        try:
-            from torchvision.io import ImageReadMode, decode_image
-            image = decode_image(torch.from_numpy(data), ImageReadMode.RGB)
-        except ImportError:                  # later torchvisions may have none; PIL: 1.3 x the time
-            image = decode_with_pil(data)
-    except (RuntimeError, OSError) as error:
-        raise ValueError(f"cannot decode {name}: {str(error).splitlines()[0]}") from None
-    if image.ndim == 4:                      # an animated GIF by another name: its first frame
-        image = image[0]
-    if image.dtype == torch.uint8:
-        return image
-    return (image.int() / 257).round().to(torch.uint8)              # 16 bit: 65535 -> 255
-
-
-def scan_folders(root):
-    """{class folder: sorted image file names} of root/<class>/<file>; other files are ignored."""
-    folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
-    files = {name: os.listdir(os.path.join(root, name)) for name in folders}
-    return {name: sorted(file for file in files[name] if file.lower().endswith(IMAGE_EXTENSIONS))
-            for name in folders}
-
-
-# --- CIFAR-10 -------------------------------------------------------------------------------------
-
-def read_tar(path, splits):
-    """{(class, file): bytes} of the images <split>/<class>/<file> in an uncompressed tar.
-
-    Raises ValueError naming a file that is no tar, compressed, cut short or damaged.
-    """
-    files = {}
-    try:
-        with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            for member in tar:
-                split, *place = member.name.split("/")[-3:]
-                image = member.isfile() and member.name.lower().endswith(IMAGE_EXTENSIONS)
-                if image and split in splits and len(place) == 2:
-                    content = bytearray(tar.extractfile(member).read())
-                    files[tuple(place)] = np.frombuffer(content, np.uint8)
-            file.seek(tar.offset)          # tarfile stops in silence at a header that is damaged
-            if file.read(512) != bytes(512):
-                raise tarfile.ReadError("it does not end in a block of zeros")
-    except (tarfile.TarError, ValueError) as error:
-        raise ValueError(f"{path} is not a whole uncompressed tar: {error}") from None
-    return dict(sorted(files.items()))
-
-
-def cifar10_files(data_dir, splits):
-    """{(class, file): bytes} of the first folder of these splits, else of the first tar."""
-    folders = [path for path in (os.path.join(data_dir, name) for name in splits)
-               if os.path.isdir(path)]
-    if folders:
-        found = scan_folders(folders[0])
-        files = [(label, name) for label in found for name in found[label]]
-        if files:
-            return {file: read_bytes(os.path.join(folders[0], *file)) for file in files}
-    tars = sorted(path for path in Path(data_dir).glob("*.tar") if path.is_file())
-    tars.sort(key=lambda path: not any(part in path.name for part in splits))   # the likely first
-    return next(filter(None, (read_tar(path, splits) for path in tars)), {})
-
-
-def load_cifar10(data_dir, split, download=False):
-    """CIFAR-10 from data_dir, in the first of three forms that is there. Returns a Split.
-
-    torchvision's folder cifar-10-batches-py (download=True fetches it); folders train/<class>/ and
-    test/<class>/ (or val/); uncompressed tars of such folders, cifar10_train.tar, cifar10_val.tar
-    or others, read without unpacking. Raises FileNotFoundError when nothing of the kind is there,
-    ValueError when the files are not CIFAR-10's.
-    """
-    if split not in ("train", "test"):
-        raise ValueError(f"split is {split!r}, expected 'train' or 'test'")
-    data_dir = str(data_dir)
-    if not os.path.isdir(data_dir) and not download:
-        raise FileNotFoundError(f"--data_dir {data_dir} is not a folder; expected one that holds "
-                                f"CIFAR-10")
-    if download or os.path.isdir(os.path.join(data_dir, "cifar-10-batches-py")):
-        return torchvisions_cifar10(data_dir, split, download)
-
-    splits = ["train"] if split == "train" else ["test", "val"]
-    files = cifar10_files(data_dir, splits)
-    if not files:
-        folders = " or ".join(f"{name}/<class>/*" for name in splits)
-        raise FileNotFoundError(f"--data_dir {data_dir} holds no CIFAR-10 {split} images; looked "
-                                f"for cifar-10-batches-py/, {folders}, and a .tar of such folders")
-    found = sorted({label for label, _ in files})
-    if found != CIFAR10_CLASSES:
-        raise ValueError(f"--data_dir {data_dir}: the {split} images are in {len(found)} class "
-                         f"folders ({', '.join(found)}), expected CIFAR-10's 10 "
-                         f"({', '.join(CIFAR10_CLASSES)})")
-
-    images = []
-    few = len(files) < 20000
-    progress = tqdm(files.items(), f"decoding CIFAR-10 {split}", leave=False, disable=few)
-    for (label, name), content in progress:
-        images.append(decode(content, f"{data_dir} {label}/{name}"))
-        if images[-1].shape != (3, 32, 32):
-            raise ValueError(f"--data_dir {data_dir}: {label}/{name} is "
-                             f"{tuple(images[-1].shape)}, expected (3, 32, 32)")
-    labels = torch.tensor([CIFAR10_CLASSES.index(label) for label, _ in files])
-    return Split(torch.stack(images), labels, list(CIFAR10_CLASSES))
-
-
-def torchvisions_cifar10(data_dir, split, download):
-    from torchvision.datasets import CIFAR10
-    try:
-        dataset = CIFAR10(data_dir, train=split == "train", download=download)
-    except RuntimeError as error:
-        raise ValueError(f"--data_dir {data_dir}: cifar-10-batches-py is incomplete or damaged "
-                         f"({error})") from None
-    images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
-    return Split(images, torch.tensor(dataset.targets), list(dataset.classes))
 
 
 # --- images of one's own --------------------------------------------------------------------------
 
 class Photos(NamedTuple):
-    """What find_photos has found: the files of train and, if there is such a folder, of val."""
+    """What find_photos has found: the files to train on, and those of val/, if there is one."""
     classes: list
     train: list                              # [(path, label)]
     val: list
     root: str
+    notes: str = ""                          # what a user should know of it
 
     def median_side(self, n=200):
         """Median short side in pixels of some training images; their headers are read."""
+        from PIL import Image
         sides = []
         for path, _ in self.train[::math.ceil(len(self.train) / n)]:
             try:
@@ -210,6 +49,8 @@ class Photos(NamedTuple):
 
     def recipe(self, n):
         """What training on n of these images wants: about 3,000 steps and 64 patches an image."""
+        if not self.train:
+            raise ValueError(f"--data_dir {self.root} has no folder train: nothing to train on")
         side = self.median_side()
         size = max(s for s in (32, 64, 96) if s == 32 or s <= side)
         batch = max(b for b in (2, 4, 8, 16, 32, 64) if b == 2 or 5 * b <= n)
@@ -218,31 +59,65 @@ class Photos(NamedTuple):
                     epochs=epochs, batch_size=batch, pad=size // 8)
 
 
-def find_photos(root):
-    """The images of root/<class>/*, or of root/train/<class>/* and root/val/<class>/*: a Photos.
+def split_folders(root):
+    """{"train": folder, "val": folder} of those that root has, {} where its folders are classes.
 
-    Raises FileNotFoundError or ValueError, one line: no folder, one class, a class without images.
+    train/, val/ or test/ is a split if it holds folders, else a class of that name. test/ is taken
+    where there is no val/. Raises ValueError where there are classes beside the splits.
+    """
+    def holds_folders(path):
+        return path.is_dir() and any(p.is_dir() and p.name[0] != "." for p in path.iterdir())
+
+    there = {name: Path(root, name) for name in ("train", "val", "test")}
+    there = {name: str(path) for name, path in there.items() if holds_folders(path)}
+    if not there.keys() - {"train"}:
+        return there
+    folders = dict(val=there.get("val") or there["test"])
+    if "train" in there:
+        return dict(train=there["train"], **folders)
+    beside = [name for name, images in scan_folders(root)[0].items() if images]
+    if beside:
+        raise ValueError(f"--data_dir {root} has images in {', '.join(beside[:3])} beside class "
+                         f"folders in {folders['val']}; expected {root}/train/<class>/*.jpg")
+    return folders
+
+
+def find_photos(root):
+    """Find the images of root/<class>/*, or of root/train/<class>/* and root/val/<class>/*.
+
+    Where there is no val/, test/ is taken for it; either may be there alone, to evaluate on.
+    Returns Photos. Raises FileNotFoundError or ValueError, one line: no folder, one class, a class
+    without images.
     """
     root = str(root)
     if not os.path.isdir(root):
         raise FileNotFoundError(f"--data_dir {root} is not a folder; expected {root}/<class>/*.jpg")
-    parts = [os.path.join(root, name) for name in ("train", "val")]
-    if not os.path.isdir(parts[0]):
-        parts = [root]
-    found = [scan_folders(part) for part in parts if os.path.isdir(part)]
-    classes = list(found[0])
-    empty = [name for files in found for name, names in files.items() if not names]
-    if len(classes) < 2:
-        raise ValueError(f"--data_dir {parts[0]} has {len(classes)} class folders, expected 2 or "
-                         f"more: {parts[0]}/<class>/*.jpg")
-    if empty:
-        raise ValueError(f"--data_dir {root}: no image in the class folder {empty[0]}")
-    if list(found[-1]) != classes:
-        raise ValueError(f"--data_dir {root}: train has the classes {', '.join(classes)}, "
-                         f"val {', '.join(found[-1])}")
-    lists = [[(os.path.join(part, name, file), classes.index(name))
-              for name in files for file in files[name]] for part, files in zip(parts, found)]
-    return Photos(classes, lists[0], lists[1] if len(lists) > 1 else [], root)
+    parts = split_folders(root) or dict(train=root)
+    found, others = {}, Counter()
+    for split, folder in parts.items():
+        found[split], more = scan_folders(folder)
+        others += more
+        classes = list(next(iter(found.values())))
+        if len(classes) < 2:
+            raise ValueError(f"--data_dir {folder} has {len(classes)} class folders, expected 2 or "
+                             f"more: {folder}/<class>/*.jpg")
+        empty = [name for name, files in found[split].items() if not files]
+        if empty:
+            raise ValueError(f"--data_dir {root}: no image in the class folder {empty[0]}")
+        if list(found[split]) != classes:
+            raise ValueError(f"--data_dir {root}: train has the classes {', '.join(classes)}, "
+                             f"{os.path.basename(folder)} {', '.join(found[split])}")
+
+    notes = ""
+    if others:
+        kinds = ", ".join(sorted(kind or "without ending" for kind in others))
+        notes = f", {others.total()} other files left out ({kinds})"
+    if parts.get("val", "").endswith("test"):
+        notes += ", test/ taken for val/"
+    lists = {split: [(os.path.join(folder, name, file), classes.index(name))
+                     for name in classes for file in found[split][name]]
+             for split, folder in parts.items()}
+    return Photos(classes, lists.get("train", []), lists.get("val", []), root, notes)
 
 
 def load_photos(photos, size, holdout=0):
@@ -281,11 +156,6 @@ def decode_all(files, classes, size):
         labels.append(label)
     images = torch.stack(images) if images else torch.empty(0, 3, size, size, dtype=torch.uint8)
     return Split(images, torch.tensor(labels, dtype=torch.int64), list(classes))
-
-
-def name_hash(name):
-    """What decides which files are held out: a file that comes or goes leaves the others there."""
-    return zlib.crc32(os.fsencode(name))
 
 
 def hold_out(split, n, order=None):
@@ -341,7 +211,7 @@ class ImageTree(Dataset):
         if not os.path.isdir(self.folder):
             raise FileNotFoundError(f"--data_dir {root} has no folder {split!r}; expected "
                                     f"{self.folder}/<class>/*.JPEG")
-        files = scan_folders(self.folder)
+        files, _ = scan_folders(self.folder)
         self.classes = list(files) if classes is None else list(classes)
         self.check(files, subset)
 
@@ -415,23 +285,99 @@ class ImageTree(Dataset):
         raise ValueError(f"--data_dir {self.folder}: none of the {len(self)} images can be read")
 
 
-def collate(transform, samples):
-    """[(image, label, position)] -> batch; transform(images, positions) runs here, in a worker."""
-    images, labels, positions = default_collate(samples)
-    if transform:
-        images = transform(images, positions)
-    return images, labels, positions
+# --- what a run is trained and evaluated on -------------------------------------------------------
+
+def load_data(args, device, rank=0):
+    """(training set, evaluation set), Splits on the device or ImageTrees; prints what was found."""
+    if args.data in ("cifar10", "imagenet") and not args.data_dir:
+        raise ValueError(f"--data {args.data} needs --data_dir")
+    notes = ""
+    if args.data == "imagenet":
+        if args.holdout:
+            raise ValueError("--holdout does not go with --data imagenet: make a val folder "
+                             "instead")
+        how = dict(size=args.image_size, seed=args.seed, skip_bad_images=args.skip_bad_images)
+        train = ImageTree(args.data_dir, "train", train=True, **how)
+        test = ImageTree(args.data_dir, "val", classes=train.classes, **how)
+    elif args.data == "folder":
+        photos = find_photos(args.data_dir)
+        train, test, bad = load_photos(photos, args.image_size, args.holdout)
+        notes = f", {bad} unreadable files{photos.notes}"
+    elif args.data == "cifar10":
+        from data.cifar import load_cifar10
+        if args.download and rank == 0:
+            load_cifar10(args.data_dir, "train", download=True)
+        if dist.is_initialized():
+            dist.barrier()                                          # the others wait for it
+        train, test = (load_cifar10(args.data_dir, split) for split in ("train", "test"))
+        if args.image_size != 32:
+            raise ValueError(f"--image_size {args.image_size}: CIFAR-10 images have 32 pixels")
+    else:
+        train = load_shapes("train", args.num_images, args.image_size, device=device)
+        test = load_shapes("test", max(args.num_images // 5, 1), args.image_size, device=device)
+
+    if args.holdout and args.data != "folder":
+        train, test = hold_out(train, args.holdout)
+    if args.data != "imagenet":
+        train, test = (Split(split.images.to(device), split.labels.to(device), split.classes)
+                       for split in (train, test))
+    if rank == 0:
+        if args.data == "folder":
+            warn_of_few(train)
+        print(f"{args.data}: {len(train.labels)} training, {len(test.labels)} {split_name(args)} "
+              f"images, {len(train.classes)} classes{notes}", flush=True)
+    return train, test
 
 
-def imagenet_batches(tree, batches, num_workers=4, device="cpu", transform=None):
-    """DataLoader over an ImageTree: images (B, 3, size, size) uint8, labels, positions (B,) int64.
+def warn_of_few(train):
+    """Print a warning for classes that have no training image, or a single one."""
+    counts = train.labels.bincount(minlength=len(train.classes)).tolist()
+    for name, count in zip(train.classes, counts):
+        if not count:
+            print(f"warning: no image of the class {name} is left to train on, all are held out "
+                  f"(--holdout)")
+    single = [name for name, count in zip(train.classes, counts) if count == 1]
+    if single:
+        print(f"warning: a single training image in {len(single)} of {len(counts)} classes "
+              f"({', '.join(single[:3])}{', ...' * (len(single) > 3)}): too few to learn from")
 
-    batches: iterable of lists of (position, index). transform: applied to (images, positions) of a
-    batch in the worker; leave it out if a GPU can do that. Workers run torch with one thread each
-    (DataLoader's own rule); num_workers=0 loads in this process.
+
+def split_name(args):
+    """Name what a run is evaluated on."""
+    if args.holdout:
+        return "held-out"
+    return "val" if args.data in ("folder", "imagenet") else "test"
+
+
+def load_test(args, trained, size, classes):
+    """Load what to evaluate on: a Split on args.device or an ImageTree, images of `size` pixels.
+
+    args: its data and data_dir. trained: the flags of the run, as a dict. classes: ImageNet's.
+    Of the folder that the run was trained on it is what was held out, or val/; of another folder
+    val/, or all of it.
     """
-    return DataLoader(tree, batch_sampler=batches, num_workers=num_workers,
-                      prefetch_factor=4 if num_workers else None,
-                      pin_memory=torch.device(device).type == "cuda",
-                      collate_fn=partial(collate, transform))
-
+    if args.data == "shapes":
+        few = max(trained.get("num_images", 16000) // 5, 1)
+        return load_shapes("test", few, size, device=args.device)
+    if not args.data_dir:
+        raise ValueError(f"--data {args.data} needs --data_dir")
+    if args.data == "imagenet":
+        return ImageTree(args.data_dir, "val", classes=classes, size=size)
+    if args.data == "cifar10":
+        from data.cifar import load_cifar10
+        source = load_cifar10(args.data_dir, "test")
+    else:
+        photos, theirs = find_photos(args.data_dir), trained.get("data_dir")
+        own = trained.get("data") == "folder" and theirs and Path(theirs).resolve() == Path(
+            args.data_dir).resolve()
+        holdout = trained.get("holdout", 0) if own else 0
+        if holdout:
+            if holdout >= len(photos.train):
+                raise ValueError(f"--data_dir {args.data_dir} has {len(photos.train)} images, but "
+                                 f"training held {holdout} of them out")
+            source = load_photos(photos, size, holdout)[1]
+        else:
+            source = decode_all(photos.val or photos.train, photos.classes, size)
+        if not len(source.labels):
+            raise ValueError(f"--data_dir {args.data_dir}: no image can be read")
+    return Split(source.images.to(args.device), source.labels.to(args.device), source.classes)

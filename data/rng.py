@@ -37,3 +37,13 @@ def normal(u):
     Half a step is added to u, so both ends are finite (|result| < 5.5). Same shape and dtype as u.
     """
     return math.sqrt(2) * torch.erfinv(2 * u - 1 + 2 ** -24)
+
+
+def epoch_order(n, epoch, seed, repeats=1):
+    """The sample indices of one epoch, (n,) int64: a permutation of 0..n-1 keyed by (seed, epoch).
+
+    repeats > 1 is DeiT's repeated augmentation: an epoch sees n / repeats images, each `repeats`
+    times. The copies are neighbours here; who mixes neighbours has to spread them first.
+    """
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2 ** 63)
+    return torch.randperm(n, generator=generator).repeat_interleave(repeats)[:n]

@@ -3,7 +3,12 @@
     tree = SegTree("data/ADEChallengeData2016", "training", num_classes=150)
     image, label = tree[0]                   # (3, H, W), (H, W), both uint8; label 255: ignored
 
-The transforms that such images are trained with: views.py.
+The transforms of training are those of mmsegmentation 0.14.1 as
+`rstrudel/segmenter:segm/data/config/ade20k.py` lists them. What changes the shape (resize, crop,
+flip) runs per image in DataLoader workers, the rest (distortion, padding with the mean colour) on
+whole batches, on any device. Every random number is a function of (seed, sample), see rng.uniform.
+
+    views = TrainingViews(source, size=512)        # views[position, index] is one training sample
 """
 
 import io
@@ -18,23 +23,27 @@ from PIL import Image, ImageDraw
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-import data
-from checkpoint import naming
-from data.images import name_hash, read_bytes
-from segmenter import IGNORE
+from data.files import IMAGE_EXTENSIONS, decode, name_hash, read_bytes
+from data.rng import uniform
+from data.shapes import colour, load_shapes
 
+IGNORE = 255                                 # label of pixels that do not count
 SHARE = 0.2                                  # of a flat folder's images is held out
 CAMVID_CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car",
                   "pedestrian", "bicyclist"]
+VIEW, DISTORT = 30, 31                       # what a random number is for: the last part of its key
+REDRAWS = 10                                 # of a crop without variety
+VIEW_COLUMNS = 1 + 2 * (1 + REDRAWS) + 1     # scale; top and left of each crop; flip?
+DISTORT_COLUMNS = 9
 
 
 # --- source[i] -> image (3, H, W), label (H, W), both uint8; source.classes ----------------------
 
 class Scenes(Dataset):
-    """data.render_scenes in memory; 11 classes: background is class 0, no pixel is ignored."""
+    """render_scenes in memory; 11 classes: background is class 0, no pixel is ignored."""
 
     def __init__(self, split, num_images, size):
-        self.images, _, classes, self.labels = data.load_shapes(split, num_images, size)
+        self.images, _, classes, self.labels = load_shapes(split, num_images, size)
         self.classes = ["background", *classes]
 
     def __len__(self):
@@ -48,8 +57,10 @@ def listed_classes(root):
     """(names, file) of classes.txt, one a line, or of ADE20K's objectInfo150.txt; ([], None)."""
     for path in (Path(root, "classes.txt"), Path(root, "objectInfo150.txt")):
         if path.exists():
-            with naming(path):
+            try:
                 text = path.read_text("utf-8-sig")
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
             lines = [line.strip() for line in text.split("\n") if line.strip()]
             if path.stem == "objectInfo150":                        # a table with a headline
                 lines = [line.split("\t")[-1].split(",")[0] for line in lines[1:]]
@@ -90,7 +101,7 @@ def read_pair(image_path, label_path):
     Images may be grey, have an alpha channel (dropped) or 16 bits; annotations are 8-bit PNG of one
     channel, palettes included: there the numbers count, not their colours.
     """
-    image = data.decode(read_bytes(image_path), image_path)
+    image = decode(read_bytes(image_path), image_path)
     content = io.BytesIO(read_bytes(label_path))
     try:
         file = Image.open(content)
@@ -132,7 +143,7 @@ class SegTree(Dataset):
     def list_files(self, root):
         """[images, annotations], {stem: path} each, in the order of their names."""
         found = []
-        for folder, extensions in zip(self.folders, (data.IMAGE_EXTENSIONS, ".png")):
+        for folder, extensions in zip(self.folders, (IMAGE_EXTENSIONS, ".png")):
             if not os.path.isdir(folder):
                 raise FileNotFoundError(f"--data_dir {root} has no folder {folder}; expected "
                                         f"{self.layout}")
@@ -258,13 +269,136 @@ def load_split(args, split):
     return kind(args.data_dir, split, args.num_classes)
 
 
+# --- training: first half, one image, in a worker -------------------------------------------------
+
+def resize(image, height, width):
+    """Bilinear without antialiasing, (3, H, W) uint8 -> (3, height, width) uint8."""
+    if image.shape[1:] == (height, width):
+        return image
+    image = image[None].contiguous(memory_format=torch.channels_last)       # 4 x as fast as planes
+    return F.interpolate(image, (height, width), mode="bilinear", align_corners=False)[0]
+
+
+def varied(label):
+    """Is a crop worth learning from: the commonest class on less than 3/4 of what is labelled?"""
+    count = label.flatten().bincount(minlength=256)[:IGNORE]
+    return bool(count.max() < 0.75 * count.sum())                   # so there is a second class too
+
+
+def training_view(image, label, draw, size, scales=(0.5, 2.0)):
+    """Resize by a random factor, crop, flip. draw: VIEW_COLUMNS numbers in [0, 1).
+
+    The image is resized to fit in 4 size r by size r (long, short side), r uniform in scales, then
+    cropped to size x size, a shorter side taken whole. A crop that is not `varied` is drawn again,
+    at most REDRAWS times. Returns image (3, size, size) and label (size, size), uint8, padded right
+    and below (0, and 255 in the label), and the height and width that are not padding.
+    """
+    r = scales[0] + (scales[1] - scales[0]) * draw[0]
+    f = min(int(4 * size * r) / max(label.shape), int(size * r) / min(label.shape))
+    H, W = (max(int(side * f + 0.5), 1) for side in label.shape)    # as segmenter.resized
+    rows = torch.arange(H) * label.shape[0] // H                    # nearest: floor(i * old / new)
+    columns = torch.arange(W) * label.shape[1] // W
+    h, w = min(size, H), min(size, W)
+    for i in range(1 + REDRAWS):
+        top = int(draw[1 + 2 * i] * (H - h + 1))
+        left = int(draw[2 + 2 * i] * (W - w + 1))
+        crop = label[rows[top:top + h]][:, columns[left:left + w]]
+        if (h, w) == (H, W) or varied(crop):                        # a whole image: no other crop
+            break
+    image = resize(image, H, W)[:, top:top + h, left:left + w]
+    if draw[-1] < 0.5:
+        image, crop = image.flip(2), crop.flip(1)
+    padding = (0, size - w, 0, size - h)
+    return F.pad(image, padding).contiguous(), F.pad(crop, padding, value=IGNORE), h, w
+
+
+class TrainingViews(Dataset):
+    """views[position, index]: one sample (image, label, (position, height, width)): training_view.
+
+    `index` says which image of the source, `position` (the sample's number in the whole run) which
+    view of it.
+    """
+
+    def __init__(self, source, size, scales=(0.5, 2.0), seed=0):
+        self.source, self.size, self.scales, self.seed = source, size, scales, seed
+
+    def __getitem__(self, key):
+        position, index = key
+        draw = uniform(torch.tensor([position]), VIEW_COLUMNS, self.seed, VIEW)[0].tolist()
+        image, label, h, w = training_view(*self.source[index], draw, self.size, self.scales)
+        return image, label, (position, h, w)
+
+
+# --- training: second half, batches, on any device ------------------------------------------------
+
+def scale_and_shift(x, factor, amount=0.0):
+    """factor * x + amount in grey levels, clipped and cut to whole ones; x stays float."""
+    return (x * factor + amount).clamp(0, 255).floor()
+
+
+def scale_hsv(x, saturation, turn):
+    """S of HSV times `saturation`, H plus `turn` half degrees. x: (B, 3, H, W) float, grey levels.
+
+    H is kept in whole half degrees and S in 256 levels, as OpenCV's 8-bit images do.
+    """
+    # to hue, in sixths of the circle, and saturation; grey: all numerators are 0
+    red, green, blue = x.unbind(1)
+    value, low = x.amax(1), x.amin(1)
+    span = (value - low).clamp(min=1)
+    hue = torch.where(value == green, 2 + (blue - red) / span, 4 + (red - green) / span)
+    hue = torch.where(value == red, (green - blue) / span, hue)
+    s = (255 * (value - low) / value.clamp(min=1) + 0.5).floor()
+
+    # changed, and back: R, G, B = V - V S (0 to 1)
+    hue = ((hue * 30 + 0.5).floor()[:, None] + turn) % 180
+    s, value = scale_and_shift(s[:, None], saturation) / 255, value[:, None]
+    k = (hue / 30 + torch.tensor([5, 3, 1], device=x.device).view(3, 1, 1)) % 6
+    return (value - value * s * torch.minimum(k, 4 - k).clamp(0, 1)).floor()
+
+
+def distort(images, u):
+    """Photometric distortion: brightness, contrast, saturation, hue, each with probability 0.5.
+
+    images: (B, 3, H, W) uint8. u: (B, DISTORT_COLUMNS). Returns uint8. Contrast comes second or
+    last, by a fair coin. Where saturation and hue both change, HSV is entered once, not twice as in
+    the source.
+    """
+    u = u.to(images.device, non_blocking=True)[:, :, None, None, None]
+
+    def drawn(j, low, high, neutral):
+        return torch.where(u[:, j] < 0.5, low + (high - low) * u[:, j + 1], neutral)
+
+    contrast, saturation = drawn(2, 0.5, 1.5, 1.0), drawn(5, 0.5, 1.5, 1.0)
+    turn = torch.where(u[:, 7] < 0.5, (u[:, 8] * 36).floor() - 18, 0.0)
+    early, coloured = u[:, 4] < 0.5, (u[:, 5] < 0.5) | (u[:, 7] < 0.5)
+    x = scale_and_shift(images.float(), 1.0, drawn(0, -32, 32, 0.0))            # brightness
+    x = scale_and_shift(x, torch.where(early, contrast, 1.0))
+    x = torch.where(coloured, scale_hsv(x, saturation, turn), x)
+    return scale_and_shift(x, torch.where(early, 1.0, contrast)).byte()
+
+
+def finish_views(images, height, width, positions, seed, mean, distorted=True):
+    """Distortion, then padding: uint8 views to float32 in [0, 1].
+
+    images: (B, 3, S, S) uint8. height, width, positions: (B,) int64 on the CPU. mean: (3, 1, 1) in
+    [0, 1], the colour of the padding: the one that the model subtracts, so that its first layer
+    sees 0.
+    """
+    if distorted:
+        images = distort(images, uniform(positions, DISTORT_COLUMNS, seed, DISTORT))
+    height, width = (t.view(-1, 1, 1, 1).to(images.device, non_blocking=True)
+                     for t in (height, width))
+    axis = torch.arange(images.shape[-1], device=images.device)
+    return torch.where((axis[:, None] < height) & (axis < width), images / 255, mean)
+
+
 # --- pictures ------------------------------------------------------------------------------------
 
 def palette(num_classes):
     """A colour per class, (256, 3) uint8: hues a golden angle apart; 255 is black."""
     k = torch.arange(256.0)
     hue, luminance = (0.6 + k * 0.618034) % 1, 0.3 + 0.22 * (k % 3)
-    rgb = data.shapes.colour(hue, torch.full_like(k, 0.85), luminance)[:, :, 0, 0]
+    rgb = colour(hue, torch.full_like(k, 0.85), luminance)[:, :, 0, 0]
     rgb[num_classes:] = 0
     return (rgb * 255).round().byte()
 

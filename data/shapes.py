@@ -12,7 +12,7 @@ import math
 import torch
 from tqdm import tqdm
 
-from data.images import Split, save_grid
+from data.files import Split, save_grid
 from data.rng import uniform
 
 SCENE, NOISE = 10, 11                       # what a random number is for: the last part of its key

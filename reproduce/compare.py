@@ -13,12 +13,11 @@ import csv
 import math
 from collections import defaultdict
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 
 import common
 from robust.corruptions import NAMES
 from robust.metrics import ALEXNET, mean_corruption_error
-from studies.tables import read_csv, spread
 
 FOLDER = Path(__file__).parent
 # table: {the paper's row: the folder of ours, before _s<seed>}
@@ -59,9 +58,12 @@ def read(folder):
 
     # studies.kernel_pca's statistics of eigenvalues, of the last step
     for path in sorted(Path(folder).rglob("eigstats.csv")):
-        for row in read_csv(path, layer="all", source="as they are"):
+        with open(path, newline="") as file:
+            cells = [row for row in csv.DictReader(file)
+                     if (row["layer"], row["source"]) == ("all", "as they are")]
+        for row in sorted(cells, key=lambda row: float(row["step"])):
             arm, _, seed = row["run"].rpartition("_s")
-            number = {f"|eigenvalue| {row['measure']}": row["mean"]}
+            number = {f"|eigenvalue| {row['measure']}": float(row["mean"])}
             rows[arm, seed].insert(0, number)                       # found before earlier steps
     return rows
 
@@ -152,13 +154,21 @@ def markdown(cells, scale):
             texts[0] = number(c["paper"] - first["paper"], "+.2f")
             pairs = c["ours"].keys() & first["ours"].keys()
             gains = [c["ours"][s] - first["ours"][s] for s in pairs]
-            texts[1] = spread(gains, "+.2f") or "not run"
+            texts[1] = spread(gains, "+.2f")
         tiny = any(0 < abs(x) < 0.01 for x in c["ours"].values())              # eigenvalues
         form = ".1e" if tiny else ".2f"
-        own = spread([*c["ours"].values()], form) or "not run"
+        own = spread([*c["ours"].values()], form)
         numbers = [number(c["paper"], "g"), own, str(len(c["ours"]))]
         body.append([c["row"], c["column"], *numbers, *texts, c["note"]])
     return common.table(body, head)
+
+
+def spread(values, form):
+    """Mean ± standard deviation over seeds; "not run" of none."""
+    if not values:
+        return "not run"
+    deviation = f" ± {stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
+    return f"{mean(values):{form}}{deviation}"
 
 
 def number(value, form):
@@ -177,6 +187,10 @@ def main():
 
     cells = lines(args.table, read(args.rows))
     missing = sum(not cell["ours"] for cell in cells)
+    if missing == len(cells):
+        first = next(iter(ARMS[args.table].values()))
+        raise ValueError(f"--rows {args.rows} holds no run of {args.table}, expected folders such "
+                         f"as {first}_s0 and their evaluations")
     title = f"# {args.table}, paper and ours at scale {args.scale}"
     text = [title, "", markdown(cells, args.scale), "",
             f"{len(cells) - missing} of {len(cells)} cells were run."]

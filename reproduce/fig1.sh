@@ -4,7 +4,8 @@
 
 train_vits softmax
 set --
+set +f                                              # here * is a pattern
 for seed in $SEEDS; do set -- "$@" "$OUT/softmax_s$seed"/epoch_*.pt; done
+set -f
 run $PYTHON -m studies.kernel_pca --exp jproj --out_dir "$OUT/kpca" --ckpt "$@"
 run $PYTHON -m studies.plot kpca "$OUT/kpca"
-hours

@@ -4,4 +4,3 @@
 
 sh reproduce/fig2.sh
 run $PYTHON -m studies.plot kpca "$OUT/kpca"
-hours

@@ -3,4 +3,3 @@
 . "$(dirname "$0")/common.sh"
 
 run $PYTHON -m studies.cost $COST
-hours

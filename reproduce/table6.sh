@@ -7,9 +7,9 @@ need "ADE20K: images/{training,validation}/*.jpg, annotations/{training,validati
 ARMS="symmetric rpc4 rpc5 rpc6 rpc2all"
 for seed in $SEEDS; do
   for arm in $ARMS; do
-    encoder=$(attention "$arm")
-    [ "$SCALE" != paper ] || encoder="--backbone $OUT/${arm}_s$seed"
-    train "seg_${arm}_s$seed" train_seg.py $SEG $encoder --seed "$seed"
+    set -- $(attention "$arm")
+    [ "$SCALE" != paper ] || set -- --backbone "$OUT/${arm}_s$seed"
+    train "seg_${arm}_s$seed" train_seg.py $SEG "$@" --seed "$seed"
   done
 done
 evaluate "seg_symmetric seg_rpc4 seg_rpc5 seg_rpc6 seg_rpc2all" $FEW --measures clean corruptions

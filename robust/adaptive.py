@@ -11,7 +11,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from attention import SelfAttention, soft_threshold
+from attention import PAP, SelfAttention, soft_threshold
 from robust.attacks import margin, numbers, per_image, pgd
 from robust.autoattack import apgd, autoattack
 
@@ -52,7 +52,7 @@ def rpc_layers(model):
         raise ValueError(f"the model is a {type(model).__name__}, expected an nn.Module: "
                          "adaptive attacks look for RPC-Attention in it")
     layers = [m for m in model.modules() if isinstance(m, SelfAttention)]
-    return [m for m in layers if m.attn in ("rpc", "rpc_asym")]
+    return [m for m in layers if m.attn in PAP]
 
 
 def gradient_models(model):

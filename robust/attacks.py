@@ -225,25 +225,43 @@ def fgsm(model, images, labels, eps, *, keep_wrong=False, clip=True):
 
 
 @torch.no_grad()
-def pgd(model, images, labels, eps, *, steps=20, alpha=0.15, random_start=True, best=False,
-        clip=True, seed=0, index=None):
+def pgd(model, images, labels, eps, *, steps=20, alpha=0.15, random_start=True, restarts=1,
+        best=False, clip=True, seed=0, index=None):
     """Projected gradient descent: x <- Pi(x + alpha eps sign(grad CE)), `steps` times.
 
-    alpha: step as a share of eps. random_start: from x + U(-eps, eps). Returns the last iterate;
-    best: the first misclassified one, if there is one. Madry et al. 2018;
+    alpha: step as a share of eps. random_start: from x + U(-eps, eps); restarts: so often, each
+    time from another point where the model is not fooled yet. Returns the last iterate; best: the
+    first misclassified one, if there is one. Madry et al. 2018;
     `cleverhans-lab/cleverhans:cleverhans/torch/attacks/projected_gradient_descent.py`.
     """
-    positive(steps=steps, alpha=alpha)
+    positive(steps=steps, alpha=alpha, restarts=restarts)
+    if restarts > 1 and not random_start:
+        raise ValueError(f"restarts={restarts} without a random start are all the same, expected 1")
     check(model, images, labels, eps, clip)
-    adv = images
-    if random_start:
-        adv = project(images + eps * noise_like(images, index, seed, START), images, eps, clip)
-    for _ in range(steps):
-        logits, _, grad = input_gradient(cross_entropy, model, adv, labels)
-        moved = project(adv + alpha * eps * grad.sign(), images, eps, clip)
-        if best:
-            moved = torch.where(column(margin(logits, labels) < 0), adv, moved)
-        adv = moved
+    index = numbers(images, index)
+    eps = per_image(images, eps) if torch.is_tensor(eps) else eps
+
+    def climb(on, key):
+        x, y, budget = images[on], labels[on], eps[on] if torch.is_tensor(eps) else eps
+        adv = x
+        if random_start:
+            adv = project(x + budget * noise_like(x, index[on], *key), x, budget, clip)
+        for _ in range(steps):
+            logits, _, grad = input_gradient(cross_entropy, model, adv, y)
+            moved = project(adv + alpha * budget * grad.sign(), x, budget, clip)
+            if best:
+                moved = torch.where(column(margin(logits, y) < 0), adv, moved)
+            adv = moved
+        return adv
+
+    adv = climb(slice(None), (seed, START))
+    for restart in range(1, restarts):
+        on = (model(adv).argmax(1) == labels).nonzero()[:, 0]
+        if not len(on):
+            break
+        found = climb(on, (seed, START, restart))
+        fooled = model(found).argmax(1) != labels[on]
+        adv[on[fooled]] = found[fooled]
     return adv
 
 

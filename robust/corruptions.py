@@ -22,8 +22,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from data.files import decode
 from data.rng import normal, uniform
-from data import decode
 from robust.filters import (disk, displace, enlarge, gaussian_blur, motion, pixel_grid, quantise,
                             sample, shrink)
 from robust.severities import CONSTANTS

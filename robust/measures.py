@@ -8,6 +8,7 @@ measured. Table 2 and Fig. 3 of Teo & Nguyen 2024 say which attacks, App. A.2 an
 
 import argparse
 import itertools
+from typing import NamedTuple
 
 import common
 from robust import adaptive, attacks, autoattack, corruptions
@@ -19,7 +20,7 @@ ATTACKS = dict(noise=attacks.noise, fgsm=attacks.fgsm, pgd=attacks.pgd,
                adaptive_apgd=adaptive.adaptive_apgd, square=autoattack.square,
                autoattack=autoattack.autoattack,
                adaptive_autoattack=adaptive.adaptive_autoattack)
-PGD = dict(eps=None, steps=20, alpha=0.15, random_start=True)
+PGD = dict(eps=None, steps=20, alpha=0.15, random_start=True, restarts=1)
 # The settings of each measure and their defaults; eps=None: what --eps or the preset says.
 MEASURES = dict(
     clean={},
@@ -86,6 +87,7 @@ SETTINGS = dict(
     steps=(COUNT, "of cw: Adam steps in each of the 5 rounds of the search for c"),
     alpha=(POSITIVE, "step as a share of eps"),
     random_start=(truth, "yes or no"),
+    restarts=(COUNT, "each image's worst of so many random starts"),
     best=(truth, "yes: any misclassified iterate is returned, not the last one"),
     rescale=(truth, "yes: scale down to the L1 ball as cleverhans does; no: project"),
     centre=(common.choice("iterate", "legacy"),
@@ -143,10 +145,17 @@ def defaults(name, preset, eps):
     return values
 
 
-def plan(texts, task, preset="default", eps=None):
-    """["pgd eps=1/255,2/255", ...] -> [(name, {setting: value}, {condition: value})].
+class Measure(NamedTuple):
+    """One thing to measure: {setting: value}, and of attacks {condition: value}."""
+    name: str
+    setting: dict
+    conditions: dict
 
-    Raises ValueError naming what is unknown or out of range.
+
+def plan(texts, task, preset="default", eps=None):
+    """["pgd eps=1/255,2/255", ...] -> [Measure, ...], one for each combination of the values.
+
+    Raises ValueError naming what is unknown, out of range or said twice.
     """
     todo = []
     for text in texts:
@@ -155,21 +164,35 @@ def plan(texts, task, preset="default", eps=None):
             known = ", ".join(KNOWN[task])
             raise ValueError(f"--measures {text}: unknown; known are {known}, all")
         values = defaults(name, preset, eps)
-        for pair in pairs:
-            setting, _, several = pair.partition("=")
+        given = [pair.partition("=")[0] for pair in pairs]
+        for setting, pair in zip(given, pairs):
             if setting not in values:
                 known = f"known are {', '.join(values)}" if values else "there are none"
                 raise ValueError(f"--measures {text!r}: {setting} is no setting of {name}; {known}")
-            values[setting] = [read(text, name, setting, value) for value in several.split(",")]
+            if given.count(setting) > 1:
+                raise ValueError(f"--measures {text!r}: {setting} is given twice, expected "
+                                 f"{setting}=VALUE,VALUE for several")
+            values[setting] = [read(text, name, setting, value)
+                               for value in pair.partition("=")[2].split(",")]
         lists = [value if isinstance(value, list) else [value] for value in values.values()]
         for combination in itertools.product(*lists):
             setting = dict(zip(values, combination))
             conditions = {k: setting.pop(k, PRESETS[preset]["conditions"][k]) for k in CONDITIONS}
-            if name.endswith(("autoattack", "square")) and not conditions["clip"]:
-                raise ValueError(f"--measures {text!r}: {name} keeps to [0, 1] in any case, "
-                                 "expected clip=yes")
-            todo.append((name, setting, conditions))
+            check_measure(text, name, setting, conditions)
+            todo.append(Measure(name, setting, conditions))
     return todo
+
+
+def check_measure(text, name, setting, conditions):
+    """ValueError for settings that contradict each other."""
+    if name.endswith(("autoattack", "square")) and not conditions["clip"]:
+        raise ValueError(f"--measures {text!r}: {name} keeps to [0, 1] in any case, expected "
+                         "clip=yes")
+    if setting.get("restarts", 1) > 1 and not setting["random_start"]:
+        raise ValueError(f"--measures {text!r}: restarts differ in their random start, expected "
+                         "random_start=yes")
+    if setting.get("restarts") == 1:
+        del setting["restarts"]               # rows from before there were restarts are the same
 
 
 def read(text, name, setting, value):

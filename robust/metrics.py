@@ -1,15 +1,13 @@
-"""Numbers of the robustness tables: corruption error, mCE, how well outliers are told apart
-(ImageNet-O), and how sure an accuracy, or a difference between two models, is.
+"""Numbers of the robustness tables: mCE, how well outliers are told apart (ImageNet-O), and the
+confidence interval of an accuracy.
 
 Hendrycks & Dietterich 2019 (ImageNet-C), Hendrycks et al. 2021 (ImageNet-O). Plain functions on
 tensors.
 """
 
-import base64
 import math
 import zlib
 
-import numpy as np
 import torch
 
 from robust.corruptions import NAMES
@@ -39,7 +37,7 @@ def mean_corruption_error(errors, reference=ALEXNET):
 
 
 def _counts(score, positive):
-    """True and false positives summed down to each distinct threshold, highest first; float64."""
+    """Sum true and false positives down to each distinct threshold, highest first; float64."""
     score, order = score.cpu().double().sort(descending=True)             # mps has no float64
     positive = positive.cpu().double()[order]
     # ties fall in one step
@@ -75,18 +73,6 @@ def fpr_at_recall(score, positive, recall=0.95):
     return (fp[first] / fp[-1]).item()
 
 
-# --- how sure a number is ------------------------------------------------------------------------
-
-def pack(right):
-    """Outcomes (n,) bool as text, one bit an image: np.packbits in base64."""
-    return base64.b64encode(np.packbits(right.cpu().numpy())).decode()
-
-
-def unpack(text, n):
-    """The outcomes of n images that `pack` wrote: (n,) bool."""
-    packed = np.frombuffer(base64.b64decode(text), np.uint8)
-    return torch.from_numpy(np.unpackbits(packed, count=n)).bool()
-
 
 def wilson(share, n):
     """Wilson's 95 % interval of a share in [0, 1] that was seen on n images: (low, high)."""
@@ -95,23 +81,3 @@ def wilson(share, n):
     half = z * math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
     scale = 1 + z ** 2 / n
     return max((centre - half) / scale, 0.0), min((centre + half) / scale, 1.0)
-
-
-def bootstrap(values):
-    """95 % interval of the mean of values (n,), were other n of their kind drawn: (low, high)."""
-    n = len(values)
-    draws = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), 10000)       # how often each
-    low, high = np.percentile(draws @ np.asarray(values, float) / n, [2.5, 97.5])
-    return low.item(), high.item()
-
-
-def mcnemar(a, b):
-    """p of McNemar's exact test, two-sided: a images only the first of two models gets right, b
-    only the second. Were both equally good, a coin would have been tossed for each of them.
-    """
-    n, fewer = a + b, min(a, b)
-    k = torch.arange(fewer + 1, dtype=torch.float64)
-    # log of the ways to see k heads in n tosses
-    log_choose = math.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
-    tail = torch.logsumexp(log_choose - n * math.log(2), 0).exp().item()
-    return min(1.0, 2 * tail)

@@ -1,6 +1,6 @@
 """What one measure finds: functions of models and images, or a text, that return a result's fields.
 
-    hit = score(models, batches(source, index, args), [unchanged], n, args)    # (models, 1, n, 2)
+    hit = find_right(models, batches(source, index, args), [unchanged], n, args)
 
 args: seed, device, rank, world, batch_size, num_workers, amp and the folders of eval_robust.py.
 Processes share the images; each returns the whole result.
@@ -16,21 +16,23 @@ import torch
 from tqdm import tqdm
 
 import common
-import data
+from data.files import Split, image_batches
+from data.images import ImageTree
+from data.rng import epoch_order
 from robust import attacks, corruptions, iou, metrics, words
 from robust.measures import ATTACKS, FOLDERS, SCENES, SLOW
-from robust.tables import show
+from robust.results import pack, show
 
 
 # --- images --------------------------------------------------------------------------------------
 
 def length(source):
-    """How many images a source has."""
+    """Count the images of a source."""
     return len(getattr(source, "labels", source))
 
 
 def size_of(source, name, setting, args):
-    """How many images, or tokens of a text, a measure is on."""
+    """Count the images, or tokens of a text, that a measure is on."""
     if name == "perplexity":
         return len(source[setting["split"]].clean)
     n = length(source)
@@ -41,26 +43,26 @@ def size_of(source, name, setting, args):
 
 
 def pick(n, limit, seed):
-    """(limit,) int64: numbers of a random subset of n images, part of that of any larger limit."""
+    """Number a random subset of n images, part of that of any larger limit: (limit,) int64."""
     if limit and limit > n:
         raise ValueError(f"--limit {limit}: there are only {n} images")
-    return data.epoch_order(n, 0, seed)[:limit or n]
+    return epoch_order(n, 0, seed)[:limit or n]
 
 
 def batches(source, index, args, label=""):
-    """This process's share of the images numbered index, in batches on the device.
+    """Load this process's share of the images numbered index, in batches on the device.
 
     Yields ((b, 3, S, S) uint8, labels (b,), numbers (b,), their places in index (b,)).
     """
     share = torch.arange(len(index))[args.rank::args.world]
     places = [p for p in share.split(args.batch_size) if len(p)]
     parts = [index[p] for p in places]
-    if isinstance(source, data.Split):
+    if isinstance(source, Split):
         parts = (part.to(args.device) for part in parts)
         loaded = ((source.images[part], source.labels[part], part) for part in parts)
     else:
         keys = [[(i, i) for i in part.tolist()] for part in parts]
-        loaded = data.imagenet_batches(source, keys, args.num_workers, args.device)
+        loaded = image_batches(source, keys, args.num_workers, args.device)
     bar = tqdm(total=len(share), desc=label, unit="image", leave=False, disable=args.rank > 0)
     with bar:
         for (images, labels, numbers), place in zip(loaded, places):
@@ -70,8 +72,8 @@ def batches(source, index, args, label=""):
 
 
 def joined(loaded, most=4096):
-    """Batches joined until they hold so many images: full where an attack gathers the survivors,
-    and no more than a GPU holds."""
+    """Join batches until they hold so many images: full where an attack gathers the survivors, and
+    no more than a GPU holds."""
     parts, n = [], 0
     for batch in loaded:
         parts.append(batch)
@@ -84,14 +86,14 @@ def joined(loaded, most=4096):
 
 
 def whole(loaded):
-    """All batches as one."""
+    """Join all batches."""
     return next(joined(loaded, math.inf))
 
 
 # --- who is right --------------------------------------------------------------------------------
 
 def hits(logits, labels):
-    """Right in the first, right among the first five: (B, 2) float."""
+    """Compare with the labels: right in the first, right among the first five, (B, 2) float."""
     if not logits.isfinite().all():
         raise ValueError("the model returns logits that are not finite")
     right = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
@@ -99,9 +101,9 @@ def hits(logits, labels):
 
 
 @torch.no_grad()
-def score(models, loaded, transforms, n, args):
-    """Which of n images are right in each form: (models, transforms, n, 2) float64 on the CPU of
-    every process.
+def find_right(models, loaded, transforms, n, args):
+    """Find which of n images are right, and right among five, in each form: (models, transforms,
+    n, 2) float64 on the CPU of every process.
 
     loaded: of `batches`; transforms: functions of such a batch to pixels (b, 3, S, S) float in
     [0, 1]. Each form of a batch is made once, for all models.
@@ -113,7 +115,7 @@ def score(models, loaded, transforms, n, args):
             x = transform(*batch)
             for i, m in enumerate(models):
                 with common.autocast(args.device, args.amp):
-                    logits = attacks.forward(m["model"], x, args.batch_size)
+                    logits = attacks.forward(m.model, x, args.batch_size)
                     found[i, j, place] = hits(logits.float(), labels)
     return common.all_sum(found).cpu().double()
 
@@ -123,13 +125,13 @@ def percent(total, n):
 
 
 def outcome(hit):
-    """Of hits (n, 2): top-1 and top-5 in percent, and which images were right, one bit each."""
+    """Sum up hits (n, 2): top-1 and top-5 in percent, and which images were right, a bit each."""
     top1, top5 = percent(hit.sum(0), len(hit))
-    return dict(top1=top1, top5=top5, right=metrics.pack(hit[:, 0] > 0))
+    return dict(top1=top1, top5=top5, right=pack(hit[:, 0] > 0))
 
 
 def together(outcomes):
-    """Outcomes of several severities or draws as one: a list for each field."""
+    """Join outcomes of several severities or draws: a list for each field."""
     return {field: [one[field] for one in outcomes] for field in outcomes[0]}
 
 
@@ -140,7 +142,7 @@ def unchanged(images, *_):
 
 
 def damaged(images, numbers, setting, severity, args):
-    """One corruption of the images with these numbers, (b, 3, H, W) uint8."""
+    """Corrupt the images with these numbers, (b, 3, H, W) uint8."""
     images = corruptions.corrupt(images, setting["type"], severity, seed=args.seed, index=numbers,
                                  frost_dir=args.frost_dir)
     return corruptions.jpeg85(images) if setting["jpeg85"] else images
@@ -151,18 +153,18 @@ def corrupted(images, labels, numbers, place, **how):
 
 
 def released(args, source, size, name, severity):
-    """ImageNet-C's files (224 px, only cropped) or CIFAR-10-C's as a source, numbered as `source`,
-    the test split."""
+    """Open ImageNet-C's files (224 px, only cropped) or CIFAR-10-C's as a source, numbered as
+    `source`, the test split."""
     array = Path(args.corrupted_dir, f"{name}.npy")
     if array.exists():
         part = slice((severity - 1) * 10000, severity * 10000)
         images, labels = (torch.from_numpy(np.load(file, mmap_mode="r")[part].copy())
                           for file in (array, array.with_name("labels.npy")))
         images = images.permute(0, 3, 1, 2).to(args.device)
-        found = data.Split(images, labels.long().to(args.device), source.classes)
+        found = Split(images, labels.long().to(args.device), source.classes)
     else:
         folder = Path(args.corrupted_dir, name)
-        found = data.ImageTree(folder, str(severity), source.classes, size, crop_pct=1.0)
+        found = ImageTree(folder, str(severity), source.classes, size, crop_pct=1.0)
     if len(found.labels) != len(source.labels):
         raise ValueError(f"--corrupted_dir {args.corrupted_dir}: {name}, severity {severity} has "
                          f"{len(found.labels)} images, the test split {len(source.labels)}")
@@ -170,41 +172,41 @@ def released(args, source, size, name, severity):
 
 
 def corruption_rows(models, source, index, setting, args):
-    """One corruption, made or read once for all models: top-1 and top-5 per severity.
+    """Measure one corruption, made or read once for all models: top-1 and top-5 per severity.
 
     Images from files are resized bilinear, not bicubic, before they are corrupted: so ImageNet-C
     was made.
     """
     name, severities = setting["type"], setting["severities"]
     if args.corrupted_dir:
-        size = models[0]["model"].config.image_size
+        size = models[0].model.config.image_size
         parts = ((released(args, source, size, name, s), [unchanged]) for s in severities)
     else:
-        if isinstance(source, data.ImageTree):
+        if isinstance(source, ImageTree):
             source = copy.copy(source)
             source.resample = "bilinear"
         parts = [(source, [partial(corrupted, setting=setting, severity=severity, args=args)
                            for severity in severities])]
-    found = [score(models, batches(images, index, args, name), forms, len(index), args)
+    found = [find_right(models, batches(images, index, args, name), forms, len(index), args)
              for images, forms in parts]
     return [together([outcome(hit) for hit in own]) for own in torch.cat(found, 1)]
 
 
 @torch.no_grad()
 def kept_logits(m, source, index, columns, args):
-    """Logits of the kept classes for all images index, on every process: (n, len(columns)) float64
-    on the CPU."""
+    """Compute the logits of the kept classes for all images index, on every process: (n,
+    len(columns)) float64 on the CPU."""
     out = torch.zeros(len(index), len(columns), device=args.device)
     for images, _, _, place in batches(source, index, args, Path(source.folder).name):
         with common.autocast(args.device, args.amp):
-            logits = m["model"](images.float() / 255)
+            logits = m.model(images.float() / 255)
         out[place] = logits[:, columns].float()
     return common.all_sum(out).cpu().double()
 
 
 def folder_row(m, name, tree, index, source, args):
-    """ImageNet-A, -R: accuracy over their 200 classes. ImageNet-O: how well confidence tells its
-    images from val's.
+    """Measure on ImageNet-A, -R: accuracy over their 200 classes; on ImageNet-O: how well confidence
+    tells its images from val's.
 
     tree: the folder, with the labels of all classes; the kept classes are those that have a folder.
     """
@@ -268,7 +270,7 @@ def attack_images(model, name, setting, images, labels, index, conditions, *, se
 
 
 def aim(model, name, x, labels, lead, batch_size):
-    """What an attack leads away from, (b,), and which images are attacked, (b,) bool."""
+    """Choose what an attack leads away from, (b,), and which images are attacked, (b,) bool."""
     every = name in ("noise", "transfer", "fgsm")         # fgsm itself keeps what is wrong already
     target, todo = labels, torch.ones_like(labels, dtype=torch.bool)
     if lead == "pred" or not every:
@@ -279,12 +281,12 @@ def aim(model, name, x, labels, lead, batch_size):
 
 
 def widest(device):
-    """float64, but on mps, which has none."""
+    """Choose float64, but on mps, which has none."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 class Attacked:
-    """An attack as a transform for `score`; notes how far images move, and AutoAttack's stages."""
+    """An attack as a transform for `find_right`; notes how far images move, and AutoAttack's stages."""
 
     def __init__(self, model, name, setting, conditions, n, args):
         self.how = dict(conditions=conditions, seed=args.seed, batch_size=args.batch_size)
@@ -310,21 +312,21 @@ class Attacked:
 
 
 def attack_row(m, name, setting, conditions, source, index, args, victim=None):
-    """One attack on one model. victim: the model it is made on, if another.
+    """Measure one attack on one model. victim: the model it is made on, if another.
 
     Returns accuracy in percent, the largest and the median perturbation in pixel units over the
     images attacked, the pixel range, and for some attacks more: autoattack's accuracy after each
     stage, cw's at fixed L2 radii.
     """
     n = len(index)
-    attack = Attacked(victim or m["model"], name, setting, conditions, n, args)
-    loaded = batches(source, index, args, f"{name} {show(setting)}, {m['about']['model']}")
+    attack = Attacked(victim or m.model, name, setting, conditions, n, args)
+    loaded = batches(source, index, args, f"{name} {show(setting)}, {m.about['model']}")
     if attack.cascade or name == "square":
         loaded = joined(loaded)                           # batches stay full as images leave
     draws = [attack]
     if name == "noise":
         draws = [partial(attack, draw=draw) for draw in range(setting["draws"])]
-    hit = score([m], loaded, draws, n, args)[0]
+    hit = find_right([m], loaded, draws, n, args)[0]
     moved, stages = (common.all_sum(x).cpu().double() for x in (attack.moved, attack.stages))
 
     row = together([outcome(h) for h in hit]) if len(hit) > 1 else outcome(hit[0])
@@ -343,7 +345,7 @@ def attack_row(m, name, setting, conditions, source, index, args, victim=None):
 
 
 def sizes(moved):
-    """Of norms (n, 4), Linf, L2, L1, how far outside [0, 1]: their extremes over moved images."""
+    """Sum up norms (n, 4), Linf, L2, L1, how far outside [0, 1]: extremes over moved images."""
     touched = moved[moved[:, 0] > 0]
     linf, l2, l1 = (touched[:, :3] if len(touched) else moved[:1, :3]).unbind(1)
     return dict(max_linf=linf.max().item(), max_l2=l2.max().item(), max_l1=l1.max().item(),
@@ -354,14 +356,14 @@ def sizes(moved):
 # --- rows: Segmenters and language models --------------------------------------------------------
 
 def views(m, setting, args):
-    """How a Segmenter looks at images: what iou.evaluate and predictions take."""
-    return dict(size=m["model"].config.image_size, window=setting["window"],
+    """Say how a Segmenter looks at images: what iou.evaluate and predictions take."""
+    return dict(size=m.model.config.image_size, window=setting["window"],
                 stride=setting["stride"], scales=setting["scales"], flip=setting["flip"],
                 amp=args.amp, num_workers=args.num_workers)
 
 
 def changes(name, setting, args):
-    """{severity: what iou.evaluate does to images, uint8}; clean: {None: nothing}."""
+    """List {severity: what iou.evaluate does to images, uint8}; clean: {None: nothing}."""
     if name == "clean":
         return {None: None}
     return {severity: partial(damaged, setting=setting, severity=severity, args=args)
@@ -369,10 +371,11 @@ def changes(name, setting, args):
 
 
 def segment_row(m, name, setting, source, index, args):
-    """Pixel accuracy, mean accuracy, mean IoU in percent, also per class; a list of severities."""
+    """Measure pixel accuracy, mean accuracy, mean IoU in percent, also per class; lists over
+    severities."""
     results = []
     for change in changes(name, setting, args).values():
-        result, _ = iou.evaluate(m["model"], source, index=index.tolist(), change=change,
+        result, _ = iou.evaluate(m.model, source, index=index.tolist(), change=change,
                                  rank=args.rank, world=args.world,
                                  progress=show(setting) or name, **views(m, setting, args))
         results.append({k: v for k, v in result.items() if k != "images"})
@@ -380,8 +383,8 @@ def segment_row(m, name, setting, source, index, args):
 
 
 def perplexity_row(m, setting, source, args):
-    """Perplexities of one split: segment-wise, sliding, words swapped."""
+    """Measure the perplexities of one split: segment-wise, sliding, words swapped."""
     with common.autocast(args.device, args.amp):
-        row = words.score(m["model"], source[setting["split"]], setting["window"],
+        row = words.score(m.model, source[setting["split"]], setting["window"],
                           setting["stride"], args.batch_size, args.rank, args.world)
     return dict(row, word=args.word)

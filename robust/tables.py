@@ -337,7 +337,7 @@ class Results:
         common.broadcast([None])                          # all have read before one writes
         if rank == 0:
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            common.cut_log(self.out, 0)                   # a line that a kill cut short goes
+            common.Log(self.out).cut(0)                   # a line that a kill cut short goes
 
     def lacks(self, row):
         """Is there no row of the same model, measure, setting, conditions and images?"""
@@ -347,7 +347,7 @@ class Results:
         """Keep a finished row."""
         self.rows[key(row)] = row
         if self.rank == 0:
-            common.write_log(self.out, row)
+            common.Log(self.out).append(row)
             self.write_table()
             numbers = [f"{line} {value:.2f}" for line, value, _ in lines(row)]
             tqdm.write("  ".join([f"{row['model']:28}", *numbers,

@@ -3,31 +3,41 @@
     python -m studies.cost                              # ViT-tiny at 224 px: all rows, side by side
     python -m studies.cost --clock cpu --threads 1      # on a machine that does other work, too
     python -m studies.cost --batch_size 256             # a GPU wants more to do
+    python -m studies.cost language                     # a training step of a language model
+    python -m studies.cost memory --tokens 4097         # what one attention keeps, step by step
 
 The paper's "1.22M flop/sample" are 1.22 G multiply-adds: its M is G, and true FLOPs are twice that.
-PyTorch's counter (torch.utils.flop_counter) finds in a ViT, for an image,
-
-    (N - 1) 3 p^2 C             patches of p x p pixels; N tokens with the class token, C wide
-    N C^2 (P + 1 + 8)           a layer: P projections (k, v; softmax: q too), output, MLP
-    2 N^2 C n                   a layer: K K^T and A V, n times (n = 1 but for RPC-Attention)
-    C classes                   the head
-
-To this comes 5 N C for each of the 2 depth + 1 LayerNorms: so counts fvcore, and only so do all
-five rows round to the paper's. Softmax and other elementwise work are left out. A step more in one
-layer is 2 N^2 C = 14.9 M, 1.3 % of the model; what it takes of the clock is a question of the
-machine. FAN (App. E.7) has no row in Table 11; here it is counted and measured alike.
+Counted by torch.utils.flop_counter; to this comes 5 N C for each of the 2 depth + 1 LayerNorms: so
+counts fvcore, and only so do all five rows round to the paper's. Softmax and other elementwise work
+are left out. A step more in one layer is 2 N^2 C = 14.9 M, 1.3 % of the model; what it takes of the
+clock is a question of the machine. FAN (App. E.7) has no row in Table 11; it is measured alike.
 
 The paper's times are not throughput: at 0.079 s an image ImageNet would take 28 hours an epoch. So
-the time of one image alone stands beside them, and throughput in a table of its own.
+the time of one image alone stands beside them, and throughput in a table of its own. What is
+compared runs alternately in one process. A time is a median over rounds, a ratio the median of the
+ratios within a round: another program that slows a whole round down does not count.
 
-What is compared runs alternately in one process. A time is a median over rounds, a ratio the median
-of the ratios within a round: another program that slows a whole round down does not count.
+language: LM-mini, 17,510 words. "plain" is causal self-attention as nanoGPT writes it, the measure
+of what attention.py's module costs by itself.
+
+memory: each PAP step attends once more, and autograd keeps what the backward pass will ask for. A
+fused attention asks for its inputs and its output alone, so a step leaves S, K2 and L: three
+tensors (B, H, N, D). "matrices" is PyTorch's attention written out (SDPBackend.MATH), which keeps
+(B, H, N, N) as well. D is 64, so N x N is the larger one from N = 192 on.
 """
 
 import argparse
+import datetime
+import gc
+import math
+import os
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from functools import partial
+from importlib.util import find_spec
+from multiprocessing import get_context
 from statistics import median
 
 if not __package__:
@@ -36,15 +46,17 @@ if not __package__:
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import common
 import fan
-from studies.memory import MB, fresh, peak_growth
-from studies.tables import report
+import lm
+from attention import rpc_attention, symmetric_attention
 from vit import SIZES, ViT, ViTConfig
 
-PIXELS = 224
+MB, PIXELS = 2 ** 20, 224
 MODELS = {                                              # the settings of ViTConfig, of FANConfig
     "softmax": dict(attn="softmax"),
     "symmetric": dict(attn="symmetric"),
@@ -65,99 +77,64 @@ PAPER = {
     "rpc 6iter/layer1": ("5.2M", "1.25M", 0.085, 0.011, 1443, 1181),
     "rpc 2iter/all-layer": ("5.2M", "1.35M", 0.092, 0.017, 1461, 1181),
 }
+REPEATS = 3                                             # of a measurement of memory
 
 
 def get_args():
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument("--model", choices=SIZES, default="tiny", help="width, depth and heads")
-    p.add_argument("--batch_size", type=common.number(int, 1), default=8, help="for throughput")
-    return timing_flags(p).parse_args()
-
-
-def timing_flags(p):
-    """How to measure; returns the parser."""
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
     whole = common.number(int, 1)
+    p.add_argument("what", nargs="?", choices=STUDIES, default="models")
+    p.add_argument("--model", choices=SIZES, default="tiny", help="models: width, depth and heads")
+    p.add_argument("--batch_size", type=whole, help="models: images for throughput, default 8; "
+                   "language: windows a step, default 16")
+    p.add_argument("--tokens", type=whole, default=1025, help="memory: N")
+    p.add_argument("--n_iter", type=whole, nargs="+", default=[1, 2, 4, 6],
+                   help="memory: PAP steps")
     p.add_argument("--rounds", type=whole, default=15, help="counted ones; one more warms up")
     p.add_argument("--clock", choices=["wall", "cpu"], default="wall",
                    help="cpu: of all threads, added up")
     p.add_argument("--threads", type=whole, help="CPU threads; torch's choice by default")
     p.add_argument("--device", help="cuda (then in bf16), mps or cpu; picked automatically")
     p.add_argument("--out", help="append the rows to this file, one JSON object a line")
-    return p
+    return p.parse_args()
 
 
-# --- counting -------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
-def build(name, size):
-    """A model of the table. size: a key of vit.SIZES."""
-    if name == "timm softmax":
-        from timm.models.vision_transformer import VisionTransformer
-        return VisionTransformer(**SIZES[size])
-    how = dict(MODELS[name])
-    if how.get("rpc_layers") == "all":
-        how["rpc_layers"] = range(SIZES[size]["depth"])
-    if name.startswith("fan"):
-        shape = fan.SIZES.get(f"fan_{size}", SIZES[size])
-        return fan.FAN(fan.FANConfig(**shape, **how))
-    return ViT(ViTConfig(**SIZES[size], **how))
+def hardware(device):
+    """The machine in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpu = device.type
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as f:
+            names = [line.split(": ")[1].strip() for line in f if line.startswith("model name")]
+        cpu = ", ".join([cpu, *names[:1]])
+    return f"{cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 
-def formula(config):
-    """Multiply-adds of one image, the formula above. config: of a ViT."""
-    c, N, C = config, config.num_tokens, config.embed_dim
-    layers = 0
-    for i in range(c.depth):
-        attn = c.layer_attn(i)
-        projections = 2 if attn in ("symmetric", "rpc") else 3
-        steps = c.n_iter if attn.startswith("rpc") else 1
-        layers += N * C ** 2 * (projections + 1 + 2 * c.mlp_ratio) + 2 * N ** 2 * C * steps
-    patches = (N - 1) * 3 * c.patch_size ** 2 * C
-    norms = 5 * N * C * (2 * c.depth + 1)
-    return patches + layers + C * c.num_classes + norms
+def plain(x):
+    """A cell: numbers below 10 with three digits after the point."""
+    if isinstance(x, float):
+        return f"{x:,.3f}" if x < 10 else f"{x:,.1f}"
+    return f"{x:,}" if isinstance(x, int) else str(x)
 
 
-def multiply_adds(model):
-    """Multiply-adds of one image by PyTorch's counter, and what NORMS take."""
-    norms, hooks = [], []
-    for kind, each in NORMS.items():
-        def add(module, args, out, each=each):
-            norms.append(each * out.numel())
-
-        hooks += [m.register_forward_hook(add) for m in model.modules() if isinstance(m, kind)]
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model.eval()(torch.zeros(1, 3, PIXELS, PIXELS))
-    for hook in hooks:
-        hook.remove()
-    return counter.get_total_flops() / 2 + sum(norms)
+def report(title, device, rows, tables, out):
+    """Print tables, {title: columns}, of rows (dicts); append the rows to the file `out`."""
+    print(f"{title}\n{hardware(device)}; torch {torch.__version__}")
+    for what, columns in tables.items():
+        cells = [[plain(row.get(column, "-")) for column in columns] for row in rows]
+        print(f"\n{what}\n\n{common.table(cells, columns)}")
+    about = dict(command=" ".join(["python -m studies.cost", *sys.argv[1:]]),
+                 hardware=hardware(device), torch=torch.__version__,
+                 date=f"{datetime.date.today()}")
+    for row in rows if out else ():
+        common.Log(out).append(about | row)
 
 
-# --- measuring ------------------------------------------------------------------------------------
-
-def training_step(model, images):
-    """Forward and backward pass, without an optimiser; bf16 on a GPU. images: (B, 3, S, S)."""
-    labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
-    model.train().zero_grad(set_to_none=True)
-    with common.autocast(images.device, images.is_cuda):
-        loss = F.cross_entropy(model(images), labels)
-    loss.backward()
-
-
-@torch.no_grad()
-def test_step(model, images):
-    with common.autocast(images.device, images.is_cuda):
-        model.eval()(images)
-
-
-STEPS = {"train": training_step, "test": test_step}
-
-
-def start(args):
-    """The device, as --threads and --device ask."""
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    return common.setup(args.device)[0]
-
+# --- time -----------------------------------------------------------------------------------------
 
 def alternate(args, device, steps):
     """{name: [seconds of steps[name]() in every round]}; in reverse order every other round.
@@ -176,14 +153,48 @@ def alternate(args, device, steps):
     return {name: t[1:] for name, t in times.items()}
 
 
-def about(args):
-    """How time was measured, in words."""
-    return f"{args.clock} clock, medians of {args.rounds} rounds"
-
-
 def ratio(times, name, other):
     """Median of the ratios within a round."""
     return median(x / y for x, y in zip(times[name], times[other]))
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+def fresh(function, cases):
+    """[function(*case) of all cases] in a process whose C library gives freed tensors back at once.
+
+    The library is glibc; in others the memory of one case may serve the next and go unseen.
+    """
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"          # read by a process when it starts
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return list(process.map(function, *zip(*cases)))
+
+
+def resident(field):
+    """VmRSS (memory of this process now) or VmHWM (its maximum) in bytes."""
+    with open("/proc/self/status") as f:
+        return next(1024 * int(line.split()[1]) for line in f if line.startswith(field))
+
+
+def peak_growth(step, device):
+    """Bytes by which step() raises the memory in use at its peak; nan where nobody counts them.
+
+    CUDA: of PyTorch's allocator. CPU: of the resident memory, in a process of its own (`fresh`) in
+    which such a step has run before: libraries load, threads start. Linux only.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+    if device.type != "cpu" or not os.path.exists("/proc/self/clear_refs"):
+        return math.nan
+    with open("/proc/self/clear_refs", "w") as f:
+        f.write("5")                                                # the maximum starts again here
+    before = resident("VmRSS")
+    step()
+    return resident("VmHWM") - before
 
 
 def peak_mb(name, size, what, device):
@@ -196,8 +207,71 @@ def peak_mb(name, size, what, device):
     return (weights + peak_growth(lambda: STEPS[what](model, image), device)) / MB
 
 
+def memory_columns(peaks, what):
+    """{model: {"train MB": ..., "train MB more": ...}} of {model: [MB of each repetition]}.
+
+    Numbers below twice the noise, the widest range of the repetitions, are left out.
+    """
+    noise = max(max(mb) - min(mb) for mb in peaks.values())
+    middle, rows = {name: median(mb) for name, mb in peaks.items()}, {}
+    for name, mb in middle.items():
+        found = {f"{what} MB": mb, f"{what} MB more": mb - middle[base_of(name)]}
+        rows[name] = {column: x for column, x in found.items() if abs(x) > 2 * noise}
+    return rows
+
+
 # --- the models of Table 11 -----------------------------------------------------------------------
 
+def build(name, size):
+    """A model of the table. size: a key of vit.SIZES."""
+    if name == "timm softmax":
+        from timm.models.vision_transformer import VisionTransformer
+        return VisionTransformer(**SIZES[size])
+    how = dict(MODELS[name])
+    if how.get("rpc_layers") == "all":
+        how["rpc_layers"] = range(SIZES[size]["depth"])
+    if name.startswith("fan"):
+        shape = fan.SIZES.get(f"fan_{size}", SIZES[size])
+        return fan.FAN(fan.FANConfig(**shape, **how))
+    return ViT(ViTConfig(**SIZES[size], **how))
+
+
+def base_of(name):
+    """The model with which this one is compared."""
+    return "fan symmetric" if name.startswith("fan") else "symmetric"
+
+
+def multiply_adds(model):
+    """Multiply-adds of one image by PyTorch's counter, and what NORMS take."""
+    norms, hooks = [], []
+    for kind, each in NORMS.items():
+        def add(module, args, out, each=each):
+            norms.append(each * out.numel())
+
+        hooks += [m.register_forward_hook(add) for m in model.modules() if isinstance(m, kind)]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.eval()(torch.zeros(1, 3, PIXELS, PIXELS))
+    for hook in hooks:
+        hook.remove()
+    return counter.get_total_flops() / 2 + sum(norms)
+
+
+def training_step(model, images):
+    """Forward and backward pass, without an optimiser; bf16 on a GPU. images: (B, 3, S, S)."""
+    labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
+    model.train().zero_grad(set_to_none=True)
+    with common.autocast(images.device, images.is_cuda):
+        loss = F.cross_entropy(model(images), labels)
+    loss.backward()
+
+
+@torch.no_grad()
+def test_step(model, images):
+    with common.autocast(images.device, images.is_cuda):
+        model.eval()(images)
+
+
+STEPS = {"train": training_step, "test": test_step}
 TABLES = {
     "Size; the paper as printed, its M of multiply-adds is G":
         ("model", "parameters", "paper: parameters", "G multiply-adds", "paper: flop/sample"),
@@ -207,7 +281,7 @@ TABLES = {
         ("model", "test ms", "paper: test ms", "test ratio", "paper: test ratio"),
     "Throughput in batches; ratios of times to symmetric":
         ("model", "train images/s", "train batch ratio", "test images/s", "test batch ratio"),
-    "Most memory with one image, and what it is more than symmetric":
+    "Most memory with one image, and what it is more than symmetric; -: below the noise":
         ("model", "train MB", "paper: train MB", "train MB more", "paper: train MB more",
          "test MB", "paper: test MB"),
 }
@@ -228,45 +302,156 @@ def paper_columns(name):
     return row
 
 
-def main():
-    args = get_args()
-    device = start(args)
-    names = list(MODELS)
-    try:
-        import timm  # noqa: F401
+def models(args, device, timed):
+    """Count and time every model of the table, a step of one image and one of a batch."""
+    names, batch = list(MODELS), args.batch_size or 8
+    if find_spec("timm"):
         names.insert(0, "timm softmax")
-    except ImportError:
+    else:
         print("timm is not installed: its row is left out")
     nets = {name: build(name, args.model) for name in names}
-    counts = {name: multiply_adds(net) for name, net in nets.items()}
-
-    # A step of one image and one of a batch, of every model.
+    rows = {name: {"model": name, "parameters": sum(p.numel() for p in net.parameters()),
+                   "G multiply-adds": multiply_adds(net) / 1e9} for name, net in nets.items()}
     steps = {}
-    for n in (1, args.batch_size):
+    for n in {1, batch}:
         images = torch.rand(n, 3, PIXELS, PIXELS, device=device)
         for what, step in STEPS.items():
             steps |= {(name, what, n): partial(step, net.to(device), images)
                       for name, net in nets.items()}
     times = alternate(args, device, steps)
-    cases = [(name, args.model, what, str(device)) for name in names for what in STEPS]
-    peaks = dict(zip(((case[0], case[2]) for case in cases), fresh(peak_mb, cases)))
-
-    rows = []
-    for name, net in nets.items():
-        base = "fan symmetric" if name.startswith("fan") else "symmetric"
-        row = {"model": name, "parameters": sum(p.numel() for p in net.parameters()),
-               "G multiply-adds": counts[name] / 1e9}
-        for what in STEPS:
-            for n, kind in ((1, "ratio"), (args.batch_size, "batch ratio")):
-                row[f"{what} {kind}"] = ratio(times, (name, what, n), (base, what, n))
+    for what in STEPS:
+        cases = [(name, args.model, what, str(device)) for name in names for _ in range(REPEATS)]
+        found = fresh(peak_mb, cases)
+        peaks = {name: found[i * REPEATS:(i + 1) * REPEATS] for i, name in enumerate(names)}
+        memory = memory_columns(peaks, what)
+        for name, row in rows.items():
+            for n, kind in ((1, "ratio"), (batch, "batch ratio")):
+                row[f"{what} {kind}"] = ratio(times, (name, what, n), (base_of(name), what, n))
             row[f"{what} ms"] = 1e3 * median(times[name, what, 1])
-            row[f"{what} images/s"] = args.batch_size / median(times[name, what, args.batch_size])
-            row[f"{what} MB"] = peaks[name, what]
-            row[f"{what} MB more"] = peaks[name, what] - peaks[base, what]
-        known = paper_columns(name) if args.model == "tiny" else {}
-        rows.append(row | known)
-    title = f"ViT-{args.model}, {PIXELS} px, batches of {args.batch_size}"
-    report(f"{title}, {about(args)}", device, rows, TABLES, args.out)
+            row[f"{what} images/s"] = batch / median(times[name, what, batch])
+            row |= memory[name] | (paper_columns(name) if args.model == "tiny" else {})
+    title = f"ViT-{args.model}, {PIXELS} px, batches of {batch}{timed}"
+    report(title, device, list(rows.values()), TABLES, args.out)
+
+
+# --- a language model -----------------------------------------------------------------------------
+
+WORDS, CUTOFFS = 17510, (2000, 10000)                                   # a small WikiText
+KINDS = {"plain": "softmax", "softmax": "softmax", "symmetric": "symmetric",
+         "rpc 4iter/layer1": "rpc"}
+
+
+class PlainAttention(nn.Module):
+    """Causal self-attention as nanoGPT writes it, without biases and dropout."""
+
+    def __init__(self, dim, num_heads):
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.proj = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x):
+        B, T, C = x.shape
+        heads = (B, T, self.num_heads, C // self.num_heads)
+        q, k, v = (t.view(heads).transpose(1, 2) for t in self.qkv(x).split(C, 2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+def language_model(name):
+    """LM-mini with the attention of this name."""
+    size = lm.SIZES["mini"]
+    model = lm.LM(lm.LMConfig(WORDS, **size, attn=KINDS[name], rpc_layers=(0,), n_iter=4,
+                              cutoffs=CUTOFFS, dropout=0))
+    for block in model.blocks if name == "plain" else ():
+        block.attn = PlainAttention(size["embed_dim"], size["num_heads"])
+    return model
+
+
+def language_step(model, text):
+    """Forward and backward pass. text: (B, T + 1) int64."""
+    model.zero_grad(set_to_none=True)
+    with common.autocast(text.device, text.is_cuda):
+        loss = model(text[:, :-1], text[:, 1:]).mean()
+    loss.backward()
+
+
+def language(args, device, timed):
+    """Time a training step of LM-mini with each kind of attention."""
+    batch, context = args.batch_size or 16, lm.SIZES["mini"]["context"]
+    text = torch.randint(WORDS, (batch, context + 1), device=device)
+    steps = {name: partial(language_step, language_model(name).to(device), text) for name in KINDS}
+    times = alternate(args, device, steps)
+    rows = [{"model": name, "step ms": 1e3 * median(t), "tokens/s": batch * context / median(t),
+             "to plain": ratio(times, name, "plain"),
+             "to symmetric": ratio(times, name, "symmetric")} for name, t in times.items()]
+    title = f"LM-mini, batches of {batch} windows of {context} tokens{timed}"
+    report(title, device, rows, {"A training step, forward and backward": list(rows[0])}, args.out)
+
+
+# --- one attention --------------------------------------------------------------------------------
+
+SHAPE = 8, 3, 64                                        # B, H, D: ViT-tiny's heads, 8 images
+
+
+def forward_backward(shape, n_iter, matrices, device):
+    """One attention on random k, v of shape (B, H, N, D); n_iter 0: symmetric attention.
+
+    matrices: attention written out. Returns bytes that autograd kept, the inputs not counted.
+    """
+    B, H, N, D = shape
+    kv = torch.randn(B, N, 2, H, D, device=device).permute(2, 0, 3, 1, 4)   # as in the module
+    kv.requires_grad_()
+    kept = {}
+
+    def pack(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    written_out = sdpa_kernel(SDPBackend.MATH) if matrices else nullcontext()
+    with saved_tensors_hooks(pack, lambda x: x), written_out:
+        out = rpc_attention(kv[0], kv[1], n_iter) if n_iter else symmetric_attention(kv[0], kv[1])
+    kept.pop(kv.untyped_storage().data_ptr(), None)
+    out.backward(torch.ones(B, N, H, D, device=device).transpose(1, 2))
+    return sum(kept.values())
+
+
+def measure(shape, n_iter, matrices, device):
+    """Bytes (kept for the backward pass, peak with the inputs) of `forward_backward`."""
+    device = torch.device(device)
+    forward_backward((1, 1, 16, shape[-1]), n_iter, matrices, device)       # libraries load
+    peak = peak_growth(lambda: forward_backward(shape, n_iter, matrices, device), device)
+    return forward_backward(shape, n_iter, matrices, device), peak
+
+
+def memory(args, device, timed):
+    """Measure what one attention keeps for the backward pass, forward and backward."""
+    B, H, D = SHAPE
+    shape, most = (B, H, args.tokens, D), args.n_iter[-1]
+    tensor, matrix = 4 * math.prod(shape), 4 * B * H * args.tokens ** 2
+    cases = {"symmetric": (0, False), **{f"rpc n = {n}": (n, False) for n in args.n_iter}}
+    cases |= {"symmetric, matrices": (0, True), f"rpc n = {most}, matrices": (most, True)}
+    found = fresh(measure, [(shape, *case, str(device)) for case in cases.values()])
+    rows = [{"attention": name, "kept / BHND": kept / tensor, "kept / NxN": kept / matrix,
+             "kept MB": kept / MB, "peak MB": peak / MB}
+            for name, (kept, peak) in zip(cases, found)]
+    title = (f"One attention, (B, H, N, D) = {shape}, float32, forward and backward\n"
+             f"BHND: a tensor (B, H, N, D), {tensor / MB:.1f} MB. NxN: one (B, H, N, N), "
+             f"{matrix / MB:.1f} MB")
+    report(title, device, rows, {"Kept for the backward pass, and the peak": list(rows[0])},
+           args.out)
+
+
+STUDIES = dict(models=models, language=language, memory=memory)
+
+
+def main():
+    args = get_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    device = common.setup(args.device)[0]
+    timed = f", {args.clock} clock, medians of {args.rounds} rounds"
+    STUDIES[args.what](args, device, timed)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Do networks whose values are kernel-PCA values differ from networks whose values are not?
 
     python -m studies.decider --data_dir data/cifar10         # 13 arms, seed 0, then 1, ...
-    python -m studies.verdict out/decider/cifar10.jsonl       # what the rows that are in say
+    python -m studies.decider --rows results/decider/cifar10.jsonl     # what these rows say
 
 No trained values can decide whether attention "does kernel PCA": a network may do something else.
 So values are forced to be those of Theorem 1 and, to compare, of its geometry on other axes.
@@ -21,7 +21,10 @@ layer's input (x), a fixed random basis (random). Eigenvectors carry no gradient
 B <- K B / eigenvalue, does, and divides by no eigengap (polar-detached: without that step).
 
 The network is vit.py's: patches of 8 pixels, C = 64, 4 layers, 8 heads, D = 8. The rest is the
-recipe of train_cls.py. What each outcome means was fixed before the runs: results/decider/README.md
+recipe of train_cls.py. The statistic is the held-out loss of an arm minus that of another, paired
+by seed: its mean and 95 % t-interval over seeds. What each outcome means was fixed before the runs
+(`outcomes`, results/decider/README.md); for each that it is not, the conditions that fail are
+printed. Writes rows to --out and a figure to out/decider.
 """
 
 import argparse
@@ -33,6 +36,7 @@ from pathlib import Path
 if not __package__:
     sys.exit("error: start this in the repository's folder, as: python -m studies.decider")
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -41,14 +45,18 @@ from tqdm import tqdm
 import common
 import train_cls
 from attention import symmetric_attention
+from data.images import load_data
 from kpca import centre, kernel, largest
-from studies import verdict
+from studies.stats import paired_t, spread
 from vit import ViT, ViTConfig
 
 HEAD, RANK, HOLDOUT = 8, 2, 3000                            # D and r of polar, r of span, images
+FOLDER = Path("out/decider")
 TINY, CPU = 1e-14, torch.device("cpu")                      # of a trace: what float64 resolves
 ARMS = ("plain", "rms1", "uniform", "sign", "polar-own", "polar-other", "polar-x", "polar-random",
         "polar-detached", "span-own", "span-other", "span-x", "span-random")
+MARGIN = 0.03                                                               # nats
+FAMILIES, NULLS = ("polar", "span"), ("other", "x", "random")
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -176,11 +184,18 @@ def build(arm, seed, classes):
 
 # --- training -------------------------------------------------------------------------------------
 
+# Of train_cls.py's recipes, written out: a recipe that changes there makes no other study here.
+RECIPES = {"cifar10": dict(lr=1e-3, pad=4, smoothing=0.1),
+           "shapes": dict(lr=2e-3, pad=0, smoothing=0.0)}
+
+
 def settings_of(args, seed):
-    """What the functions of train_cls need: its recipe for --data, the rest as it is here."""
-    recipe = train_cls.RECIPES["any"] | train_cls.RECIPES[args.data]
-    return argparse.Namespace(**recipe, data=args.data, data_dir=args.data_dir, download=False,
-                              holdout=HOLDOUT, num_images=16000, accum=1, amp=False, seed=seed)
+    """What the functions of train_cls.py need, with the recipe for --data."""
+    return argparse.Namespace(**RECIPES[args.data], data=args.data, data_dir=args.data_dir,
+                              image_size=32, num_images=16000, holdout=HOLDOUT, download=False,
+                              batch_size=64, accum=1, repeats=1, num_ops=0, erase=0.0, mixup=0.0,
+                              cutmix=0.0, min_lr=1e-5, weight_decay=0.05, clip=1.0, amp=False,
+                              seed=seed)
 
 
 def train(arm, seed, args, train_set, test_set):
@@ -216,20 +231,129 @@ def train_missing(args, path):
         raise ValueError(f"--out {path} holds other rows than those of {args.steps} steps of "
                          f"{args.data}: choose another")
     if kept:
-        common.cut_log(path, math.inf)                          # without a line cut by a kill
+        common.Log(path).cut(math.inf)                          # without a line cut by a kill
     done = {(row["arm"], row["seed"]) for row in rows}
     every = [(arm, seed) for seed in range(args.seeds) for arm in args.arms]
     missing = [pair for pair in every if pair not in done]
     if missing:
-        splits = train_cls.load_data(settings_of(args, 0), CPU)
+        splits = load_data(settings_of(args, 0), CPU)
     for arm, seed in missing:
         try:
             row = train(arm, seed, args, *splits)
         except (ValueError, torch.linalg.LinAlgError) as error:
             tqdm.write(f"seed {seed} {arm} gets no row: {error}")
             continue
-        common.write_log(path, row)
+        common.Log(path).append(row)
         tqdm.write(f"seed {seed} {arm}: {row['top1']:.1f} %, {row['loss']:.3f} nats")
+
+
+# --- the verdict ----------------------------------------------------------------------------------
+
+def interval(losses, a, b):
+    """Loss of arm a minus arm b, paired by seed: n, mean and both ends of the 95 % t-interval.
+
+    The ends of fewer than two seeds are nan, which lies between no bounds.
+    """
+    seeds = sorted(losses.get(a, {}).keys() & losses.get(b, {}).keys())
+    if not seeds:
+        return 0, math.nan, math.nan, math.nan
+    return paired_t([losses[a][seed] - losses[b][seed] for seed in seeds])[:4]
+
+
+def outcomes():
+    """(verdict, conditions, how many of them it needs); the first that holds is the verdict.
+
+    Condition (a, b, low, high): the interval of loss a - b lies between low and high.
+    """
+    pairs = [(f"{f}-own", f"{f}-{null}") for f in FAMILIES for null in NULLS]
+    beaten = [(*pair, -math.inf, -MARGIN) for pair in pairs]
+    beaten += [(f"{f}-own", "rms1", -math.inf, 0) for f in FAMILIES]
+    alike = [(*pair, -MARGIN, MARGIN) for pair in pairs]
+    won = [(*pair, 0, math.inf) for pair in pairs]
+    low_rank = [condition for condition in alike if not condition[1].endswith("random")]
+    low_rank += [(f"{f}-{basis}", f"{f}-random", -math.inf, 0) for f in FAMILIES
+                 for basis in ("own", "other", "x")]
+    yield "attention does kernel PCA", beaten, len(beaten)
+    yield "attention does not do kernel PCA: every null does as well", alike, len(alike)
+    yield "attention does not do kernel PCA: a null does better", won, 1
+    yield "low rank is what helps", low_rank, len(low_rank)
+
+
+def judge(losses):
+    """The verdict; and as lines, for each outcome before it, the conditions that fail."""
+    lines = []
+    for words, conditions, needed in outcomes():
+        failed = []
+        for a, b, low, high in conditions:
+            n, mean, *ends = interval(losses, a, b)
+            if not low < ends[0] <= ends[1] < high:
+                failed.append(f"  {a} - {b} {bounds(low, high)}; it is {show(n, mean, *ends)}")
+        if len(conditions) - len(failed) >= needed:
+            return words, lines
+        lines += [f"It would be '{words}' if {needed} of {len(conditions)} held. Missing:"]
+        lines += failed
+    return "undecided: more seeds", lines
+
+
+def bounds(low, high):
+    """A condition in words."""
+    if low == -math.inf:
+        return f"below {high:g}"
+    return f"above {low:g}" if high == math.inf else f"within {low:g} to {high:g}"
+
+
+def show(n, mean, low, high):
+    """A difference in words."""
+    if n < 2:
+        return f"{mean:+.3f} (one seed)" if n else "not run"
+    return f"{mean:+.3f} ({low:+.3f} to {high:+.3f}, {n} seeds)"
+
+
+def report(path):
+    """Print the arms, own minus the others and the verdict; draw the differences in out/decider."""
+    rows, losses, cells = common.read_log(path), {}, []
+    expected = {"arm", "seed", "loss", "top1", "cpu_seconds"}
+    if not rows or not all(expected <= row.keys() for row in rows):
+        raise ValueError(f"{path}: expected rows of studies.decider")
+    for row in rows:
+        losses.setdefault(row["arm"], {})[row["seed"]] = row["loss"]
+    for arm, mine in losses.items():
+        top1, loss, seconds = ([row[name] for row in rows if row["arm"] == arm]
+                               for name in ("top1", "loss", "cpu_seconds"))
+        cells.append([arm, len(mine), spread(top1, ".1f"), spread(loss, ".3f"),
+                      f"{np.median(seconds):.0f}"])
+    print(f"{rows[0]['data']}, {rows[0]['step']} steps, {rows[0]['images']} held-out images\n")
+    print(common.table(cells, ["arm", "seeds", "accuracy in %", "loss in nats",
+                               "CPU seconds, median"]) + "\n")
+
+    pairs = [(f"{family}-own", arm) for family in FAMILIES for arm in losses
+             if arm.startswith(family) or "-" not in arm]
+    differences = [(f"{a} - {b}", *interval(losses, a, b)) for a, b in pairs if a != b]
+    differences = [row for row in differences if row[1]]
+    cells = [[label, show(*row)] for label, *row in differences]
+    print(common.table(cells, ["difference of losses", "mean (95 % t-interval)"]) + "\n")
+    verdict, lines = judge(losses)
+    print(f"Verdict: {verdict}", *lines, sep="\n")
+    figure = FOLDER / f"{Path(path).stem}.png"
+    figure.parent.mkdir(parents=True, exist_ok=True)
+    draw(differences, figure)
+    print(f"\n{figure} draws the differences")
+
+
+def draw(differences, path):
+    """The differences as points with their intervals, the margin as a band."""
+    from studies.plot import WIDTH, plt
+    figure, ax = plt.subplots(figsize=(WIDTH, 0.3 * len(differences) + 1))
+    ax.axvspan(-MARGIN, MARGIN, color="0.9")
+    ax.axvline(0, color="black", linewidth=0.7)
+    for y, (_, n, mean, low, high) in enumerate(differences):
+        ax.plot(mean, y, "o", color="tab:blue")
+        if n > 1:
+            ax.plot([low, high], [y, y], color="tab:blue")
+    ax.set_yticks(range(len(differences)), [f"{row[0]}, n = {row[1]}" for row in differences])
+    ax.invert_yaxis()
+    ax.set_xlabel("difference of held-out loss in nats, 95 % t-interval; grey: the margin")
+    figure.savefig(path)
 
 
 def main():
@@ -241,11 +365,13 @@ def main():
     p.add_argument("--seeds", type=common.number(int, 1), default=8, help="seeds 0, 1, ...")
     p.add_argument("--steps", type=common.number(int, 8), default=800)
     p.add_argument("--out", help="rows of finished networks; default out/decider/<data>.jsonl")
+    p.add_argument("--rows", metavar="FILE", help="only print what the rows in this file say")
     args = p.parse_args()
-    path = Path(args.out or f"out/decider/{args.data}.jsonl")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    train_missing(args, path)
-    verdict.report(path)
+    path = Path(args.rows or args.out or FOLDER / f"{args.data}.jsonl")
+    if not args.rows:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        train_missing(args, path)
+    report(path)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,8 @@ other numbers are exploratory and never bold. No study itself.
 import numpy as np
 
 import common
-from robust import corruptions, metrics
-from robust.rows import weights_of
-from robust.tables import title
+from robust import corruptions
+from robust.results import title, unpack, weights_of
 from studies.stats import Difference, crossed, detectable, holm, missing, pairs
 from studies.stats import show, show_p, spread
 
@@ -24,7 +23,7 @@ PRIMARY = dict(shapes=("15 corruptions", "pgd 2/255"), cifar10=("15 corruptions"
 
 def current(rows, folders):
     """The rows of these networks as they are: not those from before a run was trained further."""
-    weights = {str(folder): weights_of(common.read_checkpoint(folder)["model"])
+    weights = {str(folder): weights_of(common.load(folder)["model"])
                for folder in folders.values()}
     return [row for row in rows if weights.get(row["checkpoint"]) == row["weights"]]
 
@@ -51,7 +50,7 @@ def outcomes(rows, folders, limit, same=()):
     for row in rows:
         run, name = runs[row["checkpoint"]], title(row)
         packed = row["right"] if isinstance(row["right"], list) else [row["right"]]
-        right = np.mean([metrics.unpack(text, row["images"]).numpy() for text in packed], 0)
+        right = np.mean([unpack(text, row["images"]).numpy() for text in packed], 0)
         if row["images"] != limit:
             name += f", {row['images']} images"
         how = row["setting"], row.get("conditions")
@@ -177,7 +176,7 @@ def draw(compared, arms, path, baseline=BASELINE, primary=()):
 
     Red: significant. A measure that only few arms have is left to the tables.
     """
-    from studies.look import WIDTH, plt
+    from studies.plot import WIDTH, plt
     p = corrected(compared, primary)
     arms = [arm for arm in arms if any(a == arm for _, a in compared)]
     names = list(dict.fromkeys(name for name, _ in compared))

@@ -10,8 +10,8 @@ stand the values of the next head (other), the same input through a random matri
 numbers (iid), and the values of kernel PCA itself. Published scores: studies/published_scores.py.
 
 EV, frac and overlap ask which subspace of feature space values span (studies/span.py), eig_cos
-whether they hold eigenvectors, truncate what the network needs of them (studies/truncate.py). None
-changes with v -> v R, which the output matrix undoes.
+whether they hold eigenvectors, truncate what the network needs of them. None changes with v -> v R,
+which the output matrix undoes.
 
 Shapes: q (..., M, D), k (..., N, D), v (..., N, Dv), float64; leading ones: draws of a null,
 images, heads.
@@ -20,7 +20,7 @@ images, heads.
 import inspect
 import math
 import sys
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 if not __package__:
@@ -34,11 +34,10 @@ import common
 from kpca import (EPS, a_hat, attend, basis, centre, coefficients, eigen_cosine, kernel_pca,
                   kernel_projections, key_scale, log_gram, log_phi2, projection_loss, ritz,
                   theoretical_values)
-from studies.probe import (Heads, capture, checkpoints, chunks, get_args, numbers, print_table,
-                           standardise, summarise, write_csv, write_tables)
+from studies.probe import (Heads, attention_replaced, capture, checkpoints, chunks, get_args,
+                           numbers, print_table, standardise, summarise, write_csv, write_tables)
 from studies.span import (explained_variance, key_span, principal_axes, query_share, restrict,
                           token_overlap, value_axes)
-from studies.truncate import ranks_of, truncate
 
 
 # --- a layer and its nulls ------------------------------------------------------------------------
@@ -291,6 +290,79 @@ def measure(layers, experiments):
     return out
 
 
+# --- what does a network lose if its values keep only some axes? ----------------------------------
+
+TRUNCATIONS = {
+    "strict": "the first r principal axes, as kernel PCA has it",
+    "affine": "the same and one constant row, what centring takes away",
+    "affine random": "r random axes and the row",
+    "affine bottom": "the last r axes and the row",
+    "top r of x": "on the first r left singular vectors of the layer's input",
+}
+
+
+def truncated(heads, how, r):
+    """Attention with truncated values, (B, H, N, D). how: of TRUNCATIONS, none, v = 0 or mean v."""
+    q, k, v, N = heads.q, heads.k, heads.v, heads.k.shape[-2]
+    mean = v.mean(-2, keepdim=True)
+    whole = {"none": v, "v = 0": torch.zeros_like(v), "mean v": mean.expand_as(v)}
+    if how in whole:
+        return attend(q, k, whole[how])
+    if how == "top r of x":
+        Q = torch.linalg.svd(heads.x[:, None], full_matrices=False)[0][..., :r]
+        return attend(q, k, Q @ (Q.mT @ v))
+
+    span = key_span(q, k)
+    u = principal_axes(span)[..., :N - 1, :]
+    if how == "affine random":
+        random = torch.Generator().manual_seed(r)
+        order = torch.rand(u.shape[:-1], generator=random).argsort(-1).to(k.device)
+        u = u.gather(-2, order[..., None].expand(u.shape))
+    u = u[..., N - 1 - r:, :] if how == "affine bottom" else u[..., :r, :]
+    return restrict(q, k, v, span, u, affine=how != "strict")
+
+
+@torch.no_grad()
+def truncate(point, ranks, device):
+    """Accuracy with values cut down to r axes. Wants hundreds of --images.
+
+    Returns rows (how, r, accuracy in percent, standard error), printed too; r = 0: no r.
+    """
+    model = point.model.to(device)
+    cases = [(how, r) for r in ranks for how in TRUNCATIONS]
+    right = {case: [] for case in [("none", 0), ("v = 0", 0), ("mean v", 0), *cases]}
+    for _, images, labels in chunks(point, device):
+        for (how, r), found in right.items():
+            with attention_replaced(model, partial(truncated, how=how, r=r)):
+                found.append((model(images).argmax(-1) == labels).cpu().numpy())
+    rows = []
+    for (how, r), t in right.items():
+        t = 100.0 * np.concatenate(t)
+        rows.append((how, r, t.mean(), t.std() / math.sqrt(len(t))))
+
+    about = [f"{how}: {what}" for how, what in TRUNCATIONS.items()]
+    text = ["Accuracy in percent with the values of all layers truncated to", *about]
+    print_table(f"truncate: {point.where}", "\n".join(text), [
+        ("accuracy", f"r = {r}" if r else "any r", how, mean, se) for how, r, mean, se in rows])
+    return rows
+
+
+def ranks_of(point, args):
+    """The r of truncate, [] for a language model; a model that knows other classes is refused."""
+    c = point.model.config
+    if point.labels is None:
+        if point.last:
+            print(f"truncate needs classes and attention over all tokens: left out, {point.run} "
+                  f"is a language model")
+        return []
+    if point.classes != c.num_classes:
+        raise ValueError(f"truncate counts right answers, but the model knows {c.num_classes} "
+                         f"classes, the data has {point.classes}")
+    d, every = c.embed_dim // c.num_heads, c.num_tokens - 1
+    usual = sorted({r for r in (d // 4, d, every) if 0 < r <= every})
+    return numbers(args.ranks, "--ranks", every) if args.ranks else usual
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 EXPERIMENTS = {"jproj": exp_jproj, "gamma": exp_gamma, "eigstats": exp_eigstats,
@@ -324,6 +396,22 @@ def examine(point, experiments, args, device):
     return summarise(results)
 
 
+def verdicts(found):
+    """What rows of `summarise` say of kernel PCA, a line for each measure that can say it."""
+    at = {(m, s): float(mean) for _, m, s, layer, mean, _ in found
+          if layer == "all" and mean.ndim == 0}
+    for m, target in (("EV", "best"), ("eig_cos", "KPCA"), ("overlap", "KPCA")):
+        if (m, "learned") not in at:
+            continue
+        null = max((s for s in NULLS if (m, s) in at), key=lambda s: at[m, s])
+        gain, room = at[m, "learned"] - at[m, null], at[m, target] - at[m, null]
+        word = ("values do what this null does" if gain <= 0.02 else "closer to kernel PCA than it"
+                if gain >= 0.1 else "between .02 and .1 above it: undecided")
+        share = f" ({100 * gain / room:.0f} % of the way)" if room >= 0.02 else ", no room between"
+        yield (f"{m}: learned {at[m, 'learned']:.4f}, best null ({null}) {at[m, null]:.4f}, kernel "
+               f"PCA {at[m, target]:.4f}{share}: {word}.")
+
+
 def study(args, experiments):
     """Run experiments on every checkpoint, print their tables, write their CSV files."""
     device, _, _ = common.setup(args.device)
@@ -336,6 +424,7 @@ def study(args, experiments):
         for name in experiments if point.last else ():
             print_table(f"{name}: {point.where}", inspect.cleandoc(experiments[name].__doc__),
                         [row[1:] for row in found if row[0] == name and row[4].ndim == 0])
+            print(*verdicts([row for row in found if row[0] == name]), sep="\n")
         if ranks:
             accuracy = truncate(point, ranks, device)
             cut += [(point.run, point.step, *row, len(point.inputs)) for row in accuracy]
@@ -349,7 +438,7 @@ def study(args, experiments):
                    for point, (_, m, s, layer, mean, se) in mine
                    if point.tracked and layer == "all" and mean.ndim == 0]
         if tracked:
-            print_table(f"{name} over training, mean of layers", "", tracked)
+            print_table(f"{name} over training, mean of layers", "Measures as above.", tracked)
     if cut:
         write_csv(out / "truncate.csv", "run step how r accuracy se images".split(), cut)
     print(f"\nCSV files in {out}; figures (needs matplotlib): python -m studies.plot kpca {out}")

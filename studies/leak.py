@@ -24,8 +24,8 @@ from attention import FORMS
 from lm import LM, LMConfig
 
 T, GAIN = 16, 4.0
-KINDS = {"running": "mean over tokens <= t", "token": "token t alone",
-         "global": "all tokens, as printed"}
+KINDS = {"seen": "mean over tokens <= t", "token": "token t alone",
+         "all": "all tokens, as printed"}
 
 
 def get_args():
@@ -38,7 +38,7 @@ def get_args():
     return p.parse_args()
 
 
-def train(mu, seed=0, form="released", steps=400):
+def train(mu_over, seed=0, form="released", steps=400):
     """One layer (C = 32, H = 2, n = 4, lambda = 4), Adam: nats of the word to come, each step.
 
     Scored are tokens 1 to 7: token 0 attends to itself alone, so its output is its own value
@@ -46,7 +46,7 @@ def train(mu, seed=0, form="released", steps=400):
     """
     torch.manual_seed(seed)
     model = LM(LMConfig(3, T, embed_dim=32, depth=1, num_heads=2, mlp_dim=64, dropout=0,
-                        attn="rpc", rpc_layers=(0,), form=form, mu=mu))
+                        attn="rpc", rpc_layers=(0,), form=form, mu_over=mu_over))
     model.blocks[0].attn.qkv.weight.data *= GAIN
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     word = torch.tensor([[1], [2]])
@@ -65,10 +65,10 @@ def train(mu, seed=0, form="released", steps=400):
 def main():
     args = get_args()
     chance = f"{args.seeds} seeds (chance: {math.log(2):.4f})"
-    print(f"{'mu':<32}nats of a word only the future knows, {chance}")
-    for mu, meaning in KINDS.items():
-        nats = (train(mu, seed, args.form)[-1] for seed in range(args.seeds))
-        print(f"{mu + ': ' + meaning:<32}{'  '.join(f'{x:.4f}' for x in nats)}", flush=True)
+    print(f"{'mu over':<32}nats of a word only the future knows, {chance}")
+    for mu_over, meaning in KINDS.items():
+        nats = (train(mu_over, seed, args.form)[-1] for seed in range(args.seeds))
+        print(f"{mu_over + ': ' + meaning:<32}{'  '.join(f'{x:.4f}' for x in nats)}", flush=True)
 
 
 if __name__ == "__main__":

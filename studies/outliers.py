@@ -26,16 +26,15 @@ if not __package__:
 
 import numpy as np
 import torch
-from scipy import stats
 from tqdm import tqdm
 
 import common
-from robust import metrics
+from fan import classifier_from_checkpoint
 from robust.patches import corrupt_patches
-from robust.rows import read_rows, weights_of
-from studies import altered, cost, differences, probe, robustness
+from robust.results import pack, read_rows, unpack, weights_of
+from studies import cost, differences, probe, robustness, stats
 from studies.differences import BASELINE, NONE
-from studies.robust_attentions import ATTENTIONS, RobustAttention, rebuild
+from studies.robust_attentions import SCORED, USUAL
 from studies.robustness import ARMS
 from studies.where_is_s import auc, first_layer, location
 
@@ -49,7 +48,7 @@ def get_args(argv=None):
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out_dir", type=Path, default=Path("out/robustness"),
                    help="of studies/robustness.py")
-    p.add_argument("--arms", nargs="+", choices=ARMS, default=[BASELINE, "rpc4-l1", *ATTENTIONS])
+    p.add_argument("--arms", nargs="+", choices=ARMS, default=[BASELINE, "rpc4-l1", *USUAL])
     p.add_argument("--seeds", nargs="+", type=common.number(int, 0), default=[0, 1, 2])
     p.add_argument("--limit", type=common.number(int, 1), default=500, help="images a measure")
     p.add_argument("--rows", nargs="+", type=Path, default=[], metavar="FILE",
@@ -71,10 +70,10 @@ def token_scores(model, images):
     keys = k.transpose(1, 2).flatten(2)[:, 1:]                              # (B, P, C)
     scores = {"|k|": keys.norm(dim=2), "distance": (keys - keys.mean(1, keepdim=True)).norm(dim=2)}
     attention = model.blocks[0].attn
-    if isinstance(attention, RobustAttention):
-        model(images)
-        if attention.score is not None:
-            scores["own"] = attention.score.sum(1)[:, 1:]
+    if attention.attn in SCORED:
+        _, k, v = attention.project(model.blocks[0].norm1(model.embed(images)))
+        _, score = SCORED[attention.attn](k, v)
+        scores |= {} if score is None else {"own": score.sum(1)[:, 1:]}
     elif attention.attn == "rpc":
         scores["own"] = location(steps[-1]["S"])
     return scores
@@ -85,30 +84,32 @@ def null_networks(checkpoint, folder, baseline):
 
     baseline: the checkpoint of the symmetric run of this seed, or None.
     """
-    untrained, _ = probe.untrained(altered.plain(checkpoint), folder)
-    weights = {"own, untrained": untrained.state_dict()}
+    nulls = {"own, untrained": probe.untrained(checkpoint, folder)[0]}
     if baseline:
-        weights["own, symmetric's weights"] = baseline["model"]
-    return {name: rebuild(checkpoint | dict(model=w)).eval() for name, w in weights.items()}
+        weights = checkpoint | dict(model=baseline["model"])
+        nulls["own, symmetric's weights"] = classifier_from_checkpoint(weights)
+    return nulls
 
 
 @torch.no_grad()
 def look(model, images, labels, nulls):
-    """{measure: which images are right, packed}, {corruption: {score: mean AUC}}.
+    """{measure: which images are right, packed}, {corruption: {score: mean AUC}}, the share of
+    tokens of clean images that have a score.
 
     nulls: {score: network} whose own score is taken, too.
     """
     right, areas = {}, {}
+    own = token_scores(model, images).get("own", torch.zeros(1))
     for kind, n in PATCHES:
         x, hit = corrupt_patches(images, kind, model.config.patch_size, n=n)
         name = f"{n} patches {kind}"
-        right[name] = metrics.pack(model(x).argmax(1) == labels)
+        right[name] = pack(model(x).argmax(1) == labels)
         scores = token_scores(model, x)
         for null, network in nulls.items():
             scores[null] = token_scores(network, x)["own"]
         areas[name] = {score: round(auc(values, hit).mean().item(), 4)
                        for score, values in scores.items()}
-    return right, areas
+    return right, areas, round((own != 0).double().mean().item(), 4)
 
 
 def stored(paths, folders):
@@ -129,7 +130,7 @@ def measured(folders, args):
         raise ValueError(f"--out_dir {args.out_dir}: expected a finished run of {BASELINE}; "
                          "studies.robustness trains it")
     rows = patch_rows(folders, args)
-    evaluated = read_rows(args.out_dir / "eval/results.jsonl").values()
+    evaluated = read_rows(args.out_dir / "eval/results.jsonl")
     costs = step_costs(folders, args) if args.rounds else {}
     return differences.current(evaluated, folders), folders, rows, costs
 
@@ -140,35 +141,26 @@ def patch_rows(folders, args):
     stored = {(row["checkpoint"], row["images"], row.get("weights")): row
               for row in common.read_log(path)}
     for run, folder in tqdm(folders.items(), "corrupted patches", unit="network"):
-        checkpoint = common.read_checkpoint(folder)
-        model = rebuild(checkpoint).eval()
+        checkpoint = common.load(folder)
+        model = classifier_from_checkpoint(checkpoint)
         if images is None:
             images, labels, *_ = probe.load_images(args, checkpoint, model.config)
         nulls, symmetric = {}, folders.get((BASELINE, run[1]))
         if "own" in token_scores(model, images[:1]):
-            baseline = symmetric and common.read_checkpoint(symmetric)
+            baseline = symmetric and common.load(symmetric)
             nulls = null_networks(checkpoint, folder, baseline)
         about = dict(checkpoint=str(folder), images=len(images),
                      weights=weights_of(checkpoint["model"]))
         row = stored.get(tuple(about.values()))
         if row is None or not nulls.keys() <= row["auc"]["6 patches noise"].keys():
-            right, areas = look(model, images, labels, nulls)
-            row = about | dict(auc=areas, right=right)
-            common.write_log(path, row)
+            right, areas, share = look(model, images, labels, nulls)
+            row = about | dict(auc=areas, right=right, scored=share)
+            common.Log(path).append(row)
         rows[run] = row
     return rows
 
 
 # --- the verdict ----------------------------------------------------------------------------------
-
-def holm(p):
-    """Holm's step-down correction of p-values {name: p}."""
-    corrected, largest = {}, 0.0
-    for i, name in enumerate(sorted(p, key=p.get)):
-        largest = max(largest, min(1.0, (len(p) - i) * p[name]))
-        corrected[name] = largest
-    return corrected
-
 
 def p_values(runs, arms):
     """{arm: p of the paired t-test against symmetric}, corrected; arms of fewer than 2 pairs lack.
@@ -180,8 +172,8 @@ def p_values(runs, arms):
         gaps = [right.mean() - runs[BASELINE, seed].mean() for (a, seed), right in runs.items()
                 if a == arm and (BASELINE, seed) in runs]
         if arm != BASELINE and len(gaps) > 1:
-            found[arm] = stats.ttest_1samp(gaps, 0).pvalue.item() if np.any(gaps) else 1.0
-    return holm(found)
+            found[arm] = stats.paired_t(gaps).p
+    return stats.holm(found)
 
 
 def promise(arm, compared, corrected):
@@ -205,7 +197,7 @@ def step_costs(folders, args):
     args.clock, steps = "cpu", {}
     images = torch.rand(64, 3, 32, 32)
     for arm, folder in {arm: folder for (arm, _), folder in folders.items()}.items():
-        model = rebuild(common.read_checkpoint(folder))
+        model = classifier_from_checkpoint(common.load(folder))
         steps[arm] = lambda model=model: cost.training_step(model, images)
     times = cost.alternate(args, torch.device("cpu"), steps)
     return {arm: np.median(np.divide(times[arm], times[BASELINE])) for arm in steps}
@@ -222,15 +214,16 @@ def report(found, compared, rows, costs, args, primary=()):
         body.append([arm, *p, ratio, verdict])
     head = ["attention", *(f"p, {name}" for name in ABOVE), "training step", "keeps the promise"]
 
-    areas = []
-    for name, score in ((f"{n} patches {kind}", s) for kind, n in PATCHES
-                        for s in SCORES):
-        line = []
-        for arm in args.arms:
-            values = [row["auc"][name].get(score) for (a, _), row in rows.items() if a == arm]
-            values = [value for value in values if value is not None]
-            line.append(f"{np.mean(values):.2f} ({len(values)})" if values else "")
-        areas.append([name, score, *line])
+    def over_seeds(arm, value):
+        values = [value(row) for (a, _), row in rows.items() if a == arm]
+        values = [x for x in values if x is not None]
+        return f"{np.mean(values):.2f} ({len(values)})" if values else ""
+
+    areas = [[name, score, *(over_seeds(arm, lambda row: row["auc"][name].get(score))
+                             for arm in args.arms)]
+             for name in (f"{n} patches {kind}" for kind, n in PATCHES) for score in SCORES]
+    areas.append(["clean: tokens with a score", "share",
+                  *(over_seeds(arm, lambda row: row.get("scored")) for arm in args.arms)])
     return "\n\n".join([
         differences.tables(found, compared, args.arms, primary=primary),
         "AUC of a token's score against the corrupted patches, mean over seeds (seeds):",
@@ -248,7 +241,7 @@ def main():
     found = differences.outcomes(evaluated, folders, args.limit)
     for run, row in rows.items():
         for name, text in row["right"].items():
-            right = metrics.unpack(text, row["images"]).double().numpy()
+            right = unpack(text, row["images"]).double().numpy()
             found.setdefault(name, {})[run] = right
     compared = differences.compare(found, args.arms)
     primary = differences.primary_of(evaluated)

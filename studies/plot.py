@@ -1,5 +1,6 @@
 """Figures from the numbers that the other scripts write. Needs matplotlib.
 
+    python -m studies.plot log out/a out/b                 # curves of training runs, side by side
     python -m studies.plot kpca out/kpca                   # whatever its CSV files allow
     python -m studies.plot kpca out/kpca --run softmax     # mean of softmax_s0, softmax_s1
     python -m studies.plot robust out/shapes_rpc/robust    # accuracy against eps, errors by type
@@ -10,6 +11,7 @@ lacks, or None and the command that would bring the numbers.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -18,17 +20,88 @@ if not __package__:
 
 import numpy as np
 
-from studies import plot_robust
-from studies.look import WIDTH, band, legend, plt
-from studies.tables import read_csv
+import common
+from robust.corruptions import NAMES
+from robust.results import group, identity, read_rows
+from studies.probe import read_csv
 
+try:
+    import matplotlib.pyplot as plt
+except ImportError:
+    sys.exit("error: studies.plot needs matplotlib: pip install matplotlib")
+
+plt.switch_backend("Agg")                                  # no screen
+plt.rcParams.update({"figure.dpi": 100, "figure.constrained_layout.use": True, "font.size": 9,
+                     "axes.titlesize": 9.5, "legend.fontsize": 8, "axes.spines.top": False,
+                     "axes.spines.right": False})
+WIDTH = 9                                                  # inches
+
+
+def band(ax, xs, low, high, colour):
+    ax.fill_between(xs, low, high, color=colour, alpha=0.2, linewidth=0)
+
+
+def legend(figure, ax, where, **look):
+    """The labels of ax, outside of all panels."""
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(handles, labels, loc=f"outside {where}", frameon=False, **look)
+
+
+# --- log.jsonl of training runs -------------------------------------------------------------------
+
+def log_curves(rows):
+    """{panel: {line: [(step, value)]}} of a run's log: losses, evaluations, S, speed."""
+    curves = {}
+
+    def add(panel, name, step, value):
+        curves.setdefault(panel, {}).setdefault(name, []).append((step, value))
+
+    for row in rows:
+        found, step = row.get("eval", {}), row.get("step")
+        for name, value in row.items():
+            if name in ("loss", "images_per_s", "tokens_per_s"):
+                add("loss" if name == "loss" else name.replace("_per_s", " a second"), "training",
+                    step, value)
+        for name, value in found.items():
+            if name == "loss" or isinstance(value, float) and name != "loss":
+                add(name, "evaluation", step, value)
+        for layer, shares in row.get("nonzero_S", {}).items():
+            for i, share in enumerate(shares, 1):
+                add("share of nonzero S", f"layer {layer}, PAP step {i}", step, share)
+    return curves
+
+
+def logs(folders):
+    """Curves of runs over training steps: loss, evaluations, share of nonzero S, speed."""
+    runs = {}
+    for folder in folders:
+        rows = common.read_log(folder / "log.jsonl")
+        runs[str(folder)] = log_curves(rows)
+        if not runs[str(folder)]:
+            raise ValueError(f"{folder} holds no log.jsonl of a training run")
+    panels = list(dict.fromkeys(panel for curves in runs.values() for panel in curves))
+    figure, axes = plt.subplots(-(-len(panels) // 2), 2, squeeze=False,
+                                figsize=(WIDTH, 2.8 * -(-len(panels) // 2)))
+    for ax, panel in zip(axes.flat, panels):
+        for i, (run, curves) in enumerate(runs.items()):
+            for j, (name, points) in enumerate(curves.get(panel, {}).items()):
+                style = ":" if name == "training" and panel == "loss" else "-"
+                ax.plot(*zip(*points), style, color=f"C{i}", alpha=1 / (1 + 0.2 * j),
+                        label=f"{run}, {name}")
+        ax.set(title=panel, xlabel="training step")
+        ax.legend(frameon=False, fontsize=6)
+    for ax in axes.flat[len(panels):]:
+        ax.set_visible(False)
+    return figure
+
+
+# --- CSV files of kernel_pca and published_scores -------------------------------------------------
 
 def line(colour, style, label, **which):
     """A line of a figure: how it looks, and which rows it shows."""
     return colour, style, label, which
 
 
-# The columns of kernel_pca's tables.
 SOURCES = [
     line("tab:blue", "-", "learned values", source="learned"),
     line("tab:orange", "--", "null: same input, random matrix", source="x W"),
@@ -36,6 +109,18 @@ SOURCES = [
     line("tab:green", "-", "exact kernel PCA", source="KPCA"),
     line("black", "-.", "most that is possible", source="best"),
     line("black", "-.", "span of all keys", source="ceiling"),
+]
+RELEASED = [line("tab:blue", "-", "with |h|²", measure="J official"),
+            line("black", "--", "with |h|² left out", measure="J official without h")]
+TERMS = [line("tab:purple", "-", "|φ(q)|², what is projected", measure="phi2"),
+         line("tab:blue", "-", "|h|², its 'projection'", measure="h2")]
+GAMMA = [
+    line("tab:blue", "-", "as printed, numeric inverse: learned", measure="numeric inverse",
+         source="learned"),
+    line("tab:gray", ":", "the same: random numbers", measure="numeric inverse", source="iid"),
+    line("tab:red", "-", "pseudo-inverse: learned", measure="|dgamma|", source="learned"),
+    line("tab:gray", "--", "the same: random numbers", measure="|dgamma|", source="iid"),
+    line("black", "-", "eigenvalue λ for comparison", measure="lambda", source="KPCA"),
 ]
 
 
@@ -55,25 +140,12 @@ def draw(ax, rows, x, lines, bands=True, marker="o", **only):
     for colour, style, label, which in lines:
         xs, mean, se = curve(rows, x, **which, **only)
         if len(xs) == 1:
-            place = len(ax.patches)
-            ax.bar(place, mean, 0.8, yerr=se, color=colour, capsize=2, label=label)
+            ax.bar(len(ax.patches), mean, 0.8, yerr=se, color=colour, capsize=2, label=label)
             ax.set_xticks([])
         elif len(xs):
             ax.plot(xs, mean, style, color=colour, label=label, marker=marker, markersize=3)
         if len(xs) > 1 and bands:
             band(ax, xs, mean - se, mean + se, colour)
-
-
-def layers_of(rows):
-    return sorted({row["layer"] for row in rows} - {"all"}, key=int)
-
-
-# --- the figures ----------------------------------------------------------------------------------
-
-RELEASED = [line("tab:blue", "-", "with |h|²", measure="J official"),
-            line("black", "--", "with |h|² left out", measure="J official without h")]
-TERMS = [line("tab:purple", "-", "|φ(q)|², what is projected", measure="phi2"),
-         line("tab:blue", "-", "|h|², its 'projection'", measure="h2")]
 
 
 def kpca_loss(folder, run):
@@ -82,19 +154,18 @@ def kpca_loss(folder, run):
                               for name in ("jproj", "losses", "capture"))
     if not jproj:
         return None, "python -m studies.kernel_pca --exp jproj,capture"
-    learned = dict(bands=False, source="learned")
+    capture = [row for row in capture if row["source"] != "KPCA"]           # it reaches the most
     panels = [
-        (losses, RELEASED, learned,
+        (losses, RELEASED, dict(bands=False, source="learned"),
          "Fig. 1 as released: log mean(φ² − |h|²), scale missing in φ²",
          dict(ylabel="log J (natural)")),
-        (jproj, TERMS, learned, "The two terms of Eqn 13: J = |φ(q)|² − |h|² < 0",
+        (jproj, TERMS, dict(bands=False, source="learned"),
+         "The two terms of Eqn 13: J = |φ(q)|² − |h|² < 0",
          dict(ylabel="mean over tokens", yscale="log")),
         (jproj, SOURCES, dict(measure="frac"),
          "Share of |φ(q)|² inside the span of the values (frac)", dict(ylim=(0, 1.05))),
-        ([row for row in capture if row["source"] != "KPCA"],               # it reaches the most
-         SOURCES, dict(measure="EV"), "Share of the keys' variance inside it (EV)",
+        (capture, SOURCES, dict(measure="EV"), "Share of the keys' variance inside it (EV)",
          dict(ylim=(0, 1.05)))]
-
     steps, missing = sorted({row["step"] for row in jproj}), []
     label = "training step"
     if len(steps) == 1:
@@ -111,160 +182,186 @@ def kpca_loss(folder, run):
     return figure, "; ".join(missing)
 
 
-GAMMA = [
-    line("tab:blue", "-", "as printed, numeric inverse: learned", measure="numeric inverse",
-         source="learned"),
-    line("tab:gray", ":", "the same: random numbers", measure="numeric inverse", source="iid"),
-    line("tab:red", "-", "pseudo-inverse: learned", measure="|dgamma|", source="learned"),
-    line("tab:gray", "--", "the same: random numbers", measure="|dgamma|", source="iid"),
-    line("black", "-", "eigenvalue λ for comparison", measure="lambda", source="KPCA"),
-]
-
-
-def gamma_panels(top, bottom, rows, **only):
-    """Mean of |gamma_i - gamma_j| per axis (band: its standard deviation over pairs); eig_cos."""
-    draw(top, rows, "axis", GAMMA, bands=False, marker=None, **only)
-    for measure, colour in (("numeric inverse", "tab:blue"), ("|dgamma|", "tab:red")):
-        xs, mean, _ = curve(rows, "axis", measure=measure, source="learned", **only)
-        std = curve(rows, "axis", measure=f"{measure} std", source="learned", **only)[1]
-        band(top, xs, mean, mean + std, colour)
-    top.set_yscale("log")
-    draw(bottom, rows, "axis", SOURCES, marker=None, measure="eig_cos", **only)
-    bottom.set_ylim(0, 1.05)
-
-
-def gamma_rows(folder, run):
-    """Curves over axes at the last step, of kernel_pca and of published_scores; what is missing."""
+def gamma_figure(folder, run, by_layer):
+    """|gamma_i - gamma_j| (band: its std over pairs) above, eig_cos below; a column a layer."""
     cosines, gammas = (read_csv(folder / name, run, last=True)
                        for name in ("gamma_axes.csv", "gammas_axes.csv"))
-    cosines = [row for row in cosines if "by head" not in row["measure"]]
-    missing = "" if gammas else "|γi − γj| needs studies.published_scores --exp gammas"
-    return (cosines + gammas, missing) if cosines else ([], "")
+    rows = [row for row in cosines if "by head" not in row["measure"]]
+    if not rows:
+        return None, "python -m studies.kernel_pca --exp gamma"
+    rows += gammas
+    layers = sorted({row["layer"] for row in rows} - {"all"}, key=int) if by_layer else ["all"]
+    figure, axes = plt.subplots(2, len(layers), figsize=(max(WIDTH, 1.5 * len(layers)), 4.7),
+                                sharex=True, sharey="row", squeeze=False)
+    for layer, (top, bottom) in zip(layers, axes.T):
+        draw(top, rows, "axis", GAMMA, bands=False, marker=None, layer=layer)
+        for measure, colour in (("numeric inverse", "tab:blue"), ("|dgamma|", "tab:red")):
+            xs, mean, _ = curve(rows, "axis", measure=measure, source="learned", layer=layer)
+            std = curve(rows, "axis", measure=f"{measure} std", source="learned", layer=layer)[1]
+            band(top, xs, mean, mean + std, colour)
+        draw(bottom, rows, "axis", SOURCES, marker=None, measure="eig_cos", layer=layer)
+        top.set(title=f"layer {layer}" if by_layer else "mean of all layers", yscale="log")
+        bottom.set(xlabel="column d", ylim=(0, 1.05))
+    axes[0, 0].set_ylabel("mean |γi − γj|, as defined")
+    axes[1, 0].set_ylabel("cosine of a and K̃a")
+    legend(figure, axes[0, 0], "lower left", title="upper row: near 0 for noise as well")
+    legend(figure, axes[1, 0], "lower right", title="lower row: 1 for eigenvectors only")
+    return figure, "" if gammas else "|γi − γj| needs studies.published_scores --exp gammas"
 
 
 def kpca_gamma(folder, run):
     """Fig. 2: are values eigenvectors? |gamma_i - gamma_j| as printed, cosine of a and K~ a."""
-    rows, missing = gamma_rows(folder, run)
-    if not rows:
-        return None, "python -m studies.kernel_pca --exp gamma"
-    figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.6))
-    gamma_panels(left, right, rows, layer="all")
-    left.set(title="Fig. 2 as defined: near 0 (band: + std), but for noise as well",
-             ylabel="mean |γi − γj|", xlabel="column d of the values")
-    right.set(title="As it should be: 1 for eigenvectors only", ylabel="cosine of a and K̃a",
-              xlabel="column d of the values")
-    legend(figure, left, "lower left")
-    legend(figure, right, "lower right")
-    return figure, missing
+    return gamma_figure(folder, run, by_layer=False)
 
 
 def kpca_gamma_layers(folder, run):
     """Fig. 5: the same for every layer, the paper's definition above, the cosine below."""
-    rows, missing = gamma_rows(folder, run)
-    layers = layers_of(rows)
-    if not layers:
-        return None, "python -m studies.kernel_pca --exp gamma"
-    figure, axes = plt.subplots(2, len(layers), figsize=(max(WIDTH, 1.5 * len(layers)), 4.7),
-                                sharex=True, sharey="row", squeeze=False)
-    for layer, (top, bottom) in zip(layers, axes.T):
-        gamma_panels(top, bottom, rows, layer=layer)
-        top.set_title(f"layer {layer}")
-        bottom.set_xlabel("column d")
-    axes[0, 0].set_ylabel("|γi − γj|  (Fig. 5)")
-    axes[1, 0].set_ylabel("cosine of a and K̃a")
-    legend(figure, axes[0, 0], "lower left", title="upper row")
-    legend(figure, axes[1, 0], "lower right", title="lower row")
-    return figure, missing
+    return gamma_figure(folder, run, by_layer=True)
 
 
-def kpca_spectrum(folder, run):
-    """Eigenvalues of the centred Gram matrix by rank, with their bound and the paper's numbers."""
-    rows = read_csv(folder / "eigstats_axes.csv", run, last=True)
-    bounds = read_csv(folder / "eigstats.csv", run, last=True, measure="bound", layer="all")
-    layers = layers_of(rows)
-    if not layers:
-        return None, "python -m studies.kernel_pca --exp eigstats"
-    figure, panels = plt.subplots(1, 2, figsize=(WIDTH, 3.8), sharey=True)
-    for ax, source in zip(panels, ("as they are", "standardised")):
-        for i, layer in enumerate(layers):
-            xs, mean, _ = curve(rows, "axis", source=source, layer=layer)
-            ends = i in (0, len(layers) - 1)
-            ax.plot(xs, mean, color=plt.cm.viridis(0.9 * i / max(1, len(layers) - 1)),
-                    label=f"layer {layer}" if ends else None)
-        bound = np.mean([b["mean"] for b in bounds if b["source"] == source])
-        ax.axhline(bound, color="tab:red", linestyle="--", label="bound 1 / min g, mean over heads")
-        ax.axhline(1, color="tab:red", label="bound for any keys: 1")
-        ax.plot([1, 64], [648.46, 4.65], "k*",
-                label="the paper: largest and smallest of 64, ViT-tiny")
-        ax.set(title=f"keys {source}", xlabel="rank d", yscale="log")
-    panels[0].set_ylabel("eigenvalue μ = N λ of K̃")
-    legend(figure, panels[0], "lower center", ncols=3)
+# --- results.jsonl of eval_robust.py --------------------------------------------------------------
+
+CONDITIONS = {                                            # what a budget means
+    "eps in 1/255 of the pixel range": dict(space="pixel", labels="true", clip=True),
+    "eps in 1/255 of normalised units, no clipping": dict(space="normalized", labels="pred",
+                                                          clip=False)}
+
+
+def read_results(folder, measure, run):
+    """Rows of a measure, the last of each kind, of networks whose folder's name begins with run."""
+    found = []
+    for row in read_rows(folder / "results.jsonl"):
+        path = Path(row["checkpoint"])
+        name = path.parent.name if path.suffix == ".pt" else path.name
+        if row["measure"] == measure and name.startswith(run):
+            found.append(row)
+    return found
+
+
+def under(rows, conditions):
+    return [row for row in rows if conditions.items() <= row["conditions"].items()]
+
+
+def of_one_setting(rows):
+    """The largest group of rows that differ in nothing but model, budget and type."""
+    groups = {}
+    for row in rows:
+        setting = {k: v for k, v in row["setting"].items() if k not in ("eps", "type")}
+        how = json.dumps([setting, row["images"], row["conditions"]], sort_keys=True)
+        groups.setdefault(how, []).append(row)
+    return max(groups.values(), key=len, default=[])
+
+
+def by_kind(rows, x, y):
+    """y(row) by x(row): [(kind of attention, xs, means over seeds, their deviations, seeds)]."""
+    groups, kinds, found = {}, {}, []
+    for row in rows:
+        kinds[group(row)] = row["kind"]
+        groups.setdefault(group(row), {}).setdefault(x(row), []).append(y(row))
+    for name, values in groups.items():
+        means = np.array([np.mean(t) for t in values.values()])
+        stds = np.array([np.std(t, ddof=1) if len(t) > 1 else 0.0 for t in values.values()])
+        found.append((kinds[name], list(values), means, stds, max(map(len, values.values()))))
+    return found
+
+
+def budget(row):
+    return 255 * row["setting"].get("eps", 0)
+
+
+def sweep_panel(ax, name, rows, clean):
+    """One attack: a line a kind of attention, from its clean accuracy on."""
+    attacked = {group(row) for row in rows}
+    start = [row for row in clean if group(row) in attacked]
+    found = by_kind(sorted(start + rows, key=budget), budget, lambda row: row["top1"])
+    for i, (kind, xs, mean, std, n) in enumerate(found):
+        ax.plot(xs, mean, f"C{i}", marker="o", markersize=3, label=f"{kind} (n = {n})")
+        band(ax, xs, mean - std, mean + std, f"C{i}")
+    images = f", {rows[0]['images']:,} images" if rows else ""
+    clean = f"; clean: {start[0]['images']:,}" if start else ""
+    ax.set(title=f"{name.upper()}{images}{clean}", ylim=(0, None))
+
+
+def sweep(folder, run):
+    """Fig. 3 (left): accuracy against the budget, FGSM and PGD; mean over seeds, band: one std."""
+    attacks = {name: read_results(folder, name, run) for name in ("fgsm", "pgd")}
+    clean = sorted(read_results(folder, "clean", run), key=lambda row: row["images"])
+    clean = list({identity(row): row for row in clean}.values())          # the most images of each
+    shown = {}
+    for unit, conditions in CONDITIONS.items():
+        fgsm, pgd = parts = [of_one_setting(under(rows, conditions)) for rows in attacks.values()]
+        if len({budget(row) for row in fgsm + pgd}) > 1:
+            shown[unit] = parts
+    if not shown:
+        return None, "FGSM or PGD at two budgets and more by eval_robust.py"
+    figure, axes = plt.subplots(len(shown), 2, figsize=(WIDTH, 3.4 * len(shown)), sharey=True,
+                                squeeze=False)
+    for row, (unit, parts) in zip(axes, shown.items()):
+        for ax, name, rows in zip(row, attacks, parts):
+            sweep_panel(ax, name, rows, clean)
+            ax.set_xlabel(unit)
+            if rows:
+                ax.legend(frameon=False)
+        row[0].set_ylabel("top-1 accuracy in %")
     return figure, ""
 
 
-TRUNCATIONS = [
-    line("tab:green", "-", "top r principal axes (kernel PCA as derived)", how="strict"),
-    line("tab:blue", "-", "top r axes + constant row", how="affine"),
-    line("tab:blue", "--", "null: r random axes + row", how="affine random"),
-    line("tab:blue", ":", "null: bottom r axes + row", how="affine bottom"),
-    line("tab:orange", "-", "null: on the top r directions of the input", how="top r of x"),
-]
-FLOORS = {"none": "unchanged", "mean v": "every value = their mean", "v = 0": "values 0"}
-
-
-def kpca_truncation(folder, run):
-    """Accuracy when the values of all layers keep r directions only."""
-    rows = read_csv(folder / "truncate.csv", run, last=True)
+def corruptions(folder, run):
+    """Top-1 error of every corruption type, mean of severities and seeds, with one std."""
+    rows = under(read_results(folder, "corruptions", run), next(iter(CONDITIONS.values())))
     if not rows:
-        return None, "python -m studies.kernel_pca --exp truncate (of an image classifier)"
-    rows = [{**row, "mean": row["accuracy"]} for row in rows]
-    figure, ax = plt.subplots(figsize=(WIDTH, 4.2))
-    for colour, style, label, which in TRUNCATIONS:
-        xs, mean, se = curve(rows, "r", **which)
-        ax.errorbar(xs, mean, se, color=colour, linestyle=style, marker="o", markersize=3,
-                    capsize=2, label=label)
-    for how, label in FLOORS.items():
-        y = curve(rows, "r", how=how)[1][0]
-        ax.axhline(y, color="black", linewidth=0.7)
-        ax.annotate(label, (0.01, y), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
-    ticks = sorted({int(row["r"]) for row in rows} - {0})
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(ticks, ticks)
-    ax.minorticks_off()
-    n = int(rows[0]["images"])
-    ax.set(xlabel="r, directions kept of the values in every layer", ylim=(0, None),
-           ylabel=f"accuracy in %, ± standard error, {n} images")
-    figure.legend(loc="outside right upper", frameon=False)
+        return None, "the corruptions of eval_robust.py"
+    most = max(row["images"] for row in rows)                               # of several runs
+    rows = sorted(of_one_setting(row for row in rows if row["images"] == most),
+                  key=lambda row: NAMES.index(row["setting"]["type"]))
+    found = by_kind(rows, lambda row: row["setting"]["type"],
+                    lambda row: 100 - np.mean(row["top1"]))
+    figure, ax = plt.subplots(figsize=(WIDTH, 3.8))
+    for i, (kind, types, mean, std, n) in enumerate(found):
+        x = np.arange(len(types)) + (i - (len(found) - 1) / 2) * 0.8 / len(found)
+        ax.bar(x, mean, 0.8 / len(found), yerr=std, capsize=1.5, error_kw={"linewidth": 0.8},
+               label=f"{kind} (n = {n})")
+    names = [t.replace("_", " ") for t in types]
+    ax.set_xticks(range(len(types)), names, rotation=40, ha="right")
+    ax.set_ylabel(f"top-1 error in %, {most} images")
+    ax.legend(frameon=False, ncols=2)
     return figure, ""
 
 
 # --- the command ----------------------------------------------------------------------------------
 
-FIGURES = {"kpca": {"loss": kpca_loss, "gamma": kpca_gamma, "gamma_layers": kpca_gamma_layers,
-                    "spectrum": kpca_spectrum, "truncation": kpca_truncation},
-           "robust": plot_robust.FIGURES}
+FIGURES = {"kpca": {"loss": kpca_loss, "gamma": kpca_gamma, "gamma_layers": kpca_gamma_layers},
+           "robust": {"sweep": sweep, "corruptions_error": corruptions}}
 FILES = {"kpca": ("*.csv", "holds no CSV file of studies.kernel_pca"),
          "robust": ("results.jsonl", "has no results.jsonl of eval_robust.py")}
 
 
 def get_args():
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument("what", choices=FIGURES, help="numbers of studies.kernel_pca and "
-                   "published_scores,\nor of eval_robust.py")
-    p.add_argument("folder", help="their --out_dir; the PNG files go there too")
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("what", choices=["log", *FIGURES], help="log: of training runs; kpca: numbers "
+                   "of kernel_pca and published_scores; robust: of eval_robust.py")
+    p.add_argument("folder", nargs="+", type=Path, help="their --out_dir; the PNG files go there "
+                   "(log: several runs; the file goes to the first)")
     p.add_argument("--run", nargs="+", default=[], metavar="NAME",
-                   help="only runs whose folder's name begins so")
-    return p.parse_args()
+                   help="kpca, robust: only runs whose folder's name begins so")
+    args = p.parse_args()
+    if args.what != "log" and len(args.folder) > 1:
+        p.error(f"{args.what} takes one folder")
+    return args
 
 
 def main():
     args = get_args()
-    folder, (pattern, lack) = Path(args.folder), FILES[args.what]
+    folder = args.folder[0]
+    if args.what == "log":
+        logs(args.folder).savefig(folder / "curves.png")
+        return print(f"{folder / 'curves.png'}: {logs.__doc__}")
+    pattern, lack = FILES[args.what]
     if not list(folder.glob(pattern)):
-        sys.exit(f"error: {folder} {lack}")
-    for name, draw in FIGURES[args.what].items():
-        figure, missing = draw(folder, tuple(args.run) or "")
+        raise ValueError(f"{folder} {lack}")
+    for name, draw_it in FIGURES[args.what].items():
+        figure, missing = draw_it(folder, tuple(args.run) or "")
         if figure is None:
             print(f"{name}: skipped, {folder} has no numbers for it: {missing}")
             continue
@@ -272,8 +369,8 @@ def main():
         figure.savefig(path)
         plt.close(figure)
         lacking = f" Missing: {missing}." if missing else ""
-        print(f"{path}: {draw.__doc__}{lacking}")
+        print(f"{path}: {draw_it.__doc__}{lacking}")
 
 
 if __name__ == "__main__":
-    main()
+    common.run(main)

@@ -1,10 +1,12 @@
-"""What the studies share: a checkpoint in, the heads of its attention out.
+"""What the studies of trained networks share: a checkpoint in, heads of attention and tables out.
 
 `checkpoints` loads models and inputs one after another, `capture` returns what every attention
-layer used, `attention_replaced` runs a model with another rule. No study itself.
+layer used, `attention_replaced` runs a model with another rule, `summarise` makes rows of what was
+measured on images. No study itself.
 """
 
 import argparse
+import csv
 import math
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,28 +18,56 @@ from torch import nn
 from tqdm import tqdm
 
 import common
-import data
-from data import prose, text as data_text
-from data.splits import load_test
-from attention import SelfAttention, rpc_attention
-from checkpoint import load_weights
+from attention import ATTENTIONS, PAP, SelfAttention, softmax_attention
+from data import text as data_text
+from data.images import ImageTree, load_test
+from data.rng import epoch_order
+from data.shapes import load_shapes
 from fan import classifier_from_checkpoint
 from kpca import exact_scaling, log_kernel
 from lm import LM, lm_from_checkpoint
-from studies import altered
-from studies.rules import RULES, ExactScaling, standardise  # noqa: F401
-from studies.tables import print_table, summarise, write_csv, write_tables  # noqa: F401
-from vit import SIZES, ViT, ViTConfig
+from vit import ViT, ViTConfig
+from weights import foreign_settings, load_weights
+
+
+# --- rules of attention that the publications speak of --------------------------------------------
+
+def standardise(x):
+    """Mean 0 and variance 1 (unbiased) of every token's D numbers, as published code has q, k.
+
+    A token whose numbers are all the same becomes zero.
+    """
+    x = x - x.mean(-1, keepdim=True)
+    size = x.norm(dim=-1, keepdim=True) / math.sqrt(max(x.shape[-1] - 1, 1))
+    return x / size.clamp(min=torch.finfo(x.dtype).tiny)
+
+
+def exact_s(q, k, v):
+    """Scaled Attention with App. E.1's own S, a function of the keys; computed in float64."""
+    return softmax_attention(q, k, (v - exact_scaling(k, v)).to(v.dtype))
+
+
+def printed_scaling(k, v):
+    """S v with S = A / (N A^T), as App. E.1 prints it; inf or nan where A^T underflows."""
+    A = (k @ k.mT / math.sqrt(k.shape[-1])).softmax(-1)
+    return A / A.mT @ v / k.shape[-2]
+
+
+def printed_s(q, k, v):
+    """The same as it is printed, in the dtype of training."""
+    return softmax_attention(q, k, v - printed_scaling(k, v))
+
+
+def standardised(q, k, v):
+    """Softmax attention with standardised queries and keys, as in the released code."""
+    return softmax_attention(standardise(q), standardise(k), v)
+
+
+RULES = dict(exact_s=exact_s, printed_s=printed_s, standardised=standardised)
+ATTENTIONS.update(RULES)                                    # train_cls.py --attn, in studies.scaled
 
 
 # --- what attention really used -------------------------------------------------------------------
-
-def with_rule(model, rule):
-    """Let every attention of a softmax network follow one of RULES; None: leave it."""
-    for module in attention_layers(model) if rule else ():
-        module.__class__ = RULES[rule]
-    return model
-
 
 class Heads(NamedTuple):
     """The heads of one layer, float64: it computes h = softmax(q k^T / sqrt(D)) v."""
@@ -55,12 +85,11 @@ def attention_inputs(module, x):
     """Heads of a SelfAttention of any kind at its input x (B, N, C). RPC: of its last step."""
     q, k, raw = module.project(x)
     S = None
-    if module.attn.startswith("rpc"):
-        steps = []
-        q = q if module.attn == "rpc_asym" else None
-        rpc_attention(k, raw, q=q, causal=module.causal, **module.rpc, trace=steps)
-        k = steps[-1]["K2"]
-        q = k if q is None else q
+    if module.attn in PAP:
+        k = module.trace(x)[-1]["K2"]
+        q = q if module.attn == "rpc_asym" else k
+    elif module.attn == "standardised":
+        q, k = standardise(q), standardise(k)
     here = torch.device("cpu") if x.device.type == "mps" else x.device      # mps has no float64
     q, k, raw, x = (t.to(here).double() for t in (q, k, raw, x))
 
@@ -69,7 +98,7 @@ def attention_inputs(module, x):
         S = module.s[None].to(k)
     elif module.attn == "scaled_alpha":
         S = module.s.to(k) * log_kernel(k, k, module.causal).softmax(-1)
-    elif isinstance(module, ExactScaling):
+    elif module.attn in ("exact_s", "printed_s"):
         S = exact_scaling(k, torch.eye(k.shape[-2]).to(k))
     return Heads(q, k, raw if S is None else raw - S @ raw, raw, x, module.causal, S)
 
@@ -155,42 +184,25 @@ def numbers(text, flag, high):
 
 # --- models and inputs ----------------------------------------------------------------------------
 
-def vit_from_weights(sd):
-    """A ViT without weights whose size is that of a state dict with timm's names."""
-    if not {"pos_embed", "blocks.0.attn.qkv.weight", "head.weight"} <= set(sd):
-        raise ValueError("neither a checkpoint of train_cls.py or train_lm.py nor ViT weights with "
-                         "timm's names")
-    C, patch = sd["pos_embed"].shape[-1], sd["patch_embed.proj.weight"].shape[-1]
-    size = next((s for s in SIZES.values() if s["embed_dim"] == C), None)
-    if size is None:
-        known = ", ".join(str(s["embed_dim"]) for s in SIZES.values())
-        raise ValueError(f"weights have width {C}, expected one of {known}")
-    symmetric = len(sd["blocks.0.attn.qkv.weight"]) == 2 * C
-    side = math.isqrt(sd["pos_embed"].shape[1] - 1)
-    return ViT(ViTConfig(**size, image_size=side * patch, patch_size=patch,
-                         num_classes=len(sd["head.weight"]),
-                         attn="symmetric" if symmetric else "softmax"))
-
-
-def classifier(checkpoint):
-    """A network of train_cls.py or of studies/scaled.py."""
-    rule = (checkpoint.get("args") or {}).get("rule")
-    plain = altered.plain(checkpoint) if rule else checkpoint
-    return with_rule(classifier_from_checkpoint(plain), rule)
+def foreign_vit(checkpoint):
+    """A ViT of timm, DeiT or the released code, from its weights."""
+    weights, settings = checkpoint.get("model", checkpoint), foreign_settings(checkpoint)
+    side = math.isqrt(weights["pos_embed"].shape[1] - 1) * settings["patch_size"]
+    model = ViT(ViTConfig(**settings, image_size=side, num_classes=len(weights["head.weight"])))
+    load_weights(model, checkpoint)
+    return model
 
 
 def load_model(path):
     """(model in eval mode, checkpoint dict): of train_cls.py, train_lm.py, DeiT, released code."""
-    checkpoint = common.read_checkpoint(path)
+    checkpoint = common.load(path)
     try:
         if checkpoint.get("task") == "language modelling":
             common.check_run(checkpoint, "it", "train_lm.py", "args", "vocab", "step")
             return lm_from_checkpoint(checkpoint), checkpoint
         if checkpoint.keys() & {"task", "model_config"}:
-            return classifier(checkpoint), checkpoint
-        model = vit_from_weights(checkpoint.get("model", checkpoint))
-        load_weights(model, checkpoint)
-        return model.eval(), checkpoint
+            return classifier_from_checkpoint(checkpoint), checkpoint
+        return foreign_vit(checkpoint).eval(), checkpoint
     except ValueError as e:
         raise ValueError(f"--ckpt {path}: {e}") from None
 
@@ -202,10 +214,9 @@ def untrained(checkpoint, path):
         raise ValueError(f"--untrained: {path} is not a run of ours that started from random "
                          f"weights")
     language = checkpoint["task"] == "language modelling"
-    trained = (lm_from_checkpoint if language else classifier)(checkpoint)
+    trained = (lm_from_checkpoint if language else classifier_from_checkpoint)(checkpoint)
     torch.manual_seed(args["seed"])
-    model = type(trained)(trained.config).eval()
-    return with_rule(model, args.get("rule")), {**checkpoint, "step": 0}
+    return type(trained)(trained.config).eval(), {**checkpoint, "step": 0}
 
 
 def load_images(args, checkpoint, config):
@@ -216,14 +227,14 @@ def load_images(args, checkpoint, config):
     where = argparse.Namespace(data=name, data_dir=args.data_dir or trained.get("data_dir"),
                                device="cpu")
     if name == "shapes":
-        source = data.load_shapes("test", args.images, config.image_size)
+        source = load_shapes("test", args.images, config.image_size)
     elif name == "imagenet" and where.data_dir:                             # some classes will do
-        source = data.ImageTree(where.data_dir, "val", classes=checkpoint.get("classes"),
-                                size=config.image_size, subset=True)
+        source = ImageTree(where.data_dir, "val", classes=checkpoint.get("classes"),
+                           size=config.image_size, subset=True)
     else:
         source = load_test(where, trained, config.image_size, None)
 
-    some = data.epoch_order(len(source.labels), 0, seed=0)[:args.images]    # mixed classes
+    some = epoch_order(len(source.labels), 0, seed=0)[:args.images]    # mixed classes
     if name == "imagenet":
         files = tqdm(some.tolist(), "decoding", leave=False, disable=len(some) < 200)
         images = torch.stack([source[i][0] for i in files])
@@ -236,7 +247,7 @@ def load_images(args, checkpoint, config):
 def load_windows(args, checkpoint, config):
     """Windows of the test text (n, T) int64, spread evenly; no labels, what they are, 0 classes."""
     trained = checkpoint["args"]
-    folder = prose.text_folder(trained.get("data"), args.data_dir or trained["data_dir"])
+    folder = data_text.text_folder(trained.get("data"), args.data_dir or trained["data_dir"])
     vocab = data_text.stored_vocabulary(checkpoint)
     lines = data_text.read_lines(data_text.token_file(folder, "test"))
     tokens = vocab.encode_lines(lines).astype(np.int64)
@@ -306,3 +317,89 @@ def chunks(point, device, whole=False):
         piece = slice(start, start + size)
         labels = point.labels if point.labels is None else point.labels[piece].to(device)
         yield start, point.inputs[piece].to(device), labels
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+WORDS = ("run", "layer", "measure", "source", "how")    # columns of CSV files that are no numbers
+PER_LAYER = ("EV", "eta", "frac", "eig_cos")            # what CSV files have layer by layer
+
+
+def summarise(results):
+    """{(experiment, measure, source, layer): (images, ...)} to rows of means over images.
+
+    Rows: (experiment, measure, source, layer, mean, standard error); layer "all": mean of layers.
+    The standard error of one image is nan.
+    """
+    table = {}
+    for (*key, layer), t in results.items():
+        table.setdefault(tuple(key), {})[layer] = t
+    rows = []
+    for key, layers in table.items():
+        stack = np.stack(list(layers.values()))                             # (layers, images, ...)
+        for layer, t in [*layers.items(), ("all", mean_of(stack))]:
+            se = t.std(0, ddof=1) / math.sqrt(len(t)) if len(t) > 1 else t.mean(0) * math.nan
+            rows.append((*key, layer, t.mean(0), se))
+    return rows
+
+
+def mean_of(stack):
+    """Mean over the first dimension without nan; nan, and no warning, where there is nothing."""
+    return torch.from_numpy(stack).nanmean(0).numpy()
+
+
+def cell(measure, mean, se):
+    """A number of a table as text."""
+    if math.isnan(mean):
+        return "flat" if measure == "eta" else "-"
+    return f"{mean:.4g}" + (f" ±{se:.1g}" if se > 1e-9 * abs(mean) else "")
+
+
+def print_table(title, text, rows):
+    """Print rows (measure, source, row name, mean, se): measures down, sources across."""
+    sources = list(dict.fromkeys(source for _, source, *_ in rows))
+    lines = {}
+    for measure, source, name, mean, se in rows:
+        lines.setdefault((measure, name), {})[source] = cell(measure, mean, se)
+    body = [[*key, *(line.get(source, "") for source in sources)] for key, line in lines.items()]
+    print(f"\n=== {title}\n\n{text}\n\n{common.table(body, ['measure', '', *sources])}")
+
+
+def write_csv(path, header, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="") as f:
+        writer = csv.writer(f)
+        writer.writerow(header)
+        writer.writerows([f"{x:.6g}" if isinstance(x, float) else x for x in row] for row in rows)
+
+
+def write_tables(out, experiment, rows):
+    """<experiment>.csv and, for curves over axes, <experiment>_axes.csv. rows: (Point, row)."""
+    scalars, curves = [], []
+    for point, (_, m, source, layer, mean, se) in rows:
+        start = (point.run, point.step, layer, m.removesuffix(" by axis"), source)
+        if mean.ndim and point.last:
+            curves += [(*start, d + 1, float(mean[d]), float(se[d])) for d in range(len(mean))]
+        elif not mean.ndim and (layer == "all" or point.last and m in PER_LAYER):
+            scalars.append((*start, float(mean), float(se), len(point.inputs)))
+    header = ["run", "step", "layer", "measure", "source"]
+    write_csv(out / f"{experiment}.csv", [*header, "mean", "se", "images"], scalars)
+    if curves:
+        write_csv(out / f"{experiment}_axes.csv", [*header, "axis", "mean", "se"], curves)
+
+
+def read_csv(path, run="", last=False, **only):
+    """Rows of a CSV file as dicts; [] without the file.
+
+    Only those of runs whose name begins with `run` (a str, or one of a tuple) and, if `last`, of
+    each run's last checkpoint, with the given values in the other columns.
+    """
+    if not path.exists():
+        return []
+    with open(path, newline="") as f:
+        rows = [{k: t if k in WORDS else float(t) for k, t in row.items()}
+                for row in csv.DictReader(f)]
+    rows = [row for row in rows if row["run"].startswith(run)
+            and all(row[k] == v for k, v in only.items())]
+    end = {row["run"]: row["step"] for row in sorted(rows, key=lambda row: row["step"])}
+    return [row for row in rows if not last or row["step"] == end[row["run"]]]

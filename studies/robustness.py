@@ -28,9 +28,10 @@ if not __package__:
 import numpy as np
 
 import common
-from robust.rows import SEED_FLAGS, read_rows
+from robust.results import read_rows
+from robust.sources import SEED_FLAGS
 from studies.differences import BASELINE, compare, current, draw, outcomes, primary_of, tables
-from studies.robust_attentions import NAMES, settings_of
+from studies.robust_attentions import USUAL as ROBUST
 
 USUAL = {                                                  # flags of train_cls.py
     "softmax": dict(attn="softmax"),                                            # reference
@@ -41,7 +42,8 @@ USUAL = {                                                  # flags of train_cls.
     "clamp": dict(attn="rpc", n_iter=1),                                        # no iteration
     "admm": dict(attn="rpc", n_iter=4, form="admm"),                            # right constants
 }
-ARMS = USUAL | {name: dict(attention=name, settings=settings_of(name)) for name in NAMES}
+ARMS = USUAL | {name: dict(attn=kind) for name, kind in ROBUST.items()}
+ARMS |= {f"{name}-all": dict(attn=kind, rpc_layers="all") for name, kind in ROBUST.items()}
 MEASURES = ["clean", "corruptions", "fgsm eps=1/255,2/255", "pgd eps=1/255,2/255 steps=20",
             "apgd eps=1/255,2/255", "adaptive_pgd eps=2/255"]
 
@@ -82,7 +84,7 @@ def finished(folder, arm, seed):
     """Has this run all its epochs? ValueError if the folder holds a run of another arm or seed."""
     if not (folder / "last.pt").exists():
         return False
-    checkpoint = common.read_checkpoint(folder)
+    checkpoint = common.load(folder)
     common.check_run(checkpoint, folder, "train_cls.py", "args", "step")
     trained = checkpoint["args"]
     for name, value in (ARMS[arm] | dict(seed=seed)).items():
@@ -96,10 +98,10 @@ def finished(folder, arm, seed):
 
 def check_recipe(folders):
     """ValueError unless networks differ in nothing but their arm and seed. {(arm, seed): folder}"""
-    arm_flags = {"n_iter", "lambd", "rpc_layers", "study"}.union(*ARMS.values())
+    arm_flags = {"n_iter", "lambd", "rpc_layers", "init"}.union(*ARMS.values())
     seen = {}
     for (arm, seed), folder in folders.items():
-        trained = common.read_checkpoint(folder)["args"]
+        trained = common.load(folder)["args"]
         trained["fine-tuned"] = bool(trained.get("init_from"))
         shared = dict.fromkeys(arm_flags, arm) | dict(init_from=seed)   # each seed has a start
         for name in trained.keys() - {*SEED_FLAGS}:
@@ -126,11 +128,11 @@ def with_rpc(arm):
 
 def train(folder, arm, seed, rest):
     """Train a run, or go on with one that was cut."""
-    script = ["train_cls.py"]
-    flags = [part for name, value in ARMS[arm].items() for part in (f"--{name}", value)]
-    if arm in NAMES:
-        script, flags = ["-m", "studies.robust_attentions", "train", arm], []
-    new = [*rest, *flags, "--seed", seed, "--set", "keep_every=1", "--out_dir", folder]
+    script, settings, name = ["train_cls.py"], dict(ARMS[arm]), arm.removesuffix("-all")
+    if name in ROBUST:
+        script, _ = ["-m", "studies.robust_attentions", "train", name], settings.pop("attn")
+    flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
+    new = [*rest, *flags, "--seed", seed, "--keep_every", 1, "--out_dir", folder]
     call(*script, *(["--resume", folder] if (folder / "last.pt").exists() else new))
 
 
@@ -154,7 +156,7 @@ def in_files(paths):
     for path in paths:
         if not path.is_file():
             raise ValueError(f"--rows {path} is not a file")
-        own = list(read_rows(path).values())
+        own = read_rows(path)
         lines = sum("measure" in row for row in common.read_log(path))
         if lines > len(own):
             raise ValueError(f"--rows {path} holds {lines - len(own)} rows twice: keep one of each")
@@ -189,7 +191,7 @@ def measured(folders, args, rest):
     if not folders:
         raise ValueError(f"--out_dir {args.out_dir} holds no finished run of these arms and seeds")
     evaluate(folders, args)
-    return current(read_rows(args.out_dir / "eval/results.jsonl").values(), folders), folders
+    return current(read_rows(args.out_dir / "eval/results.jsonl"), folders), folders
 
 
 def main():

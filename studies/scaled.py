@@ -24,22 +24,21 @@ import numpy as np
 import torch
 
 import common
+import train_cls
 from kpca import attend, exact_scaling, log_g, log_phi2, projection_loss
-from studies import altered
 from studies.kernel_pca import NULLS, Layer, exp_capture, exp_gamma, exp_jproj, study
-from studies.probe import RULES, capture, checkpoints, get_args, with_rule
-from studies.tables import half_width, read_csv, spread
+from studies.probe import RULES, capture, checkpoints, get_args, printed_scaling, read_csv
+from studies.stats import paired_t, show, spread
 
 
 # --- training -------------------------------------------------------------------------------------
 
 def train(rule, flags):
-    """train_cls.py with one of RULES in every layer; its checkpoints say which (args["rule"])."""
+    """Call train_cls.py with one of RULES in every layer; flags are its own."""
     if rule not in RULES:
         raise ValueError(f"--train {rule}: expected one of {', '.join(RULES)}")
-    folder = [] if altered.resumed(flags) else ["--out_dir", f"out/{rule}"]
-    altered.train([*folder, *flags, "--attn", "softmax"], lambda model: with_rule(model, rule),
-                  study="studies.scaled", rule=rule)
+    sys.argv = ["train_cls.py", "--attn", rule, *flags]
+    train_cls.main()
 
 
 # --- experiments: as in studies/kernel_pca.py -----------------------------------------------------
@@ -51,8 +50,7 @@ def exact_matrix(k):
 
 def printed_error(k, v):
     """Relative error, (...), of (I - S) v with S = A / (N A^T) as printed, in v's dtype."""
-    A = (k @ k.mT / math.sqrt(k.shape[-1])).softmax(-1)
-    printed = (v - A / A.mT @ v / k.shape[-2]).double()
+    printed = (v - printed_scaling(k, v)).double()
     exact = v.double() - exact_scaling(k, v)
     return (printed - exact).norm(dim=(-2, -1)) / exact.norm(dim=(-2, -1))
 
@@ -146,10 +144,11 @@ def interval(x):
     """Mean and 95 % t-interval over seeds, as text; of a single seed 1.96 errors over images."""
     if not len(x):
         return "-"
-    mean, half, mark = x[:, 0].mean(), half_width(x[:, 0]), ""
-    if len(x) == 1:
-        half, mark = 1.96 * x[0, 1], " images"
-    return f"{mean:+.4f} ({mean - half:+.4f} to {mean + half:+.4f}{mark})"
+    difference = paired_t(x[:, 0])
+    if len(x) > 1:
+        return show(difference, 4)
+    mean, half = difference.mean, 1.96 * x[0, 1]
+    return f"{mean:+.4f} ({mean - half:+.4f} to {mean + half:+.4f} images)"
 
 
 def heads_above(folder, network, measure, margin=0.1):

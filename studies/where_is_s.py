@@ -36,11 +36,11 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import common
-from attention import rpc_attention
 from robust import metrics
 from robust.adaptive import rewired
 from robust.patches import KINDS, corrupt_patches
-from robust.rows import kind_of, weights_of
+from robust.results import weights_of
+from robust.sources import kind_of
 from studies import probe
 
 
@@ -78,11 +78,9 @@ def first_layer(model, images):
 
     A network without RPC-Attention there gets PAP with its model_config's n_iter, lambd and form.
     """
-    block, steps = model.blocks[0], []
-    q, k, v = block.attn.project(block.norm1(model.embed(images)))
-    q = q if block.attn.attn == "rpc_asym" else None
-    rpc_attention(k, v, q=q, **block.attn.rpc, trace=steps)
-    return k, steps
+    block = model.blocks[0]
+    x = block.norm1(model.embed(images))
+    return block.attn.project(x)[1], block.attn.trace(x)
 
 
 def second_input(model, images, labels):
@@ -237,7 +235,7 @@ def main():
         found = examine(model, images, labels, args.kinds)
         about |= how | dict(weights=weights, network=kind_of(c), seed=checkpoint["args"]["seed"])
         about["values"] = {name: round(x.double().mean().item(), 5) for name, x in found.items()}
-        common.write_log(path, about)
+        common.Log(path).append(about)
         rows.append(about)
 
     groups = over_seeds([row for row in rows if row["run"] in runs])

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data import load_shapes
+from data.shapes import load_shapes
 
 
 class ConvNet(torch.nn.Module):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from robust.corruptions import CONSTANTS
-from data import render_scenes
+from data.shapes import render_scenes
 
 DETERMINISTIC = ("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression")
 
@@ -467,7 +467,8 @@ def channel_attention(w, name, z, heads):
 def class_block(w, b, x, heads):
     """The class token looks at all tokens; the others are doubled."""
     z = layer_norm(w, f"{b}.norm1", x)
-    parts = (("q", z[:, :1]), ("k", z), ("v", z))
+    query = "q" if f"{b}.attn.q.weight" in w else "k"                   # symmetric: the class token's key
+    parts = ((query, z[:, :1]), ("k", z), ("v", z))
     looked = attend(*(linear(w, f"{b}.attn.{name}", part) for name, part in parts), heads)
     x = x + w[f"{b}.gamma1"] * torch.cat([linear(w, f"{b}.attn.proj", looked), z[:, 1:]], 1)
     x = layer_norm(w, f"{b}.norm2", x)

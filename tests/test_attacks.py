@@ -17,7 +17,7 @@ from robust.attacks import (check, cw, fgsm, margin, noise, pgd, project_l1, sld
 from robust.autoattack import apgd, autoattack
 from robust.masking import zero_gradient_share
 from conftest import SHARED
-from data import load_shapes
+from data.shapes import load_shapes
 from golden_net import golden_network, trained_network
 from robust.words import word_swap
 from vit import ViT, ViTConfig

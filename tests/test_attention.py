@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention import (FORMS, KINDS, SelfAttention, naive_attention, penalty, rpc_attention,
+from attention import (ATTENTIONS, FORMS, SelfAttention, naive_attention, penalty, rpc_attention,
                        scaled_attention, soft_threshold, softmax_attention, symmetric_attention)
 from common import key_statistics
 from conftest import ROOT
@@ -15,8 +15,8 @@ from kpca import exact_scaling, pcp
 
 OPTIONS = {"code": {}, "mu_head": dict(mu_dim="head"), "thr_over": dict(threshold="over"),
            "thr_over_mu_head": FORMS["paper"], "sign_plus": dict(dual_sign=1), "admm": FORMS["admm"],
-           "causal_global_mu": dict(causal=True, mu="global"), "causal_cumulative_mu": dict(causal=True),
-           "causal_token_mu": dict(causal=True, mu="token")}
+           "causal_global_mu": dict(causal=True, mu_over="all"), "causal_cumulative_mu": dict(causal=True),
+           "causal_token_mu": dict(causal=True, mu_over="token")}
 
 
 def qkv(gain=1.0, B=2, H=3, N=10, D=8, seed=0, dtype=torch.float64):
@@ -255,7 +255,7 @@ def test_with_one_head_both_mu_dims_agree():
 
 def test_the_running_mu_begins_with_the_first_token_and_ends_with_the_mean_of_all():
     k = torch.randn(2, 3, 9, 8, dtype=torch.float64)
-    running, token, whole = (penalty(k, mu=mu) for mu in ("running", "token", "global"))
+    running, token, whole = (penalty(k, mu_over=mu) for mu in ("seen", "token", "all"))
     assert_close(running[:, :, :1], token[:, :, :1])
     assert_close(running[:, :, -1:], whole)
     assert_close(running[:, :, 4:5], penalty(k[:, :, :5]))
@@ -266,9 +266,9 @@ def test_mu_is_n_times_width_over_four_sums():
     B, H, N, D = k.shape
     assert_close(penalty(k)[1, 2, 0, 0], N * H * D / (4 * k[1, 2].abs().sum()), 1e-12)
     assert_close(penalty(k, mu_dim="head")[1, 2, 0, 0], N * D / (4 * k[1, 2].abs().sum()), 1e-12)
-    running = penalty(k, mu="running")
+    running = penalty(k, mu_over="seen")
     assert_close(running[..., -1:, :], penalty(k), 1e-12)
-    assert_close(running[..., :1, :], penalty(k, mu="token")[..., :1, :], 1e-12)
+    assert_close(running[..., :1, :], penalty(k, mu_over="token")[..., :1, :], 1e-12)
 
 
 def test_exact_scaling_is_an_idempotent_projection_also_where_the_ratio_of_softmaxes_overflows():
@@ -290,7 +290,7 @@ def test_an_all_zero_head_is_finite_with_gradients():
 
 # --- every kind ---------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ATTENTIONS)
 def test_permuting_tokens_permutes_the_output_of_every_kind_without_weights_per_position(kind):
     torch.manual_seed(0)
     m = SelfAttention(24, 3, kind, num_tokens=10).double()
@@ -308,7 +308,7 @@ def test_scaled_kinds_start_as_softmax_attention(kind):
     assert_close(m.attend(*m.project(x)), softmax_attention(*m.project(x)), 1e-14)
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if k != "scaled_s"])
+@pytest.mark.parametrize("kind", [k for k in ATTENTIONS if k != "scaled_s"])
 def test_changing_a_token_leaves_causal_outputs_before_it_unchanged_bit_for_bit(kind):
     torch.manual_seed(0)
     m = SelfAttention(24, 3, kind, lambd=0.5, causal=True).double()
@@ -330,7 +330,7 @@ def test_a_global_mu_leaks_the_future_in_causal_attention():
     _, k, v = qkv(4.0)
     changed = k.clone()
     changed[:, :, 7] *= 5
-    leak = rpc_attention(k, v, causal=True, mu="global") - rpc_attention(changed, v, causal=True, mu="global")
+    leak = rpc_attention(k, v, causal=True, mu_over="all") - rpc_attention(changed, v, causal=True, mu_over="all")
     assert leak[:, :, :7].abs().max() > 1e-3
 
 
@@ -358,7 +358,7 @@ def test_under_autocast_the_state_stays_float32_and_six_steps_err_at_most_four_t
     assert (y.float() - exact).norm() / exact.norm() < 4 * (y_once.float() - exact_once).norm() / exact_once.norm() < 0.02
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ATTENTIONS)
 def test_dropout_acts_in_training_only_inside_and_after_the_attention(kind):
     torch.manual_seed(0)
     x, plain = torch.randn(2, 10, 24), SelfAttention(24, 3, kind, num_tokens=10)
@@ -394,7 +394,7 @@ def test_dropout_acts_in_the_last_step_only(monkeypatch):
     assert rates == [0.0, 0.0, 0.3]
 
 
-@pytest.mark.parametrize("bad", [dict(threshold="minus"), dict(mu_dim="both"), dict(dual_sign=0), dict(mu="future"),
+@pytest.mark.parametrize("bad", [dict(threshold="minus"), dict(mu_dim="both"), dict(dual_sign=0), dict(mu_over="future"),
                                  dict(n_iter=0), dict(lambd=-1.0), dict(lambd=math.nan)])
 def test_unknown_options_are_refused_by_name(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):

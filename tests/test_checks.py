@@ -11,7 +11,7 @@ from robust import masking
 from robust import tables
 from robust.attacks import fgsm, pgd
 from robust.autoattack import autoattack
-from data import load_shapes
+from data.shapes import load_shapes
 from golden_net import trained_network
 from vit import ViT, ViTConfig
 

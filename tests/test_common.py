@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import common
-import data
+from data import images as data, shapes
 import eval_robust
 import train_cls
 import train_lm
@@ -284,7 +284,7 @@ def checkpoint_of(task, monkeypatch):
     if task == "lm":
         args["data_dir"] = "text.txt"
     words = "\n".join("<eos> a b c d e f g h".split())
-    own = dict(cls=dict(task="classification", classes=list(data.SHAPES), ema=model.state_dict()),
+    own = dict(cls=dict(task="classification", classes=list(shapes.SHAPES), ema=model.state_dict()),
                lm=dict(task="language modelling", vocab=words, best=dict(step=1)),
                seg=dict(task="segmentation", classes=list(Scenes("test", 1, 32).classes)))[task]
     optimizer = torch.optim.SGD(model.parameters(), 1.0).state_dict()

@@ -9,7 +9,7 @@ import torch
 import common
 import kpca
 from attention import SelfAttention
-from data import Split
+from data.files import Split
 from studies import decider, verdict
 
 N, D = 9, 4

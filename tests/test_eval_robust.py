@@ -20,7 +20,7 @@ from robust import attacks
 from robust import checks
 import common
 from robust import corruptions
-import data
+from data import images as data, shapes
 import eval_robust
 from robust import iou
 from robust import masking
@@ -118,7 +118,7 @@ def test_imagenet_is_known_by_its_thousand_class_names():
 
 # --- rows ------------------------------------------------------------------------------------------------------------
 
-def make_checkpoint(path, classes=tuple(data.SHAPES), image_size=32, attn="rpc", seed=0,
+def make_checkpoint(path, classes=tuple(shapes.SHAPES), image_size=32, attn="rpc", seed=0,
                     task="shapes", patch_size=8, flags=None, step=0, **options):
     torch.manual_seed(seed)
     config = ViTConfig(**SIZES["nano"], image_size=image_size, patch_size=patch_size, num_classes=len(classes),

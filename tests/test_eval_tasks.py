@@ -8,7 +8,7 @@ import torch
 from torchvision.io import write_png
 
 import common
-import data
+from data import images as data
 from data.segmentation import Scenes
 from data.text import count_words, read_lines
 import eval_robust

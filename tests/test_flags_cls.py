@@ -19,7 +19,7 @@ from torchvision.transforms.v2 import functional as TF
 
 from data import augment
 import common
-import data
+from data import images as data
 from data import images as data_images
 from data.rng import uniform
 import train_cls
@@ -314,7 +314,7 @@ def test_a_run_on_imagenets_layout_equals_the_plain_loop(monkeypatch):
     def loader(*args, **how):
         workers.append(how["num_workers"])
         return DataLoader(*args, **how)
-    monkeypatch.setattr(data_images, "DataLoader", loader)
+    monkeypatch.setattr("data.files.DataLoader", loader)
     rows, checkpoint = train(**IMAGENET)
     assert set(workers) == {2}
     f = SimpleNamespace(**IMAGENET)

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torchvision.io import write_jpeg, write_png
 
-from data import splits
+from data import images as splits
 from robust import attacks
 from robust import checks
 import common
 from robust import corruptions
-import data
+from data import images as data, files, shapes
 import eval_robust
 from lm import LMConfig
 from robust import measures
@@ -41,7 +41,7 @@ def place(tmp_path_factory):
     for i, name in enumerate(("a", "b")):
         make_checkpoint(folder / f"{name}.pt", attn=("rpc", "softmax")[i], seed=i, patch_size=16,
                         flags=dict(num_images=1000))                      # 200 images, fitted to 80
-        for j, shape in enumerate(data.SHAPES):
+        for j, shape in enumerate(shapes.SHAPES):
             (folder / name / "val" / shape).mkdir(parents=True)
             write_png(images[20 * i + j], str(folder / name / "val" / shape / "0.png"))
         for tree in ("out", *(f"{corruption}/3" for corruption in corruptions.NAMES)):
@@ -72,7 +72,7 @@ def evaluate(monkeypatch, place, flags):
     monkeypatch.chdir(place)
     before = set(place.rglob("*"))
     seen = dict(batch=0, amp=False, checks=0, error=None)
-    hits, setup, load = score.hits, common.setup, data.imagenet_batches
+    hits, setup, load = score.hits, common.setup, files.image_batches
 
     def look(logits, labels):
         seen["batch"] = max(seen["batch"], len(logits))
@@ -93,7 +93,7 @@ def evaluate(monkeypatch, place, flags):
     with monkeypatch.context() as patch:
         patch.setattr(score, "hits", look)
         patch.setattr(common, "setup", look_at_device)
-        patch.setattr(data, "imagenet_batches", look_at_workers)
+        patch.setattr(score, "image_batches", look_at_workers)
         patch.setattr(checks, "run", look_at_checks)
         patch.setattr(splits, "load_shapes", load_shapes)
         argv = ["eval_robust.py", *shlex.split(flags)]

@@ -16,7 +16,8 @@ from PIL import Image
 
 import common
 import train_seg
-from data import load_shapes, segmentation, views
+from data import segmentation, segmentation as views
+from data.shapes import load_shapes
 from data.rng import uniform
 from robust import corruptions, iou
 from segmenter import Segmenter, SegmenterConfig, predict, segmenter_from_checkpoint

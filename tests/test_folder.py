@@ -1,8 +1,9 @@
-"""Images of one's own: `train_cls.py --data_dir photos` finds, chooses, trains and says so."""
+"""Images of one's own: what counts as one, what is held out, what is evaluated, and what is said of it."""
 
 import os
 import shutil
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
-import common
-import data
-import eval_robust
 import train_cls
-from data.images import name_hash
+from data.files import decode, name_hash, read_bytes
+from data.images import ImageTree, Photos, find_photos, load_data, load_photos, load_test
 from data.segmentation import OwnFolder, read_pair
 from test_data import within_10_seconds
-from vit import vit_from_checkpoint
 
 CLASSES = ["cat", "dog", "owl"]
 
@@ -54,6 +52,22 @@ def refused(*words):
     return str(error.value)
 
 
+def checkpoint(folder):
+    return torch.load(Path(folder, "last.pt"), weights_only=True)
+
+
+def data_of(root, holdout=0):
+    args = Namespace(data="folder", data_dir=root, holdout=holdout, image_size=32)
+    return load_data(args, torch.device("cpu"))
+
+
+def evaluated(root, **trained):
+    """What an evaluation on this folder looks at."""
+    return load_test(Namespace(data="folder", data_dir=root, device="cpu"), trained, 32, None)
+
+
+# --- the script -----------------------------------------------------------------------------------
+
 def test_one_flag_trains_on_a_folder_and_says_first_what_it_found(capsys):
     make("photos", 10)
     Path("photos/owl/9.png").write_bytes(b"nothing")
@@ -64,81 +78,42 @@ def test_one_flag_trains_on_a_folder_and_says_first_what_it_found(capsys):
     assert lines[0].startswith("photos: 30 images in 3 classes; chosen for them: ")
     for choice in ("holdout=6", "model=nano", "image_size=32", "patch_size=4", "batch_size=4"):
         assert choice in lines[0].split()
-    found = "folder: 23 training, 6 held-out images, 3 classes, 1 unreadable files"
-    assert found in lines and lines.index(found) < 4
+    found = [line for line in lines[:4] if line.startswith("folder: 23 training, 6 held-out images, 3 classes, 1 ")]
+    assert len(found) == 1 and "unreadable files, 1 other files left out (.txt)" in found[0]
     assert "photos/owl/9.png" in out + err
-    assert "held-out accuracy" in lines[-1] and lines[-1].endswith("out/folder_rpc/last.pt")
 
-    # the checkpoint alone says which images those were, and rebuilds the model
-    checkpoint = common.read_checkpoint("out/folder_rpc")
-    args = checkpoint["args"]
-    assert (args["data"], args["data_dir"], args["holdout"]) == ("folder", "photos", 6)
-    photos = data.find_photos(args["data_dir"])
-    _, held, bad = data.load_photos(photos, args["image_size"], args["holdout"])
-    assert bad == 1 and held.classes == checkpoint["classes"] == CLASSES
-    with torch.no_grad():
-        logits = vit_from_checkpoint(checkpoint)(held.images.float() / 255)
-    right = (logits.argmax(1) == held.labels).float().mean().item()
-    assert checkpoint["metrics"]["top1"] == pytest.approx(100 * right)
+    # the checkpoint says which images were held out: an evaluation sees the same ones
+    run = checkpoint("out/folder_rpc")
+    assert [run["args"][name] for name in ("data", "data_dir", "holdout")] == ["folder", "photos", 6]
+    held = load_photos(find_photos("photos"), 32, 6)[1]
+    assert run["classes"] == held.classes == CLASSES and run["metrics"]["images"] == 6
+    for root in ("photos", "./photos", os.path.abspath("photos")):
+        assert torch.equal(evaluated(root, **run["args"]).images, held.images)
 
 
-def test_a_stopped_run_on_a_folder_goes_on_to_the_same_weights():
+def test_a_stopped_run_on_a_folder_goes_on_to_the_same_weights(monkeypatch):
     make("photos", 10)
-    run = ["--data_dir", "photos", "--set", "log_every=1"]
-    main(*run, "--max_steps", "4", "--out_dir", "whole")
-    main(*run, "--max_steps", "2", "--out_dir", "parts")
+    main("--data_dir", "photos", "--max_steps", "4", "--out_dir", "whole")
+    main("--data_dir", "photos", "--max_steps", "2", "--out_dir", "parts")
     main("--resume", "parts", "--max_steps", "4")
-    whole, parts = (common.read_checkpoint(folder) for folder in ("whole", "parts"))
+    whole, parts = checkpoint("whole"), checkpoint("parts")
     assert whole["metrics"] == parts["metrics"]
     assert all(torch.equal(whole["model"][name], w) for name, w in parts["model"].items())
     same = ("model", "image_size", "patch_size", "batch_size", "epochs", "pad", "holdout")
     assert all(whole["args"][name] == parts["args"][name] for name in same)
-
-
-def test_a_run_that_torchrun_starts_again_goes_on(monkeypatch):
-    make("photos", 10)
-    main("--data_dir", "photos", "--max_steps", "2", "--out_dir", "a")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    main("--data_dir", "photos", "--max_steps", "2", "--out_dir", "a")
-    assert common.read_checkpoint("a")["step"] == 2
-    assert Path("a/log.jsonl").read_text().count('"eval"') == 1
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")                   # started again by torchrun
+    main("--data_dir", "photos", "--max_steps", "4", "--out_dir", "whole")
+    assert checkpoint("whole")["step"] == 4 and Path("whole/log.jsonl").read_text().count('"eval"') == 1
 
 
 def test_a_val_folder_is_evaluated_on_and_flags_win_over_what_is_chosen(capsys):
     make("photos/train", 6, side=70)
     make("photos/val", 2)
-    main("--data_dir", "photos", "--max_steps", "1", "--image_size", "48", "--set", "pad=1")
-    out = capsys.readouterr().out
-    assert "18 training, 6 val images, 3 classes, 0 unreadable files" in out
-    args = common.read_checkpoint("out/folder_rpc")["args"]
+    main("--data_dir", "photos", "--max_steps", "1", "--image_size", "48")
+    assert "18 training, 6 val images, 3 classes, 0 unreadable files" in capsys.readouterr().out
+    args = checkpoint("out/folder_rpc")["args"]
     chosen = [args[name] for name in ("image_size", "patch_size", "pad", "holdout")]
-    assert chosen == [48, 8, 1, 0]                              # images of 70 pixels: 64 in 8 x 8
-
-
-@pytest.mark.parametrize("count, side, size, batch, epochs, model", [
-    (4, 30, 32, 2, 200, "nano"), (40, 64, 64, 8, 200, "nano"), (200, 95, 64, 32, 200, "nano"),
-    (400, 375, 96, 64, 200, "nano"), (3000, 500, 96, 64, 64, "nano"),
-    (30000, 32, 32, 64, 8, "micro")])
-def test_the_recipe_follows_the_number_and_size_of_the_images(monkeypatch, count, side, size, batch,
-                                                              epochs, model):
-    files = [("a.png", 0)] * count
-    photos = data.images.Photos(["a", "b"], files, files, "photos")
-    monkeypatch.setattr(data.images.Photos, "median_side", lambda self: side)
-    monkeypatch.setattr(data, "find_photos", lambda root: photos)
-    monkeypatch.setattr(sys, "argv", ["train_cls.py", "--data_dir", "photos"])
-    args = train_cls.get_args()
-    got = args.image_size, args.batch_size, args.epochs, args.model
-    assert got == (size, batch, epochs, model)
-    assert args.image_size == 8 * args.patch_size == 8 * args.pad and args.data == "folder"
-
-
-def test_the_median_side_is_of_files_whose_header_can_be_read():
-    make("photos", 3, side=50)
-    Path("photos/cat/0.png").write_bytes(b"nothing")
-    assert data.find_photos("photos").median_side() == 51
-    for path in Path("photos").glob("*/*"):
-        path.write_bytes(b"nothing")
-    assert data.find_photos("photos").median_side() == 0
+    assert chosen == [48, 8, 8, 0]                              # images of 70 pixels: 64 in 8 x 8
 
 
 def test_a_folder_that_cannot_be_trained_on_is_named_in_one_line():
@@ -155,76 +130,117 @@ def test_a_folder_that_cannot_be_trained_on_is_named_in_one_line():
     assert "--data_dir hole: no image in the class folder dog" in refused("--data_dir", "hole")
     for path in Path("photos/dog").iterdir():
         path.write_bytes(b"nothing")
-    line = refused("--data_dir", "photos")
-    assert "--data_dir photos: no image of the class dog can be read" in line
+    assert "--data_dir photos: no image of the class dog can be read" in refused("--data_dir", "photos")
     make("split/train", 4)
     make("split/val", 1, classes=["cat", "dog", "cow"])
-    line = refused("--data_dir", "split")
-    assert "train has the classes cat, dog, owl, val cat, cow, dog" in line
+    assert "train has the classes cat, dog, owl, val cat, cow, dog" in refused("--data_dir", "split")
     shutil.rmtree("split/val")
     make("split/val", 1)
     for path in Path("split/val").glob("*/*"):
         path.write_bytes(b"nothing")
     assert "no readable image to evaluate on; --holdout N takes" in refused("--data_dir", "split")
+    shutil.rmtree("split/train")
+    assert "--data_dir split has no folder train: nothing to train on" in refused("--data_dir", "split")
     assert not Path("out").exists()
 
 
-def test_a_class_that_is_held_out_whole_is_named(capsys):
+# --- which folders are classes --------------------------------------------------------------------
+
+def test_test_is_taken_for_val_where_there_is_no_val_and_it_is_said(capsys):
+    make("photos/train", 3)
+    make("photos/test", 2)
+    train, val = data_of("photos")
+    assert len(train.labels) == 9 and len(val.labels) == 6 and train.classes == val.classes == CLASSES
+    assert "9 training, 6 val images, 3 classes, 0 unreadable files, test/ taken for val/" in capsys.readouterr().out
+    make("photos/val", 1)
+    assert len(data_of("photos")[1].labels) == 3 and "taken" not in capsys.readouterr().out
+
+
+def test_a_class_may_be_called_train_or_test():
+    make("photos", 2, classes=["train", "test", "bus"])
+    photos = find_photos("photos")
+    assert photos.classes == ["bus", "test", "train"] and len(photos.train) == 6 and not photos.val
+    make("photos/val", 2)
+    with pytest.raises(ValueError, match="photos has images in bus, test, train beside class folders in photos/val"):
+        find_photos("photos")
+
+
+def test_hidden_folders_and_files_do_not_count_and_other_files_are_counted(capsys):
+    make("photos", 3)
+    make("photos", 1, classes=[".ipynb_checkpoints", ".git"])
+    shutil.copy("photos/cat/0.png", "photos/cat/._0.png")
+    for name in ("a.heic", "b.HEIC", "c.tif", "README"):
+        Path("photos/dog", name).write_bytes(b"")
+    assert find_photos("photos").classes == CLASSES and len(find_photos("photos").train) == 9
+    data_of("photos", holdout=2)
+    assert "0 unreadable files, 4 other files left out (.HEIC, .heic, .tif, without ending)" in capsys.readouterr().out
+    make("net/val", 1, classes=["n01", ".git"])
+    assert ImageTree("net", "val").classes == ["n01"]
+
+
+def test_names_that_are_not_utf_8(capfd):
+    make("photos", 3)
+    for name in (b"photos/cat/\xe9.png", b"photos/dog/\xe9.png"):
+        shutil.copy("photos/cat/0.png", os.fsdecode(name))
+    Path(os.fsdecode(b"photos/cat/\xe9.png")).write_bytes(b"nothing")
+    train, _ = data_of("photos", holdout=2)                     # of a file: it is read, or named as far as that goes
+    assert len(train.labels) == 8 and "cannot decode photos/cat/\\udce9.png" in "".join(capfd.readouterr())
+    os.rename("photos/owl", os.fsdecode(b"photos/hibou\xe9"))
+    with pytest.raises(ValueError, match=r"the name of the class folder hibou\\udce9 is not UTF-8") as error:
+        find_photos("photos")
+    str(error.value).encode()                                   # of a class: refused, in a line that can be printed
+
+
+# --- what is evaluated ----------------------------------------------------------------------------
+
+def test_another_folder_is_evaluated_whole_or_its_val_folder():
+    make("photos", 10)
+    make("photos2", 4, classes=["bus", "car"])
+    trained = dict(data="folder", data_dir="photos", holdout=6)
+    assert len(evaluated("photos", **trained).labels) == 6
+    other = evaluated("photos2", **trained)                     # its classes are for the caller to judge
+    assert len(other.labels) == 8 and other.classes == ["bus", "car"]
+    assert len(evaluated("photos", **{**trained, "data": "cifar10"}).labels) == 30
+    make("photos3/val", 3)
+    assert len(evaluated("photos3", **trained).labels) == 9     # val/ alone is a folder
+    make("photos3/train", 1)
+    assert len(evaluated("photos3", **trained).labels) == 9
+    assert len(evaluated("photos3").labels) == 9                # a network that tells nothing of its training
+    for path in Path("photos2").glob("*/*"):
+        path.write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="--data_dir photos2: no image can be read"):
+        evaluated("photos2", **trained)
+
+
+def test_the_folder_trained_on_is_refused_when_it_holds_less_than_was_held_out():
+    make("photos", 2)
+    with pytest.raises(ValueError, match="--data_dir photos has 6 images, but training held 6 of them out"):
+        evaluated("photos", data="folder", data_dir="photos", holdout=6)
+
+
+# --- what is held out -----------------------------------------------------------------------------
+
+def test_classes_without_or_with_one_training_image_are_named(capsys):
     make("photos", 8)
-    order = sorted(data.find_photos("photos").train,
-                   key=lambda file: name_hash(os.path.relpath(file[0], "photos")))
-    for path, label in data.find_photos("photos").train:
+    order = sorted(find_photos("photos").train, key=lambda file: name_hash(os.path.relpath(file[0], "photos")))
+    for path, label in find_photos("photos").train:
         if label == order[0][1] and path != order[0][0]:
             os.remove(path)                                 # the first to be held out is its last
-    warning = f"warning: no image of the class {CLASSES[order[0][1]]} is left to train on"
-    main("--data_dir", "photos", "--max_steps", "1", "--holdout", "2")
-    assert capsys.readouterr().out.count(warning) == 1
+    data_of("photos", holdout=2)
+    out = capsys.readouterr().out
+    assert out.count(f"warning: no image of the class {CLASSES[order[0][1]]} is left to train on") == 1
     make("more", 8)
-    main("--data_dir", "more", "--max_steps", "1", "--holdout", "2")
+    data_of("more", holdout=2)
     assert "warning" not in capsys.readouterr().out
-
-
-def test_an_animated_gif_by_another_name_is_its_first_frame():
-    frames = [Image.new("RGB", (40, 30), colour) for colour in ("red", "blue", "green")]
-    frames[0].save("a.gif", save_all=True, append_images=frames[1:])
-    os.rename("a.gif", "a.jpg")
-    image = data.decode(data.images.read_bytes("a.jpg"), "a.jpg")
-    assert image.shape == (3, 30, 40) and image[:, 0, 0].tolist() == [255, 0, 0]
-
-
-def test_a_file_that_pil_calls_a_bomb_does_not_stop_the_run(monkeypatch):
-    make("photos", 3, side=50)
-    open_image = Image.open
-
-    def bomb(file):
-        image = open_image(file)
-        if image.size[1] == 52:
-            raise (Image.DecompressionBombError if image.size[0] == 55 else ValueError)("too large")
-        return image
-    monkeypatch.setattr(Image, "open", bomb)
-    assert data.find_photos("photos").median_side() == 50.5           # of 50 and 51 pixels
-
-
-def test_another_folder_of_too_few_images_is_refused_by_its_name():
-    make("photos", 10)
-    make("few", 2)
-    main("--data_dir", "photos", "--max_steps", "1", "--holdout", "6", "--out_dir", "a")
-    with pytest.raises(ValueError, match="--data_dir few has 6 images, but 6 are to be those that"):
-        eval_robust_main("--ckpt", "a", "--data_dir", "few", "--measures", "clean")
-
-
-def eval_robust_main(*words):
-    before = sys.argv
-    sys.argv = ["eval_robust.py", "--device", "cpu", *words]
-    try:
-        eval_robust.main()
-    finally:
-        sys.argv = before
+    make("one", 1, classes=[f"n{i}" for i in range(10)])
+    train, held = data_of("one", holdout=2)
+    assert len(held.labels) == 2 and len(train.labels) == 8
+    assert "warning: a single training image in 8 of 10 classes (n" in capsys.readouterr().out
 
 
 def held_out(root, n):
     """The grey levels of the held-out images of a folder whose images are of one level each."""
-    train, held, _ = data.load_photos(data.find_photos(root), 32, n)
+    train, held, _ = load_photos(find_photos(root), 32, n)
     levels = [split.images[:, 0, 0, 0].tolist() for split in (train, held)]
     assert not set(levels[0]) & set(levels[1]) and len(levels[1]) == n
     return set(levels[1])
@@ -257,17 +273,44 @@ def test_the_held_out_part_of_a_labelled_folder_stays_when_a_file_comes():
     assert not set(OwnFolder("mine", "training").names) & set(OwnFolder("mine", "validation").names)
 
 
-def test_a_pipe_in_a_folder_of_ones_own_is_not_waited_for():
+# --- single files ---------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("n, side, size, batch, epochs, model", [
+    (4, 30, 32, 2, 200, "nano"), (40, 64, 64, 8, 200, "nano"), (200, 95, 64, 32, 200, "nano"),
+    (3000, 500, 96, 64, 64, "nano"), (30000, 32, 32, 64, 8, "micro")])
+def test_the_recipe_follows_the_number_and_size_of_the_images(monkeypatch, n, side, size, batch, epochs, model):
+    monkeypatch.setattr(Photos, "median_side", lambda self: side)
+    recipe = Photos(["a", "b"], [("a.png", 0)], [], "photos").recipe(n)
+    assert recipe == dict(model=model, image_size=size, patch_size=size // 8, epochs=epochs, batch_size=batch,
+                          pad=size // 8)
+
+
+def test_the_median_side_is_of_files_whose_header_can_be_read(monkeypatch):
     make("photos", 3, side=50)
+    open_image = Image.open
+
+    def bomb(file):
+        image = open_image(file)
+        if image.size[1] == 52:
+            raise (Image.DecompressionBombError if image.size[0] == 55 else ValueError)("too large")
+        return image
+    monkeypatch.setattr(Image, "open", bomb)
+    assert find_photos("photos").median_side() == 50.5           # of 50 and 51 pixels
+    monkeypatch.setattr(Image, "open", open_image)
     Path("photos/cat/0.png").unlink()
     os.mkfifo("photos/cat/0.png")
-    assert within_10_seconds(data.find_photos("photos").median_side) == 51
+    assert within_10_seconds(find_photos("photos").median_side) == 51
     for pair in (("photos/cat/1.png", "photos/cat/0.png"), ("photos/cat/0.png", "photos/cat/1.png")):
         with pytest.raises(FileNotFoundError, match="photos/cat/0.png is not a file"):
             within_10_seconds(read_pair, *pair)
+    Path("photos/cat/0.png").unlink()
+    for path in Path("photos").glob("*/*"):
+        path.write_bytes(b"nothing")
+    assert find_photos("photos").median_side() == 0
 
 
-def test_a_class_with_a_single_image_may_be_held_out():
-    make("photos", 1, classes=[f"n{i}" for i in range(10)])
-    main("--data_dir", "photos", "--max_steps", "1")
-    assert common.read_checkpoint("out/folder_rpc")["metrics"]["images"] == 2
+def test_an_animated_gif_by_another_name_is_its_first_frame():
+    frames = [Image.new("RGB", (40, 30), colour) for colour in ("red", "blue", "green")]
+    frames[0].save("a.gif", save_all=True, append_images=frames[1:])
+    image = decode(read_bytes("a.gif"), "a.jpg")
+    assert image.shape == (3, 30, 40) and image[:, 0, 0].tolist() == [255, 0, 0]

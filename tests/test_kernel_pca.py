@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import common
-import data
+from data import images as data, shapes
 import train_cls
-from attention import KINDS, SelfAttention
+from attention import ATTENTIONS, SelfAttention
 from conftest import ROOT
 from kpca import (a_hat, attend, basis, eigen_cosine, exact_scaling, kernel_pca, kernel_projections, log_g,
                   log_gram, log_kernel, log_phi2, projection_loss, theoretical_values)
@@ -288,7 +288,7 @@ class Wrapped(nn.Module):
         return x + self.inner(x)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ATTENTIONS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_captured_heads_reproduce_the_attention_of_every_kind(kind, causal):
     if kind == "scaled_s" and causal:
@@ -334,7 +334,7 @@ def save_vit(path, attn="softmax", image_size=16, **change):
     model = ViT(config)
     args = dict(data="shapes", data_dir=None, seed=0, init_from=None)
     torch.save({"task": "classification", "model": model.state_dict(), "model_config": asdict(config), "step": 7,
-                "args": args, "classes": list(data.SHAPES), **change}, path)
+                "args": args, "classes": list(shapes.SHAPES), **change}, path)
     return str(path)
 
 

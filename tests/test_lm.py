@@ -215,7 +215,7 @@ def test_outputs_of_a_prefix_are_the_prefix_of_the_outputs_at_the_same_positions
 
 @pytest.mark.parametrize("kind", RPC)
 def test_all_three_see_the_leak_of_a_global_mu(kind):
-    model, seen = small(**RPC[kind], mu="global", gain=50), []
+    model, seen = small(**RPC[kind], mu_over="all", gain=50), []
     model.embed.register_forward_hook(lambda *call: seen.append(call[-1]))
     tokens = words()
     changed = tokens.clone()
@@ -229,8 +229,8 @@ def test_all_three_see_the_leak_of_a_global_mu(kind):
 
 
 def test_a_model_trained_with_a_global_mu_reads_the_future_and_with_a_causal_one_cannot():
-    assert leak.train("global", steps=120)[-1] < 0.1
-    for mu in ("running", "token"):
+    assert leak.train("all", steps=120)[-1] < 0.1
+    for mu in ("seen", "token"):
         assert abs(leak.train(mu, steps=120)[-1] - math.log(2)) < 2e-3
 
 
@@ -316,9 +316,9 @@ def test_compiled_it_is_the_same_model():
 
 # --- sampling --------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("mu", ["running", "token"])
+@pytest.mark.parametrize("mu", ["seen", "token"])
 def test_greedy_text_is_the_most_probable_word_again_and_again(mu):
-    model, tokens = small(attn="rpc", rpc_layers=(0,), mu=mu, cutoffs=OUTPUTS["adaptive"]), words(T=9)
+    model, tokens = small(attn="rpc", rpc_layers=(0,), mu_over=mu, cutoffs=OUTPUTS["adaptive"]), words(T=9)
     seen = []
     model.embed.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[1]))
     text = model.generate(tokens, 6, top_k=1)                                    # 15 words: runs past the context of 12
@@ -353,7 +353,7 @@ def test_samples_follow_temperature_top_k_and_generator():
 # --- checkpoints and bad input ---------------------------------------------------------------------------------------
 
 def test_a_checkpoint_alone_rebuilds_the_model():
-    model = small(attn="rpc", rpc_layers=(1,), n_iter=2, lambd=3.0, form="paper", mu="token", cutoffs=(8, 16), gain=50)
+    model = small(attn="rpc", rpc_layers=(1,), n_iter=2, lambd=3.0, form="paper", mu_over="token", cutoffs=(8, 16), gain=50)
     checkpoint = dict(task="language modelling", model_config=asdict(model.config), model=model.float().state_dict())
     again = lm_from_checkpoint(checkpoint)
     assert again.config == model.config and not again.training
@@ -373,7 +373,7 @@ def test_bad_input_is_one_clear_line():
             (lambda: model.generate(tokens[:, :0], 1), "0 tokens in a row, expected 1 to context=12"),
             (lambda: model.generate(tokens, 1, temperature=0), "temperature=0, top_k=None, expected temperature > 0"),
             (lambda: model.generate(tokens, 1, top_k=0), "temperature=1.0, top_k=0, expected .* top_k >= 1"),
-            (lambda: small(attn="rpc", rpc_layers=(0,), mu="global").generate(tokens, 1), "mu='global': each new tok"),
+            (lambda: small(attn="rpc", rpc_layers=(0,), mu_over="all").generate(tokens, 1), "mu_over='all': each new tok"),
             (lambda: lm_from_checkpoint(dict(task="classification", model={}, model_config={})), "not a .*train_lm.py"),
             (lambda: lm_from_checkpoint(dict(model={})), "not a checkpoint of train_lm.py"),
             (lambda: lm_from_checkpoint(dict(task="language modelling", model={}, model_config=asdict(model.config))),
@@ -381,14 +381,14 @@ def test_bad_input_is_one_clear_line():
         with pytest.raises(ValueError, match=message) as e:
             call()
         assert "\n" not in str(e.value)
-    assert small(mu="global").generate(tokens, 1).shape == (2, 13)                 # no RPC layer, no leak
+    assert small(mu_over="all").generate(tokens, 1).shape == (2, 13)                 # no RPC layer, no leak
 
 
 @pytest.mark.parametrize("change,message", [
     (dict(cutoffs=(16, 8)), "cutoffs=.16, 8., expected increasing ids from 1 to 52"),
     (dict(cutoffs=(8, 53)), "expected increasing"), (dict(cutoffs=(0, 8)), "expected increasing"),
     (dict(cutoffs=(8, 8)), "expected increasing"), (dict(attn="linear"), "attn='linear', expected one of"),
-    (dict(norm="rms"), "norm='rms', expected one of"), (dict(mu="mean"), "mu='mean', expected one of"),
+    (dict(norm="rms"), "norm='rms', expected one of"), (dict(mu_over="mean"), "mu_over='mean', expected one of"),
     (dict(form="printed"), "form='printed', expected one of"), (dict(num_heads=3), "embed_dim=16, expected an even"),
     (dict(attn="rpc", rpc_layers=(3,)), r"rpc_layers=\(3,\), expected layers in 0..2")])
 def test_an_impossible_configuration_is_one_clear_line(change, message):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchvision.io import write_png
 
-import data
+from data import images as data
 from studies.probe import checkpoints, load_images
 from vit import ViT, ViTConfig
 

@@ -1,5 +1,5 @@
-"""Claims about segmentation.py and views.py: the transforms are mmsegmentation's, their numbers depend on (seed, sample) alone, and a
-folder that is not as it should be ends in a line that names the file."""
+"""Images with a label for every pixel: the transforms are mmsegmentation's, their numbers depend on (seed, sample)
+alone, and a folder that is not as it should be ends in a line that names the file."""
 
 import numpy as np
 import pytest
@@ -7,23 +7,17 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-import data
-from data import segmentation, views
-from data.rng import uniform
 from conftest import SHARED
-from data.segmentation import Scenes, SegTree
-from data.views import TrainingViews, distort, finish_views, training_view
-from segmenter import SegmenterConfig, resized
+from data import segmentation
+from data.files import image_batches
+from data.rng import uniform
+from data.segmentation import (CAMVID_CLASSES, DISTORT_COLUMNS, VIEW, VIEW_COLUMNS, Scenes, SegTree, TrainingViews,
+                               class_names, distort, finish_views, palette, save_pictures, scale_hsv, scale_and_shift,
+                               shift_labels, training_view, varied)
+from data.shapes import load_shapes
+from segmenter import IGNORE, SegmenterConfig, resized
 
 SIZES = [(40, 60), (60, 40), (33, 70), (48, 48), (90, 50), (64, 41)]                 # height, width of the images below
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def write_pair(root, split, stem, image, label):
@@ -53,23 +47,29 @@ def planes(x):
 
 def test_labels_shift_by_one_and_unlabelled_pixels_are_ignored(golden):
     raw = torch.tensor([0, 1, 2, 150, 255], dtype=torch.uint8)
-    assert segmentation.shift_labels(raw).tolist() == [255, 0, 1, 149, 255] and raw.tolist() == [0, 1, 2, 150, 255]
+    assert shift_labels(raw).tolist() == [255, 0, 1, 149, 255] and raw.tolist() == [0, 1, 2, 150, 255]
     g = golden("seg_transforms")
-    assert torch.equal(segmentation.shift_labels(g["label_raw"]), g["label_reduced"])
+    assert torch.equal(shift_labels(g["label_raw"]), g["label_reduced"])
 
 
-def test_sizes_follow_the_references_rule(golden):
-    for h, w, ratio, long, short, new_h, new_w in golden("seg_transforms")["size_rule"].tolist():
+def test_sizes_follow_the_references_rule_and_the_models(golden, monkeypatch):
+    asked = []
+    monkeypatch.setattr(segmentation, "resize", lambda image, H, W: asked.append((H, W)) or image.new_zeros(3, H, W))
+    for h, w, ratio, long, short, *new in golden("seg_transforms")["size_rule"].tolist():
         assert (int(4 * 256 * ratio), int(256 * ratio)) == (long, short)
-        assert resized(int(h), int(w), int(long), int(short)) == (new_h, new_w)
+        assert resized(int(h), int(w), int(long), int(short)) == tuple(new)
+        image = torch.zeros(3, int(h), int(w), dtype=torch.uint8)
+        training_view(image, image[0], [ratio / 4] + [0.0] * (VIEW_COLUMNS - 1), 256, (0.0, 4.0))
+        assert asked.pop() == tuple(new)
+    assert segmentation.IGNORE == IGNORE                                             # the model's own
 
 
 def test_resizing_agrees_with_opencv_within_a_level_and_its_labels_exactly(golden):
     g = golden("seg_transforms")
     H, W = g["resized_label"].shape
-    small = views.resize(planes(g["rgb"]), H, W)
+    small = segmentation.resize(planes(g["rgb"]), H, W)
     assert (small.int() - planes(g["resized_rgb"]).int()).abs().max() <= 1
-    draw = [204.5 / 204 - 1] + [0.0] * (views.VIEW_COLUMNS - 2) + [0.9]              # r: the box (819, 204); no flip
+    draw = [204.5 / 204 - 1] + [0.0] * (VIEW_COLUMNS - 2) + [0.9]              # r: the box (819, 204); no flip
     image, label, h, w = training_view(planes(g["rgb"]), g["label_reduced"], draw, 204, scales=(1.0, 2.0))
     assert (h, w) == (204, 204) and torch.equal(label, g["resized_label"][:, :204])
     assert torch.equal(image, small[:, :, :204])
@@ -79,12 +79,12 @@ def test_distortion_agrees_with_opencv(golden):
     g = golden("seg_transforms")
     x = planes(g["crop_rgb"])[None].float()
     for i in range(3):
-        bright = views.scale_and_shift(x, 1.0, g["bright_beta"][i].item())[0]
-        contrast = views.scale_and_shift(x, g["contrast_alpha"][i].item())[0]
+        bright = scale_and_shift(x, 1.0, g["bright_beta"][i].item())[0]
+        contrast = scale_and_shift(x, g["contrast_alpha"][i].item())[0]
         assert torch.equal(bright.byte(), planes(g["bright_rgb"])[i])
         assert torch.equal(contrast.byte(), planes(g["contrast_rgb"])[i])
-        saturated = views.scale_hsv(x, g["sat_alpha"][i].item(), 0)[0]
-        turned = views.scale_hsv(x, 1.0, g["hue_delta"][i].item())[0]
+        saturated = scale_hsv(x, g["sat_alpha"][i].item(), 0)[0]
+        turned = scale_hsv(x, 1.0, g["hue_delta"][i].item())[0]
         for ours, theirs in ((saturated, g["sat_rgb"][i]), (turned, g["hue_rgb"][i])):
             difference = (ours - planes(theirs)).abs()
             assert difference.max() <= 1 and difference.mean() < 0.03
@@ -92,17 +92,18 @@ def test_distortion_agrees_with_opencv(golden):
 
 def test_hsv_without_a_change_gives_every_colour_back_within_rounding():
     grid = torch.cartesian_prod(*[torch.arange(0, 256, 15.0)] * 3).T.reshape(1, 3, 18, -1)
-    back = views.scale_hsv(grid, 1.0, 0)
+    back = scale_hsv(grid, 1.0, 0)
     assert (back - grid).abs().max() <= 5        # H has 180 steps: up to 255 / 60 levels, then truncation
     grey = torch.arange(256.0).expand(1, 3, 1, 256)
-    assert torch.equal(views.scale_hsv(grey, 1.5, 17), grey)
+    assert torch.equal(scale_hsv(grey, 1.5, 17), grey)
 
 
 def test_normalised_padding_is_exactly_zero_and_the_rest_is_the_references(golden):
     g = golden("seg_transforms")
     mean, std = (g[name].float().view(3, 1, 1) / 255 for name in ("norm_mean", "norm_std"))
     config = SegmenterConfig(4)
-    assert torch.allclose(torch.tensor([config.mean, config.std]), torch.stack([mean, std]).flatten(1), rtol=0, atol=1e-6)
+    torch.testing.assert_close(torch.tensor([config.mean, config.std]), torch.stack([mean, std]).flatten(1), rtol=0,
+                               atol=1e-6)
     images = F.pad(planes(g["crop_rgb"])[None], (0, 16, 0, 8))                                      # 136 x 144: padded
     images = F.pad(images, (0, 0, 0, 8))
     side = torch.tensor([128])
@@ -111,35 +112,27 @@ def test_normalised_padding_is_exactly_zero_and_the_rest_is_the_references(golde
     assert (out[0, :, 128:] == 0).all() and (out[0, :, :, 128:] == 0).all()
 
 
-def test_each_distortion_happens_half_the_time_and_contrast_in_two_places():
-    u = uniform(torch.arange(4000), views.DISTORT_COLUMNS, 3, views.DISTORT)
-    grey = torch.full((4000, 3, 1, 1), 100, dtype=torch.uint8)
-    out = distort(grey, u)[:, 0, 0, 0].int()                                        # colour changes do nothing to grey
-    for column, low, high in ((0, 68, 132), (2, 50, 150)):                            # brightness alone, contrast alone
-        alone = (u[:, column] < 0.5) & (u[:, 2 - column] >= 0.5)
-        assert 0.2 < alone.float().mean() < 0.3
-        assert out[alone].min() in (low, low + 1) and out[alone].max() in (high - 1, high - 2)
-    both = (u[:, 0] < 0.5) & (u[:, 2] < 0.5)
-    beta, alpha = u[both, 1] * 64 - 32, 0.5 + u[both, 3]
-    expected = ((100 + beta).floor() * alpha).floor()
-    assert (out[both] - expected).abs().max() <= 1
-    neither = (u[:, 0] >= 0.5) & (u[:, 2] >= 0.5)
-    assert (out[neither] == 100).all()
-    red = torch.tensor([200, 40, 40], dtype=torch.uint8).view(1, 3, 1, 1).expand(4000, 3, 1, 1)
-    last = neither & (u[:, 5] < 0.5) & (u[:, 7] >= 0.5)
-    assert distort(red, u)[last][:, 1].unique().numel() > 50                                         # S, and only S
-    assert (distort(red, u)[last][:, 0] == 200).all()
+def test_contrast_comes_second_or_last():
     pink = torch.tensor([200, 120, 120], dtype=torch.uint8).view(1, 3, 1, 1)
-    first, last = (torch.tensor([[0.9, 0, 0.1, 0.99, coin, 0.1, 0.99, 0.9, 0]]) for coin in (0.1, 0.9))
+    first, last = (torch.tensor([[0.9, 0, 0.1, 0.99, coin, 0.1, 0.99, 0.9, 0]]) for coin in (0.49, 0.51))
     assert distort(pink, first).flatten().tolist() == [255, 141, 141]                     # 1.49 times, then S 77 -> 114
     assert distort(pink, last).flatten().tolist() == [255, 120, 120]                     # S 102 -> 151, then 1.49 times
+    brightness = torch.tensor([[0.1, 1, 0.1, 0.5, 0.1, 0.9, 0, 0.9, 0]])                    # + 32, before contrast 1.0
+    assert distort(pink, brightness).flatten().tolist() == [232, 152, 152]
+    u = uniform(torch.arange(400), DISTORT_COLUMNS, 3, 31)                              # all of it: its numbers in turn
+    grey = torch.full((400, 3, 1, 1), 100, dtype=torch.uint8)
+    beta, alpha = (torch.where(u[:, j] < 0.5, low + span * u[:, j + 1], neutral)
+                   for j, low, span, neutral in ((0, -32, 64, 0.0), (2, 0.5, 1.0, 1.0)))
+    expected = ((100 + beta).floor() * alpha).floor()
+    assert (distort(grey, u)[:, 0, 0, 0].int() - expected).abs().max() <= 1
 
 
 @pytest.mark.parametrize("column,value,expected", [
-    (0, 0.0, [168, 88, 88]), (2, 0.0, [100, 60, 60]), (5, 0.0, [200, 160, 160]),
+    (0, 0.0, [168, 88, 88]), (0, 1.0, [232, 152, 152]), (2, 0.0, [100, 60, 60]), (2, 1.0, [255, 180, 180]),
+    (5, 0.0, [200, 160, 160]),
     (5, 1.0, [200, 80, 80]), (7, 0.0, [200, 120, 168]), (7, 0.99, [200, 165, 120])])
 def test_a_distortion_happens_below_one_half_and_reaches_its_bounds(column, value, expected):
-    u = torch.full((2, views.DISTORT_COLUMNS), 0.9)
+    u = torch.full((2, DISTORT_COLUMNS), 0.9)
     u[:, column] = torch.tensor([0.49, 0.51])
     u[:, column + 1] = value
     pink = torch.tensor([200, 120, 120], dtype=torch.uint8).view(1, 3, 1, 1).expand(2, 3, 1, 1)
@@ -152,9 +145,9 @@ def test_a_distortion_happens_below_one_half_and_reaches_its_bounds(column, valu
 def test_a_crop_needs_two_classes_and_none_with_three_quarters():
     def label(*counts):
         return torch.cat([torch.full((n,), k, dtype=torch.uint8) for k, n in counts]).view(1, -1)
-    assert views.varied(label((0, 74), (1, 26))) and not views.varied(label((0, 75), (1, 25)))
-    assert not views.varied(label((3, 50))) and not views.varied(label((3, 50), (255, 50)))
-    assert views.varied(label((3, 50), (4, 40), (255, 900))) and not views.varied(label((255, 9)))
+    assert varied(label((0, 74), (1, 26))) and not varied(label((0, 75), (1, 25)))
+    assert not varied(label((3, 50))) and not varied(label((3, 50), (255, 50)))
+    assert varied(label((3, 50), (4, 40), (255, 900))) and not varied(label((255, 9)))
 
 
 def test_dull_crops_are_drawn_again_up_to_ten_times():
@@ -167,7 +160,7 @@ def test_dull_crops_are_drawn_again_up_to_ten_times():
         assert len(training_view(image, label, draw, 40, (1, 1))[1].unique()) == 2
     late = [0.0, *dull * 10, *[0.0, 0.1], 0.9]                                          # the last is taken unseen
     assert training_view(image, label, late, 40, (1, 1))[1].unique().tolist() == [0]
-    draws = uniform(torch.arange(200), views.VIEW_COLUMNS, 0, views.VIEW).tolist()
+    draws = uniform(torch.arange(200), VIEW_COLUMNS, 0, VIEW).tolist()
     shares = [len(training_view(image, label, draw, 40, (1, 1))[1].unique()) for draw in draws]
     assert np.mean(np.array(shares) == 2) > 0.97                                       # one draw alone: half of them
 
@@ -181,14 +174,8 @@ def test_image_and_label_stay_together_whatever_the_view(root):
             assert image.shape == (3, 32, 32) and crop.shape == (32, 32)
             inside = torch.zeros(32, 32, dtype=torch.bool)
             inside[:h, :w] = True
-            assert (crop[~inside] == 255).all()
+            assert (crop[~inside] == 255).all() and (image[:, ~inside] == 0).all()
             assert (image[0] == crop)[inside].float().mean() > 0.55        # but for blended borders between the blocks
-
-
-def test_a_view_smaller_than_the_crop_is_padded_right_and_below():
-    image, label = torch.full((3, 30, 90), 7, dtype=torch.uint8), torch.zeros(30, 90, dtype=torch.uint8)
-    out, crop, h, w = training_view(image, label, [0.0] * views.VIEW_COLUMNS, 64, (0.5, 2.0))
-    assert (h, w) == (32, 64) and (crop[:32] == 0).all() and (crop[32:] == 255).all() and (out[:, :32] == 7).all()
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------
@@ -198,7 +185,7 @@ def stream(root, num_workers, batch, distorted=True):
     keys = [(p, p % 6) for p in range(24)]
     lists = [keys[i:i + batch] for i in range(0, 24, batch)]
     out = [(finish_views(images, h, w, position, 5, torch.full((3, 1, 1), 0.5), distorted), labels)
-           for images, labels, (position, h, w) in data.imagenet_batches(samples, lists, num_workers)]
+           for images, labels, (position, h, w) in image_batches(samples, lists, num_workers)]
     return [torch.cat(t) for t in zip(*out)]
 
 
@@ -213,7 +200,7 @@ def test_neither_workers_nor_batch_size_change_a_sample(root):
 def test_scenes_are_labelled_in_every_pixel_and_background_is_class_0():
     scenes = Scenes("train", 12, 32)
     image, label = scenes[3]
-    split = data.load_shapes("train", 12, 32)
+    split = load_shapes("train", 12, 32)
     assert len(scenes) == 12 and torch.equal(image, split.images[3]) and torch.equal(label, split.masks[3])
     assert len(scenes.classes) == 11 and scenes.classes[0] == "background" and scenes.classes[1:] == split.classes
     assert scenes.labels.max() == 10 and label.dtype == torch.uint8
@@ -239,7 +226,7 @@ def test_grey_transparent_palette_and_16_bit_files_are_read_as_rgb_images_and_cl
 
 
 def test_class_names_come_from_the_folder(root):
-    assert SegTree(root, "training", 11).classes == segmentation.CAMVID_CLASSES
+    assert SegTree(root, "training", 11).classes == CAMVID_CLASSES
     assert SegTree(root, "training", 4).classes[3] == "class 3"
     (root / "objectInfo150.txt").write_text("Idx\tRatio\tTrain\tVal\tName\n1\t0.2\t5\t2\twall\n2\t0.1\t5\t2\tsky, air\n"
                                             + "".join(f"{i}\t0.1\t5\t2\tthing {i}\n" for i in range(3, 151)))
@@ -248,22 +235,11 @@ def test_class_names_come_from_the_folder(root):
     assert SegTree(root, "training").classes == ["a", "b", "c", "d"]
 
 
-def ade20k_sample(root):
-    """Three files of ADE20K beside the clone; else three of their names, sizes and labels."""
+def test_files_of_ade20k_are_read():
     beside = SHARED / "data" / "ade20k_sample"
-    if beside.exists():
-        return beside
-    rng = np.random.default_rng(0)
-    for i, (H, W) in enumerate(((512, 683), (364, 500), (300, 400)), 1):
-        label = rng.integers(0, 104, (H // 4 + 1, W // 4 + 1), dtype=np.uint8).repeat(4, 0).repeat(4, 1)[:H, :W]
-        write_pair(root, "validation", f"ADE_val_{i:08d}", rng.integers(0, 256, (H, W, 3), dtype=np.uint8), label)
-    rows = [f"{i}\t0.1\t5\t2\tthing {i}\n" for i in range(1, 151)]
-    (root / "objectInfo150.txt").write_text("Idx\tRatio\tTrain\tVal\tName\n" + "".join(rows))
-    return root
-
-
-def test_files_of_ade20k_are_read(tmp_path):
-    tree = SegTree(ade20k_sample(tmp_path), "validation")
+    if not beside.exists():
+        pytest.skip("no files of ADE20K beside the clone")
+    tree = SegTree(beside, "validation")
     assert len(tree) == 3 and len(tree.classes) == 150 and tree.names[0] == "ADE_val_00000001"
     assert [tuple(tree[i][1].shape) for i in range(3)] == [(512, 683), (364, 500), (300, 400)]
     assert max(tree[i][1][tree[i][1] < 255].max() for i in range(3)) == 102
@@ -272,17 +248,17 @@ def test_files_of_ade20k_are_read(tmp_path):
 def test_a_picture_is_drawn_with_its_legend(root, tmp_path):
     tree = SegTree(root, "validation", 4)
     images, labels = zip(*(tree[i] for i in range(3)))
-    segmentation.save_pictures(tmp_path / "a.png", zip(images, labels, labels), tree.classes)
+    save_pictures(tmp_path / "a.png", zip(images, labels, labels), tree.classes)
     with Image.open(tmp_path / "a.png") as picture:
         assert picture.mode == "RGB" and picture.width >= 180 and picture.height > sum(x.shape[1] for x in images)
     image, label = tree[0]
-    segmentation.save_pictures(tmp_path / "b.png", [(image, label, 0 * label)], tree.classes)
-    zoom, colours = max(1, 160 // label.shape[1]), segmentation.palette(4)
+    save_pictures(tmp_path / "b.png", [(image, label, 0 * label)], tree.classes)
+    zoom, colours = max(1, 160 // label.shape[1]), palette(4)
     with Image.open(tmp_path / "b.png") as picture:         # image, truth, prediction
         parts = torch.from_numpy(np.array(picture))[0, ::zoom].split(label.shape[1])
     expected = image[:, 0].T, colours[label[0].long()], colours[:1].expand(label.shape[1], 3)
     assert all(map(torch.equal, parts, expected)) and not torch.equal(parts[1], parts[2])
-    colours = segmentation.palette(150)
+    colours = palette(150)
     assert colours.shape == (256, 3) and len({tuple(c) for c in colours[:150].tolist()}) == 150
     assert (colours[255] == 0).all()
 
@@ -332,9 +308,9 @@ def test_the_number_of_classes_must_be_known_and_fit(root):
     (root / "classes.txt").write_text("a\nb\nc\nd\n")
     assert "4 classes" in error(root, num_classes=5)
     (root / "classes.txt").write_bytes("a\r\nb\r\nc\r\nd\r\n".encode("utf-8-sig"))
-    assert data.segmentation.class_names(root) == ["a", "b", "c", "d"]
+    assert class_names(root) == ["a", "b", "c", "d"]
     (root / "classes.txt").write_bytes("a\nb\n".encode("utf-16"))
     with pytest.raises(ValueError, match="classes.txt: 'utf-8' codec can't decode"):
-        data.segmentation.class_names(root)
+        class_names(root)
     (root / "classes.txt").write_text("\n".join(map(str, range(300))))
     assert "2 to 254" in error(root, num_classes=None)

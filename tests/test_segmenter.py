@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import common
-from data import render_scenes
+from data.shapes import render_scenes
 from checkpoint import resize_pos_embed
 from robust.iou import confusion, scores
 from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, config_from_backbone, load_backbone, predict,

@@ -1,4 +1,4 @@
-"""Claims about data/text.py and data/prose.py: tokens as lmtool counts them, a cache that is whole
+"""Claims about data/text.py: tokens as lmtool counts them, a cache that is whole
 or none, a text of one's own laid out as WikiText, windows that any process draws alike, and sliding
 evaluation equal to lmtool's."""
 
@@ -19,15 +19,16 @@ import numpy as np
 import pytest
 import torch
 
-from data import prose, text as data_text
+from data import text as data_text
 import peers
 from robust.words import word_swap
 from conftest import ROOT, SHARED
-from data.text import Vocabulary, load_corpus, perplexity, random_windows, sliding_nll, sliding_windows
+from data.text import (Vocabulary, load_corpus, perplexity, pydoc_folder, random_windows, read_lines, sliding_nll,
+                       sliding_windows, text_folder)
 from lm import LM, LMConfig
 from upstream import load_lmtool
 
-SMALL_WIKI, WIKI103 = SHARED / "data" / "wikitext", SHARED / "data" / "wikitext103_eval"
+WIKI103 = SHARED / "data" / "wikitext103_eval"
 TRAIN = " = A title = \n \n the cat sat on the mat \n the dog sat , too <unk> \n"
 VALID = " the cat , unseen \n \n"
 TEST = " a mat on the mat \n"
@@ -63,7 +64,7 @@ def test_only_a_newline_ends_a_line_and_case_counts(tmp_path):
     corpus = load_corpus(tmp_path)
     assert [corpus.vocab.words[i] for i in corpus.train] == ["one", "two", "three", "Four", "four", "five", "<unk>",
                                                              "<eos>", "six", "<eos>"]
-    assert data_text.read_lines(tmp_path / "wiki.train.tokens")[1:] == ["six"]
+    assert read_lines(tmp_path / "wiki.train.tokens")[1:] == ["six"]
 
 
 @pytest.mark.parametrize("split,tokens,swapped", [("valid", 217_646, 3_148), ("test", 245_569, 3_657)])
@@ -74,54 +75,20 @@ def test_wikitext_103_has_its_tokens_and_the_attack_swaps_as_many_words_as_the_r
     if not path.exists():
         path = tmp_path / path.name
         path.write_text("\n".join([*lines, ""]))
-    lines = data_text.read_lines(path)
+    lines = read_lines(path)
     assert len(data_text.split_words("\n".join([*lines, ""]))) == tokens
     attacked, marks = word_swap(lines)
     assert len(marks) == tokens and abs(sum(marks) - swapped) <= 0.03 * swapped
     assert len(data_text.split_words("\n".join([*attacked, ""]))) == tokens
 
 
-def small_wiki(tmp_path):
-    """The small set beside the clone and what it holds; else a set of drawn words, counted one by one here: tokens of
-    train, valid and test, words of the vocabulary, unknown words."""
-    if SMALL_WIKI.exists():
-        return SMALL_WIKI, [409_662, 25_913, 27_641], 17_510, [23_477, 1_821 + 865, 1_638 + 798]
-    rng = np.random.default_rng(0)
-    words = ["the"] * 200 + ["<unk>"] * 20 + [f"w{i}" for i in range(300)]
-    texts = ["\n".join(" ".join(rng.choice(words + extra, 20)) for _ in range(n)) + "\n"
-             for n, extra in ((400, []), (30, ["new", "newer"]), (40, ["other"]))]
-    texts[0] += "once\n"                                                             # the rarest word of the vocabulary
-    known = set(texts[0].split())
-    tokens = [len(text.split()) + text.count("\n") for text in texts]
-    unknown = [sum(w == "<unk>" or w not in known for w in text.split()) for text in texts]
-    return write(tmp_path / "small", *texts), tokens, len(known) + 1, unknown
-
-
-def test_the_small_set_has_its_tokens_words_and_unknown_words(tmp_path, monkeypatch):
-    folder, tokens, size, unknown = small_wiki(tmp_path)
-    monkeypatch.setattr(data_text, "choose_cache_dir", lambda folder: tmp_path / "cache")
-    corpus = load_corpus(folder)
-    assert [len(corpus.train), len(corpus.valid), len(corpus.test)] == tokens
-    assert len(corpus.vocab) == size and corpus.vocab.words[:2] == ["<eos>", "the"]
-    unk = corpus.vocab["<unk>"]
-    counts = [int((ids == unk).sum()) for ids in (corpus.train, corpus.valid, corpus.test)]
-    assert counts == unknown                                                         # own ones and words not in train
-    ids = np.bincount(corpus.train, minlength=size)
-    assert (np.diff(ids[1:]) <= 0).all() and ids.min() == 1                         # falling frequency, as cutoffs need
-    words = data_text.split_words((folder / "wiki.valid.tokens").read_bytes().decode())
-    assert [corpus.vocab.words[i] for i in corpus.valid] == [w if w in corpus.vocab else "<unk>" for w in words]
-
-
-def test_a_word_without_unk_to_stand_for_it_is_named(folder):
+def test_a_word_without_unk_and_what_is_no_vocabulary_are_refused(folder):
     write(folder, TRAIN.replace("<unk>", ""))
     with pytest.raises(ValueError, match="'unseen'.*no <unk>"):
         load_corpus(folder)
-
-
-@pytest.mark.parametrize("words", [["a", "b"], ["<eos>", "a", "a"], [""], []])
-def test_what_is_no_vocabulary_is_refused(words):
-    with pytest.raises(ValueError, match="not a vocabulary"):
-        Vocabulary(words)
+    for words in (["a", "b"], ["<eos>", "a", "a"], [""], []):
+        with pytest.raises(ValueError, match="not a vocabulary"):
+            Vocabulary(words)
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------
@@ -131,7 +98,11 @@ def names(folder):
 
 
 def test_the_cache_is_used_until_the_text_changes_even_in_place_or_back_in_time(folder):
-    assert [load_corpus(folder).built for _ in range(3)] == [True, False, False]
+    corpus = load_corpus(folder)
+    ids, words = np.fromfile(folder / "cache" / "train.bin", "<u4"), (folder / "cache" / "vocab.txt").read_text()
+    assert corpus.built and names(folder) == ["train.bin", "vocab.txt"] and isinstance(corpus.train, np.memmap)
+    assert " ".join(words.split("\n")[i] for i in ids) == " ".join(data_text.split_words(TRAIN))
+    assert words == "".join(f"{word}\n" for word in corpus.vocab.words)
     before = {p.name: p.stat().st_mtime_ns for p in (folder / "cache").iterdir()}
     assert set(before.values()) == {(folder / "wiki.train.tokens").stat().st_mtime_ns}
     assert not load_corpus(folder).built
@@ -145,15 +116,6 @@ def test_the_cache_is_used_until_the_text_changes_even_in_place_or_back_in_time(
     assert load_corpus(folder).built and "cat" in load_corpus(folder).vocab
     write(folder, TRAIN.replace("cat", "cow"), VALID + VALID)
     assert len(load_corpus(folder).valid) == 12
-
-
-def test_the_cache_is_flat_little_endian_uint32_with_a_word_a_line(folder):
-    corpus = load_corpus(folder)
-    assert names(folder) == ["train.bin", "vocab.txt"]
-    ids = np.frombuffer((corpus.cache_dir / "train.bin").read_bytes(), "<u4")
-    words = (corpus.cache_dir / "vocab.txt").read_text().split("\n")
-    assert " ".join(words[i] for i in ids) == " ".join(data_text.split_words(TRAIN))
-    assert words.pop() == "" and words == corpus.vocab.words and isinstance(corpus.train, np.memmap)
 
 
 @pytest.mark.parametrize("at", range(2))
@@ -184,31 +146,31 @@ def test_a_build_that_stops_anywhere_leaves_no_cache_and_the_next_one_is_whole(f
 
 def test_words_of_a_build_that_was_cut_off_are_not_taken_for_those_of_the_text_put_back(folder, monkeypatch):
     load_corpus(folder)
-    text, time_of_text = TRAIN, (folder / "wiki.train.tokens").stat().st_mtime_ns
+    path = folder / "wiki.train.tokens"
+    changed = path.stat().st_mtime_ns
     time.sleep(0.02)
-    write(folder, text.replace("cat", "cow"))
-    monkeypatch.setattr(data_text, "read_text", lambda path, what, read=data_text.read_text:
-                        1 / 0 if what == "encoding" else read(path, what))
-    with pytest.raises(ZeroDivisionError):
+    write(folder, TRAIN.replace("cat", "cow"))
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(data_text, "read_text", lambda path, what, read=data_text.read_text:
+                      1 / 0 if what == "encoding" else read(path, what))
         load_corpus(folder)
-    monkeypatch.undo()
-    monkeypatch.chdir(folder.parent)
-    write(folder, text)
-    os.utime(folder / "wiki.train.tokens", ns=(time_of_text, time_of_text))
+    write(folder)
+    os.utime(path, ns=(changed, changed))
     assert "cat" in load_corpus(folder).vocab
 
 
-DAMAGE = [(lambda c: (c / "train.bin").write_bytes(b"\0" * 76), "train.bin holds ids up to 0 and ends in 0, expected 12"),
-          (lambda c: (c / "train.bin").write_bytes((c / "train.bin").read_bytes()[:-4]), "ends in 12, expected 12.* and 0"),
-          (lambda c: (c / "train.bin").write_bytes(b"abc"), "train.bin has 3 bytes, expected 4 a token"),
-          (lambda c: (c / "train.bin").write_bytes(b""), "train.bin has 0 bytes"),
-          (lambda c: (c / "train.bin").write_bytes(b"c\0\0\0" * 6), "train.bin holds ids up to 99 .* expected 12"),
-          (lambda c: (c / "vocab.txt").write_text("<eos>\nthe\n"), "expected 1, the last of .*vocab.txt"),
-          (lambda c: (c / "vocab.txt").write_text("the\n"), "vocab.txt.*not a vocabulary")]
+DAMAGE = [
+    (lambda c: (c / "train.bin").write_bytes(b"\0" * 76), "train.bin holds ids up to 0 and ends in 0, expected 12"),
+    (lambda c: (c / "train.bin").write_bytes((c / "train.bin").read_bytes()[:-4]), "ends in 12, expected 12.* and 0"),
+    (lambda c: (c / "train.bin").write_bytes(b"abc"), "train.bin has 3 bytes, expected 4 a token"),
+    (lambda c: (c / "train.bin").write_bytes(b""), "train.bin has 0 bytes"),
+    (lambda c: (c / "train.bin").write_bytes(b"c\0\0\0" * 6), "train.bin holds ids up to 99 .* expected 12"),
+    (lambda c: (c / "vocab.txt").write_text("<eos>\nthe\n"), "expected 1, the last of .*vocab.txt"),
+    (lambda c: (c / "vocab.txt").write_text("the\n"), "vocab.txt.*not a vocabulary")]
 
 
 @pytest.mark.parametrize("damage,word", DAMAGE, ids=range(len(DAMAGE)))
-def test_a_damaged_cache_is_named_and_deleting_the_file_repairs_it(folder, damage, word):
+def test_a_damaged_cache_is_named_until_it_is_deleted_and_one_written_to_is_built_again(folder, damage, word):
     good = load_corpus(folder)
     before, ids = set(good.cache_dir.iterdir()), np.array(good.train)
     times = [(path, path.stat().st_mtime_ns) for path in before]
@@ -220,14 +182,8 @@ def test_a_damaged_cache_is_named_and_deleting_the_file_repairs_it(folder, damag
     assert "\n" not in str(e.value) and set(good.cache_dir.iterdir()) == before
     Path(str(e.value).split(" ")[0].rstrip(":,")).unlink()
     assert np.array_equal(load_corpus(folder).train, ids)
-
-
-@pytest.mark.parametrize("damage", [damage for damage, _ in DAMAGE], ids=range(len(DAMAGE)))
-def test_a_cache_that_was_written_to_is_built_again(folder, damage):
-    good = load_corpus(folder)
-    ids = np.array(good.train)
     time.sleep(0.02)
-    damage(good.cache_dir)
+    damage(good.cache_dir)                                                           # its time is now another
     assert np.array_equal(load_corpus(folder).train, ids)
 
 
@@ -288,13 +244,13 @@ def test_pydoc_gives_every_python_the_same_text_without_running_modules(tmp_path
     (tmp_path / "lib" / "json").mkdir(parents=True)
     for name in ("antigravity.py", "turtle.py", "argparse.py", "textwrap.py", "json/__init__.py", "json/decoder.py"):
         shutil.copy(library / name, tmp_path / "lib" / name)
-    code = (f"import sys, os; sys.path.insert(0, {str(ROOT)!r}); from data import prose; before = set(sys.modules); "
-            f"os.__file__ = 'lib/os.py'; prose.pydoc_folder('a'); print(*set(sys.modules) - before)")
+    code = (f"import sys, os; sys.path.insert(0, {str(ROOT)!r}); from data import text; before = set(sys.modules); "
+            f"os.__file__ = 'lib/os.py'; text.pydoc_folder('a'); print(*set(sys.modules) - before)")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path,
                          env={**os.environ, "PYTHONHASHSEED": "1"})
     assert not {"antigravity", "turtle", "tkinter", "idlelib"} & set(out.stdout.split())
     monkeypatch.setattr(os, "__file__", str(tmp_path / "lib" / "os.py"))
-    folders = [prose.pydoc_folder(tmp_path / name) for name in "ba"]
+    folders = [pydoc_folder(tmp_path / name) for name in "ba"]
     files = [sorted(folder.glob("wiki.*.tokens")) for folder in folders]
     assert len(files[0]) == 3 and [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
     text = "".join(f.read_text() for f in files[0])
@@ -305,15 +261,16 @@ def test_pydoc_gives_every_python_the_same_text_without_running_modules(tmp_path
 
 
 def test_pydoc_has_some_size_and_documents_in_every_split_and_is_written_once(tmp_path):
-    folder = prose.pydoc_folder(tmp_path)
+    folder = pydoc_folder(tmp_path)
     before = {f: f.stat().st_mtime_ns for f in folder.iterdir()}
-    assert prose.pydoc_folder(tmp_path) == folder
+    assert pydoc_folder(tmp_path) == folder
     assert {f: f.stat().st_mtime_ns for f in folder.iterdir()} == before and len(before) == 3
     corpus = load_corpus(folder)
     assert len(corpus.train) > 200_000 and 5_000 < min(len(corpus.valid), len(corpus.test)) < 100_000
     counts = np.bincount(corpus.train, minlength=len(corpus.vocab))
-    assert (counts[1:] >= prose.MIN_COUNT).all() and 0.005 < counts[corpus.vocab["<unk>"]] / len(corpus.train) < 0.1
-    headings = {split: {line for line in data_text.read_lines(folder / f"wiki.{split}.tokens")
+    assert (np.diff(counts[1:]) <= 0).all()                                         # falling frequency, as cutoffs need
+    assert counts[1:].min() >= data_text.MIN_COUNT and 0.005 < counts[corpus.vocab["<unk>"]] / len(corpus.train) < 0.1
+    headings = {split: {line for line in read_lines(folder / f"wiki.{split}.tokens")
                         if line.startswith(" = ") and not line.startswith(" = = ")} for split in data_text.SPLITS}
     assert all(len(titles) > 5 for titles in headings.values())
 
@@ -325,15 +282,15 @@ BOOK = "".join(f"The cat's {'old ' * (i % 3)}hat, number {i % 7},\nwas on   the 
 
 
 def lines_of(folder, split):
-    return data_text.read_lines(Path(folder) / f"wiki.{split}.tokens")
+    return read_lines(Path(folder) / f"wiki.{split}.tokens")
 
 
 def test_a_txt_becomes_wikitext_ninety_five_and_five_percent_of_its_paragraphs(folder):
     Path("mine").mkdir()
     Path("mine/book.txt").write_text(BOOK)
-    made = prose.text_folder("folder", "mine")
+    made = text_folder("folder", "mine")
     assert made.parts[:2] == ("out", "cache") and made.name.startswith("book_")
-    assert prose.text_folder("folder", "mine/book.txt") == made
+    assert text_folder("folder", "mine/book.txt") == made
     assert [len(lines_of(made, split)) for split in data_text.SPLITS] == [37, 2, 2]
     assert lines_of(made, "train")[4].split() == "The cat's old hat , number 4 , was on the mat \u2014 xxxxx .".split()
     assert lines_of(made, "valid")[0].split() == "The cat's hat , number 1 , was on the mat \u2014 xx .".split()
@@ -344,38 +301,34 @@ def test_a_txt_becomes_wikitext_ninety_five_and_five_percent_of_its_paragraphs(f
     assert len(corpus.train) == len(words) + 37
 
 
-def test_rare_words_of_a_txt_are_unknown_and_their_share_is_said(folder):
+def test_rare_words_of_a_txt_and_new_words_of_its_end_are_unknown_and_their_share_is_said(folder):
     Path("book.txt").write_text(BOOK.replace("number 3", "number three", 2).replace("number 1", "number uno"))
-    corpus = load_corpus(prose.text_folder("folder", "book.txt"))
+    corpus = load_corpus(text_folder("folder", "book.txt"))
     assert "three" not in corpus.vocab and "uno" in corpus.vocab and "old" in corpus.vocab
-    unknown = corpus.vocab["<unk>"]
-    share = 100 * np.mean(np.asarray(corpus.train) == unknown)
-    assert (np.asarray(corpus.train) == unknown).sum() == 2
-    assert f"unknown: {share:.1f} % of training, 0.0 % of valid" in data_text.describe(corpus)
+    rare = np.asarray(corpus.train) == corpus.vocab["<unk>"]
+    assert rare.sum() == 2
+    assert f"unknown: {100 * rare.mean():.1f} % of training, 0.0 % of valid" in data_text.describe(corpus)
     assert f"; ids written to {corpus.cache_dir}" in data_text.describe(corpus)
-    again = load_corpus(prose.text_folder("folder", "book.txt"))
+    again = load_corpus(text_folder("folder", "book.txt"))
     assert "written" not in data_text.describe(again) and not again.built
-
-
-def test_a_word_that_only_the_held_out_part_of_a_txt_has_is_unknown(folder):
-    Path("book.txt").write_text("the same words again\n" * 38 + "the very new\n" * 2)
-    corpus = load_corpus(prose.text_folder("folder", "book.txt"))                   # lines, where no line is blank
+    Path("new.txt").write_text("the same words again\n" * 38 + "the very new\n" * 2)
+    corpus = load_corpus(text_folder("folder", "new.txt"))                          # lines, where no line is blank
     assert [corpus.vocab.words[i] for i in corpus.test] == ["the", "<unk>", "<unk>", "<eos>"] * 2
 
 
 def test_a_txt_is_written_once_and_again_when_it_changes(folder):
     path = Path("book.txt")
     path.write_text(BOOK)
-    made = prose.text_folder("folder", path)
+    made = text_folder("folder", path)
     before = {p: p.stat().st_mtime_ns for p in made.iterdir()}
-    assert before == {p: p.stat().st_mtime_ns for p in prose.text_folder("folder", path).iterdir()}
+    assert before == {p: p.stat().st_mtime_ns for p in text_folder("folder", path).iterdir()}
     assert load_corpus(made).built and not load_corpus(made).built
     path.write_text(BOOK.replace("mat", "rug"))
     os.utime(path, ns=(10 ** 18, 10 ** 18))                                         # older, but another
-    corpus = load_corpus(prose.text_folder("folder", path))
+    corpus = load_corpus(text_folder("folder", path))
     assert corpus.built and "rug" in corpus.vocab and "mat" not in corpus.vocab
     (made / "wiki.valid.tokens").write_text(" of another text \n")                  # a part of it alone
-    prose.text_folder("folder", path)
+    text_folder("folder", path)
     assert "another" not in lines_of(made, "valid")[0]
 
 
@@ -392,16 +345,16 @@ def test_what_is_no_text_is_named_in_one_line(folder):
         for file, text in files.items():
             Path(name, file).write_bytes(text if isinstance(text, bytes) else text.encode())
         with pytest.raises((ValueError, OSError)) as e:
-            prose.text_folder("folder", name)
+            text_folder("folder", name)
         assert word in str(e.value) and "\n" not in str(e.value)
     for data, data_dir, word in (("folder", "nowhere", "--data_dir nowhere: expected a .txt"),
                                  ("folder", "other/a.md", "--data_dir other/a.md: expected a .txt"),
                                  ("wikitext", None, "--data wikitext needs --data_dir")):
         with pytest.raises((ValueError, OSError)) as e:
-            prose.text_folder(data, data_dir)
+            text_folder(data, data_dir)
         assert word in str(e.value) and "\n" not in str(e.value)
     Path("text/notes.txt").write_text(BOOK)
-    assert prose.text_folder("folder", "text") == Path("text")                      # wiki.*.tokens go before a .txt
+    assert text_folder("folder", "text") == Path("text")                      # wiki.*.tokens go before a .txt
     assert not Path("out").exists()
 
 
@@ -410,16 +363,11 @@ def test_what_is_no_text_is_named_in_one_line(folder):
 TEXT = np.arange(10_000, dtype="<u4")
 
 
-def test_windows_are_consecutive_tokens_and_the_target_is_the_next_one():
-    windows = random_windows(TEXT, 3, 16, 32, seed=0)
-    assert windows.shape == (16, 33) and windows.dtype == torch.int64 and (windows.diff() == 1).all()
-
-
-def test_a_window_depends_on_seed_step_and_position_only():
+def test_a_window_is_consecutive_tokens_drawn_by_seed_step_and_position_only():
     whole = random_windows(TEXT, 5, 16, 8, 1)
-    for parts in (2, 4, 16):
-        b = 16 // parts
-        pieces = [random_windows(TEXT, 5, 16, 8, 1, slice(i * b, (i + 1) * b)) for i in range(parts)]
+    assert whole.shape == (16, 9) and whole.dtype == torch.int64 and (whole.diff() == 1).all()
+    for b in (8, 4, 1):
+        pieces = [random_windows(TEXT, 5, 16, 8, 1, slice(i, i + b)) for i in range(0, 16, b)]
         assert torch.equal(torch.cat(pieces), whole)
     others = [random_windows(TEXT, 6, 16, 8, 1), random_windows(TEXT, 5, 16, 8, 2)]
     assert not any(torch.equal(other, whole) for other in others) and len(set(whole[:, 0].tolist())) == 16
@@ -441,9 +389,6 @@ def test_windows_reach_every_place_of_a_text_larger_than_24_bits():
     starts = torch.cat([random_windows(Places(), step, 4096, 1, 0)[:, 0] for step in range(25)])
     assert 0 <= starts.min() < 20_000 and 103_200_000 < starts.max() < 103_227_020
     assert (starts % 7).bincount().min() > 14_000 and len(starts.unique()) > 102_300        # 102,400 but for repeats
-
-
-def test_a_context_as_long_as_the_text_is_refused():
     with pytest.raises(ValueError, match="--context 8: the training text has only 8 tokens"):
         random_windows(TEXT[:8], 0, 4, 8, 0)
     assert random_windows(TEXT[:9], 0, 4, 8, 0)[:, 0].eq(0).all()
@@ -470,6 +415,7 @@ class Reads:
 
     def nll(self, hidden, targets):
         assert torch.equal(hidden[..., 0].long() + 1, targets)                             # predicts the next token
+        self.scored = getattr(self, "scored", 0) + targets.numel()
         return hidden[..., 1]
 
 
@@ -478,6 +424,7 @@ class Reads:
 def test_every_token_is_scored_once_with_the_context_that_was_promised(M, stride):
     model = Reads()
     context = sliding_nll(model, torch.arange(M), 8, stride, batch_size=3)                 # of each target, in tokens
+    assert model.scored == M - 1                                                            # the output layer, no more
     assert len(context) == M - 1 and context[:8].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     if stride < 8:
         assert (context[8:] > 8 - stride).all() and (context[8:] <= 8).all()
@@ -538,24 +485,14 @@ def test_windows_that_cannot_be_are_refused_in_one_line(window, stride):
         sliding_nll(Reads(), torch.arange(10), window, stride)
 
 
-def test_perplexity_of_some_targets_counts_those_only():
+def test_perplexity_is_the_exponential_of_the_mean_over_tokens():
     nats = torch.tensor([0.0, 1.0, 2.0, 5.0]).double()
     assert perplexity(nats) == pytest.approx(math.exp(2))
     assert perplexity(nats, torch.tensor([True, False, True, False])) == pytest.approx(math.e)
-
-
-def test_batches_and_scored_positions_only_are_much_faster_than_one_window_at_a_time(capsys):
-    """Stride 1, 2 layers, V = 8000; one at a time, as lmtool: all positions of a window through the output layer."""
-    torch.manual_seed(0)
-    model = LM(LMConfig(8000, 64, embed_dim=64, depth=2, num_heads=8, mlp_dim=256)).eval()
-    text, once = torch.randint(8000, (225,)), []
-    with torch.no_grad():
-        for _ in range(3):
-            began = time.process_time()
-            for i in range(20):
-                model(text[None, i:i + 64], text[None, i + 1:i + 65])
-            one = (time.process_time() - began) / 20
-            began = time.process_time()
-            sliding_nll(model, text, 64, 1)
-            once.append(one / ((time.process_time() - began) / 161))
-    assert sorted(once)[1] > 1.5
+    model = small_model()                               # windows that score 16, 10 times 13, and 3 tokens
+    text = torch.randint(60, (150,), generator=torch.Generator().manual_seed(0))
+    nats = sliding_nll(model, text, 16, 13, batch_size=4)
+    assert perplexity(nats) == pytest.approx(math.exp(sum(nats.tolist()) / 149), rel=1e-12)
+    batches = torch.stack([nats[:16].mean(), nats[16:68].mean(), nats[68:120].mean(), nats[120:146].mean(),
+                           nats[146:].mean()])                                            # not the mean of those
+    assert abs(perplexity(nats) / perplexity(batches) - 1) > 1e-3

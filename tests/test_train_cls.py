@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 
 import common
-import data
+from data import images as data
 import train_cls
 from processes import Started, group
 from vit import ViT, ViTConfig, vit_from_checkpoint

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import common
 import train_lm
 from processes import Started, group
-from data import prose, text as data_text
+from data import text as data_text, text as prose
 from robust.words import load_texts, score, word_swap
 from lm import LM, lm_from_checkpoint
 

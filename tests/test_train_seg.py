@@ -23,7 +23,8 @@ import common
 import train_seg
 from conftest import SHARED
 from processes import Started, group
-from data import epoch_order, segmentation, views
+from data import segmentation, segmentation as views
+from data.rng import epoch_order
 from data.segmentation import Scenes, SegTree
 from robust import corruptions
 from robust.iou import confusion, evaluate, plain, predictions, scores

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import common
-from attention import FORMS, KINDS
+from attention import ATTENTIONS, FORMS
 from checkpoint import foreign_settings, load_weights, resize_pos_embed
 from vit import RPC_KINDS, SIZES, Block, Mlp, ViT, ViTConfig, vit_from_checkpoint
 
@@ -116,7 +116,7 @@ def test_rpc_layers_choose_the_attention_of_each_layer():
 
 def test_the_settings_of_the_attention_reach_every_block():
     for block in small(attn="rpc", rpc_layers=(0, 1), n_iter=3, lambd=0.7, form="admm").blocks:
-        assert block.attn.rpc == dict(n_iter=3, lambd=0.7, mu=None, **FORMS["admm"])
+        assert block.attn.rpc == dict(n_iter=3, lambd=0.7, mu_over=None, **FORMS["admm"])
 
 
 def test_dropout_of_the_mlp_acts_in_training_only():
@@ -147,7 +147,7 @@ def test_features_are_the_forward_pass_by_name():
     assert torch.equal(f["head"], m(x)) and f["blocks.0"].shape == (2, 17, 48)
 
 
-@pytest.mark.parametrize("attn", sorted({*KINDS, *RPC_KINDS}))
+@pytest.mark.parametrize("attn", sorted({*ATTENTIONS, *RPC_KINDS}))
 def test_every_kind_exports_with_a_batch_of_any_size(attn):
     m = small(attn=attn, n_iter=2)
     images = torch.rand(5, 3, 32, 32)
