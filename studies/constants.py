@@ -84,7 +84,7 @@ def choose(out_dir, settings, seeds, sets):
         if not (folder / "score.json").exists():
             train(folder, *rpc_flags(*setting), "--epochs", 4, "--holdout", HELD, "--seed", seed)
             sets.extend([] if sets else held_out())
-            model = load_model(folder, torch.device("cpu"))["model"].eval()
+            model = load_model(folder, torch.device("cpu")).model.eval()
             clean, *damaged = (accuracy(model, *images) for images in sets)
             row = dict(zip(("form", "lambd", "n_iter"), setting), seed=seed, clean=clean,
                        corruptions=float(np.mean(damaged)), images=[HELD, CORRUPTED])
