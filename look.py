@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw
 
 import common
-from attention import rpc_attention
+from attention import PAP
 from data.files import decode, read_bytes
 from data.segmentation import palette
 from data.shapes import load_shapes
@@ -26,7 +26,6 @@ from segmenter import predict, segmenter_from_checkpoint
 from vit import vit_from_checkpoint
 
 SIDE, MARGIN, LINE = 112, 6, 14             # pixels: of a map, between maps, of a line of text
-RPC = ("rpc", "rpc_asym")
 
 
 def get_args():
@@ -55,16 +54,6 @@ def square(image, size):
 
 
 # --- what a layer does ----------------------------------------------------------------------------
-
-def pap_steps(attn, x):
-    """What each step of PAP made of a layer's input x (B, N, C): dicts of S, K2, L; or []."""
-    steps = []
-    if attn.attn in RPC:
-        q, k, v = attn.project(x)
-        how = dict(q=q) if attn.attn == "rpc_asym" else {}
-        rpc_attention(k, v, **attn.rpc, **how, trace=steps)
-    return steps
-
 
 def class_attention(attn, x, steps):
     """How much the class token looks at each patch, mean over heads: (N - 1,).
@@ -120,7 +109,7 @@ def look_at_classifier(model, classes, image):
     seen, below = [("image", picture(images[0]))], []
     for i, (block, x) in enumerate(zip(model.blocks, inputs), 1):
         x = block.norm1(x)
-        steps = pap_steps(block.attn, x)
+        steps = block.attn.trace(x) if block.attn.attn in PAP else []
         attention = class_attention(block.attn, x, steps)
         share = f"{100 * attention.sum():.0f} %"                        # the rest is on itself
         seen.append((f"attention {i}: {share}", grey_map(attention, attention.max())))

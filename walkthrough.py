@@ -36,9 +36,7 @@ from robust.metrics import auroc, wilson
 from robust.patches import corrupt_patches
 from segmenter import segmenter_from_checkpoint
 from studies import leak
-from studies.probe import capture
 from studies.span import explained_variance, key_span, value_axes
-from studies.where_is_s import first_layer
 from vit import vit_from_checkpoint
 
 WEIGHTS = Path(common.__file__).with_name("weights")
@@ -96,6 +94,20 @@ def picture(start):
     if PHOTO is None:
         return scenes(1, start)[0]
     return resize(center_crop(PHOTO[None] / 255, min(PHOTO.shape[1:])), [32, 32], antialias=True)
+
+
+def layers(model, images):
+    """Of each layer: its attention, and what goes into that, (B, N, C)."""
+    x = model.embed(images)
+    for block in model.blocks:
+        yield block.attn, block.norm1(x)
+        x = block(x)
+
+
+def first_layer(model, images):
+    """Keys of layer 1 (B, H, N, D) and the steps of PAP on them: dicts of S, K2, L."""
+    attn, x = next(layers(model, images))
+    return attn.project(x)[1], attn.trace(x)
 
 
 def weights(K2):
@@ -181,8 +193,7 @@ if wanted("projection"):
 # %% 2. The Gram matrix of one image's keys, its spectrum, its axes as maps.
 if wanted("gram"):
     image = picture(SCENE)
-    heads = capture(network("symmetric"), image)[0]
-    k = heads.k[0, 0]                                               # layer 0, head 0: (65, D)
+    k = first_layer(network("symmetric"), image)[0][0, 0].double()  # of one head: (65, D)
     axes = kpca.kernel_pca(k)
 
     # the null: the same numbers, each channel in its own random order of tokens
@@ -216,8 +227,8 @@ if wanted("values"):
     model = network("softmax")
     random = torch.Generator().manual_seed(0)
     cosine, share = {}, {}                                          # of each (layer, head)
-    for heads in capture(model, scenes(16)[0]):
-        q, k, v, x = heads.q, heads.k, heads.v, heads.x[:, None]
+    for attn, x in layers(model, scenes(16)[0]):
+        q, k, v, x = (y.double() for y in (*attn.project(x), x[:, None]))
         axes, span = kpca.kernel_pca(k), key_span(q, k)
         matrix = torch.randn(2, x.shape[-1], v.shape[-1], generator=random, dtype=v.dtype)
         sources = {"learned": v, "another head's": v.flip(1), "random matrix": x @ matrix,

@@ -8,7 +8,7 @@ from PIL import Image
 
 import common
 import look
-from attention import SelfAttention, rpc_attention
+from attention import PAP, SelfAttention
 from data.shapes import SHAPES, load_shapes
 from fan import FAN, FANConfig
 from segmenter import Segmenter, SegmenterConfig
@@ -63,20 +63,11 @@ def test_attention_is_what_the_layer_gives_the_class_token():
     x = torch.randn(1, 17, 16)
     for kind in ("softmax", "symmetric", "rpc", "rpc_asym"):
         attn = SelfAttention(16, 1, attn=kind, lambd=0.5)
-        steps = look.pap_steps(attn, x)
+        steps = attn.trace(x) if kind in PAP else []
         row = look.class_attention(attn, x, steps)
         v = attn.project(x)[2][0, 0]
         h = row @ v[1:] + (1 - row.sum()) * v[0]
         torch.testing.assert_close(attn.proj(h), attn(x)[0, 0], atol=1e-5, rtol=1e-5, msg=kind)
-
-
-def test_steps_are_those_of_rpc_attention():
-    attn = SelfAttention(16, 2, attn="rpc", lambd=0.5)
-    x = torch.randn(1, 17, 16)
-    steps, (_, k, v) = look.pap_steps(attn, x), attn.project(x)
-    h = rpc_attention(k, v, **attn.rpc)
-    assert len(steps) == 4 and torch.equal(steps[-1]["L"], h)
-    assert look.pap_steps(SelfAttention(16, 2), x) == []
 
 
 def test_a_map_is_black_at_zero_and_white_at_the_largest():
