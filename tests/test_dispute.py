@@ -81,7 +81,7 @@ MEASURED = {
                             lost("cifar10.jsonl", range(3), "corruptions"), lost("cifar10.jsonl", range(3), "pgd", 1)],
     "S holds": lambda: [auc("S, step 4"), auc("distance")],
     "language model with RPC": lambda: [perplexity("rpc"), perplexity("symmetric")],
-    "sees no later word": lambda: [f"{PICTURES['leak'][name]:.4f}" for name in ("global 0", "running 0")],
+    "sees no later word": lambda: [f"{PICTURES['leak'][name]:.4f}" for name in ("all 0", "seen 0")],
     "budget": lambda: [f"{6 * statistics.mean((0.229, 0.224, 0.225)):.2f}/255"],
 }
 
