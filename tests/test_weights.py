@@ -68,7 +68,7 @@ def test_the_language_model_is_as_good_as_stated(tmp_path):
     """Of another Python the documentation, and so the number, is another; then only its size is looked at."""
     checkpoint = common.load(WEIGHTS / "pydoc_rpc.pt")
     model = lm_from_checkpoint(checkpoint)
-    from data.prose import pydoc_folder
+    from data.text import pydoc_folder
     corpus = load_corpus(pydoc_folder(tmp_path))
     if "\n".join(corpus.vocab.words) != checkpoint["vocab"]:
         assert platform.python_version() != "3.11.7"
