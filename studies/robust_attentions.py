@@ -267,6 +267,9 @@ def main():
         raise ValueError(f"{' '.join([command, *words])}: expected train NAME or evaluate; --help "
                          "says more")
     kind = register(given[0], given[1:]) if given else ""
+    if kind == "elliptical" and "--rpc_layers" in " ".join(flags):
+        raise ValueError("elliptical is in all layers and compares each with the one before: it "
+                         "has no --rpc_layers")
     if command == "evaluate":
         sys.argv = ["eval_robust.py", *flags]
         return eval_robust.main()

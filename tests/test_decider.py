@@ -2,6 +2,7 @@
 
 import json
 import sys
+from argparse import Namespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import common
 import kpca
 from attention import SelfAttention
 from data.files import Split
-from studies import decider, verdict
+from studies import decider
 
 N, D = 9, 4
 
@@ -45,12 +46,8 @@ def test_theoretical_values_in_any_gauge_are_left_as_they_are(forced):
     found = kpca.attend(q, k, forced(k, v, decider.key_axes(*parts(k), D)))
     expected = kpca.kernel_projections(q, k, axes, D) @ turn
     assert (found - expected).abs().max() < 1e-10 * expected.abs().max()
-
-
-def test_the_sign_arm_has_the_theoretical_values_with_their_signs():
-    _, k = keys()
     V0, _ = decider.orthonormal_values(*parts(k), decider.key_axes(*parts(k), D), k)
-    expected = kpca.theoretical_values(kpca.kernel_pca(k), D)
+    expected = kpca.theoretical_values(axes, D)                             # sign: with their signs
     assert (V0 - expected).abs().max() < 1e-10 * expected.abs().max()
 
 
@@ -60,38 +57,20 @@ def bases(k):
     return [own, own.roll(1, 1), decider.input_axes(x, 3), decider.random_axes(2, N, 3, 0)]
 
 
-def test_no_basis_has_a_component_along_the_constant_vector():
-    for B in bases(keys()[1]):
-        assert B.sum(-2).abs().max() < 1e-12
-
-
-def test_values_are_orthonormal_in_feature_space_on_every_basis():
-    v, k = keys()
-    E, g = parts(k)
-    for B in bases(k):
-        V0, M = decider.orthonormal_values(E, g, B, v)
-        assert (V0.mT @ E @ V0 - torch.eye(3)).abs().max() < 1e-10
-        assert (V0.mT @ E @ v - M).abs().max() < 1e-10
-
-
-def test_the_projection_is_the_one_that_is_written_and_is_idempotent():
+def test_on_every_basis_values_are_orthonormal_and_the_projection_is_the_one_that_is_written():
     v, k = keys()
     E, g = parts(k)
     K = kpca.centre(E / (g * g.mT))
     for B in bases(k):
+        assert B.sum(-2).abs().max() < 1e-12                                # no constant component
+        V0, M = decider.orthonormal_values(E, g, B, v)
+        V, unit = polar(k, v[..., :B.shape[-1]], B), torch.eye(B.shape[-1])
+        assert (V0.mT @ E @ V0 - unit).abs().max() < 1e-10 and (V.mT @ E @ V - unit).abs().max() < 1e-9
+        assert (V0.mT @ E @ v - M).abs().max() < 1e-10
         once = span(k, v, B)
         printed = B @ torch.linalg.inv(B.mT @ K @ B) @ B.mT @ (E / g) @ v / g
-        assert (once - printed).abs().max() < 1e-10
-        assert (span(k, once, B) - once).abs().max() < 1e-10
+        assert (once - printed).abs().max() < 1e-10 and (span(k, once, B) - once).abs().max() < 1e-10
         assert (once - v).abs().max() > 0.1
-
-
-def test_polar_values_are_orthonormal_whatever_the_learned_ones_are():
-    v, k = keys()
-    E, _ = parts(k)
-    for B in bases(k):
-        V = polar(k, v[..., :B.shape[-1]], B)
-        assert (V.mT @ E @ V - torch.eye(B.shape[-1])).abs().max() < 1e-9
     M = keys(seed=4)[0, ..., :D, :]
     U, _, Vh = torch.linalg.svd(M)
     assert (decider.Polar.apply(M) - U @ Vh).abs().max() < 1e-10
@@ -148,8 +127,9 @@ def tiny(classes=10, n=40):
 def run(monkeypatch, out, *argv):
     argv = ["decider.py", "--data_dir", "nowhere", "--steps", "8", "--out", str(out), *argv]
     monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setattr(decider.train_cls, "load_data", lambda args, device: tiny())
-    monkeypatch.setitem(decider.train_cls.RECIPES["cifar10"], "batch_size", 4)
+    monkeypatch.setattr(decider, "load_data", lambda args, device: tiny())
+    settings_of = decider.settings_of
+    monkeypatch.setattr(decider, "settings_of", lambda *a: Namespace(**vars(settings_of(*a)) | dict(batch_size=4)))
     decider.main()
     return [json.loads(line) for line in out.read_text().splitlines()]
 
@@ -212,22 +192,6 @@ def test_a_killed_run_goes_on_where_it_stopped(monkeypatch, tmp_path):
     assert notes.read_text().startswith("not rows")
 
 
-@pytest.mark.parametrize("flags, message", [
-    (["--arms", "polar"], "argument --arms: invalid choice: 'polar'"),
-    (["--data", "imagenet"], "argument --data: invalid choice: 'imagenet'")])
-def test_an_unknown_arm_or_data_set_is_named(monkeypatch, capsys, tmp_path, flags, message):
-    with pytest.raises(SystemExit):
-        run(monkeypatch, tmp_path / "rows.jsonl", *flags)
-    assert message in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_a_missing_folder_is_one_line(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["decider.py", "--out", str(tmp_path / "rows.jsonl"),
-                                      "--data_dir", "nowhere"])
-    with pytest.raises(SystemExit, match="^error: --data_dir nowhere is not a folder[^\n]*$"):
-        common.run(decider.main)
-
-
 # --- the verdict ----------------------------------------------------------------------------------
 
 def losses(spread=0.002, **means):
@@ -248,30 +212,38 @@ def losses(spread=0.002, **means):
     (losses(spread=0.1), "undecided: more seeds"),
     ({}, "undecided: more seeds")])
 def test_the_verdict_is_that_of_the_fixed_rule(found, words):
-    assert verdict.judge(found)[0] == words
+    assert decider.judge(found)[0] == words
 
 
-def test_one_seed_decides_nothing_and_what_is_missing_is_said():
+def test_one_seed_decides_nothing_and_the_interval_is_that_of_the_t_distribution():
     found = {arm: {0: 1.0 if arm.endswith("own") else 2.0} for arm in decider.ARMS}
-    words, lines = verdict.judge(found)
+    words, lines = decider.judge(found)
     assert words == "undecided: more seeds"
     assert "  polar-own - polar-x below -0.03; it is -1.000 (one seed)" in lines
-
-
-def test_the_interval_is_that_of_the_t_distribution():
     a, b = {0: 1.1, 1: 1.2, 2: 1.6, 7: 9.0}, {0: 1.0, 1: 1.0, 2: 1.0, 5: 9.0}
-    n, mean, low, high = verdict.interval({"a": a, "b": b}, "a", "b")
+    n, mean, low, high = decider.interval({"a": a, "b": b}, "a", "b")
     assert n == 3 and mean == pytest.approx(0.3)                            # of 0.1, 0.2, 0.6
     assert high - mean == pytest.approx(4.302653 * 0.2645751 / 3 ** 0.5) == mean - low
 
 
-def test_the_report_has_means_deviations_and_the_median_of_seconds(tmp_path, capsys):
-    rows = [dict(arm="plain", seed=seed, loss=1.5 + 0.1 * seed, top1=36.0 + seed, cpu_seconds=took,
-                 data="cifar10", step=800, images=3000) for seed, took in enumerate([40, 50, 90])]
-    path = tmp_path / "rows.jsonl"
+def test_rows_are_reported_and_drawn_in_out_and_not_beside_them(tmp_path, monkeypatch, capsys):
+    rows = [dict(arm="plain", seed=seed, loss=1.5 + 0.1 * seed, top1=36.0 + seed, cpu_seconds=took, data="cifar10",
+                 step=800, images=3000) for seed, took in enumerate([40, 50, 90])]
+    path = tmp_path / "results" / "rows.jsonl"
+    path.parent.mkdir()
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    verdict.report(path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["decider", "--rows", str(path)])
+    decider.main()
     line = next(line for line in capsys.readouterr().out.splitlines() if "plain" in line)
-    assert [cell.strip() for cell in line.split("|")[1:-1]] == [
-        "plain", "3", "37.0 ± 1.0", "1.600 ± 0.100", "50"]
-    assert path.with_suffix(".png").exists()
+    assert [cell.strip() for cell in line.split("|")[1:-1]] == ["plain", "3", "37.0 ± 1.0", "1.600 ± 0.100", "50"]
+    assert [p.name for p in path.parent.iterdir()] == ["rows.jsonl"]
+    assert (tmp_path / "out/decider/rows.png").exists()
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--data_dir", "nowhere"], "--data_dir nowhere is not a folder"), (["--rows", "nowhere"], "nowhere: expected rows")])
+def test_bad_input_is_one_clear_line(monkeypatch, tmp_path, flags, message):
+    monkeypatch.setattr(sys, "argv", ["decider.py", "--out", str(tmp_path / "rows.jsonl"), *flags])
+    with pytest.raises(SystemExit, match=f"^error: {message}[^\n]*$"):
+        common.run(decider.main)

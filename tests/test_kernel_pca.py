@@ -1,36 +1,29 @@
-"""studies/kernel_pca.py, probe.py, plot.py: golden numbers, theory, capture, the command, figures."""
+"""studies/kernel_pca.py, probe.py: golden numbers, theory, nulls, capture, truncation, the command."""
 
 import csv
-import importlib
-import io
 import math
-import re
-import shutil
-import subprocess
 import sys
-from contextlib import redirect_stdout
+from argparse import Namespace
 from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchvision.io import write_png
 
 import common
-from data import images as data, shapes
 import train_cls
 from attention import ATTENTIONS, SelfAttention
-from conftest import ROOT
-from kpca import (a_hat, attend, basis, eigen_cosine, exact_scaling, kernel_pca, kernel_projections, log_g,
-                  log_gram, log_kernel, log_phi2, projection_loss, theoretical_values)
+from data import images as data, shapes
+from kpca import (a_hat, attend, basis, eigen_cosine, exact_scaling, kernel_pca, kernel_projections, log_g, log_gram,
+                  log_kernel, log_phi2, projection_loss, theoretical_values)
 from lm import LM, LMConfig
-from studies import kernel_pca as study
-from studies.kernel_pca import EXPERIMENTS, Layer, eigenvalue_statistics, measure
-from studies.probe import (Heads, attention_replaced, capture, load_model, standardise, untrained)
+from studies import kernel_pca as study, probe, published_scores
+from studies.kernel_pca import EXPERIMENTS, TRUNCATIONS, Layer, eigenvalue_statistics, measure, truncate, truncated
+from studies.probe import RULES, Heads, attention_replaced, capture, load_model, standardise, untrained
 from studies.published_scores import random_heads
-from studies.span import (explained_variance, key_span, principal_axes, query_share, restrict,
-                          value_axes)
-from studies.truncate import TRUNCATIONS, truncated
+from studies.span import explained_variance, key_span, principal_axes, query_share, restrict, value_axes
 from test_kpca import assert_close, cases, draw, sweep
 from vit import SIZES, ViT, ViTConfig
 
@@ -157,16 +150,9 @@ def test_all_axes_and_the_constant_row_give_attention_back_also_where_axes_are_n
     strict = restrict(q, k, v, span, principal_axes(span)[:-1])
     assert (strict - h).abs().max() > 0.01                                        # without the row
     assert size < 3 or axes.rank < 23
-
-
-def test_axes_are_orthonormal_and_reach_the_most_variance():
-    q, k, _ = draw(5)
-    axes = kernel_pca(k)
+    E = log_kernel(k, k).exp()
     V = theoretical_values(axes, 8)
-    assert_close(V.mT @ log_kernel(k, k).exp() @ V, torch.eye(8, dtype=torch.float64), 0, 1e-10)
-    assert_close(attend(q, k, V), kernel_projections(q, k, axes, 8), 1e-9, 1e-12)
-    span = key_span(q, k)
-    assert_close(explained_variance(span, principal_axes(span)[:8].mT), axes.mu[:8].sum() / axes.mu.sum(), 1e-9)
+    assert size > 2 or (V.mT @ E @ V - torch.eye(8)).abs().max() < 1e-8                # |u_d| = 1
 
 
 @pytest.mark.parametrize("ratio", [50, 500, 5000])
@@ -187,22 +173,6 @@ def tiny_heads(B=2, H=2, N=6, D=3, seed=0):
     g = torch.Generator().manual_seed(seed)
     q, k, v = torch.randn(3, B, H, N, D, generator=g, dtype=torch.float64)
     return Heads(q, k, v, v, torch.randn(B, N, H * D, generator=g, dtype=torch.float64))
-
-
-def test_exact_kernel_pca_has_eigen_cosine_one_in_any_gauge_and_noise_keeps_its_own():
-    heads = random_heads()
-    k = heads.k[None]
-    R = torch.randn(16, 16, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    V = theoretical_values(kernel_pca(k), 16)[0]
-    cosine = {}
-    for name, v in (("KPCA", V), ("KPCA turned", V @ R), ("noise", heads.v), ("noise turned", heads.v @ R)):
-        found = measure([Layer(heads._replace(v=v, raw=v))], {"gamma": EXPERIMENTS["gamma"]})
-        cosine[name] = found["gamma", "eig_cos", "learned", ""]
-        assert_close(found["gamma", "eig_cos", "KPCA", ""], np.ones(4), 1e-9)
-    assert_close(cosine["KPCA"], np.ones(4), 1e-9)
-    assert_close(cosine["KPCA turned"], np.ones(4), 1e-9)
-    assert_close(cosine["noise turned"], cosine["noise"], 1e-9)
-    assert cosine["noise"].max() < 0.9
 
 
 @pytest.mark.parametrize("experiment", sorted(EXPERIMENTS.keys() - {"eigstats"}))
@@ -239,7 +209,6 @@ def test_restriction_is_attention_to_v_v_t_e_v_and_stays_bounded_for_long_keys(s
 
 @pytest.mark.parametrize("case", ["zero keys", "v = 0", "x = 0", "D = 1", "N = 2", "N = 4", "N = 5"])
 def test_degenerate_heads_are_measured_without_an_error(case):
-    from studies import published_scores
     letter, _, number = case.partition(" = ")
     heads = tiny_heads(**{letter: int(number)}) if letter in "DN" else tiny_heads()
     if case == "zero keys":
@@ -288,15 +257,17 @@ class Wrapped(nn.Module):
         return x + self.inner(x)
 
 
-@pytest.mark.parametrize("kind", ATTENTIONS)
-@pytest.mark.parametrize("causal", [False, True])
+KINDS = [(kind, causal) for kind in ("softmax", "symmetric", "rpc", "rpc_asym", "scaled_s", "scaled_alpha")
+         for causal in (False, True) if (kind, causal) != ("scaled_s", True)]
+
+
+@pytest.mark.parametrize("kind, causal", [*KINDS, *((kind, False) for kind in RULES)])
 def test_captured_heads_reproduce_the_attention_of_every_kind(kind, causal):
-    if kind == "scaled_s" and causal:
-        return
     model = Wrapped(attn=kind, causal=causal, num_tokens=10).double()
     module = model.inner[1]
     if kind.startswith("scaled"):
         nn.init.normal_(module.s, std=0.3)
+    assert kind in ATTENTIONS
     x = torch.randn(2, 10, 24, dtype=torch.float64)
     heads, = capture(model, x)
     h = attend(heads.q, heads.k, heads.v, causal)
@@ -305,7 +276,9 @@ def test_captured_heads_reproduce_the_attention_of_every_kind(kind, causal):
         with attention_replaced(model, lambda heads: attend(heads.q, heads.k, heads.v, causal)):
             again = model(x)
         assert_close(again, model(x), 1e-6, 1e-6)
-    assert torch.equal(heads.raw, heads.v) != kind.startswith("scaled")
+    assert torch.equal(heads.raw, heads.v) != (kind.startswith("scaled") or kind.endswith("_s"))
+    if kind == "standardised":
+        assert_close(heads.k, standardise(heads.k), 1e-9, 1e-12)
 
 
 def test_causal_layers_are_looked_at_on_prefixes():
@@ -329,8 +302,8 @@ def test_null_values_have_the_size_of_the_learned_and_do_not_depend_on_the_batch
 
 def save_vit(path, attn="softmax", image_size=16, **change):
     torch.manual_seed(0)
-    config = ViTConfig(image_size=image_size, patch_size=4, num_classes=10, embed_dim=24, depth=2, num_heads=3, attn=attn,
-                       init="default")
+    config = ViTConfig(image_size=image_size, patch_size=4, num_classes=10, embed_dim=24, depth=2, num_heads=3,
+                       attn=attn, init="default")
     model = ViT(config)
     args = dict(data="shapes", data_dir=None, seed=0, init_from=None)
     torch.save({"task": "classification", "model": model.state_dict(), "model_config": asdict(config), "step": 7,
@@ -348,164 +321,142 @@ def read(path):
         return list(csv.DictReader(f))
 
 
-def studied(folder, attn):
-    """All experiments on a small network: the folder of their tables, and what was printed."""
-    ckpt, printed = save_vit(folder / "a.pt", attn), io.StringIO()
-    with pytest.MonkeyPatch.context() as monkeypatch, redirect_stdout(printed):
-        run(monkeypatch, study, "--ckpt", ckpt, "--images", 3, "--out_dir", folder,
-            "--device", "cpu")
-    return folder, printed.getvalue()
+# --- truncation -----------------------------------------------------------------------------------
+
+def test_the_first_axes_are_kept_and_not_the_last_ones():
+    """strict, r: attention to V V^T E v, V the theoretical values of the r largest eigenvalues."""
+    heads = random_heads(B=2, N=24, D=8)
+    axes, E = kernel_pca(heads.k), log_kernel(heads.k, heads.k).exp()
+    V = theoretical_values(axes, 3)
+    assert_close(truncated(heads, "strict", 3), attend(heads.q, heads.k, V @ (V.mT @ (E @ heads.v))), 1e-6, 1e-9)
+    h = attend(heads.q, heads.k, heads.v)
+    top, strict, bottom = (truncated(heads, *how) for how in (("affine", 12), ("strict", 12), ("affine bottom", 11)))
+    row = top - strict
+    assert_close(row, row.mean(-2, keepdim=True).expand_as(row), 1e-6, 1e-9)            # of every query the same
+    rest = attend(heads.k, heads.k, heads.v).mean(-2, keepdim=True)
+    assert_close(top + bottom - h, rest.expand_as(h), 1e-5, 1e-6)                       # the first 12 and the last 11
+    assert (truncated(heads, "affine random", 12) - top).abs().max() > 0.01
+    for how in ("affine", "affine random", "affine bottom"):
+        assert_close(truncated(heads, how, 23), h, 1e-6, 1e-6)                         # all axes: any order
+    U = torch.linalg.svd(heads.x[:, None], full_matrices=False)[0][..., :5]
+    assert_close(truncated(heads, "top r of x", 5), attend(heads.q, heads.k, U @ U.mT @ heads.v), 1e-9)
 
 
-@pytest.fixture(scope="module")
-def softmax_run(tmp_path_factory):
-    return studied(tmp_path_factory.mktemp("softmax"), "softmax")
+def test_truncated_accuracy_has_the_standard_error_of_a_share(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(study, "truncated", lambda heads, how, r: attend(heads.q, heads.k, heads.v))
+    flags = ["--ckpt", save_vit(tmp_path / "a.pt"), "--images", "8"]
+    point, = probe.checkpoints(probe.get_args("", {"truncate": truncate}, flags))
+    labels = point.model(point.inputs).argmax(1)
+    labels[:2] += 1                                                                     # 6 of 8 are right
+    for how, r, mean, se in truncate(point._replace(labels=labels % 10), [2], torch.device("cpu")):
+        assert (mean, se) == (75, pytest.approx(100 * math.sqrt(0.75 * 0.25 / 8)))
 
 
-@pytest.mark.parametrize("attn", ["softmax", "rpc", "scaled_alpha"])
-def test_command_writes_a_table_for_every_experiment_and_layer(request, tmp_path, attn):
-    if attn == "softmax":
-        folder, out = request.getfixturevalue("softmax_run")
-    else:
-        folder, out = studied(tmp_path, attn)
-    for name in EXPERIMENTS:
-        rows = read(folder / f"{name}.csv")
-        assert f"=== {name}" in out
-        shown = out.split(f"=== {name}")[1].split("===")[0]
-        for layer in ("0", "1", "all"):
-            assert re.search(rf"^    {layer} +\S", shown, re.M)
-        for measure, layers in (("EV eta frac eig_cos", {"0", "1", "all"}), ("h2 output", {"all"})):
-            mine = [r["layer"] for r in rows if r["measure"] in measure.split()]
-            assert not mine or set(mine) == layers
+# --- the command ----------------------------------------------------------------------------------
+
+def test_a_training_run_is_tracked_and_every_table_has_its_legend_and_its_verdict(monkeypatch, tmp_path, capsys):
+    folder = tmp_path / "run"
+    flags = ("--num_images 64 --epochs 2 --image_size 16 --attn softmax --lr 0 --batch_size 32 --device cpu "
+             "--keep_every 1 --weight_decay 0 --min_lr 0")
+    monkeypatch.setattr(sys, "argv", ["train_cls.py", *flags.split(), "--out_dir", str(folder)])
+    train_cls.main()
+    start, end = untrained(common.load(folder), folder)[0], load_model(folder)[0]
+    for a, b in zip(start.parameters(), end.parameters()):                              # warm-up begins at 1e-6
+        assert_close(a.detach(), b.detach(), 0, 1e-4)
+    capsys.readouterr()
+    run(monkeypatch, study, "--ckpt", *sorted(folder.glob("*.pt")), "--untrained", "--images", 4, "--ranks", "2,16",
+        "--layers", "0,3", "--out_dir", tmp_path, "--device", "cpu")
+    out = capsys.readouterr().out
+    for name, experiment in EXPERIMENTS.items():
+        rows, shown = read(tmp_path / f"{name}.csv"), out.split(f"=== {name}: ")[1].split("===")[0]
+        assert {r["step"] for r in rows} == {"0", "2", "4"}                             # last.pt counts once
+        assert f"=== {name} over training" in out and experiment.__doc__.splitlines()[0] in shown
+        for layer in ("0", "3", "all"):
+            assert f"| {layer:3s} |" in shown
         assert all(math.isfinite(float(r["mean"])) or r["measure"] == "eta" for r in rows), name
-    rows = {(r["how"], r["r"]): float(r["accuracy"]) for r in read(folder / "truncate.csv")}
-    assert rows["affine", "16"] == rows["none", "0"] and len(rows) == 3 + 3 * len(TRUNCATIONS)
-    sources = {r["source"] for r in read(folder / "capture.csv") if r["measure"] == "EV"}
-    assert sources == {"learned", "other", "x W", "iid", "KPCA", "best"}
+    for name, measure in (("capture", "EV"), ("gamma", "eig_cos"), ("values", "overlap")):
+        assert f"\n{measure}: learned " in out.split(f"=== {name}: ")[1].split("===")[0]
+    ends = {r["layer"] for r in read(tmp_path / "capture.csv") if r["step"] == "4" and r["measure"] == "EV"}
+    assert ends == {"0", "3", "all"}
+    rows = {(r["how"], r["r"]): float(r["accuracy"]) for r in read(tmp_path / "truncate.csv")}
+    assert rows["affine", "16"] == rows["none", "0"] and len(rows) == 3 + 2 * len(TRUNCATIONS)
+
+
+@pytest.mark.parametrize("learned, words", [
+    (0.55, "(10 % of the way): between .02 and .1 above it: undecided."),
+    (0.51, "(2 % of the way): values do what this null does."),
+    (0.7, "(40 % of the way): closer to kernel PCA than it.")])
+def test_the_verdict_says_how_far_from_the_best_null_to_kernel_pca(learned, words):
+    rows = [("gamma", "eig_cos", source, "all", np.float64(x), 0.0)
+            for source, x in dict(learned=learned, other=0.5, iid=0.3, KPCA=1.0, **{"x W": 0.4}).items()]
+    line, = study.verdicts(rows)
+    assert line == f"eig_cos: learned {learned:.4f}, best null (other) 0.5000, kernel PCA 1.0000 {words}"
 
 
 def test_keys_too_long_to_resolve_all_axes_are_announced(monkeypatch, tmp_path, capsys):
-    model, _ = load_model(save_vit(tmp_path / "a.pt"))
-    weights = model.state_dict()
+    weights = load_model(save_vit(tmp_path / "a.pt"))[0].state_dict()
     weights["blocks.1.attn.qkv.weight"][24:48] *= 12
     ckpt = save_vit(tmp_path / "long.pt", model=weights)
-    run(monkeypatch, study, "--ckpt", ckpt, "--images", 3, "--exp", "capture",
-        "--out_dir", tmp_path)
+    run(monkeypatch, study, "--ckpt", ckpt, "--images", 3, "--exp", "capture", "--out_dir", tmp_path)
     out = capsys.readouterr().out
     assert "layer 1: keys so long that float64 resolves" in out and "layer 0: keys so long" not in out
 
 
-def test_command_tracks_a_training_run_and_the_figures_follow(monkeypatch, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    from studies import plot
-    folder = tmp_path / "run"
-    monkeypatch.setattr(sys, "argv", ["train_cls.py", "--num_images", "64", "--epochs", "2",
-                                      "--image_size", "16", "--out_dir", str(folder), "--attn", "softmax", "--lr", "0",
-                                      "--batch_size", "32", "--device", "cpu", "--set", "keep_every=1",
-                                      "weight_decay=0", "min_lr=0"])
-    train_cls.main()
-    start, _ = untrained(common.read_checkpoint(folder), folder)
-    end, _ = load_model(folder)
-    for a, b in zip(start.parameters(), end.parameters()):                        # warm-up begins at 1e-6
-        assert_close(a.detach(), b.detach(), 0, 1e-4)
-    run(monkeypatch, study, "--ckpt", *sorted(folder.glob("*.pt")), "--untrained", "--images", 4,
-        "--ranks", "2,16", "--layers", "0,3", "--out_dir", tmp_path)
-    assert "over training" in capsys.readouterr().out
-    assert {r["step"] for r in read(tmp_path / "jproj.csv")} == {"0", "2", "4"}   # last.pt is epoch 2 and counts once
-    monkeypatch.setattr(sys, "argv", ["plot.py", "kpca", str(tmp_path)])
-    plot.main()
-    assert {p.stem for p in tmp_path.glob("*.png")} == set(plot.FIGURES["kpca"])
-    monkeypatch.setattr(sys, "argv", ["plot.py", "kpca", str(folder)])
-    with pytest.raises(SystemExit, match="no CSV"):
-        plot.main()
-
-
-def test_one_checkpoint_gives_every_figure_and_a_word_on_what_it_lacks(softmax_run, monkeypatch,
-                                                                       tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    from studies import plot
-    for path in softmax_run[0].glob("*.csv"):
-        shutil.copy(path, tmp_path)
-    monkeypatch.setattr(sys, "argv", ["plot.py", "kpca", str(tmp_path)])
-    plot.main()
-    assert {p.stem for p in tmp_path.glob("*.png")} == set(plot.FIGURES["kpca"])
-    loss, gamma = capsys.readouterr().out.splitlines()[:2]
-    assert "several checkpoints" in loss and "exp losses" in loss and "exp gammas" in gamma
-    figure, _ = plot.kpca_loss(tmp_path, "")
-    assert [len(ax.patches) for ax in figure.axes] == [0, 2, 5, 4]                # bars: terms, frac, EV
-    (tmp_path / "truncate.csv").unlink()
-    monkeypatch.setitem(plot.FIGURES, "kpca", {"truncation": plot.kpca_truncation})
-    plot.main()
-    assert "truncation: skipped" in capsys.readouterr().out
-
-
-def test_means_by_head_alone_are_no_curve_over_axes(tmp_path):
-    pytest.importorskip("matplotlib")
-    from studies import plot
-    (tmp_path / "gamma_axes.csv").write_text("run,step,layer,measure,source,axis,mean,se\n"
-                                             "a,1,0,eig_cos by head,learned,1,0.5,0.1\n")
-    assert plot.kpca_gamma(tmp_path, "") == (None, "python -m studies.kernel_pca --exp gamma")
-
-
-def test_plot_without_matplotlib_says_so_in_one_line(monkeypatch):
-    for name in ("plot", "plot_robust", "look"):
-        monkeypatch.delitem(sys.modules, f"studies.{name}", raising=False)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit, match="^error: studies.plot needs matplotlib"):
-        importlib.import_module("studies.plot")
-
-
 def test_deit_weights_are_recognised_by_their_shapes(monkeypatch, tmp_path):
-    torch.manual_seed(0)
-    model = ViT(ViTConfig(**SIZES["nano"], image_size=16, patch_size=8, num_classes=10))
+    model = ViT(ViTConfig(embed_dim=64, depth=1, num_heads=1, image_size=16, patch_size=8, num_classes=10))
     torch.save({"model": model.state_dict()}, tmp_path / "deit.pth")
-    run(monkeypatch, study, "--ckpt", tmp_path / "deit.pth", "--exp", "capture", "--images", 3,
-        "--out_dir", tmp_path)
+    run(monkeypatch, study, "--ckpt", tmp_path / "deit.pth", "--exp", "capture", "--images", 3, "--out_dir", tmp_path)
     assert read(tmp_path / "capture.csv")[0]["run"] == "deit"
 
 
 def test_bad_input_is_one_clear_line(monkeypatch, tmp_path):
     good, other = save_vit(tmp_path / "good.pt"), str(tmp_path / "other.pt")
     torch.save({"weights": torch.zeros(3)}, other)
-    lm = save_vit(tmp_path / "lm.pt", task="segmentation")
-    model = ViT(ViTConfig(image_size=16, patch_size=4, num_classes=10, embed_dim=24, depth=2, num_heads=3))
-    broken = {name: t * math.nan for name, t in model.state_dict().items()}
+    segmenter = save_vit(tmp_path / "seg.pt", task="segmentation")
+    broken = {name: t * math.nan for name, t in load_model(good)[0].state_dict().items()}
     nan = save_vit(tmp_path / "nan.pt", model=broken)
     (tmp_path / "cifar").mkdir()
     for argv, message in (
-            (["--ckpt", other], "neither a checkpoint of train_cls.py or train_lm.py nor ViT weights"),
-            (["--ckpt", lm], "not a checkpoint of train_cls.py"),
+            (["--ckpt", other], "ViT"), (["--ckpt", segmenter], "not a checkpoint of train_cls.py"),
             (["--ckpt", tmp_path / "none.pt"], "no checkpoint at"),
             (["--ckpt", good, "--layers", "2"], "--layers 2: expected whole numbers from 0 to 1"),
             (["--ckpt", good, "--ranks", "17"], "--ranks 17: expected whole numbers from 0 to 16"),
             (["--ckpt", good, "--data", "cifar10"], "needs --data_dir"),
+            (["--ckpt", good, "--data", "folder"], "--data folder needs --data_dir"),
             (["--ckpt", good, "--data", "cifar10", "--data_dir", tmp_path / "cifar"], "no CIFAR-10 test images"),
-            (["--ckpt", nan], "not finite"),
-            (["--exp", "magic"], "--exp magic: expected some of jproj"),
-            (["--exp", "truncate"], "need a model"),
-            (["--ckpt", other, "--untrained"], "neither")):
+            (["--ckpt", nan], "not finite"), (["--exp", "magic"], "--exp magic: expected some of jproj"),
+            (["--exp", "truncate"], "need a model"), (["--ckpt", other, "--untrained"], "ViT")):
         monkeypatch.setattr(sys, "argv", ["kernel_pca", *map(str, argv)])
-        with pytest.raises(SystemExit) as stop:
+        with pytest.raises(SystemExit, match="^error: [^\n]*$") as stop:
             common.run(study.main)
-        assert str(stop.value.code).startswith("error: ") and message in stop.value.code, stop.value.code
-        assert "\n" not in stop.value.code
-
-
-def test_images_of_another_size_tokens_too_few_and_models_without_attention_are_refused(monkeypatch, tmp_path):
-    model, _ = load_model(save_vit(tmp_path / "a.pt"))
-    with pytest.raises(ValueError, match="expected float in"):
-        capture(model, torch.rand(2, 3, 32, 32))
+        assert message in stop.value.code, stop.value.code
     with pytest.raises(ValueError, match="no attention.SelfAttention"):
         capture(nn.Linear(3, 3), torch.rand(2, 3))
     with pytest.raises(ValueError, match="at least two"):
         Layer(random_heads(N=1))
 
 
-def test_help_lists_every_experiment(monkeypatch, capsys):
-    with pytest.raises(SystemExit, match="0"):
-        run(monkeypatch, study, "--help")
-    out = capsys.readouterr().out
-    assert all(name in out for name in (*EXPERIMENTS, "truncate"))
+def test_two_runs_of_one_name_are_not_taken_for_one(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder / "run").mkdir(parents=True)
+        save_vit(tmp_path / folder / "run" / "last.pt")
+    args = Namespace(ckpt=[str(tmp_path / "a/run"), str(tmp_path / "b/run")], untrained=False)
+    with pytest.raises(ValueError, match="a/run .*b/run: two runs named run"):
+        next(probe.checkpoints(args))
+
+
+def test_a_network_of_ones_own_photos_is_looked_at_on_those_it_was_not_trained_on(tmp_path):
+    for i, name in enumerate(("cat", "dog")):
+        (tmp_path / name).mkdir()
+        for j in range(5):
+            write_png(torch.full((3, 20, 20), 40 * j + 20 * i, dtype=torch.uint8), str(tmp_path / name / f"{j}.png"))
+    checkpoint = dict(args=dict(data="folder", data_dir=str(tmp_path), holdout=4))
+    images, labels, what, classes = probe.load_images(Namespace(data=None, data_dir=None, images=32), checkpoint,
+                                                      ViTConfig(image_size=16, patch_size=8, num_classes=2))
+    train, val, _ = data.load_photos(data.find_photos(tmp_path), 16, holdout=4)
+    seen, found = {image.float().mean().item() for image in train.images}, {255 * x.mean().item() for x in images}
+    assert len(found) == 4 and not {round(x) for x in found} & {round(x) for x in seen}
+    assert sorted(labels.tolist()) == sorted(val.labels.tolist()) and (what, classes) == ("4 images of folder", 2)
 
 
 def test_a_language_model_is_measured_on_windows_of_its_test_text(tmp_path, monkeypatch, capsys):
@@ -514,20 +465,12 @@ def test_a_language_model_is_measured_on_windows_of_its_test_text(tmp_path, monk
     model = LM(LMConfig(len(words), context=12, embed_dim=16, depth=2, num_heads=2, mlp_dim=16, attn="rpc",
                         rpc_layers=(0,)))
     (tmp_path / "wiki.test.tokens").write_text("".join(" ".join("abcdefgh"[i % 5:][:4]) + "\n" for i in range(30)))
-    common.save_checkpoint(tmp_path / "run" / "last.pt", dict(
+    common.save(tmp_path / "run" / "last.pt", dict(
         task="language modelling", model=model.state_dict(), model_config=asdict(model.config), step=3,
         vocab="\n".join(words), args=dict(seed=5, data_dir=str(tmp_path))))
     run(monkeypatch, study, "--ckpt", tmp_path / "run", "--images", 3, "--untrained",
         "--out_dir", tmp_path / "out")
     out = capsys.readouterr().out
     assert "3 windows of 12 tokens" in out and "truncate needs classes" in out
-    start, _ = untrained(common.read_checkpoint(tmp_path / "run"), tmp_path)
+    start, _ = untrained(common.load(tmp_path / "run"), tmp_path)
     assert torch.equal(start.embed.weight, model.embed.weight)
-
-
-@pytest.mark.parametrize("name", ["kernel_pca", "published_scores", "leak", "plot"])
-def test_a_study_started_as_a_file_says_how_to_start_it(name):
-    done = subprocess.run([sys.executable, f"studies/{name}.py"], cwd=ROOT, capture_output=True,
-                          text=True)
-    line = f"error: start this in the repository's folder, as: python -m studies.{name}\n"
-    assert done.returncode == 1 and done.stderr == line

@@ -9,26 +9,21 @@ import torch
 
 import common
 import train_cls
-from attention import rpc_attention
-from robust import metrics
+from robust.results import unpack
 from studies import outliers, robust_attentions
 from studies.stats import Difference
 from studies.where_is_s import location
 from vit import ViT, ViTConfig
 
 
-def nano(attn="symmetric"):
-    torch.manual_seed(0)
+KEYS = robust_attentions.USUAL["keys"]
+
+
+def nano(attn="symmetric", seed=0):
+    torch.manual_seed(seed)
     config = ViTConfig(image_size=16, patch_size=4, embed_dim=16, depth=2, num_heads=2,
                        num_classes=10, attn=attn)
     return ViT(config).eval()
-
-
-def test_holms_correction_is_the_textbooks():
-    found = outliers.holm(dict(a=0.01, b=0.04, c=0.03, d=0.005))
-    assert found == pytest.approx(dict(a=0.03, b=0.06, c=0.06, d=0.02))
-    assert outliers.holm(dict(a=0.6, b=0.7)) == dict(a=1.0, b=1.0)
-    assert outliers.holm({}) == {}
 
 
 def test_p_values_are_paired_by_seed_and_need_two():
@@ -66,34 +61,29 @@ def test_scores_are_those_of_layer_0():
     scores = outliers.token_scores(nano(), images)
     assert set(scores) == {"|k|", "distance"} and scores["|k|"].shape == (3, 16)
 
-    model = robust_attentions.with_attention(nano(), "keys-rows")
+    model = nano(robust_attentions.USUAL["keys-rows"])
     own = outliers.token_scores(model, images)["own"]
     block = model.blocks[0]
     k = block.attn.project(block.norm1(model.embed(images)))[1]
-    _, score = robust_attentions.keys(k, k, k, lambd=1.0, rows=True)
+    _, score = robust_attentions.keys(k, k, lambd=1.0, rows=True)
     assert torch.allclose(own, score.sum(1)[:, 1:]) and own.max() > 0
 
-    model, steps = nano("rpc"), []
-    block = model.blocks[0]
-    _, k, v = block.attn.project(block.norm1(model.embed(images)))
-    rpc_attention(k, v, **block.attn.rpc, trace=steps)
+    model = nano("rpc")
+    steps = model.blocks[0].attn.trace(model.blocks[0].norm1(model.embed(images)))
     assert torch.equal(outliers.token_scores(model, images)["own"], location(steps[-1]["S"]))
 
 
 def test_a_null_is_the_same_score_with_other_weights(tmp_path):
-    torch.manual_seed(3)
-    config = ViTConfig(image_size=16, patch_size=4, embed_dim=16, depth=2, num_heads=2,
-                       num_classes=10, attn="symmetric")
-    fresh, symmetric = ViT(config).eval(), nano()           # nano: seed 0
-    trained = dict(task="classification", model_config=vars(config), model=nano().state_dict(),
-                   args=dict(seed=3, attention="keys"))
-    found = outliers.null_networks(trained, tmp_path, dict(model=symmetric.state_dict()))
-    for name, other in (("untrained", fresh), ("symmetric's weights", symmetric)):
-        null, images = found[f"own, {name}"], torch.rand(2, 3, 16, 16)
-        robust_attentions.with_attention(other, "keys")
-        own = [outliers.token_scores(m, images)["own"] for m in (null, other)]
+    trained, symmetric, images = nano(KEYS), nano(seed=1), torch.rand(2, 3, 16, 16)
+    checkpoint = dict(task="classification", model_config=vars(trained.config), model=trained.state_dict(),
+                      args=dict(seed=3))
+    found = outliers.null_networks(checkpoint, tmp_path, dict(model=symmetric.state_dict()))
+    with_weights = nano(KEYS)
+    with_weights.load_state_dict(symmetric.state_dict())
+    for name, other in (("untrained", nano(KEYS, seed=3)), ("symmetric's weights", with_weights)):
+        own = [outliers.token_scores(m, images)["own"] for m in (found[f"own, {name}"], other)]
         assert torch.equal(*own) and own[0].std() > 0
-    assert set(outliers.null_networks(trained, tmp_path, None)) == {"own, untrained"}
+    assert set(outliers.null_networks(checkpoint, tmp_path, None)) == {"own, untrained"}
 
 
 def test_the_study_reads_runs_once_and_says_what_is_missing(tmp_path, monkeypatch, capsys):
@@ -118,9 +108,10 @@ def test_the_study_reads_runs_once_and_says_what_is_missing(tmp_path, monkeypatc
     assert "| 16 patches white | own      " in shown and len(rows.splitlines()) == 3
     row, keys, other = common.read_log(tmp_path / "patches.jsonl")
     assert set(keys["auc"]["6 patches noise"]) == set(outliers.SCORES)
+    assert 0 < keys["scored"] < 1 and row["scored"] == other["scored"] == 0
     for unscored in (row, other):
         assert set(unscored["auc"]["6 patches noise"]) == {"|k|", "distance"}
-    right = metrics.unpack(row["right"]["6 patches noise"], 6).double().mean()
+    right = unpack(row["right"]["6 patches noise"], 6).double().mean()
     assert f"{100 * right:.1f} (1)" in shown
     start(outliers.main, *look)
     assert (tmp_path / "patches.jsonl").read_text() == rows

@@ -8,13 +8,11 @@ import pytest
 import torch
 
 import common
-import train_cls
-from attention import symmetric_attention
-from robust import sources
-from studies import robust_attentions as study
-from studies.robust_attentions import ATTENTIONS
+from attention import ATTENTIONS, symmetric_attention
 from lm import LM, LMConfig
-from vit import ViT, ViTConfig
+from studies import robust_attentions as study
+from studies.robust_attentions import ROBUST, register
+from vit import RPC_KINDS, ViT, ViTConfig
 
 B, H, N, D = 2, 2, 7, 4
 
@@ -101,7 +99,7 @@ def test_kernel_density_weights_are_those_of_loops(name, psi, released, joint):
             total = sum(a * w for a, w in zip(e, below))
             slow[at].append([sum(a * w * y[d] for a, w, y in zip(e, above, value)) / total
                              for d in range(D)])
-    h, score = study.rkde(q, k, v, getattr(study, name), 0.6, 2, joint, released)
+    h, score = study.rkde(k, v, getattr(study, name), 0.6, 2, joint, released)
     assert largest_gap(h, slow) < 1e-10
     assert score.shape == (B, H, N)
 
@@ -117,7 +115,7 @@ def test_median_of_means_uses_the_block_whose_kernel_sum_is_the_median():
             chosen = sums.index(statistics.median(sums))
             kept = [a if b == chosen else 0 for a, b in zip(row, block)]
             slow[at] += times([[a / sums[chosen] for a in kept]], value)
-    assert largest_gap(study.mom(q, k, v, m=3, seed=3)[0], slow) < 1e-10
+    assert largest_gap(study.mom(k, v, m=3, seed=3)[0], slow) < 1e-10
 
 
 def test_elliptical_attention_weighs_coordinates_by_how_values_moved():
@@ -128,9 +126,9 @@ def test_elliptical_attention_weighs_coordinates_by_how_values_moved():
         moved = [sum(abs(x[d] - y[d]) for x, y in zip(value, before)) / N for d in range(D)]
         M = [m / max(moved) for m in moved]
         slow[at] = times(attention([[x * m for x, m in zip(row, M)] for row in query], key), value)
-    assert largest_gap(study.elliptical(q, k, v, last)[0], slow) < 1e-10
+    assert largest_gap(study.elliptical(q, k, v, last), slow) < 1e-10
     plain = {at: times(attention(x, y), z) for at, (x, y, z) in heads(q, k, v)}
-    assert largest_gap(study.elliptical(q, k, v)[0], plain) < 1e-10
+    assert largest_gap(study.elliptical(q, k, v), plain) < 1e-10
 
 
 def test_sinkhorn_normalises_rows_then_columns_then_rows():
@@ -142,8 +140,8 @@ def test_sinkhorn_normalises_rows_then_columns_then_rows():
             A = [[a / sum(row) for a in row] for row in A]
             A = [list(column) for column in zip(*A)]        # the next round normalises columns
         slow[at] = times([list(row) for row in zip(*A)], value)
-    assert largest_gap(study.sinkhorn(q, k, v)[0], slow) < 1e-10
-    even, _ = study.sinkhorn(q, k, torch.ones_like(v), rounds=101)
+    assert largest_gap(study.sinkhorn(k, v)[0], slow) < 1e-10
+    even, _ = study.sinkhorn(k, torch.ones_like(v), rounds=101)
     assert torch.allclose(even, torch.ones_like(v))
 
 
@@ -162,7 +160,7 @@ def test_pap_on_the_keys_alone_is_that_of_loops(rows):
         C = [[c - s for c, s in zip(*both)] for both in zip(key, S)]
         slow[at] = times(attention(C, C), value)
         sizes[at] = [[sum(map(abs, s))] for s in S]
-    h, score = study.keys(q, k, v, lambd=0.5, rows=rows)
+    h, score = study.keys(k, v, lambd=0.5, rows=rows)
     assert largest_gap(h, slow) < 1e-10
     assert largest_gap(score[..., None], sizes) < 1e-10
     assert (score > 0).any()
@@ -183,74 +181,74 @@ def test_tokens_that_the_others_cannot_predict_count_less():
             r = [norm([a - b for a, b in zip(x, y)]) for x, y in zip(key, guess)]
             w = [min(1, sum(r) / N / x) for x in r]
         slow[at] = h                                        # with the weights of two rounds
-    assert largest_gap(study.weights(q, k, v)[0], slow) < 1e-10
+    assert largest_gap(study.weights(k, v)[0], slow) < 1e-10
 
 
 def test_sharp_is_attention_with_four_times_the_logits_after_four_steps():
     q, k, v = qkv()
     slow = {at: times(attention([[4 * x for x in row] for row in key], key), value)
             for at, (_, key, value) in heads(q, k, v)}
-    assert largest_gap(study.sharp(q, k, v)[0], slow) < 1e-10
+    assert largest_gap(study.sharp(k, v)[0], slow) < 1e-10
 
 
 # --- limits and gradients -------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name, settings", [
     ("rkde-huber", dict(a=1e9, rounds=0)), ("mom", dict(m=1)), ("sinkhorn", dict(rounds=1)),
-    ("keys", dict(lambd=1e9)), ("keys-rows", dict(lambd=1e9)), ("weights", dict(rounds=0)),
-    ("sharp", dict(n_iter=3))])
+    ("keys", dict(lambd=1e9)), ("keys-rows", dict(lambd=1e9)), ("weights", dict(rounds=0)), ("sharp", dict(n_iter=3))])
 def test_without_its_robust_part_it_is_symmetric_attention(name, settings):
-    q, k, v = qkv()
-    h, _ = ATTENTIONS[name][0](q, k, v, **settings)
-    assert torch.allclose(h, symmetric_attention(k, v), atol=1e-12)
+    _, k, v = qkv()
+    assert torch.allclose(ROBUST[name][0](k, v, **settings)[0], symmetric_attention(k, v), atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_gradients_are_those_of_finite_differences(name):
-    function, settings = ATTENTIONS[name]
+@pytest.mark.parametrize("name", ROBUST)
+def test_gradients_are_those_of_finite_differences_and_large_and_zero_keys_stay_finite(name):
+    function, settings = ROBUST[name]
     settings = settings | (dict(seed=0) if name == "mom" else {})
-    q, k, v = (x[:1, :1].requires_grad_() for x in qkv())
-
-    def output(q, k, v):
-        return function(q, k, v, **settings)[0]
     if name.startswith("rkde"):             # the median of d, a constant, moves with k: a is fixed
-        corner = 0.3
-
-        def output(q, k, v):
-            return study.rkde(q, k, v, lambda d, a: getattr(study, name[5:])(d, corner))[0]
-    assert torch.autograd.gradcheck(output, (q, k, v), eps=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_large_and_zero_keys_stay_finite(name):
-    function, settings = ATTENTIONS[name]
+        psi = getattr(study, name[5:])
+        gradient = lambda k, v: study.rkde(k, v, lambda d, a: psi(d, 0.3))[0]
+    else:
+        gradient = lambda k, v: function(k, v, **settings)[0]
+    k, v = (x[:1, :1].requires_grad_() for x in qkv()[1:])
+    assert torch.autograd.gradcheck(gradient, (k, v), eps=1e-6, atol=1e-6)
     for scale in (0.0, 300.0):
-        q, k, v = (x.float().requires_grad_() for x in qkv(scale))
-        h, _ = function(q, k, v, **settings)
+        _, k, v = (x.float().requires_grad_() for x in qkv(scale))
+        h, _ = function(k, v, **settings)
         h.sum().backward()
         assert h.isfinite().all() and k.grad.isfinite().all()
 
 
 # --- in a network ---------------------------------------------------------------------------------
 
-def nano(attn="symmetric"):
+def nano(attn="symmetric", layers=(0,)):
     torch.manual_seed(0)
-    return ViT(ViTConfig(image_size=32, patch_size=8, num_classes=10, embed_dim=16, depth=3,
-                         num_heads=2, attn=attn))
+    return ViT(ViTConfig(image_size=32, patch_size=8, num_classes=10, embed_dim=16, depth=3, num_heads=2, attn=attn,
+                         rpc_layers=layers))
 
 
-@pytest.mark.parametrize("name", study.NAMES)
-def test_only_layer_0_changes_or_all_and_no_parameter_comes_or_goes(name):
-    base = "softmax" if name == "elliptical" else "symmetric"
-    model, images = nano(base).eval(), torch.rand(2, 3, 32, 32)
-    names, before = list(model.state_dict()), model(images)
-    study.with_attention(model, name)
-    assert list(model.state_dict()) == names
-    assert not torch.allclose(model(images), before)
-    changed = [isinstance(block.attn, study.RobustAttention) for block in model.blocks]
-    everywhere = name == "elliptical" or name.endswith("-all")
-    assert changed == [True, everywhere, everywhere]
+@pytest.mark.parametrize("name, layers", [("elliptical", (0,)), *((n, x) for n in ROBUST for x in ((0,), (0, 1, 2)))])
+def test_it_attends_in_its_layers_alone_and_no_parameter_comes_or_goes(name, layers):
+    base = nano("softmax" if name == "elliptical" else "symmetric").eval()
+    model, images = nano(study.USUAL[name], layers).eval(), torch.rand(2, 3, 32, 32)
+    assert list(model.state_dict()) == list(base.state_dict())
+    model.load_state_dict(base.state_dict())
+    assert not torch.allclose(model(images), base(images))
     assert torch.equal(model(images), model(images))        # an evaluation is no lottery
+    kinds = [block.attn.attn for block in model.blocks]
+    assert [kind == RPC_KINDS[study.USUAL[name]][0] for kind in kinds] == [i in layers for i in range(3)]
+
+
+@torch.no_grad()
+def test_elliptical_compares_values_with_those_of_the_layer_before_in_the_same_network():
+    model, images, last = nano("elliptical").eval(), torch.rand(2, 3, 32, 32), None
+    nano("elliptical")(images)                              # another network's last values
+    x = model.embed(images)
+    for block in model.blocks:
+        q, k, v = block.attn.project(block.norm1(x))
+        x = x + block.attn.proj(study.elliptical(q, k, v, last).transpose(1, 2).flatten(2))
+        x, last = x + block.mlp(block.norm2(x)), v
+    assert torch.allclose(model.features(images)["blocks.2"], x, atol=1e-6)
 
 
 def command(monkeypatch, *words):
@@ -258,82 +256,59 @@ def command(monkeypatch, *words):
     study.main()
 
 
+FLAGS = "--num_images 64 --batch_size 16 --patch_size 8 --epochs 1 --device cpu".split()
+
+
 def test_it_trains_resumes_and_is_evaluated_by_the_own_scripts(tmp_path, monkeypatch, capsys):
-    cpu = ["--device", "cpu"]
-    flags = ["--num_images", 64, "--batch_size", 16, "--patch_size", 8, "--epochs", 1, *cpu]
     for folder, steps in (("whole", 4), ("cut", 2)):
-        command(monkeypatch, "train", "keys", *flags, "--out_dir", tmp_path / folder,
+        command(monkeypatch, "train", "keys", "lambd=0.25", *FLAGS, "--out_dir", tmp_path / folder,
                 "--max_steps", steps)
-    with pytest.raises(ValueError, match="trained with attention keys, not mom"):
+    with pytest.raises(ValueError, match="--attn|attn"):
         command(monkeypatch, "train", "mom", "--resume", tmp_path / "cut")
-    command(monkeypatch, "train", "keys", "--resume", tmp_path / "cut", "--max_steps", 4)
-    whole, cut = (common.read_checkpoint(tmp_path / folder) for folder in ("whole", "cut"))
+    command(monkeypatch, "train", "keys", "lambd=0.25", "--resume", tmp_path / "cut", "--max_steps", 4)
+    whole, cut = (common.load(tmp_path / folder) for folder in ("whole", "cut"))
     assert all(torch.equal(whole["model"][k], cut["model"][k]) for k in whole["model"])
-    assert study.rebuild(whole).blocks[0].attn.name == "keys"
+    kind = "keys lambd=0.25 n_iter=4"
+    assert whole["model_config"]["attn"] == whole["args"]["attn"] == kind and whole["args"]["init"] == "default"
     capsys.readouterr()
-    command(monkeypatch, "evaluate", "--ckpt", tmp_path / "cut", "--measures", "clean",
-            "--limit", 8, *cpu)
-    out = capsys.readouterr().out
-    assert "| clean" in out and "keys, seed" in out and "symmetric, seed" not in out
+    evaluate = ["--ckpt", tmp_path / "cut", "--measures", "clean", "--limit", 8, "--device", "cpu"]
+    command(monkeypatch, "evaluate", *evaluate)             # the setting is in the table already
+    assert kind in capsys.readouterr().out
+
+    # A process that does not know the setting says what is missing; one that is told it goes on.
+    del ATTENTIONS[kind], RPC_KINDS[kind]
+    with pytest.raises(ValueError, match="keys lambd=0.25 n_iter=4"):
+        command(monkeypatch, "evaluate", *evaluate)
+    command(monkeypatch, "evaluate", "keys", "lambd=0.25", *evaluate)
 
 
-@pytest.mark.parametrize("name, layer", [("keys", 0), ("keys-all", -1)])
-def test_settings_are_remembered_and_rebuilt(name, layer, tmp_path, monkeypatch):
-    flags = ["--num_images", 64, "--batch_size", 16, "--patch_size", 8, "--epochs", 1,
-             "--device", "cpu", "--max_steps", 2, "--out_dir", tmp_path / "run"]
-    command(monkeypatch, "train", name, "lambd=0.25", *flags)
-    stored = common.read_checkpoint(tmp_path / "run")
-    assert stored["args"]["settings"] == dict(lambd=0.25, n_iter=4) != ATTENTIONS["keys"][1]
-    with pytest.raises(ValueError, match="that of studies.robust_attentions, which alone"):
-        sources.load_model(tmp_path / "run", torch.device("cpu"))
-    monkeypatch.setattr(sys, "argv", ["train_cls.py", "--resume", str(tmp_path / "run")])
-    with pytest.raises(ValueError, match="that of studies.robust_attentions, which alone"):
-        train_cls.main()
-
-    model, images = study.rebuild(stored).eval(), torch.rand(2, 3, 32, 32)
-    with torch.no_grad():
-        attention = model.blocks[layer].attn
-        q, k, v = attention.project(torch.randn(2, N, model.config.embed_dim))
-        assert torch.equal(attention.attend(q, k, v), study.keys(q, k, v, lambd=0.25)[0])
-        usual = study.rebuild(stored | dict(args=stored["args"] | dict(settings=None))).eval()
-        assert not torch.allclose(model(images), usual(images))
-
-    command(monkeypatch, "train", name, "lambd=0.25", "--resume", tmp_path / "run",
-            "--max_steps", 3)
-    assert common.read_checkpoint(tmp_path / "run")["args"]["settings"]["lambd"] == 0.25
-    with pytest.raises(ValueError, match="trained with settings {'lambd': 0.25, 'n_iter': 4}, not"):
-        command(monkeypatch, "train", name, "--resume", tmp_path / "run")
+def test_a_setting_is_the_one_with_which_the_kind_attends():
+    layer = nano(register("keys", ["lambd=0.25"])).blocks[0].attn
+    q, k, v = layer.project(torch.randn(2, N, 16))
+    assert torch.equal(layer.attend(q, k, v), study.keys(k, v, lambd=0.25)[0])
+    assert not torch.allclose(layer.attend(q, k, v), study.keys(k, v, lambd=0.5)[0])
 
 
 # --- bad input ------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("words, message", [
     (["mean"], "attention 'mean': expected one of rkde-huber"),
-    (["elliptical-all"], "'elliptical-all': expected one of .* or one but elliptical"),
     (["elliptical", "a=1"], "elliptical a=1: expected NAME=VALUE with a name of none: it has no"),
-    (["keys", "lambd=-1"], "keys lambd: -1, expected float from 0"),
-    (["mom", "m=0"], "mom m: 0, expected int from 1"),
+    (["keys", "lambd=-1"], "keys lambd: -1, expected float from 0"), (["mom", "m=0"], "mom m: 0, expected int from 1"),
     (["rkde-hampel", "a=0.3"], "rkde-hampel a: 0.3, expected float from 0.34"),
     (["rkde-huber", "a=wide"], "rkde-huber a: could not convert string to float"),
-    (["weights", "lambd=1"], "weights lambd=1: expected NAME=VALUE with a name of rounds"),
-])
-def test_an_unknown_attention_or_setting_is_named_before_anything_is_read(monkeypatch, words,
-                                                                          message):
+    (["keys", "lambd"], "keys lambd: expected NAME=VALUE"),
+    (["elliptical", "--rpc_layers", "all"], "elliptical is in all layers"),
+    (["weights", "lambd=1"], "weights lambd=1: expected NAME=VALUE with a name of rounds")])
+def test_an_unknown_attention_or_setting_is_named_before_anything_is_read(monkeypatch, words, message):
     with pytest.raises(ValueError, match=message):
         command(monkeypatch, "train", *words)
 
 
-def test_an_unknown_command_is_refused(monkeypatch):
+def test_an_unknown_command_more_blocks_than_tokens_and_a_causal_network_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="tarin keys: expected train NAME or evaluate"):
         command(monkeypatch, "tarin", "keys")
-
-
-def test_more_blocks_than_tokens_are_refused():
     with pytest.raises(ValueError, match=f"mom m=8: expected at most a block a token, {N}"):
-        study.mom(*qkv(), m=N + 1)
-
-
-def test_a_causal_network_is_refused():
-    with pytest.raises(ValueError, match="'keys' lets a token see the later ones"):
-        study.with_attention(LM(LMConfig(5, context=4, embed_dim=8, depth=1, num_heads=2,
-                                         mlp_dim=8)), "keys")
+        study.mom(*qkv()[1:], m=N + 1)
+    with pytest.raises(ValueError, match="attn='keys lambd=0.5 n_iter=4' is a function of k, v"):
+        LM(LMConfig(5, context=4, embed_dim=8, depth=1, num_heads=2, mlp_dim=8, attn=study.USUAL["keys"]))

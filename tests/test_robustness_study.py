@@ -9,17 +9,17 @@ import torch
 
 import common
 import train_cls
-from robust import corruptions, metrics
-from robust.rows import weights_of
+from robust import corruptions
+from robust.results import pack, weights_of
 from studies import differences, robust_attentions, robustness
-from studies.look import plt
+from studies.plot import plt
 
 
 def row(checkpoint, right, measure="clean", **setting):
     """A row of the evaluator. right: (n,) bool or, of several severities, a list of such."""
     several = isinstance(right[0], list)
     lists = right if several else [right]
-    packed = [metrics.pack(torch.tensor(outcomes)) for outcomes in lists]
+    packed = [pack(torch.tensor(outcomes)) for outcomes in lists]
     return dict(checkpoint=checkpoint, measure=measure, setting=setting, images=len(lists[0]),
                 right=packed if several else packed[0])
 
@@ -172,7 +172,7 @@ def test_the_study_does_what_is_missing_and_nothing_twice(study, tmp_path, monke
     evaluate = ["-m", "studies.robust_attentions", "evaluate"]
     assert [command[0] for command in full[:2]] == ["train_cls.py"] * 2
     assert [command[:3] for command in full[2:]] == [evaluate] * 2
-    args = common.read_checkpoint(out / "clamp_s0")["args"]
+    args = common.load(out / "clamp_s0")["args"]
     given = dict(attn="rpc", n_iter=1, lambd=0.7, seed=0, num_images=32, keep_every=1)
     assert given.items() <= args.items()
     assert str(out / "clamp_s0") in full[-1] and str(out / "symmetric_s0") not in full[-1]
@@ -182,7 +182,7 @@ def test_the_study_does_what_is_missing_and_nothing_twice(study, tmp_path, monke
     assert (out / "differences.md").read_text() in shown
 
     # a run that was cut after its first epoch goes on to the same weights; no other is trained
-    end = common.read_checkpoint(out / "clamp_s0")["model"]
+    end = common.load(out / "clamp_s0")["model"]
     (out / "clamp_s0" / "epoch_1.pt").replace(out / "clamp_s0" / "last.pt")
     assert not robustness.finished(out / "clamp_s0", "clamp", 0)
     assert [command[:3] for command in study("--clamp", "0.7", "--no-train")] == [evaluate]
@@ -190,7 +190,7 @@ def test_the_study_does_what_is_missing_and_nothing_twice(study, tmp_path, monke
     assert again[0] == ["train_cls.py", "--resume", str(out / "clamp_s0")]
     assert [command[:3] for command in again[1:]] == [evaluate] * 2
     assert (out / "eval" / "results.jsonl").read_text() == rows
-    resumed = common.read_checkpoint(out / "clamp_s0")["model"]
+    resumed = common.load(out / "clamp_s0")["model"]
     assert all(torch.equal(t, resumed[name]) for name, t in end.items())
 
     # a folder of another arm, seed or recipe is refused
@@ -221,10 +221,13 @@ def test_a_robust_attention_is_an_arm_trained_by_its_study(study, tmp_path):
     commands = study("--arms", "symmetric", "keys-rows", "--measures", "clean", "--epochs", "1")
     assert commands[1][:4] == ["-m", "studies.robust_attentions", "train", "keys-rows"]
     folder = tmp_path / "r" / "keys-rows_s0"
-    assert common.read_checkpoint(folder)["args"]["attention"] == "keys-rows"
+    assert common.load(folder)["model_config"]["attn"] == "keys-rows lambd=1 n_iter=4"
     folder.rename(tmp_path / "r" / "keys_s0")
-    with pytest.raises(ValueError, match="keys_s0 was trained with attention keys-rows, expected"):
+    with pytest.raises(ValueError, match="keys_s0 was trained with attn keys-rows .*, expected keys lambd=0.5"):
         study("--arms", "symmetric", "keys", "--epochs", "1")
+    everywhere = study("--arms", "symmetric", "keys-rows-all", "--measures", "clean", "--epochs", "1")[0]
+    assert everywhere[:4] == ["-m", "studies.robust_attentions", "train", "keys-rows"]
+    assert common.load(tmp_path / "r" / "keys-rows-all_s0")["model_config"]["rpc_layers"] == [0, 1, 2, 3]
 
 
 def test_seeds_of_an_arm_have_the_same_settings_while_two_arms_may_differ(tmp_path):

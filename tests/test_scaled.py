@@ -8,42 +8,31 @@ import pytest
 import torch
 
 import common
-import train_cls
-from fan import classifier_from_checkpoint
-from kpca import a_hat, attend, exact_scaling, log_g
+from kpca import a_hat, exact_scaling, log_g
 from studies import scaled
-from studies.probe import RULES, Heads, attention_layers, capture, load_model, standardise
+from studies.probe import RULES, Heads, attention_layers, load_model
 from studies.scaled import exact_matrix, exp_centred, exp_scaling, printed_error
 from studies.kernel_pca import Layer, exp_gamma
 from test_kernel_pca import tiny_heads
 from test_kpca import assert_close, draw
 
 
-def trained(monkeypatch, folder, rule, *flags):
-    monkeypatch.setattr(sys, "argv", ["scaled", "--train", rule, "--num_images", "64", "--epochs", "1", "--model",
-                                      "nano", "--image_size", "16", "--batch_size", "32", "--device", "cpu",
-                                      "--out_dir", str(folder), *flags])
+def trained(monkeypatch, folder, rule, *flags, resume=False):
+    start = "--num_images 64 --epochs 1 --image_size 16 --batch_size 32 --device cpu --out_dir"
+    start = ["--resume"] if resume else start.split()
+    monkeypatch.setattr(sys, "argv", ["scaled", "--train", rule, *start, str(folder), *flags])
     scaled.main()
     return load_model(folder)[0]
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_network_trained_with_another_rule_is_loaded_with_it_and_captured_as_it_computes(monkeypatch, tmp_path, rule):
-    model = trained(monkeypatch, tmp_path / rule, rule)
-    assert all(type(layer) is RULES[rule] for layer in attention_layers(model))
-    images = torch.rand(2, 3, 16, 16)
-    heads, module, seen = capture(model, images)[0], attention_layers(model)[0], []
-    module.register_forward_hook(lambda m, x, y: seen.append(y))
-    model(images)
-    h = attend(heads.q, heads.k, heads.v).transpose(1, 2).flatten(2)
-    with torch.no_grad():
-        assert_close(module.proj(h.float()), seen[0], 1e-3, 1e-4)
-    if rule == "standardised":
-        assert_close(heads.k, standardise(heads.k), 1e-4, 1e-5)
-    else:
-        S = exact_matrix(heads.k)
-        assert_close(heads.v, heads.raw - S @ heads.raw, 1e-9, 1e-12)
-        assert (heads.v - heads.raw).norm() > 1e-3 * heads.raw.norm()
+def test_a_network_is_trained_with_another_rule_resumed_and_loaded_with_it(monkeypatch, tmp_path, rule):
+    model = trained(monkeypatch, tmp_path / "run", rule, "--max_steps", "1")
+    assert {layer.attn for layer in attention_layers(model)} == {rule}
+    assert trained(monkeypatch, tmp_path / "run", rule, resume=True).config.attn == rule
+    assert common.load(tmp_path / "run")["step"] == 2
+    with pytest.raises(ValueError, match="attn"):
+        trained(monkeypatch, tmp_path / "run", next(r for r in RULES if r != rule), resume=True)
 
 
 def test_gradients_of_the_exact_scaling_go_through_values_and_keys():
@@ -137,29 +126,13 @@ def test_intervals_are_over_seeds_and_of_one_seed_over_images(tmp_path, capsys):
 
 
 def test_j_on_a_fixed_and_on_a_fresh_batch_is_shown_for_every_checkpoint(monkeypatch, tmp_path, capsys):
-    trained(monkeypatch, tmp_path / "run", "exact_s", "--set", "keep_every=1")
+    trained(monkeypatch, tmp_path / "run", "exact_s", "--keep_every", "1")
     monkeypatch.setattr(sys, "argv", ["scaled", "--ckpt", str(tmp_path / "run"), "--untrained", "--exp", "fresh",
                                       "--images", "3"])
     scaled.main()
     lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| run ")]
     rows = [line for line in lines if "fixed" not in line[3]]
     assert [int(row[2]) for row in rows] == [0, 2] and all(row[3] != row[4] for row in rows)
-
-
-def test_a_run_with_another_rule_is_resumed_by_its_study_alone(monkeypatch, tmp_path):
-    trained(monkeypatch, tmp_path / "run", "exact_s", "--max_steps", "1")
-    resume = ["--resume", str(tmp_path / "run")]
-    monkeypatch.setattr(sys, "argv", ["train_cls.py", *resume])
-    with pytest.raises(ValueError, match="that of studies.scaled, which alone can continue it"):
-        train_cls.main()
-    monkeypatch.setattr(sys, "argv", ["scaled", "--train", "printed_s", *resume])
-    with pytest.raises(ValueError, match="trained with rule exact_s, not printed_s"):
-        scaled.main()
-    monkeypatch.setattr(sys, "argv", ["scaled", "--train", "exact_s", *resume])
-    scaled.main()
-    assert common.read_checkpoint(tmp_path / "run")["step"] == 2
-    with pytest.raises(ValueError, match="that of studies.scaled, which alone can rebuild it"):
-        classifier_from_checkpoint(common.read_checkpoint(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("argv, message", [
