@@ -60,7 +60,8 @@ ENCODERS = {"shapes": dict(patch_size=4), "ade20k": dict(model="tiny"),
             "folder": dict(patch_size=None)}
 # What --resume refuses to change: it would be another run.
 FIXED = (*ENCODER, "backbone", "decoder", "decoder_attn", "size", "num_classes", "data",
-         "num_images", "optimizer", "drop_path", "dropout", "min_scale", "max_scale", "distort", "batch_size", "seed")
+         "num_images", "optimizer", "drop_path", "dropout", "min_scale", "max_scale", "distort",
+         "batch_size", "seed")
 
 
 def get_args():
