@@ -26,7 +26,7 @@ import common
 import train_cls
 from data.images import ImageTree
 from data.shapes import load_shapes
-from data.splits import load_data
+from data.images import load_data
 from processes import Started, group
 from runs import assert_same_run, call, flags, log, refused, rows, wait_for
 from vit import ViT, ViTConfig, vit_from_checkpoint
