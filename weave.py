@@ -218,7 +218,7 @@ def page(slides=False):
 </style>
 </head>
 <body>
-<nav aria-label="sections"><ol start="0">{links}</ol></nav>
+<nav aria-label="sections"><ul>{links}</ul></nav>
 <main>
 {"".join(parts)}
 </main>
