@@ -15,7 +15,6 @@ B batch, H heads, N tokens (class token included), D head width, C = H * D model
     mu      (Def. 1)    mu               (B, H, 1 or N, 1)  penalty weight, ~ 1 / mean|k|
     lambda  (Alg. 1)    lambd            float              weight of the sparse part
     S_{.}   (Alg. 1)    soft_threshold                      sign(x) max(|x| - tau, 0)
-    D_{.}   (Alg. 2)    kpca.pcp         (N, D)             shrinks singular values; PAP: attention
     S       (Eq. 12)    S, alpha         (H, N, N), (1,)    scaling, v - S v; not the S above
 
 The paper's text and the code its authors released compute different things; each is an argument:
@@ -27,7 +26,6 @@ The paper's text and the code its authors released compute different things; eac
     value operand          not printed             V, fixed            V, or k: rpc_attention(k, k)
     when to stop           n steps (Def. 1)        n steps             n_iter; no convergence
     dropout                not mentioned           last step only      last step only
-    robust layers          n1-n2                   one index or all    any set (`rpc_layers`)
     queries                none (App. E.9: asym.)  none                q=None; given: asymmetric
     causal mu              not mentioned           no causal code      mean|k| of tokens <= t
 
@@ -49,7 +47,7 @@ FORMS = {
 }
 
 
-# --- softmax and symmetric attention --------------------------------------------------------------
+# --- softmax and symmetric attention: a token looks at tokens whose keys fit its query ------------
 
 def naive_attention(q, k, v):
     """Write softmax attention out as printed, for reading: it keeps A. All (B, H, N, D)."""
@@ -68,7 +66,7 @@ def symmetric_attention(k, v, *, causal=False, dropout_p=0.0):
     return softmax_attention(k, k, v, causal=causal, dropout_p=dropout_p)
 
 
-# --- RPC-Attention: Principal Attention Pursuit ---------------------------------------------------
+# --- RPC-Attention: Principal Attention Pursuit takes from the keys what sticks out ---------------
 
 def soft_threshold(x, tau):
     """Shrink towards zero: sign(x) max(|x| - tau, 0), elementwise; the prox of tau ||.||_1.
@@ -99,11 +97,10 @@ class SoftThreshold(torch.autograd.Function):
 
 
 def penalty(k, *, mu_dim="model", mu_over="all"):
-    """Compute mu = N x / (4 sum|K|) = x / (4 D mean|K|) per sample and head.
+    """Compute mu = N x / (4 sum|K|) = x / (4 D mean|K|): (B, H, 1, 1), or a token's (B, H, N, 1).
 
     k: (B, H, N, D). mu_dim: x = C ("model") or D ("head"). mu_over: the mean runs over "all"
     tokens, over those "seen", tokens <= t (safe in causal attention), or over "token" t alone.
-    Returns (B, H, 1, 1), else (B, H, N, 1).
     """
     B, H, N, D = k.shape
     mean = torch.linalg.vector_norm(k, 1, dim=-1, keepdim=True) / D     # of a token: (B, H, N, 1)
@@ -123,10 +120,10 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
 
     k, v, result: (B, H, N, D); v as wide as k, for L, made of values, is subtracted from keys.
     n_iter >= 1, lambd >= 0 (math.inf: never shrink). q: (B, H, N, D), fixed queries (asymmetric
-    RPC). threshold, mu_dim, dual_sign: the table above and `FORMS`. mu_over: as in `penalty`; None
-    is "seen" if causal, else "all" (which in causal attention lets the future leak into the past).
-    dropout_p acts in the last step. shrink(x, tau): may have another gradient (robust/adaptive.py).
-    trace: a list that receives dict(S, K2, L) of every step.
+    RPC). threshold, mu_dim, dual_sign: the table above. mu_over: as in `penalty`; None is "seen" if
+    causal, else "all" (with which a causal layer would read the future). dropout_p: of the last
+    step. shrink(x, tau): may have another gradient (robust/adaptive.py). trace: a list that
+    receives dict(S, K2, L) of every step.
 
     n_iter = 1 is symmetric attention with every key entry clamped to [-tau, tau]. While no entry
     exceeds tau, S = 0, Z piles up, and step i >= 3 attends with keys of about -(i - 2) K: a sharper
@@ -137,15 +134,15 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     refuse_bad(k, v, q, n_iter, lambd, threshold=threshold, mu_dim=mu_dim, dual_sign=dual_sign,
                mu_over=mu_over)
 
-    # How long is a usual key entry? mu, and with it the threshold tau, follows from that alone.
+    # How large is a usual entry of a key? mu, and so the threshold tau, follow from that alone.
     K = k if k.dtype == torch.float64 else k.float()
     mu = penalty(K, mu_dim=mu_dim, mu_over=mu_over)
     if lambd == math.inf:
         mu = mu.detach()                        # inf * 0 would make mu's gradient NaN
     tau = lambd * mu if threshold == "times" else lambd / mu
 
-    # Each step splits the keys in two: S gets the entries that stick out, L is what attention makes
-    # of the rest. Z counts how far L + S still is from K, and pushes the next step there.
+    # Each step splits the keys: S takes what sticks out, and L is what attention makes of the rest.
+    # Z adds up by how much L + S still misses K, so that the next step is pushed there.
     L = Z = 0.0                                 # Alg. 1, line 1: S = Y = 0, and L = 0
     for i in range(n_iter):                     # Alg. 1, line 2: Def. 1 says n steps
         S = shrink(K - L + Z, tau)              # Alg. 1, line 3: S = S_tau(K - L + Y/mu)
@@ -182,8 +179,8 @@ def one_of(name, value, known):
 # --- Scaled Attention (Remark 3) ------------------------------------------------------------------
 
 def scaled_attention(q, k, v, S, *, causal=False, dropout_p=0.0):
-    """Compute softmax(q k^T / sqrt(D)) (I - S) v. S: learned, (H, N, N) or (B, H, N, N)."""
-    u = v - torch.einsum("...nm,...md->...nd", S, v)               # Eq. 12: (I - S) v
+    """Compute softmax(q k^T / sqrt(D)) (I - S) v. S: learned, (H, N, N)."""
+    u = v - torch.einsum("hnm,bhmd->bhnd", S, v)                   # Eq. 12: (I - S) v
     return softmax_attention(q, k, u, causal=causal, dropout_p=dropout_p)
 
 
@@ -193,11 +190,10 @@ def scaled_alpha_attention(q, k, v, alpha, *, causal=False, dropout_p=0.0):
     return softmax_attention(q, k, u, causal=causal, dropout_p=dropout_p)
 
 
-# --- the table ------------------------------------------------------------------------------------
+# --- the table: write a function, enter it here, train it by --attn NAME --------------------------
 
-# To add a kind: write a function of (q, k, v), or of (k, v) if the keys are to be the queries, that
-# returns h, all (B, H, N, D); enter it here; train it by --attn NAME. If it also takes `layer`, it
-# gets the SelfAttention around it, with its settings.
+# A function of (q, k, v), or of (k, v) if the keys are to be the queries too, returns h; all are
+# (B, H, N, D). One that also takes `layer` gets the SelfAttention around it, with its settings.
 ATTENTIONS = {
     "softmax": lambda q, k, v, layer: softmax_attention(q, k, v, **layer.how),
     "symmetric": lambda k, v, layer: symmetric_attention(k, v, **layer.how),
@@ -209,7 +205,7 @@ ATTENTIONS = {
 PAP = ("rpc", "rpc_asym")               # those that run Principal Attention Pursuit
 
 
-# --- the module -----------------------------------------------------------------------------------
+# --- the module: project, attend, project back ----------------------------------------------------
 
 class SelfAttention(nn.Module):
     """Multi-head self-attention of one kind; (B, N, C) in and out; parameter names as in timm.
@@ -234,7 +230,7 @@ class SelfAttention(nn.Module):
         self.num_heads, self.attn, self.causal, self.attn_drop = num_heads, attn, causal, attn_drop
         self.rpc = dict(n_iter=n_iter, lambd=lambd, mu_over=mu_over, **FORMS[form])
 
-        # The names of the arguments of this kind's function say what it needs.
+        # The arguments of this kind's function say what it needs: no q, no projection for it.
         parameters = inspect.signature(ATTENTIONS[attn]).parameters.values()
         self.takes = [p.name for p in parameters if p.default is p.empty]
         needed = {"k", "v", "layer"} if causal or attn_drop else {"k", "v"}

@@ -1,6 +1,7 @@
-"""What the scripts share: flags, processes, files, logs, schedules. The loops are in the scripts.
+"""What the scripts share: flags, processes, a run's folder and log, checkpoints, schedules.
 
-Checkpoints are written whole or not at all, and read without running code in them.
+The loops are in the scripts. Checkpoints are written whole or not at all, and read without running
+code in them.
 """
 
 import argparse
@@ -57,7 +58,7 @@ def choice(*known):
 
 
 def parse_layers(text, depth):
-    """"0" | "all" | "0,1,2" | "0-3" -> tuple of layer indices."""
+    """Read "0" | "all" | "0,1,2" | "0-3": a tuple of layer indices."""
     if text == "all":
         return tuple(range(depth))
     try:
@@ -93,8 +94,7 @@ def add_running(p, name, end):
     """Add how a script runs. name: of the run's folder. end: the flag its schedule ends with."""
     flag, boolean = p.add_argument_group("running").add_argument, argparse.BooleanOptionalAction
     flag("--log_every", type=COUNT, default=20, help="steps between lines of log.jsonl")
-    flag("--save_every", type=NATURAL, default=0, help="steps between saves besides those of "
-         "epochs and evaluations; 0: none")
+    flag("--save_every", type=NATURAL, default=0, help="steps between further saves; 0: none")
     flag("--seed", type=number(int, 0, 2 ** 31 - 1), default=0, help="of weights, order and noise")
     flag("--device", help="cuda, mps or cpu; None: the best there is")
     flag("--amp", action=boolean, help="bf16 autocast; None: on GPUs")
@@ -111,41 +111,33 @@ def parse(p, recipes, script, fixed, own=None):
     the recipe of --data_dir without --data. fixed: what --resume refuses to change.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("data", "data_dir", "model", "resume"):            # these decide on the defaults
+    paths = ("data_dir", "resume", "out_dir", "init_from", "backbone")
+    for name in ("data", "model", *paths):                          # these decide on the defaults
         first.add_argument(f"--{name}")
-    seen = first.parse_known_args()[0]
-    stored = stored_flags(seen.resume, script, vars(p.parse_args([])))
+    seen, stored = first.parse_known_args()[0], {}
+    for name in paths:
+        if getattr(seen, name) == "":
+            raise ValueError(f"--{name} is empty, expected a path")
+    if seen.resume:
+        checkpoint = load(seen.resume)
+        check_run(checkpoint, seen.resume, script, "args")
+        new = {"resume", "sample", "out_dir", "max_steps", "device"}
+        stored = {name: checkpoint["args"][name] for name in vars(p.parse_args([])).keys() - new
+                  if name in checkpoint["args"]}
     data = seen.data or stored.get("data") or (own if seen.data_dir else p.get_default("data"))
     recipe = recipes.get(data, {})
     model = seen.model or stored.get("model") or recipe.get("model")
     p.set_defaults(**{"data": data, **recipe, **recipes.get((data, model), {}), **stored})
     args = p.parse_args()
 
-    for name in ("data_dir", "out_dir", "init_from", "backbone"):
-        if getattr(args, name, None) == "":
-            raise ValueError(f"--{name} is empty, expected a path")
-    if stored and args.out_dir:
+    if args.resume and args.out_dir:
         raise ValueError("--out_dir does not go with --resume, which continues in its own folder")
-    hint = "; to start a new run from its weights use --init_from" if "init_from" in args else ""
-    for name in fixed if stored else ():
-        value = getattr(args, name)
-        if value != stored.get(name, value):
+    for name in fixed if args.resume else ():
+        value, was = getattr(args, name), stored.get(name, getattr(args, name))
+        if value != was:
             raise ValueError(f"--{name} {value} does not fit --resume {args.resume}, which was "
-                             f"trained with --{name} {stored[name]}{hint}")
+                             f"trained with --{name} {was}; a new run may start from its weights")
     return args
-
-
-def stored_flags(resume, script, known):
-    """The flags of the run that --resume names, as far as they are known; {} without one."""
-    if resume is None:
-        return {}
-    if not resume:
-        raise ValueError("--resume is empty, expected the folder of a run")
-    checkpoint = load(resume)
-    check_run(checkpoint, resume, script, "args")
-    of_one_command = ("resume", "sample", "out_dir", "max_steps", "device")
-    return {name: value for name, value in checkpoint["args"].items()
-            if name in known and name not in of_one_command}
 
 
 def fill(args, chosen):
@@ -162,13 +154,11 @@ def setup(device=None):
 
     device: "cuda", "mps" or "cpu"; None picks the best there is. nccl on GPUs, gloo elsewhere.
     """
-    there = dict(cuda=torch.cuda.device_count(), mps=int(torch.backends.mps.is_available()), cpu=1)
-    known = [name for kind, count in there.items() if count
-             for name in (kind, *(f"{kind}:{i}" for i in range(count)))]
-    device = known[0] if device is None else device
+    counts = dict(cuda=torch.cuda.device_count(), mps=int(torch.backends.mps.is_available()), cpu=1)
+    known = [name for kind, n in counts.items() if n for name in (kind, f"{kind}:{n - 1}")]
+    device = device or known[0]
     if device not in known:
-        raise ValueError(f"--device {device}: this PyTorch finds {', '.join(known)}; leave the "
-                         f"flag out to pick what there is")
+        raise ValueError(f"--device {device}: this PyTorch finds {', '.join(known)}")
     if "RANK" not in os.environ:
         return torch.device(device), 0, 1
 
@@ -186,27 +176,15 @@ def setup(device=None):
     return torch.device(device), dist.get_rank(), dist.get_world_size()
 
 
-def start(args, name):
-    """Begin a training: device, rank, world size and the run's folder, see `choose_out_dir`.
-
-    Sets args.amp where the flag was not given.
-    """
-    device, rank, world = setup(args.device)
-    args.amp = device.type == "cuda" if args.amp is None else args.amp
-    if args.amp:
-        torch.set_float32_matmul_precision("high")
-    return device, rank, world, choose_out_dir(args, name)
-
-
 def all_sum(x):
-    """Sum of a tensor over all processes (the tensor itself in a single one)."""
+    """Sum a tensor over all processes (the tensor itself in a single one)."""
     if dist.is_initialized():
         dist.all_reduce(x)
     return x
 
 
 def broadcast(objects):
-    """Rank 0's list of plain objects, on every process."""
+    """Give every process rank 0's list of plain objects."""
     if dist.is_initialized():
         dist.broadcast_object_list(objects)
     return objects
@@ -215,24 +193,23 @@ def broadcast(objects):
 def say(*lines):
     """Print lines, once for all processes, above a progress bar."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        for line in lines:
-            tqdm.write(line)
+        tqdm.write("\n".join(lines))
 
 
 def describe(device):
-    """The hardware in words, for logs."""
+    """Name the hardware, for logs."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type}, {torch.get_num_threads()} threads"
 
 
 def autocast(device, amp):
-    """bf16 autocast, or nothing."""
+    """Choose bf16 autocast, or nothing."""
     return torch.autocast(device.type, torch.bfloat16) if amp else nullcontext()
 
 
 def wrap(model, device, world, compiled):
-    """The model compiled and shared over processes, as the flags and torchrun ask."""
+    """Compile the model and share it over processes, as the flags and torchrun ask."""
     net = torch.compile(model) if compiled else model
     if world > 1:
         net = DDP(net, device_ids=[device.index] if device.type == "cuda" else None)
@@ -259,73 +236,66 @@ def run(main):
 training = None                       # the folder that this process trains in, once it has begun
 
 
-def choose_out_dir(args, name):
-    """Choose a run's folder: --resume's, else --out_dir, else out/<name>, numbered if it exists.
+def start(args, name):
+    """Begin a training: device, rank, world size and the run's folder.
 
-    Also sets args.resume when torchrun restarted us and there is something to resume: the run of
-    another command is neither continued nor overwritten. The same on every process.
+    Sets args.amp where the flag was not given. The folder is --resume's, else --out_dir, else
+    out/<name>, numbered if it exists. Where torchrun restarted us, it is that of our own first
+    attempt, known by its flags, and args.resume is set: the run of another command is neither
+    continued nor overwritten.
     """
+    device, rank, world = setup(args.device)
+    args.amp = device.type == "cuda" if args.amp is None else args.amp
+    if args.amp:
+        torch.set_float32_matmul_precision("high")
     if args.resume:
         path = Path(args.resume)
-        return path if path.is_dir() else path.parent
+        return device, rank, world, path if path.is_dir() else path.parent
 
-    out_dir = Path(args.out_dir or Path("out", name))
-    folders = [out_dir]
-    while not args.out_dir and out_dir.exists():
-        out_dir = Path("out", f"{name}_{len(folders) + 1}")
-        folders.append(out_dir)
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    ours = json.loads(json.dumps(vars(args)))             # as the log has them
-    for folder in reversed(folders):                      # our own is the last of these flags
-        rows = read_log(folder / "log.jsonl") if restarted else []
-        theirs = next((row["args"] for row in reversed(rows) if "args" in row), {})
-        kept = (folder / "last.pt").exists()
-        if {**theirs, "resume": None} == ours:
-            if kept:
+    folders = [Path(args.out_dir or Path("out", name))]
+    while not args.out_dir and folders[-1].exists():
+        folders.append(Path("out", f"{name}_{len(folders) + 1}"))
+    out_dir = folders[-1]
+    ours = json.loads(json.dumps(vars(args)))                       # as the log has them
+    for folder in reversed(folders) if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else ():
+        theirs = [row["args"] for row in read_log(folder / "log.jsonl") if "args" in row]
+        if theirs and {**theirs[-1], "resume": None} == ours:
+            if (folder / "last.pt").exists():
                 out_dir, args.resume = folder, str(folder)
             break
-        if kept and args.out_dir:
-            raise ValueError(f"--out_dir {out_dir} already holds a run: continue it with --resume "
-                             f"{out_dir} or choose another folder")
     out_dir, args.resume = broadcast([out_dir, args.resume])
-    return out_dir
+    if (out_dir / "last.pt").exists() and not args.resume:
+        raise ValueError(f"--out_dir {out_dir} already holds a run: continue it with --resume "
+                         f"{out_dir} or choose another folder")
+    return device, rank, world, out_dir
 
 
 def begin(args, out_dir, step, model, device, rank, world, **about):
     """Make the run's folder, lock it, cut its log behind `step`. Returns the `Log`.
 
-    about: what else its first row says. Only rank 0 writes; the other processes' rows go nowhere.
+    about: what else its first row says. Only rank 0 writes; the rows of the others go nowhere.
     Raises ValueError if another process trains there.
     """
     global training
     if rank:
         return Log(os.devnull)
-    try:
-        out_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.out_dir))
-    except FileExistsError:                             # it was free when the command began
-        if args.resume or args.out_dir:                 # a file
-            raise
-        raise ValueError(f"{out_dir}: another run has just begun there; start again, or give each "
-                         f"run an --out_dir") from None
+    out_dir.mkdir(parents=True, exist_ok=True)
     log = Log(out_dir / "log.jsonl")
     log.lock()
     log.cut(step if args.resume else -1)
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters, where = sum(p.numel() for p in model.parameters()), describe(device)
     log.append(dict(step=step, args=vars(args), torch=torch.__version__, parameters=parameters,
-                    device=describe(device), world=world, **about))
-    say(f"{parameters:,} parameters | {world} x {describe(device)} | {out_dir}")
-    if step:
-        say(f"resumed at step {step}")
+                    device=where, world=world, **about))
+    say(f"{parameters:,} parameters | {world} x {where} | {out_dir}"
+        + (f" | resumed at step {step}" if step else ""))
     training = out_dir
     return log
 
 
 def what_is_saved():
-    """The step that a stopped training has saved and the command that goes on from there."""
-    if training is None:
-        return ""
-    if not Path(training, "last.pt").exists():
-        return "; nothing is saved yet"
+    """Say which step a stopped training has saved, and the command that goes on from there."""
+    if training is None or not (training / "last.pt").exists():
+        return "; nothing is saved yet" if training else ""
     return (f"; {training} holds step {load(training)['step']}, go on with: python "
             f"{os.path.relpath(sys.argv[0])} --resume {training}")
 
@@ -353,19 +323,14 @@ class Log:
     def cut(self, step):
         """Drop what was logged after `step`, and a line cut short by a kill. Returns the rest."""
         rows = [row for row in self.rows() if row.get("step", 0) <= step]
-        tmp = temporary(self.path)
-        try:
+        with replacing(self.path) as tmp:
             tmp.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            os.replace(tmp, self.path)
-        except OSError as e:
-            tmp.unlink(missing_ok=True)
-            raise OSError(f"cannot write {self.path} ({e.strerror}); it is untouched") from None
         return rows
 
     def lock(self):
         """Keep other processes out of this folder while the Log lives; ValueError names who has it.
 
-        The system frees the lock of a process that dies, however it does.
+        The system frees the lock of a process that dies, so none is left behind.
         """
         self.held = open(self.path.with_name("lock"), "a+")         # closing it frees the lock
         try:
@@ -381,56 +346,57 @@ class Log:
 
 
 def read_log(path):
-    """The rows of a log, without one cut short by a kill; ValueError names what is no log."""
+    """Read the rows of a log, without one cut short by a kill; ValueError names what is no log."""
     rows = []
-    try:
-        lines = Path(path).read_text("utf-8").splitlines() if Path(path).exists() else []
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a log of ours: not all of it is UTF-8") from None
+    lines = Path(path).read_bytes().splitlines() if Path(path).exists() else []
     for i, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
+        except UnicodeDecodeError:
+            row = None
         if not isinstance(row, dict) or not isinstance(row.get("step", 0), int):
-            raise ValueError(f"{path}, line {i}: {line[:60]}, expected an object whose step is a "
-                             f"whole number")
+            raise ValueError(f"{path}, line {i}: {line[:60]}, expected a JSON object whose step is "
+                             f"a whole number")
         rows.append(row)
     return rows
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
 
-def temporary(path):
-    """The name of a file beside `path` that only this process writes."""
-    return Path(f"{path}.{os.getpid()}.tmp")
+@contextmanager
+def replacing(path):
+    """Give the name of a file to write, only this process's; put it in the place of `path`.
+
+    At every moment path is the old file or the new one. Raises OSError naming it on a full disk.
+    """
+    path, tmp = Path(path), Path(f"{path}.{os.getpid()}.tmp")
+    try:
+        yield tmp
+        os.replace(tmp, path)
+    except (OSError, RuntimeError) as e:                            # torch.save hides the OSError
+        why = getattr(e.__context__, "strerror", None) or getattr(e, "strerror", None) or e
+        kept = "the previous one is untouched" if path.exists() else "there is none yet"
+        raise OSError(f"cannot write {path} ({why}); {kept}") from None
+    finally:
+        tmp.unlink(missing_ok=True)
 
 
 def save(path, checkpoint):
-    """Write a dict of plain types and tensors; at every moment path is the old file or the new one.
+    """Write a dict of plain types and tensors, whole or not at all; see `replacing`.
 
-    Raises OSError naming the file if it cannot be written (a full disk), ValueError if a weight is
-    not finite; the old one is untouched.
+    Raises ValueError if a weight is not finite; the old file is untouched.
     """
-    path = Path(path)
     for name, weight in checkpoint.get("model", {}).items():
         if not weight.isfinite().all():
-            raise ValueError(f"not finite at step {checkpoint.get('step')}: the weight {name}; "
-                             f"{path} is not written")
-    tmp = temporary(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+            raise ValueError(f"not finite at step {checkpoint.get('step')}: the weight {name}")
+    with replacing(path) as tmp:
+        tmp.parent.mkdir(parents=True, exist_ok=True)
         with open(tmp, "wb") as f:
             torch.save(checkpoint, f)
             f.flush()
             os.fsync(f.fileno())
-        os.replace(tmp, path)
-    except (OSError, RuntimeError) as e:
-        tmp.unlink(missing_ok=True)
-        kept = "the previous one is untouched" if path.exists() else "there is none yet"
-        hidden = getattr(e.__context__, "strerror", None)               # torch.save hides it
-        why = hidden or getattr(e, "strerror", None) or e
-        raise OSError(f"cannot write checkpoint {path} ({why}); {kept}") from None
 
 
 def load(path):
@@ -438,22 +404,20 @@ def load(path):
 
     Runs nothing that it holds. path: a file, a folder with last.pt in it, or an https address.
     """
-    reader = torch.load
-    if str(path).startswith("https://"):
-        reader, path = torch.hub.load_state_dict_from_url, str(path)
+    read, path = torch.load, str(path)
+    if path.startswith("https://"):
+        read = torch.hub.load_state_dict_from_url
     else:
-        path = Path(path) / "last.pt" if Path(path).is_dir() else Path(path)
+        path = Path(path, "last.pt") if Path(path).is_dir() else Path(path)
         if not path.exists():
             raise FileNotFoundError(f"no checkpoint at {path}")
-        open(path, "rb").close()                       # a file that may not be read says so itself
+        open(path, "rb").close()                        # a file that may not be read says so itself
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):     # the released code's args
-            checkpoint = reader(path, map_location="cpu", weights_only=True)
+            checkpoint = read(path, map_location="cpu", weights_only=True)
     except Exception as e:                             # what odd bytes raise depends on the bytes
-        why = "truncated, or no file of torch.save"
-        if isinstance(e, URLError):
-            why = str(e.reason)
-        elif "GLOBAL" in str(e):
+        why = str(e.reason) if isinstance(e, URLError) else "truncated, or no file of torch.save"
+        if "GLOBAL" in str(e):
             why = f"it holds {str(e).split('GLOBAL')[1].split()[0]}, which is no plain data"
         raise ValueError(f"{path} is not a readable checkpoint ({why})") from None
     if not isinstance(checkpoint, dict):
@@ -462,37 +426,37 @@ def load(path):
 
 
 def check_run(checkpoint, path, script, *parts):
-    """ValueError naming the file unless its checkpoint is of this script and holds these parts."""
-    kinds = dict(args=dict, model=dict, model_config=dict, optimizer=dict, ema=dict, best=dict,
-                 metrics=dict, step=int, classes=list, vocab=str)
+    """Raise ValueError naming the file unless it is of this script and holds these parts."""
+    kinds = dict(step=int, classes=list, vocab=str)
     if checkpoint.get("task") != TASKS[script]:
         raise ValueError(f"{path} is not a checkpoint of {script}")
     for name in parts:
         value = checkpoint.get(name)
-        if not isinstance(value, kinds[name]) or (value == {} and name != "metrics"):
+        if not isinstance(value, kinds.get(name, dict)) or (value == {} and name != "metrics"):
             hint = "; continue from last.pt" if name == "optimizer" else ""
             raise ValueError(f"{path} is an incomplete checkpoint of {script}: it has no "
                              f"{name}{hint}")
 
 
 def load_run(path, script, *parts, **data):
-    """The checkpoint that --resume names, with these parts; ValueError if the data have changed.
+    """Load what --resume names, with these parts; ValueError if the data have changed.
 
     data: what the checkpoint has to say of the data, as classes=[...], training_images=100.
     """
     checkpoint = load(path)
     check_run(checkpoint, path, script, "model", "step", "optimizer", *parts)
     for name, value in data.items():
-        was, now = (textwrap.shorten(str(v), 60) for v in (checkpoint.get(name, value), value))
-        if checkpoint.get(name, value) != value:
+        was = checkpoint.get(name, value)
+        if was != value:
+            was, value = (textwrap.shorten(str(v), 60) for v in (was, value))
             raise ValueError(f"--resume {path}: the data have changed, {name} was {was} and is "
-                             f"{now}")
+                             f"{value}")
     return checkpoint
 
 
 @contextmanager
 def naming(what):
-    """Input errors within begin with `what`, the flag and the file they are about."""
+    """Begin input errors within with `what`, the flag and the file they are about."""
     try:
         yield
     except ValueError as e:
@@ -500,7 +464,7 @@ def naming(what):
 
 
 def stored_config(checkpoint, config):
-    """A checkpoint's model_config as the dataclass `config`; ValueError if its fields differ."""
+    """Read a checkpoint's model_config as the dataclass `config`; ValueError if fields differ."""
     for name in ("model", "model_config"):
         if not isinstance(checkpoint.get(name), dict):
             raise ValueError(f"the checkpoint has no {name}")
@@ -508,27 +472,25 @@ def stored_config(checkpoint, config):
     kinds = {f.name: f.type for f in fields(config)}
     accepted = {float: (float, int), tuple: (tuple, list)}
     wrong = [f"{name} is unknown" for name in stored if name not in kinds]
-    for name, kind in kinds.items():
-        if name not in stored:
-            wrong.append(f"{name} is missing")
-        elif not isinstance(stored[name], accepted.get(kind, kind)):
-            wrong.append(f"{name} is {stored[name]!r} instead of {kind.__name__}")
+    wrong += [f"{name} is missing" for name in kinds if name not in stored]
+    wrong += [f"{name} is {stored[name]!r} instead of {kind.__name__}"
+              for name, kind in kinds.items()
+              if name in stored and not isinstance(stored[name], accepted.get(kind, kind))]
     if wrong:
         raise ValueError(f"its model_config is not a {config.__name__}: {'; '.join(wrong[:3])}")
     return config(**stored)
 
 
 def rebuild(checkpoint, script, model, config):
-    """The model of a checkpoint of `script`, in eval mode. model, config: its two classes."""
-    if checkpoint.get("task") != TASKS[script]:
-        raise ValueError(f"not a checkpoint of {script}")
+    """Rebuild the model of a checkpoint of `script`, in eval mode. model, config: its classes."""
+    check_run(checkpoint, "it", script)
     model = model(stored_config(checkpoint, config))
     load_strictly(model, checkpoint["model"])
     return model.eval()
 
 
 def load_strictly(model, weights):
-    """model.load_state_dict; ValueError naming the first tensors that do not fit."""
+    """Call model.load_state_dict; ValueError naming the first tensors that do not fit."""
     own = model.state_dict()
     wrong = [f"{name} is missing" for name in own if name not in weights]
     wrong += [f"{name} is unknown" for name in weights if name not in own]
@@ -553,7 +515,7 @@ def seed_of(seed, step, rank):
 
 
 def progress(first, stop, rank):
-    """The steps from `first` to `stop`, with a bar."""
+    """Show a bar for the steps from `first` to `stop`."""
     return tqdm(range(first, stop), "training", stop, initial=first, unit="step", disable=rank > 0,
                 dynamic_ncols=True)
 
@@ -608,10 +570,10 @@ def key_statistics(model, forward, inputs):
 
     def look(m, inputs):
         """Before the forward of m, a SelfAttention: its row of the statistics."""
-        _, k, _ = m.project(inputs[0])
         if m.attn in PAP:
             shares = [(step["S"] != 0).float().mean().item() for step in m.trace(inputs[0])]
             stats["nonzero_S"][len(stats["mean_abs_key"])] = [round(share, 4) for share in shares]
+        _, k, _ = m.project(inputs[0])
         stats["mean_abs_key"].append(round(k.abs().mean().item(), 4))
 
     layers = [m for m in model.modules() if isinstance(m, SelfAttention)]

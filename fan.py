@@ -58,7 +58,7 @@ class FANConfig(ViTConfig):
 
 
 def stem(patch_size, dim):
-    """Images (B, 3, S, S) -> (B, C, side, side), halved step by step; channels double up to C."""
+    """Halve images (B, 3, S, S) step by step to (B, C, side, side); channels double up to C."""
     steps = int(math.log2(patch_size))
     widths = [3, *(dim >> i for i in reversed(range(steps)))]
     layers = []
@@ -105,7 +105,7 @@ class Positions(nn.Module):
 
 
 def split(x, num_heads):
-    """(B, N, C) -> (B, H, N, D)"""
+    """Split the channels over heads: (B, N, C) -> (B, H, N, D)."""
     return x.unflatten(2, (num_heads, -1)).transpose(1, 2)
 
 
@@ -157,7 +157,7 @@ class ChannelGate(nn.Module):
     def forward(self, z):
         q = split(self.q(z), self.num_heads).softmax(2)                     # over tokens
         k = split(z, self.num_heads).softmax(2).mean(3, keepdim=True)       # (B, H, N, 1)
-        gate = (q.transpose(2, 3) @ k).sigmoid() * self.temperature                      # (B, H, D, 1)
+        gate = (q.transpose(2, 3) @ k).sigmoid() * self.temperature         # (B, H, D, 1)
         return self.norm_v(self.mlp_v(z)) * gate.flatten(1)[:, None]
 
 
@@ -203,7 +203,7 @@ class FAN(ViT):
     """Image classifier: pixels in [0, 1] in, logits out. Parameter names as in NVlabs/FAN."""
 
     def build(self, c):
-        """The parts that a ViT has otherwise, and the blocks of the class token."""
+        """Make the parts that a ViT has otherwise, and the blocks of the class token."""
         C, H, hidden = c.embed_dim, c.num_heads, int(c.embed_dim * c.mlp_ratio)
         how = dict(n_iter=c.n_iter, lambd=c.lambd, form=c.form, num_tokens=c.num_tokens)
         self.patch_embed = PatchEmbed(c.patch_size, C)
@@ -228,7 +228,7 @@ class FAN(ViT):
 
 
 def classifier_from_checkpoint(checkpoint):
-    """The ViT or FAN of a checkpoint of train_cls.py, in eval mode."""
+    """Rebuild the ViT or FAN of a checkpoint of train_cls.py, in eval mode."""
     stored = checkpoint.get("model_config")
     if isinstance(stored, dict) and "cls_depth" in stored:
         return rebuild(checkpoint, "train_cls.py", FAN, FANConfig)

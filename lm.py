@@ -92,7 +92,7 @@ class LMConfig:
 # --- modules --------------------------------------------------------------------------------------
 
 def sinusoids(context, dim):
-    """[sin(p f), cos(p f)], f_i = 10000^(-2i/C), (T, C); p: T-1 in row 0, 0 in the last."""
+    """Number positions: [sin(p f), cos(p f)], (T, C); f_i = 10000^(-2i/C), p: T-1 down to 0."""
     p = torch.arange(context - 1, -1, -1.0)[:, None]
     f = 10000 ** (-torch.arange(0, dim, 2) / dim)
     return torch.cat([(p * f).sin(), (p * f).cos()], 1)
@@ -128,7 +128,7 @@ class LM(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.embed_dim)
         self.register_buffer("positions", sinusoids(c.context, c.embed_dim), persistent=False)
         self.drop = nn.Dropout(c.dropout)
-        blocks = []
+        blocks = []                             # an RPC model is symmetric outside rpc_layers
         for i in range(c.depth):
             attn = "symmetric" if c.attn == "rpc" and i not in c.rpc_layers else c.attn
             blocks.append(Block(
@@ -149,7 +149,7 @@ class LM(nn.Module):
                 nn.init.normal_(p, 1.0 if "norm" in name else 0.0, 0.02)
 
     def hidden(self, tokens):
-        """tokens: (B, T) int64, T from 1 to `context` -> (B, T, C), the output layer's input."""
+        """Run all blocks: (B, T) int64, T from 1 to `context` -> (B, T, C), before the output."""
         T, c = tokens.shape[-1], self.config
         if not 1 <= T <= c.context:
             raise ValueError(f"{T} tokens in a row, expected 1 to context={c.context}")
@@ -160,7 +160,7 @@ class LM(nn.Module):
         return self.drop(self.norm(x))
 
     def output_layers(self):
-        """[(weight, bias)]: the head (adaptive: one more row per cluster), then every cluster."""
+        """List (weight, bias): the head (adaptive: one more row a cluster), then each cluster."""
         ends = pairwise((0, *self.config.cutoffs, self.config.vocab_size))
         sizes = [high - low for low, high in ends]
         weights, biases = list(self.embed.weight.split(sizes)), list(self.bias.split(sizes))
@@ -171,7 +171,7 @@ class LM(nn.Module):
 
     @torch.compiler.disable                 # numbers of rows that depend on data; chunked by itself
     def nll(self, hidden, targets):
-        """-log p(target), (..., C), (...) int64 -> (...) nats in float32 or better.
+        """Compute -log p(target): (..., C), (...) int64 -> (...) nats in float32 or better.
 
         Adaptive softmax (Grave et al. 2017, all of one width): log p of a word in cluster i = log p
         of the cluster in the head + log p of the word in the cluster. Cluster i has the i-th logit
@@ -191,11 +191,11 @@ class LM(nn.Module):
         return nll.view(targets.shape)
 
     def forward(self, tokens, targets):
-        """-log p(target | tokens up to there): (B, T), (B, T) int64 -> (B, T) nats."""
+        """Compute -log p(target | tokens up to there): (B, T), (B, T) int64 -> (B, T) nats."""
         return self.nll(self.hidden(tokens), targets)
 
     def log_probs(self, hidden):
-        """(..., C) -> (..., V): log p of every word, in float32 or better."""
+        """Compute log p of every word: (..., C) -> (..., V), in float32 or better."""
         parts = []
         for W, b in self.output_layers():
             logits = F.linear(hidden, W, b)
@@ -206,33 +206,28 @@ class LM(nn.Module):
         return torch.cat([head[..., :head.shape[-1] - len(tails)], *tails], -1)
 
     @torch.no_grad()
-    def generate(self, tokens, num_tokens, temperature=1.0, top_k=None, generator=None):
+    def generate(self, tokens, num_tokens, temperature=1.0, generator=None):
         """Sample num_tokens more: (B, T) int64 -> (B, T + num_tokens); call it in eval mode.
 
-        temperature > 0 divides the log-probabilities; top_k: only the k most probable words;
-        generator: on tokens' device. The model sees the last `context` tokens, computed anew for
-        each word: positions count from the end.
+        temperature > 0 divides the log-probabilities. generator: on tokens' device. The model sees
+        the last `context` tokens, computed anew for each word: positions count from the end.
         """
         c = self.config
         if c.reads_the_future:
             raise ValueError("mu_over='all': each new token would change all states before it; "
                              "expected a model with mu_over='seen' or 'token'")
-        if not temperature > 0 or top_k is not None and top_k < 1:
-            raise ValueError(f"temperature={temperature}, top_k={top_k}, expected temperature > 0, "
-                             f"top_k >= 1 or None")
+        if not temperature > 0:
+            raise ValueError(f"temperature={temperature}, expected more than 0")
         for _ in range(num_tokens):
             hidden = self.hidden(tokens[:, -c.context:])[:, -1]
             scores = self.log_probs(hidden) / temperature                # (B, V)
-            if top_k is not None:
-                least = scores.topk(min(top_k, c.vocab_size)).values[:, -1:]
-                scores = scores.masked_fill(scores < least, -math.inf)
             word = torch.multinomial(scores.softmax(-1), 1, generator=generator)
             tokens = torch.cat([tokens, word], 1)
         return tokens
 
 
 def check_ids(name, ids, vocab_size):
-    """ValueError unless all ids are in [0, vocab_size). On the CPU only: a GPU would wait."""
+    """Raise a ValueError unless ids are in [0, vocab_size). On the CPU only: a GPU would wait."""
     if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():
         low, high = (x.item() for x in ids.aminmax())
         if low < 0 or high >= vocab_size:
@@ -241,7 +236,7 @@ def check_ids(name, ids, vocab_size):
 
 
 def lm_from_checkpoint(checkpoint):
-    """The model of a checkpoint of train_lm.py, in eval mode; nothing else has to be said."""
+    """Rebuild the model of a checkpoint of train_lm.py, in eval mode."""
     return rebuild(checkpoint, "train_lm.py", LM, LMConfig)
 
 
@@ -290,13 +285,13 @@ class LinearNLL(torch.autograd.Function):
 
 
 def chunks(h, width):
-    """Slices that cover the rows of h, each of about CHUNK numbers when a row holds `width`."""
+    """Cut the rows of h into slices of about CHUNK numbers each, when a row holds `width`."""
     size = max(CHUNK.get(h.device.type, CHUNK["cuda"]) // width, MIN_ROWS)
     return [slice(i, i + size) for i in range(0, len(h), size)]
 
 
 def linear_nll(h, W, b, t):
-    """`LinearNLL` in the dtype that autocast asks for, or else in h's own."""
+    """Apply `LinearNLL` in the dtype that autocast asks for, or else in h's own."""
     device = h.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
     return LinearNLL.apply(h, W, b, t, dtype)

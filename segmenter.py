@@ -11,8 +11,8 @@ settles what the text leaves open.
 B batch, K classes, C width, P patch size, N tokens, class token included; h, w pixels.
 
     question               rstrudel/segmenter     rachtsy/segm         here
-    decoder attention      softmax                RPC in block 0,      decoder_attn: as the encoder's,
-                                                  symmetric after it   RPC too; or softmax, symmetric
+    decoder attention      softmax                RPC in block 0, the  decoder_attn: as the fork for
+                                                  rest symmetric       attn="rpc", else the encoder's
     eps of LayerNorm       1e-5                   1e-5                 1e-5 (the classifiers': 1e-6)
     classifier head        kept, unused           kept, unused         left out
     stride of evaluation   window; alone: - 32    window               an argument
@@ -88,7 +88,7 @@ class SegmenterConfig:
 # --- the model -----------------------------------------------------------------------------------
 
 def resize(x, size):
-    """Bilinear without antialiasing: (C, h, w) -> (C, *size)."""
+    """Resize (C, h, w) to (C, *size), bilinear without antialiasing."""
     if x.shape[1:] == tuple(size):
         return x
     return F.interpolate(x[None], size=tuple(size), mode="bilinear", align_corners=False)[0]
@@ -142,7 +142,7 @@ class Segmenter(nn.Module):
                 nn.init.zeros_(m.bias)
 
     def masks(self, images):
-        """Logits per patch, (B, K, ceil(h/P), ceil(w/P)), float32 at least, of float images."""
+        """Label patches: logits (B, K, ceil(h/P), ceil(w/P)), float32 at least, of float images."""
         if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point():
             raise ValueError(f"images are {images.dtype} {tuple(images.shape)}, expected float in "
                              f"[0, 1] of shape (B, 3, h, w)")
@@ -170,13 +170,13 @@ class Segmenter(nn.Module):
 # --- inference: views, sliding windows -----------------------------------------------------------
 
 def resized(height, width, long, short):
-    """Size (h, w) of an image scaled to fit: sides at most `long` and `short`, aspect kept."""
+    """Scale a size (h, w) until its sides are at most `long` and `short`, aspect kept."""
     f = min(long / max(height, width), short / min(height, width))
     return max(int(height * f + 0.5), 1), max(int(width * f + 0.5), 1)
 
 
 def view(image, size, scale, window):
-    """An image (3, h, w), uint8 or float in [0, 1], at one scale, as float in [0, 1].
+    """Scale an image (3, h, w), uint8 or float in [0, 1]; returns float in [0, 1].
 
     First into the box (4 size, size) * scale, long and short side; if the short side is then below
     the window, enlarged until it is the window's.
@@ -194,7 +194,7 @@ def view(image, size, scale, window):
 
 
 def sliding_windows(height, width, window, stride):
-    """(top, left) of every window, row by row; the last of a row or column ends at the border."""
+    """List (top, left) of every window, row by row; the last of each row ends at the border."""
     def starts(side):
         if not 1 <= stride <= window <= side:
             raise ValueError(f"stride {stride}, window {window}, side {side}: expected 1 <= stride "
@@ -205,7 +205,7 @@ def sliding_windows(height, width, window, stride):
 
 @torch.no_grad()
 def predict_views(model, views, shape, *, window, stride, batch_size=8):
-    """Class probabilities (K, *shape): the softmax of each view's logits, averaged over views.
+    """Average class probabilities (K, *shape) over views: of each, the softmax of its logits.
 
     views: list of (image (3, h, w) float in [0, 1], flipped: bool), on the model's device. model:
     in eval mode. The windows of all views go through it together, batch_size at a time.
@@ -237,7 +237,7 @@ def predict_views(model, views, shape, *, window, stride, batch_size=8):
 
 
 def predict(model, image, *, size, window, stride, scales=(1.0,), flip=False, batch_size=8):
-    """Class probabilities (K, h, w) of an image (3, h, w), uint8 or float in [0, 1], at its size.
+    """Label an image (3, h, w), uint8 or float in [0, 1]: class probabilities (K, h, w).
 
     size: of the short side at scale 1. scales, flip: the views, each scale also mirrored if flip;
     in upstream's multi-scale evaluation 0.5, 0.75, 1, 1.25, 1.5, 1.75 and True. See predict_views.
@@ -253,12 +253,12 @@ def predict(model, image, *, size, window, stride, scales=(1.0,), flip=False, ba
 # --- weights from files --------------------------------------------------------------------------
 
 def segmenter_from_checkpoint(checkpoint):
-    """The model of a checkpoint of train_seg.py, in eval mode."""
+    """Rebuild the model of a checkpoint of train_seg.py, in eval mode."""
     return rebuild(checkpoint, "train_seg.py", Segmenter, SegmenterConfig)
 
 
 def backbone_settings(checkpoint):
-    """What a classification checkpoint says of its encoder, as a dict of ViTConfig's names."""
+    """Read what a classification checkpoint says of its encoder, as a dict of ViTConfig's names."""
     if checkpoint.get("task", "classification") != "classification":
         raise ValueError(f"a backbone is a checkpoint of classification, this one is of "
                          f"{checkpoint['task']}")
@@ -272,7 +272,7 @@ def backbone_settings(checkpoint):
 
 
 def config_from_backbone(checkpoint, num_classes, image_size=512, **settings):
-    """SegmenterConfig with the encoder of a classification checkpoint; settings win."""
+    """Make a SegmenterConfig with the encoder of a classification checkpoint; settings win."""
     settings = {**backbone_settings(checkpoint), **settings}
     return SegmenterConfig(num_classes=num_classes, image_size=image_size, **settings)
 

@@ -20,6 +20,7 @@ import argparse
 import math
 import os
 import time
+from collections import Counter
 from dataclasses import asdict
 from functools import partial
 
@@ -52,8 +53,10 @@ RECIPES = {
                      lr=1e-3, warmup_epochs=5, clip=0.0, drop_path=0.1, num_ops=2, erase=0.25,
                      mixup=0.8, cutmix=1.0, repeats=3, ema=0.99996),
     ("imagenet", "base"): dict(clip=1.0),
-    # FAN's authors', 79.2 % (softmax) there, not run here; the paper does not say which it used
-    ("imagenet", "fan_tiny"): dict(lr=2e-3, min_lr=1e-6, drop_path=0.0, repeats=1, ema=0.99992),
+    # the paper's authors' (rachtsy/FAN:scripts/fan_vit/fan_net_tiny.sh), not run here
+    ("imagenet", "fan_tiny"): dict(batch_size=512, lr=2e-3, min_lr=1e-6, drop_path=0.0, repeats=1,
+                                   ema=0.99992),
+    # FAN's authors' (NVlabs/FAN), not run here
     ("imagenet", "fan_small"): dict(lr=2e-3, min_lr=1e-6, drop_path=0.2, repeats=1, ema=0.99992),
     # images of your own; what is None depends on how many and how large they are: choose_for_folder
     "folder": dict(model=None, image_size=None, patch_size=None, epochs=None, batch_size=None,
@@ -62,7 +65,7 @@ RECIPES = {
 # What --resume refuses to change: it would be another run.
 FIXED = ("data", "model", "image_size", "patch_size", "attn", "rpc_layers", "n_iter", "lambd",
          "form", "drop_path", "init", "init_from", "num_images", "holdout", "batch_size", "repeats",
-         "seed")
+         "adv_eps", "adv_steps", "seed")
 
 
 def get_args():
@@ -108,6 +111,9 @@ def get_args():
     flag("--ema", type=SHARE, default=0.0, help="decay of the weight average; 0: none")
     flag("--eval_every", type=COUNT, default=1, help="epochs between evaluations")
     flag("--keep_every", type=NATURAL, default=0, help="epochs; also keep epoch_<n>.pt; 0: none")
+    flag("--adv_eps", type=common.number(pixels, 0, 1), default=0.0,
+         help="adversarial training: pixels move by up to this, as 2/255; 0: none")
+    flag("--adv_steps", type=COUNT, default=3, help="PGD steps that find where they move")
     add_augmentation(p)
 
     common.add_running(p, "<data>_<attn>", "--epochs")
@@ -118,6 +124,14 @@ def get_args():
     args.init = args.init or ("default" if released else "trunc_normal")
     check_flags(args)
     return args
+
+
+def pixels(text):
+    """Read 2/255 or 0.01."""
+    over, _, under = text.partition("/")
+    if under and not float(under):
+        raise ValueError(f"{text}: division by 0")
+    return float(over) / float(under or 1)
 
 
 def add_augmentation(p):
@@ -158,10 +172,15 @@ def choose_for_folder(args):
         args.holdout = round(len(photos.train) / 5)                 # without a val folder: a fifth
     chosen = photos.recipe(len(photos.train) - args.holdout)
     common.fill(args, chosen)
-    if os.environ.get("RANK", "0") == "0" and not args.resume:
-        chosen = " ".join(f"{name}={getattr(args, name)}" for name in ("holdout", *chosen))
-        print(f"{args.data_dir}: {len(photos.train) + len(photos.val)} images in "
-              f"{len(photos.classes)} classes; chosen for them: {chosen}", flush=True)
+    if args.resume or os.environ.get("RANK", "0") != "0":
+        return
+    chosen = " ".join(f"{name}={getattr(args, name)}" for name in ("holdout", *chosen))
+    print(f"{args.data_dir}: {len(photos.train) + len(photos.val)} images in {len(photos.classes)} "
+          f"classes; chosen for them: {chosen}", flush=True)
+    label, count = Counter(label for _, label in photos.train).most_common()[-1]
+    if count < 5:
+        print(f"warning: the class {photos.classes[label]} has {count} images to train on and to "
+              f"hold out; from fewer than 5 a class a network learns little", flush=True)
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -214,6 +233,26 @@ def train_batches(source, args, start, total, device, rank, world):
         rng = np.random.default_rng([args.seed, step])
         yield mixup_cutmix(images, labels, len(source.classes), rng, args.mixup, args.cutmix,
                            smoothing=args.smoothing)
+
+
+def adversarial(model, images, targets, first, args):
+    """Move images uphill on their loss by PGD, up to args.adv_eps: Madry et al. 2018.
+
+    images (b, 3, S, S) in [0, 1], targets (b, K) as they are trained on; in eval mode and float32.
+    first: the number of the first sample in the whole run; the random start depends on (seed,
+    number) alone.
+    """
+    from robust.attacks import noise_like
+    numbers, eps = torch.arange(first, first + len(images), device=images.device), args.adv_eps
+    moved = images + eps * noise_like(images, numbers, args.seed, 60)
+    model.eval()
+    for _ in range(args.adv_steps):
+        moved = moved.clamp(0, 1).requires_grad_()
+        grad, = torch.autograd.grad(F.cross_entropy(model(moved), targets), moved)
+        moved = moved.detach() + 2.5 * eps / args.adv_steps * grad.sign()
+        moved = moved.clamp(images - eps, images + eps)
+    model.train()
+    return moved.clamp(0, 1)
 
 
 # --- evaluation -----------------------------------------------------------------------------------
@@ -284,9 +323,13 @@ def build(args, train, device):
     if args.resume:
         return model, optimizer, ema, *resume(args, model, optimizer, ema, train)
     if args.init_from:
-        from weights import load_weights
-        with common.naming(f"--init_from {args.init_from}"):
-            notes = load_weights(model, common.load(args.init_from), new_head=True)
+        from weights import flags_for, load_weights
+        checkpoint = common.load(args.init_from)
+        try:
+            notes = load_weights(model, checkpoint, new_head=True)
+        except ValueError as e:
+            needed = flags_for(checkpoint, SIZES)
+            raise ValueError(f"--init_from {args.init_from}: {e}{needed}") from None
         common.say(f"weights from {args.init_from}", *notes)
     return model, optimizer, ema, 0, {}
 
@@ -356,6 +399,9 @@ def main():
         loss = 0.0
         for micro in range(args.accum):
             images, targets = next(batches)
+            if args.adv_eps:                # adversarial training: on images made for this step
+                number = step * args.batch_size + (rank * args.accum + micro) * len(images)
+                images = adversarial(model, images, targets, number, args)
             if micro == 0:                                          # after the loader has started
                 torch.manual_seed(common.seed_of(args.seed, step, rank))
             net.require_backward_grad_sync = micro == args.accum - 1

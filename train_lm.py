@@ -30,10 +30,10 @@ import numpy as np
 import torch
 
 import common
+from attention import ATTENTIONS
 from common import COUNT, NATURAL, REAL, SHARE
 from data import text as data_text
-from data.text import text_folder
-from data.text import EOS, perplexity, sliding_nll
+from data.text import EOS, perplexity, sliding_nll, text_folder
 from lm import LM, SIZES, LMConfig, lm_from_checkpoint
 
 # What --data selects; flags win.
@@ -64,7 +64,7 @@ def get_args():
     flag = p.add_argument_group("model").add_argument
     flag("--model", choices=SIZES, help="width, depth, heads, feed-forward and context")
     flag("--context", type=COUNT, help="tokens in a window; None: the model's")
-    common.add_attention(flag, ["softmax", "symmetric", "rpc"])
+    common.add_attention(flag, [name for name in ATTENTIONS if name != "rpc_asym"])
     flag("--mu_over", choices=["seen", "token", "all"], default="seen", help="mean|k| over "
          "tokens <= t, t alone, or the window as printed: that lets the future leak, to compare")
     flag("--norm", choices=["post", "pre"], default="post",

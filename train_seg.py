@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import common
+from attention import ATTENTIONS
 from common import COUNT, NATURAL, REAL, SHARE
 from data.files import image_batches
 from data.rng import epoch_order
@@ -82,7 +83,8 @@ def get_args():
          "encoder, attention included; without it: from scratch, rpc in layer 0, 4 steps, lambda 4")
     flag("--model", choices=SIZES, help="width, depth and heads (nano; ade20k: tiny)")
     flag("--patch_size", type=COUNT, help="pixels (16; shapes: 4; folder: as fits)")
-    common.add_attention(flag, ["softmax", "symmetric", "scaled_alpha", *RPC_KINDS])
+    kinds = dict.fromkeys([*ATTENTIONS, *RPC_KINDS])
+    common.add_attention(flag, [name for name in kinds if name != "scaled_s"])
     p.set_defaults(**dict.fromkeys(ENCODER))                        # they are the backbone's
     flag("--decoder", choices=["mask", "linear"], default="mask", help="mask transformer, "
          "symmetric where the encoder is, never RPC; or one linear layer")

@@ -52,7 +52,10 @@ class ViTConfig:
     def __post_init__(self):
         self.rpc_layers = tuple(sorted(self.rpc_layers)) if self.attn in RPC_KINDS else ()
         self.mean, self.std = tuple(self.mean), tuple(self.std)
-        one_of("attn", self.attn, dict.fromkeys([*ATTENTIONS, *RPC_KINDS]))
+        kinds = tuple(dict.fromkeys([*ATTENTIONS, *RPC_KINDS]))
+        if self.attn not in kinds:
+            raise ValueError(f"attn={self.attn!r}, expected one of {kinds}, or one that a module "
+                             "adds once it is imported, as studies.robust_attentions does")
         one_of("form", self.form, FORMS)
         one_of("init", self.init, ("trunc_normal", "default"))
         for name in ("patch_size", "num_heads", "n_iter"):
@@ -79,7 +82,7 @@ class ViTConfig:
 # --- modules --------------------------------------------------------------------------------------
 
 def drop_path(x, p):
-    """Stochastic depth: a share p of the samples becomes 0, the others x / (1 - p). x: (B, N, C)"""
+    """Drop a share p of the samples, (B, N, C): they become 0, the others x / (1 - p)."""
     return x * (torch.rand(len(x), 1, 1, device=x.device) >= p) / (1 - p)
 
 
@@ -141,7 +144,7 @@ class ViT(nn.Module):
         self.init_weights()
 
     def build(self, c):
-        """The parts of which a FAN has others: patch_embed, pos_embed and blocks."""
+        """Make the parts of which a FAN has others: patch_embed, pos_embed and blocks."""
         self.patch_embed = PatchEmbed(c.patch_size, c.embed_dim)
         self.pos_embed = nn.Parameter(torch.zeros(1, c.num_tokens, c.embed_dim))
         self.blocks = nn.ModuleList(
@@ -151,7 +154,7 @@ class ViT(nn.Module):
             for i in range(c.depth))
 
     def init_weights(self):
-        """Tokens truncated normal, std 0.02; so are Linear layers, unless init is "default"."""
+        """Draw tokens truncated normal, std 0.02, and, unless init is "default", Linear layers."""
         for token in (self.pos_embed, self.cls_token):
             if isinstance(token, nn.Parameter):                     # a FAN's positions are sines
                 nn.init.trunc_normal_(token, std=0.02)
@@ -162,12 +165,12 @@ class ViT(nn.Module):
                     nn.init.zeros_(m.bias)
 
     def tokens(self, x, pos_embed):
-        """Normalised images (B, 3, h, w) -> (B, N, C): class token and patches plus pos_embed."""
+        """Turn normalised images (B, 3, h, w) into class token and patches, (B, N, C)."""
         x = self.patch_embed(x)
         return torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], 1) + pos_embed
 
     def embed(self, images):
-        """Images (B, 3, S, S) in [0, 1] of the model's own size -> tokens (B, N, C)."""
+        """Check and normalise images (B, 3, S, S) in [0, 1]; returns their tokens (B, N, C)."""
         size = self.config.image_size
         if images.shape[1:] != (3, size, size) or not images.is_floating_point():
             raise ValueError(f"images are {images.dtype} {tuple(images.shape)}, expected float in "
@@ -175,11 +178,11 @@ class ViT(nn.Module):
         return self.tokens((images - self.mean) / self.std, self.pos_embed)
 
     def steps(self):
-        """What tokens pass before the final norm, by name."""
+        """Name what tokens pass before the final norm."""
         return {f"blocks.{i}": block for i, block in enumerate(self.blocks)}
 
     def encode(self, x):
-        """Tokens (B, N, C) -> (B, N, C): all blocks and the final norm."""
+        """Run all blocks and the final norm: (B, N, C) -> (B, N, C)."""
         for step in self.steps().values():
             x = step(x)
         return self.norm(x)
@@ -188,7 +191,7 @@ class ViT(nn.Module):
         return self.head(self.encode(self.embed(images))[:, 0])
 
     def features(self, images):
-        """By name: "embed", "blocks.0", ..., "norm": (B, N, C) each, and "head": logits."""
+        """Return by name "embed", "blocks.0", ..., "norm": (B, N, C) each, and "head": logits."""
         x = self.embed(images)
         out = {"embed": x}
         for name, step in self.steps().items():
@@ -199,5 +202,5 @@ class ViT(nn.Module):
 
 
 def vit_from_checkpoint(checkpoint):
-    """The model of a checkpoint of train_cls.py, in eval mode."""
+    """Rebuild the model of a checkpoint of train_cls.py, in eval mode."""
     return rebuild(checkpoint, "train_cls.py", ViT, ViTConfig)

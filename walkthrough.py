@@ -1,21 +1,19 @@
 """Draws every picture of WALKTHROUGH.md, one cell each.
 
-    python walkthrough.py                    # all: 8 minutes of CPU time at first, then 1
+    python walkthrough.py                    # all: 2 minutes on a CPU core
     python walkthrough.py gram leak          # some
     python walkthrough.py pap --image photo.jpg
     python walkthrough.py --out_dir assets/walkthrough        # renews the pictures in the text
 
 An editor, or Jupyter after `jupytext --to notebook walkthrough.py`, runs them one by one; each
-needs the first alone. What has to be trained is trained once and kept in out/walkthrough.
+needs the first alone. The networks are those in weights/, so nothing is trained but the toy of
+picture 7.
 """
 
 # %% What the pictures share: flags, four small networks, colours.
 import argparse
 import json
 import math
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -38,17 +36,11 @@ from robust.metrics import auroc, wilson
 from robust.patches import corrupt_patches
 from segmenter import segmenter_from_checkpoint
 from studies import leak
-from studies.probe import capture
 from studies.span import explained_variance, key_span, value_axes
-from studies.where_is_s import first_layer
 from vit import vit_from_checkpoint
 
-RUNS = {                                    # what is trained; 1 to 2 minutes of CPU time each
-    "softmax": "train_cls.py --attn softmax --epochs 2 --batch_size 32",
-    "symmetric": "train_cls.py --attn symmetric --epochs 2 --batch_size 32",
-    "rpc": "train_cls.py --attn rpc --epochs 2 --batch_size 32",
-    "segmenter": "train_seg.py --backbone out/walkthrough/rpc --num_images 4000 --epochs 3",
-}
+WEIGHTS = Path(common.__file__).with_name("weights")
+SCENE = 35                                  # the test scene of pictures 2 and 5
 PICTURES = "projection gram values pcp pap hero where leak attack dense".split()
 COLOUR = {"softmax": "0.55", "symmetric": "#1f6fb4", "rpc": "#c8352b"}
 MARK = {"softmax": "o", "symmetric": "s", "rpc": "^"}               # for readers of grey prints
@@ -62,15 +54,19 @@ p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                             formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("pictures", nargs="*", help=f"some of {', '.join(PICTURES)}; default: all")
 p.add_argument("--ckpt", nargs="+", default=[], help="networks of train_cls.py on the scenes, used "
-               "in place of those trained here")
+               "in place of those in weights/")
 p.add_argument("--image", help="a picture of your own in gram, pap and hero")
 p.add_argument("--out_dir", default="out/walkthrough")
 NOTEBOOK = "ipykernel" in sys.modules
-STARTED = {}                                # trainings in the background, side by side
-torch.set_num_threads(1)                    # the numbers in the text are those of one thread each
+torch.set_num_threads(1)                    # the numbers in the text are those of one thread
 ARGS = p.parse_args([] if NOTEBOOK else None)
 if not set(ARGS.pictures) <= set(PICTURES):
     p.error(f"{' '.join(ARGS.pictures)}: expected some of {', '.join(PICTURES)}")
+try:                                        # what cannot be read is refused before anything runs
+    PHOTO = decode(read_bytes(ARGS.image), ARGS.image) if ARGS.image else None
+    GIVEN = [common.load(path) for path in ARGS.ckpt]
+except (OSError, ValueError) as e:
+    sys.exit(f"error: {e}")
 
 
 def wanted(name):
@@ -78,39 +74,13 @@ def wanted(name):
     return not ARGS.pictures or name in ARGS.pictures
 
 
-def start(name):
-    """Begin the training of a run of RUNS in the background, unless it is there or under way."""
-    if name in STARTED or Path("out/walkthrough", name).exists():
-        return
-    print(f"training: python {RUNS[name]}", flush=True)
-    unfinished = f"out/walkthrough/{name}.tmp"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    command = [sys.executable, *RUNS[name].split(), "--out_dir", unfinished]
-    STARTED[name] = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
-
-
-def checkpoint(name):
-    """What a run of RUNS saved; it is trained first where it has not been."""
-    if name == "segmenter":
-        checkpoint("rpc")                                           # its backbone
-    kinds = [name] if ARGS.pictures or ARGS.ckpt or name not in COLOUR else [name, *COLOUR]
-    for kind in kinds:
-        start(kind)
-    folder = Path("out/walkthrough", name)
-    if not folder.exists():
-        if STARTED[name].wait():
-            sys.exit(f"error: the training of the {name} network stopped")
-        Path(f"{folder}.tmp").rename(folder)
-    return common.load(folder)
-
-
 def network(attn):
-    """The classifier of this kind, in eval mode: of --ckpt, else trained here."""
-    given = [common.load(path) for path in ARGS.ckpt]
-    same = [c for c in given if c.get("model_config", {}).get("attn") == attn]
+    """The classifier of this kind, in eval mode: of --ckpt, else of weights/."""
+    same = [c for c in GIVEN if c.get("model_config", {}).get("attn") == attn]
     if same and same[0].get("classes") != list(SHAPES):
         sys.exit(f"error: --ckpt: the {attn} network was not trained on the scenes")
-    return vit_from_checkpoint(same[0] if same else checkpoint(attn)).requires_grad_(False)
+    checkpoint = same[0] if same else common.load(WEIGHTS / f"shapes_{attn}.pt")
+    return vit_from_checkpoint(checkpoint).requires_grad_(False)
 
 
 def scenes(n, start=0):
@@ -121,15 +91,35 @@ def scenes(n, start=0):
 
 def picture(start):
     """One image (1, 3, 32, 32) in [0, 1]: a test scene, or the middle of --image."""
-    if not ARGS.image:
+    if PHOTO is None:
         return scenes(1, start)[0]
-    photo = decode(read_bytes(ARGS.image), ARGS.image)[None] / 255
-    return resize(center_crop(photo, min(photo.shape[2:])), [32, 32], antialias=True)
+    return resize(center_crop(PHOTO[None] / 255, min(PHOTO.shape[1:])), [32, 32], antialias=True)
+
+
+def layers(model, images):
+    """Of each layer: its attention, and what goes into that, (B, N, C)."""
+    x = model.embed(images)
+    for block in model.blocks:
+        yield block.attn, block.norm1(x)
+        x = block(x)
+
+
+def first_layer(model, images):
+    """Keys of layer 1 (B, H, N, D) and the steps of PAP on them: dicts of S, K2, L."""
+    attn, x = next(layers(model, images))
+    return attn.project(x)[1], attn.trace(x)
 
 
 def weights(K2):
     """Attention with keys K2 (B, H, N, D): (B, H, N, N)."""
     return kpca.log_kernel(K2, K2).softmax(-1)
+
+
+def received(K2):
+    """Attention that each token gets from the others, mean over heads, and its share of all."""
+    A = weights(K2).mean(1)                                         # (B, N, N)
+    A = A - torch.diag_embed(A.diagonal(dim1=1, dim2=2))            # not from itself
+    return A.mean(1), A.sum((1, 2)) / A.shape[1]
 
 
 def over_patches(x):
@@ -202,9 +192,8 @@ if wanted("projection"):
 
 # %% 2. The Gram matrix of one image's keys, its spectrum, its axes as maps.
 if wanted("gram"):
-    image = picture(11)
-    heads = capture(network("symmetric"), image)[0]
-    k = heads.k[0, 0]                                               # layer 0, head 0: (65, D)
+    image = picture(SCENE)
+    k = first_layer(network("symmetric"), image)[0][0, 0].double()  # of one head: (65, D)
     axes = kpca.kernel_pca(k)
 
     # the null: the same numbers, each channel in its own random order of tokens
@@ -227,9 +216,10 @@ if wanted("gram"):
     spectrum.semilogy(range(1, 65), null.mu[:64] / null.mu[0], **NULL, label="null: shuffled")
     spectrum.set(title="eigenvalues, the largest = 1", xlabel="axis")
     spectrum.legend()
-    share, null_share = (100 * mu[:6].sum() / mu.sum() for mu in (axes.mu, null.mu))
-    save(figure, "gram", share=share, null_share=null_share, largest=axes.mu[0] / axes.c.exp(),
-         bound=1 / kpca.g(k, k).min())
+    held = [100 * mu.cumsum(0) / mu.sum() for mu in (axes.mu, null.mu)]    # by the first axes
+    share, null_share, most, null_most = [h[5] for h in held] + [1 + (h < 90).sum() for h in held]
+    save(figure, "gram", share=share, null_share=null_share, axes_of_90=most,
+         null_axes_of_90=null_most, largest=axes.mu[0] / axes.c.exp(), bound=1 / kpca.g(k, k).min())
 
 
 # %% 3. Are learned values those axes? Two measures, each beside its nulls.
@@ -237,8 +227,8 @@ if wanted("values"):
     model = network("softmax")
     random = torch.Generator().manual_seed(0)
     cosine, share = {}, {}                                          # of each (layer, head)
-    for heads in capture(model, scenes(16)[0]):
-        q, k, v, x = heads.q, heads.k, heads.v, heads.x[:, None]
+    for attn, x in layers(model, scenes(16)[0]):
+        q, k, v, x = (y.double() for y in (*attn.project(x), x[:, None]))
         axes, span = kpca.kernel_pca(k), key_span(q, k)
         matrix = torch.randn(2, x.shape[-1], v.shape[-1], generator=random, dtype=v.dtype)
         sources = {"learned": v, "another head's": v.flip(1), "random matrix": x @ matrix,
@@ -306,7 +296,7 @@ if wanted("pcp"):
 # %% 5. Inside attention: what four steps do to the keys, in the three readings.
 if wanted("pap"):
     model = network("rpc")
-    images, hit = corrupt_patches(picture(11), "noise", patch=4)
+    images, hit = corrupt_patches(picture(SCENE), "noise", patch=4)
     figure = plt.figure(figsize=(9, 4.8))
     upper, lower = figure.subfigures(2, 1, height_ratios=(1, 0.9))
     left, *groups = upper.subfigures(1, 4, width_ratios=(1, 4, 4, 4))
@@ -317,8 +307,9 @@ if wanted("pap"):
         residuals, entropies, grid = [], [], group.subplots(3, 4)
         for column, step in zip(grid.T, trace):
             left_over, A = k - step["S"] - step["L"], weights(step["K2"])
-            maps = size(step["S"])[0], size(left_over)[0], A[0, :, 0].mean(0)
-            for ax, x, most in zip(column, maps, (size(k).max(), size(k).max(), 0.1)):
+            got, _ = received(step["K2"])
+            maps = size(step["S"])[0], size(left_over)[0], got[0]
+            for ax, x, most in zip(column, maps, (size(k).max(), size(k).max(), None)):
                 show(ax, over_patches(x), vmin=0, vmax=most)
                 outline(ax, hit[0])
             residuals.append(left_over.norm() / k.norm())
@@ -337,26 +328,28 @@ if wanted("pap"):
     lines[1].set(title="entropy of the attention rows, nats, by step", xticks=range(1, 5))
     lines[1].axhline(plain, color=COLOUR["symmetric"], label="symmetric attention")
     lines[1].axhline(uniform, **NULL, label="null: uniform")
-    lines[1].legend()
+    lines[1].set_ylim(0, 6)
+    lines[1].legend(loc="upper right", ncols=3)
     save(figure, "pap", symmetric=plain, uniform=uniform, **numbers)
 
 
 # %% The picture of the README: S and attention over the steps, clean and damaged.
 if wanted("hero"):
-    model, scene = network("rpc"), picture(11)
+    model, scene, shares = network("rpc"), picture(SCENE), {}
     figure, grid = plt.subplots(2, 9, figsize=(9, 2.4))
     for row, kind, n in zip(grid, ("clean", "damaged"), (0, 6)):
         images, hit = corrupt_patches(scene, "noise", patch=4, n=n)
         k, trace = first_layer(model, images)
         show(row[0], images[0], kind)
         for i, step in enumerate(trace, 1):
-            attention = weights(step["K2"])[0, :, 0].mean(0)        # of the class token
+            got, share = received(step["K2"])
+            shares[f"{kind} {i}"] = 100 * share
             show(row[i], over_patches(size(step["S"])[0]), f"|S|, step {i}", vmin=0,
                  vmax=size(k).max())
-            show(row[4 + i], over_patches(attention), f"attention {i}", vmin=0, vmax=0.1)
+            show(row[4 + i], over_patches(got[0]), f"attention {i}", vmin=0)
             outline(row[i], hit[0])
             outline(row[4 + i], hit[0])
-    save(figure, "hero")
+    save(figure, "hero", **shares)
 
 
 # %% 6. Where is S? Are damaged patches those with more of it?
@@ -430,7 +423,8 @@ if wanted("attack"):
 
 # %% 9. Dense: what Segmenter sees, clean and under fog.
 if wanted("dense"):
-    model, source = segmenter_from_checkpoint(checkpoint("segmenter")), Scenes("test", 100, 32)
+    model = segmenter_from_checkpoint(common.load(WEIGHTS / "seg_shapes_rpc.pt"))
+    source = Scenes("test", 100, 32)
     how, colours, shown = dict(size=32, window=32, stride=32), palette(11), [0, 11, 12, 13]
 
     def fog(images, index):

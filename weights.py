@@ -30,6 +30,7 @@ def load_weights(model, checkpoint, new_head=False, mode="bicubic"):
     c, own, notes = model.config, model.state_dict(), []
     held = "model" if "model" in checkpoint else "state_dict"
     weights = dict(checkpoint.get(held, checkpoint) or {})
+    drop_unused_queries(c, weights)
     if "pos_embed" in own:
         check_vit(c, own, weights, checkpoint.get("args"))
     else:
@@ -50,6 +51,14 @@ def load_weights(model, checkpoint, new_head=False, mode="bicubic"):
         weights["head.weight"], weights["head.bias"] = own["head.weight"], own["head.bias"]
     load_strictly(model, weights)
     return notes
+
+
+def drop_unused_queries(config, weights):
+    """Leave out what `rachtsy/KPCA-S` projects in layer 0 of Sym/Asym (App. E.9) and never uses."""
+    for i in config.rpc_layers if config.attn == "sym_asym" else ():
+        for name in (f"blocks.{i}.attn.qkv.{end}" for end in ("weight", "bias")):
+            if name in weights and len(weights[name]) == 3 * config.embed_dim:
+                weights[name] = weights[name][config.embed_dim:]            # rows q, k, v -> k, v
 
 
 TYPO = " (348 is the released code's typo for DeiT-small's 384; train at 384 instead)"
@@ -112,6 +121,23 @@ def resize_pos_embed(pos_embed, grid, mode, old=None):
     patches = pos_embed[:, 1:].mT.unflatten(2, (h, w))
     patches = F.interpolate(patches, size=tuple(grid), mode=mode, align_corners=False)
     return torch.cat([pos_embed[:, :1], patches.flatten(2).mT], 1)
+
+
+def flags_for(checkpoint, sizes):
+    """The flags of train_cls.py that a file's weights need, in words; "" where it does not say.
+
+    sizes: {name of --model: settings}, as vit.SIZES.
+    """
+    weights = checkpoint.get("model", checkpoint)
+    if not set(VIT_NAMES) <= set(weights):
+        return ""
+    patch, qkv = weights["patch_embed.proj.weight"], weights["blocks.0.attn.qkv.weight"]
+    depth = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
+    models = [name for name, size in sizes.items()
+              if (size["embed_dim"], size["depth"]) == (len(patch), depth)]
+    attn = "softmax" if len(qkv) == 3 * len(patch) else "symmetric (or rpc)"
+    return (f"; this file's weights need --model {models[0] if models else '(none of ours)'} "
+            f"--patch_size {patch.shape[-1]} --attn {attn}")
 
 
 def released_attention(args, depth):

@@ -27,7 +27,7 @@ ERASE_COLUMNS = 3 + 2 * ERASE_TRIES                               # apply?, top,
 
 
 def send(x, device):
-    """Small host tensor or list to the device; the host does not wait."""
+    """Send a small tensor or list to the device; the host does not wait."""
     return torch.as_tensor(x).to(device, non_blocking=True)
 
 
@@ -54,12 +54,12 @@ def random_hflip(images, u):
 # Operations: (b, 3, H, W) uint8 and a (b, 1, 1, 1) float32 argument to uint8, truncated as by PIL.
 
 def blend(base, images, factor):
-    """From base (factor 0) to the images (1) and beyond, as ImageEnhance; base: whole numbers."""
+    """Mix base (factor 0) and images (1), or go beyond, as ImageEnhance; base: whole numbers."""
     return (base + factor * (images - base)).clamp_(0, 255).byte()
 
 
 def grey(images):
-    """PIL's luma of an RGB image, (b, 1, H, W) int32 in 0..255."""
+    """Compute PIL's luma of RGB images, (b, 1, H, W) int32 in 0..255."""
     r, g, b = images.int().split(1, dim=1)
     return (19595 * r + 38470 * g + 7471 * b + 0x8000) >> 16
 
@@ -81,13 +81,13 @@ def sharpness(images, factor):
 
 
 def axes(images):
-    """Coordinates of the pixels: across (W,), down (H, 1)."""
+    """Give the coordinates of the pixels: across (W,), down (H, 1)."""
     H, W = images.shape[2:]
     return torch.arange(W, device=images.device), torch.arange(H, device=images.device)[:, None]
 
 
 def taps(pixel, shift, size):
-    """What PIL's bicubic warp takes at pixel + shift along a line of this size; no shift: None.
+    """Find what PIL's bicubic warp takes at pixel + shift along a line; no shift: None.
 
     Returns the first of four neighbouring pixels, in the line with two pixels more on either side;
     their weights (Keys' kernel, a = -1; no shift: one tap); and whether the place is in the line.
@@ -105,7 +105,7 @@ def taps(pixel, shift, size):
 
 
 def warp(images, dx=None, dy=None):
-    """Output pixel (x, y) shows the image at (x + dx, y + dy), bicubic, FILL outside.
+    """Show at pixel (x, y) the image at (x + dx, y + dy), bicubic, FILL outside.
 
     dx, dy: float32 that broadcasts to (b, 1, H, W), in pixels; None is 0, and four times faster.
     """
@@ -126,7 +126,7 @@ def warp(images, dx=None, dy=None):
 
 
 def rotate(images, degrees):
-    """Counter-clockwise about the centre."""
+    """Turn counter-clockwise about the centre."""
     (H, W), angle = images.shape[2:], degrees * (math.pi / 180)
     x, y = axes(images)
     x, y, cos, sin = x - (W - 1) / 2, y - (H - 1) / 2, torch.cos(angle), torch.sin(angle)
@@ -134,7 +134,7 @@ def rotate(images, degrees):
 
 
 def torchvisions(name):
-    """An operation of torchvision, which is imported when it is used: it costs as much as torch."""
+    """Call torchvision's operation; it is imported when used, as it costs as much as torch."""
     def op(images, _):
         from torchvision.transforms.v2 import functional
         return getattr(functional, name)(images)
@@ -172,7 +172,7 @@ OPS = {  # name in timm: (operation, its argument from x = level / 10 in [0, 1] 
 
 
 def rand_augment(images, u, magnitude=9.0, std=0.5, num_ops=2, prob=0.5):
-    """timm's rand-m9-mstd0.5-inc1: num_ops draws from OPS, each applied with probability prob.
+    """Draw num_ops of OPS, apply each with probability prob: timm's rand-m9-mstd0.5-inc1.
 
     Each draw's level is normal(magnitude, std) clipped to [0, 10], its sign a fair coin.
     images: uint8. u: (B, 4 * num_ops) on the CPU; per draw: which op, apply it?, level, sign.
@@ -202,7 +202,7 @@ def rand_augment(images, u, magnitude=9.0, std=0.5, num_ops=2, prob=0.5):
 # --- random erasing -------------------------------------------------------------------------------
 
 def random_erase(images, u, positions, seed, prob=0.25, area=(0.02, 1 / 3), min_ratio=0.3):
-    """A box of noise in a share `prob` of the images: timm's RandomErasing(mode="pixel").
+    """Put a box of noise into a share `prob` of the images: timm's RandomErasing(mode="pixel").
 
     The box covers a uniform share of the image within `area`; its height / width is log-uniform in
     [min_ratio, 1 / min_ratio]; of 10 tries the first that fits is taken, else the image stays.
@@ -239,7 +239,7 @@ def random_erase(images, u, positions, seed, prob=0.25, area=(0.02, 1 / 3), min_
 # --- mixup and cutmix -----------------------------------------------------------------------------
 
 def partner(x):
-    """Each sample's neighbour: 2i + 1 for 2i and the other way round."""
+    """Swap neighbours: 2i + 1 for 2i and the other way round."""
     return x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
 
 
@@ -286,7 +286,7 @@ def mixup_cutmix(images, labels, num_classes, rng, mixup=0.8, cutmix=1.0, switch
 # --- all of it, in the recipe's order -------------------------------------------------------------
 
 def augment_uint8(images, positions, seed, pad=0, num_ops=2):
-    """First half: crop (if pad > 0), flip, RandAugment (if num_ops > 0). Returns uint8.
+    """Do the first half: crop (if pad > 0), flip, RandAugment (if num_ops > 0). Returns uint8.
 
     images: uint8, after the random resized crop. positions: (B,) int64 on the CPU, below 2**31:
     each sample's number in the whole run, which with the seed determines all that is drawn. So this
@@ -302,7 +302,7 @@ def augment_uint8(images, positions, seed, pad=0, num_ops=2):
 
 
 def to_float(images, positions, seed, erase_prob=0.25):
-    """Second half: uint8 to float32 in [0, 1], and random erasing, whose noise may leave [0, 1]."""
+    """Do the second half: to float32 in [0, 1], random erasing, whose noise may leave [0, 1]."""
     images = images / 255
     if erase_prob:
         u = uniform(positions, ERASE_COLUMNS, seed, ERASE)

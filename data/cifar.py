@@ -15,7 +15,7 @@ CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog
 
 
 def read_tar(path, splits):
-    """{(class, file): bytes} of the images <split>/<class>/<file> in an uncompressed tar.
+    """Read {(class, file): bytes} of the images <split>/<class>/<file> in an uncompressed tar.
 
     Raises ValueError naming a file that is no tar, compressed, cut short or damaged.
     """
@@ -37,7 +37,7 @@ def read_tar(path, splits):
 
 
 def cifar10_files(data_dir, splits):
-    """{(class, file): bytes} of the first folder of these splits, else of the first tar."""
+    """Read {(class, file): bytes} of the first folder of these splits, else of the first tar."""
     folders = [path for path in (os.path.join(data_dir, name) for name in splits)
                if os.path.isdir(path)]
     if folders:
@@ -51,7 +51,7 @@ def cifar10_files(data_dir, splits):
 
 
 def load_cifar10(data_dir, split, download=False):
-    """CIFAR-10 from data_dir, in the first of three forms that is there. Returns a Split.
+    """Load CIFAR-10 from data_dir, in the first of three forms that is there. Returns a Split.
 
     torchvision's folder cifar-10-batches-py (download=True fetches it); folders train/<class>/ and
     test/<class>/ (or val/); uncompressed tars of such folders, cifar10_train.tar, cifar10_val.tar

@@ -23,7 +23,7 @@ class Split(NamedTuple):
 
 
 def shown(path):
-    """A path as it can be printed: bytes that are no UTF-8 as \\udc...."""
+    """Write a path so that it can be printed: bytes that are no UTF-8 as \\udc...."""
     return str(path).encode("utf-8", "backslashreplace").decode()
 
 
@@ -35,7 +35,7 @@ def read_bytes(path):
 
 
 def decode_with_pil(data):
-    """What decode does, without torchvision's decoder: in 1.3 times its time."""
+    """Decode without torchvision's decoder, in 1.3 times its time."""
     from PIL import Image
     image = Image.open(io.BytesIO(data))
     if image.mode.startswith("I"):           # 16 bit grey, which convert() would clip at 255
@@ -69,6 +69,11 @@ def name_hash(name):
     return zlib.crc32(os.fsencode(name))
 
 
+def same_folder(one, other):
+    """Tell whether two paths, or None, are the same folder."""
+    return bool(one and other) and os.path.realpath(one) == os.path.realpath(other)
+
+
 def scan_folders(root):
     """Find root/<class>/<image>: ({class: its images, sorted}, Counter of other endings).
 
@@ -89,7 +94,7 @@ def scan_folders(root):
 
 
 def collate(transform, samples):
-    """[(image, label, position)] -> batch; transform(images, positions) runs here, in a worker."""
+    """Stack [(image, label, position)]; transform(images, positions) runs here, in a worker."""
     images, labels, positions = default_collate(samples)
     if transform:
         images = transform(images, positions)
@@ -97,7 +102,7 @@ def collate(transform, samples):
 
 
 def image_batches(dataset, batches, num_workers=4, device="cpu", transform=None):
-    """DataLoader over samples (image, label, position): a batch of each, on the CPU.
+    """Make a DataLoader over samples (image, label, position): a batch of each, on the CPU.
 
     batches: iterable of lists of the dataset's keys, (position, index). transform: applied to
     (images, positions) of a batch in the worker; leave it out if a GPU can do that. Workers run

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from data.files import Split, decode, name_hash, read_bytes, scan_folders
+from data.files import Split, decode, name_hash, read_bytes, same_folder, scan_folders
 from data.rng import epoch_order, uniform
 from data.shapes import load_shapes
 
@@ -37,7 +37,7 @@ class Photos(NamedTuple):
     notes: str = ""                          # what a user should know of it
 
     def median_side(self, n=200):
-        """Median short side in pixels of some training images; their headers are read."""
+        """Measure the median short side in pixels of some training images, by their headers."""
         from PIL import Image
         sides = []
         for path, _ in self.train[::math.ceil(len(self.train) / n)]:
@@ -48,7 +48,7 @@ class Photos(NamedTuple):
         return float(np.median(sides)) if sides else 0.0
 
     def recipe(self, n):
-        """What training on n of these images wants: about 3,000 steps and 64 patches an image."""
+        """Choose flags to train on n of these images: about 3,000 steps, 64 patches an image."""
         if not self.train:
             raise ValueError(f"--data_dir {self.root} has no folder train: nothing to train on")
         side = self.median_side()
@@ -60,7 +60,7 @@ class Photos(NamedTuple):
 
 
 def split_folders(root):
-    """{"train": folder, "val": folder} of those that root has, {} where its folders are classes.
+    """Find {"train": folder, "val": folder} in root; {} where its folders are classes.
 
     train/, val/ or test/ is a split if it holds folders, else a class of that name. test/ is taken
     where there is no val/. Raises ValueError where there are classes beside the splits.
@@ -142,7 +142,7 @@ def load_photos(photos, size, holdout=0):
 
 
 def decode_all(files, classes, size):
-    """Split of the files that can be read, each resized to `size` on the short side and cropped."""
+    """Load the files that can be read, resized to `size` on the short side and cropped: a Split."""
     from torchvision.transforms.v2 import functional as F
     images, labels = [], []
     for path, label in tqdm(files, "decoding", leave=False, disable=len(files) < 500):
@@ -159,7 +159,7 @@ def decode_all(files, classes, size):
 
 
 def hold_out(split, n, order=None):
-    """(the rest, n images held out of it): the first in `order`; by default a fixed random one."""
+    """Split into (the rest, n held out): the first in `order`; by default a fixed random one."""
     if not 0 < n < len(split.labels):
         raise ValueError(f"--holdout {n}: there are {len(split.labels)} training images")
     order = epoch_order(len(split.labels), 0, seed=0) if order is None else order
@@ -170,7 +170,7 @@ def hold_out(split, n, order=None):
 # --- ImageNet's layout ----------------------------------------------------------------------------
 
 def random_crop_box(width, height, draw, area=(0.08, 1.0), ratio=(3 / 4, 4 / 3)):
-    """The box (left, top, width, height) of a random resized crop: ints, inside the image.
+    """Choose the box (left, top, width, height) of a random resized crop, inside the image.
 
     draw: 22 numbers in [0, 1). Area uniform, aspect ratio log-uniform; ten tries to fit in the
     image, then the largest central box of legal ratio.
@@ -221,7 +221,7 @@ class ImageTree(Dataset):
         self.names = np.array([os.fsencode(file) for _, file in names])
 
     def check(self, files, subset):
-        """ValueError unless the class folders, {name: files}, are those of self.classes."""
+        """Raise ValueError unless the class folders, {name: files}, are those of self.classes."""
         unknown = sorted(set(files) - set(self.classes))
         missing = sorted(set(self.classes) - set(files))
         problems = {"has class folders that the training split has not": unknown,
@@ -262,14 +262,14 @@ class ImageTree(Dataset):
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys):
-        """DataLoader asks for a whole batch here: its random numbers are drawn in one call."""
+        """Load a whole batch for DataLoader: its random numbers are drawn in one call."""
         keys = [(key, key) if isinstance(key, int) else key for key in keys]
         positions = torch.tensor([position for position, _ in keys])
         draws = uniform(positions, 22, self.seed, CROP).tolist()
         return [self.load_or_skip(*key, draw) for key, draw in zip(keys, draws)]
 
     def load_or_skip(self, position, index, draw):
-        """One (image, label, position); what happens to an unreadable file, see the class."""
+        """Load one (image, label, position); what happens to an unreadable file, see the class."""
         for i in range(index, index + len(self)):
             i = i % len(self)
             try:
@@ -288,7 +288,7 @@ class ImageTree(Dataset):
 # --- what a run is trained and evaluated on -------------------------------------------------------
 
 def load_data(args, device, rank=0):
-    """(training set, evaluation set), Splits on the device or ImageTrees; prints what was found."""
+    """Load the training and evaluation set, Splits on the device or ImageTrees; describe them."""
     if args.data in ("cifar10", "imagenet") and not args.data_dir:
         raise ValueError(f"--data {args.data} needs --data_dir")
     notes = ""
@@ -368,8 +368,7 @@ def load_test(args, trained, size, classes):
         source = load_cifar10(args.data_dir, "test")
     else:
         photos, theirs = find_photos(args.data_dir), trained.get("data_dir")
-        own = trained.get("data") == "folder" and theirs and Path(theirs).resolve() == Path(
-            args.data_dir).resolve()
+        own = trained.get("data") == "folder" and same_folder(theirs, args.data_dir)
         holdout = trained.get("holdout", 0) if own else 0
         if holdout:
             if holdout >= len(photos.train):
@@ -378,6 +377,9 @@ def load_test(args, trained, size, classes):
             source = load_photos(photos, size, holdout)[1]
         else:
             source = decode_all(photos.val or photos.train, photos.classes, size)
+            if not photos.val and getattr(args, "rank", 0) == 0:
+                print(f"{args.data_dir}: not the folder of training ({theirs or 'none'}): all of "
+                      f"its {len(source.labels)} images are evaluated", flush=True)
         if not len(source.labels):
             raise ValueError(f"--data_dir {args.data_dir}: no image can be read")
     return Split(source.images.to(args.device), source.labels.to(args.device), source.classes)

@@ -11,14 +11,14 @@ import torch
 
 
 def _mix(x):
-    """One round of a 32-bit hash (the "lowbias32" constants) on int32, in place; products wrap."""
+    """Do a round of a 32-bit hash (the "lowbias32" constants) on int32, in place; products wrap."""
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2 ** 32)
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
 def uniform(index, n, *key):
-    """Table of random numbers in [0, 1): row i depends on (key, index[i]) only, column j not on n.
+    """Draw numbers in [0, 1): row i depends on (key, index[i]) only, column j not on n.
 
     index: (B,) int64 in [0, 2**31), the sample's number; n: columns; key: ints in [0, 2**31) such
     as (seed, purpose). Returns (B, n) float32 on index's device, multiples of 2**-24.
@@ -32,7 +32,7 @@ def uniform(index, n, *key):
 
 
 def normal(u):
-    """Standard normal numbers from uniform ones (multiples of 2**-24 in [0, 1)), by inversion.
+    """Turn uniform numbers (multiples of 2**-24 in [0, 1)) into standard normal ones, by inversion.
 
     Half a step is added to u, so both ends are finite (|result| < 5.5). Same shape and dtype as u.
     """
@@ -40,7 +40,7 @@ def normal(u):
 
 
 def epoch_order(n, epoch, seed, repeats=1):
-    """The sample indices of one epoch, (n,) int64: a permutation of 0..n-1 keyed by (seed, epoch).
+    """Order the samples of an epoch, (n,) int64: a permutation of 0..n-1 keyed by (seed, epoch).
 
     repeats > 1 is DeiT's repeated augmentation: an epoch sees n / repeats images, each `repeats`
     times. The copies are neighbours here; who mixes neighbours has to spread them first.

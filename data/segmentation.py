@@ -23,7 +23,7 @@ from PIL import Image, ImageDraw
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from data.files import IMAGE_EXTENSIONS, decode, name_hash, read_bytes
+from data.files import IMAGE_EXTENSIONS, decode, name_hash, read_bytes, same_folder, shown
 from data.rng import uniform
 from data.shapes import colour, load_shapes
 
@@ -40,7 +40,7 @@ DISTORT_COLUMNS = 9
 # --- source[i] -> image (3, H, W), label (H, W), both uint8; source.classes ----------------------
 
 class Scenes(Dataset):
-    """render_scenes in memory; 11 classes: background is class 0, no pixel is ignored."""
+    """Hold rendered scenes in memory; 11 classes: background is 0, no pixel is ignored."""
 
     def __init__(self, split, num_images, size):
         self.images, _, classes, self.labels = load_shapes(split, num_images, size)
@@ -54,7 +54,7 @@ class Scenes(Dataset):
 
 
 def listed_classes(root):
-    """(names, file) of classes.txt, one a line, or of ADE20K's objectInfo150.txt; ([], None)."""
+    """Read (names, file) of classes.txt or ADE20K's objectInfo150.txt; neither: ([], None)."""
     for path in (Path(root, "classes.txt"), Path(root, "objectInfo150.txt")):
         if path.exists():
             try:
@@ -69,7 +69,7 @@ def listed_classes(root):
 
 
 def class_names(root, num_classes=None, likely=()):
-    """Class names of a data folder; where it lists none, those that are likely or made up.
+    """Name the classes of a data folder; where it lists none, those likely or made up.
 
     num_classes: how many there must be; None: as many as are listed. Raises ValueError where that
     cannot be, or 8 bits cannot hold them.
@@ -90,13 +90,13 @@ def class_names(root, num_classes=None, likely=()):
 
 
 def shift_labels(label):
-    """Values of a file to classes: 0 (unlabelled) and 255 -> 255 (ignored), v -> v - 1. uint8."""
+    """Turn a file's values into classes: 0 (unlabelled), 255 -> 255 (ignored), v -> v - 1."""
     label = label - 1                                               # uint8: 0 wraps round to 255
     return torch.where(label == 254, IGNORE, label)
 
 
 def read_pair(image_path, label_path):
-    """An image (3, H, W) and the values of its annotation (H, W), uint8; errors name the file.
+    """Read an image (3, H, W) and its annotation's values (H, W), uint8; errors name the file.
 
     Images may be grey, have an alpha channel (dropped) or 16 bits; annotations are 8-bit PNG of one
     channel, palettes included: there the numbers count, not their colours.
@@ -107,17 +107,18 @@ def read_pair(image_path, label_path):
         file = Image.open(content)
         mode, pixels = file.mode, np.array(file)
     except (OSError, SyntaxError, ValueError) as error:
-        raise ValueError(f"cannot decode {label_path}: {error}") from None
+        raise ValueError(f"cannot decode {shown(label_path)}: {error}") from None
     if mode not in ("L", "P"):
-        raise ValueError(f"{label_path} is of mode {mode}, expected an 8-bit single-channel PNG")
+        raise ValueError(f"{shown(label_path)} is of mode {mode}, expected an 8-bit PNG of one "
+                         f"channel")
     if pixels.shape != image.shape[1:]:
         (h, w), (H, W) = pixels.shape, image.shape[1:]
-        raise ValueError(f"{label_path} is {w} x {h} pixels, its image {image_path} {W} x {H}")
+        raise ValueError(f"{shown(label_path)} is {w} x {h} pixels, its image {W} x {H}")
     return image, torch.from_numpy(pixels)
 
 
 class SegTree(Dataset):
-    """root/images/<split>/<stem>.jpg, root/annotations/<split>/<stem>.png, as ADE20K is laid out.
+    """Read root/images/<split>/<stem>.jpg, root/annotations/<split>/<stem>.png, as of ADE20K.
 
     num_classes: see class_names. Raises FileNotFoundError and ValueError, one line that names the
     folder or file.
@@ -141,7 +142,7 @@ class SegTree(Dataset):
         self.files = [(images[name], labels[name]) for name in images]
 
     def list_files(self, root):
-        """[images, annotations], {stem: path} each, in the order of their names."""
+        """List [images, annotations], {stem: path} each, in the order of their names."""
         found = []
         for folder, extensions in zip(self.folders, (IMAGE_EXTENSIONS, ".png")):
             if not os.path.isdir(folder):
@@ -149,7 +150,7 @@ class SegTree(Dataset):
                                         f"{self.layout}")
             found.append({os.path.splitext(name)[0]: os.path.join(folder, name)
                           for name in sorted(os.listdir(folder))
-                          if name.lower().endswith(extensions)})
+                          if name.lower().endswith(extensions) and name[0] != "."})
         return found
 
     def __len__(self):
@@ -166,19 +167,22 @@ class SegTree(Dataset):
 
 
 class OwnFolder(SegTree):
-    """A folder of one's own: root/images/<stem>.jpg and root/annotations/<stem>.png, in any number.
+    """Read a folder of one's own: root/images/<stem>.jpg, root/annotations/<stem>.png, any number.
 
-    If there is root/images/training, it is laid out as SegTree's; otherwise "validation" is a fifth
-    of the pairs, the same ones each time. Files that cannot be read or have no partner are left
-    out. pixels: (256,) int64, how many have each value. Raises ValueError where nothing is left.
+    If there is root/images/training or validation, it is laid out as SegTree's; otherwise
+    "validation" is a fifth of the pairs, the same ones each time, and "all" are all. Files that
+    cannot be read or have no partner are left out. pixels: (256,) int64, how many have each value.
+    Raises ValueError where nothing is left.
     """
     layout = "images/*.jpg and annotations/*.png, or training/ and validation/ in each"
 
     def __init__(self, root, split, num_classes=None):
         root = str(root)
         self.folders = [os.path.join(root, part) for part in ("images", "annotations")]
-        flat = not os.path.isdir(os.path.join(self.folders[0], "training"))
+        flat = not any(os.path.isdir(os.path.join(self.folders[0], name))
+                       for name in ("training", "validation"))
         if not flat:
+            split = "validation" if split == "all" else split
             self.folders = [os.path.join(folder, split) for folder in self.folders]
         images, labels = self.list_files(root)
         names = [name for name in images if name in labels]
@@ -190,7 +194,7 @@ class OwnFolder(SegTree):
 
         # the part that is asked for, as far as it can be read
         self.unmatched = len(images.keys() ^ labels.keys())
-        if flat:
+        if flat and split != "all":
             held = max(round(SHARE * len(names)), 1)
             order = sorted(names, key=name_hash)
             names = sorted(order[:held] if split == "validation" else order[held:])
@@ -215,7 +219,7 @@ class OwnFolder(SegTree):
 
 
 def load_folder(root, num_classes=None):
-    """A folder of one's own: (training, validation) OwnFolder and what was found, in words.
+    """Load a folder of one's own: (training, validation) OwnFolder and what was found, in words.
 
     The number of classes is num_classes, or that of classes.txt, or the highest value.
     """
@@ -242,7 +246,7 @@ def load_folder(root, num_classes=None):
 
 
 def folder_recipe(n, side):
-    """What a small set wants: n training images, their median short side in pixels.
+    """Choose flags for a small set: n training images, their median short side in pixels.
 
     About 3,000 steps of 64 to 144 patches an image, so that a CPU takes minutes.
     """
@@ -253,11 +257,12 @@ def folder_recipe(n, side):
                 eval_every=math.ceil(epochs / 10))
 
 
-def load_split(args, split):
-    """What a run of train_seg.py trains on, "training", or is evaluated on, "validation".
+def load_split(args, split, trained=None):
+    """Load what train_seg.py trains on, "training", or is evaluated on, "validation".
 
     args: its flags, or those that its checkpoint holds: data ("shapes" or a kind of folder),
     data_dir, num_classes, num_images and size (of the scenes). Gives the same images each time.
+    trained: in an evaluation, the flags of the run, a dict: nothing of another folder was held out.
     """
     if args.data == "shapes":
         if split == "training":
@@ -265,14 +270,17 @@ def load_split(args, split):
         return Scenes("test", max(args.num_images // 10, 1), args.size)
     if not args.data_dir:
         raise ValueError(f"--data {args.data} needs --data_dir")
-    kind = OwnFolder if args.data == "folder" else SegTree
-    return kind(args.data_dir, split, args.num_classes)
+    if args.data != "folder":
+        return SegTree(args.data_dir, split, args.num_classes)
+    if trained is not None and not same_folder(trained.get("data_dir"), args.data_dir):
+        split = "all"
+    return OwnFolder(args.data_dir, split, args.num_classes)
 
 
 # --- training: first half, one image, in a worker -------------------------------------------------
 
 def resize(image, height, width):
-    """Bilinear without antialiasing, (3, H, W) uint8 -> (3, height, width) uint8."""
+    """Resize bilinearly without antialiasing, (3, H, W) uint8 -> (3, height, width) uint8."""
     if image.shape[1:] == (height, width):
         return image
     image = image[None].contiguous(memory_format=torch.channels_last)       # 4 x as fast as planes
@@ -313,7 +321,7 @@ def training_view(image, label, draw, size, scales=(0.5, 2.0)):
 
 
 class TrainingViews(Dataset):
-    """views[position, index]: one sample (image, label, (position, height, width)): training_view.
+    """Give views[position, index], a sample (image, label, (position, h, w)): training_view.
 
     `index` says which image of the source, `position` (the sample's number in the whole run) which
     view of it.
@@ -332,12 +340,12 @@ class TrainingViews(Dataset):
 # --- training: second half, batches, on any device ------------------------------------------------
 
 def scale_and_shift(x, factor, amount=0.0):
-    """factor * x + amount in grey levels, clipped and cut to whole ones; x stays float."""
+    """Compute factor * x + amount in grey levels, clipped, cut to whole ones; x stays float."""
     return (x * factor + amount).clamp(0, 255).floor()
 
 
 def scale_hsv(x, saturation, turn):
-    """S of HSV times `saturation`, H plus `turn` half degrees. x: (B, 3, H, W) float, grey levels.
+    """Multiply S of HSV, add `turn` half degrees to H. x: (B, 3, H, W) float, grey levels.
 
     H is kept in whole half degrees and S in 256 levels, as OpenCV's 8-bit images do.
     """
@@ -357,7 +365,7 @@ def scale_hsv(x, saturation, turn):
 
 
 def distort(images, u):
-    """Photometric distortion: brightness, contrast, saturation, hue, each with probability 0.5.
+    """Distort brightness, contrast, saturation, hue, each with probability 0.5.
 
     images: (B, 3, H, W) uint8. u: (B, DISTORT_COLUMNS). Returns uint8. Contrast comes second or
     last, by a fair coin. Where saturation and hue both change, HSV is entered once, not twice as in
@@ -378,7 +386,7 @@ def distort(images, u):
 
 
 def finish_views(images, height, width, positions, seed, mean, distorted=True):
-    """Distortion, then padding: uint8 views to float32 in [0, 1].
+    """Distort, then pad: uint8 views to float32 in [0, 1].
 
     images: (B, 3, S, S) uint8. height, width, positions: (B,) int64 on the CPU. mean: (3, 1, 1) in
     [0, 1], the colour of the padding: the one that the model subtracts, so that its first layer
@@ -395,7 +403,7 @@ def finish_views(images, height, width, positions, seed, mean, distorted=True):
 # --- pictures ------------------------------------------------------------------------------------
 
 def palette(num_classes):
-    """A colour per class, (256, 3) uint8: hues a golden angle apart; 255 is black."""
+    """Choose a colour per class, (256, 3) uint8: hues a golden angle apart; 255 is black."""
     k = torch.arange(256.0)
     hue, luminance = (0.6 + k * 0.618034) % 1, 0.3 + 0.22 * (k % 3)
     rgb = colour(hue, torch.full_like(k, 0.85), luminance)[:, :, 0, 0]
@@ -404,7 +412,7 @@ def palette(num_classes):
 
 
 def save_pictures(path, triples, classes):
-    """One PNG, a row per image: image, truth, prediction; below, the colours of the classes seen.
+    """Draw a PNG, a row per image: image, truth, prediction; below, the classes' colours.
 
     triples: image (3, H, W), truth and prediction (H, W), uint8, as iou.predictions yields them; H
     and W may vary.

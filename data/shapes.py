@@ -19,7 +19,7 @@ SCENE, NOISE = 10, 11                       # what a random number is for: the l
 
 
 def fold(x, y, n):
-    """The plane onto half a wedge of an n-fold symmetry: n wedges around 0, the first along +y."""
+    """Fold the plane onto half a wedge: n wedges around 0, the first along +y."""
     wedge = 2 * math.pi / n
     r = torch.hypot(x, y)
     angle = (torch.atan2(x, y) + math.pi / n) % wedge - math.pi / n
@@ -78,7 +78,7 @@ NUM_LAYERS = 5                              # back to front: background, three s
 
 
 def apply_each(functions, which, x, y):
-    """functions[which[i]](x[i], y[i]) for every row i. which: (B,) int64; x, y: (B, H, W)."""
+    """Call functions[which[i]](x[i], y[i]) for every row i. which: (B,) int64; x, y: (B, H, W)."""
     out = torch.empty_like(x)
     for k, function in enumerate(functions):
         rows = (which == k).nonzero()[:, 0]
@@ -87,7 +87,7 @@ def apply_each(functions, which, x, y):
 
 
 def colour(hue, saturation, luminance):
-    """RGB (B, 3, 1, 1) in [0, 1] of exactly this luminance, 0.3 R + 0.59 G + 0.11 B.
+    """Make RGB (B, 3, 1, 1) in [0, 1] of exactly this luminance, 0.3 R + 0.59 G + 0.11 B.
 
     Arguments: (B,) in [0, 1].
     """
@@ -101,12 +101,12 @@ def colour(hue, saturation, luminance):
 
 
 def column(t):
-    """(B,) -> (B, 1, 1)"""
+    """Reshape (B,) -> (B, 1, 1)."""
     return t[:, None, None]
 
 
 def colours(draw, layer):
-    """Two similar colours of a layer, (B, 3, 1, 1) each.
+    """Draw two similar colours of a layer, (B, 3, 1, 1) each.
 
     Shapes are lighter than the background: small networks need far more images to find them else.
     """
@@ -121,7 +121,7 @@ def colours(draw, layer):
 
 
 def place(draw, layer, x, y):
-    """The points (x, y) in a shape's own frame, (B, H, W) each, and its scale (B,)."""
+    """Turn the points (x, y) into a shape's own frame, (B, H, W) each; also its scale (B,)."""
     if layer == NUM_LAYERS - 1:                         # anywhere inside the image
         scale = draw(0.52, 0.78, 5)
         centre_x, centre_y = draw(-1, 1, 6) * (0.95 - scale), draw(-1, 1, 7) * (0.95 - scale)
@@ -137,7 +137,7 @@ def place(draw, layer, x, y):
 
 
 def textured(draw, first, second, u, v):
-    """A pattern of the two colours over the points (u, v): (B, 3, H, W)."""
+    """Paint a pattern of the two colours over the points (u, v): (B, 3, H, W)."""
     angle, frequency = draw(0, 2 * math.pi, 10), draw(4, 9, 11)
     cos, sin = column(angle.cos() * frequency), column(angle.sin() * frequency)
     which = (draw(0, 1, 12) * len(TEXTURES)).long()

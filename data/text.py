@@ -1,9 +1,10 @@
 """Text in, tokens out: WikiText folders, their ids, windows for training and sliding evaluation.
 
 A folder holds wiki.{train,valid,test}.tokens: UTF-8, already tokenised, words between spaces; every
-line, a blank one too, ends with <eos> (`IDSIA/lmtool-fwp:src/utils/vocabulary.py`). data/prose.py
-writes other texts in this form. The training text becomes train.bin, flat little-endian uint32 ids,
-and vocab.txt, a word a line, which later runs map into memory:
+line, a blank one too, ends with <eos> (`IDSIA/lmtool-fwp:src/utils/vocabulary.py`). A .txt
+of one's own and this Python's documentation are written in this form. The training text becomes
+train.bin, flat little-endian uint32 ids, and vocab.txt, a word a line, which later runs map into
+memory:
 
     corpus = load_corpus("data/wikitext-103")
     x = random_windows(corpus.train, step=0, batch_size=96, context=256, seed=0)
@@ -35,7 +36,7 @@ WINDOW = 70                                     # what a random number is for: p
 
 
 class Vocabulary(dict):
-    """word -> id, the ids being places in `words`; an unknown word gets the id of <unk>."""
+    """Map word -> id, its place in `words`; an unknown word gets the id of <unk>."""
 
     def __init__(self, words):
         self.words = list(words)
@@ -60,7 +61,7 @@ class Vocabulary(dict):
 
 
 def stored_vocabulary(checkpoint):
-    """The Vocabulary of a checkpoint of train_lm.py, which fits its model; else ValueError."""
+    """Read a checkpoint's Vocabulary; raise ValueError if it does not fit its model."""
     vocab = Vocabulary(checkpoint["vocab"].split("\n"))
     size = checkpoint["model_config"].get("vocab_size")
     if len(vocab) != size:
@@ -69,7 +70,7 @@ def stored_vocabulary(checkpoint):
 
 
 def from_rank_0(value):
-    """Rank 0's plain object, on every process."""
+    """Give rank 0's plain object to every process."""
     objects = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(objects)
@@ -79,7 +80,7 @@ def from_rank_0(value):
 # --- files to words -------------------------------------------------------------------------------
 
 def token_file(folder, split):
-    """Path of wiki.<split>.tokens; raises unless it is there and holds something."""
+    """Find wiki.<split>.tokens; raises unless it is there and holds something."""
     path = Path(folder, f"wiki.{split}.tokens")
     if not path.is_file():
         raise FileNotFoundError(f"--data_dir {folder}: there is no {path.name}; expected "
@@ -90,12 +91,12 @@ def token_file(folder, split):
 
 
 def split_words(text):
-    """Words between any white space, <eos> for every newline."""
+    """Split at any white space, <eos> for every newline."""
     return text.replace("\n", f" {EOS} ").split()
 
 
 def read_text(path, what):
-    """The text of a file in pieces of whole lines, about 64 kB; the last line gets a newline."""
+    """Read a file in pieces of whole lines, about 64 kB; the last line gets a newline."""
     size = path.stat().st_size
     bar = tqdm(total=size, desc=f"{what} {path.name}", unit="B", unit_scale=True, leave=False,
                disable=size < 2 ** 24, dynamic_ncols=True)
@@ -112,14 +113,14 @@ def read_text(path, what):
 
 
 def read_lines(path):
-    """All lines of a file, without newlines; str.splitlines would split at other characters too."""
+    """Read all lines, without newlines; str.splitlines would split at other characters too."""
     return "".join(read_text(Path(path), "reading")).split("\n")[:-1]
 
 
 # --- words to ids ---------------------------------------------------------------------------------
 
 class Corpus(NamedTuple):
-    """A folder of token files as ids."""
+    """Hold a folder of token files as ids."""
     train: np.ndarray                           # (n,) uint32, mapped from disk
     valid: np.ndarray                           # (n,) uint32
     test: np.ndarray
@@ -130,7 +131,7 @@ class Corpus(NamedTuple):
 
 
 def load_corpus(folder, rank=0):
-    """The ids of a folder's texts. Rank 0 writes train.bin and vocab.txt while the others wait.
+    """Load a folder's texts as ids. Rank 0 writes train.bin and vocab.txt while the others wait.
 
     Raises FileNotFoundError or ValueError, one line that names the file, if one is missing, empty,
     not UTF-8, cut short or out of range.
@@ -156,7 +157,7 @@ def load_corpus(folder, rank=0):
 
 
 def describe(corpus):
-    """What was found, in words: sizes, the share of unknown words, and whether the cache is new."""
+    """Say what was found: sizes, the share of unknown words, and whether the cache is new."""
     ends = corpus.train == corpus.vocab[EOS]
     paragraphs = ends.sum() - ends[0] - (ends[1:] & ends[:-1]).sum()
     unknown = corpus.vocab.get(UNK, -1)
@@ -168,7 +169,7 @@ def describe(corpus):
 
 
 def count_words(path):
-    """Vocabulary of a text: <eos>, then words by falling count, ties in order of appearance."""
+    """Make a text's Vocabulary: <eos>, words by falling count, ties in order of appearance."""
     counts = Counter()
     for text in read_text(path, "counting words of"):
         counts.update(split_words(text))
@@ -196,7 +197,7 @@ def prepare(folder, cache_dir):
 
 
 def are_of(changed, *paths):
-    """Are these files there, made of a text that was last changed then?"""
+    """Tell whether these files are there, made of a text that was last changed then."""
     return all(path.exists() and path.stat().st_mtime_ns == changed for path in paths)
 
 
@@ -220,7 +221,7 @@ def write_whole(path, pieces, made_of=None):
 
 
 def choose_cache_dir(folder):
-    """<folder>/cache, or `cache_name` where the folder must not be written to."""
+    """Choose <folder>/cache, or `cache_name` where the folder must not be written to."""
     here = Path(folder, "cache")
     place = here if here.exists() else Path(folder)
     if os.access(place, os.W_OK) and place.stat().st_mode & 0o222:  # root may write anywhere
@@ -229,7 +230,7 @@ def choose_cache_dir(folder):
 
 
 def cache_name(path):
-    """out/cache/<name>_<hash of the whole path>."""
+    """Name out/cache/<name>_<hash of the whole path>."""
     path = Path(path).resolve()
     return Path("out", "cache", f"{path.stem}_{zlib.crc32(str(path).encode()):08x}")
 
@@ -237,7 +238,7 @@ def cache_name(path):
 # --- other texts, written as token files ----------------------------------------------------------
 
 def text_folder(data, data_dir, rank=0):
-    """The folder of token files that --data and --data_dir mean; rank 0 writes what is new.
+    """Find the folder of token files that the flags mean; rank 0 writes what is new.
 
     data_dir: a folder of wiki.*.tokens, a .txt, a folder with one .txt, or None for pydoc's text.
     Raises FileNotFoundError or ValueError, one line, if that is not there.
@@ -246,7 +247,7 @@ def text_folder(data, data_dir, rank=0):
 
 
 def find_folder(data, data_dir):
-    """`text_folder` for one process."""
+    """Do `text_folder`'s work in one process."""
     if not data_dir and data != "pydoc":
         raise ValueError(f"--data {data} needs --data_dir")
     if not data_dir:
@@ -265,7 +266,7 @@ def find_folder(data, data_dir):
 
 
 def words_of(text):
-    """Words and punctuation marks of a text."""
+    """Split a text into words and punctuation marks."""
     return re.findall(r"\w+(?:'\w+)*|[^\w\s]", text)
 
 
@@ -281,7 +282,7 @@ def write_tokens(folder, lines, made_of=None):
 
 
 def txt_folder(path):
-    """Folder made of a .txt: 90 % of its paragraphs to train, then 5 % to valid, 5 % to test.
+    """Make a folder of a .txt: 90 % of its paragraphs to train, 5 % to valid, 5 % to test.
 
     Blank lines part paragraphs; where that gives fewer than 20, every line is one.
     """
@@ -299,7 +300,7 @@ def txt_folder(path):
 
 
 def pydoc_documents():
-    """{name: [(title, text)]}: pydoc's topics and the docstrings of the parsed standard library."""
+    """Collect {name: [(title, text)]}: pydoc's topics, docstrings of the standard library."""
     from pydoc_data.topics import topics
     documents = {f"topic {name}": [(name, text)] for name, text in topics.items()}
     library = Path(os.__file__).parent
@@ -319,7 +320,7 @@ def pydoc_documents():
 
 
 def pydoc_folder(parent):
-    """Folder of wiki.{train,valid,test}.tokens made of `pydoc_documents`; written if missing.
+    """Make a folder of wiki.*.tokens of `pydoc_documents`, if it is missing.
 
     The same text for the same Python. A document belongs to one split by a hash of its name, a
     sixteenth to valid and to test each; a paragraph is a line.
@@ -341,7 +342,7 @@ def pydoc_folder(parent):
 # --- windows --------------------------------------------------------------------------------------
 
 def random_windows(tokens, step, batch_size, context, seed, part=slice(None)):
-    """Windows of context + 1 tokens from anywhere in the text, the last only a target.
+    """Draw windows of context + 1 tokens from anywhere in the text, the last only a target.
 
     tokens: (n,) uint32. Returns (b, context + 1) int64: the slice `part` of the batch_size windows
     of this step, each drawn by (seed, step, its place) alone.
@@ -356,7 +357,7 @@ def random_windows(tokens, step, batch_size, context, seed, part=slice(None)):
 
 
 def sliding_windows(num_targets, window, stride):
-    """Which windows score which targets: [(starts (n,) int64, length, scored)].
+    """Plan which windows score which targets: [(starts (n,) int64, length, scored)].
 
     The last `scored` of `length` targets count. The first window scores all its targets, each later
     one, `stride` further on, its last `stride`. The last window is moved back to end with the text
@@ -376,7 +377,7 @@ def sliding_windows(num_targets, window, stride):
 
 @torch.no_grad()
 def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1, progress=None):
-    """Nats of each of tokens[1:] in a sliding evaluation.
+    """Compute the nats of each of tokens[1:] in a sliding evaluation.
 
     Teo & Nguyen 2024, App. A.4; `IDSIA/lmtool-fwp:src/eval_sliding_window.py`, there stride 1, one
     window at a time. model: has hidden(x (b, T)) -> (b, T, C) and nll(h (b, s, C), targets (b, s))
@@ -406,5 +407,5 @@ def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1, p
 
 
 def perplexity(nll, scored=None):
-    """exp(mean) of nats, float64; scored: a bool for each, which to count."""
+    """Compute exp(mean over tokens) of nats, float64; scored: a bool for each, which to count."""
     return (nll if scored is None else nll[scored]).mean().exp().item()

@@ -354,16 +354,6 @@ def jpeg85(images):
     return jpeg_compression(images, 85)
 
 
-def saturate(images, c):
-    """Saturation S of HSV becomes c[0] * S + c[1]; greys count as red. Not one of the 15."""
-    value, low = images.amax(1, keepdim=True).float(), images.amin(1, keepdim=True)
-    span = value - low
-    red = torch.tensor([0.0, 1, 1], device=images.device).view(3, 1, 1)
-    distance = torch.where(span > 0, (value - images) / span, red)                 # 0: channel is V
-    saturation = (c[0] * torch.where(value > 0, span / value, 0) + c[1]).clamp_(0, 1)
-    return quantise(value * (1 - distance * saturation))
-
-
 # --- all of them ----------------------------------------------------------------------------------
 
 DRAW = dict(
@@ -373,10 +363,11 @@ DRAW = dict(
 APPLY = {f.__name__: f for f in (
     gaussian_noise, shot_noise, impulse_noise, defocus_blur, glass_blur, motion_blur, zoom_blur,
     snow, frost, fog, brightness, contrast, elastic_transform, elastic_any_size, pixelate,
-    jpeg_compression, saturate)}
+    jpeg_compression)}
+ELASTIC_SIZES = (224, 64, 32)         # squares for which ImageNet-C's elastic_transform was made
 
 
-def check(images, name, severity, table, elastic):
+def check_corruption(images, name, severity):
     """Raise a ValueError for what corrupt() does not take."""
     if not torch.is_tensor(images):
         raise ValueError(f"images are {type(images).__name__}, expected a tensor of torch.uint8")
@@ -386,19 +377,14 @@ def check(images, name, severity, table, elastic):
     H, W = images.shape[2:]
     if min(H, W) < MIN_SIDE:
         raise ValueError(f"images are {H} x {W} pixels, expected at least {MIN_SIDE} a side")
-    if name not in (*NAMES, "saturate"):
-        names = ", ".join(NAMES)
-        raise ValueError(f"unknown corruption {name!r}, expected one of {names}, saturate")
+    if name not in NAMES:
+        raise ValueError(f"unknown corruption {name!r}, expected one of {', '.join(NAMES)}")
     if type(severity) is not int or not 1 <= severity <= 5:
         raise ValueError(f"severity is {severity!r}, expected an int from 1 to 5")
-    if table not in (None, 224, 64, 32):
-        raise ValueError(f"table is {table!r}, expected 224, 64, 32 or None")
-    if elastic not in (None, "h", "i"):
-        raise ValueError(f"elastic is {elastic!r}, expected 'h', 'i' or None")
 
 
 def table_of(H, W):
-    """The table of constants for images of this size, by the shorter side."""
+    """Choose the table of constants for images of this size, by the shorter side."""
     if min(H, W) >= 128:
         return 224
     if min(H, W) >= 48:
@@ -406,31 +392,26 @@ def table_of(H, W):
     return 32
 
 
-def corrupt(images, name, severity, *, seed=0, index=None, table=None, frost_dir=None,
-            elastic=None):
+def corrupt(images, name, severity, *, seed=0, index=None, frost_dir=None):
     """Corrupt a batch; with the same seed and index an image always comes out the same.
 
-    images: (B, 3, H, W) uint8, RGB, at least 16 pixels a side. name: of NAMES, or "saturate".
-    severity: 1 to 5. index: (B,) ints in [0, 2**31), the images' numbers in their data set; None:
-    0, 1, 2, ... table: 224, 64 or 32, whose constants to take; None: by the shorter side.
-    frost_dir: folder of ImageNet-C's frost photographs; None: synthetic textures. elastic: "h" for
-    ImageNet-C's elastic_transform, "i" for imagecorruptions'; None: "h" for squares of 224, 64 and
-    32 pixels, for which it was made, else "i". Returns the same shape, dtype and device; images
-    stays as it is. Raises ValueError otherwise.
+    images: (B, 3, H, W) uint8, RGB, at least 16 pixels a side. name: of NAMES. severity: 1 to 5.
+    index: (B,) ints in [0, 2**31), the images' numbers in their data set; None: 0, 1, 2, ...
+    frost_dir: folder of ImageNet-C's frost photographs; None: synthetic textures. Returns the same
+    shape, dtype and device; images stays as it is. Raises ValueError otherwise.
     """
-    check(images, name, severity, table, elastic)
+    check_corruption(images, name, severity)
     (B, _, H, W), device = images.shape, images.device
     index = torch.as_tensor(range(B) if index is None else index, dtype=torch.int64).to(device)
     if index.shape != (B,):
         raise ValueError(f"index has shape {tuple(index.shape)}, expected ({B},), one per image")
     kind, draw = name, DRAW.get(name)
-    original = elastic == "h" or elastic is None and H == W and H in (224, 64, 32)
-    if name == "elastic_transform" and not original:
+    if name == "elastic_transform" and not (H == W and H in ELASTIC_SIZES):
         kind, draw = "elastic_any_size", draw_elastic_any_size
     if name == "frost":
         draw = partial(draw_frost, frost_dir=frost_dir)
-    c = CONSTANTS[kind][table or table_of(H, W)][severity - 1]
-    number = PURPOSE + (*NAMES, "saturate").index(name) + 1
+    c = CONSTANTS[kind][table_of(H, W)][severity - 1]
+    number = PURPOSE + NAMES.index(name) + 1
 
     # Slices that fit into the caches of a CPU, or the memory of a GPU.
     out = torch.empty_like(images, memory_format=torch.contiguous_format)

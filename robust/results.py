@@ -322,7 +322,7 @@ def worst_cases(rows):
         right = torch.stack([unpack(row["right"], row["images"])[:n] for row in own]).all(0)
         new = dict(measure=f"worst of {', '.join(names)}", images=n, right=pack(right),
                    setting=dict(eps=own[0]["setting"]["eps"]),
-                   top1=100 * right.double().mean().item())
+                   top1=100 * int(right.sum()) / n)
         kept = {k: v for k, v in own[0].items() if k not in ("top5", "stages", "max_linf")}
         out += [kept | new] if len(own) > 1 else []
     return out
@@ -427,9 +427,10 @@ def summary(rows, cells, names):
 def tables(rows):
     """Markdown of rows: a column for each model; then the severities, and a summary."""
     models = {identity(row): row for row in rows}         # in order of appearance
-    details = {w: row.get("model_config", {}) | {k: row.get(k) for k in ("recipe", "checkpoint")}
-               for w, row in models.items()}
-    names = tell_apart({w: row["model"] for w, row in models.items()}, details)
+    names = tell_apart({w: row["model"] for w, row in models.items()},
+                       {w: row.get("model_config", {}) for w, row in models.items()})
+    names = tell_apart(names, {w: {k: row.get(k) for k in ("recipe", "checkpoint")}
+                               for w, row in models.items()})
     shown = rows + worst_cases(rows)
     cells = add_means(cells_of(shown), models)
 

@@ -111,7 +111,7 @@ def load_source(args, models):
         return load_texts(args, models)
     if args.task == SEG:
         flags = {**m.args, "data": args.data, "data_dir": args.data_dir}
-        source = load_split(argparse.Namespace(**flags), "validation")
+        source = load_split(argparse.Namespace(**flags), "validation", m.args)
     else:
         source = load_test(args, m.args, m.model.config.image_size, m.classes)
     for m in models:

@@ -35,36 +35,25 @@ STOP_WORDS = frozenset("""
 
 # --- the attack -----------------------------------------------------------------------------------
 
-def word_swap(lines, rate=RATE, mode="per-line", seed=0, word=WORD):
+def word_swap(lines, rate=RATE, seed=0, word=WORD):
     """Replace a share of the words by one meaningless word. Returns (lines, swapped).
 
     lines: strings of tokens with spaces between. Words are tokens with a letter or digit; stop
-    words in lower case and <unk> stay. mode: "per-line" swaps max(int(rate * words), 1) on every
-    line, headings too; "uniform" swaps the share `rate` of all words, wherever they are; rate 0
-    swaps none. swapped: one bool per token of the stream, an <eos> after every line included, so
-    that the perplexity of the other targets can be told apart.
+    words in lower case and <unk> stay. max(int(rate * words), 1) are swapped on every line, headings
+    too; rate 0 swaps none. swapped: one bool per token of the stream, an <eos> after every line
+    included, so that the perplexity of the other targets can be told apart.
     """
-    if isinstance(lines, str) or mode not in ("per-line", "uniform"):
-        raise ValueError(f"lines are a {type(lines).__name__}, mode={mode!r}, expected a list, "
-                         f"'per-line' or 'uniform'")
+    if isinstance(lines, str):
+        raise ValueError("lines are a str, expected a list of them")
     if not 0 <= rate <= 1 or len(word.split()) != 1:
         raise ValueError(f"rate={rate}, word={word!r}, expected a rate from 0 to 1 and one word")
     rng = random.Random(seed)
     parts = [re.split(r"(\s+)", line) for line in lines]           # tokens and what is between them
-
-    # places (line, part) of words; a group is a line or, in uniform mode, the whole text
-    groups = [[(i, j) for j, token in enumerate(line) if any(map(str.isalnum, token))]
-              for i, line in enumerate(parts)]
-    if mode == "uniform":
-        groups = [[place for group in groups for place in group]]
-
-    chosen = set()
-    for group in groups:
-        free = [(i, j) for i, j in group
-                if parts[i][j] != "<unk>" and parts[i][j].strip("'") not in STOP_WORDS]
-        count = round(rate * len(group))
-        if mode == "per-line" and rate:
-            count = max(int(rate * len(group)), 1)
+    chosen = set()                                                 # places: (line, part)
+    for i, line in enumerate(parts):
+        words = [j for j, token in enumerate(line) if any(map(str.isalnum, token))]
+        free = [(i, j) for j in words if line[j] != "<unk>" and line[j].strip("'") not in STOP_WORDS]
+        count = max(int(rate * len(words)), 1) if rate else 0
         chosen.update(rng.sample(free, min(count, len(free))))
 
     swapped = []

@@ -34,6 +34,7 @@ from tqdm import tqdm
 
 import common
 import train_cls
+from data.images import load_data
 from data.rng import normal, uniform
 from kpca import centre
 from studies.decider import CPU, RANK, ForcedAttention, build, centred, key_axes, settings_of
@@ -125,12 +126,12 @@ def train(arm, seed, args, train_set, test_set):
 def train_missing(args):
     """Add the rows that --out lacks."""
     done = {(row["arm"], row["seed"]) for row in common.read_log(args.out)}
-    splits = train_cls.load_data(settings_of(args, 0), CPU)
+    splits = load_data(settings_of(args, 0), CPU)
     for seed in args.seeds:
         for arm in args.arms:
             if (arm, seed) not in done:
                 row = train(arm, seed, args, *splits)
-                common.write_log(args.out, row)
+                common.Log(args.out).append(row)
                 print(f"seed {seed} {arm}: {row['top1']:.1f} %, {row['loss']:.3f} nats", flush=True)
 
 

@@ -3,6 +3,7 @@ r"""Was RPC given a fair chance? Its lambda, reading and number of steps chosen,
     python -m studies.constants test        # two settings of a pilot against symmetric, new seeds
     python -m studies.constants choose      # 28 to 34 short networks; scored on held-out images
     python -m studies.constants test --chosen             # their winners instead, if they differ
+    python -m studies.constants table --rows results/constants/*.jsonl
 
 The published lambda and n were chosen for ImageNet networks of width 192; these have 64. So both
 are chosen here, on training images that were held out, and only then tested, once, on test images.
@@ -12,7 +13,6 @@ A command trains and scores what --out_dir lacks; several may share it, with oth
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -27,6 +27,8 @@ from data.images import hold_out
 from data.shapes import load_shapes
 from robust import corruptions
 from robust.sources import load_model
+from studies.differences import compare, outcomes, primary_of, tables
+from studies.robustness import call, in_files
 
 LAMBDAS = dict(released=(0.5, 1, 2, 4, 8, 16), paper=(0.05, 0.1, 0.25, 0.5, 1))
 GRID = [(form, lambd, 4) for form, values in LAMBDAS.items() for lambd in values]
@@ -35,14 +37,6 @@ SEEDS, FRESH = (0, 1), (5, 6, 7, 8, 9)                      # to choose with, to
 HELD, CORRUPTED, SEVERITIES = 2000, 500, (1, 3, 5)          # images held out, of them corrupted
 PILOT = [("released", 4, 2), ("paper", 0.1, 4)]            # its two best
 MEASURES = ["clean", "corruptions", "pgd eps=2/255 steps=20"]
-
-
-def call(*command):
-    """Run a script of ours; ValueError if it fails."""
-    command = [str(part) for part in command]
-    print("$ python", *command, flush=True)
-    if subprocess.run([sys.executable, *command]).returncode:
-        raise ValueError(f"{command[0]} failed; what has finished is kept, start again to go on")
 
 
 def name_of(form, lambd, n_iter):
@@ -83,16 +77,14 @@ def accuracy(model, images, labels):
     return 100 * torch.cat(right).mean().item()
 
 
-def scored(out_dir, settings, seeds, sets):
-    """Train and score what has no row yet. sets: of `held_out`, filled when first needed."""
-    for seed in seeds:
-        for setting in settings:
-            folder = out_dir / "choose" / f"{name_of(*setting)}_s{seed}"
-            if (folder / "score.json").exists():
-                continue
+def choose(out_dir, settings, seeds, sets):
+    """Train and score what has no score yet. sets: of `held_out`, filled when first needed."""
+    for seed, setting in ((seed, setting) for seed in seeds for setting in settings):
+        folder = out_dir / "choose" / f"{name_of(*setting)}_s{seed}"
+        if not (folder / "score.json").exists():
             train(folder, *rpc_flags(*setting), "--epochs", 4, "--holdout", HELD, "--seed", seed)
             sets.extend([] if sets else held_out())
-            model = load_model(folder, torch.device("cpu"))["model"].eval()
+            model = load_model(folder, torch.device("cpu")).model.eval()
             clean, *damaged = (accuracy(model, *images) for images in sets)
             row = dict(zip(("form", "lambd", "n_iter"), setting), seed=seed, clean=clean,
                        corruptions=float(np.mean(damaged)), images=[HELD, CORRUPTED])
@@ -100,7 +92,7 @@ def scored(out_dir, settings, seeds, sets):
             print(row, flush=True)
 
 
-def rows_of(out_dir):
+def scores(out_dir):
     """{(form, lambda, n): {seed: row}} of what has been scored."""
     found = {}
     for path in sorted(out_dir.glob("choose/*/score.json")):
@@ -126,14 +118,10 @@ def tried(rows):
 
 # --- to test --------------------------------------------------------------------------------------
 
-def arms(settings):
-    """{arm: flags of train_cls.py}: the references and RPC with these settings."""
-    return {"symmetric": ["--attn", "symmetric"], "rpc4-l1": rpc_flags("released", 4, 4),
-            **{name_of(*setting): rpc_flags(*setting) for setting in settings}}
-
-
-def test(out_dir, seeds, flags):
+def test(out_dir, seeds, settings):
     """Train the arms of each seed in turn and evaluate them on the same test images."""
+    flags = {"symmetric": ["--attn", "symmetric"], "rpc4-l1": rpc_flags("released", 4, 4),
+             **{name_of(*setting): rpc_flags(*setting) for setting in settings}}
     for seed in seeds:
         folders = [out_dir / f"{arm}_s{seed}" for arm in flags]
         for folder, arm in zip(folders, flags):
@@ -143,22 +131,40 @@ def test(out_dir, seeds, flags):
              "--measures", *MEASURES)
 
 
+def table(paths):
+    """Settings to symmetric, rpc4-l1 to symmetric (the confirmation), settings to rpc4-l1."""
+    rows = in_files(paths)
+    names = dict.fromkeys(row["checkpoint"] for row in rows)
+    runs = {(name.rpartition("_s")[0], int(name.rpartition("_s")[2])): name for name in names}
+    found, all_arms = outcomes(rows, runs, 1000), list(dict.fromkeys(arm for arm, _ in runs))
+    settings = [arm for arm in all_arms if arm not in ("symmetric", "rpc4-l1")]
+    for arms, primary in ((["symmetric", *settings], primary_of(rows)),
+                          (["symmetric", "rpc4-l1"], primary_of(rows)),
+                          (["rpc4-l1", *settings], ())):
+        own = {name: {run: x for run, x in of.items() if run[0] in arms}
+               for name, of in found.items()}
+        print(tables(own, compare(own, arms, arms[0]), arms, arms[0], primary) + "\n")
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("task", choices=["choose", "test"])
+    p.add_argument("task", choices=["choose", "test", "table"])
     p.add_argument("--seeds", nargs="+", type=common.number(int, 0), help="default: all")
     p.add_argument("--out_dir", type=Path, default=Path("out/constants"))
     p.add_argument("--chosen", action="store_true", help="test what `choose` found")
+    p.add_argument("--rows", nargs="+", type=Path, help="table: files of the evaluator's rows")
     args = p.parse_args()
+    if args.task == "table":
+        return table(args.rows or sorted(args.out_dir.glob("eval_s*/results.jsonl")))
     if args.task == "test":
-        rows = rows_of(args.out_dir) if args.chosen else {}
-        winners = dict.fromkeys(best(rows, tried(rows)).values()) if args.chosen else PILOT
-        return test(args.out_dir, args.seeds or FRESH, arms(winners))
+        rows = scores(args.out_dir) if args.chosen else {}
+        settings = dict.fromkeys(best(rows, tried(rows)).values()) if args.chosen else PILOT
+        return test(args.out_dir, args.seeds or FRESH, settings)
     seeds, sets = args.seeds or SEEDS, []
-    scored(args.out_dir, GRID, seeds, sets)
-    scored(args.out_dir, tried(rows_of(args.out_dir)), seeds, sets)
-    print(best(rows_of(args.out_dir), tried(rows_of(args.out_dir))))
+    choose(args.out_dir, GRID, seeds, sets)
+    choose(args.out_dir, tried(scores(args.out_dir)), seeds, sets)
+    print(best(scores(args.out_dir), tried(scores(args.out_dir))))
 
 
 if __name__ == "__main__":

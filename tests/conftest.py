@@ -36,3 +36,13 @@ def load_golden(name):
 def golden():
     cache = {}
     return lambda name: cache.setdefault(name, load_golden(name)) if name not in cache else cache[name]
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """An empty folder to work in; one thread, so that runs in several processes agree bit for bit."""
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

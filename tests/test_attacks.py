@@ -15,7 +15,7 @@ from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd, st
 from robust.attacks import (check, cw, fgsm, margin, noise, pgd, project_l1, sld, spsa,
                             spsa_gradient)
 from robust.autoattack import apgd, autoattack
-from robust.masking import zero_gradient_share
+from robust.checks import zero_gradient_share
 from conftest import SHARED
 from data.shapes import load_shapes
 from golden_net import golden_network, trained_network
@@ -258,6 +258,18 @@ def test_spsa_gradient_estimates_the_gradient():
                                                    ).flatten(1))
 
 
+def test_spsa_looks_at_two_probes_a_pair_and_once_at_each_new_image():
+    model, images, labels, _ = linear_case(4)
+    seen = []
+
+    def watched(x):
+        seen.append(len(x))
+        return model(x) + 100 * torch.eye(2)[labels[:1]]                                 # never fooled
+    labels = labels[:1].expand(4)
+    spsa(watched, images, labels, 0.1, steps=3, pairs=20)
+    assert sum(seen) == 4 * (1 + 3 * (2 * 20 + 1))
+
+
 @pytest.mark.parametrize("confidence", [0.0, 0.3])
 def test_on_a_linear_model_cw_reaches_the_nearest_point(confidence):
     model, images, labels, w = linear_case()
@@ -391,6 +403,26 @@ def test_budget_per_channel_in_pixels_equals_one_budget_on_normalised_images(net
         assert share((pixels - other).abs() < 1e-4) > 0.995
     assert ((pixels - images).abs() <= 0.1 * model.std + 1e-6).all()
     assert ((other - images).abs() <= 0.1 * model.std + 1e-5).all()
+
+
+def test_restarts_of_pgd_keep_the_first_start_that_fools_the_model(net):
+    model, images, labels = net[0], net[1][:60], net[2][:60]
+    often, eps = dict(steps=1, alpha=0.05), 10 * EPS                                     # its random start decides
+    once, thrice = (pgd(model, images, labels, eps, restarts=n, **often) for n in (1, 5))
+    first, both = (right(model, adv, labels) for adv in (once, thrice))
+    assert not (both & ~first).any() and both.sum() < first.sum()
+    kept = ~first | both
+    assert torch.equal(thrice[kept], once[kept]) and (thrice - images).abs().max() <= eps + 1e-6
+    with pytest.raises(ValueError, match="restarts=2 without a random start"):
+        pgd(model, images, labels, EPS, random_start=False, restarts=2)
+
+
+def test_every_restart_of_pgd_starts_elsewhere(monkeypatch):
+    model, images, labels, _ = linear_case(4)
+    keys, noise_like = [], attacks.noise_like
+    monkeypatch.setattr(attacks, "noise_like", lambda x, index, *key: keys.append(key) or noise_like(x, index, *key))
+    pgd(lambda x: model(x) + 100 * torch.eye(2)[labels[:1]], images, labels[:1].expand(4), 0.1, steps=1, restarts=4)
+    assert len(set(keys)) == len(keys) == 4
 
 
 # --- RPC-Attention ---------------------------------------------------------------------------------------------------
@@ -612,12 +644,9 @@ def test_word_swap_takes_its_share_of_every_line_and_spares_stop_words():
     assert everything[2] == "AAA AAA AAA AAA AAA over the AAA AAA , AAA @-@ AAA , in AAA .".split()
 
 
-def test_word_swap_uniform_takes_its_share_of_all_words_and_rate_zero_none():
-    out, swapped = word_swap(LINES, rate=0.1, mode="uniform")
-    assert sum(swapped) == round(0.1 * (2 + 13 + 3 + 2 + 1200))
-    for mode in ("per-line", "uniform"):
-        assert word_swap(LINES, rate=0, mode=mode) == (LINES, [False] * sum(len(line.split()) + 1 for line in LINES))
-    for bad in (dict(rate=1.5), dict(rate=math.nan), dict(mode="all"), dict(word="two words"), dict(lines="a string")):
+def test_word_swap_at_rate_zero_swaps_none_and_refuses_what_is_no_rate_or_word():
+    assert word_swap(LINES, rate=0) == (LINES, [False] * sum(len(line.split()) + 1 for line in LINES))
+    for bad in (dict(rate=1.5), dict(rate=math.nan), dict(word="two words"), dict(lines="a string")):
         with pytest.raises(ValueError, match="expected"):
             word_swap(**{"lines": LINES, **bad})
 

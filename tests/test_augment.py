@@ -250,26 +250,23 @@ def test_cutmix_lambda_is_the_share_of_pixels_kept():
     assert min(shares) < 0.4 and max(shares) > 0.8
 
 
-class Drawn:
-    """A generator whose numbers are given; remembers the parameters of its Beta."""
-    def __init__(self, chance, lam):
-        self.chance, self.lam = chance, lam
-
+class Drawn(dict):
+    """A generator of given numbers; remembers the parameters of its Beta."""
     def random(self):
-        return self.chance
-
-    def beta(self, *parameters):
-        self.parameters = parameters
-        return self.lam
+        return self["chance"]
 
     def integers(self, high):
         return high // 2
+
+    def beta(self, *parameters):
+        self.parameters = parameters
+        return self["lam"]
 
 
 def test_the_draws_of_mixing_mean_what_timm_means_by_them():
     images, labels = torch.rand(2, 3, 16, 24), torch.arange(2)
     for chance, alpha, cut in ((0.49, 1.0, True), (0.51, 0.8, False)):
-        rng = Drawn(chance, 0.75)
+        rng = Drawn(chance=chance, lam=0.75)
         mixed, targets = mixup_cutmix(images, labels, 10, rng, mixup=0.8, cutmix=1.0, smoothing=0)
         assert rng.parameters == (alpha, alpha)
         assert torch.allclose(targets[0, :2], torch.tensor([0.75, 0.25]))
@@ -277,7 +274,7 @@ def test_the_draws_of_mixing_mean_what_timm_means_by_them():
         if cut:                                                          # half of each side, about the centre
             expected[:, :, 4:12, 6:18] = images.flip(0)[:, :, 4:12, 6:18]
         assert torch.allclose(mixed, expected)
-    mixed, targets = mixup_cutmix(images, labels, 10, Drawn(0, 1 - (5 / 16) ** 2), smoothing=0)
+    mixed, targets = mixup_cutmix(images, labels, 10, Drawn(chance=0, lam=1 - (5 / 16) ** 2), smoothing=0)
     expected = images.clone()                           # 5 x 7 pixels: no row or column is lost
     expected[:, :, 6:11, 9:16] = images.flip(0)[:, :, 6:11, 9:16]
     assert torch.equal(mixed, expected) and torch.allclose(targets[0, 1], torch.tensor(35 / 384))

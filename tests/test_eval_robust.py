@@ -1,11 +1,9 @@
-"""The evaluator: its metrics against known numbers, its rows against doing it by hand, its errors and its resuming."""
+"""The evaluator on classifiers: rows equal attacking by hand; rows are kept, read again and told apart; tables."""
 
 import argparse
 import contextlib
 import io
 import json
-import runpy
-import subprocess
 import sys
 
 import numpy as np
@@ -16,22 +14,15 @@ from PIL import Image
 from timm.data import ImageNetInfo
 from torchvision.io import write_png
 
-from robust import attacks
-from robust import checks
 import common
-from robust import corruptions
-from data import images as data, shapes
 import eval_robust
-from robust import iou
-from robust import masking
-from robust import measures
-from robust import metrics
-from robust import pictures
-from robust import rows
-from robust import score
-from robust import tables
-from conftest import ROOT
-from processes import group
+from data.files import Split
+from data.images import ImageTree
+from data.rng import epoch_order
+from data.shapes import SHAPES, load_shapes
+from processes import Started, group
+from robust import attacks, checks, corruptions, iou, measures, metrics, pictures, results, score, sources
+from robust.results import pack, read_rows, tables, unpack
 from vit import SIZES, ViT, ViTConfig
 
 # Table 4, SymViT: top-1 accuracy per corruption, mean over severities, in corruptions.NAMES' order
@@ -41,13 +32,10 @@ TABLE_4 = dict(zip(corruptions.NAMES, (40.97, 38.83, 38.56, 35.47, 27.79, 40.47,
 
 # --- metrics ---------------------------------------------------------------------------------------------------------
 
-def test_mce_of_table_4_is_that_of_table_1():
+def test_mce_of_table_4_is_that_of_table_1_and_of_alexnet_100():
     errors = {name: 1 - top1 / 100 for name, top1 in TABLE_4.items()}
     assert metrics.mean_corruption_error(errors) == pytest.approx(74.75, abs=0.02)
     assert 100 * errors["fog"] / metrics.ALEXNET["fog"] == pytest.approx(69.91, abs=0.01)
-
-
-def test_mce_of_alexnet_is_100_and_needs_all_types():
     assert metrics.mean_corruption_error(metrics.ALEXNET) == pytest.approx(100, abs=1e-12)
     with pytest.raises(ValueError, match="missing: snow"):
         metrics.mean_corruption_error({k: v for k, v in metrics.ALEXNET.items() if k != "snow"})
@@ -61,33 +49,24 @@ def test_average_precision_and_auroc_equal_the_reference(golden):
         assert metrics.auroc(s, y.bool()) == pytest.approx(float(area), abs=1e-10)
 
 
-def test_outlier_metrics_equal_counting_pairs():
+def test_outlier_metrics_equal_counting_pairs_and_their_closed_forms():
     g = torch.Generator().manual_seed(0)
-    score, positive = torch.randint(0, 9, (60,), generator=g).double(), torch.rand(60, generator=g) < 0.3
-    p, n = score[positive][:, None], score[~positive][None]
-    assert metrics.auroc(score, positive) == pytest.approx(((p > n).double() + 0.5 * (p == n)).mean().item(), abs=1e-12)
+    s, positive = torch.randint(0, 9, (60,), generator=g).double(), torch.rand(60, generator=g) < 0.3
+    p, n = s[positive][:, None], s[~positive][None]
+    assert metrics.auroc(s, positive) == pytest.approx(((p > n).double() + 0.5 * (p == n)).mean().item(), abs=1e-12)
     ap, last = 0.0, 0.0
-    for t in score.unique().flip(0):                                     # one step per distinct threshold
-        precision, recall = positive[score >= t].double().mean(), (score[positive] >= t).double().mean()
+    for t in s.unique().flip(0):                                         # one step per distinct threshold
+        precision, recall = positive[s >= t].double().mean(), (s[positive] >= t).double().mean()
         ap, last = ap + (recall - last) * precision, recall
-    assert metrics.average_precision(score, positive) == pytest.approx(float(ap), abs=1e-12)
-    t = max(t for t in score.unique().tolist() if (score[positive] >= t).double().mean() >= 0.95)
-    assert metrics.fpr_at_recall(score, positive) == pytest.approx((score[~positive] >= t).double().mean().item())
-
-
-def test_the_false_positive_rate_is_that_at_95_percent_of_the_positives():
-    positive = torch.arange(200) % 2 == 0
-    score = torch.arange(200).float()                     # 5 of 100 positives score less than 10
-    assert metrics.fpr_at_recall(score, positive) == 0.95
-    assert metrics.fpr_at_recall(score, positive, 0.5) == 0.5
-
-
-def test_outlier_metrics_of_all_equal_scores_are_chance():
-    positive = torch.arange(12) < 2
-    assert metrics.average_precision(torch.zeros(12), positive) == pytest.approx(1 / 6)
-    assert metrics.auroc(torch.zeros(12), positive) == pytest.approx(0.5)
+    assert metrics.average_precision(s, positive) == pytest.approx(float(ap), abs=1e-12)
+    half = torch.arange(200) % 2 == 0                                    # 5 of 100 positives score less than 10
+    assert metrics.fpr_at_recall(torch.arange(200).float(), half) == 0.95
+    assert metrics.fpr_at_recall(torch.arange(200).float(), half, 0.5) == 0.5
+    few = torch.arange(12) < 2
+    assert metrics.average_precision(torch.zeros(12), few) == pytest.approx(1 / 6)
+    assert metrics.auroc(torch.zeros(12), few) == 0.5 and metrics.average_precision(few.float(), few) == 1
     with pytest.raises(ValueError, match="at least one of each"):
-        metrics.auroc(torch.zeros(12), positive & False)
+        metrics.auroc(torch.zeros(12), few & False)
 
 
 @pytest.mark.parametrize("wins, n", [(0, 7), (7, 7), (3, 10), (427, 500), (1, 50000)])
@@ -96,81 +75,73 @@ def test_wilson_intervals_equal_scipy(wins, n):
     assert metrics.wilson(wins / n, n) == pytest.approx((expected.low, expected.high), abs=1e-7)
 
 
-@pytest.mark.parametrize("a, b", [(0, 0), (0, 5), (5, 0), (4, 4), (12, 30), (31, 2), (2400, 2600)])
-def test_mcnemars_exact_test_is_the_coin_test_of_scipy(a, b):
-    expected = scipy.stats.binomtest(a, a + b).pvalue if a + b else 1.0
-    assert metrics.mcnemar(a, b) == pytest.approx(expected, rel=1e-7)
-
-
-def test_outcomes_take_one_bit_an_image():
+def test_outcomes_take_one_bit_an_image_and_imagenet_is_known_by_its_names():
     right = torch.rand(1001, generator=torch.Generator().manual_seed(0)) < 0.3
-    text = metrics.pack(right)
-    assert torch.equal(metrics.unpack(text, 1001), right)
-    assert len(text) == 4 * 42                            # 126 bytes, three of them in four letters
-
-
-def test_imagenet_is_known_by_its_thousand_class_names():
+    assert torch.equal(unpack(pack(right), 1001), right) and len(pack(right)) == 4 * 42
     names = ImageNetInfo().label_names()
     assert metrics.is_imagenet(names)
-    others = names[:999], names[::-1], [f"n{i:08}" for i in range(1000)], ["n0", "n1"]
-    assert not any(map(metrics.is_imagenet, others))
+    assert not any(map(metrics.is_imagenet, (names[:999], names[::-1], [f"n{i:08}" for i in range(1000)])))
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
 
-def make_checkpoint(path, classes=tuple(shapes.SHAPES), image_size=32, attn="rpc", seed=0,
-                    task="shapes", patch_size=8, flags=None, step=0, **options):
+def make_checkpoint(path, classes=tuple(SHAPES), image_size=32, attn="rpc", seed=0, task="shapes", patch_size=8,
+                    flags=None, step=0, **options):
     torch.manual_seed(seed)
     config = ViTConfig(**SIZES["nano"], image_size=image_size, patch_size=patch_size, num_classes=len(classes),
                        attn=attn, **options)
     model = ViT(config)
-    images, labels = data.load_shapes("test", 80, image_size)[:2]       # a head fitted to those: some right, some wrong
+    images, labels = load_shapes("test", 80, image_size)[:2]            # a head fitted to those: some right, some wrong
     head, model.head = model.head, torch.nn.Identity()
     features, model.head = model(images.float() / 255).detach(), head
     target = torch.nn.functional.one_hot(labels % len(classes), len(classes)).float()
     model.head.weight.data = 5 * torch.linalg.lstsq(features, target).solution.T
-    common.save_checkpoint(path, dict(task="classification", model=model.state_dict(), model_config=vars(config).copy(),
-                                      classes=list(classes), step=step,
-                                      args=dict(dict(data=task, num_images=400, seed=seed),
-                                                **(flags or {}))))
+    common.save(path, dict(task="classification", model=model.state_dict(), model_config=vars(config).copy(),
+                           classes=list(classes), step=step,
+                           args=dict(dict(data=task, num_images=400, seed=seed), **(flags or {}))))
     return model.eval()
 
 
-def run(*args):
-    """The script as a command, in this process: exit code, stdout, stderr."""
-    out, err, code = io.StringIO(), io.StringIO(), 0
+def run(*flags):
+    """The script in this process: (its output, "" or the line of its error)."""
+    out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["eval_robust.py", *map(str, args)])
+        patch.setattr(sys, "argv", ["eval_robust.py", "--device", "cpu", *map(str, flags)])
         try:
-            runpy.run_path(str(ROOT / "eval_robust.py"), run_name="__main__")
-        except SystemExit as stop:                                       # its message is what Python prints
-            code = stop.code if isinstance(stop.code, int) else 1
-            print("" if code == stop.code else stop.code, file=err)
-    return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
+            common.run(eval_robust.main)
+        except SystemExit as stop:
+            text = err.getvalue().strip().splitlines()[-1] if stop.code == 2 else str(stop.code)   # 2: argparse's
+            assert "error: " in text and "\n" not in text, text
+            return out.getvalue(), text
+    return out.getvalue(), ""
 
 
-def run_here(monkeypatch, *args):
-    """The script in this process."""
-    monkeypatch.setattr(sys, "argv", ["eval_robust.py", *map(str, args)])
-    eval_robust.main()
-
-
-def results(folder):
+def rows_of(folder, *flags):
+    """The rows of a run that went well, in the order in which they were written."""
+    _, error = run(*flags, "--out_dir", folder)
+    assert not error
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
+def line_of(table, name):
+    """The cells of the first line of a table with this name."""
+    line = next(line for line in table.splitlines() if line.startswith(f"| {name} "))
+    return [cell.strip() for cell in line.strip("|").split("|")][2:]
+
+
 QUICK = ("--measures", "clean", "noise", "fgsm", "pgd", "autoattack eps=1/255 queries=20",
-         "corruptions", "--limit", 11, "--eps", "2/255", "--severities", 2, 4)
+         "corruptions", "--limit", 11, "--eps", "0.4/255", "--severities", 2, 4)
 
 
 @pytest.fixture(scope="module")
 def first_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval")
-    model = make_checkpoint(folder / "a.pt")
-    make_checkpoint(folder / "b.pt", attn="softmax", seed=1)
-    out = run("--ckpt", folder / "a.pt", folder / "b.pt", *QUICK, "--out_dir", folder / "one", "--save_images", 3)
-    assert out.returncode == 0, out.stderr
-    return folder, model, out.stdout
+    model = make_checkpoint(folder / "a.pt", flags=dict(num_images=1000))     # 200 images, fitted to 80
+    make_checkpoint(folder / "b.pt", attn="softmax", seed=1, flags=dict(num_images=1000))
+    printed, error = run("--ckpt", folder / "a.pt", folder / "b.pt", *QUICK, "--out_dir", folder / "one",
+                         "--save_images", 3)
+    assert not error
+    return folder, model, printed
 
 
 def test_rows_equal_attacking_by_hand(first_run):
@@ -178,51 +149,51 @@ def test_rows_equal_attacking_by_hand(first_run):
         return pytest.approx(100 * right.double().mean().item(), abs=1e-3)
 
     folder, model, _ = first_run
-    source = data.load_shapes("test", 80)
-    index = data.epoch_order(80, 0, 0)[:11]
+    source, index = load_shapes("test", 200), epoch_order(200, 0, 0)[:11]
     x, y = source.images[index].float() / 255, source.labels[index]
     right = model(x).argmax(1) == y
-    found = {row["measure"]: row for row in results(folder / "one") if row["kind"].startswith("rpc")}
+    rows = [row for row in read_rows(folder / "one") if row["kind"].startswith("rpc")]
+    found = {row["measure"]: row for row in rows}
     assert found["clean"]["top1"] == share(right)
-    adv = attacks.pgd(model, x, y, 2 / 255, index=index)
-    assert found["pgd"]["top1"] == share(right & (model(adv).argmax(1) == y))
+    adv = attacks.pgd(model, x, y, 0.4 / 255, index=index)
+    after = right & (model(adv).argmax(1) == y)
+    assert 0 < after.sum() < right.sum() < 11                                 # so that no count is by chance the right one
+    assert found["pgd"]["top1"] == share(after) and torch.equal(unpack(found["pgd"]["right"], 11), after)
     top5 = (model(torch.where(right[:, None, None, None], adv, x)).topk(5).indices == y[:, None]).any(1)
     assert found["pgd"]["top5"] == share(top5)
-    assert 0 < found["pgd"]["max_linf"] <= 2 / 255 + 1e-6 and found["pgd"]["outside"] == 0
-    bits = metrics.unpack(found["pgd"]["right"], 11)
-    assert torch.equal(bits, right & (model(adv).argmax(1) == y))
-    jpeg = next(r for r in results(folder / "one") if r["setting"].get("type") == "jpeg_compression")
+    assert 0 < found["pgd"]["max_linf"] <= 0.4 / 255 + 1e-6 and found["pgd"]["outside"] == 0
+    jpeg = next(row for row in rows if row["setting"].get("type") == "jpeg_compression")
     bad = corruptions.corrupt(source.images[index], "jpeg_compression", 4).float() / 255
     assert jpeg["top1"][1] == share(model(bad).argmax(1) == y)
-    assert torch.equal(metrics.unpack(jpeg["right"][1], 11), model(bad).argmax(1) == y)
+    assert torch.equal(unpack(jpeg["right"][1], 11), model(bad).argmax(1) == y)
 
 
 def test_the_table_has_every_row_once_and_pictures_are_written(first_run):
     folder, _, printed = first_run
     table = (folder / "one" / "table.md").read_text()
     assert table.strip() in printed and "rpc 4iter/layer1, seed 0" in table and "softmax, seed 1" in table
-    assert all(table.count(f"| {name}, error ") == 1 for name in corruptions.NAMES) and "mean of the 15" in table
-    assert len(results(folder / "one")) == 2 * 20
+    first = table.partition("Each severity")[0]
+    assert all(first.count(f"| {name}, error ") == 1 for name in corruptions.NAMES) and "mean of the 15" in table
+    assert len(read_rows(folder / "one")) == 2 * 20
     assert {"corruptions.png", "attacks_0.png", "attacks_1.png"} <= {p.name for p in (folder / "one").iterdir()}
 
 
 def test_two_processes_count_every_image_once(first_run):
     folder, _, _ = first_run
     flags = ["corruptions type=fog,snow" if flag == "corruptions" else flag for flag in QUICK]
-    flags = ["--ckpt", folder / "a.pt", folder / "b.pt", *flags, "--out_dir", folder / "two",
-             "--save_images", 3]
+    flags = ["--ckpt", folder / "a.pt", folder / "b.pt", *flags, "--out_dir", folder / "two", "--save_images", 3]
     group(eval_robust.main, list(map(str, flags)))
     for name in ("corruptions.png", "attacks_0.png", "attacks_1.png"):
         one, two = (Image.open(folder / run / name) for run in ("one", "two"))
         assert one.size == two.size and one.tobytes() == two.tobytes()
-    alone, shared = (rows.read_rows(folder / name / "results.jsonl") for name in ("one", "two"))
+    alone = {results.key(row): row for row in read_rows(folder / "one")}
+    shared = read_rows(folder / "two")
     assert len(shared) == 2 * 7
-    for key, two in shared.items():
-        one = alone[key]
-        assert one["measure"] == two["measure"] and one["top1"] == two["top1"] and one["top5"] == two["top5"]
-        assert one["right"] == two["right"]
-        if one["measure"] in ("clean", "noise", "fgsm"):                  # of 11 images the first process has 6
-            assert two["forward_per_image"] == pytest.approx(one["forward_per_image"], rel=0.15)
+    for two in shared:
+        one = alone[results.key(two)]
+        assert [one[k] for k in ("top1", "top5", "right")] == [two[k] for k in ("top1", "top5", "right")]
+        if one["measure"] in ("clean", "noise", "fgsm", "pgd"):              # of 11 images the first process has 6
+            assert two["forward_per_image"] == one["forward_per_image"]
 
 
 def test_resume_keeps_finished_rows_and_adds_the_rest(first_run):
@@ -231,31 +202,38 @@ def test_resume_keeps_finished_rows_and_adds_the_rest(first_run):
     cut = folder / "cut"
     cut.mkdir()
     (cut / "results.jsonl").write_text("".join(lines[:33]) + lines[33][:40])                   # killed while writing
-    again = run("--ckpt", folder / "a.pt", folder / "b.pt", *QUICK, "--out_dir", cut)
-    assert again.returncode == 1 and "add --resume" in again.stderr
-    assert run("--ckpt", folder / "a.pt", folder / "b.pt", *QUICK, "--out_dir", cut, "--resume").returncode == 0
-    text = (cut / "results.jsonl").read_text()
-    assert text.startswith("".join(lines[:33]))
-    whole, resumed = (rows.read_rows(f / "results.jsonl").values() for f in (folder / "one", cut))
-    whole, resumed = (sorted(str((r["measure"], r["model"], r["top1"], r["top5"])) for r in some)
-                      for some in (whole, resumed))
+    flags = "--ckpt", folder / "a.pt", folder / "b.pt", *QUICK, "--out_dir", cut
+    assert "add --resume" in run(*flags)[1] and not run(*flags, "--resume")[1]
+    assert (cut / "results.jsonl").read_text().startswith("".join(lines[:33]))
+    whole, resumed = (sorted(str((r["measure"], r["model"], r["top1"], r["top5"])) for r in read_rows(some))
+                      for some in (folder / "one", cut))
     assert whole == resumed
 
 
+def test_a_second_writer_is_refused_and_the_first_ones_rows_stay(first_run, tmp_path):
+    folder, _, _ = first_run
+    held = results.Results(tmp_path, "shapes", False, 0)
+    held.add(read_rows(folder / "one")[0])
+    process = Started(eval_robust.main, ["--ckpt", str(folder / "a.pt"), "--measures", "clean", "--limit", "4",
+                                         "--out_dir", str(tmp_path), "--resume"])
+    error = process.communicate()[1].splitlines()[-1]
+    assert process.poll() == 1 and f"--out_dir {tmp_path}: another eval_robust.py is writing there" in error
+    assert len(read_rows(tmp_path)) == 1
+
+
 def test_the_paper_preset_attacks_normalised_tensors_without_clipping(first_run):
-    folder, model, _ = first_run
-    out = run("--ckpt", folder / "a.pt", "--preset", "paper", "--measures", "fgsm", "cw steps=3",
-              "--eps", "6/255", "--limit", 8, "--out_dir", folder / "paper")
-    assert out.returncode == 0, out.stderr
-    assert "0.226/255" in out.stdout
-    row = results(folder / "paper")[0]
+    folder, _, _ = first_run
+    printed, error = run("--ckpt", folder / "a.pt", "--preset", "paper", "--measures", "fgsm", "cw steps=3",
+                         "--eps", "6/255", "--limit", 8, "--out_dir", folder / "paper")
+    assert not error and "0.226/255" in printed
+    row = read_rows(folder / "paper")[0]
     assert row["conditions"]["space"] == "normalized" and not row["conditions"]["clip"]
     assert 0.2 * 6 / 255 < row["max_linf"] <= 0.2291 * 6 / 255                        # eps std, in pixel units
 
 
 def test_out_of_distribution_folders_use_their_own_classes(tmp_path):
     classes = [f"n{i}" for i in range(8)]
-    images = data.load_shapes("test", 40).images
+    images = load_shapes("test", 40).images
     for folder, kept in (("val", classes), ("a", classes[2:5]), ("o", classes[:2]), ("odd", ["n1", "n99"])):
         for c in kept:
             (tmp_path / folder / c).mkdir(parents=True)
@@ -265,150 +243,130 @@ def test_out_of_distribution_folders_use_their_own_classes(tmp_path):
     (tmp_path / "a" / "README.txt").write_text("not a class")
     model = make_checkpoint(tmp_path / "m.pt", classes, task="imagenet")
     how = ("--ckpt", tmp_path / "m.pt", "--data_dir", tmp_path, "--num_workers", 0)
-    out = run(*how, "--imagenet_a", tmp_path / "a", "--imagenet_o", tmp_path / "o",
-              "--measures", "imagenet_a", "imagenet_o", "--out_dir", tmp_path / "r")
-    assert out.returncode == 0, out.stderr
-    a, o = results(tmp_path / "r")
-    tree = data.ImageTree(tmp_path, "a", classes, 32, subset=True)
+    a, o = rows_of(tmp_path / "r", *how, "--imagenet_a", tmp_path / "a", "--imagenet_o", tmp_path / "o",
+                   "--measures", "imagenet_a", "imagenet_o")
+    tree = ImageTree(tmp_path, "a", classes, 32, subset=True)
     logits = model(torch.stack([tree[i][0] for i in range(6)]).float() / 255)[:, 2:5]
     assert a["classes"] == 3 and a["images"] == 6
     assert a["top1"] == pytest.approx(100 * (logits.argmax(1) == tree.labels - 2).double().mean().item(), abs=1e-3)
-    scores = []
+    doubt = []
     for folder in ("o", "val"):
-        tree = data.ImageTree(tmp_path, folder, classes, 32, subset=True)
+        tree = ImageTree(tmp_path, folder, classes, 32, subset=True)
         x = torch.stack([tree[i][0] for i in range(len(tree)) if tree.labels[i] < 2]).float() / 255
-        scores.append(-model(x)[:, :2].double().softmax(1).amax(1))
+        doubt.append(-model(x)[:, :2].double().softmax(1).amax(1))
     outlier = torch.arange(8) < 4
-    area = metrics.auroc(torch.cat(scores), outlier)
-    assert area != 0.5 and o["auroc"] == pytest.approx(100 * area, abs=1e-6)
-    expected = metrics.average_precision(torch.cat(scores), outlier)
+    assert o["auroc"] == pytest.approx(100 * metrics.auroc(torch.cat(doubt), outlier), abs=1e-6) and o["auroc"] != 50
+    expected = metrics.average_precision(torch.cat(doubt), outlier)
     assert o["aupr"] == pytest.approx(100 * expected, abs=1e-6) and o["chance"] == 50
-    out = run(*how, "--imagenet_r", tmp_path / "odd", "--measures", "imagenet_r", "--out_dir", tmp_path / "r2")
-    assert out.returncode == 1 and "n99" in out.stderr.splitlines()[-1] and "Traceback" not in out.stderr
 
-    # a folder that is not there is said before anything is measured; a small one has fewer images
-    out = run(*how, "--imagenet_a", tmp_path / "none", "--measures", "clean", "imagenet_a",
-              "--out_dir", tmp_path / "r3")
-    assert "error: --imagenet_a" in out.stderr and not (tmp_path / "r3").exists()
-    out = run(*how, "--imagenet_a", tmp_path / "a", "--limit", 8, "--amp",
-              "--measures", "clean", "imagenet_a", "--out_dir", tmp_path / "r4")
-    assert [row["images"] for row in results(tmp_path / "r4")] == [8, 6]
-
-
-def test_amp_is_for_the_folders_too(monkeypatch):
-    source = data.load_shapes("test", 4)
-    source = argparse.Namespace(folder="a", images=source.images, labels=source.labels)
-    args = argparse.Namespace(device=torch.device("cpu"), amp=True)
-    batch = source.images, source.labels, torch.arange(4), torch.arange(4)
-    monkeypatch.setattr(score, "batches", lambda *_: [batch])
-    linear = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10))
-    logits = score.kept_logits(dict(model=linear), source, torch.arange(4), torch.arange(3), args)
-    assert torch.equal(logits, logits.bfloat16().double()) and logits.shape == (4, 3)
+    # what is wrong with a folder is said before anything is measured; a small one has fewer images
+    for name, flag, word in (("odd", "imagenet_r", "n99"), ("none", "imagenet_a", "--imagenet_a")):
+        error = run(*how, f"--{flag}", tmp_path / name, "--measures", "clean", flag, "--out_dir", tmp_path / "r2")[1]
+        assert word in error and not (tmp_path / "r2").exists()
+    rows = rows_of(tmp_path / "r4", *how, "--imagenet_a", tmp_path / "a", "--limit", 8, "--amp",
+                   "--measures", "clean", "imagenet_a")
+    assert [row["images"] for row in rows] == [8, 6]
 
 
 def alone(**flags):
     """What score and pictures ask of the flags, for four images at a time in this process."""
-    usual = dict(device=torch.device("cpu"), rank=0, world=1, batch_size=4, seed=0, amp=False,
-                 limit=None, frost_dir=None)
+    usual = dict(device=torch.device("cpu"), rank=0, world=1, batch_size=4, seed=0, amp=False, limit=None,
+                 frost_dir=None, corrupted_dir=None, num_workers=0, task="classification")
     return argparse.Namespace(**usual | flags)
+
+
+def loaded(model, name="m", kind="softmax"):
+    return sources.Loaded(model, "classification", dict(model=name, kind=kind), {}, None, None, [0, 0], "--ckpt m")
+
+
+def test_amp_is_for_the_folders_too(monkeypatch):
+    source = load_shapes("test", 4)
+    batch = source.images, source.labels, torch.arange(4), torch.arange(4)
+    monkeypatch.setattr(score, "batches", lambda *_: [batch])
+    linear = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10))
+    tree = argparse.Namespace(folder="a")
+    logits = score.kept_logits(loaded(linear), tree, torch.arange(4), torch.arange(3), alone(amp=True))
+    assert torch.equal(logits, logits.bfloat16().double()) and logits.shape == (4, 3)
 
 
 def test_imagenet_o_is_told_from_so_many_images_of_its_classes_in_val(monkeypatch):
     asked = []
-
-    def logits(m, source, index, columns, args):
-        asked.append(index)
-        return torch.rand(len(index), len(columns))
-
-    monkeypatch.setattr(score, "kept_logits", logits)
-    outliers, val = (argparse.Namespace(labels=torch.tensor(labels))
-                     for labels in ([1, 3, 3], [0, 1, 2, 3] * 9))
+    monkeypatch.setattr(score, "kept_logits", lambda m, source, index, columns, args:
+                        asked.append(index) or torch.rand(len(index), len(columns)))
+    outliers, val = (argparse.Namespace(labels=torch.tensor(labels)) for labels in ([1, 3, 3], [0, 1, 2, 3] * 9))
     for limit, n in ((None, 18), (6, 6)):
-        args = alone(limit=limit)
-        row = score.folder_row({}, "imagenet_o", outliers, torch.arange(3), val, args)
+        row = score.folder_row({}, "imagenet_o", outliers, torch.arange(3), val, alone(limit=limit))
         assert (row["inside"], row["classes"], row["chance"]) == (n, 2, 100 * 3 / (3 + n))
         inside = asked.pop().tolist()
-        assert set(val.labels[inside].tolist()) == {1, 3}
-        assert inside != sorted(inside)                   # not the first ones
+        assert set(val.labels[inside].tolist()) == {1, 3} and inside != sorted(inside)     # not the first ones
 
 
-def test_models_that_share_weights_have_columns_of_their_own(tmp_path, monkeypatch, capsys):
+def test_models_that_share_weights_have_columns_of_their_own(tmp_path):
     """RPC and symmetric models have the same parameters; only model_config tells them apart."""
-    options = [dict(n_iter=1), dict(n_iter=4), dict(n_iter=4, lambd=0.3),
-               dict(n_iter=4, form="paper"), dict(attn="symmetric"),
-               dict(n_iter=4, lambd=0.3, eps=1e-5)]
+    options = [dict(n_iter=1), dict(n_iter=4), dict(n_iter=4, lambd=0.3), dict(n_iter=4, form="paper"),
+               dict(attn="symmetric"), dict(n_iter=4, lambd=0.3, eps=1e-5)]
     for i, option in enumerate(options):
         make_checkpoint(tmp_path / f"{i}.pt", **option)
-    weights = common.read_checkpoint(tmp_path / "0.pt")["model"]
-    for i in range(1, len(options)):
-        checkpoint = common.read_checkpoint(tmp_path / f"{i}.pt")
-        common.save_checkpoint(tmp_path / f"{i}.pt", {**checkpoint, "model": weights})
+        checkpoint = common.load(tmp_path / f"{i}.pt")
+        common.save(tmp_path / f"{i}.pt", {**checkpoint, "model": common.load(tmp_path / "0.pt")["model"]})
     models = [tmp_path / f"{i}.pt" for i in range(len(options))]
-    flags = "--measures", "clean", "--limit", 40, "--out_dir", tmp_path / "r"
-    run_here(monkeypatch, "--ckpt", *models[:3], *flags)
-    run_here(monkeypatch, "--ckpt", *models, *flags, "--resume")
-    found = results(tmp_path / "r")
+    flags = "--measures", "clean", "--limit", 20
+    rows_of(tmp_path / "r", "--ckpt", *models[:3], *flags)
+    found = rows_of(tmp_path / "r", "--ckpt", *models, *flags, "--resume")
     assert len(found) == len(options) and len({row["weights"] for row in found}) == 1
     heading = (tmp_path / "r" / "table.md").read_text().splitlines()[0]
     names = [name.strip() for name in heading.strip("|").split("|")][2:]
     assert names[0] == "rpc 1iter/layer1, seed 0" and names[1] == "rpc 4iter/layer1, seed 0"
     assert "lambda 0.3" in names[2] and "form paper" in names[3] and names[4] == "symmetric, seed 0"
-    assert "eps 1e-05" in names[5] and "eps 1e-06" in names[2]
-    assert "standard deviation" not in (tmp_path / "r" / "table.md").read_text()
+    assert names[5] == f"{names[2]}, eps 1e-05"
 
 
-def test_a_group_is_everything_but_the_seed(tmp_path, monkeypatch, capsys):
+def test_a_group_is_everything_but_the_seed(tmp_path):
     """Another length of training, another flag, an earlier checkpoint: each is another model."""
-    four = (("a", 0, 9, {}), ("b", 1, 9, dict(out_dir="out/b")), ("early", 2, 4, {}),
-            ("flag", 3, 9, dict(mixup=0.8)))
-    for name, seed, step, flags in four:
-        make_checkpoint(tmp_path / f"{name}.pt", seed=seed, step=step,
-                        flags=dict(flags, num_images=1000))               # 200 images, fitted to 80
-    models = [tmp_path / f"{name}.pt" for name, *_ in four]
-    run_here(monkeypatch, "--ckpt", *models, "--measures", "clean", "--limit", 40,
-             "--out_dir", tmp_path / "r")
-    table = (tmp_path / "r" / "table.md").read_text().partition("over seeds")[2]
-    table = table.strip(": \n").splitlines()
-    assert table[0].count("(n = 2)") == 1 and table[0].count("(n = 1)") == 2
-    a, b = (row["top1"] for row in results(tmp_path / "r")[:2])
-    std = abs(a - b) / 2 ** 0.5
-    assert a != b and f"{(a + b) / 2:.2f} ± {std:.2f}" in table[2] and table[2].count("±") == 1
+    cases = (("a", 0, 9, {}), ("b", 1, 9, dict(out_dir="out/b")), ("early", 2, 4, {}), ("flag", 3, 9, dict(mixup=0.8)))
+    groups = {}
+    for name, seed, step, flags in cases:
+        make_checkpoint(tmp_path / f"{name}.pt", seed=seed, step=step, flags=flags)
+        groups[name] = results.group(sources.load_model(tmp_path / f"{name}.pt", "cpu").about)
+    assert groups["a"] == groups["b"] and len(set(groups.values())) == 3
 
 
-def test_rows_of_before_keep_their_number_and_are_not_computed_again(tmp_path, monkeypatch, capsys):
-    make_checkpoint(tmp_path / "m.pt")
-    flags = "--measures", "clean", "--limit", 40, "--out_dir", tmp_path / "r"
-    run_here(monkeypatch, "--ckpt", tmp_path / "m.pt", *flags)
-    row, = results(tmp_path / "r")
-    for field in ("model_config", "recipe", "data_dir", "imagenet1k", "right"):
+def test_the_earliest_rows_keep_their_number(tmp_path):
+    row, = made_up("m", dict(fog=50))
+    for field in ("model_config", "recipe", "data_dir", "imagenet1k", "task"):
         row.pop(field)
-    other = dict(row, checkpoint="elsewhere.pt", model="elsewhere", top1=12.34)
-    text = "".join(json.dumps(r) + "\n" for r in (dict(row, top1=98.76), other))
-    (tmp_path / "r" / "results.jsonl").write_text(text)
-    run_here(monkeypatch, "--ckpt", tmp_path / "m.pt", *flags, "--resume")
-    assert (tmp_path / "r" / "results.jsonl").read_text() == text
-    table = (tmp_path / "r" / "table.md").read_text()
-    assert [cell.split()[0] for cell in line_of(table, "clean, top-1")] == ["98.76", "12.34"]
+    other = dict(row, checkpoint="elsewhere.pt", model="elsewhere")
+    path = tmp_path / "results.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in (row, other, dict(other, top1=[7]))) + '{"cut')
+    found = read_rows(tmp_path)
+    assert [r["top1"] for r in found] == [[50] * 5, [7]] and read_rows(path) == found        # of twins the later one
+    assert line_of(tables(found), "fog, error")[1].startswith("93.00")
+    path.write_text(json.dumps(row) + '\n{"corruption": "fog"}\n')
+    with pytest.raises(ValueError, match="results.jsonl, line 2 is no row of eval_robust.py: it has no model$"):
+        read_rows(path)
 
 
 def test_rows_that_differ_in_one_thing_are_two_rows():
     row, = made_up("m", dict(fog=50))
-    others = dict(data="cifar10", data_dir="y", measure="clean", setting={}, conditions={},
-                  images=60, weights="w", model_config=dict(depth=3))
-    keys = [rows.key(row | {field: other}) for field, other in others.items()]
-    assert rows.key(row) not in keys
-    assert rows.key(row) == rows.key(row | dict(checkpoint="moved.pt", seconds=3))
+    others = dict(data="cifar10", data_dir="y", measure="clean", setting={}, conditions={}, images=60, weights="w",
+                  model_config=dict(depth=3))
+    assert results.key(row) not in [results.key(row | {field: other}) for field, other in others.items()]
+    assert results.key(row) == results.key(row | dict(checkpoint="moved.pt", seconds=3))
 
 
-def key_of(monkeypatch, *flags, measure):
-    """What tells the first row of a measure apart under these flags."""
-    argv = ["eval_robust.py", "--ckpt", "m.pt", "--measures", measure, *flags]
-    monkeypatch.setattr(sys, "argv", argv)
-    args = eval_robust.get_args()
-    args.data, args.imagenet1k, args.task = args.data or "imagenet", False, "classification"
-    about = dict.fromkeys(("model", "kind", "checkpoint", "weights", "model_config", "recipe"), "m")
-    asked = eval_robust.plan(args)[0]
-    return rows.key(eval_robust.describe_row(dict(about=about), *asked, 10, args))
+@pytest.mark.parametrize("flag, measure", [
+    ("--corrupted_dir", "corruptions"), ("--frost_dir", "corruptions"), ("--data_dir", "clean"),
+    ("--imagenet_a", "imagenet_a"), ("--imagenet_r", "imagenet_r"), ("--imagenet_o", "imagenet_o")])
+def test_rows_from_two_folders_are_two_rows(monkeypatch, flag, measure):
+    def key_of(folder):
+        monkeypatch.setattr(sys, "argv", ["eval_robust.py", "--ckpt", "m.pt", "--measures", measure, flag, folder])
+        args = eval_robust.get_args()
+        args.data, args.imagenet1k, args.task = "imagenet", False, "classification"
+        about = dict.fromkeys(("model", "kind", "checkpoint", "weights", "model_config", "recipe"), "m")
+        job = eval_robust.Job(eval_robust.todo_of(args)[0], None, 10, None)
+        return results.key(eval_robust.about_row(loaded(None)._replace(about=about), job, args))
+
+    assert key_of("one") == key_of("one/") != key_of("two")
 
 
 class NoFloat64(torch.overrides.TorchFunctionMode):
@@ -428,29 +386,28 @@ class NoFloat64(torch.overrides.TorchFunctionMode):
         return out
 
 
-def test_scores_need_no_float64_on_the_device(tmp_path, monkeypatch, capsys):
+def test_scores_need_no_float64_on_the_device(tmp_path, monkeypatch):
     make_checkpoint(tmp_path / "m.pt")
     how = ("--ckpt", tmp_path / "m.pt", "--limit", 6, "--eps", "2/255", "--measures", "clean", "noise",
-           "cw steps=2", "autoattack queries=5", "--out_dir")
-    run_here(monkeypatch, *how, tmp_path / "cpu")
+           "cw steps=2", "autoattack queries=5")
+    one = rows_of(tmp_path / "cpu", *how)
     widest = [score.widest(torch.device(name)) for name in ("cpu", "cuda", "mps")]
     assert widest == [torch.float64, torch.float64, torch.float32]
     monkeypatch.setattr(score, "widest", lambda device: torch.float32)
     with NoFloat64():
-        run_here(monkeypatch, *how, tmp_path / "mps")
+        two = rows_of(tmp_path / "mps", *how)
         flags = torch.arange(3) > 0
-        assert masking.percent(flags) == pytest.approx(200 / 3)
-        assert metrics.auroc(torch.arange(3.0), flags) == 1
+        assert checks.percent(flags) == pytest.approx(200 / 3) and metrics.auroc(torch.arange(3.0), flags) == 1
         assert iou.scores(torch.eye(2, dtype=torch.int64))["mean_iou"] == 100
-    for one, two in zip(results(tmp_path / "cpu"), results(tmp_path / "mps"), strict=True):
-        assert (one["top1"], one["top5"], one["right"]) == (two["top1"], two["top5"], two["right"])
-        assert two.get("mean_l2", 0) == pytest.approx(one.get("mean_l2", 0), rel=1e-5)
+    for a, b in zip(one, two, strict=True):
+        assert (a["top1"], a["top5"], a["right"]) == (b["top1"], b["top5"], b["right"])
+        assert b.get("mean_l2", 0) == pytest.approx(a.get("mean_l2", 0), rel=1e-5)
 
 
-def test_released_files_are_read_by_type_and_severity(tmp_path, monkeypatch):
+def test_released_files_are_read_by_type_and_severity(tmp_path):
     """CIFAR-10-C has one array a type, 10,000 images a severity; ImageNet-C a folder each."""
-    args = argparse.Namespace(corrupted_dir=str(tmp_path), device=torch.device("cpu"))
-    source = data.Split(torch.empty(0), torch.empty(10000), list("abcdefg"))
+    args = alone(corrupted_dir=str(tmp_path))
+    source = Split(torch.empty(0), torch.empty(10000), list("abcdefg"))
     labels = np.arange(20000) % 7
     np.save(tmp_path / "labels.npy", labels)
     np.save(tmp_path / "fog.npy", np.repeat(labels, 12).reshape(20000, 2, 2, 3).astype(np.uint8))
@@ -459,296 +416,83 @@ def test_released_files_are_read_by_type_and_severity(tmp_path, monkeypatch):
         expected = torch.from_numpy(labels[10000 * (severity - 1):][:10000])
         assert split.images.shape == (10000, 3, 2, 2) and torch.equal(split.labels, expected)
         assert torch.equal(split.images[:, 1, 0, 1].long(), expected)
-    for severity in (1, 2):
         folder = tmp_path / "snow" / str(severity) / "n0"
         folder.mkdir(parents=True)
         write_png(torch.full((3, 9, 9), severity, dtype=torch.uint8), str(folder / "0.png"))
-        one = data.Split(torch.empty(0), torch.empty(1), ["n0"])
+        one = Split(torch.empty(0), torch.empty(1), ["n0"])
         assert score.released(args, one, 9, "snow", severity)[0][0].unique() == severity
     pixels = torch.arange(243, dtype=torch.uint8).view(3, 9, 9)
     write_png(pixels, str(folder / "0.png"))
     assert torch.equal(score.released(args, one, 9, "snow", 2)[0][0], pixels)     # not cropped
     with pytest.raises(ValueError, match="fog, severity 2 has 10000 images, the test split 80"):
-        model = dict(model=argparse.Namespace(config=argparse.Namespace(image_size=2)))
-        source = data.load_shapes("test", 80)
-        score.corruption_rows([model], source, [], dict(type="fog", severities=[2]), args)
+        model = loaded(argparse.Namespace(config=argparse.Namespace(image_size=2)))
+        setting = dict(type="fog", severities=[2])
+        score.corruption_rows([model], load_shapes("test", 80), [], setting, args)
 
 
-@pytest.mark.parametrize("flag, measure", [
-    ("--corrupted_dir", "corruptions"), ("--frost_dir", "corruptions"), ("--data_dir", "clean"),
-    ("--imagenet_a", "imagenet_a"), ("--imagenet_r", "imagenet_r"), ("--imagenet_o", "imagenet_o")])
-def test_rows_from_two_folders_are_two_rows(monkeypatch, flag, measure):
-    one, slash, two = (key_of(monkeypatch, flag, folder, measure=measure)
-                       for folder in ("one", "one/", "two"))
-    assert one == slash and one != two
+def test_generated_corruptions_start_from_imagenet_cs_bilinear_crop(tmp_path, monkeypatch):
+    (tmp_path / "val" / "n0").mkdir(parents=True)
+    pixels = torch.randint(0, 256, (3, 90, 130), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    write_png(pixels, str(tmp_path / "val" / "n0" / "0.png"))
+    seen, tree = [], ImageTree(tmp_path, "val", size=56)
+    monkeypatch.setattr(corruptions, "corrupt", lambda images, *_, **__: seen.append(images) or images)
+    setting = dict(type="fog", severities=[3], jpeg85=False)
+    score.corruption_rows([loaded(lambda x: torch.zeros(len(x), 1))], tree, torch.arange(1), setting, alone())
+    resized = Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((92, 64), Image.BILINEAR)
+    expected = torch.tensor(np.array(resized.crop((18, 4, 74, 60)))).permute(2, 0, 1).int()
+    assert (seen[0][0].int() - expected).abs().max() <= 2 < (tree[0][0].int() - expected).abs().max()
 
 
-def test_a_preset_has_a_folder_of_its_own(tmp_path, monkeypatch, capsys):
-    make_checkpoint(tmp_path / "m.pt")
-    for preset in ("default", "paper"):
-        run_here(monkeypatch, "--ckpt", tmp_path / "m.pt", "--preset", preset,
-                 "--measures", "clean", "--limit", 8)
-    assert len(results(tmp_path / "robust")) == len(results(tmp_path / "robust_paper")) == 1
-
-
-def test_checks_need_no_empty_folder_and_write_nothing(tmp_path, monkeypatch, capsys):
-    make_checkpoint(tmp_path / "m.pt")
-    run_here(monkeypatch, "--ckpt", tmp_path / "m.pt", "--measures", "clean", "--limit", 8)
-    before, asked = {p: p.read_bytes() for p in tmp_path.rglob("*.*")}, []
-    monkeypatch.setattr(checks, "run", lambda model, pixels, *_, **__: asked.append(len(pixels)))
-    run_here(monkeypatch, "--ckpt", tmp_path / "m.pt", "--checks", "--limit", 10)
-    run_here(monkeypatch, "--ckpt", tmp_path / "m.pt", "--checks", "--out_dir", tmp_path / "new")
-    assert asked == [10, 64] and {p: p.read_bytes() for p in tmp_path.rglob("*.*")} == before
-    assert not (tmp_path / "new").exists()
-
-
-def test_the_twin_of_the_checks_is_a_softmax_model_of_source_or_else_of_the_others(monkeypatch):
-    twins = []
-    monkeypatch.setattr(checks, "run", lambda *given: twins.append(given[-1]))
-    rpc, softmax, source = (dict(model=name, about=dict(kind=kind, model=name)) for name, kind in
-                            (("a", "rpc 4iter/layer1"), ("b", "softmax"), ("c", "softmax")))
-    for other, expected in ((None, ["b", None]), (source, ["c", "c"]), (rpc, [None, None])):
-        twins.clear()
-        eval_robust.run_checks([rpc, softmax], other, data.load_shapes("test", 4), alone())
-        assert twins == expected
-
-
-def test_several_processes_check_as_many_images_as_one(tmp_path, monkeypatch):
-    make_checkpoint(tmp_path / "m.pt")
-    monkeypatch.setattr(checks, "run", lambda model, pixels, *_, **__: print("checked", len(pixels)))
-    flags = "--ckpt", str(tmp_path / "m.pt"), "--checks", "--limit", "10"
-    printed, silent = group(eval_robust.main, flags)
-    assert "checked 10" in printed and "checked" not in silent
-
+# --- attacks, as they are measured -----------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
-def odd_models(tmp_path_factory):
-    """A folder with models that do not go together."""
-    folder = tmp_path_factory.mktemp("odd")
-    make_checkpoint(folder / "m.pt")
-    make_checkpoint(folder / "large.pt", image_size=64)
-    make_checkpoint(folder / "other.pt", [f"c{i}" for i in range(10)])
-    make_checkpoint(folder / "two.pt", ["n0", "n1"])
-    common.save_checkpoint(folder / "chess.pt", dict(task="chess"))
-    return folder
+def small(tmp_path_factory):
+    """A network with 40 of 200 scenes, some right, some wrong: (Loaded, source, index)."""
+    path = tmp_path_factory.mktemp("small") / "m.pt"
+    make_checkpoint(path, flags=dict(num_images=1000))                    # 200 images, fitted to 80
+    return sources.load_model(path, torch.device("cpu")), load_shapes("test", 200), score.pick(200, 40, 0)
 
 
-@pytest.mark.parametrize("name, words", [
-    ("large.pt", "--source: the models have image_size [32, 64]"),
-    ("two.pt", "--source: the models have num_classes [2, 10]"),
-    ("other.pt", "--source {} was trained on 10 other classes"),
-    ("chess.pt", "--source {}: not a checkpoint of train_cls.py")])
-def test_a_source_that_does_not_fit_the_models_is_named(odd_models, monkeypatch, name, words):
-    with pytest.raises(ValueError) as error:
-        run_here(monkeypatch, "--ckpt", odd_models / "m.pt", "--source", odd_models / name,
-                 "--out_dir", odd_models / "r")
-    assert words.format(odd_models / name) in str(error.value)
-
-
-def test_a_source_that_was_trained_anew_is_measured_anew(tmp_path, monkeypatch, capsys):
-    make_checkpoint(tmp_path / "m.pt")
-    flags = ("--ckpt", tmp_path / "m.pt", "--source", tmp_path / "s.pt", "--measures",
-             "transfer eps=4/255 steps=1", "--limit", 8, "--out_dir", tmp_path / "r", "--resume")
-    for seed, n in ((1, 1), (1, 1), (2, 2)):
-        make_checkpoint(tmp_path / "s.pt", seed=seed)
-        run_here(monkeypatch, *flags)
-        assert len(results(tmp_path / "r")) == n
-
-
-def test_the_table_is_written_after_every_row(tmp_path, monkeypatch, capsys):
-    def killed(*args, **how):
-        raise KeyboardInterrupt
-
-    make_checkpoint(tmp_path / "m.pt")
-    monkeypatch.setitem(measures.ATTACKS, "pgd", killed)
-    with pytest.raises(KeyboardInterrupt):
-        run_here(monkeypatch, "--ckpt", tmp_path / "m.pt", "--measures", "clean", "fgsm", "pgd",
-                 "--limit", 8, "--eps", "2/255", "--out_dir", tmp_path / "r")
-    table = (tmp_path / "r" / "table.md").read_text()
-    assert "| clean, top-1" in table and "| fgsm 2/255, top-1" in table and "pgd" not in table
-
-
-def made_up(model, errors):
-    """Rows of the 15 corruptions with these errors in percent."""
-    fields = dict(model=model, kind=model, checkpoint=model, weights=model, model_config={},
-                  recipe=model, data="imagenet", data_dir="x", imagenet1k=False,
-                  measure="corruptions", images=50,
-                  conditions=dict(space="pixel", labels="true", clip=True, seed=0, amp=False))
-    return [dict(fields, top1=[100 - error] * 5, setting=dict(type=name, severities=[1, 2, 3, 4, 5]))
-            for name, error in errors.items()]
-
-
-def test_a_table_is_of_one_data_set(tmp_path):
-    fog, snow = made_up("m", dict(fog=50, snow=40))
-    results = tables.Results(tmp_path, "imagenet", [], False, 0)
-    results.rows = {0: fog, 1: dict(snow, data="cifar10")}
-    assert "fog" in results.write_table() and "snow" not in results.write_table()
-
-
-def line_of(table, name):
-    """The cells of one line of a table."""
-    line, = (line for line in table.splitlines() if line.startswith(f"| {name} "))
-    return [cell.strip() for cell in line.strip("|").split("|")][2:]
-
-
-def test_mce_is_for_imagenets_classes_elsewhere_errors_are_relative_to_the_first_model():
-    alexnet = {name: 100 * error for name, error in metrics.ALEXNET.items()}
-    half = {name: error / 2 for name, error in alexnet.items()}
-    both = made_up("first", alexnet) + made_up("second", half)
-    mean = sum(alexnet.values()) / 15
-    table = tables.tables(both)
-    assert "mCE" not in table
-    cells = [cell.split()[0] for cell in line_of(table, "mean of the 15, error")]
-    assert cells == [f"{mean:.2f}", f"{mean / 2:.2f}"]
-    assert line_of(table, "corruption error relative to first") == ["100.00", "50.00"]
-    assert "relative" not in tables.tables(both[:15])
-    table = tables.tables([dict(row, imagenet1k=True) for row in both])
-    assert line_of(table, "mCE") == ["100.00", "50.00"] and "relative" not in table
-    for row in both:
-        row.update(imagenet1k=True, setting=dict(row["setting"], severities=[1, 3, 5]))
-    table = tables.tables(both)                           # AlexNet's errors are of all five
-    assert "mCE" not in table and line_of(table, "corruption error relative to first")
-
-
-def test_the_table_says_how_sure_it_is(first_run):
-    folder, _, _ = first_run
-    row = next(row for row in results(folder / "one") if row["measure"] == "fgsm")
-    low, high = metrics.wilson(row["top1"] / 100, 11)
-    first, _, last = (folder / "one" / "table.md").read_text().partition("McNemar")
-    interval = f"{row['top1']:.2f} ({100 * low:.1f}-{100 * high:.1f})"
-    assert line_of(first, "fgsm 2/255, top-1")[0] == interval
-    assert [len(line_of(last, name)) for name in ("fgsm 2/255", "noise 0.068", "fog")] == [1, 1, 1]
-
-
-def test_every_severity_is_shown_and_the_mean_over_types_and_seeds():
-    rows = [row | dict(top1=[90, 80, 70, 60, top1], kind="model") for name, top1 in
-            (("seed 0", 50), ("seed 1", 30)) for row in made_up(name, dict.fromkeys(corruptions.NAMES, 0))]
-    for row in rows:
-        row.update(model_config={}, recipe="same")
-    rows[0]["top1"] = [60, 80, 70, 60, 50]                # of gaussian_noise
-    table = tables.tables(rows)
-    assert line_of(table, "gaussian_noise by severity, error") == ["25.0  20.0  30.0  40.0  60.0"]
-    assert line_of(table, "mean of the 15 by severity, error") == ["11.0  20.0  30.0  40.0  60.0"]
-    assert "Corruptions: mean of severities 1, 2, 3, 4, 5." in table and "model (n = 2)" in table
-    for row in rows:
-        row.update(top1=row["top1"][3:4], setting=dict(row["setting"], severities=[4]))
-    table = tables.tables(rows)
-    assert "Corruptions: mean of severities 4." in table and "by severity" not in table
-    old = [row | dict(setting=dict(type=row["setting"]["type"])) for row in rows]     # severities not kept
-    assert "mean of the 15, error" in tables.tables(old) and "severity" not in tables.tables(old).splitlines()[-1]
-
-
-def test_the_table_says_how_attacks_were_run_and_how_far_images_moved(first_run):
-    folder, _, _ = first_run
-    found = results(folder / "one")
-    fgsm = [row for row in found if row["measure"] == "fgsm"]
-    far = 255 * max(row["max_linf"] for row in fgsm)
-    note = f"- fgsm: a pixel moved by at most {far:.2f} of 255 with 2/255, and at most 0.00 out of range."
-    fgsm[1]["max_linf"] = 0.1 / 255                       # of two models the one that moves more
-    assert far > 1 and len(fgsm) == 2 and fgsm[0]["max_linf"] == pytest.approx(far / 255)
-    table = tables.tables(found)
-    assert far < 2.01 and note in table
-    pgd, = (line for line in table.splitlines() if line.startswith("- pgd "))
-    assert "steps=20 alpha=0.15 random_start=yes" in pgd and " eps=" not in pgd
-    paper = dict(space="normalized", labels="pred", clip=False, seed=7, amp=False)
-    other = dict(fgsm[0], setting=dict(eps=4 / 255), conditions=paper, max_linf=1 / 255, outside=3 / 255)
-    table = tables.tables([*found, other])
-    assert note in table and ("- fgsm, normalized, pred, no clip: a pixel moved by at most 1.00 of 255 "
-                              "with 4/255, and at most 3.00 out of range.") in table
-    assert "a random choice, seed 0, 7, the same for all of a seed." in table
-
-
-def test_the_table_says_what_top_5_and_which_frost(first_run):
-    folder, _, _ = first_run
-    found = results(folder / "one")
-    top5, frost = "Top-5 under attack is not a worst case", "frost: procedural"
-    for kept, notes in (("fgsm", (1, 0)), ("corruptions", (0, 1)), ("clean", (0, 0))):
-        table = tables.tables([row for row in found if row["measure"] == kept])
-        assert (table.count(top5), table.count(frost)) == notes
-    rows = [row for row in found if row["setting"].get("type") == "frost"]
-    for setting in (dict(frost="textures"), dict(released="imagenet-c")):
-        assert frost not in tables.tables([{**r, "setting": {**r["setting"], **setting}} for r in rows])
-
-
-@pytest.mark.parametrize("argv, words", [
-    ([], "expected a folder"), (["nowhere"], "no rows in nowhere/results.jsonl")])
-def test_tables_without_a_folder_of_rows_are_one_line(monkeypatch, argv, words):
-    monkeypatch.setattr(sys, "argv", ["tables.py", *argv])
-    with pytest.raises(SystemExit, match=words):
-        common.run(tables.main)
-
-
-def test_two_models_are_compared_image_by_image():
-    first, second = ([torch.arange(50) % k > 0 for k in ks] for ks in ((2, 3), (5, 7)))
-    (fog, *_), (other, *_) = made_up("first", {"fog": 50}), made_up("second", {"fog": 20})
-    fog["right"] = [metrics.pack(right) for right in first]
-    other["right"] = [metrics.pack(right) for right in second]
-    clean = [dict(row, measure="clean", setting={}, top1=50, top5=90, right=row["right"][0])
-             for row in (fog, other)]
-    table = tables.tables([fog, other, *clean]).partition("McNemar")[2]
-    ours, theirs = (sum(right.int() for right in model) for model in (first, second))
-    a, b = int((ours > theirs).sum()), int((theirs > ours).sum())
-    assert a != b and line_of(table, "fog") == [f"{a} : {b}, p {metrics.mcnemar(a, b):.2g}"]
-    a, b = int((first[0] & ~second[0]).sum()), int((second[0] & ~first[0]).sum())
-    assert a != b and line_of(table, "clean") == [f"{a} : {b}, p {metrics.mcnemar(a, b):.2g}"]
-
-
-def test_settings_that_differ_have_lines_of_their_own(tmp_path, monkeypatch, capsys):
-    make_checkpoint(tmp_path / "m.pt")
-    flags = ("--ckpt", tmp_path / "m.pt", "--eps", "2/255", "--limit", 8, "--out_dir", tmp_path / "r")
-    run_here(monkeypatch, *flags, "--measures", "pgd steps=1")
-    run_here(monkeypatch, *flags, "--measures", "pgd steps=2", "--resume")
-    table = (tmp_path / "r" / "table.md").read_text()
-    assert line_of(table, "pgd 2/255, top-1, steps 1")
-    assert line_of(table, "pgd 2/255, top-1, steps 2")
-
-
-def attack_flags(monkeypatch, path, *flags):
-    """Flags, a model and the embedded scenes, ready for attack_row."""
-    argv = ["eval_robust.py", "--ckpt", str(path), "--device", "cpu", *map(str, flags)]
-    monkeypatch.setattr(sys, "argv", argv)
-    args = eval_robust.get_args()
-    args.device, args.rank, args.world = torch.device("cpu"), 0, 1
-    model = eval_robust.load_model(path, args.device)
-    eval_robust.settle(args, [model])
-    return args, model, eval_robust.load_source(args, [model])
-
-
-def clean_row(m, source, index, args):
+def clean_right(m, source, index, args):
     loaded = score.batches(source, index, args)
-    return score.outcome(score.score([m], loaded, [score.unchanged], len(index), args)[0, 0])
+    return score.find_right([m], loaded, [score.unchanged], len(index), args)[0, 0, :, 0] > 0
 
 
-def test_autoattacks_stages_speak_of_the_true_labels(tmp_path, monkeypatch):
+def attack(small, name, setting, n=40, conditions=measures.CONDITIONS, **flags):
+    m, source, index = small
+    return score.attack_row(m, name, setting, conditions, source, index[:n], alone(**flags))
+
+
+def test_top1_under_attack_is_over_all_images_right_and_wrong(small):
+    m, source, index = small
+    x, y = source.images[index].float() / 255, source.labels[index]
+    clean = clean_right(m, source, index, alone())
+    after = clean & (m.model(attacks.pgd(m.model, x, y, 0.4 / 255, index=index)).argmax(1) == y)
+    row = attack(small, "pgd", dict(eps=0.4 / 255))
+    assert 3 < after.sum() < clean.sum() - 3 < 34
+    assert row["top1"] == 100 * int(after.sum()) / 40 and torch.equal(unpack(row["right"], 40), after)
+
+
+def test_autoattacks_stages_speak_of_the_true_labels(small):
     """labels=pred leads away from the prediction, right or wrong; accuracy stays accuracy."""
-    make_checkpoint(tmp_path / "m.pt", flags=dict(num_images=1000))       # 200 images, fitted to 80
-    args, m, source = attack_flags(monkeypatch, tmp_path / "m.pt", "--batch_size", 8)
-    index = score.pick(200, 12, 0)
-    clean = clean_row(m, source, index, args)
-    setting, pred = dict(eps=1 / 255, queries=5), dict(measures.CONDITIONS, labels="pred")
-    row = score.attack_row(m, "autoattack", setting, pred, source, index, args)
-    assert 0 < clean["top1"] < 100 and row["stages"]["clean"] == clean["top1"]
+    clean = clean_right(*small[:2], small[2][:12], alone()).double().mean().item() * 100
+    row = attack(small, "autoattack", dict(eps=1 / 255, queries=5), 12, dict(measures.CONDITIONS, labels="pred"))
+    assert 0 < clean < 100 and row["stages"]["clean"] == pytest.approx(clean, abs=1e-3)
     assert row["stages"]["square"] == row["top1"]
 
 
-@pytest.mark.parametrize("name, flags", [("autoattack", ()), ("square", ()), ("pgd", ())])
-def test_no_batch_is_larger_than_asked_for(tmp_path, monkeypatch, name, flags):
-    make_checkpoint(tmp_path / "m.pt")
-    args, m, source = attack_flags(monkeypatch, tmp_path / "m.pt", "--batch_size", 4, *flags)
+@pytest.mark.parametrize("name", ["autoattack", "square", "pgd"])
+def test_no_batch_is_larger_than_asked_for(small, name):
     sizes = []
-    m["model"].register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
-    setting = dict(eps=1 / 255) | (dict(steps=2) if name == "pgd" else dict(queries=5))
-    index = score.pick(80, 13, 0)
-    score.attack_row(m, name, setting, measures.CONDITIONS, source, index, args)
+    hook = small[0].model.register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
+    attack(small, name, dict(eps=1 / 255) | (dict(steps=2) if name == "pgd" else dict(queries=5)), 13)
+    hook.remove()
     assert max(sizes) == 4
 
 
-def test_attacks_that_gather_survivors_hold_no_more_images_than_a_gpu(tmp_path, monkeypatch):
-    make_checkpoint(tmp_path / "m.pt", flags=dict(num_images=1000))       # 200 images, fitted to 80
-    args, m, source = attack_flags(monkeypatch, tmp_path / "m.pt", "--batch_size", 4)
-    index, setting = score.pick(200, 40, 0), dict(eps=2 / 255, queries=5)
-    row = score.attack_row(m, "square", setting, measures.CONDITIONS, source, index, args)
-    sizes, joined = [], score.joined
+def test_attacks_that_gather_survivors_hold_no_more_images_than_a_gpu(small, monkeypatch):
+    setting = dict(eps=2 / 255, queries=5)
+    row, sizes, joined = attack(small, "square", setting), [], score.joined
 
     def few(loaded):
         for batch in joined(loaded, 16):
@@ -756,66 +500,50 @@ def test_attacks_that_gather_survivors_hold_no_more_images_than_a_gpu(tmp_path, 
             yield batch
 
     monkeypatch.setattr(score, "joined", few)
-    assert row == score.attack_row(m, "square", setting, measures.CONDITIONS, source, index, args)
+    assert row == attack(small, "square", setting)
     assert sizes == [[16] * 4, [16] * 4, [8] * 4]
 
 
-def test_square_and_autoattack_in_the_papers_preset_say_that_they_clip():
-    names = ["square", "autoattack", "adaptive_autoattack", "pgd"]
-    todo = measures.plan(names, "classification", "paper", [1 / 255])
-    assert [conditions["clip"] for _, _, conditions in todo] == [True, True, True, False]
-    assert {conditions["space"] for _, _, conditions in todo} == {"normalized"}
-
-
-def test_fgsm_takes_two_forward_passes_and_one_backward(tmp_path, monkeypatch):
-    make_checkpoint(tmp_path / "m.pt", flags=dict(num_images=1000))       # 200 images, fitted to 80
-    args, m, source = attack_flags(monkeypatch, tmp_path / "m.pt", "--batch_size", 16)
-    index = score.pick(200, 40, 0)
-    clean = metrics.unpack(clean_row(m, source, index, args)["right"], 40)
-    m["count"][:] = 0, 0
-    row = score.attack_row(m, "fgsm", dict(eps=1 / 255), measures.CONDITIONS, source, index, args)
-    assert m["count"] == [80, 40]
+def test_fgsm_takes_two_forward_passes_and_one_backward(small):
+    m, source, index = small
+    clean = clean_right(m, source, index, alone())
+    m.count[:] = 0, 0
+    row = attack(small, "fgsm", dict(eps=1 / 255), batch_size=16)
+    assert m.count == [80, 40]
     x, y = source.images[index].float() / 255, source.labels[index]
-    adv = attacks.fgsm(m["model"], x, y, 1 / 255)
-    attacked = clean & (m["model"](adv).argmax(1) == y)
-    assert 0 < clean.sum() < 40 and torch.equal(metrics.unpack(row["right"], 40), attacked)
+    attacked = clean & (m.model(attacks.fgsm(m.model, x, y, 1 / 255)).argmax(1) == y)
+    assert 0 < clean.sum() < 40 and torch.equal(unpack(row["right"], 40), attacked)
 
 
 @pytest.mark.parametrize("name", ["autoattack", "square"])
-def test_images_that_are_wrong_already_leave_no_gaps_in_batches(tmp_path, monkeypatch, name):
-    make_checkpoint(tmp_path / "m.pt", flags=dict(num_images=1000))       # 200 images, fitted to 80
-    args, m, source = attack_flags(monkeypatch, tmp_path / "m.pt", "--batch_size", 4)
+def test_images_that_are_wrong_already_leave_no_gaps_in_batches(small, monkeypatch, name):
     given = []
 
-    def attack(model, images, labels, *rest, index, **how):
+    def stand_in(model, images, labels, *rest, index, **how):
         given.append((index, how.get("batch_size")))
         return images
 
-    monkeypatch.setitem(measures.ATTACKS, name, attack)
-    index, setting = score.pick(200, 40, 0), dict(eps=1 / 255, queries=5)
-    row = clean_row(m, source, index, args)
-    score.attack_row(m, name, setting, measures.CONDITIONS, source, index, args)
-    right = index[metrics.unpack(row["right"], 40)]
+    monkeypatch.setitem(measures.ATTACKS, name, stand_in)
+    attack(small, name, dict(eps=1 / 255, queries=5))
+    right = small[2][clean_right(*small, alone())]
     assert 8 < len(right) < 36 and torch.equal(torch.cat([numbers for numbers, _ in given]), right)
     assert [batch_size for _, batch_size in given] == [4]                 # asked once, for all
 
 
-def test_the_largest_move_of_noise_is_that_of_all_draws(tmp_path, monkeypatch):
-    make_checkpoint(tmp_path / "m.pt")
-    args, m, source = attack_flags(monkeypatch, tmp_path / "m.pt", "--batch_size", 4)
-    index, setting = score.pick(80, 6, 0), dict(scale=0.05, kind="gaussian", best_of=1, draws=3)
+def test_the_largest_move_of_noise_is_that_of_all_draws(small):
+    m, source, index = small[0], *small[1:]
+    index, setting = index[:6], dict(scale=0.05, kind="gaussian", best_of=1, draws=3)
     source = source._replace(images=source.images // 4)                   # dark: noise leads below 0
     x, y = source.images[index].float() / 255, source.labels[index]
-    moves = [attacks.noise(m["model"], x, y, 0.05, kind="gaussian", draw=i, clip=False, index=index) - x
+    moves = [attacks.noise(m.model, x, y, 0.05, kind="gaussian", draw=i, clip=False, index=index) - x
              for i in range(3)]
-    unclipped = dict(measures.CONDITIONS, clip=False)
-    row = score.attack_row(m, "noise", setting, unclipped, source, index, args)
+    row = score.attack_row(m, "noise", setting, dict(measures.CONDITIONS, clip=False), source, index, alone())
     assert row["max_linf"] == pytest.approx(max(move.abs().max().item() for move in moves))
     farthest = torch.stack([move.flatten(1).norm(dim=1) for move in moves]).amax(0)       # (6,)
     assert row["mean_l2"] == pytest.approx(farthest.mean().item())
     assert row["max_l1"] == pytest.approx(max(move.abs().flatten(1).sum(1).max().item() for move in moves))
     assert row["outside"] == pytest.approx(max(-(x + move).min().item() for move in moves)) and row["outside"] > 0
-    shares = [metrics.unpack(text, 6).double().mean().item() for text in row["right"]]
+    shares = [unpack(text, 6).double().mean().item() for text in row["right"]]
     assert len(shares) == 3 and row["top1"] == pytest.approx(100 * sum(shares) / 3, abs=1e-3)
 
 
@@ -832,8 +560,7 @@ def test_what_a_model_gets_wrong_is_attacked_by_noise_by_transfer_and_by_fgsm_it
         return torch.eye(2)[:1].expand(len(x), 2)         # its prediction
 
     x, labels = torch.zeros(2, 3, 4, 4), torch.tensor([0, 1])
-    every = dict(noise=True, transfer=True, fgsm=True, pgd=False, cw=False, square=False)
-    for name, both in every.items():
+    for name, both in dict(noise=True, transfer=True, fgsm=True, pgd=False, cw=False, square=False).items():
         target, attacked = score.aim(zero, name, x, labels, "true", 2)
         assert target.tolist() == [0, 1] and attacked.tolist() == [True, both]
         target, attacked = score.aim(zero, name, x, labels, "pred", 2)
@@ -847,111 +574,257 @@ def test_accuracy_within_a_radius_counts_l2(monkeypatch):
     model[1].bias.data = torch.tensor([0.99, -0.99])      # class 1: the first value is nearly 1
     images = torch.full((4, 3, 4, 4), 100, dtype=torch.uint8)
     images[:, 0] = torch.tensor([230, 204, 178, 140]).view(4, 1, 1).byte()
-
-    def brighten(model, x, labels, **_):
-        return torch.cat([torch.ones_like(x[:, :1]), x[:, 1:]], 1)
-
-    monkeypatch.setitem(measures.ATTACKS, "cw", brighten)
-    m = dict(model=model, about=dict(model="m"))
-    source = data.Split(images, torch.zeros(4, dtype=torch.int64), ["a", "b"])
-    row = score.attack_row(m, "cw", {}, measures.CONDITIONS, source, torch.arange(4), alone())
+    monkeypatch.setitem(measures.ATTACKS, "cw", lambda model, x, labels, **_:
+                        torch.cat([torch.ones_like(x[:, :1]), x[:, 1:]], 1))
+    source = Split(images, torch.zeros(4, dtype=torch.int64), ["a", "b"])
+    row = score.attack_row(loaded(model), "cw", {}, measures.CONDITIONS, source, torch.arange(4), alone())
     assert row["top1"] == 0 and row["top1_at_l2"] == {0.25: 100, 0.5: 75, 1.0: 50, 2.0: 0}
 
 
 def test_pictures_show_pgd_at_its_largest_budget_and_so_many_images(tmp_path, monkeypatch):
     attacked, shown = [], []
-
-    def attack(model, name, setting, images, *_, **how):
-        attacked.append((name, setting["eps"], len(images)))
-        return images
-
-    monkeypatch.setattr(score, "attack_images", attack)
+    monkeypatch.setattr(score, "attack_images", lambda model, name, setting, images, *_, **how:
+                        attacked.append((name, setting["eps"], len(images))) or images)
     monkeypatch.setattr(corruptions, "corrupt", lambda images, *_, **how: images)
-    monkeypatch.setattr(data, "save_grid", lambda path, images, **_:
-                        shown.append((path.name, len(images))))
-    todo = [(name, dict(eps=eps), measures.CONDITIONS) for name, eps in
+    monkeypatch.setattr(pictures, "save_grid", lambda path, images, **_: shown.append((path.name, len(images))))
+    todo = [measures.Measure(name, dict(eps=eps), measures.CONDITIONS) for name, eps in
             (("pgd", 1 / 255), ("pgd", 4 / 255), ("pgd", 2 / 255), ("fgsm", 8 / 255))]
-    model = dict(model=argparse.Namespace(config=argparse.Namespace(image_size=32)))
-    args = alone(save_images=3, out_dir=tmp_path)
-    pictures.save_classified([model], data.load_shapes("test", 8), todo, args)
-    assert attacked == [("pgd", 4 / 255, 3)]
-    assert shown == [("corruptions.png", 75), ("attacks_0.png", 9)]
+    model = loaded(argparse.Namespace(config=argparse.Namespace(image_size=32)))
+    pictures.save([model], load_shapes("test", 8), todo, alone(save_images=3, out_dir=tmp_path))
+    assert attacked == [("pgd", 4 / 255, 3)] and shown == [("corruptions.png", 75), ("attacks_0.png", 9)]
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+def made_up(model, errors):
+    """Rows of corruptions with these errors in percent."""
+    fields = dict(model=model, kind=model, checkpoint=model, weights=model, model_config={}, recipe=model,
+                  task="classification", data="imagenet", data_dir="x", imagenet1k=False, measure="corruptions",
+                  images=50, conditions=dict(space="pixel", labels="true", clip=True, seed=0, amp=False))
+    return [dict(fields, top1=[100 - error] * 5, setting=dict(type=name, severities=[1, 2, 3, 4, 5]))
+            for name, error in errors.items()]
+
+
+def attacked(model, name, eps, right, **more):
+    """A row of an attack that left these images right."""
+    row, = made_up(model, dict(fog=0))
+    return row | dict(measure=name, setting=dict(eps=eps), images=len(right), right=pack(right), max_linf=eps,
+                      top1=100 * right.double().mean().item(), top5=100.0) | more
+
+
+def test_mce_is_for_imagenets_classes_at_all_severities():
+    alexnet = {name: 100 * error for name, error in metrics.ALEXNET.items()}
+    both = made_up("first", alexnet) + made_up("second", {name: error / 2 for name, error in alexnet.items()})
+    mean = sum(alexnet.values()) / 15
+    cells = [cell.split()[0] for cell in line_of(tables(both), "mean of the 15, error")]
+    assert cells == [f"{mean:.2f}", f"{mean / 2:.2f}"] and "mCE" not in tables(both)
+    assert line_of(tables([dict(row, imagenet1k=True) for row in both]), "mCE") == ["100.00", "50.00"]
+    three = [dict(row, imagenet1k=True, setting=dict(row["setting"], severities=[1, 3, 5])) for row in both]
+    assert "mCE" not in tables(three)                     # AlexNet's errors are of all five
+    assert "mean of the 15" not in tables(both[:14]).partition("In short")[0]
+
+
+def test_every_severity_is_shown_from_mild_to_strong():
+    rows = made_up("m", dict.fromkeys(corruptions.NAMES, 0))
+    for row in rows:
+        row["top1"] = [90, 80, 70, 60, 50]
+    rows[0]["top1"] = [60, 80, 70, 60, 50]                # of gaussian_noise
+    first, _, last = tables(rows).partition("Each severity, from mild to strong")
+    assert line_of(last, "gaussian_noise, error") == ["40.0  20.0  30.0  40.0  50.0"]
+    assert line_of(last, "mean of the 15, error") == ["12.0  20.0  30.0  40.0  50.0"]
+    assert "Corruptions: mean of severities 1, 2, 3, 4, 5." in first
+    for row in rows:
+        row.update(top1=row["top1"][3:4], setting=dict(row["setting"], severities=[4]))
+    assert "Corruptions: mean of severities 4." in tables(rows) and "Each severity" not in tables(rows)
+
+
+def test_the_worst_case_over_attacks_is_taken_image_by_image():
+    a, b, c = (torch.arange(12) % k > 0 for k in (2, 3, 5))
+    rows = [attacked("m", "fgsm", 1 / 255, a), attacked("m", "pgd", 1 / 255, b[:6]), attacked("m", "fgsm", 2 / 255, c),
+            attacked("n", "fgsm", 1 / 255, c), attacked("m", "sld", 1 / 255, ~a),
+            attacked("m", "noise", 1 / 255, ~a, setting=dict(scale=0.1))]
+    row, = results.worst_cases(rows)
+    both = a[:6] & b[:6]                                  # fewer images are the first of more
+    assert 0 < both.sum() < min(a[:6].sum(), b[:6].sum())
+    assert row["measure"] == "worst of fgsm, pgd" and row["images"] == 6
+    assert row["top1"] == pytest.approx(100 * both.double().mean().item()) and torch.equal(unpack(row["right"], 6), both)
+    low, high = metrics.wilson(row["top1"] / 100, 6)
+    text = f"{row['top1']:.2f} ({100 * low:.1f}-{100 * high:.1f})"
+    assert line_of(tables(rows), "worst of fgsm, pgd 1/255, top-1") == [text, ""]
+
+
+def test_the_table_ends_in_a_summary_that_says_what_one_seed_is_worth():
+    clean, = made_up("m", dict(fog=0))
+    clean = dict(clean, measure="clean", setting={}, top1=96.4, top5=100.0)
+    right = torch.arange(50) % 4 > 0
+    rows = [clean, *made_up("m", dict.fromkeys(corruptions.NAMES, 25)), attacked("m", "fgsm", 2 / 255, right),
+            attacked("m", "pgd", 2 / 255, right & (torch.arange(50) % 3 > 0)), attacked("m", "pgd", 1 / 255, right)]
+    last = tables(rows).partition("In short:")[2]
+    assert last.splitlines()[-1].startswith("One network of a kind ranks nothing")
+    assert [cell.strip() for cell in last.splitlines()[4].strip("|").split("|")] == [
+        "m", "96.4", "75.0", "1/255 74.0, 2/255 50.0"]
+    twin = [dict(row, weights="other", model="m again") for row in rows]
+    assert "ranks nothing" not in tables(rows + twin) and "McNemar" not in tables(rows)
+
+
+def test_the_table_says_how_sure_it_is_and_how_attacks_were_run(first_run):
+    found = read_rows(first_run[0] / "one")
+    fgsm = [row for row in found if row["measure"] == "fgsm"]
+    low, high = metrics.wilson(fgsm[0]["top1"] / 100, 11)
+    interval = f"{fgsm[0]['top1']:.2f} ({100 * low:.1f}-{100 * high:.1f})"
+    assert line_of(tables(found), "fgsm 0.00157, top-1")[0] == interval
+    far = 255 * max(row["max_linf"] for row in fgsm)
+    fgsm[1]["max_linf"] = 0.1 / 255                       # of two models the one that moves more
+    note = f"- fgsm: a pixel moved by at most {far:.2f} of 255 with 0.00157, and at most 0.00 out of range."
+    pgd, = (line for line in tables(found).splitlines() if line.startswith("- pgd "))
+    assert note in tables(found) and "steps=20 alpha=0.15 random_start=yes" in pgd and " eps=" not in pgd
+    paper = dict(space="normalized", labels="pred", clip=False, seed=7, amp=False)
+    other = dict(fgsm[0], setting=dict(eps=4 / 255), conditions=paper, max_linf=1 / 255, outside=3 / 255)
+    table = tables([*found, other])
+    assert note in table and ("- fgsm, normalized, pred, no clip: a pixel moved by at most 1.00 of 255 "
+                              "with 4/255, and at most 3.00 out of range.") in table
+    assert "a random choice, seed 0, 7, the same for all" in table
+
+
+def test_the_table_says_what_top_5_and_which_frost(first_run):
+    found = read_rows(first_run[0] / "one")
+    top5, frost = "Top-5 under attack is not a worst case", "frost: procedural"
+    for kept, notes in (("fgsm", (1, 0)), ("corruptions", (0, 1)), ("clean", (0, 0))):
+        table = tables([row for row in found if row["measure"] == kept])
+        assert (table.count(top5), table.count(frost)) == notes
+    rows = [row for row in found if row["setting"].get("type") == "frost"]
+    for setting in (dict(frost="textures"), dict(released="imagenet-c")):
+        assert frost not in tables([{**r, "setting": {**r["setting"], **setting}} for r in rows])
+
+
+def test_settings_that_differ_have_lines_of_their_own_and_a_table_is_of_one_data_set(tmp_path):
+    right = torch.arange(8) % 2 > 0
+    rows = [attacked("m", "pgd", 2 / 255, right, setting=dict(eps=2 / 255, steps=steps)) for steps in (1, 2)]
+    assert line_of(tables(rows), "pgd 2/255, top-1, steps 1") and line_of(tables(rows), "pgd 2/255, top-1, steps 2")
+    kept = results.Results(tmp_path, "imagenet", False, 0)
+    kept.rows = dict(enumerate([*rows, dict(made_up("m", dict(snow=3))[0], data="cifar10")]))
+    assert "pgd" in kept.write_table() and "snow" not in kept.write_table()
+
+
+def test_a_finished_row_warns_where_square_took_more_than_two_tenths(tmp_path, capsys):
+    kept = results.Results(tmp_path, "imagenet", False, 0)
+    for last, warned in ((30.0, False), (29.9, False), (29.7, True)):
+        stages = {"clean": 80.0, "apgd-ce": 31.0, "apgd-t": 30.4, "fab-t": 30.0, "square": last}
+        kept.add(attacked("m", "autoattack", last / 2550, torch.ones(9) > 0, stages=stages, seconds=1.0))
+        assert ("warning: Square took 0.30 points" in capsys.readouterr().out) == warned
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+def test_a_preset_has_a_folder_of_its_own_and_checks_write_nothing(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path / "m.pt")
+    for preset in ("default", "paper"):
+        run("--ckpt", tmp_path / "m.pt", "--preset", preset, "--measures", "clean", "--limit", 8)
+    assert len(read_rows(tmp_path / "robust")) == len(read_rows(tmp_path / "robust_paper")) == 1
+    before, asked = {p: p.read_bytes() for p in tmp_path.rglob("*.*")}, []
+    monkeypatch.setattr(checks, "run", lambda model, x, y, name, twin, options: asked.append((len(x), options)))
+    run("--ckpt", tmp_path / "m.pt", "--checks", "--limit", 10, "--measures", "pgd steps=7")
+    run("--ckpt", tmp_path / "m.pt", "--checks", "--out_dir", tmp_path / "new")
+    assert [n for n, _ in asked] == [10, 64] and [how["steps"] for _, how in asked] == [7, 20]
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*.*")} == before
+
+
+def test_the_twin_of_the_checks_is_a_softmax_model_of_source_or_else_of_the_others(monkeypatch):
+    twins = []
+    monkeypatch.setattr(checks, "run", lambda *given: twins.append(given[4]))
+    rpc, softmax, source = (loaded(name, name, kind) for name, kind in
+                            (("a", "rpc 4iter/layer1"), ("b", "softmax"), ("c", "softmax")))
+    for other, expected in ((None, ["b", None]), (source, ["c", "c"]), (rpc, [None, None])):
+        twins.clear()
+        eval_robust.run_checks([rpc, softmax], other, load_shapes("test", 4), [], alone())
+        assert twins == [expected[0], expected[1]]
+
+
+def test_several_processes_check_as_many_images_as_one(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path / "m.pt")
+    monkeypatch.setattr(checks, "run", lambda model, x, *_: print("checked", len(x)))
+    printed, silent = group(eval_robust.main, ["--ckpt", str(tmp_path / "m.pt"), "--checks", "--limit", "10"])
+    assert "checked 10" in printed and "checked" not in silent
+
+
+def test_a_source_that_was_trained_anew_is_measured_anew(tmp_path):
+    make_checkpoint(tmp_path / "m.pt")
+    for seed, n in ((1, 1), (1, 1), (2, 2)):
+        make_checkpoint(tmp_path / "s.pt", seed=seed)
+        assert n == len(rows_of(tmp_path / "r", "--ckpt", tmp_path / "m.pt", "--source", tmp_path / "s.pt", "--measures",
+                                "transfer eps=4/255 steps=1", "--limit", 8, "--resume"))
+
+
+def test_the_table_is_written_after_every_row(tmp_path, monkeypatch):
+    def killed(*args, **how):
+        raise OSError("killed")
+
+    make_checkpoint(tmp_path / "m.pt")
+    monkeypatch.setitem(measures.ATTACKS, "pgd", killed)
+    run("--ckpt", tmp_path / "m.pt", "--measures", "clean", "fgsm", "pgd", "--limit", 8, "--eps", "2/255",
+        "--out_dir", tmp_path / "r")
+    table = (tmp_path / "r" / "table.md").read_text()
+    assert "| clean, top-1" in table and "| fgsm 2/255, top-1" in table and "pgd" not in table
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("flags, words", [
-    (["--measures", "fgms"], "known are clean"),
-    (["--measures", ""], "known are clean"),
-    (["--measures", "perplexity"], "known are clean"),
-    (["--measures", "pgd step=3"], "known are eps, steps, alpha"),
-    (["--measures", "clean eps=1/255"], "eps is no setting of clean; there are none"),
-    (["--measures", "autoattack clip=no"], "autoattack keeps to [0, 1] in any case, expected clip=yes"),
-    (["--measures", "pgd steps=0"], "steps=0, expected int from 1"),
-    (["--measures", "pgd alpha=0"], "alpha=0, expected float from 1e-09"),
-    (["--measures", "noise kind=red"], "kind=red, expected uniform or gaussian"),
-    (["--measures", "fgsm eps=2/255,8"], "was 8/255 meant"),
-    (["--measures", "fgsm clip=maybe"], "clip=maybe, expected yes or no"),
-    (["--window", "8"], "--window is for segmentation and language modelling"),
-    (["--data", "camvid"], "expected one of shapes, cifar10, imagenet, folder"),
-    (["--eps", "8"], "was 8/255 meant"),
-    (["--eps=-1/255"], "0 <= eps <= 1"),
-    (["--eps", "1/0"], "division by zero"),
-    (["--eps", "8/x"], "invalid budget value: '8/x'"),
-    (["--severities", "6"], "from 1 to 5"),
-    (["--limit", "81"], "there are only 80"),
-    (["--measures", "transfer"], "needs --source"),
-    (["--data", "imagenet"], "needs --data_dir"),
-    (["--imagenet_o", "o"], "--imagenet_o needs --data imagenet, not shapes"),
-    (["--measures", "corruptions", "--frost_dir", "nowhere"], "nowhere"),
-    (["--ckpt", "nowhere.pt"], "nowhere.pt"),
-    (["--device", "cuda:9" if not torch.cuda.is_available() else "tpu"], "--device"),
-])
-def test_bad_flags_are_one_clear_line(first_run, tmp_path, monkeypatch, capsys, flags, words):
-    argv = ["eval_robust.py", "--ckpt", str(first_run[0] / "a.pt"), "--out_dir", str(tmp_path), *flags]
-    monkeypatch.setattr(sys, "argv", argv)
-    with pytest.raises(SystemExit) as stop:
-        common.run(eval_robust.main)
-    text = capsys.readouterr().err if stop.value.code == 2 else str(stop.value)                  # 2: argparse wrote it
-    assert stop.value.code and words in text.splitlines()[-1]
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    """A folder with models that do not go together, and folders of images."""
+    folder = tmp_path_factory.mktemp("odd")
+    make_checkpoint(folder / "a.pt")
+    make_checkpoint(folder / "large.pt", image_size=64)
+    make_checkpoint(folder / "other.pt", [f"c{i}" for i in range(10)])
+    make_checkpoint(folder / "two.pt", ["n0", "n1"], task="imagenet")
+    common.save(folder / "chess.pt", dict(task="chess"))
+    for i, c in enumerate(["n0", "n1"]):
+        (folder / "photos" / "val" / c).mkdir(parents=True)
+        write_png(load_shapes("test", 2).images[i], str(folder / "photos" / "val" / c / "0.png"))
+    return folder
 
 
-def test_two_classes_are_too_few_for_autoattack_which_is_said_before_anything_is_measured(tmp_path):
-    classes = ["n0", "n1"]
-    for i, c in enumerate(classes):
-        (tmp_path / "val" / c).mkdir(parents=True)
-        write_png(data.load_shapes("test", 2).images[i], str(tmp_path / "val" / c / "0.png"))
-    make_checkpoint(tmp_path / "m.pt", classes, task="imagenet")
-    out = run("--ckpt", tmp_path / "m.pt", "--data_dir", tmp_path, "--num_workers", 0,
-              "--measures", "clean", "autoattack", "--out_dir", tmp_path / "r")
-    line = out.stderr.splitlines()[-1]
-    assert out.returncode == 1 and "4 or more" in line and "--measures autoattack" in line
-    assert not (tmp_path / "r").exists()
+# flags after --ckpt a.pt: what the line must hold
+BAD = {
+    "--measures fgms": "known are clean",
+    "--measures|": "known are clean",
+    "--measures perplexity": "known are clean",
+    "--measures|pgd step=3": "known are eps, steps, alpha",
+    "--measures|clean eps=1/255": "eps is no setting of clean; there are none",
+    "--measures|pgd eps=1/255 eps=2/255": "eps is given twice, expected eps=VALUE,VALUE",
+    "--measures|autoattack clip=no": "autoattack keeps to [0, 1] in any case, expected clip=yes",
+    "--measures|pgd restarts=2 random_start=no": "expected random_start=yes",
+    "--measures|pgd steps=0": "steps=0, expected int from 1",
+    "--measures|pgd alpha=0": "alpha=0, expected float from 1e-09",
+    "--measures|noise kind=red": "kind=red, expected uniform or gaussian",
+    "--measures|fgsm eps=2/255,8": "was 8/255 meant",
+    "--measures|fgsm clip=maybe": "clip=maybe, expected yes or no",
+    "--window 8": "--window is for segmentation and language modelling",
+    "--data camvid": "expected one of shapes, cifar10, imagenet, folder",
+    "--eps 8": "was 8/255 meant",
+    "--eps=-1/255": "0 <= eps <= 1",
+    "--eps 1/0": "division by zero",
+    "--eps 8/x": "invalid budget value: '8/x'",
+    "--severities 6": "from 1 to 5",
+    "--limit 81": "there are only 80",
+    "--measures transfer": "needs --source",
+    "--data imagenet": "needs --data_dir",
+    "--imagenet_o o": "--imagenet_o needs --data imagenet, not shapes",
+    "--measures corruptions --frost_dir nowhere": "nowhere",
+    "--ckpt nowhere.pt": "nowhere.pt",
+    "--device tpu": "--device",
+    "--source large.pt": "--source: the models have image_size [32, 64]",
+    "--source two.pt": "--source: the models have num_classes [2, 10]",
+    "--source other.pt": "--source other.pt was trained on 10 other classes",
+    "--source chess.pt": "--source chess.pt: not a checkpoint of train_cls.py",
+    "--data folder --data_dir photos": "--ckpt a.pt was trained on 10 other classes (",
+    "--ckpt two.pt --data_dir photos --num_workers 0 --measures clean autoattack": "autoattack compares four logits",
+}
 
 
-def test_generated_corruptions_start_from_imagenet_cs_bilinear_crop(tmp_path, monkeypatch):
-    (tmp_path / "val" / "n0").mkdir(parents=True)
-    pixels = torch.randint(0, 256, (3, 90, 130), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    write_png(pixels, str(tmp_path / "val" / "n0" / "0.png"))
-    seen, tree = [], data.ImageTree(tmp_path, "val", size=56)
-    monkeypatch.setattr(corruptions, "corrupt", lambda images, *_, **__: seen.append(images) or images)
-    args = argparse.Namespace(device=torch.device("cpu"), batch_size=1, num_workers=0, amp=False,
-                              seed=0, frost_dir=None, corrupted_dir=None, rank=0, world=1)
-    model = dict(model=lambda x: torch.zeros(len(x), 1))
-    setting = dict(type="fog", severities=[3], jpeg85=False)
-    score.corruption_rows([model], tree, torch.arange(1), setting, args)
-    resized = Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((92, 64), Image.BILINEAR)
-    expected = torch.tensor(np.array(resized.crop((18, 4, 74, 60)))).permute(2, 0, 1).int()
-    assert (seen[0][0].int() - expected).abs().max() <= 2 < (tree[0][0].int() - expected).abs().max()
-
-
-# --- checks ----------------------------------------------------------------------------------------------------------
-
-def collect(function, *args):
-    said = []
-    function(*args, lambda *line: said.append(line))
-    return said
-
-
-def test_checks_that_need_no_model_pass():
-    assert all(passed for _, passed, _, _ in collect(checks.area) + collect(checks.words))
+@pytest.mark.parametrize("flags", BAD)
+def test_bad_flags_are_one_clear_line(odd, monkeypatch, flags):
+    monkeypatch.chdir(odd)
+    parts = flags.split("|") if "|" in flags else flags.split()
+    words = run("--ckpt", "a.pt", "--out_dir", "bad", *parts)[1]
+    assert BAD[flags] in words and not (odd / "bad").exists()

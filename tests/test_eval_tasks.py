@@ -8,17 +8,19 @@ import torch
 from torchvision.io import write_png
 
 import common
-from data import images as data
-from data.segmentation import Scenes
-from data.text import count_words, read_lines
 import eval_robust
+from data.images import decode_all, find_photos
+from data.rng import epoch_order
+from data.segmentation import Scenes
+from data.shapes import load_shapes
+from data.text import count_words, read_lines
 from lm import LM, LMConfig
 from processes import group
-from robust import corruptions
-from robust import iou
+from robust import corruptions, iou
+from robust.results import read_rows
 from robust.words import word_swap
 from segmenter import Segmenter, SegmenterConfig, predict
-from test_eval_robust import line_of, make_checkpoint, results, run
+from test_eval_robust import line_of, make_checkpoint, rows_of, run
 from vit import SIZES
 
 
@@ -28,7 +30,7 @@ def save_segmenter(path, attn="rpc", seed=0):
     config = SegmenterConfig(11, **{**SIZES["nano"], "depth": 1}, image_size=32, patch_size=8, attn=attn)
     model = Segmenter(config)
     flags = dict(data="shapes", data_dir=None, num_classes=11, num_images=100, size=32, seed=seed)
-    common.save_checkpoint(path, dict(
+    common.save(path, dict(
         task="segmentation", model=model.state_dict(), model_config=asdict(config), step=1,
         classes=list(Scenes("test", 1, 32).classes), args=flags))
     return model.eval()
@@ -47,17 +49,10 @@ def save_language_model(folder, name="lm.pt", attn="rpc", seed=0):
                       attn=attn, rpc_layers=(0,))
     model = LM(config)
     flags = dict(data="folder", data_dir=str(folder / "text"), steps=9, seed=seed)
-    common.save_checkpoint(folder / name, dict(
+    common.save(folder / name, dict(
         task="language modelling", model=model.state_dict(), model_config=asdict(config), step=seed,
         vocab="\n".join(vocab.words), args=flags))
     return model.eval()
-
-
-def evaluated(folder, *flags):
-    """The rows of a run that went well."""
-    out = run(*flags, "--out_dir", folder)
-    assert out.returncode == 0, out.stderr
-    return results(folder)
 
 
 # --- Segmenters ------------------------------------------------------------------------------------
@@ -81,7 +76,7 @@ def segmented(tmp_path_factory):
     """A folder, its Segmenters a.pt and b.pt, and the rows of a run on both."""
     folder = tmp_path_factory.mktemp("seg")
     models = [save_segmenter(folder / f"{name}.pt", seed=i) for i, name in enumerate("ab")]
-    rows = evaluated(folder / "r", "--ckpt", folder / "a.pt", folder / "b.pt", "--limit", 3,
+    rows = rows_of(folder / "r", "--ckpt", folder / "a.pt", folder / "b.pt", "--limit", 3,
                      "--measures", "clean", "corruptions type=fog,contrast", "--severities", 2, 5,
                      "--save_images", 1, "--window", 16, "--stride", 8, "--scales", 1, 1.5, "--flip",
                      "--num_workers", 0, "--seed", 4)
@@ -90,7 +85,7 @@ def segmented(tmp_path_factory):
 
 def test_segmenters_rows_equal_a_plain_loop(segmented):
     _, models, rows = segmented
-    index = data.epoch_order(10, 0, 4)[:3]
+    index = epoch_order(10, 0, 4)[:3]
     how = dict(window=16, stride=8, scales=[1, 1.5], flip=True)
     assert [row["measure"] for row in rows] == ["clean"] * 2 + ["corruptions"] * 4
     for row, model in zip(rows, [*models] * 3):
@@ -111,13 +106,11 @@ def test_segmenters_rows_equal_a_plain_loop(segmented):
 
 def test_segmenters_table_and_pictures(segmented):
     folder, _, rows = segmented
-    table, _, means = (folder / "r" / "table.md").read_text().partition("over seeds")
+    table, _, each = (folder / "r" / "table.md").read_text().partition("Each severity")
     assert "- Means over 11 classes; window=16 stride=8 scales=1.0,1.5 flip=yes." in table.splitlines()
     fogs = [row["mean_iou"] for row in rows if row["setting"].get("type") == "fog"]
-    each = [sum(values) / 2 for values in zip(*fogs)]
-    assert line_of(means, "fog by severity, mean IoU") == ["  ".join(f"{x:.1f}" for x in each)]
-    fog = [sum(row["mean_iou"]) / 2 for row in rows if row["setting"].get("type") == "fog"]
-    assert line_of(table, "fog, mean IoU") == [f"{value:.2f}" for value in fog]
+    assert line_of(each, "fog, mean IoU") == ["  ".join(f"{x:.1f}" for x in values) for values in fogs]
+    assert line_of(table, "fog, mean IoU") == [f"{sum(values) / 2:.2f}" for values in fogs]
     assert line_of(table, "clean, pixel accuracy") == [f"{r['pixel_accuracy']:.2f}" for r in rows[:2]]
     assert "Wilson" not in table and "mean of the 15" not in table        # two of 15 types
     names = {"clean.png", "fog_2.png", "fog_5.png", "contrast_2.png", "contrast_5.png"}
@@ -135,31 +128,17 @@ def test_pictures_of_a_segmenter_are_of_so_many_images(segmented, tmp_path, monk
     monkeypatch.setattr(iou, "predictions", look)
     monkeypatch.setattr(iou, "evaluate", lambda *_, **how: (dict.fromkeys(
         ("mean_iou", "mean_accuracy", "pixel_accuracy", "classes"), 1), None))
-    evaluated(tmp_path, "--ckpt", folder / "a.pt", "--measures", "clean", "--limit", 5,
-              "--save_images", 4, "--num_workers", 0)
-    assert asked == [data.epoch_order(10, 0, 0)[:4].tolist()]            # of the five measured
-
-
-def test_segmenters_that_differ_in_the_seed_have_a_mean_and_all_types_too(segmented, monkeypatch):
-    monkeypatch.setattr(corruptions, "NAMES", ("fog", "contrast"))
-    folder, _, rows = segmented
-    flags = ("--ckpt", folder / "a.pt", folder / "b.pt", "--limit", 3, "--num_workers", 0)
-    rows = evaluated(folder / "two", *flags, "--measures", "corruptions type=fog,contrast",
-                     "--severities", 1)
-    table, _, means = (folder / "two" / "table.md").read_text().partition("over seeds")
-    values = [[row["mean_iou"][0] for row in rows if row["setting"]["type"] == kind]
-              for kind in ("fog", "contrast")]
-    mean = [f"{sum(pair) / 2:.2f}" for pair in zip(*values)]
-    assert line_of(table, "mean of the 15, mean IoU") == mean
-    assert "(n = 2)" in means and "±" in line_of(means, "fog, mean IoU")[0]
+    rows_of(tmp_path, "--ckpt", folder / "a.pt", "--measures", "clean", "--limit", 5,
+            "--save_images", 4, "--num_workers", 0)
+    assert asked == [epoch_order(10, 0, 0)[:4].tolist()]                 # of the five measured
 
 
 def test_two_processes_segment_every_image_once(segmented):
     folder, _, _ = segmented
     flags = ("--ckpt", folder / "a.pt", "--limit", 3, "--measures", "clean", "--num_workers", 0)
-    one, = evaluated(folder / "one", *flags)
+    one, = rows_of(folder / "one", *flags)
     group(eval_robust.main, list(map(str, (*flags, "--out_dir", folder / "shared"))))
-    two, = results(folder / "shared")
+    two, = read_rows(folder / "shared")
     assert one["iou"] == two["iou"] and one["images"] == two["images"] == 3
 
 
@@ -183,7 +162,7 @@ def texts(tmp_path_factory):
     """A folder with two language models, lm.pt and other.pt, and the rows of a run on both."""
     folder = tmp_path_factory.mktemp("lm")
     models = [save_language_model(folder, "lm.pt"), save_language_model(folder, "other.pt", seed=1)]
-    rows = evaluated(folder / "r", "--ckpt", folder / "lm.pt", folder / "other.pt", "--stride", 3,
+    rows = rows_of(folder / "r", "--ckpt", folder / "lm.pt", folder / "other.pt", "--stride", 3,
                      "--window", 6, "--seed", 5, "--limit", 100)
     return folder, models, rows
 
@@ -211,7 +190,7 @@ def test_perplexities_equal_a_plain_loop(texts):
 
 def test_a_language_models_table_has_a_line_for_each_perplexity(texts):
     folder, _, rows = texts
-    table, _, means = (folder / "r" / "table.md").read_text().partition("over seeds")
+    table = (folder / "r" / "table.md").read_text()
     assert table.startswith("| perplexity ") and "| tokens |" in table.splitlines()[0]
     assert len({row["sliding"] for row in rows}) == 4
     for split, pair in (("valid", rows[:2]), ("test", rows[2:])):
@@ -221,7 +200,6 @@ def test_a_language_models_table_has_a_line_for_each_perplexity(texts):
                            ("clean_unswapped", "clean, the same words")):
             cells = line_of(table, f"perplexity {split}, {text}")
             assert cells == [f"{row[name]:.2f}" for row in pair]
-    assert "(n = 2)" in means                             # the step of best.pt does not part seeds
     swapped = rows[0]["swapped"]
     note = f"Words swapped: {swapped} of 100 valid tokens ({swapped:.2f} %) became `AAA`."
     assert rows[0]["word"] == "AAA" and table.count(note) == 1
@@ -233,11 +211,11 @@ def test_best_weights_are_scored_and_rows_are_not_computed_again(texts, tmp_path
     (tmp_path / "best.pt").write_bytes((folder / "lm.pt").read_bytes())
     (tmp_path / "last.pt").write_bytes((folder / "other.pt").read_bytes())
     flags = ("--ckpt", tmp_path, "--stride", 3, "--window", 6, "--limit", 100)
-    found = evaluated(tmp_path / "r", *flags, "--seed", 5)
+    found = rows_of(tmp_path / "r", *flags, "--seed", 5)
     assert [row["sliding"] for row in found] == [rows[0]["sliding"], rows[2]["sliding"]]
-    again = evaluated(tmp_path / "r", *flags, "--seed", 5, "--resume")
+    again = rows_of(tmp_path / "r", *flags, "--seed", 5, "--resume")
     assert again == found
-    other = evaluated(tmp_path / "r", *flags, "--seed", 6, "--resume")
+    other = rows_of(tmp_path / "r", *flags, "--seed", 6, "--resume")
     assert other[:2] == found and len(other) == 4
     assert other[2]["sliding"] == found[0]["sliding"]
     assert other[2]["attacked"] != found[0]["attacked"]   # other words
@@ -263,27 +241,28 @@ def test_what_does_not_fit_a_task_is_one_line(texts, monkeypatch, ckpt, flags, w
     folder, _, _ = texts
     monkeypatch.chdir(folder)
     save_segmenter(folder / "seg.pt")
-    language = common.read_checkpoint("lm.pt")
+    language = common.load("lm.pt")
     renamed = {**language, "vocab": language["vocab"].replace("cat", "dog")}
-    common.save_checkpoint(folder / "words.pt", renamed)
-    common.save_checkpoint(folder / "none.pt", {**language, "task": "chess"})
-    out = run("--ckpt", *ckpt.split(), *flags, "--out_dir", "bad")
-    line = out.stderr.splitlines()[-1]
-    assert out.returncode == 1 and line.startswith("error: ") and words in line
+    common.save(folder / "words.pt", renamed)
+    common.save(folder / "none.pt", {**language, "task": "chess"})
+    assert words in run("--ckpt", *ckpt.split(), *flags, "--out_dir", "bad")[1]
 
 
 # --- images of one's own ---------------------------------------------------------------------------
 
-def test_a_classifier_of_ones_own_folder_is_evaluated_on_what_was_held_out(tmp_path):
-    images = data.load_shapes("test", 40).images
-    for i, image in enumerate(images):
-        (tmp_path / "photos" / f"c{i % 4}").mkdir(parents=True, exist_ok=True)
-        write_png(image, str(tmp_path / "photos" / f"c{i % 4}" / f"{i}.png"))
+def test_a_classifier_of_ones_own_folder_is_evaluated_on_what_was_held_out_and_on_all_of_another(tmp_path):
+    for i, image in enumerate(load_shapes("test", 40).images):
+        for folder in ("photos", "photos2"):
+            (tmp_path / folder / f"c{i % 4}").mkdir(parents=True, exist_ok=True)
+            write_png(image, str(tmp_path / folder / f"c{i % 4}" / f"{i}.png"))
     classes = [f"c{i}" for i in range(4)]
     model = make_checkpoint(tmp_path / "m.pt", classes, task="folder",
                             flags=dict(data_dir=str(tmp_path / "photos"), holdout=8))
-    row, = evaluated(tmp_path / "r", "--ckpt", tmp_path / "m.pt", "--measures", "clean")
-    _, held, _ = data.load_photos(data.find_photos(tmp_path / "photos"), 32, 8)
-    right = (model(held.images.float() / 255).argmax(1) == held.labels).double()
-    assert row["images"] == 8 and row["top1"] == pytest.approx(100 * right.mean().item())
-    assert row["data_dir"] == str(tmp_path / "photos")
+    row, = rows_of(tmp_path / "r", "--ckpt", tmp_path / "m.pt", "--measures", "clean")
+    assert row["images"] == 8 and row["data_dir"] == str(tmp_path / "photos")
+    row, = rows_of(tmp_path / "r2", "--ckpt", tmp_path / "m.pt", "--measures", "clean",
+                   "--data_dir", tmp_path / "photos2")
+    photos = find_photos(tmp_path / "photos2")
+    all_of_it = decode_all(photos.train, classes, 32)
+    right = (model(all_of_it.images.float() / 255).argmax(1) == all_of_it.labels).double()
+    assert row["images"] == 40 and row["top1"] == pytest.approx(100 * right.mean().item(), abs=1e-3)

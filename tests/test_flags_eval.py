@@ -11,19 +11,16 @@ import torch
 import torch.nn.functional as F
 from torchvision.io import write_jpeg, write_png
 
-from data import images as splits
-from robust import attacks
-from robust import checks
 import common
-from robust import corruptions
-from data import images as data, files, shapes
+import data.images
 import eval_robust
+from data.rng import epoch_order
+from data.shapes import SHAPES, load_shapes
 from lm import LMConfig
-from robust import measures
-from robust import metrics
-from robust import score
+from robust import attacks, checks, corruptions, measures, score
+from robust.results import unpack
 from segmenter import SegmenterConfig
-from test_eval_robust import make_checkpoint
+from test_eval_robust import make_checkpoint, made_up
 from test_eval_tasks import save_language_model, save_segmenter
 from vit import ViT, ViTConfig
 
@@ -37,11 +34,11 @@ ABOUT = {"model", "kind", "checkpoint", "weights", "model_config", "recipe", "da
 def place(tmp_path_factory):
     """A folder with two models, trees of images and frost, which the flags below name."""
     folder = tmp_path_factory.mktemp("flags")
-    images = data.load_shapes("test", 60, 40).images
+    images = load_shapes("test", 60, 40).images
     for i, name in enumerate(("a", "b")):
         make_checkpoint(folder / f"{name}.pt", attn=("rpc", "softmax")[i], seed=i, patch_size=16,
                         flags=dict(num_images=1000))                      # 200 images, fitted to 80
-        for j, shape in enumerate(shapes.SHAPES):
+        for j, shape in enumerate(SHAPES):
             (folder / name / "val" / shape).mkdir(parents=True)
             write_png(images[20 * i + j], str(folder / name / "val" / shape / "0.png"))
         for tree in ("out", *(f"{corruption}/3" for corruption in corruptions.NAMES)):
@@ -58,13 +55,11 @@ def place(tmp_path_factory):
     return folder
 
 
-load_shapes = functools.cache(data.load_shapes)           # the same scenes for every run
+cached_shapes = functools.cache(load_shapes)              # the same scenes for every run
 
 # Of two flags argparse keeps the last: a line of the table may say --limit again.
 DEFAULT = "--ckpt a.pt --limit 8 --severities 3"
-HELD = dict(weights="w", model="m", kind="m", checkpoint="m.pt", data="shapes", measure="clean",
-            setting={}, conditions=dict(space="pixel", labels="true", clip=True, seed=9, amp=False),
-            images=1, top1=0.0, top5=0.0)
+HELD = dict(made_up("m", dict(fog=50))[0], data="shapes")
 
 
 def evaluate(monkeypatch, place, flags):
@@ -72,7 +67,7 @@ def evaluate(monkeypatch, place, flags):
     monkeypatch.chdir(place)
     before = set(place.rglob("*"))
     seen = dict(batch=0, amp=False, checks=0, error=None)
-    hits, setup, load = score.hits, common.setup, files.image_batches
+    hits, setup, load = score.hits, common.setup, score.image_batches
 
     def look(logits, labels):
         seen["batch"] = max(seen["batch"], len(logits))
@@ -95,7 +90,7 @@ def evaluate(monkeypatch, place, flags):
         patch.setattr(common, "setup", look_at_device)
         patch.setattr(score, "image_batches", look_at_workers)
         patch.setattr(checks, "run", look_at_checks)
-        patch.setattr(splits, "load_shapes", load_shapes)
+        patch.setattr(data.images, "load_shapes", cached_shapes)
         argv = ["eval_robust.py", *shlex.split(flags)]
         patch.setattr(sys, "argv", argv)
         try:
@@ -166,6 +161,7 @@ SETTINGS = {
     "alpha": (PGD, f"{PGD} alpha=0.3"),
     "random_start": (PGD, f"{PGD} random_start=no"),
     "best": (PGD, f"{PGD} best=yes"),
+    "restarts": ("pgd eps=2/255 steps=1 alpha=0.05", "pgd eps=2/255 steps=1 alpha=0.05 restarts=3"),
     "centre": ("spsa steps=1", "spsa steps=1 centre=legacy"),
     "rescale": ("sld", "sld rescale=yes"),
     "confidence": ("cw steps=30 lr=0.01", "cw steps=30 lr=0.01 confidence=2"),
@@ -185,18 +181,18 @@ SETTINGS = {
 
 def by_hand(place, eps):
     """Who is right in the test below, (n, 2) bool for each measure, by loops over batches of 6."""
-    checkpoint = common.read_checkpoint(place / "a.pt")
+    checkpoint = common.load(place / "a.pt")
     model = ViT(ViTConfig(**checkpoint["model_config"])).eval()
     model.load_state_dict(checkpoint["model"])
     mean, std = (torch.tensor(getattr(model.config, n))[:, None, None] for n in ("mean", "std"))
-    source, right = data.load_shapes("test", 200), {}
+    source, right = load_shapes("test", 200), {}
 
     def count(name, pixels, labels):
         with torch.autocast("cpu", torch.bfloat16):
             top5 = model(pixels).float().topk(5).indices == labels[:, None]
         right.setdefault(name, []).append(torch.stack([top5[:, 0], top5.any(1)], 1))
 
-    for index in data.epoch_order(200, 0, 3)[:20].split(6):
+    for index in epoch_order(200, 0, 3)[:20].split(6):
         images, labels = source.images[index], source.labels[index]
         x = images.float() / 255
         count("clean", x, labels)
@@ -238,7 +234,7 @@ def test_rows_equal_plain_loops_under_flags_that_are_not_the_default(place, tmp_
     for measure, row in rows.items():
         expected = [hand[name] for name in names[measure]]
         texts = row["right"] if isinstance(row["right"], list) else [row["right"]]
-        bits = torch.stack([metrics.unpack(text, 20) for text in texts])
+        bits = torch.stack([unpack(text, 20) for text in texts])
         assert torch.equal(bits, torch.stack(expected)[:, :, 0])
         percent = 100 * torch.stack(expected).double().mean(1)       # (severities or draws, 2)
         if measure == "corruptions":
@@ -253,7 +249,10 @@ def test_rows_equal_plain_loops_under_flags_that_are_not_the_default(place, tmp_
 
 def test_the_tables_have_every_flag_and_every_setting(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["eval_robust.py", "--ckpt", "x"])
-    assert set(TABLE) == set(vars(eval_robust.get_args())) and len(TABLE) <= 28
+    args = eval_robust.get_args()
+    assert set(TABLE) == set(vars(args)) and args.severities == [1, 2, 3, 4, 5]
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--severities", "5", "1", "5"])
+    assert eval_robust.get_args().severities == [1, 5]
     named = {name for values in measures.MEASURES.values() for name in values}
     assert set(measures.SETTINGS) == named | set(measures.CONDITIONS)
     assert set(measures.SETTINGS) <= set(SETTINGS)
@@ -285,6 +284,7 @@ def test_each_setting_changes_the_numbers(place, monkeypatch, setting):
 def test_several_values_are_several_rows_and_a_name_alone_has_its_defaults():
     plan = measures.plan(["pgd eps=1/255,2/255 steps=3,4 clip=no", "fgsm"], "classification")
     pgd = [(s["eps"] * 255, s["steps"], s["alpha"], c["clip"]) for name, s, c in plan if name == "pgd"]
+    assert "restarts" not in plan[0].setting              # as in rows from before there were any
     assert pgd == [(e, steps, 0.15, False) for e in (1, 2) for steps in (3, 4)]
     fgsm = [(name, s, c) for name, s, c in plan if name == "fgsm"]
     assert [s["eps"] * 255 for _, s, _ in fgsm] == [1, 2, 4, 8]
@@ -303,13 +303,13 @@ def test_usual_measures_are_those_of_the_readme(monkeypatch):
     usual = {"classification": "clean corruptions noise fgsm pgd adaptive_pgd apgd",
              "segmentation": "clean corruptions", "language modelling": "perplexity"}
     for task, names in usual.items():
-        plan = eval_robust.plan(unsaid(monkeypatch, task))
+        plan = eval_robust.todo_of(unsaid(monkeypatch, task))
         assert list(dict.fromkeys(name for name, *_ in plan)) == names.split()
     args = unsaid(monkeypatch, "classification")
     args.imagenet_r = "r"                                 # a folder that is given is measured, too
-    assert [name for name, *_ in eval_robust.plan(args)][-1] == "imagenet_r"
+    assert [name for name, *_ in eval_robust.todo_of(args)][-1] == "imagenet_r"
     args.measures = ["all"]
-    assert {name for name, *_ in eval_robust.plan(args)} == set(measures.MEASURES) - {
+    assert {name for name, *_ in eval_robust.todo_of(args)} == set(measures.MEASURES) - {
         "perplexity", "transfer", "imagenet_a", "imagenet_o"}
 
 

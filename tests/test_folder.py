@@ -14,7 +14,7 @@ from PIL import Image
 import train_cls
 from data.files import decode, name_hash, read_bytes
 from data.images import ImageTree, Photos, find_photos, load_data, load_photos, load_test
-from data.segmentation import OwnFolder, read_pair
+from data.segmentation import OwnFolder, folder_recipe, load_folder, load_split, read_pair
 from test_data import within_10_seconds
 
 CLASSES = ["cat", "dog", "owl"]
@@ -193,13 +193,15 @@ def test_names_that_are_not_utf_8(capfd):
 
 # --- what is evaluated ----------------------------------------------------------------------------
 
-def test_another_folder_is_evaluated_whole_or_its_val_folder():
+def test_another_folder_is_evaluated_whole_or_its_val_folder(capsys):
     make("photos", 10)
     make("photos2", 4, classes=["bus", "car"])
     trained = dict(data="folder", data_dir="photos", holdout=6)
-    assert len(evaluated("photos", **trained).labels) == 6
+    assert len(evaluated("photos", **trained).labels) == 6 and not capsys.readouterr().out
     other = evaluated("photos2", **trained)                     # its classes are for the caller to judge
     assert len(other.labels) == 8 and other.classes == ["bus", "car"]
+    said = capsys.readouterr().out
+    assert said == "photos2: not the folder of training (photos): all of its 8 images are evaluated\n"
     assert len(evaluated("photos", **{**trained, "data": "cifar10"}).labels) == 30
     make("photos3/val", 3)
     assert len(evaluated("photos3", **trained).labels) == 9     # val/ alone is a folder
@@ -271,6 +273,43 @@ def test_the_held_out_part_of_a_labelled_folder_stays_when_a_file_comes():
         Image.new("L", (32, 32), 1).save(Path("mine", part, "000.png"))
     assert len(set(OwnFolder("mine", "validation").names) - {*before, "000"}) == 0
     assert not set(OwnFolder("mine", "training").names) & set(OwnFolder("mine", "validation").names)
+    flags = Namespace(data="folder", data_dir="mine", num_classes=2)
+    for trained, n in ((None, 8), (dict(data_dir="./mine"), 8), (dict(data_dir="other"), 41), ({}, 41)):
+        assert len(load_split(flags, "validation", trained)) == n          # nothing of another folder was held out
+    for part in ("images", "annotations"):
+        os.rename(Path("mine", part), "part")
+        Path("mine", part).mkdir()
+        os.rename("part", Path("mine", part, "validation"))                # validation/ alone is a folder
+    assert len(load_split(flags, "validation", {})) == len(load_split(flags, "validation")) == 41
+    with pytest.raises(FileNotFoundError, match="has no folder mine/images/training"):
+        load_split(flags, "training")
+
+
+def test_what_a_labelled_folder_holds_is_found_and_said():
+    for part in ("images", "annotations"):
+        Path("mine", part).mkdir(parents=True)
+    label = np.array([[0, 1, 2, 5], [255, 1, 2, 5]], np.uint8).repeat(10, 0).repeat(10, 1)
+    for i in range(10):
+        Image.fromarray(label).save(f"mine/annotations/{i}.png")
+        Image.new("RGB", (40, 20)).save(f"mine/images/{i}.jpg")
+    train, val, words = load_folder("mine")
+    assert words == ("8 training, 2 held-out images, 5 classes, 25.0 % of the pixels ignored, 0 unreadable, "
+                     "0 unmatched files")
+    assert train.classes == val.classes == [f"class {k}" for k in range(5)] and train[0][1].unique().numel() == 4
+    Path("mine/images/0.jpg").write_bytes(b"")
+    Path("mine/images/1.jpg").unlink()
+    assert load_folder("mine")[2].endswith("1 unreadable, 1 unmatched files")
+    with pytest.raises(ValueError, match=r"hold the value 5, expected 0 \(ignored\) to 4 \(--num_classes\)"):
+        load_folder("mine", 4)
+    Path("mine/classes.txt").write_text("\n".join("abcdef"))
+    assert load_folder("mine")[0].classes == list("abcdef")
+    for i in range(10):
+        Image.fromarray(label.clip(1, 1)).save(f"mine/annotations/{i}.png")
+    with pytest.raises(ValueError, match="the annotations hold 1 classes, expected 2 or more"):
+        load_folder("mine")
+    assert folder_recipe(100, 200) == dict(size=160, patch_size=16, batch_size=8, epochs=240, eval_every=24)
+    assert [folder_recipe(n, side)["size"] for n, side in ((1, 20), (9, 64), (9, 159))] == [32, 64, 96]
+    assert [folder_recipe(n, 32)["epochs"] for n in (1, 9000)] == [400, 8]
 
 
 # --- single files ---------------------------------------------------------------------------------

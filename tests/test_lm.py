@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import lm
 from conftest import ROOT
+from attention import ATTENTIONS, symmetric_attention
 from lm import LM, SIZES, LMConfig, linear_nll, lm_from_checkpoint
 from studies import leak
 from upstream import load_lmtool
@@ -184,48 +185,32 @@ def test_pre_norm_adds_functions_of_normed_states_and_norms_their_sum():
 
 # --- causality -------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("norm", ["post", "pre"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_changing_a_token_leaves_outputs_before_it_unchanged(kind, norm):
-    model = small(**KINDS[kind], norm=norm, gain=50)
-    tokens = words()
-    changed = tokens.clone()
-    changed[:, 7] = (tokens[:, 7] + 1) % 53
-    a, b = model.hidden(tokens), model.hidden(changed)
-    assert torch.equal(a[:, :7], b[:, :7]) and not torch.equal(a[:, 7:], b[:, 7:])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_gradient_of_an_output_for_later_words_is_exactly_zero(kind):
-    model, seen = small(**KINDS[kind], gain=50), []
+def leaks(model):
+    """Largest effect of word 7 on outputs before it: of another word, of a derivative, of leaving it and the rest out."""
+    seen, tokens, shown = [], words(), model.positions
     model.embed.register_forward_hook(lambda *call: seen.append(call[-1]))
-    hidden = model.hidden(words())
-    for t in range(11):
-        g, = torch.autograd.grad(hidden[:, t].pow(2).sum() + hidden[:, t].sum(), seen[0], retain_graph=True)
-        assert g[:, t + 1:].eq(0).all() and g[:, t].ne(0).any()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_outputs_of_a_prefix_are_the_prefix_of_the_outputs_at_the_same_positions(kind):
-    model = small(**KINDS[kind], gain=50)
-    whole = model.hidden(words())
-    model.positions = model.positions[:8]                                          # those that the first 8 of 12 had
-    assert_close(model.hidden(words()[:, :8]), whole[:, :8], 1e-9)
-
-
-@pytest.mark.parametrize("kind", RPC)
-def test_all_three_see_the_leak_of_a_global_mu(kind):
-    model, seen = small(**RPC[kind], mu_over="all", gain=50), []
-    model.embed.register_forward_hook(lambda *call: seen.append(call[-1]))
-    tokens = words()
     changed = tokens.clone()
     changed[:, 7] = (tokens[:, 7] + 1) % 53
     whole = model.hidden(tokens)
-    assert (whole - model.hidden(changed))[:, :7].abs().max() > 1e-4
-    g, = torch.autograd.grad(whole[:, :7].pow(2).sum() + whole[:, 0].sum(), seen[0])
-    assert g[:, 7:].abs().max() > 1e-4
-    model.positions = model.positions[:8]
-    assert (model.hidden(tokens[:, :8]) - whole[:, :8]).abs().max() > 1e-4
+    moved = (whole - model.hidden(changed)).abs()
+    grads = [torch.autograd.grad(whole[:, t].pow(2).sum() + whole[:, t].sum(), seen[0], retain_graph=True)[0] for t in range(11)]
+    model.positions = shown[:8]                                                    # those that the first 8 of 12 had
+    prefix = (model.hidden(tokens[:, :8]) - whole[:, :8]).abs().max()
+    model.positions = shown
+    assert moved[:, 7:].max() > 0 and all(g[:, t].ne(0).any() for t, g in enumerate(grads))
+    return moved[:, :7].max(), max(g[:, t + 1:].abs().max() for t, g in enumerate(grads)), prefix
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_output_depends_on_a_later_word(kind, norm):
+    moved, gradient, prefix = leaks(small(**KINDS[kind], norm=norm, gain=50))
+    assert moved == 0 and gradient == 0 and prefix < 1e-9                          # the first two exactly
+
+
+@pytest.mark.parametrize("kind", RPC)
+def test_all_three_see_the_leak_of_a_mu_over_all_tokens(kind):
+    assert min(leaks(small(**RPC[kind], mu_over="all", gain=50))) > 1e-4
 
 
 def test_a_model_trained_with_a_global_mu_reads_the_future_and_with_a_causal_one_cannot():
@@ -316,49 +301,55 @@ def test_compiled_it_is_the_same_model():
 
 # --- sampling --------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("mu", ["seen", "token"])
-def test_greedy_text_is_the_most_probable_word_again_and_again(mu):
-    model, tokens = small(attn="rpc", rpc_layers=(0,), mu_over=mu, cutoffs=OUTPUTS["adaptive"]), words(T=9)
+GREEDY = 1e-6                                             # so low a temperature that the likeliest word is certain
+
+
+@pytest.mark.parametrize("mu_over", ["seen", "token"])
+def test_greedy_text_is_the_most_probable_word_again_and_again_also_past_the_context(mu_over):
+    model, tokens = small(attn="rpc", rpc_layers=(0,), mu_over=mu_over, cutoffs=OUTPUTS["adaptive"]), words(T=9)
     seen = []
     model.embed.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[1]))
-    text = model.generate(tokens, 6, top_k=1)                                    # 15 words: runs past the context of 12
+    text = model.generate(tokens, 6, GREEDY)
     assert seen == [9, 10, 11, 12, 12, 12]
-    assert torch.equal(text, model.generate(tokens, 6, top_k=1)) and torch.equal(text[:, :9], tokens)
+    assert torch.equal(text, model.generate(tokens, 6, GREEDY)) and torch.equal(text[:, :9], tokens)
     for i in range(9, 15):
         assert torch.equal(text[:, i], model.log_probs(model.hidden(text[:, max(i - 12, 0):i]))[:, -1].argmax(-1))
+    long = words(T=30)
+    text = model.generate(long, 4, GREEDY)                                         # cropped for the model, kept in the text
+    assert torch.equal(text[:, :30], long) and torch.equal(text[:, 30:], model.generate(long[:, -12:], 4, GREEDY)[:, 12:])
 
 
-def test_a_prompt_longer_than_the_context_is_cropped_and_kept():
-    model, tokens = small(), words(T=30)
-    text = model.generate(tokens, 4, top_k=1)
-    assert torch.equal(text[:, :30], tokens)
-    assert torch.equal(text[:, 30:], model.generate(tokens[:, -12:], 4, top_k=1)[:, 12:])
-
-
-def test_samples_follow_temperature_top_k_and_generator():
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_samples_follow_temperature_and_generator(temperature):
     model, tokens = small(), words(B=1, T=2).expand(4000, -1)
     torch.nn.init.normal_(model.bias)
-    p = model.log_probs(model.hidden(tokens[:1]))[0, -1]
-
-    def sample(**how):
-        return model.generate(tokens, 1, generator=torch.Generator().manual_seed(0), **how)[:, -1]
-    for how, expected in ((dict(), p), (dict(temperature=2.0), p / 2),
-                          (dict(top_k=5), p.masked_fill(p < p.topk(5).values[-1], -math.inf))):
-        share = torch.bincount(sample(**how), minlength=53) / 4000
-        assert (share - expected.softmax(-1)).abs().max() < 0.03
-        assert torch.equal(sample(**how), sample(**how))
-    assert torch.equal(sample(top_k=100), sample())
+    p = (model.log_probs(model.hidden(tokens[:1]))[0, -1] / temperature).softmax(-1)
+    first, again = (model.generate(tokens, 1, temperature, torch.Generator().manual_seed(0)) for _ in range(2))
+    assert (torch.bincount(first[:, -1], minlength=53) / 4000 - p).abs().max() < 0.03 and torch.equal(first, again)
 
 
 # --- checkpoints and bad input ---------------------------------------------------------------------------------------
 
-def test_a_checkpoint_alone_rebuilds_the_model():
-    model = small(attn="rpc", rpc_layers=(1,), n_iter=2, lambd=3.0, form="paper", mu_over="token", cutoffs=(8, 16), gain=50)
-    checkpoint = dict(task="language modelling", model_config=asdict(model.config), model=model.float().state_dict())
+@pytest.mark.parametrize("mu_over,older", [("token", None), ("token", "token"), ("seen", "running"), ("all", "global")])
+def test_a_checkpoint_alone_rebuilds_the_model_also_an_older_one_that_says_mu(mu_over, older):
+    model = small(attn="rpc", rpc_layers=(1,), n_iter=2, lambd=3.0, form="paper", mu_over=mu_over, cutoffs=(8, 16), gain=50)
+    config = asdict(model.config)
+    if older:
+        config["mu"] = older
+        del config["mu_over"]
+    checkpoint = dict(task="language modelling", model_config=config, model=model.float().state_dict())
     again = lm_from_checkpoint(checkpoint)
     assert again.config == model.config and not again.training
     assert torch.equal(again(words(), words(seed=2)), model(words(), words(seed=2)))
     assert "positions" not in checkpoint["model"]
+
+
+def test_an_attention_of_ones_own_is_causal_or_refused(monkeypatch):
+    monkeypatch.setitem(ATTENTIONS, "mine", lambda k, v, layer: symmetric_attention(2 * k, v, **layer.how))
+    assert max(leaks(small(attn="mine", gain=50))) < 1e-9
+    monkeypatch.setitem(ATTENTIONS, "mine", lambda k, v: symmetric_attention(k, v))
+    with pytest.raises(ValueError, match="attn='mine' .* layer.how says causal"):
+        small(attn="mine")
 
 
 def test_bad_input_is_one_clear_line():
@@ -371,8 +362,7 @@ def test_bad_input_is_one_clear_line():
             (lambda: model(tokens, bad), "targets hold ids from 2 to 53, expected 0 to 52"),
             (lambda: model.hidden(words(T=13)), "13 tokens in a row, expected 1 to context=12"),
             (lambda: model.generate(tokens[:, :0], 1), "0 tokens in a row, expected 1 to context=12"),
-            (lambda: model.generate(tokens, 1, temperature=0), "temperature=0, top_k=None, expected temperature > 0"),
-            (lambda: model.generate(tokens, 1, top_k=0), "temperature=1.0, top_k=0, expected .* top_k >= 1"),
+            (lambda: model.generate(tokens, 1, temperature=0), "temperature=0, expected more than 0"),
             (lambda: small(attn="rpc", rpc_layers=(0,), mu_over="all").generate(tokens, 1), "mu_over='all': each new tok"),
             (lambda: lm_from_checkpoint(dict(task="classification", model={}, model_config={})), "not a .*train_lm.py"),
             (lambda: lm_from_checkpoint(dict(model={})), "not a checkpoint of train_lm.py"),

@@ -1,11 +1,19 @@
-"""What the README tells a reader to type exists."""
+"""What the README tells a reader to type exists, and does what it says."""
 
+import json
 import re
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "WALKTHROUGH.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("results/**/README.md"))]
 SHOWING = [page for page in PAGES if re.search(r"python (-m )?[a-z]", page.read_text())]
 OTHERS = ("--help", "--standalone", "--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--max_restarts")
@@ -17,7 +25,7 @@ def source_of(script):
     passed_on = {"studies/robust_attentions.py": ("train_cls.py", "eval_robust.py"),
                  "studies/robustness.py": ("train_cls.py",)}
     text += "".join(source_of(other) for other in passed_on.get(script, ()))
-    return text + ((ROOT / "flags.py").read_text() if script.startswith("train_") else "")
+    return text + ((ROOT / "common.py").read_text() if script.startswith("train_") else "")
 
 
 @pytest.mark.parametrize("page", SHOWING, ids=lambda page: str(page.relative_to(ROOT)))
@@ -34,9 +42,6 @@ def test_every_script_and_flag_shown_exists(page):
         for flag in re.findall(r"(?<!\S)--[\w-]+", rest):
             name = flag.removeprefix("--").removeprefix("no-")
             assert f'"--{name}"' in source or f'"{name}"' in source or flag in OTHERS, f"{script} has no {flag}"
-        for names in re.findall(r"--set ((?:\w+=\S+ ?)+)", rest):
-            for name in re.findall(r"(\w+)=", names):
-                assert re.search(rf"^ +{name}=\(", source, re.M), f"{script} has no setting {name}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -74,3 +79,113 @@ def test_every_address_in_docs_stands_in_a_line_of_code():
     assert len(addresses) > 15
     for address in addresses:
         assert re.search(rf"^ +\S.*{re.escape(address)}(?!\d)", code, re.M), address
+
+
+# --- the commands and snippets, run ---------------------------------------------------------------
+
+TINY = "--num_images 64 --batch_size 16 --epochs 1 --max_steps 2 --device cpu".split()
+QUICK = "--measures clean --limit 8 --device cpu".split()
+
+
+def blocks(language, text=README):
+    return re.findall(rf"```{language}\n(.*?)```", text, re.S)
+
+
+def commands(line):
+    """The python commands of a line of the README, as lists of words."""
+    return [shlex.split(part) for part in line.split("#")[0].split("&&") if part.split()[0] == "python"]
+
+
+def run(words, cwd):
+    """One command of the README, made small."""
+    small = TINY if words[1].startswith("train_") else QUICK
+    return subprocess.run([sys.executable, *words[1:], *small], cwd=cwd, capture_output=True, text=True)
+
+
+def copied_tree(folder):
+    for name in subprocess.run(["git", "ls-files", "*.py", "weights"], cwd=ROOT, capture_output=True,
+                               text=True).stdout.split():
+        if not name.startswith("tests/"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def test_the_first_command_evaluates_what_it_trained_and_a_second_time_does_not_mistake_the_old_run_for_it(tmp_path):
+    tree, line = copied_tree(tmp_path), blocks("sh")[0].strip()
+    assert "\n" not in line                                        # one line
+    train, evaluate = commands(line)
+    assert evaluate[evaluate.index("--ckpt") + 1] == train[train.index("--out_dir") + 1]
+    for words in (train, evaluate):
+        done = run(words, tree)
+        assert done.returncode == 0, done.stderr
+    named = {json.loads(row)["checkpoint"] for row in (tree / "out/first/robust/results.jsonl").read_text().splitlines()}
+    assert named == {word for word in evaluate if word.startswith(("weights/", "out/"))} and len(named) == 3
+    again = run(train, tree)
+    assert again.returncode and "already holds a run" in again.stderr and "Traceback" not in again.stderr
+
+
+def test_an_attention_of_ones_own_is_one_entry_trained_and_evaluated_as_printed(tmp_path):
+    section = README.partition("## An attention of your own\n")[2].partition("\n## ")[0]
+    tree, entry = copied_tree(tmp_path), blocks("python", section)[0].partition("\n")[2]
+    source = (tree / "attention.py").read_text()
+    assert source.count("\nATTENTIONS = {\n") == 1
+    (tree / "attention.py").write_text(source.replace("\nATTENTIONS = {\n", "\nATTENTIONS = {\n" + entry))
+    train, evaluate = commands(blocks("sh", section)[0].strip())
+    done = run(train, tree)
+    assert done.returncode == 0 and "shapes mine" in done.stdout, done.stdout + done.stderr
+    done = run(evaluate, tree)
+    assert done.returncode == 0 and "mine" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_snippets_run_as_printed():
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 2, 3, 7, 5)                               # (B, H, N, D), odd sizes
+    images, labels = torch.rand(2, 3, 32, 32), torch.tensor([1, 2])
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10)).eval()
+    for code in blocks("python"):
+        if "import" in code:
+            names = dict(k=k, v=v, model=model, labels=labels,
+                         images=(255 * images).byte() if "corrupt" in code else images)
+            exec(code, names)
+            found = names.get("h", names.get("adversarial", names.get("foggy")))
+            expected = names.get("v") if "h" in names else images
+            assert found.shape == expected.shape
+
+
+def test_the_snippet_says_that_values_are_as_wide_as_keys():
+    from attention import rpc_attention
+    with pytest.raises(ValueError, match="the same for k, v and q"):
+        rpc_attention(torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4, 6))
+    assert "v as wide as k" in README
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+def test_the_table_of_accuracies_is_what_the_rows_give():
+    rows = [json.loads(line) for line in (ROOT / "results/robustness/results.jsonl").read_text().splitlines()]
+    arms = {"softmax": "softmax", "symmetric": "symmetric", "4 iter": "rpc4-l1", "2 iter": "rpc2-all"}
+    shown = re.findall(r"^\| (.+?) \| ([\d.]+ ± [\d.]+) \| (.+?) \| (.+?) \| (.+?) \| [\d.]+ \|$", README, re.M)
+    assert len(shown) == len(arms)
+    for (title, *cells), (word, arm) in zip(shown, arms.items()):
+        assert word in title
+        found = {name: [] for name in ("clean", "corruptions", 1, 2)}
+        for seed in range(5):
+            own = [row for row in rows if row["checkpoint"].endswith(f"/{arm}_s{seed}")]
+            types = [statistics.mean(row["top1"]) for row in own if row["measure"] == "corruptions"]
+            assert len(types) == 15
+            found["corruptions"].append(statistics.mean(types))
+            found["clean"] += [row["top1"] for row in own if row["measure"] == "clean"]
+            for eps in (1, 2):
+                found[eps] += [row["top1"] for row in own if row["measure"] == "pgd"
+                               and round(255 * row["setting"]["eps"]) == eps]
+        for cell, values in zip(cells, found.values()):
+            assert len(values) == 5
+            assert cell == f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}", (title, cell)
+
+
+def test_the_core_is_eight_files_of_about_as_many_lines_as_it_says():
+    stated, names = re.search(r"eight files of about ([\d,]+) lines to read first: (.+)\.$", README, re.M).groups()
+    files = re.findall(r"`([\w/]+\.py)`", names)
+    lines = sum(len((ROOT / name).read_text().splitlines()) for name in files)
+    assert len(files) == 8 and abs(lines - int(stated.replace(",", ""))) <= 60, lines

@@ -1,6 +1,8 @@
 """Images with a label for every pixel: the transforms are mmsegmentation's, their numbers depend on (seed, sample)
 alone, and a folder that is not as it should be ends in a line that names the file."""
 
+from argparse import Namespace
+
 import numpy as np
 import pytest
 import torch
@@ -12,8 +14,8 @@ from data import segmentation
 from data.files import image_batches
 from data.rng import uniform
 from data.segmentation import (CAMVID_CLASSES, DISTORT_COLUMNS, VIEW, VIEW_COLUMNS, Scenes, SegTree, TrainingViews,
-                               class_names, distort, finish_views, palette, save_pictures, scale_hsv, scale_and_shift,
-                               shift_labels, training_view, varied)
+                               class_names, distort, finish_views, load_split, palette, save_pictures, scale_and_shift,
+                               scale_hsv, shift_labels, training_view, varied)
 from data.shapes import load_shapes
 from segmenter import IGNORE, SegmenterConfig, resized
 
@@ -165,6 +167,25 @@ def test_dull_crops_are_drawn_again_up_to_ten_times():
     assert np.mean(np.array(shares) == 2) > 0.97                                       # one draw alone: half of them
 
 
+def test_a_view_is_what_its_numbers_say():
+    label = torch.arange(600).view(20, 30).remainder(7).to(torch.uint8)
+    image = torch.stack([label * 30, label, label * 7])
+    end = 1 - 2 ** -24
+    for top, left, y, x in ((0, 0, 0, 0), (end, end, 10, 20), (0.5, 0.25, 5, 5)):        # the last row and column too
+        for coin in (0.49, 0.51):
+            draw = [0.5, top, left, *[0.0] * 20, coin]
+            out, crop, h, w = training_view(image, label, draw, 10, (1, 3))              # r = 2: as it is
+            expected = label[y:y + 10, x:x + 10]
+            assert (h, w) == (10, 10) and torch.equal(crop, expected.flip(1) if coin < 0.5 else expected)
+            assert torch.equal(out[1], crop)
+    views, position = TrainingViews([(image, label)] * 3, 16, (0.5, 2.0), seed=4), torch.tensor([9])
+    draw = uniform(position, VIEW_COLUMNS, 4, 30)[0].tolist()                            # numbers of their own
+    assert all(map(torch.equal, views[9, 2][:2], training_view(image, label, draw, 16, (0.5, 2.0))))
+    out = finish_views(image[None, :, :16, :16], *torch.full((2, 1), 16), position, 4, torch.zeros(3, 1, 1))
+    expected = distort(image[None, :, :16, :16], uniform(position, DISTORT_COLUMNS, 4, 31))
+    assert torch.equal(out, expected / 255)
+
+
 def test_image_and_label_stay_together_whatever_the_view(root):
     tree = SegTree(root, "training", 4)
     for i in range(len(tree)):
@@ -201,6 +222,9 @@ def test_scenes_are_labelled_in_every_pixel_and_background_is_class_0():
     scenes = Scenes("train", 12, 32)
     image, label = scenes[3]
     split = load_shapes("train", 12, 32)
+    flags = Namespace(data="shapes", num_images=20, size=24)                            # of a run: its test scenes
+    train, val = (load_split(flags, split) for split in ("training", "validation"))
+    assert train.images.shape == (20, 3, 24, 24) and torch.equal(val.images, load_shapes("test", 2, 24).images)
     assert len(scenes) == 12 and torch.equal(image, split.images[3]) and torch.equal(label, split.masks[3])
     assert len(scenes.classes) == 11 and scenes.classes[0] == "background" and scenes.classes[1:] == split.classes
     assert scenes.labels.max() == 10 and label.dtype == torch.uint8

@@ -14,16 +14,17 @@ import torch.nn.functional as F
 
 import common
 from data.shapes import render_scenes
-from checkpoint import resize_pos_embed
 from robust.iou import confusion, scores
 from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, config_from_backbone, load_backbone, predict,
                        predict_views, resized, segmenter_from_checkpoint, sliding_windows, view)
+from conftest import SHARED
 from upstream import load_segmenter
 from vit import ViT, ViTConfig
+from weights import resize_pos_embed
 
 TOY = dict(num_classes=5, image_size=64, embed_dim=48, depth=2, num_heads=2, decoder_heads=2)
 REFERENCES = {"seg_mask": dict(), "seg_linear": dict(decoder="linear"), "seg_mask_symmetric": dict(attn="symmetric"),
-              "seg_mask_rpc": dict(attn="rpc", n_iter=6, lambd=2.0)}
+              "seg_mask_rpc": dict(attn="rpc", n_iter=6, lambd=2.0, decoder_attn="symmetric")}
 SMALL = dict(num_classes=4, image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=2)
 
 
@@ -132,16 +133,31 @@ def test_the_encoder_is_timms_vision_transformer(attn):
     assert close(ours.encode(ours.tokens(x, ours.pos_embed)), theirs.forward_features(x), atol=1e-5)
 
 
-def written_out_mask_decoder(d, x, heads):
-    """The mask transformer without batch, modules, fused attention. x: (n, C); d: MaskDecoder, softmax attention."""
+def pursuit(k, v, n, lambd, heads):
+    """Algorithm 1 as released, of one head: k, v (N, D)."""
+    D, L, Y = k.shape[1], torch.zeros_like(k), torch.zeros_like(k)
+    mu = k.numel() * heads / (4 * k.abs().sum())
+    for _ in range(n):
+        S = F.softshrink(k - L + Y / mu, (lambd * mu).item())
+        K2 = k - S - Y / mu
+        L = torch.softmax(K2 @ K2.T / math.sqrt(D), 1) @ v
+        Y = Y + mu * (k - L - S)
+    return L
+
+
+def written_out_mask_decoder(d, x, heads, rpc=()):
+    """The mask transformer without batch, modules, fused attention. x: (n, C). rpc: n, lambda of block 0, symmetric."""
     C = x.shape[1]
+    width = C // heads
     x = torch.cat([x @ d.proj_dec.weight.T + d.proj_dec.bias, d.cls_emb[0]])
-    for b in d.blocks:
+    for i, b in enumerate(d.blocks):
         y = F.layer_norm(x, (C,), b.norm1.weight, b.norm1.bias, 1e-5)
-        q, k, v = (y @ b.attn.qkv.weight.T + b.attn.qkv.bias).split(C, 1)
-        width = C // heads
-        h = [torch.softmax(q[:, s] @ k[:, s].T / math.sqrt(width), 1) @ v[:, s]
-             for s in (slice(i * width, (i + 1) * width) for i in range(heads))]
+        parts = (y @ b.attn.qkv.weight.T + b.attn.qkv.bias).split(C, 1)
+        q, k, v = parts[0], parts[-2], parts[-1]
+        h = []
+        for s in (slice(j * width, (j + 1) * width) for j in range(heads)):
+            plain = torch.softmax(q[:, s] @ k[:, s].T / math.sqrt(width), 1) @ v[:, s]
+            h.append(pursuit(k[:, s], v[:, s], *rpc, heads) if rpc and i == 0 else plain)
         x = x + torch.cat(h, 1) @ b.attn.proj.weight.T + b.attn.proj.bias
         y = F.layer_norm(x, (C,), b.norm2.weight, b.norm2.bias, 1e-5)
         y = y @ b.mlp.fc1.weight.T + b.mlp.fc1.bias
@@ -155,29 +171,45 @@ def written_out_mask_decoder(d, x, heads):
     return (cosine - mean) / (var + 1e-5).sqrt() * d.mask_norm.weight + d.mask_norm.bias
 
 
-def test_the_mask_decoder_equals_its_definition_written_out():
+@pytest.mark.parametrize("attn,rpc", [("softmax", ()), ("symmetric", ()), ("rpc", (6, 4.0)), ("rpc", (2, 0.3))])
+def test_the_mask_decoder_equals_its_definition_written_out_also_with_rpc_in_block_0(attn, rpc):
     torch.manual_seed(0)
-    config = SegmenterConfig(**{**SMALL, "embed_dim": 128, "num_heads": 4})
+    config = SegmenterConfig(**{**SMALL, "embed_dim": 128, "num_heads": 4}, attn=attn, **dict(zip(("n_iter", "lambd"), rpc)))
     d = MaskDecoder(config).double().eval()
     for p in d.parameters():
         torch.nn.init.normal_(p, std=0.3)
     x = torch.randn(3, 20, 128, dtype=torch.float64)
-    assert config.decoder_heads == 2                                              # 128 // 64
+    assert config.decoder_heads == 2 and config.decoder_attn == attn              # 128 // 64
     for got, one in zip(d(x), x):
-        close(got, written_out_mask_decoder(d, one, config.decoder_heads), atol=1e-10)
+        close(got, written_out_mask_decoder(d, one, config.decoder_heads, rpc), atol=1e-9)
 
 
-def test_every_layer_of_encoder_and_decoder_has_its_attention():
-    def kinds(**kind):
-        m = small(**kind)
-        return [b.attn.attn for b in (*m.encoder.blocks, *m.decoder.blocks)]
-    assert kinds() == ["softmax"] * 4
-    assert kinds(attn="symmetric") == ["symmetric"] * 4
-    assert kinds(attn="rpc") == ["rpc", "symmetric", "symmetric", "symmetric"]                # never RPC in the decoder
-    assert kinds(attn="rpc", rpc_layers=(0, 1), n_iter=2) == ["rpc", "rpc", "symmetric", "symmetric"]
-    assert kinds(attn="rpc", decoder_attn="softmax") == ["rpc", "symmetric", "softmax", "softmax"]
-    assert kinds(attn="rpc_asym") == ["rpc_asym", "softmax", "softmax", "softmax"]
-    assert kinds(attn="sym_asym") == ["rpc", "softmax", "softmax", "softmax"]
+@pytest.mark.skipif(not (SHARED / "golden/seg_decoder_rpc.npz").exists(), reason="too large for a clone: written out above")
+def test_the_rpc_decoder_is_that_of_the_papers_authors_with_gradients(golden):
+    a = golden("seg_decoder_rpc")
+    K, P, C, H, side = a["config"].tolist()
+    d = MaskDecoder(SegmenterConfig(K, side * P, P, C, num_heads=H, decoder_heads=H, attn="rpc", n_iter=6)).double()
+    d.eval().load_state_dict({k[3:]: v for k, v in a.items() if k.startswith("sd/")})
+    masks = d(a["x"].double()).mT.unflatten(2, (side, side))
+    close(masks, a["masks64"], atol=1e-9)
+    (masks.flatten() * torch.arange(masks.numel()) / masks.numel()).sum().backward()
+    for key in [k for k in a if k.startswith("grad/")]:
+        close(d.get_parameter(key[5:]).grad, a[key], atol=1e-9 * a[key].abs().max().item())
+
+
+@pytest.mark.parametrize("kind,encoder,decoder", [
+    (dict(), "softmax softmax", "softmax softmax"), (dict(attn="symmetric"), "symmetric symmetric", "symmetric symmetric"),
+    (dict(attn="rpc"), "rpc symmetric", "rpc symmetric"), (dict(attn="rpc", rpc_layers=(0, 1)), "rpc rpc", "rpc symmetric"),
+    (dict(attn="rpc", decoder_attn="symmetric"), "rpc symmetric", "symmetric symmetric"),
+    (dict(attn="rpc", decoder_attn="softmax"), "rpc symmetric", "softmax softmax"),
+    (dict(decoder_attn="rpc"), "softmax softmax", "rpc symmetric"),
+    (dict(attn="rpc_asym"), "rpc_asym softmax", "softmax softmax"), (dict(attn="sym_asym"), "rpc softmax", "softmax softmax"),
+    (dict(attn="scaled_alpha"), "scaled_alpha scaled_alpha", "softmax softmax")])
+def test_every_layer_of_encoder_and_decoder_has_its_attention(kind, encoder, decoder):
+    m = small(**kind, n_iter=3, lambd=0.7, form="paper")
+    parts = [[b.attn for b in part.blocks] for part in (m.encoder, m.decoder)]
+    assert [" ".join(attn.attn for attn in part) for part in parts] == [encoder, decoder]
+    assert parts[0][0].rpc == parts[1][0].rpc and parts[1][0].rpc["n_iter"] == 3              # one n, lambda, form
 
 
 def test_dropout_acts_in_the_decoder_drop_path_in_the_encoder_and_both_in_training_only():
@@ -302,7 +334,7 @@ def test_predict_equals_one_window_at_a_time(attn, hw, how):
     close(p.sum(0), torch.ones(hw), atol=1e-5)
 
 
-def test_every_window_is_computed_once_in_full_batches():
+def test_every_window_is_computed_once_in_full_batches_and_a_mirrored_image_gives_the_mirrored_prediction():
     m, sizes = small(), []
     masks = m.masks
     m.masks = lambda x: sizes.append(len(x)) or masks(x)
@@ -310,22 +342,18 @@ def test_every_window_is_computed_once_in_full_batches():
     one_side = [(2, 3), (3, 5)]                                           # 40 x 60 and 60 x 90 pixels
     assert sum(sizes) == 2 * sum(a * b for a, b in one_side) and sizes == [8] * 5 + [2]
 
-
-def test_mirroring_the_image_mirrors_the_flipped_prediction():
     m, x = small(), torch.rand(3, 40, 56)
     how = dict(size=40, window=32, stride=20, flip=True)
     assert close(predict(m, x.flip(2), **how), predict(m, x, **how).flip(2), atol=1e-5)
 
 
-def test_sizes_follow_the_box_rule():
+def test_sizes_follow_the_box_rule_and_windows_cover_every_pixel_and_never_leave_the_view():
     assert resized(512, 683, 2048, 512) == (512, 683) and resized(480, 640, 2048, 512) == (512, 683)
     assert resized(100, 1000, 2048, 512) == (205, 2048)                   # the long side binds
     assert resized(360, 480, 1024, 256) == (256, 341) and resized(683, 512, 512, 128) == (171, 128)
     assert resized(1, 5000, 64, 16) == (1, 64)
     assert view(torch.rand(3, 90, 130), 45, 1, 64).shape == (3, 64, 92)   # 45 x 65, then enlarged and truncated
 
-
-def test_windows_cover_every_pixel_and_never_leave_the_view():
     for h, w, window, stride in ((64, 92, 64, 48), (90, 130, 64, 64), (64, 64, 64, 1), (65, 129, 64, 13)):
         seen = torch.zeros(h, w)
         for top, left in sliding_windows(h, w, window, stride):
@@ -424,9 +452,8 @@ def test_backbones_that_do_not_fit_are_refused_by_the_name_of_what_differs():
 
 def test_a_checkpoint_alone_rebuilds_its_model(tmp_path):
     m, x = small(attn="rpc", rpc_layers=(0, 1), n_iter=2, lambd=3.0, decoder_attn="softmax"), torch.rand(1, 3, 40, 32)
-    common.save_checkpoint(tmp_path / "last.pt", dict(task="segmentation", model=m.state_dict(),
-                                                      model_config=asdict(m.config)))
-    again = segmenter_from_checkpoint(common.read_checkpoint(tmp_path))
+    common.save(tmp_path / "last.pt", dict(task="segmentation", model=m.state_dict(), model_config=asdict(m.config)))
+    again = segmenter_from_checkpoint(common.load(tmp_path))
     assert again.config == m.config and not again.training and torch.equal(again(x), m(x))
     with pytest.raises(ValueError, match="train_seg.py"):
         segmenter_from_checkpoint(classifier()[1])
@@ -438,7 +465,7 @@ def test_a_checkpoint_alone_rebuilds_its_model(tmp_path):
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("bad,word", [
-    (dict(decoder="fpn"), "decoder='fpn', expected one of"), (dict(decoder_attn="rpc"), "decoder_attn='rpc'"),
+    (dict(decoder="fpn"), "decoder='fpn', expected one of"), (dict(decoder_attn="both"), "decoder_attn='both'"),
     (dict(num_classes=1), "num_classes=1, expected 2 to 255"), (dict(num_classes=256), "num_classes=256"),
     (dict(image_size=36), "divisible"), (dict(attn="linear"), "attn='linear'"),
     (dict(attn="rpc", rpc_layers=(5,)), "rpc_layers")])

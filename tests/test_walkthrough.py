@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import exercises
-from checkpoint import save_checkpoint
+import ten_edits
+from common import save
 from data.shapes import SHAPES
 from vit import SIZES, ViT, ViTConfig
 
@@ -23,9 +23,9 @@ TEXT = (ROOT / "WALKTHROUGH.md").read_text()
 CODE = (ROOT / "walkthrough.py").read_text()
 NUMBERS = json.loads((ROOT / "assets/walkthrough/numbers.json").read_text())
 CELLS = CODE.split("\n# %% ")[1:]
-# Numbers in the text that no run gives: sizes and settings, a chance level, published ones.
+# Numbers in the text that no picture gives: sizes and settings, a chance level, published ones, another page's.
 GIVEN = {"2024", "32", "64", "65", "40", "16", "300", "128", "95", "15", "10", "0.5", "0.6931", "648.46",
-         "500", "255", "1e8"}
+         "500", "255", "1e8", "90", "648", "0.27"}
 
 
 def names_of_cells():
@@ -96,8 +96,8 @@ def test_a_number_that_no_run_gave_is_found():
 
 
 def test_each_exercise_names_a_passage_that_its_file_holds_once():
-    assert [n for n, *_ in exercises.edits()] == list(range(1, 11))
-    for n, file, old, new in exercises.edits():
+    assert [n for n, *_ in ten_edits.edits()] == list(range(1, 11))
+    for n, file, old, new in ten_edits.edits():
         assert (ROOT / file).read_text().count(old) == 1 and old != new, (n, file, old)
 
 
@@ -127,24 +127,18 @@ def test_each_cell_stands_alone_after_the_first():
         assert used <= bound(first) | bound(cell) | set(dir(builtins)), name
 
 
-def test_the_segmenter_waits_for_its_backbone(tmp_path, monkeypatch):
-    class Training:
-        def __init__(self, command, env):
-            backbone = "out/walkthrough/rpc"
-            assert backbone not in command or Path(backbone).exists()
-            Path(command[-1]).mkdir(parents=True)
+def test_no_network_is_trained_and_two_walkthroughs_do_not_meet():
+    """It starts no other program and deletes nothing: what it looks at is in weights/."""
+    assert not re.search(r"subprocess|rmtree|unlink|train_cls\.py --|\.rename\(", CODE)
 
-        def wait(self):
-            return 0
 
-    monkeypatch.setenv("MPLBACKEND", "Agg")
-    monkeypatch.setattr(sys, "argv", ["walkthrough.py", "dense"])
-    monkeypatch.chdir(tmp_path)
-    cell = {}
-    exec(compile("# " + CELLS[0], "walkthrough.py", "exec"), cell)
-    monkeypatch.setattr(cell["subprocess"], "Popen", Training)
-    monkeypatch.setattr(cell["common"], "read_checkpoint", str)
-    assert cell["checkpoint"]("segmenter") == "out/walkthrough/segmenter"
+@pytest.mark.parametrize("name", ["gram", "hero"])
+def test_an_image_that_cannot_be_read_is_refused_before_anything_is_drawn(name, tmp_path):
+    (tmp_path / "text.jpg").write_text("no picture")
+    command = [sys.executable, "walkthrough.py", name, "--image", tmp_path / "text.jpg", "--out_dir", tmp_path / "out"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "MPLBACKEND": "Agg"})
+    assert result.returncode and result.stderr.startswith("error: cannot decode ") and "text.jpg" in result.stderr
+    assert len(result.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
 def walkthrough(tmp_path, *names, ckpt=()):
@@ -158,7 +152,7 @@ def test_cells_draw_from_given_networks_and_robust_pca_takes_as_many_steps_as_th
     for attn in ("softmax", "symmetric", "rpc"):
         config = ViTConfig(**SIZES["nano"], image_size=32, patch_size=4, num_classes=10, attn=attn)
         torch.manual_seed(0)
-        save_checkpoint(tmp_path / attn, dict(task="classification", model=ViT(config).state_dict(),
+        save(tmp_path / attn, dict(task="classification", model=ViT(config).state_dict(),
                                               model_config=vars(config), classes=list(SHAPES)))
     names = ["projection", "gram", "values", "pcp", "pap", "hero"]
     found = walkthrough(tmp_path, *names, ckpt=[tmp_path / a for a in ("softmax", "symmetric", "rpc")])
@@ -171,7 +165,7 @@ def test_cells_draw_from_given_networks_and_robust_pca_takes_as_many_steps_as_th
 
 def test_a_network_of_other_classes_is_refused(tmp_path):
     config = ViTConfig(**SIZES["nano"], image_size=32, patch_size=4, num_classes=10, attn="rpc")
-    save_checkpoint(tmp_path / "rpc", dict(task="classification", model=ViT(config).state_dict(),
+    save(tmp_path / "rpc", dict(task="classification", model=ViT(config).state_dict(),
                                            model_config=vars(config), classes=[str(i) for i in range(10)]))
     command = [sys.executable, "walkthrough.py", "hero", "--ckpt", tmp_path / "rpc", "--out_dir", tmp_path]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -2,7 +2,7 @@
 
 import torch
 
-from checkpoint import load_strictly
+from common import load_strictly
 
 
 def load_lmtool(model, state):

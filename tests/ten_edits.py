@@ -1,8 +1,6 @@
 """Does the exercises of WALKTHROUGH.md; what comes out goes into assets/walkthrough/numbers.json.
 
-    python tests/exercises.py        # ten edits, each in a fresh copy of this tree: some minutes
-
-walkthrough.py has to have trained its networks, out/walkthrough.
+    python tests/ten_edits.py        # ten edits, each in a fresh copy of this tree: some minutes
 """
 
 import json
@@ -15,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROW = re.compile(r"^\| (\d+) [^|]*\| \[([\w./]+)\]\([^)]*\) \| `(.+?)` \| `(.+?)` \|", re.M)
-EVALUATE = ["eval_robust.py", "--measures", "clean", "pgd eps=1/255 steps=10", "--limit", "500"]
+EVALUATE = ["eval_robust.py", "--measures", "clean", "pgd eps=2/255 steps=10", "--limit", "500"]
 
 
 def edits():
@@ -24,14 +22,12 @@ def edits():
 
 
 def fresh_copy():
-    """A copy of the tree; the networks are shared."""
+    """A copy of the programs and the networks."""
     copy = Path(tempfile.mkdtemp())
-    tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
+    tracked = subprocess.run(["git", "ls-files", "*.py", "weights"], cwd=ROOT, capture_output=True, text=True)
     for name in tracked.stdout.split():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, copy / name)
-    (copy / "out").mkdir()
-    (copy / "out/walkthrough").symlink_to(ROOT / "out/walkthrough")
     return copy
 
 
@@ -44,8 +40,8 @@ def edit(path, old, new):
 
 
 def accuracies(copy, attn):
-    """Clean accuracy and accuracy under PGD at 1/255, per cent."""
-    where = ["--ckpt", f"out/walkthrough/{attn}", "--out_dir", "out/edit"]
+    """Clean accuracy and accuracy under PGD at 2/255, per cent."""
+    where = ["--ckpt", f"weights/shapes_{attn}.pt", "--out_dir", "out/edit"]
     subprocess.run([sys.executable, *EVALUATE, *where], cwd=copy, check=True)
     rows = (copy / "out/edit/results.jsonl").read_text().splitlines()
     clean, attacked = (json.loads(row)["top1"] for row in rows)

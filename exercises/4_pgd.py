@@ -1,0 +1,13 @@
+"""4. One step of projected gradient descent (section 8)."""
+
+import torch
+
+
+def pgd_step(x, clean, grad, eps, alpha):
+    """Move the images x (B, 3, H, W) by alpha * eps along the sign of the gradient grad.
+
+    The result stays within eps of the images `clean`, pixel by pixel, and in [0, 1].
+    """
+    x = ...
+    x = ...
+    return x

@@ -1,0 +1,155 @@
+"""Runs of the training scripts in this process: flags in; log, checkpoint or the error line out."""
+
+import contextlib
+import io
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import common
+
+
+def flags(*parts, **named):
+    """A command line. Strings are split at spaces, lists are kept; True and False are --x and --no-x."""
+    line = [str(word) for part in parts for word in (part.split() if isinstance(part, str) else part)]
+    for name, value in named.items():
+        line += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+    return line
+
+
+def call(function, *parts, **named):
+    """What function() returns when the command line holds these flags."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", *flags(*parts, **named)])
+        patch.setattr(common, "training", None)                                   # of another run in this process
+        return function()
+
+
+def refused(script, *parts, **named):
+    """The one line "error: ..." in which the script ends with these flags, argparse's own too."""
+    err = io.StringIO()
+    with pytest.raises(SystemExit) as e, contextlib.redirect_stderr(err):
+        call(lambda: common.run(script.main), *parts, **named)
+    line = err.getvalue().strip().splitlines()[-1] if e.value.code == 2 else str(e.value.code)
+    line = line[max(line.find("error: "), 0):]
+    assert line.startswith("error: ") and "\n" not in line and len(line) < 500, line
+    return line
+
+
+def rows(folder):
+    """The rows of a run's log.jsonl without those of its flags and without speeds."""
+    lines = [json.loads(line) for line in Path(folder, "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.endswith("_per_s")} for row in lines if "args" not in row]
+
+
+def log(folder, what="loss"):
+    """{step: value} of the rows that have it; no step may be there twice."""
+    found = [(row["step"], row[what]) for row in rows(folder) if what in row]
+    assert len(dict(found)) == len(found), "a step is logged twice"
+    return dict(found)
+
+
+def assert_same_run(a, b, name="last.pt"):
+    """Logs, weights, averages and optimisers of two folders are equal bit for bit."""
+    assert rows(a) == rows(b)
+    x, y = (common.load(Path(folder, name)) for folder in (a, b))
+    assert repr(x.get("metrics")) == repr(y.get("metrics")) and x.get("best") == y.get("best")    # NaN is no equal
+    for part in ("model", "ema"):
+        x_part, y_part = (c.get(part) or {} for c in (x, y))
+        assert x_part.keys() == y_part.keys() and all(torch.equal(x_part[k], y_part[k]) for k in x_part)
+    for p, state in (x["optimizer"] or {"state": {}})["state"].items():
+        for k, value in state.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(y["optimizer"]["state"][p][k]))
+
+
+def wait_for(path, process, seconds=240):
+    """Until the file is there; the process must not end before."""
+    end = time.time() + seconds
+    while not Path(path).exists():
+        assert process.poll() is None, process.communicate()[1][-2000:]
+        assert time.time() < end
+        time.sleep(0.01)
+
+
+def observe(script, Model, names, score, **named):
+    """What a run did, by the names that the tables of flags use.
+
+    names: two weights to look at. score(row): the number of an evaluation. Devices that are asked
+    for are noted and not used; torch.compile is replaced by a count of calls.
+    """
+    seen = dict(saved=set(), batches=[], compiled=0)
+    setup, save, forward = common.setup, common.save, Model.forward
+
+    def note_setup(device):
+        seen["asked for"] = device
+        return setup("cpu")
+
+    def note_save(path, checkpoint):
+        seen["folder"] = str(Path(path).parent)
+        if Path(path).name != "best.pt":
+            seen["saved"].add((Path(path).name, checkpoint["step"]))
+        save(path, checkpoint)
+
+    def note_forward(model, x, *more):
+        seen["batches"] += [tuple(x.shape)] * model.training
+        return forward(model, x, *more)
+
+    def note_compile(model):
+        def compiled(*args):
+            seen["compiled"] += 1
+            return model(*args)
+        return compiled
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "setup", note_setup)
+        patch.setattr(common, "save", note_save)
+        patch.setattr(Model, "forward", note_forward)
+        patch.setattr(torch, "compile", note_compile)
+        call(script.main, **named)
+    checkpoint, found = common.load(seen["folder"]), rows(seen["folder"])
+    steps, evals = ([row for row in found if name in row] for name in ("loss", "eval"))
+    average = [checkpoint["ema"][name] for name in names] if checkpoint.get("ema") else None
+    return dict(seen, config=checkpoint["model_config"], recipe=checkpoint["args"]["data"],
+                loss=steps[0]["loss"], norm=steps[0]["grad_norm"], average=average,
+                lr=[row["lr"] for row in steps if row["step"] == 2],
+                weights=[checkpoint["model"][name] for name in names],
+                score=score(evals[-1]), sample=evals[-1].get("sample"),
+                logged=[row["step"] for row in steps], evaluated=[row["step"] for row in evals],
+                files={path.name for path in Path(seen["folder"]).glob("*.*")} - {"log.jsonl", "last.pt", "best.pt"})
+
+
+def same(a, b, noise=2e-5):
+    """Equal but for float noise."""
+    if isinstance(a, float):
+        return a == pytest.approx(b, rel=1e-5)
+    if isinstance(a, list) and a and torch.is_tensor(a[0]):
+        return all(x.shape == y.shape and (x - y).abs().max() < noise for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+def changed(base, seen, **how):
+    """The names of what two runs that were observed differ in."""
+    return {name for name in base if not same(base[name], seen[name], **how)}
+
+
+def assert_close(row, expected):
+    """A row of the log beside a plain loop's, numbers within float noise."""
+    assert set(row) == set(expected)
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            assert_close(row[key], {str(k): v for k, v in value.items()})
+        elif isinstance(value, str):
+            assert row[key] == value
+        else:
+            noise = 1.1e-4 if isinstance(value, list) else 1e-9                                # lists are rounded
+            assert row[key] == pytest.approx(value, rel=1e-4, abs=noise), key
+
+
+# What a flag changes, in the tables: all from the first step on, all after it, another number of steps.
+RUN = {"loss", "norm", "weights", "score"}
+LATER = {"weights", "score"}
+COUNT = {"logged", "evaluated", "saved", "batches"}

@@ -1,0 +1,33 @@
+"""The tables of results pages are what the commands that the pages name print of the rows."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from studies import outliers, robustness
+
+RESULTS = Path(__file__).parents[1] / "results"
+SCENES, CIFAR10 = "robustness/results.jsonl", "robustness/cifar10.jsonl"
+OTHERS = [f"robust_attentions/{name}.jsonl" for name in ("results", "patches", "cifar10")]
+TEN = "rpc4-l1 rpc2-all rkde-huber rkde-hampel mom elliptical sinkhorn keys keys-rows weights"
+# page, its file of all tables, study, rows, flags
+PAGES = [
+    ("robustness/README.md", "robustness/scenes_tables.md", robustness, [SCENES], []),
+    ("robustness/cifar10.md", "robustness/cifar10_tables.md", robustness, [CIFAR10], []),
+    ("robust_attentions/README.md", "robust_attentions/scenes_tables.md", outliers,
+     [SCENES, *OTHERS[:2]], ["--seeds", *"01234", "--arms", "symmetric", *TEN.split()]),
+    ("robust_attentions/cifar10.md", "robust_attentions/cifar10_tables.md", robustness,
+     [CIFAR10, OTHERS[2]], "--arms symmetric rpc4-l1 keys-rows weights rkde-huber".split()),
+]
+
+
+@pytest.mark.parametrize("page, tables, study, rows, flags", PAGES)
+def test_tables_are_what_the_rows_say(page, tables, study, rows, flags, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", [
+        "x", "--out_dir", str(tmp_path), "--rows", *(str(RESULTS / path) for path in rows), *flags])
+    study.main()
+    found = next(tmp_path.glob("*.md")).read_text()
+    assert found == (RESULTS / tables).read_text()
+    primary = found.split("\n\n")[1]
+    assert primary in (RESULTS / page).read_text()

@@ -1,0 +1,77 @@
+"""The networks in weights/ are what weights/README.md says: small, of the default recipe, as good as stated."""
+
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import common
+import train_cls
+from data.segmentation import Scenes
+from data.shapes import SHAPES, load_shapes
+from data.text import load_corpus, perplexity, sliding_nll
+from lm import lm_from_checkpoint
+from robust.iou import evaluate
+from segmenter import segmenter_from_checkpoint
+from vit import vit_from_checkpoint
+
+ROOT = Path(__file__).parent.parent
+WEIGHTS = ROOT / "weights"
+STATED = dict(re.findall(r"^\| (\w+)\.pt \| .+? \| .*?([\d.]+)[^|]*\|$", (WEIGHTS / "README.md").read_text(), re.M))
+CLASSIFIERS = [f"shapes_{attn}" for attn in ("softmax", "symmetric", "rpc")]
+
+
+@pytest.fixture(scope="module")
+def scenes():
+    return load_shapes("test", 3200)
+
+
+def test_every_file_is_in_the_table_in_git_and_all_are_below_5_mb():
+    files = {path.stem for path in WEIGHTS.glob("*.pt")}
+    assert files == set(STATED) and len(files) == 5
+    tracked = subprocess.run(["git", "ls-files", "weights"], cwd=ROOT, capture_output=True, text=True).stdout
+    assert files == {Path(name).stem for name in tracked.split() if name.endswith(".pt")}
+    assert sum(path.stat().st_size for path in WEIGHTS.glob("*.pt")) < 5e6
+
+
+@pytest.mark.parametrize("name", sorted(STATED))
+def test_a_file_says_what_made_it_and_holds_no_optimiser_and_no_path(name):
+    checkpoint = common.load(WEIGHTS / f"{name}.pt")
+    assert checkpoint["args"]["seed"] == 0 and not checkpoint.get("optimizer")
+    assert not re.search(r"(?<!\w)/\w", repr({k: v for k, v in checkpoint.items() if k not in ("model", "vocab")}))
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_a_classifier_is_of_the_default_recipe_and_as_accurate_as_stated(name, scenes):
+    checkpoint = common.load(WEIGHTS / f"{name}.pt")
+    recipe = {**train_cls.RECIPES["any"], **train_cls.RECIPES["shapes"], "attn": name.partition("_")[2]}
+    assert {key: checkpoint["args"][key] for key in recipe} == recipe
+    model, hits = vit_from_checkpoint(checkpoint), 0
+    with torch.no_grad():
+        for images, labels in zip(scenes.images.split(400), scenes.labels.split(400)):
+            hits += (model(images / 255).argmax(1) == labels).sum().item()
+    assert checkpoint["classes"] == list(SHAPES)
+    assert 100 * hits / 3200 == pytest.approx(float(STATED[name]), abs=0.1)
+
+
+def test_the_segmenter_is_as_accurate_as_stated():
+    model = segmenter_from_checkpoint(common.load(WEIGHTS / "seg_shapes_rpc.pt"))
+    source = Scenes("test", 500, 32)
+    found = evaluate(model, source, size=32, window=32, stride=32)[0]["mean_iou"]
+    assert found == pytest.approx(float(STATED["seg_shapes_rpc"]), abs=0.1)
+
+
+def test_the_language_model_is_as_good_as_stated(tmp_path):
+    """Of another Python the documentation, and so the number, is another; then only its size is looked at."""
+    checkpoint = common.load(WEIGHTS / "pydoc_rpc.pt")
+    model = lm_from_checkpoint(checkpoint)
+    from data.text import pydoc_folder
+    corpus = load_corpus(pydoc_folder(tmp_path))
+    if "\n".join(corpus.vocab.words) != checkpoint["vocab"]:
+        assert platform.python_version() != "3.11.7"
+        pytest.skip("this Python's documentation has other words")
+    nats = sliding_nll(model, corpus.valid, 64, 64)
+    assert perplexity(nats) == pytest.approx(float(STATED["pydoc_rpc"]), rel=0.01)
