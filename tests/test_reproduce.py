@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import common
 import eval_robust
 import train_cls
 import train_lm
 import train_seg
 from reproduce import compare
-from reproduce import hours
 
 ROOT = Path(__file__).parent.parent
 SPEC = ROOT.parent / "shared" / "spec"
@@ -74,19 +74,12 @@ def test_a_number_stands_in_the_row_and_column_where_the_paper_has_it():
     assert cells["4", "SymViT", "Zoom blur CE"] == "86.82"
     assert cells["6", "RPC 6iter/layer1", "corrupted mean IoU"] == "11.60"
     assert cells["12", "RPC-AsymViT Sym/Asym", "IN-R"] == "32.79"
-
-
-def test_misprints_and_swapped_columns_are_marked():
     notes = {(r["table"], r["row"], r["column"]): r["note"] for r in printed()}
-    assert "58.31" in notes["4", "SymViT", "Contrast CE"]
-    assert "swapped" in notes["8", "SymViT-small", "PGD top-1"]
+    assert "58.31" in notes["4", "SymViT", "Contrast CE"] and "swapped" in notes["8", "SymViT-small", "PGD top-1"]
     assert "swapped" in notes["3", "Symlm", "test"] and not notes["3", "Symlm", "attacked test"]
-
-
-@pytest.mark.parametrize("table", compare.ARMS)
-def test_every_row_of_a_table_has_an_arm(table):
-    cells = compare.lines(table, {})
-    assert cells and all(not cell["ours"] for cell in cells)
+    for table in compare.ARMS:                                              # every row has an arm of ours
+        cells = compare.lines(table, {})
+        assert cells and not any(cell["ours"] for cell in cells)
 
 
 # --- the comparison -------------------------------------------------------------------------------
@@ -103,10 +96,7 @@ def test_differences_are_paired_by_seed_and_unpaired_seeds_left_out():
     line = next(x for x in text.splitlines() if "4iter" in x and "top-1" in x)
     assert [c.strip() for c in line.split("|")[3:8]] == ["70.94", "71.00", "1", "+0.50", "+1.00"]
     assert "65.00 ± 7.07" in text and "not run" in text
-
-
-def test_an_eigenvalue_is_not_rounded_to_zero_an_accuracy_of_zero_stays():
-    rows = {("softmax", "0"): [{"|eigenvalue| max": 0.00071}]}
+    rows = {("softmax", "0"): [{"|eigenvalue| max": 0.00071}]}              # is not rounded to zero
     assert "| 7.1e-04 " in compare.markdown(compare.lines("fig2", rows), "small")
     rows = {("symmetric", "0"): [row("symmetric", 0, "clean", top1=0.0, top5=9.0)]}
     assert "| 0.00 " in compare.markdown(compare.lines("table1", rows), "small")
@@ -197,52 +187,66 @@ def test_table_2_attacks_as_the_papers_harness(plans, monkeypatch):
     assert sorted(args.measures) == sorted("pgd fgsm spsa sld cw noise autoattack".split())
 
 
-def test_small_runs_on_other_data_have_folders_of_their_own():
+# --- folders, seeds, nodes ------------------------------------------------------------------------
+
+def test_folders_scales_seeds_and_nodes_go_where_they_should(tmp_path):
     def where(**env):
-        command = ["sh", "-c", '. reproduce/common.sh; echo "$OUT $TABLES"', "reproduce/x.sh"]
+        command = ["sh", "-c", '. reproduce/common.sh; echo "$OUT|$TABLES"', "reproduce/x.sh"]
         env = os.environ | {"OUT": "", "TABLES": "", "SCALE": "small", **env}
-        return subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True).stdout
+        return subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True).stdout.strip().split("|")
 
-    assert where(DATA="") == "out/reproduce/small results/reproduce/small\n"
-    assert where(DATA="data/cifar10").split() == ["out/reproduce/small_cifar10",
-                                                  "results/reproduce/small_cifar10"]
-    assert "out/reproduce/paper " in where(DATA="ade", SCALE="paper")       # table6: table1's runs
-    assert "elsewhere " in where(DATA="data/cifar10", OUT="elsewhere")
-
-
-@pytest.mark.parametrize("script", ["fig1.sh", "fig2.sh"])
-def test_the_seeds_of_a_figure_are_studied_together(script, tmp_path):
-    text = run(script, tmp_path, SCALE="paper", DATA="d", DRY="1", SEEDS="0 1", PYTHON="true")
-    study, = (line for line in text.splitlines() if "studies.kernel_pca" in line)
-    assert "softmax_s0" in study and "softmax_s1" in study
-
-
-def test_networks_that_another_script_trains_count_as_what_they_are():
-    def of(name, models={}):
-        return hours.evaluation_hours({"measures": ["fgsm"], "ckpt": [name]}, models, 4)
-
-    assert of("out/small_rpc4_s0") == pytest.approx(of("a", {"a": 4.35e9}), rel=0.01)
-    assert of("out/fan_rpc4_s0") == pytest.approx(of("a", {"a": 1.49e9}))
-    assert of("out/rpc4_s0") == pytest.approx(of("a", {"a": 1.2e9}), rel=0.02)
-
-
-def test_several_nodes_start_the_same_command(tmp_path):
-    text = run("table12.sh", tmp_path, SCALE="paper", DATA="d", DRY="1", NODES="2", NODE="1",
-               HOST="h", GPUS="8", PYTHON="true")
+    assert where(DATA="") == ["out/reproduce/small", "out/reproduce/small/tables"]
+    assert where(DATA="data/cifar10")[0] == "out/reproduce/small_cifar10"
+    assert where(DATA="ade", SCALE="paper")[0] == "out/reproduce/paper"     # table6: table1's runs
+    assert where(DATA="data/cifar10", OUT="else where", TABLES="t") == ["else where", "t"]
+    plan = dict(SCALE="paper", DATA="d", DRY="1", PYTHON="true")
+    for script in ("fig1.sh", "fig2.sh"):
+        text = run(script, tmp_path, **plan, SEEDS="0 1")
+        study, = (line for line in text.splitlines() if "studies.kernel_pca" in line)
+        assert "softmax_s0" in study and "softmax_s1" in study
+    text = run("table12.sh", tmp_path, **plan, NODES="2", NODE="1", HOST="h", GPUS="8")
     assert "--nnodes=2 --node_rank=1 --master_addr=h --nproc_per_node=8 train_cls.py" in text
-
-
-def test_twice_the_gpus_take_half_the_hours(tmp_path):
-    text = run("table1.sh", tmp_path, SCALE="paper", DATA="d", DRY="1")
-    rows = [[float(x) for x in line.split("|")[3:5]] for line in text.splitlines()
-            if line.startswith("| train_cls.py") or line.startswith("| all")]
-    assert rows[0][0] == pytest.approx(300 * 1_281_167 / (4 * 2500) / 3600, abs=0.05)  # reading
-    assert all(four == pytest.approx(2 * eight, abs=0.2) for four, eight in rows)
-
-
-def test_unknown_scales_and_missing_data_are_one_line(tmp_path):
     for env, said in ((dict(SCALE="huge"), "error: SCALE=huge, expected tiny, small or paper"),
                       (dict(SCALE="paper", DATA="nowhere"), "error: DATA=nowhere is no folder, "
                        "expected ImageNet: train/<wnid>/*.JPEG, val/<wnid>/*.JPEG")):
         done = finished("table1.sh", tmp_path, **env)
         assert done.returncode == 1 and done.stderr.strip() == said
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_blanks_and_stars_in_folders_stay_in_one_word(name, tmp_path, monkeypatch):
+    """Run without DRY: PYTHON notes its words. A star matches a file that must not be seen."""
+    (tmp_path / "my d*ta").mkdir()
+    (tmp_path / "my data").mkdir()
+    seen, out = tmp_path / "seen", tmp_path / "o ut"
+    noted = tmp_path / "note"
+    noted.write_text(f'#!/bin/sh\nfor word in "$@"; do printf "%s\\t" "$word"; done >> {seen}\necho >> {seen}\n'
+                     'while [ $# -gt 1 ]; do [ "$1" != --out_dir ] || { mkdir -p "$2"; touch "$2/epoch_1.pt"; }; '
+                     'shift; done\n')
+    noted.chmod(0o755)
+    folders = dict(IMAGENET_C="c c", IMAGENET_A="a a", IMAGENET_R="r r", IMAGENET_O="o o")
+    run(name, out, SCALE="paper", DATA=str(tmp_path / "my d*ta"), PYTHON=str(noted), **folders)
+    commands = [line.split("\t")[:-1] for line in seen.read_text().splitlines()]
+    paths = {flag: {words[i + 1] for words in commands for i, word in enumerate(words) if word == flag}
+             for flag in ("--data_dir", "--out_dir", "--imagenet_a", "--corrupted_dir", "--backbone", "--init_from")}
+    assert paths["--data_dir"] <= {str(tmp_path / "my d*ta")}
+    assert all(path.startswith(str(out)) for flag in ("--out_dir", "--backbone", "--init_from") for path in paths[flag])
+    assert paths["--imagenet_a"] <= {"a a"} and paths["--corrupted_dir"] <= {"c c"}
+    for words in commands:
+        if "--ckpt" in words:
+            last = words[words.index("--ckpt") + 1:]
+            assert all(word.startswith(str(out)) and "*" not in word for word in last) and last
+        if any(word in PARSERS for word in words):
+            parsed(words, monkeypatch)
+
+
+def test_a_folder_that_holds_no_run_is_refused_and_a_table_is_not_written_over(tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    kept = tmp_path / "table1.md"
+    kept.write_text("dear to somebody")
+    for rows in ("TYPO", "runs"):
+        monkeypatch.setattr(sys, "argv", ["compare", "table1", "--rows", str(tmp_path / rows), "--scale", "small",
+                                          "--out", str(kept)])
+        with pytest.raises(SystemExit, match=f"^error: --rows .*{rows} holds no run of table1, expected[^\n]*$"):
+            common.run(compare.main)
+    assert kept.read_text() == "dear to somebody"

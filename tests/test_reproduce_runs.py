@@ -29,8 +29,8 @@ def python():
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """The folder of all scripts: they share runs."""
-    return tmp_path_factory.mktemp("out")
+    """The folder of all scripts, with a blank: they share runs."""
+    return tmp_path_factory.mktemp("o ut")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

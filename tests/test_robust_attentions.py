@@ -278,8 +278,8 @@ def test_it_trains_resumes_and_is_evaluated_by_the_own_scripts(tmp_path, monkeyp
     # A process that does not know the setting says what is missing; one that is told it goes on.
     del ATTENTIONS[kind], RPC_KINDS[kind]
     with pytest.raises(ValueError, match="keys lambd=0.25 n_iter=4"):
-        command(monkeypatch, "evaluate", *evaluate)
-    command(monkeypatch, "evaluate", "keys", "lambd=0.25", *evaluate)
+        command(monkeypatch, "evaluate", *evaluate, "--out_dir", tmp_path / "lost")
+    command(monkeypatch, "evaluate", "keys", "lambd=0.25", *evaluate, "--out_dir", tmp_path / "again")
 
 
 def test_a_setting_is_the_one_with_which_the_kind_attends():

@@ -1,0 +1,177 @@
+"""studies/plot.py: what the figures show of rows, logs and CSV files."""
+
+import importlib
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+import common  # noqa: E402
+from conftest import ROOT  # noqa: E402
+from studies import plot, published_scores, kernel_pca  # noqa: E402
+from test_kernel_pca import run, save_vit  # noqa: E402
+
+PIXEL = dict(space="pixel", labels="true", clip=True)
+PAPER = dict(space="normalized", labels="pred", clip=False)
+
+
+def row(arm, seed, measure, top1, conditions=PIXEL, images=50, size="nano", **setting):
+    return dict(model=f"{arm}, seed {seed}", kind=arm, checkpoint=f"out/{size}_{arm}_s{seed}",
+                weights=f"{size}{arm}{seed}", model_config=dict(attn=arm), recipe=size, data="shapes",
+                measure=measure, setting=setting, conditions=conditions, images=images, top1=top1)
+
+
+def write(folder, rows):
+    (folder / "results.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+
+
+def points(ax):
+    return {line.get_label(): [tuple(round(float(v), 6) for v in point) for point in line.get_xydata()]
+            for line in ax.lines}
+
+
+def sweep_rows(conditions, **more):
+    """Two seeds: 90 and 80 clean, 60 and 40 at 1/255, 30 and 20 at 2/255."""
+    found = []
+    for seed, clean, near, far in ((0, 90, 60, 30), (1, 80, 40, 20)):
+        found += [row("rpc", seed, "clean", clean, images=100, **more),
+                  row("rpc", seed, "pgd", near, conditions, eps=1 / 255, **more),
+                  row("rpc", seed, "pgd", far, conditions, eps=2 / 255, **more)]
+    return found
+
+
+CURVE = {"rpc (n = 2)": [(0, 85), (1, 50), (2, 25)]}
+
+
+def test_the_curve_is_the_mean_over_seeds_from_the_clean_accuracy_on(tmp_path):
+    write(tmp_path, sweep_rows(PIXEL) + [row("rpc", 0, "clean", 10, images=7),       # of fewer images
+                                         row("softmax", 0, "clean", 99)])            # not attacked
+    figure, _ = plot.sweep(tmp_path, "")
+    fgsm, pgd = figure.axes
+    assert points(pgd) == CURVE and points(fgsm) == {}
+    assert (fgsm.get_title(), pgd.get_title()) == ("FGSM", "PGD, 50 images; clean: 100")
+    write(tmp_path, [row("rpc", 0, "pgd", 9 - k, eps=k / 255) for k in (1, 2)])
+    assert plot.sweep(tmp_path, "")[0].axes[1].get_title() == "PGD, 50 images"
+
+
+def test_budgets_in_pixels_and_in_the_papers_units_are_two_panels(tmp_path):
+    write(tmp_path, sweep_rows(PAPER))
+    figure, _ = plot.sweep(tmp_path, "")
+    assert points(figure.axes[1]) == CURVE
+    assert "normalised" in figure.axes[1].get_xlabel()
+    write(tmp_path, sweep_rows(PAPER) + [row("rpc", 0, "pgd", 5, eps=s / 255) for s in (1, 2)])
+    figure, _ = plot.sweep(tmp_path, "")
+    assert points(figure.axes[1]) == {"rpc (n = 2)": [(0, 85), (1, 5), (2, 5)]}
+    assert points(figure.axes[3]) == CURVE
+
+
+def test_an_attack_with_other_settings_is_no_further_seed(tmp_path):
+    longer = [row("rpc", 0, "pgd", 0, eps=1 / 255, steps=100), row("rpc", 0, "pgd", 0, eps=1 / 255, images=9)]
+    write(tmp_path, sweep_rows(PIXEL) + longer)
+    assert points(plot.sweep(tmp_path, "")[0].axes[1]) == CURVE
+    errors = [row("rpc", seed, "corruptions", [50], type="fog", severities=[3]) for seed in (0, 1)]
+    write(tmp_path, [*errors, row("rpc", 0, "corruptions", [0], type="fog", severities=[5])])
+    bar, = plot.corruptions(tmp_path, "")[0].axes[0].patches
+    assert bar.get_height() == 50
+
+
+def test_one_budget_is_no_curve(tmp_path):
+    write(tmp_path, [row("rpc", 0, "clean", 9), row("rpc", 0, "pgd", 5, eps=1 / 255)])
+    assert plot.sweep(tmp_path, "")[0] is None
+
+
+def test_networks_of_two_sizes_are_two_lines_and_run_takes_one(tmp_path, monkeypatch):
+    write(tmp_path, sweep_rows(PIXEL) + sweep_rows(PIXEL, size="micro"))
+    figure, _ = plot.sweep(tmp_path, "")
+    assert len(figure.axes[1].lines) == 2
+    files = [r | dict(checkpoint=f"{r['checkpoint']}/last.pt") for r in sweep_rows(PIXEL)]
+    (tmp_path / "files").mkdir()
+    write(tmp_path / "files", files)
+    assert len(plot.read_results(tmp_path / "files", "pgd", "nano_rpc_s0")) == 2
+    monkeypatch.setattr(sys, "argv", ["plot", "robust", str(tmp_path), "--run", "micro", "other"])
+    plot.main()
+    assert [path.name for path in tmp_path.glob("*.png")] == ["sweep_micro_other.png"]
+    figure, _ = plot.sweep(tmp_path, ("micro", "other"))
+    assert points(figure.axes[1]) == CURVE
+
+
+def test_bars_are_errors_averaged_over_severities_and_seeds(tmp_path):
+    write(tmp_path, [row("rpc", 0, "corruptions", [80, 60], type="snow"),
+                     row("rpc", 1, "corruptions", [50, 50], type="snow"),
+                     row("rpc", 0, "corruptions", [90, 90], type="fog"),
+                     row("rpc", 1, "corruptions", [90, 70], type="fog"),
+                     row("rpc", 0, "corruptions", [0, 0], images=3, type="fog"),     # another run
+                     row("rpc", 0, "corruptions", [0, 0], PAPER, type="snow")])
+    figure, _ = plot.corruptions(tmp_path, "")
+    ax, = figure.axes
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["snow", "fog"]
+    assert [bar.get_height() for bar in ax.patches] == pytest.approx([40, 15])
+    assert ax.get_ylabel() == "top-1 error in %, 50 images"
+
+
+# --- other figures, the command -------------------------------------------------------------------
+
+def test_a_log_is_drawn_as_loss_evaluations_nonzero_s_and_speed(tmp_path, monkeypatch, capsys):
+    rows = [dict(step=2, loss=2.0, grad_norm=1.0, images_per_s=100.0, epoch=1.0, lr=0.1),
+            dict(step=2, eval=dict(top1=30.0, loss=1.5, images=50), nonzero_S={"0": [0.5, 0.25]}),
+            dict(step=4, loss=1.0, images_per_s=200.0, lr=0.1), dict(step=4, eval=dict(top1=60.0, loss=0.5, images=50))]
+    for name, some in (("a", rows), ("b", rows[:2])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    figure = plot.logs([tmp_path / "a", tmp_path / "b"])
+    panels = {ax.get_title(): points(ax) for ax in figure.axes if ax.get_visible()}
+    a = str(tmp_path / "a")
+    assert panels.keys() == {"loss", "top1", "images a second", "share of nonzero S"}
+    assert panels["loss"][f"{a}, training"] == [(2, 2), (4, 1)]
+    assert panels["loss"][f"{a}, evaluation"] == [(2, 1.5), (4, 0.5)]
+    assert panels["top1"][f"{tmp_path / 'b'}, evaluation"] == [(2, 30)]
+    assert panels["share of nonzero S"][f"{a}, layer 0, PAP step 2"] == [(2, 0.25)]
+    assert panels["images a second"][f"{a}, training"] == [(2, 100), (4, 200)]
+    monkeypatch.setattr(sys, "argv", ["plot", "log", a, str(tmp_path / "b")])
+    plot.main()
+    assert (tmp_path / "a" / "curves.png").stat().st_size > 5000
+    (tmp_path / "c").mkdir()
+    for argv, message in ((["log", tmp_path / "c"], "c holds no log.jsonl"), (["kpca", tmp_path / "c"], "holds no CSV"),
+                          (["robust", tmp_path / "c"], "has no results.jsonl")):
+        monkeypatch.setattr(sys, "argv", ["plot", *map(str, argv)])
+        with pytest.raises(SystemExit, match=f"^error: .*{message}[^\n]*$"):
+            common.run(plot.main)
+
+
+def test_one_checkpoint_gives_every_figure_of_kpca_and_a_word_on_what_it_lacks(monkeypatch, tmp_path, capsys):
+    ckpt = save_vit(tmp_path / "a.pt")
+    flags = ["--ckpt", ckpt, "--images", 3, "--out_dir", tmp_path, "--device", "cpu", "--exp"]
+    run(monkeypatch, kernel_pca, *flags, "jproj,gamma,capture")
+    capsys.readouterr()
+    run(monkeypatch, plot, "kpca", tmp_path)
+    assert {p.stem for p in tmp_path.glob("*.png")} == set(plot.FIGURES["kpca"])
+    loss, gamma, layers = capsys.readouterr().out.splitlines()
+    assert "several checkpoints" in loss and "exp losses" in loss and "exp gammas" in gamma and "exp gammas" in layers
+    figure, _ = plot.kpca_loss(tmp_path, "")
+    assert [len(ax.patches) for ax in figure.axes] == [0, 2, 5, 4]                # bars: terms, frac, EV
+    assert [ax.get_title() for ax in plot.kpca_gamma_layers(tmp_path, "")[0].axes[:2]] == ["layer 0", "layer 1"]
+    run(monkeypatch, published_scores, *flags, "gammas,losses")
+    assert plot.kpca_gamma(tmp_path, "")[1] == "" and "exp losses" not in plot.kpca_loss(tmp_path, "")[1]
+    (tmp_path / "gamma_axes.csv").write_text("run,step,layer,measure,source,axis,mean,se\n"
+                                             "a,1,0,eig_cos by head,learned,1,0.5,0.1\n")    # by head: no curve
+    assert plot.kpca_gamma(tmp_path, "") == (None, "python -m studies.kernel_pca --exp gamma")
+
+
+def test_plot_without_matplotlib_says_so_in_one_line(monkeypatch):
+    monkeypatch.delitem(sys.modules, "studies.plot")
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(SystemExit, match="^error: studies.plot needs matplotlib"):
+        importlib.import_module("studies.plot")
+
+
+STUDIES = [p.stem for p in sorted((ROOT / "studies").glob("*.py")) if "def main" in p.read_text()]
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_study_started_as_a_file_says_how_to_start_it(name):
+    done = subprocess.run([sys.executable, "-S", f"studies/{name}.py"], cwd=ROOT, capture_output=True, text=True)
+    line = f"error: start this in the repository's folder, as: python -m studies.{name}\n"
+    assert done.returncode == 1 and done.stderr == line
