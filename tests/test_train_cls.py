@@ -18,8 +18,7 @@ import common
 import train_cls
 from data.images import ImageTree, load_data
 from data.shapes import load_shapes
-from processes import Started, group
-from runs import assert_same_run, call, flags, log, make_tree, refused, rows, wait_for
+from runs import assert_same_run, call, flags, log, make_tree, refused
 from vit import ViT, ViTConfig, vit_from_checkpoint
 
 pytestmark = pytest.mark.usefixtures("alone")
