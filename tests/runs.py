@@ -134,24 +134,6 @@ def same(a, b, noise=2e-5):
     return a == b
 
 
-def changed(base, seen, **how):
-    """The names of what two runs that were observed differ in."""
-    return {name for name in base if not same(base[name], seen[name], **how)}
-
-
-def assert_close(row, expected):
-    """A row of the log beside a plain loop's, numbers within float noise."""
-    assert set(row) == set(expected)
-    for key, value in expected.items():
-        if isinstance(value, dict):
-            assert_close(row[key], {str(k): v for k, v in value.items()})
-        elif isinstance(value, str):
-            assert row[key] == value
-        else:
-            noise = 1.1e-4 if isinstance(value, list) else 1e-9                                # lists are rounded
-            assert row[key] == pytest.approx(value, rel=1e-4, abs=noise), key
-
-
 # --- data to train on ------------------------------------------------------------------------------------------------
 
 def make_tree(root="tree", classes=7, train=5, val=3, sides=(20, 40), suffix="png"):
