@@ -179,7 +179,7 @@ def corruption_rows(models, source, index, setting, args):
     """
     name, severities = setting["type"], setting["severities"]
     if args.corrupted_dir:
-        size = models[0].model.config.image_size
+        size = models[0].size
         parts = ((released(args, source, size, name, s), [unchanged]) for s in severities)
     else:
         if isinstance(source, ImageTree):

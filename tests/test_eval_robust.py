@@ -276,7 +276,7 @@ def alone(**flags):
 
 
 def loaded(model, name="m", kind="softmax"):
-    return sources.Loaded(model, "classification", dict(model=name, kind=kind), {}, None, None, [0, 0], "--ckpt m")
+    return sources.Loaded(model, "classification", dict(model=name, kind=kind), {}, None, None, [0, 0], "--ckpt m", 32)
 
 
 def test_amp_is_for_the_folders_too(monkeypatch):
@@ -425,7 +425,7 @@ def test_released_files_are_read_by_type_and_severity(tmp_path):
     write_png(pixels, str(folder / "0.png"))
     assert torch.equal(score.released(args, one, 9, "snow", 2)[0][0], pixels)     # not cropped
     with pytest.raises(ValueError, match="fog, severity 2 has 10000 images, the test split 80"):
-        model = loaded(argparse.Namespace(config=argparse.Namespace(image_size=2)))
+        model = loaded(None)._replace(size=2)
         setting = dict(type="fog", severities=[2])
         score.corruption_rows([model], load_shapes("test", 80), [], setting, args)
 
@@ -589,7 +589,7 @@ def test_pictures_show_pgd_at_its_largest_budget_and_so_many_images(tmp_path, mo
     monkeypatch.setattr(pictures, "save_grid", lambda path, images, **_: shown.append((path.name, len(images))))
     todo = [measures.Measure(name, dict(eps=eps), measures.CONDITIONS) for name, eps in
             (("pgd", 1 / 255), ("pgd", 4 / 255), ("pgd", 2 / 255), ("fgsm", 8 / 255))]
-    model = loaded(argparse.Namespace(config=argparse.Namespace(image_size=32)))
+    model = loaded(None)
     pictures.save([model], load_shapes("test", 8), todo, alone(save_images=3, out_dir=tmp_path))
     assert attacked == [("pgd", 4 / 255, 3)] and shown == [("corruptions.png", 75), ("attacks_0.png", 9)]
 
