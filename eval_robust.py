@@ -6,7 +6,7 @@
     python eval_robust.py --ckpt out/a --measures autoattack --out_dir results/ab --resume    # more
     python eval_robust.py --ckpt out/a --preset paper            # the paper's own conditions
     python eval_robust.py --ckpt out/a --checks                  # can the numbers be believed?
-    python eval_robust.py --ckpt deit_tiny_patch16_224.pth --data_dir data/imagenet     # DeiT's file
+    python eval_robust.py --ckpt deit_tiny_patch16_224.pth --data_dir data/imagenet    # DeiT's file
     python eval_robust.py --model my.py:build --data cifar10 --data_dir data/cifar10    # any model
     python eval_robust.py --ckpt out/seg_camvid_rpc --scales 0.75 1 1.25 --flip    # a Segmenter
     python eval_robust.py --ckpt out/pydoc_rpc --stride 1        # a language model, words swapped
@@ -36,8 +36,8 @@ import common
 from data.images import ImageTree
 from robust import attacks, checks, corruptions, measures, metrics, pictures, score
 from robust.measures import FOLDERS
-from robust.results import Results
 from robust.sources import CLS, LM, NORMALIZE, SEG, load_built, load_model, load_source
+from robust.tables import Results
 
 DATA = {CLS: ("shapes", "cifar10", "imagenet", "folder"),
         SEG: ("shapes", "camvid", "ade20k", "folder"),
@@ -76,8 +76,8 @@ def get_args():
     flag("--limit", type=count, help="images per measure, the same for every model, or tokens of a "
          "text (default: all; fewer on shapes; "
          + ", ".join(f"{v} for {k}" for k, v in measures.SLOW.items()) + ")")
-    flag("--checks", action=argparse.BooleanOptionalAction, default=False, help="instead judge each classifier: "
-         "can its robust accuracy be believed?")
+    flag("--checks", action=argparse.BooleanOptionalAction, default=False, help="instead, can the "
+         "robust accuracy of each classifier be believed?")
     flag("--source", help="checkpoint whose adversarial images transfer tries on the others")
     flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0, help="which images --limit "
          "takes, which words are swapped, and all random numbers")

@@ -39,7 +39,7 @@ def save_classified(models, source, todo, args):
 
 
 def save_segmented(models, source, todo, args):
-    """Write clean.png, <type>_<severity>.png: image, truth, prediction; of several models in 0/, 1/."""
+    """Write clean.png, <type>_<severity>.png: image, truth, prediction; of models in 0/, 1/."""
     for i, m in enumerate(models):
         folder = Path(args.out_dir, str(i)) if len(models) > 1 else Path(args.out_dir)
         folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The evaluator on models that are not ours: files of timm, DeiT and the released code, and functions that build one."""
+"""The evaluator on models that are not ours: files of timm, DeiT and the released code, and functions of one's own."""
 
 import argparse
 
