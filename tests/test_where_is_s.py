@@ -213,6 +213,7 @@ def test_the_command_keeps_what_it_has_and_means_over_seeds(tmp_path, monkeypatc
     other = torch.load(runs / "symmetric_s0" / "last.pt")
     other["args"]["data"] = "cifar10"
     torch.save(other, runs / "rpc_s0" / "last.pt")
-    monkeypatch.setattr(sys, "argv", [*argv, str(runs / "rpc_s1/epoch_9.pt"), str(runs / "rpc_s0")])
+    monkeypatch.setattr(sys, "argv", [*argv, str(runs / "rpc_s1/epoch_9.pt"), str(runs / "rpc_s0"), "--out_dir",
+                                      str(tmp_path / "other")])
     with pytest.raises(ValueError, match="--ckpt .*rpc_s0 has image size, patch size, data, classes"):
         where_is_s.main()
