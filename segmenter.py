@@ -11,8 +11,8 @@ settles what the text leaves open.
 B batch, K classes, C width, P patch size, N tokens, class token included; h, w pixels.
 
     question               rstrudel/segmenter     rachtsy/segm         here
-    decoder attention      softmax                RPC in block 0, the  decoder_attn: as the fork for
-                                                  rest symmetric       attn="rpc", else the encoder's
+    decoder attention      softmax                RPC in block 0, the  decoder_attn: as the fork if
+                                                  others symmetric     attn="rpc", else as encoder
     eps of LayerNorm       1e-5                   1e-5                 1e-5 (the classifiers': 1e-6)
     classifier head        kept, unused           kept, unused         left out
     stride of evaluation   window; alone: - 32    window               an argument

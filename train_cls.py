@@ -92,8 +92,7 @@ def get_args():
     flag("--image_size", type=COUNT, help="pixels, a multiple of --patch_size")
     flag("--patch_size", type=COUNT, help="pixels")
     common.add_attention(flag, list(dict.fromkeys([*ATTENTIONS, *RPC_KINDS])))
-    flag("--drop_path", type=SHARE, default=0.0,
-         help="stochastic depth: rate of the last block (FAN: of each)")
+    flag("--drop_path", type=SHARE, default=0.0, help="rate of the last block (FAN: of each)")
     flag("--init", choices=["trunc_normal", "default"], help="Linear layers as DeiT's, or torch's "
          "as the released RPC code; None: default for a ViT with symmetric or rpc")
     flag("--init_from", help="start from these weights (file or https address; App. E.6)")
@@ -105,8 +104,7 @@ def get_args():
     flag("--lr", type=REAL, help="peak learning rate (AdamW); DeiT's rule: 5e-4 * batch_size / 512")
     flag("--min_lr", type=REAL, default=1e-5, help="at the end of the cosine")
     flag("--warmup_epochs", type=REAL, default=1, help="linear warm-up from 1e-6")
-    flag("--weight_decay", type=REAL, default=0.05,
-         help="of matrices; 1-d tensors, positions, class token have none")
+    flag("--weight_decay", type=REAL, default=0.05, help="of matrices alone; not of positions")
     flag("--clip", type=REAL, default=1.0, help="largest gradient norm; 0: any")
     flag("--ema", type=SHARE, default=0.0, help="decay of the weight average; 0: none")
     flag("--eval_every", type=COUNT, default=1, help="epochs between evaluations")
@@ -138,21 +136,18 @@ def add_augmentation(p):
     """Add what happens to training images and their labels."""
     flag = p.add_argument_group("augmentation").add_argument
     flag("--pad", type=NATURAL, default=0, help="random shift by up to PAD pixels (small images)")
-    flag("--num_ops", type=NATURAL, default=0,
-         help="RandAugment operations per image (rand-m9-mstd0.5-inc1: 2)")
+    flag("--num_ops", type=NATURAL, default=0, help="RandAugment operations per image; DeiT: 2")
     flag("--erase", type=SHARE, default=0.0, help="probability of random erasing")
     flag("--mixup", type=REAL, default=0.0, help="alpha; 0: none")
     flag("--cutmix", type=REAL, default=0.0, help="alpha; 0: none")
     flag("--smoothing", type=SHARE, default=0.1, help="label smoothing")
-    flag("--repeats", type=COUNT, default=1, help="repeated augmentation: crops of an image in an "
-         "epoch in which it is drawn")
+    flag("--repeats", type=COUNT, default=1, help="crops of an image in an epoch that draws it")
 
 
 def check_flags(args):
     """ValueError unless the flags make sense together."""
     if args.data == "shapes" and args.data_dir:
-        raise ValueError(f"--data_dir {args.data_dir} is not read: --data shapes renders its "
-                         f"images; choose another --data")
+        raise ValueError(f"--data_dir {args.data_dir}: --data shapes renders its own images")
     if args.warmup_epochs > args.epochs:
         raise ValueError(f"--warmup_epochs {args.warmup_epochs} is longer than the run, --epochs "
                          f"{args.epochs}")
@@ -323,14 +318,8 @@ def build(args, train, device):
     if args.resume:
         return model, optimizer, ema, *resume(args, model, optimizer, ema, train)
     if args.init_from:
-        from weights import flags_for, load_weights
-        checkpoint = common.load(args.init_from)
-        try:
-            notes = load_weights(model, checkpoint, new_head=True)
-        except ValueError as e:
-            needed = flags_for(checkpoint, SIZES)
-            raise ValueError(f"--init_from {args.init_from}: {e}{needed}") from None
-        common.say(f"weights from {args.init_from}", *notes)
+        from weights import start_from
+        common.say(f"weights from {args.init_from}", *start_from(model, args.init_from, SIZES))
     return model, optimizer, ema, 0, {}
 
 
@@ -379,15 +368,15 @@ def main():
     check_batch(args, world, len(train.labels))
     model, optimizer, ema, first, metrics = build(args, train, device)
     net = common.wrap(model, device, world, args.compile)
-    log = common.begin(args, out_dir, first, model, device, rank, world)
+    log = common.begin(args, out_dir, first, model, device, rank, world,
+                       training_images=len(train.labels))
 
     epoch_steps = len(train.labels) // args.batch_size
     total, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps
     stop = max(first, min(total, args.max_steps or total))
     batches = train_batches(train, args, first, stop, device, rank, world)
     bar = common.progress(first, stop, rank)
-    began = clock = time.time()
-    pending = []
+    began, clock, pending = time.time(), time.time(), []
     for step in bar:
         # The learning rate rises during the warm-up, then falls along half a cosine.
         lr = common.lr_at(step, total, warmup, args.lr, args.min_lr)

@@ -59,8 +59,9 @@ ENCODER = dict(model="nano", patch_size=16, attn="rpc", rpc_layers="0", n_iter=4
 ENCODERS = {"shapes": dict(patch_size=4), "ade20k": dict(model="tiny"),
             "folder": dict(patch_size=None)}
 # What --resume refuses to change: it would be another run.
-FIXED = (*ENCODER, "backbone", "decoder", "size", "num_classes", "data", "num_images", "optimizer",
-         "drop_path", "dropout", "min_scale", "max_scale", "distort", "batch_size", "seed")
+FIXED = (*ENCODER, "backbone", "decoder", "decoder_attn", "size", "num_classes", "data",
+         "num_images", "optimizer", "drop_path", "dropout", "min_scale", "max_scale", "distort",
+         "batch_size", "seed")
 
 
 def get_args():
@@ -87,7 +88,9 @@ def get_args():
     common.add_attention(flag, [name for name in kinds if name != "scaled_s"])
     p.set_defaults(**dict.fromkeys(ENCODER))                        # they are the backbone's
     flag("--decoder", choices=["mask", "linear"], default="mask", help="mask transformer, "
-         "symmetric where the encoder is, never RPC; or one linear layer")
+         "or one linear layer")
+    flag("--decoder_attn", choices=["softmax", "symmetric", "rpc"], help="of the mask transformer; "
+         "rpc: in its block 0, as the paper's code; default: as the encoder, rpc too")
     flag("--drop_path", type=SHARE, default=0.0,
          help="stochastic depth: rate of the encoder's last block")
     flag("--dropout", type=SHARE, default=0.1, help="rate, in the mask transformer")
@@ -227,7 +230,8 @@ def check_data(args, patch_size, train, val, device, rank, world):
 def build_config(args, num_classes, backbone=None):
     """Build SegmenterConfig of the flags, or of the backbone, which flags may not contradict."""
     head = dict(num_classes=num_classes, image_size=args.size, drop_path=args.drop_path,
-                decoder=args.decoder, decoder_dropout=args.dropout)
+                decoder=args.decoder, decoder_attn=args.decoder_attn or "",
+                decoder_dropout=args.dropout)
     encoder = {k: getattr(args, k) for k in ENCODER if getattr(args, k) is not None}
     size = SIZES[encoder.pop("model")] if "model" in encoder else {}
     patch = (encoder if backbone is None else backbone_settings(backbone))["patch_size"]

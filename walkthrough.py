@@ -4,10 +4,10 @@
     python walkthrough.py gram leak          # some
     python walkthrough.py pap --image photo.jpg
     python walkthrough.py --out_dir assets/walkthrough        # renews the pictures in the text
+    python walkthrough.py --notebook         # or --page, --slides: text and pictures in one, weave.py
 
-An editor, or Jupyter after `jupytext --to notebook walkthrough.py`, runs them one by one; each
-needs the first alone. The networks are those in weights/, so nothing is trained but the toy of
-picture 7.
+An editor runs the cells one by one; each needs the first alone. The networks are those in weights/,
+so nothing is trained but the toy of picture 7.
 """
 
 # %% What the pictures share: flags, four small networks, colours.
@@ -57,12 +57,17 @@ p.add_argument("--ckpt", nargs="+", default=[], help="networks of train_cls.py o
                "in place of those in weights/")
 p.add_argument("--image", help="a picture of your own in gram, pap and hero")
 p.add_argument("--out_dir", default="out/walkthrough")
+for form in ("notebook", "page", "slides"):
+    p.add_argument(f"--{form}", action="store_true", help="no pictures: see weave.py")
 NOTEBOOK = "ipykernel" in sys.modules
 torch.set_num_threads(1)                    # the numbers in the text are those of one thread
 ARGS = p.parse_args([] if NOTEBOOK else None)
 if not set(ARGS.pictures) <= set(PICTURES):
     p.error(f"{' '.join(ARGS.pictures)}: expected some of {', '.join(PICTURES)}")
-try:                                        # what cannot be read is refused before anything runs
+try:                                        # what cannot be done is refused before anything runs
+    if ARGS.notebook or ARGS.page or ARGS.slides:
+        import weave
+        sys.exit(weave.main(ARGS))
     PHOTO = decode(read_bytes(ARGS.image), ARGS.image) if ARGS.image else None
     GIVEN = [common.load(path) for path in ARGS.ckpt]
 except (OSError, ValueError) as e:

@@ -13,7 +13,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from common import load_strictly
+from common import load, load_strictly
 
 VIT_NAMES = ("pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight",
              "blocks.0.attn.qkv.weight")                            # timm's, as DeiT's
@@ -121,6 +121,18 @@ def resize_pos_embed(pos_embed, grid, mode, old=None):
     patches = pos_embed[:, 1:].mT.unflatten(2, (h, w))
     patches = F.interpolate(patches, size=tuple(grid), mode=mode, align_corners=False)
     return torch.cat([pos_embed[:, :1], patches.flatten(2).mT], 1)
+
+
+def start_from(model, path, sizes):
+    """Load the weights that --init_from names. Returns what was adapted, as `load_weights`.
+
+    Raises ValueError that says which flags they need. sizes: as in `flags_for`.
+    """
+    checkpoint = load(path)
+    try:
+        return load_weights(model, checkpoint, new_head=True)
+    except ValueError as e:
+        raise ValueError(f"--init_from {path}: {e}{flags_for(checkpoint, sizes)}") from None
 
 
 def flags_for(checkpoint, sizes):

@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageDraw
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
@@ -101,6 +100,7 @@ def read_pair(image_path, label_path):
     Images may be grey, have an alpha channel (dropped) or 16 bits; annotations are 8-bit PNG of one
     channel, palettes included: there the numbers count, not their colours.
     """
+    from PIL import Image
     image = decode(read_bytes(image_path), image_path)
     content = io.BytesIO(read_bytes(label_path))
     try:
@@ -417,6 +417,7 @@ def save_pictures(path, triples, classes):
     triples: image (3, H, W), truth and prediction (H, W), uint8, as iou.predictions yields them; H
     and W may vary.
     """
+    from PIL import Image, ImageDraw
     triples = [[t.cpu() for t in triple] for triple in triples]
     colours = palette(len(classes))
     zoom = max(1, 160 // max(image.shape[2] for image, _, _ in triples))

@@ -20,7 +20,7 @@ BUDGETS = [k / 255 for k in (0, 0.5, 1, 2, 4, 8, 16)]
 FEW = 32                                        # images for the attacks that take long
 # Passes through the model that the checks take, in images: forward and backward on all of them and
 # on the FEW; forward on the FEW, by SPSA and Square, which let an image go once it is fooled.
-PASSES = dict(gradient=520, few=1200, forward=1800)
+PASSES = dict(gradient=350, few=800, forward=1800)
 
 
 def right(model, images, labels):

@@ -184,6 +184,24 @@ def report(rows):
         print("constancy helps:", "yes" if paired_t(constancy).high < 0 else "not shown")
 
 
+def draw(found, path):
+    """The arms as columns, varying and constant apart; a point a network, a line a seed."""
+    from studies.plot import WIDTH, plt
+    arms = [arm for arm in ("hashed", "image", "x", "other", "own", "detached", "mean", "random")
+            if arm in found]
+    figure, ax = plt.subplots(figsize=(WIDTH, 3))
+    for seed in sorted({seed for of in found.values() for seed in of}):
+        points = [(i, found[arm][seed]) for i, arm in enumerate(arms) if seed in found[arm]]
+        ax.plot(*zip(*points), "o-", linewidth=0.7, markersize=5, label=f"seed {seed}")
+    ax.axvline(sum(arm not in ("mean", "random") for arm in arms) - 0.5, color="0.6", linestyle=":")
+    ax.set_xticks(range(len(arms)), arms)
+    ax.set(xlabel="left: axes differ from image to image; right: the same for every image",
+           ylabel="held-out loss in nats")
+    ax.legend(fontsize=8)
+    figure.savefig(path)
+    plt.close(figure)
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -194,6 +212,7 @@ def main():
     p.add_argument("--steps", type=common.number(int, 8), default=800)
     p.add_argument("--out", type=Path, default=Path("out/decider/constancy.jsonl"))
     p.add_argument("--rows", type=Path, help="only say what the rows in this file say")
+    p.add_argument("--figure", type=Path, help="where to draw it")
     args = p.parse_args()
     if not args.rows:
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -202,6 +221,8 @@ def main():
     if not rows:
         raise ValueError(f"{args.rows or args.out}: expected rows of studies.constancy")
     report(rows)
+    if args.figure:
+        draw(losses(rows), args.figure)
 
 
 if __name__ == "__main__":

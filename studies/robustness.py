@@ -150,14 +150,14 @@ def evaluate(folders, args):
 def in_files(paths):
     """The rows of the evaluator in these files, with the run's name alone as checkpoint.
 
-    A file may hold rows of another kind beside them. ValueError: no file, or a row twice.
+    A file of rows of another kind adds none. ValueError: no file, or a row twice.
     """
     rows = []
     for path in paths:
         if not path.is_file():
             raise ValueError(f"--rows {path} is not a file")
-        own = read_rows(path)
         lines = sum("measure" in row for row in common.read_log(path))
+        own = read_rows(path) if lines else []                  # none: rows of studies/outliers.py
         if lines > len(own):
             raise ValueError(f"--rows {path} holds {lines - len(own)} rows twice: keep one of each")
         rows += [row | dict(checkpoint=Path(row["checkpoint"]).name) for row in own]

@@ -3,12 +3,15 @@
 import contextlib
 import io
 import json
+import random
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import common
 
@@ -131,25 +134,43 @@ def same(a, b, noise=2e-5):
     return a == b
 
 
-def changed(base, seen, **how):
-    """The names of what two runs that were observed differ in."""
-    return {name for name in base if not same(base[name], seen[name], **how)}
+# --- data to train on ------------------------------------------------------------------------------------------------
+
+def make_tree(root="tree", classes=7, train=5, val=3, sides=(20, 40), suffix="png"):
+    """ImageNet's layout, noise."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", train), ("val", val)):
+        for k in range(classes):
+            Path(root, split, f"n{k}").mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 256, (*rng.integers(*sides, 2), 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(Path(root, split, f"n{k}", f"{i}.{suffix}"))
 
 
-def assert_close(row, expected):
-    """A row of the log beside a plain loop's, numbers within float noise."""
-    assert set(row) == set(expected)
-    for key, value in expected.items():
-        if isinstance(value, dict):
-            assert_close(row[key], {str(k): v for k, v in value.items()})
-        elif isinstance(value, str):
-            assert row[key] == value
-        else:
-            noise = 1.1e-4 if isinstance(value, list) else 1e-9                                # lists are rounded
-            assert row[key] == pytest.approx(value, rel=1e-4, abs=noise), key
+def make_pairs(root="pairs"):
+    """ADE20K's layout: nine training and five validation images of 4 classes, with ignored pixels."""
+    sizes = [(40, 60), (60, 40), (33, 70), (48, 48), (90, 30), (24, 41), (50, 61), (30, 30), (44, 52)]
+    rng = np.random.default_rng(0)
+    for split, count in (("training", 9), ("validation", 5)):
+        for part in ("images", "annotations"):
+            Path(root, part, split).mkdir(parents=True)
+        for i, (H, W) in enumerate(sizes[:count]):
+            label = rng.integers(0, 5, (4, 4), dtype=np.uint8)
+            label = np.kron(label, np.ones((-(-H // 4), -(-W // 4)), np.uint8))[:H, :W]
+            image = (label[..., None] * [50, 20, 0] + rng.integers(0, 50, (H, W, 3))).astype(np.uint8)
+            Image.fromarray(image).save(Path(root, "images", split, f"{i}.png"))
+            Image.fromarray(label).save(Path(root, "annotations", split, f"{i}.png"))
 
 
-# What a flag changes, in the tables: all from the first step on, all after it, another number of steps.
-RUN = {"loss", "norm", "weights", "score"}
-LATER = {"weights", "score"}
-COUNT = {"logged", "evaluated", "saved", "batches"}
+def make_text(folder="text", seed=0):
+    """WikiText's layout; the words and how often each comes are the same for every seed."""
+    Path(folder).mkdir()
+    for split, count in (("train", 40), ("valid", 5), ("test", 6)):
+        rng = random.Random(count)
+        lines = [f" the {rng.choice('cat dog cow hen'.split())} of {rng.choice('ann bob'.split())} saw "
+                 f"{rng.randint(1, 9)} @-@ year old <unk> , and it ran . \n \n" for _ in range(count)]
+        random.Random(seed).shuffle(lines)
+        text = "".join(lines).split(" ")
+        if split == "valid":
+            rng.shuffle(text)                                                    # learning the order makes it worse
+        Path(folder, f"wiki.{split}.tokens").write_text(" ".join(text) + " \n")

@@ -7,6 +7,7 @@ import pickle
 import signal
 import sys
 import tarfile
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -259,6 +260,18 @@ def test_the_cifar_tars_hold_10000_test_images():
     assert split.images.shape == (10000, 3, 32, 32) and split.labels.bincount().tolist() == [1000] * 10
     torch.testing.assert_close(split.images.double().mean((0, 2, 3)) / 255,
                                torch.tensor([0.491, 0.482, 0.447]).double(), atol=0.005, rtol=0)
+
+
+def test_a_download_is_asked_for_once(tmp_path, monkeypatch):
+    asked = []
+
+    def torchvisions(folder, split, download):
+        (tmp_path / "cifar-10-batches-py").mkdir(exist_ok=True)
+        asked.append((split, download))
+        return data.Split(torch.zeros(2, 3, 32, 32, dtype=torch.uint8), torch.arange(2), CIFAR10_CLASSES)
+    monkeypatch.setattr("data.cifar.torchvisions_cifar10", torchvisions)
+    data.load_data(Namespace(data="cifar10", data_dir=tmp_path, download=True, holdout=0, image_size=32), "cpu")
+    assert asked == [("train", True), ("train", False), ("test", False)]
 
 
 # --- ImageNet's layout ----------------------------------------------------------------------------------------------

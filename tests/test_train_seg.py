@@ -1,12 +1,8 @@
-"""Claims about train_seg.py: runs start, stop, go on and spread over processes without changing a number; a folder of
-one's own needs one flag; bad input ends in one line. And about robust/iou.py, the evaluation over a data set. The real
-script, small settings; its flags: test_flags_seg.py."""
+"""Claims about train_seg.py alone (what holds for every trainer is in test_train.py, the flags in test_flags.py), and about
+robust/iou.py, the evaluation over a data set."""
 
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from argparse import Namespace
 from dataclasses import asdict
 from functools import partial
@@ -21,20 +17,16 @@ from PIL import Image
 import common
 import train_seg
 from conftest import SHARED
-from data import segmentation, views
-from data.images import epoch_order
+from data import segmentation
+from data.rng import epoch_order
 from data.segmentation import Scenes, SegTree
-from processes import Started, group
 from robust import corruptions
 from robust.iou import confusion, evaluate, plain, predictions, scores
-from runs import assert_same_run, call, flags, log, refused, wait_for
+from runs import assert_same_run, call, flags, log, make_pairs, refused
 from segmenter import Segmenter, SegmenterConfig, predict, segmenter_from_checkpoint
 from vit import ViT, ViTConfig
 
 pytestmark = pytest.mark.usefixtures("alone")
-SCRIPT = Path(train_seg.__file__).resolve()
-SMALL = ("--num_images 24 --size 16 --patch_size 8 --batch_size 8 --log_every 1 --save_images 0 --num_workers 0 "
-         "--eval_every 100").split()
 FOLDER = ("--data camvid --num_classes 4 --size 32 --patch_size 8 --batch_size 4 --epochs 2 --log_every 1 "
           "--save_images 0 --num_workers 0 --eval_every 100").split()
 train, bad = partial(call, train_seg.main), partial(refused, train_seg)
@@ -42,17 +34,8 @@ train, bad = partial(call, train_seg.main), partial(refused, train_seg)
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A folder like ADE20K: 9 training and 5 validation images of 4 classes, blocks of colour in noise."""
-    root, rng = tmp_path_factory.mktemp("ade"), np.random.default_rng(0)
-    for split, count in (("training", 9), ("validation", 5)):
-        for part in ("images", "annotations"):
-            (root / part / split).mkdir(parents=True)
-        for i in range(count):
-            H, W = (40, 60) if i % 2 else (48, 36)
-            label = rng.integers(0, 5, (4, 4), dtype=np.uint8).repeat(-(-H // 4), 0).repeat(-(-W // 4), 1)[:H, :W]
-            image = (label[..., None] * [50, 20, 0] + rng.integers(0, 50, (H, W, 3))).astype(np.uint8)
-            Image.fromarray(image).save(root / "images" / split / f"{split}_{i}.jpg")
-            Image.fromarray(label).save(root / "annotations" / split / f"{split}_{i}.png")
+    root = tmp_path_factory.mktemp("ade") / "pairs"
+    make_pairs(root)
     return root
 
 
@@ -95,7 +78,7 @@ def test_two_images_are_learnt_by_heart():
     else:
         scenes, K = Scenes("train", 2, 360), 11
         pairs = [scenes[0], scenes[1]]
-    images = torch.stack([views.resize(image, 60, 80) for image, _ in pairs]) / 255
+    images = torch.stack([segmentation.resize(image, 60, 80) for image, _ in pairs]) / 255
     labels = torch.stack([F.interpolate(label[None, None], (60, 80))[0, 0] for _, label in pairs]).long()
     torch.manual_seed(0)
     model = Segmenter(SegmenterConfig(num_classes=K, image_size=80, patch_size=8, embed_dim=64, depth=2, num_heads=2,
@@ -130,71 +113,14 @@ def test_schedule_and_sgd_are_the_references(golden):
         torch.testing.assert_close(torch.cat([model.weight[0], model.bias]).detach(), expected, rtol=0, atol=1e-6)
 
 
-# --- stopping, going on, processes -----------------------------------------------------------------------------------
+# --- batches ---------------------------------------------------------------------------------------------------------
 
-def test_a_run_killed_at_any_moment_resumes_to_the_same_losses_and_weights(root):
-    run = flags(FOLDER, "--epochs 8 --drop_path 0.1 --dropout 0.1 --save_every 1 --data_dir", [root])         # 24 steps
-    train(run, "--out_dir whole")
-    process = Started(train_seg.main, [*run, "--out_dir", "killed"])
-    wait_for("killed/last.pt", process)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert 1 <= common.load("killed")["step"] <= 24                                         # whole, whatever happened
-    train("--resume killed")
-    assert_same_run("whole", "killed")
-    assert len(log("whole")) == 24
-
-
-def test_an_evaluation_that_was_cut_off_is_repeated_and_kept(root, monkeypatch):
-    run = flags(FOLDER, "--drop_path 0.1 --eval_every 1 --keep_every 1 --save_every 1 --data_dir", [root])    # at 3, 6
-    train(run, "--out_dir whole")
-    real, calls = train_seg.evaluate, []
-
-    def cut_off(*args, **how):
-        calls.append(1)
-        if len(calls) == 2:
-            raise OSError("killed")
-        return real(*args, **how)
-    monkeypatch.setattr(train_seg, "evaluate", cut_off)
-    assert re.search("killed.* step 5", bad(run, "--out_dir killed"))                              # the last save
-    train("--resume killed")
-    assert_same_run("whole", "killed")
-    assert_same_run("whole", "killed", "epoch_2.pt")
-    assert len(log("whole", "eval")) == 2
-    train("--resume killed")                                                                       # nothing is left
-    assert_same_run("whole", "killed")
-
-
-def test_a_run_that_torchrun_starts_again_goes_on_and_another_is_not_touched(monkeypatch):
+def test_what_a_run_on_a_folder_has_chosen_is_no_other_flag_when_torchrun_starts_it_again(monkeypatch):
     own_folder("mine")
-    for run, name in ((SMALL, "seg_shapes_rpc"), (["--data_dir", "mine", "--num_workers", "0"], "seg_folder_rpc")):
-        monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-        train(run, "--max_steps 2")
+    for _ in range(2):
+        train("--data_dir mine --num_workers 0 --max_steps 2")
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-        train(run, "--max_steps 2")                                             # what it has chosen is no other flag
-        assert not Path(f"out/{name}_2").exists() and len(log(f"out/{name}", "eval")) == 1
-        before = Path("out", name, "last.pt").read_bytes()
-        train(run, "--max_steps 2 --stride 8")
-        assert log(f"out/{name}_2") and Path("out", name, "last.pt").read_bytes() == before
-
-
-def train_and_print_seed():
-    train_seg.main()
-    print(torch.initial_seed())                                                          # of the last step's masks
-
-
-def test_two_processes_equal_one_though_ignored_pixels_are_unequal_and_the_last_batch_is_short(root):
-    run = flags(FOLDER, "--dropout 0 --epochs 4 --data_dir", [root])               # batches of 4, 4 and 1: rank 1 idles
-    printed = group(train_and_print_seed, [*run, "--out_dir", "two"])
-    train(run, "--out_dir one")
-    two, one = (np.array(list(log(d).values())) for d in ("two", "one"))
-    assert len(one) == 12
-    np.testing.assert_allclose(two, one, rtol=0, atol=1e-5)
-    np.testing.assert_allclose(*[list(log(d, "grad_norm").values()) for d in ("two", "one")], rtol=1e-3)
-    assert [text.split()[-1] for text in printed] == [str(common.seed_of(0, 11, rank)) for rank in (0, 1)]
-    model, val = segmenter_from_checkpoint(common.load("two")), SegTree(root, "validation", 4)
-    again, matrix = evaluate(model, val, **HOW)                                                # one process: the same
-    assert again == log("two", "eval")[12] and again["images"] == 5 and matrix.sum() > 0
+    assert len(log("out/seg_folder_rpc", "eval")) == 1 and not Path("out/seg_folder_rpc_2").exists()
 
 
 def test_a_batch_is_dealt_out_whole_and_every_sample_has_its_number():
@@ -243,26 +169,6 @@ def test_a_batch_without_a_labelled_pixel_counts_nothing_and_a_folder_of_those_i
     assert evaluate(model, tree, index=[2, 3], **HOW)[0]["classes_in_truth"] == 1
     with pytest.raises(ValueError, match="none of the 3 images has a labelled pixel"):
         evaluate(model, tree, index=[0, 1, 2], **HOW)
-
-
-@pytest.mark.parametrize("what", ["loss", "weight"])
-def test_what_is_not_finite_stops_the_run_and_keeps_the_last_good_state(monkeypatch, what):
-    """A step's loss is that of the weights before it, and labels do not show what is not finite."""
-    calls = []
-    owner, name = (train_seg.F, "cross_entropy") if what == "loss" else (torch.optim.AdamW, "step")
-    real = getattr(owner, name)
-
-    def breaking(*args, **how):
-        calls.append(real(*args, **how))
-        if len(calls) == 4 and what == "weight":
-            with torch.no_grad():
-                args[0].param_groups[0]["params"][0].view(-1)[0] = float("inf")
-        return calls[-1] * float("nan") if len(calls) == 4 and what == "loss" else calls[-1]
-    monkeypatch.setattr(owner, name, breaking)
-    line = bad(SMALL, "--max_steps 4 --save_every 3 --out_dir a --log_every 2")
-    assert re.search(f"not finite at step 4: .*{what}.* a holds step 3", line)
-    checkpoint = common.load("a")
-    assert checkpoint["step"] == 3 and all(w.isfinite().all() for w in checkpoint["model"].values())
 
 
 # --- evaluation over a data set --------------------------------------------------------------------------------------
@@ -442,70 +348,16 @@ def test_weights_that_do_not_fit_their_attention_are_refused(root):
     assert "--size 36 is not a multiple of the patch size 8" in bad(run, "--backbone deit.pt --size 36")
 
 
-# --- bad input -------------------------------------------------------------------------------------------------------
-
-BAD = [("--data camvid", "--data_dir"), ("--data ade20k --data_dir nowhere", "nowhere"), ("--data cifar", "--data"),
-       ("--size 18", "--size 18 is not a multiple of the patch size 8"), ("--rpc_layers 9", "rpc_layers"),
-       ("--min_scale 2 --max_scale 1", "--min_scale 2"), ("--min_scale 0", "min_scale"), ("--resume nowhere", "nowhere"),
-       ("--backbone nowhere", "nowhere"), ("--device cdua", "device"), ("--out_dir notes.txt", "notes.txt"),
-       ("--lr 1e-6", "min_lr"), ("--min_lr 1", "min_lr"), ("--data_dir nowhere", "--data_dir nowhere"),
-       ("--data shapes --data_dir a", "choose another --data"), ("--dropout 1", "dropout"), ("--drop_path 1", "drop_path"),
-       ("--optimizer adam", "optimizer"), ("--decoder conv", "decoder"), ("--epochs 0", "epochs"),
-       ("--batch_size 0", "batch_size"), ("--lr nan", "lr"), ("--window 0", "window"), ("--window 20", "--window 20"),
-       ("--stride 40", "--stride 40"), ("--attn foo", "attn"), ("--corruptions fog", "corruptions"), ("--stray", "stray"),
-       (["--resume", ""], "--resume"), (["--backbone", ""], "--backbone"), ("--save_images -1", "save_images")]
-
-
-@pytest.mark.parametrize("flag, word", BAD, ids=[str(flag) for flag, _ in BAD])
-def test_bad_flags_end_in_one_line_that_names_them(flag, word):
-    Path("notes.txt").write_text("not a folder\n")
-    assert word in bad(SMALL, "--max_steps 2", flag)
-    assert not list(Path(".").rglob("*.pt")) and {path.name for path in Path(".").iterdir()} == {"notes.txt"}
-
-
 def test_a_bad_image_is_found_before_the_first_step_by_workers_too(root):
     shutil.copytree(root, "copy")
-    path = Path("copy/annotations/validation/validation_4.png")
+    path = Path("copy/annotations/validation/4.png")
     for num_workers in (0, 1):
         run = flags(FOLDER, "--out_dir a --data_dir copy --num_workers", [num_workers])
         line = bad(run, "--num_classes 3")                                                           # values go up to 4
         assert "holds the value 4" in line and "--num_classes" in line and ".png" in line
-        Image.fromarray(np.full((48, 36), 9, np.uint8)).save(path)
-        assert "validation_4.png holds the value 9" in bad(run)
+        Image.fromarray(np.full((90, 30), 9, np.uint8)).save(path)
+        assert "4.png holds the value 9" in bad(run)
     path.unlink()
     Image.fromarray(np.zeros((48, 30), np.uint8)).save(path)
-    assert "validation_4.png is 30 x 48" in bad(run)
+    assert "4.png is 30 x 48" in bad(run)
     assert not Path("a").exists()
-
-
-def test_a_finished_or_foreign_run_is_kept(root, monkeypatch):
-    train(SMALL, "--max_steps 1 --out_dir a")
-    before = Path("a/last.pt").read_bytes()
-    assert "--resume a" in bad(SMALL, "--max_steps 2 --out_dir a")
-    for flag in ("--attn symmetric", "--n_iter 3", "--seed 1", "--optimizer sgd", "--size 24", "--dropout 0.3"):
-        assert f"{flag} does not fit --resume a" in bad("--resume a", flag)
-    assert "--out_dir" in bad("--resume a --out_dir b")
-    with monkeypatch.context() as patch:
-        patch.setattr(common, "setup", lambda device: (torch.device("cpu"), 0, 3))
-        assert "3 processes" in bad(SMALL, "--out_dir c")
-    assert Path("a/last.pt").read_bytes() == before and list(log("a")) == [1]
-
-    shutil.copytree(root, "copy")
-    train(FOLDER, "--max_steps 1 --out_dir d --data_dir copy")
-    torch.save(dict(common.load("d"), classes=["w", "x", "y", "z"]), "d/last.pt")
-    assert "classes" in bad("--resume d")
-    train(FOLDER, "--max_steps 1 --out_dir e --data_dir copy")
-    for part, extension in (("images", "jpg"), ("annotations", "png")):
-        shutil.copy(f"copy/{part}/training/training_0.{extension}", f"copy/{part}/training/new.{extension}")
-    assert "--resume e: the data have changed, training_images was 9 and is 10" in bad("--resume e --max_steps 2")
-    checkpoint = common.load("e")
-    checkpoint.pop("training_images", None)                                            # a run of before it was stored
-    common.save("e/last.pt", checkpoint)
-    train("--resume e --max_steps 2")
-    assert list(log("e")) == [1, 2]
-
-
-def test_the_script_itself_ends_in_one_error_line():
-    ended = subprocess.run([sys.executable, SCRIPT, *SMALL, "--rpc_layers", "7"], text=True, capture_output=True)
-    err = ended.stderr
-    assert ended.returncode == 1 and err.startswith("error: ") and len(err.splitlines()) == 1 and "rpc_layers" in err

@@ -1,0 +1,162 @@
+"""A run of train_cls.py with every flag away from its default equals, in log and weights, a plain loop of timm's and
+torch's own parts."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import common
+import train_cls
+from data import augment
+from data.rng import uniform
+from data.shapes import load_shapes
+from runs import call, rows
+from vit import ViT, ViTConfig
+
+timm = pytest.importorskip("timm")
+from timm.data.mixup import mixup_target                                                          # noqa: E402
+from timm.loss import SoftTargetCrossEntropy                                                      # noqa: E402
+from timm.optim import param_groups_weight_decay                                                  # noqa: E402
+from timm.scheduler import CosineLRScheduler                                                      # noqa: E402
+from timm.utils import ModelEmaV3, accuracy                                                       # noqa: E402
+
+
+def order_of(f, n, step):
+    """The images of a step, (batch_size,): copies of one are neighbours, then they are spread."""
+    epoch, i = divmod(step, n // f.batch_size)
+    generator = torch.Generator().manual_seed(f.seed * 1_000_003 + epoch)
+    order = torch.randperm(n, generator=generator).repeat_interleave(f.repeats)[:n]
+    order = order[i * f.batch_size:(i + 1) * f.batch_size]
+    return torch.cat([order[first::f.repeats] for first in range(f.repeats)])
+
+
+def augmented(f, images, position):
+    """Shift, flip, RandAugment, erase: the operations have tests of their own."""
+    def draw(n, purpose):
+        return uniform(position, n, f.seed, purpose)
+    images = augment.random_crop(images, draw(2, augment.CROP), f.pad)
+    images = torch.where(draw(1, augment.FLIP).view(-1, 1, 1, 1) < 0.5, images.flip(3), images)
+    images = augment.rand_augment(images, draw(4 * f.num_ops, augment.RAND_AUGMENT), num_ops=f.num_ops)
+    return augment.random_erase(images / 255, draw(augment.ERASE_COLUMNS, augment.ERASE), position, f.seed, prob=f.erase)
+
+
+def mixed(f, images, labels, num_classes, step):
+    """Neighbours are partners; in the order below so is timm's partner, the reversed batch."""
+    rng = np.random.default_rng([f.seed, step])
+    cut = rng.random() < 0.5
+    lam = rng.beta(f.cutmix, f.cutmix) if cut else rng.beta(f.mixup, f.mixup)
+    order = torch.cat([torch.arange(0, len(labels), 2), torch.arange(1, len(labels), 2).flip(0)])
+    back = order.argsort()
+    partner = images[order].flip(0)[back]
+    if cut:
+        box = torch.zeros(images.shape[2:], dtype=torch.bool)
+        h, w = (int(side * math.sqrt(1 - lam)) for side in box.shape)
+        y, x = (int(rng.integers(side)) for side in box.shape)
+        box[max(y - h // 2, 0):y + (h + 1) // 2, max(x - w // 2, 0):x + (w + 1) // 2] = True
+        images, lam = torch.where(box, partner, images), 1 - box.double().mean().item()
+    else:
+        images = lam * images + (1 - lam) * partner
+    return images, mixup_target(labels[order], num_classes, lam, f.smoothing)[back]
+
+
+@torch.no_grad()
+def evaluated(model, images, labels):
+    images, labels = images[labels >= 0], labels[labels >= 0]
+    logits = model.eval()(images / 255)
+    model.train()
+    top1, top5 = accuracy(logits, labels, (1, 5))
+    return dict(top1=top1.item(), top5=top5.item(), loss=F.cross_entropy(logits, labels).item(), images=len(labels))
+
+
+def plain_loop(f, load, n, num_classes, test, model):
+    """The recipe, with flags f. load(index, position): images, labels. Returns log, average."""
+    epoch_steps = n // f.batch_size
+    groups = param_groups_weight_decay(model, f.weight_decay, no_weight_decay_list=("pos_embed", "cls_token"))
+    optimizer = torch.optim.AdamW(groups, lr=f.lr, betas=(0.9, 0.999), eps=1e-8)
+    schedule = CosineLRScheduler(optimizer, f.epochs * epoch_steps, f.min_lr, t_in_epochs=False,
+                                 warmup_t=f.warmup_epochs * epoch_steps, warmup_lr_init=1e-6)
+    average = ModelEmaV3(model, f.ema)
+    rows, pending = [], []
+    for step in range(f.max_steps):
+        schedule.step_update(step)
+        lr = optimizer.param_groups[0]["lr"]
+
+        position = torch.arange(step * f.batch_size, (step + 1) * f.batch_size)
+        images, labels = load(order_of(f, n, step), position)
+        images, targets = mixed(f, augmented(f, images, position), labels, num_classes, step)
+        torch.manual_seed(hash((f.seed, step, 0)) % 2 ** 63)                                       # drop-path masks
+        loss = 0.0
+        for x, y in zip(images.chunk(f.accum), targets.chunk(f.accum)):
+            part = SoftTargetCrossEntropy()(model(x), y) / f.accum
+            part.backward()
+            loss += part.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), f.clip).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update(model, step + 1)
+
+        step += 1
+        pending.append((loss, norm))
+        epoch, end = step / epoch_steps, step % epoch_steps == 0 or step == f.max_steps
+        if end or step % f.log_every == 0 or step % f.save_every == 0:
+            loss, norm = np.mean(pending, 0)
+            rows.append(dict(step=step, epoch=epoch, loss=loss, grad_norm=norm, lr=lr))
+            pending = []
+        if step == f.max_steps or epoch % f.eval_every == 0:
+            scores = dict(evaluated(model, *test), ema_top1=evaluated(average.module, *test)["top1"])
+            about = common.key_statistics(model, model, test[0][:32] / 255)
+            rows.append(dict(step=step, epoch=epoch, eval=scores, **about))
+    return rows, average.module
+
+
+FLAGS = dict(data="shapes", num_images=60, holdout=28, model="micro", image_size=16, patch_size=8, attn="rpc_asym",
+             rpc_layers="1,3", n_iter=3, lambd=0.3, form="paper", drop_path=0.3, init="default", epochs=3, batch_size=8,
+             accum=2, lr=3e-3, min_lr=2e-3, warmup_epochs=0.5, weight_decay=0.4, clip=0.7, ema=0.6, pad=3, num_ops=3,
+             erase=0.6, mixup=0.3, cutmix=0.5, smoothing=0.2, repeats=2, seed=5, device="cpu", max_steps=10, log_every=3,
+             eval_every=2, save_every=5, keep_every=2, out_dir="a")
+
+
+def assert_close(row, expected):
+    """A row of the log beside the loop's, numbers within float noise; lists are rounded."""
+    assert set(row) == set(expected)
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            assert_close(row[key], {str(k): v for k, v in value.items()})
+        else:
+            assert row[key] == pytest.approx(value, rel=5e-5, abs=1.1e-4 if isinstance(value, list) else 1e-9), key
+
+
+def assert_same(weights, expected):
+    """But for the keys' bias in softmax attention: it has no effect, its gradient is rounding."""
+    assert weights.keys() == expected.keys()
+    for name, w in weights.items():
+        w, e = w.clone(), expected[name].clone()
+        if name in [f"blocks.{i}.attn.qkv.bias" for i in (0, 2, 4, 5)]:
+            w[96:192] = e[96:192] = 0
+        torch.testing.assert_close(w, e, rtol=0, atol=5e-6, msg=lambda m: f"{name}: {m}")
+
+
+def test_a_run_equals_the_plain_loop(alone):
+    call(train_cls.main, **FLAGS)
+    f, checkpoint = SimpleNamespace(**FLAGS), common.load("a")
+    everything = load_shapes("train", 60, 16)
+    order = torch.randperm(60, generator=torch.Generator().manual_seed(0))                       # for every seed
+    held, kept = order[:28], order[28:]
+
+    def load(index, position):
+        return everything.images[kept][index], everything.labels[kept][index]
+    torch.manual_seed(f.seed)
+    model = ViT(ViTConfig(image_size=16, patch_size=8, num_classes=10, embed_dim=96, depth=6, num_heads=3,
+                          attn="rpc_asym", rpc_layers=(1, 3), n_iter=3, lambd=0.3, form="paper", drop_path=0.3,
+                          init="default"))
+    expected, average = plain_loop(f, load, 32, 10, (everything.images[held], everything.labels[held]), model)
+    assert {path.name for path in Path("a").glob("*.*")} == {"log.jsonl", "last.pt", "epoch_2.pt"}
+    for row, what in zip(rows("a"), expected, strict=True):
+        assert_close(row, what)
+    assert_same(checkpoint["model"], model.state_dict())
+    assert_same(checkpoint["ema"], average.state_dict())

@@ -1,0 +1,405 @@
+"""What holds for all three trainers: runs stop, go on and spread over processes without changing a number; bad input
+ends in one line and loses nothing. The real scripts, small settings."""
+
+import argparse
+import contextlib
+import errno
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import common
+import train_cls
+import train_lm
+import train_seg
+from lm import LM
+from processes import Started, group
+from runs import assert_same_run, call, flags, log, make_pairs, make_text, make_tree, refused, wait_for
+
+SCRIPTS = dict(cls=train_cls, lm=train_lm, seg=train_seg)
+SMALL = dict(
+    cls="--model nano --num_images 160 --image_size 16 --patch_size 4 --batch_size 16 --log_every 1 --eval_every 100",
+    lm="--data_dir text --context 8 --batch_size 4 --steps 30 --words 5 --warmup 5 --log_every 1 --eval_every 100",
+    seg="--data camvid --data_dir pairs --num_classes 4 --size 32 --patch_size 8 --batch_size 4 --epochs 8 --log_every 1 "
+        "--save_images 0 --num_workers 0 --eval_every 100 --dropout 0.1 --drop_path 0.1")
+# what makes a step random or remembers one, on; an epoch of cls has 2 steps
+RANDOM = dict(
+    cls="--data imagenet --data_dir tree --image_size 16 --patch_size 4 --batch_size 16 --epochs 3 --warmup_epochs 1 "
+        "--num_workers 0 --num_ops 2 --erase 0.5 --mixup 0.8 --cutmix 1 --smoothing 0.1 --pad 2 --repeats 3 --ema 0.9 "
+        "--drop_path 0.1 --accum 2", lm="--accum 2 --attn softmax --cutoffs 5,10", seg="")
+each = pytest.mark.parametrize("name", SCRIPTS)
+
+
+@pytest.fixture(autouse=True)
+def data_of_all_three(alone):
+    make_text()
+    make_pairs()
+
+
+def train(name, *parts):
+    call(SCRIPTS[name].main, SMALL[name], *parts)
+
+
+def resume(name, *parts):
+    call(SCRIPTS[name].main, "--resume", *parts)
+
+
+def bad(name, *parts):
+    return refused(SCRIPTS[name], SMALL[name], *parts)
+
+
+def start(name, *parts):
+    """The run in a process of its own, when it has saved a step."""
+    process = Started(SCRIPTS[name].main, flags(SMALL[name], "--save_every 1", *parts))
+    wait_for(Path(parts[-1].split()[-1], "last.pt"), process)
+    return process
+
+
+def headers(folder):
+    found = [json.loads(line) for line in Path(folder, "log.jsonl").read_text().splitlines()]
+    return [row for row in found if "args" in row]
+
+
+# --- stopping and going on -------------------------------------------------------------------------------------------
+
+@each
+def test_three_steps_and_three_resumed_equal_six_bit_for_bit(name):
+    make_tree(classes=3, train=12)
+    run = flags(RANDOM[name], "--save_every 3", "--eval_every 3" if name == "lm" else "")
+    train(name, run, "--max_steps 6 --out_dir whole")
+    train(name, run, "--max_steps 3 --out_dir parts")
+    if name != "lm":                                             # the run of three had to evaluate, the other had not
+        lines = Path("parts/log.jsonl").read_text().splitlines(True)
+        Path("parts/log.jsonl").write_text("".join(line for line in lines if '"eval":' not in line))
+    # a run of before the flags were fewer, on a machine with a GPU
+    checkpoint = common.load("parts")
+    own = dict(sample=40, cache_dir="text/cache", window=checkpoint["args"].get("window", 16), device="cuda:99")
+    common.save("parts/last.pt", {**checkpoint, "args": {**checkpoint["args"], **own}})
+    resume(name, "parts --max_steps 6")                                                            # remembers its flags
+    assert_same_run("whole", "parts")
+    if name == "lm":
+        assert_same_run("whole", "parts", "best.pt")
+    assert "cache_dir" not in common.load("parts")["args"] and (name != "cls" or common.load("parts")["ema"])
+
+
+@each
+def test_a_run_killed_at_any_moment_resumes_to_the_same_losses_and_weights_and_is_not_shared(name):
+    extra = flags("--save_every 1", dict(cls="--epochs 3", lm="--eval_every 4", seg="")[name])
+    train(name, extra, "--out_dir whole")
+    process = start(name, extra, "--out_dir killed")
+    time.sleep(random.uniform(0, 0.3))
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert 1 <= common.load("killed")["step"] <= len(log("whole"))                          # whole, whatever happened
+    resume(name, "killed")
+    assert_same_run("whole", "killed")
+    assert len(log("whole")) == dict(cls=30, lm=30, seg=24)[name]
+
+
+class Killed(BaseException):
+    pass
+
+
+@each
+def test_a_kill_before_any_write_loses_nothing(name, monkeypatch):
+    """Evaluations at two of the steps; after each row, evaluation and checkpoint nothing more is written."""
+    run = dict(cls="--num_images 16 --epochs 2 --eval_every 1 --keep_every 1", lm="--max_steps 2 --eval_every 1",
+               seg="--epochs 2 --batch_size 9 --eval_every 1 --keep_every 1")[name]
+    train(name, run, "--out_dir whole")
+
+    def killed_before(function, write, calls):
+        def wrapped(*args, **how):
+            calls.append(function)
+            if len(calls) >= write:
+                raise Killed
+            return function(*args, **how)
+        return wrapped
+
+    for write in range(2, 30):
+        folder, calls = f"killed_{write}", []
+        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+            for owner, function in ((SCRIPTS[name], "evaluate"), (common.Log, "append"), (common, "save")):
+                patch.setattr(owner, function, killed_before(getattr(owner, function), write, calls))
+            train(name, run, "--out_dir", folder)
+        if len(calls) < write:
+            break
+        if Path(folder, "last.pt").exists():
+            resume(name, folder, "--max_steps 2" if name == "lm" else "")
+        else:
+            train(name, run, "--out_dir", folder)
+        for file in (path.name for path in Path("whole").glob("*.pt")):
+            assert_same_run("whole", folder, file)
+    assert write >= 10 and len(log("whole", "eval")) == 2
+    before = Path("whole/last.pt").read_bytes()
+    resume(name, "whole --max_steps 2")                                             # nothing is left: nothing changes
+    assert Path("whole/last.pt").read_bytes() == before and len(log("whole")) == len(log("whole", "eval")) == 2
+
+
+@each
+def test_ctrl_c_ends_in_the_line_that_resumes_and_a_live_run_is_not_shared(name):
+    process = start(name, "--max_steps 3000" if name == "lm" else "--epochs 300", "--steps 3000" if name == "lm" else "",
+                    "--out_dir a")
+    for other in (refused(SCRIPTS[name], "--resume a"), bad(name, "--out_dir a")):
+        assert re.search(f"process {process.process.pid} on .* trains there|already holds a run", other)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    step, last = common.load("a")["step"], err.splitlines()[-1]
+    assert process.poll() != 0 and "Traceback" not in err
+    assert last.startswith("stopped by Ctrl-C") and f"a holds step {step}" in last and last.endswith("--resume a")
+    resume(name, "a --max_steps", [step + 2])
+    assert list(log("a")) == list(range(1, step + 3)) and not list(Path("a").glob("*.tmp"))
+
+
+@each
+def test_what_is_not_finite_stops_the_run_and_keeps_the_last_good_state(name, monkeypatch):
+    """A step's loss is that of the weights before it: the weights are looked at, too."""
+    owner, function = (LM, "forward") if name == "lm" else (SCRIPTS[name].F, "cross_entropy")
+    real, step = getattr(owner, function), torch.optim.Adam.step if name == "lm" else torch.optim.AdamW.step
+    calls = []
+
+    def diverging(*args, at=5, **how):
+        training = "reduction" not in how or name == "seg"
+        calls.extend([1] * training)
+        return real(*args, **how) * (float("nan") if training and len(calls) == at else 1)
+
+    def breaking(optimizer, *args, **how):
+        calls.append(step(optimizer, *args, **how))
+        if len(calls) == 4:
+            with torch.no_grad():
+                optimizer.param_groups[0]["params"][-1].view(-1)[0] = float("inf")
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, function, diverging)
+        line = bad(name, "--max_steps 9 --save_every 3 --log_every 2 --out_dir a")
+    assert line.startswith("error: not finite at step 5: loss nan") and "a holds step 3" in line
+    calls.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, function, lambda *args, **how: diverging(*args, at=1, **how))
+        line = bad(name, "--max_steps 9 --out_dir b")
+    assert "not finite at step 1" in line and "nothing is saved yet" in line
+    calls.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.Adam if name == "lm" else torch.optim.AdamW, "step", breaking)
+        line = bad(name, "--max_steps 4 --save_every 3 --log_every 3 --out_dir c")
+    assert "not finite at step 4" in line and "c holds step 3" in line
+    for folder in "ac":
+        checkpoint = common.load(folder)
+        assert checkpoint["step"] == 3 and all(w.isfinite().all() for w in checkpoint["model"].values())
+
+
+# --- folders of runs -------------------------------------------------------------------------------------------------
+
+@each
+def test_a_restart_by_torchrun_goes_on_with_its_own_run_alone(name, monkeypatch):
+    """It restarts a worker that failed on its input: what was refused then must not be overwritten now."""
+    train(name, "--max_steps 2")
+    train(name, "--max_steps 2 --lr 0.1")
+    own = dict(cls="shapes_rpc", lm="text_rpc", seg="seg_camvid_rpc")[name]
+    folder = Path("out", own)
+    before = (folder / "last.pt").read_bytes(), (folder / "log.jsonl").read_text()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+
+    def chosen(which=own, **other):
+        args = argparse.Namespace(**common.load(f"out/{which}")["args"] | dict(resume=None) | other)
+        return str(common.start(args, own)[3]), args.resume
+    assert chosen() == (f"out/{own}",) * 2 and chosen(f"{own}_2") == (f"out/{own}_2",) * 2
+    assert chosen(lr=0.2) == (f"out/{own}_3", None)
+    assert f"--out_dir {folder} already holds a run" in bad(name, "--max_steps 3 --lr 0.3", ["--out_dir", folder])
+    train(name, "--max_steps 2 --lr 0.1")                                                        # goes on: nothing is left
+    assert len(log(f"out/{own}_2", "eval")) == 1 and not Path(f"out/{own}_3").exists()
+    Path(f"out/{own}_2/last.pt").unlink()                                  # it died before: not with another's weights
+    assert chosen(lr=0.1) == (f"out/{own}_3", None)
+    assert ((folder / "last.pt").read_bytes(), (folder / "log.jsonl").read_text()) == before
+
+
+def test_a_folder_whose_run_died_before_its_first_checkpoint_takes_other_data():
+    train("cls", "--max_steps 1 --out_dir a")
+    Path("a/last.pt").unlink()
+    train("cls", "--max_steps 1 --num_images 640 --out_dir a")
+    assert common.load("a")["training_images"] == 640 and len(headers("a")) == 1
+
+
+@each
+def test_a_run_is_kept_whatever_it_is_asked_to_go_on_with(name, monkeypatch):
+    train(name, "--max_steps 2 --out_dir a")
+    whole, text = Path("a/last.pt").read_bytes(), Path("a/log.jsonl").read_bytes()
+
+    def kept():
+        return (Path("a/last.pt").read_bytes(), Path("a/log.jsonl").read_bytes()) == (whole, text)
+    line = bad(name, "--max_steps 3 --out_dir a")
+    assert line.startswith("error: --out_dir a already holds a run") and "--resume a" in line
+    other = dict(cls="--lambd 3, --rpc_layers all, --ema 0.9, --init_from a", lm="--mu_over token, --steps 9, --context 9, "
+                 "--dropout 0, --norm pre, --cutoffs 5", seg="--optimizer sgd, --size 24, --dropout 0.3, --backbone a")[name]
+    for flag in ("--attn symmetric, --n_iter 3, --seed 1, --batch_size 32, --out_dir b, " + other).split(", "):
+        assert flag.split()[0].strip("-") in refused(SCRIPTS[name], "--resume a", flag)
+    assert "is empty" in refused(SCRIPTS[name], ["--resume", ""]) and kept()
+
+    with monkeypatch.context() as patch:                                                               # a full disk
+        patch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+        line = refused(SCRIPTS[name], "--resume a --max_steps 4")
+    assert re.search("(last|best).pt.*No space left", line) and Path("a/last.pt").read_bytes() == whole
+    Path("a/log.jsonl").write_bytes(text)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))                              # less than the log has already
+    try:
+        assert "log.jsonl" in refused(SCRIPTS[name], "--resume a --max_steps 4")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert kept() and not list(Path("a").glob("*.tmp"))
+
+    if name != "lm":
+        for part, value in (("training_images", 7), ("classes", list("wxyz"))):                       # the data changed
+            torch.save({**common.load("a"), part: value}, "a/last.pt")
+            assert f"--resume a: the data have changed, {part} was" in refused(SCRIPTS[name], "--resume a --max_steps 3")
+            Path("a/last.pt").write_bytes(whole)
+    for content in ({"model": {"w": torch.zeros(2)}}, {"task": "vision"}, torch.zeros(3), [1, 2]):
+        torch.save(content, "a/last.pt")
+        assert "a" in refused(SCRIPTS[name], "--resume a")
+    Path("a/last.pt").write_bytes(whole)
+    assert kept()
+    resume(name, "a --max_steps 3")
+    assert list(log("a")) == [1, 2, 3]
+
+
+def test_a_resumed_run_takes_new_rates_clip_and_decay():
+    train("cls", "--max_steps 2 --epochs 4 --clip 0 --lr 1e-3 --out_dir a")
+    line = refused(train_cls, "--resume a --epochs 1 --warmup_epochs 2")
+    assert re.search("--warmup_epochs 2.0 .*--epochs 1", line)
+    resume("cls", "a --max_steps 3 --weight_decay 0.5 --lr 1e-2 --clip 1e-9 --warmup_epochs 0 --init default")
+    checkpoint, lrs = common.load("a"), log("a", "lr")
+    assert [group["weight_decay"] for group in checkpoint["optimizer"]["param_groups"]] == [0.5, 0]
+    assert checkpoint["args"]["clip"] == 1e-9 and lrs[3] == pytest.approx(common.lr_at(2, 40, 0, 1e-2, 1e-5))
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+def main_and_seed(name):
+    """main(), then the seed of the last step's masks."""
+    SCRIPTS[name].main()
+    print(torch.initial_seed())
+
+
+
+@each
+def test_two_processes_equal_one_and_accumulation_too(name):
+    """Without dropout, whose masks are a process's own. seg: ignored pixels are unequal, the last batch is short."""
+    extra = dict(cls="--num_images 165 --num_ops 2 --erase 0.5 --mixup 0.8 --cutmix 1 --pad 2 --repeats 3 --ema 0.9 "
+                 "--max_steps 12", lm="--max_steps 10 --dropout 0 --eval_every 5", seg="--dropout 0 --drop_path 0 --epochs 4")
+    accum = "" if name == "seg" else "--accum 2"
+    run, steps = flags(SMALL[name], extra[name]), dict(cls=12, lm=10, seg=12)[name]
+    printed = group(partial(main_and_seed, name), [*run, *accum.split(), "--out_dir", "two"], LOCAL_RANK="0")                       # two nodes
+    train(name, extra[name], "--out_dir one")
+    train(name, extra[name], accum, "--out_dir accumulated")
+    one = list(log("one").values())
+    assert len(one) == steps and headers("two")[0]["world"] == 2
+    for other in ("two", "accumulated"):
+        np.testing.assert_allclose(list(log(other).values()), one, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(list(log(other, "grad_norm").values()), list(log("one", "grad_norm").values()), rtol=1e-3)
+    seeds = [str(common.seed_of(0, steps - 1, rank)) for rank in (0, 1)]
+    assert [text.split()[-1] for text in printed] == seeds and len(printed[1].split()) == 1          # rank 0 alone speaks
+    a, b = log("two", "eval")[steps], log("one", "eval")[steps]
+    assert a.get("images") == b.get("images") == dict(cls=33, lm=None, seg=5)[name]                     # odd numbers
+    what = dict(cls="loss", lm="perplexity", seg="pixel_accuracy")[name]
+    assert a[what] == pytest.approx(b[what], rel=1e-3 if name != "seg" else 0.02)
+
+
+def start_script(name, *parts, launcher=()):
+    """The script itself in a process, or with torchrun's flags as launcher in several."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")} | {"OMP_NUM_THREADS": "1"}
+    launcher = ("-m", "torch.distributed.run", *launcher) if launcher else ()
+    script = Path(SCRIPTS[name].__file__).resolve()
+    return subprocess.Popen([sys.executable, *launcher, script, *flags(SMALL[name], *parts)], env=env, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the worker in /proc")
+def test_a_killed_worker_of_torchrun_restarts_and_the_run_finishes():
+    process = start_script("cls", "--epochs 12 --save_every 5 --lr 1e-4 --out_dir a",                       # 120 steps
+                           launcher=("--standalone", "--nproc_per_node=2", "--max_restarts=3"))
+    wait_for("a/last.pt", process)
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(next(p for p in workers if "train_cls.py" in Path(f"/proc/{p}/cmdline").read_text())), signal.SIGKILL)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0 and "test accuracy" in out, err[-3000:]
+    assert list(log("a")) == list(range(1, 121)) and common.load("a")["step"] == 120
+    assert len(headers("a")) == 2 and headers("a")[1]["step"] > 0                                # it went on, not again
+
+
+@each
+def test_the_script_itself_ends_in_one_error_line(name):
+    process = start_script(name, "--rpc_layers 7")
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 1 and err.startswith("error: ") and len(err.splitlines()) == 1 and "rpc_layers" in err
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+OF_ALL = [
+    ("--batch_size 0", "batch_size"), ("--batch_size -16", "batch_size"), ("--batch 16", "--batch"), ("--attn linear", "attn"),
+    ("--max_steps 0", "max_steps"), ("--log_every 0", "log_every"), ("--log_every -1", "log_every"), ("--lr nan", "lr"),
+    ("--eval_every 0", "eval_every"), ("--save_every -1", "save_every"), ("--lr inf", "lr"), ("--lr -1", "lr"),
+    ("--lr 1e300", "lr"), ("--clip nan", "clip"), ("--clip", "clip"), ("--n_iter 0", "n_iter"), ("--n_iter -2", "n_iter"),
+    ("--lambd -1", "lambd"), ("--lambd nan", "lambd"), ("--rpc_layers foo", "rpc_layers"), ("--rpc_layers 9", "rpc_layers"),
+    ("--rpc_layers 2-0", "rpc_layers"), ("--rpc_layers -1", "rpc_layers"), ("--form printed", "printed"),
+    ("--model huge", "huge"), ("--data linear", "linear"), ("--seed -1", "seed"), ("--device cdua", "device cdua"),
+    ("--device mps", "device mps"), ("--device cpu:x", "device cpu:x"), ("--resume nowhere", "nowhere"),
+    ("--resume notes.txt", "notes.txt"), ("--out_dir notes.txt", "notes.txt"), (["--out_dir", ""], "--out_dir"),
+    (["--resume", ""], "--resume"), (["--data_dir", ""], "--data_dir"), ("stray", "stray"), ("--speed 1", "speed")]
+BAD = dict(
+    cls=[("--data cifar10", "--data_dir"), ("--data imagenet", "--data_dir"), ("--data cifar10 --data_dir nowhere", "nowhere"),
+         ("--data imagenet --data_dir nowhere", "nowhere"), ("--data_dir nowhere", "--data_dir nowhere"),
+         ("--data shapes --data_dir nowhere", "--data_dir nowhere .*shapes"), ("--image_size 18", "image_size"),
+         ("--image_size 0", "image_size"), ("--patch_size 0", "patch_size"), ("--patch_size -4", "patch_size"),
+         ("--num_images 0", "images"), ("--num_images 10", "batch_size"), ("--batch_size 161", "batch_size"),
+         ("--accum 0", "accum"), ("--accum 3", "accum"), ("--mixup 0.8 --accum 16", "mixup"),
+         ("--cutmix 1 --batch_size 15", "cutmix"), ("--epochs 0", "epochs"), ("--epochs ten", "ten"),
+         ("--keep_every -1", "keep_every"), ("--init zeros", "zeros"), ("--holdout 160", "holdout"),
+         ("--holdout -1", "holdout"), ("--holdout 150", "batch_size|holdout"), ("--drop_path 1", "drop_path"),
+         ("--drop_path nan", "drop_path"), ("--ema 1.5", "ema"), ("--mixup -1", "mixup"), ("--cutmix nan", "cutmix"),
+         ("--smoothing 2", "smoothing"), ("--erase -0.1", "erase"), ("--num_ops -1", "num_ops"), ("--pad -1", "pad"),
+         ("--pad 1000", "pad"), ("--repeats 0", "repeats"), ("--weight_decay nan", "weight_decay"),
+         ("--warmup_epochs nan", "warmup"), ("--min_lr nan", "min_lr"), ("--num_workers -1", "num_workers"),
+         ("--warmup_epochs 3 --epochs 2", "--warmup_epochs 3.0 .*--epochs 2"),
+         ("--min_lr 0.5 --lr 0.1", "--min_lr 0.5 .*--lr 0.1"), ("--init_from nowhere.pt", "nowhere"),
+         ("--init_from notes.txt", "notes.txt"), ("--resume .", "last.pt"), (["--init_from", ""], "--init_from")],
+    lm=[("--data wikitext --data_dir nowhere", "nowhere"), ("--context 0", "context"), ("--context 100000", "context"),
+        ("--batch_size 9 --accum 2", "--accum 2"), ("--accum 0", "accum"), ("--steps 0", "steps"), ("--step 4", "--step"),
+        ("--warmup -1", "warmup"), ("--dropout 1", "dropout"), ("--cutoffs 5,x", "cutoffs"), ("--cutoffs 10,5", "cutoffs"),
+        ("--cutoffs 5,99999", "cutoffs"), ("--norm rms", "norm"), ("--sample nowhere", "does not go with --sample"),
+        ("--temperature 0", "temperature"), ("--words -1", "words"), ("--mu_over mean", "mean"),
+        (["--prompt", "the purple cat"], "purple")],
+    seg=[("--data ade20k --data_dir nowhere", "nowhere"), ("--size 18", "--size 18 is not a multiple of the patch size 8"),
+         ("--min_scale 2 --max_scale 1", "--min_scale 2"), ("--min_scale 0", "min_scale"), ("--backbone nowhere", "nowhere"),
+         ("--lr 1e-6", "min_lr"), ("--min_lr 1", "min_lr"), ("--data shapes --data_dir a", "choose another --data"),
+         ("--dropout 1", "dropout"), ("--drop_path 1", "drop_path"), ("--optimizer adam", "optimizer"),
+         ("--decoder conv", "decoder"), ("--epochs 0", "epochs"), ("--window 0", "window"), ("--window 20", "--window 20"),
+         ("--stride 40", "--stride 40"), ("--corruptions fog", "corruptions"), ("--save_images -1", "save_images"),
+         ("--num_classes 3", "value 4, expected .*--num_classes"), (["--backbone", ""], "--backbone")])
+
+
+@pytest.mark.parametrize("name, flag, word", [(name, *row) for name in SCRIPTS for row in OF_ALL + BAD[name]])
+def test_bad_flags_end_in_one_line_that_names_them(name, flag, word, monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    Path("notes.txt").write_text("root:x:0:0:not a checkpoint\n")
+    assert re.search(word, bad(name, "--max_steps 2", flag))
+    assert not list(Path(".").rglob("*.pt")) and Path("notes.txt").read_text().startswith("root")
+
+
+@each
+def test_a_world_that_does_not_divide_the_batch_is_refused(name, monkeypatch):
+    monkeypatch.setattr(common, "setup", lambda device: (torch.device("cpu"), 0, 3))
+    monkeypatch.setattr(common, "wrap", lambda model, *how: model)                                     # as if in a group
+    assert re.search("--batch_size .*3 processes", bad(name))
