@@ -116,6 +116,8 @@ def get_args():
 
     common.add_running(p, "<data>_<attn>", "--epochs")
     args = common.parse(p, RECIPES, "train_cls.py", FIXED, own="folder")
+    if args.init_from and not args.resume:
+        args = follow_file(p, args)
     if args.data == "folder":
         choose_for_folder(args)
     released = args.attn in ("symmetric", "rpc") and args.model in SIZES
@@ -156,6 +158,19 @@ def check_flags(args):
     if args.pad >= args.image_size:
         raise ValueError(f"--pad {args.pad} shifts all of an image of {args.image_size} pixels "
                          f"out of sight")
+
+
+def follow_file(p, args):
+    """Parse again: where no flag says model or patch size, they are those of --init_from."""
+    from weights import flags_for
+    found = flags_for(common.load(args.init_from), SIZES)
+    found = {name: found[name] for name in ("model", "patch_size") if name in found}
+    p.set_defaults(**found, **RECIPES.get((args.data, found.get("model")), {}))
+    again = p.parse_args()
+    if vars(again) != vars(args) and os.environ.get("RANK", "0") == "0":
+        chosen = " ".join(f"--{name} {getattr(again, name)}" for name in found)
+        print(f"as in {args.init_from}: {chosen}", flush=True)
+    return again
 
 
 def choose_for_folder(args):
