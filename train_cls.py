@@ -31,7 +31,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 import common
-from attention import ATTENTIONS
+from attention import ATTENTIONS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE
 from data.augment import augment_uint8, mixup_cutmix, send, to_float
 from data.files import Split, image_batches
@@ -295,7 +295,7 @@ def evaluate(model, source, args, device, rank, world):
 def evaluate_run(model, ema, train, test, args, device, rank, world):
     """Evaluate a model, and its average where there is one; the paper reports the raw model.
 
-    Returns the metrics and, on rank 0, whether the robust part acted: common.key_statistics.
+    Returns the metrics and, on rank 0, whether the robust part acted: key_statistics.
     """
     metrics = evaluate(model, test, args, device, rank, world)
     if ema:
@@ -306,7 +306,7 @@ def evaluate_run(model, ema, train, test, args, device, rank, world):
         return metrics, {}
     few = torch.arange(min(len(test.labels), 32))
     images, _, _ = next(load_batches(test, [(few, few)], args, device))
-    return metrics, common.key_statistics(model, model, images.float() / 255)
+    return metrics, key_statistics(model, model, images.float() / 255)
 
 
 # --- the run --------------------------------------------------------------------------------------
@@ -340,8 +340,9 @@ def build(args, train, device):
 
 def resume(args, model, optimizer, ema, train):
     """Load the run that --resume names; returns its step and metrics."""
-    checkpoint = common.load_run(args.resume, "train_cls.py", *["ema"] * bool(ema),
-                                 classes=list(train.classes), training_images=len(train.labels))
+    checkpoint = common.load_run(args.resume, "train_cls.py", "classes", "metrics",
+                                 *["ema"] * bool(ema), classes=list(train.classes),
+                                 training_images=len(train.labels))
     if checkpoint.get("ema") and not ema:
         raise ValueError(f"--ema {args.ema}: the run in {args.resume} has an average of its "
                          f"weights")

@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention import (ATTENTIONS, FORMS, PAP, SelfAttention, naive_attention, penalty, rpc_attention, scaled_attention,
-                       soft_threshold, softmax_attention, symmetric_attention)
-from common import key_statistics
+from attention import (ATTENTIONS, FORMS, PAP, SelfAttention, key_statistics, naive_attention, penalty, rpc_attention,
+                       scaled_attention, soft_threshold, softmax_attention, symmetric_attention)
 from conftest import ROOT
 from kpca import exact_scaling, pcp
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import common
 import train_cls
+from attention import key_statistics
 from data import augment
 from data.rng import uniform
 from data.shapes import load_shapes
@@ -109,7 +110,7 @@ def plain_loop(f, load, n, num_classes, test, model):
             pending = []
         if step == f.max_steps or epoch % f.eval_every == 0:
             scores = dict(evaluated(model, *test), ema_top1=evaluated(average.module, *test)["top1"])
-            about = common.key_statistics(model, model, test[0][:32] / 255)
+            about = key_statistics(model, model, test[0][:32] / 255)
             rows.append(dict(step=step, epoch=epoch, eval=scores, **about))
     return rows, average.module
 

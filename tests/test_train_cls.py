@@ -16,6 +16,7 @@ import torch
 
 import common
 import train_cls
+from attention import key_statistics
 from data.images import ImageTree, load_data
 from data.shapes import load_shapes
 from runs import assert_same_run, call, flags, log, make_tree, refused
@@ -218,9 +219,9 @@ def test_key_statistics_are_of_the_whole_network_and_without_shrinkage_s_is_zero
     torch.manual_seed(0)
     images, size = torch.rand(4, 3, 16, 16), dict(vars(TINY), attn="rpc", n_iter=3, init="default")
     model = ViT(ViTConfig(**{**size, "rpc_layers": (0, 1), "lambd": float("inf")}))
-    assert common.key_statistics(model, model, images)["nonzero_S"] == {0: [0.0] * 3, 1: [0.0] * 3}
+    assert key_statistics(model, model, images)["nonzero_S"] == {0: [0.0] * 3, 1: [0.0] * 3}
     model = ViT(ViTConfig(**{**size, "rpc_layers": (1,), "lambd": 0.0}))
-    stats = common.key_statistics(model, model, images)
+    stats = key_statistics(model, model, images)
     assert list(stats["nonzero_S"]) == [1] and stats["nonzero_S"][1][0] == 1.0 and len(stats["mean_abs_key"]) == 3
     assert not any(block.attn._forward_pre_hooks for block in model.blocks)
     k = model.eval().blocks[0].attn.project(model.blocks[0].norm1(model.embed(images)))[1]
