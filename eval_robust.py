@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 
 import common
-from data.images import ImageTree
+from data.imagenet import ImageTree
 from robust import attacks, checks, corruptions, measures, metrics, pictures, score
 from robust.measures import FOLDERS
 from robust.results import Results

@@ -31,7 +31,7 @@ from tqdm import tqdm
 import common
 from attention import ATTENTIONS
 from common import COUNT, NATURAL, REAL, SHARE
-from data.files import image_batches
+from data.batches import image_batches
 from data.rng import epoch_order
 from data.segmentation import (TrainingViews, finish_views, folder_recipe, load_folder, load_split,
                                save_pictures)

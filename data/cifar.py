@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from data.files import IMAGE_EXTENSIONS, Split, decode, read_bytes, scan_folders
+from data.batches import Split
+from data.files import IMAGE_EXTENSIONS, decode, read_bytes, scan_folders
 
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship",
                    "truck"]
