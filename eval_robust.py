@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 
 import common
-from data.images import ImageTree
+from data.imagenet import ImageTree
 from robust import attacks, checks, corruptions, measures, metrics, pictures, score
 from robust.measures import FOLDERS
 from robust.sources import CLS, LM, NORMALIZE, SEG, load_built, load_model, load_source

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import common
-from data.images import hold_out
+from data.batches import hold_out
 from data.shapes import load_shapes
 from robust import corruptions
 from robust.sources import load_model

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import common
 import train_cls
 from attention import key_statistics
-from data import augment
+from data import augment, randaugment
 from data.rng import uniform
 from data.shapes import load_shapes
 from runs import call, rows
@@ -42,8 +42,8 @@ def augmented(f, images, position):
         return uniform(position, n, f.seed, purpose)
     images = augment.random_crop(images, draw(2, augment.CROP), f.pad)
     images = torch.where(draw(1, augment.FLIP).view(-1, 1, 1, 1) < 0.5, images.flip(3), images)
-    images = augment.rand_augment(images, draw(4 * f.num_ops, augment.RAND_AUGMENT), num_ops=f.num_ops)
-    return augment.random_erase(images / 255, draw(augment.ERASE_COLUMNS, augment.ERASE), position, f.seed, prob=f.erase)
+    images = randaugment.rand_augment(images, draw(4 * f.num_ops, augment.RAND_AUGMENT))
+    return randaugment.random_erase(images / 255, draw(randaugment.ERASE_COLUMNS, augment.ERASE), position, f.seed, prob=f.erase)
 
 
 def mixed(f, images, labels, num_classes, step):

@@ -17,7 +17,8 @@ import torch
 import common
 import train_cls
 from attention import key_statistics
-from data.images import ImageTree, load_data
+from data.imagenet import ImageTree
+from data.images import load_data
 from data.shapes import load_shapes
 from runs import assert_same_run, call, flags, log, make_tree, refused
 from vit import ViT, ViTConfig, vit_from_checkpoint

@@ -17,9 +17,10 @@ from PIL import Image
 import common
 import train_seg
 from conftest import SHARED
-from data import segmentation
+from data import labelled, segmentation
 from data.rng import epoch_order
-from data.segmentation import Scenes, SegTree
+from data.labelled import SegTree
+from data.segmentation import Scenes
 from robust import corruptions
 from robust.iou import confusion, evaluate, plain, predictions, scores
 from runs import assert_same_run, call, flags, log, make_pairs, refused
@@ -296,8 +297,8 @@ def test_a_folder_that_cannot_be_trained_on_gets_one_line():
         path.unlink()
     assert "no image (.jpg, .png) in mine/images" in bad("--data_dir mine")
     with pytest.raises(ValueError, match="classes.txt"):
-        segmentation.class_names("mine")
-    assert segmentation.class_names("mine", 11)[10] == "class 10"                              # they are not CamVid's
+        labelled.class_names("mine")
+    assert labelled.class_names("mine", 11)[10] == "class 10"                              # they are not CamVid's
 
 
 # --- backbones -------------------------------------------------------------------------------------------------------
