@@ -205,22 +205,19 @@ def test_under_bf16_autocast_nats_are_float32_and_close(output):
 
 
 MEMORY = """
-import sys, torch
+import torch
 from lm import LM, LMConfig
 torch.manual_seed(0)
-V, N = 267_735, int(sys.argv[1])
-model = LM(LMConfig(V, depth=0, cutoffs=tuple(map(int, sys.argv[2:]))))
-tokens = (V ** torch.rand(8, N // 8) - 1).long()                                   # p(id) falls as 1 / id: Zipf's law
+model = LM(LMConfig(267_735, depth=0))
+tokens = torch.randint(267_735, (8, 64))
 model(tokens, tokens).mean().backward()
 print(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])         # getrusage counts the parent's peak too
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
-@pytest.mark.parametrize("num_tokens,cutoffs", [(512, ()), (2048, (20_000, 40_000, 200_000))])
-def test_either_output_layer_of_the_papers_vocabulary_trains_in_less_than_1500_megabytes(num_tokens, cutoffs):
-    run = subprocess.run([sys.executable, "-c", MEMORY, str(num_tokens), *map(str, cutoffs)], cwd=ROOT, text=True,
-                         capture_output=True, check=True)
+def test_the_output_layer_of_the_papers_vocabulary_trains_in_less_than_1500_megabytes():
+    run = subprocess.run([sys.executable, "-c", MEMORY], cwd=ROOT, text=True, capture_output=True, check=True)
     assert int(run.stdout) * 1024 < 1.5e9                  # torch itself has up to 0.7e9 of it
 
 
