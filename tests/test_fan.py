@@ -61,7 +61,7 @@ def test_logits_and_the_tokens_after_each_block_are_the_references(golden):
     torch.testing.assert_close(small().pos_embed.code[0, :, :, 0].T, a["pos_features"], rtol=0, atol=1e-6)
 
 
-@pytest.mark.skipif(not (SHARED / "golden/model_fan_symmetric.npz").exists(), reason="too large for a clone: peers below")
+@pytest.mark.skipif(not (SHARED / "golden/model_fan_symmetric.npz").exists(), reason="too large for a clone")
 @pytest.mark.parametrize("kind", ["symmetric", "rpc"])
 def test_the_symmetric_models_are_those_of_the_papers_authors_with_gradients(golden, kind):
     a = golden("model_fan_symmetric")
@@ -266,6 +266,14 @@ def test_two_processes_equal_one_in_losses_and_in_batch_norms(tiny):
     one, two = common.load("one")["model"], common.load("two")["model"]
     for name in ("patch_embed.proj.0.1.running_var", "blocks.1.mlp.mlp_v.dwconv.bn.running_mean"):
         torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-4)
+
+
+def test_the_authors_recipe_holds_on_imagenet_unless_a_flag_says_otherwise():
+    theirs = dict(lr=2e-3, min_lr=1e-6, drop_path=0.0, ema=0.99992, repeats=1, batch_size=512, epochs=300, warmup_epochs=5,
+                  weight_decay=0.05, erase=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1, clip=0.0)
+    got = vars(runs.call(train_cls.get_args, "--data imagenet --data_dir d --model fan_tiny"))
+    assert {k: got[k] for k in theirs} == theirs
+    assert runs.call(train_cls.get_args, "--data imagenet --data_dir d --model fan_tiny --lr 1e-4").lr == 1e-4
 
 
 def test_every_consumer_of_a_classifier_takes_a_fan(tiny):

@@ -3,7 +3,6 @@
 The reference arrays were computed by `rstrudel/segmenter` and its fork `rachtsy/segm` in float32; tolerance 1e-4.
 """
 
-import math
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -112,7 +111,7 @@ def test_parameter_counts_are_those_of_upstreams_classes(kind, encoder, decoder)
     assert [sum(p.numel() for p in part.parameters()) for part in (m.encoder, m.decoder)] == [encoder, decoder]
 
 
-@pytest.mark.skipif(not (SHARED / "golden/seg_decoder_rpc.npz").exists(), reason="too large for a clone: written out above")
+@pytest.mark.skipif(not (SHARED / "golden/seg_decoder_rpc.npz").exists(), reason="too large for a clone")
 def test_the_rpc_decoder_is_that_of_the_papers_authors_with_gradients(golden):
     a = golden("seg_decoder_rpc")
     K, P, C, H, side = a["config"].tolist()
@@ -238,7 +237,7 @@ def test_every_window_is_computed_once_in_full_batches():
     masks = m.masks
     m.masks = lambda x: sizes.append(len(x)) or masks(x)
     predict(m, torch.rand(3, 40, 60), size=40, window=32, stride=16, scales=(1.0, 1.5), flip=True, batch_size=8)
-    assert sizes == [8] * 5 + [2]                                         # 2 (2 x 3 + 3 x 5) of 40 x 60 and 60 x 90 pixels
+    assert sizes == [8] * 5 + [2]                              # 2 (2 x 3 + 3 x 5) of 40 x 60 and 60 x 90 pixels
 
 
 def test_sizes_follow_the_box_rule():

@@ -14,7 +14,6 @@ from vit import RPC_KINDS, SIZES, Block, Mlp, ViT, ViTConfig, vit_from_checkpoin
 from weights import foreign_settings, load_weights, resize_pos_embed
 
 TINY = dict(image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=10)
-ALL = list(dict.fromkeys([*ATTENTIONS, *RPC_KINDS]))
 VARIANTS = {"sym": dict(attn="symmetric"), "rpc_l0_n4_lam4": dict(attn="rpc"), "rpc_l0_n6_lam4": dict(attn="rpc", n_iter=6),
             "rpc_all_n2_lam3": dict(attn="rpc", rpc_layers=(0, 1), n_iter=2, lambd=3.0),
             "rpc_l1_n2_lam0.5": dict(attn="rpc", rpc_layers=(1,), n_iter=2, lambd=0.5)}
@@ -164,13 +163,15 @@ def test_every_norm_has_the_eps_of_the_config(how, eps):
     (dict(image_size=30), "divisible"), (dict(attn="fog"), "'fog'.*has to be entered (?!.*'rpc',.*'rpc',)"),
     (dict(form="printed"), "form='printed', expected one of"), (dict(n_iter=0), "n_iter=0, expected 1 or more"),
     (dict(patch_size=0), "patch_size=0"), (dict(num_heads=0), "num_heads=0, expected 1"),
-    (dict(num_heads=7), "num_heads=7"), (dict(attn="rpc", rpc_layers=(7,)), "rpc_layers"), (dict(init="zeros"), "zeros")])
+    (dict(num_heads=7), "num_heads=7"), (dict(attn="rpc", rpc_layers=(7,)), "rpc_layers"),
+    (dict(init="zeros"), "zeros")])
 def test_config_refuses_what_cannot_be_built(bad, word):
     with pytest.raises(ValueError, match=word):
         ViTConfig(**{**TINY, **bad})
 
 
-@pytest.mark.parametrize("images", [torch.rand(2, 3, 40, 40), torch.rand(2, 1, 32, 32), torch.zeros(2, 3, 32, 32).byte()])
+@pytest.mark.parametrize("images", [torch.rand(2, 3, 40, 40), torch.rand(2, 1, 32, 32),
+                                    torch.zeros(2, 3, 32, 32).byte()])
 def test_images_of_another_shape_or_type_are_refused(images):
     with pytest.raises(ValueError, match="expected float"):
         small()(images)
@@ -219,7 +220,8 @@ def test_weights_that_do_not_fit_are_refused_in_one_line_and_change_nothing(kind
 
 
 def test_a_backbone_of_the_released_width_is_refused_by_name():
-    narrow = {**dict.fromkeys(("cls_token", "pos_embed"), torch.zeros(1, 17, 348)), "patch_embed.proj.weight": torch.zeros(348, 3, 8, 8),
+    narrow = {**dict.fromkeys(("cls_token", "pos_embed"), torch.zeros(1, 17, 348)),
+              "patch_embed.proj.weight": torch.zeros(348, 3, 8, 8),
               "blocks.0.mlp.fc1.weight": torch.zeros(1392, 348), "blocks.0.attn.qkv.weight": torch.zeros(1044, 348)}
     with pytest.raises(ValueError, match="width 348 .348 is the released"):
         foreign_settings(narrow)
@@ -236,7 +238,8 @@ def test_the_unused_queries_of_a_released_sym_asym_file_are_left_out():
 
 
 @pytest.mark.parametrize("change,kind", [
-    ({}, dict(attn="rpc")), (dict(layer=-1), dict(attn="rpc", rpc_layers=(0, 1))), (dict(robust=False), dict(attn="symmetric"))])
+    ({}, dict(attn="rpc")), (dict(layer=-1), dict(attn="rpc", rpc_layers=(0, 1))),
+    (dict(robust=False), dict(attn="symmetric"))])
 def test_released_files_load_into_the_model_they_were_trained_as(change, kind, tmp_path):
     torch.save({**released(**change), "epoch": 299}, tmp_path / "released.pth")
     model = small(**kind)
