@@ -82,8 +82,7 @@ def get_args():
     whole = common.number(int, 1)
     p.add_argument("what", nargs="?", choices=STUDIES, default="models")
     p.add_argument("--model", choices=SIZES, default="tiny", help="models: width, depth and heads")
-    p.add_argument("--batch_size", type=whole, help="models: images for throughput, default 8; "
-                   "language: windows a step, default 16")
+    p.add_argument("--batch_size", type=whole, help="8 images for throughput, 16 windows a step")
     p.add_argument("--tokens", type=whole, default=1025, help="memory: N")
     p.add_argument("--n_iter", type=whole, nargs="+", default=[1, 2, 4, 6], help="memory: steps")
     p.add_argument("--rounds", type=whole, default=15, help="counted ones; one more warms up")
