@@ -93,7 +93,7 @@ def check_images(rows, runs):
 
 
 def compare(found, arms, baseline=BASELINE):
-    """Pair arms with the baseline where both have a seed: {(measure, arm): Difference in points}."""
+    """Pair arms with the baseline, seed by seed: {(measure, arm): Difference in points}."""
     result = {}
     for name, runs in found.items():
         base = {seed: 100 * right for (arm, seed), right in runs.items() if arm == baseline}
