@@ -57,8 +57,8 @@ def naive_attention(q, k, v):
 
 def softmax_attention(q, k, v, *, causal=False, dropout_p=0.0):
     """Do the same fused: A is not kept. q and k are cast to v's dtype (PAP's are float32)."""
-    q, k = q.to(v.dtype), k.to(v.dtype)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout_p)
+    return F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, is_causal=causal,
+                                          dropout_p=dropout_p)
 
 
 def symmetric_attention(k, v, *, causal=False, dropout_p=0.0):
@@ -173,7 +173,9 @@ def refuse_bad(k, v, q, n_iter, lambd, **options):
 def one_of(name, value, known):
     """Raise a ValueError unless the setting `name` has one of the known values."""
     if value not in known:
-        raise ValueError(f"{name}={value!r}, expected one of {tuple(known)}")
+        own = ("; any other has to be entered in attention.ATTENTIONS first, by you or by the module "
+               "of a study, as studies.robust_attentions") if name == "attn" else ""
+        raise ValueError(f"{name}={value!r}, expected one of {tuple(known)}{own}")
 
 
 # --- Scaled Attention (Remark 3) ------------------------------------------------------------------
@@ -253,9 +255,8 @@ class SelfAttention(nn.Module):
 
     def project(self, x):
         """(B, N, C) -> q, k, v, each (B, H, N, D); q is k where the keys are the queries."""
-        B, N, C = x.shape
         qkv = self.qkv(x)                                               # Eq. 1
-        qkv = qkv.view(B, N, self.num_proj, self.num_heads, C // self.num_heads)
+        qkv = qkv.unflatten(2, (self.num_proj, self.num_heads, -1))     # (B, N, 2 or 3, H, D)
         qkv = qkv.permute(2, 0, 3, 1, 4)                                # (2 or 3, B, H, N, D)
         return qkv[0], qkv[-2], qkv[-1]
 
@@ -263,8 +264,8 @@ class SelfAttention(nn.Module):
         """Call the function of this kind; q, k, v, h: (B, H, N, D). ValueError: h is no such."""
         given = dict(q=q, k=k, v=v, layer=self)
         h = ATTENTIONS[self.attn](**{name: given[name] for name in self.takes})
-        if getattr(h, "shape", None) != v.shape:
-            found = tuple(getattr(h, "shape", [type(h).__name__]))
+        found = tuple(getattr(h, "shape", [type(h).__name__]))
+        if found != tuple(v.shape):
             raise ValueError(f"attn={self.attn!r} returned {found}, expected h {tuple(v.shape)}")
         return h
 

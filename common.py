@@ -104,11 +104,12 @@ def add_running(p, name, end):
     flag("--max_steps", type=COUNT, help=f"stop early; the schedule stays that of {end}")
 
 
-def parse(p, recipes, script, fixed, own=None):
+def parse(p, recipes, script, fixed, own=None, older=dict):
     """Parse the flags. The command line wins over the run that --resume names, that over a recipe.
 
     recipes: {data: {flag: value}}; (data, model) holds what such a model has other than data. own:
-    the recipe of --data_dir without --data. fixed: what --resume refuses to change.
+    the recipe of --data_dir without --data. fixed: what --resume refuses to change. older: gives an
+    older run's flags today's names.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     paths = ("data_dir", "resume", "out_dir", "init_from", "backbone")
@@ -122,8 +123,8 @@ def parse(p, recipes, script, fixed, own=None):
         checkpoint = load(seen.resume)
         check_run(checkpoint, seen.resume, script, "args")
         new = {"resume", "sample", "out_dir", "max_steps", "device"}
-        stored = {name: checkpoint["args"][name] for name in vars(p.parse_args([])).keys() - new
-                  if name in checkpoint["args"]}
+        was = older(checkpoint["args"])
+        stored = {name: was[name] for name in vars(p.parse_args([])).keys() - new if name in was}
     data = seen.data or stored.get("data") or (own if seen.data_dir else p.get_default("data"))
     recipe = recipes.get(data, {})
     model = seen.model or stored.get("model") or recipe.get("model")

@@ -5,7 +5,9 @@
     python eval_robust.py --ckpt out/a --measures clean "pgd eps=1/255,4/255 steps=40" cw
     python eval_robust.py --ckpt out/a --measures autoattack --out_dir results/ab --resume    # more
     python eval_robust.py --ckpt out/a --preset paper            # the paper's own conditions
-    python eval_robust.py --ckpt out/a --checks                  # is the evaluation sound here?
+    python eval_robust.py --ckpt out/a --checks                  # can the numbers be believed?
+    python eval_robust.py --ckpt deit_tiny_patch16_224.pth --data_dir data/imagenet    # DeiT's file
+    python eval_robust.py --model my.py:build --data cifar10 --data_dir data/cifar10    # any model
     python eval_robust.py --ckpt out/seg_camvid_rpc --scales 0.75 1 1.25 --flip    # a Segmenter
     python eval_robust.py --ckpt out/pydoc_rpc --stride 1        # a language model, words swapped
     torchrun --standalone --nproc_per_node=4 eval_robust.py --ckpt out/imagenet_rpc \\
@@ -34,8 +36,8 @@ import common
 from data.images import ImageTree
 from robust import attacks, checks, corruptions, measures, metrics, pictures, score
 from robust.measures import FOLDERS
-from robust.results import Results
-from robust.sources import CLS, LM, SEG, load_model, load_source
+from robust.sources import CLS, LM, NORMALIZE, SEG, load_built, load_model, load_source
+from robust.tables import Results
 
 DATA = {CLS: ("shapes", "cifar10", "imagenet", "folder"),
         SEG: ("shapes", "camvid", "ade20k", "folder"),
@@ -57,8 +59,14 @@ def get_args():
     path, count = os.path.normpath, common.number(int, 1)
 
     flag = p.add_argument_group("what to evaluate").add_argument
-    flag("--ckpt", nargs="+", required=True, help="of one task: files, or folders with "
-         "best.pt or last.pt")
+    flag("--ckpt", nargs="+", default=[], help="of one task: files, or folders with best.pt or "
+         "last.pt; ViTs of DeiT, timm and the released code, too, or their https address")
+    flag("--model", nargs="+", default=[], metavar="FILE.py:BUILD", help="functions that return a "
+         "classifier, from pixels in [0, 1] to logits")
+    flag("--image_size", type=count, help="of --model, pixels (default: 224; of shapes, cifar10 "
+         "32)")
+    flag("--normalize", choices=NORMALIZE, default="imagenet", help="mean and std of a --ckpt that "
+         "is not ours: ImageNet's, or 0.5 and 0.5")
     flag("--measures", nargs="+", metavar="NAME", help='names with settings, "pgd eps=1/255,2/255 '
          'steps=40", see below; or all. Default: clean, corruptions, noise, fgsm, pgd, '
          "adaptive_pgd, apgd and what the folders give; clean, corruptions; perplexity")
@@ -68,8 +76,8 @@ def get_args():
     flag("--limit", type=count, help="images per measure, the same for every model, or tokens of a "
          "text (default: all; fewer on shapes; "
          + ", ".join(f"{v} for {k}" for k, v in measures.SLOW.items()) + ")")
-    flag("--checks", action=argparse.BooleanOptionalAction, default=False, help="instead judge each classifier: "
-         "can its robust accuracy be believed?")
+    flag("--checks", action=argparse.BooleanOptionalAction, default=False, help="instead, can the "
+         "robust accuracy of each classifier be believed?")
     flag("--source", help="checkpoint whose adversarial images transfer tries on the others")
     flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0, help="which images --limit "
          "takes, which words are swapped, and all random numbers")
@@ -89,6 +97,8 @@ def get_args():
     add_running(p)
     args = p.parse_args()
     args.severities = sorted(set(args.severities))
+    if not args.ckpt and not args.model:
+        p.error("the following arguments are required: --ckpt or --model")
     return args
 
 
@@ -127,7 +137,9 @@ def agree(flags, models):
     if len(tasks) > 1:
         raise ValueError(f"{flags}: {' and '.join(tasks)}, expected models of one task")
     for name in ("image_size", "num_classes", "context"):
-        values = {getattr(m.model.config, name, None) for m in models}
+        configs = [getattr(m.model, "config", None) for m in models]
+        values = {getattr(config, name, None) for config in configs if config}
+        values |= {m.size for m in models} if name == "image_size" else set()
         if len(values) > 1:
             raise ValueError(f"{flags}: the models have {name} {sorted(values)}, expected the same "
                              "for all")
@@ -156,7 +168,7 @@ def settle(args, models, other=None):
         corruptions.load_frost(args.frost_dir)
     if args.task == CLS and not args.batch_size:
         pixels = 2 ** 19 if args.device.type == "cpu" else 2 ** 22
-        args.batch_size = max(1, pixels // first.model.config.image_size ** 2)
+        args.batch_size = max(1, pixels // first.size ** 2)
 
 
 def settle_windows(args, config):
@@ -235,7 +247,7 @@ def prepare(models, source, todo, args):
             raise ValueError(f"--measures {name} compares four logits: {len(source.classes)} "
                              "classes, expected 4 or more")
         if name in FOLDERS:
-            images = open_folder(name, source, models[0].model.config.image_size, args)
+            images = open_folder(name, source, models[0].size, args)
         n = score.size_of(images, name, measure.setting, args)
         if name != "perplexity":
             index = score.pick(score.length(images), n, args.seed)
@@ -318,17 +330,20 @@ def run_checks(models, other, source, todo, args):
 
 
 def check_models(models, source, args):
-    """Refuse models that return no logits, on the first images."""
+    """Refuse models that return no logits, or those of other classes, on the first images."""
     first = torch.arange(min(8, len(source.labels)))
     for images, labels, *_ in score.batches(source, first, args):
         for m in models:
             with common.naming(m.given):
-                attacks.check(m.model, images.float() / 255, labels, 0.0)
+                logits = attacks.check(m.model, images.float() / 255, labels * 0)
+                if logits.shape[1] != len(source.classes):
+                    raise ValueError(f"it gives {logits.shape[1]} logits, --data {args.data} has "
+                                     f"{len(source.classes)} classes")
 
 
 def open_results(args):
     """Open the rows of --out_dir: its default is beside the first checkpoint."""
-    path = Path(args.ckpt[0])
+    path = Path((args.ckpt or ["out/model"])[0])
     folder = "robust" if args.preset == "default" else f"robust_{args.preset}"
     args.out_dir = args.out_dir or str((path if path.is_dir() else path.parent) / folder)
     return Results(args.out_dir, args.data, args.resume, args.rank)
@@ -337,7 +352,9 @@ def open_results(args):
 def main():
     args = get_args()
     args.device, args.rank, args.world = common.setup(args.device)
-    models = [load_model(path, args.device) for path in args.ckpt]
+    size = args.image_size or (32 if args.data in ("shapes", "cifar10") else 224)
+    models = [*(load_model(path, args.device, "--ckpt", args.normalize) for path in args.ckpt),
+              *(load_built(text, args.device, size) for text in args.model)]
     other = load_model(args.source, args.device, "--source") if args.source else None
     everyone = [*models, other] if other else models
     settle(args, models, other)
@@ -347,7 +364,7 @@ def main():
     if args.task == CLS:
         check_models(everyone, source, args)
 
-    what = f"{len(models)} checkpoints | {args.task} | {args.data}"
+    what = f"{len(models)} models | {args.task} | {args.data}"
     how = f"{args.world} x {common.describe(args.device)}"
     if args.checks:
         if args.rank == 0:
@@ -355,11 +372,15 @@ def main():
             args.world = 1                                # nobody shares the images
             run_checks(models, other, source, todo, args)
         return
+    normalized = args.task == CLS and any(one.conditions["space"] == "normalized" for one in todo)
+    for m in everyone if normalized else ():
+        if not hasattr(m.model, "mean") or not hasattr(m.model, "std"):
+            raise ValueError(f"{m.given}: space=normalized needs a model with .mean and .std")
     jobs = prepare(models, source, todo, args)
     results = open_results(args)
     if args.rank == 0:
         print(f"{what} | {how} | {results.out}", flush=True)
-        if args.task == CLS and any(one.conditions["space"] == "normalized" for one in todo):
+        if normalized:
             std = models[0].model.std.mean().item()
             print(f"budgets are in normalised units: eps 1/255 is {std:.3f}/255 of the pixel "
                   "range, channels averaged")

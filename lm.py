@@ -77,7 +77,7 @@ class LMConfig:
 
     @staticmethod
     def from_older(stored):
-        """Give an older version's stored config today's names: mu="running" is mu_over="seen"."""
+        """Give an older version's config or flags today's names: mu="running" is mu_over="seen"."""
         words = {"running": "seen", "global": "all", "token": "token"}
         if "mu" not in stored:
             return stored

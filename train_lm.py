@@ -91,7 +91,8 @@ def get_args():
          help="below 1: likelier words")
 
     common.add_running(p, "<data>_<attn>", "--steps")
-    args = common.parse(p, RECIPES, "train_lm.py", FIXED, own="folder")
+    args = common.parse(p, RECIPES, "train_lm.py", FIXED, own="folder",
+                        older=LMConfig.from_older)
     args.context = args.context or SIZES[args.model]["context"]
     used = {"sample", "words", "prompt", "temperature", "seed", "device"}
     idle = [name for name in vars(args).keys() - used - {"context"}

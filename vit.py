@@ -52,10 +52,7 @@ class ViTConfig:
     def __post_init__(self):
         self.rpc_layers = tuple(sorted(self.rpc_layers)) if self.attn in RPC_KINDS else ()
         self.mean, self.std = tuple(self.mean), tuple(self.std)
-        kinds = tuple(dict.fromkeys([*ATTENTIONS, *RPC_KINDS]))
-        if self.attn not in kinds:
-            raise ValueError(f"attn={self.attn!r}, expected one of {kinds}, or one that a module "
-                             "adds once it is imported, as studies.robust_attentions does")
+        one_of("attn", self.attn, dict.fromkeys([*ATTENTIONS, *RPC_KINDS]))
         one_of("form", self.form, FORMS)
         one_of("init", self.init, ("trunc_normal", "default"))
         for name in ("patch_size", "num_heads", "n_iter"):

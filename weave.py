@@ -29,6 +29,7 @@ from vit import vit_from_checkpoint
 ROOT = Path(__file__).parent
 PICTURE = re.compile(r"^!\[(.*?)\]\(assets/walkthrough/(\w+)\.png\)\n", re.M)
 LAMBDAS, STEPS, SCENES = (0.5, 1, 2, 3, 4, 6, 8, 16), 6, (35, 3)
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 FIRST_CELL = """\
 # In the repository's folder: pip install -r requirements.txt matplotlib
 # Elsewhere, in Colab, first clone the repository and go to its folder:
@@ -207,6 +208,7 @@ def page(slides=False):
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <link rel="icon" href="data:,">
 <title>{titles[0]}</title>
 <style>

@@ -1,8 +1,8 @@
 """Can a model's robust accuracy be believed? `python eval_robust.py --ckpt ... --checks`.
 
 An attack that fails proves nothing: gradients may mislead it, or it may have stopped too early.
-Each of five checks prints PASS or FAIL and the numbers behind it; a FAIL says that the attacks along
-the gradient overstate how robust this model is (Athalye et al. 2018, Carlini et al. 2019;
+Each of five checks prints PASS or FAIL and the numbers behind it; a FAIL says that the attacks
+along the gradient overstate how robust this model is (Athalye et al. 2018, Carlini et al. 2019;
 `fra31/auto-attack:autoattack/checks.py`). PGD is what --measures says, "pgd steps=40" say; the
 budget of checks 2 to 4 is the one at which it leaves nearest to half of the images.
 """

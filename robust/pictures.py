@@ -19,7 +19,7 @@ def save_classified(models, source, todo, args):
     """Write corruptions.png: 15 types x 5 severities of an image. attacks_<i>.png per model: clean,
     attacked by PGD at the largest eps, the difference amplified to full contrast."""
     index = score.pick(len(source.labels), None, args.seed)[:args.save_images]
-    zoom = max(1, 96 // models[0].model.config.image_size)
+    zoom = max(1, 96 // models[0].size)
     images, labels, index, _ = score.whole(score.batches(source, index, args))
     grid = [corruptions.corrupt(images[:1], name, severity, seed=args.seed, index=index[:1],
                                 frost_dir=args.frost_dir)
@@ -39,7 +39,7 @@ def save_classified(models, source, todo, args):
 
 
 def save_segmented(models, source, todo, args):
-    """Write clean.png, <type>_<severity>.png: image, truth, prediction; of several models in 0/, 1/."""
+    """Write clean.png, <type>_<severity>.png: image, truth, prediction; of models in 0/, 1/."""
     for i, m in enumerate(models):
         folder = Path(args.out_dir, str(i)) if len(models) > 1 else Path(args.out_dir)
         folder.mkdir(exist_ok=True)

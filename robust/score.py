@@ -179,7 +179,7 @@ def corruption_rows(models, source, index, setting, args):
     """
     name, severities = setting["type"], setting["severities"]
     if args.corrupted_dir:
-        size = models[0].model.config.image_size
+        size = models[0].size
         parts = ((released(args, source, size, name, s), [unchanged]) for s in severities)
     else:
         if isinstance(source, ImageTree):
@@ -205,7 +205,7 @@ def kept_logits(m, source, index, columns, args):
 
 
 def folder_row(m, name, tree, index, source, args):
-    """Measure on ImageNet-A, -R: accuracy over their 200 classes; on ImageNet-O: how well confidence
+    """Measure accuracy over their 200 classes on ImageNet-A, -R; on ImageNet-O how well confidence
     tells its images from val's.
 
     tree: the folder, with the labels of all classes; the kept classes are those that have a folder.
@@ -286,7 +286,7 @@ def widest(device):
 
 
 class Attacked:
-    """An attack as a transform for `find_right`; notes how far images move, and AutoAttack's stages."""
+    """An attack as a transform for `find_right`; notes how far images move, and the stages."""
 
     def __init__(self, model, name, setting, conditions, n, args):
         self.how = dict(conditions=conditions, seed=args.seed, batch_size=args.batch_size)

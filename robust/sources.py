@@ -1,7 +1,10 @@
 """What is evaluated, and on what: the model of a checkpoint; the images or texts of its task."""
 
 import argparse
+import importlib.util
 import json
+import math
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +19,8 @@ from lm import LMConfig, lm_from_checkpoint
 from robust import words
 from robust.results import checksum, weights_of
 from segmenter import SegmenterConfig, segmenter_from_checkpoint
-from vit import ViTConfig
+from vit import ViT, ViTConfig
+from weights import foreign_settings, load_weights
 
 CLS, SEG, LM = "classification", "segmentation", "language modelling"
 REBUILD = {CLS: classifier_from_checkpoint, SEG: segmenter_from_checkpoint,
@@ -39,6 +43,12 @@ class Loaded(NamedTuple):
     vocab: object                    # of a language model
     count: list                      # [images forward, images backward], which grow with use
     given: str                       # the flag and the path, for errors
+    size: int | None                 # pixels a side of the images that it takes
+
+
+# What pixels in [0, 1] are normalised by: mean and std, of each channel.
+NORMALIZE = dict(imagenet=dict(mean=ViTConfig.mean, std=ViTConfig.std),
+                 half=dict(mean=(0.5,) * 3, std=(0.5,) * 3))
 
 
 # --- models --------------------------------------------------------------------------------------
@@ -78,28 +88,83 @@ def describe_model(model, checkpoint, path):
                 recipe=checksum(json.dumps(recipe, sort_keys=True).encode()))
 
 
-def load_model(path, device, flag="--ckpt"):
-    """Rebuild the model of a checkpoint: a `Loaded`. flag: the one that named the path."""
+def counted(model):
+    """Count the images that go through a model: [forward, backward], which grow with use."""
+    count = [0, 0]
+
+    def see(module, inputs):                   # a hook is shared by copies of the model: all count
+        count[0] += len(inputs[0])
+        count[1] += len(inputs[0]) * inputs[0].requires_grad
+
+    model.register_forward_pre_hook(see)
+    return count
+
+
+def load_model(path, device, flag="--ckpt", normalize="imagenet"):
+    """Rebuild the model of a checkpoint of ours, DeiT's, timm's or the released code's: a `Loaded`.
+
+    path: a file, a folder or an https address. flag: the one that named it. normalize: of
+    NORMALIZE, what a file that is not ours was trained with.
+    """
     best = Path(path, "best.pt")
     checkpoint = common.load(best if best.exists() else path)
-    task, count, vocab = checkpoint.get("task"), [0, 0], None
-    given = f"{flag} {path}"
+    task, given, vocab = checkpoint.get("task"), f"{flag} {path}", None
     with common.naming(given):
+        if task is None:
+            return load_foreign(checkpoint, path, device, given, normalize)
         if task not in REBUILD:
             raise ValueError("not a checkpoint of train_cls.py, train_seg.py or train_lm.py")
         model = REBUILD[task](checkpoint).to(device).requires_grad_(False)
         if task == LM:
             common.check_run(checkpoint, path, "train_lm.py", "vocab")
             vocab = stored_vocabulary(checkpoint)
-
-    def see(module, inputs):                   # a hook is shared by copies of the model: all count
-        count[0] += len(inputs[0])
-        count[1] += len(inputs[0]) * inputs[0].requires_grad
-
-    if task == CLS:
-        model.register_forward_pre_hook(see)
     return Loaded(model, task, describe_model(model, checkpoint, path),
-                  checkpoint.get("args") or {}, checkpoint.get("classes"), vocab, count, given)
+                  checkpoint.get("args") or {}, checkpoint.get("classes"), vocab,
+                  counted(model) if task == CLS else [0, 0], given,
+                  getattr(model.config, "image_size", None))
+
+
+def load_foreign(checkpoint, path, device, given, normalize):
+    """Rebuild a ViT of DeiT's, timm's or the released code's layout, whose file has no task."""
+    settings = foreign_settings(checkpoint)
+    weights = checkpoint.get("model", checkpoint)
+    if "head.weight" not in weights:
+        raise ValueError("it has no head.weight: a backbone alone classifies nothing")
+    side = math.isqrt(weights["pos_embed"].shape[1] - 1)
+    config = ViTConfig(**settings, **NORMALIZE[normalize], image_size=side * settings["patch_size"],
+                       num_classes=len(weights["head.weight"]))
+    model = ViT(config)
+    load_weights(model, checkpoint)
+    model = model.to(device).eval().requires_grad_(False)
+    about = describe_model(model, dict(task=CLS), path)
+    about.update(model=f"{Path(str(path)).stem}, {about['kind']}", normalize=normalize)
+    return Loaded(model, CLS, about, {}, None, None, counted(model), given, config.image_size)
+
+
+def load_built(text, device, size):
+    """Call the function that --model FILE.py:NAME names: a `Loaded`. size: pixels a side.
+
+    It returns a module from pixels in [0, 1], (B, 3, size, size), to logits, (B, classes).
+    """
+    path, _, name = text.partition(":")
+    given, name = f"--model {text}", name or "build"
+    if not Path(path).is_file() or Path(path).suffix != ".py":
+        raise ValueError(f"{given}: there is no file {path}, expected FILE.py:FUNCTION")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(path).resolve().parent))              # for what it imports
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise ValueError(f"{given}: {path} has no function {name}")
+    torch.manual_seed(0)                                  # the same weights on every process
+    model = getattr(module, name)()
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"{given}: {name}() returns a {type(model).__name__}, expected a module "
+                         "from pixels in [0, 1] to logits")
+    model = model.to(device).eval().requires_grad_(False)
+    about = dict(model=text, kind=text, checkpoint=text, weights=weights_of(model.state_dict()),
+                 model_config={}, recipe="")
+    return Loaded(model, CLS, about, {}, None, None, counted(model), given, size)
 
 
 # --- images and texts ----------------------------------------------------------------------------
@@ -113,10 +178,10 @@ def load_source(args, models):
         flags = {**m.args, "data": args.data, "data_dir": args.data_dir}
         source = load_split(argparse.Namespace(**flags), "validation", m.args)
     else:
-        source = load_test(args, m.args, m.model.config.image_size, m.classes)
+        source = load_test(args, m.args, m.size, m.classes)
     for m in models:
         classes = m.classes or source.classes
-        if list(classes) != list(source.classes) or len(classes) != m.model.config.num_classes:
+        if list(classes) != list(source.classes):
             theirs, ours = (", ".join(names[:3]) for names in (classes, source.classes))
             raise ValueError(f"{m.given} was trained on {len(classes)} other classes "
                              f"({theirs}, ...) than --data {args.data} has ({ours}, ...)")

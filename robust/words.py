@@ -39,8 +39,8 @@ def word_swap(lines, rate=RATE, seed=0, word=WORD):
     """Replace a share of the words by one meaningless word. Returns (lines, swapped).
 
     lines: strings of tokens with spaces between. Words are tokens with a letter or digit; stop
-    words in lower case and <unk> stay. max(int(rate * words), 1) are swapped on every line, headings
-    too; rate 0 swaps none. swapped: one bool per token of the stream, an <eos> after every line
+    words in lower case and <unk> stay. max(int(rate * words), 1) are swapped on every line, also
+    of headings; rate 0 swaps none. swapped: one bool per token of the stream, an <eos> after every line
     included, so that the perplexity of the other targets can be told apart.
     """
     if isinstance(lines, str):
@@ -52,7 +52,8 @@ def word_swap(lines, rate=RATE, seed=0, word=WORD):
     chosen = set()                                                 # places: (line, part)
     for i, line in enumerate(parts):
         words = [j for j, token in enumerate(line) if any(map(str.isalnum, token))]
-        free = [(i, j) for j in words if line[j] != "<unk>" and line[j].strip("'") not in STOP_WORDS]
+        free = [(i, j) for j in words
+                if line[j] != "<unk>" and line[j].strip("'") not in STOP_WORDS]
         count = max(int(rate * len(words)), 1) if rate else 0
         chosen.update(rng.sample(free, min(count, len(free))))
 

@@ -7,23 +7,20 @@
     python -m studies.cost memory --tokens 4097         # what one attention keeps, step by step
 
 The paper's "1.22M flop/sample" are 1.22 G multiply-adds: its M is G, and true FLOPs are twice that.
-Counted by torch.utils.flop_counter; to this comes 5 N C for each of the 2 depth + 1 LayerNorms: so
-counts fvcore, and only so do all five rows round to the paper's. Softmax and other elementwise work
-are left out. A step more in one layer is 2 N^2 C = 14.9 M, 1.3 % of the model; what it takes of the
-clock is a question of the machine. FAN (App. E.7) has no row in Table 11; it is measured alike.
+Norms are counted as fvcore does, 5 N C each: only so do all five rows round to the paper's. Softmax
+and other elementwise work are left out. A step more in one layer is 2 N^2 C = 14.9 M, 1.3 % of the
+model; what it takes of the clock is a question of the machine. FAN has no row in Table 11.
 
 The paper's times are not throughput: at 0.079 s an image ImageNet would take 28 hours an epoch. So
 the time of one image alone stands beside them, and throughput in a table of its own. What is
 compared runs alternately in one process. A time is a median over rounds, a ratio the median of the
 ratios within a round: another program that slows a whole round down does not count.
 
-language: LM-mini, 17,510 words. "plain" is causal self-attention as nanoGPT writes it, the measure
-of what attention.py's module costs by itself.
+language: LM-mini, 17,510 words; "plain" is causal self-attention as nanoGPT writes it.
 
-memory: each PAP step attends once more, and autograd keeps what the backward pass will ask for. A
-fused attention asks for its inputs and its output alone, so a step leaves S, K2 and L: three
-tensors (B, H, N, D). "matrices" is PyTorch's attention written out (SDPBackend.MATH), which keeps
-(B, H, N, N) as well. D is 64, so N x N is the larger one from N = 192 on.
+memory: autograd keeps what the backward pass will ask for. A fused attention asks for its inputs
+and its output alone, so a PAP step leaves S, K2 and L: three tensors (B, H, N, D). "matrices" is
+PyTorch's attention written out (SDPBackend.MATH), which keeps (B, H, N, N) as well.
 """
 
 import argparse
@@ -89,11 +86,9 @@ def get_args():
     p.add_argument("--batch_size", type=whole, help="models: images for throughput, default 8; "
                    "language: windows a step, default 16")
     p.add_argument("--tokens", type=whole, default=1025, help="memory: N")
-    p.add_argument("--n_iter", type=whole, nargs="+", default=[1, 2, 4, 6],
-                   help="memory: PAP steps")
+    p.add_argument("--n_iter", type=whole, nargs="+", default=[1, 2, 4, 6], help="memory: steps")
     p.add_argument("--rounds", type=whole, default=15, help="counted ones; one more warms up")
-    p.add_argument("--clock", choices=["wall", "cpu"], default="wall",
-                   help="cpu: of all threads, added up")
+    p.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: of all threads")
     p.add_argument("--threads", type=whole, help="CPU threads; torch's choice by default")
     p.add_argument("--device", help="cuda (then in bf16), mps or cpu; picked automatically")
     p.add_argument("--out", help="append the rows to this file, one JSON object a line")
@@ -116,9 +111,8 @@ def hardware(device):
 
 def plain(x):
     """A cell: numbers below 10 with three digits after the point."""
-    if isinstance(x, float):
-        return f"{x:,.3f}" if x < 10 else f"{x:,.1f}"
-    return f"{x:,}" if isinstance(x, int) else str(x)
+    form = (",.3f" if x < 10 else ",.1f") if isinstance(x, float) else "," * isinstance(x, int)
+    return format(x, form)
 
 
 def report(title, device, rows, tables, out):

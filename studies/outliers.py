@@ -222,7 +222,7 @@ def report(found, compared, rows, costs, args, primary=()):
     areas = [[name, score, *(over_seeds(arm, lambda row: row["auc"][name].get(score))
                              for arm in args.arms)]
              for name in (f"{n} patches {kind}" for kind, n in PATCHES) for score in SCORES]
-    areas.append(["clean: tokens with a score", "share",
+    areas.append(["clean", "tokens with a score",
                   *(over_seeds(arm, lambda row: row.get("scored")) for arm in args.arms)])
     return "\n\n".join([
         differences.tables(found, compared, args.arms, primary=primary),

@@ -29,9 +29,10 @@ import torch
 
 import common
 from kpca import a_hat, attend, centre, log_g, log_kernel, log_mean_exp, log_phi2
-from studies.kernel_pca import (EXPERIMENTS as SOUND, Layer, eigenvalue_statistics, measure, study,
+from studies.kernel_pca import (EXPERIMENTS as SOUND, eigenvalue_statistics, measure, study,
                                 theory_by_token, turned)
 from studies.probe import Heads, get_args, standardise
+from studies.span import Layer
 
 
 # --- the projection error -------------------------------------------------------------------------

@@ -26,8 +26,9 @@ import torch
 import common
 import train_cls
 from kpca import attend, exact_scaling, log_g, log_phi2, projection_loss
-from studies.kernel_pca import NULLS, Layer, exp_capture, exp_gamma, exp_jproj, study
+from studies.kernel_pca import exp_capture, exp_gamma, exp_jproj, study
 from studies.probe import RULES, capture, checkpoints, get_args, printed_scaling, read_csv
+from studies.span import NULLS, Layer
 from studies.stats import paired_t, show, spread
 
 

@@ -1,4 +1,4 @@
-"""Which subspace of feature space do values span? Coordinates in which that can be computed.
+"""Which subspace of feature space do values span? A layer, its nulls, and coordinates for both.
 
 Attention reads v through w_d = sum_j v_jd Phi(k_j), Phi(x).Phi(y) = k(x, y): h_id is Phi(q_i).w_d
 over g(q_i) for any v. The output matrix undoes any v -> v R, so only span{w_d} matters. Kernel PCA
@@ -9,12 +9,17 @@ psi(x), |psi| = 1, and exponents are kept apart. No study itself.
 """
 
 import math
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
-from kpca import attend, key_scale, log_kernel
+import common
+from kpca import attend, basis, kernel_pca, key_scale, log_kernel
+from studies.probe import Heads, standardise
 
+
+# --- coordinates ----------------------------------------------------------------------------------
 
 class Span(NamedTuple):
     """Orthonormal coordinates in the span of the keys' features."""
@@ -89,3 +94,73 @@ def restrict(q, k, v, span, u, affine=False):
         kept = v - lg.softmax(-1)[..., None, :] @ v
     h = attend(q, k, kept)
     return h + (everywhere - attend(k, k, kept)).mean(-2, keepdim=True) if affine else h
+
+
+# --- a layer and its nulls ------------------------------------------------------------------------
+
+class Layer:
+    """Heads prepared for the experiments: tensors (1, B, H, N, D) and what experiments share.
+
+    values: {"learned": v, "other": those of another head, "x W": the input through 3 Gaussian
+    matrices, "iid": Gaussian numbers}, (draws, B, H, N, D), all of v's size and all scaled by the
+    layer's I - S if it has one; raw: before that. key: the layer's number and that of the first
+    image, from which W and iid are drawn: W is the same for all images, in whatever pieces they
+    come.
+    """
+
+    def __init__(self, heads, name="", key=(0, 0), standardised=False):
+        if standardised:
+            heads = heads._replace(q=standardise(heads.q), k=standardise(heads.k))
+        q, k, v, raw, x, self.causal, S = heads
+        B, H, N, _ = k.shape
+        if N < 2:
+            raise ValueError(f"layer {name}: {N} token, but kernel PCA needs at least two")
+        if not all(t.isfinite().all() for t in (q, k, v)):
+            raise ValueError(f"layer {name}: queries, keys or values are not finite: "
+                             f"the model is broken")
+        self.heads, self.name, self.key, self.dv = heads, name, key, v.shape[-1]
+        self.q, self.k, self.v, self.scaled = q[None], k[None], v[None], S is not None
+
+        W = self.normal(-1, 3, 1, H, x.shape[-1], self.dv)
+        iid = torch.stack([self.normal(key[1] + i, H, N, self.dv) for i in range(B)])
+        self.raw = {"learned": raw[None], "other": raw.roll(1, 1)[None],
+                    "x W": x[None, :, None] @ W.to(x), "iid": iid[None].to(x)}
+        if H == 1:
+            del self.raw["other"]                                           # there is no other head
+        size = self.v.norm(dim=(-2, -1), keepdim=True)
+        scaled = {name: u - S @ u if self.scaled else u for name, u in self.raw.items()}
+        self.values = {name: u / u.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-300) * size
+                       for name, u in scaled.items()}
+
+    def normal(self, image, *shape):
+        """Gaussian numbers of this layer for one image (-1: for all)."""
+        seed = torch.Generator().manual_seed(common.seed_of(self.key[0], image + 1, 0))
+        return torch.randn(shape, generator=seed, dtype=torch.float64)
+
+    @cached_property
+    def parts(self):
+        """Its data sets: all keys; if causal (query i has keys 1 ... i), those of three queries."""
+        if not self.causal:
+            return [self]
+        N, (q, *tokens, _, S) = self.k.shape[-2], self.heads
+        ends = sorted({max(2, N * n // 4) for n in (1, 2, 4)})
+        return [Layer(Heads(q[..., n - 1:n, :], *(t[..., :n, :] for t in tokens),
+                            S=S if S is None else S[..., :n, :n]), self.name, self.key)
+                for n in ends]
+
+    @cached_property
+    def axes(self):
+        return kernel_pca(self.k)
+
+    @cached_property
+    def span(self):
+        return key_span(self.q, self.k)
+
+    @cached_property
+    def bases(self):
+        """{source: basis of span{w_d} in feature space}, with kernel PCA's own axes."""
+        bases = {name: basis(value_axes(self.span, v)) for name, v in self.values.items()}
+        return bases | {"KPCA": principal_axes(self.span)[..., :self.dv, :].mT}
+
+
+NULLS = ("x W", "other", "iid")

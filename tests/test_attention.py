@@ -18,7 +18,10 @@ OPTIONS = {"code": {}, "mu_head": dict(mu_dim="head"), "thr_over": dict(threshol
            "thr_over_mu_head": FORMS["paper"], "sign_plus": dict(dual_sign=1), "admm": FORMS["admm"],
            "causal_global_mu": dict(causal=True, mu_over="all"), "causal_cumulative_mu": dict(causal=True),
            "causal_token_mu": dict(causal=True, mu_over="token")}
-close = partial(torch.testing.assert_close, rtol=0, atol=1e-10)
+def close(got, expected, atol=1e-10):
+    """True; an AssertionError says where they differ."""
+    torch.testing.assert_close(got, expected, rtol=0, atol=atol)
+    return True
 every_kind = pytest.mark.parametrize("kind", ATTENTIONS)
 
 
@@ -50,14 +53,13 @@ def nonzero(trace):
 # --- reference arrays ------------------------------------------------------------
 
 def test_rpc_equals_the_released_code_heads_outputs_and_shares_of_nonzero_S(golden):
-    a, checked = golden("attention_a"), 0
-    for key in [k for k in a if k.endswith("_h64") and "_pap_" in k]:
-        group, _, n, lam, _ = key.split("_")
-        trace = []
-        close(rpc_attention(a[f"{group}_k"], a[f"{group}_v"], int(n[1:]), float(lam[3:]), trace=trace), a[key])
-        close(nonzero(trace), a[key[:-3] + "active"], atol=1e-9)
-        checked += 1
-    assert checked >= 5
+    a = golden("attention_a")
+    keys = [k for k in a if k.endswith("_h64") and "_pap_" in k]
+    for key in keys:
+        (group, _, n, lam, _), trace = key.split("_"), []
+        got = rpc_attention(a[f"{group}_k"], a[f"{group}_v"], int(n[1:]), float(lam[3:]), trace=trace)
+        assert close(got, a[key]) and close(nonzero(trace), a[key[:-3] + "active"], atol=1e-9)
+    assert len(keys) >= 5
 
 
 def test_symmetric_and_rpc_modules_equal_the_released_code_in_both_precisions_with_gradients(golden):
@@ -67,60 +69,51 @@ def test_symmetric_and_rpc_modules_equal_the_released_code_in_both_precisions_wi
         kind = dict(attn="symmetric")
         if setting[0] == "pap":
             kind = dict(attn="rpc", n_iter=int(setting[1][1:]), lambd=float(setting[2][3:]))
-        close(module(a, f"{group}_sd/", torch.float32, **kind)(a[f"{group}_x"]), a[key[:-2] + "32"], atol=2e-5)
+        assert close(module(a, f"{group}_sd/", torch.float32, **kind)(a[f"{group}_x"]), a[key[:-2] + "32"], atol=2e-5)
         m, x = module(a, f"{group}_sd/", torch.float64, **kind), a[f"{group}_x"].double().requires_grad_()
         y = m(x)
-        close(y, a[key])
+        assert close(y, a[key])
         (y * a[f"{group}_cotangent"]).sum().backward()
         for grad, name in ((x.grad, "gx"), (m.qkv.weight.grad, "gqkvw"), (m.qkv.bias.grad, "gqkvb")):
             if key[:-3] + name in a:
                 scale = a[key[:-3] + name].abs().max().clamp(min=1).item()
-                close(grad, a[key[:-3] + name], atol=1e-10 * scale)
-        if setting == ["sym"]:
-            close(symmetric_attention(a[f"{group}_k"], a[f"{group}_v"]), a[f"{group}_sym_h64"])
+                assert close(grad, a[key[:-3] + name], atol=1e-10 * scale)
 
 
-def test_scaled_attention_equals_the_released_code(golden):
-    a = golden("attention_scaled")
-    cases = [("S_rand/", "scaled_s", None), ("alpha_0.25/", "scaled_alpha", 0.25), ("alpha_1/", "scaled_alpha", 1.0)]
-    if "S_zero/y64" in a:
-        cases.append(("S_zero/", "scaled_s", 0.0))             # its own file of s holds S_rand's; S is zero here
-    for prefix, kind, alpha in cases:
-        weights = {k: v for k, v in a.items() if k.startswith((prefix if alpha is None else "S_rand/") + "sd/")}
-        weights = {k.split("sd/")[1]: v for k, v in weights.items()}
-        if alpha is not None:
-            weights["s"] = torch.tensor([alpha]) if kind == "scaled_alpha" else torch.zeros(3, 17, 17)
-        for dtype, bits, tol in ((torch.float64, "64", 1e-10), (torch.float32, "32", 2e-5)):
-            m = module(weights, "", dtype, attn=kind)
-            if prefix + "y" + bits in a:
-                close(m(a["x"].to(dtype)), a[prefix + "y" + bits], atol=tol)
-            if bits == "64" and prefix + "h64" in a:
-                close(m.attend(*m.project(a["x"].to(dtype))), a[prefix + "h64"])
+@pytest.mark.parametrize("prefix,alpha", [("S_rand/", None), ("alpha_0.25/", 0.25), ("alpha_1/", 1.0)])
+def test_scaled_attention_equals_the_released_code(golden, prefix, alpha):
+    a, kind = golden("attention_scaled"), "scaled_s" if alpha is None else "scaled_alpha"
+    weights = {k[len("S_rand/sd/"):]: v for k, v in a.items() if k.startswith("S_rand/sd/")}
+    if alpha is not None:
+        weights["s"] = torch.tensor([alpha])
+    for dtype, bits, tol in ((torch.float64, "64", 1e-10), (torch.float32, "32", 2e-5)):
+        m = module(weights, "", dtype, attn=kind)
+        assert close(m(a["x"].to(dtype)), a[f"{prefix}y{bits}"], atol=tol)
 
 
 def test_every_other_reading_of_algorithm_1_equals_its_reference(golden):
-    a, checked = golden("derived_options"), 0
+    a = golden("derived_options")
     q, k, v = a["q"], a["k"], a["v"]
     options = dict(OPTIONS, asym_q=dict(q=q), asym_causal_cumulative=dict(q=q, causal=True), value_k={})
-    for key in [x for x in a if x.startswith("n")]:
+    keys = [x for x in a if x.startswith("n")]
+    for key in keys:
         setting, option = key.split("/")
         n, lam = setting.split("_")
         values = k if option == "value_k" else v
-        close(rpc_attention(k, values, n_iter=int(n[1:]), lambd=float(lam[3:]), **options[option]), a[key])
-        checked += 1
-    assert checked >= 12
+        assert close(rpc_attention(k, values, n_iter=int(n[1:]), lambd=float(lam[3:]), **options[option]), a[key])
+    assert len(keys) >= 12 and close(naive_attention(q, k, v), a["asym"])
     for causal, end in ((False, ""), (True, "_causal")):
-        close(symmetric_attention(k, v, causal=causal), a["sym" + end])
-        close(softmax_attention(q, k, v, causal=causal), a["asym" + end])
+        assert close(symmetric_attention(k, v, causal=causal), a["sym" + end])
+        assert close(softmax_attention(q, k, v, causal=causal), a["asym" + end])
 
 
 def test_exact_scaling_equals_its_reference_and_is_an_idempotent_projection_also_of_long_keys(golden):
     a = golden("derived_options")
     q, k, v, S = a["q"], a["exactS/k"], a["v"], a["exactS/S"]
-    close(exact_scaling(k, v), S @ v)
-    close(softmax_attention(q, k, v - exact_scaling(k, v)), a["exactS/h"])
-    close(scaled_attention(q[:1], k[:1], v[:1], S[0]), a["exactS/h"][:1])
-    close(exact_scaling(k, exact_scaling(k, v)), exact_scaling(k, v), atol=1e-12)
+    assert close(exact_scaling(k, v), S @ v)
+    assert close(softmax_attention(q, k, v - exact_scaling(k, v)), a["exactS/h"])
+    assert close(scaled_attention(q[:1], k[:1], v[:1], S[0]), a["exactS/h"][:1])
+    assert close(exact_scaling(k, exact_scaling(k, v)), exact_scaling(k, v), atol=1e-12)
     _, k, v = qkv(gain=4.0, N=64, D=64, dtype=torch.float32)
     assert exact_scaling(k, v).isfinite().all()                # where the ratio of softmaxes overflows
 
@@ -129,7 +122,7 @@ def test_pcp_equals_its_reference_and_recovers_both_parts_and_diverges_as_printe
     a = golden("derived_options")
     for how, end in ((dict(tol=1e-12), ""), (dict(max_iter=5), "_after5")):
         for ours, name in zip(pcp(a["pcp/M"], **how), "LS"):
-            close(ours, a[f"pcp/{name}{end}"])
+            assert close(ours, a[f"pcp/{name}{end}"])
     torch.manual_seed(0)
     low, gross = torch.randn(60, 2).double() @ torch.randn(2, 40).double(), torch.zeros(60, 40).double()
     gross[torch.rand(60, 40) < 0.05] = 10.0
@@ -157,26 +150,13 @@ def test_every_equation_is_one_line_of_code_that_grep_finds(address):
     assert len(lines) == 1 and lines[0].strip(), address
 
 
-def test_softmax_attention_equals_its_definition():
-    q, k, v = qkv()
-    scores = q @ k.mT / 8 ** 0.5
-    for h in (softmax_attention(q, k, v), naive_attention(q, k, v)):
-        close(h, scores.softmax(-1) @ v, atol=1e-12)
-    scores = scores.masked_fill(torch.ones(10, 10, dtype=torch.bool).triu(1), -math.inf)
-    close(softmax_attention(q, k, v, causal=True), scores.softmax(-1) @ v, atol=1e-12)
-
-
-def test_soft_threshold_minimises_its_objective_and_has_its_gradients_also_the_second_and_under_vmap():
-    x, tau = torch.linspace(-3, 3, 61).double(), 0.7
-    grid = torch.linspace(-4, 4, 8001).double()
-    best = grid[(tau * grid.abs() + 0.5 * (grid - x[:, None]) ** 2).argmin(1)]
-    close(soft_threshold(x, torch.tensor(tau)), best, atol=1e-3)
+def test_soft_threshold_has_its_gradients_also_the_second_and_under_vmap():
     assert soft_threshold(torch.tensor([0.7, -0.7]), 0.7).eq(0).all()
     torch.manual_seed(0)
     x, tau = torch.randn(2, 3, 5, 4).double().requires_grad_(), torch.rand(2, 3, 1, 1).double().requires_grad_()
     assert torch.autograd.gradcheck(soft_threshold, (x, tau)) and torch.autograd.gradgradcheck(soft_threshold, (x, tau))
     per_sample = torch.func.vmap(torch.func.grad(lambda x, t: soft_threshold(x, t).pow(2).sum()))(x, tau)
-    close(per_sample, torch.autograd.grad(soft_threshold(x, tau).pow(2).sum(), x)[0], atol=1e-12)
+    assert close(per_sample, torch.autograd.grad(soft_threshold(x, tau).pow(2).sum(), x)[0], atol=1e-12)
 
 
 @pytest.mark.parametrize("gain", [1.0, 8.0])
@@ -196,21 +176,10 @@ def test_the_loop_equals_algorithm_1_written_out_with_S_and_Y(gain, form):
         L = (K2 @ K2.mT / D ** 0.5).softmax(-1) @ v
         Y = Y + mu * (k - L - S)
     ours = rpc_attention(k, v, n, lambd, **how)
-    close(ours, L, atol=1e-12)
+    assert close(ours, L, atol=1e-12)
     w = torch.randn_like(L)
     for a, b in zip(torch.autograd.grad((ours * w).sum(), (k, v)), torch.autograd.grad((L * w).sum(), (k, v))):
-        close(a, b, atol=1e-9 * max(b.abs().max().item(), 1))
-
-
-def test_one_step_is_symmetric_attention_on_clamped_keys_and_without_shrinkage_symmetric_attention_itself():
-    _, k, v = qkv(3.0)
-    tau = 4.0 * penalty(k)
-    assert (k.abs() > tau).any()
-    close(rpc_attention(k, v, 1), symmetric_attention(k.clamp(-tau, tau), v), atol=1e-12)
-    L1 = symmetric_attention(k, v)
-    for form in FORMS.values():
-        assert torch.equal(rpc_attention(k, v, 1, math.inf, **form), L1)
-    close(rpc_attention(k, v, 2, math.inf), symmetric_attention(L1, v), atol=1e-12)
+        assert close(a, b, atol=1e-9 * max(b.abs().max().item(), 1))
 
 
 @pytest.mark.parametrize("lambd", [4.0, math.inf])
@@ -223,21 +192,11 @@ def test_outputs_and_gradients_are_finite_without_shrinkage_and_for_a_head_of_ze
     assert y.isfinite().all() and k.grad.isfinite().all()
 
 
-def test_mu_is_n_times_width_over_four_sums_of_all_tokens_or_of_those_seen():
-    _, k, v = qkv()
-    B, H, N, D = k.shape
-    total, near = k.abs().sum((-1, -2), keepdim=True), partial(close, atol=1e-12)
-    near(penalty(k), N * H * D / (4 * total))
-    near(penalty(k, mu_dim="head"), N * D / (4 * total))
-    near(penalty(2 * k), penalty(k) / 2)                        # lambda mu halves, lambda / mu doubles
-    near(penalty(k / (total / N / D) * H / 4), torch.ones(2, 3, 1, 1).double())             # mean|k| = H/4: mu = 1
+def test_mu_is_that_of_all_tokens_of_those_seen_or_of_one_alone():
+    _, k, _ = qkv()
+    assert close(penalty(k), 240 / (4 * k.abs().sum((-1, -2), keepdim=True)))                # N C = 10 x 3 x 8
     seen, token = (penalty(k, mu_over=mu) for mu in ("seen", "token"))
-    near(seen[:, :, :1], token[:, :, :1])
-    near(seen[:, :, -1:], penalty(k))
-    near(seen[:, :, 4:5], penalty(k[:, :, :5]))
-    near(token[:, :, 4:5], penalty(k[:, :, 4:5]))
-    _, k, v = qkv(H=1)
-    near(rpc_attention(k, v, mu_dim="head"), rpc_attention(k, v, mu_dim="model"))
+    assert close(seen[:, :, 4:5], penalty(k[:, :, :5])) and close(token[:, :, 4:5], penalty(k[:, :, 4:5]))
 
 
 # --- every kind ------------------------------------------------------------
@@ -246,7 +205,7 @@ def test_mu_is_n_times_width_over_four_sums_of_all_tokens_or_of_those_seen():
 def test_permuting_tokens_permutes_the_output_of_every_kind_without_weights_per_position(kind):
     m, x, order = layer(kind), tokens(), torch.randperm(10)
     if kind.startswith("scaled"):
-        close(m.attend(*m.project(x)), softmax_attention(*m.project(x)), atol=1e-14)         # so they start
+        assert close(m.attend(*m.project(x)), softmax_attention(*m.project(x)), atol=1e-14)  # so they start
         torch.nn.init.normal_(m.s)
     same = torch.allclose(m(x)[:, order], m(x[:, order]), rtol=0, atol=1e-12)
     assert same == (kind != "scaled_s")
@@ -264,14 +223,6 @@ def test_changing_a_token_leaves_causal_outputs_before_it_unchanged_bit_for_bit(
     changed[:, 7] *= 5
     assert torch.equal(m(x)[:, :7], m(changed)[:, :7])
     assert not torch.equal(m(x)[:, 7:], m(changed)[:, 7:])
-
-
-def test_a_mu_over_all_tokens_leaks_the_future_in_causal_attention():
-    _, k, v = qkv(4.0)
-    changed = k.clone()
-    changed[:, :, 7] *= 5
-    leak = [rpc_attention(keys, v, causal=True, mu_over="all")[:, :, :7] for keys in (k, changed)]
-    assert (leak[0] - leak[1]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("kind,rows", [*zip(ATTENTIONS, (3, 2, 2, 3, 3, 3))])
@@ -342,7 +293,7 @@ def test_a_function_that_is_entered_in_the_table_is_an_attention(function, rows,
     given = dict(q=q, k=k, v=v, layer=m)
     h = function(**{name: given[name] for name in m.takes})
     assert len(m.qkv.weight) == rows * 24 and (q is k or rows == 3 or torch.equal(q, k))
-    close(m(x), m.proj(h.transpose(1, 2).flatten(2)))
+    assert close(m(x), m.proj(h.transpose(1, 2).flatten(2)))
 
 
 @pytest.mark.parametrize("function,how,words", [
@@ -360,25 +311,24 @@ def test_a_function_that_cannot_be_an_attention_is_refused_in_one_line(function,
 
 # --- what is refused ------------------------------------------------------------
 
-@pytest.mark.parametrize("bad", [dict(threshold="minus"), dict(mu_dim="both"), dict(dual_sign=0),
-                                 dict(mu_over="future"), dict(n_iter=0), dict(lambd=-1.0), dict(lambd=math.nan)])
-def test_unknown_options_are_refused_by_name(bad):
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        rpc_attention(*qkv()[1:], **bad)
+Q, K, V = qkv()
 
 
-def test_tensors_of_another_shape_are_refused_by_name():
-    q, k, v = qkv()
-    for args, options, words in (((k[0], v[0]), {}, "k has shape"), ((k, v[..., :-1]), {}, "v has shape"),
-                                 ((k, v), dict(q=q[0]), "q has shape")):
-        with pytest.raises(ValueError, match=words + r" \(\d.*expected \(B, H, N, D\)"):
-            rpc_attention(*args, **options)
-    assert softmax_attention(q, k, v[..., :5]).shape == (2, 3, 10, 5)                       # any width but in PAP
+@pytest.mark.parametrize("how,words", [
+    *[({name: bad}, f"{name}={bad!r}, expected one of") for name, bad in
+      dict(threshold="minus", mu_dim="both", dual_sign=0, mu_over="future").items()],
+    (dict(n_iter=0), "n_iter=0"), (dict(lambd=-1.0), "lambd=-1"), (dict(lambd=math.nan), "lambd=nan"),
+    (dict(k=K[0]), r"k has shape \(3, 10, 8\), expected \(B, H, N, D\)"), (dict(v=V[..., 1:]), "v has shape"),
+    (dict(q=Q[0]), "q has shape")])
+def test_what_pap_cannot_do_is_refused_by_name(how, words):
+    with pytest.raises(ValueError, match=words):
+        rpc_attention(**{"k": K, "v": V, **how})
 
 
-@pytest.mark.parametrize("bad,word", [(dict(attn="linear"), "linear"), (dict(form="draft"), "draft"),
-                                      (dict(num_heads=5), "divisible"), (dict(attn="scaled_s"), "num_tokens"),
-                                      (dict(attn="scaled_s", num_tokens=5, causal=True), "causal")])
+@pytest.mark.parametrize("bad,word", [
+    (dict(attn="linear"), "'linear', expected.*or by the module of a study, as studies.robust_attentions"),
+    (dict(form="draft"), r"form='draft', expected one of \('released', 'paper', 'admm'\)$"), (dict(num_heads=5), "divisible"),
+    (dict(attn="scaled_s"), "num_tokens"), (dict(attn="scaled_s", num_tokens=5, causal=True), "causal")])
 def test_module_refuses_bad_arguments_with_a_sentence(bad, word):
     with pytest.raises(ValueError, match=word):
         SelfAttention(**{"dim": 24, "num_heads": 3, **bad})

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import csv
 import io
 import json
 import sys
@@ -22,7 +23,8 @@ from data.rng import epoch_order
 from data.shapes import SHAPES, load_shapes
 from processes import Started, group
 from robust import attacks, checks, corruptions, iou, measures, metrics, pictures, results, score, sources
-from robust.results import pack, read_rows, tables, unpack
+from robust.results import pack, read_rows, unpack
+from robust.tables import Results, tables
 from vit import SIZES, ViT, ViTConfig
 
 # Table 4, SymViT: top-1 accuracy per corruption, mean over severities, in corruptions.NAMES' order
@@ -157,7 +159,7 @@ def test_rows_equal_attacking_by_hand(first_run):
     assert found["clean"]["top1"] == share(right)
     adv = attacks.pgd(model, x, y, 0.4 / 255, index=index)
     after = right & (model(adv).argmax(1) == y)
-    assert 0 < after.sum() < right.sum() < 11                                 # so that no count is by chance the right one
+    assert 0 < after.sum() < right.sum() < 11                      # so that no count is right by chance
     assert found["pgd"]["top1"] == share(after) and torch.equal(unpack(found["pgd"]["right"], 11), after)
     top5 = (model(torch.where(right[:, None, None, None], adv, x)).topk(5).indices == y[:, None]).any(1)
     assert found["pgd"]["top5"] == share(top5)
@@ -212,7 +214,7 @@ def test_resume_keeps_finished_rows_and_adds_the_rest(first_run):
 
 def test_a_second_writer_is_refused_and_the_first_ones_rows_stay(first_run, tmp_path):
     folder, _, _ = first_run
-    held = results.Results(tmp_path, "shapes", False, 0)
+    held = Results(tmp_path, "shapes", False, 0)
     held.add(read_rows(folder / "one")[0])
     process = Started(eval_robust.main, ["--ckpt", str(folder / "a.pt"), "--measures", "clean", "--limit", "4",
                                          "--out_dir", str(tmp_path), "--resume"])
@@ -276,7 +278,7 @@ def alone(**flags):
 
 
 def loaded(model, name="m", kind="softmax"):
-    return sources.Loaded(model, "classification", dict(model=name, kind=kind), {}, None, None, [0, 0], "--ckpt m")
+    return sources.Loaded(model, "classification", dict(model=name, kind=kind), {}, None, None, [0, 0], "--ckpt m", 32)
 
 
 def test_amp_is_for_the_folders_too(monkeypatch):
@@ -425,7 +427,7 @@ def test_released_files_are_read_by_type_and_severity(tmp_path):
     write_png(pixels, str(folder / "0.png"))
     assert torch.equal(score.released(args, one, 9, "snow", 2)[0][0], pixels)     # not cropped
     with pytest.raises(ValueError, match="fog, severity 2 has 10000 images, the test split 80"):
-        model = loaded(argparse.Namespace(config=argparse.Namespace(image_size=2)))
+        model = loaded(None)._replace(size=2)
         setting = dict(type="fog", severities=[2])
         score.corruption_rows([model], load_shapes("test", 80), [], setting, args)
 
@@ -589,7 +591,7 @@ def test_pictures_show_pgd_at_its_largest_budget_and_so_many_images(tmp_path, mo
     monkeypatch.setattr(pictures, "save_grid", lambda path, images, **_: shown.append((path.name, len(images))))
     todo = [measures.Measure(name, dict(eps=eps), measures.CONDITIONS) for name, eps in
             (("pgd", 1 / 255), ("pgd", 4 / 255), ("pgd", 2 / 255), ("fgsm", 8 / 255))]
-    model = loaded(argparse.Namespace(config=argparse.Namespace(image_size=32)))
+    model = loaded(None)
     pictures.save([model], load_shapes("test", 8), todo, alone(save_images=3, out_dir=tmp_path))
     assert attacked == [("pgd", 4 / 255, 3)] and shown == [("corruptions.png", 75), ("attacks_0.png", 9)]
 
@@ -647,7 +649,8 @@ def test_the_worst_case_over_attacks_is_taken_image_by_image():
     both = a[:6] & b[:6]                                  # fewer images are the first of more
     assert 0 < both.sum() < min(a[:6].sum(), b[:6].sum())
     assert row["measure"] == "worst of fgsm, pgd" and row["images"] == 6
-    assert row["top1"] == pytest.approx(100 * both.double().mean().item()) and torch.equal(unpack(row["right"], 6), both)
+    assert row["top1"] == pytest.approx(100 * both.double().mean().item())
+    assert torch.equal(unpack(row["right"], 6), both)
     low, high = metrics.wilson(row["top1"] / 100, 6)
     text = f"{row['top1']:.2f} ({100 * low:.1f}-{100 * high:.1f})"
     assert line_of(tables(rows), "worst of fgsm, pgd 1/255, top-1") == [text, ""]
@@ -701,17 +704,38 @@ def test_settings_that_differ_have_lines_of_their_own_and_a_table_is_of_one_data
     right = torch.arange(8) % 2 > 0
     rows = [attacked("m", "pgd", 2 / 255, right, setting=dict(eps=2 / 255, steps=steps)) for steps in (1, 2)]
     assert line_of(tables(rows), "pgd 2/255, top-1, steps 1") and line_of(tables(rows), "pgd 2/255, top-1, steps 2")
-    kept = results.Results(tmp_path, "imagenet", False, 0)
+    kept = Results(tmp_path, "imagenet", False, 0)
     kept.rows = dict(enumerate([*rows, dict(made_up("m", dict(snow=3))[0], data="cifar10")]))
     assert "pgd" in kept.write_table() and "snow" not in kept.write_table()
 
 
 def test_a_finished_row_warns_where_square_took_more_than_two_tenths(tmp_path, capsys):
-    kept = results.Results(tmp_path, "imagenet", False, 0)
+    kept = Results(tmp_path, "imagenet", False, 0)
     for last, warned in ((30.0, False), (29.9, False), (29.7, True)):
         stages = {"clean": 80.0, "apgd-ce": 31.0, "apgd-t": 30.4, "fab-t": 30.0, "square": last}
         kept.add(attacked("m", "autoattack", last / 2550, torch.ones(9) > 0, stages=stages, seconds=1.0))
         assert ("warning: Square took 0.30 points" in capsys.readouterr().out) == warned
+
+
+def test_rows_of_several_runs_are_printed_and_written_as_csv(tmp_path, monkeypatch, capsys):
+    right = torch.arange(8) % 2 > 0
+    rows = [*made_up("m", dict(fog=50)), attacked("n", "pgd", 2 / 255, right)]
+    for name, row in zip("ab", rows):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["results", "a", "b/results.jsonl", "--csv", "all.csv"])
+    results.main()
+    assert "classification, imagenet" in capsys.readouterr().out
+    with open("all.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["name"], line["severity"], float(line["value"])) for line in lines] == [
+        *(("fog, error", str(s), 50) for s in (1, 2, 3, 4, 5)), ("pgd 2/255, top-1", "", 50),
+        ("pgd 2/255, top-5", "", 100)]
+    assert lines[5]["model"] == "n" and float(lines[5]["eps"]) == 2 / 255 and lines[5]["seed"] == "0"
+    monkeypatch.setattr(sys, "argv", ["results", "a", "nowhere"])
+    with pytest.raises(ValueError, match="no rows in nowhere, expected what eval_robust.py wrote"):
+        results.main()
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -751,8 +775,9 @@ def test_a_source_that_was_trained_anew_is_measured_anew(tmp_path):
     make_checkpoint(tmp_path / "m.pt")
     for seed, n in ((1, 1), (1, 1), (2, 2)):
         make_checkpoint(tmp_path / "s.pt", seed=seed)
-        assert n == len(rows_of(tmp_path / "r", "--ckpt", tmp_path / "m.pt", "--source", tmp_path / "s.pt", "--measures",
-                                "transfer eps=4/255 steps=1", "--limit", 8, "--resume"))
+        rows = rows_of(tmp_path / "r", "--ckpt", tmp_path / "m.pt", "--source", tmp_path / "s.pt",
+                       "--measures", "transfer eps=4/255 steps=1", "--limit", 8, "--resume")
+        assert len(rows) == n
 
 
 def test_the_table_is_written_after_every_row(tmp_path, monkeypatch):

@@ -59,7 +59,7 @@ TABLES = dict(
         "batch_size": (8, RUN | COUNT | {"lr"}), "accum": (2, {"batches"}), "lr": (2e-3, LATER | {"lr"}),
         "min_lr": (5e-4, LATER | {"lr"}), "warmup_epochs": (1, LATER | {"lr"}), "weight_decay": (0.9, LATER),
         "clip": (0.1, LATER), "ema": (0.9, {"average"}), "pad": (2, RUN), "num_ops": (2, RUN), "erase": (0.9, RUN),
-        "mixup": (0.8, RUN), "cutmix": (1.0, RUN), "smoothing": (0.3, RUN), "repeats": (2, RUN),
+        "adv_eps": ("4/255", RUN), "adv_steps": (2, RUN), "mixup": (0.8, RUN), "cutmix": (1.0, RUN), "smoothing": (0.3, RUN), "repeats": (2, RUN),
         "eval_every": (2, {"evaluated"}), "keep_every": (1, {"saved", "files"})},
     lm=ATTENTION | RUNNING | {
         "data": ("folder", {"recipe"}), "data_dir": ("other", RUN), "model": ("paper", CONFIG),
@@ -122,7 +122,11 @@ def test_a_flag_changes_what_the_table_says(base, script, flag):
         torch.manual_seed(1)
         torch.save({"model": ViT(ViTConfig(**first["config"])).state_dict()}, "start.pt")
     value, expected = TABLES[script][flag]
-    seen = look(script, **{**BASE[script], flag: value})
+    flags = BASE[script]
+    if flag == "adv_steps":                                                                          # it needs the other
+        flags = {**flags, "adv_eps": "4/255"}
+        first = look(script, **flags)
+    seen = look(script, **{**flags, flag: value})
     found = {name for name in first if not same(first[name], seen[name], NOISE[script])}
     if "weights" in found:
         found -= {"sample", "average"}                          # a sample may change, it need not; an average does, too
@@ -138,7 +142,7 @@ def test_the_table_has_every_flag_and_a_resumed_run_keeps_what_makes_its_model_a
     table = TABLES[script]
     assert set(defaults(script)) == {*table, *ELSEWHERE[script]} and not ELSEWHERE[script] & table.keys()
     fixed = {flag for flag, (_, expected) in table.items() if "config" in expected} | {"data", "batch_size", "seed"}
-    fixed |= dict(cls={"num_images", "holdout", "repeats", "init_from"}, lm={"steps"},
+    fixed |= dict(cls={"num_images", "holdout", "repeats", "init_from", "adv_eps", "adv_steps"}, lm={"steps"},
                   seg={"backbone", "num_classes", "num_images", "optimizer", "min_scale", "max_scale", "distort"})[script]
     assert set(SCRIPTS[script].FIXED) == fixed
 

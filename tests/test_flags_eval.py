@@ -52,6 +52,9 @@ def place(tmp_path_factory):
             write(noise, str(folder / f"frost_{name}" / file))
     save_segmenter(folder / "seg.pt")
     save_language_model(folder)
+    (folder / "built.py").write_text("import torch\n\n\ndef first():\n    return torch.nn.Sequential("
+                                     "torch.nn.Flatten(), torch.nn.Linear(3072, 10))\n")
+    torch.save(common.load(folder / "b.pt")["model"], folder / "timm.pt")              # timm's layout: softmax
     return folder
 
 
@@ -114,6 +117,9 @@ TREE = "--data imagenet --data_dir a"
 # flag: (what changes, both runs' flags, the first's own, the second's own)
 TABLE = {
     "ckpt": ("numbers", "--measures fgsm --eps 2/255", "--ckpt a.pt", "--ckpt b.pt"),
+    "model": ("numbers", "--data shapes --measures clean", "", "--model built.py:first"),
+    "image_size": ("error", "--data shapes --measures clean --model built.py:first", "", "--image_size 48"),
+    "normalize": ("numbers", "--ckpt timm.pt --data shapes --measures clean --limit 40", "", "--normalize half"),
     "measures": ("measures", "--eps 2/255", "--measures clean", "--measures fgsm"),
     "checks": ("checks", "--measures clean", "", "--checks"),
     "limit": ("numbers", "--measures clean", "--limit 8", "--limit 30"),

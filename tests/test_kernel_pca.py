@@ -20,10 +20,10 @@ from kpca import (a_hat, attend, basis, eigen_cosine, exact_scaling, kernel_pca,
                   log_kernel, log_phi2, projection_loss, theoretical_values)
 from lm import LM, LMConfig
 from studies import kernel_pca as study, probe, published_scores
-from studies.kernel_pca import EXPERIMENTS, TRUNCATIONS, Layer, eigenvalue_statistics, measure, truncate, truncated
+from studies.kernel_pca import EXPERIMENTS, TRUNCATIONS, eigenvalue_statistics, measure, truncate, truncated
 from studies.probe import RULES, Heads, attention_replaced, capture, load_model, standardise, untrained
 from studies.published_scores import random_heads
-from studies.span import explained_variance, key_span, principal_axes, query_share, restrict, value_axes
+from studies.span import Layer, explained_variance, key_span, principal_axes, query_share, restrict, value_axes
 from test_kpca import assert_close, cases, draw, sweep
 from vit import SIZES, ViT, ViTConfig
 

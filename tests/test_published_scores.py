@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from kpca import a_hat, eigen_cosine, kernel_pca
+from kpca import a_hat, basis, eigen_cosine, kernel_pca, theoretical_values
 from studies import published_scores
-from studies.kernel_pca import Layer, basis, exp_capture, exp_values, measure, token_overlap
+from studies.kernel_pca import exp_capture, exp_gamma, exp_values, measure
 from studies.probe import capture, checkpoints, get_args
-from studies.published_scores import (absolute_losses, exp_similarities, flaws, gamma,
-                                      kernel_eigenvalues, numeric_a_hat, official_loss,
-                                      pair_differences, random_heads, synthetic_keys)
-from studies.similarity import cka, kernel_cka, matching, row_similarities
+from studies.published_scores import (absolute_losses, cka, exp_similarities, flaws, gamma, kernel_cka,
+                                      kernel_eigenvalues, matching, numeric_a_hat, official_loss, pair_differences,
+                                      random_heads, row_similarities, synthetic_keys)
+from studies.span import Layer, token_overlap
 from test_kernel_pca import read, run, save_vit
 from test_kpca import assert_close, cases, draw
 
@@ -45,6 +45,8 @@ def test_released_loss_and_its_reproduction_agree_with_golden(golden):
     found = absolute_losses(q, k, v)
     for ours, theirs in (("J abs [R]", "error"), ("rel_h floor [R]", "rel_h"), ("rel_phi floor [R]", "rel_phi")):
         assert_close(found[ours].mean(), z[f"repro_{theirs}"], 1e-8)
+    assert (found["rel_phi no floor"] >= found["rel_phi floor [R]"]).all()        # the floor makes nothing large
+    assert (found["rel_phi floor [R]"] > 0.5 * found["rel_phi no floor"]).all()
 
 
 def test_gamma_agrees_with_golden(golden):
@@ -77,6 +79,27 @@ def test_numeric_inverse_of_the_centring_matrix_calls_noise_an_eigenvector():
     assert (literal < 1e-9 * axes.mu[:32] / 65).all()
 
 
+def test_exact_kernel_pca_has_eigen_cosine_one_in_any_gauge_constant_gamma_and_noise_keeps_its_own():
+    heads, turn = random_heads(), torch.Generator().manual_seed(4)
+    R = torch.randn(16, 16, generator=turn, dtype=torch.float64)
+    V = theoretical_values(kernel_pca(heads.k[None]), 16)[0]
+    cosine = {}
+    for name, v in (("KPCA", V), ("KPCA turned", V @ R), ("noise", heads.v), ("noise turned", heads.v @ R)):
+        found = measure([Layer(heads._replace(v=v, raw=v))], {"gamma": exp_gamma})
+        cosine[name] = found["gamma", "eig_cos", "learned", ""]
+        assert_close(found["gamma", "eig_cos", "KPCA", ""], np.ones(4), 1e-9)
+    assert_close(cosine["KPCA"], np.ones(4), 1e-9)
+    assert_close(cosine["KPCA turned"], np.ones(4), 1e-9)
+    assert_close(cosine["noise turned"], cosine["noise"], 1e-9)
+    assert cosine["noise"].max() < 0.9
+    _, k, v = draw(9, 65, 32)
+    axes = kernel_pca(k)
+    U, a = axes.U[:, :32], a_hat(v, axes.log_g)
+    assert_close(eigen_cosine(axes, U)["eig_cos"], torch.ones(32), 1e-9)
+    true, noise = (pair_differences(gamma(axes, x))[0] for x in (U, a))
+    assert (noise > 1e3 * true).all()
+
+
 def test_pair_differences_equal_the_pairs():
     x = torch.randn(3, 17, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     i, j = torch.triu_indices(17, 17, 1)
@@ -86,13 +109,18 @@ def test_pair_differences_equal_the_pairs():
     assert_close(std, d.std(1), 1e-12)
 
 
-def test_assignment_is_the_best_of_all_permutations():
+def test_assignment_is_the_best_of_all_permutations(monkeypatch):
     rng = np.random.default_rng(0)
     for _ in range(20):
         cost = rng.normal(size=(6, 6))
         best = min(cost[range(6), p].sum() for p in permutations(range(6)))
         match = matching(torch.from_numpy(-cost)).numpy()
         assert sorted(match) == list(range(6)) and abs(cost[range(6), match].sum() - best) < 1e-12
+    C = torch.tensor([[0.1, 0.9, 0.2], [math.nan] * 3, [0.3, 0.8, 0.7]], dtype=torch.float64)    # a zero row
+    assert sorted(matching(C).tolist()) == [0, 1, 2] and matching(C)[0] == 1
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(ValueError, match="needs scipy"):
+        matching(torch.eye(3))
 
 
 def test_exact_kernel_pca_with_turned_axes_scores_like_noise_by_rows_and_perfectly_without_gauge():
@@ -102,28 +130,6 @@ def test_exact_kernel_pca_with_turned_axes_scores_like_noise_by_rows_and_perfect
     assert abs(at["optimal [R]", "KPCA"] - at["optimal [R]", "iid"]) < 0.05
     assert at["overlap", "KPCA"] > 1 - 1e-9 and at["EV", "KPCA"] > 0.9 * at["EV", "best"] > 5 * at["EV", "iid"]
     assert abs(at["overlap", "iid"] - 16 / 65) < 0.02 and abs(at["CKA unbiased", "iid"]) < 0.02
-
-
-def test_eigenvectors_have_cosine_one_and_constant_gamma_and_noise_has_neither():
-    _, k, v = draw(9, 65, 32)
-    axes = kernel_pca(k)
-    U, a = axes.U[:, :32], a_hat(v, axes.log_g)
-    assert_close(eigen_cosine(axes, U)["eig_cos"], torch.ones(32), 1e-9)
-    assert eigen_cosine(axes, a)["eig_cos"].max() < 0.9
-    true, noise = (pair_differences(gamma(axes, x))[0] for x in (U, a))
-    assert (noise > 1e3 * true).all()
-
-
-def test_matching_of_rows_without_a_cosine_is_still_one_to_one():
-    C = torch.tensor([[0.1, 0.9, 0.2], [math.nan] * 3, [0.3, 0.8, 0.7]], dtype=torch.float64)
-    assert sorted(matching(C).tolist()) == [0, 1, 2] and matching(C)[0] == 1
-
-
-def test_averaged_ratios_are_large_without_any_floor():
-    q, k, v = draw(9, 65, 32)
-    found = absolute_losses(q[None], k[None], v[None])
-    floor, none = found["rel_phi floor [R]"], found["rel_phi no floor"]
-    assert none >= floor > 0.5 * none
 
 
 def test_kernel_without_g_of_keys_that_share_a_direction_has_eigenvalues_of_the_published_size():
@@ -141,9 +147,8 @@ def test_without_a_checkpoint_it_shows_what_the_scores_say_of_random_values():
     assert "left out: 15.5525" in text and "kernel PCA 1.00." in text
 
 
-@pytest.mark.parametrize("attn", ["softmax", "rpc"])
-def test_command_writes_a_table_for_every_score(monkeypatch, tmp_path, capsys, attn):
-    ckpt = save_vit(tmp_path / "a.pt", attn)
+def test_command_writes_a_table_for_every_score(monkeypatch, tmp_path, capsys):
+    ckpt = save_vit(tmp_path / "a.pt", "rpc")
     run(monkeypatch, published_scores, "--ckpt", ckpt, "--images", 5, "--out_dir", tmp_path,
         "--device", "cpu")
     out = capsys.readouterr().out
@@ -152,8 +157,7 @@ def test_command_writes_a_table_for_every_score(monkeypatch, tmp_path, capsys, a
         assert f"=== {name}" in out and {r["layer"] for r in rows} == {"all"}
         assert all(math.isfinite(float(r["mean"])) for r in rows), name
     curves = read(tmp_path / "gammas_axes.csv")
-    assert {r["source"] for r in curves} == {"learned", "iid"}
-    assert {r["layer"] for r in curves} == {"0", "1", "all"}
+    assert {r["source"] for r in curves} == {"learned", "iid"} and {r["layer"] for r in curves} == {"0", "1", "all"}
 
 
 def test_released_loss_is_that_of_all_images_at_once_however_large_they_are(monkeypatch, tmp_path):
@@ -168,7 +172,3 @@ def test_released_loss_is_that_of_all_images_at_once_however_large_they_are(monk
     assert_close(float(row["mean"]), together, 1e-4)
 
 
-def test_without_scipy_the_optimal_cosine_says_what_it_needs(monkeypatch):
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(ValueError, match="needs scipy"):
-        matching(torch.eye(3))

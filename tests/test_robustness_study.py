@@ -227,7 +227,7 @@ def test_a_robust_attention_is_an_arm_trained_by_its_study(study, tmp_path):
         study("--arms", "symmetric", "keys", "--epochs", "1")
     everywhere = study("--arms", "symmetric", "keys-rows-all", "--measures", "clean", "--epochs", "1")[0]
     assert everywhere[:4] == ["-m", "studies.robust_attentions", "train", "keys-rows"]
-    assert common.load(tmp_path / "r" / "keys-rows-all_s0")["model_config"]["rpc_layers"] == [0, 1, 2, 3]
+    assert common.load(tmp_path / "r" / "keys-rows-all_s0")["model_config"]["rpc_layers"] == (0, 1, 2, 3)
 
 
 def test_seeds_of_an_arm_have_the_same_settings_while_two_arms_may_differ(tmp_path):

@@ -12,7 +12,8 @@ from kpca import a_hat, exact_scaling, log_g
 from studies import scaled
 from studies.probe import RULES, Heads, attention_layers, load_model
 from studies.scaled import exact_matrix, exp_centred, exp_scaling, printed_error
-from studies.kernel_pca import Layer, exp_gamma
+from studies.kernel_pca import exp_gamma
+from studies.span import Layer
 from test_kernel_pca import tiny_heads
 from test_kpca import assert_close, draw
 

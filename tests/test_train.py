@@ -38,7 +38,7 @@ SMALL = dict(
 RANDOM = dict(
     cls="--data imagenet --data_dir tree --image_size 16 --patch_size 4 --batch_size 16 --epochs 3 --warmup_epochs 1 "
         "--num_workers 0 --num_ops 2 --erase 0.5 --mixup 0.8 --cutmix 1 --smoothing 0.1 --pad 2 --repeats 3 --ema 0.9 "
-        "--drop_path 0.1 --accum 2", lm="--accum 2 --attn softmax --cutoffs 5,10", seg="")
+        "--drop_path 0.1 --accum 2 --adv_eps 2/255 --adv_steps 2", lm="--accum 2 --attn softmax --cutoffs 5,10", seg="")
 each = pytest.mark.parametrize("name", SCRIPTS)
 
 
@@ -297,7 +297,7 @@ def main_and_seed(name):
 def test_two_processes_equal_one_and_accumulation_too(name):
     """Without dropout, whose masks are a process's own. seg: ignored pixels are unequal, the last batch is short."""
     extra = dict(cls="--num_images 165 --num_ops 2 --erase 0.5 --mixup 0.8 --cutmix 1 --pad 2 --repeats 3 --ema 0.9 "
-                 "--max_steps 12", lm="--max_steps 10 --dropout 0 --eval_every 5", seg="--dropout 0 --drop_path 0 --epochs 4")
+                 "--adv_eps 2/255 --adv_steps 1 --max_steps 12", lm="--max_steps 10 --dropout 0 --eval_every 5", seg="--dropout 0 --drop_path 0 --epochs 4")
     accum = "" if name == "seg" else "--accum 2"
     run, steps = flags(SMALL[name], extra[name]), dict(cls=12, lm=10, seg=12)[name]
     printed = group(partial(main_and_seed, name), [*run, *accum.split(), "--out_dir", "two"], LOCAL_RANK="0")                       # two nodes
@@ -369,7 +369,7 @@ BAD = dict(
          ("--keep_every -1", "keep_every"), ("--init zeros", "zeros"), ("--holdout 160", "holdout"),
          ("--holdout -1", "holdout"), ("--holdout 150", "batch_size|holdout"), ("--drop_path 1", "drop_path"),
          ("--drop_path nan", "drop_path"), ("--ema 1.5", "ema"), ("--mixup -1", "mixup"), ("--cutmix nan", "cutmix"),
-         ("--smoothing 2", "smoothing"), ("--erase -0.1", "erase"), ("--num_ops -1", "num_ops"), ("--pad -1", "pad"),
+         ("--smoothing 2", "smoothing"), ("--erase -0.1", "erase"), ("--num_ops -1", "num_ops"), ("--adv_eps 2", "adv_eps"), ("--adv_steps 0", "adv_steps"), ("--pad -1", "pad"),
          ("--pad 1000", "pad"), ("--repeats 0", "repeats"), ("--weight_decay nan", "weight_decay"),
          ("--warmup_epochs nan", "warmup"), ("--min_lr nan", "min_lr"), ("--num_workers -1", "num_workers"),
          ("--warmup_epochs 3 --epochs 2", "--warmup_epochs 3.0 .*--epochs 2"),

@@ -228,3 +228,17 @@ def test_importing_a_trainer_loads_neither_torchvision_nor_the_compiler():
     code = "import train_cls, sys; print([m for m in sys.modules if m in ('torchvision', 'torch._dynamo')])"
     folder = Path(train_cls.__file__).parent
     assert subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_adversarial_images_stay_within_eps_raise_the_loss_and_leave_the_model_alone():
+    torch.manual_seed(0)
+    model = ViT(ViTConfig(image_size=32, patch_size=8, num_classes=3, embed_dim=32, depth=2, num_heads=2, attn="rpc")).train()
+    images, targets = torch.rand(8, 3, 32, 32), torch.eye(3)[torch.arange(8) % 3]
+    args = argparse.Namespace(adv_eps=4 / 255, adv_steps=3, seed=0)
+    moved = train_cls.adversarial(model, images, targets, 0, args)
+    again = torch.cat([train_cls.adversarial(model, images[i:i + 4], targets[i:i + 4], i, args) for i in (0, 4)])
+    assert model.training and all(p.grad is None for p in model.parameters())
+    assert (moved - images).abs().max() <= 4 / 255 + 1e-6 and 0 <= moved.min() and moved.max() <= 1 and not moved.requires_grad
+    assert (moved - again).abs().max() < 1e-6                                              # a sample's start is its own
+    loss = torch.nn.functional.cross_entropy
+    assert loss(model(moved), targets) > loss(model(images), targets)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.metrics import roc_auc_score
 
-from robust.patches import KINDS, corrupt_patches
+from robust.patches import corrupt_patches
 from studies import where_is_s
 from vit import ViT, ViTConfig
 
@@ -48,17 +48,16 @@ def test_patches_hold_what_their_kind_says():
     assert inside["noise"].std() == pytest.approx(12 ** -0.5, abs=0.005)
     clamped = (inside["gaussian"] % 1 == 0).float().mean()               # beyond 0.5 / 0.3 deviations
     assert clamped == pytest.approx(math.erfc(0.5 / 0.3 / 2 ** 0.5), abs=0.01)
+    with pytest.raises(ValueError, match="kind='fog', expected one of"):
+        corrupt_patches(images, "fog", 4)
+    x, hit = corrupt_patches(torch.full((50, 3, 32, 32), 2.0), "pixels", 4)          # no pixel is drawn like that
+    changed = (x != 2).all(1)
+    assert torch.equal((x != 2).any(1), changed) and (changed.sum((1, 2)) == 12).all()
+    assert torch.equal(F.max_pool2d(changed[:, None].float(), 4).flatten(1) > 0, hit)
     small_noise, _ = corrupt_patches(images, "gaussian", 4, sigma=0.1)                  # nothing is clamped
     assert (small_noise - images).abs().gt(0).float().mean() == pytest.approx(6 / 64, abs=0.001)
+    hit = made["noise"][1]
     assert F.unfold(small_noise, 4, stride=4).mT[hit].std() == pytest.approx(0.1, abs=0.003)
-
-
-def test_single_pixels_hit_their_patches():
-    images = torch.full((50, 3, 32, 32), 2.0)                            # no pixel is drawn like that
-    x, hit = corrupt_patches(images, "pixels", 4)
-    changed = (x != images).all(1)
-    assert torch.equal((x != images).any(1), changed) and (changed.sum((1, 2)) == 12).all()
-    assert torch.equal(F.max_pool2d(changed[:, None].float(), 4).flatten(1) > 0, hit)
 
 
 def test_an_adversarial_block_raises_the_loss_inside_four_patches():
@@ -73,11 +72,6 @@ def test_an_adversarial_block_raises_the_loss_inside_four_patches():
     grey = torch.where(x != images, torch.tensor(0.5), images)
     before, after = (F.cross_entropy(model(each), labels, reduction="none") for each in (grey, x))
     assert (after > before).all()
-
-
-def test_an_unknown_kind_is_one_clear_line():
-    with pytest.raises(ValueError, match="kind='fog', expected one of"):
-        corrupt_patches(torch.rand(1, 3, 8, 8), "fog", 2)
 
 
 # --- scores ---------------------------------------------------------------------------------------
@@ -108,12 +102,8 @@ def test_the_steps_looked_at_are_those_of_the_layer(attn):
     h = block.attn.proj(steps[-1]["L"].transpose(1, 2).flatten(2))
     assert torch.allclose(h, block.attn(block.norm1(model.embed(images))), atol=1e-6)
     assert len(steps) == 3 and k.shape == steps[0]["S"].shape == (5, 2, 17, 8)
-
-
-def test_symmetric_keys_get_the_pap_of_their_flags():
-    model, images, _ = small(attn="symmetric", n_iter=2, lambd=0.5)
-    twin, _, _ = small(attn="rpc", n_iter=2, lambd=0.5)
-    (_, ours), (_, theirs) = (where_is_s.first_layer(m, images) for m in (model, twin))
+    symmetric, twin = small(attn="symmetric", n_iter=2, lambd=0.5)[0], small(attn="rpc", n_iter=2, lambd=0.5)[0]
+    (_, ours), (_, theirs) = (where_is_s.first_layer(m, images) for m in (symmetric, twin))
     assert len(ours) == 2 and ours[1]["S"].any() and torch.equal(ours[1]["S"], theirs[1]["S"])
 
 
@@ -132,14 +122,13 @@ def test_the_residual_is_0_where_K_is_L_plus_S_and_1_where_both_are_0():
     by_hand = [(part.expand_as(k) ** 2).sum((1, 2, 3)).sqrt() / (k ** 2).sum((1, 2, 3)).sqrt() for part in (k - L, L)]
     assert all(torch.allclose(a, b) for a, b in zip(sizes, by_hand))
 
-
-def test_a_low_rank_part_that_all_tokens_share_leaves_at_least_the_floor():
+    # an L that all tokens share leaves at least the floor
     k, S = torch.randn(3, 2, 5, 4), 0.1 * torch.randn(3, 2, 5, 4)
     shared = [(k - S).mean(2, keepdim=True), torch.randn(3, 2, 1, 4), torch.zeros(3, 2, 1, 4)]
     found = where_is_s.residuals(k, [dict(S=S, L=L.expand_as(k)) for L in shared])
+    residual = [found[f"clean: residual, step {i}"] for i in (1, 2, 3)]
     floor = found["clean: floor, step 1"]
-    assert torch.allclose(found["clean: residual, step 1"], floor)
-    assert (found["clean: residual, step 2"] > floor).all() and (found["clean: residual, step 3"] > floor).all()
+    assert torch.allclose(residual[0], floor) and (residual[1] > floor).all() and (residual[2] > floor).all()
 
 
 def test_what_is_measured_equals_measuring_by_hand():
@@ -164,11 +153,7 @@ def test_what_is_measured_equals_measuring_by_hand():
     long = [roc_auc_score(h, k.norm(dim=1)) for h, k in zip(hit, keys)]
     assert found["white: AUC of |k|"].tolist() == pytest.approx(long)
     assert {f"noise: AUC of S, step {i}" for i in (1, 2, 3)} <= found.keys()
-
-
-def test_a_network_without_rpc_has_no_shrinkage_to_switch_off():
-    model, images, labels = small(attn="symmetric")
-    found = where_is_s.examine(model, images, labels, ["black"])
+    found = where_is_s.examine(*small(attn="symmetric"), ["black"])             # it has no shrinkage to switch off
     assert "black: AUC of S, step 4" in found and not any("off" in name for name in found)
 
 
@@ -216,30 +201,19 @@ def test_the_command_keeps_what_it_has_and_means_over_seeds(tmp_path, monkeypatc
     where_is_s.main()
     assert "(2)" not in capsys.readouterr().out and len((out / "rows.jsonl").read_text().splitlines()) == 9
 
-
-def test_a_run_that_was_trained_anew_is_measured_anew(tmp_path, monkeypatch, capsys):
-    argv = ["where_is_s.py", "--kinds", "black", "--images", "4", "--no-untrained", "--out_dir", str(tmp_path / "o")]
-    monkeypatch.setattr(sys, "argv", [*argv, "--ckpt", str(tmp_path / "a")])
+    # a run that was trained anew is measured anew; checkpoints of other images are refused
+    argv = [*argv[:-1], "--no-untrained", "--ckpt"]
+    monkeypatch.setattr(sys, "argv", [*argv, str(runs / "symmetric_s0")])
     shown = []
-    for seed in (0, 1, 1):
-        save(tmp_path / "a" / "last.pt", seed, 3, **RPC)
+    for seed in (0, 1):
+        save(runs / "symmetric_s0" / "last.pt", seed, 9, attn="symmetric")
         where_is_s.main()
         shown.append(capsys.readouterr().out)
-    assert "(2)" not in shown[1] and shown[0] != shown[1] == shown[2]
-    assert len((tmp_path / "o" / "rows.jsonl").read_text().splitlines()) == 2
-
-
-def test_checkpoints_of_other_images_are_refused(tmp_path, monkeypatch):
-    save(tmp_path / "a" / "last.pt", 0, 3, **RPC)
-    save(tmp_path / "b" / "last.pt", 0, 3, **RPC)
-    other = torch.load(tmp_path / "b" / "last.pt")
+    assert "(2)" not in shown[1] and shown[0] != shown[1]
+    other = torch.load(runs / "symmetric_s0" / "last.pt")
     other["args"]["data"] = "cifar10"
-    torch.save(other, tmp_path / "b" / "last.pt")
-    argv = ["where_is_s.py", "--kinds", "black", "--images", "4", "--no-untrained", "--out_dir", str(tmp_path / "o")]
-    monkeypatch.setattr(sys, "argv", [*argv, "--ckpt", str(tmp_path / "a"), str(tmp_path / "b")])
-    with pytest.raises(ValueError, match="--ckpt .*b has image size, patch size, data, classes"):
+    torch.save(other, runs / "rpc_s0" / "last.pt")
+    monkeypatch.setattr(sys, "argv", [*argv, str(runs / "rpc_s1/epoch_9.pt"), str(runs / "rpc_s0"), "--out_dir",
+                                      str(tmp_path / "other")])
+    with pytest.raises(ValueError, match="--ckpt .*rpc_s0 has image size, patch size, data, classes"):
         where_is_s.main()
-
-
-def test_all_kinds_are_offered():
-    assert where_is_s.get_args(["--ckpt", "a"]).kinds == list(KINDS)
