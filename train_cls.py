@@ -325,8 +325,9 @@ def build(args, train, device):
 
 def resume(args, model, optimizer, ema, train):
     """Load the run that --resume names; returns its step and metrics."""
-    checkpoint = common.load_run(args.resume, "train_cls.py", *["ema"] * bool(ema),
-                                 classes=list(train.classes), training_images=len(train.labels))
+    parts = ["classes", "metrics", *["ema"] * bool(ema)]
+    checkpoint = common.load_run(args.resume, "train_cls.py", *parts, classes=list(train.classes),
+                                 training_images=len(train.labels))
     if checkpoint.get("ema") and not ema:
         raise ValueError(f"--ema {args.ema}: the run in {args.resume} has an average of its "
                          f"weights")

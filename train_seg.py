@@ -271,8 +271,8 @@ def build(args, train, device):
     torch.manual_seed(args.seed)
     step, metrics, classes = 0, {}, list(train.classes)
     if args.resume:
-        checkpoint = common.load_run(args.resume, "train_seg.py", "model_config", "metrics",
-                                     classes=classes, training_images=len(train))
+        checkpoint = common.load_run(args.resume, "train_seg.py", "model_config", "classes",
+                                     "metrics", classes=classes, training_images=len(train))
         step, metrics = checkpoint["step"], checkpoint["metrics"]
         with common.naming(f"--resume {args.resume}"):
             model = segmenter_from_checkpoint(checkpoint).train()
