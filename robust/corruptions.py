@@ -402,8 +402,7 @@ def get_args():
 
 
 def main():
-    from data.files import image_batches
-    from data.images import ImageTree
+    from data.imagenet import ImageTree, image_batches
     from torchvision.io import encode_jpeg, write_file
     args = get_args()
     root, folder = os.path.split(os.path.abspath(args.source))
