@@ -402,7 +402,8 @@ def get_args():
 
 
 def main():
-    from data.imagenet import ImageTree, image_batches
+    from data.batches import image_batches
+    from data.imagenet import ImageTree
     from torchvision.io import encode_jpeg, write_file
     args = get_args()
     root, folder = os.path.split(os.path.abspath(args.source))
