@@ -228,6 +228,18 @@ def folder_row(m, name, tree, index, source, args):
 
 # --- rows: attacks -------------------------------------------------------------------------------
 
+class Normalized(torch.nn.Module):
+    """A ViT on normalised tensors, z = (x - mean) / std: the space the paper's code attacks in."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.mean, self.std = model, model.mean, model.std
+        self.training = model.training
+
+    def forward(self, z):
+        return self.model(z * self.std + self.mean)
+
+
 def attack_images(model, name, setting, images, labels, index, conditions, *, seed=0,
                   batch_size=512, trace=None):
     """Attack images (b, 3, S, S) in [0, 1] under these conditions (space, labels, clip).
@@ -241,7 +253,7 @@ def attack_images(model, name, setting, images, labels, index, conditions, *, se
     normalized = conditions["space"] == "normalized"
     x = images
     if normalized:
-        model = attacks.Normalized(model)
+        model = Normalized(model)
         x = (x - model.mean) / model.std
         x = x.clamp(0, 1) if own_clip else x   # the first thing it does to a normalised image
     target, todo = aim(model, name, x, labels, conditions["labels"], batch_size)

@@ -209,7 +209,7 @@ def by_hand(place, eps):
         z = (x - mean) / std
         predicted = model(x).argmax(1)
         for draw in (0, 1):
-            noisy = attacks.noise(attacks.Normalized(model), z, predicted, 0.4, kind="gaussian",
+            noisy = attacks.noise(score.Normalized(model), z, predicted, 0.4, kind="gaussian",
                                   draw=draw, best_of=2, clip=False, seed=3, index=index)
             count(f"noise {draw}", noisy * std + mean, labels)
         for name, steps, alpha in (("fgsm", 1, 1.0), ("pgd", 4, 0.4)):
