@@ -37,7 +37,7 @@ TASKS = {"train_cls.py": "classification", "train_seg.py": "segmentation",
 # --- flags ----------------------------------------------------------------------------------------
 
 def number(kind, low, high=1e30):
-    """Type for argparse: an int or float from low to high; float32 holds 1e30 with ease."""
+    """Make a type for argparse: an int or float from low to high (float32 holds 1e30)."""
     def parse(text):
         value = kind(text)
         if not low <= value <= high:
@@ -181,8 +181,8 @@ def broadcast(objects):
 
 
 def say(*lines):
-    """Print lines, once for all processes, above a progress bar."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    """Print lines, once for all processes that torchrun starts, above a progress bar."""
+    if os.environ.get("RANK", "0") == "0":
         tqdm.write("\n".join(lines))
 
 
@@ -494,12 +494,12 @@ def misfits(given, needed):
 # --- steps of a training --------------------------------------------------------------------------
 
 def every(step, n):
-    """Is step a multiple of n? Never, if n is 0."""
+    """Tell whether step is a multiple of n; never, if n is 0."""
     return n > 0 and step % n == 0
 
 
 def seed_of(seed, step, rank):
-    """Seed of the dropout masks of a step on a process."""
+    """Choose the seed of the dropout masks of a step on a process."""
     return hash((seed, step, rank)) % 2 ** 63
 
 
@@ -510,13 +510,13 @@ def progress(first, stop, rank):
 
 
 def line(step, loss, metrics):
-    """What an evaluation prints."""
+    """Write the line that an evaluation prints."""
     numbers = [f"{name} {value:.2f}" for name, value in metrics.items() if type(value) is float]
     return "  ".join([f"step {step:6d}  training loss {loss:.4f} ", *numbers])
 
 
 def mean_of(pending, step):
-    """Mean loss and gradient norm of the last steps, as floats. Waits for the device.
+    """Average loss and gradient norm of the last steps, as floats. Waits for the device.
 
     pending: a tensor (2,), loss and norm, of each step up to `step`: this process's share of the
     sums over processes. Raises ValueError at the first step where one is not finite.
@@ -530,7 +530,7 @@ def mean_of(pending, step):
 
 
 def lr_at(step, total, warmup, lr, min_lr, warmup_lr=1e-6):
-    """Linear from warmup_lr over `warmup` steps, then cosine to min_lr at `total`.
+    """Raise lr linearly from warmup_lr in `warmup` steps, then half a cosine to min_lr at `total`.
 
     The cosine's phase counts from 0, as in DeiT's schedule (timm's CosineLRScheduler without
     warm-up prefix), per step instead of per epoch.
@@ -541,7 +541,7 @@ def lr_at(step, total, warmup, lr, min_lr, warmup_lr=1e-6):
 
 
 def param_groups(model, weight_decay, no_decay=("pos_embed", "cls_token")):
-    """Two groups for the optimiser; 1-d tensors and those named in no_decay are not decayed."""
+    """Make the optimiser's two groups; 1-d tensors and those in no_decay are not decayed."""
     decay, keep = [], []
     for name, p in model.named_parameters():
         if p.requires_grad:
@@ -550,7 +550,7 @@ def param_groups(model, weight_decay, no_decay=("pos_embed", "cls_token")):
 
 
 def table(rows, header):
-    """Lists of cells -> Markdown, columns aligned."""
+    """Write lists of cells as a Markdown table, columns aligned."""
     rows = [[str(cell).replace("|", r"\|") for cell in row] for row in [header, *rows]]  # as in |S|
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths)) + " |" for row in rows]

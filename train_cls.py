@@ -73,7 +73,6 @@ def get_args():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help,
                                 allow_abbrev=False)
     boolean = argparse.BooleanOptionalAction
-
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=[name for name in RECIPES if isinstance(name, str)], default="shapes",
          help="the recipe: rendered scenes, ..., folder: images of your own (--data_dir alone)")
@@ -129,9 +128,7 @@ def get_args():
 def pixels(text):
     """Read 2/255 or 0.01."""
     over, _, under = text.partition("/")
-    if under and not float(under):
-        raise ValueError(f"{text}: division by 0")
-    return float(over) / float(under or 1)
+    return float(over) / (float(under or 1) or math.nan)            # n/0: not in any range
 
 
 def add_augmentation(p):
@@ -147,7 +144,7 @@ def add_augmentation(p):
 
 
 def check_flags(args):
-    """ValueError unless the flags make sense together."""
+    """Raise ValueError unless the flags make sense together."""
     if args.data == "shapes" and args.data_dir:
         raise ValueError(f"--data_dir {args.data_dir}: --data shapes renders its own images")
     if args.warmup_epochs > args.epochs:
@@ -164,12 +161,12 @@ def follow_file(p, args):
     """Parse again: where no flag says model or patch size, they are those of --init_from."""
     from weights import flags_for
     found = flags_for(common.load(args.init_from), SIZES)
-    found = {name: found[name] for name in ("model", "patch_size") if name in found}
+    found.pop("attn", None)                                         # to be named: rpc or symmetric
     p.set_defaults(**found, **RECIPES.get((args.data, found.get("model")), {}))
     again = p.parse_args()
-    if vars(again) != vars(args) and os.environ.get("RANK", "0") == "0":
+    if vars(again) != vars(args):
         chosen = " ".join(f"--{name} {getattr(again, name)}" for name in found)
-        print(f"as in {args.init_from}: {chosen}", flush=True)
+        common.say(f"as in {args.init_from}: {chosen}")
     return again
 
 
@@ -183,15 +180,15 @@ def choose_for_folder(args):
         args.holdout = round(len(photos.train) / 5)                 # without a val folder: a fifth
     chosen = photos.recipe(len(photos.train) - args.holdout)
     common.fill(args, chosen)
-    if args.resume or os.environ.get("RANK", "0") != "0":
+    if args.resume:
         return
     chosen = " ".join(f"{name}={getattr(args, name)}" for name in ("holdout", *chosen))
-    print(f"{args.data_dir}: {len(photos.train) + len(photos.val)} images in {len(photos.classes)} "
-          f"classes; chosen for them: {chosen}", flush=True)
+    common.say(f"{args.data_dir}: {len(photos.train) + len(photos.val)} images in "
+               f"{len(photos.classes)} classes; chosen for them: {chosen}")
     label, count = Counter(label for _, label in photos.train).most_common()[-1]
     if count < 5:
-        print(f"warning: the class {photos.classes[label]} has {count} images to train on and to "
-              f"hold out; from fewer than 5 a class a network learns little", flush=True)
+        common.say(f"warning: the class {photos.classes[label]} has {count} images to train on and "
+                   f"to hold out; from fewer than 5 a class a network learns little")
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -358,7 +355,7 @@ def resume(args, model, optimizer, ema, train):
 
 
 def check_batch(args, world, n):
-    """ValueError unless the global batch can be dealt out and its pairs stay together."""
+    """Raise ValueError unless a batch can be dealt out and its pairs stay together."""
     b, rest = divmod(args.batch_size, world * args.accum)
     if rest:
         raise ValueError(f"--batch_size {args.batch_size} is not divisible by {world} processes x "
@@ -371,7 +368,7 @@ def check_batch(args, world, n):
 
 
 def state_of(model, optimizer, ema, train, args, step, metrics):
-    """The checkpoint after `step` steps. metrics: of an evaluation at this step, or {}."""
+    """Make the checkpoint after `step` steps. metrics: of an evaluation at this step, or {}."""
     return dict(task="classification", classes=list(train.classes), args=vars(args), step=step,
                 training_images=len(train.labels), model=model.state_dict(),
                 model_config=asdict(model.config), optimizer=optimizer.state_dict(),

@@ -236,7 +236,7 @@ def print_sample(args):
 # --- the run --------------------------------------------------------------------------------------
 
 def state_of(model, optimizer, corpus, args, step, best):
-    """The checkpoint after `step` steps. best: the lowest valid perplexity and its step."""
+    """Make the checkpoint after `step` steps. best: the lowest valid perplexity and its step."""
     return dict(task="language modelling", model=model.state_dict(), args=vars(args), step=step,
                 model_config=asdict(model.config), vocab="\n".join(corpus.vocab.words),
                 train_tokens=len(corpus.train), best=best,

@@ -65,7 +65,7 @@ TYPO = " (348 is the released code's typo for DeiT-small's 384; train at 384 ins
 
 
 def check_vit(config, own, weights, args):
-    """ValueError unless weights have the width, projections, learned S and settings of the model.
+    """Refuse weights of another width, other projections, learned S or settings than the model's.
 
     own: the model's state dict. args: those of a file of `rachtsy/KPCA_code`, or anything.
     """
@@ -93,7 +93,7 @@ def check_vit(config, own, weights, args):
 
 
 def check_fan(config, own, weights):
-    """ValueError unless weights are a FAN's, with queries where the model, `own`, has them."""
+    """Refuse weights but a FAN's with queries where the model, `own`, has them."""
     check_names(weights, "FAN", "pos_embed.token_projection.weight", "blocks.0.attn.kv.weight")
     for name in (f"blocks.{i}.attn.q.weight" for i in range(config.depth)):
         if (name in weights) != (name in own):
@@ -103,7 +103,7 @@ def check_fan(config, own, weights):
 
 
 def check_names(weights, family, *names):
-    """ValueError unless a state dict of this family's names, such as these, is given."""
+    """Refuse weights without this family's names, such as these."""
     if not {"cls_token", *names} <= set(weights):
         found = ", ".join(list(weights)[:4]) or "nothing"
         raise ValueError(f"not {family} weights: expected cls_token, {', '.join(names)}, ..., got "
@@ -111,7 +111,7 @@ def check_names(weights, family, *names):
 
 
 def resize_pos_embed(pos_embed, grid, mode, old=None):
-    """Positions (1, 1 + old h * old w, C) for a grid (h, w); that of the class token is kept.
+    """Interpolate positions (1, 1 + old h * old w, C) for a grid (h, w), but the class token's.
 
     mode: of F.interpolate. old: (h, w), square if not given. ValueError if that does not fit.
     """
@@ -155,7 +155,7 @@ def flags_for(checkpoint, sizes):
 
 
 def released_attention(args, depth):
-    """The attention in the args of a file of `rachtsy/KPCA_code`, as in ViTConfig; else {}."""
+    """Read the attention in the args of a file of `rachtsy/KPCA_code`: as in ViTConfig, or {}."""
     if not hasattr(args, "num_iter") or not hasattr(args, "lambd"):
         return {}
     if not getattr(args, "robust", False):
@@ -167,10 +167,11 @@ def released_attention(args, depth):
 
 
 def foreign_settings(checkpoint):
-    """What a foreign file says of its ViT, as a dict of ViTConfig's names; ValueError: too little.
+    """Read what a foreign file says of its ViT, as a dict of ViTConfig's names.
 
     Files of `rachtsy/KPCA_code` name their attention; the rest is read off the shapes: DeiT and
-    timm have softmax attention (3C rows in qkv), heads of width 64.
+    timm have softmax attention (3C rows in qkv), heads of width 64. Raises ValueError if that is
+    too little.
     """
     weights = checkpoint.get("model", checkpoint)
     check_names(weights, "ViT", *VIT_NAMES)

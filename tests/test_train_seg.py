@@ -16,7 +16,7 @@ from PIL import Image
 
 import common
 import train_seg
-from conftest import SHARED
+from conftest import ROOT, SHARED
 from data import labelled, segmentation
 from data.rng import epoch_order
 from data.labelled import SegTree
@@ -55,6 +55,18 @@ def test_a_run_ends_in_its_mean_iou_a_picture_and_a_checkpoint_that_reproduces_i
     assert dict(plain(scores(matrix)), images=8) == evaluation == checkpoint["metrics"]
     assert checkpoint["classes"] == scenes.classes and checkpoint["task"] == "segmentation" and checkpoint["step"] == 2
     assert (folder / "pictures.png").exists()
+
+
+def test_scenes_start_from_the_shipped_classifier_unless_flags_ask_for_another_encoder():
+    get, kept = partial(call, train_seg.get_args), ROOT / "weights"
+    for attn in ("rpc", "symmetric", "softmax"):
+        args = get("--attn", attn)
+        assert Path(args.backbone).resolve() == kept / f"shapes_{attn}.pt" and args.attn == attn and args.n_iter is None
+    assert get("").attn == "rpc" and Path(get("").backbone).resolve() == kept / "shapes_rpc.pt"
+    for flags_given in ("--model nano", "--attn rpc --n_iter 6", "--patch_size 4", "--attn rpc_asym"):
+        args = get(flags_given)
+        assert (args.backbone, args.model, args.patch_size) == (None, "nano", 4)
+    assert get("--data camvid --data_dir x").backbone is None and get("--backbone a").backbone == "a"
 
 
 def test_the_papers_recipe_trains_on_a_folder_of_its_layout_and_workers_change_nothing(root):
