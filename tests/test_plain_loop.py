@@ -42,7 +42,8 @@ def augmented(f, images, position):
     images = augment.random_crop(images, draw(2, augment.CROP), f.pad)
     images = torch.where(draw(1, augment.FLIP).view(-1, 1, 1, 1) < 0.5, images.flip(3), images)
     images = randaugment.rand_augment(images, draw(4 * f.num_ops, augment.RAND_AUGMENT))
-    return randaugment.random_erase(images / 255, draw(randaugment.ERASE_COLUMNS, augment.ERASE), position, f.seed, prob=f.erase)
+    u = draw(randaugment.ERASE_COLUMNS, augment.ERASE)
+    return randaugment.random_erase(images / 255, u, position, f.seed, prob=f.erase)
 
 
 def mixed(f, images, labels, num_classes, step):
