@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import common
-from attention import ATTENTIONS
+from attention import ATTENTIONS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE
 from data.batches import image_batches
 from data.rng import epoch_order
@@ -269,7 +269,7 @@ def build(args, train, device):
     step, metrics, classes = 0, {}, list(train.classes)
     if args.resume:
         checkpoint = common.load_run(args.resume, "train_seg.py", "model_config", "metrics",
-                                     classes=classes, training_images=len(train))
+                                     "classes", classes=classes, training_images=len(train))
         step, metrics = checkpoint["step"], checkpoint["metrics"]
         with common.naming(f"--resume {args.resume}"):
             model = segmenter_from_checkpoint(checkpoint).train()
@@ -382,7 +382,7 @@ def main():
         if evaluating:
             metrics, _ = evaluate(model, val, **views_of(args), rank=rank, world=world,
                                   progress="evaluating")
-            keys = common.key_statistics(model, model.masks, images[:8])
+            keys = key_statistics(model, model.masks, images[:8])
             log.append(dict(step=done, eval=metrics, epoch=epoch, **keys))
             common.say(common.line(done, loss, metrics))
             clock = time.time()

@@ -22,7 +22,6 @@ from lm import LM, LMConfig
 from studies import kernel_pca as study, probe, published_scores
 from studies.kernel_pca import EXPERIMENTS, TRUNCATIONS, eigenvalue_statistics, measure, truncate, truncated
 from studies.probe import RULES, Heads, attention_replaced, capture, load_model, standardise, untrained
-from studies.published_scores import random_heads
 from studies.span import Layer, explained_variance, key_span, principal_axes, query_share, restrict, value_axes
 from test_kpca import assert_close, cases, draw, sweep
 from vit import SIZES, ViT, ViTConfig
@@ -167,6 +166,15 @@ def test_everything_stays_finite_for_very_long_keys(ratio):
         assert np.isfinite(t).all() or "by axis" in key[1], key
     for how in TRUNCATIONS:
         assert truncated(heads, how, 4).isfinite().all(), how
+
+
+def random_heads(B=4, H=2, N=65, D=16):
+    """Heads of a layer with random weights on random tokens."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(B, N, H * D, generator=g, dtype=torch.float64)
+    W = torch.randn(3, 1, H, H * D, D, generator=g, dtype=torch.float64)
+    q, k, v = x[:, None] @ (1.5 / math.sqrt(H * D) * W)
+    return Heads(q, k, v, v, x)
 
 
 def tiny_heads(B=2, H=2, N=6, D=3, seed=0):
