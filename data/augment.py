@@ -8,8 +8,8 @@ no loop runs over images, and pixels stay on their device. What happens to a sam
     images = to_float(augment_uint8(images, positions, seed), positions, seed)  # float32, in [0, 1]
     images, targets = mixup_cutmix(images, labels, 1000, np.random.default_rng((seed, step)))
 
-Images are (B, 3, H, W). No function changes its input. RandAugment and erasing, which the recipe of
-ImageNet uses alone, are in randaugment.py.
+Images are (B, 3, H, W). No function changes its input. RandAugment and erasing, which only the
+recipe of ImageNet uses, are in randaugment.py.
 """
 
 import math

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from data.files import IMAGE_EXTENSIONS, decode, name_hash, read_bytes, same_folder, shown
+from data.files import IMAGE_EXTENSIONS, decode, name_hash, read_bytes, shown
 
 SHARE = 0.2                                  # of a flat folder's images is held out
 CAMVID_CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car",

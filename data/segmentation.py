@@ -1,4 +1,4 @@
-"""Images with a class for every pixel: what the flags of train_seg.py mean, training views, pictures.
+"""Images with a class for every pixel: what the flags mean, views to train on, pictures.
 
     views = TrainingViews(load_split(args, "training"), size=512)
     image, label, place = views[position, index]          # (3, S, S), (S, S), uint8; 255: ignored

@@ -15,7 +15,7 @@ from torchvision.io import write_png
 import common
 import train_cls
 from attention import ATTENTIONS, SelfAttention
-from data import images as data, photos, shapes
+from data import photos, shapes
 from kpca import (a_hat, attend, basis, eigen_cosine, exact_scaling, kernel_pca, kernel_projections, log_g, log_gram,
                   log_kernel, log_phi2, projection_loss, theoretical_values)
 from lm import LM, LMConfig
