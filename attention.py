@@ -279,3 +279,30 @@ class SelfAttention(nn.Module):
     def forward(self, x):
         h = self.attend(*self.project(x))                               # (B, H, N, D)
         return self.proj_drop(self.proj(h.transpose(1, 2).flatten(2)))  # (B, N, C)
+
+
+@torch.no_grad()
+def key_statistics(model, forward, inputs):
+    """Did the robust part act? mean_abs_key: per layer; nonzero_S: {RPC layer: share, each step}.
+
+    forward(inputs) runs `model`; its SelfAttention modules count as layers 0, 1, ...
+    """
+    stats = dict(mean_abs_key=[], nonzero_S={})
+
+    def look(m, inputs):
+        """Add the row of m, a SelfAttention, before its forward."""
+        if m.attn in PAP:
+            shares = [(step["S"] != 0).float().mean().item() for step in m.trace(inputs[0])]
+            stats["nonzero_S"][len(stats["mean_abs_key"])] = [round(share, 4) for share in shares]
+        _, k, _ = m.project(inputs[0])
+        stats["mean_abs_key"].append(round(k.abs().mean().item(), 4))
+
+    layers = [m for m in model.modules() if isinstance(m, SelfAttention)]
+    hooks = [m.register_forward_pre_hook(look) for m in layers]
+    training = model.training
+    model.eval()
+    forward(inputs)
+    model.train(training)
+    for hook in hooks:
+        hook.remove()
+    return stats

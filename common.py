@@ -23,7 +23,7 @@ import torch.distributed.nn           # once there is a group, it would keep tha
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
-from attention import FORMS, PAP, SelfAttention
+from attention import FORMS
 
 try:
     import fcntl
@@ -48,24 +48,13 @@ def number(kind, low, high=1e30):
     return parse
 
 
-def choice(*known):
-    """Type for argparse: one of these words."""
-    def parse(text):
-        if text not in known:
-            raise argparse.ArgumentTypeError(f"{text}, expected {' or '.join(known)}")
-        return text
-    return parse
-
-
 def parse_layers(text, depth):
     """Read "0" | "all" | "0,1,2" | "0-3": a tuple of layer indices."""
-    if text == "all":
-        return tuple(range(depth))
     try:
         ends = [[int(n) for n in part.split("-")] for part in text.split(",")]
     except ValueError:
-        ends = []
-    if not ends or not all(len(e) <= 2 and 0 <= e[0] <= e[-1] < depth for e in ends):
+        ends = [[0, depth - 1]] if text == "all" else [[-1]]
+    if not all(len(e) <= 2 and 0 <= e[0] <= e[-1] < depth for e in ends):
         raise ValueError(f"--rpc_layers {text}: expected all, 0, 0,1,2 or 0-2, of layers 0 to "
                          f"{depth - 1}")
     return tuple(i for e in ends for i in range(e[0], e[-1] + 1))
@@ -284,10 +273,9 @@ def begin(args, out_dir, step, model, device, rank, world, **about):
     log = Log(out_dir / "log.jsonl")
     log.lock()
     log.cut(step if args.resume else -1)
-    parameters, where = sum(p.numel() for p in model.parameters()), describe(device)
-    log.append(dict(step=step, args=vars(args), torch=torch.__version__, parameters=parameters,
-                    device=where, world=world, **about))
-    say(f"{parameters:,} parameters | {world} x {where} | {out_dir}"
+    about.update(parameters=sum(p.numel() for p in model.parameters()), device=describe(device))
+    log.append(dict(step=step, args=vars(args), torch=torch.__version__, world=world, **about))
+    say(f"{about['parameters']:,} parameters | {world} x {about['device']} | {out_dir}"
         + (f" | resumed at step {step}" if step else ""))
     training = out_dir
     return log
@@ -318,12 +306,9 @@ class Log:
         except OSError as e:
             raise OSError(f"cannot write {self.path} ({e.strerror})") from None
 
-    def rows(self):
-        return read_log(self.path)
-
     def cut(self, step):
         """Drop what was logged after `step`, and a line cut short by a kill. Returns the rest."""
-        rows = [row for row in self.rows() if row.get("step", 0) <= step]
+        rows = [row for row in read_log(self.path) if row.get("step", 0) <= step]
         with replacing(self.path) as tmp:
             tmp.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return rows
@@ -342,8 +327,7 @@ class Log:
             raise ValueError(f"{self.path.parent}: process {self.held.read()} trains there; stop "
                              f"it first, or choose another --out_dir") from None
         self.held.truncate(0)
-        self.held.write(f"{os.getpid()} on {socket.gethostname()}")
-        self.held.flush()
+        print(f"{os.getpid()} on {socket.gethostname()}", end="", file=self.held, flush=True)
 
 
 def read_log(path):
@@ -472,8 +456,7 @@ def stored_config(checkpoint, config):
     stored = getattr(config, "from_older", dict)(checkpoint["model_config"])
     kinds = {f.name: f.type for f in fields(config)}
     accepted = {float: (float, int), tuple: (tuple, list)}
-    wrong = [f"{name} is unknown" for name in stored if name not in kinds]
-    wrong += [f"{name} is missing" for name in kinds if name not in stored]
+    wrong = misfits(stored, kinds)
     wrong += [f"{name} is {stored[name]!r} instead of {kind.__name__}"
               for name, kind in kinds.items()
               if name in stored and not isinstance(stored[name], accepted.get(kind, kind))]
@@ -493,14 +476,19 @@ def rebuild(checkpoint, script, model, config):
 def load_strictly(model, weights):
     """Call model.load_state_dict; ValueError naming the first tensors that do not fit."""
     own = model.state_dict()
-    wrong = [f"{name} is missing" for name in own if name not in weights]
-    wrong += [f"{name} is unknown" for name in weights if name not in own]
+    wrong = misfits(weights, own)
     wrong += [f"{name} is {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}"
               for name in own if name in weights and weights[name].shape != own[name].shape]
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(f"weights do not fit the model: {'; '.join(wrong[:3])}{more}")
     model.load_state_dict(weights)
+
+
+def misfits(given, needed):
+    """List the names that only one of two dicts has, in words."""
+    return ([f"{name} is missing" for name in needed if name not in given]
+            + [f"{name} is unknown" for name in given if name not in needed])
 
 
 # --- steps of a training --------------------------------------------------------------------------
@@ -559,33 +547,6 @@ def param_groups(model, weight_decay, no_decay=("pos_embed", "cls_token")):
         if p.requires_grad:
             (keep if p.ndim < 2 or name.split(".")[-1] in no_decay else decay).append(p)
     return [dict(params=decay, weight_decay=weight_decay), dict(params=keep, weight_decay=0.0)]
-
-
-@torch.no_grad()
-def key_statistics(model, forward, inputs):
-    """Did the robust part act? mean_abs_key: per layer; nonzero_S: {RPC layer: share, each step}.
-
-    forward(inputs) runs `model`; its SelfAttention modules count as layers 0, 1, ...
-    """
-    stats = dict(mean_abs_key=[], nonzero_S={})
-
-    def look(m, inputs):
-        """Before the forward of m, a SelfAttention: its row of the statistics."""
-        if m.attn in PAP:
-            shares = [(step["S"] != 0).float().mean().item() for step in m.trace(inputs[0])]
-            stats["nonzero_S"][len(stats["mean_abs_key"])] = [round(share, 4) for share in shares]
-        _, k, _ = m.project(inputs[0])
-        stats["mean_abs_key"].append(round(k.abs().mean().item(), 4))
-
-    layers = [m for m in model.modules() if isinstance(m, SelfAttention)]
-    hooks = [m.register_forward_pre_hook(look) for m in layers]
-    training = model.training
-    model.eval()
-    forward(inputs)
-    model.train(training)
-    for hook in hooks:
-        hook.remove()
-    return stats
 
 
 def table(rows, header):

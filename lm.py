@@ -169,7 +169,7 @@ class LM(nn.Module):
             biases[0] = torch.cat([biases[0], self.cluster_bias])
         return list(zip(weights, biases))
 
-    @torch.compiler.disable                 # numbers of rows that depend on data; chunked by itself
+    @torch._disable_dynamo              # numbers of rows depend on data; imports no compiler yet
     def nll(self, hidden, targets):
         """Compute -log p(target): (..., C), (...) int64 -> (...) nats in float32 or better.
 

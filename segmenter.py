@@ -29,7 +29,6 @@ from torch import nn
 from attention import one_of
 from common import rebuild, stored_config
 from vit import RPC_KINDS, Block, ViT, ViTConfig
-from weights import foreign_settings, load_weights, resize_pos_embed
 
 IGNORE = 255                          # label of pixels that do not count
 
@@ -155,6 +154,7 @@ class Segmenter(nn.Module):
             if self.config.attn == "scaled_s":
                 raise ValueError(f"attn='scaled_s' learned its S for {own} x {own} patches; the "
                                  f"image has {grid[0]} x {grid[1]}, but S cannot be resized")
+            from weights import resize_pos_embed
             pos_embed = resize_pos_embed(pos_embed, grid, "bilinear")
         x = encoder.encode(encoder.tokens(x, pos_embed))            # (B, N, C)
         x = self.decoder(x[:, 1:])                                  # (B, N - 1, K): no class token
@@ -263,6 +263,7 @@ def backbone_settings(checkpoint):
         raise ValueError(f"a backbone is a checkpoint of classification, this one is of "
                          f"{checkpoint['task']}")
     if "model_config" not in checkpoint:
+        from weights import foreign_settings
         return foreign_settings(checkpoint)
     config = stored_config(checkpoint, ViTConfig)
     names = ["embed_dim", "depth", "num_heads", "patch_size", "mlp_ratio", "attn"]
@@ -289,4 +290,5 @@ def load_backbone(model, checkpoint):
             if own != value:
                 raise ValueError(f"the backbone was trained with {name}={value!r}, the model has "
                                  f"{name}={own!r}")
+    from weights import load_weights
     load_weights(model.encoder, checkpoint, mode="bilinear")

@@ -31,11 +31,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 import common
-from attention import ATTENTIONS
+from attention import ATTENTIONS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE
 from data.augment import augment_uint8, mixup_cutmix, send, to_float
-from data.files import Split, image_batches
-from data.images import find_photos, load_data, split_name
+from data.batches import Split, image_batches
+from data.images import load_data, split_name
 from data.rng import epoch_order
 from vit import RPC_KINDS, SIZES, ViT, ViTConfig
 
@@ -116,6 +116,8 @@ def get_args():
 
     common.add_running(p, "<data>_<attn>", "--epochs")
     args = common.parse(p, RECIPES, "train_cls.py", FIXED, own="folder")
+    if args.init_from and not args.resume:
+        args = follow_file(p, args)
     if args.data == "folder":
         choose_for_folder(args)
     released = args.attn in ("symmetric", "rpc") and args.model in SIZES
@@ -158,10 +160,24 @@ def check_flags(args):
                          f"out of sight")
 
 
+def follow_file(p, args):
+    """Parse again: where no flag says model or patch size, they are those of --init_from."""
+    from weights import flags_for
+    found = flags_for(common.load(args.init_from), SIZES)
+    found = {name: found[name] for name in ("model", "patch_size") if name in found}
+    p.set_defaults(**found, **RECIPES.get((args.data, found.get("model")), {}))
+    again = p.parse_args()
+    if vars(again) != vars(args) and os.environ.get("RANK", "0") == "0":
+        chosen = " ".join(f"--{name} {getattr(again, name)}" for name in found)
+        print(f"as in {args.init_from}: {chosen}", flush=True)
+    return again
+
+
 def choose_for_folder(args):
     """Fill what the recipe of a folder leaves open, from how many images it holds and how large."""
     if not args.data_dir:
         raise ValueError("--data folder needs --data_dir")
+    from data.photos import find_photos
     photos = find_photos(args.data_dir)
     if not photos.val and not args.holdout:
         args.holdout = round(len(photos.train) / 5)                 # without a val folder: a fifth
@@ -280,7 +296,7 @@ def evaluate(model, source, args, device, rank, world):
 def evaluate_run(model, ema, train, test, args, device, rank, world):
     """Evaluate a model, and its average where there is one; the paper reports the raw model.
 
-    Returns the metrics and, on rank 0, whether the robust part acted: common.key_statistics.
+    Returns the metrics and, on rank 0, whether the robust part acted: key_statistics.
     """
     metrics = evaluate(model, test, args, device, rank, world)
     if ema:
@@ -291,7 +307,7 @@ def evaluate_run(model, ema, train, test, args, device, rank, world):
         return metrics, {}
     few = torch.arange(min(len(test.labels), 32))
     images, _, _ = next(load_batches(test, [(few, few)], args, device))
-    return metrics, common.key_statistics(model, model, images.float() / 255)
+    return metrics, key_statistics(model, model, images.float() / 255)
 
 
 # --- the run --------------------------------------------------------------------------------------
@@ -325,8 +341,9 @@ def build(args, train, device):
 
 def resume(args, model, optimizer, ema, train):
     """Load the run that --resume names; returns its step and metrics."""
-    checkpoint = common.load_run(args.resume, "train_cls.py", *["ema"] * bool(ema),
-                                 classes=list(train.classes), training_images=len(train.labels))
+    checkpoint = common.load_run(args.resume, "train_cls.py", "classes", "metrics",
+                                 *["ema"] * bool(ema), classes=list(train.classes),
+                                 training_images=len(train.labels))
     if checkpoint.get("ema") and not ema:
         raise ValueError(f"--ema {args.ema}: the run in {args.resume} has an average of its "
                          f"weights")

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 import common
-from attention import ATTENTIONS
+from attention import ATTENTIONS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE
 from data import text as data_text
 from data.text import EOS, perplexity, sliding_nll, text_folder
@@ -188,7 +188,7 @@ def evaluate(model, corpus, args, device, rank, world):
     text = sample(model, corpus.vocab, args, device)
     few = min(len(corpus.valid) // args.context, 8)
     windows = corpus.valid[:few * args.context].reshape(few, -1).astype(np.int64)
-    keys = common.key_statistics(model, model.hidden, torch.from_numpy(windows).to(device))
+    keys = key_statistics(model, model.hidden, torch.from_numpy(windows).to(device))
     return metrics, dict(sample=text, **keys)
 
 

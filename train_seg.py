@@ -29,12 +29,11 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import common
-from attention import ATTENTIONS
+from attention import ATTENTIONS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE
-from data.files import image_batches
+from data.batches import image_batches
 from data.rng import epoch_order
-from data.segmentation import (TrainingViews, finish_views, folder_recipe, load_folder, load_split,
-                               save_pictures)
+from data.segmentation import TrainingViews, finish_views, load_split, save_pictures
 from robust.iou import evaluate, predictions
 from segmenter import (IGNORE, Segmenter, SegmenterConfig, backbone_settings, config_from_backbone,
                        load_backbone, segmenter_from_checkpoint)
@@ -153,6 +152,7 @@ def load_data(args, rank):
     Before common.start, which compares the flags with those of the run that torchrun restarts.
     """
     if args.data == "folder":
+        from data.labelled import folder_recipe, load_folder
         train, val, found = load_folder(args.data_dir, args.num_classes)
         args.num_classes = len(train.classes)
         chosen = folder_recipe(len(train), sorted(train.sides)[len(train) // 2])
@@ -269,7 +269,7 @@ def build(args, train, device):
     step, metrics, classes = 0, {}, list(train.classes)
     if args.resume:
         checkpoint = common.load_run(args.resume, "train_seg.py", "model_config", "metrics",
-                                     classes=classes, training_images=len(train))
+                                     "classes", classes=classes, training_images=len(train))
         step, metrics = checkpoint["step"], checkpoint["metrics"]
         with common.naming(f"--resume {args.resume}"):
             model = segmenter_from_checkpoint(checkpoint).train()
@@ -382,7 +382,7 @@ def main():
         if evaluating:
             metrics, _ = evaluate(model, val, **views_of(args), rank=rank, world=world,
                                   progress="evaluating")
-            keys = common.key_statistics(model, model.masks, images[:8])
+            keys = key_statistics(model, model.masks, images[:8])
             log.append(dict(step=done, eval=metrics, epoch=epoch, **keys))
             common.say(common.line(done, loss, metrics))
             clock = time.time()

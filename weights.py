@@ -132,24 +132,26 @@ def start_from(model, path, sizes):
     try:
         return load_weights(model, checkpoint, new_head=True)
     except ValueError as e:
-        raise ValueError(f"--init_from {path}: {e}{flags_for(checkpoint, sizes)}") from None
+        needed = " ".join(f"--{k} {v}" for k, v in flags_for(checkpoint, sizes).items())
+        needed = needed and f"; this file's weights need {needed}"
+        raise ValueError(f"--init_from {path}: {e}{needed}") from None
 
 
 def flags_for(checkpoint, sizes):
-    """The flags of train_cls.py that a file's weights need, in words; "" where it does not say.
+    """Read off a ViT's weights the flags of train_cls.py that they need; {} of other files.
 
-    sizes: {name of --model: settings}, as vit.SIZES.
+    sizes: {name of --model: settings}, as vit.SIZES. Returns patch_size, attn in words and, if it
+    is one of ours, model.
     """
     weights = checkpoint.get("model", checkpoint)
     if not set(VIT_NAMES) <= set(weights):
-        return ""
+        return {}
     patch, qkv = weights["patch_embed.proj.weight"], weights["blocks.0.attn.qkv.weight"]
     depth = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
     models = [name for name, size in sizes.items()
               if (size["embed_dim"], size["depth"]) == (len(patch), depth)]
     attn = "softmax" if len(qkv) == 3 * len(patch) else "symmetric (or rpc)"
-    return (f"; this file's weights need --model {models[0] if models else '(none of ours)'} "
-            f"--patch_size {patch.shape[-1]} --attn {attn}")
+    return {**{"model": name for name in models}, "patch_size": patch.shape[-1], "attn": attn}
 
 
 def released_attention(args, depth):

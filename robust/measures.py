@@ -70,9 +70,18 @@ def budget(text):
     return value
 
 
+def choice(*known):
+    """Type for argparse: one of these words."""
+    def parse(text):
+        if text not in known:
+            raise argparse.ArgumentTypeError(f"{text}, expected {' or '.join(known)}")
+        return text
+    return parse
+
+
 def truth(text):
     """yes or no -> bool."""
-    return common.choice("yes", "no")(text) == "yes"
+    return choice("yes", "no")(text) == "yes"
 
 
 COUNT, REAL, POSITIVE = common.number(int, 1), common.number(float, 0), common.number(float, 1e-9)
@@ -81,7 +90,7 @@ SETTINGS = dict(
     eps=(budget, "L-inf budget, 8/255 or 0.031; of sld the L1 budget, any number: at "
          "224 px 10 is next to nothing, try 10,50,100"),
     scale=(REAL, "half width (uniform) or standard deviation (gaussian)"),
-    kind=(common.choice("uniform", "gaussian"), "uniform or gaussian"),
+    kind=(choice("uniform", "gaussian"), "uniform or gaussian"),
     draws=(COUNT, "accuracy is the mean over so many draws"),
     best_of=(COUNT, "each image's worst of so many"),
     steps=(COUNT, "of cw: Adam steps in each of the 5 rounds of the search for c"),
@@ -90,17 +99,17 @@ SETTINGS = dict(
     restarts=(COUNT, "each image's worst of so many random starts"),
     best=(truth, "yes: any misclassified iterate is returned, not the last one"),
     rescale=(truth, "yes: scale down to the L1 ball as cleverhans does; no: project"),
-    centre=(common.choice("iterate", "legacy"),
+    centre=(choice("iterate", "legacy"),
             "legacy: probe around 2x, as cleverhans 4.0.0 does"),
     confidence=(REAL, "kappa"),
     lr=(POSITIVE, "of Adam"),
     queries=(COUNT, "of Square, alone and in AutoAttack"),
-    type=(common.choice(*corruptions.NAMES), "some of the 15 corruptions"),
+    type=(choice(*corruptions.NAMES), "some of the 15 corruptions"),
     jpeg85=(truth, "yes: once through JPEG at quality 85, as ImageNet-C's files"),
-    split=(common.choice("valid", "test"), "of the text"),
-    space=(common.choice("pixel", "normalized"), "unit of the budgets: pixels in [0, 1], or "
+    split=(choice("valid", "test"), "of the text"),
+    space=(choice("pixel", "normalized"), "unit of the budgets: pixels in [0, 1], or "
            "normalised tensors"),
-    labels=(common.choice("true", "pred"), "what an attack leads away from"),
+    labels=(choice("true", "pred"), "what an attack leads away from"),
     clip=(truth, "yes: attacked pixels stay in [0, 1]"),
 )
 

@@ -16,8 +16,8 @@ import torch
 from tqdm import tqdm
 
 import common
-from data.files import Split, image_batches
-from data.images import ImageTree
+from data.batches import Split, image_batches
+from data.imagenet import ImageTree
 from data.rng import epoch_order
 from robust import attacks, corruptions, iou, metrics, words
 from robust.measures import ATTACKS, FOLDERS, SCENES, SLOW

@@ -15,7 +15,7 @@ from torchvision.io import write_png
 import common
 import train_cls
 from attention import ATTENTIONS, SelfAttention
-from data import images as data, shapes
+from data import images as data, photos, shapes
 from kpca import (a_hat, attend, basis, eigen_cosine, exact_scaling, kernel_pca, kernel_projections, log_g, log_gram,
                   log_kernel, log_phi2, projection_loss, theoretical_values)
 from lm import LM, LMConfig
@@ -461,7 +461,7 @@ def test_a_network_of_ones_own_photos_is_looked_at_on_those_it_was_not_trained_o
     checkpoint = dict(args=dict(data="folder", data_dir=str(tmp_path), holdout=4))
     images, labels, what, classes = probe.load_images(Namespace(data=None, data_dir=None, images=32), checkpoint,
                                                       ViTConfig(image_size=16, patch_size=8, num_classes=2))
-    train, val, _ = data.load_photos(data.find_photos(tmp_path), 16, holdout=4)
+    train, val, _ = photos.load_photos(photos.find_photos(tmp_path), 16, holdout=4)
     seen, found = {image.float().mean().item() for image in train.images}, {255 * x.mean().item() for x in images}
     assert len(found) == 4 and not {round(x) for x in found} & {round(x) for x in seen}
     assert sorted(labels.tolist()) == sorted(val.labels.tolist()) and (what, classes) == ("4 images of folder", 2)
