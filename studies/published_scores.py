@@ -286,8 +286,8 @@ def main():
     if args.ckpt:
         return study(args, EXPERIMENTS)
     found = list(kernel_eigenvalues(synthetic_keys()).values())[:4]
-    print("Eigenvalues that were published: 648.46, 4.65, 40.07, 17.73 (max, min, mean, median)\nOf "
-          "E/N of random keys, standardised, 80 % of whose variance is shared (N 197, D 64): "
+    print("Published eigenvalues (max, min, mean, median): 648.46, 4.65, 40.07, 17.73\nOf E/N of "
+          "random keys, standardised, 80 % of whose variance is shared (N 197, D 64): "
           + ", ".join(f"{t.mean():.1f} ± {t.std():.1f}" for t in found))
 
 
