@@ -33,8 +33,8 @@ from typing import NamedTuple
 import torch
 
 import common
-from data.images import ImageTree
-from robust import attacks, checks, corruptions, measures, metrics, pictures, score
+from data.imagenet import ImageTree
+from robust import attacks, checks, frost, measures, metrics, pictures, score
 from robust.measures import FOLDERS
 from robust.sources import CLS, LM, NORMALIZE, SEG, load_built, load_model, load_source
 from robust.tables import Results
@@ -165,7 +165,7 @@ def settle(args, models, other=None):
     if args.task != CLS:
         settle_windows(args, first.model.config)
     if args.frost_dir:
-        corruptions.load_frost(args.frost_dir)
+        frost.load_frost(args.frost_dir)
     if args.task == CLS and not args.batch_size:
         pixels = 2 ** 19 if args.device.type == "cpu" else 2 ** 22
         args.batch_size = max(1, pixels // first.size ** 2)

@@ -34,8 +34,8 @@ import common
 from attention import ATTENTIONS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE
 from data.augment import augment_uint8, mixup_cutmix, send, to_float
-from data.files import Split, image_batches
-from data.images import find_photos, load_data, split_name
+from data.batches import Split, image_batches
+from data.images import load_data, split_name
 from data.rng import epoch_order
 from vit import RPC_KINDS, SIZES, ViT, ViTConfig
 
@@ -174,6 +174,7 @@ def choose_for_folder(args):
     """Fill what the recipe of a folder leaves open, from how many images it holds and how large."""
     if not args.data_dir:
         raise ValueError("--data folder needs --data_dir")
+    from data.photos import find_photos
     photos = find_photos(args.data_dir)
     if not photos.val and not args.holdout:
         args.holdout = round(len(photos.train) / 5)                 # without a val folder: a fifth

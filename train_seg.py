@@ -33,10 +33,9 @@ from tqdm import tqdm
 import common
 from attention import ATTENTIONS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE
-from data.files import image_batches
+from data.batches import image_batches
 from data.rng import epoch_order
-from data.segmentation import (TrainingViews, finish_views, folder_recipe, load_folder, load_split,
-                               save_pictures)
+from data.segmentation import TrainingViews, finish_views, load_split, save_pictures
 from robust.iou import evaluate, predictions
 from segmenter import (IGNORE, Segmenter, SegmenterConfig, backbone_settings, config_from_backbone,
                        load_backbone, segmenter_from_checkpoint)
@@ -171,6 +170,7 @@ def load_data(args):
     Before common.start, which compares the flags with those of the run that torchrun restarts.
     """
     if args.data == "folder":
+        from data.labelled import folder_recipe, load_folder
         train, val, found = load_folder(args.data_dir, args.num_classes)
         args.num_classes = len(train.classes)
         chosen = folder_recipe(len(train), sorted(train.sides)[len(train) // 2])

@@ -1,14 +1,15 @@
-"""The DeiT augmentation of uint8 batches: crop, flip, RandAugment, random erasing, mixup, cutmix.
+"""The DeiT augmentation of batches: shift, flip, RandAugment, random erasing, mixup, cutmix.
 
-The recipe is facebookresearch/deit:main.py's: timm's `rand-m9-mstd0.5-inc1` and `Mixup`, which take
-one PIL image at a time. Here no loop runs over images, and pixels stay on their device. What
-happens to a sample depends on (seed, its position) alone, not on batch, worker or rank. Decisions
-are drawn on the CPU, as tables `u` of uniform numbers, so nobody waits for a GPU.
+The recipe is facebookresearch/deit:main.py's, whose timm takes one PIL image at a time. Here
+no loop runs over images, and pixels stay on their device. What happens to a sample depends on
+(seed, its position) alone, not on batch, worker or rank. Decisions are drawn on the CPU, as tables
+`u` of uniform numbers, so nobody waits for a GPU.
 
     images = to_float(augment_uint8(images, positions, seed), positions, seed)  # float32, in [0, 1]
     images, targets = mixup_cutmix(images, labels, 1000, np.random.default_rng((seed, step)))
 
-Images are (B, 3, H, W). No function but random_erase changes its input.
+Images are (B, 3, H, W). No function changes its input. RandAugment and erasing, which only the
+recipe of ImageNet uses, are in randaugment.py.
 """
 
 import math
@@ -16,22 +17,15 @@ import math
 import torch
 import torch.nn.functional as F
 
-from data.rng import normal, uniform
+from data.rng import uniform
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)           # ImageNet's, of pixels in [0, 1]
-FILL = (124, 116, 104)                                              # MEAN in grey levels: outside
-CROP, FLIP, RAND_AUGMENT, ERASE, ERASE_NOISE = range(20, 25)      # keys of `uniform` after the seed
-RAND_AUGMENT_COLUMNS = 4                                         # per draw: op, apply?, level, sign
-ERASE_TRIES = 10
-ERASE_COLUMNS = 3 + 2 * ERASE_TRIES                               # apply?, top, left, areas, ratios
+CROP, FLIP, RAND_AUGMENT, ERASE = range(20, 24)               # keys of `uniform` after the seed
 
 
 def send(x, device):
     """Send a small tensor or list to the device; the host does not wait."""
     return torch.as_tensor(x).to(device, non_blocking=True)
 
-
-# --- crop and flip --------------------------------------------------------------------------------
 
 def random_crop(images, u, pad=4):
     """Shift by up to `pad` pixels each way, black outside: torchvision's RandomCrop(size, pad).
@@ -50,205 +44,42 @@ def random_hflip(images, u):
     return torch.where(left_right, images.flip(3), images)
 
 
-# --- RandAugment ----------------------------------------------------------------------------------
-# Operations: (b, 3, H, W) uint8 and a (b, 1, 1, 1) float32 argument to uint8, truncated as by PIL.
+def augment_uint8(images, positions, seed, pad=0, num_ops=0):
+    """Shift (if pad > 0), flip, RandAugment (if num_ops > 0): the half that stays in uint8.
 
-def blend(base, images, factor):
-    """Mix base (factor 0) and images (1), or go beyond, as ImageEnhance; base: whole numbers."""
-    return (base + factor * (images - base)).clamp_(0, 255).byte()
-
-
-def grey(images):
-    """Compute PIL's luma of RGB images, (b, 1, H, W) int32 in 0..255."""
-    r, g, b = images.int().split(1, dim=1)
-    return (19595 * r + 38470 * g + 7471 * b + 0x8000) >> 16
-
-
-def contrast(images, factor):
-    """Blend with the mean of the grey image."""
-    mean = grey(images).sum((2, 3), keepdim=True) / images[0, 0].numel()
-    return blend((mean + 0.5).floor(), images, factor)
-
-
-def sharpness(images, factor):
-    """Blend with a 3 x 3 smoothing, weights 1 and 5 in the centre; the border stays."""
-    x, out = images.short(), images.clone()
-    rows = x[..., :-2] + x[..., 1:-1] + x[..., 2:]
-    centre = x[..., 1:-1, 1:-1]
-    total = rows[:, :, :-2] + rows[:, :, 1:-1] + rows[:, :, 2:] + 4 * centre
-    out[..., 1:-1, 1:-1] = blend((total / 13).round_(), centre, factor)
-    return out
-
-
-def axes(images):
-    """Give the coordinates of the pixels: across (W,), down (H, 1)."""
-    H, W = images.shape[2:]
-    return torch.arange(W, device=images.device), torch.arange(H, device=images.device)[:, None]
-
-
-def taps(pixel, shift, size):
-    """Find what PIL's bicubic warp takes at pixel + shift along a line; no shift: None.
-
-    Returns the first of four neighbouring pixels, in the line with two pixels more on either side;
-    their weights (Keys' kernel, a = -1; no shift: one tap); and whether the place is in the line.
+    images: uint8, after the random resized crop. positions: (B,) int64 on the CPU, below 2**31:
+    each sample's number in the whole run, which with the seed determines all that is drawn. So this
+    may run on the device or in a worker process.
     """
-    if shift is None:
-        return pixel + 2, (1,), torch.ones_like(pixel, dtype=torch.bool)
-    place = pixel + shift
-    inside = (place >= -0.5) & (place < size - 0.5)
-    place = place.clamp(-0.5, size - 0.5)
-    first = place.floor()
-    d = place - first
-    e = 1 - d
-    weights = -d * e * e, 1 + d * d * (d - 2), 1 + e * e * (e - 2), -e * d * d
-    return first.long() + 1, weights, inside
-
-
-def warp(images, dx=None, dy=None):
-    """Show at pixel (x, y) the image at (x + dx, y + dy), bicubic, FILL outside.
-
-    dx, dy: float32 that broadcasts to (b, 1, H, W), in pixels; None is 0, and four times faster.
-    """
-    (H, W), (x, y) = images.shape[2:], axes(images)
-    left, across, inside = taps(x, dx, W)
-    top, down, within = taps(y, dy, H)
-
-    # Tap (i, j) of every pixel lies the same number further in the flat padded image.
-    flat = F.pad(images.float(), [2] * 4, mode="replicate").flatten(2)
-    index = (top * (W + 4) + left).expand(len(images), 3, H, W).flatten(2)
-    total = torch.full_like(images, 2 ** -10, dtype=torch.float32)  # flat areas stay as they are
-    for i in range(len(down)):
-        for j in range(len(across)):
-            tap = flat[:, :, i * (W + 4) + j:].gather(2, index).view_as(images)
-            total += tap.mul_(down[i] * across[j])
-    fill = send(FILL, images.device).view(3, 1, 1).float()
-    return torch.where(inside & within, total.clamp_(0, 255), fill).byte()
-
-
-def rotate(images, degrees):
-    """Turn counter-clockwise about the centre."""
-    (H, W), angle = images.shape[2:], degrees * (math.pi / 180)
-    x, y = axes(images)
-    x, y, cos, sin = x - (W - 1) / 2, y - (H - 1) / 2, torch.cos(angle), torch.sin(angle)
-    return warp(images, cos * x - sin * y - x, sin * x + cos * y - y)
-
-
-def torchvisions(name):
-    """Call torchvision's operation; it is imported when used, as it costs as much as torch."""
-    def op(images, _):
-        from torchvision.transforms.v2 import functional
-        return getattr(functional, name)(images)
-    return op
-
-
-def signed(most):
-    return lambda x, sign: sign * most * x
-
-
-def enhance_factor(x, sign):
-    return (1 + sign * 0.9 * x).clamp(min=0.1)
-
-
-OPS = {  # name in timm: (operation, its argument from x = level / 10 in [0, 1] and sign = +-1)
-    "AutoContrast": (torchvisions("autocontrast"), signed(0)),
-    "Equalize": (torchvisions("equalize"), signed(0)),
-    "Invert": (lambda images, _: 255 - images, signed(0)),
-    "Rotate": (rotate, signed(30)),
-    "PosterizeIncreasing": (lambda images, bits: images & (256 - 2 ** (8 - bits.int())).byte(),
-                            lambda x, sign: 4 - (4 * x).floor()),
-    "SolarizeIncreasing": (lambda images, low: torch.where(images < low, images, 255 - images),
-                           lambda x, sign: 256 - (256 * x).floor()),
-    "SolarizeAdd": (lambda images, amount: (images + amount * (images < 128)).byte(),
-                    lambda x, sign: (110 * x).floor()),
-    "ColorIncreasing": (lambda images, f: blend(grey(images), images, f), enhance_factor),
-    "ContrastIncreasing": (contrast, enhance_factor),
-    "BrightnessIncreasing": (lambda images, f: blend(0, images, f), enhance_factor),
-    "SharpnessIncreasing": (sharpness, enhance_factor),
-    "ShearX": (lambda images, a: warp(images, dx=a * (axes(images)[1] + 0.5)), signed(0.3)),
-    "ShearY": (lambda images, a: warp(images, dy=a * (axes(images)[0] + 0.5)), signed(0.3)),
-    "TranslateXRel": (lambda images, a: warp(images, dx=a * images.shape[3]), signed(0.45)),
-    "TranslateYRel": (lambda images, a: warp(images, dy=a * images.shape[2]), signed(0.45)),
-}
-
-
-def rand_augment(images, u, magnitude=9.0, std=0.5, num_ops=2, prob=0.5):
-    """Draw num_ops of OPS, apply each with probability prob: timm's rand-m9-mstd0.5-inc1.
-
-    Each draw's level is normal(magnitude, std) clipped to [0, 10], its sign a fair coin.
-    images: uint8. u: (B, 4 * num_ops) on the CPU; per draw: which op, apply it?, level, sign.
-    Returns uint8. Raises ValueError if u has another shape.
-    """
-    expected = (len(images), RAND_AUGMENT_COLUMNS * num_ops)
-    if u.shape != expected:
-        raise ValueError(f"u has shape {tuple(u.shape)}, expected {expected}")
-    size = len(images)
-    if images.device.type == "cpu":                                 # so many fit the caches
-        size = max(1, 2 ** 15 // (images.shape[2] * images.shape[3]))
-
-    images, u = images.clone(), u.double().view(-1, num_ops, RAND_AUGMENT_COLUMNS)
-    for which, apply, level, sign in u.permute(1, 2, 0):            # (B,) each
-        x = (magnitude + std * normal(level)).clamp(0, 10) / 10
-        sign = torch.where(sign < 0.5, 1.0, -1.0)
-        which = torch.where(apply < prob, (which * len(OPS)).floor(), -1)
-        for i, (op, argument) in enumerate(OPS.values()):
-            chosen = (which == i).nonzero()[:, 0]               # on the CPU: no wait for the device
-            for index in chosen.split(size) if len(chosen) else ():
-                a = send(argument(x[index], sign[index]).float().view(-1, 1, 1, 1), images.device)
-                index = send(index, images.device)
-                images[index] = op(images[index], a)
+    if pad:
+        images = random_crop(images, uniform(positions, 2, seed, CROP), pad)
+    images = random_hflip(images, uniform(positions, 1, seed, FLIP)[:, 0])
+    if num_ops:
+        from data.randaugment import rand_augment
+        images = rand_augment(images, uniform(positions, 4 * num_ops, seed, RAND_AUGMENT))
     return images
 
 
-# --- random erasing -------------------------------------------------------------------------------
-
-def random_erase(images, u, positions, seed, prob=0.25, area=(0.02, 1 / 3), min_ratio=0.3):
-    """Put a box of noise into a share `prob` of the images: timm's RandomErasing(mode="pixel").
-
-    The box covers a uniform share of the image within `area`; its height / width is log-uniform in
-    [min_ratio, 1 / min_ratio]; of 10 tries the first that fits is taken, else the image stays.
-    Its values are standard normal after normalisation by MEAN and STD, so they may leave [0, 1].
-    images: float, in [0, 1], changed in place and returned. u: (B, 23) on the CPU: ERASE_COLUMNS.
-    positions: (B,) int64 on the CPU: with the seed they determine the noise.
-    """
-    B, _, H, W = images.shape
-    u = u.double()
-    share, ratio = u[:, 3:].split(ERASE_TRIES, dim=1)
-    pixels = (area[0] + (area[1] - area[0]) * share) * H * W                        # (B, 10)
-    ratio = torch.exp((1 - 2 * ratio) * math.log(min_ratio))
-    h, w = (pixels * ratio).sqrt().round().long(), (pixels / ratio).sqrt().round().long()
-    fits = (h < H) & (w < W)
-    chosen = ((u[:, 0] < prob) & fits.any(1)).nonzero()[:, 0]                       # (b,)
-    attempt = fits[chosen].int().argmax(1, keepdim=True)
-    h, w = h[chosen].gather(1, attempt)[:, 0], w[chosen].gather(1, attempt)[:, 0]
-    top, left = (u[chosen, 1] * (H - h + 1)).long(), (u[chosen, 2] * (W - w + 1)).long()
-
-    # One column per erased pixel, box after box. Their number is known on the host: no wait.
-    first = (h * w).cumsum(0) - h * w
-    boxes = [chosen, positions[chosen], top, left, w, first, h * w]
-    boxes = send(torch.stack(boxes), images.device)
-    columns = boxes[:6].repeat_interleave(boxes[6], dim=1, output_size=int((h * w).sum()))
-    sample, position, top, left, w, first = columns
-    i = torch.arange(len(first), device=images.device) - first
-    y, x = top + i // w, left + i % w
-    noise = normal(uniform(y * W + x, 3, seed, ERASE_NOISE, position.int()))            # (n, 3)
-    noise = noise * send(STD, images.device) + send(MEAN, images.device)
-    images[sample, :, y, x] = noise.to(images.dtype)
+def to_float(images, positions, seed, erase=0.0):
+    """Turn uint8 to float32 in [0, 1], then erase boxes of a share `erase` of the images."""
+    images = images / 255
+    if erase:
+        from data.randaugment import ERASE_COLUMNS, random_erase
+        u = uniform(positions, ERASE_COLUMNS, seed, ERASE)
+        images = random_erase(images, u, positions, seed, erase)
     return images
 
-
-# --- mixup and cutmix -----------------------------------------------------------------------------
 
 def partner(x):
     """Swap neighbours: 2i + 1 for 2i and the other way round."""
     return x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
 
 
-def mixup_cutmix(images, labels, num_classes, rng, mixup=0.8, cutmix=1.0, switch_prob=0.5,
-                 smoothing=0.1):
+def mixup_cutmix(images, labels, num_classes, rng, mixup=0.8, cutmix=1.0, smoothing=0.1):
     """Mix each image and label with its neighbour's: timm's Mixup in mode "batch".
 
     One lambda ~ Beta(alpha, alpha) for the batch, alpha = `mixup` or `cutmix`; if both are > 0,
-    cutmix is taken with probability switch_prob. mixup: lambda * image + (1 - lambda) * partner.
+    a fair coin decides. mixup: lambda * image + (1 - lambda) * partner.
     cutmix: a box of a share 1 - lambda is pasted from the partner, its centre anywhere; lambda
     becomes the share of the pixels kept, because the border clips the box. Both 0: nothing is
     mixed. timm's partner is of the reversed batch. Neighbours let even slices of a batch (of a
@@ -268,7 +99,7 @@ def mixup_cutmix(images, labels, num_classes, rng, mixup=0.8, cutmix=1.0, switch
         raise ValueError(f"batch of {len(images)} images: mixing neighbours needs an even number")
 
     H, W = images.shape[2:]
-    use_cutmix = cutmix > 0 and (mixup == 0 or rng.random() < switch_prob)
+    use_cutmix = cutmix > 0 and (mixup == 0 or rng.random() < 0.5)
     lam = float(rng.beta(cutmix, cutmix) if use_cutmix else rng.beta(mixup, mixup))
     if use_cutmix:
         h, w = int(H * math.sqrt(1 - lam)), int(W * math.sqrt(1 - lam))
@@ -281,30 +112,3 @@ def mixup_cutmix(images, labels, num_classes, rng, mixup=0.8, cutmix=1.0, switch
     else:
         mixed = torch.lerp(partner(images), images, lam)
     return mixed, torch.lerp(partner(targets), targets, lam)
-
-
-# --- all of it, in the recipe's order -------------------------------------------------------------
-
-def augment_uint8(images, positions, seed, pad=0, num_ops=2):
-    """Do the first half: crop (if pad > 0), flip, RandAugment (if num_ops > 0). Returns uint8.
-
-    images: uint8, after the random resized crop. positions: (B,) int64 on the CPU, below 2**31:
-    each sample's number in the whole run, which with the seed determines all that is drawn. So this
-    may run on the device or in a worker process.
-    """
-    if pad:
-        images = random_crop(images, uniform(positions, 2, seed, CROP), pad)
-    images = random_hflip(images, uniform(positions, 1, seed, FLIP)[:, 0])
-    if num_ops:
-        u = uniform(positions, RAND_AUGMENT_COLUMNS * num_ops, seed, RAND_AUGMENT)
-        images = rand_augment(images, u, num_ops=num_ops)
-    return images
-
-
-def to_float(images, positions, seed, erase_prob=0.25):
-    """Do the second half: to float32 in [0, 1], random erasing, whose noise may leave [0, 1]."""
-    images = images / 255
-    if erase_prob:
-        u = uniform(positions, ERASE_COLUMNS, seed, ERASE)
-        images = random_erase(images, u, positions, seed, erase_prob)
-    return images

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from data.files import IMAGE_EXTENSIONS, Split, decode, read_bytes, scan_folders
+from data.batches import Split
+from data.files import IMAGE_EXTENSIONS, decode, read_bytes, scan_folders
 
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship",
                    "truck"]
@@ -58,16 +59,13 @@ def load_cifar10(data_dir, split, download=False):
     or others, read without unpacking. Raises FileNotFoundError when nothing of the kind is there,
     ValueError when the files are not CIFAR-10's.
     """
-    if split not in ("train", "test"):
-        raise ValueError(f"split is {split!r}, expected 'train' or 'test'")
-    data_dir = str(data_dir)
+    data_dir, splits = str(data_dir), {"train": ["train"], "test": ["test", "val"]}[split]
     if not os.path.isdir(data_dir) and not download:
         raise FileNotFoundError(f"--data_dir {data_dir} is not a folder; expected one that holds "
                                 f"CIFAR-10")
     if download or os.path.isdir(os.path.join(data_dir, "cifar-10-batches-py")):
         return torchvisions_cifar10(data_dir, split, download)
 
-    splits = ["train"] if split == "train" else ["test", "val"]
     files = cifar10_files(data_dir, splits)
     if not files:
         folders = " or ".join(f"{name}/<class>/*" for name in splits)

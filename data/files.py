@@ -1,25 +1,14 @@
-"""Image files, whatever they are for: found, decoded, handed out in batches, drawn as a grid."""
+"""Image files, whatever they are for: found, decoded, drawn as a grid."""
 
 import io
 import os
 import zlib
 from collections import Counter
-from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, default_collate
 
 IMAGE_EXTENSIONS = (".jpeg", ".jpg", ".png", ".webp")
-
-
-class Split(NamedTuple):
-    """A small set of images, all of it in memory."""
-    images: torch.Tensor                     # (N, 3, H, W) uint8
-    labels: torch.Tensor                     # (N,) int64
-    classes: list                            # class names, str; labels index it
-    masks: torch.Tensor | None = None        # shapes: (N, H, W) uint8, 0: none, k + 1: class k
 
 
 def shown(path):
@@ -91,27 +80,6 @@ def scan_folders(root):
         images[name] = sorted(f for f in files if f.lower().endswith(IMAGE_EXTENSIONS))
         others.update(os.path.splitext(f)[1] for f in set(files) - set(images[name]))
     return images, others
-
-
-def collate(transform, samples):
-    """Stack [(image, label, position)]; transform(images, positions) runs here, in a worker."""
-    images, labels, positions = default_collate(samples)
-    if transform:
-        images = transform(images, positions)
-    return images, labels, positions
-
-
-def image_batches(dataset, batches, num_workers=4, device="cpu", transform=None):
-    """Make a DataLoader over samples (image, label, position): a batch of each, on the CPU.
-
-    batches: iterable of lists of the dataset's keys, (position, index). transform: applied to
-    (images, positions) of a batch in the worker; leave it out if a GPU can do that. Workers run
-    torch with one thread each (DataLoader's own rule); num_workers=0 loads in this process.
-    """
-    return DataLoader(dataset, batch_sampler=batches, num_workers=num_workers,
-                      prefetch_factor=4 if num_workers else None,
-                      pin_memory=torch.device(device).type == "cuda",
-                      collate_fn=partial(collate, transform))
 
 
 def save_grid(path, images, columns=8, zoom=1):

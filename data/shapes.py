@@ -1,7 +1,5 @@
 """Scenes of shapes drawn from formulas: images, labels and masks, nothing to download.
 
-    python -m data.shapes          # draw the picture of the data set into shapes.png
-
 Points (x, y) have y upwards; a shape fills about the unit disc. A shape is its signed distance:
 negative inside, and of slope one near the edge, so that the edge can be made one pixel soft at
 every size.
@@ -12,7 +10,7 @@ import math
 import torch
 from tqdm import tqdm
 
-from data.files import Split, save_grid
+from data.batches import Split
 from data.rng import uniform
 
 SCENE, NOISE = 10, 11                       # what a random number is for: the last part of its key
@@ -184,11 +182,8 @@ def render_scenes(index, size=32, seed=0):
 
 def load_shapes(split, num_images, size=32, seed=0, device="cpu"):
     """Render one split, "train" or "test", on `device` and keep it there. Returns a Split."""
-    if split not in ("train", "test"):
-        raise ValueError(f"split is {split!r}, expected 'train' or 'test'")
-    index = torch.arange(num_images, device=device)
-    if split == "test":
-        index = index + 2 ** 30                         # the splits never overlap
+    first = {"train": 0, "test": 2 ** 30}[split]        # so the splits never overlap
+    index = torch.arange(first, first + num_images, device=device)
     pixels = 2 ** 18 if index.device.type == "cpu" else 2 ** 23             # to stay in the cache
     chunks = index.split(max(1, pixels // size ** 2))
     few = num_images * size ** 2 < 2 ** 25              # under a few seconds: no bar
@@ -196,7 +191,3 @@ def load_shapes(split, num_images, size=32, seed=0, device="cpu"):
     parts = [render_scenes(chunk, size, seed) for chunk in bar]
     images, labels, masks = (torch.cat(part) for part in zip(*parts))
     return Split(images, labels, list(SHAPES), masks)
-
-
-if __name__ == "__main__":
-    save_grid("shapes.png", load_shapes("train", 24, size=160).images, columns=8)

@@ -51,13 +51,14 @@ class Vocabulary(dict):
                              f"stand for it")
         return self[UNK]
 
-    def encode(self, words):
-        """List of words -> (n,) uint32."""
+    def encode(self, text):
+        """Encode a text, <eos> for every newline: (n,) uint32."""
+        words = split_words(text)
         return np.fromiter(map(self.__getitem__, words), "<u4", len(words))
 
     def encode_lines(self, lines):
-        """Lines of a token file -> (n,) uint32, <eos> after each."""
-        return self.encode(split_words("\n".join([*lines, ""])))
+        """Encode the lines of a token file: (n,) uint32."""
+        return self.encode("\n".join([*lines, ""]))
 
 
 def stored_vocabulary(checkpoint):
@@ -125,7 +126,6 @@ class Corpus(NamedTuple):
     valid: np.ndarray                           # (n,) uint32
     test: np.ndarray
     vocab: Vocabulary
-    folder: Path
     cache_dir: Path
     built: bool                                 # was the cache written now?
 
@@ -133,27 +133,22 @@ class Corpus(NamedTuple):
 def load_corpus(folder, rank=0):
     """Load a folder's texts as ids. Rank 0 writes train.bin and vocab.txt while the others wait.
 
-    Raises FileNotFoundError or ValueError, one line that names the file, if one is missing, empty,
-    not UTF-8, cut short or out of range.
+    Raises FileNotFoundError or ValueError, one line that names the file or the cache, if one is
+    missing, empty, not UTF-8, cut short or damaged.
     """
     cache_dir = choose_cache_dir(folder)
     built = from_rank_0(rank == 0 and prepare(folder, cache_dir))
-    words, binary = cache_dir / "vocab.txt", cache_dir / "train.bin"
     try:
-        vocab = Vocabulary(words.read_bytes().decode().split("\n")[:-1])
+        vocab = Vocabulary((cache_dir / "vocab.txt").read_bytes().decode().split("\n")[:-1])
+        train = np.memmap(cache_dir / "train.bin", "<u4", "r")
+        if train.max() + 1 != len(vocab) or train[-1] != vocab[EOS]:
+            raise ValueError(f"ids up to {train.max()}, the last {train[-1]}; expected "
+                             f"{len(vocab) - 1}, as every word occurs, and 0 for {EOS}")
     except ValueError as error:
-        raise ValueError(f"{words}: {error}") from None
-    size = binary.stat().st_size
-    if not size or size % 4:
-        raise ValueError(f"{binary} has {size} bytes, expected 4 a token; delete it")
-
-    # every word of the vocabulary is in the text, and <eos>, which is 0, is its end
-    train = np.memmap(binary, "<u4", "r")
-    if train.max() + 1 != len(vocab) or train[-1] != vocab[EOS]:
-        raise ValueError(f"{binary} holds ids up to {train.max()} and ends in {train[-1]}, "
-                         f"expected {len(vocab) - 1}, the last of {words}, and 0; delete it")
-    valid, test = (vocab.encode_lines(read_lines(token_file(folder, s))) for s in SPLITS[1:])
-    return Corpus(train, valid, test, vocab, Path(folder), cache_dir, built)
+        raise ValueError(f"{cache_dir} is damaged, delete it: {error}") from None
+    valid, test = (vocab.encode("".join(read_text(token_file(folder, split), "reading")))
+                   for split in SPLITS[1:])
+    return Corpus(train, valid, test, vocab, cache_dir, built)
 
 
 def describe(corpus):
@@ -172,8 +167,8 @@ def count_words(path):
     """Make a text's Vocabulary: <eos>, words by falling count, ties in order of appearance."""
     counts = Counter()
     for text in read_text(path, "counting words of"):
-        counts.update(split_words(text))
-    del counts[EOS]
+        counts.update(text.split())
+    counts.pop(EOS, None)                       # it comes first, however often it is written out
     if not counts:
         raise ValueError(f"{path} holds no word, only blank lines: expected tokenised text")
     return Vocabulary([EOS, *sorted(counts, key=counts.get, reverse=True)])
@@ -190,7 +185,7 @@ def prepare(folder, cache_dir):
     if are_of(changed, words, binary):
         return False
     vocab = count_words(path)
-    ids = (vocab.encode(split_words(text)).tobytes() for text in read_text(path, "encoding"))
+    ids = (vocab.encode(text).tobytes() for text in read_text(path, "encoding"))
     write_whole(words, (f"{word}\n".encode() for word in vocab.words), changed)
     write_whole(binary, ids, changed)
     return True

@@ -13,7 +13,6 @@ inputs raise ValueError. Teo & Nguyen 2024, sections 4.1, A.2; sources are in th
 
     adv = pgd(model, images, labels, 8 / 255)
     robust = model(adv).argmax(1) == labels       # what the model got wrong anyway is not robust
-    transferred = other(adv).argmax(1) == labels  # the same images tried on another model
 """
 
 import math
@@ -111,25 +110,13 @@ def forward(model, images, batch_size=None):
     return torch.cat([model(part) for part in images.split(batch_size)])
 
 
-class Normalized(torch.nn.Module):
-    """A ViT on normalised tensors, z = (x - mean) / std: the space the paper's code attacks in."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model, self.mean, self.std = model, model.mean, model.std
-        self.training = model.training
-
-    def forward(self, z):
-        return self.model(z * self.std + self.mean)
-
-
 # --- bad input -----------------------------------------------------------------------------------
 
 def positive(**options):
     """ValueError unless every option is a finite number > 0."""
-    for name, value in options.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name}={value}, expected more than 0")
+    wrong = [f"{name}={value}" for name, value in options.items() if not 0 < value < math.inf]
+    if wrong:
+        raise ValueError(f"{wrong[0]}, expected more than 0")
 
 
 def floats(*values):
@@ -238,8 +225,7 @@ def pgd(model, images, labels, eps, *, steps=20, alpha=0.15, random_start=True, 
     if restarts > 1 and not random_start:
         raise ValueError(f"restarts={restarts} without a random start are all the same, expected 1")
     check(model, images, labels, eps, clip)
-    index = numbers(images, index)
-    eps = per_image(images, eps) if torch.is_tensor(eps) else eps
+    index, eps = numbers(images, index), per_image(images, eps) if torch.is_tensor(eps) else eps
 
     def climb(on, key):
         x, y, budget = images[on], labels[on], eps[on] if torch.is_tensor(eps) else eps
@@ -249,19 +235,18 @@ def pgd(model, images, labels, eps, *, steps=20, alpha=0.15, random_start=True, 
         for _ in range(steps):
             logits, _, grad = input_gradient(cross_entropy, model, adv, y)
             moved = project(adv + alpha * budget * grad.sign(), x, budget, clip)
-            if best:
-                moved = torch.where(column(margin(logits, y) < 0), adv, moved)
-            adv = moved
+            done = column(margin(logits, y) < 0) & best
+            adv = torch.where(done, adv, moved)
         return adv
 
     adv = climb(slice(None), (seed, START))
     for restart in range(1, restarts):
         on = (model(adv).argmax(1) == labels).nonzero()[:, 0]
         if not len(on):
-            break
+            return adv
         found = climb(on, (seed, START, restart))
-        fooled = model(found).argmax(1) != labels[on]
-        adv[on[fooled]] = found[fooled]
+        fooled = column(model(found).argmax(1) != labels[on])
+        adv[on] = torch.where(fooled, found, adv[on])
     return adv
 
 

@@ -13,7 +13,9 @@ one grey level (tests/test_corruptions.py). Inside, pixels are float32 in grey l
 results are truncated, not rounded, as the sources do.
 """
 
+import argparse
 import math
+import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
@@ -21,19 +23,20 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
-from data.files import decode
+import common
 from data.rng import normal, uniform
 from robust.filters import (disk, displace, enlarge, gaussian_blur, motion, pixel_grid, quantise,
                             sample, shrink)
+from robust.frost import load_frost, scaled_frost
 from robust.severities import CONSTANTS
 
 NAMES = ("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur",
          "motion_blur", "zoom_blur", "snow", "frost", "fog", "brightness", "contrast",
          "elastic_transform", "pixelate", "jpeg_compression")
-FROST_FILES = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")
 MIN_SIDE = 16                                                          # pixels; the sources need 32
-PURPOSE = 50                                                  # first of our keys in rng.uniform
+PURPOSE = 50                          # first of our keys in rng.uniform; that of frost itself: 50
 
 
 # --- noise ----------------------------------------------------------------------------------------
@@ -177,56 +180,6 @@ def snow(images, c, field, angle):
     grey = 0.299 * x[:, :1] + 0.587 * x[:, 1:2] + 0.114 * x[:, 2:]
     x = keep * x + (1 - keep) * torch.maximum(x, 1.5 * grey + 127.5)
     return quantise(x + (flakes + flakes.flip(2, 3)))
-
-
-# Of the five photographs: mean and std of red, green, blue, and b in spectrum ~ frequency^-b.
-FROST = (((.305, .585, .650), (.106, .065, .060), 1.23),
-         ((.787, .805, .841), (.084, .087, .089), 1.93),
-         ((.787, .805, .841), (.084, .087, .089), 1.93),
-         ((.540, .599, .648), (.112, .112, .117), 1.48),
-         ((.441, .484, .528), (.174, .170, .163), 1.96))
-
-
-def synthetic_frost(number, H=600, W=900):
-    """Stand-in for photograph `number`: noise of its spectrum and colours, with ridges; uint8."""
-    mean, std, b = torch.tensor(FROST[number][0]), torch.tensor(FROST[number][1]), FROST[number][2]
-    frequency = torch.hypot(torch.fft.fftfreq(H)[:, None], torch.fft.rfftfreq(W))
-    amplitude = torch.where(frequency > 0, frequency.clamp(min=1 / W) ** (-b / 2), 0)
-    white = normal(uniform(torch.tensor([number]), H * W, PURPOSE)).view(H, W)
-
-    def standardise(x):
-        return (x - x.mean()) / x.std()
-    field = standardise(torch.fft.irfft2(torch.fft.rfft2(white) * amplitude, s=(H, W)))
-    field = standardise(0.6 * field + 0.4 * standardise(1 - 2 * field.abs()))
-    return quantise(255 * (mean[:, None, None] + std[:, None, None] * field))
-
-
-@lru_cache(maxsize=2)
-def load_frost(frost_dir):
-    """The five textures, (3, h, w) uint8 each: ImageNet-C's; frost_dir None: synthetic ones."""
-    if frost_dir is None:
-        return [synthetic_frost(number) for number in range(len(FROST))]
-    paths = [Path(frost_dir, name) for name in FROST_FILES]
-    missing = [path.name for path in paths if not path.is_file()]
-    if missing:
-        raise ValueError(f"frost_dir {frost_dir} lacks {', '.join(missing)}; "
-                         f"expected ImageNet-C's {', '.join(FROST_FILES)}")
-    return [decode(np.fromfile(path, dtype=np.uint8), path.name) for path in paths]
-
-
-@lru_cache(maxsize=8)
-def scaled_frost(frost_dir, scale, H, W, device):
-    """The textures at `scale`, 10 % larger than needed where H x W does not fit in."""
-    textures = []
-    for texture in load_frost(frost_dir):
-        x = texture[None].to(device).float()
-        if scale != 1:
-            x = F.interpolate(x, scale_factor=scale, mode="bilinear").round_()
-        need = max((H + 1) / x.shape[2], (W + 1) / x.shape[3])
-        if need > 1:
-            x = F.interpolate(x, scale_factor=1.1 * need, mode="bicubic").round_().clamp_(0, 255)
-        textures.append(x[0].byte())
-    return textures
 
 
 def draw_frost(u, H, W, c, frost_dir=None):
@@ -426,3 +379,56 @@ def corrupt(images, name, severity, *, seed=0, index=None, frost_dir=None):
             draws = (draws,)
         out[part] = APPLY[kind](images[part].contiguous(), c, *draws)
     return out
+
+
+# --- folders: python -m robust.corruptions photos/val photos-c --types fog frost ------------------
+
+def get_args():
+    p = argparse.ArgumentParser(description="Write corrupted copies of a folder of images, as "
+                                "ImageNet-C is laid out: OUT/<type>/<severity>/<class>/*.jpg, for "
+                                "eval_robust.py --corrupted_dir OUT.", allow_abbrev=False)
+    p.add_argument("source", help="<class>/*, such as imagenet/val")
+    p.add_argument("out", help="folder to write, a new one")
+    p.add_argument("--types", nargs="+", choices=NAMES, default=NAMES, metavar="TYPE",
+                   help=f"of {', '.join(NAMES)} (default: all)")
+    p.add_argument("--severities", nargs="+", type=int, choices=(1, 2, 3, 4, 5),
+                   default=(1, 2, 3, 4, 5))
+    p.add_argument("--size", type=common.number(int, MIN_SIDE), default=224, help="pixels: short "
+                   "sides become size / 0.875, bilinear, and the centre is kept, as in ImageNet-C")
+    p.add_argument("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0)
+    p.add_argument("--frost_dir", help="folder of ImageNet-C's frost photographs")
+    p.add_argument("--num_workers", type=common.number(int, 0), default=0)
+    return p.parse_args()
+
+
+def main():
+    from data.batches import image_batches
+    from data.imagenet import ImageTree
+    from torchvision.io import encode_jpeg, write_file
+    args = get_args()
+    root, folder = os.path.split(os.path.abspath(args.source))
+    tree = ImageTree(root, folder, size=args.size, resample="bilinear")
+    if os.path.isdir(args.out) and os.listdir(args.out):
+        raise ValueError(f"{args.out} holds files already, expected a new folder")
+    load_frost(args.frost_dir)
+    keys = [[(i, i) for i in part.tolist()] for part in torch.arange(len(tree)).split(64)]
+    forms = [(name, severity) for name in args.types for severity in sorted(set(args.severities))]
+    bar = tqdm(total=len(tree) * len(forms), unit="image")
+    for images, _, numbers in image_batches(tree, keys, args.num_workers):
+        for name, severity in forms:
+            out = corrupt(images, name, severity, seed=args.seed, index=numbers,
+                          frost_dir=args.frost_dir)
+            for i, image in zip(numbers.tolist(), out):
+                path = Path(tree.path(i))
+                file = path.name if path.suffix.lower() in (".jpg", ".jpeg") else f"{path.name}.jpg"
+                path = Path(args.out, name, str(severity), path.parent.name, file)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_file(str(path), encode_jpeg(image, 85))           # as ImageNet-C's files
+            bar.update(len(out))
+    bar.close()
+    print(f"{len(tree)} images in {len(forms)} forms in {args.out}, JPEG of quality 85: "
+          f"eval_robust.py --corrupted_dir {args.out}")
+
+
+if __name__ == "__main__":
+    common.run(main)

@@ -16,8 +16,8 @@ import torch
 from tqdm import tqdm
 
 import common
-from data.files import Split, image_batches
-from data.images import ImageTree
+from data.batches import Split, image_batches
+from data.imagenet import ImageTree
 from data.rng import epoch_order
 from robust import attacks, corruptions, iou, metrics, words
 from robust.measures import ATTACKS, FOLDERS, SCENES, SLOW
@@ -228,6 +228,18 @@ def folder_row(m, name, tree, index, source, args):
 
 # --- rows: attacks -------------------------------------------------------------------------------
 
+class Normalized(torch.nn.Module):
+    """A ViT on normalised tensors, z = (x - mean) / std: the space the paper's code attacks in."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.mean, self.std = model, model.mean, model.std
+        self.training = model.training
+
+    def forward(self, z):
+        return self.model(z * self.std + self.mean)
+
+
 def attack_images(model, name, setting, images, labels, index, conditions, *, seed=0,
                   batch_size=512, trace=None):
     """Attack images (b, 3, S, S) in [0, 1] under these conditions (space, labels, clip).
@@ -241,7 +253,7 @@ def attack_images(model, name, setting, images, labels, index, conditions, *, se
     normalized = conditions["space"] == "normalized"
     x = images
     if normalized:
-        model = attacks.Normalized(model)
+        model = Normalized(model)
         x = (x - model.mean) / model.std
         x = x.clamp(0, 1) if own_clip else x   # the first thing it does to a normalised image
     target, todo = aim(model, name, x, labels, conditions["labels"], batch_size)

@@ -20,7 +20,6 @@ from robust import words
 from robust.results import checksum, weights_of
 from segmenter import SegmenterConfig, segmenter_from_checkpoint
 from vit import ViT, ViTConfig
-from weights import foreign_settings, load_weights
 
 CLS, SEG, LM = "classification", "segmentation", "language modelling"
 REBUILD = {CLS: classifier_from_checkpoint, SEG: segmenter_from_checkpoint,
@@ -126,6 +125,7 @@ def load_model(path, device, flag="--ckpt", normalize="imagenet"):
 
 def load_foreign(checkpoint, path, device, given, normalize):
     """Rebuild a ViT of DeiT's, timm's or the released code's layout, whose file has no task."""
+    from weights import foreign_settings, load_weights                # other people's alone
     settings = foreign_settings(checkpoint)
     weights = checkpoint.get("model", checkpoint)
     if "head.weight" not in weights:

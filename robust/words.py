@@ -40,8 +40,8 @@ def word_swap(lines, rate=RATE, seed=0, word=WORD):
 
     lines: strings of tokens with spaces between. Words are tokens with a letter or digit; stop
     words in lower case and <unk> stay. max(int(rate * words), 1) are swapped on every line, also
-    of headings; rate 0 swaps none. swapped: one bool per token of the stream, an <eos> after every line
-    included, so that the perplexity of the other targets can be told apart.
+    of headings; rate 0 swaps none. swapped: a bool per token of the stream, an <eos> after every
+    line included, so that the perplexity of the other targets can be told apart.
     """
     if isinstance(lines, str):
         raise ValueError("lines are a str, expected a list of them")

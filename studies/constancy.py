@@ -57,7 +57,7 @@ class SpanAttention(ForcedAttention):
             self.register_buffer("gram", torch.zeros(shape, dtype=torch.float64))
 
     def axes(self, x, E, g):
-        """The basis B, (B, H, N, r) or (H, N, r), float64."""
+        """Choose the basis B, (B, H, N, r) or (H, N, r), float64."""
         H, N = E.shape[1:3]
         if self.basis == "hashed":
             draws = normal(uniform(self.numbers, H * N * self.r, 77, self.seed))
@@ -73,7 +73,7 @@ class SpanAttention(ForcedAttention):
 
 
 def network(arm, seed, classes):
-    """The decider's network with the axes of this arm; the same weights in all arms of a seed."""
+    """Build the decider's network with the axes of this arm; all arms of a seed share weights."""
     model = build("span-own", seed, classes)
     for i, block in enumerate(model.blocks):
         block.attn = SpanAttention(block.attn.attn, arm, model.config.num_tokens, 100 * seed + i)
@@ -81,7 +81,7 @@ def network(arm, seed, classes):
 
 
 def run(model, images, numbers):
-    """Logits of these images (b, 3, S, S); numbers (b,) int64 tell hashed which axes they have."""
+    """Compute logits of images (b, 3, S, S); numbers (b,) int64 choose the axes of hashed."""
     for block in model.blocks:
         block.attn.numbers = numbers
     return model(images)
@@ -89,7 +89,7 @@ def run(model, images, numbers):
 
 @torch.no_grad()
 def held_out(model, split):
-    """Accuracy in per cent and loss on the held-out images."""
+    """Measure accuracy in per cent and loss on the held-out images."""
     model.eval()
     numbers = HELD_OUT + torch.arange(len(split.labels))
     parts = zip(split.images.split(256), numbers.split(256))
@@ -99,7 +99,7 @@ def held_out(model, split):
 
 
 def train(arm, seed, args, train_set, test_set):
-    """One row: accuracy and loss on the held-out images after the last step."""
+    """Train a network and make its row: accuracy and loss on the held-out images at the end."""
     settings, started = settings_of(args, seed), time.process_time()
     model = network(arm, seed, len(train_set.classes))
     optimizer = torch.optim.AdamW(common.param_groups(model, settings.weight_decay), settings.lr)
@@ -138,7 +138,7 @@ def train_missing(args):
 # --- what the rows say ----------------------------------------------------------------------------
 
 def losses(rows):
-    """{arm: {seed: loss}}; ValueError: a run twice, or other images."""
+    """Sort rows into {arm: {seed: loss}}; ValueError: a run twice, or other images."""
     found = {}
     for row in rows:
         if row["seed"] in found.setdefault(row["arm"], {}):
@@ -150,7 +150,7 @@ def losses(rows):
 
 
 def gaps(found, first, second):
-    """Losses of an arm minus another's, a seed each, where both are in."""
+    """Subtract the losses of an arm and another, a seed each, where both are in."""
     seeds = sorted(found.get(first, {}).keys() & found.get(second, {}).keys())
     return np.array([found[first][seed] - found[second][seed] for seed in seeds])
 
@@ -185,7 +185,7 @@ def report(rows):
 
 
 def draw(found, path):
-    """The arms as columns, varying and constant apart; a point a network, a line a seed."""
+    """Draw arms as columns, varying and constant apart; a point a network, a line a seed."""
     from studies.plot import WIDTH, plt
     arms = [arm for arm in ("hashed", "image", "x", "other", "own", "detached", "mean", "random")
             if arm in found]

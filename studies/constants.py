@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import common
-from data.images import hold_out
+from data.batches import hold_out
 from data.shapes import load_shapes
 from robust import corruptions
 from robust.sources import load_model
@@ -40,7 +40,7 @@ MEASURES = ["clean", "corruptions", "pgd eps=2/255 steps=20"]
 
 
 def name_of(form, lambd, n_iter):
-    """("released", 0.5, 4) -> "released-0.5-n4", an arm and a folder."""
+    """Name an arm and its folder: ("released", 0.5, 4) is "released-0.5-n4"."""
     return f"{form}-{lambd:g}-n{n_iter}"
 
 
@@ -60,7 +60,7 @@ def train(folder, *flags):
 # --- to choose ------------------------------------------------------------------------------------
 
 def held_out():
-    """[(images (n, 3, 32, 32) uint8, labels)]: held-out images as they are, then corrupted."""
+    """Make [(images (n, 3, 32, 32) uint8, labels)]: held-out images as they are, then corrupted."""
     split = hold_out(load_shapes("train", 16000, 32), HELD)[1]
     few, labels = split.images[:CORRUPTED], split.labels[:CORRUPTED]
     index = torch.arange(CORRUPTED)
@@ -71,7 +71,7 @@ def held_out():
 
 @torch.no_grad()
 def accuracy(model, images, labels):
-    """Per cent right."""
+    """Count how many are right, in per cent."""
     right = [(model(x.float() / 255).argmax(1) == y).float()
              for x, y in zip(images.split(256), labels.split(256))]
     return 100 * torch.cat(right).mean().item()
@@ -93,7 +93,7 @@ def choose(out_dir, settings, seeds, sets):
 
 
 def scores(out_dir):
-    """{(form, lambda, n): {seed: row}} of what has been scored."""
+    """Read what has been scored: {(form, lambda, n): {seed: row}}."""
     found = {}
     for path in sorted(out_dir.glob("choose/*/score.json")):
         row = json.loads(path.read_text())
@@ -102,7 +102,7 @@ def scores(out_dir):
 
 
 def best(rows, settings):
-    """{criterion: the setting with the highest mean over SEEDS}; ValueError: one lacks a seed."""
+    """Find {criterion: the setting with the highest mean over SEEDS}; ValueError: a seed lacks."""
     for setting in settings:
         if set(rows.get(setting, ())) < set(SEEDS):
             raise ValueError(f"{name_of(*setting)} has no score of every seed {SEEDS} yet: choose")
@@ -111,7 +111,7 @@ def best(rows, settings):
 
 
 def tried(rows):
-    """The grid, and other numbers of steps at the best of it by each criterion."""
+    """List the grid, and other numbers of steps at the best of it by each criterion."""
     winners = dict.fromkeys(best(rows, GRID).values())
     return [*GRID, *((form, lambd, n) for form, lambd, _ in winners for n in STEPS)]
 
@@ -132,7 +132,8 @@ def test(out_dir, seeds, settings):
 
 
 def table(paths):
-    """Settings to symmetric, rpc4-l1 to symmetric (the confirmation), settings to rpc4-l1."""
+    """Compare settings with symmetric, rpc4-l1 with symmetric (the confirmation), settings with
+    rpc4-l1."""
     rows = in_files(paths)
     names = dict.fromkeys(row["checkpoint"] for row in rows)
     runs = {(name.rpartition("_s")[0], int(name.rpartition("_s")[2])): name for name in names}

@@ -17,7 +17,6 @@ compared runs alternately in one process. A time is a median over rounds, a rati
 ratios within a round: another program that slows a whole round down does not count.
 
 language: LM-mini, 17,510 words; "plain" is causal self-attention as nanoGPT writes it.
-
 memory: autograd keeps what the backward pass will ask for. A fused attention asks for its inputs
 and its output alone, so a PAP step leaves S, K2 and L: three tensors (B, H, N, D). "matrices" is
 PyTorch's attention written out (SDPBackend.MATH), which keeps (B, H, N, N) as well.
@@ -83,13 +82,12 @@ def get_args():
     whole = common.number(int, 1)
     p.add_argument("what", nargs="?", choices=STUDIES, default="models")
     p.add_argument("--model", choices=SIZES, default="tiny", help="models: width, depth and heads")
-    p.add_argument("--batch_size", type=whole, help="models: images for throughput, default 8; "
-                   "language: windows a step, default 16")
+    p.add_argument("--batch_size", type=whole, help="8 images for throughput, 16 windows a step")
     p.add_argument("--tokens", type=whole, default=1025, help="memory: N")
     p.add_argument("--n_iter", type=whole, nargs="+", default=[1, 2, 4, 6], help="memory: steps")
     p.add_argument("--rounds", type=whole, default=15, help="counted ones; one more warms up")
     p.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: of all threads")
-    p.add_argument("--threads", type=whole, help="CPU threads; torch's choice by default")
+    p.add_argument("--threads", type=whole, help="of the CPU")
     p.add_argument("--device", help="cuda (then in bf16), mps or cpu; picked automatically")
     p.add_argument("--out", help="append the rows to this file, one JSON object a line")
     return p.parse_args()
@@ -314,9 +312,9 @@ def models(args, device, timed):
                       for name, net in nets.items()}
     times = alternate(args, device, steps)
     for what in STEPS:
-        cases = [(name, args.model, what, str(device)) for name in names for _ in range(REPEATS)]
-        found = fresh(peak_mb, cases)
-        peaks = {name: found[i * REPEATS:(i + 1) * REPEATS] for i, name in enumerate(names)}
+        found = iter(fresh(peak_mb, [(name, args.model, what, str(device))
+                                     for name in names for _ in range(REPEATS)]))
+        peaks = {name: [next(found) for _ in range(REPEATS)] for name in names}
         memory = memory_columns(peaks, what)
         for name, row in rows.items():
             for n, kind in ((1, "ratio"), (batch, "batch ratio")):
@@ -324,8 +322,8 @@ def models(args, device, timed):
             row[f"{what} ms"] = 1e3 * median(times[name, what, 1])
             row[f"{what} images/s"] = batch / median(times[name, what, batch])
             row |= memory[name] | (paper_columns(name) if args.model == "tiny" else {})
-    title = f"ViT-{args.model}, {PIXELS} px, batches of {batch}{timed}"
-    report(title, device, list(rows.values()), TABLES, args.out)
+    report(f"ViT-{args.model}, {PIXELS} px, batches of {batch}{timed}", device,
+           list(rows.values()), TABLES, args.out)
 
 
 # --- a language model -----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Accuracies of networks as paired differences to a baseline's: intervals, tables, a figure.
+"""Compare accuracies of networks with a baseline's, paired: intervals, tables, a figure.
 
 Runs are (arm, seed); arms are compared on the same images, paired by seed. Intervals are those of
 studies/stats.py in which seeds and images both vary. Two measures of a data set are primary: a
@@ -22,14 +22,14 @@ PRIMARY = dict(shapes=("15 corruptions", "pgd 2/255"), cifar10=("15 corruptions"
 
 
 def current(rows, folders):
-    """The rows of these networks as they are: not those from before a run was trained further."""
+    """Keep the rows of these networks as they are: not those from before they trained on."""
     weights = {str(folder): weights_of(common.load(folder)["model"])
                for folder in folders.values()}
     return [row for row in rows if weights.get(row["checkpoint"]) == row["weights"]]
 
 
 def primary_of(rows):
-    """Names of the two primary measures of these rows' data set; () for another one."""
+    """Name the two primary measures of these rows' data set; () for another one."""
     data = {row.get("data") for row in rows}
     if len(data) > 1:
         raise ValueError(f"rows of {' and '.join(sorted(map(str, data)))}: expected one data set")
@@ -37,7 +37,7 @@ def primary_of(rows):
 
 
 def outcomes(rows, folders, limit, same=()):
-    """{measure: {(arm, seed): how often each image was right (n,), in [0, 1]}}, in a fixed order.
+    """Sort rows into {measure: {(arm, seed): how often each image was right (n,), in [0, 1]}}.
 
     rows: of eval_robust.py. folders: {(arm, seed): folder}. same: arms that hide no gradient, for
     which the adaptive attack is PGD. ValueError: two rows of one run and measure, a measure taken
@@ -78,7 +78,7 @@ def outcomes(rows, folders, limit, same=()):
 
 
 def check_images(rows, runs):
-    """ValueError if two runs share no number of images on which a measure was taken in both."""
+    """Raise ValueError if two runs share no number of images on which both took a measure."""
     seen = {}
     for row in rows:
         of = seen.setdefault(title(row), {})
@@ -93,7 +93,7 @@ def check_images(rows, runs):
 
 
 def compare(found, arms, baseline=BASELINE):
-    """{(measure, arm): Difference in points}, where an arm and the baseline share a seed."""
+    """Pair arms with the baseline, seed by seed: {(measure, arm): Difference in points}."""
     result = {}
     for name, runs in found.items():
         base = {seed: 100 * right for (arm, seed), right in runs.items() if arm == baseline}
@@ -105,7 +105,7 @@ def compare(found, arms, baseline=BASELINE):
 
 
 def corrected(compared, primary):
-    """{(measure, arm): p after Holm's correction over the arms and the primary measures}."""
+    """Correct p over the arms and the primary measures, as Holm does: {(measure, arm): p}."""
     return holm({key: d.p for key, d in compared.items() if key[0] in primary})
 
 
@@ -115,18 +115,18 @@ NONE = Difference(0, *[np.nan] * 6)                         # a difference that 
 
 
 def points(x):
-    """A number of points, "" if there is none."""
+    """Write a number of points, "" if there is none."""
     return "" if np.isnan(x) else f"{x:.1f}"
 
 
 def accuracy(runs, arm):
-    """Mean ± standard deviation over the seeds of an arm, per cent, and how many seeds."""
+    """Write mean ± standard deviation over the seeds of an arm, per cent, and their number."""
     values = [100 * right.mean() for (a, _), right in runs.items() if a == arm]
     return f"{spread(values)} ({len(values)})" if values else ""
 
 
 def primary_table(found, compared, arms, baseline, primary):
-    """Markdown, an arm a row: the primary measures, what is significant and what was detectable."""
+    """Write an arm a row: the primary measures, what is significant and what was detectable."""
     p, body = corrected(compared, primary), []
     names = [name for name in primary if name in found]
     for arm in arms:
@@ -142,7 +142,7 @@ def primary_table(found, compared, arms, baseline, primary):
 
 
 def tables(found, compared, arms, baseline=BASELINE, primary=()):
-    """Markdown: the primary measures, if any; accuracies; differences to the baseline."""
+    """Write Markdown: the primary measures, if any; accuracies; differences to the baseline."""
     p = corrected(compared, primary)
     others = [arm for arm in arms if arm != baseline]
 
@@ -172,7 +172,7 @@ def tables(found, compared, arms, baseline=BASELINE, primary=()):
 
 
 def draw(compared, arms, path, baseline=BASELINE, primary=()):
-    """Differences as points with their intervals, arms in rows, measures in columns.
+    """Draw differences as points with their intervals, arms in rows, measures in columns.
 
     Red: significant. A measure that only few arms have is left to the tables.
     """

@@ -306,9 +306,12 @@ def examine(point, experiments, args, device):
     keep = range(depth) if args.layers == "all" else numbers(args.layers, "--layers", depth - 1)
     results, short = {}, set()
     for start, inputs, _ in chunks(point, device, whole="losses" in experiments):
-        heads = capture(model, inputs)
+        layers = capture(model, inputs)
         for i in keep:
-            layer = Layer(heads[i], str(i), (i, start), args.standardise)
+            heads = layers[i]
+            if args.standardise:
+                heads = heads._replace(q=standardise(heads.q), k=standardise(heads.k))
+            layer = Layer(heads, str(i), (i, start))
             for key, t in measure([layer], experiments).items():
                 results.setdefault(key, []).append(t)
             rank = int(layer.axes.rank.min())

@@ -20,7 +20,8 @@ from tqdm import tqdm
 import common
 from attention import ATTENTIONS, PAP, SelfAttention, softmax_attention
 from data import text as data_text
-from data.images import ImageTree, load_test
+from data.imagenet import ImageTree
+from data.images import load_test
 from data.rng import epoch_order
 from data.shapes import load_shapes
 from fan import classifier_from_checkpoint

@@ -148,7 +148,7 @@ def evaluate(folders, args):
 
 
 def in_files(paths):
-    """The rows of the evaluator in these files, with the run's name alone as checkpoint.
+    """Read the evaluator's rows in these files; their checkpoint becomes the run's name alone.
 
     A file of rows of another kind adds none. ValueError: no file, or a row twice.
     """
@@ -165,7 +165,7 @@ def in_files(paths):
 
 
 def runs_in(paths):
-    """[(arm, seed)] of the rows in these files."""
+    """List the (arm, seed) of the rows in these files."""
     names = dict.fromkeys(row["checkpoint"].rpartition("_s") for row in in_files(paths))
     return [(arm, int(seed)) for arm, _, seed in names if arm in ARMS and seed.isdecimal()]
 

@@ -16,7 +16,6 @@ import torch
 
 import common
 from kpca import attend, basis, kernel_pca, key_scale, log_kernel
-from studies.probe import Heads, standardise
 
 
 # --- coordinates ----------------------------------------------------------------------------------
@@ -99,7 +98,7 @@ def restrict(q, k, v, span, u, affine=False):
 # --- a layer and its nulls ------------------------------------------------------------------------
 
 class Layer:
-    """Heads prepared for the experiments: tensors (1, B, H, N, D) and what experiments share.
+    """`probe.Heads` prepared for experiments: tensors (1, B, H, N, D), and what they share.
 
     values: {"learned": v, "other": those of another head, "x W": the input through 3 Gaussian
     matrices, "iid": Gaussian numbers}, (draws, B, H, N, D), all of v's size and all scaled by the
@@ -108,9 +107,7 @@ class Layer:
     come.
     """
 
-    def __init__(self, heads, name="", key=(0, 0), standardised=False):
-        if standardised:
-            heads = heads._replace(q=standardise(heads.q), k=standardise(heads.k))
+    def __init__(self, heads, name="", key=(0, 0)):
         q, k, v, raw, x, self.causal, S = heads
         B, H, N, _ = k.shape
         if N < 2:
@@ -142,11 +139,13 @@ class Layer:
         """Its data sets: all keys; if causal (query i has keys 1 ... i), those of three queries."""
         if not self.causal:
             return [self]
-        N, (q, *tokens, _, S) = self.k.shape[-2], self.heads
-        ends = sorted({max(2, N * n // 4) for n in (1, 2, 4)})
-        return [Layer(Heads(q[..., n - 1:n, :], *(t[..., :n, :] for t in tokens),
-                            S=S if S is None else S[..., :n, :n]), self.name, self.key)
-                for n in ends]
+        N, heads, parts = self.k.shape[-2], self.heads, []
+        for n in sorted({max(2, N * n // 4) for n in (1, 2, 4)}):
+            seen = {name: getattr(heads, name)[..., :n, :] for name in ("k", "v", "raw", "x")}
+            S = heads.S if heads.S is None else heads.S[..., :n, :n]
+            part = heads._replace(q=heads.q[..., n - 1:n, :], **seen, causal=False, S=S)
+            parts.append(Layer(part, self.name, self.key))
+        return parts
 
     @cached_property
     def axes(self):

@@ -1,4 +1,4 @@
-"""The statistics that every study shares: differences paired by seed, intervals, Holm, power.
+"""Pair differences by seed, put intervals around them, correct and judge them: for every study.
 
     python -m studies.stats         # how often the intervals hold the truth, on simulated data
 
@@ -24,8 +24,8 @@ import common
 
 
 class Difference(NamedTuple):
-    """A mean difference of n seeds, its 95 % interval, two-sided p, standard error and degrees of
-    freedom. Of one seed all but n and mean are nan."""
+    """What is known of a mean difference of n seeds: its 95 % interval, two-sided p, standard error
+    and degrees of freedom. Of one seed all but n and mean are nan."""
     n: int
     mean: float
     low: float
@@ -38,7 +38,7 @@ class Difference(NamedTuple):
 # --- intervals ------------------------------------------------------------------------------------
 
 def student(n, mean, variance, df):
-    """The Difference whose mean, divided by the root of its variance, follows Student's t."""
+    """Make the Difference whose mean / root of its variance follows Student's t."""
     from scipy.stats import t
     if n < 2:
         return Difference(n, float(mean), nan, nan, nan, nan, nan)
@@ -50,14 +50,14 @@ def student(n, mean, variance, df):
 
 
 def paired_t(gaps):
-    """Of one difference a seed, (n,): the paired t-test and its interval."""
+    """Test one difference a seed, (n,), with the paired t-test."""
     gaps = np.asarray(gaps, float)
     n = len(gaps)
     return student(n, gaps.mean(), gaps.var(ddof=1) / n if n > 1 else nan, n - 1)
 
 
 def crossed(gaps):
-    """Of differences (seeds, images): seeds and images both vary.
+    """Test differences (seeds, images), where seeds and images both vary.
 
     In gap = mean + seed + image + rest, the variance of the seeds' means holds that of the seeds
     and of the rest, the images' means likewise; so their sum counts the rest twice, and it is
@@ -79,13 +79,13 @@ def crossed(gaps):
 
 @lru_cache(maxsize=8)
 def shares(n, draws, stream):
-    """How often each of n things is drawn when n are drawn with replacement, / n: (draws, n)."""
+    """Draw n of n things with replacement: how often each came, / n, as (draws, n)."""
     rng = np.random.default_rng([stream, n])
     return rng.multinomial(n, np.full(n, 1 / n), draws).astype(np.float32) / n
 
 
 def pigeonhole(gaps, draws=10000):
-    """95 % percentile interval of the mean of (seeds, images), both drawn anew, independently."""
+    """Bootstrap the mean of (seeds, images), both drawn anew: its 95 % percentile interval."""
     gaps = np.asarray(gaps, np.float32)
     S, I = gaps.shape
     means = ((shares(S, draws, 0) @ gaps) * shares(I, draws, 1)).sum(1)
@@ -96,7 +96,7 @@ def pigeonhole(gaps, draws=10000):
 # --- several tests, power -------------------------------------------------------------------------
 
 def holm(p):
-    """{name: p} -> {name: p after Holm's correction over all of them}; nan stays out."""
+    """Correct {name: p} as Holm does, over all of them; nan stays out."""
     there = sorted((value, name) for name, value in p.items() if value == value)
     adjusted, least = dict.fromkeys(p, nan), 0.0
     for i, (value, name) in enumerate(there):
@@ -105,7 +105,7 @@ def holm(p):
 
 
 def detectable(error, df):
-    """The smallest difference that a two-sided t-test at 5 % finds with a probability of 80 %."""
+    """Find the smallest difference that a two-sided t-test at 5 % sees in 80 of 100 studies."""
     from scipy.optimize import brentq
     from scipy.stats import nct, t
     if not error > 0:
@@ -117,7 +117,7 @@ def detectable(error, df):
 # --- pairs ----------------------------------------------------------------------------------------
 
 def pairs(first, second, what="the two arms"):
-    """Differences of {seed: number or (images,)} where both have the seed: (n,) or (n, images).
+    """Subtract {seed: number or (images,)} where both have the seed: (n,) or (n, images).
 
     ValueError: no seed in common, or the arms were measured on different numbers of images.
     """
@@ -132,7 +132,7 @@ def pairs(first, second, what="the two arms"):
 
 
 def missing(runs):
-    """[(arm, seed)] that other arms have and this one lacks. runs: the (arm, seed) that are in."""
+    """List the (arm, seed) that an arm lacks and another has. runs: the (arm, seed) that are in."""
     runs = dict.fromkeys(runs)
     arms, seeds = dict.fromkeys(a for a, _ in runs), sorted({s for _, s in runs})
     return [(arm, seed) for arm in arms for seed in seeds if (arm, seed) not in runs]
@@ -141,7 +141,7 @@ def missing(runs):
 # --- in words -------------------------------------------------------------------------------------
 
 def spread(values, form=".1f"):
-    """Mean ± standard deviation of numbers, as text; "" of none. form: of the mean, +.2f."""
+    """Write numbers as mean ± standard deviation; "" of none. form: of the mean, +.2f."""
     if not len(values):
         return ""
     deviation = f" ± {np.std(values, ddof=1):{form.lstrip('+')}}" if len(values) > 1 else ""
@@ -149,7 +149,7 @@ def spread(values, form=".1f"):
 
 
 def show(d, digits=1, bold=False):
-    """A Difference as text: +1.2 (-0.3 to +2.7)."""
+    """Write a Difference as +1.2 (-0.3 to +2.7)."""
     text = f"{d.mean:+.{digits}f}"
     if d.n > 1:
         text += f" ({d.low:+.{digits}f} to {d.high:+.{digits}f})"
@@ -157,14 +157,14 @@ def show(d, digits=1, bold=False):
 
 
 def show_p(p):
-    """A p value as text."""
+    """Write a p value."""
     return "" if p != p else "< .001" if p < 0.001 else f"{p:.3f}".removeprefix("0")
 
 
 # --- how often the intervals hold the truth -------------------------------------------------------
 
 def coverage(seeds, images, spreads, trials=2000, rng=0):
-    """Share of simulated studies whose interval holds the true mean, 0: {interval: share}.
+    """Simulate studies whose true mean is 0: {interval: share of studies in which it holds 0}.
 
     spreads: standard deviations of the effects of seeds, of images and of the rest.
     """

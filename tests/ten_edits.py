@@ -55,15 +55,6 @@ def picture(copy, name):
     return json.loads((copy / "out/edit/numbers.json").read_text())[name]
 
 
-def trained(*flags):
-    """Test accuracy, per cent, of the RPC network trained anew with these flags."""
-    command = [sys.executable, *"train_cls.py --attn rpc --epochs 2 --batch_size 32".split()]
-    copy = fresh_copy()
-    subprocess.run([*command, *flags, "--out_dir", "out/edit"], cwd=copy, check=True)
-    rows = (copy / "out/edit/log.jsonl").read_text().splitlines()
-    return [row["eval"]["top1"] for row in map(json.loads, rows) if "eval" in row][-1]
-
-
 def main():
     done = {attn: accuracies(fresh_copy(), attn) for attn in ("rpc", "softmax")}
     for n, file, old, new in edits():
@@ -75,7 +66,6 @@ def main():
             done[n] = picture(copy, "attack" if n == 9 else "leak")
         shutil.rmtree(copy)
         print(n, file, new, done[n], flush=True)
-    done["trained"] = {"without S": trained("--lambd", "inf"), "with S": trained()}
     path = ROOT / "assets/walkthrough/numbers.json"
     numbers = json.loads(path.read_text())
     numbers["exercises"] = {f"{n} {name}": float(f"{x:.4g}")

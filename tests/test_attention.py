@@ -242,7 +242,8 @@ def test_under_autocast_the_state_stays_float32_and_six_steps_err_at_most_four_t
         y, y_once, trace = m(x), once(x), m.trace(x)
         assert y.dtype == rpc_attention(*m.project(x)[1:]).dtype == torch.bfloat16
     assert all(s[name].dtype == torch.float32 for s in trace for name in ("S", "K2", "L"))
-    assert (y.float() - exact).norm() / exact.norm() < 4 * (y_once.float() - exact_once).norm() / exact_once.norm() < 0.02
+    error, error_once = ((a.float() - b).norm() / b.norm() for a, b in ((y, exact), (y_once, exact_once)))
+    assert error < 4 * error_once < 0.02
 
 
 @every_kind
@@ -326,8 +327,8 @@ def test_what_pap_cannot_do_is_refused_by_name(how, words):
 
 @pytest.mark.parametrize("bad,word", [
     (dict(attn="linear"), "'linear', expected.*or by the module of a study, as studies.robust_attentions"),
-    (dict(form="draft"), r"form='draft', expected one of \('released', 'paper', 'admm'\)$"), (dict(num_heads=5), "divisible"),
-    (dict(attn="scaled_s"), "num_tokens"), (dict(attn="scaled_s", num_tokens=5, causal=True), "causal")])
+    (dict(form="draft"), r"form='draft', expected one of \('released', 'paper', 'admm'\)$"),
+    (dict(num_heads=5), "divisible"), (dict(attn="scaled_s"), "num_tokens"), (dict(attn="scaled_s", num_tokens=5, causal=True), "causal")])
 def test_module_refuses_bad_arguments_with_a_sentence(bad, word):
     with pytest.raises(ValueError, match=word):
         SelfAttention(**{"dim": 24, "num_heads": 3, **bad})

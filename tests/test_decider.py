@@ -10,7 +10,7 @@ import torch
 import common
 import kpca
 from attention import SelfAttention
-from data.files import Split
+from data.batches import Split
 from studies import decider
 
 N, D = 9, 4

@@ -5,10 +5,12 @@ import argparse
 import pytest
 import timm
 import torch
+from torchvision.io import write_png
 
-from robust import sources
+from data.shapes import load_shapes
+from robust import corruptions, sources
 from robust.results import read_rows
-from test_eval_robust import run
+from test_eval_robust import make_checkpoint, rows_of, run
 
 BUILDERS = '''
 import timm
@@ -104,3 +106,32 @@ def test_models_of_others_are_measured_clean_corrupted_and_attacked(files, monke
 def test_what_cannot_be_evaluated_is_one_line(files, monkeypatch, flags, words):
     monkeypatch.chdir(files[0])
     assert words in run(*flags.split(), "--data", "shapes", "--measures", "fgsm", "--limit", 4, "--out_dir", "bad")[1]
+
+
+# --- corrupted folders -----------------------------------------------------------------------------------------------
+
+def corrupt_folder(monkeypatch, *flags):
+    monkeypatch.setattr("sys.argv", ["corruptions", *map(str, flags)])
+    corruptions.main()
+
+
+def test_a_corrupted_folder_read_back_has_the_numbers_of_jpeg_files_made_on_the_fly(tmp_path, monkeypatch, capsys):
+    images = load_shapes("test", 40, 64).images
+    for i, image in enumerate(images):
+        (tmp_path / "val" / f"n{i % 10}").mkdir(parents=True, exist_ok=True)
+        write_png(image, str(tmp_path / "val" / f"n{i % 10}" / f"{i}.png"))
+    make_checkpoint(tmp_path / "m.pt", [f"n{i}" for i in range(10)], task="imagenet")
+    corrupt_folder(monkeypatch, tmp_path / "val", tmp_path / "c", "--types", "fog", "gaussian_noise",
+                   "--severities", 5, 2, "--size", 32, "--seed", 3)
+    assert "40 images in 4 forms" in capsys.readouterr().out
+    assert sorted(p.name for p in (tmp_path / "c" / "fog").iterdir()) == ["2", "5"]
+    how = ("--ckpt", tmp_path / "m.pt", "--data_dir", tmp_path, "--num_workers", 0, "--severities", 2, 5, "--seed", 3)
+    made = rows_of(tmp_path / "made", *how, "--measures", "corruptions type=fog,gaussian_noise jpeg85=yes")
+    read = rows_of(tmp_path / "read", *how, "--measures", "corruptions type=fog,gaussian_noise",
+                   "--corrupted_dir", tmp_path / "c")
+    assert [row["right"] for row in made] == [row["right"] for row in read]
+    assert len({str(row["right"]) for row in made}) == 2 and made[0]["top1"] != made[0]["top5"]
+    with pytest.raises(ValueError, match="holds files already, expected a new folder"):
+        corrupt_folder(monkeypatch, tmp_path / "val", tmp_path / "c")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        corrupt_folder(monkeypatch, tmp_path / "nowhere", tmp_path / "d")

@@ -17,8 +17,8 @@ from torchvision.io import write_png
 
 import common
 import eval_robust
-from data.files import Split
-from data.images import ImageTree
+from data.batches import Split
+from data.imagenet import ImageTree
 from data.rng import epoch_order
 from data.shapes import SHAPES, load_shapes
 from processes import Started, group

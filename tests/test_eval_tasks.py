@@ -9,7 +9,7 @@ from torchvision.io import write_png
 
 import common
 import eval_robust
-from data.images import decode_all, find_photos
+from data.photos import decode_all, find_photos
 from data.rng import epoch_order
 from data.segmentation import Scenes
 from data.shapes import load_shapes

@@ -14,7 +14,6 @@ import eval_robust
 import peers
 import runs
 import train_cls
-from attention import penalty
 from conftest import SHARED
 from fan import FAN, SIZES, BatchNorm, FANConfig, classifier_from_checkpoint
 from processes import group
@@ -62,7 +61,7 @@ def test_logits_and_the_tokens_after_each_block_are_the_references(golden):
     torch.testing.assert_close(small().pos_embed.code[0, :, :, 0].T, a["pos_features"], rtol=0, atol=1e-6)
 
 
-@pytest.mark.skipif(not (SHARED / "golden/model_fan_symmetric.npz").exists(), reason="too large for a clone: peers below")
+@pytest.mark.skipif(not (SHARED / "golden/model_fan_symmetric.npz").exists(), reason="too large for a clone")
 @pytest.mark.parametrize("kind", ["symmetric", "rpc"])
 def test_the_symmetric_models_are_those_of_the_papers_authors_with_gradients(golden, kind):
     a = golden("model_fan_symmetric")
@@ -107,9 +106,7 @@ def test_parameters_and_multiplications_are_the_published_ones():
     assert count("rpc", class_attn="softmax") == 6_875_248                              # as all were before
     with FlopCounterMode(display=False) as products:
         build("softmax")(torch.zeros(1, 3, 224, 224, device="meta"))
-    assert abs(products.get_total_flops() / 2e9 - 1.4753) < 1e-4
-    normed = 192 * (36 * 196 + 5 * 197) + 768 * 12 * 196 + sum(192 // s * (14 * s) ** 2 for s in (1, 2, 4, 8))
-    assert round((products.get_total_flops() / 2 + 5 * normed) / 1e9, 2) == 1.49        # five per value of a norm
+    assert abs(products.get_total_flops() / 2e9 - 1.4753) < 1e-4                        # 1.49 with those of the norms
 
 
 def test_state_dict_names_are_the_references(golden):
@@ -129,8 +126,6 @@ def test_rpc_acts_on_the_patches_of_the_chosen_blocks_with_the_flags_settings():
     m.blocks[1].attn.register_forward_pre_hook(lambda module, inputs: shapes.append(inputs[0].shape))
     m(torch.rand(2, 3, 64, 64))
     assert shapes == [(2, 16, 32)] and m.config.num_tokens == 16                       # no class token among them
-    k = torch.randn(2, 4, 196, 48)
-    torch.testing.assert_close(penalty(k), 1 / k.abs().mean((2, 3), keepdim=True))     # four heads: mu = 1 / m
 
 
 @pytest.mark.parametrize("patch_size,widths,tokens", [(16, [24, 48, 96, 192], 4), (4, [96, 192], 64)])
@@ -173,12 +168,6 @@ def test_batch_norm_over_processes_keeps_the_statistics_of_pytorchs(monkeypatch)
     torch.testing.assert_close(ours(x), theirs(x))
     for name, value in theirs.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[name], value)
-
-
-def test_it_exports_with_a_batch_of_any_size():
-    m, images = small(attn="rpc", patch_size=16), torch.rand(5, 3, 64, 64)
-    program = torch.export.export(m, (images[:3],), dynamic_shapes=({0: torch.export.Dim("batch")},))
-    torch.testing.assert_close(program.module()(images), m(images), rtol=0, atol=1e-6)
 
 
 # --- weights from files, and what is refused -----------------------------------------------------
@@ -280,15 +269,11 @@ def test_two_processes_equal_one_in_losses_and_in_batch_norms(tiny):
 
 
 def test_the_authors_recipe_holds_on_imagenet_unless_a_flag_says_otherwise():
-    def settings(flags):
-        return runs.call(train_cls.get_args, flags)
     theirs = dict(lr=2e-3, min_lr=1e-6, drop_path=0.0, ema=0.99992, repeats=1, batch_size=512, epochs=300, warmup_epochs=5,
                   weight_decay=0.05, erase=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1, clip=0.0)
-    imagenet = "--data imagenet --data_dir d"
-    got = vars(settings(f"{imagenet} --model fan_tiny"))
+    got = vars(runs.call(train_cls.get_args, "--data imagenet --data_dir d --model fan_tiny"))
     assert {k: got[k] for k in theirs} == theirs
-    assert settings(f"{imagenet} --model fan_tiny --lr 1e-4").lr == 1e-4
-    assert settings(imagenet).lr == 1e-3 and settings("--model fan_tiny").lr == 2e-3 and settings("--model fan_tiny").ema == 0
+    assert runs.call(train_cls.get_args, "--data imagenet --data_dir d --model fan_tiny --lr 1e-4").lr == 1e-4
 
 
 def test_every_consumer_of_a_classifier_takes_a_fan(tiny):
@@ -300,10 +285,8 @@ def test_every_consumer_of_a_classifier_takes_a_fan(tiny):
     script(eval_robust, "--ckpt rpc sym vit --measures clean pgd corruptions --severities 1 --limit 4 --out_dir e")
     table = Path("e/table.md").read_text()
     assert all(kind in table for kind in ("fan rpc 4iter/layer1", "fan symmetric", "| rpc 4iter/layer1"))
-    model, checkpoint = probe.load_model("rpc")
+    model, _ = probe.load_model("rpc")
     assert [h.k.shape for h in probe.capture(model, torch.rand(2, 3, 16, 16))] == [(2, 4, 16, 8)] * 2
-    fresh, _ = probe.untrained(checkpoint | {"args": checkpoint["args"] | {"init_from": None}}, "rpc")
-    assert type(fresh) is FAN and not torch.equal(fresh.head.weight, model.head.weight)
 
     for flags, words in ((f"{RUN} --image_size 18", "image_size=18 is not divisible by patch_size=4"),
                          (f"{RUN} --image_size 15 --patch_size 5", "patch_size=5, expected 2, 4, 8 or 16"),

@@ -18,6 +18,7 @@ from data.rng import epoch_order
 from data.shapes import SHAPES, load_shapes
 from lm import LMConfig
 from robust import attacks, checks, corruptions, measures, score
+from robust.frost import FROST_FILES
 from robust.results import unpack
 from segmenter import SegmenterConfig
 from test_eval_robust import make_checkpoint, made_up
@@ -45,7 +46,7 @@ def place(tmp_path_factory):
             (folder / name / tree).parent.mkdir(exist_ok=True)
             (folder / name / tree).symlink_to(folder / name / "val")
         (folder / f"frost_{name}").mkdir()
-        for j, file in enumerate(corruptions.FROST_FILES):
+        for j, file in enumerate(FROST_FILES):
             noise = torch.rand(3, 9, 9, generator=torch.Generator().manual_seed(9 * i + j))
             noise = F.interpolate(noise[None], (600, 900))[0].mul(255).byte()
             write = write_png if file.endswith("png") else write_jpeg
@@ -208,7 +209,7 @@ def by_hand(place, eps):
         z = (x - mean) / std
         predicted = model(x).argmax(1)
         for draw in (0, 1):
-            noisy = attacks.noise(attacks.Normalized(model), z, predicted, 0.4, kind="gaussian",
+            noisy = attacks.noise(score.Normalized(model), z, predicted, 0.4, kind="gaussian",
                                   draw=draw, best_of=2, clip=False, seed=3, index=index)
             count(f"noise {draw}", noisy * std + mean, labels)
         for name, steps, alpha in (("fgsm", 1, 1.0), ("pgd", 4, 0.4)):

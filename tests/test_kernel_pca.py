@@ -15,14 +15,13 @@ from torchvision.io import write_png
 import common
 import train_cls
 from attention import ATTENTIONS, SelfAttention
-from data import images as data, shapes
+from data import photos, shapes
 from kpca import (a_hat, attend, basis, eigen_cosine, exact_scaling, kernel_pca, kernel_projections, log_g, log_gram,
                   log_kernel, log_phi2, projection_loss, theoretical_values)
 from lm import LM, LMConfig
 from studies import kernel_pca as study, probe, published_scores
 from studies.kernel_pca import EXPERIMENTS, TRUNCATIONS, eigenvalue_statistics, measure, truncate, truncated
 from studies.probe import RULES, Heads, attention_replaced, capture, load_model, standardise, untrained
-from studies.published_scores import random_heads
 from studies.span import Layer, explained_variance, key_span, principal_axes, query_share, restrict, value_axes
 from test_kpca import assert_close, cases, draw, sweep
 from vit import SIZES, ViT, ViTConfig
@@ -167,6 +166,15 @@ def test_everything_stays_finite_for_very_long_keys(ratio):
         assert np.isfinite(t).all() or "by axis" in key[1], key
     for how in TRUNCATIONS:
         assert truncated(heads, how, 4).isfinite().all(), how
+
+
+def random_heads(B=4, H=2, N=65, D=16):
+    """Heads of a layer with random weights on random tokens."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(B, N, H * D, generator=g, dtype=torch.float64)
+    W = torch.randn(3, 1, H, H * D, D, generator=g, dtype=torch.float64)
+    q, k, v = x[:, None] @ (1.5 / math.sqrt(H * D) * W)
+    return Heads(q, k, v, v, x)
 
 
 def tiny_heads(B=2, H=2, N=6, D=3, seed=0):
@@ -453,7 +461,7 @@ def test_a_network_of_ones_own_photos_is_looked_at_on_those_it_was_not_trained_o
     checkpoint = dict(args=dict(data="folder", data_dir=str(tmp_path), holdout=4))
     images, labels, what, classes = probe.load_images(Namespace(data=None, data_dir=None, images=32), checkpoint,
                                                       ViTConfig(image_size=16, patch_size=8, num_classes=2))
-    train, val, _ = data.load_photos(data.find_photos(tmp_path), 16, holdout=4)
+    train, val, _ = photos.load_photos(photos.find_photos(tmp_path), 16, holdout=4)
     seen, found = {image.float().mean().item() for image in train.images}, {255 * x.mean().item() for x in images}
     assert len(found) == 4 and not {round(x) for x in found} & {round(x) for x in seen}
     assert sorted(labels.tolist()) == sorted(val.labels.tolist()) and (what, classes) == ("4 images of folder", 2)

@@ -165,3 +165,13 @@ def test_values_made_by_theorem_1_give_their_eigenvectors_back():
     a = a_hat(theoretical_values(axes, 8), axes.log_g)
     assert_close(eigen_cosine(axes, a)["eig_cos"], torch.ones(8), 1e-9)
     assert_close((a / a.norm(dim=0)).abs(), axes.U[:, :8].abs(), 1e-6, 1e-9)
+
+
+def test_the_spread_of_gamma_is_its_standard_deviation_under_weights_a_squared():
+    axes, a = kernel_pca(draw(11)[1]), draw(12)[2]
+    gamma, w = axes.K @ a / (24 * a), a.square() / a.square().sum(0)
+    mean = (w * gamma).sum(0)
+    spread = (w * (gamma - mean).square()).sum(0).sqrt()
+    found = eigen_cosine(axes, a)
+    for name, value in {"rho": 24 * mean, "wstd": spread, "wstd/lambda": spread / mean}.items():
+        assert_close(found[name], value)

@@ -11,14 +11,15 @@ from PIL import Image
 
 from conftest import SHARED
 from data import segmentation
-from data.files import image_batches
+from data.batches import image_batches
+from data.labelled import CAMVID_CLASSES, SegTree, class_names, shift_labels
 from data.rng import uniform
-from data.segmentation import (CAMVID_CLASSES, DISTORT_COLUMNS, VIEW, VIEW_COLUMNS, Scenes, SegTree, TrainingViews,
-                               class_names, distort, finish_views, load_split, palette, save_pictures, scale_and_shift,
-                               scale_hsv, shift_labels, training_view, varied)
+from data.segmentation import (DISTORT_COLUMNS, VIEW, VIEW_COLUMNS, Scenes, TrainingViews, distort, finish_views,
+                               load_split, palette, save_pictures, scale_and_shift, scale_hsv, training_view, varied)
 from data.shapes import load_shapes
 from segmenter import IGNORE, SegmenterConfig, resized
 
+ADE20K = SHARED / "data" / "ade20k_sample"
 SIZES = [(40, 60), (60, 40), (33, 70), (48, 48), (90, 50), (64, 41)]                 # height, width of the images below
 
 
@@ -94,8 +95,7 @@ def test_distortion_agrees_with_opencv(golden):
 
 def test_hsv_without_a_change_gives_every_colour_back_within_rounding():
     grid = torch.cartesian_prod(*[torch.arange(0, 256, 15.0)] * 3).T.reshape(1, 3, 18, -1)
-    back = scale_hsv(grid, 1.0, 0)
-    assert (back - grid).abs().max() <= 5        # H has 180 steps: up to 255 / 60 levels, then truncation
+    assert (scale_hsv(grid, 1.0, 0) - grid).abs().max() <= 5       # H has 180 steps: up to 255 / 60 levels, truncated
     grey = torch.arange(256.0).expand(1, 3, 1, 256)
     assert torch.equal(scale_hsv(grey, 1.5, 17), grey)
 
@@ -129,17 +129,15 @@ def test_contrast_comes_second_or_last():
     assert (distort(grey, u)[:, 0, 0, 0].int() - expected).abs().max() <= 1
 
 
-@pytest.mark.parametrize("column,value,expected", [
-    (0, 0.0, [168, 88, 88]), (0, 1.0, [232, 152, 152]), (2, 0.0, [100, 60, 60]), (2, 1.0, [255, 180, 180]),
-    (5, 0.0, [200, 160, 160]),
-    (5, 1.0, [200, 80, 80]), (7, 0.0, [200, 120, 168]), (7, 0.99, [200, 165, 120])])
-def test_a_distortion_happens_below_one_half_and_reaches_its_bounds(column, value, expected):
-    u = torch.full((2, DISTORT_COLUMNS), 0.9)
-    u[:, column] = torch.tensor([0.49, 0.51])
-    u[:, column + 1] = value
+def test_a_distortion_happens_below_one_half_and_reaches_its_bounds():
     pink = torch.tensor([200, 120, 120], dtype=torch.uint8).view(1, 3, 1, 1).expand(2, 3, 1, 1)
-    changed, same = distort(pink, u)[:, :, 0, 0].int()
-    assert (changed - torch.tensor(expected)).abs().max() <= 1 and same.tolist() == [200, 120, 120]
+    for column, value, *expected in ((0, 0.0, 168, 88, 88), (0, 1.0, 232, 152, 152), (2, 0.0, 100, 60, 60),
+                                     (2, 1.0, 255, 180, 180), (5, 0.0, 200, 160, 160), (5, 1.0, 200, 80, 80),
+                                     (7, 0.0, 200, 120, 168), (7, 0.99, 200, 165, 120)):
+        u = torch.full((2, DISTORT_COLUMNS), 0.9)
+        u[:, column], u[:, column + 1] = torch.tensor([0.49, 0.51]), value
+        changed, same = distort(pink, u)[:, :, 0, 0].int()
+        assert (changed - torch.tensor(expected)).abs().max() <= 1 and same.tolist() == [200, 120, 120], column
 
 
 # --- the crop --------------------------------------------------------------------------------------------------------
@@ -259,11 +257,9 @@ def test_class_names_come_from_the_folder(root):
     assert SegTree(root, "training").classes == ["a", "b", "c", "d"]
 
 
+@pytest.mark.skipif(not ADE20K.exists(), reason="no files of ADE20K beside the clone")
 def test_files_of_ade20k_are_read():
-    beside = SHARED / "data" / "ade20k_sample"
-    if not beside.exists():
-        pytest.skip("no files of ADE20K beside the clone")
-    tree = SegTree(beside, "validation")
+    tree = SegTree(ADE20K, "validation")
     assert len(tree) == 3 and len(tree.classes) == 150 and tree.names[0] == "ADE_val_00000001"
     assert [tuple(tree[i][1].shape) for i in range(3)] == [(512, 683), (364, 500), (300, 400)]
     assert max(tree[i][1][tree[i][1] < 255].max() for i in range(3)) == 102

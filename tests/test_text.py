@@ -3,6 +3,7 @@ or none, a text of one's own laid out as WikiText, windows that any process draw
 evaluation equal to lmtool's."""
 
 import errno
+import itertools
 import math
 import multiprocessing
 import os
@@ -24,7 +25,7 @@ import peers
 from robust.words import word_swap
 from conftest import ROOT, SHARED
 from data.text import (Vocabulary, load_corpus, perplexity, pydoc_folder, random_windows, read_lines, sliding_nll,
-                       sliding_windows, text_folder)
+                       text_folder)
 from lm import LM, LMConfig
 from upstream import load_lmtool
 
@@ -93,97 +94,77 @@ def test_a_word_without_unk_and_what_is_no_vocabulary_are_refused(folder):
 
 # --- the cache --------------------------------------------------------------------------------------------------------
 
-def names(folder):
-    return sorted(path.name for path in (folder / "cache").iterdir())
+def state(folder):
+    """The files of a folder and when they were last changed."""
+    return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
 
 
 def test_the_cache_is_used_until_the_text_changes_even_in_place_or_back_in_time(folder):
-    corpus = load_corpus(folder)
-    ids, words = np.fromfile(folder / "cache" / "train.bin", "<u4"), (folder / "cache" / "vocab.txt").read_text()
-    assert corpus.built and names(folder) == ["train.bin", "vocab.txt"] and isinstance(corpus.train, np.memmap)
+    corpus, cache = load_corpus(folder), folder / "cache"
+    ids, words = np.fromfile(cache / "train.bin", "<u4"), (cache / "vocab.txt").read_text()
+    assert corpus.built and sorted(state(cache)) == ["train.bin", "vocab.txt"] and isinstance(corpus.train, np.memmap)
     assert " ".join(words.split("\n")[i] for i in ids) == " ".join(data_text.split_words(TRAIN))
     assert words == "".join(f"{word}\n" for word in corpus.vocab.words)
-    before = {p.name: p.stat().st_mtime_ns for p in (folder / "cache").iterdir()}
+    before = state(cache)
     assert set(before.values()) == {(folder / "wiki.train.tokens").stat().st_mtime_ns}
-    assert not load_corpus(folder).built
-    assert {p.name: p.stat().st_mtime_ns for p in (folder / "cache").iterdir()} == before
+    assert not load_corpus(folder).built and state(cache) == before
     time.sleep(0.02)
-    write(folder, TRAIN.replace("cat", "cow"))                                       # the same number of bytes
+    write(folder, TRAIN.replace("cat", "cow"), VALID + VALID)                        # the same number of bytes
     corpus = load_corpus(folder)
-    assert corpus.built and "cow" in corpus.vocab and "cat" not in corpus.vocab
+    assert corpus.built and "cow" in corpus.vocab and "cat" not in corpus.vocab and len(corpus.valid) == 12
     write(folder)
     os.utime(folder / "wiki.train.tokens", ns=(10 ** 18, 10 ** 18))                  # an old file, put back
     assert load_corpus(folder).built and "cat" in load_corpus(folder).vocab
-    write(folder, TRAIN.replace("cat", "cow"), VALID + VALID)
-    assert len(load_corpus(folder).valid) == 12
 
 
-@pytest.mark.parametrize("at", range(2))
+@pytest.mark.parametrize("at", ["vocab.txt", "train.bin", "encoding"])
 def test_a_build_that_stops_anywhere_leaves_no_cache_and_the_next_one_is_whole(folder, monkeypatch, at):
-    good = load_corpus(folder)
-    ids, words = np.array(good.train), good.vocab.words
+    good, path = load_corpus(folder), folder / "wiki.train.tokens"
+    ids, words, changed = np.array(good.train), good.vocab.words, path.stat().st_mtime_ns
     time.sleep(0.02)
     write(folder, TRAIN.replace("cat", "cow"))                                       # to be built again
-    replace, calls = os.replace, []
+    replace, read_text = os.replace, data_text.read_text
 
-    def stops(*paths):
-        calls.append(paths)
-        if len(calls) == at + 1:
+    def full(old, new):
+        if new.name == at:
             raise OSError(errno.ENOSPC, "No space left on device")
-        replace(*paths)
-    monkeypatch.setattr(os, "replace", stops)
-    with pytest.raises(OSError, match="cannot write .*No space left on device"):
+        replace(old, new)
+
+    def unreadable(path, what):
+        return iter([b"".decode(), b"\xff".decode()] if what == at else read_text(path, what))
+    with monkeypatch.context() as patch, pytest.raises((OSError, ValueError), match="cannot write .*No space|codec"):
+        patch.setattr(os, "replace", full)
+        patch.setattr(data_text, "read_text", unreadable)
         load_corpus(folder)
-    monkeypatch.undo()
-    monkeypatch.chdir(folder.parent)
-    assert names(folder) == ["train.bin", "vocab.txt"]                               # and no .tmp
-    corpus = load_corpus(folder)
-    assert corpus.built and "cow" in corpus.vocab and "cat" not in corpus.vocab
+    assert sorted(state(folder / "cache")) == ["train.bin", "vocab.txt"]             # and no .tmp
+    if at == "encoding":
+        write(folder)                                                                # the words of the text put back
+        os.utime(path, ns=(changed, changed))
+        assert "cat" in load_corpus(folder).vocab
+        return
+    assert load_corpus(folder).built and "cow" in load_corpus(folder).vocab
     write(folder)
     again = load_corpus(folder)
     assert np.array_equal(again.train, ids) and again.vocab.words == words
 
 
-def test_words_of_a_build_that_was_cut_off_are_not_taken_for_those_of_the_text_put_back(folder, monkeypatch):
-    load_corpus(folder)
-    path = folder / "wiki.train.tokens"
-    changed = path.stat().st_mtime_ns
-    time.sleep(0.02)
-    write(folder, TRAIN.replace("cat", "cow"))
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(data_text, "read_text", lambda path, what, read=data_text.read_text:
-                      1 / 0 if what == "encoding" else read(path, what))
+DAMAGE = [("train.bin", lambda b: b"\0" * 76, "ids up to 0, the last 0; expected 12"),
+          ("train.bin", lambda b: b[:-4], "the last 12; expected 12"), ("train.bin", lambda b: b"abc", "multiple"),
+          ("train.bin", lambda b: b"", "empty"), ("train.bin", lambda b: b"c\0\0\0" * 6, "ids up to 99"),
+          ("vocab.txt", lambda b: b"<eos>\nthe\n", "expected 1,"), ("vocab.txt", lambda b: b"the\n", "not a vocab"),
+          ("vocab.txt", lambda b: b"\xff" + b, "utf-8")]
+
+
+@pytest.mark.parametrize("name,damage,word", DAMAGE, ids=range(len(DAMAGE)))
+def test_a_damaged_cache_is_named_until_it_is_deleted_and_one_written_to_is_built_again(folder, name, damage, word):
+    ids = np.array(load_corpus(folder).train)
+    path, before = folder / "cache" / name, state(folder / "cache")
+    path.write_bytes(damage(path.read_bytes()))
+    os.utime(path, ns=(before[name],) * 2)
+    with pytest.raises(ValueError, match=f"cache is damaged, delete it: .*{word}") as e:
         load_corpus(folder)
-    write(folder)
-    os.utime(path, ns=(changed, changed))
-    assert "cat" in load_corpus(folder).vocab
-
-
-DAMAGE = [
-    (lambda c: (c / "train.bin").write_bytes(b"\0" * 76), "train.bin holds ids up to 0 and ends in 0, expected 12"),
-    (lambda c: (c / "train.bin").write_bytes((c / "train.bin").read_bytes()[:-4]), "ends in 12, expected 12.* and 0"),
-    (lambda c: (c / "train.bin").write_bytes(b"abc"), "train.bin has 3 bytes, expected 4 a token"),
-    (lambda c: (c / "train.bin").write_bytes(b""), "train.bin has 0 bytes"),
-    (lambda c: (c / "train.bin").write_bytes(b"c\0\0\0" * 6), "train.bin holds ids up to 99 .* expected 12"),
-    (lambda c: (c / "vocab.txt").write_text("<eos>\nthe\n"), "expected 1, the last of .*vocab.txt"),
-    (lambda c: (c / "vocab.txt").write_text("the\n"), "vocab.txt.*not a vocabulary")]
-
-
-@pytest.mark.parametrize("damage,word", DAMAGE, ids=range(len(DAMAGE)))
-def test_a_damaged_cache_is_named_until_it_is_deleted_and_one_written_to_is_built_again(folder, damage, word):
-    good = load_corpus(folder)
-    before, ids = set(good.cache_dir.iterdir()), np.array(good.train)
-    times = [(path, path.stat().st_mtime_ns) for path in before]
-    damage(good.cache_dir)
-    for path, changed in times:
-        os.utime(path, ns=(changed, changed))
-    with pytest.raises(ValueError, match=word) as e:
-        load_corpus(folder)
-    assert "\n" not in str(e.value) and set(good.cache_dir.iterdir()) == before
-    Path(str(e.value).split(" ")[0].rstrip(":,")).unlink()
-    assert np.array_equal(load_corpus(folder).train, ids)
-    time.sleep(0.02)
-    damage(good.cache_dir)                                                           # its time is now another
+    assert "\n" not in str(e.value) and state(folder / "cache") == before
+    os.utime(path)                                                                   # its time is now another
     assert np.array_equal(load_corpus(folder).train, ids)
 
 
@@ -262,17 +243,15 @@ def test_pydoc_gives_every_python_the_same_text_without_running_modules(tmp_path
 
 def test_pydoc_has_some_size_and_documents_in_every_split_and_is_written_once(tmp_path):
     folder = pydoc_folder(tmp_path)
-    before = {f: f.stat().st_mtime_ns for f in folder.iterdir()}
-    assert pydoc_folder(tmp_path) == folder
-    assert {f: f.stat().st_mtime_ns for f in folder.iterdir()} == before and len(before) == 3
+    before = state(folder)
+    assert pydoc_folder(tmp_path) == folder and state(folder) == before and len(before) == 3
     corpus = load_corpus(folder)
     assert len(corpus.train) > 200_000 and 5_000 < min(len(corpus.valid), len(corpus.test)) < 100_000
     counts = np.bincount(corpus.train, minlength=len(corpus.vocab))
     assert (np.diff(counts[1:]) <= 0).all()                                         # falling frequency, as cutoffs need
     assert counts[1:].min() >= data_text.MIN_COUNT and 0.005 < counts[corpus.vocab["<unk>"]] / len(corpus.train) < 0.1
-    headings = {split: {line for line in read_lines(folder / f"wiki.{split}.tokens")
-                        if line.startswith(" = ") and not line.startswith(" = = ")} for split in data_text.SPLITS}
-    assert all(len(titles) > 5 for titles in headings.values())
+    for split in data_text.SPLITS:
+        assert sum(line.startswith(" = ") and line[3] != "=" for line in lines_of(folder, split)) > 5
 
 
 # --- a text of one's own ---------------------------------------------------------------------------
@@ -320,42 +299,42 @@ def test_a_txt_is_written_once_and_again_when_it_changes(folder):
     path = Path("book.txt")
     path.write_text(BOOK)
     made = text_folder("folder", path)
-    before = {p: p.stat().st_mtime_ns for p in made.iterdir()}
-    assert before == {p: p.stat().st_mtime_ns for p in text_folder("folder", path).iterdir()}
-    assert load_corpus(made).built and not load_corpus(made).built
+    before = state(made)
+    assert state(text_folder("folder", path)) == before and load_corpus(made).built and not load_corpus(made).built
     path.write_text(BOOK.replace("mat", "rug"))
     os.utime(path, ns=(10 ** 18, 10 ** 18))                                         # older, but another
     corpus = load_corpus(text_folder("folder", path))
     assert corpus.built and "rug" in corpus.vocab and "mat" not in corpus.vocab
     (made / "wiki.valid.tokens").write_text(" of another text \n")                  # a part of it alone
-    text_folder("folder", path)
-    assert "another" not in lines_of(made, "valid")[0]
+    assert "another" not in lines_of(text_folder("folder", path), "valid")[0]
 
 
 def test_what_is_no_text_is_named_in_one_line(folder):
-    for name, files, word in (
-            ("empty", {}, "--data_dir empty: expected a .txt, or a folder"),
-            ("two", {"a.txt": BOOK, "b.txt": BOOK}, "--data_dir two holds 2 .txt, a.txt and b.txt among them"),
-            ("blank", {"a.txt": " \n\n \n"}, "blank/a.txt has 0 lines with words, expected 20"),
-            ("few", {"a.txt": "a b\n" * 19}, "few/a.txt has 19 lines with words, expected 20"),
-            ("none", {"a.txt": ""}, "none/a.txt has 0 lines"),
-            ("bytes", {"a.txt": b"caf\xe9"}, "bytes/a.txt is not UTF-8 text"),
-            ("other", {"a.md": BOOK}, "--data_dir other: expected a .txt")):
-        Path(name).mkdir()
-        for file, text in files.items():
-            Path(name, file).write_bytes(text if isinstance(text, bytes) else text.encode())
-        with pytest.raises((ValueError, OSError)) as e:
-            text_folder("folder", name)
-        assert word in str(e.value) and "\n" not in str(e.value)
-    for data, data_dir, word in (("folder", "nowhere", "--data_dir nowhere: expected a .txt"),
-                                 ("folder", "other/a.md", "--data_dir other/a.md: expected a .txt"),
+    for i, (name, text, word) in enumerate((
+            ("a.txt", " \n\n \n", "/a.txt has 0 lines with words, expected 20"), ("a.txt", "", "/a.txt has 0 lines"),
+            ("a.txt", "a b\n" * 19, "/a.txt has 19 lines with words, expected 20"),
+            ("a.txt", b"caf\xe9", "/a.txt is not UTF-8 text"), ("a.md", BOOK, ": expected a .txt, or a folder"))):
+        Path(str(i)).mkdir()
+        Path(str(i), name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        refused("folder", str(i), f"{i}{word}")
+    shutil.copytree("3", "two")
+    Path("two/b.txt").write_text(BOOK)
+    Path("empty").mkdir()
+    for data, data_dir, word in (("folder", "two", "--data_dir two holds 2 .txt, a.txt and b.txt among them"),
+                                 ("folder", "empty", "--data_dir empty: expected a .txt, or a folder"),
+                                 ("folder", "nowhere", "--data_dir nowhere: expected a .txt"),
+                                 ("folder", "4/a.md", "--data_dir 4/a.md: expected a .txt"),
                                  ("wikitext", None, "--data wikitext needs --data_dir")):
-        with pytest.raises((ValueError, OSError)) as e:
-            text_folder(data, data_dir)
-        assert word in str(e.value) and "\n" not in str(e.value)
+        refused(data, data_dir, word)
     Path("text/notes.txt").write_text(BOOK)
     assert text_folder("folder", "text") == Path("text")                      # wiki.*.tokens go before a .txt
     assert not Path("out").exists()
+
+
+def refused(data, data_dir, word):
+    with pytest.raises((ValueError, OSError)) as e:
+        text_folder(data, data_dir)
+    assert word in str(e.value) and "\n" not in str(e.value)
 
 
 # --- training windows -------------------------------------------------------------------------------------------------
@@ -419,8 +398,7 @@ class Reads:
         return hidden[..., 1]
 
 
-@pytest.mark.parametrize("M", [9, 10, 11, 12, 16, 17, 30])
-@pytest.mark.parametrize("stride", range(1, 9))
+@pytest.mark.parametrize("M,stride", [*itertools.product([9, 10, 12, 16, 17, 30], range(1, 9))])
 def test_every_token_is_scored_once_with_the_context_that_was_promised(M, stride):
     model = Reads()
     context = sliding_nll(model, torch.arange(M), 8, stride, batch_size=3)                 # of each target, in tokens
@@ -454,45 +432,20 @@ def test_totals_equal_lmtools_whatever_the_batch(golden, name):
         assert perplexity(torch.cat(streams)) == pytest.approx(ppl, rel=1e-5)
 
 
-def small_model(**how):
-    torch.manual_seed(0)
-    return LM(LMConfig(60, 16, embed_dim=32, depth=2, num_heads=4, mlp_dim=64, **how)).eval()
-
-
-@pytest.mark.parametrize("stride", [1, 5, 16])
-def test_batched_windows_equal_one_at_a_time_with_the_whole_output_layer(stride):
-    model = small_model(attn="rpc", rpc_layers=(0, 1))
-    text = torch.randint(60, (150,))
-    for block in model.blocks:
-        block.attn.qkv.weight.data *= 30                                                  # so that S is not zero
-    nats = []
-    with torch.no_grad():
-        for starts, length, scored in sliding_windows(149, 16, stride):
-            for i in starts.tolist():
-                nats += [model(text[None, i:i + length], text[None, i + 1:i + 1 + length])[0, -scored:]]
-    torch.testing.assert_close(sliding_nll(model, text, 16, stride, 13), torch.cat(nats).double(), atol=1e-5, rtol=0)
-
-
 def test_processes_share_the_windows_and_their_parts_add_up():
-    model, text = small_model(), torch.randint(60, (150,))
+    torch.manual_seed(0)
+    model, text = LM(LMConfig(60, 16, embed_dim=32, depth=2, num_heads=4, mlp_dim=64)).eval(), torch.randint(60, (150,))
     parts = [sliding_nll(model, text, 16, 3, 8, rank, 3) for rank in range(3)]
     assert torch.equal(sum(parts), sliding_nll(model, text, 16, 3, 8)) and all((part == 0).any() for part in parts)
 
 
-@pytest.mark.parametrize("window,stride", [(0, 1), (4, 0), (4, 5), (10, 1), (-1, 1), (4, -1)])
-def test_windows_that_cannot_be_are_refused_in_one_line(window, stride):
-    with pytest.raises(ValueError, match=f"window {window}, stride {stride}: expected 1 <= stride <= window <= 9"):
-        sliding_nll(Reads(), torch.arange(10), window, stride)
+def test_windows_that_cannot_be_are_refused_in_one_line():
+    for window, stride in ((0, 1), (4, 0), (4, 5), (10, 1), (-1, 1), (4, -1)):
+        with pytest.raises(ValueError, match=f"window {window}, stride {stride}: expected 1 <= stride <= window <= 9"):
+            sliding_nll(Reads(), torch.arange(10), window, stride)
 
 
 def test_perplexity_is_the_exponential_of_the_mean_over_tokens():
     nats = torch.tensor([0.0, 1.0, 2.0, 5.0]).double()
     assert perplexity(nats) == pytest.approx(math.exp(2))
     assert perplexity(nats, torch.tensor([True, False, True, False])) == pytest.approx(math.e)
-    model = small_model()                               # windows that score 16, 10 times 13, and 3 tokens
-    text = torch.randint(60, (150,), generator=torch.Generator().manual_seed(0))
-    nats = sliding_nll(model, text, 16, 13, batch_size=4)
-    assert perplexity(nats) == pytest.approx(math.exp(sum(nats.tolist()) / 149), rel=1e-12)
-    batches = torch.stack([nats[:16].mean(), nats[16:68].mean(), nats[68:120].mean(), nats[120:146].mean(),
-                           nats[146:].mean()])                                            # not the mean of those
-    assert abs(perplexity(nats) / perplexity(batches) - 1) > 1e-3

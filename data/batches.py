@@ -1,0 +1,45 @@
+"""How images are held and handed out: small sets in memory, large ones by DataLoader workers."""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from data.rng import epoch_order
+
+
+class Split(NamedTuple):
+    """Hold a small set of images, all of it in memory."""
+    images: torch.Tensor                     # (N, 3, H, W) uint8
+    labels: torch.Tensor                     # (N,) int64
+    classes: list                            # class names, str; labels index it
+    masks: torch.Tensor | None = None        # shapes: (N, H, W) uint8, 0: none, k + 1: class k
+
+
+def hold_out(split, n, order=None):
+    """Split into (the rest, n held out): the first in `order`; by default a fixed random one."""
+    if not 0 < n < len(split.labels):
+        raise ValueError(f"--holdout {n}: there are {len(split.labels)} training images")
+    order = epoch_order(len(split.labels), 0, seed=0) if order is None else order
+    parts = (order[n:], order[:n])
+    return tuple(Split(split.images[part], split.labels[part], split.classes) for part in parts)
+
+
+def collate(transform, samples):
+    """Stack [(image, label, position)]; transform(images, positions) runs here, in a worker."""
+    images, labels, positions = default_collate(samples)
+    return transform(images, positions) if transform else images, labels, positions
+
+
+def image_batches(dataset, batches, num_workers=4, device="cpu", transform=None):
+    """Make a DataLoader over samples (image, label, position): a batch of each, on the CPU.
+
+    batches: iterable of lists of the dataset's keys, (position, index). transform: applied to
+    (images, positions) of a batch in the worker; leave it out if a GPU can do that. Workers run
+    torch with one thread each (DataLoader's own rule); num_workers=0 loads in this process.
+    """
+    return DataLoader(dataset, batch_sampler=batches, num_workers=num_workers,
+                      prefetch_factor=4 if num_workers else None,
+                      pin_memory=torch.device(device).type == "cuda",
+                      collate_fn=partial(collate, transform))

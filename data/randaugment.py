@@ -1,0 +1,200 @@
+"""RandAugment and random erasing of whole batches, after timm.
+
+As in augment.py, decisions are drawn on the CPU as tables `u`, and images stay on their device.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from data.augment import send
+from data.rng import normal, uniform
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)           # ImageNet's, of pixels in [0, 1]
+FILL = (124, 116, 104)                                              # MEAN in grey levels: outside
+ERASE_NOISE = 24                                                    # see augment.py
+ERASE_TRIES = 10
+ERASE_COLUMNS = 3 + 2 * ERASE_TRIES                               # apply?, top, left, areas, ratios
+
+
+# --- RandAugment ----------------------------------------------------------------------------------
+# Operations: (b, 3, H, W) uint8 and a (b, 1, 1, 1) float32 argument to uint8, truncated as by PIL.
+
+def blend(base, images, factor):
+    """Mix base (factor 0) and images (1), or go beyond, as ImageEnhance; base: whole numbers."""
+    return (base + factor * (images - base)).clamp_(0, 255).byte()
+
+
+def grey(images):
+    """Compute PIL's luma of RGB images, (b, 1, H, W) int32 in 0..255."""
+    r, g, b = images.int().split(1, dim=1)
+    return (19595 * r + 38470 * g + 7471 * b + 0x8000) >> 16
+
+
+def contrast(images, factor):
+    """Blend with the mean of the grey image."""
+    mean = grey(images).sum((2, 3), keepdim=True) / images[0, 0].numel()
+    return blend((mean + 0.5).floor(), images, factor)
+
+
+def sharpness(images, factor):
+    """Blend with a 3 x 3 smoothing, weights 1 and 5 in the centre; the border stays."""
+    x, out = images.short(), images.clone()
+    rows = x[..., :-2] + x[..., 1:-1] + x[..., 2:]
+    centre = x[..., 1:-1, 1:-1]
+    total = rows[:, :, :-2] + rows[:, :, 1:-1] + rows[:, :, 2:] + 4 * centre
+    out[..., 1:-1, 1:-1] = blend((total / 13).round_(), centre, factor)
+    return out
+
+
+def axes(images):
+    """Give the coordinates of the pixels: across (W,), down (H, 1)."""
+    H, W = images.shape[2:]
+    return torch.arange(W, device=images.device), torch.arange(H, device=images.device)[:, None]
+
+
+def taps(pixel, shift, size):
+    """Find what PIL's bicubic warp takes at pixel + shift along a line; no shift: None.
+
+    Returns the first of four neighbouring pixels, in the line with two pixels more on either side;
+    their weights (Keys' kernel, a = -1; no shift: one tap); and whether the place is in the line.
+    """
+    if shift is None:
+        return pixel + 2, (1,), torch.ones_like(pixel, dtype=torch.bool)
+    place = pixel + shift
+    inside = (place >= -0.5) & (place < size - 0.5)
+    place = place.clamp(-0.5, size - 0.5)
+    first = place.floor()
+    d = place - first
+    e = 1 - d
+    weights = -d * e * e, 1 + d * d * (d - 2), 1 + e * e * (e - 2), -e * d * d
+    return first.long() + 1, weights, inside
+
+
+def warp(images, dx=None, dy=None):
+    """Show at pixel (x, y) the image at (x + dx, y + dy), bicubic, FILL outside.
+
+    dx, dy: float32 that broadcasts to (b, 1, H, W), in pixels; None is 0, and four times faster.
+    """
+    (H, W), (x, y) = images.shape[2:], axes(images)
+    left, across, inside = taps(x, dx, W)
+    top, down, within = taps(y, dy, H)
+
+    # Tap (i, j) of every pixel lies the same number further in the flat padded image.
+    flat = F.pad(images.float(), [2] * 4, mode="replicate").flatten(2)
+    index = (top * (W + 4) + left).expand(len(images), 3, H, W).flatten(2)
+    total = torch.full_like(images, 2 ** -10, dtype=torch.float32)  # flat areas stay as they are
+    for i in range(len(down)):
+        for j in range(len(across)):
+            tap = flat[:, :, i * (W + 4) + j:].gather(2, index).view_as(images)
+            total += tap.mul_(down[i] * across[j])
+    fill = send(FILL, images.device).view(3, 1, 1).float()
+    return torch.where(inside & within, total.clamp_(0, 255), fill).byte()
+
+
+def rotate(images, degrees):
+    """Turn counter-clockwise about the centre."""
+    (H, W), angle = images.shape[2:], degrees * (math.pi / 180)
+    x, y = axes(images)
+    x, y, cos, sin = x - (W - 1) / 2, y - (H - 1) / 2, torch.cos(angle), torch.sin(angle)
+    return warp(images, cos * x - sin * y - x, sin * x + cos * y - y)
+
+
+def torchvisions(name):
+    """Call torchvision's operation; it is imported when used, as it costs as much as torch."""
+    def op(images, _):
+        from torchvision.transforms.v2 import functional
+        return getattr(functional, name)(images)
+    return op
+
+
+def signed(most):
+    return lambda x, sign: sign * most * x
+
+
+def enhance_factor(x, sign):
+    return (1 + sign * 0.9 * x).clamp(min=0.1)
+
+
+OPS = {  # name in timm: (operation, its argument from x = level / 10 in [0, 1] and sign = +-1)
+    "AutoContrast": (torchvisions("autocontrast"), signed(0)),
+    "Equalize": (torchvisions("equalize"), signed(0)),
+    "Invert": (lambda images, _: 255 - images, signed(0)),
+    "Rotate": (rotate, signed(30)),
+    "PosterizeIncreasing": (lambda images, bits: images & (256 - 2 ** (8 - bits.int())).byte(),
+                            lambda x, sign: 4 - (4 * x).floor()),
+    "SolarizeIncreasing": (lambda images, low: torch.where(images < low, images, 255 - images),
+                           lambda x, sign: 256 - (256 * x).floor()),
+    "SolarizeAdd": (lambda images, amount: (images + amount * (images < 128)).byte(),
+                    lambda x, sign: (110 * x).floor()),
+    "ColorIncreasing": (lambda images, f: blend(grey(images), images, f), enhance_factor),
+    "ContrastIncreasing": (contrast, enhance_factor),
+    "BrightnessIncreasing": (lambda images, f: blend(0, images, f), enhance_factor),
+    "SharpnessIncreasing": (sharpness, enhance_factor),
+    "ShearX": (lambda images, a: warp(images, dx=a * (axes(images)[1] + 0.5)), signed(0.3)),
+    "ShearY": (lambda images, a: warp(images, dy=a * (axes(images)[0] + 0.5)), signed(0.3)),
+    "TranslateXRel": (lambda images, a: warp(images, dx=a * images.shape[3]), signed(0.45)),
+    "TranslateYRel": (lambda images, a: warp(images, dy=a * images.shape[2]), signed(0.45)),
+}
+
+
+def rand_augment(images, u):
+    """Draw operations of OPS, apply each with probability 1/2: timm's rand-m9-mstd0.5-inc1.
+
+    Each draw's level is normal(9, 0.5) clipped to [0, 10], its sign a fair coin. images: uint8.
+    u: (B, 4 * operations) on the CPU; for each: which one, apply it?, level, sign. Returns uint8.
+    """
+    size = len(images)
+    if images.device.type == "cpu":                                 # so many fit the caches
+        size = max(1, 2 ** 15 // (images.shape[2] * images.shape[3]))
+
+    images, u = images.clone(), u.double().unflatten(1, (-1, 4))
+    for which, apply, level, sign in u.permute(1, 2, 0):            # (B,) each
+        x = (9 + 0.5 * normal(level)).clamp(0, 10) / 10
+        sign = torch.where(sign < 0.5, 1.0, -1.0)
+        which = torch.where(apply < 0.5, (which * len(OPS)).floor(), -1)
+        for i, (op, argument) in enumerate(OPS.values()):
+            chosen = (which == i).nonzero()[:, 0]               # on the CPU: no wait for the device
+            for index in chosen.split(size) if len(chosen) else ():
+                a = send(argument(x[index], sign[index]).float().view(-1, 1, 1, 1), images.device)
+                index = send(index, images.device)
+                images[index] = op(images[index], a)
+    return images
+
+
+# --- random erasing -------------------------------------------------------------------------------
+
+def random_erase(images, u, positions, seed, prob):
+    """Put a box of noise into a share `prob` of the images: timm's RandomErasing(mode="pixel").
+
+    The box covers a uniform share, 2 % to a third, of the image; its height / width is log-uniform
+    in [0.3, 1 / 0.3]; of 10 tries the first that fits is taken, else the image stays.
+    Its values are standard normal after normalisation by MEAN and STD, so they may leave [0, 1].
+    images: float, in [0, 1], changed in place and returned. u: (B, 23) on the CPU: ERASE_COLUMNS.
+    positions: (B,) int64 on the CPU: with the seed they determine the noise.
+    """
+    B, _, H, W = images.shape
+    u = u.double()
+    share, ratio = u[:, 3:].split(ERASE_TRIES, dim=1)
+    pixels = (0.02 + (1 / 3 - 0.02) * share) * H * W                        # (B, 10)
+    ratio = torch.exp((1 - 2 * ratio) * math.log(0.3))
+    h, w = (pixels * ratio).sqrt().round().long(), (pixels / ratio).sqrt().round().long()
+    fits = (h < H) & (w < W)
+    chosen = ((u[:, 0] < prob) & fits.any(1)).nonzero()[:, 0]                       # (b,)
+    attempt = fits[chosen].int().argmax(1, keepdim=True)
+    h, w = h[chosen].gather(1, attempt)[:, 0], w[chosen].gather(1, attempt)[:, 0]
+    top, left = (u[chosen, 1] * (H - h + 1)).long(), (u[chosen, 2] * (W - w + 1)).long()
+
+    # One column per erased pixel, box after box. Their number is known on the host: no wait.
+    first = (h * w).cumsum(0) - h * w
+    boxes = [chosen, positions[chosen], top, left, w, first, h * w]
+    boxes = send(torch.stack(boxes), images.device)
+    columns = boxes[:6].repeat_interleave(boxes[6], dim=1, output_size=int((h * w).sum()))
+    sample, position, top, left, w, first = columns
+    i = torch.arange(len(first), device=images.device) - first
+    y, x = top + i // w, left + i % w
+    noise = normal(uniform(y * W + x, 3, seed, ERASE_NOISE, position.int()))            # (n, 3)
+    noise = noise * send(STD, images.device) + send(MEAN, images.device)
+    images[sample, :, y, x] = noise.to(images.dtype)
+    return images
