@@ -160,7 +160,10 @@ def check_flags(args):
 def follow_file(p, args):
     """Parse again: where no flag says model or patch size, they are those of --init_from."""
     from weights import flags_for
-    found = flags_for(common.load(args.init_from), SIZES)
+    try:
+        found = flags_for(common.load(args.init_from), SIZES)
+    except OSError:                                                 # `build` says so
+        return args
     found.pop("attn", None)                                         # to be named: rpc or symmetric
     p.set_defaults(**found, **RECIPES.get((args.data, found.get("model")), {}))
     again = p.parse_args()
