@@ -125,7 +125,7 @@ def test_a_flag_changes_what_the_table_says(base, script, flag):
     flags = BASE[script]
     if flag == "adv_steps":                                                                          # it needs the other
         flags = {**flags, "adv_eps": "4/255"}
-        first = look(script, **flags)
+        first = look(script, **{**flags, "out_dir": "first"}) | {"folder": "a"}
     seen = look(script, **{**flags, flag: value})
     found = {name for name in first if not same(first[name], seen[name], NOISE[script])}
     if "weights" in found:

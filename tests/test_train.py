@@ -361,7 +361,7 @@ OF_ALL = [
 BAD = dict(
     cls=[("--data cifar10", "--data_dir"), ("--data imagenet", "--data_dir"), ("--data cifar10 --data_dir nowhere", "nowhere"),
          ("--data imagenet --data_dir nowhere", "nowhere"), ("--data_dir nowhere", "--data_dir nowhere"),
-         ("--data shapes --data_dir nowhere", "--data_dir nowhere .*shapes"), ("--image_size 18", "image_size"),
+         ("--data shapes --data_dir nowhere", "--data_dir nowhere.*shapes"), ("--image_size 18", "image_size"),
          ("--image_size 0", "image_size"), ("--patch_size 0", "patch_size"), ("--patch_size -4", "patch_size"),
          ("--num_images 0", "images"), ("--num_images 10", "batch_size"), ("--batch_size 161", "batch_size"),
          ("--accum 0", "accum"), ("--accum 3", "accum"), ("--mixup 0.8 --accum 16", "mixup"),
