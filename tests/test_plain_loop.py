@@ -43,7 +43,8 @@ def augmented(f, images, position):
     images = augment.random_crop(images, draw(2, augment.CROP), f.pad)
     images = torch.where(draw(1, augment.FLIP).view(-1, 1, 1, 1) < 0.5, images.flip(3), images)
     images = augment.rand_augment(images, draw(4 * f.num_ops, augment.RAND_AUGMENT), num_ops=f.num_ops)
-    return augment.random_erase(images / 255, draw(augment.ERASE_COLUMNS, augment.ERASE), position, f.seed, prob=f.erase)
+    u = draw(augment.ERASE_COLUMNS, augment.ERASE)
+    return augment.random_erase(images / 255, u, position, f.seed, prob=f.erase)
 
 
 def mixed(f, images, labels, num_classes, step):
@@ -118,8 +119,8 @@ def plain_loop(f, load, n, num_classes, test, model):
 FLAGS = dict(data="shapes", num_images=60, holdout=28, model="micro", image_size=16, patch_size=8, attn="rpc_asym",
              rpc_layers="1,3", n_iter=3, lambd=0.3, form="paper", drop_path=0.3, init="default", epochs=3, batch_size=8,
              accum=2, lr=3e-3, min_lr=2e-3, warmup_epochs=0.5, weight_decay=0.4, clip=0.7, ema=0.6, pad=3, num_ops=3,
-             erase=0.6, mixup=0.3, cutmix=0.5, smoothing=0.2, repeats=2, seed=5, device="cpu", max_steps=10, log_every=3,
-             eval_every=2, save_every=5, keep_every=2, out_dir="a")
+             erase=0.6, mixup=0.3, cutmix=0.5, smoothing=0.2, repeats=2, seed=5, device="cpu", max_steps=10,
+             log_every=3, eval_every=2, save_every=5, keep_every=2, out_dir="a")
 
 
 def assert_close(row, expected):

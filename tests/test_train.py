@@ -32,8 +32,8 @@ SCRIPTS = dict(cls=train_cls, lm=train_lm, seg=train_seg)
 SMALL = dict(
     cls="--model nano --num_images 160 --image_size 16 --patch_size 4 --batch_size 16 --log_every 1 --eval_every 100",
     lm="--data_dir text --context 8 --batch_size 4 --steps 30 --words 5 --warmup 5 --log_every 1 --eval_every 100",
-    seg="--data camvid --data_dir pairs --num_classes 4 --size 32 --patch_size 8 --batch_size 4 --epochs 8 --log_every 1 "
-        "--save_images 0 --num_workers 0 --eval_every 100 --dropout 0.1 --drop_path 0.1")
+    seg="--data camvid --data_dir pairs --num_classes 4 --size 32 --patch_size 8 --batch_size 4 --epochs 8 "
+        "--log_every 1 --save_images 0 --num_workers 0 --eval_every 100 --dropout 0.1 --drop_path 0.1")
 # what makes a step random or remembers one, on; an epoch of cls has 2 steps
 RANDOM = dict(
     cls="--data imagenet --data_dir tree --image_size 16 --patch_size 4 --batch_size 16 --epochs 3 --warmup_epochs 1 "
@@ -151,8 +151,7 @@ def test_a_kill_before_any_write_loses_nothing(name, monkeypatch):
 
 @each
 def test_ctrl_c_ends_in_the_line_that_resumes_and_a_live_run_is_not_shared(name):
-    process = start(name, "--max_steps 3000" if name == "lm" else "--epochs 300", "--steps 3000" if name == "lm" else "",
-                    "--out_dir a")
+    process = start(name, "--steps 3000" if name == "lm" else "--epochs 300", "--out_dir a")
     for other in (refused(SCRIPTS[name], "--resume a"), bad(name, "--out_dir a")):
         assert re.search(f"process {process.process.pid} on .* trains there|already holds a run", other)
     process.send_signal(signal.SIGINT)
@@ -218,7 +217,7 @@ def test_a_restart_by_torchrun_goes_on_with_its_own_run_alone(name, monkeypatch)
     assert chosen() == (f"out/{own}",) * 2 and chosen(f"{own}_2") == (f"out/{own}_2",) * 2
     assert chosen(lr=0.2) == (f"out/{own}_3", None)
     assert f"--out_dir {folder} already holds a run" in bad(name, "--max_steps 3 --lr 0.3", ["--out_dir", folder])
-    train(name, "--max_steps 2 --lr 0.1")                                                        # goes on: nothing is left
+    train(name, "--max_steps 2 --lr 0.1")                                                     # goes on: nothing is left
     assert len(log(f"out/{own}_2", "eval")) == 1 and not Path(f"out/{own}_3").exists()
     Path(f"out/{own}_2/last.pt").unlink()                                  # it died before: not with another's weights
     assert chosen(lr=0.1) == (f"out/{own}_3", None)
@@ -241,8 +240,9 @@ def test_a_run_is_kept_whatever_it_is_asked_to_go_on_with(name, monkeypatch):
         return (Path("a/last.pt").read_bytes(), Path("a/log.jsonl").read_bytes()) == (whole, text)
     line = bad(name, "--max_steps 3 --out_dir a")
     assert line.startswith("error: --out_dir a already holds a run") and "--resume a" in line
-    other = dict(cls="--lambd 3, --rpc_layers all, --ema 0.9, --init_from a", lm="--mu_over token, --steps 9, --context 9, "
-                 "--dropout 0, --norm pre, --cutoffs 5", seg="--optimizer sgd, --size 24, --dropout 0.3, --backbone a")[name]
+    other = dict(cls="--lambd 3, --rpc_layers all, --ema 0.9, --init_from a, --init trunc_normal",
+                 lm="--mu_over token, --steps 9, --context 9, --dropout 0, --norm pre, --cutoffs 5",
+                 seg="--optimizer sgd, --size 24, --dropout 0.3, --backbone a")[name]
     for flag in ("--attn symmetric, --n_iter 3, --seed 1, --batch_size 32, --out_dir b, " + other).split(", "):
         assert flag.split()[0].strip("-") in refused(SCRIPTS[name], "--resume a", flag)
     assert "is empty" in refused(SCRIPTS[name], ["--resume", ""]) and kept()
@@ -263,7 +263,8 @@ def test_a_run_is_kept_whatever_it_is_asked_to_go_on_with(name, monkeypatch):
     if name != "lm":
         for part, value in (("training_images", 7), ("classes", list("wxyz"))):                       # the data changed
             torch.save({**common.load("a"), part: value}, "a/last.pt")
-            assert f"--resume a: the data have changed, {part} was" in refused(SCRIPTS[name], "--resume a --max_steps 3")
+            line = refused(SCRIPTS[name], "--resume a --max_steps 3")
+            assert f"--resume a: the data have changed, {part} was" in line
             Path("a/last.pt").write_bytes(whole)
     for content in ({"model": {"w": torch.zeros(2)}}, {"task": "vision"}, torch.zeros(3), [1, 2]):
         torch.save(content, "a/last.pt")
@@ -297,19 +298,22 @@ def main_and_seed(name):
 def test_two_processes_equal_one_and_accumulation_too(name):
     """Without dropout, whose masks are a process's own. seg: ignored pixels are unequal, the last batch is short."""
     extra = dict(cls="--num_images 165 --num_ops 2 --erase 0.5 --mixup 0.8 --cutmix 1 --pad 2 --repeats 3 --ema 0.9 "
-                 "--adv_eps 2/255 --adv_steps 1 --max_steps 12", lm="--max_steps 10 --dropout 0 --eval_every 5", seg="--dropout 0 --drop_path 0 --epochs 4")
+                     "--adv_eps 2/255 --adv_steps 1 --max_steps 12",
+                 lm="--max_steps 10 --dropout 0 --eval_every 5", seg="--dropout 0 --drop_path 0 --epochs 4")
     accum = "" if name == "seg" else "--accum 2"
     run, steps = flags(SMALL[name], extra[name]), dict(cls=12, lm=10, seg=12)[name]
-    printed = group(partial(main_and_seed, name), [*run, *accum.split(), "--out_dir", "two"], LOCAL_RANK="0")                       # two nodes
+    # as the first processes of two nodes
+    printed = group(partial(main_and_seed, name), [*run, *accum.split(), "--out_dir", "two"], LOCAL_RANK="0")
     train(name, extra[name], "--out_dir one")
     train(name, extra[name], accum, "--out_dir accumulated")
     one = list(log("one").values())
     assert len(one) == steps and headers("two")[0]["world"] == 2
     for other in ("two", "accumulated"):
         np.testing.assert_allclose(list(log(other).values()), one, rtol=0, atol=1e-5)
-        np.testing.assert_allclose(list(log(other, "grad_norm").values()), list(log("one", "grad_norm").values()), rtol=1e-3)
+        norms = [list(log(folder, "grad_norm").values()) for folder in (other, "one")]
+        np.testing.assert_allclose(*norms, rtol=1e-3)
     seeds = [str(common.seed_of(0, steps - 1, rank)) for rank in (0, 1)]
-    assert [text.split()[-1] for text in printed] == seeds and len(printed[1].split()) == 1          # rank 0 alone speaks
+    assert [text.split()[-1] for text in printed] == seeds and len(printed[1].split()) == 1        # rank 0 alone speaks
     a, b = log("two", "eval")[steps], log("one", "eval")[steps]
     assert a.get("images") == b.get("images") == dict(cls=33, lm=None, seg=5)[name]                     # odd numbers
     what = dict(cls="loss", lm="perplexity", seg="pixel_accuracy")[name]
@@ -347,50 +351,43 @@ def test_the_script_itself_ends_in_one_error_line(name):
 
 # --- bad input -------------------------------------------------------------------------------------------------------
 
-OF_ALL = [
-    ("--batch_size 0", "batch_size"), ("--batch_size -16", "batch_size"), ("--batch 16", "--batch"), ("--attn linear", "attn"),
-    ("--max_steps 0", "max_steps"), ("--log_every 0", "log_every"), ("--log_every -1", "log_every"), ("--lr nan", "lr"),
-    ("--eval_every 0", "eval_every"), ("--save_every -1", "save_every"), ("--lr inf", "lr"), ("--lr -1", "lr"),
-    ("--lr 1e300", "lr"), ("--clip nan", "clip"), ("--clip", "clip"), ("--n_iter 0", "n_iter"), ("--n_iter -2", "n_iter"),
-    ("--lambd -1", "lambd"), ("--lambd nan", "lambd"), ("--rpc_layers foo", "rpc_layers"), ("--rpc_layers 9", "rpc_layers"),
-    ("--rpc_layers 2-0", "rpc_layers"), ("--rpc_layers -1", "rpc_layers"), ("--form printed", "printed"),
-    ("--model huge", "huge"), ("--data linear", "linear"), ("--seed -1", "seed"), ("--device cdua", "device cdua"),
-    ("--device mps", "device mps"), ("--device cpu:x", "device cpu:x"), ("--resume nowhere", "nowhere"),
-    ("--resume notes.txt", "notes.txt"), ("--out_dir notes.txt", "notes.txt"), (["--out_dir", ""], "--out_dir"),
-    (["--resume", ""], "--resume"), (["--data_dir", ""], "--data_dir"), ("stray", "stray"), ("--speed 1", "speed")]
-BAD = dict(
-    cls=[("--data cifar10", "--data_dir"), ("--data imagenet", "--data_dir"), ("--data cifar10 --data_dir nowhere", "nowhere"),
-         ("--data imagenet --data_dir nowhere", "nowhere"), ("--data_dir nowhere", "--data_dir nowhere"),
-         ("--data shapes --data_dir nowhere", "--data_dir nowhere.*shapes"), ("--image_size 18", "image_size"),
-         ("--image_size 0", "image_size"), ("--patch_size 0", "patch_size"), ("--patch_size -4", "patch_size"),
-         ("--num_images 0", "images"), ("--num_images 10", "batch_size"), ("--batch_size 161", "batch_size"),
-         ("--accum 0", "accum"), ("--accum 3", "accum"), ("--mixup 0.8 --accum 16", "mixup"),
-         ("--cutmix 1 --batch_size 15", "cutmix"), ("--epochs 0", "epochs"), ("--epochs ten", "ten"),
-         ("--keep_every -1", "keep_every"), ("--init zeros", "zeros"), ("--holdout 160", "holdout"),
-         ("--holdout -1", "holdout"), ("--holdout 150", "batch_size|holdout"), ("--drop_path 1", "drop_path"),
-         ("--drop_path nan", "drop_path"), ("--ema 1.5", "ema"), ("--mixup -1", "mixup"), ("--cutmix nan", "cutmix"),
-         ("--smoothing 2", "smoothing"), ("--erase -0.1", "erase"), ("--num_ops -1", "num_ops"), ("--adv_eps 2", "adv_eps"), ("--adv_steps 0", "adv_steps"), ("--pad -1", "pad"),
-         ("--pad 1000", "pad"), ("--repeats 0", "repeats"), ("--weight_decay nan", "weight_decay"),
-         ("--warmup_epochs nan", "warmup"), ("--min_lr nan", "min_lr"), ("--num_workers -1", "num_workers"),
-         ("--warmup_epochs 3 --epochs 2", "--warmup_epochs 3.0 .*--epochs 2"),
-         ("--min_lr 0.5 --lr 0.1", "--min_lr 0.5 .*--lr 0.1"), ("--init_from nowhere.pt", "nowhere"),
-         ("--init_from notes.txt", "notes.txt"), ("--resume .", "last.pt"), (["--init_from", ""], "--init_from")],
-    lm=[("--data wikitext --data_dir nowhere", "nowhere"), ("--context 0", "context"), ("--context 100000", "context"),
-        ("--batch_size 9 --accum 2", "--accum 2"), ("--accum 0", "accum"), ("--steps 0", "steps"), ("--step 4", "--step"),
-        ("--warmup -1", "warmup"), ("--dropout 1", "dropout"), ("--cutoffs 5,x", "cutoffs"), ("--cutoffs 10,5", "cutoffs"),
-        ("--cutoffs 5,99999", "cutoffs"), ("--norm rms", "norm"), ("--sample nowhere", "does not go with --sample"),
-        ("--temperature 0", "temperature"), ("--words -1", "words"), ("--mu_over mean", "mean"),
-        (["--prompt", "the purple cat"], "purple")],
-    seg=[("--data ade20k --data_dir nowhere", "nowhere"), ("--size 18", "--size 18 is not a multiple of the patch size 8"),
-         ("--min_scale 2 --max_scale 1", "--min_scale 2"), ("--min_scale 0", "min_scale"), ("--backbone nowhere", "nowhere"),
-         ("--lr 1e-6", "min_lr"), ("--min_lr 1", "min_lr"), ("--data shapes --data_dir a", "choose another --data"),
-         ("--dropout 1", "dropout"), ("--drop_path 1", "drop_path"), ("--optimizer adam", "optimizer"),
-         ("--decoder conv", "decoder"), ("--epochs 0", "epochs"), ("--window 0", "window"), ("--window 20", "--window 20"),
-         ("--stride 40", "--stride 40"), ("--corruptions fog", "corruptions"), ("--save_images -1", "save_images"),
-         ("--num_classes 3", "value 4, expected .*--num_classes"), (["--backbone", ""], "--backbone")])
+# The line that is expected names the flag, the value after "->" or what is said there.
+OF_ALL = """
+--batch_size 0; --batch_size -16; --batch 16; --attn linear; --max_steps 0; --log_every 0; --log_every -1
+--eval_every 0; --save_every -1; --lr nan; --lr inf; --lr -1; --lr 1e300; --clip nan
+--clip; --n_iter 0; --n_iter -2; --lambd -1
+--lambd nan; --rpc_layers foo; --rpc_layers 9; --rpc_layers 2-0; --rpc_layers -1; --form printed; --model huge
+--data linear; --seed -1; --device cdua; --device mps; --device cpu:x -> device cpu:x; --resume nowhere -> nowhere
+--resume notes.txt -> notes.txt; --out_dir notes.txt -> notes.txt; --out_dir=; --resume=; --data_dir=; stray; --speed 1
+"""
+BAD = dict(cls="""
+--data cifar10 -> --data_dir; --data imagenet -> --data_dir; --data cifar10 --data_dir nowhere -> nowhere
+--data imagenet --data_dir nowhere -> nowhere; --data_dir nowhere -> --data_dir nowhere
+--data shapes --data_dir nowhere -> --data_dir nowhere.*shapes; --image_size 18; --image_size 0; --patch_size 0
+--patch_size -4; --num_images 0; --num_images 10 -> batch_size; --batch_size 161; --accum 0; --accum 3
+--mixup 0.8 --accum 16; --cutmix 1 --batch_size 15; --epochs 0; --epochs ten -> ten; --keep_every -1; --init zeros
+--holdout 160; --holdout -1; --holdout 150 -> batch_size|holdout; --drop_path 1; --drop_path nan; --ema 1.5; --mixup -1
+--cutmix nan; --smoothing 2; --erase -0.1; --num_ops -1; --adv_eps 2; --adv_steps 0; --pad -1; --pad 1000; --repeats 0
+--weight_decay nan; --warmup_epochs nan; --min_lr nan; --num_workers -1; --init_from nowhere.pt -> nowhere
+--warmup_epochs 3 --epochs 2 -> --warmup_epochs 3.0 .*--epochs 2; --min_lr 0.5 --lr 0.1 -> --min_lr 0.5 .*--lr 0.1
+--init_from notes.txt -> notes.txt; --resume . -> last.pt; --init_from=
+""", lm="""
+--data wikitext --data_dir nowhere -> nowhere; --context 0; --context 100000; --batch_size 9 --accum 2 -> --accum 2
+--accum 0; --steps 0; --step 4; --warmup -1; --dropout 1; --cutoffs 5,x; --cutoffs 10,5; --cutoffs 5,99999; --norm rms
+--sample nowhere -> does not go with --sample; --temperature 0; --words -1; --mu_over mean -> mean
+--prompt=purple -> purple
+""", seg="""
+--data ade20k --data_dir nowhere -> nowhere; --size 18 -> --size 18 is not a multiple of the patch size 8
+--min_scale 2 --max_scale 1; --min_scale 0; --backbone nowhere -> nowhere; --lr 1e-6 -> min_lr; --min_lr 1
+--data shapes --data_dir a -> choose another --data; --dropout 1; --drop_path 1; --optimizer adam; --decoder conv
+--decoder_attn linear; --init zeros; --epochs 0; --window 0; --window 20 -> --window 20; --stride 40 -> --stride 40
+--corruptions fog; --save_images -1; --num_classes 3 -> value 4, expected .*--num_classes; --backbone=
+""")
+ROWS = [(name, *(row.split(" -> ") if " -> " in row else (row, row.split()[0].strip("-="))))
+        for name in SCRIPTS for row in re.split("; |\n", (OF_ALL + BAD[name]).strip()) if row]
 
 
-@pytest.mark.parametrize("name, flag, word", [(name, *row) for name in SCRIPTS for row in OF_ALL + BAD[name]])
+@pytest.mark.parametrize("name, flag, word", ROWS)
 def test_bad_flags_end_in_one_line_that_names_them(name, flag, word, monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     Path("notes.txt").write_text("root:x:0:0:not a checkpoint\n")
@@ -401,5 +398,5 @@ def test_bad_flags_end_in_one_line_that_names_them(name, flag, word, monkeypatch
 @each
 def test_a_world_that_does_not_divide_the_batch_is_refused(name, monkeypatch):
     monkeypatch.setattr(common, "setup", lambda device: (torch.device("cpu"), 0, 3))
-    monkeypatch.setattr(common, "wrap", lambda model, *how: model)                                     # as if in a group
+    monkeypatch.setattr(common, "wrap", lambda model, *how: model)                                    # as if in a group
     assert re.search("--batch_size .*3 processes", bad(name))

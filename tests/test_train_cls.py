@@ -50,7 +50,7 @@ def test_the_default_run_ends_in_its_accuracy_and_its_checkpoint_alone_reproduce
         right = vit_from_checkpoint(checkpoint)(test.images.float() / 255).argmax(1) == test.labels
     assert evaluation["images"] == 100 and evaluation["top1"] == pytest.approx(right.sum().item(), abs=1e-6)
     assert checkpoint["classes"] == test.classes and checkpoint["step"] == 2 and checkpoint["task"] == "classification"
-    train(SMALL, "--max_steps 1")                                                  # gets a folder of its own, and says so
+    train(SMALL, "--max_steps 1")                                                # gets a folder of its own, and says so
     assert capsys.readouterr().out.strip().endswith("next: python eval_robust.py --ckpt out/shapes_rpc_2")
 
 
@@ -174,7 +174,7 @@ def micro(world, accum, n=50, batch_size=16, repeats=1, steps=6, first=0):
 def test_any_split_over_processes_and_accumulation_is_the_same_batch_in_the_same_pairs(repeats):
     whole = micro(1, 1, repeats=repeats)
     for world, accum in ((2, 1), (1, 2), (4, 1), (2, 2), (2, 4), (8, 1)):
-        for first in (0, 4):                                                              # starting late goes on with it
+        for first in (0, 4):                                                             # starting late goes on with it
             for got, expected in zip(micro(world, accum, repeats=repeats, first=first), whole[first:], strict=True):
                 assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
     positions = torch.cat([position for _, position in whole])
@@ -197,7 +197,8 @@ def test_weights_start_a_run_that_they_fit_and_another_is_told_the_flags_that_th
     first, after = (common.load(name)["model"] for name in ("sym", "rpc"))
     assert all((first[k] - after[k]).abs().max() < 1e-5 for k in after)
     assert "new head" not in capsys.readouterr().out
-    train(IMAGENET, "--image_size 16 --patch_size 4 --max_steps 1 --init_from sym --out_dir fine --data_dir", [imagenet])
+    train(IMAGENET, "--image_size 16 --patch_size 4 --max_steps 1 --init_from sym --out_dir fine",
+          ["--data_dir", imagenet])
     fine = common.load("fine")["model"]
     assert "new head for 3 classes" in capsys.readouterr().out and fine["head.weight"].shape[0] == 3
     assert (fine["patch_embed.proj.weight"] - first["patch_embed.proj.weight"]).abs().max() < 1e-5
@@ -209,7 +210,7 @@ def test_weights_start_a_run_that_they_fit_and_another_is_told_the_flags_that_th
     common.save("deit.pt", dict(model=ViT(ViTConfig(image_size=32, patch_size=16, embed_dim=96, depth=6,
                                                     num_heads=3)).state_dict()))
     assert "--model micro --patch_size 16 --attn softmax" in bad("--num_images 640 --init_from deit.pt")
-    assert "need --model micro --patch_size 16" in bad("--num_images 640 --init_from deit.pt --patch_size 8")    # a flag wins
+    assert "need --model micro --patch_size 16" in bad("--num_images 640 --init_from deit.pt --patch_size 8")
     train("--num_images 40 --batch_size 8 --max_steps 1 --init_from deit.pt --attn softmax --out_dir like")
     assert "as in deit.pt: --model micro --patch_size 16" in capsys.readouterr().out
     assert common.load("like")["args"]["model"] == "micro" and common.load("like")["args"]["image_size"] == 32
@@ -231,18 +232,21 @@ def test_key_statistics_are_of_the_whole_network_and_without_shrinkage_s_is_zero
 def test_importing_a_trainer_loads_neither_torchvision_nor_the_compiler():
     code = "import train_cls, sys; print([m for m in sys.modules if m in ('torchvision', 'torch._dynamo')])"
     folder = Path(train_cls.__file__).parent
-    assert subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True).stdout.strip() == "[]"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    assert ended.stdout.strip() == "[]"
 
 
 def test_adversarial_images_stay_within_eps_raise_the_loss_and_leave_the_model_alone():
     torch.manual_seed(0)
-    model = ViT(ViTConfig(image_size=32, patch_size=8, num_classes=3, embed_dim=32, depth=2, num_heads=2, attn="rpc")).train()
+    model = ViT(ViTConfig(image_size=32, patch_size=8, num_classes=3, embed_dim=32, depth=2, num_heads=2, attn="rpc"))
+    model.train()
     images, targets = torch.rand(8, 3, 32, 32), torch.eye(3)[torch.arange(8) % 3]
     args = argparse.Namespace(adv_eps=4 / 255, adv_steps=3, seed=0)
     moved = train_cls.adversarial(model, images, targets, 0, args)
     again = torch.cat([train_cls.adversarial(model, images[i:i + 4], targets[i:i + 4], i, args) for i in (0, 4)])
     assert model.training and all(p.grad is None for p in model.parameters())
-    assert (moved - images).abs().max() <= 4 / 255 + 1e-6 and 0 <= moved.min() and moved.max() <= 1 and not moved.requires_grad
+    assert (moved - images).abs().max() <= 4 / 255 + 1e-6 and 0 <= moved.min() and moved.max() <= 1
+    assert not moved.requires_grad
     assert (moved - again).abs().max() < 1e-6                                              # a sample's start is its own
     loss = torch.nn.functional.cross_entropy
     assert loss(model(moved), targets) > loss(model(images), targets)

@@ -1,4 +1,4 @@
-"""Claims about train_seg.py alone (what holds for every trainer is in test_train.py, the flags in test_flags.py), and about
+"""Claims about train_seg.py alone (for every trainer: test_train.py; its flags: test_flags.py), and about
 robust/iou.py, the evaluation over a data set."""
 
 import re
@@ -163,7 +163,7 @@ def training(tree):
 
 
 def test_a_batch_without_a_labelled_pixel_counts_nothing_and_a_folder_of_those_is_refused(root, monkeypatch):
-    last, run = epoch_order(9, 0, seed=0)[8], flags(FOLDER, "--max_steps 3 --data_dir", [root])   # batches of 4, 4 and 1
+    last, run = epoch_order(9, 0, seed=0)[8], flags(FOLDER, "--max_steps 3 --data_dir", [root])  # batches of 4, 4 and 1
     ignore(monkeypatch, lambda tree, i: training(tree) and i != last)
     train(run, "--out_dir a")
     for what in ("loss", "grad_norm"):
@@ -347,7 +347,8 @@ def test_a_backbone_keeps_its_own_attention_and_flags_that_contradict_it_are_ref
 def test_weights_that_do_not_fit_their_attention_are_refused(root):
     classifier("soft.pt")
     checkpoint = torch.load("soft.pt", weights_only=True)
-    run = flags("--data ade20k --num_classes 4 --size 32 --num_workers 0 --max_steps 1 --save_images 0 --data_dir", [root])
+    run = flags("--data ade20k --num_classes 4 --size 32 --num_workers 0 --max_steps 1 --save_images 0",
+                ["--data_dir", root])
     torch.save(dict(checkpoint, model_config={**checkpoint["model_config"], "attn": "symmetric"}), "wrong.pt")
     line = bad(run, "--backbone wrong.pt")                                              # 3C rows, a symmetric model
     assert "--backbone wrong.pt" in line and "3C" in line and "2C" in line
