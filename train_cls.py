@@ -243,26 +243,6 @@ def train_batches(source, args, start, total, device, rank, world):
                            smoothing=args.smoothing)
 
 
-def adversarial(model, images, targets, first, args):
-    """Move images uphill on their loss by PGD, up to args.adv_eps: Madry et al. 2018.
-
-    images (b, 3, S, S) in [0, 1], targets (b, K) as they are trained on; in eval mode and float32.
-    first: the number of the first sample in the whole run; the random start depends on (seed,
-    number) alone.
-    """
-    from robust.attacks import noise_like
-    numbers, eps = torch.arange(first, first + len(images), device=images.device), args.adv_eps
-    moved = images + eps * noise_like(images, numbers, args.seed, 60)
-    model.eval()
-    for _ in range(args.adv_steps):
-        moved = moved.clamp(0, 1).requires_grad_()
-        grad, = torch.autograd.grad(F.cross_entropy(model(moved), targets), moved)
-        moved = moved.detach() + 2.5 * eps / args.adv_steps * grad.sign()
-        moved = moved.clamp(images - eps, images + eps)
-    model.train()
-    return moved.clamp(0, 1)
-
-
 # --- evaluation -----------------------------------------------------------------------------------
 
 @torch.no_grad()
@@ -391,6 +371,8 @@ def main():
     batches = train_batches(train, args, first, stop, device, rank, world)
     bar = common.progress(first, stop, rank)
     began, clock, pending = time.time(), time.time(), []
+    if args.adv_eps:
+        from robust.adversarial import adversarial
     for step in bar:
         # The learning rate rises during the warm-up, then falls along half a cosine.
         lr = common.lr_at(step, total, warmup, args.lr, args.min_lr)

@@ -20,6 +20,7 @@ from attention import key_statistics
 from data.imagenet import ImageTree
 from data.images import load_data
 from data.shapes import load_shapes
+from robust.adversarial import adversarial
 from runs import assert_same_run, call, flags, log, make_tree, refused
 from vit import ViT, ViTConfig, vit_from_checkpoint
 
@@ -243,8 +244,8 @@ def test_adversarial_images_stay_within_eps_raise_the_loss_and_leave_the_model_a
     model.train()
     images, targets = torch.rand(8, 3, 32, 32), torch.eye(3)[torch.arange(8) % 3]
     args = argparse.Namespace(adv_eps=4 / 255, adv_steps=3, seed=0)
-    moved = train_cls.adversarial(model, images, targets, 0, args)
-    again = torch.cat([train_cls.adversarial(model, images[i:i + 4], targets[i:i + 4], i, args) for i in (0, 4)])
+    moved = adversarial(model, images, targets, 0, args)
+    again = torch.cat([adversarial(model, images[i:i + 4], targets[i:i + 4], i, args) for i in (0, 4)])
     assert model.training and all(p.grad is None for p in model.parameters())
     assert (moved - images).abs().max() <= 4 / 255 + 1e-6 and 0 <= moved.min() and moved.max() <= 1
     assert not moved.requires_grad
