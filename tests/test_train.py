@@ -361,7 +361,7 @@ OF_ALL = """
 --resume notes.txt -> notes.txt; --out_dir notes.txt -> notes.txt; --out_dir=; --resume=; --data_dir=; stray; --speed 1
 """
 BAD = dict(cls="""
---data cifar10 -> --data_dir; --data imagenet -> --data_dir; --data cifar10 --data_dir nowhere -> nowhere
+--data cifar10 -> --data_dir; --data imagenet -> --data_dir; --data cifar10 --image_size 32 --data_dir nowhere -> nowhere
 --data imagenet --data_dir nowhere -> nowhere; --data_dir nowhere -> --data_dir nowhere
 --data shapes --data_dir nowhere -> --data_dir nowhere.*shapes; --image_size 18; --image_size 0; --patch_size 0
 --patch_size -4; --num_images 0; --num_images 10 -> batch_size; --batch_size 161; --accum 0; --accum 3
