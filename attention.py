@@ -173,8 +173,8 @@ def refuse_bad(k, v, q, n_iter, lambd, **options):
 def one_of(name, value, known):
     """Raise a ValueError unless the setting `name` has one of the known values."""
     if value not in known:
-        own = ("; any other has to be entered in attention.ATTENTIONS first, by you or by the module "
-               "of a study, as studies.robust_attentions") if name == "attn" else ""
+        own = ("; any other has to be entered in attention.ATTENTIONS first, by you or by the "
+               "module of a study, as studies.robust_attentions") if name == "attn" else ""
         raise ValueError(f"{name}={value!r}, expected one of {tuple(known)}{own}")
 
 

@@ -130,7 +130,7 @@ def look_at_segmenter(model, classes, image):
     order = [k for k in area.argsort(descending=True).tolist() if area[k] > 0.002]
 
     zoom = max(1, 384 // max(found.shape))
-    over = 0.5 * image + 0.5 * colours[found].permute(2, 0, 1) / 255
+    over = 0.4 * image.mean(0) + 0.6 * colours[found].permute(2, 0, 1) / 255     # on grey
     large = F.interpolate(torch.stack([image, over]), scale_factor=zoom)
     h, w = large.shape[2:]
     page = Image.new("RGB", (2 * w + MARGIN, h + MARGIN + LINE * len(order)), "white")

@@ -71,7 +71,7 @@ TABLES = dict(
         "prompt": ("bob saw", {"sample"}), "temperature": (0.1, {"sample"}), "eval_every": (1, {"evaluated", "saved"})},
     seg=ATTENTION | RUNNING | {
         "num_images": (9, RUN | {"batches"}), "model": ("micro", CONFIG), "patch_size": (4, CONFIG),
-        "decoder": ("linear", CONFIG), "decoder_attn": ("symmetric", CONFIG), "init": ("trunc_normal", RUN),
+        "decoder": ("linear", CONFIG), "decoder_attn": ("symmetric", CONFIG),
         "drop_path": (0.5, CONFIG), "dropout": (0.5, CONFIG), "size": (24, CONFIG | {"batches"}),
         "min_scale": (0.5, RUN), "max_scale": (2, RUN),
         "distort": (True, RUN), "epochs": (3, LATER | COUNT | {"lr"}), "batch_size": (4, RUN | COUNT | {"lr"}),
@@ -145,8 +145,7 @@ def test_the_table_has_every_flag_and_a_resumed_run_keeps_what_makes_its_model_a
     assert set(defaults(script)) == {*table, *ELSEWHERE[script]} and not ELSEWHERE[script] & table.keys()
     fixed = {flag for flag, (_, expected) in table.items() if "config" in expected} | {"data", "batch_size", "seed"}
     fixed |= dict(cls={"num_images", "holdout", "repeats", "init_from", "adv_eps", "adv_steps"}, lm={"steps"},
-                  seg={"backbone", "num_classes", "num_images", "optimizer", "min_scale", "max_scale", "distort",
-                       "init"})[script]
+                  seg={"backbone", "num_classes", "num_images", "optimizer", "min_scale", "max_scale", "distort"})[script]
     assert set(SCRIPTS[script].FIXED) == fixed
 
 
@@ -168,7 +167,7 @@ RUNS = {
         COMMON, data="wikitext", data_dir="text", model="paper", context=12, rpc_layers="0,2", mu_over="token",
         norm="pre", dropout=0.2, cutoffs="6,15", steps=20, batch_size=6, accum=2, lr=0.05, warmup=3, clip=0.3, words=7,
         prompt="the cat", temperature=0.8, max_steps=11, log_every=3, eval_every=4, save_every=5),
-    "seg shapes": dict(SEG, attn="rpc_asym", init="trunc_normal", num_images=11, decoder="linear",
+    "seg shapes": dict(SEG, attn="rpc_asym", num_images=11, decoder="linear",
                        optimizer="sgd", distort=True, lr=0.1),
     "seg camvid": dict(SEG, **PAIRS, attn="sym_asym", data="camvid", optimizer="sgd", num_workers=3),
     "seg ade20k": dict(SEG, **PAIRS, attn="rpc", decoder_attn="symmetric", data="ade20k", optimizer="adamw", lr=1e-2,
@@ -228,7 +227,7 @@ TEXT = dict(OURS, mu_over="seen", norm="post", dropout=0.1, clip=0.25)
 MINI = dict(TEXT, model="mini", context=64, cutoffs="none", batch_size=16, lr=2e-3, warmup=100)
 PIXELS = dict(OURS, decoder="mask", min_lr=1e-5, model="nano", optimizer="adamw", lr=2e-3, weight_decay=0.05, clip=1,
               drop_path=0)
-VARIED = dict(PIXELS, init="trunc_normal", dropout=0.1, min_scale=0.5, max_scale=2, distort=True, patch_size=16)
+VARIED = dict(PIXELS, dropout=0.1, min_scale=0.5, max_scale=2, distort=True, patch_size=16)
 RECIPES = [
     ("cls", dict(data="imagenet"), DEIT),
     ("cls", dict(data="imagenet", model="base"), dict(DEIT, model="base", clip=1)),
@@ -239,9 +238,8 @@ RECIPES = [
     ("lm", dict(data_dir="text"), dict(MINI, data="folder", steps=2000, eval_every=250)),
     ("lm", dict(data="wikitext103"), dict(TEXT, model="paper", context=24, rpc_layers="0-3", steps=500_000,
                                           batch_size=96, cutoffs="20000,40000,200000", lr=2.5e-4, warmup=2000)),
-    ("seg", dict(data="shapes"), dict(PIXELS, size=32, patch_size=4, num_classes=11, epochs=5, batch_size=16, lr=1e-3,
-                                      init="default", dropout=0, min_scale=1, max_scale=1, distort=False,
-                                      eval_every=2)),
+    ("seg", dict(model="nano"), dict(PIXELS, size=32, patch_size=4, num_classes=11, epochs=5, batch_size=32, dropout=0,
+                                      min_scale=1, max_scale=1, distort=False, eval_every=2)),
     ("seg", dict(data="camvid"), dict(VARIED, size=160, num_classes=11, epochs=200, batch_size=8, eval_every=20)),
     ("seg", dict(data="ade20k"), dict(VARIED, model="tiny", optimizer="sgd", lr=1e-3, weight_decay=0, clip=0,
                                       drop_path=0.1, size=512, num_classes=150, epochs=64, batch_size=8))]

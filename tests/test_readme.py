@@ -138,6 +138,14 @@ def test_an_attention_of_ones_own_is_one_entry_trained_and_evaluated_as_printed(
     assert done.returncode == 0 and "mine" in done.stdout, done.stdout + done.stderr
 
 
+def test_the_lines_of_the_algorithm_are_those_of_the_code():
+    table = README.partition("| Algorithm 1 |")[2].partition("\n\n")[0]
+    lines = re.findall(r"`([^`]+ = [^`]+)`", table.replace("`Z = Y/mu`", ""))
+    code = (ROOT / "attention.py").read_text()
+    lines = [line for line in lines if not line.startswith("L =")]      # there the queries may be given
+    assert len(lines) == 4 and all(f"        {line}" in code for line in lines), lines
+
+
 def test_the_snippets_run_as_printed():
     torch.manual_seed(0)
     k, v = torch.randn(2, 2, 3, 7, 5)                               # (B, H, N, D), odd sizes

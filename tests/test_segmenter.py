@@ -1,4 +1,4 @@
-"""Claims about segmenter.py: equal to upstream's code and to definitions written out here; what it counts and refuses.
+"""Claims about segmenter.py: equal to upstream's code; what it counts and refuses.
 
 The reference arrays were computed by `rstrudel/segmenter` and its fork `rachtsy/segm` in float32; tolerance 1e-4.
 """

@@ -361,7 +361,7 @@ OF_ALL = """
 --resume notes.txt -> notes.txt; --out_dir notes.txt -> notes.txt; --out_dir=; --resume=; --data_dir=; stray; --speed 1
 """
 BAD = dict(cls="""
---data cifar10 -> --data_dir; --data imagenet -> --data_dir; --data cifar10 --data_dir nowhere -> nowhere
+--data cifar10 -> --data_dir; --data imagenet -> --data_dir; --data cifar10 --image_size 32 --data_dir nowhere -> nowhere
 --data imagenet --data_dir nowhere -> nowhere; --data_dir nowhere -> --data_dir nowhere
 --data shapes --data_dir nowhere -> --data_dir nowhere.*shapes; --image_size 18; --image_size 0; --patch_size 0
 --patch_size -4; --num_images 0; --num_images 10 -> batch_size; --batch_size 161; --accum 0; --accum 3
@@ -380,7 +380,7 @@ BAD = dict(cls="""
 --data ade20k --data_dir nowhere -> nowhere; --size 18 -> --size 18 is not a multiple of the patch size 8
 --min_scale 2 --max_scale 1; --min_scale 0; --backbone nowhere -> nowhere; --lr 1e-6 -> min_lr; --min_lr 1
 --data shapes --data_dir a -> choose another --data; --dropout 1; --drop_path 1; --optimizer adam; --decoder conv
---decoder_attn linear; --init zeros; --epochs 0; --window 0; --window 20 -> --window 20; --stride 40 -> --stride 40
+--decoder_attn linear; --epochs 0; --window 0; --window 20 -> --window 20; --stride 40 -> --stride 40
 --corruptions fog; --save_images -1; --num_classes 3 -> value 4, expected .*--num_classes; --backbone=
 """)
 ROWS = [(name, *(row.split(" -> ") if " -> " in row else (row, row.split()[0].strip("-="))))

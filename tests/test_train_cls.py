@@ -212,7 +212,7 @@ def test_weights_start_a_run_that_they_fit_and_another_is_told_the_flags_that_th
     common.save("deit.pt", dict(model=ViT(ViTConfig(image_size=32, patch_size=16, embed_dim=96, depth=6,
                                                     num_heads=3)).state_dict()))
     assert "--model micro --patch_size 16 --attn softmax" in bad("--num_images 640 --init_from deit.pt")
-    assert "need --model micro --patch_size 16" in bad("--num_images 640 --init_from deit.pt --patch_size 8")    # a flag wins
+    assert "need --model micro --patch_size 16" in bad("--num_images 640 --init_from deit.pt --patch_size 8")
     train("--num_images 40 --batch_size 8 --max_steps 1 --init_from deit.pt --attn softmax --out_dir like")
     assert "as in deit.pt: --model micro --patch_size 16" in capsys.readouterr().out
     assert common.load("like")["args"]["model"] == "micro" and common.load("like")["args"]["image_size"] == 32

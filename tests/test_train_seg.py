@@ -283,7 +283,7 @@ def test_a_folder_of_ones_own_needs_one_flag_and_its_checkpoint_says_which_image
 
 
 def test_the_recipe_of_a_folder_follows_its_number_and_size_of_images():
-    recipes = {key: train_seg.folder_recipe(*key) for key in ((16, 30), (16, 360), (300, 100), (9000, 64))}
+    recipes = {key: labelled.folder_recipe(*key) for key in ((16, 30), (16, 360), (300, 100), (9000, 64))}
     assert [(r["size"], r["patch_size"], r["epochs"]) for r in recipes.values()] == [
         (32, 4, 400), (160, 16, 400), (96, 8, 80), (64, 8, 8)]
     assert all(r["size"] % r["patch_size"] == 0 for r in recipes.values())
