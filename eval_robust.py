@@ -116,8 +116,8 @@ def add_running(p):
     flag("--flip", action=boolean, default=False, help="each view mirrored, too")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--out_dir", help="for results.jsonl, table.md and images (default: robust/ in the first "
-         "checkpoint's folder, robust_paper/ with --preset paper)")
+    flag("--out_dir", help="for results.jsonl, table.md and images (default: robust/ in the folder "
+         "of the first checkpoint's run, robust_paper/ with --preset paper)")
     flag("--resume", action=boolean, default=False, help="keep the rows of --out_dir, add more")
     flag("--save_images", type=natural, default=0, help="N: pictures of N images, clean, "
          "corrupted, attacked; of a Segmenter with truth and prediction")
@@ -342,10 +342,13 @@ def check_models(models, source, args):
 
 
 def open_results(args):
-    """Open the rows of --out_dir: its default is beside the first checkpoint."""
+    """Open the rows of --out_dir: by default in the first checkpoint's run, else in out/."""
     path = Path((args.ckpt or ["out/model"])[0])
     folder = "robust" if args.preset == "default" else f"robust_{args.preset}"
-    args.out_dir = args.out_dir or str((path if path.is_dir() else path.parent) / folder)
+    run = path if path.is_dir() else path.parent
+    if not path.is_dir() and not (run / "log.jsonl").exists():      # a shipped or a foreign file
+        run = Path("out", path.stem)
+    args.out_dir = args.out_dir or str(run / folder)
     return Results(args.out_dir, args.data, args.resume, args.rank)
 
 

@@ -741,7 +741,11 @@ def test_rows_of_several_runs_are_printed_and_written_as_csv(tmp_path, monkeypat
 # --- the command -----------------------------------------------------------------------------------------------------
 
 def test_a_preset_has_a_folder_of_its_own_and_checks_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     make_checkpoint(tmp_path / "m.pt")
+    run("--ckpt", tmp_path / "m.pt", "--measures", "clean", "--limit", 8)
+    assert len(read_rows(tmp_path / "out/m/robust")) == 1                               # a file of no run: under out/
+    (tmp_path / "log.jsonl").write_text("")
     for preset in ("default", "paper"):
         run("--ckpt", tmp_path / "m.pt", "--preset", preset, "--measures", "clean", "--limit", 8)
     assert len(read_rows(tmp_path / "robust")) == len(read_rows(tmp_path / "robust_paper")) == 1
