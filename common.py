@@ -361,6 +361,8 @@ def replacing(path):
         yield tmp
         os.replace(tmp, path)
     except (OSError, RuntimeError) as e:                            # torch.save hides the OSError
+        if isinstance(e.__context__, KeyboardInterrupt):            # and a Ctrl-C
+            raise KeyboardInterrupt from None
         why = getattr(e.__context__, "strerror", None) or getattr(e, "strerror", None) or e
         kept = "the previous one is untouched" if path.exists() else "there is none yet"
         raise OSError(f"cannot write {path} ({why}); {kept}") from None

@@ -176,6 +176,19 @@ def limited(size, function, *args):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def test_ctrl_c_while_a_checkpoint_is_written_is_ctrl_c(tmp_path, monkeypatch):
+    """torch.save turns it into an error of its own file format."""
+    def interrupted(checkpoint, f):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("unexpected pos 906880 vs 906772")
+    monkeypatch.setattr(torch, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        common.save(tmp_path / "last.pt", {})
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_full_disk_is_named_with_the_file_and_what_became_of_the_old_one(tmp_path):
     path, big = tmp_path / "last.pt", dict(a=torch.zeros(300_000), step=2)
     with pytest.raises(OSError, match="last.pt.*none yet"):
