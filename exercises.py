@@ -39,6 +39,7 @@ def mu_and_tau(own, random):
 
 
 def pap(own, random):
+    """Yield S, K2 and L of each of four steps, so that the first departure names its step."""
     k, v, steps = random(2, 3, 5, 4), random(2, 3, 5, 4), []
     rpc_attention(k, v, n_iter=4, lambd=1.0, trace=steps)
     found = own(k, v, penalty(k), 4)

@@ -29,6 +29,7 @@ SIDE, MARGIN, LINE = 112, 6, 14             # pixels: of a map, between maps, of
 
 
 def get_args():
+    """Read the flags."""
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--ckpt", default="weights/shapes_rpc.pt",

@@ -333,8 +333,8 @@ def report(path):
     cells = [[label, show(*row)] for label, *row in differences]
     print(common.table(cells, ["difference of losses", "mean (95 % t-interval)"]) + "\n")
     verdict, lines = judge(losses)
-    print(f"By the rule fixed beforehand, withdrawn since (studies/constancy.py): {verdict}", *lines,
-          sep="\n")
+    print(f"By the rule fixed beforehand, withdrawn since (studies/constancy.py): {verdict}",
+          *lines, sep="\n")
     figure = FOLDER / f"{Path(path).stem}.png"
     figure.parent.mkdir(parents=True, exist_ok=True)
     draw(differences, figure)
