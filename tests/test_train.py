@@ -151,7 +151,7 @@ def test_a_kill_before_any_write_loses_nothing(name, monkeypatch):
 
 @each
 def test_ctrl_c_ends_in_the_line_that_resumes_and_a_live_run_is_not_shared(name):
-    process = start(name, "--steps 3000" if name == "lm" else "--epochs 300", "--out_dir a")
+    process = start(name, "--steps 1000000" if name == "lm" else "--epochs 100000", "--out_dir a")
     for other in (refused(SCRIPTS[name], "--resume a"), bad(name, "--out_dir a")):
         assert re.search(f"process {process.process.pid} on .* trains there|already holds a run", other)
     process.send_signal(signal.SIGINT)
