@@ -275,14 +275,17 @@ def test_a_run_is_kept_whatever_it_is_asked_to_go_on_with(name, monkeypatch):
     assert list(log("a")) == [1, 2, 3]
 
 
-def test_a_resumed_run_takes_new_rates_clip_and_decay():
-    train("cls", "--max_steps 2 --epochs 4 --clip 0 --lr 1e-3 --out_dir a")
-    line = refused(train_cls, "--resume a --epochs 1 --warmup_epochs 2")
-    assert re.search("--warmup_epochs 2.0 .*--epochs 1", line)
-    resume("cls", "a --max_steps 3 --weight_decay 0.5 --lr 1e-2 --clip 1e-9 --warmup_epochs 0 --init default")
-    checkpoint, lrs = common.load("a"), log("a", "lr")
+@pytest.mark.parametrize("name", ["cls", "seg"])
+def test_a_resumed_run_takes_new_rates_clip_and_decay(name):
+    warmup = "--epochs 4 --warmup_epochs" if name == "cls" else "--epochs 4 --log_every"
+    train(name, warmup, "1 --max_steps 2 --clip 0 --lr 1e-3 --out_dir a")
+    if name == "cls":
+        assert re.search("--warmup_epochs 2.0 .*--epochs 1", refused(train_cls, "--resume a --epochs 1 --warmup_epochs 2"))
+    resume(name, "a --max_steps 3 --weight_decay 0.5 --lr 1e-2 --clip 1e-9", "--warmup_epochs 0" if name == "cls" else "")
+    checkpoint, steps = common.load("a"), dict(cls=40, seg=12)[name]
+    rate = common.lr_at(2, steps, 0, 1e-2, 1e-5) if name == "cls" else train_seg.poly_lr(2, steps, 1e-2, 1e-5)
     assert [group["weight_decay"] for group in checkpoint["optimizer"]["param_groups"]] == [0.5, 0]
-    assert checkpoint["args"]["clip"] == 1e-9 and lrs[3] == pytest.approx(common.lr_at(2, 40, 0, 1e-2, 1e-5))
+    assert checkpoint["args"]["clip"] == 1e-9 and log("a", "lr")[3] == pytest.approx(rate)
 
 
 # --- processes -------------------------------------------------------------------------------------------------------

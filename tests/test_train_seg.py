@@ -218,7 +218,8 @@ def test_every_image_is_seen_once_with_its_label_and_views_are_settings(root, mo
         triples = list(predictions(model.eval(), tree, index, num_workers=num_workers, **HOW))
         for i, (image, label, prediction) in zip(index, triples, strict=True):
             assert torch.equal(tree[i][0], image) and torch.equal(tree[i][1], label)
-            assert torch.equal(prediction, predict(model, image, **HOW).argmax(0).byte())
+            probabilities = predict(model, image, **HOW)
+            assert torch.equal(prediction, probabilities.argmax(0).byte()) and not probabilities.requires_grad
 
     tree, how = SegTree(root, "validation", 4), dict(size=32, window=24, stride=16, scales=(0.5, 1, 1.5), flip=True)
     metrics, matrix = evaluate(model.train(), tree, index=[4, 1], **how)
