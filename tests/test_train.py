@@ -280,8 +280,10 @@ def test_a_resumed_run_takes_new_rates_clip_and_decay(name):
     warmup = "--epochs 4 --warmup_epochs" if name == "cls" else "--epochs 4 --log_every"
     train(name, warmup, "1 --max_steps 2 --clip 0 --lr 1e-3 --out_dir a")
     if name == "cls":
-        assert re.search("--warmup_epochs 2.0 .*--epochs 1", refused(train_cls, "--resume a --epochs 1 --warmup_epochs 2"))
-    resume(name, "a --max_steps 3 --weight_decay 0.5 --lr 1e-2 --clip 1e-9", "--warmup_epochs 0" if name == "cls" else "")
+        line = refused(train_cls, "--resume a --epochs 1 --warmup_epochs 2")
+        assert re.search("--warmup_epochs 2.0 .*--epochs 1", line)
+    late = "--warmup_epochs 0" if name == "cls" else ""
+    resume(name, "a --max_steps 3 --weight_decay 0.5 --lr 1e-2 --clip 1e-9", late)
     checkpoint, steps = common.load("a"), dict(cls=40, seg=12)[name]
     rate = common.lr_at(2, steps, 0, 1e-2, 1e-5) if name == "cls" else train_seg.poly_lr(2, steps, 1e-2, 1e-5)
     assert [group["weight_decay"] for group in checkpoint["optimizer"]["param_groups"]] == [0.5, 0]
@@ -364,7 +366,8 @@ OF_ALL = """
 --resume notes.txt -> notes.txt; --out_dir notes.txt -> notes.txt; --out_dir=; --resume=; --data_dir=; stray; --speed 1
 """
 BAD = dict(cls="""
---data cifar10 -> --data_dir; --data imagenet -> --data_dir; --data cifar10 --image_size 32 --data_dir nowhere -> nowhere
+--data cifar10 -> --data_dir; --data imagenet -> --data_dir
+--data cifar10 --image_size 32 --data_dir nowhere -> nowhere
 --data imagenet --data_dir nowhere -> nowhere; --data_dir nowhere -> --data_dir nowhere
 --data shapes --data_dir nowhere -> --data_dir nowhere.*shapes; --image_size 18; --image_size 0; --patch_size 0
 --patch_size -4; --num_images 0; --num_images 10 -> batch_size; --batch_size 161; --accum 0; --accum 3
