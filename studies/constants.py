@@ -27,8 +27,8 @@ from data.batches import hold_out
 from data.shapes import load_shapes
 from robust import corruptions
 from robust.sources import load_model
-from studies.differences import compare, outcomes, primary_of, tables
-from studies.robustness import call, in_files
+from studies.differences import outcomes, primary_of, report
+from studies.robustness import call, in_files, runs_of
 
 LAMBDAS = dict(released=(0.5, 1, 2, 4, 8, 16), paper=(0.05, 0.1, 0.25, 0.5, 1))
 GRID = [(form, lambd, 4) for form, values in LAMBDAS.items() for lambd in values]
@@ -46,6 +46,9 @@ def name_of(form, lambd, n_iter):
 
 def rpc_flags(form, lambd, n_iter):
     return ["--attn", "rpc", "--form", form, "--lambd", lambd, "--n_iter", n_iter]
+
+
+PUBLISHED = {"symmetric": ["--attn", "symmetric"], "rpc4-l1": rpc_flags("released", 4, 4)}
 
 
 def train(folder, *flags):
@@ -120,8 +123,7 @@ def tried(rows):
 
 def test(out_dir, seeds, settings):
     """Train the arms of each seed in turn and evaluate them on the same test images."""
-    flags = {"symmetric": ["--attn", "symmetric"], "rpc4-l1": rpc_flags("released", 4, 4),
-             **{name_of(*setting): rpc_flags(*setting) for setting in settings}}
+    flags = PUBLISHED | {name_of(*setting): rpc_flags(*setting) for setting in settings}
     for seed in seeds:
         folders = [out_dir / f"{arm}_s{seed}" for arm in flags]
         for folder, arm in zip(folders, flags):
@@ -132,19 +134,13 @@ def test(out_dir, seeds, settings):
 
 
 def table(paths):
-    """Compare settings with symmetric, rpc4-l1 with symmetric (the confirmation), settings with
-    rpc4-l1."""
+    """Compare settings and rpc4-l1 (the confirmation) with symmetric, settings with rpc4-l1."""
     rows = in_files(paths)
-    names = dict.fromkeys(row["checkpoint"] for row in rows)
-    runs = {(name.rpartition("_s")[0], int(name.rpartition("_s")[2])): name for name in names}
-    found, all_arms = outcomes(rows, runs, 1000), list(dict.fromkeys(arm for arm, _ in runs))
-    settings = [arm for arm in all_arms if arm not in ("symmetric", "rpc4-l1")]
-    for arms, primary in ((["symmetric", *settings], primary_of(rows)),
-                          (["symmetric", "rpc4-l1"], primary_of(rows)),
-                          (["rpc4-l1", *settings], ())):
-        own = {name: {run: x for run, x in of.items() if run[0] in arms}
-               for name, of in found.items()}
-        print(tables(own, compare(own, arms, arms[0]), arms, arms[0], primary) + "\n")
+    runs = runs_of(rows)
+    found, primary = outcomes(rows, runs, 1000), primary_of(rows)
+    settings = [arm for arm in dict.fromkeys(arm for arm, _ in runs) if arm not in PUBLISHED]
+    report(found, [["symmetric", *settings], ["symmetric", "rpc4-l1"]], primary)
+    report(found, [["rpc4-l1", *settings]], ())
 
 
 def main():

@@ -171,6 +171,15 @@ def tables(found, compared, arms, baseline=BASELINE, primary=()):
     return "\n\n".join(parts)
 
 
+def report(found, groups, primary):
+    """Print the tables of each group of arms, compared with the first of them."""
+    for arms in groups:
+        own = {name: {run: right for run, right in runs.items() if run[0] in arms}
+               for name, runs in found.items()}
+        own = {name: runs for name, runs in own.items() if runs}
+        print(tables(own, compare(own, arms, arms[0]), arms, arms[0], primary) + "\n")
+
+
 def draw(compared, arms, path, baseline=BASELINE, primary=()):
     """Draw differences as points with their intervals, arms in rows, measures in columns.
 

@@ -68,7 +68,7 @@ def get_args(argv=None):
                    help="tables and figure of the rows in these files; nothing is trained")
     p.add_argument("--train", action=argparse.BooleanOptionalAction, default=True)
     args, rest = p.parse_known_args(argv)
-    runs = runs_in(args.rows) if args.rows else []
+    runs = [run for run in runs_of(in_files(args.rows)) if run[0] in ARMS]
     args.arms = args.arms or [arm for arm in ARMS if any(arm == a for a, _ in runs)] or list(USUAL)
     args.seeds = args.seeds or sorted({seed for _, seed in runs}) or [0, 1, 2]
     if args.baseline not in args.arms:
@@ -164,10 +164,10 @@ def in_files(paths):
     return rows
 
 
-def runs_in(paths):
-    """List the (arm, seed) of the rows in these files."""
-    names = dict.fromkeys(row["checkpoint"].rpartition("_s") for row in in_files(paths))
-    return [(arm, int(seed)) for arm, _, seed in names if arm in ARMS and seed.isdecimal()]
+def runs_of(rows):
+    """Find the runs of rows whose checkpoints are <arm>_s<seed>: {(arm, seed): checkpoint}."""
+    names = {row["checkpoint"]: row["checkpoint"].rpartition("_s") for row in rows}
+    return {(arm, int(seed)): name for name, (arm, _, seed) in names.items() if seed.isdecimal()}
 
 
 def stored(paths, folders):

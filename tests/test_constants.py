@@ -1,4 +1,4 @@
-"""studies/constants.py and studies/constancy.py: what is chosen, what an arm changes, the rules."""
+"""studies/constants.py, control.py and constancy.py: what is chosen, what an arm changes, the rules."""
 
 import json
 
@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from studies import constancy, constants, decider
+from robust import corruptions
+from robust.results import pack
+from studies import constancy, constants, control, decider
 
 
 def scored(folder, setting, seed, clean, corrupted):
@@ -30,6 +32,41 @@ def test_winners_have_the_highest_mean_over_both_seeds_and_bring_other_numbers_o
     assert more == [(*setting[:2], n) for setting in (first, last) for n in (2, 3, 6)]
     with pytest.raises(ValueError, match="released-0.5-n2 has no score of every seed"):
         constants.best(rows, more)
+
+
+def test_a_control_differs_from_its_twin_in_adversarial_training_alone(tmp_path, monkeypatch):
+    commands = []
+    for study in (control, constants):
+        monkeypatch.setattr(study, "call", lambda *command: commands.append(list(map(str, command))))
+    control.run(tmp_path, list(control.ARMS), [2])
+    training, evaluation = ({c[-1 if c[0] == "train_cls.py" else 2].split("/")[-1]: c for c in commands
+                             if c[0] == script} for script in ("train_cls.py", "eval_robust.py"))
+    assert list(training) == list(evaluation) == [f"{arm}_s2" for arm in control.ARMS]
+    defence = ["--adv_eps", "2/255", "--adv_steps", "3"]
+    for arm in ("symmetric", "rpc4-l1"):
+        twin, own = training[f"{arm}_s2"][:-1], training[f"{arm}-adv_s2"][:-1]
+        where = own.index("--adv_eps")
+        assert own[where:where + 4] == defence and own[:where] + own[where + 4:] == twin
+        assert evaluation[f"{arm}_s2"][5:] == evaluation[f"{arm}-adv_s2"][5:]        # the same images
+
+
+def test_the_control_compares_each_arm_with_its_own_baseline_and_draws_every_budget(tmp_path, capsys):
+    rows, images = [], 1000
+    for arm, rise in (("symmetric", 0), ("rpc4-l1", 0), ("symmetric-adv", 300), ("rpc4-l1-adv", 200)):
+        for seed in range(3):
+            right = torch.arange(images) < 500 + rise + seed
+            about = dict(checkpoint=f"out/{arm}_s{seed}", images=images, right=pack(right), data="shapes",
+                         model=arm, kind=arm, weights=f"{arm}{seed}", conditions={}, top1=50 + rise / 10)
+            rows += [about | dict(measure="clean", setting={})]
+            rows += [about | dict(measure="pgd", setting=dict(eps=b / 255, steps=20)) for b in control.BUDGETS]
+            rows += [about | dict(measure="corruptions", setting=dict(type=name)) for name in corruptions.NAMES]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    control.table([tmp_path / "rows.jsonl"], tmp_path / "budgets.png")
+    shown = capsys.readouterr().out
+    first, second, third = shown.split("The primary measures:")[1:]
+    assert "+30.0" in first and "-10.0" in second and "+0.0" in third
+    assert "difference to symmetric in" in first and "difference to symmetric-adv in" in second
+    assert "| pgd 0.5/255 " in shown and (tmp_path / "budgets.png").stat().st_size > 5000
 
 
 def images():
