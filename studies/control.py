@@ -44,7 +44,7 @@ def run(out_dir, arms, seeds):
 
 
 def draw(rows, path):
-    """Draw accuracy against PGD's budget: means over seeds, bands from the lowest to the highest."""
+    """Draw accuracy against PGD's budget: means over seeds, bands from lowest to highest."""
     from studies.plot import WIDTH, band, plt
     arms = {}
     for row in rows:
