@@ -119,10 +119,10 @@ def build_config(args, vocab_size):
                     dropout=args.dropout, cutoffs=cutoffs)
 
 
-def load_text(args, rank):
+def load_text(args):
     """Read the `Corpus` that the flags name; each of its texts is longer than a window."""
-    folder = text_folder(args.data, args.data_dir, rank)
-    corpus = data_text.load_corpus(folder, rank)
+    folder = text_folder(args.data, args.data_dir)
+    corpus = data_text.load_corpus(folder)
     for split in data_text.SPLITS:
         count = len(getattr(corpus, split))
         if count <= args.context:
@@ -151,12 +151,12 @@ def micro_batches(tokens, args, start, stop, rank, world, device):
             yield windows.to(device, non_blocking=True)
 
 
-def build(args, device, rank):
+def build(args, device):
     """Load the text, build model and optimiser: new ones, or those that --resume names.
 
     Also returns the step to start at and what is known of the best evaluation.
     """
-    corpus = load_text(args, rank)
+    corpus = load_text(args)
     vocab = corpus.vocab
     prompt_ids(args.prompt, vocab)                                  # a word it does not know: now
     torch.manual_seed(args.seed)
@@ -185,7 +185,8 @@ def evaluate(model, corpus, args, device, rank, world):
     metrics = dict(perplexity=perplexity(nats))
     if rank or not math.isfinite(metrics["perplexity"]):            # the log refuses it
         return metrics, {}
-    text = sample(model, corpus.vocab, args, device)
+    wanted = args.words and not model.config.reads_the_future
+    text = sample(model, corpus.vocab, args, device) if wanted else ""
     few = min(len(corpus.valid) // args.context, 8)
     windows = corpus.valid[:few * args.context].reshape(few, -1).astype(np.int64)
     keys = key_statistics(model, model.hidden, torch.from_numpy(windows).to(device))
@@ -204,8 +205,6 @@ def prompt_ids(prompt, vocab):
 
 def sample(model, vocab, args, device):
     """Write --prompt and --words words more; the same weights and seed give the same text."""
-    if not args.words or model.config.reads_the_future:
-        return ""
     generator = torch.Generator(device).manual_seed(args.seed)
     prompt = prompt_ids(args.prompt, vocab).to(device)
     ids = model.eval().generate(prompt, args.words, args.temperature, generator=generator)[0, 1:]
@@ -226,11 +225,9 @@ def print_sample(args):
     common.check_run(checkpoint, args.sample, "train_lm.py", "model", "model_config", "vocab")
     with common.naming(f"--sample {args.sample}"):
         model = lm_from_checkpoint(checkpoint).to(device)
-        vocab = data_text.stored_vocabulary(checkpoint)
-        if model.config.reads_the_future:
-            raise ValueError("trained with --mu_over all, which reads the words to come")
+        text = sample(model, data_text.stored_vocabulary(checkpoint), args, device)
     if rank == 0:
-        print(sample(model, vocab, args, device))
+        print(text)
 
 
 # --- the run --------------------------------------------------------------------------------------
@@ -249,7 +246,7 @@ def main():
         return print_sample(args)
     own = "text" if args.data == "folder" else args.data
     device, rank, world, out_dir = common.start(args, f"{own}_{args.attn}")
-    corpus, model, optimizer, first, best = build(args, device, rank)
+    corpus, model, optimizer, first, best = build(args, device)
     net = common.wrap(model, device, world, args.compile)
     log = common.begin(args, out_dir, first, model, device, rank, world,
                        train_tokens=len(corpus.train), vocab_size=len(corpus.vocab))

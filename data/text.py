@@ -2,9 +2,8 @@
 
 A folder holds wiki.{train,valid,test}.tokens: UTF-8, already tokenised, words between spaces; every
 line, a blank one too, ends with <eos> (`IDSIA/lmtool-fwp:src/utils/vocabulary.py`). A .txt
-of one's own and this Python's documentation are written in this form. The training text becomes
-train.bin, flat little-endian uint32 ids, and vocab.txt, a word a line, which later runs map into
-memory:
+of one's own and this Python's documentation are written in this form, into out/cache. The ids are
+made anew in every run, in memory: WikiText-103 takes a minute.
 
     corpus = load_corpus("data/wikitext-103")
     x = random_windows(corpus.train, step=0, batch_size=96, context=256, seed=0)
@@ -22,9 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
+from common import all_sum, replacing
 from data.rng import uniform
 
 SPLITS = ("train", "valid", "test")
@@ -70,14 +69,6 @@ def stored_vocabulary(checkpoint):
     return vocab
 
 
-def from_rank_0(value):
-    """Give rank 0's plain object to every process."""
-    objects = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(objects)
-    return objects[0]
-
-
 # --- files to words -------------------------------------------------------------------------------
 
 def token_file(folder, split):
@@ -121,46 +112,35 @@ def read_lines(path):
 # --- words to ids ---------------------------------------------------------------------------------
 
 class Corpus(NamedTuple):
-    """Hold a folder of token files as ids."""
-    train: np.ndarray                           # (n,) uint32, mapped from disk
-    valid: np.ndarray                           # (n,) uint32
+    """Hold a folder of token files as ids, each (n,) uint32."""
+    train: np.ndarray
+    valid: np.ndarray
     test: np.ndarray
     vocab: Vocabulary
-    cache_dir: Path
-    built: bool                                 # was the cache written now?
 
 
-def load_corpus(folder, rank=0):
-    """Load a folder's texts as ids. Rank 0 writes train.bin and vocab.txt while the others wait.
+def load_corpus(folder):
+    """Load a folder's texts as ids, in the vocabulary of the training text.
 
-    Raises FileNotFoundError or ValueError, one line that names the file or the cache, if one is
-    missing, empty, not UTF-8, cut short or damaged.
+    Raises FileNotFoundError or ValueError, one line that names the file, if one is missing, empty
+    or not UTF-8.
     """
-    cache_dir = choose_cache_dir(folder)
-    built = from_rank_0(rank == 0 and prepare(folder, cache_dir))
-    try:
-        vocab = Vocabulary((cache_dir / "vocab.txt").read_bytes().decode().split("\n")[:-1])
-        train = np.memmap(cache_dir / "train.bin", "<u4", "r")
-        if train.max() + 1 != len(vocab) or train[-1] != vocab[EOS]:
-            raise ValueError(f"ids up to {train.max()}, the last {train[-1]}; expected "
-                             f"{len(vocab) - 1}, as every word occurs, and 0 for {EOS}")
-    except ValueError as error:
-        raise ValueError(f"{cache_dir} is damaged, delete it: {error}") from None
-    valid, test = (vocab.encode("".join(read_text(token_file(folder, split), "reading")))
-                   for split in SPLITS[1:])
-    return Corpus(train, valid, test, vocab, cache_dir, built)
+    paths = [token_file(folder, split) for split in SPLITS]
+    vocab = count_words(paths[0])
+    texts = [np.concatenate([vocab.encode(text) for text in read_text(path, "encoding")])
+             for path in paths]
+    return Corpus(*texts, vocab)
 
 
 def describe(corpus):
-    """Say what was found: sizes, the share of unknown words, and whether the cache is new."""
+    """Say what was found: sizes and the share of unknown words."""
     ends = corpus.train == corpus.vocab[EOS]
     paragraphs = ends.sum() - ends[0] - (ends[1:] & ends[:-1]).sum()
     unknown = corpus.vocab.get(UNK, -1)
     shares = [100 * (text == unknown).mean() for text in (corpus.train, corpus.valid)]
-    new = f"; ids written to {corpus.cache_dir}" if corpus.built else ""
     return (f"{paragraphs:,} paragraphs, {len(corpus.train):,} training, {len(corpus.valid):,} "
             f"valid, {len(corpus.test):,} test tokens, {len(corpus.vocab):,} words; unknown: "
-            f"{shares[0]:.1f} % of training, {shares[1]:.1f} % of valid{new}")
+            f"{shares[0]:.1f} % of training, {shares[1]:.1f} % of valid")
 
 
 def count_words(path):
@@ -174,75 +154,14 @@ def count_words(path):
     return Vocabulary([EOS, *sorted(counts, key=counts.get, reverse=True)])
 
 
-def prepare(folder, cache_dir):
-    """Write vocab.txt and train.bin, unless they are those of the training text as it is. Did it?
-
-    Both carry the text's time of last change, so a build that was cut off is none.
-    """
-    path = token_file(folder, "train")
-    words, binary = cache_dir / "vocab.txt", cache_dir / "train.bin"
-    changed = path.stat().st_mtime_ns
-    if are_of(changed, words, binary):
-        return False
-    vocab = count_words(path)
-    ids = (vocab.encode(text).tobytes() for text in read_text(path, "encoding"))
-    write_whole(words, (f"{word}\n".encode() for word in vocab.words), changed)
-    write_whole(binary, ids, changed)
-    return True
-
-
-def are_of(changed, *paths):
-    """Tell whether these files are there, made of a text that was last changed then."""
-    return all(path.exists() and path.stat().st_mtime_ns == changed for path in paths)
-
-
-def write_whole(path, pieces, made_of=None):
-    """Write bytes into a file that gets its name when it is whole, and the time of what made it."""
-    tmp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(tmp, "wb") as f:
-            f.writelines(pieces)
-            f.flush()
-            os.fsync(f.fileno())
-        if made_of:
-            os.utime(tmp, ns=(made_of, made_of))
-        os.replace(tmp, path)
-    except OSError as e:
-        raise OSError(f"cannot write {path} ({e.strerror or e})") from None
-    finally:
-        if tmp.parent.is_dir():
-            tmp.unlink(missing_ok=True)
-
-
-def choose_cache_dir(folder):
-    """Choose <folder>/cache, or `cache_name` where the folder must not be written to."""
-    here = Path(folder, "cache")
-    place = here if here.exists() else Path(folder)
-    if os.access(place, os.W_OK) and place.stat().st_mode & 0o222:  # root may write anywhere
-        return here
-    return cache_name(folder)
-
-
-def cache_name(path):
-    """Name out/cache/<name>_<hash of the whole path>."""
-    path = Path(path).resolve()
-    return Path("out", "cache", f"{path.stem}_{zlib.crc32(str(path).encode()):08x}")
-
-
 # --- other texts, written as token files ----------------------------------------------------------
 
-def text_folder(data, data_dir, rank=0):
-    """Find the folder of token files that the flags mean; rank 0 writes what is new.
+def text_folder(data, data_dir):
+    """Find the folder of token files that the flags mean, or write it; processes may do so at once.
 
     data_dir: a folder of wiki.*.tokens, a .txt, a folder with one .txt, or None for pydoc's text.
     Raises FileNotFoundError or ValueError, one line, if that is not there.
     """
-    return from_rank_0(find_folder(data, data_dir) if rank == 0 else None)
-
-
-def find_folder(data, data_dir):
-    """Do `text_folder`'s work in one process."""
     if not data_dir and data != "pydoc":
         raise ValueError(f"--data {data} needs --data_dir")
     if not data_dir:
@@ -265,31 +184,33 @@ def words_of(text):
     return re.findall(r"\w+(?:'\w+)*|[^\w\s]", text)
 
 
-def write_tokens(folder, lines, made_of=None):
+def write_tokens(folder, lines):
     """Write {split: lists of words} as wiki.*.tokens; words rare in the training text are <unk>."""
+    folder.mkdir(parents=True, exist_ok=True)
     counts = Counter(word for line in lines["train"] for word in line)
     if min(counts.values()) >= MIN_COUNT:
         lines["train"] = [*lines["train"], [UNK]]                   # the others may need it
     for split in SPLITS:
         kept = [[w if counts[w] >= MIN_COUNT else UNK for w in line] for line in lines[split]]
         text = "".join(" ".join(["", *line, "\n"]) for line in kept)
-        write_whole(folder / f"wiki.{split}.tokens", [text.encode()], made_of)
+        with replacing(folder / f"wiki.{split}.tokens") as tmp:
+            tmp.write_bytes(text.encode())
 
 
 def txt_folder(path):
     """Make a folder of a .txt: 90 % of its paragraphs to train, 5 % to valid, 5 % to test.
 
-    Blank lines part paragraphs; where that gives fewer than 20, every line is one.
+    Blank lines part paragraphs; where that gives fewer than 20, every line is one. The folder is
+    out/cache/<name>_<hash of the whole path>, written anew each time: the .txt may have changed.
     """
-    folder, changed = cache_name(path), path.stat().st_mtime_ns
-    if are_of(changed, *(folder / f"wiki.{split}.tokens" for split in SPLITS)):
-        return folder
+    whole = path.resolve()
+    folder = Path("out", "cache", f"{whole.stem}_{zlib.crc32(str(whole).encode()):08x}")
     text = "".join(read_text(path, "reading"))
     for mark in (r"\n\s*\n", "\n"):
         lines = [words for words in map(words_of, re.split(mark, text)) if words]
         if len(lines) >= 20:
             a, b = len(lines) * 90 // 100, len(lines) * 95 // 100
-            write_tokens(folder, dict(train=lines[:a], valid=lines[a:b], test=lines[b:]), changed)
+            write_tokens(folder, dict(train=lines[:a], valid=lines[a:b], test=lines[b:]))
             return folder
     raise ValueError(f"{path} has {len(lines)} lines with words, expected 20 or more")
 
@@ -396,9 +317,7 @@ def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1, p
         at = at[:, -scored:]
         nll[at] = model.nll(hidden, tokens[at + 1]).float()
     model.train(training)
-    if dist.is_initialized():
-        dist.all_reduce(nll)
-    return nll.cpu().double()
+    return all_sum(nll).cpu().double()
 
 
 def perplexity(nll, scored=None):

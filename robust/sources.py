@@ -196,7 +196,7 @@ def load_texts(args, models):
         if m.vocab.words != vocab.words:
             raise ValueError(f"{m.given} has another vocabulary than the "
                              f"first: perplexities would not compare")
-    folder = text_folder(args.data, args.data_dir, args.rank)
+    folder = text_folder(args.data, args.data_dir)
     texts, args.word = words.load_texts(folder, vocab, args.window, args.seed)
     n, targets = args.limit, args.limit and args.limit - 1
     return {t.split: t._replace(clean=t.clean[:n], attacked=t.attacked[:n], kept=t.kept[:targets])

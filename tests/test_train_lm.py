@@ -4,7 +4,6 @@ What holds for every trainer is in test_train.py, the flags in test_flags.py."""
 import argparse
 import json
 import math
-import os
 import random
 import re
 import shutil
@@ -130,7 +129,7 @@ def test_every_kind_trains_two_steps_and_its_checkpoint_alone_rebuilds_it(extra)
     assert config.context == 16 and list(log("a")) == [1, 2] and log("a")[1] != log("a")[2]
     assert bool(log("a", "sample")[2]) == (config.mu_over != "all")                 # a leaking model is not sampled
     if config.mu_over == "all":
-        assert "--mu_over all" in bad("--sample a")
+        assert "--sample a: mu_over='all'" in bad("--sample a")
 
 
 def test_training_learns_and_best_is_the_evaluation_with_the_lowest_valid_perplexity():
@@ -161,13 +160,12 @@ def test_the_learning_rate_is_lmtools_but_for_the_first_updates(golden):
 
 # --- a checkpoint is scored and sampled ------------------------------------------------------------------------------
 
-def test_a_score_is_the_same_again_in_any_batch_and_needs_no_cache_nor_training_file():
+def test_a_score_is_the_same_again_in_any_batch_and_needs_no_training_file():
     train(SMALL, "--out_dir a --steps 6")
     found, word = scored("a")
-    shutil.rmtree("text/cache")
     assert word == "AAA" and scored("a") == (found, word)
     assert_close_scores(scored("a", batch_size=7)[0], found, 1e-6)
-    assert not Path("text/cache").exists() and scored("a", seed=1)[0][0]["attacked"] != found[0]["attacked"]
+    assert scored("a", seed=1)[0][0]["attacked"] != found[0]["attacked"]
     assert scored("a", stride=1)[0][0]["segment"] == found[0]["segment"] != scored("a", stride=1)[0][0]["sliding"]
 
     write_text("other", seed=1, valid=sentences(8, 1) + " a zebra unheard of \n")               # the run's vocabulary
@@ -182,11 +180,8 @@ def test_a_score_is_the_same_again_in_any_batch_and_needs_no_cache_nor_training_
 
 def test_what_cannot_be_scored_is_refused():
     train(SMALL, "--out_dir a --max_steps 1")
-    for window, stride, word in ((0, 0, "window 0"), (17, 16, "17 tokens in a row, expected 1 to context=16"),
-                                 (16, 0, "stride 0"), (16, 17, "window 16, stride 17"), (4, 5, "window 4, stride 5"),
-                                 (16, -1, "stride -1")):
-        with pytest.raises(ValueError, match=word):
-            scored("a", window=window, stride=stride)
+    with pytest.raises(ValueError, match="17 tokens in a row, expected 1 to context=16"):
+        scored("a", window=17)
     for split in ("valid", "test"):
         write_text("short", **{split: " the cat \n" * 6})                                                # 18 tokens
         scored("a", "short")
@@ -293,20 +288,6 @@ def test_texts_that_are_missing_empty_or_too_short_are_named_before_training():
             path.unlink() if content is None else path.write_text(content)
             assert word in bad(SMALL, "--out_dir a")
     assert not Path("a").exists()
-
-
-def test_a_damaged_cache_stops_the_run_with_the_name_of_its_folder():
-    train(SMALL, "--max_steps 1 --out_dir a")
-    path = Path("text/cache/train.bin")
-    content, times = path.read_bytes(), path.stat()
-    for damaged, word in ((content[:-2], "not a multiple"), (content[:-4] + b"\xff\xff\xff\x00", "ids up to 16777215")):
-        path.write_bytes(damaged)
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-        line = bad("--resume a --max_steps 2")
-        assert "cache is damaged, delete it" in line and word in line
-    path.unlink()
-    train("--resume a --max_steps 2")
-    assert list(log("a")) == [1, 2]
 
 
 def test_other_scripts_and_foreign_checkpoints_are_refused():
