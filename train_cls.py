@@ -24,7 +24,6 @@ from collections import Counter
 from dataclasses import asdict
 from functools import partial
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -33,7 +32,7 @@ from tqdm import tqdm
 import common
 from attention import ATTENTIONS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE
-from data.augment import augment_uint8, mixup_cutmix, send, to_float
+from data.augment import augment_uint8, send, soft_targets, to_float
 from data.batches import Split, image_batches
 from data.images import load_data, split_name
 from data.rng import epoch_order
@@ -240,10 +239,12 @@ def train_batches(source, args, start, total, device, rank, world):
     keys = micro_batches(args, len(source.labels), start, total, rank, world)
     for images, labels, position in load_batches(source, keys, args, device, transform):
         images = to_float(images, position, args.seed, args.erase)
-        step = position[0].item() // args.batch_size
-        rng = np.random.default_rng([args.seed, step])
-        yield mixup_cutmix(images, labels, len(source.classes), rng, args.mixup, args.cutmix,
-                           smoothing=args.smoothing)
+        targets = soft_targets(labels, len(source.classes), args.smoothing)
+        if args.mixup or args.cutmix:
+            from data.randaugment import mix
+            key = (args.seed, position[0].item() // args.batch_size)    # one lambda for a step
+            images, targets = mix(images, targets, key, args.mixup, args.cutmix)
+        yield images, targets
 
 
 # --- evaluation -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The DeiT augmentation of batches: shift, flip, RandAugment, random erasing, mixup, cutmix.
+"""The DeiT augmentation of batches: shift, flip, soft targets; the rest of it in randaugment.py.
 
 The recipe is facebookresearch/deit:main.py's, whose timm takes one PIL image at a time. Here
 no loop runs over images, and pixels stay on their device. What happens to a sample depends on
@@ -6,13 +6,11 @@ no loop runs over images, and pixels stay on their device. What happens to a sam
 `u` of uniform numbers, so nobody waits for a GPU.
 
     images = to_float(augment_uint8(images, positions, seed), positions, seed)  # float32, in [0, 1]
-    images, targets = mixup_cutmix(images, labels, 1000, np.random.default_rng((seed, step)))
+    targets = soft_targets(labels, num_classes=10, smoothing=0.1)
 
-Images are (B, 3, H, W). No function changes its input. RandAugment and erasing, which only the
-recipe of ImageNet uses, are in randaugment.py.
+Images are (B, 3, H, W). No function changes its input. What only the recipe of ImageNet uses,
+RandAugment, random erasing, mixup and cutmix, is in randaugment.py.
 """
-
-import math
 
 import torch
 import torch.nn.functional as F
@@ -70,45 +68,8 @@ def to_float(images, positions, seed, erase=0.0):
     return images
 
 
-def partner(x):
-    """Swap neighbours: 2i + 1 for 2i and the other way round."""
-    return x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
-
-
-def mixup_cutmix(images, labels, num_classes, rng, mixup=0.8, cutmix=1.0, smoothing=0.1):
-    """Mix each image and label with its neighbour's: timm's Mixup in mode "batch".
-
-    One lambda ~ Beta(alpha, alpha) for the batch, alpha = `mixup` or `cutmix`; if both are > 0,
-    a fair coin decides. mixup: lambda * image + (1 - lambda) * partner.
-    cutmix: a box of a share 1 - lambda is pasted from the partner, its centre anywhere; lambda
-    becomes the share of the pixels kept, because the border clips the box. Both 0: nothing is
-    mixed. timm's partner is of the reversed batch. Neighbours let even slices of a batch (of a
-    process, or an accumulation step) mix as the whole does; copies of one image should not be
-    neighbours.
-
-    images: float. labels: (B,) int64. rng: numpy Generator of the caller's (seed, step). Returns
-    mixed images and targets (B, K), K = num_classes: smoothing / K, and 1 - smoothing more for the
-    label. Raises ValueError if a batch to be mixed is odd.
-    """
+def soft_targets(labels, num_classes, smoothing=0.0):
+    """Make distributions of labels (B,) int64: (B, K), smoothing / K, the rest for the label."""
     off = smoothing / num_classes
-    targets = torch.full((len(labels), num_classes), off, device=images.device)
-    targets.scatter_(1, labels[:, None], 1 - smoothing + off)
-    if mixup == 0 and cutmix == 0:
-        return images, targets
-    if len(images) % 2:
-        raise ValueError(f"batch of {len(images)} images: mixing neighbours needs an even number")
-
-    H, W = images.shape[2:]
-    use_cutmix = cutmix > 0 and (mixup == 0 or rng.random() < 0.5)
-    lam = float(rng.beta(cutmix, cutmix) if use_cutmix else rng.beta(mixup, mixup))
-    if use_cutmix:
-        h, w = int(H * math.sqrt(1 - lam)), int(W * math.sqrt(1 - lam))
-        y, x = int(rng.integers(H)), int(rng.integers(W))                       # centre
-        top, bottom = max(y - h // 2, 0), min(y + (h + 1) // 2, H)
-        left, right = max(x - w // 2, 0), min(x + (w + 1) // 2, W)
-        lam = 1 - (bottom - top) * (right - left) / (H * W)
-        mixed = images.clone()
-        mixed[:, :, top:bottom, left:right] = partner(images[:, :, top:bottom, left:right])
-    else:
-        mixed = torch.lerp(partner(images), images, lam)
-    return mixed, torch.lerp(partner(targets), targets, lam)
+    targets = torch.full((len(labels), num_classes), off, device=labels.device)
+    return targets.scatter_(1, labels[:, None], 1 - smoothing + off)

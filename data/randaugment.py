@@ -1,10 +1,11 @@
-"""RandAugment and random erasing of whole batches, after timm.
+"""RandAugment, random erasing, mixup and cutmix of whole batches, after timm.
 
 As in augment.py, decisions are drawn on the CPU as tables `u`, and images stay on their device.
 """
 
 import math
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -198,3 +199,41 @@ def random_erase(images, u, positions, seed, prob):
     noise = noise * send(STD, images.device) + send(MEAN, images.device)
     images[sample, :, y, x] = noise.to(images.dtype)
     return images
+
+
+# --- mixup and cutmix -----------------------------------------------------------------------------
+
+def partner(x):
+    """Swap neighbours: 2i + 1 for 2i and the other way round."""
+    return x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+
+
+def mix(images, targets, key, mixup=0.8, cutmix=1.0):
+    """Mix each image and target with its neighbour's: timm's Mixup in mode "batch".
+
+    One lambda ~ Beta(alpha, alpha) for the batch, alpha = `mixup` or `cutmix`; if both are > 0,
+    a fair coin decides. mixup: lambda * image + (1 - lambda) * partner.
+    cutmix: a box of a share 1 - lambda is pasted from the partner, its centre anywhere; lambda
+    becomes the share of the pixels kept, because the border clips the box.
+    timm's partner is of the reversed batch. Neighbours let even slices of a batch (of a
+    process, or an accumulation step) mix as the whole does; copies of one image should not be
+    neighbours.
+
+    images: float, an even number. targets: (B, K). key: ints, (seed, step): all that is drawn
+    depends on them. Returns mixed images and targets.
+    """
+    rng = np.random.default_rng(key)
+    H, W = images.shape[2:]
+    use_cutmix = cutmix > 0 and (mixup == 0 or rng.random() < 0.5)
+    lam = float(rng.beta(cutmix, cutmix) if use_cutmix else rng.beta(mixup, mixup))
+    if use_cutmix:
+        h, w = int(H * math.sqrt(1 - lam)), int(W * math.sqrt(1 - lam))
+        y, x = int(rng.integers(H)), int(rng.integers(W))                       # centre
+        top, bottom = max(y - h // 2, 0), min(y + (h + 1) // 2, H)
+        left, right = max(x - w // 2, 0), min(x + (w + 1) // 2, W)
+        lam = 1 - (bottom - top) * (right - left) / (H * W)
+        mixed = images.clone()
+        mixed[:, :, top:bottom, left:right] = partner(images[:, :, top:bottom, left:right])
+    else:
+        mixed = torch.lerp(partner(images), images, lam)
+    return mixed, torch.lerp(partner(targets), targets, lam)

@@ -5,7 +5,7 @@
 
 The transforms of training are those of mmsegmentation 0.14.1 as
 `rstrudel/segmenter:segm/data/config/ade20k.py` lists them. What changes the shape (resize, crop,
-flip) runs per image in DataLoader workers, the rest (distortion, padding with the mean colour) on
+flip) runs per image in DataLoader workers, the rest (distort.py, padding with the mean colour) on
 whole batches, on any device. Every random number is a function of (seed, sample), see rng.uniform.
 """
 
@@ -22,7 +22,6 @@ IGNORE = 255                                 # label of pixels that do not count
 VIEW, DISTORT = 30, 31                       # what a random number is for: the last part of its key
 REDRAWS = 10                                 # of a crop without variety
 VIEW_COLUMNS = 1 + 2 * (1 + REDRAWS) + 1     # scale; top and left of each crop; flip?
-DISTORT_COLUMNS = 9
 
 
 def load_split(args, split, trained=None):
@@ -123,52 +122,6 @@ class TrainingViews(Dataset):
 
 # --- training: second half, batches, on any device ------------------------------------------------
 
-def scale_and_shift(x, factor, amount=0.0):
-    """Compute factor * x + amount in grey levels, clipped, cut to whole ones; x stays float."""
-    return (x * factor + amount).clamp(0, 255).floor()
-
-
-def scale_hsv(x, saturation, turn):
-    """Multiply S of HSV, add `turn` half degrees to H. x: (B, 3, H, W) float, grey levels.
-
-    H is kept in whole half degrees and S in 256 levels, as OpenCV's 8-bit images do.
-    """
-    # to hue, in sixths of the circle, and saturation; grey: all numerators are 0
-    red, green, blue = x.unbind(1)
-    value, low = x.amax(1), x.amin(1)
-    span = (value - low).clamp(min=1)
-    hue = torch.where(value == green, 2 + (blue - red) / span, 4 + (red - green) / span)
-    hue = torch.where(value == red, (green - blue) / span, hue)
-    s = (255 * (value - low) / value.clamp(min=1) + 0.5).floor()
-
-    # changed, and back: R, G, B = V - V S (0 to 1)
-    hue = ((hue * 30 + 0.5).floor()[:, None] + turn) % 180
-    s, value = scale_and_shift(s[:, None], saturation) / 255, value[:, None]
-    k = (hue / 30 + torch.tensor([5, 3, 1], device=x.device).view(3, 1, 1)) % 6
-    return (value - value * s * torch.minimum(k, 4 - k).clamp(0, 1)).floor()
-
-
-def distort(images, u):
-    """Distort brightness, contrast, saturation, hue, each with probability 0.5.
-
-    images: (B, 3, H, W) uint8. u: (B, DISTORT_COLUMNS). Returns uint8. Contrast comes second or
-    last, by a fair coin. Where saturation and hue both change, HSV is entered once, not twice as in
-    the source.
-    """
-    u = u.to(images.device, non_blocking=True)[:, :, None, None, None]
-
-    def drawn(j, low, high, neutral):
-        return torch.where(u[:, j] < 0.5, low + (high - low) * u[:, j + 1], neutral)
-
-    contrast, saturation = drawn(2, 0.5, 1.5, 1.0), drawn(5, 0.5, 1.5, 1.0)
-    turn = torch.where(u[:, 7] < 0.5, (u[:, 8] * 36).floor() - 18, 0.0)
-    early, coloured = u[:, 4] < 0.5, (u[:, 5] < 0.5) | (u[:, 7] < 0.5)
-    x = scale_and_shift(images.float(), 1.0, drawn(0, -32, 32, 0.0))            # brightness
-    x = scale_and_shift(x, torch.where(early, contrast, 1.0))
-    x = torch.where(coloured, scale_hsv(x, saturation, turn), x)
-    return scale_and_shift(x, torch.where(early, 1.0, contrast)).byte()
-
-
 def finish_views(images, height, width, positions, seed, mean, distorted=True):
     """Distort, then pad: uint8 views to float32 in [0, 1].
 
@@ -177,7 +130,8 @@ def finish_views(images, height, width, positions, seed, mean, distorted=True):
     sees 0.
     """
     if distorted:
-        images = distort(images, uniform(positions, DISTORT_COLUMNS, seed, DISTORT))
+        from data.distort import COLUMNS, distort
+        images = distort(images, uniform(positions, COLUMNS, seed, DISTORT))
     height, width = (t.view(-1, 1, 1, 1).to(images.device, non_blocking=True)
                      for t in (height, width))
     axis = torch.arange(images.shape[-1], device=images.device)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.augment import augment_uint8, mixup_cutmix, random_crop, random_hflip, to_float
-from data.randaugment import ERASE_COLUMNS, FILL, MEAN, OPS, STD, rand_augment, random_erase
+from data.augment import augment_uint8, random_crop, random_hflip, soft_targets, to_float
+from data.randaugment import ERASE_COLUMNS, FILL, MEAN, OPS, STD, mix, rand_augment, random_erase
 from data.rng import normal, uniform
 
 Image, ImageEnhance, ImageOps = (pytest.importorskip(f"PIL.{name}") for name in ("Image", "ImageEnhance", "ImageOps"))
@@ -215,17 +215,15 @@ def test_erasing_depends_on_the_position_only_and_its_noise_is_finite():
 
 # --- mixup and cutmix -------------------------------------------------------------------------------------------------
 
-def mix(images, labels, seed, **kwargs):
-    return mixup_cutmix(images, labels, 10, np.random.default_rng((0, seed)), **kwargs)
+def mixed(images, labels, seed, smoothing=0.1, **how):
+    return mix(images, soft_targets(labels, 10, smoothing), (0, seed), **how)
 
 
 def test_targets_hold_the_smoothed_values():
     images, labels = torch.rand(8, 3, 16, 16), torch.arange(8)
-    unmixed, targets = mix(images, labels, 0, mixup=0, cutmix=0)
-    assert unmixed is images
-    assert torch.allclose(targets, torch.full((8, 10), 0.01).scatter(1, labels[:, None], 0.91))
+    assert torch.allclose(soft_targets(labels, 10, 0.1), torch.full((8, 10), 0.01).scatter(1, labels[:, None], 0.91))
     for seed in range(4):
-        _, targets = mix(images, labels, seed)
+        _, targets = mixed(images, labels, seed)
         lam = (targets[0, 0] - 0.01) / 0.9
         expected = torch.full((8, 10), 0.01)
         for i in range(8):
@@ -234,57 +232,24 @@ def test_targets_hold_the_smoothed_values():
 
 
 def test_cutmix_lambda_is_the_share_of_pixels_kept():
+    """That box and lambda are timm's is in test_plain_loop.py."""
     labels = torch.arange(4)
     images = labels.float().view(4, 1, 1, 1).expand(4, 3, 32, 48).contiguous()
     shares = []
     for seed in range(30):
-        mixed, targets = mix(images, labels, seed, mixup=0, smoothing=0)
-        kept = (mixed[:, 0] == images[:, 0]).float().mean((1, 2))
+        out, targets = mixed(images, labels, seed, mixup=0, smoothing=0)
+        kept = (out[:, 0] == images[:, 0]).float().mean((1, 2))
         assert torch.allclose(targets[labels, labels], kept, atol=1e-6)
         assert torch.allclose(targets[labels, labels ^ 1], 1 - kept, atol=1e-6)
         shares.append(kept[0].item())
     assert min(shares) < 0.4 and max(shares) > 0.8
 
 
-class Drawn(dict):
-    """A generator of given numbers; remembers the parameters of its Beta."""
-    def random(self):
-        return self["chance"]
-
-    def integers(self, high):
-        return high // 2
-
-    def beta(self, *parameters):
-        self.parameters = parameters
-        return self["lam"]
-
-
-def test_the_draws_of_mixing_mean_what_timm_means_by_them():
-    images, labels = torch.rand(2, 3, 16, 24), torch.arange(2)
-    for chance, alpha, cut in ((0.49, 1.0, True), (0.51, 0.8, False)):
-        rng = Drawn(chance=chance, lam=0.75)
-        mixed, targets = mixup_cutmix(images, labels, 10, rng, mixup=0.8, cutmix=1.0, smoothing=0)
-        assert rng.parameters == (alpha, alpha)
-        assert torch.allclose(targets[0, :2], torch.tensor([0.75, 0.25]))
-        expected = images.clone() if cut else 0.75 * images + 0.25 * images.flip(0)
-        if cut:                                                          # half of each side, about the centre
-            expected[:, :, 4:12, 6:18] = images.flip(0)[:, :, 4:12, 6:18]
-        assert torch.allclose(mixed, expected)
-    mixed, targets = mixup_cutmix(images, labels, 10, Drawn(chance=0, lam=1 - (5 / 16) ** 2), smoothing=0)
-    expected = images.clone()                           # 5 x 7 pixels: no row or column is lost
-    expected[:, :, 6:11, 9:16] = images.flip(0)[:, :, 6:11, 9:16]
-    assert torch.equal(mixed, expected) and torch.allclose(targets[0, 1], torch.tensor(35 / 384))
-
-
 def test_even_slices_mix_as_the_whole_batch():
     images, labels = torch.rand(8, 3, 16, 16), torch.arange(8)
     for seed in range(6):
-        mixed, targets = mix(images, labels, seed)
-        parts = [mix(images[i:j], labels[i:j], seed) for i, j in ((0, 2), (2, 8))]
-        assert torch.equal(mixed, torch.cat([p[0] for p in parts]))
-        assert torch.equal(targets, torch.cat([p[1] for p in parts]))
-    with pytest.raises(ValueError, match="even"):
-        mix(images[:3], labels[:3], 0)
+        whole, parts = mixed(images, labels, seed), [mixed(images[i:j], labels[i:j], seed) for i, j in ((0, 2), (2, 8))]
+        assert all(torch.equal(whole[i], torch.cat([part[i] for part in parts])) for i in (0, 1))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -296,7 +261,7 @@ def test_gpu_gives_the_cpus_result_without_a_host_sync():
     torch.cuda.set_sync_debug_mode("error")
     try:
         out = augment(images, positions, seed=0)
-        mix(out, labels, 0)
+        mixed(out, labels, 0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     error = (out.cpu() - expected).abs()

@@ -12,10 +12,11 @@ from PIL import Image
 from conftest import SHARED
 from data import segmentation
 from data.batches import image_batches
+from data.distort import COLUMNS, distort, scale_and_shift, scale_hsv
 from data.labelled import CAMVID_CLASSES, SegTree, class_names, shift_labels
 from data.rng import uniform
-from data.segmentation import (DISTORT_COLUMNS, VIEW, VIEW_COLUMNS, Scenes, TrainingViews, distort, finish_views,
-                               load_split, palette, save_pictures, scale_and_shift, scale_hsv, training_view, varied)
+from data.segmentation import (VIEW, VIEW_COLUMNS, Scenes, TrainingViews, finish_views, load_split, palette,
+                               save_pictures, training_view, varied)
 from data.shapes import load_shapes
 from segmenter import IGNORE, SegmenterConfig, resized
 
@@ -121,7 +122,7 @@ def test_contrast_comes_second_or_last():
     assert distort(pink, last).flatten().tolist() == [255, 120, 120]                     # S 102 -> 151, then 1.49 times
     brightness = torch.tensor([[0.1, 1, 0.1, 0.5, 0.1, 0.9, 0, 0.9, 0]])                    # + 32, before contrast 1.0
     assert distort(pink, brightness).flatten().tolist() == [232, 152, 152]
-    u = uniform(torch.arange(400), DISTORT_COLUMNS, 3, 31)                              # all of it: its numbers in turn
+    u = uniform(torch.arange(400), COLUMNS, 3, 31)                              # all of it: its numbers in turn
     grey = torch.full((400, 3, 1, 1), 100, dtype=torch.uint8)
     beta, alpha = (torch.where(u[:, j] < 0.5, low + span * u[:, j + 1], neutral)
                    for j, low, span, neutral in ((0, -32, 64, 0.0), (2, 0.5, 1.0, 1.0)))
@@ -134,7 +135,7 @@ def test_a_distortion_happens_below_one_half_and_reaches_its_bounds():
     for column, value, *expected in ((0, 0.0, 168, 88, 88), (0, 1.0, 232, 152, 152), (2, 0.0, 100, 60, 60),
                                      (2, 1.0, 255, 180, 180), (5, 0.0, 200, 160, 160), (5, 1.0, 200, 80, 80),
                                      (7, 0.0, 200, 120, 168), (7, 0.99, 200, 165, 120)):
-        u = torch.full((2, DISTORT_COLUMNS), 0.9)
+        u = torch.full((2, COLUMNS), 0.9)
         u[:, column], u[:, column + 1] = torch.tensor([0.49, 0.51]), value
         changed, same = distort(pink, u)[:, :, 0, 0].int()
         assert (changed - torch.tensor(expected)).abs().max() <= 1 and same.tolist() == [200, 120, 120], column
@@ -180,7 +181,7 @@ def test_a_view_is_what_its_numbers_say():
     draw = uniform(position, VIEW_COLUMNS, 4, 30)[0].tolist()                            # numbers of their own
     assert all(map(torch.equal, views[9, 2][:2], training_view(image, label, draw, 16, (0.5, 2.0))))
     out = finish_views(image[None, :, :16, :16], *torch.full((2, 1), 16), position, 4, torch.zeros(3, 1, 1))
-    expected = distort(image[None, :, :16, :16], uniform(position, DISTORT_COLUMNS, 4, 31))
+    expected = distort(image[None, :, :16, :16], uniform(position, COLUMNS, 4, 31))
     assert torch.equal(out, expected / 255)
 
 
