@@ -20,7 +20,6 @@ import argparse
 import math
 import os
 import time
-from collections import Counter
 from dataclasses import asdict
 from functools import partial
 
@@ -187,10 +186,6 @@ def choose_for_folder(args):
     chosen = " ".join(f"{name}={getattr(args, name)}" for name in ("holdout", *chosen))
     common.say(f"{args.data_dir}: {len(photos.train) + len(photos.val)} images in "
                f"{len(photos.classes)} classes; chosen for them: {chosen}")
-    label, count = Counter(label for _, label in photos.train).most_common()[-1]
-    if count < 5:
-        common.say(f"warning: the class {photos.classes[label]} has {count} images to train on and "
-                   f"to hold out; from fewer than 5 a class a network learns little")
 
 
 # --- data -----------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Image files, whatever they are for: found, decoded, drawn as a grid."""
 
-import io
 import os
 import zlib
 from collections import Counter
@@ -23,27 +22,15 @@ def read_bytes(path):
     return np.fromfile(path, np.uint8)
 
 
-def decode_with_pil(data):
-    """Decode without torchvision's decoder, in 1.3 times its time."""
-    from PIL import Image
-    image = Image.open(io.BytesIO(data))
-    if image.mode.startswith("I"):           # 16 bit grey, which convert() would clip at 255
-        image = Image.fromarray((np.array(image) / 257).round().astype(np.uint8))
-    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
-
-
 def decode(data, name):
     """Decode the bytes of a JPEG, PNG or WebP file, uint8 (n,) -> (3, H, W) uint8 RGB.
 
     Raises ValueError, one line with the file's name, for broken, truncated or foreign files.
     torchvision's decoder gives the same pixels as PIL in less time, and refuses what PIL refuses.
     """
+    from torchvision.io import ImageReadMode, decode_image
     try:
-        try:
-            from torchvision.io import ImageReadMode, decode_image
-            image = decode_image(torch.from_numpy(data), ImageReadMode.RGB)
-        except ImportError:                  # a torchvision without decoders
-            image = decode_with_pil(data)
+        image = decode_image(torch.from_numpy(data), ImageReadMode.RGB)
     except (RuntimeError, OSError) as error:
         raise ValueError(f"cannot decode {shown(name)}: {str(error).splitlines()[0]}") from None
     if image.ndim == 4:                      # an animated GIF by another name: its first frame

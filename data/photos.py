@@ -146,16 +146,13 @@ def decode_all(files, classes, size):
 
 
 def warn_of_few(train):
-    """Print a warning for classes that have no training image, or a single one."""
+    """Print a warning that names the classes with fewer than 5 training images, if any."""
     counts = train.labels.bincount(minlength=len(train.classes)).tolist()
-    for name, count in zip(train.classes, counts):
-        if not count:
-            print(f"warning: no image of the class {name} is left to train on, all are held out "
-                  f"(--holdout)")
-    single = [name for name, count in zip(train.classes, counts) if count == 1]
-    if single:
-        print(f"warning: a single training image in {len(single)} of {len(counts)} classes "
-              f"({', '.join(single[:3])}{', ...' * (len(single) > 3)}): too few to learn from")
+    few = [f"{name} {count}" for name, count in zip(train.classes, counts) if count < 5]
+    if few:
+        print(f"warning: training images of {len(few)} of {len(counts)} classes are few "
+              f"({', '.join(few[:5])}{', ...' * (len(few) > 5)}): from fewer than 5 of a class a "
+              f"network learns little")
 
 
 def photos_to_evaluate(root, trained, size, rank=0):

@@ -5,9 +5,7 @@ import io
 import os
 import pickle
 import signal
-import sys
 import tarfile
-from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -15,8 +13,8 @@ import torch
 from PIL import Image
 
 from conftest import SHARED
-from data import imagenet as data, images, shapes
-from data.batches import Split, image_batches
+from data import imagenet as data, shapes
+from data.batches import image_batches
 from data.cifar import CIFAR10_CLASSES, load_cifar10
 from data.files import decode, save_grid
 from data.rng import epoch_order, uniform
@@ -81,6 +79,18 @@ def test_every_value_of_a_scene_has_noise_of_its_own(monkeypatch):
     assert (torch.corrcoef(noise) - torch.eye(3)).abs().max() < 0.2 and noise.std() > 1
 
 
+def test_scenes_do_not_change_between_versions():
+    """Pinned: networks and results are of these. Made with this function; some room for another machine's rounding."""
+    images, labels, masks = render_scenes(torch.arange(40))
+    assert labels[:12].tolist() == [4, 0, 7, 6, 7, 8, 0, 0, 4, 8, 7, 5]
+    mean, spread = images.double().mean((2, 3)), images.double().std((2, 3)).mean(0)
+    expected = torch.tensor([[77.907, 97.807, 99.404], [48.092, 73.360, 69.253], [59.156, 77.601, 64.182]])
+    torch.testing.assert_close(mean[:3], expected.double(), rtol=0, atol=0.05)
+    torch.testing.assert_close(spread, torch.tensor([55.737, 58.797, 47.214]).double(), rtol=0, atol=0.05)
+    pixels = [31102, 941, 1446, 428, 914, 1136, 1010, 545, 1671, 1025, 742]                # of background and classes
+    assert (masks.flatten().bincount() - torch.tensor(pixels)).abs().max() < 10
+
+
 @pytest.fixture(scope="module")
 def scenes():
     """3000 training and 1000 test scenes; nothing may change them."""
@@ -105,25 +115,6 @@ def test_every_size_renders_the_same_scene():
         assert torch.equal(labels, small_labels)
         shrunk = torch.nn.functional.interpolate(images.float(), (32, 32), mode="area")
         assert images.dtype == masks.dtype == torch.uint8 and (shrunk - small.float()).abs().mean() < 10
-
-
-def test_distances_are_negative_inside_and_grow_at_slope_one_at_the_edge():
-    x = torch.linspace(-1.2, 1.2, 400, dtype=torch.float64).expand(400, 400)
-    for name, shape in shapes.SHAPES.items():
-        d = shape(x, x.T)
-        area = (d < 0).double().mean() * 2.4 ** 2
-        assert 0.9 < area < 2.6, name
-        gy, gx = torch.gradient(d, spacing=2.4 / 399)
-        slope = torch.hypot(gx, gy)[d.abs() < 0.02]
-        assert (slope - 1).abs().median() < 0.02 and slope.max() < 1.1, name
-
-
-def test_colours_have_the_luminance_asked_for_and_stay_in_range():
-    torch.manual_seed(0)
-    hue, saturation, luminance = torch.rand(3, 2000)
-    rgb = shapes.colour(hue, saturation, luminance)[:, :, 0, 0]
-    assert rgb.min() > -1e-5 and rgb.max() < 1 + 1e-5
-    torch.testing.assert_close(rgb @ torch.tensor([0.3, 0.59, 0.11]), luminance, atol=1e-5, rtol=0)
 
 
 def test_neither_colour_nor_a_linear_classifier_tells_the_class(scenes):
@@ -198,25 +189,22 @@ def within_10_seconds(function, *args):
         signal.signal(signal.SIGALRM, before)
 
 
-def refused(kind, *parts, at):
-    """The one line that calling `at` ends in holds these parts."""
-    with pytest.raises(kind) as error:
-        at()
-    message = str(error.value)
-    assert "\n" not in message and all(str(part) in message for part in parts), message
-
-
 def test_what_is_not_cifar_is_refused_in_a_line_that_names_it(tmp_path):
-    refused(FileNotFoundError, "--data_dir", "nowhere", at=lambda: load_cifar10(tmp_path / "nowhere", "train"))
-    refused(FileNotFoundError, "--data_dir", tmp_path, "cifar-10-batches-py/", "test/<class>/*", "val/<class>/*",
-            ".tar", at=lambda: load_cifar10(tmp_path, "test"))
+    with pytest.raises(FileNotFoundError, match="^--data_dir .*/nowhere is not a folder.*$"):
+        load_cifar10(tmp_path / "nowhere", "train")
+    with pytest.raises(FileNotFoundError, match=f"^--data_dir {tmp_path} .*cifar-10-batches-py/, "
+                                                "test/<class>/. or val/<class>/., and a .tar.*$"):
+        load_cifar10(tmp_path, "test")
     fake_cifar(tmp_path)
     photo(40, 32).save(tmp_path / "train" / "cat" / "0001.png")
-    refused(ValueError, "cat/0001.png", "(3, 32, 40)", at=lambda: load_cifar10(tmp_path, "train"))
+    with pytest.raises(ValueError, match=r"^--data_dir .*cat/0001.png is \(3, 32, 40\).*$"):
+        load_cifar10(tmp_path, "train")
     (tmp_path / "test" / "ship").rename(tmp_path / "test" / "boat")
-    refused(ValueError, "--data_dir", "boat", "ship", "10", at=lambda: load_cifar10(tmp_path, "test"))
+    with pytest.raises(ValueError, match="^--data_dir .*10 class folders .*boat.*expected.*ship.*$"):
+        load_cifar10(tmp_path, "test")
     (tmp_path / "cifar-10-batches-py").mkdir()
-    refused(ValueError, "--data_dir", tmp_path, "incomplete or damaged", at=lambda: load_cifar10(tmp_path, "train"))
+    with pytest.raises(ValueError, match=f"^--data_dir {tmp_path}: .*incomplete or damaged.*$"):
+        load_cifar10(tmp_path, "train")
 
 
 def test_a_tar_cut_or_damaged_anywhere_is_read_as_written_or_refused_by_name(tmp_path):
@@ -245,7 +233,8 @@ def test_a_pipe_is_no_file_and_is_not_waited_for(tmp_path, name):
     if name.endswith(".tar"):
         (tmp_path / "train").rename(tmp_path / "elsewhere")
     os.mkfifo(tmp_path / name)
-    refused((ValueError, OSError), tmp_path, at=lambda: within_10_seconds(load_cifar10, tmp_path, "train"))
+    with pytest.raises((ValueError, OSError), match=f"^.*{tmp_path}.*$"):
+        within_10_seconds(load_cifar10, tmp_path, "train")
 
 
 @pytest.mark.skipif(not (SHARED / "data" / "cifar10").is_dir(), reason="no CIFAR-10 beside the clone")
@@ -254,18 +243,6 @@ def test_the_cifar_tars_hold_10000_test_images():
     assert split.images.shape == (10000, 3, 32, 32) and split.labels.bincount().tolist() == [1000] * 10
     mean = split.images.double().mean((0, 2, 3)) / 255
     torch.testing.assert_close(mean, torch.tensor([0.491, 0.482, 0.447]).double(), atol=0.005, rtol=0)
-
-
-def test_a_download_is_asked_for_once(tmp_path, monkeypatch):
-    asked = []
-
-    def torchvisions(folder, split, download):
-        (tmp_path / "cifar-10-batches-py").mkdir(exist_ok=True)
-        asked.append((split, download))
-        return Split(torch.zeros(2, 3, 32, 32, dtype=torch.uint8), torch.arange(2), CIFAR10_CLASSES)
-    monkeypatch.setattr("data.cifar.torchvisions_cifar10", torchvisions)
-    images.load_data(Namespace(data="cifar10", data_dir=tmp_path, download=True, holdout=0, image_size=32), "cpu")
-    assert asked == [("train", True), ("train", False), ("test", False)]
 
 
 # --- ImageNet's layout ----------------------------------------------------------------------------------------------
@@ -347,13 +324,18 @@ def test_labels_follow_the_training_classes_and_mismatches_are_listed(tree_dir):
     classes = val("train").classes
     assert classes == ["n01", "n02", "n03"] and val(classes=["n03", "n02", "n01"])[0][1] == 0
     assert val(classes=["n00"] + classes, subset=True).labels.tolist() == [1, 1, 2, 2, 3, 3]
-    refused(ValueError, "--data_dir", "training split has not", "n03", at=lambda: val(classes=["n01", "n02"]))
-    refused(ValueError, "--data_dir", "lacks", "n04", at=lambda: val(classes=classes + ["n04"]))
+    with pytest.raises(ValueError, match="^--data_dir .*the training split has not: n03$"):
+        val(classes=["n01", "n02"])
+    with pytest.raises(ValueError, match="^--data_dir .*lacks .*: n04$"):
+        val(classes=classes + ["n04"])
     (tree_dir / "val" / "n04").mkdir()
-    refused(ValueError, "without images", "n04", at=val)
-    refused(FileNotFoundError, tree_dir, "has no folder 'test'", at=lambda: val("test"))
+    with pytest.raises(ValueError, match="^--data_dir .*without images: n04$"):
+        val()
+    with pytest.raises(FileNotFoundError, match=f"^--data_dir {tree_dir} has no folder 'test'.*$"):
+        val("test")
     (tree_dir / "test").mkdir()
-    refused(ValueError, "--data_dir", tree_dir, "empty", at=lambda: val("test"))
+    with pytest.raises(ValueError, match=f"^--data_dir {tree_dir}/test is empty.*$"):
+        val("test")
 
 
 def encoded(image, kind, **options):
@@ -362,13 +344,7 @@ def encoded(image, kind, **options):
     return np.frombuffer(bytearray(buffer.getvalue()), np.uint8)
 
 
-@pytest.fixture(params=["torchvision", "pil"])
-def decoder(request, monkeypatch):
-    if request.param == "pil":                                              # as if torchvision had no decoders
-        monkeypatch.setitem(sys.modules, "torchvision.io", None)
-
-
-def test_every_colour_mode_is_read_as_rgb_like_pil_and_16_bits_as_8(decoder):
+def test_every_colour_mode_is_read_as_rgb_like_pil_and_16_bits_as_8():
     for mode, kind in (("L", "JPEG"), ("CMYK", "JPEG"), ("L", "PNG"), ("LA", "PNG"), ("RGBA", "PNG"), ("P", "PNG"),
                        ("1", "PNG"), ("RGB", "WEBP"), ("RGBA", "WEBP")):
         file = encoded(photo(50, 40, mode=mode), kind, **({"lossless": True} if kind == "WEBP" else {}))
@@ -381,7 +357,7 @@ def test_every_colour_mode_is_read_as_rgb_like_pil_and_16_bits_as_8(decoder):
 
 
 @pytest.mark.parametrize("damage", ["half", "end", "empty", "text", "gone", "pipe"])
-def test_a_bad_file_is_named_in_one_line(tree_dir, decoder, damage):
+def test_a_bad_file_is_named_in_one_line(tree_dir, damage):
     path = tree_dir / "train" / "n02" / "n02_1.JPEG"
     full = path.read_bytes()
     damaged = {"half": full[:len(full) // 2], "end": full[:-20], "empty": b"", "text": b"hello " * 50}
@@ -391,10 +367,11 @@ def test_a_bad_file_is_named_in_one_line(tree_dir, decoder, damage):
         path.unlink()
     if damage == "pipe":
         os.mkfifo(path)
-    refused(ValueError, path, "--skip_bad_images", at=lambda: within_10_seconds(tree.__getitem__, (0, 5)))
+    with pytest.raises(ValueError, match=f"^.*{path}.*--skip_bad_images.*$"):
+        within_10_seconds(tree.__getitem__, (0, 5))
 
 
-def test_half_a_file_of_any_kind_is_refused(decoder):
+def test_half_a_file_of_any_kind_is_refused():
     for kind, options in (("PNG", {}), ("WEBP", {}), ("JPEG", {"progressive": True})):
         full = encoded(photo(90, 80), kind, **options)
         with pytest.raises(ValueError, match="cannot decode folder/x.img"):

@@ -214,22 +214,20 @@ def test_another_folder_is_evaluated_whole_or_its_val_folder(capsys):
 
 # --- what is held out -----------------------------------------------------------------------------
 
-def test_classes_without_or_with_one_training_image_are_named(capsys):
+def test_classes_with_few_training_images_are_named(capsys):
     make("photos", 8)
     order = sorted(find_photos("photos").train, key=lambda file: name_hash(os.path.relpath(file[0], "photos")))
     for path, label in find_photos("photos").train:
         if label == order[0][1] and path != order[0][0]:
             os.remove(path)                                 # the first to be held out is its last
     data_of("photos", holdout=2)
-    out = capsys.readouterr().out
-    assert out.count(f"warning: no image of the class {CLASSES[order[0][1]]} is left to train on") == 1
-    make("more", 8)
-    data_of("more", holdout=2)
-    assert "warning" not in capsys.readouterr().out
-    make("one", 1, classes=[f"n{i}" for i in range(10)])
-    train, held = data_of("one", holdout=2)
-    assert len(held.labels) == 2 and len(train.labels) == 8
-    assert "warning: a single training image in 8 of 10 classes (n" in capsys.readouterr().out
+    said = f"warning: training images of 1 of 3 classes are few ({CLASSES[order[0][1]]} 0): from fewer than 5"
+    assert said in capsys.readouterr().out
+    for count, warned in ((5, False), (4, True)):
+        make(f"{count}/train", count)
+        make(f"{count}/val", 1)
+        data_of(str(count))
+        assert ("few (cat 4, dog 4, owl 4)" in capsys.readouterr().out) == warned
 
 
 def held_out(root, n):
@@ -299,7 +297,8 @@ def test_what_a_labelled_folder_holds_is_found_and_said():
     with pytest.raises(ValueError, match="the annotations hold 1 classes, expected 2 or more"):
         load_folder("mine")
     assert folder_recipe(100, 200) == dict(size=160, patch_size=16, batch_size=8, epochs=240, eval_every=24)
-    assert [folder_recipe(n, side)["size"] for n, side in ((1, 20), (9, 64), (9, 159))] == [32, 64, 96]
+    small = [folder_recipe(n, side) for n, side in ((1, 20), (9, 64), (9, 159))]
+    assert [(recipe["size"], recipe["patch_size"]) for recipe in small] == [(32, 4), (64, 8), (96, 8)]
     assert [folder_recipe(n, 32)["epochs"] for n in (1, 9000)] == [400, 8]
 
 
