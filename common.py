@@ -418,8 +418,7 @@ def check_run(checkpoint, path, script, *parts):
     if checkpoint.get("task") != TASKS[script]:
         raise ValueError(f"{path} is not a checkpoint of {script}")
     for name in parts:
-        value = checkpoint.get(name)
-        if not isinstance(value, kinds.get(name, dict)) or (value == {} and name != "metrics"):
+        if not isinstance(checkpoint.get(name), kinds.get(name, dict)):
             hint = "; continue from last.pt" if name == "optimizer" else ""
             raise ValueError(f"{path} is an incomplete checkpoint of {script}: it has no "
                              f"{name}{hint}")
@@ -452,13 +451,11 @@ def naming(what):
 
 def stored_config(checkpoint, config):
     """Read a checkpoint's model_config as the dataclass `config`; ValueError if fields differ."""
-    for name in ("model", "model_config"):
-        if not isinstance(checkpoint.get(name), dict):
-            raise ValueError(f"the checkpoint has no {name}")
     stored = getattr(config, "from_older", dict)(checkpoint["model_config"])
     kinds = {f.name: f.type for f in fields(config)}
     accepted = {float: (float, int), tuple: (tuple, list)}
-    wrong = misfits(stored, kinds)
+    wrong = [f"{name} is missing" for name in kinds if name not in stored]
+    wrong += [f"{name} is unknown" for name in stored if name not in kinds]
     wrong += [f"{name} is {stored[name]!r} instead of {kind.__name__}"
               for name, kind in kinds.items()
               if name in stored and not isinstance(stored[name], accepted.get(kind, kind))]
@@ -469,28 +466,18 @@ def stored_config(checkpoint, config):
 
 def rebuild(checkpoint, script, model, config):
     """Rebuild the model of a checkpoint of `script`, in eval mode. model, config: its classes."""
-    check_run(checkpoint, "it", script)
+    check_run(checkpoint, "it", script, "model", "model_config")
     model = model(stored_config(checkpoint, config))
     load_strictly(model, checkpoint["model"])
     return model.eval()
 
 
 def load_strictly(model, weights):
-    """Call model.load_state_dict; ValueError naming the first tensors that do not fit."""
-    own = model.state_dict()
-    wrong = misfits(weights, own)
-    wrong += [f"{name} is {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}"
-              for name in own if name in weights and weights[name].shape != own[name].shape]
-    if wrong:
-        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise ValueError(f"weights do not fit the model: {'; '.join(wrong[:3])}{more}")
-    model.load_state_dict(weights)
-
-
-def misfits(given, needed):
-    """List the names that only one of two dicts has, in words."""
-    return ([f"{name} is missing" for name in needed if name not in given]
-            + [f"{name} is unknown" for name in given if name not in needed])
+    """Call model.load_state_dict; its error becomes a ValueError of one line, cut where long."""
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as e:
+        raise ValueError(f"weights do not fit the model: {textwrap.shorten(str(e), 250)}") from None
 
 
 # --- steps of a training --------------------------------------------------------------------------

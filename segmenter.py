@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from attention import one_of
-from common import rebuild, stored_config
+from common import check_run, rebuild, stored_config
 from vit import RPC_KINDS, Block, ViT, ViTConfig
 
 IGNORE = 255                          # label of pixels that do not count
@@ -259,12 +259,10 @@ def segmenter_from_checkpoint(checkpoint):
 
 def backbone_settings(checkpoint):
     """Read what a classification checkpoint says of its encoder, as a dict of ViTConfig's names."""
-    if checkpoint.get("task", "classification") != "classification":
-        raise ValueError(f"a backbone is a checkpoint of classification, this one is of "
-                         f"{checkpoint['task']}")
-    if "model_config" not in checkpoint:
+    if "task" not in checkpoint:
         from weights import foreign_settings
         return foreign_settings(checkpoint)
+    check_run(checkpoint, "it", "train_cls.py", "model", "model_config")
     config = stored_config(checkpoint, ViTConfig)
     names = ["embed_dim", "depth", "num_heads", "patch_size", "mlp_ratio", "attn"]
     if config.attn in RPC_KINDS:
@@ -276,19 +274,3 @@ def config_from_backbone(checkpoint, num_classes, image_size=512, **settings):
     """Make a SegmenterConfig with the encoder of a classification checkpoint; settings win."""
     settings = {**backbone_settings(checkpoint), **settings}
     return SegmenterConfig(num_classes=num_classes, image_size=image_size, **settings)
-
-
-def load_backbone(model, checkpoint):
-    """Load a classification checkpoint into model.encoder, strictly but for the head.
-
-    Raises ValueError naming what does not agree: an encoder keeps the attention it was trained
-    with.
-    """
-    if "model_config" in checkpoint:
-        for name, value in backbone_settings(checkpoint).items():
-            own = getattr(model.config, name)
-            if own != value:
-                raise ValueError(f"the backbone was trained with {name}={value!r}, the model has "
-                                 f"{name}={own!r}")
-    from weights import load_weights
-    load_weights(model.encoder, checkpoint, mode="bilinear")

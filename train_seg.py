@@ -38,7 +38,7 @@ from data.rng import epoch_order
 from data.segmentation import TrainingViews, finish_views, load_split, save_pictures
 from robust.iou import evaluate, predictions
 from segmenter import (IGNORE, Segmenter, SegmenterConfig, backbone_settings, config_from_backbone,
-                       load_backbone, segmenter_from_checkpoint)
+                       segmenter_from_checkpoint)
 from vit import RPC_KINDS, SIZES
 
 # What --data selects; flags win.
@@ -291,10 +291,11 @@ def build(args, train, device):
         with common.naming(f"--resume {args.resume}"):
             model = segmenter_from_checkpoint(checkpoint).train()
     elif args.backbone:
+        from weights import load_weights
         backbone = common.load(args.backbone)
         with common.naming(f"--backbone {args.backbone}"):
             model = Segmenter(build_config(args, len(classes), backbone))
-            load_backbone(model, backbone)
+            load_weights(model.encoder, backbone, mode="bilinear")
         common.say(f"encoder from {args.backbone}")
     else:
         model = Segmenter(build_config(args, len(classes)))

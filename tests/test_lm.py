@@ -123,14 +123,15 @@ def test_pre_norm_adds_functions_of_normed_states_and_norms_their_sum():
 # --- causality -------------------------------------------------------------------------------------------------------
 
 def leaks(model):
-    """Largest effect of word 7 on outputs before it: of another word, of a derivative, of leaving it and the rest out."""
+    """Largest effect of word 7 on outputs before it: of another word, a derivative, leaving it and the rest out."""
     seen, tokens, shown = [], words(), model.positions
     model.embed.register_forward_hook(lambda *call: seen.append(call[-1]))
     changed = tokens.clone()
     changed[:, 7] = (tokens[:, 7] + 1) % 53
     whole = model.hidden(tokens)
     moved = (whole - model.hidden(changed)).abs()
-    grads = [torch.autograd.grad(whole[:, t].pow(2).sum() + whole[:, t].sum(), seen[0], retain_graph=True)[0] for t in range(11)]
+    sums = [whole[:, t].pow(2).sum() + whole[:, t].sum() for t in range(11)]
+    grads = [torch.autograd.grad(out, seen[0], retain_graph=True)[0] for out in sums]
     model.positions = shown[:8]                                                    # those that the first 8 of 12 had
     prefix = (model.hidden(tokens[:, :8]) - whole[:, :8]).abs().max()
     model.positions = shown
@@ -257,7 +258,8 @@ def test_samples_follow_temperature_and_generator(temperature):
 
 @pytest.mark.parametrize("mu_over,older", [("token", None), ("token", "token"), ("seen", "running"), ("all", "global")])
 def test_a_checkpoint_alone_rebuilds_the_model_also_an_older_one_that_says_mu(mu_over, older):
-    model = small(attn="rpc", rpc_layers=(1,), n_iter=2, lambd=3.0, form="paper", mu_over=mu_over, cutoffs=(8, 16), gain=50)
+    model = small(attn="rpc", rpc_layers=(1,), n_iter=2, lambd=3.0, form="paper", mu_over=mu_over, cutoffs=(8, 16),
+                  gain=50)
     config = asdict(model.config)
     if older:
         config["mu"] = older
@@ -283,21 +285,17 @@ def test_an_attention_of_ones_own_is_causal_or_refused(monkeypatch):
         small(attn="mine")
 
 
-BAD, MODEL = words().index_fill(1, torch.tensor(3), 53), small()
+MODEL = small()
 
 
 @pytest.mark.parametrize("call,message", [
-    (lambda: MODEL.hidden(BAD), "tokens hold ids from .* to 53, expected 0 to 52"),
-    (lambda: MODEL.hidden(2 - words()), "tokens hold ids from -.* to .*, expected 0 to 52"),
-    (lambda: MODEL(words(), BAD), "targets hold ids from .* to 53, expected 0 to 52"),
     (lambda: MODEL.hidden(words(T=13)), "13 tokens in a row, expected 1 to context=12"),
     (lambda: MODEL.generate(words(T=0), 1), "0 tokens in a row, expected 1 to context=12"),
-    (lambda: MODEL.generate(words(), 1, temperature=0), "temperature=0, expected more than 0"),
     (lambda: small(attn="rpc", rpc_layers=(0,), mu_over="all").generate(words(), 1), "mu_over='all': each new tok"),
     (lambda: lm_from_checkpoint(dict(task="classification", model={}, model_config={})), "not a .*train_lm.py"),
     (lambda: lm_from_checkpoint(dict(model={})), "not a checkpoint of train_lm.py"),
     (lambda: lm_from_checkpoint(dict(task="language modelling", model={}, model_config=asdict(MODEL.config))),
-     "weights do not fit the model: .*missing")])
+     "weights do not fit the model: .*Missing")])
 def test_bad_input_is_one_clear_line(call, message):
     with pytest.raises(ValueError, match=message) as e:
         call()

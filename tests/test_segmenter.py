@@ -10,14 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import common
 from robust.iou import confusion, scores
-from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, config_from_backbone, load_backbone, predict,
-                       predict_views, resized, segmenter_from_checkpoint, sliding_windows, view)
+from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, config_from_backbone, predict, predict_views, resized,
+                       sliding_windows, view)
 from conftest import SHARED
 from upstream import load_segmenter
 from vit import ViT, ViTConfig
-from weights import resize_pos_embed
+from weights import load_weights, resize_pos_embed
 
 TOY = dict(num_classes=5, image_size=64, embed_dim=48, depth=2, num_heads=2, decoder_heads=2)
 REFERENCES = {"seg_mask": dict(), "seg_linear": dict(decoder="linear"), "seg_mask_symmetric": dict(attn="symmetric"),
@@ -125,12 +124,15 @@ def test_the_rpc_decoder_is_that_of_the_papers_authors_with_gradients(golden):
 
 
 @pytest.mark.parametrize("kind,encoder,decoder", [
-    (dict(), "softmax softmax", "softmax softmax"), (dict(attn="symmetric"), "symmetric symmetric", "symmetric symmetric"),
-    (dict(attn="rpc"), "rpc symmetric", "rpc symmetric"), (dict(attn="rpc", rpc_layers=(0, 1)), "rpc rpc", "rpc symmetric"),
+    (dict(), "softmax softmax", "softmax softmax"),
+    (dict(attn="symmetric"), "symmetric symmetric", "symmetric symmetric"),
+    (dict(attn="rpc"), "rpc symmetric", "rpc symmetric"),
+    (dict(attn="rpc", rpc_layers=(0, 1)), "rpc rpc", "rpc symmetric"),
     (dict(attn="rpc", decoder_attn="symmetric"), "rpc symmetric", "symmetric symmetric"),
     (dict(attn="rpc", decoder_attn="softmax"), "rpc symmetric", "softmax softmax"),
     (dict(decoder_attn="rpc"), "softmax softmax", "rpc symmetric"),
-    (dict(attn="rpc_asym"), "rpc_asym softmax", "softmax softmax"), (dict(attn="sym_asym"), "rpc softmax", "softmax softmax"),
+    (dict(attn="rpc_asym"), "rpc_asym softmax", "softmax softmax"),
+    (dict(attn="sym_asym"), "rpc softmax", "softmax softmax"),
     (dict(attn="scaled_alpha"), "scaled_alpha scaled_alpha", "softmax softmax")])
 def test_every_layer_of_encoder_and_decoder_has_its_attention(kind, encoder, decoder):
     m = small(**kind, n_iter=3, lambd=0.7, form="paper")
@@ -268,7 +270,7 @@ def test_a_classifier_at_64_pixels_becomes_the_encoder_at_96(kind):
     assert (c.num_classes, c.image_size, c.drop_path) == (7, 96, 0.2)
     for name in (*SHAPE, "mlp_ratio", "attn", "rpc_layers", *(("n_iter", "lambd", "form") if "n_iter" in kind else ())):
         assert getattr(c, name) == getattr(backbone.config, name)
-    load_backbone(m, checkpoint)
+    load_weights(m.encoder, checkpoint, mode="bilinear")
     expected = backbone.state_dict()
     expected["pos_embed"] = resize_pos_embed(expected["pos_embed"], (12, 12), "bilinear")
     got = m.encoder.state_dict()
@@ -276,7 +278,7 @@ def test_a_classifier_at_64_pixels_becomes_the_encoder_at_96(kind):
     assert all(torch.equal(v, expected[k]) for k, v in got.items())
     same = Segmenter(config_from_backbone(checkpoint, 7, 64, eps=1e-6, mean=backbone.config.mean,
                                           std=backbone.config.std)).eval()
-    load_backbone(same, checkpoint)
+    load_weights(same.encoder, checkpoint)
     x = torch.rand(2, 3, 64, 64)
     assert torch.equal(same.encoder.encode(same.encoder.embed(x)), backbone.features(x)["norm"])
 
@@ -286,52 +288,23 @@ def test_deit_and_timm_weights_and_the_released_files_are_backbones():
     for checkpoint in ({"model": raw.state_dict()}, raw.state_dict()):
         c = config_from_backbone(checkpoint, 7, 96)
         assert (c.attn, c.embed_dim, c.depth, c.num_heads, c.patch_size, c.mlp_ratio) == ("softmax", 64, 2, 1, 8, 4)
-        load_backbone(Segmenter(c), checkpoint)
+        load_weights(Segmenter(c).encoder, checkpoint)
     released, _ = classifier(embed_dim=64, num_heads=1, attn="rpc")
     args = SimpleNamespace(robust=True, num_iter=5, lambd=4.0, layer=0)
     c = config_from_backbone({"model": released.state_dict(), "args": args}, 7, 96)
     assert (c.attn, c.rpc_layers, c.n_iter, c.lambd) == ("rpc", (0,), 5, 4.0)
-    load_backbone(Segmenter(c), {"model": released.state_dict(), "args": args})
-    with pytest.raises(ValueError, match="trained with"):
-        load_backbone(Segmenter(config_from_backbone({"model": released.state_dict(), "args": args}, 7, 96, n_iter=4)),
-                      {"model": released.state_dict(), "args": args})
+    load_weights(Segmenter(c).encoder, {"model": released.state_dict(), "args": args})
     with pytest.raises(ValueError, match="symmetric or RPC; this file does not say which"):
         config_from_backbone(released.state_dict(), 7)
 
 
-SOFT, RPC = classifier()[1], classifier(attn="rpc", n_iter=4)[1]
-CHANGES = dict(n_iter=6, lambd=3.0, form="paper", rpc_layers=(1,), num_heads=2, patch_size=16, depth=3, embed_dim=96,
-               mlp_ratio=2.0)
-
-
-@pytest.mark.parametrize("model,checkpoint,match", [
-    (dict(attn="symmetric"), SOFT, "attn='softmax', the model has attn='symmetric'"),
-    (dict(attn="symmetric"), SOFT["model"], "3C rows .* softmax and symmetric weights do not fit"),
-    (dict(), RPC["model"], "2C rows"), (dict(attn="symmetric"), RPC, "attn='rpc', the model has attn='symmetric'"),
-    *[({"attn": "rpc", name: value}, RPC, f"trained with {name}=.*, the model has {name}=") for name, value in CHANGES.items()],
-    (dict(), {**SOFT["model"], "dist_token": torch.zeros(1, 1, 48)}, "distilled"),
-    (dict(), {"conv1.weight": torch.zeros(1)}, "not ViT weights"),
-    (dict(), {k: v for k, v in SOFT["model"].items() if k != "norm.weight"}, "norm.weight is missing"),
-    (dict(), {"task": "segmentation", "model_config": {}, "model": {}}, "this one is of segmentation"),
-    (dict(attn="scaled_s"), classifier(attn="scaled_s")[1], "learned S")])
-def test_backbones_that_do_not_fit_are_refused_by_the_name_of_what_differs(model, checkpoint, match):
-    m = Segmenter(SegmenterConfig(num_classes=4, image_size=96, **{**SHAPE, **model}))
-    before = {k: v.clone() for k, v in m.state_dict().items()}
-    with pytest.raises(ValueError, match=match) as e:
-        load_backbone(m, checkpoint)
-    assert "\n" not in str(e.value) and all(torch.equal(v, before[k]) for k, v in m.state_dict().items())
-
-
-def test_a_checkpoint_alone_rebuilds_its_model(tmp_path):
-    m, x = small(attn="rpc", rpc_layers=(0, 1), n_iter=2, lambd=3.0, decoder_attn="softmax"), torch.rand(1, 3, 40, 32)
-    common.save(tmp_path / "last.pt", dict(task="segmentation", model=m.state_dict(), model_config=asdict(m.config)))
-    again = segmenter_from_checkpoint(common.load(tmp_path))
-    assert again.config == m.config and not again.training and torch.equal(again(x), m(x))
-    with pytest.raises(ValueError, match="train_seg.py"):
-        segmenter_from_checkpoint(classifier()[1])
-    state = {k: v for k, v in m.state_dict().items() if k != "decoder.cls_emb"}
-    with pytest.raises(ValueError, match="decoder.cls_emb is missing"):
-        load_segmenter(m, state)
+@pytest.mark.parametrize("checkpoint,match", [
+    ({"task": "segmentation", "model_config": {}, "model": {}}, "not a checkpoint of train_cls.py"),
+    ({"task": "classification", "model": {}}, "it has no model_config"),
+    ({"conv1.weight": torch.zeros(1)}, "not ViT weights")])
+def test_what_is_no_classifier_is_no_backbone(checkpoint, match):
+    with pytest.raises(ValueError, match=match):
+        config_from_backbone(checkpoint, 4)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
