@@ -355,6 +355,7 @@ def state_of(model, optimizer, ema, train, args, step, metrics):
 
 
 def main():
+    # Flags, processes, data, then the model: a new one, or the one that --resume names.
     args = get_args()
     device, rank, world, out_dir = common.start(args, f"{args.data}_{args.attn}")
     train, test = load_data(args, device, rank)
@@ -364,6 +365,7 @@ def main():
     log = common.begin(args, out_dir, first, model, device, rank, world,
                        training_images=len(train.labels))
 
+    # An epoch has whole batches only. --max_steps stops early, on the schedule of --epochs.
     epoch_steps = len(train.labels) // args.batch_size
     total, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps
     stop = max(first, min(total, args.max_steps or total))
@@ -433,6 +435,7 @@ def main():
                 common.save(out_dir / f"epoch_{done // epoch_steps}.pt", checkpoint)
             common.save(out_dir / "last.pt", checkpoint)
 
+    # The result, where the last step was evaluated.
     if metrics:
         minutes = (time.time() - began) / 60
         common.say(f"{args.data} {model.config.attn}: {split_name(args)} accuracy "

@@ -241,6 +241,7 @@ def state_of(model, optimizer, corpus, args, step, best):
 
 
 def main():
+    # Flags, processes, text, then the model: a new one, or the one that --resume names.
     args = get_args()
     if args.sample:
         return print_sample(args)
@@ -251,6 +252,7 @@ def main():
     log = common.begin(args, out_dir, first, model, device, rank, world,
                        train_tokens=len(corpus.train), vocab_size=len(corpus.vocab))
 
+    # Windows are drawn one micro-batch ahead. --max_steps stops early, on the schedule of --steps.
     stop = max(first, min(args.steps, args.max_steps or args.steps))
     batches = micro_batches(corpus.train, args, first, stop, rank, world, device)
     batch = next(batches, None)
@@ -312,6 +314,7 @@ def main():
             common.save(out_dir / "last.pt",
                         state_of(model, optimizer, corpus, args, done, best))
 
+    # The result is the best evaluation's.
     common.say(f"{args.data} {model.config.attn}: valid perplexity {best['perplexity']:.2f} "
                f"(segment-wise) with the weights of step {best['step']}",
                f"next: python eval_robust.py --ckpt {out_dir}")

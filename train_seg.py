@@ -339,6 +339,7 @@ def state_of(model, optimizer, train, args, step, metrics):
 
 
 def main():
+    # Flags, data, processes, then the model: a new one, or the one that --resume names.
     args = get_args()
     train, val = load_data(args)
     device, rank, world, out_dir = common.start(args, f"seg_{args.data}_{args.attn or 'backbone'}")
@@ -348,6 +349,7 @@ def main():
     log = common.begin(args, out_dir, first, model, device, rank, world,
                        training_images=len(train))
 
+    # An epoch sees every image. --max_steps stops early, on the schedule of --epochs.
     epoch_steps = math.ceil(len(train) / args.batch_size)
     total = args.epochs * epoch_steps
     stop = max(first, min(total, args.max_steps or total))
@@ -412,6 +414,7 @@ def main():
                 common.save(out_dir / f"epoch_{done // epoch_steps}.pt", checkpoint)
             common.save(out_dir / "last.pt", checkpoint)
 
+    # Pictures, and the result, where the last step was evaluated.
     if rank == 0 and args.save_images:
         draw_pictures(out_dir / "pictures.png", model, val, args)
     if metrics:

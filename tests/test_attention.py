@@ -328,7 +328,8 @@ def test_what_pap_cannot_do_is_refused_by_name(how, words):
 @pytest.mark.parametrize("bad,word", [
     (dict(attn="linear"), "'linear', expected.*or by the module of a study, as studies.robust_attentions"),
     (dict(form="draft"), r"form='draft', expected one of \('released', 'paper', 'admm'\)$"),
-    (dict(num_heads=5), "divisible"), (dict(attn="scaled_s"), "num_tokens"), (dict(attn="scaled_s", num_tokens=5, causal=True), "causal")])
+    (dict(num_heads=5), "divisible"), (dict(attn="scaled_s"), "num_tokens"),
+    (dict(attn="scaled_s", num_tokens=5, causal=True), "causal")])
 def test_module_refuses_bad_arguments_with_a_sentence(bad, word):
     with pytest.raises(ValueError, match=word):
         SelfAttention(**{"dim": 24, "num_heads": 3, **bad})

@@ -362,8 +362,9 @@ OF_ALL = """
 --eval_every 0; --save_every -1; --lr nan; --lr inf; --lr -1; --lr 1e300; --clip nan
 --clip; --n_iter 0; --n_iter -2; --lambd -1
 --lambd nan; --rpc_layers foo; --rpc_layers 9; --rpc_layers 2-0; --rpc_layers -1; --form printed; --model huge
---data linear; --seed -1; --device cdua; --device mps; --device cpu:x -> device cpu:x; --resume nowhere -> nowhere
---resume notes.txt -> notes.txt; --out_dir notes.txt -> notes.txt; --out_dir=; --resume=; --data_dir=; stray; --speed 1
+--data linear; --seed -1; --device cdua; --device mps; --device cpu:x -> device cpu:x; --device cuda:99
+--resume nowhere -> nowhere; --resume notes.txt -> notes.txt; --out_dir notes.txt -> notes.txt; --out_dir=; --resume=
+--data_dir=; stray; --speed 1
 """
 BAD = dict(cls="""
 --data cifar10 -> --data_dir; --data imagenet -> --data_dir
