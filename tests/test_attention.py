@@ -273,8 +273,13 @@ def test_the_trace_is_that_of_the_forward_pass_and_key_statistics_count_it(kind)
     q, k, v = m.project(x)
     own = rpc_attention(k, v, lambd=0.3, q=q if kind == "rpc_asym" else None, causal=m.causal)
     assert torch.equal(trace[-1]["L"], own) and torch.equal(m.attend(q, k, v), own) == (kind in PAP)
-    shares = {0: [round(share, 4) for share in nonzero(trace).tolist()]} if kind in PAP else {}
-    assert stats == dict(mean_abs_key=[round(k.abs().mean().item(), 4)], nonzero_S=shares)
+    shares = [round(share, 4) for share in nonzero(trace).tolist()]
+    mean = round(k.abs().mean().item(), 4)
+    assert stats == dict(mean_abs_key=[mean], nonzero_S={0: shares} if kind in PAP else {})
+    two = torch.nn.Sequential(layer("symmetric"), layer("rpc", lambd=0.0)).train()
+    stats = key_statistics(two, two, x)                         # of all layers, counted from 0
+    assert len(stats["mean_abs_key"]) == 2 and list(stats["nonzero_S"]) == [1] and stats["nonzero_S"][1][0] == 1
+    assert two.training and not any(m._forward_pre_hooks for m in two)
 
 
 # --- an attention of one's own ------------------------------------------------------------

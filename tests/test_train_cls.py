@@ -15,9 +15,7 @@ import torch
 
 import common
 import train_cls
-from attention import key_statistics
 from data.imagenet import ImageTree
-from data.images import load_data
 from data.shapes import load_shapes
 from robust.adversarial import adversarial
 from runs import assert_same_run, call, flags, log, make_tree, refused
@@ -89,15 +87,6 @@ def test_an_evaluation_keeps_no_gradients_leaves_training_mode_and_a_process_wit
     tree = ImageTree(str(imagenet), "val", size=16)
     with pytest.raises(ValueError, match="none of the 9 images can be read"):                    # alone it has none
         train_cls.evaluate(model, tree, args, torch.device("cpu"), 9, 10)
-
-
-def test_holdout_evaluates_on_training_images_that_are_not_trained_on():
-    args = argparse.Namespace(data="shapes", data_dir=None, num_images=100, image_size=16, holdout=30)
-    train_set, held = load_data(args, torch.device("cpu"))
-    everything = load_shapes("train", 100, 16).images
-    assert len(train_set.images) == 70 and len(held.images) == len(held.labels) == 30
-    both = torch.cat([train_set.images, held.images]).flatten(1)
-    assert sorted(map(bytes, both.numpy())) == sorted(map(bytes, everything.flatten(1).numpy()))
 
 
 # --- images in folders -----------------------------------------------------------------------------------------------
@@ -198,19 +187,6 @@ def test_weights_start_a_run_that_they_fit_and_another_is_told_the_flags_that_th
     train("--num_images 40 --batch_size 8 --max_steps 1 --init_from deit.pt --attn softmax --out_dir like")
     assert "as in deit.pt: --model micro --patch_size 16" in capsys.readouterr().out
     assert common.load("like")["args"]["model"] == "micro" and common.load("like")["args"]["image_size"] == 32
-
-
-def test_key_statistics_are_of_the_whole_network_and_without_shrinkage_s_is_zero():
-    torch.manual_seed(0)
-    images, size = torch.rand(4, 3, 16, 16), dict(vars(TINY), attn="rpc", n_iter=3, init="default")
-    model = ViT(ViTConfig(**{**size, "rpc_layers": (0, 1), "lambd": float("inf")}))
-    assert key_statistics(model, model, images)["nonzero_S"] == {0: [0.0] * 3, 1: [0.0] * 3}
-    model = ViT(ViTConfig(**{**size, "rpc_layers": (1,), "lambd": 0.0}))
-    stats = key_statistics(model, model, images)
-    assert list(stats["nonzero_S"]) == [1] and stats["nonzero_S"][1][0] == 1.0 and len(stats["mean_abs_key"]) == 3
-    assert not any(block.attn._forward_pre_hooks for block in model.blocks)
-    k = model.eval().blocks[0].attn.project(model.blocks[0].norm1(model.embed(images)))[1]
-    assert stats["mean_abs_key"][0] == round(k.abs().mean().item(), 4)
 
 
 def test_importing_a_trainer_loads_neither_torchvision_nor_the_compiler():
