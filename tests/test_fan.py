@@ -268,14 +268,6 @@ def test_two_processes_equal_one_in_losses_and_in_batch_norms(tiny):
         torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-4)
 
 
-def test_the_authors_recipe_holds_on_imagenet_unless_a_flag_says_otherwise():
-    theirs = dict(lr=2e-3, min_lr=1e-6, drop_path=0.0, ema=0.99992, repeats=1, batch_size=512, epochs=300,
-                  warmup_epochs=5, weight_decay=0.05, erase=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1, clip=0.0)
-    got = vars(runs.call(train_cls.get_args, "--data imagenet --data_dir d --model fan_tiny"))
-    assert {k: got[k] for k in theirs} == theirs
-    assert runs.call(train_cls.get_args, "--data imagenet --data_dir d --model fan_tiny --lr 1e-4").lr == 1e-4
-
-
 def test_every_consumer_of_a_classifier_takes_a_fan(tiny):
     script(train_cls, RUN, "--attn symmetric --out_dir sym --max_steps 2")
     script(train_cls, RUN, "--init_from sym --out_dir rpc --max_steps 2")                                   # App. E.6

@@ -108,6 +108,7 @@ def test_parameter_counts_are_those_of_upstreams_classes(kind, encoder, decoder)
     with torch.device("meta"):
         m = Segmenter(SegmenterConfig(num_classes=150, **kind))
     assert [sum(p.numel() for p in part.parameters()) for part in (m.encoder, m.decoder)] == [encoder, decoder]
+    assert m.config.decoder_heads == 3                                                        # of width 64
 
 
 @pytest.mark.skipif(not (SHARED / "golden/seg_decoder_rpc.npz").exists(), reason="too large for a clone")

@@ -27,6 +27,8 @@ import train_seg
 from lm import LM
 from processes import Started, group
 from runs import assert_same_run, call, flags, log, make_pairs, make_text, make_tree, refused, wait_for
+from segmenter import Segmenter
+from vit import ViT
 
 SCRIPTS = dict(cls=train_cls, lm=train_lm, seg=train_seg)
 SMALL = dict(
@@ -197,6 +199,29 @@ def test_what_is_not_finite_stops_the_run_and_keeps_the_last_good_state(name, mo
     for folder in "ac":
         checkpoint = common.load(folder)
         assert checkpoint["step"] == 3 and all(w.isfinite().all() for w in checkpoint["model"].values())
+
+
+@each
+def test_the_rate_of_a_row_is_per_second_and_leaves_out_evaluations(name, monkeypatch):
+    """A forward pass takes half a second, an evaluation a hundred."""
+    Model, batch = dict(cls=(ViT, 16), lm=(LM, 4 * 8), seg=(Segmenter, 4))[name]                # images, tokens, images
+    now, real, forward = [0.0], SCRIPTS[name].evaluate, Model.forward
+
+    def evaluate(*args, **how):
+        now[0] += 100
+        return real(*args, **how)
+
+    def slow(model, *inputs):
+        now[0] += 0.5 * model.training
+        return forward(model, *inputs)
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    monkeypatch.setattr(SCRIPTS[name], "evaluate", evaluate)
+    monkeypatch.setattr(Model, "forward", slow)
+    often = dict(cls="--num_images 32 --epochs 2 --eval_every 1", lm="--eval_every 2", seg="--eval_every 1")[name]
+    train(name, often, "--max_steps 4 --log_every 2 --out_dir a")
+    rates = [value for line in Path("a/log.jsonl").read_text().splitlines()
+             for key, value in json.loads(line).items() if key.endswith("_per_s")]
+    assert len(rates) >= 2 and set(rates) == {2 * batch}
 
 
 # --- folders of runs -------------------------------------------------------------------------------------------------

@@ -1,12 +1,10 @@
 """Claims about train_cls.py alone; what holds for every trainer is in test_train.py, its flags in test_flags.py."""
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -58,24 +56,6 @@ def test_every_attention_trains_two_steps():
         train(SMALL, "--max_steps 2 --out_dir", [attn, "--attn", attn])
         assert list(log(attn)) == [1, 2] and log(attn)[1] != log(attn)[2]
         assert vit_from_checkpoint(common.load(attn)).config.attn == attn
-
-
-def test_the_rate_of_a_row_is_in_images_and_leaves_out_evaluations(monkeypatch):
-    now, real, forward = [0.0], train_cls.evaluate, ViT.forward
-
-    def evaluate(*args, **how):
-        now[0] += 100
-        return real(*args, **how)
-
-    def slow(model, images):
-        now[0] += 0.5 * model.training
-        return forward(model, images)
-    monkeypatch.setattr(time, "time", lambda: now[0])
-    monkeypatch.setattr(train_cls, "evaluate", evaluate)
-    monkeypatch.setattr(ViT, "forward", slow)
-    train(SMALL, "--num_images 32 --epochs 2 --out_dir a --log_every 2")
-    rates = [json.loads(line).get("images_per_s") for line in Path("a/log.jsonl").read_text().splitlines()]
-    assert [rate for rate in rates if rate] == [32, 32]
 
 
 def test_an_evaluation_keeps_no_gradients_leaves_training_mode_and_a_process_without_images_has_none(imagenet):

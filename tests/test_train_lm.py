@@ -211,6 +211,7 @@ def test_a_sample_goes_on_the_same_way_each_time_and_needs_nothing_but_its_check
     prompt = ["--prompt", "the red cat"]
     texts = [said("--sample a --words 12", prompt, extra) for extra in ("", "", "--seed 1", "--temperature 0.01")]
     assert all(text.startswith("the red cat") for text in texts) and texts[0] == texts[1] != texts[2]
+    assert not any(text.count(" ,") + text.count(" .") for text in texts)
     assert "-year old" in texts[3] and said("--sample a/best.pt --words 12 --seed 1", prompt) == texts[2]     # from @-@
     for line, words in ((bad("--sample a --prompt", ["the purple cat meows"]), "--prompt: purple, meows not in the"),
                         (bad("--sample a --resume a"), "--resume does not go with --sample"),
