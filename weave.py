@@ -172,7 +172,7 @@ def coloured(code, language, _):
 
 
 def to_html(text):
-    """A section of Markdown as HTML: formulas as MathML, pictures inline, no links to files."""
+    """A section of Markdown as HTML: formulas as MathML, pictures inline, files named."""
     markdown, kept = extra("markdown_it", "--page"), []
     parser = markdown.MarkdownIt("commonmark", {"highlight": coloured}).enable("table")
     body = parser.render(with_formulas(text, kept))
@@ -182,7 +182,8 @@ def to_html(text):
         data = base64.b64encode((ROOT / match[1]).read_bytes()).decode()
         return f'src="data:image/png;base64,{data}"'
     body = re.sub(r'src="([^"]+\.png)"', inline, body)
-    body = re.sub(r'<a href="(?!http)[^"]*">(.*?)</a>', r"\1", body)
+    body = re.sub(r'<a href="(?!http)([^"]*)">\1</a>', r"\1", body)
+    body = re.sub(r'<a href="(?!http)([^"]*)">(.*?)</a>', r"\2 (<code>\1</code>)", body)
     body = body.replace("<table>", '<div class="wide"><table>')
     return body.replace("</table>", "</table></div>")
 
