@@ -20,7 +20,7 @@ is then. What each outcome means was fixed before the runs: results/decider/cons
 import argparse
 import math
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 if not __package__:
@@ -29,16 +29,12 @@ if not __package__:
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
-from tqdm import tqdm
 
 import common
-import train_cls
-from data.images import load_data
 from data.rng import normal, uniform
 from kpca import centre
-from studies.decider import CPU, RANK, ForcedAttention, build, centred, key_axes, settings_of
-from studies.decider import top_axes
+from studies.decider import (ForcedAttention, build, centred, gaps, key_axes, optimise, read_losses,
+                             top_axes, train_missing)
 from studies.stats import holm, paired_t, show, show_p, spread
 
 ARMS = ("hashed", "mean", "image", "own", "random", "other", "x", "detached")
@@ -94,70 +90,22 @@ def held_out(model, split):
     numbers = HELD_OUT + torch.arange(len(split.labels))
     parts = zip(split.images.split(256), numbers.split(256))
     logits = torch.cat([run(model, images.float() / 255, part) for images, part in parts])
-    right = logits.argmax(1) == split.labels
-    return 100 * right.float().mean().item(), F.cross_entropy(logits, split.labels).item()
+    right = (logits.argmax(1) == split.labels).float()
+    return dict(top1=100 * right.mean().item(), images=len(split.labels),
+                loss=F.cross_entropy(logits, split.labels).item())
 
 
 def train(arm, seed, args, train_set, test_set):
-    """Train a network and make its row: accuracy and loss on the held-out images at the end."""
-    settings, started = settings_of(args, seed), time.process_time()
+    """Train a network and measure it on the held-out images at the end."""
     model = network(arm, seed, len(train_set.classes))
-    optimizer = torch.optim.AdamW(common.param_groups(model, settings.weight_decay), settings.lr)
-    batches = train_cls.train_batches(train_set, settings, 0, args.steps, CPU, 0, 1)
-    keys = train_cls.micro_batches(settings, len(train_set.labels), 0, args.steps, 0, 1)
-    bar = tqdm(zip(batches, keys), f"seed {seed} {arm}", args.steps, leave=False)
-    for step, ((images, targets), (numbers, _)) in enumerate(bar):
-        lr = common.lr_at(step, args.steps, args.steps // 8, settings.lr, settings.min_lr)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        loss = F.cross_entropy(run(model, images, numbers), targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    top1, loss = held_out(model, test_set)
-    if not math.isfinite(loss):
-        raise ValueError(f"the loss of {arm}, seed {seed} is not finite")
-    return dict(data=args.data, arm=arm, seed=seed, step=args.steps, top1=top1, loss=loss,
-                images=len(test_set.labels), torch=torch.__version__,
-                cpu_seconds=round(time.process_time() - started, 1))
-
-
-def train_missing(args):
-    """Add the rows that --out lacks."""
-    done = {(row["arm"], row["seed"]) for row in common.read_log(args.out)}
-    splits = load_data(settings_of(args, 0), CPU)
-    for seed in args.seeds:
-        for arm in args.arms:
-            if (arm, seed) not in done:
-                row = train(arm, seed, args, *splits)
-                common.Log(args.out).append(row)
-                print(f"seed {seed} {arm}: {row['top1']:.1f} %, {row['loss']:.3f} nats", flush=True)
+    optimise(model, seed, args, train_set, partial(run, model))
+    return held_out(model, test_set)
 
 
 # --- what the rows say ----------------------------------------------------------------------------
 
-def losses(rows):
-    """Sort rows into {arm: {seed: loss}}; ValueError: a run twice, or other images."""
-    found = {}
-    for row in rows:
-        if row["seed"] in found.setdefault(row["arm"], {}):
-            raise ValueError(f"{row['arm']}, seed {row['seed']} has two rows: keep one")
-        found[row["arm"]][row["seed"]] = row["loss"]
-    if len({(row["data"], row["step"], row["images"]) for row in rows}) > 1:
-        raise ValueError("rows of several data sets, steps or numbers of images: keep one kind")
-    return found
-
-
-def gaps(found, first, second):
-    """Subtract the losses of an arm and another, a seed each, where both are in."""
-    seeds = sorted(found.get(first, {}).keys() & found.get(second, {}).keys())
-    return np.array([found[first][seed] - found[second][seed] for seed in seeds])
-
-
-def report(rows):
-    """Print the arms, the differences and which outcome it is."""
-    found = losses(rows)
+def report(found):
+    """Print the arms, the differences and which outcome it is. found: {arm: {seed: loss}}."""
     table = [[arm, str(len(of)), spread(list(of.values()), ".3f")] for arm, of in found.items()]
     print(common.table(table, ["axes", "seeds", "held-out loss in nats"]) + "\n")
 
@@ -215,14 +163,11 @@ def main():
     p.add_argument("--figure", type=Path, help="where to draw it")
     args = p.parse_args()
     if not args.rows:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        train_missing(args)
-    rows = common.read_log(args.rows or args.out)
-    if not rows:
-        raise ValueError(f"{args.rows or args.out}: expected rows of studies.constancy")
-    report(rows)
+        train_missing(args, args.out, args.seeds, train)
+    _, found = read_losses(args.rows or args.out)
+    report(found)
     if args.figure:
-        draw(losses(rows), args.figure)
+        draw(found, args.figure)
 
 
 if __name__ == "__main__":

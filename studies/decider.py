@@ -22,9 +22,9 @@ B <- K B / eigenvalue, does, and divides by no eigengap (polar-detached: without
 
 The network is vit.py's: patches of 8 pixels, C = 64, 4 layers, 8 heads, D = 8. The rest is the
 recipe of train_cls.py. The statistic is the held-out loss of an arm minus that of another, paired
-by seed: its mean and 95 % t-interval over seeds. What each outcome means was fixed before the runs
-(`outcomes`, results/decider/README.md); for each that it is not, the conditions that fail are
-printed. Writes rows to --out and a figure to out/decider.
+by seed: its mean and 95 % t-interval over seeds. The rule that was fixed before the runs gave a
+verdict that did not follow: results/decider/README.md, studies/constancy.py. Writes rows to --out
+and a figure to out/decider.
 """
 
 import argparse
@@ -47,7 +47,7 @@ import train_cls
 from attention import symmetric_attention
 from data.images import load_data
 from kpca import centre, kernel, largest
-from studies.stats import paired_t, spread
+from studies.stats import paired_t, show, spread
 from vit import ViT, ViTConfig
 
 HEAD, RANK, HOLDOUT = 8, 2, 3000                            # D and r of polar, r of span, images
@@ -56,7 +56,6 @@ TINY, CPU = 1e-14, torch.device("cpu")                      # of a trace: what f
 ARMS = ("plain", "rms1", "uniform", "sign", "polar-own", "polar-other", "polar-x", "polar-random",
         "polar-detached", "span-own", "span-other", "span-x", "span-random")
 MARGIN = 0.03                                                               # nats
-FAMILIES, NULLS = ("polar", "span"), ("other", "x", "random")
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -198,143 +197,98 @@ def settings_of(args, seed):
                               seed=seed)
 
 
-def train(arm, seed, args, train_set, test_set):
-    """One row: accuracy and loss on the held-out images after the last step."""
-    settings, started = settings_of(args, seed), time.process_time()
-    model = build(arm, seed, len(train_set.classes))
+def optimise(model, seed, args, train_set, forward):
+    """Train a network; forward: its logits of images (b, 3, S, S) with these numbers (b,)."""
+    settings = settings_of(args, seed)
     optimizer = torch.optim.AdamW(common.param_groups(model, settings.weight_decay), settings.lr)
     batches = train_cls.train_batches(train_set, settings, 0, args.steps, CPU, 0, 1)
-    bar = tqdm(batches, f"seed {seed} {arm}", args.steps, leave=False)
-    for step, (images, targets) in enumerate(bar):
+    keys = train_cls.micro_batches(settings, len(train_set.labels), 0, args.steps, 0, 1)
+    bar = tqdm(zip(batches, keys), f"seed {seed}", args.steps, leave=False)
+    for step, ((images, targets), (numbers, _)) in enumerate(bar):
         lr = common.lr_at(step, args.steps, args.steps // 8, settings.lr, settings.min_lr)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        loss = F.cross_entropy(model(images), targets)
+        loss = F.cross_entropy(forward(images, numbers), targets)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         optimizer.step()
         optimizer.zero_grad()
 
-    scores = train_cls.evaluate(model, test_set, settings, CPU, 0, 1)
-    if not math.isfinite(scores["loss"]):
-        raise ValueError(f"the loss of {arm}, seed {seed} is not finite")
-    return dict(data=args.data, arm=arm, seed=seed, step=args.steps, top1=scores["top1"],
-                loss=scores["loss"], images=scores["images"], torch=torch.__version__,
-                cpu_seconds=round(time.process_time() - started, 1))
+
+def train(arm, seed, args, train_set, test_set):
+    """Train a network: its accuracy in per cent and loss on the held-out images, their number."""
+    model = build(arm, seed, len(train_set.classes))
+    optimise(model, seed, args, train_set, lambda images, numbers: model(images))
+    return train_cls.evaluate(model, test_set, settings_of(args, seed), CPU, 0, 1)
 
 
-def train_missing(args, path):
-    """Add the rows that the file lacks, all arms of a seed before the next."""
+def train_missing(args, path, seeds, train):
+    """Add the rows that the file lacks, all arms of a seed before the next. train: as above."""
     rows, wanted = common.read_log(path), dict(data=args.data, step=args.steps)
     kept = path.exists() and path.stat().st_size
     if kept and not (rows and all(wanted.items() <= row.items() for row in rows)):
         raise ValueError(f"--out {path} holds other rows than those of {args.steps} steps of "
                          f"{args.data}: choose another")
+    path.parent.mkdir(parents=True, exist_ok=True)
     if kept:
         common.Log(path).cut(math.inf)                          # without a line cut by a kill
     done = {(row["arm"], row["seed"]) for row in rows}
-    every = [(arm, seed) for seed in range(args.seeds) for arm in args.arms]
-    missing = [pair for pair in every if pair not in done]
-    if missing:
-        splits = load_data(settings_of(args, 0), CPU)
+    missing = [(a, seed) for seed in seeds for a in args.arms if (a, seed) not in done]
+    splits = load_data(settings_of(args, 0), CPU) if missing else ()
     for arm, seed in missing:
+        started = time.process_time()
         try:
-            row = train(arm, seed, args, *splits)
-        except (ValueError, torch.linalg.LinAlgError) as error:
+            scores = train(arm, seed, args, *splits)
+            common.Log(path).append(wanted | dict(
+                arm=arm, seed=seed, top1=scores["top1"], loss=scores["loss"],
+                images=scores["images"], torch=torch.__version__,
+                cpu_seconds=round(time.process_time() - started, 1)))
+        except (ValueError, torch.linalg.LinAlgError) as error:     # not finite, or no eigenvectors
             tqdm.write(f"seed {seed} {arm} gets no row: {error}")
             continue
-        common.Log(path).append(row)
-        tqdm.write(f"seed {seed} {arm}: {row['top1']:.1f} %, {row['loss']:.3f} nats")
+        tqdm.write(f"seed {seed} {arm}: {scores['top1']:.1f} %, {scores['loss']:.3f} nats")
 
 
-# --- the verdict ----------------------------------------------------------------------------------
+# --- what the rows say ----------------------------------------------------------------------------
 
-def interval(losses, a, b):
-    """Loss of arm a minus arm b, paired by seed: n, mean and both ends of the 95 % t-interval.
-
-    The ends of fewer than two seeds are nan, which lies between no bounds.
-    """
-    seeds = sorted(losses.get(a, {}).keys() & losses.get(b, {}).keys())
-    if not seeds:
-        return 0, math.nan, math.nan, math.nan
-    return paired_t([losses[a][seed] - losses[b][seed] for seed in seeds])[:4]
-
-
-def outcomes():
-    """(verdict, conditions, how many of them it needs); the first that holds is the verdict.
-
-    Condition (a, b, low, high): the interval of loss a - b lies between low and high.
-    """
-    pairs = [(f"{f}-own", f"{f}-{null}") for f in FAMILIES for null in NULLS]
-    beaten = [(*pair, -math.inf, -MARGIN) for pair in pairs]
-    beaten += [(f"{f}-own", "rms1", -math.inf, 0) for f in FAMILIES]
-    alike = [(*pair, -MARGIN, MARGIN) for pair in pairs]
-    won = [(*pair, 0, math.inf) for pair in pairs]
-    low_rank = [condition for condition in alike if not condition[1].endswith("random")]
-    low_rank += [(f"{f}-{basis}", f"{f}-random", -math.inf, 0) for f in FAMILIES
-                 for basis in ("own", "other", "x")]
-    yield "attention does kernel PCA", beaten, len(beaten)
-    yield "attention does not do kernel PCA: every null does as well", alike, len(alike)
-    yield "attention does not do kernel PCA: a null does better", won, 1
-    yield "low rank is what helps", low_rank, len(low_rank)
+def read_losses(path):
+    """Read rows, and {arm: {seed: loss}} of them; ValueError: a run twice, or other images."""
+    rows, found, fields = common.read_log(path), {}, {"arm", "seed", "loss", "top1", "cpu_seconds"}
+    if not rows or not all(fields <= row.keys() for row in rows):
+        raise ValueError(f"{path}: expected rows of studies.decider or studies.constancy")
+    for row in rows:
+        if row["seed"] in found.setdefault(row["arm"], {}):
+            raise ValueError(f"{row['arm']}, seed {row['seed']} has two rows: keep one")
+        found[row["arm"]][row["seed"]] = row["loss"]
+    if len({(row["data"], row["step"], row["images"]) for row in rows}) > 1:
+        raise ValueError("rows of several data sets, steps or numbers of images: keep one kind")
+    return rows, found
 
 
-def judge(losses):
-    """The verdict; and as lines, for each outcome before it, the conditions that fail."""
-    lines = []
-    for words, conditions, needed in outcomes():
-        failed = []
-        for a, b, low, high in conditions:
-            n, mean, *ends = interval(losses, a, b)
-            if not low < ends[0] <= ends[1] < high:
-                failed.append(f"  {a} - {b} {bounds(low, high)}; it is {show(n, mean, *ends)}")
-        if len(conditions) - len(failed) >= needed:
-            return words, lines
-        lines += [f"It would be '{words}' if {needed} of {len(conditions)} held. Missing:"]
-        lines += failed
-    return "undecided: more seeds", lines
-
-
-def bounds(low, high):
-    """A condition in words."""
-    if low == -math.inf:
-        return f"below {high:g}"
-    return f"above {low:g}" if high == math.inf else f"within {low:g} to {high:g}"
-
-
-def show(n, mean, low, high):
-    """A difference in words."""
-    if n < 2:
-        return f"{mean:+.3f} (one seed)" if n else "not run"
-    return f"{mean:+.3f} ({low:+.3f} to {high:+.3f}, {n} seeds)"
+def gaps(found, first, second):
+    """Subtract the losses of an arm and another, a seed each, where both are in."""
+    seeds = sorted(found.get(first, {}).keys() & found.get(second, {}).keys())
+    return np.array([found[first][seed] - found[second][seed] for seed in seeds])
 
 
 def report(path):
-    """Print the arms, own minus the others and the verdict; draw the differences in out/decider."""
-    rows, losses, cells = common.read_log(path), {}, []
-    expected = {"arm", "seed", "loss", "top1", "cpu_seconds"}
-    if not rows or not all(expected <= row.keys() for row in rows):
-        raise ValueError(f"{path}: expected rows of studies.decider")
-    for row in rows:
-        losses.setdefault(row["arm"], {})[row["seed"]] = row["loss"]
-    for arm, mine in losses.items():
-        top1, loss, seconds = ([row[name] for row in rows if row["arm"] == arm]
-                               for name in ("top1", "loss", "cpu_seconds"))
-        cells.append([arm, len(mine), spread(top1, ".1f"), spread(loss, ".3f"),
+    """Print the arms and own minus the others; draw the differences in out/decider."""
+    (rows, found), cells = read_losses(path), []
+    for arm, losses in found.items():
+        top1, seconds = ([row[name] for row in rows if row["arm"] == arm]
+                         for name in ("top1", "cpu_seconds"))
+        cells.append([arm, len(losses), spread(top1, ".1f"), spread(list(losses.values()), ".3f"),
                       f"{np.median(seconds):.0f}"])
     print(f"{rows[0]['data']}, {rows[0]['step']} steps, {rows[0]['images']} held-out images\n")
     print(common.table(cells, ["arm", "seeds", "accuracy in %", "loss in nats",
                                "CPU seconds, median"]) + "\n")
 
-    pairs = [(f"{family}-own", arm) for family in FAMILIES for arm in losses
+    pairs = [(f"{family}-own", arm) for family in ("polar", "span") for arm in found
              if arm.startswith(family) or "-" not in arm]
-    differences = [(f"{a} - {b}", *interval(losses, a, b)) for a, b in pairs if a != b]
-    differences = [row for row in differences if row[1]]
-    cells = [[label, show(*row)] for label, *row in differences]
-    print(common.table(cells, ["difference of losses", "mean (95 % t-interval)"]) + "\n")
-    verdict, lines = judge(losses)
-    print(f"By the rule fixed beforehand, withdrawn since (studies/constancy.py): {verdict}",
-          *lines, sep="\n")
+    differences = {f"{a} - {b}": paired_t(gaps(found, a, b)) for a, b in pairs
+                   if a != b and len(gaps(found, a, b))}
+    cells = [[label, show(d, 3), d.n] for label, d in differences.items()]
+    print(common.table(cells, ["difference of losses", "mean (95 % t-interval)", "seeds"]))
     figure = FOLDER / f"{Path(path).stem}.png"
     figure.parent.mkdir(parents=True, exist_ok=True)
     draw(differences, figure)
@@ -347,11 +301,11 @@ def draw(differences, path):
     figure, ax = plt.subplots(figsize=(WIDTH, 0.3 * len(differences) + 1))
     ax.axvspan(-MARGIN, MARGIN, color="0.9")
     ax.axvline(0, color="black", linewidth=0.7)
-    for y, (_, n, mean, low, high) in enumerate(differences):
-        ax.plot(mean, y, "o", color="tab:blue")
-        if n > 1:
-            ax.plot([low, high], [y, y], color="tab:blue")
-    ax.set_yticks(range(len(differences)), [f"{row[0]}, n = {row[1]}" for row in differences])
+    for y, d in enumerate(differences.values()):
+        ax.plot(d.mean, y, "o", color="tab:blue")
+        ax.plot([d.low, d.high], [y, y], color="tab:blue")
+    ax.set_yticks(range(len(differences)), [f"{label}, n = {d.n}"
+                                            for label, d in differences.items()])
     ax.invert_yaxis()
     ax.set_xlabel("difference of held-out loss in nats, 95 % t-interval; grey: the margin")
     figure.savefig(path)
@@ -370,8 +324,7 @@ def main():
     args = p.parse_args()
     path = Path(args.rows or args.out or FOLDER / f"{args.data}.jsonl")
     if not args.rows:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        train_missing(args, path)
+        train_missing(args, path, range(args.seeds), train)
     report(path)
 
 

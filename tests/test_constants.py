@@ -1,11 +1,14 @@
 """studies/constants.py, control.py and constancy.py: what is chosen, what an arm changes, the rules."""
 
 import json
+import sys
+from argparse import Namespace
 
 import numpy as np
 import pytest
 import torch
 
+from data.batches import Split
 from robust import corruptions
 from robust.results import pack
 from studies import constancy, constants, control, decider
@@ -94,21 +97,40 @@ def test_hashed_axes_belong_to_the_number_of_an_image_and_mean_axes_to_none():
     assert before.any() and torch.equal(mean.blocks[0].attn.gram, before)      # frozen
 
 
-def rows_of(**losses):
-    return [dict(arm=arm, seed=s, loss=loss, data="cifar10", step=800, images=10)
-            for arm, of in losses.items() for s, loss in enumerate(of)]
+def losses(**of):
+    return {arm: dict(enumerate(values)) for arm, values in of.items()}
 
 
-def test_the_rules_of_constancy(capsys):
+def test_the_rules_of_constancy(capsys, tmp_path):
     noise = np.array([0.0, 0.01, -0.01, 0.005])
     apart = dict(own=1.6 + noise, hashed=1.75 + noise[::-1], image=1.7 + noise, other=1.7 + noise,
                  x=1.71 + noise[::-1], random=1.58 + noise, mean=1.55 + noise)
-    constancy.report(rows_of(**apart))
+    constancy.report(losses(**apart))
     shown = capsys.readouterr().out
     assert "axes help: yes" in shown and "constancy helps: yes" in shown
-    constancy.report(rows_of(**apart | dict(other=1.62 + noise, random=1.76 + noise[::-1],
-                                            mean=1.6 + noise)))
+    constancy.report(losses(**apart | dict(other=1.62 + noise, random=1.76 + noise[::-1],
+                                           mean=1.6 + noise)))
     shown = capsys.readouterr().out
     assert "axes help: not shown" in shown and "constancy helps: not shown" in shown
-    with pytest.raises(ValueError, match="own, seed 0 has two rows"):
-        constancy.report(rows_of(own=[1.0]) * 2)
+    row = dict(arm="own", seed=0, loss=1.0, top1=50.0, cpu_seconds=1.0, data="cifar10", step=800, images=10)
+    for other, words in ((row, "own, seed 0 has two rows"), (row | dict(seed=1, images=9), "rows of several")):
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, (row, other))))
+        with pytest.raises(ValueError, match=words):
+            decider.read_losses(tmp_path / "rows.jsonl")
+
+
+def test_an_arm_of_constancy_is_trained_on_the_images_of_its_numbers(monkeypatch, tmp_path):
+    few = Split(torch.arange(20)[:, None, None, None].expand(20, 3, 32, 32).to(torch.uint8), torch.arange(20) % 10,
+                [str(i) for i in range(10)])
+    seen, run, settings = [], constancy.run, decider.settings_of
+    monkeypatch.setattr(decider, "load_data", lambda args, device: (few, few))
+    monkeypatch.setattr(decider, "settings_of", lambda *a: Namespace(**vars(settings(*a)) | dict(batch_size=4, pad=0)))
+    monkeypatch.setattr(constancy, "run", lambda model, images, numbers: seen.append(
+        ((255 * images[:, 0, 0, 0]).round().long(), numbers)) or run(model, images, numbers))
+    out = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(sys, "argv", ["x", "--arms", "hashed", "--seeds", "1", "--steps", "8", "--out", str(out)])
+    constancy.main()
+    row, = map(json.loads, out.read_text().splitlines())
+    assert (row["arm"], row["seed"], row["images"]) == ("hashed", 1, 20)
+    assert len(seen) == 9 and seen[-1][1].tolist() == [constancy.HELD_OUT + i for i in range(20)]
+    assert all(torch.equal(image, number % 20) for image, number in seen[:-1])
