@@ -394,7 +394,9 @@ def get_args():
     p.add_argument("--severities", nargs="+", type=int, choices=(1, 2, 3, 4, 5),
                    default=(1, 2, 3, 4, 5))
     p.add_argument("--size", type=common.number(int, MIN_SIDE), default=224, help="pixels: short "
-                   "sides become size / 0.875, bilinear, and the centre is kept, as in ImageNet-C")
+                   "sides become size / crop_pct, bilinear, and the centre is kept")
+    p.add_argument("--crop_pct", type=common.number(float, 0.1, 1), default=0.875,
+                   help="as in ImageNet-C; 1 for a folder that train_cls.py --data_dir reads")
     p.add_argument("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0)
     p.add_argument("--frost_dir", help="folder of ImageNet-C's frost photographs")
     p.add_argument("--num_workers", type=common.number(int, 0), default=0)
@@ -407,7 +409,7 @@ def main():
     from torchvision.io import encode_jpeg, write_file
     args = get_args()
     root, folder = os.path.split(os.path.abspath(args.source))
-    tree = ImageTree(root, folder, size=args.size, resample="bilinear")
+    tree = ImageTree(root, folder, size=args.size, crop_pct=args.crop_pct, resample="bilinear")
     if os.path.isdir(args.out) and os.listdir(args.out):
         raise ValueError(f"{args.out} holds files already, expected a new folder")
     load_frost(args.frost_dir)

@@ -115,14 +115,16 @@ def corrupt_folder(monkeypatch, *flags):
     corruptions.main()
 
 
-def test_a_corrupted_folder_read_back_has_the_numbers_of_jpeg_files_made_on_the_fly(tmp_path, monkeypatch, capsys):
-    images = load_shapes("test", 40, 64).images
+@pytest.mark.parametrize("task, side, crop_pct", [("imagenet", 64, .875), ("folder", 32, 1)])
+def test_a_corrupted_folder_read_back_has_the_numbers_of_jpeg_files_made_on_the_fly(tmp_path, monkeypatch, capsys, task,
+                                                                                    side, crop_pct):
+    images = load_shapes("test", 40, side).images
     for i, image in enumerate(images):
         (tmp_path / "val" / f"n{i % 10}").mkdir(parents=True, exist_ok=True)
         write_png(image, str(tmp_path / "val" / f"n{i % 10}" / f"{i}.png"))
-    make_checkpoint(tmp_path / "m.pt", [f"n{i}" for i in range(10)], task="imagenet")
+    make_checkpoint(tmp_path / "m.pt", [f"n{i}" for i in range(10)], task=task)
     corrupt_folder(monkeypatch, tmp_path / "val", tmp_path / "c", "--types", "fog", "gaussian_noise",
-                   "--severities", 5, 2, "--size", 32, "--seed", 3)
+                   "--severities", 5, 2, "--size", 32, "--crop_pct", crop_pct, "--seed", 3)
     assert "40 images in 4 forms" in capsys.readouterr().out
     assert sorted(p.name for p in (tmp_path / "c" / "fog").iterdir()) == ["2", "5"]
     how = ("--ckpt", tmp_path / "m.pt", "--data_dir", tmp_path, "--num_workers", 0, "--severities", 2, 5, "--seed", 3)
