@@ -2,8 +2,8 @@
 
 import os
 import shutil
-import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+import common
 import train_cls
 from data.files import decode, name_hash, read_bytes
 from data.imagenet import ImageTree
@@ -18,6 +19,7 @@ from data.images import load_data, load_test
 from data.labelled import OwnFolder, folder_recipe, load_folder, read_pair
 from data.photos import Photos, find_photos, load_photos
 from data.segmentation import load_split
+from runs import call
 from test_data import within_10_seconds
 
 CLASSES = ["cat", "dog", "owl"]
@@ -38,22 +40,13 @@ def make(root, count, side=40, classes=CLASSES):
             Image.fromarray(pixels).save(Path(root, name, f"{i}.png"))
 
 
-def main(*words):
-    before, sys.argv = sys.argv, ["train_cls.py", *words]
-    try:
-        train_cls.main()
-    finally:
-        sys.argv = before
+main = partial(call, train_cls.main)
 
 
 def spoil(root):
     """Make every file under root unreadable as an image."""
     for path in filter(Path.is_file, Path(root).rglob("*")):
         path.write_bytes(b"nothing")
-
-
-def checkpoint(folder):
-    return torch.load(Path(folder, "last.pt"), weights_only=True)
 
 
 def data_of(root, holdout=0):
@@ -72,7 +65,7 @@ def test_one_flag_trains_on_a_folder_and_says_first_what_it_found(capsys):
     make("photos", 10)
     Path("photos/owl/9.png").write_bytes(b"nothing")
     Path("photos/owl/notes.txt").write_text("no image")
-    main("--data_dir", "photos", "--max_steps", "2")
+    main("--data_dir photos --max_steps 2")
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert lines[0].startswith("photos: 30 images in 3 classes; chosen for them: ")
@@ -83,7 +76,7 @@ def test_one_flag_trains_on_a_folder_and_says_first_what_it_found(capsys):
     assert "photos/owl/9.png" in out + err
 
     # the checkpoint says which images were held out: an evaluation sees the same ones
-    run = checkpoint("out/folder_rpc")
+    run = common.load("out/folder_rpc")
     assert [run["args"][name] for name in ("data", "data_dir", "holdout")] == ["folder", "photos", 6]
     held = load_photos(find_photos("photos"), 32, 6)[1]
     assert run["classes"] == held.classes == CLASSES and run["metrics"]["images"] == 6
@@ -93,25 +86,25 @@ def test_one_flag_trains_on_a_folder_and_says_first_what_it_found(capsys):
 
 def test_a_stopped_run_on_a_folder_goes_on_to_the_same_weights(monkeypatch):
     make("photos", 10)
-    main("--data_dir", "photos", "--max_steps", "4", "--out_dir", "whole")
-    main("--data_dir", "photos", "--max_steps", "2", "--out_dir", "parts")
-    main("--resume", "parts", "--max_steps", "4")
-    whole, parts = checkpoint("whole"), checkpoint("parts")
+    main("--data_dir photos --max_steps 4 --out_dir whole")
+    main("--data_dir photos --max_steps 2 --out_dir parts")
+    main("--resume parts --max_steps 4")
+    whole, parts = common.load("whole"), common.load("parts")
     assert whole["metrics"] == parts["metrics"]
     assert all(torch.equal(whole["model"][name], w) for name, w in parts["model"].items())
     same = ("model", "image_size", "patch_size", "batch_size", "epochs", "pad", "holdout")
     assert all(whole["args"][name] == parts["args"][name] for name in same)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")                   # started again by torchrun
-    main("--data_dir", "photos", "--max_steps", "4", "--out_dir", "whole")
-    assert checkpoint("whole")["step"] == 4 and Path("whole/log.jsonl").read_text().count('"eval"') == 1
+    main("--data_dir photos --max_steps 4 --out_dir whole")
+    assert common.load("whole")["step"] == 4 and Path("whole/log.jsonl").read_text().count('"eval"') == 1
 
 
 def test_a_val_folder_is_evaluated_on_and_flags_win_over_what_is_chosen(capsys):
     make("photos/train", 6, side=70)
     make("photos/val", 2)
-    main("--data_dir", "photos", "--max_steps", "1", "--image_size", "48")
+    main("--data_dir photos --max_steps 1 --image_size 48")
     assert "18 training, 6 val images, 3 classes, 0 unreadable files" in capsys.readouterr().out
-    args = checkpoint("out/folder_rpc")["args"]
+    args = common.load("out/folder_rpc")["args"]
     chosen = [args[name] for name in ("image_size", "patch_size", "pad", "holdout")]
     assert chosen == [48, 8, 8, 0]                              # images of 70 pixels: 64 in 8 x 8
 
@@ -136,7 +129,7 @@ def test_a_folder_that_cannot_be_trained_on_is_named_in_one_line():
                             ("dark", "no readable image to evaluate on; --holdout N takes"),
                             ("val_only", "--data_dir val_only has no folder train: nothing to train on")):
         with pytest.raises((ValueError, OSError)) as error:
-            main(*(["--data_dir", folder] if folder else ["--data", "folder"]))
+            main(["--data_dir", folder] if folder else "--data folder")
         assert message in str(error.value) and "\n" not in str(error.value)
     assert not Path("out").exists()
 

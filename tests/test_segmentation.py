@@ -18,29 +18,17 @@ from data.rng import uniform
 from data.segmentation import (VIEW, VIEW_COLUMNS, Scenes, TrainingViews, finish_views, load_split, palette,
                                save_pictures, training_view, varied)
 from data.shapes import load_shapes
+from runs import make_pairs
 from segmenter import IGNORE, SegmenterConfig, resized
 
 ADE20K = SHARED / "data" / "ade20k_sample"
-SIZES = [(40, 60), (60, 40), (33, 70), (48, 48), (90, 50), (64, 41)]                 # height, width of the images below
-
-
-def write_pair(root, split, stem, image, label):
-    for part, pixels, extension in (("images", image, "jpg"), ("annotations", label, "png")):
-        (root / part / split).mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels).save(root / part / split / f"{stem}.{extension}")
 
 
 @pytest.fixture
 def root(tmp_path):
-    """Six training and three validation images of 4 classes: blocks of colour, with some unlabelled pixels."""
-    rng = np.random.default_rng(0)
-    for split, count in (("training", 6), ("validation", 3)):
-        for i in range(count):
-            H, W = SIZES[i]
-            label = rng.integers(0, 5, (4, 4), dtype=np.uint8).repeat(-(-H // 4), 0).repeat(-(-W // 4), 1)[:H, :W]
-            image = rng.integers(0, 256, (5, 3), dtype=np.uint8)[label]
-            write_pair(tmp_path, split, f"{split}_{i}", image, label)
-    return tmp_path
+    """Training and validation images 0.png, 1.png, ... of 4 classes: blocks of colour, with some unlabelled pixels."""
+    make_pairs(tmp_path / "pairs")
+    return tmp_path / "pairs"
 
 
 def planes(x):
@@ -187,7 +175,7 @@ def test_a_view_is_what_its_numbers_say():
 
 def test_image_and_label_stay_together_whatever_the_view(root):
     tree = SegTree(root, "training", 4)
-    for i in range(len(tree)):
+    for i in range(4):
         label = tree[i][1]
         some = TrainingViews([(label.expand(3, -1, -1), label)], 32, (0.5, 2.0), seed=i)
         for image, crop, (_, h, w) in (some[p, 0] for p in range(20)):
@@ -297,11 +285,11 @@ def error(root, split="training", num_classes=4, i=None, kind=ValueError):
 def test_missing_folders_and_pairs_are_named(root):
     assert "nowhere" in error(root / "nowhere", kind=FileNotFoundError)
     assert "test" in error(root, "test", kind=FileNotFoundError)
-    (root / "annotations" / "training" / "training_2.png").unlink()
-    assert "annotation of image training_2" in error(root)
-    (root / "images" / "training" / "training_2.jpg").unlink()
-    (root / "images" / "training" / "training_4.jpg").unlink()
-    assert "image of annotation training_4" in error(root)
+    (root / "annotations" / "training" / "2.png").unlink()
+    assert "annotation of image 2" in error(root)
+    (root / "images" / "training" / "2.png").unlink()
+    (root / "images" / "training" / "4.png").unlink()
+    assert "image of annotation 4" in error(root)
     for path in root.glob("*/training/*"):
         path.unlink()
     assert "no images" in error(root)
@@ -309,19 +297,19 @@ def test_missing_folders_and_pairs_are_named(root):
 
 def test_wrong_annotations_are_named(root):
     folder = root / "annotations" / "training"
-    path, label = folder / "training_1.png", np.zeros((60, 40), np.uint8)
+    path, label = folder / "1.png", np.zeros((60, 40), np.uint8)
     for pixels, words in ((label[:50], ["40 x 50", "40 x 60"]), (label + 5, ["the value 5", "0 (ignored) to 4"]),
                           (np.dstack([label] * 3), ["mode RGB"]), (label.astype(np.uint16), ["mode I;16"])):
         Image.fromarray(pixels).save(path)
-        line = error(root, i="training_1")
-        assert "training_1.png" in line and all(word in line for word in words), line
+        line = error(root, i="1")
+        assert "1.png" in line and all(word in line for word in words), line
     Image.fromarray(label + 255).save(path)                                              # 255 is ignored too
     assert (SegTree(root, "training", 4)[1][1] == 255).all()
     for content in (b"", b"not a picture", path.read_bytes()[:60]):
         path.write_bytes(content)
-        assert "training_1.png" in error(root, i="training_1")
-    (root / "images" / "training" / "training_3.jpg").write_bytes(b"\xff\xd8\xff")
-    assert "training_3.jpg" in error(root, i="training_3")
+        assert "1.png" in error(root, i="1")
+    (root / "images" / "training" / "3.png").write_bytes(b"\x89PNG")
+    assert "3.png" in error(root, i="3")
 
 
 def test_the_number_of_classes_must_be_known_and_fit(root):
