@@ -418,7 +418,8 @@ def check_run(checkpoint, path, script, *parts):
     if checkpoint.get("task") != TASKS[script]:
         raise ValueError(f"{path} is not a checkpoint of {script}")
     for name in parts:
-        if not isinstance(checkpoint.get(name), kinds.get(name, dict)):
+        value = checkpoint.get(name)
+        if not isinstance(value, kinds.get(name, dict)) or (value == {} and name != "metrics"):
             hint = "; continue from last.pt" if name == "optimizer" else ""
             raise ValueError(f"{path} is an incomplete checkpoint of {script}: it has no "
                              f"{name}{hint}")

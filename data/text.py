@@ -91,7 +91,7 @@ def read_text(path, what):
     """Read a file in pieces of whole lines, about 64 kB; the last line gets a newline."""
     size = path.stat().st_size
     bar = tqdm(total=size, desc=f"{what} {path.name}", unit="B", unit_scale=True, leave=False,
-               disable=size < 2 ** 24, dynamic_ncols=True)
+               disable=size < 2 ** 24 or os.environ.get("RANK", "0") != "0", dynamic_ncols=True)
     with open(path, "rb") as f, bar:
         for lines in iter(lambda: f.readlines(2 ** 16), []):         # lines end at b"\n" only
             piece = b"".join(lines)
