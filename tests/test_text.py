@@ -56,11 +56,11 @@ def test_every_line_ends_with_eos_and_words_are_sorted_by_count_then_appearance(
 
 
 def test_only_a_newline_ends_a_line_and_case_counts(tmp_path):
-    write(tmp_path, "one\x0btwo\x85three\u2028Four four\rfive <unk>\r\nsix")       # no newline at the end: one is meant
+    write(tmp_path, "one\x0btwo\x85three\u2028Four four\rfive <unk>\r\n<eos> six")        # no newline at the end
     corpus = load_corpus(tmp_path)
     assert [corpus.vocab.words[i] for i in corpus.train] == ["one", "two", "three", "Four", "four", "five", "<unk>",
-                                                             "<eos>", "six", "<eos>"]
-    assert read_lines(tmp_path / "wiki.train.tokens")[1:] == ["six"]
+                                                             "<eos>", "<eos>", "six", "<eos>"]
+    assert read_lines(tmp_path / "wiki.train.tokens")[1:] == ["<eos> six"]
 
 
 @pytest.mark.parametrize("split,tokens,swapped", [("valid", 217_646, 3_148), ("test", 245_569, 3_657)])
