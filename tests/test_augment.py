@@ -231,13 +231,18 @@ def test_targets_hold_the_smoothed_values():
         assert targets.dtype == torch.float32 and torch.allclose(targets, expected, atol=1e-6)
 
 
-def test_cutmix_lambda_is_the_share_of_pixels_kept():
-    """That box and lambda are timm's is in test_plain_loop.py."""
+def test_cutmix_pastes_a_box_of_its_numbers_and_lambda_is_the_share_of_pixels_kept():
+    """That mixing is timm's is in test_plain_loop.py."""
     labels = torch.arange(4)
     images = labels.float().view(4, 1, 1, 1).expand(4, 3, 32, 48).contiguous()
     shares = []
     for seed in range(30):
         out, targets = mixed(images, labels, seed, mixup=0, smoothing=0)
+        rng, box = np.random.default_rng((0, seed)), torch.zeros(32, 48, dtype=torch.bool)
+        side = math.sqrt(1 - rng.beta(1, 1))
+        h, w, y, x = int(32 * side), int(48 * side), rng.integers(32), rng.integers(48)
+        box[max(y - h // 2, 0):y - h // 2 + h, max(x - w // 2, 0):x - w // 2 + w] = True
+        assert torch.equal(out[:, 0] != images[:, 0], box.expand(4, -1, -1))
         kept = (out[:, 0] == images[:, 0]).float().mean((1, 2))
         assert torch.allclose(targets[labels, labels], kept, atol=1e-6)
         assert torch.allclose(targets[labels, labels ^ 1], 1 - kept, atol=1e-6)
