@@ -19,7 +19,7 @@ from data import photos, shapes
 from kpca import (a_hat, attend, basis, eigen_cosine, exact_scaling, kernel_pca, kernel_projections, log_g, log_gram,
                   log_kernel, log_phi2, projection_loss, theoretical_values)
 from lm import LM, LMConfig
-from studies import kernel_pca as study, probe, published_scores
+from studies import attainable, kernel_pca as study, probe, published_scores
 from studies.kernel_pca import EXPERIMENTS, TRUNCATIONS, eigenvalue_statistics, measure, truncate, truncated
 from studies.probe import RULES, Heads, attention_replaced, capture, load_model, standardise, untrained
 from studies.span import Layer, explained_variance, key_span, principal_axes, query_share, restrict, value_axes
@@ -327,6 +327,40 @@ def run(monkeypatch, study, *argv):
 def read(path):
     with open(path, newline="") as f:
         return list(csv.DictReader(f))
+
+
+# --- how much could the measures have shown? ------------------------------------------------------
+
+def test_a_fitted_map_is_shared_by_images_and_scores_above_a_random_one(monkeypatch):
+    heads = random_heads(B=4, N=24, D=8)
+    pieces = [Layer(Heads(*(t[i:i + 2] for t in heads[:5]))) for i in (0, 2)]
+    own = torch.linalg.lstsq(heads.x.flatten(0, 1)[None], heads.v.transpose(0, 1).flatten(1, 2)).solution
+    W = torch.cat([own, torch.zeros(2, 1, 8)], 1)                                       # no b
+    assert_close(attainable.mapped(pieces[1], W), heads.v[2:], 1e-9, 1e-9)
+    monkeypatch.setattr(attainable, "ROUNDS", 20)
+    for name, score in attainable.MEASURES.items():
+        found = attainable.fit(score, pieces)
+        fitted, random = (torch.cat([score(p, v) for p, v in values], 1).mean() for values in (
+            [(p, attainable.mapped(p, found)[None]) for p in pieces], [(p, p.values["x W"]) for p in pieces]))
+        assert fitted > random + 0.01, name
+    layer = pieces[0]
+    Q = basis(value_axes(layer.span, layer.v))
+    assert_close(attainable.variance(layer, layer.v), explained_variance(layer.span, Q), 1e-8)
+    exact = theoretical_values(layer.axes, 8)
+    assert_close(attainable.eigenvectors(layer, exact @ own[0, :8]), torch.ones(1, 2, 2), 1e-6)
+    assert (attainable.eigenvectors(layer, layer.v) < 0.95).all()
+
+
+def test_the_share_is_that_of_the_gap_between_the_random_and_the_fitted_map(tmp_path, capsys):
+    means = {"x W": 0.4, "learned": 0.45, "fitted to eig_cos": 0.5, "fitted to EV": 0.6, "KPCA": 0.9, "best": 0.8}
+    rows = [f"softmax_s{seed},9,all,{m},{source},{x + 0.01 * seed},0.01,8" for seed in range(2)
+            for m in ("eig_cos", "EV") for source, x in means.items()]
+    (tmp_path / "attainable.csv").write_text("\n".join(["run,step,layer,measure,source,mean,se,images", *rows]))
+    attainable.table(tmp_path)
+    shown = [line for line in capsys.readouterr().out.splitlines() if "softmax" in line]
+    lines = [[cell.strip() for cell in line.split("|")[2:-1]] for line in shown]
+    assert [line[4] for line in lines] == ["0.9050 ± 0.0071", "0.8050 ± 0.0071"]
+    assert [line[5] for line in lines] == ["+50.0 (+50.0 to +50.0)", "+25.0 (+25.0 to +25.0)"]
 
 
 # --- truncation -----------------------------------------------------------------------------------
