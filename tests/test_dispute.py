@@ -70,6 +70,8 @@ MEASURED = {
     "eigenvectors": lambda: [
         *(f"{over_seeds('gamma', 'softmax', 'eig_cos', source):.3f}" for source in ("learned", "x W", "other")),
         *(f"{over_seeds('gamma', 'scaled_s', 'eig_cos, v = G a', source):.3f}" for source in ("learned", "x W")),
+        *(f"{kpca('attainable', 'softmax_s0', 'eig_cos', source):.3f}" for source in (
+            "x W", "learned", "fitted to eig_cos")),
         *(f"{kpca('gammas', 'softmax_s0', 'numeric inverse', source):.1e}" for source in ("learned", "iid"))],
     "Eigenvalues": lambda: [f"{kpca('eigstats', 'softmax_s0', 'max', 'as they are'):.4f}",
                             f"{kpca('eigstats', 'softmax_s0', 'bound', 'as they are'):.4f}"],
