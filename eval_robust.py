@@ -28,15 +28,13 @@ import os
 import time
 from datetime import date
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 import common
-from data.imagenet import ImageTree
-from robust import attacks, checks, frost, measures, metrics, pictures, score
+from robust import checks, frost, measures, metrics, score
 from robust.measures import FOLDERS
-from robust.sources import CLS, LM, NORMALIZE, SEG, load_built, load_model, load_source
+from robust.sources import CLS, LM, NORMALIZE, SEG, load_built, load_model, module_of
 from robust.tables import Results
 
 DATA = {CLS: ("shapes", "cifar10", "imagenet", "folder"),
@@ -151,54 +149,25 @@ def settle(args, models, other=None):
     other: the model of --source.
     """
     first = models[0]
-    args.task = first.task
+    args.task, trained = first.task, first.trained
     agree("--ckpt", models)
     if other:
         agree("--ckpt and --source", [first, other])
     for name, tasks in ONLY.items():
         if getattr(args, name) and args.task not in tasks:
             raise ValueError(f"--{name} is for {' and '.join(tasks)}, not for {args.task}")
-    args.data = args.data or first.args.get("data") or "imagenet"
+    args.data = args.data or trained.get("data") or "imagenet"
     if args.data not in DATA[args.task]:
         raise ValueError(f"--data {args.data}: expected one of {', '.join(DATA[args.task])}")
-    args.data_dir = args.data_dir or first.args.get("data_dir")
-    if args.task != CLS:
-        settle_windows(args, first.model.config)
+    args.data_dir = args.data_dir or trained.get("data_dir")
+    module_of(args.task).settle(args, first)
+    if args.stride and args.stride > args.window:
+        raise ValueError(f"--stride {args.stride} is more than --window {args.window}")
     if args.frost_dir:
         frost.load_frost(args.frost_dir)
-    if args.task == CLS and not args.batch_size:
-        pixels = 2 ** 19 if args.device.type == "cpu" else 2 ** 22
-        args.batch_size = max(1, pixels // first.size ** 2)
-
-
-def settle_windows(args, config):
-    """Choose --window, --stride and --scales where they were not given."""
-    if args.task == SEG:
-        args.window = args.window or config.image_size
-        args.stride, args.scales = args.stride or args.window, args.scales or [1.0]
-        if args.window % config.patch_size:
-            raise ValueError(f"--window {args.window} is not a multiple of the patch size "
-                             f"{config.patch_size}")
-    else:
-        args.window = args.window or config.context
-        args.stride = args.stride or max(args.window // 4, 1)
-        args.batch_size = args.batch_size or 64
-        if args.window > config.context:
-            raise ValueError(f"--window {args.window} is more than the context of {config.context} "
-                             "tokens that the model was trained with")
-    if args.stride > args.window:
-        raise ValueError(f"--stride {args.stride} is more than --window {args.window}")
 
 
 # --- the run -------------------------------------------------------------------------------------
-
-class Job(NamedTuple):
-    """One measure, and what it is on."""
-    measure: measures.Measure
-    images: object                   # a source: the test split, or that of --imagenet_a
-    n: int                           # images, or tokens of a text
-    index: torch.Tensor | None       # (n,) numbers of the images
-
 
 def todo_of(args, other=None):
     """List what --measures and the flags ask for, `Measure`s. other: the model of --source."""
@@ -213,7 +182,6 @@ def todo_of(args, other=None):
     more = dict(corruptions=dict(severities=args.severities, released=args.corrupted_dir or False,
                                  frost=args.frost_dir or "procedural"),
                 transfer=dict(source=args.source, weights=other and other.about["weights"]),
-                perplexity=dict(window=args.window, stride=args.stride),
                 **{name: dict(folder=getattr(args, name)) for name in FOLDERS})
     for name, setting, conditions in todo:
         if name in absent:
@@ -222,37 +190,11 @@ def todo_of(args, other=None):
             raise ValueError(f"--imagenet_o needs --data imagenet, not {args.data}: its images are "
                              "to be told from those of val")
         setting.update(more.get(name, {}))
-        if args.task == SEG:
-            setting.update({k: getattr(args, k) for k in ("window", "stride", "scales", "flip")})
+        for flag in ("window", "stride", "scales", "flip"):
+            if args.task in ONLY[flag]:
+                setting[flag] = getattr(args, flag)
         conditions.update(seed=args.seed, amp=args.amp)
     return todo
-
-
-def open_folder(name, source, size, args):
-    """Open the images of --imagenet_a, -r or -o, labelled as the classes of source."""
-    root, folder = os.path.split(os.path.abspath(getattr(args, name)))
-    try:
-        return ImageTree(root, folder, source.classes, size, subset=True)
-    except (ValueError, OSError) as e:
-        raise ValueError(str(e).replace("--data_dir", f"--{name}")) from None
-
-
-def prepare(models, source, todo, args):
-    """Make a `Job` of each measure. Refuses what cannot be measured, before hours have gone into
-    the others."""
-    jobs = []
-    for measure in todo:
-        name, images, index = measure.name, source, None
-        if name.endswith("autoattack") and len(source.classes) < 4:
-            raise ValueError(f"--measures {name} compares four logits: {len(source.classes)} "
-                             "classes, expected 4 or more")
-        if name in FOLDERS:
-            images = open_folder(name, source, models[0].size, args)
-        n = score.size_of(images, name, measure.setting, args)
-        if name != "perplexity":
-            index = score.pick(score.length(images), n, args.seed)
-        jobs.append(Job(measure, images, n, index))
-    return jobs
 
 
 def about_row(m, job, args):
@@ -264,25 +206,6 @@ def about_row(m, job, args):
                 measure=name, setting=setting, conditions=conditions, images=job.n)
 
 
-def results_of(group, other, job, source, args):
-    """Measure a group of models: a dict each. source: the test split; other: of --source."""
-    m, (name, setting, conditions), index = group[0], job.measure, job.index
-    if name == "perplexity":
-        return [score.perplexity_row(m, setting, source, args)]
-    if args.task == SEG:
-        return [score.segment_row(m, name, setting, source, index, args)]
-    if name == "clean":
-        loaded = score.batches(source, index, args, name)
-        found = score.find_right(group, loaded, [score.unchanged], len(index), args)
-        return [score.outcome(hit[0]) for hit in found]
-    if name == "corruptions":
-        return score.corruption_rows(group, source, index, setting, args)
-    if name in FOLDERS:
-        return [score.folder_row(m, name, job.images, index, source, args)]
-    victim = other.model if name == "transfer" else None
-    return [score.attack_row(m, name, setting, conditions, source, index, args, victim)]
-
-
 def measure_all(models, other, source, jobs, results, args):
     """Do each job for the models that lack its row. other: the model of --source."""
     for job in jobs:
@@ -291,7 +214,7 @@ def measure_all(models, other, source, jobs, results, args):
             groups = [sum(groups, [])]                    # making the images is shared out
         for group in groups:
             start, before = time.perf_counter(), [list(m.count) for m in group]
-            found = results_of(group, other, job, source, args)
+            found = module_of(args.task).rows(group, job, source, args, other)
             seconds = (time.perf_counter() - start) / len(group)
             for m, calls, result in zip(group, before, found):
                 right = result.pop("right", None)
@@ -329,18 +252,6 @@ def run_checks(models, other, source, todo, args):
                    options)
 
 
-def check_models(models, source, args):
-    """Refuse models that return no logits, or those of other classes, on the first images."""
-    first = torch.arange(min(8, len(source.labels)))
-    for images, labels, *_ in score.batches(source, first, args):
-        for m in models:
-            with common.naming(m.given):
-                logits = attacks.check(m.model, images.float() / 255, labels * 0)
-                if logits.shape[1] != len(source.classes):
-                    raise ValueError(f"it gives {logits.shape[1]} logits, --data {args.data} has "
-                                     f"{len(source.classes)} classes")
-
-
 def open_results(args):
     """Open the rows of --out_dir: by default in the first checkpoint's run, else in out/."""
     path = Path((args.ckpt or ["out/model"])[0])
@@ -362,10 +273,9 @@ def main():
     everyone = [*models, other] if other else models
     settle(args, models, other)
     todo = todo_of(args, other)
-    source = load_source(args, everyone)
+    task = module_of(args.task)
+    source = task.load_source(args, everyone)
     args.imagenet1k = args.task == CLS and metrics.is_imagenet(source.classes)
-    if args.task == CLS:
-        check_models(everyone, source, args)
 
     what = f"{len(models)} models | {args.task} | {args.data}"
     how = f"{args.world} x {common.describe(args.device)}"
@@ -379,7 +289,7 @@ def main():
     for m in everyone if normalized else ():
         if not hasattr(m.model, "mean") or not hasattr(m.model, "std"):
             raise ValueError(f"{m.given}: space=normalized needs a model with .mean and .std")
-    jobs = prepare(models, source, todo, args)
+    jobs = [task.job(measure, models, source, args) for measure in todo]
     results = open_results(args)
     if args.rank == 0:
         print(f"{what} | {how} | {results.out}", flush=True)
@@ -393,7 +303,7 @@ def main():
         print("\n" + results.write_table())
         args.world = 1                                    # nobody shares the pictures
         if args.save_images:
-            pictures.save(models, source, todo, args)
+            task.save_pictures(models, source, todo, args)
         print(f"\n{len(results.rows)} rows in {results.out}; this table in {results.table}")
 
 

@@ -10,6 +10,8 @@ import argparse
 import itertools
 from typing import NamedTuple
 
+import torch
+
 import common
 from robust import adaptive, attacks, autoattack, corruptions
 
@@ -159,6 +161,14 @@ class Measure(NamedTuple):
     name: str
     setting: dict
     conditions: dict
+
+
+class Job(NamedTuple):
+    """One measure, and what it is on."""
+    measure: Measure
+    images: object                   # a source: the test split, or that of --imagenet_a
+    n: int                           # images, or tokens of a text
+    index: torch.Tensor | None       # (n,) numbers of the images
 
 
 def plan(texts, task, preset="default", eps=None):

@@ -1,4 +1,4 @@
-"""What one measure finds: functions of models and images, or a text, that return a result's fields.
+"""What one measure finds: functions of classifiers and images that return a result's fields.
 
     hit = find_right(models, batches(source, index, args), [unchanged], n, args)
 
@@ -19,23 +19,15 @@ import common
 from data.batches import Split, image_batches
 from data.imagenet import ImageTree
 from data.rng import epoch_order
-from robust import attacks, corruptions, iou, metrics, words
+from robust import attacks, corruptions, metrics
 from robust.measures import ATTACKS, FOLDERS, SCENES, SLOW
 from robust.results import pack, show
 
 
 # --- images --------------------------------------------------------------------------------------
 
-def length(source):
-    """Count the images of a source."""
-    return len(getattr(source, "labels", source))
-
-
-def size_of(source, name, setting, args):
-    """Count the images, or tokens of a text, that a measure is on."""
-    if name == "perplexity":
-        return len(source[setting["split"]].clean)
-    n = length(source)
+def size_of(n, name, args):
+    """Choose on how many of n images a measure is."""
     if name in FOLDERS:                                   # of different sizes: --limit at most
         return min(args.limit or n, n)
     few = SCENES if args.data == "shapes" else SLOW
@@ -139,6 +131,12 @@ def together(outcomes):
 
 def unchanged(images, *_):
     return images.float() / 255
+
+
+def clean_row(m, source, index, args):
+    """Measure top-1 and top-5."""
+    found = find_right([m], batches(source, index, args, "clean"), [unchanged], len(index), args)
+    return outcome(found[0, 0])
 
 
 def damaged(images, numbers, setting, severity, args):
@@ -363,40 +361,3 @@ def sizes(moved):
     return dict(max_linf=linf.max().item(), max_l2=l2.max().item(), max_l1=l1.max().item(),
                 median_l2=l2.median().item(), mean_l2=l2.mean().item(),
                 outside=moved[:, 3].max().item())
-
-
-# --- rows: Segmenters and language models --------------------------------------------------------
-
-def views(m, setting, args):
-    """Say how a Segmenter looks at images: what iou.evaluate and predictions take."""
-    return dict(size=m.model.config.image_size, window=setting["window"],
-                stride=setting["stride"], scales=setting["scales"], flip=setting["flip"],
-                amp=args.amp, num_workers=args.num_workers)
-
-
-def changes(name, setting, args):
-    """List {severity: what iou.evaluate does to images, uint8}; clean: {None: nothing}."""
-    if name == "clean":
-        return {None: None}
-    return {severity: partial(damaged, setting=setting, severity=severity, args=args)
-            for severity in setting["severities"]}
-
-
-def segment_row(m, name, setting, source, index, args):
-    """Measure pixel accuracy, mean accuracy, mean IoU in percent, also per class; lists over
-    severities."""
-    results = []
-    for change in changes(name, setting, args).values():
-        result, _ = iou.evaluate(m.model, source, index=index.tolist(), change=change,
-                                 rank=args.rank, world=args.world,
-                                 progress=show(setting) or name, **views(m, setting, args))
-        results.append({k: v for k, v in result.items() if k != "images"})
-    return results[0] if name == "clean" else together(results)
-
-
-def perplexity_row(m, setting, source, args):
-    """Measure the perplexities of one split: segment-wise, sliding, words swapped."""
-    with common.autocast(args.device, args.amp):
-        row = words.score(m.model, source[setting["split"]], setting["window"],
-                          setting["stride"], args.batch_size, args.rank, args.world)
-    return dict(row, word=args.word)

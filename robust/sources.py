@@ -1,6 +1,5 @@
-"""What is evaluated, and on what: the model of a checkpoint; the images or texts of its task."""
+"""What is evaluated: the model of a checkpoint of ours or of others, or of a function."""
 
-import argparse
 import importlib.util
 import json
 import math
@@ -11,25 +10,27 @@ from typing import NamedTuple
 import torch
 
 import common
-from data.images import load_test
-from data.segmentation import load_split
-from data.text import stored_vocabulary, text_folder
-from fan import classifier_from_checkpoint
-from lm import LMConfig, lm_from_checkpoint
-from robust import words
+from robust import classifiers
 from robust.results import checksum, weights_of
-from segmenter import SegmenterConfig, segmenter_from_checkpoint
 from vit import ViT, ViTConfig
 
 CLS, SEG, LM = "classification", "segmentation", "language modelling"
-REBUILD = {CLS: classifier_from_checkpoint, SEG: segmenter_from_checkpoint,
-           LM: lm_from_checkpoint}
-# What model_config's fields are where a row does not say.
-DEFAULTS = {CLS: vars(ViTConfig()), SEG: vars(SegmenterConfig(2)), LM: vars(LMConfig(1))}
 # Training flags that may differ between the seeds of one model; any other makes it another model.
 SEED_FLAGS = ("seed", "data_dir", "download", "skip_bad_images", "num_workers", "device", "compile",
               "out_dir", "resume", "max_steps", "log_every", "eval_every", "save_every",
               "keep_every", "save_images", "sample", "words", "prompt", "temperature")
+
+
+def module_of(task):
+    """Choose the module that knows a task: it rebuilds models, settles flags, loads data, measures
+    and draws. Those of Segmenters and language models are imported when one is evaluated."""
+    if task == SEG:
+        from robust import segmenters
+        return segmenters
+    if task == LM:
+        from robust import words
+        return words
+    return classifiers
 
 
 class Loaded(NamedTuple):
@@ -37,12 +38,20 @@ class Loaded(NamedTuple):
     model: torch.nn.Module           # in eval mode, its parameters frozen
     task: str
     about: dict                      # what its rows say of it
-    args: dict                       # the flags that it was trained with
-    classes: list | None
-    vocab: object                    # of a language model
+    checkpoint: dict                 # of ours, without the weights; {} of others
     count: list                      # [images forward, images backward], which grow with use
     given: str                       # the flag and the path, for errors
     size: int | None                 # pixels a side of the images that it takes
+
+    @property
+    def trained(self):
+        """The flags that it was trained with."""
+        return self.checkpoint.get("args") or {}
+
+    @property
+    def classes(self):
+        """The names of its classes, or None."""
+        return self.checkpoint.get("classes")
 
 
 # What pixels in [0, 1] are normalised by: mean and std, of each channel.
@@ -74,14 +83,14 @@ def describe_model(model, checkpoint, path):
     weights, model_config (what differs from the defaults): which model it is; recipe: a checksum of
     how it was trained, but for the seed.
     """
-    defaults, trained = DEFAULTS[checkpoint["task"]], checkpoint.get("args") or {}
+    defaults, trained = module_of(checkpoint["task"]).DEFAULTS, checkpoint.get("args") or {}
     config = {k: v for k, v in vars(model.config).items() if v != defaults.get(k)}
     config = json.loads(json.dumps(config))               # as a row that is read back has it
     recipe = {k: v for k, v in trained.items() if k not in SEED_FLAGS}
     recipe["step"] = checkpoint.get("step")               # epoch 3 and epoch 8 are not two seeds
-    if checkpoint["task"] == "language modelling":
+    if checkpoint["task"] == LM:
         recipe["step"] = recipe.get("steps")              # best.pt is of another step in each seed
-    kind = trained.get("attention") or kind_of(model.config)    # of studies/robust_attentions.py
+    kind = kind_of(model.config)
     return dict(model=f"{kind}, seed {trained.get('seed', '?')}", kind=kind, checkpoint=str(path),
                 weights=weights_of(model.state_dict()), model_config=config,
                 recipe=checksum(json.dumps(recipe, sort_keys=True).encode()))
@@ -107,18 +116,15 @@ def load_model(path, device, flag="--ckpt", normalize="imagenet"):
     """
     best = Path(path, "best.pt")
     checkpoint = common.load(best if best.exists() else path)
-    task, given, vocab = checkpoint.get("task"), f"{flag} {path}", None
+    task, given = checkpoint.get("task"), f"{flag} {path}"
     with common.naming(given):
         if task is None:
             return load_foreign(checkpoint, path, device, given, normalize)
-        if task not in REBUILD:
+        if task not in (CLS, SEG, LM):
             raise ValueError("not a checkpoint of train_cls.py, train_seg.py or train_lm.py")
-        model = REBUILD[task](checkpoint).to(device).requires_grad_(False)
-        if task == LM:
-            common.check_run(checkpoint, path, "train_lm.py", "vocab")
-            vocab = stored_vocabulary(checkpoint)
-    return Loaded(model, task, describe_model(model, checkpoint, path),
-                  checkpoint.get("args") or {}, checkpoint.get("classes"), vocab,
+        model = module_of(task).rebuild(checkpoint).to(device).requires_grad_(False)
+    held = {k: v for k, v in checkpoint.items() if k not in ("model", "ema", "optimizer")}
+    return Loaded(model, task, describe_model(model, checkpoint, path), held,
                   counted(model) if task == CLS else [0, 0], given,
                   getattr(model.config, "image_size", None))
 
@@ -138,7 +144,7 @@ def load_foreign(checkpoint, path, device, given, normalize):
     model = model.to(device).eval().requires_grad_(False)
     about = describe_model(model, dict(task=CLS), path)
     about.update(model=f"{Path(str(path)).stem}, {about['kind']}", normalize=normalize)
-    return Loaded(model, CLS, about, {}, None, None, counted(model), given, config.image_size)
+    return Loaded(model, CLS, about, {}, counted(model), given, config.image_size)
 
 
 def load_built(text, device, size):
@@ -164,40 +170,4 @@ def load_built(text, device, size):
     model = model.to(device).eval().requires_grad_(False)
     about = dict(model=text, kind=text, checkpoint=text, weights=weights_of(model.state_dict()),
                  model_config={}, recipe="")
-    return Loaded(model, CLS, about, {}, None, None, counted(model), given, size)
-
-
-# --- images and texts ----------------------------------------------------------------------------
-
-def load_source(args, models):
-    """What to evaluate on: data.Split or ImageTree; Scenes or SegTree; {split: words.Text}."""
-    m = models[0]
-    if args.task == LM:
-        return load_texts(args, models)
-    if args.task == SEG:
-        flags = {**m.args, "data": args.data, "data_dir": args.data_dir}
-        source = load_split(argparse.Namespace(**flags), "validation", m.args)
-    else:
-        source = load_test(args, m.args, m.size, m.classes)
-    for m in models:
-        classes = m.classes or source.classes
-        if list(classes) != list(source.classes):
-            theirs, ours = (", ".join(names[:3]) for names in (classes, source.classes))
-            raise ValueError(f"{m.given} was trained on {len(classes)} other classes "
-                             f"({theirs}, ...) than --data {args.data} has ({ours}, ...)")
-    return source
-
-
-def load_texts(args, models):
-    """{split: words.Text} in the models' vocabulary, the first --limit tokens. Sets args.word, the
-    one that is swapped in."""
-    vocab = models[0].vocab
-    for m in models:
-        if m.vocab.words != vocab.words:
-            raise ValueError(f"{m.given} has another vocabulary than the "
-                             f"first: perplexities would not compare")
-    folder = text_folder(args.data, args.data_dir)
-    texts, args.word = words.load_texts(folder, vocab, args.window, args.seed)
-    n, targets = args.limit, args.limit and args.limit - 1
-    return {t.split: t._replace(clean=t.clean[:n], attacked=t.attacked[:n], kept=t.kept[:targets])
-            for t in texts}
+    return Loaded(model, CLS, about, {}, counted(model), given, size)

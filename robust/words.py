@@ -1,4 +1,5 @@
-"""The word-swap attack on a language model, and the perplexities that say what it did.
+"""The word-swap attack on a language model, and the perplexities that say what it did; last, the
+functions of classifiers.py for this task.
 
 Paper: Teo & Nguyen 2024, section 4.2, Table 3: a share of the words of the evaluation text becomes
 one meaningless word, `AAA`. The paper names the attack but no rate; per line and 0.015 are those of
@@ -17,7 +18,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from data.text import perplexity, read_lines, sliding_nll, token_file
+import common
+from data.text import (perplexity, read_lines, sliding_nll, stored_vocabulary, text_folder,
+                       token_file)
+from lm import LMConfig, lm_from_checkpoint
+from robust.measures import Job
 
 RATE, WORD = 0.015, "AAA"
 STOP_WORDS = frozenset("""
@@ -117,3 +122,52 @@ def score(model, text, window, stride, batch_size=64, rank=0, world=1):
     if not all(map(math.isfinite, row.values())):
         raise ValueError(f"a perplexity of {text.split} is not finite: {row}")
     return dict(swapped=int((~text.kept).sum()), **row)
+
+
+# --- for the evaluator ----------------------------------------------------------------------------
+
+DEFAULTS = vars(LMConfig(1))
+rebuild = lm_from_checkpoint
+
+
+def settle(args, first):
+    """Choose --window, --stride and --batch_size where they were not given."""
+    context = first.model.config.context
+    args.window = args.window or context
+    args.stride = args.stride or max(args.window // 4, 1)
+    args.batch_size = args.batch_size or 64
+    if args.window > context:
+        raise ValueError(f"--window {args.window} is more than the context of {context} tokens that "
+                         "the model was trained with")
+
+
+def load_source(args, models):
+    """Load {split: Text} in the models' vocabulary, the first --limit tokens. Sets args.word, the
+    one that is swapped in."""
+    vocabularies = []
+    for m in models:
+        with common.naming(m.given):
+            common.check_run(m.checkpoint, "it", "train_lm.py", "vocab")
+            vocabularies.append(stored_vocabulary(m.checkpoint))
+        if vocabularies[-1].words != vocabularies[0].words:
+            raise ValueError(f"{m.given} has another vocabulary than the first: perplexities would "
+                             "not compare")
+    folder = text_folder(args.data, args.data_dir)
+    texts, args.word = load_texts(folder, vocabularies[0], args.window, args.seed)
+    n, targets = args.limit, args.limit and args.limit - 1
+    return {t.split: t._replace(clean=t.clean[:n], attacked=t.attacked[:n], kept=t.kept[:targets])
+            for t in texts}
+
+
+def job(measure, models, source, args):
+    """Say that a measure is on all tokens of its split: a `Job`."""
+    return Job(measure, source, len(source[measure.setting["split"]].clean), None)
+
+
+def rows(models, job, source, args, other=None):
+    """Measure the perplexities of one split on one model: segment-wise, sliding, words swapped."""
+    (m,), setting = models, job.measure.setting
+    with common.autocast(args.device, args.amp):
+        row = score(m.model, source[setting["split"]], setting["window"], setting["stride"],
+                    args.batch_size, args.rank, args.world)
+    return [dict(row, word=args.word)]

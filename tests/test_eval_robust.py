@@ -22,7 +22,7 @@ from data.imagenet import ImageTree
 from data.rng import epoch_order
 from data.shapes import SHAPES, load_shapes
 from processes import Started, group
-from robust import attacks, checks, corruptions, iou, measures, metrics, pictures, results, score, sources
+from robust import attacks, checks, classifiers, corruptions, iou, measures, metrics, results, score, sources
 from robust.results import pack, read_rows, unpack
 from robust.tables import Results, tables
 from vit import SIZES, ViT, ViTConfig
@@ -278,7 +278,7 @@ def alone(**flags):
 
 
 def loaded(model, name="m", kind="softmax"):
-    return sources.Loaded(model, "classification", dict(model=name, kind=kind), {}, None, None, [0, 0], "--ckpt m", 32)
+    return sources.Loaded(model, "classification", dict(model=name, kind=kind), {}, [0, 0], "--ckpt m", 32)
 
 
 def test_amp_is_for_the_folders_too(monkeypatch):
@@ -365,7 +365,7 @@ def test_rows_from_two_folders_are_two_rows(monkeypatch, flag, measure):
         args = eval_robust.get_args()
         args.data, args.imagenet1k, args.task = "imagenet", False, "classification"
         about = dict.fromkeys(("model", "kind", "checkpoint", "weights", "model_config", "recipe"), "m")
-        job = eval_robust.Job(eval_robust.todo_of(args)[0], None, 10, None)
+        job = measures.Job(eval_robust.todo_of(args)[0], None, 10, None)
         return results.key(eval_robust.about_row(loaded(None)._replace(about=about), job, args))
 
     assert key_of("one") == key_of("one/") != key_of("two")
@@ -588,11 +588,11 @@ def test_pictures_show_pgd_at_its_largest_budget_and_so_many_images(tmp_path, mo
     monkeypatch.setattr(score, "attack_images", lambda model, name, setting, images, *_, **how:
                         attacked.append((name, setting["eps"], len(images))) or images)
     monkeypatch.setattr(corruptions, "corrupt", lambda images, *_, **how: images)
-    monkeypatch.setattr(pictures, "save_grid", lambda path, images, **_: shown.append((path.name, len(images))))
+    monkeypatch.setattr(classifiers, "save_grid", lambda path, images, **_: shown.append((path.name, len(images))))
     todo = [measures.Measure(name, dict(eps=eps), measures.CONDITIONS) for name, eps in
             (("pgd", 1 / 255), ("pgd", 4 / 255), ("pgd", 2 / 255), ("fgsm", 8 / 255))]
     model = loaded(None)
-    pictures.save([model], load_shapes("test", 8), todo, alone(save_images=3, out_dir=tmp_path))
+    classifiers.save_pictures([model], load_shapes("test", 8), todo, alone(save_images=3, out_dir=tmp_path))
     assert attacked == [("pgd", 4 / 255, 3)] and shown == [("corruptions.png", 75), ("attacks_0.png", 9)]
 
 

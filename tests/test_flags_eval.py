@@ -5,6 +5,7 @@ import functools
 import json
 import shlex
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import eval_robust
 from data.rng import epoch_order
 from data.shapes import SHAPES, load_shapes
 from lm import LMConfig
-from robust import attacks, checks, corruptions, measures, score
+from robust import attacks, checks, corruptions, measures, score, segmenters, sources, words
 from robust.frost import FROST_FILES
 from robust.results import unpack
 from segmenter import SegmenterConfig
@@ -325,7 +326,7 @@ def test_slow_measures_are_on_fewer_images_unless_limit_says_otherwise(monkeypat
 
     def sizes(n):
         names = "clean", "corruptions", "noise", "pgd", "apgd", "autoattack", "square", "spsa", "cw"
-        return [score.size_of(range(n), name, {}, args) for name in names]
+        return [score.size_of(n, name, args) for name in names]
     assert sizes(3200) == [3200, 320, 640, 160, 80, 80, 80, 20, 40]
     assert sizes(50) == [50] * 7 + [20, 40]
     args.data = "imagenet"
@@ -334,12 +335,17 @@ def test_slow_measures_are_on_fewer_images_unless_limit_says_otherwise(monkeypat
     assert sizes(50000) == [70] * 9
 
 
+def loaded(config):
+    """A model that is nothing but its config."""
+    return sources.Loaded(SimpleNamespace(config=config), "", {}, {}, [0, 0], "--ckpt m", None)
+
+
 def test_windows_are_the_models_and_those_of_a_text_overlap_by_three_quarters(monkeypatch):
     args = unsaid(monkeypatch, "language modelling")
-    eval_robust.settle_windows(args, LMConfig(9, context=24))
+    words.settle(args, loaded(LMConfig(9, context=24)))
     assert (args.window, args.stride, args.batch_size) == (24, 6, 64)
     args = unsaid(monkeypatch, "segmentation")
-    eval_robust.settle_windows(args, SegmenterConfig(9, image_size=48))
+    segmenters.settle(args, loaded(SegmenterConfig(9, image_size=48)))
     assert (args.window, args.stride, args.scales) == (48, 48, [1.0])
 
 
