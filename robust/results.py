@@ -23,10 +23,9 @@ import torch
 import common
 from robust.measures import CONDITIONS
 
-# What every row has; the earliest ones lack those that have a value here.
-FIELDS = ("model", "kind", "checkpoint", "weights", "data", "measure", "setting", "conditions",
-          "images")
-EARLIEST = dict(task="classification", data_dir=None, imagenet1k=False)
+# What every row has.
+FIELDS = ("model", "kind", "checkpoint", "weights", "model_config", "recipe", "task", "data",
+          "data_dir", "imagenet1k", "measure", "setting", "conditions", "images")
 
 
 # --- which model, which row ----------------------------------------------------------------------
@@ -50,15 +49,13 @@ def frozen(value):
 
 
 def identity(row):
-    """Tell models apart: by weights and model_config, since kinds of attention may share weights;
-    the earliest rows by weights, kind and path."""
-    config = row.get("model_config", (row["kind"], row["checkpoint"]))
-    return row["weights"], frozen(config)
+    """Tell models apart: by weights and model_config, since kinds of attention may share weights."""
+    return row["weights"], frozen(row["model_config"])
 
 
 def group(row):
     """What the seeds of one model have in common."""
-    return frozen(row.get("model_config", row["kind"])), row.get("recipe")
+    return frozen(row["model_config"]), row["recipe"]
 
 
 def key(row):
@@ -96,7 +93,6 @@ def read_rows(path):
         if missing:
             raise ValueError(f"{path}, line {i} is no row of eval_robust.py: it has no "
                              f"{missing[0]}")
-        row = EARLIEST | row
         rows[key(row)] = row
     return list(rows.values())
 

@@ -176,7 +176,7 @@ def tables(rows):
     """Write rows as Markdown: a column for each model; then the severities, and a summary."""
     models = {identity(row): row for row in rows}         # in order of appearance
     names = tell_apart({w: row["model"] for w, row in models.items()},
-                       {w: row.get("model_config", {}) for w, row in models.items()})
+                       {w: row["model_config"] for w, row in models.items()})
     names = tell_apart(names, {w: {k: row.get(k) for k in ("recipe", "checkpoint")}
                                for w, row in models.items()})
     shown = rows + worst_cases(rows)
@@ -196,12 +196,6 @@ def tables(rows):
 
 
 # --- on disk -------------------------------------------------------------------------------------
-
-def square_gain(row):
-    """Points of accuracy that AutoAttack's last stage, without gradients, took after the others."""
-    stages = row.get("stages", {})
-    return stages.get("fab-t", 0) - stages.get("square", 0)
-
 
 class Results:
     """The finished rows, and results.jsonl and table.md, which rank 0 writes row by row."""
@@ -239,9 +233,11 @@ class Results:
         numbers = [f"{number.name} {number.value.mean():.2f}" for number in numbers_of(row)]
         tqdm.write("  ".join([f"{row['model']:28}", *numbers,
                               f"({row['images']} {unit(row)}, {row['seconds']:.1f} s)"]))
-        if square_gain(row) > 0.2:
-            tqdm.write(f"warning: Square took {square_gain(row):.2f} points after the attacks "
-                       "with gradients, more than 0.2: they may be hidden; see --checks")
+        stages = row.get("stages", {})
+        gain = stages.get("fab-t", 0) - stages.get("square", 0)
+        if gain > 0.2:
+            tqdm.write(f"warning: Square took {gain:.2f} points after the attacks with gradients, "
+                       "more than 0.2: they may be hidden; see --checks")
 
     def write_table(self):
         """Write the table of the rows of this data set; returns it."""

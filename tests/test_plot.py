@@ -20,7 +20,8 @@ PAPER = dict(space="normalized", labels="pred", clip=False)
 
 def row(arm, seed, measure, top1, conditions=PIXEL, images=50, size="nano", **setting):
     return dict(model=f"{arm}, seed {seed}", kind=arm, checkpoint=f"out/{size}_{arm}_s{seed}",
-                weights=f"{size}{arm}{seed}", model_config=dict(attn=arm), recipe=size, data="shapes",
+                weights=f"{size}{arm}{seed}", model_config=dict(attn=arm), recipe=size,
+                task="classification", data="shapes", data_dir=None, imagenet1k=False,
                 measure=measure, setting=setting, conditions=conditions, images=images, top1=top1)
 
 
