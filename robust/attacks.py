@@ -119,11 +119,6 @@ def positive(**options):
         raise ValueError(f"{wrong[0]}, expected more than 0")
 
 
-def floats(*values):
-    """Tensors of one number as floats, in one transfer from the device."""
-    return torch.stack([t.detach().float() for t in values]).tolist()
-
-
 def check_inputs(model, images, labels, eps=0.0, clip=True, limit=1.0):
     """ValueError in one line unless what goes into an attack makes sense; no forward pass.
 
@@ -148,11 +143,12 @@ def check_inputs(model, images, labels, eps=0.0, clip=True, limit=1.0):
                          f"expected a number or one that fits {shape}")
 
     # values; a comparison with nan is False
-    low, high, least, most = floats(images.amin(), images.amax(), eps.amin(), eps.amax())
+    low, high = images.detach().aminmax()
     if clip and not (0 <= low and high <= 1):
         raise ValueError(f"images have values from {low:g} to {high:g}, expected 0 to 1")
     if not (-math.inf < low and high < math.inf):
         raise ValueError(f"images have values from {low:g} to {high:g}, expected finite ones")
+    least, most = eps.aminmax()
     for e in (least, most):
         if not 0 <= e < math.inf:
             raise ValueError(f"eps={e:g}, expected a number >= 0")
@@ -167,15 +163,13 @@ def check_logits(logits, labels):
     if logits.ndim != 2 or len(logits) != B or logits.shape[1] < 2:
         raise ValueError(f"the model returns {tuple(logits.shape)} for {B} images, "
                          f"expected logits ({B}, 2 or more)")
-    off_one = (logits.sum(1) - 1).abs().amax()
-    first, last, finite, lowest, off_one = floats(
-        labels.amin(), labels.amax(), logits.isfinite().all(), logits.amin(), off_one)
+    first, last = labels.aminmax()
     if first < 0 or last >= logits.shape[1]:
-        raise ValueError(f"labels from {first:g} to {last:g}, "
+        raise ValueError(f"labels from {first} to {last}, "
                          f"expected 0 to {logits.shape[1] - 1}, the model's classes")
-    if not finite:
+    if not logits.isfinite().all():
         raise ValueError("the model returns logits that are not finite")
-    if lowest >= 0 and off_one < 1e-4:
+    if (logits >= 0).all() and ((logits.sum(1) - 1).abs() < 1e-4).all():
         raise ValueError("the model returns probabilities (rows sum to 1), "
                          "expected logits, from before the softmax")
 

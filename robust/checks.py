@@ -10,7 +10,6 @@ budget of checks 2 to 4 is the one at which it leaves nearest to half of the ima
 import time
 
 import torch
-from tqdm import tqdm
 
 from robust.adaptive import adaptive_apgd
 from robust.attacks import cross_entropy, cw, input_gradient, noise, pgd, spsa
@@ -135,21 +134,22 @@ def expected_seconds(model, x, y):
 
 
 @torch.no_grad()
-def run(model, x, y, name="", twin=None, options=None, write=tqdm.write):
+def run(model, x, y, name="", twin=None, options=None):
     """Run all five checks on a classifier. Returns [(number, passed, claim, evidence)].
 
     x: (B, 3, H, W) test images in [0, 1], 48 are enough; y: (B,). twin: a softmax-attention model,
     for transfer. options: of `pgd`.
     """
     results, start, options = [], time.perf_counter(), options or {}
-    write(f"checks on {name}, {len(y)} images: about {expected_seconds(model, x, y):.0f} s")
+    print(f"checks on {name}, {len(y)} images: about {expected_seconds(model, x, y):.0f} s",
+          flush=True)
 
     def say(number, claim, parts, evidence):
         wrong = [part for part, holds in parts.items() if not holds]
         claim += f"; but not: {', '.join(wrong)}" if wrong else ""
         results.append((number, not wrong, claim, evidence))
-        write(f"{'FAIL' if wrong else 'PASS'} {number} {claim}  "
-              f"[{time.perf_counter() - start:.0f} s]\n       {evidence}")
+        print(f"{'FAIL' if wrong else 'PASS'} {number} {claim}  "
+              f"[{time.perf_counter() - start:.0f} s]\n       {evidence}", flush=True)
 
     say(1, "the gradient is there, and uphill", *gradients(model, x, y))
     *fall, left = sweep_to_zero(model, x, y, options)

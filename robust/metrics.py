@@ -24,16 +24,16 @@ def is_imagenet(classes):
     return zlib.crc32("\n".join(classes).encode()) == 0x0642A78E
 
 
-def mean_corruption_error(errors, reference=ALEXNET):
-    """mCE in percent: the mean over the 15 corruptions of error_c / the reference's error_c.
+def mean_corruption_error(errors):
+    """mCE in percent: the mean over the 15 corruptions of error_c / AlexNet's error_c on ImageNet.
 
-    errors, reference: {name: top-1 error, mean over the severities}, in the same unit; AlexNet's
-    are in [0, 1], and of ImageNet. Raises ValueError naming what is missing.
+    errors: {name: top-1 error in [0, 1], mean over the severities}. Raises ValueError naming what
+    is missing.
     """
     missing = [name for name in NAMES if name not in errors]
     if missing:
         raise ValueError(f"mCE needs all 15 corruptions; missing: {', '.join(missing)}")
-    return 100 * sum(errors[name] / reference[name] for name in NAMES) / len(NAMES)
+    return 100 * sum(errors[name] / ALEXNET[name] for name in NAMES) / len(NAMES)
 
 
 def _counts(score, positive):
@@ -66,12 +66,11 @@ def auroc(score, positive):
     return torch.trapezoid(torch.cat([zero, tp / tp[-1]]), torch.cat([zero, fp / fp[-1]])).item()
 
 
-def fpr_at_recall(score, positive, recall=0.95):
-    """Share of negatives above the highest threshold that keeps `recall` of the positives."""
+def fpr95(score, positive):
+    """Share of negatives above the highest threshold that keeps 95 % of the positives."""
     tp, fp = _counts(score, positive)
-    first = int((tp / tp[-1] < recall - 1e-12).sum())
+    first = int((tp / tp[-1] < 0.95 - 1e-12).sum())
     return (fp[first] / fp[-1]).item()
-
 
 
 def wilson(share, n):

@@ -220,7 +220,7 @@ def folder_row(m, name, tree, index, source, args):
     outlier = torch.arange(len(both)) < len(index)
     return dict(aupr=100 * metrics.average_precision(doubt, outlier),
                 auroc=100 * metrics.auroc(doubt, outlier),
-                fpr95=100 * metrics.fpr_at_recall(doubt, outlier),
+                fpr95=100 * metrics.fpr95(doubt, outlier),
                 chance=100 * len(index) / len(both), inside=len(inside), classes=len(columns))
 
 

@@ -227,59 +227,6 @@ def test_autoattack_is_as_strong_as_pyautoattacks(own):
 
 # --- laws ------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name", QUICK)
-def test_attack_keeps_within_its_budget_and_changes_nothing_else(own, name):
-    model, images, labels = own[0], own[1][:20].clone(), own[2][:20]
-    model.requires_grad_(True)
-    before, weights = images.clone(), [p.clone() for p in model.parameters()]
-    per_channel = EPS * torch.tensor([1.0, 0.5, 0.1]).view(3, 1, 1)
-    for eps in (EPS, per_channel, EPS * torch.linspace(0, 1, 20).view(-1, 1, 1, 1)):
-        adv = QUICK[name](model, images, labels, eps)
-        assert_lawful(adv, before, eps)
-        assert not torch.equal(adv, before)
-    assert torch.equal(images, before)
-    assert all(p.grad is None and torch.equal(p, w) for p, w in zip(model.parameters(), weights))
-    model.requires_grad_(False)
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_the_result_is_detached_from_images_with_a_graph(own, name):
-    images = own[1][:2].clone().requires_grad_()
-    assert not QUICK[name](own[0], images, own[2][:2], EPS).requires_grad
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_without_clip_pixels_may_leave_the_unit_interval(own, name):
-    model, images, labels = own[0], own[1][:20], own[2][:20]
-    images = (images - 0.5).mul(2).add(0.5).clamp(0, 1)                                  # many pixels at 0 and 1
-    adv = QUICK[name](model, images, labels, 3 * EPS, clip=False)
-    assert (adv - images).abs().max() <= 3 * EPS + 1e-6 and (adv.min() < 0 or adv.max() > 1)
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_no_budget_no_change(own, name):
-    model, images, labels = own[0], own[1][:20], own[2][:20]
-    assert torch.equal(QUICK[name](model, images, labels, 0.0), images)
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_result_depends_on_neither_batch_nor_order(own, name):
-    """The same images alone, in another order and among others; up to float noise of another batch size."""
-    model, images, labels, attack = own[0], own[1][:20], own[2][:20], QUICK[name]
-    whole, index = attack(model, images, labels, EPS), torch.arange(20)
-    order = torch.randperm(20, generator=torch.Generator().manual_seed(1))
-    for parts in (index.split(7), order.split(13)):
-        adv = torch.empty_like(images)
-        for part in parts:
-            adv[part] = attack(model, images[part], labels[part], EPS, index=part)
-        same = (adv - whole).abs().amax((1, 2, 3)) < 1e-6
-        assert same.float().mean() >= 0.95
-        assert (robust(model, adv, labels) != robust(model, whole, labels)).sum() <= 1
-    assert torch.equal(attack(model, images, labels, EPS), whole)                        # and repeats exactly
-    if name != "fab-t":                                                                  # which draws nothing
-        assert not torch.equal(attack(model, images, labels, EPS, seed=1), whole)
-
-
 def test_each_stage_leaves_fewer_robust_images_and_autoattack_beats_its_members(own):
     model, images, labels = own[0], own[1][:40], own[2][:40]
     trace, settings = [], dict(batch_size=17)
@@ -312,41 +259,6 @@ def test_batch_size_is_kept_and_batches_stay_full(own):
     survivors = square(watched, images, labels, EPS, queries=51, batch_size=8)
     left = robust(model, survivors, labels).sum()
     assert sum(n < 8 for n in seen) <= 1 + 52 and 8 < left < 24                          # one batch a query, at most
-
-
-def evaluated(own, name, setting, **changes):
-    """The evaluator's attack on 40 images, (adv, the sizes of the model's batches)."""
-    model, seen = own[0], []
-    conditions = {**measures.CONDITIONS, **changes}
-    hook = model.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
-    adv = score.attack_images(model, name, setting, own[1][:40], own[2][:40], torch.arange(40),
-                              conditions, batch_size=8)
-    hook.remove()
-    return adv, seen
-
-
-def test_the_evaluators_fgsm_is_one_forward_pass_and_spares_what_is_wrong(own):
-    model, images, labels = own[0], own[1][:40], own[2][:40]
-    adv, seen = evaluated(own, "fgsm", dict(eps=EPS))
-    clean = robust(model, images, labels)
-    assert sum(seen) == 40 and 0 < clean.sum() < 40                                      # counting is the second pass
-    assert torch.equal(adv[~clean], images[~clean])
-    assert torch.equal(adv[clean], fgsm(model, images, labels, EPS)[clean])
-
-
-def test_the_evaluators_square_keeps_its_batch_size_and_fills_it(own):
-    adv, seen = evaluated(own, "square", dict(eps=EPS, queries=51))
-    left = robust(own[0], adv, own[2][:40]).sum()
-    assert max(seen) == 8 and left > 8
-    assert sum(n < 8 for n in seen) <= 2 + 51                            # check, start, the last of each query
-
-
-@pytest.mark.parametrize("name, inside", [("autoattack", True), ("square", True), ("apgd", False)])
-def test_in_the_papers_conditions_autoattack_and_square_keep_normalised_images_in_0_to_1(own, name, inside):
-    model, setting = own[0], dict(eps=EPS) | (dict(queries=3) if inside else {})
-    adv, _ = evaluated(own, name, setting, space="normalized", labels="pred", clip=False)
-    z = (adv - model.mean) / model.std
-    assert bool((z >= -1e-5).all() and (z <= 1 + 1e-5).all()) == inside
 
 
 def test_robust_accuracy_falls_to_zero_as_the_budget_grows(own):
