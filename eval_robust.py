@@ -14,7 +14,8 @@
         --data_dir data/imagenet --corrupted_dir data/imagenet-c --imagenet_a data/imagenet-a \\
         --imagenet_r data/imagenet-r --imagenet_o data/imagenet-o
 
-A checkpoint says whether it is a classifier, a Segmenter or a language model, and of which data.
+A checkpoint says whether it is a classifier, a Segmenter or a language model, and of which data;
+what differs between them stands in robust/classifiers.py, segmenters.py and words.py.
 Paper: Teo & Nguyen 2024, section 4, App. A.2 to A.4, E.3 to E.5; Tables 1 to 6, Fig. 3. Budgets are
 in units of pixels in [0, 1], labels are the true ones, attacked pixels stay in [0, 1], in float32.
 The paper's code (`rachtsy/KPCA_code:Attack`) attacks normalised tensors (eps 1/255 there is about

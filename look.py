@@ -155,8 +155,8 @@ def main():
         raise ValueError(f"--ckpt {args.ckpt} names no classes: expected a checkpoint of "
                          f"train_cls.py or train_seg.py")
     if "cls_depth" in checkpoint["model_config"]:
-        raise ValueError(f"--ckpt {args.ckpt} is a FAN: its class token joins after the layers, so in none "
-                         f"of them does it look anywhere; expected a ViT or a Segmenter")
+        raise ValueError(f"--ckpt {args.ckpt} is a FAN: its class token joins after these layers, "
+                         f"so in none of them does it look anywhere; expected a ViT or a Segmenter")
     rebuild, look = kinds[checkpoint["task"]]
     with common.naming(f"--ckpt {args.ckpt}"):
         model = rebuild(checkpoint)

@@ -49,7 +49,7 @@ def frozen(value):
 
 
 def identity(row):
-    """Tell models apart: by weights and model_config, since kinds of attention may share weights."""
+    """Tell models apart, by weights and model_config: kinds of attention may share weights."""
     return row["weights"], frozen(row["model_config"])
 
 

@@ -137,8 +137,8 @@ def settle(args, first):
     args.stride = args.stride or max(args.window // 4, 1)
     args.batch_size = args.batch_size or 64
     if args.window > context:
-        raise ValueError(f"--window {args.window} is more than the context of {context} tokens that "
-                         "the model was trained with")
+        raise ValueError(f"--window {args.window} is more than the context of {context} tokens "
+                         "that the model was trained with")
 
 
 def load_source(args, models):

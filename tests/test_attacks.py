@@ -557,8 +557,8 @@ def test_zero_gradient_share_counts_zeros():
 
 def broken(change):
     """What `check` says about a good case with one thing changed."""
-    case = dict(model=Linear().eval(), images=torch.full((4, 3, 4, 4), 0.5, dtype=torch.float64), labels=torch.zeros(4).long(),
-                eps=0.1)
+    images = torch.full((4, 3, 4, 4), 0.5, dtype=torch.float64)
+    case = dict(model=Linear().eval(), images=images, labels=torch.zeros(4).long(), eps=0.1)
     check(**case)
     with pytest.raises(ValueError) as error:
         check(**{**case, **change})

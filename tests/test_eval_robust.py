@@ -465,7 +465,8 @@ def test_autoattacks_stages_speak_of_the_true_labels(small):
 def test_in_the_papers_conditions_autoattack_and_square_keep_normalised_images_in_0_to_1(small, name, inside):
     (m, source, index), setting = small, dict(eps=4 / 255) | (dict(queries=3) if inside else {})
     x, labels = source.images[index].float() / 255, source.labels[index]
-    adv = score.attack_images(m.model, name, setting, x, labels, index, dict(space="normalized", labels="pred", clip=False))
+    paper = measures.PRESETS["paper"]["conditions"]
+    adv = score.attack_images(m.model, name, setting, x, labels, index, paper)
     z = (adv - m.model.mean) / m.model.std
     assert bool((z >= -1e-5).all() and (z <= 1 + 1e-5).all()) == inside
 

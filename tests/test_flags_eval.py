@@ -18,11 +18,11 @@ import eval_robust
 from data.rng import epoch_order
 from data.shapes import SHAPES, load_shapes
 from lm import LMConfig
-from robust import attacks, checks, corruptions, measures, score, segmenters, sources, words
+from robust import attacks, checks, corruptions, measures, score, segmenters, words
 from robust.frost import FROST_FILES
 from robust.results import unpack
 from segmenter import SegmenterConfig
-from test_eval_robust import make_checkpoint, made_up
+from test_eval_robust import loaded, made_up, make_checkpoint
 from test_eval_tasks import save_language_model, save_segmenter
 from vit import ViT, ViTConfig
 
@@ -335,17 +335,12 @@ def test_slow_measures_are_on_fewer_images_unless_limit_says_otherwise(monkeypat
     assert sizes(50000) == [70] * 9
 
 
-def loaded(config):
-    """A model that is nothing but its config."""
-    return sources.Loaded(SimpleNamespace(config=config), "", {}, {}, [0, 0], "--ckpt m", None)
-
-
 def test_windows_are_the_models_and_those_of_a_text_overlap_by_three_quarters(monkeypatch):
     args = unsaid(monkeypatch, "language modelling")
-    words.settle(args, loaded(LMConfig(9, context=24)))
+    words.settle(args, loaded(SimpleNamespace(config=LMConfig(9, context=24))))
     assert (args.window, args.stride, args.batch_size) == (24, 6, 64)
     args = unsaid(monkeypatch, "segmentation")
-    segmenters.settle(args, loaded(SegmenterConfig(9, image_size=48)))
+    segmenters.settle(args, loaded(SimpleNamespace(config=SegmenterConfig(9, image_size=48))))
     assert (args.window, args.stride, args.scales) == (48, 48, [1.0])
 
 
