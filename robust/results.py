@@ -142,7 +142,7 @@ def numbers_of(row):
     """List what a row says, as `Number`s."""
     name, share = title(row), True
     if row["measure"] == "perplexity":
-        stride, share = row["setting"].get("stride", "not kept"), False
+        stride, share = row["setting"]["stride"], False
         found = {"segment-wise": row["segment"], f"sliding, stride {stride}": row["sliding"],
                  "attacked": row["attacked"],
                  "attacked, words not swapped": row["attacked_unswapped"],

@@ -111,41 +111,48 @@ def each(line, values):
 
 def notes(rows):
     """List what a reader of these rows has to know besides."""
-    out, moved, seeds = [], {}, sorted({row["conditions"]["seed"] for row in rows})
+    out, seeds = [], sorted({row["conditions"]["seed"] for row in rows})
     for row in rows:
         setting = row["setting"]
-        if row.get("word"):
+        if "word" in row:
             share = 100 * row["swapped"] / row["images"]
             out.append(f"Words swapped: {row['swapped']} of {row['images']} {setting['split']} "
                        f"tokens ({share:.2f} %) became `{row['word']}`.")
         if "severities" in setting:
             severities = ", ".join(map(str, setting["severities"]))
             out.append(f"Corruptions: mean of severities {severities}.")
-        if "mean_iou" in row and "window" in setting:
+        if "mean_iou" in row:
             how = in_words({k: setting[k] for k in ("window", "stride", "scales", "flip")})
             classes = " or ".join(map(str, np.unique(row["classes"])))
             out.append(f"Means over {classes} classes; {how}.")
-        if "max_linf" in row:
-            rest = {k: v for k, v in setting.items()
-                    if k not in ("eps", "scale", "source", "weights")}       # by a line's name
-            words = f"{row['measure']} {in_words(rest)}".strip(), unusual(row)
-            far = moved.setdefault(", ".join(filter(None, words)), {})
-            sizes = 255 * row["max_linf"], 255 * row.get("outside", 0)
-            far[show(setting)] = tuple(map(max, sizes, far.get(show(setting), sizes)))
     if unit(rows[0]) == "images":
         out.append(f"Where not all images count: a random choice, seed "
                    f"{', '.join(map(str, seeds))}, the same for all models.")
-    for attack, far in moved.items():
-        most = ", ".join(f"{linf:.2f}" for linf, _ in far.values())
-        budgets = f" with {', '.join(far)}" if any(far) else ""
-        out.append(f"{attack}: a pixel moved by at most {most} of 255{budgets}, and at most "
-                   f"{max(outside for _, outside in far.values()) + 0:.2f} out of range.")
+    out += how_far(rows)
     if any("eps" in row["setting"] for row in rows):
         out.append("Top-5 under attack is not a worst case: the images were made for top-1.")
     if any(row["setting"].get("type") == "frost" and row["setting"].get("frost") == "procedural"
            and not row["setting"].get("released") for row in rows):
         out.append("frost: procedural, not ImageNet-C's photographs (--frost_dir).")
     return list(dict.fromkeys(out))
+
+
+def how_far(rows):
+    """Say of each attack how far it moved pixels at most, at each of its budgets."""
+    attacks = {}
+    for row in rows:
+        if "max_linf" in row:
+            rest = {k: v for k, v in row["setting"].items()
+                    if k not in ("eps", "scale", "source", "weights")}       # by a line's name
+            words = f"{row['measure']} {in_words(rest)}".strip(), unusual(row)
+            moves = attacks.setdefault(", ".join(filter(None, words)), {})
+            size, budget = (255 * row["max_linf"], 255 * row["outside"]), show(row["setting"])
+            moves[budget] = tuple(map(max, size, moves.get(budget, size)))
+    for attack, moves in attacks.items():
+        most = ", ".join(f"{linf:.2f}" for linf, _ in moves.values())
+        budgets = f" with {', '.join(moves)}" if any(moves) else ""
+        yield (f"{attack}: a pixel moved by at most {most} of 255{budgets}, and at most "
+               f"{max(outside for _, outside in moves.values()) + 0:.2f} out of range.")
 
 
 def summary(rows, cells, names):
@@ -157,13 +164,17 @@ def summary(rows, cells, names):
             eps = row["setting"]["eps"], show(row["setting"]), unusual(row)
             found = worst.setdefault(identity(row), {})
             found[eps] = min(found.get(eps, 100), row["top1"])
+
+    def last(name, w):
+        found = [values[w] for line, values in cells.items() if line.name == name and w in values]
+        return found[-1].mean() if found else None
+
     for w, name in names.items():
-        clean, mean = ([f"{sign + value[w].mean():.1f}".lstrip("-") for line, value in cells.items()
-                        if line.name == what and w in value] or [""]
-                       for sign, what in ((0, "clean, top-1"), (-100, "mean of the 15, error")))
+        clean, error = last("clean, top-1", w), last("mean of the 15, error", w)
         texts = [" ".join(filter(None, (budget, how, f"{top1:.1f}")))
                  for (_, budget, how), top1 in sorted(worst.get(w, {}).items())]
-        body.append([name, clean[-1], mean[-1], ", ".join(texts)])
+        body.append([name, "" if clean is None else f"{clean:.1f}",
+                     "" if error is None else f"{100 - error:.1f}", ", ".join(texts)])
     text = common.table(body, ["top-1 in %", "clean", "mean of the 15 corruptions",
                                "worst attack, by budget"])
     if min(map(len, seeds.values())) == 1:

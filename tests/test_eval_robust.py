@@ -599,7 +599,7 @@ def attacked(model, name, eps, right, **more):
     """A row of an attack that left these images right."""
     row, = made_up(model, dict(fog=0))
     return row | dict(measure=name, setting=dict(eps=eps), images=len(right), right=pack(right), max_linf=eps,
-                      top1=100 * right.double().mean().item(), top5=100.0) | more
+                      outside=0.0, top1=100 * right.double().mean().item(), top5=100.0) | more
 
 
 def test_mce_is_for_imagenets_classes_at_all_severities():
