@@ -321,7 +321,7 @@ def test_zero_budget_returns_the_images_and_a_larger_one_is_kept(net, name):
     """A number, one a channel, one an image."""
     model, (x, y), attack = net[0], (t[:20] for t in net[1:]), BOUNDED[name]
     assert torch.equal(attack(model, x, y, 0.0), x)
-    tensors = EPS * torch.tensor([1.0, 0.5, 0.1]).view(3, 1, 1), EPS * torch.linspace(0, 1, 20).view(-1, 1, 1, 1)
+    tensors = EPS * torch.tensor([1.0, 0.5, 0.1]).view(3, 1, 1), EPS * torch.linspace(1, 0, 20).view(-1, 1, 1, 1)
     for eps in (EPS, 0.3, *(() if name in L1 else tensors)):
         adv = attack(model, x, y, eps)
         assert adv.shape == x.shape and adv.dtype == x.dtype and not adv.requires_grad
