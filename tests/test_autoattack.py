@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from robust import autoattack as autoattack_module
-from robust import measures, score
 from robust.attacks import fgsm
 from robust.autoattack import (apgd, apgd_t, autoattack, box_projection, dlr, fab_distance, fab_t,
                                halve, likely_targets, random_square, square, targeted_dlr)
