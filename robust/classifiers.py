@@ -22,7 +22,8 @@ DEFAULTS = vars(ViTConfig())                 # what model_config's fields are wh
 
 def rebuild(checkpoint):
     """Rebuild the ViT or FAN of a checkpoint of train_cls.py."""
-    if "cls_depth" in (checkpoint.get("model_config") or ()):
+    stored = checkpoint.get("model_config")
+    if isinstance(stored, dict) and "cls_depth" in stored:
         from fan import classifier_from_checkpoint
         return classifier_from_checkpoint(checkpoint)
     return vit_from_checkpoint(checkpoint)
