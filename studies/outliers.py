@@ -36,7 +36,7 @@ from studies import cost, differences, probe, robustness, stats
 from studies.differences import BASELINE, NONE
 from studies.robust_attentions import SCORED, USUAL
 from studies.robustness import ARMS
-from studies.where_is_s import auc, first_layer, location
+from studies.where_is_s import auc, first_layer, location, null_scores
 
 SCORES = "own", "own, untrained", "own, symmetric's weights", "|k|", "distance"
 PATCHES = [(kind, n) for kind in ("noise", "white") for n in (6, 16)]
@@ -67,9 +67,7 @@ def get_args(argv=None):
 def token_scores(model, images):
     """{name: score of each patch token (B, P)}: what layer 0 holds for an outlier; the nulls."""
     k, steps = first_layer(model, images)
-    keys = k.transpose(1, 2).flatten(2)[:, 1:]                              # (B, P, C)
-    scores = {"|k|": keys.norm(dim=2), "distance": (keys - keys.mean(1, keepdim=True)).norm(dim=2)}
-    attention = model.blocks[0].attn
+    scores, attention = null_scores(k), model.blocks[0].attn
     if attention.attn in SCORED:
         _, k, v = attention.project(model.blocks[0].norm1(model.embed(images)))
         _, score = SCORED[attention.attn](k, v)

@@ -67,6 +67,15 @@ def location(S):
     return S.abs().sum((1, 3))[:, 1:]
 
 
+def null_scores(k):
+    """Score each patch token, (B, N - 1), without S: by its key's size, and distance from the mean.
+
+    k: (B, H, N, D).
+    """
+    keys = k.transpose(1, 2).flatten(2)[:, 1:]                              # (B, P, C)
+    return {"|k|": keys.norm(dim=2), "distance": (keys - keys.mean(1, keepdim=True)).norm(dim=2)}
+
+
 def auc(score, hit):
     """AUC of the score (B, P) for the corrupted patches (B, P) bool, image by image: (B,)."""
     areas = [metrics.auroc(s, h) for s, h in zip(score, hit)]
@@ -123,10 +132,8 @@ def examine(model, images, labels, kinds):
     for kind in kinds:
         x, hit = corrupt_patches(images, kind, c.patch_size, model=model, labels=labels)
         k, steps = first_layer(model, x)
-        keys = k.transpose(1, 2).flatten(2)[:, 1:]                           # (B, P, C)
         scores = {f"S, step {i}": location(step["S"]) for i, step in enumerate(steps, 1)}
-        scores["|k|"] = keys.norm(dim=2)
-        scores["distance"] = (keys - keys.mean(1, keepdim=True)).norm(dim=2)
+        scores |= null_scores(k)
         found |= {f"{kind}: AUC of {name}": auc(score, hit) for name, score in scores.items()}
         for form, m in forms.items():
             h, right = second_input(m, x, labels)

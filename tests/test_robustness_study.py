@@ -59,6 +59,7 @@ def test_a_measure_that_half_of_the_arms_lack_gets_no_panel(monkeypatch, tmp_pat
     monkeypatch.setattr(plt, "close", drawn.append)
     differences.draw(compared, arms, tmp_path / "figure.png")
     assert [ax.get_title() for ax in drawn[0].axes if ax.get_visible()] == ["clean"]
+    assert (tmp_path / "figure.png").stat().st_size > 5000
 
 
 def test_only_seeds_that_both_arms_have_are_paired():
@@ -68,15 +69,6 @@ def test_only_seeds_that_both_arms_have_are_paired():
     assert (d.n, d.mean) == (1, 0)
     assert "Not there: symmetric seed 2, admm seed 0." in differences.tables(
         {"clean": runs}, {}, ["symmetric", "admm"])
-
-
-def test_another_arm_may_be_the_baseline():
-    runs = {("symmetric", 0): np.zeros(4), ("admm", 0): np.ones(4), ("clamp", 0): np.full(4, 0.5)}
-    arms = ["symmetric", "admm", "clamp"]
-    compared = differences.compare({"clean": runs}, arms, "admm")
-    assert {arm: d.mean for (_, arm), d in compared.items()} == dict(symmetric=-100, clamp=-50)
-    text = differences.tables({"clean": runs}, compared, arms, "admm")
-    assert "Difference to admm" in text and "-50.0" in text and "to symmetric" not in text
 
 
 def test_corruptions_are_means_over_types_and_severities():
@@ -132,14 +124,6 @@ def test_rows_from_before_a_run_was_trained_further_are_left_out(tmp_path):
                                           ("t", torch.ones(2))))
     rows = [before, now, other]
     assert differences.current(rows, {("symmetric", 0): tmp_path / "s"}) == [now]
-
-
-def test_the_figure_shows_what_was_compared(tmp_path):
-    runs = {(arm, s): np.random.default_rng(s).random(9)
-            for arm in ("symmetric", "clamp") for s in (0, 1)}
-    compared = differences.compare({"clean": runs, "pgd 1/255": runs}, ["symmetric", "clamp"])
-    differences.draw(compared, list(robustness.ARMS), tmp_path / "d.png")
-    assert (tmp_path / "d.png").stat().st_size > 5000
 
 
 @pytest.fixture
