@@ -69,6 +69,8 @@ def draw(rows, path):
 def table(paths, path):
     """Print each comparison of what is in, and draw the curves."""
     rows = in_files(paths)
+    if not rows:
+        raise ValueError(f"no rows of the evaluator beside {path} yet: `run` makes them")
     found = outcomes(rows, runs_of(rows), IMAGES)
     found = {name.replace("0.00196", "0.5/255"): runs for name, runs in found.items()}
     report(found, COMPARED, primary_of(rows))

@@ -59,7 +59,8 @@ def test_the_control_compares_each_arm_with_its_own_baseline_and_draws_every_bud
         for seed in range(3):
             right = torch.arange(images) < 500 + rise + seed
             about = dict(checkpoint=f"out/{arm}_s{seed}", images=images, right=pack(right), data="shapes",
-                         model=arm, kind=arm, weights=f"{arm}{seed}", conditions={}, top1=50 + rise / 10)
+                         model=arm, kind=arm, weights=f"{arm}{seed}", conditions={}, top1=50 + rise / 10,
+                         model_config={}, recipe="", task="classification", data_dir=None, imagenet1k=False)
             rows += [about | dict(measure="clean", setting={})]
             rows += [about | dict(measure="pgd", setting=dict(eps=b / 255, steps=20)) for b in control.BUDGETS]
             rows += [about | dict(measure="corruptions", setting=dict(type=name)) for name in corruptions.NAMES]

@@ -219,7 +219,8 @@ def test_rows_are_reported_and_drawn_in_out_and_not_beside_them(tmp_path, monkey
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--data_dir", "nowhere"], "--data_dir nowhere is not a folder"), (["--rows", "nowhere"], "nowhere: expected rows")])
+    (["--data_dir", "nowhere"], "--data_dir nowhere is not a folder"),
+    (["--rows", "nowhere"], "nowhere: expected rows")])
 def test_bad_input_is_one_clear_line(monkeypatch, tmp_path, flags, message):
     monkeypatch.setattr(sys, "argv", ["decider.py", "--out", str(tmp_path / "rows.jsonl"), *flags])
     with pytest.raises(SystemExit, match=f"^error: {message}[^\n]*$"):
