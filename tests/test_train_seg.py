@@ -20,7 +20,7 @@ from conftest import ROOT
 from data import labelled, segmentation
 from data.rng import epoch_order
 from data.labelled import SegTree
-from data.segmentation import Scenes
+from data.segmentation import Scenes, TrainingViews
 from robust import corruptions
 from robust.iou import confusion, evaluate, plain, predictions, scores
 from runs import assert_same_run, call, flags, log, make_pairs, refused
@@ -126,6 +126,11 @@ def test_a_batch_is_dealt_out_whole_and_every_sample_has_its_number():
         assert sorted(key for part in dealt[:len(keys)] for key in part) == keys
         assert all(part == keys[:1] for part in dealt[len(keys):])                           # idle: labels are ignored
     assert list(train_seg.batch_keys(args, 10, 4, 6, 0, 1)) == whole[4:]
+
+    views = TrainingViews(Scenes("train", 10, 16), 16, (1, 1), seed=1)                       # the last batch has two
+    args = Namespace(batch_size=4, seed=1, num_workers=0, distort=False)
+    last = [list(train_seg.load_batches(views, args, torch.zeros(3, 1, 1), 0, 3, rank, 4))[-1] for rank in range(4)]
+    assert [bool((labels == 255).all()) for _, labels in last] == [False, False, True, True]
 
 
 def ignore(monkeypatch, ignored):
