@@ -320,6 +320,7 @@ def test_l1_projection_is_the_nearest_point_of_the_ball():
 def test_zero_budget_returns_the_images_and_a_larger_one_is_kept(net, name):
     """A number, one a channel, one an image."""
     model, (x, y), attack = net[0], (t[:20] for t in net[1:]), BOUNDED[name]
+    before = x.clone()
     assert torch.equal(attack(model, x, y, 0.0), x)
     tensors = EPS * torch.tensor([1.0, 0.5, 0.1]).view(3, 1, 1), EPS * torch.linspace(1, 0, 20).view(-1, 1, 1, 1)
     for eps in (EPS, 0.3, *(() if name in L1 else tensors)):
@@ -330,6 +331,7 @@ def test_zero_budget_returns_the_images_and_a_larger_one_is_kept(net, name):
             assert (l1(adv - x) <= eps * (1 + 1e-6)).all()
         elif name != "noise_gaussian":                                                   # its scale is not a bound
             assert ((adv - x).abs() <= eps + 1e-6).all()
+    assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("name", {**LINF, **CASCADE})

@@ -503,6 +503,8 @@ def test_fgsm_takes_two_forward_passes_and_one_backward(small):
     x, y = source.images[index].float() / 255, source.labels[index]
     attacked = clean & (m.model(attacks.fgsm(m.model, x, y, 1 / 255)).argmax(1) == y)
     assert 0 < clean.sum() < 40 and torch.equal(unpack(row["right"], 40), attacked)
+    adv = score.attack_images(m.model, "fgsm", dict(eps=1 / 255), x, y, index, measures.CONDITIONS)
+    assert torch.equal(adv[~clean], x[~clean]) and not torch.equal(adv[clean], x[clean])
 
 
 @pytest.mark.parametrize("name", ["autoattack", "square"])
