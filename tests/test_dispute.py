@@ -45,6 +45,17 @@ def lost(name, seeds, measure, eps=None):
     return f"{values[0] - values[1]:.1f}"
 
 
+def fresh(arm, measure):
+    """Points by which an arm differs from symmetric on the seeds of results/constants."""
+    values = {name: [] for name in ("symmetric", arm)}
+    for row in (row for seed in range(5, 10) for row in rows(f"constants/s{seed}.jsonl")):
+        name = row["checkpoint"].rpartition("/")[2].rpartition("_s")[0]
+        if name in values and row["measure"] == measure:
+            values[name].append(statistics.mean(row["top1"]) if measure == "corruptions" else row["top1"])
+    assert len(set(map(len, values.values()))) == 1
+    return f"{statistics.mean(values[arm]) - statistics.mean(values['symmetric']):.1f}"
+
+
 def auc(name):
     """AUC after training in the RPC networks, mean over three seeds."""
     of = [row for row in rows("where_is_s/rows.jsonl") if "/rpc4-l1_s" in row["run"]]
@@ -80,7 +91,9 @@ MEASURED = {
         f"{kpca('values', 'softmax_s0', 'overlap', source):.3f}" for source in ("learned", "x W")],
     "orders of magnitude": lambda: [f"{kpca('jproj', 'softmax_s0', 'rel_phi', 'learned'):,.0f}"],
     "more robust": lambda: [lost("results.jsonl", range(5), "corruptions"), lost("results.jsonl", range(5), "pgd", 2),
-                            lost("cifar10.jsonl", range(3), "corruptions"), lost("cifar10.jsonl", range(3), "pgd", 1)],
+                            lost("cifar10.jsonl", range(3), "corruptions"), lost("cifar10.jsonl", range(3), "pgd", 1),
+                            *(fresh(arm, measure) for arm in ("rpc4-l1", "paper-0.1-n4")
+                              for measure in ("pgd", "corruptions"))],
     "S holds": lambda: [auc("S, step 4"), auc("distance")],
     "language model with RPC": lambda: [perplexity("rpc"), perplexity("symmetric")],
     "sees no later word": lambda: [f"{PICTURES['leak'][name]:.4f}" for name in ("all 0", "seen 0")],

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from studies import outliers, robustness
+from studies import constants, outliers, robustness
 
 RESULTS = Path(__file__).parents[1] / "results"
 SCENES, CIFAR10 = "robustness/results.jsonl", "robustness/cifar10.jsonl"
@@ -31,3 +31,17 @@ def test_tables_are_what_the_rows_say(page, tables, study, rows, flags, monkeypa
     assert found == (RESULTS / tables).read_text()
     primary = found.split("\n\n")[1]
     assert primary in (RESULTS / page).read_text()
+
+
+@pytest.mark.parametrize("page, study, rows, flags", [
+    ("constants", constants, ["constants/s?.jsonl"], []),
+])
+def test_printed_tables_are_what_the_rows_say(page, study, rows, flags, monkeypatch, tmp_path, capsys):
+    files = [str(file) for pattern in rows for file in sorted(RESULTS.glob(pattern))]
+    flags = [flag.format(tmp=tmp_path) for flag in flags]
+    monkeypatch.setattr(sys, "argv", ["x", "table", "--rows", *files, *flags])
+    study.main()
+    found = capsys.readouterr().out
+    assert found == (RESULTS / page / "tables.md").read_text()
+    for part in found.split("The primary measures")[1:3]:
+        assert part.split("\n\n")[1] in (RESULTS / page / "README.md").read_text()
