@@ -4,7 +4,7 @@
     python walkthrough.py gram leak          # some
     python walkthrough.py pap --image photo.jpg
     python walkthrough.py --out_dir assets/walkthrough        # renews the pictures in the text
-    python walkthrough.py --notebook         # or --page, --slides: text and pictures in one, weave.py
+    python walkthrough.py --notebook     # or --page, --slides: text and pictures in one: weave.py
 
 An editor runs the cells one by one; each needs the first alone. The networks are those in weights/,
 so nothing is trained but the toy of picture 7.
