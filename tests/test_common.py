@@ -312,7 +312,10 @@ def test_a_model_is_rebuilt_from_all_of_its_config_or_not_at_all(alone, task):
                              ({**stored, f"{name}s": 1}, f"{name}s is unknown")):
             with pytest.raises(ValueError, match=f"model_config is not a .*{what}"):
                 rebuild({**whole, "model_config": broken})
-    for weights in ({}, {**model.state_dict(), "more": torch.zeros(1)}):
+    with pytest.raises(ValueError, match="^it is an incomplete checkpoint of .*: it has no model$"):
+        rebuild({**whole, "model": {}})
+    first, *others = model.state_dict()
+    for weights in ({name: whole["model"][name] for name in others}, {**model.state_dict(), "more": torch.zeros(1)}):
         with pytest.raises(ValueError, match="^weights do not fit the model: [^\n]*$"):
             rebuild({**whole, "model": weights})
 

@@ -294,7 +294,8 @@ MODEL = small()
     (lambda: small(attn="rpc", rpc_layers=(0,), mu_over="all").generate(words(), 1), "mu_over='all': each new tok"),
     (lambda: lm_from_checkpoint(dict(task="classification", model={}, model_config={})), "not a .*train_lm.py"),
     (lambda: lm_from_checkpoint(dict(model={})), "not a checkpoint of train_lm.py"),
-    (lambda: lm_from_checkpoint(dict(task="language modelling", model={}, model_config=asdict(MODEL.config))),
+    (lambda: lm_from_checkpoint(dict(task="language modelling", model={"bias": MODEL.state_dict()["bias"]},
+                                     model_config=asdict(MODEL.config))),
      "weights do not fit the model: .*Missing")])
 def test_bad_input_is_one_clear_line(call, message):
     with pytest.raises(ValueError, match=message) as e:

@@ -301,7 +301,7 @@ def test_deit_and_timm_weights_and_the_released_files_are_backbones():
 
 @pytest.mark.parametrize("checkpoint,match", [
     ({"task": "segmentation", "model_config": {}, "model": {}}, "not a checkpoint of train_cls.py"),
-    ({"task": "classification", "model": {}}, "it has no model_config"),
+    ({"task": "classification", "model": {"cls_token": torch.zeros(1)}}, "it has no model_config"),
     ({"conv1.weight": torch.zeros(1)}, "not ViT weights")])
 def test_what_is_no_classifier_is_no_backbone(checkpoint, match):
     with pytest.raises(ValueError, match=match):
