@@ -173,7 +173,11 @@ def tables(found, compared, arms, baseline=BASELINE, primary=()):
 
 def report(found, groups, primary):
     """Print the tables of each group of arms, compared with the first of them."""
+    present = {arm for runs in found.values() for arm, _ in runs}
     for arms in groups:
+        if absent := [arm for arm in arms if arm not in present]:
+            print(f"{' and '.join(arms)}: no rows of {' and '.join(absent)} yet.\n")
+            continue
         own = {name: {run: right for run, right in runs.items() if run[0] in arms}
                for name, runs in found.items()}
         own = {name: runs for name, runs in own.items() if runs}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from studies import constants, outliers, robustness
+from studies import constants, control, outliers, robustness
 
 RESULTS = Path(__file__).parents[1] / "results"
 SCENES, CIFAR10 = "robustness/results.jsonl", "robustness/cifar10.jsonl"
@@ -35,6 +35,7 @@ def test_tables_are_what_the_rows_say(page, tables, study, rows, flags, monkeypa
 
 @pytest.mark.parametrize("page, study, rows, flags", [
     ("constants", constants, ["constants/s?.jsonl"], []),
+    ("control", control, ["control/s*.jsonl"], ["--out_dir", "{tmp}"]),
 ])
 def test_printed_tables_are_what_the_rows_say(page, study, rows, flags, monkeypatch, tmp_path, capsys):
     files = [str(file) for pattern in rows for file in sorted(RESULTS.glob(pattern))]
