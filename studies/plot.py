@@ -74,10 +74,11 @@ def log_curves(rows):
 def logs(folders):
     """Curves of runs over training steps: loss, evaluations, share of nonzero S, speed."""
     runs = {}
+    names = [folder.name for folder in folders]
     for folder in folders:
-        rows = common.read_log(folder / "log.jsonl")
-        runs[str(folder)] = log_curves(rows)
-        if not runs[str(folder)]:
+        name = folder.name if names.count(folder.name) == 1 else str(folder)
+        runs[name] = log_curves(common.read_log(folder / "log.jsonl"))
+        if not runs[name]:
             raise ValueError(f"{folder} holds no log.jsonl of a training run")
     panels = list(dict.fromkeys(panel for curves in runs.values() for panel in curves))
     figure, axes = plt.subplots(-(-len(panels) // 2), 2, squeeze=False,

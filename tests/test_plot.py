@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 import subprocess
 import sys
 
@@ -124,14 +125,17 @@ def test_a_log_is_drawn_as_loss_evaluations_nonzero_s_and_speed(tmp_path, monkey
         (tmp_path / name / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
     figure = plot.logs([tmp_path / "a", tmp_path / "b"])
     panels = {ax.get_title(): points(ax) for ax in figure.axes if ax.get_visible()}
-    a = str(tmp_path / "a")
     assert panels.keys() == {"loss", "top1", "images a second", "share of nonzero S"}
-    assert panels["loss"][f"{a}, training"] == [(2, 2), (4, 1)]
-    assert panels["loss"][f"{a}, evaluation"] == [(2, 1.5), (4, 0.5)]
-    assert panels["top1"][f"{tmp_path / 'b'}, evaluation"] == [(2, 30)]
-    assert panels["share of nonzero S"][f"{a}, layer 0, PAP step 2"] == [(2, 0.25)]
-    assert panels["images a second"][f"{a}, training"] == [(2, 100), (4, 200)]
-    monkeypatch.setattr(sys, "argv", ["plot", "log", a, str(tmp_path / "b")])
+    assert panels["loss"]["a, training"] == [(2, 2), (4, 1)]
+    assert panels["loss"]["a, evaluation"] == [(2, 1.5), (4, 0.5)]
+    assert panels["top1"]["b, evaluation"] == [(2, 30)]
+    assert panels["share of nonzero S"]["a, layer 0, PAP step 2"] == [(2, 0.25)]
+    assert panels["images a second"]["a, training"] == [(2, 100), (4, 200)]
+    (tmp_path / "more").mkdir()
+    shutil.copytree(tmp_path / "a", tmp_path / "more" / "a")            # two of a name: by their paths
+    twins = plot.logs([tmp_path / "a", tmp_path / "more" / "a"]).axes[0]
+    assert f"{tmp_path / 'more' / 'a'}, training" in points(twins)
+    monkeypatch.setattr(sys, "argv", ["plot", "log", str(tmp_path / "a"), str(tmp_path / "b")])
     plot.main()
     assert (tmp_path / "a" / "curves.png").stat().st_size > 5000
     (tmp_path / "c").mkdir()
