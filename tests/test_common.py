@@ -402,7 +402,9 @@ def test_rpc_layers_are_read(text, layers):
     assert common.parse_layers(text, 4) == layers
 
 
-def test_input_errors_end_in_one_line_and_bugs_keep_their_traceback():
+def test_input_errors_end_in_one_line_and_bugs_keep_their_traceback(monkeypatch):
+    monkeypatch.setattr(common, "training", None)                       # what a test before this one trained
+
     def ended(error):
         def main():
             raise error
