@@ -1,6 +1,7 @@
 r"""Was RPC given a fair chance? Its lambda, reading and number of steps chosen, then tested.
 
     python -m studies.constants test        # two settings of a pilot against symmetric, new seeds
+    python -m studies.constants test --confirm --seeds 10 11 12     # the published constants alone
     python -m studies.constants choose      # 28 to 34 short networks; scored on held-out images
     python -m studies.constants test --chosen             # their winners instead, if they differ
     python -m studies.constants table --rows results/constants/*.jsonl
@@ -150,6 +151,7 @@ def main():
     p.add_argument("--seeds", nargs="+", type=common.number(int, 0), help="default: all")
     p.add_argument("--out_dir", type=Path, default=Path("out/constants"))
     p.add_argument("--chosen", action="store_true", help="test what `choose` found")
+    p.add_argument("--confirm", action="store_true", help="test symmetric and rpc4-l1 alone")
     p.add_argument("--rows", nargs="+", type=Path, help="table: files of the evaluator's rows")
     args = p.parse_args()
     if args.task == "table":
@@ -157,7 +159,7 @@ def main():
     if args.task == "test":
         rows = scores(args.out_dir) if args.chosen else {}
         settings = dict.fromkeys(best(rows, tried(rows)).values()) if args.chosen else PILOT
-        return test(args.out_dir, args.seeds or FRESH, settings)
+        return test(args.out_dir, args.seeds or FRESH, () if args.confirm else settings)
     seeds, sets = args.seeds or SEEDS, []
     choose(args.out_dir, GRID, seeds, sets)
     choose(args.out_dir, tried(scores(args.out_dir)), seeds, sets)
