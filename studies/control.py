@@ -17,8 +17,6 @@ from pathlib import Path
 if not __package__:
     sys.exit("error: start this in the repository's folder, as: python -m studies.control")
 
-import numpy as np
-
 import common
 from studies.constants import PUBLISHED, SEVERITIES, train
 from studies.differences import outcomes, primary_of, report
@@ -45,23 +43,14 @@ def run(out_dir, arms, seeds):
 
 def draw(rows, path):
     """Draw accuracy against PGD's budget: means over seeds, bands from lowest to highest."""
-    from studies.plot import WIDTH, band, plt
-    arms = {}
-    for row in rows:
-        if row["measure"] in ("clean", "pgd"):
-            budget = 255 * row["setting"].get("eps", 0)
-            of = arms.setdefault(row["checkpoint"].rpartition("_s")[0], {})
-            of.setdefault(budget, []).append(row["top1"])
+    from studies.plot import WIDTH, by_budget, curves, plt
+    shown = by_budget([row for row in rows if row["measure"] in ("clean", "pgd")],
+                      lambda row: row["checkpoint"].rpartition("_s")[0])
     figure, ax = plt.subplots(figsize=(WIDTH, 4))
-    for i, (arm, of) in enumerate(arms.items()):
-        xs = sorted(of)
-        ax.plot(xs, [np.mean(of[x]) for x in xs], f"C{i}", marker="o", markersize=3,
-                label=f"{arm} (n = {max(map(len, of.values()))})")
-        band(ax, xs, [min(of[x]) for x in xs], [max(of[x]) for x in xs], f"C{i}")
+    curves(ax, shown.items())
     ax.set_xscale("symlog", base=2, linthresh=BUDGETS[0])
     ax.set_xticks([0, *BUDGETS], [f"{x:g}" for x in (0, *BUDGETS)])
-    ax.set(xlabel="PGD-20, budget in 1/255 of the pixel range", ylabel="accuracy in %", ylim=0)
-    ax.legend(frameon=False)
+    ax.set(xlabel="PGD-20, budget in 1/255 of the pixel range", ylabel="accuracy in %")
     figure.savefig(path)
     plt.close(figure)
 

@@ -3,7 +3,7 @@
     python -m studies.plot log out/a out/b                 # curves of training runs, side by side
     python -m studies.plot kpca out/kpca                   # whatever its CSV files allow
     python -m studies.plot kpca out/kpca --run softmax     # mean of softmax_s0, softmax_s1
-    python -m studies.plot robust out/shapes_rpc/robust    # accuracy against eps, errors by type
+    python -m studies.plot robust out/shapes_rpc/robust    # accuracy against eps
     python -m studies.plot robust out/rows --run symmetric rpc       # of some of its networks
 
 One function draws one figure: it reads the numbers in a folder and returns a figure and what it
@@ -21,7 +21,6 @@ if not __package__:
 import numpy as np
 
 import common
-from robust.corruptions import NAMES
 from robust.results import group, identity, read_rows
 from studies.probe import read_csv
 
@@ -53,21 +52,19 @@ def log_curves(rows):
     """{panel: {line: [(step, value)]}} of a run's log: losses, evaluations, S, speed."""
     curves = {}
 
-    def add(panel, name, step, value):
-        curves.setdefault(panel, {}).setdefault(name, []).append((step, value))
+    def add(panel, name, value):
+        curves.setdefault(panel, {}).setdefault(name, []).append((row["step"], value))
 
     for row in rows:
-        found, step = row.get("eval", {}), row.get("step")
-        for name, value in row.items():
-            if name in ("loss", "images_per_s", "tokens_per_s"):
-                add("loss" if name == "loss" else name.replace("_per_s", " a second"), "training",
-                    step, value)
-        for name, value in found.items():
-            if name == "loss" or isinstance(value, float) and name != "loss":
-                add(name, "evaluation", step, value)
+        for name in ("loss", "images_per_s", "tokens_per_s"):
+            if name in row:
+                add(name.replace("_per_s", " a second"), "training", row[name])
+        for name, value in row.get("eval", {}).items():
+            if isinstance(value, float):
+                add(name, "evaluation", value)
         for layer, shares in row.get("nonzero_S", {}).items():
             for i, share in enumerate(shares, 1):
-                add("share of nonzero S", f"layer {layer}, PAP step {i}", step, share)
+                add("share of nonzero S", f"layer {layer}, PAP step {i}", share)
     return curves
 
 
@@ -222,117 +219,76 @@ def kpca_gamma_layers(folder, run):
 
 # --- results.jsonl of eval_robust.py --------------------------------------------------------------
 
-CONDITIONS = {                                            # what a budget means
-    "eps in 1/255 of the pixel range": dict(space="pixel", labels="true", clip=True),
-    "eps in 1/255 of normalised units, no clipping": dict(space="normalized", labels="pred",
-                                                          clip=False)}
-
-
-def read_results(folder, measure, run):
-    """Rows of a measure, the last of each kind, of networks whose folder's name begins with run."""
-    found = []
-    for row in read_rows(folder / "results.jsonl"):
-        path = Path(row["checkpoint"])
-        name = path.parent.name if path.suffix == ".pt" else path.name
-        if row["measure"] == measure and name.startswith(run):
-            found.append(row)
-    return found
-
-
-def under(rows, conditions):
-    return [row for row in rows if conditions.items() <= row["conditions"].items()]
-
-
-def of_one_setting(rows):
-    """The largest group of rows that differ in nothing but model, budget and type."""
-    groups = {}
-    for row in rows:
-        setting = {k: v for k, v in row["setting"].items() if k not in ("eps", "type")}
-        how = json.dumps([setting, row["images"], row["conditions"]], sort_keys=True)
-        groups.setdefault(how, []).append(row)
-    return max(groups.values(), key=len, default=[])
-
-
-def by_kind(rows, x, y):
-    """y(row) by x(row): [(kind of attention, xs, means over seeds, their deviations, seeds)]."""
-    groups, kinds, found = {}, {}, []
-    for row in rows:
-        kinds[group(row)] = row["kind"]
-        groups.setdefault(group(row), {}).setdefault(x(row), []).append(y(row))
-    for name, values in groups.items():
-        means = np.array([np.mean(t) for t in values.values()])
-        stds = np.array([np.std(t, ddof=1) if len(t) > 1 else 0.0 for t in values.values()])
-        found.append((kinds[name], list(values), means, stds, max(map(len, values.values()))))
-    return found
-
-
 def budget(row):
+    """Read an attack's eps in 1/255; of clean images: 0."""
     return 255 * row["setting"].get("eps", 0)
 
 
-def sweep_panel(ax, name, rows, clean):
-    """One attack: a line a kind of attention, from its clean accuracy on."""
-    attacked = {group(row) for row in rows}
-    start = [row for row in clean if group(row) in attacked]
-    found = by_kind(sorted(start + rows, key=budget), budget, lambda row: row["top1"])
-    for i, (kind, xs, mean, std, n) in enumerate(found):
-        ax.plot(xs, mean, f"C{i}", marker="o", markersize=3, label=f"{kind} (n = {n})")
-        band(ax, xs, mean - std, mean + std, f"C{i}")
-    images = f", {rows[0]['images']:,} images" if rows else ""
-    clean = f"; clean: {start[0]['images']:,}" if start else ""
-    ax.set(title=f"{name.upper()}{images}{clean}", ylim=(0, None))
+def by_budget(rows, name_of):
+    """Sort top-1 accuracies of all seeds: {network: {budget: [per cent]}}. name_of: of a row."""
+    found = {}
+    for row in rows:
+        found.setdefault(name_of(row), {}).setdefault(budget(row), []).append(row["top1"])
+    return found
+
+
+def curves(ax, networks):
+    """Draw accuracy against the budget: means over seeds, bands from lowest to highest.
+
+    networks: pairs of a name and {budget: [per cent]}.
+    """
+    for i, (name, of) in enumerate(networks):
+        xs, n = sorted(of), max(map(len, of.values()))
+        ax.plot(xs, [np.mean(of[x]) for x in xs], f"C{i}", marker="o", markersize=3,
+                label=f"{name} (n = {n})")
+        band(ax, xs, [min(of[x]) for x in xs], [max(of[x]) for x in xs], f"C{i}")
+    ax.set_ylim(0)
+    ax.legend(frameon=False)
+
+
+def attacks(rows):
+    """Sort rows of FGSM and PGD: {(name, all but the budget): rows}, of two budgets and more."""
+    groups = {}
+    for row in rows:
+        if row["measure"] in ("fgsm", "pgd"):
+            how = {k: v for k, v in row["setting"].items() if k != "eps"}
+            how = json.dumps([how, row["conditions"], row["images"]], sort_keys=True)
+            groups.setdefault((row["measure"], how), []).append(row)
+    return {how: own for how, own in groups.items() if len({budget(row) for row in own}) > 1}
 
 
 def sweep(folder, run):
-    """Fig. 3 (left): accuracy against the budget, FGSM and PGD; mean over seeds, band: one std."""
-    attacks = {name: read_results(folder, name, run) for name in ("fgsm", "pgd")}
-    clean = sorted(read_results(folder, "clean", run), key=lambda row: row["images"])
-    clean = list({identity(row): row for row in clean}.values())          # the most images of each
-    shown = {}
-    for unit, conditions in CONDITIONS.items():
-        fgsm, pgd = parts = [of_one_setting(under(rows, conditions)) for rows in attacks.values()]
-        if len({budget(row) for row in fgsm + pgd}) > 1:
-            shown[unit] = parts
-    if not shown:
+    """Fig. 3 (left): accuracy against the budget, a panel each way to attack; over seeds."""
+    rows = [row for row in read_rows(folder / "results.jsonl") if folder_of(row).startswith(run)]
+    panels = attacks(rows)
+    if not panels:
         return None, "FGSM or PGD at two budgets and more by eval_robust.py"
-    figure, axes = plt.subplots(len(shown), 2, figsize=(WIDTH, 3.4 * len(shown)), sharey=True,
-                                squeeze=False)
-    for row, (unit, parts) in zip(axes, shown.items()):
-        for ax, name, rows in zip(row, attacks, parts):
-            sweep_panel(ax, name, rows, clean)
-            ax.set_xlabel(unit)
-            if rows:
-                ax.legend(frameon=False)
-        row[0].set_ylabel("top-1 accuracy in %")
+    clean = sorted((row for row in rows if row["measure"] == "clean"), key=lambda r: r["images"])
+    clean = {identity(row): row for row in clean}                         # the most images of each
+    figure, axes = plt.subplots(-(-len(panels) // 2), 2, sharey=True, squeeze=False,
+                                figsize=(WIDTH, 3.4 * -(-len(panels) // 2)))
+    for ax, ((name, _), own) in zip(axes.flat, panels.items()):
+        kinds = {group(row): row["kind"] for row in own}
+        start = [row for row in clean.values() if identity(row) in map(identity, own)]
+        found = by_budget(start + own, group)
+        ax.set(title=f"{name.upper()}, {own[0]['images']:,} images", ylabel="top-1 accuracy in %",
+               xlabel=f"eps in 1/255, {own[0]['conditions']['space']} units, clean at 0")
+        curves(ax, [(kinds[of], values) for of, values in found.items()])
+    for ax in axes.flat[len(panels):]:
+        ax.set_visible(False)
     return figure, ""
 
 
-def corruptions(folder, run):
-    """Top-1 error of every corruption type, mean of severities and seeds, with one std."""
-    rows = under(read_results(folder, "corruptions", run), next(iter(CONDITIONS.values())))
-    if not rows:
-        return None, "the corruptions of eval_robust.py"
-    most = max(row["images"] for row in rows)                               # of several runs
-    rows = sorted(of_one_setting(row for row in rows if row["images"] == most),
-                  key=lambda row: NAMES.index(row["setting"]["type"]))
-    found = by_kind(rows, lambda row: row["setting"]["type"],
-                    lambda row: 100 - np.mean(row["top1"]))
-    figure, ax = plt.subplots(figsize=(WIDTH, 3.8))
-    for i, (kind, types, mean, std, n) in enumerate(found):
-        x = np.arange(len(types)) + (i - (len(found) - 1) / 2) * 0.8 / len(found)
-        ax.bar(x, mean, 0.8 / len(found), yerr=std, capsize=1.5, error_kw={"linewidth": 0.8},
-               label=f"{kind} (n = {n})")
-    names = [t.replace("_", " ") for t in types]
-    ax.set_xticks(range(len(types)), names, rotation=40, ha="right")
-    ax.set_ylabel(f"top-1 error in %, {most} images")
-    ax.legend(frameon=False, ncols=2)
-    return figure, ""
+def folder_of(row):
+    """Name the run of a row's network by its folder."""
+    path = Path(row["checkpoint"])
+    return path.parent.name if path.suffix == ".pt" else path.name
 
 
 # --- the command ----------------------------------------------------------------------------------
 
 FIGURES = {"kpca": {"loss": kpca_loss, "gamma": kpca_gamma, "gamma_layers": kpca_gamma_layers},
-           "robust": {"sweep": sweep, "corruptions_error": corruptions}}
+           "robust": {"sweep": sweep}}
 FILES = {"kpca": ("*.csv", "holds no CSV file of studies.kernel_pca"),
          "robust": ("results.jsonl", "has no results.jsonl of eval_robust.py")}
 

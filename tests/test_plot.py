@@ -48,70 +48,30 @@ def sweep_rows(conditions, **more):
 CURVE = {"rpc (n = 2)": [(0, 85), (1, 50), (2, 25)]}
 
 
-def test_the_curve_is_the_mean_over_seeds_from_the_clean_accuracy_on(tmp_path):
-    write(tmp_path, sweep_rows(PIXEL) + [row("rpc", 0, "clean", 10, images=7),       # of fewer images
-                                         row("softmax", 0, "clean", 99)])            # not attacked
+def test_a_curve_is_the_mean_over_seeds_from_the_clean_accuracy_on_in_a_panel_of_its_own_for_each_way(tmp_path):
+    longer = [row("rpc", 0, "pgd", 9 - k, eps=k / 255, steps=100) for k in (1, 2)]
+    other = [row("rpc", 0, "pgd", 0, eps=1 / 255, images=9), row("rpc", 0, "fgsm", 5, eps=1 / 255)]      # one budget
+    clean = [row("rpc", 0, "clean", 10, images=7), row("softmax", 0, "clean", 99)]           # few images; not attacked
+    write(tmp_path, sweep_rows(PIXEL) + clean + longer + other + sweep_rows(PAPER))
     figure, _ = plot.sweep(tmp_path, "")
-    fgsm, pgd = figure.axes
-    assert points(pgd) == CURVE and points(fgsm) == {}
-    assert (fgsm.get_title(), pgd.get_title()) == ("FGSM", "PGD, 50 images; clean: 100")
-    write(tmp_path, [row("rpc", 0, "pgd", 9 - k, eps=k / 255) for k in (1, 2)])
-    assert plot.sweep(tmp_path, "")[0].axes[1].get_title() == "PGD, 50 images"
-
-
-def test_budgets_in_pixels_and_in_the_papers_units_are_two_panels(tmp_path):
-    write(tmp_path, sweep_rows(PAPER))
-    figure, _ = plot.sweep(tmp_path, "")
-    assert points(figure.axes[1]) == CURVE
-    assert "normalised" in figure.axes[1].get_xlabel()
-    write(tmp_path, sweep_rows(PAPER) + [row("rpc", 0, "pgd", 5, eps=s / 255) for s in (1, 2)])
-    figure, _ = plot.sweep(tmp_path, "")
-    assert points(figure.axes[1]) == {"rpc (n = 2)": [(0, 85), (1, 5), (2, 5)]}
-    assert points(figure.axes[3]) == CURVE
-
-
-def test_an_attack_with_other_settings_is_no_further_seed(tmp_path):
-    longer = [row("rpc", 0, "pgd", 0, eps=1 / 255, steps=100), row("rpc", 0, "pgd", 0, eps=1 / 255, images=9)]
-    write(tmp_path, sweep_rows(PIXEL) + longer)
-    assert points(plot.sweep(tmp_path, "")[0].axes[1]) == CURVE
-    errors = [row("rpc", seed, "corruptions", [50], type="fog", severities=[3]) for seed in (0, 1)]
-    write(tmp_path, [*errors, row("rpc", 0, "corruptions", [0], type="fog", severities=[5])])
-    bar, = plot.corruptions(tmp_path, "")[0].axes[0].patches
-    assert bar.get_height() == 50
-
-
-def test_one_budget_is_no_curve(tmp_path):
-    write(tmp_path, [row("rpc", 0, "clean", 9), row("rpc", 0, "pgd", 5, eps=1 / 255)])
+    panels = [ax for ax in figure.axes if ax.get_visible()]
+    assert [points(ax) for ax in panels] == [CURVE, {"rpc (n = 1)": [(0, 90), (1, 8), (2, 7)]}, CURVE]
+    assert [ax.get_title() for ax in panels] == ["PGD, 50 images"] * 3
+    assert ["normalized" in ax.get_xlabel() for ax in panels] == [False, False, True]
+    band = panels[0].collections[0].get_paths()[0].vertices
+    assert {round(y) for x, y in band if x == 1} == {40, 60}
+    write(tmp_path, other)
     assert plot.sweep(tmp_path, "")[0] is None
 
 
 def test_networks_of_two_sizes_are_two_lines_and_run_takes_one(tmp_path, monkeypatch):
-    write(tmp_path, sweep_rows(PIXEL) + sweep_rows(PIXEL, size="micro"))
-    figure, _ = plot.sweep(tmp_path, "")
-    assert len(figure.axes[1].lines) == 2
-    files = [r | dict(checkpoint=f"{r['checkpoint']}/last.pt") for r in sweep_rows(PIXEL)]
-    (tmp_path / "files").mkdir()
-    write(tmp_path / "files", files)
-    assert len(plot.read_results(tmp_path / "files", "pgd", "nano_rpc_s0")) == 2
+    files = [r | dict(checkpoint=f"{r['checkpoint']}/last.pt") for r in sweep_rows(PIXEL, size="micro")]
+    write(tmp_path, sweep_rows(PIXEL) + files)
+    assert len(plot.sweep(tmp_path, "")[0].axes[0].lines) == 2
     monkeypatch.setattr(sys, "argv", ["plot", "robust", str(tmp_path), "--run", "micro", "other"])
     plot.main()
     assert [path.name for path in tmp_path.glob("*.png")] == ["sweep_micro_other.png"]
-    figure, _ = plot.sweep(tmp_path, ("micro", "other"))
-    assert points(figure.axes[1]) == CURVE
-
-
-def test_bars_are_errors_averaged_over_severities_and_seeds(tmp_path):
-    write(tmp_path, [row("rpc", 0, "corruptions", [80, 60], type="snow"),
-                     row("rpc", 1, "corruptions", [50, 50], type="snow"),
-                     row("rpc", 0, "corruptions", [90, 90], type="fog"),
-                     row("rpc", 1, "corruptions", [90, 70], type="fog"),
-                     row("rpc", 0, "corruptions", [0, 0], images=3, type="fog"),     # another run
-                     row("rpc", 0, "corruptions", [0, 0], PAPER, type="snow")])
-    figure, _ = plot.corruptions(tmp_path, "")
-    ax, = figure.axes
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["snow", "fog"]
-    assert [bar.get_height() for bar in ax.patches] == pytest.approx([40, 15])
-    assert ax.get_ylabel() == "top-1 error in %, 50 images"
+    assert points(plot.sweep(tmp_path, ("micro", "other"))[0].axes[0]) == CURVE
 
 
 # --- other figures, the command -------------------------------------------------------------------
