@@ -313,7 +313,7 @@ class Log:
             tmp.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return rows
 
-    def lock(self):
+    def lock(self, does="trains"):
         """Keep other processes out of this folder while the Log lives; ValueError names who has it.
 
         The system frees the lock of a process that dies, so none is left behind.
@@ -324,7 +324,7 @@ class Log:
                 fcntl.lockf(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             self.held.seek(0)
-            raise ValueError(f"{self.path.parent}: process {self.held.read()} trains there; stop "
+            raise ValueError(f"{self.path.parent}: process {self.held.read()} {does} there; stop "
                              f"it first, or choose another --out_dir") from None
         self.held.truncate(0)
         print(f"{os.getpid()} on {socket.gethostname()}", end="", file=self.held, flush=True)

@@ -110,15 +110,16 @@ def check_names(weights, family, *names):
                          f"{found}, ...")
 
 
-def resize_pos_embed(pos_embed, grid, mode, old=None):
-    """Interpolate positions (1, 1 + old h * old w, C) for a grid (h, w), but the class token's.
+def resize_pos_embed(pos_embed, grid, mode):
+    """Interpolate positions (1, 1 + side * side, C) for a grid (h, w), but the class token's.
 
-    mode: of F.interpolate. old: (h, w), square if not given. ValueError if that does not fit.
+    mode: of F.interpolate. Raises ValueError if they are of no square.
     """
-    h, w = old or [math.isqrt(pos_embed.shape[1] - 1)] * 2
-    if h * w != pos_embed.shape[1] - 1:
-        raise ValueError(f"pos_embed has {pos_embed.shape[1]} positions, expected 1 + {h} x {w}")
-    patches = pos_embed[:, 1:].mT.unflatten(2, (h, w))
+    side = math.isqrt(pos_embed.shape[1] - 1)
+    if side * side != pos_embed.shape[1] - 1:
+        raise ValueError(f"pos_embed has {pos_embed.shape[1]} positions, expected 1 + {side} x "
+                         f"{side}")
+    patches = pos_embed[:, 1:].mT.unflatten(2, (side, side))
     patches = F.interpolate(patches, size=tuple(grid), mode=mode, align_corners=False)
     return torch.cat([pos_embed[:, :1], patches.flatten(2).mT], 1)
 

@@ -96,15 +96,14 @@ def rows(models, job, source, args, other=None):
 
     Corruptions are made once for several models; any other measure is of one.
     """
-    (name, setting, conditions), index, m = job.measure, job.index, models[0]
+    name, m = job.measure.name, models[0]
     if name == "clean":
-        return [score.clean_row(m, source, index, args)]
+        return [score.clean_row(m, job, args)]
     if name == "corruptions":
-        return score.corruption_rows(models, source, index, setting, args)
+        return score.corruption_rows(models, job, args)
     if name in FOLDERS:
-        return [score.folder_row(m, name, job.images, index, source, args)]
-    victim = other.model if name == "transfer" else None
-    return [score.attack_row(m, name, setting, conditions, source, index, args, victim)]
+        return [score.folder_row(m, job, source, args)]
+    return [score.attack_row(m, job, args, other.model if name == "transfer" else None)]
 
 
 # --- pictures ------------------------------------------------------------------------------------
@@ -123,10 +122,9 @@ def save_pictures(models, source, todo, args):
     x = images.float() / 255
     asked = [one for one in todo if one.name == "pgd"]
     asked = asked or measures.plan(["pgd"], args.task, args.preset, args.eps)
-    name, setting, conditions = max(asked, key=lambda one: one.setting["eps"])
+    measure = max(asked, key=lambda one: one.setting["eps"])
     for i, m in enumerate(models):
-        adv = score.attack_images(m.model, name, setting, x, labels, index, conditions,
-                                  seed=args.seed, batch_size=args.batch_size)
+        adv = score.attack_images(m.model, measure, x, labels, index, args)
         bound = (adv - x).abs().amax().clamp(min=1e-6)
         shown = torch.cat([x, adv.clamp(0, 1), 0.5 + (adv - x) / (2 * bound)])
         save_grid(Path(args.out_dir, f"attacks_{i}.png"), shown, columns=len(x), zoom=zoom)

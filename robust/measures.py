@@ -47,10 +47,11 @@ PRESETS = {
     "default": dict(conditions=CONDITIONS, eps=[k / 255 for k in (1, 2, 4, 8)]),
     "paper": dict(conditions=dict(space="normalized", labels="pred", clip=False),
                   eps=[k / 255 for k in range(1, 7)], noise=dict(scale=0.3), sld=dict(rescale=True),
-                  spsa=dict(eps=0.1, centre="legacy"), cw=dict(confidence=10.0),
-                  square=dict(clip=True), autoattack=dict(clip=True),
-                  adaptive_autoattack=dict(clip=True)),             # these three do in any case
+                  spsa=dict(eps=0.1, centre="legacy"), cw=dict(confidence=10.0)),
 }
+# These gather the images that still stand, so that batches stay full; and they keep to [0, 1] in
+# any space, as the code of AutoAttack does, which the released harness calls on normalised images.
+GATHERING = ("square", "autoattack", "adaptive_autoattack")
 # Images per measure without --limit: minutes on the embedded scenes; elsewhere all, but for attacks
 # that take hours.
 SCENES = dict(dict.fromkeys(ATTACKS, 80), corruptions=320, noise=640, fgsm=640, pgd=160,
@@ -152,7 +153,7 @@ def defaults(name, preset, eps):
     if "eps" in values and name != "sld" and (eps or values["eps"] is None):
         values["eps"] = eps or chosen["eps"]
     if name in ATTACKS:
-        values |= {k: values.get(k, v) for k, v in chosen["conditions"].items()}
+        values |= chosen["conditions"] | (dict(clip=True) if name in GATHERING else {})
     return values
 
 
@@ -204,7 +205,7 @@ def plan(texts, task, preset="default", eps=None):
 
 def check_measure(text, name, setting, conditions):
     """ValueError for settings that contradict each other."""
-    if name.endswith(("autoattack", "square")) and not conditions["clip"]:
+    if name in GATHERING and not conditions["clip"]:
         raise ValueError(f"--measures {text!r}: {name} keeps to [0, 1] in any case, expected "
                          "clip=yes")
     if setting.get("restarts", 1) > 1 and not setting["random_start"]:

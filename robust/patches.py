@@ -16,11 +16,11 @@ KINDS = ("noise", "black", "white", "gaussian", "pixels", "adversarial")
 PLACES, VALUES = (0, 70), (0, 71)                          # seed, what a random number is for
 
 
-def corrupt_patches(images, kind, patch, *, n=6, pixels=12, sigma=0.3, model=None, labels=None):
+def corrupt_patches(images, kind, patch, *, n=6, model=None, labels=None):
     """Images (B, 3, S, S) float in [0, 1], corrupted, and which patches were, (B, P) bool.
 
     kind: n patches of uniform noise, black or white, or with Gaussian noise of standard deviation
-    sigma added ("gaussian"); single pixels of random colour ("pixels"), whose patches count; one
+    0.3 added ("gaussian"); 12 single pixels of random colour ("pixels"), whose patches count; one
     block of 2 x 2 patches that raises the model's loss on labels ("adversarial", in 20 steps).
     patch: its side in pixels, divides S. Image i is number i of the random numbers.
     """
@@ -34,12 +34,12 @@ def corrupt_patches(images, kind, patch, *, n=6, pixels=12, sigma=0.3, model=Non
 
     values = uniform(index, images[0].numel(), *VALUES).view_as(images)
     if kind == "pixels":
-        at = choose(index, pixels, size * size).view(B, 1, size, size)
+        at = choose(index, 12, size * size).view(B, 1, size, size)
         hit = F.max_pool2d(at.float(), patch).flatten(1) > 0
         return torch.where(at, values, images), hit
 
     new = dict(noise=values, black=torch.zeros_like(images), white=torch.ones_like(images),
-               gaussian=(images + sigma * normal(values)).clamp(0, 1))
+               gaussian=(images + 0.3 * normal(values)).clamp(0, 1))
     hit = choose(index, n, side * side)
     return torch.where(to_pixels(hit, side, patch), new[kind], images), hit
 

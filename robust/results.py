@@ -12,7 +12,6 @@ came about (seconds, torch, hardware, ...).
 import argparse
 import base64
 import csv
-import json
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -80,18 +79,14 @@ def unpack(text, n):
 def read_rows(path):
     """Read the rows of a results.jsonl, or of the one in a folder: a list; of twins the later one.
 
-    A line that a kill cut short is left out. Raises ValueError naming a line that is no row.
+    A line that a kill cut short is left out. Raises ValueError naming what is no row.
     """
     path, rows = Path(path), {}
     path = path / "results.jsonl" if path.is_dir() else path
-    for i, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), 1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        missing = [name for name in FIELDS if not isinstance(row, dict) or name not in row]
+    for row in common.read_log(path):
+        missing = [name for name in FIELDS if name not in row]
         if missing:
-            raise ValueError(f"{path}, line {i} is no row of eval_robust.py: it has no "
+            raise ValueError(f"{path}: {str(row)[:60]} is no row of eval_robust.py: it has no "
                              f"{missing[0]}")
         rows[key(row)] = row
     return list(rows.values())

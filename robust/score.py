@@ -20,9 +20,10 @@ from data.batches import Split, image_batches
 from data.imagenet import ImageTree
 from data.rng import epoch_order
 from robust import attacks, corruptions, metrics
-from robust.measures import ATTACKS, FOLDERS, SCENES, SLOW
+from robust.measures import ATTACKS, FOLDERS, GATHERING, SCENES, SLOW
 from robust.results import pack, show
 
+STAGES = "clean", "apgd-ce", "apgd-t", "fab-t", "square"                           # of autoattack
 
 # --- images --------------------------------------------------------------------------------------
 
@@ -92,6 +93,13 @@ def hits(logits, labels):
     return torch.stack([right[:, 0], right.any(1)], 1).float()
 
 
+def ask(m, x, labels, args):
+    """Ask a model about pixels x, in batches: its `hits`."""
+    with common.autocast(args.device, args.amp):
+        logits = attacks.forward(m.model, x, args.batch_size)
+    return hits(logits.float(), labels)
+
+
 @torch.no_grad()
 def find_right(models, loaded, transforms, n, args):
     """Find which of n images are right, and right among five, in each form: (models, transforms,
@@ -106,9 +114,7 @@ def find_right(models, loaded, transforms, n, args):
         for j, transform in enumerate(transforms):
             x = transform(*batch)
             for i, m in enumerate(models):
-                with common.autocast(args.device, args.amp):
-                    logits = attacks.forward(m.model, x, args.batch_size)
-                    found[i, j, place] = hits(logits.float(), labels)
+                found[i, j, place] = ask(m, x, labels, args)
     return common.all_sum(found).cpu().double()
 
 
@@ -133,9 +139,10 @@ def unchanged(images, *_):
     return images.float() / 255
 
 
-def clean_row(m, source, index, args):
+def clean_row(m, job, args):
     """Measure top-1 and top-5."""
-    found = find_right([m], batches(source, index, args, "clean"), [unchanged], len(index), args)
+    loaded = batches(job.images, job.index, args, "clean")
+    found = find_right([m], loaded, [unchanged], job.n, args)
     return outcome(found[0, 0])
 
 
@@ -169,12 +176,13 @@ def released(args, source, size, name, severity):
     return found
 
 
-def corruption_rows(models, source, index, setting, args):
+def corruption_rows(models, job, args):
     """Measure one corruption, made or read once for all models: top-1 and top-5 per severity.
 
     Images from files are resized bilinear, not bicubic, before they are corrupted: so ImageNet-C
     was made.
     """
+    source, setting = job.images, job.measure.setting
     name, severities = setting["type"], setting["severities"]
     if args.corrupted_dir:
         size = models[0].size
@@ -185,7 +193,7 @@ def corruption_rows(models, source, index, setting, args):
             source.resample = "bilinear"
         parts = [(source, [partial(corrupted, setting=setting, severity=severity, args=args)
                            for severity in severities])]
-    found = [find_right(models, batches(images, index, args, name), forms, len(index), args)
+    found = [find_right(models, batches(images, job.index, args, name), forms, job.n, args)
              for images, forms in parts]
     return [together([outcome(hit) for hit in own]) for own in torch.cat(found, 1)]
 
@@ -202,15 +210,17 @@ def kept_logits(m, source, index, columns, args):
     return common.all_sum(out).cpu().double()
 
 
-def folder_row(m, name, tree, index, source, args):
+def folder_row(m, job, source, args):
     """Measure accuracy over their 200 classes on ImageNet-A, -R; on ImageNet-O how well confidence
     tells its images from val's.
 
-    tree: the folder, with the labels of all classes; the kept classes are those that have a folder.
+    job.images: the folder, with the labels of all classes; the kept classes are those that have a
+    folder. source: val.
     """
+    tree, index = job.images, job.index
     columns = tree.labels.unique()                        # sorted, as the folders' names are
     logits = kept_logits(m, tree, index, columns, args)
-    if name != "imagenet_o":
+    if job.measure.name != "imagenet_o":
         labels = torch.searchsorted(columns, tree.labels[index])
         return dict(outcome(hits(logits, labels)), classes=len(columns))
     inside = torch.isin(source.labels, columns).nonzero()[:, 0]
@@ -238,39 +248,38 @@ class Normalized(torch.nn.Module):
         return self.model(z * self.std + self.mean)
 
 
-def attack_images(model, name, setting, images, labels, index, conditions, *, seed=0,
-                  batch_size=512, trace=None):
-    """Attack images (b, 3, S, S) in [0, 1] under these conditions (space, labels, clip).
+def attack_images(model, measure, images, labels, index, args, *, draw=0, trace=None):
+    """Attack images (b, 3, S, S) in [0, 1]. measure: name, setting and conditions of the attack.
 
-    Returns pixels, in [0, 1] only where clipped. Images are attacked batch_size at a time, those
-    that are wrong already left out before. trace: a list that receives autoattack's stages,
-    with standing (b,): not changed so far, and right (b,): standing, and of the true class.
+    Returns pixels, in [0, 1] only where clipped. Images are attacked args.batch_size at a time,
+    those that are wrong already left out before. draw: of noise. trace: a list that receives
+    autoattack's stages, with standing (b,): not changed so far, and right (b,): standing, and of
+    the true class.
     """
-    # the released harness calls AutoAttack, of which Square is a part: it clamps to [0, 1] anyway
-    own_clip = name.endswith(("autoattack", "square"))
-    normalized = conditions["space"] == "normalized"
-    x = images
+    name, setting, conditions = measure
+    normalized, x = conditions["space"] == "normalized", images
     if normalized:
         model = Normalized(model)
         x = (x - model.mean) / model.std
-        x = x.clamp(0, 1) if own_clip else x   # the first thing it does to a normalised image
-    target, todo = aim(model, name, x, labels, conditions["labels"], batch_size)
+        x = x.clamp(0, 1) if name in GATHERING else x     # the first thing they do, in any space
+    target, todo = aim(model, name, x, labels, conditions["labels"], args.batch_size)
 
-    how = {k: v for k, v in setting.items() if k not in ("source", "weights")}
-    how["clip"] = conditions["clip"] or own_clip
+    how = {k: v for k, v in setting.items() if k not in ("draws", "source", "weights")}
+    how["clip"] = conditions["clip"]
     rows = todo.nonzero()[:, 0]
-    parts = rows.split(batch_size)
+    parts = rows.split(args.batch_size)
+    if name in GATHERING:
+        parts, how["batch_size"] = [rows], args.batch_size
     if name == "fgsm":
         how["keep_wrong"] = True
-    if name.endswith(("autoattack", "square")):
-        parts = [rows]                                    # they gather the survivors themselves
-        how["batch_size"] = batch_size
+    if name == "noise":
+        how["draw"] = draw
     if trace is not None:
-        how["trace"] = trace
+        how.update(trace=trace, progress=args.rank == 0)
     x = x.clone()
     for on in parts if len(rows) else ():
         if name not in ("fgsm", "sld", "cw"):
-            how.update(seed=seed, index=index[on])
+            how.update(seed=args.seed, index=index[on])
         x[on] = ATTACKS[name](model, x[on], target[on], **how)
 
     for stage in trace or ():
@@ -295,58 +304,46 @@ def widest(device):
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-class Attacked:
-    """An attack as a transform for `find_right`; notes how far images move, and the stages."""
-
-    def __init__(self, model, name, setting, conditions, n, args):
-        self.how = dict(conditions=conditions, seed=args.seed, batch_size=args.batch_size)
-        self.model, self.name, self.cascade = model, name, name.endswith("autoattack")
-        self.setting = {k: v for k, v in setting.items() if k != "draws"}
-        if self.cascade:
-            self.setting["progress"] = args.rank == 0
-        self.moved = torch.zeros(n, 4, dtype=widest(args.device), device=args.device)
-        self.stages = torch.zeros(5, n, 2, device=args.device)            # standing, right: 0 or 1
-
-    def __call__(self, images, labels, numbers, place, **draw):
-        x, trace = images.float() / 255, [] if self.cascade else None
-        adv = attack_images(self.model, self.name, {**self.setting, **draw}, x, labels, numbers,
-                            trace=trace, **self.how)
-        move = (adv - x).flatten(1).to(self.moved.dtype)
-        outside = torch.maximum(-adv.flatten(1).amin(1), adv.flatten(1).amax(1) - 1).clamp(min=0)
-        norms = (move.norm(math.inf, 1), move.norm(2, 1), move.norm(1, 1), outside)
-        # Linf, L2, L1, outside: of all draws
-        self.moved[place] = torch.maximum(self.moved[place], torch.stack(norms, 1))
-        for i, stage in enumerate(trace or ()):
-            self.stages[i, place] = torch.stack([stage["standing"], stage["right"]], 1).float()
-        return adv
+def moves(adv, x):
+    """Measure how far images moved: Linf, L2, L1, and how far outside [0, 1] they are, (b, 4)."""
+    move = (adv - x).flatten(1).to(widest(x.device))
+    outside = torch.maximum(-adv.flatten(1).amin(1), adv.flatten(1).amax(1) - 1).clamp(min=0)
+    return torch.stack([move.norm(math.inf, 1), move.norm(2, 1), move.norm(1, 1), outside], 1)
 
 
-def attack_row(m, name, setting, conditions, source, index, args, victim=None):
+@torch.no_grad()
+def attack_row(m, job, args, victim=None):
     """Measure one attack on one model. victim: the model it is made on, if another.
 
     Returns accuracy in percent, the largest and the median perturbation in pixel units over the
     images attacked, the pixel range, and for some attacks more: autoattack's accuracy after each
-    stage, cw's at fixed L2 radii.
+    stage, cw's at fixed L2 radii. Of several draws the largest move counts.
     """
-    n = len(index)
-    attack = Attacked(victim or m.model, name, setting, conditions, n, args)
-    loaded = batches(source, index, args, f"{name} {show(setting)}, {m.about['model']}")
-    if attack.cascade or name == "square":
-        loaded = joined(loaded)                           # batches stay full as images leave
-    draws = [attack]
-    if name == "noise":
-        draws = [partial(attack, draw=draw) for draw in range(setting["draws"])]
-    hit = find_right([m], loaded, draws, n, args)[0]
-    moved, stages = (common.all_sum(x).cpu().double() for x in (attack.moved, attack.stages))
+    (name, setting, _), n, device = job.measure, job.n, args.device
+    draws, cascade = setting.get("draws", 1), name.endswith("autoattack")
+    hit = torch.zeros(draws, n, 2, device=device)                                # 0 or 1
+    moved = torch.zeros(n, 4, dtype=widest(device), device=device)
+    stages = torch.zeros(len(STAGES), n, 2, device=device)        # standing, right: 0 or 1
+    label = f"{name} {show(setting)}, {m.about['model']}"
+    loaded = batches(job.images, job.index, args, label)
+    for images, labels, numbers, place in joined(loaded) if name in GATHERING else loaded:
+        x, trace = images.float() / 255, [] if cascade else None
+        for draw in range(draws):
+            adv = attack_images(victim or m.model, job.measure, x, labels, numbers, args,
+                                draw=draw, trace=trace)
+            hit[draw, place] = ask(m, adv, labels, args)
+            moved[place] = torch.maximum(moved[place], moves(adv, x))
+        for i, stage in enumerate(trace or ()):
+            stages[i, place] = torch.stack([stage["standing"], stage["right"]], 1).float()
+    hit, moved, stages = (common.all_sum(t).cpu().double() for t in (hit, moved, stages))
 
     row = together([outcome(h) for h in hit]) if len(hit) > 1 else outcome(hit[0])
     row["top1"], row["top5"] = percent(hit.mean(0).sum(0), n)
     row.update(sizes(moved))
-    if attack.cascade:
+    if cascade:
         standing, right = stages.unbind(2)
         lucky = (1 - standing) * hit[0, :, 0]             # changed, and now right
-        names = "clean", "apgd-ce", "apgd-t", "fab-t", "square"
-        row["stages"] = dict(zip(names, percent((right + lucky).sum(1), n)))
+        row["stages"] = dict(zip(STAGES, percent((right + lucky).sum(1), n)))
     if name == "cw":
         fooled, radii = hit[0, :, 0] == 0, (0.25, 0.5, 1.0, 2.0)
         within = torch.stack([(fooled & (moved[:, 1] <= r)).sum() for r in radii])

@@ -1,6 +1,5 @@
 """The evaluator's tables, from rows: on the screen, and on disk after every row."""
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -213,7 +212,7 @@ class Results:
 
     def __init__(self, folder, data, resume, rank):
         self.out, self.table = Path(folder, "results.jsonl"), Path(folder, "table.md")
-        self.data, self.file = data, None
+        self.data, self.log = data, None
         self.rows = {key(row): row for row in read_rows(self.out)}
         if self.rows and not resume:
             raise ValueError(f"--out_dir {folder} holds results: add --resume to go on from them, "
@@ -221,10 +220,9 @@ class Results:
         common.broadcast([None])                          # all have read before one writes
         if rank == 0:
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.out, "ab")
-            lock(self.file, folder)
-            text = self.out.read_bytes()
-            self.file.truncate(text.rfind(b"\n") + 1)     # a line that a kill cut short goes
+            self.log = common.Log(self.out)
+            self.log.lock("evaluates")
+            self.log.cut(0)                               # a line that a kill cut short goes
 
     def lacks(self, row):
         """Is there no row of the same model, measure, setting, conditions and images?"""
@@ -233,14 +231,10 @@ class Results:
     def add(self, row):
         """Keep a finished row."""
         self.rows[key(row)] = row
-        if not self.file:
+        if not self.log:
             return
-        try:
-            self.file.write(json.dumps(row).encode() + b"\n")
-            self.file.flush()
-            self.write_table()
-        except OSError as e:
-            raise OSError(f"cannot write {self.out} ({e.strerror})") from None
+        self.log.append(row)
+        self.write_table()
         numbers = [f"{number.name} {number.value.mean():.2f}" for number in numbers_of(row)]
         tqdm.write("  ".join([f"{row['model']:28}", *numbers,
                               f"({row['images']} {unit(row)}, {row['seconds']:.1f} s)"]))
@@ -255,16 +249,3 @@ class Results:
         text = tables([row for row in self.rows.values() if row["data"] == self.data])
         self.table.write_text(text + "\n")
         return text
-
-
-def lock(file, folder):
-    """Keep a second evaluation out of a folder, until the file is closed or the process ends."""
-    try:
-        import fcntl
-    except ImportError:                                   # not on Windows
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"--out_dir {folder}: another eval_robust.py is writing there; wait for "
-                         "it, or choose another folder") from None

@@ -54,10 +54,6 @@ def test_patches_hold_what_their_kind_says():
     changed = (x != 2).all(1)
     assert torch.equal((x != 2).any(1), changed) and (changed.sum((1, 2)) == 12).all()
     assert torch.equal(F.max_pool2d(changed[:, None].float(), 4).flatten(1) > 0, hit)
-    small_noise, _ = corrupt_patches(images, "gaussian", 4, sigma=0.1)                  # nothing is clamped
-    assert (small_noise - images).abs().gt(0).float().mean() == pytest.approx(6 / 64, abs=0.001)
-    hit = made["noise"][1]
-    assert F.unfold(small_noise, 4, stride=4).mT[hit].std() == pytest.approx(0.1, abs=0.003)
 
 
 def test_an_adversarial_block_raises_the_loss_inside_four_patches():
