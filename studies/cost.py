@@ -4,7 +4,7 @@
     python -m studies.cost --clock cpu --threads 1      # on a machine that does other work, too
     python -m studies.cost --batch_size 256             # a GPU wants more to do
     python -m studies.cost language                     # a training step of a language model
-    python -m studies.cost memory --tokens 4097         # what one attention keeps, step by step
+    python -m studies.cost memory                       # what one attention keeps, step by step
 
 The paper's "1.22M flop/sample" are 1.22 G multiply-adds: its M is G, and true FLOPs are twice that.
 Norms are counted as fvcore does, 5 N C each: only so do all five rows round to the paper's. Softmax
@@ -23,6 +23,7 @@ PyTorch's attention written out (SDPBackend.MATH), which keeps (B, H, N, N) as w
 """
 
 import argparse
+import csv
 import datetime
 import gc
 import math
@@ -34,6 +35,7 @@ from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from multiprocessing import get_context
+from pathlib import Path
 from statistics import median
 
 if not __package__:
@@ -44,6 +46,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
 
 import common
@@ -65,15 +68,7 @@ MODELS = {                                              # the settings of ViTCon
     "fan rpc 4iter/layer1": dict(attn="rpc", n_iter=4),
 }
 NORMS = {nn.LayerNorm: 5, nn.BatchNorm2d: 2}            # operations a number, as fvcore counts
-# Table 11: parameters, flop/sample, seconds per sample and MB, each in training and in test.
-PAPER = {
-    "symmetric": ("5.2M", "1.17M", 0.079, 0.010, 1435, 1181),
-    "rpc 4iter/layer1": ("5.2M", "1.22M", 0.082, 0.010, 1441, 1181),
-    "rpc 5iter/layer1": ("5.2M", "1.23M", 0.084, 0.010, 1443, 1181),
-    "rpc 6iter/layer1": ("5.2M", "1.25M", 0.085, 0.011, 1443, 1181),
-    "rpc 2iter/all-layer": ("5.2M", "1.35M", 0.092, 0.017, 1461, 1181),
-}
-REPEATS = 3                                             # of a measurement of memory
+PAPER = Path(__file__).parents[1] / "reproduce/paper.csv"
 
 
 def get_args():
@@ -83,8 +78,6 @@ def get_args():
     p.add_argument("what", nargs="?", choices=STUDIES, default="models")
     p.add_argument("--model", choices=SIZES, default="tiny", help="models: width, depth and heads")
     p.add_argument("--batch_size", type=whole, help="8 images for throughput, 16 windows a step")
-    p.add_argument("--tokens", type=whole, default=1025, help="memory: N")
-    p.add_argument("--n_iter", type=whole, nargs="+", default=[1, 2, 4, 6], help="memory: steps")
     p.add_argument("--rounds", type=whole, default=15, help="counted ones; one more warms up")
     p.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: of all threads")
     p.add_argument("--threads", type=whole, help="of the CPU")
@@ -95,18 +88,6 @@ def get_args():
 
 # --- tables ---------------------------------------------------------------------------------------
 
-def hardware(device):
-    """The machine in words."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpu = device.type
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as f:
-            names = [line.split(": ")[1].strip() for line in f if line.startswith("model name")]
-        cpu = ", ".join([cpu, *names[:1]])
-    return f"{cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-
-
 def plain(x):
     """A cell: numbers below 10 with three digits after the point."""
     form = (",.3f" if x < 10 else ",.1f") if isinstance(x, float) else "," * isinstance(x, int)
@@ -115,12 +96,12 @@ def plain(x):
 
 def report(title, device, rows, tables, out):
     """Print tables, {title: columns}, of rows (dicts); append the rows to the file `out`."""
-    print(f"{title}\n{hardware(device)}; torch {torch.__version__}")
+    print(f"{title}\n{common.describe(device)}; torch {torch.__version__}")
     for what, columns in tables.items():
         cells = [[plain(row.get(column, "-")) for column in columns] for row in rows]
         print(f"\n{what}\n\n{common.table(cells, columns)}")
     about = dict(command=" ".join(["python -m studies.cost", *sys.argv[1:]]),
-                 hardware=hardware(device), torch=torch.__version__,
+                 hardware=common.describe(device), torch=torch.__version__,
                  date=f"{datetime.date.today()}")
     for row in rows if out else ():
         common.Log(out).append(about | row)
@@ -172,7 +153,7 @@ def peak_growth(step, device):
     """Bytes by which step() raises the memory in use at its peak; nan where nobody counts them.
 
     CUDA: of PyTorch's allocator. CPU: of the resident memory, in a process of its own (`fresh`) in
-    which such a step has run before: libraries load, threads start. Linux only.
+    which such a step has run before. Linux only.
     """
     gc.collect()
     if device.type == "cuda":
@@ -193,23 +174,14 @@ def peak_mb(name, size, what, device):
     """The most memory of a step with one image, weights and gradients included; see peak_growth."""
     device = torch.device(device)
     model, image = build(name, size).to(device), torch.rand(1, 3, PIXELS, PIXELS, device=device)
-    STEPS[what](model, image)
-    model.zero_grad(set_to_none=True)
+
+    def growth():
+        model.zero_grad(set_to_none=True)
+        return peak_growth(lambda: STEPS[what](model, image), device)
+
+    growth()                                                # libraries load, threads start
     weights = sum(t.numel() * t.element_size() for t in model.state_dict().values())
-    return (weights + peak_growth(lambda: STEPS[what](model, image), device)) / MB
-
-
-def memory_columns(peaks, what):
-    """{model: {"train MB": ..., "train MB more": ...}} of {model: [MB of each repetition]}.
-
-    Numbers below twice the noise, the widest range of the repetitions, are left out.
-    """
-    noise = max(max(mb) - min(mb) for mb in peaks.values())
-    middle, rows = {name: median(mb) for name, mb in peaks.items()}, {}
-    for name, mb in middle.items():
-        found = {f"{what} MB": mb, f"{what} MB more": mb - middle[base_of(name)]}
-        rows[name] = {column: x for column, x in found.items() if abs(x) > 2 * noise}
-    return rows
+    return (weights + median(growth() for _ in range(3))) / MB
 
 
 # --- the models of Table 11 -----------------------------------------------------------------------
@@ -235,16 +207,15 @@ def base_of(name):
 
 def multiply_adds(model):
     """Multiply-adds of one image by PyTorch's counter, and what NORMS take."""
-    norms, hooks = [], []
-    for kind, each in NORMS.items():
-        def add(module, args, out, each=each):
-            norms.append(each * out.numel())
+    norms = []
 
-        hooks += [m.register_forward_hook(add) for m in model.modules() if isinstance(m, kind)]
+    def add(module, args, out):
+        norms.extend(each * out.numel() for kind, each in NORMS.items() if isinstance(module, kind))
+
+    hook = register_module_forward_hook(add)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.eval()(torch.zeros(1, 3, PIXELS, PIXELS))
-    for hook in hooks:
-        hook.remove()
+    hook.remove()
     return counter.get_total_flops() / 2 + sum(norms)
 
 
@@ -273,7 +244,7 @@ TABLES = {
         ("model", "test ms", "paper: test ms", "test ratio", "paper: test ratio"),
     "Throughput in batches; ratios of times to symmetric":
         ("model", "train images/s", "train batch ratio", "test images/s", "test batch ratio"),
-    "Most memory with one image, and what it is more than symmetric; -: below the noise":
+    "Most memory with one image, and what it is more than symmetric":
         ("model", "train MB", "paper: train MB", "train MB more", "paper: train MB more",
          "test MB", "paper: test MB"),
 }
@@ -281,16 +252,19 @@ TABLES = {
 
 def paper_columns(name):
     """Table 11's figures of a model, and what follows from them, by column; {} if it has none."""
-    if name not in PAPER:
+    with open(PAPER, newline="") as file:
+        cells = {(row["row"], row["column"]): row["value"] for row in csv.DictReader(file)
+                 if row["table"] == "11"}
+    name, base = name.replace("symmetric", "SymViT").replace("rpc", "RPC"), "SymViT"
+    if (name, "parameters (M)") not in cells:
         return {}
-    parameters, flop, *numbers = PAPER[name]
-    base = PAPER["symmetric"][2:]
-    row = {"paper: parameters": parameters, "paper: flop/sample": flop}
-    for what, i in (("train", 0), ("test", 1)):
-        row[f"paper: {what} ms"] = 1e3 * numbers[i]
-        row[f"paper: {what} ratio"] = numbers[i] / base[i]
-        row[f"paper: {what} MB"] = numbers[i + 2]
-        row[f"paper: {what} MB more"] = numbers[i + 2] - base[i + 2]
+    row = {"paper: parameters": cells[name, "parameters (M)"] + "M",
+           "paper: flop/sample": cells[name, "multiply-adds (G)"] + "M"}
+    for what in STEPS:
+        seconds, least = (float(cells[of, f"s/sample {what}"]) for of in (name, base))
+        mb, fewest = (int(cells[of, f"memory {what} (MB)"]) for of in (name, base))
+        row |= {f"paper: {what} ms": 1e3 * seconds, f"paper: {what} ratio": seconds / least,
+                f"paper: {what} MB": mb, f"paper: {what} MB more": mb - fewest}
     return row
 
 
@@ -312,16 +286,16 @@ def models(args, device, timed):
                       for name, net in nets.items()}
     times = alternate(args, device, steps)
     for what in STEPS:
-        found = iter(fresh(peak_mb, [(name, args.model, what, str(device))
-                                     for name in names for _ in range(REPEATS)]))
-        peaks = {name: [next(found) for _ in range(REPEATS)] for name in names}
-        memory = memory_columns(peaks, what)
+        peaks = dict(zip(names, fresh(peak_mb, [(name, args.model, what, str(device))
+                                                for name in names])))
         for name, row in rows.items():
             for n, kind in ((1, "ratio"), (batch, "batch ratio")):
                 row[f"{what} {kind}"] = ratio(times, (name, what, n), (base_of(name), what, n))
             row[f"{what} ms"] = 1e3 * median(times[name, what, 1])
             row[f"{what} images/s"] = batch / median(times[name, what, batch])
-            row |= memory[name] | (paper_columns(name) if args.model == "tiny" else {})
+            row[f"{what} MB"] = peaks[name]
+            row[f"{what} MB more"] = peaks[name] - peaks[base_of(name)]
+            row |= paper_columns(name) if args.model == "tiny" else {}
     report(f"ViT-{args.model}, {PIXELS} px, batches of {batch}{timed}", device,
            list(rows.values()), TABLES, args.out)
 
@@ -383,7 +357,7 @@ def language(args, device, timed):
 
 # --- one attention --------------------------------------------------------------------------------
 
-SHAPE = 8, 3, 64                                        # B, H, D: ViT-tiny's heads, 8 images
+SHAPE = 8, 3, 1025, 64                      # B, H, N, D: ViT-tiny's heads, 8 images of 512 px
 
 
 def kept(shape, n_iter, matrices, device):
@@ -412,15 +386,13 @@ def kept(shape, n_iter, matrices, device):
 
 def memory(args, device, timed):
     """Count what one attention keeps for the backward pass."""
-    B, H, D = SHAPE
-    shape, most = (B, H, args.tokens, D), args.n_iter[-1]
-    tensor, matrix = 4 * math.prod(shape), 4 * B * H * args.tokens ** 2
-    cases = {"symmetric": (0, False), **{f"rpc n = {n}": (n, False) for n in args.n_iter}}
-    cases |= {"symmetric, matrices": (0, True), f"rpc n = {most}, matrices": (most, True)}
-    found = {name: kept(shape, *case, device) for name, case in cases.items()}
+    tensor, matrix = 4 * math.prod(SHAPE), 4 * math.prod(SHAPE[:3]) * SHAPE[2]
+    cases = {"symmetric": (0, False), **{f"rpc n = {n}": (n, False) for n in (1, 2, 4, 6)},
+             "symmetric, matrices": (0, True), "rpc n = 6, matrices": (6, True)}
+    found = {name: kept(SHAPE, *case, device) for name, case in cases.items()}
     rows = [{"attention": name, "kept / BHND": size / tensor, "kept / NxN": size / matrix,
              "kept MB": size / MB} for name, size in found.items()]
-    title = (f"One attention, (B, H, N, D) = {shape}, float32\n"
+    title = (f"One attention, (B, H, N, D) = {SHAPE}, float32\n"
              f"BHND: a tensor (B, H, N, D), {tensor / MB:.1f} MB. NxN: one (B, H, N, N), "
              f"{matrix / MB:.1f} MB")
     report(title, device, rows, {"Kept for the backward pass": list(rows[0])}, args.out)
