@@ -89,9 +89,8 @@ def measured(point, names):
             found = {"eig_cos": exp_gamma(layer)["eig_cos"], "EV": exp_capture(layer)["EV"]}
             for m, sources in found.items():
                 for source, t in sources.items():                   # (draws, B, H)
-                    key = "attainable", m, source, str(i)
-                    results.setdefault(key, []).append(t.nanmean(0).nanmean(1))
-    return summarise({key: torch.cat(t).numpy() for key, t in results.items()})
+                    results.setdefault((m, source, str(i)), []).append(t.nanmean(0).nanmean(1))
+    return summarise({key: torch.cat(t) for key, t in results.items()}, point)
 
 
 def table(folder):
@@ -115,10 +114,8 @@ def main():
         return table(Path("".join(sys.argv[2:3])))
     args, rows = get_args(__doc__, MEASURES), []
     for point in checkpoints(args):
-        rows += [(point.run, point.step, layer, m, source, float(mean), float(se), args.images)
-                 for _, m, source, layer, mean, se in measured(point, args.exp)]
-        write_csv(Path(args.out_dir) / "attainable.csv",
-                  "run step layer measure source mean se images".split(), rows)
+        rows += measured(point, args.exp)
+        write_csv(Path(args.out_dir) / "attainable.csv", rows)
     table(Path(args.out_dir))
 
 

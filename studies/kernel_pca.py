@@ -26,21 +26,18 @@ from pathlib import Path
 if not __package__:
     sys.exit("error: start this in the repository's folder, as: python -m studies.kernel_pca")
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
 import common
-from kpca import (EPS, a_hat, attend, basis, centre, coefficients, eigen_cosine, kernel_projections,
-                  key_scale, log_gram, log_phi2, projection_loss, ritz, theoretical_values)
+from kpca import (a_hat, attend, basis, centre, coefficients, eigen_cosine, key_scale, log_gram,
+                  log_phi2, projection_loss, ritz, theoretical_values)
 from studies.probe import (attention_replaced, capture, checkpoints, chunks, get_args, numbers,
                            print_table, standardise, summarise, write_csv, write_tables)
 from studies.span import (NULLS, Layer, explained_variance, key_span, principal_axes, query_share,
                           restrict, token_overlap)
-
-
 BY_HEAD = ("eig_cos", "eig_cos, v = G a")
-COMPARED = ("EV", "frac", *BY_HEAD, "overlap", "output")
+COMPARED = ("EV", "frac", *BY_HEAD, "overlap")
 
 
 # --- experiments ----------------------------------------------------------------------------------
@@ -79,19 +76,14 @@ def exp_gamma(layer):
     a = H G^-1 v with the pseudo-inverse H of I - 1_N, which has no inverse. eig_cos: cosine between
     a and K~ a, 1 for eigenvectors only, mean over axes after a was turned so that a^T K~ a is
     diagonal: exact kernel PCA has 1 in any gauge. K~ near a multiple of H makes it near 1 for noise
-    too. v = G a: scaled attention, V before I - S. unsolvable: |sum_j g_j v_j| / sum_j |g_j v_j|,
-    0 if an exact a exists, column by column. lambda: the first Dv eigenvalues mu_d / N.
+    too. v = G a: scaled attention, V before I - S. lambda: the first Dv eigenvalues mu_d / N.
     """
     axes, d, N = layer.axes, min(layer.dv, layer.k.shape[-2]), layer.k.shape[-2]
 
     def cosine(a):
         return eigen_cosine(axes, ritz(axes, a))["eig_cos"]
 
-    out = {"eig_cos": {source: cosine(a_hat(v, axes.log_g)) for source, v in layer.values.items()},
-           "unsolvable": {}}
-    for source, v in layer.values.items():
-        a = a_hat(v, axes.log_g, scaled=True)
-        out["unsolvable"][source] = a.sum(-2).abs() / a.abs().sum(-2)
+    out = {"eig_cos": {source: cosine(a_hat(v, axes.log_g)) for source, v in layer.values.items()}}
     if layer.scaled:
         out["eig_cos, v = G a"] = {source: cosine(a_hat(v, axes.log_g, scaled=True))
                                    for source, v in layer.raw.items()}
@@ -115,21 +107,14 @@ def exp_eigstats(layer):
     """The first D eigenvalues mu_d = N lambda_d of K~: the paper has 648.46, 4.65, 40.07, 17.73.
 
     None can exceed 1 / min_j g_j <= 1 (bound). Rows: max, min, mean and lower median, averaged over
-    layers and heads. Right: keys standardised as in published code. axes: resolved ones.
-    log g span: log of largest over smallest g_j. |k|^2/sqrt(D): the larger, the fewer axes.
+    layers and heads. Right: keys standardised as in published code.
     """
     out = {}
     for source, k in (("as they are", layer.k), ("standardised", standardise(layer.k))):
-        N, D = k.shape[-2:]
         lg, c = key_scale(k)
         spectrum = torch.linalg.eigvalsh(centre((log_gram(k) + c[..., None]).exp())).flip(-1)
         mu = (-c).exp() * spectrum.clamp(min=0)
-        rows = eigenvalue_statistics(mu[..., :D]) | {
-            "bound": (-lg.amin(-1)).exp(),
-            "axes": (spectrum > N * EPS * spectrum[..., :1]).double().sum(-1),
-            "log g span": lg.amax(-1) - lg.amin(-1),
-            "|k|^2/sqrt(D)": (k.square().sum(-1) / math.sqrt(D)).mean(-1),
-            "mu by axis": mu[..., :-1]}
+        rows = eigenvalue_statistics(mu[..., :k.shape[-1]]) | {"bound": (-lg.amin(-1)).exp()}
         for m, t in rows.items():
             out.setdefault(m, {})[source] = t
     return out
@@ -152,19 +137,11 @@ def exp_values(layer):
     """Do learned values span what the theoretical ones span? KPCA: exactly those, axes turned.
 
     overlap: sum of cos^2 of the principal angles of the two column spaces in token space, over Dv;
-    chance Dv/N. output: share of |h|^2 that a linear map of the theoretical output A V explains,
-    fitted on the same image.
+    chance Dv/N.
     """
     theory = theory_by_token(layer)
-    tokens = basis(theory)
-    projected = basis(kernel_projections(layer.q, layer.k, layer.axes, theory.shape[-1]))
-    out = {"overlap": {}, "output": {}}
-    for source, v in {**layer.values, "KPCA": turned(theory)}.items():
-        h = attend(layer.q, layer.k, v)
-        explained = (projected.mT @ h).square().sum((-2, -1))
-        out["overlap"][source] = token_overlap(basis(v), tokens)
-        out["output"][source] = explained / h.square().sum((-2, -1))
-    return out
+    values, tokens = {**layer.values, "KPCA": turned(theory)}, basis(theory)
+    return {"overlap": {source: token_overlap(basis(v), tokens) for source, v in values.items()}}
 
 
 def exp_capture(layer):
@@ -173,18 +150,12 @@ def exp_capture(layer):
     EV: share of the keys' variance in feature space inside span{w_d}; best: only kernel PCA's first
     Dv axes reach it. eta: (EV - EV of x W) / (best - EV of x W) in percent; "flat": less than 0.02
     to win. Its error is over images, not over the 3 random W, which all images share. frac: share
-    of |phi(q)|^2 inside; ceiling: in the span of all keys. error: |h - h_r| / |h|, h_r: v
-    restricted to the first r = Dv axes and a constant row (truncate: affine).
+    of |phi(q)|^2 inside; ceiling: in the span of all keys.
     """
-    span, mu, top = layer.span, layer.axes.mu.clamp(min=0), layer.bases["KPCA"].mT
-    ev = {source: explained_variance(span, Q) for source, Q in layer.bases.items()}
+    mu = layer.axes.mu.clamp(min=0)
+    ev = {source: explained_variance(layer.span, Q) for source, Q in layer.bases.items()}
     ev["best"] = mu[..., :layer.dv].sum(-1) / mu.sum(-1).clamp(min=1e-300)
-    error = {}
-    for source, v in layer.values.items():
-        h = attend(layer.q, layer.k, v)
-        rest = h - restrict(layer.q, layer.k, v, span, top, affine=True)
-        error[source] = rest.norm(dim=(-2, -1)) / h.norm(dim=(-2, -1))
-    return exp_frac(layer) | {"EV": ev, "error": error}
+    return exp_frac(layer) | {"EV": ev}
 
 
 def over_parts(experiment, layer):
@@ -215,9 +186,9 @@ def measure(layers, experiments):
                                             for null in NULLS if null in found[m]}
             for m, sources in found.items():
                 for source, t in sources.items():                           # (B, H) or (B, H, d)
-                    out[name, m, source, layer.name] = t.nanmean(1).cpu().numpy()
+                    out[name, m, source, layer.name] = t.nanmean(1).cpu()
                     if m in BY_HEAD:
-                        out[name, f"{m} by head", source, layer.name] = t.cpu().numpy()
+                        out[name, f"{m} by head", source, layer.name] = t.cpu()
     return out
 
 
@@ -257,7 +228,7 @@ def truncated(heads, how, r):
 def truncate(point, ranks, device):
     """Accuracy with values cut down to r axes. Wants hundreds of --images.
 
-    Returns rows (how, r, accuracy in percent, standard error), printed too; r = 0: no r.
+    Returns rows (how, r, accuracy in percent, its standard error), printed too; r = 0: no r.
     """
     model = point.model.to(device)
     cases = [(how, r) for r in ranks for how in TRUNCATIONS]
@@ -265,16 +236,18 @@ def truncate(point, ranks, device):
     for _, images, labels in chunks(point, device):
         for (how, r), found in right.items():
             with attention_replaced(model, partial(truncated, how=how, r=r)):
-                found.append((model(images).argmax(-1) == labels).cpu().numpy())
+                found.append((model(images).argmax(-1) == labels).cpu())
     rows = []
-    for (how, r), t in right.items():
-        t = 100.0 * np.concatenate(t)
-        rows.append((how, r, t.mean(), t.std() / math.sqrt(len(t))))
-
+    for (how, r), found in right.items():
+        t = 100 * torch.cat(found).double()
+        error = t.std(unbiased=False) / math.sqrt(len(t))
+        rows.append(dict(run=point.run, step=point.step, how=how, r=r, accuracy=t.mean().item(),
+                         se=error.item(), images=len(t)))
     about = [f"{how}: {what}" for how, what in TRUNCATIONS.items()]
-    text = ["Accuracy in percent with the values of all layers truncated to", *about]
-    print_table(f"truncate: {point.where}", "\n".join(text), [
-        ("accuracy", f"r = {r}" if r else "any r", how, mean, se) for how, r, mean, se in rows])
+    print_table(f"truncate: {point.where}", "\n".join(
+        ["Accuracy in percent with the values of all layers truncated to", *about]), [
+        dict(measure="accuracy", source=f"r = {row['r']}" if row["r"] else "any r",
+             layer=row["how"], mean=row["accuracy"], se=row["se"]) for row in rows])
     return rows
 
 
@@ -301,10 +274,10 @@ EXPERIMENTS = {"jproj": exp_jproj, "gamma": exp_gamma, "eigstats": exp_eigstats,
 
 
 def examine(point, experiments, args, device):
-    """Experiments on all layers of a Point: rows of `summarise`."""
+    """Run experiments on all layers of a Point: {name: rows of `summarise`}."""
     model, depth = point.model.to(device), point.model.config.depth
     keep = range(depth) if args.layers == "all" else numbers(args.layers, "--layers", depth - 1)
-    results, short = {}, set()
+    pieces, short = {}, set()
     for start, inputs, _ in chunks(point, device, whole="losses" in experiments):
         layers = capture(model, inputs)
         for i in keep:
@@ -313,68 +286,42 @@ def examine(point, experiments, args, device):
                 heads = heads._replace(q=standardise(heads.q), k=standardise(heads.k))
             layer = Layer(heads, str(i), (i, start))
             for key, t in measure([layer], experiments).items():
-                results.setdefault(key, []).append(t)
+                pieces.setdefault(key, []).append(t)
             rank = int(layer.axes.rank.min())
             if rank < min(layer.dv, layer.k.shape[-2] - 1) and i not in short:
                 short.add(i)
                 tqdm.write(f"layer {i}: keys so long that float64 resolves {rank} axes in some "
                            f"head, fewer than the {layer.dv} asked; the others count as zero")
-    results = {key: np.concatenate(t) for key, t in results.items()}
+    results = {name: {} for name in experiments}
+    for (name, *key), t in pieces.items():
+        results[name][tuple(key)] = torch.cat(t)
 
     # eta: a ratio of means over images, so it can be had only here.
     for i in map(str, keep) if "capture" in experiments else ():
-        ev, null, best = (results["capture", "EV", s, i] for s in ("learned", "x W", "best"))
+        capture_of = results["capture"]
+        ev, null, best = (capture_of["EV", s, i] for s in ("learned", "x W", "best"))
         room = (best - null).mean()
-        room = room if room >= 0.02 else math.nan
-        results["capture", "eta", "learned", i] = 100 * (ev - null) / room
-    return summarise(results)
-
-
-def verdicts(found):
-    """What rows of `summarise` say of kernel PCA, a line for each measure that can say it."""
-    at = {(m, s): float(mean) for _, m, s, layer, mean, _ in found
-          if layer == "all" and mean.ndim == 0}
-    for m, target in (("EV", "best"), ("eig_cos", "KPCA"), ("overlap", "KPCA")):
-        if (m, "learned") not in at:
-            continue
-        null = max((s for s in NULLS if (m, s) in at), key=lambda s: at[m, s])
-        gain, room = at[m, "learned"] - at[m, null], at[m, target] - at[m, null]
-        word = ("values do what this null does" if gain <= 0.02 else "closer to kernel PCA than it"
-                if gain >= 0.1 else "between .02 and .1 above it: undecided")
-        share = f" ({100 * gain / room:.0f} % of the way)" if room >= 0.02 else ", no room between"
-        yield (f"{m}: learned {at[m, 'learned']:.4f}, best null ({null}) {at[m, null]:.4f}, kernel "
-               f"PCA {at[m, target]:.4f}{share}: {word}.")
+        capture_of["eta", "learned", i] = 100 * (ev - null) / (room if room >= 0.02 else math.nan)
+    return {name: summarise(found, point) for name, found in results.items()}
 
 
 def study(args, experiments):
     """Run experiments on every checkpoint, print their tables, write their CSV files."""
     device, _, _ = common.setup(args.device)
     experiments = {name: experiments[name] for name in args.exp if name != "truncate"}
-    rows, cut = [], []
+    rows, cut, out = {name: [] for name in experiments}, [], Path(args.out_dir)
     for point in checkpoints(args):
         ranks = ranks_of(point, args) if "truncate" in args.exp else []
-        found = examine(point, experiments, args, device) if experiments else []
-        rows += [(point, row) for row in found]
-        for name in experiments if point.last else ():
-            print_table(f"{name}: {point.where}", inspect.cleandoc(experiments[name].__doc__),
-                        [row[1:] for row in found if row[0] == name and row[4].ndim == 0])
-            print(*verdicts([row for row in found if row[0] == name]), sep="\n")
-        if ranks:
-            accuracy = truncate(point, ranks, device)
-            cut += [(point.run, point.step, *row, len(point.inputs)) for row in accuracy]
-
-    # Files, and what happened over training.
-    out = Path(args.out_dir)
-    for name in experiments:
-        mine = [(point, row) for point, row in rows if row[0] == name]
-        write_tables(out, name, mine)
-        tracked = [(m, s, f"{point.run} {point.step}", mean, se)
-                   for point, (_, m, s, layer, mean, se) in mine
-                   if point.tracked and layer == "all" and mean.ndim == 0]
-        if tracked:
-            print_table(f"{name} over training, mean of layers", "Measures as above.", tracked)
-    if cut:
-        write_csv(out / "truncate.csv", "run step how r accuracy se images".split(), cut)
+        found = examine(point, experiments, args, device) if experiments else {}
+        for name, own in found.items():
+            rows[name] += own
+            if point.last:
+                print_table(f"{name}: {point.where}", inspect.cleandoc(experiments[name].__doc__),
+                            own)
+        cut += truncate(point, ranks, device) if ranks else []
+    for name, own in rows.items():
+        write_tables(out / name, own)
+    write_csv(out / "truncate.csv", cut)
     print(f"\nCSV files in {out}; figures (needs matplotlib): python -m studies.plot kpca {out}")
 
 

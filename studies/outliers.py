@@ -77,12 +77,12 @@ def token_scores(model, images):
     return scores
 
 
-def null_networks(checkpoint, folder, baseline):
+def null_networks(model, checkpoint, folder, baseline):
     """{score: network}: this attention with weights that never learned to live with it.
 
     baseline: the checkpoint of the symmetric run of this seed, or None.
     """
-    nulls = {"own, untrained": probe.untrained(checkpoint, folder)[0]}
+    nulls = {"own, untrained": probe.untrained(model, checkpoint, folder)[0]}
     if baseline:
         weights = checkpoint | dict(model=baseline["model"])
         nulls["own, symmetric's weights"] = classifier_from_checkpoint(weights)
@@ -146,7 +146,7 @@ def patch_rows(folders, args):
         nulls, symmetric = {}, folders.get((BASELINE, run[1]))
         if "own" in token_scores(model, images[:1]):
             baseline = symmetric and common.load(symmetric)
-            nulls = null_networks(checkpoint, folder, baseline)
+            nulls = null_networks(model, checkpoint, folder, baseline)
         about = dict(checkpoint=str(folder), images=len(images),
                      weights=weights_of(checkpoint["model"]))
         row = stored.get(tuple(about.values()))

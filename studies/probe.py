@@ -24,11 +24,9 @@ from data.imagenet import ImageTree
 from data.images import load_test
 from data.rng import epoch_order
 from data.shapes import load_shapes
-from fan import classifier_from_checkpoint
 from kpca import exact_scaling, log_kernel
-from lm import LM, lm_from_checkpoint
-from vit import ViT, ViTConfig
-from weights import foreign_settings, load_weights
+from lm import LM
+from robust import sources
 
 
 # --- rules of attention that the publications speak of --------------------------------------------
@@ -185,45 +183,30 @@ def numbers(text, flag, high):
 
 # --- models and inputs ----------------------------------------------------------------------------
 
-def foreign_vit(checkpoint):
-    """A ViT of timm, DeiT or the released code, from its weights."""
-    weights, settings = checkpoint.get("model", checkpoint), foreign_settings(checkpoint)
-    side = math.isqrt(weights["pos_embed"].shape[1] - 1) * settings["patch_size"]
-    model = ViT(ViTConfig(**settings, image_size=side, num_classes=len(weights["head.weight"])))
-    load_weights(model, checkpoint)
-    return model
-
-
 def load_model(path):
-    """(model in eval mode, checkpoint dict): of train_cls.py, train_lm.py, DeiT, released code."""
-    checkpoint = common.load(path)
-    try:
-        if checkpoint.get("task") == "language modelling":
-            common.check_run(checkpoint, "it", "train_lm.py", "args", "vocab", "step")
-            return lm_from_checkpoint(checkpoint), checkpoint
-        if checkpoint.keys() & {"task", "model_config"}:
-            return classifier_from_checkpoint(checkpoint), checkpoint
-        return foreign_vit(checkpoint).eval(), checkpoint
-    except ValueError as e:
-        raise ValueError(f"--ckpt {path}: {e}") from None
+    """(model in eval mode, checkpoint without weights), as the evaluator; of a folder: last.pt."""
+    file = Path(path, "last.pt") if Path(path).is_dir() else path
+    found = sources.load_model(file, torch.device("cpu"))
+    if found.task == sources.SEG:
+        raise ValueError(f"--ckpt {path} is not a checkpoint of train_cls.py or train_lm.py")
+    if found.task == sources.LM:
+        common.check_run(found.checkpoint, path, "train_lm.py", "args", "vocab", "step")
+    return found.model, found.checkpoint
 
 
-def untrained(checkpoint, path):
-    """The network as it was drawn before the first step of a run of ours, as a checkpoint."""
+def untrained(model, checkpoint, path):
+    """The network as it was drawn before the first step of a run of ours, and its checkpoint."""
     args = checkpoint.get("args")
-    if "model_config" not in checkpoint or not args or args.get("init_from"):
+    if not args or args.get("init_from"):
         raise ValueError(f"--untrained: {path} is not a run of ours that started from random "
                          f"weights")
-    language = checkpoint["task"] == "language modelling"
-    trained = (lm_from_checkpoint if language else classifier_from_checkpoint)(checkpoint)
     torch.manual_seed(args["seed"])
-    return type(trained)(trained.config).eval(), {**checkpoint, "step": 0}
+    return type(model)(model.config).eval(), {**checkpoint, "step": 0}
 
 
 def load_images(args, checkpoint, config):
     """Test images (n, 3, S, S) in [0, 1] of --data or the training's, labels, name, classes."""
-    trained = checkpoint.get("args")
-    trained = trained if isinstance(trained, dict) else {}
+    trained = checkpoint.get("args") or {}
     name = args.data or trained.get("data", "shapes")
     where = argparse.Namespace(data=name, data_dir=args.data_dir or trained.get("data_dir"),
                                device="cpu")
@@ -265,7 +248,6 @@ class Point(NamedTuple):
     run: str
     step: int
     last: bool                          # the last of its run
-    tracked: bool                       # the run has several
     model: nn.Module
     inputs: torch.Tensor                # images (n, 3, S, S) or tokens (n, T)
     labels: torch.Tensor                # (n,), None for a language model
@@ -277,33 +259,30 @@ def checkpoints(args):
     """The Points of --ckpt, with --untrained also step 0 of each run, by run and step."""
     found, folders = {}, {}
     for path in args.ckpt:
-        _, checkpoint = load_model(path)
-        path = Path(path)
-        folder = path.name if path.is_dir() else path.parent.name
-        run = folder if path.is_dir() or checkpoint.get("task") else path.stem
+        checkpoint, file = common.load(path), Path(path)
+        folder = file if file.is_dir() else file.parent
+        run = folder.name if file.is_dir() or checkpoint.get("task") else file.stem
         if args.untrained:
             found[run, 0] = path, True
         found.setdefault((run, checkpoint.get("step", 0)), (path, False))   # last.pt may be a copy
-        where = str(path if path.is_dir() else path.parent)
-        if folders.setdefault(run, where) != where:
-            raise ValueError(f"--ckpt {folders[run]} {where}: two runs named {run}, by which their "
-                             "rows go; rename one")
+        if folders.setdefault(run, folder) != folder:
+            raise ValueError(f"--ckpt {folders[run]} {folder}: two runs named {run}, by which "
+                             "their rows go; rename one")
 
     loaded = None
     for run, step in sorted(found):
         path, fresh = found[run, step]
         model, checkpoint = load_model(path)
         if fresh:
-            model, checkpoint = untrained(checkpoint, path)
+            model, checkpoint = untrained(model, checkpoint, path)
         if run != loaded:
             load = load_windows if isinstance(model, LM) else load_images
             inputs, labels, what, classes = load(args, checkpoint, model.config)
             loaded = run
-        steps = [s for r, s in found if r == run]
         where = (f"{run}, step {step}, {model.config.attn}, {what}; "
                  f"mean ± standard error over images")
-        yield Point(run, step, step == max(steps), len(steps) > 1, model, inputs, labels, classes,
-                    where)
+        last = step == max(s for r, s in found if r == run)
+        yield Point(run, step, last, model, inputs, labels, classes, where)
 
 
 def chunks(point, device, whole=False):
@@ -323,30 +302,30 @@ def chunks(point, device, whole=False):
 # --- tables ---------------------------------------------------------------------------------------
 
 WORDS = ("run", "layer", "measure", "source", "how")    # columns of CSV files that are no numbers
-PER_LAYER = ("EV", "eta", "frac", "eig_cos")            # what CSV files have layer by layer
 
 
-def summarise(results):
-    """{(experiment, measure, source, layer): (images, ...)} to rows of means over images.
+def summarise(results, point):
+    """Make rows of means over images, as the CSV files have them, for one Point.
 
-    Rows: (experiment, measure, source, layer, mean, standard error); layer "all": mean of layers.
-    The standard error of one image is nan.
+    results: {(measure, source, layer): (images,) or, of a curve, (images, d)}. A row is a dict;
+    that of a curve has its axis, from 1. layer "all": mean of layers. se, the standard error over
+    images, is nan of one image. Layers of their own only for the last checkpoint of a run.
     """
-    table = {}
-    for (*key, layer), t in results.items():
-        table.setdefault(tuple(key), {})[layer] = t
-    rows = []
-    for key, layers in table.items():
-        stack = np.stack(list(layers.values()))                             # (layers, images, ...)
-        for layer, t in [*layers.items(), ("all", mean_of(stack))]:
-            se = t.std(0, ddof=1) / math.sqrt(len(t)) if len(t) > 1 else t.mean(0) * math.nan
-            rows.append((*key, layer, t.mean(0), se))
+    table, rows = {}, []
+    for (measure, source, layer), t in results.items():
+        table.setdefault((measure, source), {})[layer] = t
+    for (measure, source), layers in table.items():
+        layers |= {"all": torch.stack(list(layers.values())).nanmean(0)}
+        for layer, t in layers.items() if point.last else [("all", layers["all"])]:
+            se = t.std(0) / math.sqrt(len(t)) if len(t) > 1 else t[0] * math.nan
+            row = dict(run=point.run, step=point.step, layer=layer,
+                       measure=measure.removesuffix(" by axis"), source=source)
+            if t.ndim == 1:
+                rows.append(row | dict(mean=t.mean().item(), se=se.item(), images=len(t)))
+            elif point.last:
+                rows += [row | dict(axis=d + 1, mean=mean, se=error) for d, (mean, error)
+                         in enumerate(zip(t.mean(0).tolist(), se.tolist()))]
     return rows
-
-
-def mean_of(stack):
-    """Mean over the first dimension without nan; nan, and no warning, where there is nothing."""
-    return torch.from_numpy(stack).nanmean(0).numpy()
 
 
 def cell(measure, mean, se):
@@ -357,36 +336,32 @@ def cell(measure, mean, se):
 
 
 def print_table(title, text, rows):
-    """Print rows (measure, source, row name, mean, se): measures down, sources across."""
-    sources = list(dict.fromkeys(source for _, source, *_ in rows))
+    """Print rows of `summarise` but those of curves: measures down, sources across."""
+    rows = [row for row in rows if "axis" not in row]
+    sources = list(dict.fromkeys(row["source"] for row in rows))
     lines = {}
-    for measure, source, name, mean, se in rows:
-        lines.setdefault((measure, name), {})[source] = cell(measure, mean, se)
+    for row in rows:
+        line = lines.setdefault((row["measure"], row["layer"]), {})
+        line[row["source"]] = cell(row["measure"], row["mean"], row["se"])
     body = [[*key, *(line.get(source, "") for source in sources)] for key, line in lines.items()]
-    print(f"\n=== {title}\n\n{text}\n\n{common.table(body, ['measure', '', *sources])}")
+    print(f"\n=== {title}\n\n{text}\n\n{common.table(body, ['measure', 'layer', *sources])}")
 
 
-def write_csv(path, header, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="") as f:
-        writer = csv.writer(f)
-        writer.writerow(header)
-        writer.writerows([f"{x:.6g}" if isinstance(x, float) else x for x in row] for row in rows)
+def write_csv(path, rows):
+    """Write dicts with the same keys; nothing of none."""
+    if rows:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w", newline="") as f:
+            writer = csv.DictWriter(f, rows[0])
+            writer.writeheader()
+            writer.writerows({k: f"{x:.6g}" if isinstance(x, float) else x for k, x in row.items()}
+                             for row in rows)
 
 
-def write_tables(out, experiment, rows):
-    """<experiment>.csv and, for curves over axes, <experiment>_axes.csv. rows: (Point, row)."""
-    scalars, curves = [], []
-    for point, (_, m, source, layer, mean, se) in rows:
-        start = (point.run, point.step, layer, m.removesuffix(" by axis"), source)
-        if mean.ndim and point.last:
-            curves += [(*start, d + 1, float(mean[d]), float(se[d])) for d in range(len(mean))]
-        elif not mean.ndim and (layer == "all" or point.last and m in PER_LAYER):
-            scalars.append((*start, float(mean), float(se), len(point.inputs)))
-    header = ["run", "step", "layer", "measure", "source"]
-    write_csv(out / f"{experiment}.csv", [*header, "mean", "se", "images"], scalars)
-    if curves:
-        write_csv(out / f"{experiment}_axes.csv", [*header, "axis", "mean", "se"], curves)
+def write_tables(path, rows):
+    """Write rows of `summarise`: path.csv and, of curves over axes, path_axes.csv."""
+    write_csv(path.with_name(f"{path.name}.csv"), [row for row in rows if "axis" not in row])
+    write_csv(path.with_name(f"{path.name}_axes.csv"), [row for row in rows if "axis" in row])
 
 
 def read_csv(path, run="", last=False, **only):

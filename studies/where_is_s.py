@@ -154,7 +154,7 @@ def points(args):
         run = str(Path(path) if Path(path).is_dir() else Path(path).parent)
         if args.untrained and run not in fresh:
             fresh.add(run)
-            yield run, *probe.untrained(checkpoint, path)
+            yield run, *probe.untrained(model, checkpoint, path)
         yield run, model, checkpoint
 
 

@@ -6,7 +6,6 @@ import sys
 from argparse import Namespace
 from dataclasses import asdict
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -163,7 +162,7 @@ def test_everything_stays_finite_for_very_long_keys(ratio):
     layer = Layer(heads, "0")
     assert (layer.axes.rank < 19).all() == (ratio >= 500)                         # fewer axes than asked: it goes on
     for key, t in measure([layer], EXPERIMENTS).items():
-        assert np.isfinite(t).all() or "by axis" in key[1], key
+        assert t.isfinite().all() or "by axis" in key[1], key
     for how in TRUNCATIONS:
         assert truncated(heads, how, 4).isfinite().all(), how
 
@@ -227,8 +226,8 @@ def test_degenerate_heads_are_measured_without_an_error(case):
         heads = heads._replace(x=0 * heads.x)
     found = measure([Layer(heads)], EXPERIMENTS | published_scores.EXPERIMENTS)
     for m in ("EV", "frac"):
-        assert np.isfinite(found["capture", m, "learned", ""]).all()
-    assert not np.isinf(np.concatenate([t.ravel() for t in found.values()])).any()
+        assert found["capture", m, "learned", ""].isfinite().all()
+    assert not any(t.isinf().any() for t in found.values())
     for how in TRUNCATIONS:
         assert truncated(heads, how, 1).isfinite().all()
 
@@ -390,19 +389,20 @@ def test_truncated_accuracy_has_the_standard_error_of_a_share(tmp_path, monkeypa
     point, = probe.checkpoints(probe.get_args("", {"truncate": truncate}, flags))
     labels = point.model(point.inputs).argmax(1)
     labels[:2] += 1                                                                     # 6 of 8 are right
-    for how, r, mean, se in truncate(point._replace(labels=labels % 10), [2], torch.device("cpu")):
-        assert (mean, se) == (75, pytest.approx(100 * math.sqrt(0.75 * 0.25 / 8)))
+    for row in truncate(point._replace(labels=labels % 10), [2], torch.device("cpu")):
+        assert (row["accuracy"], row["se"]) == (75, pytest.approx(100 * math.sqrt(0.75 * 0.25 / 8)))
 
 
 # --- the command ----------------------------------------------------------------------------------
 
-def test_a_training_run_is_tracked_and_every_table_has_its_legend_and_its_verdict(monkeypatch, tmp_path, capsys):
+def test_a_training_run_is_tracked_and_every_table_has_its_legend(monkeypatch, tmp_path, capsys):
     folder = tmp_path / "run"
     flags = ("--num_images 64 --epochs 2 --image_size 16 --attn softmax --lr 0 --batch_size 32 --device cpu "
              "--keep_every 1 --weight_decay 0 --min_lr 0")
     monkeypatch.setattr(sys, "argv", ["train_cls.py", *flags.split(), "--out_dir", str(folder)])
     train_cls.main()
-    start, end = untrained(common.load(folder), folder)[0], load_model(folder)[0]
+    end, checkpoint = load_model(folder)
+    start = untrained(end, checkpoint, folder)[0]
     for a, b in zip(start.parameters(), end.parameters()):                              # warm-up begins at 1e-6
         assert_close(a.detach(), b.detach(), 0, 1e-4)
     capsys.readouterr()
@@ -412,27 +412,14 @@ def test_a_training_run_is_tracked_and_every_table_has_its_legend_and_its_verdic
     for name, experiment in EXPERIMENTS.items():
         rows, shown = read(tmp_path / f"{name}.csv"), out.split(f"=== {name}: ")[1].split("===")[0]
         assert {r["step"] for r in rows} == {"0", "2", "4"}                             # last.pt counts once
-        assert f"=== {name} over training" in out and experiment.__doc__.splitlines()[0] in shown
+        assert experiment.__doc__.splitlines()[0] in shown
         for layer in ("0", "3", "all"):
             assert f"| {layer:3s} |" in shown
         assert all(math.isfinite(float(r["mean"])) or r["measure"] == "eta" for r in rows), name
-    for name, measure in (("capture", "EV"), ("gamma", "eig_cos"), ("values", "overlap")):
-        assert f"\n{measure}: learned " in out.split(f"=== {name}: ")[1].split("===")[0]
     ends = {r["layer"] for r in read(tmp_path / "capture.csv") if r["step"] == "4" and r["measure"] == "EV"}
     assert ends == {"0", "3", "all"}
     rows = {(r["how"], r["r"]): float(r["accuracy"]) for r in read(tmp_path / "truncate.csv")}
     assert rows["affine", "16"] == rows["none", "0"] and len(rows) == 3 + 2 * len(TRUNCATIONS)
-
-
-@pytest.mark.parametrize("learned, words", [
-    (0.55, "(10 % of the way): between .02 and .1 above it: undecided."),
-    (0.51, "(2 % of the way): values do what this null does."),
-    (0.7, "(40 % of the way): closer to kernel PCA than it.")])
-def test_the_verdict_says_how_far_from_the_best_null_to_kernel_pca(learned, words):
-    rows = [("gamma", "eig_cos", source, "all", np.float64(x), 0.0)
-            for source, x in dict(learned=learned, other=0.5, iid=0.3, KPCA=1.0, **{"x W": 0.4}).items()]
-    line, = study.verdicts(rows)
-    assert line == f"eig_cos: learned {learned:.4f}, best null (other) 0.5000, kernel PCA 1.0000 {words}"
 
 
 def test_keys_too_long_to_resolve_all_axes_are_announced(monkeypatch, tmp_path, capsys):
@@ -514,5 +501,5 @@ def test_a_language_model_is_measured_on_windows_of_its_test_text(tmp_path, monk
         "--out_dir", tmp_path / "out")
     out = capsys.readouterr().out
     assert "3 windows of 12 tokens" in out and "truncate needs classes" in out
-    start, _ = untrained(common.load(tmp_path / "run"), tmp_path)
+    start, _ = untrained(*load_model(tmp_path / "run"), tmp_path)
     assert torch.equal(start.embed.weight, model.embed.weight)

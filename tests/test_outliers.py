@@ -77,13 +77,13 @@ def test_a_null_is_the_same_score_with_other_weights(tmp_path):
     trained, symmetric, images = nano(KEYS), nano(seed=1), torch.rand(2, 3, 16, 16)
     checkpoint = dict(task="classification", model_config=vars(trained.config), model=trained.state_dict(),
                       args=dict(seed=3))
-    found = outliers.null_networks(checkpoint, tmp_path, dict(model=symmetric.state_dict()))
+    found = outliers.null_networks(trained, checkpoint, tmp_path, dict(model=symmetric.state_dict()))
     with_weights = nano(KEYS)
     with_weights.load_state_dict(symmetric.state_dict())
     for name, other in (("untrained", nano(KEYS, seed=3)), ("symmetric's weights", with_weights)):
         own = [outliers.token_scores(m, images)["own"] for m in (found[f"own, {name}"], other)]
         assert torch.equal(*own) and own[0].std() > 0
-    assert set(outliers.null_networks(checkpoint, tmp_path, None)) == {"own, untrained"}
+    assert set(outliers.null_networks(trained, checkpoint, tmp_path, None)) == {"own, untrained"}
 
 
 def test_the_study_reads_runs_once_and_says_what_is_missing(tmp_path, monkeypatch, capsys):

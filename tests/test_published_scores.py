@@ -87,9 +87,9 @@ def test_exact_kernel_pca_has_eigen_cosine_one_in_any_gauge_constant_gamma_and_n
     for name, v in (("KPCA", V), ("KPCA turned", V @ R), ("noise", heads.v), ("noise turned", heads.v @ R)):
         found = measure([Layer(heads._replace(v=v, raw=v))], {"gamma": exp_gamma})
         cosine[name] = found["gamma", "eig_cos", "learned", ""]
-        assert_close(found["gamma", "eig_cos", "KPCA", ""], np.ones(4), 1e-9)
-    assert_close(cosine["KPCA"], np.ones(4), 1e-9)
-    assert_close(cosine["KPCA turned"], np.ones(4), 1e-9)
+        assert_close(found["gamma", "eig_cos", "KPCA", ""], torch.ones(4), 1e-9)
+    assert_close(cosine["KPCA"], torch.ones(4), 1e-9)
+    assert_close(cosine["KPCA turned"], torch.ones(4), 1e-9)
     assert_close(cosine["noise turned"], cosine["noise"], 1e-9)
     assert cosine["noise"].max() < 0.9
     _, k, v = draw(9, 65, 32)
@@ -153,7 +153,7 @@ def test_command_writes_a_table_for_every_score(monkeypatch, tmp_path, capsys):
     out = capsys.readouterr().out
     for name in published_scores.EXPERIMENTS:
         rows = read(tmp_path / f"{name}.csv")
-        assert f"=== {name}" in out and {r["layer"] for r in rows} == {"all"}
+        assert f"=== {name}" in out and {r["layer"] for r in rows} == {"0", "1", "all"}
         assert all(math.isfinite(float(r["mean"])) for r in rows), name
     curves = read(tmp_path / "gammas_axes.csv")
     assert {r["source"] for r in curves} == {"learned", "iid"} and {r["layer"] for r in curves} == {"0", "1", "all"}
@@ -167,7 +167,7 @@ def test_released_loss_is_that_of_all_images_at_once_however_large_they_are(monk
     heads = capture(point.model, point.inputs)
     together = np.mean([official_loss(h.q, h.k, h.v, with_h=False).item() for h in heads])
     row, = [r for r in read(tmp_path / "losses.csv")
-            if (r["measure"], r["source"]) == ("J official without h", "learned")]
+            if (r["measure"], r["source"], r["layer"]) == ("J official without h", "learned", "all")]
     assert_close(float(row["mean"]), together, 1e-4)
 
 
