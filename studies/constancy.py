@@ -31,49 +31,12 @@ import torch
 import torch.nn.functional as F
 
 import common
-from data.rng import normal, uniform
-from kpca import centre
-from studies.decider import (ForcedAttention, build, centred, gaps, key_axes, optimise, read_losses,
-                             top_axes, train_missing)
+from studies.decider import MARGIN, build, gaps, optimise, read_losses, train_missing
 from studies.stats import holm, paired_t, show, show_p, spread
 
 ARMS = ("hashed", "mean", "image", "own", "random", "other", "x", "detached")
-NULLS, MARGIN, DECAY = ("hashed", "image", "other", "x"), 0.03, 0.99
+NULLS = ("hashed", "image", "other", "x")
 HELD_OUT = 10 ** 6                    # first number of a held-out image: other axes than trained
-
-
-class SpanAttention(ForcedAttention):
-    """Symmetric attention whose values are projected on the axes of an arm."""
-
-    def __init__(self, attn, arm, num_tokens, seed):
-        super().__init__(attn, f"span-{arm}", num_tokens, seed)
-        self.seed, self.numbers = seed, None                    # of the images that are coming
-        if arm == "mean":
-            shape = attn.num_heads, num_tokens, num_tokens
-            self.register_buffer("gram", torch.zeros(shape, dtype=torch.float64))
-
-    def axes(self, x, E, g):
-        """Choose the basis B, (B, H, N, r) or (H, N, r), float64."""
-        H, N = E.shape[1:3]
-        if self.basis == "hashed":
-            draws = normal(uniform(self.numbers, H * N * self.r, 77, self.seed))
-            return torch.linalg.qr(centred(draws.double().view(-1, H, N, self.r))).Q
-        if self.basis == "mean":
-            if self.training:
-                batch = centre((E / g / g.mT).detach()).mean(0)
-                self.gram.lerp_(batch, 1 - DECAY if self.gram.any() else 1)
-            return top_axes(self.gram, self.r)[0]
-        if self.basis == "image":
-            return key_axes(E, g, self.r).roll(1, 0)            # of the image before, in the batch
-        return super().axes(x, E, g)
-
-
-def network(arm, seed, classes):
-    """Build the decider's network with the axes of this arm; all arms of a seed share weights."""
-    model = build("span-own", seed, classes)
-    for i, block in enumerate(model.blocks):
-        block.attn = SpanAttention(block.attn.attn, arm, model.config.num_tokens, 100 * seed + i)
-    return model
 
 
 def run(model, images, numbers):
@@ -97,7 +60,7 @@ def held_out(model, split):
 
 def train(arm, seed, args, train_set, test_set):
     """Train a network and measure it on the held-out images at the end."""
-    model = network(arm, seed, len(train_set.classes))
+    model = build(f"span-{arm}", seed, len(train_set.classes))
     optimise(model, seed, args, train_set, partial(run, model))
     return held_out(model, test_set)
 

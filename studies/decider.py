@@ -18,7 +18,8 @@ The first two depend on B only through its span: the signs and rotations of eige
 differ per image and which no output matrix can undo, never enter. B = the top r eigenvectors of K
 is kernel PCA (own). The nulls change B only: axes of another head's keys (other), those of the
 layer's input (x), a fixed random basis (random). Eigenvectors carry no gradient; one power step,
-B <- K B / eigenvalue, does, and divides by no eigengap (polar-detached: without that step).
+B <- K B / eigenvalue, does, and divides by no eigengap (polar-detached: without that step). Three
+bases more are studies/constancy.py's: image, hashed, mean.
 
 The network is vit.py's: patches of 8 pixels, C = 64, 4 layers, 8 heads, D = 8. The rest is the
 recipe of train_cls.py. The statistic is the held-out loss of an arm minus that of another, paired
@@ -46,6 +47,7 @@ import common
 import train_cls
 from attention import symmetric_attention
 from data.images import load_data
+from data.rng import normal, uniform
 from kpca import centre, kernel, largest
 from studies.stats import paired_t, show, spread
 from vit import ViT, ViTConfig
@@ -55,7 +57,7 @@ FOLDER = Path("out/decider")
 TINY, CPU = 1e-14, torch.device("cpu")                      # of a trace: what float64 resolves
 ARMS = ("plain", "rms1", "uniform", "sign", "polar-own", "polar-other", "polar-x", "polar-random",
         "polar-detached", "span-own", "span-other", "span-x", "span-random")
-MARGIN = 0.03                                                               # nats
+MARGIN, DECAY = 0.03, 0.99                                      # in nats; of mean's running mean
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -125,27 +127,42 @@ class Polar(torch.autograd.Function):
 
 
 class ForcedAttention(nn.Module):
-    """Symmetric attention with the values of an arm; (B, N, C) in and out. attn: SelfAttention."""
+    """Symmetric attention with the values of an arm; (B, N, C) in and out. attn: SelfAttention.
+
+    numbers: of the images that are coming, (B,) int64, which choose the axes of hashed.
+    """
 
     def __init__(self, attn, arm, num_tokens, seed):
         super().__init__()
-        self.attn = attn
+        H, N = attn.num_heads, num_tokens
+        self.attn, self.seed, self.numbers = attn, seed, None
         self.family, _, self.basis = arm.partition("-")
         self.r = RANK if self.family == "span" else HEAD
         if self.family in ("sign", "polar"):
-            self.gain = nn.Parameter(torch.full((attn.num_heads,), math.sqrt(num_tokens)))
+            self.gain = nn.Parameter(torch.full((H,), math.sqrt(N)))
         if self.basis == "random":
-            B = random_axes(attn.num_heads, num_tokens, self.r, seed)
-            self.register_buffer("B", B, persistent=False)
+            self.register_buffer("B", random_axes(H, N, self.r, seed), persistent=False)
+        if self.basis == "mean":
+            self.register_buffer("gram", torch.zeros(H, N, N, dtype=torch.float64))
 
     def axes(self, x, E, g):
         """The basis B, (B, H or 1, N, r) or (H, N, r), float64."""
+        H, N = E.shape[1:3]
         if self.basis == "random":
             return self.B
+        if self.basis == "hashed":                              # drawn anew for each image
+            draws = normal(uniform(self.numbers, H * N * self.r, 77, self.seed))
+            return torch.linalg.qr(centred(draws.double().view(-1, H, N, self.r))).Q
+        if self.basis == "mean":                                # of a running mean over batches
+            if self.training:
+                batch = centre((E / g / g.mT).detach()).mean(0)
+                self.gram.lerp_(batch, 1 - DECAY if self.gram.any() else 1)
+            return top_axes(self.gram, self.r)[0]
         if self.basis == "x":
             return input_axes(x.double(), self.r)
         B = key_axes(E, g, self.r, power=self.basis != "detached")
-        return B.roll(1, 1) if self.basis == "other" else B
+        turn = dict(other=1, image=0).get(self.basis)           # the head, the image before
+        return B if turn is None else B.roll(1, turn)
 
     def attend(self, x, k, v):
         """Attention to the values of this arm (B, H, N, D), from the layer's input and k, v."""

@@ -43,7 +43,7 @@ PATCHES = [(kind, n) for kind in ("noise", "white") for n in (6, 16)]
 ABOVE, NOT_BELOW = ("15 corruptions", "6 patches noise"), ("clean", "autoattack 1/255")
 
 
-def get_args(argv=None):
+def get_args():
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out_dir", type=Path, default=Path("out/robustness"),
@@ -55,10 +55,7 @@ def get_args(argv=None):
                    help="tables of the rows in these files, of both kinds; no network is read")
     p.add_argument("--rounds", type=common.number(int, 0), default=16, help="training steps to "
                    "time for each attention; 0: none")
-    args = p.parse_args(argv)
-    args.data = args.data_dir = None                       # the training's
-    args.images = args.limit
-    return args
+    return p.parse_args()
 
 
 # --- corrupted patches ----------------------------------------------------------------------------
@@ -142,7 +139,7 @@ def patch_rows(folders, args):
         checkpoint = common.load(folder)
         model = classifier_from_checkpoint(checkpoint)
         if images is None:
-            images, labels, *_ = probe.load_images(args, checkpoint, model.config)
+            images, labels, *_ = probe.load_images(checkpoint, model.config, args.limit)
         nulls, symmetric = {}, folders.get((BASELINE, run[1]))
         if "own" in token_scores(model, images[:1]):
             baseline = symmetric and common.load(symmetric)

@@ -204,21 +204,21 @@ def untrained(model, checkpoint, path):
     return type(model)(model.config).eval(), {**checkpoint, "step": 0}
 
 
-def load_images(args, checkpoint, config):
-    """Test images (n, 3, S, S) in [0, 1] of --data or the training's, labels, name, classes."""
+def load_images(checkpoint, config, n, data=None, data_dir=None):
+    """n test images (n, 3, S, S) in [0, 1] of `data` or the training's, labels, name, classes."""
     trained = checkpoint.get("args") or {}
-    name = args.data or trained.get("data", "shapes")
-    where = argparse.Namespace(data=name, data_dir=args.data_dir or trained.get("data_dir"),
+    name = data or trained.get("data", "shapes")
+    where = argparse.Namespace(data=name, data_dir=data_dir or trained.get("data_dir"),
                                device="cpu")
     if name == "shapes":
-        source = load_shapes("test", args.images, config.image_size)
+        source = load_shapes("test", n, config.image_size)
     elif name == "imagenet" and where.data_dir:                             # some classes will do
         source = ImageTree(where.data_dir, "val", classes=checkpoint.get("classes"),
                            size=config.image_size, subset=True)
     else:
         source = load_test(where, trained, config.image_size, None)
 
-    some = epoch_order(len(source.labels), 0, seed=0)[:args.images]    # mixed classes
+    some = epoch_order(len(source.labels), 0, seed=0)[:n]              # mixed classes
     if name == "imagenet":
         files = tqdm(some.tolist(), "decoding", leave=False, disable=len(some) < 200)
         images = torch.stack([source[i][0] for i in files])
@@ -228,17 +228,17 @@ def load_images(args, checkpoint, config):
     return images.float() / 255, source.labels[some], what, len(source.classes)
 
 
-def load_windows(args, checkpoint, config):
-    """Windows of the test text (n, T) int64, spread evenly; no labels, what they are, 0 classes."""
+def load_windows(checkpoint, config, n, data=None, data_dir=None):
+    """n windows of the test text (n, T) int64, spread evenly; no labels, their name, 0 classes."""
     trained = checkpoint["args"]
-    folder = data_text.text_folder(trained.get("data"), args.data_dir or trained["data_dir"])
+    folder = data_text.text_folder(trained.get("data"), data_dir or trained["data_dir"])
     vocab = data_text.stored_vocabulary(checkpoint)
     lines = data_text.read_lines(data_text.token_file(folder, "test"))
     tokens = vocab.encode_lines(lines).astype(np.int64)
     if len(tokens) < config.context:
         raise ValueError(f"--data_dir {folder}: the test text has {len(tokens)} tokens, a window "
                          f"{config.context}")
-    starts = np.linspace(0, len(tokens) - config.context, args.images).astype(int)
+    starts = np.linspace(0, len(tokens) - config.context, n).astype(int)
     windows = torch.from_numpy(np.stack([tokens[i:i + config.context] for i in starts]))
     return windows, None, f"{len(windows)} windows of {config.context} tokens", 0
 
@@ -277,7 +277,8 @@ def checkpoints(args):
             model, checkpoint = untrained(model, checkpoint, path)
         if run != loaded:
             load = load_windows if isinstance(model, LM) else load_images
-            inputs, labels, what, classes = load(args, checkpoint, model.config)
+            inputs, labels, what, classes = load(checkpoint, model.config, args.images, args.data,
+                                                 args.data_dir)
             loaded = run
         where = (f"{run}, step {step}, {model.config.attn}, {what}; "
                  f"mean ± standard error over images")

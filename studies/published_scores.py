@@ -98,16 +98,10 @@ def numeric_a_hat(v, log_g):
 
 
 def pair_differences(x):
-    """Mean and standard deviation of |x_i - x_j| over pairs i < j of the second last dimension.
-
-    In N log N: sum_(i<j) |x_i - x_j| of sorted x, sum_(i<j) (x_i - x_j)^2 of centred x.
-    """
-    N, x = x.shape[-2], (x - x.mean(-2, keepdim=True)).sort(-2).values
-    pairs = N * (N - 1) / 2
-    order = torch.arange(1 - N, N, 2, dtype=x.dtype, device=x.device)[:, None]
-    mean = (order * x).sum(-2) / pairs
-    square = N * x.square().sum(-2)
-    return mean, ((square - pairs * mean.square()).clamp(min=0) / max(pairs - 1, 1)).sqrt()
+    """Mean and standard deviation of |x_i - x_j| over pairs i < j of the second last dimension."""
+    i, j = torch.triu_indices(x.shape[-2], x.shape[-2], 1, device=x.device)
+    gaps = (x[..., i, :] - x[..., j, :]).abs()
+    return gaps.mean(-2), gaps.std(-2, unbiased=x.shape[-2] > 2)            # 0 of a single pair
 
 
 def exp_gammas(layer):

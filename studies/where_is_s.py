@@ -42,9 +42,10 @@ from robust.patches import KINDS, corrupt_patches
 from robust.results import weights_of
 from robust.sources import kind_of
 from studies import probe
+from studies.stats import spread
 
 
-def get_args(argv=None):
+def get_args():
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--ckpt", nargs="+", required=True, help="runs or checkpoints of train_cls.py, "
@@ -54,10 +55,8 @@ def get_args(argv=None):
     p.add_argument("--images", type=common.number(int, 1), default=300, help="test images")
     p.add_argument("--untrained", action=argparse.BooleanOptionalAction, default=True,
                    help="also look at each run before its first step")
-    p.add_argument("--data", help="shapes, cifar10 or imagenet; default: the training's")
-    p.add_argument("--data_dir", help="default: the training's")
     p.add_argument("--out_dir", type=Path, default=Path("out/where_is_s"))
-    return p.parse_args(argv)
+    return p.parse_args()
 
 
 # --- scores of tokens -----------------------------------------------------------------------------
@@ -159,28 +158,23 @@ def points(args):
 
 
 def over_seeds(rows):
-    """{(network, training step): {measure: (mean over seeds, standard deviation, seeds)}}."""
+    """Sort values by {(network, training step): {measure: [of each seed]}}."""
     groups = {}
     for row in rows:
         group = groups.setdefault((row["network"], row["step"]), {})
         for name, value in row["values"].items():
             group.setdefault(name, []).append(value)
-    return {at: {name: (np.mean(x), np.std(x, ddof=1) if len(x) > 1 else math.nan, len(x))
-                 for name, x in group.items()} for at, group in groups.items()}
+    return groups
 
 
 def table(groups):
-    """Markdown: measures down, networks at their last step, and before their first, across."""
+    """Write Markdown: measures down, networks at their last step, and before their first, across."""
     last = {network: step for network, step in sorted(groups, key=lambda at: at[1])}
     columns = [*last.items(), *((n, 0) for n in last if last[n] and (n, 0) in groups)]
-    names = dict.fromkeys(name for at in columns for name in groups[at])
-
-    def cell(value):
-        mean, std, n = value
-        return f"{mean:.3f} ± {std:.3f} ({n})" if n > 1 else f"{mean:.3f}"
-
-    body = [[name, *(cell(groups[at][name]) if name in groups[at] else "" for at in columns)]
-            for name in names]
+    body = []
+    for name in dict.fromkeys(name for at in columns for name in groups[at]):
+        values = [groups[at].get(name, []) for at in columns]
+        body.append([name, *(f"{spread(x, '.3f')} ({len(x)})" if x else "" for x in values)])
     return common.table(body, ["mean ± standard deviation (seeds)",
                                *(f"{n}{'' if step else ', untrained'}" for n, step in columns)])
 
@@ -193,7 +187,7 @@ def draw(groups, kinds, path):
 
     def curve(ax, network, name, style, label=None):
         steps = sorted(step for n, step in groups if n == network and name in groups[n, step])
-        ax.plot(steps, [groups[network, step][name][0] for step in steps], style, marker=".",
+        ax.plot(steps, [np.mean(groups[network, step][name]) for step in steps], style, marker=".",
                 color=f"C{networks.index(network)}", label=label)
 
     for network in networks:
@@ -222,8 +216,8 @@ def main():
     args = get_args()
     args.out_dir.mkdir(parents=True, exist_ok=True)
     path, loaded = args.out_dir / "rows.jsonl", None
-    how, runs = dict(images=args.images, kinds=args.kinds, data=args.data), set()
-    rows = [row for row in common.read_log(path) if how.items() <= {"data": None, **row}.items()]
+    how, runs = dict(images=args.images, kinds=args.kinds), set()
+    rows = [row for row in common.read_log(path) if how.items() <= row.items()]
     for run, model, checkpoint in tqdm(points(args), "checkpoints", unit="checkpoint"):
         c = model.config
         about, weights = dict(run=run, step=checkpoint["step"]), weights_of(model.state_dict())
@@ -234,7 +228,7 @@ def main():
             continue
         shape = c.image_size, c.patch_size, checkpoint["args"]["data"], c.num_classes
         if loaded is None:
-            images, labels, *_ = probe.load_images(args, checkpoint, c)
+            images, labels, *_ = probe.load_images(checkpoint, c, args.images)
             loaded = shape
         if shape != loaded:
             raise ValueError(f"--ckpt {run} has image size, patch size, data, classes {shape}, "

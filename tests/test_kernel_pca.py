@@ -14,6 +14,7 @@ from torchvision.io import write_png
 import common
 import train_cls
 from attention import ATTENTIONS, SelfAttention
+from conftest import ROOT
 from data import photos, shapes
 from kpca import (a_hat, attend, basis, eigen_cosine, exact_scaling, kernel_pca, kernel_projections, log_g, log_gram,
                   log_kernel, log_phi2, projection_loss, theoretical_values)
@@ -414,7 +415,7 @@ def test_a_training_run_is_tracked_and_every_table_has_its_legend(monkeypatch, t
         assert {r["step"] for r in rows} == {"0", "2", "4"}                             # last.pt counts once
         assert experiment.__doc__.splitlines()[0] in shown
         for layer in ("0", "3", "all"):
-            assert f"| {layer:3s} |" in shown
+            assert f"| {layer:5s} |" in shown
         assert all(math.isfinite(float(r["mean"])) or r["measure"] == "eta" for r in rows), name
     ends = {r["layer"] for r in read(tmp_path / "capture.csv") if r["step"] == "4" and r["measure"] == "EV"}
     assert ends == {"0", "3", "all"}
@@ -441,12 +442,11 @@ def test_deit_weights_are_recognised_by_their_shapes(monkeypatch, tmp_path):
 def test_bad_input_is_one_clear_line(monkeypatch, tmp_path):
     good, other = save_vit(tmp_path / "good.pt"), str(tmp_path / "other.pt")
     torch.save({"weights": torch.zeros(3)}, other)
-    segmenter = save_vit(tmp_path / "seg.pt", task="segmentation")
     broken = {name: t * math.nan for name, t in load_model(good)[0].state_dict().items()}
     nan = save_vit(tmp_path / "nan.pt", model=broken)
     (tmp_path / "cifar").mkdir()
     for argv, message in (
-            (["--ckpt", other], "ViT"), (["--ckpt", segmenter], "not a checkpoint of train_cls.py"),
+            (["--ckpt", other], "ViT"), (["--ckpt", ROOT / "weights/shapes_seg.pt"], "not a checkpoint of train_cls.py"),
             (["--ckpt", tmp_path / "none.pt"], "no checkpoint at"),
             (["--ckpt", good, "--layers", "2"], "--layers 2: expected whole numbers from 0 to 1"),
             (["--ckpt", good, "--ranks", "17"], "--ranks 17: expected whole numbers from 0 to 16"),
@@ -480,8 +480,8 @@ def test_a_network_of_ones_own_photos_is_looked_at_on_those_it_was_not_trained_o
         for j in range(5):
             write_png(torch.full((3, 20, 20), 40 * j + 20 * i, dtype=torch.uint8), str(tmp_path / name / f"{j}.png"))
     checkpoint = dict(args=dict(data="folder", data_dir=str(tmp_path), holdout=4))
-    images, labels, what, classes = probe.load_images(Namespace(data=None, data_dir=None, images=32), checkpoint,
-                                                      ViTConfig(image_size=16, patch_size=8, num_classes=2))
+    config = ViTConfig(image_size=16, patch_size=8, num_classes=2)
+    images, labels, what, classes = probe.load_images(checkpoint, config, 32)
     train, val, _ = photos.load_photos(photos.find_photos(tmp_path), 16, holdout=4)
     seen, found = {image.float().mean().item() for image in train.images}, {255 * x.mean().item() for x in images}
     assert len(found) == 4 and not {round(x) for x in found} & {round(x) for x in seen}

@@ -100,15 +100,6 @@ def test_exact_kernel_pca_has_eigen_cosine_one_in_any_gauge_constant_gamma_and_n
     assert (noise > 1e3 * true).all()
 
 
-def test_pair_differences_equal_the_pairs():
-    x = torch.randn(3, 17, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    i, j = torch.triu_indices(17, 17, 1)
-    d = (x[:, i] - x[:, j]).abs()
-    mean, std = pair_differences(x)
-    assert_close(mean, d.mean(1), 1e-12)
-    assert_close(std, d.std(1), 1e-12)
-
-
 def test_assignment_is_the_best_of_all_permutations(monkeypatch):
     rng = np.random.default_rng(0)
     for _ in range(20):

@@ -1,9 +1,8 @@
 """studies/robust_attentions: each attention is its published definition, in a network or alone."""
 
-import math
-import statistics
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,55 +22,37 @@ def qkv(scale=1.0):
     return q * scale, k * scale, v
 
 
-def heads(*tensors):
-    """Every head's matrices, as lists of rows of numbers."""
-    for b in range(B):
-        for h in range(H):
-            yield (b, h), [t[b, h].tolist() for t in tensors]
+# --- against slow versions: NumPy, one head, token by token where the definition is ---------------
 
-
-def dot(x, y):
-    return sum(a * b for a, b in zip(x, y))
-
-
-def attention(q, k):
-    """Rows of softmax(q k^T / sqrt(D)), by loops."""
-    rows = []
-    for x in q:
-        e = [math.exp(dot(x, y) / math.sqrt(len(y))) for y in k]
-        rows.append([a / sum(e) for a in e])
-    return rows
-
-
-def times(A, v):
-    return [[sum(a * y[d] for a, y in zip(row, v)) for d in range(len(v[0]))] for row in A]
+def largest_gap(found, slow, *tensors):
+    """Between a tensor and a function of one head's matrices, (N, D) each, over all heads."""
+    gaps = [np.abs(found[b, h].numpy() - slow(*(t[b, h].numpy() for t in tensors))).max()
+            for b in range(B) for h in range(H)]
+    return max(gaps, key=lambda gap: (gap != gap, gap))                     # NaN if one has it
 
 
 def norm(x):
-    return math.sqrt(dot(x, x))
+    return np.linalg.norm(x, axis=-1)
 
 
-def largest_gap(h, slow):
-    """Of all heads; NaN if one has it."""
-    gaps = [(h[at] - torch.tensor(rows, dtype=torch.float64)).abs().max()
-            for at, rows in slow.items()]
-    return torch.stack(gaps).max()
+def exponentials(q, k):
+    return np.array([[np.exp(x @ y / np.sqrt(D)) for y in k] for x in q])
 
 
-# --- against slow versions -----------------------------------------------------------------------
+def attention(q, k):
+    """Rows of softmax(q k^T / sqrt(D))."""
+    return np.array([row / row.sum() for row in exponentials(q, k)])
+
 
 def slow_weights(points, psi, a, rounds, middle):
-    points = [[c / norm(p) for c in p] for p in points]
-    n = len(points)
-    kappa = [[math.exp((dot(x, y) - 1) / math.sqrt(len(x))) for y in points] for x in points]
-    w = [1 / n] * n
+    points = [x / norm(x) for x in points]
+    kappa = np.array([[np.exp((x @ y - 1) / np.sqrt(len(x))) for y in points] for x in points])
+    w = np.full(N, 1 / N)
     for _ in range(rounds):
-        mean2 = sum(w[i] * w[j] * kappa[i][j] for i in range(n) for j in range(n))
-        d = [math.sqrt(1 + middle * sum(w[i] * kappa[i][j] for i in range(n)) + mean2)
-             for j in range(n)]
-        corner = a * sorted(d)[(n - 1) // 2]
-        w = [psi(x, corner) / x for x in d]
-        w = [x / sum(w) for x in w]
+        d = np.array([np.sqrt(1 + middle * kappa[j] @ w + w @ kappa @ w) for j in range(N)])
+        corner = a * sorted(d)[(N - 1) // 2]
+        w = np.array([psi(x, corner) / x for x in d])
+        w = w / w.sum()
     return w
 
 
@@ -87,108 +68,81 @@ def psi_hampel(d, a):
 @pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize("name, psi", [("huber", psi_huber), ("hampel", psi_hampel)])
 def test_kernel_density_weights_are_those_of_loops(name, psi, released, joint):
-    q, k, v = qkv()
-    slow, middle = {}, 1 if released else -2
-    for at, (key, value) in heads(k, v):
-        below = slow_weights(key, psi, 0.6, 2, middle)
-        both = [x + y for x, y in zip(key, value)]
-        above = slow_weights(both, psi, 0.6, 2, middle) if joint else below
-        slow[at] = []
-        for x in key:
-            e = [math.exp(dot(x, y) / math.sqrt(D)) for y in key]
-            total = sum(a * w for a, w in zip(e, below))
-            slow[at].append([sum(a * w * y[d] for a, w, y in zip(e, above, value)) / total
-                             for d in range(D)])
+    _, k, v = qkv()
+
+    def slow(key, value):
+        below = slow_weights(key, psi, 0.6, 2, 1 if released else -2)
+        both = slow_weights(np.concatenate([key, value], 1), psi, 0.6, 2, 1 if released else -2)
+        above = both if joint else below
+        return np.array([e * above @ value / (e * below).sum() for e in exponentials(key, key)])
+
     h, score = study.rkde(k, v, getattr(study, name), 0.6, 2, joint, released)
-    assert largest_gap(h, slow) < 1e-10
+    assert largest_gap(h, slow, k, v) < 1e-10
     assert score.shape == (B, H, N)
 
 
-def test_median_of_means_uses_the_block_whose_kernel_sum_is_the_median():
-    q, k, v = qkv()
-    block = (torch.randperm(N, generator=torch.Generator().manual_seed(3)) % 3).tolist()
-    slow = {}
-    for at, (key, value) in heads(k, v):
-        slow[at] = []
-        for row in attention(key, key):
-            sums = [sum(a for a, b in zip(row, block) if b == m) for m in range(3)]
-            chosen = sums.index(statistics.median(sums))
-            kept = [a if b == chosen else 0 for a, b in zip(row, block)]
-            slow[at] += times([[a / sums[chosen] for a in kept]], value)
-    assert largest_gap(study.mom(k, v, m=3, seed=3)[0], slow) < 1e-10
+def slow_median_of_means(key, value):
+    block = torch.randperm(N, generator=torch.Generator().manual_seed(3)).numpy() % 3
+    h = []
+    for row in attention(key, key):
+        sums = [row[block == m].sum() for m in range(3)]
+        middle = sums.index(sorted(sums)[1])
+        h.append(row[block == middle] @ value[block == middle] / sums[middle])
+    return np.array(h)
 
 
-def test_elliptical_attention_weighs_coordinates_by_how_values_moved():
-    q, k, v = qkv()
-    last = v.flip(-1) * 0.3
-    slow = {}
-    for at, (query, key, value, before) in heads(q, k, v, last):
-        moved = [sum(abs(x[d] - y[d]) for x, y in zip(value, before)) / N for d in range(D)]
-        M = [m / max(moved) for m in moved]
-        slow[at] = times(attention([[x * m for x, m in zip(row, M)] for row in query], key), value)
-    assert largest_gap(study.elliptical(q, k, v, last), slow) < 1e-10
-    plain = {at: times(attention(x, y), z) for at, (x, y, z) in heads(q, k, v)}
-    assert largest_gap(study.elliptical(q, k, v), plain) < 1e-10
+def slow_elliptical(q, k, v, last):
+    moved = np.mean([abs(x - y) for x, y in zip(v, last)], 0)
+    return attention(q * (moved / moved.max()), k) @ v
 
 
-def test_sinkhorn_normalises_rows_then_columns_then_rows():
-    q, k, v = qkv()
-    slow = {}
-    for at, (key, value) in heads(k, v):
-        A = [[math.exp(dot(x, y) / math.sqrt(D)) for y in key] for x in key]
-        for _ in range(3):
-            A = [[a / sum(row) for a in row] for row in A]
-            A = [list(column) for column in zip(*A)]        # the next round normalises columns
-        slow[at] = times([list(row) for row in zip(*A)], value)
-    assert largest_gap(study.sinkhorn(k, v)[0], slow) < 1e-10
-    even, _ = study.sinkhorn(k, torch.ones_like(v), rounds=101)
-    assert torch.allclose(even, torch.ones_like(v))
+def slow_sinkhorn(k, v):
+    A = exponentials(k, k)
+    A = A / A.sum(1, keepdims=True)
+    A = A / A.sum(0, keepdims=True)
+    return A / A.sum(1, keepdims=True) @ v
 
 
-@pytest.mark.parametrize("rows", [False, True])
-def test_pap_on_the_keys_alone_is_that_of_loops(rows):
-    q, k, v = qkv()
-    slow, sizes = {}, {}
-    for at, (key, value) in heads(k, v):
-        size = [norm(x) for x in key] if rows else [abs(c) for x in key for c in x]
-        tau = 0.5 * sum(size) / len(size)
-        S = [[0.0] * D for _ in key]
+def slow_keys(rows, outliers=False):
+    def slow(k, v):
+        tau, S = 0.5 * (norm(k) if rows else abs(k)).mean(), np.zeros_like(k)
         for _ in range(4):
-            C = [[c - s for c, s in zip(*both)] for both in zip(key, S)]
-            R = [[c - l for c, l in zip(*both)] for both in zip(key, times(attention(C, C), C))]
-            S = [[c * max(1 - tau / (norm(r) if rows else abs(c)), 0) for c in r] for r in R]
-        C = [[c - s for c, s in zip(*both)] for both in zip(key, S)]
-        slow[at] = times(attention(C, C), value)
-        sizes[at] = [[sum(map(abs, s))] for s in S]
-    h, score = study.keys(k, v, lambd=0.5, rows=rows)
-    assert largest_gap(h, slow) < 1e-10
-    assert largest_gap(score[..., None], sizes) < 1e-10
-    assert (score > 0).any()
+            R = k - attention(k - S, k - S) @ (k - S)
+            size = norm(R)[:, None] if rows else abs(R)
+            S = R * np.maximum(1 - tau / size, 0)
+        return abs(S).sum(1) if outliers else attention(k - S, k - S) @ v
+    return slow
 
 
-def test_tokens_that_the_others_cannot_predict_count_less():
-    q, k, v = qkv()
-    slow = {}
-    for at, (key, value) in heads(k, v):
-        w = [1.0] * N
-        for _ in range(3):
-            A = [[a * b for a, b in zip(row, w)] for row in
-                 [[math.exp(dot(x, y) / math.sqrt(D)) for y in key] for x in key]]
-            A = [[a / sum(row) for a in row] for row in A]
-            h = times(A, value)
-            guess = [[sum(A[j][i] * key[i][d] for i in range(N) if i != j) for d in range(D)]
-                     for j in range(N)]
-            r = [norm([a - b for a, b in zip(x, y)]) for x, y in zip(key, guess)]
-            w = [min(1, sum(r) / N / x) for x in r]
-        slow[at] = h                                        # with the weights of two rounds
-    assert largest_gap(study.weights(k, v)[0], slow) < 1e-10
+def slow_predicted(k, v):
+    w = np.ones(N)
+    for i in range(3):
+        A = exponentials(k, k) * w
+        A = A / A.sum(1, keepdims=True)
+        if i < 2:                                                           # weights of two rounds
+            guess = [sum(A[j, i] * k[i] for i in range(N) if i != j) for j in range(N)]
+            r = norm(k - guess)
+            w = np.minimum(1, r.mean() / r)
+    return A @ v
 
 
-def test_sharp_is_attention_with_four_times_the_logits_after_four_steps():
-    q, k, v = qkv()
-    slow = {at: times(attention([[4 * x for x in row] for row in key], key), value)
-            for at, (_, key, value) in heads(q, k, v)}
-    assert largest_gap(study.sharp(k, v)[0], slow) < 1e-10
+Q, K, V = qkv()
+LAST = V.flip(-1) * 0.3
+
+
+@pytest.mark.parametrize("found, slow, given", [
+    (study.mom(K, V, m=3, seed=3)[0], slow_median_of_means, (K, V)),
+    (study.elliptical(Q, K, V, LAST), slow_elliptical, (Q, K, V, LAST)),
+    (study.elliptical(Q, K, V), lambda q, k, v: attention(q, k) @ v, (Q, K, V)),
+    (study.sinkhorn(K, V)[0], slow_sinkhorn, (K, V)),
+    (study.sinkhorn(K, torch.ones_like(V), rounds=101)[0], lambda k, v: v, (K, torch.ones_like(V))),
+    *((study.keys(K, V, lambd=0.5, rows=rows)[i], slow_keys(rows, bool(i)), (K, V))
+      for rows in (False, True) for i in (0, 1)),
+    (study.weights(K, V)[0], slow_predicted, (K, V)),
+    (study.sharp(K, V)[0], lambda k, v: attention(4 * k, k) @ v, (K, V))])
+def test_an_attention_is_its_definition(found, slow, given):
+    assert largest_gap(found, slow, *given) < 1e-10
+    assert found.abs().sum() > 0
 
 
 # --- limits and gradients -------------------------------------------------------------------------

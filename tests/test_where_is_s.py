@@ -185,9 +185,8 @@ def test_the_command_keeps_what_it_has_and_means_over_seeds(tmp_path, monkeypatc
         ("rpc 3iter/layer1, lambda 1", 0), ("rpc 3iter/layer1, lambda 1", 5), ("rpc 3iter/layer1, lambda 1", 9),
         ("symmetric", 0), ("symmetric", 9)}
     seeds = [row["values"]["white: AUC of S, step 2"] for row in rows if row["step"] == 9 and "rpc" in row["network"]]
-    mean, std, n = where_is_s.over_seeds(rows)["rpc 3iter/layer1, lambda 1", 9]["white: AUC of S, step 2"]
-    assert n == 2 and mean == pytest.approx(sum(seeds) / 2)
-    assert std == pytest.approx(abs(seeds[0] - seeds[1]) / 2 ** 0.5)
+    assert len(seeds) == 2
+    mean, std = sum(seeds) / 2, abs(seeds[0] - seeds[1]) / 2 ** 0.5
     shown = capsys.readouterr().out
     assert f"{mean:.3f} ± {std:.3f} (2)" in shown and "rpc 3iter/layer1, lambda 1, untrained" in shown
     assert (out / "where_is_s.png").stat().st_size > 10000
