@@ -285,16 +285,17 @@ def models(args, device, timed):
             steps |= {(name, what, n): partial(step, net.to(device), images)
                       for name, net in nets.items()}
     times = alternate(args, device, steps)
+    cases = [(name, what) for what in STEPS for name in names]
+    peaks = fresh(peak_mb, [(name, args.model, what, str(device)) for name, what in cases])
+    peaks = dict(zip(cases, peaks))
     for what in STEPS:
-        peaks = dict(zip(names, fresh(peak_mb, [(name, args.model, what, str(device))
-                                                for name in names])))
         for name, row in rows.items():
             for n, kind in ((1, "ratio"), (batch, "batch ratio")):
                 row[f"{what} {kind}"] = ratio(times, (name, what, n), (base_of(name), what, n))
             row[f"{what} ms"] = 1e3 * median(times[name, what, 1])
             row[f"{what} images/s"] = batch / median(times[name, what, batch])
-            row[f"{what} MB"] = peaks[name]
-            row[f"{what} MB more"] = peaks[name] - peaks[base_of(name)]
+            row[f"{what} MB"] = peaks[name, what]
+            row[f"{what} MB more"] = peaks[name, what] - peaks[base_of(name), what]
             row |= paper_columns(name) if args.model == "tiny" else {}
     report(f"ViT-{args.model}, {PIXELS} px, batches of {batch}{timed}", device,
            list(rows.values()), TABLES, args.out)

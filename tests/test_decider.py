@@ -116,7 +116,7 @@ def test_tokens_that_hardly_differ_and_long_keys_keep_every_arm_finite(arm):
     assert out.isfinite().all() and x.grad.isfinite().all() and x.grad[1:].abs().amax((1, 2)).all()
 
 
-def tiny(classes=10, n=40):
+def tiny(classes=10, n=20):
     """(training, held-out) images of noise."""
     random = torch.Generator().manual_seed(0)
     images = torch.randint(256, (n, 3, 32, 32), generator=random, dtype=torch.uint8)
@@ -154,7 +154,7 @@ def test_every_arm_trains_on_the_same_batches(monkeypatch, tmp_path):
             lambda module, inputs: seen.setdefault((seed, arm), []).append(inputs[0].sum().item()))
         return model
     monkeypatch.setattr(decider, "build", watched)
-    arms = ["rms1", "uniform", "polar-random", "span-x"]
+    arms = ["rms1", "polar-random", "span-x"]
     rows = run(monkeypatch, tmp_path / "rows.jsonl", "--seeds", "2", "--arms", *arms)
     assert [(row["arm"], row["seed"]) for row in rows] == [(a, s) for s in (0, 1) for a in arms]
     for seed in (0, 1):
@@ -170,7 +170,7 @@ def test_a_killed_run_goes_on_where_it_stopped(monkeypatch, tmp_path):
         if len(trained) == 3:
             raise KeyboardInterrupt
         trained.append((arm, seed))
-        return dict(top1=50.0, loss=1.0 + seed, images=40)
+        return dict(top1=50.0, loss=1.0 + seed, images=20)
     monkeypatch.setattr(decider, "train", train)
     flags = ["--arms", "rms1", "uniform", "--seeds", "2"]
     with pytest.raises(KeyboardInterrupt):

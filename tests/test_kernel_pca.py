@@ -152,6 +152,10 @@ def test_all_axes_and_the_constant_row_give_attention_back_also_where_axes_are_n
     E = log_kernel(k, k).exp()
     V = theoretical_values(axes, 8)
     assert size > 2 or (V.mT @ E @ V - torch.eye(8)).abs().max() < 1e-8                # |u_d| = 1
+    for long in (size, 8):
+        q, k, v = draw(3, 24, 8, size=long)
+        h = restrict(q, k, v, key_span(q, k), principal_axes(key_span(q, k))[:3])
+        assert h.abs().max() < 100 * v.abs().max()
 
 
 @pytest.mark.parametrize("ratio", [50, 500, 5000])
@@ -202,19 +206,6 @@ def test_another_heads_values_are_a_null_of_every_experiment(experiment):
     assert "other" not in Layer(tiny_heads(H=1)).values
 
 
-@pytest.mark.parametrize("size", [2, 4, 6, 8])
-def test_restriction_is_attention_to_v_v_t_e_v_and_stays_bounded_for_long_keys(size):
-    q, k, v = draw(3, 24, 8, size=size)
-    span, axes = key_span(q, k), kernel_pca(k)
-    h = restrict(q, k, v, span, principal_axes(span)[:3])
-    V = theoretical_values(axes, 3)
-    scale = axes.log_g.amax()
-    E = (log_kernel(k, k) - scale).exp()
-    if size < 6:
-        assert_close(h, attend(q, k, V @ (V.mT @ (E * scale.exp()) @ v)), 1e-7, 1e-7)
-    assert h.abs().max() < 100 * v.abs().max()
-
-
 @pytest.mark.parametrize("case", ["zero keys", "v = 0", "x = 0", "D = 1", "N = 2", "N = 4", "N = 5"])
 def test_degenerate_heads_are_measured_without_an_error(case):
     letter, _, number = case.partition(" = ")
@@ -233,13 +224,17 @@ def test_degenerate_heads_are_measured_without_an_error(case):
         assert truncated(heads, how, 1).isfinite().all()
 
 
-def test_random_numbers_differ_between_layers_and_images_but_not_with_the_pieces():
+def test_null_values_have_the_size_of_the_learned_and_differ_between_layers_but_not_with_the_pieces():
     heads = tiny_heads(B=4)
-    iid = {key: Layer(heads, key=key).values["iid"] for key in ((0, 0), (1, 0))}
-    assert abs(torch.corrcoef(torch.stack([t.flatten() for t in iid.values()]))[0, 1]) < 0.3
-    later = Layer(Heads(*(t[3:] for t in heads[:5])), key=(0, 3)).values["iid"]
-    assert_close(later, iid[0, 0][:, 3:], 1e-12)
-    assert abs(torch.corrcoef(iid[0, 0][0].flatten(1))[0, 1]) < 0.5
+    layer, other = Layer(heads, key=(0, 0)), Layer(heads, key=(1, 0)).values["iid"]
+    for name, v in layer.values.items():
+        assert_close(v.norm(dim=(-2, -1)), layer.v.norm(dim=(-2, -1)).expand(v.shape[:3]), 1e-10)
+    iid = layer.values["iid"]
+    assert abs(torch.corrcoef(torch.stack([iid.flatten(), other.flatten()]))[0, 1]) < 0.3
+    assert abs(torch.corrcoef(iid[0].flatten(1))[0, 1]) < 0.5
+    later = Layer(Heads(*(t[3:] for t in heads[:5])), key=(0, 3)).values
+    for name in ("iid", "x W"):
+        assert_close(later[name], layer.values[name][:, 3:], 1e-12)
 
 
 def test_nulls_of_scaled_attention_are_scaled_by_the_layers_own_matrix():
@@ -297,15 +292,6 @@ def test_causal_layers_are_looked_at_on_prefixes():
     assert_close(attend(part.q, part.k, part.v), attend(layer.q, layer.k, layer.v, True)[..., 5:6, :], 1e-10)
     found = measure([layer], EXPERIMENTS)
     assert all(t.shape[0] == 2 for t in found.values()) and ("jproj", "J", "learned", "0") in found
-
-
-def test_null_values_have_the_size_of_the_learned_and_do_not_depend_on_the_batch():
-    heads = random_heads(B=4)
-    layer = Layer(heads, key=(2, 0))
-    for name, v in layer.values.items():
-        assert_close(v.norm(dim=(-2, -1)), layer.v.norm(dim=(-2, -1)).expand(v.shape[:3]), 1e-10)
-    part = Layer(Heads(*(t[:2] for t in heads[:5])), key=(2, 0))
-    assert_close(part.values["x W"], layer.values["x W"][:, :2], 1e-12)
 
 
 def save_vit(path, attn="softmax", image_size=16, **change):
@@ -396,6 +382,23 @@ def test_truncated_accuracy_has_the_standard_error_of_a_share(tmp_path, monkeypa
 
 # --- the command ----------------------------------------------------------------------------------
 
+def test_rows_are_means_over_images_with_their_error_and_a_mean_over_layers(tmp_path):
+    point = probe.Point("run", 7, True, None, None, None, 10, "")
+    zero, one = torch.tensor([[1.0, 2.0, 3.0], [3.0, math.nan, 5.0]], dtype=torch.float64)
+    found = {("EV", "learned", "0"): zero, ("EV", "learned", "1"): one,
+             ("EV by axis", "iid", "0"): torch.stack([zero, 2 * zero], 1)}
+    rows = probe.summarise(found, point)
+    assert [(r["layer"], r.get("axis"), r["mean"]) for r in rows if r["layer"] != "1"] == [
+        ("0", None, 2), ("all", None, 8 / 3), ("0", 1, 2), ("0", 2, 4), ("all", 1, 2), ("all", 2, 4)]
+    assert rows[0]["se"] == pytest.approx(1 / math.sqrt(3)) and (rows[0]["step"], rows[0]["images"]) == (7, 3)
+    before = probe.summarise(found, point._replace(last=False))
+    assert [(r["layer"], r["measure"], "axis" in r) for r in before] == [("all", "EV", False)]
+    assert math.isnan(probe.summarise({("EV", "learned", "0"): zero[:1]}, point)[0]["se"])
+    probe.write_tables(tmp_path / "x", rows)
+    assert [r["mean"] for r in probe.read_csv(tmp_path / "x_axes.csv", "run", layer="0")] == [2, 4]
+    assert probe.read_csv(tmp_path / "x.csv", "other") == []
+
+
 def test_a_training_run_is_tracked_and_every_table_has_its_legend(monkeypatch, tmp_path, capsys):
     folder = tmp_path / "run"
     flags = ("--num_images 64 --epochs 2 --image_size 16 --attn softmax --lr 0 --batch_size 32 --device cpu "
@@ -446,7 +449,7 @@ def test_bad_input_is_one_clear_line(monkeypatch, tmp_path):
     nan = save_vit(tmp_path / "nan.pt", model=broken)
     (tmp_path / "cifar").mkdir()
     for argv, message in (
-            (["--ckpt", other], "ViT"), (["--ckpt", ROOT / "weights/shapes_seg.pt"], "not a checkpoint of train_cls.py"),
+            (["--ckpt", other], "ViT"), (["--ckpt", ROOT / "weights/seg_shapes_rpc.pt"], "not a checkpoint of train_cls.py"),
             (["--ckpt", tmp_path / "none.pt"], "no checkpoint at"),
             (["--ckpt", good, "--layers", "2"], "--layers 2: expected whole numbers from 0 to 1"),
             (["--ckpt", good, "--ranks", "17"], "--ranks 17: expected whole numbers from 0 to 16"),

@@ -3,7 +3,6 @@
 import csv
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -127,14 +126,33 @@ def test_ce_and_mce_are_for_imagenet_alone():
 
 # --- the paper's scale ----------------------------------------------------------------------------
 
+FOLDERS = dict(IMAGENET_C="c c", IMAGENET_A="a a", IMAGENET_R="r r", IMAGENET_O="o o")
+
+
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory):
-    """{script: the commands that it would run at the paper's scale, in words}."""
-    folder = tmp_path_factory.mktemp("plan")
-    how = dict(SCALE="paper", DATA="DATA", DRY="1", PYTHON="true")          # no hours: seconds each
-    every = {name: run(name, folder, **how) for name in SCRIPTS}
-    return {name: [shlex.split(line[1:]) for line in text.splitlines() if line.startswith("$")]
-            for name, text in every.items()}
+    """{script: the commands that it runs at the paper's scale, in words}: PYTHON only notes them.
+
+    Folders have blanks, and a star that matches a file which must not be seen.
+    """
+    root, found = tmp_path_factory.mktemp("plan"), {}
+    (root / "my d*ta").mkdir()
+    (root / "my data").mkdir()
+    noted = root / "note"
+    noted.write_text('#!/bin/sh\nfor word in "$@"; do printf "%s\\t" "$word"; done >> "$SEEN"\necho >> "$SEEN"\n'
+                     'while [ $# -gt 1 ]; do [ "$1" != --out_dir ] || { mkdir -p "$2"; touch "$2/epoch_1.pt"; }; '
+                     'shift; done\n')
+    noted.chmod(0o755)
+    for name in SCRIPTS:
+        seen = root / f"{name}.txt"
+        run(name, root / f"o ut {name}", SCALE="paper", DATA=str(root / "my d*ta"), PYTHON=str(noted), SEEN=str(seen),
+            **FOLDERS)
+        found[name] = [line.split("\t")[:-1] for line in seen.read_text().splitlines()]
+    return found
+
+
+def of_script(plan, script):
+    return [words for words in plan if script in words]
 
 
 def parsed(words, monkeypatch):
@@ -145,15 +163,24 @@ def parsed(words, monkeypatch):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_every_command_of_the_papers_scale_parses(name, plans, monkeypatch):
+def test_every_command_parses_and_blanks_and_stars_in_folders_stay_in_one_word(name, plans, monkeypatch):
     assert plans[name]
+    paths = {flag: {words[i + 1] for words in plans[name] for i, word in enumerate(words) if word == flag}
+             for flag in ("--data_dir", "--out_dir", "--imagenet_a", "--corrupted_dir", "--backbone", "--init_from")}
+    assert all(path.endswith("/my d*ta") for path in paths["--data_dir"])
+    ours = {path for flag in ("--out_dir", "--backbone", "--init_from") for path in paths[flag]}
     for words in plans[name]:
+        if "--ckpt" in words:
+            ours |= (last := set(words[words.index("--ckpt") + 1:]))
+            assert last
         if any(word in PARSERS for word in words):
             parsed(words, monkeypatch)
+    assert all(f"/o ut {name}/" in path and "*" not in path for path in ours)
+    assert paths["--imagenet_a"] <= {"a a"} and paths["--corrupted_dir"] <= {"c c"}
 
 
 def test_the_runs_of_table_1_are_the_papers(plans, monkeypatch):
-    runs = [parsed(w, monkeypatch)[1] for w in plans["table1.sh"] if "train_cls.py" in w]
+    runs = [parsed(w, monkeypatch)[1] for w in of_script(plans["table1.sh"], "train_cls.py")]
     for args in runs:
         assert (args.data, args.model) == ("imagenet", "tiny")
         assert (args.image_size, args.patch_size) == (224, 16)
@@ -166,14 +193,14 @@ def test_the_runs_of_table_1_are_the_papers(plans, monkeypatch):
 
 
 def test_the_runs_of_tables_3_and_6_are_the_papers(plans, monkeypatch):
-    lm = [parsed(w, monkeypatch)[1] for w in plans["table3.sh"] if "train_lm.py" in w]
+    lm = [parsed(w, monkeypatch)[1] for w in of_script(plans["table3.sh"], "train_lm.py")]
     for args in lm:
         assert (args.model, args.steps, args.batch_size, args.lr) == ("paper", 500_000, 96, 2.5e-4)
         assert (args.warmup, args.cutoffs, args.clip) == (2000, "20000,40000,200000", 0.25)
     assert (lm[1].attn, lm[1].n_iter, lm[1].rpc_layers) == ("rpc", 4, "0-3")
-    evaluated = parsed(plans["table3.sh"][-1], monkeypatch)[1]
-    assert evaluated.stride == 1
-    seg = [parsed(w, monkeypatch)[1] for w in plans["table6.sh"] if "train_seg.py" in w]
+    evaluated, = of_script(plans["table3.sh"], "eval_robust.py")
+    assert parsed(evaluated, monkeypatch)[1].stride == 1
+    seg = [parsed(w, monkeypatch)[1] for w in of_script(plans["table6.sh"], "train_seg.py")]
     for args in seg:
         assert (args.size, args.epochs, args.batch_size, args.lr) == (512, 64, 8, 1e-3)
         assert (args.optimizer, args.weight_decay) == ("sgd", 0)
@@ -182,7 +209,8 @@ def test_the_runs_of_tables_3_and_6_are_the_papers(plans, monkeypatch):
 
 
 def test_table_2_attacks_as_the_papers_harness(plans, monkeypatch):
-    args = parsed(plans["table2.sh"][-1], monkeypatch)[1]
+    words, = of_script(plans["table2.sh"], "eval_robust.py")
+    args = parsed(words, monkeypatch)[1]
     assert args.preset == "paper" and args.limit == 50_000
     assert sorted(args.measures) == sorted("pgd fgsm spsa sld cw noise autoattack".split())
 
@@ -211,33 +239,6 @@ def test_folders_scales_seeds_and_nodes_go_where_they_should(tmp_path):
                        "expected ImageNet: train/<wnid>/*.JPEG, val/<wnid>/*.JPEG")):
         done = finished("table1.sh", tmp_path, **env)
         assert done.returncode == 1 and done.stderr.strip() == said
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_blanks_and_stars_in_folders_stay_in_one_word(name, tmp_path, monkeypatch):
-    """Run without DRY: PYTHON notes its words. A star matches a file that must not be seen."""
-    (tmp_path / "my d*ta").mkdir()
-    (tmp_path / "my data").mkdir()
-    seen, out = tmp_path / "seen", tmp_path / "o ut"
-    noted = tmp_path / "note"
-    noted.write_text(f'#!/bin/sh\nfor word in "$@"; do printf "%s\\t" "$word"; done >> {seen}\necho >> {seen}\n'
-                     'while [ $# -gt 1 ]; do [ "$1" != --out_dir ] || { mkdir -p "$2"; touch "$2/epoch_1.pt"; }; '
-                     'shift; done\n')
-    noted.chmod(0o755)
-    folders = dict(IMAGENET_C="c c", IMAGENET_A="a a", IMAGENET_R="r r", IMAGENET_O="o o")
-    run(name, out, SCALE="paper", DATA=str(tmp_path / "my d*ta"), PYTHON=str(noted), **folders)
-    commands = [line.split("\t")[:-1] for line in seen.read_text().splitlines()]
-    paths = {flag: {words[i + 1] for words in commands for i, word in enumerate(words) if word == flag}
-             for flag in ("--data_dir", "--out_dir", "--imagenet_a", "--corrupted_dir", "--backbone", "--init_from")}
-    assert paths["--data_dir"] <= {str(tmp_path / "my d*ta")}
-    assert all(path.startswith(str(out)) for flag in ("--out_dir", "--backbone", "--init_from") for path in paths[flag])
-    assert paths["--imagenet_a"] <= {"a a"} and paths["--corrupted_dir"] <= {"c c"}
-    for words in commands:
-        if "--ckpt" in words:
-            last = words[words.index("--ckpt") + 1:]
-            assert all(word.startswith(str(out)) and "*" not in word for word in last) and last
-        if any(word in PARSERS for word in words):
-            parsed(words, monkeypatch)
 
 
 def test_a_folder_that_holds_no_run_is_refused_and_a_table_is_not_written_over(tmp_path, monkeypatch):

@@ -192,6 +192,7 @@ def test_the_command_keeps_what_it_has_and_means_over_seeds(tmp_path, monkeypatc
     assert (out / "where_is_s.png").stat().st_size > 10000
 
     # rows of other images are kept apart
+    monkeypatch.setattr(where_is_s, "draw", lambda *_: None)             # drawn once is enough
     monkeypatch.setattr(sys, "argv", [*argv[:5], "5", *argv[6:], *paths[:1], "--no-untrained"])
     where_is_s.main()
     assert "(2)" not in capsys.readouterr().out and len((out / "rows.jsonl").read_text().splitlines()) == 9
