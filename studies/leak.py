@@ -20,7 +20,6 @@ if not __package__:
 import torch
 
 import common
-from attention import FORMS
 from lm import LM, LMConfig
 
 T, GAIN = 16, 4.0
@@ -28,17 +27,7 @@ KINDS = {"seen": "mean over tokens <= t", "token": "token t alone",
          "all": "all tokens, as printed"}
 
 
-def get_args():
-    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument("--form", choices=FORMS, default="released",
-                   help="which reading of Algorithm 1, see attention.py")
-    p.add_argument("--seeds", type=common.number(int, 1), default=3,
-                   help="runs per kind of mu: seeds 0, 1, ...")
-    return p.parse_args()
-
-
-def train(mu_over, seed=0, form="released", steps=400):
+def train(mu_over, seed=0, steps=400):
     """One layer (C = 32, H = 2, n = 4, lambda = 4), Adam: nats of the word to come, each step.
 
     Scored are tokens 1 to 7: token 0 attends to itself alone, so its output is its own value
@@ -46,7 +35,7 @@ def train(mu_over, seed=0, form="released", steps=400):
     """
     torch.manual_seed(seed)
     model = LM(LMConfig(3, T, embed_dim=32, depth=1, num_heads=2, mlp_dim=64, dropout=0,
-                        attn="rpc", rpc_layers=(0,), form=form, mu_over=mu_over))
+                        attn="rpc", rpc_layers=(0,), mu_over=mu_over))
     model.blocks[0].attn.qkv.weight.data *= GAIN
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     word = torch.tensor([[1], [2]])
@@ -63,11 +52,14 @@ def train(mu_over, seed=0, form="released", steps=400):
 
 
 def main():
-    args = get_args()
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--seeds", type=common.COUNT, default=3, help="runs per kind of mu: 0, 1, ...")
+    args = p.parse_args()
     chance = f"{args.seeds} seeds (chance: {math.log(2):.4f})"
     print(f"{'mu over':<32}nats of a word only the future knows, {chance}")
     for mu_over, meaning in KINDS.items():
-        nats = (train(mu_over, seed, args.form)[-1] for seed in range(args.seeds))
+        nats = (train(mu_over, seed)[-1] for seed in range(args.seeds))
         print(f"{mu_over + ': ' + meaning:<32}{'  '.join(f'{x:.4f}' for x in nats)}", flush=True)
 
 

@@ -46,23 +46,12 @@ def exact_s(q, k, v):
     return softmax_attention(q, k, (v - exact_scaling(k, v)).to(v.dtype))
 
 
-def printed_scaling(k, v):
-    """S v with S = A / (N A^T), as App. E.1 prints it; inf or nan where A^T underflows."""
-    A = (k @ k.mT / math.sqrt(k.shape[-1])).softmax(-1)
-    return A / A.mT @ v / k.shape[-2]
-
-
-def printed_s(q, k, v):
-    """The same as it is printed, in the dtype of training."""
-    return softmax_attention(q, k, v - printed_scaling(k, v))
-
-
 def standardised(q, k, v):
     """Softmax attention with standardised queries and keys, as in the released code."""
     return softmax_attention(standardise(q), standardise(k), v)
 
 
-RULES = dict(exact_s=exact_s, printed_s=printed_s, standardised=standardised)
+RULES = dict(exact_s=exact_s, standardised=standardised)
 ATTENTIONS.update(RULES)                                    # train_cls.py --attn, in studies.scaled
 
 
@@ -97,7 +86,7 @@ def attention_inputs(module, x):
         S = module.s[None].to(k)
     elif module.attn == "scaled_alpha":
         S = module.s.to(k) * log_kernel(k, k, module.causal).softmax(-1)
-    elif module.attn in ("exact_s", "printed_s"):
+    elif module.attn == "exact_s":
         S = exact_scaling(k, torch.eye(k.shape[-2]).to(k))
     return Heads(q, k, raw if S is None else raw - S @ raw, raw, x, module.causal, S)
 

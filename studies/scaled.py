@@ -27,7 +27,7 @@ import common
 import train_cls
 from kpca import attend, exact_scaling, log_g, log_phi2, projection_loss
 from studies.kernel_pca import exp_capture, exp_gamma, exp_jproj, study
-from studies.probe import RULES, capture, checkpoints, get_args, printed_scaling, read_csv
+from studies.probe import RULES, capture, checkpoints, get_args, read_csv
 from studies.span import NULLS, Layer
 from studies.stats import paired_t, show, spread
 
@@ -50,8 +50,12 @@ def exact_matrix(k):
 
 
 def printed_error(k, v):
-    """Relative error, (...), of (I - S) v with S = A / (N A^T) as printed, in v's dtype."""
-    printed = (v - printed_scaling(k, v)).double()
+    """Relative error, (...), of (I - S) v with S = A / (N A^T) as printed, in v's dtype.
+
+    inf or nan where A^T underflows.
+    """
+    A = (k @ k.mT / math.sqrt(k.shape[-1])).softmax(-1)
+    printed = (v - A / A.mT @ v / k.shape[-2]).double()
     exact = v.double() - exact_scaling(k, v)
     return (printed - exact).norm(dim=(-2, -1)) / exact.norm(dim=(-2, -1))
 
