@@ -48,6 +48,13 @@ def number(kind, low, high=1e30):
     return parse
 
 
+def path(text):
+    """Be a type for argparse: a path, not the empty text of a variable that is not set."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty, expected a path")
+    return text
+
+
 def parse_layers(text, depth):
     """Read "0" | "all" | "0,1,2" | "0-3": a tuple of layer indices."""
     try:
@@ -88,33 +95,29 @@ def add_running(p, name, end):
     flag("--device", help="cuda, mps or cpu; None: the best there is")
     flag("--amp", action=boolean, help="bf16 autocast; None: on GPUs")
     flag("--compile", action=boolean, default=False, help="torch.compile the model")
-    flag("--out_dir", help=f"None: out/{name}, numbered if it exists")
-    flag("--resume", help="folder of a run to continue; its flags are remembered")
+    flag("--out_dir", type=path, help=f"None: out/{name}, numbered if it exists")
+    flag("--resume", type=path, help="folder of a run to continue; its flags are remembered")
     flag("--max_steps", type=COUNT, help=f"stop early; the schedule stays that of {end}")
 
 
-def parse(p, recipes, script, fixed, own=None, older=dict):
+def parse(p, recipes, script, fixed):
     """Parse the flags. The command line wins over the run that --resume names, that over a recipe.
 
-    recipes: {data: {flag: value}}; (data, model) holds what such a model has other than data. own:
-    the recipe of --data_dir without --data. fixed: what --resume refuses to change. older: gives an
-    older run's flags today's names.
+    recipes: {data: {flag: value}}: the first is that of no --data, "folder" that of --data_dir
+    alone; (data, model) holds what such a model has other than data. fixed: what --resume refuses
+    to change.
     """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    paths = ("data_dir", "resume", "out_dir", "init_from", "backbone")
-    for name in ("data", "model", *paths):                          # these decide on the defaults
+    first, stored = argparse.ArgumentParser(add_help=False, allow_abbrev=False), {}
+    for name in ("data", "data_dir", "model", "resume"):            # these decide on the defaults
         first.add_argument(f"--{name}")
-    seen, stored = first.parse_known_args()[0], {}
-    for name in paths:
-        if getattr(seen, name) == "":
-            raise ValueError(f"--{name} is empty, expected a path")
+    seen = first.parse_known_args()[0]
     if seen.resume:
         checkpoint = load(seen.resume)
         check_run(checkpoint, seen.resume, script, "args")
         new = {"resume", "sample", "out_dir", "max_steps", "device"}
-        was = older(checkpoint["args"])
-        stored = {name: was[name] for name in vars(p.parse_args([])).keys() - new if name in was}
-    data = seen.data or stored.get("data") or (own if seen.data_dir else p.get_default("data"))
+        known = vars(p.parse_args([])).keys() - new
+        stored = {name: value for name, value in checkpoint["args"].items() if name in known}
+    data = seen.data or stored.get("data") or ("folder" if seen.data_dir else next(iter(recipes)))
     recipe = recipes.get(data, {})
     model = seen.model or stored.get("model") or recipe.get("model")
     p.set_defaults(**{"data": data, **recipe, **recipes.get((data, model), {}), **stored})
@@ -332,15 +335,13 @@ class Log:
 
 def read_log(path):
     """Read the rows of a log, without one cut short by a kill; ValueError names what is no log."""
-    rows = []
-    lines = Path(path).read_bytes().splitlines() if Path(path).exists() else []
-    for i, line in enumerate(lines, 1):
+    rows, path = [], Path(path)
+    text = path.read_text("utf-8", "replace") if path.exists() else ""
+    for i, line in enumerate(text.split("\n"), 1):
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        except UnicodeDecodeError:
-            row = None
         if not isinstance(row, dict) or not isinstance(row.get("step", 0), int):
             raise ValueError(f"{path}, line {i}: {line[:60]}, expected a JSON object whose step is "
                              f"a whole number")
@@ -452,8 +453,7 @@ def naming(what):
 
 def stored_config(checkpoint, config):
     """Read a checkpoint's model_config as the dataclass `config`; ValueError if fields differ."""
-    stored = getattr(config, "from_older", dict)(checkpoint["model_config"])
-    kinds = {f.name: f.type for f in fields(config)}
+    stored, kinds = checkpoint["model_config"], {f.name: f.type for f in fields(config)}
     accepted = {float: (float, int), tuple: (tuple, list)}
     wrong = [f"{name} is missing" for name in kinds if name not in stored]
     wrong += [f"{name} is unknown" for name in stored if name not in kinds]

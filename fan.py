@@ -47,11 +47,6 @@ class FANConfig(ViTConfig):
         if self.patch_size not in (2, 4, 8, 16):
             raise ValueError(f"patch_size={self.patch_size}, expected 2, 4, 8 or 16 for a FAN")
 
-    @staticmethod
-    def from_older(stored):
-        """Give a stored config what it means without class_attn: queries, as all FANs then had."""
-        return {"class_attn": "softmax", **stored}
-
     @property
     def num_tokens(self):             # N of the blocks
         return (self.image_size // self.patch_size) ** 2

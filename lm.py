@@ -75,15 +75,6 @@ class LMConfig:
     def reads_the_future(self):       # a mu over all tokens
         return self.mu_over == "all" and bool(self.rpc_layers)
 
-    @staticmethod
-    def from_older(stored):
-        """Give an older version's config or flags today's names: mu="running" is mu_over="seen"."""
-        words = {"running": "seen", "global": "all", "token": "token"}
-        if "mu" not in stored:
-            return stored
-        mu_over = words.get(stored["mu"], stored["mu"])
-        return {**{name: x for name, x in stored.items() if name != "mu"}, "mu_over": mu_over}
-
     @property
     def num_tokens(self):             # as in ViTConfig
         return self.context

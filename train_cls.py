@@ -72,10 +72,11 @@ def get_args():
                                 allow_abbrev=False)
     boolean = argparse.BooleanOptionalAction
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=[name for name in RECIPES if isinstance(name, str)], default="shapes",
-         help="the recipe: rendered scenes, ..., folder: images of your own (--data_dir alone)")
-    flag("--data_dir", help="folder: <class>/*.jpg, or train/ and val/ of those; imagenet: the "
-         "latter; cifar10: torchvision's files, class folders or a tar of them")
+    flag("--data", choices=[name for name in RECIPES if isinstance(name, str)],
+         help="the recipe; without it rendered scenes (shapes) or, with --data_dir, images of "
+         "your own (folder)")
+    flag("--data_dir", type=common.path, help="folder: <class>/*.jpg, or train/ and val/ of those; "
+         "imagenet: the latter; cifar10: torchvision's files, class folders or a tar of them")
     flag("--download", action=boolean, default=False, help="cifar10: fetch it into --data_dir")
     flag("--num_images", type=COUNT, default=16000, help="shapes: training images to render")
     flag("--holdout", type=NATURAL, default=0, help="train without HOLDOUT of the training images "
@@ -92,7 +93,8 @@ def get_args():
     flag("--drop_path", type=SHARE, default=0.0, help="rate of the last block (FAN: of each)")
     flag("--init", choices=["trunc_normal", "default"], help="Linear layers as DeiT's, or torch's "
          "as the released RPC code; None: default for a ViT with symmetric or rpc")
-    flag("--init_from", help="start from these weights (file or https address; App. E.6)")
+    flag("--init_from", type=common.path,
+         help="start from these weights (file or https address; App. E.6)")
 
     flag = p.add_argument_group("training").add_argument
     flag("--epochs", type=COUNT, help="the learning rate falls until then")
@@ -112,7 +114,7 @@ def get_args():
     add_augmentation(p)
 
     common.add_running(p, "<data>_<attn>", "--epochs")
-    args = common.parse(p, RECIPES, "train_cls.py", FIXED, own="folder")
+    args = common.parse(p, RECIPES, "train_cls.py", FIXED)
     if args.init_from and not args.resume:
         args = follow_file(p, args)
     if args.data == "folder":

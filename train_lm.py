@@ -57,9 +57,10 @@ def get_args():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help,
                                 allow_abbrev=False)
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=RECIPES, default="pydoc", help="the recipe: pydoc, help topics and "
-         "docstrings of this Python, ..., folder: a text of your own (--data_dir alone)")
-    flag("--data_dir", help="wiki.train.tokens, wiki.valid.tokens, wiki.test.tokens, or one .txt")
+    flag("--data", choices=RECIPES, help="the recipe; without it topics and docstrings of this "
+         "Python (pydoc) or, with --data_dir, a text of your own (folder)")
+    flag("--data_dir", type=common.path,
+         help="wiki.train.tokens, wiki.valid.tokens, wiki.test.tokens, or one .txt")
 
     flag = p.add_argument_group("model").add_argument
     flag("--model", choices=SIZES, help="width, depth, heads, feed-forward and context")
@@ -83,16 +84,15 @@ def get_args():
     flag("--eval_every", type=COUNT, help="steps between evaluations; a checkpoint follows each")
 
     flag = p.add_argument_group("sampling").add_argument
-    flag("--sample", metavar="CKPT", help="no training: print words that this checkpoint, or a "
-         "run's best.pt, goes on with after --prompt")
+    flag("--sample", type=common.path, metavar="CKPT", help="no training: print words that this "
+         "checkpoint, or a run's best.pt, goes on with after --prompt")
     flag("--words", type=NATURAL, default=40, help="of a sample, at evaluations too; 0: none")
     flag("--prompt", default="", help="what it goes on from: words between spaces, as in the text")
     flag("--temperature", type=common.number(float, 1e-3), default=1.0,
          help="below 1: likelier words")
 
     common.add_running(p, "<data>_<attn>", "--steps")
-    args = common.parse(p, RECIPES, "train_lm.py", FIXED, own="folder",
-                        older=LMConfig.from_older)
+    args = common.parse(p, RECIPES, "train_lm.py", FIXED)
     args.context = args.context or SIZES[args.model]["context"]
     used = {"sample", "words", "prompt", "temperature", "seed", "device"}
     idle = [name for name in vars(args).keys() - used - {"context"}
@@ -195,7 +195,7 @@ def evaluate(model, corpus, args, device, rank, world):
 
 def prompt_ids(prompt, vocab):
     """Look up <eos> and the ids of the prompt's words, (1, n) int64."""
-    words = [EOS, *data_text.split_words(prompt)]
+    words = [EOS, *prompt.replace("\n", f" {EOS} ").split()]
     unknown = [word for word in words if word not in vocab]
     if unknown:
         raise ValueError(f"--prompt: {', '.join(unknown)} not in the vocabulary of {len(vocab)} "

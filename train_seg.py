@@ -73,19 +73,19 @@ def get_args():
                                 allow_abbrev=False)
     boolean = argparse.BooleanOptionalAction
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=RECIPES, default="shapes", help="the recipe: rendered scenes, ..., "
-         "folder: images of your own (--data_dir alone)")
-    flag("--data_dir", help="images/*.jpg, annotations/*.png (0: no class, ignored; 1 to K), or "
-         "training/ and validation/ in each of the two, as in ADE20K")
+    flag("--data", choices=RECIPES, help="the recipe; without it rendered scenes (shapes) or, with "
+         "--data_dir, images of your own (folder)")
+    flag("--data_dir", type=common.path, help="images/*.jpg, annotations/*.png (0: no class, "
+         "ignored; 1 to K), or training/ and validation/ in each of the two, as in ADE20K")
     flag("--num_classes", type=COUNT, help="K; folder: found")
     flag("--num_images", type=COUNT, default=16000, help="shapes: to train on; a tenth to test")
     flag("--num_workers", type=NATURAL, default=min(os.cpu_count() or 1, 10),
          help="decoding processes per GPU")
 
     flag = p.add_argument_group("model").add_argument
-    flag("--backbone", help="checkpoint of train_cls.py, DeiT's file or https address: its "
-         "encoder, attention included; None: shapes: weights/shapes_<attn>.pt unless flags ask for "
-         "another encoder; else from scratch, rpc in layer 0, 4 steps, lambda 4")
+    flag("--backbone", type=common.path, help="checkpoint of train_cls.py, DeiT's file or https "
+         "address: its encoder, attention included; None: shapes: weights/shapes_<attn>.pt unless "
+         "flags ask for another encoder; else from scratch, rpc in layer 0, 4 steps, lambda 4")
     flag("--model", choices=SIZES, help="width, depth and heads (nano; ade20k: tiny)")
     flag("--patch_size", type=COUNT, help="pixels (16; shapes: 4; folder: as fits)")
     kinds = dict.fromkeys([*ATTENTIONS, *RPC_KINDS])
@@ -113,7 +113,7 @@ def get_args():
     add_views(p)
     common.add_running(p, "seg_<data>_<attn>", "--epochs")
 
-    args = common.parse(p, RECIPES, "train_seg.py", FIXED, own="folder")
+    args = common.parse(p, RECIPES, "train_seg.py", FIXED)
     if args.data == "shapes" and not args.backbone:
         args.attn, args.backbone = shipped(args)
     if not args.backbone:

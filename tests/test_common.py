@@ -341,7 +341,7 @@ def test_a_log_is_cut_behind_a_step_and_a_line_cut_short_by_a_kill_goes(tmp_path
         assert steps in ([1, 3], [1, 2, 3])
 
 
-@pytest.mark.parametrize("line", [b"3", b"null", b"[1, 2]", b'{"step": null}', b'{"step": "2"}', b'{"loss": "\xff"}'])
+@pytest.mark.parametrize("line", [b"3", b"null", b"[1, 2]", b'{"step": null}', b'{"step": "2"}'])
 def test_a_log_that_is_not_ours_is_named_and_kept(tmp_path, line):
     path = tmp_path / "log.jsonl"
     path.write_bytes(b'{"step": 1}\n' + line + b"\n")

@@ -211,10 +211,8 @@ def test_weights_of_another_model_are_refused_in_one_line(model, weights, words)
 
 @pytest.mark.parametrize("m", [small(attn="rpc", rpc_layers=(1,), n_iter=2, form="admm"), VIT,
                                small(attn="symmetric", class_attn="softmax")])
-def test_a_checkpoint_alone_says_which_model_it_is_also_an_older_one(m, tmp_path):
+def test_a_checkpoint_alone_says_which_model_it_is(m, tmp_path):
     config, x = asdict(m.config), torch.rand(2, 3, 64, 64)
-    if config.get("class_attn") == "softmax":
-        del config["class_attn"]                                # FANs had queries there before it was a field
     common.save(tmp_path / "last.pt", dict(task="classification", model=m.state_dict(), model_config=config))
     again = classifier_from_checkpoint(common.load(tmp_path))
     assert type(again) is type(m) and again.config == m.config and torch.equal(again(x), m(x))

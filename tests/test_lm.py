@@ -9,10 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import common
 import lm
-import runs
-import train_lm
 from conftest import ROOT
 from attention import ATTENTIONS, symmetric_attention
 from lm import LM, SIZES, LMConfig, linear_nll, lm_from_checkpoint
@@ -256,25 +253,13 @@ def test_samples_follow_temperature_and_generator(temperature):
 
 # --- checkpoints and bad input ---------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("mu_over,older", [("token", None), ("token", "token"), ("seen", "running"), ("all", "global")])
-def test_a_checkpoint_alone_rebuilds_the_model_also_an_older_one_that_says_mu(mu_over, older):
-    model = small(attn="rpc", rpc_layers=(1,), n_iter=2, lambd=3.0, form="paper", mu_over=mu_over, cutoffs=(8, 16),
+def test_a_checkpoint_alone_rebuilds_the_model():
+    model = small(attn="rpc", rpc_layers=(1,), n_iter=2, lambd=3.0, form="paper", mu_over="token", cutoffs=(8, 16),
                   gain=50)
-    config = asdict(model.config)
-    if older:
-        config["mu"] = older
-        del config["mu_over"]
-    checkpoint = dict(task="language modelling", model_config=config, model=model.float().state_dict())
+    checkpoint = dict(task="language modelling", model_config=asdict(model.config), model=model.float().state_dict())
     again = lm_from_checkpoint(checkpoint)
     assert again.config == model.config and not again.training and "positions" not in checkpoint["model"]
     assert torch.equal(again(words(), words(seed=2)), model(words(), words(seed=2)))
-
-
-def test_a_run_of_before_goes_on_with_its_own_mu(tmp_path):
-    args = dict(data="pydoc", mu="token", lambd=3.0)
-    common.save(tmp_path / "last.pt", dict(task="language modelling", args=args, model={}, model_config={}))
-    assert runs.call(train_lm.get_args, "--resume", [tmp_path]).mu_over == "token"
-    assert runs.call(train_lm.get_args, "").mu_over == "seen"
 
 
 def test_an_attention_of_ones_own_is_causal_or_refused(monkeypatch):
