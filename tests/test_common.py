@@ -361,10 +361,14 @@ def test_a_log_takes_no_number_that_is_not_finite(tmp_path, row):
 # --- the end of a process, and words ---------------------------------------------------------------------------------
 
 TRAINS = """
+import sys
 import torch
 import common
+import train_cls
 from pathlib import Path
 from torch.nn.parallel import DistributedDataParallel as DDP
+
+print([name for name in ("torchvision", "torch._dynamo") if name in sys.modules])
 
 def main():
     common.setup("cpu")
@@ -382,7 +386,7 @@ print("after it:", *names())
 """
 
 
-def test_no_thread_of_the_process_group_outlives_the_run():
+def test_a_trainer_imports_no_more_than_it_needs_and_no_thread_of_the_process_group_outlives_its_run():
     """One that does can abort a finished worker at its exit, which torchrun then counts as failed."""
     with socket.create_server(("localhost", 0)) as s:
         port = str(s.getsockname()[1])
@@ -392,8 +396,8 @@ def test_no_thread_of_the_process_group_outlives_the_run():
     done = subprocess.run([sys.executable, "-c", TRAINS], cwd=Path(common.__file__).parent, env=env, text=True,
                           capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    during, after = done.stdout.splitlines()
-    assert "gloo" in during and "gloo" not in after
+    imported, during, after = done.stdout.splitlines()
+    assert imported == "[]" and "gloo" in during and "gloo" not in after
 
 
 @pytest.mark.parametrize("text, layers", [("0", (0,)), ("all", (0, 1, 2, 3)), ("0,2", (0, 2)), ("1-3", (1, 2, 3)),

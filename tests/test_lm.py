@@ -206,7 +206,7 @@ MEMORY = """
 import torch
 from lm import LM, LMConfig
 torch.manual_seed(0)
-model = LM(LMConfig(267_735, depth=0))
+model = LM(LMConfig(267_735, embed_dim=8, depth=0))
 tokens = torch.randint(267_735, (8, 64))
 model(tokens, tokens).mean().backward()
 print(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])         # getrusage counts the parent's peak too
@@ -214,13 +214,14 @@ print(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])         # 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
-def test_the_output_layer_of_the_papers_vocabulary_trains_in_less_than_1500_megabytes():
+def test_the_output_layer_of_the_papers_vocabulary_never_holds_all_logits():
+    """They would take 0.55e9 bytes, twice in either direction."""
     run = subprocess.run([sys.executable, "-c", MEMORY], cwd=ROOT, text=True, capture_output=True, check=True)
-    assert int(run.stdout) * 1024 < 1.5e9                  # torch itself has up to 0.7e9 of it
+    assert int(run.stdout) * 1024 < 1.2e9                  # torch itself has up to 0.7e9 of it
 
 
 def test_compiled_it_is_the_same_model():
-    model = small(attn="rpc", rpc_layers=(0,), cutoffs=OUTPUTS["adaptive"])
+    model = small(attn="rpc", rpc_layers=(0,), n_iter=2, depth=1, cutoffs=OUTPUTS["adaptive"])
     nats, same = model(words(), words(seed=2)), torch.compile(model, backend="aot_eager")(words(), words(seed=2))
     assert_close(same, nats)
     for x, y in zip(*(torch.autograd.grad(z.mean(), list(model.parameters())) for z in (same, nats))):

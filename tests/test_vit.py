@@ -129,10 +129,11 @@ def test_sizes_and_both_inits_are_those_of_the_results():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("attn", ("softmax", "symmetric", "rpc", "rpc_asym", "scaled_s", "scaled_alpha"))
+@pytest.mark.parametrize("attn", ("rpc", "rpc_asym", "scaled_s", "scaled_alpha"))
 def test_every_kind_exports_with_a_batch_of_any_size_also_to_onnx(attn):
     """The file is written where the package onnx is installed; without it, all but that is done."""
-    m, images = small(attn=attn, n_iter=2), torch.rand(5, 3, 32, 32)
+    depth = 2 if "rpc" in attn else 1                            # the second layers are symmetric and softmax
+    m, images = small(attn=attn, n_iter=2, depth=depth), torch.rand(5, 3, 32, 32)
     program = torch.export.export(m, (images[:3],), dynamic_shapes=({0: torch.export.Dim("batch")},))
     for part in (images[:1], images):
         torch.testing.assert_close(program.module()(part), m(part), rtol=0, atol=1e-6)
