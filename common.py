@@ -232,12 +232,16 @@ training = None                       # the folder that this process trains in, 
 def start(args, name):
     """Begin a training: device, rank, world size and the run's folder.
 
-    Sets args.amp where the flag was not given. The folder is --resume's, else --out_dir, else
+    Refuses a batch that cannot be dealt out. Sets args.amp where the flag was not given. The folder is --resume's, else --out_dir, else
     out/<name>, numbered if it exists. Where torchrun restarted us, it is that of our own first
     attempt, known by its flags, and args.resume is set: the run of another command is neither
     continued nor overwritten.
     """
     device, rank, world = setup(args.device)
+    accum = f" x --accum {args.accum}" if "accum" in args else ""
+    if args.batch_size % (world * getattr(args, "accum", 1)):
+        raise ValueError(f"--batch_size {args.batch_size} is not divisible by {world} processes"
+                         f"{accum}")
     args.amp = device.type == "cuda" if args.amp is None else args.amp
     if args.amp:
         torch.set_float32_matmul_precision("high")

@@ -336,11 +336,8 @@ def resume(args, model, optimizer, ema, train):
 
 
 def check_batch(args, world, n):
-    """Raise ValueError unless a batch can be dealt out and its pairs stay together."""
-    b, rest = divmod(args.batch_size, world * args.accum)
-    if rest:
-        raise ValueError(f"--batch_size {args.batch_size} is not divisible by {world} processes x "
-                         f"--accum {args.accum}")
+    """Raise ValueError unless the images fill a batch and pairs that are mixed stay together."""
+    b = args.batch_size // (world * args.accum)
     if b % 2 and (args.mixup or args.cutmix):
         raise ValueError(f"--batch_size {args.batch_size} gives {b} images per process and "
                          f"micro-batch; mixup and cutmix mix pairs, so that number has to be even")

@@ -137,10 +137,7 @@ def load_text(args):
 
 def micro_batches(tokens, args, start, stop, rank, world, device):
     """Deal out windows (b, context + 1) int64 on the device: every micro-batch of this process."""
-    b, rest = divmod(args.batch_size, world * args.accum)
-    if rest:
-        raise ValueError(f"--batch_size {args.batch_size} is not divisible by {world} processes x "
-                         f"--accum {args.accum}")
+    b = args.batch_size // (world * args.accum)
     for step in range(start, stop):
         for micro in range(rank * args.accum, (rank + 1) * args.accum):
             part = slice(micro * b, (micro + 1) * b)

@@ -27,8 +27,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 import common
 from attention import ATTENTIONS, key_statistics
@@ -217,29 +215,14 @@ def load_batches(views, args, mean, start, stop, rank, world):
         yield images, labels.long()
 
 
-# --- before the first step: what would go wrong after hours --------------------------------------
-
-def check_data(args, patch_size, train, val, device, rank, world):
-    """Read every validation image, and training images until one has a label.
-
-    Raises ValueError for what does not fit, or that names the file, or the split without a labelled
-    pixel: it would train at a loss of 0.
-    """
-    if args.batch_size % world:
-        raise ValueError(f"--batch_size {args.batch_size} is not divisible by {world} processes")
+def check_setup(args, patch_size, train):
+    """Raise ValueError for views that do not fit, or a loss that would be 0 in every step."""
     if args.window % patch_size:
         raise ValueError(f"--window {args.window} is not a multiple of the patch size {patch_size}")
     if args.stride > args.window:
         raise ValueError(f"--stride {args.stride} is more than --window {args.window}")
-
     if not any((train[i][1] != IGNORE).any() for i in range(len(train))):
         raise ValueError(f"none of the {len(train)} training images has a labelled pixel")
-    mine = range(rank, len(val), world)
-    loader = DataLoader(val, sampler=mine, batch_size=None, num_workers=args.num_workers)
-    bar = tqdm(loader, "reading validation images", len(mine), leave=False, disable=rank > 0)
-    count = sum(bool((label != IGNORE).any()) for _, label in bar)
-    if not common.all_sum(torch.tensor(count, device=device)):
-        raise ValueError(f"none of the {len(val)} validation images has a labelled pixel")
 
 
 # --- model and optimiser -------------------------------------------------------------------------
@@ -344,7 +327,7 @@ def main():
     train, val = load_data(args)
     device, rank, world, out_dir = common.start(args, f"seg_{args.data}_{args.attn or 'backbone'}")
     model, optimizer, first, metrics = build(args, train, device)
-    check_data(args, model.config.patch_size, train, val, device, rank, world)
+    check_setup(args, model.config.patch_size, train)
     net = common.wrap(model, device, world, args.compile)
     log = common.begin(args, out_dir, first, model, device, rank, world,
                        training_images=len(train))

@@ -46,8 +46,8 @@ def cifar10_files(data_dir, splits):
         files = [(label, name) for label in found for name in found[label]]
         if files:
             return {file: read_bytes(os.path.join(folders[0], *file)) for file in files}
-    tars = sorted(path for path in Path(data_dir).glob("*.tar") if path.is_file())
-    tars.sort(key=lambda path: not any(part in path.name for part in splits))   # the likely first
+    tars = sorted(Path(data_dir).glob("*.tar"),                                 # the likely first
+                  key=lambda path: (not any(part in path.name for part in splits), path))
     return next(filter(None, (read_tar(path, splits) for path in tars)), {})
 
 

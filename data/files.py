@@ -16,7 +16,7 @@ def shown(path):
 
 
 def read_bytes(path):
-    """Read a whole file, (n,) uint8. A pipe is refused: reading one would wait for ever."""
+    """Read a whole file, (n,) uint8."""
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{shown(path)} is not a file")
     return np.fromfile(path, np.uint8)

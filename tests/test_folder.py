@@ -16,11 +16,10 @@ import train_cls
 from data.files import decode, name_hash, read_bytes
 from data.imagenet import ImageTree
 from data.images import load_data, load_test
-from data.labelled import OwnFolder, folder_recipe, load_folder, read_pair
+from data.labelled import OwnFolder, folder_recipe, load_folder
 from data.photos import Photos, find_photos, load_photos
 from data.segmentation import load_split
 from runs import call
-from test_data import within_10_seconds
 
 CLASSES = ["cat", "dog", "owl"]
 
@@ -281,14 +280,8 @@ def test_what_a_labelled_folder_holds_is_found_and_said():
     Path("mine/images/0.jpg").write_bytes(b"")
     Path("mine/images/1.jpg").unlink()
     assert load_folder("mine")[2].endswith("1 unreadable, 1 unmatched files")
-    with pytest.raises(ValueError, match=r"hold the value 5, expected 0 \(ignored\) to 4 \(--num_classes\)"):
-        load_folder("mine", 4)
     Path("mine/classes.txt").write_text("\n".join("abcdef"))
     assert load_folder("mine")[0].classes == list("abcdef")
-    for i in range(10):
-        Image.fromarray(label.clip(1, 1)).save(f"mine/annotations/{i}.png")
-    with pytest.raises(ValueError, match="the annotations hold 1 classes, expected 2 or more"):
-        load_folder("mine")
     assert folder_recipe(100, 200) == dict(size=160, patch_size=16, batch_size=8, epochs=240, eval_every=24)
     small = [folder_recipe(n, side) for n, side in ((1, 20), (9, 64), (9, 159))]
     assert [(recipe["size"], recipe["patch_size"]) for recipe in small] == [(32, 4), (64, 8), (96, 8)]
@@ -319,14 +312,6 @@ def test_the_median_side_is_of_files_whose_header_can_be_read(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Image, "open", bomb)
         assert find_photos("photos").median_side() == 50.5       # of 50 and 51 pixels
-    pipe, image = "photos/cat/0.png", "photos/cat/1.png"
-    os.remove(pipe)
-    os.mkfifo(pipe)
-    assert within_10_seconds(find_photos("photos").median_side) == 51
-    for pair in ((image, pipe), (pipe, image)):
-        with pytest.raises(FileNotFoundError, match="photos/cat/0.png is not a file"):
-            within_10_seconds(read_pair, *pair)
-    os.remove(pipe)
     spoil("photos")
     assert find_photos("photos").median_side() == 0
 

@@ -118,18 +118,10 @@ def test_a_score_is_what_the_best_weights_give_on_the_files_and_in_float64_the_s
             assert row[key] == pytest.approx(math.exp(value.mean()), rel=1e-5), key
 
 
-@pytest.mark.parametrize("extra", ["--attn softmax --accum 2", "--attn symmetric --norm pre --clip 0",
-                                   "--rpc_layers all --n_iter 2 --lambd 3 --cutoffs 5,10",
-                                   "--form paper --mu_over token", "--mu_over all"])
-def test_every_kind_trains_two_steps_and_its_checkpoint_alone_rebuilds_it(extra):
-    train(SMALL, extra, "--max_steps 2 --out_dir a")
-    config, given = lm_from_checkpoint(common.load("a")).config, dict(zip(extra.split()[::2], extra.split()[1::2]))
-    assert all(str(getattr(config, k[2:])) == v for k, v in given.items() if k[2:] in "attn form mu_over norm".split())
-    assert config.cutoffs == ((5, 10) if "5,10" in extra else ())
-    assert config.context == 16 and list(log("a")) == [1, 2] and log("a")[1] != log("a")[2]
-    assert bool(log("a", "sample")[2]) == (config.mu_over != "all")                 # a leaking model is not sampled
-    if config.mu_over == "all":
-        assert "--sample a: mu_over='all'" in bad("--sample a")
+def test_a_model_that_reads_the_future_trains_and_is_not_sampled():
+    train(SMALL, "--mu_over all --max_steps 2 --out_dir a")
+    assert lm_from_checkpoint(common.load("a")).config.mu_over == "all" and log("a", "sample")[2] == ""
+    assert "--sample a: mu_over='all'" in bad("--sample a")
 
 
 def test_training_learns_and_best_is_the_evaluation_with_the_lowest_valid_perplexity():
@@ -275,19 +267,13 @@ def test_any_split_over_processes_and_accumulation_is_the_same_batch(world, accu
 
 # --- bad input -------------------------------------------------------------------------------------------------------
 
-def test_texts_that_are_missing_empty_or_too_short_are_named_before_training():
-    assert "needs --data_dir" in bad("--data wikitext")
-    path = Path("text/wiki.train.tokens")
-    path.write_text(" \n\n  \n")
-    assert "wiki.train.tokens holds no word" in bad(SMALL, "--out_dir a")
+def test_a_text_that_is_too_short_or_missing_is_named_before_training():
     for split in ("train", "valid", "test"):
-        short = f"--context 16: the {split} text in text has only 5 tokens"
-        for content, word in ((None, f"no wiki.{split}.tokens"), ("", f"wiki.{split}.tokens is empty"),
-                              (" the cat AAA <unk> \n", short)):
-            write_text("text")
-            path = Path("text", f"wiki.{split}.tokens")
-            path.unlink() if content is None else path.write_text(content)
-            assert word in bad(SMALL, "--out_dir a")
+        write_text("text", **{split: " the cat AAA <unk> \n"})
+        assert f"--context 16: the {split} text in text has only 5 tokens" in bad(SMALL, "--out_dir a")
+    for content, word in ((" \n\n  \n", "wiki.train.tokens holds no word"), ("", "wiki.train.tokens is empty")):
+        Path("text/wiki.train.tokens").write_text(content)
+        assert word in bad(SMALL, "--out_dir a")
     assert not Path("a").exists()
 
 
