@@ -258,7 +258,7 @@ def segmenter_from_checkpoint(checkpoint):
 
 
 def backbone_settings(checkpoint):
-    """Read what a classification checkpoint says of its encoder, as a dict of ViTConfig's names."""
+    """Read what a classification checkpoint says of its encoder: keywords of SegmenterConfig."""
     if "task" not in checkpoint:
         from weights import foreign_settings
         return foreign_settings(checkpoint)
@@ -268,9 +268,3 @@ def backbone_settings(checkpoint):
     if config.attn in RPC_KINDS:
         names += ["rpc_layers", "n_iter", "lambd", "form"]
     return {name: getattr(config, name) for name in names}
-
-
-def config_from_backbone(checkpoint, num_classes, image_size=512, **settings):
-    """Make a SegmenterConfig with the encoder of a classification checkpoint; settings win."""
-    settings = {**backbone_settings(checkpoint), **settings}
-    return SegmenterConfig(num_classes=num_classes, image_size=image_size, **settings)

@@ -35,7 +35,7 @@ from data.batches import image_batches
 from data.rng import epoch_order
 from data.segmentation import TrainingViews, finish_views, load_split, save_pictures
 from robust.iou import evaluate, predictions
-from segmenter import (IGNORE, Segmenter, SegmenterConfig, backbone_settings, config_from_backbone,
+from segmenter import (IGNORE, Segmenter, SegmenterConfig, backbone_settings,
                        segmenter_from_checkpoint)
 from vit import RPC_KINDS, SIZES
 
@@ -234,13 +234,14 @@ def build_config(args, num_classes, backbone=None):
                 decoder_dropout=args.dropout)
     encoder = {k: getattr(args, k) for k in ENCODER if getattr(args, k) is not None}
     size = SIZES[encoder.pop("model")] if "model" in encoder else {}
-    patch = (encoder if backbone is None else backbone_settings(backbone))["patch_size"]
-    if args.size % patch:
-        raise ValueError(f"--size {args.size} is not a multiple of the patch size {patch}")
+    known = encoder if backbone is None else backbone_settings(backbone)
+    if args.size % known["patch_size"]:
+        raise ValueError(f"--size {args.size} is not a multiple of the patch size "
+                         f"{known['patch_size']}")
     if backbone is None:
         layers = common.parse_layers(encoder.pop("rpc_layers"), size["depth"])
         return SegmenterConfig(**size, **encoder, rpc_layers=layers, **head)
-    config = config_from_backbone(backbone, **head)
+    config = SegmenterConfig(**known, **head)
     if "rpc_layers" in encoder:
         encoder["rpc_layers"] = common.parse_layers(encoder["rpc_layers"], config.depth)
     for name, value in {**size, **encoder}.items():

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from robust.iou import confusion, scores
-from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, config_from_backbone, predict, predict_views, resized,
+from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, backbone_settings, predict, predict_views, resized,
                        sliding_windows, view)
 from conftest import SHARED
 from upstream import load_segmenter
@@ -263,7 +263,7 @@ def classifier(**kind):
                                   dict(attn="rpc", rpc_layers=(0, 1), n_iter=2, lambd=3.0)])
 def test_a_classifier_at_64_pixels_becomes_the_encoder_at_96(kind):
     backbone, checkpoint = classifier(**kind)
-    m = Segmenter(config_from_backbone(checkpoint, num_classes=7, image_size=96, drop_path=0.2))
+    m = Segmenter(SegmenterConfig(7, 96, **backbone_settings(checkpoint), drop_path=0.2))
     c = m.config
     assert (c.num_classes, c.image_size, c.drop_path) == (7, 96, 0.2)
     for name in (*SHAPE, "mlp_ratio", "attn", "rpc_layers", *(("n_iter", "lambd", "form") if "n_iter" in kind else ())):
@@ -274,8 +274,8 @@ def test_a_classifier_at_64_pixels_becomes_the_encoder_at_96(kind):
     got = m.encoder.state_dict()
     assert got.keys() == {k for k in expected if not k.startswith("head.")}
     assert all(torch.equal(v, expected[k]) for k, v in got.items())
-    same = Segmenter(config_from_backbone(checkpoint, 7, 64, eps=1e-6, mean=backbone.config.mean,
-                                          std=backbone.config.std)).eval()
+    same = Segmenter(SegmenterConfig(7, 64, **backbone_settings(checkpoint), eps=1e-6, mean=backbone.config.mean,
+                                     std=backbone.config.std)).eval()
     load_weights(same.encoder, checkpoint)
     x = torch.rand(2, 3, 64, 64)
     assert torch.equal(same.encoder.encode(same.encoder.embed(x)), backbone.features(x)["norm"])
@@ -284,16 +284,16 @@ def test_a_classifier_at_64_pixels_becomes_the_encoder_at_96(kind):
 def test_deit_and_timm_weights_and_the_released_files_are_backbones():
     raw, _ = classifier(embed_dim=64, num_heads=1)
     for checkpoint in ({"model": raw.state_dict()}, raw.state_dict()):
-        c = config_from_backbone(checkpoint, 7, 96)
+        c = SegmenterConfig(7, 96, **backbone_settings(checkpoint))
         assert (c.attn, c.embed_dim, c.depth, c.num_heads, c.patch_size, c.mlp_ratio) == ("softmax", 64, 2, 1, 8, 4)
         load_weights(Segmenter(c).encoder, checkpoint)
     released, _ = classifier(embed_dim=64, num_heads=1, attn="rpc")
     args = SimpleNamespace(robust=True, num_iter=5, lambd=4.0, layer=0)
-    c = config_from_backbone({"model": released.state_dict(), "args": args}, 7, 96)
+    c = SegmenterConfig(7, 96, **backbone_settings({"model": released.state_dict(), "args": args}))
     assert (c.attn, c.rpc_layers, c.n_iter, c.lambd) == ("rpc", (0,), 5, 4.0)
     load_weights(Segmenter(c).encoder, {"model": released.state_dict(), "args": args})
     with pytest.raises(ValueError, match="symmetric or RPC; this file does not say which"):
-        config_from_backbone(released.state_dict(), 7)
+        backbone_settings(released.state_dict())
 
 
 @pytest.mark.parametrize("checkpoint,match", [
@@ -302,7 +302,7 @@ def test_deit_and_timm_weights_and_the_released_files_are_backbones():
     ({"conv1.weight": torch.zeros(1)}, "not ViT weights")])
 def test_what_is_no_classifier_is_no_backbone(checkpoint, match):
     with pytest.raises(ValueError, match=match):
-        config_from_backbone(checkpoint, 4)
+        backbone_settings(checkpoint)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
