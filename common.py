@@ -232,10 +232,10 @@ training = None                       # the folder that this process trains in, 
 def start(args, name):
     """Begin a training: device, rank, world size and the run's folder.
 
-    Refuses a batch that cannot be dealt out. Sets args.amp where the flag was not given. The folder is --resume's, else --out_dir, else
-    out/<name>, numbered if it exists. Where torchrun restarted us, it is that of our own first
-    attempt, known by its flags, and args.resume is set: the run of another command is neither
-    continued nor overwritten.
+    Refuses a batch that cannot be dealt out; sets args.amp where the flag was not given. The
+    folder is --resume's, else --out_dir, else out/<name>, numbered if it exists. Where torchrun
+    restarted us, it is that of our own first attempt, known by its flags, and args.resume is set:
+    the run of another command is neither continued nor overwritten.
     """
     device, rank, world = setup(args.device)
     accum = f" x --accum {args.accum}" if "accum" in args else ""

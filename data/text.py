@@ -243,8 +243,8 @@ def pydoc_folder(parent):
 def random_windows(tokens, step, batch_size, context, seed, part=slice(None)):
     """Draw windows of context + 1 tokens from anywhere in the text, the last only a target.
 
-    tokens: (n,) uint32, n > context. Returns (b, context + 1) int64: the slice `part` of the batch_size windows
-    of this step, each drawn by (seed, step, its place) alone.
+    tokens: (n,) uint32, n > context. Returns (b, context + 1) int64: the slice `part` of the
+    batch_size windows of this step, each drawn by (seed, step, its place) alone.
     """
     u = uniform(torch.arange(batch_size)[part], 2, seed, WINDOW, step).double()    # (b, 2), 24 bits
     share = u[:, 0] + u[:, 1] * 2 ** -24                            # WikiText-103 needs 27 bits

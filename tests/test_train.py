@@ -263,7 +263,7 @@ def test_a_run_is_kept_whatever_it_is_asked_to_go_on_with(name):
         return (Path("a/last.pt").read_bytes(), Path("a/log.jsonl").read_bytes()) == (whole, text)
     line = bad(name, "--max_steps 3 --out_dir a")
     assert line.startswith("error: --out_dir a already holds a run") and "--resume a" in line
-    for flag in ("--attn symmetric", "--out_dir b", "--ema 0.9" if name == "cls" else "--seed 1"):   # test_flags.py: all
+    for flag in ("--attn symmetric", "--out_dir b", "--ema 0.9" if name == "cls" else "--seed 1"):  # all: test_flags
         assert flag.split()[0].strip("-") in refused(SCRIPTS[name], "--resume a", flag)
 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)                                                # a full disk

@@ -20,7 +20,7 @@ import train_lm
 from data import text as data_text
 from lm import lm_from_checkpoint
 from processes import group
-from robust.words import load_texts, score, word_swap
+from robust.words import load_texts, score
 from runs import call, flags, log, refused
 
 SMALL = ("--data_dir text --context 16 --batch_size 8 --steps 30 --words 5 --warmup 5 --log_every 1 "
@@ -91,33 +91,6 @@ def test_the_default_run_ends_in_its_result_and_needs_no_flag(monkeypatch, capsy
     assert {d.name for d in Path("out").iterdir()} == {"cache", "pydoc_rpc", "text_rpc", "text_rpc_2"}
 
 
-def test_a_score_is_what_the_best_weights_give_on_the_files_and_in_float64_the_same():
-    train(SMALL, "--out_dir a --steps 12 --eval_every 4")
-    model = lm_from_checkpoint(common.load("a/best.pt")).double()
-    vocab = data_text.Vocabulary(common.load("a/best.pt")["vocab"].split("\n"))
-    for row in scored("a", window=12, stride=3, seed=5)[0]:
-        lines = data_text.read_lines(f"text/wiki.{row['split']}.tokens")
-        attacked, swapped = word_swap(lines, seed=5)
-        clean, attacked = (torch.tensor([vocab[w] for line in text for w in [*line.split(), "<eos>"]])
-                           for text in (lines, attacked))
-        assert row["tokens"] == len(clean) and row["swapped"] == sum(swapped) >= (clean != attacked).sum() > 0
-
-        def nats(text):
-            out = model(text[None, :12], text[None, 1:13])[0].tolist()
-            while len(out) < len(text) - 1:                          # another way to say: the last 3, or fewer
-                count = min(3, len(text) - 1 - len(out))
-                end = len(out) + count
-                out += model(text[None, end - 12:end], text[None, end - 11:end + 1])[0, -count:].tolist()
-            return np.array(out)
-        with torch.no_grad():
-            a, b, kept = nats(clean), nats(attacked), ~np.array(swapped[1:])
-            pieces = zip(clean[:-1].split(12), clean[1:].split(12))
-            segments = torch.cat([model(x[None], y[None])[0] for x, y in pieces]).numpy()
-        for key, value in dict(sliding=a, attacked=b, attacked_unswapped=b[kept], clean_unswapped=a[kept],
-                               segment=segments).items():
-            assert row[key] == pytest.approx(math.exp(value.mean()), rel=1e-5), key
-
-
 def test_a_model_that_reads_the_future_trains_and_is_not_sampled():
     train(SMALL, "--mu_over all --max_steps 2 --out_dir a")
     assert lm_from_checkpoint(common.load("a")).config.mu_over == "all" and log("a", "sample")[2] == ""
@@ -152,20 +125,14 @@ def test_the_learning_rate_is_lmtools_but_for_the_first_updates(golden):
 
 # --- a checkpoint is scored and sampled ------------------------------------------------------------------------------
 
-def test_a_score_is_the_same_again_in_any_batch_and_needs_no_training_file():
+def test_a_score_takes_the_words_of_the_run_and_needs_no_training_file():
     train(SMALL, "--out_dir a --steps 6")
-    found, word = scored("a")
-    assert word == "AAA" and scored("a") == (found, word)
-    assert_close_scores(scored("a", batch_size=7)[0], found, 1e-6)
-    assert scored("a", seed=1)[0][0]["attacked"] != found[0]["attacked"]
-    assert scored("a", stride=1)[0][0]["segment"] == found[0]["segment"] != scored("a", stride=1)[0][0]["sliding"]
-
-    write_text("other", seed=1, valid=sentences(8, 1) + " a zebra unheard of \n")               # the run's vocabulary
+    write_text("other", seed=1, valid=sentences(8, 1) + " a zebra unheard of \n")
     Path("other/wiki.train.tokens").unlink()
     vocab, model = data_text.stored_vocabulary(common.load("a")), lm_from_checkpoint(common.load("a/best.pt"))
-    found, _ = scored("a", "other", stride=1)
+    found, word = scored("a", "other", stride=1)
     text = (sentences(8, 1) + "a zebra unheard of \n").replace("\n", " <eos> ")
-    assert found[0]["tokens"] == len(text.split()) and "zebra" not in vocab
+    assert found[0]["tokens"] == len(text.split()) and "zebra" not in vocab and word == "AAA"
     nats = data_text.sliding_nll(model, vocab.encode_lines(data_text.read_lines("other/wiki.test.tokens")), 16, 1)
     assert found[1]["sliding"] == pytest.approx(data_text.perplexity(nats), rel=1e-5)
 

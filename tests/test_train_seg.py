@@ -21,7 +21,6 @@ from data import labelled, segmentation
 from data.rng import epoch_order
 from data.labelled import SegTree
 from data.segmentation import Scenes, TrainingViews
-from robust import corruptions
 from robust.iou import confusion, evaluate, plain, predictions, scores
 from runs import assert_same_run, call, flags, log, make_pairs, refused
 from segmenter import Segmenter, SegmenterConfig, predict, segmenter_from_checkpoint
@@ -170,28 +169,8 @@ HOW = dict(size=32, window=32, stride=32)
 CONFIG = SegmenterConfig(num_classes=4, image_size=32, patch_size=8, embed_dim=16, depth=1, num_heads=1)
 
 
-def test_an_image_is_changed_by_its_index_alone_and_before_it_is_resized(root):
-    torch.manual_seed(0)
-    model, tree, seen = Segmenter(CONFIG), SegTree(root, "validation", 4), []
-
-    def noise(images, index):
-        return corruptions.corrupt(images, "gaussian_noise", 3, seed=0, index=index)
-
-    def shown(index):
-        return {image.numpy().tobytes() for image, _, _ in predictions(model.eval(), tree, index, change=noise, **HOW)}
-    whole = shown(list(range(5)))
-    assert shown([4, 3]) | shown([0]) | shown([2, 1]) == whole and len(whole) == 5
-    assert noise(tree[3][0][None], [3]).numpy().tobytes() in whole
-
-    def change(images, index):
-        seen.append((images.dtype, tuple(images.shape), index))
-        return images
-    clean = evaluate(model, tree, **HOW)[0]
-    assert evaluate(model, tree, change=change, **HOW)[0] == clean != evaluate(model, tree, change=noise, **HOW)[0]
-    assert seen == [(torch.uint8, (1, *tree[i][0].shape), [i]) for i in range(5)]
-
-
-def test_every_image_is_seen_once_with_its_label_and_views_are_settings(root, monkeypatch):
+def test_predictions_come_in_order_from_workers_too_and_the_model_stays_in_its_mode(root):
+    """The scores and the change of an image are in test_eval_tasks.py."""
     torch.manual_seed(0)
     model, tree, index = Segmenter(CONFIG), SegTree(root, "training", 4), [3, 0, 8, 5]
     for num_workers in (0, 1):
@@ -200,24 +179,9 @@ def test_every_image_is_seen_once_with_its_label_and_views_are_settings(root, mo
             assert torch.equal(tree[i][0], image) and torch.equal(tree[i][1], label)
             probabilities = predict(model, image, **HOW)
             assert torch.equal(prediction, probabilities.argmax(0).byte()) and not probabilities.requires_grad
-
-    tree, how = SegTree(root, "validation", 4), dict(size=32, window=24, stride=16, scales=(0.5, 1, 1.5), flip=True)
-    metrics, matrix = evaluate(model.train(), tree, index=[4, 1], **how)
-    assert model.training
-    truth = [confusion(predict(model.eval(), tree[i][0], **how).argmax(0), tree[i][1], 4) for i in (1, 4)]
-    assert torch.equal(matrix, sum(truth)) and metrics == dict(plain(scores(matrix)), images=2)
-    assert not torch.equal(evaluate(model, tree, index=[4, 1], **HOW)[1], matrix) and not model.training
-    with pytest.raises(ValueError, match="stride 40"):                                            # more than the window
-        evaluate(model, tree, size=32, window=32, stride=40)
-    with pytest.raises(ValueError, match="multiple of the patch size"):
-        evaluate(model, tree, size=32, window=20, stride=20)
-    evaluate(model, tree, size=32, window=64, stride=64)                                     # images are enlarged to it
-
-    whole, summed = evaluate(model, tree, **HOW), []                                       # processes share the images
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda matrix: summed.append(matrix.clone()))
-    for rank in range(2):
-        evaluate(model, tree, rank=rank, world=2, **HOW)
-    assert torch.equal(sum(summed), whole[1])
+    for training in (True, False):
+        assert evaluate(model.train(training), tree, index=index, **HOW)[0]["images"] == 4
+        assert model.training == training
 
 
 # --- a folder of one's own -------------------------------------------------------------------------------------------
