@@ -207,8 +207,7 @@ def test_erased_pixels_are_standard_normal_after_normalisation():
         assert abs(torch.corrcoef(torch.stack(pair))[0, 1]) < 0.03
 
 
-def test_erasing_depends_on_the_position_only_and_its_noise_is_finite():
-    assert torch.equal(erase(torch.arange(8))[0][4:7], erase(torch.arange(4, 7))[0])
+def test_noise_is_finite():
     ends = normal(torch.tensor([0.0, 1 - 2 ** -24]))
     assert torch.isfinite(ends).all() and ends[0] == -ends[1]
 
@@ -219,20 +218,13 @@ def mixed(images, labels, seed, smoothing=0.1, **how):
     return mix(images, soft_targets(labels, 10, smoothing), (0, seed), **how)
 
 
-def test_targets_hold_the_smoothed_values():
-    images, labels = torch.rand(8, 3, 16, 16), torch.arange(8)
+def test_targets_are_smoothed():
+    labels = torch.arange(8)
     assert torch.allclose(soft_targets(labels, 10, 0.1), torch.full((8, 10), 0.01).scatter(1, labels[:, None], 0.91))
-    for seed in range(4):
-        _, targets = mixed(images, labels, seed)
-        lam = (targets[0, 0] - 0.01) / 0.9
-        expected = torch.full((8, 10), 0.01)
-        for i in range(8):
-            expected[i, i], expected[i, i ^ 1] = 0.01 + 0.9 * lam, 0.01 + 0.9 * (1 - lam)
-        assert targets.dtype == torch.float32 and torch.allclose(targets, expected, atol=1e-6)
 
 
 def test_cutmix_pastes_a_box_of_its_numbers_and_lambda_is_the_share_of_pixels_kept():
-    """That mixing is timm's is in test_plain_loop.py."""
+    """That mixing is timm's is in test_plain_loop.py, that slices of a batch mix as the whole does in test_train.py."""
     labels = torch.arange(4)
     images = labels.float().view(4, 1, 1, 1).expand(4, 3, 32, 48).contiguous()
     shares = []
@@ -248,13 +240,6 @@ def test_cutmix_pastes_a_box_of_its_numbers_and_lambda_is_the_share_of_pixels_ke
         assert torch.allclose(targets[labels, labels ^ 1], 1 - kept, atol=1e-6)
         shares.append(kept[0].item())
     assert min(shares) < 0.4 and max(shares) > 0.8
-
-
-def test_even_slices_mix_as_the_whole_batch():
-    images, labels = torch.rand(8, 3, 16, 16), torch.arange(8)
-    for seed in range(6):
-        whole, parts = mixed(images, labels, seed), [mixed(images[i:j], labels[i:j], seed) for i, j in ((0, 2), (2, 8))]
-        assert all(torch.equal(whole[i], torch.cat([part[i] for part in parts])) for i in (0, 1))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
