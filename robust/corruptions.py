@@ -302,11 +302,6 @@ def jpeg_compression(images, c):
         return torch.cat(list(parts)).to(images.device)
 
 
-def jpeg85(images):
-    """JPEG of quality 85, as which ImageNet-C's files are saved after their corruption."""
-    return jpeg_compression(images, 85)
-
-
 # --- all of them ----------------------------------------------------------------------------------
 
 DRAW = dict(

@@ -150,7 +150,8 @@ def damaged(images, numbers, setting, severity, args):
     """Corrupt the images with these numbers, (b, 3, H, W) uint8."""
     images = corruptions.corrupt(images, setting["type"], severity, seed=args.seed, index=numbers,
                                  frost_dir=args.frost_dir)
-    return corruptions.jpeg85(images) if setting["jpeg85"] else images
+    # as which ImageNet-C's files are saved after their corruption
+    return corruptions.jpeg_compression(images, 85) if setting["jpeg85"] else images
 
 
 def corrupted(images, labels, numbers, place, **how):

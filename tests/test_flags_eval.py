@@ -206,7 +206,7 @@ def by_hand(place, eps):
         count("clean", x, labels)
         for severity in (2, 5):
             fog = corruptions.corrupt(images, "fog", severity, seed=3, index=index)
-            count(f"fog {severity}", corruptions.jpeg85(fog).float() / 255, labels)
+            count(f"fog {severity}", corruptions.jpeg_compression(fog, 85).float() / 255, labels)
         z = (x - mean) / std
         predicted = model(x).argmax(1)
         for draw in (0, 1):
