@@ -26,14 +26,13 @@ EPS = 4 / 255                                # leaves about half of the images o
 LINF = {"fgsm": fgsm, "pgd": pgd, "pgd_norand": partial(pgd, random_start=False), "pgd_best": partial(pgd, best=True),
         "noise": noise, "noise_gaussian": partial(noise, kind="gaussian"), "noise_best": partial(noise, best_of=3),
         "spsa": partial(spsa, steps=4, pairs=20), "adaptive_pgd": partial(adaptive_pgd, steps=5)}
-CASCADE = {"apgd": partial(apgd, steps=12), "apgd_dlr": partial(apgd, loss="dlr", steps=12),         # seconds in all
-           "apgd_t": partial(apgd_t, steps=12, num_targets=3), "fab_t": partial(fab_t, steps=12, num_targets=3),
-           "square": partial(square, queries=60),
-           "autoattack": partial(autoattack, steps=12, num_targets=3, queries=60)}
+CASCADE = {"apgd-ce": partial(apgd, steps=12), "apgd-dlr": partial(apgd, loss="dlr", steps=12),      # seconds in all
+           "apgd-t": partial(apgd_t, steps=12, num_targets=3), "fab-t": partial(fab_t, steps=12, num_targets=3),
+           "square": partial(square, queries=60), "aa": partial(autoattack, steps=12, num_targets=3, queries=60)}
 L1 = {"sld": sld, "sld_rescale": partial(sld, rescale=True)}
 BOUNDED = {**LINF, **CASCADE, **L1}
 ATTACKS = {**BOUNDED, "cw": lambda model, x, y, eps: cw(model, x, y, steps=30, search_steps=3, lr=0.01)}
-RANDOM = {"pgd", "pgd_best", "noise", "noise_gaussian", "noise_best", "spsa", "adaptive_pgd", *CASCADE} - {"fab_t"}
+RANDOM = {"pgd", "pgd_best", "noise", "noise_gaussian", "noise_best", "spsa", "adaptive_pgd", *CASCADE} - {"fab-t"}
 
 
 def right(model, adv, labels):
@@ -245,14 +244,6 @@ def test_on_a_linear_model_fgsm_and_pgd_lower_the_margin_by_eps_times_the_l1_nor
         torch.testing.assert_close(fall, 0.05 * w.abs().sum(1), atol=1e-9, rtol=0)
 
 
-def test_on_a_linear_model_spsa_comes_close_to_that():
-    model, images, labels, w = linear_case()
-    hard = margin(model(images), labels) > 0.02 * w.abs().sum(1)                         # FGSM cannot break these
-    images, labels, w = images[hard], labels[hard], w[hard]
-    fall = margin(model(images), labels) - margin(model(spsa(model, images, labels, 0.02, steps=20)), labels)
-    assert len(images) > 5 and (fall > 0.9 * 0.02 * w.abs().sum(1)).all()
-
-
 def test_spsa_gradient_estimates_the_gradient():
     model, images, labels, w = linear_case()
     grad = spsa_gradient(model, images, labels, torch.arange(len(images)), 4096, 0.01, 0, 1).flatten(1)
@@ -369,15 +360,6 @@ def test_model_and_images_stay_as_they_are(name):
     assert all(p.grad is None and p.requires_grad for p in model.parameters()) and not images.requires_grad
 
 
-def test_more_steps_and_larger_budgets_are_stronger(net):
-    model, images, labels = net[0], net[1][:100], net[2][:100]
-    acc = [share(right(model, pgd(model, images, labels, eps), labels)) for eps in (0.0, 2 / 255, EPS, 1.0)]
-    assert acc[0] == share(right(model, images, labels)) and acc[0] > acc[1] > acc[2] > 0.2 and acc[3] <= 0.01
-    assert acc[2] <= share(right(model, fgsm(model, images, labels, EPS), labels))
-    assert share(right(model, noise(model, images, labels, EPS), labels)) > share(
-        right(model, fgsm(model, images, labels, EPS), labels))
-
-
 def test_best_iterate_and_worst_draw_are_never_weaker(net):
     def wavy(x):
         return torch.stack([(60 * x.mean((1, 2, 3))).cos(), x.new_zeros(len(x))], 1)
@@ -462,17 +444,6 @@ def gradient(model, images, labels):
     return attacks.input_gradient(attacks.cross_entropy, model, images, labels)[2]
 
 
-def test_straight_through_keeps_values_and_changes_gradients(vit):
-    model, images, labels = vit
-    true = gradient(model, images, labels)
-    for slope in (1.0, 0.0):
-        other = straight_through(model, slope)
-        assert torch.equal(other(images), model(images))
-        assert (gradient(other, images, labels) - true).norm() > 0.01 * true.norm()
-    assert torch.equal(gradient(model, images, labels), true)                            # the model itself is untouched
-    assert torch.equal(straight_through(model)(images), straight_through(torch.nn.Sequential(model))(images))
-
-
 def test_adaptive_pgd_breaks_all_that_pgd_breaks(vit, net):
     model, images, labels = vit
     eps = 1 / 255
@@ -508,12 +479,14 @@ def test_adaptive_pgd_follows_three_gradients_and_keeps_the_smallest_margin(monk
 
 def test_surrogates_have_the_models_weights_and_other_gradients(vit, net):
     model, images, labels = vit
-    true = gradient(model, images, labels)
-    for source in adaptive.gradient_models(model):
+    true, sources = gradient(model, images, labels), adaptive.gradient_models(model)
+    for source in sources:
         assert all(map(torch.equal, source.state_dict().values(), model.state_dict().values()))
         assert (gradient(source, images, labels) - true).norm() > 0.01 * true.norm()
-    smooth = adaptive.rewired(model, shrink=adaptive.smooth_shrink)
-    assert torch.equal(smooth(images), model(images)) and adaptive.gradient_models(net[0]) == []
+    assert all(torch.equal(source(images), model(images)) for source in sources[:3])     # only the backward pass differs
+    assert torch.equal(gradient(model, images, labels), true)                            # the model itself is untouched
+    assert torch.equal(straight_through(model)(images), straight_through(torch.nn.Sequential(model))(images))
+    assert adaptive.gradient_models(net[0]) == []
 
 
 def test_smooth_threshold_has_the_slope_of_a_softplus():
@@ -624,11 +597,12 @@ def test_adaptive_attacks_refuse_a_plain_function(attack):
 @pytest.mark.parametrize("attack, option", [
     (pgd, dict(steps=0)), (pgd, dict(alpha=-1.0)), (pgd, dict(alpha=math.nan)), (spsa, dict(centre="middle")),
     (spsa, dict(pairs=0)), (sld, dict(quantile=1.0)), (sld, dict(steps=-1)), (noise, dict(kind="pink")),
-    (noise, dict(best_of=0)), (cw, dict(steps=0)), (cw, dict(confidence=-1.0)), (cw, dict(lr=0.0))])
+    (noise, dict(best_of=0)), (cw, dict(steps=0)), (cw, dict(confidence=-1.0)), (cw, dict(lr=0.0)),
+    (apgd, dict(loss="margin")), (apgd, dict(steps=0)), (fab_t, dict(num_targets=0)), (square, dict(queries=0))])
 def test_bad_option_is_refused(attack, option):
     model, images, labels, _ = linear_case(4)
     (name, value), = option.items()
-    with pytest.raises(ValueError, match=f"{name}=.*{value}.*expected"):
+    with pytest.raises(ValueError, match=f"{name}=.?{value}.*expected"):
         attack(model, images, labels, **option) if attack is cw else attack(model, images, labels, 0.1, **option)
 
 

@@ -125,40 +125,16 @@ QUICK = ("--measures", "clean", "noise", "fgsm", "pgd", "autoattack eps=1/255 qu
 @pytest.fixture(scope="module")
 def first_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval")
-    model = make_checkpoint(folder / "a.pt", flags=dict(num_images=1000))     # 200 images, fitted to 80
+    make_checkpoint(folder / "a.pt", flags=dict(num_images=1000))             # 200 images, fitted to 80
     make_checkpoint(folder / "b.pt", attn="softmax", seed=1, flags=dict(num_images=1000))
     printed, error = run("--ckpt", folder / "a.pt", folder / "b.pt", *QUICK, "--out_dir", folder / "one",
                          "--save_images", 3)
     assert not error
-    return folder, model, printed
-
-
-def test_rows_equal_attacking_by_hand(first_run):
-    def share(right):
-        return pytest.approx(100 * right.double().mean().item(), abs=1e-3)
-
-    folder, model, _ = first_run
-    source, index = load_shapes("test", 200), epoch_order(200, 0, 0)[:11]
-    x, y = source.images[index].float() / 255, source.labels[index]
-    right = model(x).argmax(1) == y
-    rows = [row for row in read_rows(folder / "one") if row["kind"].startswith("rpc")]
-    found = {row["measure"]: row for row in rows}
-    assert found["clean"]["top1"] == share(right)
-    adv = attacks.pgd(model, x, y, 0.4 / 255, index=index)
-    after = right & (model(adv).argmax(1) == y)
-    assert 0 < after.sum() < right.sum() < 11                      # so that no count is right by chance
-    assert found["pgd"]["top1"] == share(after) and torch.equal(unpack(found["pgd"]["right"], 11), after)
-    top5 = (model(torch.where(right[:, None, None, None], adv, x)).topk(5).indices == y[:, None]).any(1)
-    assert found["pgd"]["top5"] == share(top5)
-    assert 0 < found["pgd"]["max_linf"] <= 0.4 / 255 + 1e-6 and found["pgd"]["outside"] == 0
-    jpeg = next(row for row in rows if row["setting"].get("type") == "jpeg_compression")
-    bad = corruptions.corrupt(source.images[index], "jpeg_compression", 4).float() / 255
-    assert jpeg["top1"][1] == share(model(bad).argmax(1) == y)
-    assert torch.equal(unpack(jpeg["right"][1], 11), model(bad).argmax(1) == y)
+    return folder, printed
 
 
 def test_the_table_has_every_row_once_and_pictures_are_written(first_run):
-    folder, _, printed = first_run
+    folder, printed = first_run
     table = (folder / "one" / "table.md").read_text()
     assert table.strip() in printed and "rpc 4iter/layer1, seed 0" in table and "softmax, seed 1" in table
     first = table.partition("Each severity")[0]
@@ -168,7 +144,7 @@ def test_the_table_has_every_row_once_and_pictures_are_written(first_run):
 
 
 def test_two_processes_count_every_image_once(first_run):
-    folder, _, _ = first_run
+    folder, _ = first_run
     flags = ["corruptions type=fog,snow" if flag == "corruptions" else flag for flag in QUICK]
     flags = ["--ckpt", folder / "a.pt", folder / "b.pt", *flags, "--out_dir", folder / "two", "--save_images", 3]
     group(eval_robust.main, list(map(str, flags)))
@@ -186,7 +162,7 @@ def test_two_processes_count_every_image_once(first_run):
 
 
 def test_resume_keeps_finished_rows_and_adds_the_rest(first_run):
-    folder, _, _ = first_run
+    folder, _ = first_run
     lines = (folder / "one" / "results.jsonl").read_text().splitlines(keepends=True)
     cut = folder / "cut"
     cut.mkdir()
@@ -200,7 +176,7 @@ def test_resume_keeps_finished_rows_and_adds_the_rest(first_run):
 
 
 def test_a_second_writer_is_refused_and_the_first_ones_rows_stay(first_run, tmp_path):
-    folder, _, _ = first_run
+    folder, _ = first_run
     held = Results(tmp_path, "shapes", False, 0)
     held.add(read_rows(folder / "one")[0])
     process = Started(eval_robust.main, ["--ckpt", str(folder / "a.pt"), "--measures", "clean", "--limit", "4",

@@ -187,12 +187,16 @@ SETTINGS = {
 }
 
 
-def by_hand(place, eps):
-    """Who is right in the test below, (n, 2) bool for each measure, by loops over batches of 6."""
+def by_hand(place, eps, paper):
+    """Who is right in the test below, (n, 2) bool for each measure, by loops over batches of 6.
+
+    paper: attacks are on normalised tensors, lead away from predictions and do not clip.
+    """
     checkpoint = common.load(place / "a.pt")
     model = ViT(ViTConfig(**checkpoint["model_config"])).eval()
     model.load_state_dict(checkpoint["model"])
     mean, std = (torch.tensor(getattr(model.config, n))[:, None, None] for n in ("mean", "std"))
+    net, mean, std = (score.Normalized(model), mean, std) if paper else (model, 0, 1)
     source, right = load_shapes("test", 200), {}
 
     def count(name, pixels, labels):
@@ -208,34 +212,39 @@ def by_hand(place, eps):
             fog = corruptions.corrupt(images, "fog", severity, seed=3, index=index)
             count(f"fog {severity}", corruptions.jpeg_compression(fog, 85).float() / 255, labels)
         z = (x - mean) / std
-        predicted = model(x).argmax(1)
+        target = net(z).argmax(1) if paper else labels
+        attacked = (net(z).argmax(1) == target)[:, None, None, None]
         for draw in (0, 1):
-            noisy = attacks.noise(score.Normalized(model), z, predicted, 0.4, kind="gaussian",
-                                  draw=draw, best_of=2, clip=False, seed=3, index=index)
+            noisy = attacks.noise(net, z, target, 0.4, kind="gaussian", draw=draw, best_of=2,
+                                  clip=not paper, seed=3, index=index)
             count(f"noise {draw}", noisy * std + mean, labels)
         for name, steps, alpha in (("fgsm", 1, 1.0), ("pgd", 4, 0.4)):
             adv = z.clone()
             for _ in range(steps):
                 adv.requires_grad_()
-                loss = F.cross_entropy(model(adv * std + mean), predicted, reduction="sum")
+                loss = F.cross_entropy(net(adv), target, reduction="sum")
                 grad, = torch.autograd.grad(loss, adv)
                 adv = z + (adv.detach() + alpha * eps * grad.sign() - z).clamp(-eps, eps)
+                adv = torch.where(attacked, adv if paper else adv.clamp(0, 1), z)
             count(name, adv * std + mean, labels)
     return {name: torch.cat(parts) for name, parts in right.items()}
 
 
-def test_rows_equal_plain_loops_under_flags_that_are_not_the_default(place, tmp_path, monkeypatch):
-    paper = "space=normalized labels=pred clip=no"
-    flags = f"""--ckpt a.pt --measures clean 'corruptions type=fog jpeg85=yes'
-        'noise scale=0.4 kind=gaussian draws=2 best_of=2 {paper}' 'fgsm {paper}'
-        'pgd steps=4 alpha=0.4 random_start=no {paper}' --eps 3/255 --limit 20 --seed 3
-        --amp --batch_size 6 --severities 2 5 --out_dir {tmp_path}"""
+@pytest.mark.parametrize("preset, k, largest", [("default", 0.4, 1), ("paper", 3, 0.229)])
+def test_rows_equal_plain_loops_under_flags_that_are_not_the_default(place, tmp_path, monkeypatch, capsys, preset, k,
+                                                                     largest):
+    """Budget: k/255; largest: of the channels' stds, which are the pixels of a normalised unit."""
+    flags = f"""--ckpt a.pt --preset {preset} --measures clean 'corruptions type=fog jpeg85=yes'
+        'noise scale=0.4 kind=gaussian draws=2 best_of=2' fgsm 'pgd steps=4 alpha=0.4 random_start=no'
+        --eps {k}/255 --limit 20 --seed 3 --amp --batch_size 6 --severities 2 5 --out_dir {tmp_path}"""
     monkeypatch.chdir(place)
     monkeypatch.setattr(sys, "argv", ["eval_robust.py", *shlex.split(flags)])
     eval_robust.main()
+    assert ("eps 1/255 is 0.226/255 of the pixel range" in capsys.readouterr().out) == (preset == "paper")
     lines = (tmp_path / "results.jsonl").read_text().splitlines()
     rows = {row["measure"]: row for row in map(json.loads, lines)}
-    hand = by_hand(place, 3 / 255)
+    hand = by_hand(place, k / 255, preset == "paper")
+    assert 0 < hand["pgd"][:, 0].sum() < hand["clean"][:, 0].sum() < 20      # so that no count is right by chance
     names = dict(clean=["clean"], corruptions=["fog 2", "fog 5"], noise=["noise 0", "noise 1"],
                  fgsm=["fgsm"], pgd=["pgd"])
     assert list(rows) == list(names)
@@ -249,10 +258,11 @@ def test_rows_equal_plain_loops_under_flags_that_are_not_the_default(place, tmp_
             assert [row["top1"], row["top5"]] == percent.T.tolist()
         else:
             assert [row["top1"], row["top5"]] == pytest.approx(percent.mean(0).tolist(), abs=1e-3)
-    largest = 3 / 255 * 0.229                                                   # eps std, in pixels
-    assert rows["fgsm"]["max_linf"] == pytest.approx(largest, rel=1e-4)
+    for name in ("fgsm", "pgd"):
+        assert rows[name]["max_linf"] == pytest.approx(k / 255 * largest, rel=1e-4)
+    assert (rows["pgd"]["outside"] > 0) == (preset == "paper")
     assert rows["pgd"]["forward_per_image"] > rows["fgsm"]["forward_per_image"]
-    assert rows["pgd"]["backward_per_image"] == 4 and rows["fgsm"]["backward_per_image"] == 1
+    assert (rows["pgd"]["backward_per_image"] == 4) == (preset == "paper") and rows["fgsm"]["backward_per_image"] == 1
 
 
 def test_the_tables_have_every_flag_and_every_setting(monkeypatch):
