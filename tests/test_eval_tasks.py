@@ -3,8 +3,10 @@
 import math
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torchvision.io import write_png
 
 import common
@@ -16,7 +18,7 @@ from data.shapes import load_shapes
 from data.text import count_words, read_lines
 from lm import LM, LMConfig
 from processes import group
-from robust import corruptions, iou
+from robust import corruptions
 from robust.results import read_rows
 from robust.words import word_swap
 from segmenter import Segmenter, SegmenterConfig, predict
@@ -78,7 +80,7 @@ def segmented(tmp_path_factory):
     models = [save_segmenter(folder / f"{name}.pt", seed=i) for i, name in enumerate("ab")]
     rows = rows_of(folder / "r", "--ckpt", folder / "a.pt", folder / "b.pt", "--limit", 3,
                      "--measures", "clean", "corruptions type=fog,contrast", "--severities", 2, 5,
-                     "--save_images", 1, "--window", 16, "--stride", 8, "--scales", 1, 1.5, "--flip",
+                     "--save_images", 2, "--window", 16, "--stride", 8, "--scales", 1, 1.5, "--flip",
                      "--num_workers", 0, "--seed", 4)
     return folder, models, rows
 
@@ -115,22 +117,10 @@ def test_segmenters_table_and_pictures(segmented):
     assert "Wilson" not in table and "mean of the 15" not in table        # two of 15 types
     names = {"clean.png", "fog_2.png", "fog_5.png", "contrast_2.png", "contrast_5.png"}
     assert all({p.name for p in (folder / "r" / i).iterdir()} == names for i in "01")
-
-
-def test_pictures_of_a_segmenter_are_of_so_many_images(segmented, tmp_path, monkeypatch):
-    folder, _, _ = segmented
-    asked, predictions = [], iou.predictions
-
-    def look(model, source, index, **how):
-        asked.append(index)
-        return predictions(model, source, index, **how)
-
-    monkeypatch.setattr(iou, "predictions", look)
-    monkeypatch.setattr(iou, "evaluate", lambda *_, **how: (dict.fromkeys(
-        ("mean_iou", "mean_accuracy", "pixel_accuracy", "classes"), 1), None))
-    rows_of(tmp_path, "--ckpt", folder / "a.pt", "--measures", "clean", "--limit", 5,
-            "--save_images", 4, "--num_workers", 0)
-    assert asked == [epoch_order(10, 0, 0)[:4].tolist()]                 # of the five measured
+    with Image.open(folder / "r" / "0" / "clean.png") as picture:       # two of the three images, five times as large
+        assert picture.width == 3 * 160 and picture.height // (160 + 4) == 2
+        first = torch.from_numpy(np.array(picture)[:160:5, :160:5]).permute(2, 0, 1)
+    assert torch.equal(first, Scenes("test", 10, 32)[int(epoch_order(10, 0, 4)[0])][0])
 
 
 def test_two_processes_segment_every_image_once(segmented):
