@@ -139,9 +139,13 @@ def table(paths):
     rows = in_files(paths)
     runs = runs_of(rows)
     found, primary = outcomes(rows, runs, 1000), primary_of(rows)
-    settings = [arm for arm in dict.fromkeys(arm for arm, _ in runs) if arm not in PUBLISHED]
-    report(found, [["symmetric", *settings], ["symmetric", "rpc4-l1"]], primary)
-    report(found, [["rpc4-l1", *settings]], ())
+    pilot = [name_of(*setting) for setting in PILOT]
+    known = (*PUBLISHED, *pilot)
+    chosen = [arm for arm in dict.fromkeys(arm for arm, _ in runs) if arm not in known]
+    tested = [settings for settings in (pilot, chosen) if settings]
+    report(found, [["symmetric", *settings] for settings in tested], primary)
+    report(found, [["symmetric", "rpc4-l1"]], primary)
+    report(found, [["rpc4-l1", *settings] for settings in tested], ())
 
 
 def main():
@@ -158,7 +162,8 @@ def main():
         return table(args.rows or sorted(args.out_dir.glob("eval_s*/results.jsonl")))
     if args.task == "test":
         rows = scores(args.out_dir) if args.chosen else {}
-        settings = dict.fromkeys(best(rows, tried(rows)).values()) if args.chosen else PILOT
+        chosen = dict.fromkeys(best(rows, tried(rows)).values()) if args.chosen else PILOT
+        settings = [setting for setting in chosen if not args.chosen or setting not in PILOT]
         return test(args.out_dir, args.seeds or FRESH, () if args.confirm else settings)
     seeds, sets = args.seeds or SEEDS, []
     choose(args.out_dir, GRID, seeds, sets)

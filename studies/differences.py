@@ -172,15 +172,19 @@ def tables(found, compared, arms, baseline=BASELINE, primary=()):
 
 
 def report(found, groups, primary):
-    """Print the tables of each group of arms, compared with the first of them."""
-    present = {arm for runs in found.values() for arm, _ in runs}
+    """Print the tables of each group of arms, compared with the first, over the seeds of all."""
     for arms in groups:
-        if absent := [arm for arm in arms if arm not in present]:
+        seeds = [{seed for of in found.values() for name, seed in of if name == arm}
+                 for arm in arms]
+        shared = set.intersection(*seeds)
+        if not shared:
+            absent = [arm for arm, of in zip(arms, seeds) if not of] or ["a seed that all have"]
             print(f"{' and '.join(arms)}: no rows of {' and '.join(absent)} yet.\n")
             continue
-        own = {name: {run: right for run, right in runs.items() if run[0] in arms}
-               for name, runs in found.items()}
-        own = {name: runs for name, runs in own.items() if runs}
+        own = {name: {(arm, seed): right for (arm, seed), right in of.items()
+                      if arm in arms and seed in shared} for name, of in found.items()}
+        own = {name: of for name, of in own.items() if of}
+        print(f"{', '.join(arms)}, seeds {', '.join(map(str, sorted(shared)))}.\n")
         print(tables(own, compare(own, arms, arms[0]), arms, arms[0], primary) + "\n")
 
 
