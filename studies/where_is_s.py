@@ -18,8 +18,8 @@ whatever the values are. A residual that is small because S holds all of K expla
 
 Also, what layer 1 receives: the cosine of a token in the corrupted and in the clean image, at
 uncorrupted patches, with the shrinkage on and off (lambda = inf); its null is the cosine with
-another clean image. Accuracy: of the same corrupted images. Rows: --out_dir/rows.jsonl; those of a
-checkpoint that has them are kept.
+another clean image. Accuracy: of the same corrupted images. Rows: --out_dir/rows.jsonl; a network
+that has one is not looked at again.
 """
 
 import argparse
@@ -215,31 +215,30 @@ def draw(groups, kinds, path):
 def main():
     args = get_args()
     args.out_dir.mkdir(parents=True, exist_ok=True)
-    path, loaded = args.out_dir / "rows.jsonl", None
-    how, runs = dict(images=args.images, kinds=args.kinds), set()
-    rows = [row for row in common.read_log(path) if how.items() <= row.items()]
+    path, how = args.out_dir / "rows.jsonl", dict(images=args.images, kinds=args.kinds)
+    loaded, rows = None, []
+    stored = {(row["run"], row["step"], row.get("weights")): row
+              for row in common.read_log(path) if how.items() <= row.items()}
     for run, model, checkpoint in tqdm(points(args), "checkpoints", unit="checkpoint"):
         c = model.config
-        about, weights = dict(run=run, step=checkpoint["step"]), weights_of(model.state_dict())
-        rows = [row for row in rows if not about.items() <= row.items()         # else: trained anew
-                or row.get("weights", weights) == weights]
-        runs.add(run)
-        if any(about.items() <= row.items() for row in rows):
-            continue
-        shape = c.image_size, c.patch_size, checkpoint["args"]["data"], c.num_classes
-        if loaded is None:
-            images, labels, *_ = probe.load_images(checkpoint, c, args.images)
-            loaded = shape
-        if shape != loaded:
-            raise ValueError(f"--ckpt {run} has image size, patch size, data, classes {shape}, "
-                             f"expected those of the first, {loaded}")
-        found = examine(model, images, labels, args.kinds)
-        about |= how | dict(weights=weights, network=kind_of(c), seed=checkpoint["args"]["seed"])
-        about["values"] = {name: round(x.double().mean().item(), 5) for name, x in found.items()}
-        common.Log(path).append(about)
-        rows.append(about)
+        about = dict(run=run, step=checkpoint["step"], weights=weights_of(model.state_dict()))
+        row = stored.get(tuple(about.values()))
+        if row is None:
+            shape = c.image_size, c.patch_size, checkpoint["args"]["data"], c.num_classes
+            if loaded is None:
+                images, labels, *_ = probe.load_images(checkpoint, c, args.images)
+                loaded = shape
+            if shape != loaded:
+                raise ValueError(f"--ckpt {run} has image size, patch size, data, classes {shape}, "
+                                 f"expected those of the first, {loaded}")
+            found = examine(model, images, labels, args.kinds)
+            values = {name: round(x.double().mean().item(), 5) for name, x in found.items()}
+            row = about | how | dict(network=kind_of(c), seed=checkpoint["args"]["seed"],
+                                     values=values)
+            common.Log(path).append(row)
+        rows.append(row)
 
-    groups = over_seeds([row for row in rows if row["run"] in runs])
+    groups = over_seeds(rows)
     print(table(groups))
     draw(groups, args.kinds, args.out_dir / "where_is_s.png")
     print(f"\n{args.out_dir}: rows.jsonl, where_is_s.png")

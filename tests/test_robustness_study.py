@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -98,22 +99,17 @@ def test_rows_of_another_number_of_images_are_named():
     assert list(differences.outcomes([row("s", [True])], folders, 2)) == ["clean, 1 images"]
 
 
-def test_a_row_twice_and_other_images_in_one_arm_are_refused():
+@pytest.mark.parametrize("more, words", [
+    ([row("c", [False, False], "pgd", eps=2 / 255, steps=20)], "clamp, seed 0 has two rows of pgd 2/255"),
+    ([row("c", [True])], "clean: clamp, seed 0 was measured on 1 images, symmetric"),
+    ([row("c", [True, False], "pgd", eps=2 / 255, steps=100)], "pgd 2/255.* was measured in two ways.*100")])
+def test_a_row_twice_other_images_and_two_ways_of_measuring_one_thing_are_refused(more, words):
+    rows = [row("s", [True, False])]
+    rows += [row(arm, [True, False], "pgd", eps=2 / 255, steps=20) for arm in "sc"]
     folders = {("symmetric", 0): "s", ("clamp", 0): "c"}
-    with pytest.raises(ValueError, match="clamp, seed 0 has two rows of clean"):
-        differences.outcomes([row("s", [True, False]), row("c", [True, False]),
-                              row("c", [False, False])], folders, 2)
-    with pytest.raises(ValueError, match="clean: clamp, seed 0 was measured on 1 images, symmetric"):
-        differences.outcomes([row("s", [True, False]), row("c", [True])], folders, 2)
-
-
-def test_two_ways_of_measuring_one_thing_are_not_mixed():
-    def attacked(folder, steps):
-        return row(folder, [True, False], "pgd", eps=2 / 255, steps=steps)
-    folders = {("symmetric", 0): "s", ("clamp", 0): "c"}
-    assert differences.outcomes([attacked("s", 20), attacked("c", 20)], folders, 2)
-    with pytest.raises(ValueError, match="pgd 2/255.* was measured in two ways.*100"):
-        differences.outcomes([attacked("s", 20), attacked("c", 100)], folders, 2)
+    assert len(differences.outcomes(rows, folders, 2)) == 2
+    with pytest.raises(ValueError, match=words):
+        differences.outcomes(rows + more, folders, 2)
 
 
 def test_rows_from_before_a_run_was_trained_further_are_left_out(tmp_path):
@@ -214,33 +210,24 @@ def test_a_robust_attention_is_an_arm_trained_by_its_study(study, tmp_path):
     assert common.load(tmp_path / "r" / "keys-rows-all_s0")["model_config"]["rpc_layers"] == (0, 1, 2, 3)
 
 
-def test_seeds_of_an_arm_have_the_same_settings_while_two_arms_may_differ(tmp_path):
-    folders = {("rpc4-l1", 0): 4.0, ("rpc4-l1", 1): 4.0, ("clamp", 0): 0.5}
-    for (arm, seed), lambd in folders.items():
-        folder = folders[arm, seed] = tmp_path / f"{arm}_s{seed}"
-        folder.mkdir()
-        torch.save(dict(args=dict(attn="rpc", lambd=lambd, seed=seed)), folder / "last.pt")
-    robustness.check_recipe(folders)
-    torch.save(dict(args=dict(attn="rpc", lambd=3.0, seed=1)), tmp_path / "rpc4-l1_s1/last.pt")
-    with pytest.raises(ValueError, match="rpc4-l1_s1 was trained with lambd 3.0, .*_s0 with 4.0"):
-        robustness.check_recipe(folders)
+TUNED = dict(attn="symmetric", lr=1e-3, init_from="out/start_s0")
 
 
-def test_networks_that_began_from_the_network_of_their_seed_are_of_one_recipe(tmp_path):
-    folders = {("symmetric", seed): tmp_path / f"symmetric_s{seed}" for seed in (0, 1)}
-    for (arm, seed), folder in folders.items():
+@pytest.mark.parametrize("runs, words", [
+    ({("rpc4-l1", 0): dict(lambd=4.0), ("rpc4-l1", 1): dict(lambd=4.0), ("clamp", 0): dict(lambd=0.5)}, None),
+    ({("rpc4-l1", 0): dict(lambd=4.0), ("rpc4-l1", 1): dict(lambd=3.0)},
+     "rpc4-l1_s1 was trained with lambd 3.0, .*_s0 with 4.0"),
+    ({("symmetric", 0): TUNED, ("symmetric", 1): TUNED | dict(init_from="out/start_s1")}, None),
+    ({("symmetric", 0): TUNED, ("symmetric", 1): TUNED | dict(lr=2e-3)}, "with lr 0.002, .* with 0.001"),
+    ({("symmetric", 0): TUNED, ("symmetric", 1): TUNED | dict(init_from=None)}, "with fine-tuned False, .* with True"),
+    ({("symmetric", 0): TUNED, ("clamp", 0): TUNED | dict(init_from="out/another_s0")},
+     "with init_from out/another_s0, .* with out/start_s0")])
+def test_networks_differ_in_their_arm_their_seed_and_its_start_alone(runs, words, tmp_path):
+    folders = {run: tmp_path / f"{run[0]}_s{run[1]}" for run in runs}
+    for run, folder in folders.items():
         folder.mkdir()
-        args = dict(attn=arm, seed=seed, init_from=f"out/start_s{seed}", lr=1e-3)
-        torch.save(dict(args=args), folder / "last.pt")
-    robustness.check_recipe(folders)
-    for change, words in ((dict(lr=2e-3), "lr 0.002, .* with 0.001"),
-                          (dict(init_from=None), "fine-tuned False, .* with True")):
-        torch.save(dict(args=args | change), folder / "last.pt")
-        with pytest.raises(ValueError, match=f"was trained with {words}"):
-            robustness.check_recipe(folders)
-    folders = {("symmetric", 0): folders["symmetric", 0], ("clamp", 0): folder}
-    torch.save(dict(args=args | dict(init_from="out/another_s0")), folder / "last.pt")
-    with pytest.raises(ValueError, match="init_from out/another_s0, .* with out/start_s0"):
+        torch.save(dict(args=dict(seed=run[1]) | runs[run]), folder / "last.pt")
+    with pytest.raises(ValueError, match=words) if words else nullcontext():
         robustness.check_recipe(folders)
 
 
