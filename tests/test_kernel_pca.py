@@ -420,8 +420,13 @@ def test_a_training_run_is_tracked_and_every_table_has_its_legend(monkeypatch, t
         for layer in ("0", "3", "all"):
             assert f"| {layer:5s} |" in shown
         assert all(math.isfinite(float(r["mean"])) or r["measure"] == "eta" for r in rows), name
-    ends = {r["layer"] for r in read(tmp_path / "capture.csv") if r["step"] == "4" and r["measure"] == "EV"}
-    assert ends == {"0", "3", "all"}
+    at = {(r["measure"], r["source"], r["layer"]): float(r["mean"]) for r in read(tmp_path / "capture.csv")
+          if r["step"] == "4"}
+    for layer in ("0", "3"):
+        learned, null, best = (at["EV", source, layer] for source in ("learned", "x W", "best"))
+        eta = 100 * (learned - null) / (best - null) if best - null >= 0.02 else math.nan
+        assert at["eta", "learned", layer] == pytest.approx(eta, rel=0.01, abs=0.1, nan_ok=True)
+    assert not math.isnan(eta), at
     rows = {(r["how"], r["r"]): float(r["accuracy"]) for r in read(tmp_path / "truncate.csv")}
     assert rows["affine", "16"] == rows["none", "0"] and len(rows) == 3 + 2 * len(TRUNCATIONS)
 
