@@ -420,13 +420,8 @@ def test_a_training_run_is_tracked_and_every_table_has_its_legend(monkeypatch, t
         for layer in ("0", "3", "all"):
             assert f"| {layer:5s} |" in shown
         assert all(math.isfinite(float(r["mean"])) or r["measure"] == "eta" for r in rows), name
-    at = {(r["measure"], r["source"], r["layer"]): float(r["mean"]) for r in read(tmp_path / "capture.csv")
-          if r["step"] == "4"}
-    for layer in ("0", "3"):
-        learned, null, best = (at["EV", source, layer] for source in ("learned", "x W", "best"))
-        eta = 100 * (learned - null) / (best - null) if best - null >= 0.02 else math.nan
-        assert at["eta", "learned", layer] == pytest.approx(eta, rel=0.01, abs=0.1, nan_ok=True)
-    assert not math.isnan(eta), at
+    ends = {r["layer"] for r in read(tmp_path / "capture.csv") if r["step"] == "4" and r["measure"] == "EV"}
+    assert ends == {"0", "3", "all"}
     rows = {(r["how"], r["r"]): float(r["accuracy"]) for r in read(tmp_path / "truncate.csv")}
     assert rows["affine", "16"] == rows["none", "0"] and len(rows) == 3 + 2 * len(TRUNCATIONS)
 
@@ -438,6 +433,9 @@ def test_keys_too_long_to_resolve_all_axes_are_announced(monkeypatch, tmp_path, 
     run(monkeypatch, study, "--ckpt", ckpt, "--images", 3, "--exp", "capture", "--out_dir", tmp_path)
     out = capsys.readouterr().out
     assert "layer 1: keys so long that float64 resolves" in out and "layer 0: keys so long" not in out
+    at = {(r["measure"], r["source"]): float(r["mean"]) for r in read(tmp_path / "capture.csv") if r["layer"] == "1"}
+    learned, null, best = (at["EV", source] for source in ("learned", "x W", "best"))
+    assert best - null > 0.02 and at["eta", "learned"] == pytest.approx(100 * (learned - null) / (best - null), rel=0.01)
 
 
 def test_deit_weights_are_recognised_by_their_shapes(monkeypatch, tmp_path):
