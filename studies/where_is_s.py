@@ -216,14 +216,14 @@ def main():
     args = get_args()
     args.out_dir.mkdir(parents=True, exist_ok=True)
     path, how = args.out_dir / "rows.jsonl", dict(images=args.images, kinds=args.kinds)
-    loaded, rows = None, []
+    loaded, rows = None, {}
     stored = {(row["run"], row["step"], row.get("weights")): row
               for row in common.read_log(path) if how.items() <= row.items()}
     for run, model, checkpoint in tqdm(points(args), "checkpoints", unit="checkpoint"):
         c = model.config
         about = dict(run=run, step=checkpoint["step"], weights=weights_of(model.state_dict()))
-        row = stored.get(tuple(about.values()))
-        if row is None:
+        key = tuple(about.values())
+        if key not in stored:
             shape = c.image_size, c.patch_size, checkpoint["args"]["data"], c.num_classes
             if loaded is None:
                 images, labels, *_ = probe.load_images(checkpoint, c, args.images)
@@ -233,12 +233,12 @@ def main():
                                  f"expected those of the first, {loaded}")
             found = examine(model, images, labels, args.kinds)
             values = {name: round(x.double().mean().item(), 5) for name, x in found.items()}
-            row = about | how | dict(network=kind_of(c), seed=checkpoint["args"]["seed"],
-                                     values=values)
-            common.Log(path).append(row)
-        rows.append(row)
+            stored[key] = about | how | dict(network=kind_of(c), values=values,
+                                             seed=checkpoint["args"]["seed"])
+            common.Log(path).append(stored[key])
+        rows[key] = stored[key]                                 # once, if it was given twice
 
-    groups = over_seeds(rows)
+    groups = over_seeds(rows.values())
     print(table(groups))
     draw(groups, args.kinds, args.out_dir / "where_is_s.png")
     print(f"\n{args.out_dir}: rows.jsonl, where_is_s.png")
