@@ -179,46 +179,43 @@ def plan(texts, task, preset="default", eps=None):
     """
     todo = []
     for text in texts:
-        name, *pairs = text.split() or [""]
-        if name not in KNOWN[task]:
-            known = ", ".join(KNOWN[task])
-            raise ValueError(f"--measures {text}: unknown; known are {known}, all")
-        values = defaults(name, preset, eps)
-        given = [pair.partition("=")[0] for pair in pairs]
-        for setting, pair in zip(given, pairs):
-            if setting not in values:
-                known = f"known are {', '.join(values)}" if values else "there are none"
-                raise ValueError(f"--measures {text!r}: {setting} is no setting of {name}; {known}")
-            if given.count(setting) > 1:
-                raise ValueError(f"--measures {text!r}: {setting} is given twice, expected "
-                                 f"{setting}=VALUE,VALUE for several")
-            values[setting] = [read(text, name, setting, value)
-                               for value in pair.partition("=")[2].split(",")]
-        lists = [value if isinstance(value, list) else [value] for value in values.values()]
-        for combination in itertools.product(*lists):
-            setting = dict(zip(values, combination))
-            conditions = {k: setting.pop(k, PRESETS[preset]["conditions"][k]) for k in CONDITIONS}
-            check_measure(text, name, setting, conditions)
-            todo.append(Measure(name, setting, conditions))
+        with common.naming(f"--measures {text!r}"):
+            name, *pairs = text.split() or [""]
+            if name not in KNOWN[task]:
+                raise ValueError(f"unknown; known are {', '.join(KNOWN[task])}, all")
+            values = read_settings(name, pairs, defaults(name, preset, eps))
+            for combination in itertools.product(*values.values()):
+                setting = dict(zip(values, combination))
+                conditions = {k: setting.pop(k, v)
+                              for k, v in PRESETS[preset]["conditions"].items()}
+                check_measure(name, setting, conditions)
+                todo.append(Measure(name, setting, conditions))
     return todo
 
 
-def check_measure(text, name, setting, conditions):
-    """ValueError for settings that contradict each other."""
+def read_settings(name, pairs, values):
+    """Read ["eps=1/255,2/255", ...] of a measure: {setting: list of values}, as in `defaults`."""
+    given = {}
+    for setting, _, texts in (pair.partition("=") for pair in pairs):
+        if setting not in values:
+            known = f"known are {', '.join(values)}" if values else "there are none"
+            raise ValueError(f"{setting} is no setting of {name}; {known}")
+        if setting in given:
+            raise ValueError(f"{setting} is given twice, expected {setting}=VALUE,VALUE for "
+                             "several")
+        kind = REAL if (name, setting) == ("sld", "eps") else SETTINGS[setting][0]
+        try:
+            given[setting] = [kind(text) for text in texts.split(",")]
+        except (ValueError, argparse.ArgumentTypeError) as e:
+            raise ValueError(f"{setting}={e}") from None
+    return {k: v if isinstance(v, list) else [v] for k, v in {**values, **given}.items()}
+
+
+def check_measure(name, setting, conditions):
+    """Refuse settings that contradict each other."""
     if name in GATHERING and not conditions["clip"]:
-        raise ValueError(f"--measures {text!r}: {name} keeps to [0, 1] in any case, expected "
-                         "clip=yes")
+        raise ValueError(f"{name} keeps to [0, 1] in any case, expected clip=yes")
     if setting.get("restarts", 1) > 1 and not setting["random_start"]:
-        raise ValueError(f"--measures {text!r}: restarts differ in their random start, expected "
-                         "random_start=yes")
+        raise ValueError("restarts differ in their random start, expected random_start=yes")
     if setting.get("restarts") == 1:
         del setting["restarts"]               # rows from before there were restarts are the same
-
-
-def read(text, name, setting, value):
-    """The value of a setting from its text."""
-    kind = REAL if (name, setting) == ("sld", "eps") else SETTINGS[setting][0]
-    try:
-        return kind(value)
-    except (ValueError, argparse.ArgumentTypeError) as e:
-        raise ValueError(f"--measures {text!r}: {setting}={e}") from None

@@ -9,8 +9,7 @@ from torchvision.io import write_png
 
 from data.shapes import load_shapes
 from robust import corruptions, sources
-from robust.results import read_rows
-from test_eval_robust import make_checkpoint, rows_of, run
+from test_eval_robust import error, make_checkpoint, rows_of
 
 BUILDERS = '''
 import timm
@@ -84,10 +83,9 @@ def test_a_file_of_the_released_code_says_its_attention(files):
                                    "--model my.py:from_torchvision --image_size 48"])
 def test_models_of_others_are_measured_clean_corrupted_and_attacked(files, monkeypatch, tmp_path, model):
     monkeypatch.chdir(files[0])
-    _, error = run(*model.split(), "--data", "shapes", "--measures", "clean", "corruptions type=fog", "pgd steps=2",
-                   "adaptive_pgd steps=2", "--eps", "1/255", "--limit", 4, "--out_dir", tmp_path)
-    rows = read_rows(tmp_path)
-    assert not error and [row["measure"] for row in rows] == ["clean", "corruptions", "pgd", "adaptive_pgd"]
+    rows = rows_of(tmp_path, *model.split(), "--data", "shapes", "--measures", "clean", "corruptions type=fog",
+                   "pgd steps=2", "adaptive_pgd steps=2", "--eps", "1/255", "--limit", 4)
+    assert [row["measure"] for row in rows] == ["clean", "corruptions", "pgd", "adaptive_pgd"]
     assert rows[0]["checkpoint"] == model.split()[1] and rows[0].get("normalize") == (
         "imagenet" if "--ckpt" in model else None)
 
@@ -105,7 +103,7 @@ def test_models_of_others_are_measured_clean_corrupted_and_attacked(files, monke
 ])
 def test_what_cannot_be_evaluated_is_one_line(files, monkeypatch, flags, words):
     monkeypatch.chdir(files[0])
-    assert words in run(*flags.split(), "--data", "shapes", "--measures", "fgsm", "--limit", 4, "--out_dir", "bad")[1]
+    assert words in error(*flags.split(), "--data", "shapes", "--measures", "fgsm", "--limit", 4, "--out_dir", "bad")
 
 
 # --- corrupted folders -----------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from processes import Started, group
 from robust import attacks, checks, classifiers, corruptions, iou, measures, metrics, results, score, sources
 from robust.results import pack, read_rows, unpack
 from robust.tables import Results, tables
+from runs import call, refused
 from vit import SIZES, ViT, ViTConfig
 
 # Table 4, SymViT: top-1 accuracy per corruption, mean over severities, in corruptions.NAMES' order
@@ -92,23 +93,20 @@ def make_checkpoint(path, classes=tuple(SHAPES), image_size=32, attn="rpc", seed
 
 
 def run(*flags):
-    """The script in this process: (its output, "" or the line of its error)."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["eval_robust.py", "--device", "cpu", *map(str, flags)])
-        try:
-            common.run(eval_robust.main)
-        except SystemExit as stop:
-            text = err.getvalue().strip().splitlines()[-1] if stop.code == 2 else str(stop.code)   # 2: argparse's
-            assert "error: " in text and "\n" not in text, text
-            return out.getvalue(), text
-    return out.getvalue(), ""
+    """What the script prints, in this process."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        call(eval_robust.main, "--device cpu", flags)
+    return out.getvalue()
+
+
+def error(*flags):
+    """The line in which it ends."""
+    return refused(eval_robust, "--device cpu", flags)
 
 
 def rows_of(folder, *flags):
     """The rows of a run that went well, in the order in which they were written."""
-    _, error = run(*flags, "--out_dir", folder)
-    assert not error
+    run(*flags, "--out_dir", folder)
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
@@ -127,10 +125,8 @@ def first_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval")
     make_checkpoint(folder / "a.pt", flags=dict(num_images=1000))             # 200 images, fitted to 80
     make_checkpoint(folder / "b.pt", attn="softmax", seed=1, flags=dict(num_images=1000))
-    printed, error = run("--ckpt", folder / "a.pt", folder / "b.pt", *QUICK, "--out_dir", folder / "one",
-                         "--save_images", 3)
-    assert not error
-    return folder, printed
+    return folder, run("--ckpt", folder / "a.pt", folder / "b.pt", *QUICK, "--out_dir", folder / "one",
+                       "--save_images", 3)
 
 
 def test_the_table_has_every_row_once_and_pictures_are_written(first_run):
@@ -168,7 +164,8 @@ def test_resume_keeps_finished_rows_and_adds_the_rest(first_run):
     cut.mkdir()
     (cut / "results.jsonl").write_text("".join(lines[:33]) + lines[33][:40])                   # killed while writing
     flags = "--ckpt", folder / "a.pt", folder / "b.pt", *QUICK, "--out_dir", cut
-    assert "add --resume" in run(*flags)[1] and not run(*flags, "--resume")[1]
+    assert "add --resume" in error(*flags)
+    run(*flags, "--resume")
     assert (cut / "results.jsonl").read_text().startswith("".join(lines[:33]))
     whole, resumed = (sorted(str((r["measure"], r["model"], r["top1"], r["top5"])) for r in read_rows(some))
                       for some in (folder / "one", cut))
@@ -181,8 +178,8 @@ def test_a_second_writer_is_refused_and_the_first_ones_rows_stay(first_run, tmp_
     held.add(read_rows(folder / "one")[0])
     process = Started(eval_robust.main, ["--ckpt", str(folder / "a.pt"), "--measures", "clean", "--limit", "4",
                                          "--out_dir", str(tmp_path), "--resume"])
-    error = process.communicate()[1].splitlines()[-1]
-    assert process.poll() == 1 and re.search(rf"{tmp_path}: process \d+ on .* evaluates there", error)
+    last = process.communicate()[1].splitlines()[-1]
+    assert process.poll() == 1 and re.search(rf"{tmp_path}: process \d+ on .* evaluates there", last)
     assert len(read_rows(tmp_path)) == 1
 
 
@@ -218,8 +215,8 @@ def test_out_of_distribution_folders_use_their_own_classes(tmp_path):
 
     # what is wrong with a folder is said before anything is measured; a small one has fewer images
     for name, flag, word in (("odd", "imagenet_r", "n99"), ("none", "imagenet_a", "--imagenet_a")):
-        error = run(*how, f"--{flag}", tmp_path / name, "--measures", "clean", flag, "--out_dir", tmp_path / "r2")[1]
-        assert word in error and not (tmp_path / "r2").exists()
+        wrong = error(*how, f"--{flag}", tmp_path / name, "--measures", "clean", flag, "--out_dir", tmp_path / "r2")
+        assert word in wrong and not (tmp_path / "r2").exists()
     rows = rows_of(tmp_path / "r4", *how, "--imagenet_a", tmp_path / "a", "--limit", 8, "--amp",
                    "--measures", "clean", "imagenet_a")
     assert [row["images"] for row in rows] == [8, 6]
@@ -740,8 +737,8 @@ def test_the_table_is_written_after_every_row(tmp_path, monkeypatch):
 
     make_checkpoint(tmp_path / "m.pt")
     monkeypatch.setitem(measures.ATTACKS, "pgd", killed)
-    run("--ckpt", tmp_path / "m.pt", "--measures", "clean", "fgsm", "pgd", "--limit", 8, "--eps", "2/255",
-        "--out_dir", tmp_path / "r")
+    assert "killed" in error("--ckpt", tmp_path / "m.pt", "--measures", "clean", "fgsm", "pgd", "--limit", 8,
+                             "--eps", "2/255", "--out_dir", tmp_path / "r")
     table = (tmp_path / "r" / "table.md").read_text()
     assert "| clean, top-1" in table and "| fgsm 2/255, top-1" in table and "pgd" not in table
 
@@ -805,5 +802,4 @@ BAD = {
 def test_bad_flags_are_one_clear_line(odd, monkeypatch, flags):
     monkeypatch.chdir(odd)
     parts = flags.split("|") if "|" in flags else flags.split()
-    words = run("--ckpt", "a.pt", "--out_dir", "bad", *parts)[1]
-    assert BAD[flags] in words and not (odd / "bad").exists()
+    assert BAD[flags] in error("--ckpt", "a.pt", "--out_dir", "bad", *parts) and not (odd / "bad").exists()

@@ -22,7 +22,7 @@ from robust import corruptions
 from robust.results import read_rows
 from robust.words import word_swap
 from segmenter import Segmenter, SegmenterConfig, predict
-from test_eval_robust import line_of, make_checkpoint, rows_of, run
+from test_eval_robust import error, line_of, make_checkpoint, rows_of
 from vit import SIZES
 
 
@@ -235,7 +235,7 @@ def test_what_does_not_fit_a_task_is_one_line(texts, monkeypatch, ckpt, flags, w
     renamed = {**language, "vocab": language["vocab"].replace("cat", "dog")}
     common.save(folder / "words.pt", renamed)
     common.save(folder / "none.pt", {**language, "task": "chess"})
-    assert words in run("--ckpt", *ckpt.split(), *flags, "--out_dir", "bad")[1]
+    assert words in error("--ckpt", *ckpt.split(), *flags, "--out_dir", "bad")
 
 
 # --- images of one's own ---------------------------------------------------------------------------
