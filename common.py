@@ -148,9 +148,9 @@ def setup(device=None):
     device: "cuda", "mps" or "cpu"; None picks the best there is. nccl on GPUs, gloo elsewhere.
     """
     counts = dict(cuda=torch.cuda.device_count(), mps=int(torch.backends.mps.is_available()), cpu=1)
-    known = [name for kind, n in counts.items() if n for name in (kind, f"{kind}:{n - 1}")]
+    known = [kind for kind, n in counts.items() if n]
     device = device or known[0]
-    if device not in known:
+    if device not in known + [f"{kind}:{i}" for kind in known for i in range(counts[kind])]:
         raise ValueError(f"--device {device}: this PyTorch finds {', '.join(known)}")
     if "RANK" not in os.environ:
         return torch.device(device), 0, 1

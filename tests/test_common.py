@@ -388,6 +388,15 @@ def test_a_trainer_imports_no_more_than_it_needs_and_no_thread_of_the_process_gr
     assert imported == "[]" and "gloo" in during and "gloo" not in after
 
 
+def test_each_of_several_gpus_is_a_device_and_without_a_flag_the_first(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    for flag, device in ((None, "cuda"), ("cuda", "cuda"), ("cuda:1", "cuda:1"), ("cpu", "cpu")):
+        assert common.setup(flag) == (torch.device(device), 0, 1)
+    for flag in ("cuda:3", "cpu:1", "tpu"):
+        with pytest.raises(ValueError, match=f"^--device {flag}: this PyTorch finds cuda, cpu$"):
+            common.setup(flag)
+
+
 @pytest.mark.parametrize("text, layers", [("0", (0,)), ("all", (0, 1, 2, 3)), ("0,2", (0, 2)), ("1-3", (1, 2, 3)),
                                           ("0,2-3", (0, 2, 3))])
 def test_rpc_layers_are_read(text, layers):
