@@ -1,6 +1,6 @@
 """What one measure finds: functions of classifiers and images that return a result's fields.
 
-    hit = find_right(models, batches(source, index, args), [unchanged], n, args)
+    hit = find_right(models, batches(source, index, args), [None], n, args)
 
 args: seed, device, rank, world, batch_size, num_workers, amp and the folders of eval_robust.py.
 Processes share the images; each returns the whole result.
@@ -101,18 +101,17 @@ def ask(m, x, labels, args):
 
 
 @torch.no_grad()
-def find_right(models, loaded, transforms, n, args):
-    """Find which of n images are right, and right among five, in each form: (models, transforms,
+def find_right(models, loaded, changes, n, args):
+    """Find which of n images are right, and right among five, after each change: (models, changes,
     n, 2) float64 on the CPU of every process.
 
-    loaded: of `batches`; transforms: functions of such a batch to pixels (b, 3, S, S) float in
-    [0, 1]. Each form of a batch is made once, for all models.
+    loaded: of `batches`; changes: functions of images (b, 3, S, S) uint8 and their numbers to
+    images, or None: as they are. A batch is changed once, for all models.
     """
-    found = torch.zeros(len(models), len(transforms), n, 2, device=args.device)          # 0 or 1
-    for batch in loaded:
-        _, labels, _, place = batch
-        for j, transform in enumerate(transforms):
-            x = transform(*batch)
+    found = torch.zeros(len(models), len(changes), n, 2, device=args.device)             # 0 or 1
+    for images, labels, numbers, place in loaded:
+        for j, change in enumerate(changes):
+            x = (change(images, numbers) if change else images).float() / 255
             for i, m in enumerate(models):
                 found[i, j, place] = ask(m, x, labels, args)
     return common.all_sum(found).cpu().double()
@@ -135,14 +134,10 @@ def together(outcomes):
 
 # --- rows: clean, corrupted, other folders -------------------------------------------------------
 
-def unchanged(images, *_):
-    return images.float() / 255
-
-
 def clean_row(m, job, args):
     """Measure top-1 and top-5."""
     loaded = batches(job.images, job.index, args, "clean")
-    found = find_right([m], loaded, [unchanged], job.n, args)
+    found = find_right([m], loaded, [None], job.n, args)
     return outcome(found[0, 0])
 
 
@@ -154,8 +149,10 @@ def damaged(images, numbers, setting, severity, args):
     return corruptions.jpeg_compression(images, 85) if setting["jpeg85"] else images
 
 
-def corrupted(images, labels, numbers, place, **how):
-    return damaged(images, numbers, **how).float() / 255
+def corrupted(setting, args):
+    """List {severity: what a corruption does to images and their numbers}."""
+    return {severity: partial(damaged, setting=setting, severity=severity, args=args)
+            for severity in setting["severities"]}
 
 
 def released(args, source, size, name, severity):
@@ -184,18 +181,17 @@ def corruption_rows(models, job, args):
     was made.
     """
     source, setting = job.images, job.measure.setting
-    name, severities = setting["type"], setting["severities"]
+    name = setting["type"]
     if args.corrupted_dir:
         size = models[0].size
-        parts = ((released(args, source, size, name, s), [unchanged]) for s in severities)
+        parts = ((released(args, source, size, name, s), [None]) for s in setting["severities"])
     else:
         if isinstance(source, ImageTree):
             source = copy.copy(source)
             source.resample = "bilinear"
-        parts = [(source, [partial(corrupted, setting=setting, severity=severity, args=args)
-                           for severity in severities])]
-    found = [find_right(models, batches(images, job.index, args, name), forms, job.n, args)
-             for images, forms in parts]
+        parts = [(source, corrupted(setting, args).values())]
+    found = [find_right(models, batches(images, job.index, args, name), changes, job.n, args)
+             for images, changes in parts]
     return [together([outcome(hit) for hit in own]) for own in torch.cat(found, 1)]
 
 

@@ -1,7 +1,6 @@
 """What the evaluator does with Segmenters: the functions of classifiers.py for this task."""
 
 import argparse
-from functools import partial
 from pathlib import Path
 
 from data.segmentation import load_split, save_pictures as save_picture
@@ -9,7 +8,7 @@ from robust import iou
 from robust.classifiers import check_classes
 from robust.measures import Job
 from robust.results import show
-from robust.score import damaged, pick, size_of, together
+from robust.score import corrupted, pick, size_of, together
 from segmenter import SegmenterConfig, segmenter_from_checkpoint
 
 DEFAULTS = vars(SegmenterConfig(2))
@@ -50,10 +49,7 @@ def views(m, setting, args):
 
 def changes(measure, args):
     """List {severity: what is done to images, uint8}; clean: {None: nothing}."""
-    if measure.name == "clean":
-        return {None: None}
-    return {severity: partial(damaged, setting=measure.setting, severity=severity, args=args)
-            for severity in measure.setting["severities"]}
+    return {None: None} if measure.name == "clean" else corrupted(measure.setting, args)
 
 
 def rows(models, job, source, args, other=None):

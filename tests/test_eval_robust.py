@@ -397,7 +397,7 @@ def small(tmp_path_factory):
 
 def clean_right(m, source, index, args):
     loaded = score.batches(source, index, args)
-    return score.find_right([m], loaded, [score.unchanged], len(index), args)[0, 0, :, 0] > 0
+    return score.find_right([m], loaded, [None], len(index), args)[0, 0, :, 0] > 0
 
 
 def attack(small, name, setting, n=40, conditions={}, **flags):
