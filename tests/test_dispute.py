@@ -48,7 +48,8 @@ def lost(name, seeds, measure, eps=None):
 def fresh(arm, measure):
     """Points by which an arm differs from symmetric on the seeds of results/constants."""
     values = {name: [] for name in ("symmetric", arm)}
-    for row in (row for seed in range(5, 10) for row in rows(f"constants/s{seed}.jsonl")):
+    seeds = range(5, 13) if arm == "rpc4-l1" else range(5, 10)
+    for row in (row for seed in seeds for row in rows(f"constants/s{seed}.jsonl")):
         name = row["checkpoint"].rpartition("/")[2].rpartition("_s")[0]
         if name in values and row["measure"] == measure:
             values[name].append(statistics.mean(row["top1"]) if measure == "corruptions" else row["top1"])
