@@ -187,8 +187,7 @@ def tables(folder, experiment, measure):
 
 def verdict(folder):
     """Print tables and, by the rule of results/kpca/README.md, what they say of the claim."""
-    for experiment, measure in (("gamma", CLAIM), ("gamma", "eig_cos"), ("capture", "EV"),
-                                ("capture", "frac")):
+    for experiment, measure in (("gamma", CLAIM), ("gamma", "eig_cos"), ("capture", "EV")):
         tables(folder, experiment, measure)
 
     # The claim is about networks with Scaled Attention, which alone have this measure.

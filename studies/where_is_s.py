@@ -168,7 +168,7 @@ def over_seeds(rows):
 
 
 def table(groups):
-    """Write Markdown: measures down, networks at their last step, and before their first, across."""
+    """Write Markdown: measures down, networks at their last step and before their first across."""
     last = {network: step for network, step in sorted(groups, key=lambda at: at[1])}
     columns = [*last.items(), *((n, 0) for n in last if last[n] and (n, 0) in groups)]
     body = []

@@ -24,7 +24,7 @@ from studies.kernel_pca import EXPERIMENTS, TRUNCATIONS, eigenvalue_statistics, 
 from studies.probe import RULES, Heads, attention_replaced, capture, load_model, standardise, untrained
 from studies.span import Layer, explained_variance, key_span, principal_axes, query_share, restrict, value_axes
 from test_kpca import assert_close, cases, draw, sweep
-from vit import SIZES, ViT, ViTConfig
+from vit import ViT, ViTConfig
 
 
 def check_heads(z):
@@ -435,7 +435,8 @@ def test_keys_too_long_to_resolve_all_axes_are_announced(monkeypatch, tmp_path, 
     assert "layer 1: keys so long that float64 resolves" in out and "layer 0: keys so long" not in out
     at = {(r["measure"], r["source"]): float(r["mean"]) for r in read(tmp_path / "capture.csv") if r["layer"] == "1"}
     learned, null, best = (at["EV", source] for source in ("learned", "x W", "best"))
-    assert best - null > 0.02 and at["eta", "learned"] == pytest.approx(100 * (learned - null) / (best - null), rel=0.01)
+    share = 100 * (learned - null) / (best - null)
+    assert best - null > 0.02 and at["eta", "learned"] == pytest.approx(share, rel=0.01)
 
 
 def test_deit_weights_are_recognised_by_their_shapes(monkeypatch, tmp_path):
@@ -452,7 +453,8 @@ def test_bad_input_is_one_clear_line(monkeypatch, tmp_path):
     nan = save_vit(tmp_path / "nan.pt", model=broken)
     (tmp_path / "cifar").mkdir()
     for argv, message in (
-            (["--ckpt", other], "ViT"), (["--ckpt", ROOT / "weights/seg_shapes_rpc.pt"], "not a checkpoint of train_cls.py"),
+            (["--ckpt", other], "ViT"),
+            (["--ckpt", ROOT / "weights/seg_shapes_rpc.pt"], "not a checkpoint of train_cls.py or train_lm.py"),
             (["--ckpt", tmp_path / "none.pt"], "no checkpoint at"),
             (["--ckpt", good, "--layers", "2"], "--layers 2: expected whole numbers from 0 to 1"),
             (["--ckpt", good, "--ranks", "17"], "--ranks 17: expected whole numbers from 0 to 16"),
