@@ -1,8 +1,6 @@
 """studies/constants.py, control.py and constancy.py: what is chosen, what an arm changes, the rules."""
 
 import json
-import sys
-from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ from data.batches import Split
 from robust import corruptions
 from robust.results import pack
 from studies import constancy, constants, control, decider
+from test_decider import run
 
 
 def scored(folder, setting, seed, clean, corrupted):
@@ -122,15 +121,11 @@ def test_the_rules_of_constancy(capsys, tmp_path):
 def test_an_arm_of_constancy_is_trained_on_the_images_of_its_numbers(monkeypatch, tmp_path):
     few = Split(torch.arange(20)[:, None, None, None].expand(20, 3, 32, 32).to(torch.uint8), torch.arange(20) % 10,
                 [str(i) for i in range(10)])
-    seen, run, settings = [], constancy.run, decider.settings_of
-    monkeypatch.setattr(decider, "load_data", lambda args, device: (few, few))
-    monkeypatch.setattr(decider, "settings_of", lambda *a: Namespace(**vars(settings(*a)) | dict(batch_size=4, pad=0)))
+    seen, forward = [], constancy.run
     monkeypatch.setattr(constancy, "run", lambda model, images, numbers: seen.append(
-        ((255 * images[:, 0, 0, 0]).round().long(), numbers)) or run(model, images, numbers))
-    out = tmp_path / "rows.jsonl"
-    monkeypatch.setattr(sys, "argv", ["x", "--arms", "hashed", "--seeds", "1", "--steps", "8", "--out", str(out)])
-    constancy.main()
-    row, = map(json.loads, out.read_text().splitlines())
+        ((255 * images[:, 0, 16, 16]).round().long(), numbers)) or forward(model, images, numbers))
+    row, = run(monkeypatch, tmp_path / "rows.jsonl", "--arms", "hashed", "--seeds", "1", study=constancy,
+               splits=lambda: (few, few))
     assert (row["arm"], row["seed"], row["images"]) == ("hashed", 1, 20)
     assert len(seen) == 9 and seen[-1][1].tolist() == [constancy.HELD_OUT + i for i in range(20)]
     assert all(torch.equal(image, number % 20) for image, number in seen[:-1])

@@ -33,14 +33,17 @@ def formula(config):
     return patches + layers + C * c.num_classes + norms
 
 
-def test_every_model_of_table_11_has_a_row_of_its_own(monkeypatch, tmp_path, capsys):
+def test_every_model_has_a_row_of_its_own(monkeypatch, tmp_path, capsys):
+    """Of a part of the table: reproduce/table11.sh, which the tests run, has all of it."""
+    some = "symmetric", "rpc 4iter/layer1", "fan symmetric"
+    monkeypatch.setattr(cost, "MODELS", {name: cost.MODELS[name] for name in some})
     rows = run(monkeypatch, tmp_path, "--model", "nano", "--batch_size", "1", "--rounds", "1", "--threads", "1")
-    assert [row["model"] for row in rows if row["model"] != "timm softmax"] == list(cost.MODELS)
+    assert tuple(row["model"] for row in rows if row["model"] != "timm softmax") == some
     for column in ("ms", "ratio", "images/s", "batch ratio", "MB"):
         assert all(row[f"{what} {column}"] > 0 for row in rows for what in ("train", "test"))
     assert all(row["hardware"] and row["torch"] and row["date"] for row in rows)
     assert rows[0]["command"].startswith("python -m studies.cost --model nano")
-    assert "rpc 6iter/layer1" in capsys.readouterr().out
+    assert "rpc 4iter/layer1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", VITS)
@@ -98,15 +101,10 @@ def test_memory_keeps_no_matrix_unless_attention_is_written_out(monkeypatch, tmp
     assert "symmetric, matrices" in capsys.readouterr().out
 
 
-def allocated(size):
-    """The peak of a step that fills as many bytes, above what was there."""
-    torch.ones(10)                                                          # libraries load
-    return cost.peak_growth(lambda: torch.ones(size, dtype=torch.uint8), torch.device("cpu"))
-
-
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts it")
-def test_the_peak_of_memory_is_measured_in_a_fresh_process():
-    large, small = cost.fresh(allocated, [(2 ** 27,), (2 ** 22,)])
+def test_the_peak_of_memory_is_that_of_the_step_alone():
+    large, small = (cost.peak_growth(lambda: torch.ones(size, dtype=torch.uint8), torch.device("cpu"))
+                    for size in (2 ** 27, 2 ** 22))
     assert abs(large / 2 ** 27 - 1) < 0.1 and small < 2 ** 24
 
 

@@ -124,13 +124,14 @@ def tiny(classes=10, n=20):
     return split, split
 
 
-def run(monkeypatch, out, *argv):
+def run(monkeypatch, out, *argv, study=decider, splits=tiny):
+    """The rows of a study that trains for 8 steps of 4 images."""
     argv = ["decider.py", "--data_dir", "nowhere", "--steps", "8", "--out", str(out), *argv]
     monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setattr(decider, "load_data", lambda args, device: tiny())
+    monkeypatch.setattr(decider, "load_data", lambda args, device: splits())
     settings_of = decider.settings_of
     monkeypatch.setattr(decider, "settings_of", lambda *a: Namespace(**vars(settings_of(*a)) | dict(batch_size=4)))
-    decider.main()
+    study.main()
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
