@@ -246,12 +246,13 @@ def pgd(model, images, labels, eps, *, steps=20, alpha=0.15, random_start=True, 
 
 # --- L-infinity, without gradients ---------------------------------------------------------------
 
-def spsa_gradient(model, centre, labels, index, pairs, delta, *key):
+def spsa_gradient(model, centre, labels, index, pairs, *key):
     """Estimated gradient of the margin m at centre c, like centre.
 
     mean_r (m(c + delta v_r) - m(c - delta v_r)) / (2 delta) v_r, with v_r, r = 1 ... pairs, random
-    signs, one per entry; 16 of them are the bits of one random number.
+    signs, one per entry; 16 of them are the bits of one random number. delta is 0.01.
     """
+    delta = 0.01
     grad = torch.zeros_like(centre).flatten(1)                              # (b, D)
     for word in range(math.ceil(pairs / 16)):
         r = min(16, pairs - 16 * word)
@@ -267,9 +268,9 @@ def spsa_gradient(model, centre, labels, index, pairs, delta, *key):
 
 
 @torch.no_grad()
-def spsa(model, images, labels, eps, *, steps=40, pairs=128, lr=0.01, delta=0.01, centre="iterate",
-         clip=True, seed=0, index=None):
-    """Gradient-free: Adam on the margin, whose gradient is estimated from random points nearby.
+def spsa(model, images, labels, eps, *, steps=40, pairs=128, centre="iterate", clip=True, seed=0,
+         index=None):
+    """Gradient-free: Adam, lr 0.01, on the margin, whose gradient is estimated from points nearby.
 
     From x + U(-eps, eps). centre "legacy": probes around 2x in every step, as cleverhans 4.0.0.
     Up to 2 pairs steps = 10,240 forward passes per image, so an image leaves as soon as its
@@ -278,7 +279,7 @@ def spsa(model, images, labels, eps, *, steps=40, pairs=128, lr=0.01, delta=0.01
     """
     if centre not in ("iterate", "legacy"):
         raise ValueError(f"centre={centre!r}, expected 'iterate' or 'legacy'")
-    positive(steps=steps, pairs=pairs, lr=lr, delta=delta)
+    positive(steps=steps, pairs=pairs)
     fooled = margin(check(model, images, labels, eps, clip), labels) < 0
     index = numbers(images, index)
     low, high = bounds(images, eps, clip)
@@ -296,8 +297,8 @@ def spsa(model, images, labels, eps, *, steps=40, pairs=128, lr=0.01, delta=0.01
             break
         around = s.x if centre == "iterate" else 2 * images[s.row]
         parts = zip(around.split(size), s.labels.split(size), s.index.split(size))
-        grad = torch.cat([spsa_gradient(model, *p, pairs, delta, seed, SIGNS, t) for p in parts])
-        s.x = (s.x - adam(grad, s.m, s.v, t, lr)).clamp(s.low, s.high)
+        grad = torch.cat([spsa_gradient(model, *p, pairs, seed, SIGNS, t) for p in parts])
+        s.x = (s.x - adam(grad, s.m, s.v, t, 0.01)).clamp(s.low, s.high)
         adv[s.row] = s.x
         fooled = margin(model(s.x), s.labels) < 0
     return adv
@@ -344,8 +345,8 @@ def project_l1(v, radius):
 
 
 @torch.no_grad()
-def sld(model, images, labels, eps, *, steps=20, quantile=0.99, rescale=False, clip=True):
-    """Sparse L1 descent: a step spends eps / 10 equally on grad CE's entries above its quantile.
+def sld(model, images, labels, eps, *, steps=20, rescale=False, clip=True):
+    """Sparse L1 descent: a step spends eps / 10 equally on the largest 1 % of grad CE's entries.
 
     eps: bound of ||x_adv - x||_1, summed over all pixels and channels; at 224 px, 10 is 1/15000
     per entry. rescale: shrink to the L1 ball as cleverhans does instead of projecting.
@@ -353,10 +354,8 @@ def sld(model, images, labels, eps, *, steps=20, quantile=0.99, rescale=False, c
     `cleverhans-lab/cleverhans:cleverhans/torch/attacks/sparse_l1_descent.py`.
     """
     positive(steps=steps)
-    if not 0 <= quantile < 1:
-        raise ValueError(f"quantile={quantile}, expected at least 0 and less than 1")
     check(model, images, labels, eps, clip, limit=math.inf)
-    k = max(int(quantile * images[0].numel()), 1)
+    k = max(int(0.99 * images[0].numel()), 1)
     eps = torch.as_tensor(eps, dtype=images.dtype, device=images.device).view(-1, 1)
     adv = images
     for _ in range(steps):

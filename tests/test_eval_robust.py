@@ -116,7 +116,7 @@ def line_of(table, name):
     return [cell.strip() for cell in line.strip("|").split("|")][2:]
 
 
-QUICK = ("--measures", "clean", "noise", "fgsm", "pgd", "autoattack eps=1/255 queries=20",
+QUICK = ("--measures", "clean", "noise", "fgsm", "pgd", "autoattack eps=2/255 queries=20",
          "corruptions", "--limit", 11, "--eps", "0.4/255", "--severities", 2, 4)
 
 
