@@ -314,11 +314,10 @@ class Log:
             raise OSError(f"cannot write {self.path} ({e.strerror})") from None
 
     def cut(self, step):
-        """Drop what was logged after `step`, and a line cut short by a kill. Returns the rest."""
+        """Drop what was logged after `step`, and a line cut short by a kill."""
         rows = [row for row in read_log(self.path) if row.get("step", 0) <= step]
         with replacing(self.path) as tmp:
             tmp.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return rows
 
     def lock(self, does="trains"):
         """Keep other processes out of this folder while the Log lives; ValueError names who has it.
