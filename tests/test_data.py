@@ -15,7 +15,7 @@ from data import imagenet as data, shapes
 from data.batches import image_batches
 from data.cifar import CIFAR10_CLASSES, load_cifar10
 from data.files import decode, save_grid
-from data.rng import epoch_order, uniform
+from data.rng import uniform
 from data.shapes import load_shapes, render_scenes
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding capabilities of TorchVision")
@@ -354,19 +354,7 @@ def test_skipping_keeps_training_batches_full_and_marks_evaluation_images(tree_d
         data.ImageTree(tree_dir, "train", size=24, train=True, skip_bad_images=True)[0, 0]
 
 
-# --- order and pictures ---------------------------------------------------------------------------------------------
-
-def test_an_epoch_is_a_permutation_keyed_by_seed_and_epoch():
-    order = epoch_order(1000, 3, seed=1)
-    assert order.dtype == torch.int64 and torch.equal(order.sort()[0], torch.arange(1000))
-    assert torch.equal(order, epoch_order(1000, 3, seed=1))
-    assert not torch.equal(order, epoch_order(1000, 4, seed=1))
-    assert not torch.equal(order, epoch_order(1000, 3, seed=2))
-    # repeated augmentation: a third of the images, three times each
-    order, plain = epoch_order(1000, 0, seed=0, repeats=3), epoch_order(1000, 0, seed=0)
-    assert len(order) == 1000 and torch.equal(order[:999].view(333, 3), plain[:333, None].expand(-1, 3))
-    assert order[999] == plain[333]
-
+# --- pictures -------------------------------------------------------------------------------------------------------
 
 def test_a_grid_keeps_the_pixels(tmp_path):
     images = torch.randint(0, 256, (5, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

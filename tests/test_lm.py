@@ -277,12 +277,7 @@ MODEL = small()
 @pytest.mark.parametrize("call,message", [
     (lambda: MODEL.hidden(words(T=13)), "13 tokens in a row, expected 1 to context=12"),
     (lambda: MODEL.generate(words(T=0), 1), "0 tokens in a row, expected 1 to context=12"),
-    (lambda: small(attn="rpc", rpc_layers=(0,), mu_over="all").generate(words(), 1), "mu_over='all': each new tok"),
-    (lambda: lm_from_checkpoint(dict(task="classification", model={}, model_config={})), "not a .*train_lm.py"),
-    (lambda: lm_from_checkpoint(dict(model={})), "not a checkpoint of train_lm.py"),
-    (lambda: lm_from_checkpoint(dict(task="language modelling", model={"bias": MODEL.state_dict()["bias"]},
-                                     model_config=asdict(MODEL.config))),
-     "weights do not fit the model: .*Missing")])
+    (lambda: small(attn="rpc", rpc_layers=(0,), mu_over="all").generate(words(), 1), "mu_over='all': each new tok")])
 def test_bad_input_is_one_clear_line(call, message):
     with pytest.raises(ValueError, match=message) as e:
         call()
