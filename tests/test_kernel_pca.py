@@ -433,7 +433,7 @@ def test_keys_too_long_to_resolve_all_axes_are_announced(monkeypatch, tmp_path, 
     run(monkeypatch, study, "--ckpt", ckpt, "--images", 3, "--exp", "capture", "--out_dir", tmp_path)
     out = capsys.readouterr().out
     assert "layer 1: keys so long that float64 resolves" in out and "layer 0: keys so long" not in out
-    at = {(r["measure"], r["source"]): float(r["mean"]) for r in read(tmp_path / "capture.csv") if r["layer"] == "1"}
+    at = {(r["measure"], r["source"]): float(r["mean"]) for r in read(tmp_path / "capture.csv") if r["layer"] == "0"}
     learned, null, best = (at["EV", source] for source in ("learned", "x W", "best"))
     share = 100 * (learned - null) / (best - null)
     assert best - null > 0.02 and at["eta", "learned"] == pytest.approx(share, rel=0.01)
