@@ -4,7 +4,8 @@ r"""Was RPC given a fair chance? Its lambda, reading and number of steps chosen,
     python -m studies.constants test --confirm --seeds 10 11 12     # the published constants alone
     python -m studies.constants choose      # 28 to 34 short networks; scored on held-out images
     python -m studies.constants test --chosen             # their winners instead, if they differ
-    python -m studies.constants table --rows results/constants/*.jsonl
+    python -m studies.constants choose --rows results/constants/choose.jsonl        # its scores
+    python -m studies.constants table --rows results/constants/s*.jsonl
 
 The published lambda and n were chosen for ImageNet networks of width 192; these have 64. So both
 are chosen here, on training images that were held out, and only then tested, once, on test images.
@@ -30,6 +31,7 @@ from robust import corruptions
 from robust.sources import load_model
 from studies.differences import outcomes, primary_of, report
 from studies.robustness import call, in_files, runs_of
+from studies.stats import spread
 
 LAMBDAS = dict(released=(0.5, 1, 2, 4, 8, 16), paper=(0.05, 0.1, 0.25, 0.5, 1))
 GRID = [(form, lambd, 4) for form, values in LAMBDAS.items() for lambd in values]
@@ -96,12 +98,12 @@ def choose(out_dir, settings, seeds, sets):
             print(row, flush=True)
 
 
-def scores(out_dir):
-    """Read what has been scored: {(form, lambda, n): {seed: row}}."""
+def scores(out_dir, paths=None):
+    """Read what has been scored, in out_dir or in these files: {(form, lambda, n): {seed: row}}."""
     found = {}
-    for path in sorted(out_dir.glob("choose/*/score.json")):
-        row = json.loads(path.read_text())
-        found.setdefault((row["form"], row["lambd"], row["n_iter"]), {})[row["seed"]] = row
+    for path in paths or sorted(out_dir.glob("choose/*/score.json")):
+        for row in map(json.loads, path.read_text().splitlines()):
+            found.setdefault((row["form"], row["lambd"], row["n_iter"]), {})[row["seed"]] = row
     return found
 
 
@@ -118,6 +120,15 @@ def tried(rows):
     """List the grid, and other numbers of steps at the best of it by each criterion."""
     winners = dict.fromkeys(best(rows, GRID).values())
     return [*GRID, *((form, lambd, n) for form, lambd, _ in winners for n in STEPS)]
+
+
+def show_choice(rows):
+    """Print the score of each setting, mean ± standard deviation over seeds, and the winners."""
+    body = [[name_of(*setting), *(spread([row[criterion] for row in of.values()], ".1f")
+             for criterion in CRITERIA), str(len(of))] for setting, of in rows.items()]
+    print(common.table(body, ["setting", "clean", "15 corruptions", "seeds"]) + "\n")
+    for criterion, setting in best(rows, tried(rows)).items():
+        print(f"best by {criterion}: {name_of(*setting)}")
 
 
 # --- to test --------------------------------------------------------------------------------------
@@ -156,7 +167,8 @@ def main():
     p.add_argument("--out_dir", type=Path, default=Path("out/constants"))
     p.add_argument("--chosen", action="store_true", help="test what `choose` found")
     p.add_argument("--confirm", action="store_true", help="test symmetric and rpc4-l1 alone")
-    p.add_argument("--rows", nargs="+", type=Path, help="table: files of the evaluator's rows")
+    p.add_argument("--rows", nargs="+", type=Path, help="files to show: of table the "
+                   "evaluator's rows, of choose its scores (nothing is trained)")
     args = p.parse_args()
     if args.task == "table":
         return table(args.rows or sorted(args.out_dir.glob("eval_s*/results.jsonl")))
@@ -165,10 +177,11 @@ def main():
         chosen = dict.fromkeys(best(rows, tried(rows)).values()) if args.chosen else PILOT
         settings = [setting for setting in chosen if not args.chosen or setting not in PILOT]
         return test(args.out_dir, args.seeds or FRESH, () if args.confirm else settings)
-    seeds, sets = args.seeds or SEEDS, []
-    choose(args.out_dir, GRID, seeds, sets)
-    choose(args.out_dir, tried(scores(args.out_dir)), seeds, sets)
-    print(best(scores(args.out_dir), tried(scores(args.out_dir))))
+    if not args.rows:
+        seeds, sets = args.seeds or SEEDS, []
+        choose(args.out_dir, GRID, seeds, sets)
+        choose(args.out_dir, tried(scores(args.out_dir)), seeds, sets)
+    show_choice(scores(args.out_dir, args.rows))
 
 
 if __name__ == "__main__":

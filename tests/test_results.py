@@ -46,3 +46,11 @@ def test_printed_tables_are_what_the_rows_say(page, study, rows, flags, monkeypa
     assert found == (RESULTS / page / "tables.md").read_text()
     for part in found.split("The primary measures")[1:3]:
         assert part.split("\n\n")[1] in (RESULTS / page / "README.md").read_text()
+
+
+def test_the_printed_choice_is_what_the_scores_say(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["x", "choose", "--rows", str(RESULTS / "constants/choose.jsonl")])
+    constants.main()
+    table, winners = capsys.readouterr().out.split("\n\n")
+    page = (RESULTS / "constants/README.md").read_text()
+    assert len(table.splitlines()) == 2 + 14 and table in page and winners in page
