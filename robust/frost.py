@@ -20,8 +20,12 @@ FROST = (((.305, .585, .650), (.106, .065, .060), 1.23),
          ((.441, .484, .528), (.174, .170, .163), 1.96))
 
 
-def synthetic_frost(number, H=600, W=900):
-    """Draw a stand-in for photograph `number`: noise of its spectrum and colours, ridges; uint8."""
+def synthetic_frost(number):
+    """Draw a stand-in for photograph `number`: noise of its spectrum and colours, ridges.
+
+    Returns (3, 600, 900) uint8.
+    """
+    H, W = 600, 900
     mean, std, b = torch.tensor(FROST[number][0]), torch.tensor(FROST[number][1]), FROST[number][2]
     frequency = torch.hypot(torch.fft.fftfreq(H)[:, None], torch.fft.rfftfreq(W))
     amplitude = torch.where(frequency > 0, frequency.clamp(min=1 / W) ** (-b / 2), 0)

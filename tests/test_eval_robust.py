@@ -21,7 +21,6 @@ import common
 import eval_robust
 from data.batches import Split
 from data.imagenet import ImageTree
-from data.rng import epoch_order
 from data.shapes import SHAPES, load_shapes
 from processes import Started, group
 from robust import attacks, checks, classifiers, corruptions, iou, measures, metrics, results, score, sources
