@@ -259,8 +259,8 @@ def classifier(**kind):
     return m, dict(task="classification", model=m.state_dict(), model_config=asdict(m.config))
 
 
-@pytest.mark.parametrize("kind", [dict(attn="rpc", n_iter=6, lambd=2.0, form="paper"), dict(attn="symmetric"), dict(mlp_ratio=2.0),
-                                  dict(attn="rpc", rpc_layers=(0, 1), n_iter=2, lambd=3.0)])
+@pytest.mark.parametrize("kind", [dict(attn="rpc", n_iter=6, lambd=2.0, form="paper"), dict(attn="symmetric"),
+                                  dict(mlp_ratio=2.0), dict(attn="rpc", rpc_layers=(0, 1), n_iter=2, lambd=3.0)])
 def test_a_classifier_at_64_pixels_becomes_the_encoder_at_96(kind):
     backbone, checkpoint = classifier(**kind)
     m = Segmenter(SegmenterConfig(7, 96, **backbone_settings(checkpoint), drop_path=0.2))
