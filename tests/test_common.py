@@ -390,7 +390,7 @@ def test_a_trainer_imports_no_more_than_it_needs_and_no_thread_of_the_process_gr
 
 def test_each_of_several_gpus_is_a_device_and_without_a_flag_the_first(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    for flag, device in ((None, "cuda"), ("cuda", "cuda"), ("cuda:1", "cuda:1"), ("cpu", "cpu")):
+    for flag, device in ((None, "cuda"), ("cuda", "cuda"), ("cuda:0", "cuda:0"), ("cuda:2", "cuda:2"), ("cpu", "cpu")):
         assert common.setup(flag) == (torch.device(device), 0, 1)
     for flag in ("cuda:3", "cpu:1", "tpu"):
         with pytest.raises(ValueError, match=f"^--device {flag}: this PyTorch finds cuda, cpu$"):
