@@ -8,6 +8,7 @@ import argparse
 import json
 import math
 import os
+import re
 import socket
 import sys
 import textwrap
@@ -190,10 +191,12 @@ def say(*lines):
 
 
 def describe(device):
-    """Name the hardware, for logs."""
+    """Name the hardware, for logs: on another CPU the same seed takes another path."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{device.type}, {torch.get_num_threads()} threads"
+    path = Path("/proc/cpuinfo")                                    # Linux
+    names = re.findall(r"model name\s*: (.*)", path.read_text()) if path.exists() else []
+    return ", ".join([device.type, *names[:1], f"{torch.get_num_threads()} threads"])
 
 
 def autocast(device, amp):

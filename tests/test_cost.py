@@ -39,11 +39,19 @@ def test_every_model_has_a_row_of_its_own(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(cost, "MODELS", {name: cost.MODELS[name] for name in some})
     rows = run(monkeypatch, tmp_path, "--model", "nano", "--batch_size", "1", "--rounds", "1", "--threads", "1")
     assert tuple(row["model"] for row in rows if row["model"] != "timm softmax") == some
-    for column in ("ms", "ratio", "images/s", "batch ratio", "MB"):
+    for column in ("ms", "ratio", "images/s", "batch ratio"):
         assert all(row[f"{what} {column}"] > 0 for row in rows for what in ("train", "test"))
-    assert all(row["hardware"] and row["torch"] and row["date"] for row in rows)
+    assert all("cpu, " in row["hardware"] and row["torch"] and row["date"] for row in rows)
     assert rows[0]["command"].startswith("python -m studies.cost --model nano")
     assert "rpc 4iter/layer1" in capsys.readouterr().out
+
+
+def test_memory_below_its_noise_is_not_printed():
+    peaks = {("symmetric", "train"): (50.0, 0.1), ("softmax", "train"): (50.5, 0.4), ("softmax", "test"): (1.0, 9.0),
+             ("rpc 4iter/layer1", "train"): (52.0, 0.2), ("fan symmetric", "train"): (0.5, 0.1)}
+    found = {name: cost.memory_columns(peaks, "train", name) for name, what in peaks if what == "train"}
+    assert found["symmetric"] == {"train MB": 50.0} and found["softmax"] == {"train MB": 50.5}
+    assert found["rpc 4iter/layer1"] == {"train MB": 52.0, "train MB more": 2.0} and found["fan symmetric"] == {}
 
 
 @pytest.mark.parametrize("name", VITS)
