@@ -50,7 +50,8 @@ def draw(rows, path):
     curves(ax, shown.items())
     ax.set_xscale("symlog", base=2, linthresh=BUDGETS[0])
     ax.set_xticks([0, *BUDGETS], [f"{x:g}" for x in (0, *BUDGETS)])
-    ax.set(xlabel="PGD-20, budget in 1/255 of the pixel range", ylabel="accuracy in %")
+    ax.set(xlabel="PGD-20, budget in 1/255 of the pixel range", ylabel="accuracy in %",
+           xlim=(-0.1, 1.1 * BUDGETS[-1]))
     figure.savefig(path)
     plt.close(figure)
 
