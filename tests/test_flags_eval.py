@@ -72,12 +72,15 @@ def evaluate(monkeypatch, place, flags):
     monkeypatch.chdir(place)
     before = set(place.rglob("*"))
     seen = dict(batch=0, amp=False, checks=0, error=None)
-    hits, setup, load = score.hits, common.setup, score.image_batches
+    hits, forward, setup, load = score.hits, attacks.forward, common.setup, score.image_batches
 
     def look(logits, labels):
         seen["batch"] = max(seen["batch"], len(logits))
-        seen["amp"] |= torch.is_autocast_enabled("cpu")
         return hits(logits, labels)
+
+    def look_at_precision(model, x, batch_size=None):
+        seen["amp"] |= torch.is_autocast_enabled("cpu")
+        return forward(model, x, batch_size)
 
     def look_at_device(device):
         seen["device"] = device
@@ -92,6 +95,7 @@ def evaluate(monkeypatch, place, flags):
 
     with monkeypatch.context() as patch:
         patch.setattr(score, "hits", look)
+        patch.setattr(attacks, "forward", look_at_precision)
         patch.setattr(common, "setup", look_at_device)
         patch.setattr(score, "image_batches", look_at_workers)
         patch.setattr(checks, "run", look_at_checks)
