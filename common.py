@@ -467,7 +467,8 @@ def stored_config(checkpoint, config):
               for name, kind in kinds.items()
               if name in stored and not isinstance(stored[name], accepted.get(kind, kind))]
     if wrong:
-        raise ValueError(f"its model_config is not a {config.__name__}: {'; '.join(wrong[:3])}")
+        raise ValueError(f"its model_config is not a {config.__name__}: {'; '.join(wrong[:3])}; "
+                         f"if an older version wrote it, commit 9259512 reads it")
     return config(**stored)
 
 

@@ -165,6 +165,7 @@ def build(args, device):
     checkpoint = common.load_run(args.resume, "train_lm.py", "model_config", "vocab", "best",
                                  vocab="\n".join(vocab.words), train_tokens=len(corpus.train))
     with common.naming(f"--resume {args.resume}"):
+        common.stored_config(checkpoint, LMConfig)                  # mu of an older run is refused
         common.load_strictly(model, checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
     return corpus, model, optimizer, checkpoint["step"], checkpoint["best"]
