@@ -1,10 +1,12 @@
 r"""Do fixed random axes win because they are random, or because they are the same for every image?
 
     python -m studies.constancy --data_dir data/cifar10         # seeds 0, 1, ..., all arms of each
+    python -m studies.constancy --data_dir data/cifar10 --family polar
     python -m studies.constancy --rows results/decider/constancy.jsonl      # tables and verdict
 
 studies/decider.py forces values onto r axes a head. Its kernel-PCA axes differ from image to image,
-its random axes do not: two things at once. Here they are taken apart, in its family span, r = 2:
+its random axes do not: two things at once. Here they are taken apart, in its families span (r = 2 axes)
+and polar (r = 8, as many as a head has channels):
 
                           differ from image to image           the same for every image
     of kernel PCA         own                                  mean: of the mean Gram matrix
@@ -60,12 +62,21 @@ def held_out(model, split):
 
 def train(arm, seed, args, train_set, test_set):
     """Train a network and measure it on the held-out images at the end."""
-    model = build(f"span-{arm}", seed, len(train_set.classes))
+    model = build(arm, seed, len(train_set.classes))
     optimise(model, seed, args, train_set, partial(run, model))
     return held_out(model, test_set)
 
 
 # --- what the rows say ----------------------------------------------------------------------------
+
+def families(found):
+    """Sort {"span-own": {seed: loss}, ...} into {"span": {"own": {seed: loss}, ...}, ...}."""
+    sorted_ = {}
+    for name, of in found.items():
+        family, _, arm = name.partition("-")
+        sorted_.setdefault(family, {})[arm] = of
+    return sorted_
+
 
 def report(found):
     """Print the arms, the differences and which outcome it is. found: {arm: {seed: loss}}."""
@@ -78,7 +89,7 @@ def report(found):
     table = [[f"own - {null}", str(len(d)), show(paired_t(d), 3), show_p(p.get(null, math.nan))]
              for null, d in own.items() if len(d)]
     print(common.table(table, ["difference", "seeds", "nats (95 % over seeds)",
-                               f"p of more than {MARGIN} below, Holm"]) + "\n")
+                               f"differs from {-MARGIN}: p, Holm"]) + "\n")
     helps = len(p) == len(NULLS) and all(own[n].mean() < -MARGIN and p[n] < 0.05 for n in p)
     print("kernel PCA's axes help:", "yes" if helps else "not shown")
 
@@ -96,19 +107,21 @@ def report(found):
 
 
 def draw(found, path):
-    """Draw arms as columns, varying and constant apart; a point a network, a line a seed."""
+    """Draw a panel a family, arms as columns, varying and constant apart; a line a seed."""
     from studies.plot import WIDTH, plt
-    arms = [arm for arm in ("hashed", "image", "x", "other", "own", "detached", "mean", "random")
-            if arm in found]
-    figure, ax = plt.subplots(figsize=(WIDTH, 3))
-    for seed in sorted({seed for of in found.values() for seed in of}):
-        points = [(i, found[arm][seed]) for i, arm in enumerate(arms) if seed in found[arm]]
-        ax.plot(*zip(*points), "o-", linewidth=0.7, markersize=5, label=f"seed {seed}")
-    ax.axvline(sum(arm not in ("mean", "random") for arm in arms) - 0.5, color="0.6", linestyle=":")
-    ax.set_xticks(range(len(arms)), arms)
-    ax.set(xlabel="left: axes differ from image to image; right: the same for every image",
-           ylabel="held-out loss in nats")
-    ax.legend(fontsize=8)
+    figure, panels = plt.subplots(1, len(found), figsize=(WIDTH, 3), squeeze=False)
+    for ax, (family, of) in zip(panels[0], found.items()):
+        arms = [arm for arm in ("hashed", "image", "x", "other", "own", "detached", "mean", "random")
+                if arm in of]
+        for seed in sorted({seed for losses in of.values() for seed in losses}):
+            points = [(i, of[arm][seed]) for i, arm in enumerate(arms) if seed in of[arm]]
+            ax.plot(*zip(*points), "o-", linewidth=0.7, markersize=4, label=f"seed {seed}")
+        ax.axvline(sum(arm not in ("mean", "random") for arm in arms) - 0.5, color="0.6",
+                   linestyle=":")
+        ax.set_xticks(range(len(arms)), arms, rotation=45)
+        ax.set(title=family, ylabel="held-out loss in nats")
+        ax.legend(fontsize=6)
+    figure.supxlabel("left: axes differ from image to image; right: the same for every image")
     figure.savefig(path)
     plt.close(figure)
 
@@ -118,6 +131,7 @@ def main():
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--data", choices=["cifar10"], default="cifar10")
     p.add_argument("--data_dir", help="folder that holds CIFAR-10; see train_cls.py")
+    p.add_argument("--family", choices=["span", "polar"], default="span")
     p.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     p.add_argument("--seeds", nargs="+", type=common.number(int, 0), default=[0, 1, 2, 3, 4])
     p.add_argument("--steps", type=common.number(int, 8), default=800)
@@ -125,10 +139,13 @@ def main():
     p.add_argument("--rows", type=Path, help="only say what the rows in this file say")
     p.add_argument("--figure", type=Path, help="where to draw it")
     args = p.parse_args()
+    args.arms = [f"{args.family}-{arm}" for arm in args.arms]
     if not args.rows:
         train_missing(args, args.out, args.seeds, train)
-    _, found = read_losses(args.rows or args.out)
-    report(found)
+    found = families(read_losses(args.rows or args.out)[1])
+    for family, of in found.items():
+        print(f"{family}\n")
+        report(of)
     if args.figure:
         draw(found, args.figure)
 

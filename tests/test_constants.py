@@ -126,6 +126,12 @@ def test_an_arm_of_constancy_is_trained_on_the_images_of_its_numbers(monkeypatch
         ((255 * images[:, 0, 16, 16]).round().long(), numbers)) or forward(model, images, numbers))
     row, = run(monkeypatch, tmp_path / "rows.jsonl", "--arms", "hashed", "--seeds", "1", study=constancy,
                splits=lambda: (few, few))
-    assert (row["arm"], row["seed"], row["images"]) == ("hashed", 1, 20)
+    assert (row["arm"], row["seed"], row["images"]) == ("span-hashed", 1, 20)
+    rows = run(monkeypatch, tmp_path / "rows.jsonl", "--arms", "hashed", "--seeds", "1", "--family", "polar",
+               study=constancy, splits=lambda: (few, few))
+    found = constancy.families({row["arm"]: {row["seed"]: row["loss"]} for row in rows})
+    assert found == dict(span=dict(hashed={1: row["loss"]}), polar=dict(hashed={1: rows[1]["loss"]}))
+    assert rows[1]["loss"] != row["loss"]
+    seen = seen[:9]
     assert len(seen) == 9 and seen[-1][1].tolist() == [constancy.HELD_OUT + i for i in range(20)]
     assert all(torch.equal(image, number % 20) for image, number in seen[:-1])
