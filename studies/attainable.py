@@ -4,11 +4,12 @@
     python -m studies.attainable --table results/kpca
 
 That trained values score as a random matrix of the input does means little if no matrix could score
-more. So a map of the layer's input, v = x W + b, the same for all images as the trained one is, is
-fitted for each head: to EV, the share of the keys' variance that values catch; and to the overlap
-of span{a} with span{K~ a}, 1 if the columns of a = H G^-1 v span eigenvectors, which the
-eigen-cosine asks for. It is fitted on training images; numbers are of the test images of
-studies/kernel_pca.py. A maximum that is found is a lower bound of what can be had.
+more. So a map of the layer's input, v = x W + b, the same for all images as the trained one is (of
+Scaled Attention (I - S)(x W + b), with the layer's S), is fitted for each head: to EV, the share of
+the keys' variance that values catch; and to the overlap of span{a} with span{K~ a}, 1 if the
+columns of a = H G^-1 v span eigenvectors, which the eigen-cosine asks for. It is fitted on training
+images; numbers are of the test images of studies/kernel_pca.py. A maximum that is found is a lower
+bound of what can be had.
 """
 
 import sys
@@ -53,8 +54,9 @@ MEASURES = {"eig_cos": eigenvectors, "EV": variance}        # which is fitted to
 
 
 def mapped(layer, W):
-    """v = x W + b of every head, (1, B, H, N, Dv). W: (H, C + 1, Dv), b in its last row."""
-    return F.pad(layer.heads.x, (0, 1), value=1.0)[:, None] @ W
+    """v = x W + b of every head, (B, H, N, Dv), times I - S if scaled. W: (H, C + 1, Dv)."""
+    v = F.pad(layer.heads.x, (0, 1), value=1.0)[:, None] @ W
+    return v - layer.heads.S @ v if layer.scaled else v
 
 
 def fit(score, pieces):
@@ -80,8 +82,6 @@ def measured(point, names):
     for i in range(point.model.config.depth):
         pieces = [Layer(capture(point.model, images.float() / 255)[i], str(i), (i, n * PIECE))
                   for n, images in enumerate(training.split(PIECE))]
-        if pieces[0].scaled:
-            raise ValueError(f"{point.run}: values of Scaled Attention are no map of the input")
         maps = {name: fit(MEASURES[name], pieces) for name in names}
         for start, images, _ in chunks(point, torch.device("cpu")):
             layer = Layer(capture(point.model, images)[i], str(i), (i, start))

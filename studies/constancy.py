@@ -5,7 +5,7 @@ r"""Do fixed random axes win because they are random, or because they are the sa
     python -m studies.constancy --rows results/decider/constancy.jsonl      # tables and verdict
 
 studies/decider.py forces values onto r axes a head. Its kernel-PCA axes differ from image to image,
-its random axes do not: two things at once. Here they are taken apart, in its families span (r = 2 axes)
+its random axes do not: two things at once. Here they are taken apart, in its families span (r = 2)
 and polar (r = 8, as many as a head has channels):
 
                           differ from image to image           the same for every image
@@ -38,6 +38,7 @@ from studies.stats import holm, paired_t, show, show_p, spread
 
 ARMS = ("hashed", "mean", "image", "own", "random", "other", "x", "detached")
 NULLS = ("hashed", "image", "other", "x")
+COLUMNS = ("hashed", "image", "x", "other", "own", "detached", "mean", "random")    # of the figure
 HELD_OUT = 10 ** 6                    # first number of a held-out image: other axes than trained
 
 
@@ -111,8 +112,7 @@ def draw(found, path):
     from studies.plot import WIDTH, plt
     figure, panels = plt.subplots(1, len(found), figsize=(WIDTH, 3), squeeze=False)
     for ax, (family, of) in zip(panels[0], found.items()):
-        arms = [arm for arm in ("hashed", "image", "x", "other", "own", "detached", "mean", "random")
-                if arm in of]
+        arms = [arm for arm in COLUMNS if arm in of]
         for seed in sorted({seed for losses in of.values() for seed in losses}):
             points = [(i, of[arm][seed]) for i, arm in enumerate(arms) if seed in of[arm]]
             ax.plot(*zip(*points), "o-", linewidth=0.7, markersize=4, label=f"seed {seed}")

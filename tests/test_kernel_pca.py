@@ -323,6 +323,9 @@ def test_a_fitted_map_is_shared_by_images_and_scores_above_a_random_one(monkeypa
     own = torch.linalg.lstsq(heads.x.flatten(0, 1)[None], heads.v.transpose(0, 1).flatten(1, 2)).solution
     W = torch.cat([own, torch.zeros(2, 1, 8)], 1)                                       # no b
     assert_close(attainable.mapped(pieces[1], W), heads.v[2:], 1e-9, 1e-9)
+    S = torch.rand(2, 2, 24, 24, dtype=torch.float64)
+    scaled = Layer(Heads(*(t[2:] for t in heads[:5]), S=S))                             # what I - S makes of it
+    assert_close(attainable.mapped(scaled, W), heads.v[2:] - S @ heads.v[2:], 1e-9, 1e-9)
     monkeypatch.setattr(attainable, "ROUNDS", 20)
     for name, score in attainable.MEASURES.items():
         found = attainable.fit(score, pieces)
