@@ -216,6 +216,10 @@ def run(main):
     """Call main(). An input error becomes one line and exit code 1; Ctrl-C one line and 130."""
     try:
         main()
+        sys.stdout.flush()
+    except BrokenPipeError:                                 # who reads, `head` say, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except (ValueError, OSError) as e:
         lines = str(e).strip().splitlines() or [type(e).__name__]       # a worker's: the last line
         sys.exit(f"error: {lines[-1].removeprefix('ValueError: ')}{what_is_saved()}")

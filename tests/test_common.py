@@ -403,6 +403,15 @@ def test_rpc_layers_are_read(text, layers):
     assert common.parse_layers(text, 4) == layers
 
 
+def test_a_reader_that_has_enough_ends_a_script_without_a_word():
+    for lines in (1, 100000):                                       # seen at the end, and while it prints
+        script = f"import common; common.run(lambda: print('x\\n' * {lines}))"
+        process = subprocess.Popen([sys.executable, "-c", script], cwd=Path(common.__file__).parent, text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait() == 1
+
+
 def test_input_errors_end_in_one_line_and_bugs_keep_their_traceback(monkeypatch):
     monkeypatch.setattr(common, "training", None)                       # what a test before this one trained
 
