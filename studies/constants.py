@@ -1,7 +1,7 @@
 r"""Was RPC given a fair chance? Its lambda, reading and number of steps chosen, then tested.
 
     python -m studies.constants test        # two settings of a pilot against symmetric, new seeds
-    python -m studies.constants test --confirm --seeds 10 11 12     # the published constants alone
+    python -m studies.constants test --arms symmetric rpc4-l1 --seeds 10 11 12      # two arms alone
     python -m studies.constants choose      # 28 to 34 short networks; scored on held-out images
     python -m studies.constants test --chosen             # their winners instead, if they differ
     python -m studies.constants choose --rows results/constants/choose.jsonl        # its scores
@@ -39,6 +39,8 @@ STEPS, CRITERIA = (2, 3, 6), ("clean", "corruptions")
 SEEDS, FRESH = (0, 1), (5, 6, 7, 8, 9)                      # to choose with, to test with
 HELD, CORRUPTED, SEVERITIES = 2000, 500, (1, 3, 5)          # images held out, of them corrupted
 PILOT = [("released", 4, 2), ("paper", 0.1, 4)]            # its two best
+# Two arms alone, on seeds of their own: the published constants, and the best that was chosen.
+ALONE = {"rpc4-l1": range(5, 13), "paper-0.05-n4": range(15, 20)}
 MEASURES = ["clean", "corruptions", "pgd eps=2/255 steps=20"]
 
 
@@ -52,6 +54,8 @@ def rpc_flags(form, lambd, n_iter):
 
 
 PUBLISHED = {"symmetric": ["--attn", "symmetric"], "rpc4-l1": rpc_flags("released", 4, 4)}
+ARMS = PUBLISHED | {name_of(*setting): rpc_flags(*setting) for setting in
+                    ((form, lambd, n) for form, lambd, _ in GRID for n in (2, 3, 4, 6))}
 
 
 def train(folder, *flags):
@@ -133,20 +137,19 @@ def show_choice(rows):
 
 # --- to test --------------------------------------------------------------------------------------
 
-def test(out_dir, seeds, settings):
+def test(out_dir, seeds, arms):
     """Train the arms of each seed in turn and evaluate them on the same test images."""
-    flags = PUBLISHED | {name_of(*setting): rpc_flags(*setting) for setting in settings}
     for seed in seeds:
-        folders = [out_dir / f"{arm}_s{seed}" for arm in flags]
-        for folder, arm in zip(folders, flags):
-            train(folder, *flags[arm], "--epochs", 8, "--seed", seed)
+        folders = [out_dir / f"{arm}_s{seed}" for arm in arms]
+        for folder, arm in zip(folders, arms):
+            train(folder, *ARMS[arm], "--epochs", 8, "--seed", seed)
         call("eval_robust.py", "--ckpt", *folders, "--out_dir", out_dir / f"eval_s{seed}",
              "--resume", "--seed", 1, "--limit", 1000, "--severities", *SEVERITIES,
              "--measures", *MEASURES)
 
 
 def table(paths):
-    """Compare settings and rpc4-l1 (the confirmation) with symmetric, settings with rpc4-l1."""
+    """Compare settings, and each of ALONE, with symmetric; settings with rpc4-l1."""
     rows = in_files(paths)
     runs = runs_of(rows)
     found, primary = outcomes(rows, runs, 1000), primary_of(rows)
@@ -155,7 +158,10 @@ def table(paths):
     chosen = [arm for arm in dict.fromkeys(arm for arm, _ in runs) if arm not in known]
     tested = [settings for settings in (pilot, chosen) if settings]
     report(found, [["symmetric", *settings] for settings in tested], primary)
-    report(found, [["symmetric", "rpc4-l1"]], primary)
+    for arm, seeds in ALONE.items():
+        own = {name: {run: right for run, right in of.items() if run[1] in seeds}
+               for name, of in found.items()}
+        report(own, [["symmetric", arm]], primary)
     report(found, [["rpc4-l1", *settings] for settings in tested], ())
 
 
@@ -166,17 +172,21 @@ def main():
     p.add_argument("--seeds", nargs="+", type=common.number(int, 0), help="default: all")
     p.add_argument("--out_dir", type=Path, default=Path("out/constants"))
     p.add_argument("--chosen", action="store_true", help="test what `choose` found")
-    p.add_argument("--confirm", action="store_true", help="test symmetric and rpc4-l1 alone")
+    p.add_argument("--arms", nargs="+", choices=ARMS, metavar="ARM",
+                   help="test these: symmetric, rpc4-l1, paper-0.05-n4 and others like it")
     p.add_argument("--rows", nargs="+", type=Path, help="files to show: of table the "
                    "evaluator's rows, of choose its scores (nothing is trained)")
     args = p.parse_args()
     if args.task == "table":
         return table(args.rows or sorted(args.out_dir.glob("eval_s*/results.jsonl")))
     if args.task == "test":
-        rows = scores(args.out_dir) if args.chosen else {}
-        chosen = dict.fromkeys(best(rows, tried(rows)).values()) if args.chosen else PILOT
-        settings = [setting for setting in chosen if not args.chosen or setting not in PILOT]
-        return test(args.out_dir, args.seeds or FRESH, () if args.confirm else settings)
+        settings = PILOT
+        if args.chosen:
+            rows = scores(args.out_dir)
+            winners = dict.fromkeys(best(rows, tried(rows)).values())
+            settings = [setting for setting in winners if setting not in PILOT]
+        arms = args.arms or [*PUBLISHED, *(name_of(*setting) for setting in settings)]
+        return test(args.out_dir, args.seeds or FRESH, arms)
     if not args.rows:
         seeds, sets = args.seeds or SEEDS, []
         choose(args.out_dir, GRID, seeds, sets)

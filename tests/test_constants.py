@@ -36,6 +36,25 @@ def test_winners_have_the_highest_mean_over_both_seeds_and_bring_other_numbers_o
         constants.best(rows, more)
 
 
+def test_the_arms_of_a_test_are_the_pilots_the_winners_or_those_that_are_named(tmp_path, monkeypatch):
+    for setting in constants.GRID + [("paper", 1, n) for n in (2, 3, 6)]:
+        for seed in (0, 1):
+            scored(tmp_path, setting, seed, *((90, 90) if setting == ("paper", 1, 4) else (80, 50)))
+    trained = []
+    monkeypatch.setattr(constants, "train", lambda folder, *flags: trained.append((folder.name, flags[1:-4])))
+    monkeypatch.setattr(constants, "call", lambda script, *flags: trained.append(list(flags[1:3])))
+    for flags, arms in (([], ["symmetric", "rpc4-l1", "released-4-n2", "paper-0.1-n4"]),
+                        (["--chosen"], ["symmetric", "rpc4-l1", "paper-1-n4"]),
+                        (["--arms", "symmetric", "paper-0.05-n6"], ["symmetric", "paper-0.05-n6"])):
+        monkeypatch.setattr("sys.argv", ["x", "test", "--out_dir", str(tmp_path), "--seeds", "7", *flags])
+        trained.clear()
+        constants.main()
+        *runs, evaluated = trained
+        assert [name for name, _ in runs] == [f"{arm}_s7" for arm in arms]
+        assert evaluated == [tmp_path / name for name, _ in runs[:2]]
+    assert runs[1][1] == ("rpc", "--form", "paper", "--lambd", 0.05, "--n_iter", 6)
+
+
 def test_a_control_differs_from_its_twin_in_adversarial_training_alone(tmp_path, monkeypatch):
     commands = []
     for study in (control, constants):
