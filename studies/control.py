@@ -2,7 +2,7 @@
 
     python -m studies.control run                                # trains and evaluates what lacks
     python -m studies.control run --arms rpc4-l1-adv --seeds 7   # one network, in --out_dir
-    python -m studies.control table --rows results/control/*.jsonl
+    python -m studies.control table --rows results/control/*_s?.jsonl
 
 Symmetric attention and RPC with its published constants, each trained as usual and on images that
 PGD moved by 2/255 (-adv). A network that is more robust has to look so in the study's measures, and
