@@ -45,8 +45,8 @@ def lost(name, seeds, measure, eps=None):
     return f"{values[0] - values[1]:.1f}"
 
 
-def gap(files, baseline, arm, measure, eps=2):
-    """Points by which an arm is above a baseline in these files of rows, a seed each."""
+def gap(files, baseline, arm, measure, above, eps=2):
+    """Points by which an arm is above or below a baseline in these files of rows, a seed each."""
     values = {baseline: [], arm: []}
     for row in (row for file in files for row in rows(file)):
         name = row["checkpoint"].rpartition("/")[2].rpartition("_s")[0]
@@ -54,15 +54,19 @@ def gap(files, baseline, arm, measure, eps=2):
                 measure == "corruptions" or abs(row["setting"]["eps"] - eps / 255) < 1e-9):
             values[name].append(statistics.mean(row["top1"]) if measure == "corruptions" else row["top1"])
     assert len(set(map(len, values.values()))) == 1 and values[arm]
-    return f"{abs(statistics.mean(values[arm]) - statistics.mean(values[baseline])):.1f}"
+    points = statistics.mean(values[arm]) - statistics.mean(values[baseline])
+    assert (points > 0) == above
+    return f"{abs(points):.1f}"
 
 
-def fresh(arm, seeds, measure):
-    return gap([f"constants/s{seed}.jsonl" for seed in seeds], "symmetric", arm, measure)
+def fresh(arm, seeds, *above):
+    return [gap([f"constants/s{seed}.jsonl" for seed in seeds], "symmetric", arm, *of)
+            for of in zip(("pgd", "corruptions"), above)]
 
 
-def controlled(baseline, arm):
-    return gap([f"control/{name}_s{seed}.jsonl" for name in (baseline, arm) for seed in (5, 6, 7)], baseline, arm, "pgd")
+def controlled(baseline, arm, above):
+    files = [f"control/{name}_s{seed}.jsonl" for name in (baseline, arm) for seed in (5, 6, 7)]
+    return gap(files, baseline, arm, "pgd", above)
 
 
 def auc(name):
@@ -101,10 +105,11 @@ MEASURED = {
     "orders of magnitude": lambda: [f"{kpca('jproj', 'softmax_s0', 'rel_phi', 'learned'):,.0f}"],
     "more robust": lambda: [lost("results.jsonl", range(5), "corruptions"), lost("results.jsonl", range(5), "pgd", 2),
                             lost("cifar10.jsonl", range(3), "corruptions"), lost("cifar10.jsonl", range(3), "pgd", 1),
-                            *(fresh(*of, measure) for of in (("rpc4-l1", range(5, 13)), (
-                                "paper-0.05-n4", range(10, 15)), ("paper-0.05-n4", range(15, 20)))
-                              for measure in ("pgd", "corruptions")),
-                            controlled("symmetric", "symmetric-adv"), controlled("symmetric-adv", "rpc4-l1-adv")],
+                            *fresh("rpc4-l1", range(5, 13), False, False),
+                            *fresh("paper-0.05-n4", range(10, 15), True, True),
+                            *fresh("paper-0.05-n4", range(15, 20), True, False),
+                            controlled("symmetric", "symmetric-adv", True),
+                            controlled("symmetric-adv", "rpc4-l1-adv", False)],
     "S holds": lambda: [auc("S, step 4"), auc("distance")],
     "language model with RPC": lambda: [perplexity("rpc"), perplexity("symmetric")],
     "sees no later word": lambda: [f"{PICTURES['leak'][name]:.4f}" for name in ("all 0", "seen 0")],
