@@ -35,6 +35,10 @@ TASKS = {"train_cls.py": "classification", "train_seg.py": "segmentation",
          "train_lm.py": "language modelling"}
 
 
+class InputError(ValueError):
+    """What the user's input got wrong: a flag, a path, a file's content. `run` shows its one line."""
+
+
 # --- flags ----------------------------------------------------------------------------------------
 
 def number(kind, low, high=1e30):
