@@ -174,7 +174,7 @@ def one_of(name, value, known):
     """Raise a ValueError unless the setting `name` has one of the known values."""
     if value not in known:
         own = ("; any other has to be entered in attention.ATTENTIONS first, by you or by the "
-               "module of a study, as studies.robust_attentions") if name == "attn" else ""
+               "module of a study, as referee.studies.robust_attentions") if name == "attn" else ""
         raise ValueError(f"{name}={value!r}, expected one of {tuple(known)}{own}")
 
 

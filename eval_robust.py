@@ -1,9 +1,9 @@
 """How robust is a model? One table: measures down, checkpoints across; every finished row on disk.
 
     python eval_robust.py --ckpt out/shapes_rpc                  # rendered scenes: minutes on a CPU
-    python eval_robust.py --ckpt out/a out/b --out_dir results/ab          # the same images for all
+    python eval_robust.py --ckpt out/a out/b --out_dir referee/results/ab          # the same images for all
     python eval_robust.py --ckpt out/a --measures clean "pgd eps=1/255,4/255 steps=40" cw
-    python eval_robust.py --ckpt out/a --measures autoattack --out_dir results/ab --resume    # more
+    python eval_robust.py --ckpt out/a --measures autoattack --out_dir referee/results/ab --resume    # more
     python eval_robust.py --ckpt out/a --preset paper            # the paper's own conditions
     python eval_robust.py --ckpt out/a --checks                  # can the numbers be believed?
     python eval_robust.py --ckpt deit_tiny_patch16_224.pth --data_dir data/imagenet    # DeiT's file

@@ -1,6 +1,6 @@
 """The evaluator's rows: read, told apart, put into words; printed as tables, written as CSV.
 
-    python -m robust.results results/robustness              # the tables of its results.jsonl
+    python -m robust.results referee/results/robustness              # the tables of its results.jsonl
     python -m robust.results out/a/robust out/b/robust --csv all.csv      # of several, for others
 
 A row is a dict of plain values: which model (model, kind, checkpoint, weights, model_config,

@@ -178,7 +178,7 @@ def summary(rows, cells, names):
                                "worst attack, by budget"])
     if min(map(len, seeds.values())) == 1:
         text += ("\n\nOne network of a kind ranks nothing: networks that differ in the seed alone "
-                 "differ by points. Train several seeds, and compare them with studies.robustness.")
+                 "differ by points. Train several seeds, and compare them with referee.studies.robustness.")
     return text
 
 

@@ -1,4 +1,4 @@
-"""Does the exercises of WALKTHROUGH.md; what comes out goes into assets/walkthrough/numbers.json.
+"""Does the exercises of lecture/WALKTHROUGH.md; what comes out goes into lecture/pictures/numbers.json.
 
     python tests/ten_edits.py        # ten edits, each in a fresh copy of this tree: some minutes
 """
@@ -18,7 +18,7 @@ EVALUATE = ["eval_robust.py", "--measures", "clean", "pgd eps=2/255 steps=10", "
 
 def edits():
     """(number, file, text, what it becomes) of every exercise."""
-    return [(int(n), *rest) for n, *rest in ROW.findall((ROOT / "WALKTHROUGH.md").read_text())]
+    return [(int(n), *rest) for n, *rest in ROW.findall((ROOT / "lecture/WALKTHROUGH.md").read_text())]
 
 
 def fresh_copy():
@@ -49,8 +49,8 @@ def accuracies(copy, attn):
 
 
 def picture(copy, name):
-    """The numbers of one cell of walkthrough.py."""
-    command = [sys.executable, "walkthrough.py", name, "--out_dir", "out/edit"]
+    """The numbers of one cell of lecture/walkthrough.py."""
+    command = [sys.executable, "-m", "lecture.walkthrough", name, "--out_dir", "out/edit"]
     subprocess.run(command, cwd=copy, check=True)
     return json.loads((copy / "out/edit/numbers.json").read_text())[name]
 
@@ -66,7 +66,7 @@ def main():
             done[n] = picture(copy, "attack" if n == 9 else "leak")
         shutil.rmtree(copy)
         print(n, file, new, done[n], flush=True)
-    path = ROOT / "assets/walkthrough/numbers.json"
+    path = ROOT / "lecture/pictures/numbers.json"
     numbers = json.loads(path.read_text())
     numbers["exercises"] = {f"{n} {name}": float(f"{x:.4g}")
                             for n, found in done.items() for name, x in found.items()}

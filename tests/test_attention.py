@@ -331,7 +331,7 @@ def test_what_pap_cannot_do_is_refused_by_name(how, words):
 
 
 @pytest.mark.parametrize("bad,word", [
-    (dict(attn="linear"), "'linear', expected.*or by the module of a study, as studies.robust_attentions"),
+    (dict(attn="linear"), "'linear', expected.*or by the module of a study, as referee.studies.robust_attentions"),
     (dict(form="draft"), r"form='draft', expected one of \('released', 'paper', 'admm'\)$"),
     (dict(num_heads=5), "divisible"), (dict(attn="scaled_s"), "num_tokens"),
     (dict(attn="scaled_s", num_tokens=5, causal=True), "causal")])

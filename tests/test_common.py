@@ -262,8 +262,8 @@ READERS = [
     ("train_seg", "--resume", "seg", "args model optimizer step classes metrics model_config"),
     ("eval_robust", "--ckpt", "cls", "model model_config"), ("eval_robust", "--ckpt", "seg", "model model_config"),
     ("eval_robust", "--ckpt", "lm", "model model_config vocab"),
-    ("studies.kernel_pca", "--ckpt", "cls", "model model_config"),
-    ("studies.kernel_pca", "--ckpt", "lm", "args model vocab step model_config")]
+    ("referee.studies.kernel_pca", "--ckpt", "cls", "model model_config"),
+    ("referee.studies.kernel_pca", "--ckpt", "lm", "args model vocab step model_config")]
 
 
 @pytest.mark.parametrize("script, flag, task, parts", READERS)

@@ -1,4 +1,4 @@
-"""studies/constants.py, control.py and constancy.py: what is chosen, what an arm changes, the rules."""
+"""referee/studies/constants.py, control.py and constancy.py: what is chosen, what an arm changes, the rules."""
 
 import json
 
@@ -9,7 +9,7 @@ import torch
 from data.batches import Split
 from robust import corruptions
 from robust.results import pack
-from studies import constancy, constants, control, decider
+from referee.studies import constancy, constants, control, decider
 from test_decider import run
 
 

@@ -1,4 +1,4 @@
-"""studies/cost.py: models, language model, memory: it prints tables, writes rows, and counts rightly."""
+"""referee/studies/cost.py: models, language model, memory: it prints tables, writes rows, and counts rightly."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from studies import cost
+from referee.studies import cost
 from vit import SIZES, ViT, ViTConfig
 
 VITS = [name for name in cost.MODELS if not name.startswith("fan")]
@@ -34,7 +34,7 @@ def formula(config):
 
 
 def test_every_model_has_a_row_of_its_own(monkeypatch, tmp_path, capsys):
-    """Of a part of the table: reproduce/table11.sh, which the tests run, has all of it."""
+    """Of a part of the table: referee/reproduce/table11.sh, which the tests run, has all of it."""
     some = "symmetric", "rpc 4iter/layer1", "fan symmetric"
     monkeypatch.setattr(cost, "MODELS", {name: cost.MODELS[name] for name in some})
     rows = run(monkeypatch, tmp_path, "--model", "nano", "--batch_size", "1", "--rounds", "1", "--threads", "1")
@@ -42,7 +42,7 @@ def test_every_model_has_a_row_of_its_own(monkeypatch, tmp_path, capsys):
     for column in ("ms", "ratio", "images/s", "batch ratio"):
         assert all(row[f"{what} {column}"] > 0 for row in rows for what in ("train", "test"))
     assert all("cpu, " in row["hardware"] and row["torch"] and row["date"] for row in rows)
-    assert rows[0]["command"].startswith("python -m studies.cost --model nano")
+    assert rows[0]["command"].startswith("python -m referee.studies.cost --model nano")
     assert "rpc 4iter/layer1" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""studies/decider.py: forced values are what their equations say; arms differ in nothing else."""
+"""referee/studies/decider.py: forced values are what their equations say; arms differ in nothing else."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ import common
 import kpca
 from attention import SelfAttention
 from data.batches import Split
-from studies import decider
+from referee.studies import decider
 
 N, D = 9, 4
 

@@ -10,16 +10,16 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/dispute.md").read_text()
-PICTURES = json.loads((ROOT / "assets/walkthrough/numbers.json").read_text())
+PICTURES = json.loads((ROOT / "lecture/pictures/numbers.json").read_text())
 
 
 def rows(name):
-    return [json.loads(line) for line in (ROOT / "results" / name).read_text().splitlines()]
+    return [json.loads(line) for line in (ROOT / "referee/results" / name).read_text().splitlines()]
 
 
 def kpca(table, run, measure, source, step=-1):
-    """What results/kpca/<table>.csv holds of a network, over its layers; step: first, ..., last."""
-    with open(ROOT / f"results/kpca/{table}.csv") as f:
+    """What referee/results/kpca/<table>.csv holds of a network, over its layers; step: first, ..., last."""
+    with open(ROOT / f"referee/results/kpca/{table}.csv") as f:
         found = {int(row["step"]): float(row["mean"]) for row in csv.DictReader(f)
                  if (row["run"], row["layer"], row["measure"], row["source"]) == (run, "all", measure, source)}
     return found[sorted(found)[step]]
@@ -80,7 +80,7 @@ def auc(name):
 
 def perplexity(attn):
     """Clean test perplexity, sliding windows."""
-    found = [json.loads((ROOT / f"results/wikitext_small/{attn}_s{seed}.json").read_text()) for seed in range(3)]
+    found = [json.loads((ROOT / f"referee/results/wikitext_small/{attn}_s{seed}.json").read_text()) for seed in range(3)]
     values = [row["sliding"] for run in found for row in run["rows"] if row["split"] == "test"]
     assert len(values) == 3
     return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"

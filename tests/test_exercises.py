@@ -1,4 +1,4 @@
-"""exercises.py: each hole, a right and a wrong solution get the line that helps; nothing ends in a traceback."""
+"""lecture/exercises/__main__.py: each hole, a right and a wrong solution get the line that helps; nothing ends in a traceback."""
 
 import re
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import exercises
+import lecture.exercises.__main__ as exercises
 
 ROOT = Path(__file__).parent.parent
 RIGHT = {
@@ -29,7 +29,7 @@ WRONG = {        # number: (hole, line, what the answer names)
 def fill(folder, number, lines):
     """The given file with these lines in its holes."""
     name = exercises.EXERCISES[number][0]
-    text = (ROOT / "exercises" / name).read_text()
+    text = (ROOT / "lecture/exercises" / name).read_text()
     assert len(re.findall(r"(?<!\.)\.\.\.(?!\.)", text)) == len(lines)
     for line in lines:
         text = re.sub(r"(?<!\.)\.\.\.(?!\.)", lambda _: line, text, count=1)
@@ -39,7 +39,7 @@ def fill(folder, number, lines):
 
 @pytest.mark.parametrize("number", RIGHT)
 def test_the_given_file_a_right_and_a_wrong_solution(number, tmp_path):
-    text, right = exercises.judge(number, ROOT / "exercises")
+    text, right = exercises.judge(number, ROOT / "lecture/exercises")
     assert not right and "is still a hole: put a line in place of ..." in text
     text, right = exercises.judge(number, fill(tmp_path, number, RIGHT[number]))
     assert right and "right: within 1e-07 of " in text and "20 random inputs" in text, text
@@ -56,7 +56,7 @@ def test_the_given_file_a_right_and_a_wrong_solution(number, tmp_path):
     ("raise ValueError('mine')", "line 11: mine")])
 def test_a_file_that_cannot_run_gets_one_line(line, named, tmp_path):
     name = exercises.EXERCISES[1][0]
-    given = (ROOT / "exercises" / name).read_text().splitlines()
+    given = (ROOT / "lecture/exercises" / name).read_text().splitlines()
     assert given[10].strip().startswith("return ...")
     (tmp_path / name).write_text("\n".join([*given[:10], "    " + line]) + "\n")
     text, right = exercises.judge(1, tmp_path)
@@ -65,11 +65,11 @@ def test_a_file_that_cannot_run_gets_one_line(line, named, tmp_path):
 
 def test_the_command_ends_for_a_file_that_never_returns_and_names_a_missing_one(tmp_path, monkeypatch):
     fill(tmp_path, 1, ["[0 for _ in iter(int, 1)]"])
-    code = ("import exercises, sys; exercises.SECONDS = 1; "
-            f"sys.argv = ['exercises.py', '1', '--folder', {str(tmp_path)!r}]; exercises.main()")
+    code = ("import sys, lecture.exercises.__main__ as exercises; exercises.SECONDS = 1; "
+            f"sys.argv = ['lecture/exercises/__main__.py', '1', '--folder', {str(tmp_path)!r}]; exercises.main()")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stdout == "1: no answer after 1 seconds: does a loop never end?\n"
     assert not done.stderr
-    monkeypatch.setattr(sys, "argv", ["exercises.py", "2", "--folder", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["lecture/exercises/__main__.py", "2", "--folder", str(tmp_path)])
     with pytest.raises(FileNotFoundError, match="no 2_mu_and_tau.py in"):
         exercises.main()

@@ -17,7 +17,7 @@ import train_cls
 from conftest import SHARED
 from fan import FAN, SIZES, BatchNorm, FANConfig, classifier_from_checkpoint
 from processes import group
-from studies import probe
+from referee.studies import probe
 from vit import ViT, ViTConfig
 from weights import load_weights
 

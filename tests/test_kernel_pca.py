@@ -1,4 +1,4 @@
-"""studies/kernel_pca.py, probe.py: golden numbers, theory, nulls, capture, truncation, the command."""
+"""referee/studies/kernel_pca.py, probe.py: golden numbers, theory, nulls, capture, truncation, the command."""
 
 import csv
 import math
@@ -19,10 +19,10 @@ from data import photos, shapes
 from kpca import (a_hat, attend, basis, eigen_cosine, exact_scaling, kernel_pca, kernel_projections, log_g, log_gram,
                   log_kernel, log_phi2, projection_loss, theoretical_values)
 from lm import LM, LMConfig
-from studies import attainable, kernel_pca as study, probe, published_scores
-from studies.kernel_pca import EXPERIMENTS, TRUNCATIONS, eigenvalue_statistics, measure, truncate, truncated
-from studies.probe import RULES, Heads, attention_replaced, capture, load_model, standardise, untrained
-from studies.span import Layer, explained_variance, key_span, principal_axes, query_share, restrict, value_axes
+from referee.studies import attainable, kernel_pca as study, probe, published_scores
+from referee.studies.kernel_pca import EXPERIMENTS, TRUNCATIONS, eigenvalue_statistics, measure, truncate, truncated
+from referee.studies.probe import RULES, Heads, attention_replaced, capture, load_model, standardise, untrained
+from referee.studies.span import Layer, explained_variance, key_span, principal_axes, query_share, restrict, value_axes
 from test_kpca import assert_close, cases, draw, sweep
 from vit import ViT, ViTConfig
 

@@ -1,4 +1,4 @@
-"""Claims about lm.py and studies/leak.py: equal to lmtool, causal in every kind, probabilities of all words, memory."""
+"""Claims about lm.py and referee/studies/leak.py: equal to lmtool, causal in every kind, probabilities of all words, memory."""
 
 import math
 import subprocess
@@ -13,7 +13,7 @@ import lm
 from conftest import ROOT
 from attention import ATTENTIONS, symmetric_attention
 from lm import LM, SIZES, LMConfig, linear_nll, lm_from_checkpoint
-from studies import leak
+from referee.studies import leak
 from upstream import load_lmtool
 
 SMALL = dict(context=12, embed_dim=16, depth=3, num_heads=2, mlp_dim=32)

@@ -1,4 +1,4 @@
-"""studies/outliers.py: who finds corrupted patches, who survives them, who keeps the promise."""
+"""referee/studies/outliers.py: who finds corrupted patches, who survives them, who keeps the promise."""
 
 import math
 import sys
@@ -10,9 +10,9 @@ import torch
 import common
 import train_cls
 from robust.results import unpack
-from studies import outliers, robust_attentions
-from studies.stats import Difference
-from studies.where_is_s import location
+from referee.studies import outliers, robust_attentions
+from referee.studies.stats import Difference
+from referee.studies.where_is_s import location
 from vit import ViT, ViTConfig
 
 

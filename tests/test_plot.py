@@ -1,4 +1,4 @@
-"""studies/plot.py: what the figures show of rows, logs and CSV files."""
+"""referee/studies/plot.py: what the figures show of rows, logs and CSV files."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib")
 
 import common  # noqa: E402
 from conftest import ROOT  # noqa: E402
-from studies import plot, published_scores, kernel_pca  # noqa: E402
+from referee.studies import plot, published_scores, kernel_pca  # noqa: E402
 from test_kernel_pca import run, save_vit  # noqa: E402
 
 PIXEL = dict(space="pixel", labels="true", clip=True)
@@ -122,21 +122,21 @@ def test_one_checkpoint_gives_every_figure_of_kpca_and_a_word_on_what_it_lacks(m
     assert plot.kpca_gamma(tmp_path, "")[1] == "" and "exp losses" not in plot.kpca_loss(tmp_path, "")[1]
     (tmp_path / "gamma_axes.csv").write_text("run,step,layer,measure,source,axis,mean,se\n"
                                              "a,1,0,eig_cos by head,learned,1,0.5,0.1\n")    # by head: no curve
-    assert plot.kpca_gamma(tmp_path, "") == (None, "python -m studies.kernel_pca --exp gamma")
+    assert plot.kpca_gamma(tmp_path, "") == (None, "python -m referee.studies.kernel_pca --exp gamma")
 
 
 def test_plot_without_matplotlib_says_so_in_one_line(monkeypatch):
-    monkeypatch.delitem(sys.modules, "studies.plot")
+    monkeypatch.delitem(sys.modules, "referee.studies.plot")
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(SystemExit, match="^error: studies.plot needs matplotlib"):
-        importlib.import_module("studies.plot")
+    with pytest.raises(SystemExit, match="^error: referee.studies.plot needs matplotlib"):
+        importlib.import_module("referee.studies.plot")
 
 
-STUDIES = [p.stem for p in sorted((ROOT / "studies").glob("*.py")) if "def main" in p.read_text()]
+STUDIES = [p.stem for p in sorted((ROOT / "referee/studies").glob("*.py")) if "def main" in p.read_text()]
 
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_study_started_as_a_file_says_how_to_start_it(name):
-    done = subprocess.run([sys.executable, "-S", f"studies/{name}.py"], cwd=ROOT, capture_output=True, text=True)
-    line = f"error: start this in the repository's folder, as: python -m studies.{name}\n"
+    done = subprocess.run([sys.executable, "-S", f"referee/studies/{name}.py"], cwd=ROOT, capture_output=True, text=True)
+    line = f"error: start this in the repository's folder, as: python -m referee.studies.{name}\n"
     assert done.returncode == 1 and done.stderr == line

@@ -14,16 +14,17 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", ROOT / "WALKTHROUGH.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("results/**/README.md"))]
+PAGES = [ROOT / "README.md", ROOT / "lecture/WALKTHROUGH.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("referee/results/**/README.md"))]
 SHOWING = [page for page in PAGES if re.search(r"python (-m )?[a-z]", page.read_text())]
 OTHERS = ("--help", "--standalone", "--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--max_restarts")
 
 
 def source_of(script):
     """A script's text and, of a training script, that of the flags it shares with the others."""
+    script = script.replace("lecture/exercises.py", "lecture/exercises/__main__.py")
     text = (ROOT / script).read_text()
-    passed_on = {"studies/robust_attentions.py": ("train_cls.py", "eval_robust.py"),
-                 "studies/robustness.py": ("train_cls.py",), "eval_robust.py": ("robust/measures.py",)}
+    passed_on = {"referee/studies/robust_attentions.py": ("train_cls.py", "eval_robust.py"),
+                 "referee/studies/robustness.py": ("train_cls.py",), "eval_robust.py": ("robust/measures.py",)}
     text += "".join(source_of(other) for other in passed_on.get(script, ()))
     return text + ((ROOT / "common.py").read_text() if script.startswith("train_") else "")
 
@@ -32,13 +33,13 @@ def source_of(script):
 def test_every_script_and_flag_shown_exists(page):
     text = page.read_text().replace("\\\n", " ")
     shown = "\n".join(a or b for a, b in re.findall(r"```sh\n(.*?)```|`(python [^`]+)`", text, re.S))
-    shown = re.sub(r"-m studies\.(\w+)", r"studies/\1.py", shown)
+    shown = re.sub(r"-m ((?:referee\.studies|lecture)\.\w+)", lambda m: m[1].replace(".", "/") + ".py", shown)
     commands = re.findall(r"([\w/]+\.py)([^\n|&#]*)", shown)
     assert commands
     for script, rest in commands:
         source = source_of(script)
-        for shared in re.findall(r"^from studies\.(\w+) import", source, re.M):     # flags of two studies
-            source += (ROOT / f"studies/{shared}.py").read_text()
+        for shared in re.findall(r"^from referee.studies\.(\w+) import", source, re.M):     # flags of two studies
+            source += (ROOT / f"referee/studies/{shared}.py").read_text()
         for flag in re.findall(r"(?<!\S)--[\w-]+", rest):
             name = flag.removeprefix("--").removeprefix("no-")
             assert f'"--{name}"' in source or f'"{name}"' in source or flag in OTHERS, f"{script} has no {flag}"
@@ -171,7 +172,7 @@ def test_the_snippet_says_that_values_are_as_wide_as_keys():
 # --- numbers --------------------------------------------------------------------------------------
 
 def test_the_table_of_accuracies_is_what_the_rows_give():
-    rows = [json.loads(line) for line in (ROOT / "results/robustness/results.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (ROOT / "referee/results/robustness/results.jsonl").read_text().splitlines()]
     arms = {"softmax": "softmax", "symmetric": "symmetric", "4 iter": "rpc4-l1", "2 iter": "rpc2-all"}
     shown = re.findall(r"^\| (.+?) \| ([\d.]+ ± [\d.]+) \| (.+?) \| (.+?) \| (.+?) \| [\d.]+ \|$", README, re.M)
     assert len(shown) == len(arms)

@@ -1,4 +1,4 @@
-"""reproduce/: the numbers are the printed ones, the plan is the paper's."""
+"""referee/reproduce/: the numbers are the printed ones, the plan is the paper's."""
 
 import csv
 import os
@@ -14,11 +14,11 @@ import eval_robust
 import train_cls
 import train_lm
 import train_seg
-from reproduce import compare
+from referee.reproduce import compare
 
 ROOT = Path(__file__).parent.parent
 SPEC = ROOT.parent / "shared" / "spec"
-SCRIPTS = sorted({path.name for path in (ROOT / "reproduce").glob("*.sh")} - {"common.sh"})
+SCRIPTS = sorted({path.name for path in (ROOT / "referee/reproduce").glob("*.sh")} - {"common.sh"})
 PARSERS = {"train_cls.py": train_cls, "train_lm.py": train_lm, "train_seg.py": train_seg,
            "eval_robust.py": eval_robust}
 
@@ -32,12 +32,12 @@ def run(script, folder, **env):
 
 def finished(script, folder, **env):
     env = {"PYTHON": sys.executable, "OUT": str(folder), **env}
-    return subprocess.run(["sh", f"reproduce/{script}"], cwd=ROOT, env=os.environ | env, text=True,
+    return subprocess.run(["sh", f"referee/reproduce/{script}"], cwd=ROOT, env=os.environ | env, text=True,
                           capture_output=True)
 
 
 def printed():
-    with open(ROOT / "reproduce" / "paper.csv", newline="") as file:
+    with open(ROOT / "referee/reproduce" / "paper.csv", newline="") as file:
         return list(csv.DictReader(file))
 
 
@@ -219,7 +219,7 @@ def test_table_2_attacks_as_the_papers_harness(plans, monkeypatch):
 
 def test_folders_scales_seeds_and_nodes_go_where_they_should(tmp_path):
     def where(**env):
-        command = ["sh", "-c", '. reproduce/common.sh; echo "$OUT|$TABLES"', "reproduce/x.sh"]
+        command = ["sh", "-c", '. referee/reproduce/common.sh; echo "$OUT|$TABLES"', "referee/reproduce/x.sh"]
         env = os.environ | {"OUT": "", "TABLES": "", "SCALE": "small", **env}
         return subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True).stdout.strip().split("|")
 
@@ -230,7 +230,7 @@ def test_folders_scales_seeds_and_nodes_go_where_they_should(tmp_path):
     plan = dict(SCALE="paper", DATA="d", DRY="1", PYTHON="true")
     for script in ("fig1.sh", "fig2.sh"):
         text = run(script, tmp_path, **plan, SEEDS="0 1")
-        study, = (line for line in text.splitlines() if "studies.kernel_pca" in line)
+        study, = (line for line in text.splitlines() if "referee.studies.kernel_pca" in line)
         assert "softmax_s0" in study and "softmax_s1" in study
     text = run("table12.sh", tmp_path, **plan, NODES="2", NODE="1", HOST="h", GPUS="8")
     assert "--nnodes=2 --node_rank=1 --master_addr=h --nproc_per_node=8 train_cls.py" in text

@@ -1,4 +1,4 @@
-"""reproduce/: every script runs, at its smallest scale; one that was killed goes on."""
+"""referee/reproduce/: every script runs, at its smallest scale; one that was killed goes on."""
 
 import os
 import re
@@ -43,7 +43,7 @@ def test_every_script_ends_in_its_table_at_the_smallest_scale(name, shared, pyth
 def test_a_script_that_was_killed_ends_in_the_table_of_one_that_was_not(tmp_path, python):
     whole = run("table5.sh", tmp_path / "whole", SCALE="tiny", PYTHON=python)
     env = os.environ | dict(SCALE="tiny", PYTHON=sys.executable, OUT=str(tmp_path / "cut"))
-    with subprocess.Popen(["sh", "reproduce/table5.sh"], cwd=ROOT, env=env, start_new_session=True,
+    with subprocess.Popen(["sh", "referee/reproduce/table5.sh"], cwd=ROOT, env=env, start_new_session=True,
                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         while not (tmp_path / "cut" / "symmetric_s0" / "last.pt").exists():
             assert process.poll() is None

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from studies import constants, control, outliers, robustness
+from referee.studies import constants, control, outliers, robustness
 
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = Path(__file__).parents[1] / "referee/results"
 SCENES, CIFAR10 = "robustness/results.jsonl", "robustness/cifar10.jsonl"
 OTHERS = [f"robust_attentions/{name}.jsonl" for name in ("results", "patches", "cifar10")]
 TEN = "rpc4-l1 rpc2-all rkde-huber rkde-hampel mom elliptical sinkhorn keys keys-rows weights"

@@ -1,4 +1,4 @@
-"""studies/robust_attentions: each attention is its published definition, in a network or alone."""
+"""referee/studies/robust_attentions: each attention is its published definition, in a network or alone."""
 
 import sys
 
@@ -9,8 +9,8 @@ import torch
 import common
 from attention import ATTENTIONS, symmetric_attention
 from lm import LM, LMConfig
-from studies import robust_attentions as study
-from studies.robust_attentions import ROBUST, register
+from referee.studies import robust_attentions as study
+from referee.studies.robust_attentions import ROBUST, register
 from vit import RPC_KINDS, ViT, ViTConfig
 
 B, H, N, D = 2, 2, 7, 4
@@ -206,7 +206,7 @@ def test_elliptical_compares_values_with_those_of_the_layer_before_in_the_same_n
 
 
 def command(monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["studies.robust_attentions", *map(str, words)])
+    monkeypatch.setattr(sys, "argv", ["referee.studies.robust_attentions", *map(str, words)])
     study.main()
 
 

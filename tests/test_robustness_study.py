@@ -1,4 +1,4 @@
-"""studies/robustness.py: what is missing is trained and evaluated; differences are paired."""
+"""referee/studies/robustness.py: what is missing is trained and evaluated; differences are paired."""
 
 import shutil
 import sys
@@ -12,8 +12,8 @@ import common
 import train_cls
 from robust import corruptions
 from robust.results import pack, weights_of
-from studies import differences, robust_attentions, robustness
-from studies.plot import plt
+from referee.studies import differences, robust_attentions, robustness
+from referee.studies.plot import plt
 
 
 def row(checkpoint, right, measure="clean", **setting):
@@ -149,7 +149,7 @@ def study(tmp_path, monkeypatch):
 def test_the_study_does_what_is_missing_and_nothing_twice(study, tmp_path, monkeypatch, capsys):
     out = tmp_path / "r"
     full = study("--clamp", "0.7")
-    evaluate = ["-m", "studies.robust_attentions", "evaluate"]
+    evaluate = ["-m", "referee.studies.robust_attentions", "evaluate"]
     assert [command[0] for command in full[:2]] == ["train_cls.py"] * 2
     assert [command[:3] for command in full[2:]] == [evaluate] * 2
     args = common.load(out / "clamp_s0")["args"]
@@ -199,14 +199,14 @@ def test_a_script_that_fails_ends_the_study():
 
 def test_a_robust_attention_is_an_arm_trained_by_its_study(study, tmp_path):
     commands = study("--arms", "symmetric", "keys-rows", "--measures", "clean", "--epochs", "1")
-    assert commands[1][:4] == ["-m", "studies.robust_attentions", "train", "keys-rows"]
+    assert commands[1][:4] == ["-m", "referee.studies.robust_attentions", "train", "keys-rows"]
     folder = tmp_path / "r" / "keys-rows_s0"
     assert common.load(folder)["model_config"]["attn"] == "keys-rows lambd=1 n_iter=4"
     folder.rename(tmp_path / "r" / "keys_s0")
     with pytest.raises(ValueError, match="keys_s0 was trained with attn keys-rows .*, expected keys lambd=0.5"):
         study("--arms", "symmetric", "keys", "--epochs", "1")
     everywhere = study("--arms", "symmetric", "keys-rows-all", "--measures", "clean", "--epochs", "1")[0]
-    assert everywhere[:4] == ["-m", "studies.robust_attentions", "train", "keys-rows"]
+    assert everywhere[:4] == ["-m", "referee.studies.robust_attentions", "train", "keys-rows"]
     assert common.load(tmp_path / "r" / "keys-rows-all_s0")["model_config"]["rpc_layers"] == (0, 1, 2, 3)
 
 
@@ -235,6 +235,6 @@ def test_networks_differ_in_their_arm_their_seed_and_its_start_alone(runs, words
     (["--seeds", "77"], "results.jsonl: no row of these arms"),
     (["nowhere.jsonl"], "--rows nowhere.jsonl is not a file")])
 def test_rows_that_are_not_there_are_named(more, words, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["x", "--rows", "results/robustness/results.jsonl", *more])
+    monkeypatch.setattr(sys, "argv", ["x", "--rows", "referee/results/robustness/results.jsonl", *more])
     with pytest.raises(ValueError, match=words):
         robustness.main()

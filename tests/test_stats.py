@@ -1,9 +1,9 @@
-"""studies/stats.py: intervals hold the truth as often as they say; Holm, t and power by hand."""
+"""referee/studies/stats.py: intervals hold the truth as often as they say; Holm, t and power by hand."""
 
 import numpy as np
 import pytest
 
-from studies import stats
+from referee.studies import stats
 
 
 @pytest.mark.parametrize("spreads", [(2, 0, 5), (2, 20, 30), (1, 22, 30), (0.4, 30, 30)])

@@ -1,4 +1,4 @@
-"""Claims about vit.py, and weights.py with a ViT: the published models, their weights, and what is refused."""
+"""Claims about vit.py, and weights/__init__.py with a ViT: the published models, their weights, and what is refused."""
 
 import argparse
 import io
@@ -251,5 +251,5 @@ def test_released_files_load_into_the_model_they_were_trained_as(change, kind, t
 
 def test_a_checkpoint_of_an_attention_that_is_not_known_names_the_study():
     config = dict(asdict(small().config), attn="keys lambd=0.5")
-    with pytest.raises(ValueError, match="attn='keys lambd=0.5'.*studies.robust_attentions"):
+    with pytest.raises(ValueError, match="attn='keys lambd=0.5'.*referee.studies.robust_attentions"):
         vit_from_checkpoint(dict(task="classification", model=SOFT, model_config=config))

@@ -1,4 +1,4 @@
-"""WALKTHROUGH.md says what the code says and what came out: lines, pictures, numbers."""
+"""lecture/WALKTHROUGH.md says what the code says and what came out: lines, pictures, numbers."""
 
 import ast
 import builtins
@@ -19,9 +19,9 @@ from data.shapes import SHAPES
 from vit import SIZES, ViT, ViTConfig
 
 ROOT = Path(__file__).parent.parent
-TEXT = (ROOT / "WALKTHROUGH.md").read_text()
-CODE = (ROOT / "walkthrough.py").read_text()
-NUMBERS = json.loads((ROOT / "assets/walkthrough/numbers.json").read_text())
+TEXT = (ROOT / "lecture/WALKTHROUGH.md").read_text()
+CODE = (ROOT / "lecture/walkthrough.py").read_text()
+NUMBERS = json.loads((ROOT / "lecture/pictures/numbers.json").read_text())
 CELLS = CODE.split("\n# %% ")[1:]
 # Numbers in the text that no picture gives: sizes and settings, a chance level, published ones, another page's.
 GIVEN = {"2024", "32", "64", "65", "40", "16", "300", "128", "95", "15", "10", "0.5", "0.6931", "648.46",
@@ -49,7 +49,7 @@ def sections(text):
     for section in text.split("\n## ")[1:]:
         prose = re.sub(r"```.*?```|\$\$.*?\$\$|\$[^$]+\$|`[^`]+`", " ", section, flags=re.S)
         prose = re.sub(r"\]\([^)]*\)|\b(eq|sec|Fig)\. [\d.]+", " ", prose)
-        yield re.findall(r"assets/walkthrough/(\w+)\.png", section), prose
+        yield re.findall(r"pictures/(\w+)\.png", section), prose
 
 
 def unfounded(text, numbers=NUMBERS):
@@ -78,10 +78,10 @@ def test_a_quoted_line_that_the_file_does_not_hold_is_found():
 
 def test_every_picture_shown_is_drawn_by_a_cell_of_its_name_and_small():
     pages = TEXT + (ROOT / "README.md").read_text()
-    shown = set(re.findall(r"assets/walkthrough/(\w+)\.png", pages))
+    shown = set(re.findall(r"pictures/(\w+)\.png", pages))
     assert len(shown) >= 10 and shown == set(names_of_cells())
-    assert {path.stem for path in ROOT.glob("assets/walkthrough/*.png")} == shown
-    for path in ROOT.glob("assets/walkthrough/*.png"):
+    assert {path.stem for path in ROOT.glob("lecture/pictures/*.png")} - {"segmentation"} == shown
+    for path in ROOT.glob("lecture/pictures/*.png"):
         assert path.stat().st_size < 100_000, path
 
 
@@ -135,14 +135,14 @@ def test_no_network_is_trained_and_two_walkthroughs_do_not_meet():
 @pytest.mark.parametrize("name", ["gram", "hero"])
 def test_an_image_that_cannot_be_read_is_refused_before_anything_is_drawn(name, tmp_path):
     (tmp_path / "text.jpg").write_text("no picture")
-    command = [sys.executable, "walkthrough.py", name, "--image", tmp_path / "text.jpg", "--out_dir", tmp_path / "out"]
+    command = [sys.executable, "-m", "lecture.walkthrough", name, "--image", tmp_path / "text.jpg", "--out_dir", tmp_path / "out"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "MPLBACKEND": "Agg"})
     assert result.returncode and result.stderr.startswith("error: cannot decode ") and "text.jpg" in result.stderr
     assert len(result.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
 def walkthrough(tmp_path, *names, ckpt=()):
-    command = [sys.executable, "walkthrough.py", *names, "--out_dir", tmp_path]
+    command = [sys.executable, "-m", "lecture.walkthrough", *names, "--out_dir", tmp_path]
     command += ["--ckpt", *ckpt] if ckpt else []
     subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "MPLBACKEND": "Agg"}, timeout=300)
     return json.loads((tmp_path / "numbers.json").read_text())
@@ -167,6 +167,6 @@ def test_a_network_of_other_classes_is_refused(tmp_path):
     config = ViTConfig(**SIZES["nano"], image_size=32, patch_size=4, num_classes=10, attn="rpc")
     save(tmp_path / "rpc", dict(task="classification", model=ViT(config).state_dict(),
                                            model_config=vars(config), classes=[str(i) for i in range(10)]))
-    command = [sys.executable, "walkthrough.py", "hero", "--ckpt", tmp_path / "rpc", "--out_dir", tmp_path]
+    command = [sys.executable, "-m", "lecture.walkthrough", "hero", "--ckpt", tmp_path / "rpc", "--out_dir", tmp_path]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode and "--ckpt: the rpc network was not trained on the scenes" in result.stderr

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import common
-import weave
+import lecture.page as weave
 from attention import FORMS, rpc_attention
 from data.shapes import load_shapes
 from robust.patches import corrupt_patches
@@ -34,8 +34,8 @@ def test_the_notebook_has_all_prose_and_every_cell_once_before_what_is_said_of_i
     code = [text for kind, text in cells if kind == "code"]
     assert sorted(code) == sorted([*weave.code_cells().values(), weave.FIRST_CELL])
     prose = "".join(text for kind, text in cells if kind == "markdown")
-    assert prose == re.sub(weave.PICTURE, "", (ROOT / "WALKTHROUGH.md").read_text())
-    for name in re.findall(weave.PICTURE, (ROOT / "WALKTHROUGH.md").read_text()):
+    assert prose == re.sub(weave.PICTURE, "", (ROOT / "lecture/WALKTHROUGH.md").read_text())
+    for name in re.findall(weave.PICTURE, (ROOT / "lecture/WALKTHROUGH.md").read_text()):
         at = cells.index(("code", weave.code_cells()[name[1]]))
         assert cells[at - 1][0] == "markdown" and cells[at + 1][1].lstrip().startswith("*")
 
@@ -51,7 +51,7 @@ def test_the_cells_run_one_after_another_as_a_notebook_runs_them(tmp_path, monke
 
 
 def test_the_committed_notebook_is_woven_from_what_stands_here_and_was_executed():
-    book = json.loads((ROOT / "walkthrough.ipynb").read_text())
+    book = json.loads((ROOT / "lecture/walkthrough.ipynb").read_text())
     assert ["".join(cell["source"]) for cell in book["cells"]] == [text.strip() for _, text in weave.notebook_cells()]
     drawn = [cell for cell in book["cells"] if cell["cell_type"] == "code" and "save(figure" in "".join(cell["source"])]
     for cell in drawn[1:]:                                              # the first defines save
@@ -117,10 +117,10 @@ def test_the_page_fetches_nothing_and_every_picture_and_control_has_words(page):
             here = attrs.get(name, "#").startswith(("#", "data:"))
             assert here or tag == "a", (tag, attrs)
         assert tag != "img" or len(attrs["alt"]) > 10
-    assert sum(tag == "img" for tag, _ in tags) == (ROOT / "WALKTHROUGH.md").read_text().count("assets/walkthrough/")
+    assert sum(tag == "img" for tag, _ in tags) == (ROOT / "lecture/WALKTHROUGH.md").read_text().count("(pictures/")
     controls = [attrs["id"] for tag, attrs in tags if tag in ("input", "select")]
     assert len(controls) == 4 and all(re.search(rf"<label>[^<]+<\w+[^>]* id=\"{name}\"", page) for name in controls)
-    text = re.sub(r"```.*?```|`[^`\n]*`", "", (ROOT / "WALKTHROUGH.md").read_text(), flags=re.S)
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", (ROOT / "lecture/WALKTHROUGH.md").read_text(), flags=re.S)
     formulas = len(re.findall(r"\$\$.+?\$\$|\$[^$\n]+\$", text, re.S))
     assert page.count("<math") == formulas > 15 and "@@" not in page
     visible = re.sub(r"<script.*?</script>|<style.*?</style>|<code.*?</code>|<math.*?</math>", "", page, flags=re.S)
@@ -131,7 +131,7 @@ def test_the_page_fetches_nothing_and_every_picture_and_control_has_words(page):
 def test_the_talk_is_the_page_with_a_section_a_slide(page):
     talk = weave.page(slides=True)
     assert talk.count("<section") == page.count("<section") == len(weave.sections())
-    assert talk.replace((ROOT / "assets/slides.js").read_text(), "") == page
+    assert talk.replace((ROOT / "lecture/web/slides.js").read_text(), "") == page
 
 
 @needs_extras

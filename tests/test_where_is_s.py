@@ -1,4 +1,4 @@
-"""studies/where_is_s.py and robust/patches.py: which patches are corrupted, and whether S is there."""
+"""referee/studies/where_is_s.py and robust/patches.py: which patches are corrupted, and whether S is there."""
 
 import json
 import math
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from sklearn.metrics import roc_auc_score
 
 from robust.patches import corrupt_patches
-from studies import where_is_s
+from referee.studies import where_is_s
 from vit import ViT, ViTConfig
 
 RPC = dict(attn="rpc", n_iter=3, lambd=1.0)

@@ -1,0 +1,222 @@
+"""Compare accuracies of networks with a baseline's, paired: intervals, tables, a figure.
+
+Runs are (arm, seed); arms are compared on the same images, paired by seed. Intervals are those of
+referee/studies/stats.py in which seeds and images both vary. Two measures of a data set are primary: a
+difference in them is significant, and bold, if it survives Holm's correction over arms x 2. All
+other numbers are exploratory and never bold. No study itself.
+"""
+
+import numpy as np
+
+import common
+from robust import corruptions
+from robust.results import title, unpack, weights_of
+from referee.studies.stats import Difference, crossed, detectable, holm, missing, pairs
+from referee.studies.stats import show, show_p, spread
+
+BASELINE = "symmetric"
+FAMILIES = dict(noise=corruptions.NAMES[:3], blur=corruptions.NAMES[3:7],
+                weather=corruptions.NAMES[7:11], digital=corruptions.NAMES[11:])
+# The budget is the one at which symmetric keeps half to two thirds of its clean accuracy.
+PRIMARY = dict(shapes=("15 corruptions", "pgd 2/255"), cifar10=("15 corruptions", "pgd 1/255"))
+
+
+def current(rows, folders):
+    """Keep the rows of these networks as they are: not those from before they trained on."""
+    weights = {str(folder): weights_of(common.load(folder)["model"])
+               for folder in folders.values()}
+    return [row for row in rows if weights.get(row["checkpoint"]) == row["weights"]]
+
+
+def primary_of(rows):
+    """Name the two primary measures of these rows' data set; () for another one."""
+    data = {row.get("data") for row in rows}
+    if len(data) > 1:
+        raise ValueError(f"rows of {' and '.join(sorted(map(str, data)))}: expected one data set")
+    return PRIMARY.get(*data, ()) if data else ()
+
+
+def outcomes(rows, folders, limit, same=()):
+    """Sort rows into {measure: {(arm, seed): how often each image was right (n,), in [0, 1]}}.
+
+    rows: of eval_robust.py. folders: {(arm, seed): folder}. same: arms that hide no gradient, for
+    which the adaptive attack is PGD. ValueError: two rows of one run and measure, a measure taken
+    in two ways, or on other images in one arm than in another.
+    """
+    found = {name: {} for name in ("clean", "15 corruptions", *FAMILIES)}
+    runs, types, hows = {str(folder): run for run, folder in folders.items()}, {}, {}
+    rows = [row for row in rows if row["checkpoint"] in runs]
+    check_images(rows, runs)
+    for row in rows:
+        run, name = runs[row["checkpoint"]], title(row)
+        packed = row["right"] if isinstance(row["right"], list) else [row["right"]]
+        right = np.mean([unpack(text, row["images"]).numpy() for text in packed], 0)
+        if row["images"] != limit:
+            name += f", {row['images']} images"
+        how = row["setting"], row.get("conditions")
+        if hows.setdefault(name, how) != how:
+            raise ValueError(f"{name} was measured in two ways, {hows[name]} and {how}: keep the "
+                             "rows of one")
+        of = types.setdefault(run, {}) if row["measure"] == "corruptions" else \
+            found.setdefault(name, {})
+        key = name if row["measure"] == "corruptions" else run
+        if key in of:
+            raise ValueError(f"{run[0]}, seed {run[1]} has two rows of {name}: keep one")
+        of[key] = right
+
+    # means over the corruptions of a family
+    for run, of in types.items():
+        for family, names in {"15 corruptions": corruptions.NAMES, **FAMILIES}.items():
+            if set(names) <= set(of):
+                found[family][run] = np.mean([of[name] for name in names], 0)
+
+    # the adaptive attack on what hides no gradient is PGD
+    for name in [name for name in found if name.startswith("adaptive_pgd")]:
+        plain = found.get(name.removeprefix("adaptive_"), {})
+        found[name] |= {run: right for run, right in plain.items() if run[0] in same}
+    return {name: runs for name, runs in found.items() if runs}
+
+
+def check_images(rows, runs):
+    """Raise ValueError if two runs share no number of images on which both took a measure."""
+    seen = {}
+    for row in rows:
+        of = seen.setdefault(title(row), {})
+        of.setdefault(runs[row["checkpoint"]], set()).add(row["images"])
+    for name, of in seen.items():
+        (first, some), *others = of.items()
+        for run, images in others:
+            if not images & some:
+                raise ValueError(f"{name}: {run[0]}, seed {run[1]} was measured on {min(images)} "
+                                 f"images, {first[0]}, seed {first[1]} on {min(some)}: expected "
+                                 "the same")
+
+
+def compare(found, arms, baseline=BASELINE):
+    """Pair arms with the baseline, seed by seed: {(measure, arm): Difference in points}."""
+    result = {}
+    for name, runs in found.items():
+        base = {seed: 100 * right for (arm, seed), right in runs.items() if arm == baseline}
+        for arm in arms:
+            mine = {seed: 100 * right for (a, seed), right in runs.items() if a == arm}
+            if arm != baseline and base.keys() & mine.keys():
+                result[name, arm] = crossed(pairs(mine, base, f"{arm} and {baseline}, {name}"))
+    return result
+
+
+def corrected(compared, primary):
+    """Correct p over the arms and the primary measures, as Holm does: {(measure, arm): p}."""
+    return holm({key: d.p for key, d in compared.items() if key[0] in primary})
+
+
+# --- tables and figure ----------------------------------------------------------------------------
+
+NONE = Difference(0, *[np.nan] * 6)                         # a difference that is not there
+
+
+def points(x):
+    """Write a number of points, "" if there is none."""
+    return "" if np.isnan(x) else f"{x:.1f}"
+
+
+def accuracy(runs, arm):
+    """Write mean ± standard deviation over the seeds of an arm, per cent, and their number."""
+    values = [100 * right.mean() for (a, _), right in runs.items() if a == arm]
+    return f"{spread(values)} ({len(values)})" if values else ""
+
+
+def primary_table(found, compared, arms, baseline, primary):
+    """Write an arm a row: the primary measures, what is significant and what was detectable."""
+    p, body = corrected(compared, primary), []
+    names = [name for name in primary if name in found]
+    for arm in arms:
+        line = [arm]
+        for name in names:
+            d = compared.get((name, arm), NONE)
+            own = p.get((name, arm), np.nan)
+            line += [accuracy(found[name], arm), show(d, bold=own < 0.05) if d.n else "",
+                     show_p(d.p), show_p(own), points(detectable(d.error, d.df))]
+        body.append(line)
+    columns = ("difference (95 % CI)", "p", "p, Holm", "80 % power")
+    return common.table(body, ["arm", *(head for name in names for head in (name, *columns))])
+
+
+def tables(found, compared, arms, baseline=BASELINE, primary=()):
+    """Write Markdown: the primary measures, if any; accuracies; differences to the baseline."""
+    p = corrected(compared, primary)
+    others = [arm for arm in arms if arm != baseline]
+
+    def difference(name, arm):
+        d = compared.get((name, arm), NONE)
+        return show(d, bold=p.get((name, arm), 1) < 0.05) if d.n else ""
+
+    parts = []
+    if set(primary) & found.keys():
+        parts += ["The primary measures: accuracy in per cent, mean ± standard deviation (seeds); "
+                  f"difference to {baseline} in points, paired by seed, 95 % CI over seeds and "
+                  "images; p, and after Holm's correction over arms x measures (bold: below .05); "
+                  "the smallest difference found with 80 % power:",
+                  primary_table(found, compared, arms, baseline, primary)]
+    parts += ["Accuracy in per cent, mean ± standard deviation (seeds):",
+              common.table([[name, *(accuracy(runs, arm) for arm in arms)]
+                            for name, runs in found.items()], ["measure", *arms])]
+    if compared:
+        parts += [f"Difference to {baseline} in points (95 % CI over seeds and images); what is "
+                  "not primary is exploratory:",
+                  common.table([[name, *(difference(name, arm) for arm in others)]
+                                for name in found], ["measure", *others])]
+    lacking = missing(run for runs in found.values() for run in runs)
+    if lacking:
+        parts.append("Not there: " + ", ".join(f"{arm} seed {seed}" for arm, seed in lacking) + ".")
+    return "\n\n".join(parts)
+
+
+def report(found, groups, primary):
+    """Print the tables of each group of arms, compared with the first, over the seeds of all."""
+    for arms in groups:
+        seeds = [{seed for of in found.values() for name, seed in of if name == arm}
+                 for arm in arms]
+        shared = set.intersection(*seeds)
+        if not shared:
+            absent = [arm for arm, of in zip(arms, seeds) if not of] or ["a seed that all have"]
+            print(f"{' and '.join(arms)}: no rows of {' and '.join(absent)} yet.\n")
+            continue
+        own = {name: {(arm, seed): right for (arm, seed), right in of.items()
+                      if arm in arms and seed in shared} for name, of in found.items()}
+        own = {name: of for name, of in own.items() if of}
+        print(f"{', '.join(arms)}, seeds {', '.join(map(str, sorted(shared)))}.\n")
+        print(tables(own, compare(own, arms, arms[0]), arms, arms[0], primary) + "\n")
+
+
+def draw(compared, arms, path, baseline=BASELINE, primary=()):
+    """Draw differences as points with their intervals, arms in rows, measures in columns.
+
+    Red: significant. A measure that only few arms have is left to the tables.
+    """
+    from referee.studies.plot import WIDTH, plt
+    p = corrected(compared, primary)
+    arms = [arm for arm in arms if any(a == arm for _, a in compared)]
+    names = list(dict.fromkeys(name for name, _ in compared))
+    names = [name for name in names if 2 * sum((name, a) in compared for a in arms) > len(arms)]
+    names.sort(key=lambda name: name not in primary)
+    figure, axes = plt.subplots(2, (len(names) + 1) // 2, sharey=True, squeeze=False,
+                                figsize=(1.3 * WIDTH, 1.6 + 0.62 * len(arms)))
+    for ax, name in zip(axes.flat, names):
+        ends = [0]
+        for y, arm in enumerate(arms):
+            d = compared.get((name, arm), NONE)
+            ends += [d.mean, *((d.low, d.high) if d.n > 2 else ())]   # of two seeds: too wide
+            colour = "tab:red" if p.get((name, arm), 1) < 0.05 else "tab:blue"
+            ax.plot([d.low, d.high], [y, y], color=colour, linewidth=2)
+            ax.plot(d.mean, y, "o", color=colour, markersize=5)
+        ax.axvline(0, color="black", linewidth=0.8)
+        room = 0.05 * (np.nanmax(ends) - np.nanmin(ends)) + 0.1
+        ax.set(title=f"{name} (primary)" if name in primary else name,
+               ylim=(len(arms) - 0.5, -0.5), yticks=range(len(arms)), yticklabels=arms,
+               xlim=(np.nanmin(ends) - room, np.nanmax(ends) + room))
+    for ax in axes.flat[len(names):]:
+        ax.set_visible(False)
+    figure.supxlabel(f"points of accuracy more than {baseline}; 95 % over seeds and images; red: "
+                     "primary and significant after Holm's correction", fontsize=9)
+    figure.savefig(path)
+    plt.close(figure)

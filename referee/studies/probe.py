@@ -1,0 +1,371 @@
+"""What the studies of trained networks share: a checkpoint in, heads of attention and tables out.
+
+`checkpoints` loads models and inputs one after another, `capture` returns what every attention
+layer used, `attention_replaced` runs a model with another rule, `summarise` makes rows of what was
+measured on images. No study itself.
+"""
+
+import argparse
+import csv
+import math
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+import common
+from attention import ATTENTIONS, PAP, SelfAttention, softmax_attention
+from data import text as data_text
+from data.imagenet import ImageTree
+from data.images import load_test
+from data.rng import epoch_order
+from data.shapes import load_shapes
+from kpca import exact_scaling, log_kernel
+from lm import LM
+from robust import sources
+
+
+# --- rules of attention that the publications speak of --------------------------------------------
+
+def standardise(x):
+    """Mean 0 and variance 1 (unbiased) of every token's D numbers, as published code has q, k.
+
+    A token whose numbers are all the same becomes zero.
+    """
+    x = x - x.mean(-1, keepdim=True)
+    size = x.norm(dim=-1, keepdim=True) / math.sqrt(max(x.shape[-1] - 1, 1))
+    return x / size.clamp(min=torch.finfo(x.dtype).tiny)
+
+
+def exact_s(q, k, v):
+    """Scaled Attention with App. E.1's own S, a function of the keys; computed in float64."""
+    return softmax_attention(q, k, (v - exact_scaling(k, v)).to(v.dtype))
+
+
+def standardised(q, k, v):
+    """Softmax attention with standardised queries and keys, as in the released code."""
+    return softmax_attention(standardise(q), standardise(k), v)
+
+
+RULES = dict(exact_s=exact_s, standardised=standardised)
+ATTENTIONS.update(RULES)                                    # train_cls.py --attn, in referee.studies.scaled
+
+
+# --- what attention really used -------------------------------------------------------------------
+
+class Heads(NamedTuple):
+    """The heads of one layer, float64: it computes h = softmax(q k^T / sqrt(D)) v."""
+    q: torch.Tensor                     # (B, H, N, D)
+    k: torch.Tensor                     # (B, H, N, D)
+    v: torch.Tensor                     # (B, H, N, D) what A multiplies: (I - S) V if scaled
+    raw: torch.Tensor                   # (B, H, N, D) V itself
+    x: torch.Tensor                     # (B, N, C) the layer's input
+    causal: bool = False
+    S: torch.Tensor | None = None       # (B or 1, H, N, N) of Scaled Attention
+
+
+@torch.no_grad()
+def attention_inputs(module, x):
+    """Heads of a SelfAttention of any kind at its input x (B, N, C). RPC: of its last step."""
+    q, k, raw = module.project(x)
+    S = None
+    if module.attn in PAP:
+        k = module.trace(x)[-1]["K2"]
+        q = q if module.attn == "rpc_asym" else k
+    elif module.attn == "standardised":
+        q, k = standardise(q), standardise(k)
+    here = torch.device("cpu") if x.device.type == "mps" else x.device      # mps has no float64
+    q, k, raw, x = (t.to(here).double() for t in (q, k, raw, x))
+
+    # Scaled Attention: every S is a matrix here.
+    if module.attn == "scaled_s":
+        S = module.s[None].to(k)
+    elif module.attn == "scaled_alpha":
+        S = module.s.to(k) * log_kernel(k, k, module.causal).softmax(-1)
+    elif module.attn == "exact_s":
+        S = exact_scaling(k, torch.eye(k.shape[-2]).to(k))
+    return Heads(q, k, raw if S is None else raw - S @ raw, raw, x, module.causal, S)
+
+
+def attention_layers(model):
+    layers = [m for m in model.modules() if isinstance(m, SelfAttention)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no attention.SelfAttention to look at")
+    return layers
+
+
+@torch.no_grad()
+def capture(model, inputs):
+    """Run a model on images, or a language model on tokens: the Heads of every layer in order."""
+    seen, layers = {}, attention_layers(model)
+    hooks = [m.register_forward_pre_hook(lambda m, args: seen.update({m: args[0]}))
+             for m in layers]
+    try:
+        forward = model.hidden if isinstance(model.eval(), LM) else model
+        forward(inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [attention_inputs(m, seen[m]) for m in layers]
+
+
+@contextmanager
+def attention_replaced(model, rule):
+    """Within, every SelfAttention outputs proj(h), h = rule(Heads) of shape (B, H, N, D)."""
+    def replace(module, args, _):
+        h = rule(attention_inputs(module, args[0])).to(args[0])
+        return module.proj(h.transpose(1, 2).flatten(2))
+
+    hooks = [m.register_forward_hook(replace) for m in attention_layers(model)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+def get_args(doc, experiments, argv=None):
+    """The flags of a study; --exp becomes a list of names. experiments: {name: function}."""
+    listed = "\n".join(f"  {name:12s} {experiment.__doc__.splitlines()[0]}"
+                       for name, experiment in experiments.items())
+    p = argparse.ArgumentParser(description=doc, epilog="experiments:\n" + listed,
+                                formatter_class=argparse.RawDescriptionHelpFormatter,
+                                allow_abbrev=False)
+    flag, boolean, count = p.add_argument, argparse.BooleanOptionalAction, common.number(int, 1)
+    flag("--ckpt", nargs="+", default=[], help="checkpoints of train_cls.py, train_lm.py (a "
+         "folder: its last.pt) or DeiT's; several of one run are tracked over training")
+    flag("--exp", default=",".join(experiments), help="comma-separated; default: all that fit")
+    flag("--layers", default="all", help="all, or comma-separated from 0")
+    flag("--images", type=count, default=32, help="test images or windows; errors are over them")
+    flag("--data", choices=["shapes", "cifar10", "folder", "imagenet"],
+         help="default: the training's")
+    flag("--data_dir", default=None, help="default: the folder it was trained from")
+    flag("--untrained", action=boolean, default=False, help="also before the first step")
+    flag("--standardise", action=boolean, default=False,
+         help="standardise q and k, as published code does (not in truncate)")
+    flag("--out_dir", default="out/kpca", help="where CSV files go")
+    flag("--device", default=None, help="cuda, mps or cpu; picked automatically")
+    if "truncate" in experiments:
+        flag("--ranks", default=None, help="truncate: comma-separated r; default Dv/4, Dv, N - 1")
+    args = p.parse_args(argv)
+    args.exp = args.exp.split(",")
+    for name in args.exp:
+        if name not in experiments:
+            raise ValueError(f"--exp {name}: expected some of {','.join(experiments)}")
+    return args
+
+
+def numbers(text, flag, high):
+    """"1,2,3" -> [1, 2, 3], each from 0 to high."""
+    known = {str(n) for n in range(high + 1)}
+    if not set(text.split(",")) <= known:
+        raise ValueError(f"{flag} {text}: expected whole numbers from 0 to {high}, separated by "
+                         f"commas")
+    return [int(n) for n in text.split(",")]
+
+
+# --- models and inputs ----------------------------------------------------------------------------
+
+def load_model(path):
+    """(model in eval mode, checkpoint without weights), as the evaluator; of a folder: last.pt."""
+    file = Path(path, "last.pt") if Path(path).is_dir() else path
+    found = sources.load_model(file, torch.device("cpu"))
+    if found.task == sources.SEG:
+        raise ValueError(f"--ckpt {path} is not a checkpoint of train_cls.py or train_lm.py")
+    if found.task == sources.LM:
+        common.check_run(found.checkpoint, path, "train_lm.py", "args", "vocab", "step")
+    return found.model, found.checkpoint
+
+
+def untrained(model, checkpoint, path):
+    """The network as it was drawn before the first step of a run of ours, and its checkpoint."""
+    args = checkpoint.get("args")
+    if not args or args.get("init_from"):
+        raise ValueError(f"--untrained: {path} is not a run of ours that started from random "
+                         f"weights")
+    torch.manual_seed(args["seed"])
+    return type(model)(model.config).eval(), {**checkpoint, "step": 0}
+
+
+def load_images(checkpoint, config, n, data=None, data_dir=None):
+    """n test images (n, 3, S, S) in [0, 1] of `data` or the training's, labels, name, classes."""
+    trained = checkpoint.get("args") or {}
+    name = data or trained.get("data", "shapes")
+    where = argparse.Namespace(data=name, data_dir=data_dir or trained.get("data_dir"),
+                               device="cpu")
+    if name == "shapes":
+        source = load_shapes("test", n, config.image_size)
+    elif name == "imagenet" and where.data_dir:                             # some classes will do
+        source = ImageTree(where.data_dir, "val", classes=checkpoint.get("classes"),
+                           size=config.image_size, subset=True)
+    else:
+        source = load_test(where, trained, config.image_size, None)
+
+    some = epoch_order(len(source.labels), 0, seed=0)[:n]              # mixed classes
+    if name == "imagenet":
+        files = tqdm(some.tolist(), "decoding", leave=False, disable=len(some) < 200)
+        images = torch.stack([source[i][0] for i in files])
+    else:
+        images = source.images[some]
+    what = f"{len(some)} images of {name}"
+    return images.float() / 255, source.labels[some], what, len(source.classes)
+
+
+def load_windows(checkpoint, config, n, data=None, data_dir=None):
+    """n windows of the test text (n, T) int64, spread evenly; no labels, their name, 0 classes."""
+    trained = checkpoint["args"]
+    folder = data_text.text_folder(trained.get("data"), data_dir or trained["data_dir"])
+    vocab = data_text.stored_vocabulary(checkpoint)
+    lines = data_text.read_lines(data_text.token_file(folder, "test"))
+    tokens = vocab.encode_lines(lines).astype(np.int64)
+    if len(tokens) < config.context:
+        raise ValueError(f"--data_dir {folder}: the test text has {len(tokens)} tokens, a window "
+                         f"{config.context}")
+    starts = np.linspace(0, len(tokens) - config.context, n).astype(int)
+    windows = torch.from_numpy(np.stack([tokens[i:i + config.context] for i in starts]))
+    return windows, None, f"{len(windows)} windows of {config.context} tokens", 0
+
+
+class Point(NamedTuple):
+    """A checkpoint of a run with the inputs on which it is looked at."""
+    run: str
+    step: int
+    last: bool                          # the last of its run
+    model: nn.Module
+    inputs: torch.Tensor                # images (n, 3, S, S) or tokens (n, T)
+    labels: torch.Tensor                # (n,), None for a language model
+    classes: int                        # of the data, 0 for a language model
+    where: str                          # all this in words, for titles
+
+
+def checkpoints(args):
+    """The Points of --ckpt, with --untrained also step 0 of each run, by run and step."""
+    found, folders = {}, {}
+    for path in args.ckpt:
+        checkpoint, file = common.load(path), Path(path)
+        folder = file if file.is_dir() else file.parent
+        run = folder.name if file.is_dir() or checkpoint.get("task") else file.stem
+        if args.untrained:
+            found[run, 0] = path, True
+        found.setdefault((run, checkpoint.get("step", 0)), (path, False))   # last.pt may be a copy
+        if folders.setdefault(run, folder) != folder:
+            raise ValueError(f"--ckpt {folders[run]} {folder}: two runs named {run}, by which "
+                             "their rows go; rename one")
+
+    loaded = None
+    for run, step in sorted(found):
+        path, fresh = found[run, step]
+        model, checkpoint = load_model(path)
+        if fresh:
+            model, checkpoint = untrained(model, checkpoint, path)
+        if run != loaded:
+            load = load_windows if isinstance(model, LM) else load_images
+            inputs, labels, what, classes = load(checkpoint, model.config, args.images, args.data,
+                                                 args.data_dir)
+            loaded = run
+        where = (f"{run}, step {step}, {model.config.attn}, {what}; "
+                 f"mean ± standard error over images")
+        last = step == max(s for r, s in found if r == run)
+        yield Point(run, step, last, model, inputs, labels, classes, where)
+
+
+def chunks(point, device, whole=False):
+    """Inputs and labels of a Point in pieces that keep a matrix of all heads at 2 MB on a CPU.
+
+    whole: all in one piece, for measures that are no means over images.
+    """
+    c, n = point.model.config, len(point.inputs)
+    size = 2 ** (18 if device.type == "cpu" else 24) // (c.num_heads * c.num_tokens ** 2)
+    size = n if whole else max(1, size)
+    for start in tqdm(range(0, n, size), point.run, leave=False):
+        piece = slice(start, start + size)
+        labels = point.labels if point.labels is None else point.labels[piece].to(device)
+        yield start, point.inputs[piece].to(device), labels
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+WORDS = ("run", "layer", "measure", "source", "how")    # columns of CSV files that are no numbers
+
+
+def summarise(results, point):
+    """Make rows of means over images, as the CSV files have them, for one Point.
+
+    results: {(measure, source, layer): (images,) or, of a curve, (images, d)}. A row is a dict;
+    that of a curve has its axis, from 1. layer "all": mean of layers. se, the standard error over
+    images, is nan of one image. Layers of their own only for the last checkpoint of a run.
+    """
+    table, rows = {}, []
+    for (measure, source, layer), t in results.items():
+        table.setdefault((measure, source), {})[layer] = t
+    for (measure, source), layers in table.items():
+        layers |= {"all": torch.stack(list(layers.values())).nanmean(0)}
+        for layer, t in layers.items() if point.last else [("all", layers["all"])]:
+            se = t.std(0) / math.sqrt(len(t)) if len(t) > 1 else t[0] * math.nan
+            row = dict(run=point.run, step=point.step, layer=layer,
+                       measure=measure.removesuffix(" by axis"), source=source)
+            if t.ndim == 1:
+                rows.append(row | dict(mean=t.mean().item(), se=se.item(), images=len(t)))
+            elif point.last:
+                rows += [row | dict(axis=d + 1, mean=mean, se=error) for d, (mean, error)
+                         in enumerate(zip(t.mean(0).tolist(), se.tolist()))]
+    return rows
+
+
+def cell(measure, mean, se):
+    """A number of a table as text."""
+    if math.isnan(mean):
+        return "flat" if measure == "eta" else "-"
+    return f"{mean:.4g}" + (f" ±{se:.1g}" if se > 1e-9 * abs(mean) else "")
+
+
+def print_table(title, text, rows):
+    """Print rows of `summarise` but those of curves: measures down, sources across."""
+    rows = [row for row in rows if "axis" not in row]
+    sources = list(dict.fromkeys(row["source"] for row in rows))
+    lines = {}
+    for row in rows:
+        line = lines.setdefault((row["measure"], row["layer"]), {})
+        line[row["source"]] = cell(row["measure"], row["mean"], row["se"])
+    body = [[*key, *(line.get(source, "") for source in sources)] for key, line in lines.items()]
+    print(f"\n=== {title}\n\n{text}\n\n{common.table(body, ['measure', 'layer', *sources])}")
+
+
+def write_csv(path, rows):
+    """Write dicts with the same keys; nothing of none."""
+    if rows:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w", newline="") as f:
+            writer = csv.DictWriter(f, rows[0])
+            writer.writeheader()
+            writer.writerows({k: f"{x:.6g}" if isinstance(x, float) else x for k, x in row.items()}
+                             for row in rows)
+
+
+def write_tables(path, rows):
+    """Write rows of `summarise`: path.csv and, of curves over axes, path_axes.csv."""
+    write_csv(path.with_name(f"{path.name}.csv"), [row for row in rows if "axis" not in row])
+    write_csv(path.with_name(f"{path.name}_axes.csv"), [row for row in rows if "axis" in row])
+
+
+def read_csv(path, run="", last=False, **only):
+    """Rows of a CSV file as dicts; [] without the file.
+
+    Only those of runs whose name begins with `run` (a str, or one of a tuple) and, if `last`, of
+    each run's last checkpoint, with the given values in the other columns.
+    """
+    if not path.exists():
+        return []
+    with open(path, newline="") as f:
+        rows = [{k: t if k in WORDS else float(t) for k, t in row.items()}
+                for row in csv.DictReader(f)]
+    rows = [row for row in rows if row["run"].startswith(run)
+            and all(row[k] == v for k, v in only.items())]
+    end = {row["run"]: row["step"] for row in sorted(rows, key=lambda row: row["step"])}
+    return [row for row in rows if not last or row["step"] == end[row["run"]]]

@@ -1,0 +1,284 @@
+"""Robust attentions on one footing: which of them withstands corrupted and attacked images?
+
+    python -m referee.studies.robust_attentions train keys-rows --seed 0 --out_dir out/attn/keys-rows_s0
+    python -m referee.studies.robust_attentions train keys-rows lambd=0.5 --out_dir out/attn/half_s0
+    python -m referee.studies.robust_attentions train weights --rpc_layers all --out_dir out/attn/all_s0
+    python -m referee.studies.robust_attentions evaluate --ckpt out/attn/keys*_s0 --out_dir out/attn/rows
+    python -m referee.studies.robust_attentions evaluate keys-rows lambd=0.5 --ckpt out/attn/half_s0
+
+Four groups have published attentions that are to withstand corrupted tokens, each with a harness of
+its own. Here each is a function of at most 15 lines; networks, steps, images and attacks are those
+of train_cls.py and eval_robust.py: `train` takes the flags of the one, `evaluate` of the other.
+Both enter the attention, its settings in its name ("keys lambd=0.5 n_iter=4"), in ATTENTIONS of
+attention.py; it attends in --rpc_layers, layer 0 by default, and symmetric attention elsewhere.
+referee/studies/robustness.py runs all of them over seeds, referee/studies/outliers.py says who keeps the promise.
+
+Every function takes k, v (B, H, N, D) and settings, and returns the output (B, H, N, D) and a score
+(B, H, N), higher for tokens that it holds for outliers, or None. Queries are the keys, as in the
+paper's baseline; only elliptical has queries of its own. A(K) = softmax(K K^T / sqrt(D)). What an
+outcome means was fixed before the runs: referee/results/robust_attentions/README.md.
+"""
+
+import argparse
+import itertools
+import math
+import sys
+from functools import partial
+
+if not __package__:
+    sys.exit("error: start this in the repository's folder, as: "
+             "python -m referee.studies.robust_attentions")
+
+import torch
+import torch.nn.functional as F
+
+import common
+import eval_robust
+import train_cls
+from attention import ATTENTIONS, soft_threshold, softmax_attention, symmetric_attention
+from vit import RPC_KINDS
+
+
+def scores(k):
+    """k k^T / sqrt(D), (B, H, N, N)."""
+    return k @ k.mT / math.sqrt(k.shape[-1])
+
+
+# --- weights of tokens: robust kernel density -----------------------------------------------------
+
+def huber(d, a):
+    """psi(d) / d: 1 up to a, then a / d."""
+    return a / d.clamp_min(a)
+
+
+def hampel(d, a):
+    """psi(d) / d with corners a, 2a, 3a: 1, then a / d, falling to 0 at 3a."""
+    return (a / d.clamp_min(a)).minimum((3 * a / d - 1).clamp_min(0))
+
+
+def token_weights(x, psi, a, rounds, released=False):
+    """Weights (B, H, N) of sum 1 of a robust kernel density of the points x (B, H, N, D).
+
+    IRWLS: d_j^2 = 1 - 2 (kappa w)_j + w^T kappa w is a point's distance from the weighted mean in
+    feature space, w_j ~ psi(d_j) / d_j. a: in medians of d (Kim & Scott 2012). released: + (kappa
+    w)_j instead, as in the code.
+    """
+    x = F.normalize(x, dim=-1)
+    kappa = ((x @ x.mT - 1) / math.sqrt(x.shape[-1])).exp()             # kappa(x, x) = 1
+    w = torch.full_like(x[..., :1], 1 / x.shape[-2])
+    middle = 1 if released else -2
+    for _ in range(rounds):
+        d2 = 1 + middle * kappa @ w + w.mT @ kappa @ w
+        d = d2.clamp_min(1e-12).sqrt()
+        w = psi(d, a * d.detach().median(-2, keepdim=True).values)
+        w = w / w.sum(-2, keepdim=True)
+    return w[..., 0]
+
+
+def rkde(k, v, psi=huber, a=1.0, rounds=1, joint=True, released=False):
+    """h_i = sum_j w_j kappa_ij v_j / sum_j w_j kappa_ij.
+
+    Han et al. 2023 (NeurIPS), `aaronhan223/robust_transformer`. joint: the weights above the line
+    are those of keys and values together, so rows of attention need not sum to 1. Departures from
+    the released code: there d_j^2 = 1 + ... is at least 1 while Hampel's last corner is 3a = 0.6,
+    so its weights are uniform, and Huber's nearly so; here d is a distance, a is in medians of d,
+    the weights' kernel has half the exponent, scores are of raw keys, and Hampel has no floor
+    (theirs: 0.01).
+    """
+    below = token_weights(k, psi, a, rounds, released)
+    above = token_weights(torch.cat([k, v], -1), psi, a, rounds, released) if joint else below
+    s = scores(k)
+    kappa = (s - s.amax(-1, keepdim=True)).exp()
+    h = kappa @ (above[..., None] * v) / (kappa @ below[..., None]).clamp_min(1e-12)
+    return h, -below
+
+
+def mom(k, v, m=3, seed=None):
+    """Median of means: of m blocks of keys, a query uses the one whose kernel sum is the median.
+
+    Han et al. 2023. The split is random; with a seed, as in evaluations, always the same. Here the
+    blocks are a partition and each query has its own median; the released code draws overlapping
+    subsets of nearly all keys and takes one median for the whole batch.
+    """
+    if m > k.shape[-2]:
+        raise ValueError(f"mom m={m}: expected at most a block a token, {k.shape[-2]}")
+    random = None if seed is None else torch.Generator().manual_seed(seed)
+    block = (torch.randperm(k.shape[-2], generator=random) % m).to(k.device)
+    member = F.one_hot(block, m).to(k.dtype)                            # (N, m)
+    A = scores(k).softmax(-1)
+    chosen = (A @ member).median(-1).indices                            # (B, H, N)
+    A = A * member.T[chosen]                                            # (B, H, N, N)
+    return A @ v / A.sum(-1, keepdim=True).clamp_min(1e-12), None
+
+
+# --- other kernels --------------------------------------------------------------------------------
+
+def elliptical(q, k, v, last=None):
+    """Scores q^T M k / sqrt(D), M_d = mean_n |v_d - last_d| over its maximum, without gradient.
+
+    Nielsen et al. 2024 (NeurIPS), `stefvk/Elliptical-Attention`. last: the last layer's values, or
+    None in layer 0: softmax attention. Returns the output alone.
+    """
+    if last is not None:
+        M = (v - last).detach().abs().mean(-2, keepdim=True)            # (B, H, 1, D)
+        q = q * M / M.amax(-1, keepdim=True).clamp_min(1e-12)
+    return softmax_attention(q, k, v)
+
+
+before = {}                                             # the values of the layer that ran last
+
+
+def elliptical_first(q, k, v):
+    """Elliptical attention in layer 0; the other layers follow it in every forward pass."""
+    before["values"] = v.detach()
+    return elliptical(q, k, v)
+
+
+def elliptical_rest(q, k, v):
+    """Elliptical attention in the layers after layer 0."""
+    last, before["values"] = before["values"], v.detach()
+    return elliptical(q, k, v, last)
+
+
+def sinkhorn(k, v, rounds=3):
+    """Attention that is doubly stochastic: rows, columns, rows normalised. Sander et al. 2022.
+
+    Theirs is N times this; they did not publish it for robustness.
+    """
+    s = scores(k)
+    for i in range(rounds):
+        s = s.log_softmax(-1 if i % 2 == 0 else -2)
+    return s.exp() @ v, None
+
+
+# --- PAP on the keys alone: K = L + S in one space ------------------------------------------------
+
+def shrink_rows(x, tau):
+    """A whole row at a time: r max(1 - tau / |r|, 0); the prox of tau sum_j |r_j|."""
+    size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * (1 - tau / size.clamp_min(1e-12)).clamp_min(0)
+
+
+def keys(k, v, lambd=1.0, n_iter=4, rows=False):
+    """L = A(K - S) (K - S), S = shrink(K - L, lambda mean |K|); then h = A(K - S) V.
+
+    Ours: Algorithm 1 does not print what A multiplies; if it is the keys, L and S share K's space.
+    There is no dual variable: alternating proximal steps, not ADMM, so L + S does not become K; the
+    largest |K - L - S| is the threshold. rows: S is sparse in tokens (outlier pursuit, Xu et al.
+    2010); often S has no row at all, and the attention is symmetric.
+    """
+    size = torch.linalg.vector_norm(k, dim=-1, keepdim=True) if rows else k.abs()
+    tau = lambd * size.mean((-2, -1), keepdim=True)
+    S = torch.zeros_like(k)
+    for _ in range(n_iter):
+        C = k - S
+        L = symmetric_attention(C, C)
+        S = shrink_rows(k - L, tau) if rows else soft_threshold(k - L, tau)
+    return symmetric_attention(k - S, v), S.abs().sum(-1)
+
+
+def weights(k, v, rounds=2):
+    """Tokens that the others cannot predict count less: r_j = |k_j - sum_(i != j) A_ji k_i|.
+
+    Ours: w = min(1, mean(r) / r), Huber's, and log w is added to the scores.
+    """
+    s, w = scores(k), torch.ones_like(k[..., 0])
+    others = 1 - torch.eye(k.shape[-2], device=k.device, dtype=k.dtype)
+    for _ in range(rounds):
+        A = (s + w.log()[..., None, :]).softmax(-1) * others
+        r = torch.linalg.vector_norm(k - A @ k, dim=-1).clamp_min(1e-12)            # (B, H, N)
+        w = (r.mean(-1, keepdim=True) / r).clamp_max(1)
+    return (s + w.log()[..., None, :]).softmax(-1) @ v, -w
+
+
+def sharp(k, v, n_iter=4):
+    """A((n - 2) K) V: what n steps of PAP come to while S is 0, without the sums of L.
+
+    A control of ours, robust in nothing: logits are multiplied by (n - 2)^2.
+    """
+    return symmetric_attention((n_iter - 2) * k, v), None
+
+
+DENSITY = dict(a=1.0, rounds=1, joint=1, released=0)
+ROBUST = {              # name: (function, its settings in the runs and where none are given)
+    "rkde-huber": (partial(rkde, psi=huber), DENSITY),
+    "rkde-hampel": (partial(rkde, psi=hampel), DENSITY | dict(a=0.5)),
+    "mom": (mom, dict(m=3)), "sinkhorn": (sinkhorn, dict(rounds=3)),
+    "keys": (keys, dict(lambd=0.5, n_iter=4)), "weights": (weights, dict(rounds=2)),
+    "keys-rows": (partial(keys, rows=True), dict(lambd=1.0, n_iter=4)),
+    "sharp": (sharp, dict(n_iter=4))}
+NAMES = [*ROBUST, "elliptical"]
+ONE = common.number(int, 0, 1)
+RANGES = dict(a=common.number(float, 0.34), joint=ONE, released=ONE,     # 3a >= 1: a median counts
+              lambd=common.REAL, m=common.COUNT, n_iter=common.COUNT, rounds=common.COUNT)
+
+
+# --- as kinds of attention.py ---------------------------------------------------------------------
+
+def settings_of(name, pairs=()):
+    """The settings of an attention, with ["lambd=0.5", ...]; ValueError: unknown, out of range."""
+    if name not in NAMES:
+        raise ValueError(f"attention {name!r}: expected one of {', '.join(NAMES)}")
+    settings = dict(ROBUST[name][1]) if name in ROBUST else {}
+    for pair in pairs:
+        key, _, text = pair.partition("=")
+        if key not in settings or not text:
+            raise ValueError(f"{name} {pair}: expected NAME=VALUE with a name of "
+                             f"{', '.join(settings) or 'none: it has no settings'}")
+        try:
+            settings[key] = RANGES[key](text)
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            raise ValueError(f"{name} {key}: {error}") from None
+    return settings
+
+
+def register(name, pairs=()):
+    """Enter an attention with these settings in ATTENTIONS; returns its name there."""
+    settings = settings_of(name, pairs)
+    kind = " ".join([name, *(f"{key}={value:g}" for key, value in settings.items())])
+    if name == "elliptical":
+        ATTENTIONS.update({"elliptical first": elliptical_first, "elliptical": elliptical_rest})
+        RPC_KINDS[kind] = "elliptical first", "elliptical"
+        return kind
+    function = SCORED[kind] = partial(ROBUST[name][0], **settings)
+
+    def attend(k, v):
+        return function(k, v)[0]
+
+    def attend_by_blocks(k, v, layer):                  # an evaluation is no lottery
+        return function(k, v, seed=None if layer.training else 0)[0]
+
+    ATTENTIONS[kind] = attend_by_blocks if name == "mom" else attend
+    RPC_KINDS[kind] = kind, "symmetric"
+    return kind
+
+
+SCORED = {}                                             # kind: its function, which returns scores
+USUAL = {name: register(name) for name in NAMES}        # name: its kind with the usual settings
+
+
+def main():
+    command, *words = sys.argv[1:] or ["--help"]
+    if command in ("-h", "--help"):
+        return print(__doc__)
+    given = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
+    flags = words[len(given):]
+    if command not in ("train", "evaluate") or command == "train" and not given:
+        raise ValueError(f"{' '.join([command, *words])}: expected train NAME or evaluate; --help "
+                         "says more")
+    kind = register(given[0], given[1:]) if given else ""
+    if kind == "elliptical" and "--rpc_layers" in " ".join(flags):
+        raise ValueError("elliptical is in all layers and compares each with the one before: it "
+                         "has no --rpc_layers")
+    if command == "evaluate":
+        sys.argv = ["eval_robust.py", *flags]
+        return eval_robust.main()
+    if not {flag.split("=")[0] for flag in flags} & {"--out_dir", "--resume"}:
+        flags += ["--out_dir", f"out/{given[0]}"]
+    init = [] if given[0] == "elliptical" else ["--init", "default"]    # as symmetric attention has
+    sys.argv = ["train_cls.py", "--attn", kind, *init, *flags]
+    train_cls.main()
+
+
+if __name__ == "__main__":
+    common.run(main)
