@@ -12,7 +12,7 @@ import re
 import socket
 import sys
 import textwrap
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -67,7 +67,7 @@ def parse_layers(text, depth):
     except ValueError:
         ends = [[0, depth - 1]] if text == "all" else [[-1]]
     if not all(len(e) <= 2 and 0 <= e[0] <= e[-1] < depth for e in ends):
-        raise ValueError(f"--rpc_layers {text}: expected all, 0, 0,1,2 or 0-2, of layers 0 to "
+        raise InputError(f"--rpc_layers {text}: expected all, 0, 0,1,2 or 0-2, of layers 0 to "
                          f"{depth - 1}")
     return tuple(i for e in ends for i in range(e[0], e[-1] + 1))
 
@@ -129,11 +129,11 @@ def parse(p, recipes, script, fixed):
     args = p.parse_args()
 
     if args.resume and args.out_dir:
-        raise ValueError("--out_dir does not go with --resume, which continues in its own folder")
+        raise InputError("--out_dir does not go with --resume, which continues in its own folder")
     for name in fixed if args.resume else ():
         value, was = getattr(args, name), stored.get(name, getattr(args, name))
         if value != was:
-            raise ValueError(f"--{name} {value} does not fit --resume {args.resume}, which was "
+            raise InputError(f"--{name} {value} does not fit --resume {args.resume}, which was "
                              f"trained with --{name} {was}; a new run may start from its weights")
     return args
 
@@ -156,7 +156,7 @@ def setup(device=None):
     known = [kind for kind, n in counts.items() if n]
     device = device or known[0]
     if device not in known + [f"{kind}:{i}" for kind in known for i in range(counts[kind])]:
-        raise ValueError(f"--device {device}: this PyTorch finds {', '.join(known)}")
+        raise InputError(f"--device {device}: this PyTorch finds {', '.join(known)}")
     if "RANK" not in os.environ:
         return torch.device(device), 0, 1
 
@@ -226,7 +226,7 @@ def run(main):
         sys.exit(1)
     except (ValueError, OSError) as e:
         lines = str(e).strip().splitlines() or [type(e).__name__]       # a worker's: the last line
-        sys.exit(f"error: {lines[-1].removeprefix('ValueError: ')}{what_is_saved()}")
+        sys.exit(f"error: {lines[-1].removeprefix('common.InputError: ').removeprefix('ValueError: ')}{what_is_saved()}")
     except KeyboardInterrupt:
         print(f"\nstopped by Ctrl-C{what_is_saved()}", file=sys.stderr)
         sys.exit(130)
@@ -251,7 +251,7 @@ def start(args, name):
     device, rank, world = setup(args.device)
     accum = f" x --accum {args.accum}" if "accum" in args else ""
     if args.batch_size % (world * getattr(args, "accum", 1)):
-        raise ValueError(f"--batch_size {args.batch_size} is not divisible by {world} processes"
+        raise InputError(f"--batch_size {args.batch_size} is not divisible by {world} processes"
                          f"{accum}")
     args.amp = device.type == "cuda" if args.amp is None else args.amp
     if args.amp:
@@ -273,7 +273,7 @@ def start(args, name):
             break
     out_dir, args.resume = broadcast([out_dir, args.resume])
     if (out_dir / "last.pt").exists() and not args.resume:
-        raise ValueError(f"--out_dir {out_dir} already holds a run: continue it with --resume "
+        raise InputError(f"--out_dir {out_dir} already holds a run: continue it with --resume "
                          f"{out_dir} or choose another folder")
     return device, rank, world, out_dir
 
@@ -317,12 +317,12 @@ class Log:
         """Write a row; ValueError at a number that is not finite."""
         for name, value in {**row, **row.get("eval", {})}.items():
             if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"not finite at step {row.get('step')}: {name} {value}")
+                raise InputError(f"not finite at step {row.get('step')}: {name} {value}")
         try:
             with open(self.path, "a") as f:
                 f.write(json.dumps(row) + "\n")
         except OSError as e:
-            raise OSError(f"cannot write {self.path} ({e.strerror})") from None
+            raise InputError(f"cannot write {self.path} ({e.strerror})") from None
 
     def cut(self, step):
         """Drop what was logged after `step`, and a line cut short by a kill."""
@@ -341,7 +341,7 @@ class Log:
                 fcntl.lockf(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             self.held.seek(0)
-            raise ValueError(f"{self.path.parent}: process {self.held.read()} {does} there; stop "
+            raise InputError(f"{self.path.parent}: process {self.held.read()} {does} there; stop "
                              f"it first, or choose another --out_dir") from None
         self.held.truncate(0)
         print(f"{os.getpid()} on {socket.gethostname()}", end="", file=self.held, flush=True)
@@ -357,7 +357,7 @@ def read_log(path):
         except json.JSONDecodeError:
             continue
         if not isinstance(row, dict) or not isinstance(row.get("step", 0), int):
-            raise ValueError(f"{path}, line {i}: {line[:60]}, expected a JSON object whose step is "
+            raise InputError(f"{path}, line {i}: {line[:60]}, expected a JSON object whose step is "
                              f"a whole number")
         rows.append(row)
     return rows
@@ -380,9 +380,10 @@ def replacing(path):
             raise KeyboardInterrupt from None
         why = getattr(e.__context__, "strerror", None) or getattr(e, "strerror", None) or e
         kept = "the previous one is untouched" if path.exists() else "there is none yet"
-        raise OSError(f"cannot write {path} ({why}); {kept}") from None
+        raise InputError(f"cannot write {path} ({why}); {kept}") from None
     finally:
-        tmp.unlink(missing_ok=True)
+        with suppress(OSError):
+            tmp.unlink()
 
 
 def save(path, checkpoint):
@@ -392,7 +393,7 @@ def save(path, checkpoint):
     """
     for name, weight in checkpoint.get("model", {}).items():
         if not weight.isfinite().all():
-            raise ValueError(f"not finite at step {checkpoint.get('step')}: the weight {name}")
+            raise InputError(f"not finite at step {checkpoint.get('step')}: the weight {name}")
     with replacing(path) as tmp:
         tmp.parent.mkdir(parents=True, exist_ok=True)
         with open(tmp, "wb") as f:
@@ -412,7 +413,7 @@ def load(path):
     else:
         path = Path(path, "last.pt") if Path(path).is_dir() else Path(path)
         if not path.exists():
-            raise FileNotFoundError(f"no checkpoint at {path}")
+            raise InputError(f"no checkpoint at {path}")
         open(path, "rb").close()                        # a file that may not be read says so itself
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):     # the released code's args
@@ -421,9 +422,9 @@ def load(path):
         why = str(e.reason) if isinstance(e, URLError) else "truncated, or no file of torch.save"
         if "GLOBAL" in str(e):
             why = f"it holds {str(e).split('GLOBAL')[1].split()[0]}, which is no plain data"
-        raise ValueError(f"{path} is not a readable checkpoint ({why})") from None
+        raise InputError(f"{path} is not a readable checkpoint ({why})") from None
     if not isinstance(checkpoint, dict):
-        raise ValueError(f"{path} holds a {type(checkpoint).__name__}, expected a dict of weights")
+        raise InputError(f"{path} holds a {type(checkpoint).__name__}, expected a dict of weights")
     return checkpoint
 
 
@@ -431,12 +432,12 @@ def check_run(checkpoint, path, script, *parts):
     """Raise ValueError naming the file unless it is of this script and holds these parts."""
     kinds = dict(step=int, classes=list, vocab=str)
     if checkpoint.get("task") != TASKS[script]:
-        raise ValueError(f"{path} is not a checkpoint of {script}")
+        raise InputError(f"{path} is not a checkpoint of {script}")
     for name in parts:
         value = checkpoint.get(name)
         if not isinstance(value, kinds.get(name, dict)) or (value == {} and name != "metrics"):
             hint = "; continue from last.pt" if name == "optimizer" else ""
-            raise ValueError(f"{path} is an incomplete checkpoint of {script}: it has no "
+            raise InputError(f"{path} is an incomplete checkpoint of {script}: it has no "
                              f"{name}{hint}")
 
 
@@ -451,7 +452,7 @@ def load_run(path, script, *parts, **data):
         was = checkpoint.get(name, value)
         if was != value:
             was, value = (textwrap.shorten(str(v), 60) for v in (was, value))
-            raise ValueError(f"--resume {path}: the data have changed, {name} was {was} and is "
+            raise InputError(f"--resume {path}: the data have changed, {name} was {was} and is "
                              f"{value}")
     return checkpoint
 
@@ -462,7 +463,7 @@ def naming(what):
     try:
         yield
     except ValueError as e:
-        raise ValueError(f"{what}: {e}") from None
+        raise InputError(f"{what}: {e}") from None
 
 
 def stored_config(checkpoint, config):
@@ -475,7 +476,7 @@ def stored_config(checkpoint, config):
               for name, kind in kinds.items()
               if name in stored and not isinstance(stored[name], accepted.get(kind, kind))]
     if wrong:
-        raise ValueError(f"its model_config is not a {config.__name__}: {'; '.join(wrong[:3])}; "
+        raise InputError(f"its model_config is not a {config.__name__}: {'; '.join(wrong[:3])}; "
                          f"if an older version wrote it, commit 9259512 reads it")
     return config(**stored)
 
@@ -493,7 +494,7 @@ def load_strictly(model, weights):
     try:
         model.load_state_dict(weights)
     except RuntimeError as e:
-        raise ValueError(f"weights do not fit the model: {textwrap.shorten(str(e), 250)}") from None
+        raise InputError(f"weights do not fit the model: {textwrap.shorten(str(e), 250)}") from None
 
 
 # --- steps of a training --------------------------------------------------------------------------
@@ -529,7 +530,7 @@ def mean_of(pending, step):
     rows = all_sum(torch.stack(pending)).cpu()                      # (steps, 2)
     for i, (loss, norm) in enumerate(rows.tolist(), step - len(rows) + 1):
         if not math.isfinite(loss) or not math.isfinite(norm):
-            raise ValueError(f"not finite at step {i}: loss {loss:.4g}, gradient norm {norm:.4g}; "
+            raise InputError(f"not finite at step {i}: loss {loss:.4g}, gradient norm {norm:.4g}; "
                              f"try a smaller --lr or --clip")
     return rows.mean(0).tolist()
 

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 import common
 from attention import ATTENTIONS, key_statistics
-from common import COUNT, NATURAL, REAL, SHARE
+from common import COUNT, NATURAL, REAL, SHARE, InputError
 from data.augment import augment_uint8, send, soft_targets, to_float
 from data.batches import Split, image_batches
 from data.images import load_data, split_name
@@ -146,14 +146,14 @@ def add_augmentation(p):
 def check_flags(args):
     """Raise ValueError unless the flags make sense together."""
     if args.data == "shapes" and args.data_dir:
-        raise ValueError(f"--data_dir {args.data_dir}: --data shapes renders its own images")
+        raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images")
     if args.warmup_epochs > args.epochs:
-        raise ValueError(f"--warmup_epochs {args.warmup_epochs} is longer than the run, --epochs "
+        raise InputError(f"--warmup_epochs {args.warmup_epochs} is longer than the run, --epochs "
                          f"{args.epochs}")
     if args.min_lr > args.lr:
-        raise ValueError(f"--min_lr {args.min_lr} is above --lr {args.lr}")
+        raise InputError(f"--min_lr {args.min_lr} is above --lr {args.lr}")
     if args.pad >= args.image_size:
-        raise ValueError(f"--pad {args.pad} shifts all of an image of {args.image_size} pixels "
+        raise InputError(f"--pad {args.pad} shifts all of an image of {args.image_size} pixels "
                          f"out of sight")
 
 
@@ -162,7 +162,7 @@ def follow_file(p, args):
     from weights import flags_for
     try:
         found = flags_for(common.load(args.init_from), SIZES)
-    except OSError:                                                 # `build` says so
+    except InputError:                                              # `build` says so
         return args
     found.pop("attn", None)                                         # to be named: rpc or symmetric
     p.set_defaults(**found, **RECIPES.get((args.data, found.get("model")), {}))
@@ -176,7 +176,7 @@ def follow_file(p, args):
 def choose_for_folder(args):
     """Fill what the recipe of a folder leaves open, from how many images it holds and how large."""
     if not args.data_dir:
-        raise ValueError("--data folder needs --data_dir")
+        raise InputError("--data folder needs --data_dir")
     from data.photos import find_photos
     photos = find_photos(args.data_dir)
     if not photos.val and not args.holdout:
@@ -265,7 +265,7 @@ def evaluate(model, source, args, device, rank, world):
     model.train()
     top1, top5, loss, images = common.all_sum(total).tolist()
     if not images:
-        raise ValueError(f"--data_dir {source.folder}: none of the {len(source.labels)} images can "
+        raise InputError(f"--data_dir {source.folder}: none of the {len(source.labels)} images can "
                          f"be read")
     return dict(top1=100 * top1 / images, top5=100 * top5 / images, loss=loss / images,
                 images=int(images))
@@ -323,7 +323,7 @@ def resume(args, model, optimizer, ema, train):
                                  *["ema"] * bool(ema), classes=list(train.classes),
                                  training_images=len(train.labels))
     if checkpoint.get("ema") and not ema:
-        raise ValueError(f"--ema {args.ema}: the run in {args.resume} has an average of its "
+        raise InputError(f"--ema {args.ema}: the run in {args.resume} has an average of its "
                          f"weights")
     with common.naming(f"--resume {args.resume}"):
         common.load_strictly(model, checkpoint["model"])
@@ -339,10 +339,10 @@ def check_batch(args, world, n):
     """Raise ValueError unless the images fill a batch and pairs that are mixed stay together."""
     b = args.batch_size // (world * args.accum)
     if b % 2 and (args.mixup or args.cutmix):
-        raise ValueError(f"--batch_size {args.batch_size} gives {b} images per process and "
+        raise InputError(f"--batch_size {args.batch_size} gives {b} images per process and "
                          f"micro-batch; mixup and cutmix mix pairs, so that number has to be even")
     if args.batch_size > n:
-        raise ValueError(f"--batch_size {args.batch_size} is more than the {n} training images")
+        raise InputError(f"--batch_size {args.batch_size} is more than the {n} training images")
 
 
 def state_of(model, optimizer, ema, train, args, step, metrics):

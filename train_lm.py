@@ -31,7 +31,7 @@ import torch
 
 import common
 from attention import ATTENTIONS, key_statistics
-from common import COUNT, NATURAL, REAL, SHARE
+from common import COUNT, NATURAL, REAL, SHARE, InputError
 from data import text as data_text
 from data.text import EOS, perplexity, sliding_nll, text_folder
 from lm import LM, SIZES, LMConfig, lm_from_checkpoint
@@ -98,7 +98,7 @@ def get_args():
     idle = [name for name in vars(args).keys() - used - {"context"}
             if getattr(args, name) != p.get_default(name)]
     if args.sample and idle:
-        raise ValueError(f"--{min(idle)} does not go with --sample, which only prints words of a "
+        raise InputError(f"--{min(idle)} does not go with --sample, which only prints words of a "
                          f"trained model: leave one of them out")
     return args
 
@@ -111,7 +111,7 @@ def build_config(args, vocab_size):
     try:
         cutoffs = () if args.cutoffs == "none" else tuple(map(int, args.cutoffs.split(",")))
     except ValueError:
-        raise ValueError(f"--cutoffs {args.cutoffs}: expected none or ids such as "
+        raise InputError(f"--cutoffs {args.cutoffs}: expected none or ids such as "
                          f"20000,40000,200000") from None
     layers = common.parse_layers(args.rpc_layers, size["depth"])
     return LMConfig(vocab_size, **size, attn=args.attn, rpc_layers=layers, n_iter=args.n_iter,
@@ -126,7 +126,7 @@ def load_text(args):
     for split in data_text.SPLITS:
         count = len(getattr(corpus, split))
         if count <= args.context:
-            raise ValueError(f"--context {args.context}: the {split} text in "
+            raise InputError(f"--context {args.context}: the {split} text in "
                              f"{args.data_dir or folder} has only {count} tokens, expected more "
                              f"than a window")
     common.say(f"{folder}: {data_text.describe(corpus)}",
@@ -196,7 +196,7 @@ def prompt_ids(prompt, vocab):
     words = [EOS, *prompt.replace("\n", f" {EOS} ").split()]
     unknown = [word for word in words if word not in vocab]
     if unknown:
-        raise ValueError(f"--prompt: {', '.join(unknown)} not in the vocabulary of {len(vocab)} "
+        raise InputError(f"--prompt: {', '.join(unknown)} not in the vocabulary of {len(vocab)} "
                          f"words; known ones, separated by spaces, and <unk> can be used")
     return torch.tensor([[vocab[word] for word in words]])
 

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 
 import common
 from attention import ATTENTIONS, key_statistics
-from common import COUNT, NATURAL, REAL, SHARE
+from common import COUNT, NATURAL, REAL, SHARE, InputError
 from data.batches import image_batches
 from data.rng import epoch_order
 from data.segmentation import TrainingViews, finish_views, load_split, save_pictures
@@ -152,12 +152,12 @@ def add_views(p):
 def check_flags(args):
     """Raise ValueError unless the flags make sense together."""
     if args.data == "shapes" and args.data_dir:
-        raise ValueError(f"--data_dir {args.data_dir} is not read: --data shapes renders its "
+        raise InputError(f"--data_dir {args.data_dir} is not read: --data shapes renders its "
                          f"images; choose another --data")
     if args.max_scale < args.min_scale:
-        raise ValueError(f"--min_scale {args.min_scale} is more than --max_scale {args.max_scale}")
+        raise InputError(f"--min_scale {args.min_scale} is more than --max_scale {args.max_scale}")
     if args.min_lr > args.lr:
-        raise ValueError(f"--min_lr {args.min_lr} is above --lr {args.lr}")
+        raise InputError(f"--min_lr {args.min_lr} is above --lr {args.lr}")
 
 
 # --- data ----------------------------------------------------------------------------------------
@@ -218,11 +218,11 @@ def load_batches(views, args, mean, start, stop, rank, world):
 def check_setup(args, patch_size, train):
     """Raise ValueError for views that do not fit, or a loss that would be 0 in every step."""
     if args.window % patch_size:
-        raise ValueError(f"--window {args.window} is not a multiple of the patch size {patch_size}")
+        raise InputError(f"--window {args.window} is not a multiple of the patch size {patch_size}")
     if args.stride > args.window:
-        raise ValueError(f"--stride {args.stride} is more than --window {args.window}")
+        raise InputError(f"--stride {args.stride} is more than --window {args.window}")
     if not any((train[i][1] != IGNORE).any() for i in range(len(train))):
-        raise ValueError(f"none of the {len(train)} training images has a labelled pixel")
+        raise InputError(f"none of the {len(train)} training images has a labelled pixel")
 
 
 # --- model and optimiser -------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def build_config(args, num_classes, backbone=None):
     size = SIZES[encoder.pop("model")] if "model" in encoder else {}
     known = encoder if backbone is None else backbone_settings(backbone)
     if args.size % known["patch_size"]:
-        raise ValueError(f"--size {args.size} is not a multiple of the patch size "
+        raise InputError(f"--size {args.size} is not a multiple of the patch size "
                          f"{known['patch_size']}")
     if backbone is None:
         layers = common.parse_layers(encoder.pop("rpc_layers"), size["depth"])
@@ -246,7 +246,7 @@ def build_config(args, num_classes, backbone=None):
         encoder["rpc_layers"] = common.parse_layers(encoder["rpc_layers"], config.depth)
     for name, value in {**size, **encoder}.items():
         if getattr(config, name) != value:
-            raise ValueError(f"it was trained with {name}={getattr(config, name)!r} and keeps its "
+            raise InputError(f"it was trained with {name}={getattr(config, name)!r} and keeps its "
                              f"own encoder; the flags say {value!r}")
     return config
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from common import InputError
 from data.rng import epoch_order
 
 
@@ -20,7 +21,7 @@ class Split(NamedTuple):
 def hold_out(split, n, order=None):
     """Split into (the rest, n held out): the first in `order`; by default a fixed random one."""
     if not 0 < n < len(split.labels):
-        raise ValueError(f"--holdout {n}: there are {len(split.labels)} training images")
+        raise InputError(f"--holdout {n}: there are {len(split.labels)} training images")
     order = epoch_order(len(split.labels), 0, seed=0) if order is None else order
     parts = (order[n:], order[:n])
     return tuple(Split(split.images[part], split.labels[part], split.classes) for part in parts)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from common import InputError
 from data.batches import Split
 from data.files import IMAGE_EXTENSIONS, decode, read_bytes, scan_folders
 
@@ -33,7 +34,7 @@ def read_tar(path, splits):
             if file.read(512) != bytes(512):
                 raise tarfile.ReadError("it does not end in a block of zeros")
     except (tarfile.TarError, ValueError) as error:
-        raise ValueError(f"{path} is not a whole uncompressed tar: {error}") from None
+        raise InputError(f"{path} is not a whole uncompressed tar: {error}") from None
     return dict(sorted(files.items()))
 
 
@@ -61,7 +62,7 @@ def load_cifar10(data_dir, split, download=False):
     """
     data_dir, splits = str(data_dir), {"train": ["train"], "test": ["test", "val"]}[split]
     if not os.path.isdir(data_dir) and not download:
-        raise FileNotFoundError(f"--data_dir {data_dir} is not a folder; expected one that holds "
+        raise InputError(f"--data_dir {data_dir} is not a folder; expected one that holds "
                                 f"CIFAR-10")
     if download or os.path.isdir(os.path.join(data_dir, "cifar-10-batches-py")):
         return torchvisions_cifar10(data_dir, split, download)
@@ -69,11 +70,11 @@ def load_cifar10(data_dir, split, download=False):
     files = cifar10_files(data_dir, splits)
     if not files:
         folders = " or ".join(f"{name}/<class>/*" for name in splits)
-        raise FileNotFoundError(f"--data_dir {data_dir} holds no CIFAR-10 {split} images; looked "
+        raise InputError(f"--data_dir {data_dir} holds no CIFAR-10 {split} images; looked "
                                 f"for cifar-10-batches-py/, {folders}, and a .tar of such folders")
     found = sorted({label for label, _ in files})
     if found != CIFAR10_CLASSES:
-        raise ValueError(f"--data_dir {data_dir}: the {split} images are in {len(found)} class "
+        raise InputError(f"--data_dir {data_dir}: the {split} images are in {len(found)} class "
                          f"folders ({', '.join(found)}), expected CIFAR-10's 10 "
                          f"({', '.join(CIFAR10_CLASSES)})")
 
@@ -83,7 +84,7 @@ def load_cifar10(data_dir, split, download=False):
     for (label, name), content in progress:
         images.append(decode(content, f"{data_dir} {label}/{name}"))
         if images[-1].shape != (3, 32, 32):
-            raise ValueError(f"--data_dir {data_dir}: {label}/{name} is "
+            raise InputError(f"--data_dir {data_dir}: {label}/{name} is "
                              f"{tuple(images[-1].shape)}, expected (3, 32, 32)")
     labels = torch.tensor([CIFAR10_CLASSES.index(label) for label, _ in files])
     return Split(torch.stack(images), labels, list(CIFAR10_CLASSES))
@@ -94,7 +95,7 @@ def torchvisions_cifar10(data_dir, split, download):
     try:
         dataset = CIFAR10(data_dir, train=split == "train", download=download)
     except RuntimeError as error:
-        raise ValueError(f"--data_dir {data_dir}: cifar-10-batches-py is incomplete or damaged "
+        raise InputError(f"--data_dir {data_dir}: cifar-10-batches-py is incomplete or damaged "
                          f"({error})") from None
     images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
     return Split(images, torch.tensor(dataset.targets), list(dataset.classes))

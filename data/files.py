@@ -7,6 +7,8 @@ from collections import Counter
 import numpy as np
 import torch
 
+from common import InputError
+
 IMAGE_EXTENSIONS = (".jpeg", ".jpg", ".png", ".webp")
 
 
@@ -18,7 +20,7 @@ def shown(path):
 def read_bytes(path):
     """Read a whole file, (n,) uint8."""
     if not os.path.isfile(path):
-        raise FileNotFoundError(f"{shown(path)} is not a file")
+        raise InputError(f"{shown(path)} is not a file")
     return np.fromfile(path, np.uint8)
 
 
@@ -32,7 +34,7 @@ def decode(data, name):
     try:
         image = decode_image(torch.from_numpy(data), ImageReadMode.RGB)
     except (RuntimeError, OSError) as error:
-        raise ValueError(f"cannot decode {shown(name)}: {str(error).splitlines()[0]}") from None
+        raise InputError(f"cannot decode {shown(name)}: {str(error).splitlines()[0]}") from None
     if image.ndim == 4:                      # an animated GIF by another name: its first frame
         image = image[0]
     if image.dtype == torch.uint8:
@@ -61,7 +63,7 @@ def scan_folders(root):
         if name.startswith("."):
             continue
         if shown(name) != name:
-            raise ValueError(f"--data_dir {root}: the name of the class folder {shown(name)} is "
+            raise InputError(f"--data_dir {root}: the name of the class folder {shown(name)} is "
                              f"not UTF-8; rename it")
         files = [file for file in os.listdir(os.path.join(root, name)) if file[0] != "."]
         images[name] = sorted(f for f in files if f.lower().endswith(IMAGE_EXTENSIONS))

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from common import InputError
 from data.files import decode, read_bytes, scan_folders
 from data.rng import uniform
 
@@ -57,7 +58,7 @@ class ImageTree(Dataset):
         self.resize, self.resample = math.floor(size / crop_pct), resample
         self.skipped = torch.zeros(1, dtype=torch.int64).share_memory_()  # by all workers
         if not os.path.isdir(self.folder):
-            raise FileNotFoundError(f"--data_dir {root} has no folder {split!r}; expected "
+            raise InputError(f"--data_dir {root} has no folder {split!r}; expected "
                                     f"{self.folder}/<class>/*.JPEG")
         files, _ = scan_folders(self.folder)
         self.classes = list(files) if classes is None else list(classes)
@@ -78,10 +79,10 @@ class ImageTree(Dataset):
         for problem, names in problems.items():
             if names:
                 more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-                raise ValueError(f"--data_dir {self.folder} {problem}: "
+                raise InputError(f"--data_dir {self.folder} {problem}: "
                                  f"{', '.join(names[:5])}{more}")
         if not files:
-            raise ValueError(f"--data_dir {self.folder} is empty; expected "
+            raise InputError(f"--data_dir {self.folder} is empty; expected "
                              f"{self.folder}/<class>/*.JPEG")
 
     def __len__(self):
@@ -124,10 +125,10 @@ class ImageTree(Dataset):
                 return self.load(i, draw), int(self.labels[i]), position
             except (ValueError, OSError) as error:
                 if not self.skip_bad_images:
-                    raise ValueError(f"{error}; --skip_bad_images goes on without such "
+                    raise InputError(f"{error}; --skip_bad_images goes on without such "
                                      f"files") from None
                 print(f"skipping: {error}", flush=True)
                 if not self.train:
                     return torch.zeros(3, self.size, self.size, dtype=torch.uint8), -1, position
                 self.skipped += 1
-        raise ValueError(f"--data_dir {self.folder}: none of the {len(self)} images can be read")
+        raise InputError(f"--data_dir {self.folder}: none of the {len(self)} images can be read")

@@ -7,6 +7,7 @@ rng.py: no worker, batch or process matters.
 
 import torch.distributed as dist
 
+from common import InputError
 from data.batches import Split, hold_out
 from data.shapes import load_shapes
 
@@ -14,7 +15,7 @@ from data.shapes import load_shapes
 def load_data(args, device, rank=0):
     """Load the training and evaluation set, Splits on the device or ImageTrees; describe them."""
     if args.data in ("cifar10", "imagenet") and not args.data_dir:
-        raise ValueError(f"--data {args.data} needs --data_dir")
+        raise InputError(f"--data {args.data} needs --data_dir")
     notes = ""
     if args.data == "shapes":
         train = load_shapes("train", args.num_images, args.image_size, device=device)
@@ -29,7 +30,7 @@ def load_data(args, device, rank=0):
     elif args.data == "cifar10":
         from data.cifar import load_cifar10
         if args.image_size != 32:
-            raise ValueError(f"--image_size {args.image_size}: CIFAR-10 images have 32 pixels")
+            raise InputError(f"--image_size {args.image_size}: CIFAR-10 images have 32 pixels")
         if args.download and rank == 0:
             load_cifar10(args.data_dir, "train", download=True)
         if dist.is_initialized():
@@ -38,7 +39,7 @@ def load_data(args, device, rank=0):
     else:
         from data.imagenet import ImageTree
         if args.holdout:
-            raise ValueError("--holdout does not go with --data imagenet: make a val folder "
+            raise InputError("--holdout does not go with --data imagenet: make a val folder "
                              "instead")
         how = dict(size=args.image_size, seed=args.seed, skip_bad_images=args.skip_bad_images)
         train = ImageTree(args.data_dir, "train", train=True, **how)
@@ -63,7 +64,7 @@ def load_test(args, trained, size, classes):
         few = max(trained.get("num_images", 16000) // 5, 1)
         return load_shapes("test", few, size, device=args.device)
     if not args.data_dir:
-        raise ValueError(f"--data {args.data} needs --data_dir")
+        raise InputError(f"--data {args.data} needs --data_dir")
     if args.data == "imagenet":
         from data.imagenet import ImageTree
         return ImageTree(args.data_dir, "val", classes=classes, size=size)

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
+from common import InputError
 from data.files import IMAGE_EXTENSIONS, decode, name_hash, read_bytes, shown
 
 SHARE = 0.2                                  # of a flat folder's images is held out
@@ -28,7 +29,7 @@ def listed_classes(root):
             try:
                 text = path.read_text("utf-8-sig")
             except ValueError as error:
-                raise ValueError(f"{path}: {error}") from None
+                raise InputError(f"{path}: {error}") from None
             lines = [line.strip() for line in text.split("\n") if line.strip()]
             if path.stem == "objectInfo150":                        # a table with a headline
                 lines = [line.split("\t")[-1].split(",")[0] for line in lines[1:]]
@@ -44,15 +45,15 @@ def class_names(root, num_classes=None, likely=()):
     """
     names, path = listed_classes(root)
     if not names and num_classes is None:
-        raise ValueError(f"how many classes has --data_dir {root}? There is no classes.txt in it; "
+        raise InputError(f"how many classes has --data_dir {root}? There is no classes.txt in it; "
                          f"give --num_classes")
     if names and num_classes not in (None, len(names)):
-        raise ValueError(f"--num_classes {num_classes}: {path} lists {len(names)} classes")
+        raise InputError(f"--num_classes {num_classes}: {path} lists {len(names)} classes")
     if not names and num_classes == len(likely):
         names = likely
     names = names or [f"class {k}" for k in range(num_classes)]
     if not 2 <= len(names) <= 254:
-        raise ValueError(f"{len(names)} classes, expected 2 to 254: labels are 8-bit, 255 is "
+        raise InputError(f"{len(names)} classes, expected 2 to 254: labels are 8-bit, 255 is "
                          f"ignored")
     return names
 
@@ -76,13 +77,13 @@ def read_pair(image_path, label_path):
         file = Image.open(content)
         mode, pixels = file.mode, np.array(file)
     except (OSError, SyntaxError, ValueError) as error:
-        raise ValueError(f"cannot decode {shown(label_path)}: {error}") from None
+        raise InputError(f"cannot decode {shown(label_path)}: {error}") from None
     if mode not in ("L", "P"):
-        raise ValueError(f"{shown(label_path)} is of mode {mode}, expected an 8-bit PNG of one "
+        raise InputError(f"{shown(label_path)} is of mode {mode}, expected an 8-bit PNG of one "
                          f"channel")
     if pixels.shape != image.shape[1:]:
         (h, w), (H, W) = pixels.shape, image.shape[1:]
-        raise ValueError(f"{shown(label_path)} is {w} x {h} pixels, its image {W} x {H}")
+        raise InputError(f"{shown(label_path)} is {w} x {h} pixels, its image {W} x {H}")
     return image, torch.from_numpy(pixels)
 
 
@@ -102,10 +103,10 @@ class SegTree(Dataset):
         for what, lonely in (("annotation of image", images.keys() - labels),
                              ("image of annotation", labels.keys() - images)):
             if lonely:
-                raise ValueError(f"--data_dir {root} has no {what} {min(lonely)} in {split} "
+                raise InputError(f"--data_dir {root} has no {what} {min(lonely)} in {split} "
                                  f"({len(lonely)} such files)")
         if not images:
-            raise ValueError(f"{self.folders[0]} has no images (.jpg, .png)")
+            raise InputError(f"{self.folders[0]} has no images (.jpg, .png)")
         self.names, self.files = list(images), [(images[name], labels[name]) for name in images]
 
     def list_files(self, root):
@@ -113,7 +114,7 @@ class SegTree(Dataset):
         found = []
         for folder, extensions in zip(self.folders, (IMAGE_EXTENSIONS, ".png")):
             if not os.path.isdir(folder):
-                raise FileNotFoundError(f"--data_dir {root} has no folder {folder}; expected "
+                raise InputError(f"--data_dir {root} has no folder {folder}; expected "
                                         f"{self.layout}")
             found.append({os.path.splitext(name)[0]: os.path.join(folder, name)
                           for name in sorted(os.listdir(folder))
@@ -128,7 +129,7 @@ class SegTree(Dataset):
         K = len(self.classes)
         wrong = values[(values > K) & (values < 255)]
         if len(wrong):
-            raise ValueError(f"{self.files[i][1]} holds the value {wrong.max()}, expected 0 "
+            raise InputError(f"{self.files[i][1]} holds the value {wrong.max()}, expected 0 "
                              f"(ignored) to {K} (--num_classes)")
         return image, shift_labels(values)
 
@@ -157,7 +158,7 @@ class OwnFolder(SegTree):
                             (labels, f"annotation (.png) in {self.folders[1]}"),
                             (names, f"annotation with the name of an image in {self.folders[1]}")):
             if not files:
-                raise ValueError(f"--data_dir {root}: no {what}")
+                raise InputError(f"--data_dir {root}: no {what}")
 
         # the part that is asked for, as far as it can be read
         self.unmatched = len(images.keys() ^ labels.keys())
@@ -179,7 +180,7 @@ class OwnFolder(SegTree):
             self.pixels += values.flatten().bincount(minlength=256)
         self.unreadable = len(names) - len(self.names)
         if not self.names:
-            raise ValueError(f"--data_dir {root}: no {split} image is left: {len(images)} images, "
+            raise InputError(f"--data_dir {root}: no {split} image is left: {len(images)} images, "
                              f"{self.unmatched} unmatched files, {self.unreadable} unreadable")
         self.classes = class_names(root, num_classes) if num_classes else []
 
@@ -190,17 +191,17 @@ def load_folder(root, num_classes=None):
     The number of classes is num_classes, or that of classes.txt, or the highest value.
     """
     if not root:
-        raise ValueError("--data folder needs --data_dir")
+        raise InputError("--data folder needs --data_dir")
     train, val = OwnFolder(root, "training"), OwnFolder(root, "validation")
     pixels = train.pixels + val.pixels
     values = [value for value in range(1, 255) if pixels[value]]
     if len(values) < 2:
-        raise ValueError(f"--data_dir {root}: the annotations hold {len(values)} classes, expected "
+        raise InputError(f"--data_dir {root}: the annotations hold {len(values)} classes, expected "
                          f"2 or more; values 0 and 255 are no class: they are ignored")
     K = num_classes or len(listed_classes(root)[0]) or values[-1]
     train.classes = val.classes = class_names(root, K)
     if values[-1] > K:
-        raise ValueError(f"--data_dir {root}: the annotations hold the value {values[-1]}, "
+        raise InputError(f"--data_dir {root}: the annotations hold the value {values[-1]}, "
                          f"expected 0 (ignored) to {K} (--num_classes)")
     ignored = 100 * (pixels[0] + pixels[255]) / pixels.sum()
     flat = train.folders == val.folders

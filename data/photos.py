@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from common import InputError
 from data.batches import Split, hold_out
 from data.files import decode, name_hash, read_bytes, same_folder, scan_folders
 
@@ -37,7 +38,7 @@ class Photos(NamedTuple):
     def recipe(self, n):
         """Choose flags to train on n of these images: about 3,000 steps, 64 patches an image."""
         if not self.train:
-            raise ValueError(f"--data_dir {self.root} has no folder train: nothing to train on")
+            raise InputError(f"--data_dir {self.root} has no folder train: nothing to train on")
         side = self.median_side()
         size = max(s for s in (32, 64, 96) if s == 32 or s <= side)
         batch = max(b for b in (2, 4, 8, 16, 32, 64) if b == 2 or 5 * b <= n)
@@ -64,7 +65,7 @@ def split_folders(root):
         return dict(train=there["train"], **folders)
     beside = [name for name, images in scan_folders(root)[0].items() if images]
     if beside:
-        raise ValueError(f"--data_dir {root} has images in {', '.join(beside[:3])} beside class "
+        raise InputError(f"--data_dir {root} has images in {', '.join(beside[:3])} beside class "
                          f"folders in {folders['val']}; expected {root}/train/<class>/*.jpg")
     return folders
 
@@ -78,7 +79,7 @@ def find_photos(root):
     """
     root = str(root)
     if not os.path.isdir(root):
-        raise FileNotFoundError(f"--data_dir {root} is not a folder; expected {root}/<class>/*.jpg")
+        raise InputError(f"--data_dir {root} is not a folder; expected {root}/<class>/*.jpg")
     parts = split_folders(root) or dict(train=root)
     found, others = {}, Counter()
     for split, folder in parts.items():
@@ -86,13 +87,13 @@ def find_photos(root):
         others += more
         classes = list(next(iter(found.values())))
         if len(classes) < 2:
-            raise ValueError(f"--data_dir {folder} has {len(classes)} class folders, expected 2 or "
+            raise InputError(f"--data_dir {folder} has {len(classes)} class folders, expected 2 or "
                              f"more: {folder}/<class>/*.jpg")
         empty = [name for name, files in found[split].items() if not files]
         if empty:
-            raise ValueError(f"--data_dir {root}: no image in the class folder {empty[0]}")
+            raise InputError(f"--data_dir {root}: no image in the class folder {empty[0]}")
         if list(found[split]) != classes:
-            raise ValueError(f"--data_dir {root}: train has the classes {', '.join(classes)}, "
+            raise InputError(f"--data_dir {root}: train has the classes {', '.join(classes)}, "
                              f"{os.path.basename(folder)} {', '.join(found[split])}")
 
     notes = ""
@@ -118,12 +119,12 @@ def load_photos(photos, size, holdout=0):
     bad = len(photos.train) + len(photos.val) - len(train.labels) - len(val.labels)
     missing = set(range(len(photos.classes))) - set(train.labels.tolist())
     if missing:
-        raise ValueError(f"--data_dir {photos.root}: no image of the class "
+        raise InputError(f"--data_dir {photos.root}: no image of the class "
                          f"{photos.classes[min(missing)]} can be read")
     if holdout:
         train, val = hold_out(train, holdout, torch.arange(len(train.labels)))
     if not len(val.labels):
-        raise ValueError(f"--data_dir {photos.root}: no readable image to evaluate on; --holdout N "
+        raise InputError(f"--data_dir {photos.root}: no readable image to evaluate on; --holdout N "
                          f"takes N of the training images")
     return train, val, bad
 
@@ -165,13 +166,13 @@ def photos_to_evaluate(root, trained, size, rank=0):
     own = trained.get("data") == "folder" and same_folder(theirs, root)
     holdout = trained.get("holdout", 0) if own else 0
     if holdout and holdout >= len(photos.train):
-        raise ValueError(f"--data_dir {root} has {len(photos.train)} images, but training held "
+        raise InputError(f"--data_dir {root} has {len(photos.train)} images, but training held "
                          f"{holdout} of them out")
     if holdout:
         return load_photos(photos, size, holdout)[1]
     split = decode_all(photos.val or photos.train, photos.classes, size)
     if not len(split.labels):
-        raise ValueError(f"--data_dir {root}: no image can be read")
+        raise InputError(f"--data_dir {root}: no image can be read")
     if not photos.val and rank == 0:
         print(f"{root}: not the folder of training ({theirs or 'none'}): all of its "
               f"{len(split.labels)} images are evaluated", flush=True)

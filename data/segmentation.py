@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset
 
+from common import InputError
 from data.rng import uniform
 from data.shapes import colour, load_shapes
 
@@ -36,7 +37,7 @@ def load_split(args, split, trained=None):
             return Scenes("train", args.num_images, args.size)
         return Scenes("test", max(args.num_images // 10, 1), args.size)
     if not args.data_dir:
-        raise ValueError(f"--data {args.data} needs --data_dir")
+        raise InputError(f"--data {args.data} needs --data_dir")
     from data.files import same_folder
     from data.labelled import OwnFolder, SegTree
     if args.data != "folder":

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import all_sum, replacing
+from common import InputError, all_sum, replacing
 from data.rng import uniform
 
 SPLITS = ("train", "valid", "test")
@@ -41,12 +41,12 @@ class Vocabulary(dict):
         self.words = list(words)
         super().__init__(zip(self.words, range(len(self.words))))
         if len(self) != len(self.words) or EOS not in self:
-            raise ValueError(f"{len(self.words)} words, {len(self)} of them distinct, "
+            raise InputError(f"{len(self.words)} words, {len(self)} of them distinct, "
                              f"{self.words.count(EOS)} x {EOS}: not a vocabulary")
 
     def __missing__(self, word):
         if UNK not in self:
-            raise ValueError(f"the word {word!r} is not in the vocabulary, which has no {UNK} to "
+            raise InputError(f"the word {word!r} is not in the vocabulary, which has no {UNK} to "
                              f"stand for it")
         return self[UNK]
 
@@ -61,7 +61,7 @@ def stored_vocabulary(checkpoint):
     vocab = Vocabulary(checkpoint["vocab"].split("\n"))
     size = checkpoint["model_config"].get("vocab_size")
     if len(vocab) != size:
-        raise ValueError(f"its vocabulary has {len(vocab)} words, its model {size}")
+        raise InputError(f"its vocabulary has {len(vocab)} words, its model {size}")
     return vocab
 
 
@@ -71,10 +71,10 @@ def token_file(folder, split):
     """Find wiki.<split>.tokens; raises unless it is there and holds something."""
     path = Path(folder, f"wiki.{split}.tokens")
     if not path.is_file():
-        raise FileNotFoundError(f"--data_dir {folder}: there is no {path.name}; expected "
+        raise InputError(f"--data_dir {folder}: there is no {path.name}; expected "
                                 f"wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens")
     if not path.stat().st_size:
-        raise ValueError(f"{path} is empty, expected tokenised text")
+        raise InputError(f"{path} is empty, expected tokenised text")
     return path
 
 
@@ -86,7 +86,7 @@ def each_line(path, what="reading"):
             for line in tqdm(f, f"{what} {path.name}", unit=" lines", leave=False, disable=few):
                 yield line.removesuffix("\n")
         except UnicodeDecodeError as e:
-            raise ValueError(f"{path} is not UTF-8 text ({e.reason})") from None
+            raise InputError(f"{path} is not UTF-8 text ({e.reason})") from None
 
 
 def read_lines(path):
@@ -133,7 +133,7 @@ def count_words(path):
         counts.update(line.split())
     counts.pop(EOS, None)                       # it comes first, however often it is written out
     if not counts:
-        raise ValueError(f"{path} holds no word, only blank lines: expected tokenised text")
+        raise InputError(f"{path} holds no word, only blank lines: expected tokenised text")
     return Vocabulary([EOS, *sorted(counts, key=counts.get, reverse=True)])
 
 
@@ -146,7 +146,7 @@ def text_folder(data, data_dir):
     Raises FileNotFoundError or ValueError, one line, if that is not there.
     """
     if not data_dir and data != "pydoc":
-        raise ValueError(f"--data {data} needs --data_dir")
+        raise InputError(f"--data {data} needs --data_dir")
     if not data_dir:
         return pydoc_folder("out/cache")
     path = Path(data_dir)
@@ -154,10 +154,10 @@ def text_folder(data, data_dir):
         return path
     texts = sorted(path.glob("*.txt")) if path.is_dir() else [path]
     if len(texts) > 1:
-        raise ValueError(f"--data_dir {path} holds {len(texts)} .txt, {texts[0].name} and "
+        raise InputError(f"--data_dir {path} holds {len(texts)} .txt, {texts[0].name} and "
                          f"{texts[1].name} among them: give one by its name")
     if not texts or texts[0].suffix != ".txt" or not texts[0].is_file():
-        raise FileNotFoundError(f"--data_dir {path}: expected a .txt, or a folder with one or with "
+        raise InputError(f"--data_dir {path}: expected a .txt, or a folder with one or with "
                                 f"wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens")
     return txt_folder(texts[0])
 
@@ -195,7 +195,7 @@ def txt_folder(path):
             a, b = len(lines) * 90 // 100, len(lines) * 95 // 100
             write_tokens(folder, dict(train=lines[:a], valid=lines[a:b], test=lines[b:]))
             return folder
-    raise ValueError(f"{path} has {len(lines)} lines with words, expected 20 or more")
+    raise InputError(f"{path} has {len(lines)} lines with words, expected 20 or more")
 
 
 def pydoc_documents():
@@ -262,7 +262,7 @@ def sliding_windows(num_targets, window, stride):
     so there it is shorter instead.
     """
     if not 1 <= stride <= window <= num_targets:
-        raise ValueError(f"window {window}, stride {stride}: expected 1 <= stride <= window <= "
+        raise InputError(f"window {window}, stride {stride}: expected 1 <= stride <= window <= "
                          f"{num_targets}, the number of targets in the text")
     later = stride * torch.arange(1, (num_targets - window) // stride + 1)
     rest = num_targets - window - stride * len(later)

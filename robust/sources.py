@@ -16,7 +16,7 @@ from vit import ViT, ViTConfig
 
 CLS, SEG, LM = "classification", "segmentation", "language modelling"
 # Training flags that may differ between the seeds of one model; any other makes it another model.
-SEED_FLAGS = ("seed", "data_dir", "download", "skip_bad_images", "num_workers", "device", "compile",
+SEED_FLAGS = ("seed", "accum", "amp", "data_dir", "download", "skip_bad_images", "num_workers", "device", "compile",
               "out_dir", "resume", "max_steps", "log_every", "eval_every", "save_every",
               "keep_every", "save_images", "sample", "words", "prompt", "temperature")
 

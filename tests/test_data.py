@@ -158,9 +158,9 @@ def test_cifar_from_torchvision_files_folders_and_tars_is_equal(tmp_path, monkey
 
 
 def test_what_is_not_cifar_is_refused_in_a_line_that_names_it(tmp_path):
-    with pytest.raises(FileNotFoundError, match="^--data_dir .*/nowhere is not a folder.*$"):
+    with pytest.raises(ValueError, match="^--data_dir .*/nowhere is not a folder.*$"):
         load_cifar10(tmp_path / "nowhere", "train")
-    with pytest.raises(FileNotFoundError, match=f"^--data_dir {tmp_path} .*cifar-10-batches-py/, "
+    with pytest.raises(ValueError, match=f"^--data_dir {tmp_path} .*cifar-10-batches-py/, "
                                                 "test/<class>/. or val/<class>/., and a .tar.*$"):
         load_cifar10(tmp_path, "test")
     fake_cifar(tmp_path)
@@ -289,7 +289,7 @@ def test_labels_follow_the_training_classes_and_mismatches_are_listed(tree_dir):
     (tree_dir / "val" / "n04").mkdir()
     with pytest.raises(ValueError, match="^--data_dir .*without images: n04$"):
         val()
-    with pytest.raises(FileNotFoundError, match=f"^--data_dir {tree_dir} has no folder 'test'.*$"):
+    with pytest.raises(ValueError, match=f"^--data_dir {tree_dir} has no folder 'test'.*$"):
         val("test")
     (tree_dir / "test").mkdir()
     with pytest.raises(ValueError, match=f"^--data_dir {tree_dir}/test is empty.*$"):

@@ -133,5 +133,5 @@ def test_a_corrupted_folder_read_back_has_the_numbers_of_jpeg_files_made_on_the_
     assert len({str(row["right"]) for row in made}) == 2 and made[0]["top1"] != made[0]["top5"]
     with pytest.raises(ValueError, match="holds files already, expected a new folder"):
         corrupt_folder(monkeypatch, tmp_path / "val", tmp_path / "c")
-    with pytest.raises(FileNotFoundError, match="nowhere"):
+    with pytest.raises(ValueError, match="nowhere"):
         corrupt_folder(monkeypatch, tmp_path / "nowhere", tmp_path / "d")

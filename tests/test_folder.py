@@ -262,7 +262,7 @@ def test_the_held_out_part_of_a_labelled_folder_stays_when_a_file_comes():
         Path("mine", part).mkdir()
         os.rename("part", Path("mine", part, "validation"))                # validation/ alone is a folder
     assert len(load_split(flags, "validation", {})) == len(load_split(flags, "validation")) == 41
-    with pytest.raises(FileNotFoundError, match="has no folder mine/images/training"):
+    with pytest.raises(ValueError, match="has no folder mine/images/training"):
         load_split(flags, "training")
 
 

@@ -283,8 +283,8 @@ def error(root, split="training", num_classes=4, i=None, kind=ValueError):
 
 
 def test_missing_folders_and_pairs_are_named(root):
-    assert "nowhere" in error(root / "nowhere", kind=FileNotFoundError)
-    assert "test" in error(root, "test", kind=FileNotFoundError)
+    assert "nowhere" in error(root / "nowhere", kind=ValueError)
+    assert "test" in error(root, "test", kind=ValueError)
     (root / "annotations" / "training" / "2.png").unlink()
     assert "annotation of image 2" in error(root)
     (root / "images" / "training" / "2.png").unlink()
