@@ -128,10 +128,10 @@ def smoothing(size, sigma, device):
 
 def displace(x, sigma, shift):
     """Move each pixel by smoothed shifts. shift: (B, 2, H, W), in pixels, across and down."""
-    B, _, H, W = x.shape
+    H, W = x.shape[2:]
     S, T = smoothing(H, sigma[0], x.device), smoothing(W, sigma[1], x.device)
-    shift = shift.flatten(0, 1)
-    shift = (S.expand(2 * B, -1, -1) @ shift @ T.mT.expand(2 * B, -1, -1)).unflatten(0, (B, 2))
+    # one product at a time: on some processors a batched one rounds otherwise in another batch size
+    shift = torch.stack([S @ one.clone() @ T.mT for one in shift.flatten(0, 1)]).view_as(shift)
     across, down = pixel_grid(H, W, x.device)
     return sample(x, across + shift[:, 0], down + shift[:, 1], align_corners=False)
 

@@ -189,7 +189,9 @@ def test_l1_projection_equals_the_reference(ref):
 def test_fgsm_and_pgd_equal_torchattacks(net):
     torchattacks = pytest.importorskip("torchattacks")
     model, images, labels = net
-    torch.testing.assert_close(fgsm(model, images, labels, EPS), torchattacks.FGSM(model, EPS)(images, labels))
+    theirs = torchattacks.FGSM(model, EPS)(images, labels)
+    far = (fgsm(model, images, labels, EPS) - theirs).abs() > 1e-5
+    assert share(far) < 0.002                             # a gradient that is 0 but for rounding has either sign
     for start in (False, True):
         theirs = torchattacks.PGD(model, EPS, 0.15 * EPS, 20, random_start=start)(images, labels)
         ours = pgd(model, images, labels, EPS, random_start=start)
