@@ -45,6 +45,7 @@ FORMS = {
     "paper": dict(threshold="over", mu_dim="head", dual_sign=-1),       # Algorithm 1 as printed
     "admm": dict(threshold="over", mu_dim="head", dual_sign=+1),        # what ADMM prescribes
 }
+PAP_SETTINGS = dict(n_iter=4, lambd=4.0, form="released")   # defaults of `pap` in every config
 
 
 # --- softmax and symmetric attention: a token looks at tokens whose keys fit its query ------------
@@ -128,11 +129,11 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     n_iter = 1 is symmetric attention with every key entry clamped to [-tau, tau]. While no entry
     exceeds tau, S = 0, Z piles up, and step i >= 3 attends with keys of about -(i - 2) K: a sharper
     symmetric attention. It does not converge; n_iter is a setting, not a budget. State is float32
-    at least (in bf16 the error grows from 3e-3 to 9e-3). ValueError: an unknown option or shape.
+    at least (in bf16 the error grows from 3e-3 to 9e-3).
     """
     mu_over = mu_over or ("seen" if causal else "all")
-    refuse_bad(k, v, q, n_iter, lambd, threshold=threshold, mu_dim=mu_dim, dual_sign=dual_sign,
-               mu_over=mu_over)
+    assert threshold in ("times", "over") and mu_dim in ("model", "head") and dual_sign in (-1, 1)
+    assert mu_over in ("all", "seen", "token") and n_iter >= 1 and k.shape == v.shape
 
     # How large is a usual entry of a key? mu, and so the threshold tau, follow from that alone.
     K = k if k.dtype == torch.float64 else k.float()
@@ -144,67 +145,69 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     # Each step splits the keys: S takes what sticks out, and L is what attention makes of the rest.
     # Z adds up by how much L + S still misses K, so that the next step is pushed there.
     L = Z = 0.0                                 # Alg. 1, line 1: S = Y = 0, and L = 0
-    for i in range(n_iter):                     # Alg. 1, line 2: Def. 1 says n steps
+    for _ in range(n_iter):                     # Alg. 1, line 2: Def. 1 says n steps
         S = shrink(K - L + Z, tau)              # Alg. 1, line 3: S = S_tau(K - L + Y/mu)
         rest = K - S                            # Eq. 14: L + S = K, so L has to become this
         K2 = rest + dual_sign * Z               # K - S - Y/mu, the keys of line 4
         Q2 = K2 if q is None else q             # App. E.9: softmax(Q, K2)
-        p = dropout_p if i == n_iter - 1 else 0.0
-        L = softmax_attention(Q2, K2, v, causal=causal, dropout_p=p).to(K.dtype)  # Alg. 1, line 4
+        L = softmax_attention(Q2, K2, v, causal=causal).to(K.dtype)     # Alg. 1, line 4
         Z = rest + Z - L                        # Alg. 1, line 5: Y = Y + mu (K - L - S)
         if trace is not None:
             trace.append(dict(S=S, K2=K2, L=L))
+    if dropout_p:                               # in the last step alone, once more
+        L = softmax_attention(Q2, K2, v, causal=causal, dropout_p=dropout_p)
     return L.to(v.dtype)                        # Alg. 1, line 7: output L
 
 
-def refuse_bad(k, v, q, n_iter, lambd, **options):
-    """Raise a ValueError unless `rpc_attention` can do this."""
-    for name, x in dict(k=k, v=v, q=k if q is None else q).items():
-        if x.ndim != 4 or x.shape != k.shape:
-            raise ValueError(f"rpc_attention: {name} has shape {tuple(x.shape)}, expected "
-                             "(B, H, N, D), the same for k, v and q")
-    for name, words in dict(threshold=("times", "over"), mu_dim=("model", "head"),
-                            dual_sign=(-1, 1), mu_over=("all", "seen", "token")).items():
-        one_of(name, options[name], words)
-    if n_iter < 1 or not lambd >= 0:
-        raise ValueError(f"n_iter={n_iter}, lambd={lambd}, expected n_iter >= 1 and lambd >= 0")
+# --- Scaled Attention (Remark 3): attentions with parameters --------------------------------------
+
+class ScaledAttention(nn.Module):
+    """softmax(q k^T / sqrt(D)) (I - S) v. S: learned, (H, N, N), zero at the start."""
+
+    def __init__(self, num_heads, num_tokens):
+        super().__init__()
+        self.s = nn.Parameter(torch.zeros(num_heads, num_tokens, num_tokens))
+
+    def forward(self, q, k, v, dropout_p=0.0):
+        u = v - torch.einsum("hnm,bhmd->bhnd", self.s, v)               # Eq. 12: (I - S) v
+        return softmax_attention(q, k, u, dropout_p=dropout_p)
 
 
-def one_of(name, value, known):
-    """Raise a ValueError unless the setting `name` has one of the known values."""
-    if value not in known:
-        own = ("; any other has to be entered in attention.ATTENTIONS first, by you or by the "
-               "module of a study, as referee.studies.robust_attentions") if name == "attn" else ""
-        raise ValueError(f"{name}={value!r}, expected one of {tuple(known)}{own}")
+class ScaledAlphaAttention(nn.Module):
+    """The same with S = alpha softmax(k k^T / sqrt(D)); alpha: one learned number, 0 at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.s = nn.Parameter(torch.zeros(1))
+
+    def forward(self, q, k, v, causal=False, dropout_p=0.0):
+        u = v - self.s * symmetric_attention(k, v, causal=causal)       # App. E.1
+        return softmax_attention(q, k, u, causal=causal, dropout_p=dropout_p)
 
 
-# --- Scaled Attention (Remark 3) ------------------------------------------------------------------
-
-def scaled_attention(q, k, v, S, *, causal=False, dropout_p=0.0):
-    """Compute softmax(q k^T / sqrt(D)) (I - S) v. S: learned, (H, N, N)."""
-    u = v - torch.einsum("hnm,bhmd->bhnd", S, v)                   # Eq. 12: (I - S) v
-    return softmax_attention(q, k, u, causal=causal, dropout_p=dropout_p)
-
-
-def scaled_alpha_attention(q, k, v, alpha, *, causal=False, dropout_p=0.0):
-    """Do the same with S = alpha softmax(k k^T / sqrt(D)); alpha: one number for all heads."""
-    u = v - alpha * symmetric_attention(k, v, causal=causal)       # App. E.1
-    return softmax_attention(q, k, u, causal=causal, dropout_p=dropout_p)
-
-
-# --- the table: write a function, enter it here, train it by --attn NAME --------------------------
+# --- the table: write a function or a module, enter it here, train it by --attn NAME --------------
 
 # A function of (q, k, v), or of (k, v) if the keys are to be the queries too, returns h; all are
-# (B, H, N, D). One that also takes `layer` gets the SelfAttention around it, with its settings.
+# (B, H, N, D). Where it has arguments of these names, it also gets causal and dropout_p (what a
+# language model's or a Segmenter's attention has to heed) and layer, the SelfAttention around it.
+# An nn.Module class, for one with parameters, is called alike, and built with those of dim,
+# num_heads and num_tokens that its __init__ has.
 ATTENTIONS = {
-    "softmax": lambda q, k, v, layer: softmax_attention(q, k, v, **layer.how),
-    "symmetric": lambda k, v, layer: symmetric_attention(k, v, **layer.how),
-    "rpc": lambda k, v, layer: rpc_attention(k, v, **layer.rpc, **layer.how),
-    "rpc_asym": lambda q, k, v, layer: rpc_attention(k, v, q=q, **layer.rpc, **layer.how),
-    "scaled_s": lambda q, k, v, layer: scaled_attention(q, k, v, layer.s, **layer.how),
-    "scaled_alpha": lambda q, k, v, layer: scaled_alpha_attention(q, k, v, layer.s, **layer.how),
+    "softmax": softmax_attention,
+    "symmetric": symmetric_attention,
+    "rpc": lambda k, v, layer: rpc_attention(k, v, **layer.pap, **layer.attn_kwargs),
+    "rpc_asym": lambda q, k, v, layer: rpc_attention(k, v, q=q, **layer.pap, **layer.attn_kwargs),
+    "scaled_s": ScaledAttention,
+    "scaled_alpha": ScaledAlphaAttention,
 }
 PAP = ("rpc", "rpc_asym")               # those that run Principal Attention Pursuit
+
+
+def arg_names(function, known):
+    """List which of the names in `known` a function's signature has; of q, k, v the required."""
+    parameters = inspect.signature(function).parameters
+    return [name for name in known if name in parameters
+            and (name not in ("q", "k", "v") or parameters[name].default is inspect.Parameter.empty)]
 
 
 # --- the module: project, attend, project back ----------------------------------------------------
@@ -213,44 +216,36 @@ class SelfAttention(nn.Module):
     """Multi-head self-attention of one kind; (B, N, C) in and out; parameter names as in timm.
 
     dim: C. num_heads: H, divides C. attn: a name in `ATTENTIONS`. qkv has rows q, k, v (3C, C), or
-    k, v (2C, C) where keys are queries. s, zero at start: what scaled_s learns, (H, N, N), with N =
-    num_tokens, and scaled_alpha, (1,). n_iter, lambd, form (of `FORMS`), mu_over: of PAP. causal:
-    token t sees tokens <= t. attn_drop, proj_drop: dropout on the attention matrix and at the end.
+    k, v (2C, C) where keys are queries. pap: n_iter, lambd, form (of `FORMS`) and any other keyword
+    of `rpc_attention`. num_tokens: N, for a kind with parameters per token. causal: token t sees
+    tokens <= t. attn_drop, proj_drop: dropout on the attention matrix and at the end.
     """
 
-    def __init__(self, dim, num_heads, attn="softmax", *, n_iter=4, lambd=4.0, form="released",
-                 mu_over=None, num_tokens=None, causal=False, qkv_bias=True, proj_bias=True,
-                 attn_drop=0.0, proj_drop=0.0):
+    def __init__(self, dim, num_heads, attn="softmax", *, pap=None, num_tokens=None, causal=False,
+                 qkv_bias=True, proj_bias=True, attn_drop=0.0, proj_drop=0.0):
         super().__init__()
-        one_of("attn", attn, ATTENTIONS)
-        one_of("form", form, FORMS)
-        if dim % num_heads:
-            raise ValueError(f"dim={dim} is not divisible by num_heads={num_heads}")
-        if attn == "scaled_s" and (num_tokens is None or causal):
-            raise ValueError("attn='scaled_s' learns one N x N matrix per head: it needs "
-                             "num_tokens and is not causal")
         self.num_heads, self.attn, self.causal, self.attn_drop = num_heads, attn, causal, attn_drop
-        self.rpc = dict(n_iter=n_iter, lambd=lambd, mu_over=mu_over, **FORMS[form])
+        settings = {**PAP_SETTINGS, **(pap or {})}
+        self.pap = {**FORMS[settings.pop("form")], **settings}          # of rpc_attention
 
-        # The arguments of this kind's function say what it needs: no q, no projection for it.
-        parameters = inspect.signature(ATTENTIONS[attn]).parameters.values()
-        self.takes = [p.name for p in parameters if p.default is p.empty]
-        needed = {"k", "v", "layer"} if causal or attn_drop else {"k", "v"}
-        if not needed <= set(self.takes) <= {"q", "k", "v", "layer"}:
-            raise ValueError(f"attn={attn!r} is a function of {', '.join(self.takes)}; expected q, "
-                             "k, v or k, v, and layer (whose layer.how says causal and dropout_p)")
-        self.num_proj = 3 if "q" in self.takes else 2                   # q, k, v or k, v
+        # Its arguments say what this kind needs: without q in them there is no projection for it.
+        kind, sizes = ATTENTIONS[attn], dict(dim=dim, num_heads=num_heads, num_tokens=num_tokens)
+        module = isinstance(kind, type)
+        self.learned = kind(**{x: sizes[x] for x in arg_names(kind, sizes)}) if module else None
+        self.arg_names = arg_names(kind.forward if module else kind,
+                                   ("q", "k", "v", "causal", "dropout_p", "layer"))
+        for name, wanted in (("causal", causal), ("dropout_p", attn_drop)):
+            if wanted and not {name, "layer"} & set(self.arg_names):
+                raise ValueError(f"attn={attn!r} has no argument {name}, which it would have to "
+                                 f"heed here ({name}={wanted})")
+        self.num_proj = 3 if "q" in self.arg_names else 2               # q, k, v or k, v
         self.qkv = nn.Linear(dim, self.num_proj * dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim, bias=proj_bias)
         self.proj_drop = nn.Dropout(proj_drop)
-        if attn == "scaled_s":
-            self.s = nn.Parameter(torch.zeros(num_heads, num_tokens, num_tokens))
-        elif attn == "scaled_alpha":
-            self.s = nn.Parameter(torch.zeros(1))
 
     @property
-    def how(self):
-        """What every kind has to heed: dict(causal, dropout_p)."""
+    def attn_kwargs(self):
+        """The keywords of every kind: dict(causal, dropout_p)."""
         return dict(causal=self.causal, dropout_p=self.attn_drop if self.training else 0.0)
 
     def project(self, x):
@@ -261,24 +256,27 @@ class SelfAttention(nn.Module):
         return qkv[0], qkv[-2], qkv[-1]
 
     def attend(self, q, k, v):
-        """Call the function of this kind; q, k, v, h: (B, H, N, D). ValueError: h is no such."""
-        given = dict(q=q, k=k, v=v, layer=self)
-        h = ATTENTIONS[self.attn](**{name: given[name] for name in self.takes})
-        found = tuple(getattr(h, "shape", [type(h).__name__]))
-        if found != tuple(v.shape):
-            raise ValueError(f"attn={self.attn!r} returned {found}, expected h {tuple(v.shape)}")
-        return h
+        """Call the function or module of this kind; q, k, v, result: (B, H, N, D)."""
+        given = dict(q=q, k=k, v=v, layer=self, **self.attn_kwargs)
+        function = ATTENTIONS[self.attn] if self.learned is None else self.learned
+        return function(**{name: given[name] for name in self.arg_names})
 
     def trace(self, x):
         """List PAP's steps, dicts of S, K2, L; of a kind without PAP those that it would take."""
         (q, k, v), steps = self.project(x), []
-        q = q if self.attn == "rpc_asym" else None
-        rpc_attention(k, v, q=q, causal=self.causal, **self.rpc, trace=steps)
+        q = q if self.attn in PAP and "q" in self.arg_names else None
+        rpc_attention(k, v, q=q, causal=self.causal, **self.pap, trace=steps)
         return steps
 
     def forward(self, x):
         h = self.attend(*self.project(x))                               # (B, H, N, D)
         return self.proj_drop(self.proj(h.transpose(1, 2).flatten(2)))  # (B, N, C)
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        """Load Scaled Attention's `s` also under its older name, which is the released code's."""
+        if prefix + "s" in state_dict:
+            state_dict[prefix + "learned.s"] = state_dict.pop(prefix + "s")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 @torch.no_grad()

@@ -33,6 +33,7 @@ except ImportError:                   # Windows: folders are not locked there
 
 TASKS = {"train_cls.py": "classification", "train_seg.py": "segmentation",
          "train_lm.py": "language modelling"}
+PAP_FLAGS = ("n_iter", "lambd", "form", "mu_over")                  # one field, pap, in configs
 
 
 class InputError(ValueError):
@@ -51,6 +52,14 @@ def number(kind, low, high=1e30):
         return value
     parse.__name__ = kind.__name__                             # argparse says "invalid float value"
     return parse
+
+
+def one_of(name, value, known):
+    """Refuse a setting that has none of the known values."""
+    if value not in known:
+        own = ("; one of your own is entered in attention.ATTENTIONS first, as "
+               "referee.studies.robust_attentions does") if name == "attn" else ""
+        raise InputError(f"{name}={value!r}, expected one of {', '.join(sorted(known))}{own}")
 
 
 def path(text):
@@ -89,6 +98,12 @@ def add_attention(flag, kinds):
     flag("--lambd", type=number(float, 0, math.inf), default=4.0,
          help="PAP lambda; the paper: 4 in layer 0, 3 in all; inf: never shrink")
     flag("--form", choices=FORMS, default="released", help="reading of Algorithm 1: attention.py")
+
+
+def pap_of(args):
+    """Gather the flags of PAP that are set: what configs hold as `pap`."""
+    return {name: value for name, value in vars(args).items()
+            if name in PAP_FLAGS and value is not None}
 
 
 def add_running(p, name, end):
@@ -467,17 +482,18 @@ def naming(what):
 
 
 def stored_config(checkpoint, config):
-    """Read a checkpoint's model_config as the dataclass `config`; ValueError if fields differ."""
-    stored, kinds = checkpoint["model_config"], {f.name: f.type for f in fields(config)}
-    accepted = {float: (float, int), tuple: (tuple, list)}
-    wrong = [f"{name} is missing" for name in kinds if name not in stored]
-    wrong += [f"{name} is unknown" for name in stored if name not in kinds]
-    wrong += [f"{name} is {stored[name]!r} instead of {kind.__name__}"
-              for name, kind in kinds.items()
-              if name in stored and not isinstance(stored[name], accepted.get(kind, kind))]
-    if wrong:
-        raise InputError(f"its model_config is not a {config.__name__}: {'; '.join(wrong[:3])}; "
-                         f"if an older version wrote it, commit 9259512 reads it")
+    """Read a checkpoint's model_config as the dataclass `config`; a field it lacks has its default.
+
+    Raises InputError at an unknown field. PAP's settings were fields of their own once.
+    """
+    stored = dict(checkpoint["model_config"])
+    separate = {name: stored.pop(name) for name in PAP_FLAGS if name in stored}
+    if separate:
+        stored["pap"] = separate
+    unknown = stored.keys() - {f.name for f in fields(config)}
+    if unknown:
+        raise InputError(f"its model_config has {', '.join(sorted(unknown))}, which is unknown to "
+                         f"{config.__name__}")
     return config(**stored)
 
 
@@ -490,11 +506,14 @@ def rebuild(checkpoint, script, model, config):
 
 
 def load_strictly(model, weights):
-    """Call model.load_state_dict; its error becomes a ValueError of one line, cut where long."""
+    """Call model.load_state_dict; weights that do not fit leave the model as it was."""
+    before = {name: w.clone() for name, w in model.state_dict().items()}
     try:
         model.load_state_dict(weights)
     except RuntimeError as e:
-        raise InputError(f"weights do not fit the model: {textwrap.shorten(str(e), 250)}") from None
+        model.load_state_dict(before)
+        raise InputError(f"weights do not fit the model: "
+                         f"{textwrap.shorten(str(e), 250)}") from None
 
 
 # --- steps of a training --------------------------------------------------------------------------

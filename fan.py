@@ -22,8 +22,8 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import nn
 
-from attention import SelfAttention, one_of, softmax_attention
-from common import rebuild
+from attention import SelfAttention, softmax_attention
+from common import InputError, one_of, rebuild
 from vit import RPC_KINDS, Block, Mlp, PatchEmbed, ViT, ViTConfig, vit_from_checkpoint
 
 SIZES = {                                                  # parameters at 224 px
@@ -45,7 +45,7 @@ class FANConfig(ViTConfig):
         self.class_attn = self.class_attn or ("symmetric" if plain == "symmetric" else "softmax")
         one_of("class_attn", self.class_attn, ("softmax", "symmetric"))
         if self.patch_size not in (2, 4, 8, 16):
-            raise ValueError(f"patch_size={self.patch_size}, expected 2, 4, 8 or 16 for a FAN")
+            raise InputError(f"patch_size={self.patch_size}, expected 2, 4, 8 or 16 for a FAN")
 
     @property
     def num_tokens(self):             # N of the blocks
@@ -200,7 +200,7 @@ class FAN(ViT):
     def build(self, c):
         """Make the parts that a ViT has otherwise, and the blocks of the class token."""
         C, H, hidden = c.embed_dim, c.num_heads, int(c.embed_dim * c.mlp_ratio)
-        how = dict(n_iter=c.n_iter, lambd=c.lambd, form=c.form, num_tokens=c.num_tokens)
+        how = dict(pap=c.pap, num_tokens=c.num_tokens)
         self.patch_embed = PatchEmbed(c.patch_size, C)
         self.patch_embed.proj = stem(c.patch_size, C)
         self.pos_embed = Positions(c.image_size // c.patch_size, C)

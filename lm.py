@@ -15,15 +15,15 @@ falling frequency in the training text if `cutoffs` are used.
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attention import ATTENTIONS, FORMS, SelfAttention, one_of
-from common import rebuild
+from attention import ATTENTIONS, PAP_SETTINGS, SelfAttention
+from common import InputError, one_of, rebuild
 
 SIZES = {
     # minutes on a CPU
@@ -44,10 +44,8 @@ class LMConfig:
     mlp_dim: int = 2048
     attn: str = "softmax"             # of attention.ATTENTIONS, one that can be causal
     rpc_layers: tuple = (0, 1, 2, 3)  # attn="rpc": these have RPC-Attention, others are symmetric
-    n_iter: int = 4                   # PAP steps
-    lambd: float = 4.0                # PAP lambda
-    form: str = "released"            # attention.FORMS: released, paper, admm
-    mu_over: str = "seen"             # tokens <= t; token: t alone; all: the future leaks
+    pap: dict = field(default_factory=dict)     # attention.PAP_SETTINGS, and mu_over: mean|k| of
+                                      # tokens "seen" (<= t), of "token" t alone; "all": it leaks
     norm: str = "post"                # the paper's x = LN(x + f(x)); pre: x + f(LN(x)), a final LN
     dropout: float = 0.1              # embedding, attention output, MLP (twice), final hidden state
     cutoffs: tuple = ()               # (): full softmax; the paper: (20000, 40000, 200000)
@@ -55,25 +53,22 @@ class LMConfig:
     def __post_init__(self):
         self.rpc_layers = tuple(sorted(self.rpc_layers)) if self.attn == "rpc" else ()
         self.cutoffs = tuple(self.cutoffs)
-        one_of("attn", self.attn, [name for name in ATTENTIONS if name != "rpc_asym"])
-        one_of("form", self.form, FORMS)
-        one_of("mu_over", self.mu_over, ("seen", "token", "all"))
+        self.pap = {**PAP_SETTINGS, "mu_over": "seen", **self.pap}
+        one_of("attn", self.attn, ATTENTIONS.keys() - {"rpc_asym", "scaled_s"})
         one_of("norm", self.norm, ("post", "pre"))
-        if self.n_iter < 1:
-            raise ValueError(f"n_iter={self.n_iter}, expected 1 or more")
         if not set(self.rpc_layers) <= set(range(self.depth)):
-            raise ValueError(f"rpc_layers={self.rpc_layers}, expected layers in "
+            raise InputError(f"rpc_layers={self.rpc_layers}, expected layers in "
                              f"0..{self.depth - 1}")
         if self.num_heads < 1 or self.embed_dim % 2 or self.embed_dim % self.num_heads:
-            raise ValueError(f"embed_dim={self.embed_dim}, expected an even multiple of "
+            raise InputError(f"embed_dim={self.embed_dim}, expected an even multiple of "
                              f"num_heads={self.num_heads}")
         if not all(low < high for low, high in pairwise((0, *self.cutoffs, self.vocab_size))):
-            raise ValueError(f"cutoffs={self.cutoffs}, expected increasing ids from 1 to "
+            raise InputError(f"cutoffs={self.cutoffs}, expected increasing ids from 1 to "
                              f"{self.vocab_size - 1}")
 
     @property
     def reads_the_future(self):       # a mu over all tokens
-        return self.mu_over == "all" and bool(self.rpc_layers)
+        return self.pap["mu_over"] == "all" and bool(self.rpc_layers)
 
     @property
     def num_tokens(self):             # as in ViTConfig
@@ -124,8 +119,7 @@ class LM(nn.Module):
             attn = "symmetric" if c.attn == "rpc" and i not in c.rpc_layers else c.attn
             blocks.append(Block(
                 c.embed_dim, c.num_heads, c.mlp_dim, c.dropout, c.norm == "pre", attn=attn,
-                n_iter=c.n_iter, lambd=c.lambd, form=c.form, mu_over=c.mu_over, causal=True,
-                qkv_bias=False, proj_bias=False))
+                pap=c.pap, causal=True, qkv_bias=False, proj_bias=False))
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(c.embed_dim) if c.norm == "pre" else nn.Identity()
         self.bias = nn.Parameter(torch.zeros(c.vocab_size))
@@ -203,7 +197,7 @@ class LM(nn.Module):
         """
         c = self.config
         if c.reads_the_future:
-            raise ValueError("mu_over='all': each new token would change all states before it; "
+            raise InputError("mu_over='all': each new token would change all states before it; "
                              "expected a model with mu_over='seen' or 'token'")
         for _ in range(num_tokens):
             hidden = self.hidden(tokens[:, -c.context:])[:, -1]

@@ -4,7 +4,7 @@ Paper: Teo & Nguyen 2024, section 4.1, App. A.3 and E.5 (Table 6). Model: Strude
 `rstrudel/segmenter`, whose parameter names are kept; its fork `rachtsy/segm` by the paper's authors
 settles what the text leaves open.
 
-    model = Segmenter(SegmenterConfig(num_classes=150, attn="rpc", n_iter=6))   # as the fork trains
+    model = Segmenter(SegmenterConfig(num_classes=150, attn="rpc", pap=dict(n_iter=6)))   # as the fork trains
     logits = model(images)        # (B, 3, h, w) in [0, 1] of any size -> (B, 150, h, w)
     p = predict(model.eval(), image, size=512, window=512, stride=480)   # (3, h, w) -> (150, h, w)
 
@@ -20,14 +20,13 @@ B batch, K classes, C width, P patch size, N tokens, class token included; h, w 
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attention import one_of
-from common import check_run, rebuild, stored_config
+from common import InputError, check_run, one_of, rebuild, stored_config
 from vit import RPC_KINDS, Block, ViT, ViTConfig
 
 IGNORE = 255                          # label of pixels that do not count
@@ -45,14 +44,12 @@ class SegmenterConfig:
     mlp_ratio: float = 4.0
     attn: str = "softmax"
     rpc_layers: tuple = (0,)          # of the encoder
-    n_iter: int = 4
-    lambd: float = 4.0
-    form: str = "released"
+    pap: dict = field(default_factory=dict)     # of encoder and decoder
     drop_path: float = 0.1            # of the encoder's last block, linear from 0
     eps: float = 1e-5                 # of every LayerNorm
     decoder: str = "mask"             # mask (transformer), linear
-    decoder_attn: str = ""            # softmax, symmetric; rpc: in block 0, n_iter and lambd as
-                                      # above, symmetric after it; "": rpc if attn is, else the
+    decoder_attn: str = ""            # softmax, symmetric; rpc: in block 0, with pap as above,
+                                      # symmetric after it; "": rpc if attn is, else the
                                       # kind of the encoder's plain layers
     decoder_depth: int = 2
     decoder_heads: int = 0            # 0: C // 64, at least 1
@@ -62,7 +59,8 @@ class SegmenterConfig:
 
     def __post_init__(self):
         encoder = self.encoder                                      # refuses what ViTConfig refuses
-        self.rpc_layers, self.mean, self.std = encoder.rpc_layers, encoder.mean, encoder.std
+        self.rpc_layers, self.pap = encoder.rpc_layers, encoder.pap
+        self.mean, self.std = encoder.mean, encoder.std
         plain = RPC_KINDS.get(self.attn, (None, self.attn))[1]
         own = self.attn if self.attn == "rpc" else plain
         known = ("softmax", "symmetric", "rpc")
@@ -71,7 +69,7 @@ class SegmenterConfig:
         one_of("decoder", self.decoder, ("mask", "linear"))
         one_of("decoder_attn", self.decoder_attn, known)
         if not 2 <= self.num_classes <= IGNORE:
-            raise ValueError(f"num_classes={self.num_classes}, expected 2 to {IGNORE}; label "
+            raise InputError(f"num_classes={self.num_classes}, expected 2 to {IGNORE}; label "
                              f"{IGNORE} is ignored")
 
     def decoder_kind(self, i):
@@ -102,10 +100,9 @@ class MaskDecoder(nn.Module):
         self.proj_dec = nn.Linear(C, C)
         cls_emb = nn.init.trunc_normal_(torch.empty(1, c.num_classes, C), std=0.02)
         self.cls_emb = nn.Parameter(cls_emb)
-        rpc = dict(n_iter=c.n_iter, lambd=c.lambd, form=c.form)
         self.blocks = nn.ModuleList(
             Block(C, c.decoder_heads, eps=c.eps, drop=drop, attn=c.decoder_kind(i), attn_drop=drop,
-                  proj_drop=drop, **rpc)
+                  proj_drop=drop, pap=c.pap)
             for i in range(c.decoder_depth))
         self.decoder_norm = nn.LayerNorm(C, eps=c.eps)
         self.proj_patch = nn.Parameter(C ** -0.5 * torch.randn(C, C))
@@ -152,7 +149,7 @@ class Segmenter(nn.Module):
         pos_embed = encoder.pos_embed
         if grid != (own, own):
             if self.config.attn == "scaled_s":
-                raise ValueError(f"attn='scaled_s' learned its S for {own} x {own} patches; the "
+                raise InputError(f"attn='scaled_s' learned its S for {own} x {own} patches; the "
                                  f"image has {grid[0]} x {grid[1]}, but S cannot be resized")
             from weights import resize_pos_embed
             pos_embed = resize_pos_embed(pos_embed, grid, "bilinear")
@@ -197,7 +194,7 @@ def sliding_windows(height, width, window, stride):
     """List (top, left) of every window, row by row; the last of each row ends at the border."""
     def starts(side):
         if not 1 <= stride <= window <= side:
-            raise ValueError(f"stride {stride}, window {window}, side {side}: expected 1 <= stride "
+            raise InputError(f"stride {stride}, window {window}, side {side}: expected 1 <= stride "
                              f"<= window <= side")
         return [*range(0, side - window, stride), side - window]
     return [(top, left) for top in starts(height) for left in starts(width)]
@@ -211,7 +208,7 @@ def predict_views(model, views, shape, *, window, stride, batch_size=8):
     in eval mode. The windows of all views go through it together, batch_size at a time.
     """
     if window % model.config.patch_size:
-        raise ValueError(f"window {window} is not a multiple of the patch size "
+        raise InputError(f"window {window} is not a multiple of the patch size "
                          f"{model.config.patch_size}")
     places = [(x, slice(top, top + window), slice(left, left + window))
               for x, _ in views for top, left in sliding_windows(*x.shape[1:], window, stride)]
@@ -266,5 +263,5 @@ def backbone_settings(checkpoint):
     config = stored_config(checkpoint, ViTConfig)
     names = ["embed_dim", "depth", "num_heads", "patch_size", "mlp_ratio", "attn"]
     if config.attn in RPC_KINDS:
-        names += ["rpc_layers", "n_iter", "lambd", "form"]
+        names += ["rpc_layers", "pap"]
     return {name: getattr(config, name) for name in names}

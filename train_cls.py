@@ -302,8 +302,7 @@ def build(args, train, device):
     layers = common.parse_layers(args.rpc_layers, size["depth"])
     config = Config(**size, image_size=args.image_size, patch_size=args.patch_size,
                     num_classes=len(train.classes), attn=args.attn, rpc_layers=layers,
-                    n_iter=args.n_iter, lambd=args.lambd, form=args.form,
-                    drop_path=args.drop_path, init=args.init)
+                    pap=common.pap_of(args), drop_path=args.drop_path, init=args.init)
     torch.manual_seed(args.seed)
     model = Model(config).to(device)
     groups = common.param_groups(model, args.weight_decay)

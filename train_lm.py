@@ -114,9 +114,8 @@ def build_config(args, vocab_size):
         raise InputError(f"--cutoffs {args.cutoffs}: expected none or ids such as "
                          f"20000,40000,200000") from None
     layers = common.parse_layers(args.rpc_layers, size["depth"])
-    return LMConfig(vocab_size, **size, attn=args.attn, rpc_layers=layers, n_iter=args.n_iter,
-                    lambd=args.lambd, form=args.form, mu_over=args.mu_over, norm=args.norm,
-                    dropout=args.dropout, cutoffs=cutoffs)
+    return LMConfig(vocab_size, **size, attn=args.attn, rpc_layers=layers, norm=args.norm,
+                    pap=common.pap_of(args), dropout=args.dropout, cutoffs=cutoffs)
 
 
 def load_text(args):

@@ -232,7 +232,9 @@ def build_config(args, num_classes, backbone=None):
     head = dict(num_classes=num_classes, image_size=args.size, drop_path=args.drop_path,
                 decoder=args.decoder, decoder_attn=args.decoder_attn or "",
                 decoder_dropout=args.dropout)
-    encoder = {k: getattr(args, k) for k in ENCODER if getattr(args, k) is not None}
+    pap = common.pap_of(args)
+    encoder = {k: getattr(args, k) for k in ENCODER
+               if k not in pap and getattr(args, k) is not None}
     size = SIZES[encoder.pop("model")] if "model" in encoder else {}
     known = encoder if backbone is None else backbone_settings(backbone)
     if args.size % known["patch_size"]:
@@ -240,14 +242,15 @@ def build_config(args, num_classes, backbone=None):
                          f"{known['patch_size']}")
     if backbone is None:
         layers = common.parse_layers(encoder.pop("rpc_layers"), size["depth"])
-        return SegmenterConfig(**size, **encoder, rpc_layers=layers, **head)
+        return SegmenterConfig(**size, **encoder, rpc_layers=layers, pap=pap, **head)
     config = SegmenterConfig(**known, **head)
     if "rpc_layers" in encoder:
         encoder["rpc_layers"] = common.parse_layers(encoder["rpc_layers"], config.depth)
-    for name, value in {**size, **encoder}.items():
-        if getattr(config, name) != value:
-            raise InputError(f"it was trained with {name}={getattr(config, name)!r} and keeps its "
-                             f"own encoder; the flags say {value!r}")
+    own = {**vars(config), **config.pap}
+    for name, value in {**size, **encoder, **pap}.items():
+        if own[name] != value:
+            raise InputError(f"it was trained with {name}={own[name]!r} and keeps its own "
+                             f"encoder; the flags say {value!r}")
     return config
 
 

@@ -3,18 +3,18 @@
 Paper: section 4 and App. A of Teo & Nguyen 2024; architecture of DeiT (Touvron et al. 2021). Names
 are those of timm's `vision_transformer.py`, so DeiT and timm weights load into the softmax kind.
 
-    model = ViT(ViTConfig(**SIZES["tiny"], attn="rpc", rpc_layers=(0,), n_iter=4, lambd=4.0))
+    model = ViT(ViTConfig(**SIZES["tiny"], attn="rpc", rpc_layers=(0,), pap=dict(n_iter=6)))
     logits = model(images)                      # images (B, 3, 224, 224) in [0, 1] -> (B, 1000)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attention import ATTENTIONS, FORMS, SelfAttention, one_of
-from common import rebuild
+from attention import ATTENTIONS, PAP_SETTINGS, SelfAttention
+from common import InputError, one_of, rebuild
 
 SIZES = {                                                  # softmax parameters at 224 px
     "nano": dict(embed_dim=64, depth=4, num_heads=2),      # 32 px, patch_size=4: scenes, on a CPU
@@ -40,9 +40,7 @@ class ViTConfig:
     mlp_ratio: float = 4.0
     attn: str = "softmax"             # of attention.ATTENTIONS or RPC_KINDS
     rpc_layers: tuple = (0,)          # with RPC-Attention, from 0; the paper's "layer1" is (0,)
-    n_iter: int = 4                   # PAP steps
-    lambd: float = 4.0                # PAP lambda
-    form: str = "released"            # attention.FORMS: released, paper, admm
+    pap: dict = field(default_factory=dict)     # n_iter, lambd, form, ...: attention.PAP_SETTINGS
     drop_path: float = 0.0            # stochastic depth: rate of the last block, linear from 0
     eps: float = 1e-6                 # of every LayerNorm
     init: str = "trunc_normal"        # DeiT's; default: torch's Linear layers, as the released code
@@ -52,18 +50,18 @@ class ViTConfig:
     def __post_init__(self):
         self.rpc_layers = tuple(sorted(self.rpc_layers)) if self.attn in RPC_KINDS else ()
         self.mean, self.std = tuple(self.mean), tuple(self.std)
+        self.pap = {**PAP_SETTINGS, **self.pap}
         one_of("attn", self.attn, dict.fromkeys([*ATTENTIONS, *RPC_KINDS]))
-        one_of("form", self.form, FORMS)
         one_of("init", self.init, ("trunc_normal", "default"))
-        for name in ("patch_size", "num_heads", "n_iter"):
+        for name in ("patch_size", "num_heads"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}, expected 1 or more")
+                raise InputError(f"{name}={getattr(self, name)}, expected 1 or more")
         for whole, part in (("image_size", "patch_size"), ("embed_dim", "num_heads")):
             if getattr(self, whole) % getattr(self, part):
-                raise ValueError(f"{whole}={getattr(self, whole)} is not divisible by "
+                raise InputError(f"{whole}={getattr(self, whole)} is not divisible by "
                                  f"{part}={getattr(self, part)}")
         if not set(self.rpc_layers) <= set(range(self.depth)):
-            raise ValueError(f"rpc_layers={self.rpc_layers}, expected layers in "
+            raise InputError(f"rpc_layers={self.rpc_layers}, expected layers in "
                              f"0..{self.depth - 1}")
 
     @property
@@ -146,8 +144,7 @@ class ViT(nn.Module):
         self.pos_embed = nn.Parameter(torch.zeros(1, c.num_tokens, c.embed_dim))
         self.blocks = nn.ModuleList(
             Block(c.embed_dim, c.num_heads, c.mlp_ratio, c.drop_path * i / max(c.depth - 1, 1),
-                  c.eps, attn=c.layer_attn(i), n_iter=c.n_iter, lambd=c.lambd, form=c.form,
-                  num_tokens=c.num_tokens)
+                  c.eps, attn=c.layer_attn(i), pap=c.pap, num_tokens=c.num_tokens)
             for i in range(c.depth))
 
     def init_weights(self):

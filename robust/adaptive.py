@@ -23,7 +23,7 @@ def rewired(model, **settings):
     model = copy.deepcopy(model, shared)
     for m in model.modules():
         if isinstance(m, SelfAttention):
-            m.rpc.update(settings)
+            m.pap.update(settings)
     return model
 
 
@@ -64,7 +64,7 @@ def gradient_models(model):
     layers = rpc_layers(model)
     if not layers:
         return []
-    half = max(layers[0].rpc["n_iter"] // 2, 1)
+    half = max(layers[0].pap["n_iter"] // 2, 1)
     return [straight_through(model, 1.0),
             straight_through(model, 0.0),
             rewired(model, shrink=smooth_shrink),

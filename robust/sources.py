@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 import common
+from attention import PAP_SETTINGS
 from robust import classifiers
 from robust.results import checksum, weights_of
 from vit import ViT, ViTConfig
@@ -69,22 +70,25 @@ def kind_of(config):
     layers = "layer" + ",".join(str(i + 1) for i in config.rpc_layers)
     if len(config.rpc_layers) == config.depth:
         layers = "all-layer"
-    name = f"{family}{config.attn} {config.n_iter}iter/{layers}"
-    if config.lambd != ViTConfig.lambd:
-        name += f", lambda {config.lambd:g}"
-    if config.form != ViTConfig.form:
-        name += f", form {config.form}"
+    pap = config.pap
+    name = f"{family}{config.attn} {pap['n_iter']}iter/{layers}"
+    if pap["lambd"] != PAP_SETTINGS["lambd"]:
+        name += f", lambda {pap['lambd']:g}"
+    if pap["form"] != PAP_SETTINGS["form"]:
+        name += f", form {pap['form']}"
     return name
 
 
 def describe_model(model, checkpoint, path):
     """Say what rows say of their model, a dict.
 
-    weights, model_config (what differs from the defaults): which model it is; recipe: a checksum of
-    how it was trained, but for the seed.
+    weights, model_config (what differs from the defaults, PAP's settings among the others): which
+    model it is; recipe: a checksum of how it was trained, but for the seed.
     """
-    defaults, trained = module_of(checkpoint["task"]).DEFAULTS, checkpoint.get("args") or {}
-    config = {k: v for k, v in vars(model.config).items() if v != defaults.get(k)}
+    defaults, config = ({**fields, **fields["pap"], "pap": None}
+                        for fields in (module_of(checkpoint["task"]).DEFAULTS, vars(model.config)))
+    trained = checkpoint.get("args") or {}
+    config = {k: v for k, v in config.items() if v != defaults.get(k)}
     config = json.loads(json.dumps(config))               # as a row that is read back has it
     recipe = {k: v for k, v in trained.items() if k not in SEED_FLAGS}
     recipe["step"] = checkpoint.get("step")               # epoch 3 and epoch 8 are not two seeds

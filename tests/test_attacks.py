@@ -436,7 +436,7 @@ def vit():
     """A ViT whose weights are large enough for keys beyond the threshold, with images and its own predictions."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = ViT(ViTConfig(32, 8, 10, 16, 2, 2, attn="rpc", rpc_layers=(0, 1), lambd=0.5)).eval()
+        model = ViT(ViTConfig(32, 8, 10, 16, 2, 2, attn="rpc", rpc_layers=(0, 1), pap=dict(lambd=0.5))).eval()
         for p in model.requires_grad_(False).parameters():
             p.mul_(4).add_(0.1 * torch.randn_like(p))
     images = load_shapes("test", 20).images.float() / 255

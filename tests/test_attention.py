@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention import (ATTENTIONS, FORMS, PAP, SelfAttention, key_statistics, naive_attention, penalty, rpc_attention,
-                       scaled_attention, soft_threshold, softmax_attention, symmetric_attention)
+from attention import (ATTENTIONS, FORMS, PAP, ScaledAttention, SelfAttention, key_statistics, naive_attention, penalty, rpc_attention,
+                       soft_threshold, softmax_attention, symmetric_attention)
 from conftest import ROOT
 from kpca import exact_scaling, pcp
 
@@ -67,7 +67,7 @@ def test_symmetric_and_rpc_modules_equal_the_released_code_in_both_precisions_wi
         group, *setting, _ = key.split("_")
         kind = dict(attn="symmetric")
         if setting[0] == "pap":
-            kind = dict(attn="rpc", n_iter=int(setting[1][1:]), lambd=float(setting[2][3:]))
+            kind = dict(attn="rpc", pap=dict(n_iter=int(setting[1][1:]), lambd=float(setting[2][3:])))
         assert close(module(a, f"{group}_sd/", torch.float32, **kind)(a[f"{group}_x"]), a[key[:-2] + "32"], atol=2e-5)
         m, x = module(a, f"{group}_sd/", torch.float64, **kind), a[f"{group}_x"].double().requires_grad_()
         y = m(x)
@@ -111,7 +111,9 @@ def test_exact_scaling_equals_its_reference_and_is_an_idempotent_projection_also
     q, k, v, S = a["q"], a["exactS/k"], a["v"], a["exactS/S"]
     assert close(exact_scaling(k, v), S @ v)
     assert close(softmax_attention(q, k, v - exact_scaling(k, v)), a["exactS/h"])
-    assert close(scaled_attention(q[:1], k[:1], v[:1], S[0]), a["exactS/h"][:1])
+    scaled = ScaledAttention(*S.shape[1:3]).double()
+    scaled.s.data[:] = S[0]
+    assert close(scaled(q[:1], k[:1], v[:1]), a["exactS/h"][:1])
     assert close(exact_scaling(k, exact_scaling(k, v)), exact_scaling(k, v), atol=1e-12)
     _, k, v = qkv(gain=4.0, N=64, D=64, dtype=torch.float32)
     assert exact_scaling(k, v).isfinite().all()                # where the ratio of softmaxes overflows
@@ -205,17 +207,17 @@ def test_permuting_tokens_permutes_the_output_of_every_kind_without_weights_per_
     m, x, order = layer(kind), tokens(), torch.randperm(10)
     if kind.startswith("scaled"):
         assert close(m.attend(*m.project(x)), softmax_attention(*m.project(x)), atol=1e-14)  # so they start
-        torch.nn.init.normal_(m.s)
+        torch.nn.init.normal_(m.learned.s)
     same = torch.allclose(m(x)[:, order], m(x[:, order]), rtol=0, atol=1e-12)
     assert same == (kind != "scaled_s")
 
 
 @pytest.mark.parametrize("kind", [k for k in ATTENTIONS if k != "scaled_s"])
 def test_changing_a_token_leaves_causal_outputs_before_it_unchanged_bit_for_bit(kind):
-    m, x = layer(kind, lambd=0.5, causal=True), tokens()
+    m, x = layer(kind, pap=dict(lambd=0.5), causal=True), tokens()
     m.qkv.weight.data *= 8                                     # keys large enough that S acts
     if kind == "scaled_alpha":
-        m.s.data.fill_(0.7)                                    # at its start, 0, the inner attention does nothing
+        m.learned.s.data.fill_(0.7)                                    # at its start, 0, the inner attention does nothing
     if kind in PAP:
         assert all((step["S"] != 0).any() for step in m.trace(x))
     changed = x.clone()
@@ -227,14 +229,14 @@ def test_changing_a_token_leaves_causal_outputs_before_it_unchanged_bit_for_bit(
 @pytest.mark.parametrize("kind,rows", [*zip(ATTENTIONS, (3, 2, 2, 3, 3, 3))])
 def test_state_dict_names_and_shapes_are_timms(kind, rows):
     shapes = {k: tuple(v.shape) for k, v in layer(kind).state_dict().items()}
-    extra = {"scaled_s": {"s": (3, 10, 10)}, "scaled_alpha": {"s": (1,)}}.get(kind, {})
+    extra = {"scaled_s": {"learned.s": (3, 10, 10)}, "scaled_alpha": {"learned.s": (1,)}}.get(kind, {})
     assert shapes == {"qkv.weight": (rows * 24, 24), "qkv.bias": (rows * 24,), "proj.weight": (24, 24),
                       "proj.bias": (24,), **extra}
 
 
 def test_under_autocast_the_state_stays_float32_and_six_steps_err_at_most_four_times_as_much_as_one():
     torch.manual_seed(0)
-    m, x = SelfAttention(48, 3, "rpc", n_iter=6), torch.randn(2, 50, 48)
+    m, x = SelfAttention(48, 3, "rpc", pap=dict(n_iter=6)), torch.randn(2, 50, 48)
     once = SelfAttention(48, 3, "symmetric")
     once.load_state_dict(m.state_dict())
     exact, exact_once = m(x), once(x)
@@ -262,12 +264,12 @@ def test_dropout_acts_in_the_last_step_only(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention",
                         lambda *a, dropout_p=0.0, **k: rates.append(dropout_p) or sdpa(*a, **k))
     rpc_attention(*qkv()[1:], n_iter=3, dropout_p=0.3)
-    assert rates == [0.0, 0.0, 0.3]
+    assert rates == [0.0, 0.0, 0.0, 0.3]                       # the last one once more
 
 
 @every_kind
 def test_the_trace_is_that_of_the_forward_pass_and_key_statistics_count_it(kind):
-    m, x = layer(kind, lambd=0.3, causal=kind != "scaled_s"), 3 * tokens()
+    m, x = layer(kind, pap=dict(lambd=0.3), causal=kind != "scaled_s"), 3 * tokens()
     trace, stats = m.trace(x), key_statistics(m, m, x)
     assert len(trace) == 4 and 0 < nonzero(trace)[-1] < 1
     q, k, v = m.project(x)
@@ -276,7 +278,7 @@ def test_the_trace_is_that_of_the_forward_pass_and_key_statistics_count_it(kind)
     shares = [round(share, 4) for share in nonzero(trace).tolist()]
     mean = round(k.abs().mean().item(), 4)
     assert stats == dict(mean_abs_key=[mean], nonzero_S={0: shares} if kind in PAP else {})
-    two = torch.nn.Sequential(layer("symmetric"), layer("rpc", lambd=0.0)).train()
+    two = torch.nn.Sequential(layer("symmetric"), layer("rpc", pap=dict(lambd=0.0))).train()
     stats = key_statistics(two, two, x)                         # of all layers, counted from 0
     assert len(stats["mean_abs_key"]) == 2 and list(stats["nonzero_S"]) == [1] and stats["nonzero_S"][1][0] == 1
     assert two.training and not any(m._forward_pre_hooks for m in two)
@@ -288,53 +290,48 @@ def nearest(q, k, v, power=2.0):
     return torch.softmax(-torch.cdist(q, k, power), -1) @ v
 
 
-@pytest.mark.parametrize("function,rows", [
+class Tempered(torch.nn.Module):
+    """With a parameter: a temperature for each head."""
+
+    def __init__(self, num_heads):
+        super().__init__()
+        self.temperature = torch.nn.Parameter(torch.ones(num_heads, 1, 1))
+
+    def forward(self, q, k, v, causal=False):
+        return softmax_attention(self.temperature * q, k, v, causal=causal)
+
+
+@pytest.mark.parametrize("mine,rows", [
     (nearest, 3), (partial(nearest, power=1.0), 3), (lambda k, v: symmetric_attention(3 * k, v), 2),
-    (lambda q, k, v, layer: softmax_attention(q, k, v, **layer.how), 3)])
-def test_a_function_that_is_entered_in_the_table_is_an_attention(function, rows, monkeypatch):
-    monkeypatch.setitem(ATTENTIONS, "mine", function)
+    (lambda q, k, v, layer: softmax_attention(q, k, v, **layer.attn_kwargs), 3), (partial(rpc_attention, n_iter=2), 2)])
+def test_a_function_that_is_entered_in_the_table_is_an_attention(mine, rows, monkeypatch):
+    monkeypatch.setitem(ATTENTIONS, "mine", mine)
     m, x = layer("mine"), tokens()
     q, k, v = m.project(x)
-    given = dict(q=q, k=k, v=v, layer=m)
-    h = function(**{name: given[name] for name in m.takes})
-    assert len(m.qkv.weight) == rows * 24 and (q is k or rows == 3 or torch.equal(q, k))
+    given = dict(k=k, v=v) | (dict(q=q) if rows == 3 else {}) | (dict(layer=m) if "layer" in m.arg_names else {})
+    h = mine(**given)
+    assert len(m.qkv.weight) == rows * 24 and (rows == 3 or torch.equal(q, k))
     assert close(m(x), m.proj(h.transpose(1, 2).flatten(2)))
 
 
-@pytest.mark.parametrize("function,how,words", [
-    (lambda x: x, {}, "attn='mine' is a function of x; expected q, k, v or k, v, and layer"),
-    (lambda q, k, v, size: v, {}, "function of q, k, v, size"), (lambda queries, keys, v: v, {}, "of queries, keys, v"),
-    (nearest, dict(causal=True), "layer.how says causal"), (nearest, dict(attn_drop=0.1), "and dropout_p"),
-    (lambda q, k, v: (v, v), {}, r"attn='mine' returned \('tuple',\), expected h \(2, 3, 10, 8\)"),
-    (lambda q, k, v: v[:, :, 1:], {}, r"returned \(2, 3, 9, 8\), expected h")])
-def test_a_function_that_cannot_be_an_attention_is_refused_in_one_line(function, how, words, monkeypatch):
-    monkeypatch.setitem(ATTENTIONS, "mine", function)
-    with pytest.raises(ValueError, match=words) as e:
-        layer("mine", **how)(tokens())
-    assert "\n" not in str(e.value)
+def test_a_module_that_is_entered_in_the_table_is_an_attention_whose_parameters_learn(monkeypatch):
+    monkeypatch.setitem(ATTENTIONS, "mine", Tempered)
+    m, x = layer("mine", causal=True), tokens()
+    assert close(m(x), layer("softmax", causal=True)(x))
+    m(x).square().sum().backward()
+    assert m.learned.temperature.shape == (3, 1, 1) and m.learned.temperature.grad.abs().min() > 0
 
 
-# --- what is refused ------------------------------------------------------------
-
-Q, K, V = qkv()
-
-
-@pytest.mark.parametrize("how,words", [
-    *[({name: bad}, f"{name}={bad!r}, expected one of") for name, bad in
-      dict(threshold="minus", mu_dim="both", dual_sign=0, mu_over="future").items()],
-    (dict(n_iter=0), "n_iter=0"), (dict(lambd=-1.0), "lambd=-1"), (dict(lambd=math.nan), "lambd=nan"),
-    (dict(k=K[0]), r"k has shape \(3, 10, 8\), expected \(B, H, N, D\)"), (dict(v=V[..., 1:]), "v has shape"),
-    (dict(q=Q[0]), "q has shape")])
-def test_what_pap_cannot_do_is_refused_by_name(how, words):
-    with pytest.raises(ValueError, match=words):
-        rpc_attention(**{"k": K, "v": V, **how})
+@pytest.mark.parametrize("how", [dict(causal=True), dict(attn_drop=0.1)])
+def test_a_function_that_would_not_heed_a_mask_or_dropout_is_refused(how, monkeypatch):
+    monkeypatch.setitem(ATTENTIONS, "mine", nearest)
+    with pytest.raises(ValueError, match="mine"):
+        layer("mine", **how)
 
 
-@pytest.mark.parametrize("bad,word", [
-    (dict(attn="linear"), "'linear', expected.*or by the module of a study, as referee.studies.robust_attentions"),
-    (dict(form="draft"), r"form='draft', expected one of \('released', 'paper', 'admm'\)$"),
-    (dict(num_heads=5), "divisible"), (dict(attn="scaled_s"), "num_tokens"),
-    (dict(attn="scaled_s", num_tokens=5, causal=True), "causal")])
-def test_module_refuses_bad_arguments_with_a_sentence(bad, word):
-    with pytest.raises(ValueError, match=word):
-        SelfAttention(**{"dim": 24, "num_heads": 3, **bad})
+@pytest.mark.parametrize("how", [dict(threshold="minus"), dict(mu_dim="both"), dict(dual_sign=0), dict(n_iter=0),
+                                 dict(mu_over="future"), dict(v=qkv()[2][..., 1:])])
+def test_pap_does_not_run_with_a_setting_that_it_has_not(how):
+    _, k, v = qkv()
+    with pytest.raises(AssertionError):
+        rpc_attention(**{"k": k, "v": v, **how})

@@ -76,7 +76,7 @@ def test_a_file_of_timm_or_deit_gives_timms_logits(files, name, normalize, mean,
 
 def test_a_file_of_the_released_code_says_its_attention(files):
     config = sources.load_model(files[0] / "released.pth", "cpu").model.config
-    assert (config.attn, config.n_iter, config.lambd, config.rpc_layers) == ("rpc", 2, 3.0, (1,))
+    assert (config.attn, config.pap["n_iter"], config.pap["lambd"], config.rpc_layers) == ("rpc", 2, 3.0, (1,))
 
 
 @pytest.mark.parametrize("model", ["--ckpt timm.pt", "--ckpt released.pth", "--model my.py:FromTimm --image_size 32",

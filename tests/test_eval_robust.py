@@ -251,8 +251,8 @@ def test_imagenet_o_is_told_from_so_many_images_of_its_classes_in_val(monkeypatc
 
 def test_models_that_share_weights_have_columns_of_their_own(tmp_path):
     """RPC and symmetric models have the same parameters; only model_config tells them apart."""
-    options = [dict(n_iter=1), dict(n_iter=4), dict(n_iter=4, lambd=0.3), dict(n_iter=4, form="paper"),
-               dict(attn="symmetric"), dict(n_iter=4, lambd=0.3, eps=1e-5)]
+    options = [dict(pap=dict(n_iter=1)), dict(pap=dict(n_iter=4)), dict(pap=dict(n_iter=4, lambd=0.3)), dict(pap=dict(n_iter=4, form="paper")),
+               dict(attn="symmetric"), dict(pap=dict(n_iter=4, lambd=0.3), eps=1e-5)]
     for i, option in enumerate(options):
         make_checkpoint(tmp_path / f"{i}.pt", **option)
         checkpoint = common.load(tmp_path / f"{i}.pt")

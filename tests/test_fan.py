@@ -24,8 +24,8 @@ from weights import load_weights
 SMALL = dict(image_size=64, embed_dim=32, depth=2, num_heads=4, num_classes=10)
 KINDS = {"softmax": (dict(attn="softmax"), {}), "symmetric": (dict(attn="symmetric"), {}),
          "symmetric, class queries": (dict(attn="symmetric", class_attn="softmax"), {}),
-         "rpc": (dict(attn="rpc", n_iter=4, lambd=0.2), {0: (4, 0.2)}),
-         "rpc everywhere": (dict(attn="rpc", rpc_layers=(0, 1), n_iter=2, lambd=0.2), {0: (2, 0.2), 1: (2, 0.2)})}
+         "rpc": (dict(attn="rpc", pap=dict(n_iter=4, lambd=0.2)), {0: (4, 0.2)}),
+         "rpc everywhere": (dict(attn="rpc", rpc_layers=(0, 1), pap=dict(n_iter=2, lambd=0.2)), {0: (2, 0.2), 1: (2, 0.2)})}
 
 
 def small(**kind):
@@ -121,9 +121,9 @@ def test_state_dict_names_are_the_references(golden):
 # --- the model -----------------------------------------------------------------------------------
 
 def test_rpc_acts_on_the_patches_of_the_chosen_blocks_with_the_flags_settings():
-    m, shapes = small(attn="rpc", rpc_layers=(1,), n_iter=3, lambd=0.7, form="paper"), []
+    m, shapes = small(attn="rpc", rpc_layers=(1,), pap=dict(n_iter=3, lambd=0.7, form="paper")), []
     assert [block.attn.attn for block in m.blocks] == ["symmetric", "rpc"]
-    assert m.blocks[1].attn.rpc["n_iter"] == 3 and m.blocks[1].attn.rpc["threshold"] == "over"
+    assert m.blocks[1].attn.pap["n_iter"] == 3 and m.blocks[1].attn.pap["threshold"] == "over"
     m.blocks[1].attn.register_forward_pre_hook(lambda module, inputs: shapes.append(inputs[0].shape))
     m(torch.rand(2, 3, 64, 64))
     assert shapes == [(2, 16, 32)] and m.config.num_tokens == 16                       # no class token among them
@@ -209,7 +209,7 @@ def test_weights_of_another_model_are_refused_in_one_line(model, weights, words)
     assert "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize("m", [small(attn="rpc", rpc_layers=(1,), n_iter=2, form="admm"), VIT,
+@pytest.mark.parametrize("m", [small(attn="rpc", rpc_layers=(1,), pap=dict(n_iter=2, form="admm")), VIT,
                                small(attn="symmetric", class_attn="softmax")])
 def test_a_checkpoint_alone_says_which_model_it_is(m, tmp_path):
     config, x = asdict(m.config), torch.rand(2, 3, 64, 64)

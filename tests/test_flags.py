@@ -199,7 +199,7 @@ def test_a_run_with_every_flag_away_from_its_default_is_what_it_was(name):
     torch.manual_seed(1)                                                                 # of 10 classes; the tree has 7
     torch.save({"model": ViT(ViTConfig(
         image_size=16, patch_size=8, num_classes=10, embed_dim=96, depth=6, num_heads=3, attn="rpc_asym",
-        rpc_layers=(1, 3), n_iter=3, lambd=0.3, form="paper", drop_path=0.3, init="default")).state_dict()}, "start.pt")
+        rpc_layers=(1, 3), pap=dict(n_iter=3, lambd=0.3, form="paper"), drop_path=0.3, init="default")).state_dict()}, "start.pt")
     script, flags = name.split()[0], RUNS[name]
     usual = defaults(script, data=flags.get("data", "shapes"))
     call(SCRIPTS[script].main, **flags)

@@ -269,7 +269,7 @@ def test_captured_heads_reproduce_the_attention_of_every_kind(kind, causal):
     model = Wrapped(attn=kind, causal=causal, num_tokens=10).double()
     module = model.inner[1]
     if kind.startswith("scaled"):
-        nn.init.normal_(module.s, std=0.3)
+        nn.init.normal_(module.learned.s, std=0.3)
     assert kind in ATTENTIONS
     x = torch.randn(2, 10, 24, dtype=torch.float64)
     heads, = capture(model, x)

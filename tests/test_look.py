@@ -27,7 +27,7 @@ def save(path, model, **more):
 @pytest.fixture
 def classifier(tmp_path):
     torch.manual_seed(0)
-    model = ViT(ViTConfig(**SMALL, lambd=0.01)).eval()
+    model = ViT(ViTConfig(**SMALL, pap=dict(lambd=0.01))).eval()
     return model, save(tmp_path / "vit.pt", model)
 
 
@@ -62,7 +62,7 @@ def test_attention_is_what_the_layer_gives_the_class_token():
     torch.manual_seed(0)
     x = torch.randn(1, 17, 16)
     for kind in ("softmax", "symmetric", "rpc", "rpc_asym"):
-        attn = SelfAttention(16, 1, attn=kind, lambd=0.5)
+        attn = SelfAttention(16, 1, attn=kind, pap=dict(lambd=0.5))
         steps = attn.trace(x) if kind in PAP else []
         row = look.class_attention(attn, x, steps)
         v = attn.project(x)[2][0, 0]

@@ -154,7 +154,7 @@ def test_a_run_equals_the_plain_loop(alone):
         return everything.images[kept][index], everything.labels[kept][index]
     torch.manual_seed(f.seed)
     model = ViT(ViTConfig(image_size=16, patch_size=8, num_classes=10, embed_dim=96, depth=6, num_heads=3,
-                          attn="rpc_asym", rpc_layers=(1, 3), n_iter=3, lambd=0.3, form="paper", drop_path=0.3,
+                          attn="rpc_asym", rpc_layers=(1, 3), pap=dict(n_iter=3, lambd=0.3, form="paper"), drop_path=0.3,
                           init="default"))
     expected, average = plain_loop(f, load, 32, 10, (everything.images[held], everything.labels[held]), model)
     assert {path.name for path in Path("a").glob("*.*")} == {"log.jsonl", "last.pt", "epoch_2.pt"}

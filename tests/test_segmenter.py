@@ -20,7 +20,7 @@ from weights import load_weights, resize_pos_embed
 
 TOY = dict(num_classes=5, image_size=64, embed_dim=48, depth=2, num_heads=2, decoder_heads=2)
 REFERENCES = {"seg_mask": dict(), "seg_linear": dict(decoder="linear"), "seg_mask_symmetric": dict(attn="symmetric"),
-              "seg_mask_rpc": dict(attn="rpc", n_iter=6, lambd=2.0, decoder_attn="symmetric")}
+              "seg_mask_rpc": dict(attn="rpc", pap=dict(n_iter=6, lambd=2.0), decoder_attn="symmetric")}
 SMALL = dict(num_classes=4, image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=2)
 
 
@@ -114,7 +114,7 @@ def test_parameter_counts_are_those_of_upstreams_classes(kind, encoder, decoder)
 def test_the_rpc_decoder_is_that_of_the_papers_authors_with_gradients(golden):
     a = golden("seg_decoder_rpc")
     K, P, C, H, side = a["config"].tolist()
-    d = MaskDecoder(SegmenterConfig(K, side * P, P, C, num_heads=H, decoder_heads=H, attn="rpc", n_iter=6)).double()
+    d = MaskDecoder(SegmenterConfig(K, side * P, P, C, num_heads=H, decoder_heads=H, attn="rpc", pap=dict(n_iter=6))).double()
     d.eval().load_state_dict({k[3:]: v for k, v in a.items() if k.startswith("sd/")})
     masks = d(a["x"].double()).mT.unflatten(2, (side, side))
     close(masks, a["masks64"], atol=1e-9)
@@ -135,10 +135,10 @@ def test_the_rpc_decoder_is_that_of_the_papers_authors_with_gradients(golden):
     (dict(attn="sym_asym"), "rpc softmax", "softmax softmax"),
     (dict(attn="scaled_alpha"), "scaled_alpha scaled_alpha", "softmax softmax")])
 def test_every_layer_of_encoder_and_decoder_has_its_attention(kind, encoder, decoder):
-    m = small(**kind, n_iter=3, lambd=0.7, form="paper")
+    m = small(**kind, pap=dict(n_iter=3, lambd=0.7, form="paper"))
     parts = [[b.attn for b in part.blocks] for part in (m.encoder, m.decoder)]
     assert [" ".join(attn.attn for attn in part) for part in parts] == [encoder, decoder]
-    assert parts[0][0].rpc == parts[1][0].rpc and parts[1][0].rpc["n_iter"] == 3              # one n, lambda, form
+    assert parts[0][0].pap == parts[1][0].pap and parts[1][0].pap["n_iter"] == 3              # one n, lambda, form
 
 
 def test_dropout_acts_in_the_decoder_drop_path_in_the_encoder_and_both_in_training_only():
@@ -259,14 +259,14 @@ def classifier(**kind):
     return m, dict(task="classification", model=m.state_dict(), model_config=asdict(m.config))
 
 
-@pytest.mark.parametrize("kind", [dict(attn="rpc", n_iter=6, lambd=2.0, form="paper"), dict(attn="symmetric"),
-                                  dict(mlp_ratio=2.0), dict(attn="rpc", rpc_layers=(0, 1), n_iter=2, lambd=3.0)])
+@pytest.mark.parametrize("kind", [dict(attn="rpc", pap=dict(n_iter=6, lambd=2.0, form="paper")), dict(attn="symmetric"),
+                                  dict(mlp_ratio=2.0), dict(attn="rpc", rpc_layers=(0, 1), pap=dict(n_iter=2, lambd=3.0))])
 def test_a_classifier_at_64_pixels_becomes_the_encoder_at_96(kind):
     backbone, checkpoint = classifier(**kind)
     m = Segmenter(SegmenterConfig(7, 96, **backbone_settings(checkpoint), drop_path=0.2))
     c = m.config
     assert (c.num_classes, c.image_size, c.drop_path) == (7, 96, 0.2)
-    for name in (*SHAPE, "mlp_ratio", "attn", "rpc_layers", *(("n_iter", "lambd", "form") if "n_iter" in kind else ())):
+    for name in (*SHAPE, "mlp_ratio", "attn", "rpc_layers", *(("pap",) if "pap" in kind else ())):
         assert getattr(c, name) == getattr(backbone.config, name)
     load_weights(m.encoder, checkpoint, mode="bilinear")
     expected = backbone.state_dict()
@@ -290,7 +290,7 @@ def test_deit_and_timm_weights_and_the_released_files_are_backbones():
     released, _ = classifier(embed_dim=64, num_heads=1, attn="rpc")
     args = SimpleNamespace(robust=True, num_iter=5, lambd=4.0, layer=0)
     c = SegmenterConfig(7, 96, **backbone_settings({"model": released.state_dict(), "args": args}))
-    assert (c.attn, c.rpc_layers, c.n_iter, c.lambd) == ("rpc", (0,), 5, 4.0)
+    assert (c.attn, c.rpc_layers, c.pap["n_iter"], c.pap["lambd"]) == ("rpc", (0,), 5, 4.0)
     load_weights(Segmenter(c).encoder, {"model": released.state_dict(), "args": args})
     with pytest.raises(ValueError, match="symmetric or RPC; this file does not say which"):
         backbone_settings(released.state_dict())

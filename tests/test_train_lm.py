@@ -93,7 +93,7 @@ def test_the_default_run_ends_in_its_result_and_needs_no_flag(monkeypatch, capsy
 
 def test_a_model_that_reads_the_future_trains_and_is_not_sampled():
     train(SMALL, "--mu_over all --max_steps 2 --out_dir a")
-    assert lm_from_checkpoint(common.load("a")).config.mu_over == "all" and log("a", "sample")[2] == ""
+    assert lm_from_checkpoint(common.load("a")).config.pap["mu_over"] == "all" and log("a", "sample")[2] == ""
     assert "--sample a: mu_over='all'" in bad("--sample a")
 
 

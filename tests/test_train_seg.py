@@ -260,13 +260,13 @@ def classifier(path, **config):
 
 
 def test_a_backbone_keeps_its_own_attention_and_flags_that_contradict_it_are_refused(root):
-    backbone = classifier("rpc.pt", attn="rpc", rpc_layers=(1,), n_iter=2, lambd=3.0)
+    backbone = classifier("rpc.pt", attn="rpc", rpc_layers=(1,), pap=dict(n_iter=2, lambd=3.0))
     run = flags("--data ade20k --num_classes 4 --size 48 --num_workers 0 --save_images 0 --max_steps 1 --log_every 1",
                 ["--data_dir", root, "--backbone", "rpc.pt"])
     train(run, "--out_dir a --lr 1e-9 --min_lr 0")
     checkpoint = common.load("a")
     config = SegmenterConfig(**checkpoint["model_config"])
-    assert (config.attn, config.rpc_layers, config.n_iter, config.lambd) == ("rpc", (1,), 2, 3.0)
+    assert (config.attn, config.rpc_layers, config.pap["n_iter"], config.pap["lambd"]) == ("rpc", (1,), 2, 3.0)
     assert (config.embed_dim, config.depth, config.patch_size) == (64, 2, 8)
     loaded = checkpoint["model"]["encoder.blocks.1.attn.qkv.weight"]
     torch.testing.assert_close(loaded, backbone.blocks[1].attn.qkv.weight.data)

@@ -14,7 +14,7 @@ from robust.patches import corrupt_patches
 from referee.studies import where_is_s
 from vit import ViT, ViTConfig
 
-RPC = dict(attn="rpc", n_iter=3, lambd=1.0)
+RPC = dict(attn="rpc", pap=dict(n_iter=3, lambd=1.0))
 
 
 def small(seed=0, **config):
@@ -98,7 +98,7 @@ def test_the_steps_looked_at_are_those_of_the_layer(attn):
     h = block.attn.proj(steps[-1]["L"].transpose(1, 2).flatten(2))
     assert torch.allclose(h, block.attn(block.norm1(model.embed(images))), atol=1e-6)
     assert len(steps) == 3 and k.shape == steps[0]["S"].shape == (5, 2, 17, 8)
-    symmetric, twin = small(attn="symmetric", n_iter=2, lambd=0.5)[0], small(attn="rpc", n_iter=2, lambd=0.5)[0]
+    symmetric, twin = small(attn="symmetric", pap=dict(n_iter=2, lambd=0.5))[0], small(attn="rpc", pap=dict(n_iter=2, lambd=0.5))[0]
     (_, ours), (_, theirs) = (where_is_s.first_layer(m, images) for m in (symmetric, twin))
     assert len(ours) == 2 and ours[1]["S"].any() and torch.equal(ours[1]["S"], theirs[1]["S"])
 
@@ -133,7 +133,7 @@ def test_what_is_measured_equals_measuring_by_hand():
     found = where_is_s.examine(model, images, labels, ["white", "noise"])
     x, hit = corrupt_patches(images, "white", 2)
     for name, lambd in (("", 1.0), (", shrinkage off", math.inf)):
-        twin = small(**{**RPC, "lambd": lambd})[0]
+        twin = small(attn="rpc", pap=dict(n_iter=3, lambd=lambd))[0]
         h, clean = (twin.blocks[0](twin.embed(each)) for each in (x, images))
         cosine = [F.cosine_similarity(a[1:][~on], b[1:][~on], dim=1).mean() for a, b, on in zip(h, clean, hit)]
         assert torch.allclose(found[f"white: cosine{name}"], torch.stack(cosine), atol=1e-6)

@@ -13,14 +13,14 @@ import math
 import torch
 import torch.nn.functional as F
 
-from common import load, load_strictly
+from common import InputError, load, load_strictly
 
 VIT_NAMES = ("pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight",
              "blocks.0.attn.qkv.weight")                            # timm's, as DeiT's
 
 
 def load_weights(model, checkpoint, new_head=False, mode="bicubic"):
-    """Load weights into a classifier strictly or raise ValueError. Returns what was adapted.
+    """Load weights into a classifier strictly or raise InputError. Returns what was adapted.
 
     checkpoint: of `common.load`: {"model" or "state_dict": weights, ...} or weights alone, with
     timm's names, into a FAN those of `NVlabs/FAN`. A ViT's positions of another image size are
@@ -46,7 +46,7 @@ def load_weights(model, checkpoint, new_head=False, mode="bicubic"):
         weights = {name: w for name, w in weights.items() if not name.startswith("head.")}
     elif head is not None and head.shape != own["head.weight"].shape:
         if not new_head:
-            raise ValueError(f"weights are for {len(head)} classes, the model for {c.num_classes}")
+            raise InputError(f"weights are for {len(head)} classes, the model for {c.num_classes}")
         notes.append(f"new head for {c.num_classes} classes (the file has {len(head)})")
         weights["head.weight"], weights["head.bias"] = own["head.weight"], own["head.bias"]
     load_strictly(model, weights)
@@ -70,25 +70,25 @@ def check_vit(config, own, weights, args):
     own: the model's state dict. args: those of a file of `rachtsy/KPCA_code`, or anything.
     """
     if "dist_token" in weights:
-        raise ValueError("distilled DeiT weights (dist_token, head_dist) hold a second token, "
+        raise InputError("distilled DeiT weights (dist_token, head_dist) hold a second token, "
                          "which this ViT has not; use the files without 'distilled' in their name")
     check_names(weights, "ViT", *VIT_NAMES)
     theirs = released_attention(args, config.depth)
     ours = {name: getattr(config, name) for name in theirs}
     if ours != theirs:
-        raise ValueError(f"the file was trained with {theirs}, the model has {ours}")
+        raise InputError(f"the file was trained with {theirs}, the model has {ours}")
     C = weights["cls_token"].shape[-1]
     if C != config.embed_dim:
-        raise ValueError(f"weights have width {C}, the model has embed_dim={config.embed_dim}"
+        raise InputError(f"weights have width {C}, the model has embed_dim={config.embed_dim}"
                          f"{TYPO if C == 348 else ''}")
     for name in (name for name in own if name in weights):
         held, needed = weights[name].shape, own[name].shape
         if name.endswith("qkv.weight") and held != needed:
-            raise ValueError(f"{name} holds {held[0] // C}C rows (q, k, v or k, v), but "
+            raise InputError(f"{name} holds {held[0] // C}C rows (q, k, v or k, v), but "
                              f"attn={config.attn!r} needs {needed[0] // C}C there: softmax and "
                              f"symmetric weights do not fit each other")
         if name.endswith("attn.s") and held != needed:
-            raise ValueError(f"{name} has shape {tuple(held)}, the model needs {tuple(needed)}: "
+            raise InputError(f"{name} has shape {tuple(held)}, the model needs {tuple(needed)}: "
                              f"a learned S belongs to one attention kind and one number of tokens")
 
 
@@ -98,7 +98,7 @@ def check_fan(config, own, weights):
     for name in (f"blocks.{i}.attn.q.weight" for i in range(config.depth)):
         if (name in weights) != (name in own):
             theirs = "a" if name in weights else "no"
-            raise ValueError(f"the file has {theirs} {name}, unlike attn={config.attn!r}: softmax "
+            raise InputError(f"the file has {theirs} {name}, unlike attn={config.attn!r}: softmax "
                              f"and symmetric weights do not fit each other")
 
 
@@ -106,18 +106,18 @@ def check_names(weights, family, *names):
     """Refuse weights without this family's names, such as these."""
     if not {"cls_token", *names} <= set(weights):
         found = ", ".join(list(weights)[:4]) or "nothing"
-        raise ValueError(f"not {family} weights: expected cls_token, {', '.join(names)}, ..., got "
+        raise InputError(f"not {family} weights: expected cls_token, {', '.join(names)}, ..., got "
                          f"{found}, ...")
 
 
 def resize_pos_embed(pos_embed, grid, mode):
     """Interpolate positions (1, 1 + side * side, C) for a grid (h, w), but the class token's.
 
-    mode: of F.interpolate. Raises ValueError if they are of no square.
+    mode: of F.interpolate. Raises InputError if they are of no square.
     """
     side = math.isqrt(pos_embed.shape[1] - 1)
     if side * side != pos_embed.shape[1] - 1:
-        raise ValueError(f"pos_embed has {pos_embed.shape[1]} positions, expected 1 + {side} x "
+        raise InputError(f"pos_embed has {pos_embed.shape[1]} positions, expected 1 + {side} x "
                          f"{side}")
     patches = pos_embed[:, 1:].mT.unflatten(2, (side, side))
     patches = F.interpolate(patches, size=tuple(grid), mode=mode, align_corners=False)
@@ -127,15 +127,15 @@ def resize_pos_embed(pos_embed, grid, mode):
 def start_from(model, path, sizes):
     """Load the weights that --init_from names. Returns what was adapted, as `load_weights`.
 
-    Raises ValueError that says which flags they need. sizes: as in `flags_for`.
+    Raises InputError that says which flags they need. sizes: as in `flags_for`.
     """
     checkpoint = load(path)
     try:
         return load_weights(model, checkpoint, new_head=True)
-    except ValueError as e:
+    except InputError as e:
         needed = " ".join(f"--{k} {v}" for k, v in flags_for(checkpoint, sizes).items())
         needed = needed and f"; this file's weights need {needed}"
-        raise ValueError(f"--init_from {path}: {e}{needed}") from None
+        raise InputError(f"--init_from {path}: {e}{needed}") from None
 
 
 def flags_for(checkpoint, sizes):
@@ -163,15 +163,15 @@ def released_attention(args, depth):
         return dict(attn="symmetric")
     layer = getattr(args, "layer", 0)
     layers = tuple(range(depth)) if layer == -1 else (layer,)
-    return dict(attn="rpc", rpc_layers=layers, n_iter=args.num_iter, lambd=args.lambd,
-                form="released")
+    pap = dict(n_iter=args.num_iter, lambd=args.lambd, form="released")
+    return dict(attn="rpc", rpc_layers=layers, pap=pap)
 
 
 def foreign_settings(checkpoint):
     """Read what a foreign file says of its ViT, as a dict of ViTConfig's names.
 
     Files of `rachtsy/KPCA_code` name their attention; the rest is read off the shapes: DeiT and
-    timm have softmax attention (3C rows in qkv), heads of width 64. Raises ValueError if that is
+    timm have softmax attention (3C rows in qkv), heads of width 64. Raises InputError if that is
     too little.
     """
     weights = checkpoint.get("model", checkpoint)
@@ -179,10 +179,10 @@ def foreign_settings(checkpoint):
     patch, fc1, qkv = (weights[name] for name in VIT_NAMES[1:])
     C, depth = len(patch), len({k.split(".")[1] for k in weights if k.startswith("blocks.")})
     if C == 348:
-        raise ValueError(f"weights have width {C}{TYPO}")
+        raise InputError(f"weights have width {C}{TYPO}")
     attention = released_attention(checkpoint.get("args"), depth) or dict(attn="softmax")
     if attention["attn"] == "softmax" and len(qkv) != 3 * C:
-        raise ValueError("a backbone with 2C rows in qkv is symmetric or RPC; this file does not "
+        raise InputError("a backbone with 2C rows in qkv is symmetric or RPC; this file does not "
                          "say which, nor n and lambda, and the weights do not tell them apart")
     return dict(embed_dim=C, depth=depth, num_heads=max(1, C // 64), patch_size=patch.shape[-1],
                 mlp_ratio=len(fc1) / C, **attention)

@@ -59,16 +59,16 @@ MB, PIXELS = 2 ** 20, 224
 MODELS = {                                              # the settings of ViTConfig, of FANConfig
     "softmax": dict(attn="softmax"),
     "symmetric": dict(attn="symmetric"),
-    "rpc 4iter/layer1": dict(attn="rpc", n_iter=4),
-    "rpc 5iter/layer1": dict(attn="rpc", n_iter=5),
-    "rpc 6iter/layer1": dict(attn="rpc", n_iter=6),
-    "rpc 2iter/all-layer": dict(attn="rpc", n_iter=2, lambd=3.0, rpc_layers="all"),
+    "rpc 4iter/layer1": dict(attn="rpc", pap=dict(n_iter=4)),
+    "rpc 5iter/layer1": dict(attn="rpc", pap=dict(n_iter=5)),
+    "rpc 6iter/layer1": dict(attn="rpc", pap=dict(n_iter=6)),
+    "rpc 2iter/all-layer": dict(attn="rpc", pap=dict(n_iter=2, lambd=3.0), rpc_layers="all"),
     "fan softmax": dict(attn="softmax"),
     "fan symmetric": dict(attn="symmetric"),
-    "fan rpc 4iter/layer1": dict(attn="rpc", n_iter=4),
+    "fan rpc 4iter/layer1": dict(attn="rpc", pap=dict(n_iter=4)),
 }
 NORMS = {nn.LayerNorm: 5, nn.BatchNorm2d: 2}            # operations a number, as fvcore counts
-PAPER = Path(__file__).parents[1] / "referee/reproduce/paper.csv"
+PAPER = Path(__file__).parents[1] / "reproduce/paper.csv"
 
 
 def get_args():
@@ -342,7 +342,7 @@ class PlainAttention(nn.Module):
 def language_model(name):
     """LM-mini with the attention of this name."""
     size = lm.SIZES["mini"]
-    model = lm.LM(lm.LMConfig(WORDS, **size, attn=KINDS[name], rpc_layers=(0,), n_iter=4,
+    model = lm.LM(lm.LMConfig(WORDS, **size, attn=KINDS[name], rpc_layers=(0,),
                               cutoffs=CUTOFFS, dropout=0))
     for block in model.blocks if name == "plain" else ():
         block.attn = PlainAttention(size["embed_dim"], size["num_heads"])

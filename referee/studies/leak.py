@@ -35,7 +35,7 @@ def train(mu_over, seed=0, steps=400):
     """
     torch.manual_seed(seed)
     model = LM(LMConfig(3, T, embed_dim=32, depth=1, num_heads=2, mlp_dim=64, dropout=0,
-                        attn="rpc", rpc_layers=(0,), mu_over=mu_over))
+                        attn="rpc", rpc_layers=(0,), pap=dict(mu_over=mu_over)))
     model.blocks[0].attn.qkv.weight.data *= GAIN
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     word = torch.tensor([[1], [2]])

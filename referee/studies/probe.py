@@ -83,9 +83,9 @@ def attention_inputs(module, x):
 
     # Scaled Attention: every S is a matrix here.
     if module.attn == "scaled_s":
-        S = module.s[None].to(k)
+        S = module.learned.s[None].to(k)
     elif module.attn == "scaled_alpha":
-        S = module.s.to(k) * log_kernel(k, k, module.causal).softmax(-1)
+        S = module.learned.s.to(k) * log_kernel(k, k, module.causal).softmax(-1)
     elif module.attn == "exact_s":
         S = exact_scaling(k, torch.eye(k.shape[-2]).to(k))
     return Heads(q, k, raw if S is None else raw - S @ raw, raw, x, module.causal, S)
