@@ -18,7 +18,7 @@ PAGES = [
     ("robust_attentions/README.md", "robust_attentions/scenes_tables.md", outliers,
      [SCENES, *OTHERS[:2]], ["--seeds", *"01234", "--arms", "symmetric", *TEN.split()]),
     ("robust_attentions/cifar10.md", "robust_attentions/cifar10_tables.md", robustness,
-     [CIFAR10, OTHERS[2]], "--arms symmetric rpc4-l1 keys-rows weights rkde-huber".split()),
+     [CIFAR10, OTHERS[2]], "--arms symmetric rpc4-l1 keys-rows weights rkde-huber --references rpc4-l1".split()),
 ]
 
 

@@ -104,9 +104,13 @@ def compare(found, arms, baseline=BASELINE):
     return result
 
 
-def corrected(compared, primary):
-    """Correct p over the arms and the primary measures, as Holm does: {(measure, arm): p}."""
-    return holm({key: d.p for key, d in compared.items() if key[0] in primary})
+def corrected(compared, primary, references=()):
+    """Correct p over the arms and the primary measures, as Holm does: {(measure, arm): p}.
+
+    One family of tests a question: references are arms whose own question another page asks.
+    """
+    return holm({(name, arm): d.p for (name, arm), d in compared.items()
+                 if name in primary and arm not in references})
 
 
 # --- tables and figure ----------------------------------------------------------------------------
@@ -125,9 +129,9 @@ def accuracy(runs, arm):
     return f"{spread(values)} ({len(values)})" if values else ""
 
 
-def primary_table(found, compared, arms, baseline, primary):
+def primary_table(found, compared, arms, baseline, primary, references=()):
     """Write an arm a row: the primary measures, what is significant and what was detectable."""
-    p, body = corrected(compared, primary), []
+    p, body = corrected(compared, primary, references), []
     names = [name for name in primary if name in found]
     for arm in arms:
         line = [arm]
@@ -135,15 +139,15 @@ def primary_table(found, compared, arms, baseline, primary):
             d = compared.get((name, arm), NONE)
             own = p.get((name, arm), np.nan)
             line += [accuracy(found[name], arm), show(d, bold=own < 0.05) if d.n else "",
-                     show_p(d.p), show_p(own), points(detectable(d.error, d.df))]
+                     show_p(d.p), show_p(own), points(detectable(d.error, d.df, len(p)))]
         body.append(line)
     columns = ("difference (95 % CI)", "p", "p, Holm", "80 % power")
     return common.table(body, ["arm", *(head for name in names for head in (name, *columns))])
 
 
-def tables(found, compared, arms, baseline=BASELINE, primary=()):
+def tables(found, compared, arms, baseline=BASELINE, primary=(), references=()):
     """Write Markdown: the primary measures, if any; accuracies; differences to the baseline."""
-    p = corrected(compared, primary)
+    p = corrected(compared, primary, references)
     others = [arm for arm in arms if arm != baseline]
 
     def difference(name, arm):
@@ -155,8 +159,10 @@ def tables(found, compared, arms, baseline=BASELINE, primary=()):
         parts += ["The primary measures: accuracy in per cent, mean ± standard deviation (seeds); "
                   f"difference to {baseline} in points, paired by seed, 95 % CI over seeds and "
                   "images; p, and after Holm's correction over arms x measures (bold: below .05); "
-                  "the smallest difference found with 80 % power:",
-                  primary_table(found, compared, arms, baseline, primary)]
+                  "the smallest difference found with 80 % power at the first step of Holm's:",
+                  primary_table(found, compared, arms, baseline, primary, references)]
+        if any(d.n == 3 for (name, _), d in compared.items() if name in primary):
+            parts.append("Of three seeds intervals and p are rough.")
     parts += ["Accuracy in per cent, mean ± standard deviation (seeds):",
               common.table([[name, *(accuracy(runs, arm) for arm in arms)]
                             for name, runs in found.items()], ["measure", *arms])]
@@ -188,13 +194,13 @@ def report(found, groups, primary):
         print(tables(own, compare(own, arms, arms[0]), arms, arms[0], primary) + "\n")
 
 
-def draw(compared, arms, path, baseline=BASELINE, primary=()):
+def draw(compared, arms, path, baseline=BASELINE, primary=(), references=()):
     """Draw differences as points with their intervals, arms in rows, measures in columns.
 
     Red: significant. A measure that only few arms have is left to the tables.
     """
     from referee.studies.plot import WIDTH, plt
-    p = corrected(compared, primary)
+    p = corrected(compared, primary, references)
     arms = [arm for arm in arms if any(a == arm for _, a in compared)]
     names = list(dict.fromkeys(name for name, _ in compared))
     names = [name for name in names if 2 * sum((name, a) in compared for a in arms) > len(arms)]

@@ -40,6 +40,7 @@ from referee.studies.where_is_s import auc, first_layer, location, null_scores
 
 SCORES = "own", "own, untrained", "own, symmetric's weights", "|k|", "distance"
 PATCHES = [(kind, n) for kind in ("noise", "white") for n in (6, 16)]
+REFERENCES = ("rpc4-l1", "rpc2-all")      # judged by their own question, referee/studies/robustness.py
 ABOVE, NOT_BELOW = ("15 corruptions", "6 patches noise"), ("clean", "autoattack 1/255")
 
 
@@ -220,7 +221,7 @@ def report(found, compared, rows, costs, args, primary=()):
     areas.append(["clean", "tokens with a score",
                   *(over_seeds(arm, lambda row: row.get("scored")) for arm in args.arms)])
     return "\n\n".join([
-        differences.tables(found, compared, args.arms, primary=primary),
+        differences.tables(found, compared, args.arms, BASELINE, primary, REFERENCES),
         "AUC of a token's score against the corrupted patches, mean over seeds (seeds):",
         common.table(areas, ["corruption", "score", *args.arms]),
         "p after Holm's correction; a step's CPU time as a ratio to symmetric; verdict:",
@@ -244,7 +245,8 @@ def main():
     args.out_dir.mkdir(parents=True, exist_ok=True)
     (args.out_dir / "outliers.md").write_text(text + "\n")
     if compared:
-        differences.draw(compared, args.arms, args.out_dir / "outliers.png", primary=primary)
+        differences.draw(compared, args.arms, args.out_dir / "outliers.png", BASELINE, primary,
+                         REFERENCES)
     print(f"\n{text}\n\n{args.out_dir}: outliers.md is this, outliers.png draws its differences")
 
 

@@ -58,6 +58,8 @@ def get_args(argv=None):
                    "--rows all that are there")
     p.add_argument("--baseline", choices=ARMS, default=BASELINE,
                    help="the arm with which the others are compared")
+    p.add_argument("--references", nargs="+", choices=ARMS, default=[], help="arms that another "
+                   "question judges: shown, but not in the family of Holm's correction")
     p.add_argument("--seeds", nargs="+", type=common.number(int, 0),
                    help="default: 0, 1 and 2; with --rows all that are there")
     p.add_argument("--clamp", type=common.number(float, 0), default=0.5, metavar="LAMBDA",
@@ -201,11 +203,12 @@ def main():
     found = outcomes(rows, folders, args.limit, [arm for arm in ARMS if not with_rpc(arm)])
     compared, primary = compare(found, args.arms, args.baseline), primary_of(rows)
     args.out_dir.mkdir(parents=True, exist_ok=True)
-    text = tables(found, compared, args.arms, args.baseline, primary)
+    text = tables(found, compared, args.arms, args.baseline, primary, args.references)
     name = "differences" + (f"_to_{args.baseline}" if args.baseline != BASELINE else "")
     (args.out_dir / f"{name}.md").write_text(text + "\n")
     if compared:
-        draw(compared, args.arms, args.out_dir / f"{name}.png", args.baseline, primary)
+        draw(compared, args.arms, args.out_dir / f"{name}.png", args.baseline, primary,
+             args.references)
     print(f"\n{text}\n\n{args.out_dir}: {name}.md is this, {name}.png draws it")
 
 
