@@ -201,13 +201,16 @@ ATTENTIONS = {
     "scaled_alpha": ScaledAlphaAttention,
 }
 PAP = ("rpc", "rpc_asym")               # those that run Principal Attention Pursuit
+# What --attn may name besides: (attention in rpc_layers, attention in the other layers).
+LAYER_PATTERNS = {"rpc": ("rpc", "symmetric"), "rpc_asym": ("rpc_asym", "softmax"),
+                  "sym_asym": ("rpc", "softmax")}
 
 
 def arg_names(function, known):
-    """List which of the names in `known` a function's signature has; of q, k, v the required."""
+    """List which of the `known` names a function's signature has; not q where it is optional."""
     parameters = inspect.signature(function).parameters
-    return [name for name in known if name in parameters
-            and (name not in ("q", "k", "v") or parameters[name].default is inspect.Parameter.empty)]
+    optional = [p.name for p in parameters.values() if p.default is not p.empty]
+    return [name for name in known if name in parameters and not (name == "q" and name in optional)]
 
 
 # --- the module: project, attend, project back ----------------------------------------------------

@@ -7,8 +7,9 @@ released checkpoints load into the softmax kind. The paper's baseline is the sym
     model = FAN(FANConfig(**SIZES["fan_tiny"], attn="rpc", rpc_layers=(0,)))
     logits = model(images)                      # images (B, 3, 224, 224) in [0, 1] -> (B, 1000)
 
-Unlike in a ViT, convolutions embed the patches, positions are sines, blocks end in gated channels,
-and the class token joins after them: N counts patches alone. For small images the stem halves less
+A ViT but for four parts: a stack of convolutions embeds the patches, positions are sines, each
+block's MLP is a `ChannelGate`, and the class token joins after the blocks, which see patches only
+(N counts those). For small images the stem halves less
 often: patch_size=4 keeps its last two convolutions (3-96-192), so that 32 px give 8 x 8 tokens;
 NVlabs' own stem for patches of 4 (models/fan.py:232) has fewer channels, 3-48-192.
 """
@@ -22,9 +23,9 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import nn
 
-from attention import SelfAttention, softmax_attention
+from attention import LAYER_PATTERNS, SelfAttention, softmax_attention
 from common import InputError, one_of, rebuild
-from vit import RPC_KINDS, Block, Mlp, PatchEmbed, ViT, ViTConfig, vit_from_checkpoint
+from vit import Block, Mlp, PatchEmbed, ViT, ViTConfig, vit_from_checkpoint
 
 SIZES = {                                                  # parameters at 224 px
     "fan_tiny": dict(embed_dim=192, depth=12, num_heads=4),    # 7,319,920; symmetric 6,801,136
@@ -34,14 +35,14 @@ SIZES = {                                                  # parameters at 224 p
 
 @dataclass
 class FANConfig(ViTConfig):
-    """Everything that rebuilds the model. drop_path: the rate of every block."""
+    """ViTConfig and the class token's blocks. drop_path: the rate of every block."""
     cls_depth: int = 2                # class-attention blocks
     class_attn: str = ""              # theirs: softmax, symmetric; "": as the plain layers
     family = "fan "                   # no field: in tables, before the kind of attention
 
     def __post_init__(self):
         super().__post_init__()
-        plain = RPC_KINDS.get(self.attn, (None, self.attn))[1]
+        plain = LAYER_PATTERNS.get(self.attn, (None, self.attn))[1]
         self.class_attn = self.class_attn or ("symmetric" if plain == "symmetric" else "softmax")
         one_of("class_attn", self.class_attn, ("softmax", "symmetric"))
         if self.patch_size not in (2, 4, 8, 16):
@@ -157,7 +158,10 @@ class ChannelGate(nn.Module):
 
 
 class ClassAttention(nn.Module):
-    """The first token of z (B, N + 1, C) looks at all of them: (B, 1, C). symmetric: by its key."""
+    """Attention of the class token, the first of z (B, N + 1, C), to all of z: (B, 1, C).
+
+    attn: "softmax", or "symmetric", whose query is the class token's key.
+    """
 
     def __init__(self, dim, num_heads, attn):
         super().__init__()
@@ -173,7 +177,7 @@ class ClassAttention(nn.Module):
 
 
 class FANBlock(Block):
-    """A ViT's block with other attn and mlp, and a factor per channel before each sum."""
+    """Pre-norm block with these attn and mlp, each scaled per channel (gamma) before its sum."""
 
     def __init__(self, c, attn, mlp):
         super().__init__(c.embed_dim, c.num_heads, drop_path=c.drop_path, eps=c.eps)
@@ -186,7 +190,7 @@ class FANBlock(Block):
 
 
 class ClassBlock(FANBlock):
-    """Updates the class token; patches are normed and doubled, as in the reference."""
+    """Block that updates the class token. Patch tokens are normed and doubled, as in NVlabs/FAN."""
 
     def forward(self, x):
         z = self.norm1(x)
@@ -198,7 +202,7 @@ class FAN(ViT):
     """Image classifier: pixels in [0, 1] in, logits out. Parameter names as in NVlabs/FAN."""
 
     def build(self, c):
-        """Make the parts that a ViT has otherwise, and the blocks of the class token."""
+        """Make patch_embed, pos_embed and blocks, and the class token's own blocks."""
         C, H, hidden = c.embed_dim, c.num_heads, int(c.embed_dim * c.mlp_ratio)
         how = dict(pap=c.pap, num_tokens=c.num_tokens)
         self.patch_embed = PatchEmbed(c.patch_size, C)
@@ -214,12 +218,12 @@ class FAN(ViT):
     def tokens(self, x, pos_embed):
         return self.patch_embed(x) + pos_embed()
 
-    def steps(self):
+    def layers(self):
         def join(x):
             return torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], 1)
 
         late = {f"cls_attn_blocks.{i}": block for i, block in enumerate(self.cls_attn_blocks)}
-        return {**super().steps(), "cls_token": join, **late}
+        return {**super().layers(), "cls_token": join, **late}
 
 
 def classifier_from_checkpoint(checkpoint):

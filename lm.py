@@ -21,8 +21,9 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from attention import ATTENTIONS, PAP_SETTINGS, SelfAttention
+from attention import ATTENTIONS, LAYER_PATTERNS, PAP_SETTINGS, SelfAttention
 from common import InputError, one_of, rebuild
 
 SIZES = {
@@ -35,15 +36,15 @@ SIZES = {
 
 @dataclass
 class LMConfig:
-    """Everything that rebuilds the model; weights do not tell RPC from symmetric attention."""
+    """What rebuilds the model: RPC and symmetric share a state dict, only this tells which."""
     vocab_size: int                   # V
     context: int = 256                # T, tokens; the longest window
     embed_dim: int = 128              # C
     depth: int = 16
     num_heads: int = 8                # H
     mlp_dim: int = 2048
-    attn: str = "softmax"             # of attention.ATTENTIONS, one that can be causal
-    rpc_layers: tuple = (0, 1, 2, 3)  # attn="rpc": these have RPC-Attention, others are symmetric
+    attn: str = "softmax"             # of attention.ATTENTIONS or LAYER_PATTERNS; can be causal
+    rpc_layers: tuple = (0, 1, 2, 3)  # with RPC-Attention, from 0; the others are symmetric
     pap: dict = field(default_factory=dict)     # attention.PAP_SETTINGS, and mu_over: mean|k| of
                                       # tokens "seen" (<= t), of "token" t alone; "all": it leaks
     norm: str = "post"                # the paper's x = LN(x + f(x)); pre: x + f(LN(x)), a final LN
@@ -51,10 +52,10 @@ class LMConfig:
     cutoffs: tuple = ()               # (): full softmax; the paper: (20000, 40000, 200000)
 
     def __post_init__(self):
-        self.rpc_layers = tuple(sorted(self.rpc_layers)) if self.attn == "rpc" else ()
+        self.rpc_layers = tuple(sorted(self.rpc_layers)) if self.attn in LAYER_PATTERNS else ()
         self.cutoffs = tuple(self.cutoffs)
         self.pap = {**PAP_SETTINGS, "mu_over": "seen", **self.pap}
-        one_of("attn", self.attn, ATTENTIONS.keys() - {"rpc_asym", "scaled_s"})
+        one_of("attn", self.attn, [*ATTENTIONS, *LAYER_PATTERNS])
         one_of("norm", self.norm, ("post", "pre"))
         if not set(self.rpc_layers) <= set(range(self.depth)):
             raise InputError(f"rpc_layers={self.rpc_layers}, expected layers in "
@@ -111,22 +112,18 @@ class LM(nn.Module):
     def __init__(self, config):
         super().__init__()
         c = self.config = config
+        self.adaptive = AdaptiveSoftmax(c.cutoffs, c.embed_dim) if c.cutoffs else None
         self.embed = nn.Embedding(c.vocab_size, c.embed_dim)
         self.register_buffer("positions", sinusoids(c.context, c.embed_dim), persistent=False)
         self.drop = nn.Dropout(c.dropout)
-        blocks = []                             # an RPC model is symmetric outside rpc_layers
-        for i in range(c.depth):
-            attn = "symmetric" if c.attn == "rpc" and i not in c.rpc_layers else c.attn
-            blocks.append(Block(
-                c.embed_dim, c.num_heads, c.mlp_dim, c.dropout, c.norm == "pre", attn=attn,
-                pap=c.pap, causal=True, qkv_bias=False, proj_bias=False))
-        self.blocks = nn.ModuleList(blocks)
+        inside, outside = LAYER_PATTERNS.get(c.attn, (None, c.attn))
+        self.blocks = nn.ModuleList(
+            Block(c.embed_dim, c.num_heads, c.mlp_dim, c.dropout, c.norm == "pre",
+                  attn=inside if i in c.rpc_layers else outside, pap=c.pap, causal=True,
+                  num_tokens=c.context, qkv_bias=False, proj_bias=False)
+            for i in range(c.depth))
         self.norm = nn.LayerNorm(c.embed_dim) if c.norm == "pre" else nn.Identity()
         self.bias = nn.Parameter(torch.zeros(c.vocab_size))
-        self.cluster_weight, self.cluster_bias = None, None
-        if c.cutoffs:
-            self.cluster_weight = nn.Parameter(torch.zeros(len(c.cutoffs), c.embed_dim))
-            self.cluster_bias = nn.Parameter(torch.zeros(len(c.cutoffs)))
         for name, p in self.named_parameters():
             if "bias" in name:
                 nn.init.zeros_(p)
@@ -143,50 +140,23 @@ class LM(nn.Module):
             x = block(x)
         return self.drop(self.norm(x))
 
-    def output_layers(self):
-        """List (weight, bias): the head (adaptive: one more row a cluster), then each cluster."""
-        ends = pairwise((0, *self.config.cutoffs, self.config.vocab_size))
-        sizes = [high - low for low, high in ends]
-        weights, biases = list(self.embed.weight.split(sizes)), list(self.bias.split(sizes))
-        if self.config.cutoffs:
-            weights[0] = torch.cat([weights[0], self.cluster_weight])
-            biases[0] = torch.cat([biases[0], self.cluster_bias])
-        return list(zip(weights, biases))
-
-    @torch._disable_dynamo              # numbers of rows depend on data; imports no compiler yet
-    def nll(self, hidden, targets):
-        """Compute -log p(target): (..., C), (...) int64 -> (...) nats in float32 or better.
-
-        Adaptive softmax (Grave et al. 2017, all of one width): log p of a word in cluster i = log p
-        of the cluster in the head + log p of the word in the cluster. Cluster i has the i-th logit
-        from the end, as in lmtool. `LinearNLL` below keeps the memory small.
-        """
-        h, t = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
-        cluster = torch.zeros_like(t)                                    # (N,), 0: in the head
-        for c in self.config.cutoffs:
-            cluster += t >= c
-        (W, b), *tails = self.output_layers()
-        nll = linear_nll(h, W, b, torch.where(cluster > 0, len(W) - cluster, t))
-        for i, (low, (W, b)) in enumerate(zip(self.config.cutoffs, tails), 1):
-            rows = (cluster == i).nonzero().squeeze(1)                   # waits for the GPU
-            tail = linear_nll(h.index_select(0, rows), W, b, t[rows] - low)
-            nll = nll.index_add(0, rows, tail)
-        return nll.view(targets.shape)
-
     def forward(self, tokens, targets):
         """Compute -log p(target | tokens up to there): (B, T), (B, T) int64 -> (B, T) nats."""
         return self.nll(self.hidden(tokens), targets)
 
+    def nll(self, hidden, targets):
+        """Compute the cross-entropy: (..., C), (...) int64 -> (...) nats, float32 or better."""
+        if self.adaptive:
+            return self.adaptive.nll(hidden, targets, self.embed.weight, self.bias)
+        logits = wide(F.linear(hidden, self.embed.weight, self.bias))           # (..., V)
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(),
+                               reduction="none").view(targets.shape)
+
     def log_probs(self, hidden):
         """Compute log p of every word: (..., C) -> (..., V), in float32 or better."""
-        parts = []
-        for W, b in self.output_layers():
-            logits = F.linear(hidden, W, b)
-            dtype = torch.promote_types(logits.dtype, torch.float32)
-            parts.append(logits.log_softmax(-1, dtype=dtype))
-        head, *tails = parts
-        tails = [head[..., -i, None] + tail for i, tail in enumerate(tails, 1)]
-        return torch.cat([head[..., :head.shape[-1] - len(tails)], *tails], -1)
+        if self.adaptive:
+            return self.adaptive.log_probs(hidden, self.embed.weight, self.bias)
+        return wide(F.linear(hidden, self.embed.weight, self.bias)).log_softmax(-1)
 
     @torch.no_grad()
     def generate(self, tokens, num_tokens, temperature=1.0, generator=None):
@@ -207,63 +177,82 @@ class LM(nn.Module):
         return tokens
 
 
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        """Load the clusters also under the names that they had before they were a module."""
+        for name in ("cluster_weight", "cluster_bias"):
+            if prefix + name in state_dict:
+                state_dict[f"{prefix}adaptive.{name}"] = state_dict.pop(prefix + name)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
 def lm_from_checkpoint(checkpoint):
     """Rebuild the model of a checkpoint of train_lm.py, in eval mode."""
     return rebuild(checkpoint, "train_lm.py", LM, LMConfig)
 
 
-# --- the output layer in little memory ------------------------------------------------------------
+# --- adaptive softmax: a large vocabulary in little time and memory -------------------------------
+
+class AdaptiveSoftmax(nn.Module):
+    """Output layer whose rare words lie in clusters (Grave et al. 2017), all of one width, C.
+
+    The head gives logits to the words below the first cutoff and to each cluster as a whole; log p
+    of a rare word = log p of its cluster in the head + log p of the word within the cluster. So
+    most tokens cost a softmax over 20,000 words instead of 267,735. Cluster i has the i-th logit
+    from the end, as in lmtool. weight (V, C), bias (V,): of all words, the embedding's here.
+    """
+
+    def __init__(self, cutoffs, dim):
+        super().__init__()
+        self.cutoffs = cutoffs
+        self.cluster_weight = nn.Parameter(torch.zeros(len(cutoffs), dim))
+        self.cluster_bias = nn.Parameter(torch.zeros(len(cutoffs)))
+
+    def layers(self, weight, bias):
+        """List (weight, bias) of the head, with one more row a cluster, and of each cluster."""
+        sizes = [high - low for low, high in pairwise((0, *self.cutoffs, len(weight)))]
+        (W, *weights), (b, *biases) = weight.split(sizes), bias.split(sizes)
+        W, b = torch.cat([W, self.cluster_weight]), torch.cat([b, self.cluster_bias])
+        return [(W, b), *zip(weights, biases)]
+
+    @torch._disable_dynamo              # dynamic shapes: not compiled
+    def nll(self, hidden, targets, weight, bias):
+        """Compute -log p(target): (..., C), (...) int64 -> (...) nats in float32 or better."""
+        h, t = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
+        cluster = sum((t >= c).long() for c in self.cutoffs)            # (N,), 0: in the head
+        (W, b), *tails = self.layers(weight, bias)
+        nll = chunked_nll(h, W, b, torch.where(cluster > 0, len(W) - cluster, t))
+        for i, (low, (W, b)) in enumerate(zip(self.cutoffs, tails), 1):
+            rows = (cluster == i).nonzero().squeeze(1)                  # waits for the GPU
+            tail = chunked_nll(h.index_select(0, rows), W, b, t[rows] - low)
+            nll = nll.index_add(0, rows, tail)
+        return nll.view(targets.shape)
+
+    def log_probs(self, hidden, weight, bias):
+        """Compute log p of every word: (..., C) -> (..., V), in float32 or better."""
+        head, *tails = (wide(F.linear(hidden, W, b)).log_softmax(-1)
+                        for W, b in self.layers(weight, bias))
+        tails = [head[..., -i, None] + tail for i, tail in enumerate(tails, 1)]
+        return torch.cat([head[..., :head.shape[-1] - len(tails)], *tails], -1)
+
 
 CHUNK = dict(cpu=2 ** 20, cuda=2 ** 25)   # logits at a time: a CPU's cache; 128 MiB on a GPU
 MIN_ROWS = 64                             # at least: each chunk adds to all of W's gradient
 
 
-class LinearNLL(torch.autograd.Function):
-    """nll_i = -log softmax(W h_i + b)[t_i], in chunks of rows; backwards computes logits again.
+def chunked_nll(h, W, b, t):
+    """Compute the cross-entropy of h W^T + b, (N, C) x (V, C), and t, (N,): (N,), N may be 0.
 
-    h: (N, C), W: (V, C), b: (V,), t: (N,) int64 in [0, V); N may be 0. Returns (N,) in float32 or
-    better. Of size N x V there is never anything: 26 GB for one batch of the paper. Under autocast
-    the products run in its dtype.
+    Never materialises (N, V) logits, 26 GB for one batch of the paper: they are made in chunks of
+    rows, and again in the backward pass.
     """
+    def nll(h, t):
+        return F.cross_entropy(wide(F.linear(h, W, b)), t, reduction="none")
 
-    @staticmethod
-    def forward(ctx, h, W, b, t, dtype):
-        ctx.dtype, wide = dtype, torch.promote_types(dtype, torch.float32)
-        lse, picked = h.new_empty(2, len(h), dtype=wide)
-        weight, bias = W.to(dtype), b.to(dtype)
-        for i in chunks(h, len(W)):
-            logits = F.linear(h[i].to(dtype), weight, bias).to(wide)
-            picked[i] = logits.gather(1, t[i, None]).squeeze(1)
-            lse[i] = logits.logsumexp(1)
-        ctx.save_for_backward(h, W, b, t, lse)
-        return lse - picked
-
-    @staticmethod
-    def backward(ctx, grad):
-        """Gradients of h, W and b, in their shapes, from that of nll, (N,)."""
-        h, W, b, t, lse = ctx.saved_tensors
-        gh, gW, gb = torch.empty_like(h), torch.zeros_like(W), torch.zeros_like(b)
-        weight, bias = W.to(ctx.dtype), b.to(ctx.dtype)
-        for i in chunks(h, len(W)):
-            # d nll / d logits = softmax - one-hot
-            p = F.linear(h[i].to(ctx.dtype), weight, bias).to(lse.dtype)
-            p = p.sub_(lse[i, None]).exp_()
-            p.scatter_add_(1, t[i, None], torch.full_like(p[:, :1], -1))
-            gb += grad[i] @ p
-            p = p.to(ctx.dtype)
-            gh[i] = grad[i, None] * (p @ weight)
-            gW += p.mT @ (grad[i, None] * h[i]).to(ctx.dtype)
-        return gh, gW, gb, None, None
+    size = max(CHUNK.get(h.device.type, CHUNK["cuda"]) // len(W), MIN_ROWS)
+    return torch.cat([checkpoint(nll, *rows, use_reentrant=False, preserve_rng_state=False)
+                      for rows in zip(h.split(size), t.split(size))])
 
 
-def chunks(h, width):
-    """Cut the rows of h into slices of about CHUNK numbers each, when a row holds `width`."""
-    size = max(CHUNK.get(h.device.type, CHUNK["cuda"]) // width, MIN_ROWS)
-    return [slice(i, i + size) for i in range(0, len(h), size)]
-
-
-def linear_nll(h, W, b, t):
-    """Apply `LinearNLL` in the dtype that autocast asks for, or else in h's own."""
-    device = h.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
-    return LinearNLL.apply(h, W, b, t, dtype)
+def wide(x):
+    """Make bf16 and float16 float32; float64 stays."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

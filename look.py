@@ -106,7 +106,7 @@ def look_at_classifier(model, classes, image):
         print(f"{100 * chance:6.1f} %  {classes[k]}")
 
     features = model.features(images)                   # what goes into each block, by name
-    inputs = [features[name] for name in ("embed", *model.steps())]
+    inputs = [features[name] for name in ("embed", *model.layers())]
     seen, below = [("image", picture(images[0]))], []
     for i, (block, x) in enumerate(zip(model.blocks, inputs), 1):
         x = block.norm1(x)

@@ -4,7 +4,7 @@ Paper: Teo & Nguyen 2024, section 4.1, App. A.3 and E.5 (Table 6). Model: Strude
 `rstrudel/segmenter`, whose parameter names are kept; its fork `rachtsy/segm` by the paper's authors
 settles what the text leaves open.
 
-    model = Segmenter(SegmenterConfig(num_classes=150, attn="rpc", pap=dict(n_iter=6)))   # as the fork trains
+    model = Segmenter(SegmenterConfig(num_classes=150, attn="rpc", pap=dict(n_iter=6)))
     logits = model(images)        # (B, 3, h, w) in [0, 1] of any size -> (B, 150, h, w)
     p = predict(model.eval(), image, size=512, window=512, stride=480)   # (3, h, w) -> (150, h, w)
 
@@ -26,8 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from attention import LAYER_PATTERNS
 from common import InputError, check_run, one_of, rebuild, stored_config
-from vit import RPC_KINDS, Block, ViT, ViTConfig
+from vit import Block, ViT, ViTConfig
 
 IGNORE = 255                          # label of pixels that do not count
 
@@ -61,7 +62,7 @@ class SegmenterConfig:
         encoder = self.encoder                                      # refuses what ViTConfig refuses
         self.rpc_layers, self.pap = encoder.rpc_layers, encoder.pap
         self.mean, self.std = encoder.mean, encoder.std
-        plain = RPC_KINDS.get(self.attn, (None, self.attn))[1]
+        plain = LAYER_PATTERNS.get(self.attn, (None, self.attn))[1]
         own = self.attn if self.attn == "rpc" else plain
         known = ("softmax", "symmetric", "rpc")
         self.decoder_attn = self.decoder_attn or (own if own in known else "softmax")
@@ -262,6 +263,6 @@ def backbone_settings(checkpoint):
     check_run(checkpoint, "it", "train_cls.py", "model", "model_config")
     config = stored_config(checkpoint, ViTConfig)
     names = ["embed_dim", "depth", "num_heads", "patch_size", "mlp_ratio", "attn"]
-    if config.attn in RPC_KINDS:
+    if config.attn in LAYER_PATTERNS:
         names += ["rpc_layers", "pap"]
     return {name: getattr(config, name) for name in names}

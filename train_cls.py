@@ -29,13 +29,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 import common
-from attention import ATTENTIONS, key_statistics
+from attention import ATTENTIONS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE, InputError
 from data.augment import augment_uint8, send, soft_targets, to_float
 from data.batches import Split, image_batches
 from data.images import load_data, split_name
 from data.rng import epoch_order
-from vit import RPC_KINDS, SIZES, ViT, ViTConfig
+from vit import SIZES, ViT, ViTConfig
 
 # What --data selects, and --data with --model; flags win.
 RECIPES = {
@@ -89,10 +89,11 @@ def get_args():
     flag("--model", choices=[*SIZES, "fan_tiny", "fan_small"], help="nano to base: ViT")
     flag("--image_size", type=COUNT, help="pixels, a multiple of --patch_size")
     flag("--patch_size", type=COUNT, help="pixels")
-    common.add_attention(flag, list(dict.fromkeys([*ATTENTIONS, *RPC_KINDS])))
+    common.add_attention(flag, list(dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS])))
     flag("--drop_path", type=SHARE, default=0.0, help="rate of the last block (FAN: of each)")
     flag("--init", choices=["trunc_normal", "default"], help="Linear layers as DeiT's, or torch's "
-         "as the released RPC code; None: default for a ViT with symmetric or rpc")
+         "as the released RPC code; None: default, but trunc_normal for a FAN and, on imagenet, for "
+         "a ViT with other attention than symmetric or rpc")
     flag("--init_from", type=common.path,
          help="start from these weights (file or https address; App. E.6)")
 
@@ -119,8 +120,8 @@ def get_args():
         args = follow_file(p, args)
     if args.data == "folder":
         choose_for_folder(args)
-    released = args.attn in ("symmetric", "rpc") and args.model in SIZES
-    args.init = args.init or ("default" if released else "trunc_normal")
+    deit = args.data == "imagenet" and args.attn not in ("symmetric", "rpc")    # theirs: torch's
+    args.init = args.init or ("trunc_normal" if deit or args.model not in SIZES else "default")
     check_flags(args)
     return args
 

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 import common
-from attention import ATTENTIONS, key_statistics
+from attention import ATTENTIONS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE, InputError
 from data import text as data_text
 from data.text import EOS, perplexity, sliding_nll, text_folder
@@ -65,7 +65,8 @@ def get_args():
     flag = p.add_argument_group("model").add_argument
     flag("--model", choices=SIZES, help="width, depth, heads, feed-forward and context")
     flag("--context", type=COUNT, help="tokens in a window; None: the model's")
-    common.add_attention(flag, [name for name in ATTENTIONS if name != "rpc_asym"])
+    common.add_attention(flag, [name for name in {**ATTENTIONS, **LAYER_PATTERNS}
+                                if name != "scaled_s"])
     flag("--mu_over", choices=["seen", "token", "all"], default="seen", help="mean|k| over "
          "tokens <= t, t alone, or the window as printed: that lets the future leak, to compare")
     flag("--norm", choices=["post", "pre"], default="post",

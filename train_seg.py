@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 
 import common
-from attention import ATTENTIONS, key_statistics
+from attention import ATTENTIONS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE, InputError
 from data.batches import image_batches
 from data.rng import epoch_order
@@ -37,7 +37,7 @@ from data.segmentation import TrainingViews, finish_views, load_split, save_pict
 from robust.iou import evaluate, predictions
 from segmenter import (IGNORE, Segmenter, SegmenterConfig, backbone_settings,
                        segmenter_from_checkpoint)
-from vit import RPC_KINDS, SIZES
+from vit import SIZES
 
 # What --data selects; flags win.
 RECIPES = {
@@ -86,7 +86,7 @@ def get_args():
          "flags ask for another encoder; else from scratch, rpc in layer 0, 4 steps, lambda 4")
     flag("--model", choices=SIZES, help="width, depth and heads (nano; ade20k: tiny)")
     flag("--patch_size", type=COUNT, help="pixels (16; shapes: 4; folder: as fits)")
-    kinds = dict.fromkeys([*ATTENTIONS, *RPC_KINDS])
+    kinds = dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS])
     common.add_attention(flag, [name for name in kinds if name != "scaled_s"])
     p.set_defaults(**dict.fromkeys(ENCODER))                        # they are the backbone's
     flag("--decoder", choices=["mask", "linear"], default="mask", help="mask transformer, "

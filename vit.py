@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attention import ATTENTIONS, PAP_SETTINGS, SelfAttention
+from attention import ATTENTIONS, LAYER_PATTERNS, PAP_SETTINGS, SelfAttention
 from common import InputError, one_of, rebuild
 
 SIZES = {                                                  # softmax parameters at 224 px
@@ -23,14 +23,11 @@ SIZES = {                                                  # softmax parameters 
     "small": dict(embed_dim=384, depth=12, num_heads=6),   # 22,050,664
     "base": dict(embed_dim=768, depth=12, num_heads=12),   # 86,567,656
 }
-# attn of the model: attention in rpc_layers, in the other layers. Any other kind is in all layers.
-RPC_KINDS = {"rpc": ("rpc", "symmetric"), "rpc_asym": ("rpc_asym", "softmax"),
-             "sym_asym": ("rpc", "softmax")}
 
 
 @dataclass
 class ViTConfig:
-    """Everything that rebuilds the model: RPC and symmetric weights look alike, this does not."""
+    """What rebuilds the model: RPC and symmetric share a state dict, only this tells which."""
     image_size: int = 224             # pixels, square
     patch_size: int = 16              # divides image_size
     num_classes: int = 1000           # 0: no head (segmenter.py)
@@ -38,7 +35,7 @@ class ViTConfig:
     depth: int = 12
     num_heads: int = 3                # H
     mlp_ratio: float = 4.0
-    attn: str = "softmax"             # of attention.ATTENTIONS or RPC_KINDS
+    attn: str = "softmax"             # of attention.ATTENTIONS or LAYER_PATTERNS
     rpc_layers: tuple = (0,)          # with RPC-Attention, from 0; the paper's "layer1" is (0,)
     pap: dict = field(default_factory=dict)     # n_iter, lambd, form, ...: attention.PAP_SETTINGS
     drop_path: float = 0.0            # stochastic depth: rate of the last block, linear from 0
@@ -48,10 +45,10 @@ class ViTConfig:
     std: tuple = (0.229, 0.224, 0.225)
 
     def __post_init__(self):
-        self.rpc_layers = tuple(sorted(self.rpc_layers)) if self.attn in RPC_KINDS else ()
+        self.rpc_layers = tuple(sorted(self.rpc_layers)) if self.attn in LAYER_PATTERNS else ()
         self.mean, self.std = tuple(self.mean), tuple(self.std)
         self.pap = {**PAP_SETTINGS, **self.pap}
-        one_of("attn", self.attn, dict.fromkeys([*ATTENTIONS, *RPC_KINDS]))
+        one_of("attn", self.attn, dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS]))
         one_of("init", self.init, ("trunc_normal", "default"))
         for name in ("patch_size", "num_heads"):
             if getattr(self, name) < 1:
@@ -70,14 +67,14 @@ class ViTConfig:
 
     def layer_attn(self, i):
         """Name the kind of attention (of attention.ATTENTIONS) in layer i."""
-        inside, outside = RPC_KINDS.get(self.attn, (None, self.attn))
+        inside, outside = LAYER_PATTERNS.get(self.attn, (None, self.attn))
         return inside if i in self.rpc_layers else outside
 
 
 # --- modules --------------------------------------------------------------------------------------
 
 def drop_path(x, p):
-    """Drop a share p of the samples, (B, N, C): they become 0, the others x / (1 - p)."""
+    """Set a share p of the samples, (B, N, C), to 0 and divide the others by 1 - p."""
     return x * (torch.rand(len(x), 1, 1, device=x.device) >= p) / (1 - p)
 
 
@@ -95,7 +92,12 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block. eps: of the norms. drop: of the Mlp. **attn: of SelfAttention."""
+    """Pre-norm transformer block, (B, N, C) in and out.
+
+    Pre-norm: attention and MLP read normed tokens and add to tokens that are not normed, so the
+    sum runs through all blocks untouched. eps: of the norms. drop: of the Mlp. **attn: of
+    SelfAttention.
+    """
 
     def __init__(self, dim, num_heads, mlp_ratio=4.0, drop_path=0.0, eps=1e-6, drop=0.0, **attn):
         super().__init__()
@@ -114,7 +116,11 @@ class Block(nn.Module):
 
 
 class PatchEmbed(nn.Module):
-    """(B, 3, H, W) -> (B, N - 1, C), patches row by row."""
+    """Images to patch tokens, row by row: (B, 3, h, w) -> (B, h/P * w/P, C).
+
+    A convolution whose stride is its size cuts an image into P x P patches and maps the 3 P P
+    numbers of each to C. Any other module with this output may stand for `proj`, a conv stem say.
+    """
 
     def __init__(self, patch_size, dim):
         super().__init__()
@@ -139,7 +145,7 @@ class ViT(nn.Module):
         self.init_weights()
 
     def build(self, c):
-        """Make the parts of which a FAN has others: patch_embed, pos_embed and blocks."""
+        """Make patch_embed, pos_embed and blocks. FAN overrides this."""
         self.patch_embed = PatchEmbed(c.patch_size, c.embed_dim)
         self.pos_embed = nn.Parameter(torch.zeros(1, c.num_tokens, c.embed_dim))
         self.blocks = nn.ModuleList(
@@ -150,7 +156,7 @@ class ViT(nn.Module):
     def init_weights(self):
         """Draw tokens truncated normal, std 0.02, and, unless init is "default", Linear layers."""
         for token in (self.pos_embed, self.cls_token):
-            if isinstance(token, nn.Parameter):                     # a FAN's positions are sines
+            if isinstance(token, nn.Parameter):                     # FAN's positions are a module
                 nn.init.trunc_normal_(token, std=0.02)
         for m in self.modules():
             if isinstance(m, nn.Linear) and self.config.init == "trunc_normal":
@@ -159,7 +165,11 @@ class ViT(nn.Module):
                     nn.init.zeros_(m.bias)
 
     def tokens(self, x, pos_embed):
-        """Turn normalised images (B, 3, h, w) into class token and patches, (B, N, C)."""
+        """Turn normalised images (B, 3, h, w) into tokens with positions, (B, N, C).
+
+        Token 0 is the class token: it stands for no patch, collects from all, and is what the head
+        reads in the end.
+        """
         x = self.patch_embed(x)
         return torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], 1) + pos_embed
 
@@ -171,25 +181,29 @@ class ViT(nn.Module):
                              f"[0, 1] of shape (B, 3, {size}, {size})")
         return self.tokens((images - self.mean) / self.std, self.pos_embed)
 
-    def steps(self):
-        """Name what tokens pass before the final norm."""
+    def layers(self):
+        """Name the layers between embedding and final norm: {"blocks.0": block, ...}."""
         return {f"blocks.{i}": block for i, block in enumerate(self.blocks)}
 
     def encode(self, x):
-        """Run all blocks and the final norm: (B, N, C) -> (B, N, C)."""
-        for step in self.steps().values():
-            x = step(x)
+        """Run all layers and the final norm: (B, N, C) -> (B, N, C)."""
+        for layer in self.layers().values():
+            x = layer(x)
         return self.norm(x)
 
+    def forward_features(self, images):
+        """Return the normed tokens after the last block, (B, N, C), as in timm."""
+        return self.encode(self.embed(images))
+
     def forward(self, images):
-        return self.head(self.encode(self.embed(images))[:, 0])
+        return self.head(self.forward_features(images)[:, 0])
 
     def features(self, images):
         """Return by name "embed", "blocks.0", ..., "norm": (B, N, C) each, and "head": logits."""
         x = self.embed(images)
         out = {"embed": x}
-        for name, step in self.steps().items():
-            x = out[name] = step(x)
+        for name, layer in self.layers().items():
+            x = out[name] = layer(x)
         out["norm"] = self.norm(x)
         out["head"] = self.head(out["norm"][:, 0])
         return out

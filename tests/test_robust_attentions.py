@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import common
-from attention import ATTENTIONS, symmetric_attention
+from attention import ATTENTIONS, LAYER_PATTERNS, symmetric_attention
 from lm import LM, LMConfig
 from referee.studies import robust_attentions as study
 from referee.studies.robust_attentions import ROBUST, register
-from vit import RPC_KINDS, ViT, ViTConfig
+from vit import ViT, ViTConfig
 
 B, H, N, D = 2, 2, 7, 4
 
@@ -190,7 +190,7 @@ def test_it_attends_in_its_layers_alone_and_no_parameter_comes_or_goes(name, lay
     assert not torch.allclose(model(images), base(images))
     assert torch.equal(model(images), model(images))        # an evaluation is no lottery
     kinds = [block.attn.attn for block in model.blocks]
-    assert [kind == RPC_KINDS[study.USUAL[name]][0] for kind in kinds] == [i in layers for i in range(3)]
+    assert [kind == LAYER_PATTERNS[study.USUAL[name]][0] for kind in kinds] == [i in layers for i in range(3)]
 
 
 @torch.no_grad()
@@ -230,7 +230,7 @@ def test_it_trains_resumes_and_is_evaluated_by_the_own_scripts(tmp_path, monkeyp
     assert kind in capsys.readouterr().out
 
     # A process that does not know the setting says what is missing; one that is told it goes on.
-    del ATTENTIONS[kind], RPC_KINDS[kind]
+    del ATTENTIONS[kind], LAYER_PATTERNS[kind]
     with pytest.raises(ValueError, match="keys lambd=0.25 n_iter=4"):
         command(monkeypatch, "evaluate", *evaluate, "--out_dir", tmp_path / "lost")
     command(monkeypatch, "evaluate", "keys", "lambd=0.25", *evaluate, "--out_dir", tmp_path / "again")

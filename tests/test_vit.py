@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import common
-from attention import ATTENTIONS, FORMS
-from vit import RPC_KINDS, SIZES, Block, Mlp, ViT, ViTConfig, vit_from_checkpoint
+from attention import ATTENTIONS, FORMS, LAYER_PATTERNS
+from vit import SIZES, Block, Mlp, ViT, ViTConfig, vit_from_checkpoint
 from weights import foreign_settings, load_weights, resize_pos_embed
 
 TINY = dict(image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=10)
@@ -98,7 +98,7 @@ def test_parameter_counts_are_the_papers(size):
 def test_rpc_layers_choose_the_attention_of_each_layer_also_of_kinds_that_a_study_adds(how, kinds, monkeypatch):
     for name in ("mine", "yours"):
         monkeypatch.setitem(ATTENTIONS, name, lambda k, v: v)
-    monkeypatch.setitem(RPC_KINDS, "mine", ("mine", "symmetric"))
+    monkeypatch.setitem(LAYER_PATTERNS, "mine", ("mine", "symmetric"))
     m = small(**how, pap=dict(n_iter=3, lambd=0.7, form="admm"))
     assert [block.attn.attn for block in m.blocks] == [m.config.layer_attn(i) for i in range(2)] == kinds
     for block in m.blocks:

@@ -12,7 +12,7 @@ def load_lmtool(model, state):
     inv_freq is no weight.
     """
     whole = {"word_emb.emb_layers.0.weight": "embed.weight", "crit.out_layers.0.bias": "bias",
-             "crit.cluster_weight": "cluster_weight", "crit.cluster_bias": "cluster_bias"}
+             "crit.cluster_weight": "adaptive.cluster_weight", "crit.cluster_bias": "adaptive.cluster_bias"}
     part = {"dec_attn.layer_norm": "norm1", "dec_attn.kv_net": "attn.qkv",
             "dec_attn.o_net": "attn.proj", "pos_ff.layer_norm": "norm2",
             "pos_ff.CoreNet.0": "mlp.fc1", "pos_ff.CoreNet.3": "mlp.fc2"}

@@ -35,8 +35,7 @@ import torch.nn.functional as F
 import common
 import eval_robust
 import train_cls
-from attention import ATTENTIONS, soft_threshold, softmax_attention, symmetric_attention
-from vit import RPC_KINDS
+from attention import ATTENTIONS, LAYER_PATTERNS, soft_threshold, softmax_attention, symmetric_attention
 
 
 def scores(k):
@@ -238,7 +237,7 @@ def register(name, pairs=()):
     kind = " ".join([name, *(f"{key}={value:g}" for key, value in settings.items())])
     if name == "elliptical":
         ATTENTIONS.update({"elliptical first": elliptical_first, "elliptical": elliptical_rest})
-        RPC_KINDS[kind] = "elliptical first", "elliptical"
+        LAYER_PATTERNS[kind] = "elliptical first", "elliptical"
         return kind
     function = SCORED[kind] = partial(ROBUST[name][0], **settings)
 
@@ -249,7 +248,7 @@ def register(name, pairs=()):
         return function(k, v, seed=None if layer.training else 0)[0]
 
     ATTENTIONS[kind] = attend_by_blocks if name == "mom" else attend
-    RPC_KINDS[kind] = kind, "symmetric"
+    LAYER_PATTERNS[kind] = kind, "symmetric"
     return kind
 
 
