@@ -1,4 +1,4 @@
-"""referee/studies/constants.py, control.py and constancy.py: what is chosen, what an arm changes, the rules."""
+"""referee/studies/constants.py and constancy.py: what is chosen, what an arm changes, the rules."""
 
 import json
 
@@ -6,90 +6,43 @@ import numpy as np
 import pytest
 import torch
 
+from common import InputError
 from data.batches import Split
+from data.shapes import load_shapes
 from robust import corruptions
-from robust.results import pack
-from referee.studies import constancy, constants, control, decider
+from referee.studies import arms, constancy, constants, decider
 from test_decider import run
 
 
-def scored(folder, setting, seed, clean, corrupted):
-    """A score as `choose` leaves it."""
-    path = folder / "choose" / f"{constants.name_of(*setting)}_s{seed}" / "score.json"
-    path.parent.mkdir(parents=True)
-    row = dict(zip(("form", "lambd", "n_iter"), setting), seed=seed, clean=clean,
-               corruptions=corrupted)
-    path.write_text(json.dumps(row))
-
-
-def test_winners_have_the_highest_mean_over_both_seeds_and_bring_other_numbers_of_steps(tmp_path):
-    for i, setting in enumerate(constants.GRID):
-        for seed in (0, 1):
-            lucky = 9 * (seed == 0 and setting == ("released", 16, 4))     # in one seed only
-            scored(tmp_path, setting, seed, 80 - i + lucky, 50 + i)
-    rows = constants.scores(tmp_path)
+def test_winners_have_the_highest_mean_over_both_seeds_and_bring_other_numbers_of_steps():
+    rows = {arm: {seed: dict(clean=80 - i + 9 * (seed == 0 and arm == "released-16-n4"),        # lucky once
+                             corruptions=50 + i) for seed in (0, 1)}
+            for i, arm in enumerate(constants.GRID)}
     first, last = constants.GRID[0], constants.GRID[-1]
+    assert (first, last) == ("released-0.5-n4", "paper-1-n4")
     assert constants.best(rows, constants.GRID) == dict(clean=first, corruptions=last)
     more = constants.tried(rows)[len(constants.GRID):]
-    assert more == [(*setting[:2], n) for setting in (first, last) for n in (2, 3, 6)]
-    with pytest.raises(ValueError, match="released-0.5-n2 has no score of every seed"):
+    assert more == [f"{arm}-n{n}" for arm in ("released-0.5", "paper-1") for n in (2, 3, 6)]
+    with pytest.raises(InputError, match="released-0.5-n2 has no score of every seed"):
         constants.best(rows, more)
 
 
-def test_the_arms_of_a_test_are_the_pilots_the_winners_or_those_that_are_named(tmp_path, monkeypatch):
-    for setting in constants.GRID + [("paper", 1, n) for n in (2, 3, 6)]:
-        for seed in (0, 1):
-            scored(tmp_path, setting, seed, *((90, 90) if setting == ("paper", 1, 4) else (80, 50)))
-    trained = []
-    monkeypatch.setattr(constants, "train", lambda folder, *flags: trained.append((folder.name, flags[1:-4])))
-    monkeypatch.setattr(constants, "call", lambda script, *flags: trained.append(list(flags[1:3])))
-    for flags, arms in (([], ["symmetric", "rpc4-l1", "released-4-n2", "paper-0.1-n4"]),
-                        (["--chosen"], ["symmetric", "rpc4-l1", "paper-1-n4"]),
-                        (["--arms", "symmetric", "paper-0.05-n6"], ["symmetric", "paper-0.05-n6"])):
-        monkeypatch.setattr("sys.argv", ["x", "test", "--out_dir", str(tmp_path), "--seeds", "7", *flags])
-        trained.clear()
-        constants.main()
-        *runs, evaluated = trained
-        assert [name for name, _ in runs] == [f"{arm}_s7" for arm in arms]
-        assert evaluated == [tmp_path / name for name, _ in runs[:2]]
-    assert runs[1][1] == ("rpc", "--form", "paper", "--lambd", 0.05, "--n_iter", 6)
-
-
-def test_a_control_differs_from_its_twin_in_adversarial_training_alone(tmp_path, monkeypatch):
-    commands = []
-    for study in (control, constants):
-        monkeypatch.setattr(study, "call", lambda *command: commands.append(list(map(str, command))))
-    control.run(tmp_path, list(control.ARMS), [2])
-    training, evaluation = ({c[-1 if c[0] == "train_cls.py" else 2].split("/")[-1]: c for c in commands
-                             if c[0] == script} for script in ("train_cls.py", "eval_robust.py"))
-    assert list(training) == list(evaluation) == [f"{arm}_s2" for arm in control.ARMS]
-    defence = ["--adv_eps", "2/255", "--adv_steps", "3"]
-    for arm in ("symmetric", "rpc4-l1"):
-        twin, own = training[f"{arm}_s2"][:-1], training[f"{arm}-adv_s2"][:-1]
-        where = own.index("--adv_eps")
-        assert own[where:where + 4] == defence and own[:where] + own[where + 4:] == twin
-        assert evaluation[f"{arm}_s2"][5:] == evaluation[f"{arm}-adv_s2"][5:]        # the same images
-
-
-def test_the_control_compares_each_arm_with_its_own_baseline_and_draws_every_budget(tmp_path, capsys):
-    rows, images = [], 1000
-    for arm, rise in (("symmetric", 0), ("rpc4-l1", 0), ("symmetric-adv", 300), ("rpc4-l1-adv", 200)):
-        for seed in range(4 if arm == "symmetric" else 3):                 # seed 3: alone, so in no table
-            right = torch.arange(images) < (500 + rise + seed if seed < 3 else 0)
-            about = dict(checkpoint=f"out/{arm}_s{seed}", images=images, right=pack(right), data="shapes",
-                         model=arm, kind=arm, weights=f"{arm}{seed}", conditions={}, top1=50 + rise / 10,
-                         model_config={}, recipe="", task="classification", data_dir=None, imagenet1k=False)
-            rows += [about | dict(measure="clean", setting={})]
-            rows += [about | dict(measure="pgd", setting=dict(eps=b / 255, steps=20)) for b in control.BUDGETS]
-            rows += [about | dict(measure="corruptions", setting=dict(type=name)) for name in corruptions.NAMES]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    control.table([tmp_path / "rows.jsonl"], tmp_path / "budgets.png")
-    shown = capsys.readouterr().out
-    first, second, third = shown.split("The primary measures:")[1:]
-    assert "+30.0" in first and "-10.0" in second and "+0.0" in third
-    assert "symmetric, symmetric-adv, seeds 0, 1, 2." in shown and "50.1 ± 0.1 (3)" in first
-    assert "difference to symmetric in" in first and "difference to symmetric-adv in" in second
-    assert "| pgd 0.5/255 " in shown and (tmp_path / "budgets.png").stat().st_size > 5000
+def test_choose_trains_without_the_images_it_scores_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HELD", 8)
+    monkeypatch.setattr(constants, "CORRUPTED", 4)
+    monkeypatch.setattr(constants, "load_shapes", lambda split, n, size: load_shapes(split, 24, size))
+    asked, corrupt = [], corruptions.corrupt
+    monkeypatch.setattr(corruptions, "corrupt", lambda images, *how, **more: asked.append(
+        (how[1], more["index"].tolist())) or corrupt(images, *how, **more))
+    given, train = [], arms.train
+    monkeypatch.setattr(arms, "train", lambda folder, flags: given.append(flags) or train(
+        folder, flags, ["--num_images", 24, "--batch_size", 8]))
+    constants.choose(tmp_path, ["paper-1-n4"], [3])
+    assert given == [dict(attn="rpc", form="paper", lambd=1, n_iter=4, epochs=4, holdout=8, seed=3)]
+    assert len(asked) == 15 * 3 and {severity for severity, _ in asked} == {1, 3, 5}
+    assert all(index == [0, 1, 2, 3] for _, index in asked)             # an image, a random number
+    (arm, of), = constants.scores(tmp_path.glob("choose/*/score.json")).items()
+    assert arm == "paper-1-n4" and 0 <= of[3]["corruptions"] <= 100 and of[3]["images"] == [8, 4]
 
 
 def images():

@@ -1,14 +1,12 @@
 """referee/studies/outliers.py: who finds corrupted patches, who survives them, who keeps the promise."""
 
 import math
-import sys
 
 import numpy as np
 import pytest
 import torch
 
 import common
-import train_cls
 from robust.results import unpack
 from referee.studies import outliers, robust_attentions
 from referee.studies.stats import Difference
@@ -86,22 +84,10 @@ def test_a_null_is_the_same_score_with_other_weights(tmp_path):
     assert set(outliers.null_networks(trained, checkpoint, tmp_path, None)) == {"own, untrained"}
 
 
-def test_the_study_reads_runs_once_and_says_what_is_missing(tmp_path, monkeypatch, capsys):
-    def start(main, *argv):
-        monkeypatch.setattr(sys, "argv", ["study", *map(str, argv)])
-        main()
-
-    with pytest.raises(ValueError, match="expected a finished run of symmetric"):
-        start(outliers.main, "--out_dir", tmp_path)
-    run = ["--num_images", 32, "--batch_size", 16, "--epochs", 1]
-    start(train_cls.main, "--attn", "symmetric", *run, "--out_dir", tmp_path / "symmetric_s0")
-    for name in ("keys", "elliptical"):                     # elliptical: no scores, other weights
-        start(robust_attentions.main, "train", name, *run, "--out_dir", tmp_path / f"{name}_s0")
-    capsys.readouterr()
-
-    look = ["--out_dir", tmp_path, "--arms", "symmetric", "keys", "elliptical", "--limit", 6,
-            "--rounds", 1]
-    start(outliers.main, *look)
+def test_the_study_looks_at_networks_once_and_says_what_is_missing(tmp_path, monkeypatch, capsys):
+    study = ["--out_dir", str(tmp_path), "--arms", "symmetric", "keys", "elliptical", "--seeds", "0", "--limit", "6",
+             "--measures", "clean", "--num_images", "32", "--batch_size", "16", "--epochs", "1"]
+    outliers.main(study)
     shown, rows = capsys.readouterr().out, (tmp_path / "patches.jsonl").read_text()
     assert (tmp_path / "outliers.png").stat().st_size > 10_000
     assert "undecided: two seeds or more of 15 corruptions, 6 patches noise" in shown
@@ -109,10 +95,10 @@ def test_the_study_reads_runs_once_and_says_what_is_missing(tmp_path, monkeypatc
     row, keys, other = common.read_log(tmp_path / "patches.jsonl")
     assert set(keys["auc"]["6 patches noise"]) == set(outliers.SCORES)
     assert 0 < keys["scored"] < 1 and row["scored"] == other["scored"] == 0
-    for unscored in (row, other):
+    for unscored in (row, other):                           # elliptical: no scores, other weights
         assert set(unscored["auc"]["6 patches noise"]) == {"|k|", "distance"}
     right = unpack(row["right"]["6 patches noise"], 6).double().mean()
     assert f"{100 * right:.1f} (1)" in shown
     monkeypatch.setattr(outliers.differences, "draw", lambda *_, **how: None)
-    start(outliers.main, *look[:-1], 0)                     # no steps are timed
+    outliers.main([*study, "--no-train"])
     assert (tmp_path / "patches.jsonl").read_text() == rows

@@ -1,6 +1,5 @@
 """The tables of results pages are what the commands that the pages name print of the rows."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,34 +22,26 @@ PAGES = [
 
 
 @pytest.mark.parametrize("page, tables, study, rows, flags", PAGES)
-def test_tables_are_what_the_rows_say(page, tables, study, rows, flags, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", [
-        "x", "--out_dir", str(tmp_path), "--rows", *(str(RESULTS / path) for path in rows), *flags])
-    study.main()
+def test_tables_are_what_the_rows_say(page, tables, study, rows, flags, tmp_path):
+    study.main(["--out_dir", str(tmp_path), "--rows", *(str(RESULTS / path) for path in rows), *flags])
     found = next(tmp_path.glob("*.md")).read_text()
     assert found == (RESULTS / tables).read_text()
     primary = found.split("\n\n")[1]
     assert primary in (RESULTS / page).read_text()
 
 
-@pytest.mark.parametrize("page, study, rows, flags", [
-    ("constants", constants, ["constants/s*.jsonl"], []),
-    ("control", control, ["control/*_s?.jsonl"], ["--out_dir", "{tmp}"]),
-])
-def test_printed_tables_are_what_the_rows_say(page, study, rows, flags, monkeypatch, tmp_path, capsys):
-    files = [str(file) for pattern in rows for file in sorted(RESULTS.glob(pattern))]
-    flags = [flag.format(tmp=tmp_path) for flag in flags]
-    monkeypatch.setattr(sys, "argv", ["x", "table", "--rows", *files, *flags])
-    study.main()
+@pytest.mark.parametrize("page, study, rows", [("constants", constants, "constants/s*.jsonl"),
+                                               ("control", control, "control/*_s?.jsonl")])
+def test_printed_tables_are_what_the_rows_say(page, study, rows, tmp_path, capsys):
+    study.main(["--out_dir", str(tmp_path), "--rows", *map(str, sorted(RESULTS.glob(rows)))])
     found = capsys.readouterr().out
     assert found == (RESULTS / page / "tables.md").read_text()
     for part in found.split("The primary measures")[1:]:
         assert part.split("\n\n")[1] in (RESULTS / page / "README.md").read_text()
 
 
-def test_the_printed_choice_is_what_the_scores_say(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["x", "choose", "--rows", str(RESULTS / "constants/choose.jsonl")])
-    constants.main()
+def test_the_printed_choice_is_what_the_scores_say(capsys):
+    constants.main(["choose", "--rows", str(RESULTS / "constants/choose.jsonl")])
     table, winners = capsys.readouterr().out.split("\n\n")
     page = (RESULTS / "constants/README.md").read_text()
     assert len(table.splitlines()) == 2 + 14 and table in page and winners in page

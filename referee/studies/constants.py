@@ -1,16 +1,15 @@
 r"""Was RPC given a fair chance? Its lambda, reading and number of steps chosen, then tested.
 
-    python -m referee.studies.constants test        # two settings of a pilot against symmetric, new seeds
-    python -m referee.studies.constants test --arms symmetric rpc4-l1 --seeds 10 11 12      # two arms alone
-    python -m referee.studies.constants choose      # 28 to 34 short networks; scored on held-out images
-    python -m referee.studies.constants test --chosen             # their winners instead, if they differ
-    python -m referee.studies.constants choose --rows referee/results/constants/choose.jsonl        # its scores
-    python -m referee.studies.constants table --rows referee/results/constants/s*.jsonl
+    python -m referee.studies.constants                 # two settings of a pilot against symmetric
+    python -m referee.studies.constants --arms symmetric paper-0.05-n4 --seeds 15 16 17 18 19
+    python -m referee.studies.constants --rows referee/results/constants/s*.jsonl         # tables
+    python -m referee.studies.constants choose          # short networks, scored on held-out images
+    python -m referee.studies.constants choose --rows referee/results/constants/choose.jsonl
 
 The published lambda and n were chosen for ImageNet networks of width 192; these have 64. So both
 are chosen here, on training images that were held out, and only then tested, once, on test images.
 What is compared and what each outcome means was fixed before the runs: referee/results/constants/README.md.
-A command trains and scores what --out_dir lacks; several may share it, with other --seeds each.
+An arm is the reading of Algorithm 1, lambda and the number of steps: paper-0.05-n4.
 """
 
 import argparse
@@ -18,53 +17,42 @@ import json
 import sys
 from pathlib import Path
 
-if not __package__:
-    sys.exit("error: start this in the repository's folder, as: python -m referee.studies.constants")
-
 import numpy as np
 import torch
 
 import common
+from common import InputError
 from data.batches import hold_out
 from data.shapes import load_shapes
 from robust import corruptions
 from robust.sources import load_model
+from referee.studies import arms
 from referee.studies.differences import outcomes, primary_of, report
-from referee.studies.robustness import call, in_files, runs_of
 from referee.studies.stats import spread
 
 LAMBDAS = dict(released=(0.5, 1, 2, 4, 8, 16), paper=(0.05, 0.1, 0.25, 0.5, 1))
-GRID = [(form, lambd, 4) for form, values in LAMBDAS.items() for lambd in values]
 STEPS, CRITERIA = (2, 3, 6), ("clean", "corruptions")
-SEEDS, FRESH = (0, 1), (5, 6, 7, 8, 9)                      # to choose with, to test with
+SEEDS = (0, 1)                                              # to choose with
 HELD, CORRUPTED, SEVERITIES = 2000, 500, (1, 3, 5)          # images held out, of them corrupted
-PILOT = [("released", 4, 2), ("paper", 0.1, 4)]            # its two best
+PILOT = ["released-4-n2", "paper-0.1-n4"]                   # its two best
 # Two arms alone, on seeds of their own: the published constants, and the best that was chosen.
 ALONE = {"rpc4-l1": range(5, 13), "paper-0.05-n4": range(15, 20)}
-MEASURES = ["clean", "corruptions", "pgd eps=2/255 steps=20"]
+HOW = ["--seed", 1, "--severities", *SEVERITIES]            # to evaluate with
 
 
 def name_of(form, lambd, n_iter):
-    """Name an arm and its folder: ("released", 0.5, 4) is "released-0.5-n4"."""
     return f"{form}-{lambd:g}-n{n_iter}"
 
 
-def rpc_flags(form, lambd, n_iter):
-    return ["--attn", "rpc", "--form", form, "--lambd", lambd, "--n_iter", n_iter]
+def setting(form, lambd, n_iter):
+    return dict(attn="rpc", form=form, lambd=lambd, n_iter=n_iter)
 
 
-PUBLISHED = {"symmetric": ["--attn", "symmetric"], "rpc4-l1": rpc_flags("released", 4, 4)}
-ARMS = PUBLISHED | {name_of(*setting): rpc_flags(*setting) for setting in
-                    ((form, lambd, n) for form, lambd, _ in GRID for n in (2, 3, 4, 6))}
-
-
-def train(folder, *flags):
-    """Train a run that is not there yet; one that was cut goes on."""
-    log = common.read_log(folder / "log.jsonl")
-    epochs = flags[flags.index("--epochs") + 1]
-    if not any(row.get("epoch") == epochs for row in log):
-        kept = (folder / "last.pt").exists()
-        call("train_cls.py", *(["--resume", folder] if kept else [*flags, "--out_dir", folder]))
+PUBLISHED = {"symmetric": dict(attn="symmetric"), "rpc4-l1": setting("released", 4, 4)}
+SETTINGS = {name_of(form, lambd, n): setting(form, lambd, n)
+            for form, values in LAMBDAS.items() for lambd in values for n in (2, 3, 4, 6)}
+GRID = [arm for arm in SETTINGS if arm.endswith("-n4")]
+ARMS = PUBLISHED | SETTINGS
 
 
 # --- to choose ------------------------------------------------------------------------------------
@@ -87,111 +75,88 @@ def accuracy(model, images, labels):
     return 100 * torch.cat(right).mean().item()
 
 
-def choose(out_dir, settings, seeds, sets):
-    """Train and score what has no score yet. sets: of `held_out`, filled when first needed."""
-    for seed, setting in ((seed, setting) for seed in seeds for setting in settings):
-        folder = out_dir / "choose" / f"{name_of(*setting)}_s{seed}"
+def choose(out_dir, settings, seeds):
+    """Train and score what has no score yet."""
+    sets = None
+    for seed, arm in ((seed, arm) for seed in seeds for arm in settings):
+        folder = out_dir / "choose" / f"{arm}_s{seed}"
         if not (folder / "score.json").exists():
-            train(folder, *rpc_flags(*setting), "--epochs", 4, "--holdout", HELD, "--seed", seed)
-            sets.extend([] if sets else held_out())
+            arms.train(folder, ARMS[arm] | dict(epochs=4, holdout=HELD, seed=seed))
+            sets = sets or held_out()
             model = load_model(folder, torch.device("cpu")).model.eval()
             clean, *damaged = (accuracy(model, *images) for images in sets)
-            row = dict(zip(("form", "lambd", "n_iter"), setting), seed=seed, clean=clean,
-                       corruptions=float(np.mean(damaged)), images=[HELD, CORRUPTED])
+            row = {k: v for k, v in ARMS[arm].items() if k != "attn"} | dict(
+                seed=seed, clean=clean, corruptions=float(np.mean(damaged)),
+                images=[HELD, CORRUPTED])
             (folder / "score.json").write_text(json.dumps(row) + "\n")
             print(row, flush=True)
 
 
-def scores(out_dir, paths=None):
-    """Read what has been scored, in out_dir or in these files: {(form, lambda, n): {seed: row}}."""
+def scores(paths):
+    """Read scores: {arm: {seed: row}}."""
     found = {}
-    for path in paths or sorted(out_dir.glob("choose/*/score.json")):
+    for path in paths:
         for row in map(json.loads, path.read_text().splitlines()):
-            found.setdefault((row["form"], row["lambd"], row["n_iter"]), {})[row["seed"]] = row
+            arm = name_of(row["form"], row["lambd"], row["n_iter"])
+            found.setdefault(arm, {})[row["seed"]] = row
     return found
 
 
 def best(rows, settings):
-    """Find {criterion: the setting with the highest mean over SEEDS}; ValueError: a seed lacks."""
-    for setting in settings:
-        if set(rows.get(setting, ())) < set(SEEDS):
-            raise ValueError(f"{name_of(*setting)} has no score of every seed {SEEDS} yet: choose")
-    return {criterion: max(settings, key=lambda setting: np.mean(
-        [rows[setting][seed][criterion] for seed in SEEDS])) for criterion in CRITERIA}
+    """Find {criterion: the setting with the highest mean over SEEDS}; InputError: a seed lacks."""
+    for arm in settings:
+        if set(rows.get(arm, ())) < set(SEEDS):
+            raise InputError(f"{arm} has no score of every seed {SEEDS} yet: choose")
+    return {criterion: max(settings, key=lambda arm: np.mean(
+        [rows[arm][seed][criterion] for seed in SEEDS])) for criterion in CRITERIA}
 
 
 def tried(rows):
     """List the grid, and other numbers of steps at the best of it by each criterion."""
     winners = dict.fromkeys(best(rows, GRID).values())
-    return [*GRID, *((form, lambd, n) for form, lambd, _ in winners for n in STEPS)]
+    return [*GRID, *(f"{arm.removesuffix('-n4')}-n{n}" for arm in winners for n in STEPS)]
 
 
 def show_choice(rows):
     """Print the score of each setting, mean ± standard deviation over seeds, and the winners."""
-    body = [[name_of(*setting), *(spread([row[criterion] for row in of.values()], ".1f")
-             for criterion in CRITERIA), str(len(of))] for setting, of in rows.items()]
+    body = [[arm, *(spread([row[criterion] for row in of.values()], ".1f")
+             for criterion in CRITERIA), str(len(of))] for arm, of in rows.items()]
     print(common.table(body, ["setting", "clean", "15 corruptions", "seeds"]) + "\n")
-    for criterion, setting in best(rows, tried(rows)).items():
-        print(f"best by {criterion}: {name_of(*setting)}")
+    for criterion, arm in best(rows, tried(rows)).items():
+        print(f"best by {criterion}: {arm}")
+
+
+def main_choose(argv):
+    p = argparse.ArgumentParser(prog="constants choose", allow_abbrev=False)
+    p.add_argument("--seeds", nargs="+", type=common.number(int, 0), default=SEEDS)
+    p.add_argument("--out_dir", type=Path, default=Path("out/constants"))
+    p.add_argument("--rows", nargs="+", type=Path, help="scores to show; nothing is trained")
+    args = p.parse_args(argv)
+    made = "choose/*/score.json"
+    if not args.rows:
+        choose(args.out_dir, GRID, args.seeds)
+        choose(args.out_dir, tried(scores(args.out_dir.glob(made))), args.seeds)
+    show_choice(scores(args.rows or sorted(args.out_dir.glob(made))))
 
 
 # --- to test --------------------------------------------------------------------------------------
 
-def test(out_dir, seeds, arms):
-    """Train the arms of each seed in turn and evaluate them on the same test images."""
-    for seed in seeds:
-        folders = [out_dir / f"{arm}_s{seed}" for arm in arms]
-        for folder, arm in zip(folders, arms):
-            train(folder, *ARMS[arm], "--epochs", 8, "--seed", seed)
-        call("eval_robust.py", "--ckpt", *folders, "--out_dir", out_dir / f"eval_s{seed}",
-             "--resume", "--seed", 1, "--limit", 1000, "--severities", *SEVERITIES,
-             "--measures", *MEASURES)
-
-
-def table(paths):
-    """Compare settings, and each of ALONE, with symmetric; settings with rpc4-l1."""
-    rows = in_files(paths)
-    runs = runs_of(rows)
-    found, primary = outcomes(rows, runs, 1000), primary_of(rows)
-    pilot = [name_of(*setting) for setting in PILOT]
-    known = (*PUBLISHED, *pilot)
-    chosen = [arm for arm in dict.fromkeys(arm for arm, _ in runs) if arm not in known]
-    tested = [settings for settings in (pilot, chosen) if settings]
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["choose"]:
+        return main_choose(argv[1:])
+    args, rows = arms.run(__doc__, ARMS, argv, out_dir="out/constants", seeds=(5, 6, 7, 8, 9),
+                          limit=1000, measures=["clean", "corruptions", "pgd eps=2/255 steps=20"],
+                          how=HOW, default=[*PUBLISHED, *PILOT])
+    found, primary = outcomes(rows, args.limit), primary_of(rows)
+    chosen = [arm for arm in args.arms if arm not in (*PUBLISHED, *PILOT)]
+    tested = [settings for settings in (PILOT, chosen) if settings]
     report(found, [["symmetric", *settings] for settings in tested], primary)
     for arm, seeds in ALONE.items():
         own = {name: {run: right for run, right in of.items() if run[1] in seeds}
                for name, of in found.items()}
         report(own, [["symmetric", arm]], primary)
     report(found, [["rpc4-l1", *settings] for settings in tested], ())
-
-
-def main():
-    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("task", choices=["choose", "test", "table"])
-    p.add_argument("--seeds", nargs="+", type=common.number(int, 0), help="default: all")
-    p.add_argument("--out_dir", type=Path, default=Path("out/constants"))
-    p.add_argument("--chosen", action="store_true", help="test what `choose` found")
-    p.add_argument("--arms", nargs="+", choices=ARMS, metavar="ARM",
-                   help="test these: symmetric, rpc4-l1, paper-0.05-n4 and others like it")
-    p.add_argument("--rows", nargs="+", type=Path, help="files to show: of table the "
-                   "evaluator's rows, of choose its scores (nothing is trained)")
-    args = p.parse_args()
-    if args.task == "table":
-        return table(args.rows or sorted(args.out_dir.glob("eval_s*/results.jsonl")))
-    if args.task == "test":
-        settings = PILOT
-        if args.chosen:
-            rows = scores(args.out_dir)
-            winners = dict.fromkeys(best(rows, tried(rows)).values())
-            settings = [setting for setting in winners if setting not in PILOT]
-        arms = args.arms or [*PUBLISHED, *(name_of(*setting) for setting in settings)]
-        return test(args.out_dir, args.seeds or FRESH, arms)
-    if not args.rows:
-        seeds, sets = args.seeds or SEEDS, []
-        choose(args.out_dir, GRID, seeds, sets)
-        choose(args.out_dir, tried(scores(args.out_dir)), seeds, sets)
-    show_choice(scores(args.out_dir, args.rows))
 
 
 if __name__ == "__main__":

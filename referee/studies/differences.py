@@ -6,11 +6,14 @@ difference in them is significant, and bold, if it survives Holm's correction ov
 other numbers are exploratory and never bold. No study itself.
 """
 
+from pathlib import Path
+
 import numpy as np
 
 import common
+from common import InputError
 from robust import corruptions
-from robust.results import title, unpack, weights_of
+from robust.results import title, unpack
 from referee.studies.stats import Difference, crossed, detectable, holm, missing, pairs
 from referee.studies.stats import show, show_p, spread
 
@@ -21,47 +24,45 @@ FAMILIES = dict(noise=corruptions.NAMES[:3], blur=corruptions.NAMES[3:7],
 PRIMARY = dict(shapes=("15 corruptions", "pgd 2/255"), cifar10=("15 corruptions", "pgd 1/255"))
 
 
-def current(rows, folders):
-    """Keep the rows of these networks as they are: not those from before they trained on."""
-    weights = {str(folder): weights_of(common.load(folder)["model"])
-               for folder in folders.values()}
-    return [row for row in rows if weights.get(row["checkpoint"]) == row["weights"]]
+def run_of(row):
+    """The (arm, seed) of a row whose checkpoint is <arm>_s<seed>, or (None, None)."""
+    arm, _, seed = Path(row["checkpoint"]).name.rpartition("_s")
+    return (arm, int(seed)) if seed.isdecimal() else (None, None)
 
 
 def primary_of(rows):
     """Name the two primary measures of these rows' data set; () for another one."""
     data = {row.get("data") for row in rows}
     if len(data) > 1:
-        raise ValueError(f"rows of {' and '.join(sorted(map(str, data)))}: expected one data set")
+        raise InputError(f"rows of {' and '.join(sorted(map(str, data)))}: expected one data set")
     return PRIMARY.get(*data, ()) if data else ()
 
 
-def outcomes(rows, folders, limit, same=()):
+def outcomes(rows, limit, same=()):
     """Sort rows into {measure: {(arm, seed): how often each image was right (n,), in [0, 1]}}.
 
-    rows: of eval_robust.py. folders: {(arm, seed): folder}. same: arms that hide no gradient, for
-    which the adaptive attack is PGD. ValueError: two rows of one run and measure, a measure taken
-    in two ways, or on other images in one arm than in another.
+    rows: of eval_robust.py, whose checkpoints are <arm>_s<seed>. same: arms that hide no gradient,
+    for which the adaptive attack is PGD. InputError: two rows of one run and measure, or a
+    measure taken in two ways. Rows of another number of images than limit are a measure apart.
     """
     found = {name: {} for name in ("clean", "15 corruptions", *FAMILIES)}
-    runs, types, hows = {str(folder): run for run, folder in folders.items()}, {}, {}
-    rows = [row for row in rows if row["checkpoint"] in runs]
-    check_images(rows, runs)
+    types, hows = {}, {}
+    rows = [row for row in rows if run_of(row) != (None, None)]
     for row in rows:
-        run, name = runs[row["checkpoint"]], title(row)
+        run, name = run_of(row), title(row)
         packed = row["right"] if isinstance(row["right"], list) else [row["right"]]
         right = np.mean([unpack(text, row["images"]).numpy() for text in packed], 0)
         if row["images"] != limit:
             name += f", {row['images']} images"
         how = row["setting"], row.get("conditions")
         if hows.setdefault(name, how) != how:
-            raise ValueError(f"{name} was measured in two ways, {hows[name]} and {how}: keep the "
+            raise InputError(f"{name} was measured in two ways, {hows[name]} and {how}: keep the "
                              "rows of one")
         of = types.setdefault(run, {}) if row["measure"] == "corruptions" else \
             found.setdefault(name, {})
         key = name if row["measure"] == "corruptions" else run
         if key in of:
-            raise ValueError(f"{run[0]}, seed {run[1]} has two rows of {name}: keep one")
+            raise InputError(f"{run[0]}, seed {run[1]} has two rows of {name}: keep one")
         of[key] = right
 
     # means over the corruptions of a family
@@ -75,21 +76,6 @@ def outcomes(rows, folders, limit, same=()):
         plain = found.get(name.removeprefix("adaptive_"), {})
         found[name] |= {run: right for run, right in plain.items() if run[0] in same}
     return {name: runs for name, runs in found.items() if runs}
-
-
-def check_images(rows, runs):
-    """Raise ValueError if two runs share no number of images on which both took a measure."""
-    seen = {}
-    for row in rows:
-        of = seen.setdefault(title(row), {})
-        of.setdefault(runs[row["checkpoint"]], set()).add(row["images"])
-    for name, of in seen.items():
-        (first, some), *others = of.items()
-        for run, images in others:
-            if not images & some:
-                raise ValueError(f"{name}: {run[0]}, seed {run[1]} was measured on {min(images)} "
-                                 f"images, {first[0]}, seed {first[1]} on {min(some)}: expected "
-                                 "the same")
 
 
 def compare(found, arms, baseline=BASELINE):

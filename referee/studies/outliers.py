@@ -1,28 +1,22 @@
-r"""Which attention finds corrupted patches, survives them, and keeps the promise of robustness?
+r"""Which attention finds corrupted patches, survives them, and meets the rule fixed beforehand?
 
-    python -m referee.studies.robustness --arms symmetric softmax rpc4-l1 keys keys-rows weights mom \
-        rkde-huber rkde-hampel elliptical sinkhorn              # trains and evaluates: hours
-    python -m referee.studies.outliers --arms symmetric rpc4-l1 keys keys-rows --seeds 0 1 2    # minutes
+    python -m referee.studies.outliers --arms symmetric rpc4-l1 keys keys-rows --out_dir out/attentions
     python -m referee.studies.outliers --rows referee/results/robustness/results.jsonl \
         referee/results/robust_attentions/{results,patches}.jsonl       # tables of stored rows: a minute
 
-Reads the networks and rows of referee/studies/robustness.py. Some patches of each test image become noise
-or white: how often is the network right, and does its layer 0 score the corrupted tokens highest
-(AUC)? Nulls stand beside it: |k|, the distance from the mean key, and the same score computed with
-the weights that training began with, or with those of the symmetric network.
+The study of referee/studies/robustness.py (what it lacks is trained and evaluated) and one measure
+more. Some patches of each test image become noise or white: how often is the network right, and
+does its layer 0 score the corrupted tokens highest (AUC)? Nulls stand beside it: |k|, the distance
+from the mean key, and the same score computed with the weights that training began with, or with
+those of the symmetric network.
 
 An attention keeps the promise if it is above symmetric on the mean of the corruptions and on noisy
 patches (p below 0.05 after Holm's correction over the attentions) and not below it on clean images
-and under AutoAttack. p: paired t-test over seeds. Writes --out_dir/outliers.md,
-outliers.png (the differences) and patches.jsonl.
+and under AutoAttack. p: paired t-test over seeds. Writes --out_dir/outliers.md, outliers.png (the
+differences) and patches.jsonl.
 """
 
-import argparse
-import sys
 from pathlib import Path
-
-if not __package__:
-    sys.exit("error: start this in the repository's folder, as: python -m referee.studies.outliers")
 
 import numpy as np
 import torch
@@ -31,8 +25,8 @@ from tqdm import tqdm
 import common
 from fan import classifier_from_checkpoint
 from robust.patches import corrupt_patches
-from robust.results import pack, read_rows, unpack, weights_of
-from referee.studies import cost, differences, probe, robustness, stats
+from robust.results import pack, unpack, weights_of
+from referee.studies import arms, differences, probe, stats
 from referee.studies.differences import BASELINE, NONE
 from referee.studies.robust_attentions import SCORED, USUAL
 from referee.studies.robustness import ARMS
@@ -42,21 +36,6 @@ SCORES = "own", "own, untrained", "own, symmetric's weights", "|k|", "distance"
 PATCHES = [(kind, n) for kind in ("noise", "white") for n in (6, 16)]
 REFERENCES = ("rpc4-l1", "rpc2-all")      # judged by their own question, referee/studies/robustness.py
 ABOVE, NOT_BELOW = ("15 corruptions", "6 patches noise"), ("clean", "autoattack 1/255")
-
-
-def get_args():
-    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--out_dir", type=Path, default=Path("out/robustness"),
-                   help="of referee/studies/robustness.py")
-    p.add_argument("--arms", nargs="+", choices=ARMS, default=[BASELINE, "rpc4-l1", *USUAL])
-    p.add_argument("--seeds", nargs="+", type=common.number(int, 0), default=[0, 1, 2])
-    p.add_argument("--limit", type=common.number(int, 1), default=500, help="images a measure")
-    p.add_argument("--rows", nargs="+", type=Path, default=[], metavar="FILE",
-                   help="tables of the rows in these files, of both kinds; no network is read")
-    p.add_argument("--rounds", type=common.number(int, 0), default=16, help="training steps to "
-                   "time for each attention; 0: none")
-    return p.parse_args()
 
 
 # --- corrupted patches ----------------------------------------------------------------------------
@@ -108,31 +87,14 @@ def look(model, images, labels, nulls):
     return right, areas, round((own != 0).double().mean().item(), 4)
 
 
-def stored(paths, folders):
-    """As `measured`, from rows in files; those of patches are the ones with areas."""
-    evaluated, runs = robustness.stored(paths, folders)
-    patches = {Path(row["checkpoint"]).name: row for path in paths
-               for row in common.read_log(path) if "auc" in row}
-    rows = {run: patches[path.name] for run, path in folders.items() if path.name in patches}
-    return evaluated, runs, rows, {}
-
-
-def measured(folders, args):
-    """The evaluator's rows, {run: folder}, {run: row of the patches}, {arm: cost of a step}."""
-    folders = {run: folder for run, folder in folders.items()
-               if robustness.finished(folder, *run)}
-    robustness.check_recipe(folders)
-    if not any(arm == BASELINE for arm, _ in folders):
-        raise ValueError(f"--out_dir {args.out_dir}: expected a finished run of {BASELINE}; "
-                         "referee.studies.robustness trains it")
-    rows = patch_rows(folders, args)
-    evaluated = read_rows(args.out_dir / "eval/results.jsonl")
-    costs = step_costs(folders, args) if args.rounds else {}
-    return differences.current(evaluated, folders), folders, rows, costs
-
-
-def patch_rows(folders, args):
-    """A row a network, those of --out_dir/patches.jsonl kept: {(arm, seed): row}."""
+def patch_rows(args):
+    """A row a network, those of --out_dir/patches.jsonl or --rows kept: {(arm, seed): row}."""
+    runs = [(arm, seed) for seed in args.seeds for arm in args.arms]
+    if args.rows:
+        found = [row for path in args.rows for row in common.read_log(path) if "auc" in row]
+        return {arms.run_of(row): row for row in found if arms.run_of(row) in runs}
+    folders = {(arm, seed): args.out_dir / f"{arm}_s{seed}" for arm, seed in runs}
+    folders = {run: folder for run, folder in folders.items() if (folder / "last.pt").exists()}
     path, rows, images = args.out_dir / "patches.jsonl", {}, None
     stored = {(row["checkpoint"], row["images"], row.get("weights")): row
               for row in common.read_log(path)}
@@ -188,27 +150,15 @@ def promise(arm, compared, corrected):
     return f"undecided: two seeds or more of {', '.join(missing)}" if missing else "yes"
 
 
-def step_costs(folders, args):
-    """{arm: CPU time of a training step of 64 scenes, as a ratio to symmetric's}."""
-    args.clock, steps = "cpu", {}
-    images = torch.rand(64, 3, 32, 32)
-    for arm, folder in {arm: folder for (arm, _), folder in folders.items()}.items():
-        model = classifier_from_checkpoint(common.load(folder))
-        steps[arm] = lambda model=model: cost.training_step(model, images)
-    times = cost.alternate(args, torch.device("cpu"), steps)
-    return {arm: np.median(np.divide(times[arm], times[BASELINE])) for arm in steps}
-
-
-def report(found, compared, rows, costs, args, primary=()):
-    """Markdown: accuracies and differences; AUC; p-values, costs and the verdict."""
+def report(found, compared, rows, args, primary=()):
+    """Markdown: accuracies and differences; AUC; p-values and the verdict."""
     corrected = {name: p_values(found[name], args.arms) for name in found}
     body = []
     for arm in args.arms:
         p = [f"{corrected.get(name, {}).get(arm, np.nan):.3f}".replace("nan", "") for name in ABOVE]
-        ratio = f"{costs[arm]:.2f}" if arm in costs else ""
         verdict = "" if arm == BASELINE else promise(arm, compared, corrected)
-        body.append([arm, *p, ratio, verdict])
-    head = ["attention", *(f"p, {name}" for name in ABOVE), "training step", "keeps the promise"]
+        body.append([arm, *p, verdict])
+    head = ["attention", *(f"p, {name}" for name in ABOVE), "keeps the promise"]
 
     def over_seeds(arm, value):
         values = [value(row) for (a, _), row in rows.items() if a == arm]
@@ -224,24 +174,23 @@ def report(found, compared, rows, costs, args, primary=()):
         differences.tables(found, compared, args.arms, BASELINE, primary, REFERENCES),
         "AUC of a token's score against the corrupted patches, mean over seeds (seeds):",
         common.table(areas, ["corruption", "score", *args.arms]),
-        "p after Holm's correction; a step's CPU time as a ratio to symmetric; verdict:",
+        "p after Holm's correction; verdict:",
         common.table(body, head)])
 
 
-def main():
-    args = get_args()
-    folders = {(arm, seed): args.out_dir / f"{arm}_s{seed}" for seed in args.seeds
-               for arm in args.arms}
-    evaluated, folders, rows, costs = (stored(args.rows, folders) if args.rows
-                                       else measured(folders, args))
-    found = differences.outcomes(evaluated, folders, args.limit)
+def main(argv=None):
+    args, evaluated = arms.run(
+        __doc__, ARMS, argv, out_dir="out/robustness", seeds=(0, 1, 2), limit=500,
+        measures=["clean", "corruptions", "pgd eps=1/255,2/255 steps=20"],
+        default=[BASELINE, "rpc4-l1", *USUAL])
+    rows, found = patch_rows(args), differences.outcomes(evaluated, args.limit)
     for run, row in rows.items():
         for name, text in row["right"].items():
             right = unpack(text, row["images"]).double().numpy()
             found.setdefault(name, {})[run] = right
     compared = differences.compare(found, args.arms)
     primary = differences.primary_of(evaluated)
-    text = report(found, compared, rows, costs, args, primary)
+    text = report(found, compared, rows, args, primary)
     args.out_dir.mkdir(parents=True, exist_ok=True)
     (args.out_dir / "outliers.md").write_text(text + "\n")
     if compared:
