@@ -1,0 +1,385 @@
+r"""Is it robustness, or how far training got? Accuracy under attack against clean loss.
+
+    python -m referee.studies.line                            # the committed networks: tables, figures
+    python -m referee.studies.line --rows out/eval            # yours beside them: how far off the line?
+    python -m referee.studies.line --sweep weights/shapes_rpc.pt weights/shapes_symmetric.pt    # lambda
+    python -m referee.studies.line --format pdf --out_dir out/line
+
+A network that was trained further is more robust, defended or not. So accuracy under PGD and under
+corruptions is drawn against the logarithm of the clean test loss, a point a network; the line is
+fitted through networks of the baseline that were trained for different times, where there are some,
+else through all undefended ones but those in question. A network's distance from it is what its
+attention or its defence adds to that. Plan and outcomes: referee/results/line/plan.md.
+
+--rows: results.jsonl of eval_robust.py, or its folder, with --measures clean "pgd eps=2/255
+steps=20" corruptions; their clean loss is that of the row (`loss`), or of --training.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+if not __package__:
+    sys.exit("error: start this in the repository's folder, as: python -m referee.studies.line")
+
+import numpy as np
+import torch
+
+import common
+from attention import ATTENTIONS, FORMS, arg_names
+from data.shapes import load_shapes
+from referee.studies.robustness import in_files
+from referee.studies.stats import Difference, holm, show, show_p, student
+from robust import corruptions
+from robust.results import title
+from robust.sources import load_model
+
+RESULTS = Path(__file__).parents[1] / "results"
+# name: what the images are, folders or files of rows, evaluations of training, the two primaries
+PICTURES = {
+    "fresh": ("rendered scenes, 1,000 images", ["line/s*.jsonl", "control/*_s?.jsonl"],
+              ["line/training.jsonl", "control/training.jsonl"], ("pgd 2/255", "15 corruptions")),
+    "scenes": ("rendered scenes, 500 images", ["robustness/results.jsonl",
+                                               "robust_attentions/results.jsonl"],
+               ["robustness/training.jsonl", "robust_attentions/training.jsonl"],
+               ("pgd 2/255", "15 corruptions")),
+    "cifar10": ("CIFAR-10, 500 images",
+                ["robustness/cifar10.jsonl", "robust_attentions/cifar10.jsonl"],
+                ["robustness/cifar10_training.jsonl", "robust_attentions/cifar10_training.jsonl"],
+                ("pgd 1/255", "15 corruptions")),
+}
+MEASURES = ("pgd 1/255", "pgd 2/255", "15 corruptions")
+TRACED = "symmetric-e"                           # arms of the baseline trained for several times
+
+
+class Network(NamedTuple):
+    """A trained network: its arm and seed, its clean test loss in nats, accuracies in per cent."""
+    arm: str
+    seed: int
+    loss: float
+    accuracy: dict
+
+
+# --- networks -------------------------------------------------------------------------------------
+
+def networks_of(rows, training):
+    """Read networks from the evaluator's rows: those whose checkpoint has a clean loss."""
+    losses = {row["run"]: row["loss"] for row in training}            # a later row counts
+    losses |= {row["checkpoint"]: row["loss"] for row in rows
+               if row["measure"] == "clean" and "loss" in row}
+    found, deit = {}, set()
+    for row in rows:
+        if row["model_config"].get("attn") and row["model_config"].get("init") != "default":
+            deit.add(row["checkpoint"])
+        of = found.setdefault(row["checkpoint"], {})
+        if row["measure"] == "corruptions":
+            of.setdefault("types", {})[title(row)] = np.mean(row["top1"])
+        elif row["measure"] != "autoattack":
+            of[title(row)] = row["top1"]
+    networks = []
+    for name, of in found.items():
+        types = of.pop("types", {})
+        if set(corruptions.NAMES) <= set(types):
+            of["15 corruptions"] = np.mean([types[kind] for kind in corruptions.NAMES])
+        arm, _, seed = name.rpartition("_s")
+        if name in losses:
+            arm, seed = (arm, int(seed)) if arm and seed.isdecimal() else (name, 0)
+            label = f"{arm}, DeiT's init" if name in deit else arm
+            networks.append(Network(label, seed, losses[name], of))
+    return networks
+
+
+def stored(name):
+    """Read the committed networks of a picture."""
+    _, rows, training, _ = PICTURES[name]
+    files = [sorted(path for pattern in patterns for path in RESULTS.glob(pattern))
+             for patterns in (rows, training)]
+    return networks_of(in_files(files[0]), logged(files[1]))
+
+
+def logged(paths):
+    return [row for path in paths for row in common.read_log(path)]
+
+
+def defended(arm):
+    return arm.endswith("-adv")
+
+
+def reference(networks, arm):
+    """Choose the networks that the line of an arm goes through."""
+    traced = [n for n in networks if n.arm.startswith(TRACED)]
+    return traced or [n for n in networks if n.arm != arm and not defended(n.arm)]
+
+
+# --- the line -------------------------------------------------------------------------------------
+
+def points(networks, measure):
+    """Give log clean loss and accuracy of those that have the measure: (n,), (n,)."""
+    own = [(np.log(n.loss), n.accuracy[measure]) for n in networks if measure in n.accuracy]
+    return np.array(own, float).reshape(-1, 2).T
+
+
+def correlation(networks, measure):
+    """Correlate log loss and accuracy: r, its 95 % interval (Fisher), and p of a bend."""
+    x, y = points(networks, measure)
+    r = np.corrcoef(x, y)[0, 1]
+    low, high = np.tanh(np.arctanh(r) + np.array([-1.96, 1.96]) / np.sqrt(max(len(x) - 3, 0.1)))
+    if len(x) < 5:
+        return r, low, high, np.nan
+    design = np.stack([np.ones_like(x), x - x.mean(), (x - x.mean()) ** 2], 1)
+    beta, *_ = np.linalg.lstsq(design, y, rcond=None)
+    left = ((y - design @ beta) ** 2).sum() / (len(x) - 3)
+    error = left * np.linalg.inv(design.T @ design)[2, 2]
+    return r, low, high, student(len(x), beta[2], error, len(x) - 3).p
+
+
+def off_line(networks, line, measure):
+    """Give the mean residual of networks to the least-squares line through others."""
+    x, y = points(networks, measure)
+    return float(np.mean(y - np.polyval(np.polyfit(*points(line, measure), 1), x)))
+
+
+def distance(own, line, measure):
+    """Measure how far an arm lies from the line: its interval leaves out a seed at a time.
+
+    With fewer than three seeds, the interval is from the scatter of the line's own networks: so
+    far off could one network (or two) of theirs lie.
+    """
+    own, line = ([n for n in of if measure in n.accuracy] for of in (own, line))
+    mine = {n.seed for n in own}
+    if len(mine) < 3:
+        return scattered(own, line, measure)
+    mean, variance = off_line(own, line, measure), 0
+    for seeds in (mine, {n.seed for n in line} - mine):
+        left = [off_line(*([n for n in of if n.seed != seed] for of in (own, line)), measure)
+                for seed in seeds]
+        if len(left) > 1:
+            variance += (len(left) - 1) * np.var(left)
+    return student(len(own), mean, variance, len(mine) - 1)
+
+
+def scattered(own, line, measure):
+    """Measure how far off the mean of networks is, with the prediction interval of such a mean."""
+    x, y = points(line, measure)
+    if len(x) < 3:
+        return Difference(len(own), off_line(own, line, measure), *[np.nan] * 5)
+    left = y - np.polyval(np.polyfit(x, y, 1), x)
+    spread = (left ** 2).sum() / (len(x) - 2)
+    at = points(own, measure)[0].mean()
+    leverage = (at - x.mean()) ** 2 / ((x - x.mean()) ** 2).sum()
+    variance = spread * (1 / len(own) + 1 / len(x) + leverage)
+    d = student(max(len(own), 2), off_line(own, line, measure), variance, len(x) - 2)
+    return d._replace(n=len(own))
+
+
+def distances(networks, primary, others=()):
+    """Measure every arm that is not the line: {(arm, measure): Difference}, {the same: p, Holm}."""
+    arms = dict.fromkeys(n.arm for n in (*networks, *others) if not n.arm.startswith(TRACED))
+    found = {}
+    for arm in arms:
+        own = [n for n in (*networks, *others) if n.arm == arm]
+        for measure in MEASURES:
+            if any(measure in n.accuracy for n in own):
+                found[arm, measure] = distance(own, reference(networks, arm), measure)
+    return found, holm({key: d.p for key, d in found.items() if key[1] in primary})
+
+
+# --- shown ----------------------------------------------------------------------------------------
+
+def tables(networks, primary, others=()):
+    """Write Markdown: r and the bend of each measure; each arm's distance from the line."""
+    traced = [n for n in networks if n.arm.startswith(TRACED)]
+    line = traced or [n for n in networks if not defended(n.arm)]
+    found, p = distances(networks, primary, others)
+    head = []
+    for measure in MEASURES:
+        if len(points(line, measure)[0]) > 2:
+            r, low, high, bend = correlation(line, measure)
+            slope = np.polyfit(*points(line, measure), 1)[0]
+            head.append([measure, str(len(points(line, measure)[0])),
+                         f"{r:+.2f} ({low:+.2f} to {high:+.2f})", f"{100 * r * r:.0f} %",
+                         f"{-slope * np.log(2):+.1f}", show_p(bend)])
+    body = []
+    for arm in dict.fromkeys(arm for arm, _ in found):
+        own = [n for n in (*networks, *others) if n.arm == arm]
+        row = [arm, str(len(own)), f"{np.exp(np.mean([np.log(n.loss) for n in own])):.3f}"]
+        for measure in primary:
+            d = found.get((arm, measure))
+            row += [f"{points(own, measure)[1].mean():.1f}",
+                    show(d, bold=p[arm, measure] < 0.05) if d.low == d.low else f"{d.mean:+.1f}",
+                    show_p(p[arm, measure])] if d else [""] * 3
+        body.append(row)
+    columns = [head for m in primary for head in (m, "off the line (95 % CI)", "p, Holm")]
+    return "\n\n".join([
+        f"The line goes through {len(line)} networks of {'the baseline' if traced else 'all arms'}:",
+        common.table(head, ["measure", "networks", "r (95 % CI)", "variance explained",
+                            "points when loss halves", "bend, p"]),
+        "Accuracy, per cent, and the distance from the line, points (bold: significant):",
+        common.table(body, ["arm", "networks", "clean loss", *columns])])
+
+
+COLOURS = {"softmax": "dimgray", "symmetric": "tab:blue", "rpc": "tab:red"}    # fixed everywhere
+RPC = ("rpc", "no-shrink", "clamp", "admm", "paper", "released", "uniform")
+MARKS = "o^vD<>phX*P"
+
+
+def kind_of(arm):
+    """Name the family of an arm, which gives its colour: softmax, symmetric, rpc or other."""
+    name = arm.removesuffix("-adv").split(",")[0]
+    return "rpc" if name.startswith(RPC) else name if name in COLOURS else "other"
+
+
+def name_of(measure):
+    return measure.replace("pgd", "PGD-20 at") if measure.startswith("pgd") else measure
+
+
+def draw(networks, primary, path, what, others=()):
+    """Draw a panel a primary measure: clean loss against accuracy, a point a network."""
+    from referee.studies.plot import WIDTH, legend, plt
+    figure, axes = plt.subplots(1, len(primary), figsize=(WIDTH, 5), sharex=True)
+    arms = list(dict.fromkeys(n.arm for n in networks))
+    traced = [arm for arm in arms if arm.startswith(TRACED)]
+    plain = [arm for arm in arms if arm not in traced]
+    for ax, measure in zip(axes, primary):
+        line = [n for n in networks if n.arm in traced] or [
+            n for n in networks if not defended(n.arm)]
+        for arm in plain:
+            same = [a for a in plain if kind_of(a) == kind_of(arm) and not defended(a)]
+            colour = COLOURS.get(kind_of(arm), "tab:olive")
+            mark = "s" if defended(arm) else MARKS[same.index(arm) % len(MARKS)]
+            x, y = points([n for n in networks if n.arm == arm], measure)
+            ax.plot(np.exp(x), y, mark, color=colour, label=arm, markersize=6, alpha=0.75,
+                    markeredgewidth=1.2, fillstyle="none" if defended(arm) else "full")
+        means = []
+        for arm in sorted(traced, key=lambda arm: int(arm.removeprefix(TRACED))):
+            x, y = points([n for n in networks if n.arm == arm], measure)
+            ax.plot(np.exp(x), y, "o", color="tab:blue", markersize=6,
+                    label="symmetric, 4 to 16 epochs" if arm == traced[0] else None)
+            means.append((np.exp(x.mean()), y.mean(), arm.removeprefix(TRACED)))
+        if means:
+            ax.plot(*zip(*[(x, y) for x, y, _ in means]), color="tab:blue", linewidth=1.5)
+            for x, y, epochs in means:
+                ax.annotate(f"{epochs} epochs", (x, y), (9, -13), color="tab:blue", fontsize=8,
+                            textcoords="offset points")
+        ends = points([*networks, *others], measure)[0]
+        ends = np.array([ends.min(), ends.max()]) + np.array([-0.05, 0.05]) * np.ptp(ends)
+        fit = np.polyfit(*points(line, measure), 1)
+        ax.plot(np.exp(ends), np.polyval(fit, ends), "--", color="black", linewidth=1,
+                label="the line", zorder=0)
+        for i, arm in enumerate(dict.fromkeys(n.arm for n in others)):
+            x, y = points([n for n in others if n.arm == arm], measure)
+            ax.plot(np.exp(x), y, "P", color="black", markersize=10, fillstyle="none", label=arm)
+        ax.set(xscale="log", xlabel="clean test loss in nats (log scale)", title=name_of(measure),
+               ylabel="accuracy in %")
+        ticks = sorted({float(f"{x:.2g}") for x in np.exp(np.linspace(*ends, 5))})
+        ax.set_xticks(ticks, [f"{x:g}" for x in ticks])
+        ax.set_xticks([], minor=True)
+    axes[0].invert_xaxis()                                          # both: they share x
+    figure.suptitle(f"{what}: a point a network; trained further is to the right", fontsize=9.5)
+    legend(figure, axes[0], "lower center", ncols=5)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+# --- lambda, from 0 to infinity -------------------------------------------------------------------
+
+LAMBDAS = (0, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 64, np.inf)
+
+
+@torch.no_grad()
+def attend(model, images, labels):
+    """Measure a network: accuracy in per cent, and of layer 0 the mean entropy of its attention
+    weights in nats (uniform ones have log N) and the share of S that is not 0."""
+    seen = []
+    layer = model.blocks[0].attn
+    hook = layer.register_forward_pre_hook(lambda m, inputs: seen.append(m.trace(inputs[0])[-1]))
+    right = (model(images).argmax(1) == labels).float().mean().item()
+    hook.remove()
+    K2 = seen[0]["K2"]
+    log_A = torch.log_softmax(K2 @ K2.mT / K2.shape[-1] ** 0.5, -1)
+    entropy = -(log_A.exp() * log_A).sum(-1).mean().item()
+    return dict(top1=100 * right, entropy=entropy, uniform=float(np.log(K2.shape[-2])),
+                share=(seen[0]["S"] != 0).float().mean().item())
+
+
+def sweep(paths, out_dir, form):
+    """Replace layer 0 of trained networks by PAP of any lambda; write rows and draw them."""
+    split = load_shapes("test", 3200, 32)
+    images, labels = split.images[:500].float() / 255, split.labels[:500]
+    rows = []
+    for path in paths:
+        model = load_model(path, torch.device("cpu")).model.eval()
+        layer = model.blocks[0].attn
+        layer.attn, layer.arg_names = "rpc", arg_names(ATTENTIONS["rpc"], ("k", "v", "layer"))
+        for reading in ("paper", "released"):
+            for lambd in LAMBDAS:
+                layer.pap = dict(n_iter=4, lambd=lambd, **FORMS[reading])
+                rows.append(dict(network=path.stem, form=reading, lambd=lambd,
+                                 **attend(model, images, labels)))
+    (out_dir / "lambda.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    draw_lambda(rows, out_dir / f"lambda.{form}")
+    print(f"{out_dir}/lambda.jsonl, lambda.{form}")
+
+
+def draw_lambda(rows, path, trained=()):
+    """Draw accuracy, entropy of layer 0 and share of S against lambda, a column a reading."""
+    from referee.studies.plot import WIDTH, legend, plt
+    shown = dict(top1="accuracy in %", entropy="entropy of layer 0\nin nats",
+                 share="share of S\nthat is not 0")
+    figure, axes = plt.subplots(3, 2, figsize=(WIDTH, 6), sharex=True, sharey="row")
+    for column, reading in enumerate(("paper", "released")):
+        for ax, (name, label) in zip(axes[:, column], shown.items()):
+            for network in dict.fromkeys(row["network"] for row in rows):
+                own = [r for r in rows if (r["network"], r["form"]) == (network, reading)]
+                kind = "rpc" if "rpc" in network else "symmetric"
+                ax.plot(range(len(own)), [row[name] for row in own], "o-", markersize=4,
+                        color=COLOURS[kind], label=f"weights of {network}, not trained again")
+            for arm in dict.fromkeys(row["network"] for row in trained if row["form"] == reading):
+                own = [r for r in trained if (r["network"], r["form"]) == (arm, reading)]
+                ax.plot([LAMBDAS.index(r["lambd"]) for r in own], [r[name] for r in own], "*",
+                        markersize=9, color="black", label="trained with this lambda")
+            if name == "entropy":
+                ax.axhline(rows[0]["uniform"], color="black", linewidth=0.8, linestyle=":")
+            ax.set(ylabel=label if not column else None)
+        axes[0, column].set_title(f"reading `{reading}`, 4 steps")
+        axes[2, column].set(xlabel="lambda", xticks=range(len(LAMBDAS)))
+        axes[2, column].set_xticklabels([f"{x:g}".replace("inf", "∞") for x in LAMBDAS],
+                                        rotation=45)
+    legend(figure, axes[0, 0], "lower center", ncols=3)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--rows", nargs="+", type=Path, default=[], metavar="FILE", help="yours")
+    p.add_argument("--training", nargs="+", type=Path, default=[], metavar="FILE",
+                   help='clean losses of theirs, {"run": name of the folder, "loss": nats} a line')
+    p.add_argument("--picture", choices=PICTURES, nargs="+", help="default: all; fresh with --rows")
+    p.add_argument("--sweep", nargs="+", type=Path, metavar="CKPT",
+                   help="vary lambda in trained networks instead, and draw figure 2")
+    p.add_argument("--out_dir", type=Path, default=Path("out/line"))
+    p.add_argument("--format", choices=["png", "pdf", "svg"], default="png")
+    args = p.parse_args()
+    args.out_dir.mkdir(parents=True, exist_ok=True)
+    if args.sweep:
+        return sweep(args.sweep, args.out_dir, args.format)
+    files = [path / "results.jsonl" if path.is_dir() else path for path in args.rows]
+    others = networks_of(in_files(files), logged(args.training))
+    if args.rows and not others:
+        raise common.InputError("--rows: no network of these has a clean loss: --measures clean "
+                                "gives it, or --training")
+    for name in args.picture or (["fresh"] if args.rows else PICTURES):
+        what, *_, primary = PICTURES[name]
+        networks = stored(name)
+        print(f"{what}\n\n{tables(networks, primary, others)}\n")
+        path = args.out_dir / f"{name}.{args.format}"
+        draw(networks, primary, path, what, others)
+        print(f"{path} draws it\n")
+
+
+if __name__ == "__main__":
+    common.run(main)
