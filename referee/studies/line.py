@@ -30,7 +30,7 @@ import torch
 import common
 from attention import ATTENTIONS, FORMS, arg_names
 from data.shapes import load_shapes
-from referee.studies.robustness import in_files
+from referee.studies.arms import read
 from referee.studies.stats import Difference, holm, show, show_p, student
 from robust import corruptions
 from robust.results import title
@@ -64,16 +64,20 @@ class Network(NamedTuple):
 
 # --- networks -------------------------------------------------------------------------------------
 
+def name_of(row):
+    """The name of a network: of its folder, or file."""
+    return Path(row["checkpoint"]).name
+
+
 def networks_of(rows, training):
     """Read networks from the evaluator's rows: those whose checkpoint has a clean loss."""
     losses = {row["run"]: row["loss"] for row in training}            # a later row counts
-    losses |= {row["checkpoint"]: row["loss"] for row in rows
-               if row["measure"] == "clean" and "loss" in row}
+    losses |= {name_of(row): row["loss"] for row in rows if row["measure"] == "clean" and "loss" in row}
     found, deit = {}, set()
     for row in rows:
         if row["model_config"].get("attn") and row["model_config"].get("init") != "default":
-            deit.add(row["checkpoint"])
-        of = found.setdefault(row["checkpoint"], {})
+            deit.add(name_of(row))
+        of = found.setdefault(name_of(row), {})
         if row["measure"] == "corruptions":
             of.setdefault("types", {})[title(row)] = np.mean(row["top1"])
         elif row["measure"] != "autoattack":
@@ -96,7 +100,7 @@ def stored(name):
     _, rows, training, _ = PICTURES[name]
     files = [sorted(path for pattern in patterns for path in RESULTS.glob(pattern))
              for patterns in (rows, training)]
-    return networks_of(in_files(files[0]), logged(files[1]))
+    return networks_of(read(files[0]), logged(files[1]))
 
 
 def logged(paths):
@@ -231,7 +235,7 @@ def kind_of(arm):
     return "rpc" if name.startswith(RPC) else name if name in COLOURS else "other"
 
 
-def name_of(measure):
+def in_words(measure):
     return measure.replace("pgd", "PGD-20 at") if measure.startswith("pgd") else measure
 
 
@@ -271,7 +275,7 @@ def draw(networks, primary, path, what, others=()):
         for i, arm in enumerate(dict.fromkeys(n.arm for n in others)):
             x, y = points([n for n in others if n.arm == arm], measure)
             ax.plot(np.exp(x), y, "P", color="black", markersize=10, fillstyle="none", label=arm)
-        ax.set(xscale="log", xlabel="clean test loss in nats (log scale)", title=name_of(measure),
+        ax.set(xscale="log", xlabel="clean test loss in nats (log scale)", title=in_words(measure),
                ylabel="accuracy in %")
         ticks = sorted({float(f"{x:.2g}") for x in np.exp(np.linspace(*ends, 5))})
         ax.set_xticks(ticks, [f"{x:g}" for x in ticks])
@@ -368,7 +372,7 @@ def main():
     if args.sweep:
         return sweep(args.sweep, args.out_dir, args.format)
     files = [path / "results.jsonl" if path.is_dir() else path for path in args.rows]
-    others = networks_of(in_files(files), logged(args.training))
+    others = networks_of(read(files), logged(args.training))
     if args.rows and not others:
         raise common.InputError("--rows: no network of these has a clean loss: --measures clean "
                                 "gives it, or --training")
