@@ -264,5 +264,5 @@ def test_an_unknown_command_more_blocks_than_tokens_and_a_causal_network_are_ref
         command(monkeypatch, "tarin", "keys")
     with pytest.raises(ValueError, match=f"mom m=8: expected at most a block a token, {N}"):
         study.mom(*qkv()[1:], m=N + 1)
-    with pytest.raises(ValueError, match="attn='keys lambd=0.5 n_iter=4' is a function of k, v"):
-        LM(LMConfig(5, context=4, embed_dim=8, depth=1, num_heads=2, mlp_dim=8, attn=study.USUAL["keys"]))
+    with pytest.raises(ValueError, match="keys lambd=0.5.*causal"):
+        LM(LMConfig(5, context=4, embed_dim=8, depth=1, num_heads=2, mlp_dim=8, attn=study.USUAL["keys"], rpc_layers=(0,)))
