@@ -92,8 +92,8 @@ def get_args():
     common.add_attention(flag, list(dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS])))
     flag("--drop_path", type=SHARE, default=0.0, help="rate of the last block (FAN: of each)")
     flag("--init", choices=["trunc_normal", "default"], help="Linear layers as DeiT's, or torch's "
-         "as the released RPC code; None: default, but trunc_normal for a FAN and, on imagenet, for "
-         "a ViT with other attention than symmetric or rpc")
+         "as the released RPC code; None: default, but for a FAN and, on imagenet, for attention "
+         "other than symmetric or rpc")
     flag("--init_from", type=common.path,
          help="start from these weights (file or https address; App. E.6)")
 
@@ -159,13 +159,15 @@ def check_flags(args):
 
 
 def follow_file(p, args):
-    """Parse again: where no flag says model or patch size, they are those of --init_from."""
+    """Parse again: where no flag says model, patch or own photos' size, --init_from does."""
     from weights import flags_for
     try:
         found = flags_for(common.load(args.init_from), SIZES)
     except InputError:                                              # `build` says so
         return args
     found.pop("attn", None)                                         # to be named: rpc or symmetric
+    if args.data != "folder":                                       # the recipe says which
+        found.pop("image_size", None)
     p.set_defaults(**found, **RECIPES.get((args.data, found.get("model")), {}))
     again = p.parse_args()
     if vars(again) != vars(args):

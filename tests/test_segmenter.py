@@ -80,7 +80,7 @@ def test_sliding_windows_and_views_equal_upstream_with_their_anchors(golden):
 def test_positions_are_resized_as_upstream(golden):
     a = golden("seg_pos_resize")
     close(resize_pos_embed(a["pos"], a["new_grid"].tolist(), "bilinear"), a["resized"], atol=1e-6)
-    with pytest.raises(ValueError, match="196 positions, expected 1 . 13 x 13"):
+    with pytest.raises(ValueError, match="196 positions"):
         resize_pos_embed(a["pos"][:, 1:], (32, 32), "bilinear")
 
 
