@@ -4,42 +4,194 @@ r"""Do fixed random axes win because they are random, or because they are the sa
     python -m referee.studies.constancy --data_dir data/cifar10 --family polar
     python -m referee.studies.constancy --rows referee/results/decider/constancy.jsonl      # tables and verdict
 
-referee/studies/decider.py forces values onto r axes a head. Its kernel-PCA axes differ from image to image,
-its random axes do not: two things at once. Here they are taken apart, in its families span (r = 2)
-and polar (r = 8, as many as a head has channels):
+No trained values can decide whether attention "does kernel PCA": a network may do something else.
+So values are forced to be those of Theorem 1 and, to compare, of its geometry on other axes.
+
+E_ij = k(k_i, k_j), G = diag(1/g), K = centred Gram matrix, v the learned values. Values v describe
+w_d = sum_j v_jd phi(k_j). For any N x r basis B orthogonal to 1, V0 = G B L^-T with L L^T = B^T K B
+describes an orthonormal basis of span{G B}: V0^T E V0 = I.
+
+    span     V0 M, M = V0^T E v: the projection of every w_d on span{G B}, r = 2
+    polar    V0 polar(M) times a learned gain: Theorem 1 up to a rotation, which v chooses, r = 8
+    plain    learned values, of no family
+
+Both depend on B only through its span: the signs and rotations of eigenvectors, which differ per
+image and which no output matrix can undo, never enter. The arms of a family are bases:
 
                           differ from image to image           the same for every image
     of kernel PCA         own                                  mean: of the mean Gram matrix
     random                hashed: drawn anew for each image    random
 
-and beside them axes that differ from image to image without being this head's own: those of another
-image (image), of another head (other), of the layer's input (x); and own without any gradient
-(detached), as mean has none. hashed depends on the image's number, so an image always comes with
-the same axes. mean follows the keys during training (a running mean over batches) and stays as it
-is then. What each outcome means was fixed before the runs: referee/results/decider/constancy.md
+and axes that differ from image to image without being this head's own: those of another image
+(image), of another head (other), of the layer's input (x); and own without any gradient (detached),
+as mean has none. In the others eigenvectors carry no gradient; one power step, B <- K B /
+eigenvalue, does, and divides by no eigengap. hashed depends on the image's number, so an image
+always comes with the same axes. mean follows the keys during training (a running mean over batches)
+and stays as it is then. What each outcome means was fixed before the runs:
+referee/results/decider/constancy.md
 """
 
 import argparse
 import math
-import sys
-from functools import partial
+import time
 from pathlib import Path
-
-if not __package__:
-    sys.exit("error: start this in the repository's folder, as: python -m referee.studies.constancy")
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
+from tqdm import tqdm
 
 import common
-from referee.studies.decider import MARGIN, build, gaps, optimise, read_losses, train_missing
+import train_cls
+from attention import symmetric_attention
+from common import InputError
+from data.images import load_data
+from data.rng import normal, uniform
+from kpca import centre, kernel, largest
 from referee.studies.stats import holm, paired_t, show, show_p, spread
+from vit import ViT, ViTConfig
 
 ARMS = ("hashed", "mean", "image", "own", "random", "other", "x", "detached")
 NULLS = ("hashed", "image", "other", "x")
 COLUMNS = ("hashed", "image", "x", "other", "own", "detached", "mean", "random")    # of the figure
+RANKS = dict(span=2, polar=8)                               # r; a head has 8 channels
+MARGIN, DECAY = 0.03, 0.99                                  # in nats; of mean's running mean
 HELD_OUT = 10 ** 6                    # first number of a held-out image: other axes than trained
+TINY, CPU = 1e-14, torch.device("cpu")                      # of a trace: what float64 resolves
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+def centred(X):
+    return X - X.mean(-2, keepdim=True)
+
+
+def resolved(K):
+    """Least eigenvalue of K (..., N, N) that float64 resolves, (..., 1, 1)."""
+    return TINY * K.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+
+
+def top_axes(K, r):
+    """Top r eigenvectors of the centred K, those not resolved zero; eigenvalues (..., 1, r)."""
+    size, B = largest(centre(K.detach()), r)
+    size, least = size[..., None, :], resolved(K.detach())
+    return centred(B * (size > least)), size.maximum(least)
+
+
+def random_axes(heads, N, r, seed):
+    """(H, N, r) float64, orthonormal and orthogonal to 1."""
+    B = torch.randn(heads, N, r, generator=torch.Generator().manual_seed(seed))
+    return torch.linalg.qr(centred(B.double())).Q
+
+
+def key_axes(E, g, r, power=True):
+    """B, top r eigenvectors of the centred Gram matrix, then K B / eigenvalue: the same numbers."""
+    B, size = top_axes(E / g / g.mT, r)
+    B = B * B.gather(-2, B.abs().argmax(-2, keepdim=True)).sign()           # largest entry positive
+    return centred(E @ (B / g) / g) / size if power else B
+
+
+def input_axes(x, r):
+    """The same of the layer's input (B, N, C), with its linear kernel: B (B, 1, N, r)."""
+    x = x[:, None]
+    B, size = top_axes(x @ x.mT, r)
+    return centred(x @ (x.mT @ B)) / size
+
+
+def orthonormal_values(E, g, B, v):
+    """V0 (..., N, r) on the axes B, and V0^T E v. B^T K B needs no centring: B^T 1 = 0."""
+    U = B / g                                                               # G B
+    EU = E @ U
+    ridge = resolved(E / g / g.mT) * torch.eye(B.shape[-1], dtype=B.dtype)
+    L = torch.linalg.cholesky(U.mT @ EU + ridge)
+    rows = torch.linalg.solve_triangular(L, torch.cat([U.mT, EU.mT @ v], -1), upper=False)
+    return rows[..., :B.shape[-2]].mT, rows[..., B.shape[-2]:]
+
+
+class Polar(torch.autograd.Function):
+    """Orthogonal factor Q of square M = Q (M^T M)^1/2. Its gradient divides by sums, no gaps."""
+
+    @staticmethod
+    def forward(ctx, M):
+        size, Y = torch.linalg.eigh(M.mT @ M)
+        s = size.maximum(TINY * size[..., -1:]).clamp_min(1e-300).sqrt()[..., None, :]
+        Q = M @ (Y / s) @ Y.mT
+        ctx.save_for_backward(Q, Y, s)
+        return Q
+
+    @staticmethod
+    def backward(ctx, grad):
+        Q, Y, s = ctx.saved_tensors
+        W = Y.mT @ Q.mT @ grad @ Y
+        return Q @ Y @ ((W - W.mT) / (s + s.mT)) @ Y.mT
+
+
+class ForcedAttention(nn.Module):
+    """Symmetric attention with the values of an arm; (B, N, C) in and out. attn: SelfAttention.
+
+    numbers: of the images that are coming, (B,) int64, which choose the axes of hashed.
+    """
+
+    def __init__(self, attn, arm, num_tokens, seed):
+        super().__init__()
+        H, N = attn.num_heads, num_tokens
+        self.attn, self.seed, self.numbers = attn, seed, None
+        self.family, _, self.basis = arm.partition("-")
+        self.r = RANKS.get(self.family)
+        if self.family == "polar":
+            self.gain = nn.Parameter(torch.full((H,), math.sqrt(N)))
+        if self.basis == "random":
+            self.register_buffer("B", random_axes(H, N, self.r, seed), persistent=False)
+        if self.basis == "mean":
+            self.register_buffer("gram", torch.zeros(H, N, N, dtype=torch.float64))
+
+    def axes(self, x, E, g):
+        """The basis B, (B, H or 1, N, r) or (H, N, r), float64."""
+        H, N = E.shape[1:3]
+        if self.basis == "random":
+            return self.B
+        if self.basis == "hashed":                              # drawn anew for each image
+            draws = normal(uniform(self.numbers, H * N * self.r, 77, self.seed))
+            return torch.linalg.qr(centred(draws.double().view(-1, H, N, self.r))).Q
+        if self.basis == "mean":                                # of a running mean over batches
+            if self.training:
+                batch = centre((E / g / g.mT).detach()).mean(0)
+                self.gram.lerp_(batch, 1 - DECAY if self.gram.any() else 1)
+            return top_axes(self.gram, self.r)[0]
+        if self.basis == "x":
+            return input_axes(x.double(), self.r)
+        B = key_axes(E, g, self.r, power=self.basis != "detached")
+        turn = dict(other=1, image=0).get(self.basis)           # the head, the image before
+        return B if turn is None else B.roll(1, turn)
+
+    def attend(self, x, k, v):
+        """Attention to the values of this arm (B, H, N, D), from the layer's input and k, v."""
+        if self.family == "plain":
+            return symmetric_attention(k, v)
+
+        # In float64 to the end: theoretical values are large and cancel when they are averaged.
+        E = kernel(k.double(), k.double())
+        g = E.sum(-1, keepdim=True)
+        V0, M = orthonormal_values(E, g, self.axes(x, E, g), v.double())
+        if self.family == "span":
+            return E @ (V0 @ M) / g
+        return self.gain[:, None, None] * (E @ (V0 @ Polar.apply(M)) / g)
+
+    def forward(self, x):
+        _, k, v = self.attn.project(x)
+        h = self.attend(x, k, v).to(x.dtype)
+        return self.attn.proj(h.transpose(1, 2).flatten(2))
+
+
+def build(arm, seed, classes):
+    """The network of an arm; its weights are the same in all arms of a seed, gains aside."""
+    torch.manual_seed(seed)
+    model = ViT(ViTConfig(image_size=32, patch_size=8, num_classes=classes, embed_dim=64,
+                          depth=4, num_heads=8, attn="symmetric", init="default"))
+    for i, block in enumerate(model.blocks):
+        block.attn = ForcedAttention(block.attn, arm, model.config.num_tokens, 100 * seed + i)
+    return model
 
 
 def run(model, images, numbers):
@@ -47,6 +199,22 @@ def run(model, images, numbers):
     for block in model.blocks:
         block.attn.numbers = numbers
     return model(images)
+
+
+# --- training -------------------------------------------------------------------------------------
+
+# Of train_cls.py's recipes, written out: a recipe that changes there makes no other study here.
+RECIPES = {"cifar10": dict(lr=1e-3, pad=4, smoothing=0.1),
+           "shapes": dict(lr=2e-3, pad=0, smoothing=0.0)}
+
+
+def settings_of(args, seed):
+    """What the functions of train_cls.py need, with the recipe for --data."""
+    return argparse.Namespace(**RECIPES[args.data], data=args.data, data_dir=args.data_dir,
+                              image_size=32, num_images=16000, holdout=3000, download=False,
+                              batch_size=64, accum=1, repeats=1, num_ops=0, erase=0.0, mixup=0.0,
+                              cutmix=0.0, min_lr=1e-5, weight_decay=0.05, clip=1.0, amp=False,
+                              seed=seed)
 
 
 @torch.no_grad()
@@ -62,21 +230,66 @@ def held_out(model, split):
 
 
 def train(arm, seed, args, train_set, test_set):
-    """Train a network and measure it on the held-out images at the end."""
-    model = build(arm, seed, len(train_set.classes))
-    optimise(model, seed, args, train_set, partial(run, model))
+    """Train a network: its accuracy in per cent and loss on the held-out images, their number."""
+    model, settings = build(arm, seed, len(train_set.classes)), settings_of(args, seed)
+    optimizer = torch.optim.AdamW(common.param_groups(model, settings.weight_decay), settings.lr)
+    batches = train_cls.train_batches(train_set, settings, 0, args.steps, CPU, 0, 1)
+    keys = train_cls.micro_batches(settings, len(train_set.labels), 0, args.steps, 0, 1)
+    bar = tqdm(zip(batches, keys), f"seed {seed}", args.steps, leave=False)
+    for step, ((images, targets), (numbers, _)) in enumerate(bar):
+        lr = common.lr_at(step, args.steps, args.steps // 8, settings.lr, settings.min_lr)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss = F.cross_entropy(run(model, images, numbers), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        optimizer.step()
+        optimizer.zero_grad()
     return held_out(model, test_set)
+
+
+def train_missing(args):
+    """Add the rows that --out lacks, all arms of a seed before the next."""
+    rows, wanted = common.read_log(args.out), dict(data=args.data, step=args.steps)
+    if any(not wanted.items() <= row.items() for row in rows):
+        raise InputError(f"--out {args.out} holds other rows than those of {args.steps} steps of "
+                         f"{args.data}: choose another")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    if args.out.exists():
+        common.Log(args.out).cut(math.inf)                      # without a line cut by a kill
+    done = {(row["arm"], row["seed"]) for row in rows}
+    missing = [(a, seed) for seed in args.seeds for a in args.arms if (a, seed) not in done]
+    splits = load_data(settings_of(args, 0), CPU) if missing else ()
+    for arm, seed in missing:
+        started = time.process_time()
+        scores = train(arm, seed, args, *splits)
+        common.Log(args.out).append(wanted | dict(
+            arm=arm, seed=seed, **scores, torch=torch.__version__,
+            cpu_seconds=round(time.process_time() - started, 1)))
+        tqdm.write(f"seed {seed} {arm}: {scores['top1']:.1f} %, {scores['loss']:.3f} nats")
 
 
 # --- what the rows say ----------------------------------------------------------------------------
 
-def families(found):
-    """Sort {"span-own": {seed: loss}, ...} into {"span": {"own": {seed: loss}, ...}, ...}."""
-    sorted_ = {}
-    for name, of in found.items():
-        family, _, arm = name.partition("-")
-        sorted_.setdefault(family, {})[arm] = of
+def families(path):
+    """Sort rows into {"span": {"own": {seed: loss}, ...}, ...}; plain belongs to every family."""
+    found = {}
+    for row in common.read_log(path):
+        losses = found.setdefault(row["arm"], {})
+        if row["seed"] in losses:
+            raise InputError(f"{path}: {row['arm']}, seed {row['seed']} has two rows: keep one")
+        losses[row["seed"]] = row["loss"]
+    sorted_, alone = {}, {arm: of for arm, of in found.items() if "-" not in arm}
+    for arm in (arm for arm in found if arm not in alone):
+        family, _, basis = arm.partition("-")
+        sorted_.setdefault(family, dict(alone))[basis] = found[arm]
     return sorted_
+
+
+def gaps(found, first, second):
+    """Subtract the losses of an arm and another, a seed each, where both are in."""
+    seeds = sorted(found.get(first, {}).keys() & found.get(second, {}).keys())
+    return np.array([found[first][seed] - found[second][seed] for seed in seeds])
 
 
 def report(found):
@@ -84,8 +297,9 @@ def report(found):
     table = [[arm, str(len(of)), spread(list(of.values()), ".3f")] for arm, of in found.items()]
     print(common.table(table, ["axes", "seeds", "held-out loss in nats"]) + "\n")
 
-    own = {null: gaps(found, "own", null) for null in ARMS if null != "own"}
-    beyond = {null: paired_t(own[null] + MARGIN).p for null in NULLS if len(own[null]) > 1}
+    own = {null: gaps(found, "own", null) for null in {**dict.fromkeys(ARMS), **found}
+           if null in found and null != "own"}
+    beyond = {null: paired_t(own[null] + MARGIN).p for null in NULLS if len(own.get(null, ())) > 1}
     p = holm(beyond)
     table = [[f"own - {null}", str(len(d)), show(paired_t(d), 3), show_p(p.get(null, math.nan))]
              for null, d in own.items() if len(d)]
@@ -126,23 +340,23 @@ def draw(found, path):
     plt.close(figure)
 
 
-def main():
+def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--data", choices=["cifar10"], default="cifar10")
+    p.add_argument("--data", choices=RECIPES, default="cifar10")
     p.add_argument("--data_dir", help="folder that holds CIFAR-10; see train_cls.py")
     p.add_argument("--family", choices=["span", "polar"], default="span")
-    p.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    p.add_argument("--arms", nargs="+", choices=[*ARMS, "plain"], default=ARMS)
     p.add_argument("--seeds", nargs="+", type=common.number(int, 0), default=[0, 1, 2, 3, 4])
     p.add_argument("--steps", type=common.number(int, 8), default=800)
     p.add_argument("--out", type=Path, default=Path("out/decider/constancy.jsonl"))
     p.add_argument("--rows", type=Path, help="only say what the rows in this file say")
     p.add_argument("--figure", type=Path, help="where to draw it")
-    args = p.parse_args()
-    args.arms = [f"{args.family}-{arm}" for arm in args.arms]
+    args = p.parse_args(argv)
+    args.arms = [arm if arm == "plain" else f"{args.family}-{arm}" for arm in args.arms]
     if not args.rows:
-        train_missing(args, args.out, args.seeds, train)
-    found = families(read_losses(args.rows or args.out)[1])
+        train_missing(args)
+    found = families(args.rows or args.out)
     for family, of in found.items():
         print(f"{family}\n")
         report(of)
