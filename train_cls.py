@@ -185,6 +185,7 @@ def choose_for_folder(args):
     if not photos.val and not args.holdout:
         args.holdout = round(len(photos.train) / 5)                 # without a val folder: a fifth
     chosen = photos.recipe(len(photos.train) - args.holdout)
+    chosen["pad"] = (args.image_size or chosen["image_size"]) // 8
     common.fill(args, chosen)
     if args.resume:
         return
