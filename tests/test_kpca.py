@@ -81,8 +81,8 @@ def test_causal_attention_agrees_with_golden(golden):
 
 
 def test_above_is_the_share_of_tokens_with_h_longer_than_phi():
-    h = torch.tensor([[0.5], [2.0], [-1.5], [3.0]], dtype=torch.float64)
-    assert projection_loss(torch.zeros(4).double(), h)["above"] == 0.75            # |phi|^2 = 1
+    h = torch.tensor([[0.5], [2.0], [-1.5], [1.0]], dtype=torch.float64)
+    assert projection_loss(torch.zeros(4).double(), h)["above"] == 0.5             # |phi|^2 = 1
 
 
 @pytest.mark.parametrize("case", ["large0", "large1"])
