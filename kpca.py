@@ -59,8 +59,8 @@ def centre(K):
     return (K + K.mT) / 2
 
 
-def largest(matrix, d):
-    """The d largest eigenvalues of a symmetric matrix, in descending order, and their vectors."""
+def top_eigh(matrix, d):
+    """The d largest eigenvalues of a symmetric matrix, descending, and their eigenvectors."""
     size, vectors = torch.linalg.eigh(matrix)
     return size.flip(-1)[..., :d], vectors.flip(-1)[..., :d]
 
@@ -68,7 +68,7 @@ def largest(matrix, d):
 def theorem_1(q, k, d):
     """Two (M, d) matrices that Theorem 1 says are equal: projections on d axes, and attention."""
     E, g_k = kernel(k, k), g(k, k)
-    mu, U = largest(centre(E / (g_k * g_k.mT)), d)                          # Eq. 11
+    mu, U = top_eigh(centre(E / (g_k * g_k.mT)), d)                          # Eq. 11
     a = U / mu.sqrt()                                                       # so that |u_d| = 1
     v = (a - a.mean(0)) / g_k                                               # Thm. 1
     dots = kernel(q, k) / (g(q, k) * g_k.mT)                                # phi(q_i).phi(k_j)
@@ -86,7 +86,7 @@ def project_features(q, k, d):
     """The same projections from explicit features, as section 2 begins; each u_d up to its sign."""
     N, phi = len(k), features(k, k)
     phi = phi - phi.mean(0)                                                 # Eq. 4
-    lam, u = largest(phi.mT @ phi / N, d)                                   # Eq. 5
+    lam, u = top_eigh(phi.mT @ phi / N, d)                                   # Eq. 5
     a = phi @ u / (N * lam)                                                 # Eq. 6
     u = phi.mT @ a                                                          # Eq. 7: the same u
     return features(q, k) @ u                                               # Eq. 10
@@ -154,7 +154,7 @@ def kernel_pca(k):
     lg, c = key_scale(k)
     N = k.shape[-2]
     K = centre((log_gram(k) + c[..., None]).exp())
-    mu, U = largest(K, N)
+    mu, U = top_eigh(K, N)
     U = U * U.gather(-2, U.abs().argmax(-2, keepdim=True)).sign()           # largest entry positive
 
     # Remark 2 says at most N axes; centring costs one, and with long keys rounding costs more.
@@ -226,7 +226,7 @@ def ritz(axes, a):
     says of them does not change with v -> v R. Those that float64 cannot resolve are zero.
     """
     Q = basis(a)
-    rho, turn = largest(Q.mT @ axes.K @ Q, Q.shape[-1])
+    rho, turn = top_eigh(Q.mT @ axes.K @ Q, Q.shape[-1])
     return Q @ turn * (rho > a.shape[-2] * EPS * axes.mu[..., :1])[..., None, :]
 
 
