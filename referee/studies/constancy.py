@@ -48,7 +48,7 @@ from attention import symmetric_attention
 from common import InputError
 from data.images import load_data
 from data.rng import normal, uniform
-from kpca import centre, kernel, largest
+from kpca import centre, kernel, top_eigh
 from referee.studies.stats import holm, paired_t, show, show_p, spread
 from vit import ViT, ViTConfig
 
@@ -74,7 +74,7 @@ def resolved(K):
 
 def top_axes(K, r):
     """Top r eigenvectors of the centred K, those not resolved zero; eigenvalues (..., 1, r)."""
-    size, B = largest(centre(K.detach()), r)
+    size, B = top_eigh(centre(K.detach()), r)
     size, least = size[..., None, :], resolved(K.detach())
     return centred(B * (size > least)), size.maximum(least)
 
