@@ -28,7 +28,7 @@ as mean has none. In the others eigenvectors carry no gradient; one power step, 
 eigenvalue, does, and divides by no eigengap. hashed depends on the image's number, so an image
 always comes with the same axes. mean follows the keys during training (a running mean over batches)
 and stays as it is then. What each outcome means was fixed before the runs:
-referee/results/decider/constancy.md
+referee/results/decider/plan.md
 """
 
 import argparse

@@ -20,6 +20,8 @@ from referee.studies.stats import show, show_p, spread
 BASELINE = "symmetric"
 FAMILIES = dict(noise=corruptions.NAMES[:3], blur=corruptions.NAMES[3:7],
                 weather=corruptions.NAMES[7:11], digital=corruptions.NAMES[11:])
+COLOURS = dict(softmax="dimgray", symmetric="tab:blue", rpc="tab:red")     # fixed in all figures
+RPC = ("rpc", "no-shrink", "clamp", "admm", "paper", "released", "uniform")
 # The budget is the one at which symmetric keeps half to two thirds of its clean accuracy.
 PRIMARY = dict(shapes=("15 corruptions", "pgd 2/255"), cifar10=("15 corruptions", "pgd 1/255"))
 
@@ -210,5 +212,48 @@ def draw(compared, arms, path, baseline=BASELINE, primary=(), references=()):
         ax.set_visible(False)
     figure.supxlabel(f"points of accuracy more than {baseline}; 95 % over seeds and images; red: "
                      "primary and significant after Holm's correction", fontsize=9)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def colour_of(arm):
+    """The fixed colour of an arm's family: softmax grey, symmetric blue, RPC red, others olive."""
+    name = arm.removesuffix("-adv").split(",")[0]
+    family = "rpc" if name.startswith(RPC) else name.split("-e")[0]
+    return COLOURS.get(family, "tab:olive")
+
+
+def forest(groups, path):
+    """Draw every primary difference of every study on one axis: a panel a kind of measure.
+
+    groups: (title, [(arm, (under corruptions, under PGD), (p after Holm of the two))]). Filled:
+    significant. Dashed: adversarially trained.
+    """
+    from referee.studies.plot import WIDTH, plt
+    lines = sum(len(rows) + 1 for _, rows in groups)
+    figure, axes = plt.subplots(1, 2, sharex=True, sharey=True, figsize=(WIDTH, 1 + 0.2 * lines))
+    ticks, y = {}, 0
+    for title, rows in groups:
+        ticks[y] = title
+        for arm, gaps, p in rows:
+            y += 1
+            ticks[y] = arm
+            for ax, d, own in zip(axes, gaps, p):
+                if d is not None:
+                    colour = colour_of(arm)
+                    ax.plot([d.low, d.high], [y, y], "--" if arm.endswith("-adv") else "-",
+                            color=colour, linewidth=1.5)
+                    ax.plot(d.mean, y, "o", color=colour, markersize=5,
+                            markerfacecolor=colour if own < 0.05 else "white")
+        y += 1
+    for ax, measure in zip(axes, ("15 corruptions", "PGD-20, 2/255 (CIFAR-10: 1/255)")):
+        ax.axvline(0, color="black", linewidth=0.8)
+        ax.set(title=measure, ylim=(y - 0.5, -0.8), xlim=(-30, 30))
+        ax.set_yticks(list(ticks), ticks.values())
+        for label in ax.get_yticklabels():
+            label.set_fontweight("bold" if label.get_text() in dict(groups) else "normal")
+        ax.tick_params(axis="y", length=0)
+    figure.supxlabel("accuracy minus baseline's in points, 95 % (negative: worse); filled: "
+                     "significant after Holm; dashed: adversarially trained", fontsize=8.5)
     figure.savefig(path)
     plt.close(figure)

@@ -31,6 +31,7 @@ import common
 from attention import ATTENTIONS, FORMS, arg_names
 from data.shapes import load_shapes
 from referee.studies.arms import read
+from referee.studies.differences import COLOURS, colour_of
 from referee.studies.stats import Difference, holm, show, show_p, student
 from robust import corruptions
 from robust.results import title
@@ -72,10 +73,11 @@ def name_of(row):
 def networks_of(rows, training):
     """Read networks from the evaluator's rows: those whose checkpoint has a clean loss."""
     losses = {row["run"]: row["loss"] for row in training}            # a later row counts
-    losses |= {name_of(row): row["loss"] for row in rows if row["measure"] == "clean" and "loss" in row}
+    losses |= {name_of(row): row["loss"] for row in rows if "loss" in row}
     found, deit = {}, set()
     for row in rows:
-        if row["model_config"].get("attn") and row["model_config"].get("init") != "default":
+        ours = "embed_dim" in row["model_config"]
+        if ours and row["model_config"].get("init") != "default":
             deit.add(name_of(row))
         of = found.setdefault(name_of(row), {})
         if row["measure"] == "corruptions":
@@ -224,15 +226,7 @@ def tables(networks, primary, others=()):
         common.table(body, ["arm", "networks", "clean loss", *columns])])
 
 
-COLOURS = {"softmax": "dimgray", "symmetric": "tab:blue", "rpc": "tab:red"}    # fixed everywhere
-RPC = ("rpc", "no-shrink", "clamp", "admm", "paper", "released", "uniform")
 MARKS = "o^vD<>phX*P"
-
-
-def kind_of(arm):
-    """Name the family of an arm, which gives its colour: softmax, symmetric, rpc or other."""
-    name = arm.removesuffix("-adv").split(",")[0]
-    return "rpc" if name.startswith(RPC) else name if name in COLOURS else "other"
 
 
 def in_words(measure):
@@ -250,8 +244,8 @@ def draw(networks, primary, path, what, others=()):
         line = [n for n in networks if n.arm in traced] or [
             n for n in networks if not defended(n.arm)]
         for arm in plain:
-            same = [a for a in plain if kind_of(a) == kind_of(arm) and not defended(a)]
-            colour = COLOURS.get(kind_of(arm), "tab:olive")
+            colour = colour_of(arm)
+            same = [a for a in plain if colour_of(a) == colour and not defended(a)]
             mark = "s" if defended(arm) else MARKS[same.index(arm) % len(MARKS)]
             x, y = points([n for n in networks if n.arm == arm], measure)
             ax.plot(np.exp(x), y, mark, color=colour, label=arm, markersize=6, alpha=0.75,
