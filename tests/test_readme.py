@@ -38,8 +38,9 @@ def test_every_script_and_flag_shown_exists(page):
     assert commands
     for script, rest in commands:
         source = source_of(script)
-        for shared in re.findall(r"^from referee.studies\.(\w+) import", source, re.M):     # flags of two studies
-            source += (ROOT / f"referee/studies/{shared}.py").read_text()
+        for one, several in re.findall(r"^from referee\.studies(?:\.(\w+) import| import (.+))", source, re.M):
+            for shared in re.findall(r"\w+", one or several):                       # flags of two studies
+                source += (ROOT / f"referee/studies/{shared}.py").read_text()
         for flag in re.findall(r"(?<!\S)--[\w-]+", rest):
             name = flag.removeprefix("--").removeprefix("no-")
             assert f'"--{name}"' in source or f'"{name}"' in source or flag in OTHERS, f"{script} has no {flag}"
