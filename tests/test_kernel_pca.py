@@ -232,6 +232,8 @@ def test_null_values_have_the_size_of_the_learned_and_differ_between_layers_but_
     iid = layer.values["iid"]
     assert abs(torch.corrcoef(torch.stack([iid.flatten(), other.flatten()]))[0, 1]) < 0.3
     assert abs(torch.corrcoef(iid[0].flatten(1))[0, 1]) < 0.5
+    W, = layer.raw["x W"][:1, 0]                                                  # a matrix of its own for each head
+    assert abs(torch.corrcoef(W.flatten(1))[0, 1]) < 0.9
     later = Layer(Heads(*(t[3:] for t in heads[:5])), key=(0, 3)).values
     for name in ("iid", "x W"):
         assert_close(later[name], layer.values[name][:, 3:], 1e-12)
@@ -371,6 +373,25 @@ def test_the_first_axes_are_kept_and_not_the_last_ones():
         assert_close(truncated(heads, how, 23), h, 1e-6, 1e-6)                         # all axes: any order
     U = torch.linalg.svd(heads.x[:, None], full_matrices=False)[0][..., :5]
     assert_close(truncated(heads, "top r of x", 5), attend(heads.q, heads.k, U @ U.mT @ heads.v), 1e-9)
+
+
+def test_random_axes_of_one_rank_are_not_those_of_another(monkeypatch):
+    monkeypatch.setattr(study, "restrict", lambda q, k, v, span, u, affine: u)
+    few, more = (truncated(random_heads(B=2, N=24, D=8), "affine random", r) for r in (3, 4))
+    assert not torch.allclose(few, more[..., :3, :])
+
+
+def test_eta_is_a_ratio_to_the_room_that_is_there_with_an_error_over_images(tmp_path):
+    args = probe.get_args("", EXPERIMENTS, ["--ckpt", save_vit(tmp_path / "a.pt"), "--images", "5"])
+    point, = probe.checkpoints(args)
+    layer = Layer(capture(point.model, point.inputs)[1], "1", (1, 0))
+    found = measure([layer], {"capture": EXPERIMENTS["capture"]})
+    ev, null, best = (found["capture", "EV", source, "1"] for source in ("learned", "x W", "best"))
+    eta = 100 * (ev - null) / (best - null).mean()
+    rows = study.examine(point, {"capture": EXPERIMENTS["capture"]}, args, torch.device("cpu"))["capture"]
+    row, = [row for row in rows if (row["measure"], row["layer"]) == ("eta", "1")]
+    assert row["mean"] == pytest.approx(eta.mean().item(), rel=1e-6)
+    assert row["se"] == pytest.approx(eta.std().item() / math.sqrt(5), rel=1e-6)
 
 
 def test_truncated_accuracy_has_the_standard_error_of_a_share(tmp_path, monkeypatch, capsys):
