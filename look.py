@@ -1,21 +1,21 @@
 """Look at what a network does with one image.
 
     python look.py                                                    # a rendered scene
-    python look.py --ckpt weights/shapes_rpc.pt --image photo.jpg     # the middle of your picture
+    python look.py --image lecture/pictures/scene.png                 # the middle of any picture
     python look.py --ckpt weights/seg_shapes_rpc.pt                   # a Segmenter
 
-Of a classifier it prints the five likeliest classes and draws look.png: where the class token looks
-in each layer (mean over heads, each map on its own scale; the number is the share of its attention
-that patches get, the rest is on itself), and below that, for each layer with RPC-Attention, the
-size of S of each token after every step of PAP (white is the largest key of that layer). Of a
-Segmenter it draws the classes over the image, with a legend.
+Of a classifier it prints the five likeliest classes and draws look.png. Upper row: where the class
+token looks in each layer, mean over heads, each map on its own scale; the percentage is the share
+of its attention that the patches get, the rest stays on the class token itself. Below, for each
+layer with RPC-Attention: the size of S of each patch after every step of PAP; white is the largest
+key of that layer. Of a Segmenter it draws the classes over the image, with a legend.
 """
 
 import argparse
 
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
 import common
 from attention import PAP
@@ -25,7 +25,8 @@ from data.shapes import load_shapes
 from segmenter import predict, segmenter_from_checkpoint
 from vit import vit_from_checkpoint
 
-SIDE, MARGIN, LINE = 112, 6, 14             # pixels: of a map, between maps, of a line of text
+SIDE, MARGIN, LINE = 160, 8, 22             # pixels: of a map, between maps, of a line of text
+FONT = ImageFont.load_default(size=16)
 
 
 def get_args():
@@ -84,15 +85,19 @@ def picture(image):
     return Image.fromarray((255 * image).round().byte().permute(1, 2, 0).numpy())
 
 
-def sheet(rows):
-    """One picture of rows of (title, picture) pairs."""
+def sheet(rows, notes):
+    """One picture of rows of (title, picture) pairs; below, lines of text."""
     wide, high = SIDE + MARGIN, SIDE + LINE + MARGIN
-    page = Image.new("RGB", (max(map(len, rows)) * wide, len(rows) * high), "white")
+    size = max(map(len, rows)) * wide, len(rows) * high + len(notes) * LINE
+    page = Image.new("RGB", size, "white")
+    draw = ImageDraw.Draw(page)
     for y, row in enumerate(rows):
         for x, (title, tile) in enumerate(row):
-            ImageDraw.Draw(page).text((x * wide + 2, y * high), title, fill="black")
+            draw.text((x * wide + 2, y * high), title, fill="black", font=FONT)
             resized = tile.resize((SIDE, SIDE), Image.Resampling.NEAREST)
             page.paste(resized, (x * wide, y * high + LINE))
+    for i, note in enumerate(notes):
+        draw.text((2, len(rows) * high + i * LINE), note, fill="black", font=FONT)
     return page
 
 
@@ -104,23 +109,29 @@ def look_at_classifier(model, classes, image):
     chances = model(images)[0].softmax(0)
     for chance, k in zip(*(t.tolist() for t in chances.topk(min(5, len(classes))))):
         print(f"{100 * chance:6.1f} %  {classes[k]}")
+    print(f"It knows {len(classes)} classes and answers with one of them, whatever it is shown: "
+          f"{', '.join(classes[:12])}{', ...' if len(classes) > 12 else ''}.")
 
     features = model.features(images)                   # what goes into each block, by name
     inputs = [features[name] for name in ("embed", *model.layers())]
-    seen, below = [("image", picture(images[0]))], []
+    chance, k = chances.max(0)
+    seen, below = [(f"{100 * chance:.0f} % {classes[k]}", picture(images[0]))], []
     for i, (block, x) in enumerate(zip(model.blocks, inputs), 1):
         x = block.norm1(x)
         steps = block.attn.trace(x) if block.attn.attn in PAP else []
         attention = class_attention(block.attn, x, steps)
         share = f"{100 * attention.sum():.0f} %"                        # the rest is on itself
-        seen.append((f"attention {i}: {share}", grey_map(attention, attention.max())))
+        seen.append((f"layer {i}: {share}", grey_map(attention, attention.max())))
         if steps:
             size = block.attn.project(x)[1].abs().sum((1, 3)).max()     # the largest key
             maps = [grey_map(step["S"].abs().sum((1, 3))[0, 1:], size) for step in steps]
-            below.append([(f"|S|, layer {i}, step {n}", m) for n, m in enumerate(maps, 1)])
+            below.append([(f"layer {i}: |S|, step {n}", m) for n, m in enumerate(maps, 1)])
             filled = (f"{100 * (step['S'] != 0).double().mean():.0f}" for step in steps)
             print(f"layer {i}, PAP steps 1 to {len(steps)}: {', '.join(filled)} % of S is not 0")
-    return sheet([seen, *below])
+    notes = ["Top: where the class token looks, each map on its own scale; %: share of its attention "
+             "that patches get."]
+    notes += ["|S|: black is 0, white the layer's largest key."] if below else []
+    return sheet([seen, *below], notes)
 
 
 def look_at_segmenter(model, classes, image):
@@ -140,8 +151,8 @@ def look_at_segmenter(model, classes, image):
     draw = ImageDraw.Draw(page)
     for i, k in enumerate(order):
         top = h + MARGIN + i * LINE
-        draw.rectangle((2, top + 2, 12, top + 12), fill=tuple(colours[k].tolist()))
-        draw.text((18, top), f"{classes[k]}, {100 * area[k]:.1f} %", fill="black")
+        draw.rectangle((2, top + 3, 18, top + 19), fill=tuple(colours[k].tolist()))
+        draw.text((26, top), f"{classes[k]}, {100 * area[k]:.1f} %", fill="black", font=FONT)
         print(f"{100 * area[k]:6.1f} %  {classes[k]}")
     return page
 

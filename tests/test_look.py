@@ -8,7 +8,7 @@ from PIL import Image
 
 import common
 import look
-from attention import PAP, SelfAttention
+from attention import PAP, SelfAttention, softmax_attention
 from data.shapes import SHAPES, load_shapes
 from fan import FAN, FANConfig
 from segmenter import Segmenter, SegmenterConfig
@@ -51,23 +51,57 @@ def test_the_five_likeliest_classes_are_those_of_the_logits(run, classifier, tmp
     expected = [(f"{100 * c:.1f}", list(SHAPES)[k]) for c, k in zip(*(t.tolist() for t in chances.topk(5)))]
     lines = result.splitlines()
     assert [(line.split()[0], line.split()[2]) for line in lines[:5]] == expected
-    assert "PAP steps 1 to 4" in lines[5]
+    assert "arrow, circle" in lines[5] and "PAP steps 1 to 4" in lines[6]    # what it knows, what S did
     page = Image.open(tmp_path / "look.png")
     wide, high = look.SIDE + look.MARGIN, look.SIDE + look.LINE + look.MARGIN
-    assert page.size == (4 * wide, 2 * high)                    # image and two layers; below, four steps of layer 1
+    assert page.size == (4 * wide, 2 * high + 2 * look.LINE)    # image and two layers; below, four steps of layer 1
 
 
 def test_attention_is_what_the_layer_gives_the_class_token():
-    """The drawn row times the values is the layer's output, of every kind that is drawn."""
+    """The drawn row is the mean over heads of what each layer's own attention does, of every kind that is drawn."""
     torch.manual_seed(0)
     x = torch.randn(1, 17, 16)
     for kind in ("softmax", "symmetric", "rpc", "rpc_asym"):
-        attn = SelfAttention(16, 1, attn=kind, pap=dict(lambd=0.5))
+        attn = SelfAttention(16, 2, attn=kind, pap=dict(lambd=0.5))
         steps = attn.trace(x) if kind in PAP else []
-        row = look.class_attention(attn, x, steps)
-        v = attn.project(x)[2][0, 0]
-        h = row @ v[1:] + (1 - row.sum()) * v[0]
-        torch.testing.assert_close(attn.proj(h), attn(x)[0, 0], atol=1e-5, rtol=1e-5, msg=kind)
+        q, k, _ = attn.project(x)
+        one_hot = torch.eye(17)[None, None].expand(1, 2, -1, -1)            # values that show the weights
+        keys = steps[-1]["K2"] if steps else k
+        A = softmax_attention(q if kind in ("softmax", "rpc_asym") else keys, keys, one_hot)
+        torch.testing.assert_close(look.class_attention(attn, x, steps), A[0, :, 0, 1:].mean(0), msg=kind)
+        v = attn.project(x)[2]
+        torch.testing.assert_close(attn.proj((A @ v).transpose(1, 2).flatten(2)), attn(x), atol=1e-5, rtol=1e-5, msg=kind)
+
+
+def test_each_tile_is_of_its_own_layer_and_step(run, classifier, tmp_path):
+    """What goes into every attention is caught in a forward pass; its maps stand where the titles say."""
+    model, path = classifier
+    run("--ckpt", path, "--scene", 3, "--out", tmp_path / "look.png")
+    inputs = []
+    for block in model.blocks:
+        block.attn.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    model(load_shapes("test", 4).images[3:] / 255)
+    page = Image.open(tmp_path / "look.png").convert("L")
+    wide, high = look.SIDE + look.MARGIN, look.SIDE + look.LINE + look.MARGIN
+
+    def tile(row, column):
+        x, y = column * wide, row * high + look.LINE
+        drawn = page.crop((x, y, x + look.SIDE, y + look.SIDE)).resize((8, 8), Image.Resampling.NEAREST)
+        return torch.tensor(list(drawn.tobytes()), dtype=torch.float)
+
+    for i, (block, x) in enumerate(zip(model.blocks, inputs)):
+        steps = block.attn.trace(x) if block.attn.attn in PAP else []
+        expected = look.class_attention(block.attn, x, steps)
+        assert (tile(0, 1 + i) - 255 * expected / expected.max()).abs().max() < 2
+        for n, step in enumerate(steps):
+            size = step["S"].abs().sum((1, 3))[0, 1:] / block.attn.project(x)[1].abs().sum((1, 3)).max()
+            assert (tile(1, n) - (255 * size).clamp(max=255)).abs().max() < 2 and size.max() > 0
+
+
+def test_a_large_picture_is_averaged_when_it_gets_small():
+    """Black and white columns of a pixel each become grey, not the one or the other."""
+    stripes = (torch.arange(96) % 2).float().expand(3, 96, 96)
+    assert (look.square(stripes, 32)[..., 4:-4] - 0.5).abs().max() < 0.2
 
 
 def test_a_map_is_black_at_zero_and_white_at_the_largest():
@@ -87,6 +121,11 @@ def test_an_overlay_has_a_legend_of_the_classes_seen(run, tmp_path):
     zoom = 384 // 48
     height = 40 * zoom + look.MARGIN + look.LINE * len(listed)
     assert Image.open(tmp_path / "look.png").size == (2 * 48 * zoom + look.MARGIN, height)
+
+
+def test_a_segmenter_calls_a_scene_what_it_shows(run, tmp_path):
+    result = run("--ckpt", "weights/seg_shapes_rpc.pt", "--scene", 35, "--out", tmp_path / "look.png")
+    assert [line.split()[2] for line in result.splitlines()[:2]] == ["background", "star"]
 
 
 def test_bad_input_is_refused_in_one_line(run, classifier, tmp_path):
