@@ -4,9 +4,10 @@ import torch
 
 
 def pgd_step(x, clean, grad, eps, alpha):
-    """Move the images x (B, 3, H, W) by alpha * eps along the sign of the gradient grad.
+    """Move the images x (B, 3, H, W) by alpha along the sign of the gradient grad of the loss.
 
-    The result stays within eps of the images `clean`, pixel by pixel, and in [0, 1].
+    The loss is to rise. The result stays within eps of the images `clean`, pixel by pixel, and in
+    [0, 1].
     """
     x = ...
     x = ...

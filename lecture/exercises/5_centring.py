@@ -3,9 +3,9 @@
 import torch
 
 
-def centre(K):
+def centre(G):
     """Return the Gram matrix of the centred features, (N, N), from that of the features.
 
-    It is K - 1_N K - K 1_N + 1_N K 1_N. Hint: 1_N K is a matrix whose rows are all the mean row.
+    It is G - 1_N G - G 1_N + 1_N G 1_N. Hint: 1_N G is a matrix whose rows are all the mean row.
     """
     return ...

@@ -1,14 +1,13 @@
 """Check an exercise: fill in the holes of lecture/exercises/<number>_*.py, then
 
-    python -m lecture.exercises 3
+    python -m lecture.exercises 3       # without a number: which there are, and which are done
 
-says whether it is right, or where it first departs from this repository's own lines, with both
-numbers. Five exercises: shrinkage, mu and tau, the PAP loop, a PGD step, centring a Gram matrix.
+says whether it is right, or where it first departs from this repository's own lines: both numbers,
+what went in, and, of a usual mistake, which one it is.
 """
 
 import argparse
 import os
-import sys
 import threading
 import traceback
 from pathlib import Path
@@ -17,48 +16,119 @@ import torch
 
 import common
 import kpca
-from attention import penalty, rpc_attention, soft_threshold
-from robust.attacks import project
+from attention import penalty, rpc_attention, soft_threshold, softmax_attention
+from data.shapes import load_shapes
+from robust.attacks import pgd, project
+from robust.metrics import auroc, wilson
+from robust.patches import corrupt_patches
+from vit import vit_from_checkpoint
 
 FOLDER = Path(__file__).parent
-SECONDS, TRIES, CLOSE = 10, 20, 1e-7
+SECONDS, TRIES, CLOSE = 60, 20, 1e-7
 
 
-# --- what is right: (what it is, yours, expected) for one random input ----------------------------
+class Wrong(Exception):
+    """What to tell the learner."""
+
+
+# --- what is right --------------------------------------------------------------------------------
+# Each check yields, for one random input: what it is, the learner's, what is expected, what went
+# into it, and {hint: what a usual mistake gives}.
 
 def shrinkage(own, random):
     x, tau = random(4, 5), random(1).abs()
-    yield "S", own(x, tau), soft_threshold(x, tau)
+    yield "S", own(x, tau), soft_threshold(x, tau), dict(x=x, tau=tau), {
+        "nothing stops entries nearer to 0 than tau at 0": x.sign() * (x.abs() - tau),
+        "this is what shrinkage takes away": x.clamp(-tau, tau),
+        "large entries have to move towards 0, too": x * (x.abs() > tau),
+        "the sign is lost": (x.abs() - tau).clamp(min=0)}
 
 
 def mu_and_tau(own, random):
     k, lambd = random(2, 3, 5, 4), 1 + random(1).abs().item()
+    m, H = k.abs().mean((2, 3), keepdim=True), k.shape[1]
     mu, tau = own(k, lambd)
-    yield "mu", mu, penalty(k)
-    yield "tau", tau, lambd * penalty(k)
+    right = penalty(k)
+    given = dict(m=m, H=torch.tensor(H), lambd=torch.tensor(lambd))
+    yield "mu", mu, right, given, {
+        "this has x = D, a head's width (reading `paper`), where C is asked for": right / H,
+        "the 4 is missing": 4 * right, "m is in the numerator": H * m / 4,
+        "m is a mean of |k|, not a sum": right / k[0, 0].numel()}
+    yield "tau", tau, lambd * right, given | dict(mu=right), {
+        "lambda / mu is the reading `paper`; `released` has lambda times mu": lambd / right,
+        "mu / lambda: tau has to grow with lambda": right / lambd}
 
 
 def pap(own, random):
-    """Yield S, K2 and L of each of four steps, so that the first departure names its step."""
-    k, v, steps = random(2, 3, 5, 4), random(2, 3, 5, 4), []
+    """Each of four steps, line by line, so that the first departure names its step."""
+    k, v, tau, steps = random(2, 3, 5, 4), random(2, 3, 5, 4), None, []
+    tau = penalty(k)
     rpc_attention(k, v, n_iter=4, lambd=1.0, trace=steps)
-    found = own(k, v, penalty(k), 4)
+    found = own(k, v, tau, 4)
+    yield "the number of steps", torch.tensor(len(found)), torch.tensor(4), {}, {}
+    L = Z = torch.zeros_like(k)
     for i, (mine, right) in enumerate(zip(found, steps), 1):
-        for name in ("S", "K2", "L"):
-            yield f"step {i}, {name}", mine[name], right[name]
-    yield "the number of steps", torch.tensor(len(found)), torch.tensor(4)
+        S, K2 = right["S"], right["K2"]
+        yield f"step {i}, S", mine["S"], S, dict(k=k, L=L, Z=Z, tau=tau), {
+            "Z is added, not subtracted, in this line": soft_threshold(k - L - Z, tau),
+            "what the last step left over is missing": soft_threshold(k, tau),
+            "Z is missing": soft_threshold(k - L, tau)}
+        yield f"step {i}, K2", mine["K2"], K2, dict(k=k, S=S, Z=Z), {
+            "plus Z is the reading `admm`; `released` has minus": k - S + Z,
+            "Z is missing": k - S, "S is missing": k - Z, "S is added": k + S - Z}
+        L = right["L"]
+        yield f"step {i}, L", mine["L"], L, {}, {
+            "the queries are K2, too": softmax_attention(k, K2, v),
+            "these are the keys without PAP": softmax_attention(k, k, v),
+            "the values are v": softmax_attention(K2, K2, k)}
+        before, Z = Z, Z + k - S - L
+        yield f"step {i}, Z", mine["Z"], Z, dict(k=k, S=S, L=L, Z=before), {
+            "the Z so far is missing: it adds up": k - S - L,
+            "the sign: what is missing of k is added": before - (k - S - L)}
 
 
 def pgd_step(own, random):
-    clean, eps = random(2, 3, 4, 4).sigmoid(), 0.1
+    clean, eps, alpha = (4 * random(2, 3, 4, 4)).sigmoid(), 0.1, 0.05
     x = project(clean + 0.2 * random(2, 3, 4, 4), clean, eps, True)
     grad = random(2, 3, 4, 4)
-    yield "x", own(x, clean, grad, eps, 0.5), project(x + 0.5 * eps * grad.sign(), clean, eps, True)
+    step = alpha * grad.sign()
+    wrong = {"minus the gradient lowers the loss": (-step, True),
+             "the result leaves [0, 1]": (step, False),
+             "only the sign of the gradient counts": (alpha * grad, True),
+             "alpha is the step in pixel units: eps is no factor of it": (eps * step, True),
+             "a step is alpha, not eps": (eps * grad.sign(), True)}
+    wrong = {hint: project(x + move, clean, eps, clip) for hint, (move, clip) in wrong.items()}
+    wrong["the result goes further than eps from `clean`"] = (x + step).clamp(0, 1)
+    wrong["no projection: neither eps nor [0, 1] is kept"] = x + step
+    wrong["eps is counted from x; it is from `clean`"] = project(x + step, x, eps, True)
+    yield ("x", own(x, clean, grad, eps, alpha), project(x + step, clean, eps, True),
+           dict(x=x, clean=clean, grad=grad), wrong)
 
 
 def centring(own, random):
     x = random(6, 3)
-    yield "K~", own(x @ x.mT), kpca.centre(x @ x.mT)
+    G = x @ x.mT
+    rows, columns, all_ = G.mean(0), G.mean(1, keepdim=True), G.mean()
+    yield "G~", own(G), kpca.centre(G), dict(G=G), {
+        "centred on one side only": G - rows, "centred on one side only, the other": G - columns,
+        "the mean of all entries has to be added again": G - rows - columns,
+        "this takes out one mean; rows and columns have theirs": G - all_}
+
+
+def theorem_1(own, random):
+    k, d = random(6, 3), 2
+    g = kpca.g(k, k)
+    G = kpca.centre(kpca.kernel(k, k) / (g * g.mT))
+    sigma, U = kpca.top_eigh(G, d)
+    right = U / sigma.sqrt()
+    a, v = own(G, g, d)
+    yield "a", a, right, dict(U=U, sigma=sigma), {
+        "|u_d|^2 = a_d.G a_d is sigma_d here: divide by its root": U,
+        "divide by the root of sigma": U / sigma, "divide, do not multiply": U * sigma.sqrt()}
+    values = (right - right.mean(0)) / g
+    yield "v", v, values, dict(a=right, g=g), {             # a / g is right, too: a's mean is 0
+        "divide by g": right * g, "g is missing": right,
+        "the mean is of a, not of a / g": right / g - (right / g).mean(0)}
 
 
 # number: (file, function in it, what checks it, what it is compared with)
@@ -66,86 +136,150 @@ EXERCISES = {1: ("1_shrinkage.py", "shrink", shrinkage, "attention.soft_threshol
              2: ("2_mu_and_tau.py", "mu_and_tau", mu_and_tau, "attention.penalty"),
              3: ("3_pap.py", "pap", pap, "attention.rpc_attention"),
              4: ("4_pgd.py", "pgd_step", pgd_step, "robust.attacks.project"),
-             5: ("5_centring.py", "centre", centring, "kpca.centre")}
+             5: ("5_centring.py", "centre", centring, "kpca.centre"),
+             6: ("6_theorem_1.py", "theorem_1", theorem_1, "kpca.theorem_1"),
+             7: ("7_predict.py", None, None, "what the lecture measures")}
+
+
+# --- predict, then run ----------------------------------------------------------------------------
+
+def first_layer(model, images):
+    """Keys of layer 1 and the last step of PAP on them."""
+    block = model.blocks[0]
+    x = block.norm1(model.embed(images))
+    return block.attn.project(x)[1], block.attn.trace(x)[-1]
+
+
+@torch.no_grad()
+def measure():
+    """{what is predicted: (what comes out, why)} of exercise 7."""
+    weights = FOLDER.parents[1] / "weights"
+    networks = {kind: vit_from_checkpoint(common.load(weights / f"shapes_{kind}.pt"))
+                for kind in ("softmax", "symmetric", "rpc")}
+    split = load_shapes("test", 300)
+    images, labels = split.images / 255, split.labels
+    damaged, hit = corrupt_patches(images, "noise", patch=4)
+    _, step = first_layer(networks["rpc"], damaged)
+    auc = auroc(step["S"].abs().sum((1, 3))[:, 1:].flatten(), hit.flatten())
+    _, step = first_layer(networks["rpc"], images[:64])
+    entropy = torch.special.entr(kpca.log_kernel(step["K2"], step["K2"]).softmax(-1)).sum(-1).mean()
+    images, labels, kept, words = images[:64], labels[:64], {}, []
+    for kind, model in networks.items():
+        adv = pgd(model, images, labels, 2 / 255, steps=10)
+        kept[kind] = (model(adv).argmax(1) == labels).double().mean().item()
+        low, high = wilson(kept[kind], len(images))
+        words.append(f"{kind} {100 * kept[kind]:.0f} % ({100 * low:.0f} to {100 * high:.0f})")
+    return {"auc_of_S": (round(auc, 2), "below 0.5, S avoids the damage: it follows the size of "
+                         "the key, and noise has short ones (section 6)"),
+            "entropy_after_four_steps": (round(entropy.item(), 2), "symmetric attention has 2.94: "
+                                         "PAP attends more sharply (section 5)"),
+            "falls_first": (min(kept, key=kept.get), f"{', '.join(words)}: 95 % intervals that "
+                            "overlap and one seed rank nothing (section 8)")}
+
+
+def judge_predictions(path):
+    """What was predicted beside what comes out; done once all three are there."""
+    names = run_file(path)
+    holes = [name for name in ("auc_of_S", "entropy_after_four_steps", "falls_first")
+             if names.get(name, ...) is ...]
+    if holes:
+        raise Wrong(f"no prediction yet for {', '.join(holes)}: put yours in place of ...")
+    lines = [f"{name}: you said {names[name]}, it is {found}; {why}"
+             for name, (found, why) in measure().items()]
+    return "\n   ".join(["predicted, and measured:", *lines])
 
 
 # --- the learner's file ---------------------------------------------------------------------------
 
-def read_function(path, name):
-    """Run the learner's file; return its function. ValueError, one line: what is wrong with it."""
+def run_file(path):
+    """The names that the learner's file defines."""
     try:
         code = compile(path.read_text(), str(path), "exec")
     except SyntaxError as e:
-        raise ValueError(f"{path.name}, line {e.lineno}: {e.msg}") from None
+        raise Wrong(f"{path.name}, line {e.lineno}: {e.msg}") from None
     names = {}
     exec(code, names)
-    if not callable(names.get(name)):
-        raise ValueError(f"{path.name} has no function {name}")
-    return names[name]
+    return names
 
 
-def compare(what, own, expected):
-    """ValueError, one line, unless the two tensors are the same up to rounding."""
+def compare(what, own, expected, given, mistakes):
+    """Raise Wrong unless the two tensors are the same up to rounding."""
     if own is ...:
-        raise ValueError(f"{what} is still a hole: put a line in place of ...")
+        raise Wrong(f"{what} is still a hole: put a line in place of ...")
     if not isinstance(own, torch.Tensor):
-        raise ValueError(f"{what} is a {type(own).__name__}, expected a tensor")
+        raise Wrong(f"{what} is a {type(own).__name__}, expected a tensor")
     if own.shape != expected.shape:
-        raise ValueError(f"{what} has shape {tuple(own.shape)}, expected {tuple(expected.shape)}")
+        raise Wrong(f"{what} has shape {tuple(own.shape)}, expected {tuple(expected.shape)}")
     wrong = ~((own - expected).abs() <= CLOSE)                          # nan is wrong, too
     if wrong.any():
         place = tuple(wrong.nonzero()[0].tolist())
-        raise ValueError(f"{what}, entry {place}: {own[place]:.6g}, expected "
-                         f"{expected[place]:.6g}")
+        inputs = ", ".join(f"{name} = {x.expand(expected.shape)[place]:.6g}"
+                           for name, x in given.items() if fits(x, expected))
+        hints = [hint for hint, x in mistakes.items() if torch.allclose(own, x, atol=CLOSE)]
+        raise Wrong(f"{what}, entry {place}: {own[place]:.6g}, expected {expected[place]:.6g}"
+                    + f"\n   there {inputs}" * bool(inputs)
+                    + "".join(f"\n   {hint}" for hint in hints[:1]))
 
 
-def judge(number, folder):
-    """One line about an exercise, and whether it is right."""
+def fits(x, like):
+    """Can x be shown entry by entry beside this tensor?"""
+    try:
+        return x.expand(like.shape) is not None
+    except RuntimeError:
+        return False
+
+
+def judge(number, folder=FOLDER):
+    """What to say about an exercise, and whether it is right."""
     file, name, check, other = EXERCISES[number]
     path = folder / file
+    if not path.is_file():
+        raise common.InputError(f"no {file} in {folder}")
     generator = torch.Generator().manual_seed(number)
     try:
-        own = read_function(path, name)
+        if check is None:
+            return judge_predictions(path), True
+        own = run_file(path).get(name)
+        if not callable(own):
+            raise Wrong(f"{path.name} has no function {name}")
         for _ in range(TRIES):
             for one in check(own, lambda *shape: torch.randn(shape, generator=generator).double()):
                 compare(*one)
-    except ValueError as e:
-        if path.name in str(e) or e.__traceback__.tb_next is None or not lines_of(e, path):
-            return f"{number}: not yet: {e}", False
-        return f"{number}: {path.name}, line {lines_of(e, path)[-1]}: {e}", False
+    except Wrong as e:
+        return f"not yet: {e}", False
     except Exception as e:                              # whatever the learner's lines raise
-        place = f", line {lines_of(e, path)[-1]}" if lines_of(e, path) else ""
+        frames = traceback.extract_tb(e.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        place = f", line {lines[-1]}" if lines else ""
         reason = str(e).splitlines()[0] if str(e) else ""
-        return f"{number}: {path.name}{place}: {type(e).__name__}: {reason}", False
-    return f"{number}: right: within {CLOSE:g} of {other} on {TRIES} random inputs", True
+        return f"{path.name}{place}: {type(e).__name__}: {reason}", False
+    return f"right: within {CLOSE:g} of {other} on {TRIES} random inputs", True
 
 
-def lines_of(error, path):
-    """The lines of this file that an error passed through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return [frame.lineno for frame in frames if frame.filename == str(path)]
+def within_time(number, folder):
+    """`judge`, but a file may never return: it is run beside, and left behind after a while."""
+    answer = []
+    beside = threading.Thread(target=lambda: answer.append(judge(number, folder)), daemon=True)
+    beside.start()
+    beside.join(SECONDS)
+    return answer[0] if answer else (f"no answer after {SECONDS} s: does a loop never end?", None)
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("number", type=int, choices=EXERCISES, help="of the exercise")
+    p.add_argument("number", type=int, nargs="?", choices=EXERCISES, help="of the exercise")
     p.add_argument("--folder", type=Path, default=FOLDER, help="where the files are")
     args = p.parse_args()
-    if not (args.folder / EXERCISES[args.number][0]).is_file():
-        raise FileNotFoundError(f"no {EXERCISES[args.number][0]} in {args.folder}")
-
-    # A file may never return: it is run beside, and left behind after a while.
-    answer = []
-    beside = threading.Thread(target=lambda: answer.append(judge(args.number, args.folder)),
-                              daemon=True)
-    beside.start()
-    beside.join(SECONDS)
-    text, right = answer[0] if answer else (
-        f"{args.number}: no answer after {SECONDS} seconds: does a loop never end?", False)
-    print(text, flush=True)
-    if not right:
-        os._exit(1) if not answer else sys.exit(1)
+    numbers = [args.number] if args.number else list(EXERCISES)
+    right = True
+    for number in numbers:
+        text, right = within_time(number, args.folder)
+        if not args.number:                             # the list: a line each
+            text = f"{EXERCISES[number][0]:<18} {'done' if right else text.splitlines()[0]}"
+        print(f"{number}: {text}", flush=True)
+    if args.number and not right:
+        os._exit(1)                                     # also where a loop still runs
 
 
 if __name__ == "__main__":
