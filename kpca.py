@@ -14,9 +14,9 @@ these axes, softmax attention returns phi(q).u_d, the coordinates of the query o
     Eq. 10    H = [phi(q_i).u_d]
     Eq. 8     h_i(d) = sum_j a_dj phi(q_i).phi~(k_j)    theorem_1; kernel_projections
     Eq. 9     attention with values v                   theorem_1; attend
-    Eq. 11    K~ a_d = lambda_d N a_d                   theorem_1; kernel_pca; eigen_cosine
+    Eq. 11    G~ a_d = N lambda_d a_d = sigma_d a_d     theorem_1; kernel_pca; eigen_cosine
     Thm. 1    v_dj = a_dj/g_j - mean_j' a_dj'/g_j       theorem_1; theoretical_values
-    App. B    K~ from K                                 centre
+    App. B    G~ from G (K~, K in the paper)            centre
     Eq. 12    attention with (I - S) v                  attend_scaled; attention.py's is learned
     App. E.1  S_jj' = g_j' / (N g_j)                    attend_scaled; exact_scaling
     Eq. 13    J = mean(|phi(q)|^2 - |h|^2)              projection_error; projection_loss
@@ -52,11 +52,11 @@ def g(x, k):
     return kernel(x, k).sum(-1, keepdim=True)
 
 
-def centre(K):
-    """K~ = K - 1_N K - K 1_N + 1_N K 1_N: the Gram matrix of the centred features, symmetric."""
-    rows, columns = K.mean(-1, keepdim=True), K.mean(-2, keepdim=True)
-    K = K - rows - columns + K.mean((-2, -1), keepdim=True)                 # App. B
-    return (K + K.mT) / 2
+def centre(G):
+    """G~ = G - 1_N G - G 1_N + 1_N G 1_N: the Gram matrix of the centred features, symmetric."""
+    rows, columns = G.mean(-1, keepdim=True), G.mean(-2, keepdim=True)
+    G = G - rows - columns + G.mean((-2, -1), keepdim=True)                 # App. B
+    return (G + G.mT) / 2
 
 
 def top_eigh(matrix, d):
@@ -68,8 +68,8 @@ def top_eigh(matrix, d):
 def theorem_1(q, k, d):
     """Two (M, d) matrices that Theorem 1 says are equal: projections on d axes, and attention."""
     E, g_k = kernel(k, k), g(k, k)
-    mu, U = top_eigh(centre(E / (g_k * g_k.mT)), d)                          # Eq. 11
-    a = U / mu.sqrt()                                                       # so that |u_d| = 1
+    sigma, U = top_eigh(centre(E / (g_k * g_k.mT)), d)                      # Eq. 11
+    a = U / sigma.sqrt()                                                    # so that |u_d| = 1
     v = (a - a.mean(0)) / g_k                                               # Thm. 1
     dots = kernel(q, k) / (g(q, k) * g_k.mT)                                # phi(q_i).phi(k_j)
     projections = (dots - dots.mean(-1, keepdim=True)) @ a                  # Eq. 8
@@ -128,21 +128,21 @@ def attend(q, k, v, causal=False):
 
 
 def log_gram(k):
-    """log of the Gram matrix K_ij = phi(k_i).phi(k_j), (..., N, N)."""
+    """log of the Gram matrix G_ij = phi(k_i).phi(k_j), (..., N, N)."""
     lg = log_g(k, k)
     return log_kernel(k, k) - lg[..., :, None] - lg[..., None, :]
 
 
 def key_scale(k):
-    """log g(k_j) (..., N), and c (..., 1): e^c makes the largest diagonal entry of K one."""
+    """log g(k_j) (..., N), and c (..., 1): e^c makes the largest diagonal entry of G one."""
     s, lg = log_kernel(k, k), log_g(k, k)
     return lg, (2 * lg - s.diagonal(dim1=-2, dim2=-1)).amin(-1, keepdim=True)
 
 
 class Axes(NamedTuple):
     """Kernel PCA of the keys of every head; c as in key_scale."""
-    K: torch.Tensor                     # (..., N, N) e^c K~
-    mu: torch.Tensor                    # (..., N) eigenvalues of e^c K~, descending: e^c N lambda_d
+    G: torch.Tensor                     # (..., N, N) e^c G~
+    sigma: torch.Tensor                 # (..., N) its eigenvalues, descending: e^c N lambda_d
     U: torch.Tensor                     # (..., N, N) their orthonormal eigenvectors, in columns
     rank: torch.Tensor                  # (...) eigenvalues above rounding error: axes in float64
     c: torch.Tensor                     # (..., 1)
@@ -153,21 +153,21 @@ def kernel_pca(k):
     """Solve the eigenvalue problem of Gram matrices for every head."""
     lg, c = key_scale(k)
     N = k.shape[-2]
-    K = centre((log_gram(k) + c[..., None]).exp())
-    mu, U = top_eigh(K, N)
+    G = centre((log_gram(k) + c[..., None]).exp())
+    sigma, U = top_eigh(G, N)
     U = U * U.gather(-2, U.abs().argmax(-2, keepdim=True)).sign()           # largest entry positive
 
     # Remark 2 says at most N axes; centring costs one, and with long keys rounding costs more.
-    top = mu[..., :1]
-    resolved = (mu > N * EPS * top) & (top > N * EPS)
-    return Axes(K, mu, U, resolved.sum(-1).clamp(max=N - 1), c, lg)
+    top = sigma[..., :1]
+    resolved = (sigma > N * EPS * top) & (top > N * EPS)
+    return Axes(G, sigma, U, resolved.sum(-1).clamp(max=N - 1), c, lg)
 
 
 def coefficients(axes, d):
     """e^(-c/2) a_d of the first d axes, (..., N, d), |u_d| = 1; zero where no axis is resolved."""
-    mu = axes.mu[..., :d]
-    keep = torch.arange(mu.shape[-1], device=mu.device) < axes.rank[..., None]
-    length = torch.where(keep, mu, torch.inf).rsqrt()
+    sigma = axes.sigma[..., :d]
+    keep = torch.arange(sigma.shape[-1], device=sigma.device) < axes.rank[..., None]
+    length = torch.where(keep, sigma, torch.inf).rsqrt()
     return axes.U[..., :d] * length[..., None, :]
 
 
@@ -204,11 +204,11 @@ def projection_loss(log_phi2, h):
 
 
 def a_hat(v, log_g, scaled=False):
-    """The a with v = G (I - 1_N) a, up to a factor, (..., N, Dv): section 2.2.2. scaled: v = G a.
+    """The a with v = (a - mean(a)) / g, up to a factor, (..., N, Dv): 2.2.2. scaled: v = a / g.
 
     The first exists only if sum_j g_j v_j = 0: I - 1_N is singular. Its pseudo-inverse is itself.
     """
-    a = (log_g - log_g.amax(-1, keepdim=True)).exp()[..., None] * v         # G^-1 v
+    a = (log_g - log_g.amax(-1, keepdim=True)).exp()[..., None] * v         # g v
     return a if scaled else a - a.mean(-2, keepdim=True)
 
 
@@ -220,27 +220,27 @@ def basis(W):
 
 
 def ritz(axes, a):
-    """The basis of a's column space in which K~ is diagonal, (..., N, Dv), largest entry first.
+    """The basis of a's column space in which G~ is diagonal, (..., N, Dv), largest entry first.
 
     If the space is spanned by eigenvectors these are they, whatever basis a is: what eigen_cosine
     says of them does not change with v -> v R. Those that float64 cannot resolve are zero.
     """
     Q = basis(a)
-    rho, turn = top_eigh(Q.mT @ axes.K @ Q, Q.shape[-1])
-    return Q @ turn * (rho > a.shape[-2] * EPS * axes.mu[..., :1])[..., None, :]
+    rho, turn = top_eigh(Q.mT @ axes.G @ Q, Q.shape[-1])
+    return Q @ turn * (rho > a.shape[-2] * EPS * axes.sigma[..., :1])[..., None, :]
 
 
 def eigen_cosine(axes, a):
-    """Is K~ a = lambda N a? Per column of a, (..., Dv): e^c times rho and wstd, and two ratios.
+    """Is G~ a = lambda N a? Per column of a, (..., Dv): e^c times rho and wstd, and two ratios.
 
-    rho: Rayleigh quotient. eig_cos: cosine of a and K~ a, 1 for eigenvectors only; nan for zero.
-    wstd: standard deviation of gamma = K~ a / (N a) under weights a^2: no division by a. lambda:
+    rho: Rayleigh quotient. eig_cos: cosine of a and G~ a, 1 for eigenvectors only; nan for zero.
+    wstd: standard deviation of gamma = G~ a / (N a) under weights a^2: no division by a. lambda:
     rho / N, so that the ratio has no e^c.
     """
-    N, Ka, length = a.shape[-2], axes.K @ a, a.norm(dim=-2)
-    rho = (a * Ka).sum(-2) / length.square()
-    wstd = (Ka - rho[..., None, :] * a).norm(dim=-2) / (N * length)
-    eig_cos = rho * length / Ka.norm(dim=-2)
+    N, Ga, length = a.shape[-2], axes.G @ a, a.norm(dim=-2)
+    rho = (a * Ga).sum(-2) / length.square()
+    wstd = (Ga - rho[..., None, :] * a).norm(dim=-2) / (N * length)
+    eig_cos = rho * length / Ga.norm(dim=-2)
     return {"rho": rho, "eig_cos": eig_cos, "wstd": wstd, "wstd/lambda": wstd / (rho / N)}
 
 
@@ -295,14 +295,14 @@ def hand_example():
     a = math.sqrt(math.sqrt(2) * math.log(2))
     k = a * torch.tensor([[1, 0], [0, 1], [-1, 0], [0, -1]], dtype=torch.float64)
     q = a * torch.tensor([[2, 0], [1, 1], [0, 0]], dtype=torch.float64)
-    axes, E, K = kernel_pca(k), kernel(k, k), centre(log_gram(k).exp())
-    mu, a_d = axes.mu / axes.c.exp(), coefficients(axes, 3) * (axes.c / 2).exp()
+    axes, E, G = kernel_pca(k), kernel(k, k), centre(log_gram(k).exp())
+    sigma, a_d = axes.sigma / axes.c.exp(), coefficients(axes, 3) * (axes.c / 2).exp()
     yield "kernel values of k_1, first row of E", "2 1 1/2 1", E[0]
     yield "g(k_j), row sums of E", "9/2 9/2 9/2 9/2", g(k, k)[:, 0]
     yield "Gram matrix E / 4.5^2, first row", "8/81 4/81 2/81 4/81", log_gram(k).exp()[0]
-    yield "centred, first row (App. B)", "7/162 -1/162 -5/162 -1/162", K[0]
-    yield "eigenvalues mu_d = N lambda_d (Eq. 11)", "2/27 2/27 2/81 0", mu
-    yield "|a_d|^2 = 1 / mu_d, so |u_d| = 1 (Eq. 7)", "27/2 27/2 81/2", a_d.square().sum(0)
+    yield "centred, first row (App. B)", "7/162 -1/162 -5/162 -1/162", G[0]
+    yield "eigenvalues sigma_d: N lambda_d (Eq. 11)", "2/27 2/27 2/81 0", sigma
+    yield "|a_d|^2 = 1 / sigma_d, |u_d| = 1 (Eq. 7)", "27/2 27/2 81/2", a_d.square().sum(0)
     V = theoretical_values(axes, 3)
     yield "V^T E V = I: the u_d are orthonormal", "1 0 0", (V.mT @ E @ V)[0]
     yield "|phi(q)|^2 of three queries", "0.4096 0.16 0.0625", log_phi2(q, k).exp()
@@ -314,12 +314,12 @@ def hand_example():
     # The value (1, 0, 0, 0) is not made from eigenvectors.
     v = torch.tensor([[1], [0], [0], [0]], dtype=torch.float64)
     a = a_hat(v, axes.log_g)
-    gammas = (K @ a / (4 * a))[:, 0]
+    gammas = (G @ a / (4 * a))[:, 0]
     yield "a for v = (1,0,0,0), times 4.5", "27/8 -9/8 -9/8 -9/8", 4.5 * a[:, 0]
-    yield "  K~ a: no multiple of a", "7/36 -1/36 -5/36 -1/36", 4.5 * (K @ a)[:, 0]
-    yield "  gamma = K~ a / (N a)", "7/486 1/162 5/162 1/162", gammas
+    yield "  G~ a: no multiple of a", "7/36 -1/36 -5/36 -1/36", 4.5 * (G @ a)[:, 0]
+    yield "  gamma = G~ a / (N a)", "7/486 1/162 5/162 1/162", gammas
     yield "  mean |gamma_i - gamma_j|: 'almost 0'", "10/729", torch.pdist(gammas[:, None]).mean()
-    yield "  but lambda_1 itself is", "1/54", mu[0] / 4
+    yield "  but lambda_1 itself is", "1/54", sigma[0] / 4
     yield "  eig_cos^2, 1 for eigenvectors", "49/57", eigen_cosine(axes, a)["eig_cos"][0].square()
 
 

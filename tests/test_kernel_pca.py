@@ -36,7 +36,7 @@ def check_heads(z):
     assert_close(axes.c[0], z["log_scale"], 1e-10)
     assert int(axes.rank) == int(z["rank"])
     mu = z["mu_scaled"]
-    assert_close(axes.mu[:len(mu)], mu, 1e-6, 1e-9 * float(mu[0]))
+    assert_close(axes.sigma[:len(mu)], mu, 1e-6, 1e-9 * float(mu[0]))
     assert_close(lp, z["log_phi2"], 1e-10)
     assert_close(h.square().sum(-1), z["h2"], 1e-10)
     terms = projection_loss(lp, h)
@@ -46,7 +46,7 @@ def check_heads(z):
     assert_close((lp.exp() - h.square().sum(-1)).abs().mean(), z["jproj_abs"], 1e-10)
     V = theoretical_values(axes, d)
     assert_close(attend(q, k, V).square().sum(-1), z["h2_kpca"])
-    assert_close(attend(q, k, V * (axes.mu[:d] / axes.c.exp()).sqrt()).square().sum(-1), z["h2_kpca_unit"])
+    assert_close(attend(q, k, V * (axes.sigma[:d] / axes.c.exp()).sqrt()).square().sum(-1), z["h2_kpca_unit"])
     span = key_span(q, k)
     Q, u = basis(value_axes(span, v)), principal_axes(span)[:d].mT
     assert_close(query_share(span), z["frac_span"])
@@ -54,7 +54,7 @@ def check_heads(z):
     assert_close(query_share(span, u), z["frac_kpca"])
     assert_close(explained_variance(span, Q), z["ev_v"])
     assert_close(explained_variance(span, u), z["ev_best"])
-    assert_close(axes.mu[:d].sum() / axes.mu.sum(), z["ev_best"])
+    assert_close(axes.sigma[:d].sum() / axes.sigma.sum(), z["ev_best"])
     g = eigen_cosine(axes, a_hat(v, axes.log_g))
     assert_close(g["eig_cos"], z["gamma_cos"])
     assert_close(g["rho"] / len(k), z["gamma_rayleigh_scaled"])
@@ -72,7 +72,7 @@ def test_small_heads_agree_with_golden(golden, case):
     if "h" in z:
         assert_close(attend(z["q"], z["k"], z["v"]), z["h"], 1e-10)
         assert_close((log_gram(z["k"]) + axes.c).exp(), z["gram_scaled"], 1e-10)
-        assert_close(axes.K, z["gram_centred_scaled"], 1e-10, 1e-12)
+        assert_close(axes.G, z["gram_centred_scaled"], 1e-10, 1e-12)
         U, V = axes.U[:, :d], theoretical_values(axes, d)
         assert_close(U @ U.mT, z["projector_top"], 1e-6, 1e-9)
         assert_close(V @ V.mT, z["vdot_gram"], 1e-6, 1e-9)
@@ -89,7 +89,7 @@ def test_eigenvalue_statistics_agree_with_golden(golden):
     z = cases(golden("kpca_vit"))["eigstats"]
     for k, name in ((z["k"], "stats"), (standardise(z["k"]), "stats_standardised")):
         axes = kernel_pca(k)
-        mu = ((-axes.c).exp() * axes.mu)[..., :32].mean((0, 1))
+        mu = ((-axes.c).exp() * axes.sigma)[..., :32].mean((0, 1))
         assert_close(torch.stack(list(eigenvalue_statistics(mu).values())), z[name])
     assert_close((-log_g(z["k"], z["k"]).amin(-1)).exp().flatten(), z["bound"], 1e-10)
 
@@ -119,7 +119,7 @@ def test_kernel_pca_has_no_negative_loss_and_the_most_variance(seed, N, D, size)
     h = attend(q, k, V)
     assert projection_loss(lp, h)["J"] >= 0 and (h.square().sum(-1) <= lp.exp() * (1 + 1e-9)).all()  # Bessel
     span = key_span(q, k)
-    best = axes.mu[:d].clamp(min=0).sum() / axes.mu.clamp(min=0).sum()
+    best = axes.sigma[:d].clamp(min=0).sum() / axes.sigma.clamp(min=0).sum()
     assert_close(explained_variance(span, basis(value_axes(span, V))), best, 1e-6)  # EV(V) is the best
     assert explained_variance(span, basis(value_axes(span, v[:, :d]))) <= best * (1 + 1e-9)
     frac = query_share(span, basis(value_axes(span, V)))

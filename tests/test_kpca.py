@@ -58,7 +58,7 @@ def test_projections_and_residuals_agree_with_explicit_features(golden, case):
     h_c = h - kernel_projections(k, k, axes, d).mean(-2)
     assert_close(phi2_c, z["ex_phi2_centred"], 1e-6, 1e-9)
     assert_close(phi2_c - h_c.square().sum(-1), z["ex_resid_centred"], 1e-6, 1e-9)
-    mu = (-axes.c).exp() * axes.mu
+    mu = (-axes.c).exp() * axes.sigma
     assert_close(mu[d:].sum() / len(k), z["ex_key_residual"])
     j = projection_loss(log_phi2(q, k), attend(q, k, theoretical_values(axes, d)))["J"]
     assert_close(j, z["ex_j_kpca"])
@@ -93,7 +93,7 @@ def test_long_keys_agree_with_golden(golden, case):
     for ours, theirs in ((axes.log_g, "log_g"), (log_g(q, k), "log_gq"), (axes.c[0], "log_scale"), (lp, "log_phi2")):
         assert_close(ours, z[theirs], 0, 1e-9)
     mu = z["mu_scaled"]
-    assert (axes.mu[:len(mu)] - mu).abs().max() < 1e-10 * mu[0] and int(axes.rank) == int(z["rank"])
+    assert (axes.sigma[:len(mu)] - mu).abs().max() < 1e-10 * mu[0] and int(axes.rank) == int(z["rank"])
     terms = projection_loss(lp, attend(q, k, v))
     for ours, theirs in (("J", "jproj_signed"), ("h2", "h2_mean"), ("phi2", "phi2_mean"), ("rel_h", "rel_h_of_means")):
         assert_close(terms[ours], z[theirs], 1e-10)
@@ -155,7 +155,7 @@ def test_theorem_1_is_exact(seed, N, D, size):
 def test_eigenvalues_never_exceed_one_over_the_smallest_g(seed, N, D, size):
     _, k, _ = draw(seed, N, D, size=size)
     axes = kernel_pca(k)
-    assert axes.mu[0].log() - axes.c[0] <= -axes.log_g.amin() + 1e-12 <= 1e-12
+    assert axes.sigma[0].log() - axes.c[0] <= -axes.log_g.amin() + 1e-12 <= 1e-12
     assert int(axes.rank) <= N - 1
 
 
@@ -169,7 +169,7 @@ def test_values_made_by_theorem_1_give_their_eigenvectors_back():
 
 def test_the_spread_of_gamma_is_its_standard_deviation_under_weights_a_squared():
     axes, a = kernel_pca(draw(11)[1]), draw(12)[2]
-    gamma, w = axes.K @ a / (24 * a), a.square() / a.square().sum(0)
+    gamma, w = axes.G @ a / (24 * a), a.square() / a.square().sum(0)
     mean = (w * gamma).sum(0)
     spread = (w * (gamma - mean).square()).sum(0).sqrt()
     found = eigen_cosine(axes, a)

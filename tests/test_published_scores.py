@@ -66,7 +66,7 @@ def test_gamma_agrees_with_golden(golden):
     relative = (gammas[i] - gammas[j]).abs() / (larger + 1e-10)
     assert_close(relative.mean(0), z["rel_mean"])
     assert_close(relative.std(0), z["rel_std"])
-    assert_close((scale * axes.mu / 12)[:4], z["lam"])
+    assert_close((scale * axes.sigma / 12)[:4], z["lam"])
     assert_close((-axes.log_g.amin()).exp(), z["bound"])
 
 
@@ -76,7 +76,7 @@ def test_numeric_inverse_of_the_centring_matrix_calls_noise_an_eigenvector():
     with pytest.raises(RuntimeError, match="singular"):
         numeric_a_hat(v[:4], axes.log_g[:4])
     literal, _ = pair_differences(gamma(axes, numeric_a_hat(v, axes.log_g)))
-    assert (literal < 1e-9 * axes.mu[:32] / 65).all()
+    assert (literal < 1e-9 * axes.sigma[:32] / 65).all()
 
 
 def test_exact_kernel_pca_has_eigen_cosine_one_in_any_gauge_constant_gamma_and_noise_keeps_its_own():

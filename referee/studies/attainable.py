@@ -42,7 +42,7 @@ def frame(A):
 def eigenvectors(layer, v):
     """Overlap of span{a} and span{K~ a}, (..., B, H): 1 if a's columns span eigenvectors."""
     Q = frame(a_hat(v, layer.axes.log_g))
-    return token_overlap(Q, frame(layer.axes.K @ Q))
+    return token_overlap(Q, frame(layer.axes.G @ Q))
 
 
 def variance(layer, v):

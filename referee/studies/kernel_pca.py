@@ -89,9 +89,9 @@ def exp_gamma(layer):
                                    for source, v in layer.raw.items()}
 
     # Kernel PCA's own vectors and eigenvalues, where they are resolved.
-    resolved = torch.arange(d, device=axes.mu.device) < axes.rank[..., None]
+    resolved = torch.arange(d, device=axes.sigma.device) < axes.rank[..., None]
     out["eig_cos"]["KPCA"] = cosine(turned(axes.U[..., :d] * resolved[..., None, :]))
-    lam = (-axes.c).exp() * axes.mu[..., :d] / N
+    lam = (-axes.c).exp() * axes.sigma[..., :d] / N
     out["lambda"] = {"KPCA": lam.where(resolved, math.nan)}
     means = {m: {s: t.nanmean(-1) for s, t in sources.items()} for m, sources in out.items()}
     return means | {f"{m} by axis": out[m] for m in ("eig_cos", "lambda")}
@@ -152,7 +152,7 @@ def exp_capture(layer):
     to win. Its error is over images, not over the 3 random W, which all images share. frac: share
     of |phi(q)|^2 inside; ceiling: in the span of all keys.
     """
-    mu = layer.axes.mu.clamp(min=0)
+    mu = layer.axes.sigma.clamp(min=0)
     ev = {source: explained_variance(layer.span, Q) for source, Q in layer.bases.items()}
     ev["best"] = mu[..., :layer.dv].sum(-1) / mu.sum(-1).clamp(min=1e-300)
     return exp_frac(layer) | {"EV": ev}

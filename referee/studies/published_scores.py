@@ -88,7 +88,7 @@ def exp_losses(layer):
 
 def gamma(axes, a):
     """e^c K~ a / (N a), (..., N, Dv): constant columns for eigenvectors; 0/0 counts as 0."""
-    return torch.where(a == 0, 0, axes.K @ a / (a.shape[-2] * a))
+    return torch.where(a == 0, 0, axes.G @ a / (a.shape[-2] * a))
 
 
 def numeric_a_hat(v, log_g):
@@ -112,7 +112,7 @@ def exp_gammas(layer):
     |dgamma|/lambda: over the mean of the first Dv eigenvalues lambda_d = mu_d / N.
     """
     axes, d, N = layer.axes, min(layer.dv, layer.k.shape[-2]), layer.k.shape[-2]
-    scale, lam = (-axes.c).exp(), axes.mu[..., :d].mean(-1, keepdim=True) / N
+    scale, lam = (-axes.c).exp(), axes.sigma[..., :d].mean(-1, keepdim=True) / N
 
     def pairs(columns):
         return {s: pair_differences(gamma(axes, a)) for s, a in columns.items()}
