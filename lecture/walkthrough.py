@@ -2,8 +2,9 @@
 
     python -m lecture.walkthrough                    # all: 2 minutes on a CPU core
     python -m lecture.walkthrough gram leak          # some
-    python -m lecture.walkthrough pap --image photo.jpg
-    python -m lecture.walkthrough --out_dir lecture/pictures        # renews the pictures in the text
+    python -m lecture.walkthrough pap --image lecture/pictures/scene.png   # or a picture of yours
+    python -m lecture.walkthrough --format svg       # vectors, in the text colour of their page
+    python -m lecture.walkthrough --format png svg --out_dir lecture/pictures   # those in the text
     python -m lecture.walkthrough --notebook     # or --page, --slides: text and pictures in one: lecture/page.py
 
 An editor runs the cells one by one; each needs the first alone. The networks are those in weights/,
@@ -17,7 +18,6 @@ import math
 import sys
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
 from PIL import Image
 from torchvision.transforms.v2.functional import center_crop, resize
@@ -39,6 +39,11 @@ from referee.studies import leak
 from referee.studies.span import explained_variance, key_span, value_axes
 from vit import vit_from_checkpoint
 
+try:
+    import matplotlib.pyplot as plt
+except ImportError:
+    sys.exit("error: the walkthrough draws with matplotlib: pip install matplotlib")
+
 WEIGHTS = Path(common.__file__).with_name("weights")
 SCENE = 35                                  # the test scene of pictures 2 and 5
 PICTURES = "projection gram values pcp pap hero where leak attack dense".split()
@@ -46,9 +51,10 @@ COLOUR = {"softmax": "0.55", "symmetric": "#1f6fb4", "rpc": "#c8352b"}
 MARK = {"softmax": "o", "symmetric": "s", "rpc": "^"}               # for readers of grey prints
 NULL = dict(color="black", linestyle=":")
 STYLE = {"released": "-o", "paper": "--s", "admm": "-.^"}
-plt.rcParams.update({"figure.dpi": 100, "figure.constrained_layout.use": True, "font.size": 9,
-                     "axes.titlesize": 9, "axes.spines.top": False, "axes.spines.right": False,
-                     "image.cmap": "magma", "legend.fontsize": 8, "legend.frameon": False})
+plt.rcParams.update({"figure.dpi": 100, "figure.constrained_layout.use": True, "font.size": 11.5,
+                     "axes.titlesize": 11.5, "figure.titlesize": 11.5, "legend.frameon": False,
+                     "axes.spines.top": False, "axes.spines.right": False, "image.cmap": "magma",
+                     "image.interpolation": "none", "figure.constrained_layout.h_pad": 0.08, "svg.hashsalt": "walkthrough"})
 
 p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                             formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -57,6 +63,7 @@ p.add_argument("--ckpt", nargs="+", default=[], help="networks of train_cls.py o
                "in place of those in weights/")
 p.add_argument("--image", help="a picture of your own in gram, pap and hero")
 p.add_argument("--out_dir", default="out/walkthrough")
+p.add_argument("--format", nargs="+", choices=["png", "svg"], default=["png"])
 for form in ("notebook", "page", "slides"):
     p.add_argument(f"--{form}", action="store_true", help="no pictures: see lecture/page.py")
 NOTEBOOK = "ipykernel" in sys.modules
@@ -70,7 +77,7 @@ try:                                        # what cannot be done is refused bef
         sys.exit(weave.main(ARGS))
     PHOTO = decode(read_bytes(ARGS.image), ARGS.image) if ARGS.image else None
     GIVEN = [common.load(path) for path in ARGS.ckpt]
-except (OSError, ValueError) as e:
+except (OSError, common.InputError) as e:
     sys.exit(f"error: {e}")
 
 
@@ -120,11 +127,15 @@ def weights(K2):
     return kpca.log_kernel(K2, K2).softmax(-1)
 
 
+def entropy(K2):
+    """Mean entropy of the attention rows with keys K2, in nats."""
+    return torch.special.entr(weights(K2)).sum(-1).mean()
+
+
 def received(K2):
-    """Attention that each token gets from the others, mean over heads, and its share of all."""
+    """Attention that each token gets from the others, mean over heads: (B, N)."""
     A = weights(K2).mean(1)                                         # (B, N, N)
-    A = A - torch.diag_embed(A.diagonal(dim1=1, dim2=2))            # not from itself
-    return A.mean(1), A.sum((1, 2)) / A.shape[1]
+    return (A - torch.diag_embed(A.diagonal(dim1=1, dim2=2))).mean(1)
 
 
 def over_patches(x):
@@ -144,25 +155,39 @@ def show(ax, x, title="", **how):
     ax.spines[:].set_visible(False)
 
 
-def outline(ax, hit):
-    """Frames around the patches of a map where hit (64,) is True."""
+def outline(ax, hit, side=8):
+    """Frames around the patches where hit (64,) is True; side: of the map or image, in pixels."""
     for i in hit.nonzero()[:, 0].tolist():
-        corner = (i % 8 - 0.5, i // 8 - 0.5)
-        ax.add_patch(plt.Rectangle(corner, 1, 1, fill=False, color="#35d0ff", linewidth=1))
+        corner = (i % 8 * side / 8 - 0.5, i // 8 * side / 8 - 0.5)
+        ax.add_patch(plt.Rectangle(corner, side / 8, side / 8, fill=False, color="#35d0ff",
+                                   linewidth=1.5))
+
+
+def scale(axes, label, **how):
+    """A colour bar for the last map drawn in the last of these axes."""
+    axes = list(axes)
+    axes[0].figure.colorbar(axes[-1].images[-1], ax=axes, label=label, **how).outline.set_visible(0)
 
 
 def save(figure, name, **numbers):
-    """Write <out_dir>/<name>.png, and its numbers into <out_dir>/numbers.json."""
+    """Write <out_dir>/<name>.png or .svg, and its numbers into <out_dir>/numbers.json."""
     out = Path(ARGS.out_dir)
     out.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out / f"{name}.png")
-    with Image.open(out / f"{name}.png") as drawn:
-        drawn.convert("RGB").quantize(256).save(out / f"{name}.png", optimize=True)
-    path = out / "numbers.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
+    for form in ARGS.format:
+        path = out / f"{name}.{form}"
+        if form == "svg":                   # what is black takes the text colour of its page
+            figure.savefig(path, transparent=True, metadata=dict(Date=None))
+            drawn = path.read_text().replace("#000000", "currentColor")
+            path.write_text(drawn.replace("<svg ", '<svg fill="currentColor" ', 1))
+        else:
+            figure.savefig(path)
+            with Image.open(path) as drawn:
+                drawn.convert("RGB").quantize(256).save(path, optimize=True)
+    stored = out / "numbers.json"
+    known = json.loads(stored.read_text()) if stored.exists() else {}
     known[name] = {key: float(f"{float(x):.4g}") for key, x in numbers.items()}
-    path.write_text(json.dumps(known, indent=1) + "\n")
-    print(f"{out / name}.png", *(f"{key}={x:g}" for key, x in known[name].items()), flush=True)
+    stored.write_text(json.dumps(known, indent=1) + "\n")
+    print(path, *(f"{key}={x:g}" for key, x in known[name].items()), flush=True)
     if not NOTEBOOK:
         plt.close(figure)
 
@@ -181,17 +206,19 @@ if wanted("projection"):
     values = torch.randn(40, 1, generator=random, dtype=torch.float64)
     learned = kpca.attend(queries, keys, values)
 
-    figure, axes = plt.subplots(1, 4, figsize=(9, 2.6), sharey=True)
+    figure, axes = plt.subplots(1, 4, figsize=(9, 2.8), sharey=True)
     for d, ax in enumerate(axes):
         colour = (h[:, d] if d < 3 else learned[:, 0]).view(121, 121).T
-        ax.contourf(x, x, colour, 20, cmap="RdBu_r" if d < 3 else "PuOr")
+        ax.imshow(colour / colour.abs().max(), extent=(-3, 3, -3, 3), origin="lower",
+                  cmap="RdBu_r", vmin=-1, vmax=1)
         if d < 3:
-            ax.contour(x, x, projections[:, d].view(121, 121).T, 10, colors="black",
-                       linewidths=0.7, linestyles="solid")
-        ax.plot(*keys.T, "o", color="white", markeredgecolor="black", markersize=3)
-        ax.set(xticks=[], yticks=[], aspect=1)
-        ax.set_title(f"theoretical values: axis {d + 1}" if d < 3 else "random values: no axis")
-        ax.spines[:].set_visible(False)
+            lines = projections[:, d].view(121, 121).T
+            ax.contour(x, x, lines, 10, colors="#111", linewidths=0.8, linestyles="solid")
+        ax.plot(*keys.T, "o", color="white", markeredgecolor="#111", markersize=4)
+        ax.set(xticks=[-2, 0, 2], yticks=[-2, 0, 2], aspect=1, xlabel="query, entry 1")
+        ax.set_title(f"Theorem 1: axis {d + 1}" if d < 3 else "random values")
+    axes[0].set_ylabel("query, entry 2")
+    scale(axes, "attention / its largest", ticks=[-1, 0, 1], shrink=0.8)
     save(figure, "projection", difference=(h - projections).abs().max() / h.abs().max())
 
 
@@ -206,25 +233,27 @@ if wanted("gram"):
     order = torch.rand(k.shape, generator=random).argsort(0)
     null = kpca.kernel_pca(k.gather(0, order))
 
-    figure = plt.figure(figsize=(9, 3.4))
-    left, right = figure.subfigures(1, 2, width_ratios=(2, 1))
-    grid, spectrum = left.subplots(2, 4), right.subplots()
+    figure, grid = plt.subplots(2, 4, figsize=(9, 4.1), width_ratios=(1, 1, 1, 1.2))
+    spectrum = figure.add_subplot(grid[0, 3].get_gridspec()[:, 3])
+    grid[0, 3].remove(), grid[1, 3].remove()
     show(grid[0, 0], image[0], "image")
-    top = axes.K[1:, 1:].abs().max()
-    show(grid[1, 0], axes.K, "centred Gram matrix", cmap="RdBu_r", vmin=-top, vmax=top)
-    for d, ax in enumerate(grid[:, 1:].flat):
-        u = axes.U[:, d]
-        show(ax, over_patches(u), f"axis {d + 1}", cmap="RdBu_r", vmin=-u[1:].abs().max(),
-             vmax=u[1:].abs().max())
-    spectrum.semilogy(range(1, 65), axes.mu[:64] / axes.mu[0], color=COLOUR["symmetric"],
-                      label="keys of the image")
-    spectrum.semilogy(range(1, 65), null.mu[:64] / null.mu[0], **NULL, label="null: shuffled")
-    spectrum.set(title="eigenvalues, the largest = 1", xlabel="axis")
-    spectrum.legend()
-    held = [100 * mu.cumsum(0) / mu.sum() for mu in (axes.mu, null.mu)]    # by the first axes
+    most = axes.G.abs().flatten().quantile(0.98)    # of the rest one would see nothing
+    colours = dict(cmap="RdBu_r", vmin=-1, vmax=1)
+    show(grid[1, 0], axes.G / most, "Gram matrix", **colours)
+    for d, ax in enumerate(grid[:, 1:3].flat):
+        u = axes.U[1:, d]
+        show(ax, (u / u.abs().max()).view(8, 8), f"axis {d + 1}", **colours)
+    scale(grid[:, :3].flat, "entries; 1: the largest",
+          ticks=[-1, 0, 1], aspect=40, pad=0.02)
+    spectrum.semilogy(range(1, 65), axes.sigma[:64] / axes.sigma[0], color=COLOUR["symmetric"])
+    spectrum.semilogy(range(1, 65), null.sigma[:64] / null.sigma[0], **NULL)
+    spectrum.text(20, 1, "null: shuffled keys")
+    spectrum.text(4, 1e-4, "keys of\nthe image", color=COLOUR["symmetric"])
+    spectrum.set(title="eigenvalues, largest = 1", xlabel="axis", ylim=(1e-6, 3))
+    held = [100 * mu.cumsum(0) / mu.sum() for mu in (axes.sigma, null.sigma)]    # by the first axes
     share, null_share, most, null_most = [h[5] for h in held] + [1 + (h < 90).sum() for h in held]
     save(figure, "gram", share=share, null_share=null_share, axes_of_90=most,
-         null_axes_of_90=null_most, largest=axes.mu[0] / axes.c.exp(), bound=1 / kpca.g(k, k).min())
+         null_axes_of_90=null_most, largest=axes.sigma[0] / axes.c.exp(), bound=1 / kpca.g(k, k).min())
 
 
 # %% 3. Are learned values those axes? Two measures, each beside its nulls.
@@ -246,17 +275,21 @@ if wanted("values"):
             found = explained_variance(span, kpca.basis(value_axes(span, values)))
             share.setdefault(name, []).append(found.mean(0))
 
-    look = {"learned": dict(color=COLOUR["softmax"], marker="o", linestyle=""),
-            "another head's": dict(**NULL, marker="x"), "random matrix": dict(**NULL, marker="+"),
-            "random numbers": dict(**NULL), "kernel PCA": dict(color="black", linestyle="-")}
-    figure, grid = plt.subplots(1, 2, figsize=(9, 2.8))
-    for ax, title, found in ((grid[0], "cosine of a and K~ a", cosine),
+    nulls = dict(color="black", linestyle="", markersize=7)
+    look = {"kernel PCA": (0, dict(color="black", linestyle="-")),
+            "learned": (-0.2, dict(color=COLOUR["softmax"], marker="o", linestyle="", markersize=9)),
+            "another head's": (0, dict(nulls, marker="x")),
+            "random matrix": (0.2, dict(nulls, marker="+", markersize=9)),
+            "random numbers": (0, NULL)}
+    figure, grid = plt.subplots(1, 2, figsize=(9, 3.9))
+    for ax, title, found in ((grid[0], "cosine of a and G\u0303a (1: an eigenvector)", cosine),
                              (grid[1], "share of the keys' variance", share)):
-        for name, per_layer in found.items():
-            ax.plot(torch.cat(per_layer), label=name, **look[name])
-        ax.set(title=title, ylim=(0, 1.03), xlabel="layer, two heads each")
-        ax.set_xticks(range(0, 8, 2), range(1, 5))
-    grid[1].legend(loc="lower left")
+        for name, (aside, style) in look.items():
+            ax.plot(torch.arange(8) + aside, torch.cat(found[name]), label=name, **style)
+        ax.set(title=title, ylim=(0, 1.05), xlabel="layer, head")
+        ax.set_xticks(range(8), [f"{i}, {j}" for i in range(1, 5) for j in (1, 2)])
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=5,
+                  columnspacing=1.2, handletextpad=0.4)
     numbers = {f"cosine {name}": torch.cat(x).mean() for name, x in cosine.items()}
     numbers.update({f"share {name}": torch.cat(x).mean() for name, x in share.items()})
     save(figure, "values", **numbers)
@@ -287,163 +320,207 @@ if wanted("pcp"):
         Y = Y + mu * (M - now - sparse)
         printed.append((M - now - sparse).norm() / M.norm())
 
-    figure, grid = plt.subplots(1, 4, figsize=(9, 3), width_ratios=(1, 1, 1, 2))
+    figure, grid = plt.subplots(1, 4, figsize=(9, 2.7), width_ratios=(1, 1, 1, 1.9))
     for ax, x, title in zip(grid, (M, L, S), ("M", "L found", "S found")):
         show(ax, x, title, cmap="RdBu_r", vmin=-6, vmax=6)
-    grid[3].semilogy(range(1, 51), correct, color=COLOUR["rpc"], label="correct ADMM")
-    grid[3].semilogy(range(1, 51), printed, color="black", linestyle="--", label="as printed")
-    grid[3].set(title="|M - L - S| / |M|", xlabel="step", ylim=(1e-17, 1e12))
-    grid[3].legend()
+    scale(grid[:3], "entries", ticks=[-6, 0, 6], extend="both", pad=0.02)
+    grid[3].semilogy(range(1, 51), correct, color="black")
+    grid[3].semilogy(range(1, 51), printed, color="black", linestyle="--")
+    grid[3].text(22, 1e8, "as printed", ha="right")
+    grid[3].text(25, 1e-6, "correct ADMM")
+    grid[3].set(title="|M \u2212 L \u2212 S| / |M|", xlabel="step", ylim=(1e-14, 1e12), yticks=[1e-10, 1, 1e10])
     save(figure, "pcp", error=(L - low).norm() / low.norm(), printed_10=printed[9],
          steps=1 + sum(r > 1e-7 for r in correct), printed_steps=1 + sum(r < 1e8 for r in printed))
 
 
 # %% 5. Inside attention: what four steps do to the keys, in the three readings.
 if wanted("pap"):
-    model = network("rpc")
+    model, many = network("rpc"), scenes(64)[0]
     images, hit = corrupt_patches(picture(SCENE), "noise", patch=4)
-    figure = plt.figure(figsize=(9, 4.8))
-    upper, lower = figure.subfigures(2, 1, height_ratios=(1, 0.9))
-    left, *groups = upper.subfigures(1, 4, width_ratios=(1, 4, 4, 4))
-    given, lines, numbers = left.subplots(3, 1), lower.subplots(1, 2), {}
-    for group, (form, reading) in zip(groups, FORMS.items()):
-        k, trace = first_layer(rewired(model, **reading), images)
-        group.suptitle(f"{form}: steps 1 to 4", fontsize=9)
-        residuals, entropies, grid = [], [], group.subplots(3, 4)
-        for column, step in zip(grid.T, trace):
-            left_over, A = k - step["S"] - step["L"], weights(step["K2"])
-            got, _ = received(step["K2"])
-            maps = size(step["S"])[0], size(left_over)[0], got[0]
-            for ax, x, most in zip(column, maps, (size(k).max(), size(k).max(), None)):
-                show(ax, over_patches(x), vmin=0, vmax=most)
-                outline(ax, hit[0])
-            residuals.append(left_over.norm() / k.norm())
-            entropies.append(torch.special.entr(A).sum(-1).mean())
-        for ax, name in zip(grid[:, 0], ("|S|", "|K-S-L|", "attention")):
-            ax.set_ylabel(name)
-        for ax, values in zip(lines, (residuals, entropies)):
-            ax.plot(range(1, 5), values, STYLE[form], color=COLOUR["rpc"], label=form)
-        numbers.update({f"{form} residual": residuals[-1], f"{form} entropy": entropies[-1]})
+    k, trace = first_layer(model, images)
+    figure = plt.figure(figsize=(9, 7.8))
+    upper, lower = figure.subfigures(2, 1, height_ratios=(1.5, 1))
+    grid, lines = upper.subplots(3, 5), lower.subplots(1, 2)
+    rows = ("|S|", lambda step: size(step["S"])), \
+           ("|K \u2212 S \u2212 L|", lambda step: size(k - step["S"] - step["L"])), \
+           ("attention", lambda step: received(step["K2"]))
+    show(grid[0, 0], images[0], "image")
+    show(grid[1, 0], over_patches(size(k) / size(k).max())[0], "|K|", vmin=0, vmax=1)
+    grid[2, 0].axis("off")
+    for row, (name, of) in zip(grid[:, 1:], rows):
+        most = size(k).max() if name != "attention" else max(of(step).max() for step in trace)
+        for i, (ax, step) in enumerate(zip(row, trace), 1):
+            show(ax, over_patches(of(step) / most)[0], f"{name}, step {i}" if i == 1 else f"step {i}",
+                 vmin=0, vmax=1)
+            outline(ax, hit[0])
+        scale(row, "of its largest" if name == "attention" else "of the\nlargest |K|", ticks=[0, 1])
 
-    show(given[0], images[0], "image")
-    show(given[1], over_patches(size(k)[0]), "|K|")
-    given[2].axis("off")
-    plain, uniform = torch.special.entr(weights(k)).sum(-1).mean(), math.log(65)
-    lines[0].set(title="|K - S - L| / |K|, by step", xticks=range(1, 5), ylim=0)
-    lines[1].set(title="entropy of the attention rows, nats, by step", xticks=range(1, 5))
-    lines[1].axhline(plain, color=COLOUR["symmetric"], label="symmetric attention")
-    lines[1].axhline(uniform, **NULL, label="null: uniform")
-    lines[1].set_ylim(0, 6)
-    lines[1].legend(loc="upper right", ncols=3)
+    # the three readings, mean over 64 undamaged scenes; below, for the table of section 5, without S
+    numbers = {}
+    for form, reading in FORMS.items():
+        k, trace = first_layer(rewired(model, **reading), many)
+        rest = [(k - step["S"] - step["L"]).norm() / k.norm() for step in trace]
+        entropies = [entropy(step["K2"]) for step in trace]
+        for ax, values in zip(lines, (rest, entropies)):
+            ax.plot(range(1, 5), values, STYLE[form], color=COLOUR["rpc"], label=form)
+        numbers.update({f"{form} residual": rest[-1], f"{form} entropy": entropies[-1]})
+    for form in ("paper", "admm"):
+        sign = FORMS[form]["dual_sign"]
+        k, trace = first_layer(rewired(model, **FORMS[form], lambd=math.inf), many)
+        before = torch.zeros_like(k)                        # the L's so far
+        for i, step in enumerate(trace, 1):
+            bare = k + sign * (i - 1) * k                   # the step's keys without those L's
+            with_mean = bare - sign * before.mean(2, keepdim=True)
+            moved = (weights(with_mean) - weights(bare)).abs().sum(-1).mean() / 2
+            numbers.update({f"{form} {i}": entropy(step["K2"]), f"{form} {i} bare": entropy(bare),
+                            f"{form} {i} moved": 100 * moved})
+            before += step["L"]
+
+    plain, uniform = entropy(k), math.log(65)
+    lines[0].set(title="|K \u2212 S \u2212 L| / |K|", xlabel="step", xticks=range(1, 5), ylim=(0, 1.4))
+    lines[0].legend(loc="lower left")
+    lines[1].set(title="entropy of attention rows, nats", xlabel="step", xticks=range(1, 5))
+    lines[1].axhline(plain, color=COLOUR["symmetric"])
+    lines[1].text(4.05, plain + 0.1, "symmetric", color=COLOUR["symmetric"], ha="right")
+    lines[1].axhline(uniform, **NULL)
+    lines[1].text(4.05, uniform + 0.1, "null: uniform", ha="right")
+    lines[1].set_ylim(0, 5)
     save(figure, "pap", symmetric=plain, uniform=uniform, **numbers)
 
 
-# %% The picture of the README: S and attention over the steps, clean and damaged.
+# %% The picture of the README: is S where the image is damaged?
 if wanted("hero"):
-    model, scene, shares = network("rpc"), picture(SCENE), {}
-    figure, grid = plt.subplots(2, 9, figsize=(9, 2.4))
-    for row, kind, n in zip(grid, ("clean", "damaged"), (0, 6)):
-        images, hit = corrupt_patches(scene, "noise", patch=4, n=n)
-        k, trace = first_layer(model, images)
-        show(row[0], images[0], kind)
-        for i, step in enumerate(trace, 1):
-            got, share = received(step["K2"])
-            shares[f"{kind} {i}"] = 100 * share
-            show(row[i], over_patches(size(step["S"])[0]), f"|S|, step {i}", vmin=0,
-                 vmax=size(k).max())
-            show(row[4 + i], over_patches(got[0]), f"attention {i}", vmin=0)
-            outline(row[i], hit[0])
-            outline(row[4 + i], hit[0])
-    save(figure, "hero", **shares)
+    model, scene = network("rpc"), picture(SCENE)
+    spoilt, hit = corrupt_patches(scene, "noise", patch=4)
+
+    def relative_s(images):
+        """|S| after the last step, over the mean of the image's patches: (B, 64)."""
+        found = size(first_layer(model, images)[1][-1]["S"])[:, 1:]
+        return found / found.mean(1, keepdim=True)
+
+    figure, grid = plt.subplots(1, 3, figsize=(9, 3.4), width_ratios=(1, 1.2, 1))
+    figure.suptitle("S should light up where the image is damaged; it does the opposite",
+                    fontsize=16, fontweight="bold")
+    show(grid[0], spoilt[0], "six patches are noise")
+    show(grid[1], relative_s(spoilt).view(8, 8), "|S|; 1: its mean", vmin=0.5, vmax=1.5)
+    scale(grid[1:2], "", ticks=[0.5, 1, 1.5], pad=0.02, extend="both")
+    for ax in grid[:2]:
+        outline(ax, hit[0], 8 if ax is grid[1] else 32)
+
+    many, hits = corrupt_patches(scenes(300)[0], "noise", patch=4)
+    found, bins = relative_s(many), torch.linspace(0.3, 1.7, 36)
+    for which, colour in ((~hits, "black"), (hits, "#0d93bd")):
+        share = 100 * torch.histogram(found[which], bins).hist / which.sum()
+        grid[2].stairs(share, bins, linewidth=2, color=colour)
+    grid[2].text(0.6, 6, "noise", color="#0d93bd", ha="right")
+    grid[2].text(1.12, 6, "other patches")
+    grid[2].set(xlabel="|S|; 1: the image's mean", ylabel="% of the patches", title="300 images",
+                xticks=[0.5, 1, 1.5])
+    save(figure, "hero", noise=found[hits].median(), others=found[~hits].median())
 
 
 # %% 6. Where is S? Are damaged patches those with more of it?
 if wanted("where"):
-    model, images = network("rpc"), scenes(300)[0]
-    looks = [dict(color=COLOUR["rpc"], alpha=alpha) for alpha in (0.25, 0.5, 0.75, 1)]
-    looks += [NULL, dict(color="black", linestyle="--")]
-    (figure, grid), numbers = plt.subplots(1, 4, figsize=(9, 2.9), sharey=True), {}
-    for ax, kind in zip(grid, ("noise", "black", "white", "gaussian")):
+    model, images, numbers = network("rpc"), scenes(300)[0], {}
+    looks = {f"S, step {i}": dict(color=COLOUR["rpc"], alpha=i / 4, marker="o") for i in range(1, 5)}
+    looks["size of the key"] = dict(color="black", marker="|", linestyle="-.", markeredgewidth=3)
+    looks["distance from the mean"] = dict(color="black", marker="x", linestyle="--")
+    figure, (roc, dots) = plt.subplots(1, 2, figsize=(9, 4.2), width_ratios=(1, 1.5))
+    kinds = ("noise", "black", "white", "gaussian")
+    for row, kind in enumerate(kinds):
         spoilt, hit = corrupt_patches(images, kind, patch=4)
         k, trace = first_layer(model, spoilt)
-        scores = {f"S {i}": size(step["S"]) for i, step in enumerate(trace, 1)}
-        scores["|k|"] = size(k)
-        scores["distance"] = size(k - k[:, :, 1:].mean(2, keepdim=True))
-        for look, (name, score) in zip(looks, scores.items()):
+        scores = [size(step["S"]) for step in trace]
+        scores += [size(k), size(k - k[:, :, 1:].mean(2, keepdim=True))]
+        for (name, look), score in zip(looks.items(), scores):
             score = score[:, 1:].flatten()
-            damage = hit.flatten()[score.argsort(descending=True)].double()
-            found, wrong = damage.cumsum(0) / damage.sum(), (1 - damage).cumsum(0)
             area = numbers[f"{kind} {name}"] = auroc(score, hit.flatten())
-            ax.plot(wrong / wrong[-1], found, **look, label=f"{name} {area:.2f}")
-        ax.set(title=kind, xlabel="undamaged patches, share", aspect=1)
-        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=2, columnspacing=1)
-    grid[0].set_ylabel("damaged patches, share")
+            dots.plot(area, row, **look | dict(linestyle="", markersize=11))
+            if row == 0:
+                dots.plot([], [], **look, label=name)
+            if kind == "noise":
+                damage = hit.flatten()[score.argsort(descending=True)].double()
+                found, wrong = damage.cumsum(0) / damage.sum(), (1 - damage).cumsum(0)
+                roc.plot(wrong[::60] / wrong[-1], found[::60], **look | dict(marker=""))
+    roc.plot([0, 1], [0, 1], **NULL)
+    roc.set(title="noise: patches in order of the score", xlabel="share of the undamaged",
+            ylabel="share of the damaged", aspect=1, xticks=[0, 0.5, 1], yticks=[0, 0.5, 1])
+    dots.axvline(0.5, **NULL, label="chance")
+    dots.set(title="area under the curve (AUC)", xlim=(0.2, 0.9), ylim=(3.6, -0.6))
+    dots.set_yticks(range(4), ("noise", "black", "white", "noise\nadded"))
+    figure.legend(loc="outside lower center", ncols=4, columnspacing=1.2, handletextpad=0.4)
     save(figure, "where", **numbers)
 
 
 # %% 7. Does mu leak the future? The loss on a word that only later tokens tell.
 if wanted("leak"):
-    figure, ax = plt.subplots(figsize=(9, 2.8))
-    numbers = {}
-    for (mu, meaning), style in zip(leak.KINDS.items(), ("-", "--", "-.")):
+    (figure, ax), numbers = plt.subplots(figsize=(9, 3.6)), {}
+    styles = dict(token=dict(linewidth=6, alpha=0.3), seen={}, all={})
+    for mu, style in styles.items():
         for seed in (0, 1):
             nats = leak.train(mu, seed)
-            ax.plot(nats, style, color=COLOUR["rpc"], alpha=1 - 0.4 * seed,
-                    label=None if seed else f"{mu}: {meaning}")
+            ax.plot(nats, color=COLOUR["rpc"], **style)
             numbers[f"{mu} {seed}"] = nats[-1]
-    ax.axhline(math.log(2), **NULL, label="chance, ln 2")
-    ax.set(xlabel="training step", ylabel="nats", ylim=(0, 1.2))
-    ax.legend(loc="upper right")
+    ax.axhline(math.log(2), **NULL)
+    ax.text(400, 0.6, "null: chance, ln 2", ha="right")
+    ax.text(400, 0.78, "\u00b5 over tokens seen so far (thin) or of the token alone (broad)",
+            color=COLOUR["rpc"], ha="right")
+    ax.text(110, 0.1, "\u00b5 over all tokens, as printed: two seeds", color=COLOUR["rpc"])
+    ax.set(xlabel="training step", ylabel="loss, nats", ylim=(0, 1.2))
     save(figure, "leak", **numbers)
 
 
 # %% 8. Is it robust? One image under attack; accuracy against the budget.
 if wanted("attack"):
     budgets, (images, labels) = (1, 2, 4, 8), scenes(128)
-    figure, names = plt.figure(figsize=(9, 2.7)), list(SHAPES)
-    left, right = figure.subfigures(1, 2, width_ratios=(1.3, 1))
-    grid, ax, numbers = left.subplots(2, 5), right.subplots(), {}
+    figure, names = plt.figure(figsize=(9, 3.3)), list(SHAPES)
+    left, right = figure.subfigures(1, 2, width_ratios=(1.25, 1))
+    grid, ax, numbers = left.subplots(2, 4), right.subplots(), {}
     for kind in ("softmax", "symmetric", "rpc"):
         model, shares = network(kind), []
-        for column, eps in enumerate((0, *budgets)):
+        for eps in (0, *budgets):
             x = pgd(model, images, labels, eps / 255, steps=10, alpha=0.25) if eps else images
             answers = model(x).argmax(1)
             shares.append((answers == labels).double().mean().item())
             numbers[f"{kind} {eps}"] = 100 * shares[-1]
-            if kind == "rpc":
-                show(grid[0, column], x[1], f"{eps}/255:\n{names[answers[1]]}")
-                show(grid[1, column], (0.5 + 16 * (x[1] - images[1])).clamp(0, 1))
+            if kind == "rpc" and eps != 1:
+                upper, lower = grid[:, (0, 2, 4, 8).index(eps)]
+                show(upper, x[1], f"{eps}/255:\n\u201c{names[answers[1]]}\u201d")
+                show(lower, (0.5 + 16 * (x[1] - images[1])).clamp(0, 1))
         ends = zip(*(wilson(s, len(images)) for s in shares))
-        share, low, high = torch.tensor([shares, *ends])
-        ax.errorbar((0, *budgets), share, torch.stack([share - low, high - share]),
-                    color=COLOUR[kind], marker=MARK[kind], capsize=2, label=kind)
-    scale = model.std.mean().item()
-    other = ax.secondary_xaxis("top", (lambda e: e / scale, lambda e: e * scale))
-    other.set_xlabel("the same as the released code counts, /255")
-    ax.axhline(0.1, **NULL, label="null: chance")
-    ax.set(xlabel="budget in pixel units, /255", ylabel="accuracy", ylim=0)
-    ax.legend()
-    save(figure, "attack", normalised=scale, **numbers)
+        share, low, high = 100 * torch.tensor([shares, *ends])
+        aside = 0.12 * (list(MARK).index(kind) - 1)                 # so that the bars do not overlap
+        ax.errorbar([eps + aside for eps in (0, *budgets)], share, torch.stack([share - low, high - share]),
+                    color=COLOUR[kind], marker=MARK[kind], capsize=3)
+        ax.text(5, 62 + 12 * list(MARK).index(kind), kind, color=COLOUR[kind])
+    grid[1, 0].set_ylabel("change \u00d7 16")
+    ax.axhline(10, **NULL)
+    ax.text(8, 12, "null: chance", ha="right")
+    ax.set(xlabel="budget, grey levels (1/255)", title="accuracy, %", ylim=0)
+    save(figure, "attack", normalised=model.std.mean(), **numbers)
 
 
 # %% 9. Dense: what Segmenter sees, clean and under fog.
 if wanted("dense"):
     model = segmenter_from_checkpoint(common.load(WEIGHTS / "seg_shapes_rpc.pt"))
     source = Scenes("test", 100, 32)
-    how, colours, shown = dict(size=32, window=32, stride=32), palette(11), [0, 11, 12, 13]
+    how, colours, shown = dict(size=32, window=32, stride=32), palette(11), [0, 12]
 
     def fog(images, index):
         return corrupt(images, "fog", 3, index=index)
 
-    figure, grid = plt.subplots(2, 10, figsize=(9, 2.3))
-    cells, numbers = grid.reshape(4, 5), {}
-    for name, change, first in (("clean", None, 0), ("fog", fog, 3)):
+    figure, grid = plt.subplots(2, 5, figsize=(9, 4.6))
+    numbers = {}
+    for name, change, first in (("clean", None, 0), ("under fog", fog, 3)):
         numbers[name] = evaluate(model, source, **how, change=change)[0]["mean_iou"]
         found = predictions(model, source, shown, change=change, **how)
-        for row, (image, truth, prediction) in zip(cells, found):
+        for row, (image, truth, prediction) in zip(grid, found):
             show(row[first], image, name)
             show(row[first + 1], colours[prediction.long()].permute(2, 0, 1), "prediction")
             if change is None:
                 show(row[2], colours[truth.long()].permute(2, 0, 1), "truth")
+    classes = ["background", *SHAPES]
+    patches = [plt.Rectangle((0, 0), 1, 1, color=c) for c in (colours[:11] / 255).tolist()]
+    figure.legend(patches, classes, loc="outside lower center", ncols=6, columnspacing=1.2)
     background = (source.labels == 0).double().mean() / 11          # if all pixels are called so
     save(figure, "dense", null=100 * background, **numbers)

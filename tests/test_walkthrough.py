@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import ten_edits
 from common import save
 from data.shapes import SHAPES
+from lecture import edits
 from vit import SIZES, ViT, ViTConfig
 
 ROOT = Path(__file__).parent.parent
@@ -53,10 +53,10 @@ def sections(text):
 
 
 def unfounded(text, numbers=NUMBERS):
-    """The numbers, 10 or more or with a point, that neither the pictures so far (or the exercises) nor GIVEN hold."""
+    """The numbers, 10 or more or with a point, that neither the pictures so far (or the edits) nor GIVEN hold."""
     found, known = [], []
     for pictures, prose in sections(text):
-        known += [x for name in pictures or ["exercises"] for x in numbers[name].values()]
+        known += [x for name in pictures or ["edits"] for x in numbers[name].values()]
         for shown in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?:e-?\d+)?(?!\w|\.\d)", prose):
             small = re.fullmatch(r"\d", shown)
             digits = len(shown.partition("e")[0].partition(".")[2])
@@ -78,11 +78,12 @@ def test_a_quoted_line_that_the_file_does_not_hold_is_found():
 
 def test_every_picture_shown_is_drawn_by_a_cell_of_its_name_and_small():
     pages = TEXT + (ROOT / "README.md").read_text()
-    shown = set(re.findall(r"pictures/(\w+)\.png", pages))
+    shown = set(re.findall(r"pictures/(\w+)\.png\)", pages))
     assert len(shown) >= 10 and shown == set(names_of_cells())
-    assert {path.stem for path in ROOT.glob("lecture/pictures/*.png")} - {"segmentation"} == shown
-    for path in ROOT.glob("lecture/pictures/*.png"):
-        assert path.stat().st_size < 100_000, path
+    for form in ("png", "svg"):
+        assert {path.stem for path in ROOT.glob(f"lecture/pictures/*.{form}")} - {"segmentation", "scene"} == shown
+    for path in ROOT.glob("lecture/pictures/*.*"):
+        assert path.stat().st_size < 150_000, path
 
 
 def test_every_number_that_comes_from_a_run_is_in_numbers_json():
@@ -95,18 +96,26 @@ def test_a_number_that_no_run_gave_is_found():
     assert unfounded(broken) == ["17"]
 
 
-def test_each_exercise_names_a_passage_that_its_file_holds_once():
-    assert [n for n, *_ in ten_edits.edits()] == list(range(1, 11))
-    for n, file, old, new in ten_edits.edits():
+def test_each_edit_names_a_passage_that_its_file_holds_once():
+    assert [n for n, *_ in edits.edits()] == list(range(1, 11))
+    for n, file, old, new in edits.edits():
         assert (ROOT / file).read_text().count(old) == 1 and old != new, (n, file, old)
 
 
-def test_the_table_of_exercises_shows_what_came_out():
-    found = NUMBERS["exercises"]
-    rows = re.findall(r"^\| (no edit, (?:RPC|softmax)|\d+) .*\| ([\d.]+) \| ([\d.]+) \|$", TEXT, re.M)
+def test_an_edit_is_made_in_a_copy_and_measured_there(monkeypatch):
+    seen = []
+    monkeypatch.setattr(edits, "accuracies", lambda copy, attn: seen.append((attn, (copy / "attention.py").read_text())))
+    before = (ROOT / "attention.py").read_text()
+    edits.measure("1"), edits.measure("softmax")
+    assert [attn for attn, _ in seen] == ["rpc", "softmax"] and seen[1][1] == before == (ROOT / "attention.py").read_text()
+    assert "range(1)" in seen[0][1] and "range(n_iter)" not in seen[0][1]
+
+
+def test_the_table_of_edits_shows_what_came_out():
+    found = NUMBERS["edits"]
+    rows = re.findall(r"^\| .*\| ([\d.]+) \| ([\d.]+) \| `python -m lecture.edits (\w+)` \|$", TEXT, re.M)
     assert len(rows) == 10
-    for n, *shown in rows:
-        n = {"no edit, RPC": "rpc", "no edit, softmax": "softmax"}.get(n, n)
+    for *shown, n in rows:
         assert [f"{found[f'{n} {name}']:.1f}" for name in ("clean", "attacked")] == shown, n
 
 
@@ -127,23 +136,30 @@ def test_each_cell_stands_alone_after_the_first():
         assert used <= bound(first) | bound(cell) | set(dir(builtins)), name
 
 
-def test_no_network_is_trained_and_two_walkthroughs_do_not_meet():
-    """It starts no other program and deletes nothing: what it looks at is in weights/."""
-    assert not re.search(r"subprocess|rmtree|unlink|train_cls\.py --|\.rename\(", CODE)
-
-
-@pytest.mark.parametrize("name", ["gram", "hero"])
-def test_an_image_that_cannot_be_read_is_refused_before_anything_is_drawn(name, tmp_path):
+def test_an_image_that_cannot_be_read_is_refused_before_anything_is_drawn(tmp_path):
     (tmp_path / "text.jpg").write_text("no picture")
-    command = [sys.executable, "-m", "lecture.walkthrough", name, "--image", tmp_path / "text.jpg", "--out_dir", tmp_path / "out"]
+    command = [sys.executable, "-m", "lecture.walkthrough", "gram", "--image", tmp_path / "text.jpg", "--out_dir", tmp_path / "out"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "MPLBACKEND": "Agg"})
     assert result.returncode and result.stderr.startswith("error: cannot decode ") and "text.jpg" in result.stderr
     assert len(result.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
-def walkthrough(tmp_path, *names, ckpt=()):
+def test_without_matplotlib_a_line_says_what_to_install(tmp_path):
+    (tmp_path / "matplotlib.py").write_text("raise ImportError")
+    result = subprocess.run([sys.executable, "-m", "lecture.walkthrough", "hero"], cwd=ROOT, capture_output=True, text=True,
+                            env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert result.returncode and re.fullmatch(r"error: .*pip install matplotlib\n", result.stderr)
+
+
+def test_a_vector_picture_takes_the_text_colour_of_its_page(tmp_path):
+    walkthrough(tmp_path, "gram", more=["--format", "svg", "--image", "lecture/pictures/scene.png"])
+    drawn = (tmp_path / "gram.svg").read_text()
+    assert '<svg fill="currentColor"' in drawn and "#000000" not in drawn and not (tmp_path / "gram.png").exists()
+
+
+def walkthrough(tmp_path, *names, ckpt=(), more=()):
     command = [sys.executable, "-m", "lecture.walkthrough", *names, "--out_dir", tmp_path]
-    command += ["--ckpt", *ckpt] if ckpt else []
+    command += [*(["--ckpt", *ckpt] if ckpt else []), *more]
     subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "MPLBACKEND": "Agg"}, timeout=300)
     return json.loads((tmp_path / "numbers.json").read_text())
 

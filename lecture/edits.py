@@ -1,0 +1,99 @@
+"""Make the ten edits of lecture/WALKTHROUGH.md, section 10, each in a copy of this tree; measure.
+
+    python -m lecture.edits 4            # the fourth; softmax, rpc: without an edit
+    python -m lecture.edits --write      # all, some minutes; renews lecture/pictures/numbers.json
+"""
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ROW = re.compile(r"^\| (\d+) [^|]*\| \[([\w./]+)\]\([^)]*\) \| `(.+?)` \| `(.+?)` \|", re.M)
+EVALUATE = ["eval_robust.py", "--measures", "clean", "pgd eps=2/255 steps=10", "--limit", "500"]
+
+
+def edits():
+    """(number, file, text, what it becomes) of every row of the table."""
+    text = (ROOT / "lecture/WALKTHROUGH.md").read_text()
+    return [(int(n), *rest) for n, *rest in ROW.findall(text)]
+
+
+def fresh_copy():
+    """A copy of the programs and the networks."""
+    copy = Path(tempfile.mkdtemp())
+    tracked = subprocess.run(["git", "ls-files", "*.py", "weights"],
+                             cwd=ROOT, capture_output=True, text=True)
+    for name in tracked.stdout.split():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+def edit(path, old, new):
+    """Replace a passage; ValueError unless the file holds it once."""
+    text = path.read_text()
+    if text.count(old) != 1:
+        raise ValueError(f"{path.name} holds {old!r} {text.count(old)} times, expected once")
+    path.write_text(text.replace(old, new))
+
+
+def accuracies(copy, attn):
+    """Clean accuracy and accuracy under PGD at 2/255, per cent."""
+    where = ["--ckpt", f"weights/shapes_{attn}.pt", "--out_dir", "out/edit"]
+    subprocess.run([sys.executable, *EVALUATE, *where], cwd=copy, check=True, stdout=sys.stderr)
+    rows = (copy / "out/edit/results.jsonl").read_text().splitlines()
+    clean, attacked = (json.loads(row)["top1"] for row in rows)
+    return dict(clean=clean, attacked=attacked)
+
+
+def picture(copy, name):
+    """The numbers of one cell of lecture/walkthrough.py."""
+    command = [sys.executable, "-m", "lecture.walkthrough", name, "--out_dir", "out/edit"]
+    subprocess.run(command, cwd=copy, check=True, stdout=sys.stderr)
+    return json.loads((copy / "out/edit/numbers.json").read_text())[name]
+
+
+def measure(name):
+    """What comes out of an edit, by its number, or of a network as it is, by its kind."""
+    copy = fresh_copy()
+    for n, file, old, new in edits():
+        if str(n) == name:
+            edit(copy / file, old, new)
+    if name in ("9", "10"):
+        found = picture(copy, "attack" if name == "9" else "leak")
+    else:
+        found = accuracies(copy, "softmax" if name in ("softmax", "6") else "rpc")
+    shutil.rmtree(copy)
+    return found
+
+
+def main():
+    names = ["rpc", "softmax", *map(str, range(1, 11))]
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; default: all")
+    p.add_argument("--write", action="store_true", help="into lecture/pictures/numbers.json")
+    args = p.parse_args()
+    chosen = args.names or names
+    if not set(chosen) <= set(names):
+        p.error(f"{' '.join(chosen)}: expected some of {', '.join(names)}")
+    path = ROOT / "lecture/pictures/numbers.json"
+    for name in chosen:
+        found = measure(name)
+        print(name, *(f"{key} {x:.4g}" for key, x in found.items()), flush=True)
+        if not args.write:
+            continue
+        numbers = json.loads(path.read_text())
+        stored = numbers.setdefault("edits", {})
+        stored.update({f"{name} {key}": float(f"{x:.4g}") for key, x in found.items()})
+        path.write_text(json.dumps(numbers, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
