@@ -24,11 +24,11 @@ if not __package__:
 import numpy as np
 
 import common
-from referee.studies import line
+from referee.studies import constancy, line
 from referee.studies.arms import read
 from referee.studies.differences import (compare, corrected, forest, outcomes, primary_of,
                                          primary_table, run_of)
-from referee.studies.stats import detectable, show, show_p
+from referee.studies.stats import detectable, paired_t, show, show_p, spread
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "referee/results"
@@ -211,15 +211,44 @@ def swept(network, form, lambd, what, digits):
     raise KeyError(lambd)
 
 
+def over_layers(table, run, measure, source, step=max):
+    """What results/kpca/<table>.csv has of a run, all layers."""
+    with open(RESULTS / f"kpca/{table}.csv") as f:
+        found = {int(row["step"]): float(row["mean"]) for row in csv.DictReader(f) if (
+            row["run"], row["layer"], row["measure"], row["source"]) == (run, "all", measure, source)}
+    return found[step(found)]
+
+
 def kpca(table, run, measure, source, digits, step="last"):
-    """What results/kpca/<table>.csv has of a run, or with ? of its seeds 0 to 2, all layers."""
-    values = []
-    for name in [run.replace("?", str(s)) for s in range(3)] if "?" in run else [run]:
-        with open(RESULTS / f"kpca/{table}.csv") as f:
-            found = {int(row["step"]): float(row["mean"]) for row in csv.DictReader(f) if (
-                row["run"], row["layer"], row["measure"], row["source"]) == (name, "all", measure, source)}
-        values.append(found[(min if step == "first" else max)(found)])
-    return f"{statistics.mean(values):{',.0f' if digits == '0' else '.' + digits}}"
+    """A number of results/kpca, of the last or first step; with ? the mean over seeds 0 to 2."""
+    names = [run.replace("?", str(s)) for s in range(3)] if "?" in run else [run]
+    number = statistics.mean(over_layers(table, name, measure, source, max if step == "last" else min)
+                             for name in names)
+    return f"{number:{',.0f' if digits == '0' else '.' + digits}}"
+
+
+def eig(network, null=""):
+    """The eigen-cosine of trained values of a kind of network, or minus a null's, three seeds."""
+    measure = "eig_cos" + (", v = G a" if "scaled" in network or "exact" in network else "")
+    values = [[over_layers("gamma", f"{network}_s{s}", measure, source) for s in range(3)]
+              for source in ("learned", null or "learned")]
+    return show(paired_t(np.subtract(*values)), 4) if null else spread(values[0], ".4f")
+
+
+@cache
+def losses(family):
+    return constancy.families(RESULTS / "decider/constancy.jsonl")[family]
+
+
+def nats(family, first, second):
+    """The difference of held-out losses of two kinds of axes."""
+    return show(paired_t(constancy.gaps(losses(family), first, second)), 3)
+
+
+def effect(kind, family="span"):
+    """What it does that axes are the same for every image: the main effect, or the interaction."""
+    of = [constancy.gaps(losses(family), *pair) for pair in (("random", "hashed"), ("mean", "own"))]
+    return show(paired_t(np.add(*of) / 2 if kind == "main" else np.subtract(*of)), 3)
 
 
 def share(*args):
@@ -249,7 +278,7 @@ def perplexity(attn):
 
 WRITERS = {f.__name__.replace("_", "-"): f for f in (
     d, mean, holm, power, accuracy, seeds, table, off, off_holm, r, bend, explained, networks, at,
-    loss, line_table, hours, swept, kpca, share, shown, auc, perplexity)}
+    loss, line_table, hours, swept, kpca, eig, nats, effect, share, shown, auc, perplexity)}
 
 
 # --- pages ----------------------------------------------------------------------------------------

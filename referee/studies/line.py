@@ -157,13 +157,15 @@ def distance(own, line, measure):
     mine = {n.seed for n in own}
     if len(mine) < 3:
         return scattered(own, line, measure)
-    mean, variance = off_line(own, line, measure), 0
+    parts = []                          # (variance, degrees of freedom): of its seeds, of the line's
     for seeds in (mine, {n.seed for n in line} - mine):
         left = [off_line(*([n for n in of if n.seed != seed] for of in (own, line)), measure)
                 for seed in seeds]
         if len(left) > 1:
-            variance += (len(left) - 1) * np.var(left)
-    return student(len(own), mean, variance, len(mine) - 1)
+            parts.append(((len(left) - 1) * np.var(left), len(left) - 1))
+    variance = sum(part for part, _ in parts)
+    df = variance ** 2 / sum(part ** 2 / n for part, n in parts)                 # Satterthwaite's
+    return student(len(own), off_line(own, line, measure), variance, df)
 
 
 def scattered(own, line, measure):
