@@ -54,7 +54,7 @@ class FANConfig(ViTConfig):
 
 
 def stem(patch_size, dim):
-    """Halve images (B, 3, S, S) step by step to (B, C, side, side); channels double up to C."""
+    """Return the conv stem, (B, 3, S, S) -> (B, C, S/P, S/P): sides halve, channels double."""
     steps = int(math.log2(patch_size))
     widths = [3, *(dim >> i for i in reversed(range(steps)))]
     layers = []
@@ -65,7 +65,7 @@ def stem(patch_size, dim):
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """Statistics of all processes' images; PyTorch's own SyncBatchNorm does not run on CPUs."""
+    """BatchNorm2d over the images of all processes (PyTorch's SyncBatchNorm needs GPUs)."""
 
     def forward(self, x):
         if not self.training or not dist.is_initialized():
@@ -101,12 +101,12 @@ class Positions(nn.Module):
 
 
 def split(x, num_heads):
-    """Split the channels over heads: (B, N, C) -> (B, H, N, D)."""
+    """(B, N, C) -> (B, H, N, D)."""
     return x.unflatten(2, (num_heads, -1)).transpose(1, 2)
 
 
 class TokenAttention(SelfAttention):
-    """SelfAttention with `q` and `kv` for `qkv`; the symmetric kinds have no `q`."""
+    """SelfAttention with projections `q` and `kv` for `qkv`; no `q` where keys are queries."""
 
     def __init__(self, dim, num_heads, attn, **how):
         super().__init__(dim, num_heads, attn, **how)
@@ -120,7 +120,7 @@ class TokenAttention(SelfAttention):
 
 
 class ConvMlp(Mlp):
-    """fc1, plus 3 x 3 convolutions of each channel on the grid of patches, fc2. (B, N, C)"""
+    """MLP with 3 x 3 depthwise convolutions over the grid of patches inside, (B, N, C)."""
 
     def __init__(self, dim, hidden_dim):
         super().__init__(dim, hidden_dim)
@@ -140,7 +140,7 @@ class ConvMlp(Mlp):
 
 
 class ChannelGate(nn.Module):
-    """FAN's channel processing: norm_v(mlp_v(z)), times one number per channel of an image."""
+    """FAN's channel attention in place of an MLP: norm_v(mlp_v(z)) times a gate per channel."""
 
     def __init__(self, dim, num_heads, hidden_dim):
         super().__init__()

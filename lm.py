@@ -79,14 +79,17 @@ class LMConfig:
 # --- modules --------------------------------------------------------------------------------------
 
 def sinusoids(context, dim):
-    """Number positions: [sin(p f), cos(p f)], (T, C); f_i = 10000^(-2i/C), p: T-1 down to 0."""
+    """Position codes [sin(p f), cos(p f)], (T, C); f_i = 10000^(-2i/C), p: T-1 down to 0."""
     p = torch.arange(context - 1, -1, -1.0)[:, None]
     f = 10000 ** (-torch.arange(0, dim, 2) / dim)
     return torch.cat([(p * f).sin(), (p * f).cos()], 1)
 
 
 class Block(nn.Module):
-    """Transformer block, post-norm or pre-norm; keywords go to `attention.SelfAttention`."""
+    """Transformer block, (B, T, C) in and out; **attn: of attention.SelfAttention.
+
+    Post-norm, the paper's, norms the sum: LN(x + f(x)). Pre-norm norms what f reads: x + f(LN(x)).
+    """
 
     def __init__(self, dim, num_heads, mlp_dim, dropout, pre_norm, **attn):
         super().__init__()
@@ -116,6 +119,8 @@ class LM(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.embed_dim)
         self.register_buffer("positions", sinusoids(c.context, c.embed_dim), persistent=False)
         self.drop = nn.Dropout(c.dropout)
+
+        # causal: a token attends to itself and those before it alone, in every step of PAP.
         inside, outside = LAYER_PATTERNS.get(c.attn, (None, c.attn))
         self.blocks = nn.ModuleList(
             Block(c.embed_dim, c.num_heads, c.mlp_dim, c.dropout, c.norm == "pre",
@@ -131,7 +136,7 @@ class LM(nn.Module):
                 nn.init.normal_(p, 1.0 if "norm" in name else 0.0, 0.02)
 
     def hidden(self, tokens):
-        """Run all blocks: (B, T) int64, T from 1 to `context` -> (B, T, C), before the output."""
+        """Return the last hidden states: (B, T) int64, T from 1 to `context` -> (B, T, C)."""
         T, c = tokens.shape[-1], self.config
         if not 1 <= T <= c.context:
             raise ValueError(f"{T} tokens in a row, expected 1 to context={c.context}")
@@ -160,7 +165,7 @@ class LM(nn.Module):
 
     @torch.no_grad()
     def generate(self, tokens, num_tokens, temperature=1.0, generator=None):
-        """Sample num_tokens more: (B, T) int64 -> (B, T + num_tokens); call it in eval mode.
+        """Sample num_tokens more words: (B, T) int64 -> (B, T + num_tokens); call in eval mode.
 
         temperature > 0 divides the log-probabilities. generator: on tokens' device. The model sees
         the last `context` tokens, computed anew for each word: positions count from the end.

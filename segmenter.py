@@ -35,7 +35,7 @@ IGNORE = 255                          # label of pixels that do not count
 
 @dataclass
 class SegmenterConfig:
-    """Everything that rebuilds the model; the names of ViTConfig mean the same here."""
+    """What rebuilds the model; the names of ViTConfig mean the same here."""
     num_classes: int                  # K
     image_size: int = 512             # side of the training crop: its grid has position embeddings
     patch_size: int = 16
@@ -59,7 +59,7 @@ class SegmenterConfig:
     std: tuple = (58.4 / 255, 57.12 / 255, 57.38 / 255)
 
     def __post_init__(self):
-        encoder = self.encoder                                      # refuses what ViTConfig refuses
+        encoder = self.encoder                                      # a ViTConfig, which checks
         self.rpc_layers, self.pap = encoder.rpc_layers, encoder.pap
         self.mean, self.std = encoder.mean, encoder.std
         plain = LAYER_PATTERNS.get(self.attn, (None, self.attn))[1]
@@ -93,7 +93,11 @@ def resize(x, size):
 
 
 class MaskDecoder(nn.Module):
-    """Patches and classes attend to each other; masks are cosines. (B, n, C) -> (B, n, K)"""
+    """Mask transformer: patch tokens (B, n, C) to a score of each class, (B, n, K).
+
+    One learned token a class joins the patches for some blocks; then the score of a class at a
+    patch is the cosine of their tokens, normed over the K classes.
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -139,7 +143,7 @@ class Segmenter(nn.Module):
                 nn.init.zeros_(m.bias)
 
     def masks(self, images):
-        """Label patches: logits (B, K, ceil(h/P), ceil(w/P)), float32 at least, of float images."""
+        """Return the logits of patches, (B, K, ceil(h/P), ceil(w/P)), float32 at least."""
         if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point():
             raise ValueError(f"images are {images.dtype} {tuple(images.shape)}, expected float in "
                              f"[0, 1] of shape (B, 3, h, w)")
@@ -168,7 +172,7 @@ class Segmenter(nn.Module):
 # --- inference: views, sliding windows -----------------------------------------------------------
 
 def resized(height, width, long, short):
-    """Scale a size (h, w) until its sides are at most `long` and `short`, aspect kept."""
+    """Return (height, width) scaled to the largest that fits a box (long, short), aspect kept."""
     f = min(long / max(height, width), short / min(height, width))
     return max(int(height * f + 0.5), 1), max(int(width * f + 0.5), 1)
 
@@ -235,7 +239,7 @@ def predict_views(model, views, shape, *, window, stride, batch_size=8):
 
 
 def predict(model, image, *, size, window, stride, scales=(1.0,), flip=False, batch_size=8):
-    """Label an image (3, h, w), uint8 or float in [0, 1]: class probabilities (K, h, w).
+    """Return the class probabilities (K, h, w) of an image (3, h, w), uint8 or float in [0, 1].
 
     size: of the short side at scale 1. scales, flip: the views, each scale also mirrored if flip;
     in upstream's multi-scale evaluation 0.5, 0.75, 1, 1.25, 1.5, 1.75 and True. See predict_views.
@@ -256,7 +260,7 @@ def segmenter_from_checkpoint(checkpoint):
 
 
 def backbone_settings(checkpoint):
-    """Read what a classification checkpoint says of its encoder: keywords of SegmenterConfig."""
+    """Return the keywords of SegmenterConfig that a classifier's checkpoint gives its encoder."""
     if "task" not in checkpoint:
         from weights import foreign_settings
         return foreign_settings(checkpoint)
