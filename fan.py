@@ -24,8 +24,8 @@ import torch.distributed.nn
 from torch import nn
 
 from attention import LAYER_PATTERNS, SelfAttention, softmax_attention
-from common import InputError, one_of, rebuild
-from vit import Block, Mlp, PatchEmbed, ViT, ViTConfig, vit_from_checkpoint
+from common import InputError, one_of
+from vit import Block, Mlp, PatchEmbed, ViT, ViTConfig
 
 SIZES = {                                                  # parameters at 224 px
     "fan_tiny": dict(embed_dim=192, depth=12, num_heads=4),    # 7,319,920; symmetric 6,801,136
@@ -224,11 +224,3 @@ class FAN(ViT):
 
         late = {f"cls_attn_blocks.{i}": block for i, block in enumerate(self.cls_attn_blocks)}
         return {**super().layers(), "cls_token": join, **late}
-
-
-def classifier_from_checkpoint(checkpoint):
-    """Rebuild the ViT or FAN of a checkpoint of train_cls.py, in eval mode."""
-    stored = checkpoint.get("model_config")
-    if isinstance(stored, dict) and "cls_depth" in stored:
-        return rebuild(checkpoint, "train_cls.py", FAN, FANConfig)
-    return vit_from_checkpoint(checkpoint)

@@ -23,7 +23,7 @@ from data.files import decode, read_bytes
 from data.segmentation import palette
 from data.shapes import load_shapes
 from segmenter import predict, segmenter_from_checkpoint
-from vit import vit_from_checkpoint
+from vit import classifier_from_checkpoint
 
 SIDE, MARGIN, LINE = 160, 8, 22             # pixels: of a map, between maps, of a line of text
 FONT = ImageFont.load_default(size=16)
@@ -160,7 +160,7 @@ def look_at_segmenter(model, classes, image):
 def main():
     args = get_args()
     checkpoint = common.load(args.ckpt)
-    kinds = {"classification": (vit_from_checkpoint, look_at_classifier),
+    kinds = {"classification": (classifier_from_checkpoint, look_at_classifier),
              "segmentation": (segmenter_from_checkpoint, look_at_segmenter)}
     if not checkpoint.get("classes") or checkpoint.get("task") not in kinds:
         raise ValueError(f"--ckpt {args.ckpt} names no classes: expected a checkpoint of "

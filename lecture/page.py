@@ -24,7 +24,7 @@ import common
 from attention import FORMS, rpc_attention
 from data.shapes import load_shapes
 from robust.patches import corrupt_patches
-from vit import vit_from_checkpoint
+from vit import classifier_from_checkpoint
 
 ROOT = Path(__file__).parents[1]
 PICTURE = re.compile(r"^!\[(.*?)\]\(pictures/(\w+)\.png\)\n", re.M)
@@ -101,7 +101,7 @@ def write_notebook(path, execute=True):
 @torch.no_grad()
 def explorer_images():
     """[(name, image (3, 32, 32), keys, values)] of the four to choose from, in layer 1 of RPC."""
-    model = vit_from_checkpoint(common.load(ROOT / "weights/shapes_rpc.pt"))
+    model = classifier_from_checkpoint(common.load(ROOT / "weights/shapes_rpc.pt"))
     block, found = model.blocks[0], []
     images = load_shapes("test", max(SCENES) + 1).images / 255
     for scene in SCENES:

@@ -37,7 +37,7 @@ from robust.patches import corrupt_patches
 from segmenter import segmenter_from_checkpoint
 from referee.studies import leak
 from referee.studies.span import explained_variance, key_span, value_axes
-from vit import vit_from_checkpoint
+from vit import classifier_from_checkpoint
 
 try:
     import matplotlib.pyplot as plt
@@ -92,7 +92,7 @@ def network(attn):
     if same and same[0].get("classes") != list(SHAPES):
         sys.exit(f"error: --ckpt: the {attn} network was not trained on the scenes")
     checkpoint = same[0] if same else common.load(WEIGHTS / f"shapes_{attn}.pt")
-    return vit_from_checkpoint(checkpoint).requires_grad_(False)
+    return classifier_from_checkpoint(checkpoint).requires_grad_(False)
 
 
 def scenes(n, start=0):

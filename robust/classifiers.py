@@ -15,18 +15,10 @@ from data.imagenet import ImageTree
 from data.images import load_test
 from robust import attacks, corruptions, measures, score
 from robust.measures import FOLDERS, Job
-from vit import ViTConfig, vit_from_checkpoint
+from vit import ViTConfig
+from vit import classifier_from_checkpoint as rebuild                  # noqa: F401, sources.load_model's
 
 DEFAULTS = vars(ViTConfig())                 # what model_config's fields are where a row is silent
-
-
-def rebuild(checkpoint):
-    """Rebuild the ViT or FAN of a checkpoint of train_cls.py."""
-    stored = checkpoint.get("model_config")
-    if isinstance(stored, dict) and "cls_depth" in stored:
-        from fan import classifier_from_checkpoint
-        return classifier_from_checkpoint(checkpoint)
-    return vit_from_checkpoint(checkpoint)
 
 
 def settle(args, first):

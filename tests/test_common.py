@@ -28,7 +28,7 @@ from data.shapes import SHAPES
 from lm import LM, LMConfig, lm_from_checkpoint
 from runs import call, refused
 from segmenter import Segmenter, SegmenterConfig, segmenter_from_checkpoint
-from vit import ViT, ViTConfig, vit_from_checkpoint
+from vit import ViT, ViTConfig, classifier_from_checkpoint
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def test_an_address_that_cannot_be_read_is_named(monkeypatch):
 # --- what each script says of a checkpoint of ours that is not whole -------------------------------------------------
 
 SIZE = dict(image_size=32, patch_size=8, embed_dim=16, depth=1, num_heads=1)
-TASKS = dict(cls=(train_cls, ViT, ViTConfig(num_classes=10, **SIZE), vit_from_checkpoint),
+TASKS = dict(cls=(train_cls, ViT, ViTConfig(num_classes=10, **SIZE), classifier_from_checkpoint),
              seg=(train_seg, Segmenter, SegmenterConfig(11, **SIZE), segmenter_from_checkpoint),
              lm=(train_lm, LM, LMConfig(10, context=12, embed_dim=16, depth=1, num_heads=2, mlp_dim=16),
                  lm_from_checkpoint))

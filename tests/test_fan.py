@@ -15,10 +15,10 @@ import peers
 import runs
 import train_cls
 from conftest import SHARED
-from fan import FAN, SIZES, BatchNorm, FANConfig, classifier_from_checkpoint
+from fan import FAN, SIZES, BatchNorm, FANConfig
 from processes import group
 from referee.studies import probe
-from vit import ViT, ViTConfig
+from vit import ViT, ViTConfig, classifier_from_checkpoint
 from weights import load_weights
 
 SMALL = dict(image_size=64, embed_dim=32, depth=2, num_heads=4, num_classes=10)

@@ -15,7 +15,7 @@ from data.imagenet import ImageTree
 from data.shapes import load_shapes
 from robust.adversarial import adversarial
 from runs import call, flags, log, make_tree, refused
-from vit import ViT, ViTConfig, vit_from_checkpoint
+from vit import ViT, ViTConfig, classifier_from_checkpoint
 
 pytestmark = pytest.mark.usefixtures("alone")
 SMALL = "--model nano --num_images 160 --image_size 16 --patch_size 4 --batch_size 16 --log_every 1".split()
@@ -42,7 +42,7 @@ def test_the_default_run_ends_in_its_accuracy_and_its_checkpoint_alone_reproduce
     assert said.startswith(f"shapes rpc: test accuracy {evaluation['top1']:.2f} %")
     assert following == f"next: python eval_robust.py --ckpt {folder}"
     with torch.no_grad():
-        right = vit_from_checkpoint(checkpoint)(test.images.float() / 255).argmax(1) == test.labels
+        right = classifier_from_checkpoint(checkpoint)(test.images.float() / 255).argmax(1) == test.labels
     assert evaluation["images"] == 100 and evaluation["top1"] == pytest.approx(right.sum().item(), abs=1e-6)
     assert checkpoint["classes"] == test.classes and checkpoint["step"] == 2 and checkpoint["task"] == "classification"
     train(SMALL, "--max_steps 1")                                                # gets a folder of its own, and says so

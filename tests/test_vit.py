@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import common
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS
 from common import InputError
-from vit import SIZES, Block, Mlp, ViT, ViTConfig, vit_from_checkpoint
+from vit import SIZES, Block, Mlp, ViT, ViTConfig, classifier_from_checkpoint
 from weights import flags_for, foreign_settings, load_weights, resize_pos_embed
 
 TINY = dict(image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=10)
@@ -255,4 +255,4 @@ def test_released_files_load_into_the_model_they_were_trained_as(change, kind, t
 def test_a_checkpoint_of_an_attention_that_is_not_known_names_the_study():
     config = dict(asdict(small().config), attn="keys lambd=0.5")
     with pytest.raises(ValueError, match="attn='keys lambd=0.5'.*referee.studies.robust_attentions"):
-        vit_from_checkpoint(dict(task="classification", model=SOFT, model_config=config))
+        classifier_from_checkpoint(dict(task="classification", model=SOFT, model_config=config))

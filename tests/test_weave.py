@@ -19,7 +19,7 @@ import lecture.page as weave
 from attention import FORMS, rpc_attention
 from data.shapes import load_shapes
 from robust.patches import corrupt_patches
-from vit import vit_from_checkpoint
+from vit import classifier_from_checkpoint
 
 ROOT = Path(__file__).parent.parent
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
@@ -67,7 +67,7 @@ def test_the_explorer_holds_what_rpc_attention_gives_to_half_a_grey_level():
     shape = (len(data["images"]), len(data["forms"]), len(data["lambdas"]), data["steps"], 64 + 64 + 64 * 64)
     maps = maps.view(shape).float()
     assert shape[:4] == (4, 3, 8, 6) and len(data["curves"]) == 4 * 3 * 8 * 6
-    model = vit_from_checkpoint(common.load(ROOT / "weights/shapes_rpc.pt")).requires_grad_(False)
+    model = classifier_from_checkpoint(common.load(ROOT / "weights/shapes_rpc.pt")).requires_grad_(False)
     draw = random.Random(0)
     for _ in range(50):
         i, f, j, s = (draw.randrange(n) for n in shape[:4])

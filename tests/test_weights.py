@@ -17,7 +17,7 @@ from data.text import load_corpus, perplexity, sliding_nll
 from lm import lm_from_checkpoint
 from robust.iou import evaluate
 from segmenter import segmenter_from_checkpoint
-from vit import vit_from_checkpoint
+from vit import classifier_from_checkpoint
 
 ROOT = Path(__file__).parent.parent
 WEIGHTS = ROOT / "weights"
@@ -51,7 +51,7 @@ def test_a_classifier_is_of_the_default_recipe_and_as_accurate_as_stated(name, s
     monkeypatch.setattr(sys, "argv", ["train_cls.py", "--attn", name.partition("_")[2]])
     today = vars(train_cls.get_args())
     assert len(checkpoint["args"]) > 30 and {key: today[key] for key in checkpoint["args"]} == checkpoint["args"]
-    model, hits = vit_from_checkpoint(checkpoint), 0
+    model, hits = classifier_from_checkpoint(checkpoint), 0
     with torch.no_grad():
         for images, labels in zip(scenes.images.split(400), scenes.labels.split(400)):
             hits += (model(images / 255).argmax(1) == labels).sum().item()

@@ -21,7 +21,7 @@ from data.shapes import load_shapes
 from robust.attacks import pgd, project
 from robust.metrics import auroc, wilson
 from robust.patches import corrupt_patches
-from vit import vit_from_checkpoint
+from vit import classifier_from_checkpoint
 
 FOLDER = Path(__file__).parent
 SECONDS, TRIES, CLOSE = 60, 20, 1e-7
@@ -154,7 +154,7 @@ def first_layer(model, images):
 def measure():
     """{what is predicted: (what comes out, why)} of exercise 7."""
     weights = FOLDER.parents[1] / "weights"
-    networks = {kind: vit_from_checkpoint(common.load(weights / f"shapes_{kind}.pt"))
+    networks = {kind: classifier_from_checkpoint(common.load(weights / f"shapes_{kind}.pt"))
                 for kind in ("softmax", "symmetric", "rpc")}
     split = load_shapes("test", 300)
     images, labels = split.images / 255, split.labels

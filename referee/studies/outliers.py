@@ -23,7 +23,6 @@ import torch
 from tqdm import tqdm
 
 import common
-from fan import classifier_from_checkpoint
 from robust.patches import corrupt_patches
 from robust.results import pack, unpack, weights_of
 from referee.studies import arms, differences, probe, stats
@@ -31,6 +30,7 @@ from referee.studies.differences import BASELINE, NONE
 from referee.studies.robust_attentions import SCORED, USUAL
 from referee.studies.robustness import ARMS
 from referee.studies.where_is_s import auc, first_layer, location, null_scores
+from vit import classifier_from_checkpoint
 
 SCORES = "own", "own, untrained", "own, symmetric's weights", "|k|", "distance"
 PATCHES = [(kind, n) for kind in ("noise", "white") for n in (6, 16)]
