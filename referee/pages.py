@@ -229,8 +229,7 @@ def kpca(table, run, measure, source, digits, step="last"):
 
 def eig(network, null=""):
     """The eigen-cosine of trained values of a kind of network, or minus a null's, three seeds."""
-    measure = "eig_cos" + (", v = G a" if "scaled" in network or "exact" in network else "")
-    values = [[over_layers("gamma", f"{network}_s{s}", measure, source) for s in range(3)]
+    values = [[over_layers("gamma", f"{network}_s{s}", "eig_cos", source) for s in range(3)]
               for source in ("learned", null or "learned")]
     return show(paired_t(np.subtract(*values)), 4) if null else spread(values[0], ".4f")
 

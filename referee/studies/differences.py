@@ -185,7 +185,7 @@ def report(found, groups, primary):
 def draw(compared, arms, path, baseline=BASELINE, primary=(), references=()):
     """Draw differences as points with their intervals, arms in rows, measures in columns.
 
-    Red: significant. A measure that only few arms have is left to the tables.
+    Filled: primary and significant. A measure that only few arms have is left to the tables.
     """
     from referee.studies.plot import WIDTH, plt
     p = corrected(compared, primary, references)
@@ -193,25 +193,24 @@ def draw(compared, arms, path, baseline=BASELINE, primary=(), references=()):
     names = list(dict.fromkeys(name for name, _ in compared))
     names = [name for name in names if 2 * sum((name, a) in compared for a in arms) > len(arms)]
     names.sort(key=lambda name: name not in primary)
-    figure, axes = plt.subplots(2, (len(names) + 1) // 2, sharey=True, squeeze=False,
-                                figsize=(1.3 * WIDTH, 1.6 + 0.62 * len(arms)))
+    across = min(4, len(names))
+    figure, axes = plt.subplots(-(-len(names) // across), across, sharey=True, sharex=True,
+                                squeeze=False, figsize=(WIDTH, 0.9 + -(-len(names) // across) *
+                                                        (0.4 + 0.21 * len(arms))))
     for ax, name in zip(axes.flat, names):
-        ends = [0]
         for y, arm in enumerate(arms):
-            d = compared.get((name, arm), NONE)
-            ends += [d.mean, *((d.low, d.high) if d.n > 2 else ())]   # of two seeds: too wide
-            colour = "tab:red" if p.get((name, arm), 1) < 0.05 else "tab:blue"
-            ax.plot([d.low, d.high], [y, y], color=colour, linewidth=2)
-            ax.plot(d.mean, y, "o", color=colour, markersize=5)
+            d, colour = compared.get((name, arm), NONE), colour_of(arm)
+            if d.n > 2:                                     # of two seeds: too wide
+                ax.plot([d.low, d.high], [y, y], color=colour, linewidth=1.5)
+            ax.plot(d.mean, y, "o", color=colour, markersize=5,
+                    markerfacecolor=colour if p.get((name, arm), 1) < 0.05 else "white")
         ax.axvline(0, color="black", linewidth=0.8)
-        room = 0.05 * (np.nanmax(ends) - np.nanmin(ends)) + 0.1
         ax.set(title=f"{name} (primary)" if name in primary else name,
-               ylim=(len(arms) - 0.5, -0.5), yticks=range(len(arms)), yticklabels=arms,
-               xlim=(np.nanmin(ends) - room, np.nanmax(ends) + room))
+               ylim=(len(arms) - 0.5, -0.5), yticks=range(len(arms)), yticklabels=arms)
     for ax in axes.flat[len(names):]:
         ax.set_visible(False)
-    figure.supxlabel(f"points of accuracy more than {baseline}; 95 % over seeds and images; red: "
-                     "primary and significant after Holm's correction", fontsize=9)
+    figure.supxlabel(f"accuracy minus {baseline}'s in points, 95 % over seeds and images; filled: "
+                     "primary and significant after Holm", fontsize=9)
     figure.savefig(path)
     plt.close(figure)
 
