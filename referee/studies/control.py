@@ -13,7 +13,7 @@ means was fixed before the runs: referee/results/control/README.md.
 import common
 from referee.studies import arms
 from referee.studies.constants import HOW, PUBLISHED
-from referee.studies.differences import outcomes, primary_of, report
+from referee.studies.differences import colour_of, outcomes, primary_of, report
 
 ADV = dict(adv_eps=2 / 255, adv_steps=3)
 ARMS = PUBLISHED | {f"{arm}-adv": flags | ADV for arm, flags in PUBLISHED.items()}
@@ -29,7 +29,8 @@ def draw(rows, path):
     shown = by_budget([row for row in rows if row["measure"] in ("clean", "pgd")],
                       lambda row: arms.run_of(row)[0])
     figure, ax = plt.subplots(figsize=(WIDTH, 4))
-    curves(ax, shown.items())
+    curves(ax, shown.items(),
+           lambda arm: (colour_of(arm), "--" if arm.endswith("-adv") else "-"))
     ax.set_xscale("symlog", base=2, linthresh=BUDGETS[0])
     ax.set_xticks([0, *BUDGETS], [f"{x:g}" for x in (0, *BUDGETS)])
     ax.set(xlabel="PGD-20, budget in 1/255 of the pixel range", ylabel="accuracy in %",

@@ -232,16 +232,17 @@ def by_budget(rows, name_of):
     return found
 
 
-def curves(ax, networks):
+def curves(ax, networks, look=None):
     """Draw accuracy against the budget: means over seeds, bands from lowest to highest.
 
-    networks: pairs of a name and {budget: [per cent]}.
+    networks: pairs of a name and {budget: [per cent]}. look: gives colour and line style of a name.
     """
     for i, (name, of) in enumerate(networks):
         xs, n = sorted(of), max(map(len, of.values()))
-        ax.plot(xs, [np.mean(of[x]) for x in xs], f"C{i}", marker="o", markersize=3,
+        colour, style = look(name) if look else (f"C{i}", "-")
+        ax.plot(xs, [np.mean(of[x]) for x in xs], style, color=colour, marker="o", markersize=3,
                 label=f"{name} (n = {n})")
-        band(ax, xs, [min(of[x]) for x in xs], [max(of[x]) for x in xs], f"C{i}")
+        band(ax, xs, [min(of[x]) for x in xs], [max(of[x]) for x in xs], colour)
     ax.set_ylim(0)
     ax.legend(frameon=False)
 
