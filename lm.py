@@ -137,10 +137,9 @@ class LM(nn.Module):
 
     def hidden(self, tokens):
         """Return the last hidden states: (B, T) int64, T from 1 to `context` -> (B, T, C)."""
-        T, c = tokens.shape[-1], self.config
-        if not 1 <= T <= c.context:
-            raise ValueError(f"{T} tokens in a row, expected 1 to context={c.context}")
-        x = self.drop(self.embed(tokens) * math.sqrt(c.embed_dim) + self.positions[-T:])
+        T = tokens.shape[-1]
+        x = self.embed(tokens) * math.sqrt(self.config.embed_dim) + self.positions[-T:]
+        x = self.drop(x)                                                # (B, T, C)
         for block in self.blocks:
             x = block(x)
         return self.drop(self.norm(x))

@@ -183,10 +183,6 @@ def view(image, size, scale, window):
     First into the box (4 size, size) * scale, long and short side; if the short side is then below
     the window, enlarged until it is the window's.
     """
-    numbers = image.dtype == torch.uint8 or image.is_floating_point()
-    if image.ndim != 3 or image.shape[0] != 3 or not numbers:
-        raise ValueError(f"the image is {image.dtype} {tuple(image.shape)}, expected uint8 or "
-                         f"float in [0, 1] of shape (3, h, w)")
     x = image / 255 if image.dtype == torch.uint8 else image
     x = resize(x, resized(*x.shape[1:], int(4 * size * scale), int(size * scale)))
     h, w = x.shape[1:]

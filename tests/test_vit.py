@@ -163,13 +163,10 @@ def test_every_norm_has_the_eps_of_the_config(how, eps):
     assert len(norms) == 5 and all(norm.eps == eps for norm in norms)
 
 
-@pytest.mark.parametrize("bad,word", [
-    (dict(image_size=30), "divisible"), (dict(attn="fog"), "'fog'"),
-    (dict(patch_size=0), "patch_size=0"), (dict(num_heads=0), "num_heads=0, expected 1"),
-    (dict(num_heads=7), "num_heads=7"), (dict(attn="rpc", rpc_layers=(7,)), "rpc_layers"),
-    (dict(init="zeros"), "zeros")])
-def test_config_refuses_what_cannot_be_built(bad, word):
-    with pytest.raises(ValueError, match=word):
+@pytest.mark.parametrize("bad", [dict(image_size=30), dict(attn="fog"), dict(patch_size=0), dict(num_heads=7),
+                                 dict(init="zeros"), dict(rpc_layers=(7,), attn="rpc")])
+def test_config_refuses_what_cannot_be_built(bad):
+    with pytest.raises(InputError, match=next(iter(bad))):
         ViTConfig(**{**TINY, **bad})
 
 
@@ -254,5 +251,5 @@ def test_released_files_load_into_the_model_they_were_trained_as(change, kind, t
 
 def test_a_checkpoint_of_an_attention_that_is_not_known_names_the_study():
     config = dict(asdict(small().config), attn="keys lambd=0.5")
-    with pytest.raises(ValueError, match="attn='keys lambd=0.5'.*referee.studies.robust_attentions"):
+    with pytest.raises(InputError, match="attn='keys lambd=0.5'.*referee.studies.robust_attentions"):
         classifier_from_checkpoint(dict(task="classification", model=SOFT, model_config=config))
