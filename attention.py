@@ -132,7 +132,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
 
     n_iter = 1 is symmetric attention with every key entry clamped to [-tau, tau]. While no entry
     exceeds tau, S = 0 and, with dual_sign = -1, the keys of step i are (L_1 + ... + L_{i-1}) -
-    (i - 2) K. The L's are nearly alike for all tokens, and matter: keys are queries here, so a
+    (i - 2) K. What the L's of all tokens have in common matters, too: keys are queries here, so a
     vector c added to every key adds c.k_j to the score of token j. Entropy of the attention in
     steps 3 and 4 of weights/shapes_rpc.pt with lambd=inf, on 64 scenes: 2.46 and 0.83 nats; with
     -(i - 2) K alone 2.94 and 1.20. It does not converge: more steps are not more accurate. The

@@ -51,10 +51,11 @@ COLOUR = {"softmax": "0.55", "symmetric": "#1f6fb4", "rpc": "#c8352b"}
 MARK = {"softmax": "o", "symmetric": "s", "rpc": "^"}               # for readers of grey prints
 NULL = dict(color="black", linestyle=":")
 STYLE = {"released": "-o", "paper": "--s", "admm": "-.^"}
-plt.rcParams.update({"figure.dpi": 100, "figure.constrained_layout.use": True, "font.size": 11.5,
-                     "axes.titlesize": 11.5, "figure.titlesize": 11.5, "legend.frameon": False,
+plt.rcParams.update({"figure.dpi": 100, "figure.constrained_layout.use": True,
+                     "figure.constrained_layout.h_pad": 0.08, "font.size": 13,
+                     "axes.titlesize": 13, "legend.fontsize": 13, "legend.frameon": False,
                      "axes.spines.top": False, "axes.spines.right": False, "image.cmap": "magma",
-                     "image.interpolation": "none", "figure.constrained_layout.h_pad": 0.08, "svg.hashsalt": "walkthrough"})
+                     "image.interpolation": "none", "svg.hashsalt": "walkthrough"})
 
 p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                             formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -247,13 +248,14 @@ if wanted("gram"):
           ticks=[-1, 0, 1], aspect=40, pad=0.02)
     spectrum.semilogy(range(1, 65), axes.sigma[:64] / axes.sigma[0], color=COLOUR["symmetric"])
     spectrum.semilogy(range(1, 65), null.sigma[:64] / null.sigma[0], **NULL)
-    spectrum.text(20, 1, "null: shuffled keys")
+    spectrum.text(64, 1, "null: shuffled", ha="right")
     spectrum.text(4, 1e-4, "keys of\nthe image", color=COLOUR["symmetric"])
-    spectrum.set(title="eigenvalues, largest = 1", xlabel="axis", ylim=(1e-6, 3))
+    spectrum.set(title="eigenvalue / largest", xlabel="axis", ylim=(1e-6, 3))
     held = [100 * mu.cumsum(0) / mu.sum() for mu in (axes.sigma, null.sigma)]    # by the first axes
     share, null_share, most, null_most = [h[5] for h in held] + [1 + (h < 90).sum() for h in held]
     save(figure, "gram", share=share, null_share=null_share, axes_of_90=most,
-         null_axes_of_90=null_most, largest=axes.sigma[0] / axes.c.exp(), bound=1 / kpca.g(k, k).min())
+         null_axes_of_90=null_most, largest=axes.sigma[0] / axes.c.exp(),
+         bound=1 / kpca.g(k, k).min())
 
 
 # %% 3. Are learned values those axes? Two measures, each beside its nulls.
@@ -277,19 +279,19 @@ if wanted("values"):
 
     nulls = dict(color="black", linestyle="", markersize=7)
     look = {"kernel PCA": (0, dict(color="black", linestyle="-")),
-            "learned": (-0.2, dict(color=COLOUR["softmax"], marker="o", linestyle="", markersize=9)),
+            "learned": (-0.2, dict(nulls, color=COLOUR["softmax"], marker="o", markersize=9)),
             "another head's": (0, dict(nulls, marker="x")),
             "random matrix": (0.2, dict(nulls, marker="+", markersize=9)),
             "random numbers": (0, NULL)}
     figure, grid = plt.subplots(1, 2, figsize=(9, 3.9))
-    for ax, title, found in ((grid[0], "cosine of a and G\u0303a (1: an eigenvector)", cosine),
+    for ax, title, found in ((grid[0], "cosine of a and G\u0303a", cosine),
                              (grid[1], "share of the keys' variance", share)):
         for name, (aside, style) in look.items():
             ax.plot(torch.arange(8) + aside, torch.cat(found[name]), label=name, **style)
         ax.set(title=title, ylim=(0, 1.05), xlabel="layer, head")
-        ax.set_xticks(range(8), [f"{i}, {j}" for i in range(1, 5) for j in (1, 2)])
+        ax.set_xticks(range(8), [f"{i},{j}" for i in range(1, 5) for j in (1, 2)])
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=5,
-                  columnspacing=1.2, handletextpad=0.4)
+                  columnspacing=1, handletextpad=0.3, handlelength=1.4)
     numbers = {f"cosine {name}": torch.cat(x).mean() for name, x in cosine.items()}
     numbers.update({f"share {name}": torch.cat(x).mean() for name, x in share.items()})
     save(figure, "values", **numbers)
@@ -328,7 +330,8 @@ if wanted("pcp"):
     grid[3].semilogy(range(1, 51), printed, color="black", linestyle="--")
     grid[3].text(22, 1e8, "as printed", ha="right")
     grid[3].text(25, 1e-6, "correct ADMM")
-    grid[3].set(title="|M \u2212 L \u2212 S| / |M|", xlabel="step", ylim=(1e-14, 1e12), yticks=[1e-10, 1, 1e10])
+    grid[3].set(title="|M \u2212 L \u2212 S| / |M|", xlabel="step", ylim=(1e-14, 1e12),
+                yticks=[1e-10, 1, 1e10])
     save(figure, "pcp", error=(L - low).norm() / low.norm(), printed_10=printed[9],
          steps=1 + sum(r > 1e-7 for r in correct), printed_steps=1 + sum(r < 1e8 for r in printed))
 
@@ -350,12 +353,12 @@ if wanted("pap"):
     for row, (name, of) in zip(grid[:, 1:], rows):
         most = size(k).max() if name != "attention" else max(of(step).max() for step in trace)
         for i, (ax, step) in enumerate(zip(row, trace), 1):
-            show(ax, over_patches(of(step) / most)[0], f"{name}, step {i}" if i == 1 else f"step {i}",
-                 vmin=0, vmax=1)
+            title = f"{name}, step {i}" if i == 1 else f"step {i}"
+            show(ax, over_patches(of(step) / most)[0], title, vmin=0, vmax=1)
             outline(ax, hit[0])
         scale(row, "of its largest" if name == "attention" else "of the\nlargest |K|", ticks=[0, 1])
 
-    # the three readings, mean over 64 undamaged scenes; below, for the table of section 5, without S
+    # the three readings, over 64 undamaged scenes; then, for the table of section 5, without S
     numbers = {}
     for form, reading in FORMS.items():
         k, trace = first_layer(rewired(model, **reading), many)
@@ -372,12 +375,14 @@ if wanted("pap"):
             bare = k + sign * (i - 1) * k                   # the step's keys without those L's
             with_mean = bare - sign * before.mean(2, keepdim=True)
             moved = (weights(with_mean) - weights(bare)).abs().sum(-1).mean() / 2
+            apart = (before - before.mean(2, keepdim=True)).norm() / before.norm().clamp(min=1e-9)
             numbers.update({f"{form} {i}": entropy(step["K2"]), f"{form} {i} bare": entropy(bare),
-                            f"{form} {i} moved": 100 * moved})
+                            f"{form} {i} moved": 100 * moved, f"{form} {i} apart": 100 * apart})
             before += step["L"]
 
     plain, uniform = entropy(k), math.log(65)
-    lines[0].set(title="|K \u2212 S \u2212 L| / |K|", xlabel="step", xticks=range(1, 5), ylim=(0, 1.4))
+    lines[0].set(title="|K \u2212 S \u2212 L| / |K|", xlabel="step", ylim=(0, 1.4))
+    lines[0].set_xticks(range(1, 5))
     lines[0].legend(loc="lower left")
     lines[1].set(title="entropy of attention rows, nats", xlabel="step", xticks=range(1, 5))
     lines[1].axhline(plain, color=COLOUR["symmetric"])
@@ -413,7 +418,7 @@ if wanted("hero"):
         share = 100 * torch.histogram(found[which], bins).hist / which.sum()
         grid[2].stairs(share, bins, linewidth=2, color=colour)
     grid[2].text(0.6, 6, "noise", color="#0d93bd", ha="right")
-    grid[2].text(1.12, 6, "other patches")
+    grid[2].text(1.1, 9, "others")
     grid[2].set(xlabel="|S|; 1: the image's mean", ylabel="% of the patches", title="300 images",
                 xticks=[0.5, 1, 1.5])
     save(figure, "hero", noise=found[hits].median(), others=found[~hits].median())
@@ -422,7 +427,8 @@ if wanted("hero"):
 # %% 6. Where is S? Are damaged patches those with more of it?
 if wanted("where"):
     model, images, numbers = network("rpc"), scenes(300)[0], {}
-    looks = {f"S, step {i}": dict(color=COLOUR["rpc"], alpha=i / 4, marker="o") for i in range(1, 5)}
+    red = dict(color=COLOUR["rpc"], marker="o")
+    looks = {f"S, step {i}": dict(red, alpha=i / 4) for i in range(1, 5)}
     looks["size of the key"] = dict(color="black", marker="|", linestyle="-.", markeredgewidth=3)
     looks["distance from the mean"] = dict(color="black", marker="x", linestyle="--")
     figure, (roc, dots) = plt.subplots(1, 2, figsize=(9, 4.2), width_ratios=(1, 1.5))
@@ -463,7 +469,7 @@ if wanted("leak"):
             numbers[f"{mu} {seed}"] = nats[-1]
     ax.axhline(math.log(2), **NULL)
     ax.text(400, 0.6, "null: chance, ln 2", ha="right")
-    ax.text(400, 0.78, "\u00b5 over tokens seen so far (thin) or of the token alone (broad)",
+    ax.text(400, 0.78, "\u00b5 of tokens so far (thin), of the token alone (broad)",
             color=COLOUR["rpc"], ha="right")
     ax.text(110, 0.1, "\u00b5 over all tokens, as printed: two seeds", color=COLOUR["rpc"])
     ax.set(xlabel="training step", ylabel="loss, nats", ylim=(0, 1.2))
@@ -489,8 +495,8 @@ if wanted("attack"):
                 show(lower, (0.5 + 16 * (x[1] - images[1])).clamp(0, 1))
         ends = zip(*(wilson(s, len(images)) for s in shares))
         share, low, high = 100 * torch.tensor([shares, *ends])
-        aside = 0.12 * (list(MARK).index(kind) - 1)                 # so that the bars do not overlap
-        ax.errorbar([eps + aside for eps in (0, *budgets)], share, torch.stack([share - low, high - share]),
+        at = [eps + 0.12 * (list(MARK).index(kind) - 1) for eps in (0, *budgets)]    # side by side
+        ax.errorbar(at, share, torch.stack([share - low, high - share]),
                     color=COLOUR[kind], marker=MARK[kind], capsize=3)
         ax.text(5, 62 + 12 * list(MARK).index(kind), kind, color=COLOUR[kind])
     grid[1, 0].set_ylabel("change \u00d7 16")
