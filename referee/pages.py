@@ -295,25 +295,27 @@ def pages():
             *sorted(RESULTS.glob("*/*.md"))]
 
 
-def figures():
+def figures(form="png"):
     """Draw the forest plot of every primary difference, and the figures of the line."""
     groups = []
     for name, (title, _, _, arms, _, _, references) in COMPARISONS.items():
         _, gaps, p, primary = compared(name)
-        rows = [(arm, [gaps.get((m, arm)) for m in primary], [p.get((m, arm), 1) for m in primary])
-                for arm in arms if arm not in references]
+        deit = ("softmax", "elliptical") if name in ("scenes", "ten") else ()
+        rows = [(arm + ", DeiT's init" * (arm in deit), [gaps.get((m, arm)) for m in primary],
+                 [p.get((m, arm), 1) for m in primary]) for arm in arms if arm not in references]
         if primary:
             groups.append((title, rows))
-    forest(groups, RESULTS / "line/forest.png")
+    forest(groups, RESULTS / f"line/forest.{form}")
     for name, (what, *_, primary) in line.PICTURES.items():
-        line.draw(picture(name)[0], primary, RESULTS / f"line/{name}.png", what)
-    line.draw_lambda(common.read_log(RESULTS / "line/lambda.jsonl"), RESULTS / "line/lambda.png")
+        line.draw(picture(name)[0], primary, RESULTS / f"line/{name}.{form}", what)
+    line.draw_lambda(common.read_log(RESULTS / "line/lambda.jsonl"), RESULTS / f"line/lambda.{form}")
 
 
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--figures", action="store_true", help="draw them, too")
+    p.add_argument("--format", choices=["png", "pdf", "svg"], default="png", help="of the figures")
     args = p.parse_args(argv)
     for path in pages():
         old = path.read_text()
@@ -322,7 +324,7 @@ def main(argv=None):
             path.write_text(new)
             print(f"{path.relative_to(ROOT)} changed")
     if args.figures:
-        figures()
+        figures(args.format)
 
 
 if __name__ == "__main__":

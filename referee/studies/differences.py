@@ -247,7 +247,7 @@ def forest(groups, path):
         y += 1
     for ax, measure in zip(axes, ("15 corruptions", "PGD-20, 2/255 (CIFAR-10: 1/255)")):
         ax.axvline(0, color="black", linewidth=0.8)
-        ax.set(title=measure, ylim=(y - 0.5, -0.8), xlim=(-30, 30))
+        ax.set(title=measure, ylim=(y - 0.5, -0.8), xlim=(-41, 31))
         ax.set_yticks(list(ticks), ticks.values())
         for label in ax.get_yticklabels():
             label.set_fontweight("bold" if label.get_text() in dict(groups) else "normal")
