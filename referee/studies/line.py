@@ -276,6 +276,7 @@ def draw(networks, primary, path, what, others=()):
         ticks = sorted({float(f"{x:.2g}") for x in np.exp(np.linspace(*ends, 5))})
         ax.set_xticks(ticks, [f"{x:g}" for x in ticks])
         ax.set_xticks([], minor=True)
+        ax.margins(y=0.1)
     axes[0].invert_xaxis()                                          # both: they share x
     figure.suptitle(f"{what}: a point a network; trained further is to the right", fontsize=9.5)
     legend(figure, axes[0], "lower center", ncols=5)
