@@ -1,14 +1,10 @@
 """referee/studies/arms.py and differences.py: what is missing is trained and evaluated, then paired by seed."""
 
-import sys
-
 import numpy as np
 import pytest
 import torch
 
 import common
-import eval_robust
-import train_cls
 from common import InputError
 from robust import corruptions
 from robust.results import pack
@@ -106,10 +102,7 @@ def study(tmp_path, monkeypatch):
 
         def call(*command):
             commands.append([str(part) for part in command])
-            module = commands[-1][0] == "-m"
-            monkeypatch.setattr(sys, "argv", commands[-1][module:])
-            ours = dict([("-m", robust_attentions), ("train_cls.py", train_cls), ("eval_robust.py", eval_robust)])
-            ours[commands[-1][0]].main()
+            robust_attentions.main(commands[-1][2 * (command[0] == "-m"):])
 
         monkeypatch.setattr(arms, "call", call)
         robustness.main([
@@ -164,7 +157,7 @@ def test_a_script_that_fails_ends_the_study():
 def test_a_robust_attention_is_an_arm_in_one_layer_or_in_all(study, tmp_path):
     few = "--measures", "clean", "--epochs", "1", "--arms"
     train, evaluate = study(*few, "keys-rows-all")
-    assert train == ["-m", "referee.studies.robust_attentions", "train"] and evaluate[2] == "evaluate"
+    assert train == ["-m", "referee.studies.robust_attentions", "train_cls.py"] and evaluate[2] == "eval_robust.py"
     config = common.load(tmp_path / "keys-rows-all_s0")["model_config"]
     assert (config["attn"], config["rpc_layers"]) == ("keys-rows lambd=1 n_iter=4", (0, 1, 2, 3))
 

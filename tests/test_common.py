@@ -263,7 +263,7 @@ READERS = [
     ("eval_robust", "--ckpt", "cls", "model model_config"), ("eval_robust", "--ckpt", "seg", "model model_config"),
     ("eval_robust", "--ckpt", "lm", "model model_config vocab"),
     ("referee.studies.kernel_pca", "--ckpt", "cls", "model model_config"),
-    ("referee.studies.kernel_pca", "--ckpt", "lm", "args model vocab step model_config")]
+    ("referee.studies.kernel_pca", "--ckpt", "lm", "model model_config")]
 
 
 @pytest.mark.parametrize("script, flag, task, parts", READERS)

@@ -132,14 +132,14 @@ def test_kernel_without_g_of_keys_that_share_a_direction_has_eigenvalues_of_the_
 
 # --- the command ----------------------------------------------------------------------------------
 
-def test_without_a_checkpoint_it_shows_where_the_published_eigenvalues_may_come_from(monkeypatch, capsys):
-    run(monkeypatch, published_scores)
+def test_without_a_checkpoint_it_shows_where_the_published_eigenvalues_may_come_from(capsys):
+    run(published_scores)
     assert "648.46, 4.65" in capsys.readouterr().out
 
 
-def test_command_writes_a_table_for_every_score(monkeypatch, tmp_path, capsys):
+def test_command_writes_a_table_for_every_score(tmp_path, capsys):
     ckpt = save_vit(tmp_path / "a.pt", "rpc")
-    run(monkeypatch, published_scores, "--ckpt", ckpt, "--images", 5, "--out_dir", tmp_path,
+    run(published_scores, "--ckpt", ckpt, "--images", 5, "--out_dir", tmp_path,
         "--device", "cpu")
     out = capsys.readouterr().out
     for name in published_scores.EXPERIMENTS:
@@ -150,9 +150,9 @@ def test_command_writes_a_table_for_every_score(monkeypatch, tmp_path, capsys):
     assert {r["source"] for r in curves} == {"learned", "iid"} and {r["layer"] for r in curves} == {"0", "1", "all"}
 
 
-def test_released_loss_is_that_of_all_images_at_once_however_large_they_are(monkeypatch, tmp_path):
+def test_released_loss_is_that_of_all_images_at_once_however_large_they_are(tmp_path):
     ckpt = save_vit(tmp_path / "a.pt", image_size=64)                             # 257 tokens: an image a piece
-    run(monkeypatch, published_scores, "--ckpt", ckpt, "--images", 3, "--exp", "losses",
+    run(published_scores, "--ckpt", ckpt, "--images", 3, "--exp", "losses",
         "--out_dir", tmp_path, "--device", "cpu")
     point, = checkpoints(get_args("", {"losses": exp_similarities}, ["--ckpt", ckpt, "--images", "3"]))
     heads = capture(point.model, point.inputs)

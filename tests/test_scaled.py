@@ -2,7 +2,6 @@
 
 import csv
 import math
-import sys
 
 import pytest
 import torch
@@ -18,22 +17,21 @@ from test_kernel_pca import tiny_heads
 from test_kpca import assert_close, draw
 
 
-def trained(monkeypatch, folder, rule, *flags, resume=False):
+def trained(folder, rule, *flags, resume=False):
     start = "--num_images 64 --epochs 1 --image_size 16 --batch_size 32 --device cpu --out_dir"
     start = ["--resume"] if resume else start.split()
-    monkeypatch.setattr(sys, "argv", ["scaled", "--train", rule, *start, str(folder), *flags])
-    scaled.main()
+    scaled.main(["--train", rule, *start, str(folder), *flags])
     return load_model(folder)[0]
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_network_is_trained_with_another_rule_resumed_and_loaded_with_it(monkeypatch, tmp_path, rule):
-    model = trained(monkeypatch, tmp_path / "run", rule, "--max_steps", "1")
+def test_a_network_is_trained_with_another_rule_resumed_and_loaded_with_it(tmp_path, rule):
+    model = trained(tmp_path / "run", rule, "--max_steps", "1")
     assert {layer.attn for layer in attention_layers(model)} == {rule}
-    assert trained(monkeypatch, tmp_path / "run", rule, resume=True).config.attn == rule
+    assert trained(tmp_path / "run", rule, resume=True).config.attn == rule
     assert common.load(tmp_path / "run")["step"] == 2
     with pytest.raises(ValueError, match="attn"):
-        trained(monkeypatch, tmp_path / "run", next(r for r in RULES if r != rule), resume=True)
+        trained(tmp_path / "run", next(r for r in RULES if r != rule), resume=True)
 
 
 def test_gradients_of_the_exact_scaling_go_through_values_and_keys():
@@ -101,8 +99,7 @@ def table(folder, seeds, learned, trend=0.1, heads=None):
 def test_verdict_follows_the_rule(monkeypatch, tmp_path, capsys, learned, trend, heads, words):
     table(tmp_path, 3, learned, trend, heads)
     monkeypatch.setattr(scaled, "tables", lambda *_: None)
-    monkeypatch.setattr(sys, "argv", ["scaled", "--verdict", str(tmp_path)])
-    scaled.main()
+    scaled.main(["--verdict", str(tmp_path)])
     assert f"Verdict: {words}" in capsys.readouterr().out
 
 
@@ -126,22 +123,16 @@ def test_intervals_are_over_seeds_and_of_one_seed_over_images(tmp_path, capsys):
     assert "+0.1000 (+0.0804 to +0.1196 images)" in capsys.readouterr().out
 
 
-def test_j_on_a_fixed_and_on_a_fresh_batch_is_shown_for_every_checkpoint(monkeypatch, tmp_path, capsys):
-    trained(monkeypatch, tmp_path / "run", "exact_s", "--keep_every", "1")
-    monkeypatch.setattr(sys, "argv", ["scaled", "--ckpt", str(tmp_path / "run"), "--untrained", "--exp", "fresh",
-                                      "--images", "3"])
-    scaled.main()
+def test_j_on_a_fixed_and_on_a_fresh_batch_is_shown_for_every_checkpoint(tmp_path, capsys):
+    trained(tmp_path / "run", "exact_s", "--keep_every", "1")
+    scaled.main(["--ckpt", str(tmp_path / "run"), "--untrained", "--exp", "fresh", "--images", "3"])
     lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| run ")]
     rows = [line for line in lines if "fixed" not in line[3]]
     assert [int(row[2]) for row in rows] == [0, 2] and all(row[3] != row[4] for row in rows)
 
 
-@pytest.mark.parametrize("argv, message", [
-    (["--train", "magic"], "--train magic: expected one of exact_s"), (["--train"], "--train : expected one of"),
-    (["--train", "exact_s", "--resume", "x"], "no checkpoint at x"), ([], "expected --train RULE"),
-    (["--verdict", "nowhere"], "no such file")])
-def test_bad_input_is_one_clear_line(monkeypatch, argv, message):
-    monkeypatch.setattr(sys, "argv", ["scaled", *argv])
-    with pytest.raises(SystemExit) as stop:
-        common.run(scaled.main)
-    assert str(stop.value.code).startswith("error: ") and message in stop.value.code
+def test_rules_and_rows_that_are_not_there_are_named():
+    with pytest.raises(common.InputError, match="--train magic: expected one of exact_s"):
+        scaled.main(["--train", "magic"])
+    with pytest.raises(common.InputError, match="nowhere.*no such file"):
+        scaled.main(["--verdict", "nowhere"])

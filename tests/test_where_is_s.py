@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from dataclasses import asdict
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.metrics import roc_auc_score
 
+from common import InputError
 from robust.patches import corrupt_patches
 from referee.studies import where_is_s
 from vit import ViT, ViTConfig
@@ -171,12 +171,10 @@ def test_the_command_keeps_what_it_has_and_means_over_seeds(tmp_path, monkeypatc
     save(runs / "symmetric_s0" / "last.pt", 0, 9, attn="symmetric")
     paths = [str(path) for path in sorted(runs.glob("*/*.pt"))]
     out = tmp_path / "out"
-    argv = ["where_is_s.py", "--kinds", "noise", "white", "--images", "6", "--out_dir", str(out), "--ckpt"]
-    monkeypatch.setattr(sys, "argv", [*argv, *paths[:3]])
-    where_is_s.main()
+    argv = ["--kinds", "noise", "white", "--images", "6", "--out_dir", str(out), "--ckpt"]
+    where_is_s.main([*argv, *paths[:3]])
     first = (out / "rows.jsonl").read_text()
-    monkeypatch.setattr(sys, "argv", [*argv, *paths, str(runs / "symmetric_s0")])
-    where_is_s.main()
+    where_is_s.main([*argv, *paths, str(runs / "symmetric_s0")])
     lines = (out / "rows.jsonl").read_text().splitlines()
     assert "\n".join(lines[:len(first.splitlines())]) + "\n" == first
     rows = [json.loads(line) for line in lines]
@@ -194,23 +192,19 @@ def test_the_command_keeps_what_it_has_and_means_over_seeds(tmp_path, monkeypatc
 
     # rows of other images are kept apart
     monkeypatch.setattr(where_is_s, "draw", lambda *_: None)             # drawn once is enough
-    monkeypatch.setattr(sys, "argv", [*argv[:5], "5", *argv[6:], *paths[:1], "--no-untrained"])
-    where_is_s.main()
+    where_is_s.main([*argv[:4], "5", *argv[5:], *paths[:1], "--no-untrained"])
     assert "(2)" not in capsys.readouterr().out and len((out / "rows.jsonl").read_text().splitlines()) == 9
 
     # a run that was trained anew is measured anew; checkpoints of other images are refused
     argv = [*argv[:-1], "--no-untrained", "--ckpt"]
-    monkeypatch.setattr(sys, "argv", [*argv, str(runs / "symmetric_s0")])
     shown = []
     for seed in (0, 1):
         save(runs / "symmetric_s0" / "last.pt", seed, 9, attn="symmetric")
-        where_is_s.main()
+        where_is_s.main([*argv, str(runs / "symmetric_s0")])
         shown.append(capsys.readouterr().out)
     assert "(2)" not in shown[1] and shown[0] != shown[1]
     other = torch.load(runs / "symmetric_s0" / "last.pt")
     other["args"]["data"] = "cifar10"
     torch.save(other, runs / "rpc_s0" / "last.pt")
-    monkeypatch.setattr(sys, "argv", [*argv, str(runs / "rpc_s1/epoch_9.pt"), str(runs / "rpc_s0"), "--out_dir",
-                                      str(tmp_path / "other")])
-    with pytest.raises(ValueError, match="--ckpt .*rpc_s0 has image size, patch size, data, classes"):
-        where_is_s.main()
+    with pytest.raises(InputError, match="--ckpt .*rpc_s0 has image size, patch size, data, classes"):
+        where_is_s.main([*argv, str(runs / "rpc_s1/epoch_9.pt"), str(runs / "rpc_s0"), "--out_dir", str(tmp_path / "other")])

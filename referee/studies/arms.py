@@ -80,23 +80,24 @@ def train(folder, flags, rest=()):
     """Train a network unless it is there; one that was cut goes on."""
     if finished(folder, flags):
         return
-    given, script = dict(flags), ["train_cls.py"]
-    name = next((name for name, kind in ROBUST.items() if kind == given["attn"]), None)
-    if name:
-        script, _ = ["-m", "referee.studies.robust_attentions", "train", name], given.pop("attn")
-    new = [*rest, *(part for name, value in given.items() for part in (f"--{name}", value)),
+    new = [*rest, *(part for name, value in flags.items() for part in (f"--{name}", value)),
            "--keep_every", 1, "--out_dir", folder]
-    call(*script, *(["--resume", folder] if (folder / "last.pt").exists() else new))
+    again = (folder / "last.pt").exists()
+    call(*script("train_cls.py", flags["attn"]), *(["--resume", folder] if again else new))
+
+
+def script(name, attn):
+    """A script's name; where it meets one of the robust attentions, behind theirs."""
+    return ["-m", "referee.studies.robust_attentions"] * (attn in ROBUST.values()) + [name]
 
 
 def evaluate(folder, measures, *how):
     """Measure what the network's rows lack. An adaptive attack is PGD on what is not RPC."""
     attn = common.load(folder)["args"]["attn"]
     measures = [text for text in measures if attn == "rpc" or not text.startswith("adaptive")]
-    script = ["eval_robust.py"] if attn not in ROBUST.values() else \
-        ["-m", "referee.studies.robust_attentions", "evaluate"]
-    call(*script, "--ckpt", folder, "--out_dir", folder.parent / "eval" / folder.name, "--resume",
-         *how, "--measures", *measures)
+    call(*script("eval_robust.py", attn), "--ckpt", folder,
+         "--out_dir", folder.parent / "eval" / folder.name, "--resume", *how,
+         "--measures", *measures)
 
 
 def check_recipe(arms, folders):

@@ -15,9 +15,6 @@ bound of what can be had.
 import sys
 from pathlib import Path
 
-if not __package__:
-    sys.exit("error: start this in the repository's folder, as: python -m referee.studies.attainable")
-
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -83,7 +80,7 @@ def measured(point, names):
         pieces = [Layer(capture(point.model, images.float() / 255)[i], str(i), (i, n * PIECE))
                   for n, images in enumerate(training.split(PIECE))]
         maps = {name: fit(MEASURES[name], pieces) for name in names}
-        for start, images, _ in chunks(point, torch.device("cpu")):
+        for start, images in chunks(point, torch.device("cpu")):
             layer = Layer(capture(point.model, images)[i], str(i), (i, start))
             layer.values |= {f"fitted to {m}": mapped(layer, W)[None] for m, W in maps.items()}
             found = {"eig_cos": exp_gamma(layer)["eig_cos"], "EV": exp_capture(layer)["EV"]}
@@ -109,10 +106,11 @@ def table(folder):
             "share of the attainable gap that training closed, %"]))
 
 
-def main():
-    if sys.argv[1:2] == ["--table"]:
-        return table(Path("".join(sys.argv[2:3])))
-    args, rows = get_args(__doc__, MEASURES), []
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["--table"]:
+        return table(Path(argv[1]))
+    args, rows = get_args(__doc__, MEASURES, argv), []
     for point in checkpoints(args):
         rows += measured(point, args.exp)
         write_csv(Path(args.out_dir) / "attainable.csv", rows)

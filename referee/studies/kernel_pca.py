@@ -10,8 +10,7 @@ stand the values of the next head (other), the same input through a random matri
 numbers (iid), and the values of kernel PCA itself. Published scores: referee/studies/published_scores.py.
 
 EV, frac and overlap ask which subspace of feature space values span (referee/studies/span.py), eig_cos
-whether they hold eigenvectors, truncate what the network needs of them. None changes with v -> v R,
-which the output matrix undoes.
+whether they hold eigenvectors. None changes with v -> v R, which the output matrix undoes.
 
 Shapes: q (..., M, D), k (..., N, D), v (..., N, Dv), float64; leading ones: draws of a null,
 images, heads.
@@ -19,12 +18,7 @@ images, heads.
 
 import inspect
 import math
-import sys
-from functools import partial
 from pathlib import Path
-
-if not __package__:
-    sys.exit("error: start this in the repository's folder, as: python -m referee.studies.kernel_pca")
 
 import torch
 from tqdm import tqdm
@@ -32,10 +26,10 @@ from tqdm import tqdm
 import common
 from kpca import (a_hat, attend, basis, centre, coefficients, eigen_cosine, key_scale, log_gram,
                   log_phi2, projection_loss, ritz, theoretical_values)
-from referee.studies.probe import (attention_replaced, capture, checkpoints, chunks, get_args, numbers,
-                           print_table, standardise, summarise, write_csv, write_tables)
-from referee.studies.span import (NULLS, Layer, explained_variance, key_span, principal_axes, query_share,
-                          restrict, token_overlap)
+from referee.studies.probe import (capture, checkpoints, chunks, get_args, numbers, print_table,
+                                   standardise, summarise, write_tables)
+from referee.studies.span import (NULLS, Layer, explained_variance, query_share, token_overlap)
+
 BY_HEAD = ("eig_cos", "eig_cos, v = G a")
 COMPARED = ("EV", "frac", *BY_HEAD, "overlap")
 
@@ -192,81 +186,6 @@ def measure(layers, experiments):
     return out
 
 
-# --- what does a network lose if its values keep only some axes? ----------------------------------
-
-TRUNCATIONS = {
-    "strict": "the first r principal axes, as kernel PCA has it",
-    "affine": "the same and one constant row, what centring takes away",
-    "affine random": "r random axes and the row",
-    "affine bottom": "the last r axes and the row",
-    "top r of x": "on the first r left singular vectors of the layer's input",
-}
-
-
-def truncated(heads, how, r):
-    """Attention with truncated values, (B, H, N, D). how: of TRUNCATIONS, none, v = 0 or mean v."""
-    q, k, v, N = heads.q, heads.k, heads.v, heads.k.shape[-2]
-    mean = v.mean(-2, keepdim=True)
-    whole = {"none": v, "v = 0": torch.zeros_like(v), "mean v": mean.expand_as(v)}
-    if how in whole:
-        return attend(q, k, whole[how])
-    if how == "top r of x":
-        Q = torch.linalg.svd(heads.x[:, None], full_matrices=False)[0][..., :r]
-        return attend(q, k, Q @ (Q.mT @ v))
-
-    span = key_span(q, k)
-    u = principal_axes(span)[..., :N - 1, :]
-    if how == "affine random":
-        random = torch.Generator().manual_seed(r)
-        order = torch.rand(u.shape[:-1], generator=random).argsort(-1).to(k.device)
-        u = u.gather(-2, order[..., None].expand(u.shape))
-    u = u[..., N - 1 - r:, :] if how == "affine bottom" else u[..., :r, :]
-    return restrict(q, k, v, span, u, affine=how != "strict")
-
-
-@torch.no_grad()
-def truncate(point, ranks, device):
-    """Accuracy with values cut down to r axes. Wants hundreds of --images.
-
-    Returns rows (how, r, accuracy in percent, its standard error), printed too; r = 0: no r.
-    """
-    model = point.model.to(device)
-    cases = [(how, r) for r in ranks for how in TRUNCATIONS]
-    right = {case: [] for case in [("none", 0), ("v = 0", 0), ("mean v", 0), *cases]}
-    for _, images, labels in chunks(point, device):
-        for (how, r), found in right.items():
-            with attention_replaced(model, partial(truncated, how=how, r=r)):
-                found.append((model(images).argmax(-1) == labels).cpu())
-    rows = []
-    for (how, r), found in right.items():
-        t = 100 * torch.cat(found).double()
-        error = t.std(unbiased=False) / math.sqrt(len(t))
-        rows.append(dict(run=point.run, step=point.step, how=how, r=r, accuracy=t.mean().item(),
-                         se=error.item(), images=len(t)))
-    about = [f"{how}: {what}" for how, what in TRUNCATIONS.items()]
-    print_table(f"truncate: {point.where}", "\n".join(
-        ["Accuracy in percent with the values of all layers truncated to", *about]), [
-        dict(measure="accuracy", source=f"r = {row['r']}" if row["r"] else "any r",
-             layer=row["how"], mean=row["accuracy"], se=row["se"]) for row in rows])
-    return rows
-
-
-def ranks_of(point, args):
-    """The r of truncate, [] for a language model; a model that knows other classes is refused."""
-    c = point.model.config
-    if point.labels is None:
-        if point.last:
-            print(f"truncate needs classes and attention over all tokens: left out, {point.run} "
-                  f"is a language model")
-        return []
-    if point.classes != c.num_classes:
-        raise ValueError(f"truncate counts right answers, but the model knows {c.num_classes} "
-                         f"classes, the data has {point.classes}")
-    d, every = c.embed_dim // c.num_heads, c.num_tokens - 1
-    usual = sorted({r for r in (d // 4, d, every) if 0 < r <= every})
-    return numbers(args.ranks, "--ranks", every) if args.ranks else usual
-
-
 # --- the command ----------------------------------------------------------------------------------
 
 EXPERIMENTS = {"jproj": exp_jproj, "gamma": exp_gamma, "eigstats": exp_eigstats,
@@ -278,7 +197,7 @@ def examine(point, experiments, args, device):
     model, depth = point.model.to(device), point.model.config.depth
     keep = range(depth) if args.layers == "all" else numbers(args.layers, "--layers", depth - 1)
     pieces, short = {}, set()
-    for start, inputs, _ in chunks(point, device, whole="losses" in experiments):
+    for start, inputs in chunks(point, device, whole="losses" in experiments):
         layers = capture(model, inputs)
         for i in keep:
             heads = layers[i]
@@ -308,28 +227,21 @@ def examine(point, experiments, args, device):
 def study(args, experiments):
     """Run experiments on every checkpoint, print their tables, write their CSV files."""
     device, _, _ = common.setup(args.device)
-    experiments = {name: experiments[name] for name in args.exp if name != "truncate"}
-    rows, cut, out = {name: [] for name in experiments}, [], Path(args.out_dir)
+    experiments = {name: experiments[name] for name in args.exp}
+    rows, out = {name: [] for name in experiments}, Path(args.out_dir)
     for point in checkpoints(args):
-        ranks = ranks_of(point, args) if "truncate" in args.exp else []
-        found = examine(point, experiments, args, device) if experiments else {}
-        for name, own in found.items():
+        for name, own in examine(point, experiments, args, device).items():
             rows[name] += own
             if point.last:
                 print_table(f"{name}: {point.where}", inspect.cleandoc(experiments[name].__doc__),
                             own)
-        cut += truncate(point, ranks, device) if ranks else []
     for name, own in rows.items():
         write_tables(out / name, own)
-    write_csv(out / "truncate.csv", cut)
     print(f"\nCSV files in {out}; figures (needs matplotlib): python -m referee.studies.plot kpca {out}")
 
 
-def main():
-    args = get_args(__doc__, EXPERIMENTS | {"truncate": truncate})
-    if not args.ckpt:
-        raise ValueError("the experiments need a model: --ckpt FILE; without: python kpca.py")
-    study(args, EXPERIMENTS)
+def main(argv=None):
+    study(get_args(__doc__, EXPERIMENTS, argv), EXPERIMENTS)
 
 
 if __name__ == "__main__":

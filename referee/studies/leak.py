@@ -12,10 +12,6 @@ nothing; keys start GAIN times as large as in lm.py so that every run finds the 
 
 import argparse
 import math
-import sys
-
-if not __package__:
-    sys.exit("error: start this in the repository's folder, as: python -m referee.studies.leak")
 
 import torch
 
@@ -51,11 +47,11 @@ def train(mu_over, seed=0, steps=400):
     return losses
 
 
-def main():
+def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--seeds", type=common.COUNT, default=3, help="runs per kind of mu: 0, 1, ...")
-    args = p.parse_args()
+    args = p.parse_args(argv)
     chance = f"{args.seeds} seeds (chance: {math.log(2):.4f})"
     print(f"{'mu over':<32}nats of a word only the future knows, {chance}")
     for mu_over, meaning in KINDS.items():

@@ -16,7 +16,6 @@ and under AutoAttack. p: paired t-test over seeds. Writes --out_dir/outliers.md,
 differences) and patches.jsonl.
 """
 
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -102,7 +101,7 @@ def patch_rows(args):
         checkpoint = common.load(folder)
         model = classifier_from_checkpoint(checkpoint)
         if images is None:
-            images, labels, *_ = probe.load_images(checkpoint, model.config, args.limit)
+            images, labels, _ = probe.load_images(checkpoint, model.config, args.limit)
         nulls, symmetric = {}, folders.get((BASELINE, run[1]))
         if "own" in token_scores(model, images[:1]):
             baseline = symmetric and common.load(symmetric)

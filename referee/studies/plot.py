@@ -15,9 +15,6 @@ import json
 import sys
 from pathlib import Path
 
-if not __package__:
-    sys.exit("error: start this in the repository's folder, as: python -m referee.studies.plot")
-
 import numpy as np
 
 import common
@@ -76,7 +73,7 @@ def logs(folders):
         name = folder.name if names.count(folder.name) == 1 else str(folder)
         runs[name] = log_curves(common.read_log(folder / "log.jsonl"))
         if not runs[name]:
-            raise ValueError(f"{folder} holds no log.jsonl of a training run")
+            raise common.InputError(f"{folder} holds no log.jsonl of a training run")
     panels = list(dict.fromkeys(panel for curves in runs.values() for panel in curves))
     figure, axes = plt.subplots(-(-len(panels) // 2), 2, squeeze=False,
                                 figsize=(WIDTH, 2.8 * -(-len(panels) // 2)))
@@ -294,7 +291,7 @@ FILES = {"kpca": ("*.csv", "holds no CSV file of referee.studies.kernel_pca"),
          "robust": ("results.jsonl", "has no results.jsonl of eval_robust.py")}
 
 
-def get_args():
+def get_args(argv):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("what", choices=["log", *FIGURES], help="log: of training runs; kpca: numbers "
@@ -303,21 +300,21 @@ def get_args():
                    "(log: several runs; the file goes to the first)")
     p.add_argument("--run", nargs="+", default=[], metavar="NAME",
                    help="kpca, robust: only runs whose folder's name begins so")
-    args = p.parse_args()
+    args = p.parse_args(argv)
     if args.what != "log" and len(args.folder) > 1:
         p.error(f"{args.what} takes one folder")
     return args
 
 
-def main():
-    args = get_args()
+def main(argv=None):
+    args = get_args(argv)
     folder = args.folder[0]
     if args.what == "log":
         logs(args.folder).savefig(folder / "curves.png")
         return print(f"{folder / 'curves.png'}: {logs.__doc__}")
     pattern, lack = FILES[args.what]
     if not list(folder.glob(pattern)):
-        raise ValueError(f"{folder} {lack}")
+        raise common.InputError(f"{folder} {lack}")
     for name, draw_it in FIGURES[args.what].items():
         figure, missing = draw_it(folder, tuple(args.run) or "")
         if figure is None:

@@ -1,14 +1,12 @@
 """What the studies of trained networks share: a checkpoint in, heads of attention and tables out.
 
 `checkpoints` loads models and inputs one after another, `capture` returns what every attention
-layer used, `attention_replaced` runs a model with another rule, `summarise` makes rows of what was
-measured on images. No study itself.
+layer used, `summarise` makes rows of what was measured on images. No study itself.
 """
 
 import argparse
 import csv
 import math
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +17,7 @@ from tqdm import tqdm
 
 import common
 from attention import ATTENTIONS, PAP, SelfAttention, softmax_attention
+from common import InputError
 from data import text as data_text
 from data.imagenet import ImageTree
 from data.images import load_test
@@ -92,10 +91,7 @@ def attention_inputs(module, x):
 
 
 def attention_layers(model):
-    layers = [m for m in model.modules() if isinstance(m, SelfAttention)]
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no attention.SelfAttention to look at")
-    return layers
+    return [m for m in model.modules() if isinstance(m, SelfAttention)]
 
 
 @torch.no_grad()
@@ -113,24 +109,9 @@ def capture(model, inputs):
     return [attention_inputs(m, seen[m]) for m in layers]
 
 
-@contextmanager
-def attention_replaced(model, rule):
-    """Within, every SelfAttention outputs proj(h), h = rule(Heads) of shape (B, H, N, D)."""
-    def replace(module, args, _):
-        h = rule(attention_inputs(module, args[0])).to(args[0])
-        return module.proj(h.transpose(1, 2).flatten(2))
-
-    hooks = [m.register_forward_hook(replace) for m in attention_layers(model)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 # --- flags ----------------------------------------------------------------------------------------
 
-def get_args(doc, experiments, argv=None):
+def get_args(doc, experiments, argv=None, needs_ckpt=True):
     """The flags of a study; --exp becomes a list of names. experiments: {name: function}."""
     listed = "\n".join(f"  {name:12s} {experiment.__doc__.splitlines()[0]}"
                        for name, experiment in experiments.items())
@@ -138,7 +119,7 @@ def get_args(doc, experiments, argv=None):
                                 formatter_class=argparse.RawDescriptionHelpFormatter,
                                 allow_abbrev=False)
     flag, boolean, count = p.add_argument, argparse.BooleanOptionalAction, common.number(int, 1)
-    flag("--ckpt", nargs="+", default=[], help="checkpoints of train_cls.py, train_lm.py (a "
+    flag("--ckpt", nargs="+", required=needs_ckpt, default=[], help="checkpoints of train_cls.py, train_lm.py (a "
          "folder: its last.pt) or DeiT's; several of one run are tracked over training")
     flag("--exp", default=",".join(experiments), help="comma-separated; default: all that fit")
     flag("--layers", default="all", help="all, or comma-separated from 0")
@@ -148,16 +129,14 @@ def get_args(doc, experiments, argv=None):
     flag("--data_dir", default=None, help="default: the folder it was trained from")
     flag("--untrained", action=boolean, default=False, help="also before the first step")
     flag("--standardise", action=boolean, default=False,
-         help="standardise q and k, as published code does (not in truncate)")
+         help="standardise q and k, as published code does")
     flag("--out_dir", default="out/kpca", help="where CSV files go")
     flag("--device", default=None, help="cuda, mps or cpu; picked automatically")
-    if "truncate" in experiments:
-        flag("--ranks", default=None, help="truncate: comma-separated r; default Dv/4, Dv, N - 1")
     args = p.parse_args(argv)
     args.exp = args.exp.split(",")
     for name in args.exp:
         if name not in experiments:
-            raise ValueError(f"--exp {name}: expected some of {','.join(experiments)}")
+            raise InputError(f"--exp {name}: expected some of {','.join(experiments)}")
     return args
 
 
@@ -165,7 +144,7 @@ def numbers(text, flag, high):
     """"1,2,3" -> [1, 2, 3], each from 0 to high."""
     known = {str(n) for n in range(high + 1)}
     if not set(text.split(",")) <= known:
-        raise ValueError(f"{flag} {text}: expected whole numbers from 0 to {high}, separated by "
+        raise InputError(f"{flag} {text}: expected whole numbers from 0 to {high}, separated by "
                          f"commas")
     return [int(n) for n in text.split(",")]
 
@@ -177,9 +156,7 @@ def load_model(path):
     file = Path(path, "last.pt") if Path(path).is_dir() else path
     found = sources.load_model(file, torch.device("cpu"))
     if found.task == sources.SEG:
-        raise ValueError(f"--ckpt {path} is not a checkpoint of train_cls.py or train_lm.py")
-    if found.task == sources.LM:
-        common.check_run(found.checkpoint, path, "train_lm.py", "args", "vocab", "step")
+        raise InputError(f"--ckpt {path} is not a checkpoint of train_cls.py or train_lm.py")
     return found.model, found.checkpoint
 
 
@@ -187,14 +164,14 @@ def untrained(model, checkpoint, path):
     """The network as it was drawn before the first step of a run of ours, and its checkpoint."""
     args = checkpoint.get("args")
     if not args or args.get("init_from"):
-        raise ValueError(f"--untrained: {path} is not a run of ours that started from random "
+        raise InputError(f"--untrained: {path} is not a run of ours that started from random "
                          f"weights")
     torch.manual_seed(args["seed"])
     return type(model)(model.config).eval(), {**checkpoint, "step": 0}
 
 
 def load_images(checkpoint, config, n, data=None, data_dir=None):
-    """n test images (n, 3, S, S) in [0, 1] of `data` or the training's, labels, name, classes."""
+    """n test images (n, 3, S, S) in [0, 1] of `data` or the training's, labels, and both in words."""
     trained = checkpoint.get("args") or {}
     name = data or trained.get("data", "shapes")
     where = argparse.Namespace(data=name, data_dir=data_dir or trained.get("data_dir"),
@@ -214,22 +191,22 @@ def load_images(checkpoint, config, n, data=None, data_dir=None):
     else:
         images = source.images[some]
     what = f"{len(some)} images of {name}"
-    return images.float() / 255, source.labels[some], what, len(source.classes)
+    return images.float() / 255, source.labels[some], what
 
 
 def load_windows(checkpoint, config, n, data=None, data_dir=None):
-    """n windows of the test text (n, T) int64, spread evenly; no labels, their name, 0 classes."""
+    """n windows of the test text (n, T) int64, spread evenly; no labels; this in words."""
     trained = checkpoint["args"]
     folder = data_text.text_folder(trained.get("data"), data_dir or trained["data_dir"])
     vocab = data_text.stored_vocabulary(checkpoint)
     lines = data_text.read_lines(data_text.token_file(folder, "test"))
     tokens = vocab.encode_lines(lines).astype(np.int64)
     if len(tokens) < config.context:
-        raise ValueError(f"--data_dir {folder}: the test text has {len(tokens)} tokens, a window "
+        raise InputError(f"--data_dir {folder}: the test text has {len(tokens)} tokens, a window "
                          f"{config.context}")
     starts = np.linspace(0, len(tokens) - config.context, n).astype(int)
     windows = torch.from_numpy(np.stack([tokens[i:i + config.context] for i in starts]))
-    return windows, None, f"{len(windows)} windows of {config.context} tokens", 0
+    return windows, None, f"{len(windows)} windows of {config.context} tokens"
 
 
 class Point(NamedTuple):
@@ -239,8 +216,6 @@ class Point(NamedTuple):
     last: bool                          # the last of its run
     model: nn.Module
     inputs: torch.Tensor                # images (n, 3, S, S) or tokens (n, T)
-    labels: torch.Tensor                # (n,), None for a language model
-    classes: int                        # of the data, 0 for a language model
     where: str                          # all this in words, for titles
 
 
@@ -255,7 +230,7 @@ def checkpoints(args):
             found[run, 0] = path, True
         found.setdefault((run, checkpoint.get("step", 0)), (path, False))   # last.pt may be a copy
         if folders.setdefault(run, folder) != folder:
-            raise ValueError(f"--ckpt {folders[run]} {folder}: two runs named {run}, by which "
+            raise InputError(f"--ckpt {folders[run]} {folder}: two runs named {run}, by which "
                              "their rows go; rename one")
 
     loaded = None
@@ -266,17 +241,16 @@ def checkpoints(args):
             model, checkpoint = untrained(model, checkpoint, path)
         if run != loaded:
             load = load_windows if isinstance(model, LM) else load_images
-            inputs, labels, what, classes = load(checkpoint, model.config, args.images, args.data,
-                                                 args.data_dir)
+            inputs, _, what = load(checkpoint, model.config, args.images, args.data, args.data_dir)
             loaded = run
         where = (f"{run}, step {step}, {model.config.attn}, {what}; "
                  f"mean ± standard error over images")
         last = step == max(s for r, s in found if r == run)
-        yield Point(run, step, last, model, inputs, labels, classes, where)
+        yield Point(run, step, last, model, inputs, where)
 
 
 def chunks(point, device, whole=False):
-    """Inputs and labels of a Point in pieces that keep a matrix of all heads at 2 MB on a CPU.
+    """Inputs of a Point in pieces that keep a matrix of all heads at 2 MB on a CPU.
 
     whole: all in one piece, for measures that are no means over images.
     """
@@ -285,8 +259,7 @@ def chunks(point, device, whole=False):
     size = n if whole else max(1, size)
     for start in tqdm(range(0, n, size), point.run, leave=False):
         piece = slice(start, start + size)
-        labels = point.labels if point.labels is None else point.labels[piece].to(device)
-        yield start, point.inputs[piece].to(device), labels
+        yield start, point.inputs[piece].to(device)
 
 
 # --- tables ---------------------------------------------------------------------------------------

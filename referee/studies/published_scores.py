@@ -19,10 +19,6 @@ referee/studies/kernel_pca.py; its nulls and exact kernel PCA stand beside each 
 """
 
 import math
-import sys
-
-if not __package__:
-    sys.exit("error: start this in the repository's folder, as: python -m referee.studies.published_scores")
 
 import numpy as np
 import torch
@@ -275,8 +271,8 @@ EXPERIMENTS = {"losses": exp_losses, "gammas": exp_gammas, "eigenvalues": exp_ei
                "similarities": exp_similarities}
 
 
-def main():
-    args = get_args(__doc__, EXPERIMENTS)
+def main(argv=None):
+    args = get_args(__doc__, EXPERIMENTS, argv, needs_ckpt=False)
     if args.ckpt:
         return study(args, EXPERIMENTS)
     found = list(kernel_eigenvalues(synthetic_keys()).values())[:4]

@@ -1,17 +1,16 @@
 """Robust attentions on one footing: which of them withstands corrupted and attacked images?
 
-    python -m referee.studies.robust_attentions train keys-rows --seed 0 --out_dir out/attn/keys-rows_s0
-    python -m referee.studies.robust_attentions train keys-rows lambd=0.5 --out_dir out/attn/half_s0
-    python -m referee.studies.robust_attentions train weights --rpc_layers all --out_dir out/attn/all_s0
-    python -m referee.studies.robust_attentions evaluate --ckpt out/attn/keys*_s0 --out_dir out/attn/rows
-    python -m referee.studies.robust_attentions evaluate keys-rows lambd=0.5 --ckpt out/attn/half_s0
+    python -m referee.studies.robust_attentions train_cls.py --attn keys-rows --out_dir out/attn/rows_s0
+    python -m referee.studies.robust_attentions train_cls.py --attn "keys lambd=0.25" --out_dir out/attn/quarter_s0
+    python -m referee.studies.robust_attentions eval_robust.py --ckpt out/attn/rows_s0
+    python -m referee.studies.robust_attentions "keys lambd=0.25" eval_robust.py --ckpt out/attn/quarter_s0
 
 Four groups have published attentions that are to withstand corrupted tokens, each with a harness of
-its own. Here each is a function of at most 15 lines; networks, steps, images and attacks are those
-of train_cls.py and eval_robust.py: `train` takes the flags of the one, `evaluate` of the other.
-Both enter the attention, its settings in its name ("keys lambd=0.5 n_iter=4"), in ATTENTIONS of
-attention.py; it attends in --rpc_layers, layer 0 by default, and symmetric attention elsewhere.
-referee/studies/robustness.py runs all of them over seeds, referee/studies/outliers.py says who keeps the promise.
+its own. Here each is a function of at most 15 lines, entered in ATTENTIONS of attention.py under
+its name and settings ("keys lambd=0.5 n_iter=4"); this command runs our scripts with them. An
+attention attends in --rpc_layers, layer 0 by default, and symmetric attention elsewhere;
+elliptical in all layers, as it compares each with the one before. referee/studies/robustness.py
+runs all of them over seeds, referee/studies/outliers.py says who meets the rule fixed beforehand.
 
 Every function takes k, v (B, H, N, D) and settings, and returns the output (B, H, N, D) and a score
 (B, H, N), higher for tokens that it holds for outliers, or None. Queries are the keys, as in the
@@ -19,24 +18,18 @@ paper's baseline; only elliptical has queries of its own. A(K) = softmax(K K^T /
 outcome means was fixed before the runs: referee/results/robust_attentions/README.md.
 """
 
-import argparse
-import itertools
 import math
+import runpy
 import sys
 from functools import partial
-
-if not __package__:
-    sys.exit("error: start this in the repository's folder, as: "
-             "python -m referee.studies.robust_attentions")
 
 import torch
 import torch.nn.functional as F
 
 import common
-import eval_robust
-import train_cls
 from attention import (ATTENTIONS, LAYER_PATTERNS, soft_threshold, softmax_attention,
                        symmetric_attention)
+from common import InputError
 
 
 def scores(k):
@@ -100,8 +93,6 @@ def mom(k, v, m=3, seed=None):
     blocks are a partition and each query has its own median; the released code draws overlapping
     subsets of nearly all keys and takes one median for the whole batch.
     """
-    if m > k.shape[-2]:
-        raise ValueError(f"mom m={m}: expected at most a block a token, {k.shape[-2]}")
     random = None if seed is None else torch.Generator().manual_seed(seed)
     block = (torch.randperm(k.shape[-2], generator=random) % m).to(k.device)
     member = F.one_hot(block, m).to(k.dtype)                            # (N, m)
@@ -210,33 +201,17 @@ ROBUST = {              # name: (function, its settings in the runs and where no
     "keys-rows": (partial(keys, rows=True), dict(lambd=1.0, n_iter=4)),
     "sharp": (sharp, dict(n_iter=4))}
 NAMES = [*ROBUST, "elliptical"]
-ONE = common.number(int, 0, 1)
-RANGES = dict(a=common.number(float, 0.34), joint=ONE, released=ONE,     # 3a >= 1: a median counts
-              lambd=common.REAL, m=common.COUNT, n_iter=common.COUNT, rounds=common.COUNT)
 
 
 # --- as kinds of attention.py ---------------------------------------------------------------------
 
-def settings_of(name, pairs=()):
-    """The settings of an attention, with ["lambd=0.5", ...]; ValueError: unknown, out of range."""
-    if name not in NAMES:
-        raise ValueError(f"attention {name!r}: expected one of {', '.join(NAMES)}")
+def register(name, *pairs):
+    """Enter an attention, ("keys", "lambd=0.5"), in ATTENTIONS; returns its name there."""
     settings = dict(ROBUST[name][1]) if name in ROBUST else {}
-    for pair in pairs:
-        key, _, text = pair.partition("=")
-        if key not in settings or not text:
-            raise ValueError(f"{name} {pair}: expected NAME=VALUE with a name of "
-                             f"{', '.join(settings) or 'none: it has no settings'}")
-        try:
-            settings[key] = RANGES[key](text)
-        except (ValueError, argparse.ArgumentTypeError) as error:
-            raise ValueError(f"{name} {key}: {error}") from None
-    return settings
-
-
-def register(name, pairs=()):
-    """Enter an attention with these settings in ATTENTIONS; returns its name there."""
-    settings = settings_of(name, pairs)
+    for key, _, text in (pair.partition("=") for pair in pairs):
+        if key not in settings:
+            raise InputError(f"{name} {key}: expected a setting of {', '.join(settings) or 'none'}")
+        settings[key] = type(settings[key])(text)
     kind = " ".join([name, *(f"{key}={value:g}" for key, value in settings.items())])
     if name == "elliptical":
         ATTENTIONS.update({"elliptical first": elliptical_first, "elliptical": elliptical_rest})
@@ -259,27 +234,15 @@ SCORED = {}                                             # kind: its function, wh
 USUAL = {name: register(name) for name in NAMES}        # name: its kind with the usual settings
 
 
-def main():
-    command, *words = sys.argv[1:] or ["--help"]
-    if command in ("-h", "--help"):
+def main(argv=None):
+    """Run a script of ours; a word that names an attention becomes the name of its kind."""
+    argv = sys.argv[1:] if argv is None else argv
+    argv = [register(*word.split()) if word.split(" ")[0] in NAMES else word for word in argv]
+    script = next((i for i, word in enumerate(argv) if word.endswith(".py")), None)
+    if script is None:
         return print(__doc__)
-    given = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
-    flags = words[len(given):]
-    if command not in ("train", "evaluate") or command == "train" and not given:
-        raise ValueError(f"{' '.join([command, *words])}: expected train NAME or evaluate; --help "
-                         "says more")
-    kind = register(given[0], given[1:]) if given else ""
-    if kind == "elliptical" and "--rpc_layers" in " ".join(flags):
-        raise ValueError("elliptical is in all layers and compares each with the one before: it "
-                         "has no --rpc_layers")
-    if command == "evaluate":
-        sys.argv = ["eval_robust.py", *flags]
-        return eval_robust.main()
-    if not {flag.split("=")[0] for flag in flags} & {"--out_dir", "--resume"}:
-        flags += ["--out_dir", f"out/{given[0]}"]
-    init = [] if given[0] == "elliptical" else ["--init", "default"]    # as symmetric attention has
-    sys.argv = ["train_cls.py", "--attn", kind, *init, *flags]
-    train_cls.main()
+    sys.argv = argv[script:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

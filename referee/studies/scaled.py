@@ -17,9 +17,6 @@ import re
 import sys
 from pathlib import Path
 
-if not __package__:
-    sys.exit("error: start this in the repository's folder, as: python -m referee.studies.scaled")
-
 import numpy as np
 import torch
 
@@ -37,7 +34,7 @@ from referee.studies.stats import paired_t, show, spread
 def train(rule, flags):
     """Call train_cls.py with one of RULES in every layer; flags are its own."""
     if rule not in RULES:
-        raise ValueError(f"--train {rule}: expected one of {', '.join(RULES)}")
+        raise common.InputError(f"--train {rule}: expected one of {', '.join(RULES)}")
     sys.argv = ["train_cls.py", "--attn", rule, *flags]
     train_cls.main()
 
@@ -132,7 +129,7 @@ def read(path):
     """Rows of a CSV file of a study, with "network", the run without its seed."""
     rows = read_csv(path)
     if not rows:
-        raise ValueError(f"{path}: no such file, or empty; the commands of this study write it")
+        raise common.InputError(f"{path}: no such file, or empty; the commands of this study write it")
     return [{**row, "network": re.sub(r"_s\d+$", "", row["run"])} for row in rows]
 
 
@@ -196,7 +193,7 @@ def verdict(folder):
         start, end = (values(rows, network, CLAIM, "learned", last)[:, 0]
                       for last in (False, True))
         if not len(start):
-            raise ValueError(f"{folder}/gamma.csv: no step 0 of {network}, whether it rises in "
+            raise common.InputError(f"{folder}/gamma.csv: no step 0 of {network}, whether it rises in "
                              "training cannot be said: --untrained writes it")
         start, end = start.mean(), end.mean()
         above = {null: values(rows, network, f"{CLAIM}: learned -", null)[:, 0].mean()
@@ -209,14 +206,13 @@ def verdict(folder):
     print("\nVerdict:", words.get((all(holds), all(fails)), "in between, see the tables"))
 
 
-def main():
-    if sys.argv[1:2] == ["--train"]:
-        return train("".join(sys.argv[2:3]), sys.argv[3:])
-    if sys.argv[1:2] == ["--verdict"]:
-        return verdict(Path("".join(sys.argv[2:3])))
-    args = get_args(__doc__, EXPERIMENTS | {"fresh": fresh})
-    if not args.ckpt:
-        raise ValueError("expected --train RULE, --ckpt FILE or --verdict FOLDER")
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["--train"]:
+        return train(argv[1], argv[2:])
+    if argv[:1] == ["--verdict"]:
+        return verdict(Path(argv[1]))
+    args = get_args(__doc__, EXPERIMENTS | {"fresh": fresh}, argv)
     if "fresh" in args.exp:
         fresh(args)
     args.exp = [name for name in args.exp if name != "fresh"]

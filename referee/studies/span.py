@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 import common
-from kpca import attend, basis, kernel_pca, key_scale, log_kernel
+from kpca import basis, kernel_pca, key_scale, log_kernel
 
 
 # --- coordinates ----------------------------------------------------------------------------------
@@ -74,27 +74,6 @@ def token_overlap(A, B):
     return (A.mT @ B).square().sum((-2, -1)) / torch.minimum(*ranks).clamp(min=1)
 
 
-def restrict(q, k, v, span, u, affine=False):
-    """Attention with only the part of v on the principal axes u (..., d, R), h (..., M, Dv).
-
-    Every w_d is projected on them: v -> V V^T E v, V the theoretical values of these axes (of those
-    with more than 1e-10 of the variance). affine adds the constant row, the same for every query,
-    that centring takes away; with all N - 1 axes attention is then what it was.
-    """
-    (lg, c), everywhere = key_scale(k), attend(k, k, v)                     # G E v
-    if u.shape[-2] < k.shape[-2] - 1:
-        along = span.X @ u.mT                                               # (..., N, d)
-        mu = along.square().sum(-2, keepdim=True)
-        resolved = mu > 1e-10 * span.X.square().sum((-2, -1), keepdim=True)
-        a = along / torch.where(resolved, mu, torch.inf)                    # e^(-c/2) a_d
-        kept = (c - lg).exp()[..., None] * (a @ (a.mT @ everywhere))
-    else:
-        # All axes take one row from v, so that sum_j g_j v_j is zero.
-        kept = v - lg.softmax(-1)[..., None, :] @ v
-    h = attend(q, k, kept)
-    return h + (everywhere - attend(k, k, kept)).mean(-2, keepdim=True) if affine else h
-
-
 # --- a layer and its nulls ------------------------------------------------------------------------
 
 class Layer:
@@ -110,11 +89,9 @@ class Layer:
     def __init__(self, heads, name="", key=(0, 0)):
         q, k, v, raw, x, self.causal, S = heads
         B, H, N, _ = k.shape
-        if N < 2:
-            raise ValueError(f"layer {name}: {N} token, but kernel PCA needs at least two")
         if not all(t.isfinite().all() for t in (q, k, v)):
-            raise ValueError(f"layer {name}: queries, keys or values are not finite: "
-                             f"the model is broken")
+            raise common.InputError(f"layer {name}: queries, keys or values are not finite: the "
+                                    "model is broken")
         self.heads, self.name, self.key, self.dv = heads, name, key, v.shape[-1]
         self.q, self.k, self.v, self.scaled = q[None], k[None], v[None], S is not None
 

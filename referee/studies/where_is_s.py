@@ -24,11 +24,7 @@ that has one is not looked at again.
 
 import argparse
 import math
-import sys
 from pathlib import Path
-
-if not __package__:
-    sys.exit("error: start this in the repository's folder, as: python -m referee.studies.where_is_s")
 
 import numpy as np
 import torch
@@ -36,6 +32,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import common
+from common import InputError
 from robust import metrics
 from robust.adaptive import rewired
 from robust.patches import KINDS, corrupt_patches
@@ -45,7 +42,7 @@ from referee.studies import probe
 from referee.studies.stats import spread
 
 
-def get_args():
+def get_args(argv):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--ckpt", nargs="+", required=True, help="runs or checkpoints of train_cls.py, "
@@ -56,7 +53,7 @@ def get_args():
     p.add_argument("--untrained", action=argparse.BooleanOptionalAction, default=True,
                    help="also look at each run before its first step")
     p.add_argument("--out_dir", type=Path, default=Path("out/where_is_s"))
-    return p.parse_args()
+    return p.parse_args(argv)
 
 
 # --- scores of tokens -----------------------------------------------------------------------------
@@ -212,8 +209,8 @@ def draw(groups, kinds, path):
     plt.close(figure)
 
 
-def main():
-    args = get_args()
+def main(argv=None):
+    args = get_args(argv)
     args.out_dir.mkdir(parents=True, exist_ok=True)
     path, how = args.out_dir / "rows.jsonl", dict(images=args.images, kinds=args.kinds)
     loaded, rows = None, {}
@@ -226,10 +223,10 @@ def main():
         if key not in stored:
             shape = c.image_size, c.patch_size, checkpoint["args"]["data"], c.num_classes
             if loaded is None:
-                images, labels, *_ = probe.load_images(checkpoint, c, args.images)
+                images, labels, _ = probe.load_images(checkpoint, c, args.images)
                 loaded = shape
             if shape != loaded:
-                raise ValueError(f"--ckpt {run} has image size, patch size, data, classes {shape}, "
+                raise InputError(f"--ckpt {run} has image size, patch size, data, classes {shape}, "
                                  f"expected those of the first, {loaded}")
             found = examine(model, images, labels, args.kinds)
             values = {name: round(x.double().mean().item(), 5) for name, x in found.items()}
