@@ -14,12 +14,8 @@ import csv
 import json
 import re
 import statistics
-import sys
 from functools import cache
 from pathlib import Path
-
-if not __package__:
-    sys.exit("error: start this in the repository's folder, as: python -m referee.pages")
 
 import numpy as np
 

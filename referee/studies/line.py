@@ -17,12 +17,8 @@ steps=20" corruptions; their clean loss is that of the row (`loss`), or of --tra
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import NamedTuple
-
-if not __package__:
-    sys.exit("error: start this in the repository's folder, as: python -m referee.studies.line")
 
 import numpy as np
 import torch

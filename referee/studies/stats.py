@@ -8,12 +8,8 @@ seeds alone holds the images fixed and is too narrow for a claim about images in
 adds up both variances. Anything simpler, one number a seed, is `paired_t`.
 """
 
-import sys
 from math import isclose, nan, sqrt
 from typing import NamedTuple
-
-if not __package__:
-    sys.exit("error: start this in the repository's folder, as: python -m referee.studies.stats")
 
 import numpy as np
 
