@@ -1,7 +1,6 @@
-"""What the scripts share: flags, processes, a run's folder and log, checkpoints, schedules.
+"""What the training loops share: flags, processes, a run's folder and log, checkpoints, schedules.
 
-The loops are in the scripts. Checkpoints are written whole or not at all, and read without running
-code in them.
+The loops are in the scripts. Nothing of ours is imported here, so everything may import this.
 """
 
 import argparse
@@ -9,27 +8,19 @@ import json
 import math
 import os
 import re
-import socket
+import shutil
 import sys
-import textwrap
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import fields
+from dataclasses import asdict, fields
 from datetime import timedelta
 from pathlib import Path
-from urllib.error import URLError
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn           # once there is a group, it would keep that and its threads
+import torch.distributed.nn           # imported later, with a group there, it leaves threads behind
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
-
-from attention import FORMS
-
-try:
-    import fcntl
-except ImportError:                   # Windows: folders are not locked there
-    fcntl = None
 
 TASKS = {"train_cls.py": "classification", "train_seg.py": "segmentation",
          "train_lm.py": "language modelling"}
@@ -37,7 +28,7 @@ PAP_FLAGS = ("n_iter", "lambd", "form", "mu_over")                  # one field,
 
 
 class InputError(ValueError):
-    """What the user's input got wrong: a flag, a path, a file's content. `run` shows its one line."""
+    """What the user's input got wrong: a flag, a path, a file's content. `run` shows one line."""
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -47,8 +38,8 @@ def number(kind, low, high=1e30):
     def parse(text):
         value = kind(text)
         if not low <= value <= high:
-            expected = f"{kind.__name__} from {low} to {high}"
-            raise argparse.ArgumentTypeError(f"{text}, expected {expected}")
+            raise argparse.ArgumentTypeError(f"{text}, expected {kind.__name__} from {low} to "
+                                             f"{high}")
         return value
     parse.__name__ = kind.__name__                             # argparse says "invalid float value"
     return parse
@@ -62,23 +53,17 @@ def one_of(name, value, known):
         raise InputError(f"{name}={value!r}, expected one of {', '.join(sorted(known))}{own}")
 
 
-def path(text):
-    """Be a type for argparse: a path, not the empty text of a variable that is not set."""
-    if not text:
-        raise argparse.ArgumentTypeError("it is empty, expected a path")
-    return text
-
-
 def parse_layers(text, depth):
     """Read "0" | "all" | "0,1,2" | "0-3": a tuple of layer indices."""
     try:
-        ends = [[int(n) for n in part.split("-")] for part in text.split(",")]
+        ends = [part.split("-") for part in text.replace("all", f"0-{depth - 1}").split(",")]
+        layers = tuple(i for e in ends for i in range(int(e[0]), int(e[-1]) + 1))
     except ValueError:
-        ends = [[0, depth - 1]] if text == "all" else [[-1]]
-    if not all(len(e) <= 2 and 0 <= e[0] <= e[-1] < depth for e in ends):
+        layers = ()
+    if not layers or not set(layers) <= set(range(depth)):
         raise InputError(f"--rpc_layers {text}: expected all, 0, 0,1,2 or 0-2, of layers 0 to "
                          f"{depth - 1}")
-    return tuple(i for e in ends for i in range(e[0], e[-1] + 1))
+    return layers
 
 
 COUNT, NATURAL = number(int, 1), number(int, 0)
@@ -89,15 +74,15 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
     """Show the script's docstring as it is written, and the default of every flag."""
 
 
-def add_attention(flag, kinds):
-    """Add the flags of a model's attention."""
+def add_attention(flag, kinds, forms):
+    """Add the flags of a model's attention. kinds, forms: what may be chosen."""
     flag("--attn", choices=kinds, default="rpc",
          help="rpc: symmetric, with RPC-Attention in --rpc_layers")
     flag("--rpc_layers", default="0", help="from 0: 0 (the paper's layer1), all, 0,1,2 or 0-3")
     flag("--n_iter", type=COUNT, default=4, help="PAP steps; the paper: 4-6 in layer 0, 2 in all")
     flag("--lambd", type=number(float, 0, math.inf), default=4.0,
          help="PAP lambda; the paper: 4 in layer 0, 3 in all; inf: never shrink")
-    flag("--form", choices=FORMS, default="released", help="reading of Algorithm 1: attention.py")
+    flag("--form", choices=forms, default="released", help="reading of Algorithm 1: attention.py")
 
 
 def pap_of(args):
@@ -109,34 +94,42 @@ def pap_of(args):
 def add_running(p, name, end):
     """Add how a script runs. name: of the run's folder. end: the flag its schedule ends with."""
     flag, boolean = p.add_argument_group("running").add_argument, argparse.BooleanOptionalAction
-    flag("--log_every", type=COUNT, default=20, help="steps between lines of log.jsonl")
+    flag("--log_every", type=COUNT, default=20, help="steps between rows of log.jsonl")
     flag("--save_every", type=NATURAL, default=0, help="steps between further saves; 0: none")
     flag("--seed", type=number(int, 0, 2 ** 31 - 1), default=0, help="of weights, order and noise")
     flag("--device", help="cuda, mps or cpu; None: the best there is")
     flag("--amp", action=boolean, help="bf16 autocast; None: on GPUs")
     flag("--compile", action=boolean, default=False, help="torch.compile the model")
-    flag("--out_dir", type=path, help=f"None: out/{name}, numbered if it exists")
-    flag("--resume", type=path, help="folder of a run to continue; its flags are remembered")
+    flag("--out_dir", help=f"a new folder; None: out/{name}, numbered if it exists")
+    flag("--resume", help="folder of a run to continue; its flags are remembered")
     flag("--max_steps", type=COUNT, help=f"stop early; the schedule stays that of {end}")
 
 
-def parse(p, recipes, script, fixed):
+# Flags that --resume may change; with another value of any other it would be another run.
+MAY_CHANGE = """accum amp clip compile data_dir download epochs eval_every keep_every log_every lr
+    min_lr num_workers save_every save_images skip_bad_images stride warmup warmup_epochs
+    weight_decay window words""".split()
+NOT_STORED = "device max_steps out_dir prompt resume sample".split()       # of one command alone
+
+
+def parse(p, recipes, script):
     """Parse the flags. The command line wins over the run that --resume names, that over a recipe.
 
     recipes: {data: {flag: value}}: the first is that of no --data, "folder" that of --data_dir
-    alone; (data, model) holds what such a model has other than data. fixed: what --resume refuses
-    to change.
+    alone; (data, model) holds what such a model has other than data.
     """
     first, stored = argparse.ArgumentParser(add_help=False, allow_abbrev=False), {}
     for name in ("data", "data_dir", "model", "resume"):            # these decide on the defaults
         first.add_argument(f"--{name}")
     seen = first.parse_known_args()[0]
     if seen.resume:
-        checkpoint = load(seen.resume)
-        check_run(checkpoint, seen.resume, script, "args")
-        new = {"resume", "sample", "out_dir", "max_steps", "device"}
-        known = vars(p.parse_args([])).keys() - new
+        with error_prefix(f"--resume {seen.resume}"):
+            checkpoint = load(seen.resume)
+            check_run(checkpoint, script, "args")
+        known = vars(p.parse_args([])).keys() - NOT_STORED
         stored = {name: value for name, value in checkpoint["args"].items() if name in known}
+        if stored.get("amp"):                           # a GPU's default, not to be a CPU's
+            stored["amp"] = None
     data = seen.data or stored.get("data") or ("folder" if seen.data_dir else next(iter(recipes)))
     recipe = recipes.get(data, {})
     model = seen.model or stored.get("model") or recipe.get("model")
@@ -145,15 +138,15 @@ def parse(p, recipes, script, fixed):
 
     if args.resume and args.out_dir:
         raise InputError("--out_dir does not go with --resume, which continues in its own folder")
-    for name in fixed if args.resume else ():
-        value, was = getattr(args, name), stored.get(name, getattr(args, name))
-        if value != was:
-            raise InputError(f"--{name} {value} does not fit --resume {args.resume}, which was "
-                             f"trained with --{name} {was}; a new run may start from its weights")
+    for name, was in stored.items():
+        if name not in MAY_CHANGE and getattr(args, name) != was:
+            raise InputError(f"--{name} {getattr(args, name)} does not fit --resume {args.resume}, "
+                             f"which was trained with --{name} {was}; --resume may change "
+                             f"{', '.join(n for n in MAY_CHANGE if n in stored)}")
     return args
 
 
-def fill(args, chosen):
+def set_missing(args, chosen):
     """Set what neither a flag nor a recipe has set."""
     for name, value in chosen.items():
         if getattr(args, name) is None:
@@ -179,7 +172,7 @@ def setup(device=None):
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        # torchrun's store still holds the addresses of the dead: each restart gets keys of its own
+        # torchrun's store keeps stale addresses of workers: prefix keys by attempt
         store, rank, world = next(dist.rendezvous("env://"))
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
         store = dist.PrefixStore(f"attempt_{attempt}", store)
@@ -203,8 +196,8 @@ def broadcast(objects):
     return objects
 
 
-def say(*lines):
-    """Print lines, once for all processes that torchrun starts, above a progress bar."""
+def print0(*lines):
+    """Print lines on rank 0 alone, above a progress bar."""
     if os.environ.get("RANK", "0") == "0":
         tqdm.write("\n".join(lines))
 
@@ -232,19 +225,23 @@ def wrap(model, device, world, compiled):
 
 
 def run(main):
-    """Call main(). An input error becomes one line and exit code 1; Ctrl-C one line and 130."""
+    """Call a script's main(). An InputError becomes one line and exit code 1, Ctrl-C one and 130.
+
+    Every other exception is a bug, ours or of an edit, and keeps its traceback.
+    """
+    torch.set_flush_denormal(True)      # docs/data.md; threads and DataLoader workers inherit it
     try:
         main()
         sys.stdout.flush()
     except BrokenPipeError:                                 # who reads, `head` say, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (ValueError, OSError) as e:
-        lines = str(e).strip().splitlines() or [type(e).__name__]       # a worker's: the last line
-        sys.exit(f"error: {lines[-1].removeprefix('common.InputError: ').removeprefix('ValueError: ')}{what_is_saved()}")
     except KeyboardInterrupt:
         print(f"\nstopped by Ctrl-C{what_is_saved()}", file=sys.stderr)
         sys.exit(130)
+    except (InputError, ValueError) as e:           # ValueError: until all are converted
+        words = str(e).splitlines()[-1].removeprefix("common.InputError: ")     # of a worker
+        sys.exit(f"error: {words}{what_is_saved()}")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -252,22 +249,19 @@ def run(main):
 
 # --- the folder of a run --------------------------------------------------------------------------
 
-training = None                       # the folder that this process trains in, once it has begun
+active_run_dir = None                 # the folder that this process trains in, once it has begun
 
 
 def start(args, name):
-    """Begin a training: device, rank, world size and the run's folder.
+    """Begin a training: device, rank, world size and the run's folder; sets args.amp.
 
-    Refuses a batch that cannot be dealt out; sets args.amp where the flag was not given. The
-    folder is --resume's, else --out_dir, else out/<name>, numbered if it exists. Where torchrun
-    restarted us, it is that of our own first attempt, known by its flags, and args.resume is set:
-    the run of another command is neither continued nor overwritten.
+    The folder is --resume's, else --out_dir, else out/<name>, numbered if it exists. Where torchrun
+    restarted us, it is that of our own first attempt, known by its flags, and args.resume is set.
     """
     device, rank, world = setup(args.device)
-    accum = f" x --accum {args.accum}" if "accum" in args else ""
     if args.batch_size % (world * getattr(args, "accum", 1)):
         raise InputError(f"--batch_size {args.batch_size} is not divisible by {world} processes"
-                         f"{accum}")
+                         + (f" x --accum {args.accum}" if "accum" in args else ""))
     args.amp = device.type == "cuda" if args.amp is None else args.amp
     if args.amp:
         torch.set_float32_matmul_precision("high")
@@ -278,48 +272,50 @@ def start(args, name):
     folders = [Path(args.out_dir or Path("out", name))]
     while not args.out_dir and folders[-1].exists():
         folders.append(Path("out", f"{name}_{len(folders) + 1}"))
-    out_dir = folders[-1]
-    ours = json.loads(json.dumps(vars(args)))                       # as the log has them
+    out_dir, ours = folders[-1], json.loads(json.dumps(vars(args)))         # as the log has them
     for folder in reversed(folders) if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else ():
         theirs = [row["args"] for row in read_log(folder / "log.jsonl") if "args" in row]
         if theirs and {**theirs[-1], "resume": None} == ours:
+            out_dir = folder
             if (folder / "last.pt").exists():
-                out_dir, args.resume = folder, str(folder)
+                args.resume = str(folder)
+            elif rank == 0:                                         # it died before its first save
+                shutil.rmtree(folder)
             break
     out_dir, args.resume = broadcast([out_dir, args.resume])
-    if (out_dir / "last.pt").exists() and not args.resume:
-        raise InputError(f"--out_dir {out_dir} already holds a run: continue it with --resume "
-                         f"{out_dir} or choose another folder")
+    if out_dir.exists() and not args.resume:
+        raise InputError(f"--out_dir {out_dir} exists: go on with the run in it by --resume "
+                         f"{out_dir}, or choose another folder")
     return device, rank, world, out_dir
 
 
 def begin(args, out_dir, step, model, device, rank, world, **about):
-    """Make the run's folder, lock it, cut its log behind `step`. Returns the `Log`.
+    """Make the run's folder, or cut the log of a resumed run behind `step`. Returns the `Log`.
 
     about: what else its first row says. Only rank 0 writes; the rows of the others go nowhere.
-    Raises ValueError if another process trains there.
     """
-    global training
+    global active_run_dir
     if rank:
         return Log(os.devnull)
-    out_dir.mkdir(parents=True, exist_ok=True)
     log = Log(out_dir / "log.jsonl")
-    log.lock()
-    log.cut(step if args.resume else -1)
+    if args.resume:
+        log.cut(step)
+    else:
+        out_dir.mkdir(parents=True)
     about.update(parameters=sum(p.numel() for p in model.parameters()), device=describe(device))
     log.append(dict(step=step, args=vars(args), torch=torch.__version__, world=world, **about))
-    say(f"{about['parameters']:,} parameters | {world} x {about['device']} | {out_dir}"
-        + (f" | resumed at step {step}" if step else ""))
-    training = out_dir
+    print0(f"{about['parameters']:,} parameters | {world} x {about['device']} | {out_dir}"
+           + (f" | resumed at step {step}" if step else ""))
+    active_run_dir = out_dir
     return log
 
 
 def what_is_saved():
     """Say which step a stopped training has saved, and the command that goes on from there."""
-    if training is None or not (training / "last.pt").exists():
-        return "; nothing is saved yet" if training else ""
-    return (f"; {training} holds step {load(training)['step']}, go on with: python "
-            f"{os.path.relpath(sys.argv[0])} --resume {training}")
+    if active_run_dir is None or not (active_run_dir / "last.pt").exists():
+        return "; nothing is saved yet" if active_run_dir else ""
+    return (f"; {active_run_dir} holds step {load(active_run_dir)['step']}, go on with: python "
+            f"{os.path.relpath(sys.argv[0])} --resume {active_run_dir}")
 
 
 class Log:
@@ -329,52 +325,30 @@ class Log:
         self.path = Path(path)
 
     def append(self, row):
-        """Write a row; ValueError at a number that is not finite."""
+        """Write a row; InputError at a number that is not finite."""
         for name, value in {**row, **row.get("eval", {})}.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise InputError(f"not finite at step {row.get('step')}: {name} {value}")
-        try:
-            with open(self.path, "a") as f:
-                f.write(json.dumps(row) + "\n")
-        except OSError as e:
-            raise InputError(f"cannot write {self.path} ({e.strerror})") from None
+        with open(self.path, "a") as f:
+            f.write(json.dumps(row) + "\n")
 
     def cut(self, step):
-        """Drop what was logged after `step`, and a line cut short by a kill."""
+        """Drop what was logged after `step`, and a last line cut short by a kill."""
         rows = [row for row in read_log(self.path) if row.get("step", 0) <= step]
         with replacing(self.path) as tmp:
             tmp.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def lock(self, does="trains"):
-        """Keep other processes out of this folder while the Log lives; ValueError names who has it.
-
-        The system frees the lock of a process that dies, so none is left behind.
-        """
-        self.held = open(self.path.with_name("lock"), "a+")         # closing it frees the lock
-        try:
-            if fcntl:
-                fcntl.lockf(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            self.held.seek(0)
-            raise InputError(f"{self.path.parent}: process {self.held.read()} {does} there; stop "
-                             f"it first, or choose another --out_dir") from None
-        self.held.truncate(0)
-        print(f"{os.getpid()} on {socket.gethostname()}", end="", file=self.held, flush=True)
-
 
 def read_log(path):
-    """Read the rows of a log, without one cut short by a kill; ValueError names what is no log."""
+    """Read the rows of a log: a list of dicts. The last line may be cut short by a kill."""
     rows, path = [], Path(path)
-    text = path.read_text("utf-8", "replace") if path.exists() else ""
-    for i, line in enumerate(text.split("\n"), 1):
+    lines = path.read_text("utf-8", "replace").split("\n") if path.exists() else []
+    for i, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
+            rows.append(json.loads(line))
         except json.JSONDecodeError:
-            continue
-        if not isinstance(row, dict) or not isinstance(row.get("step", 0), int):
-            raise InputError(f"{path}, line {i}: {line[:60]}, expected a JSON object whose step is "
-                             f"a whole number")
-        rows.append(row)
+            if i < len(lines):                                      # a whole line ends in a newline
+                raise InputError(f"{path}, line {i}: {line[:60]!r} is no row of a log") from None
     return rows
 
 
@@ -382,39 +356,29 @@ def read_log(path):
 
 @contextmanager
 def replacing(path):
-    """Give the name of a file to write, only this process's; put it in the place of `path`.
-
-    At every moment path is the old file or the new one. Raises OSError naming it on a full disk.
-    """
-    path, tmp = Path(path), Path(f"{path}.{os.getpid()}.tmp")
+    """Give the name of a temporary file that takes the place of `path`: never half a file there."""
+    tmp = Path(f"{path}.{os.getpid()}.tmp")
     try:
         yield tmp
         os.replace(tmp, path)
-    except (OSError, RuntimeError) as e:                            # torch.save hides the OSError
-        if isinstance(e.__context__, KeyboardInterrupt):            # and a Ctrl-C
+    except RuntimeError as e:
+        if isinstance(e.__context__, KeyboardInterrupt):                # torch.save hides a Ctrl-C
             raise KeyboardInterrupt from None
-        why = getattr(e.__context__, "strerror", None) or getattr(e, "strerror", None) or e
-        kept = "the previous one is untouched" if path.exists() else "there is none yet"
-        raise InputError(f"cannot write {path} ({why}); {kept}") from None
+        raise
     finally:
-        with suppress(OSError):
-            tmp.unlink()
+        tmp.unlink(missing_ok=True)
 
 
 def save(path, checkpoint):
-    """Write a dict of plain types and tensors, whole or not at all; see `replacing`.
-
-    Raises ValueError if a weight is not finite; the old file is untouched.
-    """
+    """Write a dict of plain types and tensors, whole or not at all; InputError at nan weights."""
     for name, weight in checkpoint.get("model", {}).items():
         if not weight.isfinite().all():
             raise InputError(f"not finite at step {checkpoint.get('step')}: the weight {name}")
-    with replacing(path) as tmp:
-        tmp.parent.mkdir(parents=True, exist_ok=True)
-        with open(tmp, "wb") as f:
-            torch.save(checkpoint, f)
-            f.flush()
-            os.fsync(f.fileno())
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as tmp, open(tmp, "wb") as f:
+        torch.save(checkpoint, f)
+        f.flush()
+        os.fsync(f.fileno())
 
 
 def load(path):
@@ -429,56 +393,33 @@ def load(path):
         path = Path(path, "last.pt") if Path(path).is_dir() else Path(path)
         if not path.exists():
             raise InputError(f"no checkpoint at {path}")
-        open(path, "rb").close()                        # a file that may not be read says so itself
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):     # the released code's args
             checkpoint = read(path, map_location="cpu", weights_only=True)
-    except Exception as e:                             # what odd bytes raise depends on the bytes
-        why = str(e.reason) if isinstance(e, URLError) else "truncated, or no file of torch.save"
-        if "GLOBAL" in str(e):
-            why = f"it holds {str(e).split('GLOBAL')[1].split()[0]}, which is no plain data"
-        raise InputError(f"{path} is not a readable checkpoint ({why})") from None
+    except Exception as e:                                          # torch.load raises many types
+        raise InputError(f"{path} is not a readable checkpoint ({type(e).__name__})") from None
     if not isinstance(checkpoint, dict):
         raise InputError(f"{path} holds a {type(checkpoint).__name__}, expected a dict of weights")
     return checkpoint
 
 
-def check_run(checkpoint, path, script, *parts):
-    """Raise ValueError naming the file unless it is of this script and holds these parts."""
-    kinds = dict(step=int, classes=list, vocab=str)
-    if checkpoint.get("task") != TASKS[script]:
-        raise InputError(f"{path} is not a checkpoint of {script}")
-    for name in parts:
-        value = checkpoint.get(name)
-        if not isinstance(value, kinds.get(name, dict)) or (value == {} and name != "metrics"):
-            hint = "; continue from last.pt" if name == "optimizer" else ""
-            raise InputError(f"{path} is an incomplete checkpoint of {script}: it has no "
-                             f"{name}{hint}")
-
-
-def load_run(path, script, *parts, **data):
-    """Load what --resume names, with these parts; ValueError if the data have changed.
-
-    data: what the checkpoint has to say of the data, as classes=[...], training_images=100.
-    """
-    checkpoint = load(path)
-    check_run(checkpoint, path, script, "model", "step", "optimizer", *parts)
-    for name, value in data.items():
-        was = checkpoint.get(name, value)
-        if was != value:
-            was, value = (textwrap.shorten(str(v), 60) for v in (was, value))
-            raise InputError(f"--resume {path}: the data have changed, {name} was {was} and is "
-                             f"{value}")
-    return checkpoint
-
-
 @contextmanager
-def naming(what):
+def error_prefix(what):
     """Begin input errors within with `what`, the flag and the file they are about."""
     try:
         yield
-    except ValueError as e:
+    except InputError as e:
         raise InputError(f"{what}: {e}") from None
+
+
+def check_run(checkpoint, script, *parts):
+    """Raise InputError unless a checkpoint is of this script and holds these parts."""
+    if checkpoint.get("task") != TASKS[script]:
+        raise InputError(f"not a checkpoint of {script}")
+    for name in parts:
+        if checkpoint.get(name) is None:
+            hint = "; continue from last.pt" if name == "optimizer" else ""
+            raise InputError(f"an incomplete checkpoint of {script}: it has no {name}{hint}")
 
 
 def stored_config(checkpoint, config):
@@ -499,7 +440,7 @@ def stored_config(checkpoint, config):
 
 def rebuild(checkpoint, script, model, config):
     """Rebuild the model of a checkpoint of `script`, in eval mode. model, config: its classes."""
-    check_run(checkpoint, "it", script, "model", "model_config")
+    check_run(checkpoint, script, "model", "model_config")
     model = model(stored_config(checkpoint, config))
     load_strictly(model, checkpoint["model"])
     return model.eval()
@@ -512,15 +453,49 @@ def load_strictly(model, weights):
         model.load_state_dict(weights)
     except RuntimeError as e:
         model.load_state_dict(before)
-        raise InputError(f"weights do not fit the model: "
-                         f"{textwrap.shorten(str(e), 250)}") from None
+        words = " ".join(str(e).split())
+        raise InputError(f"weights do not fit the model: {words[:250]}") from None
+
+
+def state_of(script, model, optimizer, args, step, **more):
+    """Make the checkpoint after `step` steps, a dict of plain types and tensors."""
+    return dict(task=TASKS[script], args=vars(args), step=step, model=model.state_dict(),
+                model_config=asdict(model.config), optimizer=optimizer and optimizer.state_dict(),
+                **more)
+
+
+def load_run(args, script, **data):
+    """Load the checkpoint that --resume names, {} without; InputError if the data have changed.
+
+    data: what the checkpoint has to say of the data, as classes=[...], training_images=100.
+    """
+    if not args.resume:
+        return {}
+    with error_prefix(f"--resume {args.resume}"):
+        checkpoint = load(args.resume)
+        check_run(checkpoint, script, "model", "model_config", "step", "optimizer")
+        for name, value in data.items():
+            was = checkpoint.get(name, value)
+            if was != value:
+                raise InputError(f"the data have changed, {name} was {was!r:.60} and is "
+                                 f"{value!r:.60}")
+    return checkpoint
+
+
+def restore(checkpoint, model, optimizer):
+    """Put a run's weights and optimiser into a model and optimiser built like its own."""
+    decays = [group["weight_decay"] for group in optimizer.param_groups]    # a flag may be new
+    load_strictly(model, checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    for group, decay in zip(optimizer.param_groups, decays):
+        group["weight_decay"] = decay
 
 
 # --- steps of a training --------------------------------------------------------------------------
 
-def every(step, n):
-    """Tell whether step is a multiple of n; never, if n is 0."""
-    return n > 0 and step % n == 0
+def every(step, *counts):
+    """Tell whether step is a multiple of one of the counts; never of 0."""
+    return any(n > 0 and step % n == 0 for n in counts)
 
 
 def seed_of(seed, step, rank):
@@ -529,9 +504,17 @@ def seed_of(seed, step, rank):
 
 
 def progress(first, stop, rank):
-    """Show a bar for the steps from `first` to `stop`."""
-    return tqdm(range(first, stop), "training", stop, initial=first, unit="step", disable=rank > 0,
-                dynamic_ncols=True)
+    """Show a bar for the steps from `first` to `stop`, on a terminal."""
+    return tqdm(range(first, stop), "training", stop, initial=first, unit="step",
+                disable=rank > 0 or not sys.stderr.isatty(), dynamic_ncols=True)
+
+
+def show_progress(bar, step, loss, rate, unit, seconds):
+    """Show loss and speed beside the bar or, where output is redirected, in a line."""
+    bar.set_postfix_str(f"loss {loss:.3f} {rate:.0f} {unit}/s")
+    if bar.disable:
+        print0(f"step {step:6d}  loss {loss:.4f}  {rate:.0f} {unit}/s  "
+               f"{1000 * seconds:.1f} ms a step")
 
 
 def line(step, loss, metrics):
@@ -544,7 +527,8 @@ def mean_of(pending, step):
     """Average loss and gradient norm of the last steps, as floats. Waits for the device.
 
     pending: a tensor (2,), loss and norm, of each step up to `step`: this process's share of the
-    sums over processes. Raises ValueError at the first step where one is not finite.
+    sums over processes, so all of them have to call this. InputError names the first step where one
+    is not finite.
     """
     rows = all_sum(torch.stack(pending)).cpu()                      # (steps, 2)
     for i, (loss, norm) in enumerate(rows.tolist(), step - len(rows) + 1):
@@ -565,12 +549,18 @@ def lr_at(step, total, warmup, lr, min_lr, warmup_lr=1e-6):
     return min_lr + (lr - min_lr) * (1 + math.cos(math.pi * min(step / max(total, 1), 1))) / 2
 
 
-def param_groups(model, weight_decay, no_decay=("pos_embed", "cls_token")):
-    """Make the optimiser's two groups; 1-d tensors and those in no_decay are not decayed."""
+def param_groups(model, weight_decay, also=()):
+    """Make the optimiser's two groups: weights of Linear, Conv and Embedding decay, the rest not.
+
+    also: names of further parameters that are matrices. Frozen parameters are in neither group.
+    """
+    matrices = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Embedding)
+    weights = {id(m.weight) for m in model.modules() if isinstance(m, matrices)}
     decay, keep = [], []
     for name, p in model.named_parameters():
         if p.requires_grad:
-            (keep if p.ndim < 2 or name.split(".")[-1] in no_decay else decay).append(p)
+            decays = id(p) in weights or name.split(".")[-1] in also
+            (decay if decays else keep).append(p)
     return [dict(params=decay, weight_decay=weight_decay), dict(params=keep, weight_decay=0.0)]
 
 

@@ -163,13 +163,13 @@ def main():
     kinds = {"classification": (classifier_from_checkpoint, look_at_classifier),
              "segmentation": (segmenter_from_checkpoint, look_at_segmenter)}
     if not checkpoint.get("classes") or checkpoint.get("task") not in kinds:
-        raise ValueError(f"--ckpt {args.ckpt} names no classes: expected a checkpoint of "
+        raise common.InputError(f"--ckpt {args.ckpt} names no classes: expected a checkpoint of "
                          f"train_cls.py or train_seg.py")
     if "cls_depth" in checkpoint["model_config"]:
-        raise ValueError(f"--ckpt {args.ckpt} is a FAN: its class token joins after these layers, "
+        raise common.InputError(f"--ckpt {args.ckpt} is a FAN: its class token joins after these layers, "
                          f"so in none of them does it look anywhere; expected a ViT or a Segmenter")
     rebuild, look = kinds[checkpoint["task"]]
-    with common.naming(f"--ckpt {args.ckpt}"):
+    with common.error_prefix(f"--ckpt {args.ckpt}"):
         model = rebuild(checkpoint)
     image = read_image(args, model.config.image_size)
     with torch.no_grad():

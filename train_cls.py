@@ -20,7 +20,6 @@ import argparse
 import math
 import os
 import time
-from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -29,41 +28,23 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 import common
-from attention import ATTENTIONS, LAYER_PATTERNS, key_statistics
+from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE, InputError
-from data.augment import augment_uint8, send, soft_targets, to_float
-from data.batches import Split, image_batches
-from data.images import load_data, split_name
+from data.augment import augment_uint8, soft_targets, to_float
+from data.batches import Split, image_batches, send
+from data.images import DATASETS, largest_share, load_data, split_name
 from data.rng import epoch_order
 from vit import SIZES, ViT, ViTConfig
 
-# What --data selects, and --data with --model; flags win.
-RECIPES = {
-    # 3.2 minutes on 2 CPU cores: 96.8 % (rpc), 96.8 % (symmetric), 96.1 % (softmax)
-    "shapes": dict(model="nano", image_size=32, patch_size=4, epochs=8, batch_size=64, lr=2e-3,
-                   smoothing=0.0),
-    # 25 minutes on 2 CPU cores: 70 %
-    "cifar10": dict(model="micro", image_size=32, patch_size=4, epochs=8, batch_size=64, lr=1e-3,
-                    pad=4),
-    # the paper's run, 300 epochs on 4 GPUs, not run here: 70.94 % (rpc), 70.44 % (symmetric) there;
-    # lr = 5e-4 * batch_size / 512
-    "imagenet": dict(model="tiny", image_size=224, patch_size=16, epochs=300, batch_size=1024,
-                     lr=1e-3, warmup_epochs=5, clip=0.0, drop_path=0.1, num_ops=2, erase=0.25,
-                     mixup=0.8, cutmix=1.0, repeats=3, ema=0.99996),
+# Each data set has its recipe, in data/images.py; these models have one of their own. Flags win.
+RECIPES = {name: recipe for name, (_, recipe) in DATASETS.items()} | {
     ("imagenet", "base"): dict(clip=1.0),
     # the paper's authors' (rachtsy/FAN:scripts/fan_vit/fan_net_tiny.sh), not run here
     ("imagenet", "fan_tiny"): dict(batch_size=512, lr=2e-3, min_lr=1e-6, drop_path=0.0, repeats=1,
                                    ema=0.99992),
     # FAN's authors' (NVlabs/FAN), not run here
     ("imagenet", "fan_small"): dict(lr=2e-3, min_lr=1e-6, drop_path=0.2, repeats=1, ema=0.99992),
-    # images of your own; what is None depends on how many and how large they are: choose_for_folder
-    "folder": dict(model=None, image_size=None, patch_size=None, epochs=None, batch_size=None,
-                   pad=None, lr=1e-3),
 }
-# What --resume refuses to change: it would be another run.
-FIXED = ("data", "model", "image_size", "patch_size", "attn", "rpc_layers", "n_iter", "lambd",
-         "form", "drop_path", "init", "init_from", "num_images", "holdout", "batch_size", "repeats",
-         "adv_eps", "adv_steps", "seed")
 
 
 def get_args():
@@ -72,10 +53,9 @@ def get_args():
                                 allow_abbrev=False)
     boolean = argparse.BooleanOptionalAction
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=[name for name in RECIPES if isinstance(name, str)],
-         help="the recipe; without it rendered scenes (shapes) or, with --data_dir, images of "
-         "your own (folder)")
-    flag("--data_dir", type=common.path, help="folder: <class>/*.jpg, or train/ and val/ of those; "
+    flag("--data", choices=DATASETS, help="the recipe; without it rendered scenes (shapes) or, "
+         "with --data_dir, images of your own (folder)")
+    flag("--data_dir", help="folder: <class>/*.jpg, or train/ and val/ of those; "
          "imagenet: the latter; cifar10: torchvision's files, class folders or a tar of them")
     flag("--download", action=boolean, default=False, help="cifar10: fetch it into --data_dir")
     flag("--num_images", type=COUNT, default=16000, help="shapes: training images to render")
@@ -89,13 +69,12 @@ def get_args():
     flag("--model", choices=[*SIZES, "fan_tiny", "fan_small"], help="nano to base: ViT")
     flag("--image_size", type=COUNT, help="pixels, a multiple of --patch_size")
     flag("--patch_size", type=COUNT, help="pixels")
-    common.add_attention(flag, list(dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS])))
+    common.add_attention(flag, list(dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS])), FORMS)
     flag("--drop_path", type=SHARE, default=0.0, help="rate of the last block (FAN: of each)")
     flag("--init", choices=["trunc_normal", "default"], help="Linear layers as DeiT's, or torch's "
          "as the released RPC code; None: default, but for a FAN and, on imagenet, for attention "
          "other than symmetric or rpc")
-    flag("--init_from", type=common.path,
-         help="start from these weights (file or https address; App. E.6)")
+    flag("--init_from", help="start from these weights (file or https address; App. E.6)")
 
     flag = p.add_argument_group("training").add_argument
     flag("--epochs", type=COUNT, help="the learning rate falls until then")
@@ -104,36 +83,17 @@ def get_args():
     flag("--lr", type=REAL, help="peak learning rate (AdamW); DeiT's rule: 5e-4 * batch_size / 512")
     flag("--min_lr", type=REAL, default=1e-5, help="at the end of the cosine")
     flag("--warmup_epochs", type=REAL, default=1, help="linear warm-up from 1e-6")
-    flag("--weight_decay", type=REAL, default=0.05, help="of matrices alone; not of positions")
+    flag("--weight_decay", type=REAL, default=0.05, help="of the matrices of Linear and Conv alone")
     flag("--clip", type=REAL, default=1.0, help="largest gradient norm; 0: any")
     flag("--ema", type=SHARE, default=0.0, help="decay of the weight average; 0: none")
     flag("--eval_every", type=COUNT, default=1, help="epochs between evaluations")
     flag("--keep_every", type=NATURAL, default=0, help="epochs; also keep epoch_<n>.pt; 0: none")
+    flag("--keep_best", action=boolean, default=False, help="also keep best.pt, of the evaluation "
+         "with the lowest loss: for images that are held out to choose by (folder: on)")
     flag("--adv_eps", type=common.number(pixels, 0, 1), default=0.0,
          help="adversarial training: pixels move by up to this, as 2/255; 0: none")
     flag("--adv_steps", type=COUNT, default=3, help="PGD steps that find where they move")
-    add_augmentation(p)
 
-    common.add_running(p, "<data>_<attn>", "--epochs")
-    args = common.parse(p, RECIPES, "train_cls.py", FIXED)
-    if args.init_from and not args.resume:
-        args = follow_file(p, args)
-    if args.data == "folder":
-        choose_for_folder(args)
-    deit = args.data == "imagenet" and args.attn not in ("symmetric", "rpc")    # theirs: torch's
-    args.init = args.init or ("trunc_normal" if deit or args.model not in SIZES else "default")
-    check_flags(args)
-    return args
-
-
-def pixels(text):
-    """Read 2/255 or 0.01."""
-    over, _, under = text.partition("/")
-    return float(over) / (float(under or 1) or math.nan)            # n/0: not in any range
-
-
-def add_augmentation(p):
-    """Add what happens to training images and their labels."""
     flag = p.add_argument_group("augmentation").add_argument
     flag("--pad", type=NATURAL, default=0, help="random shift by up to PAD pixels (small images)")
     flag("--num_ops", type=NATURAL, default=0, help="RandAugment operations per image; DeiT: 2")
@@ -143,28 +103,33 @@ def add_augmentation(p):
     flag("--smoothing", type=SHARE, default=0.1, help="label smoothing")
     flag("--repeats", type=COUNT, default=1, help="crops of an image in an epoch that draws it")
 
-
-def check_flags(args):
-    """Raise ValueError unless the flags make sense together."""
+    common.add_running(p, "<data>_<attn>", "--epochs")
+    args = common.parse(p, RECIPES, "train_cls.py")
+    if args.init_from and not args.resume:
+        args = follow_file(p, args)
+    if args.data == "folder":
+        from data.photos import choose
+        choose(args)
+    deit = args.data == "imagenet" and args.attn not in ("symmetric", "rpc")    # theirs: torch's
+    args.init = args.init or ("trunc_normal" if deit or args.model not in SIZES else "default")
     if args.data == "shapes" and args.data_dir:
         raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images")
     if args.warmup_epochs > args.epochs:
         raise InputError(f"--warmup_epochs {args.warmup_epochs} is longer than the run, --epochs "
                          f"{args.epochs}")
-    if args.min_lr > args.lr:
-        raise InputError(f"--min_lr {args.min_lr} is above --lr {args.lr}")
-    if args.pad >= args.image_size:
-        raise InputError(f"--pad {args.pad} shifts all of an image of {args.image_size} pixels "
-                         f"out of sight")
+    return args
+
+
+def pixels(text):
+    """Read 2/255 or 0.01."""
+    over, _, under = text.partition("/")
+    return float(over) / (float(under or 1) or math.nan)            # n/0: not in any range
 
 
 def follow_file(p, args):
     """Parse again: where no flag says model, patch or own photos' size, --init_from does."""
     from weights import flags_for
-    try:
-        found = flags_for(common.load(args.init_from), SIZES)
-    except InputError:                                              # `build` says so
-        return args
+    found = flags_for(common.load(args.init_from), SIZES)
     found.pop("attn", None)                                         # to be named: rpc or symmetric
     if args.data != "folder":                                       # the recipe says which
         found.pop("image_size", None)
@@ -172,32 +137,14 @@ def follow_file(p, args):
     again = p.parse_args()
     if vars(again) != vars(args):
         chosen = " ".join(f"--{name} {getattr(again, name)}" for name in found)
-        common.say(f"as in {args.init_from}: {chosen}")
+        common.print0(f"as in {args.init_from}: {chosen}")
     return again
-
-
-def choose_for_folder(args):
-    """Fill what the recipe of a folder leaves open, from how many images it holds and how large."""
-    if not args.data_dir:
-        raise InputError("--data folder needs --data_dir")
-    from data.photos import find_photos
-    photos = find_photos(args.data_dir)
-    if not photos.val and not args.holdout:
-        args.holdout = round(len(photos.train) / 5)                 # without a val folder: a fifth
-    chosen = photos.recipe(len(photos.train) - args.holdout)
-    chosen["pad"] = (args.image_size or chosen["image_size"]) // 8
-    common.fill(args, chosen)
-    if args.resume:
-        return
-    chosen = " ".join(f"{name}={getattr(args, name)}" for name in ("holdout", *chosen))
-    common.say(f"{args.data_dir}: {len(photos.train) + len(photos.val)} images in "
-               f"{len(photos.classes)} classes; chosen for them: {chosen}")
 
 
 # --- data -----------------------------------------------------------------------------------------
 
 def micro_batches(args, n, start, total, rank, world):
-    """Deal out (index, position), (b,) int64 each, of every micro-batch of this process.
+    """Yield this rank's (index, position), (b,) int64 each, per micro-batch.
 
     start, total: steps. position numbers the samples of the whole run. A process takes a contiguous
     slice of the global batch, so neighbours, which are mixed with each other, stay together; copies
@@ -269,10 +216,12 @@ def evaluate(model, source, args, device, rank, world):
     model.train()
     top1, top5, loss, images = common.all_sum(total).tolist()
     if not images:
-        raise InputError(f"--data_dir {source.folder}: none of the {len(source.labels)} images can "
-                         f"be read")
-    return dict(top1=100 * top1 / images, top5=100 * top5 / images, loss=loss / images,
-                images=int(images))
+        raise InputError(f"none of the {len(source.labels)} images can be read")
+    found = dict(top1=100 * top1 / images, top5=100 * top5 / images, loss=loss / images,
+                 images=int(images))
+    if len(source.classes) < 6:
+        del found["top5"]
+    return found
 
 
 def evaluate_run(model, ema, train, test, args, device, rank, world):
@@ -295,10 +244,12 @@ def evaluate_run(model, ema, train, test, args, device, rank, world):
 # --- the run --------------------------------------------------------------------------------------
 
 def build(args, train, device):
-    """Build model, optimiser, weight average or None; load what --resume or --init_from names.
+    """Build model, optimiser and weight average or None; load what --resume or --init_from names.
 
-    Also returns the step to start at and the metrics of an evaluation there, or {}.
+    Also returns the checkpoint of --resume, {} without one.
     """
+    checkpoint = common.load_run(args, "train_cls.py", classes=list(train.classes),
+                                 training_images=len(train.labels))
     Model, Config, size = ViT, ViTConfig, SIZES.get(args.model)
     if args.model not in SIZES:
         from fan import FAN as Model, SIZES as fans, FANConfig as Config
@@ -309,37 +260,25 @@ def build(args, train, device):
                     pap=common.pap_of(args), drop_path=args.drop_path, init=args.init)
     torch.manual_seed(args.seed)
     model = Model(config).to(device)
+    if args.init_from and not args.resume:
+        from weights import start_from
+        notes = start_from(model, args.init_from, SIZES)
+        common.print0(f"weights from {args.init_from}", *notes)
+    # To freeze a part, say so here, `model.patch_embed.requires_grad_(False)`: --resume passes by.
+
     groups = common.param_groups(model, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.ema)) if args.ema else None
-    if args.resume:
-        return model, optimizer, ema, *resume(args, model, optimizer, ema, train)
-    if args.init_from:
-        from weights import start_from
-        common.say(f"weights from {args.init_from}", *start_from(model, args.init_from, SIZES))
-    return model, optimizer, ema, 0, {}
-
-
-def resume(args, model, optimizer, ema, train):
-    """Load the run that --resume names; returns its step and metrics."""
-    checkpoint = common.load_run(args.resume, "train_cls.py", "classes", "metrics",
-                                 *["ema"] * bool(ema), classes=list(train.classes),
-                                 training_images=len(train.labels))
-    if checkpoint.get("ema") and not ema:
-        raise InputError(f"--ema {args.ema}: the run in {args.resume} has an average of its "
-                         f"weights")
-    with common.naming(f"--resume {args.resume}"):
-        common.load_strictly(model, checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
+    if checkpoint:
+        common.restore(checkpoint, model, optimizer)
         if ema:
-            common.load_strictly(ema.module, checkpoint["ema"])
+            ema.module.load_state_dict(checkpoint["ema"])
             ema.n_averaged.fill_(checkpoint["step"])
-    optimizer.param_groups[0]["weight_decay"] = args.weight_decay       # the setting may be new
-    return checkpoint["step"], checkpoint["metrics"]
+    return model, optimizer, ema, checkpoint
 
 
 def check_batch(args, world, n):
-    """Raise ValueError unless the images fill a batch and pairs that are mixed stay together."""
+    """Raise InputError unless the images fill a batch and pairs that are mixed stay together."""
     b = args.batch_size // (world * args.accum)
     if b % 2 and (args.mixup or args.cutmix):
         raise InputError(f"--batch_size {args.batch_size} gives {b} images per process and "
@@ -348,22 +287,16 @@ def check_batch(args, world, n):
         raise InputError(f"--batch_size {args.batch_size} is more than the {n} training images")
 
 
-def state_of(model, optimizer, ema, train, args, step, metrics):
-    """Make the checkpoint after `step` steps. metrics: of an evaluation at this step, or {}."""
-    return dict(task="classification", classes=list(train.classes), args=vars(args), step=step,
-                training_images=len(train.labels), model=model.state_dict(),
-                model_config=asdict(model.config), optimizer=optimizer.state_dict(),
-                ema=ema and ema.module.state_dict(), metrics=metrics)
-
-
 def main():
     # Flags, processes, data, then the model: a new one, or the one that --resume names.
     args = get_args()
     device, rank, world, out_dir = common.start(args, f"{args.data}_{args.attn}")
     train, test = load_data(args, device, rank)
     check_batch(args, world, len(train.labels))
-    model, optimizer, ema, first, metrics = build(args, train, device)
+    model, optimizer, ema, checkpoint = build(args, train, device)
     net = common.wrap(model, device, world, args.compile)
+    first, metrics = checkpoint.get("step", 0), checkpoint.get("metrics", {})
+    best = checkpoint.get("best") or dict(step=0, loss=math.inf)
     log = common.begin(args, out_dir, first, model, device, rank, world,
                        training_images=len(train.labels))
 
@@ -373,6 +306,7 @@ def main():
     stop = max(first, min(total, args.max_steps or total))
     batches = train_batches(train, args, first, stop, device, rank, world)
     bar = common.progress(first, stop, rank)
+    largest = largest_share(test)
     began, clock, pending = time.time(), time.time(), []
     if args.adv_eps:
         from robust.adversarial import adversarial
@@ -406,8 +340,9 @@ def main():
             ema.update_parameters(model)
         pending.append(torch.stack([loss, norm]) / world)           # stays on the device
 
-        # What is due? An evaluation every few epochs and at the end; a checkpoint after it, after
-        # every epoch and every --save_every steps.
+        # What is due? By the step alone, so that all processes agree: an evaluation every few
+        # epochs and at the end; a row of the log and a checkpoint then, after every epoch and every
+        # --save_every steps; further rows every --log_every steps.
         done, epoch = step + 1, (step + 1) / epoch_steps
         epoch_ends = common.every(done, epoch_steps)
         evaluating = done == stop or common.every(done, args.eval_every * epoch_steps)
@@ -416,10 +351,11 @@ def main():
         # Log the means since the last row. Reading them waits for the device.
         if saving or common.every(done, args.log_every):
             loss, norm = common.mean_of(pending, done)
-            rate = len(pending) * args.batch_size / (time.time() - clock)
+            seconds = (time.time() - clock) / len(pending)
+            rate = args.batch_size / seconds
             log.append(dict(step=done, loss=loss, grad_norm=norm, images_per_s=rate, epoch=epoch,
                             lr=lr))
-            bar.set_postfix_str(f"loss {loss:.3f} {rate:.0f} images/s")
+            common.show_progress(bar, done, loss, rate, "images", seconds)
             pending, clock = [], time.time()
 
         # Evaluate; the speed of the next row leaves this time out.
@@ -427,23 +363,36 @@ def main():
         if evaluating:
             metrics, keys = evaluate_run(model, ema, train, test, args, device, rank, world)
             log.append(dict(step=done, eval=metrics, epoch=epoch, **keys))
-            common.say(common.line(done, loss, metrics))
+            common.print0(common.line(done, loss, metrics) + f"  largest class {largest:.2f}")
             clock = time.time()
 
-        # Save. last.pt is written last, so a run killed earlier repeats the evaluation.
+        # Save; only rank 0 does, so here a clock may decide, too. last.pt is written last, so a run
+        # killed earlier repeats the evaluation.
         if saving and rank == 0:
-            checkpoint = state_of(model, optimizer, ema, train, args, done, metrics)
+            better = args.keep_best and metrics and metrics["loss"] < best["loss"]
+            if better:
+                best = dict(step=done, **metrics)
+            checkpoint = common.state_of(
+                "train_cls.py", model, optimizer, args, done, classes=list(train.classes),
+                training_images=len(train.labels), metrics=metrics, best=best,
+                ema=ema and ema.module.state_dict())
             if epoch_ends and common.every(done // epoch_steps, args.keep_every):
                 common.save(out_dir / f"epoch_{done // epoch_steps}.pt", checkpoint)
+            if better:
+                common.save(out_dir / "best.pt", checkpoint)
             common.save(out_dir / "last.pt", checkpoint)
 
     # The result, where the last step was evaluated.
     if metrics:
-        minutes = (time.time() - began) / 60
-        common.say(f"{args.data} {model.config.attn}: {split_name(args)} accuracy "
-                   f"{metrics['top1']:.2f} % (top-5 {metrics['top5']:.2f} %, {metrics['images']} "
-                   f"images) after {stop / epoch_steps:.1f} epochs, {minutes:.1f} minutes",
-                   f"next: python eval_robust.py --ckpt {out_dir}")
+        top5 = f"top-5 {metrics['top5']:.2f} %, " if "top5" in metrics else ""
+        common.print0(f"{args.data} {model.config.attn}: {split_name(args)} accuracy "
+                      f"{metrics['top1']:.2f} % ({top5}{metrics['images']} images, "
+                      f"{largest:.1f} % of them of the largest class) after "
+                      f"{stop / epoch_steps:.1f} epochs, {(time.time() - began) / 60:.1f} minutes")
+        if best["step"]:
+            common.print0(f"best.pt: the lowest loss, {best['loss']:.3f}, was after "
+                          f"{best['step'] / epoch_steps:.1f} epochs, accuracy {best['top1']:.2f} %")
+        common.print0(f"next: python eval_robust.py --ckpt {out_dir}")
 
 
 if __name__ == "__main__":

@@ -23,14 +23,13 @@ import math
 import re
 import textwrap
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import common
-from attention import ATTENTIONS, LAYER_PATTERNS, key_statistics
+from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE, InputError
 from data import text as data_text
 from data.text import EOS, perplexity, sliding_nll, text_folder
@@ -47,9 +46,6 @@ RECIPES = {
                         steps=500_000, batch_size=96, lr=2.5e-4, warmup=2000, eval_every=4000),
 }
 RECIPES["folder"] = RECIPES["wikitext"]         # --data_dir alone: a text of one's own
-# What --resume refuses to change: it would be another run.
-FIXED = ("data", "model", "context", "attn", "rpc_layers", "n_iter", "lambd", "form", "mu_over",
-         "norm", "dropout", "cutoffs", "steps", "batch_size", "seed")
 
 
 def get_args():
@@ -59,18 +55,15 @@ def get_args():
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=RECIPES, help="the recipe; without it topics and docstrings of this "
          "Python (pydoc) or, with --data_dir, a text of your own (folder)")
-    flag("--data_dir", type=common.path,
-         help="wiki.train.tokens, wiki.valid.tokens, wiki.test.tokens, or one .txt")
+    flag("--data_dir", help="wiki.train.tokens, wiki.valid.tokens, wiki.test.tokens, or one .txt")
 
     flag = p.add_argument_group("model").add_argument
     flag("--model", choices=SIZES, help="width, depth, heads, feed-forward and context")
     flag("--context", type=COUNT, help="tokens in a window; None: the model's")
-    common.add_attention(flag, [name for name in {**ATTENTIONS, **LAYER_PATTERNS}
-                                if name != "scaled_s"])
+    kinds = dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS])
+    common.add_attention(flag, [name for name in kinds if name != "scaled_s"], FORMS)
     flag("--mu_over", choices=["seen", "token", "all"], default="seen", help="mean|k| over "
          "tokens <= t, t alone, or the window as printed: that lets the future leak, to compare")
-    flag("--norm", choices=["post", "pre"], default="post",
-         help="layer norm after each sublayer, as the paper, or before")
     flag("--cutoffs", default="none", help="adaptive softmax: where its clusters start, "
          "20000,40000,200000; none: full")
     flag("--dropout", type=SHARE, default=0.1, help="rate")
@@ -85,22 +78,14 @@ def get_args():
     flag("--eval_every", type=COUNT, help="steps between evaluations; a checkpoint follows each")
 
     flag = p.add_argument_group("sampling").add_argument
-    flag("--sample", type=common.path, metavar="CKPT", help="no training: print words that this "
-         "checkpoint, or a run's best.pt, goes on with after --prompt")
+    flag("--sample", metavar="CKPT", help="no training: print words that this checkpoint, or a "
+         "run's best.pt, goes on with after --prompt")
     flag("--words", type=NATURAL, default=40, help="of a sample, at evaluations too; 0: none")
     flag("--prompt", default="", help="what it goes on from: words between spaces, as in the text")
-    flag("--temperature", type=common.number(float, 1e-3), default=1.0,
-         help="below 1: likelier words")
 
     common.add_running(p, "<data>_<attn>", "--steps")
-    args = common.parse(p, RECIPES, "train_lm.py", FIXED)
+    args = common.parse(p, RECIPES, "train_lm.py")
     args.context = args.context or SIZES[args.model]["context"]
-    used = {"sample", "words", "prompt", "temperature", "seed", "device"}
-    idle = [name for name in vars(args).keys() - used - {"context"}
-            if getattr(args, name) != p.get_default(name)]
-    if args.sample and idle:
-        raise InputError(f"--{min(idle)} does not go with --sample, which only prints words of a "
-                         f"trained model: leave one of them out")
     return args
 
 
@@ -115,7 +100,7 @@ def build_config(args, vocab_size):
         raise InputError(f"--cutoffs {args.cutoffs}: expected none or ids such as "
                          f"20000,40000,200000") from None
     layers = common.parse_layers(args.rpc_layers, size["depth"])
-    return LMConfig(vocab_size, **size, attn=args.attn, rpc_layers=layers, norm=args.norm,
+    return LMConfig(vocab_size, **size, attn=args.attn, rpc_layers=layers,
                     pap=common.pap_of(args), dropout=args.dropout, cutoffs=cutoffs)
 
 
@@ -129,14 +114,14 @@ def load_text(args):
             raise InputError(f"--context {args.context}: the {split} text in "
                              f"{args.data_dir or folder} has only {count} tokens, expected more "
                              f"than a window")
-    common.say(f"{folder}: {data_text.describe(corpus)}",
-               f"recipe {args.data}: {args.attn} LM-{args.model}, {args.steps} steps of "
-               f"{args.batch_size} x {args.context} tokens, lr {args.lr:g}")
+    common.print0(f"{folder}: {data_text.describe(corpus)}",
+                  f"recipe {args.data}: {args.attn} LM-{args.model}, {args.steps} steps of "
+                  f"{args.batch_size} x {args.context} tokens, lr {args.lr:g}")
     return corpus
 
 
 def micro_batches(tokens, args, start, stop, rank, world, device):
-    """Deal out windows (b, context + 1) int64 on the device: every micro-batch of this process."""
+    """Yield this rank's windows (b, context + 1) int64 per micro-batch, on the device."""
     b = args.batch_size // (world * args.accum)
     for step in range(start, stop):
         for micro in range(rank * args.accum, (rank + 1) * args.accum):
@@ -149,26 +134,24 @@ def micro_batches(tokens, args, start, stop, rank, world, device):
 
 
 def build(args, device):
-    """Load the text, build model and optimiser: new ones, or those that --resume names.
+    """Load the text, build model and optimiser; load what --resume names.
 
-    Also returns the step to start at and what is known of the best evaluation.
+    Also returns the checkpoint of --resume, {} without one.
     """
     corpus = load_text(args)
     vocab = corpus.vocab
     prompt_ids(args.prompt, vocab)                                  # a word it does not know: now
+    checkpoint = common.load_run(args, "train_lm.py", vocab="\n".join(vocab.words),
+                                 train_tokens=len(corpus.train))
     torch.manual_seed(args.seed)
     model = LM(build_config(args, len(vocab))).to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=device.type == "cuda")
-    if not args.resume:
-        return corpus, model, optimizer, 0, dict(step=0, perplexity=math.inf)
+    # To freeze a part, say so here, `model.embed.requires_grad_(False)`: --resume passes by.
 
-    checkpoint = common.load_run(args.resume, "train_lm.py", "model_config", "vocab", "best",
-                                 vocab="\n".join(vocab.words), train_tokens=len(corpus.train))
-    with common.naming(f"--resume {args.resume}"):
-        common.stored_config(checkpoint, LMConfig)                  # mu of an older run is refused
-        common.load_strictly(model, checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-    return corpus, model, optimizer, checkpoint["step"], checkpoint["best"]
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=args.lr,
+                                 fused=device.type == "cuda")
+    if checkpoint:
+        common.restore(checkpoint, model, optimizer)
+    return corpus, model, optimizer, checkpoint
 
 
 # --- evaluation and samples -----------------------------------------------------------------------
@@ -205,7 +188,7 @@ def sample(model, vocab, args, device):
     """Write --prompt and --words words more; the same weights and seed give the same text."""
     generator = torch.Generator(device).manual_seed(args.seed)
     prompt = prompt_ids(args.prompt, vocab).to(device)
-    ids = model.eval().generate(prompt, args.words, args.temperature, generator=generator)[0, 1:]
+    ids = model.eval().generate(prompt, args.words, generator=generator)[0, 1:]
     model.train()
 
     # tokens to prose: "in @-@ word" is in-word, "1 @,@ 000" is 1,000
@@ -220,8 +203,8 @@ def print_sample(args):
     device, rank, _ = common.setup(args.device)
     path = Path(args.sample, "best.pt")
     checkpoint = common.load(path if path.exists() else args.sample)
-    common.check_run(checkpoint, args.sample, "train_lm.py", "model", "model_config", "vocab")
-    with common.naming(f"--sample {args.sample}"):
+    with common.error_prefix(f"--sample {args.sample}"):
+        common.check_run(checkpoint, "train_lm.py", "model", "model_config", "vocab")
         model = lm_from_checkpoint(checkpoint).to(device)
         text = sample(model, data_text.stored_vocabulary(checkpoint), args, device)
     if rank == 0:
@@ -230,14 +213,6 @@ def print_sample(args):
 
 # --- the run --------------------------------------------------------------------------------------
 
-def state_of(model, optimizer, corpus, args, step, best):
-    """Make the checkpoint after `step` steps. best: the lowest valid perplexity and its step."""
-    return dict(task="language modelling", model=model.state_dict(), args=vars(args), step=step,
-                model_config=asdict(model.config), vocab="\n".join(corpus.vocab.words),
-                train_tokens=len(corpus.train), best=best,
-                optimizer=optimizer and optimizer.state_dict())
-
-
 def main():
     # Flags, processes, text, then the model: a new one, or the one that --resume names.
     args = get_args()
@@ -245,8 +220,10 @@ def main():
         return print_sample(args)
     own = "text" if args.data == "folder" else args.data
     device, rank, world, out_dir = common.start(args, f"{own}_{args.attn}")
-    corpus, model, optimizer, first, best = build(args, device)
+    corpus, model, optimizer, checkpoint = build(args, device)
     net = common.wrap(model, device, world, args.compile)
+    first = checkpoint.get("step", 0)
+    best = checkpoint.get("best", dict(step=0, perplexity=math.inf))
     log = common.begin(args, out_dir, first, model, device, rank, world,
                        train_tokens=len(corpus.train), vocab_size=len(corpus.vocab))
 
@@ -280,8 +257,9 @@ def main():
         optimizer.zero_grad(set_to_none=True)
         pending.append(torch.stack([loss, norm]) / world)           # stays on the device
 
-        # What is due? An evaluation every few steps and at the end; a checkpoint after it and
-        # every --save_every steps.
+        # What is due? By the step alone, so that all processes agree: an evaluation every few steps
+        # and at the end; a row and a checkpoint then and every --save_every steps; more rows every
+        # --log_every steps.
         done = step + 1
         evaluating = done == stop or common.every(done, args.eval_every)
         saving = evaluating or common.every(done, args.save_every)
@@ -289,33 +267,38 @@ def main():
         # Log the means since the last row. Reading them waits for the device.
         if saving or common.every(done, args.log_every):
             loss, norm = common.mean_of(pending, done)
-            rate = len(pending) * args.batch_size * args.context / (time.time() - clock)
+            seconds = (time.time() - clock) / len(pending)
+            rate = args.batch_size * args.context / seconds
             log.append(dict(step=done, loss=loss, grad_norm=norm, tokens_per_s=rate, lr=lr))
-            bar.set_postfix_str(f"loss {loss:.3f} {rate:.0f} tokens/s")
+            common.show_progress(bar, done, loss, rate, "tokens", seconds)
             clock, pending = time.time(), []
 
         # Evaluate. The weights with the lowest perplexity go to best.pt.
+        better = False
         if evaluating:
             metrics, more = evaluate(model, corpus, args, device, rank, world)
             log.append(dict(step=done, eval=metrics, **more))
-            common.say(textwrap.shorten(more.get("sample", ""), 100),
-                       common.line(done, loss, metrics))
-            if metrics["perplexity"] < best["perplexity"]:
+            common.print0(textwrap.shorten(more.get("sample", ""), 100),
+                          common.line(done, loss, metrics))
+            better = metrics["perplexity"] < best["perplexity"]
+            if better:
                 best = dict(step=done, perplexity=metrics["perplexity"])
-                if rank == 0:
-                    weights = state_of(model, None, corpus, args, done, best)
-                    common.save(out_dir / "best.pt", weights)
             clock = time.time()
 
-        # Save. last.pt is written last, so a run killed earlier repeats the evaluation.
+        # Save; only rank 0 does, so here a clock may decide, too. last.pt is written last, so a run
+        # killed earlier repeats the evaluation.
         if saving and rank == 0:
-            common.save(out_dir / "last.pt",
-                        state_of(model, optimizer, corpus, args, done, best))
+            checkpoint = common.state_of(
+                "train_lm.py", model, optimizer, args, done, best=best,
+                vocab="\n".join(corpus.vocab.words), train_tokens=len(corpus.train))
+            if better:
+                common.save(out_dir / "best.pt", {**checkpoint, "optimizer": None})
+            common.save(out_dir / "last.pt", checkpoint)
 
     # The result is the best evaluation's.
-    common.say(f"{args.data} {model.config.attn}: valid perplexity {best['perplexity']:.2f} "
-               f"(segment-wise) with the weights of step {best['step']}",
-               f"next: python eval_robust.py --ckpt {out_dir}")
+    common.print0(f"{args.data} {model.config.attn}: valid perplexity {best['perplexity']:.2f} "
+                  f"(segment-wise) with the weights of step {best['step']}",
+                  f"next: python eval_robust.py --ckpt {out_dir}")
 
 
 if __name__ == "__main__":

@@ -22,36 +22,36 @@ import argparse
 import math
 import os
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 import common
-from attention import ATTENTIONS, LAYER_PATTERNS, key_statistics
+from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE, InputError
 from data.batches import image_batches
 from data.rng import epoch_order
 from data.segmentation import TrainingViews, finish_views, load_split, save_pictures
-from robust.iou import evaluate, predictions
-from segmenter import (IGNORE, Segmenter, SegmenterConfig, backbone_settings,
-                       segmenter_from_checkpoint)
+from segmenter import (IGNORE, Segmenter, SegmenterConfig, backbone_settings, evaluate,
+                       predictions)
 from vit import SIZES
 
 # What --data selects; flags win.
 RECIPES = {
     # around weights/shapes_rpc.pt, 5 minutes on 2 CPU cores: mean IoU 75.0 % ± 0.8 (three seeds)
-    "shapes": dict(size=32, num_classes=11, epochs=5, batch_size=32, dropout=0.0, min_scale=1.0,
-                   max_scale=1.0, distort=False, num_workers=0),
+    "shapes": dict(size=32, num_classes=11, epochs=5, batch_size=32, dropout=0.0, num_workers=0),
     # 250 images, 25 minutes on a CPU core: mean IoU 30.5 % (symmetric), 27.9 % (rpc, n_iter 6)
     "camvid": dict(size=160, num_classes=11, epochs=200, batch_size=8, eval_every=20),
     # the paper's run, not run here: mean IoU 34.69 % (rpc), 34.00 % (symmetric) there
-    "ade20k": dict(size=512, num_classes=150, epochs=64, batch_size=8, optimizer="sgd", lr=1e-3,
-                   weight_decay=0.0, clip=0.0, drop_path=0.1),
+    "ade20k": dict(size=512, num_classes=150, epochs=64, batch_size=8, lr=1e-3, weight_decay=0.0,
+                   clip=0.0, drop_path=0.1),
     # images of your own; what is None depends on how many there are and how large: folder_recipe
     "folder": dict(size=None, epochs=None, batch_size=None, eval_every=None),
 }
+# How training images are varied: resized by a factor from, to; colours distorted. Scenes are not.
+VIEWS = {"shapes": ((1.0, 1.0), False)}
+USUAL_VIEWS = ((0.5, 2.0), True)
 # The encoder. --backbone brings all of it; without one, these say what it is. On the scenes a small
 # network learns little from scratch in minutes, so there weights/ has the backbone, unless a flag
 # of these asks for another encoder.
@@ -59,38 +59,34 @@ ENCODER = dict(model="nano", patch_size=16, attn="rpc", rpc_layers="0", n_iter=4
                form="released")
 ENCODERS = {"shapes": dict(patch_size=4), "ade20k": dict(model="tiny"),
             "folder": dict(patch_size=None)}
-# What --resume refuses to change: it would be another run.
-FIXED = (*ENCODER, "backbone", "decoder", "decoder_attn", "size", "num_classes", "data",
-         "num_images", "optimizer", "drop_path", "dropout", "min_scale", "max_scale", "distort",
-         "batch_size", "seed")
 
 
 def get_args():
     """Read the flags; see common.parse."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help,
                                 allow_abbrev=False)
-    boolean = argparse.BooleanOptionalAction
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=RECIPES, help="the recipe; without it rendered scenes (shapes) or, with "
          "--data_dir, images of your own (folder)")
-    flag("--data_dir", type=common.path, help="images/*.jpg, annotations/*.png (0: no class, "
-         "ignored; 1 to K), or training/ and validation/ in each of the two, as in ADE20K")
+    flag("--data_dir", help="images/*.jpg, annotations/*.png of the same names, a pixel's value is "
+         "its class; or training/ and validation/ in each of the two (camvid, ade20k: 0 is no "
+         "class, 1 to K are)")
+    flag("--ignore", type=common.number(int, 0, 255), nargs="*", help="folder: values of pixels "
+         "that belong to no class; None: 255")
     flag("--num_classes", type=COUNT, help="K; folder: found")
     flag("--num_images", type=COUNT, default=16000, help="shapes: to train on; a tenth to test")
     flag("--num_workers", type=NATURAL, default=min(os.cpu_count() or 1, 10),
          help="decoding processes per GPU")
 
     flag = p.add_argument_group("model").add_argument
-    flag("--backbone", type=common.path, help="checkpoint of train_cls.py, DeiT's file or https "
-         "address: its encoder, attention included; None: shapes: weights/shapes_<attn>.pt unless "
-         "flags ask for another encoder; else from scratch, rpc in layer 0, 4 steps, lambda 4")
+    flag("--backbone", help="checkpoint of train_cls.py, DeiT's file or https address: its "
+         "encoder, attention included; None: shapes: weights/shapes_<attn>.pt unless flags ask for "
+         "another encoder; else from scratch, rpc in layer 0, 4 steps, lambda 4")
     flag("--model", choices=SIZES, help="width, depth and heads (nano; ade20k: tiny)")
     flag("--patch_size", type=COUNT, help="pixels (16; shapes: 4; folder: as fits)")
     kinds = dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS])
-    common.add_attention(flag, [name for name in kinds if name != "scaled_s"])
+    common.add_attention(flag, [name for name in kinds if name != "scaled_s"], FORMS)
     p.set_defaults(**dict.fromkeys(ENCODER))                        # they are the backbone's
-    flag("--decoder", choices=["mask", "linear"], default="mask", help="mask transformer, "
-         "or one linear layer")
     flag("--decoder_attn", choices=["softmax", "symmetric", "rpc"], help="of the mask transformer; "
          "rpc: in its block 0, as the paper's code; default: as the encoder, rpc too")
     flag("--drop_path", type=SHARE, default=0.0,
@@ -100,94 +96,52 @@ def get_args():
     flag = p.add_argument_group("training").add_argument
     flag("--epochs", type=COUNT, help="the schedule ends there")
     flag("--batch_size", type=COUNT, help="over all processes")
-    flag("--optimizer", choices=["sgd", "adamw"], default="adamw",
-         help="sgd: Nesterov momentum 0.9; adamw: from scratch")
     flag("--lr", type=REAL, default=2e-3, help="learning rate of the first step")
     flag("--min_lr", type=REAL, default=1e-5,
          help="at the end: lr_k = (lr - min_lr) (1 - k / steps)^0.9 + min_lr")
-    flag("--weight_decay", type=REAL, default=0.05,
-         help="of matrices; 1-d tensors, positions, class tokens have none")
+    flag("--weight_decay", type=REAL, default=0.05, help="of matrices alone")
     flag("--clip", type=REAL, default=1.0, help="largest gradient norm; 0: any")
-    add_views(p)
-    common.add_running(p, "seg_<data>_<attn>", "--epochs")
 
-    args = common.parse(p, RECIPES, "train_seg.py", FIXED)
-    if args.data == "shapes" and not args.backbone:
-        args.attn, args.backbone = shipped(args)
-    if not args.backbone:
-        common.fill(args, {**ENCODER, **ENCODERS.get(args.data, {})})
-    check_flags(args)
-    return args
-
-
-def shipped(args):
-    """Find (attention, path) of the scenes' classifier in weights/; (as it was, None) if none fits.
-
-    It fits if no flag but --attn says what the encoder is.
-    """
-    attn = args.attn or ENCODER["attn"]
-    path = Path(__file__).with_name("weights") / f"shapes_{attn}.pt"
-    said = [name for name in ENCODER if name != "attn" and getattr(args, name) is not None]
-    return (args.attn, None) if said or not path.exists() else (attn, os.path.relpath(path))
-
-
-def add_views(p):
-    """Add how images are looked at: in training, in evaluations, at the end."""
-    flag, scale = p.add_argument_group("views").add_argument, common.number(float, 0.01)
+    flag = p.add_argument_group("views").add_argument
     flag("--size", type=COUNT, help="pixels: side of a crop, and the short side that images are "
          "resized to; a multiple of --patch_size")
-    flag("--min_scale", type=scale, default=0.5,
-         help="images are resized to a short side of --size times a factor from this")
-    flag("--max_scale", type=scale, default=2.0, help="to this")
-    flag("--distort", action=argparse.BooleanOptionalAction, default=True,
-         help="random brightness, contrast, saturation, hue")
     flag("--window", type=COUNT, help="pixels: of an evaluation's sliding window; None: --size")
     flag("--stride", type=COUNT, help="pixels between windows; None: --window")
     flag("--eval_every", type=COUNT, default=2, help="epochs between evaluations")
     flag("--keep_every", type=NATURAL, default=0, help="epochs; also keep epoch_<n>.pt; 0: none")
     flag("--save_images", type=NATURAL, default=4,
          help="at the end, draw image, truth, prediction of up to so many images")
+    common.add_running(p, "seg_<data>_<attn>", "--epochs")
+    return complete(common.parse(p, RECIPES, "train_seg.py"))
 
 
-def check_flags(args):
-    """Raise ValueError unless the flags make sense together."""
+def complete(args):
+    """Choose what no flag says: the scenes' backbone, an own folder's recipe, the encoder."""
     if args.data == "shapes" and args.data_dir:
         raise InputError(f"--data_dir {args.data_dir} is not read: --data shapes renders its "
                          f"images; choose another --data")
-    if args.max_scale < args.min_scale:
-        raise InputError(f"--min_scale {args.min_scale} is more than --max_scale {args.max_scale}")
-    if args.min_lr > args.lr:
-        raise InputError(f"--min_lr {args.min_lr} is above --lr {args.lr}")
+    if args.data == "shapes" and not args.backbone:
+        attn = args.attn or ENCODER["attn"]
+        path = Path(__file__).with_name("weights") / f"shapes_{attn}.pt"
+        said = [name for name in ENCODER if name != "attn" and getattr(args, name) is not None]
+        if path.exists() and not said:
+            args.attn, args.backbone = attn, os.path.relpath(path)
+    if not args.backbone:
+        common.set_missing(args, {**ENCODER, **ENCODERS.get(args.data, {})})
+    if args.data == "folder":
+        from data.labelled import choose
+        choose(args)
+    common.set_missing(args, dict(window=args.size))
+    common.set_missing(args, dict(stride=args.window))
+    if args.stride > args.window:
+        raise InputError(f"--stride {args.stride} is more than --window {args.window}")
+    return args
 
 
 # --- data ----------------------------------------------------------------------------------------
 
-def load_data(args):
-    """Read (training set, validation set); says what was found, and chooses for a folder.
-
-    Before common.start, which compares the flags with those of the run that torchrun restarts.
-    """
-    if args.data == "folder":
-        from data.labelled import folder_recipe, load_folder
-        train, val, found = load_folder(args.data_dir, args.num_classes)
-        args.num_classes = len(train.classes)
-        chosen = folder_recipe(len(train), sorted(train.sides)[len(train) // 2])
-        if args.backbone:
-            del chosen["patch_size"]                                # is the backbone's
-        common.fill(args, chosen)
-        words = " ".join(f"{name}={getattr(args, name)}" for name in chosen)
-        found += f"\nchosen for them: {words}"
-    else:
-        train, val = load_split(args, "training"), load_split(args, "validation")
-        found = f"{len(train)} training, {len(val)} validation images, {len(train.classes)} classes"
-    common.fill(args, dict(window=args.size))
-    common.fill(args, dict(stride=args.window))
-    common.say(f"{args.data}: {found}")
-    return train, val
-
-
 def batch_keys(args, n, start, stop, rank, world):
-    """Deal out [(position, index), ...] of this process for each step from `start` to `stop`.
+    """Yield this rank's [(position, index), ...] for each step from `start` to `stop`.
 
     position numbers the samples of the whole run. An epoch's last batch may be short; a process for
     which it holds no image gets its first one, and its loop ignores the labels.
@@ -211,18 +165,9 @@ def load_batches(views, args, mean, start, stop, rank, world):
         images, labels = (t.to(device, non_blocking=True) for t in (images, labels))
         if position[0] % n % args.batch_size != rank:               # a short batch, not for us
             labels.fill_(IGNORE)
-        images = finish_views(images, height, width, position, args.seed, mean, args.distort)
+        images = finish_views(images, height, width, position, args.seed, mean,
+                              VIEWS.get(args.data, USUAL_VIEWS)[1])
         yield images, labels.long()
-
-
-def check_setup(args, patch_size, train):
-    """Raise ValueError for views that do not fit, or a loss that would be 0 in every step."""
-    if args.window % patch_size:
-        raise InputError(f"--window {args.window} is not a multiple of the patch size {patch_size}")
-    if args.stride > args.window:
-        raise InputError(f"--stride {args.stride} is more than --window {args.window}")
-    if not any((train[i][1] != IGNORE).any() for i in range(len(train))):
-        raise InputError(f"none of the {len(train)} training images has a labelled pixel")
 
 
 # --- model and optimiser -------------------------------------------------------------------------
@@ -230,16 +175,16 @@ def check_setup(args, patch_size, train):
 def build_config(args, num_classes, backbone=None):
     """Build SegmenterConfig of the flags, or of the backbone, which flags may not contradict."""
     head = dict(num_classes=num_classes, image_size=args.size, drop_path=args.drop_path,
-                decoder=args.decoder, decoder_attn=args.decoder_attn or "",
-                decoder_dropout=args.dropout)
+                decoder_attn=args.decoder_attn or "", decoder_dropout=args.dropout)
     pap = common.pap_of(args)
     encoder = {k: getattr(args, k) for k in ENCODER
                if k not in pap and getattr(args, k) is not None}
     size = SIZES[encoder.pop("model")] if "model" in encoder else {}
     known = encoder if backbone is None else backbone_settings(backbone)
-    if args.size % known["patch_size"]:
-        raise InputError(f"--size {args.size} is not a multiple of the patch size "
-                         f"{known['patch_size']}")
+    for name in ("size", "window"):
+        if getattr(args, name) % known["patch_size"]:
+            raise InputError(f"--{name} {getattr(args, name)} is not a multiple of the patch size "
+                             f"{known['patch_size']}")
     if backbone is None:
         layers = common.parse_layers(encoder.pop("rpc_layers"), size["depth"])
         return SegmenterConfig(**size, **encoder, rpc_layers=layers, pap=pap, **head)
@@ -249,50 +194,41 @@ def build_config(args, num_classes, backbone=None):
     own = {**vars(config), **config.pap}
     for name, value in {**size, **encoder, **pap}.items():
         if own[name] != value:
-            raise InputError(f"it was trained with {name}={own[name]!r} and keeps its own "
-                             f"encoder; the flags say {value!r}")
+            raise InputError(f"--backbone {args.backbone}: it was trained with {name}="
+                             f"{own[name]!r} and keeps its own encoder; the flags say {value!r}")
     return config
-
-
-def build_optimizer(args, model):
-    """Build SGD with Nesterov momentum, as timm's "sgd", or AdamW."""
-    kept = ("pos_embed", "cls_token", "cls_emb")
-    groups = common.param_groups(model, args.weight_decay, no_decay=kept)
-    fused = next(model.parameters()).is_cuda
-    if args.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=args.lr, momentum=0.9, nesterov=True, fused=fused)
-    return torch.optim.AdamW(groups, lr=args.lr, fused=fused)
 
 
 def build(args, train, device):
     """Build model and optimiser: new, around --backbone, or those that --resume names.
 
-    Also returns the step to start at and the metrics of an evaluation there, or {}.
+    Also returns the checkpoint of --resume, {} without one.
     """
+    checkpoint = common.load_run(args, "train_seg.py", classes=list(train.classes),
+                                 training_images=len(train))
     torch.manual_seed(args.seed)
-    step, metrics, classes = 0, {}, list(train.classes)
-    if args.resume:
-        checkpoint = common.load_run(args.resume, "train_seg.py", "model_config", "metrics",
-                                     "classes", classes=classes, training_images=len(train))
-        step, metrics = checkpoint["step"], checkpoint["metrics"]
-        with common.naming(f"--resume {args.resume}"):
-            model = segmenter_from_checkpoint(checkpoint).train()
+    if checkpoint:
+        model = Segmenter(common.stored_config(checkpoint, SegmenterConfig))
     elif args.backbone:
         from weights import load_weights
         backbone = common.load(args.backbone)
-        with common.naming(f"--backbone {args.backbone}"):
-            model = Segmenter(build_config(args, len(classes), backbone))
+        model = Segmenter(build_config(args, len(train.classes), backbone))
+        with common.error_prefix(f"--backbone {args.backbone}"):
             load_weights(model.encoder, backbone, mode="bilinear")
-        common.say(f"encoder from {args.backbone}")
+        common.print0(f"encoder from {args.backbone}")
     else:
-        model = Segmenter(build_config(args, len(classes)))
+        model = Segmenter(build_config(args, len(train.classes)))
+    model.to(device)
+    # To freeze a part, say so here, `model.encoder.requires_grad_(False)`: --resume passes by.
 
-    optimizer = build_optimizer(args, model.to(device))
-    if args.resume:
-        with common.naming(f"--resume {args.resume}"):
-            optimizer.load_state_dict(checkpoint["optimizer"])
-        optimizer.param_groups[0]["weight_decay"] = args.weight_decay   # the setting may be new
-    return model, optimizer, step, metrics
+    groups = common.param_groups(model, args.weight_decay, also=("proj_patch", "proj_classes"))
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
+    if args.data == "ade20k":                                       # the paper's, timm's "sgd"
+        optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=0.9, nesterov=True,
+                                    fused=device.type == "cuda")
+    if checkpoint:
+        common.restore(checkpoint, model, optimizer)
+    return model, optimizer, checkpoint
 
 
 def poly_lr(step, total, lr, min_lr):
@@ -312,27 +248,21 @@ def draw_pictures(path, model, val, args):
     """Draw up to --save_images images, evenly spaced, beside the truth and the prediction."""
     index = range(0, len(val), math.ceil(len(val) / args.save_images))
     save_pictures(path, predictions(model.eval(), val, index, **views_of(args)), val.classes)
-    common.say(f"image, truth, prediction: {path}")
+    common.print0(f"image, truth, prediction: {path}")
 
 
 # --- the run -------------------------------------------------------------------------------------
 
-def state_of(model, optimizer, train, args, step, metrics):
-    """Make the checkpoint after `step` steps. metrics: of an evaluation at this step, or {}."""
-    return dict(task="segmentation", classes=list(train.classes), args=vars(args), step=step,
-                training_images=len(train), model=model.state_dict(),
-                model_config=asdict(model.config), optimizer=optimizer.state_dict(),
-                metrics=metrics)
-
-
 def main():
     # Flags, data, processes, then the model: a new one, or the one that --resume names.
     args = get_args()
-    train, val = load_data(args)
     device, rank, world, out_dir = common.start(args, f"seg_{args.data}_{args.attn or 'backbone'}")
-    model, optimizer, first, metrics = build(args, train, device)
-    check_setup(args, model.config.patch_size, train)
+    train, val = load_split(args, "training"), load_split(args, "validation")
+    common.print0(f"{args.data}: {len(train)} training, {len(val)} validation images, "
+                  f"{len(train.classes)} classes")
+    model, optimizer, checkpoint = build(args, train, device)
     net = common.wrap(model, device, world, args.compile)
+    first, metrics = checkpoint.get("step", 0), checkpoint.get("metrics", {})
     log = common.begin(args, out_dir, first, model, device, rank, world,
                        training_images=len(train))
 
@@ -340,7 +270,7 @@ def main():
     epoch_steps = math.ceil(len(train) / args.batch_size)
     total = args.epochs * epoch_steps
     stop = max(first, min(total, args.max_steps or total))
-    views = TrainingViews(train, args.size, (args.min_scale, args.max_scale), args.seed)
+    views = TrainingViews(train, args.size, VIEWS.get(args.data, USUAL_VIEWS)[0], args.seed)
     batches = load_batches(views, args, model.encoder.mean, first, stop, rank, world)
     bar = common.progress(first, stop, rank)
     began = clock = time.time()
@@ -368,8 +298,9 @@ def main():
         optimizer.zero_grad(set_to_none=True)
         pending.append(torch.stack([loss.detach(), norm / world]))  # stays on the device
 
-        # What is due? An evaluation every few epochs and at the end; a checkpoint after it, after
-        # every epoch and every --save_every steps.
+        # What is due? By the step alone, so that all processes agree: an evaluation every few
+        # epochs and at the end; a row of the log and a checkpoint then, after every epoch and every
+        # --save_every steps; further rows every --log_every steps.
         done, epoch = step + 1, (step + 1) / epoch_steps
         epoch_ends = common.every(done, epoch_steps)
         evaluating = done == stop or common.every(done, args.eval_every * epoch_steps)
@@ -378,10 +309,11 @@ def main():
         # Log the means since the last row. Reading them waits for the device.
         if saving or common.every(done, args.log_every):
             loss, norm = common.mean_of(pending, done)
-            rate = len(pending) * args.batch_size / (time.time() - clock)
+            seconds = (time.time() - clock) / len(pending)
+            rate = args.batch_size / seconds
             log.append(dict(step=done, loss=loss, grad_norm=norm, images_per_s=rate, epoch=epoch,
                             lr=lr))
-            bar.set_postfix_str(f"loss {loss:.3f} {rate:.0f} images/s")
+            common.show_progress(bar, done, loss, rate, "images", seconds)
             pending, clock = [], time.time()
 
         # Evaluate, and ask on this step's images whether the robust part acted.
@@ -391,12 +323,15 @@ def main():
                                   progress="evaluating")
             keys = key_statistics(model, model.masks, images[:8])
             log.append(dict(step=done, eval=metrics, epoch=epoch, **keys))
-            common.say(common.line(done, loss, metrics))
+            common.print0(common.line(done, loss, metrics))
             clock = time.time()
 
-        # Save. last.pt is written last, so a run killed earlier repeats the evaluation.
+        # Save; only rank 0 does, so here a clock may decide, too. last.pt is written last, so a run
+        # killed earlier repeats the evaluation.
         if saving and rank == 0:
-            checkpoint = state_of(model, optimizer, train, args, done, metrics)
+            checkpoint = common.state_of(
+                "train_seg.py", model, optimizer, args, done, classes=list(train.classes),
+                training_images=len(train), metrics=metrics)
             if epoch_ends and common.every(done // epoch_steps, args.keep_every):
                 common.save(out_dir / f"epoch_{done // epoch_steps}.pt", checkpoint)
             common.save(out_dir / "last.pt", checkpoint)
@@ -406,11 +341,11 @@ def main():
         draw_pictures(out_dir / "pictures.png", model, val, args)
     if metrics:
         minutes = (time.time() - began) / 60
-        common.say(f"{args.data} {model.config.attn}: validation mean IoU "
-                   f"{metrics['mean_iou']:.2f} % of {metrics['classes']} classes, mean accuracy "
-                   f"{metrics['mean_accuracy']:.2f} % ({metrics['images']} images) after "
-                   f"{stop / epoch_steps:.1f} epochs, {minutes:.1f} minutes",
-                   f"next: python eval_robust.py --ckpt {out_dir}")
+        common.print0(f"{args.data} {model.config.attn}: validation mean IoU "
+                      f"{metrics['mean_iou']:.2f} % of {metrics['classes']} classes, mean accuracy "
+                      f"{metrics['mean_accuracy']:.2f} % ({metrics['images']} images) after "
+                      f"{stop / epoch_steps:.1f} epochs, {minutes:.1f} minutes",
+                      f"next: python eval_robust.py --ckpt {out_dir}")
 
 
 if __name__ == "__main__":

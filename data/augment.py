@@ -15,14 +15,8 @@ RandAugment, random erasing, mixup and cutmix, is in randaugment.py.
 import torch
 import torch.nn.functional as F
 
-from data.rng import uniform
-
-CROP, FLIP, RAND_AUGMENT, ERASE = range(20, 24)               # keys of `uniform` after the seed
-
-
-def send(x, device):
-    """Send a small tensor or list to the device; the host does not wait."""
-    return torch.as_tensor(x).to(device, non_blocking=True)
+from data.batches import send
+from data.rng import ERASE, FLIP, RAND_AUGMENT, SHIFT, uniform
 
 
 def random_crop(images, u, pad=4):
@@ -50,7 +44,7 @@ def augment_uint8(images, positions, seed, pad=0, num_ops=0):
     may run on the device or in a worker process.
     """
     if pad:
-        images = random_crop(images, uniform(positions, 2, seed, CROP), pad)
+        images = random_crop(images, uniform(positions, 2, seed, SHIFT), pad)
     images = random_hflip(images, uniform(positions, 1, seed, FLIP)[:, 0])
     if num_ops:
         from data.randaugment import rand_augment

@@ -18,6 +18,11 @@ class Split(NamedTuple):
     masks: torch.Tensor | None = None        # shapes: (N, H, W) uint8, 0: none, k + 1: class k
 
 
+def send(x, device):
+    """Send a small tensor or list to the device; the host does not wait."""
+    return torch.as_tensor(x).to(device, non_blocking=True)
+
+
 def hold_out(split, n, order=None):
     """Split into (the rest, n held out): the first in `order`; by default a fixed random one."""
     if not 0 < n < len(split.labels):

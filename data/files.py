@@ -2,39 +2,34 @@
 
 import os
 import zlib
-from collections import Counter
 
 import numpy as np
 import torch
 
-from common import InputError
+from common import InputError, print0
 
 IMAGE_EXTENSIONS = (".jpeg", ".jpg", ".png", ".webp")
-
-
-def shown(path):
-    """Write a path so that it can be printed: bytes that are no UTF-8 as \\udc...."""
-    return str(path).encode("utf-8", "backslashreplace").decode()
 
 
 def read_bytes(path):
     """Read a whole file, (n,) uint8."""
     if not os.path.isfile(path):
-        raise InputError(f"{shown(path)} is not a file")
+        raise InputError(f"{path} is not a file")
     return np.fromfile(path, np.uint8)
 
 
 def decode(data, name):
     """Decode the bytes of a JPEG, PNG or WebP file, uint8 (n,) -> (3, H, W) uint8 RGB.
 
-    Raises ValueError, one line with the file's name, for broken, truncated or foreign files.
-    torchvision's decoder gives the same pixels as PIL in less time, and refuses what PIL refuses.
+    Raises InputError with the file's name for broken, truncated or foreign files. torchvision's
+    decoder gives the same pixels as PIL in less time, and refuses what PIL refuses.
     """
     from torchvision.io import ImageReadMode, decode_image
     try:
         image = decode_image(torch.from_numpy(data), ImageReadMode.RGB)
-    except (RuntimeError, OSError) as error:
-        raise InputError(f"cannot decode {shown(name)}: {str(error).splitlines()[0]}") from None
+    except RuntimeError as error:
+        name = os.fsencode(name).decode("utf-8", "backslashreplace")        # can be printed
+        raise InputError(f"cannot decode {name}: {str(error).splitlines()[0]}") from None
     if image.ndim == 4:                      # an animated GIF by another name: its first frame
         image = image[0]
     if image.dtype == torch.uint8:
@@ -53,22 +48,22 @@ def same_folder(one, other):
 
 
 def scan_folders(root):
-    """Find root/<class>/<image>: ({class: its images, sorted}, Counter of other endings).
+    """Find root/<class>/<image>: {class: paths of its images, sorted}, without empty classes.
 
-    What is hidden (.git, ._a.jpg) does not count. Raises ValueError where a class has a name that
-    is no UTF-8, as it could not be written into results.
+    What is hidden (.git, ._a.jpg) does not count; how many other files there are is printed.
     """
-    images, others = {}, Counter()
+    images, others = {}, 0
     for name in sorted(entry.name for entry in os.scandir(root) if entry.is_dir()):
         if name.startswith("."):
             continue
-        if shown(name) != name:
-            raise InputError(f"--data_dir {root}: the name of the class folder {shown(name)} is "
-                             f"not UTF-8; rename it")
-        files = [file for file in os.listdir(os.path.join(root, name)) if file[0] != "."]
-        images[name] = sorted(f for f in files if f.lower().endswith(IMAGE_EXTENSIONS))
-        others.update(os.path.splitext(f)[1] for f in set(files) - set(images[name]))
-    return images, others
+        files = sorted(file for file in os.listdir(os.path.join(root, name)) if file[0] != ".")
+        found = [os.path.join(root, name, f) for f in files if f.lower().endswith(IMAGE_EXTENSIONS)]
+        others += len(files) - len(found)
+        if found:
+            images[name] = found
+    if others:
+        print0(f"{root}: {others} files in class folders are no {', '.join(IMAGE_EXTENSIONS)}")
+    return images
 
 
 def save_grid(path, images, columns=8, zoom=1):

@@ -12,9 +12,7 @@ from torch.utils.data import Dataset
 
 from common import InputError
 from data.files import decode, read_bytes, scan_folders
-from data.rng import uniform
-
-CROP = 12                                    # what a random number is for: the last part of its key
+from data.rng import RANDOM_CROP, uniform
 
 
 def random_crop_box(width, height, draw):
@@ -48,7 +46,6 @@ class ImageTree(Dataset):
     unless subset=True. skip_bad_images: instead of an error, training takes the next readable file
     (mostly the same class), so that batches stay full; evaluation returns a black image with label
     -1, to be left out of the count.
-    Raises FileNotFoundError and ValueError, one line that names the folder or file.
     """
 
     def __init__(self, root, split, classes=None, size=224, train=False, seed=0,
@@ -57,33 +54,21 @@ class ImageTree(Dataset):
         self.size, self.train, self.seed, self.skip_bad_images = size, train, seed, skip_bad_images
         self.resize, self.resample = math.floor(size / crop_pct), resample
         self.skipped = torch.zeros(1, dtype=torch.int64).share_memory_()  # by all workers
-        if not os.path.isdir(self.folder):
-            raise InputError(f"--data_dir {root} has no folder {split!r}; expected "
-                                    f"{self.folder}/<class>/*.JPEG")
-        files, _ = scan_folders(self.folder)
+        files = scan_folders(self.folder) if os.path.isdir(self.folder) else {}
+        if not files:
+            raise InputError(f"--data_dir {root} has no images in {self.folder}/<class>/")
         self.classes = list(files) if classes is None else list(classes)
-        self.check(files, subset)
+        unknown = sorted(files.keys() - set(self.classes))
+        missing = [] if subset else sorted(set(self.classes) - files.keys())
+        for problem, names in (("has class folders that training had not", unknown),
+                               ("lacks class folders of the training", missing)):
+            if names:
+                raise InputError(f"--data_dir {self.folder} {problem}: {', '.join(names[:5])}")
 
         # arrays, not lists of a million str, which forked workers copy as they count references
-        names = [(k, file) for k, name in enumerate(self.classes) for file in files.get(name, ())]
+        names = [(k, path) for k, name in enumerate(self.classes) for path in files.get(name, ())]
         self.labels = torch.tensor([k for k, _ in names])
-        self.names = np.array([os.fsencode(file) for _, file in names])
-
-    def check(self, files, subset):
-        """Raise ValueError unless the class folders, {name: files}, are those of self.classes."""
-        unknown = sorted(set(files) - set(self.classes))
-        missing = sorted(set(self.classes) - set(files))
-        problems = {"has class folders that the training split has not": unknown,
-                    "lacks class folders of the training split": [] if subset else missing,
-                    "has class folders without images": sorted(k for k in files if not files[k])}
-        for problem, names in problems.items():
-            if names:
-                more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-                raise InputError(f"--data_dir {self.folder} {problem}: "
-                                 f"{', '.join(names[:5])}{more}")
-        if not files:
-            raise InputError(f"--data_dir {self.folder} is empty; expected "
-                             f"{self.folder}/<class>/*.JPEG")
+        self.names = np.array([os.fsencode(os.path.basename(path)) for _, path in names])
 
     def __len__(self):
         return len(self.names)
@@ -114,7 +99,7 @@ class ImageTree(Dataset):
         """Load a whole batch for DataLoader: its random numbers are drawn in one call."""
         keys = [(key, key) if isinstance(key, int) else key for key in keys]
         positions = torch.tensor([position for position, _ in keys])
-        draws = uniform(positions, 22, self.seed, CROP).tolist()
+        draws = uniform(positions, 22, self.seed, RANDOM_CROP).tolist()
         return [self.load_or_skip(*key, draw) for key, draw in zip(keys, draws)]
 
     def load_or_skip(self, position, index, draw):
@@ -123,10 +108,9 @@ class ImageTree(Dataset):
             i = i % len(self)
             try:
                 return self.load(i, draw), int(self.labels[i]), position
-            except (ValueError, OSError) as error:
+            except InputError as error:
                 if not self.skip_bad_images:
-                    raise InputError(f"{error}; --skip_bad_images goes on without such "
-                                     f"files") from None
+                    raise InputError(f"{error}; --skip_bad_images goes on without it") from None
                 print(f"skipping: {error}", flush=True)
                 if not self.train:
                     return torch.zeros(3, self.size, self.size, dtype=torch.uint8), -1, position

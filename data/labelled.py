@@ -1,6 +1,6 @@
 """Images with annotated pixels in files: ADE20K's layout, a folder of one's own.
 
-    tree = SegTree("data/ADEChallengeData2016", "training", num_classes=150)
+    tree = ade20k("data/ADEChallengeData2016", "training", num_classes=150)
     image, label = tree[0]                   # (3, H, W), (H, W), both uint8; label 255: ignored
 """
 
@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from common import InputError
-from data.files import IMAGE_EXTENSIONS, decode, name_hash, read_bytes, shown
+from common import InputError, print0
+from data.files import IMAGE_EXTENSIONS, decode, name_hash, read_bytes
 
 SHARE = 0.2                                  # of a flat folder's images is held out
 CAMVID_CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car",
@@ -23,193 +23,141 @@ CAMVID_CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign",
 
 
 def listed_classes(root):
-    """Read (names, file) of classes.txt or ADE20K's objectInfo150.txt; neither: ([], None)."""
-    for path in (Path(root, "classes.txt"), Path(root, "objectInfo150.txt")):
-        if path.exists():
-            try:
-                text = path.read_text("utf-8-sig")
-            except ValueError as error:
-                raise InputError(f"{path}: {error}") from None
-            lines = [line.strip() for line in text.split("\n") if line.strip()]
-            if path.stem == "objectInfo150":                        # a table with a headline
-                lines = [line.split("\t")[-1].split(",")[0] for line in lines[1:]]
-            return lines, path
-    return [], None
+    """Read the class names in classes.txt, a line each, or in ADE20K's objectInfo150.txt; or []."""
+    plain, table = Path(root, "classes.txt"), Path(root, "objectInfo150.txt")
+    if plain.exists():
+        return [line.strip() for line in plain.read_text("utf-8-sig").split("\n") if line.strip()]
+    lines = table.read_text("utf-8-sig").strip().split("\n")[1:] if table.exists() else []
+    return [line.split("\t")[-1].split(",")[0].strip() for line in lines]
 
 
-def class_names(root, num_classes=None, likely=()):
-    """Name the classes of a data folder; where it lists none, those likely or made up.
-
-    num_classes: how many there must be; None: as many as are listed. Raises ValueError where that
-    cannot be, or 8 bits cannot hold them.
-    """
-    names, path = listed_classes(root)
-    if not names and num_classes is None:
-        raise InputError(f"how many classes has --data_dir {root}? There is no classes.txt in it; "
-                         f"give --num_classes")
-    if names and num_classes not in (None, len(names)):
-        raise InputError(f"--num_classes {num_classes}: {path} lists {len(names)} classes")
-    if not names and num_classes == len(likely):
-        names = likely
-    names = names or [f"class {k}" for k in range(num_classes)]
-    if not 2 <= len(names) <= 254:
-        raise InputError(f"{len(names)} classes, expected 2 to 254: labels are 8-bit, 255 is "
-                         f"ignored")
-    return names
-
-
-def shift_labels(label):
-    """Turn a file's values into classes: 0 (unlabelled), 255 -> 255 (ignored), v -> v - 1."""
-    label = label - 1                                               # uint8: 0 wraps round to 255
-    return torch.where(label == 254, 255, label)
-
-
-def read_pair(image_path, label_path):
-    """Read an image (3, H, W) and its annotation's values (H, W), uint8; errors name the file.
-
-    Images may be grey, have an alpha channel (dropped) or 16 bits; annotations are 8-bit PNG of one
-    channel, palettes included: there the numbers count, not their colours.
-    """
+def read_annotation(path):
+    """Read an 8-bit PNG of one channel, (H, W) uint8; of a palette the numbers, not the colours."""
     from PIL import Image
-    image = decode(read_bytes(image_path), image_path)
-    content = io.BytesIO(read_bytes(label_path))
+    content = io.BytesIO(read_bytes(path))
     try:
         file = Image.open(content)
         mode, pixels = file.mode, np.array(file)
     except (OSError, SyntaxError, ValueError) as error:
-        raise InputError(f"cannot decode {shown(label_path)}: {error}") from None
-    if mode not in ("L", "P"):
-        raise InputError(f"{shown(label_path)} is of mode {mode}, expected an 8-bit PNG of one "
-                         f"channel")
-    if pixels.shape != image.shape[1:]:
-        (h, w), (H, W) = pixels.shape, image.shape[1:]
-        raise InputError(f"{shown(label_path)} is {w} x {h} pixels, its image {W} x {H}")
-    return image, torch.from_numpy(pixels)
+        raise InputError(f"cannot decode {path}: {error}") from None
+    if mode not in ("L", "P", "1"):
+        raise InputError(f"{path} is of mode {mode}, expected an 8-bit PNG of one channel: each "
+                         f"pixel's value is its class")
+    return torch.from_numpy(pixels.astype(np.uint8))
 
 
 class SegTree(Dataset):
-    """Read root/images/<split>/<stem>.jpg, root/annotations/<split>/<stem>.png, as of ADE20K.
+    """Pairs of image and annotation. values: those of the classes, in order; ignore: of no class.
 
-    num_classes: see class_names. Raises FileNotFoundError and ValueError, one line that names the
-    folder or file.
+    tree[i]: image (3, H, W), label (H, W), uint8: the place in `values`, or 255 where ignored.
+    files: [(image path, annotation path)].
     """
-    layout = "{images,annotations}/{training,validation} as in ADE20K"
 
-    def __init__(self, root, split, num_classes=None):
-        root = str(root)
-        self.folders = [os.path.join(root, part, split) for part in ("images", "annotations")]
-        images, labels = self.list_files(root)
-        self.classes = class_names(root, num_classes, likely=CAMVID_CLASSES)
-        for what, lonely in (("annotation of image", images.keys() - labels),
-                             ("image of annotation", labels.keys() - images)):
-            if lonely:
-                raise InputError(f"--data_dir {root} has no {what} {min(lonely)} in {split} "
-                                 f"({len(lonely)} such files)")
-        if not images:
-            raise InputError(f"{self.folders[0]} has no images (.jpg, .png)")
-        self.names, self.files = list(images), [(images[name], labels[name]) for name in images]
-
-    def list_files(self, root):
-        """List [images, annotations], {stem: path} each, in the order of their names."""
-        found = []
-        for folder, extensions in zip(self.folders, (IMAGE_EXTENSIONS, ".png")):
-            if not os.path.isdir(folder):
-                raise InputError(f"--data_dir {root} has no folder {folder}; expected "
-                                        f"{self.layout}")
-            found.append({os.path.splitext(name)[0]: os.path.join(folder, name)
-                          for name in sorted(os.listdir(folder))
-                          if name.lower().endswith(extensions) and name[0] != "."})
-        return found
+    def __init__(self, files, classes, values, ignore):
+        if not 2 <= len(values) <= 254:
+            raise InputError(f"{len(values)} classes, expected 2 to 254")
+        self.files, self.classes = files, list(classes)
+        self.values, self.ignore = list(values), list(ignore)
+        self.label_of = torch.full((256,), 254, dtype=torch.uint8)          # 254: neither
+        self.label_of[self.ignore] = 255
+        self.label_of[self.values] = torch.arange(len(self.values), dtype=torch.uint8)
 
     def __len__(self):
         return len(self.files)
 
     def __getitem__(self, i):
-        image, values = read_pair(*self.files[i])
-        K = len(self.classes)
-        wrong = values[(values > K) & (values < 255)]
-        if len(wrong):
-            raise InputError(f"{self.files[i][1]} holds the value {wrong.max()}, expected 0 "
-                             f"(ignored) to {K} (--num_classes)")
-        return image, shift_labels(values)
+        image_path, path = self.files[i]
+        image, values = decode(read_bytes(image_path), image_path), read_annotation(path)
+        if values.shape != image.shape[1:]:
+            (h, w), (H, W) = values.shape, image.shape[1:]
+            raise InputError(f"{path} is {w} x {h} pixels, its image {W} x {H}")
+        label = self.label_of[values.long()]
+        if (label == 254).any():
+            raise InputError(f"{path} holds the value {values[label == 254].max()}, expected "
+                             f"{self.values[0]} to {self.values[-1]}, or {self.ignore} for pixels "
+                             f"of no class")
+        return image, label
 
 
-class OwnFolder(SegTree):
-    """Read a folder of one's own: root/images/<stem>.jpg, root/annotations/<stem>.png, any number.
+def pairs(root, split=""):
+    """List {stem: (image path, annotation path)} of root/images/<split>, root/annotations/<split>.
 
-    If there is root/images/training or validation, it is laid out as SegTree's; otherwise
-    "validation" is a fifth of the pairs, the same ones each time, and "all" are all. Files that
-    cannot be read or have no partner are left out. pixels: (256,) int64, how many have each value.
-    Raises ValueError where nothing is left.
+    Files without a partner are left out, and counted in a line.
     """
-    layout = "images/*.jpg and annotations/*.png, or training/ and validation/ in each"
-
-    def __init__(self, root, split, num_classes=None):
-        root = str(root)
-        self.folders = [os.path.join(root, part) for part in ("images", "annotations")]
-        flat = not any(os.path.isdir(os.path.join(self.folders[0], name))
-                       for name in ("training", "validation"))
-        if not flat:
-            split = "validation" if split == "all" else split
-            self.folders = [os.path.join(folder, split) for folder in self.folders]
-        images, labels = self.list_files(root)
-        names = [name for name in images if name in labels]
-        for files, what in ((images, f"image (.jpg, .png) in {self.folders[0]}"),
-                            (labels, f"annotation (.png) in {self.folders[1]}"),
-                            (names, f"annotation with the name of an image in {self.folders[1]}")):
-            if not files:
-                raise InputError(f"--data_dir {root}: no {what}")
-
-        # the part that is asked for, as far as it can be read
-        self.unmatched = len(images.keys() ^ labels.keys())
-        if flat and split != "all":
-            held = max(round(SHARE * len(names)), 1)
-            order = sorted(names, key=name_hash)
-            names = sorted(order[:held] if split == "validation" else order[held:])
-        self.names, self.files, self.sides = [], [], []
-        self.pixels = torch.zeros(256, dtype=torch.int64)
-        for name in tqdm(names, f"reading {split} images", leave=False, disable=len(names) < 200):
-            try:
-                _, values = read_pair(images[name], labels[name])
-            except (ValueError, OSError) as error:
-                tqdm.write(f"skipping: {error}")
-                continue
-            self.names.append(name)
-            self.files.append((images[name], labels[name]))
-            self.sides.append(min(values.shape))
-            self.pixels += values.flatten().bincount(minlength=256)
-        self.unreadable = len(names) - len(self.names)
-        if not self.names:
-            raise InputError(f"--data_dir {root}: no {split} image is left: {len(images)} images, "
-                             f"{self.unmatched} unmatched files, {self.unreadable} unreadable")
-        self.classes = class_names(root, num_classes) if num_classes else []
+    found = []
+    for part, endings in (("images", IMAGE_EXTENSIONS), ("annotations", ".png")):
+        folder = Path(root, part, split)
+        if not folder.is_dir():
+            raise InputError(f"--data_dir {root} has no folder {folder}; expected images/*.jpg and "
+                             f"annotations/*.png, or training/ and validation/ in each")
+        found.append({path.stem: str(path) for path in sorted(folder.iterdir())
+                      if path.name.lower().endswith(endings) and path.name[0] != "."})
+    images, labels = found
+    both = {stem: (images[stem], labels[stem]) for stem in images if stem in labels}
+    if not both:
+        raise InputError(f"--data_dir {root}: no image in {Path(root, 'images', split)} has an "
+                         f"annotation of its name in {Path(root, 'annotations', split)}")
+    if images.keys() ^ labels.keys():
+        print0(f"{root} {split}: {len(images.keys() ^ labels.keys())} files have no partner, "
+               f"{min(images.keys() ^ labels.keys())} among them")
+    return both
 
 
-def load_folder(root, num_classes=None):
-    """Load a folder of one's own: (training, validation) OwnFolder and what was found, in words.
+def ade20k(root, split, num_classes=None):
+    """Load "training" or "validation" of ADE20K's layout: 0 is no class, 1 to K are."""
+    names = listed_classes(root) or (
+        CAMVID_CLASSES if num_classes == 11 else [f"class {k}" for k in range(num_classes or 0)])
+    if num_classes not in (None, len(names)):
+        raise InputError(f"--num_classes {num_classes}: {root} lists {len(names)} classes")
+    return SegTree(list(pairs(root, split).values()), names, range(1, len(names) + 1), (0, 255))
 
-    The number of classes is num_classes, or that of classes.txt, or the highest value.
+
+def own_folder(root, split, values, ignore):
+    """Load "training", "validation" or "all" of a folder of one's own: a SegTree.
+
+    root/images/<stem>.jpg, root/annotations/<stem>.png: a fifth is "validation", chosen by the
+    files' names. With training/ and validation/ in both, those are the splits.
     """
-    if not root:
-        raise InputError("--data folder needs --data_dir")
-    train, val = OwnFolder(root, "training"), OwnFolder(root, "validation")
-    pixels = train.pixels + val.pixels
-    values = [value for value in range(1, 255) if pixels[value]]
-    if len(values) < 2:
-        raise InputError(f"--data_dir {root}: the annotations hold {len(values)} classes, expected "
-                         f"2 or more; values 0 and 255 are no class: they are ignored")
-    K = num_classes or len(listed_classes(root)[0]) or values[-1]
-    train.classes = val.classes = class_names(root, K)
-    if values[-1] > K:
-        raise InputError(f"--data_dir {root}: the annotations hold the value {values[-1]}, "
-                         f"expected 0 (ignored) to {K} (--num_classes)")
-    ignored = 100 * (pixels[0] + pixels[255]) / pixels.sum()
-    flat = train.folders == val.folders
-    unmatched = train.unmatched if flat else train.unmatched + val.unmatched
-    return train, val, (f"{len(train)} training, {len(val)} {'held-out' if flat else 'validation'} "
-                        f"images, {K} classes, {ignored:.1f} % of the pixels ignored, "
-                        f"{train.unreadable + val.unreadable} unreadable, {unmatched} unmatched "
-                        f"files")
+    if Path(root, "images", "training").is_dir() or Path(root, "images", "validation").is_dir():
+        files = list(pairs(root, "validation" if split == "all" else split).values())
+    else:
+        found = pairs(root)
+        held = sorted(found, key=name_hash)[:max(round(SHARE * len(found)), 1)]
+        files = [found[stem] for stem in found
+                 if split == "all" or (stem in held) == (split == "validation")]
+    names = listed_classes(root) or [f"value {v}" for v in values]
+    return SegTree(files, names, values, ignore)
+
+
+def find_values(root, ignore=None):
+    """Find which values the annotations of a folder give to classes: (values, ignored ones).
+
+    All that occur but 255, or, where 0 and 255 alone do, both. ignore: those to leave out instead
+    of 255. classes.txt, where there is one, names the values from 0 on; from 1, if 0 is ignored.
+    """
+    folder = Path(root, "annotations")
+    paths = sorted(folder.rglob("*.png")) if folder.is_dir() else []
+    there = torch.zeros(256, dtype=torch.int64)
+    for path in tqdm(paths, "reading annotations", leave=False, disable=len(paths) < 200):
+        if path.name[0] != ".":
+            there += read_annotation(path).flatten().bincount(minlength=256)
+    found = there.nonzero()[:, 0].tolist()
+    if ignore is None:
+        ignore = [] if found == [0, 255] else [255]
+    values = [value for value in found if value not in ignore]
+    listed = listed_classes(root)
+    if listed:
+        values = list(range(0 in ignore, len(listed) + (0 in ignore)))
+    odd = [value for value in found if value not in (*values, *ignore)]
+    if len(values) < 2 or odd:
+        known = f"classes.txt names {values[0]} to {values[-1]}" if listed else "that is one class"
+        raise InputError(f"--data_dir {root}: the annotations hold the values {found[:9]}, "
+                         f"{known}; a pixel's value is its class, two or more are needed, and "
+                         f"--ignore says which values are none (without it 255)")
+    share = 100 * there[ignore].sum().item() / there.sum().item()
+    print0(f"{root}: {len(paths)} annotations, {len(values)} classes, values {values[:9]}; "
+           f"{share:.1f} % of the pixels ignored, values {ignore}")
+    return values, ignore
 
 
 def folder_recipe(n, side):
@@ -224,3 +172,19 @@ def folder_recipe(n, side):
                 eval_every=math.ceil(epochs / 10))
 
 
+def choose(args):
+    """Set what an own folder says and its recipe leaves open, and print it."""
+    if not args.data_dir:
+        raise InputError("--data folder needs --data_dir")
+    args.values, args.ignore = find_values(args.data_dir, args.ignore)
+    args.num_classes = len(args.values)
+    train = own_folder(args.data_dir, "training", args.values, args.ignore)
+    sides = sorted(min(read_annotation(label).shape) for _, label in train.files[:200])
+    chosen = folder_recipe(len(train), sides[len(sides) // 2])
+    if args.backbone:
+        del chosen["patch_size"]                                    # is the backbone's
+    for name, value in chosen.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    words = " ".join(f"{name}={getattr(args, name)}" for name in chosen)
+    print0(f"chosen for them: {words}")

@@ -9,12 +9,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data.augment import send
-from data.rng import normal, uniform
+from data.batches import send
+from data.rng import ERASE_NOISE, normal, uniform
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)           # ImageNet's, of pixels in [0, 1]
 FILL = (124, 116, 104)                                              # MEAN in grey levels: outside
-ERASE_NOISE = 24                                                    # see augment.py
 ERASE_TRIES = 10
 ERASE_COLUMNS = 3 + 2 * ERASE_TRIES                               # apply?, top, left, areas, ratios
 

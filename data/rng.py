@@ -9,6 +9,14 @@ import math
 
 import torch
 
+# What a random number is for: the part of its key after the seed. No two may be the same.
+SCENE, SCENE_NOISE, RANDOM_CROP = 10, 11, 12
+SHIFT, FLIP, RAND_AUGMENT, ERASE, ERASE_NOISE = 20, 21, 22, 23, 24
+VIEW, DISTORT = 30, 31
+# 40 to 49: attacks (robust/attacks.py, autoattack.py); 50 to 69: corruptions, in their order
+TEXT_WINDOW = 70                        # with seed 0 also 70, 71: patches (robust/patches.py)
+ADVERSARIAL = 90
+
 
 def _mix(x):
     """Do a round of a 32-bit hash (the "lowbias32" constants) on int32, in place; products wrap."""

@@ -16,11 +16,10 @@ import torch.nn.functional as F
 from torch.utils.data import Dataset
 
 from common import InputError
-from data.rng import uniform
+from data.rng import DISTORT, VIEW, uniform
 from data.shapes import colour, load_shapes
+from segmenter import IGNORE, resize, resized
 
-IGNORE = 255                                 # label of pixels that do not count
-VIEW, DISTORT = 30, 31                       # what a random number is for: the last part of its key
 REDRAWS = 10                                 # of a crop without variety
 VIEW_COLUMNS = 1 + 2 * (1 + REDRAWS) + 1     # scale; top and left of each crop; flip?
 
@@ -39,12 +38,13 @@ def load_split(args, split, trained=None):
     if not args.data_dir:
         raise InputError(f"--data {args.data} needs --data_dir")
     from data.files import same_folder
-    from data.labelled import OwnFolder, SegTree
+    from data.labelled import ade20k, own_folder
     if args.data != "folder":
-        return SegTree(args.data_dir, split, args.num_classes)
+        return ade20k(args.data_dir, split, args.num_classes)
     if trained is not None and not same_folder(trained.get("data_dir"), args.data_dir):
         split = "all"
-    return OwnFolder(args.data_dir, split, args.num_classes)
+    values = getattr(args, "values", None) or range(1, args.num_classes + 1)    # an older run's
+    return own_folder(args.data_dir, split, values, getattr(args, "ignore", (0, 255)))
 
 
 class Scenes(Dataset):
@@ -63,14 +63,6 @@ class Scenes(Dataset):
 
 # --- training: first half, one image, in a worker -------------------------------------------------
 
-def resize(image, height, width):
-    """Resize bilinearly without antialiasing, (3, H, W) uint8 -> (3, height, width) uint8."""
-    if image.shape[1:] == (height, width):
-        return image
-    image = image[None].contiguous(memory_format=torch.channels_last)       # 4 x as fast as planes
-    return F.interpolate(image, (height, width), mode="bilinear", align_corners=False)[0]
-
-
 def varied(label):
     """Is a crop worth learning from: the commonest class on less than 3/4 of what is labelled?"""
     count = label.flatten().bincount(minlength=256)[:IGNORE]
@@ -86,8 +78,7 @@ def training_view(image, label, draw, size, scales=(0.5, 2.0)):
     and below (0, and 255 in the label), and the height and width that are not padding.
     """
     r = scales[0] + (scales[1] - scales[0]) * draw[0]
-    f = min(int(4 * size * r) / max(label.shape), int(size * r) / min(label.shape))
-    H, W = (max(int(side * f + 0.5), 1) for side in label.shape)    # as segmenter.resized
+    H, W = resized(*label.shape, int(4 * size * r), int(size * r))
     rows = torch.arange(H) * label.shape[0] // H                    # nearest: floor(i * old / new)
     columns = torch.arange(W) * label.shape[1] // W
     h, w = min(size, H), min(size, W)
@@ -97,7 +88,7 @@ def training_view(image, label, draw, size, scales=(0.5, 2.0)):
         crop = label[rows[top:top + h]][:, columns[left:left + w]]
         if (h, w) == (H, W) or varied(crop):                        # a whole image: no other crop
             break
-    image = resize(image, H, W)[:, top:top + h, left:left + w]
+    image = resize(image, (H, W))[:, top:top + h, left:left + w]
     if draw[-1] < 0.5:
         image, crop = image.flip(2), crop.flip(1)
     padding = (0, size - w, 0, size - h)

@@ -11,9 +11,7 @@ import torch
 from tqdm import tqdm
 
 from data.batches import Split
-from data.rng import uniform
-
-SCENE, NOISE = 10, 11                       # what a random number is for: the last part of its key
+from data.rng import SCENE, SCENE_NOISE, uniform
 
 
 def fold(x, y, n):
@@ -175,7 +173,7 @@ def render_scenes(index, size=32, seed=0):
         images = torch.lerp(images * shadow[:, None], fill, coverage[:, None])
         masks = torch.where(coverage > 0.5, column(labels + 1).to(torch.uint8), masks)
 
-    noise = uniform(index, 3 * size * size, seed, NOISE).view(B, 3, size, size) - 0.5
+    noise = uniform(index, 3 * size * size, seed, SCENE_NOISE).view(B, 3, size, size) - 0.5
     images = images + noise * draws[:, 0, 13].view(B, 1, 1, 1) * 0.1
     return (images.clamp(0, 1) * 255).round().to(torch.uint8), labels, masks
 

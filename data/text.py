@@ -24,14 +24,13 @@ import torch
 from tqdm import tqdm
 
 from common import InputError, all_sum, replacing
-from data.rng import uniform
+from data.rng import TEXT_WINDOW, uniform
 
 SPLITS = ("train", "valid", "test")
 EOS, UNK = "<eos>", "<unk>"
 MIN_COUNT = 3                                   # rarer words are <unk>
 # folders of the library whose documentation is no part of pydoc's text
 NOT_PYDOC = {"test", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
-WINDOW = 70                                     # what a random number is for: part of its key
 
 
 class Vocabulary(dict):
@@ -40,9 +39,6 @@ class Vocabulary(dict):
     def __init__(self, words):
         self.words = list(words)
         super().__init__(zip(self.words, range(len(self.words))))
-        if len(self) != len(self.words) or EOS not in self:
-            raise InputError(f"{len(self.words)} words, {len(self)} of them distinct, "
-                             f"{self.words.count(EOS)} x {EOS}: not a vocabulary")
 
     def __missing__(self, word):
         if UNK not in self:
@@ -57,24 +53,18 @@ class Vocabulary(dict):
 
 
 def stored_vocabulary(checkpoint):
-    """Read a checkpoint's Vocabulary; raise ValueError if it does not fit its model."""
-    vocab = Vocabulary(checkpoint["vocab"].split("\n"))
-    size = checkpoint["model_config"].get("vocab_size")
-    if len(vocab) != size:
-        raise InputError(f"its vocabulary has {len(vocab)} words, its model {size}")
-    return vocab
+    """Read a checkpoint's Vocabulary."""
+    return Vocabulary(checkpoint["vocab"].split("\n"))
 
 
 # --- files to words -------------------------------------------------------------------------------
 
 def token_file(folder, split):
-    """Find wiki.<split>.tokens; raises unless it is there and holds something."""
+    """Find wiki.<split>.tokens; InputError unless it is there and holds something."""
     path = Path(folder, f"wiki.{split}.tokens")
-    if not path.is_file():
-        raise InputError(f"--data_dir {folder}: there is no {path.name}; expected "
-                                f"wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens")
-    if not path.stat().st_size:
-        raise InputError(f"{path} is empty, expected tokenised text")
+    if not path.is_file() or not path.stat().st_size:
+        raise InputError(f"--data_dir {folder}: {path.name} is missing or empty; expected "
+                         f"wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens")
     return path
 
 
@@ -105,11 +95,7 @@ class Corpus(NamedTuple):
 
 
 def load_corpus(folder):
-    """Load a folder's texts as ids, in the vocabulary of the training text.
-
-    Raises FileNotFoundError or ValueError, one line that names the file, if one is missing, empty
-    or not UTF-8.
-    """
+    """Load a folder's texts as ids, in the vocabulary of the training text."""
     paths = [token_file(folder, split) for split in SPLITS]
     vocab = count_words(paths[0])
     return Corpus(*(vocab.encode_lines(each_line(path, "encoding")) for path in paths), vocab)
@@ -142,24 +128,14 @@ def count_words(path):
 def text_folder(data, data_dir):
     """Find the folder of token files that the flags mean, or write it; processes may do so at once.
 
-    data_dir: a folder of wiki.*.tokens, a .txt, a folder with one .txt, or None for pydoc's text.
-    Raises FileNotFoundError or ValueError, one line, if that is not there.
+    data_dir: a folder of wiki.*.tokens, a .txt, or None for pydoc's text.
     """
+    if data_dir and str(data_dir).endswith(".txt"):
+        return txt_folder(Path(data_dir))
     if not data_dir and data != "pydoc":
-        raise InputError(f"--data {data} needs --data_dir")
-    if not data_dir:
-        return pydoc_folder("out/cache")
-    path = Path(data_dir)
-    if any(path.glob("wiki.*.tokens")):
-        return path
-    texts = sorted(path.glob("*.txt")) if path.is_dir() else [path]
-    if len(texts) > 1:
-        raise InputError(f"--data_dir {path} holds {len(texts)} .txt, {texts[0].name} and "
-                         f"{texts[1].name} among them: give one by its name")
-    if not texts or texts[0].suffix != ".txt" or not texts[0].is_file():
-        raise InputError(f"--data_dir {path}: expected a .txt, or a folder with one or with "
-                                f"wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens")
-    return txt_folder(texts[0])
+        raise InputError(f"--data {data} needs --data_dir: a .txt, or a folder with "
+                         f"wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens")
+    return Path(data_dir) if data_dir else pydoc_folder("out/cache")
 
 
 def words_of(text):
@@ -187,6 +163,8 @@ def txt_folder(path):
     out/cache/<name>_<hash of the whole path>, written anew each time: the .txt may have changed.
     """
     whole = path.resolve()
+    if not whole.is_file():
+        raise InputError(f"--data_dir {path}: there is no such file")
     folder = Path("out", "cache", f"{whole.stem}_{zlib.crc32(str(whole).encode()):08x}")
     text = "\n".join(each_line(path))
     for mark in (r"\n\s*\n", "\n"):
@@ -246,7 +224,8 @@ def random_windows(tokens, step, batch_size, context, seed, part=slice(None)):
     tokens: (n,) uint32, n > context. Returns (b, context + 1) int64: the slice `part` of the
     batch_size windows of this step, each drawn by (seed, step, its place) alone.
     """
-    u = uniform(torch.arange(batch_size)[part], 2, seed, WINDOW, step).double()    # (b, 2), 24 bits
+    places = torch.arange(batch_size)[part]
+    u = uniform(places, 2, seed, TEXT_WINDOW, step).double()        # (b, 2), 24 bits
     share = u[:, 0] + u[:, 1] * 2 ** -24                            # WikiText-103 needs 27 bits
     starts = (share * (len(tokens) - context)).long()
     at = starts[:, None].numpy() + np.arange(context + 1)

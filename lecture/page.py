@@ -42,7 +42,7 @@ def extra(name, flag):
     try:
         return import_module(name)
     except ImportError:
-        raise ValueError(f"{flag} needs {name}: pip install -r requirements-dev.txt") from None
+        raise common.InputError(f"{flag} needs {name}: pip install -r requirements-dev.txt") from None
 
 
 def sections():

@@ -31,10 +31,9 @@ from data.shapes import SHAPES, load_shapes
 from robust.adaptive import rewired
 from robust.attacks import pgd
 from robust.corruptions import corrupt
-from robust.iou import evaluate, predictions
 from robust.metrics import auroc, wilson
 from robust.patches import corrupt_patches
-from segmenter import segmenter_from_checkpoint
+from segmenter import evaluate, predictions, segmenter_from_checkpoint
 from referee.studies import leak
 from referee.studies.span import explained_variance, key_span, value_axes
 from vit import classifier_from_checkpoint

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from data.rng import ADVERSARIAL
 from robust.attacks import noise_like
 
 
@@ -14,7 +15,7 @@ def adversarial(model, images, targets, first, args):
     number) alone.
     """
     numbers, eps = torch.arange(first, first + len(images), device=images.device), args.adv_eps
-    moved = images + eps * noise_like(images, numbers, args.seed, 60)
+    moved = images + eps * noise_like(images, numbers, args.seed, ADVERSARIAL)
     model.eval()
     for _ in range(args.adv_steps):
         moved = moved.clamp(0, 1).requires_grad_()

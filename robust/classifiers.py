@@ -41,7 +41,7 @@ def load_source(args, models):
     few = torch.arange(min(8, len(source.labels)))
     for images, labels, *_ in score.batches(source, few, args):
         for m in models:
-            with common.naming(m.given):
+            with common.error_prefix(m.given):
                 logits = attacks.check(m.model, images.float() / 255, labels * 0)
                 if logits.shape[1] != len(source.classes):
                     raise ValueError(f"it gives {logits.shape[1]} logits, --data {args.data} has "

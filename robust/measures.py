@@ -179,7 +179,7 @@ def plan(texts, task, preset="default", eps=None):
     """
     todo = []
     for text in texts:
-        with common.naming(f"--measures {text!r}"):
+        with common.error_prefix(f"--measures {text!r}"):
             name, *pairs = text.split() or [""]
             if name not in KNOWN[task]:
                 raise ValueError(f"unknown; known are {', '.join(KNOWN[task])}, all")

@@ -4,12 +4,11 @@ import argparse
 from pathlib import Path
 
 from data.segmentation import load_split, save_pictures as save_picture
-from robust import iou
 from robust.classifiers import check_classes
 from robust.measures import Job
 from robust.results import show
 from robust.score import corrupted, pick, size_of, together
-from segmenter import SegmenterConfig, segmenter_from_checkpoint
+from segmenter import SegmenterConfig, evaluate, predictions, segmenter_from_checkpoint
 
 DEFAULTS = vars(SegmenterConfig(2))
 rebuild = segmenter_from_checkpoint
@@ -41,7 +40,7 @@ def job(measure, models, source, args):
 
 
 def views(m, setting, args):
-    """Say how a Segmenter looks at images: what iou.evaluate and predictions take."""
+    """Say how a Segmenter looks at images: what evaluate and predictions take."""
     return dict(size=m.model.config.image_size, window=setting["window"],
                 stride=setting["stride"], scales=setting["scales"], flip=setting["flip"],
                 amp=args.amp, num_workers=args.num_workers)
@@ -57,7 +56,7 @@ def rows(models, job, source, args, other=None):
     lists over severities."""
     (m,), measure, results = models, job.measure, []
     for change in changes(measure, args).values():
-        result, _ = iou.evaluate(m.model, source, index=job.index.tolist(), change=change,
+        result, _ = evaluate(m.model, source, index=job.index.tolist(), change=change,
                                  rank=args.rank, world=args.world,
                                  progress=show(measure.setting) or measure.name,
                                  **views(m, measure.setting, args))
@@ -74,6 +73,6 @@ def save_pictures(models, source, todo, args):
             index = job(measure, models, source, args).index[:args.save_images].tolist()
             for severity, change in changes(measure, args).items():
                 name = f"{measure.setting['type']}_{severity}" if severity else "clean"
-                found = iou.predictions(m.model, source, index, change=change,
+                found = predictions(m.model, source, index, change=change,
                                         **views(m, measure.setting, args))
                 save_picture(folder / f"{name}.png", found, source.classes)

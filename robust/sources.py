@@ -121,7 +121,7 @@ def load_model(path, device, flag="--ckpt", normalize="imagenet"):
     best = Path(path, "best.pt")
     checkpoint = common.load(best if best.exists() else path)
     task, given = checkpoint.get("task"), f"{flag} {path}"
-    with common.naming(given):
+    with common.error_prefix(given):
         if task is None:
             return load_foreign(checkpoint, path, device, given, normalize)
         if task not in (CLS, SEG, LM):

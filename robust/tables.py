@@ -221,7 +221,6 @@ class Results:
         if rank == 0:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             self.log = common.Log(self.out)
-            self.log.lock("evaluates")
             self.log.cut(0)                               # a line that a kill cut short goes
 
     def lacks(self, row):

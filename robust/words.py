@@ -146,8 +146,8 @@ def load_source(args, models):
     one that is swapped in."""
     vocabularies = []
     for m in models:
-        with common.naming(m.given):
-            common.check_run(m.checkpoint, "it", "train_lm.py", "vocab")
+        with common.error_prefix(m.given):
+            common.check_run(m.checkpoint, "train_lm.py", "vocab")
             vocabularies.append(stored_vocabulary(m.checkpoint))
         if vocabularies[-1].words != vocabularies[0].words:
             raise ValueError(f"{m.given} has another vocabulary than the first: perplexities would "

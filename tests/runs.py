@@ -28,7 +28,7 @@ def call(function, *parts, **named):
     """What function() returns when the command line holds these flags."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train.py", *flags(*parts, **named)])
-        patch.setattr(common, "training", None)                                   # of another run in this process
+        patch.setattr(common, "active_run_dir", None)                                   # of another run in this process
         return function()
 
 

@@ -18,12 +18,13 @@ from timm.data import ImageNetInfo
 from torchvision.io import write_png
 
 import common
+import segmenter
 import eval_robust
 from data.batches import Split
 from data.imagenet import ImageTree
 from data.shapes import SHAPES, load_shapes
 from processes import Started, group
-from robust import attacks, checks, classifiers, corruptions, iou, measures, metrics, results, score, sources
+from robust import attacks, checks, classifiers, corruptions, measures, metrics, results, score, sources
 from robust.results import pack, read_rows, unpack
 from robust.tables import Results, tables
 from runs import call, refused
@@ -340,7 +341,7 @@ def test_scores_need_no_float64_on_the_device(tmp_path, monkeypatch):
         two = rows_of(tmp_path / "mps", *how)
         flags = torch.arange(3) > 0
         assert checks.percent(flags) == pytest.approx(200 / 3) and metrics.auroc(torch.arange(3.0), flags) == 1
-        assert iou.scores(torch.eye(2, dtype=torch.int64))["mean_iou"] == 100
+        assert segmenter.scores(torch.eye(2, dtype=torch.int64))["mean_iou"] == 100
     for a, b in zip(one, two, strict=True):
         assert (a["top1"], a["top5"], a["right"]) == (b["top1"], b["top5"], b["right"])
         assert b.get("mean_l2", 0) == pytest.approx(a.get("mean_l2", 0), rel=1e-5)

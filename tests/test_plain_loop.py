@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import common
 import train_cls
 from attention import key_statistics
-from data import augment, randaugment
+from data import augment, randaugment, rng
 from data.rng import uniform
 from data.shapes import load_shapes
 from runs import call, rows
@@ -40,10 +40,10 @@ def augmented(f, images, position):
     """Shift, flip, RandAugment, erase: the operations have tests of their own."""
     def draw(n, purpose):
         return uniform(position, n, f.seed, purpose)
-    images = augment.random_crop(images, draw(2, augment.CROP), f.pad)
-    images = torch.where(draw(1, augment.FLIP).view(-1, 1, 1, 1) < 0.5, images.flip(3), images)
-    images = randaugment.rand_augment(images, draw(4 * f.num_ops, augment.RAND_AUGMENT))
-    u = draw(randaugment.ERASE_COLUMNS, augment.ERASE)
+    images = augment.random_crop(images, draw(2, rng.SHIFT), f.pad)
+    images = torch.where(draw(1, rng.FLIP).view(-1, 1, 1, 1) < 0.5, images.flip(3), images)
+    images = randaugment.rand_augment(images, draw(4 * f.num_ops, rng.RAND_AUGMENT))
+    u = draw(randaugment.ERASE_COLUMNS, rng.ERASE)
     return randaugment.random_erase(images / 255, u, position, f.seed, prob=f.erase)
 
 

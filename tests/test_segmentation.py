@@ -2,6 +2,7 @@
 alone, and a folder that is not as it should be ends in a line that names the file."""
 
 from argparse import Namespace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,13 +14,14 @@ from conftest import SHARED
 from data import segmentation
 from data.batches import image_batches
 from data.distort import COLUMNS, distort, scale_and_shift, scale_hsv
-from data.labelled import CAMVID_CLASSES, SegTree, class_names, shift_labels
-from data.rng import uniform
-from data.segmentation import (VIEW, VIEW_COLUMNS, Scenes, TrainingViews, finish_views, load_split, palette,
+from common import InputError
+from data.labelled import CAMVID_CLASSES, ade20k
+from data.rng import DISTORT, VIEW, uniform
+from data.segmentation import (VIEW_COLUMNS, Scenes, TrainingViews, finish_views, load_split, palette,
                                save_pictures, training_view, varied)
 from data.shapes import load_shapes
 from runs import make_pairs
-from segmenter import IGNORE, SegmenterConfig, resized
+from segmenter import SegmenterConfig, resize, resized
 
 ADE20K = SHARED / "data" / "ade20k_sample"
 
@@ -37,29 +39,29 @@ def planes(x):
 
 # --- the transforms are the reference's ------------------------------------------------------------------------------
 
-def test_labels_shift_by_one_and_unlabelled_pixels_are_ignored(golden):
-    raw = torch.tensor([0, 1, 2, 150, 255], dtype=torch.uint8)
-    assert shift_labels(raw).tolist() == [255, 0, 1, 149, 255] and raw.tolist() == [0, 1, 2, 150, 255]
+def test_labels_shift_by_one_and_unlabelled_pixels_are_ignored(golden, root):
     g = golden("seg_transforms")
-    assert torch.equal(shift_labels(g["label_raw"]), g["label_reduced"])
+    tree = ade20k(root, "training", 4)
+    tree.label_of = ade20k(root, "training", 150).label_of
+    assert tree.label_of[[0, 1, 2, 150, 255]].tolist() == [255, 0, 1, 149, 255]
+    assert torch.equal(tree.label_of[g["label_raw"].long()], g["label_reduced"])
 
 
 def test_sizes_follow_the_references_rule_and_the_models(golden, monkeypatch):
     asked = []
-    monkeypatch.setattr(segmentation, "resize", lambda image, H, W: asked.append((H, W)) or image.new_zeros(3, H, W))
+    monkeypatch.setattr(segmentation, "resize", lambda image, size: asked.append(size) or image.new_zeros(3, *size))
     for h, w, ratio, long, short, *new in golden("seg_transforms")["size_rule"].tolist():
         assert (int(4 * 256 * ratio), int(256 * ratio)) == (long, short)
         assert resized(int(h), int(w), int(long), int(short)) == tuple(new)
         image = torch.zeros(3, int(h), int(w), dtype=torch.uint8)
         training_view(image, image[0], [ratio / 4] + [0.0] * (VIEW_COLUMNS - 1), 256, (0.0, 4.0))
         assert asked.pop() == tuple(new)
-    assert segmentation.IGNORE == IGNORE                                             # the model's own
 
 
 def test_resizing_agrees_with_opencv_within_a_level_and_its_labels_exactly(golden):
     g = golden("seg_transforms")
     H, W = g["resized_label"].shape
-    small = segmentation.resize(planes(g["rgb"]), H, W)
+    small = resize(planes(g["rgb"]), (H, W))
     assert (small.int() - planes(g["resized_rgb"]).int()).abs().max() <= 1
     draw = [204.5 / 204 - 1] + [0.0] * (VIEW_COLUMNS - 2) + [0.9]              # r: the box (819, 204); no flip
     image, label, h, w = training_view(planes(g["rgb"]), g["label_reduced"], draw, 204, scales=(1.0, 2.0))
@@ -174,7 +176,7 @@ def test_a_view_is_what_its_numbers_say():
 
 
 def test_image_and_label_stay_together_whatever_the_view(root):
-    tree = SegTree(root, "training", 4)
+    tree = ade20k(root, "training", 4)
     for i in range(4):
         label = tree[i][1]
         some = TrainingViews([(label.expand(3, -1, -1), label)], 32, (0.5, 2.0), seed=i)
@@ -189,7 +191,7 @@ def test_image_and_label_stay_together_whatever_the_view(root):
 # --- samples ---------------------------------------------------------------------------------------------------------
 
 def stream(root, num_workers, batch, distorted=True):
-    samples = TrainingViews(SegTree(root, "training", 4), 48, seed=5)
+    samples = TrainingViews(ade20k(root, "training", 4), 48, seed=5)
     keys = [(p, p % 6) for p in range(24)]
     lists = [keys[i:i + batch] for i in range(0, 24, batch)]
     out = [(finish_views(images, h, w, position, 5, torch.full((3, 1, 1), 0.5), distorted), labels)
@@ -229,33 +231,34 @@ def test_grey_transparent_palette_and_16_bit_files_are_read_as_rgb_images_and_cl
             annotation = annotation.convert("P")
             annotation.putpalette([0, 0, 0, 255, 0, 0, 0, 255, 0])
         annotation.save(root / "annotations" / "training" / f"{stem}.png")
-    tree = SegTree(root, "training", 4)
+    tree = ade20k(root, "training", 4)
+    names = [Path(image).stem for image, _ in tree.files]
     for stem in ("grey", "alpha", "deep"):
-        image, classes = tree[tree.names.index(stem)]
+        image, classes = tree[names.index(stem)]
         assert image.shape == (3, 20, 30) and image.dtype == torch.uint8 and (image[:, 0] == 100).all()
         assert (classes[:10] == 1).all() and (classes[10:] == 255).all()
 
 
 def test_class_names_come_from_the_folder(root):
-    assert SegTree(root, "training", 11).classes == CAMVID_CLASSES
-    assert SegTree(root, "training", 4).classes[3] == "class 3"
+    assert ade20k(root, "training", 11).classes == CAMVID_CLASSES
+    assert ade20k(root, "training", 4).classes[3] == "class 3"
     (root / "objectInfo150.txt").write_text("Idx\tRatio\tTrain\tVal\tName\n1\t0.2\t5\t2\twall\n2\t0.1\t5\t2\tsky, air\n"
                                             + "".join(f"{i}\t0.1\t5\t2\tthing {i}\n" for i in range(3, 151)))
-    assert len(SegTree(root, "training").classes) == 150 and SegTree(root, "training").classes[:2] == ["wall", "sky"]
+    assert len(ade20k(root, "training").classes) == 150 and ade20k(root, "training").classes[:2] == ["wall", "sky"]
     (root / "classes.txt").write_text("a\nb\nc\nd\n\n")
-    assert SegTree(root, "training").classes == ["a", "b", "c", "d"]
+    assert ade20k(root, "training").classes == ["a", "b", "c", "d"]
 
 
 @pytest.mark.skipif(not ADE20K.exists(), reason="no files of ADE20K beside the clone")
 def test_files_of_ade20k_are_read():
-    tree = SegTree(ADE20K, "validation")
-    assert len(tree) == 3 and len(tree.classes) == 150 and tree.names[0] == "ADE_val_00000001"
+    tree = ade20k(ADE20K, "validation")
+    assert len(tree) == 3 and len(tree.classes) == 150 and "ADE_val_00000001" in tree.files[0][0]
     assert [tuple(tree[i][1].shape) for i in range(3)] == [(512, 683), (364, 500), (300, 400)]
     assert max(tree[i][1][tree[i][1] < 255].max() for i in range(3)) == 102
 
 
 def test_a_picture_is_drawn_with_its_legend(root, tmp_path):
-    tree = SegTree(root, "validation", 4)
+    tree = ade20k(root, "validation", 4)
     images, labels = zip(*(tree[i] for i in range(3)))
     save_pictures(tmp_path / "a.png", zip(images, labels, labels), tree.classes)
     with Image.open(tmp_path / "a.png") as picture:
@@ -274,52 +277,34 @@ def test_a_picture_is_drawn_with_its_legend(root, tmp_path):
 
 # --- folders that are not as they should be --------------------------------------------------------------------------
 
-def error(root, split="training", num_classes=4, i=None, kind=ValueError):
-    with pytest.raises(kind) as e:
-        tree = SegTree(root, split, num_classes)
-        tree[tree.names.index(i)]
-    assert "\n" not in str(e.value) and len(str(e.value)) < 400
-    return str(e.value)
-
-
-def test_missing_folders_and_pairs_are_named(root):
-    assert "nowhere" in error(root / "nowhere", kind=ValueError)
-    assert "test" in error(root, "test", kind=ValueError)
+def test_what_is_wrong_with_a_folder_is_named(root, capsys):
+    for folder, split, word in ((root / "nowhere", "training", "nowhere"), (root, "test", "test")):
+        with pytest.raises(InputError, match=word):
+            ade20k(folder, split, 4)
+    for num_classes in (None, 300):
+        with pytest.raises(InputError, match="classes"):
+            ade20k(root, "training", num_classes)
     (root / "annotations" / "training" / "2.png").unlink()
-    assert "annotation of image 2" in error(root)
-    (root / "images" / "training" / "2.png").unlink()
-    (root / "images" / "training" / "4.png").unlink()
-    assert "image of annotation 4" in error(root)
-    for path in root.glob("*/training/*"):
-        path.unlink()
-    assert "no images" in error(root)
+    assert len(ade20k(root, "training", 4)) == 8 and "1 files have no partner, 2" in capsys.readouterr().out
+    (root / "classes.txt").write_bytes("a\r\nb\r\nc\r\nd\r\n".encode("utf-8-sig"))
+    assert ade20k(root, "training").classes == ["a", "b", "c", "d"]
+    with pytest.raises(InputError, match="--num_classes 5"):
+        ade20k(root, "training", 5)
 
 
 def test_wrong_annotations_are_named(root):
-    folder = root / "annotations" / "training"
-    path, label = folder / "1.png", np.zeros((60, 40), np.uint8)
-    for pixels, words in ((label[:50], ["40 x 50", "40 x 60"]), (label + 5, ["the value 5", "0 (ignored) to 4"]),
-                          (np.dstack([label] * 3), ["mode RGB"]), (label.astype(np.uint16), ["mode I;16"])):
+    path, label = root / "annotations" / "training" / "1.png", np.zeros((60, 40), np.uint8)
+    for pixels, word in ((label[:50], "40 x 50"), (label + 5, "the value 5"), (np.dstack([label] * 3), "mode RGB"),
+                         (label.astype(np.uint16), "mode I;16")):
         Image.fromarray(pixels).save(path)
-        line = error(root, i="1")
-        assert "1.png" in line and all(word in line for word in words), line
+        with pytest.raises(InputError, match=f"1.png.*{word}"):
+            ade20k(root, "training", 4)[1]
     Image.fromarray(label + 255).save(path)                                              # 255 is ignored too
-    assert (SegTree(root, "training", 4)[1][1] == 255).all()
+    assert (ade20k(root, "training", 4)[1][1] == 255).all()
     for content in (b"", b"not a picture", path.read_bytes()[:60]):
         path.write_bytes(content)
-        assert "1.png" in error(root, i="1")
+        with pytest.raises(InputError, match="1.png"):
+            ade20k(root, "training", 4)[1]
     (root / "images" / "training" / "3.png").write_bytes(b"\x89PNG")
-    assert "3.png" in error(root, i="3")
-
-
-def test_the_number_of_classes_must_be_known_and_fit(root):
-    assert "--num_classes" in error(root, num_classes=None)
-    (root / "classes.txt").write_text("a\nb\nc\nd\n")
-    assert "4 classes" in error(root, num_classes=5)
-    (root / "classes.txt").write_bytes("a\r\nb\r\nc\r\nd\r\n".encode("utf-8-sig"))
-    assert class_names(root) == ["a", "b", "c", "d"]
-    (root / "classes.txt").write_bytes("a\nb\n".encode("utf-16"))
-    with pytest.raises(ValueError, match="classes.txt: 'utf-8' codec can't decode"):
-        class_names(root)
-    (root / "classes.txt").write_text("\n".join(map(str, range(300))))
-    assert "2 to 254" in error(root, num_classes=None)
+    with pytest.raises(InputError, match="3.png"):
+        ade20k(root, "training", 4)[3]

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from common import InputError
-from robust.iou import confusion, scores
-from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, backbone_settings, predict, predict_views, resized,
+from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, backbone_settings, confusion, predict, predict_views, resized, scores,
                        sliding_windows, view)
 from conftest import SHARED
 from upstream import load_segmenter

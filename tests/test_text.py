@@ -18,6 +18,7 @@ import torch
 from data import text as data_text
 import peers
 from robust.words import word_swap
+from common import InputError
 from conftest import ROOT, SHARED
 from data.text import (Vocabulary, load_corpus, perplexity, pydoc_folder, random_windows, read_lines, sliding_nll,
                        text_folder)
@@ -78,25 +79,24 @@ def test_wikitext_103_has_its_tokens_and_the_attack_swaps_as_many_words_as_the_r
     assert sum(len(line.split()) + 1 for line in attacked) == tokens
 
 
-def test_a_word_without_unk_and_what_is_no_vocabulary_are_refused(folder):
+def test_a_word_without_unk_and_a_missing_empty_or_binary_file_are_named(folder):
     write(folder, TRAIN.replace("<unk>", ""))
-    with pytest.raises(ValueError, match="'unseen'.*no <unk>"):
+    with pytest.raises(InputError, match="'unseen'.*no <unk>"):
         load_corpus(folder)
-    for words in (["a", "b"], ["<eos>", "a", "a"], [""], []):
-        with pytest.raises(ValueError, match="not a vocabulary"):
-            Vocabulary(words)
-
-
-def test_a_missing_empty_or_binary_file_is_named(folder):
     (folder / "wiki.valid.tokens").write_bytes(b"")
-    with pytest.raises(ValueError, match="wiki.valid.tokens is empty"):
-        load_corpus(folder)
-    (folder / "wiki.valid.tokens").unlink()
-    with pytest.raises(ValueError, match="no wiki.valid.tokens"):
+    with pytest.raises(InputError, match="wiki.valid.tokens"):
         load_corpus(folder)
     write(folder, valid=b"good line\nbad \xff\xfe\n")
-    with pytest.raises(ValueError, match=r"wiki.valid.tokens is not UTF-8 text \(.*\)"):
+    with pytest.raises(InputError, match="wiki.valid.tokens"):
         load_corpus(folder)
+
+
+def test_what_is_said_of_a_corpus_is_so():
+    """Paragraphs are lines with words; the shares of <unk> are of the texts that they are said of."""
+    corpus = data_text.Corpus(*(np.array(ids, "<u4") for ids in ([1, 2, 0, 0, 0, 2, 0, 1, 0], [2, 1, 1, 0], [2, 2, 2, 0])),
+                              Vocabulary(["<eos>", "a", "<unk>"]))
+    assert data_text.describe(corpus) == ("3 paragraphs, 9 training, 4 valid, 4 test tokens, 3 words; "
+                                          "unknown: 22.2 % of training, 25.0 % of valid")
 
 
 # --- pydoc ------------------------------------------------------------------------------------------------------------
@@ -143,7 +143,9 @@ def lines_of(folder, split):
 def test_a_txt_becomes_wikitext_ninety_five_and_five_percent_of_its_paragraphs(folder):
     Path("mine").mkdir()
     Path("mine/book.txt").write_text(BOOK)
-    made = text_folder("folder", "mine")
+    Path("book.txt").write_text(BOOK)                                               # another text of the same name
+    made = text_folder("folder", "mine/book.txt")
+    assert text_folder("folder", "book.txt") != made
     assert made.parts[:2] == ("out", "cache") and made.name.startswith("book_")
     Path(made, "wiki.valid.tokens").write_text(" of another text \n")
     assert text_folder("folder", "mine/book.txt") == made                         # written anew, as it may have changed
@@ -170,31 +172,13 @@ def test_rare_words_of_a_txt_and_new_words_of_its_end_are_unknown_and_their_shar
 
 
 def test_what_is_no_text_is_named_in_one_line(folder):
-    def refused(data, data_dir):
-        with pytest.raises((ValueError, OSError)) as e:
+    for text in (" \n\n \n", "a b\n" * 19, b"caf\xe9"):
+        Path("a.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
+        with pytest.raises(InputError, match="a.txt"):
+            text_folder("folder", "a.txt")
+    for data, data_dir, word in (("folder", "nowhere.txt", "nowhere.txt"), ("wikitext", None, "--data wikitext")):
+        with pytest.raises(InputError, match=word):
             text_folder(data, data_dir)
-        return str(e.value)
-
-    for i, (name, text, word) in enumerate((
-            ("a.txt", " \n\n \n", "/a.txt has 0 lines with words, expected 20"), ("a.txt", "", "/a.txt has 0 lines"),
-            ("a.txt", "a b\n" * 19, "/a.txt has 19 lines with words, expected 20"),
-            ("a.txt", b"caf\xe9", "/a.txt is not UTF-8 text"), ("a.md", BOOK, ": expected a .txt, or a folder"))):
-        Path(str(i)).mkdir()
-        Path(str(i), name).write_bytes(text if isinstance(text, bytes) else text.encode())
-        line = refused("folder", str(i))
-        assert f"{i}{word}" in line and "\n" not in line
-    shutil.copytree("3", "two")
-    Path("two/b.txt").write_text(BOOK)
-    Path("empty").mkdir()
-    for data, data_dir, word in (("folder", "two", "--data_dir two holds 2 .txt, a.txt and b.txt among them"),
-                                 ("folder", "empty", "--data_dir empty: expected a .txt, or a folder"),
-                                 ("folder", "nowhere", "--data_dir nowhere: expected a .txt"),
-                                 ("folder", "4/a.md", "--data_dir 4/a.md: expected a .txt"),
-                                 ("wikitext", None, "--data wikitext needs --data_dir")):
-        line = refused(data, data_dir)
-        assert word in line and "\n" not in line
-    Path("text/notes.txt").write_text(BOOK)
-    assert text_folder("folder", "text") == Path("text")                      # wiki.*.tokens go before a .txt
     assert not Path("out").exists()
 
 

@@ -1,5 +1,5 @@
-"""Claims about train_seg.py alone (for every trainer: test_train.py; its flags: test_flags.py), and about
-robust/iou.py, the evaluation over a data set."""
+"""Claims about train_seg.py alone (for every trainer: test_train.py; its flags: test_flags.py), and about the evaluation
+over a data set in segmenter.py."""
 
 import re
 import shutil
@@ -11,19 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from PIL import Image
 
 import common
 import train_seg
 from conftest import ROOT
-from data import labelled, segmentation
 from data.rng import epoch_order
-from data.labelled import SegTree
+from data.labelled import SegTree, ade20k
 from data.segmentation import Scenes, TrainingViews
-from robust.iou import confusion, evaluate, plain, predictions, scores
 from runs import call, flags, log, make_pairs, refused
-from segmenter import Segmenter, SegmenterConfig, predict, segmenter_from_checkpoint
+from segmenter import (Segmenter, SegmenterConfig, confusion, evaluate, plain, predict, predictions, scores,
+                       segmenter_from_checkpoint)
 from vit import ViT, ViTConfig
 from weights import resize_pos_embed
 
@@ -77,38 +75,32 @@ def test_the_papers_recipe_trains_on_a_folder_of_its_layout(root):
     checkpoint = common.load("a")
     group, config = checkpoint["optimizer"]["param_groups"][0], checkpoint["model_config"]
     assert group["nesterov"] and group["momentum"] == 0.9 and group["weight_decay"] == 0
-    assert (config["drop_path"], config["decoder_dropout"], config["decoder"]) == (0.1, 0.1, "mask")
+    assert (config["drop_path"], config["decoder_dropout"]) == (0.1, 0.1)
     assert log("a", "lr")[1] == 1e-3 and log("a", "lr")[2] == pytest.approx((1e-3 - 1e-5) * 0.5 ** 0.9 + 1e-5)
     assert Path("a/pictures.png").exists()
 
 
-def test_schedule_and_sgd_are_the_references(golden):
+def test_schedule_and_sgd_are_the_references(golden, monkeypatch):
     """rstrudel/segmenter's polynomial schedule; timm's Nesterov."""
     g = golden("seg_schedule")
     total, lr, min_lr = int(g["iter_max"]), g["base_lr"].item(), g["min_lr"].item()
     ours = [train_seg.poly_lr(k, total, lr, min_lr) for k in range(total + 1)]
     np.testing.assert_allclose(ours, g["lr_after_k_updates"].numpy(), rtol=1e-9)
     model = torch.nn.Linear(3, 1)
+    monkeypatch.setattr(train_seg, "Segmenter", lambda config: model)
+    args = call(train_seg.get_args, f"--data ade20k --model nano --size 32 --data_dir x --lr {lr}")
+    _, optimizer, _ = train_seg.build(args, SegTree([], list("ab"), [1, 2], [0]), torch.device("cpu"))
     with torch.no_grad():
         model.weight.copy_(g["sgd_init"][None, :3])
         model.bias.copy_(g["sgd_init"][3:])
-    optimizer = train_seg.build_optimizer(Namespace(optimizer="sgd", lr=lr, weight_decay=0.0), model)
     for expected in g["sgd_params_after_each_step"]:
-        F.mse_loss(model(g["sgd_x"]), g["sgd_t"]).backward()
+        torch.nn.functional.mse_loss(model(g["sgd_x"]), g["sgd_t"]).backward()
         optimizer.step()
         optimizer.zero_grad()
         torch.testing.assert_close(torch.cat([model.weight[0], model.bias]).detach(), expected, rtol=0, atol=1e-6)
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------
-
-def test_what_a_run_on_a_folder_has_chosen_is_no_other_flag_when_torchrun_starts_it_again(monkeypatch):
-    own_folder("mine")
-    for _ in range(2):
-        train("--data_dir mine --num_workers 0 --max_steps 2")
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert len(log("out/seg_folder_rpc", "eval")) == 1 and not Path("out/seg_folder_rpc_2").exists()
-
 
 def test_a_batch_is_dealt_out_whole_and_every_sample_has_its_number():
     args = Namespace(batch_size=4, seed=1)
@@ -125,7 +117,7 @@ def test_a_batch_is_dealt_out_whole_and_every_sample_has_its_number():
     assert list(train_seg.batch_keys(args, 10, 4, 6, 0, 1)) == whole[4:]
 
     views = TrainingViews(Scenes("train", 10, 16), 16, (1, 1), seed=1)                       # the last batch has two
-    args = Namespace(batch_size=4, seed=1, num_workers=0, distort=False)
+    args = Namespace(batch_size=4, seed=1, num_workers=0, data="shapes")
     last = [list(train_seg.load_batches(views, args, torch.zeros(3, 1, 1), 0, 3, rank, 4))[-1] for rank in range(4)]
     assert [bool((labels == 255).all()) for _, labels in last] == [False, False, True, True]
 
@@ -138,22 +130,15 @@ def ignore(monkeypatch, ignored):
     monkeypatch.setattr(SegTree, "__getitem__", image)
 
 
-def training(tree):
-    return tree.folders[0].endswith("training")
-
-
-def test_a_batch_without_a_labelled_pixel_counts_nothing_and_a_folder_of_those_is_refused(root, monkeypatch):
+def test_a_batch_without_a_labelled_pixel_counts_nothing(root, monkeypatch):
     last, run = epoch_order(9, 0, seed=0)[8], flags(FOLDER, "--max_steps 3 --data_dir", [root])  # batches of 4, 4 and 1
-    ignore(monkeypatch, lambda tree, i: training(tree) and i != last)
+    ignore(monkeypatch, lambda tree, i: len(tree) == 9 and i != last)
     train(run, "--out_dir a")
     for what in ("loss", "grad_norm"):
         *zeros, third = log("a", what).values()
         assert zeros == [0, 0] and third > 0
-    ignore(monkeypatch, lambda tree, i: training(tree))
-    assert "none of the 9 training images has a labelled pixel" in bad(run, "--out_dir b")
-    assert not Path("b").exists()
     ignore(monkeypatch, lambda tree, i: i < 3)
-    tree = SegTree(root, "validation", 4)
+    tree = ade20k(root, "validation", 4)
     torch.manual_seed(0)
     model = Segmenter(CONFIG)
     assert evaluate(model, tree, index=[2, 3], **HOW)[0]["classes_in_truth"] == 1
@@ -170,7 +155,7 @@ CONFIG = SegmenterConfig(num_classes=4, image_size=32, patch_size=8, embed_dim=1
 def test_predictions_come_in_order_from_workers_too_and_the_model_stays_in_its_mode(root):
     """The scores and the change of an image are in test_eval_tasks.py."""
     torch.manual_seed(0)
-    model, tree, index = Segmenter(CONFIG), SegTree(root, "training", 4), [3, 0, 8, 5]
+    model, tree, index = Segmenter(CONFIG), ade20k(root, "training", 4), [3, 0, 8, 5]
     for num_workers in (0, 1):
         triples = list(predictions(model.eval(), tree, index, num_workers=num_workers, **HOW))
         for i, (image, label, prediction) in zip(index, triples, strict=True):
@@ -180,73 +165,6 @@ def test_predictions_come_in_order_from_workers_too_and_the_model_stays_in_its_m
     for training in (True, False):
         assert evaluate(model.train(training), tree, index=index, **HOW)[0]["images"] == 4
         assert model.training == training
-
-
-# --- a folder of one's own -------------------------------------------------------------------------------------------
-
-def own_folder(root, flat=True):
-    """20 pairs, one annotation without an image, one image that cannot be read."""
-    rng = np.random.default_rng(0)
-    for i in range(20):
-        part = "" if flat else "validation" if i % 4 == 0 else "training"
-        for kind in ("images", "annotations"):
-            Path(root, kind, part).mkdir(parents=True, exist_ok=True)
-        label = np.kron(rng.integers(0, 4, (4, 4), dtype=np.uint8), np.ones((10, 12), np.uint8))
-        Image.fromarray(np.dstack([label * 60] * 3)).save(Path(root, "images", part, f"{i:02}.jpg"))
-        Image.fromarray(label).save(Path(root, "annotations", part, f"{i:02}.png"))
-    Path(root, "images", part, "broken.jpg").write_bytes(b"no picture")
-    for name in ("broken", "lonely"):
-        Image.fromarray(label).save(Path(root, "annotations", part, f"{name}.png"))
-
-
-@pytest.mark.parametrize("flat", [True, False])
-def test_a_folder_of_ones_own_needs_one_flag_and_its_checkpoint_says_which_images(flat, capsys):
-    own_folder("mine", flat)
-    train("--data_dir mine --max_steps 2 --num_workers 0 --out_dir a")
-    out = capsys.readouterr().out
-    assert "skipping" in out and "broken.jpg" in out
-    held = "held-out" if flat else "validation"
-    found = re.search(rf"folder: (\d+) training, (\d+) {held} images, 3 classes, ([\d.]+) % of the pixels "
-                      r"ignored, 1 unreadable, 1 unmatched files\nchosen for them: size=32 patch_size=4 "
-                      r"batch_size=8 epochs=400 eval_every=40", out)
-    assert found and int(found[1]) + int(found[2]) == 20, out
-    assert int(found[2]) == (4 if flat else 5)                    # a fifth of 21 pairs; the broken one is in training
-
-    # what eval_robust.py does: the checkpoint's args give the same images again, with classes
-    checkpoint = common.load("a")
-    args = Namespace(**checkpoint["args"])
-    val, again, trained = (segmentation.load_split(args, split) for split in ("validation", "validation", "training"))
-    assert val.names == again.names and len(val) == int(found[2]) and args.num_classes == 3
-    assert val.classes == checkpoint["classes"] and val[0][1].unique().tolist()[-1] in (0, 1, 2, 255)
-    assert sorted(val.names + trained.names) == [f"{i:02}" for i in range(20)]
-    assert evaluate(segmenter_from_checkpoint(checkpoint), val, **HOW)[0] == checkpoint["metrics"]
-    ignored = np.mean([(part[i][1] == 255).float().mean() for part in (val, trained) for i in range(len(part))])
-    assert float(found[3]) == pytest.approx(100 * ignored, abs=0.06)
-    train("--resume a --max_steps 3")
-
-
-def test_a_folder_that_cannot_be_trained_on_gets_one_line():
-    assert "nowhere" in bad("--data_dir nowhere") and "--data folder needs --data_dir" in bad("--data folder")
-    own_folder("mine")
-    for value, line in ((0, "hold 0 classes"), (2, "hold 1 classes, expected 2 or more")):
-        for path in Path("mine/annotations").glob("*.png"):
-            Image.fromarray(np.full((40, 48), value, np.uint8)).save(path)
-        assert line in bad("--data_dir mine")
-    own_folder("mine")
-    assert "hold the value 3, expected 0 (ignored) to 2 (--num_classes)" in bad("--data_dir mine --num_classes 2")
-    for path in Path("mine/images").iterdir():
-        path.rename(path.with_stem(f"other_{path.stem}"))
-    assert "no annotation with the name of an image in mine/annotations" in bad("--data_dir mine")
-    shutil.rmtree("mine/annotations")
-    assert "mine/annotations" in bad("--data_dir mine")
-    Path("mine/annotations").mkdir()
-    assert "no annotation (.png) in mine/annotations" in bad("--data_dir mine")
-    for path in Path("mine/images").iterdir():
-        path.unlink()
-    assert "no image (.jpg, .png) in mine/images" in bad("--data_dir mine")
-    with pytest.raises(ValueError, match="classes.txt"):
-        labelled.class_names("mine")
-    assert labelled.class_names("mine", 11)[10] == "class 10"                              # they are not CamVid's
 
 
 # --- backbones -------------------------------------------------------------------------------------------------------
@@ -294,9 +212,7 @@ def test_weights_that_do_not_fit_their_attention_are_refused(root):
     torch.save({"model": checkpoint["model"]}, "deit.pt")                                             # as DeiT's files
     train(run, "--backbone deit.pt --out_dir a")
     assert common.load("a")["model_config"]["attn"] == "softmax"
-    train(run, "--backbone deit.pt --out_dir c --decoder linear --attn softmax")
-    assert "--backbone a: it is not a checkpoint of train_cls.py" in bad(run, "--backbone a")
-    assert "train_seg.py" in bad("--resume soft.pt")
+    assert "train_cls.py" in bad(run, "--backbone a") and "train_seg.py" in bad("--resume soft.pt")
     assert "--size 36 is not a multiple of the patch size 8" in bad(run, "--backbone deit.pt --size 36")
 
 
@@ -305,4 +221,4 @@ def test_a_bad_image_is_named_by_workers_too(root):
     Image.fromarray(np.full((90, 30), 9, np.uint8)).save("copy/annotations/validation/4.png")
     for num_workers in (0, 1):
         line = bad(FOLDER, "--max_steps 1 --out_dir a --data_dir copy --num_workers", [num_workers])
-        assert "4.png holds the value 9" in line and "--num_classes" in line
+        assert "4.png holds the value 9" in line

@@ -15,7 +15,7 @@ from data.segmentation import Scenes
 from data.shapes import SHAPES, load_shapes
 from data.text import load_corpus, perplexity, sliding_nll
 from lm import lm_from_checkpoint
-from robust.iou import evaluate
+from segmenter import evaluate
 from segmenter import segmenter_from_checkpoint
 from vit import classifier_from_checkpoint
 

@@ -108,11 +108,11 @@ def pairs(first, second, what="the two arms"):
     """
     seeds = sorted(first.keys() & second.keys())
     if not seeds:
-        raise ValueError(f"{what}: no seed in common, {sorted(first)} and {sorted(second)}")
+        raise common.InputError(f"{what}: no seed in common, {sorted(first)} and {sorted(second)}")
     sizes = {np.shape(runs[seed]) for runs in (first, second) for seed in seeds}
     if len(sizes) > 1:
         counts = " and ".join(str(n) for n in sorted(size[0] if size else 1 for size in sizes))
-        raise ValueError(f"{what}: measured on {counts} images, expected the same for all")
+        raise common.InputError(f"{what}: measured on {counts} images, expected the same for all")
     return np.stack([np.asarray(first[seed], float) - second[seed] for seed in seeds])
 
 
