@@ -239,7 +239,7 @@ def run(main):
     except KeyboardInterrupt:
         print(f"\nstopped by Ctrl-C{what_is_saved()}", file=sys.stderr)
         sys.exit(130)
-    except (InputError, ValueError) as e:           # ValueError: until all are converted
+    except InputError as e:
         words = str(e).splitlines()[-1].removeprefix("common.InputError: ")     # of a worker
         sys.exit(f"error: {words}{what_is_saved()}")
     finally:

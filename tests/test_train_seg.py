@@ -220,5 +220,5 @@ def test_a_bad_image_is_named_by_workers_too(root):
     shutil.copytree(root, "copy")
     Image.fromarray(np.full((90, 30), 9, np.uint8)).save("copy/annotations/validation/4.png")
     for num_workers in (0, 1):
-        line = bad(FOLDER, "--max_steps 1 --out_dir a --data_dir copy --num_workers", [num_workers])
+        line = bad(FOLDER, "--max_steps 1 --data_dir copy --num_workers", [num_workers])
         assert "4.png holds the value 9" in line
