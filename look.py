@@ -174,7 +174,10 @@ def main():
     image = read_image(args, model.config.image_size)
     with torch.no_grad():
         page = look(model, checkpoint["classes"], image)
-    page.save(args.out)
+    try:
+        page.save(args.out)
+    except OSError as e:
+        raise common.InputError(f"--out {args.out} cannot be written ({e.strerror})") from None
     print(f"{args.out}: {'scene ' + str(args.scene) if not args.image else args.image} "
           f"as {args.ckpt} sees it")
 

@@ -156,13 +156,7 @@ def load_model(path):
     file = Path(path, "last.pt") if Path(path).is_dir() else path
     found = sources.load_model(file, torch.device("cpu"))
     if found.task == sources.SEG:
-<<<<<<< HEAD
         raise InputError(f"--ckpt {path} is not a checkpoint of train_cls.py or train_lm.py")
-=======
-        raise common.InputError(f"--ckpt {path} is not a checkpoint of train_cls.py or train_lm.py")
-    if found.task == sources.LM:
-        common.check_run(found.checkpoint, "train_lm.py", "args", "vocab", "step")
->>>>>>> 9780663 (One loop's worth of common.py; a data set is one function and one entry; photos and masks of one's own)
     return found.model, found.checkpoint
 
 
