@@ -18,7 +18,9 @@ from pathlib import Path
 import numpy as np
 
 import common
+from robust.metrics import wilson
 from robust.results import group, identity, read_rows
+from referee.studies.differences import colour_of
 from referee.studies.probe import read_csv
 
 try:
@@ -27,8 +29,8 @@ except ImportError:
     sys.exit("error: referee.studies.plot needs matplotlib: pip install matplotlib")
 
 plt.switch_backend("Agg")                                  # no screen
-plt.rcParams.update({"figure.dpi": 100, "figure.constrained_layout.use": True, "font.size": 9,
-                     "axes.titlesize": 9.5, "legend.fontsize": 8, "axes.spines.top": False,
+plt.rcParams.update({"figure.dpi": 100, "figure.constrained_layout.use": True, "font.size": 11.5,
+                     "axes.titlesize": 11.5, "legend.fontsize": 10, "axes.spines.top": False,
                      "axes.spines.right": False})
 WIDTH = 9                                                  # inches
 
@@ -76,7 +78,7 @@ def logs(folders):
             raise common.InputError(f"{folder} holds no log.jsonl of a training run")
     panels = list(dict.fromkeys(panel for curves in runs.values() for panel in curves))
     figure, axes = plt.subplots(-(-len(panels) // 2), 2, squeeze=False,
-                                figsize=(WIDTH, 2.8 * -(-len(panels) // 2)))
+                                figsize=(WIDTH, 4.2 * -(-len(panels) // 2)))
     for ax, panel in zip(axes.flat, panels):
         for i, (run, curves) in enumerate(runs.items()):
             for j, (name, points) in enumerate(curves.get(panel, {}).items()):
@@ -84,7 +86,7 @@ def logs(folders):
                 ax.plot(*zip(*points), style, color=f"C{i}", alpha=1 / (1 + 0.2 * j),
                         label=f"{run}, {name}")
         ax.set(title=panel, xlabel="training step")
-        ax.legend(frameon=False, fontsize=6)
+        ax.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.22))
     for ax in axes.flat[len(panels):]:
         ax.set_visible(False)
     return figure
@@ -229,16 +231,20 @@ def by_budget(rows, name_of):
     return found
 
 
-def curves(ax, networks, look=None):
+def curves(ax, networks, look=None, images=None):
     """Draw accuracy against the budget: means over seeds, bands from lowest to highest.
 
     networks: pairs of a name and {budget: [per cent]}. look: gives colour and line style of a name.
+    images: of so many; a single seed gets its 95 % intervals over them.
     """
     for i, (name, of) in enumerate(networks):
         xs, n = sorted(of), max(map(len, of.values()))
         colour, style = look(name) if look else (f"C{i}", "-")
         ax.plot(xs, [np.mean(of[x]) for x in xs], style, color=colour, marker="o", markersize=3,
                 label=f"{name} (n = {n})")
+        if n == 1 and images:
+            ends = [[100 * end for end in wilson(of[x][0] / 100, images)] for x in xs]
+            ax.vlines([x + 0.02 * i for x in xs], *zip(*ends), color=colour)
         band(ax, xs, [min(of[x]) for x in xs], [max(of[x]) for x in xs], colour)
     ax.set_ylim(0)
     ax.legend(frameon=False)
@@ -271,7 +277,8 @@ def sweep(folder, run):
         found = by_budget(start + own, group)
         ax.set(title=f"{name.upper()}, {own[0]['images']:,} images", ylabel="top-1 accuracy in %",
                xlabel=f"eps in 1/255, {own[0]['conditions']['space']} units, clean at 0")
-        curves(ax, [(kinds[of], values) for of, values in found.items()])
+        curves(ax, [(kinds[of], values) for of, values in found.items()],
+               lambda kind: (colour_of(kind), "-"), own[0]["images"])
     for ax in axes.flat[len(panels):]:
         ax.set_visible(False)
     return figure, ""
