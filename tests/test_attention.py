@@ -259,6 +259,16 @@ def test_dropout_acts_in_training_only_inside_and_after_the_attention(kind):
     torch.testing.assert_close(m(x).abs().mean(), plain(x).abs().mean(), rtol=0.2, atol=0)
 
 
+def test_with_dropout_a_causal_layer_does_not_see_the_future_either():
+    m, x = layer("rpc", causal=True, attn_drop=0.3).train(), tokens()
+    outputs = []
+    for change in (1, 5):
+        torch.manual_seed(0)                                                            # the same masks
+        x[:, 7] *= change
+        outputs.append(m(x))
+    assert torch.equal(outputs[0][:, :7], outputs[1][:, :7]) and not torch.equal(*outputs)
+
+
 def test_dropout_acts_in_the_last_step_only(monkeypatch):
     rates, sdpa = [], F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention",

@@ -259,6 +259,7 @@ def test_a_checkpoint_alone_rebuilds_the_model():
     model = small(attn="rpc", rpc_layers=(1,), pap=dict(n_iter=2, lambd=3.0, form="paper", mu_over="token"), cutoffs=(8, 16),
                   gain=50)
     checkpoint = dict(task="language modelling", model_config=asdict(model.config), model=model.float().state_dict())
+    checkpoint["model"] = {name.removeprefix("adaptive."): w for name, w in checkpoint["model"].items()}  # as before
     again = lm_from_checkpoint(checkpoint)
     assert again.config == model.config and not again.training and "positions" not in checkpoint["model"]
     assert torch.equal(again(words(), words(seed=2)), model(words(), words(seed=2)))
