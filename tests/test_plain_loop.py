@@ -1,7 +1,7 @@
-"""A run of train_cls.py with every flag away from its default equals, in log and weights, a plain loop of timm's and
-torch's own parts."""
+"""Runs with every flag away from its default equal, in log and weights, plain loops of timm's and torch's own parts."""
 
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,12 +11,20 @@ import torch
 import torch.nn.functional as F
 
 import common
+import lm
 import train_cls
+import train_lm
+import train_seg
 from attention import key_statistics
 from data import augment, randaugment, rng
-from data.rng import uniform
+from data.labelled import ade20k
+from data.rng import epoch_order, uniform
+from data.segmentation import TrainingViews, finish_views
 from data.shapes import load_shapes
-from runs import call, rows
+from data.text import load_corpus, random_windows
+from lm import LM, LMConfig
+from runs import call, make_pairs, make_text, rows
+from segmenter import Segmenter, SegmenterConfig
 from vit import ViT, ViTConfig
 
 timm = pytest.importorskip("timm")
@@ -162,3 +170,70 @@ def test_a_run_equals_the_plain_loop(alone):
         assert_close(row, what)
     assert_same(checkpoint["model"], model.state_dict())
     assert_same(checkpoint["ema"], average.state_dict())
+
+
+def test_a_language_model_run_equals_the_plain_loop(alone):
+    """The first steps: a run amplifies float noise, 1e-7 a step here."""
+    make_text()
+    f = dict(data="wikitext", data_dir="text", model="mini", context=12, attn="rpc", rpc_layers="0,2", n_iter=3, lambd=0.3,
+             form="paper", mu_over="token", dropout=0.2, cutoffs="6,15", steps=20, batch_size=6, accum=2, lr=5e-3, warmup=3,
+             clip=0.3, words=0, max_steps=6, log_every=1, eval_every=6, seed=5, device="cpu", out_dir="a")
+    call(train_lm.main, **f)
+    f, corpus = SimpleNamespace(**f), load_corpus("text")
+    torch.manual_seed(f.seed)
+    model = LM(LMConfig(len(corpus.vocab), **{**lm.SIZES["mini"], "context": 12}, attn="rpc", rpc_layers=(0, 2), dropout=0.2,
+                        pap=dict(n_iter=3, lambd=0.3, form="paper", mu_over="token"), cutoffs=(6, 15)))
+    optimizer = torch.optim.Adam(model.parameters())
+    for step, row in enumerate(row for row in rows("a") if "loss" in row):
+        lr = f.lr * (step + 1) / 4 if step < 3 else f.lr * (1 + math.cos(math.pi * step / 20)) / 2
+        optimizer.param_groups[0]["lr"] = lr
+        windows = random_windows(corpus.train, step, 6, 12, f.seed)
+        torch.manual_seed(hash((f.seed, step, 0)) % 2 ** 63)                                          # dropout masks
+        parts = [-model.log_probs(model.hidden(x[:, :-1])).gather(2, x[:, 1:, None]).mean() / 2 for x in windows.chunk(2)]
+        sum(parts).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), f.clip).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert row["loss"] == pytest.approx(sum(part.item() for part in parts), rel=1e-4)
+        assert row["grad_norm"] == pytest.approx(norm, rel=1e-3) and row["lr"] == pytest.approx(lr)
+    assert step == 5 and [row["step"] for row in rows("a") if "eval" in row] == [6]
+
+
+@pytest.mark.parametrize("data", ["camvid", "ade20k"])
+def test_a_segmentation_run_equals_the_plain_loop(alone, data):
+    """The first steps. Views have tests of their own; ade20k's recipe is SGD, the others AdamW."""
+    make_pairs()
+    f = dict(data=data, data_dir="pairs", num_classes=4, model="micro", patch_size=8, attn="sym_asym", rpc_layers="1,3",
+             n_iter=3, lambd=0.3, form="paper", drop_path=0.3, dropout=0.3, size=24, epochs=4, batch_size=4, lr=3e-3,
+             min_lr=1e-3, weight_decay=0.4, clip=0.5, window=16, stride=12, save_images=0, max_steps=6, log_every=1,
+             eval_every=9, num_workers=0, seed=5, device="cpu", out_dir="a")
+    call(train_seg.main, **f)
+    f, tree = SimpleNamespace(**f), ade20k("pairs", "training", 4)
+    torch.manual_seed(f.seed)
+    model = Segmenter(SegmenterConfig(4, image_size=24, patch_size=8, embed_dim=96, depth=6, num_heads=3, attn="sym_asym",
+                                      rpc_layers=(1, 3), pap=dict(n_iter=3, lambd=0.3, form="paper"), drop_path=0.3,
+                                      decoder_dropout=0.3))
+    kept = [p for name, p in model.named_parameters() if p.ndim == 1 or name.split(".")[-1] in ("pos_embed", "cls_token", "cls_emb")]
+    groups = [dict(params=[p for p in model.parameters() if not any(p is k for k in kept)], weight_decay=0.4),
+              dict(params=kept, weight_decay=0.0)]
+    SGD = partial(torch.optim.SGD, momentum=0.9, nesterov=True)
+    optimizer = (SGD if data == "ade20k" else torch.optim.AdamW)(groups, lr=1.0)
+    views = TrainingViews(tree, 24, (0.5, 2.0), f.seed)
+    for step, row in enumerate(row for row in rows("a") if "loss" in row):
+        lr = (f.lr - f.min_lr) * (1 - step / 12) ** 0.9 + f.min_lr
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        order, first = epoch_order(9, step // 3, f.seed), step % 3 * 4
+        batch = [views[step // 3 * 9 + first + i, k] for i, k in enumerate(order[first:first + 4].tolist())]
+        images, labels = (torch.stack([sample[i] for sample in batch]) for i in (0, 1))
+        place = [torch.tensor([sample[2][i] for sample in batch]) for i in (1, 2, 0)]
+        images = finish_views(images, *place, f.seed, model.encoder.mean)
+        torch.manual_seed(hash((f.seed, step, 0)) % 2 ** 63)                                              # the masks
+        loss = F.cross_entropy(model(images), labels.long(), ignore_index=255)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), f.clip).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert row["loss"] == pytest.approx(loss.item(), rel=1e-3 if step else 1e-5)
+        assert row["grad_norm"] == pytest.approx(norm, rel=1e-2 if step else 1e-4) and row["lr"] == pytest.approx(lr)
+    assert step == 5
