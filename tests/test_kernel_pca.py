@@ -1,4 +1,4 @@
-"""referee/studies/kernel_pca.py, probe.py: golden numbers, theory, nulls, capture, truncation, the command."""
+"""referee/studies/kernel_pca.py, probe.py: golden numbers, theory, nulls, capture, the command."""
 
 import csv
 import math
@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torchvision.io import write_png
 
-import common
 import train_cls
 from attention import ATTENTIONS, SelfAttention
 from common import InputError
@@ -19,7 +18,6 @@ from conftest import ROOT
 from data import photos, shapes
 from kpca import (a_hat, attend, basis, eigen_cosine, exact_scaling, kernel_pca, log_g, log_gram,
                   log_phi2, projection_loss, theoretical_values)
-from lm import LM, LMConfig
 from referee.studies import attainable, kernel_pca as study, probe, published_scores
 from referee.studies.kernel_pca import EXPERIMENTS, eigenvalue_statistics, measure
 from referee.studies.probe import RULES, Heads, capture, load_model, standardise, untrained
@@ -230,35 +228,24 @@ class Wrapped(nn.Module):
         return x + self.inner(x)
 
 
-KINDS = [(kind, causal) for kind in ("softmax", "symmetric", "rpc", "rpc_asym", "scaled_s", "scaled_alpha")
-         for causal in (False, True) if (kind, causal) != ("scaled_s", True)]
+KINDS = ("softmax", "symmetric", "rpc", "rpc_asym", "scaled_s", "scaled_alpha")
 
 
-@pytest.mark.parametrize("kind, causal", [*KINDS, *((kind, False) for kind in RULES)])
-def test_captured_heads_reproduce_the_attention_of_every_kind(kind, causal):
-    model = Wrapped(attn=kind, causal=causal, num_tokens=10).double()
+@pytest.mark.parametrize("kind", [*KINDS, *RULES])
+def test_captured_heads_reproduce_the_attention_of_every_kind(kind):
+    model = Wrapped(attn=kind, num_tokens=10).double()
     module = model.inner[1]
     if kind.startswith("scaled"):
         nn.init.normal_(module.learned.s, std=0.3)
     assert kind in ATTENTIONS
     x = torch.randn(2, 10, 24, dtype=torch.float64)
     heads, = capture(model, x)
-    h = attend(heads.q, heads.k, heads.v, causal)
+    h = attend(heads.q, heads.k, heads.v)
     with torch.no_grad():
         assert_close(module.proj(h.transpose(1, 2).flatten(2)), module(model.inner[0](x)), 1e-6, 1e-6)
     assert torch.equal(heads.raw, heads.v) != (kind.startswith("scaled") or kind == "exact_s")
     if kind == "standardised":
         assert_close(heads.k, standardise(heads.k), 1e-9, 1e-12)
-
-
-def test_causal_layers_are_looked_at_on_prefixes():
-    heads, = capture(Wrapped(causal=True), torch.randn(2, 12, 24))
-    layer = Layer(heads, "0")
-    assert [part.k.shape[-2] for part in layer.parts] == [3, 6, 12] and all(p.q.shape[-2] == 1 for p in layer.parts)
-    part = layer.parts[1]
-    assert_close(attend(part.q, part.k, part.v), attend(layer.q, layer.k, layer.v, True)[..., 5:6, :], 1e-10)
-    found = measure([layer], EXPERIMENTS)
-    assert all(t.shape[0] == 2 for t in found.values()) and ("jproj", "J", "learned", "0") in found
 
 
 def save_vit(path, attn="softmax", image_size=16, **change):
@@ -395,7 +382,7 @@ def test_what_cannot_be_looked_at_is_named(tmp_path):
     good = save_vit(tmp_path / "good.pt")
     nan = save_vit(tmp_path / "nan.pt", model={k: t * math.nan for k, t in load_model(good)[0].state_dict().items()})
     for argv, message in (
-            (["--ckpt", ROOT / "weights/seg_shapes_rpc.pt"], "not a checkpoint of train_cls.py or train_lm.py"),
+            (["--ckpt", ROOT / "weights/seg_shapes_rpc.pt"], "is no classifier"),
             (["--ckpt", good, "--layers", "2"], "--layers 2: expected whole numbers from 0 to 1"),
             (["--ckpt", nan], "not finite"), (["--ckpt", good, "--exp", "magic"], "--exp magic: expected some of jproj")):
         with pytest.raises(InputError, match=message):
@@ -424,19 +411,3 @@ def test_a_network_of_ones_own_photos_is_looked_at_on_those_it_was_not_trained_o
     assert len(found) == 4 and not {round(x) for x in found} & {round(x) for x in seen}
     assert sorted(labels.tolist()) == sorted(val.labels.tolist()) and what == "4 images of folder"
 
-
-def test_a_language_model_is_measured_on_windows_of_its_test_text(tmp_path, capsys):
-    words = ["<eos>", *"abcdefgh"]
-    torch.manual_seed(5)
-    model = LM(LMConfig(len(words), context=12, embed_dim=16, depth=2, num_heads=2, mlp_dim=16, attn="rpc",
-                        rpc_layers=(0,)))
-    (tmp_path / "wiki.test.tokens").write_text("".join(" ".join("abcdefgh"[i % 5:][:4]) + "\n" for i in range(30)))
-    common.save(tmp_path / "run" / "last.pt", dict(
-        task="language modelling", model=model.state_dict(), model_config=asdict(model.config), step=3,
-        vocab="\n".join(words), args=dict(seed=5, data_dir=str(tmp_path))))
-    run(study, "--ckpt", tmp_path / "run", "--images", 3, "--untrained",
-        "--out_dir", tmp_path / "out")
-    out = capsys.readouterr().out
-    assert "3 windows of 12 tokens" in out
-    start, _ = untrained(*load_model(tmp_path / "run"), tmp_path)
-    assert torch.equal(start.embed.weight, model.embed.weight)

@@ -2,7 +2,6 @@
 
     python -m referee.studies.kernel_pca --ckpt out/cifar10_softmax --exp capture,gamma   # train_cls.py
     python -m referee.studies.kernel_pca --ckpt out/cifar10_softmax/*.pt --exp jproj      # over training
-    python -m referee.studies.kernel_pca --ckpt out/pydoc_softmax                         # train_lm.py
     python -m referee.studies.plot kpca out/kpca                                          # figures
 
 Claims: Teo & Nguyen 2024, sections 2.2, App. C, E.2. Theory: kpca.py. Beside the learned values
@@ -48,14 +47,13 @@ def exp_jproj(layer):
     It cannot test kernel PCA, whose own frac may lie below that of noise: its axes are centred.
     ceiling: inside the span of all keys, for any v.
     """
-    lp, values = log_phi2(layer.q, layer.k, layer.causal), dict(layer.values)
-    if not layer.causal:
-        values["KPCA"] = theoretical_values(layer.axes, layer.dv)
-    terms = {source: projection_loss(lp, attend(layer.q, layer.k, v, layer.causal))
+    lp = log_phi2(layer.q, layer.k)
+    values = layer.values | {"KPCA": theoretical_values(layer.axes, layer.dv)}
+    terms = {source: projection_loss(lp, attend(layer.q, layer.k, v))
              for source, v in values.items()}
     out = {m: {source: t[m] for source, t in terms.items()} for m in terms["learned"]}
     out["phi2"] = {"learned": out["phi2"]["learned"]}                       # the same for all
-    return out | over_parts(exp_frac, layer)
+    return out | exp_frac(layer)
 
 
 def exp_frac(layer):
@@ -152,17 +150,6 @@ def exp_capture(layer):
     return exp_frac(layer) | {"EV": ev}
 
 
-def over_parts(experiment, layer):
-    """The experiment on each data set of a layer, averaged; one call, unless it is causal."""
-    results, out = [experiment(part) for part in layer.parts], {}
-    for m, sources in results[0].items():
-        out[m] = {}
-        for s in sources:
-            shortest = min(r[m][s].shape[-1] for r in results)              # curves: common axes
-            out[m][s] = torch.stack([r[m][s][..., :shortest] for r in results]).mean(0)
-    return out
-
-
 def measure(layers, experiments):
     """{(experiment, measure, source, layer): mean over draws and heads, (B,) or curves (B, d)}.
 
@@ -171,10 +158,8 @@ def measure(layers, experiments):
     out = {}
     for layer in layers:
         for name, experiment in experiments.items():
-            whole = name in ("jproj", "losses")                             # know causal themselves
-            found = experiment(layer) if whole else over_parts(experiment, layer)
             found = {m: {source: t.nanmean(0) for source, t in sources.items()}
-                     for m, sources in found.items()}
+                     for m, sources in experiment(layer).items()}
             for m in [m for m in COMPARED if m in found]:
                 found[f"{m}: learned -"] = {null: found[m]["learned"] - found[m][null]
                                             for null in NULLS if null in found[m]}

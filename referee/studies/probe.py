@@ -10,7 +10,6 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
@@ -18,13 +17,11 @@ from tqdm import tqdm
 import common
 from attention import ATTENTIONS, PAP, SelfAttention, softmax_attention
 from common import InputError
-from data import text as data_text
 from data.imagenet import ImageTree
 from data.images import load_test
 from data.rng import epoch_order
 from data.shapes import load_shapes
 from kpca import exact_scaling, log_kernel
-from lm import LM
 from robust import sources
 
 
@@ -63,7 +60,6 @@ class Heads(NamedTuple):
     v: torch.Tensor                     # (B, H, N, D) what A multiplies: (I - S) V if scaled
     raw: torch.Tensor                   # (B, H, N, D) V itself
     x: torch.Tensor                     # (B, N, C) the layer's input
-    causal: bool = False
     S: torch.Tensor | None = None       # (B or 1, H, N, N) of Scaled Attention
 
 
@@ -84,10 +80,10 @@ def attention_inputs(module, x):
     if module.attn == "scaled_s":
         S = module.learned.s[None].to(k)
     elif module.attn == "scaled_alpha":
-        S = module.learned.s.to(k) * log_kernel(k, k, module.causal).softmax(-1)
+        S = module.learned.s.to(k) * log_kernel(k, k).softmax(-1)
     elif module.attn == "exact_s":
         S = exact_scaling(k, torch.eye(k.shape[-2]).to(k))
-    return Heads(q, k, raw if S is None else raw - S @ raw, raw, x, module.causal, S)
+    return Heads(q, k, raw if S is None else raw - S @ raw, raw, x, S)
 
 
 def attention_layers(model):
@@ -96,13 +92,12 @@ def attention_layers(model):
 
 @torch.no_grad()
 def capture(model, inputs):
-    """Run a model on images, or a language model on tokens: the Heads of every layer in order."""
+    """Run a model on images: the Heads of every layer in order."""
     seen, layers = {}, attention_layers(model)
     hooks = [m.register_forward_pre_hook(lambda m, args: seen.update({m: args[0]}))
              for m in layers]
     try:
-        forward = model.hidden if isinstance(model.eval(), LM) else model
-        forward(inputs)
+        model.eval()(inputs)
     finally:
         for hook in hooks:
             hook.remove()
@@ -119,11 +114,11 @@ def get_args(doc, experiments, argv=None, needs_ckpt=True):
                                 formatter_class=argparse.RawDescriptionHelpFormatter,
                                 allow_abbrev=False)
     flag, boolean, count = p.add_argument, argparse.BooleanOptionalAction, common.number(int, 1)
-    flag("--ckpt", nargs="+", required=needs_ckpt, default=[], help="checkpoints of train_cls.py, train_lm.py (a "
-         "folder: its last.pt) or DeiT's; several of one run are tracked over training")
+    flag("--ckpt", nargs="+", required=needs_ckpt, default=[], help="checkpoints of train_cls.py "
+         "(a folder: its last.pt) or DeiT's; several of one run are tracked over training")
     flag("--exp", default=",".join(experiments), help="comma-separated; default: all that fit")
     flag("--layers", default="all", help="all, or comma-separated from 0")
-    flag("--images", type=count, default=32, help="test images or windows; errors are over them")
+    flag("--images", type=count, default=32, help="test images; errors are over them")
     flag("--data", choices=["shapes", "cifar10", "folder", "imagenet"],
          help="default: the training's")
     flag("--data_dir", default=None, help="default: the folder it was trained from")
@@ -155,8 +150,8 @@ def load_model(path):
     """(model in eval mode, checkpoint without weights), as the evaluator; of a folder: last.pt."""
     file = Path(path, "last.pt") if Path(path).is_dir() else path
     found = sources.load_model(file, torch.device("cpu"))
-    if found.task == sources.SEG:
-        raise InputError(f"--ckpt {path} is not a checkpoint of train_cls.py or train_lm.py")
+    if found.task != sources.CLS:
+        raise InputError(f"--ckpt {path} is no classifier")
     return found.model, found.checkpoint
 
 
@@ -194,28 +189,13 @@ def load_images(checkpoint, config, n, data=None, data_dir=None):
     return images.float() / 255, source.labels[some], what
 
 
-def load_windows(checkpoint, config, n, data=None, data_dir=None):
-    """n windows of the test text (n, T) int64, spread evenly; no labels; this in words."""
-    trained = checkpoint["args"]
-    folder = data_text.text_folder(trained.get("data"), data_dir or trained["data_dir"])
-    vocab = data_text.stored_vocabulary(checkpoint)
-    lines = data_text.read_lines(data_text.token_file(folder, "test"))
-    tokens = vocab.encode_lines(lines).astype(np.int64)
-    if len(tokens) < config.context:
-        raise InputError(f"--data_dir {folder}: the test text has {len(tokens)} tokens, a window "
-                         f"{config.context}")
-    starts = np.linspace(0, len(tokens) - config.context, n).astype(int)
-    windows = torch.from_numpy(np.stack([tokens[i:i + config.context] for i in starts]))
-    return windows, None, f"{len(windows)} windows of {config.context} tokens"
-
-
 class Point(NamedTuple):
     """A checkpoint of a run with the inputs on which it is looked at."""
     run: str
     step: int
     last: bool                          # the last of its run
     model: nn.Module
-    inputs: torch.Tensor                # images (n, 3, S, S) or tokens (n, T)
+    inputs: torch.Tensor                # images (n, 3, S, S)
     where: str                          # all this in words, for titles
 
 
@@ -240,8 +220,8 @@ def checkpoints(args):
         if fresh:
             model, checkpoint = untrained(model, checkpoint, path)
         if run != loaded:
-            load = load_windows if isinstance(model, LM) else load_images
-            inputs, _, what = load(checkpoint, model.config, args.images, args.data, args.data_dir)
+            inputs, _, what = load_images(checkpoint, model.config, args.images, args.data,
+                                          args.data_dir)
             loaded = run
         where = (f"{run}, step {step}, {model.config.attn}, {what}; "
                  f"mean ± standard error over images")

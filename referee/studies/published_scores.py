@@ -71,7 +71,7 @@ def exp_losses(layer):
     at once. [R]: mean |phi2 - h2| over tokens; rel: the mean of its ratio to either term.
     """
     q, k, out = layer.q, layer.k, {}
-    for source, v in layer.values.items() if not layer.causal else ():
+    for source, v in layer.values.items():
         found = absolute_losses(q, k, v)
         for m, with_h in (("J official", True), ("J official without h", False)):
             loss = official_loss(q, k, v, with_h)[:, None, None]            # (draws, 1, 1)

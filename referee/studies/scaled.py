@@ -112,8 +112,7 @@ def fresh(args):
     for i, point in enumerate(checkpoints(args)):
         J = []
         for images in (point.inputs[:n], point.inputs[n * (i + 1):n * (i + 2)]):
-            layers = [projection_loss(log_phi2(h.q, h.k, h.causal),
-                                      attend(h.q, h.k, h.v, h.causal))["J"].mean()
+            layers = [projection_loss(log_phi2(h.q, h.k), attend(h.q, h.k, h.v))["J"].mean()
                       for h in capture(point.model, images)]
             J.append(torch.stack(layers).mean().item())
         rows.append((point.run, point.step, *J))

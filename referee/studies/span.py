@@ -87,7 +87,7 @@ class Layer:
     """
 
     def __init__(self, heads, name="", key=(0, 0)):
-        q, k, v, raw, x, self.causal, S = heads
+        q, k, v, raw, x, S = heads
         B, H, N, _ = k.shape
         if not all(t.isfinite().all() for t in (q, k, v)):
             raise common.InputError(f"layer {name}: queries, keys or values are not finite: the "
@@ -110,19 +110,6 @@ class Layer:
         """Gaussian numbers of this layer for one image (-1: for all)."""
         seed = torch.Generator().manual_seed(common.seed_of(self.key[0], image + 1, 0))
         return torch.randn(shape, generator=seed, dtype=torch.float64)
-
-    @cached_property
-    def parts(self):
-        """Its data sets: all keys; if causal (query i has keys 1 ... i), those of three queries."""
-        if not self.causal:
-            return [self]
-        N, heads, parts = self.k.shape[-2], self.heads, []
-        for n in sorted({max(2, N * n // 4) for n in (1, 2, 4)}):
-            seen = {name: getattr(heads, name)[..., :n, :] for name in ("k", "v", "raw", "x")}
-            S = heads.S if heads.S is None else heads.S[..., :n, :n]
-            part = heads._replace(q=heads.q[..., n - 1:n, :], **seen, causal=False, S=S)
-            parts.append(Layer(part, self.name, self.key))
-        return parts
 
     @cached_property
     def axes(self):
