@@ -60,7 +60,7 @@ DATASETS = {
 
 def load_split(split, args):
     """Load "train" or "test" of the data set that args.data names; args as a run's flags."""
-    if args.data != "shapes" and not args.data_dir:
+    if args.data in ("cifar10", "imagenet", "folder") and not args.data_dir:
         raise InputError(f"--data {args.data} needs --data_dir")
     found = DATASETS[args.data][0](split, args)
     if isinstance(found, Split):

@@ -11,6 +11,8 @@ import torch
 
 import common
 import train_cls
+from conftest import ROOT
+from data import images
 from data.imagenet import ImageTree
 from data.shapes import load_shapes
 from robust.adversarial import adversarial
@@ -91,6 +93,25 @@ def test_broken_images_are_named_or_skipped_and_counted_on_request(imagenet, cap
         path.write_bytes(b"no picture")
     line = bad(run, "--out_dir d --skip_bad_images")
     assert "none of the 9" in line
+
+
+def test_a_data_set_from_elsewhere_is_one_function_and_one_entry(monkeypatch):
+    """The example of docs/data.md: trained on, resumed, and found again by the name in the checkpoint."""
+    pytest.importorskip("sklearn")
+    code = (ROOT / "docs/data.md").read_text().partition("```python\n")[2].partition("```")[0]
+    function, _, entry = code.partition("\n\n")
+    exec(function, vars(images))
+    monkeypatch.setitem(images.DATASETS, "digits", eval("{" + entry.strip() + "}", vars(images))["digits"])
+    monkeypatch.setitem(train_cls.RECIPES, "digits", images.DATASETS["digits"][1])
+    train("--data digits --max_steps 2 --pad 1 --out_dir a")
+    train("--resume a --max_steps 3")
+    checkpoint = common.load("a")
+    args = argparse.Namespace(data=checkpoint["args"]["data"], data_dir=None, device="cpu")
+    test = images.load_test(args, checkpoint["args"], 8, checkpoint["classes"])
+    assert len(test.labels) == 297 and test.classes == checkpoint["classes"] and checkpoint["step"] == 3
+    with torch.no_grad():
+        right = classifier_from_checkpoint(checkpoint)(test.images.float() / 255).argmax(1) == test.labels
+    assert log("a", "eval")[3]["top1"] == pytest.approx(100 * right.double().mean().item())
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
