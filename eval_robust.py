@@ -1,9 +1,9 @@
 """How robust is a model? One table: measures down, checkpoints across; every finished row on disk.
 
     python eval_robust.py --ckpt out/shapes_rpc                  # rendered scenes: minutes on a CPU
-    python eval_robust.py --ckpt out/a out/b --out_dir referee/results/ab          # the same images for all
+    python eval_robust.py --ckpt out/a out/b --out_dir out/ab     # the same images for all
     python eval_robust.py --ckpt out/a --measures clean "pgd eps=1/255,4/255 steps=40" cw
-    python eval_robust.py --ckpt out/a --measures autoattack --out_dir referee/results/ab --resume    # more
+    python eval_robust.py --ckpt out/a --measures autoattack --out_dir out/ab --resume    # more
     python eval_robust.py --ckpt out/a --preset paper            # the paper's own conditions
     python eval_robust.py --ckpt out/a --checks                  # can the numbers be believed?
     python eval_robust.py --ckpt deit_tiny_patch16_224.pth --data_dir data/imagenet    # DeiT's file
@@ -15,7 +15,7 @@
         --imagenet_r data/imagenet-r --imagenet_o data/imagenet-o
 
 A checkpoint says whether it is a classifier, a Segmenter or a language model, and of which data;
-what differs between them stands in robust/classifiers.py, segmenters.py and words.py.
+robust/segmenters.py and words.py have what the last two need. The loop is in `classifier_row`.
 Paper: Teo & Nguyen 2024, section 4, App. A.2 to A.4, E.3 to E.5; Tables 1 to 6, Fig. 3. Budgets are
 in units of pixels in [0, 1], labels are the true ones, attacked pixels stay in [0, 1], in float32.
 The paper's code (`rachtsy/KPCA_code:Attack`) attacks normalised tensors (eps 1/255 there is about
@@ -25,37 +25,45 @@ Random numbers depend on (seed, image) alone: batch size, processes and resuming
 """
 
 import argparse
+import copy
 import os
 import time
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import common
-from robust import checks, frost, measures, metrics, score
-from robust.measures import FOLDERS
-from robust.sources import CLS, LM, NORMALIZE, SEG, load_built, load_model, module_of
+from common import InputError
+from data.files import save_grid
+from data.images import DATASETS, load_test
+from data.imagenet import ImageTree
+from robust import ATTACKS, find, parameters, score
+from robust.attacks import check
+from robust.measures import (CLS, FOLDERS, LM, PRESETS, SEG, SLOW, USUAL, budget, build_measures,
+                             describe, known)
+from robust.results import show
+from robust.sources import NORMALIZE, load_built, load_model
 from robust.tables import Results
 
-DATA = {CLS: ("shapes", "cifar10", "imagenet", "folder"),
-        SEG: ("shapes", "camvid", "ade20k", "folder"),
-        LM: ("pydoc", "wikitext", "wikitext103", "folder")}
-# What is measured by default; classifiers: on the folders that are given, too.
-USUAL = {CLS: ["clean", "corruptions", "noise", "fgsm", "pgd", "adaptive_pgd", "apgd"],
-         SEG: ["clean", "corruptions"], LM: ["perplexity"]}
-# Flags that not every task has.
-ONLY = dict(checks=(CLS,), source=(CLS,), corrupted_dir=(CLS,), imagenet_a=(CLS,),
-            imagenet_r=(CLS,), imagenet_o=(CLS,), eps=(CLS,), frost_dir=(CLS, SEG),
-            save_images=(CLS, SEG), batch_size=(CLS, LM), window=(SEG, LM), stride=(SEG, LM),
-            scales=(SEG,), flip=(SEG,))
+
+STAGES = ("clean", "apgd-ce", "apgd-t", "fab-t", "square")                          # of autoattack
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Write what is measured only where --help asks: that imports every attack."""
+
+    def add_text(self, text):
+        super().add_text(describe() if text == "measures" else text)
 
 
 def get_args():
-    """Read the flags; the settings of measures are in robust/measures.py."""
-    p = argparse.ArgumentParser(description=__doc__, epilog=measures.describe(), allow_abbrev=False,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
-    path, count = os.path.normpath, common.number(int, 1)
+    """Read the flags."""
+    p = argparse.ArgumentParser(description=__doc__, epilog="measures", allow_abbrev=False,
+                                formatter_class=Help)
+    path, boolean = os.path.normpath, argparse.BooleanOptionalAction
+    count, natural = common.number(int, 1), common.number(int, 0)
 
     flag = p.add_argument_group("what to evaluate").add_argument
     flag("--ckpt", nargs="+", default=[], help="of one task: files, or folders with best.pt or "
@@ -69,21 +77,22 @@ def get_args():
     flag("--measures", nargs="+", metavar="NAME", help='names with settings, "pgd eps=1/255,2/255 '
          'steps=40", see below; or all. Default: clean, corruptions, noise, fgsm, pgd, '
          "adaptive_pgd, apgd and what the folders give; clean, corruptions; perplexity")
-    flag("--preset", choices=measures.PRESETS, default="default", help="defaults of the settings")
-    flag("--eps", nargs="+", type=measures.budget, help="L-inf budgets of all attacks that "
-         "name none: 8/255 or 0.031")
+    flag("--preset", choices=PRESETS, default="default", help="defaults of the settings")
+    flag("--eps", nargs="+", type=budget, help="L-inf budgets of all attacks that name none: "
+         "8/255 or 0.031")
     flag("--limit", type=count, help="images per measure, the same for every model, or tokens of a "
          "text (default: all; fewer on shapes; "
-         + ", ".join(f"{v} for {k}" for k, v in measures.SLOW.items()) + ")")
-    flag("--checks", action=argparse.BooleanOptionalAction, default=False, help="instead, can the "
-         "robust accuracy of each classifier be believed?")
+         + ", ".join(f"{v} for {k}" for k, v in SLOW.items()) + ")")
+    flag("--checks", action=boolean, default=False, help="instead, can the robust accuracy of each "
+         "classifier be believed?")
     flag("--source", help="checkpoint whose adversarial images transfer tries on the others")
     flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0, help="which images --limit "
          "takes, which words are swapped, and all random numbers")
 
     flag = p.add_argument_group("data").add_argument
     flag("--data", help="default: what the checkpoints were trained on")
-    flag("--data_dir", type=path, help="default: as in training; imagenet needs val/ only")
+    flag("--data_dir", type=path, help="default: as in training; of imagenet the folder with val/, "
+         "of which some classes are enough")
     flag("--corrupted_dir", type=path, help="released files instead of generated ones: ImageNet-C "
          "(<type>/<severity>/<class>/*.JPEG) or CIFAR-10-C (<type>.npy, labels.npy)")
     for name in FOLDERS:
@@ -93,25 +102,12 @@ def get_args():
     flag("--severities", nargs="+", type=common.number(int, 1, 5), default=[1, 2, 3, 4, 5],
          help="of the corruptions")
 
-    add_running(p)
-    args = p.parse_args()
-    args.severities = sorted(set(args.severities))
-    if not args.ckpt and not args.model:
-        p.error("the following arguments are required: --ckpt or --model")
-    return args
-
-
-def add_running(p):
-    """Add flags of how it runs, and of how Segmenters and language models see."""
-    boolean = argparse.BooleanOptionalAction
-    count, natural = common.number(int, 1), common.number(int, 0)
-
     flag = p.add_argument_group("Segmenters and language models").add_argument
     flag("--window", type=count, help="pixels (default: the training crop) or tokens (the context)")
     flag("--stride", type=count, help="pixels between windows (default: --window), or targets that "
          "a window scores (default: a quarter of --window; the paper's 1 is the slowest)")
-    flag("--scales", nargs="+", type=common.number(float, 0.01), help="views of an image, as "
-         "factors of its size in training (default: 1); their probabilities are averaged")
+    flag("--scales", nargs="+", type=common.number(float, 0.01), default=[1.0], help="views of an "
+         "image, as factors of its size in training; their probabilities are averaged")
     flag("--flip", action=boolean, default=False, help="each view mirrored, too")
 
     flag = p.add_argument_group("running").add_argument
@@ -126,131 +122,295 @@ def add_running(p):
     flag("--num_workers", type=natural, default=min(os.cpu_count() or 1, 10),
          help="decoding processes")
     flag("--device", help="cuda, mps or cpu (default: the best there is)")
+    args = p.parse_args()
+    args.severities = sorted(set(args.severities))
+    if not args.ckpt and not args.model:
+        p.error("the following arguments are required: --ckpt or --model")
+    return args
 
 
-# --- what the checkpoints settle ------------------------------------------------------------------
+# --- the loop ------------------------------------------------------------------------------------
 
-def agree(flags, models):
-    """Refuse models of several tasks or sizes."""
-    tasks = list(dict.fromkeys(m.task for m in models))
-    if len(tasks) > 1:
-        raise ValueError(f"{flags}: {' and '.join(tasks)}, expected models of one task")
-    for name in ("image_size", "num_classes", "context"):
-        configs = [getattr(m.model, "config", None) for m in models]
-        values = {getattr(config, name, None) for config in configs if config}
-        values |= {m.size for m in models} if name == "image_size" else set()
-        if len(values) > 1:
-            raise ValueError(f"{flags}: the models have {name} {sorted(values)}, expected the same "
-                             "for all")
+def measure_models(todo, models, source_model, args, results):
+    """For each measure, for each model: its row, if there is none yet."""
+    row_of = classifier_row
+    if args.task == SEG:
+        from robust.segmenters import measure_segmenter as row_of
+    elif args.task == LM:
+        from robust.words import measure_words as row_of
+    for measure, images, index in todo:
+        for m in models:
+            row = about_row(m, measure, len(index), args)
+            if results.has(row):
+                continue
+            start = time.perf_counter()
+            made_on = source_model if measure.name == "transfer" else m
+            row.update(row_of(m, measure, images, index, args, made_on))
+            row.update(seconds=round(time.perf_counter() - start, 2), date=str(date.today()),
+                       torch=torch.__version__, hardware=common.describe(args.device),
+                       processes=args.world)
+            if "right" in row:
+                row["right"] = row.pop("right")           # the longest field comes last
+            results.add(row)
 
 
-def settle(args, models, other=None):
-    """Put what the checkpoints say into args; refuse what does not fit them, or each other.
+def classifier_row(m, measure, source, index, args, made_on):
+    """What a measure finds on a classifier, fields of a row. made_on: whom attacks see."""
+    name, n = measure.name, len(index)
+    if name in FOLDERS:
+        from robust.imagenet import folder_row
+        return folder_row(m, measure, source, index, args)
+    label = f"{name} {show(measure.setting)}, {m.about['model']}"
+    right, stages = [], torch.zeros(len(STAGES), n, device=args.device)
+    moved = torch.zeros(n, 4, dtype=score.widest(args.device), device=args.device)
 
-    other: the model of --source.
+    for images_of, changes in changes_of(measure, source, m.size, args):
+        right.append(torch.zeros(len(changes), n, 2, device=args.device))    # top-1, top-5: 0 or 1
+        loaded = score.batches(images_of, index, args, label)
+        if name in ATTACKS and "batch_size" in parameters(find(name)):
+            loaded = score.concat(loaded, 4096)           # so many at once: its batches stay full
+        for images, labels, numbers, place in loaded:
+            for j, change in enumerate(changes):
+                trace = []
+                x = change(made_on.model, images, labels, numbers, trace)    # damage or attack
+                hit = score.is_correct(m.model, x, labels, args)             # ask
+                right[-1][j, place] = hit                                    # count
+                if name in ATTACKS:
+                    far = score.distances(x, images.float() / 255)
+                    moved[place] = torch.maximum(moved[place], far)
+                for i, stage in enumerate(trace):         # changed: is it right now?
+                    now = torch.where(stage["standing"], stage["right"], hit[:, 0] > 0)
+                    stages[i, place] = now.float()
+
+    right, moved, stages = (common.all_sum(t).cpu().double()
+                            for t in (torch.cat(right), moved, stages))
+    outcomes = [score.outcome(hit) for hit in right]      # of each severity or draw
+    row = outcomes[0] if len(right) == 1 and name != "corruptions" else score.stack(outcomes)
+    if name in ATTACKS:
+        row["top1"], row["top5"] = score.percent(right.mean(0).sum(0), n)
+        row.update(score.sizes(moved))
+    if name.endswith("autoattack"):
+        row["stages"] = dict(zip(STAGES, score.percent(stages.sum(1), n)))
+    if name == "cw":
+        fooled, radii = right[0, :, 0] == 0, (0.25, 0.5, 1.0, 2.0)
+        within = torch.stack([(fooled & (moved[:, 1] <= r)).sum() for r in radii])
+        row["top1_at_l2"] = {r: 100 - v for r, v in zip(radii, score.percent(within, n))}
+    return row
+
+
+def changes_of(measure, source, size, args):
+    """What is done to images: [(where they are, [a change for each severity or draw])].
+
+    A change is a function of (model, images (b, 3, S, S) uint8, labels, their numbers, trace) that
+    returns pixels; trace: a list, which autoattack fills with its stages.
     """
-    first = models[0]
-    args.task, trained = first.task, first.trained
-    agree("--ckpt", models)
-    if other:
-        agree("--ckpt and --source", [first, other])
-    for name, tasks in ONLY.items():
-        if getattr(args, name) and args.task not in tasks:
-            raise ValueError(f"--{name} is for {' and '.join(tasks)}, not for {args.task}")
-    args.data = args.data or trained.get("data") or "imagenet"
-    if args.data not in DATA[args.task]:
-        raise ValueError(f"--data {args.data}: expected one of {', '.join(DATA[args.task])}")
-    args.data_dir = args.data_dir or trained.get("data_dir")
-    module_of(args.task).settle(args, first)
+    name, setting, _ = measure
+
+    def unchanged(model, images, labels, index, trace):
+        return images.float() / 255
+
+    def corrupted(model, images, labels, index, trace, severity):
+        return score.damage(images, index, setting, severity, args).float() / 255
+
+    def attacked(model, images, labels, index, trace, draw):
+        return score.attack_images(model, measure, images.float() / 255, labels, index, args,
+                                   draw=draw, trace=trace)
+
+    if name == "clean":
+        return [(source, [unchanged])]
+    if name != "corruptions":
+        return [(source, [partial(attacked, draw=i) for i in range(setting.get("draws", 1))])]
+    if setting["released"]:
+        from robust.imagenet import released
+        return ((released(args.corrupted_dir, setting["type"], s, source, size, args.device),
+                 [unchanged]) for s in setting["severities"])
+    if isinstance(source, ImageTree):
+        source = copy.copy(source)
+        source.resample = "bilinear"                      # so ImageNet-C was made
+    return [(source, [partial(corrupted, severity=s) for s in setting["severities"]])]
+
+
+def about_row(m, measure, n, args):
+    """What a row is about: everything but its result."""
+    in_memory = args.data in ("shapes", "cifar10")
+    name, setting, conditions = measure
+    return dict(m.about, task=args.task, data=args.data,
+                data_dir=None if in_memory else args.data_dir, imagenet1k=args.imagenet1k,
+                measure=name, setting=setting, conditions=conditions, images=n)
+
+
+# --- what is measured, on which images -----------------------------------------------------------
+
+def check_same_task(models):
+    """Refuse models of several tasks or sizes."""
+    for name, values in dict(task=[m.task for m in models], image_size=[m.size for m in models],
+                             classes=[m.classes for m in models if m.classes]).items():
+        if any(value != values[0] for value in values):
+            raise InputError(f"{models[0].given}, ...: models of {name} "
+                             f"{' and '.join(dict.fromkeys(str(v)[:60] for v in values))}, "
+                             f"expected the same for all")
+
+
+def resolve_args(args, first):
+    """Set what no flag has set: by the first model, and what it was trained on."""
+    args.task, config = first.task, getattr(first.model, "config", None)
+    args.data = args.data or first.trained.get("data") or "imagenet"
+    args.data_dir = args.data_dir or first.trained.get("data_dir")
+    if args.task == CLS and not args.batch_size:          # by area
+        pixels = 2 ** 19 if args.device.type == "cpu" else 2 ** 22
+        args.batch_size = max(1, pixels // first.size ** 2)
+    if args.task == SEG:
+        args.window = args.window or config.image_size
+        args.stride = args.stride or args.window
+    if args.task == LM:
+        args.window = args.window or config.context
+        args.stride = args.stride or max(args.window // 4, 1)
+        args.batch_size = args.batch_size or 64
+        if args.window > config.context:
+            raise InputError(f"--window {args.window} is more than the context of {config.context} "
+                             "tokens that the model was trained with")
     if args.stride and args.stride > args.window:
-        raise ValueError(f"--stride {args.stride} is more than --window {args.window}")
-    if args.frost_dir:
-        frost.load_frost(args.frost_dir)
+        raise InputError(f"--stride {args.stride} is more than --window {args.window}")
 
 
-# --- the run -------------------------------------------------------------------------------------
-
-def todo_of(args, other=None):
-    """List what --measures and the flags ask for, `Measure`s. other: the model of --source."""
-    needed = dict(transfer="source", **{name: name for name in FOLDERS})
-    absent = [name for name, flag in needed.items() if not getattr(args, flag)]
-    texts = args.measures or [*USUAL[args.task], *(f for f in FOLDERS if f not in absent)]
+def measures_of(args, source_model):
+    """The `Measure`s that --measures and the other flags ask for."""
+    folders = [name for name in FOLDERS if getattr(args, name)]
+    without_val = folders and args.data == "imagenet" and not args.data_dir
+    texts = args.measures or ([] if without_val else USUAL[args.task]) + folders
     if "all" in texts:
-        texts = [name for name in measures.KNOWN[args.task] if name not in absent]
-    todo = measures.plan(texts, args.task, args.preset, args.eps)
-
-    # what flags say
-    more = dict(corruptions=dict(severities=args.severities, released=args.corrupted_dir or False,
-                                 frost=args.frost_dir or "procedural"),
-                transfer=dict(source=args.source, weights=other and other.about["weights"]),
-                **{name: dict(folder=getattr(args, name)) for name in FOLDERS})
-    for name, setting, conditions in todo:
-        if name in absent:
-            raise ValueError(f"--measures {name} needs --{needed[name]}")
-        if name == "imagenet_o" and args.data != "imagenet":
-            raise ValueError(f"--imagenet_o needs --data imagenet, not {args.data}: its images are "
-                             "to be told from those of val")
-        setting.update(more.get(name, {}))
-        for flag in ("window", "stride", "scales", "flip"):
-            if args.task in ONLY[flag]:
-                setting[flag] = getattr(args, flag)
-        conditions.update(seed=args.seed, amp=args.amp)
+        texts = [name for name in known(args.task) if name not in FOLDERS or name in folders]
+        texts = [name for name in texts if name != "transfer" or source_model]
+    todo = []
+    for measure in build_measures(texts, args.task, args.preset, args.eps, seed=args.seed,
+                                  amp=args.amp):
+        name, setting, _ = measure
+        if name == "transfer":
+            if not source_model:
+                raise InputError("--measures transfer needs --source")
+            setting.update(source=args.source, weights=source_model.about["weights"])
+        if name in FOLDERS:
+            if name not in folders:
+                raise InputError(f"--measures {name} needs --{name}")
+            setting.update(folder=getattr(args, name))
+        if args.task in (SEG, LM):
+            setting.update(window=args.window, stride=args.stride)
+        if args.task == SEG:
+            setting.update(scales=args.scales, flip=args.flip)
+        if name == "corruptions":
+            there = [s for s in args.severities if is_there(args.corrupted_dir, setting["type"], s)]
+            if not there:
+                common.print0(f"--corrupted_dir {args.corrupted_dir} has no {setting['type']}: it is "
+                           "not measured")
+                continue
+            if setting["type"] == "frost" and args.frost_dir:
+                from robust.frost import load_frost
+                load_frost(args.frost_dir)                # said before anything is measured
+            setting.update(severities=there, released=args.corrupted_dir or False,
+                           frost=args.frost_dir or "procedural")
+        todo.append(measure)
+    if not todo:
+        raise InputError(f"there is nothing to measure in --corrupted_dir {args.corrupted_dir}")
     return todo
 
 
-def about_row(m, job, args):
-    """Say what a row is about: everything but its result."""
-    in_memory = args.data in ("shapes", "cifar10")
-    name, setting, conditions = job.measure
-    return dict(m.about, task=args.task, data=args.data,
-                data_dir=None if in_memory else args.data_dir, imagenet1k=args.imagenet1k,
-                measure=name, setting=setting, conditions=conditions, images=job.n)
+def is_there(corrupted_dir, name, severity):
+    """Are there files of this type and severity, or are they made?"""
+    if not corrupted_dir:
+        return True
+    where = Path(corrupted_dir, name)
+    return (where / str(severity)).is_dir() or where.with_suffix(".npy").exists()
 
 
-def measure_all(models, other, source, jobs, results, args):
-    """Do each job for the models that lack its row. other: the model of --source."""
-    for job in jobs:
-        groups = [[m] for m in models if results.lacks(about_row(m, job, args))]
-        if args.task == CLS and job.measure.name == "corruptions" and groups:
-            groups = [sum(groups, [])]                    # making the images is shared out
-        for group in groups:
-            start, before = time.perf_counter(), [list(m.count) for m in group]
-            found = module_of(args.task).rows(group, job, source, args, other)
-            seconds = (time.perf_counter() - start) / len(group)
-            for m, calls, result in zip(group, before, found):
-                right = result.pop("right", None)
-                row = about_row(m, job, args) | result | stamp(m, calls, job.n, seconds, args)
-                if right:
-                    row["right"] = right                  # the longest field comes last
-                results.add(row)
+def load_classification(args, models):
+    """The test split, a Split or ImageTree; None where only --imagenet_a or -r asks.
+
+    Some of ImageNet's class folders are enough for a network of all 1,000.
+    """
+    first, classes = models[0], models[0].classes
+    x = torch.full((2, 3, first.size, first.size), 0.5, device=args.device)
+    shapes = [check(m.model, x).shape[1] for m in models]           # classes of each
+    if args.data != "imagenet":
+        common.one_of("--data", args.data, DATASETS)
+        source = load_test(args, first.trained, first.size, classes)
+    else:
+        from robust.imagenet import CLASSES
+        classes = classes or (CLASSES if shapes[0] == len(CLASSES) else None)
+        args.imagenet1k = classes == CLASSES
+        if classes and not args.data_dir:
+            return None, classes
+        source = ImageTree(args.data_dir or "", "val", classes, first.size, subset=args.imagenet1k)
+    for m, n in zip(models, shapes):
+        names = m.classes or source.classes
+        if list(names) != list(source.classes) or n != len(names):
+            raise InputError(f"{m.given} has {n} classes ({', '.join(names[:3])}, ...), "
+                             f"--data {args.data} {len(source.classes)} "
+                             f"({', '.join(source.classes[:3])}, ...)")
+    return source, list(source.classes)
 
 
-def stamp(m, before, n, seconds, args):
-    """Say how a row came about; before: the model's calls when it began."""
-    calls = {}
-    if args.task == CLS:
-        calls = torch.tensor([m.count, before], device=args.device)
-        calls = common.all_sum(calls[0] - calls[1]).tolist()            # of all processes
-        calls = dict(forward_per_image=round(calls[0] / n, 1),
-                     backward_per_image=round(calls[1] / n, 1))
-    return dict(seconds=round(seconds, 2), **calls, date=str(date.today()), torch=torch.__version__,
-                hardware=common.describe(args.device), processes=args.world)
+def with_images(todo, models, args):
+    """[(measure, where its images are, the numbers of those that count)]."""
+    if args.task == LM:
+        from robust.words import load_source
+        texts = load_source(args, models)
+        return [(one, texts, range(len(texts[one.setting["split"]].clean))) for one in todo]
+    if args.task == SEG:
+        from robust.segmenters import load_source
+        source = load_source(args, models[0])
+        return [(one, source, score.pick(len(source), one.name, args)) for one in todo]
+
+    source, classes = load_classification(args, models)
+    out = []
+    for one in todo:
+        images = source
+        if one.name in FOLDERS:
+            from robust.imagenet import open_folder
+            images = open_folder(one.name, getattr(args, one.name), classes, models[0].size)
+            images.val = source                           # of -O: what its images are told from
+        if source is None and one.name not in ("imagenet_a", "imagenet_r"):
+            raise InputError(f"--measures {one.name} needs --data_dir, the folder with val/")
+        if one.name.endswith("autoattack") and len(classes) < 4:
+            raise InputError(f"--measures {one.name} compares four logits: {len(classes)} classes")
+        out.append((one, images, score.pick(len(images.labels), one.name, args)))
+    return out
 
 
 # --- the command ---------------------------------------------------------------------------------
 
-def run_checks(models, other, source, todo, args):
+def run_checks(models, source_model, todo, args):
     """Judge each model, on the same images; nothing is written. PGD is that of todo."""
-    options = next((one.setting for one in todo if one.name == "pgd"), {})
-    options = {k: v for k, v in options.items() if k != "eps"}
-    softmax = next((m.model for m in ([other] if other else models)
+    from robust import checks
+    measure, source, index = next((one for one in todo if one[0].name == "pgd"), todo[0])
+    options = {k: v for k, v in measure.setting.items() if k != "eps" and measure.name == "pgd"}
+    args.limit = args.limit or 64
+    few = next(score.concat(score.batches(source, index[:args.limit], args)))
+    softmax = next((m for m in [source_model or models[0], *models]
                     if m.about["kind"] == "softmax"), None)
-    index = score.pick(len(source.labels), args.limit or min(64, len(source.labels)), args.seed)
-    images, labels, index, _ = score.whole(score.batches(source, index, args))
     for m in models:
-        twin = softmax if softmax is not m.model else None
-        checks.run(m.model, images.float() / 255, labels, m.about["model"], twin,
-                   options)
+        twin = softmax.model if softmax and softmax is not m else None
+        checks.run(m.model, few[0].float() / 255, few[1], m.about["model"], twin, options)
+
+
+def save_pictures(models, todo, args):
+    """pictures_<i>.png: a row of --save_images images for each measure, severity and draw."""
+    args.world = 1                                        # nobody shares the pictures
+    for i, m in enumerate(models):
+        grid = []
+        for measure, source, index in todo:
+            index = index[:args.save_images]
+            if args.task == SEG:
+                from robust.segmenters import save_pictures as save
+                folder = Path(args.out_dir, str(i)) if len(models) > 1 else Path(args.out_dir)
+                folder.mkdir(exist_ok=True)
+                save(m, measure, source, index, args, folder)
+            elif measure.name not in (*FOLDERS, "transfer"):
+                for images_of, changes in changes_of(measure, source, m.size, args):
+                    images, *rest, _ = next(score.concat(score.batches(images_of, index, args)))
+                    grid += [change(m.model, images, *rest, []).clamp(0, 1) for change in changes]
+        if grid:
+            save_grid(Path(args.out_dir, f"pictures_{i}.png"), torch.cat(grid),
+                      columns=args.save_images, zoom=max(1, 96 // m.size))
 
 
 def open_results(args):
@@ -270,41 +430,28 @@ def main():
     size = args.image_size or (32 if args.data in ("shapes", "cifar10") else 224)
     models = [*(load_model(path, args.device, "--ckpt", args.normalize) for path in args.ckpt),
               *(load_built(text, args.device, size) for text in args.model)]
-    other = load_model(args.source, args.device, "--source") if args.source else None
-    everyone = [*models, other] if other else models
-    settle(args, models, other)
-    todo = todo_of(args, other)
-    task = module_of(args.task)
-    source = task.load_source(args, everyone)
-    args.imagenet1k = args.task == CLS and metrics.is_imagenet(source.classes)
-
-    what = f"{len(models)} models | {args.task} | {args.data}"
-    how = f"{args.world} x {common.describe(args.device)}"
+    source_model = load_model(args.source, args.device, "--source") if args.source else None
+    everyone = [*models, source_model] if source_model else models
+    check_same_task(everyone)
+    resolve_args(args, models[0])
+    args.imagenet1k = False
+    todo = with_images(measures_of(args, source_model), everyone, args)
+    what = (f"{len(models)} models | {args.task} | {args.data} | {args.world} x "
+            f"{common.describe(args.device)}")
     if args.checks:
         if args.rank == 0:
-            print(f"{what} | {how}", flush=True)
+            print(what, flush=True)
             args.world = 1                                # nobody shares the images
-            run_checks(models, other, source, todo, args)
+            run_checks(models, source_model, todo, args)
         return
-    normalized = args.task == CLS and any(one.conditions["space"] == "normalized" for one in todo)
-    for m in everyone if normalized else ():
-        if not hasattr(m.model, "mean") or not hasattr(m.model, "std"):
-            raise ValueError(f"{m.given}: space=normalized needs a model with .mean and .std")
-    jobs = [task.job(measure, models, source, args) for measure in todo]
-    results = open_results(args)
-    if args.rank == 0:
-        print(f"{what} | {how} | {results.out}", flush=True)
-        if normalized:
-            std = models[0].model.std.mean().item()
-            print(f"budgets are in normalised units: eps 1/255 is {std:.3f}/255 of the pixel "
-                  "range, channels averaged")
 
-    measure_all(models, other, source, jobs, results, args)
+    results = open_results(args)
+    common.print0(f"{what} | {results.out}")
+    measure_models(todo, models, source_model, args, results)
     if args.rank == 0:
         print("\n" + results.write_table())
-        args.world = 1                                    # nobody shares the pictures
         if args.save_images:
-            task.save_pictures(models, source, todo, args)
+            save_pictures(models, todo, args)
         print(f"\n{len(results.rows)} rows in {results.out}; this table in {results.table}")
 
 

@@ -484,7 +484,7 @@ if wanted("attack"):
     for kind in ("softmax", "symmetric", "rpc"):
         model, shares = network(kind), []
         for eps in (0, *budgets):
-            x = pgd(model, images, labels, eps / 255, steps=10, alpha=0.25) if eps else images
+            x = pgd(model, images, labels, eps / 255, steps=10, rel_step=0.25) if eps else images
             answers = model(x).argmax(1)
             shares.append((answers == labels).double().mean().item())
             numbers[f"{kind} {eps}"] = 100 * shares[-1]

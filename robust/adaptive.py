@@ -48,11 +48,7 @@ def smooth_shrink(x, tau):
 
 def rpc_layers(model):
     """The layers with RPC-Attention."""
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"the model is a {type(model).__name__}, expected an nn.Module: "
-                         "adaptive attacks look for RPC-Attention in it")
-    layers = [m for m in model.modules() if isinstance(m, SelfAttention)]
-    return [m for m in layers if m.attn in PAP]
+    return [m for m in model.modules() if isinstance(m, SelfAttention) and m.attn in PAP]
 
 
 def gradient_models(model):
@@ -75,15 +71,17 @@ def gradient_models(model):
 # --- attacks -------------------------------------------------------------------------------------
 
 @torch.no_grad()
-def adaptive_pgd(model, images, labels, eps, *, index=None, **options):
+def adaptive_pgd(model, images, labels, eps, *, steps=20, alpha: float = None, rel_step=0.15,
+                 random_start=True, restarts=1, clip=True, seed=0, index=None):
     """PGD along the true gradient, then, where that fails, along both straight-through ones.
 
     Returns per image what fools the model or, where nothing does, leaves the smallest margin.
-    model: an nn.Module; one without RPC-Attention gets plain PGD. options: as for `pgd`.
+    model: an nn.Module; one without RPC-Attention gets plain PGD. Settings: of `pgd`.
     """
-    layers = rpc_layers(model)
-    adv = pgd(model, images, labels, eps, index=index, **options)
-    if not layers:
+    how = dict(steps=steps, alpha=alpha, rel_step=rel_step, random_start=random_start,
+               restarts=restarts, clip=clip, seed=seed)
+    adv = pgd(model, images, labels, eps, index=index, **how)
+    if not rpc_layers(model):
         return adv
     eps, index = per_image(images, eps), numbers(images, index)
     left = margin(model(adv), labels)
@@ -92,7 +90,7 @@ def adaptive_pgd(model, images, labels, eps, *, index=None, **options):
         if not len(rows):
             break
         tried = pgd(straight_through(model, slope), images[rows], labels[rows], eps[rows],
-                    index=index[rows], **options)
+                    index=index[rows], **how)
         m = margin(model(tried), labels[rows])
         nearer = m < left[rows]
         adv[rows[nearer]] = tried[nearer]
@@ -100,11 +98,18 @@ def adaptive_pgd(model, images, labels, eps, *, index=None, **options):
     return adv
 
 
-def adaptive_apgd(model, images, labels, eps, **options):
+def adaptive_apgd(model, images, labels, eps, *, loss="ce", steps=100, clip=True, seed=0,
+                  index=None):
     """`apgd` along the model's own gradient and, where that fails, along `gradient_models`'."""
-    return apgd(model, images, labels, eps, surrogates=gradient_models(model), **options)
+    return apgd(model, images, labels, eps, loss=loss, steps=steps, clip=clip, seed=seed,
+                index=index, surrogates=gradient_models(model))
 
 
-def adaptive_autoattack(model, images, labels, eps, **options):
+def adaptive_autoattack(model, images, labels, eps=1 / 255, *, steps=100, queries=5000,
+                        num_targets=9, batch_size=500, clip=True, seed=0, index=None, trace=None,
+                        progress=False):
     """The worst case over all attacks known here: `autoattack` whose APGD is adaptive."""
-    return autoattack(model, images, labels, eps, surrogates=gradient_models(model), **options)
+    return autoattack(model, images, labels, eps, steps=steps, queries=queries,
+                      num_targets=num_targets, surrogates=gradient_models(model),
+                      batch_size=batch_size, clip=clip, seed=seed, index=index, trace=trace,
+                      progress=progress)

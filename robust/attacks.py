@@ -1,6 +1,6 @@
 """Adversarial attacks on image classifiers, whole batches at a time.
 
-Every attack is `attack(model, images, labels, eps, ...) -> adversarial images`:
+An attack is a function attack(model, images, labels, eps, ...) that returns adversarial images:
   model     any function from pixels to logits, (B, 3, H, W) float32 in [0, 1] -> (B, classes).
             A module in train mode is refused, not switched: call model.eval() first
   images    (B, 3, H, W) float32 in [0, 1], on the model's device; never changed
@@ -8,11 +8,14 @@ Every attack is `attack(model, images, labels, eps, ...) -> adversarial images`:
   eps       budget in pixel units, 8/255 say: a number or a tensor that broadcasts to images
   clip      True: adversarial pixels stay in [0, 1]; False: they may leave it (the paper's harness)
   seed, index   random numbers depend on (seed, image number index[i]) alone, not on the batch
-Parameters and their .grad stay as they are (frozen ones are faster); the result is detached. Bad
-inputs raise ValueError. Teo & Nguyen 2024, sections 4.1, A.2; sources are in the docstrings.
+Parameters and their .grad stay as they are (frozen ones are faster); the result is detached.
+Teo & Nguyen 2024, sections 4.1, A.2; sources are in the docstrings.
 
     adv = pgd(model, images, labels, 8 / 255)
     robust = model(adv).argmax(1) == labels       # what the model got wrong anyway is not robust
+
+A new attack is such a function and an entry in ATTACKS (robust/__init__.py). It gets those of eps,
+seed, index and clip that its signature names; its other keywords are settings of the evaluator.
 """
 
 import math
@@ -81,7 +84,7 @@ def per_image(images, eps):
     return eps.expand(torch.broadcast_shapes(eps.shape, (len(images), 1, 1, 1)))
 
 
-def take(state, on):
+def select_rows(state, on):
     """A namespace of tensors, cut to the rows where on (B,) is True: images leave when done."""
     rows = on.nonzero()[:, 0]
     return SimpleNamespace(**{name: t[rows] for name, t in vars(state).items()})
@@ -110,63 +113,33 @@ def forward(model, images, batch_size=None):
     return torch.cat([model(part) for part in images.split(batch_size)])
 
 
-# --- bad input -----------------------------------------------------------------------------------
+# --- what would be silently wrong -----------------------------------------------------------------
 
 def positive(**options):
-    """ValueError unless every option is a finite number > 0."""
-    wrong = [f"{name}={value}" for name, value in options.items() if not 0 < value < math.inf]
-    if wrong:
-        raise ValueError(f"{wrong[0]}, expected more than 0")
+    """ValueError unless every option is > 0: 0 steps are no attack, and look like robustness."""
+    for name, value in options.items():
+        if not value > 0:
+            raise ValueError(f"{name}={value}, expected more than 0")
 
 
-def check_inputs(model, images, labels, eps=0.0, clip=True, limit=1.0):
-    """ValueError in one line unless what goes into an attack makes sense; no forward pass.
+def check_inputs(model, images, eps=0.0, clip=True):
+    """ValueError for a module in train mode, and for pixels or budgets of another scale.
 
-    clip=False allows images outside [0, 1], as normalised ones are, and eps above `limit`.
+    clip=False allows images outside [0, 1], as normalised ones are, and any eps.
     """
-    for name, value in (("images", images), ("labels", labels)):
-        if not isinstance(value, torch.Tensor):
-            raise ValueError(f"{name} are a {type(value).__name__}, expected a tensor")
     if isinstance(model, torch.nn.Module) and any(m.training for m in model.modules()):
         raise ValueError("the model is in train mode: call model.eval() before attacking it")
-
-    # types and shapes
-    B, shape = len(images), tuple(images.shape)
-    if not images.is_floating_point() or images.ndim != 4 or not B:
-        raise ValueError(f"images are {images.dtype} {shape}, "
-                         "expected float in [0, 1], (B, 3, H, W)")
-    if labels.dtype != torch.int64 or labels.shape != (B,):
-        raise ValueError(f"labels are {labels.dtype} {tuple(labels.shape)}, expected int64 ({B},)")
-    eps = torch.as_tensor(eps, dtype=torch.float32, device=images.device)
-    if eps.ndim > 4 or any(e not in (1, n) for e, n in zip(eps.shape[::-1], shape[::-1])):
-        raise ValueError(f"eps has shape {tuple(eps.shape)}, "
-                         f"expected a number or one that fits {shape}")
-
-    # values; a comparison with nan is False
     low, high = images.detach().aminmax()
-    if clip and not (0 <= low and high <= 1):
+    if clip and not (0 <= low and high <= 1):             # a comparison with nan is False
         raise ValueError(f"images have values from {low:g} to {high:g}, expected 0 to 1")
-    if not (-math.inf < low and high < math.inf):
-        raise ValueError(f"images have values from {low:g} to {high:g}, expected finite ones")
-    least, most = eps.aminmax()
-    for e in (least, most):
-        if not 0 <= e < math.inf:
-            raise ValueError(f"eps={e:g}, expected a number >= 0")
-    if clip and most > limit:
+    most = torch.as_tensor(eps).max()
+    if clip and not 0 <= most <= 1:
         raise ValueError(f"eps is in pixel units, 8/255 say; got {most:g}: "
                          f"was it meant as {most:g}/255?")
 
 
-def check_logits(logits, labels):
-    """ValueError in one line unless these are logits, (B, classes), and labels of their classes."""
-    B = len(labels)
-    if logits.ndim != 2 or len(logits) != B or logits.shape[1] < 2:
-        raise ValueError(f"the model returns {tuple(logits.shape)} for {B} images, "
-                         f"expected logits ({B}, 2 or more)")
-    first, last = labels.aminmax()
-    if first < 0 or last >= logits.shape[1]:
-        raise ValueError(f"labels from {first} to {last}, "
-                         f"expected 0 to {logits.shape[1] - 1}, the model's classes")
+def check_logits(logits):
+    """ValueError for what gradients of the cross-entropy are useless on."""
     if not logits.isfinite().all():
         raise ValueError("the model returns logits that are not finite")
     if (logits >= 0).all() and ((logits.sum(1) - 1).abs() < 1e-4).all():
@@ -175,60 +148,55 @@ def check_logits(logits, labels):
 
 
 @torch.no_grad()
-def check(model, images, labels, eps=0.0, clip=True, limit=1.0, batch_size=None):
+def check(model, images, eps=0.0, clip=True, batch_size=None):
     """Both checks; returns the clean logits, (B, classes), from one forward pass."""
-    check_inputs(model, images, labels, eps, clip, limit)
+    check_inputs(model, images, eps, clip)
     logits = forward(model, images, batch_size)
-    check_logits(logits, labels)
+    check_logits(logits)
     return logits
 
 
 # --- L-infinity, with gradients ------------------------------------------------------------------
 
 @torch.no_grad()
-def fgsm(model, images, labels, eps, *, keep_wrong=False, clip=True):
+def fgsm(model, images, labels, eps, *, clip=True):
     """Fast gradient sign method: x + eps sign(grad CE), one step. sign(0) = 0.
 
-    One forward pass, one backward. keep_wrong: images that the model gets wrong without an attack
-    stay as they are. Goodfellow et al. 2015;
+    Goodfellow et al. 2015;
     `cleverhans-lab/cleverhans:cleverhans/torch/attacks/fast_gradient_method.py`.
     """
-    def loss(logits, labels):
-        check_logits(logits, labels)
-        return cross_entropy(logits, labels)
-
-    check_inputs(model, images, labels, eps, clip)
-    logits, _, grad = input_gradient(loss, model, images, labels)
-    adv = project(images + eps * grad.sign(), images, eps, clip)
-    if keep_wrong:
-        adv = torch.where(column(logits.argmax(1) == labels), adv, images)
-    return adv
+    check_inputs(model, images, eps, clip)
+    logits, _, grad = input_gradient(cross_entropy, model, images, labels)
+    check_logits(logits)
+    return project(images + eps * grad.sign(), images, eps, clip)
 
 
 @torch.no_grad()
-def pgd(model, images, labels, eps, *, steps=20, alpha=0.15, random_start=True, restarts=1,
-        best=False, clip=True, seed=0, index=None):
-    """Projected gradient descent: x <- Pi(x + alpha eps sign(grad CE)), `steps` times.
+def pgd(model, images, labels, eps, *, steps=20, alpha: float = None, rel_step=0.15,
+        random_start=True, restarts=1, best=False, clip=True, seed=0, index=None):
+    """Projected gradient descent: x <- Pi(x + alpha sign(grad CE)), `steps` times.
 
-    alpha: step as a share of eps. random_start: from x + U(-eps, eps); restarts: so often, each
-    time from another point where the model is not fooled yet. Returns the last iterate; best: the
-    first misclassified one, if there is one. Madry et al. 2018;
+    alpha: the step in pixel units, 2/255 say, as in torchattacks; None: rel_step * eps.
+    random_start: from x + U(-eps, eps); restarts: so often, each time from another point where the
+    model is not fooled yet. Returns the last iterate; best: the first misclassified one, if there
+    is one. Madry et al. 2018;
     `cleverhans-lab/cleverhans:cleverhans/torch/attacks/projected_gradient_descent.py`.
     """
-    positive(steps=steps, alpha=alpha, restarts=restarts)
+    positive(steps=steps, rel_step=rel_step, alpha=1 if alpha is None else alpha)
     if restarts > 1 and not random_start:
         raise ValueError(f"restarts={restarts} without a random start are all the same, expected 1")
-    check(model, images, labels, eps, clip)
+    check(model, images, eps, clip)
     index, eps = numbers(images, index), per_image(images, eps) if torch.is_tensor(eps) else eps
 
     def climb(on, key):
         x, y, budget = images[on], labels[on], eps[on] if torch.is_tensor(eps) else eps
+        step = rel_step * budget if alpha is None else alpha
         adv = x
         if random_start:
             adv = project(x + budget * noise_like(x, index[on], *key), x, budget, clip)
         for _ in range(steps):
             logits, _, grad = input_gradient(cross_entropy, model, adv, y)
-            moved = project(adv + alpha * budget * grad.sign(), x, budget, clip)
+            moved = project(adv + step * grad.sign(), x, budget, clip)
             done = column(margin(logits, y) < 0) & best
             adv = torch.where(done, adv, moved)
         return adv
@@ -268,8 +236,8 @@ def spsa_gradient(model, centre, labels, index, pairs, *key):
 
 
 @torch.no_grad()
-def spsa(model, images, labels, eps, *, steps=40, pairs=128, centre="iterate", clip=True, seed=0,
-         index=None):
+def spsa(model, images, labels, eps=6 / 255, *, steps=40, pairs=128, centre="iterate", clip=True,
+         seed=0, index=None):
     """Gradient-free: Adam, lr 0.01, on the margin, whose gradient is estimated from points nearby.
 
     From x + U(-eps, eps). centre "legacy": probes around 2x in every step, as cleverhans 4.0.0.
@@ -280,7 +248,7 @@ def spsa(model, images, labels, eps, *, steps=40, pairs=128, centre="iterate", c
     if centre not in ("iterate", "legacy"):
         raise ValueError(f"centre={centre!r}, expected 'iterate' or 'legacy'")
     positive(steps=steps, pairs=pairs)
-    fooled = margin(check(model, images, labels, eps, clip), labels) < 0
+    fooled = margin(check(model, images, eps, clip), labels) < 0
     index = numbers(images, index)
     low, high = bounds(images, eps, clip)
     x = (images + eps * noise_like(images, index, seed, START)).clamp(low, high)
@@ -292,7 +260,7 @@ def spsa(model, images, labels, eps, *, steps=40, pairs=128, centre="iterate", c
     size = max(1, values // x[0].numel() // 32)
     adv = images.clone()
     for t in range(1, steps + 1):
-        s = take(s, ~fooled)
+        s = select_rows(s, ~fooled)
         if not len(s.row):
             break
         around = s.x if centre == "iterate" else 2 * images[s.row]
@@ -305,16 +273,17 @@ def spsa(model, images, labels, eps, *, steps=40, pairs=128, centre="iterate", c
 
 
 @torch.no_grad()
-def noise(model, images, labels, scale, *, kind="uniform", best_of=1, draw=0, clip=True, seed=0,
-          index=None):
+def noise(model, images, labels, scale=0.068, *, kind="uniform", best_of=1, draw=0, clip=True,
+          seed=0, index=None):
     """x + U(-scale, scale) or, kind "gaussian", x + N(0, scale^2).
 
-    best_of: per image the worst of so many draws. draw: another number, other noise.
+    scale: half width or standard deviation. best_of: per image the worst of so many draws. draw:
+    another number, other noise.
     """
     if kind not in ("uniform", "gaussian"):
         raise ValueError(f"kind={kind!r}, expected 'uniform' or 'gaussian'")
     positive(best_of=best_of)
-    check(model, images, labels, scale, clip)
+    check(model, images, scale, clip)
     worst, lowest = images, torch.full_like(images[:, 0, 0, 0], math.inf)
     for i in range(best_of):
         z = noise_like(images, index, seed, NOISE, draw * best_of + i)
@@ -345,28 +314,29 @@ def project_l1(v, radius):
 
 
 @torch.no_grad()
-def sld(model, images, labels, eps, *, steps=20, rescale=False, clip=True):
-    """Sparse L1 descent: a step spends eps / 10 equally on the largest 1 % of grad CE's entries.
+def sld(model, images, labels, l1=10.0, *, steps=20, rescale=False, clip=True):
+    """Sparse L1 descent: a step spends l1 / 10 equally on the largest 1 % of grad CE's entries.
 
-    eps: bound of ||x_adv - x||_1, summed over all pixels and channels; at 224 px, 10 is 1/15000
-    per entry. rescale: shrink to the L1 ball as cleverhans does instead of projecting.
+    l1: bound of ||x_adv - x||_1, summed over all pixels and channels; at 224 px, 10 is 1/15000
+    per entry: try 10, 50, 100. rescale: shrink to the L1 ball as cleverhans does instead of
+    projecting.
     Tramer & Boneh 2019;
     `cleverhans-lab/cleverhans:cleverhans/torch/attacks/sparse_l1_descent.py`.
     """
     positive(steps=steps)
-    check(model, images, labels, eps, clip, limit=math.inf)
+    check(model, images, clip=clip)
     k = max(int(0.99 * images[0].numel()), 1)
-    eps = torch.as_tensor(eps, dtype=images.dtype, device=images.device).view(-1, 1)
+    l1 = torch.as_tensor(l1, dtype=images.dtype, device=images.device).view(-1, 1)
     adv = images
     for _ in range(steps):
         _, _, grad = input_gradient(cross_entropy, model, adv, labels)
         grad = grad.flatten(1)
         mask = grad.abs() >= grad.abs().kthvalue(k, keepdim=True).values
-        v = (adv - images).flatten(1) + eps / 10 * grad.sign() * mask / mask.sum(1, keepdim=True)
+        v = (adv - images).flatten(1) + l1 / 10 * grad.sign() * mask / mask.sum(1, keepdim=True)
         if rescale:
-            v = v * (eps / v.abs().sum(1, keepdim=True).clamp(min=1e-12)).clamp(max=1)
+            v = v * (l1 / v.abs().sum(1, keepdim=True).clamp(min=1e-12)).clamp(max=1)
         else:
-            v = project_l1(v, eps)
+            v = project_l1(v, l1)
         adv = images + v.view_as(images)
         adv = adv.clamp(0, 1) if clip else adv
     return images + soft_threshold(adv - images, 2.0 ** -22)   # rounding: not over the budget
@@ -402,7 +372,7 @@ def cw_round(model, images, labels, c, confidence, steps, lr):
             found[s.row], distance[s.row] = s.near, s.distance
             falling = hinge + l2 <= 0.98 * s.last_loss
             s.last_loss = hinge + l2
-            s = take(s, falling)
+            s = select_rows(s, falling)
             if not len(s.row):
                 break
     return found, distance
@@ -420,11 +390,9 @@ def cw(model, images, labels, *, confidence=0.0, steps=1000, lr=5e-3, search_ste
     Carlini & Wagner 2017, `carlini/nn_robust_attacks:l2_attack.py`.
     """
     positive(steps=steps, lr=lr, search_steps=search_steps, c0=c0)
-    if not 0 <= confidence < math.inf:
-        raise ValueError(f"confidence={confidence}, expected a number >= 0")
-    check_inputs(model, images, labels, clip=clip)
+    check_inputs(model, images, clip=clip)
     adv = images.clone() if clip else images.clamp(0, 1)
-    left = margin(check(model, adv, labels), labels) + confidence
+    left = margin(check(model, adv), labels) + confidence
     rows = (left >= 0).nonzero()[:, 0]                             # the others are there already
     if not len(rows):
         return adv

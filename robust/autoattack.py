@@ -1,7 +1,7 @@
 """AutoAttack and its members, L-infinity: APGD, APGD-T, FAB-T, Square (Croce & Hein 2020a).
 
-The contract of every attack stands at the top of attacks.py. The standard version of AutoAttack
-(`fra31/auto-attack`) is APGD-CE, APGD-T, FAB-T and Square, in this order, each on the images that
+What every attack takes and returns stands at the top of attacks.py. The standard version of
+AutoAttack (`fra31/auto-attack`) is APGD-CE, APGD-T, FAB-T and Square, in this order, each on the images that
 the ones before it left standing. Images the model misclassifies are not attacked, and where one of
 these attacks fails it returns the clean image. Images that are done leave the batch at fixed steps,
 so a result depends neither on the batch nor on what else is in it.
@@ -17,12 +17,12 @@ from tqdm import tqdm
 
 from data.rng import uniform
 from robust.attacks import (bounds, check, column, cross_entropy, forward, input_gradient, margin,
-                            noise_like, numbers, per_image, positive, take)
+                            noise_like, numbers, per_image, positive, select_rows)
 
 APGD, SQUARE, FAB = 43, 44, 45                  # what a random number is for: a part of its key
 
 
-def largest(t):
+def linf_norm(t):
     """max|t| per image, (B,)."""
     return t.abs().flatten(1).amax(1)
 
@@ -48,10 +48,10 @@ def targeted_dlr(logits, labels, targets):
         raise ValueError(f"{logits.shape[1]} classes, but the targeted DLR loss (APGD-T, "
                          "AutoAttack) compares four logits: expected 4 or more")
     z = logits.topk(4).values
-    return lead(logits, labels, targets) / (z[:, 0] - (z[:, 2] + z[:, 3]) / 2 + 1e-12)
+    return target_margin(logits, labels, targets) / (z[:, 0] - (z[:, 2] + z[:, 3]) / 2 + 1e-12)
 
 
-def lead(logits, labels, targets):
+def target_margin(logits, labels, targets):
     """z_t - z_y, (B,)."""
     z_t, z_y = logits.gather(1, torch.stack([targets, labels], 1)).unbind(1)
     return z_t - z_y
@@ -65,11 +65,11 @@ def likely_targets(logits, labels, num_targets):
 
 @torch.no_grad()
 def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100, surrogates=(),
-         clip=True, seed=0, restart=0, index=None):
+         clip=True, seed=0, draw=0, index=None):
     """Maximise the cross-entropy ("ce"), the DLR loss ("dlr") or, with targets, the targeted DLR.
 
     targets: (B,) int64. surrogates: models whose gradients are followed where the model's own has
-    failed, one after the other. restart: number of the random start. Source:
+    failed, one after the other. draw: another number, another random start. Source:
     `fra31/auto-attack:autoattack/autopgd_base.py`. There an image is climbed to the end and its
     last misclassified iterate returned; here it leaves at the next multiple of ten steps.
     """
@@ -77,11 +77,11 @@ def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100, surr
     if loss not in losses:
         raise ValueError(f'loss="{loss}", expected "ce" or "dlr"')
     positive(steps=steps)
-    robust = check(model, images, labels, eps, clip).argmax(1) == labels
+    robust = check(model, images, eps, clip).argmax(1) == labels
     eps, index = per_image(images, eps), numbers(images, index)
     low, high = bounds(images, eps, clip)
-    t = noise_like(images, index, seed, APGD, restart)
-    start = (images + eps * t / column(largest(t))).clamp(low, high)
+    t = noise_like(images, index, seed, APGD, draw)
+    start = (images + eps * t / column(linf_norm(t))).clamp(low, high)
     state = SimpleNamespace(row=torch.arange(len(images), device=images.device), labels=labels,
                             targets=labels if targets is None else targets,
                             low=low, high=high, x=start, step=2 * eps, adv=images)
@@ -89,7 +89,7 @@ def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100, surr
     adv = images.clone()
     for source in (model, *surrogates):
         if robust.any():
-            climb(model, source, objective, take(state, robust), steps, adv, robust)
+            climb(model, source, objective, select_rows(state, robust), steps, adv, robust)
     return adv
 
 
@@ -98,7 +98,7 @@ def climb(model, source, objective, s, steps, adv, robust):
 
     Writes what fools the model to adv, (B, 3, H, W), and False to robust, (B,), there.
     """
-    look(s, model, source, objective)
+    evaluate_point(s, model, source, objective)
     s.x_old, s.adv = s.x, torch.where(column(s.fooled), s.x, s.adv)
     s.best_x, s.best_grad, s.best_loss, s.checked_loss = s.x, s.grad, s.loss, s.loss
     s.rises, s.halved = torch.zeros_like(s.labels), torch.ones_like(s.fooled)
@@ -114,7 +114,7 @@ def climb(model, source, objective, s, steps, adv, robust):
 
         # what it brought
         last_loss, fooled_before = s.loss, s.fooled
-        look(s, model, source, objective)
+        evaluate_point(s, model, source, objective)
         s.adv = torch.where(column(s.fooled), s.x, s.adv)
         s.fooled = s.fooled | fooled_before
         s.rises = s.rises + (s.loss > last_loss)
@@ -127,12 +127,12 @@ def climb(model, source, objective, s, steps, adv, robust):
             checkpoint += window
         if i % 10 == 9 or i == steps - 1:
             adv[s.row], robust[s.row] = s.adv, ~s.fooled
-            s = take(s, ~s.fooled)
+            s = select_rows(s, ~s.fooled)
             if not len(s.row):
                 break
 
 
-def look(s, model, source, objective):
+def evaluate_point(s, model, source, objective):
     """Whether the model is fooled at s.x, its loss there, and the gradient of source."""
     if objective is targeted_dlr:
         objective = partial(targeted_dlr, targets=s.targets)
@@ -174,7 +174,7 @@ def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(
     surrogates: as for `apgd`, within each run.
     """
     positive(num_targets=num_targets)
-    logits = check(model, images, labels, eps, clip)
+    logits = check(model, images, eps, clip)
     targets, robust = likely_targets(logits, labels, num_targets), logits.argmax(1) == labels
     eps, index, adv = per_image(images, eps), numbers(images, index), images.clone()
     for k in range(targets.shape[1]):
@@ -182,7 +182,7 @@ def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(
         if not len(on):
             break
         adv[on] = apgd(model, images[on], labels[on], eps[on], targets=targets[on, k], steps=steps,
-                       surrogates=surrogates, clip=clip, seed=seed, restart=k, index=index[on])
+                       surrogates=surrogates, clip=clip, seed=seed, draw=k, index=index[on])
         robust[on] = model(adv[on]).argmax(1) == labels[on]
     return adv
 
@@ -229,40 +229,40 @@ def fab_distance(model, images, labels, *, enough=0.0, steps=100, num_targets=9,
     Source: `fra31/auto-attack:autoattack/fab_base.py`.
     """
     positive(steps=steps, num_targets=num_targets, restarts=restarts)
-    logits = check(model, images, labels, enough, clip)
+    logits = check(model, images, enough, clip)
     box = (0.0, 1.0) if clip else (-1e3, 1e3)                   # far away: as good as no box
     s = SimpleNamespace(row=torch.arange(len(images), device=images.device), x0=images, x=images,
                         labels=labels, targets=likely_targets(logits, labels, num_targets),
                         index=numbers(images, index), enough=per_image(images, enough), adv=images,
                         distance=torch.full_like(logits[:, 0], torch.inf))
     adv, distance = images.clone(), s.distance.clone()
-    s = take(s, logits.argmax(1) == labels)
+    s = select_rows(s, logits.argmax(1) == labels)
     for run in range(s.targets.shape[1] * restarts):
         k, restart = divmod(run, restarts)
         s.x = s.x0
         if restart and len(s.row):
             t = noise_like(s.x0, s.index, seed, FAB, run)
             reach = torch.minimum(column(s.distance), torch.where(s.enough > 0, s.enough, 1))
-            s.x = (s.x0 + 0.5 * reach * t / column(largest(t))).clamp(*box)
+            s.x = (s.x0 + 0.5 * reach * t / column(linf_norm(t))).clamp(*box)
         for i in range(steps):
             if not len(s.row):
                 return adv, distance
             fab_step(s, model, s.targets[:, k], *box)
             if i % 10 == 9 or i == steps - 1:
                 adv[s.row], distance[s.row] = s.adv, s.distance
-                s = take(s, ~within(s.adv, s.x0, s.enough) | s.distance.isinf())
+                s = select_rows(s, ~within(s.adv, s.x0, s.enough) | s.distance.isinf())
     return adv, distance
 
 
 def fab_step(s, model, targets, low, high):
     """Step over the boundary to the target class, as linearised at s.x, staying near s.x0."""
-    _, h, w = input_gradient(partial(lead, targets=targets), model, s.x, s.labels)
+    _, h, w = input_gradient(partial(target_margin, targets=targets), model, s.x, s.labels)
     x, w, x0 = s.x.flatten(1), w.flatten(1), s.x0.flatten(1)
     b = (w * x).sum(1) - h                                      # <w, x'> = b: where h is 0
 
     # both projected on it, x and the clean x0; between the two, nearer to x
     d = box_projection(torch.cat([x, x0]), w.repeat(2, 1), b.repeat(2), low, high)
-    a, a0 = largest(d).clamp_min(1e-8).view(2, -1, 1)
+    a, a0 = linf_norm(d).clamp_min(1e-8).view(2, -1, 1)
     d, d0 = d.view(2, *x.shape)
     alpha = (a / (a + a0)).clamp_max(0.1)
     x = (1 - alpha) * (x + 1.05 * d) + alpha * (x0 + 1.05 * d0)
@@ -270,7 +270,7 @@ def fab_step(s, model, targets, low, high):
 
     # keep what is fooled and nearer than before; what is fooled moves back towards x0
     fooled = model(x).argmax(1) != s.labels
-    away = largest(x - s.x0)
+    away = linf_norm(x - s.x0)
     nearer = fooled & (away < s.distance)
     s.adv = torch.where(column(nearer), x, s.adv)
     s.distance = torch.where(nearer, away, s.distance)
@@ -290,17 +290,17 @@ EVERY = 50                                      # queries between two exits of i
 
 
 @torch.no_grad()
-def square(model, images, labels, eps, *, queries=5000, batch_size=None, clip=True, seed=0,
-           index=None):
+def square(model, images, labels, eps=1 / 255, *, queries=5000, batch_size=None, clip=True,
+           seed=0, index=None):
     """Set random squares to +-eps, a random sign per channel, and keep what lowers the margin.
 
     Forward passes only. Source: `fra31/auto-attack:autoattack/square.py`, where all images of a
     batch share place and signs; here each image has its own. Images leave the batch at multiples
-    of fifty queries. batch_size: images per forward pass (default: all): with the whole set as
-    `images`, passes stay full as images leave.
+    of fifty queries. batch_size: images per forward pass (default: all); run it on all images at
+    once, so that batches stay full.
     """
     positive(queries=queries, batch_size=batch_size or 1)
-    logits = check(model, images, labels, eps, clip, batch_size=batch_size)
+    logits = check(model, images, eps, clip, batch_size=batch_size)
     eps, index, adv = per_image(images, eps), numbers(images, index), images.clone()
     low, high = bounds(images, eps, clip)
     _, C, H, W = images.shape
@@ -308,7 +308,7 @@ def square(model, images, labels, eps, *, queries=5000, batch_size=None, clip=Tr
     s = SimpleNamespace(row=torch.arange(len(images), device=images.device), labels=labels,
                         index=index, eps=eps, low=low, high=high,
                         best=torch.where(stripes, low, high))
-    s = take(s, logits.argmax(1) == labels)
+    s = select_rows(s, logits.argmax(1) == labels)
     if not len(s.row):
         return adv
     s.margin = margin(forward(model, s.best, batch_size), s.labels)
@@ -350,21 +350,21 @@ def leave(s, adv):
     """Write the images square has fooled to adv and return the rest."""
     fooled = s.margin < 0
     adv[s.row[fooled]] = s.best[fooled]
-    return take(s, ~fooled)
+    return select_rows(s, ~fooled)
 
 
 # --- the cascade ---------------------------------------------------------------------------------
 
 @torch.no_grad()
-def autoattack(model, images, labels, eps, *, steps=100, queries=5000, num_targets=9, surrogates=(),
-               batch_size=500, clip=True, seed=0, index=None, trace=None, progress=False):
+def autoattack(model, images, labels, eps=1 / 255, *, steps=100, queries=5000, num_targets=9,
+               surrogates=(), batch_size=500, clip=True, seed=0, index=None, trace=None,
+               progress=False):
     """APGD-CE, APGD-T, FAB-T, Square, each on the images that are still robust.
 
-    images: the whole set, so that each stage fills its batches of batch_size. An attack has
-    succeeded where a separate forward pass misclassifies its result. trace: a list that receives
-    dict(stage, robust (B,) bool) for "clean" and after every stage. progress: show a bar per
-    stage. surrogates: for APGD-CE and APGD-T, as for `apgd`; the standard version has none.
-    Raises ValueError for fewer than 4 classes.
+    Run it on all images at once so that batches stay full. An attack has succeeded where a separate
+    forward pass misclassifies its result. trace: a list that receives dict(stage, robust (B,) bool)
+    for "clean" and after every stage. progress: show a bar per stage. surrogates: for APGD-CE and
+    APGD-T, as for `apgd`; the standard version has none. ValueError for fewer than 4 classes.
     """
     positive(batch_size=batch_size)
     stages = {"apgd-ce": partial(apgd, steps=steps, surrogates=surrogates),
@@ -372,7 +372,7 @@ def autoattack(model, images, labels, eps, *, steps=100, queries=5000, num_targe
                                 num_targets=num_targets),
               "fab-t": partial(fab_t, steps=steps, num_targets=num_targets),
               "square": partial(square, queries=queries)}
-    logits = check(model, images, labels, eps, clip, batch_size=batch_size)
+    logits = check(model, images, eps, clip, batch_size=batch_size)
     targeted_dlr(logits[:1], labels[:1], labels[:1])            # raises if it cannot be used
     eps, index, adv = per_image(images, eps), numbers(images, index), images.clone()
     trace = [] if trace is None else trace

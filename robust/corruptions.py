@@ -6,19 +6,22 @@ Hendrycks & Dietterich 2019. Sources: `hendrycks/robustness:ImageNet-C/create_c/
 
     images = corrupt(images, "fog", 3, seed=0, index=positions)     # (B, 3, H, W) uint8 -> the same
 
-Every random corruption is two functions, `draw_<name>` and `<name>`. What is drawn for an image
-depends on (seed, corruption, severity, its index) alone: batch size, order, worker, process and
-device change nothing. What is then done with it is deterministic and agrees with the sources within
-one grey level (tests/test_corruptions.py). Inside, pixels are float32 in grey levels, 0 to 255;
-results are truncated, not rounded, as the sources do.
+A corruption is a function of (images, the severity's constants, its random numbers) and an entry in
+CORRUPTIONS, at the end: that is all that a new one needs. What is drawn for an image depends on
+(seed, corruption, severity, its index) alone: batch size, order, worker, process and device change
+nothing. What is then done with it is deterministic and agrees with the sources within one grey
+level (tests/test_corruptions.py). Inside, pixels are float32 in grey levels, 0 to 255; results are
+truncated, not rounded, as the sources do.
 """
 
 import argparse
 import math
 import os
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Callable, NamedTuple
 
 import numpy as np
 import torch
@@ -32,10 +35,10 @@ from robust.filters import (disk, displace, enlarge, gaussian_blur, motion, pixe
 from robust.frost import load_frost, scaled_frost
 from robust.severities import CONSTANTS
 
+# ImageNet-C's, in its order: means and mCE are over these 15, whatever else CORRUPTIONS has.
 NAMES = ("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur",
          "motion_blur", "zoom_blur", "snow", "frost", "fog", "brightness", "contrast",
          "elastic_transform", "pixelate", "jpeg_compression")
-MIN_SIDE = 16                                                          # pixels; the sources need 32
 PURPOSE = 50                          # first of our keys in rng.uniform; that of frost itself: 50
 
 
@@ -304,126 +307,112 @@ def jpeg_compression(images, c):
 
 # --- all of them ----------------------------------------------------------------------------------
 
-DRAW = dict(
-    gaussian_noise=draw_values, shot_noise=draw_values, impulse_noise=draw_values,
-    glass_blur=draw_glass_blur, motion_blur=draw_motion_blur, snow=draw_snow, frost=draw_frost,
-    fog=draw_fog, elastic_transform=draw_elastic_transform)
-APPLY = {f.__name__: f for f in (
-    gaussian_noise, shot_noise, impulse_noise, defocus_blur, glass_blur, motion_blur, zoom_blur,
-    snow, frost, fog, brightness, contrast, elastic_transform, elastic_any_size, pixelate,
-    jpeg_compression)}
+class Corruption(NamedTuple):
+    """What corrupt() needs to know of one."""
+    apply: Callable                   # (images uint8, constants, *drawn) -> images uint8
+    constants: dict | tuple           # five, mild to strong; by size {224: five, 64: .., 32: ..}
+    draw: Callable | None = None      # (u, H, W, constants) -> what `apply` gets besides
+
+
+CORRUPTIONS = dict(
+    gaussian_noise=Corruption(gaussian_noise, CONSTANTS["gaussian_noise"], draw_values),
+    shot_noise=Corruption(shot_noise, CONSTANTS["shot_noise"], draw_values),
+    impulse_noise=Corruption(impulse_noise, CONSTANTS["impulse_noise"], draw_values),
+    defocus_blur=Corruption(defocus_blur, CONSTANTS["defocus_blur"]),
+    glass_blur=Corruption(glass_blur, CONSTANTS["glass_blur"], draw_glass_blur),
+    motion_blur=Corruption(motion_blur, CONSTANTS["motion_blur"], draw_motion_blur),
+    zoom_blur=Corruption(zoom_blur, CONSTANTS["zoom_blur"]),
+    snow=Corruption(snow, CONSTANTS["snow"], draw_snow),
+    frost=Corruption(frost, CONSTANTS["frost"], draw_frost),
+    fog=Corruption(fog, CONSTANTS["fog"], draw_fog),
+    brightness=Corruption(brightness, CONSTANTS["brightness"]),
+    contrast=Corruption(contrast, CONSTANTS["contrast"]),
+    elastic_transform=Corruption(elastic_transform, CONSTANTS["elastic_transform"],
+                                 draw_elastic_transform),
+    pixelate=Corruption(pixelate, CONSTANTS["pixelate"]),
+    jpeg_compression=Corruption(jpeg_compression, CONSTANTS["jpeg_compression"]),
+)
+ANY_SIZE = Corruption(elastic_any_size, CONSTANTS["elastic_any_size"], draw_elastic_any_size)
 ELASTIC_SIZES = (224, 64, 32)         # squares for which ImageNet-C's elastic_transform was made
-
-
-def check_corruption(images, name, severity):
-    """Raise a ValueError for what corrupt() does not take."""
-    if not torch.is_tensor(images):
-        raise ValueError(f"images are {type(images).__name__}, expected a tensor of torch.uint8")
-    if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
-        raise ValueError(f"images are {tuple(images.shape)} {images.dtype}, "
-                         "expected a tensor (B, 3, H, W) of torch.uint8")
-    H, W = images.shape[2:]
-    if min(H, W) < MIN_SIDE:
-        raise ValueError(f"images are {H} x {W} pixels, expected at least {MIN_SIDE} a side")
-    if name not in NAMES:
-        raise ValueError(f"unknown corruption {name!r}, expected one of {', '.join(NAMES)}")
-    if type(severity) is not int or not 1 <= severity <= 5:
-        raise ValueError(f"severity is {severity!r}, expected an int from 1 to 5")
 
 
 def table_of(H, W):
     """Choose the table of constants for images of this size, by the shorter side."""
-    if min(H, W) >= 128:
-        return 224
-    if min(H, W) >= 48:
-        return 64
-    return 32
+    return next(table for table, least in ((224, 128), (64, 48), (32, 0)) if min(H, W) >= least)
 
 
 def corrupt(images, name, severity, *, seed=0, index=None, frost_dir=None):
     """Corrupt a batch; with the same seed and index an image always comes out the same.
 
-    images: (B, 3, H, W) uint8, RGB, at least 16 pixels a side. name: of NAMES. severity: 1 to 5.
-    index: (B,) ints in [0, 2**31), the images' numbers in their data set; None: 0, 1, 2, ...
+    images: (B, 3, H, W) uint8, RGB, at least 16 pixels a side. name: of CORRUPTIONS. severity: 1 to
+    5. index: (B,) ints in [0, 2**31), the images' numbers in their data set; None: 0, 1, 2, ...
     frost_dir: folder of ImageNet-C's frost photographs; None: synthetic textures. Returns the same
-    shape, dtype and device; images stays as it is. Raises ValueError otherwise.
+    shape, dtype and device; images stays as it is.
     """
-    check_corruption(images, name, severity)
     (B, _, H, W), device = images.shape, images.device
+    if images.dtype != torch.uint8 or min(H, W) < 16 or severity not in (1, 2, 3, 4, 5):
+        raise ValueError(f"images {images.dtype} {tuple(images.shape)}, severity {severity}: "
+                         "expected torch.uint8 (B, 3, H, W), 16 pixels a side or more, and 1 to 5")
     index = torch.as_tensor(range(B) if index is None else index, dtype=torch.int64).to(device)
-    if index.shape != (B,):
-        raise ValueError(f"index has shape {tuple(index.shape)}, expected ({B},), one per image")
-    kind, draw = name, DRAW.get(name)
+    apply, constants, draw = CORRUPTIONS[name]
     if name == "elastic_transform" and not (H == W and H in ELASTIC_SIZES):
-        kind, draw = "elastic_any_size", draw_elastic_any_size
+        apply, constants, draw = ANY_SIZE
     if name == "frost":
         draw = partial(draw_frost, frost_dir=frost_dir)
-    c = CONSTANTS[kind][table_of(H, W)][severity - 1]
-    number = PURPOSE + NAMES.index(name) + 1
+    c = constants[table_of(H, W)] if isinstance(constants, dict) else constants
+    c = c[severity - 1]
+    number = PURPOSE + 1 + NAMES.index(name) if name in NAMES else zlib.crc32(name.encode()) // 2
 
     # Slices that fit into the caches of a CPU, or the memory of a GPU.
     out = torch.empty_like(images, memory_format=torch.contiguous_format)
     pixels = 2 ** 18 if device.type == "cpu" else 2 ** 23
     size = max(1, pixels // (H * W))
     for first in range(0, B, size):
-        part = slice(first, first + size)
-        draws = ()
+        part, drawn = slice(first, first + size), ()
         if draw:
-            draws = draw(lambda n: uniform(index[part], n, seed, number, severity), H, W, c)
-        if torch.is_tensor(draws):
-            draws = (draws,)
-        out[part] = APPLY[kind](images[part].contiguous(), c, *draws)
+            drawn = draw(lambda n: uniform(index[part], n, seed, number, severity), H, W, c)
+            drawn = (drawn,) if torch.is_tensor(drawn) else drawn
+        out[part] = apply(images[part].contiguous(), c, *drawn)
     return out
 
 
 # --- folders: python -m robust.corruptions photos/val photos-c --types fog frost ------------------
 
-def get_args():
+def main():
+    from torchvision.io import encode_jpeg, write_file
+    from data.imagenet import ImageTree
     p = argparse.ArgumentParser(description="Write corrupted copies of a folder of images, as "
                                 "ImageNet-C is laid out: OUT/<type>/<severity>/<class>/*.jpg, for "
                                 "eval_robust.py --corrupted_dir OUT.", allow_abbrev=False)
-    p.add_argument("source", help="<class>/*, such as imagenet/val")
-    p.add_argument("out", help="folder to write, a new one")
-    p.add_argument("--types", nargs="+", choices=NAMES, default=NAMES, metavar="TYPE",
-                   help=f"of {', '.join(NAMES)} (default: all)")
-    p.add_argument("--severities", nargs="+", type=int, choices=(1, 2, 3, 4, 5),
-                   default=(1, 2, 3, 4, 5))
-    p.add_argument("--size", type=common.number(int, MIN_SIDE), default=224, help="pixels: short "
-                   "sides become size / crop_pct, bilinear, and the centre is kept")
-    p.add_argument("--crop_pct", type=common.number(float, 0.1, 1), default=0.875,
-                   help="as in ImageNet-C; 1 for a folder that train_cls.py --data_dir reads")
-    p.add_argument("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0)
-    p.add_argument("--frost_dir", help="folder of ImageNet-C's frost photographs")
-    p.add_argument("--num_workers", type=common.number(int, 0), default=0)
-    return p.parse_args()
-
-
-def main():
-    from data.batches import image_batches
-    from data.imagenet import ImageTree
-    from torchvision.io import encode_jpeg, write_file
-    args = get_args()
+    flag = p.add_argument
+    flag("source", help="<class>/*, such as imagenet/val")
+    flag("out", help="folder to write, a new one")
+    flag("--types", nargs="+", choices=CORRUPTIONS, default=NAMES, metavar="TYPE",
+         help=f"of {', '.join(CORRUPTIONS)} (default: ImageNet-C's)")
+    flag("--severities", nargs="+", type=int, choices=(1, 2, 3, 4, 5), default=(1, 2, 3, 4, 5))
+    flag("--size", type=int, default=224, help="pixels: short sides become size / crop_pct, "
+         "bilinear, and the centre is kept")
+    flag("--crop_pct", type=float, default=0.875, help="as in ImageNet-C; 1 for a folder that "
+         "train_cls.py --data_dir reads")
+    flag("--seed", type=int, default=0)
+    flag("--frost_dir", help="folder of ImageNet-C's frost photographs")
+    args = p.parse_args()
     root, folder = os.path.split(os.path.abspath(args.source))
     tree = ImageTree(root, folder, size=args.size, crop_pct=args.crop_pct, resample="bilinear")
-    if os.path.isdir(args.out) and os.listdir(args.out):
-        raise ValueError(f"{args.out} holds files already, expected a new folder")
     load_frost(args.frost_dir)
-    keys = [[(i, i) for i in part.tolist()] for part in torch.arange(len(tree)).split(64)]
-    forms = [(name, severity) for name in args.types for severity in sorted(set(args.severities))]
-    bar = tqdm(total=len(tree) * len(forms), unit="image")
-    for images, _, numbers in image_batches(tree, keys, args.num_workers):
-        for name, severity in forms:
-            out = corrupt(images, name, severity, seed=args.seed, index=numbers,
-                          frost_dir=args.frost_dir)
-            for i, image in zip(numbers.tolist(), out):
-                path = Path(tree.path(i))
-                file = path.name if path.suffix.lower() in (".jpg", ".jpeg") else f"{path.name}.jpg"
-                path = Path(args.out, name, str(severity), path.parent.name, file)
+    os.makedirs(args.out)                                 # a new one
+    for i in tqdm(range(len(tree)), unit="image"):
+        image, source = tree[i][0][None], Path(tree.path(i))
+        for name in args.types:
+            for severity in args.severities:
+                out = corrupt(image, name, severity, seed=args.seed, index=[i],
+                              frost_dir=args.frost_dir)
+                path = Path(args.out, name, str(severity), source.parent.name, source.name)
+                if path.suffix.lower() not in (".jpg", ".jpeg"):
+                    path = path.with_name(f"{path.name}.jpg")
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_file(str(path), encode_jpeg(image, 85))           # as ImageNet-C's files
-            bar.update(len(out))
-    bar.close()
-    print(f"{len(tree)} images in {len(forms)} forms in {args.out}, JPEG of quality 85: "
+                write_file(str(path), encode_jpeg(out[0], 85))          # as ImageNet-C's files
+    print(f"{len(tree)} images, {', '.join(args.types)}, in {args.out}, JPEG of quality 85: "
           f"eval_robust.py --corrupted_dir {args.out}")
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from common import InputError
 from data.files import decode
 from data.rng import normal, uniform
 from robust.filters import quantise
@@ -46,7 +47,7 @@ def load_frost(frost_dir):
     paths = [Path(frost_dir, name) for name in FROST_FILES]
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
-        raise ValueError(f"frost_dir {frost_dir} lacks {', '.join(missing)}; "
+        raise InputError(f"--frost_dir {frost_dir} lacks {', '.join(missing)}; "
                          f"expected ImageNet-C's {', '.join(FROST_FILES)}")
     return [decode(np.fromfile(path, dtype=np.uint8), path.name) for path in paths]
 

@@ -11,27 +11,18 @@ import torch
 
 import common
 from attention import PAP_SETTINGS
-from robust import classifiers
+from common import InputError
+from robust.measures import CLS, LM, SEG
 from robust.results import checksum, weights_of
-from vit import ViT, ViTConfig
+from vit import ViT, ViTConfig, classifier_from_checkpoint
 
-CLS, SEG, LM = "classification", "segmentation", "language modelling"
 # Training flags that may differ between the seeds of one model; any other makes it another model.
-SEED_FLAGS = ("seed", "accum", "amp", "data_dir", "download", "skip_bad_images", "num_workers", "device", "compile",
-              "out_dir", "resume", "max_steps", "log_every", "eval_every", "save_every",
-              "keep_every", "save_images", "sample", "words", "prompt", "temperature")
-
-
-def module_of(task):
-    """Choose the module that knows a task: it rebuilds models, settles flags, loads data, measures
-    and draws. Those of Segmenters and language models are imported when one is evaluated."""
-    if task == SEG:
-        from robust import segmenters
-        return segmenters
-    if task == LM:
-        from robust import words
-        return words
-    return classifiers
+SEED_FLAGS = ("seed", "accum", "amp", "data_dir", "download", "skip_bad_images", "num_workers",
+              "device", "compile", "out_dir", "resume", "max_steps", "log_every", "eval_every",
+              "save_every", "keep_every", "save_images", "sample", "words", "prompt", "temperature")
+# What pixels in [0, 1] are normalised by: mean and std, of each channel.
+NORMALIZE = dict(imagenet=dict(mean=ViTConfig.mean, std=ViTConfig.std),
+                 half=dict(mean=(0.5,) * 3, std=(0.5,) * 3))
 
 
 class Loaded(NamedTuple):
@@ -40,7 +31,6 @@ class Loaded(NamedTuple):
     task: str
     about: dict                      # what its rows say of it
     checkpoint: dict                 # of ours, without the weights; {} of others
-    count: list                      # [images forward, images backward], which grow with use
     given: str                       # the flag and the path, for errors
     size: int | None                 # pixels a side of the images that it takes
 
@@ -54,13 +44,6 @@ class Loaded(NamedTuple):
         """The names of its classes, or None."""
         return self.checkpoint.get("classes")
 
-
-# What pixels in [0, 1] are normalised by: mean and std, of each channel.
-NORMALIZE = dict(imagenet=dict(mean=ViTConfig.mean, std=ViTConfig.std),
-                 half=dict(mean=(0.5,) * 3, std=(0.5,) * 3))
-
-
-# --- models --------------------------------------------------------------------------------------
 
 def kind_of(config):
     """A model in words: softmax, fan symmetric, rpc 4iter/layer1, rpc 2iter/all-layer, ..."""
@@ -79,37 +62,37 @@ def kind_of(config):
     return name
 
 
-def describe_model(model, checkpoint, path):
-    """Say what rows say of their model, a dict.
+def rebuild(checkpoint):
+    """Rebuild the model of a checkpoint of ours; returns it and the defaults of its config."""
+    task = checkpoint["task"]
+    if task == SEG:
+        from segmenter import SegmenterConfig, segmenter_from_checkpoint
+        return segmenter_from_checkpoint(checkpoint), SegmenterConfig(2)
+    if task == LM:
+        from lm import LMConfig, lm_from_checkpoint
+        return lm_from_checkpoint(checkpoint), LMConfig(1)
+    return classifier_from_checkpoint(checkpoint), ViTConfig()
+
+
+def describe_model(model, defaults, checkpoint, path):
+    """What rows say of their model, a dict.
 
     weights, model_config (what differs from the defaults, PAP's settings among the others): which
     model it is; recipe: a checksum of how it was trained, but for the seed.
     """
-    defaults, config = ({**fields, **fields["pap"], "pap": None}
-                        for fields in (module_of(checkpoint["task"]).DEFAULTS, vars(model.config)))
-    trained = checkpoint.get("args") or {}
-    config = {k: v for k, v in config.items() if v != defaults.get(k)}
+    usual, config = ({**fields, **fields["pap"], "pap": None}
+                     for fields in (vars(defaults), vars(model.config)))
+    config = {k: v for k, v in config.items() if v != usual.get(k)}
     config = json.loads(json.dumps(config))               # as a row that is read back has it
+    trained = checkpoint.get("args") or {}
     recipe = {k: v for k, v in trained.items() if k not in SEED_FLAGS}
     recipe["step"] = checkpoint.get("step")               # epoch 3 and epoch 8 are not two seeds
-    if checkpoint["task"] == LM:
+    if checkpoint.get("task") == LM:
         recipe["step"] = recipe.get("steps")              # best.pt is of another step in each seed
     kind = kind_of(model.config)
     return dict(model=f"{kind}, seed {trained.get('seed', '?')}", kind=kind, checkpoint=str(path),
                 weights=weights_of(model.state_dict()), model_config=config,
                 recipe=checksum(json.dumps(recipe, sort_keys=True).encode()))
-
-
-def counted(model):
-    """Count the images that go through a model: [forward, backward], which grow with use."""
-    count = [0, 0]
-
-    def see(module, inputs):                   # a hook is shared by copies of the model: all count
-        count[0] += len(inputs[0])
-        count[1] += len(inputs[0]) * inputs[0].requires_grad
-
-    model.register_forward_pre_hook(see)
-    return count
 
 
 def load_model(path, device, flag="--ckpt", normalize="imagenet"):
@@ -120,17 +103,17 @@ def load_model(path, device, flag="--ckpt", normalize="imagenet"):
     """
     best = Path(path, "best.pt")
     checkpoint = common.load(best if best.exists() else path)
-    task, given = checkpoint.get("task"), f"{flag} {path}"
+    given = f"{flag} {path}"
     with common.error_prefix(given):
-        if task is None:
+        if "task" not in checkpoint:
             return load_foreign(checkpoint, path, device, given, normalize)
-        if task not in (CLS, SEG, LM):
-            raise ValueError("not a checkpoint of train_cls.py, train_seg.py or train_lm.py")
-        model = module_of(task).rebuild(checkpoint).to(device).requires_grad_(False)
+        if checkpoint["task"] not in (CLS, SEG, LM):
+            raise InputError("not a checkpoint of train_cls.py, train_seg.py or train_lm.py")
+        model, defaults = rebuild(checkpoint)
+    model = model.to(device).requires_grad_(False)
     held = {k: v for k, v in checkpoint.items() if k not in ("model", "ema", "optimizer")}
-    return Loaded(model, task, describe_model(model, checkpoint, path), held,
-                  counted(model) if task == CLS else [0, 0], given,
-                  getattr(model.config, "image_size", None))
+    return Loaded(model, checkpoint["task"], describe_model(model, defaults, checkpoint, path),
+                  held, given, getattr(model.config, "image_size", None))
 
 
 def load_foreign(checkpoint, path, device, given, normalize):
@@ -139,16 +122,16 @@ def load_foreign(checkpoint, path, device, given, normalize):
     settings = foreign_settings(checkpoint)
     weights = checkpoint.get("model", checkpoint)
     if "head.weight" not in weights:
-        raise ValueError("it has no head.weight: a backbone alone classifies nothing")
+        raise InputError("it has no head.weight: a backbone alone classifies nothing")
     side = math.isqrt(weights["pos_embed"].shape[1] - 1)
     config = ViTConfig(**settings, **NORMALIZE[normalize], image_size=side * settings["patch_size"],
                        num_classes=len(weights["head.weight"]))
     model = ViT(config)
     load_weights(model, checkpoint)
     model = model.to(device).eval().requires_grad_(False)
-    about = describe_model(model, dict(task=CLS), path)
+    about = describe_model(model, ViTConfig(), {}, path)
     about.update(model=f"{Path(str(path)).stem}, {about['kind']}", normalize=normalize)
-    return Loaded(model, CLS, about, {}, counted(model), given, config.image_size)
+    return Loaded(model, CLS, about, {}, given, config.image_size)
 
 
 def load_built(text, device, size):
@@ -158,20 +141,16 @@ def load_built(text, device, size):
     """
     path, _, name = text.partition(":")
     given, name = f"--model {text}", name or "build"
-    if not Path(path).is_file() or Path(path).suffix != ".py":
-        raise ValueError(f"{given}: there is no file {path}, expected FILE.py:FUNCTION")
+    if not Path(path).is_file():
+        raise InputError(f"{given}: there is no file {path}, expected FILE.py:FUNCTION")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(Path(path).resolve().parent))              # for what it imports
     spec.loader.exec_module(module)
-    if not callable(getattr(module, name, None)):
-        raise ValueError(f"{given}: {path} has no function {name}")
+    if not hasattr(module, name):
+        raise InputError(f"{given}: {path} has no function {name}")
     torch.manual_seed(0)                                  # the same weights on every process
-    model = getattr(module, name)()
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"{given}: {name}() returns a {type(model).__name__}, expected a module "
-                         "from pixels in [0, 1] to logits")
-    model = model.to(device).eval().requires_grad_(False)
+    model = getattr(module, name)().to(device).eval().requires_grad_(False)
     about = dict(model=text, kind=text, checkpoint=text, weights=weights_of(model.state_dict()),
                  model_config={}, recipe="")
-    return Loaded(model, CLS, about, {}, counted(model), given, size)
+    return Loaded(model, CLS, about, {}, given, size)

@@ -1,5 +1,4 @@
-"""The word-swap attack on a language model, and the perplexities that say what it did; last, the
-functions of classifiers.py for this task.
+"""The word-swap attack on a language model, and the perplexities that say what it did.
 
 Paper: Teo & Nguyen 2024, section 4.2, Table 3: a share of the words of the evaluation text becomes
 one meaningless word, `AAA`. The paper names the attack but no rate; per line and 0.015 are those of
@@ -10,7 +9,6 @@ one meaningless word, `AAA`. The paper names the attack but no rate; per line an
     score(model, test, window=256, stride=1)["attacked"]             # perplexity
 """
 
-import math
 import random
 import re
 from typing import NamedTuple
@@ -19,10 +17,9 @@ import numpy as np
 import torch
 
 import common
+from common import InputError
 from data.text import (perplexity, read_lines, sliding_nll, stored_vocabulary, text_folder,
                        token_file)
-from lm import LMConfig, lm_from_checkpoint
-from robust.measures import Job
 
 RATE, WORD = 0.015, "AAA"
 STOP_WORDS = frozenset("""
@@ -48,10 +45,6 @@ def word_swap(lines, rate=RATE, seed=0, word=WORD):
     of headings; rate 0 swaps none. swapped: a bool per token of the stream, an <eos> after every
     line included, so that the perplexity of the other targets can be told apart.
     """
-    if isinstance(lines, str):
-        raise ValueError("lines are a str, expected a list of them")
-    if not 0 <= rate <= 1 or len(word.split()) != 1:
-        raise ValueError(f"rate={rate}, word={word!r}, expected a rate from 0 to 1 and one word")
     rng = random.Random(seed)
     parts = [re.split(r"(\s+)", line) for line in lines]           # tokens and what is between them
     chosen = set()                                                 # places: (line, part)
@@ -83,8 +76,7 @@ def load_texts(data_dir, vocab, window, seed=0):
     """The valid and test `Text` of a folder in this vocabulary, and the word that was swapped in.
 
     That word is the paper's, or the vocabulary's rarest where it does not know the paper's: <unk>,
-    which many places of the text hold, would be no surprise. Raises ValueError naming a file that
-    holds no more than one window.
+    which many places of the text hold, would be no surprise.
     """
     word = WORD if WORD in vocab else vocab.words[-1]
     texts = []
@@ -94,7 +86,7 @@ def load_texts(data_dir, vocab, window, seed=0):
         text = Text(split, vocab.encode_lines(lines), vocab.encode_lines(attacked),
                     ~torch.tensor(swapped[1:]))
         if len(text.clean) <= window:
-            raise ValueError(f"--window {window} (default: --context): wiki.{split}.tokens in "
+            raise InputError(f"--window {window} (default: --context): wiki.{split}.tokens in "
                              f"{data_dir} has only {len(text.clean)} tokens, expected more than a "
                              f"window")
         texts.append(text)
@@ -107,7 +99,7 @@ def score(model, text, window, stride, batch_size=64, rank=0, world=1):
     attacked counts all targets, the swapped-in words too, which no model can foresee;
     attacked_unswapped the others, clean_unswapped the same targets in the clean text: the
     difference is what the attack does to the model. window: tokens of context at most; stride:
-    targets scored per window. Raises ValueError if a perplexity is not finite.
+    targets scored per window.
     """
     def nats(tokens, stride, what):
         return sliding_nll(model, tokens, window, stride, batch_size, rank, world,
@@ -116,41 +108,21 @@ def score(model, text, window, stride, batch_size=64, rank=0, world=1):
     clean = nats(text.clean, stride, "sliding")
     attacked = nats(text.attacked, stride, "attacked")
     segments = clean if stride == window else nats(text.clean, window, "segment-wise")
-    row = dict(segment=perplexity(segments), sliding=perplexity(clean),
-               attacked=perplexity(attacked), attacked_unswapped=perplexity(attacked, text.kept),
-               clean_unswapped=perplexity(clean, text.kept))
-    if not all(map(math.isfinite, row.values())):
-        raise ValueError(f"a perplexity of {text.split} is not finite: {row}")
-    return dict(swapped=int((~text.kept).sum()), **row)
+    return dict(swapped=int((~text.kept).sum()), segment=perplexity(segments),
+                sliding=perplexity(clean), attacked=perplexity(attacked),
+                attacked_unswapped=perplexity(attacked, text.kept),
+                clean_unswapped=perplexity(clean, text.kept))
 
 
 # --- for the evaluator ----------------------------------------------------------------------------
 
-DEFAULTS = vars(LMConfig(1))
-rebuild = lm_from_checkpoint
-
-
-def settle(args, first):
-    """Choose --window, --stride and --batch_size where they were not given."""
-    context = first.model.config.context
-    args.window = args.window or context
-    args.stride = args.stride or max(args.window // 4, 1)
-    args.batch_size = args.batch_size or 64
-    if args.window > context:
-        raise ValueError(f"--window {args.window} is more than the context of {context} tokens "
-                         "that the model was trained with")
-
-
 def load_source(args, models):
     """Load {split: Text} in the models' vocabulary, the first --limit tokens. Sets args.word, the
     one that is swapped in."""
-    vocabularies = []
-    for m in models:
-        with common.error_prefix(m.given):
-            common.check_run(m.checkpoint, "train_lm.py", "vocab")
-            vocabularies.append(stored_vocabulary(m.checkpoint))
-        if vocabularies[-1].words != vocabularies[0].words:
-            raise ValueError(f"{m.given} has another vocabulary than the first: perplexities would "
+    vocabularies = [stored_vocabulary(m.checkpoint) for m in models]
+    for m, vocabulary in zip(models, vocabularies):
+        if vocabulary.words != vocabularies[0].words:
+            raise InputError(f"{m.given} has another vocabulary than the first: perplexities would "
                              "not compare")
     folder = text_folder(args.data, args.data_dir)
     texts, args.word = load_texts(folder, vocabularies[0], args.window, args.seed)
@@ -159,15 +131,10 @@ def load_source(args, models):
             for t in texts}
 
 
-def job(measure, models, source, args):
-    """Say that a measure is on all tokens of its split: a `Job`."""
-    return Job(measure, source, len(source[measure.setting["split"]].clean), None)
-
-
-def rows(models, job, source, args, other=None):
-    """Measure the perplexities of one split on one model: segment-wise, sliding, words swapped."""
-    (m,), setting = models, job.measure.setting
+def measure_words(m, measure, source, index, args, made_on=None):
+    """Perplexities of one split: segment-wise, sliding, words swapped."""
+    setting = measure.setting
     with common.autocast(args.device, args.amp):
         row = score(m.model, source[setting["split"]], setting["window"], setting["stride"],
                     args.batch_size, args.rank, args.world)
-    return [dict(row, word=args.word)]
+    return dict(row, word=args.word)

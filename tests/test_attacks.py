@@ -2,10 +2,8 @@
 
 import itertools
 import math
-import re
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
@@ -193,8 +191,8 @@ def test_fgsm_and_pgd_equal_torchattacks(net):
     far = (fgsm(model, images, labels, EPS) - theirs).abs() > 1e-5
     assert share(far) < 0.002                             # a gradient that is 0 but for rounding has either sign
     for start in (False, True):
-        theirs = torchattacks.PGD(model, EPS, 0.15 * EPS, 20, random_start=start)(images, labels)
-        ours = pgd(model, images, labels, EPS, random_start=start)
+        theirs = torchattacks.PGD(model, EPS, 0.7 / 255, 10, random_start=start)(images, labels)
+        ours = pgd(model, images, labels, EPS, alpha=0.7 / 255, steps=10, random_start=start)
         assert start or share((ours - theirs).abs() < 1e-5) > 0.995
         assert abs(share(right(model, ours, labels)) - share(right(model, theirs, labels))) <= 0.01
 
@@ -369,7 +367,7 @@ def test_best_iterate_and_worst_draw_are_never_weaker(net):
 
     model, images, labels = net
     zeros = wavy(images).argmax(1)
-    last, best = (right(wavy, pgd(wavy, images, zeros, 0.1, best=b, alpha=0.6), zeros) for b in (False, True))
+    last, best = (right(wavy, pgd(wavy, images, zeros, 0.1, best=b, rel_step=0.6), zeros) for b in (False, True))
     assert not (best & ~last).any() and best.sum() < last.sum() / 2                      # long steps overshoot
     draws = torch.stack([right(model, noise(model, images, labels, 0.3, draw=d), labels) for d in range(4)])
     worst = noise(model, images, labels, 0.3, best_of=4)
@@ -381,19 +379,6 @@ def test_noise_has_the_distribution_asked_for(net):
     u, g = (noise(model, images, labels, 0.1, kind=kind, clip=False) - images for kind in ("uniform", "gaussian"))
     assert u.abs().max() <= 0.1 + 1e-6 and abs(u.std() - 0.1 / math.sqrt(3)) < 5e-4 and abs(u.mean()) < 5e-4
     assert abs(g.std() - 0.1) < 1e-3 and abs(share(g.abs() < 0.1) - 0.6827) < 3e-3
-
-
-def test_fgsm_needs_one_forward_pass_and_keeps_wrong_images_if_told():
-    model, images, labels, _ = linear_case()
-    labels[::3] = 1 - labels[::3]                                                        # a third is wrong
-    seen = []
-    model.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
-    every = fgsm(model, images, labels, 0.05)
-    kept = fgsm(model, images, labels, 0.05, keep_wrong=True)
-    assert seen == [20, 20]
-    wrong = torch.arange(20) % 3 == 0
-    assert torch.equal(kept[wrong], images[wrong]) and torch.equal(kept[~wrong], every[~wrong])
-    assert not torch.equal(every[wrong], images[wrong])
 
 
 @pytest.mark.parametrize("attack", [fgsm, pgd, partial(spsa, steps=2, pairs=16)])
@@ -411,7 +396,7 @@ def test_budget_per_channel_in_pixels_equals_one_budget_on_normalised_images(net
 
 def test_restarts_of_pgd_keep_the_first_start_that_fools_the_model(net):
     model, images, labels = net[0], net[1][:60], net[2][:60]
-    often, eps = dict(steps=1, alpha=0.05), 10 * EPS                                     # its random start decides
+    often, eps = dict(steps=1, rel_step=0.05), 10 * EPS                                     # its random start decides
     once, thrice = (pgd(model, images, labels, eps, restarts=n, **often) for n in (1, 5))
     first, both = (right(model, adv, labels) for adv in (once, thrice))
     assert not (both & ~first).any() and both.sum() < first.sum()
@@ -465,7 +450,7 @@ def test_adaptive_pgd_follows_three_gradients_and_keeps_the_smallest_margin(monk
     margins = {"own": [-1.0, 1, 3, 1, 2], 1.0: [9.0, -1, 2, 2, 3], 0.0: [9.0, 9, 1, 3, -1]}
     asked = {}
 
-    def lead(source, images, labels, eps, index):
+    def lead(source, images, labels, eps, index, **how):
         source = "own" if callable(source) else source
         asked[source] = index
         found = torch.tensor(margins[source])
@@ -532,77 +517,38 @@ def test_zero_gradient_share_counts_zeros():
     assert zero_gradient_share(blind, images, labels) == (1.0, 1.0)
 
 
-# --- bad inputs ------------------------------------------------------------------------------------------------------
-
-def broken(change):
-    """What `check` says about a good case with one thing changed."""
-    images = torch.full((4, 3, 4, 4), 0.5, dtype=torch.float64)
-    case = dict(model=Linear().eval(), images=images, labels=torch.zeros(4).long(), eps=0.1)
-    check(**case)
-    with pytest.raises(ValueError) as error:
-        check(**{**case, **change})
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
+# --- what would be silently wrong -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("change, message", [
-    (dict(images=torch.zeros(4, 3, 4, 4, dtype=torch.uint8)), r"torch.uint8 \(4, 3, 4, 4\), expected float"),
-    (dict(images=torch.zeros(3, 4, 4)), r"\(3, 4, 4\), expected float in \[0, 1\], \(B, 3, H, W\)"),
-    (dict(images=torch.zeros(0, 3, 4, 4)), r"\(0, 3, 4, 4\), expected"),
     (dict(images=torch.full((4, 3, 4, 4), 200.0).double()), "values from 200 to 200, expected 0 to 1"),
     (dict(images=torch.full((4, 3, 4, 4), math.nan).double()), "values from nan"),
-    (dict(images=torch.full((4, 3, 4, 4), math.inf).double(), clip=False), "inf, expected finite"),
-    (dict(labels=torch.zeros(3).long()), r"labels are torch.int64 \(3,\), expected int64 \(4,\)"),
-    (dict(labels=torch.zeros(4)), "labels are torch.float32"),
-    (dict(labels=torch.tensor([0, 1, 2, 0])), "labels from 0 to 2, expected 0 to 1"),
-    (dict(labels=torch.tensor([0, 1, -1, 0])), "labels from -1 to 1"),
-    (dict(images=np.zeros((4, 3, 4, 4))), "images are a ndarray, expected a tensor"),
-    (dict(labels=[0, 0, 0, 0]), "labels are a list, expected a tensor"),
-    (dict(model=Linear()), "the model is in train mode"),
-    (dict(model=torch.nn.Sequential(Linear().eval())), "the model is in train mode"),
-    (dict(eps=-0.1), "eps=-0.1, expected a number >= 0"),
-    (dict(eps=math.nan), "eps=nan"),
-    (dict(eps=math.inf), "eps=inf"),
-    (dict(eps=8), "in pixel units, 8/255 say; got 8: was it meant as 8/255"),
-    (dict(eps=torch.zeros(5)), r"eps has shape \(5,\)"),
+    (dict(model=Linear()), "train mode"), (dict(model=torch.nn.Sequential(Linear().eval())), "train mode"),
+    (dict(eps=-0.1), "pixel units"), (dict(eps=math.nan), "pixel units"), (dict(eps=8), "was it meant as 8/255"),
     (dict(model=lambda x: x.flatten(1)[:, :2] * math.nan), "not finite"),
-    (dict(model=lambda x: x.flatten(1)[:, :5].softmax(1)), "probabilities"),
-    (dict(model=lambda x: x.flatten(1)[:, :1]), r"returns \(4, 1\)"),
-    (dict(model=lambda x: x), r"returns \(4, 3, 4, 4\)"),
-])
-def test_bad_input_is_refused_in_one_line(change, message):
-    assert re.search(message, broken(change))
+    (dict(model=lambda x: x.flatten(1)[:, :5].softmax(1)), "probabilities")])
+def test_what_looks_like_robustness_and_is_none_is_refused(change, message):
+    case = dict(model=Linear().eval(), images=torch.full((4, 3, 4, 4), 0.5, dtype=torch.float64), eps=0.1)
+    check(**case)
+    with pytest.raises(ValueError, match=message):
+        check(**{**case, **change})
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_every_attack_checks_its_input(name):
+def test_every_attack_refuses_train_mode_and_pixels_to_255(name):
     _, images, labels, _ = linear_case(4, classes=5)
     attack, norm = ATTACKS[name], torch.nn.BatchNorm2d(3).double()
     model = torch.nn.Sequential(norm, Linear(5))
     with pytest.raises(ValueError, match="train mode: call model.eval()"):
         attack(model, images, labels, EPS)
     assert norm.num_batches_tracked == 0 and not norm.running_mean.any()
-    model.eval()
-    for x, y, message in ((images * 255, labels, "expected 0 to 1$"), (images, labels + 5, "^labels from"),
-                          (images.numpy(), labels, "^images are a ndarray, expected a tensor$"),
-                          (images, labels.tolist(), "^labels are a list, expected a tensor$")):
-        with pytest.raises(ValueError, match=message):
-            attack(model, x, y, EPS)
+    with pytest.raises(ValueError, match="expected 0 to 1"):
+        attack(model.eval(), images * 255, labels, EPS)
     assert not attack(model, images.requires_grad_() * 1, labels, EPS).requires_grad     # of images with a graph
 
 
-@pytest.mark.parametrize("attack", [adaptive_pgd, adaptive_apgd, adaptive_autoattack])
-def test_adaptive_attacks_refuse_a_plain_function(attack):
-    model, images, labels, _ = linear_case(4)
-    with pytest.raises(ValueError, match="^the model is a function, expected an nn.Module"):
-        attack(lambda x: model(x), images, labels, EPS)
-
-
 @pytest.mark.parametrize("attack, option", [
-    (pgd, dict(steps=0)), (pgd, dict(alpha=-1.0)), (pgd, dict(alpha=math.nan)), (spsa, dict(centre="middle")),
-    (spsa, dict(pairs=0)), (sld, dict(steps=-1)), (noise, dict(kind="pink")),
-    (noise, dict(best_of=0)), (cw, dict(steps=0)), (cw, dict(confidence=-1.0)), (cw, dict(lr=0.0)),
-    (apgd, dict(loss="margin")), (apgd, dict(steps=0)), (fab_t, dict(num_targets=0)), (square, dict(queries=0))])
+    (pgd, dict(steps=0)), (pgd, dict(alpha=-1.0)), (pgd, dict(rel_step=math.nan)), (spsa, dict(centre="middle")),
+    (noise, dict(kind="pink")), (cw, dict(lr=0.0)), (apgd, dict(loss="margin")), (square, dict(queries=0))])
 def test_bad_option_is_refused(attack, option):
     model, images, labels, _ = linear_case(4)
     (name, value), = option.items()
@@ -629,11 +575,8 @@ def test_word_swap_takes_its_share_of_every_line_and_spares_stop_words():
     assert everything[2] == "AAA AAA AAA AAA AAA over the AAA AAA , AAA @-@ AAA , in AAA .".split()
 
 
-def test_word_swap_at_rate_zero_swaps_none_and_refuses_what_is_no_rate_or_word():
+def test_word_swap_at_rate_zero_swaps_none():
     assert word_swap(LINES, rate=0) == (LINES, [False] * sum(len(line.split()) + 1 for line in LINES))
-    for bad in (dict(rate=1.5), dict(rate=math.nan), dict(word="two words"), dict(lines="a string")):
-        with pytest.raises(ValueError, match="expected"):
-            word_swap(**{"lines": LINES, **bad})
 
 
 @pytest.mark.parametrize("name, tokens, count", [("valid", 217646, 3148), ("test", 245569, 3657)])

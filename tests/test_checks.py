@@ -92,7 +92,7 @@ def test_pgd_that_stops_too_early_rings(net):
     assert "10 steps take no more than 2" in wrong(short) and "after 1 2 10 steps" in short[1]
     long = checks.steps_and_restarts(*net, 6 / 255, dict(steps=40))
     assert not wrong(long), long
-    starts = checks.steps_and_restarts(*net, 60 / 255, dict(steps=1, alpha=0.01))        # the random start decides
+    starts = checks.steps_and_restarts(*net, 60 / 255, dict(steps=1, rel_step=0.01))        # the random start decides
     assert "5 restarts take no more" in wrong(starts), starts
 
 

@@ -295,10 +295,13 @@ def test_defocus_kernels_have_the_sources_lattice_counts_and_sums():
 def test_elastic_transform_is_imagenet_cs_at_its_three_sizes_only(monkeypatch):
     for size, theirs in (((224, 224), True), ((64, 64), True), ((32, 32), True), ((96, 96), False), ((64, 80), False)):
         images, used = scenes(1, *size), []
-        for kind in ("elastic_transform", "elastic_any_size"):
-            monkeypatch.setitem(corruptions.APPLY, kind, lambda images, *_, kind=kind: used.append(kind) or images)
+        own = corruptions.CORRUPTIONS["elastic_transform"]
+        monkeypatch.setitem(corruptions.CORRUPTIONS, "elastic_transform",
+                            own._replace(apply=lambda images, *_: used.append(True) or images))
+        monkeypatch.setattr(corruptions, "ANY_SIZE", corruptions.ANY_SIZE._replace(
+            apply=lambda images, *_: used.append(False) or images))
         corrupt(images, "elastic_transform", 3)
-        assert used == ["elastic_transform" if theirs else "elastic_any_size"]
+        assert used == [theirs]
 
 
 def test_fog_plasma_fills_0_to_1_and_loses_power_with_frequency():
@@ -328,26 +331,13 @@ def test_frost_takes_the_photographs_and_enlarges_them_for_large_images():
 
 # --- errors -----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("change, message", [
-    (dict(name="fogg"), "unknown corruption 'fogg', expected one of gaussian_noise, .*jpeg_compression"),
-    (dict(severity=0), "severity is 0, expected an int from 1 to 5"), (dict(severity=6), "severity is 6"),
-    (dict(severity=2.0), "severity is 2.0"), (dict(severity=True), "severity is True"),
-    (dict(images=torch.zeros(2, 3, 32, 32)), "torch.float32, expected"),
-    (dict(images=torch.zeros(3, 32, 32, dtype=torch.uint8)), r"\(3, 32, 32\)"),
-    (dict(images=torch.zeros(2, 1, 32, 32, dtype=torch.uint8)), r"expected a tensor \(B, 3, H, W\)"),
-    (dict(images=np.zeros((2, 3, 32, 32), np.uint8)), "ndarray, expected a tensor"),
-    (dict(images=torch.zeros(2, 3, 15, 32, dtype=torch.uint8)), "15 x 32 pixels, expected at least 16 a side"),
-    (dict(index=[1, 2, 3]), r"index has shape \(3,\), expected \(2,\)"), (dict(index=5), r"index has shape \(\)"),
-    (dict(name="frost", frost_dir="nowhere"), "frost_dir nowhere lacks frost1.png, frost2.png.*frost5.jpg")])
-def test_wrong_input_is_named_in_one_line(change, message):
+@pytest.mark.parametrize("change", [
+    dict(severity=0), dict(severity=6), dict(images=torch.zeros(2, 3, 32, 32)),
+    dict(images=torch.zeros(2, 3, 15, 32, dtype=torch.uint8)), dict(name="frost", frost_dir="nowhere")])
+def test_what_would_be_silently_wrong_is_refused(change):
     arguments = dict(images=torch.zeros(2, 3, 32, 32, dtype=torch.uint8), name="fog", severity=1)
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match="expected"):
         corrupt(**{**arguments, **change})
-    assert "\n" not in str(error.value)
-
-
-def test_an_empty_batch_comes_back_empty():
-    assert all(corrupt(torch.zeros(0, 3, 32, 32, dtype=torch.uint8), name, 1).shape == (0, 3, 32, 32) for name in NAMES)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -1,15 +1,18 @@
 """The evaluator on models that are not ours: files of timm, DeiT and the released code, and functions of one's own."""
 
 import argparse
+import sys
 
 import pytest
 import timm
 import torch
 from torchvision.io import write_png
+from torchvision.transforms.v2.functional import InterpolationMode, center_crop, resize
 
+from common import InputError
 from data.shapes import load_shapes
-from robust import corruptions, sources
-from test_eval_robust import error, make_checkpoint, rows_of
+from robust import corruptions, imagenet, sources
+from test_eval_robust import error, make_checkpoint, rows_of, run
 
 BUILDERS = '''
 import timm
@@ -92,18 +95,61 @@ def test_models_of_others_are_measured_clean_corrupted_and_attacked(files, monke
 
 @pytest.mark.parametrize("flags, words", [
     ("--model my.py:absent", "my.py has no function absent"),
-    ("--model my.py", "my.py has no function build"),
     ("--model none.py:build", "there is no file none.py, expected FILE.py:FUNCTION"),
-    ("--model my.py:nothing", "nothing() returns a NoneType, expected a module"),
-    ("--model my.py:few", "--model my.py:few: it gives 5 logits, --data shapes has 10 classes"),
-    ("--model my.py:probabilities", "the model returns probabilities"),
-    ("--model my.py:from_torchvision --preset paper", "space=normalized needs a model with .mean and .std"),
+    ("--model my.py:few", "--model my.py:few has 5 classes"),
     ("--ckpt headless.pt", "--ckpt headless.pt: it has no head.weight"),
     ("", "required: --ckpt or --model"),
 ])
 def test_what_cannot_be_evaluated_is_one_line(files, monkeypatch, flags, words):
     monkeypatch.chdir(files[0])
     assert words in error(*flags.split(), "--data", "shapes", "--measures", "fgsm", "--limit", 4, "--out_dir", "bad")
+
+
+def test_a_bug_in_build_and_probabilities_for_logits_are_tracebacks(files, monkeypatch):
+    monkeypatch.chdir(files[0])
+    for name, kind in (("nothing", AttributeError), ("probabilities", ValueError)):
+        with pytest.raises(kind):
+            run("--model", f"my.py:{name}", "--data", "shapes", "--measures", "fgsm", "--limit", 4, "--out_dir", "bad")
+
+
+# --- some of ImageNet's classes --------------------------------------------------------------------------------------
+
+THOUSAND = '''
+import timm
+import torch
+
+
+def build():
+    torch.manual_seed(0)
+    net = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
+    net.head.weight.data.normal_()
+    return net
+'''
+
+
+def test_some_of_imagenets_folders_are_evaluated_over_all_thousand_logits(tmp_path, monkeypatch):
+    """Timm's own prediction is right where it is the index of the folder's name among all 1,000."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.py").write_text(THOUSAND)
+    sys.path.insert(0, str(tmp_path))
+    import my
+    net, images = my.build().eval(), load_shapes("test", 12, 40).images
+    torch.save(net.state_dict(), "timm.pt")
+    x = torch.stack([center_crop(resize(image, [36], InterpolationMode.BICUBIC, antialias=True), [32])
+                     for image in images]).float() / 255
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in ((.485, .456, .406), (.229, .224, .225)))
+    own, normalised = net(x).argmax(1), net((x - mean) / std).argmax(1)
+    labels = torch.where(torch.arange(12) % 3 == 0, own, torch.arange(12) * 80)           # some are right
+    labels = torch.where(torch.arange(12) % 4 == 1, normalised, labels)
+    for i, k in enumerate(labels.tolist()):
+        (tmp_path / "val" / imagenet.CLASSES[k]).mkdir(parents=True, exist_ok=True)
+        write_png(images[i], f"val/{imagenet.CLASSES[k]}/{i}.png")
+    for model, predicted in (("--model my.py --image_size 32", own), ("--ckpt timm.pt", normalised)):
+        row, = rows_of(tmp_path / model[2:5], *model.split(), "--data_dir", ".", "--measures", "clean",
+                       "--num_workers", 0)
+        right = (predicted == labels).double().mean().item()
+        assert 0 < right < 1 and row["images"] == 12 and row["imagenet1k"]
+        assert row["top1"] == pytest.approx(100 * right, abs=1e-3)
 
 
 # --- corrupted folders -----------------------------------------------------------------------------------------------
@@ -116,22 +162,24 @@ def corrupt_folder(monkeypatch, *flags):
 @pytest.mark.parametrize("task, side, crop_pct", [("imagenet", 64, .875), ("folder", 32, 1)])
 def test_a_corrupted_folder_read_back_has_the_numbers_of_jpeg_files_made_on_the_fly(tmp_path, monkeypatch, capsys, task,
                                                                                     side, crop_pct):
-    images = load_shapes("test", 40, side).images
+    images = load_shapes("test", 20, side).images
     for i, image in enumerate(images):
         (tmp_path / "val" / f"n{i % 10}").mkdir(parents=True, exist_ok=True)
         write_png(image, str(tmp_path / "val" / f"n{i % 10}" / f"{i}.png"))
     make_checkpoint(tmp_path / "m.pt", [f"n{i}" for i in range(10)], task=task)
     corrupt_folder(monkeypatch, tmp_path / "val", tmp_path / "c", "--types", "fog", "gaussian_noise",
                    "--severities", 5, 2, "--size", 32, "--crop_pct", crop_pct, "--seed", 3)
-    assert "40 images in 4 forms" in capsys.readouterr().out
     assert sorted(p.name for p in (tmp_path / "c" / "fog").iterdir()) == ["2", "5"]
-    how = ("--ckpt", tmp_path / "m.pt", "--data_dir", tmp_path, "--num_workers", 0, "--severities", 2, 5, "--seed", 3)
-    made = rows_of(tmp_path / "made", *how, "--measures", "corruptions type=fog,gaussian_noise jpeg85=yes")
-    read = rows_of(tmp_path / "read", *how, "--measures", "corruptions type=fog,gaussian_noise",
-                   "--corrupted_dir", tmp_path / "c")
+    how = ("--ckpt", tmp_path / "m.pt", "--data_dir", tmp_path, "--num_workers", 0, "--seed", 3)
+    made = rows_of(tmp_path / "made", *how, "--severities", 2, 5, "--measures",
+                   "corruptions type=gaussian_noise,fog jpeg85=yes")
+    # of all types and severities those that are there; the others are named
+    capsys.readouterr()
+    read = rows_of(tmp_path / "read", *how, "--measures", "corruptions", "--corrupted_dir", tmp_path / "c")
+    assert [row["setting"]["severities"] for row in read] == [[2, 5]] * 2
     assert [row["right"] for row in made] == [row["right"] for row in read]
     assert len({str(row["right"]) for row in made}) == 2 and made[0]["top1"] != made[0]["top5"]
-    with pytest.raises(ValueError, match="holds files already, expected a new folder"):
+    with pytest.raises(FileExistsError):
         corrupt_folder(monkeypatch, tmp_path / "val", tmp_path / "c")
-    with pytest.raises(ValueError, match="nowhere"):
+    with pytest.raises(InputError, match="nowhere"):
         corrupt_folder(monkeypatch, tmp_path / "nowhere", tmp_path / "d")

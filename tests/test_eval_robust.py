@@ -1,12 +1,14 @@
-"""The evaluator on classifiers: rows equal attacking by hand; rows are kept, read again and told apart; tables."""
+"""The evaluator on classifiers: rows equal attacking by hand; rows are kept, read again and pooled; the table."""
 
 import argparse
 import contextlib
 import csv
 import io
 import json
-import re
+import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,15 +20,17 @@ from timm.data import ImageNetInfo
 from torchvision.io import write_png
 
 import common
-import segmenter
 import eval_robust
+import robust
+from conftest import ROOT
 from data.batches import Split
 from data.imagenet import ImageTree
 from data.shapes import SHAPES, load_shapes
-from processes import Started, group
-from robust import attacks, checks, classifiers, corruptions, measures, metrics, results, score, sources
+from golden_net import trained_network
+from processes import group
+from robust import attacks, checks, corruptions, imagenet, measures, metrics, results, score, sources
 from robust.results import pack, read_rows, unpack
-from robust.tables import Results, tables
+from robust.tables import Results, table
 from runs import call, refused
 from vit import SIZES, ViT, ViTConfig
 
@@ -42,8 +46,6 @@ def test_mce_of_table_4_is_that_of_table_1_and_of_alexnet_100():
     assert metrics.mean_corruption_error(errors) == pytest.approx(74.75, abs=0.02)
     assert 100 * errors["fog"] / metrics.ALEXNET["fog"] == pytest.approx(69.91, abs=0.01)
     assert metrics.mean_corruption_error(metrics.ALEXNET) == pytest.approx(100, abs=1e-12)
-    with pytest.raises(ValueError, match="missing: snow"):
-        metrics.mean_corruption_error({k: v for k, v in metrics.ALEXNET.items() if k != "snow"})
 
 
 def test_outlier_metrics_equal_scikit_learns():
@@ -65,12 +67,52 @@ def test_wilson_intervals_equal_scipy(wins, n):
     assert metrics.wilson(wins / n, n) == pytest.approx((expected.low, expected.high), abs=1e-7)
 
 
-def test_outcomes_take_one_bit_an_image_and_imagenet_is_known_by_its_names():
+def test_outcomes_take_one_bit_an_image_and_imagenets_classes_are_timms():
     right = torch.rand(1001, generator=torch.Generator().manual_seed(0)) < 0.3
     assert torch.equal(unpack(pack(right), 1001), right) and len(pack(right)) == 4 * 42
-    names = ImageNetInfo().label_names()
-    assert metrics.is_imagenet(names)
-    assert not any(map(metrics.is_imagenet, (names[:999], names[::-1], [f"n{i:08}" for i in range(1000)])))
+    assert imagenet.CLASSES == ImageNetInfo().label_names()
+
+
+# --- evaluate: for code of one's own ---------------------------------------------------------------------------------
+
+def test_evaluate_beside_torchattacks_own_call_leaves_the_same_images():
+    torchattacks = pytest.importorskip("torchattacks")
+    model, images, labels = trained_network(60)
+    theirs = torchattacks.PGD(model, 4 / 255, 1 / 255, 10, random_start=False)
+    found = robust.evaluate(model, images, labels, {
+        "pgd": partial(attacks.pgd, eps=4 / 255, alpha=1 / 255, steps=10, random_start=False),
+        "torchattacks": lambda model, x, y: theirs(x, y), "noise": attacks.noise}, batch_size=17)
+    clean = model(images).argmax(1) == labels
+    alone = clean & (model(theirs(images, labels)).argmax(1) == labels)
+    assert torch.equal(found["clean"], clean) and 10 < found["pgd"].sum() < clean.sum() - 10
+    assert (found["pgd"] != found["torchattacks"]).sum() <= 1 and (found["torchattacks"] != alone).sum() <= 1
+    assert torch.equal(found["worst"], found["pgd"] & found["torchattacks"] & found["noise"])
+
+
+def test_an_attack_gets_what_its_signature_names_and_only_images_that_are_right():
+    seen = []
+
+    def mine(model, images, labels, seed, index):
+        seen.append((seed, index.tolist()))
+        return images
+
+    def is_odd(x):
+        return torch.nn.functional.one_hot((x[:, 0, 0, 0] * 255).round().long() % 2, 2).float()
+
+    images = (torch.arange(6.0) / 255).view(6, 1, 1, 1).expand(6, 3, 2, 2)
+    found = robust.evaluate(is_odd, images, torch.ones(6).long(), dict(mine=partial(mine, seed=7)), batch_size=4)
+    assert seen == [(7, [1, 3]), (7, [5])] and found["mine"].tolist() == [False, True] * 3
+
+
+def test_a_plain_evaluation_imports_neither_autoattack_nor_corruptions(tmp_path):
+    make_checkpoint(tmp_path / "m.pt")
+    flags = f"--ckpt {tmp_path}/m.pt --measures clean fgsm --eps 1/255 --limit 4 --device cpu --out_dir {tmp_path}/r"
+    done = subprocess.run([sys.executable, "-X", "importtime", ROOT / "eval_robust.py", *flags.split()],
+                          capture_output=True, text=True)
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if "import time:" in line}
+    assert done.returncode == 0 and "robust.attacks" in imported
+    assert not imported & {"robust.autoattack", "robust.adaptive", "robust.corruptions", "robust.checks", "segmenter",
+                           "lm"}
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -116,8 +158,8 @@ def line_of(table, name):
     return [cell.strip() for cell in line.strip("|").split("|")][2:]
 
 
-QUICK = ("--measures", "clean", "noise", "fgsm", "pgd", "autoattack eps=2/255 queries=20",
-         "corruptions", "--limit", 11, "--eps", "0.4/255", "--severities", 2, 4)
+QUICK = ("--measures", "clean", "noise", "fgsm", "pgd", "autoattack eps=2/255 queries=20", "corruptions",
+         "--limit", 11, "--eps", "0.4/255", "--severities", 2, 4)
 
 
 @pytest.fixture(scope="module")
@@ -131,30 +173,25 @@ def first_run(tmp_path_factory):
 
 def test_the_table_has_every_row_once_and_pictures_are_written(first_run):
     folder, printed = first_run
-    table = (folder / "one" / "table.md").read_text()
-    assert table.strip() in printed and "rpc 4iter/layer1, seed 0" in table and "softmax, seed 1" in table
-    first = table.partition("Each severity")[0]
-    assert all(first.count(f"| {name}, error ") == 1 for name in corruptions.NAMES) and "mean of the 15" in table
+    found = (folder / "one" / "table.md").read_text()
+    assert found.strip() in printed and "rpc 4iter/layer1, seed 0" in found and "softmax, seed 1" in found
+    assert all(found.count(f"| {name}, top-1 ") == 1 for name in corruptions.NAMES) and "of the 15" in found
     assert len(read_rows(folder / "one")) == 2 * 20
-    assert {"corruptions.png", "attacks_0.png", "attacks_1.png"} <= {p.name for p in (folder / "one").iterdir()}
+    with Image.open(folder / "one" / "pictures_0.png") as picture:          # 3 images: clean, 3 noise, 3 x 2 and 30
+        assert picture.height / picture.width == pytest.approx((1 + 3 + 3 + 30) / 3, rel=0.05)
 
 
 def test_two_processes_count_every_image_once(first_run):
     folder, _ = first_run
     flags = ["corruptions type=fog,snow" if flag == "corruptions" else flag for flag in QUICK]
-    flags = ["--ckpt", folder / "a.pt", folder / "b.pt", *flags, "--out_dir", folder / "two", "--save_images", 3]
+    flags = ["--ckpt", folder / "a.pt", folder / "b.pt", *flags, "--out_dir", folder / "two"]
     group(eval_robust.main, list(map(str, flags)))
-    for name in ("corruptions.png", "attacks_0.png", "attacks_1.png"):
-        one, two = (Image.open(folder / run / name) for run in ("one", "two"))
-        assert one.size == two.size and one.tobytes() == two.tobytes()
     alone = {results.key(row): row for row in read_rows(folder / "one")}
     shared = read_rows(folder / "two")
     assert len(shared) == 2 * 7
     for two in shared:
         one = alone[results.key(two)]
-        assert [one[k] for k in ("top1", "top5", "right")] == [two[k] for k in ("top1", "top5", "right")]
-        if one["measure"] in ("clean", "noise", "fgsm", "pgd"):              # of 11 images the first process has 6
-            assert two["forward_per_image"] == one["forward_per_image"]
+        assert all(one.get(k) == two.get(k) for k in ("top1", "top5", "right", "stages"))
 
 
 def test_resume_keeps_finished_rows_and_adds_the_rest(first_run):
@@ -172,40 +209,100 @@ def test_resume_keeps_finished_rows_and_adds_the_rest(first_run):
     assert whole == resumed
 
 
-def test_a_second_writer_is_refused_and_the_first_ones_rows_stay(first_run, tmp_path):
-    folder, _ = first_run
-    held = Results(tmp_path, "shapes", False, 0)
-    held.add(read_rows(folder / "one")[0])
-    process = Started(eval_robust.main, ["--ckpt", str(folder / "a.pt"), "--measures", "clean", "--limit", "4",
-                                         "--out_dir", str(tmp_path), "--resume"])
-    last = process.communicate()[1].splitlines()[-1]
-    assert process.poll() == 1 and re.search(rf"{tmp_path}: process \d+ on .* evaluates there", last)
-    assert len(read_rows(tmp_path)) == 1
+def test_the_table_is_written_after_every_row(tmp_path, monkeypatch):
+    def killed(model, images, labels, eps):
+        raise KeyError("a bug of one's own")
+
+    make_checkpoint(tmp_path / "m.pt")
+    monkeypatch.setitem(robust.ATTACKS, "pgd", killed)
+    with pytest.raises(KeyError):                         # with its traceback
+        run("--ckpt", tmp_path / "m.pt", "--measures", "clean", "fgsm", "pgd", "--limit", 8, "--eps", "2/255",
+            "--out_dir", tmp_path / "r")
+    found = (tmp_path / "r" / "table.md").read_text()
+    assert "| clean, top-1" in found and "| fgsm 2/255, top-1" in found and "pgd" not in found
 
 
-def test_out_of_distribution_folders_use_their_own_classes(tmp_path):
-    classes = [f"n{i}" for i in range(8)]
+def test_an_attack_and_a_corruption_of_ones_own_are_one_entry_each(tmp_path, monkeypatch):
+    """Their settings are their signature's; means stay those of ImageNet-C's 15."""
+    def push(model, images, labels, eps, *, up=True, times=2):
+        return images + (1 if up else -1) * times * eps
+
+    def tint(images, c, noise):
+        return (images * (1 - c) + 255 * c * noise).byte()
+
+    monkeypatch.setitem(robust.ATTACKS, "push", push)
+    monkeypatch.setitem(corruptions.CORRUPTIONS, "tint", corruptions.Corruption(
+        tint, (0.0, 0.1, 0.2, 0.3, 0.4), corruptions.draw_values))
+    make_checkpoint(tmp_path / "m.pt", flags=dict(num_images=1000))
+    rows = rows_of(tmp_path / "r", "--ckpt", tmp_path / "m.pt", "--limit", 12, "--measures", "clean",
+                   "push eps=4/255 up=no times=1,3", "corruptions", "corruptions type=tint", "--severities", 1, 2)
+    assert [row["setting"]["times"] for row in rows[1:3]] == [1, 3] and rows[1]["setting"]["up"] is False
+    assert rows[2]["max_linf"] == pytest.approx(12 / 255) and rows[2]["outside"] >= 0
+    assert rows[-1]["top1"][0] == rows[0]["top1"] and rows[-1]["setting"]["type"] == "tint"
+    mean, = results.means(rows)
+    assert mean["means"]["top-1"].mean() == pytest.approx(np.mean([row["top1"] for row in rows[3:-1]]))
+    assert "push" in measures.describe() and "up=yes times=2" in measures.describe()
+
+
+def test_settings_are_those_of_the_attacks_signature_and_presets_change_defaults():
+    plan = measures.build_measures(["pgd eps=1/255,2/255 steps=3,4 clip=no", "fgsm", "sld", "spsa"], "classification")
+    pgd = [(s["eps"] * 255, s["steps"], s["rel_step"], s["restarts"], c["clip"]) for n, s, c in plan if n == "pgd"]
+    assert pgd == [(e, steps, 0.15, 1, False) for e in (1, 2) for steps in (3, 4)]
+    assert [s["eps"] * 255 for n, s, _ in plan if n == "fgsm"] == [1, 2, 4, 8]
+    assert plan[-2].setting == dict(l1=10.0, steps=20, rescale=False) and plan[-1].setting["eps"] == 6 / 255
+    pixels, = measures.build_measures(["pgd eps=2/255 alpha=0.5/255"], "classification")
+    assert pixels.setting["alpha"] == 0.5 / 255           # as in torchattacks
+    plan = measures.build_measures(["fgsm", "spsa", "square eps=3/255", "sld"], "classification", eps=[5 / 255])
+    assert [s.get("eps", s.get("l1")) for _, s, _ in plan] == [5 / 255, 5 / 255, 3 / 255, 10.0]
+    spsa, cw, noise, sld = measures.build_measures(["spsa", "cw", "noise", "sld"], "classification", "paper")
+    assert spsa.setting["eps"] == 0.1 and spsa.setting["centre"] == "legacy" and cw.setting["confidence"] == 10
+    assert noise.setting["scale"] == 0.3 and sld.setting["rescale"] is True
+    assert noise.conditions == dict(space="normalized", labels="pred", clip=False)
+
+
+def test_slow_measures_are_on_fewer_images_unless_limit_says_otherwise():
+    def sizes(n, **flags):
+        names = "clean", "corruptions", "pgd", "autoattack", "cw"
+        return [len(score.pick(n, name, alone(**flags))) for name in names]
+
+    assert sizes(3200) == [3200, 320, 160, 80, 40] and sizes(50) == [50, 50, 50, 50, 40]
+    assert sizes(50000, data="imagenet") == [50000, 50000, 50000, 1000, 100]
+    assert sizes(50000, data="imagenet", limit=70) == [70] * 5
+    assert torch.equal(score.pick(99, "clean", alone(limit=9)), score.pick(99, "clean", alone())[:9])
+
+
+# --- folders of ImageNet's layout ------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def trees(tmp_path_factory):
+    """val/, a/, o/ and odd/ of 8, 3, 2 and 2 of 8 classes, and a network: (folder, model, classes)."""
+    folder, classes = tmp_path_factory.mktemp("trees"), [f"n{i}" for i in range(8)]
     images = load_shapes("test", 40).images
-    for folder, kept in (("val", classes), ("a", classes[2:5]), ("o", classes[:2]), ("odd", ["n1", "n99"])):
+    for name, kept in (("val", classes), ("a", classes[2:5]), ("o", classes[:2]), ("odd", ["n1", "n99"])):
         for c in kept:
-            (tmp_path / folder / c).mkdir(parents=True)
+            (folder / name / c).mkdir(parents=True)
             for i in range(2):
-                number = int(c[1:]) % 8 * 2 + i + dict(val=0, o=20).get(folder, 16)
-                write_png(images[number], str(tmp_path / folder / c / f"{i}.png"))
-    (tmp_path / "a" / "README.txt").write_text("not a class")
-    model = make_checkpoint(tmp_path / "m.pt", classes, task="imagenet")
-    how = ("--ckpt", tmp_path / "m.pt", "--data_dir", tmp_path, "--num_workers", 0)
-    a, o = rows_of(tmp_path / "r", *how, "--imagenet_a", tmp_path / "a", "--imagenet_o", tmp_path / "o",
-                   "--measures", "imagenet_a", "imagenet_o")
-    tree = ImageTree(tmp_path, "a", classes, 32, subset=True)
+                number = int(c[1:]) % 8 * 2 + i + dict(val=0, o=20).get(name, 16)
+                write_png(images[number], str(folder / name / c / f"{i}.png"))
+    (folder / "a" / "README.txt").write_text("not a class")
+    return folder, make_checkpoint(folder / "m.pt", classes, task="imagenet"), classes
+
+
+def test_out_of_distribution_folders_use_their_own_classes(trees, tmp_path):
+    folder, model, classes = trees
+    how = ("--ckpt", folder / "m.pt", "--num_workers", 0)
+    a, = rows_of(tmp_path / "a", *how, "--imagenet_a", folder / "a")                       # no val/ is needed
+    tree = ImageTree(folder, "a", classes, 32, subset=True)
     logits = model(torch.stack([tree[i][0] for i in range(6)]).float() / 255)[:, 2:5]
     assert a["classes"] == 3 and a["images"] == 6
     assert a["top1"] == pytest.approx(100 * (logits.argmax(1) == tree.labels - 2).double().mean().item(), abs=1e-3)
-    halved = score.kept_logits(loaded(model), tree, torch.arange(6), torch.arange(3), alone(amp=True))
+    halved = imagenet.kept_logits(loaded(model), tree, torch.arange(6), torch.arange(3), alone(amp=True))
     assert torch.equal(halved, halved.bfloat16().double()) and halved.shape == (6, 3)
+
+    o, = rows_of(tmp_path / "o", *how, "--imagenet_o", folder / "o", "--data_dir", folder, "--measures", "imagenet_o")
     doubt = []
-    for folder in ("o", "val"):
-        tree = ImageTree(tmp_path, folder, classes, 32, subset=True)
+    for name in ("o", "val"):
+        tree = ImageTree(folder, name, classes, 32, subset=True)
         x = torch.stack([tree[i][0] for i in range(len(tree)) if tree.labels[i] < 2]).float() / 255
         doubt.append(-model(x)[:, :2].double().softmax(1).amax(1))
     outlier = torch.arange(8) < 4
@@ -214,46 +311,68 @@ def test_out_of_distribution_folders_use_their_own_classes(tmp_path):
     assert o["aupr"] == pytest.approx(100 * expected, abs=1e-6) and o["chance"] == 50
 
     # what is wrong with a folder is said before anything is measured; a small one has fewer images
+    how = (*how, "--data_dir", folder)
     for name, flag, word in (("odd", "imagenet_r", "n99"), ("none", "imagenet_a", "--imagenet_a")):
-        wrong = error(*how, f"--{flag}", tmp_path / name, "--measures", "clean", flag, "--out_dir", tmp_path / "r2")
+        wrong = error(*how, f"--{flag}", folder / name, "--measures", "clean", flag, "--out_dir", tmp_path / "r2")
         assert word in wrong and not (tmp_path / "r2").exists()
-    rows = rows_of(tmp_path / "r4", *how, "--imagenet_a", tmp_path / "a", "--limit", 8, "--amp",
-                   "--measures", "clean", "imagenet_a")
-    assert [row["images"] for row in rows] == [8, 6]
-
-
-def alone(**flags):
-    """What score and pictures ask of the flags, for four images at a time in this process."""
-    usual = dict(device=torch.device("cpu"), rank=0, world=1, batch_size=4, seed=0, amp=False, limit=None,
-                 frost_dir=None, corrupted_dir=None, num_workers=0, task="classification")
-    return argparse.Namespace(**usual | flags)
-
-
-def loaded(model, name="m", kind="softmax"):
-    return sources.Loaded(model, "classification", dict(model=name, kind=kind), {}, [0, 0], "--ckpt m", 32)
-
-
-def job(name, setting, source, index, **conditions):
-    """What is measured, and on which images."""
-    return measures.Job(measures.Measure(name, setting, measures.CONDITIONS | conditions), source, len(index), index)
+    rows = rows_of(tmp_path / "r4", *how, "--imagenet_a", folder / "a", "--limit", 4, "--measures", "clean",
+                   "imagenet_a")
+    assert [row["images"] for row in rows] == [4, 4]
 
 
 def test_imagenet_o_is_told_from_so_many_images_of_its_classes_in_val(monkeypatch):
     asked = []
-    monkeypatch.setattr(score, "kept_logits", lambda m, source, index, columns, args:
+    monkeypatch.setattr(imagenet, "kept_logits", lambda m, source, index, columns, args:
                         asked.append(index) or torch.rand(len(index), len(columns)))
     outliers, val = (argparse.Namespace(labels=torch.tensor(labels)) for labels in ([1, 3, 3], [0, 1, 2, 3] * 9))
+    outliers.val = val
     for limit, n in ((None, 18), (6, 6)):
-        row = score.folder_row(loaded(None), job("imagenet_o", {}, outliers, torch.arange(3)), val, alone(limit=limit))
+        row = imagenet.folder_row(None, measure("imagenet_o", {}), outliers, torch.arange(3), alone(limit=limit))
         assert (row["inside"], row["classes"], row["chance"]) == (n, 2, 100 * 3 / (3 + n))
         inside = asked.pop().tolist()
         assert set(val.labels[inside].tolist()) == {1, 3} and inside != sorted(inside)     # not the first ones
 
 
+def test_released_files_are_read_by_type_and_severity(tmp_path):
+    """CIFAR-10-C has one array a type, 10,000 images a severity; ImageNet-C a folder each."""
+    labels = np.arange(10000) % 7
+    source = Split(torch.empty(0), torch.from_numpy(labels), list("abcdefg"))
+    np.save(tmp_path / "labels.npy", np.tile(labels, 2))
+    pixels = np.repeat(np.concatenate([labels, 100 + labels]), 12).reshape(20000, 2, 2, 3)
+    np.save(tmp_path / "fog.npy", pixels.astype(np.uint8))
+    one = Split(torch.empty(0), torch.zeros(1).long(), ["n0"])
+    for severity in (1, 2):
+        split = imagenet.released(tmp_path, "fog", severity, source, 2, "cpu")
+        assert split.images.shape == (10000, 3, 2, 2) and torch.equal(split.labels, source.labels)
+        assert torch.equal(split.images[:, 1, 0, 1].long(), source.labels + 100 * (severity - 1))
+        folder = tmp_path / "snow" / str(severity) / "n0"
+        folder.mkdir(parents=True)
+        write_png(torch.arange(243, dtype=torch.uint8).view(3, 9, 9) // severity, str(folder / "0.png"))
+        image = imagenet.released(tmp_path, "snow", severity, one, 9, "cpu")[0][0]
+        assert torch.equal(image, torch.arange(243, dtype=torch.uint8).view(3, 9, 9) // severity)       # not cropped
+    with pytest.raises(common.InputError, match="fog, severity 2 has other images than the test split"):
+        imagenet.released(tmp_path, "fog", 2, load_shapes("test", 80), 2, "cpu")
+
+
+def test_generated_corruptions_start_from_imagenet_cs_bilinear_crop(tmp_path, monkeypatch):
+    (tmp_path / "val" / "n0").mkdir(parents=True)
+    pixels = torch.randint(0, 256, (3, 90, 130), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    write_png(pixels, str(tmp_path / "val" / "n0" / "0.png"))
+    seen, tree = [], ImageTree(tmp_path, "val", size=56)
+    monkeypatch.setattr(corruptions, "corrupt", lambda images, *_, **__: seen.append(images) or images)
+    fog = measure("corruptions", dict(type="fog", severities=[3], jpeg85=False, released=False))
+    row_of(lambda x: torch.zeros(len(x), 1), fog, tree, torch.arange(1))
+    resized = Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((92, 64), Image.BILINEAR)
+    expected = torch.tensor(np.array(resized.crop((18, 4, 74, 60)))).permute(2, 0, 1).int()
+    assert (seen[0][0].int() - expected).abs().max() <= 2 < (tree[0][0].int() - expected).abs().max()
+
+
+# --- which row is it? ------------------------------------------------------------------------------------------------
+
 def test_models_that_share_weights_have_columns_of_their_own(tmp_path):
-    """RPC and symmetric models have the same parameters; only model_config tells them apart."""
-    options = [dict(pap=dict(n_iter=1)), dict(pap=dict(n_iter=4)), dict(pap=dict(n_iter=4, lambd=0.3)), dict(pap=dict(n_iter=4, form="paper")),
-               dict(attn="symmetric"), dict(pap=dict(n_iter=4, lambd=0.3), eps=1e-5)]
+    """RPC and symmetric models have the same parameters; only model_config differs."""
+    options = [dict(pap=dict(n_iter=1)), dict(pap=dict(n_iter=4)), dict(pap=dict(n_iter=4, lambd=0.3)),
+               dict(pap=dict(n_iter=4, form="paper")), dict(attn="symmetric"), dict(pap=dict(lambd=0.3), eps=1e-5)]
     for i, option in enumerate(options):
         make_checkpoint(tmp_path / f"{i}.pt", **option)
         checkpoint = common.load(tmp_path / f"{i}.pt")
@@ -263,16 +382,14 @@ def test_models_that_share_weights_have_columns_of_their_own(tmp_path):
     rows_of(tmp_path / "r", "--ckpt", *models[:3], *flags)
     found = rows_of(tmp_path / "r", "--ckpt", *models, *flags, "--resume")
     assert len(found) == len(options) and len({row["weights"] for row in found}) == 1
-    heading = (tmp_path / "r" / "table.md").read_text().splitlines()[0]
-    names = [name.strip() for name in heading.strip("|").split("|")][2:]
-    assert names[0] == "rpc 1iter/layer1, seed 0" and names[1] == "rpc 4iter/layer1, seed 0"
-    assert "lambda 0.3" in names[2] and "form paper" in names[3] and names[4] == "symmetric, seed 0"
-    assert names[5] == f"{names[2]}, eps 1e-05"
+    names = line_of((tmp_path / "r" / "table.md").read_text(), "measure, per cent")
+    assert len(set(names)) == 6 and names[0] == "rpc 1iter/layer1, seed 0" and names[4] == "symmetric, seed 0"
 
 
 def test_a_group_is_everything_but_the_seed(tmp_path):
     """Another length of training, another flag, an earlier checkpoint: each is another model."""
-    cases = (("a", 0, 9, {}), ("b", 1, 9, dict(out_dir="out/b")), ("early", 2, 4, {}), ("flag", 3, 9, dict(mixup=0.8)))
+    cases = (("a", 0, 9, {}), ("b", 1, 9, dict(out_dir="out/b", accum=4)), ("early", 2, 4, {}),
+             ("flag", 3, 9, dict(mixup=0.8)))
     groups = {}
     for name, seed, step, flags in cases:
         make_checkpoint(tmp_path / f"{name}.pt", seed=seed, step=step, flags=flags)
@@ -280,13 +397,39 @@ def test_a_group_is_everything_but_the_seed(tmp_path):
     assert groups["a"] == groups["b"] and len(set(groups.values())) == 3
 
 
+def test_a_fingerprint_of_weights_is_of_their_values_alone():
+    state = dict(a=torch.arange(6.0).view(2, 3), b=torch.ones(2))
+    same = dict(a=torch.arange(6.0).view(3, 2).T.contiguous().T.reshape(2, 3), b=torch.ones(4)[::2])
+    other = dict(a=torch.arange(6.0).view(2, 3) + 1e-6, b=torch.ones(2))
+    assert results.weights_of(state) == results.weights_of(same) != results.weights_of(other)
+
+
 def test_rows_are_read_but_for_a_line_cut_short_and_of_twins_the_later_one(tmp_path):
     (row,), path = made_up("m", dict(fog=50)), tmp_path / "results.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in (row, dict(row, top1=[7]))) + '{"cut')
     assert read_rows(tmp_path) == read_rows(path) == [dict(row, top1=[7])]
     path.write_text(json.dumps(row) + '\n{"corruption": "fog"}\n')
-    with pytest.raises(ValueError, match="results.jsonl: {'corruption': 'fog'} is no row of eval_robust.py: it has no"):
+    with pytest.raises(common.InputError, match="is no row of eval_robust.py: it has no weights"):
         read_rows(path)
+
+
+def test_a_row_of_an_older_version_is_the_row_of_today(tmp_path):
+    """alpha was a share of eps, sld's budget was called eps, and some settings were not written."""
+    old = dict(pgd=dict(eps=2 / 255, steps=20, alpha=0.15, random_start=True, best=False), apgd=dict(eps=2 / 255),
+               sld=dict(eps=10.0, rescale=False), autoattack=dict(eps=2 / 255, queries=5000),
+               adaptive_pgd=dict(eps=2 / 255, steps=20, alpha=0.15, random_start=True))
+    rows = [attacked("m", name, 0.1, torch.ones(3) > 0, setting=setting) for name, setting in old.items()]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    today = measures.build_measures(["pgd", "apgd", "sld", "autoattack", "adaptive_pgd"], "classification",
+                                    eps=[2 / 255])
+    assert [row["setting"] for row in read_rows(tmp_path)] == [one.setting for one in today]
+
+
+@pytest.mark.parametrize("path", ["robustness/results.jsonl", "constants/adaptive_s15.jsonl"])
+def test_stored_rows_are_read_and_pooled(path):
+    rows = read_rows(ROOT / "referee" / "results" / path)
+    found = table(rows)
+    assert "clean, top-1" in found or "worst of" in found
 
 
 def test_rows_that_differ_in_one_thing_are_two_rows():
@@ -297,19 +440,26 @@ def test_rows_that_differ_in_one_thing_are_two_rows():
     assert results.key(row) == results.key(row | dict(checkpoint="moved.pt", seconds=3))
 
 
-@pytest.mark.parametrize("flag, measure", [
-    ("--corrupted_dir", "corruptions"), ("--frost_dir", "corruptions"), ("--data_dir", "clean"),
-    ("--imagenet_a", "imagenet_a"), ("--imagenet_r", "imagenet_r"), ("--imagenet_o", "imagenet_o")])
-def test_rows_from_two_folders_are_two_rows(monkeypatch, flag, measure):
-    def key_of(folder):
-        monkeypatch.setattr(sys, "argv", ["eval_robust.py", "--ckpt", "m.pt", "--measures", measure, flag, folder])
-        args = eval_robust.get_args()
-        args.data, args.imagenet1k, args.task = "imagenet", False, "classification"
-        about = dict.fromkeys(("model", "kind", "checkpoint", "weights", "model_config", "recipe"), "m")
-        asked = measures.Job(eval_robust.todo_of(args)[0], None, 10, None)
-        return results.key(eval_robust.about_row(loaded(None)._replace(about=about), asked, args))
+# --- attacks, as they are measured -----------------------------------------------------------------------------------
 
-    assert key_of("one") == key_of("one/") != key_of("two")
+def alone(**flags):
+    """What scores ask of the flags, for four images at a time in this process."""
+    usual = dict(device=torch.device("cpu"), rank=0, world=1, batch_size=4, seed=0, amp=False, limit=None,
+                 data="shapes", frost_dir=None, corrupted_dir=None, num_workers=0, task="classification")
+    return argparse.Namespace(**usual | flags)
+
+
+def loaded(model, name="m", kind="softmax"):
+    return sources.Loaded(model, "classification", dict(model=name, kind=kind), {}, "--ckpt m", 32)
+
+
+def measure(name, setting, **conditions):
+    return measures.Measure(name, setting, measures.CONDITIONS | conditions)
+
+
+def row_of(model, one, source, index, **flags):
+    m = model if isinstance(model, sources.Loaded) else loaded(model)
+    return eval_robust.classifier_row(m, one, source, index, alone(**flags), m)
 
 
 class NoFloat64(torch.overrides.TorchFunctionMode):
@@ -334,141 +484,94 @@ def test_scores_need_no_float64_on_the_device(tmp_path, monkeypatch):
     how = ("--ckpt", tmp_path / "m.pt", "--limit", 6, "--eps", "2/255", "--measures", "clean", "noise",
            "cw steps=2", "autoattack queries=5")
     one = rows_of(tmp_path / "cpu", *how)
-    widest = [score.widest(torch.device(name)) for name in ("cpu", "cuda", "mps")]
-    assert widest == [torch.float64, torch.float64, torch.float32]
     monkeypatch.setattr(score, "widest", lambda device: torch.float32)
     with NoFloat64():
         two = rows_of(tmp_path / "mps", *how)
         flags = torch.arange(3) > 0
         assert checks.percent(flags) == pytest.approx(200 / 3) and metrics.auroc(torch.arange(3.0), flags) == 1
-        assert segmenter.scores(torch.eye(2, dtype=torch.int64))["mean_iou"] == 100
     for a, b in zip(one, two, strict=True):
         assert (a["top1"], a["top5"], a["right"]) == (b["top1"], b["top5"], b["right"])
         assert b.get("mean_l2", 0) == pytest.approx(a.get("mean_l2", 0), rel=1e-5)
 
-
-def test_released_files_are_read_by_type_and_severity(tmp_path):
-    """CIFAR-10-C has one array a type, 10,000 images a severity; ImageNet-C a folder each."""
-    args = alone(corrupted_dir=str(tmp_path))
-    source = Split(torch.empty(0), torch.empty(10000), list("abcdefg"))
-    labels = np.arange(20000) % 7
-    np.save(tmp_path / "labels.npy", labels)
-    np.save(tmp_path / "fog.npy", np.repeat(labels, 12).reshape(20000, 2, 2, 3).astype(np.uint8))
-    for severity in (1, 2):
-        split = score.released(args, source, 2, "fog", severity)
-        expected = torch.from_numpy(labels[10000 * (severity - 1):][:10000])
-        assert split.images.shape == (10000, 3, 2, 2) and torch.equal(split.labels, expected)
-        assert torch.equal(split.images[:, 1, 0, 1].long(), expected)
-        folder = tmp_path / "snow" / str(severity) / "n0"
-        folder.mkdir(parents=True)
-        write_png(torch.full((3, 9, 9), severity, dtype=torch.uint8), str(folder / "0.png"))
-        one = Split(torch.empty(0), torch.empty(1), ["n0"])
-        assert score.released(args, one, 9, "snow", severity)[0][0].unique() == severity
-    pixels = torch.arange(243, dtype=torch.uint8).view(3, 9, 9)
-    write_png(pixels, str(folder / "0.png"))
-    assert torch.equal(score.released(args, one, 9, "snow", 2)[0][0], pixels)     # not cropped
-    with pytest.raises(ValueError, match="fog, severity 2 has 10000 images, the test split 80"):
-        fog = job("corruptions", dict(type="fog", severities=[2]), load_shapes("test", 80), [])
-        score.corruption_rows([loaded(None)._replace(size=2)], fog, args)
-
-
-def test_generated_corruptions_start_from_imagenet_cs_bilinear_crop(tmp_path, monkeypatch):
-    (tmp_path / "val" / "n0").mkdir(parents=True)
-    pixels = torch.randint(0, 256, (3, 90, 130), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    write_png(pixels, str(tmp_path / "val" / "n0" / "0.png"))
-    seen, tree = [], ImageTree(tmp_path, "val", size=56)
-    monkeypatch.setattr(corruptions, "corrupt", lambda images, *_, **__: seen.append(images) or images)
-    fog = job("corruptions", dict(type="fog", severities=[3], jpeg85=False), tree, torch.arange(1))
-    score.corruption_rows([loaded(lambda x: torch.zeros(len(x), 1))], fog, alone())
-    resized = Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((92, 64), Image.BILINEAR)
-    expected = torch.tensor(np.array(resized.crop((18, 4, 74, 60)))).permute(2, 0, 1).int()
-    assert (seen[0][0].int() - expected).abs().max() <= 2 < (tree[0][0].int() - expected).abs().max()
-
-
-# --- attacks, as they are measured -----------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A network with 40 of 200 scenes, some right, some wrong: (Loaded, source, index)."""
     path = tmp_path_factory.mktemp("small") / "m.pt"
     make_checkpoint(path, flags=dict(num_images=1000))                    # 200 images, fitted to 80
-    return sources.load_model(path, torch.device("cpu")), load_shapes("test", 200), score.pick(200, 40, 0)
-
-
-def clean_right(m, source, index, args):
-    loaded = score.batches(source, index, args)
-    return score.find_right([m], loaded, [None], len(index), args)[0, 0, :, 0] > 0
+    return sources.load_model(path, torch.device("cpu")), load_shapes("test", 200), score.pick(
+        200, "clean", alone(limit=40))
 
 
 def attack(small, name, setting, n=40, conditions={}, **flags):
     m, source, index = small
-    return score.attack_row(m, job(name, setting, source, index[:n], **conditions), alone(**flags))
+    return row_of(m, measure(name, setting, **conditions), source, index[:n], **flags)
 
 
 def test_autoattacks_stages_speak_of_the_true_labels(small):
     """labels=pred leads away from the prediction, right or wrong; accuracy stays accuracy."""
-    clean = clean_right(*small[:2], small[2][:12], alone()).double().mean().item() * 100
+    clean = row_of(small[0], measure("clean", {}), small[1], small[2][:12])["top1"]
     row = attack(small, "autoattack", dict(eps=1 / 255, queries=5), 12, dict(labels="pred"))
     assert 0 < clean < 100 and row["stages"]["clean"] == pytest.approx(clean, abs=1e-3)
     assert row["stages"]["square"] == row["top1"]
+
+
+def test_an_image_that_an_attack_leads_to_its_label_counts_in_the_stage_after_it(monkeypatch):
+    """Predicted 1, of class 0: the attack leads away from 1, to 0."""
+    def lucky(model, images, labels, *, trace):
+        trace += [dict(stage="clean", robust=torch.tensor([True, True])),
+                  dict(stage="apgd-ce", robust=torch.tensor([False, True]))]
+        return torch.cat([0 * images[:1], images[1:]])
+
+    def model(x):
+        return torch.nn.functional.one_hot((x[:, 0, 0, 0] > 0.5).long(), 2).float()
+
+    monkeypatch.setitem(robust.ATTACKS, "autoattack", lucky)
+    source = Split(torch.full((2, 3, 4, 4), 200).byte(), torch.tensor([0, 1]), ["a", "b"])
+    row = row_of(model, measure("autoattack", {}, labels="pred"), source, torch.arange(2))
+    assert (row["stages"]["clean"], row["stages"]["apgd-ce"], row["top1"]) == (50, 100, 100)
 
 
 @pytest.mark.parametrize("text, inside", [("autoattack queries=3", True), ("square queries=3", True), ("apgd", False)])
 def test_in_the_papers_conditions_autoattack_and_square_keep_normalised_images_in_0_to_1(small, text, inside):
     m, source, index = small[0], small[1], small[2][:12]
     x, labels = source.images[index].float() / 255, source.labels[index]
-    measure, = measures.plan([f"{text} eps=4/255"], "classification", "paper")
-    assert measure.conditions == dict(measures.PRESETS["paper"]["conditions"], clip=inside)
-    adv = score.attack_images(m.model, measure, x, labels, index, alone())
+    one, = measures.build_measures([f"{text} eps=4/255"], "classification", "paper")
+    assert one.conditions == dict(measures.PRESETS["paper"]["conditions"], clip=inside)
+    adv = score.attack_images(m.model, one, x, labels, index, alone())
     z = (adv - m.model.mean) / m.model.std
     assert bool((z >= -1e-5).all() and (z <= 1 + 1e-5).all()) == inside
 
 
-def test_batches_are_as_large_as_asked_for_and_gathered_ones_no_larger_than_a_gpu_holds(small, monkeypatch):
-    setting, sizes, joined = dict(eps=2 / 255, queries=5), [], score.joined
-    hook = small[0].model.register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
-    row = attack(small, "square", setting)
-    attack(small, "pgd", dict(eps=1 / 255, steps=2), 13)
-    hook.remove()
-    assert max(sizes) == 4
-
-    def few(loaded):
-        for batch in joined(loaded, 16):
-            sizes.append([len(part) for part in batch])
-            yield batch
-
-    sizes.clear()
-    monkeypatch.setattr(score, "joined", few)
-    assert row == attack(small, "square", setting) and sizes == [[16] * 4, [16] * 4, [8] * 4]
-
-
-def test_fgsm_takes_two_forward_passes_and_one_backward(small):
-    m, source, index = small
-    clean = clean_right(m, source, index, alone())
-    m.count[:] = 0, 0
-    row = attack(small, "fgsm", dict(eps=1 / 255), batch_size=16)
-    assert m.count == [80, 40]
-    x, y = source.images[index].float() / 255, source.labels[index]
-    attacked = clean & (m.model(attacks.fgsm(m.model, x, y, 1 / 255)).argmax(1) == y)
-    assert 0 < clean.sum() < 40 and torch.equal(unpack(row["right"], 40), attacked)
-    measure = measures.Measure("fgsm", dict(eps=1 / 255), measures.CONDITIONS)
-    adv = score.attack_images(m.model, measure, x, y, index, alone())
-    assert torch.equal(adv[~clean], x[~clean]) and not torch.equal(adv[clean], x[clean])
+def test_budgets_are_in_pixels_whatever_the_model_normalises_by(small):
+    row = attack(small, "fgsm", dict(eps=2 / 255), 8)
+    assert row["max_linf"] == pytest.approx(2 / 255, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["autoattack", "square"])
 def test_images_that_are_wrong_already_leave_no_gaps_in_batches(small, monkeypatch, name):
     given = []
 
-    def stand_in(model, images, labels, *rest, index, **how):
-        given.append((index, how.get("batch_size")))
+    def stand_in(model, images, labels, eps, *, index, batch_size, trace=()):
+        given.append((index, batch_size))
         return images
 
-    monkeypatch.setitem(measures.ATTACKS, name, stand_in)
-    attack(small, name, dict(eps=1 / 255, queries=5))
-    right = small[2][clean_right(*small, alone())]
+    monkeypatch.setitem(robust.ATTACKS, name, stand_in)
+    attack(small, name, dict(eps=1 / 255))
+    right = small[2][unpack(attack(small, "clean", {})["right"], 40)]
     assert 8 < len(right) < 36 and torch.equal(torch.cat([numbers for numbers, _ in given]), right)
     assert [batch_size for _, batch_size in given] == [4]                 # asked once, for all
+
+
+def test_batches_are_no_larger_than_asked_for(small):
+    sizes = []
+    hook = small[0].model.register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
+    attack(small, "square", dict(eps=2 / 255, queries=5))
+    attack(small, "pgd", dict(eps=1 / 255, steps=2), 13)
+    hook.remove()
+    assert max(sizes) == 4
+    parts = list(score.concat(([torch.arange(3)] * 2 for _ in range(5)), 6))
+    assert [len(labels) for _, labels in parts] == [6, 6, 3]
 
 
 def test_the_largest_move_of_noise_is_that_of_all_draws(small):
@@ -478,7 +581,7 @@ def test_the_largest_move_of_noise_is_that_of_all_draws(small):
     x, y = source.images[index].float() / 255, source.labels[index]
     moves = [attacks.noise(m.model, x, y, 0.05, kind="gaussian", draw=i, clip=False, index=index) - x
              for i in range(3)]
-    row = score.attack_row(m, job("noise", setting, source, index, clip=False), alone())
+    row = row_of(m, measure("noise", setting, clip=False), source, index)
     assert row["max_linf"] == pytest.approx(max(move.abs().max().item() for move in moves))
     farthest = torch.stack([move.flatten(1).norm(dim=1) for move in moves]).amax(0)       # (6,)
     assert row["mean_l2"] == pytest.approx(farthest.mean().item())
@@ -488,24 +591,17 @@ def test_the_largest_move_of_noise_is_that_of_all_draws(small):
     assert len(shares) == 3 and row["top1"] == pytest.approx(100 * sum(shares) / 3, abs=1e-3)
 
 
-def test_moves_are_those_of_the_images_that_were_moved():
-    still = [0, 0, 0, 0]                                  # Linf, L2, L1, outside
-    moved = torch.tensor([still, still, [0.1, 1, 5, 0], [0.3, 3, 4, 0.2]])
-    assert score.sizes(moved) == pytest.approx(dict(
-        max_linf=0.3, max_l2=3, max_l1=5, median_l2=1, mean_l2=2, outside=0.2))
-    assert not any(score.sizes(moved[:2]).values())
-
-
-def test_what_a_model_gets_wrong_is_attacked_by_noise_by_transfer_and_by_fgsm_itself():
+def test_what_a_model_gets_wrong_is_changed_by_noise_and_transfer_alone(monkeypatch):
     def zero(x):
         return torch.eye(2)[:1].expand(len(x), 2)         # its prediction
 
-    x, labels = torch.zeros(2, 3, 4, 4), torch.tensor([0, 1])
-    for name, both in dict(noise=True, transfer=True, fgsm=True, pgd=False, cw=False, square=False).items():
-        target, attacked = score.aim(zero, name, x, labels, "true", 2)
-        assert target.tolist() == [0, 1] and attacked.tolist() == [True, both]
-        target, attacked = score.aim(zero, name, x, labels, "pred", 2)
-        assert target.tolist() == [0, 0] and attacked.all()
+    x, labels, index = torch.zeros(2, 3, 4, 4), torch.tensor([0, 1]), torch.arange(2)
+    for name, both in dict(noise=True, transfer=True, fgsm=False, pgd=False, cw=False, square=False).items():
+        monkeypatch.setitem(robust.ATTACKS, name, lambda model, images, labels: images + 1)
+        adv = score.attack_images(zero, measure(name, {}), x, labels, index, alone())
+        assert adv[:, 0, 0, 0].tolist() == [1, both]
+        adv = score.attack_images(zero, measure(name, {}, labels="pred"), x, labels, index, alone())
+        assert adv[:, 0, 0, 0].tolist() == [1, 1]
 
 
 def test_accuracy_within_a_radius_counts_l2(monkeypatch):
@@ -515,24 +611,11 @@ def test_accuracy_within_a_radius_counts_l2(monkeypatch):
     model[1].bias.data = torch.tensor([0.99, -0.99])      # class 1: the first value is nearly 1
     images = torch.full((4, 3, 4, 4), 100, dtype=torch.uint8)
     images[:, 0] = torch.tensor([230, 204, 178, 140]).view(4, 1, 1).byte()
-    monkeypatch.setitem(measures.ATTACKS, "cw", lambda model, x, labels, **_:
+    monkeypatch.setitem(robust.ATTACKS, "cw", lambda model, x, labels:
                         torch.cat([torch.ones_like(x[:, :1]), x[:, 1:]], 1))
     source = Split(images, torch.zeros(4, dtype=torch.int64), ["a", "b"])
-    row = score.attack_row(loaded(model), job("cw", {}, source, torch.arange(4)), alone())
+    row = row_of(model, measure("cw", {}), source, torch.arange(4))
     assert row["top1"] == 0 and row["top1_at_l2"] == {0.25: 100, 0.5: 75, 1.0: 50, 2.0: 0}
-
-
-def test_pictures_show_pgd_at_its_largest_budget_and_so_many_images(tmp_path, monkeypatch):
-    attacked, shown = [], []
-    monkeypatch.setattr(score, "attack_images", lambda model, measure, images, *_:
-                        attacked.append((measure.name, measure.setting["eps"], len(images))) or images)
-    monkeypatch.setattr(corruptions, "corrupt", lambda images, *_, **how: images)
-    monkeypatch.setattr(classifiers, "save_grid", lambda path, images, **_: shown.append((path.name, len(images))))
-    todo = [measures.Measure(name, dict(eps=eps), measures.CONDITIONS) for name, eps in
-            (("pgd", 1 / 255), ("pgd", 4 / 255), ("pgd", 2 / 255), ("fgsm", 8 / 255))]
-    model = loaded(None)
-    classifiers.save_pictures([model], load_shapes("test", 8), todo, alone(save_images=3, out_dir=tmp_path))
-    assert attacked == [("pgd", 4 / 255, 3)] and shown == [("corruptions.png", 75), ("attacks_0.png", 9)]
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -557,95 +640,48 @@ def test_mce_is_for_imagenets_classes_at_all_severities():
     alexnet = {name: 100 * error for name, error in metrics.ALEXNET.items()}
     both = made_up("first", alexnet) + made_up("second", {name: error / 2 for name, error in alexnet.items()})
     mean = sum(alexnet.values()) / 15
-    cells = [cell.split()[0] for cell in line_of(tables(both), "mean of the 15, error")]
-    assert cells == [f"{mean:.2f}", f"{mean / 2:.2f}"] and "mCE" not in tables(both)
-    assert line_of(tables([dict(row, imagenet1k=True) for row in both]), "mCE") == ["100.00", "50.00"]
-    three = [dict(row, imagenet1k=True, setting=dict(row["setting"], severities=[1, 3, 5])) for row in both]
-    assert "mCE" not in tables(three)                     # AlexNet's errors are of all five
-    assert "mean of the 15" not in tables(both[:14]).partition("In short")[0]
+    assert line_of(table(both), "mean of the 15, top-1") == [f"{100 - mean:.2f}", f"{100 - mean / 2:.2f}"]
+    assert "mCE" not in table(both)
+    known = [dict(row, imagenet1k=True) for row in both]
+    assert line_of(table(known), "mean of the 15, mCE") == ["100.00", "50.00"]
+    three = [dict(row, setting=dict(row["setting"], severities=[1, 3, 5])) for row in known]
+    assert "mCE" not in table(three)                      # AlexNet's errors are of all five
+    assert "mean of the 15" not in table(both[:14])
 
 
-def test_every_severity_is_shown_from_mild_to_strong():
-    rows = made_up("m", dict.fromkeys(corruptions.NAMES, 0))
-    for row in rows:
-        row["top1"] = [90, 80, 70, 60, 50]
-    rows[0]["top1"] = [60, 80, 70, 60, 50]                # of gaussian_noise
-    first, _, last = tables(rows).partition("Each severity, from mild to strong")
-    assert line_of(last, "gaussian_noise, error") == ["40.0  20.0  30.0  40.0  50.0"]
-    assert line_of(last, "mean of the 15, error") == ["12.0  20.0  30.0  40.0  50.0"]
-    assert "Corruptions: mean of severities 1, 2, 3, 4, 5." in first
-    for row in rows:
-        row.update(top1=row["top1"][3:4], setting=dict(row["setting"], severities=[4]))
-    assert "Corruptions: mean of severities 4." in tables(rows) and "Each severity" not in tables(rows)
-
-
-def test_the_worst_case_over_attacks_is_taken_image_by_image():
-    a, b, c = (torch.arange(12) % k > 0 for k in (2, 3, 5))
+def test_the_worst_case_over_attacks_is_taken_image_by_image_over_those_that_all_were_tried_on():
+    a, b, c = torch.arange(12) % 5 % 2 > 0, torch.arange(12) % 3 > 0, torch.arange(12) % 5 > 0
     rows = [attacked("m", "fgsm", 1 / 255, a), attacked("m", "pgd", 1 / 255, b[:6]), attacked("m", "fgsm", 2 / 255, c),
-            attacked("n", "fgsm", 1 / 255, c), attacked("m", "sld", 1 / 255, ~a),
+            attacked("n", "fgsm", 1 / 255, c), attacked("m", "sld", 1 / 255, ~a, setting=dict(l1=1.0)),
             attacked("m", "noise", 1 / 255, ~a, setting=dict(scale=0.1))]
     row, = results.worst_cases(rows)
     both = a[:6] & b[:6]                                  # fewer images are the first of more
-    assert 0 < both.sum() < min(a[:6].sum(), b[:6].sum())
+    assert 0 < both.sum() < min(a[:6].sum(), b[:6].sum()) and not torch.equal(both, a[-6:] & b[:6])
     assert row["measure"] == "worst of fgsm, pgd" and row["images"] == 6
     assert row["top1"] == pytest.approx(100 * both.double().mean().item())
     assert torch.equal(unpack(row["right"], 6), both)
     low, high = metrics.wilson(row["top1"] / 100, 6)
     text = f"{row['top1']:.2f} ({100 * low:.1f}-{100 * high:.1f})"
-    assert line_of(tables(rows), "worst of fgsm, pgd 1/255, top-1") == [text, ""]
+    assert line_of(table(rows), "worst of fgsm, pgd 1/255, top-1") == [text, ""]
 
 
-def test_the_table_ends_in_a_summary_that_says_what_one_seed_is_worth():
-    clean, = made_up("m", dict(fog=0))
-    clean = dict(clean, measure="clean", setting={}, top1=96.4, top5=100.0)
-    right = torch.arange(50) % 4 > 0
-    rows = [clean, *made_up("m", dict.fromkeys(corruptions.NAMES, 25)), attacked("m", "fgsm", 2 / 255, right),
-            attacked("m", "pgd", 2 / 255, right & (torch.arange(50) % 3 > 0)), attacked("m", "pgd", 1 / 255, right)]
-    last = tables(rows).partition("In short:")[2]
-    assert last.splitlines()[-1].startswith("One network of a kind ranks nothing")
-    assert [cell.strip() for cell in last.splitlines()[4].strip("|").split("|")] == [
-        "m", "96.4", "75.0", "1/255 74.0, 2/255 50.0"]
-    twin = [dict(row, weights="other", model="m again") for row in rows]
-    assert "ranks nothing" not in tables(rows + twin) and "McNemar" not in tables(rows)
-
-
-def test_the_table_says_how_sure_it_is_and_how_attacks_were_run(first_run):
-    found = read_rows(first_run[0] / "one")
-    fgsm = [row for row in found if row["measure"] == "fgsm"]
-    low, high = metrics.wilson(fgsm[0]["top1"] / 100, 11)
-    interval = f"{fgsm[0]['top1']:.2f} ({100 * low:.1f}-{100 * high:.1f})"
-    assert line_of(tables(found), "fgsm 0.00157, top-1")[0] == interval
-    far = 255 * max(row["max_linf"] for row in fgsm)
-    fgsm[1]["max_linf"] = 0.1 / 255                       # of two models the one that moves more
-    note = f"- fgsm: a pixel moved by at most {far:.2f} of 255 with 0.00157, and at most 0.00 out of range."
-    pgd, = (line for line in tables(found).splitlines() if line.startswith("- pgd "))
-    assert note in tables(found) and "steps=20 alpha=0.15 random_start=yes" in pgd and " eps=" not in pgd
-    paper = dict(space="normalized", labels="pred", clip=False, seed=7, amp=False)
-    other = dict(fgsm[0], setting=dict(eps=4 / 255), conditions=paper, max_linf=1 / 255, outside=3 / 255)
-    table = tables([*found, other])
-    assert note in table and ("- fgsm, normalized, pred, no clip: a pixel moved by at most 1.00 of 255 "
-                              "with 4/255, and at most 3.00 out of range.") in table
-    assert "a random choice, seed 0, 7, the same for all" in table
-
-
-def test_the_table_says_what_top_5_and_which_frost(first_run):
-    found = read_rows(first_run[0] / "one")
-    top5, frost = "Top-5 under attack is not a worst case", "frost: procedural"
-    for kept, notes in (("fgsm", (1, 0)), ("corruptions", (0, 1)), ("clean", (0, 0))):
-        table = tables([row for row in found if row["measure"] == kept])
-        assert (table.count(top5), table.count(frost)) == notes
-    rows = [row for row in found if row["setting"].get("type") == "frost"]
-    for setting in (dict(frost="textures"), dict(released="imagenet-c")):
-        assert frost not in tables([{**r, "setting": {**r["setting"], **setting}} for r in rows])
-
-
-def test_settings_that_differ_have_lines_of_their_own_and_a_table_is_of_one_data_set(tmp_path):
+def test_lines_say_the_settings_that_differ_and_unusual_conditions():
     right = torch.arange(8) % 2 > 0
     rows = [attacked("m", "pgd", 2 / 255, right, setting=dict(eps=2 / 255, steps=steps)) for steps in (1, 2)]
-    assert line_of(tables(rows), "pgd 2/255, top-1, steps 1") and line_of(tables(rows), "pgd 2/255, top-1, steps 2")
-    kept = Results(tmp_path, "imagenet", False, 0)
-    kept.rows = dict(enumerate([*rows, dict(made_up("m", dict(snow=3))[0], data="cifar10")]))
-    assert "pgd" in kept.write_table() and "snow" not in kept.write_table()
+    assert line_of(table(rows), "pgd 2/255, top-1, steps=1") and line_of(table(rows), "pgd 2/255, top-1, steps=2")
+    paper = dict(space="normalized", labels="pred", clip=False, seed=0, amp=False)
+    assert line_of(table([dict(rows[0], conditions=paper)]), "pgd 2/255, top-1, normalized, pred, no clip")
+
+
+def test_the_table_says_what_a_single_seed_is_worth_and_which_frost(first_run):
+    found = read_rows(first_run[0] / "one")
+    assert "One network of a kind ranks nothing" in table(found)
+    twin = [dict(row, weights=row["weights"][::-1]) for row in found]
+    assert "ranks nothing" not in table(found + twin)
+    rows = [row for row in found if row["setting"].get("type") == "frost"]
+    assert "procedural, not ImageNet-C's photographs" in table(rows)
+    for setting in (dict(frost="textures"), dict(released="imagenet-c")):
+        assert "procedural" not in table([{**r, "setting": {**r["setting"], **setting}} for r in rows])
 
 
 def test_a_finished_row_warns_where_square_took_more_than_two_tenths(tmp_path, capsys):
@@ -656,7 +692,7 @@ def test_a_finished_row_warns_where_square_took_more_than_two_tenths(tmp_path, c
         assert ("warning: Square took 0.30 points" in capsys.readouterr().out) == warned
 
 
-def test_rows_of_several_runs_are_printed_and_written_as_csv(tmp_path, monkeypatch, capsys):
+def test_rows_of_several_runs_are_printed_and_written_as_csv_with_intervals(tmp_path, monkeypatch, capsys):
     right = torch.arange(8) % 2 > 0
     rows = [*made_up("m", dict(fog=50)), attacked("n", "pgd", 2 / 255, right)]
     for name, row in zip("ab", rows):
@@ -667,14 +703,14 @@ def test_rows_of_several_runs_are_printed_and_written_as_csv(tmp_path, monkeypat
     results.main()
     assert "classification, imagenet" in capsys.readouterr().out
     with open("all.csv", newline="") as file:
-        lines = list(csv.DictReader(file))
-    assert [(line["name"], line["severity"], float(line["value"])) for line in lines] == [
-        *(("fog, error", str(s), 50) for s in (1, 2, 3, 4, 5)), ("pgd 2/255, top-1", "", 50),
-        ("pgd 2/255, top-5", "", 100)]
-    assert lines[5]["model"] == "n" and float(lines[5]["eps"]) == 2 / 255 and lines[5]["seed"] == "0"
-    monkeypatch.setattr(sys, "argv", ["results", "a", "nowhere"])
-    with pytest.raises(ValueError, match="no rows in nowhere, expected what eval_robust.py wrote"):
-        results.main()
+        lines = {(line["name"], line["severity"]): line for line in csv.DictReader(file)}
+    assert {key: float(line["value"]) for key, line in lines.items()} == {
+        **{("fog, top-1", str(s)): 50 for s in (1, 2, 3, 4, 5)}, ("pgd 2/255, top-1", ""): 50,
+        ("pgd 2/255, top-5", ""): 100}
+    pgd = lines["pgd 2/255, top-1", ""]
+    low, high = metrics.wilson(0.5, 8)
+    assert (float(pgd["low"]), float(pgd["high"])) == pytest.approx((100 * low, 100 * high))
+    assert pgd["model"] == "n" and float(pgd["eps"]) == 2 / 255 and pgd["seed"] == "0"
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -701,49 +737,25 @@ def test_the_twin_of_the_checks_is_a_softmax_model_of_source_or_else_of_the_othe
     monkeypatch.setattr(checks, "run", lambda *given: twins.append(given[4]))
     rpc, softmax, source = (loaded(name, name, kind) for name, kind in
                             (("a", "rpc 4iter/layer1"), ("b", "softmax"), ("c", "softmax")))
-    for other, expected in ((None, ["b", None]), (source, ["c", "c"]), (rpc, [None, None])):
+    clean = [(measure("clean", {}), load_shapes("test", 4), torch.arange(4))]
+    for other, expected in ((None, ["b", None]), (source, ["c", "c"]), (rpc, ["b", None])):
         twins.clear()
-        eval_robust.run_checks([rpc, softmax], other, load_shapes("test", 4), [], alone())
-        assert twins == [expected[0], expected[1]]
+        eval_robust.run_checks([rpc, softmax], other, clean, alone())
+        assert twins == expected
 
 
-def test_several_processes_check_as_many_images_as_one(tmp_path, monkeypatch):
+def test_a_source_that_was_trained_anew_is_measured_anew_and_only_transfer_is_made_on_it(tmp_path, monkeypatch):
     make_checkpoint(tmp_path / "m.pt")
-    monkeypatch.setattr(checks, "run", lambda model, x, *_: print("checked", len(x)))
-    printed, silent = group(eval_robust.main, ["--ckpt", str(tmp_path / "m.pt"), "--checks", "--limit", "10"])
-    assert "checked 10" in printed and "checked" not in silent
-
-
-def test_a_source_that_was_trained_anew_is_measured_anew(tmp_path):
-    make_checkpoint(tmp_path / "m.pt")
-    for seed, n in ((1, 1), (1, 1), (2, 2)):
+    made_on, one_row = [], eval_robust.classifier_row
+    monkeypatch.setattr(eval_robust, "classifier_row", lambda *given: made_on.append(
+        Path(given[-1].about["checkpoint"]).name) or one_row(*given))
+    for seed, n in ((1, 2), (1, 2), (2, 3)):
         make_checkpoint(tmp_path / "s.pt", seed=seed)
-        rows = rows_of(tmp_path / "r", "--ckpt", tmp_path / "m.pt", "--source", tmp_path / "s.pt",
-                       "--measures", "transfer eps=4/255 steps=1", "--limit", 8, "--resume")
+        rows = rows_of(tmp_path / "r", "--ckpt", tmp_path / "m.pt", "--source", tmp_path / "s.pt", "--eps", "4/255",
+                       "--measures", "fgsm", "transfer steps=1", "--limit", 8, "--resume")
         assert len(rows) == n
+    assert made_on == ["m.pt", "s.pt", "s.pt"]
 
-
-def test_only_transfer_is_made_on_the_source(monkeypatch):
-    victims = {}
-    monkeypatch.setattr(score, "attack_row", lambda m, job, args, victim: victims.update({job.measure.name: victim}))
-    for name in ("pgd", "transfer"):
-        classifiers.rows([loaded(None)], job(name, {}, None, [0]), None, None, loaded("the source"))
-    assert victims == dict(pgd=None, transfer="the source")
-
-
-def test_the_table_is_written_after_every_row(tmp_path, monkeypatch):
-    def killed(*args, **how):
-        raise OSError("killed")
-
-    make_checkpoint(tmp_path / "m.pt")
-    monkeypatch.setitem(measures.ATTACKS, "pgd", killed)
-    assert "killed" in error("--ckpt", tmp_path / "m.pt", "--measures", "clean", "fgsm", "pgd", "--limit", 8,
-                             "--eps", "2/255", "--out_dir", tmp_path / "r")
-    table = (tmp_path / "r" / "table.md").read_text()
-    assert "| clean, top-1" in table and "| fgsm 2/255, top-1" in table and "pgd" not in table
-
-
-# --- bad input -------------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory):
@@ -763,37 +775,25 @@ def odd(tmp_path_factory):
 # flags after --ckpt a.pt: what the line must hold
 BAD = {
     "--measures fgms": "known are clean",
-    "--measures|": "known are clean",
-    "--measures perplexity": "known are clean",
     "--measures|pgd step=3": "known are eps, steps, alpha",
-    "--measures|clean eps=1/255": "eps is no setting of clean; there are none",
-    "--measures|pgd eps=1/255 eps=2/255": "eps is given twice, expected eps=VALUE,VALUE",
-    "--measures|autoattack clip=no": "autoattack keeps to [0, 1] in any case, expected clip=yes",
-    "--measures|pgd restarts=2 random_start=no": "expected random_start=yes",
-    "--measures|pgd steps=0": "steps=0, expected int from 1",
-    "--measures|pgd alpha=0": "alpha=0, expected float from 1e-09",
-    "--measures|noise kind=red": "kind=red, expected uniform or gaussian",
+    "--measures|pgd steps=0": "steps=0",
+    "--measures|noise kind=red": "uniform or gaussian",
+    "--measures|fgsm labels=ture": "true or pred",
+    "--measures|corruptions type=fogg": "fogg",
     "--measures|fgsm eps=2/255,8": "was 8/255 meant",
-    "--measures|fgsm clip=maybe": "clip=maybe, expected yes or no",
-    "--window 8": "--window is for segmentation and language modelling",
-    "--data camvid": "expected one of shapes, cifar10, imagenet, folder",
     "--eps 8": "was 8/255 meant",
-    "--eps=-1/255": "0 <= eps <= 1",
-    "--eps 1/0": "division by zero",
-    "--eps 8/x": "invalid budget value: '8/x'",
     "--severities 6": "from 1 to 5",
     "--limit 81": "there are only 80",
     "--measures transfer": "needs --source",
+    "--measures imagenet_a": "needs --imagenet_a",
     "--data imagenet": "needs --data_dir",
-    "--imagenet_o o": "--imagenet_o needs --data imagenet, not shapes",
-    "--measures corruptions --frost_dir nowhere": "nowhere",
+    "--measures|corruptions type=frost|--frost_dir|nowhere": "nowhere",
+    "--corrupted_dir nowhere --measures corruptions": "nowhere",
     "--ckpt nowhere.pt": "nowhere.pt",
-    "--device tpu": "--device",
-    "--source large.pt": "--source: the models have image_size [32, 64]",
-    "--source two.pt": "--source: the models have num_classes [2, 10]",
-    "--source other.pt": "--source other.pt was trained on 10 other classes",
+    "--source large.pt": "image_size 32 and 64",
+    "--source other.pt": "models of classes",
     "--source chess.pt": "--source chess.pt: not a checkpoint of train_cls.py",
-    "--data folder --data_dir photos": "--ckpt a.pt was trained on 10 other classes (",
+    "--data folder --data_dir photos": "--ckpt a.pt has 10 classes (",
     "--ckpt two.pt --data_dir photos --num_workers 0 --measures clean autoattack": "autoattack compares four logits",
 }
 

@@ -114,6 +114,7 @@ def as_alexnet(row):
 
 def of_all_corruptions(corrupted, column, field):
     """The mean of the 15 types, or mCE beside AlexNet; None until all are there."""
+    corrupted = {name: corrupted[name] for name in NAMES if name in corrupted}
     if len(corrupted) < len(NAMES):
         return None
     if column != "mCE":
