@@ -34,7 +34,7 @@ from robust.corruptions import corrupt
 from robust.metrics import auroc, wilson
 from robust.patches import corrupt_patches
 from segmenter import evaluate, predictions, segmenter_from_checkpoint
-from referee.studies import leak
+from referee.studies import leak, line
 from referee.studies.span import explained_variance, key_span, value_axes
 from vit import classifier_from_checkpoint
 
@@ -45,7 +45,7 @@ except ImportError:
 
 WEIGHTS = Path(common.__file__).with_name("weights")
 SCENE = 35                                  # the test scene of pictures 2 and 5
-PICTURES = "projection gram values pcp pap hero where leak attack dense".split()
+PICTURES = "projection gram values pcp pap hero where leak attack dense line".split()
 COLOUR = {"softmax": "0.55", "symmetric": "#1f6fb4", "rpc": "#c8352b"}
 MARK = {"softmax": "o", "symmetric": "s", "rpc": "^"}               # for readers of grey prints
 NULL = dict(color="black", linestyle=":")
@@ -529,3 +529,37 @@ if wanted("dense"):
     figure.legend(patches, classes, loc="outside lower center", ncols=6, columnspacing=1.2)
     background = (source.labels == 0).double().mean() / 11          # if all pixels are called so
     save(figure, "dense", null=100 * background, **numbers)
+
+
+# %% 11. What the line says: clean loss against accuracy, a point a trained network.
+if wanted("line"):
+    networks, older, numbers = line.stored("fresh"), line.stored("scenes"), {}
+    titles = {"pgd 2/255": "PGD at 2/255", "15 corruptions": "15 corruptions"}
+    figure, grid = plt.subplots(1, 2, figsize=(9, 4.2))
+    for ax, (measure, title) in zip(grid, titles.items()):
+        for arm in dict.fromkeys(n.arm for n in networks):
+            kind = next((kind for kind in COLOUR if arm.startswith(kind)), "rpc")
+            x, y = line.points([n for n in networks if n.arm == arm], measure)
+            ax.plot(x, y, MARK[kind], color=COLOUR[kind], markersize=8, markeredgewidth=1.5,
+                    fillstyle="none" if line.defended(arm) else "full")
+            if arm.startswith(line.TRACED):
+                epochs = arm.removeprefix(line.TRACED)
+                numbers[f"{measure} {epochs} epochs"] = y.mean()
+                ax.annotate(epochs, (x.mean(), y.mean()), (7, -17), textcoords="offset points",
+                            color=COLOUR["symmetric"])
+        x, y = line.points([n for n in networks if n.arm.startswith(line.TRACED)], measure)
+        slope = (x - x.mean()) @ (y - y.mean()) / ((x - x.mean()) ** 2).sum()
+        ax.axline((x.mean(), y.mean()), slope=slope, color=COLOUR["symmetric"], linewidth=1)
+        ticks = (0.4, 0.2, 0.1, 0.05, 0.025)
+        ax.set_xticks([math.log(tick) for tick in ticks], ticks)
+        ax.set(title=title, ylabel="accuracy, %", xlabel="clean test loss, nats")
+        ax.margins(0.12)
+        ax.invert_xaxis()
+        numbers[f"explained {measure}"] = 100 * line.correlation(older, measure)[0] ** 2
+    kinds = [kind for kind in COLOUR if any(n.arm.startswith(kind) for n in networks)]
+    looks = {kind: dict(marker=MARK[kind], color=COLOUR[kind]) for kind in kinds}
+    looks["open: adversarially trained"] = dict(marker="s", color="black", fillstyle="none")
+    for name, look in looks.items():
+        grid[0].plot([], [], linestyle="", markersize=8, markeredgewidth=1.5, label=name, **look)
+    figure.legend(loc="outside lower center", ncols=4, columnspacing=1, handletextpad=0.3)
+    save(figure, "line", networks=len(older), **numbers)
