@@ -13,9 +13,10 @@ import csv
 import math
 from collections import defaultdict
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 import common
+from referee.studies.stats import spread
 from robust.corruptions import NAMES
 from robust.metrics import ALEXNET, mean_corruption_error
 
@@ -155,21 +156,13 @@ def markdown(cells, scale):
             texts[0] = number(c["paper"] - first["paper"], "+.2f")
             pairs = c["ours"].keys() & first["ours"].keys()
             gains = [c["ours"][s] - first["ours"][s] for s in pairs]
-            texts[1] = spread(gains, "+.2f")
+            texts[1] = spread(gains, "+.2f") or "not run"
         tiny = any(0 < abs(x) < 0.01 for x in c["ours"].values())              # eigenvalues
         form = ".1e" if tiny else ".2f"
-        own = spread([*c["ours"].values()], form)
+        own = spread([*c["ours"].values()], form) or "not run"
         numbers = [number(c["paper"], "g"), own, str(len(c["ours"]))]
         body.append([c["row"], c["column"], *numbers, *texts, c["note"]])
     return common.table(body, head)
-
-
-def spread(values, form):
-    """Mean ± standard deviation over seeds; "not run" of none."""
-    if not values:
-        return "not run"
-    deviation = f" ± {stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
-    return f"{mean(values):{form}}{deviation}"
 
 
 def number(value, form):
@@ -177,14 +170,14 @@ def number(value, form):
     return "" if math.isnan(value) else format(value, form)
 
 
-def main():
+def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("table", choices=list(ARMS))
     p.add_argument("--rows", required=True, help="folder of the runs and their evaluations")
     p.add_argument("--scale", required=True, help="tiny, small or paper: what the runs were")
     p.add_argument("--out", help="write the table to this file, too")
-    args = p.parse_args()
+    args = p.parse_args(argv)
 
     cells = lines(args.table, read(args.rows))
     missing = sum(not cell["ours"] for cell in cells)

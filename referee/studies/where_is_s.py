@@ -2,6 +2,7 @@
 
     python -m referee.studies.where_is_s --ckpt out/shapes_rpc out/shapes_symmetric      # seconds a model
     python -m referee.studies.where_is_s --ckpt out/robustness/*_s?/epoch_*.pt           # over training
+    python -m referee.studies.where_is_s --rows referee/results/where_is_s/rows.jsonl
 
 If robust PCA does inside attention what it is named for, K = L + S, and S is where a token was
 corrupted. Some patches of each test image are corrupted; a patch token's score is the sum of |S|
@@ -32,7 +33,6 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import common
-from common import InputError
 from robust import metrics
 from robust.adaptive import rewired
 from robust.patches import KINDS, corrupt_patches
@@ -42,10 +42,13 @@ from referee.studies import probe
 from referee.studies.stats import spread
 
 
+KEY = ("run", "step", "weights", "images")                  # what a row is of
+
+
 def get_args(argv):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--ckpt", nargs="+", required=True, help="runs or checkpoints of train_cls.py, "
+    p.add_argument("--ckpt", nargs="+", default=[], help="runs or checkpoints of train_cls.py, "
                    "all of the same images")
     p.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS),
                    help="of corruption, see robust/patches.py; adversarial takes the longest")
@@ -53,6 +56,7 @@ def get_args(argv):
     p.add_argument("--untrained", action=argparse.BooleanOptionalAction, default=True,
                    help="also look at each run before its first step")
     p.add_argument("--out_dir", type=Path, default=Path("out/where_is_s"))
+    p.add_argument("--rows", type=Path, help="table and figure of the rows in this file")
     return p.parse_args(argv)
 
 
@@ -160,8 +164,9 @@ def over_seeds(rows):
     for row in rows:
         group = groups.setdefault((row["network"], row["step"]), {})
         for name, value in row["values"].items():
-            group.setdefault(name, []).append(value)
-    return groups
+            group.setdefault(name, {})[row["seed"]] = value     # of two rounds the later one
+    return {at: {name: list(of.values()) for name, of in group.items()}
+            for at, group in groups.items()}
 
 
 def table(groups):
@@ -211,31 +216,26 @@ def draw(groups, kinds, path):
 
 def main(argv=None):
     args = get_args(argv)
-    args.out_dir.mkdir(parents=True, exist_ok=True)
-    path, how = args.out_dir / "rows.jsonl", dict(images=args.images, kinds=args.kinds)
-    loaded, rows = None, {}
-    stored = {(row["run"], row["step"], row.get("weights")): row
-              for row in common.read_log(path) if how.items() <= row.items()}
+    path, rows = args.out_dir / "rows.jsonl", {}
+    stored = {tuple(row.get(name) for name in KEY): row for row in common.read_log(path)
+              if row["kinds"] == args.kinds}
     for run, model, checkpoint in tqdm(points(args), "checkpoints", unit="checkpoint"):
-        c = model.config
-        about = dict(run=run, step=checkpoint["step"], weights=weights_of(model.state_dict()))
-        key = tuple(about.values())
+        seed = checkpoint["args"]["seed"]
+        row = dict(run=run, step=checkpoint["step"], weights=weights_of(model.state_dict()),
+                   images=args.images, kinds=args.kinds, network=kind_of(model.config), seed=seed)
+        key = tuple(row[name] for name in KEY)
         if key not in stored:
-            shape = c.image_size, c.patch_size, checkpoint["args"]["data"], c.num_classes
-            if loaded is None:
-                images, labels, _ = probe.load_images(checkpoint, c, args.images)
-                loaded = shape
-            if shape != loaded:
-                raise InputError(f"--ckpt {run} has image size, patch size, data, classes {shape}, "
-                                 f"expected those of the first, {loaded}")
+            images, labels, _ = probe.load_images(checkpoint, model.config, args.images)
             found = examine(model, images, labels, args.kinds)
             values = {name: round(x.double().mean().item(), 5) for name, x in found.items()}
-            stored[key] = about | how | dict(network=kind_of(c), values=values,
-                                             seed=checkpoint["args"]["seed"])
+            stored[key] = row | dict(values=values)
+            path.parent.mkdir(parents=True, exist_ok=True)
             common.Log(path).append(stored[key])
         rows[key] = stored[key]                                 # once, if it was given twice
 
-    groups = over_seeds(rows.values())
+    shown = common.read_log(args.rows) if args.rows else rows.values()
+    groups, args.kinds = over_seeds(shown), max((row["kinds"] for row in shown), key=len)
+    args.out_dir.mkdir(parents=True, exist_ok=True)
     print(table(groups))
     draw(groups, args.kinds, args.out_dir / "where_is_s.png")
     print(f"\n{args.out_dir}: rows.jsonl, where_is_s.png")
