@@ -124,8 +124,8 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     """RPC-Attention: n_iter steps of Principal Attention Pursuit on the keys; returns the last L.
 
     k, v, result: (B, H, N, D); v as wide as k, for L, made of values, is subtracted from keys.
-    n_iter >= 1, lambd >= 0 (math.inf: never shrink). q: (B, H, N, D), fixed queries (asymmetric
-    RPC). threshold, mu_dim, dual_sign: the table above. mu_over: as in `penalty`; None is "seen" if
+    n_iter >= 1; lambd >= 0 (math.inf: never shrink), or a tensor (H, 1, 1) that may be learned. q:
+    (B, H, N, D), fixed queries (asymmetric RPC). threshold, mu_dim, dual_sign: the table above. mu_over: as in `penalty`; None is "seen" if
     causal, else "all" (with which a causal layer would read the future). dropout_p: of the last
     step. shrink(x, tau): may have another gradient (robust/adaptive.py). trace: a list that
     receives dict(S, K2, L) of every step.
@@ -146,7 +146,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     # How large is a usual entry of a key? mu, and so the threshold tau, follow from that alone.
     K = k if k.dtype == torch.float64 else k.float()
     mu = penalty(K, mu_dim=mu_dim, mu_over=mu_over)
-    if lambd == math.inf:
+    if not torch.is_tensor(lambd) and lambd == math.inf:
         mu = mu.detach()                        # inf * 0 would make mu's gradient NaN
     tau = lambd * mu if threshold == "times" else lambd / mu
 
