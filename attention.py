@@ -125,10 +125,10 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
 
     k, v, result: (B, H, N, D); v as wide as k, for L, made of values, is subtracted from keys.
     n_iter >= 1; lambd >= 0 (math.inf: never shrink), or a tensor (H, 1, 1) that may be learned. q:
-    (B, H, N, D), fixed queries (asymmetric RPC). threshold, mu_dim, dual_sign: the table above. mu_over: as in `penalty`; None is "seen" if
-    causal, else "all" (with which a causal layer would read the future). dropout_p: of the last
-    step. shrink(x, tau): may have another gradient (robust/adaptive.py). trace: a list that
-    receives dict(S, K2, L) of every step.
+    (B, H, N, D), fixed queries (asymmetric RPC). threshold, mu_dim, dual_sign: the table above.
+    mu_over: as in `penalty`; None is "seen" if causal, else "all" (with which a causal layer would
+    read the future). dropout_p: of the last step. shrink(x, tau): may have another gradient
+    (robust/adaptive.py). trace: a list that receives dict(S, K2, L) of every step.
 
     n_iter = 1 is symmetric attention with every key entry clamped to [-tau, tau]. While no entry
     exceeds tau, S = 0 and, with dual_sign = -1, the keys of step i are (L_1 + ... + L_{i-1}) -
