@@ -158,7 +158,10 @@ def test_the_snippets_run_as_printed():
             names = dict(k=k, v=v, model=model, labels=labels,
                          images=(255 * images).byte() if "corrupt" in code else images)
             exec(code, names)
-            found = names.get("h", names.get("adversarial", names.get("foggy")))
+            if "right" in names:
+                assert all(flags.shape == labels.shape for flags in names["right"].values())
+                continue
+            found = names.get("h", names.get("foggy"))
             expected = names.get("v") if "h" in names else images
             assert found.shape == expected.shape
 
