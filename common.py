@@ -552,14 +552,14 @@ def lr_at(step, total, warmup, lr, min_lr, warmup_lr=1e-6):
 def param_groups(model, weight_decay, also=()):
     """Make the optimiser's two groups: weights of Linear, Conv and Embedding decay, the rest not.
 
-    also: names of further parameters that are matrices. Frozen parameters are in neither group.
+    also: ends of names of further matrices that do. Frozen parameters are in neither group.
     """
     matrices = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Embedding)
     weights = {id(m.weight) for m in model.modules() if isinstance(m, matrices)}
     decay, keep = [], []
     for name, p in model.named_parameters():
         if p.requires_grad:
-            decays = id(p) in weights or name.split(".")[-1] in also
+            decays = id(p) in weights or p.ndim > 1 and name.endswith(tuple(also))
             (decay if decays else keep).append(p)
     return [dict(params=decay, weight_decay=weight_decay), dict(params=keep, weight_decay=0.0)]
 

@@ -266,7 +266,8 @@ def build(args, train, device):
         common.print0(f"weights from {args.init_from}", *notes)
     # To freeze a part, say so here, `model.patch_embed.requires_grad_(False)`: --resume passes by.
 
-    groups = common.param_groups(model, args.weight_decay)
+    also = "mlp.temperature", "learned.s"               # FAN's, Scaled Attention's: as theirs
+    groups = common.param_groups(model, args.weight_decay, also)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.ema)) if args.ema else None
     if checkpoint:
