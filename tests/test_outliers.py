@@ -1,4 +1,4 @@
-"""referee/studies/outliers.py: who finds corrupted patches, who survives them, who keeps the promise."""
+"""referee/studies/outliers.py: who finds corrupted patches, who survives them, who meets the rule."""
 
 import math
 
@@ -40,18 +40,18 @@ def test_p_values_are_paired_by_seed_and_need_two():
     ({"15 corruptions": -1.0}, "no: not above on 15 corruptions"),
     ({"6 patches noise": None}, "undecided: two seeds or more of 6 patches noise"),
 ])
-def test_a_promise_is_kept_only_with_every_condition(gaps, word):
+def test_the_rule_is_met_only_with_every_condition(gaps, word):
     names = outliers.ABOVE + outliers.NOT_BELOW
     means = {name: 1.0 for name in names} | gaps
     compared = {(name, "keys"): Difference(3, mean, mean - 0.5, mean + 0.5, 0, 0.1, 2)
                 for name, mean in means.items() if mean is not None}
     corrected = {name: {"keys": 0.01} for name in names if means[name] is not None}
-    assert outliers.promise("keys", compared, corrected) == word
+    assert outliers.verdict("keys", compared, corrected) == word
     few = {(name.replace("1/255", "1/255, 50 images"), arm): of
            for (name, arm), of in compared.items()}
-    assert outliers.promise("keys", few, corrected) == word.replace("1/255", "1/255, 50 images")
+    assert outliers.verdict("keys", few, corrected) == word.replace("1/255", "1/255, 50 images")
     unsure = {name: {"keys": 0.06} for name in corrected}
-    assert outliers.promise("keys", compared, unsure) != "yes"
+    assert outliers.verdict("keys", compared, unsure) != "yes"
 
 
 def test_scores_are_those_of_layer_0():

@@ -1,7 +1,6 @@
 """referee/studies/plot.py: what the figures show of rows, logs and CSV files."""
 
 import json
-import shutil
 
 import pytest
 
@@ -26,11 +25,6 @@ def write(folder, rows):
     (folder / "results.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
 
 
-def points(ax):
-    return {line.get_label(): [tuple(round(float(v), 6) for v in point) for point in line.get_xydata()]
-            for line in ax.lines}
-
-
 def sweep_rows(conditions, **more):
     """Two seeds: 90 and 80 clean, 60 and 40 at 1/255, 30 and 20 at 2/255."""
     found = []
@@ -41,32 +35,23 @@ def sweep_rows(conditions, **more):
     return found
 
 
-CURVE = {"rpc (n = 2)": [(0, 85), (1, 50), (2, 25)]}
-
-
-def test_a_curve_is_the_mean_over_seeds_from_the_clean_accuracy_on_in_a_panel_of_its_own_for_each_way(tmp_path):
+def test_a_curve_is_of_one_way_to_attack_from_the_clean_accuracy_on_all_seeds_together(tmp_path):
     longer = [row("rpc", 0, "pgd", 9 - k, eps=k / 255, steps=100) for k in (1, 2)]
     other = [row("rpc", 0, "pgd", 0, eps=1 / 255, images=9), row("rpc", 0, "fgsm", 5, eps=1 / 255)]      # one budget
-    clean = [row("rpc", 0, "clean", 10, images=7), row("softmax", 0, "clean", 99)]           # few images; not attacked
-    write(tmp_path, sweep_rows(PIXEL) + clean + longer + other + sweep_rows(PAPER))
-    figure, _ = plot.sweep(tmp_path, "")
-    panels = [ax for ax in figure.axes if ax.get_visible()]
-    assert [points(ax) for ax in panels] == [CURVE, {"rpc (n = 1)": [(0, 90), (1, 8), (2, 7)]}, CURVE]
-    assert [ax.get_title() for ax in panels] == ["PGD, 50 images"] * 3
-    assert ["normalized" in ax.get_xlabel() for ax in panels] == [False, False, True]
-    band = panels[0].collections[0].get_paths()[0].vertices
-    assert {round(y) for x, y in band if x == 1} == {40, 60}
+    assert len(plot.attacks(sweep_rows(PIXEL) + longer + other + sweep_rows(PAPER))) == 3
+    found = plot.by_budget(sweep_rows(PIXEL), lambda row: row["kind"])
+    assert {round(x): sorted(of) for x, of in found["rpc"].items()} == {0: [80, 90], 1: [40, 60], 2: [20, 30]}
     write(tmp_path, other)
     assert plot.sweep(tmp_path, "")[0] is None
 
 
-def test_networks_of_two_sizes_are_two_lines_and_run_takes_one(tmp_path):
+def test_run_takes_the_networks_of_a_name(tmp_path):
     files = [r | dict(checkpoint=f"{r['checkpoint']}/last.pt") for r in sweep_rows(PIXEL, size="micro")]
     write(tmp_path, sweep_rows(PIXEL) + files)
     assert len(plot.sweep(tmp_path, "")[0].axes[0].lines) == 2
     plot.main(["robust", str(tmp_path), "--run", "micro", "other"])
     assert [path.name for path in tmp_path.glob("*.png")] == ["sweep_micro_other.png"]
-    assert points(plot.sweep(tmp_path, ("micro", "other"))[0].axes[0]) == CURVE
+    assert len(plot.sweep(tmp_path, ("micro", "other"))[0].axes[0].lines) == 1
 
 
 # --- other figures, the command -------------------------------------------------------------------
@@ -78,18 +63,10 @@ def test_a_log_is_drawn_as_loss_evaluations_nonzero_s_and_speed(tmp_path, capsys
     for name, some in (("a", rows), ("b", rows[:2])):
         (tmp_path / name).mkdir()
         (tmp_path / name / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
-    figure = plot.logs([tmp_path / "a", tmp_path / "b"])
-    panels = {ax.get_title(): points(ax) for ax in figure.axes if ax.get_visible()}
-    assert panels.keys() == {"loss", "top1", "images a second", "share of nonzero S"}
-    assert panels["loss"]["a, training"] == [(2, 2), (4, 1)]
-    assert panels["loss"]["a, evaluation"] == [(2, 1.5), (4, 0.5)]
-    assert panels["top1"]["b, evaluation"] == [(2, 30)]
-    assert panels["share of nonzero S"]["a, layer 0, PAP step 2"] == [(2, 0.25)]
-    assert panels["images a second"]["a, training"] == [(2, 100), (4, 200)]
-    (tmp_path / "more").mkdir()
-    shutil.copytree(tmp_path / "a", tmp_path / "more" / "a")            # two of a name: by their paths
-    twins = plot.logs([tmp_path / "a", tmp_path / "more" / "a"]).axes[0]
-    assert f"{tmp_path / 'more' / 'a'}, training" in points(twins)
+    curves = plot.log_curves(rows)
+    assert curves.keys() == {"loss", "top1", "images a second", "share of nonzero S"}
+    assert curves["loss"] == {"training": [(2, 2.0), (4, 1.0)], "evaluation": [(2, 1.5), (4, 0.5)]}
+    assert curves["share of nonzero S"]["layer 0, PAP step 2"] == [(2, 0.25)]
     plot.main(["log", str(tmp_path / "a"), str(tmp_path / "b")])
     assert (tmp_path / "a" / "curves.png").stat().st_size > 5000
     (tmp_path / "c").mkdir()
@@ -108,9 +85,6 @@ def test_one_checkpoint_gives_every_figure_of_kpca_and_a_word_on_what_it_lacks(t
     assert {p.stem for p in tmp_path.glob("*.png")} == set(plot.FIGURES["kpca"])
     loss, gamma, layers = capsys.readouterr().out.splitlines()
     assert "several checkpoints" in loss and "exp losses" in loss and "exp gammas" in gamma and "exp gammas" in layers
-    figure, _ = plot.kpca_loss(tmp_path, "")
-    assert [len(ax.patches) for ax in figure.axes] == [0, 2, 5, 4]                # bars: terms, frac, EV
-    assert [ax.get_title() for ax in plot.kpca_gamma_layers(tmp_path, "")[0].axes[:2]] == ["layer 0", "layer 1"]
     run(published_scores, *flags, "gammas,losses")
     assert plot.kpca_gamma(tmp_path, "")[1] == "" and "exp losses" not in plot.kpca_loss(tmp_path, "")[1]
     (tmp_path / "gamma_axes.csv").write_text("run,step,layer,measure,source,axis,mean,se\n"

@@ -10,7 +10,7 @@ does its layer 0 score the corrupted tokens highest (AUC)? Nulls stand beside it
 from the mean key, and the same score computed with the weights that training began with, or with
 those of the symmetric network.
 
-An attention keeps the promise if it is above symmetric on the mean of the corruptions and on noisy
+An attention meets the rule if it is above symmetric on the mean of the corruptions and on noisy
 patches (p below 0.05 after Holm's correction over the attentions) and not below it on clean images
 and under AutoAttack. p: paired t-test over seeds. Writes --out_dir/outliers.md, outliers.png (the
 differences) and patches.jsonl.
@@ -133,8 +133,8 @@ def p_values(runs, arms):
     return stats.holm(found)
 
 
-def promise(arm, compared, corrected):
-    """Does an attention keep the promise? "yes", "no" and why, or what is missing."""
+def verdict(arm, compared, corrected):
+    """Does an attention meet the rule? "yes", "no" and why, or what is missing."""
     clean, attacked = NOT_BELOW
     measured = (name for name, a in compared if a == arm and name.startswith(attacked))
     not_below = clean, next(measured, attacked)                  # AutoAttack: on fewer images, too
@@ -155,9 +155,9 @@ def report(found, compared, rows, args, primary=()):
     body = []
     for arm in args.arms:
         p = [f"{corrected.get(name, {}).get(arm, np.nan):.3f}".replace("nan", "") for name in ABOVE]
-        verdict = "" if arm == BASELINE else promise(arm, compared, corrected)
-        body.append([arm, *p, verdict])
-    head = ["attention", *(f"p, {name}" for name in ABOVE), "keeps the promise"]
+        met = "" if arm == BASELINE else verdict(arm, compared, corrected)
+        body.append([arm, *p, met])
+    head = ["attention", *(f"p, {name}" for name in ABOVE), "meets the rule"]
 
     def over_seeds(arm, value):
         values = [value(row) for (a, _), row in rows.items() if a == arm]
