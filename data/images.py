@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from common import InputError, print0
 from data.batches import Split, hold_out
-from data.files import same_folder
 from data.shapes import load_shapes
 
 
@@ -97,6 +96,7 @@ def load_test(args, trained, size, classes):
     args: an evaluation's data, data_dir and device. trained: the flags of the network's training, a
     dict. classes: ImageNet's, in the order of the network's.
     """
+    from data.files import same_folder
     flags = dict(num_images=16000, seed=0, download=False, skip_bad_images=False, holdout=0)
     flags.update(trained, data=args.data, data_dir=args.data_dir, device=args.device,
                  image_size=size, classes=classes)
