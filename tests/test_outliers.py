@@ -75,13 +75,14 @@ def test_a_null_is_the_same_score_with_other_weights(tmp_path):
     trained, symmetric, images = nano(KEYS), nano(seed=1), torch.rand(2, 3, 16, 16)
     checkpoint = dict(task="classification", model_config=vars(trained.config), model=trained.state_dict(),
                       args=dict(seed=3))
-    found = outliers.null_networks(trained, checkpoint, tmp_path, dict(model=symmetric.state_dict()))
-    with_weights = nano(KEYS)
+    folder, with_weights = tmp_path / "keys_s3", nano(KEYS)
+    assert set(outliers.null_networks(trained, checkpoint, folder)) == {"own, untrained"}
+    common.save(tmp_path / "symmetric_s3/last.pt", dict(model=symmetric.state_dict()))
+    found = outliers.null_networks(trained, checkpoint, folder)
     with_weights.load_state_dict(symmetric.state_dict())
     for name, other in (("untrained", nano(KEYS, seed=3)), ("symmetric's weights", with_weights)):
         own = [outliers.token_scores(m, images)["own"] for m in (found[f"own, {name}"], other)]
         assert torch.equal(*own) and own[0].std() > 0
-    assert set(outliers.null_networks(trained, checkpoint, tmp_path, None)) == {"own, untrained"}
 
 
 def test_the_study_looks_at_networks_once_and_says_what_is_missing(tmp_path, monkeypatch, capsys):

@@ -53,14 +53,12 @@ def token_scores(model, images):
     return scores
 
 
-def null_networks(model, checkpoint, folder, baseline):
-    """{score: network}: this attention with weights that never learned to live with it.
-
-    baseline: the checkpoint of the symmetric run of this seed, or None.
-    """
+def null_networks(model, checkpoint, folder):
+    """{score: network}: this attention with weights that never learned to live with it."""
     nulls = {"own, untrained": probe.untrained(model, checkpoint, folder)[0]}
-    if baseline:
-        weights = checkpoint | dict(model=baseline["model"])
+    symmetric = folder.with_name(f"{BASELINE}_s{checkpoint['args']['seed']}")
+    if (symmetric / "last.pt").exists():
+        weights = checkpoint | dict(model=common.load(symmetric)["model"])
         nulls["own, symmetric's weights"] = classifier_from_checkpoint(weights)
     return nulls
 
@@ -92,28 +90,25 @@ def patch_rows(args):
     if args.rows:
         found = [row for path in args.rows for row in common.read_log(path) if "auc" in row]
         return {arms.run_of(row): row for row in found if arms.run_of(row) in runs}
-    folders = {(arm, seed): args.out_dir / f"{arm}_s{seed}" for arm, seed in runs}
-    folders = {run: folder for run, folder in folders.items() if (folder / "last.pt").exists()}
-    path, rows, images = args.out_dir / "patches.jsonl", {}, None
+    path, rows = args.out_dir / "patches.jsonl", {}
     stored = {(row["checkpoint"], row["images"], row.get("weights")): row
               for row in common.read_log(path)}
-    for run, folder in tqdm(folders.items(), "corrupted patches", unit="network"):
+    for arm, seed in tqdm(runs, "corrupted patches", unit="network"):
+        folder = args.out_dir / f"{arm}_s{seed}"
+        if not (folder / "last.pt").exists():
+            continue
         checkpoint = common.load(folder)
-        model = classifier_from_checkpoint(checkpoint)
-        if images is None:
-            images, labels, _ = probe.load_images(checkpoint, model.config, args.limit)
-        nulls, symmetric = {}, folders.get((BASELINE, run[1]))
-        if "own" in token_scores(model, images[:1]):
-            baseline = symmetric and common.load(symmetric)
-            nulls = null_networks(model, checkpoint, folder, baseline)
-        about = dict(checkpoint=str(folder), images=len(images),
+        about = dict(checkpoint=str(folder), images=args.limit,
                      weights=weights_of(checkpoint["model"]))
-        row = stored.get(tuple(about.values()))
-        if row is None or not nulls.keys() <= row["auc"]["6 patches noise"].keys():
+        if tuple(about.values()) not in stored:
+            model = classifier_from_checkpoint(checkpoint)
+            images, labels, _ = probe.load_images(checkpoint, model.config, args.limit)
+            scored = "own" in token_scores(model, images[:1])
+            nulls = null_networks(model, checkpoint, folder) if scored else {}
             right, areas, share = look(model, images, labels, nulls)
-            row = about | dict(auc=areas, right=right, scored=share)
+            row = stored[tuple(about.values())] = about | dict(auc=areas, right=right, scored=share)
             common.Log(path).append(row)
-        rows[run] = row
+        rows[arm, seed] = stored[tuple(about.values())]
     return rows
 
 
