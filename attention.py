@@ -196,10 +196,10 @@ class ScaledAlphaAttention(nn.Module):
 # --- the table: write a function or a module, enter it here, train it by --attn NAME --------------
 
 # A function of (q, k, v), or of (k, v) if the keys are to be the queries too, returns h; all are
-# (B, H, N, D). Where it has arguments of these names, it also gets causal and dropout_p (what a
-# language model's or a Segmenter's attention has to heed) and layer, the SelfAttention around it.
-# An nn.Module class, for one with parameters, is called alike, and built with those of dim,
-# num_heads and num_tokens that its __init__ has.
+# (B, H, N, D). It also gets causal (language models need it), dropout_p (the decoder of Segmenter
+# does) and layer, the SelfAttention around it, where it has arguments of these names. One with
+# parameters is an nn.Module class: built with those of dim, num_heads and num_tokens that its
+# __init__ has, and called like a function.
 ATTENTIONS = {
     "softmax": softmax_attention,
     "symmetric": symmetric_attention,
@@ -247,8 +247,8 @@ class SelfAttention(nn.Module):
                                    ("q", "k", "v", "causal", "dropout_p", "layer"))
         for name, wanted in (("causal", causal), ("dropout_p", attn_drop)):
             if wanted and not {name, "layer"} & set(self.arg_names):
-                raise ValueError(f"attn={attn!r} has no argument {name}, which it would have to "
-                                 f"heed here ({name}={wanted})")
+                raise ValueError(f"attn={attn!r} has no argument {name}, expected one: this model "
+                                 f"has {name}={wanted}")
         self.num_proj = 3 if "q" in self.arg_names else 2               # q, k, v or k, v
         self.qkv = nn.Linear(dim, self.num_proj * dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim, bias=proj_bias)

@@ -48,7 +48,7 @@ def load_weights(model, checkpoint, new_head=False, mode="bicubic"):
 
 
 def weights_in(checkpoint):
-    """Return the state dict in a file of any of these kinds, a new dict."""
+    """Return the weights in a checkpoint, as a new dict."""
     held = "model" if "model" in checkpoint else "state_dict"
     return dict(checkpoint.get(held, checkpoint) or {})
 
