@@ -3,13 +3,16 @@
 import itertools
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torchvision.transforms.v2 import Normalize
 
 from robust import attacks
 import peers
 from robust import adaptive
+from robust.adversarial import adversarial
 from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd, straight_through
 from robust.attacks import (check, cw, fgsm, margin, noise, pgd, project_l1, sld, spsa,
                             spsa_gradient)
@@ -414,6 +417,18 @@ def test_every_restart_of_pgd_starts_elsewhere(monkeypatch):
     assert len(set(keys)) == len(keys) == 4
 
 
+def test_adversarial_training_moves_every_pixel_by_eps_in_pixel_units():
+    """On a linear model that normalises; the steps are of 2.5 eps in all, so that each pixel gets there."""
+    model, images, labels, w = linear_case()
+    net = torch.nn.Sequential(Normalize([0.4] * 3, [0.2] * 3), model)
+    targets = torch.nn.functional.one_hot(labels, 2).double()
+    for eps in (1 / 255, 16 / 255):
+        args = SimpleNamespace(adv_eps=eps, adv_steps=5, seed=0)
+        moved = adversarial(net, images, targets, 0, args)
+        torch.testing.assert_close(moved, images - eps * w.view_as(images).sign())
+    assert net.training
+
+
 # --- RPC-Attention ---------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
@@ -573,6 +588,10 @@ def test_word_swap_takes_its_share_of_every_line_and_spares_stop_words():
     assert {len(a) - len(b) for a, b in zip(word_swap(LINES, word="word")[0][-3:], LINES[-3:])} == {0}
     everything = [line.split() for line in word_swap(LINES, rate=1)[0]]
     assert everything[2] == "AAA AAA AAA AAA AAA over the AAA AAA , AAA @-@ AAA , in AAA .".split()
+
+
+def test_stop_words_in_quotation_marks_are_spared():
+    assert word_swap([" 'the bears ' we ' eat 'fish' "], rate=1)[0] == [" 'the AAA ' we ' AAA AAA "]
 
 
 def test_word_swap_at_rate_zero_swaps_none():

@@ -384,6 +384,7 @@ def test_models_that_share_weights_have_columns_of_their_own(tmp_path):
     assert len(found) == len(options) and len({row["weights"] for row in found}) == 1
     names = line_of((tmp_path / "r" / "table.md").read_text(), "measure, per cent")
     assert len(set(names)) == 6 and names[0] == "rpc 1iter/layer1, seed 0" and names[4] == "symmetric, seed 0"
+    assert names[2].startswith("rpc 4iter/layer1, lambda 0.3") and names[3] == "rpc 4iter/layer1, form paper, seed 0"
 
 
 def test_a_group_is_everything_but_the_seed(tmp_path):
@@ -400,8 +401,8 @@ def test_a_group_is_everything_but_the_seed(tmp_path):
 def test_a_fingerprint_of_weights_is_of_their_values_alone():
     state = dict(a=torch.arange(6.0).view(2, 3), b=torch.ones(2))
     same = dict(a=torch.arange(6.0).view(3, 2).T.contiguous().T.reshape(2, 3), b=torch.ones(4)[::2])
-    other = dict(a=torch.arange(6.0).view(2, 3) + 1e-6, b=torch.ones(2))
-    assert results.weights_of(state) == results.weights_of(same) != results.weights_of(other)
+    others = [dict(state, a=state["a"] + 1e-6), dict(state, b=torch.tensor([1, 1 + 1e-6]))]
+    assert results.weights_of(state) == results.weights_of(same) not in map(results.weights_of, others)
 
 
 def test_rows_are_read_but_for_a_line_cut_short_and_of_twins_the_later_one(tmp_path):
