@@ -64,7 +64,7 @@ def null_networks(model, checkpoint, folder):
 
 
 @torch.no_grad()
-def look(model, images, labels, nulls):
+def measure(model, images, labels, nulls):
     """{measure: which images are right, packed}, {corruption: {score: mean AUC}}, the share of
     tokens of clean images that have a score.
 
@@ -105,7 +105,7 @@ def patch_rows(args):
             images, labels, _ = probe.load_images(checkpoint, model.config, args.limit)
             scored = "own" in token_scores(model, images[:1])
             nulls = null_networks(model, checkpoint, folder) if scored else {}
-            right, areas, share = look(model, images, labels, nulls)
+            right, areas, share = measure(model, images, labels, nulls)
             row = stored[tuple(about.values())] = about | dict(auc=areas, right=right, scored=share)
             common.Log(path).append(row)
         rows[arm, seed] = stored[tuple(about.values())]

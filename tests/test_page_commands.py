@@ -1,0 +1,31 @@
+"""The commands of referee's pages that read stored rows run as printed, and say something."""
+
+import glob
+import importlib
+import re
+import shlex
+
+import pytest
+
+from conftest import ROOT
+
+PAGES = "\n".join(path.read_text().replace("\\\n", " ") for path in sorted(ROOT.glob("referee/**/*.md")))
+SHOWN = dict.fromkeys(re.sub(r"\s+", " ", command).strip() for command in re.findall(
+    r"python -m (referee\.studies\.\w+ [^`|#\n]*)", PAGES))
+OF_ROWS = [command for command in SHOWN if re.search(r"--(rows|verdict|table) referee", command)]
+
+
+@pytest.mark.parametrize("command", OF_ROWS, ids=range(len(OF_ROWS)))
+def test_a_command_of_a_page_prints_its_tables(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)                              # figures go to out/ and other folders of their own
+    (tmp_path / "referee").symlink_to(ROOT / "referee")
+    study, *words = shlex.split(command)
+    words = [path for word in words for path in (sorted(glob.glob(word)) or [word])]
+    importlib.import_module(study).main(words)
+    assert "|---" in capsys.readouterr().out
+
+
+def test_every_study_that_a_page_names_is_there():
+    assert len(OF_ROWS) > 8
+    for study in {command.split()[0] for command in SHOWN}:
+        assert callable(importlib.import_module(study).main)
