@@ -1,0 +1,70 @@
+"""Every change of docs/change.md applies to the tree as it stands, and its command runs."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SECTIONS = re.split(r"^### ", (ROOT / "docs/change.md").read_text(), flags=re.M)[1:]
+SMALL = {"train_cls.py": "--num_images 64 --batch_size 16 --epochs 1 --max_steps 3 --device cpu",
+         "train_lm.py": "--steps 3 --batch_size 4 --words 0 --device cpu",
+         "train_seg.py": "--num_images 32 --batch_size 16 --epochs 1 --max_steps 2 --save_images 0 --num_workers 0 --device cpu",
+         "eval_robust.py": "--limit 16 --device cpu"}
+
+
+def blocks(language, text):
+    return re.findall(rf"```{language}\n(.*?)```", text, re.S)
+
+
+def apply(diff, tree):
+    """Apply a diff without line numbers: "--- file", then hunks, "@@" between two of them."""
+    for name, body in re.findall(r"^--- (\S+)\n(.*?)(?=^--- |\Z)", diff, re.S | re.M):
+        path = tree / name
+        text = path.read_text() if path.exists() else ""
+        for hunk in re.split(r"^@@.*\n", body, flags=re.M):
+            lines = hunk.splitlines(keepends=True)
+            old = "".join(line[1:] for line in lines if line[0] in " -")
+            new = "".join(line[1:] for line in lines if line[0] in " +")
+            assert not old or text.count(old) == 1, f"{name}: {text.count(old)} places hold\n{old}"
+            text = text.replace(old, new) if old else text + new
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    tree = tmp_path_factory.mktemp("pristine")
+    for name in subprocess.run(["git", "ls-files", "*.py", "weights", "lecture/pictures/*.png"], cwd=ROOT,
+                               capture_output=True, text=True).stdout.split():
+        if not name.startswith("tests/"):
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tree / name)
+    return tree
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda text: text.splitlines()[0])
+def test_a_change_applies_and_its_command_runs(section, pristine, tmp_path):
+    tree = shutil.copytree(pristine, tmp_path / "tree")
+    diffs = blocks("diff", section)
+    assert diffs or blocks("sh", section)
+    for diff in diffs:
+        apply(diff, tree)
+    if "import wandb" in section:                                   # a package that is not installed
+        (tree / "wandb.py").write_text("def init(**settings): pass\ndef log(row, step): assert row['step'] == step\n")
+    for line in "".join(blocks("sh", section)).replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        assert words[0] == "python", line
+        done = subprocess.run([sys.executable, *words[1:], *SMALL.get(words[1], "").split()], cwd=tree,
+                              capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        for said in re.findall(r"^prints `(.+?)`", section, re.M):
+            assert re.search(said, done.stdout), (said, done.stdout)
+
+
+def test_there_are_twenty():
+    assert len(SECTIONS) >= 20
