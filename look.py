@@ -128,8 +128,8 @@ def look_at_classifier(model, classes, image):
             below.append([(f"layer {i}: |S|, step {n}", m) for n, m in enumerate(maps, 1)])
             filled = (f"{100 * (step['S'] != 0).double().mean():.0f}" for step in steps)
             print(f"layer {i}, PAP steps 1 to {len(steps)}: {', '.join(filled)} % of S is not 0")
-    notes = ["Top: where the class token looks, each map on its own scale; %: share of its attention "
-             "that patches get."]
+    notes = ["Top: where the class token looks, each map on its own scale; %: share of its "
+             "attention that patches get."]
     notes += ["|S|: black is 0, white the layer's largest key."] if below else []
     return sheet([seen, *below], notes)
 
