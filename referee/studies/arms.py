@@ -22,7 +22,8 @@ import common
 from common import InputError
 from robust.results import read_rows
 from robust.sources import SEED_FLAGS
-from referee.studies.differences import BASELINE, compare, draw, outcomes, primary_of, run_of, tables
+from referee.studies.differences import (BASELINE, compare, draw, outcomes, primary_of, run_of,
+                                         tables)
 from referee.studies.robust_attentions import USUAL as ROBUST
 
 
@@ -71,7 +72,8 @@ def finished(folder, flags):
     trained = common.load(folder)["args"]
     for name, value in flags.items():
         if trained.get(name) != value:
-            raise InputError(f"{folder} was trained with {name} {trained.get(name)}, expected {value}")
+            raise InputError(f"{folder} was trained with {name} {trained.get(name)}, expected "
+                             f"{value}")
     epochs = [row["epoch"] for row in common.read_log(folder / "log.jsonl") if "eval" in row]
     return bool(epochs) and epochs[-1] >= trained["epochs"]
 
@@ -138,7 +140,8 @@ def run(doc, arms, argv=None, *, out_dir, seeds, measures, limit, how=(), defaul
             if args.train:
                 train(folder, flags, args.rest)
             if finished(folder, flags):
-                check_recipe(arms, {run: path for run, path in networks.items() if (path / "last.pt").exists()})
+                check_recipe(arms, {run: path for run, path in networks.items()
+                                    if (path / "last.pt").exists()})
                 evaluate(folder, args.measures, "--limit", args.limit, *how)
     rows = read(args.rows or sorted(args.out_dir.glob("eval*/**/results.jsonl")))
     there = [run_of(row) for row in rows]

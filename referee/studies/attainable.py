@@ -1,6 +1,6 @@
 """How much could the measures of kernel PCA have shown? The best linear map, beside training's.
 
-    python -m referee.studies.attainable --ckpt out/softmax_s0 out/symmetric_s0 --out_dir referee/results/kpca
+    python -m referee.studies.attainable --ckpt out/softmax_s? --out_dir referee/results/kpca
     python -m referee.studies.attainable --table referee/results/kpca
 
 That trained values score as a random matrix of the input does means little if no matrix could score
@@ -8,7 +8,7 @@ more. So a map of the layer's input, v = x W + b, the same for all images as the
 Scaled Attention (I - S)(x W + b), with the layer's S), is fitted for each head: to EV, the share of
 the keys' variance that values catch; and to the overlap of span{a} with span{K~ a}, 1 if the
 columns of a = H G^-1 v span eigenvectors, which the eigen-cosine asks for. It is fitted on training
-images; numbers are of the test images of referee/studies/kernel_pca.py. A maximum that is found is a lower
+images; numbers are of the test images of kernel_pca.py. A maximum that is found is a lower
 bound of what can be had.
 """
 

@@ -1,8 +1,8 @@
 r"""Do fixed random axes win because they are random, or because they are the same for every image?
 
-    python -m referee.studies.constancy --data_dir data/cifar10         # seeds 0, 1, ..., all arms of each
+    python -m referee.studies.constancy --data_dir data/cifar10  # seeds 0, 1, ..., all arms of each
     python -m referee.studies.constancy --data_dir data/cifar10 --family polar
-    python -m referee.studies.constancy --rows referee/results/decider/constancy.jsonl      # tables and verdict
+    python -m referee.studies.constancy --rows referee/results/decider/constancy.jsonl
 
 No trained values can decide whether attention "does kernel PCA": a network may do something else.
 So values are forced to be those of Theorem 1 and, to compare, of its geometry on other axes.

@@ -8,8 +8,9 @@ r"""Was RPC given a fair chance? Its lambda, reading and number of steps chosen,
 
 The published lambda and n were chosen for ImageNet networks of width 192; these have 64. So both
 are chosen here, on training images that were held out, and only then tested, once, on test images.
-What is compared and what each outcome means was fixed before the runs: referee/results/constants/README.md.
-An arm is the reading of Algorithm 1, lambda and the number of steps: paper-0.05-n4.
+What is compared and what each outcome means was fixed before the runs:
+referee/results/constants/README.md. An arm is the reading of Algorithm 1, lambda and
+the number of steps: paper-0.05-n4.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Do the measures see a defence that works, and does RPC add to it? Adversarial training.
 
-    python -m referee.studies.control                                # trains and evaluates what lacks
+    python -m referee.studies.control  # trains and evaluates what lacks
     python -m referee.studies.control --arms rpc4-l1-adv --seeds 7   # one network, in --out_dir
     python -m referee.studies.control --rows referee/results/control/*_s?.jsonl     # tables, curves
 

@@ -1,7 +1,7 @@
 """What does RPC-Attention cost? Table 11 of the paper, counted and measured again.
 
-    python -m referee.studies.cost                              # ViT-tiny at 224 px: all rows, side by side
-    python -m referee.studies.cost --clock cpu --threads 1      # on a machine that does other work, too
+    python -m referee.studies.cost  # ViT-tiny at 224 px: all rows, side by side
+    python -m referee.studies.cost --clock cpu --threads 1  # on a machine that does other work, too
     python -m referee.studies.cost --batch_size 256             # a GPU wants more to do
 
 The paper's "1.22M flop/sample" are 1.22 G multiply-adds: its M is G, and true FLOPs are twice that.

@@ -1,7 +1,7 @@
 """Compare accuracies of networks with a baseline's, paired: intervals, tables, a figure.
 
 Runs are (arm, seed); arms are compared on the same images, paired by seed. Intervals are those of
-referee/studies/stats.py in which seeds and images both vary. Two measures of a data set are primary: a
+stats.py in which seeds and images both vary. Two measures of a data set are primary: a
 difference in them is significant, and bold, if it survives Holm's correction over arms x 2. All
 other numbers are exploratory and never bold. No study itself.
 """

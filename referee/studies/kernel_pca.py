@@ -1,14 +1,14 @@
 """Do trained networks perform kernel PCA? Every claim of the paper, measured beside its nulls.
 
-    python -m referee.studies.kernel_pca --ckpt out/cifar10_softmax --exp capture,gamma   # train_cls.py
-    python -m referee.studies.kernel_pca --ckpt out/cifar10_softmax/*.pt --exp jproj      # over training
+    python -m referee.studies.kernel_pca --ckpt out/softmax --exp capture,gamma     # train_cls.py
+    python -m referee.studies.kernel_pca --ckpt out/softmax/*.pt --exp jproj        # over training
     python -m referee.studies.plot kpca out/kpca                                          # figures
 
 Claims: Teo & Nguyen 2024, sections 2.2, App. C, E.2. Theory: kpca.py. Beside the learned values
 stand the values of the next head (other), the same input through a random matrix (x W), random
-numbers (iid), and the values of kernel PCA itself. Published scores: referee/studies/published_scores.py.
+numbers (iid), and the values of kernel PCA itself. Published scores: published_scores.py.
 
-EV, frac and overlap ask which subspace of feature space values span (referee/studies/span.py), eig_cos
+EV, frac and overlap ask which subspace of feature space values span (span.py), eig_cos
 whether they hold eigenvectors. None changes with v -> v R, which the output matrix undoes.
 
 Shapes: q (..., M, D), k (..., N, D), v (..., N, Dv), float64; leading ones: draws of a null,
@@ -222,7 +222,7 @@ def study(args, experiments):
                             own)
     for name, own in rows.items():
         write_tables(out / name, own)
-    print(f"\nCSV files in {out}; figures (needs matplotlib): python -m referee.studies.plot kpca {out}")
+    print(f"\nCSV files in {out}; figures: python -m referee.studies.plot kpca {out}")
 
 
 def main(argv=None):

@@ -1,8 +1,8 @@
 r"""Which attention finds corrupted patches, survives them, and meets the rule fixed beforehand?
 
-    python -m referee.studies.outliers --arms symmetric rpc4-l1 keys keys-rows --out_dir out/attentions
+    python -m referee.studies.outliers --arms symmetric keys keys-rows --out_dir out/attentions
     python -m referee.studies.outliers --rows referee/results/robustness/results.jsonl \
-        referee/results/robust_attentions/{results,patches}.jsonl       # tables of stored rows: a minute
+        referee/results/robust_attentions/{results,patches}.jsonl  # tables of stored rows: a minute
 
 The study of referee/studies/robustness.py (what it lacks is trained and evaluated) and one measure
 more. Some patches of each test image become noise or white: how often is the network right, and
@@ -33,7 +33,7 @@ from vit import classifier_from_checkpoint
 
 SCORES = "own", "own, untrained", "own, symmetric's weights", "|k|", "distance"
 PATCHES = [(kind, n) for kind in ("noise", "white") for n in (6, 16)]
-REFERENCES = ("rpc4-l1", "rpc2-all")      # judged by their own question, referee/studies/robustness.py
+REFERENCES = ("rpc4-l1", "rpc2-all")  # judged by their own question, referee/studies/robustness.py
 ABOVE, NOT_BELOW = ("15 corruptions", "6 patches noise"), ("clean", "autoattack 1/255")
 
 

@@ -1,10 +1,10 @@
 """Figures from the numbers that the other scripts write. Needs matplotlib.
 
-    python -m referee.studies.plot log out/a out/b                 # curves of training runs, side by side
+    python -m referee.studies.plot log out/a out/b  # curves of training runs, side by side
     python -m referee.studies.plot kpca out/kpca                   # whatever its CSV files allow
     python -m referee.studies.plot kpca out/kpca --run softmax     # mean of softmax_s0, softmax_s1
     python -m referee.studies.plot robust out/shapes_rpc/robust    # accuracy against eps
-    python -m referee.studies.plot robust out/rows --run symmetric rpc       # of some of its networks
+    python -m referee.studies.plot robust out/rows --run symmetric rpc  # of some of its networks
 
 One function draws one figure: it reads the numbers in a folder and returns a figure and what it
 lacks, or None and the command that would bring the numbers.
@@ -203,7 +203,7 @@ def gamma_figure(folder, run, by_layer):
     axes[1, 0].set_ylabel("cosine of a and K̃a")
     legend(figure, axes[0, 0], "lower left", title="upper row: near 0 for noise as well")
     legend(figure, axes[1, 0], "lower right", title="lower row: 1 for eigenvectors only")
-    return figure, "" if gammas else "|γi − γj| needs referee.studies.published_scores --exp gammas"
+    return figure, "" if gammas else "|γi − γj| needs published_scores --exp gammas"
 
 
 def kpca_gamma(folder, run):

@@ -48,7 +48,7 @@ def standardised(q, k, v):
 
 
 RULES = dict(exact_s=exact_s, standardised=standardised)
-ATTENTIONS.update(RULES)                                    # train_cls.py --attn, in referee.studies.scaled
+ATTENTIONS.update(RULES)  # train_cls.py --attn, in referee.studies.scaled
 
 
 # --- what attention really used -------------------------------------------------------------------
@@ -166,7 +166,7 @@ def untrained(model, checkpoint, path):
 
 
 def load_images(checkpoint, config, n, data=None, data_dir=None):
-    """n test images (n, 3, S, S) in [0, 1] of `data` or the training's, labels, and both in words."""
+    """n test images (n, 3, S, S) in [0, 1], their labels, and both in words."""
     trained = checkpoint.get("args") or {}
     name = data or trained.get("data", "shapes")
     where = argparse.Namespace(data=name, data_dir=data_dir or trained.get("data_dir"),

@@ -1,7 +1,7 @@
 """The scores by which attention was, and was not, called kernel PCA: what do they say of noise?
 
-    python -m referee.studies.published_scores            # where the published eigenvalues may come from
-    python -m referee.studies.published_scores --ckpt out/cifar10_softmax             # on a checkpoint
+    python -m referee.studies.published_scores  # where the published eigenvalues may come from
+    python -m referee.studies.published_scores --ckpt out/cifar10_softmax  # on a checkpoint
     python -m referee.studies.published_scores --ckpt out/cifar10_softmax/*.pt --exp losses
 
 [P] Teo & Nguyen 2024, code `rachtsy/KPCA_code:Reconstruction`. [R] Saritas & Yildiz 2025 (arXiv

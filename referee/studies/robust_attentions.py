@@ -1,9 +1,9 @@
 """Robust attentions on one footing: which of them withstands corrupted and attacked images?
 
-    python -m referee.studies.robust_attentions train_cls.py --attn keys-rows --out_dir out/attn/rows_s0
-    python -m referee.studies.robust_attentions train_cls.py --attn "keys lambd=0.25" --out_dir out/attn/quarter_s0
-    python -m referee.studies.robust_attentions eval_robust.py --ckpt out/attn/rows_s0
-    python -m referee.studies.robust_attentions "keys lambd=0.25" eval_robust.py --ckpt out/attn/quarter_s0
+    python -m referee.studies.robust_attentions train_cls.py --attn keys-rows --out_dir out/rows_s0
+    python -m referee.studies.robust_attentions train_cls.py --attn "keys lambd=0.25" --seed 1
+    python -m referee.studies.robust_attentions eval_robust.py --ckpt out/rows_s0
+    python -m referee.studies.robust_attentions "keys lambd=0.25" eval_robust.py --ckpt FOLDER
 
 Four groups have published attentions that are to withstand corrupted tokens, each with a harness of
 its own. Here each is a function of at most 15 lines, entered in ATTENTIONS of attention.py under

@@ -9,7 +9,8 @@ Argument: v = G (I - 1_N) a cannot be solved for a, so the authors propose netwo
 v = G a and whose layer centres them: A (I - S) v (Eq. 12). S is learned, as a matrix or as alpha
 times attention; --train uses the S of App. E.1 itself, g_j' / (N g_j), gradients through v and k.
 If they are right a = G^-1 v holds eigenvectors (eig_cos, v = G a) where nulls do not. A run has the
-name of its folder; runs that differ in _s<seed> are one network. The rule: referee/results/kpca/README.md.
+name of its folder; runs that differ in _s<seed> are one network. The rule:
+referee/results/kpca/README.md.
 """
 
 import math
@@ -39,7 +40,7 @@ def train(rule, flags):
     train_cls.main()
 
 
-# --- experiments: as in referee/studies/kernel_pca.py -----------------------------------------------------
+# --- experiments: as in kernel_pca.py -----------------------------------------------------
 
 def exact_matrix(k):
     """The S of App. E.1, (..., N, N)."""
@@ -128,7 +129,7 @@ def read(path):
     """Rows of a CSV file of a study, with "network", the run without its seed."""
     rows = read_csv(path)
     if not rows:
-        raise common.InputError(f"{path}: no such file, or empty; the commands of this study write it")
+        raise common.InputError(f"{path}: no such file, or empty; this study's commands write it")
     return [{**row, "network": re.sub(r"_s\d+$", "", row["run"])} for row in rows]
 
 
@@ -182,7 +183,7 @@ def tables(folder, experiment, measure):
 
 
 def verdict(folder):
-    """Print tables and, by the rule of referee/results/kpca/README.md, what they say of the claim."""
+    """Print tables and, by the rule of results/kpca/README.md, what they say of the claim."""
     for experiment, measure in (("gamma", CLAIM), ("gamma", "eig_cos"), ("capture", "EV")):
         tables(folder, experiment, measure)
 
@@ -192,8 +193,8 @@ def verdict(folder):
         start, end = (values(rows, network, CLAIM, "learned", last)[:, 0]
                       for last in (False, True))
         if not len(start):
-            raise common.InputError(f"{folder}/gamma.csv: no step 0 of {network}, whether it rises in "
-                             "training cannot be said: --untrained writes it")
+            raise common.InputError(f"{folder}/gamma.csv: no step 0 of {network}, so whether it "
+                             "rises cannot be said: --untrained writes it")
         start, end = start.mean(), end.mean()
         above = {null: values(rows, network, f"{CLAIM}: learned -", null)[:, 0].mean()
                  for null in NULLS}

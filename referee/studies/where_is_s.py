@@ -1,7 +1,7 @@
 """Where is S? Does the sparse part of RPC-Attention hold the patches that were corrupted?
 
-    python -m referee.studies.where_is_s --ckpt out/shapes_rpc out/shapes_symmetric      # seconds a model
-    python -m referee.studies.where_is_s --ckpt out/robustness/*_s?/epoch_*.pt           # over training
+    python -m referee.studies.where_is_s --ckpt out/shapes_rpc out/shapes_symmetric
+    python -m referee.studies.where_is_s --ckpt out/robustness/*_s?/epoch_*.pt  # over training
     python -m referee.studies.where_is_s --rows referee/results/where_is_s/rows.jsonl
 
 If robust PCA does inside attention what it is named for, K = L + S, and S is where a token was
