@@ -54,16 +54,15 @@ def one_of(name, value, known):
 
 
 def parse_layers(text, depth):
-    """Read "0" | "all" | "0,1,2" | "0-3": a tuple of layer indices."""
+    """Read "0", "all", "0,1,2" or "0-3": a tuple of layer indices."""
     try:
         ends = [part.split("-") for part in text.replace("all", f"0-{depth - 1}").split(",")]
         layers = tuple(i for e in ends for i in range(int(e[0]), int(e[-1]) + 1))
     except ValueError:
         layers = ()
-    if not layers or not set(layers) <= set(range(depth)):
-        raise InputError(f"--rpc_layers {text}: expected all, 0, 0,1,2 or 0-2, of layers 0 to "
-                         f"{depth - 1}")
-    return layers
+    if layers and set(layers) <= set(range(depth)):
+        return layers
+    raise InputError(f"--rpc_layers {text}: expected all, 0, 0,1 or 0-2 of layers 0 to {depth - 1}")
 
 
 COUNT, NATURAL = number(int, 1), number(int, 0)
@@ -140,9 +139,8 @@ def parse(p, recipes, script):
         raise InputError("--out_dir does not go with --resume, which continues in its own folder")
     for name, was in stored.items():
         if name not in MAY_CHANGE and getattr(args, name) != was:
-            raise InputError(f"--{name} {getattr(args, name)} does not fit --resume {args.resume}, "
-                             f"which was trained with --{name} {was}; --resume may change "
-                             f"{', '.join(n for n in MAY_CHANGE if n in stored)}")
+            raise InputError(f"--{name} {getattr(args, name)}: the run in {args.resume} has {was}; "
+                             f"--resume may change {', '.join(stored.keys() & MAY_CHANGE)}")
     return args
 
 
@@ -190,7 +188,7 @@ def all_sum(x):
 
 
 def broadcast(objects):
-    """Give every process rank 0's list of plain objects."""
+    """Give every process rank 0's list of objects."""
     if dist.is_initialized():
         dist.broadcast_object_list(objects)
     return objects
