@@ -140,7 +140,7 @@ def parse(p, recipes, script):
     for name, was in stored.items():
         if name not in MAY_CHANGE and getattr(args, name) != was:
             raise InputError(f"--{name} {getattr(args, name)}: the run in {args.resume} has {was}; "
-                             f"--resume may change {', '.join(stored.keys() & MAY_CHANGE)}")
+                             f"--resume may change {', '.join(sorted(stored.keys() & MAY_CHANGE))}")
     return args
 
 
