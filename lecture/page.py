@@ -1,34 +1,36 @@
-"""Weave lecture/WALKTHROUGH.md and the cells of lecture/walkthrough.py into a notebook, a page or a talk.
+"""Make a page, a talk or a notebook of lecture/WALKTHROUGH.md: one file each.
 
-    python -m lecture.walkthrough --notebook     # lecture/walkthrough.ipynb, executed
-    python -m lecture.walkthrough --page         # out/walkthrough/index.html: one file, nothing is fetched
-    python -m lecture.walkthrough --slides       # out/walkthrough/slides.html: the page, a section a slide
+    python -m lecture.page                   # out/walkthrough/index.html: text and live networks
+    python -m lecture.page --slides          # out/walkthrough/slides.html: a figure a slide
+    python -m lecture.page --notebook        # out/walkthrough/walkthrough.ipynb, executed
+    python -m lecture.page --base https://example.org/rpc/blob/main     # files become links
 
-The page and the talk show the pictures of lecture/pictures and the PAP explorer: S, the residual
-and attention for eight values of lambda, six steps and three readings of the paper. Its numbers are
-those of attention.py, computed here; lecture/web/explorer.js only looks them up.
+Page and talk need markdown-it-py, latex2mathml and pygments; the notebook nbformat, nbclient,
+ipykernel and matplotlib. Nothing is fetched when they are read: the weights of three networks stand
+in the file, and lecture/web/network.js runs them.
 """
 
+import argparse
 import base64
 import html
 import json
 import re
 import textwrap
-import zlib
 from importlib import import_module
 from pathlib import Path
 
 import torch
 
 import common
-from attention import FORMS, rpc_attention
-from data.shapes import load_shapes
-from robust.patches import corrupt_patches
+from data.shapes import SHAPES, load_shapes
 from vit import classifier_from_checkpoint
 
 ROOT = Path(__file__).parents[1]
+WEB = ROOT / "lecture/web"
+NETWORKS = ("softmax", "symmetric", "rpc")
+SCENES = (35, 3, 0, 1, 2, 5, 8, 9, 10, 15)              # test scenes of the live page
 PICTURE = re.compile(r"^!\[(.*?)\]\(pictures/(\w+)\.png\)\n", re.M)
-LAMBDAS, STEPS, SCENES = (0.5, 1, 2, 3, 4, 6, 8, 16), 6, (35, 3)
+SCRIPTS = ("network", "damage", "attack", "inside", "draw", "live")     # of lecture/web
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 FIRST_CELL = """\
 # In the repository's folder: pip install -r requirements.txt matplotlib
@@ -37,16 +39,17 @@ FIRST_CELL = """\
 # %cd rpc"""
 
 
-def extra(name, flag):
-    """Import a package of requirements-dev.txt. ValueError, one line, where it is not installed."""
+def extras(what, **packages):
+    """Import modules, each given as module=package. InputError where one is not installed."""
     try:
-        return import_module(name)
+        return [import_module(name.replace("__", ".")) for name in packages]
     except ImportError:
-        raise common.InputError(f"{flag} needs {name}: pip install -r requirements-dev.txt") from None
+        names = " ".join(dict.fromkeys(packages.values()))
+        raise common.InputError(f"{what} needs more packages: pip install {names}") from None
 
 
 def sections():
-    """The parts of lecture/WALKTHROUGH.md, each from its heading on."""
+    """[text] of the parts of lecture/WALKTHROUGH.md, each from its heading on."""
     return re.split(r"^(?=## )", (ROOT / "lecture/WALKTHROUGH.md").read_text(), flags=re.M)
 
 
@@ -80,15 +83,14 @@ def notebook_cells():
 
 def write_notebook(path, execute=True):
     """Write the notebook, with the outputs of its cells."""
-    nbformat = extra("nbformat", "--notebook")
+    nbformat, client, _ = extras("the notebook", nbformat="nbformat", nbclient="nbclient",
+                                 ipykernel="ipykernel")
     kinds = {"markdown": nbformat.v4.new_markdown_cell, "code": nbformat.v4.new_code_cell}
     cells = [kinds[kind](text.strip(), id=f"cell-{i}")
              for i, (kind, text) in enumerate(notebook_cells())]
     kernel = dict(name="python3", display_name="Python 3", language="python")
     book = nbformat.v4.new_notebook(cells=cells, metadata=dict(kernelspec=kernel))
     if execute:
-        client = extra("nbclient", "--notebook")
-        extra("ipykernel", "--notebook")
         client.NotebookClient(book, timeout=600, kernel_name="python3",
                               resources=dict(metadata=dict(path=str(ROOT)))).execute()
         for cell in cells:
@@ -96,67 +98,40 @@ def write_notebook(path, execute=True):
     nbformat.write(book, path)
 
 
-# --- the PAP explorer -----------------------------------------------------------------------------
+# --- what the live page computes with -------------------------------------------------------------
 
-@torch.no_grad()
-def explorer_images():
-    """[(name, image (3, 32, 32), keys, values)] of the four to choose from, in layer 1 of RPC."""
-    model = classifier_from_checkpoint(common.load(ROOT / "weights/shapes_rpc.pt"))
-    block, found = model.blocks[0], []
-    images = load_shapes("test", max(SCENES) + 1).images / 255
-    for scene in SCENES:
-        for kind, n in (("clean", 0), ("six patches are noise", 6)):
-            x, _ = corrupt_patches(images[scene:scene + 1], "noise", patch=4, n=n)
-            _, k, v = block.attn.project(block.norm1(model.embed(x)))
-            found.append((f"scene {scene}, {kind}", x[0], k, v))
-    return found
+def text_of(tensor):
+    """A tensor's bytes in base64."""
+    return base64.b64encode(tensor.contiguous().numpy().tobytes()).decode()
 
 
-def explorer_maps(k, v, form, lambd):
-    """Of each step: bytes of |S| (64), of the residual (64), of attention (64 x 64); two numbers.
-
-    |S| and |K - S - L| of a patch, over heads and channels: 255 is the longest key. Attention of a
-    patch (row) to a patch, mean over heads: its square root, 255 is 1. The numbers: |K - S - L|
-    over |K|, and the mean entropy of the attention rows in nats.
-    """
-    steps, longest = [], k.abs().sum((1, 3)).max()
-    rpc_attention(k, v, n_iter=STEPS, lambd=lambd, **FORMS[form], trace=steps)
-    for step in steps:
-        left = k - step["S"] - step["L"]
-        sizes = [x.abs().sum((1, 3))[0, 1:] / longest for x in (step["S"], left)]
-        A = (step["K2"] @ step["K2"].mT / k.shape[-1] ** 0.5).softmax(-1)
-        maps = torch.cat([*sizes, A.mean(1)[0, 1:, 1:].sqrt().flatten()])
-        yield ((255 * maps).round().clamp(0, 255).byte(),
-               ((left.norm() / k.norm()).item(), torch.special.entr(A).sum(-1).mean().item()))
+def networks():
+    """{name: weights as 16-bit floats, and their names and sizes}, for network.js."""
+    stored = {}
+    for name in NETWORKS:
+        model = classifier_from_checkpoint(common.load(ROOT / f"weights/shapes_{name}.pt"))
+        weights = model.state_dict()
+        stored[name] = dict(tensors=[(key, w.numel()) for key, w in weights.items()],
+                            half=text_of(torch.cat([w.flatten() for w in weights.values()]).half()),
+                            mean=model.config.mean, std=model.config.std)
+    return stored
 
 
-def explorer_data():
-    """What lecture/web/explorer.js looks up, as JSON: maps by image, reading, lambda and step."""
-    packed, curves, names, pixels = [], [], [], []
-    for name, image, k, v in explorer_images():
-        names.append(name)
-        pixels.append((255 * image).round().byte().permute(1, 2, 0).flatten())
-        for form in FORMS:
-            for lambd in LAMBDAS:
-                maps, numbers = zip(*explorer_maps(k, v, form, lambd))
-                packed += maps
-                curves += [[round(x, 4) for x in pair] for pair in numbers]
-
-    def packing(parts):
-        return base64.b64encode(zlib.compress(bytes(torch.cat(parts).tolist()), 9)).decode()
-    return json.dumps(dict(images=names, forms=list(FORMS), lambdas=LAMBDAS, steps=STEPS,
-                           pixels=packing(pixels), maps=packing(packed), curves=curves))
+def page_data():
+    """Test scenes as bytes (3, 32, 32), and their labels, for live.js."""
+    split = load_shapes("test", max(SCENES) + 1)
+    return dict(classes=list(SHAPES), labels=split.labels[list(SCENES)].tolist(),
+                scenes=[text_of(split.images[scene]) for scene in SCENES])
 
 
-# --- the page -------------------------------------------------------------------------------------
+# --- Markdown to HTML -----------------------------------------------------------------------------
 
-def with_formulas(text, keep):
+def with_formulas(text, convert, keep):
     """Markdown whose formulas are replaced by marks; keep: a list that receives their MathML."""
-    convert = extra("latex2mathml.converter", "--page").convert
-
     def mark(match):
         block, inline = match.groups()
-        keep.append(convert(block or inline, display="block" if block else "inline"))
+        formula = convert(block or inline, display="block" if block else "inline")
+        keep.append(f'<div class="wide">{formula}</div>' if block else formula)
         return f"@@{len(keep) - 1}@@"
     parts = re.split(r"(```.*?```|`[^`\n]*`)", text, flags=re.S)            # code has no formulas
     formula = r"\$\$(.+?)\$\$|\$([^$\n]+)\$"
@@ -164,46 +139,87 @@ def with_formulas(text, keep):
                    for part in parts)
 
 
-def coloured(code, language, _):
-    """A block of code as HTML with classes of pygments."""
-    pygments, lexers = extra("pygments", "--page"), extra("pygments.lexers", "--page")
-    formatter = extra("pygments.formatters", "--page").HtmlFormatter(nowrap=True)
-    return pygments.highlight(code, lexers.get_lexer_by_name(language or "text"), formatter)
+def figure(name, alt):
+    """A picture of lecture/pictures, inline: the SVG, whose text has the page's colour, or the PNG."""
+    drawn = ROOT / f"lecture/pictures/{name}.svg"
+    if not drawn.exists():
+        data = base64.b64encode(drawn.with_suffix(".png").read_bytes()).decode()
+        return f'<img class="drawn" alt="{alt}" src="data:image/png;base64,{data}">'
+    svg = re.sub(r"^.*?(?=<svg)|<metadata>.*?</metadata>|<style.*?</style>", "",
+                 drawn.read_text(), flags=re.S)
+    svg = re.sub(r'(id="|url\(#|href="#)', rf"\1{name}-", svg)         # ids are the whole page's
+    return svg.replace("<svg ", f'<svg class="drawn" role="img" aria-label="{alt}" ', 1)
 
 
-def to_html(text):
-    """A section of Markdown as HTML: formulas as MathML, pictures inline, files named."""
-    markdown, kept = extra("markdown_it", "--page"), []
+def to_html(text, base=None):
+    """Markdown as HTML: formulas as MathML, pictures inline, files as links below `base`, if any."""
+    markdown, mathml, pygments, lexers, formatters = extras(
+        "the page", markdown_it="markdown-it-py", latex2mathml__converter="latex2mathml",
+        pygments="pygments", pygments__lexers="pygments", pygments__formatters="pygments")
+
+    def coloured(code, language, _):
+        lexer = lexers.get_lexer_by_name(language or "text")
+        return pygments.highlight(code, lexer, formatters.HtmlFormatter(nowrap=True))
+
+    kept = []
     parser = markdown.MarkdownIt("commonmark", {"highlight": coloured}).enable("table")
-    body = parser.render(with_formulas(text, kept))
-    body = re.sub(r"@@(\d+)@@", lambda match: kept[int(match[1])], body)
+    body = parser.render(with_formulas(text, mathml.convert, kept))
+    body = re.sub(r"<p>@@(\d+)@@</p>|@@(\d+)@@", lambda match: kept[int(match[1] or match[2])], body)
+    body = re.sub(r'<img src="pictures/(\w+)\.png" alt="(.*?)" />',
+                  lambda match: figure(match[1], match[2]), body)
 
-    def inline(match):
-        data = base64.b64encode((ROOT / "lecture" / match[1]).read_bytes()).decode()
-        return f'src="data:image/png;base64,{data}"'
-    body = re.sub(r'src="([^"]+\.png)"', inline, body)
-    body = re.sub(r'<a href="(?!http)([^"]*)">\1</a>', r"\1", body)
-    body = re.sub(r'<a href="(?!http)([^"]*)">(.*?)</a>', r"\2 (<code>\1</code>)", body)
+    def file(match):                                    # a link to a file of the repository
+        place = (ROOT / "lecture" / match[1]).resolve().relative_to(ROOT)
+        return f'<a href="{base.rstrip("/")}/{place}">{match[2]}</a>' if base else match[2]
+    body = re.sub(r'<a href="(?!http|#)([^"]*)">(.*?)</a>', file, body)
     body = body.replace("<table>", '<div class="wide"><table>')
     return body.replace("</table>", "</table></div>")
 
 
-def page(slides=False):
-    """The page as one HTML text; slides: with the script that shows one section at a time."""
-    formatters = extra("pygments.formatters", "--page")
+def title_of(text):
+    """The heading of a section, as HTML."""
+    return html.escape(text.splitlines()[0].lstrip("# "))
+
+
+# --- the page and the talk ------------------------------------------------------------------------
+
+def page(base=None):
+    """The page as one HTML text: the sections, and after the first the live networks."""
+    parts = [f'<section id="part-{i}">\n{to_html(text, base)}</section>\n'
+             for i, text in enumerate(sections())]
+    links = [(f"part-{i}", title_of(text)) for i, text in enumerate(sections())]
+    links[1:1] = [("try", "Try it: the network in your browser"), ("attack", "Attack it")]
+    items = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title in links)
+    nav = f'<nav aria-label="sections"><ul>{items}</ul></nav>\n'
+    return document(nav + "<main>\n" + parts[0] + live() + "".join(parts[1:]) + "</main>", SCRIPTS)
+
+
+def slides(base=None):
+    """The talk as one HTML text: title, figure, sentence a slide; the picture's section in print."""
+    shown = []
+    for text in (ROOT / "lecture/slides.md").read_text().split("\n## ")[1:]:
+        (before, alt, name, sentence) = re.split(PICTURE, text)
+        section = next((part for part in sections() if f"pictures/{name}.png" in part), sections()[0])
+        notes = to_html(PICTURE.sub("", section), base)
+        shown.append(f'<section class="slide" id="slide-{len(shown) + 1}">\n<h2>{title_of(before)}'
+                     f'</h2>\n<div class="stage">{figure(name, html.escape(alt))}</div>\n'
+                     f'{to_html(sentence, base)}<aside class="notes">{notes}</aside></section>\n')
+    shown[1:1] = [live()]
+    return document(f'<main class="talk">\n{"".join(shown)}</main>', (*SCRIPTS, "slides"))
+
+
+def live():
+    """The live networks, and what stands in for them in print and without scripts."""
+    picture = figure("hero", "S and attention over the steps, clean and damaged")
+    return (WEB / "live.html").read_text().replace("<!-- stand-in -->", picture)
+
+
+def document(body, scripts):
+    """A whole HTML file around body, with styles, data and scripts in it."""
+    formatters, = extras("the page", pygments__formatters="pygments")
     light, dark = (formatters.HtmlFormatter(style=style).get_style_defs("pre")
                    for style in ("default", "github-dark"))
-    css = (ROOT / "lecture/web/page.css").read_text()
-    parts = []
-    for i, text in enumerate(sections()):
-        body = to_html(text)
-        if 'alt="S, the residual and attention over four steps' in body:
-            body += (ROOT / "lecture/web/explorer.html").read_text()
-        parts.append(f'<section id="part-{i}">\n{body}</section>')
-    titles = [html.escape(text.splitlines()[0].lstrip("# ")) for text in sections()]
-    links = "".join(f'<li><a href="#part-{i}">{title}</a></li>' for i, title in enumerate(titles))
-    scripts = [(ROOT / "lecture/web/explorer.js").read_text()]
-    scripts += [(ROOT / "lecture/web/slides.js").read_text()] * slides
+    code = "".join((WEB / f"{name}.js").read_text() for name in scripts)
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -211,9 +227,9 @@ def page(slides=False):
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <link rel="icon" href="data:,">
-<title>{titles[0]}</title>
+<title>{title_of(sections()[0])}</title>
 <style>
-{css}
+{(WEB / "page.css").read_text()}
 {light}
 @media (prefers-color-scheme: dark) {{
 {dark}
@@ -221,27 +237,36 @@ def page(slides=False):
 </style>
 </head>
 <body>
-<nav aria-label="sections"><ul>{links}</ul></nav>
-<main>
-{"".join(parts)}
-</main>
-<script type="application/json" id="explorer-data">{explorer_data()}</script>
+{body}
+<script type="application/json" id="networks">{json.dumps(networks())}</script>
+<script type="application/json" id="page-data">{json.dumps(page_data())}</script>
 <script>
-{"".join(scripts)}
+(() => {{
+{code}}})();
 </script>
 </body>
 </html>
 """
 
 
-def main(args):
-    """What --notebook, --page and --slides ask for; ValueError, one line, without the extras."""
-    out = Path(args.out_dir)
-    out.mkdir(parents=True, exist_ok=True)
+def main():
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--slides", action="store_true", help="the talk in place of the page")
+    p.add_argument("--notebook", action="store_true", help="the notebook in place of the page")
+    p.add_argument("--out_dir", default="out/walkthrough")
+    p.add_argument("--base", help="address of the repository's files, for links to them")
+    args = p.parse_args()
+    name = ("slides.html" if args.slides else "walkthrough.ipynb" if args.notebook
+            else "index.html")
+    out = Path(args.out_dir) / name
+    out.parent.mkdir(parents=True, exist_ok=True)
     if args.notebook:
-        write_notebook(ROOT / "lecture/walkthrough.ipynb")
-        print("lecture/walkthrough.ipynb")
-    for name, slides in (("index.html", False), ("slides.html", True)):
-        if args.slides if slides else args.page:
-            (out / name).write_text(page(slides))
-            print(out / name)
+        write_notebook(out)
+    else:
+        out.write_text(slides(args.base) if args.slides else page(args.base))
+    print(f"{out}: {out.stat().st_size / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    common.run(main)

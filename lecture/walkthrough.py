@@ -5,7 +5,6 @@
     python -m lecture.walkthrough pap --image lecture/pictures/scene.png   # or a picture of yours
     python -m lecture.walkthrough --format svg       # vectors, in the text colour of their page
     python -m lecture.walkthrough --format png svg --out_dir lecture/pictures   # those in the text
-    python -m lecture.walkthrough --notebook     # or --page, --slides: text and pictures in one: lecture/page.py
 
 An editor runs the cells one by one; each needs the first alone. The networks are those in weights/,
 so nothing is trained but the toy of picture 7.
@@ -64,17 +63,12 @@ p.add_argument("--ckpt", nargs="+", default=[], help="networks of train_cls.py o
 p.add_argument("--image", help="a picture of your own in gram, pap and hero")
 p.add_argument("--out_dir", default="out/walkthrough")
 p.add_argument("--format", nargs="+", choices=["png", "svg"], default=["png"])
-for form in ("notebook", "page", "slides"):
-    p.add_argument(f"--{form}", action="store_true", help="no pictures: see lecture/page.py")
 NOTEBOOK = "ipykernel" in sys.modules
 torch.set_num_threads(1)                    # the numbers in the text are those of one thread
 ARGS = p.parse_args([] if NOTEBOOK else None)
 if not set(ARGS.pictures) <= set(PICTURES):
     p.error(f"{' '.join(ARGS.pictures)}: expected some of {', '.join(PICTURES)}")
 try:                                        # what cannot be done is refused before anything runs
-    if ARGS.notebook or ARGS.page or ARGS.slides:
-        import lecture.page as weave
-        sys.exit(weave.main(ARGS))
     PHOTO = decode(read_bytes(ARGS.image), ARGS.image) if ARGS.image else None
     GIVEN = [common.load(path) for path in ARGS.ckpt]
 except (OSError, common.InputError) as e:

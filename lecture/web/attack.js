@@ -1,0 +1,48 @@
+// An attack that needs answers only, no gradients: random search over squares, after Square Attack
+// (Andriushchenko et al. 2020). The same seed proposes the same squares to every network.
+//
+// A query: ask the network about propose(), then tell() the margin. The margin is the logit of the
+// answer to the untouched picture minus the largest other: below 0 the network has changed it.
+
+class SquareAttack {
+  constructor(pixels, eps, seed) {
+    Object.assign(this, {pixels, eps, random: randomNumbers(seed), margins: []});
+    this.best = this.candidate = pixels;              // query 0 is the picture itself
+  }
+
+  // The next picture to ask about: within eps of the given one and within [0, 1]
+  propose() {
+    const query = this.margins.length;
+    if (query === 0) return this.pixels;
+    const sign = () => this.random() < 0.5 ? -1 : 1;
+    if (query === 1) {                                // stripes, one pixel wide
+      const signs = Array.from({length: 96}, sign);   // of each channel and column
+      return this.candidate = this.moved(this.pixels, i => signs[Math.floor(i / 1024) * 32 + i % 32]);
+    }
+    const side = Math.max(Math.round(32 * Math.sqrt(0.05 * 0.5 ** (query / 150))), 2);  // they shrink
+    const left = Math.floor(this.random() * (33 - side)), top = Math.floor(this.random() * (33 - side));
+    const signs = [sign(), sign(), sign()];
+    return this.candidate = this.moved(this.best, i => {
+      const x = i % 32 - left, y = Math.floor(i % 1024 / 32) - top;
+      return x >= 0 && x < side && y >= 0 && y < side ? signs[Math.floor(i / 1024)] : 0;
+    });
+  }
+
+  // start, but eps beside the given picture where signs(pixel) is -1 or 1
+  moved(start, signs) {
+    return start.map((x, i) => {
+      const sign = signs(i);
+      return sign ? Math.min(Math.max(this.pixels[i] + sign * this.eps, 0), 1) : x;
+    });
+  }
+
+  tell(margin) {
+    const least = this.margins.at(-1) ?? Infinity;
+    if (margin < least) this.best = this.candidate;
+    this.margins.push(Math.min(margin, least));
+  }
+
+  get fallen() { return this.margins.at(-1) < 0; }
+}
+
+const margin = (logits, answer) => logits[answer] - Math.max(...logits.filter((_, c) => c !== answer));

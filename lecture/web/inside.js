@@ -1,0 +1,123 @@
+// What a setting does inside: the answer, and S, what is left, and attention of each step of PAP.
+
+const patches = f => Float32Array.from({length: N - 1}, (_, p) => f(p + 1));  // no class token
+const norm2 = x => Math.sqrt(x.reduce((sum, xi) => sum + xi * xi, 0));
+const minus = (x, ...others) => x.map((xi, i) => others.reduce((rest, y) => rest - y[i], xi));
+const sumOf = x => x.reduce((a, b) => a + b, 0);
+
+// How large a token is: over heads and channels
+function size(x, i) {
+  let sum = 0;
+  for (let h = 0; h < H; h++)
+    for (let d = 0; d < D; d++) sum += Math.abs(x[(h * N + i) * D + d]);
+  return sum;
+}
+
+// Mean entropy of the rows of A, in nats: ln 65 where attention is uniform
+const entropy = A => -A.reduce((sum, a) => a > 0 ? sum + a * Math.log(a) : sum, 0) / (H * N);
+
+// How much token i looks at token j: mean over heads
+const looks = (A, i, j) => (A[i * N + j] + A[(N + i) * N + j]) / 2;
+
+// Attention that each patch gets from the other tokens
+const received = A => patches(j => {
+  let sum = 0;
+  for (let i = 0; i < N; i++) if (i !== j) sum += looks(A, i, j) / N;
+  return sum;
+});
+
+function centred(x) {                                 // minus the mean token of each head
+  return x.map((xi, at) => {
+    const first = Math.floor(at / (N * D)) * N * D + at % D;
+    let mean = 0;
+    for (let i = 0; i < N; i++) mean += x[first + i * D] / N;
+    return xi - mean;
+  });
+}
+
+// Of centred arrays, because what all keys share does not change attention
+function cosine(x, y) {
+  const [a, b] = [centred(x), centred(y)];
+  return sumOf(a.map((ai, i) => ai * b[i])) / Math.max(norm2(a) * norm2(b), 1e-12);
+}
+
+function softmax(x) {
+  const e = [...x].map(xi => Math.exp(xi - Math.max(...x)));
+  return e.map(ei => ei / sumOf(e));
+}
+
+// clean: the picture without damage. Columns are PAP's steps, or, without PAP, the four layers.
+async function lookInside(now, clean) {
+  const pixels = damaged(clean, now), inside = [], steps = [];
+  const answer = softmax(await ask(now.network, pixels, now, inside, steps));
+  const before = softmax(await ask(now.network, clean, now));
+  const result = {now, pixels, answer, before};
+  if (now.network !== "rpc" || !now.layers.length) {
+    const sharp = i => now.network !== "rpc" && now.layers.includes(i) ? now.temperature : 1;
+    result.columns = inside.map(({q, k}, i) => ({title: `layer ${i + 1}`, A: weights(q, k, sharp(i))}));
+    result.entropies = result.columns.map(({A}) => entropy(A));
+    return result;
+  }
+  const {k: K, v} = inside[now.layers[0]], longest = Math.max(...patches(i => size(K, i)), size(K, 0));
+  result.columns = [];
+  for (const [i, {S, K2, L}] of steps.entries()) {
+    const left = minus(K, S, L), A = weights(K2, K2);
+    result.columns.push({
+      title: `step ${i + 1}`, A, empty: S.every(x => x === 0), cosine: cosine(K2, K),
+      S: patches(t => size(S, t) / longest), left: patches(t => size(left, t) / longest),
+      residual: norm2(left) / norm2(K),
+    });
+    await breathe();
+  }
+  result.entropies = result.columns.map(({A}) => entropy(A));
+  result.residuals = result.columns.map(column => column.residual);
+  const symmetric = weights(K, K), uniform = symmetric.map(() => 1 / N);
+  const residual = A => norm2(minus(K, average(A, v))) / norm2(K);              // with S = 0
+  result.nulls = {entropy: {uniform: entropy(uniform), symmetric: entropy(symmetric)},
+                  residual: {uniform: residual(uniform), symmetric: residual(symmetric)}};
+  return result;
+}
+
+
+// --- in words -------------------------------------------------------------------------------------
+
+const percent = x => `${(100 * x).toFixed(0)} %`;
+const showLambda = x => x === Infinity ? "∞" : String(x);
+const where = token => `row ${Math.floor(token / 8) + 1}, column ${token % 8 + 1}`;
+
+// What is known about this setting
+function meaning({columns, entropies, nulls, now}) {
+  if (now.network !== "rpc")
+    return !now.layers.length || now.temperature === 1 ? "As trained: scores are q·k / √D."
+      : `Scores are divided by ${now.temperature}: a ${now.temperature < 1 ? "sharper" : "flatter"} softmax.`;
+  if (!nulls) return "No layer has PAP: symmetric attention with weights that were trained with PAP.";
+  const parts = [], one = now.n_iter === 1, factors = columns.map(column => column.cosine);
+  const last = entropies.at(-1), plain = nulls.entropy.symmetric;
+  if (now.lambd === 0)
+    return "λ = 0: the threshold is 0, so S takes everything, and the keys that are left are all alike. " +
+      `Attention is uniform: entropy ln 65 = ${Math.log(N).toFixed(2)}.`;
+  if (columns.every(column => column.empty)) {
+    parts.push("S is empty: no entry exceeds the threshold.");
+    if (one) parts.push("One such step is symmetric attention.");
+    else if (now.form === "admm") parts.push("Step i attends with about i times the keys: a sharper softmax.");
+    else parts.push("Step i attends with about −(i − 2) times the keys: none in step 2, from step 4 on a sharper softmax.");
+  } else if (one) parts.push("One step: symmetric attention with every key entry clamped to the threshold.");
+  const turns = factors.filter((c, i) => i && c * factors[i - 1] < 0).length;
+  if (turns)
+    parts.push((turns > 1 ? "The keys alternate in sign" : "The keys turn over") +
+      `: cosine with K ${factors.map(c => c.toFixed(2)).join(", ")}. Attention does not see the sign, because keys meet keys.`);
+  if (Math.abs(last - plain) > 0.1)
+    parts.push(`At the end attention is ${last < plain ? "sharper" : "flatter"} than symmetric: ` +
+      `${last.toFixed(2)} nats instead of ${plain.toFixed(2)}.`);
+  return parts.join(" ");
+}
+
+// The last column in numbers, and the attention of one patch
+function sentence({columns, entropies, residuals, now}, token) {
+  const {A, S} = columns.at(-1), row = patches(j => looks(A, token + 1, j));
+  const attends = `entropy ${entropies.at(-1).toFixed(2)} nats. The patch in ${where(token)} gives itself ` +
+    `${percent(row[token])} of its attention, other patches ${percent(sumOf(row) - row[token])}.`;
+  if (!S) return `Layer 4: ${attends}`;
+  return `Step ${now.n_iter} in layer ${now.layers[0] + 1}, λ = ${showLambda(now.lambd)}, ${now.form}: S is ` +
+    `${percent(sumOf(S) / 64)} of the longest key on average, the residual ${residuals.at(-1).toFixed(2)} of |K|, ${attends}`;
+}
