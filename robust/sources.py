@@ -152,5 +152,5 @@ def load_built(text, device, size):
     torch.manual_seed(0)                                  # the same weights on every process
     model = getattr(module, name)().to(device).eval().requires_grad_(False)
     about = dict(model=text, kind=text, checkpoint=text, weights=weights_of(model.state_dict()),
-                 model_config={}, recipe="")
+                 model_config=dict(build=text), recipe="")
     return Loaded(model, CLS, about, {}, given, size)
