@@ -48,11 +48,8 @@ class ViTConfig:
         self.rpc_layers = tuple(sorted(self.rpc_layers)) if self.attn in LAYER_PATTERNS else ()
         self.mean, self.std = tuple(self.mean), tuple(self.std)
         self.pap = {**PAP_SETTINGS, **self.pap}
-        one_of("attn", self.attn, dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS]))
+        one_of("attn", self.attn, [*ATTENTIONS, *LAYER_PATTERNS])
         one_of("init", self.init, ("trunc_normal", "default"))
-        for name in ("patch_size", "num_heads"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)}, expected 1 or more")
         for whole, part in (("image_size", "patch_size"), ("embed_dim", "num_heads")):
             if getattr(self, whole) % getattr(self, part):
                 raise InputError(f"{whole}={getattr(self, whole)} is not divisible by "

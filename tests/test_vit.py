@@ -163,7 +163,7 @@ def test_every_norm_has_the_eps_of_the_config(how, eps):
     assert len(norms) == 5 and all(norm.eps == eps for norm in norms)
 
 
-@pytest.mark.parametrize("bad", [dict(image_size=30), dict(attn="fog"), dict(patch_size=0), dict(num_heads=7),
+@pytest.mark.parametrize("bad", [dict(image_size=30), dict(attn="fog"), dict(num_heads=7),
                                  dict(init="zeros"), dict(rpc_layers=(7,), attn="rpc")])
 def test_config_refuses_what_cannot_be_built(bad):
     with pytest.raises(InputError, match=next(iter(bad))):
