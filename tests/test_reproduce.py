@@ -2,7 +2,6 @@
 
 import csv
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,6 @@ import train_seg
 from referee.reproduce import compare
 
 ROOT = Path(__file__).parent.parent
-SPEC = ROOT.parent / "shared" / "spec"
 SCRIPTS = sorted({path.name for path in (ROOT / "referee/reproduce").glob("*.sh")} - {"common.sh"})
 PARSERS = {"train_cls.py": train_cls, "train_lm.py": train_lm, "train_seg.py": train_seg,
            "eval_robust.py": eval_robust}
@@ -42,28 +40,6 @@ def printed():
 
 
 # --- paper.csv ------------------------------------------------------------------------------------
-
-def tables_of(text):
-    """Every Markdown table's cells, without its header and rule, in reading order."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines]
-
-
-@pytest.mark.skipif(not SPEC.exists(), reason="needs the transcript of the paper's tables")
-@pytest.mark.parametrize("name, start, end, tables", [
-    ("classification.md", "## 7. Targets", "## 8.", "1 2 4 5 7 8 9 10 11 12 E.1"),
-    ("language.md", "## 9. Targets", "## 10", "3"),
-    ("segmentation.md", "## 8. Targets", "## 9", "6")])
-def test_every_number_of_a_table_of_the_paper_is_in_paper_csv(name, start, end, tables):
-    text = (SPEC / name).read_text().split(start, 1)[1].split(end, 1)[0]
-    cells = [cell for row in tables_of(text) for cell in row[1:]]
-    theirs = [number for cell in cells for number in re.findall(r"\d+\.?\d*", cell)
-              if not re.search("[a-z]{3}", cell)]
-    loose = ["41.50", "79.79", "43.64", "80.81", "73.02", "1.18", "72.18", "1.23"]
-    theirs += loose * (name == "classification.md")
-    ours = [row["value"] for row in printed() if row["table"] in tables.split()]
-    assert sorted(map(float, theirs)) == sorted(map(float, ours))
-
 
 def test_a_number_stands_in_the_row_and_column_where_the_paper_has_it():
     cells = {(r["table"], r["row"], r["column"]): r["value"] for r in printed()}

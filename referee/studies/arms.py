@@ -47,6 +47,8 @@ def get_args(doc, arms, argv, out_dir, seeds, limit, measures, default):
     p.add_argument("--train", action=argparse.BooleanOptionalAction, default=True,
                    help="--no-train: evaluate what is trained")
     args, args.rest = p.parse_known_args(argv)
+    if args.rows and args.rest:
+        p.error(f"unrecognized arguments: {' '.join(args.rest)}")
     return args
 
 
