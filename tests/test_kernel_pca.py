@@ -406,7 +406,7 @@ def test_a_network_of_ones_own_photos_is_looked_at_on_those_it_was_not_trained_o
     checkpoint = dict(args=dict(data="folder", data_dir=str(tmp_path), holdout=4))
     config = ViTConfig(image_size=16, patch_size=8, num_classes=2)
     images, labels, what = probe.load_images(checkpoint, config, 32)
-    train, val, _ = photos.load_photos(photos.find_photos(tmp_path), 16, holdout=4)
+    train, val = (photos.load_photos(tmp_path, split, 16, holdout=4) for split in ("train", "test"))
     seen, found = {image.float().mean().item() for image in train.images}, {255 * x.mean().item() for x in images}
     assert len(found) == 4 and not {round(x) for x in found} & {round(x) for x in seen}
     assert sorted(labels.tolist()) == sorted(val.labels.tolist()) and what == "4 images of folder"
