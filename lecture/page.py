@@ -198,8 +198,9 @@ def slides(base=None):
     """The talk as one HTML text: title, figure, sentence a slide; the picture's section in print."""
     shown = []
     for text in (ROOT / "lecture/slides.md").read_text().split("\n## ")[1:]:
-        (before, alt, name, sentence) = re.split(PICTURE, text)
-        section = next((part for part in sections() if f"pictures/{name}.png" in part), sections()[0])
+        before, alt, name, sentence = re.split(PICTURE, text)
+        section = next((part for part in sections() if f"pictures/{name}.png" in part),
+                       sections()[0])
         notes = to_html(PICTURE.sub("", section), base)
         shown.append(f'<section class="slide" id="slide-{len(shown) + 1}">\n<h2>{title_of(before)}'
                      f'</h2>\n<div class="stage">{figure(name, html.escape(alt))}</div>\n'

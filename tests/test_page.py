@@ -1,5 +1,7 @@
 """The notebook, the page and the talk hold the walkthrough; the page's JavaScript computes what attention.py does."""
 
+import base64
+import html as html_text
 import json
 import os
 import re
@@ -16,7 +18,6 @@ from torchvision.transforms.v2.functional import center_crop, resize
 
 import common
 import lecture.page as page_maker
-from attention import FORMS, rpc_attention
 from data.shapes import load_shapes
 from robust.corruptions import corrupt
 from vit import classifier_from_checkpoint
@@ -107,7 +108,7 @@ def in_chromium(html, code, folder):
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert not said, said                               # a request would break the page's own policy
-    return json.loads(re.findall(r'<pre id="shown">(.*?)</pre>', done.stdout, re.S)[-1])
+    return json.loads(html_text.unescape(re.findall(r'<pre id="shown">(.*?)</pre>', done.stdout, re.S)[-1]))
 
 
 # Runs every scene with every setting and keeps each 61st number of S, K2, L, from another one on each time.
@@ -287,7 +288,6 @@ def test_formulas_are_mathml_code_stays_code_titles_are_escaped_and_links_go_to_
 
 
 def test_the_scenes_of_the_page_are_the_test_scenes_to_the_last_bit():
-    import base64
     data = page_maker.page_data()
     split = load_shapes("test", 40)
     for scene, text, label in zip(page_maker.SCENES, data["scenes"], data["labels"]):
@@ -296,7 +296,80 @@ def test_the_scenes_of_the_page_are_the_test_scenes_to_the_last_bit():
     assert sorted(data["labels"]) == list(range(10))                    # a scene of each shape
 
 
-# What a link's state shows: the sentence, labels of maps and curves, and the answer, after the page has drawn.
+# (scene, lambda, n, reading, layer) that are looked into; the patch is number 27, in row 4, column 4
+STATES = [(0, 1.5, 3, "released", 0), (3, torch.inf, 4, "paper", 2), (5, 0.0, 2, "admm", 1), (7, 0.2, 5, "released", 0)]
+
+
+def check_what_is_shown(state, seen):
+    """Token, step, layer, lambda, unit and scale: each number beside the same one of attention.py."""
+    scene, lambd, n, form, layer = state
+    model = half_model("rpc", rpc_layers=(layer,), pap=dict(form=form, lambd=lambd, n_iter=n))
+    images = load_shapes("test", page_maker.SCENES[scene] + 1).images[-1:].double() / 255
+    x = model.embed(images)
+    for block in model.blocks[:layer]:
+        x = block(x)
+    attn, x = model.blocks[layer].attn, model.blocks[layer].norm1(x)
+    (_, k, v), steps = attn.project(x), attn.trace(x)
+    size, at = (lambda t: t.abs().sum((1, 3))[0]), 1 + 27
+    maps, residual, entropy = [[], [], [], []], [], []
+    for step in steps:
+        S, K2, left = step["S"], step["K2"], k - step["S"] - step["L"]
+        A = (K2 @ K2.mT / 32 ** 0.5).softmax(-1)
+        received = A.mean(1)[0].fill_diagonal_(0).mean(0)
+        longest = size(k).max()
+        for row, values in zip(maps, (size(S) / longest, size(left) / longest, received, A.mean(1)[0, at])):
+            row += [values[1:].mean().item(), values[at].item()]
+        residual.append((left.norm() / k.norm()).item())
+        entropy.append(torch.special.entr(A).sum(-1).mean().item())
+    found = [float(x) for label in seen["maps"] for x in re.findall(r"\d\.\d+", label.split(":", 1)[1])]
+    assert found == pytest.approx(sum(maps, []), abs=6e-5)
+    for label, expected in zip(seen["curves"], (residual, entropy)):
+        assert [float(x) for x in re.findall(r"\d+\.\d+", label)] == pytest.approx(expected, abs=6e-4)
+    shown = "∞" if lambd == torch.inf else f"{lambd:g}"
+    assert seen["words"].startswith(f"Step {n} in layer {layer + 1}, λ = {shown}, {form}")
+    assert f"residual {residual[-1]:.2f} of |K|, entropy {entropy[-1]:.2f} nats" in seen["words"]
+    assert f"row 4, column 4 gives itself {100 * maps[3][-1]:.0f} % of its attention" in seen["words"]
+    assert ("S is empty" in seen["meaning"]) == (lambd == torch.inf)
+    assert ("S takes everything" in seen["meaning"]) == (lambd == 0)
+    percents = [int(x) for x in re.findall(r"(\d+) %", seen["bars"])][::2]
+    assert percents == pytest.approx((100 * model(images).softmax(-1)[0]).tolist(), abs=0.51)
+
+
+@needs_node
+def test_in_node_what_the_page_shows_of_a_setting_is_what_attention_py_gives():
+    states = [dict(scene=scene, lambd=None if lambd == torch.inf else lambd, n_iter=n, form=form, layers=[layer])
+              for scene, lambd, n, form, layer in STATES]
+    found = in_node(f"""
+        const data = JSON.parse(document.getElementById("page-data").textContent), breathe = () => {{}};
+        const ask = (...of) => {{ const work = network.start(...of); let now; while (!(now = work.next()).done); return now.value; }};
+        (async () => {{
+          const found = [];
+          for (const state of {json.dumps(states)}) {{
+            const now = {{...state, lambd: state.lambd ?? Infinity, network: "rpc", kind: "noise", amount: 0, paint: "0".repeat(64), temperature: 1}};
+            const pixels = Float32Array.from(atob(data.scenes[state.scene]), c => c.charCodeAt(0) / 255);
+            const seen = await lookInside(now, pixels);
+            const label = values => `: ${{(sumOf(values) / 64).toFixed(4)}} ${{values[27].toFixed(4)}}`;
+            const rows = [column => column.S, column => column.left, column => received(column.A), column => patches(j => looks(column.A, 28, j))];
+            found.push({{words: sentence(seen, 27), meaning: meaning(seen), maps: rows.flatMap(row => seen.columns.map(column => label(row(column)))),
+              bars: [...seen.answer].map(p => `${{percent(p)}}, ${{percent(p)}}`).join(),
+              curves: [seen.residuals, seen.entropies].map(values => values.map(x => x.toFixed(3)).join())}});
+          }}
+          console.log(JSON.stringify(found));
+        }})();""", "network", "damage", "inside")
+    for state, seen in zip(STATES, found, strict=True):
+        check_what_is_shown(state, seen)
+
+
+@needs_node
+def test_the_slider_of_lambda_goes_from_0_to_infinity_and_back():
+    places = in_node("console.log(JSON.stringify(Array.from({length: 1001}, (_, p) => [fromSlider(p), toSlider(fromSlider(p))])"
+                     ".map(([x, p]) => [x === Infinity ? 1e9 : x, p])));", "inside")
+    values = [x for x, _ in places]
+    assert values[0] == 0 and values[-1] == 1e9 and values[1] == 0.01 and values[-2] == 100
+    assert values == sorted(values)
+    assert [p for _, p in places] == pytest.approx(range(1001), abs=1.1)
+
+
 LOOK = """
   const seen = [], states = STATES;
   const wait = () => new Promise(done => setTimeout(done, 50));
@@ -315,47 +388,15 @@ LOOK = """
 
 @needs_chromium
 @needs_extras
-def test_in_a_browser_what_the_page_says_is_what_attention_py_gives(page, tmp_path):
-    """Token, step, layer, lambda, unit and scale: each number beside the same one computed here."""
-    states = [(0, 1.5, 3, "released", 0), (3, torch.inf, 4, "paper", 2), (5, 0.0, 2, "admm", 1), (7, 0.2, 5, "released", 0)]
+def test_in_a_browser_a_link_sets_the_page_and_what_it_says_is_what_attention_py_gives(page, tmp_path):
     links = [f"#try&scene={scene}&lambd={lambd if lambd < torch.inf else 'Infinity'}&n_iter={n}&form={form}&layers={layer}"
-             for scene, lambd, n, form, layer in states]
+             for scene, lambd, n, form, layer in STATES]
     found = in_chromium(page, LOOK.replace("STATES", json.dumps(links)), tmp_path)
-    for (scene, lambd, n, form, layer), seen in zip(states, found, strict=True):
-        model = half_model("rpc", rpc_layers=(layer,), pap=dict(form=form, lambd=lambd, n_iter=n))
-        images = load_shapes("test", page_maker.SCENES[scene] + 1).images[-1:].double() / 255
-        x = model.embed(images)
-        for block in model.blocks[:layer]:
-            x = block(x)
-        attn, x = model.blocks[layer].attn, model.blocks[layer].norm1(x)
-        (_, k, v), steps = attn.project(x), attn.trace(x)
-        size, at = (lambda t: t.abs().sum((1, 3))[0]), 1 + 27                           # row 4, column 4
-        expected = {name: [] for name in ("|S|", "left", "got", "row", "residual", "entropy")}
-        for step in steps:
-            S, K2, left = step["S"], step["K2"], k - step["S"] - step["L"]
-            A = (K2 @ K2.mT / 32 ** 0.5).softmax(-1)
-            received = A.mean(1)[0].fill_diagonal_(0).mean(0)
-            longest = size(k).max()
-            for name, values in (("|S|", size(S) / longest), ("left", size(left) / longest), ("got", received),
-                                 ("row", A.mean(1)[0, at])):
-                expected[name] += [values[1:].mean().item(), values[at].item()]
-            expected["residual"].append((left.norm() / k.norm()).item())
-            expected["entropy"].append(torch.special.entr(A).sum(-1).mean().item())
-        maps = [[float(x) for x in re.findall(r"\d+\.\d+", label.split(":", 1)[1])] for label in seen["maps"]]
-        for r, name in enumerate(("|S|", "left", "got", "row")):
-            assert sum(maps[r * n:(r + 1) * n], []) == pytest.approx(expected[name], abs=6e-5), (name, form)
-        for label, name in zip(seen["curves"], ("residual", "entropy")):
-            assert [float(x) for x in re.findall(r"\d+\.\d+", label)] == pytest.approx(expected[name], abs=6e-4)
-        percents = [int(x) for x in re.findall(r"(\d+) %", seen["bars"])][::2]
-        assert percents == pytest.approx((100 * model(images).softmax(-1)[0]).tolist(), abs=0.51)
-        assert seen["lambda"] == ("∞" if lambd == torch.inf else f"{lambd:g}")
-        assert seen["words"].startswith(f"Step {n} in layer {layer + 1}, λ = {seen['lambda']}, {form}")
-        assert f"residual {expected['residual'][-1]:.2f} of |K|, entropy {expected['entropy'][-1]:.2f} nats" in seen["words"]
-        assert f"row 4, column 4 gives itself {100 * expected['row'][-1]:.0f} % of its attention" in seen["words"]
-        for key in (f"scene={scene}", f"n_iter={n}", f"form={form}"):                   # the link comes back
-            assert key in seen["link"] or key in ("scene=0", "n_iter=4", "form=released")
-        assert ("S is empty" in seen["meaning"]) == (lambd == torch.inf)
-        assert ("S takes everything" in seen["meaning"]) == (lambd == 0)
+    for state, link, seen in zip(STATES, links, found, strict=True):
+        check_what_is_shown(state, seen)
+        assert seen["lambda"] == ("∞" if state[1] == torch.inf else f"{state[1]:g}")
+        standard = {"scene=0", "n_iter=4", "form=released", "layers=0"}
+        assert set(link.replace("=0.0", "=0").split("&")) - standard <= set(seen["link"].split("&"))
 
 
 ATTACK = """
@@ -405,7 +446,8 @@ FIT = """
 def test_slides_fit_the_window_and_can_be_read_from_the_last_row(tmp_path):
     width, height, found = in_chromium(page_maker.slides(), FIT, tmp_path)
     assert (width, height) == (1280, 720)
-    assert len(found) == 12 and [name for name, *_ in found][:3] == ["slide-1", "try", "attack"]
+    assert len(found) == 2 + (ROOT / "lecture/slides.md").read_text().count("\n## ")
+    assert [name for name, *_ in found][:3] == ["slide-1", "try", "attack"]
     for name, wide, high, title, least in found:
         assert wide <= 0 and high <= 0 and title >= 40 and least >= 23.5, name
 

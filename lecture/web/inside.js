@@ -83,6 +83,12 @@ async function lookInside(now, clean) {
 
 const percent = x => `${(100 * x).toFixed(0)} %`;
 const showLambda = x => x === Infinity ? "∞" : String(x);
+
+// The slider of lambda: 0, then 0.01 to 100 in equal steps of its logarithm, then infinity
+const toSlider = x => x === 0 ? 0 : x === Infinity ? 1000
+  : Math.min(Math.max(1 + 998 * (Math.log10(x) + 2) / 4, 1), 999);
+const fromSlider = p => p <= 0 ? 0 : p >= 1000 ? Infinity : Number((10 ** ((p - 1) / 998 * 4 - 2)).toPrecision(3));
+
 const where = token => `row ${Math.floor(token / 8) + 1}, column ${token % 8 + 1}`;
 
 // What is known about this setting

@@ -103,10 +103,6 @@ async function changed() {                            // while one look is taken
 
 // --- controls -------------------------------------------------------------------------------------
 
-const toSlider = x => x === 0 ? 0 : x === Infinity ? 1000
-  : Math.min(Math.max(1 + 998 * (Math.log10(x) + 2) / 4, 1), 999);
-const fromSlider = p => p <= 0 ? 0 : p >= 1000 ? Infinity : Number((10 ** ((p - 1) / 998 * 4 - 2)).toPrecision(3));
-
 function showControls() {
   for (const id of ["network", "scene", "kind", "amount", "n_iter", "form", "eps", "seed"]) $(id).value = state[id];
   $("lambd").value = toSlider(state.lambd);
