@@ -504,7 +504,7 @@ def seed_of(seed, step, rank):
 def progress(first, stop, rank):
     """Show a bar for the steps from `first` to `stop`, on a terminal."""
     return tqdm(range(first, stop), "training", stop, initial=first, unit="step",
-                disable=rank > 0 or not sys.stderr.isatty(), dynamic_ncols=True)
+                disable=rank > 0 or None, dynamic_ncols=True)
 
 
 def show_progress(bar, step, loss, rate, unit, seconds):

@@ -324,7 +324,7 @@ def evaluate(model, source, *, size, window, stride, scales=(1.0,), flip=False, 
     mine = index[rank::world]
     triples = predictions(model.eval(), source, mine, size=size, window=window, stride=stride,
                           scales=scales, flip=flip, change=change, amp=amp, num_workers=num_workers)
-    quiet = rank > 0 or progress is None
+    quiet = rank > 0 or progress is None or None            # None: where output is redirected
     for _, label, prediction in tqdm(triples, progress, len(mine), leave=False, disable=quiet):
         matrix += confusion(prediction, label, K)
     model.train(training)

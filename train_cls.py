@@ -205,7 +205,8 @@ def evaluate(model, source, args, device, rank, world):
     parts = [part for part in share.split(256) if len(part)]        # more processes than images
     total = torch.zeros(4, device=device)                   # right, right in top 5, loss, images
     batches = load_batches(source, [(part, part) for part in parts], args, device)
-    for images, labels, _ in tqdm(batches, "evaluating", len(parts), disable=rank > 0, leave=False):
+    quiet = rank > 0 or None                            # None: where output is redirected
+    for images, labels, _ in tqdm(batches, "evaluating", len(parts), disable=quiet, leave=False):
         with common.autocast(device, args.amp):
             logits = model(images.float() / 255).float()
         good = labels >= 0                                          # -1: an unreadable file

@@ -271,7 +271,7 @@ def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1, p
                for part in starts.split(batch_size)][rank::world]
     model.eval()
     for starts, length, scored in tqdm(batches, progress, leave=False,
-                                       disable=rank > 0 or not progress):
+                                       disable=rank > 0 or not progress or None):
         at = starts.to(device)[:, None] + torch.arange(length, device=device)      # (b, length)
         hidden = model.hidden(tokens[at])[:, -scored:]                             # (b, scored, C)
         at = at[:, -scored:]
