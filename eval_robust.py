@@ -165,7 +165,7 @@ def classifier_row(m, measure, source, index, args, made_on):
     moved = torch.zeros(n, 4, dtype=score.widest(args.device), device=args.device)
 
     for images_of, changes in changes_of(measure, source, m.size, args):
-        right.append(torch.zeros(len(changes), n, 2, device=args.device))    # top-1, top-5: 0 or 1
+        right.append(torch.zeros(len(changes), n, 3, device=args.device))    # top-1, top-5, loss
         loaded = score.batches(images_of, index, args, label)
         if name in ATTACKS and "batch_size" in parameters(find(name)):
             loaded = score.concat(loaded, 4096)           # so many at once: its batches stay full
@@ -186,8 +186,10 @@ def classifier_row(m, measure, source, index, args, made_on):
                             for t in (torch.cat(right), moved, stages))
     outcomes = [score.outcome(hit) for hit in right]      # of each severity or draw
     row = outcomes[0] if len(right) == 1 and name != "corruptions" else score.stack(outcomes)
+    if name == "clean":                                   # how far did training get?
+        row["loss"] = right[0, :, 2].mean().item()
     if name in ATTACKS:
-        row["top1"], row["top5"] = score.percent(right.mean(0).sum(0), n)
+        row["top1"], row["top5"] = score.percent(right.mean(0).sum(0)[:2], n)
         row.update(score.sizes(moved))
     if name.endswith("autoattack"):
         row["stages"] = dict(zip(STAGES, score.percent(stages.sum(1), n)))

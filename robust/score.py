@@ -77,18 +77,19 @@ def damage(images, numbers, setting, severity, args):
 
 @torch.no_grad()
 def is_correct(model, x, labels, args):
-    """Which of the images x in [0, 1] are right, and right among the first five: (b, 2) float."""
+    """Ask about images x in [0, 1]: top-1, top-5 and loss of each, as `correct`, (b, 3) float."""
     with common.autocast(args.device, args.amp):
         logits = forward(model, x, args.batch_size).float()
     return correct(logits, labels)
 
 
 def correct(logits, labels):
-    """Top-1 and top-5 of each image, (b, 2) float."""
+    """Top-1 and top-5 (0 or 1) and cross-entropy in nats of each image, (b, 3) float."""
     if not logits.isfinite().all():
         raise ValueError("the model returns logits that are not finite")
     right = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
-    return torch.stack([right[:, 0], right.any(1)], 1).float()
+    loss = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    return torch.stack([right[:, 0].float(), right.any(1).float(), loss], 1)
 
 
 def percent(total, n):
@@ -96,8 +97,8 @@ def percent(total, n):
 
 
 def outcome(hit):
-    """Fields of a row from hits (n, 2): top-1, top-5 in percent, which were right, a bit each."""
-    top1, top5 = percent(hit.sum(0), len(hit))
+    """Fields of a row from answers (n, 3): top-1, top-5 in percent, which were right, a bit each."""
+    top1, top5 = percent(hit[:, :2].sum(0), len(hit))
     return dict(top1=top1, top5=top5, right=pack(hit[:, 0] > 0))
 
 
