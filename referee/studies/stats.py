@@ -136,7 +136,7 @@ def spread(values, form=".1f"):
 def show(d, digits=1, bold=False):
     """Write a Difference as +1.2 (-0.3 to +2.7)."""
     text = f"{d.mean:+.{digits}f}"
-    if d.n > 1:
+    if d.low == d.low:
         text += f" ({d.low:+.{digits}f} to {d.high:+.{digits}f})"
     return f"**{text}**" if bold else text
 
