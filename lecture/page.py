@@ -68,14 +68,12 @@ def code_cells():
 def notebook_cells():
     """("markdown" or "code", text) of every cell: prose, and what draws its picture where it is."""
     code = code_cells()
-    head, *others = sections()
-    yield "markdown", head
-    yield "code", FIRST_CELL
-    yield "code", code[""]
-    yield "code", code["hero"]
-    for text in others:
+    for i, text in enumerate(sections()):
         before, *rest = re.split(PICTURE, text)
         yield "markdown", before
+        if i == 0:
+            yield "code", FIRST_CELL
+            yield "code", code[""]
         for _, name, after in zip(*[iter(rest)] * 3):
             yield "code", code[name]
             yield "markdown", after
@@ -211,7 +209,7 @@ def slides(base=None):
 
 def live():
     """The live networks, and what stands in for them in print and without scripts."""
-    picture = figure("hero", "S and attention over the steps, clean and damaged")
+    picture = figure("hero", "an image with six patches of noise, and S of it")
     return (WEB / "live.html").read_text().replace("<!-- stand-in -->", picture)
 
 
