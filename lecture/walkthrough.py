@@ -227,7 +227,7 @@ if wanted("gram"):
     order = torch.rand(k.shape, generator=random).argsort(0)
     null = kpca.kernel_pca(k.gather(0, order))
 
-    figure, grid = plt.subplots(2, 4, figsize=(9, 4.1), width_ratios=(1, 1, 1, 1.2))
+    figure, grid = plt.subplots(2, 4, figsize=(9, 4), width_ratios=(1, 1, 1, 1.2))
     spectrum = figure.add_subplot(grid[0, 3].get_gridspec()[:, 3])
     grid[0, 3].remove(), grid[1, 3].remove()
     show(grid[0, 0], image[0], "image")
@@ -334,32 +334,30 @@ if wanted("pap"):
     model, many = network("rpc"), scenes(64)[0]
     images, hit = corrupt_patches(picture(SCENE), "noise", patch=4)
     k, trace = first_layer(model, images)
-    figure = plt.figure(figsize=(9, 7.8))
-    upper, lower = figure.subfigures(2, 1, height_ratios=(1.5, 1))
-    grid, lines = upper.subplots(3, 5), lower.subplots(1, 2)
-    rows = ("|S|", lambda step: size(step["S"])), \
-           ("|K \u2212 S \u2212 L|", lambda step: size(k - step["S"] - step["L"])), \
-           ("attention", lambda step: received(step["K2"]))
+    figure = plt.figure(figsize=(9, 3.9))
+    left, right = figure.subfigures(1, 2, width_ratios=(1.5, 1))
+    grid, ax, most = left.subplots(2, 3), right.subplots(), size(k).max()
+    got = [received(step["K2"]) for step in trace]
     show(grid[0, 0], images[0], "image")
-    show(grid[1, 0], over_patches(size(k) / size(k).max())[0], "|K|", vmin=0, vmax=1)
-    grid[2, 0].axis("off")
-    for row, (name, of) in zip(grid[:, 1:], rows):
-        most = size(k).max() if name != "attention" else max(of(step).max() for step in trace)
-        for i, (ax, step) in enumerate(zip(row, trace), 1):
-            title = f"{name}, step {i}" if i == 1 else f"step {i}"
-            show(ax, over_patches(of(step) / most)[0], title, vmin=0, vmax=1)
-            outline(ax, hit[0])
-        scale(row, "of its largest" if name == "attention" else "of the\nlargest |K|", ticks=[0, 1])
+    show(grid[1, 0], over_patches(size(k) / most)[0], "|K|", vmin=0, vmax=1)
+    for column, i in zip(grid[:, 1:].T, (1, 3)):
+        S, A = size(trace[i]["S"]) / most, got[i] / max(x.max() for x in got)
+        show(column[0], over_patches(S)[0], f"|S|, step {i + 1}", vmin=0, vmax=1)
+        show(column[1], over_patches(A)[0], f"attention, {i + 1}", vmin=0, vmax=1)
+        outline(column[0], hit[0])
+        outline(column[1], hit[0])
+    scale(grid[0], "of largest |K|", ticks=[0, 1])
+    scale(grid[1], "of its largest", ticks=[0, 1])
 
     # the three readings, over 64 undamaged scenes; then, for the table of section 5, without S
     numbers = {}
     for form, reading in FORMS.items():
         k, trace = first_layer(rewired(model, **reading), many)
-        rest = [(k - step["S"] - step["L"]).norm() / k.norm() for step in trace]
         entropies = [entropy(step["K2"]) for step in trace]
-        for ax, values in zip(lines, (rest, entropies)):
-            ax.plot(range(1, 5), values, STYLE[form], color=COLOUR["rpc"], label=form)
-        numbers.update({f"{form} residual": rest[-1], f"{form} entropy": entropies[-1]})
+        ax.plot(range(1, 5), entropies, STYLE[form], color=COLOUR["rpc"])
+        ax.text(4.1, entropies[-1] - 0.08, form, color=COLOUR["rpc"])
+        rest = (k - trace[-1]["S"] - trace[-1]["L"]).norm() / k.norm()
+        numbers.update({f"{form} residual": rest, f"{form} entropy": entropies[-1]})
     for form in ("paper", "admm"):
         sign = FORMS[form]["dual_sign"]
         k, trace = first_layer(rewired(model, **FORMS[form], lambd=math.inf), many)
@@ -374,15 +372,12 @@ if wanted("pap"):
             before += step["L"]
 
     plain, uniform = entropy(k), math.log(65)
-    lines[0].set(title="|K \u2212 S \u2212 L| / |K|", xlabel="step", ylim=(0, 1.4))
-    lines[0].set_xticks(range(1, 5))
-    lines[0].legend(loc="lower left")
-    lines[1].set(title="entropy of attention rows, nats", xlabel="step", xticks=range(1, 5))
-    lines[1].axhline(plain, color=COLOUR["symmetric"])
-    lines[1].text(4.05, plain + 0.1, "symmetric", color=COLOUR["symmetric"], ha="right")
-    lines[1].axhline(uniform, **NULL)
-    lines[1].text(4.05, uniform + 0.1, "null: uniform", ha="right")
-    lines[1].set_ylim(0, 5)
+    ax.set(title="entropy of attention, nats", xlabel="step", xticks=range(1, 5), ylim=(0, 5))
+    ax.set_xlim(0.9, 5.4)
+    ax.axhline(plain, color=COLOUR["symmetric"])
+    ax.text(5.4, plain + 0.1, "symmetric", color=COLOUR["symmetric"], ha="right")
+    ax.axhline(uniform, **NULL)
+    ax.text(5.4, uniform + 0.1, "null: uniform", ha="right")
     save(figure, "pap", symmetric=plain, uniform=uniform, **numbers)
 
 
@@ -424,7 +419,7 @@ if wanted("where"):
     looks = {f"S, step {i}": dict(red, alpha=i / 4) for i in range(1, 5)}
     looks["size of the key"] = dict(color="black", marker="|", linestyle="-.", markeredgewidth=3)
     looks["distance from the mean"] = dict(color="black", marker="x", linestyle="--")
-    figure, (roc, dots) = plt.subplots(1, 2, figsize=(9, 4.2), width_ratios=(1, 1.5))
+    figure, (roc, dots) = plt.subplots(1, 2, figsize=(9, 4), width_ratios=(1, 1.5))
     kinds = ("noise", "black", "white", "gaussian")
     for row, kind in enumerate(kinds):
         spoilt, hit = corrupt_patches(images, kind, patch=4)
@@ -508,7 +503,7 @@ if wanted("dense"):
     def fog(images, index):
         return corrupt(images, "fog", 3, index=index)
 
-    figure, grid = plt.subplots(2, 5, figsize=(9, 4.6))
+    figure, grid = plt.subplots(2, 5, figsize=(9, 4))
     numbers = {}
     for name, change, first in (("clean", None, 0), ("under fog", fog, 3)):
         numbers[name] = evaluate(model, source, **how, change=change)[0]["mean_iou"]
@@ -529,7 +524,7 @@ if wanted("dense"):
 if wanted("line"):
     networks, older, numbers = line.stored("fresh"), line.stored("scenes"), {}
     titles = {"pgd 2/255": "PGD at 2/255", "15 corruptions": "15 corruptions"}
-    figure, grid = plt.subplots(1, 2, figsize=(9, 4.2))
+    figure, grid = plt.subplots(1, 2, figsize=(9, 3.9))
     for ax, (measure, title) in zip(grid, titles.items()):
         for arm in dict.fromkeys(n.arm for n in networks):
             kind = next((kind for kind in COLOUR if arm.startswith(kind)), "rpc")
