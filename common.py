@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import sys
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, fields
 from datetime import timedelta
 from pathlib import Path

@@ -6,7 +6,6 @@
 
 import io
 import math
-import os
 from pathlib import Path
 
 import numpy as np

@@ -16,7 +16,7 @@ from data.batches import image_batches
 from data.distort import COLUMNS, distort, scale_and_shift, scale_hsv
 from common import InputError
 from data.labelled import CAMVID_CLASSES, ade20k
-from data.rng import DISTORT, VIEW, uniform
+from data.rng import VIEW, uniform
 from data.segmentation import (VIEW_COLUMNS, Scenes, TrainingViews, finish_views, load_split, palette,
                                save_pictures, training_view, varied)
 from data.shapes import load_shapes

@@ -3,7 +3,6 @@ What holds for every trainer is in test_train.py, the flags in test_flags.py."""
 
 import argparse
 import json
-import math
 import random
 import re
 import shutil
@@ -139,8 +138,6 @@ def test_a_score_takes_the_words_of_the_run_and_needs_no_training_file():
 
 def test_what_cannot_be_scored_is_refused():
     train(SMALL, "--out_dir a --max_steps 1")
-    with pytest.raises(ValueError, match="17 tokens in a row, expected 1 to context=16"):
-        scored("a", window=17)
     for split in ("valid", "test"):
         write_text("short", **{split: " the cat \n" * 6})                                                # 18 tokens
         scored("a", "short")
@@ -245,14 +242,3 @@ def test_other_scripts_and_foreign_checkpoints_are_refused():
         for flag in ("--resume", "--sample"):
             line = bad(flag, "other.pt")
             assert "other.pt" in line and "train_lm.py" in line
-
-
-def test_an_evaluation_that_is_not_finite_saves_nothing(monkeypatch):
-    train(SMALL, "--max_steps 3 --out_dir a")
-    before, real = {path: path.read_bytes() for path in Path("a").glob("*.pt")}, train_lm.sliding_nll
-    for broken in (math.nan, math.inf):
-        with monkeypatch.context() as patch:
-            patch.setattr(train_lm, "sliding_nll", lambda *args, **how: real(*args, **how) + broken)
-            line = bad("--max_steps 5 --resume a")
-        assert f"not finite at step 5: perplexity {broken}" in line and "a holds step 3" in line
-        assert {path: path.read_bytes() for path in Path("a").glob("*.pt")} == before
