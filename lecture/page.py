@@ -209,7 +209,7 @@ def slides(base=None):
 
 def live():
     """The live networks, and what stands in for them in print and without scripts."""
-    picture = figure("hero", "an image with six patches of noise, and S of it")
+    picture = figure("live", "a damaged picture, the answer, and maps of each step")
     return (WEB / "live.html").read_text().replace("<!-- stand-in -->", picture)
 
 
