@@ -144,11 +144,6 @@ def test_what_cannot_be_scored_is_refused():
         write_text("short", **{split: " the cat \n" * 5 + "\n"})
         with pytest.raises(ValueError, match=rf"--window 16 .*wiki.{split}.tokens in short has only 16"):
             scored("a", "short")
-    checkpoint = common.load("a/best.pt")
-    checkpoint["model"]["bias"][3] = float("inf")
-    torch.save(checkpoint, "a/best.pt")
-    with pytest.raises(ValueError, match="a perplexity of valid is not finite"):
-        scored("a")
 
 
 def test_a_sample_goes_on_the_same_way_each_time_and_needs_nothing_but_its_checkpoint(capsys, monkeypatch):
