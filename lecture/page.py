@@ -13,6 +13,7 @@ in the file, and lecture/web/network.js runs them.
 import argparse
 import base64
 import html
+import io
 import json
 import re
 import textwrap
@@ -20,6 +21,7 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
+from PIL import Image
 
 import common
 from data.shapes import SHAPES, load_shapes
@@ -79,6 +81,14 @@ def notebook_cells():
             yield "markdown", after
 
 
+def smaller(picture):
+    """A PNG in base64 with 256 colours."""
+    file = io.BytesIO()
+    with Image.open(io.BytesIO(base64.b64decode(picture))) as drawn:
+        drawn.convert("RGB").quantize(256).save(file, "PNG", optimize=True)
+    return base64.b64encode(file.getvalue()).decode()
+
+
 def write_notebook(path, execute=True):
     """Write the notebook, with the outputs of its cells."""
     nbformat, client, _ = extras("the notebook", nbformat="nbformat", nbclient="nbclient",
@@ -93,6 +103,9 @@ def write_notebook(path, execute=True):
                               resources=dict(metadata=dict(path=str(ROOT)))).execute()
         for cell in cells:
             cell.get("metadata", {}).pop("execution", None)             # when each cell ran
+            for drawn in (output.get("data", {}) for output in cell.get("outputs", ())):
+                if "image/png" in drawn:
+                    drawn["image/png"] = smaller(drawn["image/png"])
     nbformat.write(book, path)
 
 
