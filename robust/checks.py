@@ -17,9 +17,6 @@ from robust.autoattack import apgd, apgd_t, square
 
 BUDGETS = [k / 255 for k in (0, 0.5, 1, 2, 4, 8, 16)]
 FEW = 32                                        # images for the attacks that take long
-# Passes through the model that the checks take, in images: forward and backward on all of them and
-# on the FEW; forward on the FEW, by SPSA and Square, which let an image go once it is fooled.
-PASSES = dict(gradient=350, few=800, forward=1800)
 
 
 def right(model, images, labels):
@@ -118,21 +115,6 @@ def rivals(model, x, y, eps, others, options):
 
 # --- all of them ---------------------------------------------------------------------------------
 
-def expected_seconds(model, x, y):
-    """Estimate how long the checks take, from the time of one pass."""
-    def clock(call):
-        call()                                            # the first is slower
-        start = time.perf_counter()
-        call().sum().item()
-        return time.perf_counter() - start
-
-    few, labels = x[:FEW], y[:FEW]
-    times = dict(gradient=clock(lambda: input_gradient(cross_entropy, model, x, y)[2]),
-                 few=clock(lambda: input_gradient(cross_entropy, model, few, labels)[2]),
-                 forward=clock(lambda: model(few)))
-    return sum(PASSES[name] * seconds for name, seconds in times.items())
-
-
 @torch.no_grad()
 def run(model, x, y, name="", twin=None, options=None):
     """Run all five checks on a classifier. Returns [(number, passed, claim, evidence)].
@@ -141,8 +123,7 @@ def run(model, x, y, name="", twin=None, options=None):
     for transfer. options: of `pgd`.
     """
     results, start, options = [], time.perf_counter(), options or {}
-    print(f"checks on {name}, {len(y)} images: about {expected_seconds(model, x, y):.0f} s",
-          flush=True)
+    print(f"checks on {name}, {len(y)} images", flush=True)
 
     def say(number, claim, parts, evidence):
         wrong = [part for part, holds in parts.items() if not holds]

@@ -1,7 +1,5 @@
 """The evaluator's checks: silent for honest models, loud for those whose robust accuracy is an illusion."""
 
-import re
-
 import pytest
 import torch
 
@@ -52,18 +50,12 @@ def wrong(found):
     return {claim for claim, holds in found[0].items() if not holds}
 
 
-def test_an_honest_model_passes_all_five_and_the_time_is_said_before(linear, capsys):
+def test_an_honest_model_passes_all_five(linear, capsys):
     found = checks.run(*linear, "a line", linear[0])
     assert [number for number, *_ in found] == [1, 2, 3, 4, 5] and all(passed for _, passed, *_ in found), found
     lines = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"checks on a line, 16 images: about \d+ s", lines[0]) and len(lines) == 11
+    assert lines[0] == "checks on a line, 16 images" and len(lines) == 11
     assert lines[1].startswith("PASS 1 ") and lines[1].endswith(" s]") and "transfer from softmax" in lines[8]
-
-
-def test_the_time_said_is_that_of_a_pass_times_the_passes(linear, monkeypatch):
-    ticks = iter(range(100))
-    monkeypatch.setattr(checks.time, "perf_counter", lambda: next(ticks))                # each pass: one second
-    assert checks.expected_seconds(*linear) == sum(checks.PASSES.values())
 
 
 @pytest.mark.parametrize("leak", [0.0, 1e-3])
