@@ -38,7 +38,8 @@ TEN = ("rpc4-l1", "rpc2-all", "rkde-huber", "rkde-hampel", "mom", "elliptical", 
 # name: title, rows, baseline, arms, seeds, images, arms that another question judges
 COMPARISONS = {
     "scenes": ("scenes, five seeds", [ROBUSTNESS], "symmetric", (
-        "softmax", "rpc4-l1", "rpc2-all", "no-shrink", "clamp", "admm", "sharp"), range(5), 500, ()),
+        "softmax", "rpc4-l1", "rpc2-all", "no-shrink", "clamp", "admm", "sharp"), range(5), 500,
+        ()),
     "confirmation": ("scenes, eight fresh seeds", ["constants/s*.jsonl"], "symmetric",
                      ("rpc4-l1",), range(5, 13), 1000, ()),
     "pilot": ("constants of a pilot", ["constants/s*.jsonl"], "symmetric",
@@ -61,7 +62,8 @@ COMPARISONS = {
                 ("rpc4-l1", "no-shrink"), (0, 1, 2), 500, ()),
     "ten-cifar10": ("CIFAR-10, attentions of others",
                     ["robustness/cifar10.jsonl", "robust_attentions/cifar10.jsonl"], "symmetric",
-                    ("rpc4-l1", "keys-rows", "weights", "rkde-huber"), (0, 1, 2), 500, ("rpc4-l1",)),
+                    ("rpc4-l1", "keys-rows", "weights", "rkde-huber"), (0, 1, 2), 500,
+                    ("rpc4-l1",)),
 }
 
 
@@ -127,7 +129,8 @@ def table(name):
     """The primary measures of a comparison, an arm a row."""
     _, _, baseline, arms, _, _, references = COMPARISONS[name]
     found, gaps, _, primary = compared(name)
-    return "\n\n" + primary_table(found, gaps, (baseline, *arms), baseline, primary, references) + "\n\n"
+    text = primary_table(found, gaps, (baseline, *arms), baseline, primary, references)
+    return f"\n\n{text}\n\n"
 
 
 @cache
@@ -210,16 +213,17 @@ def swept(network, form, lambd, what, digits):
 def over_layers(table, run, measure, source, step=max):
     """What results/kpca/<table>.csv has of a run, all layers."""
     with open(RESULTS / f"kpca/{table}.csv") as f:
-        found = {int(row["step"]): float(row["mean"]) for row in csv.DictReader(f) if (
-            row["run"], row["layer"], row["measure"], row["source"]) == (run, "all", measure, source)}
+        found = {int(row["step"]): float(row["mean"]) for row in csv.DictReader(f)
+                 if (row["run"], row["layer"]) == (run, "all")
+                 and (row["measure"], row["source"]) == (measure, source)}
     return found[step(found)]
 
 
 def kpca(table, run, measure, source, digits, step="last"):
     """A number of results/kpca, of the last or first step; with ? the mean over seeds 0 to 2."""
     names = [run.replace("?", str(s)) for s in range(3)] if "?" in run else [run]
-    number = statistics.mean(over_layers(table, name, measure, source, max if step == "last" else min)
-                             for name in names)
+    which = max if step == "last" else min
+    number = statistics.mean(over_layers(table, name, measure, source, which) for name in names)
     return f"{number:{',.0f' if digits == '0' else '.' + digits}}"
 
 

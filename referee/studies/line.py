@@ -1,8 +1,8 @@
 r"""Is it robustness, or how far training got? Accuracy under attack against clean loss.
 
-    python -m referee.studies.line                            # the committed networks: tables, figures
-    python -m referee.studies.line --rows out/eval            # yours beside them: how far off the line?
-    python -m referee.studies.line --sweep weights/shapes_rpc.pt weights/shapes_symmetric.pt    # lambda
+    python -m referee.studies.line                      # the committed networks: tables, figures
+    python -m referee.studies.line --rows out/eval      # yours beside them: how far off the line?
+    python -m referee.studies.line --sweep weights/shapes_rpc.pt weights/shapes_symmetric.pt
     python -m referee.studies.line --format pdf --out_dir out/line
 
 A network that was trained further is more robust, defended or not. So accuracy under PGD and under
@@ -153,7 +153,7 @@ def distance(own, line, measure):
     mine = {n.seed for n in own}
     if len(mine) < 3:
         return scattered(own, line, measure)
-    parts = []                          # (variance, degrees of freedom): of its seeds, of the line's
+    parts = []                          # (variance, df): of its seeds, of the line's
     for seeds in (mine, {n.seed for n in line} - mine):
         left = [off_line(*([n for n in of if n.seed != seed] for of in (own, line)), measure)
                 for seed in seeds]
@@ -217,7 +217,8 @@ def tables(networks, primary, others=()):
         body.append(row)
     columns = [head for m in primary for head in (m, "off the line (95 % CI)", "p, Holm")]
     return "\n\n".join([
-        f"The line goes through {len(line)} networks of {'the baseline' if traced else 'all arms'}:",
+        f"The line goes through {len(line)} networks of "
+        f"{'the baseline' if traced else 'all arms'}:",
         common.table(head, ["measure", "networks", "r (95 % CI)", "variance explained",
                             "points when loss halves", "bend, p"]),
         "Accuracy, per cent, and the distance from the line, points (bold: significant):",
@@ -236,7 +237,9 @@ def draw(networks, primary, path, what, others=()):
     from referee.studies.plot import WIDTH, legend, plt
     figure, axes = plt.subplots(1, len(primary), figsize=(WIDTH, 5), sharex=True)
     arms = list(dict.fromkeys(n.arm for n in networks))
-    traced = [arm for arm in arms if arm.startswith(TRACED)]
+    traced = sorted((arm for arm in arms if arm.startswith(TRACED)),
+                    key=lambda arm: int(arm.removeprefix(TRACED)))
+    epochs = [arm.removeprefix(TRACED) for arm in traced]
     plain = [arm for arm in arms if arm not in traced]
     for ax, measure in zip(axes, primary):
         line = [n for n in networks if n.arm in traced] or [
@@ -249,15 +252,15 @@ def draw(networks, primary, path, what, others=()):
             ax.plot(np.exp(x), y, mark, color=colour, label=arm, markersize=6, alpha=0.75,
                     markeredgewidth=1.2, fillstyle="none" if defended(arm) else "full")
         means = []
-        for arm in sorted(traced, key=lambda arm: int(arm.removeprefix(TRACED))):
+        for arm in traced:
             x, y = points([n for n in networks if n.arm == arm], measure)
             ax.plot(np.exp(x), y, "o", color="tab:blue", markersize=6,
-                    label="symmetric, 4 to 16 epochs" if arm == traced[0] else None)
+                    label=f"symmetric, {' '.join(epochs)} epochs" if arm == traced[0] else None)
             means.append((np.exp(x.mean()), y.mean(), arm.removeprefix(TRACED)))
         if means:
             ax.plot(*zip(*[(x, y) for x, y, _ in means]), color="tab:blue", linewidth=1.5)
-            for x, y, epochs in means:
-                ax.annotate(f"{epochs} epochs", (x, y), (9, -13), color="tab:blue", fontsize=8,
+            for x, y, trained in means:
+                ax.annotate(f"{trained} epochs", (x, y), (9, -13), color="tab:blue", fontsize=8,
                             textcoords="offset points")
         ends = points([*networks, *others], measure)[0]
         ends = np.array([ends.min(), ends.max()]) + np.array([-0.05, 0.05]) * np.ptp(ends)
