@@ -33,7 +33,8 @@ NETWORKS = ("softmax", "symmetric", "rpc")
 SCENES = (35, 3, 0, 1, 2, 5, 8, 9, 10, 15)              # test scenes of the live page
 PICTURE = re.compile(r"^!\[(.*?)\]\(pictures/(\w+)\.png\)\n", re.M)
 SCRIPTS = ("network", "damage", "attack", "inside", "draw", "live")     # of lecture/web
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+POLICY = ("default-src 'none'; img-src data:; style-src 'unsafe-inline'; "       # eval: for a test that
+          "script-src 'unsafe-inline' 'unsafe-eval'")                            # waits for a name
 FIRST_CELL = """\
 # In the repository's folder: pip install -r requirements.txt matplotlib
 # Elsewhere, in Colab, first clone the repository and go to its folder:
