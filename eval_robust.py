@@ -302,8 +302,8 @@ def measures_of(args, source_model):
         if name == "corruptions":
             there = [s for s in args.severities if is_there(args.corrupted_dir, setting["type"], s)]
             if not there:
-                common.print0(f"--corrupted_dir {args.corrupted_dir} has no {setting['type']}: it is "
-                           "not measured")
+                common.print0(f"--corrupted_dir {args.corrupted_dir} has no {setting['type']}: it "
+                              "is not measured")
                 continue
             if setting["type"] == "frost" and args.frost_dir:
                 from robust.frost import load_frost

@@ -24,7 +24,8 @@ these axes, softmax attention returns phi(q).u_d, the coordinates of the query o
     Eq. 14    principal component pursuit, Alg. 2       pcp
 
 Each stands here as printed, and what experiments need once more in logarithms, where nothing
-overflows however long the keys are. Do *trained* values look like this? referee/studies/kernel_pca.py asks.
+overflows however long the keys are. Do *trained* values look like this?
+referee/studies/kernel_pca.py asks.
 
 Shapes: q (..., M, D), k (..., N, D), v (..., N, Dv), float64; as printed: q (M, D) and so on.
 """
@@ -353,7 +354,8 @@ def main():
         h = attend(size * q, size * k, theoretical_values(axes, 16))
         projections = kernel_projections(size * q, size * k, axes, 16)
         print(f"  in logarithms, q and k times {size:<11}", difference(h, projections))
-    print("\nAre trained values like these?  python -m referee.studies.kernel_pca --ckpt out/FOLDER")
+    print("\nAre trained values like these?  "
+          "python -m referee.studies.kernel_pca --ckpt out/FOLDER")
 
 
 if __name__ == "__main__":

@@ -166,8 +166,9 @@ def main():
         raise common.InputError(f"--ckpt {args.ckpt} names no classes: expected a checkpoint of "
                          f"train_cls.py or train_seg.py")
     if "cls_depth" in checkpoint["model_config"]:
-        raise common.InputError(f"--ckpt {args.ckpt} is a FAN: its class token joins after these layers, "
-                         f"so in none of them does it look anywhere; expected a ViT or a Segmenter")
+        raise common.InputError(f"--ckpt {args.ckpt} is a FAN: its class token joins after these "
+                                "layers, so in none of them does it look anywhere; expected a ViT "
+                                "or a Segmenter")
     rebuild, look = kinds[checkpoint["task"]]
     with common.error_prefix(f"--ckpt {args.ckpt}"):
         model = rebuild(checkpoint)

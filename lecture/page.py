@@ -33,8 +33,8 @@ NETWORKS = ("softmax", "symmetric", "rpc")
 SCENES = (35, 3, 0, 1, 2, 5, 8, 9, 10, 15)              # test scenes of the live page
 PICTURE = re.compile(r"^!\[(.*?)\]\(pictures/(\w+)\.png\)\n", re.M)
 SCRIPTS = ("network", "damage", "attack", "inside", "draw", "live")     # of lecture/web
-POLICY = ("default-src 'none'; img-src data:; style-src 'unsafe-inline'; "       # eval: for a test that
-          "script-src 'unsafe-inline' 'unsafe-eval'")                            # waits for a name
+POLICY = ("default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+          "script-src 'unsafe-inline' 'unsafe-eval'")       # eval: a browser test waits for a name
 FIRST_CELL = """\
 # In the repository's folder: pip install -r requirements.txt matplotlib
 # Elsewhere, in Colab, first clone the repository and go to its folder:
@@ -152,7 +152,7 @@ def with_formulas(text, convert, keep):
 
 
 def figure(name, alt):
-    """A picture of lecture/pictures, inline: the SVG, whose text has the page's colour, or the PNG."""
+    """A picture of lecture/pictures, inline: the SVG, its text in the page's colour, or the PNG."""
     drawn = ROOT / f"lecture/pictures/{name}.svg"
     if not drawn.exists():
         data = base64.b64encode(drawn.with_suffix(".png").read_bytes()).decode()
@@ -164,7 +164,7 @@ def figure(name, alt):
 
 
 def to_html(text, base=None):
-    """Markdown as HTML: formulas as MathML, pictures inline, files as links below `base`, if any."""
+    """Markdown as HTML: formulas as MathML, pictures inline, files as links below `base`."""
     markdown, mathml, pygments, lexers, formatters = extras(
         "the page", markdown_it="markdown-it-py", latex2mathml__converter="latex2mathml",
         pygments="pygments", pygments__lexers="pygments", pygments__formatters="pygments")
@@ -176,7 +176,8 @@ def to_html(text, base=None):
     kept = []
     parser = markdown.MarkdownIt("commonmark", {"highlight": coloured}).enable("table")
     body = parser.render(with_formulas(text, mathml.convert, kept))
-    body = re.sub(r"<p>@@(\d+)@@</p>|@@(\d+)@@", lambda match: kept[int(match[1] or match[2])], body)
+    body = re.sub(r"<p>@@(\d+)@@</p>|@@(\d+)@@",
+                  lambda match: kept[int(match[1] or match[2])], body)
     body = re.sub(r'<img src="pictures/(\w+)\.png" alt="(.*?)" />',
                   lambda match: figure(match[1], match[2]), body)
 
@@ -207,7 +208,7 @@ def page(base=None):
 
 
 def slides(base=None):
-    """The talk as one HTML text: title, figure, sentence a slide; the picture's section in print."""
+    """The talk as one HTML text: title, figure, sentence a slide; printed, the section, too."""
     shown = []
     for text in (ROOT / "lecture/slides.md").read_text().split("\n## ")[1:]:
         before, alt, name, sentence = re.split(PICTURE, text)

@@ -261,7 +261,8 @@ def shown(name, value, form):
 
 def auc(score):
     """AUC of a token's score against noisy patches, RPC networks after training, three seeds."""
-    of = [row for row in common.read_log(RESULTS / "where_is_s/rows.jsonl") if "/rpc4-l1_s" in row["run"]]
+    of = [row for row in common.read_log(RESULTS / "where_is_s/rows.jsonl")
+          if "/rpc4-l1_s" in row["run"]]
     last = max(row["step"] for row in of)
     found = [row["values"][f"noise: AUC of {score}"] for row in of
              if row["step"] == last and "noise" in row["kinds"]]
@@ -308,7 +309,8 @@ def figures(form="png"):
     forest(groups, RESULTS / f"line/forest.{form}")
     for name, (what, *_, primary) in line.PICTURES.items():
         line.draw(picture(name)[0], primary, RESULTS / f"line/{name}.{form}", what)
-    line.draw_lambda(common.read_log(RESULTS / "line/lambda.jsonl"), RESULTS / f"line/lambda.{form}")
+    line.draw_lambda(common.read_log(RESULTS / "line/lambda.jsonl"),
+                     RESULTS / f"line/lambda.{form}")
 
 
 def main(argv=None):

@@ -1,8 +1,8 @@
 """AutoAttack and its members, L-infinity: APGD, APGD-T, FAB-T, Square (Croce & Hein 2020a).
 
 What every attack takes and returns stands at the top of attacks.py. The standard version of
-AutoAttack (`fra31/auto-attack`) is APGD-CE, APGD-T, FAB-T and Square, in this order, each on the images that
-the ones before it left standing. Images the model misclassifies are not attacked, and where one of
+AutoAttack (`fra31/auto-attack`) is APGD-CE, APGD-T, FAB-T and Square, in this order, each on the
+images that the ones before it left standing. Images the model misclassifies are not attacked, and where one of
 these attacks fails it returns the clean image. Images that are done leave the batch at fixed steps,
 so a result depends neither on the batch nor on what else is in it.
 

@@ -97,7 +97,7 @@ def percent(total, n):
 
 
 def outcome(hit):
-    """Fields of a row from answers (n, 3): top-1, top-5 in percent, which were right, a bit each."""
+    """Fields of a row from answers (n, 3): top-1, top-5 in percent, which were right as bits."""
     top1, top5 = percent(hit[:, :2].sum(0), len(hit))
     return dict(top1=top1, top5=top5, right=pack(hit[:, 0] > 0))
 

@@ -183,8 +183,8 @@ def main(argv=None):
     missing = sum(not cell["ours"] for cell in cells)
     if missing == len(cells):
         first = next(iter(ARMS[args.table].values()))
-        raise common.InputError(f"--rows {args.rows} holds no run of {args.table}, expected folders such "
-                         f"as {first}_s0 and their evaluations")
+        raise common.InputError(f"--rows {args.rows} holds no run of {args.table}, expected "
+                                f"folders such as {first}_s0 and their evaluations")
     title = f"# {args.table}, paper and ours at scale {args.scale}"
     text = [title, "", markdown(cells, args.scale), "",
             f"{len(cells) - missing} of {len(cells)} cells were run."]

@@ -1,6 +1,6 @@
 """Pair differences by seed, put intervals around them, correct and judge them: for every study.
 
-    python -m referee.studies.stats         # how often the intervals hold the truth, on simulated data
+    python -m referee.studies.stats      # how often the intervals hold the truth, simulated
 
 Networks of several seeds are tested on the same images, so a difference of two arms varies for two
 reasons: other seeds would give other networks, other images other hits and misses. An interval over
@@ -175,7 +175,8 @@ def main():
                      for share in simulate(n, spreads, floor)]
             rows.append([str(n), name, *(cell.replace("nan", "") for cell in cells)])
     print("2,000 simulated studies of 500 images, per cent: 95 % intervals that hold the truth;\n"
-          "those that miss it among studies with df > 20; how many these are. Without, with floor\n")
+          "those that miss it among studies with df > 20; how many these are. Without, with "
+          "floor\n")
     print(common.table(rows, ["seeds", "what varies", "held", "missed, df > 20", "df > 20",
                               "floor: held", "missed, df > 20", "df > 20"]))
 
