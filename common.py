@@ -524,12 +524,12 @@ def line(step, loss, metrics):
 def mean_of(pending, step):
     """Average loss and gradient norm of the last steps, as floats. Waits for the device.
 
-    pending: a tensor (2,), loss and norm, of each step up to `step`: this process's share of the
-    sums over processes, so all of them have to call this. InputError names the first step where one
-    is not finite.
+    pending: a tensor, (loss, norm, whatever else), of each step up to `step`: this process's share
+    of the sums over processes, so all of them have to call this. InputError names the first step
+    where loss or norm is not finite.
     """
-    rows = all_sum(torch.stack(pending)).cpu()                      # (steps, 2)
-    for i, (loss, norm) in enumerate(rows.tolist(), step - len(rows) + 1):
+    rows = all_sum(torch.stack(pending)).cpu()                      # (steps, 2 or more)
+    for i, (loss, norm, *_) in enumerate(rows.tolist(), step - len(rows) + 1):
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise InputError(f"not finite at step {i}: loss {loss:.4g}, gradient norm {norm:.4g}; "
                              f"try a smaller --lr or --clip")
