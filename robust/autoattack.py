@@ -2,9 +2,9 @@
 
 What every attack takes and returns stands at the top of attacks.py. The standard version of
 AutoAttack (`fra31/auto-attack`) is APGD-CE, APGD-T, FAB-T and Square, in this order, each on the
-images that the ones before it left standing. Images the model misclassifies are not attacked, and where one of
-these attacks fails it returns the clean image. Images that are done leave the batch at fixed steps,
-so a result depends neither on the batch nor on what else is in it.
+images that the ones before it left standing. Images the model misclassifies are not attacked, and
+where one of these attacks fails it returns the clean image. Images that are done leave the batch at
+fixed steps, so a result depends neither on the batch nor on what else is in it.
 
     adv = autoattack(model, images, labels, 8 / 255)
 """

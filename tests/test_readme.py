@@ -10,8 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+
+from data.shapes import load_shapes
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -140,6 +144,29 @@ def test_an_attention_of_ones_own_is_one_entry_trained_and_evaluated_as_printed(
     assert done.returncode == 0 and "shapes mine" in done.stdout, done.stdout + done.stderr
     done = run(evaluate, tree)
     assert done.returncode == 0 and "mine" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_commands_for_your_data_run_in_their_order(tmp_path):
+    tree, scenes = copied_tree(tmp_path), load_shapes("train", 48)
+    for i, (image, label) in enumerate(zip(scenes.images, scenes.labels.tolist())):
+        of_class, mask = tree / f"photos/{label % 2}", Image.fromarray(np.full((32, 32), label % 2, np.uint8))
+        for folder in (of_class, tree / "masks/images", tree / "masks/annotations"):
+            folder.mkdir(parents=True, exist_ok=True)
+        picture = Image.fromarray(image.permute(1, 2, 0).numpy())
+        picture.save(of_class / f"{i}.jpg")
+        picture.save(tree / f"masks/images/{i}.jpg")
+        mask.save(tree / f"masks/annotations/{i}.png")
+    (tree / "notes.txt").write_text("the cat sat on the mat and looked at the dog\n" * 400)
+    section = README.partition("## Your data\n")[2].partition("\n## ")[0]
+    small = {"train_cls.py": "--max_steps 2 --device cpu", "train_lm.py": "--steps 2 --warmup 0 --context 16 --words 0 --device cpu",
+             "train_seg.py": "--epochs 1 --max_steps 2 --batch_size 8 --save_images 0 --num_workers 0 --device cpu",
+             "eval_robust.py": "--measures clean --device cpu"}
+    for line in blocks("sh", section)[0].splitlines():
+        if line.startswith("python"):
+            words = shlex.split(line, comments=True)
+            done = subprocess.run([sys.executable, *words[1:], *small.get(words[1], "").split()], cwd=tree, capture_output=True, text=True)
+            assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+    assert (tree / "out/folder_symmetric/best.pt").exists()
 
 
 def test_the_lines_of_the_algorithm_are_those_of_the_code():
