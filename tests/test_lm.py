@@ -60,7 +60,7 @@ def test_hidden_states_nats_and_gradients_equal_lmtools(golden, name):
     nats = model(a["tokens"].T, a["targets"].T)
     assert_close(hidden.transpose(0, 1), a["hidden"], 1e-5)
     assert_close(nats.T, a["nll"], 1e-5)
-    assert_close(nats.mean().double(), a["loss"], 1e-6)
+    assert_close(nats.mean().double(), a["loss"], 1e-5)              # as its terms: a float32 of 6.9 has steps of 5e-7
     nats.mean().backward()
     for theirs, ours in (("word_emb.emb_layers.0.weight", model.embed.weight),
                          ("layers.0.dec_attn.kv_net.weight", model.blocks[0].attn.qkv.weight),
