@@ -299,7 +299,10 @@ def begin(args, out_dir, step, model, device, rank, world, **about):
     if args.resume:
         log.cut(step)
     else:
-        out_dir.mkdir(parents=True)
+        try:
+            out_dir.mkdir(parents=True)
+        except OSError as e:
+            raise InputError(f"--out_dir {out_dir} cannot be made ({e.strerror})") from None
     about.update(parameters=sum(p.numel() for p in model.parameters()), device=describe(device))
     log.append(dict(step=step, args=vars(args), torch=torch.__version__, world=world, **about))
     print0(f"{about['parameters']:,} parameters | {world} x {about['device']} | {out_dir}"

@@ -61,7 +61,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
 def get_args():
     """Read the flags."""
     p = argparse.ArgumentParser(description=__doc__, epilog="measures", allow_abbrev=False,
-                                formatter_class=Help)
+                                usage="%(prog)s [--flag value ...]", formatter_class=Help)
     path, boolean = os.path.normpath, argparse.BooleanOptionalAction
     count, natural = common.number(int, 1), common.number(int, 0)
 

@@ -50,7 +50,7 @@ RECIPES = {name: recipe for name, (_, recipe) in DATASETS.items()} | {
 def get_args():
     """Read the flags; see common.parse."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help,
-                                allow_abbrev=False)
+                                usage="%(prog)s [--flag value ...]", allow_abbrev=False)
     boolean = argparse.BooleanOptionalAction
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=DATASETS, help="the recipe; without it rendered scenes (shapes) or, "

@@ -51,7 +51,7 @@ RECIPES["folder"] = RECIPES["wikitext"]         # --data_dir alone: a text of on
 def get_args():
     """Read the flags; see common.parse."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help,
-                                allow_abbrev=False)
+                                usage="%(prog)s [--flag value ...]", allow_abbrev=False)
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=RECIPES, help="the recipe; without it topics and docstrings of this "
          "Python (pydoc) or, with --data_dir, a text of your own (folder)")

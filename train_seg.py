@@ -64,7 +64,7 @@ ENCODERS = {"shapes": dict(patch_size=4), "ade20k": dict(model="tiny"),
 def get_args():
     """Read the flags; see common.parse."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help,
-                                allow_abbrev=False)
+                                usage="%(prog)s [--flag value ...]", allow_abbrev=False)
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=RECIPES, help="the recipe; without it rendered scenes (shapes) or, with "
          "--data_dir, images of your own (folder)")
@@ -180,7 +180,8 @@ def build_config(args, num_classes, backbone=None):
     encoder = {k: getattr(args, k) for k in ENCODER
                if k not in pap and getattr(args, k) is not None}
     size = SIZES[encoder.pop("model")] if "model" in encoder else {}
-    known = encoder if backbone is None else backbone_settings(backbone)
+    with common.error_prefix(f"--backbone {args.backbone}"):
+        known = encoder if backbone is None else backbone_settings(backbone)
     for name in ("size", "window"):
         if getattr(args, name) % known["patch_size"]:
             raise InputError(f"--{name} {getattr(args, name)} is not a multiple of the patch size "

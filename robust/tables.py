@@ -97,7 +97,11 @@ class Results:
                              "or choose another one")
         common.broadcast([None])                          # all have read before one writes
         if rank == 0:
-            self.out.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self.out.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as e:
+                raise InputError(f"--out_dir {self.out.parent} cannot be made "
+                                 f"({e.strerror})") from None
             self.log = common.Log(self.out)
             self.log.cut(0)                               # a line that a kill cut short goes
 
