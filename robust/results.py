@@ -27,13 +27,6 @@ from robust.metrics import ALEXNET, mean_corruption_error, wilson
 # What identifies a row, its model first.
 FIELDS = ("weights", "model_config", "data", "data_dir", "measure", "setting", "conditions",
           "images")
-# Settings of today that rows of older versions do not have, as they were.
-AS_THEY_WERE = dict(
-    pgd=dict(restarts=1, best=False), transfer=dict(restarts=1, best=False),
-    adaptive_pgd=dict(restarts=1), sld=dict(steps=20), spsa=dict(pairs=128),
-    cw=dict(search_steps=5, c0=0.01), apgd=dict(loss="ce", steps=100),
-    adaptive_apgd=dict(loss="ce", steps=100), autoattack=dict(steps=100, num_targets=9),
-    adaptive_autoattack=dict(steps=100, num_targets=9))
 
 
 # --- which model, which row ----------------------------------------------------------------------
@@ -84,16 +77,6 @@ def unpack(text, n):
     return torch.from_numpy(np.unpackbits(packed, count=n)).bool()
 
 
-def in_todays_words(row):
-    """A row of an older version as this one writes it: same numbers."""
-    setting = dict(AS_THEY_WERE.get(row["measure"], {}), **row["setting"])
-    if "alpha" in setting and "rel_step" not in setting:  # a share of eps then, pixels today
-        setting["rel_step"] = setting.pop("alpha")
-    if row["measure"] == "sld" and "eps" in setting:
-        setting["l1"] = setting.pop("eps")
-    return dict(row, setting=setting)
-
-
 def read_rows(path):
     """Read the rows of a results.jsonl, or of the one in a folder: a list; of twins the later one.
 
@@ -106,7 +89,6 @@ def read_rows(path):
         if missing:
             raise InputError(f"{path}: {str(row)[:60]} is no row of eval_robust.py: it has no "
                              f"{missing[0]}")
-        row = in_todays_words(row)
         rows[key(row)] = row
     return list(rows.values())
 

@@ -414,18 +414,6 @@ def test_rows_are_read_but_for_a_line_cut_short_and_of_twins_the_later_one(tmp_p
         read_rows(path)
 
 
-def test_a_row_of_an_older_version_is_the_row_of_today(tmp_path):
-    """alpha was a share of eps, sld's budget was called eps, and some settings were not written."""
-    old = dict(pgd=dict(eps=2 / 255, steps=20, alpha=0.15, random_start=True, best=False), apgd=dict(eps=2 / 255),
-               sld=dict(eps=10.0, rescale=False), autoattack=dict(eps=2 / 255, queries=5000),
-               adaptive_pgd=dict(eps=2 / 255, steps=20, alpha=0.15, random_start=True))
-    rows = [attacked("m", name, 0.1, torch.ones(3) > 0, setting=setting) for name, setting in old.items()]
-    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    today = measures.build_measures(["pgd", "apgd", "sld", "autoattack", "adaptive_pgd"], "classification",
-                                    eps=[2 / 255])
-    assert [row["setting"] for row in read_rows(tmp_path)] == [one.setting for one in today]
-
-
 @pytest.mark.parametrize("path", ["robustness/results.jsonl", "constants/adaptive_s15.jsonl"])
 def test_stored_rows_are_read_and_pooled(path):
     rows = read_rows(ROOT / "referee" / "results" / path)
