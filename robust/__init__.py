@@ -23,9 +23,9 @@ ATTACKS = {
     "pgd": "robust.attacks:pgd",
     "adaptive_pgd": "robust.adaptive:adaptive_pgd",
     "transfer": "robust.attacks:pgd",                      # made on another model, --source
-    "sld": "robust.attacks:sld",
-    "spsa": "robust.attacks:spsa",
-    "cw": "robust.attacks:cw",
+    "sld": "robust.more_attacks:sld",
+    "spsa": "robust.more_attacks:spsa",
+    "cw": "robust.more_attacks:cw",
     "apgd": "robust.autoattack:apgd",
     "adaptive_apgd": "robust.adaptive:adaptive_apgd",
     "square": "robust.autoattack:square",

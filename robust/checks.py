@@ -12,8 +12,9 @@ import time
 import torch
 
 from robust.adaptive import adaptive_apgd
-from robust.attacks import cross_entropy, cw, input_gradient, noise, pgd, spsa
+from robust.attacks import cross_entropy, input_gradient, noise, pgd
 from robust.autoattack import apgd, apgd_t, square
+from robust.more_attacks import cw, spsa
 
 BUDGETS = [k / 255 for k in (0, 0.5, 1, 2, 4, 8, 16)]
 FEW = 32                                        # images for the attacks that take long

@@ -1,4 +1,4 @@
-"""The attacks: against reference runs, against torchattacks, cleverhans and foolbox on another network, and by law."""
+"""The attacks: against torchattacks, cleverhans and foolbox, live and in the paper's harness, and by law."""
 
 import itertools
 import math
@@ -9,16 +9,13 @@ import pytest
 import torch
 from torchvision.transforms.v2 import Normalize
 
-from robust import attacks
-import peers
-from robust import adaptive
+from robust import adaptive, attacks, more_attacks
 from robust.adversarial import adversarial
 from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd, straight_through
-from robust.attacks import (check, cw, fgsm, margin, noise, pgd, project_l1, sld, spsa,
-                            spsa_gradient)
+from robust.attacks import check, fgsm, margin, noise, pgd
 from robust.autoattack import apgd, apgd_t, autoattack, fab_t, square
 from robust.checks import zero_gradient_share
-from conftest import SHARED
+from robust.more_attacks import cw, project_l1, sld, spsa, spsa_gradient
 from data.shapes import load_shapes
 from golden_net import golden_network, trained_network
 from robust.words import word_swap
@@ -61,13 +58,6 @@ def net():
     return trained_network()
 
 
-@pytest.fixture(scope="module")
-def ref(golden):
-    """(arrays, model, images, labels, budgets) of the reference runs."""
-    g = golden("robustness_attacks_a")
-    return g, *golden_network(g), g["eps"].tolist()
-
-
 def normalized(model, images):
     """The network on normalised tensors, those tensors and its predictions: what the paper's code attacks."""
     z = (images - model.mean) / model.std
@@ -93,60 +83,17 @@ def linear_case(n=20, classes=2):
     return model, images, labels, (model.W[labels] - model.W[1 - labels])
 
 
-# --- against the reference runs --------------------------------------------------------------------------------------
+# --- against other implementations ------------------------------------------------------------------------------------
 
-def test_clean_logits_equal_the_reference(ref):
-    g, model, images, labels, _ = ref
-    torch.testing.assert_close(model(images), g["logits"], atol=1e-4, rtol=0)
-    assert torch.equal(right(model, images, labels), g["clean/robust"])
-
-
-@pytest.mark.parametrize("i", range(3))
-def test_fgsm_and_pgd_without_random_start_break_the_images_the_reference_breaks(ref, i):
-    g, model, images, labels, eps = ref
-    predicted = model(images).argmax(1)
-    for key, adv in ((f"fgsm/{i}", fgsm(model, images, labels, eps[i])),
-                     (f"fgsm_predlabel/{i}", fgsm(model, images, predicted, eps[i])),
-                     (f"pgd_norand/{i}", pgd(model, images, labels, eps[i], random_start=False))):
-        top5 = (model(adv).topk(5).indices == labels[:, None]).any(1)
-        assert (right(model, adv, labels) == g[f"{key}/robust"]).sum() >= 199
-        assert (top5 == g[f"{key}/top5"]).sum() >= 199
-    if i == 1:
-        sign, delta = g["fgsm/1/sign"], g["pgd_norand/1/delta_eps"].float()      # of the first images
-        ours = (fgsm(model, images, labels, eps[i]) - images).sign()
-        assert share(ours[:len(sign)] == sign) >= 0.999
-        assert share(((adv - images)[:len(delta)] / eps[i] - delta).abs() < 0.01) >= 0.995
-
-
-@pytest.mark.parametrize("i", range(3))
-def test_random_attacks_leave_the_references_accuracy(ref, i):
-    g, model, images, labels, eps = ref
-    adv = pgd(model, images, labels, eps[i])
-    assert abs(share(right(model, adv, labels)) - g[f"pgd_rand/{i}/acc"].mean()) <= 0.015
-    for kind, key in (("uniform", "uniform"), ("gaussian", "gauss")):
-        draws = [noise(model, images, labels, 4 * eps[i], kind=kind, draw=d) for d in range(5)]
-        acc = [share(right(model, adv, labels)) for adv in draws]
-        assert abs(sum(acc) / 5 - g[f"noise_{key}/{i}/acc"].mean()) <= 0.015
-
-
-@pytest.mark.parametrize("i", range(3))
-def test_sld_matches_cleverhans_when_it_rescales_and_is_no_weaker_than_foolbox_when_it_projects(ref, i):
-    g, model, images, labels, _ = ref
-    images, labels, budget = images[:100], labels[:100], g["sld/l1"][i].item()
-    rescaled = right(model, sld(model, images, labels, budget, rescale=True), labels)
-    assert (rescaled == g[f"sld/{i}/robust"][:100]).sum() >= 98
-    adv = sld(model, images, labels, budget)
-    assert share(right(model, adv, labels)) <= share(g[f"sld_foolbox/{i}/robust"][:100]) + 0.01
-    assert l1(adv - images).max() <= budget * (1 + 1e-6) and adv.min() >= 0 and adv.max() <= 1
-
-
-def test_the_papers_harness_leaves_the_accuracy_it_left_in_the_reference_run(ref):
-    g, model, images, labels, eps = ref
-    model, z, predicted = normalized(model, images)
-    for i in range(3):
-        adv = fgsm(model, z, predicted, eps[i], clip=False)
+def test_the_papers_harness_leaves_the_accuracy_it_left_in_the_reference_run(golden):
+    """Recorded runs of the released code, with cleverhans; its SPSA on pixels."""
+    g = golden("robustness_attacks_a")
+    net, images, labels = golden_network(g)
+    model, z, predicted = normalized(net, images)
+    for i, eps in enumerate(g["eps"].tolist()):
+        adv = fgsm(model, z, predicted, eps, clip=False)
         assert (right(model, adv, labels) == g[f"official_fgsm/{i}/robust"]).sum() >= 199
-        adv = pgd(model, z, predicted, eps[i], clip=False)
+        adv = pgd(model, z, predicted, eps, clip=False)
         assert abs(share(right(model, adv, labels)) - g[f"official_pgd/{i}/acc"].mean()) <= 0.015
     adv = sld(model, z, predicted, 10.0, rescale=True, clip=False)
     assert (right(model, adv, labels) == g["official_sld/robust"]).sum() >= 196
@@ -158,34 +105,9 @@ def test_the_papers_harness_leaves_the_accuracy_it_left_in_the_reference_run(ref
         n = len(theirs)
         adv = cw(model, z[:n], predicted[:n], confidence=confidence, steps=100, search_steps=3, clip=False)
         assert (right(model, adv, labels[:n]) == theirs).sum() >= n - 1
+    adv = spsa(net, images[:4], labels[:4], eps, centre="legacy")
+    assert abs(right(net, adv, labels[:4]).sum() - g["spsa_cleverhans/2/robust"][:4].sum()) <= 1
 
-
-def test_cw_fools_the_reference_network_everywhere_and_as_near_as_the_references(ref):
-    g, model, images, labels, _ = ref
-    n = 20
-    adv = cw(model, images[:n], labels[:n], steps=200, lr=0.01)
-    attacked = g["clean/robust"][:n]
-    best = min(g[f"{key}/l2"][:n][attacked].median() for key in ("cw", "cw_foolbox"))
-    assert not right(model, adv, labels[:n]).any() and adv.min() >= 0 and adv.max() <= 1
-    assert l2(adv - images[:n])[attacked].median() <= 1.1 * best
-    assert torch.equal(adv[~attacked], images[:n][~attacked])
-
-
-def test_spsa_breaks_what_the_references_break(ref):
-    g, model, images, labels, eps = ref
-    for n, centre, key in ((8, "iterate", "fixed"), (4, "legacy", "cleverhans")):
-        adv = spsa(model, images[:n], labels[:n], eps[2], centre=centre)
-        assert (adv - images[:n]).abs().max() <= eps[2] + 1e-6 and adv.min() >= 0 and adv.max() <= 1
-        difference = right(model, adv, labels[:n]).sum() - g[f"spsa_{key}/2/robust"][:n].sum()
-        assert abs(difference) <= 1
-
-
-def test_l1_projection_equals_the_reference(ref):
-    v, radius, p = (ref[0][f"unit/l1ball/{name}"].double() for name in ("v", "radius", "p"))
-    torch.testing.assert_close(project_l1(v, radius), p, atol=1e-6, rtol=0)              # p is stored in float32
-
-
-# --- against other implementations, on a network of our own ----------------------------------------------------------
 
 def test_fgsm_and_pgd_equal_torchattacks(net):
     torchattacks = pytest.importorskip("torchattacks")
@@ -270,13 +192,13 @@ def test_spsa_looks_at_two_probes_a_pair_and_once_at_each_new_image():
     assert sum(seen) == 4 * (1 + 3 * (2 * 20 + 1))
 
 
-@pytest.mark.parametrize("confidence", [0.0, 0.3])
-def test_on_a_linear_model_cw_reaches_the_nearest_point(confidence):
+def test_on_a_linear_model_cw_reaches_the_nearest_point():
     model, images, labels, w = linear_case()
-    adv = cw(model, images, labels, confidence=confidence, steps=300, lr=0.01, search_steps=9)
-    nearest = (margin(model(images), labels) + confidence) / w.norm(dim=1)
-    assert (margin(model(adv), labels) < -confidence).all()
-    assert (l2(adv - images) > 0.9999 * nearest).all() and (l2(adv - images) < 1.02 * nearest).all()
+    for confidence in (0.0, 0.3):
+        adv = cw(model, images, labels, confidence=confidence, steps=300, lr=0.01, search_steps=9)
+        nearest = (margin(model(images), labels) + confidence) / w.norm(dim=1)
+        assert (margin(model(adv), labels) < -confidence).all()
+        assert (l2(adv - images) > 0.9999 * nearest).all() and (l2(adv - images) < 1.02 * nearest).all()
 
 
 def test_adam_is_torchs():
@@ -286,7 +208,7 @@ def test_adam_is_torchs():
     for t, grad in enumerate(torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), 1):
         theirs.grad = grad
         optimizer.step()
-        x = x - attacks.adam(grad, m, v, t, 0.1)
+        x = x - more_attacks.adam(grad, m, v, t, 0.1)
         torch.testing.assert_close(x, theirs.detach())
 
 
@@ -384,19 +306,6 @@ def test_noise_has_the_distribution_asked_for(net):
     assert abs(g.std() - 0.1) < 1e-3 and abs(share(g.abs() < 0.1) - 0.6827) < 3e-3
 
 
-@pytest.mark.parametrize("attack", [fgsm, pgd, partial(spsa, steps=2, pairs=16)])
-def test_budget_per_channel_in_pixels_equals_one_budget_on_normalised_images(net, attack):
-    model, images, labels = net
-    images, labels = images[:50], labels[:50]
-    inner, z, _ = normalized(model, images)
-    pixels = attack(model, images, labels, 0.1 * model.std, clip=False)
-    other = attack(inner, z, labels, 0.1, clip=False) * model.std + model.mean
-    if attack in (fgsm, pgd):
-        assert share((pixels - other).abs() < 1e-4) > 0.995
-    assert ((pixels - images).abs() <= 0.1 * model.std + 1e-6).all()
-    assert ((other - images).abs() <= 0.1 * model.std + 1e-5).all()
-
-
 def test_restarts_of_pgd_keep_the_first_start_that_fools_the_model(net):
     model, images, labels = net[0], net[1][:60], net[2][:60]
     often, eps = dict(steps=1, rel_step=0.05), 10 * EPS                                     # its random start decides
@@ -447,21 +356,10 @@ def gradient(model, images, labels):
     return attacks.input_gradient(attacks.cross_entropy, model, images, labels)[2]
 
 
-def test_adaptive_pgd_breaks_all_that_pgd_breaks(vit, net):
-    model, images, labels = vit
-    eps = 1 / 255
-    plain = right(model, pgd(model, images, labels, eps), labels)
-    adv = adaptive_pgd(model, images, labels, eps)
-    adaptive = right(model, adv, labels)
-    assert 0 < plain.sum() < 20 and not (adaptive & ~plain).any() and (adv - images).abs().max() <= eps + 1e-6
-    left = [margin(model(a), labels)[adaptive] for a in (adv, pgd(straight_through(model), images, labels, eps))]
-    assert (left[0] <= left[1] + 1e-5).all()
-    images, labels = (t[:20] for t in net[1:])                                           # no RPC-Attention: plain PGD
-    assert torch.equal(*(attack(net[0], images, labels, eps) for attack in (adaptive_pgd, pgd)))
-
-
-def test_adaptive_pgd_follows_three_gradients_and_keeps_the_smallest_margin(monkeypatch):
+def test_adaptive_pgd_follows_three_gradients_and_keeps_the_smallest_margin(net, monkeypatch):
     """A stand-in for PGD leads to these margins, which the model reads off the image."""
+    few = net[1][:20], net[2][:20]                                                       # no RPC-Attention: plain PGD
+    assert torch.equal(*(attack(net[0], *few, EPS) for attack in (adaptive_pgd, pgd)))
     margins = {"own": [-1.0, 1, 3, 1, 2], 1.0: [9.0, -1, 2, 2, 3], 0.0: [9.0, 9, 1, 3, -1]}
     asked = {}
 
@@ -493,13 +391,16 @@ def test_surrogates_have_the_models_weights_and_other_gradients(vit, net):
     assert adaptive.gradient_models(net[0]) == []
 
 
-def test_smooth_threshold_has_the_slope_of_a_softplus():
+def test_thresholds_of_surrogates_have_a_constant_slope_or_that_of_a_softplus(vit):
     x, tau = torch.linspace(-3, 3, 61, dtype=torch.float64, requires_grad=True), torch.tensor(1.0)
     y = adaptive.smooth_shrink(x, tau)
-    assert torch.equal(y, attacks.soft_threshold(x, tau))
+    assert torch.equal(y, adaptive.soft_threshold(x, tau))
     slope, = torch.autograd.grad(y.sum(), x)
     expected = torch.sigmoid(4 * (x - 1)) + torch.sigmoid(4 * (-x - 1))
     torch.testing.assert_close(slope, expected.detach())
+    layer = adaptive.rpc_layers(straight_through(vit[0], 0.7))[0]
+    slope, = torch.autograd.grad(layer.pap["shrink"](x, tau).sum(), x)
+    torch.testing.assert_close(slope, torch.full_like(x, 0.7))
     for tau in (0.0, math.inf):
         y = adaptive.smooth_shrink(x, torch.tensor(tau, dtype=torch.float64))
         assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()
@@ -535,10 +436,8 @@ def test_zero_gradient_share_counts_zeros():
 # --- what would be silently wrong -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("change, message", [
-    (dict(images=torch.full((4, 3, 4, 4), 200.0).double()), "values from 200 to 200, expected 0 to 1"),
-    (dict(images=torch.full((4, 3, 4, 4), math.nan).double()), "values from nan"),
-    (dict(model=Linear()), "train mode"), (dict(model=torch.nn.Sequential(Linear().eval())), "train mode"),
-    (dict(eps=-0.1), "pixel units"), (dict(eps=math.nan), "pixel units"), (dict(eps=8), "was it meant as 8/255"),
+    (dict(images=torch.full((4, 3, 4, 4), math.nan).double()), "values from nan"), (dict(eps=math.nan), "pixel units"),
+    (dict(model=torch.nn.Sequential(Linear().eval())), "train mode"), (dict(eps=8), "was it meant as 8/255"),
     (dict(model=lambda x: x.flatten(1)[:, :2] * math.nan), "not finite"),
     (dict(model=lambda x: x.flatten(1)[:, :5].softmax(1)), "probabilities")])
 def test_what_looks_like_robustness_and_is_none_is_refused(change, message):
@@ -562,8 +461,7 @@ def test_every_attack_refuses_train_mode_and_pixels_to_255(name):
 
 
 @pytest.mark.parametrize("attack, option", [
-    (pgd, dict(steps=0)), (pgd, dict(alpha=-1.0)), (pgd, dict(rel_step=math.nan)), (spsa, dict(centre="middle")),
-    (noise, dict(kind="pink")), (cw, dict(lr=0.0)), (apgd, dict(loss="margin")), (square, dict(queries=0))])
+    (pgd, dict(steps=0)), (pgd, dict(rel_step=math.nan)), (noise, dict(kind="pink")), (cw, dict(lr=0.0))])
 def test_bad_option_is_refused(attack, option):
     model, images, labels, _ = linear_case(4)
     (name, value), = option.items()
@@ -585,22 +483,8 @@ def test_word_swap_takes_its_share_of_every_line_and_spares_stop_words():
         t for t, s in zip(before, swapped) if not s]
     assert [line.split().count("AAA") for line in out] == [1, 0, 1, 0, 0, 6, 6, 6]       # 0.015 * 400 = 6
     assert word_swap(LINES) == (out, swapped) != word_swap(LINES, seed=1)
+    assert word_swap(LINES, rate=0) == (LINES, [False] * len(tokens))
+    assert word_swap([" 'the bears ' we ' eat 'fish' "], rate=1)[0] == [" 'the AAA ' we ' AAA AAA "]
     assert {len(a) - len(b) for a, b in zip(word_swap(LINES, word="word")[0][-3:], LINES[-3:])} == {0}
     everything = [line.split() for line in word_swap(LINES, rate=1)[0]]
     assert everything[2] == "AAA AAA AAA AAA AAA over the AAA AAA , AAA @-@ AAA , in AAA .".split()
-
-
-def test_stop_words_in_quotation_marks_are_spared():
-    assert word_swap([" 'the bears ' we ' eat 'fish' "], rate=1)[0] == [" 'the AAA ' we ' AAA AAA "]
-
-
-def test_word_swap_at_rate_zero_swaps_none():
-    assert word_swap(LINES, rate=0) == (LINES, [False] * sum(len(line.split()) + 1 for line in LINES))
-
-
-@pytest.mark.parametrize("name, tokens, count", [("valid", 217646, 3148), ("test", 245569, 3657)])
-def test_word_swap_swaps_as_many_words_of_wikitext103_as_textattack(name, tokens, count):
-    path = SHARED / "data" / "wikitext103_eval" / f"wiki.{name}.tokens"
-    lines, tokens, count = peers.wikitext(path, tokens, count)
-    swapped = word_swap(lines)[1]
-    assert abs(sum(swapped) / count - 1) < 0.03 and len(swapped) == tokens
