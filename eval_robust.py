@@ -29,7 +29,6 @@ import copy
 import os
 import time
 from datetime import date
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,9 +42,8 @@ from robust import ATTACKS, find, parameters, score
 from robust.attacks import check
 from robust.measures import (CLS, FOLDERS, LM, PRESETS, SEG, SLOW, USUAL, budget, build_measures,
                              describe, known)
-from robust.results import show
+from robust.results import Results, key, show
 from robust.sources import NORMALIZE, load_built, load_model
-from robust.tables import Results
 
 
 STAGES = ("clean", "apgd-ce", "apgd-t", "fab-t", "square")                          # of autoattack
@@ -115,7 +113,7 @@ def get_args():
          "of the first checkpoint's run, robust_paper/ with --preset paper)")
     flag("--resume", action=boolean, default=False, help="keep the rows of --out_dir, add more")
     flag("--save_images", type=natural, default=0, help="N: pictures of N images, clean, "
-         "corrupted, attacked; of a Segmenter with truth and prediction")
+         "corrupted, attacked, for classifiers")
     flag("--batch_size", type=count, help="images or windows of text at a time (default: 512 of 32 "
          "px, by area, 8 times as many on a GPU; 64 windows)")
     flag("--amp", action=boolean, default=False, help="bf16 when counting; attacks are in float32")
@@ -141,7 +139,7 @@ def measure_models(todo, models, source_model, args, results):
     for measure, images, index in todo:
         for m in models:
             row = about_row(m, measure, len(index), args)
-            if results.has(row):
+            if key(row) in results.rows:
                 continue
             start = time.perf_counter()
             made_on = source_model if measure.name == "transfer" else m
@@ -164,15 +162,15 @@ def classifier_row(m, measure, source, index, args, made_on):
     right, stages = [], torch.zeros(len(STAGES), n, device=args.device)
     moved = torch.zeros(n, 4, dtype=score.widest(args.device), device=args.device)
 
-    for images_of, changes in changes_of(measure, source, m.size, args):
-        right.append(torch.zeros(len(changes), n, 3, device=args.device))    # top-1, top-5, loss
+    for images_of, levels in passes(measure, source, m.size, args):
+        right.append(torch.zeros(len(levels), n, 3, device=args.device))     # top-1, top-5, loss
         loaded = score.batches(images_of, index, args, label)
         if name in ATTACKS and "batch_size" in parameters(find(name)):
             loaded = score.concat(loaded, 4096)           # so many at once: its batches stay full
         for images, labels, numbers, place in loaded:
-            for j, change in enumerate(changes):
-                trace = []
-                x = change(made_on.model, images, labels, numbers, trace)    # damage or attack
+            for j, level in enumerate(levels):
+                trace = []                                                   # damage or attack
+                x = change(made_on.model, measure, images, labels, numbers, args, level, trace)
                 hit = score.is_correct(m.model, x, labels, args)             # ask
                 right[-1][j, place] = hit                                    # count
                 if name in ATTACKS:
@@ -200,36 +198,29 @@ def classifier_row(m, measure, source, index, args, made_on):
     return row
 
 
-def changes_of(measure, source, size, args):
-    """What is done to images: [(where they are, [a change for each severity or draw])].
-
-    A change is a function of (model, images (b, 3, S, S) uint8, labels, their numbers, trace) that
-    returns pixels; trace: a list, which autoattack fills with its stages.
-    """
-    name, setting, _ = measure
-
-    def unchanged(model, images, labels, index, trace):
-        return images.float() / 255
-
-    def corrupted(model, images, labels, index, trace, severity):
-        return score.damage(images, index, setting, severity, args).float() / 255
-
-    def attacked(model, images, labels, index, trace, draw):
-        return score.attack_images(model, measure, images.float() / 255, labels, index, args,
-                                   draw=draw, trace=trace)
-
-    if name == "clean":
-        return [(source, [unchanged])]
-    if name != "corruptions":
-        return [(source, [partial(attacked, draw=i) for i in range(setting.get("draws", 1))])]
+def passes(measure, source, size, args):
+    """[(where images are, what is done to them in turn: severities, or draws of noise)]."""
+    setting = measure.setting
+    if measure.name != "corruptions":
+        return [(source, range(setting.get("draws", 1)))]
     if setting["released"]:
         from robust.imagenet import released
-        return ((released(args.corrupted_dir, setting["type"], s, source, size, args.device),
-                 [unchanged]) for s in setting["severities"])
+        return ((released(args.corrupted_dir, setting["type"], s, source, size, args.device), [0])
+                for s in setting["severities"])
     if isinstance(source, ImageTree):
         source = copy.copy(source)
         source.resample = "bilinear"                      # so ImageNet-C was made
-    return [(source, [partial(corrupted, severity=s) for s in setting["severities"]])]
+    return [(source, setting["severities"])]
+
+
+def change(model, measure, images, labels, numbers, args, level, trace=None):
+    """Images (b, 3, S, S) uint8 as pixels in [0, 1], damaged or attacked. level: of `passes`."""
+    if measure.name == "corruptions" and level:
+        images = score.damage(images, numbers, measure.setting, level, args)
+    x = images.float() / 255
+    if measure.name in ATTACKS:
+        x = score.attack_images(model, measure, x, labels, numbers, args, level, trace)
+    return x
 
 
 def about_row(m, measure, n, args):
@@ -245,8 +236,8 @@ def about_row(m, measure, n, args):
 
 def check_same_task(models):
     """Refuse models of several tasks or sizes."""
-    for name, values in dict(task=[m.task for m in models], image_size=[m.size for m in models],
-                             classes=[m.classes for m in models if m.classes]).items():
+    for name in ("task", "size", "classes"):
+        values = [getattr(m, name) for m in models if getattr(m, name)]
         if any(value != values[0] for value in values):
             raise InputError(f"{models[0].given}, ...: models of {name} "
                              f"{' and '.join(dict.fromkeys(str(v)[:60] for v in values))}, "
@@ -372,8 +363,6 @@ def with_images(todo, models, args):
             images.val = source                           # of -O: what its images are told from
         if source is None and one.name not in ("imagenet_a", "imagenet_r"):
             raise InputError(f"--measures {one.name} needs --data_dir, the folder with val/")
-        if one.name.endswith("autoattack") and len(classes) < 4:
-            raise InputError(f"--measures {one.name} compares four logits: {len(classes)} classes")
         out.append((one, images, score.pick(len(images.labels), one.name, args)))
     return out
 
@@ -385,8 +374,8 @@ def run_checks(models, source_model, todo, args):
     from robust import checks
     measure, source, index = next((one for one in todo if one[0].name == "pgd"), todo[0])
     options = {k: v for k, v in measure.setting.items() if k != "eps" and measure.name == "pgd"}
-    args.limit = args.limit or 64
-    few = next(score.concat(score.batches(source, index[:args.limit], args)))
+    args.batch_size = args.limit = args.limit or 64
+    few = next(score.batches(source, index[:args.limit], args))
     softmax = next((m for m in [source_model or models[0], *models]
                     if m.about["kind"] == "softmax"), None)
     for m in models:
@@ -395,21 +384,17 @@ def run_checks(models, source_model, todo, args):
 
 
 def save_pictures(models, todo, args):
-    """pictures_<i>.png: a row of --save_images images for each measure, severity and draw."""
-    args.world = 1                                        # nobody shares the pictures
+    """pictures_<i>.png of a classifier: for each measure, severity and draw a row of images."""
+    args.world, args.batch_size = 1, args.save_images     # nobody shares the pictures
     for i, m in enumerate(models):
         grid = []
         for measure, source, index in todo:
-            index = index[:args.save_images]
-            if args.task == SEG:
-                from robust.segmenters import save_pictures as save
-                folder = Path(args.out_dir, str(i)) if len(models) > 1 else Path(args.out_dir)
-                folder.mkdir(exist_ok=True)
-                save(m, measure, source, index, args, folder)
-            elif measure.name not in (*FOLDERS, "transfer"):
-                for images_of, changes in changes_of(measure, source, m.size, args):
-                    images, *rest, _ = next(score.concat(score.batches(images_of, index, args)))
-                    grid += [change(m.model, images, *rest, []).clamp(0, 1) for change in changes]
+            if measure.name not in (*FOLDERS, "transfer"):
+                for images_of, levels in passes(measure, source, m.size, args):
+                    first = score.batches(images_of, index[:args.save_images], args)
+                    images, labels, numbers, _ = next(first)
+                    grid += [change(m.model, measure, images, labels, numbers, args,
+                                    level).clamp(0, 1) for level in levels]
         if grid:
             save_grid(Path(args.out_dir, f"pictures_{i}.png"), torch.cat(grid),
                       columns=args.save_images, zoom=max(1, 96 // m.size))
@@ -452,7 +437,7 @@ def main():
     measure_models(todo, models, source_model, args, results)
     if args.rank == 0:
         print("\n" + results.write_table())
-        if args.save_images:
+        if args.save_images and args.task == CLS:
             save_pictures(models, todo, args)
         print(f"\n{len(results.rows)} rows in {results.out}; this table in {results.table}")
 

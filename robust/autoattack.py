@@ -380,7 +380,7 @@ def autoattack(model, images, labels, eps=1 / 255, *, steps=100, queries=5000, n
     trace.append(dict(stage="clean", robust=robust.clone()))
     for stage, attack in stages.items():
         rows = robust.nonzero()[:, 0]
-        bar = tqdm(total=len(rows), desc=stage, unit="image", disable=not progress)
+        bar = tqdm(total=len(rows), desc=stage, unit="image", disable=not progress or None)
         for on in rows.split(batch_size) if len(rows) else ():
             found = attack(model, images[on], labels[on], eps[on], index=index[on],
                            clip=clip, seed=seed)

@@ -8,11 +8,10 @@ ATTACKS in robust/__init__.py. Table 2 and Fig. 3 of Teo & Nguyen 2024 say which
 """
 
 import argparse
-import inspect
 import itertools
 from typing import NamedTuple
 
-from common import InputError
+from common import COUNT, InputError
 from robust import ATTACKS, find, parameters
 
 CLS, SEG, LM = "classification", "segmentation", "language modelling"
@@ -21,7 +20,8 @@ FOLDERS = ("imagenet_a", "imagenet_r", "imagenet_o")
 USUAL = {CLS: ["clean", "corruptions", "noise", "fgsm", "pgd", "adaptive_pgd", "apgd"],
          SEG: ["clean", "corruptions"], LM: ["perplexity"]}
 # Parameters of attacks that are no settings: the evaluator gives them to the attack.
-OFFERED = ("clip", "seed", "index", "draw", "batch_size", "trace", "progress")
+OFFERED = ("clip", "seed", "index", "draw", "batch_size", "trace", "progress", "targets",
+           "surrogates")
 CHOICES = dict(space=("pixel", "normalized"), labels=("true", "pred"), split=("valid", "test"),
                kind=("uniform", "gaussian"), centre=("iterate", "legacy"), loss=("ce", "dlr"))
 # What every attack has besides.
@@ -64,9 +64,7 @@ def settings_of(name):
     if name not in ATTACKS:
         return {}
     found = {key: None if p.default is p.empty else p.default
-             for key, p in parameters(find(name)).items() if key not in OFFERED
-             and (p.default is p.empty or p.annotation is not p.empty
-                  or isinstance(p.default, (bool, int, float, str)))}
+             for key, p in parameters(find(name)).items() if key not in OFFERED}
     return dict(found, draws=3) if name == "noise" else found      # its accuracy: the mean of three
 
 
@@ -87,28 +85,20 @@ def budget(text):
     return value
 
 
-def count(text):
-    """A whole number from 1."""
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
-
-
 def read(setting, text, default):
     """The value of a setting: of the type of its default."""
-    choices = ("yes", "no") if isinstance(default, bool) else CHOICES.get(setting)
-    if setting == "type":
-        from robust.corruptions import CORRUPTIONS as choices
-    kind = count if isinstance(default, int) else budget if setting == "eps" else number
+    choices = {name: name for name in CHOICES.get(setting, ())}
+    if isinstance(default, bool):
+        choices = dict(yes=True, no=False)
+    elif setting == "type":
+        from robust.corruptions import CORRUPTIONS
+        choices = {name: name for name in CORRUPTIONS}
+    kind = budget if setting == "eps" else COUNT if isinstance(default, int) else number
     try:
-        if choices and text not in choices:
-            raise ValueError
-        return text == "yes" if isinstance(default, bool) else text if choices else kind(text)
-    except argparse.ArgumentTypeError as error:
-        raise InputError(f"{setting}={error}") from None
-    except (ValueError, ZeroDivisionError):
-        expected = " or ".join(choices) if choices else f"a value like {default}"
-        raise InputError(f"{setting}={text}: expected {expected}") from None
+        return choices[text] if choices else kind(text)
+    except (KeyError, ValueError, ZeroDivisionError, argparse.ArgumentTypeError) as error:
+        expected = f"expected {' or '.join(choices)}" if choices else error
+        raise InputError(f"{setting}={text}: {expected}") from None
 
 
 def in_words(values):
@@ -159,7 +149,6 @@ def build_measures(texts, task, preset="default", eps=None, **conditions):
                 values["clip"] = True                     # the code of AutoAttack does
         for pair in pairs:
             setting, _, given = pair.partition("=")
-            setting = "type" if setting == "types" else setting         # as robust.corruptions has
             if setting not in values:
                 raise InputError(f"--measures {text!r}: {setting} is no setting of {name}; known "
                                  f"are {', '.join(values) or 'none'}")

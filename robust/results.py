@@ -1,27 +1,26 @@
-"""The evaluator's rows: written, read, told apart, their numbers; tables and CSV of several runs.
+"""The evaluator's rows: what they hold, how they are kept and read, the table of many of them.
 
     python -m robust.results referee/results/robustness      # the table of its results.jsonl
-    python -m robust.results out/a/robust out/b/robust --csv all.csv      # of several, for others
+    python -m robust.results out/a/robust out/b/robust       # of several runs
 
 A row is a dict of plain values: which model (model, kind, checkpoint, weights, model_config,
 recipe), what was measured (task, data, data_dir, measure, setting, conditions, images), the numbers
 in percent (top1, top5, mean_iou, ...), which images were right (`right`, see `unpack`), and how it
-came about (seconds, torch, hardware, ...).
+came about (seconds, torch, hardware, ...). pandas.read_json("results.jsonl", lines=True) reads all.
 """
 
 import argparse
 import base64
-import csv
 import zlib
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 import common
 from common import InputError
-from robust.measures import CONDITIONS
+from robust.measures import CONDITIONS, in_words
 from robust.metrics import ALEXNET, mean_corruption_error, wilson
 
 # What identifies a row, its model first.
@@ -93,19 +92,45 @@ def read_rows(path):
     return list(rows.values())
 
 
+class Results:
+    """The finished rows, and results.jsonl and table.md, which rank 0 writes row by row."""
+
+    def __init__(self, folder, data, resume, rank):
+        self.out, self.table = Path(folder, "results.jsonl"), Path(folder, "table.md")
+        self.data, self.log = data, None
+        self.rows = {key(row): row for row in read_rows(self.out)}
+        if self.rows and not resume:
+            raise InputError(f"--out_dir {folder} holds results: add --resume to go on from them, "
+                             "or choose another one")
+        common.broadcast([None])                          # all have read before one writes
+        if rank == 0:
+            try:
+                self.out.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as e:
+                raise InputError(f"--out_dir {self.out.parent} cannot be made "
+                                 f"({e.strerror})") from None
+            self.log = common.Log(self.out)
+            self.log.cut(0)                               # a line that a kill cut short goes
+
+    def add(self, row):
+        """Keep a finished row: in memory, on disk, on the screen."""
+        self.rows[key(row)] = row
+        if self.log:
+            self.log.append(row)
+            self.write_table()
+            numbers = [f"{name} {value:.2f}" for name, value, _ in numbers_of(row)]
+            moved = f", moved {255 * row['max_linf']:.2f}/255" if "max_linf" in row else ""
+            tqdm.write("  ".join([f"{row['model']:28}", *numbers,
+                                  f"({row['images']} images, {row['seconds']:.1f} s{moved})"]))
+
+    def write_table(self):
+        """Write the table of the rows of this data set; returns it."""
+        text = table([row for row in self.rows.values() if row["data"] == self.data])
+        self.table.write_text(text + "\n")
+        return text
+
+
 # --- what a row says -----------------------------------------------------------------------------
-
-class Number(NamedTuple):
-    """One number of a row, or one a severity."""
-    name: str                        # clean, top-1
-    value: np.ndarray                # (1,) or (severities,), in percent or what the name says
-    share: bool                      # is it a share of the images? Then an interval goes with it
-
-    def interval(self, images, value=None):
-        """Wilson's 95 % interval over so many images, in percent, of the mean or of a value."""
-        value = self.value.mean() if value is None else value
-        return [100 * end for end in wilson(value / 100, images)] if self.share else None
-
 
 def show(setting):
     """Write 8/255 for an eps, else what identifies the setting."""
@@ -124,44 +149,33 @@ def title(row):
     return f"{row['measure']} {show(row['setting'])}".strip()
 
 
-def unusual(row):
-    """The conditions of an attack in words, if not the default: pixels, true, clip."""
-    own = {k: row["conditions"][k] for k in CONDITIONS}
-    if "max_linf" not in row or own == CONDITIONS:
-        return ""
-    return f"{own['space']}, {own['labels']}, {'clip' if own['clip'] else 'no clip'}"
-
-
 def numbers_of(row):
-    """List what a row says, as `Number`s."""
-    name, share = title(row), True
+    """What a row says: [(name, mean over its severities, is it a share of the images?)]."""
+    measure, share = row["measure"], False
     if "means" in row:
-        found, share = row["means"], False
-    elif row["measure"] == "perplexity":
-        stride, share = row["setting"]["stride"], False
-        found = {"segment-wise": row["segment"], f"sliding, stride {stride}": row["sliding"],
+        found = row["means"]
+    elif measure == "perplexity":
+        found = {"segment-wise": row["segment"],
+                 f"sliding, stride {row['setting']['stride']}": row["sliding"],
                  "attacked": row["attacked"],
                  "attacked, words not swapped": row["attacked_unswapped"],
                  "clean, the same words": row["clean_unswapped"]}
     elif "mean_iou" in row:
-        share = False
-        found = {"mean accuracy": row["mean_accuracy"], "mean IoU": row["mean_iou"]}
-        if row["measure"] == "clean":
-            found = {"pixel accuracy": row["pixel_accuracy"], **found}
-    elif row["measure"] == "imagenet_o":
-        found, share = {text: row[text.lower()] for text in ("AUPR", "AUROC", "FPR95")}, False
+        found = {"pixel accuracy": row["pixel_accuracy"]} if measure == "clean" else {}
+        found |= {"mean accuracy": row["mean_accuracy"], "mean IoU": row["mean_iou"]}
+    elif measure == "imagenet_o":
+        found = {name: row[name.lower()] for name in ("AUPR", "AUROC", "FPR95")}
     else:
-        found = {f"after {stage}": v for stage, v in row.get("stages", {}).items()
-                 if stage != "clean"}
+        found, share = {f"after {stage}": v for stage, v in row.get("stages", {}).items()}, True
+        found.pop("after clean", None)
         found["top-1"] = row["top1"]
-        if "top5" in row and row["measure"] not in ("corruptions", "cw"):
+        if "top5" in row and measure not in ("corruptions", "cw"):
             found["top-5"] = row["top5"]
         found |= {f"top-1 within L2 {r}": v for r, v in row.get("top1_at_l2", {}).items()}
-    numbers = [Number(f"{name}, {text}", np.ravel(v), share) for text, v in found.items()]
-    if row["measure"] == "cw":
-        median = np.ravel(row["median_l2"])
-        numbers.append(Number(f"{name}, median L2 (pixel units)", median, False))
-    return numbers
+    numbers = [(name, np.mean(value), share) for name, value in found.items()]
+    if measure == "cw":
+        numbers.append(("median L2 (pixel units)", np.mean(row["median_l2"]), False))
+    return [(f"{title(row)}, {name}", value, share) for name, value, share in numbers]
 
 
 # --- rows made of rows ---------------------------------------------------------------------------
@@ -172,25 +186,20 @@ MEAN = {"top-1": "top1", "mean accuracy": "mean_accuracy", "mean IoU": "mean_iou
 def means(rows):
     """Rows of the mean over ImageNet-C's 15 types, for models that have all; on ImageNet, at all
     five severities, with mCE, where AlexNet is 100 %."""
-    groups = {}
+    groups, out = {}, []
     for row in rows:
-        if row["measure"] == "corruptions":
-            rest = {k: v for k, v in row["setting"].items() if k != "type"}
-            where = key(dict(row, setting=rest))
-            groups.setdefault(where, {})[row["setting"]["type"]] = row
-    out = []
-    for found in groups.values():
-        own = [found[name] for name in ALEXNET if name in found]
-        if len(own) < len(ALEXNET):
-            continue
-        rest = {k: v for k, v in own[0]["setting"].items() if k != "type"}
-        new = dict(own[0], measure="mean", setting=dict(type="of the 15", **rest), means={
-            text: np.mean([row[field] for row in own], 0) for text, field in MEAN.items()
-            if field in own[0]})
-        if own[0].get("imagenet1k") and rest["severities"] == [1, 2, 3, 4, 5]:
-            new["means"]["mCE"] = mean_corruption_error(
-                {row["setting"]["type"]: 1 - np.mean(row["top1"]) / 100 for row in own})
-        out.append(new)
+        if row["measure"] == "corruptions" and row["setting"]["type"] in ALEXNET:
+            setting = dict(row["setting"], type="of the 15")
+            groups.setdefault(key(dict(row, setting=setting)), (setting, []))[1].append(row)
+    for setting, own in groups.values():
+        if len(own) == len(ALEXNET):
+            new = dict(own[0], measure="mean", setting=setting, means={
+                name: np.mean([row[field] for row in own]) for name, field in MEAN.items()
+                if field in own[0]})
+            if own[0].get("imagenet1k") and setting["severities"] == [1, 2, 3, 4, 5]:
+                new["means"]["mCE"] = mean_corruption_error(
+                    {row["setting"]["type"]: 1 - np.mean(row["top1"]) / 100 for row in own})
+            out.append(new)
     return out
 
 
@@ -215,46 +224,91 @@ def worst_cases(rows):
     return out
 
 
-# --- the command -------------------------------------------------------------------------------
+# --- the table -----------------------------------------------------------------------------------
 
-def write_csv(path, rows):
-    """Write a line a number (and severity): what it is, its value and interval, and all that a row
-    says."""
-    lines = []
+IN_TITLE = ("eps", "scale", "l1", "type", "split", "weights")
+
+
+def column_names(rows):
+    """{identity: name} of the models; of equal names the checkpoint is told, too."""
+    models = {identity(row): row for row in rows}
+    names = [row["model"] for row in models.values()]
+    return {w: row["model"] if names.count(row["model"]) == 1 else
+            f"{row['model']}, {row['checkpoint']}" for w, row in models.items()}
+
+
+def told_apart(rows):
+    """For each row the settings and conditions in words that differ between rows of its measure,
+    and the conditions of an attack that are not the usual ones."""
+    def of(row):
+        return {**row["setting"], **row["conditions"]}
+
+    seen = {}
     for row in rows:
-        plain = {k: v for k, v in row.items() if isinstance(v, (str, int, float)) and k != "right"}
-        severities = row["setting"].get("severities", [""])
-        setting = {k: v for k, v in row["setting"].items() if k != "severities"}
-        for number in numbers_of(row):
-            for severity, value in zip(severities, number.value):
-                low, high = number.interval(row["images"], value) or ("", "")
-                lines.append(dict(name=number.name, severity=severity, value=value, low=low,
-                                  high=high, **plain) | setting | row["conditions"])
-    fields = dict.fromkeys(field for line in lines for field in line)
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, fields, restval="")
-        writer.writeheader()
-        writer.writerows(lines)
+        for name, value in of(row).items():
+            seen.setdefault((row["measure"], name), set()).add(frozen(value))
+    for row in rows:
+        own = {k: v for k, v in of(row).items() if k not in (*IN_TITLE, *CONDITIONS)
+               and len(seen[row["measure"], k]) > 1}
+        odd = {k: row["conditions"][k] for k in CONDITIONS}
+        odd = odd if "max_linf" in row and odd != CONDITIONS else {}
+        yield in_words(own | odd)
+
+
+def table(rows):
+    """Rows as Markdown: a line a number, a column a model; below it what a reader has to know."""
+    names, lines, shown = column_names(rows), {}, rows + means(rows) + worst_cases(rows)
+    for row, how in zip(shown, told_apart(shown)):
+        for name, value, share in numbers_of(row):
+            cell = f"{value:.2f}"
+            if share:
+                low, high = wilson(value / 100, row["images"])
+                cell += f" ({100 * low:.1f}-{100 * high:.1f})"
+            text = ", ".join(filter(None, (name, how)))
+            lines.setdefault((text, row["images"]), {})[identity(row)] = cell
+    body = [[*line, *(cells.get(w, "") for w in names)] for line, cells in lines.items()]
+    header = ["perplexity", "tokens"] if rows[0]["measure"] == "perplexity" else [
+        "measure, per cent", "images"]
+    out = common.table(body, [*header, *names.values()])
+    return out + "\n\n" + "\n".join(f"- {note}" for note in dict.fromkeys(notes(rows)))
+
+
+def notes(rows):
+    """List what a reader of these rows has to know besides."""
+    for row in rows:
+        setting = row["setting"]
+        if "word" in row:
+            yield (f"Words swapped: {row['swapped']} of {row['images']} {setting['split']} tokens "
+                   f"({100 * row['swapped'] / row['images']:.2f} %) became `{row['word']}`.")
+        if "mean_iou" in row:
+            how = in_words({k: setting[k] for k in ("window", "stride", "scales", "flip")})
+            yield f"Means over {' or '.join(map(str, np.unique(row['classes'])))} classes; {how}."
+        if "severities" in setting:
+            severities = ", ".join(map(str, setting["severities"]))
+            yield f"Corruptions: mean of severities {severities}."
+        if setting.get("type") == "frost" and setting.get("frost") == "procedural" \
+                and not setting.get("released"):
+            yield "frost: procedural, not ImageNet-C's photographs (--frost_dir)."
+    if rows[0]["task"] == "classification":
+        yield ("(low-high): Wilson's 95 % interval over images. Images: a random choice, seed "
+               f"{rows[0]['conditions']['seed']}, the same for all models.")
+        if len({group(row) for row in rows}) == len({identity(row) for row in rows}):
+            yield ("One network of a kind ranks nothing: networks that differ in the seed alone "
+                   "differ by points. Train several, and compare them with "
+                   "referee.studies.robustness.")
 
 
 def main():
-    from robust.tables import table                       # which is made of what stands here
     p = argparse.ArgumentParser(description="Print the tables of results.jsonl files.",
                                 allow_abbrev=False)
     p.add_argument("paths", nargs="+", metavar="PATH", help="files, or folders with one")
-    p.add_argument("--csv", metavar="FILE", help="write a line a number there, for other programs")
-    args = p.parse_args()
-    rows = {key(row): row for path in args.paths for row in read_rows(path)}
-    if not rows:
-        raise InputError(f"no rows in {', '.join(args.paths)}")
-    kinds = {}
-    for row in rows.values():
+    args, kinds = p.parse_args(), {}
+    for row in {key(row): row for path in args.paths for row in read_rows(path)}.values():
         kinds.setdefault((row["task"], row["data"]), []).append(row)
+    if not kinds:
+        raise InputError(f"no rows in {', '.join(args.paths)}")
     for (task, data), own in kinds.items():
         print(f"\n{task}, {data}\n\n{table(own)}")
-    if args.csv:
-        write_csv(args.csv, rows.values())
-        print(f"\n{len(rows)} rows in {args.csv}")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ def batches(source, index, args, label=""):
     else:
         keys = [[(i, i) for i in part.tolist()] for part in parts]
         loaded = image_batches(source, keys, args.num_workers, args.device)
-    bar = tqdm(total=len(share), desc=label, unit="image", leave=False, disable=args.rank > 0)
+    bar = tqdm(total=len(share), desc=label, unit="image", leave=False,
+               disable=args.rank > 0 or None)             # None: where output is redirected
     with bar:
         for (images, labels, numbers), place in zip(loaded, places):
             batch = images, labels, numbers, place
@@ -51,7 +52,7 @@ def batches(source, index, args, label=""):
             bar.update(len(place))
 
 
-def concat(loaded, most=math.inf):
+def concat(loaded, most):
     """Join batches until they hold `most` images."""
     parts, n = [], 0
     for batch in loaded:
@@ -121,7 +122,7 @@ class Normalized(torch.nn.Module):
         return self.model(z * self.std + self.mean)
 
 
-def attack_images(model, measure, x, labels, index, args, *, draw=0, trace=None):
+def attack_images(model, measure, x, labels, index, args, draw=0, trace=None):
     """Attack pixels x (b, 3, S, S) in [0, 1]; returns pixels, in [0, 1] only where clipped.
 
     Images that the model gets wrong are not attacked, but by noise, and where the model is another

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import csv
 import io
 import json
 import subprocess
@@ -29,8 +28,7 @@ from data.shapes import SHAPES, load_shapes
 from golden_net import trained_network
 from processes import group
 from robust import attacks, checks, corruptions, imagenet, measures, metrics, results, score, sources
-from robust.results import pack, read_rows, unpack
-from robust.tables import Results, table
+from robust.results import pack, read_rows, table, unpack
 from runs import call, refused
 from vit import SIZES, ViT, ViTConfig
 
@@ -61,10 +59,10 @@ def test_outlier_metrics_equal_scikit_learns():
         metrics.auroc(torch.zeros(12), torch.zeros(12) > 0)
 
 
-@pytest.mark.parametrize("wins, n", [(0, 7), (7, 7), (3, 10), (427, 500), (1, 50000)])
-def test_wilson_intervals_equal_scipy(wins, n):
-    expected = scipy.stats.binomtest(wins, n).proportion_ci(0.95, "wilson")
-    assert metrics.wilson(wins / n, n) == pytest.approx((expected.low, expected.high), abs=1e-7)
+def test_wilson_intervals_equal_scipy():
+    for wins, n in (0, 7), (7, 7), (3, 10), (427, 500), (1, 50000):
+        expected = scipy.stats.binomtest(wins, n).proportion_ci(0.95, "wilson")
+        assert metrics.wilson(wins / n, n) == pytest.approx((expected.low, expected.high), abs=1e-7)
 
 
 def test_outcomes_take_one_bit_an_image_and_imagenets_classes_are_timms():
@@ -209,19 +207,6 @@ def test_resume_keeps_finished_rows_and_adds_the_rest(first_run):
     assert whole == resumed
 
 
-def test_the_table_is_written_after_every_row(tmp_path, monkeypatch):
-    def killed(model, images, labels, eps):
-        raise KeyError("a bug of one's own")
-
-    make_checkpoint(tmp_path / "m.pt")
-    monkeypatch.setitem(robust.ATTACKS, "pgd", killed)
-    with pytest.raises(KeyError):                         # with its traceback
-        run("--ckpt", tmp_path / "m.pt", "--measures", "clean", "fgsm", "pgd", "--limit", 8, "--eps", "2/255",
-            "--out_dir", tmp_path / "r")
-    found = (tmp_path / "r" / "table.md").read_text()
-    assert "| clean, top-1" in found and "| fgsm 2/255, top-1" in found and "pgd" not in found
-
-
 def test_an_attack_and_a_corruption_of_ones_own_are_one_entry_each(tmp_path, monkeypatch):
     """Their settings are their signature's; means stay those of ImageNet-C's 15."""
     def push(model, images, labels, eps, *, up=True, times=2):
@@ -245,16 +230,17 @@ def test_an_attack_and_a_corruption_of_ones_own_are_one_entry_each(tmp_path, mon
 
 
 def test_settings_are_those_of_the_attacks_signature_and_presets_change_defaults():
-    plan = measures.build_measures(["pgd eps=1/255,2/255 steps=3,4 clip=no", "fgsm", "sld", "spsa"], "classification")
-    pgd = [(s["eps"] * 255, s["steps"], s["rel_step"], s["restarts"], c["clip"]) for n, s, c in plan if n == "pgd"]
-    assert pgd == [(e, steps, 0.15, 1, False) for e in (1, 2) for steps in (3, 4)]
-    assert [s["eps"] * 255 for n, s, _ in plan if n == "fgsm"] == [1, 2, 4, 8]
-    assert plan[-2].setting == dict(l1=10.0, steps=20, rescale=False) and plan[-1].setting["eps"] == 6 / 255
-    pixels, = measures.build_measures(["pgd eps=2/255 alpha=0.5/255"], "classification")
-    assert pixels.setting["alpha"] == 0.5 / 255           # as in torchattacks
-    plan = measures.build_measures(["fgsm", "spsa", "square eps=3/255", "sld"], "classification", eps=[5 / 255])
-    assert [s.get("eps", s.get("l1")) for _, s, _ in plan] == [5 / 255, 5 / 255, 3 / 255, 10.0]
-    spsa, cw, noise, sld = measures.build_measures(["spsa", "cw", "noise", "sld"], "classification", "paper")
+    def plan(*texts, **how):
+        return measures.build_measures(texts, "classification", **how)
+
+    pgd = plan("pgd eps=1/255,2/255 steps=3,4 alpha=0.5/255 clip=no", "fgsm")
+    assert [(s["eps"] * 255, s["steps"], s["alpha"] * 255, s["rel_step"], c["clip"]) for n, s, c in pgd if n == "pgd"] == [
+        (e, steps, 0.5, 0.15, False) for e in (1, 2) for steps in (3, 4)]
+    assert [s["eps"] * 255 for n, s, _ in pgd if n == "fgsm"] == [1, 2, 4, 8]
+    others = plan("fgsm", "spsa", "square eps=3/255", "sld", eps=[5 / 255])
+    assert [s.get("eps", s.get("l1")) for _, s, _ in others] == [5 / 255, 5 / 255, 3 / 255, 10.0]
+    assert others[3].setting == dict(l1=10.0, steps=20, rescale=False) and plan("spsa")[0].setting["eps"] == 6 / 255
+    spsa, cw, noise, sld = plan("spsa", "cw", "noise", "sld", preset="paper")
     assert spsa.setting["eps"] == 0.1 and spsa.setting["centre"] == "legacy" and cw.setting["confidence"] == 10
     assert noise.setting["scale"] == 0.3 and sld.setting["rescale"] is True
     assert noise.conditions == dict(space="normalized", labels="pred", clip=False)
@@ -296,8 +282,6 @@ def test_out_of_distribution_folders_use_their_own_classes(trees, tmp_path):
     logits = model(torch.stack([tree[i][0] for i in range(6)]).float() / 255)[:, 2:5]
     assert a["classes"] == 3 and a["images"] == 6
     assert a["top1"] == pytest.approx(100 * (logits.argmax(1) == tree.labels - 2).double().mean().item(), abs=1e-3)
-    halved = imagenet.kept_logits(loaded(model), tree, torch.arange(6), torch.arange(3), alone(amp=True))
-    assert torch.equal(halved, halved.bfloat16().double()) and halved.shape == (6, 3)
 
     o, = rows_of(tmp_path / "o", *how, "--imagenet_o", folder / "o", "--data_dir", folder, "--measures", "imagenet_o")
     doubt = []
@@ -310,27 +294,12 @@ def test_out_of_distribution_folders_use_their_own_classes(trees, tmp_path):
     expected = metrics.average_precision(torch.cat(doubt), outlier)
     assert o["aupr"] == pytest.approx(100 * expected, abs=1e-6) and o["chance"] == 50
 
-    # what is wrong with a folder is said before anything is measured; a small one has fewer images
-    how = (*how, "--data_dir", folder)
+    few, = rows_of(tmp_path / "few", *how, "--imagenet_o", folder / "o", "--data_dir", folder, "--measures", "imagenet_o",
+                   "--limit", 3)
+    assert (few["images"], few["inside"], few["chance"]) == (3, 3, 50)
     for name, flag, word in (("odd", "imagenet_r", "n99"), ("none", "imagenet_a", "--imagenet_a")):
-        wrong = error(*how, f"--{flag}", folder / name, "--measures", "clean", flag, "--out_dir", tmp_path / "r2")
-        assert word in wrong and not (tmp_path / "r2").exists()
-    rows = rows_of(tmp_path / "r4", *how, "--imagenet_a", folder / "a", "--limit", 4, "--measures", "clean",
-                   "imagenet_a")
-    assert [row["images"] for row in rows] == [4, 4]
-
-
-def test_imagenet_o_is_told_from_so_many_images_of_its_classes_in_val(monkeypatch):
-    asked = []
-    monkeypatch.setattr(imagenet, "kept_logits", lambda m, source, index, columns, args:
-                        asked.append(index) or torch.rand(len(index), len(columns)))
-    outliers, val = (argparse.Namespace(labels=torch.tensor(labels)) for labels in ([1, 3, 3], [0, 1, 2, 3] * 9))
-    outliers.val = val
-    for limit, n in ((None, 18), (6, 6)):
-        row = imagenet.folder_row(None, measure("imagenet_o", {}), outliers, torch.arange(3), alone(limit=limit))
-        assert (row["inside"], row["classes"], row["chance"]) == (n, 2, 100 * 3 / (3 + n))
-        inside = asked.pop().tolist()
-        assert set(val.labels[inside].tolist()) == {1, 3} and inside != sorted(inside)     # not the first ones
+        wrong = error(*how, f"--{flag}", folder / name, "--measures", flag, "--out_dir", tmp_path / "bad")
+        assert word in wrong and not (tmp_path / "bad").exists()
 
 
 def test_released_files_are_read_by_type_and_severity(tmp_path):
@@ -371,20 +340,21 @@ def test_generated_corruptions_start_from_imagenet_cs_bilinear_crop(tmp_path, mo
 
 def test_models_that_share_weights_have_columns_of_their_own(tmp_path):
     """RPC and symmetric models have the same parameters; only model_config differs."""
-    options = [dict(pap=dict(n_iter=1)), dict(pap=dict(n_iter=4)), dict(pap=dict(n_iter=4, lambd=0.3)),
-               dict(pap=dict(n_iter=4, form="paper")), dict(attn="symmetric"), dict(pap=dict(lambd=0.3), eps=1e-5)]
-    for i, option in enumerate(options):
-        make_checkpoint(tmp_path / f"{i}.pt", **option)
-        checkpoint = common.load(tmp_path / f"{i}.pt")
-        common.save(tmp_path / f"{i}.pt", {**checkpoint, "model": common.load(tmp_path / "0.pt")["model"]})
+    options = [dict(pap=dict(n_iter=1)), dict(pap=dict(n_iter=4, lambd=0.3)), dict(attn="symmetric"),
+               dict(pap=dict(form="paper")), dict(pap=dict(lambd=0.3), eps=1e-5)]
     models = [tmp_path / f"{i}.pt" for i in range(len(options))]
+    for path, option in zip(models, options):
+        make_checkpoint(path, **option)
+        common.save(path, {**common.load(path), "model": common.load(models[0])["model"]})
     flags = "--measures", "clean", "--limit", 20
-    rows_of(tmp_path / "r", "--ckpt", *models[:3], *flags)
+    rows_of(tmp_path / "r", "--ckpt", *models[:2], *flags)
     found = rows_of(tmp_path / "r", "--ckpt", *models, *flags, "--resume")
     assert len(found) == len(options) and len({row["weights"] for row in found}) == 1
     names = line_of((tmp_path / "r" / "table.md").read_text(), "measure, per cent")
-    assert len(set(names)) == 6 and names[0] == "rpc 1iter/layer1, seed 0" and names[4] == "symmetric, seed 0"
-    assert names[2].startswith("rpc 4iter/layer1, lambda 0.3") and names[3] == "rpc 4iter/layer1, form paper, seed 0"
+    assert names[0] == "rpc 1iter/layer1, seed 0" and names[2:4] == ["symmetric, seed 0",
+                                                                     "rpc 4iter/layer1, form paper, seed 0"]
+    twins = [f"rpc 4iter/layer1, lambda 0.3, seed 0, {models[i]}" for i in (1, 4)]
+    assert [names[1], names[4]] == twins
 
 
 def test_a_group_is_everything_but_the_seed(tmp_path):
@@ -398,13 +368,6 @@ def test_a_group_is_everything_but_the_seed(tmp_path):
     assert groups["a"] == groups["b"] and len(set(groups.values())) == 3
 
 
-def test_a_fingerprint_of_weights_is_of_their_values_alone():
-    state = dict(a=torch.arange(6.0).view(2, 3), b=torch.ones(2))
-    same = dict(a=torch.arange(6.0).view(3, 2).T.contiguous().T.reshape(2, 3), b=torch.ones(4)[::2])
-    others = [dict(state, a=state["a"] + 1e-6), dict(state, b=torch.tensor([1, 1 + 1e-6]))]
-    assert results.weights_of(state) == results.weights_of(same) not in map(results.weights_of, others)
-
-
 def test_rows_are_read_but_for_a_line_cut_short_and_of_twins_the_later_one(tmp_path):
     (row,), path = made_up("m", dict(fog=50)), tmp_path / "results.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in (row, dict(row, top1=[7]))) + '{"cut')
@@ -414,11 +377,12 @@ def test_rows_are_read_but_for_a_line_cut_short_and_of_twins_the_later_one(tmp_p
         read_rows(path)
 
 
-@pytest.mark.parametrize("path", ["robustness/results.jsonl", "constants/adaptive_s15.jsonl"])
-def test_stored_rows_are_read_and_pooled(path):
-    rows = read_rows(ROOT / "referee" / "results" / path)
-    found = table(rows)
-    assert "clean, top-1" in found or "worst of" in found
+def test_stored_rows_of_several_runs_are_printed_as_one_table(monkeypatch, capsys):
+    paths = [ROOT / "referee/results" / path for path in ("robustness", "constants/adaptive_s15.jsonl", "robustness/cifar10.jsonl")]
+    monkeypatch.setattr(sys, "argv", ["results", *map(str, paths)])
+    results.main()
+    shapes, cifar10 = capsys.readouterr().out.split("classification, cifar10")
+    assert shapes.count("| clean, top-1 ") == 1 and "worst of" in shapes and cifar10.count("mean of the 15, top-1") == 1
 
 
 def test_rows_that_differ_in_one_thing_are_two_rows():
@@ -497,14 +461,6 @@ def attack(small, name, setting, n=40, conditions={}, **flags):
     return row_of(m, measure(name, setting, **conditions), source, index[:n], **flags)
 
 
-def test_autoattacks_stages_speak_of_the_true_labels(small):
-    """labels=pred leads away from the prediction, right or wrong; accuracy stays accuracy."""
-    clean = row_of(small[0], measure("clean", {}), small[1], small[2][:12])["top1"]
-    row = attack(small, "autoattack", dict(eps=1 / 255, queries=5), 12, dict(labels="pred"))
-    assert 0 < clean < 100 and row["stages"]["clean"] == pytest.approx(clean, abs=1e-3)
-    assert row["stages"]["square"] == row["top1"]
-
-
 def test_an_image_that_an_attack_leads_to_its_label_counts_in_the_stage_after_it(monkeypatch):
     """Predicted 1, of class 0: the attack leads away from 1, to 0."""
     def lucky(model, images, labels, *, trace):
@@ -521,7 +477,7 @@ def test_an_image_that_an_attack_leads_to_its_label_counts_in_the_stage_after_it
     assert (row["stages"]["clean"], row["stages"]["apgd-ce"], row["top1"]) == (50, 100, 100)
 
 
-@pytest.mark.parametrize("text, inside", [("autoattack queries=3", True), ("square queries=3", True), ("apgd", False)])
+@pytest.mark.parametrize("text, inside", [("square queries=3", True), ("apgd", False)])
 def test_in_the_papers_conditions_autoattack_and_square_keep_normalised_images_in_0_to_1(small, text, inside):
     m, source, index = small[0], small[1], small[2][:12]
     x, labels = source.images[index].float() / 255, source.labels[index]
@@ -532,16 +488,10 @@ def test_in_the_papers_conditions_autoattack_and_square_keep_normalised_images_i
     assert bool((z >= -1e-5).all() and (z <= 1 + 1e-5).all()) == inside
 
 
-def test_budgets_are_in_pixels_whatever_the_model_normalises_by(small):
-    row = attack(small, "fgsm", dict(eps=2 / 255), 8)
-    assert row["max_linf"] == pytest.approx(2 / 255, rel=1e-4)
+def test_images_that_are_wrong_already_leave_no_gaps_in_batches(small, monkeypatch):
+    given, name = [], "square"
 
-
-@pytest.mark.parametrize("name", ["autoattack", "square"])
-def test_images_that_are_wrong_already_leave_no_gaps_in_batches(small, monkeypatch, name):
-    given = []
-
-    def stand_in(model, images, labels, eps, *, index, batch_size, trace=()):
+    def stand_in(model, images, labels, eps, *, index, batch_size):
         given.append((index, batch_size))
         return images
 
@@ -654,52 +604,16 @@ def test_the_worst_case_over_attacks_is_taken_image_by_image_over_those_that_all
     assert line_of(table(rows), "worst of fgsm, pgd 1/255, top-1") == [text, ""]
 
 
-def test_lines_say_the_settings_that_differ_and_unusual_conditions():
+def test_lines_say_the_settings_that_differ_and_unusual_conditions_and_notes_the_rest():
     right = torch.arange(8) % 2 > 0
     rows = [attacked("m", "pgd", 2 / 255, right, setting=dict(eps=2 / 255, steps=steps)) for steps in (1, 2)]
     assert line_of(table(rows), "pgd 2/255, top-1, steps=1") and line_of(table(rows), "pgd 2/255, top-1, steps=2")
     paper = dict(space="normalized", labels="pred", clip=False, seed=0, amp=False)
-    assert line_of(table([dict(rows[0], conditions=paper)]), "pgd 2/255, top-1, normalized, pred, no clip")
-
-
-def test_the_table_says_what_a_single_seed_is_worth_and_which_frost(first_run):
-    found = read_rows(first_run[0] / "one")
-    assert "One network of a kind ranks nothing" in table(found)
-    twin = [dict(row, weights=row["weights"][::-1]) for row in found]
-    assert "ranks nothing" not in table(found + twin)
-    rows = [row for row in found if row["setting"].get("type") == "frost"]
-    assert "procedural, not ImageNet-C's photographs" in table(rows)
-    for setting in (dict(frost="textures"), dict(released="imagenet-c")):
-        assert "procedural" not in table([{**r, "setting": {**r["setting"], **setting}} for r in rows])
-
-
-def test_a_finished_row_warns_where_square_took_more_than_two_tenths(tmp_path, capsys):
-    kept = Results(tmp_path, "imagenet", False, 0)
-    for last, warned in ((30.0, False), (29.9, False), (29.7, True)):
-        stages = {"clean": 80.0, "apgd-ce": 31.0, "apgd-t": 30.4, "fab-t": 30.0, "square": last}
-        kept.add(attacked("m", "autoattack", last / 2550, torch.ones(9) > 0, stages=stages, seconds=1.0))
-        assert ("warning: Square took 0.30 points" in capsys.readouterr().out) == warned
-
-
-def test_rows_of_several_runs_are_printed_and_written_as_csv_with_intervals(tmp_path, monkeypatch, capsys):
-    right = torch.arange(8) % 2 > 0
-    rows = [*made_up("m", dict(fog=50)), attacked("n", "pgd", 2 / 255, right)]
-    for name, row in zip("ab", rows):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "results.jsonl").write_text(json.dumps(row) + "\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["results", "a", "b/results.jsonl", "--csv", "all.csv"])
-    results.main()
-    assert "classification, imagenet" in capsys.readouterr().out
-    with open("all.csv", newline="") as file:
-        lines = {(line["name"], line["severity"]): line for line in csv.DictReader(file)}
-    assert {key: float(line["value"]) for key, line in lines.items()} == {
-        **{("fog, top-1", str(s)): 50 for s in (1, 2, 3, 4, 5)}, ("pgd 2/255, top-1", ""): 50,
-        ("pgd 2/255, top-5", ""): 100}
-    pgd = lines["pgd 2/255, top-1", ""]
-    low, high = metrics.wilson(0.5, 8)
-    assert (float(pgd["low"]), float(pgd["high"])) == pytest.approx((100 * low, 100 * high))
-    assert pgd["model"] == "n" and float(pgd["eps"]) == 2 / 255 and pgd["seed"] == "0"
+    assert line_of(table([dict(rows[0], conditions=paper)]), "pgd 2/255, top-1, space=normalized labels=pred clip=no")
+    assert "ranks nothing" in table(rows) and "ranks nothing" not in table([*rows, dict(rows[0], weights="other seed")])
+    frost, = made_up("m", dict(frost=50))
+    for setting, said in ((dict(frost="procedural"), True), (dict(frost="photographs"), False)):
+        assert ("not ImageNet-C's photographs" in table([dict(frost, setting=frost["setting"] | setting)])) == said
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -707,18 +621,16 @@ def test_rows_of_several_runs_are_printed_and_written_as_csv_with_intervals(tmp_
 def test_a_preset_has_a_folder_of_its_own_and_checks_write_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_checkpoint(tmp_path / "m.pt")
-    run("--ckpt", tmp_path / "m.pt", "--measures", "clean", "--limit", 8)
-    assert len(read_rows(tmp_path / "out/m/robust")) == 1                               # a file of no run: under out/
+    run("--ckpt", "m.pt", "--measures", "clean", "--limit", 8)                           # a file of no run: under out/
     (tmp_path / "log.jsonl").write_text("")
     for preset in ("default", "paper"):
         run("--ckpt", tmp_path / "m.pt", "--preset", preset, "--measures", "clean", "--limit", 8)
-    assert len(read_rows(tmp_path / "robust")) == len(read_rows(tmp_path / "robust_paper")) == 1
+    assert [len(read_rows(tmp_path / f)) for f in ("out/m/robust", "robust", "robust_paper")] == [1, 1, 1]
     before, asked = {p: p.read_bytes() for p in tmp_path.rglob("*.*")}, []
-    monkeypatch.setattr(checks, "run", lambda model, x, y, name, twin, options: asked.append((len(x), options)))
-    run("--ckpt", tmp_path / "m.pt", "--checks", "--limit", 10, "--measures", "pgd steps=7")
-    run("--ckpt", tmp_path / "m.pt", "--checks", "--out_dir", tmp_path / "new")
-    assert [n for n, _ in asked] == [10, 64] and [how["steps"] for _, how in asked] == [7, 20]
-    assert {p: p.read_bytes() for p in tmp_path.rglob("*.*")} == before
+    monkeypatch.setattr(checks, "run", lambda model, x, y, name, twin, options: asked.append((len(x), options["steps"])))
+    run("--ckpt", "m.pt", "--checks", "--limit", 10, "--measures", "pgd steps=7")
+    run("--ckpt", "m.pt", "--checks", "--out_dir", tmp_path / "new")
+    assert asked == [(10, 7), (64, 20)] and {p: p.read_bytes() for p in tmp_path.rglob("*.*")} == before
 
 
 def test_the_twin_of_the_checks_is_a_softmax_model_of_source_or_else_of_the_others(monkeypatch):
@@ -753,7 +665,6 @@ def odd(tmp_path_factory):
     make_checkpoint(folder / "a.pt")
     make_checkpoint(folder / "large.pt", image_size=64)
     make_checkpoint(folder / "other.pt", [f"c{i}" for i in range(10)])
-    make_checkpoint(folder / "two.pt", ["n0", "n1"], task="imagenet")
     common.save(folder / "chess.pt", dict(task="chess"))
     for i, c in enumerate(["n0", "n1"]):
         (folder / "photos" / "val" / c).mkdir(parents=True)
@@ -766,24 +677,20 @@ BAD = {
     "--measures fgms": "known are clean",
     "--measures|pgd step=3": "known are eps, steps, alpha",
     "--measures|pgd steps=0": "steps=0",
-    "--measures|noise kind=red": "uniform or gaussian",
     "--measures|fgsm labels=ture": "true or pred",
     "--measures|corruptions type=fogg": "fogg",
     "--measures|fgsm eps=2/255,8": "was 8/255 meant",
     "--eps 8": "was 8/255 meant",
-    "--severities 6": "from 1 to 5",
     "--limit 81": "there are only 80",
     "--measures transfer": "needs --source",
     "--measures imagenet_a": "needs --imagenet_a",
     "--data imagenet": "needs --data_dir",
     "--measures|corruptions type=frost|--frost_dir|nowhere": "nowhere",
     "--corrupted_dir nowhere --measures corruptions": "nowhere",
-    "--ckpt nowhere.pt": "nowhere.pt",
-    "--source large.pt": "image_size 32 and 64",
+    "--source large.pt": "size 32 and 64",
     "--source other.pt": "models of classes",
     "--source chess.pt": "--source chess.pt: not a checkpoint of train_cls.py",
     "--data folder --data_dir photos": "--ckpt a.pt has 10 classes (",
-    "--ckpt two.pt --data_dir photos --num_workers 0 --measures clean autoattack": "autoattack compares four logits",
 }
 
 

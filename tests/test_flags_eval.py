@@ -189,7 +189,7 @@ TABLE = {
     "imagenet_a": ("numbers", f"--measures imagenet_a {TREE}", "--imagenet_a a/out", "--imagenet_a b/out"),
     "imagenet_r": ("numbers", f"--measures imagenet_r {TREE}", "--imagenet_r a/out", "--imagenet_r b/out"),
     "imagenet_o": ("numbers", f"--measures imagenet_o {TREE}", "--imagenet_o a/out", "--imagenet_o b/out"),
-    "frost_dir": ("numbers", "--measures 'corruptions types=frost'", "", "--frost_dir frost"),
+    "frost_dir": ("numbers", "--measures 'corruptions type=frost'", "", "--frost_dir frost"),
     "severities": ("numbers", "--measures 'corruptions type=contrast'", "--severities 1", "--severities 5"),
     "preset": ("numbers", "--measures 'pgd eps=4/255 steps=3 rel_step=0.5'", "", "--preset paper"),
     "eps": ("numbers", "--measures fgsm", "--eps 1/255", "--eps 4/255"),
