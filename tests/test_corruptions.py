@@ -136,17 +136,6 @@ def test_synthetic_frost_is_within_half_a_standard_deviation_of_the_photographs(
         assert ((s - mean).abs()[:5] <= 0.5 * sd[:5]).all() and ((s - mean).abs()[5:] <= 0.5).all()
 
 
-def test_shot_noise_table_holds_poisson_probabilities():
-    table = corruptions.shot_table(5, torch.device("cpu")).view(256, -1).double()
-    assert table.shape[1] == 2 ** 16 and not table[0].any()
-    for v in (10, 100, 255):
-        rate = v * 5 / 255
-        p = torch.tensor([rate ** k / np.prod(range(1, k + 1)) for k in range(5)]) * np.exp(-rate)
-        for k, level in enumerate((0, 51, 102, 153, 204)):
-            assert abs((table[v] == level).double().mean() - p[k]) < 2 ** -16
-        assert abs((table[v] == 255).double().mean() - (1 - p.sum())) < 2 ** -16
-
-
 @pytest.fixture
 def large(monkeypatch):
     """The constants of images of 224 pixels at every size."""
@@ -164,14 +153,6 @@ def oracle():
             theirs(x.permute(1, 2, 0).contiguous().numpy(), severity, name)).permute(2, 0, 1) for x in images])
 
 
-@pytest.mark.parametrize("name", DETERMINISTIC)
-def test_deterministic_corruptions_are_imagecorruptions_within_one_step(oracle, name):
-    for images in (scenes(1, 224), scenes(2, 129, 150)):
-        for severity in range(1, 6):
-            if name != "pixelate" or images.shape[2] == 224:   # elsewhere it enlarges in another way
-                assert_one_step(corrupt(images, name, severity), oracle(images, name, severity), 0.85)
-
-
 def test_flat_and_saturated_areas_are_defocused_exactly_as_by_imagecorruptions(oracle, large):
     levels = torch.tensor([0, 1, 100, 254, 255], dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 40, 40)
     white = (scenes(1, 224).int() + 120).clamp(max=255).byte()
@@ -182,31 +163,17 @@ def test_flat_and_saturated_areas_are_defocused_exactly_as_by_imagecorruptions(o
             assert torch.equal(ours, theirs), (severity, (ours != theirs).double().mean())
 
 
-@pytest.mark.parametrize("name", [name for name in RANDOM if name != "frost"])
-def test_random_corruptions_have_imagecorruptions_statistics(oracle, large, name):
-    clean, n = scenes(1, 96), 24
-    np.random.seed(0)
-    for severity in (2, 5):
-        repeated = clean.expand(n, -1, -1, -1)
-        ours = statistics(corrupt(repeated, name, severity), clean)
-        theirs = statistics(oracle(repeated[:6 if name == "glass_blur" else n], name, severity), clean)     # slow
-        noise = (ours.var(0) / len(ours) + theirs.var(0) / len(theirs)).sqrt()
-        error = (ours.mean(0) - theirs.mean(0)).abs()
-        slack = torch.tensor([0.002] * 3 + [0.05] + [0.002] + [0.05] * 32)
-        assert (error <= 6 * noise + slack).all(), (severity, error)
-
-
 # --- properties -------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("size", [(16, 16), (33, 47), (64, 64), (96, 81), (224, 224)])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_severity_changes_the_images_and_keeps_shape_dtype_and_input(name, size):
-    images = scenes(2, *size)
-    before = images.clone()
-    for severity in range(1, 6):
-        out = corrupt(images, name, severity)
-        assert out.shape == images.shape and out.dtype == torch.uint8 and torch.equal(images, before)
-        assert not torch.equal(out[0], images[0])
+def test_every_severity_changes_the_images_and_keeps_shape_dtype_and_input(name):
+    for size in (16, 16), (33, 47), (130, 128):
+        images = scenes(2, *size)
+        before = images.clone()
+        for severity in range(1, 6):
+            out = corrupt(images, name, severity)
+            assert out.shape == images.shape and out.dtype == torch.uint8 and torch.equal(images, before)
+            assert not torch.equal(out[0], images[0])
 
 
 @pytest.mark.parametrize("name", ["gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "motion_blur",
@@ -260,16 +227,6 @@ def test_severities_share_no_random_numbers():
     assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 0.05
 
 
-@pytest.mark.parametrize("level", [0, 128, 255])
-def test_a_constant_image_stays_constant_where_it_must(large, level):
-    images = torch.full((1, 3, 45, 130), level, dtype=torch.uint8)
-    for name in ("contrast", "pixelate", "jpeg_compression", "zoom_blur", "motion_blur", "glass_blur",
-                 "elastic_transform"):
-        for severity in (1, 4):
-            out = corrupt(images, name, severity)
-            assert (out.int() - level).abs().max() <= 1 and out.min() == out.max(), (name, severity)
-
-
 def test_table_follows_the_shorter_side():
     for size, table in (((128, 200), 224), ((200, 127), 64), ((48, 64), 64), ((47, 200), 32)):
         images = scenes(1, *size)
@@ -284,32 +241,15 @@ def test_the_parameters_are_those_of_the_three_scripts():
     assert zlib.crc32(repr(CONSTANTS).encode()) == 0xd7bdd20a
 
 
-def test_defocus_kernels_have_the_sources_lattice_counts_and_sums():
-    for c, count, total in zip(CONSTANTS["defocus_blur"][224], (29, 49, 113, 197, 317), (1, 1, 1, 1.0130, 1.0108)):
-        kernel = corruptions.disk(*c)
-        assert abs(kernel.sum() - total) < 5e-5
-        sharp = corruptions.disk(c[0], 0.01)
-        assert int((sharp > 0).sum()) == count and torch.equal(kernel, kernel.mT)
-
-
 def test_elastic_transform_is_imagenet_cs_at_its_three_sizes_only(monkeypatch):
-    for size, theirs in (((224, 224), True), ((64, 64), True), ((32, 32), True), ((96, 96), False), ((64, 80), False)):
-        images, used = scenes(1, *size), []
-        own = corruptions.CORRUPTIONS["elastic_transform"]
-        monkeypatch.setitem(corruptions.CORRUPTIONS, "elastic_transform",
-                            own._replace(apply=lambda images, *_: used.append(True) or images))
-        monkeypatch.setattr(corruptions, "ANY_SIZE", corruptions.ANY_SIZE._replace(
-            apply=lambda images, *_: used.append(False) or images))
-        corrupt(images, "elastic_transform", 3)
-        assert used == [theirs]
-
-
-def test_fog_plasma_fills_0_to_1_and_loses_power_with_frequency():
-    generator = torch.Generator().manual_seed(0)
-    plasma = corruptions.draw_fog(lambda n: torch.rand(40, n, generator=generator), 256, 256, (2.5, 1.7))
-    assert torch.equal(plasma.amin((1, 2)), torch.zeros(40)) and torch.equal(plasma.amax((1, 2)), torch.ones(40))
-    assert abs(plasma.mean() - 0.51) < 0.05 and 0.13 < plasma.std((1, 2)).mean() < 0.2
-    assert (plasma - plasma.roll(1, 2)).abs().mean() < 0.1 * (plasma - plasma.roll(64, 2)).abs().mean()
+    used, own = [], corruptions.CORRUPTIONS["elastic_transform"]
+    monkeypatch.setitem(corruptions.CORRUPTIONS, "elastic_transform",
+                        own._replace(apply=lambda images, *_: used.append(True) or images))
+    monkeypatch.setattr(corruptions, "ANY_SIZE", corruptions.ANY_SIZE._replace(
+        apply=lambda images, *_: used.append(False) or images))
+    for size in (224, 224), (64, 64), (32, 32), (96, 96), (64, 80):
+        corrupt(scenes(1, *size), "elastic_transform", 3)
+    assert used == [True, True, True, False, False]
 
 
 def test_jpeg_is_torchvisions_image_by_image():

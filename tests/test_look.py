@@ -104,11 +104,6 @@ def test_a_large_picture_is_averaged_when_it_gets_small():
     assert (look.square(stripes, 32)[..., 4:-4] - 0.5).abs().max() < 0.2
 
 
-def test_a_map_is_black_at_zero_and_white_at_the_largest():
-    drawn = look.grey_map(torch.tensor([0.0, 1.0, 2.0, 4.0]), 4.0)
-    assert list(drawn.tobytes()) == [0, 63, 127, 255] and drawn.size == (2, 2)
-
-
 def test_an_overlay_has_a_legend_of_the_classes_seen(run, tmp_path):
     torch.manual_seed(0)
     config = SegmenterConfig(embed_dim=16, depth=1, num_heads=1, num_classes=11, image_size=32, patch_size=4)
