@@ -35,9 +35,7 @@ import torch
 
 import common
 from common import InputError
-from data.files import save_grid
 from data.images import DATASETS, load_test
-from data.imagenet import ImageTree
 from robust import ATTACKS, find, parameters, score
 from robust.attacks import check
 from robust.measures import (CLS, FOLDERS, LM, PRESETS, SEG, SLOW, USUAL, budget, build_measures,
@@ -207,9 +205,9 @@ def passes(measure, source, size, args):
         from robust.imagenet import released
         return ((released(args.corrupted_dir, setting["type"], s, source, size, args.device), [0])
                 for s in setting["severities"])
-    if isinstance(source, ImageTree):
+    if hasattr(source, "resample"):                       # an ImageTree: so ImageNet-C was made
         source = copy.copy(source)
-        source.resample = "bilinear"                      # so ImageNet-C was made
+        source.resample = "bilinear"
     return [(source, setting["severities"])]
 
 
@@ -327,6 +325,7 @@ def load_classification(args, models):
         common.one_of("--data", args.data, DATASETS)
         source = load_test(args, first.trained, first.size, classes)
     else:
+        from data.imagenet import ImageTree
         from robust.imagenet import CLASSES
         classes = classes or (CLASSES if shapes[0] == len(CLASSES) else None)
         args.imagenet1k = classes == CLASSES
@@ -385,6 +384,7 @@ def run_checks(models, source_model, todo, args):
 
 def save_pictures(models, todo, args):
     """pictures_<i>.png of a classifier: for each measure, severity and draw a row of images."""
+    from data.files import save_grid
     args.world, args.batch_size = 1, args.save_images     # nobody shares the pictures
     for i, m in enumerate(models):
         grid = []

@@ -19,7 +19,7 @@ from data.rng import uniform
 from robust.attacks import (bounds, check, column, cross_entropy, forward, input_gradient, margin,
                             noise_like, numbers, per_image, positive, select_rows)
 
-APGD, SQUARE, FAB = 43, 44, 45                  # what a random number is for: a part of its key
+APGD, SQUARE = 43, 44                           # what a random number is for: a part of its key
 
 
 def linf_norm(t):
@@ -219,31 +219,24 @@ def within(adv, images, eps):
 
 
 @torch.no_grad()
-def fab_distance(model, images, labels, *, enough=0.0, steps=100, num_targets=9, restarts=1,
-                 clip=True, seed=0, index=None):
+def fab_distance(model, images, labels, *, enough=0.0, steps=100, num_targets=9, clip=True):
     """The nearest adversarial images FAB-T finds: (adv like images, L-infinity distance (B,)).
 
     The distance is inf where none was found or the model was wrong before; adv is the clean image
     there. enough: leave an image alone once all its pixels moved by at most this; a number or a
-    tensor like eps. restarts > 1 begin at random points nearby.
-    Source: `fra31/auto-attack:autoattack/fab_base.py`.
+    tensor like eps. Source: `fra31/auto-attack:autoattack/fab_base.py`, without its restarts.
     """
-    positive(steps=steps, num_targets=num_targets, restarts=restarts)
+    positive(steps=steps, num_targets=num_targets)
     logits = check(model, images, enough, clip)
     box = (0.0, 1.0) if clip else (-1e3, 1e3)                   # far away: as good as no box
     s = SimpleNamespace(row=torch.arange(len(images), device=images.device), x0=images, x=images,
                         labels=labels, targets=likely_targets(logits, labels, num_targets),
-                        index=numbers(images, index), enough=per_image(images, enough), adv=images,
+                        enough=per_image(images, enough), adv=images,
                         distance=torch.full_like(logits[:, 0], torch.inf))
     adv, distance = images.clone(), s.distance.clone()
     s = select_rows(s, logits.argmax(1) == labels)
-    for run in range(s.targets.shape[1] * restarts):
-        k, restart = divmod(run, restarts)
+    for k in range(s.targets.shape[1]):
         s.x = s.x0
-        if restart and len(s.row):
-            t = noise_like(s.x0, s.index, seed, FAB, run)
-            reach = torch.minimum(column(s.distance), torch.where(s.enough > 0, s.enough, 1))
-            s.x = (s.x0 + 0.5 * reach * t / column(linf_norm(t))).clamp(*box)
         for i in range(steps):
             if not len(s.row):
                 return adv, distance
@@ -278,8 +271,11 @@ def fab_step(s, model, targets, low, high):
 
 
 @torch.no_grad()
-def fab_t(model, images, labels, eps, **options):
-    """FAB-T: the nearest adversarial images `fab_distance` finds, where they lie within eps."""
+def fab_t(model, images, labels, eps, *, seed=0, index=None, **options):
+    """FAB-T: the nearest adversarial images `fab_distance` finds, where they lie within eps.
+
+    seed, index: of no use here, nothing is drawn.
+    """
     adv, _ = fab_distance(model, images, labels, enough=eps, **options)
     return torch.where(column(within(adv, images, eps)), adv, images)
 

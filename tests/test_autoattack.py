@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from robust import autoattack as autoattack_module
 from robust.attacks import fgsm
 from robust.autoattack import (apgd, apgd_t, autoattack, box_projection, dlr, fab_distance, fab_t,
                                halve, likely_targets, random_square, square, targeted_dlr)
@@ -168,24 +167,6 @@ def test_batch_size_is_kept_and_batches_stay_full(own):
     survivors = square(watched, images, labels, EPS, queries=51, batch_size=8)
     left = robust(model, survivors, labels).sum()
     assert sum(n < 8 for n in seen) <= 1 + 52 and 8 < left < 24                          # one batch a query, at most
-
-
-def test_fab_restarts_only_bring_images_nearer(own):
-    model, images, labels = own[0], own[1][:15], own[2][:15]
-    adv, once = fab_distance(model, images, labels, steps=40, num_targets=1)
-    adv, thrice = fab_distance(model, images, labels, steps=40, num_targets=1, restarts=3)
-    assert (thrice <= once).all() and (thrice < once).any()
-    found = thrice.isfinite()
-    assert not robust(model, adv, labels)[found].any() and torch.equal(adv[~found], images[~found])
-
-
-def test_every_restart_of_fab_starts_elsewhere(monkeypatch):
-    keys, noise_like = [], autoattack_module.noise_like
-    monkeypatch.setattr(autoattack_module, "noise_like",
-                        lambda x, index, *key: keys.append(key) or noise_like(x, index, *key))
-    images, labels = plant(4)
-    fab_distance(planted, images, labels, steps=2, num_targets=2, restarts=3)            # never fooled: none leaves
-    assert len(keys) == 4 and len(set(keys)) == 4
 
 
 def test_fab_on_a_linear_model_finds_the_distance_to_the_nearest_class():

@@ -1,7 +1,6 @@
 """The evaluator on models that are not ours: files of timm, DeiT and the released code, and functions of one's own."""
 
 import argparse
-import sys
 
 import pytest
 import timm
@@ -15,20 +14,13 @@ from robust import corruptions, imagenet, sources
 from test_eval_robust import error, make_checkpoint, rows_of, run
 
 BUILDERS = '''
-import timm
-import torch
-import torchvision
+import timm, torch, torchvision
+from torchvision.transforms.v2 import Normalize
 
 
-class FromTimm(torch.nn.Module):
-    """Pixels in [0, 1] -> logits."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10, depth=1)
-
-    def forward(self, x):
-        return self.net((x - 0.5) / 0.5)
+def from_timm():
+    return torch.nn.Sequential(Normalize([0.5] * 3, [0.5] * 3), timm.create_model("vit_tiny_patch16_224", img_size=32,
+                                                                                  num_classes=10, depth=1))
 
 
 def from_torchvision():
@@ -43,8 +35,11 @@ def probabilities():
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 10), torch.nn.Softmax(1))
 
 
-def nothing():
-    return None
+def thousand():
+    torch.manual_seed(0)
+    net = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
+    net.head.weight.data.normal_()
+    return net
 '''
 
 
@@ -82,7 +77,7 @@ def test_a_file_of_the_released_code_says_its_attention(files):
     assert (config.attn, config.pap["n_iter"], config.pap["lambd"], config.rpc_layers) == ("rpc", 2, 3.0, (1,))
 
 
-@pytest.mark.parametrize("model", ["--ckpt timm.pt", "--ckpt released.pth", "--model my.py:FromTimm --image_size 32",
+@pytest.mark.parametrize("model", ["--ckpt timm.pt", "--ckpt released.pth", "--model my.py:from_timm --image_size 32",
                                    "--model my.py:from_torchvision --image_size 48"])
 def test_models_of_others_are_measured_clean_corrupted_and_attacked(files, monkeypatch, tmp_path, model):
     monkeypatch.chdir(files[0])
@@ -95,7 +90,6 @@ def test_models_of_others_are_measured_clean_corrupted_and_attacked(files, monke
 
 @pytest.mark.parametrize("flags, words", [
     ("--model my.py:absent", "my.py has no function absent"),
-    ("--model none.py:build", "there is no file none.py, expected FILE.py:FUNCTION"),
     ("--model my.py:few", "--model my.py:few has 5 classes"),
     ("--ckpt headless.pt", "--ckpt headless.pt: it has no head.weight"),
     ("", "required: --ckpt or --model"),
@@ -105,35 +99,20 @@ def test_what_cannot_be_evaluated_is_one_line(files, monkeypatch, flags, words):
     assert words in error(*flags.split(), "--data", "shapes", "--measures", "fgsm", "--limit", 4, "--out_dir", "bad")
 
 
-def test_a_bug_in_build_and_probabilities_for_logits_are_tracebacks(files, monkeypatch):
+def test_probabilities_for_logits_are_a_traceback(files, monkeypatch):
     monkeypatch.chdir(files[0])
-    for name, kind in (("nothing", AttributeError), ("probabilities", ValueError)):
-        with pytest.raises(kind):
-            run("--model", f"my.py:{name}", "--data", "shapes", "--measures", "fgsm", "--limit", 4, "--out_dir", "bad")
+    with pytest.raises(ValueError, match="probabilities"):
+        run("--model", "my.py:probabilities", "--data", "shapes", "--measures", "fgsm", "--limit", 4, "--out_dir", "bad")
 
 
 # --- some of ImageNet's classes --------------------------------------------------------------------------------------
 
-THOUSAND = '''
-import timm
-import torch
-
-
-def build():
-    torch.manual_seed(0)
-    net = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
-    net.head.weight.data.normal_()
-    return net
-'''
-
-
-def test_some_of_imagenets_folders_are_evaluated_over_all_thousand_logits(tmp_path, monkeypatch):
+def test_some_of_imagenets_folders_are_evaluated_over_all_thousand_logits(files, tmp_path, monkeypatch):
     """Timm's own prediction is right where it is the index of the folder's name among all 1,000."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my.py").write_text(THOUSAND)
-    sys.path.insert(0, str(tmp_path))
+    monkeypatch.syspath_prepend(files[0])
     import my
-    net, images = my.build().eval(), load_shapes("test", 12, 40).images
+    net, images = my.thousand().eval(), load_shapes("test", 12, 40).images
     torch.save(net.state_dict(), "timm.pt")
     x = torch.stack([center_crop(resize(image, [36], InterpolationMode.BICUBIC, antialias=True), [32])
                      for image in images]).float() / 255
@@ -144,7 +123,7 @@ def test_some_of_imagenets_folders_are_evaluated_over_all_thousand_logits(tmp_pa
     for i, k in enumerate(labels.tolist()):
         (tmp_path / "val" / imagenet.CLASSES[k]).mkdir(parents=True, exist_ok=True)
         write_png(images[i], f"val/{imagenet.CLASSES[k]}/{i}.png")
-    for model, predicted in (("--model my.py --image_size 32", own), ("--ckpt timm.pt", normalised)):
+    for model, predicted in ((f"--model {files[0]}/my.py:thousand --image_size 32", own), ("--ckpt timm.pt", normalised)):
         row, = rows_of(tmp_path / model[2:5], *model.split(), "--data_dir", ".", "--measures", "clean",
                        "--num_workers", 0)
         right = (predicted == labels).double().mean().item()
