@@ -61,7 +61,6 @@ def get_args():
     flag("--num_images", type=COUNT, default=16000, help="shapes: training images to render")
     flag("--holdout", type=NATURAL, default=0, help="train without HOLDOUT of the training images "
          "and evaluate on those: to choose settings there, not on the test split")
-    flag("--skip_bad_images", action=boolean, default=False, help="imagenet: skip unreadable ones")
     flag("--num_workers", type=NATURAL, default=min(os.cpu_count() or 1, 10),
          help="imagenet: decoding processes per GPU")
 
@@ -130,7 +129,6 @@ def follow_file(p, args):
     """Parse again: where no flag says model, patch or own photos' size, --init_from does."""
     from weights import flags_for
     found = flags_for(common.load(args.init_from), SIZES)
-    found.pop("attn", None)                                         # to be named: rpc or symmetric
     if args.data != "folder":                                       # the recipe says which
         found.pop("image_size", None)
     p.set_defaults(**found, **RECIPES.get((args.data, found.get("model")), {}))
@@ -203,29 +201,26 @@ def evaluate(model, source, args, device, rank, world):
     model.eval()
     share = torch.arange(rank, len(source.labels), world)
     parts = [part for part in share.split(256) if len(part)]        # more processes than images
-    total = torch.zeros(4, device=device)                   # right, right in top 5, loss, images
+    total = torch.zeros(3, device=device)                   # right, right in top 5, loss
     batches = load_batches(source, [(part, part) for part in parts], args, device)
     quiet = rank > 0 or None                            # None: where output is redirected
     for images, labels, _ in tqdm(batches, "evaluating", len(parts), disable=quiet, leave=False):
         with common.autocast(device, args.amp):
             logits = model(images.float() / 255).float()
-        good = labels >= 0                                          # -1: an unreadable file
-        top5 = logits.topk(min(5, logits.shape[1])).indices
-        right = (top5 == labels[:, None]) & good[:, None]
-        loss = F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")
-        total += torch.stack([right[:, 0].sum(), right.sum(), loss, good.sum()])
+        right = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        total += torch.stack([right[:, 0].sum(), right.sum(), loss])
     model.train()
-    top1, top5, loss, images = common.all_sum(total).tolist()
-    if not images:
-        raise InputError(f"none of the {len(source.labels)} images can be read")
+    images = len(source.labels)
+    top1, top5, loss = common.all_sum(total).tolist()
     found = dict(top1=100 * top1 / images, top5=100 * top5 / images, loss=loss / images,
-                 images=int(images))
+                 images=images)
     if len(source.classes) < 6:
         del found["top5"]
     return found
 
 
-def evaluate_run(model, ema, train, test, args, device, rank, world):
+def evaluate_run(model, ema, test, args, device, rank, world):
     """Evaluate a model, and its average where there is one; the paper reports the raw model.
 
     Returns the metrics and, on rank 0, whether the robust part acted: key_statistics.
@@ -233,8 +228,6 @@ def evaluate_run(model, ema, train, test, args, device, rank, world):
     metrics = evaluate(model, test, args, device, rank, world)
     if ema:
         metrics["ema_top1"] = evaluate(ema.module, test, args, device, rank, world)["top1"]
-    if args.skip_bad_images and args.data == "imagenet":
-        metrics["skipped"] = int(common.all_sum(train.skipped.to(device, copy=True)))
     if rank:
         return metrics, {}
     few = torch.arange(min(len(test.labels), 32))
@@ -249,7 +242,7 @@ def build(args, train, device):
 
     Also returns the checkpoint of --resume, {} without one.
     """
-    checkpoint = common.load_run(args, "train_cls.py", classes=list(train.classes),
+    checkpoint = common.load_run(args, classes=list(train.classes),
                                  training_images=len(train.labels))
     Model, Config, size = ViT, ViTConfig, SIZES.get(args.model)
     if args.model not in SIZES:
@@ -262,8 +255,9 @@ def build(args, train, device):
     torch.manual_seed(args.seed)
     model = Model(config).to(device)
     if args.init_from and not args.resume:
-        from weights import start_from
-        notes = start_from(model, args.init_from, SIZES)
+        from weights import load_weights
+        with common.error_prefix(f"--init_from {args.init_from}"):
+            notes = load_weights(model, common.load(args.init_from), new_head=True)
         common.print0(f"weights from {args.init_from}", *notes)
     # To freeze a part, say so here, `model.patch_embed.requires_grad_(False)`: --resume passes by.
 
@@ -363,7 +357,7 @@ def main():
         # Evaluate; the speed of the next row leaves this time out.
         metrics = {}
         if evaluating:
-            metrics, keys = evaluate_run(model, ema, train, test, args, device, rank, world)
+            metrics, keys = evaluate_run(model, ema, test, args, device, rank, world)
             log.append(dict(step=done, eval=metrics, epoch=epoch, **keys))
             common.print0(common.line(done, loss, metrics) + f"  largest class {largest:.2f}")
             clock = time.time()

@@ -43,17 +43,14 @@ class ImageTree(Dataset):
 
     classes: class names in label order, from the training split; by default this split's folders,
     sorted. With them, every folder must be one of the classes, and every class must have a folder
-    unless subset=True. skip_bad_images: instead of an error, training takes the next readable file
-    (mostly the same class), so that batches stay full; evaluation returns a black image with label
-    -1, to be left out of the count.
+    unless subset=True.
     """
 
     def __init__(self, root, split, classes=None, size=224, train=False, seed=0,
-                 skip_bad_images=False, crop_pct=0.875, subset=False, resample="bicubic"):
+                 crop_pct=0.875, subset=False, resample="bicubic"):
         self.folder = os.path.join(str(root), split)
-        self.size, self.train, self.seed, self.skip_bad_images = size, train, seed, skip_bad_images
+        self.size, self.train, self.seed = size, train, seed
         self.resize, self.resample = math.floor(size / crop_pct), resample
-        self.skipped = torch.zeros(1, dtype=torch.int64).share_memory_()  # by all workers
         files = scan_folders(self.folder) if os.path.isdir(self.folder) else {}
         if not files:
             raise InputError(f"--data_dir {root} has no images in {self.folder}/<class>/")
@@ -100,19 +97,5 @@ class ImageTree(Dataset):
         keys = [(key, key) if isinstance(key, int) else key for key in keys]
         positions = torch.tensor([position for position, _ in keys])
         draws = uniform(positions, 22, self.seed, RANDOM_CROP).tolist()
-        return [self.load_or_skip(*key, draw) for key, draw in zip(keys, draws)]
-
-    def load_or_skip(self, position, index, draw):
-        """Load one (image, label, position); what happens to an unreadable file, see the class."""
-        for i in range(index, index + len(self)):
-            i = i % len(self)
-            try:
-                return self.load(i, draw), int(self.labels[i]), position
-            except InputError as error:
-                if not self.skip_bad_images:
-                    raise InputError(f"{error}; --skip_bad_images goes on without it") from None
-                print(f"skipping: {error}", flush=True)
-                if not self.train:
-                    return torch.zeros(3, self.size, self.size, dtype=torch.uint8), -1, position
-                self.skipped += 1
-        raise InputError(f"--data_dir {self.folder}: none of the {len(self)} images can be read")
+        return [(self.load(index, draw), int(self.labels[index]), position)
+                for (position, index), draw in zip(keys, draws)]

@@ -28,7 +28,7 @@ def cifar10(split, args):
 def imagenet(split, args):
     from data.imagenet import ImageTree
     return ImageTree(args.data_dir, dict(train="train", test="val")[split], args.classes,
-                     args.image_size, split == "train", args.seed, args.skip_bad_images)
+                     args.image_size, split == "train", args.seed)
 
 
 def folder(split, args):
@@ -97,7 +97,7 @@ def load_test(args, trained, size, classes):
     dict. classes: ImageNet's, in the order of the network's.
     """
     from data.files import same_folder
-    flags = dict(num_images=16000, seed=0, download=False, skip_bad_images=False, holdout=0)
+    flags = dict(num_images=16000, seed=0, download=False, holdout=0)
     flags.update(trained, data=args.data, data_dir=args.data_dir, device=args.device,
                  image_size=size, classes=classes)
     if args.data == "folder" and not (trained.get("data") == "folder" and

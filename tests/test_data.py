@@ -159,32 +159,17 @@ def test_what_is_not_cifar_is_refused_in_a_line_that_names_it(tmp_path):
         load_cifar10(tmp_path, "train")
 
 
-def test_a_tar_cut_or_damaged_anywhere_is_read_as_written_or_refused_by_name(tmp_path):
-    images, _ = fake_cifar(tmp_path / "tree")[0]
+def test_a_tar_that_is_cut_or_damaged_is_refused_by_name(tmp_path):
+    fake_cifar(tmp_path / "tree")
     path = tmp_path / "cifar10_train.tar"
     write_tar(path, tmp_path / "tree", "train")
     whole = path.read_bytes()
-    text, zipped = b"root:x:0:0:root:/root\n" * 100, gzip.compress(whole)
-    headers = [i for i in range(0, len(whole), 512) if whole[i + 257:i + 262] == b"ustar"]
-    damaged = [whole[:i + 20] + b"?" + whole[i + 21:] for i in headers[::9]]
-    cut = [whole[:i] for i in (*range(0, len(whole), 7777), *headers[::9], len(whole) - 1)]
-    refused = 0
-    for content in (b"", text, zipped, *damaged, *cut):
+    header = [i for i in range(0, len(whole), 512) if whole[i + 257:i + 262] == b"ustar"][9]
+    damaged = whole[:header + 20] + b"?" + whole[header + 21:]
+    for content in (b"", gzip.compress(whole), damaged, whole[:header], whole[:header + 700]):
         path.write_bytes(content)
-        try:
-            assert torch.equal(load_cifar10(tmp_path, "train").images, images)
-        except ValueError as error:
-            assert str(path) in str(error) and "\n" not in str(error)
-            refused += 1
-    assert refused >= 3 + len(damaged) + len(cut) - 2                     # the last zeros may be missing
-
-
-@pytest.mark.skipif(not (SHARED / "data" / "cifar10").is_dir(), reason="no CIFAR-10 beside the clone")
-def test_the_cifar_tars_hold_10000_test_images():
-    split = load_cifar10(SHARED / "data" / "cifar10", "test")
-    assert split.images.shape == (10000, 3, 32, 32) and split.labels.bincount().tolist() == [1000] * 10
-    mean = split.images.double().mean((0, 2, 3)) / 255
-    torch.testing.assert_close(mean, torch.tensor([0.491, 0.482, 0.447]).double(), atol=0.005, rtol=0)
+        with pytest.raises(InputError, match=f"^{path}[^\n]*$"):
+            load_cifar10(tmp_path, "train")
 
 
 # --- ImageNet's layout ----------------------------------------------------------------------------------------------
@@ -301,28 +286,8 @@ def test_a_bad_file_is_named_in_one_line(tree_dir, damage):
     tree = data.ImageTree(tree_dir, "train", size=24, train=True)
     if damage == "gone":
         path.unlink()
-    with pytest.raises(ValueError, match=f"{path}.*--skip_bad_images"):
+    with pytest.raises(InputError, match=str(path)):
         tree[0, 5]
-
-
-def test_skipping_keeps_training_batches_full_and_marks_evaluation_images(tree_dir, capsys):
-    for split, file in (("train", "n02_1"), ("val", "n02_1")):
-        (tree_dir / split / "n02" / f"{file}.JPEG").write_bytes(b"\xff\xd8 nothing")
-    train = data.ImageTree(tree_dir, "train", size=24, train=True, skip_bad_images=True)
-    image, label, position = train[7, 5]
-    assert position == 7 and label == 1 and torch.equal(image, train[7, 6][0])          # the next file, the same crop
-    val = data.ImageTree(tree_dir, "val", size=24, skip_bad_images=True)
-    image, label, position = val[3]
-    assert label == -1 and position == 3 and image.count_nonzero() == 0
-    assert train.skipped.item() == 1 and val.skipped.item() == 0             # training files are counted
-    assert capsys.readouterr().out.count("n02_1.JPEG") == 2
-    (tree_dir / "train" / "n03" / "n03_3.JPEG").write_bytes(b"nothing")
-    image, label, _ = train[7, 11]
-    assert label == 0 and torch.equal(image, train[7, 0][0])                 # after the last file comes the first
-    for path in tree_dir.glob("train/*/*.JPEG"):
-        path.write_bytes(b"x")
-    with pytest.raises(ValueError, match="none of the 12 images"):
-        data.ImageTree(tree_dir, "train", size=24, train=True, skip_bad_images=True)[0, 0]
 
 
 # --- pictures -------------------------------------------------------------------------------------------------------

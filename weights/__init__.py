@@ -12,11 +12,11 @@ import math
 import torch
 import torch.nn.functional as F
 
-from common import InputError, load, load_strictly
+from common import InputError, load_strictly
 
 
 def load_weights(model, checkpoint, new_head=False, mode="bicubic"):
-    """Load weights into a classifier, all or none. Returns what was adapted, in words.
+    """Load weights into a classifier. Returns what was adapted, in words.
 
     checkpoint: of `common.load`: {"model" or "state_dict": weights, ...} or weights alone, with
     timm's names, into a FAN those of `NVlabs/FAN`. A ViT's positions of another image size are
@@ -74,31 +74,16 @@ def resize_pos_embed(pos_embed, grid, mode):
     return torch.cat([pos_embed[:, :1], patches.flatten(2).mT], 1)
 
 
-def start_from(model, path, sizes):
-    """Load the weights that --init_from names. Returns what was adapted, as `load_weights`.
-
-    Raises InputError that says which flags they need. sizes: as in `flags_for`.
-    """
-    checkpoint = load(path)
-    try:
-        return load_weights(model, checkpoint, new_head=True)
-    except InputError as e:
-        needed = " ".join(f"--{k} {v}" for k, v in flags_for(checkpoint, sizes).items()
-                          if k != "image_size")
-        needed = needed and f"; this file's weights need {needed}"
-        raise InputError(f"--init_from {path}: {e}{needed}") from None
-
-
 def flags_for(checkpoint, sizes):
-    """Return the flags of train_cls.py that a ViT's weights need: model, patch_size, ..., attn.
+    """Return the flags of train_cls.py that a ViT's weights need: model, patch_size, image_size.
 
     sizes: {name of --model: settings}, as vit.SIZES; model is left out if it is none of those. {}
-    for files of other models. attn is in words where the weights do not tell.
+    for files of other models.
     """
     config = checkpoint.get("model_config")
     if config is None:
         try:
-            config = foreign_settings({**checkpoint, "args": None}, default="symmetric (or rpc)")
+            config = foreign_settings({**checkpoint, "args": None}, default="any")
         except InputError:
             return {}
         side = math.isqrt(weights_in(checkpoint)["pos_embed"].shape[1] - 1)
@@ -108,7 +93,7 @@ def flags_for(checkpoint, sizes):
     models = [name for name, size in sizes.items()
               if all(size[key] == config[key] for key in ("embed_dim", "depth"))]
     return dict({"model": name for name in models}, patch_size=config["patch_size"],
-                image_size=config["image_size"], attn=config["attn"])
+                image_size=config["image_size"])
 
 
 def released_attention(args, depth):
