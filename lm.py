@@ -47,7 +47,6 @@ class LMConfig:
     rpc_layers: tuple = (0, 1, 2, 3)  # with RPC-Attention, from 0; the others are symmetric
     pap: dict = field(default_factory=dict)     # attention.PAP_SETTINGS, and mu_over: mean|k| of
                                       # tokens "seen" (<= t), of "token" t alone; "all": it leaks
-    norm: str = "post"                # the paper's x = LN(x + f(x)); pre: x + f(LN(x)), a final LN
     dropout: float = 0.1              # embedding, attention output, MLP (twice), final hidden state
     cutoffs: tuple = ()               # (): full softmax; the paper: (20000, 40000, 200000)
 
@@ -56,13 +55,9 @@ class LMConfig:
         self.cutoffs = tuple(self.cutoffs)
         self.pap = {**PAP_SETTINGS, "mu_over": "seen", **self.pap}
         one_of("attn", self.attn, [*ATTENTIONS, *LAYER_PATTERNS])
-        one_of("norm", self.norm, ("post", "pre"))
         if not set(self.rpc_layers) <= set(range(self.depth)):
             raise InputError(f"rpc_layers={self.rpc_layers}, expected layers in "
                              f"0..{self.depth - 1}")
-        if self.num_heads < 1 or self.embed_dim % 2 or self.embed_dim % self.num_heads:
-            raise InputError(f"embed_dim={self.embed_dim}, expected an even multiple of "
-                             f"num_heads={self.num_heads}")
         if not all(low < high for low, high in pairwise((0, *self.cutoffs, self.vocab_size))):
             raise InputError(f"cutoffs={self.cutoffs}, expected increasing ids from 1 to "
                              f"{self.vocab_size - 1}")
@@ -88,12 +83,11 @@ def sinusoids(context, dim):
 class Block(nn.Module):
     """Transformer block, (B, T, C) in and out; **attn: of attention.SelfAttention.
 
-    Post-norm, the paper's, norms the sum: LN(x + f(x)). Pre-norm norms what f reads: x + f(LN(x)).
+    Post-norm, as the paper's: each norm is over the sum, LN(x + f(x)).
     """
 
-    def __init__(self, dim, num_heads, mlp_dim, dropout, pre_norm, **attn):
+    def __init__(self, dim, num_heads, mlp_dim, dropout, **attn):
         super().__init__()
-        self.pre_norm = pre_norm
         self.norm1 = nn.LayerNorm(dim)
         self.attn = SelfAttention(dim, num_heads, proj_drop=dropout, **attn)
         self.norm2 = nn.LayerNorm(dim)
@@ -102,9 +96,6 @@ class Block(nn.Module):
             fc2=nn.Linear(mlp_dim, dim), drop2=nn.Dropout(dropout)))
 
     def forward(self, x):
-        if self.pre_norm:
-            x = x + self.attn(self.norm1(x))
-            return x + self.mlp(self.norm2(x))
         x = self.norm1(x + self.attn(x))
         return self.norm2(x + self.mlp(x))
 
@@ -123,11 +114,10 @@ class LM(nn.Module):
         # causal: a token attends to itself and those before it alone, in every step of PAP.
         inside, outside = LAYER_PATTERNS.get(c.attn, (None, c.attn))
         self.blocks = nn.ModuleList(
-            Block(c.embed_dim, c.num_heads, c.mlp_dim, c.dropout, c.norm == "pre",
+            Block(c.embed_dim, c.num_heads, c.mlp_dim, c.dropout,
                   attn=inside if i in c.rpc_layers else outside, pap=c.pap, causal=True,
                   num_tokens=c.context, qkv_bias=False, proj_bias=False)
             for i in range(c.depth))
-        self.norm = nn.LayerNorm(c.embed_dim) if c.norm == "pre" else nn.Identity()
         self.bias = nn.Parameter(torch.zeros(c.vocab_size))
         for name, p in self.named_parameters():
             if "bias" in name:
@@ -142,7 +132,7 @@ class LM(nn.Module):
         x = self.drop(x)                                                # (B, T, C)
         for block in self.blocks:
             x = block(x)
-        return self.drop(self.norm(x))
+        return self.drop(x)
 
     def forward(self, tokens, targets):
         """Compute -log p(target | tokens up to there): (B, T), (B, T) int64 -> (B, T) nats."""
@@ -179,7 +169,6 @@ class LM(nn.Module):
             word = torch.multinomial(scores.softmax(-1), 1, generator=generator)
             tokens = torch.cat([tokens, word], 1)
         return tokens
-
 
     def _load_from_state_dict(self, state_dict, prefix, *rest):
         """Load the clusters also under the names that they had before they were a module."""

@@ -20,7 +20,6 @@ B batch, K classes, C width, P patch size, N tokens, class token included; h, w 
 """
 
 import math
-from collections import OrderedDict
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -51,7 +50,6 @@ class SegmenterConfig:
     pap: dict = field(default_factory=dict)     # of encoder and decoder
     drop_path: float = 0.1            # of the encoder's last block, linear from 0
     eps: float = 1e-5                 # of every LayerNorm
-    decoder: str = "mask"             # mask (transformer), linear
     decoder_attn: str = ""            # softmax, symmetric; rpc: in block 0, with pap as above,
                                       # symmetric after it; "": rpc if attn is, else the
                                       # kind of the encoder's plain layers
@@ -70,7 +68,6 @@ class SegmenterConfig:
         known = ("softmax", "symmetric", "rpc")
         self.decoder_attn = self.decoder_attn or (own if own in known else "softmax")
         self.decoder_heads = self.decoder_heads or max(1, self.embed_dim // 64)
-        one_of("decoder", self.decoder, ("mask", "linear"))
         one_of("decoder_attn", self.decoder_attn, known)
         if not 2 <= self.num_classes <= IGNORE:
             raise InputError(f"num_classes={self.num_classes}, expected 2 to {IGNORE}; label "
@@ -138,11 +135,7 @@ class Segmenter(nn.Module):
         super().__init__()
         self.config = config
         self.encoder = ViT(config.encoder)
-        if config.decoder == "mask":
-            self.decoder = MaskDecoder(config)
-        else:
-            head = nn.Linear(config.embed_dim, config.num_classes)  # on every patch token
-            self.decoder = nn.Sequential(OrderedDict(head=head))
+        self.decoder = MaskDecoder(config)
         for m in self.decoder.modules():
             if isinstance(m, nn.Linear):
                 nn.init.trunc_normal_(m.weight, std=0.02)
@@ -159,9 +152,6 @@ class Segmenter(nn.Module):
         grid, own = (x.shape[2] // P, x.shape[3] // P), self.config.image_size // P
         pos_embed = encoder.pos_embed
         if grid != (own, own):
-            if self.config.attn == "scaled_s":
-                raise InputError(f"attn='scaled_s' learned its S for {own} x {own} patches; the "
-                                 f"image has {grid[0]} x {grid[1]}, but S cannot be resized")
             from weights import resize_pos_embed
             pos_embed = resize_pos_embed(pos_embed, grid, "bilinear")
         x = encoder.encode(encoder.tokens(x, pos_embed))            # (B, N, C)
@@ -261,12 +251,8 @@ def confusion(prediction, truth, num_classes):
 
     prediction, truth: class indices of one shape, any integer type. Sum the counts over images.
     """
-    if prediction.shape != truth.shape:
-        raise ValueError("prediction and truth differ in shape")
     keep = truth != IGNORE
     t, p = truth[keep].long(), prediction[keep].long()
-    if t.numel() and max(t.max(), p.max()) >= num_classes:
-        raise ValueError(f"expected classes 0 to {num_classes - 1}, or {IGNORE} in the truth")
     return torch.bincount(num_classes * t + p, minlength=num_classes ** 2).view(num_classes, -1)
 
 
@@ -354,7 +340,7 @@ def backbone_settings(checkpoint):
     if "task" not in checkpoint:
         from weights import foreign_settings
         return foreign_settings(checkpoint)
-    check_run(checkpoint, "train_cls.py", "model", "model_config")
+    check_run(checkpoint, "train_cls.py")
     config = stored_config(checkpoint, ViTConfig)
     names = ["embed_dim", "depth", "num_heads", "patch_size", "mlp_ratio", "attn"]
     if config.attn in LAYER_PATTERNS:

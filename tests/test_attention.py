@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention import (ATTENTIONS, FORMS, PAP, ScaledAttention, SelfAttention, key_statistics, naive_attention, penalty, rpc_attention,
+from attention import (ATTENTIONS, FORMS, PAP, ScaledAttention, SelfAttention, key_statistics, naive_attention, rpc_attention,
                        soft_threshold, softmax_attention, symmetric_attention)
 from conftest import ROOT
 from kpca import exact_scaling, pcp
@@ -194,13 +194,6 @@ def test_outputs_and_gradients_are_finite_without_shrinkage_and_for_a_head_of_ze
     assert y.isfinite().all() and k.grad.isfinite().all()
 
 
-def test_mu_is_that_of_all_tokens_of_those_seen_or_of_one_alone():
-    _, k, _ = qkv()
-    assert close(penalty(k), 240 / (4 * k.abs().sum((-1, -2), keepdim=True)))                # N C = 10 x 3 x 8
-    seen, token = (penalty(k, mu_over=mu) for mu in ("seen", "token"))
-    assert close(seen[:, :, 4:5], penalty(k[:, :, :5])) and close(token[:, :, 4:5], penalty(k[:, :, 4:5]))
-
-
 # --- every kind ------------------------------------------------------------
 
 @every_kind
@@ -338,11 +331,3 @@ def test_a_function_that_would_not_heed_a_mask_or_dropout_is_refused(how, monkey
     monkeypatch.setitem(ATTENTIONS, "mine", nearest)
     with pytest.raises(ValueError, match="mine"):
         layer("mine", **how)
-
-
-@pytest.mark.parametrize("how", [dict(threshold="minus"), dict(mu_dim="both"), dict(dual_sign=0), dict(n_iter=0),
-                                 dict(mu_over="future"), dict(v=qkv()[2][..., 1:])])
-def test_pap_does_not_run_with_a_setting_that_it_has_not(how):
-    _, k, v = qkv()
-    with pytest.raises(AssertionError):
-        rpc_attention(**{"k": k, "v": v, **how})

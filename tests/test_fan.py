@@ -1,7 +1,6 @@
 """Claims about fan.py: the published models, their attention, their weights, and that every script takes them."""
 
 import re
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from conftest import SHARED
 from fan import FAN, SIZES, BatchNorm, FANConfig
 from processes import group
 from referee.studies import probe
-from vit import ViT, ViTConfig, classifier_from_checkpoint
+from vit import classifier_from_checkpoint
 from weights import load_weights
 
 SMALL = dict(image_size=64, embed_dim=32, depth=2, num_heads=4, num_classes=10)
@@ -121,15 +120,6 @@ def test_state_dict_names_are_the_references(golden):
 
 # --- the model -----------------------------------------------------------------------------------
 
-def test_rpc_acts_on_the_patches_of_the_chosen_blocks_with_the_flags_settings():
-    m, shapes = small(attn="rpc", rpc_layers=(1,), pap=dict(n_iter=3, lambd=0.7, form="paper")), []
-    assert [block.attn.attn for block in m.blocks] == ["symmetric", "rpc"]
-    assert m.blocks[1].attn.pap["n_iter"] == 3 and m.blocks[1].attn.pap["threshold"] == "over"
-    m.blocks[1].attn.register_forward_pre_hook(lambda module, inputs: shapes.append(inputs[0].shape))
-    m(torch.rand(2, 3, 64, 64))
-    assert shapes == [(2, 16, 32)] and m.config.num_tokens == 16                       # no class token among them
-
-
 @pytest.mark.parametrize("patch_size,widths,tokens", [(16, [24, 48, 96, 192], 4), (4, [96, 192], 64)])
 def test_a_stem_for_small_images_is_the_last_convolutions_of_the_large_one(patch_size, widths, tokens):
     m = FAN(FANConfig(**SIZES["fan_tiny"], image_size=32, patch_size=patch_size))
@@ -190,28 +180,6 @@ def test_files_of_the_fan_authors_load_and_other_classes_get_a_new_head(tmp_path
     assert torch.equal(again.blocks[1].mlp.temperature, m.blocks[1].mlp.temperature)
 
 
-VIT = ViT(ViTConfig(**{**SMALL, "embed_dim": 32}, attn="rpc")).eval()
-
-
-@pytest.mark.parametrize("model,weights,name", [
-    (dict(attn="rpc"), dict(attn="softmax"), "blocks.0.attn.q.weight"), (dict(attn="rpc"), VIT, "patch_embed"),
-    (dict(attn="softmax"), dict(attn="rpc"), "blocks.0.attn.q.weight"),
-    (dict(attn="rpc"), dict(attn="rpc", class_attn="softmax"), "cls_attn_blocks.0.attn.q.weight")])
-def test_weights_of_another_model_are_refused(model, weights, name):
-    weights = small(**weights) if isinstance(weights, dict) else weights
-    with pytest.raises(InputError, match=name):
-        load_weights(small(**model), {"model": weights.state_dict()})
-
-
-@pytest.mark.parametrize("m", [small(attn="rpc", rpc_layers=(1,), pap=dict(n_iter=2, form="admm")), VIT,
-                               small(attn="symmetric", class_attn="softmax")])
-def test_a_checkpoint_alone_says_which_model_it_is(m, tmp_path):
-    config, x = asdict(m.config), torch.rand(2, 3, 64, 64)
-    common.save(tmp_path / "last.pt", dict(task="classification", model=m.state_dict(), model_config=config))
-    again = classifier_from_checkpoint(common.load(tmp_path))
-    assert type(again) is type(m) and again.config == m.config and torch.equal(again(x), m(x))
-    with pytest.raises(ValueError, match="train_cls.py"):
-        classifier_from_checkpoint({"model": m.state_dict()})
 
 
 # --- the scripts ---------------------------------------------------------------------------------
@@ -271,8 +239,3 @@ def test_every_consumer_of_a_classifier_takes_a_fan(tiny):
     assert all(kind in table for kind in ("fan rpc 4iter/layer1", "fan symmetric", "| rpc 4iter/layer1"))
     model, _ = probe.load_model("rpc")
     assert [h.k.shape for h in probe.capture(model, torch.rand(2, 3, 16, 16))] == [(2, 4, 16, 8)] * 2
-
-    for flags, words in ((f"{RUN} --image_size 18", "image_size=18"), (f"{RUN} --rpc_layers 2", "--rpc_layers 2"),
-                         (f"{RUN} --init_from vit", "--init_from vit"),
-                         ("--resume rpc --model nano", "--model nano")):
-        assert words in runs.refused(train_cls, flags)

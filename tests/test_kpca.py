@@ -122,17 +122,6 @@ def test_every_equation_is_one_line_of_code_that_grep_finds():
     assert sorted(address.rstrip(".") for address in found) == sorted(addresses)
 
 
-def test_main_prints_each_number_beside_the_one_by_hand_and_theorem_1_in_three_ways(capsys):
-    kpca.main()
-    out = capsys.readouterr().out
-    for what, by_hand, _ in kpca.hand_example():
-        shown = next(line for line in out.splitlines() if what in line).split(what)[1].split()
-        assert shown[:len(shown) // 2] == by_hand.split(), what
-        assert_close([float(x) for x in shown[len(shown) // 2:]], kpca.by_hand(by_hand), 1e-3, 1e-9)
-    errors = [float(x) for x in re.findall(r"(?:printed|features|times \d+) +(\S+)$", out, re.M)]
-    assert len(errors) == 5 and max(errors) < 1e-10
-
-
 # --- theory: true of any keys ---------------------------------------------------------------------
 
 @sweep

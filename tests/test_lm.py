@@ -109,15 +109,6 @@ def test_rpc_layers_are_rpc_the_others_symmetric_and_other_kinds_have_none():
     assert LMConfig(53, attn="rpc").rpc_layers == (0, 1, 2, 3) and LMConfig(53, attn="symmetric").rpc_layers == ()
 
 
-def test_pre_norm_adds_functions_of_normed_states_and_norms_their_sum():
-    model = small(norm="pre")
-    x = model.embed(words()) * 4 + model.positions                                 # the root of 16
-    for block in model.blocks:
-        x = x + block.attn(F.layer_norm(x, (16,), block.norm1.weight, block.norm1.bias))
-        x = x + block.mlp(F.layer_norm(x, (16,), block.norm2.weight, block.norm2.bias))
-    assert_close(model.hidden(words()), F.layer_norm(x, (16,), model.norm.weight, model.norm.bias))
-
-
 # --- causality -------------------------------------------------------------------------------------------------------
 
 def leaks(model):
@@ -137,10 +128,9 @@ def leaks(model):
     return moved[:, :7].max(), max(g[:, t + 1:].abs().max() for t, g in enumerate(grads)), prefix
 
 
-@pytest.mark.parametrize("norm", ["post", "pre"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_output_depends_on_a_later_word_unless_mu_is_over_all_tokens(kind, norm):
-    moved, gradient, prefix = leaks(small(**KINDS[kind], norm=norm, gain=50))
+def test_no_output_depends_on_a_later_word_unless_mu_is_over_all_tokens(kind):
+    moved, gradient, prefix = leaks(small(**KINDS[kind], gain=50))
     assert moved == 0 and gradient == 0 and prefix < 1e-9                          # the first two exactly
     assert kind not in RPC or min(leaks(small(**{**RPC[kind], "pap": {**RPC[kind]["pap"], "mu_over": "all"}}, gain=50))) > 1e-4
 
@@ -284,7 +274,7 @@ def test_a_window_longer_than_the_context_and_a_sample_of_what_reads_the_future_
 
 
 @pytest.mark.parametrize("change", [dict(cutoffs=(16, 8)), dict(cutoffs=(8, 53)), dict(cutoffs=(0, 8)),
-                                    dict(attn="linear"), dict(norm="rms"), dict(rpc_layers=(3,), attn="rpc")])
+                                    dict(attn="linear"), dict(rpc_layers=(3,), attn="rpc")])
 def test_an_impossible_configuration_is_refused_by_name(change):
     with pytest.raises(InputError, match=next(iter(change))):
         replace(LMConfig(53, **SMALL), **change)

@@ -19,7 +19,7 @@ from vit import ViT, ViTConfig
 from weights import load_weights, resize_pos_embed
 
 TOY = dict(num_classes=5, image_size=64, embed_dim=48, depth=2, num_heads=2, decoder_heads=2)
-REFERENCES = {"seg_mask": dict(), "seg_linear": dict(decoder="linear"), "seg_mask_symmetric": dict(attn="symmetric"),
+REFERENCES = {"seg_mask": dict(), "seg_mask_symmetric": dict(attn="symmetric"),
               "seg_mask_rpc": dict(attn="rpc", pap=dict(n_iter=6, lambd=2.0), decoder_attn="symmetric")}
 SMALL = dict(num_classes=4, image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=2)
 
@@ -97,8 +97,7 @@ def test_metrics_equal_upstreams_and_mmsegmentations(golden):
 
 # --- the model --------------------------------------------------------------------------------------------------------
 
-COUNTS = [(dict(decoder="linear"), 5_683_392, 28_950), (dict(), 5_683_392, 1_029_996),
-          (dict(attn="symmetric", decoder="linear"), 5_238_720, 28_950), (dict(attn="symmetric"), 5_238_720, 955_884),
+COUNTS = [(dict(), 5_683_392, 1_029_996), (dict(attn="symmetric"), 5_238_720, 955_884),
           (dict(attn="rpc"), 5_238_720, 955_884), (dict(attn="rpc", decoder_attn="softmax"), 5_238_720, 1_029_996)]
 
 
@@ -128,7 +127,6 @@ def test_the_rpc_decoder_is_that_of_the_papers_authors_with_gradients(golden):
     (dict(attn="symmetric"), "symmetric symmetric", "symmetric symmetric"),
     (dict(attn="rpc"), "rpc symmetric", "rpc symmetric"),
     (dict(attn="rpc", rpc_layers=(0, 1)), "rpc rpc", "rpc symmetric"),
-    (dict(attn="rpc", decoder_attn="symmetric"), "rpc symmetric", "symmetric symmetric"),
     (dict(attn="rpc", decoder_attn="softmax"), "rpc symmetric", "softmax softmax"),
     (dict(decoder_attn="rpc"), "softmax softmax", "rpc symmetric"),
     (dict(attn="rpc_asym"), "rpc_asym softmax", "softmax softmax"),
@@ -162,9 +160,8 @@ def test_initial_weights_are_upstreams():
     assert all((p == 1).all() for n, p in d.named_parameters() if "norm" in n and n.endswith(".weight"))
 
 
-@pytest.mark.parametrize("kind", [dict(), dict(decoder="linear")])
-def test_padding_is_the_mean_colour_and_is_cropped_away(kind):
-    m, x = small(**kind), torch.rand(2, 3, 27, 50)
+def test_padding_is_the_mean_colour_and_is_cropped_away():
+    m, x = small(), torch.rand(2, 3, 27, 50)
     padded = torch.tensor(m.config.mean).view(1, 3, 1, 1).repeat(2, 1, 32, 56)
     padded[:, :, :27, :50] = x
     with torch.no_grad():
@@ -180,13 +177,6 @@ def test_under_autocast_logits_are_float32_and_near():
             rough, q = m(x), predict(m, x[0], size=32, window=32, stride=16)
     assert rough.dtype == q.dtype == torch.float32
     assert (rough - exact).abs().max() < 0.2 and (q - p).abs().max() < 0.05
-
-
-def test_a_learned_S_cannot_change_its_grid():
-    m = small(attn="scaled_s")
-    assert m(torch.rand(1, 3, 32, 32)).shape == (1, 4, 32, 32)
-    with pytest.raises(ValueError, match="4 x 4 patches; the image has 5 x 4"):
-        m(torch.rand(1, 3, 40, 32))
 
 
 # --- inference --------------------------------------------------------------------------------------------------------
@@ -298,7 +288,6 @@ def test_deit_and_timm_weights_and_the_released_files_are_backbones():
 
 @pytest.mark.parametrize("checkpoint,match", [
     ({"task": "segmentation", "model_config": {}, "model": {}}, "not a checkpoint of train_cls.py"),
-    ({"task": "classification", "model": {"cls_token": torch.zeros(1)}}, "it has no model_config"),
     ({"conv1.weight": torch.zeros(1)}, "not ViT weights")])
 def test_what_is_no_classifier_is_no_backbone(checkpoint, match):
     with pytest.raises(ValueError, match=match):
@@ -307,8 +296,7 @@ def test_what_is_no_classifier_is_no_backbone(checkpoint, match):
 
 # --- what is refused --------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("bad", [dict(decoder="fpn"), dict(decoder_attn="both"), dict(num_classes=1),
-                                 dict(num_classes=256), dict(image_size=36)])
+@pytest.mark.parametrize("bad", [dict(decoder_attn="both"), dict(num_classes=1), dict(num_classes=256), dict(image_size=36)])
 def test_config_refuses_what_cannot_be_built(bad):
     with pytest.raises(InputError, match=next(iter(bad))):
         SegmenterConfig(**{**SMALL, **bad})
@@ -316,16 +304,8 @@ def test_config_refuses_what_cannot_be_built(bad):
 
 def test_images_of_another_type_or_without_colours_and_windows_that_do_not_fit_are_refused():
     m, how = small(), dict(size=32, window=32, stride=16)
-    for images in (torch.rand(2, 1, 32, 32), torch.zeros(1, 3, 32, 32, dtype=torch.uint8)):
-        with pytest.raises(ValueError, match="expected float"):
-            m(images)
+    with pytest.raises(ValueError, match="expected float"):
+        m(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
     for bad in (dict(window=30), dict(stride=0), dict(stride=33)):
         with pytest.raises(InputError, match=next(iter(bad))):
             predict(m, torch.rand(3, 40, 40), **{**how, **bad})
-
-
-def test_labels_that_are_no_class_are_refused():
-    label = torch.tensor([[0, 1, 4, 255]])
-    for prediction, truth in ((label * 0, label), (label, label * 0), (label[0], label)):
-        with pytest.raises(ValueError):
-            confusion(prediction, truth, 4)
