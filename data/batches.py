@@ -23,11 +23,11 @@ def send(x, device):
     return torch.as_tensor(x).to(device, non_blocking=True)
 
 
-def hold_out(split, n, order=None):
-    """Split into (the rest, n held out): the first in `order`; by default a fixed random one."""
+def hold_out(split, n):
+    """Split into (the rest, n held out), by a fixed random order."""
     if not 0 < n < len(split.labels):
         raise InputError(f"--holdout {n}: there are {len(split.labels)} training images")
-    order = epoch_order(len(split.labels), 0, seed=0) if order is None else order
+    order = epoch_order(len(split.labels), 0, seed=0)
     parts = (order[n:], order[:n])
     return tuple(Split(split.images[part], split.labels[part], split.classes) for part in parts)
 

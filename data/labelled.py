@@ -4,7 +4,6 @@
     image, label = tree[0]                   # (3, H, W), (H, W), both uint8; label 255: ignored
 """
 
-import io
 import math
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from common import InputError, print0
+from common import InputError, print0, set_missing
 from data.files import IMAGE_EXTENSIONS, decode, name_hash, read_bytes
 
 SHARE = 0.2                                  # of a flat folder's images is held out
@@ -33,10 +32,9 @@ def listed_classes(root):
 def read_annotation(path):
     """Read an 8-bit PNG of one channel, (H, W) uint8; of a palette the numbers, not the colours."""
     from PIL import Image
-    content = io.BytesIO(read_bytes(path))
     try:
-        file = Image.open(content)
-        mode, pixels = file.mode, np.array(file)
+        with Image.open(path) as file:
+            mode, pixels = file.mode, np.array(file)
     except (OSError, SyntaxError, ValueError) as error:
         raise InputError(f"cannot decode {path}: {error}") from None
     if mode not in ("L", "P", "1"):
@@ -85,11 +83,7 @@ def pairs(root, split=""):
     """
     found = []
     for part, endings in (("images", IMAGE_EXTENSIONS), ("annotations", ".png")):
-        folder = Path(root, part, split)
-        if not folder.is_dir():
-            raise InputError(f"--data_dir {root} has no folder {folder}; expected images/*.jpg and "
-                             f"annotations/*.png, or training/ and validation/ in each")
-        found.append({path.stem: str(path) for path in sorted(folder.iterdir())
+        found.append({path.stem: str(path) for path in sorted(Path(root, part, split).glob("*"))
                       if path.name.lower().endswith(endings) and path.name[0] != "."})
     images, labels = found
     both = {stem: (images[stem], labels[stem]) for stem in images if stem in labels}
@@ -134,28 +128,20 @@ def find_values(root, ignore=None):
     All that occur but 255, or, where 0 and 255 alone do, both. ignore: those to leave out instead
     of 255. classes.txt, where there is one, names the values from 0 on; from 1, if 0 is ignored.
     """
-    folder = Path(root, "annotations")
-    paths = sorted(folder.rglob("*.png")) if folder.is_dir() else []
-    there = torch.zeros(256, dtype=torch.int64)
-    for path in tqdm(paths, "reading annotations", leave=False, disable=len(paths) < 200):
-        if path.name[0] != ".":
-            there += read_annotation(path).flatten().bincount(minlength=256)
-    found = there.nonzero()[:, 0].tolist()
+    paths = [path for path in Path(root, "annotations").rglob("*.png") if path.name[0] != "."]
+    bar = tqdm(paths, "reading annotations", leave=False, disable=len(paths) < 200)
+    found = sorted(set().union(*(read_annotation(path).unique().tolist() for path in bar)))
     if ignore is None:
         ignore = [] if found == [0, 255] else [255]
-    values = [value for value in found if value not in ignore]
-    listed = listed_classes(root)
+    values, listed = [value for value in found if value not in ignore], listed_classes(root)
     if listed:
         values = list(range(0 in ignore, len(listed) + (0 in ignore)))
-    odd = [value for value in found if value not in (*values, *ignore)]
-    if len(values) < 2 or odd:
-        known = f"classes.txt names {values[0]} to {values[-1]}" if listed else "that is one class"
-        raise InputError(f"--data_dir {root}: the annotations hold the values {found[:9]}, "
-                         f"{known}; a pixel's value is its class, two or more are needed, and "
-                         f"--ignore says which values are none (without it 255)")
-    share = 100 * there[ignore].sum().item() / there.sum().item()
-    print0(f"{root}: {len(paths)} annotations, {len(values)} classes, values {values[:9]}; "
-           f"{share:.1f} % of the pixels ignored, values {ignore}")
+    if len(values) < 2 or set(found) - {*values, *ignore}:
+        raise InputError(f"--data_dir {root}: the annotations hold the values {found[:9]}; each is "
+                         f"a class, two or more are needed, and classes.txt, where there is one, "
+                         f"names them all; --ignore says which values are none (without it 255)")
+    print0(f"{root}: {len(paths)} annotations, {len(values)} classes: values {values[:9]}; "
+           f"ignored: {ignore}")
     return values, ignore
 
 
@@ -182,8 +168,4 @@ def choose(args):
     chosen = folder_recipe(len(train), sides[len(sides) // 2])
     if args.backbone:
         del chosen["patch_size"]                                    # is the backbone's
-    for name, value in chosen.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    words = " ".join(f"{name}={getattr(args, name)}" for name in chosen)
-    print0(f"chosen for them: {words}")
+    print0(f"chosen for them: {set_missing(args, chosen)}")

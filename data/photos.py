@@ -1,14 +1,14 @@
 """Images of one's own, root/<class>/*.jpg, or root/train/<class>/* and root/val/<class>/*."""
 
-import io
 import os
+from contextlib import suppress
 from pathlib import Path
+from statistics import median
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
-from common import InputError, print0
+from common import InputError, print0, set_missing
 from data.batches import Split
 from data.files import decode, name_hash, read_bytes, scan_folders
 
@@ -18,19 +18,17 @@ def find_photos(root):
 
     Without a folder val/ all are "train". Raises InputError at fewer than two classes.
     """
-    if not os.path.isdir(root):
-        raise InputError(f"--data_dir {root} is not a folder; expected {root}/<class>/*.jpg")
+    folders = dict(train=root, val=None)
     if Path(root, "val").is_dir():
-        folders = {name: scan_folders(Path(root, name)) for name in ("train", "val")
-                   if Path(root, name).is_dir()}
-    else:
-        folders = dict(train=scan_folders(root))
-    classes = sorted({name for found in folders.values() for name in found})
+        folders = dict(train=Path(root, "train"), val=Path(root, "val"))
+    found = {split: scan_folders(folder) if folder and os.path.isdir(folder) else {}
+             for split, folder in folders.items()}
+    classes = sorted({*found["train"], *found["val"]})
     if len(classes) < 2:
         raise InputError(f"--data_dir {root} has {len(classes)} folders with images, expected 2 or "
                          f"more: {root}/<class>/*.jpg")
-    return classes, {split: [(path, classes.index(name)) for name in found for path in found[name]]
-                     for split, found in {"train": {}, "val": {}, **folders}.items()}
+    return classes, {split: [(path, classes.index(name)) for name in paths for path in paths[name]]
+                     for split, paths in found.items()}
 
 
 def choose(args):
@@ -44,13 +42,9 @@ def choose(args):
         args.holdout = round(len(files["train"]) / 5)               # without val/: a fifth
     chosen = recipe(len(files["train"]) - args.holdout, median_side(files["train"][::7]))
     chosen["pad"] = (args.image_size or chosen["image_size"]) // 8
-    for name, value in chosen.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    if not args.resume:
-        words = " ".join(f"{name}={getattr(args, name)}" for name in ("holdout", "attn", *chosen))
-        print0(f"{args.data_dir}: {len(files['train'] + files['val'])} images in {len(classes)} "
-               f"classes; chosen for them: {words}")
+    print0(f"{args.data_dir}: {len(files['train'] + files['val'])} images in {len(classes)} "
+           f"classes; chosen for them: holdout={args.holdout} attn={args.attn} "
+           f"{set_missing(args, chosen)}")
 
 
 def recipe(n, side):
@@ -71,11 +65,9 @@ def median_side(files):
     from PIL import Image
     sides = []
     for path, _ in files[:200]:
-        try:
-            sides.append(min(Image.open(io.BytesIO(read_bytes(path))).size))
-        except (OSError, ValueError, Image.DecompressionBombError):
-            continue                                                # decode names it
-    return float(np.median(sides)) if sides else 0.0
+        with suppress(OSError):                                     # decode names it
+            sides.append(min(Image.open(path).size))
+    return median(sides) if sides else 0
 
 
 def load_photos(root, split, size, holdout=0):

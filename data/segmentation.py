@@ -43,8 +43,7 @@ def load_split(args, split, trained=None):
         return ade20k(args.data_dir, split, args.num_classes)
     if trained is not None and not same_folder(trained.get("data_dir"), args.data_dir):
         split = "all"
-    values = getattr(args, "values", None) or range(1, args.num_classes + 1)    # an older run's
-    return own_folder(args.data_dir, split, values, getattr(args, "ignore", (0, 255)))
+    return own_folder(args.data_dir, split, args.values, args.ignore)
 
 
 class Scenes(Dataset):

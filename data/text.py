@@ -103,13 +103,11 @@ def load_corpus(folder):
 
 def describe(corpus):
     """Say what was found: sizes and the share of unknown words."""
-    ends = corpus.train == corpus.vocab[EOS]
-    paragraphs = ends.sum() - ends[0] - (ends[1:] & ends[:-1]).sum()
     unknown = corpus.vocab.get(UNK, -1)
     shares = [100 * (text == unknown).mean() for text in (corpus.train, corpus.valid)]
-    return (f"{paragraphs:,} paragraphs, {len(corpus.train):,} training, {len(corpus.valid):,} "
-            f"valid, {len(corpus.test):,} test tokens, {len(corpus.vocab):,} words; unknown: "
-            f"{shares[0]:.1f} % of training, {shares[1]:.1f} % of valid")
+    return (f"{len(corpus.train):,} training, {len(corpus.valid):,} valid, {len(corpus.test):,} "
+            f"test tokens, {len(corpus.vocab):,} words; unknown: {shares[0]:.1f} % of training, "
+            f"{shares[1]:.1f} % of valid")
 
 
 def count_words(path):

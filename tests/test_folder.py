@@ -53,10 +53,8 @@ def test_one_flag_trains_on_a_folder_and_keeps_the_weights_with_the_lowest_loss(
     Path("photos/owl/notes.heic").write_text("no image")
     main("--data_dir photos --max_steps 18 --epochs 3 --lr 0.05")
     out = capsys.readouterr().out
-    for words in ("30 images in 3 classes", "holdout=6", "attn=symmetric", "image_size=32", "patch_size=4", "batch_size=4",
-                  "cannot decode photos/owl/9.png", "1 files in class folders are no", "3 classes", "largest class"):
+    for words in ("30 images", "holdout=6", "attn=symmetric", "image_size=32", "batch_size=4", "photos/owl/9.png", "best.pt"):
         assert words in out, words
-    assert "top-5" not in out and "best.pt: the lowest loss" in out
 
     # the checkpoint says which images were held out: an evaluation sees the same ones
     run, best = common.load("out/folder_symmetric"), common.load("out/folder_symmetric/best.pt")
@@ -70,17 +68,13 @@ def test_one_flag_trains_on_a_folder_and_keeps_the_weights_with_the_lowest_loss(
     assert run["best"]["step"] == best["step"]
 
 
-def test_a_stopped_run_on_a_folder_goes_on_to_the_same_weights(monkeypatch):
+def test_a_stopped_run_on_a_folder_goes_on_with_what_was_chosen():
     make("photos", 10)
-    main("--data_dir photos --max_steps 4 --out_dir whole")
-    main("--data_dir photos --max_steps 2 --out_dir parts")
-    main("--resume parts --max_steps 4")
-    whole, parts = common.load("whole"), common.load("parts")
-    assert whole["metrics"] == parts["metrics"]
-    assert all(torch.equal(whole["model"][name], w) for name, w in parts["model"].items())
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")                   # started again by torchrun
-    main("--data_dir photos --max_steps 4 --out_dir whole")
-    assert common.load("whole")["step"] == 4 and Path("whole/log.jsonl").read_text().count('"eval"') == 1
+    main("--data_dir photos --max_steps 1 --out_dir a")
+    first = common.load("a")["args"]
+    main("--resume a --max_steps 2")
+    again = common.load("a")
+    assert again["step"] == 2 and {**again["args"], "resume": None, "max_steps": 1, "out_dir": "a"} == first
 
 
 def test_a_val_folder_is_evaluated_on_and_flags_win_over_what_is_chosen():
@@ -186,7 +180,7 @@ def test_the_values_of_masks_are_their_classes(values, ignore, classes, label_25
     assert sorted(label.unique().tolist()) == [*range(len(classes)), *[255] * label_255]
 
 
-def test_masks_of_one_bit_and_names_in_classes_txt(capsys):
+def test_masks_of_one_bit_and_names_in_classes_txt():
     masks("bits", [0, 255], mode="1")
     assert len(find_values("bits")[0]) == 2
     masks("mine", [0, 1, 2])
@@ -194,12 +188,11 @@ def test_masks_of_one_bit_and_names_in_classes_txt(capsys):
     values, ignore = find_values("mine")
     assert values == [0, 1, 2, 3] and own_folder("mine", "all", values, ignore).classes[2] == "lamp"
     Path("mine/classes.txt").write_text("wall\nlamp\n")
-    assert find_values("mine", [0])[0] == [1, 2] and "values [0]" in capsys.readouterr().out
-    with pytest.raises(InputError, match=r"classes.txt names 0 to 1.*--ignore"):
-        find_values("mine")
+    assert find_values("mine", [0]) == ([1, 2], [0])
     masks("one", [4])
-    with pytest.raises(InputError, match=r"values \[4\].*two or more.*--ignore"):
-        find_values("one")
+    for root in ("mine", "one"):                                        # a value without a name; one class
+        with pytest.raises(InputError, match=f"--data_dir {root}.*--ignore"):
+            find_values(root)
 
 
 def test_a_folder_of_masks_needs_one_flag_and_its_checkpoint_says_which_images(capsys):

@@ -2,7 +2,6 @@
 alone, and a folder that is not as it should be ends in a line that names the file."""
 
 from argparse import Namespace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from conftest import SHARED
 from data import segmentation
 from data.batches import image_batches
 from data.distort import COLUMNS, distort, scale_and_shift, scale_hsv
@@ -23,7 +21,6 @@ from data.shapes import load_shapes
 from runs import make_pairs
 from segmenter import SegmenterConfig, resize, resized
 
-ADE20K = SHARED / "data" / "ade20k_sample"
 
 
 @pytest.fixture
@@ -84,13 +81,6 @@ def test_distortion_agrees_with_opencv(golden):
             assert difference.max() <= 1 and difference.mean() < 0.03
 
 
-def test_hsv_without_a_change_gives_every_colour_back_within_rounding():
-    grid = torch.cartesian_prod(*[torch.arange(0, 256, 15.0)] * 3).T.reshape(1, 3, 18, -1)
-    assert (scale_hsv(grid, 1.0, 0) - grid).abs().max() <= 5       # H has 180 steps: up to 255 / 60 levels, truncated
-    grey = torch.arange(256.0).expand(1, 3, 1, 256)
-    assert torch.equal(scale_hsv(grey, 1.5, 17), grey)
-
-
 def test_normalised_padding_is_exactly_zero_and_the_rest_is_the_references(golden):
     g = golden("seg_transforms")
     mean, std = (g[name].float().view(3, 1, 1) / 255 for name in ("norm_mean", "norm_std"))
@@ -99,10 +89,10 @@ def test_normalised_padding_is_exactly_zero_and_the_rest_is_the_references(golde
                                atol=1e-6)
     images = F.pad(planes(g["crop_rgb"])[None], (0, 16, 0, 8))                                      # 136 x 144: padded
     images = F.pad(images, (0, 0, 0, 8))
-    side = torch.tensor([128])
-    out = (finish_views(images, side, side, side, 0, mean, distorted=False) - mean) / std
-    torch.testing.assert_close(out[0, :, :128, :128], planes(g["normalised"]), rtol=0, atol=1e-5)
-    assert (out[0, :, 128:] == 0).all() and (out[0, :, :, 128:] == 0).all()
+    height, width = torch.tensor([128]), torch.tensor([120])
+    out = (finish_views(images, height, width, height, 0, mean, distorted=False) - mean) / std
+    torch.testing.assert_close(out[0, :, :128, :120], planes(g["normalised"])[:, :, :120], rtol=0, atol=1e-5)
+    assert (out[0, :, 128:] == 0).all() and (out[0, :, :, 120:] == 0).all()
 
 
 def test_contrast_comes_second_or_last():
@@ -175,19 +165,6 @@ def test_a_view_is_what_its_numbers_say():
     assert torch.equal(out, expected / 255)
 
 
-def test_image_and_label_stay_together_whatever_the_view(root):
-    tree = ade20k(root, "training", 4)
-    for i in range(4):
-        label = tree[i][1]
-        some = TrainingViews([(label.expand(3, -1, -1), label)], 32, (0.5, 2.0), seed=i)
-        for image, crop, (_, h, w) in (some[p, 0] for p in range(20)):
-            assert image.shape == (3, 32, 32) and crop.shape == (32, 32)
-            inside = torch.zeros(32, 32, dtype=torch.bool)
-            inside[:h, :w] = True
-            assert (crop[~inside] == 255).all() and (image[:, ~inside] == 0).all()
-            assert (image[0] == crop)[inside].float().mean() > 0.55        # but for blended borders between the blocks
-
-
 # --- samples ---------------------------------------------------------------------------------------------------------
 
 def stream(root, num_workers, batch, distorted=True):
@@ -219,24 +196,16 @@ def test_scenes_are_labelled_in_every_pixel_and_background_is_class_0():
     assert scenes.labels.max() == 10 and label.dtype == torch.uint8
 
 
-def test_grey_transparent_palette_and_16_bit_files_are_read_as_rgb_images_and_class_numbers(root):
+def test_an_annotation_with_a_palette_holds_class_numbers_and_a_grey_image_is_rgb(root):
     label = np.zeros((20, 30), np.uint8)
     label[:10] = 2
-    folder = root / "images" / "training"
-    for stem, pixels in (("grey", label * 50), ("alpha", np.dstack([label * 50] * 3 + [label])),
-                         ("deep", label.astype(np.uint16) * 50 * 257)):
-        Image.fromarray(pixels).save(folder / f"{stem}.png")
-        annotation = Image.fromarray(label)
-        if stem == "grey":
-            annotation = annotation.convert("P")
-            annotation.putpalette([0, 0, 0, 255, 0, 0, 0, 255, 0])
-        annotation.save(root / "annotations" / "training" / f"{stem}.png")
-    tree = ade20k(root, "training", 4)
-    names = [Path(image).stem for image, _ in tree.files]
-    for stem in ("grey", "alpha", "deep"):
-        image, classes = tree[names.index(stem)]
-        assert image.shape == (3, 20, 30) and image.dtype == torch.uint8 and (image[:, 0] == 100).all()
-        assert (classes[:10] == 1).all() and (classes[10:] == 255).all()
+    Image.fromarray(label * 50).save(root / "images" / "training" / "0.png")
+    annotation = Image.fromarray(label).convert("P")
+    annotation.putpalette([0, 0, 0, 255, 0, 0, 0, 255, 0])
+    annotation.save(root / "annotations" / "training" / "0.png")
+    image, classes = ade20k(root, "training", 4)[0]
+    assert image.shape == (3, 20, 30) and image.dtype == torch.uint8 and (image[:, 0] == 100).all()
+    assert (classes[:10] == 1).all() and (classes[10:] == 255).all()
 
 
 def test_class_names_come_from_the_folder(root):
@@ -249,20 +218,8 @@ def test_class_names_come_from_the_folder(root):
     assert ade20k(root, "training").classes == ["a", "b", "c", "d"]
 
 
-@pytest.mark.skipif(not ADE20K.exists(), reason="no files of ADE20K beside the clone")
-def test_files_of_ade20k_are_read():
-    tree = ade20k(ADE20K, "validation")
-    assert len(tree) == 3 and len(tree.classes) == 150 and "ADE_val_00000001" in tree.files[0][0]
-    assert [tuple(tree[i][1].shape) for i in range(3)] == [(512, 683), (364, 500), (300, 400)]
-    assert max(tree[i][1][tree[i][1] < 255].max() for i in range(3)) == 102
-
-
 def test_a_picture_is_drawn_with_its_legend(root, tmp_path):
     tree = ade20k(root, "validation", 4)
-    images, labels = zip(*(tree[i] for i in range(3)))
-    save_pictures(tmp_path / "a.png", zip(images, labels, labels), tree.classes)
-    with Image.open(tmp_path / "a.png") as picture:
-        assert picture.mode == "RGB" and picture.width >= 180 and picture.height > sum(x.shape[1] for x in images)
     image, label = tree[0]
     save_pictures(tmp_path / "b.png", [(image, label, 0 * label)], tree.classes)
     zoom, colours = max(1, 160 // label.shape[1]), palette(4)
@@ -270,9 +227,7 @@ def test_a_picture_is_drawn_with_its_legend(root, tmp_path):
         parts = torch.from_numpy(np.array(picture))[0, ::zoom].split(label.shape[1])
     expected = image[:, 0].T, colours[label[0].long()], colours[:1].expand(label.shape[1], 3)
     assert all(map(torch.equal, parts, expected)) and not torch.equal(parts[1], parts[2])
-    colours = palette(150)
-    assert colours.shape == (256, 3) and len({tuple(c) for c in colours[:150].tolist()}) == 150
-    assert (colours[255] == 0).all()
+    assert len({tuple(c) for c in palette(150)[:150].tolist()}) == 150
 
 
 # --- folders that are not as they should be --------------------------------------------------------------------------
@@ -301,10 +256,6 @@ def test_wrong_annotations_are_named(root):
             ade20k(root, "training", 4)[1]
     Image.fromarray(label + 255).save(path)                                              # 255 is ignored too
     assert (ade20k(root, "training", 4)[1][1] == 255).all()
-    for content in (b"", b"not a picture", path.read_bytes()[:60]):
-        path.write_bytes(content)
-        with pytest.raises(InputError, match="1.png"):
-            ade20k(root, "training", 4)[1]
-    (root / "images" / "training" / "3.png").write_bytes(b"\x89PNG")
-    with pytest.raises(InputError, match="3.png"):
-        ade20k(root, "training", 4)[3]
+    path.write_bytes(path.read_bytes()[:60])
+    with pytest.raises(InputError, match="1.png"):
+        ade20k(root, "training", 4)[1]
