@@ -124,7 +124,7 @@ def parse(p, recipes, script):
     if seen.resume:
         with error_prefix(f"--resume {seen.resume}"):
             checkpoint = load(seen.resume)
-            check_run(checkpoint, script, "args")
+            check_run(checkpoint, script)
         known = vars(p.parse_args([])).keys() - NOT_STORED
         stored = {name: value for name, value in checkpoint["args"].items() if name in known}
         if stored.get("amp"):                           # a GPU's default, not to be a CPU's
@@ -145,10 +145,12 @@ def parse(p, recipes, script):
 
 
 def set_missing(args, chosen):
-    """Set what neither a flag nor a recipe has set."""
+    """Set what neither a flag nor a recipe has set; returns all of `chosen` as it is now, in words.
+    """
     for name, value in chosen.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    return " ".join(f"{name}={getattr(args, name)}" for name in chosen)
 
 
 # --- processes and devices ------------------------------------------------------------------------
@@ -254,7 +256,7 @@ def start(args, name):
     """Begin a training: device, rank, world size and the run's folder; sets args.amp.
 
     The folder is --resume's, else --out_dir, else out/<name>, numbered if it exists. Where torchrun
-    restarted us, it is that of our own first attempt, known by its flags, and args.resume is set.
+    restarted us, it is the last one whose log has our flags, and args.resume is set.
     """
     device, rank, world = setup(args.device)
     if args.batch_size % (world * getattr(args, "accum", 1)):
@@ -270,17 +272,16 @@ def start(args, name):
     folders = [Path(args.out_dir or Path("out", name))]
     while not args.out_dir and folders[-1].exists():
         folders.append(Path("out", f"{name}_{len(folders) + 1}"))
-    out_dir, ours = folders[-1], json.loads(json.dumps(vars(args)))         # as the log has them
-    for folder in reversed(folders) if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else ():
-        theirs = [row["args"] for row in read_log(folder / "log.jsonl") if "args" in row]
-        if theirs and {**theirs[-1], "resume": None} == ours:
-            out_dir = folder
-            if (folder / "last.pt").exists():
-                args.resume = str(folder)
-            elif rank == 0:                                         # it died before its first save
-                shutil.rmtree(folder)
-            break
-    out_dir, args.resume = broadcast([out_dir, args.resume])
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+        flags = json.loads(json.dumps(vars(args)))                          # as a log has them
+        ours = [folder for folder in folders
+                if flags in [row.get("args") for row in read_log(folder / "log.jsonl")]]
+        folders = ours or folders
+        if ours and (ours[-1] / "last.pt").exists():
+            args.resume = str(ours[-1])
+        elif ours and rank == 0:                                    # it died before its first save
+            shutil.rmtree(ours[-1])
+    out_dir, args.resume = broadcast([folders[-1], args.resume])
     if out_dir.exists() and not args.resume:
         raise InputError(f"--out_dir {out_dir} exists: go on with the run in it by --resume "
                          f"{out_dir}, or choose another folder")
@@ -312,11 +313,10 @@ def begin(args, out_dir, step, model, device, rank, world, **about):
 
 
 def what_is_saved():
-    """Say which step a stopped training has saved, and the command that goes on from there."""
+    """Say how to go on with a training that was stopped."""
     if active_run_dir is None or not (active_run_dir / "last.pt").exists():
         return "; nothing is saved yet" if active_run_dir else ""
-    return (f"; {active_run_dir} holds step {load(active_run_dir)['step']}, go on with: python "
-            f"{os.path.relpath(sys.argv[0])} --resume {active_run_dir}")
+    return f"; go on with: python {os.path.relpath(sys.argv[0])} --resume {active_run_dir}"
 
 
 class Log:
@@ -344,12 +344,12 @@ def read_log(path):
     """Read the rows of a log: a list of dicts. The last line may be cut short by a kill."""
     rows, path = [], Path(path)
     lines = path.read_text("utf-8", "replace").split("\n") if path.exists() else []
-    for i, line in enumerate(lines, 1):
+    for line in lines:
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
-            if i < len(lines):                                      # a whole line ends in a newline
-                raise InputError(f"{path}, line {i}: {line[:60]!r} is no row of a log") from None
+            if line is not lines[-1]:                               # a whole line ends in a newline
+                raise
     return rows
 
 
@@ -362,10 +362,6 @@ def replacing(path):
     try:
         yield tmp
         os.replace(tmp, path)
-    except RuntimeError as e:
-        if isinstance(e.__context__, KeyboardInterrupt):                # torch.save hides a Ctrl-C
-            raise KeyboardInterrupt from None
-        raise
     finally:
         tmp.unlink(missing_ok=True)
 
@@ -376,10 +372,10 @@ def save(path, checkpoint):
         if not weight.isfinite().all():
             raise InputError(f"not finite at step {checkpoint.get('step')}: the weight {name}")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as tmp, open(tmp, "wb") as f:
-        torch.save(checkpoint, f)
-        f.flush()
-        os.fsync(f.fileno())
+    with replacing(path) as tmp:
+        torch.save(checkpoint, tmp)                 # a path: given a file, torch hides a Ctrl-C
+        with open(tmp, "rb+") as f:
+            os.fsync(f.fileno())
 
 
 def load(path):
@@ -413,22 +409,20 @@ def error_prefix(what):
         raise InputError(f"{what}: {e}") from None
 
 
-def check_run(checkpoint, script, *parts):
-    """Raise InputError unless a checkpoint is of this script and holds these parts."""
+def check_run(checkpoint, script):
+    """Raise InputError unless a checkpoint is of this script."""
     if checkpoint.get("task") != TASKS[script]:
         raise InputError(f"not a checkpoint of {script}")
-    for name in parts:
-        if checkpoint.get(name) is None:
-            hint = "; continue from last.pt" if name == "optimizer" else ""
-            raise InputError(f"an incomplete checkpoint of {script}: it has no {name}{hint}")
 
 
 def stored_config(checkpoint, config):
     """Read a checkpoint's model_config as the dataclass `config`; a field it lacks has its default.
 
-    Raises InputError at an unknown field. PAP's settings were fields of their own once.
+    Raises InputError at an unknown field. PAP's settings were fields of their own once, and there
+    were a choice of norms and one of decoders.
     """
-    stored = dict(checkpoint["model_config"])
+    once = dict(norm="post", decoder="mask")
+    stored = {k: v for k, v in checkpoint["model_config"].items() if once.get(k) != v}
     separate = {name: stored.pop(name) for name in PAP_FLAGS if name in stored}
     if separate:
         stored["pap"] = separate
@@ -441,21 +435,18 @@ def stored_config(checkpoint, config):
 
 def rebuild(checkpoint, script, model, config):
     """Rebuild the model of a checkpoint of `script`, in eval mode. model, config: its classes."""
-    check_run(checkpoint, script, "model", "model_config")
+    check_run(checkpoint, script)
     model = model(stored_config(checkpoint, config))
     load_strictly(model, checkpoint["model"])
     return model.eval()
 
 
 def load_strictly(model, weights):
-    """Call model.load_state_dict; weights that do not fit leave the model as it was."""
-    before = {name: w.clone() for name, w in model.state_dict().items()}
+    """Call model.load_state_dict; InputError, in torch's words, if the weights do not fit."""
     try:
         model.load_state_dict(weights)
     except RuntimeError as e:
-        model.load_state_dict(before)
-        words = " ".join(str(e).split())
-        raise InputError(f"weights do not fit the model: {words[:250]}") from None
+        raise InputError(" ".join(str(e).split())[:300]) from None
 
 
 def state_of(script, model, optimizer, args, step, **more):
@@ -465,21 +456,19 @@ def state_of(script, model, optimizer, args, step, **more):
                 **more)
 
 
-def load_run(args, script, **data):
+def load_run(args, **data):
     """Load the checkpoint that --resume names, {} without; InputError if the data have changed.
 
     data: what the checkpoint has to say of the data, as classes=[...], training_images=100.
     """
-    if not args.resume:
-        return {}
-    with error_prefix(f"--resume {args.resume}"):
-        checkpoint = load(args.resume)
-        check_run(checkpoint, script, "model", "model_config", "step", "optimizer")
-        for name, value in data.items():
-            was = checkpoint.get(name, value)
-            if was != value:
-                raise InputError(f"the data have changed, {name} was {was!r:.60} and is "
-                                 f"{value!r:.60}")
+    checkpoint = load(args.resume) if args.resume else {}
+    if args.resume and not checkpoint["optimizer"]:
+        raise InputError(f"--resume {args.resume}: it has no optimizer; go on from last.pt")
+    for name, value in data.items():
+        was = checkpoint.get(name, value)
+        if was != value:
+            raise InputError(f"--resume {args.resume}: the data have changed, {name} was "
+                             f"{was!r:.60} and is {value!r:.60}")
     return checkpoint
 
 

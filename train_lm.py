@@ -141,7 +141,7 @@ def build(args, device):
     corpus = load_text(args)
     vocab = corpus.vocab
     prompt_ids(args.prompt, vocab)                                  # a word it does not know: now
-    checkpoint = common.load_run(args, "train_lm.py", vocab="\n".join(vocab.words),
+    checkpoint = common.load_run(args, vocab="\n".join(vocab.words),
                                  train_tokens=len(corpus.train))
     torch.manual_seed(args.seed)
     model = LM(build_config(args, len(vocab))).to(device)
@@ -204,7 +204,7 @@ def print_sample(args):
     path = Path(args.sample, "best.pt")
     checkpoint = common.load(path if path.exists() else args.sample)
     with common.error_prefix(f"--sample {args.sample}"):
-        common.check_run(checkpoint, "train_lm.py", "model", "model_config", "vocab")
+        common.check_run(checkpoint, "train_lm.py")
         model = lm_from_checkpoint(checkpoint).to(device)
         text = sample(model, data_text.stored_vocabulary(checkpoint), args, device)
     if rank == 0:

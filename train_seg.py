@@ -174,29 +174,24 @@ def load_batches(views, args, mean, start, stop, rank, world):
 
 def build_config(args, num_classes, backbone=None):
     """Build SegmenterConfig of the flags, or of the backbone, which flags may not contradict."""
+    encoder = {k: getattr(args, k) for k in ("patch_size", "attn") if getattr(args, k) is not None}
+    encoder.update(SIZES.get(args.model, {}))
+    with common.error_prefix(f"--backbone {args.backbone}"):
+        own = backbone_settings(backbone) if backbone else {}
+    asked = {**own, **encoder, "pap": {**own.get("pap", {}), **common.pap_of(args)}}
+    if args.rpc_layers is not None:
+        asked["rpc_layers"] = common.parse_layers(args.rpc_layers, asked["depth"])
+    for name in ("size", "window"):
+        if getattr(args, name) % asked["patch_size"]:
+            raise InputError(f"--{name} {getattr(args, name)} is not a multiple of the patch size "
+                             f"{asked['patch_size']}")
     head = dict(num_classes=num_classes, image_size=args.size, drop_path=args.drop_path,
                 decoder_attn=args.decoder_attn or "", decoder_dropout=args.dropout)
-    pap = common.pap_of(args)
-    encoder = {k: getattr(args, k) for k in ENCODER
-               if k not in pap and getattr(args, k) is not None}
-    size = SIZES[encoder.pop("model")] if "model" in encoder else {}
-    with common.error_prefix(f"--backbone {args.backbone}"):
-        known = encoder if backbone is None else backbone_settings(backbone)
-    for name in ("size", "window"):
-        if getattr(args, name) % known["patch_size"]:
-            raise InputError(f"--{name} {getattr(args, name)} is not a multiple of the patch size "
-                             f"{known['patch_size']}")
-    if backbone is None:
-        layers = common.parse_layers(encoder.pop("rpc_layers"), size["depth"])
-        return SegmenterConfig(**size, **encoder, rpc_layers=layers, pap=pap, **head)
-    config = SegmenterConfig(**known, **head)
-    if "rpc_layers" in encoder:
-        encoder["rpc_layers"] = common.parse_layers(encoder["rpc_layers"], config.depth)
-    own = {**vars(config), **config.pap}
-    for name, value in {**size, **encoder, **pap}.items():
-        if own[name] != value:
-            raise InputError(f"--backbone {args.backbone}: it was trained with {name}="
-                             f"{own[name]!r} and keeps its own encoder; the flags say {value!r}")
+    config = SegmenterConfig(**asked, **head)
+    if backbone and config != (kept := SegmenterConfig(**own, **head)):
+        differ = [k for k, v in vars(kept).items() if v != getattr(config, k)]
+        raise InputError(f"--backbone {args.backbone} keeps its own encoder; the flags ask for "
+                         f"another {', '.join(differ)}")
     return config
 
 
@@ -205,7 +200,7 @@ def build(args, train, device):
 
     Also returns the checkpoint of --resume, {} without one.
     """
-    checkpoint = common.load_run(args, "train_seg.py", classes=list(train.classes),
+    checkpoint = common.load_run(args, classes=list(train.classes),
                                  training_images=len(train))
     torch.manual_seed(args.seed)
     if checkpoint:

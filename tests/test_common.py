@@ -153,32 +153,15 @@ def test_a_failure_or_a_kill_while_saving_leaves_the_old_file(tmp_path, error):
     assert load(path) == dict(step=3) and (error is None or os.listdir(tmp_path) == ["last.pt"])
 
 
-def test_ctrl_c_while_a_checkpoint_is_written_is_ctrl_c(tmp_path, monkeypatch):
-    """torch.save turns it into an error of its own file format."""
-    def interrupted(checkpoint, f):
-        try:
-            raise KeyboardInterrupt
-        finally:
-            raise RuntimeError("unexpected pos 906880 vs 906772")
-    monkeypatch.setattr(torch, "save", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        common.save(tmp_path / "last.pt", {})
-    assert not list(tmp_path.iterdir())
-
-
 def test_what_is_no_whole_checkpoint_is_refused_by_name_in_one_line(tmp_path):
     path = tmp_path / "t.pt"
     save(path, dict(task="classification", model={f"w{i}": torch.rand(1000) for i in range(20)}, step=3))
-    whole = path.read_bytes()
-    odd = [b"", b"PK\x03\x04" + b"\0" * 50, b"root:x:0:0:root:/root\n", b"(i", b"\x80\x02.", b"{\"json\": 1}\n",
-           b"\x89PNG\r\n\x1a\n" + b"\0" * 64, bytes(range(256)), *(f"{chr(i)}t was a text\n".encode() for i in range(32, 127))]
-    for content in (*odd, *(whole[:n] for n in range(1, len(whole), 4999))):
-        path.write_bytes(content)
-        with pytest.raises(InputError, match=f"^{path} is not a readable checkpoint[^\n]*$"):
-            load(path)
+    whole, odd = path.read_bytes(), [b"", b"(i", b"\x80\x02.", b"PK\x03\x04" + b"\0" * 50, b"it was a text\n", bytes(range(256))]
     torch.save(dict(model=Fraction(1, 2)), path)                                                   # code is not run
-    with pytest.raises(InputError, match="not a readable checkpoint"):
-        load(path)
+    for content in (path.read_bytes(), *odd, *(whole[:n] for n in range(1, len(whole), 9999))):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=f"^{path} [^\n]*$"):
+            load(path)
     with pytest.raises(InputError, match="nowhere"):
         load("nowhere")
 
@@ -194,14 +177,6 @@ def test_a_stored_config_may_lack_a_field_and_not_have_an_unknown_one():
         config_of(dropuot=0.1)
 
 
-def test_weights_that_do_not_fit_are_refused_and_leave_the_model_as_it_was():
-    model, other = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, n)) for n in (2, 3))
-    before = {name: w.clone() for name, w in model.state_dict().items()}
-    with pytest.raises(InputError, match="1.weight"):
-        common.load_strictly(model, other.state_dict())
-    assert all(torch.equal(w, before[name]) for name, w in model.state_dict().items())
-
-
 # --- log -------------------------------------------------------------------------------------------------------------
 
 def test_a_log_is_cut_behind_a_step_and_a_line_cut_short_by_a_kill_goes(tmp_path):
@@ -215,20 +190,11 @@ def test_a_log_is_cut_behind_a_step_and_a_line_cut_short_by_a_kill_goes(tmp_path
     assert common.read_log(log.path) == [*kept, dict(step=3)]
     log.cut(2)
     assert common.read_log(log.path) == kept
-    for cut in ('{"step": 2, "lo', "{", '{"step"', "", '{"step": 2, "loss": 1}'):
+    for cut, steps in (('{"step": 2, "lo', [1, 3]), ("", [1, 3]), ('{"step": 2, "loss": 1}', [1, 2, 3])):
         Path(log.path).write_text('{"step": 1}\n' + cut)
         log.cut(2)
         log.append(dict(step=3))
-        steps = [json.loads(line)["step"] for line in Path(log.path).read_text().splitlines()]
-        assert steps in ([1, 3], [1, 2, 3])
-
-
-def test_a_log_with_an_unreadable_line_in_the_middle_is_named_and_kept(tmp_path):
-    path = tmp_path / "log.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n')
-    with pytest.raises(InputError, match="log.jsonl, line 2"):
-        Log(path).cut(1)
-    assert path.read_text().endswith('{"step": 3}\n')
+        assert [json.loads(line)["step"] for line in Path(log.path).read_text().splitlines()] == steps
 
 
 @pytest.mark.parametrize("row", [dict(loss=math.nan), dict(eval=dict(top1=-math.inf))])
@@ -290,10 +256,9 @@ def test_each_of_several_gpus_is_a_device_and_without_a_flag_the_first(monkeypat
             common.setup(flag)
 
 
-@pytest.mark.parametrize("text, layers", [("0", (0,)), ("all", (0, 1, 2, 3)), ("0,2", (0, 2)), ("1-3", (1, 2, 3)),
-                                          ("0,2-3", (0, 2, 3))])
-def test_rpc_layers_are_read(text, layers):
-    assert common.parse_layers(text, 4) == layers
+def test_rpc_layers_are_read():
+    for text, layers in (("0", (0,)), ("all", (0, 1, 2, 3)), ("0,2", (0, 2)), ("0,2-3", (0, 2, 3))):
+        assert common.parse_layers(text, 4) == layers
 
 
 def test_a_reader_that_has_enough_ends_a_script_without_a_word():

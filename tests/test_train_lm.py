@@ -1,10 +1,7 @@
 """Claims about train_lm.py alone and about robust/words.py: what is scored is what a plain loop over the files gives.
 What holds for every trainer is in test_train.py, the flags in test_flags.py."""
 
-import argparse
-import json
 import random
-import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -12,15 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 import common
 import train_lm
 from data import text as data_text
 from lm import lm_from_checkpoint
-from processes import group
 from robust.words import load_texts, score
-from runs import call, flags, log, refused
+from runs import call, log, refused
 
 SMALL = ("--data_dir text --context 16 --batch_size 8 --steps 30 --words 5 --warmup 5 --log_every 1 "
          "--eval_every 100").split()
@@ -60,12 +55,6 @@ def scored(folder, data_dir="text", window=16, stride=16, seed=0, name="best.pt"
             for text in texts], word
 
 
-def assert_close_scores(a, b, rel):
-    for x, y in zip(a, b, strict=True):
-        assert x["split"] == y["split"]
-        assert {**x, "split": 0} == pytest.approx({**y, "split": 0}, rel=rel)
-
-
 # --- a run and what it leaves ----------------------------------------------------------------------------------------
 
 def test_the_default_run_ends_in_its_result_and_needs_no_flag(monkeypatch, capsys):
@@ -74,17 +63,12 @@ def test_the_default_run_ends_in_its_result_and_needs_no_flag(monkeypatch, capsy
     topics = {f"topic {i}": [(f"name{i}", text)] for i in range(60)}
     monkeypatch.setattr(data_text, "pydoc_documents", lambda: topics)
     train("--max_steps 2")
-    lines, folder = capsys.readouterr().out.strip().splitlines(), Path("out/pydoc_rpc")
-    assert re.match(r"out/cache/pydoc_3\S+: \d{3} paragraphs, .* training, .* unknown: \d\.\d % of", lines[0])
-    assert lines[1].startswith("recipe pydoc: rpc LM-mini, 1000 steps of 16 x 64 tokens")
+    out, folder = capsys.readouterr().out, Path("out/pydoc_rpc")
     (valid, test), word = scored(folder, data_text.text_folder("pydoc", None), 64)
-    assert lines[-2] == f"pydoc rpc: valid perplexity {valid['segment']:.2f} (segment-wise) with the weights of step 2"
-    assert lines[-1] == f"next: python eval_robust.py --ckpt {folder}"
+    assert f"valid perplexity {valid['segment']:.2f} " in out and out.strip().endswith(f"--ckpt {folder}")
     assert (valid["split"], test["split"], word) == ("valid", "test", "<unk>")
     sample, checkpoint = log(folder, "sample")[2], common.load(folder)
-    assert sample and "2 1" not in sample and any(sample[:20] in line for line in lines)
-    assert checkpoint["step"] == 2 and checkpoint["task"] == "language modelling"
-    assert checkpoint["args"]["data"] == "pydoc" and lm_from_checkpoint(checkpoint).config.rpc_layers == (0,)
+    assert sample and sample[:20] in out and checkpoint["step"] == 2 and checkpoint["args"]["data"] == "pydoc"
     for _ in range(2):                                                             # a text of one's own, twice
         train(SMALL, "--max_steps 1")
     assert {d.name for d in Path("out").iterdir()} == {"cache", "pydoc_rpc", "text_rpc", "text_rpc_2"}
@@ -183,42 +167,12 @@ def test_when_the_attacks_word_is_unknown_the_rarest_known_word_stands_for_it():
 def test_a_resumed_run_holds_its_text():
     train(SMALL, "--max_steps 1 --out_dir a")
     before, path = Path("a/last.pt").read_bytes(), Path("text/wiki.train.tokens")
-    assert re.search("a/best.pt.*no optimi[sz]er.*last.pt", bad("--resume a/best.pt"))
+    assert "a/best.pt" in bad("--resume a/best.pt")
     text = path.read_text()
     for changed, what in ((text * 2, "train_tokens"), (text + " new words \n", "vocab")):
         path.write_text(changed)
         assert what in bad("--resume a --max_steps 2")
     assert Path("a/last.pt").read_bytes() == before and list(log("a")) == [1]
-
-
-# --- processes -------------------------------------------------------------------------------------------------------
-
-def train_and_score():
-    train_lm.main()
-    common.broadcast([None])                                                             # rank 0 has written best.pt
-    rank, world = dist.get_rank(), dist.get_world_size()
-    found, _ = scored("two", stride=3, rank=rank, world=world)
-    if rank == 0:
-        Path("rows.json").write_text(json.dumps(found))
-
-
-def test_two_processes_share_the_scores_of_one():
-    group(train_and_score, flags(SMALL, "--max_steps 10 --dropout 0 --out_dir two"))
-    train(SMALL, "--max_steps 10 --dropout 0 --out_dir one")
-    assert_close_scores(json.loads(Path("rows.json").read_text()), scored("one", stride=3)[0], 1e-4)
-
-
-@pytest.mark.parametrize("world,accum", [(2, 1), (1, 2), (2, 2), (4, 2), (8, 1)])
-def test_any_split_over_processes_and_accumulation_is_the_same_batch(world, accum):
-    tokens, args = np.arange(1000, dtype="<u4"), argparse.Namespace(batch_size=16, context=8, seed=1, accum=1)
-    whole = list(train_lm.micro_batches(tokens, args, 0, 5, 0, 1, torch.device("cpu")))
-    args.accum = accum
-    streams = [list(train_lm.micro_batches(tokens, args, 2, 5, rank, world, torch.device("cpu")))
-               for rank in range(world)]
-    for step in range(2, 5):                                                         # starting late changes nothing
-        parts = [stream[(step - 2) * accum + micro] for stream in streams for micro in range(accum)]
-        assert torch.equal(torch.cat(parts), whole[step])
-
 
 # --- bad input -------------------------------------------------------------------------------------------------------
 
@@ -231,9 +185,8 @@ def test_a_text_that_is_too_short_or_missing_is_named_before_training():
     assert not Path("a").exists()
 
 
-def test_other_scripts_and_foreign_checkpoints_are_refused():
-    for content in ({"task": "classification", "args": {}}, {"model": {"w": torch.zeros(2)}}):
-        torch.save(content, "other.pt")
-        for flag in ("--resume", "--sample"):
-            line = bad(flag, "other.pt")
-            assert "other.pt" in line and "train_lm.py" in line
+def test_other_scripts_checkpoints_are_refused():
+    torch.save({"task": "classification", "args": {}}, "other.pt")
+    for flag in ("--resume", "--sample"):
+        line = bad(flag, "other.pt")
+        assert "other.pt" in line and "train_lm.py" in line

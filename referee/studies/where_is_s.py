@@ -150,7 +150,7 @@ def points(args):
     fresh = set()
     for path in args.ckpt:
         model, checkpoint = probe.load_model(path)
-        common.check_run(checkpoint, "train_cls.py", "args", "step")
+        common.check_run(checkpoint, "train_cls.py")
         run = str(Path(path) if Path(path).is_dir() else Path(path).parent)
         if args.untrained and run not in fresh:
             fresh.add(run)
