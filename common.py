@@ -145,8 +145,7 @@ def parse(p, recipes, script):
 
 
 def set_missing(args, chosen):
-    """Set what neither a flag nor a recipe has set; returns all of `chosen` as it is now, in words.
-    """
+    """Set what neither a flag nor a recipe has set; returns what each name now has, in words."""
     for name, value in chosen.items():
         if getattr(args, name) is None:
             setattr(args, name, value)

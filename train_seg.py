@@ -108,7 +108,6 @@ def get_args():
     flag("--window", type=COUNT, help="pixels: of an evaluation's sliding window; None: --size")
     flag("--stride", type=COUNT, help="pixels between windows; None: --window")
     flag("--eval_every", type=COUNT, default=2, help="epochs between evaluations")
-    flag("--keep_every", type=NATURAL, default=0, help="epochs; also keep epoch_<n>.pt; 0: none")
     flag("--save_images", type=NATURAL, default=4,
          help="at the end, draw image, truth, prediction of up to so many images")
     common.add_running(p, "seg_<data>_<attn>", "--epochs")
@@ -298,9 +297,8 @@ def main():
         # epochs and at the end; a row of the log and a checkpoint then, after every epoch and every
         # --save_every steps; further rows every --log_every steps.
         done, epoch = step + 1, (step + 1) / epoch_steps
-        epoch_ends = common.every(done, epoch_steps)
         evaluating = done == stop or common.every(done, args.eval_every * epoch_steps)
-        saving = evaluating or epoch_ends or common.every(done, args.save_every)
+        saving = evaluating or common.every(done, epoch_steps, args.save_every)
 
         # Log the means since the last row. Reading them waits for the device.
         if saving or common.every(done, args.log_every):
@@ -322,15 +320,12 @@ def main():
             common.print0(common.line(done, loss, metrics))
             clock = time.time()
 
-        # Save; only rank 0 does, so here a clock may decide, too. last.pt is written last, so a run
-        # killed earlier repeats the evaluation.
+        # Save; only rank 0 does, so here a clock may decide, too. This comes last, so a run killed
+        # earlier repeats the evaluation.
         if saving and rank == 0:
-            checkpoint = common.state_of(
+            common.save(out_dir / "last.pt", common.state_of(
                 "train_seg.py", model, optimizer, args, done, classes=list(train.classes),
-                training_images=len(train), metrics=metrics)
-            if epoch_ends and common.every(done // epoch_steps, args.keep_every):
-                common.save(out_dir / f"epoch_{done // epoch_steps}.pt", checkpoint)
-            common.save(out_dir / "last.pt", checkpoint)
+                training_images=len(train), metrics=metrics))
 
     # Pictures, and the result, where the last step was evaluated.
     if rank == 0 and args.save_images:

@@ -65,8 +65,8 @@ def median_side(files):
     from PIL import Image
     sides = []
     for path, _ in files[:200]:
-        with suppress(OSError):                                     # decode names it
-            sides.append(min(Image.open(path).size))
+        with suppress(OSError), Image.open(path) as image:          # what is broken, decode names
+            sides.append(min(image.size))
     return median(sides) if sides else 0
 
 

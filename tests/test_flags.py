@@ -74,7 +74,7 @@ TABLES = dict(
         "epochs": (3, LATER | COUNT | {"lr"}), "batch_size": (4, RUN | COUNT | {"lr"}),
         "lr": (1e-3, LATER | {"lr"}), "min_lr": (1e-3, LATER | {"lr"}),
         "weight_decay": (0.5, LATER), "clip": (0.01, LATER), "window": (16, {"score"}), "stride": (4, {"score"}),
-        "save_images": (1, {"files"}), "eval_every": (1, {"evaluated"}), "keep_every": (1, {"saved", "files"})})
+        "save_images": (1, {"files"}), "eval_every": (1, {"evaluated"})})
 ELSEWHERE = dict(cls={"data", "data_dir", "num_workers", "download", "resume", "keep_best"},   # test_train_*.py
                  lm={"resume", "sample"}, seg={"data", "data_dir", "num_workers", "num_classes", "backbone", "resume", "ignore"})
 NOISE = dict(cls=2e-5, lm=1e-4, seg=1e-6)                                                     # of weights in two runs

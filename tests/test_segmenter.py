@@ -286,14 +286,6 @@ def test_deit_and_timm_weights_and_the_released_files_are_backbones():
         backbone_settings(released.state_dict())
 
 
-@pytest.mark.parametrize("checkpoint,match", [
-    ({"task": "segmentation", "model_config": {}, "model": {}}, "not a checkpoint of train_cls.py"),
-    ({"conv1.weight": torch.zeros(1)}, "not ViT weights")])
-def test_what_is_no_classifier_is_no_backbone(checkpoint, match):
-    with pytest.raises(ValueError, match=match):
-        backbone_settings(checkpoint)
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("bad", [dict(decoder_attn="both"), dict(num_classes=1), dict(num_classes=256), dict(image_size=36)])

@@ -11,8 +11,6 @@ import torch
 
 import common
 import train_cls
-from conftest import ROOT
-from data import images
 from data.shapes import load_shapes
 from robust.adversarial import adversarial
 from runs import call, log, make_tree, refused
@@ -70,25 +68,6 @@ def test_broken_images_are_named_by_workers_too_and_lose_no_step(imagenet):
     for num_workers in (0, 2):
         line = bad(IMAGENET, "--data_dir broken --save_every 1", num_workers=num_workers, out_dir=f"w{num_workers}")
         assert "n1/1.JPEG" in line and common.load(f"w{num_workers}")["step"] >= 1
-
-
-def test_a_data_set_from_elsewhere_is_one_function_and_one_entry(monkeypatch):
-    """The example of docs/data.md: trained on, resumed, and found again by the name in the checkpoint."""
-    pytest.importorskip("sklearn")
-    code = (ROOT / "docs/data.md").read_text().partition("```python\n")[2].partition("```")[0]
-    function, _, entry = code.partition("\n\n")
-    exec(function, vars(images))
-    monkeypatch.setitem(images.DATASETS, "digits", eval("{" + entry.strip() + "}", vars(images))["digits"])
-    monkeypatch.setitem(train_cls.RECIPES, "digits", images.DATASETS["digits"][1])
-    train("--data digits --max_steps 2 --pad 1 --out_dir a")
-    train("--resume a --max_steps 3")
-    checkpoint = common.load("a")
-    args = argparse.Namespace(data=checkpoint["args"]["data"], data_dir=None, device="cpu")
-    test = images.load_test(args, checkpoint["args"], 8, checkpoint["classes"])
-    assert len(test.labels) == 297 and test.classes == checkpoint["classes"] and checkpoint["step"] == 3
-    with torch.no_grad():
-        right = classifier_from_checkpoint(checkpoint)(test.images.float() / 255).argmax(1) == test.labels
-    assert log("a", "eval")[3]["top1"] == pytest.approx(100 * right.double().mean().item())
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
