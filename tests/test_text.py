@@ -5,8 +5,6 @@ import itertools
 import math
 import os
 import shutil
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -19,8 +17,8 @@ from data import text as data_text
 import peers
 from robust.words import word_swap
 from common import InputError
-from conftest import ROOT, SHARED
-from data.text import (Vocabulary, load_corpus, perplexity, pydoc_folder, random_windows, read_lines, sliding_nll,
+from conftest import SHARED
+from data.text import (load_corpus, perplexity, pydoc_folder, random_windows, read_lines, sliding_nll,
                        text_folder)
 from lm import LM, LMConfig
 from upstream import load_lmtool
@@ -91,38 +89,24 @@ def test_a_word_without_unk_and_a_missing_empty_or_binary_file_are_named(folder)
         load_corpus(folder)
 
 
-def test_what_is_said_of_a_corpus_is_so():
-    corpus = data_text.Corpus(*(np.array(ids, "<u4") for ids in ([1, 2, 0, 0, 0, 2, 0, 1, 0], [2, 1, 1, 0], [2, 2, 2, 0])),
-                              Vocabulary(["<eos>", "a", "<unk>"]))
-    assert data_text.describe(corpus) == ("9 training, 4 valid, 4 test tokens, 3 words; unknown: 22.2 % of training, "
-                                          "25.0 % of valid")
-
-
 # --- pydoc ------------------------------------------------------------------------------------------------------------
 
-def test_pydoc_gives_every_python_the_same_text_without_running_modules(tmp_path, monkeypatch):
+def test_pydocs_text_is_made_of_topics_and_docstrings_each_in_one_split(tmp_path, monkeypatch):
     """On a part of the library: all of it takes seconds to parse."""
     library = Path(os.__file__).parent
     (tmp_path / "lib" / "json").mkdir(parents=True)
-    for name in ("antigravity.py", "turtle.py", "argparse.py", "textwrap.py", "json/__init__.py", "json/decoder.py"):
+    for name in ("turtle.py", "argparse.py", "textwrap.py", "json/__init__.py", "json/decoder.py"):
         shutil.copy(library / name, tmp_path / "lib" / name)
-    code = (f"import sys, os; sys.path.insert(0, {str(ROOT)!r}); from data import text; before = set(sys.modules); "
-            f"os.__file__ = 'lib/os.py'; text.pydoc_folder('a'); print(*set(sys.modules) - before)")
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path,
-                         env={**os.environ, "PYTHONHASHSEED": "1"})
-    assert not {"antigravity", "turtle", "tkinter", "idlelib"} & set(out.stdout.split())
     monkeypatch.setattr(os, "__file__", str(tmp_path / "lib" / "os.py"))
-    folders = [pydoc_folder(tmp_path / name) for name in "ba"]
-    files = [sorted(folder.glob("wiki.*.tokens")) for folder in folders]
-    assert len(files[0]) == 3 and [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
-    text = "".join(f.read_text() for f in files[0])
+    folder = pydoc_folder(tmp_path)
+    text = "".join(path.read_text() for path in folder.glob("wiki.*.tokens"))
     assert "= = JSONDecoder = =" in text and "= argparse =" in text and "= turtle =" in text
-    corpus = load_corpus(folders[0])
+    corpus = load_corpus(folder)
     counts = np.bincount(corpus.train, minlength=len(corpus.vocab))
     assert (np.diff(counts[1:]) <= 0).all() and counts[1:].min() >= data_text.MIN_COUNT    # falling, as cutoffs need
     assert 0.005 < counts[corpus.vocab["<unk>"]] / len(corpus.train) < 0.1
     for split, sixteenths in (("valid", {1}), ("test", {15}), ("train", {0, *range(2, 15)})):
-        found = {name for name in topics if f" = {name} = " in lines_of(folders[0], split)}
+        found = {name for name in topics if f" = {name} = " in lines_of(folder, split)}
         assert found and {zlib.crc32(f"topic {name}".encode()) % 16 for name in found} <= sixteenths
 
 
