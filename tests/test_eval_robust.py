@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -302,23 +301,17 @@ def test_out_of_distribution_folders_use_their_own_classes(trees, tmp_path):
         assert word in wrong and not (tmp_path / "bad").exists()
 
 
-def test_released_files_are_read_by_type_and_severity(tmp_path):
-    """CIFAR-10-C has one array a type, 10,000 images a severity; ImageNet-C a folder each."""
+def test_released_arrays_have_10000_images_a_severity_and_must_be_those_of_the_test_split(tmp_path):
+    """CIFAR-10-C's layout; test_eval_models.py reads ImageNet-C's."""
     labels = np.arange(10000) % 7
     source = Split(torch.empty(0), torch.from_numpy(labels), list("abcdefg"))
     np.save(tmp_path / "labels.npy", np.tile(labels, 2))
     pixels = np.repeat(np.concatenate([labels, 100 + labels]), 12).reshape(20000, 2, 2, 3)
     np.save(tmp_path / "fog.npy", pixels.astype(np.uint8))
-    one = Split(torch.empty(0), torch.zeros(1).long(), ["n0"])
     for severity in (1, 2):
         split = imagenet.released(tmp_path, "fog", severity, source, 2, "cpu")
         assert split.images.shape == (10000, 3, 2, 2) and torch.equal(split.labels, source.labels)
         assert torch.equal(split.images[:, 1, 0, 1].long(), source.labels + 100 * (severity - 1))
-        folder = tmp_path / "snow" / str(severity) / "n0"
-        folder.mkdir(parents=True)
-        write_png(torch.arange(243, dtype=torch.uint8).view(3, 9, 9) // severity, str(folder / "0.png"))
-        image = imagenet.released(tmp_path, "snow", severity, one, 9, "cpu")[0][0]
-        assert torch.equal(image, torch.arange(243, dtype=torch.uint8).view(3, 9, 9) // severity)       # not cropped
     with pytest.raises(common.InputError, match="fog, severity 2 has other images than the test split"):
         imagenet.released(tmp_path, "fog", 2, load_shapes("test", 80), 2, "cpu")
 
@@ -357,17 +350,6 @@ def test_models_that_share_weights_have_columns_of_their_own(tmp_path):
     assert [names[1], names[4]] == twins
 
 
-def test_a_group_is_everything_but_the_seed(tmp_path):
-    """Another length of training, another flag, an earlier checkpoint: each is another model."""
-    cases = (("a", 0, 9, {}), ("b", 1, 9, dict(out_dir="out/b", accum=4)), ("early", 2, 4, {}),
-             ("flag", 3, 9, dict(mixup=0.8)))
-    groups = {}
-    for name, seed, step, flags in cases:
-        make_checkpoint(tmp_path / f"{name}.pt", seed=seed, step=step, flags=flags)
-        groups[name] = results.group(sources.load_model(tmp_path / f"{name}.pt", "cpu").about)
-    assert groups["a"] == groups["b"] and len(set(groups.values())) == 3
-
-
 def test_rows_are_read_but_for_a_line_cut_short_and_of_twins_the_later_one(tmp_path):
     (row,), path = made_up("m", dict(fog=50)), tmp_path / "results.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in (row, dict(row, top1=[7]))) + '{"cut')
@@ -385,12 +367,17 @@ def test_stored_rows_of_several_runs_are_printed_as_one_table(monkeypatch, capsy
     assert shapes.count("| clean, top-1 ") == 1 and "worst of" in shapes and cifar10.count("mean of the 15, top-1") == 1
 
 
-def test_rows_that_differ_in_one_thing_are_two_rows():
+def test_rows_that_differ_in_one_thing_are_two_rows_and_seeds_are_one_group(tmp_path):
     row, = made_up("m", dict(fog=50))
     others = dict(data="cifar10", data_dir="y", measure="clean", setting={}, conditions={}, images=60, weights="w",
                   model_config=dict(depth=3))
     assert results.key(row) not in [results.key(row | {field: other}) for field, other in others.items()]
     assert results.key(row) == results.key(row | dict(checkpoint="moved.pt", seconds=3))
+    groups = []
+    for seed, step, flags in ((0, 9, {}), (1, 9, dict(out_dir="out/b", accum=4)), (2, 4, {}), (3, 9, dict(mixup=0.8))):
+        make_checkpoint(tmp_path / "m.pt", seed=seed, step=step, flags=flags)
+        groups.append(results.group(sources.load_model(tmp_path / "m.pt", "cpu").about))
+    assert groups[0] == groups[1] and len(set(groups)) == 3     # another length or flag: another model
 
 
 # --- attacks, as they are measured -----------------------------------------------------------------------------------
@@ -518,14 +505,13 @@ def test_the_largest_move_of_noise_is_that_of_all_draws(small):
     index, setting = index[:6], dict(scale=0.05, kind="gaussian", best_of=1, draws=3)
     source = source._replace(images=source.images // 4)                   # dark: noise leads below 0
     x, y = source.images[index].float() / 255, source.labels[index]
-    moves = [attacks.noise(m.model, x, y, 0.05, kind="gaussian", draw=i, clip=False, index=index) - x
-             for i in range(3)]
+    moves = torch.stack([attacks.noise(m.model, x, y, 0.05, kind="gaussian", draw=i, clip=False, index=index) - x
+                         for i in range(3)]).flatten(2)                   # (3, 6, D)
     row = row_of(m, measure("noise", setting, clip=False), source, index)
-    assert row["max_linf"] == pytest.approx(max(move.abs().max().item() for move in moves))
-    farthest = torch.stack([move.flatten(1).norm(dim=1) for move in moves]).amax(0)       # (6,)
-    assert row["mean_l2"] == pytest.approx(farthest.mean().item())
-    assert row["max_l1"] == pytest.approx(max(move.abs().flatten(1).sum(1).max().item() for move in moves))
-    assert row["outside"] == pytest.approx(max(-(x + move).min().item() for move in moves)) and row["outside"] > 0
+    assert row["max_linf"] == pytest.approx(moves.abs().max().item())
+    assert row["mean_l2"] == pytest.approx(moves.norm(dim=2).amax(0).mean().item())
+    assert row["max_l1"] == pytest.approx(moves.abs().sum(2).max().item())
+    assert row["outside"] == pytest.approx(-(x.flatten(1) + moves).min().item()) and row["outside"] > 0
     shares = [unpack(text, 6).double().mean().item() for text in row["right"]]
     assert len(shares) == 3 and row["top1"] == pytest.approx(100 * sum(shares) / 3, abs=1e-3)
 
@@ -647,15 +633,15 @@ def test_the_twin_of_the_checks_is_a_softmax_model_of_source_or_else_of_the_othe
 
 def test_a_source_that_was_trained_anew_is_measured_anew_and_only_transfer_is_made_on_it(tmp_path, monkeypatch):
     make_checkpoint(tmp_path / "m.pt")
-    made_on, one_row = [], eval_robust.classifier_row
-    monkeypatch.setattr(eval_robust, "classifier_row", lambda *given: made_on.append(
-        Path(given[-1].about["checkpoint"]).name) or one_row(*given))
+    made_on, change = [], eval_robust.change
+    monkeypatch.setattr(eval_robust, "change", lambda model, one, *given: made_on.append(
+        (one.name, results.weights_of(model.state_dict()))) or change(model, one, *given))
     for seed, n in ((1, 2), (1, 2), (2, 3)):
-        make_checkpoint(tmp_path / "s.pt", seed=seed)
+        source = results.weights_of(make_checkpoint(tmp_path / "s.pt", seed=seed).state_dict())
         rows = rows_of(tmp_path / "r", "--ckpt", tmp_path / "m.pt", "--source", tmp_path / "s.pt", "--eps", "4/255",
                        "--measures", "fgsm", "transfer steps=1", "--limit", 8, "--resume")
-        assert len(rows) == n
-    assert made_on == ["m.pt", "s.pt", "s.pt"]
+        assert len(rows) == n and made_on[-1] == ("transfer", source)
+    assert made_on[0] == ("fgsm", rows[0]["weights"])
 
 
 @pytest.fixture(scope="module")

@@ -52,9 +52,6 @@ def test_the_five_likeliest_classes_are_those_of_the_logits(run, classifier, tmp
     lines = result.splitlines()
     assert [(line.split()[0], line.split()[2]) for line in lines[:5]] == expected
     assert "arrow, circle" in lines[5] and "PAP steps 1 to 4" in lines[6]    # what it knows, what S did
-    page = Image.open(tmp_path / "look.png")
-    wide, high = look.SIDE + look.MARGIN, look.SIDE + look.LINE + look.MARGIN
-    assert page.size == (4 * wide, 2 * high + 2 * look.LINE)    # image and two layers; below, four steps of layer 1
 
 
 def test_attention_is_what_the_layer_gives_the_class_token():
@@ -113,9 +110,7 @@ def test_an_overlay_has_a_legend_of_the_classes_seen(run, tmp_path):
     result = run("--ckpt", path, "--image", photo, "--out", tmp_path / "look.png")
     listed = [line for line in result.splitlines() if " %  " in line]
     assert listed and sum(float(line.split()[0]) for line in listed) == pytest.approx(100, abs=2)
-    zoom = 384 // 48
-    height = 40 * zoom + look.MARGIN + look.LINE * len(listed)
-    assert Image.open(tmp_path / "look.png").size == (2 * 48 * zoom + look.MARGIN, height)
+    assert Image.open(tmp_path / "look.png").width == 2 * 8 * 48 + look.MARGIN           # eight times as large
 
 
 def test_a_segmenter_calls_a_scene_what_it_shows(run, tmp_path):
