@@ -21,26 +21,22 @@ EVALUATE = ["eval_robust.py", "--measures", "clean", "pgd eps=2/255 steps=10", "
 def edits():
     """(number, file, text, what it becomes) of every row of the table."""
     text = (ROOT / "lecture/WALKTHROUGH.md").read_text()
-    return [(int(n), *rest) for n, *rest in ROW.findall(text)]
+    return ROW.findall(text)
 
 
-def fresh_copy():
-    """A copy of the programs and the networks."""
+def edited_copy(number):
+    """A copy of the programs and the networks, with the edit of this number, if there is one."""
     copy = Path(tempfile.mkdtemp())
-    tracked = subprocess.run(["git", "ls-files", "*.py", "weights"],
-                             cwd=ROOT, capture_output=True, text=True)
-    for name in tracked.stdout.split():
+    for name in subprocess.check_output(["git", "ls-files", "*.py", "weights"], cwd=ROOT,
+                                        text=True).split():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, copy / name)
+    for n, file, old, new in edits():
+        if n == number:
+            text = (copy / file).read_text()
+            assert text.count(old) == 1, f"{file} holds {old!r} {text.count(old)} times"
+            (copy / file).write_text(text.replace(old, new))
     return copy
-
-
-def edit(path, old, new):
-    """Replace a passage; ValueError unless the file holds it once."""
-    text = path.read_text()
-    if text.count(old) != 1:
-        raise ValueError(f"{path.name} holds {old!r} {text.count(old)} times, expected once")
-    path.write_text(text.replace(old, new))
 
 
 def accuracies(copy, attn):
@@ -61,10 +57,7 @@ def picture(copy, name):
 
 def measure(name):
     """What comes out of an edit, by its number, or of a network as it is, by its kind."""
-    copy = fresh_copy()
-    for n, file, old, new in edits():
-        if str(n) == name:
-            edit(copy / file, old, new)
+    copy = edited_copy(name)
     if name in ("9", "10"):
         found = picture(copy, "attack" if name == "9" else "leak")
     else:
@@ -77,22 +70,17 @@ def main():
     names = ["rpc", "softmax", *map(str, range(1, 11))]
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; default: all")
+    p.add_argument("names", nargs="*", choices=[*names, "all"], default="all")
     p.add_argument("--write", action="store_true", help="into lecture/pictures/numbers.json")
     args = p.parse_args()
-    chosen = args.names or names
-    if not set(chosen) <= set(names):
-        p.error(f"{' '.join(chosen)}: expected some of {', '.join(names)}")
     path = ROOT / "lecture/pictures/numbers.json"
-    for name in chosen:
-        found = measure(name)
-        print(name, *(f"{key} {x:.4g}" for key, x in found.items()), flush=True)
-        if not args.write:
-            continue
-        numbers = json.loads(path.read_text())
-        stored = numbers.setdefault("edits", {})
-        stored.update({f"{name} {key}": float(f"{x:.4g}") for key, x in found.items()})
-        path.write_text(json.dumps(numbers, indent=1) + "\n")
+    for name in names if "all" in args.names else args.names:
+        found = {f"{name} {key}": float(f"{x:.4g}") for key, x in measure(name).items()}
+        print(*(f"{key}: {x}" for key, x in found.items()), flush=True)
+        if args.write:
+            numbers = json.loads(path.read_text())
+            numbers["edits"].update(found)
+            path.write_text(json.dumps(numbers, indent=1) + "\n")
 
 
 if __name__ == "__main__":

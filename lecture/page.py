@@ -3,25 +3,26 @@
     python -m lecture.page                   # out/walkthrough/index.html: text and live networks
     python -m lecture.page --slides          # out/walkthrough/slides.html: a figure a slide
     python -m lecture.page --notebook        # out/walkthrough/walkthrough.ipynb, executed
-    python -m lecture.page --base https://example.org/rpc/blob/main     # files become links
 
-Page and talk need markdown-it-py, latex2mathml and pygments; the notebook nbformat, nbclient,
-ipykernel and matplotlib. Nothing is fetched when they are read: the weights of three networks stand
-in the file, and lecture/web/network.js runs them.
+They need markdown-it-py, latex2mathml and pygments, the notebook also nbformat, nbclient, ipykernel
+and matplotlib. Nothing is fetched when they are read: the weights of three networks stand in the
+file, and lecture/web/network.js runs them.
 """
 
 import argparse
 import base64
 import html
-import io
 import json
 import re
 import textwrap
-from importlib import import_module
 from pathlib import Path
 
 import torch
-from PIL import Image
+from latex2mathml.converter import convert
+from markdown_it import MarkdownIt
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import get_lexer_by_name
 
 import common
 from data.shapes import SHAPES, load_shapes
@@ -40,15 +41,6 @@ FIRST_CELL = """\
 # Elsewhere, in Colab, first clone the repository and go to its folder:
 # !git clone <its address> rpc && pip install -q -r rpc/requirements.txt matplotlib
 # %cd rpc"""
-
-
-def extras(what, **packages):
-    """Import modules, each given as module=package. InputError where one is not installed."""
-    try:
-        return [import_module(name.replace("__", ".")) for name in packages]
-    except ImportError:
-        names = " ".join(dict.fromkeys(packages.values()))
-        raise common.InputError(f"{what} needs more packages: pip install {names}") from None
 
 
 def sections():
@@ -82,31 +74,18 @@ def notebook_cells():
             yield "markdown", after
 
 
-def smaller(picture):
-    """A PNG in base64 with 256 colours."""
-    file = io.BytesIO()
-    with Image.open(io.BytesIO(base64.b64decode(picture))) as drawn:
-        drawn.convert("RGB").quantize(256).save(file, "PNG", optimize=True)
-    return base64.b64encode(file.getvalue()).decode()
-
-
-def write_notebook(path, execute=True):
+def write_notebook(path):
     """Write the notebook, with the outputs of its cells."""
-    nbformat, client, _ = extras("the notebook", nbformat="nbformat", nbclient="nbclient",
-                                 ipykernel="ipykernel")
-    kinds = {"markdown": nbformat.v4.new_markdown_cell, "code": nbformat.v4.new_code_cell}
-    cells = [kinds[kind](text.strip(), id=f"cell-{i}")
+    import nbformat
+    from nbclient import NotebookClient
+
+    make = {"markdown": nbformat.v4.new_markdown_cell, "code": nbformat.v4.new_code_cell}
+    cells = [make[kind](text.strip(), id=f"cell-{i}")
              for i, (kind, text) in enumerate(notebook_cells())]
     kernel = dict(name="python3", display_name="Python 3", language="python")
     book = nbformat.v4.new_notebook(cells=cells, metadata=dict(kernelspec=kernel))
-    if execute:
-        client.NotebookClient(book, timeout=600, kernel_name="python3",
-                              resources=dict(metadata=dict(path=str(ROOT)))).execute()
-        for cell in cells:
-            cell.get("metadata", {}).pop("execution", None)             # when each cell ran
-            for drawn in (output.get("data", {}) for output in cell.get("outputs", ())):
-                if "image/png" in drawn:
-                    drawn["image/png"] = smaller(drawn["image/png"])
+    NotebookClient(book, timeout=600, record_timing=False,
+                   resources=dict(metadata=dict(path=str(ROOT)))).execute()
     nbformat.write(book, path)
 
 
@@ -138,16 +117,15 @@ def page_data():
 
 # --- Markdown to HTML -----------------------------------------------------------------------------
 
-def with_formulas(text, convert, keep):
-    """Markdown whose formulas are replaced by marks; keep: a list that receives their MathML."""
-    def mark(match):
+def with_formulas(text):
+    """Markdown whose formulas are MathML."""
+    def mathml(match):
         block, inline = match.groups()
         formula = convert(block or inline, display="block" if block else "inline")
-        keep.append(f'<div class="wide">{formula}</div>' if block else formula)
-        return f"@@{len(keep) - 1}@@"
+        return f'<div class="wide">{formula}</div>' if block else formula
     parts = re.split(r"(```.*?```|`[^`\n]*`)", text, flags=re.S)            # code has no formulas
     formula = r"\$\$(.+?)\$\$|\$([^$\n]+)\$"
-    return "".join(part if part.startswith("`") else re.sub(formula, mark, part, flags=re.S)
+    return "".join(part if part.startswith("`") else re.sub(formula, mathml, part, flags=re.S)
                    for part in parts)
 
 
@@ -163,30 +141,17 @@ def figure(name, alt):
     return svg.replace("<svg ", f'<svg class="drawn" role="img" aria-label="{alt}" ', 1)
 
 
-def to_html(text, base=None):
-    """Markdown as HTML: formulas as MathML, pictures inline, files as links below `base`."""
-    markdown, mathml, pygments, lexers, formatters = extras(
-        "the page", markdown_it="markdown-it-py", latex2mathml__converter="latex2mathml",
-        pygments="pygments", pygments__lexers="pygments", pygments__formatters="pygments")
-
+def to_html(text):
+    """Markdown as HTML: formulas as MathML, pictures inline, files of the repository as names."""
     def coloured(code, language, _):
-        lexer = lexers.get_lexer_by_name(language or "text")
-        return pygments.highlight(code, lexer, formatters.HtmlFormatter(nowrap=True))
+        return highlight(code, get_lexer_by_name(language or "text"), HtmlFormatter(nowrap=True))
 
-    kept = []
-    parser = markdown.MarkdownIt("commonmark", {"highlight": coloured}).enable("table")
-    body = parser.render(with_formulas(text, mathml.convert, kept))
-    body = re.sub(r"<p>@@(\d+)@@</p>|@@(\d+)@@",
-                  lambda match: kept[int(match[1] or match[2])], body)
+    parser = MarkdownIt("commonmark", {"highlight": coloured}).enable("table")
+    body = parser.render(with_formulas(text))
     body = re.sub(r'<img src="pictures/(\w+)\.png" alt="(.*?)" />',
                   lambda match: figure(match[1], match[2]), body)
-
-    def file(match):                                    # a link to a file of the repository
-        place = (ROOT / "lecture" / match[1]).resolve().relative_to(ROOT)
-        return f'<a href="{base.rstrip("/")}/{place}">{match[2]}</a>' if base else match[2]
-    body = re.sub(r'<a href="(?!http|#)([^"]*)">(.*?)</a>', file, body)
-    body = body.replace("<table>", '<div class="wide"><table>')
-    return body.replace("</table>", "</table></div>")
+    body = re.sub(r'<a href="(?!http|#)[^"]*">(.*?)</a>', r"\1", body)
+    return re.sub(r"<table>.*?</table>", r'<div class="wide">\g<0></div>', body, flags=re.S)
 
 
 def title_of(text):
@@ -196,9 +161,9 @@ def title_of(text):
 
 # --- the page and the talk ------------------------------------------------------------------------
 
-def page(base=None):
+def page():
     """The page as one HTML text: the sections, and after the first the live networks."""
-    parts = [f'<section id="part-{i}">\n{to_html(text, base)}</section>\n'
+    parts = [f'<section id="part-{i}">\n{to_html(text)}</section>\n'
              for i, text in enumerate(sections())]
     links = [(f"part-{i}", title_of(text)) for i, text in enumerate(sections())]
     links[1:1] = [("try", "Try it: the network in your browser"), ("attack", "Attack it")]
@@ -207,17 +172,17 @@ def page(base=None):
     return document(nav + "<main>\n" + parts[0] + live() + "".join(parts[1:]) + "</main>", SCRIPTS)
 
 
-def slides(base=None):
+def slides():
     """The talk as one HTML text: title, figure, sentence a slide; printed, the section, too."""
     shown = []
     for text in (ROOT / "lecture/slides.md").read_text().split("\n## ")[1:]:
         before, alt, name, sentence = re.split(PICTURE, text)
         section = next((part for part in sections() if f"pictures/{name}.png" in part),
                        sections()[0])
-        notes = to_html(PICTURE.sub("", section), base)
+        notes = to_html(PICTURE.sub("", section))
         shown.append(f'<section class="slide" id="slide-{len(shown) + 1}">\n<h2>{title_of(before)}'
                      f'</h2>\n<div class="stage">{figure(name, html.escape(alt))}</div>\n'
-                     f'{to_html(sentence, base)}<aside class="notes">{notes}</aside></section>\n')
+                     f'{to_html(sentence)}<aside class="notes">{notes}</aside></section>\n')
     shown[1:1] = [live()]
     return document(f'<main class="talk">\n{"".join(shown)}</main>', (*SCRIPTS, "slides"))
 
@@ -230,8 +195,7 @@ def live():
 
 def document(body, scripts):
     """A whole HTML file around body, with styles, data and scripts in it."""
-    formatters, = extras("the page", pygments__formatters="pygments")
-    light, dark = (formatters.HtmlFormatter(style=style).get_style_defs("pre")
+    light, dark = (HtmlFormatter(style=style).get_style_defs("pre")
                    for style in ("default", "github-dark"))
     code = "".join((WEB / f"{name}.js").read_text() for name in scripts)
     return f"""<!doctype html>
@@ -269,16 +233,15 @@ def main():
     p.add_argument("--slides", action="store_true", help="the talk in place of the page")
     p.add_argument("--notebook", action="store_true", help="the notebook in place of the page")
     p.add_argument("--out_dir", default="out/walkthrough")
-    p.add_argument("--base", help="address of the repository's files, for links to them")
     args = p.parse_args()
-    name = ("slides.html" if args.slides else "walkthrough.ipynb" if args.notebook
-            else "index.html")
-    out = Path(args.out_dir) / name
-    out.parent.mkdir(parents=True, exist_ok=True)
+    out = Path(args.out_dir)
+    out.mkdir(parents=True, exist_ok=True)
     if args.notebook:
+        out /= "walkthrough.ipynb"
         write_notebook(out)
     else:
-        out.write_text(slides(args.base) if args.slides else page(args.base))
+        out /= "slides.html" if args.slides else "index.html"
+        out.write_text(slides() if args.slides else page())
     print(f"{out}: {out.stat().st_size / 1e6:.2f} MB")
 
 

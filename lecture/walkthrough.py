@@ -3,8 +3,7 @@
     python -m lecture.walkthrough                    # all: 2 minutes on a CPU core
     python -m lecture.walkthrough gram leak          # some
     python -m lecture.walkthrough pap --image lecture/pictures/scene.png   # or a picture of yours
-    python -m lecture.walkthrough --format svg       # vectors, in the text colour of their page
-    python -m lecture.walkthrough --format png svg --out_dir lecture/pictures   # those in the text
+    python -m lecture.walkthrough --out_dir lecture/pictures               # those in the text
 
 An editor runs the cells one by one; each needs the first alone. The networks are those in weights/,
 so nothing is trained but the toy of picture 7.
@@ -17,6 +16,7 @@ import math
 import sys
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import torch
 from PIL import Image
 from torchvision.transforms.v2.functional import center_crop, resize
@@ -37,69 +37,50 @@ from referee.studies import leak, line
 from referee.studies.span import explained_variance, key_span, value_axes
 from vit import classifier_from_checkpoint
 
-try:
-    import matplotlib.pyplot as plt
-except ImportError:
-    sys.exit("error: the walkthrough draws with matplotlib: pip install matplotlib")
-
 WEIGHTS = Path(common.__file__).with_name("weights")
-SCENE = 35                                  # the test scene of pictures 2 and 5
 PICTURES = "projection gram values pcp pap hero where leak attack dense line".split()
 COLOUR = {"softmax": "0.55", "symmetric": "#1f6fb4", "rpc": "#c8352b"}
 MARK = {"softmax": "o", "symmetric": "s", "rpc": "^"}               # for readers of grey prints
 NULL = dict(color="black", linestyle=":")
-STYLE = {"released": "-o", "paper": "--s", "admm": "-.^"}
 plt.rcParams.update({"figure.dpi": 100, "figure.constrained_layout.use": True,
                      "figure.constrained_layout.h_pad": 0.08, "font.size": 13,
                      "axes.titlesize": 13, "legend.fontsize": 13, "legend.frameon": False,
                      "axes.spines.top": False, "axes.spines.right": False, "image.cmap": "magma",
                      "image.interpolation": "none", "svg.hashsalt": "walkthrough"})
+NOTEBOOK = "ipykernel" in sys.modules
+torch.set_num_threads(1)                    # the numbers in the text are those of one thread
 
 p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                             formatter_class=argparse.RawDescriptionHelpFormatter)
-p.add_argument("pictures", nargs="*", help=f"some of {', '.join(PICTURES)}; default: all")
-p.add_argument("--ckpt", nargs="+", default=[], help="networks of train_cls.py on the scenes, used "
-               "in place of those in weights/")
+p.add_argument("pictures", nargs="*", choices=[*PICTURES, "all"], default="all")
 p.add_argument("--image", help="a picture of your own in gram, pap and hero")
 p.add_argument("--out_dir", default="out/walkthrough")
-p.add_argument("--format", nargs="+", choices=["png", "svg"], default=["png"])
-NOTEBOOK = "ipykernel" in sys.modules
-torch.set_num_threads(1)                    # the numbers in the text are those of one thread
 ARGS = p.parse_args([] if NOTEBOOK else None)
-if not set(ARGS.pictures) <= set(PICTURES):
-    p.error(f"{' '.join(ARGS.pictures)}: expected some of {', '.join(PICTURES)}")
-try:                                        # what cannot be done is refused before anything runs
-    PHOTO = decode(read_bytes(ARGS.image), ARGS.image) if ARGS.image else None
-    GIVEN = [common.load(path) for path in ARGS.ckpt]
-except (OSError, common.InputError) as e:
-    sys.exit(f"error: {e}")
 
 
 def wanted(name):
     """Has this picture been asked for? In a notebook: always."""
-    return not ARGS.pictures or name in ARGS.pictures
+    return "all" in ARGS.pictures or name in ARGS.pictures
 
 
 def network(attn):
-    """The classifier of this kind, in eval mode: of --ckpt, else of weights/."""
-    same = [c for c in GIVEN if c.get("model_config", {}).get("attn") == attn]
-    if same and same[0].get("classes") != list(SHAPES):
-        sys.exit(f"error: --ckpt: the {attn} network was not trained on the scenes")
-    checkpoint = same[0] if same else common.load(WEIGHTS / f"shapes_{attn}.pt")
+    """The classifier of this kind in weights/, in eval mode."""
+    checkpoint = common.load(WEIGHTS / f"shapes_{attn}.pt")
     return classifier_from_checkpoint(checkpoint).requires_grad_(False)
 
 
-def scenes(n, start=0):
+def scenes(n):
     """Test scenes: images (n, 3, 32, 32) in [0, 1], labels (n,)."""
-    split = load_shapes("test", start + n)
-    return split.images[start:] / 255, split.labels[start:]
+    split = load_shapes("test", n)
+    return split.images / 255, split.labels
 
 
-def picture(start):
-    """One image (1, 3, 32, 32) in [0, 1]: a test scene, or the middle of --image."""
-    if PHOTO is None:
-        return scenes(1, start)[0]
-    return resize(center_crop(PHOTO[None] / 255, min(PHOTO.shape[1:])), [32, 32], antialias=True)
+def one_image():
+    """The image (1, 3, 32, 32) of gram, pap and hero: a test scene, or the middle of --image."""
+    if not ARGS.image:
+        return scenes(36)[0][-1:]
+    photo = decode(read_bytes(ARGS.image), ARGS.image)[None] / 255
+    return resize(center_crop(photo, min(photo.shape[2:])), [32, 32], antialias=True)
 
 
 def layers(model, images):
@@ -159,31 +140,28 @@ def outline(ax, hit, side=8):
 
 def scale(axes, label, **how):
     """A colour bar for the last map drawn in the last of these axes."""
-    axes = list(axes)
-    axes[0].figure.colorbar(axes[-1].images[-1], ax=axes, label=label, **how).outline.set_visible(0)
+    bar = axes[0].figure.colorbar(axes[-1].images[-1], ax=list(axes), label=label, **how)
+    bar.outline.set_visible(False)
 
 
 def save(figure, name, **numbers):
-    """Write <out_dir>/<name>.png or .svg, and its numbers into <out_dir>/numbers.json."""
+    """Write <out_dir>/<name>.png and .svg, and its numbers into <out_dir>/numbers.json."""
     out = Path(ARGS.out_dir)
     out.mkdir(parents=True, exist_ok=True)
-    for form in ARGS.format:
-        path = out / f"{name}.{form}"
-        if form == "svg":                   # what is black takes the text colour of its page
-            figure.savefig(path, transparent=True, metadata=dict(Date=None))
-            drawn = path.read_text().replace("#000000", "currentColor")
-            path.write_text(drawn.replace("<svg ", '<svg fill="currentColor" ', 1))
-        else:
-            figure.savefig(path)
-            with Image.open(path) as drawn:
-                drawn.convert("RGB").quantize(256).save(path, optimize=True)
+    figure.savefig(out / f"{name}.svg", transparent=True, metadata=dict(Date=None))
+    drawn = (out / f"{name}.svg").read_text().replace("#000000", "currentColor")    # the page's
+    (out / f"{name}.svg").write_text(drawn.replace("<svg ", '<svg fill="currentColor" ', 1))
+    figure.savefig(out / f"{name}.png")
+    plt.close(figure)
+    drawn = Image.open(out / f"{name}.png").convert("RGB").quantize(256)
+    drawn.save(out / f"{name}.png", optimize=True)
     stored = out / "numbers.json"
     known = json.loads(stored.read_text()) if stored.exists() else {}
     known[name] = {key: float(f"{float(x):.4g}") for key, x in numbers.items()}
     stored.write_text(json.dumps(known, indent=1) + "\n")
-    print(path, *(f"{key}={x:g}" for key, x in known[name].items()), flush=True)
-    if not NOTEBOOK:
-        plt.close(figure)
+    print(out / name, *(f"{key}={x:g}" for key, x in known[name].items()), flush=True)
+    if NOTEBOOK:
+        display(drawn)                      # noqa: F821: a notebook has it
 
 
 # %% 1. Attention is a projection: kernel PCA as lines, attention as colour.
@@ -218,7 +196,7 @@ if wanted("projection"):
 
 # %% 2. The Gram matrix of one image's keys, its spectrum, its axes as maps.
 if wanted("gram"):
-    image = picture(SCENE)
+    image = one_image()
     k = first_layer(network("symmetric"), image)[0][0, 0].double()  # of one head: (65, D)
     axes = kpca.kernel_pca(k)
 
@@ -227,23 +205,21 @@ if wanted("gram"):
     order = torch.rand(k.shape, generator=random).argsort(0)
     null = kpca.kernel_pca(k.gather(0, order))
 
-    figure, grid = plt.subplots(2, 4, figsize=(9, 4), width_ratios=(1, 1, 1, 1.2))
-    spectrum = figure.add_subplot(grid[0, 3].get_gridspec()[:, 3])
-    grid[0, 3].remove(), grid[1, 3].remove()
-    show(grid[0, 0], image[0], "image")
+    figure, grid = plt.subplot_mosaic("i12s;G34s", figsize=(9, 4), width_ratios=(1, 1, 1, 1.2))
     most = axes.G.abs().flatten().quantile(0.98)    # of the rest one would see nothing
     colours = dict(cmap="RdBu_r", vmin=-1, vmax=1)
-    show(grid[1, 0], axes.G / most, "Gram matrix", **colours)
-    for d, ax in enumerate(grid[:, 1:3].flat):
+    show(grid["i"], image[0], "image")
+    show(grid["G"], axes.G / most, "Gram matrix", **colours)
+    for d in range(4):
         u = axes.U[1:, d]
-        show(ax, (u / u.abs().max()).view(8, 8), f"axis {d + 1}", **colours)
-    scale(grid[:, :3].flat, "entries; 1: the largest",
-          ticks=[-1, 0, 1], aspect=40, pad=0.02)
-    spectrum.semilogy(range(1, 65), axes.sigma[:64] / axes.sigma[0], color=COLOUR["symmetric"])
-    spectrum.semilogy(range(1, 65), null.sigma[:64] / null.sigma[0], **NULL)
-    spectrum.text(64, 1, "null: shuffled", ha="right")
-    spectrum.text(4, 1e-4, "keys of\nthe image", color=COLOUR["symmetric"])
-    spectrum.set(title="eigenvalue / largest", xlabel="axis", ylim=(1e-6, 3))
+        show(grid[str(d + 1)], (u / u.abs().max()).view(8, 8), f"axis {d + 1}", **colours)
+    scale([grid[i] for i in "i12G34"], "entries; 1: the largest", ticks=[-1, 0, 1], aspect=40,
+          pad=0.02)
+    grid["s"].semilogy(range(1, 65), axes.sigma[:64] / axes.sigma[0], color=COLOUR["symmetric"])
+    grid["s"].semilogy(range(1, 65), null.sigma[:64] / null.sigma[0], **NULL)
+    grid["s"].text(64, 1, "null: shuffled", ha="right")
+    grid["s"].text(4, 1e-4, "keys of\nthe image", color=COLOUR["symmetric"])
+    grid["s"].set(title="eigenvalue / largest", xlabel="axis", ylim=(1e-6, 3))
     held = [100 * mu.cumsum(0) / mu.sum() for mu in (axes.sigma, null.sigma)]    # by the first axes
     share, null_share, most, null_most = [h[5] for h in held] + [1 + (h < 90).sum() for h in held]
     save(figure, "gram", share=share, null_share=null_share, axes_of_90=most,
@@ -253,10 +229,8 @@ if wanted("gram"):
 
 # %% 3. Are learned values those axes? Two measures, each beside its nulls.
 if wanted("values"):
-    model = network("softmax")
-    random = torch.Generator().manual_seed(0)
-    cosine, share = {}, {}                                          # of each (layer, head)
-    for attn, x in layers(model, scenes(16)[0]):
+    random, found = torch.Generator().manual_seed(0), {}            # of each (layer, head)
+    for attn, x in layers(network("softmax"), scenes(16)[0]):
         q, k, v, x = (y.double() for y in (*attn.project(x), x[:, None]))
         axes, span = kpca.kernel_pca(k), key_span(q, k)
         matrix = torch.randn(2, x.shape[-1], v.shape[-1], generator=random, dtype=v.dtype)
@@ -265,29 +239,28 @@ if wanted("values"):
                    "kernel PCA": kpca.theoretical_values(axes, v.shape[-1])}
         for name, values in sources.items():
             a = kpca.ritz(axes, kpca.a_hat(values, axes.log_g))
-            found = kpca.eigen_cosine(axes, a)["eig_cos"]
-            cosine.setdefault(name, []).append(found.nanmean((0, 2)))
-            found = explained_variance(span, kpca.basis(value_axes(span, values)))
-            share.setdefault(name, []).append(found.mean(0))
+            cosine = kpca.eigen_cosine(axes, a)["eig_cos"].nanmean((0, 2))
+            share = explained_variance(span, kpca.basis(value_axes(span, values))).mean(0)
+            found.setdefault(f"cosine {name}", []).append(cosine)
+            found.setdefault(f"share {name}", []).append(share)
+    found = {name: torch.cat(x) for name, x in found.items()}
 
     nulls = dict(color="black", linestyle="", markersize=7)
-    look = {"kernel PCA": (0, dict(color="black", linestyle="-")),
-            "learned": (-0.2, dict(nulls, color=COLOUR["softmax"], marker="o", markersize=9)),
-            "another head's": (0, dict(nulls, marker="x")),
-            "random matrix": (0.2, dict(nulls, marker="+", markersize=9)),
-            "random numbers": (0, NULL)}
+    looks = {"kernel PCA": (0, dict(color="black", linestyle="-")),
+             "learned": (-0.2, dict(nulls, color=COLOUR["softmax"], marker="o", markersize=9)),
+             "another head's": (0, dict(nulls, marker="x")),
+             "random matrix": (0.2, dict(nulls, marker="+", markersize=9)),
+             "random numbers": (0, NULL)}
     figure, grid = plt.subplots(1, 2, figsize=(9, 3.9))
-    for ax, title, found in ((grid[0], "cosine of a and G\u0303a", cosine),
-                             (grid[1], "share of the keys' variance", share)):
-        for name, (aside, style) in look.items():
-            ax.plot(torch.arange(8) + aside, torch.cat(found[name]), label=name, **style)
+    titles = {"cosine": "cosine of a and G\u0303a", "share": "share of the keys' variance"}
+    for ax, (measure, title) in zip(grid, titles.items()):
+        for name, (aside, look) in looks.items():
+            ax.plot(torch.arange(8) + aside, found[f"{measure} {name}"], label=name, **look)
         ax.set(title=title, ylim=(0, 1.05), xlabel="layer, head")
         ax.set_xticks(range(8), [f"{i},{j}" for i in range(1, 5) for j in (1, 2)])
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=5,
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=5,
                   columnspacing=1, handletextpad=0.3, handlelength=1.4)
-    numbers = {f"cosine {name}": torch.cat(x).mean() for name, x in cosine.items()}
-    numbers.update({f"share {name}": torch.cat(x).mean() for name, x in share.items()})
-    save(figure, "values", **numbers)
+    save(figure, "values", **{name: x.mean() for name, x in found.items()})
 
 
 # %% 4. Robust PCA: the correct iteration, and Algorithm 2 as printed.
@@ -300,10 +273,8 @@ if wanted("pcp"):
     M = low + spikes
     L, S = kpca.pcp(M)
 
-    correct = []
-    for steps in range(1, 51):
-        parts = kpca.pcp(M, tol=0, max_iter=steps)
-        correct.append((M - sum(parts)).norm() / M.norm())
+    correct = [kpca.pcp(M, tol=0, max_iter=steps) for steps in range(1, 51)]
+    correct = [(M - sum(parts)).norm() / M.norm() for parts in correct]
 
     # as printed: threshold mu for 1/mu, and -Y/mu for +Y/mu
     lambd, mu = 80 ** -0.5, M.numel() / (4 * M.abs().sum())
@@ -319,20 +290,21 @@ if wanted("pcp"):
     for ax, x, title in zip(grid, (M, L, S), ("M", "L found", "S found")):
         show(ax, x, title, cmap="RdBu_r", vmin=-6, vmax=6)
     scale(grid[:3], "entries", ticks=[-6, 0, 6], extend="both", pad=0.02)
-    grid[3].semilogy(range(1, 51), correct, color="black")
-    grid[3].semilogy(range(1, 51), printed, color="black", linestyle="--")
-    grid[3].text(22, 1e8, "as printed", ha="right")
-    grid[3].text(25, 1e-6, "correct ADMM")
-    grid[3].set(title="|M \u2212 L \u2212 S| / |M|", xlabel="step", ylim=(1e-14, 1e12),
-                yticks=[1e-10, 1, 1e10])
-    save(figure, "pcp", error=(L - low).norm() / low.norm(), printed_10=printed[9],
+    ax = grid[3]
+    ax.semilogy(range(1, 51), correct, color="black")
+    ax.semilogy(range(1, 51), printed, color="black", linestyle="--")
+    ax.text(22, 1e8, "as printed", ha="right")
+    ax.text(25, 1e-6, "correct ADMM")
+    ax.set(title="|M \u2212 L \u2212 S| / |M|", xlabel="step", ylim=(1e-14, 1e12),
+           yticks=[1e-10, 1, 1e10])
+    save(figure, "pcp", error=(L - low).norm() / low.norm(),
          steps=1 + sum(r > 1e-7 for r in correct), printed_steps=1 + sum(r < 1e8 for r in printed))
 
 
 # %% 5. Inside attention: what four steps do to the keys, in the three readings.
 if wanted("pap"):
     model, many = network("rpc"), scenes(64)[0]
-    images, hit = corrupt_patches(picture(SCENE), "noise", patch=4)
+    images, hit = corrupt_patches(one_image(), "noise", patch=4)
     k, trace = first_layer(model, images)
     figure = plt.figure(figsize=(9, 3.9))
     left, right = figure.subfigures(1, 2, width_ratios=(1.5, 1))
@@ -350,12 +322,12 @@ if wanted("pap"):
     scale(grid[1], "of its largest", ticks=[0, 1])
 
     # the three readings, over 64 undamaged scenes; then, for the table of section 5, without S
-    numbers = {}
-    for form, reading in FORMS.items():
+    numbers, red = {}, dict(color=COLOUR["rpc"])
+    for (form, reading), style in zip(FORMS.items(), ("-o", "--s", "-.^")):
         k, trace = first_layer(rewired(model, **reading), many)
         entropies = [entropy(step["K2"]) for step in trace]
-        ax.plot(range(1, 5), entropies, STYLE[form], color=COLOUR["rpc"])
-        ax.text(4.1, entropies[-1] - 0.08, form, color=COLOUR["rpc"])
+        ax.plot(range(1, 5), entropies, style, **red)
+        ax.text(4.1, entropies[-1] - 0.08, form, **red)
         rest = (k - trace[-1]["S"] - trace[-1]["L"]).norm() / k.norm()
         numbers.update({f"{form} residual": rest, f"{form} entropy": entropies[-1]})
     for form in ("paper", "admm"):
@@ -372,8 +344,8 @@ if wanted("pap"):
             before += step["L"]
 
     plain, uniform = entropy(k), math.log(65)
-    ax.set(title="entropy of attention, nats", xlabel="step", xticks=range(1, 5), ylim=(0, 5))
-    ax.set_xlim(0.9, 5.4)
+    ax.set(title="entropy of attention, nats", xlabel="step", xticks=range(1, 5), ylim=(0, 5),
+           xlim=(0.9, 5.4))
     ax.axhline(plain, color=COLOUR["symmetric"])
     ax.text(5.4, plain + 0.1, "symmetric", color=COLOUR["symmetric"], ha="right")
     ax.axhline(uniform, **NULL)
@@ -383,32 +355,32 @@ if wanted("pap"):
 
 # %% The picture of the README: is S where the image is damaged?
 if wanted("hero"):
-    model, scene = network("rpc"), picture(SCENE)
-    spoilt, hit = corrupt_patches(scene, "noise", patch=4)
+    model = network("rpc")
+    spoilt, hit = corrupt_patches(one_image(), "noise", patch=4)
 
     def relative_s(images):
         """|S| after the last step, over the mean of the image's patches: (B, 64)."""
         found = size(first_layer(model, images)[1][-1]["S"])[:, 1:]
         return found / found.mean(1, keepdim=True)
 
-    figure, grid = plt.subplots(1, 3, figsize=(9, 3.4), width_ratios=(1, 1.2, 1))
+    figure, (image, where, ax) = plt.subplots(1, 3, figsize=(9, 3.4), width_ratios=(1, 1.2, 1))
     figure.suptitle("S should light up where the image is damaged; it does the opposite",
                     fontsize=16, fontweight="bold")
-    show(grid[0], spoilt[0], "six patches are noise")
-    show(grid[1], relative_s(spoilt).view(8, 8), "|S|; 1: its mean", vmin=0.5, vmax=1.5)
-    scale(grid[1:2], "", ticks=[0.5, 1, 1.5], pad=0.02, extend="both")
-    for ax in grid[:2]:
-        outline(ax, hit[0], 8 if ax is grid[1] else 32)
+    show(image, spoilt[0], "six patches are noise")
+    show(where, relative_s(spoilt).view(8, 8), "|S|; 1: its mean", vmin=0.5, vmax=1.5)
+    scale([where], "", ticks=[0.5, 1, 1.5], pad=0.02, extend="both")
+    outline(image, hit[0], 32)
+    outline(where, hit[0])
 
     many, hits = corrupt_patches(scenes(300)[0], "noise", patch=4)
     found, bins = relative_s(many), torch.linspace(0.3, 1.7, 36)
     for which, colour in ((~hits, "black"), (hits, "#0d93bd")):
         share = 100 * torch.histogram(found[which], bins).hist / which.sum()
-        grid[2].stairs(share, bins, linewidth=2, color=colour)
-    grid[2].text(0.6, 6, "noise", color="#0d93bd", ha="right")
-    grid[2].text(1.1, 9, "others")
-    grid[2].set(xlabel="|S|; 1: the image's mean", ylabel="% of the patches", title="300 images",
-                xticks=[0.5, 1, 1.5])
+        ax.stairs(share, bins, linewidth=2, color=colour)
+    ax.text(0.6, 6, "noise", color="#0d93bd", ha="right")
+    ax.text(1.1, 9, "others")
+    ax.set(xlabel="|S|; 1: the image's mean", ylabel="% of the patches", title="300 images",
+           xticks=[0.5, 1, 1.5])
     save(figure, "hero", noise=found[hits].median(), others=found[~hits].median())
 
 
@@ -448,32 +420,31 @@ if wanted("where"):
 
 # %% 7. Does mu leak the future? The loss on a word that only later tokens tell.
 if wanted("leak"):
-    (figure, ax), numbers = plt.subplots(figsize=(9, 3.6)), {}
-    styles = dict(token=dict(linewidth=6, alpha=0.3), seen={}, all={})
-    for mu, style in styles.items():
+    (figure, ax), numbers, red = plt.subplots(figsize=(9, 3.6)), {}, dict(color=COLOUR["rpc"])
+    for mu, style in dict(token=dict(linewidth=6, alpha=0.3), seen={}, all={}).items():
         for seed in (0, 1):
             nats = leak.train(mu, seed)
-            ax.plot(nats, color=COLOUR["rpc"], **style)
+            ax.plot(nats, **red, **style)
             numbers[f"{mu} {seed}"] = nats[-1]
     ax.axhline(math.log(2), **NULL)
     ax.text(400, 0.6, "null: chance, ln 2", ha="right")
-    ax.text(400, 0.78, "\u00b5 of tokens so far (thin), of the token alone (broad)",
-            color=COLOUR["rpc"], ha="right")
-    ax.text(110, 0.1, "\u00b5 over all tokens, as printed: two seeds", color=COLOUR["rpc"])
+    ax.text(400, 0.78, "\u00b5 of tokens so far (thin), of the token alone (broad)", ha="right",
+            **red)
+    ax.text(110, 0.1, "\u00b5 over all tokens, as printed: two seeds", **red)
     ax.set(xlabel="training step", ylabel="loss, nats", ylim=(0, 1.2))
     save(figure, "leak", **numbers)
 
 
 # %% 8. Is it robust? One image under attack; accuracy against the budget.
 if wanted("attack"):
-    budgets, (images, labels) = (1, 2, 4, 8), scenes(128)
-    figure, names = plt.figure(figsize=(9, 3.3)), list(SHAPES)
+    budgets, (images, labels), names = (0, 1, 2, 4, 8), scenes(128), list(SHAPES)
+    figure, numbers = plt.figure(figsize=(9, 3.3)), {}
     left, right = figure.subfigures(1, 2, width_ratios=(1.25, 1))
-    grid, ax, numbers = left.subplots(2, 4), right.subplots(), {}
-    for kind in ("softmax", "symmetric", "rpc"):
+    grid, ax = left.subplots(2, 4), right.subplots()
+    for i, kind in enumerate(MARK):
         model, shares = network(kind), []
-        for eps in (0, *budgets):
-            x = pgd(model, images, labels, eps / 255, steps=10, rel_step=0.25) if eps else images
+        for eps in budgets:
+            x = pgd(model, images, labels, eps / 255, steps=10, rel_step=0.25)
             answers = model(x).argmax(1)
             shares.append((answers == labels).double().mean().item())
             numbers[f"{kind} {eps}"] = 100 * shares[-1]
@@ -483,10 +454,10 @@ if wanted("attack"):
                 show(lower, (0.5 + 16 * (x[1] - images[1])).clamp(0, 1))
         ends = zip(*(wilson(s, len(images)) for s in shares))
         share, low, high = 100 * torch.tensor([shares, *ends])
-        at = [eps + 0.12 * (list(MARK).index(kind) - 1) for eps in (0, *budgets)]    # side by side
+        at = [eps + 0.12 * (i - 1) for eps in budgets]              # side by side
         ax.errorbar(at, share, torch.stack([share - low, high - share]),
                     color=COLOUR[kind], marker=MARK[kind], capsize=3)
-        ax.text(5, 62 + 12 * list(MARK).index(kind), kind, color=COLOUR[kind])
+        ax.text(5, 62 + 12 * i, kind, color=COLOUR[kind])
     grid[1, 0].set_ylabel("change \u00d7 16")
     ax.axhline(10, **NULL)
     ax.text(8, 12, "null: chance", ha="right")

@@ -1,13 +1,12 @@
 """lecture/exercises: holes, right, wrong and half right answers get the line that helps."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import lecture.exercises.__main__ as exercises
+from runs import call
 
 ROOT = Path(__file__).parent.parent
 RIGHT = {
@@ -70,11 +69,11 @@ def test_a_solution_that_is_right_once_only_is_wrong(tmp_path):
 
 
 @pytest.mark.parametrize("line, named", [
-    ("x +", "line 11: invalid syntax"), ("x[:1]", "S has shape (1, 5), expected (4, 5)"),
-    ("nothing", "line 11: NameError"), ("1.0", "S is a float"), ("x / 0", "S, entry (0, 0): ")])
-def test_a_file_that_cannot_run_gets_a_line(line, named, tmp_path):
+    ("x +", "line 11"), ("nothing", "line 11, in shrink"), ("1.0", "S has shape (), expected (4, 5)"),
+    ("x[:1]", "S has shape (1, 5), expected (4, 5)"), ("x / 0", "S, entry (0, 0): ")])
+def test_a_file_that_cannot_run_is_named_with_its_line(line, named, tmp_path):
     text, right = exercises.judge(1, fill(tmp_path, 1, [line]))
-    assert not right and named in text, text
+    assert not right and text.startswith("not yet") and named in text, text
 
 
 def test_predictions_are_compared_with_what_is_measured(tmp_path):
@@ -86,16 +85,13 @@ def test_predictions_are_compared_with_what_is_measured(tmp_path):
     assert said["falls_first"] in ("softmax", "symmetric", "rpc")
 
 
-def test_the_command_lists_what_is_done_and_ends_where_a_loop_does_not(tmp_path):
+def test_the_command_lists_what_is_done(tmp_path, monkeypatch, capsys):
     for number in exercises.EXERCISES:
-        fill(tmp_path, number, [])
-    fill(tmp_path, 1, ["[0 for _ in iter(int, 1)]"])
-    fill(tmp_path, 2, RIGHT[2])
-    code = ("import sys, lecture.exercises.__main__ as exercises; exercises.SECONDS = 3; "
-            f"sys.argv = ['exercises', '--folder', {str(tmp_path)!r}] + {{}}; exercises.main()")
-    for more, rc in ((["1"], 1), ([], 0)):
-        done = subprocess.run([sys.executable, "-c", code.format(more)], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == rc and done.stdout.startswith("1: ") and "does a loop" in done.stdout, done
-        assert not done.stderr
-    assert re.search(r"^2: .* done$", done.stdout, re.M) and re.search(r"^3: .* not yet", done.stdout, re.M)
-    assert len(done.stdout.splitlines()) == len(exercises.EXERCISES)
+        fill(tmp_path, number, RIGHT[2] if number == 2 else [])
+    monkeypatch.setattr(exercises.judge, "__defaults__", (tmp_path,))
+    call(exercises.main)
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == len(exercises.EXERCISES) and re.search(r"^2: .* done$", said[1]) and re.search(r"^3: .* not yet", said[2])
+    with pytest.raises(SystemExit) as e:
+        call(exercises.main, "3")
+    assert e.value.code and "is still a hole" in capsys.readouterr().out
