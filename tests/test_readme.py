@@ -1,11 +1,9 @@
 """What the README tells a reader to type exists, and does what it says."""
 
-import importlib.util
 import json
 import re
 import shlex
 import shutil
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -20,35 +18,37 @@ from data.shapes import load_shapes
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "lecture/WALKTHROUGH.md", *sorted(set(ROOT.glob("docs/*.md")) - {ROOT / "docs/change.md"}), *sorted(ROOT.glob("referee/results/**/README.md"))]
-SHOWING = [page for page in PAGES if re.search(r"python (-m )?[a-z]", page.read_text())]
-OTHERS = ("--help", "--standalone", "--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--max_restarts")
+OTHERS = ("--help", "--standalone", "--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--max_restarts", "--include")
+CODE = {path: path.read_text() for path in ROOT.glob("**/*.py") if path.parent.name != "tests"}
 
 
 def source_of(script):
-    """A script's text and, of a training script, that of the flags it shares with the others."""
-    script = script.replace("lecture/exercises.py", "lecture/exercises/__main__.py")
-    text = (ROOT / script).read_text()
-    passed_on = {"referee/studies/robust_attentions.py": ("train_cls.py", "eval_robust.py"),
-                 "referee/studies/robustness.py": ("train_cls.py",), "eval_robust.py": ("robust/measures.py",)}
-    text += "".join(source_of(other) for other in passed_on.get(script, ()))
-    return text + ((ROOT / "common.py").read_text() if script.startswith("train_") else "")
+    """The text of a script and of the modules of ours that it imports."""
+    found, todo = {}, [ROOT / script]
+    while todo:
+        path = todo.pop()
+        if path in CODE and path not in found:
+            found[path] = CODE[path]
+            for package, names in re.findall(r"^ *(?:from ([\w.]+) )?import ([\w., (]+)", CODE[path], re.M):
+                inside = [f"{package}.{name}" for name in re.findall(r"\w+", names)]
+                todo += [ROOT / f"{name.replace('.', '/')}.py" for name in ([package, *inside] if package else re.findall(r"[\w.]+", names))]
+    assert found, script
+    return "".join(found.values())
 
 
-@pytest.mark.parametrize("page", SHOWING, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_script_and_flag_shown_exists(page):
     text = page.read_text().replace("\\\n", " ")
-    shown = "\n".join(a or b for a, b in re.findall(r"```sh\n(.*?)```|`(python [^`]+)`", text, re.S))
-    shown = re.sub(r"-m ((?:referee\.studies|lecture)\.\w+)", lambda m: m[1].replace(".", "/") + ".py", shown)
-    commands = re.findall(r"([\w/]+\.py)([^\n|&#]*)", shown)
-    assert commands
-    for script, rest in commands:
-        source = source_of(script)
-        for one, several in re.findall(r"^from referee\.studies(?:\.(\w+) import| import (.+))", source, re.M):
-            for shared in re.findall(r"\w+", one or several):                       # flags of two studies
-                source += (ROOT / f"referee/studies/{shared}.py").read_text()
-        for flag in re.findall(r"(?<!\S)--[\w-]+", rest):
-            name = flag.removeprefix("--").removeprefix("no-")
-            assert f'"--{name}"' in source or f'"{name}"' in source or flag in OTHERS, f"{script} has no {flag}"
+    shown = "\n".join(a or b for a, b in re.findall(r"```sh\n(.*?)```|`([^`\n]+)`", text, re.S))
+    shown = re.sub(r"-m ((?:referee\.|lecture\.)[\w.]+)", lambda m: m[1].replace(".", "/") + ".py", shown)
+    shown = shown.replace("lecture/exercises.py", "lecture/exercises/__main__.py")
+    for line in shown.splitlines():
+        for command in re.split(r"[|&#]", line):
+            script = re.search(r"(?<!\S)[\w/]+\.py(?=\s|$)", command)
+            source = source_of(script[0]) if script and "python" in command else "".join(CODE.values())
+            for flag in re.findall(r"(?<!\S)--[a-z][\w-]*", command):
+                name = flag.removeprefix("--").removeprefix("no-")
+                assert f'"--{name}"' in source or f'"{name}"' in source or flag in OTHERS, line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -65,18 +65,6 @@ def test_every_file_named_in_the_tables_has_what_they_name():
         if module in modules and name not in ("py", "png"):
             source = (ROOT / f"{module}.py").read_text()
             assert re.search(rf"^(def|class) {name}\b|^{name} =", source, re.M), f"{module}.{name}"
-
-
-def test_a_flag_recommended_for_trouble_exists_in_the_scripts_the_advice_is_for():
-    """A line of advice is for the scripts it names in its first brackets, else for all that train."""
-    section = (ROOT / "docs" / "data.md").read_text().partition("## Troubleshooting\n")[2].partition("\n## ")[0]
-    advice = re.findall(r"^- \*(.+?)\*([^:]*):(.*)$", section, re.M)
-    assert len(advice) > 2
-    for trouble, scripts, text in advice:
-        scripts = re.findall(r"\w+\.py", scripts) or sorted(p.name for p in ROOT.glob("train_*.py"))
-        for flag in re.findall(r"`(--\w+)", text.partition("; train_")[0]):
-            for script in scripts:
-                assert f'"{flag}"' in source_of(script), f"{trouble}: {script} has no {flag}"
 
 
 def test_every_address_in_docs_stands_in_a_line_of_code():
@@ -109,17 +97,18 @@ def run(words, cwd):
     return subprocess.run([sys.executable, *words[1:], *small], cwd=cwd, capture_output=True, text=True)
 
 
-def copied_tree(folder):
-    for name in subprocess.run(["git", "ls-files", "*.py", "weights"], cwd=ROOT, capture_output=True,
-                               text=True).stdout.split():
-        if not name.startswith("tests/"):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of the programs and the networks."""
+    folder = tmp_path_factory.mktemp("tree")
+    for name in subprocess.check_output(["git", "ls-files", "*.py", "weights", ":!tests"], cwd=ROOT, text=True).split():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
     return folder
 
 
-def test_the_first_command_evaluates_what_it_trained_and_a_second_time_does_not_mistake_the_old_run_for_it(tmp_path):
-    tree, (first, line) = copied_tree(tmp_path), blocks("sh")[:2]
+def test_the_first_command_evaluates_what_it_trained_and_a_second_time_does_not_mistake_the_old_run_for_it(tree):
+    first, line = blocks("sh")[:2]
     (look,), (train, evaluate) = commands(first), commands(line)
     done = subprocess.run([sys.executable, *look[1:]], cwd=tree, capture_output=True, text=True)
     assert done.returncode == 0 and (tree / "look.png").exists(), done.stderr
@@ -133,9 +122,9 @@ def test_the_first_command_evaluates_what_it_trained_and_a_second_time_does_not_
     assert again.returncode and "--out_dir out/first" in again.stderr and "Traceback" not in again.stderr
 
 
-def test_an_attention_of_ones_own_is_one_entry_trained_and_evaluated_as_printed(tmp_path):
+def test_an_attention_of_ones_own_is_one_entry_trained_and_evaluated_as_printed(tree):
     section = README.partition("## Change it\n")[2].partition("\n## ")[0]
-    tree, entry = copied_tree(tmp_path), blocks("python", section)[0].partition("\n")[2]
+    entry = blocks("python", section)[0].partition("\n")[2]
     source = (tree / "attention.py").read_text()
     assert source.count("\nATTENTIONS = {\n") == 1
     (tree / "attention.py").write_text(source.replace("\nATTENTIONS = {\n", "\nATTENTIONS = {\n" + entry))
@@ -146,8 +135,8 @@ def test_an_attention_of_ones_own_is_one_entry_trained_and_evaluated_as_printed(
     assert done.returncode == 0 and "mine" in done.stdout, done.stdout + done.stderr
 
 
-def test_the_commands_for_your_data_run_in_their_order(tmp_path):
-    tree, scenes = copied_tree(tmp_path), load_shapes("train", 48)
+def test_the_commands_for_your_data_run_in_their_order(tree):
+    scenes = load_shapes("train", 48)
     for i, (image, label) in enumerate(zip(scenes.images, scenes.labels.tolist())):
         of_class, mask = tree / f"photos/{label % 2}", Image.fromarray(np.full((32, 32), label % 2, np.uint8))
         for folder in (of_class, tree / "masks/images", tree / "masks/annotations"):
@@ -169,14 +158,6 @@ def test_the_commands_for_your_data_run_in_their_order(tmp_path):
     assert (tree / "out/folder_symmetric/best.pt").exists()
 
 
-def test_the_lines_of_the_algorithm_are_those_of_the_code():
-    table = README.partition("| Algorithm 1 |")[2].partition("\n\n")[0]
-    lines = re.findall(r"`([^`]+ = [^`]+)`", table.replace("`Z = Y/mu`", ""))
-    code = (ROOT / "attention.py").read_text()
-    lines = [line for line in lines if not line.startswith("L =")]      # there the queries may be given
-    assert len(lines) == 4 and all(f"        {line}" in code for line in lines), lines
-
-
 def test_the_snippets_run_as_printed(tmp_path, monkeypatch):
     torch.manual_seed(0)
     k, v = torch.randn(2, 2, 3, 7, 5)                               # (B, H, N, D), odd sizes
@@ -185,7 +166,7 @@ def test_the_snippets_run_as_printed(tmp_path, monkeypatch):
     (tmp_path / "weights").symlink_to(ROOT / "weights")
     monkeypatch.chdir(tmp_path)                                     # from another folder
     for code in blocks("python"):
-        if "import" in code and ("onnx" not in code or importlib.util.find_spec("onnx")):
+        if "import" in code:
             names = dict(k=k, v=v, model=model, labels=labels,
                          images=(255 * images).byte() if "corrupt" in code else images)
             exec(code, names)
@@ -195,30 +176,6 @@ def test_the_snippets_run_as_printed(tmp_path, monkeypatch):
             for name in ("classifier", "segments"):
                 if name in names:
                     assert names[name](torch.rand(1, 3, 32, 32)).shape[1] in (10, 11)
-
-
-# --- numbers --------------------------------------------------------------------------------------
-
-def test_the_table_of_accuracies_is_what_the_rows_give():
-    rows = [json.loads(line) for line in (ROOT / "referee/results/robustness/results.jsonl").read_text().splitlines()]
-    arms = {"softmax": "softmax", "symmetric": "symmetric", "4 iter": "rpc4-l1", "2 iter": "rpc2-all"}
-    shown = re.findall(r"^\| (.+?) \| ([\d.]+ ± [\d.]+) \| (.+?) \| (.+?) \| (.+?) \| [\d.]+ \|$", README, re.M)
-    assert len(shown) == len(arms)
-    for (title, *cells), (word, arm) in zip(shown, arms.items()):
-        assert word in title
-        found = {name: [] for name in ("clean", "corruptions", 1, 2)}
-        for seed in range(5):
-            own = [row for row in rows if row["checkpoint"].endswith(f"/{arm}_s{seed}")]
-            types = [statistics.mean(row["top1"]) for row in own if row["measure"] == "corruptions"]
-            assert len(types) == 15
-            found["corruptions"].append(statistics.mean(types))
-            found["clean"] += [row["top1"] for row in own if row["measure"] == "clean"]
-            for eps in (1, 2):
-                found[eps] += [row["top1"] for row in own if row["measure"] == "pgd"
-                               and round(255 * row["setting"]["eps"]) == eps]
-        for cell, values in zip(cells, found.values()):
-            assert len(values) == 5
-            assert cell == f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}", (title, cell)
 
 
 def test_the_core_has_about_as_many_lines_as_it_says():
