@@ -257,7 +257,8 @@ def elastic_transform(images, c, jitter, field):
     y0, x0, s = H // 2, W // 2, min(H, W) // 3
     corners = torch.tensor([[x0 + s, y0 + s], [x0 + s, y0 - s], [x0 - s, y0 - s]]).to(x)
     moved = F.pad(corners + jitter, (0, 1), value=1)
-    to_source = torch.linalg.inv_ex(moved)[0] @ corners                     # (B, 3, 2)
+    inverse = torch.linalg.inv_ex(moved)[0]
+    to_source = (inverse[..., None] * corners).sum(2)    # (B, 3, 2); @ rounds one image otherwise
     a, b, t = to_source[..., None, None].unbind(1)                               # (B, 2, 1, 1) each
     across, down = pixel_grid(H, W, x.device)
     source = a * across + b * down + t                                                # (B, 2, H, W)
