@@ -325,17 +325,14 @@ def model_symvit():
 
 
 class Upstream(torch.nn.Module):
-    """Segmenter as upstream wires it: timm's encoder and blocks, a linear or a mask decoder."""
+    """Segmenter as upstream wires it: timm's encoder and blocks, a mask decoder."""
 
-    def __init__(self, linear=False, attention=None):
+    def __init__(self, attention=None):
         super().__init__()
         eps = 1e-5
         options = dict(heads=2, eps=eps, img_size=64, patch_size=16, num_classes=1000)
         self.encoder = vision_transformer(attention, **options)
         d = self.decoder = torch.nn.Module()
-        if linear:
-            d.head = torch.nn.Linear(48, 5)
-            return
         d.proj_dec, d.decoder_norm = torch.nn.Linear(48, 48), torch.nn.LayerNorm(48, eps)
         d.mask_norm, d.cls_emb = torch.nn.LayerNorm(5, eps), torch.nn.Parameter(torch.randn(1, 5, 48))
         d.proj_patch, d.proj_classes = (torch.nn.Parameter(torch.randn(48, 48)) for _ in range(2))
@@ -355,8 +352,6 @@ class Upstream(torch.nn.Module):
     def masks(self, x):
         d, rows = self.decoder, x.shape[2] // 16
         x = self.tokens(x)[:, 1:]
-        if hasattr(d, "head"):
-            return d.head(x).mT.unflatten(2, (rows, -1))
         x = torch.cat([d.proj_dec(x), d.cls_emb.expand(len(x), -1, -1)], 1)
         for block in d.blocks:
             x = block(x)
@@ -381,7 +376,7 @@ def seg_arrays(**kind):
     out.update(logits=model(x), odd_logits=model(odd), loss=F.cross_entropy(model(x), label, ignore_index=255))
     out["loss"].backward()
     for name in ("encoder.patch_embed.proj.weight", "encoder.pos_embed", "encoder.blocks.0.attn.qkv.weight",
-                 "encoder.blocks.0.mlp.fc2.bias", "decoder.head.weight" if kind.get("linear") else "decoder.proj_patch"):
+                 "encoder.blocks.0.mlp.fc2.bias", "decoder.proj_patch"):
         out[f"grad/{name}"] = model.get_parameter(name).grad
     return {k: v.detach() for k, v in out.items()}
 
@@ -552,7 +547,7 @@ MAKE = dict(
     kpca_vit=kpca_vit, kpca_curve=kpca_curve, model_symvit=model_symvit, model_vit_asym=lambda: vit_arrays({"": None}),
     model_scaled_S=lambda: vit_arrays({"": lambda i: Attention(48, 3, s=torch.randn(3, 17, 17) / 17)}),
     model_scaled_alpha=lambda: vit_arrays({"": lambda i: Attention(48, 3, s=torch.randn(1))}),
-    model_fan=model_fan, seg_mask=seg_arrays, seg_linear=lambda: seg_arrays(linear=True), seg_sliding=seg_sliding,
+    model_fan=model_fan, seg_mask=seg_arrays, seg_sliding=seg_sliding,
     seg_mask_symmetric=lambda: seg_arrays(attention=lambda i: Attention(48, 2)),
     seg_mask_rpc=lambda: seg_arrays(attention=lambda i: Attention(48, 2, 0 if i else 6, 2.0)))
 

@@ -72,26 +72,6 @@ def test_broken_images_are_named_by_workers_too_and_lose_no_step(imagenet):
 
 # --- parts -----------------------------------------------------------------------------------------------------------
 
-def micro(world, accum, n=50, batch_size=16, repeats=1, steps=6, first=0):
-    """{step: (indices, positions)} of the global batch, put together from the slices of all processes."""
-    args = argparse.Namespace(batch_size=batch_size, accum=accum, seed=1, repeats=repeats)
-    streams = [list(train_cls.micro_batches(args, n, first, steps, rank, world)) for rank in range(world)]
-    assert all(len(stream) == (steps - first) * accum for stream in streams)
-    assert all(len(index) == len(position) == batch_size // (world * accum) for s in streams for index, position in s)
-    return [tuple(torch.cat([s[step * accum + a][j] for s in streams for a in range(accum)]) for j in (0, 1))
-            for step in range(steps - first)]
-
-
-def test_an_epoch_sees_every_image_once_or_a_third_of_them_three_times_never_mixed_with_each_other():
-    first, second = (torch.cat([index for index, _ in micro(2, 1, n=48, steps=6)[i:i + 3]]) for i in (0, 3))
-    assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(48)) and not torch.equal(first, second)
-    counts = torch.cat([index for index, _ in micro(2, 1, n=48, steps=3, repeats=3)]).bincount()
-    assert sorted(counts[counts > 0].tolist()) == [3] * 16
-    for batch_size, repeats in ((8, 2), (8, 3), (16, 3), (64, 3), (256, 3), (1024, 3), (12, 4)):
-        for index, _ in micro(1, 1, n=3000, batch_size=batch_size, repeats=repeats):
-            assert (index[0::2] != index[1::2]).all()
-
-
 def test_weights_start_a_run_that_they_fit_and_choose_its_model(imagenet, capsys):
     train(SMALL, "--attn symmetric --max_steps 2 --out_dir sym")
     train(SMALL, "--attn rpc --max_steps 1 --warmup_epochs 1 --init_from sym --out_dir rpc")           # at lr 1e-6

@@ -97,9 +97,6 @@ def test_training_learns_and_best_is_the_evaluation_with_the_lowest_valid_perple
 def test_the_learning_rate_is_lmtools_but_for_the_first_updates(golden):
     a = golden("lm_schedule")
     lr, warmup, total = (a[k].item() for k in ("base_lr", "warmup", "max_step"))
-    train(SMALL, "--out_dir a --lr", str(lr), "--steps 12 --warmup 4")               # what the loop does with the flags
-    ours = [common.lr_at(k, 12, 4, lr, 0.0, lr / 5) for k in range(12)]
-    assert list(log("a", "lr").values()) == ours and ours[:4] == pytest.approx([lr * (k + 1) / 5 for k in range(4)])
     ours = np.array([common.lr_at(k, total, warmup, lr, 0.0, lr / (warmup + 1)) for k in range(total)])
     theirs = a["lr_used_at_update"].numpy()
     np.testing.assert_allclose(ours[warmup:], theirs[warmup:], rtol=1e-9)
