@@ -135,6 +135,10 @@ def parse(p, recipes, script):
     p.set_defaults(**{"data": data, **recipe, **recipes.get((data, model), {}), **stored})
     args = p.parse_args()
 
+    if args.data == "shapes" and args.data_dir:
+        raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images")
+    if args.data == "folder" and not args.data_dir:
+        raise InputError("--data folder needs --data_dir")
     if args.resume and args.out_dir:
         raise InputError("--out_dir does not go with --resume, which continues in its own folder")
     for name, was in stored.items():

@@ -111,8 +111,6 @@ def get_args():
         choose(args)
     deit = args.data == "imagenet" and args.attn not in ("symmetric", "rpc")    # theirs: torch's
     args.init = args.init or ("trunc_normal" if deit or args.model not in SIZES else "default")
-    if args.data == "shapes" and args.data_dir:
-        raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images")
     if args.warmup_epochs > args.epochs:
         raise InputError(f"--warmup_epochs {args.warmup_epochs} is longer than the run, --epochs "
                          f"{args.epochs}")

@@ -73,7 +73,7 @@ def get_args():
          "class, 1 to K are)")
     flag("--ignore", type=common.number(int, 0, 255), nargs="*", help="folder: values of pixels "
          "that belong to no class; None: 255")
-    flag("--num_classes", type=COUNT, help="K; folder: found")
+    flag("--num_classes", type=common.number(int, 2, 254), help="K; folder: found")
     flag("--num_images", type=COUNT, default=16000, help="shapes: to train on; a tenth to test")
     flag("--num_workers", type=NATURAL, default=min(os.cpu_count() or 1, 10),
          help="decoding processes per GPU")
@@ -116,9 +116,6 @@ def get_args():
 
 def complete(args):
     """Choose what no flag says: the scenes' backbone, an own folder's recipe, the encoder."""
-    if args.data == "shapes" and args.data_dir:
-        raise InputError(f"--data_dir {args.data_dir} is not read: --data shapes renders its "
-                         f"images; choose another --data")
     if args.data == "shapes" and not args.backbone:
         attn = args.attn or ENCODER["attn"]
         path = Path(__file__).with_name("weights") / f"shapes_{attn}.pt"

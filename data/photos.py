@@ -33,11 +33,7 @@ def find_photos(root):
 
 def choose(args):
     """Set the flags that the recipe of a folder leaves open; prints what was chosen."""
-    if not args.data_dir:
-        raise InputError("--data folder needs --data_dir")
     classes, files = find_photos(args.data_dir)
-    if not files["train"]:
-        raise InputError(f"--data_dir {args.data_dir} has no images in train: nothing to train on")
     if not files["val"] and not args.holdout:
         args.holdout = round(len(files["train"]) / 5)               # without val/: a fifth
     chosen = recipe(len(files["train"]) - args.holdout, median_side(files["train"][::7]))
@@ -78,9 +74,6 @@ def load_photos(root, split, size, holdout=0):
     """
     classes, files = find_photos(root)
     order = sorted(files["train"], key=lambda file: name_hash(os.path.relpath(file[0], root)))
-    if holdout >= max(len(order), 1):
-        raise InputError(f"--data_dir {root} has {len(order)} images, of which {holdout} are to be "
-                         f"held out")
     wanted = order[holdout:]
     if split == "test":
         wanted = order[:holdout] or files["val"] or order

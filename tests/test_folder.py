@@ -120,8 +120,6 @@ def test_another_folder_is_evaluated_whole_or_its_val_folder(capsys):
     assert len(evaluated("photos", **{**trained, "data": "cifar10"}).labels) == 30
     make("photos3/val", 3)
     assert len(evaluated("photos3", **trained).labels) == 9     # val/ alone is a folder
-    with pytest.raises(InputError, match="30"):
-        evaluated("photos", data="folder", data_dir="photos", holdout=30)
 
 
 def test_a_file_that_comes_or_goes_moves_no_other_out_of_training():

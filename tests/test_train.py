@@ -258,6 +258,7 @@ def test_a_resumed_run_has_its_recipe_where_an_older_file_lacks_a_flag_and_a_sto
     recipes = {"a": dict(lr=1.0, model="s"), ("a", "m"): dict(lr=2.0)}
     p = argparse.ArgumentParser()
     p.add_argument("--data")
+    p.add_argument("--data_dir")
     p.add_argument("--lr", type=float)
     p.add_argument("--num_workers", type=int)
     p.add_argument("--model")
@@ -338,7 +339,7 @@ BAD = dict(cls="""
 --cutoffs 5,x; --cutoffs 10,5; --sample nowhere -> nowhere; --prompt=purple -> purple
 """, seg="""
 --data ade20k --data_dir nowhere -> nowhere; --size 18; --backbone nowhere -> nowhere; --data shapes --data_dir a -> data_dir
---window 20; --stride 40; --num_classes 3 -> value 4
+--window 20; --stride 40; --num_classes 3 -> value 4; --num_classes 300
 """)
 ROWS = [(name, *(row.split(" -> ") if " -> " in row else (row, row.split()[0].strip("-="))))
         for name in SCRIPTS for row in re.split("; |\n", (OF_ALL + BAD[name]).strip()) if row]

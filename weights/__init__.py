@@ -83,7 +83,7 @@ def flags_for(checkpoint, sizes):
     config = checkpoint.get("model_config")
     if config is None:
         try:
-            config = foreign_settings({**checkpoint, "args": None}, default="any")
+            config = foreign_settings(checkpoint)
         except InputError:
             return {}
         side = math.isqrt(weights_in(checkpoint)["pos_embed"].shape[1] - 1)
@@ -108,12 +108,11 @@ def released_attention(args, depth):
     return dict(attn="rpc", rpc_layers=layers, pap=pap)
 
 
-def foreign_settings(checkpoint, default=None):
+def foreign_settings(checkpoint):
     """Read what a foreign file says of its ViT, as a dict of ViTConfig's names.
 
     Files of `rachtsy/KPCA_code` name their attention; the rest is read off the shapes: DeiT and
-    timm have softmax attention (3C rows in qkv), heads of width 64. default: the attention where
-    it is neither; None: InputError.
+    timm have softmax attention (3C rows in qkv), heads of width 64. InputError where it is neither.
     """
     weights = weights_in(checkpoint)
     names = ("pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight",
@@ -124,8 +123,8 @@ def foreign_settings(checkpoint, default=None):
     patch, fc1, qkv = (weights[name] for name in names[1:])
     C, depth = len(patch), len({k.split(".")[1] for k in weights if k.startswith("blocks.")})
     attention = released_attention(checkpoint.get("args"), depth)
-    attention = attention or dict(attn="softmax" if len(qkv) == 3 * C else default)
-    if not attention["attn"]:
+    attention = attention or (dict(attn="softmax") if len(qkv) == 3 * C else {})
+    if not attention:
         raise InputError("a backbone with 2C rows in qkv is symmetric or RPC; this file does not "
                          "say which, nor n and lambda, and the weights do not tell them apart")
     return dict(embed_dim=C, depth=depth, num_heads=max(1, C // 64), patch_size=patch.shape[-1],
