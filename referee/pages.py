@@ -5,8 +5,8 @@
 
 A page marks what is written: <!--=d; scenes; rpc4-l1; pgd-->-11.0 (-16.4 to -5.6)<!--/-->. Between
 the marks is what the function of that name in `WRITERS` gives for the arguments after it. To add a
-number, write the marks with nothing between them and run this. tests/test_pages.py asks that
-running it changes nothing.
+number, write the marks with nothing between them and run this. `row` looks up any number of any
+file of rows: <!--=row; line/lambda.jsonl; network=shapes_rpc; form=paper; lambd=4; share; .2f-->.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import csv
 import json
 import re
 import statistics
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
@@ -22,8 +23,7 @@ import numpy as np
 import common
 from referee.studies import constancy, line
 from referee.studies.arms import read
-from referee.studies.differences import (compare, corrected, forest, outcomes, primary_of,
-                                         primary_table, run_of)
+from referee.studies.differences import NONE, family, outcomes, primary_of, primary_table, shared
 from referee.studies.stats import detectable, paired_t, show, show_p, spread
 
 ROOT = Path(__file__).parents[1]
@@ -33,6 +33,8 @@ MARKED = re.compile(r"<!--=(.*?)-->(.*?)<!--/-->", re.S)
 # --- comparisons: one family of tests each --------------------------------------------------------
 
 ROBUSTNESS, ATTENTIONS = "robustness/results.jsonl", "robust_attentions/results.jsonl"
+CIFAR10 = ["robustness/cifar10.jsonl", "robust_attentions/cifar10.jsonl"]
+CONSTANTS, CONTROL = ["constants/s*.jsonl"], ["control/*_s?.jsonl"]
 TEN = ("rpc4-l1", "rpc2-all", "rkde-huber", "rkde-hampel", "mom", "elliptical", "sinkhorn", "keys",
        "keys-rows", "weights")
 # name: title, rows, baseline, arms, seeds, images, arms that another question judges
@@ -40,28 +42,24 @@ COMPARISONS = {
     "scenes": ("scenes, five seeds", [ROBUSTNESS], "symmetric", (
         "softmax", "rpc4-l1", "rpc2-all", "no-shrink", "clamp", "admm", "sharp"), range(5), 500,
         ()),
-    "confirmation": ("scenes, eight fresh seeds", ["constants/s*.jsonl"], "symmetric",
-                     ("rpc4-l1",), range(5, 13), 1000, ()),
-    "pilot": ("constants of a pilot", ["constants/s*.jsonl"], "symmetric",
-              ("released-4-n2", "paper-0.1-n4"), range(5, 10), 1000, ()),
-    "chosen": ("constants chosen", ["constants/s*.jsonl"], "symmetric",
-               ("paper-0.05-n3", "paper-0.05-n4"), range(10, 15), 1000, ()),
-    "second": ("the best of them, again", ["constants/s*.jsonl"], "symmetric",
-               ("paper-0.05-n4",), range(15, 20), 1000, ()),
+    "confirmation": ("scenes, eight fresh seeds", CONSTANTS, "symmetric", ("rpc4-l1",),
+                     range(5, 13), 1000, ()),
+    "pilot": ("constants of a pilot", CONSTANTS, "symmetric", ("released-4-n2", "paper-0.1-n4"),
+              range(5, 10), 1000, ()),
+    "chosen": ("constants chosen", CONSTANTS, "symmetric", ("paper-0.05-n3", "paper-0.05-n4"),
+               range(10, 15), 1000, ()),
+    "second": ("the best of them, again", CONSTANTS, "symmetric", ("paper-0.05-n4",),
+               range(15, 20), 1000, ()),
     "ten": ("attentions of others", [ROBUSTNESS, ATTENTIONS], "symmetric", TEN, range(5), 500,
             ("rpc4-l1", "rpc2-all")),
-    "control": ("adversarial training", ["control/*_s?.jsonl"], "symmetric", ("symmetric-adv",),
-                (5, 6, 7), 1000, ()),
-    "added": ("RPC added to it", ["control/*_s?.jsonl"], "symmetric-adv", ("rpc4-l1-adv",),
-              (5, 6, 7), 1000, ()),
+    "control": ("adversarial training", CONTROL, "symmetric", ("symmetric-adv",), (5, 6, 7), 1000,
+                ()),
+    "added": ("RPC added to it", CONTROL, "symmetric-adv", ("rpc4-l1-adv",), (5, 6, 7), 1000, ()),
     "finetune": ("three epochs of RPC at the end", ["finetune/results.jsonl"], "symmetric",
                  ("rpc4-l1",), (0, 1, 2), 500, ()),
-    "init": ("one initialisation for all", ["line/s*.jsonl"], "symmetric-e8", ("softmax",),
-             range(20, 24), 1000, ()),
-    "cifar10": ("CIFAR-10, three seeds", ["robustness/cifar10.jsonl"], "symmetric",
-                ("rpc4-l1", "no-shrink"), (0, 1, 2), 500, ()),
-    "ten-cifar10": ("CIFAR-10, attentions of others",
-                    ["robustness/cifar10.jsonl", "robust_attentions/cifar10.jsonl"], "symmetric",
+    "cifar10": ("CIFAR-10, three seeds", CIFAR10[:1], "symmetric", ("rpc4-l1", "no-shrink"),
+                (0, 1, 2), 500, ()),
+    "ten-cifar10": ("CIFAR-10, attentions of others", CIFAR10, "symmetric",
                     ("rpc4-l1", "keys-rows", "weights", "rkde-huber"), (0, 1, 2), 500,
                     ("rpc4-l1",)),
 }
@@ -69,216 +67,162 @@ COMPARISONS = {
 
 @cache
 def compared(name):
-    """Compare the arms of a comparison: (found, {(measure, arm): Difference}, {the same: p after
-    Holm}, primary measures). Empty where rows are not in yet."""
+    """The Family of a comparison, over the seeds that all its arms have."""
     _, patterns, baseline, arms, seeds, limit, references = COMPARISONS[name]
-    rows = read([path for pattern in patterns for path in sorted(RESULTS.glob(pattern))])
-    there = {run_of(row) for row in rows}
-    both = [s for s in seeds if all((a, s) in there for a in (baseline, *arms))]
-    rows = [row for row in rows if run_of(row)[0] in (baseline, *arms) and run_of(row)[1] in both]
-    if not rows:
-        return {}, {}, {}, ()
-    found, primary = outcomes(rows, limit), primary_of(rows)
-    gaps = compare(found, arms, baseline)
-    return found, gaps, corrected(gaps, primary, references), primary
+    rows = read(line.files(patterns))
+    found, _ = shared(outcomes(rows, limit), (baseline, *arms), seeds)
+    return family(found, (baseline, *arms), baseline, primary_of(rows), references)
 
 
-def pick(name, measure):
-    """Find a measure's full name by its first word: pgd is the primary budget."""
-    found, *_, primary = compared(name)
-    given = {"pgd": primary[1], "corruptions": primary[0]}
-    return given.get(measure, measure)
-
-
-def difference(name, arm, measure):
-    return compared(name)[1][pick(name, measure), arm]
-
-
-# --- what can stand between marks -----------------------------------------------------------------
-
-def d(name, arm, measure):
-    """A difference with its interval: -11.0 (-16.4 to -5.6)."""
-    return show(difference(name, arm, measure))
-
-
-def mean(name, arm, measure):
-    return f"{difference(name, arm, measure).mean:+.1f}"
-
-
-def holm(name, arm, measure):
-    return show_p(compared(name)[2][pick(name, measure), arm])
-
-
-def power(name, arm, measure):
-    """The difference found with 80 % power at the first step of Holm's correction."""
-    gap = difference(name, arm, measure)
-    return f"{detectable(gap.error, gap.df, len(compared(name)[2])):.1f}"
-
-
-def accuracy(name, arm, measure):
-    runs = compared(name)[0][pick(name, measure)]
-    return f"{100 * np.mean([right.mean() for (a, _), right in runs.items() if a == arm]):.1f}"
-
-
-def seeds(name):
-    found = compared(name)[0]
-    return str(len({seed for _, seed in found["clean"]})) if found else "0"
+def d(name, arm, measure, what="difference"):
+    """A difference with its interval: -11.0 (-16.4 to -5.6); or its mean, its p after Holm, the
+    difference found with 80 % power at Holm's first step, an arm's accuracy."""
+    of = compared(name)
+    measure = dict(zip(("corruptions", "pgd"), of.primary)).get(measure, measure)
+    if what == "accuracy":
+        right = [x.mean() for (a, _), x in of.found[measure].items() if a == arm]
+        return f"{100 * np.mean(right):.1f}"
+    gap = of.gaps[measure, arm]
+    if what == "power":
+        return f"{detectable(gap.error, gap.df, len(of.p)):.1f}"
+    return {"difference": show(gap), "mean": f"{gap.mean:+.1f}",
+            "holm": show_p(of.p.get((measure, arm), np.nan))}[what]
 
 
 def table(name):
     """The primary measures of a comparison, an arm a row."""
-    _, _, baseline, arms, _, _, references = COMPARISONS[name]
-    found, gaps, _, primary = compared(name)
-    text = primary_table(found, gaps, (baseline, *arms), baseline, primary, references)
-    return f"\n\n{text}\n\n"
+    return f"\n\n{primary_table(compared(name))}\n\n"
 
+
+# --- the line -------------------------------------------------------------------------------------
 
 @cache
 def picture(name):
-    return line.stored(name), line.PICTURES[name][3]
-
-
-@cache
-def off_line(name):
-    networks, primary = picture(name)
-    return line.distances(networks, primary)
+    """Networks, primary measures, distances and p of a picture of the line."""
+    networks, primary = line.stored(name), line.PICTURES[name][3]
+    return networks, primary, *line.distances(networks, primary)
 
 
 def full(name, measure):
     return dict(zip(("pgd", "corruptions"), picture(name)[1])).get(measure, measure)
 
 
-def off(name, arm, measure):
-    """An arm's distance from the line, with its interval."""
-    return show(off_line(name)[0][arm, full(name, measure)])
+def off(name, arm, measure, what="distance"):
+    """An arm's distance from the line, with its interval; or its p after Holm, its accuracy."""
+    networks, _, distances, p = picture(name)
+    measure = full(name, measure)
+    if what == "accuracy":
+        return f"{np.mean([n.accuracy[measure] for n in networks if n.arm == arm]):.1f}"
+    return show_p(p[arm, measure]) if what == "holm" else show(distances[arm, measure])
 
 
-def off_holm(name, arm, measure):
-    return show_p(off_line(name)[1][arm, full(name, measure)])
+def off_table(name, *arms):
+    """Distances from the line and their p, an arm a row."""
+    primary = picture(name)[1]
+    body = [[arm, *(off(name, arm, m, what) for m in primary for what in ("distance", "holm"))]
+            for arm in arms]
+    head = [head for measure in primary for head in (measure, "p, Holm")]
+    return f"\n\n{common.table(body, ['arm', *head])}\n\n"
 
 
-def fitted(name):
-    networks, _ = picture(name)
-    traced = [n for n in networks if n.arm.startswith(line.TRACED)]
-    return traced or [n for n in networks if not line.defended(n.arm)]
-
-
-def r(name, measure):
-    r, low, high, _ = line.correlation(fitted(name), full(name, measure))
-    return f"{r:+.2f} ({low:+.2f} to {high:+.2f})"
-
-
-def bend(name, measure):
-    return show_p(line.correlation(fitted(name), full(name, measure))[3])
-
-
-def explained(name, measure):
-    return f"{100 * line.correlation(fitted(name), full(name, measure))[0] ** 2:.0f}"
-
-
-def networks(name, arm=""):
-    return str(len([n for n in (picture(name)[0] if arm else fitted(name))
-                    if n.arm.startswith(arm)]))
-
-
-def at(name, arm, measure):
-    """Mean accuracy of an arm's networks in a picture of the line."""
-    own = [n.accuracy[full(name, measure)] for n in picture(name)[0] if n.arm == arm]
-    return f"{np.mean(own):.1f}"
-
-
-def loss(name, arm):
-    own = [np.log(n.loss) for n in picture(name)[0] if n.arm == arm]
-    return f"{np.exp(np.mean(own)):.3f}"
+def fit(name, measure, what):
+    """What is known of the line: r with its interval, p of a bend, per cent of variance explained,
+    the number of its networks."""
+    of = line.reference(picture(name)[0])
+    r, low, high, bend = line.correlation(of, full(name, measure))
+    return {"r": f"{r:+.2f} ({low:+.2f} to {high:+.2f})", "bend": show_p(bend),
+            "explained": f"{100 * r * r:.0f}", "networks": str(len(of))}[what]
 
 
 def line_table(name):
-    return "\n\n" + line.tables(*picture(name)) + "\n\n"
-
-
-def hours():
-    """Core-hours of training of the networks of line/."""
-    rows = common.read_log(RESULTS / "line/training.jsonl")
-    return f"{sum(row['seconds'] for row in rows) / 3600:.1f}"
-
-
-def swept(network, form, lambd, what, digits):
-    """What `line --sweep` found of a network with this lambda: top1, entropy, share."""
-    for row in common.read_log(RESULTS / "line/lambda.jsonl"):
-        if (row["network"], row["form"], row["lambd"]) == (network, form, float(lambd)):
-            return f"{row[what]:.{digits}f}"
-    raise KeyError(lambd)
-
-
-def over_layers(table, run, measure, source, step=max):
-    """What results/kpca/<table>.csv has of a run, all layers."""
-    with open(RESULTS / f"kpca/{table}.csv") as f:
-        found = {int(row["step"]): float(row["mean"]) for row in csv.DictReader(f)
-                 if (row["run"], row["layer"]) == (run, "all")
-                 and (row["measure"], row["source"]) == (measure, source)}
-    return found[step(found)]
-
-
-def kpca(table, run, measure, source, digits, step="last"):
-    """A number of results/kpca, of the last or first step; with ? the mean over seeds 0 to 2."""
-    names = [run.replace("?", str(s)) for s in range(3)] if "?" in run else [run]
-    which = max if step == "last" else min
-    number = statistics.mean(over_layers(table, name, measure, source, which) for name in names)
-    return f"{number:{',.0f' if digits == '0' else '.' + digits}}"
-
-
-def eig(network, null=""):
-    """The eigen-cosine of trained values of a kind of network, or minus a null's, three seeds."""
-    values = [[over_layers("gamma", f"{network}_s{s}", "eig_cos", source) for s in range(3)]
-              for source in ("learned", null or "learned")]
-    return show(paired_t(np.subtract(*values)), 4) if null else spread(values[0], ".4f")
+    return f"\n\n{line.tables(*picture(name)[:2])}\n\n"
 
 
 @cache
-def losses(family):
-    return constancy.families(RESULTS / "decider/constancy.jsonl")[family]
+def paired():
+    return line.paired(read(line.files(["line/s*.jsonl"])))
 
 
-def nats(family, first, second):
-    """The difference of held-out losses of two kinds of axes."""
-    return show(paired_t(constancy.gaps(losses(family), first, second)), 3)
+def pair_table():
+    return f"\n\n{line.pair_table(*paired())}\n\n"
 
 
-def effect(kind, family="span"):
-    """What it does that axes are the same for every image: the main effect, or the interaction."""
-    of = [constancy.gaps(losses(family), *pair) for pair in (("random", "hashed"), ("mean", "own"))]
-    return show(paired_t(np.add(*of) / 2 if kind == "main" else np.subtract(*of)), 3)
+# --- other rows -----------------------------------------------------------------------------------
+
+@cache
+def rows_of(file):
+    """The rows of a file under results/: CSV, one JSON object a line, or a JSON object."""
+    path = RESULTS / file
+    if path.suffix == ".csv":
+        with open(path, newline="") as f:
+            return list(csv.DictReader(f))
+    if path.suffix == ".jsonl":
+        return common.read_log(path)
+    found = json.loads(path.read_text())
+    return found.get("rows", [found])
 
 
-def share(*args):
-    return f"{100 * float(kpca(*args)):.0f} %"
+def plain(x):
+    """A number as a condition has it: 0.0 is 0."""
+    return f"{x:g}" if isinstance(x, float) else str(x)
 
 
-def shown(name, value, form):
-    """A number of the lecture's pictures."""
-    return f"{json.loads((ROOT / 'lecture/pictures/numbers.json').read_text())[name][value]:{form}}"
+def numbers(file, *given):
+    """The numbers of a column, of all rows that meet the conditions (column=pattern); of rows at
+    several training steps the last. A file with * stands for several."""
+    *conditions, column = given
+    wanted = dict(condition.split("=", 1) for condition in conditions)
+    found = []
+    for path in [file] if file.startswith("..") else sorted(RESULTS.glob(file)):
+        rows = [row for row in rows_of(path) if all(
+            fnmatchcase(plain(row[name]), pattern.replace("[", "[[]"))
+            for name, pattern in wanted.items())]
+        end = max((float(row.get("step", 0)) for row in rows), default=0)
+        for row in (row for row in rows if float(row.get("step", 0)) == end):
+            for part in column.split("."):
+                row = row[part]
+            found.append(float(row))
+    return found
 
 
-def auc(score):
-    """AUC of a token's score against noisy patches, RPC networks after training, three seeds."""
-    of = [row for row in common.read_log(RESULTS / "where_is_s/rows.jsonl")
-          if "/rpc4-l1_s" in row["run"]]
-    last = max(row["step"] for row in of)
-    found = [row["values"][f"noise: AUC of {score}"] for row in of
-             if row["step"] == last and "noise" in row["kinds"]]
-    return f"{statistics.mean(found):.2f}"
+def row(file, *given):
+    """A number of a file of rows, written in the last argument's form; the mean of several; with ±
+    before the form their standard deviation, too, with ci their t-interval."""
+    *given, form = given
+    found = numbers(file, *given)
+    if form.startswith("±"):
+        return spread(found, form[1:])
+    if form.startswith("ci"):
+        return show(paired_t(found), int(form[2:]))
+    return format(statistics.mean(found), form).replace("%", " %")
 
 
-def perplexity(attn):
-    files = [RESULTS / f"wikitext_small/{attn}_s{seed}.json" for seed in range(3)]
-    values = [row["sliding"] for path in files for row in json.loads(path.read_text())["rows"]
-              if row["split"] == "test"]
-    return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
+def kpca(table, run, measure, source, form, *more):
+    """A number of results/kpca, the mean over layers, heads and images."""
+    return row(f"kpca/{table}.csv", "layer=all", f"run={run}", f"measure={measure}",
+               f"source={source}", *more, "mean", form)
+
+
+def eig_table(*networks):
+    """The eigen-cosines of networks, a row each."""
+    columns = [("eig_cos", "learned", "±.4f"), ("eig_cos: learned -", "x W", "ci4"),
+               ("eig_cos: learned -", "other", "ci4")]
+    body = [[network, *(kpca("gamma", f"{network}_s?", *column) for column in columns)]
+            for network in networks]
+    head = ["network (n = 3)", "eigen-cosine, trained", "- random matrix", "- other head"]
+    return f"\n\n{common.table(body, head)}\n\n"
+
+
+def nats(contrast):
+    """A difference of held-out losses of forced values: own - hashed, or an effect's name."""
+    of = constancy.families(RESULTS / "decider/constancy.jsonl")["span"]
+    first, _, second = contrast.partition(" - ")
+    found = constancy.gaps(of, first, second) if second else constancy.effects(of)[contrast]
+    return show(paired_t(found), 3)
 
 
 WRITERS = {f.__name__.replace("_", "-"): f for f in (
-    d, mean, holm, power, accuracy, seeds, table, off, off_holm, r, bend, explained, networks, at,
-    loss, line_table, hours, swept, kpca, eig, nats, effect, share, shown, auc, perplexity)}
+    d, table, off, off_table, fit, line_table, pair_table, row, kpca, eig_table, nats)}
 
 
 # --- pages ----------------------------------------------------------------------------------------
@@ -296,21 +240,32 @@ def pages():
             *sorted(RESULTS.glob("*/*.md"))]
 
 
-def figures(form="png"):
-    """Draw the forest plot of every primary difference, and the figures of the line."""
+def differences():
+    """Every primary difference of every study, as `plot.forest` wants it."""
     groups = []
     for name, (title, _, _, arms, _, _, references) in COMPARISONS.items():
-        _, gaps, p, primary = compared(name)
+        of = compared(name)
         deit = ("softmax", "elliptical") if name in ("scenes", "ten") else ()
-        rows = [(arm + ", DeiT's init" * (arm in deit), [gaps.get((m, arm)) for m in primary],
-                 [p.get((m, arm), 1) for m in primary]) for arm in arms if arm not in references]
-        if primary:
-            groups.append((title, rows))
-    forest(groups, RESULTS / f"line/forest.{form}")
+        groups.append((title, [
+            (arm + ", DeiT's init" * (arm in deit), [of.gaps.get((m, arm), NONE) for m in
+             of.primary], [of.p.get((m, arm), 1) for m in of.primary])
+            for arm in arms if arm not in references]))
+    gaps, p, _ = paired()
+    pairs = dict.fromkeys(key[:2] for key in gaps)
+    primary = line.PICTURES["fresh"][3][::-1]
+    rows = [(f"{arm} - {base}", [gaps.get((arm, base, m), NONE) for m in primary],
+             [p.get((arm, base, m), 1) for m in primary]) for arm, base in pairs]
+    return [*groups, *([("one initialisation, lambda 0", rows)] if rows else [])]
+
+
+def figures(form="png"):
+    """Draw the forest plot of every primary difference, and the figures of the line."""
+    from referee.studies.plot import forest
+    forest(differences(), ("15 corruptions", "PGD-20, 2/255 (CIFAR-10: 1/255)"),
+           RESULTS / f"line/forest.{form}", "accuracy minus baseline's in points")
     for name, (what, *_, primary) in line.PICTURES.items():
         line.draw(picture(name)[0], primary, RESULTS / f"line/{name}.{form}", what)
-    line.draw_lambda(common.read_log(RESULTS / "line/lambda.jsonl"),
-                     RESULTS / f"line/lambda.{form}")
+    line.draw_lambda(rows_of("line/lambda.jsonl"), RESULTS / f"line/lambda.{form}", line.trained())
 
 
 def main(argv=None):

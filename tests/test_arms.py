@@ -29,25 +29,24 @@ def test_bold_is_what_is_primary_and_survives_holms_correction_over_arms_and_mea
         for name in found:
             found[name] |= {(arm, s): images * 0.5 + x / 100 for s, x in enumerate(gaps)}
     names = ["symmetric", "clamp", "admm"]
-    compared = differences.compare(found, names)
-    p = differences.corrected(compared, ["a", "b"])
-    assert set(p) == {(m, arm) for m in "ab" for arm in names[1:]}
-    assert p["a", "admm"] == pytest.approx(2 * compared["a", "admm"].p)     # 0.023 alone
-    text = differences.tables(found, compared, names, primary=["a", "b"])
+    of = differences.family(found, names, primary=["a", "b"])
+    assert set(of.p) == {(m, arm) for m in "ab" for arm in names[1:]}
+    assert of.p["a", "admm"] == pytest.approx(2 * of.gaps["a", "admm"].p)   # 0.023 alone
+    text = differences.tables(of)
     assert text.count("**+10.8") == 4 and "**+8.2" in text                  # two tables each
-    alone = differences.tables(found, compared, names, primary=["a"])
+    alone = differences.tables(differences.family(found, names, primary=["a"]))
     assert alone.count("**+10.8") == 2 and "c " in alone
-    apart = differences.corrected(compared, ["a", "b"], references=["clamp"])
-    assert set(apart) == {("a", "admm"), ("b", "admm")}
+    apart = differences.family(found, names, primary=["a", "b"], references=["clamp"])
+    assert set(apart.p) == {("a", "admm"), ("b", "admm")} and ("a", "clamp") in apart.gaps
 
 
 def test_only_seeds_that_both_arms_have_are_paired_and_one_seed_has_no_interval():
     runs = {("symmetric", 0): np.zeros(4), ("symmetric", 1): np.ones(4),
             ("admm", 1): np.ones(4), ("admm", 2): np.ones(4)}
-    compared = differences.compare({"clean": runs}, ["admm"])
-    d = compared["clean", "admm"]
+    of = differences.family({"clean": runs}, ["symmetric", "admm"], primary=["clean"])
+    d = of.gaps["clean", "admm"]
     assert (d.n, d.mean) == (1, 0) and np.isnan(d.low)
-    text = differences.tables({"clean": runs}, compared, ["symmetric", "admm"], primary=["clean"])
+    text = differences.tables(of)
     assert "Not there: symmetric seed 2, admm seed 0." in text and "**" not in text
 
 

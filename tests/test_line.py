@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from attention import FORMS
+from common import InputError
 from referee.studies import line
+from referee.studies.stats import holm
 from robust import corruptions
+from robust.results import pack
 from vit import ViT, ViTConfig
 
 
@@ -29,6 +32,7 @@ def test_an_attention_on_the_line_is_not_told_from_it_and_a_defence_is():
     slow, adv = found["slow", "pgd 2/255"], found["symmetric-adv", "pgd 2/255"]
     assert slow.low < 0 < slow.high and p["slow", "pgd 2/255"] > 0.05
     assert adv.low < 20 < adv.high and p["symmetric-adv", "pgd 2/255"] < 0.01
+    assert all(d.low < d.mean < d.high and d.high - d.low < 5 for d in (slow, adv))
     r, low, high, bend = line.correlation(trained(), "pgd 2/255")
     assert low < r < high < -0.9 and bend > 0.05
 
@@ -54,6 +58,62 @@ def test_networks_are_rows_with_a_clean_loss_their_own_or_that_of_training():
     assert set(found) == {"mine", "other"}
     assert found["mine"][1:3] == (3, 0.25) and found["other"].loss == 0.5
     assert found["mine"].accuracy == {"clean": 90, "pgd 2/255": 60, "15 corruptions": pytest.approx(75)}
+
+
+def paired_rows(gaps, seeds, noise=2, hardware=lambda seed: ("AMD EPYC", "Intel Xeon")[seed % 2]):
+    """Made-up rows: each arm's accuracy is symmetric-e8's plus its gap, with noise over seeds and images."""
+    for seed in seeds:
+        for i, (arm, gap) in enumerate({"symmetric-e8": 0, **gaps}.items()):
+            rng = np.random.default_rng([seed, i])
+
+            def packed():
+                return pack(torch.tensor(rng.permutation(1000) < 600 + 10 * gap + rng.integers(-noise, noise + 1)))
+            about = dict(checkpoint=f"out/line/{arm}_s{seed}", images=1000, data="shapes", conditions={},
+                         hardware=f"cpu, {hardware(seed)}, 1 threads")
+            yield about | dict(measure="pgd", setting=dict(eps=2 / 255), right=packed())
+            for kind in corruptions.NAMES:
+                yield about | dict(measure="corruptions", setting=dict(type=kind), right=[packed()])
+
+
+@pytest.mark.parametrize("gap, seeds, noise, said", [
+    (0.2, range(20, 28), 2, "equal"), (9, range(20, 28), 2, "differ"), (0.2, range(20, 28), 150, "open"),
+    (0.2, (20, 21), 2, "open")])
+def test_lambda_of_05_equals_lambda_0_by_two_one_sided_tests_differs_or_is_open(gap, seeds, noise, said):
+    rows = list(paired_rows({"uniform-l0": 4, "paper-0.05-n4": 4 + gap, "softmax-e8": -5}, seeds, noise))
+    gaps, p, where = line.paired(rows)
+    assert line.verdict(gaps, p) == said and len(gaps) == 8
+    if noise == 2:
+        assert gaps["paper-0.05-n4", "uniform-l0", "pgd 2/255"].mean == pytest.approx(gap, abs=0.6)
+        assert gaps["softmax-e8", "symmetric-e8", "pgd 2/255"].mean == pytest.approx(-5, abs=0.6)
+    assert where == {"AMD EPYC": [s for s in seeds if s % 2 == 0], "Intel Xeon": [s for s in seeds if s % 2]}
+    if len(seeds) > 2:                                      # Holm: over a group, not over both
+        own = {key: d.p for key, d in gaps.items() if key[0] == "softmax-e8"}
+        assert {key: p[key] for key in own} == pytest.approx(holm(own))
+    assert f"**{said}**" in line.pair_table(gaps, p, where)
+
+
+def test_pairs_are_of_one_seed_and_one_processor():
+    rows = [*paired_rows({"uniform-l0": 0}, (20, 21)), *paired_rows({}, (22,))]
+    assert line.paired(rows)[0]["uniform-l0", "symmetric-e8", "15 corruptions"].n == 2
+    mixed = [*paired_rows({}, (20,)), *paired_rows({"uniform-l0": 0}, (20,), hardware=lambda seed: "Intel Xeon")]
+    with pytest.raises(InputError, match="seed 20 has rows of AMD EPYC and Intel Xeon"):
+        line.paired(mixed)
+    assert "No pairs yet" in line.pair_table(*line.paired(list(paired_rows({}, (20,)))))
+
+
+def test_a_lambda_that_was_trained_is_a_point_of_the_curve(tmp_path, monkeypatch):
+    (tmp_path / "line").mkdir()
+    monkeypatch.setattr(line, "RESULTS", tmp_path)
+    monkeypatch.setattr(line, "read", lambda paths: [
+        dict(checkpoint=f"out/{arm}_s21", measure="clean", top1=top1)
+        for arm, top1 in (("uniform-l0", 90.0), ("released-4-n4", 80.0), ("symmetric-e8", 95.0))])
+    (tmp_path / "line/training.jsonl").write_text(json.dumps(dict(run="released-4-n4_s21", nonzero_S={"0": [0.1, 0.5]})))
+    assert line.trained() == [dict(form="paper", lambd=0.0, top1=90.0),
+                              dict(form="released", lambd=4.0, top1=80.0, share=0.5)]
+    rows = [dict(network="shapes_rpc", form=form, lambd=x, top1=9, entropy=1, uniform=4, share=0.5)
+            for form in FORMS for x in line.LAMBDAS]
+    line.draw_lambda(rows, tmp_path / "x.png", line.trained())
+    assert (tmp_path / "x.png").stat().st_size > 5000
 
 
 def test_with_lambda_0_layer_0_gives_the_mean_of_its_values():

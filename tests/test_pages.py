@@ -12,22 +12,24 @@ def test_writing_a_page_anew_changes_nothing(page):
 
 
 def test_a_number_is_written_between_its_marks_and_a_wrong_one_corrected():
-    mark = "rpc4-l1 is <!--=mean; confirmation; rpc4-l1; pgd-->{}<!--/--> points off."
+    mark = "rpc4-l1 is <!--=d; confirmation; rpc4-l1; pgd; mean-->{}<!--/--> points off."
     written = pages.fill(mark.format(""))
     assert pages.fill(mark.format("99")) == written and "-->-7.7<!--" in written
 
 
 def test_a_family_of_tests_leaves_out_what_another_question_judges():
-    _, gaps, p, primary = pages.compared("ten")
-    assert {arm for _, arm in p} == set(pages.TEN) - {"rpc4-l1", "rpc2-all"}
-    assert {(m, "rpc4-l1") for m in primary} <= gaps.keys()
+    of = pages.compared("ten")
+    assert {arm for _, arm in of.p} == set(pages.TEN) - {"rpc4-l1", "rpc2-all"}
+    assert {(m, "rpc4-l1") for m in of.primary} <= of.gaps.keys()
 
 
-def test_the_forest_plot_has_every_primary_difference(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(pages, "forest", lambda groups, path: drawn.extend(groups))
-    monkeypatch.setattr(pages.line, "draw", lambda *a: None)
-    monkeypatch.setattr(pages.line, "draw_lambda", lambda *a: None)
-    pages.figures()
-    there = {(title, arm) for title, rows in drawn for arm, *_ in rows}
+def test_a_row_is_looked_up_by_its_fields_at_its_last_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    (tmp_path / "a.csv").write_text("run,step,of,x\na_s0,0,J [R],9\na_s0,8,J [R],1\na_s1,8,J [R],2\nb_s0,8,J [R],7\n")
+    assert pages.row("a.csv", "run=a_s?", "of=J [R]", "x", ".2f") == "1.50"
+    assert pages.row("a.csv", "run=a_s?", "step=0", "x", ".0f") == "9" and pages.row("a.csv", "run=a*", "x", "±.1f") == "1.5 ± 0.7"
+
+
+def test_the_forest_plot_has_every_primary_difference():
+    there = {(title, arm) for title, rows in pages.differences() for arm, *_ in rows}
     assert ("adversarial training", "symmetric-adv") in there and len(there) >= 28

@@ -22,8 +22,7 @@ import common
 from common import InputError
 from robust.results import read_rows
 from robust.sources import SEED_FLAGS
-from referee.studies.differences import (BASELINE, compare, draw, outcomes, primary_of, run_of,
-                                         tables)
+from referee.studies.differences import BASELINE, draw, family, outcomes, primary_of, run_of, tables
 from referee.studies.robust_attentions import USUAL as ROBUST
 
 
@@ -160,13 +159,12 @@ def show(args, rows, same=()):
 
     same: arms on which an adaptive attack is PGD.
     """
-    found, primary = outcomes(rows, args.limit, same), primary_of(rows)
-    compared = compare(found, args.arms, args.baseline)
-    how = args.baseline, primary, args.references
-    text = tables(found, compared, args.arms, *how)
+    compared = family(outcomes(rows, args.limit, same), args.arms, args.baseline,
+                      primary_of(rows), args.references)
+    text = tables(compared)
     name = "differences" + (f"_to_{args.baseline}" if args.baseline != BASELINE else "")
     args.out_dir.mkdir(parents=True, exist_ok=True)
     (args.out_dir / f"{name}.md").write_text(text + "\n")
-    if compared:
-        draw(compared, args.arms, args.out_dir / f"{name}.png", *how)
+    if compared.gaps:
+        draw(compared, args.out_dir / f"{name}.png")
     return f"{text}\n\n{args.out_dir}: {name}.md is this, {name}.png draws it"

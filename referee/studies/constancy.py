@@ -292,6 +292,19 @@ def gaps(found, first, second):
     return np.array([found[first][seed] - found[second][seed] for seed in seeds])
 
 
+def effects(found):
+    """The two main effects and the interaction of the four bases, one number a seed that all have;
+    {} below two seeds."""
+    seeds = set.intersection(*(set(found.get(a, ())) for a in ("own", "mean", "hashed", "random")))
+    if len(seeds) < 2:
+        return {}
+    own, mean, hashed, random = (np.array([found[a][s] for s in sorted(seeds)])
+                                 for a in ("own", "mean", "hashed", "random"))
+    return {"constant minus varying": (mean - own + random - hashed) / 2,
+            "kernel PCA minus random": (own - hashed + mean - random) / 2,
+            "interaction": own - mean - (hashed - random)}
+
+
 def report(found):
     """Print the arms, the differences and which outcome it is. found: {arm: {seed: loss}}."""
     table = [[arm, str(len(of)), spread(list(of.values()), ".3f")] for arm, of in found.items()]
@@ -308,22 +321,17 @@ def report(found):
     helps = len(p) == len(NULLS) and all(own[n].mean() < -MARGIN and p[n] < 0.05 for n in p)
     print("kernel PCA's axes help:", "yes" if helps else "not shown")
 
-    seeds = set.intersection(*(set(found.get(a, ())) for a in ("own", "mean", "hashed", "random")))
-    if len(seeds) > 1:
-        four = {a: np.array([found[a][s] for s in sorted(seeds)]) for a in found if
-                seeds <= found[a].keys()}
-        constancy = (four["mean"] - four["own"] + four["random"] - four["hashed"]) / 2
-        kind = (four["own"] - four["hashed"] + four["mean"] - four["random"]) / 2
-        both = four["own"] - four["mean"] - (four["hashed"] - four["random"])
-        for what, d in (("constant minus varying", constancy), ("kernel PCA minus random", kind),
-                        ("interaction", both)):
-            print(f"{what}: {show(paired_t(d), 3)}, {len(d)} seeds")
-        print("constancy helps:", "yes" if paired_t(constancy).high < 0 else "not shown")
+    both = effects(found)
+    for what, d in both.items():
+        print(f"{what}: {show(paired_t(d), 3)}, {len(d)} seeds")
+    if both:
+        constancy = paired_t(both["constant minus varying"])
+        print("constancy helps:", "yes" if constancy.high < 0 else "not shown")
 
 
 def draw(found, path):
     """Draw a panel a family, arms as columns, varying and constant apart; a line a seed."""
-    from referee.studies.plot import WIDTH, plt
+    from referee.studies.plot import WIDTH, plt, save
     figure, panels = plt.subplots(1, len(found), figsize=(WIDTH, 3), squeeze=False)
     for ax, (family, of) in zip(panels[0], found.items()):
         arms = [arm for arm in COLUMNS if arm in of]
@@ -336,8 +344,7 @@ def draw(found, path):
         ax.set(title=family, ylabel="held-out loss in nats")
         ax.legend(fontsize=6)
     figure.supxlabel("left: axes differ from image to image; right: the same for every image")
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
 def main(argv=None):

@@ -154,9 +154,7 @@ def main(argv=None):
     tested = [settings for settings in (PILOT, chosen) if settings]
     report(found, [["symmetric", *settings] for settings in tested], primary)
     for arm, seeds in ALONE.items():
-        own = {name: {run: right for run, right in of.items() if run[1] in seeds}
-               for name, of in found.items()}
-        report(own, [["symmetric", arm]], primary)
+        report(found, [["symmetric", arm]], primary, seeds)
     report(found, [["rpc4-l1", *settings] for settings in tested], ())
 
 

@@ -13,7 +13,7 @@ means was fixed before the runs: referee/results/control/README.md.
 import common
 from referee.studies import arms
 from referee.studies.constants import HOW, PUBLISHED
-from referee.studies.differences import colour_of, outcomes, primary_of, report
+from referee.studies.differences import outcomes, primary_of, report
 
 ADV = dict(adv_eps=2 / 255, adv_steps=3)
 ARMS = PUBLISHED | {f"{arm}-adv": flags | ADV for arm, flags in PUBLISHED.items()}
@@ -25,7 +25,7 @@ COMPARED = [("symmetric", "symmetric-adv"), ("symmetric-adv", "rpc4-l1-adv"),
 
 def draw(rows, path):
     """Draw accuracy against PGD's budget: means over seeds, bands from lowest to highest."""
-    from referee.studies.plot import WIDTH, by_budget, curves, plt
+    from referee.studies.plot import WIDTH, by_budget, colour_of, curves, plt, save
     shown = by_budget([row for row in rows if row["measure"] in ("clean", "pgd")],
                       lambda row: arms.run_of(row)[0])
     figure, ax = plt.subplots(figsize=(WIDTH, 4))
@@ -35,8 +35,7 @@ def draw(rows, path):
     ax.set_xticks([0, *BUDGETS], [f"{x:g}" for x in (0, *BUDGETS)])
     ax.set(xlabel="PGD-20, budget in 1/255 of the pixel range", ylabel="accuracy in %",
            xlim=(-0.1, 1.1 * BUDGETS[-1]))
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
 def main(argv=None):

@@ -7,6 +7,7 @@ other numbers are exploratory and never bold. No study itself.
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +21,6 @@ from referee.studies.stats import show, show_p, spread
 BASELINE = "symmetric"
 FAMILIES = dict(noise=corruptions.NAMES[:3], blur=corruptions.NAMES[3:7],
                 weather=corruptions.NAMES[7:11], digital=corruptions.NAMES[11:])
-COLOURS = dict(softmax="dimgray", symmetric="tab:blue", rpc="tab:red")     # fixed in all figures
-RPC = ("rpc", "no-shrink", "clamp", "admm", "paper", "released", "uniform")
 # The budget is the one at which symmetric keeps half to two thirds of its clean accuracy.
 PRIMARY = dict(shapes=("15 corruptions", "pgd 2/255"), cifar10=("15 corruptions", "pgd 1/255"))
 
@@ -80,35 +79,49 @@ def outcomes(rows, limit, same=()):
     return {name: runs for name, runs in found.items() if runs}
 
 
-def compare(found, arms, baseline=BASELINE):
-    """Pair arms with the baseline, seed by seed: {(measure, arm): Difference in points}."""
-    result = {}
-    for name, runs in found.items():
-        base = {seed: 100 * right for (arm, seed), right in runs.items() if arm == baseline}
-        for arm in arms:
-            mine = {seed: 100 * right for (a, seed), right in runs.items() if a == arm}
-            if arm != baseline and base.keys() & mine.keys():
-                result[name, arm] = crossed(pairs(mine, base, f"{arm} and {baseline}, {name}"))
-    return result
+# --- a family of tests ----------------------------------------------------------------------------
+
+class Family(NamedTuple):
+    """Arms compared with a baseline, and the tests of that question, corrected together."""
+    arms: list                  # the baseline's name stands among them
+    baseline: str
+    primary: tuple              # the measures that are tested
+    found: dict                 # {measure: {(arm, seed): (n,)}}, see outcomes
+    gaps: dict                  # {(measure, arm): Difference in points}, arm minus baseline
+    p: dict                     # {(measure, arm): p after Holm's correction}, of what is tested
 
 
-def corrected(compared, primary, references=()):
-    """Correct p over the arms and the primary measures, as Holm does: {(measure, arm): p}.
+def family(found, arms, baseline=BASELINE, primary=(), references=()):
+    """Pair arms with the baseline, seed by seed, and correct over arms x primary measures.
 
-    One family of tests a question: references are arms whose own question another page asks.
+    references: arms whose own question another page asks: compared, but not tested.
     """
-    return holm({(name, arm): d.p for (name, arm), d in compared.items()
-                 if name in primary and arm not in references})
+    gaps = {}
+    for name, runs in found.items():
+        of = {arm: {seed: 100 * right for (a, seed), right in runs.items() if a == arm}
+              for arm in (baseline, *arms)}
+        for arm in arms:
+            if arm != baseline and of[baseline].keys() & of[arm].keys():
+                gaps[name, arm] = crossed(pairs(of[arm], of[baseline],
+                                                f"{arm} and {baseline}, {name}"))
+    p = holm({(name, arm): d.p for (name, arm), d in gaps.items()
+              if name in primary and arm not in references})
+    return Family(list(arms), baseline, tuple(primary), found, gaps, p)
 
 
-# --- tables and figure ----------------------------------------------------------------------------
+def shared(found, arms, seeds=None):
+    """Keep the runs of arms over the seeds (of these) that all of them have: outcomes, seeds."""
+    common_ = set.intersection(*({seed for of in found.values() for a, seed in of if a == arm}
+                                 for arm in arms))
+    kept = common_ if seeds is None else common_ & set(seeds)
+    found = {name: {(arm, seed): right for (arm, seed), right in of.items()
+                    if arm in arms and seed in kept} for name, of in found.items()}
+    return {name: of for name, of in found.items() if of}, sorted(kept)
+
+
+# --- tables ---------------------------------------------------------------------------------------
 
 NONE = Difference(0, *[np.nan] * 6)                         # a difference that is not there
-
-
-def points(x):
-    """Write a number of points, "" if there is none."""
-    return "" if np.isnan(x) else f"{x:.1f}"
 
 
 def accuracy(runs, arm):
@@ -117,142 +130,78 @@ def accuracy(runs, arm):
     return f"{spread(values)} ({len(values)})" if values else ""
 
 
-def primary_table(found, compared, arms, baseline, primary, references=()):
+def difference(of, name, arm):
+    """Write a Family's difference with its interval, bold if it is significant; "" if none."""
+    d = of.gaps.get((name, arm), NONE)
+    return show(d, bold=of.p.get((name, arm), 1) < 0.05) if d.n else ""
+
+
+def primary_table(of):
     """Write an arm a row: the primary measures, what is significant and what was detectable."""
-    p, body = corrected(compared, primary, references), []
-    names = [name for name in primary if name in found]
-    for arm in arms:
+    body, names = [], [name for name in of.primary if name in of.found]
+    for arm in of.arms:
         line = [arm]
         for name in names:
-            d = compared.get((name, arm), NONE)
-            own = p.get((name, arm), np.nan)
-            line += [accuracy(found[name], arm), show(d, bold=own < 0.05) if d.n else "",
-                     show_p(d.p), show_p(own), points(detectable(d.error, d.df, len(p)))]
+            d = of.gaps.get((name, arm), NONE)
+            power = detectable(d.error, d.df, len(of.p))
+            line += [accuracy(of.found[name], arm), difference(of, name, arm), show_p(d.p),
+                     show_p(of.p.get((name, arm), np.nan)), f"{power:.1f}".replace("nan", "")]
         body.append(line)
     columns = ("difference (95 % CI)", "p", "p, Holm", "80 % power")
     return common.table(body, ["arm", *(head for name in names for head in (name, *columns))])
 
 
-def tables(found, compared, arms, baseline=BASELINE, primary=(), references=()):
+def tables(of):
     """Write Markdown: the primary measures, if any; accuracies; differences to the baseline."""
-    p = corrected(compared, primary, references)
-    others = [arm for arm in arms if arm != baseline]
-
-    def difference(name, arm):
-        d = compared.get((name, arm), NONE)
-        return show(d, bold=p.get((name, arm), 1) < 0.05) if d.n else ""
-
-    parts = []
-    if set(primary) & found.keys():
+    others, parts = [arm for arm in of.arms if arm != of.baseline], []
+    if set(of.primary) & of.found.keys():
         parts += ["The primary measures: accuracy in per cent, mean ± standard deviation (seeds); "
-                  f"difference to {baseline} in points, paired by seed, 95 % CI over seeds and "
+                  f"difference to {of.baseline} in points, paired by seed, 95 % CI over seeds and "
                   "images; p, and after Holm's correction over arms x measures (bold: below .05); "
                   "the smallest difference found with 80 % power at the first step of Holm's:",
-                  primary_table(found, compared, arms, baseline, primary, references)]
-        if any(d.n == 3 for (name, _), d in compared.items() if name in primary):
+                  primary_table(of)]
+        if any(d.n == 3 for (name, _), d in of.gaps.items() if name in of.primary):
             parts.append("Of three seeds intervals and p are rough.")
     parts += ["Accuracy in per cent, mean ± standard deviation (seeds):",
-              common.table([[name, *(accuracy(runs, arm) for arm in arms)]
-                            for name, runs in found.items()], ["measure", *arms])]
-    if compared:
-        parts += [f"Difference to {baseline} in points (95 % CI over seeds and images); what is "
+              common.table([[name, *(accuracy(runs, arm) for arm in of.arms)]
+                            for name, runs in of.found.items()], ["measure", *of.arms])]
+    if of.gaps:
+        parts += [f"Difference to {of.baseline} in points (95 % CI over seeds and images); what is "
                   "not primary is exploratory:",
-                  common.table([[name, *(difference(name, arm) for arm in others)]
-                                for name in found], ["measure", *others])]
-    lacking = missing(run for runs in found.values() for run in runs)
+                  common.table([[name, *(difference(of, name, arm) for arm in others)]
+                                for name in of.found], ["measure", *others])]
+    lacking = missing(run for runs in of.found.values() for run in runs)
     if lacking:
         parts.append("Not there: " + ", ".join(f"{arm} seed {seed}" for arm, seed in lacking) + ".")
     return "\n\n".join(parts)
 
 
-def report(found, groups, primary):
-    """Print the tables of each group of arms, compared with the first, over the seeds of all."""
+def report(found, groups, primary, seeds=None):
+    """Print the tables of each group of arms, compared with its first, over the seeds of all."""
     for arms in groups:
-        seeds = [{seed for of in found.values() for name, seed in of if name == arm}
-                 for arm in arms]
-        shared = set.intersection(*seeds)
-        if not shared:
-            absent = [arm for arm, of in zip(arms, seeds) if not of] or ["a seed that all have"]
-            print(f"{' and '.join(arms)}: no rows of {' and '.join(absent)} yet.\n")
+        own, there = shared(found, arms, seeds)
+        if not there:
+            absent = [arm for arm in arms if not shared(found, [arm], seeds)[1]]
+            lacks = " and ".join(absent or ["a seed that all have"])
+            print(f"{' and '.join(arms)}: no rows of {lacks} yet.\n")
             continue
-        own = {name: {(arm, seed): right for (arm, seed), right in of.items()
-                      if arm in arms and seed in shared} for name, of in found.items()}
-        own = {name: of for name, of in own.items() if of}
-        print(f"{', '.join(arms)}, seeds {', '.join(map(str, sorted(shared)))}.\n")
-        print(tables(own, compare(own, arms, arms[0]), arms, arms[0], primary) + "\n")
+        print(f"{', '.join(arms)}, seeds {', '.join(map(str, there))}.\n")
+        print(tables(family(own, arms, arms[0], primary)) + "\n")
 
 
-def draw(compared, arms, path, baseline=BASELINE, primary=(), references=()):
-    """Draw differences as points with their intervals, arms in rows, measures in columns.
+# --- figure ---------------------------------------------------------------------------------------
 
-    Filled: primary and significant. A measure that only few arms have is left to the tables.
+def draw(of, path):
+    """Draw a Family's differences, arms in rows, a panel a measure.
+
+    A measure that only few arms have is left to the tables.
     """
-    from referee.studies.plot import WIDTH, plt
-    p = corrected(compared, primary, references)
-    arms = [arm for arm in arms if any(a == arm for _, a in compared)]
-    names = list(dict.fromkeys(name for name, _ in compared))
-    names = [name for name in names if 2 * sum((name, a) in compared for a in arms) > len(arms)]
-    names.sort(key=lambda name: name not in primary)
-    across = min(4, len(names))
-    figure, axes = plt.subplots(-(-len(names) // across), across, sharey=True, sharex=True,
-                                squeeze=False, figsize=(WIDTH, 0.9 + -(-len(names) // across) *
-                                                        (0.4 + 0.21 * len(arms))))
-    for ax, name in zip(axes.flat, names):
-        for y, arm in enumerate(arms):
-            d, colour = compared.get((name, arm), NONE), colour_of(arm)
-            if d.n > 2:                                     # of two seeds: too wide
-                ax.plot([d.low, d.high], [y, y], color=colour, linewidth=1.5)
-            ax.plot(d.mean, y, "o", color=colour, markersize=5,
-                    markerfacecolor=colour if p.get((name, arm), 1) < 0.05 else "white")
-        ax.axvline(0, color="black", linewidth=0.8)
-        ax.set(title=f"{name} (primary)" if name in primary else name,
-               ylim=(len(arms) - 0.5, -0.5), yticks=range(len(arms)), yticklabels=arms)
-    for ax in axes.flat[len(names):]:
-        ax.set_visible(False)
-    figure.supxlabel(f"accuracy minus {baseline}'s in points, 95 % over seeds and images; filled: "
-                     "primary and significant after Holm", fontsize=9)
-    figure.savefig(path)
-    plt.close(figure)
-
-
-def colour_of(arm):
-    """The fixed colour of an arm's family: softmax grey, symmetric blue, RPC red, others olive."""
-    name = arm.removesuffix("-adv").split(",")[0]
-    family = "rpc" if name.startswith(RPC) else name.split("-e")[0]
-    return COLOURS.get(family, "tab:olive")
-
-
-def forest(groups, path):
-    """Draw every primary difference of every study on one axis: a panel a kind of measure.
-
-    groups: (title, [(arm, (under corruptions, under PGD), (p after Holm of the two))]). Filled:
-    significant. Dashed: adversarially trained.
-    """
-    from referee.studies.plot import WIDTH, plt
-    lines = sum(len(rows) + 1 for _, rows in groups)
-    figure, axes = plt.subplots(1, 2, sharex=True, sharey=True, figsize=(WIDTH, 1 + 0.2 * lines))
-    ticks, y = {}, 0
-    for title, rows in groups:
-        ticks[y] = title
-        for arm, gaps, p in rows:
-            y += 1
-            ticks[y] = arm
-            for ax, d, own in zip(axes, gaps, p):
-                if d is not None:
-                    colour = colour_of(arm)
-                    ax.plot([d.low, d.high], [y, y], "--" if arm.endswith("-adv") else "-",
-                            color=colour, linewidth=1.5)
-                    ax.plot(d.mean, y, "o", color=colour, markersize=5,
-                            markerfacecolor=colour if own < 0.05 else "white")
-        y += 1
-    for ax, measure in zip(axes, ("15 corruptions", "PGD-20, 2/255 (CIFAR-10: 1/255)")):
-        ax.axvline(0, color="black", linewidth=0.8)
-        ax.set(title=measure, ylim=(y - 0.5, -0.8), xlim=(-41, 31))
-        ax.set_yticks(list(ticks), ticks.values())
-        for label in ax.get_yticklabels():
-            label.set_fontweight("bold" if label.get_text() in dict(groups) else "normal")
-        ax.tick_params(axis="y", length=0)
-    figure.supxlabel("accuracy minus baseline's in points, 95 % (negative: worse); filled: "
-                     "significant after Holm; dashed: adversarially trained", fontsize=8.5)
-    figure.savefig(path)
-    plt.close(figure)
+    from referee.studies.plot import forest
+    arms = [arm for arm in of.arms if any(a == arm for _, a in of.gaps)]
+    names = list(dict.fromkeys(name for name, _ in of.gaps))
+    names = [name for name in names if 2 * sum((name, a) in of.gaps for a in arms) > len(arms)]
+    names.sort(key=lambda name: name not in of.primary)
+    rows = [(arm, [of.gaps.get((name, arm), NONE) for name in names],
+             [of.p.get((name, arm), 1) for name in names]) for arm in arms]
+    forest([("", rows)], [f"{name} (primary)" if name in of.primary else name for name in names],
+           path, f"accuracy minus {of.baseline}'s in points")

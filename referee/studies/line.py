@@ -17,6 +17,7 @@ steps=20" corruptions; their clean loss is that of the row (`loss`), or of --tra
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,8 +28,8 @@ import common
 from attention import ATTENTIONS, FORMS, arg_names
 from data.shapes import load_shapes
 from referee.studies.arms import read
-from referee.studies.differences import COLOURS, colour_of
-from referee.studies.stats import Difference, holm, show, show_p, student
+from referee.studies.differences import family, outcomes, primary_of, shared
+from referee.studies.stats import Difference, holm, interval, show, show_p, student
 from robust import corruptions
 from robust.results import title
 from robust.sources import load_model
@@ -93,24 +94,26 @@ def networks_of(rows, training):
     return networks
 
 
-def stored(name):
-    """Read the committed networks of a picture."""
-    _, rows, training, _ = PICTURES[name]
-    files = [sorted(path for pattern in patterns for path in RESULTS.glob(pattern))
-             for patterns in (rows, training)]
-    return networks_of(read(files[0]), logged(files[1]))
+def files(patterns):
+    return sorted(path for pattern in patterns for path in RESULTS.glob(pattern))
 
 
 def logged(paths):
     return [row for path in paths for row in common.read_log(path)]
 
 
+def stored(name):
+    """Read the committed networks of a picture."""
+    _, rows, training, _ = PICTURES[name]
+    return networks_of(read(files(rows)), logged(files(training)))
+
+
 def defended(arm):
     return arm.endswith("-adv")
 
 
-def reference(networks, arm):
-    """Choose the networks that the line of an arm goes through."""
+def reference(networks, arm=None):
+    """Choose the networks that the line goes through, for an arm or (None) as it is drawn."""
     traced = [n for n in networks if n.arm.startswith(TRACED)]
     return traced or [n for n in networks if n.arm != arm and not defended(n.arm)]
 
@@ -194,15 +197,16 @@ def distances(networks, primary, others=()):
 
 def tables(networks, primary, others=()):
     """Write Markdown: r and the bend of each measure; each arm's distance from the line."""
-    traced = [n for n in networks if n.arm.startswith(TRACED)]
-    line = traced or [n for n in networks if not defended(n.arm)]
+    line = reference(networks)
+    traced = line[0].arm.startswith(TRACED)
     found, p = distances(networks, primary, others)
     head = []
     for measure in MEASURES:
-        if len(points(line, measure)[0]) > 2:
+        x, y = points(line, measure)
+        if len(x) > 2:
             r, low, high, bend = correlation(line, measure)
-            slope = np.polyfit(*points(line, measure), 1)[0]
-            head.append([measure, str(len(points(line, measure)[0])),
+            slope = np.polyfit(x, y, 1)[0]
+            head.append([measure, str(len(x)),
                          f"{r:+.2f} ({low:+.2f} to {high:+.2f})", f"{100 * r * r:.0f} %",
                          f"{-slope * np.log(2):+.1f}", show_p(bend)])
     body = []
@@ -228,50 +232,40 @@ def tables(networks, primary, others=()):
 MARKS = "o^vD<>phX*P"
 
 
-def in_words(measure):
-    return measure.replace("pgd", "PGD-20 at") if measure.startswith("pgd") else measure
-
-
 def draw(networks, primary, path, what, others=()):
     """Draw a panel a primary measure: clean loss against accuracy, a point a network."""
-    from referee.studies.plot import WIDTH, legend, plt
+    from referee.studies.plot import WIDTH, colour_of, legend, plt, save
     figure, axes = plt.subplots(1, len(primary), figsize=(WIDTH, 5), sharex=True)
     arms = list(dict.fromkeys(n.arm for n in networks))
-    traced = sorted((arm for arm in arms if arm.startswith(TRACED)),
-                    key=lambda arm: int(arm.removeprefix(TRACED)))
-    epochs = [arm.removeprefix(TRACED) for arm in traced]
-    plain = [arm for arm in arms if arm not in traced]
+    traced = {arm: arm.removeprefix(TRACED) for arm in arms if arm.startswith(TRACED)}
+    traced = dict(sorted(traced.items(), key=lambda item: int(item[1])))         # arm: its epochs
+    looks = {}                                                  # arm: mark, fill, colour, label
+    for arm in arms:
+        same = [a for a, (*_, colour, _) in looks.items() if colour == colour_of(arm)]
+        mark = "s" if defended(arm) else MARKS[len(same) % len(MARKS)]
+        looks[arm] = mark, "none" if defended(arm) else "full", colour_of(arm), arm
+    for arm in traced:
+        label = f"symmetric, {' '.join(traced.values())} epochs"
+        looks[arm] = "o", "full", colour_of(arm), label
+    looks |= {n.arm: ("P", "none", "black", n.arm) for n in others}
     for ax, measure in zip(axes, primary):
-        line = [n for n in networks if n.arm in traced] or [
-            n for n in networks if not defended(n.arm)]
-        for arm in plain:
-            colour = colour_of(arm)
-            same = [a for a in plain if colour_of(a) == colour and not defended(a)]
-            mark = "s" if defended(arm) else MARKS[same.index(arm) % len(MARKS)]
-            x, y = points([n for n in networks if n.arm == arm], measure)
-            ax.plot(np.exp(x), y, mark, color=colour, label=arm, markersize=6, alpha=0.75,
-                    markeredgewidth=1.2, fillstyle="none" if defended(arm) else "full")
-        means = []
-        for arm in traced:
-            x, y = points([n for n in networks if n.arm == arm], measure)
-            ax.plot(np.exp(x), y, "o", color="tab:blue", markersize=6,
-                    label=f"symmetric, {' '.join(epochs)} epochs" if arm == traced[0] else None)
-            means.append((np.exp(x.mean()), y.mean(), arm.removeprefix(TRACED)))
-        if means:
-            ax.plot(*zip(*[(x, y) for x, y, _ in means]), color="tab:blue", linewidth=1.5)
-            for x, y, trained in means:
-                ax.annotate(f"{trained} epochs", (x, y), (9, -13), color="tab:blue", fontsize=8,
-                            textcoords="offset points")
+        of = {arm: points([n for n in (*networks, *others) if n.arm == arm], measure)
+              for arm in looks}
+        for arm, (mark, fill, colour, label) in looks.items():
+            ax.plot(np.exp(of[arm][0]), of[arm][1], mark, fillstyle=fill, color=colour, alpha=0.75,
+                    label=label, markersize=6, markeredgewidth=1.2)
+        means = {arm: (np.exp(of[arm][0].mean()), of[arm][1].mean()) for arm in traced}
+        ax.plot(*zip(*means.values()) if means else ([], []), color=colour_of("symmetric"))
+        for arm, at in means.items():
+            ax.annotate(f"{traced[arm]} epochs", at, (9, -13), color=colour_of("symmetric"),
+                        fontsize=8, textcoords="offset points")
         ends = points([*networks, *others], measure)[0]
         ends = np.array([ends.min(), ends.max()]) + np.array([-0.05, 0.05]) * np.ptp(ends)
-        fit = np.polyfit(*points(line, measure), 1)
+        fit = np.polyfit(*points(reference(networks), measure), 1)
         ax.plot(np.exp(ends), np.polyval(fit, ends), "--", color="black", linewidth=1,
                 label="the line", zorder=0)
-        for i, arm in enumerate(dict.fromkeys(n.arm for n in others)):
-            x, y = points([n for n in others if n.arm == arm], measure)
-            ax.plot(np.exp(x), y, "P", color="black", markersize=10, fillstyle="none", label=arm)
-        ax.set(xscale="log", xlabel="clean test loss in nats (log scale)", title=in_words(measure),
-               ylabel="accuracy in %")
+        ax.set(xscale="log", xlabel="clean test loss in nats (log scale)", ylabel="accuracy in %",
+               title=measure.replace("pgd", "PGD-20 at"))
         ticks = sorted({float(f"{x:.2g}") for x in np.exp(np.linspace(*ends, 5))})
         ax.set_xticks(ticks, [f"{x:g}" for x in ticks])
         ax.set_xticks([], minor=True)
@@ -279,8 +273,66 @@ def draw(networks, primary, path, what, others=()):
     axes[0].invert_xaxis()                                          # both: they share x
     figure.suptitle(f"{what}: a point a network; trained further is to the right", fontsize=9.5)
     legend(figure, axes[0], "lower center", ncols=5)
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
+
+
+# --- groups 1 and 2 of the plan: pairs of one seed ------------------------------------------------
+
+PAIRS = {1: [("softmax-e8", "symmetric-e8")],
+         2: [("paper-0.05-n4", "uniform-l0"), ("paper-0.05-n4", "symmetric-e8"),
+             ("uniform-l0", "symmetric-e8")]}
+MARGIN = 3                                      # points: what counts as equal, fixed beforehand
+
+
+def processors(rows):
+    """Sort seeds by the processor of their rows: {name: [seeds]}. A seed's must be one."""
+    of = {}
+    for row in rows:
+        seed, name = int(name_of(row).rpartition("_s")[2]), row["hardware"].split(", ")[1]
+        if of.setdefault(seed, name) != name:
+            raise common.InputError(f"seed {seed} has rows of {of[seed]} and {name}: no pairs")
+    return {name: sorted(s for s in of if of[s] == name) for name in dict.fromkeys(of.values())}
+
+
+def paired(rows, limit=1000):
+    """Compare the arms of each group, by seed: {(arm, baseline, measure): Difference}, p of each
+    after Holm over its group, and the seeds of each processor."""
+    where, gaps, p = processors(rows), {}, {}
+    found, primary = outcomes(rows, limit), primary_of(rows)
+    for pairs in PAIRS.values():
+        own = {}
+        for arm, base in pairs:
+            both, seeds = shared(found, [arm, base])
+            of = family(both, [arm], base).gaps if seeds else {}
+            own |= {(arm, base, m): of[m, arm] for m in primary if (m, arm) in of}
+        gaps |= own
+        p |= holm({key: d.p for key, d in own.items()})
+    return gaps, p, where
+
+
+def verdict(gaps, p):
+    """Does lambda .05 equal lambda 0, by two one-sided tests on both primaries? equal, differ or
+    open, as the plan has it."""
+    of = {key: d for key, d in gaps.items() if key[:2] == PAIRS[2][0]}
+    ends = [abs(end) for d in of.values() for end in interval(d, 0.9)]
+    if len(of) == 2 and min(d.n for d in of.values()) > 2 and max(ends) < MARGIN:
+        return "equal"
+    return "differ" if any(p[key] < 0.05 for key in of) else "open"
+
+
+def pair_table(gaps, p, where):
+    """Write Markdown: a pair and a measure a row, what it means, which processor had which seeds.
+    """
+    body = [[f"{arm} minus {base}", str(d.n), measure, show(d, bold=p[arm, base, measure] < 0.05),
+             show_p(p[arm, base, measure]), "{:+.1f} to {:+.1f}".format(*interval(d, 0.9))]
+            for (arm, base, measure), d in gaps.items()]
+    head = ["difference", "seeds", "measure", "points (95 % CI)", "p, Holm", "90 % interval"]
+    seeds = "; ".join(f"{name} seeds {', '.join(map(str, of))}" for name, of in where.items())
+    arm, base = PAIRS[2][0]
+    return "\n\n".join([
+        *([common.table(body, head), f"{arm} and {base}, margin {MARGIN} points: "
+           f"**{verdict(gaps, p)}**."] if gaps else ["No pairs yet."]),
+        f"Pairs are of one seed, so of one processor: {seeds}."])
 
 
 # --- lambda, from 0 to infinity -------------------------------------------------------------------
@@ -319,40 +371,53 @@ def sweep(paths, out_dir, form):
                 rows.append(dict(network=path.stem, form=reading, lambd=lambd,
                                  **attend(model, images, labels)))
     (out_dir / "lambda.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    draw_lambda(rows, out_dir / f"lambda.{form}")
+    draw_lambda(rows, out_dir / f"lambda.{form}", trained())
     print(f"{out_dir}/lambda.jsonl, lambda.{form}")
+
+
+def trained():
+    """Read what the networks of the line that were trained with a lambda of their own have: rows
+    as those of `sweep`, without the entropy, which their rows do not hold."""
+    _, rows, training, _ = PICTURES["fresh"]
+    shares = {row["run"]: row.get("nonzero_S", {}).get("0") for row in logged(files(training))}
+    found = []
+    for row in read(files(rows)):
+        arm, _, _ = name_of(row).rpartition("_s")
+        how = re.fullmatch(r"(paper|released)-(.+)-n4", arm.replace("uniform-l0", "paper-0-n4"))
+        if how and row["measure"] == "clean":
+            share = shares.get(name_of(row))
+            found.append(dict(form=how[1], lambd=float(how[2]), top1=row["top1"])
+                         | (dict(share=share[-1]) if share else {}))
+    return found
 
 
 def draw_lambda(rows, path, trained=()):
     """Draw accuracy, entropy of layer 0 and share of S against lambda, a column a reading."""
-    from referee.studies.plot import WIDTH, legend, plt
+    from referee.studies.plot import WIDTH, colour_of, legend, plt, save
     shown = dict(top1="accuracy in %", entropy="entropy of layer 0\nin nats",
                  share="share of S\nthat is not 0")
     figure, axes = plt.subplots(3, 2, figsize=(WIDTH, 6), sharex=True, sharey="row")
-    for column, reading in enumerate(("paper", "released")):
-        for ax, (name, label) in zip(axes[:, column], shown.items()):
+    for column, reading in zip(axes.T, ("paper", "released")):
+        for ax, (name, label) in zip(column, shown.items()):
             for network in dict.fromkeys(row["network"] for row in rows):
                 own = [r for r in rows if (r["network"], r["form"]) == (network, reading)]
-                kind = "rpc" if "rpc" in network else "symmetric"
                 ax.plot(range(len(own)), [row[name] for row in own], "o-", markersize=4,
-                        color=COLOURS[kind], label=f"weights of {network}, not trained again")
-            for arm in dict.fromkeys(row["network"] for row in trained if row["form"] == reading):
-                own = [r for r in trained if (r["network"], r["form"]) == (arm, reading)]
-                ax.plot([LAMBDAS.index(r["lambd"]) for r in own], [r[name] for r in own], "*",
-                        markersize=9, color="black", label="trained with this lambda")
+                        color=colour_of("rpc" if "rpc" in network else "symmetric"),
+                        label=f"weights of {network}, not trained again")
+            own = [r for r in trained if r["form"] == reading and name in r]
+            ax.plot([LAMBDAS.index(r["lambd"]) for r in own], [r[name] for r in own], "*",
+                    markersize=9, color="black", label="trained with this lambda" if own else None)
             if name == "entropy":
                 ax.axhline(rows[0]["uniform"], color="black", linewidth=0.8, linestyle=":")
-            ax.set(ylabel=label if not column else None)
-        axes[0, column].set_title(f"reading `{reading}`, 4 steps")
-        axes[2, column].set(xlabel="lambda", xticks=range(len(LAMBDAS)))
-        axes[2, column].set_xticklabels([f"{x:g}".replace("inf", "∞") for x in LAMBDAS],
-                                        rotation=45)
+            ax.set(ylabel=label if ax in axes[:, 0] else None)
+        column[0].set_title(f"reading `{reading}`, 4 steps")
+        column[2].set(xlabel="lambda", xticks=range(len(LAMBDAS)))
+        column[2].set_xticklabels([f"{x:g}".replace("inf", "∞") for x in LAMBDAS], rotation=45)
     legend(figure, axes[0, 0], "lower center", ncols=3)
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
-def main():
+def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--rows", nargs="+", type=Path, default=[], metavar="FILE", help="yours")
@@ -363,12 +428,12 @@ def main():
                    help="vary lambda in trained networks instead, and draw figure 2")
     p.add_argument("--out_dir", type=Path, default=Path("out/line"))
     p.add_argument("--format", choices=["png", "pdf", "svg"], default="png")
-    args = p.parse_args()
+    args = p.parse_args(argv)
     args.out_dir.mkdir(parents=True, exist_ok=True)
     if args.sweep:
         return sweep(args.sweep, args.out_dir, args.format)
-    files = [path / "results.jsonl" if path.is_dir() else path for path in args.rows]
-    others = networks_of(read(files), logged(args.training))
+    own = [path / "results.jsonl" if path.is_dir() else path for path in args.rows]
+    others = networks_of(read(own), logged(args.training))
     if args.rows and not others:
         raise common.InputError("--rows: no network of these has a clean loss: --measures clean "
                                 "gives it, or --training")
@@ -379,6 +444,8 @@ def main():
         path = args.out_dir / f"{name}.{args.format}"
         draw(networks, primary, path, what, others)
         print(f"{path} draws it\n")
+    if not args.rows and not args.picture:
+        print(pair_table(*paired(read(files(["line/s*.jsonl"])))))
 
 
 if __name__ == "__main__":

@@ -144,13 +144,14 @@ def verdict(arm, compared, corrected):
     return f"undecided: two seeds or more of {', '.join(missing)}" if missing else "yes"
 
 
-def report(found, compared, rows, args, primary=()):
-    """Markdown: accuracies and differences; AUC; p-values and the verdict."""
-    corrected = {name: p_values(found[name], args.arms) for name in found}
+def report(compared, rows):
+    """Markdown: accuracies and differences of a Family; AUC; p-values and the verdict."""
+    arms = compared.arms
+    corrected = {name: p_values(runs, arms) for name, runs in compared.found.items()}
     body = []
-    for arm in args.arms:
+    for arm in arms:
         p = [f"{corrected.get(name, {}).get(arm, np.nan):.3f}".replace("nan", "") for name in ABOVE]
-        met = "" if arm == BASELINE else verdict(arm, compared, corrected)
+        met = "" if arm == BASELINE else verdict(arm, compared.gaps, corrected)
         body.append([arm, *p, met])
     head = ["attention", *(f"p, {name}" for name in ABOVE), "meets the rule"]
 
@@ -160,14 +161,14 @@ def report(found, compared, rows, args, primary=()):
         return f"{np.mean(values):.2f} ({len(values)})" if values else ""
 
     areas = [[name, score, *(over_seeds(arm, lambda row: row["auc"][name].get(score))
-                             for arm in args.arms)]
+                             for arm in arms)]
              for name in (f"{n} patches {kind}" for kind, n in PATCHES) for score in SCORES]
     areas.append(["clean", "tokens with a score",
-                  *(over_seeds(arm, lambda row: row.get("scored")) for arm in args.arms)])
+                  *(over_seeds(arm, lambda row: row.get("scored")) for arm in arms)])
     return "\n\n".join([
-        differences.tables(found, compared, args.arms, BASELINE, primary, REFERENCES),
+        differences.tables(compared),
         "AUC of a token's score against the corrupted patches, mean over seeds (seeds):",
-        common.table(areas, ["corruption", "score", *args.arms]),
+        common.table(areas, ["corruption", "score", *arms]),
         "p after Holm's correction; verdict:",
         common.table(body, head)])
 
@@ -182,14 +183,13 @@ def main(argv=None):
         for name, text in row["right"].items():
             right = unpack(text, row["images"]).double().numpy()
             found.setdefault(name, {})[run] = right
-    compared = differences.compare(found, args.arms)
-    primary = differences.primary_of(evaluated)
-    text = report(found, compared, rows, args, primary)
+    compared = differences.family(found, args.arms, BASELINE, differences.primary_of(evaluated),
+                                  REFERENCES)
+    text = report(compared, rows)
     args.out_dir.mkdir(parents=True, exist_ok=True)
     (args.out_dir / "outliers.md").write_text(text + "\n")
-    if compared:
-        differences.draw(compared, args.arms, args.out_dir / "outliers.png", BASELINE, primary,
-                         REFERENCES)
+    if compared.gaps:
+        differences.draw(compared, args.out_dir / "outliers.png")
     print(f"\n{text}\n\n{args.out_dir}: outliers.md is this, outliers.png draws its differences")
 
 

@@ -20,7 +20,6 @@ import numpy as np
 import common
 from robust.metrics import wilson
 from robust.results import group, identity, read_rows
-from referee.studies.differences import colour_of
 from referee.studies.probe import read_csv
 
 try:
@@ -33,6 +32,16 @@ plt.rcParams.update({"figure.dpi": 100, "figure.constrained_layout.use": True, "
                      "axes.titlesize": 11.5, "legend.fontsize": 10, "axes.spines.top": False,
                      "axes.spines.right": False})
 WIDTH = 9                                                  # inches
+COLOURS = dict(softmax="dimgray", symmetric="tab:blue", rpc="tab:red")     # fixed in all figures
+RPC = ("rpc", "no-shrink", "clamp", "admm", "paper", "released", "uniform")
+
+
+# --- what all figures share -----------------------------------------------------------------------
+
+def colour_of(arm):
+    """The fixed colour of an arm's family: softmax grey, symmetric blue, RPC red, others olive."""
+    name = arm.removesuffix("-adv").split(",")[0]
+    return COLOURS.get("rpc" if name.startswith(RPC) else name.split("-e")[0], "tab:olive")
 
 
 def band(ax, xs, low, high, colour):
@@ -41,8 +50,49 @@ def band(ax, xs, low, high, colour):
 
 def legend(figure, ax, where, **look):
     """The labels of ax, outside of all panels."""
-    handles, labels = ax.get_legend_handles_labels()
-    figure.legend(handles, labels, loc=f"outside {where}", frameon=False, **look)
+    named = {label: handle for handle, label in zip(*ax.get_legend_handles_labels())}
+    figure.legend(named.values(), named.keys(), loc=f"outside {where}", frameon=False, **look)
+
+
+def save(figure, path):
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def forest(groups, names, path, what):
+    """Draw differences with their intervals on one axis, arms in rows, a panel a measure.
+
+    groups: (title, [(arm, [Difference of each measure], [p after Holm of each])]). Filled:
+    significant. Dashed: adversarially trained. Intervals of two seeds are too wide to draw.
+    """
+    lines, across = sum(len(rows) + bool(title) for title, rows in groups), min(4, len(names))
+    down = -(-len(names) // across)
+    figure, axes = plt.subplots(down, across, sharex=True, sharey=True, squeeze=False,
+                                figsize=(WIDTH, 0.9 + down * (0.4 + 0.21 * lines)))
+    ticks, titles = [], []
+    for title, rows in groups:
+        titles += [title] if title else []
+        ticks += [title] if title else []
+        for arm, gaps, p in rows:
+            for ax, d, own in zip(axes.flat, gaps, p):
+                look = dict(color=colour_of(arm))
+                if d.n > 2:
+                    ax.plot([d.low, d.high], [len(ticks)] * 2, linewidth=1.5,
+                            linestyle="--" if arm.endswith("-adv") else "-", **look)
+                ax.plot(d.mean, len(ticks), "o", markersize=5, **look,
+                        markerfacecolor=look["color"] if own < 0.05 else "white")
+            ticks.append(arm)
+    for ax, name in zip(axes.flat, names):
+        ax.axvline(0, color="black", linewidth=0.8)
+        ax.set(title=name, ylim=(len(ticks) - 0.5, -0.5), yticks=range(len(ticks)),
+               yticklabels=ticks)
+        for label in ax.get_yticklabels():
+            label.set_fontweight("bold" if label.get_text() in titles else "normal")
+    for ax in axes.flat[len(names):]:
+        ax.set_visible(False)
+    figure.supxlabel(f"{what}, 95 % over seeds and images (negative: worse); filled: primary and "
+                     "significant after Holm", fontsize=8.5)
+    save(figure, path)
 
 
 # --- log.jsonl of training runs -------------------------------------------------------------------
@@ -317,7 +367,7 @@ def main(argv=None):
     args = get_args(argv)
     folder = args.folder[0]
     if args.what == "log":
-        logs(args.folder).savefig(folder / "curves.png")
+        save(logs(args.folder), folder / "curves.png")
         return print(f"{folder / 'curves.png'}: {logs.__doc__}")
     pattern, lack = FILES[args.what]
     if not list(folder.glob(pattern)):
@@ -328,8 +378,7 @@ def main(argv=None):
             print(f"{name}: skipped, {folder} has no numbers for it: {missing}")
             continue
         path = folder / ("_".join([name, *args.run]) + ".png")
-        figure.savefig(path)
-        plt.close(figure)
+        save(figure, path)
         lacking = f" Missing: {missing}." if missing else ""
         print(f"{path}: {draw_it.__doc__}{lacking}")
 

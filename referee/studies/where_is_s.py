@@ -183,7 +183,7 @@ def table(groups):
 
 def draw(groups, kinds, path):
     """Over training: AUC above and cosine below for each corruption; the residual on the left."""
-    from referee.studies.plot import WIDTH, legend, plt
+    from referee.studies.plot import WIDTH, legend, plt, save
     networks = list(dict.fromkeys(network for network, _ in groups))
     figure, axes = plt.subplots(2, len(kinds) + 1, figsize=(1.7 * WIDTH, 6), sharex=True)
 
@@ -210,8 +210,7 @@ def draw(groups, kinds, path):
     for ax in axes[1]:
         ax.set_xlabel("training step")
     legend(figure, axes[0][1], "lower center", ncols=4)
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
 def main(argv=None):
