@@ -122,7 +122,7 @@ def with_formulas(text):
     def mathml(match):
         block, inline = match.groups()
         formula = convert(block or inline, display="block" if block else "inline")
-        return f'<div class="wide">{formula}</div>' if block else formula
+        return f'\n\n<div class="wide">{formula}</div>\n\n' if block else formula
     parts = re.split(r"(```.*?```|`[^`\n]*`)", text, flags=re.S)            # code has no formulas
     formula = r"\$\$(.+?)\$\$|\$([^$\n]+)\$"
     return "".join(part if part.startswith("`") else re.sub(formula, mathml, part, flags=re.S)
