@@ -318,12 +318,14 @@ def test_restarts_of_pgd_keep_the_first_start_that_fools_the_model(net):
         pgd(model, images, labels, EPS, random_start=False, restarts=2)
 
 
-def test_every_restart_of_pgd_starts_elsewhere(monkeypatch):
+def test_every_restart_of_pgd_and_draw_of_noise_has_numbers_of_its_own(monkeypatch):
     model, images, labels, _ = linear_case(4)
     keys, noise_like = [], attacks.noise_like
     monkeypatch.setattr(attacks, "noise_like", lambda x, index, *key: keys.append(key) or noise_like(x, index, *key))
     pgd(lambda x: model(x) + 100 * torch.eye(2)[labels[:1]], images, labels[:1].expand(4), 0.1, steps=1, restarts=4)
-    assert len(set(keys)) == len(keys) == 4
+    for draw in (0, 1):
+        noise(model, images, labels, 0.1, best_of=2, draw=draw)
+    assert len(set(keys)) == len(keys) == 8
 
 
 def test_adversarial_training_moves_every_pixel_by_eps_in_pixel_units():
@@ -437,7 +439,7 @@ def test_zero_gradient_share_counts_zeros():
 
 @pytest.mark.parametrize("change, message", [
     (dict(images=torch.full((4, 3, 4, 4), math.nan).double()), "values from nan"), (dict(eps=math.nan), "pixel units"),
-    (dict(model=torch.nn.Sequential(Linear().eval())), "train mode"), (dict(eps=8), "was it meant as 8/255"),
+    (dict(model=torch.nn.Sequential().eval().append(Linear())), "train mode"), (dict(eps=8), "was it meant as 8/255"),
     (dict(model=lambda x: x.flatten(1)[:, :2] * math.nan), "not finite"),
     (dict(model=lambda x: x.flatten(1)[:, :5].softmax(1)), "probabilities")])
 def test_what_looks_like_robustness_and_is_none_is_refused(change, message):
