@@ -70,9 +70,9 @@ def test_learning_rate_warms_up_and_follows_the_cosine_of_the_papers_recipe():
 
 
 def test_no_two_purposes_of_random_numbers_are_the_same():
-    from robust import attacks, autoattack, corruptions
+    from robust import attacks, autoattack, corruptions, more_attacks
     purposes = [value for name, value in vars(rng).items() if name.isupper() and type(value) is int]
-    others = [attacks.START, attacks.NOISE, autoattack.APGD, autoattack.SQUARE]
+    others = [attacks.START, attacks.NOISE, more_attacks.SIGNS, autoattack.APGD, autoattack.SQUARE]
     others += [corruptions.PURPOSE + i for i in range(len(corruptions.NAMES) + 1)]
     assert len({*purposes, *others}) == len(purposes) + len(others)
 
