@@ -94,6 +94,19 @@ def table(name):
     return f"\n\n{primary_table(compared(name))}\n\n"
 
 
+def summary(*names):
+    """The primary differences of several comparisons, an arm a row."""
+    body = []
+    for name in names:
+        title, _, _, arms, *_, references = COMPARISONS[name]
+        primary = compared(name).primary
+        body += [[title, arm, *(d(name, arm, m, what) for m in primary
+                                for what in ("difference", "holm"))]
+                 for arm in arms if arm not in references]
+    head = [head for m in primary for head in (m, "p, Holm")]
+    return f"\n\n{common.table(body, ['networks', 'arm', *head])}\n\n"
+
+
 # --- the line -------------------------------------------------------------------------------------
 
 @cache
@@ -222,7 +235,7 @@ def nats(contrast):
 
 
 WRITERS = {f.__name__.replace("_", "-"): f for f in (
-    d, table, off, off_table, fit, line_table, pair_table, row, kpca, eig_table, nats)}
+    d, table, summary, off, off_table, fit, line_table, pair_table, row, kpca, eig_table, nats)}
 
 
 # --- pages ----------------------------------------------------------------------------------------

@@ -413,7 +413,7 @@ def draw_lambda(rows, path, trained=()):
         column[0].set_title(f"reading `{reading}`, 4 steps")
         column[2].set(xlabel="lambda", xticks=range(len(LAMBDAS)))
         column[2].set_xticklabels([f"{x:g}".replace("inf", "∞") for x in LAMBDAS], rotation=45)
-    legend(figure, axes[0, 0], "lower center", ncols=3)
+    legend(figure, axes[0, 0], "lower center", ncols=2)
     save(figure, path)
 
 
