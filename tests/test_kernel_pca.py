@@ -3,7 +3,6 @@
 import csv
 import math
 import sys
-from argparse import Namespace
 from dataclasses import asdict
 
 import pytest
@@ -348,8 +347,8 @@ def test_a_training_run_is_tracked_and_every_table_has_its_legend(monkeypatch, t
     for a, b in zip(start.parameters(), end.parameters()):                              # warm-up begins at 1e-6
         assert_close(a.detach(), b.detach(), 0, 1e-4)
     capsys.readouterr()
-    run(study, "--ckpt", *sorted(folder.glob("*.pt")), "--untrained", "--images", 4,
-        "--layers", "0,3", "--out_dir", tmp_path, "--device", "cpu")
+    run(study, "--ckpt", *sorted(folder.glob("*.pt")), "--untrained", "--images", 4, "--out_dir", tmp_path,
+        "--device", "cpu")
     out = capsys.readouterr().out
     for name, experiment in EXPERIMENTS.items():
         rows, shown = read(tmp_path / f"{name}.csv"), out.split(f"=== {name}: ")[1].split("===")[0]
@@ -359,7 +358,7 @@ def test_a_training_run_is_tracked_and_every_table_has_its_legend(monkeypatch, t
             assert f"| {layer:5s} |" in shown
         assert all(math.isfinite(float(r["mean"])) or r["measure"] == "eta" for r in rows), name
     ends = {r["layer"] for r in read(tmp_path / "capture.csv") if r["step"] == "4" and r["measure"] == "EV"}
-    assert ends == {"0", "3", "all"}
+    assert ends == {"0", "1", "2", "3", "all"}
 
 
 def test_keys_too_long_to_resolve_all_axes_are_announced(tmp_path, capsys):
@@ -379,23 +378,17 @@ def test_deit_weights_are_recognised_by_their_shapes(tmp_path):
 
 
 def test_what_cannot_be_looked_at_is_named(tmp_path):
-    good = save_vit(tmp_path / "good.pt")
+    good, twins = save_vit(tmp_path / "good.pt"), [tmp_path / "a/run/last.pt", tmp_path / "b/run/last.pt"]
+    for twin in twins:
+        twin.parent.mkdir(parents=True)
+        save_vit(twin)
     nan = save_vit(tmp_path / "nan.pt", model={k: t * math.nan for k, t in load_model(good)[0].state_dict().items()})
     for argv, message in (
             (["--ckpt", ROOT / "weights/seg_shapes_rpc.pt"], "is no classifier"),
-            (["--ckpt", good, "--layers", "2"], "--layers 2: expected whole numbers from 0 to 1"),
-            (["--ckpt", nan], "not finite"), (["--ckpt", good, "--exp", "magic"], "--exp magic: expected some of jproj")):
+            (["--ckpt", nan], "not finite"), (["--ckpt", *twins], "a/run .*b/run: two runs named run"),
+            (["--ckpt", good, "--exp", "magic"], "--exp magic: expected some of jproj")):
         with pytest.raises(InputError, match=message):
             run(study, *argv)
-
-
-def test_two_runs_of_one_name_are_not_taken_for_one(tmp_path):
-    for folder in ("a", "b"):
-        (tmp_path / folder / "run").mkdir(parents=True)
-        save_vit(tmp_path / folder / "run" / "last.pt")
-    args = Namespace(ckpt=[str(tmp_path / "a/run"), str(tmp_path / "b/run")], untrained=False)
-    with pytest.raises(ValueError, match="a/run .*b/run: two runs named run"):
-        next(probe.checkpoints(args))
 
 
 def test_a_network_of_ones_own_photos_is_looked_at_on_those_it_was_not_trained_on(tmp_path):

@@ -34,8 +34,6 @@ def get_args(doc, arms, argv, out_dir, seeds, limit, measures, default):
                    help=f"of {', '.join(arms)}; default: {', '.join(default)}; with --rows all")
     p.add_argument("--baseline", choices=arms, default=BASELINE,
                    help="the arm that the others are compared with")
-    p.add_argument("--references", nargs="+", choices=arms, default=[], metavar="ARM",
-                   help="shown, but judged by another question: not in this Holm correction")
     p.add_argument("--seeds", nargs="+", type=common.number(int, 0),
                    help=f"default: {' '.join(map(str, seeds))}; with --rows all")
     p.add_argument("--limit", type=common.number(int, 1), default=limit, help="images a measure")
@@ -160,7 +158,7 @@ def show(args, rows, same=()):
     same: arms on which an adaptive attack is PGD.
     """
     compared = family(outcomes(rows, args.limit, same), args.arms, args.baseline,
-                      primary_of(rows), args.references)
+                      primary_of(rows))
     text = tables(compared)
     name = "differences" + (f"_to_{args.baseline}" if args.baseline != BASELINE else "")
     args.out_dir.mkdir(parents=True, exist_ok=True)

@@ -25,8 +25,8 @@ from tqdm import tqdm
 import common
 from kpca import (a_hat, attend, basis, centre, coefficients, eigen_cosine, key_scale, log_gram,
                   log_phi2, projection_loss, ritz, theoretical_values)
-from referee.studies.probe import (capture, checkpoints, chunks, get_args, numbers, print_table,
-                                   standardise, summarise, write_tables)
+from referee.studies.probe import (capture, checkpoints, chunks, get_args, print_table, standardise,
+                                   summarise, write_tables)
 from referee.studies.span import (NULLS, Layer, explained_variance, query_share, token_overlap)
 
 BY_HEAD = ("eig_cos", "eig_cos, v = G a")
@@ -180,14 +180,9 @@ EXPERIMENTS = {"jproj": exp_jproj, "gamma": exp_gamma, "eigstats": exp_eigstats,
 def examine(point, experiments, args, device):
     """Run experiments on all layers of a Point: {name: rows of `summarise`}."""
     model, depth = point.model.to(device), point.model.config.depth
-    keep = range(depth) if args.layers == "all" else numbers(args.layers, "--layers", depth - 1)
     pieces, short = {}, set()
     for start, inputs in chunks(point, device, whole="losses" in experiments):
-        layers = capture(model, inputs)
-        for i in keep:
-            heads = layers[i]
-            if args.standardise:
-                heads = heads._replace(q=standardise(heads.q), k=standardise(heads.k))
+        for i, heads in enumerate(capture(model, inputs)):
             layer = Layer(heads, str(i), (i, start))
             for key, t in measure([layer], experiments).items():
                 pieces.setdefault(key, []).append(t)
@@ -201,7 +196,7 @@ def examine(point, experiments, args, device):
         results[name][tuple(key)] = torch.cat(t)
 
     # eta: a ratio of means over images, so it can be had only here.
-    for i in map(str, keep) if "capture" in experiments else ():
+    for i in map(str, range(depth)) if "capture" in experiments else ():
         capture_of = results["capture"]
         ev, null, best = (capture_of["EV", s, i] for s in ("learned", "x W", "best"))
         room = (best - null).mean()

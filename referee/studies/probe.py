@@ -117,14 +117,11 @@ def get_args(doc, experiments, argv=None, needs_ckpt=True):
     flag("--ckpt", nargs="+", required=needs_ckpt, default=[], help="checkpoints of train_cls.py "
          "(a folder: its last.pt) or DeiT's; several of one run are tracked over training")
     flag("--exp", default=",".join(experiments), help="comma-separated; default: all that fit")
-    flag("--layers", default="all", help="all, or comma-separated from 0")
     flag("--images", type=count, default=32, help="test images; errors are over them")
     flag("--data", choices=["shapes", "cifar10", "folder", "imagenet"],
          help="default: the training's")
     flag("--data_dir", default=None, help="default: the folder it was trained from")
     flag("--untrained", action=boolean, default=False, help="also before the first step")
-    flag("--standardise", action=boolean, default=False,
-         help="standardise q and k, as published code does")
     flag("--out_dir", default="out/kpca", help="where CSV files go")
     flag("--device", default=None, help="cuda, mps or cpu; picked automatically")
     args = p.parse_args(argv)
@@ -133,15 +130,6 @@ def get_args(doc, experiments, argv=None, needs_ckpt=True):
         if name not in experiments:
             raise InputError(f"--exp {name}: expected some of {','.join(experiments)}")
     return args
-
-
-def numbers(text, flag, high):
-    """"1,2,3" -> [1, 2, 3], each from 0 to high."""
-    known = {str(n) for n in range(high + 1)}
-    if not set(text.split(",")) <= known:
-        raise InputError(f"{flag} {text}: expected whole numbers from 0 to {high}, separated by "
-                         f"commas")
-    return [int(n) for n in text.split(",")]
 
 
 # --- models and inputs ----------------------------------------------------------------------------

@@ -218,10 +218,7 @@ def matching(C):
 
     nan, the cosine of a zero row, counts as 0.
     """
-    try:
-        from scipy.optimize import linear_sum_assignment
-    except ImportError:
-        raise common.InputError("the optimal cosine needs scipy: pip install scipy") from None
+    from scipy.optimize import linear_sum_assignment
     pieces = C.reshape(-1, *C.shape[-2:]).cpu().numpy()
     match = np.stack([linear_sum_assignment(np.nan_to_num(c), maximize=True)[1] for c in pieces])
     return torch.as_tensor(match, device=C.device).view(C.shape[:-1])
