@@ -24,7 +24,7 @@ import common
 from referee.studies import constancy, line
 from referee.studies.arms import read
 from referee.studies.differences import NONE, family, outcomes, primary_of, primary_table, shared
-from referee.studies.stats import detectable, paired_t, show, show_p, spread
+from referee.studies.stats import detectable, interval, paired_t, show, show_p, spread
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "referee/results"
@@ -156,6 +156,15 @@ def paired():
     return line.paired(read(line.files(["line/s*.jsonl"])))
 
 
+def pair(arm, base, measure, what="difference"):
+    """A difference of two arms of one seed, with its interval; its 90 % interval; its p, Holm."""
+    gaps, p, _ = paired()
+    key = arm, base, full("fresh", measure)
+    if what == "90":
+        return "{:+.1f} to {:+.1f}".format(*interval(gaps[key], 0.9))
+    return show_p(p[key]) if what == "holm" else show(gaps[key])
+
+
 def pair_table():
     return f"\n\n{line.pair_table(*paired())}\n\n"
 
@@ -235,7 +244,8 @@ def nats(contrast):
 
 
 WRITERS = {f.__name__.replace("_", "-"): f for f in (
-    d, table, summary, off, off_table, fit, line_table, pair_table, row, kpca, eig_table, nats)}
+    d, table, summary, off, off_table, fit, line_table, pair, pair_table, row, kpca, eig_table,
+    nats)}
 
 
 # --- pages ----------------------------------------------------------------------------------------

@@ -37,6 +37,8 @@ def test_the_paired_t_test_is_that_of_the_tables():
     assert (d.n, d.mean, d.error, d.df) == (5, 3, pytest.approx(0.707107, abs=1e-6), 4)
     assert d.high - d.mean == pytest.approx(2.776445 * 0.707107, abs=1e-5)     # t of 4 at 97.5 %
     assert d.p == pytest.approx(0.01324, abs=1e-5)                             # t = 4.2426
+    half = 2.131847 * 0.707107                                                 # t of 4 at 95 %
+    assert stats.interval(d, 0.9) == pytest.approx((3 - half, 3 + half), abs=1e-5)
     assert stats.paired_t([2.0]).n == 1 and np.isnan(stats.paired_t([2.0]).low)
     same = stats.paired_t([2.0, 2.0, 2.0])
     assert (same.low, same.high, same.p) == (2, 2, 0) and stats.paired_t([0.0, 0.0]).p == 1

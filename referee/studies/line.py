@@ -323,9 +323,12 @@ def verdict(gaps, p):
 def pair_table(gaps, p, where):
     """Write Markdown: a pair and a measure a row, what it means, which processor had which seeds.
     """
-    body = [[f"{arm} minus {base}", str(d.n), measure, show(d, bold=p[arm, base, measure] < 0.05),
-             show_p(p[arm, base, measure]), "{:+.1f} to {:+.1f}".format(*interval(d, 0.9))]
-            for (arm, base, measure), d in gaps.items()]
+    body = []
+    for (arm, base, measure), d in gaps.items():                    # two seeds have no interval
+        cells = [show(d, bold=p[arm, base, measure] < 0.05), show_p(p[arm, base, measure]),
+                 "{:+.1f} to {:+.1f}".format(*interval(d, 0.9))]
+        body.append([f"{arm} minus {base}", str(d.n), measure,
+                     *(cells if d.n > 2 else [f"{d.mean:+.1f}", "", ""])])
     head = ["difference", "seeds", "measure", "points (95 % CI)", "p, Holm", "90 % interval"]
     seeds = "; ".join(f"{name} seeds {', '.join(map(str, of))}" for name, of in where.items())
     arm, base = PAIRS[2][0]
