@@ -61,6 +61,13 @@ def test_corruptions_are_means_over_types_and_severities():
     assert "noise" not in differences.outcomes(rows[:-1], 3)                     # two of three
 
 
+def test_a_family_of_corruptions_is_that_of_imagenet_c():
+    rows = [row("admm_s0", [j < i for j in range(15)], "corruptions", type=name)
+            for i, name in enumerate(corruptions.NAMES)]                    # i of 15 images are right
+    found = {name: 15 * of["admm", 0].mean() for name, of in differences.outcomes(rows, 15).items()}
+    assert found == pytest.approx({"15 corruptions": 7, "noise": 1, "blur": 4.5, "weather": 8.5, "digital": 12.5})
+
+
 def test_the_adaptive_attack_on_a_network_without_rpc_is_pgd():
     rows = [row("out/s_s0", [True, False], "pgd", eps=2 / 255), row("r_s0", [True, True], "pgd", eps=2 / 255),
             row("r_s0", [False, False], "adaptive_pgd", eps=2 / 255), row("elsewhere", [True, True])]

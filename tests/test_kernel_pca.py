@@ -16,7 +16,7 @@ from common import InputError
 from conftest import ROOT
 from data import photos, shapes
 from kpca import (a_hat, attend, basis, eigen_cosine, exact_scaling, kernel_pca, log_g, log_gram,
-                  log_phi2, projection_loss, theoretical_values)
+                  log_phi2, projection_loss, ritz, theoretical_values)
 from referee.studies import attainable, kernel_pca as study, probe, published_scores
 from referee.studies.kernel_pca import EXPERIMENTS, eigenvalue_statistics, measure
 from referee.studies.probe import RULES, Heads, capture, load_model, standardise, untrained
@@ -211,7 +211,9 @@ def test_nulls_of_scaled_attention_are_scaled_by_the_layers_own_matrix():
     other = (torch.eye(6) - S) @ heads.raw.roll(1, 1)
     other = other / other.norm(dim=(-2, -1), keepdim=True) * layer.v[0].norm(dim=(-2, -1), keepdim=True)
     assert_close(layer.values["other"][0], other, 1e-9)
-    assert "eig_cos, v = G a" in EXPERIMENTS["gamma"](layer)
+    axes = layer.axes
+    G_a = eigen_cosine(axes, ritz(axes, axes.log_g.exp()[..., None] * layer.raw["learned"]))["eig_cos"]
+    assert_close(EXPERIMENTS["gamma"](layer)["eig_cos, v = G a"]["learned"], G_a.nanmean(-1), 1e-9)
     assert "eig_cos, v = G a" not in EXPERIMENTS["gamma"](Layer(heads))
 
 

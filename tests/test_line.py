@@ -37,6 +37,21 @@ def test_an_attention_on_the_line_is_not_told_from_it_and_a_defence_is():
     assert low < r < high < -0.9 and bend > 0.05
 
 
+def test_an_arm_s_interval_leaves_out_a_seed_of_its_own_or_of_the_line_at_a_time():
+    own, networks = [network("slow", seed, 0.1 + seed / 20, seed) for seed in (1, 5, 6)], trained()
+
+    def residual(own, line):
+        x, y = np.log([n.loss for n in line]), [n.accuracy["pgd 2/255"] for n in line]
+        slope, start = np.polyfit(x, y, 1)
+        return np.mean([n.accuracy["pgd 2/255"] - start - slope * np.log(n.loss) for n in own])
+
+    mine = [residual([n for n in own if n.seed != s], [n for n in networks if n.seed != s]) for s in (1, 5, 6)]
+    theirs = [residual(own, [n for n in networks if n.seed != s]) for s in (0, 2, 3)]     # 1 is of both
+    d = line.distance(own, networks, "pgd 2/255")
+    assert d.mean == pytest.approx(residual(own, networks))
+    assert d.error ** 2 == pytest.approx(2 * np.var(mine) + 2 * np.var(theirs))
+
+
 def test_one_network_is_as_far_off_as_one_of_ours_may_lie_by_chance():
     near, far = ([network("timm", 0, 0.2, off)] for off in (0, 8))
     for own, inside in ((near, True), (far, False)):
