@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 import common
-from referee.studies import constancy, line
+from referee.studies import constancy, lambda_curve, line
 from referee.studies.arms import read
 from referee.studies.differences import NONE, family, outcomes, primary_of, primary_table, shared
 from referee.studies.stats import detectable, interval, paired_t, show, show_p, spread
@@ -288,7 +288,8 @@ def figures(form="png"):
            RESULTS / f"line/forest.{form}", "accuracy minus baseline's in points")
     for name, (what, *_, primary) in line.PICTURES.items():
         line.draw(picture(name)[0], primary, RESULTS / f"line/{name}.{form}", what)
-    line.draw_lambda(rows_of("line/lambda.jsonl"), RESULTS / f"line/lambda.{form}", line.trained())
+    lambda_curve.draw(rows_of("line/lambda.jsonl"), RESULTS / f"line/lambda.{form}",
+                      lambda_curve.trained())
 
 
 def main(argv=None):

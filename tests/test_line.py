@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from attention import FORMS
 from common import InputError
 from referee.studies import line
 from referee.studies.stats import holm
 from robust import corruptions
 from robust.results import pack
-from vit import ViT, ViTConfig
 
 
 def network(arm, seed, loss, off=0.0):
@@ -114,29 +112,6 @@ def test_pairs_are_of_one_seed_and_one_processor():
     with pytest.raises(InputError, match="seed 20 has rows of AMD EPYC and Intel Xeon"):
         line.paired(mixed)
     assert "No pairs yet" in line.pair_table(*line.paired(list(paired_rows({}, (20,)))))
-
-
-def test_a_lambda_that_was_trained_is_a_point_of_the_curve(tmp_path, monkeypatch):
-    (tmp_path / "line").mkdir()
-    monkeypatch.setattr(line, "RESULTS", tmp_path)
-    monkeypatch.setattr(line, "read", lambda paths: [
-        dict(checkpoint=f"out/{arm}_s21", measure="clean", top1=top1)
-        for arm, top1 in (("uniform-l0", 90.0), ("released-4-n4", 80.0), ("symmetric-e8", 95.0))])
-    (tmp_path / "line/training.jsonl").write_text(json.dumps(dict(run="released-4-n4_s21", nonzero_S={"0": [0.1, 0.5]})))
-    assert line.trained() == [dict(form="paper", lambd=0.0, top1=90.0),
-                              dict(form="released", lambd=4.0, top1=80.0, share=0.5)]
-    rows = [dict(network="shapes_rpc", form=form, lambd=x, top1=9, entropy=1, uniform=4, share=0.5)
-            for form in FORMS for x in line.LAMBDAS]
-    line.draw_lambda(rows, tmp_path / "x.png", line.trained())
-    assert (tmp_path / "x.png").stat().st_size > 5000
-
-
-def test_with_lambda_0_layer_0_gives_the_mean_of_its_values():
-    model = ViT(ViTConfig(image_size=16, patch_size=4, embed_dim=16, depth=2, num_heads=2,
-                          num_classes=10, attn="rpc")).eval()
-    model.blocks[0].attn.pap = dict(n_iter=4, lambd=0, **FORMS["paper"])
-    seen = line.attend(model, torch.rand(4, 3, 16, 16), torch.zeros(4, dtype=torch.long))
-    assert seen["entropy"] == pytest.approx(seen["uniform"]) and seen["share"] > 0.99
 
 
 def test_tables_and_figure_of_the_committed_networks(tmp_path):
