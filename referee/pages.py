@@ -21,10 +21,11 @@ from pathlib import Path
 import numpy as np
 
 import common
-from referee.studies import constancy, lambda_curve, line
+from referee.studies import constancy, lambda_curve, line, where_is_s
 from referee.studies.arms import read
 from referee.studies.differences import NONE, family, outcomes, primary_of, primary_table, shared
 from referee.studies.stats import detectable, interval, paired_t, show, show_p, spread
+from robust.patches import KINDS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "referee/results"
@@ -211,11 +212,17 @@ def row(file, *given):
     """A number of a file of rows, written in the last argument's form; the mean of several; with ±
     before the form their standard deviation, too, with ci their t-interval."""
     *given, form = given
-    found = numbers(file, *given)
+    return number(numbers(file, *given), form)
+
+
+def number(found, form):
+    """The mean of numbers in a form: .2f, ±.2f, ci2 or, the interval without signs, in2."""
     if form.startswith("±"):
         return spread(found, form[1:])
     if form.startswith("ci"):
         return show(paired_t(found), int(form[2:]))
+    if form.startswith("in"):
+        return show(paired_t(found), int(form[2:])).replace("+", "")
     return format(statistics.mean(found), form).replace("%", " %")
 
 
@@ -235,17 +242,48 @@ def eig_table(*networks):
     return f"\n\n{common.table(body, head)}\n\n"
 
 
-def nats(contrast):
+def nats(contrast, family="span", rows="constancy"):
     """A difference of held-out losses of forced values: own - hashed, or an effect's name."""
-    of = constancy.families(RESULTS / "decider/constancy.jsonl")["span"]
+    of = constancy.families(RESULTS / f"decider/{rows}.jsonl")[family]
     first, _, second = contrast.partition(" - ")
     found = constancy.gaps(of, first, second) if second else constancy.effects(of)[contrast]
     return show(paired_t(found), 3)
 
 
+def beyond(null):
+    """The p after Holm's correction of: own axes are better than this null's by the margin."""
+    return show_p(constancy.beyond(constancy.families(RESULTS / "decider/constancy.jsonl")["span"])[
+        null])
+
+
+# --- where is S? ----------------------------------------------------------------------------------
+
+@cache
+def trained_last():
+    """The values of each network at its last step: {network: {measure: [of each seed]}}."""
+    groups = where_is_s.over_seeds(rows_of("where_is_s/rows.jsonl"))
+    return {network: groups[network, step] for network, step in sorted(groups)}
+
+
+def where(network, measure, form):
+    """A value of where_is_s after training, in a form of `row`."""
+    return number(trained_last()[network][measure], form)
+
+
+def where_table():
+    """AUC of S for corrupted patches beside scores that need no S, a kind of corruption a column."""
+    rpc, clamp = "rpc 4iter/layer1", "rpc 1iter/layer1, lambda 0.5"
+    scores = [("rpc4-l1: S, PAP step 4", rpc, "S, step 4"), ("null: size of the key", rpc, "|k|"),
+              ("null: distance from the mean key", rpc, "distance"),
+              ("clamp: S", clamp, "S, step 1"), ("clamp's null: distance", clamp, "distance")]
+    body = [[title, *(where(network, f"{kind}: AUC of {score}", "±.2f") for kind in KINDS)]
+            for title, network, score in scores]
+    return f"\n\n{common.table(body, ['score of a token', *KINDS])}\n\n"
+
+
 WRITERS = {f.__name__.replace("_", "-"): f for f in (
     d, table, summary, off, off_table, fit, line_table, pair, pair_table, row, kpca, eig_table,
-    nats)}
+    nats, beyond, where, where_table)}
 
 
 # --- pages ----------------------------------------------------------------------------------------

@@ -30,6 +30,16 @@ def test_a_row_is_looked_up_by_its_fields_at_its_last_step(tmp_path, monkeypatch
     assert pages.row("a.csv", "run=a_s?", "step=0", "x", ".0f") == "9" and pages.row("a.csv", "run=a*", "x", "±.1f") == "1.5 ± 0.7"
 
 
+def test_a_number_of_where_is_s_is_of_the_last_step_and_over_seeds(monkeypatch):
+    rows = [dict(network="rpc", step=step, seed=seed, values={"clean: x": step + seed})
+            for step in (0, 250) for seed in (0, 1, 2)]
+    monkeypatch.setattr(pages, "rows_of", lambda file: rows)
+    pages.trained_last.cache_clear()
+    assert pages.where("rpc", "clean: x", ".1f") == "251.0" and pages.where("rpc", "clean: x", "±.1f") == "251.0 ± 1.0"
+    assert pages.where("rpc", "clean: x", "in1") == "251.0 (248.5 to 253.5)"
+    pages.trained_last.cache_clear()
+
+
 def test_the_forest_plot_has_every_primary_difference():
     there = {(title, arm) for title, rows in pages.differences() for arm, *_ in rows}
     assert ("adversarial training", "symmetric-adv") in there and len(there) >= 28

@@ -305,6 +305,12 @@ def effects(found):
             "interaction": own - mean - (hashed - random)}
 
 
+def beyond(found):
+    """Test whether own axes are better than each null's by more than the margin: {null: p, Holm}."""
+    own = {null: gaps(found, "own", null) for null in NULLS}
+    return holm({null: paired_t(d + MARGIN).p for null, d in own.items() if len(d) > 1})
+
+
 def report(found):
     """Print the arms, the differences and which outcome it is. found: {arm: {seed: loss}}."""
     table = [[arm, str(len(of)), spread(list(of.values()), ".3f")] for arm, of in found.items()]
@@ -312,8 +318,7 @@ def report(found):
 
     own = {null: gaps(found, "own", null) for null in {**dict.fromkeys(ARMS), **found}
            if null in found and null != "own"}
-    beyond = {null: paired_t(own[null] + MARGIN).p for null in NULLS if len(own.get(null, ())) > 1}
-    p = holm(beyond)
+    p = beyond(found)
     table = [[f"own - {null}", str(len(d)), show(paired_t(d), 3), show_p(p.get(null, math.nan))]
              for null, d in own.items() if len(d)]
     print(common.table(table, ["difference", "seeds", "nats (95 % over seeds)",
