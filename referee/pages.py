@@ -170,6 +170,10 @@ def pair_table():
     return f"\n\n{line.pair_table(*paired())}\n\n"
 
 
+def lambda_table():
+    return f"\n\n{lambda_curve.table(lambda_curve.trained())}\n\n"
+
+
 # --- other rows -----------------------------------------------------------------------------------
 
 @cache
@@ -283,7 +287,7 @@ def where_table():
 
 WRITERS = {f.__name__.replace("_", "-"): f for f in (
     d, table, summary, off, off_table, fit, line_table, pair, pair_table, row, kpca, eig_table,
-    nats, beyond, where, where_table)}
+    nats, beyond, where, where_table, lambda_table)}
 
 
 # --- pages ----------------------------------------------------------------------------------------

@@ -15,16 +15,21 @@ from vit import ViT, ViTConfig
 def test_a_lambda_that_was_trained_is_a_point_of_the_curve(tmp_path, monkeypatch):
     (tmp_path / "line").mkdir()
     monkeypatch.setattr(line, "RESULTS", tmp_path)
-    monkeypatch.setattr(lambda_curve, "read", lambda paths: [
-        dict(checkpoint=f"out/{arm}_s21", measure="clean", top1=top1)
-        for arm, top1 in (("uniform-l0", 90.0), ("released-4-n4", 80.0), ("symmetric-e8", 95.0))])
+    monkeypatch.setattr(lambda_curve, "stored", lambda name: [
+        line.Network(arm, seed, loss, {"clean": top1, "pgd 2/255": 60.0}) for arm, seed, loss, top1 in (
+            ("uniform-l0", 21, 0.5, 90.0), ("released-4-n4", 21, 0.2, 80.0), ("released-4-n4", 22, 0.4, 82.0),
+            ("symmetric-e8", 21, 0.3, 95.0))])
     (tmp_path / "line/training.jsonl").write_text(json.dumps(
         dict(run="released-4-n4_s21", entropy=2.5, nonzero_S={"0": [0.1, 0.5]})))
-    assert lambda_curve.trained() == [dict(form="paper", lambd=0.0, top1=90.0),
-                              dict(form="released", lambd=4.0, top1=80.0, entropy=2.5, share=0.5)]
+    trained = lambda_curve.trained()
+    assert trained[0] == {"form": "paper", "lambd": 0, "top1": 90, "loss": 0.5, "clean": 90, "pgd 2/255": 60}
+    assert trained[1].items() > dict(form="released", lambd=4, entropy=2.5, share=0.5).items()
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in lambda_curve.table(trained).splitlines()[2:]]
+    assert cells == [["paper", "0", "1", "0.500", "90.0", "60.0", "", "", ""],
+                     ["released", "4", "2", "0.300", "81.0", "60.0", "", "2.50", "0.50"]]
     rows = [dict(network="shapes_rpc", form=form, lambd=x, top1=9, entropy=1, uniform=4, share=0.5)
             for form in FORMS for x in lambda_curve.LAMBDAS]
-    lambda_curve.draw(rows, tmp_path / "x.png", lambda_curve.trained())
+    lambda_curve.draw(rows, tmp_path / "x.png", trained)
     assert (tmp_path / "x.png").stat().st_size > 5000
 
 

@@ -19,8 +19,7 @@ import torch
 import common
 from attention import ATTENTIONS, FORMS, arg_names
 from data.shapes import load_shapes
-from referee.studies.arms import read
-from referee.studies.line import PICTURES, files, logged, name_of
+from referee.studies.line import PICTURES, files, logged, stored
 from robust.sources import load_model
 
 LAMBDAS = (0, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 64, np.inf)
@@ -67,19 +66,34 @@ def sweep(paths, out_dir, form):
 
 
 def trained():
-    """Read what the networks of the line that were trained with a lambda of their own have: rows
-    as those of `sweep`; the entropy (of --attend) where their training row holds it."""
-    _, rows, training, _ = PICTURES["fresh"]
-    after, found = {row["run"]: row for row in logged(files(training))}, []
-    for row in read(files(rows)):
-        arm, _, _ = name_of(row).rpartition("_s")
-        how = re.fullmatch(r"(paper|released)-(.+)-n4", arm.replace("uniform-l0", "paper-0-n4"))
-        if how and row["measure"] == "clean":
-            of = after.get(name_of(row), {})
-            found.append(dict(form=how[1], lambd=float(how[2]), top1=row["top1"])
-                         | ({"entropy": of["entropy"]} if "entropy" in of else {})
-                         | ({"share": of["nonzero_S"]["0"][-1]} if of.get("nonzero_S") else {}))
-    return found
+    """Read what the networks of the line that were trained with a lambda of their own have: rows as
+    those of `sweep` with loss and robust accuracy; entropy and share where they were measured."""
+    after = {row["run"]: row for row in logged(files(PICTURES["fresh"][2]))}
+    found = []
+    for n in stored("fresh"):
+        how = re.fullmatch(r"(paper|released)-(.+)-n4", n.arm.replace("uniform-l0", "paper-0-n4"))
+        if how:
+            of = after.get(f"{n.arm}_s{n.seed}", {})
+            row = dict(form=how[1], lambd=float(how[2]), top1=n.accuracy["clean"], loss=n.loss,
+                       entropy=of.get("entropy"), share=of.get("nonzero_S", {}).get("0", [None])[-1])
+            found.append({k: x for k, x in (row | n.accuracy).items() if x is not None})
+    return sorted(found, key=lambda row: (row["form"], row["lambd"]))
+
+
+def table(rows):
+    """Write Markdown: a lambda a row, means over the networks that were trained with it."""
+    body = []
+    for form, lambd in dict.fromkeys((row["form"], row["lambd"]) for row in rows):
+        own = [row for row in rows if (row["form"], row["lambd"]) == (form, lambd)]
+
+        def mean(name, digits):
+            of = [row[name] for row in own if name in row]
+            return f"{np.mean(of):.{digits}f}" if of else ""
+        body.append([form, f"{lambd:g}".replace("inf", "∞"), str(len(own)), mean("loss", 3),
+                     mean("top1", 1), mean("pgd 2/255", 1), mean("15 corruptions", 1),
+                     mean("entropy", 2), mean("share", 2)])
+    return common.table(body, ["reading", "lambda", "networks", "clean loss", "clean", "pgd 2/255",
+                               "15 corruptions", "entropy, nats", "share of S"])
 
 
 def draw(rows, path, trained=()):
