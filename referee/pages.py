@@ -158,9 +158,12 @@ def paired():
 
 
 def pair(arm, base, measure, what="difference"):
-    """A difference of two arms of one seed, with its interval; its 90 % interval; its p, Holm."""
+    """A difference of two arms of one seed, with its interval; its 90 % interval; its p, Holm; the
+    number of seeds."""
     gaps, p, _ = paired()
     key = arm, base, full("fresh", measure)
+    if what == "seeds":
+        return str(gaps[key].n)
     if what == "90":
         return "{:+.1f} to {:+.1f}".format(*interval(gaps[key], 0.9))
     return show_p(p[key]) if what == "holm" else show(gaps[key])
@@ -168,6 +171,27 @@ def pair(arm, base, measure, what="difference"):
 
 def pair_table():
     return f"\n\n{line.pair_table(*paired())}\n\n"
+
+
+@cache
+def others():
+    """Read networks that are measured against the line, and are no arm of its plan's groups 1-6."""
+    return line.networks_of(read([RESULTS / "line/others.jsonl"]),
+                            line.logged([RESULTS / "line/training.jsonl"]))
+
+
+def other(arm, measure, what="distance"):
+    """How far such networks lie from the line of the fresh ones; their mean loss, accuracy."""
+    own, measure = [n for n in others() if n.arm == arm], full("fresh", measure)
+    if what == "loss":
+        return f"{np.exp(np.mean([np.log(n.loss) for n in own])):.3f}"
+    if what == "accuracy":
+        return f"{np.mean([n.accuracy[measure] for n in own]):.1f}"
+    return show(line.distance(own, line.reference(picture("fresh")[0]), measure))
+
+
+def pair_verdict():
+    return line.verdict(*paired()[:2])
 
 
 def lambda_table():
@@ -287,7 +311,8 @@ def where_table():
 
 WRITERS = {f.__name__.replace("_", "-"): f for f in (
     d, table, summary, off, off_table, fit, line_table, pair, pair_table, row, kpca, eig_table,
-    nats, beyond, where, where_table, lambda_table)}
+    nats, beyond, where, where_table, lambda_table,
+    pair_verdict, other)}
 
 
 # --- pages ----------------------------------------------------------------------------------------
@@ -329,7 +354,8 @@ def figures(form="png"):
     forest(differences(), ("15 corruptions", "PGD-20, 2/255 (CIFAR-10: 1/255)"),
            RESULTS / f"line/forest.{form}", "accuracy minus baseline's in points")
     for name, (what, *_, primary) in line.PICTURES.items():
-        line.draw(picture(name)[0], primary, RESULTS / f"line/{name}.{form}", what)
+        line.draw(picture(name)[0], primary, RESULTS / f"line/{name}.{form}", what,
+                  others() if name == "fresh" else ())
     lambda_curve.draw(rows_of("line/lambda.jsonl"), RESULTS / f"line/lambda.{form}",
                       lambda_curve.trained())
 

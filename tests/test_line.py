@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common import InputError
-from referee.studies import line
+from referee.studies import line, timm_vit
 from referee.studies.stats import holm
 from robust import corruptions
 from robust.results import pack
@@ -121,3 +121,12 @@ def test_tables_and_figure_of_the_committed_networks(tmp_path):
     line.draw(networks, ("pgd 1/255", "15 corruptions"), tmp_path / "x.pdf", "CIFAR-10")
     assert (tmp_path / "x.pdf").stat().st_size > 5000
     json.dumps([n._asdict() for n in networks])
+
+
+def test_a_network_of_timm_s_is_trained_saved_and_what_model_asks_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    timm_vit.main(["--images", "80"])
+    torch.manual_seed(0)
+    first, trained = timm_vit.build(weights=None), timm_vit.build()
+    assert trained(torch.rand(2, 3, 32, 32)).shape == (2, 10)
+    assert not torch.equal(first.head.weight, trained.head.weight)

@@ -22,6 +22,7 @@ from data.shapes import load_shapes
 from referee.studies.line import PICTURES, files, logged, stored
 from robust.sources import load_model
 
+SAME = {"uniform-l0": "paper-0-n4", "rpc4-l1": "released-4-n4"}         # other names of arms
 LAMBDAS = (0, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 64, np.inf)
 
 
@@ -71,7 +72,7 @@ def trained():
     after = {row["run"]: row for row in logged(files(PICTURES["fresh"][2]))}
     found = []
     for n in stored("fresh"):
-        how = re.fullmatch(r"(paper|released)-(.+)-n4", n.arm.replace("uniform-l0", "paper-0-n4"))
+        how = re.fullmatch(r"(paper|released)-(.+)-n4", SAME.get(n.arm, n.arm))
         if how:
             of = after.get(f"{n.arm}_s{n.seed}", {})
             row = dict(form=how[1], lambd=float(how[2]), top1=n.accuracy["clean"], loss=n.loss,

@@ -240,7 +240,8 @@ def draw(networks, primary, path, what, others=()):
     for arm in traced:
         label = f"symmetric, {' '.join(traced.values())} epochs"
         looks[arm] = "o", "full", colour_of(arm), label
-    looks |= {n.arm: ("P", "none", "black", n.arm) for n in others}
+    looks |= {arm: (mark, "none", "black", arm)
+              for arm, mark in zip(dict.fromkeys(n.arm for n in others), "PX*HD" * len(others))}
     for ax, measure in zip(axes, primary):
         of = {arm: points([n for n in (*networks, *others) if n.arm == arm], measure)
               for arm in looks}
@@ -249,9 +250,9 @@ def draw(networks, primary, path, what, others=()):
                     label=label, markersize=6, markeredgewidth=1.2)
         means = {arm: (np.exp(of[arm][0].mean()), of[arm][1].mean()) for arm in traced}
         ax.plot(*zip(*means.values()) if means else ([], []), color=colour_of("symmetric"))
-        for arm, at in means.items():
-            ax.annotate(f"{traced[arm]} epochs", at, (9, -13), color=colour_of("symmetric"),
-                        fontsize=8, textcoords="offset points")
+        for i, (arm, at) in enumerate(means.items()):
+            ax.annotate(traced[arm] + ("" if i else " epochs"), at, (9, -13), fontsize=9,
+                        color=colour_of("symmetric"), textcoords="offset points")
         ends = points([*networks, *others], measure)[0]
         ends = np.array([ends.min(), ends.max()]) + np.array([-0.05, 0.05]) * np.ptp(ends)
         fit = np.polyfit(*points(reference(networks), measure), 1)
