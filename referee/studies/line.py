@@ -8,7 +8,8 @@ A network that was trained further is more robust, defended or not. So accuracy 
 corruptions is drawn against the logarithm of the clean test loss, a point a network; the line is
 fitted through networks of the baseline that were trained for different times, where there are some,
 else through all undefended ones but those in question. A network's distance from it is what its
-attention or its defence adds to that. Plan and outcomes: referee/results/line/plan.md.
+attention or its defence adds to that, or another recipe: at a learning rate that is never lowered
+the baseline itself is far above it. Plan and outcomes: referee/results/line/plan.md.
 
 --rows: results.jsonl of eval_robust.py, or its folder, with --measures clean "pgd eps=2/255
 steps=20" corruptions; their clean loss is that of the row (`loss`), or of --training.
