@@ -299,7 +299,7 @@ def where(network, measure, form):
 
 
 def where_table():
-    """AUC of S for corrupted patches beside scores that need no S, a kind of corruption a column."""
+    """AUC of S for corrupted patches, beside scores that need no S; a kind of damage a column."""
     rpc, clamp = "rpc 4iter/layer1", "rpc 1iter/layer1, lambda 0.5"
     scores = [("rpc4-l1: S, PAP step 4", rpc, "S, step 4"), ("null: size of the key", rpc, "|k|"),
               ("null: distance from the mean key", rpc, "distance"),

@@ -306,7 +306,7 @@ def effects(found):
 
 
 def beyond(found):
-    """Test whether own axes are better than each null's by more than the margin: {null: p, Holm}."""
+    """Test whether own axes beat each null's by more than the margin: {null: p after Holm}."""
     own = {null: gaps(found, "own", null) for null in NULLS}
     return holm({null: paired_t(d + MARGIN).p for null, d in own.items() if len(d) > 1})
 

@@ -76,7 +76,8 @@ def trained():
         if how:
             of = after.get(f"{n.arm}_s{n.seed}", {})
             row = dict(form=how[1], lambd=float(how[2]), top1=n.accuracy["clean"], loss=n.loss,
-                       entropy=of.get("entropy"), share=of.get("nonzero_S", {}).get("0", [None])[-1])
+                       entropy=of.get("entropy"),
+                       share=of.get("nonzero_S", {}).get("0", [None])[-1])
             found.append({k: x for k, x in (row | n.accuracy).items() if x is not None})
     return sorted(found, key=lambda row: (row["form"], row["lambd"]))
 

@@ -2,12 +2,12 @@
 
     python -m referee.studies.timm_vit                                  # out/timm_vit.pt, 3 minutes
     python eval_robust.py --model referee/studies/timm_vit.py:build --data shapes --seed 1 \\
-        --limit 1000 --severities 1 3 5 --measures clean corruptions "pgd eps=1/255,2/255 steps=20" \\
-        --out_dir out/timm_vit_eval
+        --limit 1000 --severities 1 3 5 --out_dir out/timm_vit_eval \\
+        --measures clean corruptions "pgd eps=1/255,2/255 steps=20"
     python -m referee.studies.line --rows out/timm_vit_eval             # how far off is it?
 
-Softmax attention, the size of ours (ViT-nano), AdamW at 1e-3, 6 epochs. `build` is what --model
-asks for: a module from pixels in [0, 1] to logits.
+Softmax attention, the size of ours (ViT-nano), AdamW at a constant 1e-3, 6 epochs. `build` is what
+--model asks for: a module from pixels in [0, 1] to logits.
 """
 
 import argparse
