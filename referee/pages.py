@@ -122,11 +122,15 @@ def full(name, measure):
 
 
 def off(name, arm, measure, what="distance"):
-    """An arm's distance from the line, with its interval; or its p after Holm, its accuracy."""
+    """An arm's distance from the line, with its interval; from the parabola; its p after Holm;
+    its accuracy."""
     networks, _, distances, p = picture(name)
     measure = full(name, measure)
     if what == "accuracy":
         return f"{np.mean([n.accuracy[measure] for n in networks if n.arm == arm]):.1f}"
+    if what == "parabola":
+        own = [n for n in networks if n.arm == arm]
+        return show(line.distance(own, line.reference(networks, arm), measure, 2))
     return show_p(p[arm, measure]) if what == "holm" else show(distances[arm, measure])
 
 

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 from common import InputError
@@ -55,6 +56,26 @@ def test_one_network_is_as_far_off_as_one_of_ours_may_lie_by_chance():
     for own, inside in ((near, True), (far, False)):
         d = line.distance(own, trained(), "pgd 2/255")
         assert d.n == 1 and (d.low < 0 < d.high) == inside
+
+
+def test_its_interval_is_that_of_a_prediction_by_the_line():
+    own, networks = network("timm", 0, 0.2, 3), trained()
+    x, y = np.log([n.loss for n in networks]), [n.accuracy["pgd 2/255"] for n in networks]
+    left = y - np.polyval(np.polyfit(x, y, 1), x)
+    error = np.sqrt((left ** 2).sum() / (len(x) - 2)
+                    * (1 + 1 / len(x) + (np.log(own.loss) - x.mean()) ** 2 / ((x - x.mean()) ** 2).sum()))
+    d = line.distance([own], networks, "pgd 2/255")
+    assert d.error == pytest.approx(error) and d.df == len(x) - 2
+    assert d.high - d.mean == pytest.approx(scipy.stats.t.ppf(0.975, len(x) - 2) * error)
+
+
+@pytest.mark.parametrize("seeds", [range(4), range(1)], ids=["four", "one"])
+def test_where_the_line_bends_a_parabola_gives_an_arm_s_own_distance(seeds):
+    def bend(n, off=0):
+        return n._replace(accuracy={"x": n.accuracy["pgd 2/255"] + off - 4 * (np.log(n.loss) + 2) ** 2})
+    networks, own = [bend(n) for n in trained()], [bend(network("slow", seed, 0.13), 5) for seed in seeds]
+    d = line.distance(own, networks, "x", degree=2)
+    assert d.low < 5 < d.high and abs(d.mean - 5) < 1 < abs(line.distance(own, networks, "x").mean - 5)
 
 
 def rows(name, loss=None):

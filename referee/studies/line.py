@@ -134,45 +134,44 @@ def correlation(networks, measure):
     return r, low, high, student(len(x), beta[2], error, len(x) - 3).p
 
 
-def off_line(networks, line, measure):
-    """Give the mean residual of networks to the least-squares line through others."""
-    x, y = points(networks, measure)
-    return float(np.mean(y - np.polyval(np.polyfit(*points(line, measure), 1), x)))
+def off_line(own, line, measure, degree=1):
+    """Give the mean residual of networks to the least-squares line (2: parabola) through others."""
+    x, y = points(own, measure)
+    return float(np.mean(y - np.polyval(np.polyfit(*points(line, measure), degree), x)))
 
 
-def distance(own, line, measure):
+def distance(own, line, measure, degree=1):
     """Measure how far an arm lies from the line: its interval leaves out a seed at a time.
 
     With fewer than three seeds, the interval is from the scatter of the line's own networks: so
-    far off could one network (or two) of theirs lie.
+    far off could one network (or two) of theirs lie. degree: 2 for a parabola, where lines bend.
     """
     own, line = ([n for n in of if measure in n.accuracy] for of in (own, line))
     mine = {n.seed for n in own}
     if len(mine) < 3:
-        return scattered(own, line, measure)
+        return scattered(own, line, measure, degree)
     parts = []                          # (variance, df): of its seeds, of the line's
     for seeds in (mine, {n.seed for n in line} - mine):
-        left = [off_line(*([n for n in of if n.seed != seed] for of in (own, line)), measure)
-                for seed in seeds]
+        left = [off_line(*([n for n in of if n.seed != seed] for of in (own, line)), measure,
+                         degree) for seed in seeds]
         if len(left) > 1:
             parts.append(((len(left) - 1) * np.var(left), len(left) - 1))
     variance = sum(part for part, _ in parts)
     df = variance ** 2 / sum(part ** 2 / n for part, n in parts)                 # Satterthwaite's
-    return student(len(own), off_line(own, line, measure), variance, df)
+    return student(len(own), off_line(own, line, measure, degree), variance, df)
 
 
-def scattered(own, line, measure):
+def scattered(own, line, measure, degree=1):
     """Measure how far off the mean of networks is, with the prediction interval of such a mean."""
     x, y = points(line, measure)
-    if len(x) < 3:
-        return Difference(len(own), off_line(own, line, measure), *[np.nan] * 5)
-    left = y - np.polyval(np.polyfit(x, y, 1), x)
-    spread = (left ** 2).sum() / (len(x) - 2)
-    at = points(own, measure)[0].mean()
-    leverage = (at - x.mean()) ** 2 / ((x - x.mean()) ** 2).sum()
-    variance = spread * (1 / len(own) + 1 / len(x) + leverage)
-    d = student(max(len(own), 2), off_line(own, line, measure), variance, len(x) - 2)
-    return d._replace(n=len(own))
+    off, df = off_line(own, line, measure, degree), len(x) - degree - 1
+    if df < 1:
+        return Difference(len(own), off, *[np.nan] * 5)
+    spread = ((y - np.polyval(np.polyfit(x, y, degree), x)) ** 2).sum() / df
+    design = np.vander(x, degree + 1)
+    at = np.vander(points(own, measure)[0], degree + 1).mean(0)
+    variance = spread * (1 / len(own) + at @ np.linalg.inv(design.T @ design) @ at)
+    return student(max(len(own), 2), off, variance, df)._replace(n=len(own))
 
 
 def distances(networks, primary, others=()):
@@ -203,6 +202,7 @@ def tables(networks, primary, others=()):
             head.append([measure, str(len(x)),
                          f"{r:+.2f} ({low:+.2f} to {high:+.2f})", f"{100 * r * r:.0f} %",
                          f"{-slope * np.log(2):+.1f}", show_p(bend)])
+    bent = [m for m in primary if traced and correlation(line, m)[3] < 0.05]
     body = []
     for arm in dict.fromkeys(arm for arm, _ in found):
         own = [n for n in (*networks, *others) if n.arm == arm]
@@ -212,8 +212,10 @@ def tables(networks, primary, others=()):
             row += [f"{points(own, measure)[1].mean():.1f}",
                     show(d, bold=p[arm, measure] < 0.05) if d.low == d.low else f"{d.mean:+.1f}",
                     show_p(p[arm, measure])] if d else [""] * 3
+        row += [show(distance(own, line, m, 2)) if (arm, m) in found else "" for m in bent]
         body.append(row)
     columns = [head for m in primary for head in (m, "off the line (95 % CI)", "p, Holm")]
+    columns += [f"off the parabola, {m}" for m in bent]
     return "\n\n".join([
         f"The line goes through {len(line)} networks of "
         f"{'the baseline' if traced else 'all arms'}:",
