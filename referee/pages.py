@@ -158,7 +158,7 @@ def line_table(name):
 
 @cache
 def paired():
-    return line.paired(read(line.files(["line/s*.jsonl"])))
+    return line.paired(read(line.files(line.PAIRED)))
 
 
 def pair(arm, base, measure, what="difference"):
@@ -179,8 +179,8 @@ def pair_table():
 
 @cache
 def others():
-    """Read networks that are measured against the line, and are no arm of its plan's groups 1-6."""
-    return line.networks_of(read([RESULTS / "line/others.jsonl"]),
+    """Read the networks of other recipes."""
+    return line.networks_of(read(line.files(line.OTHER_RECIPES)),
                             line.logged([RESULTS / "line/training.jsonl"]))
 
 

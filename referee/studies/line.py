@@ -42,6 +42,7 @@ PICTURES = {
                 ["robustness/cifar10_training.jsonl", "robust_attentions/cifar10_training.jsonl"],
                 ("pgd 1/255", "15 corruptions")),
 }
+OTHER_RECIPES = ["line/flat.jsonl", "line/timm_vit.jsonl"]         # beside the line, not of it
 MEASURES = ("pgd 1/255", "pgd 2/255", "15 corruptions")
 TRACED = "symmetric-e"                           # arms of the baseline trained for several times
 
@@ -273,11 +274,13 @@ def draw(networks, primary, path, what, others=()):
     save(figure, path)
 
 
-# --- groups 1 and 2 of the plan: pairs of one seed ------------------------------------------------
+# --- groups 1, 2 and 7 of the plan: pairs of one seed ---------------------------------------------
 
 PAIRS = {1: [("softmax-e8", "symmetric-e8")],
          2: [("paper-0.05-n4", "uniform-l0"), ("paper-0.05-n4", "symmetric-e8"),
-             ("uniform-l0", "symmetric-e8")]}
+             ("uniform-l0", "symmetric-e8")],
+         7: [("flat-rpc4-l1", "flat-e8")]}
+PAIRED = ["line/s*.jsonl", "line/flat.jsonl"]
 MARGIN = 3                                      # points: what counts as equal, fixed beforehand
 
 
@@ -359,7 +362,7 @@ def main(argv=None):
         draw(networks, primary, path, what, others)
         print(f"{path} draws it\n")
     if not args.rows and not args.picture:
-        print(pair_table(*paired(read(files(["line/s*.jsonl"])))))
+        print(pair_table(*paired(read(files(PAIRED)))))
 
 
 if __name__ == "__main__":
