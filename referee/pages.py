@@ -349,7 +349,7 @@ def differences():
     primary = line.PICTURES["fresh"][3][::-1]
     rows = [(f"{arm} - {base}", [gaps.get((arm, base, m), NONE) for m in primary],
              [p.get((arm, base, m), 1) for m in primary]) for arm, base in pairs]
-    return [*groups, *([("one initialisation, lambda 0", rows)] if rows else [])]
+    return [*groups, *([("one initialisation, fresh seeds", rows)] if rows else [])]
 
 
 def figures(form="png"):
