@@ -111,9 +111,13 @@ def draw(rows, path, trained=()):
                 ax.plot(range(len(own)), [row[name] for row in own], "o-", markersize=4,
                         color=colour_of("rpc" if "rpc" in network else "symmetric"),
                         label=f"weights of {network}, not trained again")
-            own = [r for r in trained if r["form"] == reading and name in r]
-            ax.plot([LAMBDAS.index(r["lambd"]) for r in own], [r[name] for r in own], "*",
-                    markersize=9, color="black", label="trained with this lambda" if own else None)
+            looks = {name: ("full", "trained with this lambda")}
+            if name == "top1":
+                looks["pgd 2/255"] = "none", "the same, under PGD-20 at 2/255"
+            for key, (fill, words) in looks.items():
+                own = [r for r in trained if r["form"] == reading and key in r]
+                ax.plot([LAMBDAS.index(r["lambd"]) for r in own], [r[key] for r in own], "*",
+                        markersize=9, fillstyle=fill, color="black", label=words if own else None)
             if name == "entropy":
                 ax.axhline(rows[0]["uniform"], color="black", linewidth=0.8, linestyle=":")
             ax.set(ylabel=label if ax in axes[:, 0] else None)
