@@ -244,7 +244,7 @@ def draw(networks, primary, path, what, others=()):
     for arm in traced:
         label = f"symmetric, {' '.join(traced.values())} epochs"
         looks[arm] = "o", "full", colour_of(arm), label
-    looks |= {arm: (mark, "none", "black", arm)
+    looks |= {arm: (mark, "none", "black", arm.removesuffix(".py:build"))
               for arm, mark in zip(dict.fromkeys(n.arm for n in others), "PX*HD" * len(others))}
     for ax, measure in zip(axes, primary):
         of = {arm: points([n for n in (*networks, *others) if n.arm == arm], measure)
@@ -270,7 +270,7 @@ def draw(networks, primary, path, what, others=()):
         ax.margins(y=0.1)
     axes[0].invert_xaxis()                                          # both: they share x
     figure.suptitle(f"{what}: a point a network; trained further is to the right", fontsize=9.5)
-    legend(figure, axes[0], "lower center", ncols=5)
+    legend(figure, axes[0], "lower center", ncols=5, fontsize=8, columnspacing=1)
     save(figure, path)
 
 
