@@ -51,6 +51,17 @@ def test_an_arm_s_interval_leaves_out_a_seed_of_its_own_or_of_the_line_at_a_time
     assert d.error ** 2 == pytest.approx(2 * np.var(mine) + 2 * np.var(theirs))
 
 
+def test_seeds_that_agree_by_luck_get_no_narrower_interval_than_the_line_s_own_scatter():
+    def on(loss):
+        return 40 - 15 * np.log(loss) + 1
+    lucky = [network("slow", seed, 0.2)._replace(accuracy={"pgd 2/255": on(0.2)}) for seed in (5, 6, 7)]
+    d = line.distance(lucky, trained(), "pgd 2/255")
+    assert d == line.scattered(lucky, trained(), "pgd 2/255") and d.error > 0.15
+    apart = [network("slow", seed, 0.2, seed) for seed in (5, 6, 7)]        # a floor narrows nothing
+    d, floor = line.distance(apart, trained(), "pgd 2/255"), line.scattered(apart, trained(), "pgd 2/255")
+    assert d.high - d.low > floor.high - floor.low and d.df < floor.df
+
+
 def test_one_network_is_as_far_off_as_one_of_ours_may_lie_by_chance():
     near, far = ([network("timm", 0, 0.2, off)] for off in (0, 8))
     for own, inside in ((near, True), (far, False)):
@@ -151,3 +162,5 @@ def test_a_network_of_timm_s_is_trained_saved_and_what_model_asks_for(tmp_path, 
     first, trained = timm_vit.build(weights=None), timm_vit.build()
     assert trained(torch.rand(2, 3, 32, 32)).shape == (2, 10)
     assert not torch.equal(first.head.weight, trained.head.weight)
+    timm_vit.main(["--images", "80", "--cosine"])
+    assert not torch.equal(timm_vit.build_cosine().head.weight, trained.head.weight)

@@ -144,13 +144,15 @@ def off_line(own, line, measure, degree=1):
 def distance(own, line, measure, degree=1):
     """Measure how far an arm lies from the line: its interval leaves out a seed at a time.
 
-    With fewer than three seeds, the interval is from the scatter of the line's own networks: so
-    far off could one network (or two) of theirs lie. degree: 2 for a parabola, where lines bend.
+    Few seeds can agree by luck. So it is no narrower than the scatter of the line's own networks
+    makes it: so far off could as many of theirs lie. With fewer than three seeds it is that alone.
+    degree: 2 for a parabola, where lines bend.
     """
     own, line = ([n for n in of if measure in n.accuracy] for of in (own, line))
     mine = {n.seed for n in own}
+    floor = scattered(own, line, measure, degree)
     if len(mine) < 3:
-        return scattered(own, line, measure, degree)
+        return floor
     parts = []                          # (variance, df): of its seeds, of the line's
     for seeds in (mine, {n.seed for n in line} - mine):
         left = [off_line(*([n for n in of if n.seed != seed] for of in (own, line)), measure,
@@ -159,7 +161,8 @@ def distance(own, line, measure, degree=1):
             parts.append(((len(left) - 1) * np.var(left), len(left) - 1))
     variance = sum(part for part, _ in parts)
     df = variance ** 2 / sum(part ** 2 / n for part, n in parts)                 # Satterthwaite's
-    return student(len(own), off_line(own, line, measure, degree), variance, df)
+    found = student(len(own), floor.mean, variance, df)
+    return max(found, floor, key=lambda d: d.high - d.low)              # it only widens
 
 
 def scattered(own, line, measure, degree=1):
