@@ -209,9 +209,11 @@ def describe(device):
     """Name the hardware, for logs: on another CPU the same seed takes another path."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    path = Path("/proc/cpuinfo")                                    # Linux
-    names = re.findall(r"model name\s*: (.*)", path.read_text()) if path.exists() else []
-    return ", ".join([device.type, *names[:1], f"{torch.get_num_threads()} threads"])
+    path = Path("/proc/cpuinfo")            # Linux; processors that differ may share their name
+    cpu = dict(re.findall(r"(.+?)\s*: (.*)", path.read_text())) if path.exists() else {}
+    words = {"model name": "", "cpu family": "family ", "model": "model "}
+    name = " ".join(word + cpu[of] for of, word in words.items() if of in cpu)
+    return ", ".join([device.type, *filter(None, [name]), f"{torch.get_num_threads()} threads"])
 
 
 def autocast(device, amp):
