@@ -198,6 +198,10 @@ def pair_verdict():
     return line.verdict(*paired()[:2])
 
 
+def long_verdict():
+    return line.long_verdict(*paired()[:2])
+
+
 def lambda_table():
     return f"\n\n{lambda_curve.table(lambda_curve.trained())}\n\n"
 
@@ -316,7 +320,7 @@ def where_table():
 WRITERS = {f.__name__.replace("_", "-"): f for f in (
     d, table, summary, off, off_table, fit, line_table, pair, pair_table, row, kpca, eig_table,
     nats, beyond, where, where_table, lambda_table,
-    pair_verdict, other)}
+    pair_verdict, long_verdict, other)}
 
 
 # --- pages ----------------------------------------------------------------------------------------

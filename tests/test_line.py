@@ -146,6 +146,18 @@ def test_pairs_are_of_one_seed_and_one_processor():
     assert "No pairs yet" in line.pair_table(*line.paired(list(paired_rows({}, (20,)))))
 
 
+@pytest.mark.parametrize("gap, seeds, noise, said", [
+    (-9, range(28, 36), 2, "RPC costs"), (-0.2, range(28, 36), 2, "training time"), (-0.2, range(28, 36), 150, "open"),
+    (9, range(28, 36), 2, "open")])
+def test_trained_out_rpc_costs_or_what_it_cost_was_training_time_or_it_is_open(gap, seeds, noise, said):
+    def renamed(row):
+        return row | dict(checkpoint=row["checkpoint"].replace("symmetric-e8", "long-symmetric"))
+    gaps, p, _ = line.paired([renamed(row) for row in paired_rows({"long-rpc4-l1": gap}, seeds, noise)])
+    assert said in line.long_verdict(gaps, p) and len(gaps) == 2
+    six = holm({key: d.p for key, d in gaps.items()} | {i: 1.0 for i in range(4)})      # two arms are not in yet
+    assert p == pytest.approx({key: six[key] for key in gaps})
+
+
 def test_tables_and_figure_of_the_committed_networks(tmp_path):
     networks = line.stored("cifar10")
     text = line.tables(networks, ("pgd 1/255", "15 corruptions"))

@@ -31,7 +31,8 @@ from robust.results import title
 RESULTS = Path(__file__).parents[1] / "results"
 # name: what the images are, folders or files of rows, evaluations of training, the two primaries
 PICTURES = {
-    "fresh": ("rendered scenes, 1,000 images", ["line/s*.jsonl", "control/*_s?.jsonl"],
+    "fresh": ("rendered scenes, 1,000 images", ["line/s*.jsonl", "line/long.jsonl",
+                                                "control/*_s?.jsonl"],
               ["line/training.jsonl", "control/training.jsonl"], ("pgd 2/255", "15 corruptions")),
     "scenes": ("rendered scenes, 500 images", ["robustness/results.jsonl",
                                                "robust_attentions/results.jsonl"],
@@ -277,14 +278,15 @@ def draw(networks, primary, path, what, others=()):
     save(figure, path)
 
 
-# --- groups 1, 2 and 7 of the plan: pairs of one seed ---------------------------------------------
+# --- groups 1, 2, 3 and 7 of the plan: pairs of one seed ------------------------------------------
 
 PAIRS = {1: [("softmax-e8", "symmetric-e8")],
          2: [("paper-0.05-n4", "uniform-l0"), ("paper-0.05-n4", "symmetric-e8"),
              ("uniform-l0", "symmetric-e8")],
+         3: [(f"long-{arm}", "long-symmetric") for arm in ("rpc4-l1", "softmax", "uniform-l0")],
          7: [("flat-rpc4-l1", "flat-e8")]}
-PAIRED = ["line/s*.jsonl", "line/flat.jsonl"]
-MARGIN = 3                                      # points: what counts as equal, fixed beforehand
+PAIRED = ["line/s*.jsonl", "line/long.jsonl", "line/flat.jsonl"]
+MARGIN, LONG_MARGIN = 3, 4                      # points: what counts as equal, fixed beforehand
 
 
 def processors(rows):
@@ -299,7 +301,7 @@ def processors(rows):
 
 def paired(rows, limit=1000):
     """Compare the arms of each group, by seed: {(arm, baseline, measure): Difference}, p of each
-    after Holm over its group, and the seeds of each processor."""
+    after Holm over its group, pairs that are not in counted, and the seeds of each processor."""
     where, gaps, p = processors(rows), {}, {}
     found, primary = outcomes(rows, limit), primary_of(rows)
     for pairs in PAIRS.values():
@@ -309,8 +311,9 @@ def paired(rows, limit=1000):
             of = family(both, [arm], base).gaps if seeds else {}
             own |= {(arm, base, m): of[m, arm] for m in primary if (m, arm) in of}
         gaps |= own
-        p |= holm({key: d.p for key, d in own.items()})
-    return gaps, p, where
+        absent = {(*pair, m): 1.0 for pair in pairs for m in primary}
+        p |= holm(absent | {key: d.p for key, d in own.items()})
+    return gaps, {key: p[key] for key in gaps}, where
 
 
 def verdict(gaps, p):
@@ -321,6 +324,17 @@ def verdict(gaps, p):
     if len(of) == 2 and min(d.n for d in of.values()) > 2 and max(ends) < MARGIN:
         return "equal"
     return "differ" if any(p[key] < 0.05 for key in of) else "open"
+
+
+def long_verdict(gaps, p):
+    """Does RPC cost robustness when both are trained out? As the plan has it: below on a primary,
+    significantly; no more than the margin off on both; or open."""
+    of = {key: d for key, d in gaps.items() if key[:2] == PAIRS[3][0]}
+    if any(d.mean < 0 and p[key] < 0.05 for key, d in of.items()):
+        return "RPC costs robustness here, also when trained out"
+    if len(of) == 2 and all(-LONG_MARGIN < d.low and d.high < LONG_MARGIN for d in of.values()):
+        return "what it cost was training time"
+    return "open"
 
 
 def pair_table(gaps, p, where):
