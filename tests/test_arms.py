@@ -8,7 +8,7 @@ import common
 from common import InputError
 from robust import corruptions
 from robust.results import pack
-from referee.studies import arms, constants, control, differences, robust_attentions, robustness
+from referee.studies import arms, constants, control, differences, fresh, line, robust_attentions, robustness
 
 
 def row(checkpoint, right, measure="clean", **setting):
@@ -187,3 +187,22 @@ def test_networks_of_a_study_differ_in_their_arms_flags_and_seed_alone(tmp_path)
 def test_rows_that_are_not_there_are_named(more, words):
     with pytest.raises(InputError, match=words):
         robustness.main(["--rows", "referee/results/robustness/results.jsonl", *more])
+
+
+def test_arms_of_the_line_are_what_its_stored_networks_were_trained_as():
+    paths = line.files(["line/s*.jsonl", "line/flat.jsonl", "line/long.jsonl"])
+    configs = {arms.run_of(row)[0]: row["model_config"] for row in arms.read(paths)}
+    epochs = {row["run"].rpartition("_s")[0]: row["epoch"] for row in line.logged(line.files(["line/training.jsonl"]))}
+    usual = dict(attn="softmax", n_iter=4, lambd=4.0, form="released")
+    assert len(configs) > 12
+    for arm, config in configs.items():
+        own = usual | fresh.ARMS[arm]
+        assert {name: (usual | config)[name] for name in usual} == {name: own[name] for name in usual}, arm
+        assert config["init"] == "default" and epochs[arm] == own["epochs"]
+
+
+def test_networks_of_the_line_are_trained_measured_and_paired(tmp_path, capfd):
+    fresh.main(["--out_dir", str(tmp_path), "--seeds", "3", "--limit", "4", "--num_images", "32", "--batch_size", "16",
+                "--measures", "clean", "pgd eps=2/255 steps=1"])
+    assert "| uniform-l0 minus symmetric-e8 | 1 " in capfd.readouterr().out
+    assert common.load(tmp_path / "uniform-l0_s3")["model_config"]["pap"]["lambd"] == 0

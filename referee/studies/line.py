@@ -293,7 +293,8 @@ def processors(rows):
     """Sort seeds by the processor of their rows: {name: [seeds]}. A seed's must be one."""
     of = {}
     for row in rows:
-        seed, name = int(name_of(row).rpartition("_s")[2]), row["hardware"].split(", ")[1]
+        seed = int(name_of(row).rpartition("_s")[2])
+        name = row["hardware"].removeprefix("cpu, ").rpartition(", ")[0] or row["hardware"]
         if of.setdefault(seed, name) != name:
             raise common.InputError(f"seed {seed} has rows of {of[seed]} and {name}: no pairs")
     return {name: sorted(s for s in of if of[s] == name) for name in dict.fromkeys(of.values())}
@@ -371,6 +372,8 @@ def main(argv=None):
     if args.rows and not others:
         raise common.InputError("--rows: no network of these has a clean loss: --measures clean "
                                 "gives it, or --training")
+    ours = {n.arm for name in PICTURES for n in stored(name)} if others else ()
+    others = [n._replace(arm=f"your {n.arm}") if n.arm in ours else n for n in others]
     for name in args.picture or (["fresh"] if args.rows else PICTURES):
         what, *_, primary = PICTURES[name]
         networks = stored(name)

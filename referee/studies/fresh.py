@@ -1,0 +1,42 @@
+"""Train and measure the networks of the line: groups 1, 2, 3 and 7 of its plan are these arms.
+
+    python -m referee.studies.fresh --seeds 40                  # symmetric-e8 and uniform-l0, a seed
+    python -m referee.studies.fresh --arms symmetric-e4 symmetric-e16 --seeds 40 41
+    python -m referee.studies.line --rows out/line/eval/*       # yours beside the stored ones
+
+Symmetric attention for several times, softmax, lambda from 0 to infinity, a learning rate that is
+never lowered, and 24 epochs, each with torch's initialisation. What is compared and what an outcome
+means was fixed before the runs: referee/results/line/plan.md.
+"""
+
+import math
+
+import common
+from referee.studies import arms
+from referee.studies.constants import HOW, setting
+from referee.studies.line import pair_table, paired
+
+BASE, RPC = dict(attn="symmetric"), setting("released", 4, 4)
+LAMBDAS = dict(zip(("0.05", "0.25", "1", "4", "inf"), (0.05, 0.25, 1, 4, math.inf)))
+AVERAGE = setting("paper", 0, 1)                                    # layer 0 gives its values' mean
+FLAT = dict(epochs=8, min_lr=2e-3)
+ARMS = {
+    **{f"symmetric-e{n}": BASE | dict(epochs=n) for n in (4, 6, 8, 12, 16)},
+    "softmax-e8": dict(attn="softmax", epochs=8),
+    "uniform-l0": AVERAGE | dict(epochs=8),
+    **{f"paper-{name}-n4": setting("paper", lambd, 4) | dict(epochs=8)
+       for name, lambd in LAMBDAS.items()},
+    "flat-e8": BASE | FLAT, "flat-rpc4-l1": RPC | FLAT,
+}
+PGD = "pgd eps=1/255,2/255 steps=20"
+
+
+def main(argv=None):
+    args, rows = arms.run(__doc__, ARMS, argv, out_dir="out/line", seeds=(20,), limit=1000,
+                          measures=["clean", "corruptions", PGD], how=HOW,
+                          default=["symmetric-e8", "uniform-l0"])
+    print(pair_table(*paired(rows, args.limit)))
+
+
+if __name__ == "__main__":
+    common.run(main)
