@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+from collections import deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, fields
 from datetime import timedelta
@@ -185,10 +186,18 @@ def setup(device=None):
     return torch.device(device), dist.get_rank(), dist.get_world_size()
 
 
+kept = deque(maxlen=8)                # the last tensors that were summed
+
+
 def all_sum(x):
-    """Sum a tensor over all processes (the tensor itself in a single one)."""
+    """Sum a tensor over all processes (the tensor itself in a single one).
+
+    The last ones are kept, so that none of them is freed by a thread of gloo's: that takes Python's
+    lock, with which PyTorch below 2.8 waits for this thread at the end of the run, forever.
+    """
     if dist.is_initialized():
         dist.all_reduce(x)
+        kept.append(x)
     return x
 
 
