@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import io
 import json
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -636,8 +637,11 @@ def test_a_source_that_was_trained_anew_is_measured_anew_and_only_transfer_is_ma
     made_on, change = [], eval_robust.change
     monkeypatch.setattr(eval_robust, "change", lambda model, one, *given: made_on.append(
         (one.name, results.weights_of(model.state_dict()))) or change(model, one, *given))
+    weights = {seed: results.weights_of(make_checkpoint(tmp_path / f"{seed}.pt", seed=seed).state_dict())
+               for seed in (1, 2)}
     for seed, n in ((1, 2), (1, 2), (2, 3)):
-        source = results.weights_of(make_checkpoint(tmp_path / "s.pt", seed=seed).state_dict())
+        shutil.copy(tmp_path / f"{seed}.pt", tmp_path / "s.pt")
+        source = weights[seed]
         rows = rows_of(tmp_path / "r", "--ckpt", tmp_path / "m.pt", "--source", tmp_path / "s.pt", "--eps", "4/255",
                        "--measures", "fgsm", "transfer steps=1", "--limit", 8, "--resume")
         assert len(rows) == n and made_on[-1] == ("transfer", source)

@@ -135,7 +135,8 @@ def test_every_kind_exports_with_a_batch_of_any_size_also_to_onnx(attn):
     """The file is written where the package onnx is installed; without it, all but that is done."""
     depth = 2 if "rpc" in attn else 1                            # the second layers are symmetric and softmax
     m, images = small(attn=attn, pap=dict(n_iter=2), depth=depth), torch.rand(5, 3, 32, 32)
-    program = torch.export.export(m, (images[:3],), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    sizes = {0: torch.export.Dim("batch", max=99)}
+    program = torch.export.export(m, (images[:3],), dynamic_shapes=(sizes,), strict=False)
     for part in (images[:1], images):
         torch.testing.assert_close(program.module()(part), m(part), rtol=0, atol=1e-6)
     try:
