@@ -122,7 +122,6 @@ def study(tmp_path, monkeypatch):
 
 def test_a_study_does_what_is_missing_and_nothing_twice(study, tmp_path, capsys):
     clamp, symmetric = tmp_path / "clamp_s0", tmp_path / "symmetric_s0"
-    trained = ["train_cls.py"] * 2
     assert [c[0] for c in study()] == ["train_cls.py", "eval_robust.py"] * 2
     args = common.load(clamp)["args"]
     assert dict(attn="rpc", n_iter=1, lambd=0.5, seed=0, num_images=32).items() <= args.items()

@@ -1,6 +1,6 @@
 """Train and measure the networks of the line: groups 1, 2, 3 and 7 of its plan are these arms.
 
-    python -m referee.studies.fresh --seeds 40                  # symmetric-e8 and uniform-l0, a seed
+    python -m referee.studies.fresh --seeds 40                 # symmetric-e8 and uniform-l0, a seed
     python -m referee.studies.fresh --arms symmetric-e4 symmetric-e16 --seeds 40 41
     python -m referee.studies.line --rows out/line/eval/*       # yours beside the stored ones
 
@@ -20,6 +20,7 @@ BASE, RPC = dict(attn="symmetric"), setting("released", 4, 4)
 LAMBDAS = dict(zip(("0.05", "0.25", "1", "4", "inf"), (0.05, 0.25, 1, 4, math.inf)))
 AVERAGE = setting("paper", 0, 1)                                    # layer 0 gives its values' mean
 FLAT = dict(epochs=8, min_lr=2e-3)
+LONG = dict(epochs=24, lr=4e-3)                 # of symmetric, held out; RPC's is half of it
 ARMS = {
     **{f"symmetric-e{n}": BASE | dict(epochs=n) for n in (4, 6, 8, 12, 16)},
     "softmax-e8": dict(attn="softmax", epochs=8),
@@ -27,6 +28,8 @@ ARMS = {
     **{f"paper-{name}-n4": setting("paper", lambd, 4) | dict(epochs=8)
        for name, lambd in LAMBDAS.items()},
     "flat-e8": BASE | FLAT, "flat-rpc4-l1": RPC | FLAT,
+    "long-symmetric": BASE | LONG, "long-rpc4-l1": RPC | LONG | dict(lr=2e-3),
+    "long-softmax": dict(attn="softmax") | LONG, "long-uniform-l0": AVERAGE | LONG,
 }
 PGD = "pgd eps=1/255,2/255 steps=20"
 
