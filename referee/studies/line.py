@@ -261,11 +261,12 @@ def draw(networks, primary, path, what, others=()):
         for i, (arm, at) in enumerate(means.items()):
             ax.annotate(traced[arm] + ("" if i else " epochs"), at, (9, -13), fontsize=9,
                         color=colour_of("symmetric"), textcoords="offset points")
+        x, y = points(reference(networks), measure)         # where it goes through networks
+        ends = np.array([x.min(), x.max()]) + np.array([-0.05, 0.05]) * np.ptp(x)
+        ax.plot(np.exp(ends), np.polyval(np.polyfit(x, y, 1), ends), "--", color="black",
+                linewidth=1, label="the line", zorder=0)
         ends = points([*networks, *others], measure)[0]
-        ends = np.array([ends.min(), ends.max()]) + np.array([-0.05, 0.05]) * np.ptp(ends)
-        fit = np.polyfit(*points(reference(networks), measure), 1)
-        ax.plot(np.exp(ends), np.polyval(fit, ends), "--", color="black", linewidth=1,
-                label="the line", zorder=0)
+        ends = ends.min(), ends.max()
         ax.set(xscale="log", xlabel="clean test loss in nats (log scale)", ylabel="accuracy in %",
                title=measure.replace("pgd", "PGD-20 at"))
         ticks = sorted({float(f"{x:.2g}") for x in np.exp(np.linspace(*ends, 5))})

@@ -40,7 +40,7 @@ RPC = ("rpc", "no-shrink", "clamp", "admm", "paper", "released", "uniform")
 
 def colour_of(arm):
     """The fixed colour of an arm's family: softmax grey, symmetric blue, RPC red, others olive."""
-    name = arm.removesuffix("-adv").removeprefix("long-").split(",")[0]
+    name = arm.removesuffix("-adv").removeprefix("long-").removeprefix("flat-").split(",")[0]
     return COLOURS.get("rpc" if name.startswith(RPC) else name.split("-e")[0], "tab:olive")
 
 
