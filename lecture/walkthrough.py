@@ -498,19 +498,21 @@ if wanted("line"):
     figure, grid = plt.subplots(1, 2, figsize=(9, 3.9))
     for ax, (measure, title) in zip(grid, titles.items()):
         for arm in dict.fromkeys(n.arm for n in networks):
-            kind = next((kind for kind in COLOUR if arm.startswith(kind)), "rpc")
+            trained_out = arm.startswith("long-")
+            kind = next((k for k in COLOUR if arm.removeprefix("long-").startswith(k)), "rpc")
             x, y = line.points([n for n in networks if n.arm == arm], measure)
             ax.plot(x, y, MARK[kind], color=COLOUR[kind], markersize=8, markeredgewidth=1.5,
                     fillstyle="none" if line.defended(arm) else "full")
-            if arm.startswith(line.TRACED):
-                epochs = arm.removeprefix(line.TRACED)
-                numbers[f"{measure} {epochs} epochs"] = y.mean()
+            if arm.startswith(line.TRACED) or trained_out:
+                epochs = "24" if trained_out else arm.removeprefix(line.TRACED)
+                what = f"{kind} 24 epochs" if trained_out else f"{epochs} epochs"
+                numbers[f"{measure} {what}"] = y.mean()
                 ax.annotate(epochs, (x.mean(), y.mean()), (7, -17), textcoords="offset points",
-                            color=COLOUR["symmetric"])
+                            color=COLOUR[kind])
         x, y = line.points([n for n in networks if n.arm.startswith(line.TRACED)], measure)
         slope = (x - x.mean()) @ (y - y.mean()) / ((x - x.mean()) ** 2).sum()
         ax.axline((x.mean(), y.mean()), slope=slope, color=COLOUR["symmetric"], linewidth=1)
-        ticks = (0.4, 0.2, 0.1, 0.05, 0.025)
+        ticks = (0.4, 0.2, 0.1, 0.05, 0.025, 0.0125)
         ax.set_xticks([math.log(tick) for tick in ticks], ticks)
         ax.set(title=title, ylabel="accuracy, %", xlabel="clean test loss, nats")
         ax.margins(0.12)
