@@ -123,13 +123,14 @@ def full(name, measure):
 
 def off(name, arm, measure, what="distance"):
     """An arm's distance from the line, with its interval; from the parabola; its p after Holm;
-    its accuracy."""
+    its accuracy; its clean loss, the geometric mean."""
     networks, _, distances, p = picture(name)
-    measure = full(name, measure)
+    measure, own = full(name, measure), [n for n in networks if n.arm == arm]
     if what == "accuracy":
-        return f"{np.mean([n.accuracy[measure] for n in networks if n.arm == arm]):.1f}"
+        return f"{np.mean([n.accuracy[measure] for n in own]):.1f}"
+    if what == "loss":
+        return f"{np.exp(np.mean([np.log(n.loss) for n in own])):.3f}"
     if what == "parabola":
-        own = [n for n in networks if n.arm == arm]
         return show(line.distance(own, line.reference(networks, arm), measure, 2))
     return show_p(p[arm, measure]) if what == "holm" else show(distances[arm, measure])
 
