@@ -498,8 +498,9 @@ if wanted("line"):
     figure, grid = plt.subplots(1, 2, figsize=(9, 3.9))
     for ax, (measure, title) in zip(grid, titles.items()):
         for arm in dict.fromkeys(n.arm for n in networks):
-            trained_out = arm.startswith("long-")
-            kind = next((k for k in COLOUR if arm.removeprefix("long-").startswith(k)), "rpc")
+            trained_out = arm.startswith("long-")               # 24 epochs; half-: at half the rate
+            own = arm.removeprefix("long-").removeprefix("half-")
+            kind = next((kind for kind in COLOUR if own.startswith(kind)), "rpc")
             x, y = line.points([n for n in networks if n.arm == arm], measure)
             ax.plot(x, y, MARK[kind], color=COLOUR[kind], markersize=8, markeredgewidth=1.5,
                     fillstyle="none" if line.defended(arm) else "full")

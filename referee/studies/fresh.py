@@ -1,4 +1,4 @@
-"""Train and measure the networks of the line: groups 1, 2, 3 and 7 of its plan are these arms.
+"""Train and measure the networks of the line: groups 1, 2, 3, 7 and 8 of its plan are these arms.
 
     python -m referee.studies.fresh --seeds 40                 # symmetric-e8 and uniform-l0, a seed
     python -m referee.studies.fresh --arms symmetric-e4 symmetric-e16 --seeds 40 41
@@ -29,6 +29,7 @@ ARMS = {
        for name, lambd in LAMBDAS.items()},
     "flat-e8": BASE | FLAT, "flat-rpc4-l1": RPC | FLAT,
     "long-symmetric": BASE | LONG, "long-rpc4-l1": RPC | LONG | dict(lr=2e-3),
+    "half-symmetric": BASE | LONG | dict(lr=2e-3),
     "long-softmax": dict(attn="softmax") | LONG, "long-uniform-l0": AVERAGE | LONG,
 }
 PGD = "pgd eps=1/255,2/255 steps=20"

@@ -279,13 +279,14 @@ def draw(networks, primary, path, what, others=()):
     save(figure, path)
 
 
-# --- groups 1, 2, 3 and 7 of the plan: pairs of one seed ------------------------------------------
+# --- groups 1, 2, 3, 7 and 8 of the plan: pairs of one seed ---------------------------------------
 
 PAIRS = {1: [("softmax-e8", "symmetric-e8")],
          2: [("paper-0.05-n4", "uniform-l0"), ("paper-0.05-n4", "symmetric-e8"),
              ("uniform-l0", "symmetric-e8")],
          3: [(f"long-{arm}", "long-symmetric") for arm in ("rpc4-l1", "softmax", "uniform-l0")],
-         7: [("flat-rpc4-l1", "flat-e8")]}
+         7: [("flat-rpc4-l1", "flat-e8")],
+         8: [("long-rpc4-l1", "half-symmetric")], "rate": [("long-symmetric", "half-symmetric")]}
 PAIRED = ["line/s*.jsonl", "line/long.jsonl", "line/flat.jsonl"]
 MARGIN, LONG_MARGIN = 3, 4                      # points: what counts as equal, fixed beforehand
 

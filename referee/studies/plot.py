@@ -12,6 +12,7 @@ lacks, or None and the command that would bring the numbers.
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -40,7 +41,7 @@ RPC = ("rpc", "no-shrink", "clamp", "admm", "paper", "released", "uniform")
 
 def colour_of(arm):
     """The fixed colour of an arm's family: softmax grey, symmetric blue, RPC red, others olive."""
-    name = arm.removesuffix("-adv").removeprefix("long-").removeprefix("flat-").split(",")[0]
+    name = re.sub("^(long|half|flat)-", "", arm.removesuffix("-adv").split(",")[0])
     return COLOURS.get("rpc" if name.startswith(RPC) else name.split("-e")[0], "tab:olive")
 
 
