@@ -513,7 +513,7 @@ if wanted("line"):
         x, y = line.points([n for n in networks if n.arm.startswith(line.TRACED)], measure)
         slope = (x - x.mean()) @ (y - y.mean()) / ((x - x.mean()) ** 2).sum()
         ax.axline((x.mean(), y.mean()), slope=slope, color=COLOUR["symmetric"], linewidth=1)
-        ticks = (0.4, 0.2, 0.1, 0.05, 0.025, 0.0125)
+        ticks = (0.4, 0.2, 0.1, 0.05, 0.02, 0.01)
         ax.set_xticks([math.log(tick) for tick in ticks], ticks)
         ax.set(title=title, ylabel="accuracy, %", xlabel="clean test loss, nats")
         ax.margins(0.12)

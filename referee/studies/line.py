@@ -230,7 +230,8 @@ def tables(networks, primary, others=()):
         common.table(body, ["arm", "networks", "clean loss", *columns])])
 
 
-MARKS = "o^vD<>phX*P"
+MARKS = "o^D<>phX*P"
+TRAINED_OUT = {"long": "v", "half": "d"}                # 24 epochs; at half the learning rate
 
 
 def draw(networks, primary, path, what, others=()):
@@ -243,7 +244,8 @@ def draw(networks, primary, path, what, others=()):
     looks = {}                                                  # arm: mark, fill, colour, label
     for arm in arms:
         same = [a for a, (*_, colour, _) in looks.items() if colour == colour_of(arm)]
-        mark = "s" if defended(arm) else MARKS[len(same) % len(MARKS)]
+        mark = TRAINED_OUT.get(arm.partition("-")[0], MARKS[len(same) % len(MARKS)])
+        mark = "s" if defended(arm) else mark
         looks[arm] = mark, "none" if defended(arm) else "full", colour_of(arm), arm
     for arm in traced:
         label = f"symmetric, {' '.join(traced.values())} epochs"

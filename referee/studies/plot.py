@@ -41,7 +41,8 @@ RPC = ("rpc", "no-shrink", "clamp", "admm", "paper", "released", "uniform")
 
 def colour_of(arm):
     """The fixed colour of an arm's family: softmax grey, symmetric blue, RPC red, others olive."""
-    name = re.sub("^(long|half|flat)-", "", arm.removesuffix("-adv").split(",")[0])
+    first = re.split(", | - ", arm.removesuffix("-adv"))[0]         # of "arm - baseline"
+    name = re.sub("^(long|half|flat)-", "", first)
     return COLOURS.get("rpc" if name.startswith(RPC) else name.split("-e")[0], "tab:olive")
 
 
