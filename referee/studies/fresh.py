@@ -1,11 +1,12 @@
-"""Train and measure the networks of the line: groups 1, 2, 3, 7 and 8 of its plan are these arms.
+"""Train and measure the networks of the line: groups 1, 2, 3, 5, 7 and 8 of its plan are its arms.
 
     python -m referee.studies.fresh --seeds 40                 # symmetric-e8 and uniform-l0, a seed
     python -m referee.studies.fresh --arms symmetric-e4 symmetric-e16 --seeds 40 41
+    python -m referee.studies.fresh --arms elliptical keys mom rpc2-all --seeds 0 1 2
     python -m referee.studies.line --rows out/line/eval/*       # yours beside the stored ones
 
-Symmetric attention for several times, softmax, lambda from 0 to infinity, a learning rate that is
-never lowered, and 24 epochs, each with torch's initialisation. What is compared and what an outcome
+Symmetric attention for several times, softmax, lambda from 0 to infinity, the attentions of others,
+a learning rate that is never lowered, and 24 epochs, each with torch's initialisation. What is compared and what an outcome
 means was fixed before the runs: referee/results/line/plan.md.
 """
 
@@ -15,8 +16,10 @@ import common
 from referee.studies import arms
 from referee.studies.constants import HOW, setting
 from referee.studies.line import pair_table, paired
+from referee.studies.robust_attentions import USUAL as ROBUST
 
 BASE, RPC = dict(attn="symmetric"), setting("released", 4, 4)
+RPC_ALL = setting("released", 3, 2) | dict(rpc_layers="all")
 LAMBDAS = dict(zip(("0.05", "0.25", "1", "4", "inf"), (0.05, 0.25, 1, 4, math.inf)))
 AVERAGE = setting("paper", 0, 1)                                    # layer 0 gives its values' mean
 FLAT = dict(epochs=8, min_lr=2e-3)
@@ -27,6 +30,8 @@ ARMS = {
     "uniform-l0": AVERAGE | dict(epochs=8),
     **{f"paper-{name}-n4": setting("paper", lambd, 4) | dict(epochs=8)
        for name, lambd in LAMBDAS.items()},
+    **{name: dict(attn=kind, epochs=8) for name, kind in ROBUST.items()},
+    "rpc4-l1": RPC | dict(epochs=8), "rpc2-all": RPC_ALL | dict(epochs=8),
     "flat-e8": BASE | FLAT, "flat-rpc4-l1": RPC | FLAT,
     "long-symmetric": BASE | LONG, "long-rpc4-l1": RPC | LONG | dict(lr=2e-3),
     "half-symmetric": BASE | LONG | dict(lr=2e-3),

@@ -32,7 +32,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 # name: what the images are, folders or files of rows, evaluations of training, the two primaries
 PICTURES = {
     "fresh": ("rendered scenes, 1,000 images", ["line/s*.jsonl", "line/long.jsonl",
-                                                "control/*_s?.jsonl"],
+                                                "line/robust.jsonl", "control/*_s?.jsonl"],
               ["line/training.jsonl", "control/training.jsonl"], ("pgd 2/255", "15 corruptions")),
     "scenes": ("rendered scenes, 500 images", ["robustness/results.jsonl",
                                                "robust_attentions/results.jsonl"],
