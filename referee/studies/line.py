@@ -234,11 +234,26 @@ MARKS = "o^D<>phX*P"
 TRAINED_OUT = {"long": "v", "half": "d"}                # 24 epochs; at half the learning rate
 
 
+def called(arm):
+    """What a legend calls an arm: long-rpc4-l1 is rpc4-l1, 24 epochs."""
+    first, _, own = arm.partition("-")
+    names = {"long": f"{own}, 24 epochs", "half": "the same, half the rate",
+             "flat": f"{own.replace('e8', 'symmetric')}, flat rate"}
+    own = arm.replace(".py:build_", ", ").removesuffix(".py:build").removesuffix("-e8")
+    return names.get(first, own)
+
+
+def reading_order(arm):
+    """The key that sorts arms: the traced baseline, 8 epochs, 24 epochs, adversarially trained."""
+    first = arm.partition("-")[0]
+    return (not arm.startswith(TRACED), defended(arm), first in TRAINED_OUT, first == "half")
+
+
 def draw(networks, primary, path, what, others=()):
     """Draw a panel a primary measure: clean loss against accuracy, a point a network."""
     from referee.studies.plot import WIDTH, colour_of, legend, plt, save
     figure, axes = plt.subplots(1, len(primary), figsize=(WIDTH, 5), sharex=True)
-    arms = list(dict.fromkeys(n.arm for n in networks))
+    arms = sorted(dict.fromkeys(n.arm for n in networks), key=reading_order)
     traced = {arm: arm.removeprefix(TRACED) for arm in arms if arm.startswith(TRACED)}
     traced = dict(sorted(traced.items(), key=lambda item: int(item[1])))         # arm: its epochs
     looks = {}                                                  # arm: mark, fill, colour, label
@@ -246,11 +261,11 @@ def draw(networks, primary, path, what, others=()):
         same = [a for a, (*_, colour, _) in looks.items() if colour == colour_of(arm)]
         mark = TRAINED_OUT.get(arm.partition("-")[0], MARKS[len(same) % len(MARKS)])
         mark = "s" if defended(arm) else mark
-        looks[arm] = mark, "none" if defended(arm) else "full", colour_of(arm), arm
+        looks[arm] = mark, "none" if defended(arm) else "full", colour_of(arm), called(arm)
     for arm in traced:
         label = f"symmetric, {' '.join(traced.values())} epochs"
         looks[arm] = "o", "full", colour_of(arm), label
-    looks |= {arm: (mark, "none", "black", arm.removesuffix(".py:build"))
+    looks |= {arm: (mark, "none", "black", called(arm))
               for arm, mark in zip(dict.fromkeys(n.arm for n in others), "PX*HD" * len(others))}
     for ax, measure in zip(axes, primary):
         of = {arm: points([n for n in (*networks, *others) if n.arm == arm], measure)
@@ -277,7 +292,7 @@ def draw(networks, primary, path, what, others=()):
         ax.margins(y=0.1)
     axes[0].invert_xaxis()                                          # both: they share x
     figure.suptitle(f"{what}: a point a network; trained further is to the right", fontsize=9.5)
-    legend(figure, axes[0], "lower center", ncols=5, fontsize=8, columnspacing=1)
+    legend(figure, axes[0], "lower center", ncols=5, fontsize=8, columnspacing=0.8, handletextpad=0.2)
     save(figure, path)
 
 
