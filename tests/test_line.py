@@ -158,6 +158,18 @@ def test_trained_out_rpc_costs_or_what_it_cost_was_training_time_or_it_is_open(g
     assert p == pytest.approx({key: six[key] for key in gaps})
 
 
+@pytest.mark.parametrize("gap", [0, -4])
+def test_at_equal_loss_what_comes_of_the_loss_alone_is_no_difference(gap):
+    networks = [network(arm, seed, loss * (1 + seed % 3), off) for seed in range(6)
+                for arm, loss, off in (("symmetric", 0.01, 0), ("rpc", 0.01 * (1 + seed / 4), gap))]
+    d = line.at_equal_loss([*networks, network("rpc", 9, 0.5)], "rpc", "symmetric", "pgd 2/255")
+    assert d.n == 6 and d.low < gap < d.high and d.high - d.low < 4
+    gaps = [b.accuracy["pgd 2/255"] - a.accuracy["pgd 2/255"] for a, b in zip(networks[::2], networks[1::2])]
+    peer = scipy.stats.linregress([np.log(b.loss / a.loss) for a, b in zip(networks[::2], networks[1::2])], gaps)
+    assert (d.mean, d.error) == pytest.approx((peer.intercept, peer.intercept_stderr))
+    assert np.mean(gaps) < gap - 5                                      # the losses are not equal
+
+
 def test_tables_and_figure_of_the_committed_networks(tmp_path):
     networks = line.stored("cifar10")
     text = line.tables(networks, ("pgd 1/255", "15 corruptions"))

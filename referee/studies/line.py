@@ -336,6 +336,20 @@ def paired(rows, limit=1000):
     return gaps, {key: p[key] for key in gaps}, where
 
 
+def at_equal_loss(networks, arm, base, measure):
+    """Compare two arms at one clean loss: the intercept of the differences in accuracy of pairs of
+    one seed on their differences in log loss. Its interval is over seeds, the images as they are.
+    """
+    of = {(n.arm, n.seed): n for n in networks}
+    pairs = [(of[arm, s], of[base, s]) for a, s in of if a == arm and (base, s) in of]
+    x = np.array([np.log(mine.loss / other.loss) for mine, other in pairs])
+    y = np.array([mine.accuracy[measure] - other.accuracy[measure] for mine, other in pairs])
+    design, df = np.vander(x, 2), len(pairs) - 2
+    beta, *_ = np.linalg.lstsq(design, y, rcond=None)
+    error = ((y - design @ beta) ** 2).sum() / df * np.linalg.inv(design.T @ design)[1, 1]
+    return student(len(pairs), beta[1], error, df)
+
+
 def verdict(gaps, p):
     """Does lambda .05 equal lambda 0, by two one-sided tests on both primaries? equal, differ or
     open, as the plan has it."""
