@@ -506,7 +506,7 @@ if wanted("line"):
                     fillstyle="none" if line.defended(arm) else "full")
             if arm.startswith(line.TRACED) or trained_out:
                 epochs = "24" if trained_out else arm.removeprefix(line.TRACED)
-                what = f"{kind} 24 epochs" if trained_out else f"{epochs} epochs"
+                what = f"{own} 24 epochs" if trained_out else f"{epochs} epochs"
                 numbers[f"{measure} {what}"] = y.mean()
                 ax.annotate(epochs, (x.mean(), y.mean()), (7, -17), textcoords="offset points",
                             color=COLOUR[kind])
