@@ -6,8 +6,8 @@
     python -m referee.studies.line --rows out/line/eval/*       # yours beside the stored ones
 
 Symmetric attention for several times, softmax, lambda from 0 to infinity, the attentions of others,
-a learning rate that is never lowered, and 24 epochs, each with torch's initialisation. What is compared and what an outcome
-means was fixed before the runs: referee/results/line/plan.md.
+a learning rate that is never lowered, and 24 epochs, each with torch's initialisation. What is
+compared and what an outcome means was fixed before the runs: referee/results/line/plan.md.
 """
 
 import math

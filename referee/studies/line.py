@@ -292,7 +292,8 @@ def draw(networks, primary, path, what, others=()):
         ax.margins(y=0.1)
     axes[0].invert_xaxis()                                          # both: they share x
     figure.suptitle(f"{what}: a point a network; trained further is to the right", fontsize=9.5)
-    legend(figure, axes[0], "lower center", ncols=5, fontsize=8, columnspacing=0.8, handletextpad=0.2)
+    legend(figure, axes[0], "lower center", ncols=5, fontsize=8, columnspacing=0.8,
+           handletextpad=0.2)
     save(figure, path)
 
 
