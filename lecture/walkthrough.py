@@ -504,7 +504,7 @@ if wanted("line"):
             x, y = line.points([n for n in networks if n.arm == arm], measure)
             ax.plot(x, y, MARK[kind], color=COLOUR[kind], markersize=8, markeredgewidth=1.5,
                     fillstyle="none" if line.defended(arm) else "full")
-            if arm.startswith(line.TRACED) or trained_out:
+            if arm.startswith(line.TRACED) or trained_out and own in ("symmetric", "rpc4-l1"):
                 epochs = "24" if trained_out else arm.removeprefix(line.TRACED)
                 what = f"{own} 24 epochs" if trained_out else f"{epochs} epochs"
                 numbers[f"{measure} {what}"] = y.mean()
