@@ -258,8 +258,9 @@ def draw(networks, primary, path, what, others=()):
     traced = dict(sorted(traced.items(), key=lambda item: int(item[1])))         # arm: its epochs
     looks = {}                                                  # arm: mark, fill, colour, label
     for arm in arms:
-        same = [a for a, (*_, colour, _) in looks.items() if colour == colour_of(arm)]
-        mark = TRAINED_OUT.get(arm.partition("-")[0], MARKS[len(same) % len(MARKS)])
+        same = [mark for mark, _, colour, _ in looks.values() if colour == colour_of(arm)]
+        mark = TRAINED_OUT.get(arm.partition("-")[0])
+        mark = mark if mark and mark not in same else MARKS[len(same) % len(MARKS)]
         mark = "s" if defended(arm) else mark
         looks[arm] = mark, "none" if defended(arm) else "full", colour_of(arm), called(arm)
     for arm in traced:
