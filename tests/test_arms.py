@@ -189,7 +189,7 @@ def test_rows_that_are_not_there_are_named(more, words):
 
 
 def test_arms_of_the_line_are_what_its_stored_networks_were_trained_as():
-    paths = line.files(["line/s*.jsonl", "line/flat.jsonl", "line/long.jsonl"])
+    paths = line.files(["line/s*.jsonl", "line/flat.jsonl", "line/long.jsonl", "line/robust.jsonl"])
     configs = {arms.run_of(row)[0]: row["model_config"] for row in arms.read(paths)}
     epochs = {row["run"].rpartition("_s")[0]: row["epoch"] for row in line.logged(line.files(["line/training.jsonl"]))}
     usual = dict(attn="softmax", n_iter=4, lambd=4.0, form="released")
