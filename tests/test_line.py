@@ -69,6 +69,19 @@ def test_one_network_is_as_far_off_as_one_of_ours_may_lie_by_chance():
         assert d.n == 1 and (d.low < 0 < d.high) == inside
 
 
+@pytest.mark.parametrize("seeds", [(5, 6, 7), (5,)], ids=["three", "one"])
+@pytest.mark.parametrize("loss", [0.01, 2.0])
+def test_beyond_the_line_s_ends_nothing_is_judged(loss, seeds):
+    arms = {name: [network(name, seed, at, 30) for seed in seeds] for name, at in (("far", loss), ("near", 0.2))}
+    found, p = line.distances(trained() + arms["far"] + arms["near"], ["pgd 2/255"])
+    d = found["far", "pgd 2/255"]
+    assert d.mean == pytest.approx(30, abs=1.5) and np.isnan([d.low, d.high, p["far", "pgd 2/255"]]).all()
+    near = "near", "pgd 2/255"
+    assert p[near] == found[near].p < 0.01                              # and no test is counted for it
+    rows = [text for text in line.tables(trained() + arms["far"], ["pgd 2/255"]).splitlines() if "far" in text]
+    assert "beyond its end" in rows[0] and "30" not in rows[0].split("|", 5)[5]
+
+
 def test_its_interval_is_that_of_a_prediction_by_the_line():
     own, networks = network("timm", 0, 0.2, 3), trained()
     x, y = np.log([n.loss for n in networks]), [n.accuracy["pgd 2/255"] for n in networks]

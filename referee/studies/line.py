@@ -136,6 +136,12 @@ def correlation(networks, measure):
     return r, low, high, student(len(x), beta[2], error, len(x) - 3).p
 
 
+def ends(line, measure):
+    """Give the log losses between which a line is known: its networks', and a twentieth more."""
+    x = points(line, measure)[0]
+    return np.array([x.min(), x.max()]) + np.array([-0.05, 0.05]) * np.ptp(x)
+
+
 def off_line(own, line, measure, degree=1):
     """Give the mean residual of networks to the least-squares line (2: parabola) through others."""
     x, y = points(own, measure)
@@ -147,9 +153,13 @@ def distance(own, line, measure, degree=1):
 
     Few seeds can agree by luck. So it is no narrower than the scatter of the line's own networks
     makes it: so far off could as many of theirs lie. With fewer than three seeds it is that alone.
+    An arm beyond the line's ends has no interval and no p: what a line does there is not known.
     degree: 2 for a parabola, where lines bend.
     """
     own, line = ([n for n in of if measure in n.accuracy] for of in (own, line))
+    first, last = ends(line, measure)
+    if not first <= points(own, measure)[0].mean() <= last:
+        return Difference(len(own), off_line(own, line, measure, degree), *[np.nan] * 5)
     mine = {n.seed for n in own}
     floor = scattered(own, line, measure, degree)
     if len(mine) < 3:
@@ -215,15 +225,18 @@ def tables(networks, primary, others=()):
         for measure in primary:
             d = found.get((arm, measure))
             row += [f"{points(own, measure)[1].mean():.1f}",
-                    show(d, bold=p[arm, measure] < 0.05) if d.low == d.low else f"{d.mean:+.1f}",
+                    show(d, bold=p[arm, measure] < 0.05) if d.low == d.low else "beyond its end",
                     show_p(p[arm, measure])] if d else [""] * 3
-        row += [show(distance(own, line, m, 2)) if (arm, m) in found else "" for m in bent]
+        known = {m for m in bent if (arm, m) in found and found[arm, m].low == found[arm, m].low}
+        row += [show(distance(own, line, m, 2)) if m in known else "" for m in bent]
         body.append(row)
     columns = [head for m in primary for head in (m, "off the line (95 % CI)", "p, Holm")]
     columns += [f"off the parabola, {m}" for m in bent]
+    first, last = np.exp(ends(line, primary[0]))
     return "\n\n".join([
         f"The line goes through {len(line)} networks of "
-        f"{'the baseline' if traced else 'all arms'}:",
+        f"{'the baseline' if traced else 'all arms'} and is known from {first:.3f} to {last:.3f} "
+        "nats of clean loss:",
         common.table(head, ["measure", "networks", "r (95 % CI)", "variance explained",
                             "points when loss halves", "bend, p"]),
         "Accuracy, per cent, and the distance from the line, points (bold: significant):",
@@ -279,15 +292,14 @@ def draw(networks, primary, path, what, others=()):
         for i, (arm, at) in enumerate(means.items()):
             ax.annotate(traced[arm] + ("" if i else " epochs"), at, (9, -13), fontsize=9,
                         color=colour_of("symmetric"), textcoords="offset points")
-        x, y = points(reference(networks), measure)         # where it goes through networks
-        ends = np.array([x.min(), x.max()]) + np.array([-0.05, 0.05]) * np.ptp(x)
-        ax.plot(np.exp(ends), np.polyval(np.polyfit(x, y, 1), ends), "--", color="black",
-                linewidth=1, label="the line", zorder=0)
-        ends = points([*networks, *others], measure)[0]
-        ends = ends.min(), ends.max()
+        line = reference(networks)
+        x = ends(line, measure)
+        ax.plot(np.exp(x), np.polyval(np.polyfit(*points(line, measure), 1), x), "--",
+                color="black", linewidth=1, label="the line", zorder=0)
+        x = points([*networks, *others], measure)[0]
         ax.set(xscale="log", xlabel="clean test loss in nats (log scale)", ylabel="accuracy in %",
                title=measure.replace("pgd", "PGD-20 at"))
-        ticks = sorted({float(f"{x:.2g}") for x in np.exp(np.linspace(*ends, 5))})
+        ticks = sorted({float(f"{x:.2g}") for x in np.exp(np.linspace(x.min(), x.max(), 5))})
         ax.set_xticks(ticks, [f"{x:g}" for x in ticks])
         ax.set_xticks([], minor=True)
         ax.margins(y=0.1)
