@@ -493,7 +493,8 @@ if wanted("dense"):
 
 # %% 11. What the line says: clean loss against accuracy, a point a trained network.
 if wanted("line"):
-    networks, older, numbers = line.stored("fresh"), line.stored("scenes"), {}
+    older, numbers = line.stored("scenes"), {}
+    networks = [n for n in line.stored("fresh") if n.arm not in line.ROBUST]
     titles = {"pgd 2/255": "PGD at 2/255", "15 corruptions": "15 corruptions"}
     figure, grid = plt.subplots(1, 2, figsize=(9, 3.9))
     for ax, (measure, title) in zip(grid, titles.items()):

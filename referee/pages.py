@@ -135,6 +135,13 @@ def off(name, arm, measure, what="distance"):
     return show_p(p[arm, measure]) if what == "holm" else show(distances[arm, measure])
 
 
+def furthest(name, measure, *arms):
+    """Of these arms the one whose distance has the smallest p: its name and distance."""
+    measure, distances = full(name, measure), picture(name)[2]
+    arm = min((a for a in arms if (a, measure) in distances), key=lambda a: distances[a, measure].p)
+    return f"{arm} {show(distances[arm, measure])}"
+
+
 def off_table(name, *arms):
     """Distances from the line and their p, an arm a row."""
     primary = picture(name)[1]
@@ -327,7 +334,7 @@ def where_table():
 
 
 WRITERS = {f.__name__.replace("_", "-"): f for f in (
-    d, table, summary, off, off_table, fit, line_table, pair, pair_table, row, kpca, eig_table,
+    d, table, summary, off, furthest, off_table, fit, line_table, pair, pair_table, row, kpca, eig_table,
     nats, beyond, where, where_table, lambda_table,
     pair_verdict, long_verdict, other)}
 

@@ -24,6 +24,7 @@ import numpy as np
 import common
 from referee.studies.arms import read
 from referee.studies.differences import family, outcomes, primary_of, shared
+from referee.studies.robust_attentions import USUAL as ROBUST
 from referee.studies.stats import Difference, holm, interval, show, show_p, student
 from robust import corruptions
 from robust.results import title
@@ -250,7 +251,7 @@ TRAINED_OUT = {"long": "v", "half": "d"}                # 24 epochs; at half the
 def called(arm):
     """What a legend calls an arm: long-rpc4-l1 is rpc4-l1, 24 epochs."""
     first, _, own = arm.partition("-")
-    names = {"long": f"{own}, 24 epochs", "half": "the same, half the rate",
+    names = {"long": f"{own}, 24 epochs", "half": f"{own}, half the rate",
              "flat": f"{own.replace('e8', 'symmetric')}, flat rate"}
     own = arm.replace(".py:build_", ", ").removesuffix(".py:build").removesuffix("-e8")
     return names.get(first, own)
@@ -266,6 +267,8 @@ def draw(networks, primary, path, what, others=()):
     """Draw a panel a primary measure: clean loss against accuracy, a point a network."""
     from referee.studies.plot import WIDTH, colour_of, legend, plt, save
     figure, axes = plt.subplots(1, len(primary), figsize=(WIDTH, 5), sharex=True)
+    if any(n.arm.startswith(TRACED) for n in networks):             # one look for all of them
+        networks = [n._replace(arm="other attentions") if n.arm in ROBUST else n for n in networks]
     arms = sorted(dict.fromkeys(n.arm for n in networks), key=reading_order)
     traced = {arm: arm.removeprefix(TRACED) for arm in arms if arm.startswith(TRACED)}
     traced = dict(sorted(traced.items(), key=lambda item: int(item[1])))         # arm: its epochs
