@@ -170,9 +170,9 @@ def paired():
 
 
 def pair(arm, base, measure, what="difference"):
-    """A difference of two arms of one seed, with its interval; its mean; its 90 % interval; its p,
-    Holm; the number of seeds; the difference found with 80 % power at Holm's first step; that where
-    both have one clean loss."""
+    """A difference of two arms of one seed, with its interval; its 90 % interval; its p, Holm; the
+    number of seeds; the difference found with 80 % power at Holm's first step; that where both
+    have one clean loss."""
     gaps, p, _ = paired()
     key = arm, base, full("fresh", measure)
     if what == "seeds":
@@ -182,8 +182,6 @@ def pair(arm, base, measure, what="difference"):
         return f"{detectable(gaps[key].error, gaps[key].df, 2 * len(asked)):.1f}"
     if what == "equal loss":
         return show(line.at_equal_loss(picture("fresh")[0], *key))
-    if what == "mean":
-        return f"{gaps[key].mean:+.1f}"
     if what == "90":
         return "{:+.1f} to {:+.1f}".format(*interval(gaps[key], 0.9))
     return show_p(p[key]) if what == "holm" else show(gaps[key])
@@ -334,8 +332,8 @@ def where_table():
 
 
 WRITERS = {f.__name__.replace("_", "-"): f for f in (
-    d, table, summary, off, furthest, off_table, fit, line_table, pair, pair_table, row, kpca, eig_table,
-    nats, beyond, where, where_table, lambda_table,
+    d, table, summary, off, furthest, off_table, fit, line_table, pair, pair_table, row, kpca,
+    eig_table, nats, beyond, where, where_table, lambda_table,
     pair_verdict, long_verdict, other)}
 
 
