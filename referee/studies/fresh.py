@@ -1,8 +1,10 @@
-"""Train and measure the networks of the line: groups 1, 2, 3, 5, 7 and 8 of its plan are its arms.
+"""Train and measure the networks of the line: groups 1 to 5, 7 and 8 of its plan are its arms.
 
     python -m referee.studies.fresh --seeds 40                 # symmetric-e8 and uniform-l0, a seed
     python -m referee.studies.fresh --arms symmetric-e4 symmetric-e16 --seeds 40 41
     python -m referee.studies.fresh --arms elliptical keys mom rpc2-all --seeds 0 1 2
+    python -m referee.studies.fresh --arms symmetric-e12 rpc4-l1-e12 --seeds 40 --limit 2000 \
+        --data cifar10 --data_dir data/cifar10 --model nano --out_dir out/line_cifar10
     python -m referee.studies.line --rows out/line/eval/*       # yours beside the stored ones
 
 Symmetric attention for several times, softmax, lambda from 0 to infinity, the attentions of others,
@@ -31,6 +33,8 @@ ARMS = {
     **{f"paper-{name}-n4": setting("paper", lambd, 4) | dict(epochs=8)
        for name, lambd in LAMBDAS.items()},
     **{name: dict(attn=kind, epochs=8) for name, kind in ROBUST.items()},
+    "softmax-e12": dict(attn="softmax", epochs=12), "rpc4-l1-e12": RPC | dict(epochs=12),
+    "uniform-l0-e12": AVERAGE | dict(epochs=12),                    # group 4, beside symmetric-e12
     "rpc4-l1": RPC | dict(epochs=8), "rpc2-all": RPC_ALL | dict(epochs=8),
     "flat-e8": BASE | FLAT, "flat-rpc4-l1": RPC | FLAT,
     "long-symmetric": BASE | LONG, "long-rpc4-l1": RPC | LONG | dict(lr=2e-3),
