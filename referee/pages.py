@@ -165,30 +165,33 @@ def line_table(name):
 
 
 @cache
-def paired():
-    return line.paired(read(line.files(line.PAIRED)))
+def paired(name="fresh"):
+    patterns, limit = line.PAIRED[name]
+    return line.paired(read(line.files(patterns)), limit)
 
 
 def pair(arm, base, measure, what="difference"):
     """A difference of two arms of one seed, with its interval; its 90 % interval; its p, Holm; the
     number of seeds; the difference found with 80 % power at Holm's first step; that where both
     have one clean loss."""
-    gaps, p, _ = paired()
-    key = arm, base, full("fresh", measure)
+    name = next(name for name in line.PAIRED if any(key[:2] == (arm, base) for key in
+                                                    paired(name)[0]))
+    gaps, p, _ = paired(name)
+    key = arm, base, full(name, measure)
     if what == "seeds":
         return str(gaps[key].n)
     if what == "power":
         asked = next(pairs for pairs in line.PAIRS.values() if (arm, base) in pairs)
         return f"{detectable(gaps[key].error, gaps[key].df, 2 * len(asked)):.1f}"
     if what == "equal loss":
-        return show(line.at_equal_loss(picture("fresh")[0], *key))
+        return show(line.at_equal_loss(picture(name)[0], *key))
     if what == "90":
         return "{:+.1f} to {:+.1f}".format(*interval(gaps[key], 0.9))
     return show_p(p[key]) if what == "holm" else show(gaps[key])
 
 
-def pair_table():
-    return f"\n\n{line.pair_table(*paired())}\n\n"
+def pair_table(name):
+    return f"\n\n{line.pair_table(*paired(name))}\n\n"
 
 
 @cache
@@ -214,6 +217,10 @@ def pair_verdict():
 
 def long_verdict():
     return line.long_verdict(*paired()[:2])
+
+
+def second_verdict():
+    return line.second_verdict(*paired("cifar10")[:2])
 
 
 def lambda_table():
@@ -334,7 +341,7 @@ def where_table():
 WRITERS = {f.__name__.replace("_", "-"): f for f in (
     d, table, summary, off, furthest, off_table, fit, line_table, pair, pair_table, row, kpca,
     eig_table, nats, beyond, where, where_table, lambda_table,
-    pair_verdict, long_verdict, other)}
+    pair_verdict, long_verdict, second_verdict, other)}
 
 
 # --- pages ----------------------------------------------------------------------------------------
@@ -362,12 +369,15 @@ def differences():
             (arm + ", DeiT's init" * (arm in deit), [of.gaps.get((m, arm), NONE) for m in
              of.primary], [of.p.get((m, arm), 1) for m in of.primary])
             for arm in arms if arm not in references]))
-    gaps, p, _ = paired()
-    pairs = dict.fromkeys(key[:2] for key in gaps)
-    primary = line.PICTURES["fresh"][3][::-1]
-    rows = [(f"{arm} - {base}", [gaps.get((arm, base, m), NONE) for m in primary],
-             [p.get((arm, base, m), 1) for m in primary]) for arm, base in pairs]
-    return [*groups, *([("one initialisation, fresh seeds", rows)] if rows else [])]
+    for name, title in (("fresh", "one initialisation, fresh seeds"),
+                        ("cifar10", "CIFAR-10, fresh seeds")):
+        gaps, p, _ = paired(name)
+        primary = line.PICTURES[name][3][::-1]
+        groups.append((title, [
+            (f"{arm} - {base}", [gaps.get((arm, base, m), NONE) for m in primary],
+             [p.get((arm, base, m), 1) for m in primary])
+            for arm, base in dict.fromkeys(key[:2] for key in gaps)]))
+    return [(title, rows) for title, rows in groups if rows]
 
 
 def figures(form="png"):

@@ -171,6 +171,18 @@ def test_trained_out_rpc_costs_or_what_it_cost_was_training_time_or_it_is_open(g
     assert p == pytest.approx({key: six[key] for key in gaps})
 
 
+@pytest.mark.parametrize("gap, noise, said", [
+    (-9, 2, "costs robustness on CIFAR-10"), (9, 2, "gains"), (-0.2, 2, "no difference that matters"), (-0.2, 150, "open")])
+def test_on_cifar_10_rpc_costs_gains_makes_no_difference_or_it_is_open(gap, noise, said):
+    def renamed(row):
+        row = row | dict(checkpoint=row["checkpoint"].replace("symmetric-e8", "symmetric-e12"), data="cifar10")
+        return row | dict(setting=dict(eps=1 / 255)) if row["measure"] == "pgd" else row
+    gaps, p, where = line.paired([renamed(row) for row in paired_rows({"rpc4-l1-e12": gap}, range(3, 8), noise)])
+    assert said in line.second_verdict(gaps, p) and len(gaps) == 2
+    assert p == pytest.approx(holm({key: d.p for key, d in gaps.items()}))
+    assert "margin" not in line.pair_table(gaps, p, where)                  # that question is another's
+
+
 @pytest.mark.parametrize("gap", [0, -4])
 def test_at_equal_loss_what_comes_of_the_loss_alone_is_no_difference(gap):
     networks = [network(arm, seed, loss * (1 + seed % 3), off) for seed in range(6)
