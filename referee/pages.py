@@ -360,7 +360,8 @@ def pages():
 
 
 def differences():
-    """Every primary difference of every study, as `plot.forest` wants it."""
+    """Every primary difference of every study, as `plot.forest` wants it; pairs of one seed have no
+    interval to draw."""
     groups = []
     for name, (title, _, _, arms, _, _, references) in COMPARISONS.items():
         of = compared(name)
@@ -376,7 +377,7 @@ def differences():
         groups.append((title, [
             (f"{arm} - {base}", [gaps.get((arm, base, m), NONE) for m in primary],
              [p.get((arm, base, m), 1) for m in primary])
-            for arm, base in dict.fromkeys(key[:2] for key in gaps)]))
+            for arm, base in dict.fromkeys(key[:2] for key in gaps if gaps[key].n > 1)]))
     return [(title, rows) for title, rows in groups if rows]
 
 
