@@ -174,8 +174,7 @@ def pair(arm, base, measure, what="difference"):
     """A difference of two arms of one seed, with its interval; its 90 % interval; its p, Holm; the
     number of seeds; the difference found with 80 % power at Holm's first step; that where both
     have one clean loss."""
-    name = next(name for name in line.PAIRED if any(key[:2] == (arm, base) for key in
-                                                    paired(name)[0]))
+    name = next(n for n in line.PAIRED if (arm, base, full(n, measure)) in paired(n)[0])
     gaps, p, _ = paired(name)
     key = arm, base, full(name, measure)
     if what == "seeds":
