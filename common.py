@@ -209,7 +209,8 @@ def replacing(path):
         yield tmp
         os.replace(tmp, path)
     except OSError as e:
-        raise InputError(f"{path} cannot be written ({e.strerror}); what was there is kept") from None
+        raise InputError(f"{path} cannot be written ({e.strerror}); what was there is "
+                         f"kept") from None
     finally:
         tmp.unlink(missing_ok=True)
 
@@ -288,7 +289,8 @@ def restore(checkpoint, model, optimizer, about):
             name, now, was = next((key, now.get(key), was.get(key)) for key in {**was, **now}
                                   if was.get(key) != now.get(key))
         if was != now:
-            raise InputError(f"--resume cannot change {name}: it was {was!r:.60} and is {now!r:.60}")
+            raise InputError(f"--resume cannot change {name}: it was {was!r:.60} and is "
+                             f"{now!r:.60}")
     load_strictly(model, checkpoint["model"])
     today = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     stored = checkpoint["optimizer"]

@@ -236,7 +236,8 @@ def main():
     vocab = corpus.vocab
     prompt_ids(args.prompt, vocab)
     if args.batch_size % world:
-        raise InputError(f"--batch_size {args.batch_size}: expected a multiple of {world} processes")
+        raise InputError(f"--batch_size {args.batch_size}: expected a multiple of {world}, the "
+                         f"number of processes")
 
     # Model. The flags describe it; a checkpoint's has to be the same.
     size = {**SIZES[args.model], "context": args.context}
@@ -339,8 +340,9 @@ def main():
             with autocast:
                 metrics = evaluate(model, corpus, args, rank, world)
             if rank == 0:
+                finite = math.isfinite(metrics["perplexity"])       # the log refuses it otherwise
                 text = ""
-                if args.words and not config.reads_the_future:
+                if args.words and finite and not config.reads_the_future:
                     text = sample(model, vocab, args, device)
                 log.append(dict(step=done, eval=metrics, sample=text,
                                 **key_statistics(model, model.hidden, windows[:8, :-1])))
@@ -363,7 +365,8 @@ def main():
     # The result, where the last step was evaluated.
     if metrics:
         common.print0(f"{args.data} {args.attn}: valid perplexity {metrics['perplexity']:.2f} "
-                      f"(segment-wise) after {stop} steps, {(time.time() - began) / 60:.1f} minutes")
+                      f"(segment-wise) after {stop} steps, {(time.time() - began) / 60:.1f} "
+                      f"minutes")
         if best:
             common.print0(f"best.pt: the lowest perplexity, {best['perplexity']:.2f}, was after "
                           f"{best['step']} steps")

@@ -16,7 +16,8 @@ epochs of ADE20K. Where this differs: bf16 on GPUs (--no-amp: float32), a loss t
 stops the run, the result is the last epoch.
 Stopping and resuming changes no number, nor do more processes but for float noise and the masks of
 drop path and dropout, which are per process: random numbers depend on (seed, step or sample) alone.
-To the last bit that holds on a CPU; on a GPU the backward of fused attention adds in no fixed order.
+To the last bit that holds on a CPU; on a GPU the backward of fused attention adds in no fixed
+order.
 """
 
 import argparse
@@ -146,12 +147,14 @@ def get_args():
     recipe = {"data": data, **ENCODER, **RECIPES[data]}
     # --backbone brings the whole encoder. The scenes have one in weights/, unless flags ask for
     # another: a small network learns little of them from scratch in minutes.
-    said = [name for name in ENCODER if getattr(asked, name) is not None]
-    scenes = Path(__file__).with_name("weights") / f"shapes_{asked.attn or 'rpc'}.pt"
-    if data == "shapes" and set(said) <= {"attn"} and scenes.exists():
-        recipe.update(backbone=os.path.relpath(scenes))
-    if asked.backbone or "backbone" in recipe:
+    said = {name for name in ENCODER if getattr(asked, name) is not None}
+    attn = asked.attn or "rpc"
+    path = Path(__file__).with_name("weights") / f"shapes_{attn}.pt"
+    scenes = data == "shapes" and not asked.backbone and said <= {"attn"} and path.exists()
+    if asked.backbone or scenes:
         recipe = {name: value for name, value in recipe.items() if name not in ENCODER}
+    if scenes:
+        recipe.update(backbone=os.path.relpath(path), attn=attn)
     p.set_defaults(**recipe | stored)
     args = p.parse_args()
     changed = {name: getattr(args, name) for name in stored if getattr(args, name) != stored[name]}
@@ -267,8 +270,9 @@ def main():
     common.print0(f"{args.data}: {len(train)} training, {len(val)} validation images, "
                   f"{len(train.classes)} classes")
     if args.batch_size % world:
-        raise InputError(f"--batch_size {args.batch_size}: expected a multiple of {world} processes")
-    epoch_steps = math.ceil(len(train) / args.batch_size)           # every image, a last short batch
+        raise InputError(f"--batch_size {args.batch_size}: expected a multiple of {world}, the "
+                         f"number of processes")
+    epoch_steps = math.ceil(len(train) / args.batch_size)           # the last batch may be short
     total = args.epochs * epoch_steps
 
     # Model. The flags or the backbone describe it; on --resume it is the checkpoint's.
@@ -344,9 +348,9 @@ def main():
         # A batch.
         images, labels = next(batches)
 
-        # Forward and backward. The loss is the mean over the labelled pixels of all processes, which
-        # get the mean of their gradients. Dropout draws from a seed of this step, so a resumed run
-        # draws the same.
+        # Forward and backward. The loss is the mean over the labelled pixels of all processes,
+        # which get the mean of their gradients. Dropout draws from a seed of this step, so a
+        # resumed run draws the same.
         torch.manual_seed(hash((args.seed, step, rank)) % 2 ** 63)
         pixels = (labels != IGNORE).sum()
         if world > 1:
