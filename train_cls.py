@@ -132,9 +132,10 @@ def get_args():
     if theirs or changed:
         common.print0(f"as in {args.init_from}: {theirs}" if theirs else f"other flags: {changed}")
 
-    if (data == "shapes") == bool(args.data_dir):
-        raise InputError(f"--data {data} " + ("renders its own images: no --data_dir" if
-                                              args.data_dir else "needs --data_dir"))
+    if data == "shapes" and args.data_dir:
+        raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images")
+    if data == "folder" and not args.data_dir:
+        raise InputError("--data folder needs --data_dir")
     if args.out_dir and args.resume:
         raise InputError("--out_dir does not go with --resume, which continues in its own folder")
     args.out_dir = args.resume or args.out_dir or f"out/{data}_{args.attn}"
@@ -312,7 +313,7 @@ def main():
     if checkpoint:
         common.restore(checkpoint, model, optimizer, about)
         if ema:
-            ema.load_state_dict(checkpoint["ema"])
+            ema.load_state_dict(checkpoint["ema"] or checkpoint["model"])
     first, metrics = checkpoint.get("step", 0), checkpoint.get("metrics", {})
     best = checkpoint.get("best") or {}
 

@@ -163,9 +163,10 @@ def get_args():
     if changed:
         common.print0(f"other flags: {changed}")
 
-    if (data == "shapes") == bool(args.data_dir):
-        raise InputError(f"--data {data} " + ("renders its own images: no --data_dir" if
-                                              args.data_dir else "needs --data_dir"))
+    if data == "shapes" and args.data_dir:
+        raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images")
+    if data == "folder" and not args.data_dir:
+        raise InputError("--data folder needs --data_dir")
     if args.out_dir and args.resume:
         raise InputError("--out_dir does not go with --resume, which continues in its own folder")
     args.out_dir = args.resume or args.out_dir or f"out/seg_{data}_{args.attn or 'backbone'}"

@@ -303,6 +303,7 @@ OF_ALL = """
 BAD = dict(cls="""
 --data cifar10 -> --data_dir; --data imagenet --data_dir nowhere -> nowhere
 --data_dir nowhere -> nowhere; --data shapes --data_dir nowhere -> --data_dir; --image_size 18
+--data folder -> --data_dir
 --num_images 10 -> batch_size; --mixup 0.8 --batch_size 15; --holdout 160; --adv_eps 2
 --warmup_epochs 9 -> warmup_epochs; --init_from nowhere.pt -> nowhere
 """, lm="""
