@@ -174,12 +174,12 @@ def read_log(path):
 
 
 def finite_means(pending, step):
-    """Average the columns of (steps, n), the last of them `step`; waits for the device.
+    """Average loss, gradient norm and what else the columns of (steps, n) hold; the last is `step`.
 
     InputError names the first step with a number that is not finite.
     """
     rows = pending.tolist()
-    for i, (loss, norm) in enumerate(rows, step - len(rows) + 1):
+    for i, (loss, norm, *_) in enumerate(rows, step - len(rows) + 1):
         if not math.isfinite(loss) or not math.isfinite(norm):
             why = ("before the first update: look at the data and the model" if i == 1 else
                    "try a smaller --lr or --clip")
