@@ -35,6 +35,8 @@ lambda * mu and lambda / mu are not one family: doubling the keys halves one and
 
 import inspect
 import math
+from contextlib import contextmanager
+from functools import wraps
 
 import torch
 import torch.nn.functional as F
@@ -72,6 +74,42 @@ def symmetric_attention(k, v, *, causal=False, dropout_p=0.0):
 
 
 # --- RPC-Attention: Principal Attention Pursuit (PAP) splits the keys, K = L + S ------------------
+
+changes = {}                            # arguments of rpc_attention that every_pap has set
+
+
+@contextmanager
+def every_pap(**settings):
+    """Within it every call of rpc_attention has these arguments: to look at PAP, or to change it.
+
+        steps = []
+        with every_pap(trace=steps):                # dicts of S, K2, Q2, L: call after call
+            model(images)                           # steps stays []: this model runs no PAP
+        with every_pap(shrink=mine, n_iter=2):      # the same weights, another PAP
+            logits = model(images)
+
+    It finds PAP wherever a model runs it, also in an attention of one's own. What runs outside has
+    its own arguments: the backward of a checkpointed block, too, unless it runs within.
+    """
+    before = dict(changes)
+    changes.update(settings)
+    try:
+        yield
+    finally:
+        changes.clear()
+        changes.update(before)
+
+
+def changed_by_every_pap(function):
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def call(*args, **given):
+        if changes:
+            args, given = (), {**signature.bind(*args, **given).arguments, **changes}
+        return function(*args, **given)
+    return call
+
 
 def soft_threshold(x, tau):
     """Shrink towards zero: sign(x) max(|x| - tau, 0), elementwise; the prox of tau ||.||_1.
@@ -118,6 +156,7 @@ def penalty(k, *, mu_dim="model", mu_over="all"):
     return heads / (4 * mean.clamp_min(1e-12))                          # Def. 1; zero keys: finite
 
 
+@changed_by_every_pap
 def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_dim="model",
                   dual_sign=-1, mu_over=None, causal=False, dropout_p=0.0, shrink=soft_threshold,
                   trace=None):
@@ -128,7 +167,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     (B, H, N, D), fixed queries (asymmetric RPC). threshold, mu_dim, dual_sign: the table above.
     mu_over: as in `penalty`; None is "seen" if causal, else "all" (with which a causal layer would
     read the future). dropout_p: of the last step. shrink(x, tau): may have another gradient
-    (robust/adaptive.py). trace: a list that receives dict(S, K2, L) of every step.
+    (robust/adaptive.py). trace: a list that receives dict(S, K2, Q2, L) of every step.
 
     n_iter = 1 is symmetric attention with every key entry clamped to [-tau, tau]. While no entry
     exceeds tau, S = 0 and, with dual_sign = -1, the keys of step i are (L_1 + ... + L_{i-1}) -
@@ -161,7 +200,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
         L = softmax_attention(Q2, K2, v, causal=causal).to(K.dtype)     # Alg. 1, line 4
         Z = rest + Z - L                        # Alg. 1, line 5: Y = Y + mu (K - L - S)
         if trace is not None:
-            trace.append(dict(S=S, K2=K2, L=L))
+            trace.append(dict(S=S, K2=K2, Q2=Q2, L=L))
     if dropout_p:                               # in the last step alone, once more
         L = softmax_attention(Q2, K2, v, causal=causal, dropout_p=dropout_p)
     return L.to(v.dtype)                        # Alg. 1, line 7: output L
@@ -273,10 +312,10 @@ class SelfAttention(nn.Module):
         return function(**{name: given[name] for name in self.arg_names})
 
     def trace(self, x):
-        """List PAP's steps, dicts of S, K2, L; of a kind without PAP those that it would take."""
-        (q, k, v), steps = self.project(x), []
-        q = q if self.attn in PAP and "q" in self.arg_names else None
-        rpc_attention(k, v, q=q, causal=self.causal, **self.pap, trace=steps)
+        """List the steps that PAP takes on x, dicts of S, K2, Q2, L; [] if this kind has no PAP."""
+        steps = []
+        with every_pap(trace=steps):
+            self.attend(*self.project(x))
         return steps
 
     def forward(self, x):
@@ -300,8 +339,8 @@ def key_statistics(model, forward, inputs):
 
     def look(m, inputs):
         """Add the row of m, a SelfAttention, before its forward."""
-        if m.attn in PAP:
-            shares = [(step["S"] != 0).float().mean().item() for step in m.trace(inputs[0])]
+        shares = [(step["S"] != 0).float().mean().item() for step in m.trace(inputs[0])]
+        if shares:
             stats["nonzero_S"][len(stats["mean_abs_key"])] = [round(share, 4) for share in shares]
         _, k, _ = m.project(inputs[0])
         stats["mean_abs_key"].append(round(k.abs().mean().item(), 4))

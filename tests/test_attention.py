@@ -7,9 +7,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
-from attention import (ATTENTIONS, FORMS, PAP, ScaledAttention, SelfAttention, key_statistics, naive_attention, rpc_attention,
-                       soft_threshold, softmax_attention, symmetric_attention)
+from attention import (ATTENTIONS, FORMS, PAP, ScaledAttention, SelfAttention, every_pap, key_statistics,
+                       naive_attention, rpc_attention, soft_threshold, softmax_attention, symmetric_attention)
 from conftest import ROOT
 from kpca import exact_scaling, pcp
 
@@ -275,17 +276,69 @@ def test_dropout_acts_in_the_last_step_only(monkeypatch):
 def test_the_trace_is_that_of_the_forward_pass_and_key_statistics_count_it(kind):
     m, x = layer(kind, pap=dict(lambd=0.3), causal=kind != "scaled_s"), 3 * tokens()
     trace, stats = m.trace(x), key_statistics(m, m, x)
-    assert len(trace) == 4 and 0 < nonzero(trace)[-1] < 1
     q, k, v = m.project(x)
-    own = rpc_attention(k, v, lambd=0.3, q=q if kind == "rpc_asym" else None, causal=m.causal)
-    assert torch.equal(trace[-1]["L"], own) and torch.equal(m.attend(q, k, v), own) == (kind in PAP)
-    shares = [round(share, 4) for share in nonzero(trace).tolist()]
     mean = round(k.abs().mean().item(), 4)
-    assert stats == dict(mean_abs_key=[mean], nonzero_S={0: shares} if kind in PAP else {})
-    two = torch.nn.Sequential(layer("symmetric"), layer("rpc", pap=dict(lambd=0.0))).train()
-    stats = key_statistics(two, two, x)                         # of all layers, counted from 0
-    assert len(stats["mean_abs_key"]) == 2 and list(stats["nonzero_S"]) == [1] and stats["nonzero_S"][1][0] == 1
+    if not kind.startswith("rpc"):
+        assert trace == [] and stats == dict(mean_abs_key=[mean], nonzero_S={})
+        return
+    assert len(trace) == 4 and 0 < nonzero(trace)[-1] < 1
+    assert torch.equal(trace[-1]["L"], m.attend(q, k, v))
+    assert all((step["Q2"] is step["K2"]) == (kind == "rpc") for step in trace)
+    shares = [round(share, 4) for share in nonzero(trace).tolist()]
+    assert stats == dict(mean_abs_key=[mean], nonzero_S={0: shares})
+
+
+def test_key_statistics_count_layers_from_0_and_leave_the_model_as_it_was():
+    two, x = torch.nn.Sequential(layer("symmetric"), layer("rpc", pap=dict(lambd=0.0))), tokens()
+    stats = key_statistics(two.train(), two, x)
+    assert len(stats["mean_abs_key"]) == 2 and list(stats["nonzero_S"]) == [1]
+    assert stats["nonzero_S"][1][0] == 1
     assert two.training and not any(m._forward_pre_hooks for m in two)
+
+
+class LearnedRPC(torch.nn.Module):
+    """PAP by another name, with settings of its own, as docs/change.md has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_lambd = torch.nn.Parameter(torch.tensor(0.3).log())
+
+    def forward(self, k, v):
+        return rpc_attention(k, v, 3, self.log_lambd.exp())
+
+
+def test_every_pap_looks_at_and_changes_pap_wherever_a_model_runs_it(monkeypatch):
+    monkeypatch.setitem(ATTENTIONS, "mine", LearnedRPC)
+    m, plain, x, steps = layer("mine"), layer("symmetric"), 3 * tokens(), []
+    y, (_, k, v) = m(x), m.project(x)
+    assert len(m.trace(x)) == 3 and len(key_statistics(m, m, x)["nonzero_S"][0]) == 3
+    with every_pap(trace=steps, n_iter=2), every_pap(lambd=math.inf):
+        changed = m.attend(*m.project(x))
+        assert torch.equal(plain(x), layer("symmetric")(x)) and len(steps) == 2
+    assert torch.equal(changed, rpc_attention(k, v, 2, math.inf))
+    with pytest.raises(TypeError, match="lamda"), every_pap(lamda=1):
+        m(x)
+    assert torch.equal(m(x), y) and len(steps) == 2             # all is as it was
+
+
+def test_within_every_pap_a_checkpointed_layer_has_the_gradients_of_one_that_is_not():
+    m, x = layer("rpc", pap=dict(lambd=0.3)), (3 * tokens()).requires_grad_()
+
+    def shrink(x, tau):
+        return soft_threshold(x, tau).detach() + x - x.detach()
+    with every_pap(shrink=shrink):
+        found = [torch.autograd.grad(f(x).sum(), x)[0]
+                 for f in (m, lambda x: checkpoint(m, x, use_reentrant=False))]
+    assert torch.equal(*found) and not torch.equal(torch.autograd.grad(m(x).sum(), x)[0], found[0])
+
+
+def test_compiled_with_and_without_every_pap_it_is_one_graph_and_the_same():
+    m, x = layer("rpc", pap=dict(lambd=0.3, n_iter=2)), 3 * tokens()
+    compiled = torch.compile(m, backend="aot_eager", fullgraph=True)
+    assert close(compiled(x), m(x), atol=1e-12)
+    with every_pap(lambd=0.1):
+        assert close(compiled(x), m(x), atol=1e-12)
+    assert close(compiled(x), m(x), atol=1e-12)
 
 
 # --- an attention of one's own ------------------------------------------------------------
