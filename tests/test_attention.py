@@ -379,6 +379,35 @@ def test_a_module_that_is_entered_in_the_table_is_an_attention_whose_parameters_
     assert m.learned.temperature.shape == (3, 1, 1) and m.learned.temperature.grad.abs().min() > 0
 
 
+def wrong_names(query, key, value):
+    return softmax_attention(query, key, value)
+
+
+def no_values(q, k):
+    return softmax_attention(q, k, k)
+
+
+def one_more(q, k, v, mask):
+    return softmax_attention(q, k, v)
+
+
+@pytest.mark.parametrize("mine, named", [(wrong_names, "query, key, value"), (no_values, "q, k;"),
+                                         (one_more, "mask"), (lambda: None, "expected q, k, v")])
+def test_arguments_that_are_not_an_attentions_are_refused_by_name(mine, named, monkeypatch):
+    for entry in (mine, type("Mine", (torch.nn.Module,), dict(forward=staticmethod(mine)))):
+        monkeypatch.setitem(ATTENTIONS, "mine", entry)
+        with pytest.raises(ValueError, match=f"'mine' .*{named}"):
+            layer("mine")
+
+
+@pytest.mark.parametrize("mine", [lambda q, k, v: softmax_attention(q, k, v)[:, :, :1],
+                                  lambda q, k, v: softmax_attention(q, k, v).mT])
+def test_an_output_of_another_shape_is_refused(mine, monkeypatch):
+    monkeypatch.setitem(ATTENTIONS, "mine", mine)
+    with pytest.raises(ValueError, match=r"'mine' returned \(2, 3, .*expected \(2, 3, 10, 8\)"):
+        layer("mine")(tokens())
+
+
 @pytest.mark.parametrize("how", [dict(causal=True), dict(attn_drop=0.1)])
 def test_a_function_that_would_not_heed_a_mask_or_dropout_is_refused(how, monkeypatch):
     monkeypatch.setitem(ATTENTIONS, "mine", nearest)
