@@ -339,12 +339,6 @@ class SelfAttention(nn.Module):
                              f"{tuple(v.shape)}: (B, H, N, D)")
         return self.proj_drop(self.proj(h.transpose(1, 2).flatten(2)))  # (B, N, C)
 
-    def _load_from_state_dict(self, state_dict, prefix, *rest):
-        """Load Scaled Attention's `s` also under its older name, which is the released code's."""
-        if prefix + "s" in state_dict:
-            state_dict[prefix + "learned.s"] = state_dict.pop(prefix + "s")
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-
 
 @torch.no_grad()
 def key_statistics(model, forward, inputs):

@@ -21,9 +21,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from tqdm import tqdm
 
-from common import InputError, all_sum, replacing
+from common import InputError, replacing
 from data.rng import TEXT_WINDOW, uniform
 
 SPLITS = ("train", "valid", "test")
@@ -275,7 +276,9 @@ def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1, p
         at = at[:, -scored:]
         nll[at] = model.nll(hidden, tokens[at + 1]).float()
     model.train(training)
-    return all_sum(nll).cpu().double()
+    if dist.is_initialized():
+        dist.all_reduce(nll)
+    return nll.cpu().double()
 
 
 def perplexity(nll, scored=None):

@@ -85,8 +85,9 @@ def test_symmetric_and_rpc_modules_equal_the_released_code_in_both_precisions_wi
 def test_scaled_attention_equals_the_released_code(golden, prefix, alpha):
     a, kind = golden("attention_scaled"), "scaled_s" if alpha is None else "scaled_alpha"
     weights = {k[len("S_rand/sd/"):]: v for k, v in a.items() if k.startswith("S_rand/sd/")}
+    weights["learned.s"] = weights.pop("s")
     if alpha is not None:
-        weights["s"] = torch.tensor([alpha])
+        weights["learned.s"] = torch.tensor([alpha])
     for dtype, bits, tol in ((torch.float64, "64", 1e-10), (torch.float32, "32", 2e-5)):
         m = module(weights, "", dtype, attn=kind)
         assert close(m(a["x"].to(dtype)), a[f"{prefix}y{bits}"], atol=tol)

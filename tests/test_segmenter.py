@@ -271,6 +271,20 @@ def test_a_classifier_at_64_pixels_becomes_the_encoder_at_96(kind):
     assert torch.equal(same.encoder.encode(same.encoder.embed(x)), backbone.features(x)["norm"])
 
 
+def test_a_classifier_with_a_second_head_and_a_field_of_its_own_is_a_backbone_and_a_fan_is_not(capsys):
+    backbone, checkpoint = classifier(attn="rpc")
+    checkpoint["model_config"]["rotation"] = True
+    checkpoint["model"] = {**checkpoint["model"], "head2.weight": torch.ones(3, 48)}
+    m = Segmenter(SegmenterConfig(7, 64, **backbone_settings(checkpoint)))
+    load_weights(m.encoder, checkpoint)
+    out = capsys.readouterr().out
+    assert "rotation" in out and "head2.weight" in out and "head.weight" not in out
+    assert torch.equal(m.encoder.blocks[0].attn.qkv.weight, backbone.blocks[0].attn.qkv.weight)
+    for task, fields in (("classification", dict(cls_depth=2)), ("segmentation", {})):
+        with pytest.raises(InputError, match="not a ViT of train_cls.py"):
+            backbone_settings(checkpoint | dict(task=task, model_config=fields))
+
+
 def test_deit_and_timm_weights_and_the_released_files_are_backbones():
     raw, _ = classifier(embed_dim=64, num_heads=1)
     for checkpoint in ({"model": raw.state_dict()}, raw.state_dict()):

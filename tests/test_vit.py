@@ -2,7 +2,7 @@
 
 import argparse
 import io
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -200,7 +200,7 @@ def released(**change):
     (dict(attn="symmetric"), SOFT, "qkv"), (dict(), SYM, "qkv"), (dict(attn="symmetric"), {"model": {}}, "cls_token"),
     (dict(attn="rpc"), {**SYM, "blocks.0.attn.qkv.weight": SOFT["blocks.0.attn.qkv.weight"]}, "qkv"),
     (dict(attn="symmetric"), {k: v + 1 for k, v in SYM.items() if k != "norm.weight"}, "norm.weight"),
-    (dict(attn="symmetric"), {**SYM, "extra": torch.zeros(1)}, "extra"),
+    (dict(attn="symmetric"), {**SYM, "blocks.1.attn.extra": torch.zeros(1)}, "extra"),
     (dict(attn="symmetric"), {**SYM, "head.weight": torch.zeros(5, 48), "head.bias": torch.zeros(5)}, "head.weight"),
     (dict(attn="scaled_s"), small(attn="scaled_alpha").state_dict(), "learned.s"),
     (dict(attn="rpc", pap=dict(n_iter=6)), released(), "n_iter"), (dict(attn="symmetric"), released(), "rpc"),
@@ -208,6 +208,36 @@ def released(**change):
 def test_weights_that_do_not_fit_are_refused(kind, weights, match):
     with pytest.raises(InputError, match=match):
         load_weights(small(**kind), weights)
+
+
+def test_a_second_head_and_a_field_of_ones_own_are_named_and_left_out(capsys):
+    model, x = small(attn="rpc"), torch.rand(2, 3, 32, 32)
+    weights = {**model.state_dict(), "head2.weight": torch.ones(3, 48), "registers": torch.ones(4)}
+    checkpoint = dict(task="classification", model=weights,
+                      model_config=dict(asdict(model.config), rotation=True))
+    again = classifier_from_checkpoint(checkpoint)
+    said = capsys.readouterr().out.splitlines()
+    assert torch.equal(again(x), model(x)) and len(said) == 2
+    assert said[0].endswith("ViTConfig: rotation") and said[1].endswith("head2.weight, registers")
+    load_weights(model, checkpoint)
+    assert capsys.readouterr().out.splitlines() == said[1:]
+    del weights["patch_embed.proj.bias"]                                # a stem of another kind
+    with pytest.raises(InputError, match="patch_embed.proj.bias"):
+        classifier_from_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("kind", ["scaled_s", "scaled_alpha"])
+def test_scaled_attention_loads_by_the_released_codes_name_of_s(kind):
+    torch.manual_seed(0)
+    config = ViTConfig(**{**TINY, "embed_dim": 64, "num_heads": 1, "attn": kind})
+    model = ViT(config)
+    for block in model.blocks:
+        torch.nn.init.normal_(block.attn.learned.s)
+    theirs = {name.replace("learned.", ""): w for name, w in model.state_dict().items()}
+    again = ViT(replace(config, **foreign_settings(theirs)))
+    load_weights(again, theirs)
+    x = torch.rand(2, 3, 32, 32)
+    assert "blocks.0.attn.s" in theirs and torch.equal(again(x), model(x))
 
 
 def test_a_foreign_file_says_its_shapes_and_which_flags_it_needs():
