@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import common
 import lm
 from attention import ATTENTIONS, symmetric_attention
 from common import InputError
 from conftest import ROOT
-from lm import LM, SIZES, LMConfig, chunked_nll, lm_from_checkpoint
+from lm import LM, SIZES, LMConfig, chunked_nll, lm_from_checkpoint, reads_the_future
 from referee.studies import leak
 from upstream import load_lmtool
 
@@ -93,6 +94,21 @@ def test_initial_weights_are_lmtools():
             assert abs(p.mean() - float("norm" in name)) < 5 * 0.02 / p.numel() ** 0.5, name
 
 
+def test_an_attentions_own_parameters_start_as_it_says(monkeypatch):
+    class Own(torch.nn.Module):
+        def __init__(self, dim):
+            super().__init__()
+            self.log_lambd = torch.nn.Parameter(torch.tensor(4.0).log())
+            self.gate = torch.nn.Linear(dim, 4000)
+
+        def forward(self, k, v, causal):
+            return symmetric_attention(k, v, causal=causal)
+    monkeypatch.setitem(ATTENTIONS, "mine", Own)
+    own = small(attn="mine").blocks[1].attn.learned
+    assert own.log_lambd == torch.tensor(4.0).log() and abs(own.gate.weight.std() - 0.02) < 1e-3
+    assert small(attn="scaled_alpha").blocks[0].attn.learned.s == 0
+
+
 def test_dropout_acts_everywhere_but_on_attention_weights():
     model = small(dropout=0.1).train()
     rates = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
@@ -133,6 +149,41 @@ def test_no_output_depends_on_a_later_word_unless_mu_is_over_all_tokens(kind):
     moved, gradient, prefix = leaks(small(**KINDS[kind], gain=50))
     assert moved == 0 and gradient == 0 and prefix < 1e-9                          # the first two exactly
     assert kind not in RPC or min(leaks(small(**{**RPC[kind], "pap": {**RPC[kind]["pap"], "mu_over": "all"}}, gain=50))) > 1e-4
+
+
+def look_ahead(k, v, causal):
+    """An attention that is masked, and leaks: the values are those of the word after."""
+    return symmetric_attention(k, v.roll(-1, 2), causal=causal)
+
+
+def one_maximum(k, v, causal):
+    """Causal attention whose softmax subtracts one maximum of all scores: float noise, no leak."""
+    scores = k @ k.mT / k.shape[-1] ** 0.5
+    weights = (scores - scores.amax((-2, -1), keepdim=True)).exp().tril()
+    return weights @ v / weights.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_look_at_the_future_is_found_before_training(size, monkeypatch):
+    def found(attn="mine", **pap):
+        torch.manual_seed(0)
+        model = LM(LMConfig(2000, **SIZES[size], attn=attn, rpc_layers=(0,), pap=pap)).train()
+        state = torch.random.get_rng_state()
+        leak = reads_the_future(model)
+        assert model.training and torch.equal(state, torch.random.get_rng_state())
+        return leak
+    assert not any(map(found, ("softmax", "symmetric", "rpc", "rpc_asym", "scaled_alpha")))
+    for mine, leak in ((lambda q, k, v, causal: symmetric_attention(k, v), True),
+                       (look_ahead, True), (one_maximum, False)):
+        monkeypatch.setitem(ATTENTIONS, "mine", mine)
+        assert found() is leak
+
+
+def test_a_trained_model_with_a_mean_over_all_words_is_found_to_leak():
+    model = lm_from_checkpoint(common.load(ROOT / "weights/pydoc_rpc.pt"))
+    assert not reads_the_future(model)
+    model.blocks[0].attn.pap["mu_over"] = "all"
+    assert reads_the_future(model)
 
 
 def test_a_model_trained_with_a_global_mu_reads_the_future_and_with_a_causal_one_cannot():
@@ -251,7 +302,6 @@ def test_a_checkpoint_alone_rebuilds_the_model():
     model = small(attn="rpc", rpc_layers=(1,), pap=dict(n_iter=2, lambd=3.0, form="paper", mu_over="token"), cutoffs=(8, 16),
                   gain=50)
     checkpoint = dict(task="language modelling", model_config=asdict(model.config), model=model.float().state_dict())
-    checkpoint["model"] = {name.removeprefix("adaptive."): w for name, w in checkpoint["model"].items()}  # as before
     again = lm_from_checkpoint(checkpoint)
     assert again.config == model.config and not again.training and "positions" not in checkpoint["model"]
     assert torch.equal(again(words(), words(seed=2)), model(words(), words(seed=2)))
