@@ -302,9 +302,13 @@ class SelfAttention(nn.Module):
                 raise ValueError(f"attn={attn!r} has no argument {name}, expected one: this model "
                                  f"has {name}={wanted}")
         self.num_proj = 3 if "q" in self.arg_names else 2               # q, k, v or k, v
-        self.qkv = nn.Linear(dim, self.num_proj * dim, bias=qkv_bias)
+        self.make_projections(dim, qkv_bias)
         self.proj = nn.Linear(dim, dim, bias=proj_bias)
         self.proj_drop = nn.Dropout(proj_drop)
+
+    def make_projections(self, dim, bias):
+        """Make what `project` uses. FAN overrides both."""
+        self.qkv = nn.Linear(dim, self.num_proj * dim, bias=bias)
 
     @property
     def attn_kwargs(self):

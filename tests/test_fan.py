@@ -162,6 +162,14 @@ def test_batch_norm_over_processes_keeps_the_statistics_of_pytorchs(monkeypatch)
         torch.testing.assert_close(ours.state_dict()[name], value)
 
 
+def test_pytorchs_norm_for_gpus_takes_the_place_of_every_norm_with_its_weights():
+    m, x = small().eval(), torch.rand(2, 3, 64, 64)
+    before, logits = m.state_dict(), m(x)
+    m = torch.nn.SyncBatchNorm.convert_sync_batchnorm(m)
+    assert not any(isinstance(part, BatchNorm) for part in m.modules())
+    assert m.state_dict().keys() == before.keys() and torch.equal(m(x), logits)
+
+
 # --- weights from files, and what is refused -----------------------------------------------------
 
 @pytest.mark.parametrize("bad", [dict(patch_size=32), dict(class_attn="rpc")])

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import common
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS
 from common import InputError
-from vit import SIZES, Block, Mlp, ViT, ViTConfig, classifier_from_checkpoint
+from vit import SIZES, Mlp, ViT, ViTConfig, classifier_from_checkpoint
 from weights import flags_for, foreign_settings, load_weights, resize_pos_embed
 
 TINY = dict(image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=10)
@@ -147,7 +147,7 @@ def test_every_kind_exports_with_a_batch_of_any_size_also_to_onnx(attn):
 
 def test_drop_path_drops_whole_samples_in_training_only_keeps_the_mean_and_grows_from_layer_to_layer():
     torch.manual_seed(0)
-    block, x = Block(48, 3, drop_path=0.4), torch.randn(1, 5, 48).expand(2000, 5, 48)
+    block, x = small(drop_path=0.4).blocks[1], torch.randn(1, 5, 48).expand(2000, 5, 48)
     with torch.no_grad():
         assert torch.equal(block.eval()(x), block(x))
         block.attn.proj.weight.zero_(), block.attn.proj.bias.zero_()              # only the mlp branch is left
