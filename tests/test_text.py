@@ -161,12 +161,29 @@ def test_rare_words_of_a_txt_and_new_words_of_its_end_are_unknown_and_their_shar
     assert [corpus.vocab.words[i] for i in corpus.test] == ["the", "<unk>", "<unk>", "<eos>"] * 2
 
 
+@pytest.mark.parametrize("text, words", [
+    ("नमस्ते दुनिया, कैसे हैं आप?", "नमस्ते दुनिया , कैसे हैं आप ?"), ("क्\u200dष", "क्\u200dष"),
+    ("我喜欢AI模型。", "我 喜 欢 AI 模 型 。"), ("これはテスト", "こ れ は テ ス ト"), ("か\u3099く", "か\u3099 く"),
+    ("안녕 하세요", "안녕 하세요"), ("l'été, nai\u0308ve", "l'été , nai\u0308ve")])
+def test_words_of_other_scripts(text, words):
+    assert data_text.words_of(text) == words.split()
+
+
+@pytest.mark.parametrize("name", ["book.TXT", "notes.md", "book"])
+def test_any_file_is_a_text_and_its_byte_order_mark_is_no_word(folder, name):
+    Path(name).write_bytes(b"\xef\xbb\xbf" + BOOK.encode())
+    corpus = load_corpus(text_folder("folder", name))
+    Path("plain.txt").write_text(BOOK)
+    plain = load_corpus(text_folder("folder", "plain.txt"))
+    assert corpus.vocab == plain.vocab and np.array_equal(corpus.train, plain.train)
+
+
 def test_what_is_no_text_is_named_in_one_line(folder):
     for text in (" \n\n \n", "a b\n" * 19, b"caf\xe9"):
         Path("a.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
         with pytest.raises(InputError, match="a.txt"):
             text_folder("folder", "a.txt")
-    for data, data_dir, word in (("folder", "nowhere.txt", "nowhere.txt"),
+    for data, data_dir, word in (("folder", "nowhere", "nowhere: there is no such file or folder"),
                                  ("wikitext", None, "--data wikitext")):
         with pytest.raises(InputError, match=word):
             text_folder(data, data_dir)
