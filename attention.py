@@ -249,7 +249,6 @@ ATTENTIONS = {
     "scaled_s": ScaledAttention,
     "scaled_alpha": ScaledAlphaAttention,
 }
-PAP = ("rpc", "rpc_asym")               # those that run Principal Attention Pursuit
 # What --attn may name besides: (attention in rpc_layers, attention in the other layers).
 LAYER_PATTERNS = {"rpc": ("rpc", "symmetric"), "rpc_asym": ("rpc_asym", "softmax"),
                   "sym_asym": ("rpc", "softmax")}
@@ -338,7 +337,7 @@ class SelfAttention(nn.Module):
     def forward(self, x):
         q, k, v = self.project(x)
         h = self.attend(q, k, v)                                        # (B, H, N, D)
-        if h.shape != v.shape:                                          # (B, H, 1, D) would be added
+        if h.shape != v.shape:                                  # (B, H, 1, D), say, would broadcast
             raise ValueError(f"attn={self.attn!r} returned {tuple(h.shape)}, expected "
                              f"{tuple(v.shape)}: (B, H, N, D)")
         return self.proj_drop(self.proj(h.transpose(1, 2).flatten(2)))  # (B, N, C)
