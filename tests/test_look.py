@@ -1,6 +1,8 @@
 """look.py prints what a network answers, draws what its layers do, refuses what it cannot draw."""
 
+import csv
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +10,8 @@ from PIL import Image
 
 import common
 import look
-from attention import PAP, SelfAttention, softmax_attention
+from attention import SelfAttention, softmax_attention
+from data.photos import load_photos, square
 from data.shapes import SHAPES, load_shapes
 from fan import FAN, FANConfig
 from segmenter import Segmenter, SegmenterConfig
@@ -63,7 +66,7 @@ def test_attention_is_what_the_layer_gives_the_class_token():
     x = torch.randn(1, 17, 16)
     for kind in ("softmax", "symmetric", "rpc", "rpc_asym"):
         attn = SelfAttention(16, 2, attn=kind, pap=dict(lambd=0.5))
-        steps = attn.trace(x) if kind in PAP else []
+        steps = attn.trace(x)
         q, k, _ = attn.project(x)
         one_hot = torch.eye(17)[None, None].expand(1, 2, -1, -1)  # values that show the weights
         keys = steps[-1]["K2"] if steps else k
@@ -93,7 +96,7 @@ def test_each_tile_is_of_its_own_layer_and_step(run, classifier, tmp_path):
         return torch.tensor(list(drawn.tobytes()), dtype=torch.float)
 
     for i, (block, x) in enumerate(zip(model.blocks, inputs)):
-        steps = block.attn.trace(x) if block.attn.attn in PAP else []
+        steps = block.attn.trace(x)
         expected = look.class_attention(block.attn, x, steps)
         assert (tile(0, 1 + i) - 255 * expected / expected.max()).abs().max() < 2
         for n, step in enumerate(steps):
@@ -105,8 +108,30 @@ def test_each_tile_is_of_its_own_layer_and_step(run, classifier, tmp_path):
 
 def test_a_large_picture_is_averaged_when_it_gets_small():
     """Black and white columns of a pixel each become grey, not the one or the other."""
-    stripes = (torch.arange(96) % 2).float().expand(3, 96, 96)
-    assert (look.square(stripes, 32)[..., 4:-4] - 0.5).abs().max() < 0.2
+    stripes = (torch.arange(96) % 2 * 255).byte().expand(3, 96, 96)
+    assert (square(stripes, 32)[..., 4:-4] / 255 - 0.5).abs().max() < 0.2
+
+
+def test_a_folder_becomes_a_table_of_the_chances_that_an_evaluation_sees(run, classifier, tmp_path):
+    model, path = classifier
+    folder = tmp_path / "photos"
+    for name, seed in (("b", 0), ("a", 1)):
+        (folder / name).mkdir(parents=True)
+        pixels = torch.randint(0, 256, (70, 90, 3), generator=torch.Generator().manual_seed(seed))
+        Image.fromarray(pixels.byte().numpy()).save(folder / name / "0.PNG")
+    (folder / "b" / "1.jpg").write_text("no image")
+    (folder / "notes.txt").write_text("no image")
+    images = load_photos(folder, "test", 32).images                 # of both: nothing is held out
+    expected = sorted(f"{c:.4f}" for c in model(images / 255).softmax(1).amax(1).tolist())
+    result = run("--ckpt", path, "--image", folder, "--out", tmp_path / "look.csv")
+    header, *rows = csv.reader(open(tmp_path / "look.csv", newline=""))
+    assert header == ["file", "class", "chance"] and sorted(row[2] for row in rows) == expected
+    assert [Path(row[0]) for row in rows] == [Path("a/0.PNG"), Path("b/0.PNG")]
+    assert "skipping" in result and "b/1.jpg" in result and all(row[1] in result for row in rows)
+
+    # one of them alone
+    one = run("--ckpt", path, "--image", folder / "a" / "0.PNG", "--out", tmp_path / "a.png")
+    assert one.split()[0] == f"{100 * float(rows[0][2]):.1f}" and one.split()[2] == rows[0][1]
 
 
 def test_an_overlay_has_a_legend_of_the_classes_seen(run, tmp_path):
@@ -138,12 +163,15 @@ def test_bad_input_is_refused_in_one_line(run, classifier, tmp_path):
                         num_classes=10))
     save(tmp_path / "fan.pt", fan)
     save(tmp_path / "words.pt", fan, task="language modelling", classes=None)
-    for flags, word in ((("--image", text), "text.jpg"), (("--image", tmp_path), "is not a file"),
+    for flags, word in ((("--image", text), "text.jpg"),
+                        (("--image", tmp_path / "lost.jpg"), "no file"),
+                        (("--image", tmp_path), "no image that can be read"),
                         (("--ckpt", tmp_path / "none.pt"), "none.pt"),
                         (("--ckpt", text), "text.jpg"),
                         (("--ckpt", tmp_path / "fan.pt"), "is a FAN"),
                         (("--ckpt", tmp_path / "words.pt"), "names no classes"),
                         (("--out", tmp_path / "no" / "look.png"), "look.png"),
+                        (("--ckpt", "weights/seg_shapes_rpc.pt", "--image", tmp_path), "is a folder"),
                         (("--scene", -1), "--scene")):
         result = run(*(("--ckpt", path) if "--ckpt" not in flags else ()), *flags)
         assert word in result and result.count("error: ") == 1, (flags, result)
