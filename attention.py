@@ -35,6 +35,8 @@ lambda * mu and lambda / mu are not one family: doubling the keys halves one and
 
 import inspect
 import math
+from contextlib import contextmanager
+from functools import wraps
 
 import torch
 import torch.nn.functional as F
@@ -59,11 +61,12 @@ def naive_attention(q, k, v):
 def softmax_attention(q, k, v, *, causal=False, dropout_p=0.0):
     """The same through PyTorch's fused kernel, which does not store A.
 
-    q and k, float32 in PAP, are cast to v's dtype. causal: token t attends to tokens <= t, the
-    others are masked.
+    q and k, float32 in PAP, are cast to v's dtype, where they are one tensor once. causal: token t
+    attends to tokens <= t, the others are masked.
     """
-    return F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, is_causal=causal,
-                                          dropout_p=dropout_p)
+    keys = k.to(v.dtype)
+    q = keys if q is k else q.to(v.dtype)
+    return F.scaled_dot_product_attention(q, keys, v, is_causal=causal, dropout_p=dropout_p)
 
 
 def symmetric_attention(k, v, *, causal=False, dropout_p=0.0):
@@ -72,6 +75,42 @@ def symmetric_attention(k, v, *, causal=False, dropout_p=0.0):
 
 
 # --- RPC-Attention: Principal Attention Pursuit (PAP) splits the keys, K = L + S ------------------
+
+changes = {}                            # arguments of rpc_attention that every_pap has set
+
+
+@contextmanager
+def every_pap(**settings):
+    """Within it every call of rpc_attention has these arguments: to look at PAP, or to change it.
+
+        steps = []
+        with every_pap(trace=steps):                # dicts of S, K2, Q2, L: call after call
+            model(images)                           # steps stays []: this model runs no PAP
+        with every_pap(shrink=mine, n_iter=2):      # the same weights, another PAP
+            logits = model(images)
+
+    It finds PAP wherever a model runs it, also in an attention of one's own. What runs outside has
+    its own arguments: the backward of a checkpointed block, too, unless it runs within.
+    """
+    before = dict(changes)
+    changes.update(settings)
+    try:
+        yield
+    finally:
+        changes.clear()
+        changes.update(before)
+
+
+def changed_by_every_pap(function):
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def call(*args, **given):
+        if changes:
+            args, given = (), {**signature.bind(*args, **given).arguments, **changes}
+        return function(*args, **given)
+    return call
+
 
 def soft_threshold(x, tau):
     """Shrink towards zero: sign(x) max(|x| - tau, 0), elementwise; the prox of tau ||.||_1.
@@ -118,6 +157,7 @@ def penalty(k, *, mu_dim="model", mu_over="all"):
     return heads / (4 * mean.clamp_min(1e-12))                          # Def. 1; zero keys: finite
 
 
+@changed_by_every_pap
 def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_dim="model",
                   dual_sign=-1, mu_over=None, causal=False, dropout_p=0.0, shrink=soft_threshold,
                   trace=None):
@@ -128,7 +168,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     (B, H, N, D), fixed queries (asymmetric RPC). threshold, mu_dim, dual_sign: the table above.
     mu_over: as in `penalty`; None is "seen" if causal, else "all" (with which a causal layer would
     read the future). dropout_p: of the last step. shrink(x, tau): may have another gradient
-    (robust/adaptive.py). trace: a list that receives dict(S, K2, L) of every step.
+    (robust/adaptive.py). trace: a list that receives dict(S, K2, Q2, L) of every step.
 
     n_iter = 1 is symmetric attention with every key entry clamped to [-tau, tau]. While no entry
     exceeds tau, S = 0 and, with dual_sign = -1, the keys of step i are (L_1 + ... + L_{i-1}) -
@@ -151,7 +191,8 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     tau = lambd * mu if threshold == "times" else lambd / mu
 
     # Each step splits the keys: S takes what sticks out, and L is what attention makes of the rest.
-    # Z adds up by how much L + S still misses K, so that the next step is pushed there.
+    # Z adds up by how much L + S still misses K, so that the next step is pushed there. (The last
+    # Z pushes nothing; it takes no time that can be measured, and the lines stay as printed.)
     L = Z = 0.0                                 # Alg. 1, line 1: S = Y = 0, and L = 0
     for _ in range(n_iter):                     # Alg. 1, line 2: Def. 1 says n steps
         S = shrink(K - L + Z, tau)              # Alg. 1, line 3: S = S_tau(K - L + Y/mu)
@@ -161,7 +202,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
         L = softmax_attention(Q2, K2, v, causal=causal).to(K.dtype)     # Alg. 1, line 4
         Z = rest + Z - L                        # Alg. 1, line 5: Y = Y + mu (K - L - S)
         if trace is not None:
-            trace.append(dict(S=S, K2=K2, L=L))
+            trace.append(dict(S=S, K2=K2, Q2=Q2, L=L))
     if dropout_p:                               # in the last step alone, once more
         L = softmax_attention(Q2, K2, v, causal=causal, dropout_p=dropout_p)
     return L.to(v.dtype)                        # Alg. 1, line 7: output L
@@ -208,17 +249,24 @@ ATTENTIONS = {
     "scaled_s": ScaledAttention,
     "scaled_alpha": ScaledAlphaAttention,
 }
-PAP = ("rpc", "rpc_asym")               # those that run Principal Attention Pursuit
 # What --attn may name besides: (attention in rpc_layers, attention in the other layers).
 LAYER_PATTERNS = {"rpc": ("rpc", "symmetric"), "rpc_asym": ("rpc_asym", "softmax"),
                   "sym_asym": ("rpc", "softmax")}
 
 
+OFFERED = ("causal", "dropout_p", "layer")
+
+
 def arg_names(function, known):
     """List which of the `known` names a function's signature has; not q where it is optional."""
-    parameters = inspect.signature(function).parameters
-    optional = [p.name for p in parameters.values() if p.default is not p.empty]
-    return [name for name in known if name in parameters and not (name == "q" and name in optional)]
+    return [name for name in known if name in inspect.signature(function).parameters
+            and (name != "q" or name in required(function))]
+
+
+def required(function):
+    """List the arguments that a call of a function has to give."""
+    return [p.name for p in inspect.signature(function).parameters.values()
+            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 # --- the module: project, attend, project back ----------------------------------------------------
@@ -243,16 +291,23 @@ class SelfAttention(nn.Module):
         kind, sizes = ATTENTIONS[attn], dict(dim=dim, num_heads=num_heads, num_tokens=num_tokens)
         module = isinstance(kind, type)
         self.learned = kind(**{x: sizes[x] for x in arg_names(kind, sizes)}) if module else None
-        self.arg_names = arg_names(kind.forward if module else kind,
-                                   ("q", "k", "v", "causal", "dropout_p", "layer"))
+        function, known = self.learned.forward if module else kind, ("q", "k", "v", *OFFERED)
+        self.arg_names = arg_names(function, known)
+        if {"k", "v", *required(function)} - set(self.arg_names):
+            raise ValueError(f"attn={attn!r} has the arguments {', '.join(required(function))}; "
+                             f"expected q, k, v or k, v, and of {', '.join(OFFERED)} what it uses")
         for name, wanted in (("causal", causal), ("dropout_p", attn_drop)):
             if wanted and not {name, "layer"} & set(self.arg_names):
                 raise ValueError(f"attn={attn!r} has no argument {name}, expected one: this model "
                                  f"has {name}={wanted}")
         self.num_proj = 3 if "q" in self.arg_names else 2               # q, k, v or k, v
-        self.qkv = nn.Linear(dim, self.num_proj * dim, bias=qkv_bias)
+        self.make_projections(dim, qkv_bias)
         self.proj = nn.Linear(dim, dim, bias=proj_bias)
         self.proj_drop = nn.Dropout(proj_drop)
+
+    def make_projections(self, dim, bias):
+        """Make what `project` uses. FAN overrides both."""
+        self.qkv = nn.Linear(dim, self.num_proj * dim, bias=bias)
 
     @property
     def attn_kwargs(self):
@@ -273,21 +328,19 @@ class SelfAttention(nn.Module):
         return function(**{name: given[name] for name in self.arg_names})
 
     def trace(self, x):
-        """List PAP's steps, dicts of S, K2, L; of a kind without PAP those that it would take."""
-        (q, k, v), steps = self.project(x), []
-        q = q if self.attn in PAP and "q" in self.arg_names else None
-        rpc_attention(k, v, q=q, causal=self.causal, **self.pap, trace=steps)
+        """List the steps that PAP takes on x, dicts of S, K2, Q2, L; [] if this kind has no PAP."""
+        steps = []
+        with every_pap(trace=steps):
+            self.attend(*self.project(x))
         return steps
 
     def forward(self, x):
-        h = self.attend(*self.project(x))                               # (B, H, N, D)
+        q, k, v = self.project(x)
+        h = self.attend(q, k, v)                                        # (B, H, N, D)
+        if h.shape != v.shape:                                  # (B, H, 1, D), say, would broadcast
+            raise ValueError(f"attn={self.attn!r} returned {tuple(h.shape)}, expected "
+                             f"{tuple(v.shape)}: (B, H, N, D)")
         return self.proj_drop(self.proj(h.transpose(1, 2).flatten(2)))  # (B, N, C)
-
-    def _load_from_state_dict(self, state_dict, prefix, *rest):
-        """Load Scaled Attention's `s` also under its older name, which is the released code's."""
-        if prefix + "s" in state_dict:
-            state_dict[prefix + "learned.s"] = state_dict.pop(prefix + "s")
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 @torch.no_grad()
@@ -300,8 +353,8 @@ def key_statistics(model, forward, inputs):
 
     def look(m, inputs):
         """Add the row of m, a SelfAttention, before its forward."""
-        if m.attn in PAP:
-            shares = [(step["S"] != 0).float().mean().item() for step in m.trace(inputs[0])]
+        shares = [(step["S"] != 0).float().mean().item() for step in m.trace(inputs[0])]
+        if shares:
             stats["nonzero_S"][len(stats["mean_abs_key"])] = [round(share, 4) for share in shares]
         _, k, _ = m.project(inputs[0])
         stats["mean_abs_key"].append(round(k.abs().mean().item(), 4))

@@ -101,14 +101,6 @@ def one_of(name, value, known):
         raise InputError(f"{name}={value!r}, expected one of {', '.join(sorted(set(known)))}{own}")
 
 
-def set_missing(args, chosen):
-    """Set what neither a flag nor a recipe has set; returns what each name now has, in words."""
-    for name, value in chosen.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    return " ".join(f"{name}={getattr(args, name)}" for name in chosen)
-
-
 def parse_layers(text, depth):
     """Read "0", "all", "0,1,2" or "0-3": a tuple of layer indices."""
     try:
@@ -304,17 +296,49 @@ def restore(checkpoint, model, optimizer, about):
         group.update(hyperparameters)
 
 
+def stored_config(checkpoint, config):
+    """Read a checkpoint's model_config as the dataclass `config`; a field that this has not, one of
+    a subclass say, is named and left out."""
+    stored = checkpoint["model_config"]
+    unknown = stored.keys() - {f.name for f in fields(config)}
+    if unknown:
+        print0(f"left out, as unknown to {config.__name__}: {', '.join(sorted(unknown))}")
+    return config(**{name: value for name, value in stored.items() if name not in unknown})
+
+
 def rebuild(checkpoint, task, model, config):
     """Rebuild the model of a checkpoint of `task`, in eval mode. model, config: its classes."""
     if checkpoint.get("task") != task:
-        raise InputError(f"not a checkpoint of {task}")
-    unknown = checkpoint["model_config"].keys() - {f.name for f in fields(config)}
-    if unknown:
-        raise InputError(f"its model_config has {', '.join(sorted(unknown))}, which is unknown to "
-                         f"{config.__name__}")
-    model = model(config(**checkpoint["model_config"]))
-    load_strictly(model, checkpoint["model"])
+        raise InputError(f"its task is {checkpoint.get('task')}, not {task}")
+    model = model(stored_config(checkpoint, config))
+    load_known(model, checkpoint["model"])
     return model.eval()
+
+
+def load_known(model, weights):
+    """Load a model's weights. What else there is, a second head say, is named and left out.
+
+    But not what a block has and the model's has not: without it the block would compute another
+    thing. InputError, in torch's words, for that and for what is missing or of another shape.
+    """
+    own = model.state_dict()
+    others = [name for name in weights if name not in own and "blocks." not in name]
+    if others:
+        print0(f"left out, as the model has no such weights: {', '.join(others)}"[:300])
+    load_strictly(model, {name: w for name, w in weights.items() if name not in others})
+
+
+def load_known(model, weights):
+    """Load a model's weights. What else there is, a second head say, is named and left out.
+
+    But not what a block has and the model's has not: without it the block would compute another
+    thing. InputError, in torch's words, for that and for what is missing or of another shape.
+    """
+    own = model.state_dict()
+    others = [name for name in weights if name not in own and "blocks." not in name]
+    if others:
+        print0(f"left out, as the model has no such weights: {', '.join(others)}"[:300])
+    load_strictly(model, {name: w for name, w in weights.items() if name not in others})
 
 
 def load_strictly(model, weights):

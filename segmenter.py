@@ -29,9 +29,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from attention import LAYER_PATTERNS
-from common import InputError, one_of, rebuild
-from vit import Block, ViT, ViTConfig
+from attention import LAYER_PATTERNS, SelfAttention
+from common import InputError, one_of, rebuild, stored_config
+from vit import Block, Mlp, ViT, ViTConfig
 
 IGNORE = 255                          # label of pixels that do not count
 
@@ -110,8 +110,8 @@ class MaskDecoder(nn.Module):
         cls_emb = nn.init.trunc_normal_(torch.empty(1, c.num_classes, C), std=0.02)
         self.cls_emb = nn.Parameter(cls_emb)
         self.blocks = nn.ModuleList(
-            Block(C, c.decoder_heads, eps=c.eps, drop=drop, attn=c.decoder_kind(i), attn_drop=drop,
-                  proj_drop=drop, pap=c.pap)
+            Block(C, SelfAttention(C, c.decoder_heads, c.decoder_kind(i), pap=c.pap, attn_drop=drop,
+                                   proj_drop=drop), Mlp(C, 4 * C, drop), eps=c.eps)
             for i in range(c.decoder_depth))
         self.decoder_norm = nn.LayerNorm(C, eps=c.eps)
         self.proj_patch = nn.Parameter(C ** -0.5 * torch.randn(C, C))
@@ -342,9 +342,10 @@ def backbone_settings(checkpoint):
     if "task" not in checkpoint:
         from weights import foreign_settings
         return foreign_settings(checkpoint)
-    if checkpoint["task"] != "classification":
-        raise InputError(f"its task is {checkpoint['task']}, not classification")
-    config = ViTConfig(**checkpoint["model_config"])
+    config = checkpoint.get("model_config", {})
+    if checkpoint["task"] != "classification" or "cls_depth" in config:
+        raise InputError("not a ViT of train_cls.py")
+    config = stored_config(checkpoint, ViTConfig)
     names = ["embed_dim", "depth", "num_heads", "patch_size", "mlp_ratio", "attn"]
     if config.attn in LAYER_PATTERNS:
         names += ["rpc_layers", "pap"]

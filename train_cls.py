@@ -38,7 +38,7 @@ from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE, InputError
 from data.augment import augment_uint8, soft_targets, to_float
 from data.batches import Split, image_batches, send
-from data.images import DATASETS, largest_share, load_data, split_name
+from data.images import DATASETS, choose, largest_share, load_data, split_name
 from data.rng import epoch_order
 from vit import SIZES, ViT, ViTConfig
 
@@ -261,9 +261,7 @@ def main():
     # Data. What images of one's own leave open is chosen for them.
     if args.download and world > 1:
         raise InputError("--download is for one process: fetch the data first, without torchrun")
-    if args.data == "folder":
-        from data.photos import choose
-        choose(args)
+    vars(args).update(choose(args))
     train, test = load_data(args, device)
     if args.batch_size % world or args.batch_size > len(train.labels):
         raise InputError(f"--batch_size {args.batch_size}: expected a multiple of {world} processes"

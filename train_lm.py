@@ -38,7 +38,7 @@ from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE, InputError
 from data.text import (EOS, SPLITS, describe, load_corpus, perplexity, random_windows, sliding_nll,
                        stored_vocabulary, text_folder)
-from lm import LM, SIZES, LMConfig, lm_from_checkpoint
+from lm import LM, SIZES, LMConfig, lm_from_checkpoint, reads_the_future
 
 # What --data selects; flags win.
 RECIPES = {
@@ -263,6 +263,9 @@ def main():
                  model_config=asdict(config))
     if checkpoint:
         common.restore(checkpoint, model, optimizer, about)
+    if not config.reads_the_future and reads_the_future(model):
+        raise InputError(f"--attn {args.attn}: what it computes for a word depends on later words; "
+                         f"where causal is true it has to mask them")
     first, metrics = checkpoint.get("step", 0), checkpoint.get("metrics", {})
     best = checkpoint.get("best") or {}
 

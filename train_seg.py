@@ -38,7 +38,7 @@ from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE, InputError
 from data.batches import image_batches
 from data.rng import epoch_order
-from data.segmentation import TrainingViews, finish_views, load_split, save_pictures
+from data.segmentation import TrainingViews, choose, finish_views, load_split, save_pictures
 from segmenter import (IGNORE, Segmenter, SegmenterConfig, backbone_settings, evaluate,
                        predictions)
 from vit import SIZES
@@ -260,9 +260,7 @@ def main():
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
     # Data. What masks of one's own leave open is chosen for them.
-    if args.data == "folder":
-        from data.labelled import choose
-        choose(args)
+    vars(args).update(choose(args))
     args.window = args.window or args.size
     args.stride = args.stride or args.window
     if args.stride > args.window:

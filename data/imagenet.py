@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from common import InputError
-from data.files import decode, read_bytes, scan_folders
+from data.files import read_image, scan_folders
 from data.rng import RANDOM_CROP, uniform
 
 
@@ -80,8 +80,7 @@ class ImageTree(Dataset):
         # Beside those the evaluation crop differs by at most 1 grey level, an enlarging training
         # crop by more in 1 pixel of 20,000.
         from torchvision.transforms.v2 import functional as F
-        path, resample = self.path(index), F.InterpolationMode(self.resample)
-        image = decode(read_bytes(path), path)
+        resample, image = F.InterpolationMode(self.resample), read_image(self.path(index))
         if self.train:
             left, top, width, height = random_crop_box(image.shape[2], image.shape[1], draw)
             return F.resized_crop(image, top, left, height, width, [self.size, self.size], resample,

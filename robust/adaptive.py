@@ -11,7 +11,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from attention import PAP, SelfAttention, soft_threshold
+from attention import SelfAttention, soft_threshold
 from robust.attacks import margin, numbers, per_image, pgd
 from robust.autoattack import apgd, autoattack
 
@@ -48,7 +48,8 @@ def smooth_shrink(x, tau):
 
 def rpc_layers(model):
     """The layers with RPC-Attention."""
-    return [m for m in model.modules() if isinstance(m, SelfAttention) and m.attn in PAP]
+    return [m for m in model.modules()
+            if isinstance(m, SelfAttention) and m.attn in ("rpc", "rpc_asym")]
 
 
 def gradient_models(model):

@@ -24,9 +24,8 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from data.rng import normal, uniform
+from data.rng import NOISE, START, normal, uniform
 
-START, NOISE = 40, 42                           # what a random number is for: a part of its key
 
 # --- what all attacks share ----------------------------------------------------------------------
 

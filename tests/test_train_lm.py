@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import attention
 import common
 import train_lm
 from data import text as data_text
@@ -78,6 +79,14 @@ def test_a_model_that_reads_the_future_trains_and_is_not_sampled():
     train(SMALL, "--mu_over all --max_steps 2 --out_dir a")
     assert lm_from_checkpoint(common.load("a")).config.pap["mu_over"] == "all" and log("a", "sample")[2] == ""
     assert "--sample a: mu_over='all'" in bad("--sample a")
+
+
+def test_an_attention_that_forgets_its_mask_is_refused_before_training(monkeypatch):
+    def forgets(q, k, v, causal=False):
+        return attention.softmax_attention(q, k, v)
+    monkeypatch.setitem(attention.ATTENTIONS, "forgets", forgets)
+    line = bad(SMALL, "--attn forgets --out_dir a")
+    assert "--attn forgets" in line and "later words" in line and not Path("a").exists()
 
 
 def test_training_learns_and_best_is_the_evaluation_with_the_lowest_valid_perplexity():

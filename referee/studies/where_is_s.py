@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import common
+from attention import rpc_attention
 from robust import metrics
 from robust.adaptive import rewired
 from robust.patches import KINDS, corrupt_patches
@@ -89,7 +90,10 @@ def first_layer(model, images):
     """
     block = model.blocks[0]
     x = block.norm1(model.embed(images))
-    return block.attn.project(x)[1], block.attn.trace(x)
+    (_, k, v), steps = block.attn.project(x), block.attn.trace(x)
+    if not steps:
+        rpc_attention(k, v, **block.attn.pap, trace=steps)
+    return k, steps
 
 
 def second_input(model, images, labels):
