@@ -315,7 +315,7 @@ def evaluate(model, source, *, size, window, stride, scales=(1.0,), flip=False, 
     for _, label, prediction in tqdm(triples, progress, len(mine), leave=False, disable=quiet):
         matrix += confusion(prediction, label, K)
     model.train(training)
-    if world > 1:
+    if dist.is_initialized():
         dist.all_reduce(matrix)
     if not matrix.any():
         raise InputError(f"none of the {len(index)} images has a labelled pixel")

@@ -299,7 +299,7 @@ def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1, p
         at = at[:, -scored:]
         nll[at] = model.nll(hidden, tokens[at + 1]).float()
     model.train(training)
-    if world > 1:
+    if dist.is_initialized():
         dist.all_reduce(nll)
     return nll.cpu().double()
 

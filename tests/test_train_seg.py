@@ -185,5 +185,5 @@ def test_weights_that_do_not_fit_their_attention_are_refused(root):
     torch.save({"model": checkpoint["model"]}, "deit.pt")                                             # as DeiT's files
     train(run, "--backbone deit.pt --out_dir a")
     assert common.load("a")["model_config"]["attn"] == "softmax"
-    assert "not classification" in bad(run, "--backbone a")
+    assert "not a ViT" in bad(run, "--backbone a")
     assert "--size 36 is not a multiple of the patch size 8" in bad(run, "--backbone deit.pt --size 36")
