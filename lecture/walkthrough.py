@@ -33,8 +33,8 @@ from robust.corruptions import corrupt
 from robust.metrics import auroc, wilson
 from robust.patches import corrupt_patches
 from segmenter import evaluate, predictions, segmenter_from_checkpoint
-from referee.studies import leak, line
-from referee.studies.span import explained_variance, key_span, value_axes
+from referee import leak, line
+from referee.span import explained_variance, key_span, value_axes
 from vit import classifier_from_checkpoint
 
 WEIGHTS = Path(common.__file__).with_name("weights")

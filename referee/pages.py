@@ -21,10 +21,10 @@ from pathlib import Path
 import numpy as np
 
 import common
-from referee.studies import constancy, lambda_curve, line, where_is_s
-from referee.studies.arms import read
-from referee.studies.differences import NONE, family, outcomes, primary_of, primary_table, shared
-from referee.studies.stats import detectable, interval, paired_t, show, show_p, spread
+from referee import constancy, lambda_curve, line, where_is_s
+from referee.arms import read
+from referee.differences import NONE, family, outcomes, primary_of, primary_table, shared
+from referee.stats import detectable, interval, paired_t, show, show_p, spread
 from robust.patches import KINDS
 
 ROOT = Path(__file__).parents[1]
@@ -382,7 +382,7 @@ def differences():
 
 def figures(form="png"):
     """Draw the forest plot of every primary difference, and the figures of the line."""
-    from referee.studies.plot import forest
+    from referee.plot import forest
     forest(differences(), ("15 corruptions", "PGD-20, 2/255 (CIFAR-10: 1/255)"),
            RESULTS / f"line/forest.{form}", "accuracy minus baseline's in points")
     for name, (what, *_, primary) in line.PICTURES.items():

@@ -1,4 +1,4 @@
-"""referee/studies/arms.py and differences.py: what is missing is trained and evaluated, then paired by seed."""
+"""referee/arms.py and differences.py: what is missing is trained and evaluated, then paired by seed."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ import common
 from common import InputError
 from robust import corruptions
 from robust.results import pack
-from referee.studies import arms, constants, control, differences, fresh, line, robust_attentions, robustness
+from referee import arms, constants, control, differences, fresh, line, robust_attentions, robustness
 
 
 def row(checkpoint, right, measure="clean", **setting):
@@ -164,7 +164,7 @@ def test_a_script_that_fails_ends_the_study():
 def test_a_robust_attention_is_an_arm_in_one_layer_or_in_all(study, tmp_path):
     few = "--measures", "clean", "--epochs", "1", "--arms"
     train, evaluate = study(*few, "keys-rows-all")
-    assert train == ["-m", "referee.studies.robust_attentions", "train_cls.py"] and evaluate[2] == "eval_robust.py"
+    assert train == ["-m", "referee.robust_attentions", "train_cls.py"] and evaluate[2] == "eval_robust.py"
     config = common.load(tmp_path / "keys-rows-all_s0")["model_config"]
     assert (config["attn"], config["rpc_layers"]) == ("keys-rows lambd=1 n_iter=4", (0, 1, 2, 3))
 

@@ -1,4 +1,4 @@
-"""referee/studies/constants.py: what is chosen, and on which images."""
+"""referee/constants.py: what is chosen, and on which images."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from common import InputError
 from data.batches import hold_out
 from data.shapes import load_shapes
 from robust import corruptions
-from referee.studies import arms, constants
+from referee import arms, constants
 
 
 def test_winners_have_the_highest_mean_over_both_seeds_and_bring_other_numbers_of_steps():

@@ -1,4 +1,4 @@
-"""referee/studies/kernel_pca.py, probe.py: golden numbers, theory, nulls, capture, the command."""
+"""referee/kernel_pca.py, probe.py: golden numbers, theory, nulls, capture, the command."""
 
 import csv
 import math
@@ -17,10 +17,10 @@ from conftest import ROOT
 from data import photos, shapes
 from kpca import (a_hat, attend, basis, eigen_cosine, exact_scaling, kernel_pca, log_g, log_gram,
                   log_phi2, projection_loss, ritz, theoretical_values)
-from referee.studies import attainable, kernel_pca as study, probe, published_scores
-from referee.studies.kernel_pca import EXPERIMENTS, eigenvalue_statistics, measure
-from referee.studies.probe import RULES, Heads, capture, load_model, standardise, untrained
-from referee.studies.span import Layer, explained_variance, key_span, principal_axes, query_share, value_axes
+from referee import attainable, kernel_pca as study, probe, published_scores
+from referee.kernel_pca import EXPERIMENTS, eigenvalue_statistics, measure
+from referee.probe import RULES, Heads, capture, load_model, standardise, untrained
+from referee.span import Layer, explained_variance, key_span, principal_axes, query_share, value_axes
 from test_kpca import assert_close, cases, draw, sweep
 from vit import ViT, ViTConfig
 

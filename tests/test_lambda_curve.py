@@ -1,4 +1,4 @@
-"""referee/studies/lambda_curve.py: what lambda does to layer 0, in networks as they are and trained so."""
+"""referee/lambda_curve.py: what lambda does to layer 0, in networks as they are and trained so."""
 
 import json
 
@@ -8,7 +8,7 @@ import torch
 from attention import FORMS
 from common import InputError, read_log
 from conftest import ROOT
-from referee.studies import lambda_curve, line
+from referee import lambda_curve, line
 from vit import ViT, ViTConfig
 
 

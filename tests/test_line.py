@@ -1,4 +1,4 @@
-"""referee/studies/line.py: who lies on the line of robustness against clean loss, and who leaves it."""
+"""referee/line.py: who lies on the line of robustness against clean loss, and who leaves it."""
 
 import json
 
@@ -8,8 +8,8 @@ import scipy.stats
 import torch
 
 from common import InputError
-from referee.studies import line, timm_vit
-from referee.studies.stats import holm
+from referee import line, timm_vit
+from referee.stats import holm
 from robust import corruptions
 from robust.results import pack
 

@@ -1,4 +1,4 @@
-"""referee/studies/outliers.py: who finds corrupted patches, who survives them, who meets the rule."""
+"""referee/outliers.py: who finds corrupted patches, who survives them, who meets the rule."""
 
 import math
 
@@ -8,9 +8,9 @@ import torch
 
 import common
 from robust.results import unpack
-from referee.studies import outliers, robust_attentions
-from referee.studies.stats import Difference
-from referee.studies.where_is_s import location
+from referee import outliers, robust_attentions
+from referee.stats import Difference
+from referee.where_is_s import location
 from vit import ViT, ViTConfig
 
 

@@ -11,7 +11,7 @@ from conftest import ROOT
 
 PAGES = "\n".join(path.read_text().replace("\\\n", " ") for path in sorted(ROOT.glob("referee/**/*.md")))
 SHOWN = dict.fromkeys(re.sub(r"\s+", " ", command).strip() for command in re.findall(
-    r"python -m (referee\.studies\.\w+ [^`|#\n]*)", PAGES))
+    r"python -m (referee\.\w+ [^`|#\n]*)", PAGES))
 OF_ROWS = [command for command in SHOWN if re.search(r"--(rows|verdict|table) referee", command)]
 
 

@@ -1,4 +1,4 @@
-"""referee/studies/plot.py: what the figures show of rows, logs and CSV files."""
+"""referee/plot.py: what the figures show of rows, logs and CSV files."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 import common  # noqa: E402
-from referee.studies import plot, published_scores, kernel_pca  # noqa: E402
+from referee import plot, published_scores, kernel_pca  # noqa: E402
 from test_kernel_pca import run, save_vit  # noqa: E402
 
 PIXEL = dict(space="pixel", labels="true", clip=True)
@@ -89,6 +89,6 @@ def test_one_checkpoint_gives_every_figure_of_kpca_and_a_word_on_what_it_lacks(t
     assert plot.kpca_gamma(tmp_path, "")[1] == "" and "exp losses" not in plot.kpca_loss(tmp_path, "")[1]
     (tmp_path / "gamma_axes.csv").write_text("run,step,layer,measure,source,axis,mean,se\n"
                                              "a,1,0,eig_cos by head,learned,1,0.5,0.1\n")    # by head: no curve
-    assert plot.kpca_gamma(tmp_path, "") == (None, "python -m referee.studies.kernel_pca --exp gamma")
+    assert plot.kpca_gamma(tmp_path, "") == (None, "python -m referee.kernel_pca --exp gamma")
 
 

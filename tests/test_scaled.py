@@ -1,4 +1,4 @@
-"""referee/studies/scaled.py: training with another rule, the exact S, the tables over seeds, the verdict."""
+"""referee/scaled.py: training with another rule, the exact S, the tables over seeds, the verdict."""
 
 import csv
 import math
@@ -8,11 +8,11 @@ import torch
 
 import common
 from kpca import a_hat, exact_scaling, log_g
-from referee.studies import scaled
-from referee.studies.probe import RULES, Heads, attention_layers, load_model
-from referee.studies.scaled import exact_matrix, exp_centred, exp_scaling, printed_error
-from referee.studies.kernel_pca import exp_gamma
-from referee.studies.span import Layer
+from referee import scaled
+from referee.probe import RULES, Heads, attention_layers, load_model
+from referee.scaled import exact_matrix, exp_centred, exp_scaling, printed_error
+from referee.kernel_pca import exp_gamma
+from referee.span import Layer
 from test_kernel_pca import tiny_heads
 from test_kpca import assert_close, draw
 
@@ -70,7 +70,7 @@ def test_printed_scaling_breaks_in_float32_where_attention_underflows_and_only_t
 
 
 def table(folder, seeds, learned, trend=0.1, heads=None):
-    """CSV files as referee.studies.kernel_pca writes them, of a network scaled_s with given eigen-cosines."""
+    """CSV files as referee.kernel_pca writes them, of a network scaled_s with given eigen-cosines."""
     m, rows, axes = scaled.CLAIM, [], []
     for seed in range(seeds):
         for step, shift in ((0, -trend), (9, 0.0)):

@@ -1,9 +1,9 @@
-"""referee/studies/stats.py: intervals hold the truth as often as they say; Holm, t and power by hand."""
+"""referee/stats.py: intervals hold the truth as often as they say; Holm, t and power by hand."""
 
 import numpy as np
 import pytest
 
-from referee.studies import stats
+from referee import stats
 
 
 @pytest.mark.parametrize("spreads", [(2, 0, 5), (2, 20, 30), (1, 22, 30), (0.4, 30, 30)])

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean
 
 import common
-from referee.studies.stats import spread
+from referee.stats import spread
 from robust.corruptions import NAMES
 from robust.metrics import ALEXNET, mean_corruption_error
 
@@ -57,7 +57,7 @@ def read(folder):
             arm, _, seed = name.rpartition("_s")
             rows[arm, seed].append(row)
 
-    # referee.studies.kernel_pca's statistics of eigenvalues, of the last step
+    # referee.kernel_pca's statistics of eigenvalues, of the last step
     for path in sorted(Path(folder).rglob("eigstats.csv")):
         with open(path, newline="") as file:
             cells = [row for row in csv.DictReader(file)

@@ -7,5 +7,5 @@ set --
 set +f                                              # here * is a pattern
 for seed in $SEEDS; do set -- "$@" "$OUT/softmax_s$seed"/epoch_*.pt; done
 set -f
-run $PYTHON -m referee.studies.kernel_pca --exp jproj --out_dir "$OUT/kpca" --ckpt "$@"
-run $PYTHON -m referee.studies.plot kpca "$OUT/kpca"
+run $PYTHON -m referee.kernel_pca --exp jproj --out_dir "$OUT/kpca" --ckpt "$@"
+run $PYTHON -m referee.plot kpca "$OUT/kpca"

@@ -5,5 +5,5 @@
 train_vits softmax
 set --
 for seed in $SEEDS; do set -- "$@" "$OUT/softmax_s$seed"; done
-run $PYTHON -m referee.studies.kernel_pca --exp gamma,eigstats --out_dir "$OUT/kpca" --ckpt "$@"
+run $PYTHON -m referee.kernel_pca --exp gamma,eigstats --out_dir "$OUT/kpca" --ckpt "$@"
 compare fig2

@@ -4,5 +4,5 @@
 
 train_vits symmetric rpc6 softmax scaled_s scaled_alpha
 attack "symmetric rpc6" "pgd fgsm"
-run $PYTHON -m referee.studies.plot robust "$OUT/rows_vit" --run symmetric_s rpc6_s
+run $PYTHON -m referee.plot robust "$OUT/rows_vit" --run symmetric_s rpc6_s
 compare appE1

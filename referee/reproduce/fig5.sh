@@ -3,4 +3,4 @@
 . "$(dirname "$0")/common.sh"
 
 sh referee/reproduce/fig2.sh
-run $PYTHON -m referee.studies.plot kpca "$OUT/kpca"
+run $PYTHON -m referee.plot kpca "$OUT/kpca"

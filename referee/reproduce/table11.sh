@@ -2,4 +2,4 @@
 # Table 11: what a step costs. Needs no training; ViT-tiny at 224 px (SCALE=tiny: ViT-nano).
 . "$(dirname "$0")/common.sh"
 
-run $PYTHON -m referee.studies.cost $COST
+run $PYTHON -m referee.cost $COST

@@ -1,7 +1,7 @@
 """How much could the measures of kernel PCA have shown? The best linear map, beside training's.
 
-    python -m referee.studies.attainable --ckpt out/softmax_s? --out_dir referee/results/kpca
-    python -m referee.studies.attainable --table referee/results/kpca
+    python -m referee.attainable --ckpt out/softmax_s? --out_dir referee/results/kpca
+    python -m referee.attainable --table referee/results/kpca
 
 That trained values score as a random matrix of the input does means little if no matrix could score
 more. So a map of the layer's input, v = x W + b, the same for all images as the trained one is (of
@@ -22,11 +22,11 @@ from tqdm import tqdm
 import common
 from data.shapes import load_shapes
 from kpca import a_hat
-from referee.studies.kernel_pca import exp_capture, exp_gamma
-from referee.studies.probe import capture, checkpoints, chunks, get_args, summarise, write_csv
-from referee.studies.scaled import read, values
-from referee.studies.span import Layer, explained_variance, token_overlap, value_axes
-from referee.studies.stats import paired_t, show, spread
+from referee.kernel_pca import exp_capture, exp_gamma
+from referee.probe import capture, checkpoints, chunks, get_args, summarise, write_csv
+from referee.scaled import read, values
+from referee.span import Layer, explained_variance, token_overlap, value_axes
+from referee.stats import paired_t, show, spread
 
 IMAGES, PIECE, ROUNDS = 1000, 50, 5                 # to fit on; in a step; rounds over all of them
 

@@ -1,11 +1,11 @@
 """Train and measure the networks of the line: groups 1 to 5, 7 and 8 of its plan are its arms.
 
-    python -m referee.studies.fresh --seeds 40                 # symmetric-e8 and uniform-l0, a seed
-    python -m referee.studies.fresh --arms symmetric-e4 symmetric-e16 --seeds 40 41
-    python -m referee.studies.fresh --arms elliptical keys mom rpc2-all --seeds 0 1 2
-    python -m referee.studies.fresh --arms symmetric-e12 rpc4-l1-e12 --seeds 40 --limit 2000 \
+    python -m referee.fresh --seeds 40                 # symmetric-e8 and uniform-l0, a seed
+    python -m referee.fresh --arms symmetric-e4 symmetric-e16 --seeds 40 41
+    python -m referee.fresh --arms elliptical keys mom rpc2-all --seeds 0 1 2
+    python -m referee.fresh --arms symmetric-e12 rpc4-l1-e12 --seeds 40 --limit 2000 \
         --data cifar10 --data_dir data/cifar10 --model nano --out_dir out/line_cifar10
-    python -m referee.studies.line --rows out/line/eval/*       # yours beside the stored ones
+    python -m referee.line --rows out/line/eval/*       # yours beside the stored ones
 
 Symmetric attention for several times, softmax, lambda from 0 to infinity, the attentions of others,
 a learning rate that is never lowered, and 24 epochs, each with torch's initialisation. What is
@@ -15,10 +15,10 @@ compared and what an outcome means was fixed before the runs: referee/results/li
 import math
 
 import common
-from referee.studies import arms
-from referee.studies.constants import HOW, setting
-from referee.studies.line import pair_table, paired
-from referee.studies.robust_attentions import USUAL as ROBUST
+from referee import arms
+from referee.constants import HOW, setting
+from referee.line import pair_table, paired
+from referee.robust_attentions import USUAL as ROBUST
 
 BASE, RPC = dict(attn="symmetric"), setting("released", 4, 4)
 RPC_ALL = setting("released", 3, 2) | dict(rpc_layers="all")

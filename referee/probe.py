@@ -48,7 +48,7 @@ def standardised(q, k, v):
 
 
 RULES = dict(exact_s=exact_s, standardised=standardised)
-ATTENTIONS.update(RULES)  # train_cls.py --attn, in referee.studies.scaled
+ATTENTIONS.update(RULES)  # train_cls.py --attn, in referee.scaled
 
 
 # --- what attention really used -------------------------------------------------------------------

@@ -1,16 +1,16 @@
 """Symmetric first, then RPC (App. E.6): does the switch make a network more robust?
 
-    python -m referee.studies.finetune                     # 1 CPU hour, after the start's networks
-    python -m referee.studies.finetune --rows referee/results/finetune/results.jsonl
+    python -m referee.finetune                     # 1 CPU hour, after the start's networks
+    python -m referee.finetune --rows referee/results/finetune/results.jsonl
 
-Both arms go on from the same weights, symmetric networks of referee/studies/robustness.py, for
+Both arms go on from the same weights, symmetric networks of referee/robustness.py, for
 three epochs on the same batches: RPC, and symmetric attention, the control that App. E.6 lacks.
 Design and outcomes, fixed before the runs: referee/results/finetune/README.md.
 """
 
 import common
-from referee.studies import arms
-from referee.studies.robustness import MEASURES
+from referee import arms
+from referee.robustness import MEASURES
 
 START = dict(init_from="out/robustness/symmetric_s{seed}", epochs=3, lr=2e-4, min_lr=1e-6,
              warmup_epochs=0.15)

@@ -1,8 +1,8 @@
 """What does RPC-Attention cost? Table 11 of the paper, counted and measured again.
 
-    python -m referee.studies.cost  # ViT-tiny at 224 px: all rows, side by side
-    python -m referee.studies.cost --clock cpu --threads 1  # on a machine that does other work, too
-    python -m referee.studies.cost --batch_size 256             # a GPU wants more to do
+    python -m referee.cost  # ViT-tiny at 224 px: all rows, side by side
+    python -m referee.cost --clock cpu --threads 1  # on a machine that does other work, too
+    python -m referee.cost --batch_size 256             # a GPU wants more to do
 
 The paper's "1.22M flop/sample" are 1.22 G multiply-adds: its M is G, and true FLOPs are twice that.
 Norms are counted as fvcore does, 5 N C each: only so do all five rows round to the paper's. Softmax
@@ -54,7 +54,7 @@ MODELS = {                                              # the settings of ViTCon
     "fan rpc 4iter/layer1": dict(attn="rpc", pap=dict(n_iter=4)),
 }
 NORMS = {nn.LayerNorm: 5, nn.BatchNorm2d: 2}            # operations a number, as fvcore counts
-PAPER = Path(__file__).parents[1] / "reproduce/paper.csv"
+PAPER = Path(__file__).parent / "reproduce/paper.csv"
 
 
 def get_args(argv):
@@ -238,7 +238,7 @@ def main(argv=None):
     for what, columns in TABLES.items():
         cells = [[plain(row.get(column, "-")) for column in columns] for row in rows]
         print(f"\n{what}\n\n{common.table(cells, columns)}")
-    about = dict(command=" ".join(["python -m referee.studies.cost", *(argv or sys.argv[1:])]),
+    about = dict(command=" ".join(["python -m referee.cost", *(argv or sys.argv[1:])]),
                  hardware=common.describe(device), torch=torch.__version__,
                  date=f"{datetime.date.today()}")
     for row in rows if args.out else ():

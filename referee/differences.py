@@ -15,8 +15,8 @@ import common
 from common import InputError
 from robust import corruptions
 from robust.results import title, unpack
-from referee.studies.stats import Difference, crossed, detectable, holm, missing, pairs
-from referee.studies.stats import show, show_p, spread
+from referee.stats import Difference, crossed, detectable, holm, missing, pairs
+from referee.stats import show, show_p, spread
 
 BASELINE = "symmetric"
 FAMILIES = dict(noise=corruptions.NAMES[:3], blur=corruptions.NAMES[3:7],
@@ -196,7 +196,7 @@ def draw(of, path):
 
     A measure that only few arms have is left to the tables.
     """
-    from referee.studies.plot import forest
+    from referee.plot import forest
     arms = [arm for arm in of.arms if any(a == arm for _, a in of.gaps)]
     names = list(dict.fromkeys(name for name, _ in of.gaps))
     names = [name for name in names if 2 * sum((name, a) in of.gaps for a in arms) > len(arms)]

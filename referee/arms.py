@@ -10,7 +10,7 @@
 An arm's entry is its flags of train_cls.py; "{seed}" in one stands for the seed. A network is the
 folder --out_dir/<arm>_s<seed>, its rows are --out_dir/eval/<arm>_s<seed>/results.jsonl, and so are
 those that eval_robust.py is told to add there. Networks of a study differ in their seed and their
-arm's flags alone: `run` refuses others. Intervals and tables: referee/studies/differences.py.
+arm's flags alone: `run` refuses others. Intervals and tables: referee/differences.py.
 """
 
 import argparse
@@ -22,8 +22,8 @@ import common
 from common import InputError
 from robust.results import read_rows
 from robust.sources import SEED_FLAGS
-from referee.studies.differences import BASELINE, draw, family, outcomes, primary_of, run_of, tables
-from referee.studies.robust_attentions import USUAL as ROBUST
+from referee.differences import BASELINE, draw, family, outcomes, primary_of, run_of, tables
+from referee.robust_attentions import USUAL as ROBUST
 
 
 def get_args(doc, arms, argv, out_dir, seeds, limit, measures, default):
@@ -89,7 +89,7 @@ def train(folder, flags, rest=()):
 
 def script(name, attn):
     """A script's name; where it meets one of the robust attentions, behind theirs."""
-    return ["-m", "referee.studies.robust_attentions"] * (attn in ROBUST.values()) + [name]
+    return ["-m", "referee.robust_attentions"] * (attn in ROBUST.values()) + [name]
 
 
 def evaluate(folder, measures, *how):

@@ -1,10 +1,10 @@
 r"""Which attention finds corrupted patches, survives them, and meets the rule fixed beforehand?
 
-    python -m referee.studies.outliers --arms symmetric keys keys-rows --out_dir out/attentions
-    python -m referee.studies.outliers --rows referee/results/robustness/results.jsonl \
+    python -m referee.outliers --arms symmetric keys keys-rows --out_dir out/attentions
+    python -m referee.outliers --rows referee/results/robustness/results.jsonl \
         referee/results/robust_attentions/{results,patches}.jsonl  # tables of stored rows: a minute
 
-The study of referee/studies/robustness.py (what it lacks is trained and evaluated) and one measure
+The study of referee/robustness.py (what it lacks is trained and evaluated) and one measure
 more. Some patches of each test image become noise or white: how often is the network right, and
 does its layer 0 score the corrupted tokens highest (AUC)? Nulls stand beside it: |k|, the distance
 from the mean key, and the same score computed with the weights that training began with, or with
@@ -24,16 +24,16 @@ from tqdm import tqdm
 import common
 from robust.patches import corrupt_patches
 from robust.results import pack, unpack, weights_of
-from referee.studies import arms, differences, probe, stats
-from referee.studies.differences import BASELINE, NONE
-from referee.studies.robust_attentions import SCORED, USUAL
-from referee.studies.robustness import ARMS
-from referee.studies.where_is_s import auc, first_layer, location, null_scores
+from referee import arms, differences, probe, stats
+from referee.differences import BASELINE, NONE
+from referee.robust_attentions import SCORED, USUAL
+from referee.robustness import ARMS
+from referee.where_is_s import auc, first_layer, location, null_scores
 from vit import classifier_from_checkpoint
 
 SCORES = "own", "own, untrained", "own, symmetric's weights", "|k|", "distance"
 PATCHES = [(kind, n) for kind in ("noise", "white") for n in (6, 16)]
-REFERENCES = ("rpc4-l1", "rpc2-all")  # judged by their own question, referee/studies/robustness.py
+REFERENCES = ("rpc4-l1", "rpc2-all")  # judged by their own question, referee/robustness.py
 ABOVE, NOT_BELOW = ("15 corruptions", "6 patches noise"), ("clean", "autoattack 1/255")
 
 

@@ -1,6 +1,6 @@
 """Pair differences by seed, put intervals around them, correct and judge them: for every study.
 
-    python -m referee.studies.stats      # how often the intervals hold the truth, simulated
+    python -m referee.stats      # how often the intervals hold the truth, simulated
 
 Networks of several seeds are tested on the same images, so a difference of two arms varies for two
 reasons: other seeds would give other networks, other images other hits and misses. An interval over

@@ -1,8 +1,8 @@
 """Is it robustness, or how far training got? Accuracy under attack against clean loss.
 
-    python -m referee.studies.line                      # the committed networks: tables, figures
-    python -m referee.studies.line --rows out/eval      # yours beside them: how far off the line?
-    python -m referee.studies.line --format pdf --out_dir out/line
+    python -m referee.line                      # the committed networks: tables, figures
+    python -m referee.line --rows out/eval      # yours beside them: how far off the line?
+    python -m referee.line --format pdf --out_dir out/line
 
 A network that was trained further is more robust, defended or not. So accuracy under PGD and under
 corruptions is drawn against the logarithm of the clean test loss, a point a network; the line is
@@ -23,14 +23,14 @@ from typing import NamedTuple
 import numpy as np
 
 import common
-from referee.studies.arms import read
-from referee.studies.differences import family, outcomes, primary_of, shared
-from referee.studies.robust_attentions import USUAL as ROBUST
-from referee.studies.stats import Difference, holm, interval, show, show_p, student
+from referee.arms import read
+from referee.differences import family, outcomes, primary_of, shared
+from referee.robust_attentions import USUAL as ROBUST
+from referee.stats import Difference, holm, interval, show, show_p, student
 from robust import corruptions
 from robust.results import title
 
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = Path(__file__).parent / "results"
 # name: what the images are, folders or files of rows, evaluations of training, the two primaries
 PICTURES = {
     "fresh": ("rendered scenes, 1,000 images", ["line/s*.jsonl", "line/long.jsonl",
@@ -264,7 +264,7 @@ def reading_order(arm):
 
 def draw(networks, primary, path, what, others=()):
     """Draw a panel a primary measure: clean loss against accuracy, a point a network."""
-    from referee.studies.plot import WIDTH, colour_of, legend, plt, save
+    from referee.plot import WIDTH, colour_of, legend, plt, save
     figure, axes = plt.subplots(1, len(primary), figsize=(WIDTH, 5), sharex=True)
     if any(n.arm.startswith(TRACED) for n in networks):             # one look for all of them
         networks = [n._replace(arm="other attentions") if n.arm in ROBUST else n for n in networks]

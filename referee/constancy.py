@@ -1,8 +1,8 @@
 r"""Do fixed random axes win because they are random, or because they are the same for every image?
 
-    python -m referee.studies.constancy --data_dir data/cifar10  # seeds 0, 1, ..., all arms of each
-    python -m referee.studies.constancy --data_dir data/cifar10 --family polar
-    python -m referee.studies.constancy --rows referee/results/decider/constancy.jsonl
+    python -m referee.constancy --data_dir data/cifar10  # seeds 0, 1, ..., all arms of each
+    python -m referee.constancy --data_dir data/cifar10 --family polar
+    python -m referee.constancy --rows referee/results/decider/constancy.jsonl
 
 No trained values can decide whether attention "does kernel PCA": a network may do something else.
 So values are forced to be those of Theorem 1 and, to compare, of its geometry on other axes.
@@ -49,7 +49,7 @@ from common import InputError
 from data.images import load_data
 from data.rng import normal, uniform
 from kpca import centre, kernel, top_eigh
-from referee.studies.stats import holm, paired_t, show, show_p, spread
+from referee.stats import holm, paired_t, show, show_p, spread
 from vit import ViT, ViTConfig
 
 ARMS = ("hashed", "mean", "image", "own", "random", "other", "x", "detached")
@@ -336,7 +336,7 @@ def report(found):
 
 def draw(found, path):
     """Draw a panel a family, arms as columns, varying and constant apart; a line a seed."""
-    from referee.studies.plot import WIDTH, plt, save
+    from referee.plot import WIDTH, plt, save
     figure, panels = plt.subplots(1, len(found), figsize=(WIDTH, 3), squeeze=False)
     for ax, (family, of) in zip(panels[0], found.items()):
         arms = [arm for arm in COLUMNS if arm in of]

@@ -1,9 +1,9 @@
 """Is Scaled Attention kernel PCA? The networks on which the authors say that the test can be made.
 
-    python -m referee.studies.scaled --train exact_s --epochs 3   # and other flags of train_cls.py
-    python -m referee.studies.kernel_pca --ckpt out/*_s0/*.pt --untrained --exp gamma,capture,jproj
-    python -m referee.studies.scaled --ckpt out/*_s0/*.pt --untrained --out_dir out/kpca
-    python -m referee.studies.scaled --verdict out/kpca           # tables over seeds; the verdict
+    python -m referee.scaled --train exact_s --epochs 3   # and other flags of train_cls.py
+    python -m referee.kernel_pca --ckpt out/*_s0/*.pt --untrained --exp gamma,capture,jproj
+    python -m referee.scaled --ckpt out/*_s0/*.pt --untrained --out_dir out/kpca
+    python -m referee.scaled --verdict out/kpca           # tables over seeds; the verdict
 
 Argument: v = G (I - 1_N) a cannot be solved for a, so the authors propose networks whose values are
 v = G a and whose layer centres them: A (I - S) v (Eq. 12). S is learned, as a matrix or as alpha
@@ -24,10 +24,10 @@ import torch
 import common
 import train_cls
 from kpca import attend, exact_scaling, log_g, log_phi2, projection_loss
-from referee.studies.kernel_pca import exp_capture, exp_gamma, exp_jproj, study
-from referee.studies.probe import RULES, capture, checkpoints, get_args, read_csv
-from referee.studies.span import NULLS, Layer
-from referee.studies.stats import paired_t, show, spread
+from referee.kernel_pca import exp_capture, exp_gamma, exp_jproj, study
+from referee.probe import RULES, capture, checkpoints, get_args, read_csv
+from referee.span import NULLS, Layer
+from referee.stats import paired_t, show, spread
 
 
 # --- training -------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """What does lambda do, from 0 to infinity? Accuracy, entropy of layer 0 and share of S.
 
-    python -m referee.studies.lambda_curve weights/shapes_rpc.pt weights/shapes_symmetric.pt
-    python -m referee.studies.lambda_curve weights/shapes_rpc.pt --as_trained   # a line each
+    python -m referee.lambda_curve weights/shapes_rpc.pt weights/shapes_symmetric.pt
+    python -m referee.lambda_curve weights/shapes_rpc.pt --as_trained   # a line each
 
 With lambda 0 PAP's layer gives the mean of its values, and S is all of K; with infinity S is 0.
 The curve replaces layer 0 of trained networks by PAP of any lambda, without training them again;
@@ -19,7 +19,7 @@ import torch
 import common
 from attention import ATTENTIONS, FORMS, arg_names
 from data.shapes import load_shapes
-from referee.studies.line import PICTURES, files, logged, stored
+from referee.line import PICTURES, files, logged, stored
 from robust.sources import load_model
 
 SAME = {"uniform-l0": "paper-0-n4", "rpc4-l1": "released-4-n4"}         # other names of arms
@@ -100,7 +100,7 @@ def table(rows):
 
 def draw(rows, path, trained=()):
     """Draw accuracy, entropy of layer 0 and share of S against lambda, a column a reading."""
-    from referee.studies.plot import WIDTH, colour_of, legend, plt, save
+    from referee.plot import WIDTH, colour_of, legend, plt, save
     shown = dict(top1="accuracy in %", entropy="entropy of layer 0\nin nats",
                  share="share of S\nthat is not 0")
     figure, axes = plt.subplots(3, 2, figsize=(WIDTH, 6), sharex=True, sharey="row")

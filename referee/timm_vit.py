@@ -1,10 +1,10 @@
 """A network that is not ours, for the line: a ViT of timm's, trained by twenty lines of torch.
 
-    python -m referee.studies.timm_vit                                  # out/timm_vit.pt, 3 minutes
-    python eval_robust.py --model referee/studies/timm_vit.py:build --data shapes --seed 1 \\
+    python -m referee.timm_vit                                  # out/timm_vit.pt, 3 minutes
+    python eval_robust.py --model referee/timm_vit.py:build --data shapes --seed 1 \\
         --limit 1000 --severities 1 3 5 --out_dir out/timm_vit_eval \\
         --measures clean corruptions "pgd eps=1/255,2/255 steps=20"
-    python -m referee.studies.line --rows out/timm_vit_eval             # how far off is it?
+    python -m referee.line --rows out/timm_vit_eval             # how far off is it?
 
 Softmax attention, the size of ours (ViT-nano), AdamW at a constant 1e-3, 6 epochs. `build` is what
 --model asks for: a module from pixels in [0, 1] to logits. With --cosine the learning rate falls to

@@ -1,12 +1,12 @@
 """The scores by which attention was, and was not, called kernel PCA: what do they say of noise?
 
-    python -m referee.studies.published_scores  # where the published eigenvalues may come from
-    python -m referee.studies.published_scores --ckpt out/cifar10_softmax  # on a checkpoint
-    python -m referee.studies.published_scores --ckpt out/cifar10_softmax/*.pt --exp losses
+    python -m referee.published_scores  # where the published eigenvalues may come from
+    python -m referee.published_scores --ckpt out/cifar10_softmax  # on a checkpoint
+    python -m referee.published_scores --ckpt out/cifar10_softmax/*.pt --exp losses
 
 [P] Teo & Nguyen 2024, code `rachtsy/KPCA_code:Reconstruction`. [R] Saritas & Yildiz 2025 (arXiv
 2505.07908), code `KarahanS/Reproduction-Study-KPCA:scripts`. The measures that replace these are in
-referee/studies/kernel_pca.py; its nulls and exact kernel PCA stand beside each score here too.
+referee/kernel_pca.py; its nulls and exact kernel PCA stand beside each score here too.
 
     question             [P] and its code              [R]                           kernel_pca.py
     length of a_d        |u_d| = 1 assumed             |a_d| = 1, so |u_d|^2 = mu_d  |u_d| = 1
@@ -25,8 +25,8 @@ import torch
 
 import common
 from kpca import a_hat, attend, centre, log_g, log_kernel, log_mean_exp, log_phi2
-from referee.studies.kernel_pca import eigenvalue_statistics, study, theory_by_token, turned
-from referee.studies.probe import get_args, standardise
+from referee.kernel_pca import eigenvalue_statistics, study, theory_by_token, turned
+from referee.probe import get_args, standardise
 
 
 # --- the projection error -------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Do the measures see a defence that works, and does RPC add to it? Adversarial training.
 
-    python -m referee.studies.control  # trains and evaluates what lacks
-    python -m referee.studies.control --arms rpc4-l1-adv --seeds 7   # one network, in --out_dir
-    python -m referee.studies.control --rows referee/results/control/*_s?.jsonl     # tables, curves
+    python -m referee.control  # trains and evaluates what lacks
+    python -m referee.control --arms rpc4-l1-adv --seeds 7   # one network, in --out_dir
+    python -m referee.control --rows referee/results/control/*_s?.jsonl     # tables, curves
 
 Symmetric attention and RPC with its published constants, each trained as usual and on images that
 PGD moved by 2/255 (-adv). A network that is more robust has to look so in the study's measures, and
@@ -11,9 +11,9 @@ means was fixed before the runs: referee/results/control/README.md.
 """
 
 import common
-from referee.studies import arms
-from referee.studies.constants import HOW, PUBLISHED
-from referee.studies.differences import outcomes, primary_of, report
+from referee import arms
+from referee.constants import HOW, PUBLISHED
+from referee.differences import outcomes, primary_of, report
 
 ADV = dict(adv_eps=2 / 255, adv_steps=3)
 ARMS = PUBLISHED | {f"{arm}-adv": flags | ADV for arm, flags in PUBLISHED.items()}
@@ -25,7 +25,7 @@ COMPARED = [("symmetric", "symmetric-adv"), ("symmetric-adv", "rpc4-l1-adv"),
 
 def draw(rows, path):
     """Draw accuracy against PGD's budget: means over seeds, bands from lowest to highest."""
-    from referee.studies.plot import WIDTH, by_budget, colour_of, curves, plt, save
+    from referee.plot import WIDTH, by_budget, colour_of, curves, plt, save
     shown = by_budget([row for row in rows if row["measure"] in ("clean", "pgd")],
                       lambda row: arms.run_of(row)[0])
     figure, ax = plt.subplots(figsize=(WIDTH, 4))

@@ -1,10 +1,10 @@
 r"""Was RPC given a fair chance? Its lambda, reading and number of steps chosen, then tested.
 
-    python -m referee.studies.constants                 # two settings of a pilot against symmetric
-    python -m referee.studies.constants --arms symmetric paper-0.05-n4 --seeds 15 16 17 18 19
-    python -m referee.studies.constants --rows referee/results/constants/s*.jsonl         # tables
-    python -m referee.studies.constants choose          # short networks, scored on held-out images
-    python -m referee.studies.constants choose --rows referee/results/constants/choose.jsonl
+    python -m referee.constants                 # two settings of a pilot against symmetric
+    python -m referee.constants --arms symmetric paper-0.05-n4 --seeds 15 16 17 18 19
+    python -m referee.constants --rows referee/results/constants/s*.jsonl         # tables
+    python -m referee.constants choose          # short networks, scored on held-out images
+    python -m referee.constants choose --rows referee/results/constants/choose.jsonl
 
 The published lambda and n were chosen for ImageNet networks of width 192; these have 64. So both
 are chosen here, on training images that were held out, and only then tested, once, on test images.
@@ -27,9 +27,9 @@ from data.batches import hold_out
 from data.shapes import load_shapes
 from robust import corruptions
 from robust.sources import load_model
-from referee.studies import arms
-from referee.studies.differences import outcomes, primary_of, report
-from referee.studies.stats import spread
+from referee import arms
+from referee.differences import outcomes, primary_of, report
+from referee.stats import spread
 
 LAMBDAS = dict(released=(0.5, 1, 2, 4, 8, 16), paper=(0.05, 0.1, 0.25, 0.5, 1))
 STEPS, CRITERIA = (2, 3, 6), ("clean", "corruptions")

@@ -1,6 +1,6 @@
 """Does RPC-Attention's mu let a language model read the future? A toy that only the future solves.
 
-    python -m referee.studies.leak  # under a minute on a CPU; nats per seed for each kind of mu
+    python -m referee.leak  # under a minute on a CPU; nats per seed for each kind of mu
 
 There are two sequences: eight times the word 0, then eight times the word 1 or eight times the word
 2. In the first half the model has to name the word to come. What it has seen there is the same in

@@ -1,22 +1,22 @@
 r"""Does RPC make a network more robust, and is it the robust part that does it?
 
-    python -m referee.studies.robustness                    # scenes: 3 hours on 2 idle CPU cores
-    python -m referee.studies.robustness --no-train         # only what has finished so far
-    python -m referee.studies.robustness --seeds 0 --epochs 3 --out_dir out/first_look
-    python -m referee.studies.robustness --rows referee/results/robustness/results.jsonl   # seconds
-    python -m referee.studies.robustness --data cifar10 --data_dir data/cifar10 --model nano \
+    python -m referee.robustness                    # scenes: 3 hours on 2 idle CPU cores
+    python -m referee.robustness --no-train         # only what has finished so far
+    python -m referee.robustness --seeds 0 --epochs 3 --out_dir out/first_look
+    python -m referee.robustness --rows referee/results/robustness/results.jsonl   # seconds
+    python -m referee.robustness --data cifar10 --data_dir data/cifar10 --model nano \
         --epochs 12 --out_dir out/robustness_cifar10
 
 The arms are one network but for its attention. Some lack a part of RPC-Attention: what is left of
-its effect says which part has it. Those of referee/studies/robust_attentions.py are arms, too; with
--all they attend in every layer. How a study runs: referee/studies/arms.py.
+its effect says which part has it. Those of referee/robust_attentions.py are arms, too; with
+-all they attend in every layer. How a study runs: referee/arms.py.
 """
 
 import math
 
 import common
-from referee.studies import arms
-from referee.studies.robust_attentions import USUAL as ROBUST
+from referee import arms
+from referee.robust_attentions import USUAL as ROBUST
 
 USUAL = {                                                           # flags of train_cls.py
     "softmax": dict(attn="softmax", init="trunc_normal"),               # reference

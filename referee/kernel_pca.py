@@ -1,8 +1,8 @@
 """Do trained networks perform kernel PCA? Every claim of the paper, measured beside its nulls.
 
-    python -m referee.studies.kernel_pca --ckpt out/softmax --exp capture,gamma     # train_cls.py
-    python -m referee.studies.kernel_pca --ckpt out/softmax/*.pt --exp jproj        # over training
-    python -m referee.studies.plot kpca out/kpca                                          # figures
+    python -m referee.kernel_pca --ckpt out/softmax --exp capture,gamma     # train_cls.py
+    python -m referee.kernel_pca --ckpt out/softmax/*.pt --exp jproj        # over training
+    python -m referee.plot kpca out/kpca                                          # figures
 
 Claims: Teo & Nguyen 2024, sections 2.2, App. C, E.2. Theory: kpca.py. Beside the learned values
 stand the values of the next head (other), the same input through a random matrix (x W), random
@@ -25,9 +25,9 @@ from tqdm import tqdm
 import common
 from kpca import (a_hat, attend, basis, centre, coefficients, eigen_cosine, key_scale, log_gram,
                   log_phi2, projection_loss, ritz, theoretical_values)
-from referee.studies.probe import (capture, checkpoints, chunks, get_args, print_table, standardise,
+from referee.probe import (capture, checkpoints, chunks, get_args, print_table, standardise,
                                    summarise, write_tables)
-from referee.studies.span import (NULLS, Layer, explained_variance, query_share, token_overlap)
+from referee.span import (NULLS, Layer, explained_variance, query_share, token_overlap)
 
 BY_HEAD = ("eig_cos", "eig_cos, v = G a")
 COMPARED = ("EV", "frac", *BY_HEAD, "overlap")
@@ -217,7 +217,7 @@ def study(args, experiments):
                             own)
     for name, own in rows.items():
         write_tables(out / name, own)
-    print(f"\nCSV files in {out}; figures: python -m referee.studies.plot kpca {out}")
+    print(f"\nCSV files in {out}; figures: python -m referee.plot kpca {out}")
 
 
 def main(argv=None):

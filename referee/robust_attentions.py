@@ -1,16 +1,16 @@
 """Robust attentions on one footing: which of them withstands corrupted and attacked images?
 
-    python -m referee.studies.robust_attentions train_cls.py --attn keys-rows --out_dir out/rows_s0
-    python -m referee.studies.robust_attentions train_cls.py --attn "keys lambd=0.25" --seed 1
-    python -m referee.studies.robust_attentions eval_robust.py --ckpt out/rows_s0
-    python -m referee.studies.robust_attentions "keys lambd=0.25" eval_robust.py --ckpt FOLDER
+    python -m referee.robust_attentions train_cls.py --attn keys-rows --out_dir out/rows_s0
+    python -m referee.robust_attentions train_cls.py --attn "keys lambd=0.25" --seed 1
+    python -m referee.robust_attentions eval_robust.py --ckpt out/rows_s0
+    python -m referee.robust_attentions "keys lambd=0.25" eval_robust.py --ckpt FOLDER
 
 Four groups have published attentions that are to withstand corrupted tokens, each with a harness of
 its own. Here each is a function of at most 15 lines, entered in ATTENTIONS of attention.py under
 its name and settings ("keys lambd=0.5 n_iter=4"); this command runs our scripts with them. An
 attention attends in --rpc_layers, layer 0 by default, and symmetric attention elsewhere;
-elliptical in all layers, as it compares each with the one before. referee/studies/robustness.py
-runs all of them over seeds, referee/studies/outliers.py says who meets the rule fixed beforehand.
+elliptical in all layers, as it compares each with the one before. referee/robustness.py
+runs all of them over seeds, referee/outliers.py says who meets the rule fixed beforehand.
 
 Every function takes k, v (B, H, N, D) and settings, and returns the output (B, H, N, D) and a score
 (B, H, N), higher for tokens that it holds for outliers, or None. Queries are the keys, as in the

@@ -1,10 +1,10 @@
 """Figures from the numbers that the other scripts write. Needs matplotlib.
 
-    python -m referee.studies.plot log out/a out/b  # curves of training runs, side by side
-    python -m referee.studies.plot kpca out/kpca                   # whatever its CSV files allow
-    python -m referee.studies.plot kpca out/kpca --run softmax     # mean of softmax_s0, softmax_s1
-    python -m referee.studies.plot robust out/shapes_rpc/robust    # accuracy against eps
-    python -m referee.studies.plot robust out/rows --run symmetric rpc  # of some of its networks
+    python -m referee.plot log out/a out/b  # curves of training runs, side by side
+    python -m referee.plot kpca out/kpca                   # whatever its CSV files allow
+    python -m referee.plot kpca out/kpca --run softmax     # mean of softmax_s0, softmax_s1
+    python -m referee.plot robust out/shapes_rpc/robust    # accuracy against eps
+    python -m referee.plot robust out/rows --run symmetric rpc  # of some of its networks
 
 One function draws one figure: it reads the numbers in a folder and returns a figure and what it
 lacks, or None and the command that would bring the numbers.
@@ -21,12 +21,12 @@ import numpy as np
 import common
 from robust.metrics import wilson
 from robust.results import group, identity, read_rows
-from referee.studies.probe import read_csv
+from referee.probe import read_csv
 
 try:
     import matplotlib.pyplot as plt
 except ImportError:
-    sys.exit("error: referee.studies.plot needs matplotlib: pip install matplotlib")
+    sys.exit("error: referee.plot needs matplotlib: pip install matplotlib")
 
 plt.switch_backend("Agg")                                  # no screen
 plt.rcParams.update({"figure.dpi": 100, "figure.constrained_layout.use": True, "font.size": 11.5,
@@ -202,7 +202,7 @@ def kpca_loss(folder, run):
     jproj, losses, capture = (read_csv(folder / f"{name}.csv", run, layer="all")
                               for name in ("jproj", "losses", "capture"))
     if not jproj:
-        return None, "python -m referee.studies.kernel_pca --exp jproj,capture"
+        return None, "python -m referee.kernel_pca --exp jproj,capture"
     capture = [row for row in capture if row["source"] != "KPCA"]           # it reaches the most
     panels = [
         (losses, RELEASED, dict(bands=False, source="learned"),
@@ -221,7 +221,7 @@ def kpca_loss(folder, run):
         label = f"one checkpoint, step {steps[0]:.0f}"
         missing.append("a curve needs several checkpoints of the run: here bars")
     if not losses:
-        missing.append("the released loss needs referee.studies.published_scores --exp losses")
+        missing.append("the released loss needs referee.published_scores --exp losses")
     figure, axes = plt.subplots(2, 2, figsize=(WIDTH, 6.2))
     for ax, (rows, lines, which, title, look) in zip(axes.flat, panels):
         draw(ax, rows, "step", lines, **which)
@@ -237,7 +237,7 @@ def gamma_figure(folder, run, by_layer):
                        for name in ("gamma_axes.csv", "gammas_axes.csv"))
     rows = [row for row in cosines if "by head" not in row["measure"]]
     if not rows:
-        return None, "python -m referee.studies.kernel_pca --exp gamma"
+        return None, "python -m referee.kernel_pca --exp gamma"
     rows += gammas
     layers = sorted({row["layer"] for row in rows} - {"all"}, key=int) if by_layer else ["all"]
     figure, axes = plt.subplots(2, len(layers), figsize=(max(WIDTH, 1.5 * len(layers)), 4.7),
@@ -346,7 +346,7 @@ def folder_of(row):
 
 FIGURES = {"kpca": {"loss": kpca_loss, "gamma": kpca_gamma, "gamma_layers": kpca_gamma_layers},
            "robust": {"sweep": sweep}}
-FILES = {"kpca": ("*.csv", "holds no CSV file of referee.studies.kernel_pca"),
+FILES = {"kpca": ("*.csv", "holds no CSV file of referee.kernel_pca"),
          "robust": ("results.jsonl", "has no results.jsonl of eval_robust.py")}
 
 

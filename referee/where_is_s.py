@@ -1,8 +1,8 @@
 """Where is S? Does the sparse part of RPC-Attention hold the patches that were corrupted?
 
-    python -m referee.studies.where_is_s --ckpt out/shapes_rpc out/shapes_symmetric
-    python -m referee.studies.where_is_s --ckpt out/robustness/*_s?/epoch_*.pt  # over training
-    python -m referee.studies.where_is_s --rows referee/results/where_is_s/rows.jsonl
+    python -m referee.where_is_s --ckpt out/shapes_rpc out/shapes_symmetric
+    python -m referee.where_is_s --ckpt out/robustness/*_s?/epoch_*.pt  # over training
+    python -m referee.where_is_s --rows referee/results/where_is_s/rows.jsonl
 
 If robust PCA does inside attention what it is named for, K = L + S, and S is where a token was
 corrupted. Some patches of each test image are corrupted; a patch token's score is the sum of |S|
@@ -38,8 +38,8 @@ from robust.adaptive import rewired
 from robust.patches import KINDS, corrupt_patches
 from robust.results import weights_of
 from robust.sources import kind_of
-from referee.studies import probe
-from referee.studies.stats import spread
+from referee import probe
+from referee.stats import spread
 
 
 KEY = ("run", "step", "weights", "images")                  # what a row is of
@@ -183,7 +183,7 @@ def table(groups):
 
 def draw(groups, kinds, path):
     """Over training: AUC above and cosine below for each corruption; the residual on the left."""
-    from referee.studies.plot import WIDTH, legend, plt, save
+    from referee.plot import WIDTH, legend, plt, save
     networks = list(dict.fromkeys(network for network, _ in groups))
     figure, axes = plt.subplots(2, len(kinds) + 1, figsize=(1.7 * WIDTH, 6), sharex=True)
 
