@@ -1,4 +1,4 @@
-"""6. Theorem 1: the values with which softmax attention is kernel PCA (section 1)."""
+"""1. Theorem 1: the values with which attention is kernel PCA (lecture/WALKTHROUGH.md, stop 1)."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""5. Centring a Gram matrix (section 2)."""
+"""6. Centring a Gram matrix (appendix A)."""
 
 import torch
 

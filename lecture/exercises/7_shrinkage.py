@@ -1,4 +1,4 @@
-"""1. Shrinkage: what makes S sparse (lecture/WALKTHROUGH.md, section 4)."""
+"""7. Shrinkage: what makes S sparse (appendix B)."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""4. One step of projected gradient descent (section 8)."""
+"""5. One step of projected gradient descent (stop 5)."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""2. mu and tau: how large an entry of the keys has to be for S (section 5, "released")."""
+"""8. mu and tau: how large an entry of the keys has to be for S (appendix B, "released")."""
 
 import torch
 
