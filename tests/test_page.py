@@ -224,7 +224,7 @@ def check_what_is_shown(state, seen):
     for label, expected in zip(seen["curves"], (residual, entropy)):
         assert [float(x) for x in re.findall(r"\d+\.\d+", label)] == pytest.approx(expected, abs=6e-4)
     shown = "∞" if lambd == torch.inf else f"{lambd:g}"
-    assert seen["words"].startswith(f"Step {n} in layer {layer + 1}, λ = {shown}, {form}")
+    assert seen["words"].startswith(f"Step {n} in layer {layer}, λ = {shown}, {form}")
     assert f"residual {residual[-1]:.2f} of |K|, entropy {entropy[-1]:.2f} nats" in seen["words"]
     assert f"row 4, column 4 gives itself {100 * maps[3][-1]:.0f} % of its attention" in seen["words"]
     assert ("S is empty" in seen["meaning"]) == (lambd == torch.inf)
@@ -354,10 +354,14 @@ def test_formulas_are_mathml_code_stays_code_and_titles_are_escaped(monkeypatch)
     assert html.count("<math") == html.count("</math>") == 3 and "<mfrac>" in html and "<em>" not in html
     assert "<code>$no$</code>" in html and "$y$" in html and '<div class="wide"><table>' in html
     assert "file" in html and "vit.py" not in html and 'href="https://x.org"' in html and 'href="#part-1"' in html
-    monkeypatch.setattr(page_maker, "sections", lambda: [text, "## other\n"])
+    monkeypatch.setattr(page_maker, "sections", lambda: [text, "## A. The other\n"])
     whole = page_maker.page()
     assert "<title>1 &lt; 2 &amp; &lt;b&gt;3&lt;/b&gt;</title>" in whole
-    assert '<a href="#part-0">1 &lt; 2 &amp; &lt;b&gt;3&lt;/b&gt;</a>' in whole
+    assert '<a href="#a-the-other">A. The other</a>' in whole and '<section id="a-the-other">' in whole
+
+
+def test_every_link_within_the_page_leads_to_a_part_of_it(page):
+    assert {link for link in re.findall(r'href="#([^"]+)"', page) if "-" in link} <= set(re.findall(r' id="([^"]+)"', page))
 
 
 def test_the_scenes_of_the_page_are_the_test_scenes_to_the_last_bit():
