@@ -429,10 +429,11 @@ if wanted("line"):
     of = {name: [n for n in networks if group(n.arm) == name] for name in looks}
     of["other recipes"] = others
     titles = {"pgd 2/255": "small attack (PGD at 2/255)", "15 corruptions": "15 corruptions"}
-    words = {"adversarially\ntrained": (0.6, 82), "other\nrecipes": (0.6, 64), "RPC": (0.1, 45),
-             "other attentions": (0.066, 58), "baseline, 4 epochs": (0.36, 32)}
+    words = {"adversarially\ntrained": (0, 0.6, 78), "other recipes": (1, 0.6, 86),
+             "RPC": (0, 0.1, 41), "other attentions": (0, 0.063, 56),
+             "baseline, 4 epochs": (0, 0.36, 30)}                   # panel, loss, accuracy
     epochs = {"symmetric-e8": "8", "long-symmetric": "24 epochs"}
-    figure, grid = plt.subplots(1, 2, figsize=(9, 3.4))
+    figure, grid = plt.subplots(1, 2, figsize=(9, 2.7))
     numbers = {}
     for ax, (measure, title) in zip(grid, titles.items()):
         for name, look in looks.items():
@@ -444,15 +445,16 @@ if wanted("line"):
             y = numbers[f"{arm} {measure}"] = sum(n.accuracy[measure] for n in own) / len(own)
             if arm in epochs:
                 x = math.exp(sum(math.log(n.loss) for n in own) / len(own))
-                ax.annotate(epochs[arm], (x, y), (12, -28), textcoords="offset points",
-                            color=COLOUR["symmetric"],
-                            arrowprops=dict(arrowstyle="-", color=COLOUR["symmetric"]))
-        ax.set(title=title, xlabel="clean test loss, nats (less: right)", xscale="log", xlim=(0.65, 0.002))
+                up = ax is grid[0] and arm == "symmetric-e8"
+                blue = COLOUR["symmetric"]
+                ax.annotate(epochs[arm], (x, y), (8, 16) if up else (12, -28), color=blue,
+                            textcoords="offset points", arrowprops=dict(arrowstyle="-", color=blue))
+        ax.set(title=title, xlabel="clean test loss, nats, falling \u2192", xscale="log",
+               xlim=(0.65, 0.002))
         ax.set_xticks([0.4, 0.1, 0.03, 0.01, 0.003], ["0.4", "0.1", "0.03", "0.01", "0.003"])
         ax.set_xticks([], minor=True)
-    for word, at in words.items():
-        name = word.partition(",")[0].replace("\n", " ")
-        grid[0].text(*at, word, color=looks[name]["color"])
+    for word, (panel, *at) in words.items():
+        grid[panel].text(*at, word, color=looks[word.replace("\n", " ").partition(",")[0]]["color"])
     grid[0].set(ylabel="accuracy, %", ylim=(25, 102), yticks=range(40, 101, 20))
     grid[1].set(ylim=(65, 92), yticks=range(70, 91, 10))
     save(figure, "line", **numbers)
@@ -558,7 +560,7 @@ if wanted("dense"):
     model = segmenter_from_checkpoint(common.load(WEIGHTS / "seg_shapes_rpc.pt"))
     source = Scenes("test", 100, 32)
     how, shown, classes = dict(size=32, window=32, stride=32), [0, 12], ["background", *SHAPES]
-    colours = ["#dddddd", "#e69f00", "#111111", "#009e73", "#8c564b", "#7b3fa0", "#d62728",
+    colours = ["#dddddd", "#e69f00", "#111111", "#009e73", "#8c564b", "#2d004b", "#a50026",
                "#e377c2", "#56b4e9", "#f0e442", "#0072b2"]          # of the classes
     painted = torch.tensor([to_rgb(colour) for colour in colours])
 
