@@ -407,7 +407,7 @@ if wanted("attack"):
 
 # %% 5. What the line says: clean loss against accuracy, a mark a trained network.
 if wanted("line"):
-    networks = line.stored("fresh")
+    networks = [n for n in line.stored("fresh") if not n.arm.startswith("half-")]
     others = line.networks_of(line.read(line.files(line.OTHER_RECIPES)),
                               line.logged(line.files(line.PICTURES["fresh"][2])))
 
@@ -415,7 +415,7 @@ if wanted("line"):
         """Which of the five marks an arm has."""
         if arm.endswith("-adv"):
             return "adversarially trained"
-        if arm.removeprefix("long-").removeprefix("half-").startswith("symmetric"):
+        if arm.removeprefix("long-").startswith("symmetric"):
             return "baseline"
         averages = arm == "paper-0.05-n4"                           # S takes nearly every key
         rpc = arm.removeprefix("long-").startswith(("rpc", "paper")) and not averages
@@ -476,7 +476,7 @@ if wanted("gram"):
     colours = dict(cmap="RdBu_r", vmin=-1, vmax=1)
     show(grid["i"], image[0], "image")
     show(grid["G"], axes.G / most, "Gram matrix", **colours)
-    grid["G"].set(xlabel="a token a column", ylabel="a token a row")
+    grid["G"].set(xlabel="column: a token", ylabel="row: a token")
     for d in range(4):
         u = axes.U[1:, d]
         show(grid[str(d + 1)], (u / u.abs().max()).view(8, 8), f"axis {d + 1}", **colours)
