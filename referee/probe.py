@@ -15,40 +15,15 @@ from torch import nn
 from tqdm import tqdm
 
 import common
-from attention import ATTENTIONS, PAP, SelfAttention, softmax_attention
+from attention import PAP, SelfAttention
 from common import InputError
 from data.imagenet import ImageTree
 from data.images import load_test
 from data.rng import epoch_order
 from data.shapes import load_shapes
 from kpca import exact_scaling, log_kernel
+from referee.robust_attentions import standardise
 from robust import sources
-
-
-# --- rules of attention that the publications speak of --------------------------------------------
-
-def standardise(x):
-    """Mean 0 and variance 1 (unbiased) of every token's D numbers, as published code has q, k.
-
-    A token whose numbers are all the same becomes zero.
-    """
-    x = x - x.mean(-1, keepdim=True)
-    size = x.norm(dim=-1, keepdim=True) / math.sqrt(max(x.shape[-1] - 1, 1))
-    return x / size.clamp(min=torch.finfo(x.dtype).tiny)
-
-
-def exact_s(q, k, v):
-    """Scaled Attention with App. E.1's own S, a function of the keys; computed in float64."""
-    return softmax_attention(q, k, (v - exact_scaling(k, v)).to(v.dtype))
-
-
-def standardised(q, k, v):
-    """Softmax attention with standardised queries and keys, as in the released code."""
-    return softmax_attention(standardise(q), standardise(k), v)
-
-
-RULES = dict(exact_s=exact_s, standardised=standardised)
-ATTENTIONS.update(RULES)  # train_cls.py --attn, in referee.scaled
 
 
 # --- what attention really used -------------------------------------------------------------------
@@ -123,13 +98,17 @@ def get_args(doc, experiments, argv=None, needs_ckpt=True):
     flag("--data_dir", default=None, help="default: the folder it was trained from")
     flag("--untrained", action=boolean, default=False, help="also before the first step")
     flag("--out_dir", default="out/kpca", help="where CSV files go")
-    flag("--device", default=None, help="cuda, mps or cpu; picked automatically")
+    flag("--device", choices=["cuda", "mps", "cpu"], help="default: cuda where there is one")
     args = p.parse_args(argv)
     args.exp = args.exp.split(",")
     for name in args.exp:
         if name not in experiments:
             raise InputError(f"--exp {name}: expected some of {','.join(experiments)}")
     return args
+
+
+def device_of(name):
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 # --- models and inputs ----------------------------------------------------------------------------
@@ -287,6 +266,11 @@ def write_csv(path, rows):
             writer.writeheader()
             writer.writerows({k: f"{x:.6g}" if isinstance(x, float) else x for k, x in row.items()}
                              for row in rows)
+
+
+def append_csv(path, rows):
+    """Add rows to a file of `write_csv`, or begin it."""
+    write_csv(path, (read_csv(path) if path.exists() else []) + rows)
 
 
 def write_tables(path, rows):

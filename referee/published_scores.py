@@ -26,7 +26,8 @@ import torch
 import common
 from kpca import a_hat, attend, centre, log_g, log_kernel, log_mean_exp, log_phi2
 from referee.kernel_pca import eigenvalue_statistics, study, theory_by_token, turned
-from referee.probe import get_args, standardise
+from referee.probe import get_args
+from referee.robust_attentions import standardise
 
 
 # --- the projection error -------------------------------------------------------------------------
