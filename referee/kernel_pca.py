@@ -1,9 +1,9 @@
 """Do trained networks perform kernel PCA? Every claim of the paper, measured beside its nulls.
 
-    python -m referee.kernel_pca --ckpt out/softmax --exp capture,gamma     # train_cls.py's networks
-    python -m referee.kernel_pca --ckpt out/a/step_*.pt --exp jproj         # over training
-    python -m referee.kernel_pca trained --networks softmax --seeds 50      # trains and measures one
-    python -m referee.kernel_pca --rows referee/results/kpca                # tables of stored rows
+    python -m referee.kernel_pca --ckpt out/softmax --exp capture,gamma   # train_cls.py's networks
+    python -m referee.kernel_pca --ckpt out/a/step_*.pt --exp jproj       # over training
+    python -m referee.kernel_pca trained --networks softmax --seeds 50    # trains and measures one
+    python -m referee.kernel_pca --rows referee/results/kpca              # tables of stored rows
 
 Claims: Teo & Nguyen 2024, sections 2.2, App. C, E. Theory: kpca.py. Beside the learned values stand
 the values of the next head (other), the same input through random matrices (x W), random numbers
@@ -34,22 +34,21 @@ from tqdm import tqdm
 
 import common
 from data.shapes import load_shapes
-from kpca import (a_hat, attend, basis, centre, coefficients, eigen_cosine, exact_scaling,
-                  key_scale, log_g, log_gram, log_phi2, projection_loss, ritz, theoretical_values)
+from kpca import (a_hat, attend, basis, centre, coefficients, eigen_cosine, key_scale, log_gram,
+                  log_phi2, projection_loss, ritz, theoretical_values)
 from referee.arms import call
 from referee.probe import (Point, append_csv, capture, checkpoints, chunks, device_of, get_args,
-                           load_images, load_model, print_table, read_csv, summarise, write_tables)
+                           load_images, load_model, print_table, read_csv, summarise, write_csv)
 from referee.robust_attentions import standardise
 from referee.span import (NULLS, Layer, explained_variance, query_share, token_overlap, value_axes)
 from referee.stats import paired_t, show, spread
 
-BY_HEAD = ("eig_cos", "eig_cos, v = G a")
-COMPARED = ("EV", "frac", *BY_HEAD, "overlap")
+COMPARED = ("EV", "frac", "eig_cos", "eig_cos, v = G a", "overlap")
 
 
 # --- experiments ----------------------------------------------------------------------------------
-# Each takes a Layer and returns {measure: {source: tensor}}, tensors (draws, B, H) or, for curves
-# over axes, (draws, B, H, d). The docstring is printed above the table.
+# Each takes a Layer and returns {measure: {source: (draws, B, H)}}. The docstring is printed above
+# the table.
 
 def exp_jproj(layer):
     """The projection error (Eq. 13), claim 2.2.1: J = mean(|phi(q)|^2 - |h|^2) falls in training.
@@ -87,7 +86,7 @@ def exp_gamma(layer):
     axes, d, N = layer.axes, min(layer.dv, layer.k.shape[-2]), layer.k.shape[-2]
 
     def cosine(a):
-        return eigen_cosine(axes, ritz(axes, a))["eig_cos"]
+        return eigen_cosine(axes, ritz(axes, a))["eig_cos"].nanmean(-1)
 
     out = {"eig_cos": {source: cosine(a_hat(v, axes.log_g)) for source, v in layer.values.items()}}
     if layer.scaled:
@@ -98,9 +97,8 @@ def exp_gamma(layer):
     resolved = torch.arange(d, device=axes.sigma.device) < axes.rank[..., None]
     out["eig_cos"]["KPCA"] = cosine(turned(axes.U[..., :d] * resolved[..., None, :]))
     lam = (-axes.c).exp() * axes.sigma[..., :d] / N
-    out["lambda"] = {"KPCA": lam.where(resolved, math.nan)}
-    means = {m: {s: t.nanmean(-1) for s, t in sources.items()} for m, sources in out.items()}
-    return means | {f"{m} by axis": out[m] for m in ("eig_cos", "lambda")}
+    out["lambda"] = {"KPCA": lam.where(resolved, math.nan).nanmean(-1)}
+    return out
 
 
 def eigenvalue_statistics(mu):
@@ -154,9 +152,7 @@ def exp_capture(layer):
     """How much of the keys' variance, and of the queries, do values catch? W_O cannot change this.
 
     EV: share of the keys' variance in feature space inside span{w_d}; best: only kernel PCA's first
-    Dv axes reach it. eta: (EV - EV of x W) / (best - EV of x W) in percent; "flat": less than 0.02
-    to win. Its error is over images, not over the 3 random W, which all images share. frac: share
-    of |phi(q)|^2 inside; ceiling: in the span of all keys.
+    Dv axes reach it. frac: share of |phi(q)|^2 inside; ceiling: in the span of all keys.
     """
     mu = layer.axes.sigma.clamp(min=0)
     ev = {source: explained_variance(layer.span, Q) for source, Q in layer.bases.items()}
@@ -164,42 +160,14 @@ def exp_capture(layer):
     return exp_frac(layer) | {"EV": ev}
 
 
-def exp_scaling(layer):
-    """Is the learned S of Scaled Attention the S of App. E.1? Can that one be computed as printed?
-
-    distance: |S - S_exact| / |S_exact|; permuted: the learned S with its tokens permuted; zero: 1.
-    cosine: of S and S_exact as vectors. broken: share of heads where A / (N A^T), as printed, is
-    not finite in float32 or float64. log g span: of largest over smallest g_j.
-    """
-    exact, lg = exact_scaling(layer.k, torch.eye(layer.k.shape[-2]).to(layer.k)), \
-        log_g(layer.k, layer.k)
-    out = {"log g span": {"keys": lg.amax(-1) - lg.amin(-1)}, "broken": {}}
-    for source, t in (("float32", torch.float32), ("float64", torch.float64)):
-        k = layer.k.to(t)
-        A = (k @ k.mT / math.sqrt(k.shape[-1])).softmax(-1)
-        finite = (A / A.mT).isfinite().flatten(-2).all(-1)
-        out["broken"][source] = 1 - finite.double()
-    if not layer.scaled:
-        return out
-
-    S = layer.heads.S[None].expand_as(exact)
-    order = torch.randperm(S.shape[-1], generator=torch.Generator().manual_seed(0)).to(S.device)
-    out |= {"distance": {"zero": torch.ones_like(lg[..., 0])}, "cosine": {}}
-    for source, T in (("learned", S), ("permuted", S[..., order, :][..., order])):
-        out["distance"][source] = (T - exact).norm(dim=(-2, -1)) / exact.norm(dim=(-2, -1))
-        size = T.norm(dim=(-2, -1)) * exact.norm(dim=(-2, -1))
-        out["cosine"][source] = (T * exact).sum((-2, -1)) / size.clamp(min=1e-300)
-    return out
-
-
 EXPERIMENTS = {"jproj": exp_jproj, "gamma": exp_gamma, "eigstats": exp_eigstats,
-               "values": exp_values, "capture": exp_capture, "scaling": exp_scaling}
+               "values": exp_values, "capture": exp_capture}
 
 
 def measure(layers, experiments):
-    """{(experiment, measure, source, layer): mean over draws and heads, (B,) or curves (B, d)}.
+    """{(experiment, measure, source, layer): mean over draws and heads, (B,)}.
 
-    What is COMPARED stands there also as "learned - source", eig_cos also as a curve over heads.
+    What is COMPARED stands there also as "learned - source".
     """
     out = {}
     for layer in layers:
@@ -209,11 +177,8 @@ def measure(layers, experiments):
             for m in [m for m in COMPARED if m in found]:
                 found[f"{m}: learned -"] = {null: found[m]["learned"] - found[m][null]
                                             for null in NULLS if null in found[m]}
-            for m, sources in found.items():
-                for source, t in sources.items():                           # (B, H) or (B, H, d)
-                    out[name, m, source, layer.name] = t.nanmean(1).cpu()
-                    if m in BY_HEAD:
-                        out[name, f"{m} by head", source, layer.name] = t.cpu()
+            out |= {(name, m, source, layer.name): t.nanmean(1).cpu()
+                    for m, sources in found.items() for source, t in sources.items()}
     return out
 
 
@@ -286,7 +251,7 @@ def examine(point, experiments, device, maps=None, draws=3):
 
     maps: of `fitted_maps`, whose values are sources, too. draws: of the random matrix.
     """
-    model, depth = point.model.to(device), point.model.config.depth
+    model = point.model.to(device)
     pieces, short = {}, set()
     for start, inputs in chunks(point, device, whole="losses" in experiments):
         for i, heads in enumerate(capture(model, inputs)):
@@ -303,13 +268,6 @@ def examine(point, experiments, device, maps=None, draws=3):
     results = {name: {} for name in experiments}
     for (name, *key), t in pieces.items():
         results[name][tuple(key)] = torch.cat(t)
-
-    # eta: a ratio of means over images, so it can be had only here.
-    for i in map(str, range(depth)) if "capture" in experiments else ():
-        capture_of = results["capture"]
-        ev, null, best = (capture_of["EV", s, i] for s in ("learned", "x W", "best"))
-        room = (best - null).mean()
-        capture_of["eta", "learned", i] = 100 * (ev - null) / (room if room >= 0.02 else math.nan)
     return {name: summarise(found, point) for name, found in results.items()}
 
 
@@ -325,7 +283,7 @@ def study(args, experiments):
                 print_table(f"{name}: {point.where}", inspect.cleandoc(experiments[name].__doc__),
                             own)
     for name, own in rows.items():
-        write_tables(out / name, own)
+        write_csv(out / f"{name}.csv", own)
     print(f"\nCSV files in {out}")
 
 
@@ -358,19 +316,17 @@ def stage(folder, attn, seed, step):
     return model, checkpoint
 
 
-def measure_stage(folder, attn, seed, step, num_images=64, draws=20):
+def measured(model, checkpoint, run, step, last=True, num_images=64, draws=20):
     """Rows of one network at one step: each measure beside its nulls and what a map attains."""
-    model, checkpoint = stage(folder, attn, seed, step)
     images, labels, what = load_images(checkpoint, model.config, num_images)
     many, of_many, _ = load_images(checkpoint, model.config, 1000)
-    point = Point(folder.name, step, step == STAGES[-1], model, images, what)
-    maps = fitted_maps(model, OUTCOMES if point.last else OUTCOMES[:1])
+    point = Point(run, step, last, model, images, what)
+    maps = fitted_maps(model, OUTCOMES if last else OUTCOMES[:1])
     experiments = {name: EXPERIMENTS[name] for name in ("gamma", "values", "capture")}
-    rows = [row for own in examine(point, experiments, torch.device("cpu"), maps, draws).values()
-            for row in own if "axis" not in row]
+    rows = sum(examine(point, experiments, torch.device("cpu"), maps, draws).values(), [])
     with torch.no_grad():
         top1 = 100 * (model(many).argmax(1) == of_many).double().mean().item()
-    return rows + [dict(run=folder.name, step=step, layer="all", measure="top1", source="learned",
+    return rows + [dict(run=run, step=step, layer="all", measure="top1", source="learned",
                         mean=top1, se=math.nan, images=len(many))]
 
 
@@ -380,15 +336,24 @@ def trained(argv):
                                 allow_abbrev=False)
     p.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     p.add_argument("--seeds", nargs="+", type=common.NATURAL, help="default: 50 to 54; scaled: 52")
+    p.add_argument("--ckpt", nargs="+", type=Path, default=[], help="measure these instead, into "
+                   "taken.csv")
     p.add_argument("--out_dir", type=Path, default=Path("out/kpca"))
     args = p.parse_args(argv)
+    for ckpt in args.ckpt:
+        model, checkpoint = load_model(ckpt)
+        append_csv(args.out_dir / "taken.csv",
+                   measured(model, checkpoint, ckpt.stem, checkpoint["step"]))
+    if args.ckpt:
+        return print(said(args.out_dir))
     path = args.out_dir / "trained.csv"
     wanted = [(seed, attn) for attn in args.networks for seed in args.seeds or NETWORKS[attn]]
     for seed, attn in sorted(wanted, key=lambda of: of[0]):         # a seed of all, then the next
         folder = args.out_dir / f"{attn}_s{seed}"
         for step in STAGES:
-            if not read_csv(path, folder.name, step=step):
-                append_csv(path, measure_stage(folder, attn, seed, step))
+            if not read_csv(path, run=folder.name, step=step):
+                model, checkpoint = stage(folder, attn, seed, step)
+                append_csv(path, measured(model, checkpoint, folder.name, step, step == STAGES[-1]))
     print(said(args.out_dir))
     draw(rows_of(path), args.out_dir / "trained.png")
 
@@ -466,8 +431,9 @@ def verdict(rows, network):
 def said(folder):
     """Write Markdown: every table that the CSV files of a folder give; the verdicts."""
     text = []
-    for name, measures in (("trained", (*OUTCOMES, BY_HEAD[1])), ("gamma", BY_HEAD),
-                           ("capture", ("EV",)), ("attainable", ("eig_cos", "EV"))):
+    for name, measures in (("trained", (*OUTCOMES, COMPARED[3])), ("taken", OUTCOMES),
+                           ("gamma", COMPARED[2:4]), ("capture", ("EV",)),
+                           ("attainable", ("eig_cos", "EV"))):
         rows = rows_of(folder / f"{name}.csv")
         text += [f"{measure} ({name}.csv)\n\n{table(rows, measure)}" for measure in measures
                  if any(r["measure"] == measure for r in rows)]

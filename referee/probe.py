@@ -117,7 +117,7 @@ def load_model(path):
     """(model in eval mode, checkpoint without weights), as the evaluator; of a folder: last.pt."""
     file = Path(path, "last.pt") if Path(path).is_dir() else path
     found = sources.load_model(file, torch.device("cpu"))
-    if found.task != sources.CLS:
+    if found.task != "classification":
         raise InputError(f"--ckpt {path} is no classifier")
     return found.model, found.checkpoint
 
@@ -211,15 +211,15 @@ def chunks(point, device, whole=False):
 
 # --- tables ---------------------------------------------------------------------------------------
 
-WORDS = ("run", "layer", "measure", "source", "how")    # columns of CSV files that are no numbers
+WORDS = ("run", "layer", "measure", "source")           # columns of CSV files that are no numbers
 
 
 def summarise(results, point):
     """Make rows of means over images, as the CSV files have them, for one Point.
 
-    results: {(measure, source, layer): (images,) or, of a curve, (images, d)}. A row is a dict;
-    that of a curve has its axis, from 1. layer "all": mean of layers. se, the standard error over
-    images, is nan of one image. Layers of their own only for the last checkpoint of a run.
+    results: {(measure, source, layer): (images,)}. se, the standard error over images, is nan of
+    one image. layer "all": mean of layers; layers of their own only for the last checkpoint of a
+    run.
     """
     table, rows = {}, []
     for (measure, source, layer), t in results.items():
@@ -227,32 +227,20 @@ def summarise(results, point):
     for (measure, source), layers in table.items():
         layers |= {"all": torch.stack(list(layers.values())).nanmean(0)}
         for layer, t in layers.items() if point.last else [("all", layers["all"])]:
-            se = t.std(0) / math.sqrt(len(t)) if len(t) > 1 else t[0] * math.nan
-            row = dict(run=point.run, step=point.step, layer=layer,
-                       measure=measure.removesuffix(" by axis"), source=source)
-            if t.ndim == 1:
-                rows.append(row | dict(mean=t.mean().item(), se=se.item(), images=len(t)))
-            elif point.last:
-                rows += [row | dict(axis=d + 1, mean=mean, se=error) for d, (mean, error)
-                         in enumerate(zip(t.mean(0).tolist(), se.tolist()))]
+            se = t.std().item() / math.sqrt(len(t)) if len(t) > 1 else math.nan
+            rows.append(dict(run=point.run, step=point.step, layer=layer, measure=measure,
+                             source=source, mean=t.mean().item(), se=se, images=len(t)))
     return rows
 
 
-def cell(measure, mean, se):
-    """A number of a table as text."""
-    if math.isnan(mean):
-        return "flat" if measure == "eta" else "-"
-    return f"{mean:.4g}" + (f" ±{se:.1g}" if se > 1e-9 * abs(mean) else "")
-
-
 def print_table(title, text, rows):
-    """Print rows of `summarise` but those of curves: measures down, sources across."""
-    rows = [row for row in rows if "axis" not in row]
+    """Print rows of `summarise`: measures down, sources across."""
     sources = list(dict.fromkeys(row["source"] for row in rows))
     lines = {}
     for row in rows:
-        line = lines.setdefault((row["measure"], row["layer"]), {})
-        line[row["source"]] = cell(row["measure"], row["mean"], row["se"])
+        error = f" ±{row['se']:.1g}" if row["se"] > 1e-9 * abs(row["mean"]) else ""
+        cell = f"{row['mean']:.4g}{error}".replace("nan", "-")
+        lines.setdefault((row["measure"], row["layer"]), {})[row["source"]] = cell
     body = [[*key, *(line.get(source, "") for source in sources)] for key, line in lines.items()]
     print(f"\n=== {title}\n\n{text}\n\n{common.table(body, ['measure', 'layer', *sources])}")
 
@@ -270,27 +258,14 @@ def write_csv(path, rows):
 
 def append_csv(path, rows):
     """Add rows to a file of `write_csv`, or begin it."""
-    write_csv(path, (read_csv(path) if path.exists() else []) + rows)
+    write_csv(path, read_csv(path) + rows)
 
 
-def write_tables(path, rows):
-    """Write rows of `summarise`: path.csv and, of curves over axes, path_axes.csv."""
-    write_csv(path.with_name(f"{path.name}.csv"), [row for row in rows if "axis" not in row])
-    write_csv(path.with_name(f"{path.name}_axes.csv"), [row for row in rows if "axis" in row])
-
-
-def read_csv(path, run="", last=False, **only):
-    """Rows of a CSV file as dicts; [] without the file.
-
-    Only those of runs whose name begins with `run` (a str, or one of a tuple) and, if `last`, of
-    each run's last checkpoint, with the given values in the other columns.
-    """
+def read_csv(path, **only):
+    """Rows of a CSV file as dicts, with the given values in their columns; [] without the file."""
     if not path.exists():
         return []
     with open(path, newline="") as f:
         rows = [{k: t if k in WORDS else float(t) for k, t in row.items()}
                 for row in csv.DictReader(f)]
-    rows = [row for row in rows if row["run"].startswith(run)
-            and all(row[k] == v for k, v in only.items())]
-    end = {row["run"]: row["step"] for row in sorted(rows, key=lambda row: row["step"])}
-    return [row for row in rows if not last or row["step"] == end[row["run"]]]
+    return [row for row in rows if all(row[k] == v for k, v in only.items())]

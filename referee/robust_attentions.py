@@ -9,8 +9,8 @@ Four groups have published attentions that are to withstand corrupted tokens, ea
 its own. Here each is a function of at most 15 lines, entered in ATTENTIONS of attention.py under
 its name and settings ("keys lambd=0.5 n_iter=4"); this command runs our scripts with them. An
 attention attends in --rpc_layers, layer 0 by default, and symmetric attention elsewhere;
-elliptical in all layers, as it compares each with the one before. referee/robustness.py
-runs all of them over seeds, referee/outliers.py says who meets the rule fixed beforehand.
+elliptical in all layers, as it compares each with the one before. `python -m referee.arms
+robustness` has all of them over seeds, beside symmetric attention.
 
 Every function takes k, v (B, H, N, D) and settings, and returns the output (B, H, N, D) and a score
 (B, H, N), higher for tokens that it holds for outliers, or None. Queries are the keys, as in the
