@@ -1,7 +1,6 @@
 r"""Do fixed random axes win because they are random, or because they are the same for every image?
 
     python -m referee.constancy --data_dir data/cifar10  # seeds 0, 1, ..., all arms of each
-    python -m referee.constancy --data_dir data/cifar10 --family polar
     python -m referee.constancy --rows referee/results/decider/constancy.jsonl
 
 No trained values can decide whether attention "does kernel PCA": a network may do something else.
@@ -12,11 +11,10 @@ w_d = sum_j v_jd phi(k_j). For any N x r basis B orthogonal to 1, V0 = G B L^-T 
 describes an orthonormal basis of span{G B}: V0^T E V0 = I.
 
     span     V0 M, M = V0^T E v: the projection of every w_d on span{G B}, r = 2
-    polar    V0 polar(M) times a learned gain: Theorem 1 up to a rotation, which v chooses, r = 8
-    plain    learned values, of no family
+    plain    learned values, not forced
 
-Both depend on B only through its span: the signs and rotations of eigenvectors, which differ per
-image and which no output matrix can undo, never enter. The arms of a family are bases:
+span depends on B only through its span: the signs and rotations of eigenvectors, which differ per
+image and which no output matrix can undo, never enter. Its arms are bases:
 
                           differ from image to image           the same for every image
     of kernel PCA         own                                  mean: of the mean Gram matrix
@@ -32,6 +30,7 @@ referee/results/decider/plan.md
 """
 
 import argparse
+import json
 import math
 import time
 from pathlib import Path
@@ -43,11 +42,11 @@ from torch import nn
 from tqdm import tqdm
 
 import common
-import train_cls
 from attention import symmetric_attention
 from common import InputError
+from data.augment import augment_uint8, soft_targets
 from data.images import load_data
-from data.rng import normal, uniform
+from data.rng import epoch_order, normal, uniform
 from kpca import centre, kernel, top_eigh
 from referee.stats import holm, paired_t, show, show_p, spread
 from vit import ViT, ViTConfig
@@ -55,7 +54,7 @@ from vit import ViT, ViTConfig
 ARMS = ("hashed", "mean", "image", "own", "random", "other", "x", "detached")
 NULLS = ("hashed", "image", "other", "x")
 COLUMNS = ("hashed", "image", "x", "other", "own", "detached", "mean", "random")    # of the figure
-RANKS = dict(span=2, polar=8)                               # r; a head has 8 channels
+RANK = 2                                                    # r; a head has 8 channels
 MARGIN, DECAY = 0.03, 0.99                                  # in nats; of mean's running mean
 HELD_OUT = 10 ** 6                    # first number of a held-out image: other axes than trained
 TINY, CPU = 1e-14, torch.device("cpu")                      # of a trace: what float64 resolves
@@ -109,24 +108,6 @@ def orthonormal_values(E, g, B, v):
     return rows[..., :B.shape[-2]].mT, rows[..., B.shape[-2]:]
 
 
-class Polar(torch.autograd.Function):
-    """Orthogonal factor Q of square M = Q (M^T M)^1/2. Its gradient divides by sums, no gaps."""
-
-    @staticmethod
-    def forward(ctx, M):
-        size, Y = torch.linalg.eigh(M.mT @ M)
-        s = size.maximum(TINY * size[..., -1:]).clamp_min(1e-300).sqrt()[..., None, :]
-        Q = M @ (Y / s) @ Y.mT
-        ctx.save_for_backward(Q, Y, s)
-        return Q
-
-    @staticmethod
-    def backward(ctx, grad):
-        Q, Y, s = ctx.saved_tensors
-        W = Y.mT @ Q.mT @ grad @ Y
-        return Q @ Y @ ((W - W.mT) / (s + s.mT)) @ Y.mT
-
-
 class ForcedAttention(nn.Module):
     """Symmetric attention with the values of an arm; (B, N, C) in and out. attn: SelfAttention.
 
@@ -137,10 +118,7 @@ class ForcedAttention(nn.Module):
         super().__init__()
         H, N = attn.num_heads, num_tokens
         self.attn, self.seed, self.numbers = attn, seed, None
-        self.family, _, self.basis = arm.partition("-")
-        self.r = RANKS.get(self.family)
-        if self.family == "polar":
-            self.gain = nn.Parameter(torch.full((H,), math.sqrt(N)))
+        self.basis, self.r = arm.removeprefix("span-"), RANK
         if self.basis == "random":
             self.register_buffer("B", random_axes(H, N, self.r, seed), persistent=False)
         if self.basis == "mean":
@@ -167,16 +145,14 @@ class ForcedAttention(nn.Module):
 
     def attend(self, x, k, v):
         """Attention to the values of this arm (B, H, N, D), from the layer's input and k, v."""
-        if self.family == "plain":
+        if self.basis == "plain":
             return symmetric_attention(k, v)
 
         # In float64 to the end: theoretical values are large and cancel when they are averaged.
         E = kernel(k.double(), k.double())
         g = E.sum(-1, keepdim=True)
         V0, M = orthonormal_values(E, g, self.axes(x, E, g), v.double())
-        if self.family == "span":
-            return E @ (V0 @ M) / g
-        return self.gain[:, None, None] * (E @ (V0 @ Polar.apply(M)) / g)
+        return E @ (V0 @ M) / g
 
     def forward(self, x):
         _, k, v = self.attn.project(x)
@@ -185,7 +161,7 @@ class ForcedAttention(nn.Module):
 
 
 def build(arm, seed, classes):
-    """The network of an arm; its weights are the same in all arms of a seed, gains aside."""
+    """The network of an arm; its weights are the same in all arms of a seed."""
     torch.manual_seed(seed)
     model = ViT(ViTConfig(image_size=32, patch_size=8, num_classes=classes, embed_dim=64,
                           depth=4, num_heads=8, attn="symmetric", init="default"))
@@ -206,15 +182,26 @@ def run(model, images, numbers):
 # Of train_cls.py's recipes, written out: a recipe that changes there makes no other study here.
 RECIPES = {"cifar10": dict(lr=1e-3, pad=4, smoothing=0.1),
            "shapes": dict(lr=2e-3, pad=0, smoothing=0.0)}
+BATCH, MIN_LR, DECAYED = 64, 1e-5, (nn.Linear, nn.Conv2d)
 
 
-def settings_of(args, seed):
-    """What the functions of train_cls.py need, with the recipe for --data."""
-    return argparse.Namespace(**RECIPES[args.data], data=args.data, data_dir=args.data_dir,
-                              image_size=32, num_images=16000, holdout=3000, download=False,
-                              batch_size=64, accum=1, repeats=1, num_ops=0, erase=0.0, mixup=0.0,
-                              cutmix=0.0, min_lr=1e-5, weight_decay=0.05, clip=1.0, amp=False,
-                              seed=seed)
+def load(args):
+    """The Splits to train on and to measure on: 3,000 training images are held out."""
+    return load_data(argparse.Namespace(data=args.data, data_dir=args.data_dir, image_size=32,
+                                        num_images=16000, holdout=3000, download=False, seed=0),
+                     CPU)
+
+
+def batches(split, recipe, seed, steps):
+    """Yield images (b, 3, S, S), targets (b, K) and the images' numbers (b,), shifted, flipped."""
+    n = len(split.labels)
+    for step in range(steps):
+        epoch, i = divmod(step, n // BATCH)
+        numbers = epoch_order(n, epoch, seed)[i * BATCH:(i + 1) * BATCH]
+        positions = step * BATCH + torch.arange(BATCH)
+        images = augment_uint8(split.images[numbers], positions, seed, recipe["pad"])
+        yield images / 255, soft_targets(split.labels[numbers], len(split.classes),
+                                         recipe["smoothing"]), numbers
 
 
 @torch.no_grad()
@@ -231,18 +218,22 @@ def held_out(model, split):
 
 def train(arm, seed, args, train_set, test_set):
     """Train a network: its accuracy in per cent and loss on the held-out images, their number."""
-    model, settings = build(arm, seed, len(train_set.classes)), settings_of(args, seed)
-    optimizer = torch.optim.AdamW(common.param_groups(model, settings.weight_decay), settings.lr)
-    batches = train_cls.train_batches(train_set, settings, 0, args.steps, CPU, 0, 1)
-    keys = train_cls.micro_batches(settings, len(train_set.labels), 0, args.steps, 0, 1)
-    bar = tqdm(zip(batches, keys), f"seed {seed}", args.steps, leave=False)
-    for step, ((images, targets), (numbers, _)) in enumerate(bar):
-        lr = common.lr_at(step, args.steps, args.steps // 8, settings.lr, settings.min_lr)
+    model, recipe, warmup = build(arm, seed, len(train_set.classes)), RECIPES[args.data], \
+        args.steps // 8
+    matrices = [m.weight for m in model.modules() if isinstance(m, DECAYED)]
+    others = [p for p in model.parameters() if all(p is not w for w in matrices)]
+    optimizer = torch.optim.AdamW([dict(params=matrices, weight_decay=0.05),
+                                   dict(params=others, weight_decay=0.0)], recipe["lr"])
+    bar = tqdm(batches(train_set, recipe, seed, args.steps), f"seed {seed}", args.steps,
+               leave=False)
+    for step, (images, targets, numbers) in enumerate(bar):
+        rise = 1e-6 + (recipe["lr"] - 1e-6) * step / max(warmup, 1)
+        fall = MIN_LR + (recipe["lr"] - MIN_LR) * (1 + math.cos(math.pi * step / args.steps)) / 2
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = rise if step < warmup else fall
         loss = F.cross_entropy(run(model, images, numbers), targets)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     return held_out(model, test_set)
@@ -255,17 +246,17 @@ def train_missing(args):
         raise InputError(f"--out {args.out} holds other rows than those of {args.steps} steps of "
                          f"{args.data}: choose another")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    if args.out.exists():
-        common.Log(args.out).cut(math.inf)                      # without a line cut by a kill
+    args.out.write_text("".join(json.dumps(row) + "\n" for row in rows))   # no line cut by a kill
     done = {(row["arm"], row["seed"]) for row in rows}
     missing = [(a, seed) for seed in args.seeds for a in args.arms if (a, seed) not in done]
-    splits = load_data(settings_of(args, 0), CPU) if missing else ()
+    splits = load(args) if missing else ()
     for arm, seed in missing:
         started = time.process_time()
         scores = train(arm, seed, args, *splits)
-        common.Log(args.out).append(wanted | dict(
-            arm=arm, seed=seed, **scores, torch=torch.__version__,
-            cpu_seconds=round(time.process_time() - started, 1)))
+        row = wanted | dict(arm=arm, seed=seed, **scores, torch=torch.__version__,
+                            cpu_seconds=round(time.process_time() - started, 1))
+        with open(args.out, "a") as file:
+            file.write(json.dumps(row) + "\n")
         tqdm.write(f"seed {seed} {arm}: {scores['top1']:.1f} %, {scores['loss']:.3f} nats")
 
 
@@ -357,7 +348,6 @@ def main(argv=None):
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--data", choices=RECIPES, default="cifar10")
     p.add_argument("--data_dir", help="folder that holds CIFAR-10; see train_cls.py")
-    p.add_argument("--family", choices=["span", "polar"], default="span")
     p.add_argument("--arms", nargs="+", choices=[*ARMS, "plain"], default=ARMS)
     p.add_argument("--seeds", nargs="+", type=common.number(int, 0), default=[0, 1, 2, 3, 4])
     p.add_argument("--steps", type=common.number(int, 8), default=800)
@@ -365,7 +355,7 @@ def main(argv=None):
     p.add_argument("--rows", type=Path, help="only say what the rows in this file say")
     p.add_argument("--figure", type=Path, help="where to draw it")
     args = p.parse_args(argv)
-    args.arms = [arm if arm == "plain" else f"{args.family}-{arm}" for arm in args.arms]
+    args.arms = [arm if arm == "plain" else f"span-{arm}" for arm in args.arms]
     if not args.rows:
         train_missing(args)
     found = families(args.rows or args.out)

@@ -22,6 +22,7 @@ N x N matrix.
 import argparse
 import csv
 import datetime
+import json
 import sys
 import time
 from functools import partial
@@ -39,6 +40,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import common
 import fan
+from referee.probe import device_of
 from vit import SIZES, ViT, ViTConfig
 
 MB, PIXELS = 2 ** 20, 224
@@ -66,7 +68,8 @@ def get_args(argv):
     p.add_argument("--rounds", type=whole, default=15, help="counted ones; one more warms up")
     p.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: of all threads")
     p.add_argument("--threads", type=whole, help="of the CPU")
-    p.add_argument("--device", help="cuda (then in bf16), mps or cpu; picked automatically")
+    p.add_argument("--device", choices=["cuda", "mps", "cpu"],
+                   help="default: cuda where there is one, then in bf16")
     p.add_argument("--out", help="append the rows to this file, one JSON object a line")
     return p.parse_args(argv)
 
@@ -151,14 +154,14 @@ def training_step(model, images):
     """Forward and backward pass, without an optimiser; bf16 on a GPU. images: (B, 3, S, S)."""
     labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
     model.train().zero_grad(set_to_none=True)
-    with common.autocast(images.device, images.is_cuda):
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
         loss = F.cross_entropy(model(images), labels)
     loss.backward()
 
 
 @torch.no_grad()
 def test_step(model, images):
-    with common.autocast(images.device, images.is_cuda):
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
         model.eval()(images)
 
 
@@ -231,7 +234,7 @@ def main(argv=None):
     args = get_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    device = common.setup(args.device)[0]
+    device = device_of(args.device)
     rows = measured(args, device)
     print(f"ViT-{args.model}, {PIXELS} px, batches of {args.batch_size}, {args.clock} clock, "
           f"medians of {args.rounds} rounds\n{common.describe(device)}; torch {torch.__version__}")
@@ -241,8 +244,9 @@ def main(argv=None):
     about = dict(command=" ".join(["python -m referee.cost", *(argv or sys.argv[1:])]),
                  hardware=common.describe(device), torch=torch.__version__,
                  date=f"{datetime.date.today()}")
-    for row in rows if args.out else ():
-        common.Log(args.out).append(about | row)
+    if args.out:
+        with open(args.out, "a") as file:
+            file.write("".join(json.dumps(about | row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
 """Do trained networks perform kernel PCA? Every claim of the paper, measured beside its nulls.
 
-    python -m referee.kernel_pca --ckpt out/softmax --exp capture,gamma     # train_cls.py
-    python -m referee.kernel_pca --ckpt out/softmax/*.pt --exp jproj        # over training
-    python -m referee.plot kpca out/kpca                                          # figures
+    python -m referee.kernel_pca --ckpt out/softmax --exp capture,gamma   # train_cls.py's networks
+    python -m referee.kernel_pca --ckpt out/a/step_*.pt --exp jproj       # over training
+    python -m referee.kernel_pca trained --networks softmax --seeds 50    # trains and measures one
+    python -m referee.kernel_pca --rows referee/results/kpca              # tables of stored rows
 
-Claims: Teo & Nguyen 2024, sections 2.2, App. C, E.2. Theory: kpca.py. Beside the learned values
-stand the values of the next head (other), the same input through a random matrix (x W), random
-numbers (iid), and the values of kernel PCA itself. Published scores: published_scores.py.
+Claims: Teo & Nguyen 2024, sections 2.2, App. C, E. Theory: kpca.py. Beside the learned values stand
+the values of the next head (other), the same input through random matrices (x W), random numbers
+(iid), the values of kernel PCA itself and, in `trained`, those of the best map of the input that
+was found: v = x W + b, the same for all images as the trained one is, fitted on training images to
+what is measured. Without it "as a random matrix" says little: no map might score more. What is
+found is a lower bound of what can be had. Published scores: published_scores.py.
 
 EV, frac and overlap ask which subspace of feature space values span (span.py), eig_cos
 whether they hold eigenvectors. None changes with v -> v R, which the output matrix undoes.
@@ -15,27 +19,36 @@ Shapes: q (..., M, D), k (..., N, D), v (..., N, Dv), float64; leading ones: dra
 images, heads.
 """
 
+import argparse
 import inspect
 import math
+import re
+import shutil
+import sys
 from pathlib import Path
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
 import common
+from data.shapes import load_shapes
 from kpca import (a_hat, attend, basis, centre, coefficients, eigen_cosine, key_scale, log_gram,
                   log_phi2, projection_loss, ritz, theoretical_values)
-from referee.probe import (capture, checkpoints, chunks, get_args, print_table, standardise,
-                                   summarise, write_tables)
-from referee.span import (NULLS, Layer, explained_variance, query_share, token_overlap)
+from referee.arms import call
+from referee.probe import (Point, append_csv, capture, checkpoints, chunks, device_of, get_args,
+                           load_images, load_model, print_table, read_csv, summarise, write_csv)
+from referee.robust_attentions import standardise
+from referee.span import (NULLS, Layer, explained_variance, query_share, token_overlap, value_axes)
+from referee.stats import paired_t, show, spread
 
-BY_HEAD = ("eig_cos", "eig_cos, v = G a")
-COMPARED = ("EV", "frac", *BY_HEAD, "overlap")
+COMPARED = ("EV", "frac", "eig_cos", "eig_cos, v = G a", "overlap")
 
 
 # --- experiments ----------------------------------------------------------------------------------
-# Each takes a Layer and returns {measure: {source: tensor}}, tensors (draws, B, H) or, for curves
-# over axes, (draws, B, H, d). The docstring is printed above the table.
+# Each takes a Layer and returns {measure: {source: (draws, B, H)}}. The docstring is printed above
+# the table.
 
 def exp_jproj(layer):
     """The projection error (Eq. 13), claim 2.2.1: J = mean(|phi(q)|^2 - |h|^2) falls in training.
@@ -73,7 +86,7 @@ def exp_gamma(layer):
     axes, d, N = layer.axes, min(layer.dv, layer.k.shape[-2]), layer.k.shape[-2]
 
     def cosine(a):
-        return eigen_cosine(axes, ritz(axes, a))["eig_cos"]
+        return eigen_cosine(axes, ritz(axes, a))["eig_cos"].nanmean(-1)
 
     out = {"eig_cos": {source: cosine(a_hat(v, axes.log_g)) for source, v in layer.values.items()}}
     if layer.scaled:
@@ -84,9 +97,8 @@ def exp_gamma(layer):
     resolved = torch.arange(d, device=axes.sigma.device) < axes.rank[..., None]
     out["eig_cos"]["KPCA"] = cosine(turned(axes.U[..., :d] * resolved[..., None, :]))
     lam = (-axes.c).exp() * axes.sigma[..., :d] / N
-    out["lambda"] = {"KPCA": lam.where(resolved, math.nan)}
-    means = {m: {s: t.nanmean(-1) for s, t in sources.items()} for m, sources in out.items()}
-    return means | {f"{m} by axis": out[m] for m in ("eig_cos", "lambda")}
+    out["lambda"] = {"KPCA": lam.where(resolved, math.nan).nanmean(-1)}
+    return out
 
 
 def eigenvalue_statistics(mu):
@@ -140,9 +152,7 @@ def exp_capture(layer):
     """How much of the keys' variance, and of the queries, do values catch? W_O cannot change this.
 
     EV: share of the keys' variance in feature space inside span{w_d}; best: only kernel PCA's first
-    Dv axes reach it. eta: (EV - EV of x W) / (best - EV of x W) in percent; "flat": less than 0.02
-    to win. Its error is over images, not over the 3 random W, which all images share. frac: share
-    of |phi(q)|^2 inside; ceiling: in the span of all keys.
+    Dv axes reach it. frac: share of |phi(q)|^2 inside; ceiling: in the span of all keys.
     """
     mu = layer.axes.sigma.clamp(min=0)
     ev = {source: explained_variance(layer.span, Q) for source, Q in layer.bases.items()}
@@ -150,10 +160,14 @@ def exp_capture(layer):
     return exp_frac(layer) | {"EV": ev}
 
 
-def measure(layers, experiments):
-    """{(experiment, measure, source, layer): mean over draws and heads, (B,) or curves (B, d)}.
+EXPERIMENTS = {"jproj": exp_jproj, "gamma": exp_gamma, "eigstats": exp_eigstats,
+               "values": exp_values, "capture": exp_capture}
 
-    What is COMPARED stands there also as "learned - source", eig_cos also as a curve over heads.
+
+def measure(layers, experiments):
+    """{(experiment, measure, source, layer): mean over draws and heads, (B,)}.
+
+    What is COMPARED stands there also as "learned - source".
     """
     out = {}
     for layer in layers:
@@ -163,27 +177,87 @@ def measure(layers, experiments):
             for m in [m for m in COMPARED if m in found]:
                 found[f"{m}: learned -"] = {null: found[m]["learned"] - found[m][null]
                                             for null in NULLS if null in found[m]}
-            for m, sources in found.items():
-                for source, t in sources.items():                           # (B, H) or (B, H, d)
-                    out[name, m, source, layer.name] = t.nanmean(1).cpu()
-                    if m in BY_HEAD:
-                        out[name, f"{m} by head", source, layer.name] = t.cpu()
+            out |= {(name, m, source, layer.name): t.nanmean(1).cpu()
+                    for m, sources in found.items() for source, t in sources.items()}
     return out
 
 
-# --- the command ----------------------------------------------------------------------------------
+# --- the best map of the input that can be found --------------------------------------------------
 
-EXPERIMENTS = {"jproj": exp_jproj, "gamma": exp_gamma, "eigstats": exp_eigstats,
-               "values": exp_values, "capture": exp_capture}
+FIT_IMAGES, PIECE, ROUNDS = 1000, 50, 5             # to fit on; in a step; rounds over all of them
 
 
-def examine(point, experiments, args, device):
-    """Run experiments on all layers of a Point: {name: rows of `summarise`}."""
-    model, depth = point.model.to(device), point.model.config.depth
+def frame(A):
+    """An orthonormal basis of A's columns, which autograd can follow. A: (..., N, d), full rank."""
+    return torch.linalg.qr(A / A.norm(dim=-2, keepdim=True))[0]
+
+
+def eigenvectors(layer, v):
+    """Overlap of span{a} and span{K~ a}, (..., B, H): 1 if a's columns span eigenvectors."""
+    Q = frame(a_hat(v, layer.axes.log_g))
+    return token_overlap(Q, frame(layer.axes.G @ Q))
+
+
+def variance(layer, v):
+    """EV of span{w_d}, (..., B, H)."""
+    return explained_variance(layer.span, frame(value_axes(layer.span, v)))
+
+
+def overlap(layer, v):
+    """Overlap of v's columns with those of the theoretical values, (..., B, H)."""
+    return token_overlap(frame(v), basis(theory_by_token(layer)))
+
+
+FITTED = {"eig_cos": eigenvectors, "EV": variance, "overlap": overlap}      # what is fitted to what
+
+
+def mapped(layer, W):
+    """v = x W + b of every head, (B, H, N, Dv), times I - S if scaled. W: (H, C + 1, Dv)."""
+    v = F.pad(layer.heads.x, (0, 1), value=1.0)[:, None] @ W
+    return v - layer.heads.S @ v if layer.scaled else v
+
+
+def fit(score, pieces):
+    """Find the W whose v = x W + b have the largest mean score on these Layers, by Adam."""
+    dv, (_, heads, _, _), width = pieces[0].dv, pieces[0].heads.k.shape, pieces[0].heads.x.shape[-1]
+    random = torch.Generator().manual_seed(1)
+    W = torch.randn(heads, width + 1, dv, generator=random, dtype=torch.float64) / width ** 0.5
+    W.requires_grad_()
+    optimizer = torch.optim.Adam([W], lr=0.03)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, ROUNDS * len(pieces))
+    for layer in pieces * ROUNDS:
+        optimizer.zero_grad()
+        (-score(layer, mapped(layer, W)[None]).mean()).backward()
+        optimizer.step()
+        schedule.step()
+    return W.detach()
+
+
+def fitted_maps(model, names):
+    """For each layer {what it is fitted to: W}, on training images."""
+    images = load_shapes("train", FIT_IMAGES, model.config.image_size).images
+    captured = [capture(model, piece.float() / 255) for piece in images.split(PIECE)]
+    maps = []
+    for i in range(model.config.depth):
+        pieces = [Layer(heads[i], str(i), (i, n * PIECE)) for n, heads in enumerate(captured)]
+        maps.append({name: fit(FITTED[name], pieces) for name in names})
+    return maps
+
+
+# --- networks, checkpoint by checkpoint -----------------------------------------------------------
+
+def examine(point, experiments, device, maps=None, draws=3):
+    """Run experiments on all layers of a Point: {name: rows of `summarise`}.
+
+    maps: of `fitted_maps`, whose values are sources, too. draws: of the random matrix.
+    """
+    model = point.model.to(device)
     pieces, short = {}, set()
     for start, inputs in chunks(point, device, whole="losses" in experiments):
         for i, heads in enumerate(capture(model, inputs)):
-            layer = Layer(heads, str(i), (i, start))
+            layer = Layer(heads, str(i), (i, start), draws)
+            layer.values |= {f"fitted to {name}": mapped(layer, W)[None]
+                             for name, W in (maps[i] if maps else {}).items()}
             for key, t in measure([layer], experiments).items():
                 pieces.setdefault(key, []).append(t)
             rank = int(layer.axes.rank.min())
@@ -194,33 +268,213 @@ def examine(point, experiments, args, device):
     results = {name: {} for name in experiments}
     for (name, *key), t in pieces.items():
         results[name][tuple(key)] = torch.cat(t)
-
-    # eta: a ratio of means over images, so it can be had only here.
-    for i in map(str, range(depth)) if "capture" in experiments else ():
-        capture_of = results["capture"]
-        ev, null, best = (capture_of["EV", s, i] for s in ("learned", "x W", "best"))
-        room = (best - null).mean()
-        capture_of["eta", "learned", i] = 100 * (ev - null) / (room if room >= 0.02 else math.nan)
     return {name: summarise(found, point) for name, found in results.items()}
 
 
 def study(args, experiments):
     """Run experiments on every checkpoint, print their tables, write their CSV files."""
-    device, _, _ = common.setup(args.device)
+    device = device_of(args.device)
     experiments = {name: experiments[name] for name in args.exp}
     rows, out = {name: [] for name in experiments}, Path(args.out_dir)
     for point in checkpoints(args):
-        for name, own in examine(point, experiments, args, device).items():
+        for name, own in examine(point, experiments, device).items():
             rows[name] += own
             if point.last:
                 print_table(f"{name}: {point.where}", inspect.cleandoc(experiments[name].__doc__),
                             own)
     for name, own in rows.items():
-        write_tables(out / name, own)
-    print(f"\nCSV files in {out}; figures: python -m referee.plot kpca {out}")
+        write_csv(out / f"{name}.csv", own)
+    print(f"\nCSV files in {out}")
+
+
+# --- networks that are trained for this question: referee/results/criterion/plan.md ---------------
+
+NETWORKS = {"softmax": range(50, 55), "symmetric": range(50, 55), "scaled_s": range(50, 53),
+            "scaled_alpha": range(50, 53)}
+STAGES = (0, 250, 750, 2000)                        # steps: before training, 1, 3 and 8 epochs
+OUTCOMES = ("eig_cos", "EV", "overlap")
+
+
+def stage(folder, attn, seed, step):
+    """Train one schedule of 8 epochs as far as this step, and give the model there.
+
+    Each stage is kept, as step_<n>.pt: last.pt goes on. Step 0 is the network that the seed draws.
+    """
+    at = folder / f"step_{step or STAGES[1]}.pt"
+    if not at.exists():
+        new = ["--attn", attn, "--epochs", 8, "--seed", seed, "--out_dir", folder]
+        going = (folder / "last.pt").exists()
+        call("train_cls.py", *(["--resume", folder] if going else new), "--max_steps",
+             step or STAGES[1])
+        shutil.copy(folder / "last.pt", at)
+    model, checkpoint = load_model(at)
+    if checkpoint["step"] != (step or STAGES[1]):
+        raise common.InputError(f"{at} is of step {checkpoint['step']}: remove {folder}")
+    if step == 0:
+        torch.manual_seed(seed)
+        model = type(model)(model.config).eval()
+    return model, checkpoint
+
+
+def measured(model, checkpoint, run, step, last=True, num_images=64, draws=20):
+    """Rows of one network at one step: each measure beside its nulls and what a map attains."""
+    images, labels, what = load_images(checkpoint, model.config, num_images)
+    many, of_many, _ = load_images(checkpoint, model.config, 1000)
+    point = Point(run, step, last, model, images, what)
+    maps = fitted_maps(model, OUTCOMES if last else OUTCOMES[:1])
+    experiments = {name: EXPERIMENTS[name] for name in ("gamma", "values", "capture")}
+    rows = sum(examine(point, experiments, torch.device("cpu"), maps, draws).values(), [])
+    with torch.no_grad():
+        top1 = 100 * (model(many).argmax(1) == of_many).double().mean().item()
+    return rows + [dict(run=run, step=step, layer="all", measure="top1", source="learned",
+                        mean=top1, se=math.nan, images=len(many))]
+
+
+def trained(argv):
+    """Train the networks that lack, measure them at every stage, and say what the rows say."""
+    p = argparse.ArgumentParser(prog="kernel_pca trained", description=trained.__doc__,
+                                allow_abbrev=False)
+    p.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    p.add_argument("--seeds", nargs="+", type=common.NATURAL, help="default: 50 to 54; scaled: 52")
+    p.add_argument("--ckpt", nargs="+", type=Path, default=[], help="measure these instead, into "
+                   "taken.csv")
+    p.add_argument("--out_dir", type=Path, default=Path("out/kpca"))
+    args = p.parse_args(argv)
+    for ckpt in args.ckpt:
+        model, checkpoint = load_model(ckpt)
+        append_csv(args.out_dir / "taken.csv",
+                   measured(model, checkpoint, ckpt.stem, checkpoint["step"]))
+    if args.ckpt:
+        return print(said(args.out_dir))
+    path = args.out_dir / "trained.csv"
+    wanted = [(seed, attn) for attn in args.networks for seed in args.seeds or NETWORKS[attn]]
+    for seed, attn in sorted(wanted, key=lambda of: of[0]):         # a seed of all, then the next
+        folder = args.out_dir / f"{attn}_s{seed}"
+        for step in STAGES:
+            if not read_csv(path, run=folder.name, step=step):
+                model, checkpoint = stage(folder, attn, seed, step)
+                append_csv(path, measured(model, checkpoint, folder.name, step, step == STAGES[-1]))
+    print(said(args.out_dir))
+    draw(rows_of(path), args.out_dir / "trained.png")
+
+
+# --- what the rows say ----------------------------------------------------------------------------
+
+NULL_NAMES = ("random matrix", "other head", "noise")                       # of NULLS, in words
+
+
+def rows_of(path):
+    """Rows of a CSV file of a study, with "network", the run without its seed; [] without it."""
+    return [{**row, "network": re.sub(r"_s\d+$", "", row["run"])} for row in read_csv(path)]
+
+
+def over_seeds(rows, network, measure, source, step=None):
+    """The means of every seed over all layers, by run, (n, 2) with their errors over images: of
+    the last step, or of one."""
+    mine = [r for r in rows if (r["network"], r["measure"], r["source"], r["layer"])
+            == (network, measure, source, "all")]
+    ends = {r["run"]: max(q["step"] for q in mine if q["run"] == r["run"]) for r in mine}
+    return np.array([(r["mean"], r["se"]) for r in sorted(mine, key=lambda r: r["run"])
+                     if r["step"] == (ends[r["run"]] if step is None else step)]).reshape(-1, 2)
+
+
+def interval(x):
+    """Mean and 95 % t-interval over seeds, as text; of a single seed 1.96 errors over images."""
+    if not len(x):
+        return ""
+    d = paired_t(x[:, 0])
+    if len(x) > 1:
+        return show(d, 4)
+    half = 1.96 * x[0, 1]
+    return f"{d.mean:+.4f} ({d.mean - half:+.4f} to {d.mean + half:+.4f} images)"
+
+
+def closed(rows, network, measure, step=None):
+    """Per cent of the way from the random matrix to the fitted map that learned values went, of
+    each seed: (n,)."""
+    null, own, best = (over_seeds(rows, network, measure, source, step)[:, 0]
+                       for source in ("x W", "learned", f"fitted to {measure}"))
+    return 100 * (own - null) / (best - null) if len(best) == len(own) else np.array([])
+
+
+def table(rows, measure, step=None):
+    """Write Markdown: a network a row, a measure beside its nulls, differences over seeds."""
+    body = []
+    for network in dict.fromkeys(r["network"] for r in rows if r["measure"] == measure):
+        sources = ("learned", *NULLS, f"fitted to {measure}")
+        columns = [over_seeds(rows, network, measure, source, step)[:, 0] for source in sources]
+        start = over_seeds(rows, network, measure, "learned", 0)[:, 0]
+        share = closed(rows, network, measure, step)
+        body.append([
+            network, str(len(columns[0])), *(spread(x, ".4f") for x in (start, *columns)),
+            *(interval(over_seeds(rows, network, f"{measure}: learned -", null, step))
+              for null in NULLS[:2]), show(paired_t(share)) if len(share) > 1 else ""])
+    return common.table(body, ["network", "n", "before training", "trained", *NULL_NAMES,
+                               "best linear map", "trained - random matrix",
+                               "trained - other head", "% of the way to that map"])
+
+
+def verdict(rows, network):
+    """What the eigen-cosine says of a network, in the words of the plan."""
+    gap = over_seeds(rows, network, "eig_cos: learned -", "x W")[:, 0]
+    share = closed(rows, network, "eig_cos")
+    if len(gap) < 3 or not len(share):
+        return "too few seeds"
+    d, way = paired_t(gap), share.mean()
+    if d.low <= 0 <= d.high:
+        return "no better than a random matrix"
+    if d.low > 0 and way < 10:
+        return "a trace, at most a few per cent of the way"
+    return "largely" if way > 50 else f"{way:.0f} per cent of the way"
+
+
+def said(folder):
+    """Write Markdown: every table that the CSV files of a folder give; the verdicts."""
+    text = []
+    for name, measures in (("trained", (*OUTCOMES, COMPARED[3])), ("taken", OUTCOMES),
+                           ("gamma", COMPARED[2:4]), ("capture", ("EV",)),
+                           ("attainable", ("eig_cos", "EV"))):
+        rows = rows_of(folder / f"{name}.csv")
+        text += [f"{measure} ({name}.csv)\n\n{table(rows, measure)}" for measure in measures
+                 if any(r["measure"] == measure for r in rows)]
+        if name == "trained" and rows:
+            text += [f"{network}: **{verdict(rows, network)}**."
+                     for network in dict.fromkeys(r["network"] for r in rows)]
+    if not text:
+        raise common.InputError(f"--rows {folder} holds no CSV file of this study")
+    return "\n\n".join(text)
+
+
+def draw(rows, path):
+    """Draw the eigen-cosine over training, a panel a network: learned values beside the nulls."""
+    from referee.plot import WIDTH, legend, plt, save
+    looks = {"KPCA": ("black", "-", "", "kernel PCA"), "learned": ("tab:blue", "-", "o", "learned"),
+             "fitted to eig_cos": ("tab:green", "-", "^", "best linear map found"),
+             "x W": ("tab:orange", "--", "s", "random matrix"),
+             "other": ("tab:purple", "-.", "D", "another head's values"),
+             "iid": ("dimgray", ":", "x", "noise")}
+    shown = list(dict.fromkeys(r["network"] for r in rows))[:2]
+    figure, axes = plt.subplots(1, len(shown), figsize=(WIDTH, 4.2), sharey=True, squeeze=False)
+    for ax, network in zip(axes[0], shown):
+        for source, (colour, line, mark, label) in looks.items():
+            points = [over_seeds(rows, network, "eig_cos", source, step)[:, 0] for step in STAGES]
+            there = [(i, x.mean(), x.min(), x.max()) for i, x in enumerate(points) if len(x)]
+            xs, mean, low, high = zip(*there) if there else [()] * 4
+            ax.plot(xs, mean, line, marker=mark, color=colour, label=label)
+            ax.fill_between(xs, low, high, color=colour, alpha=0.15, linewidth=0)
+        ax.set(title=f"{network} attention", xlabel="epochs of training", ylim=(0, 1.05),
+               xticks=range(len(STAGES)), xticklabels=[step // STAGES[1] for step in STAGES])
+    axes[0][0].set_ylabel("eigen-cosine")
+    legend(figure, axes[0][0], "lower center", ncols=3)
+    save(figure, path)
 
 
 def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["trained"]:
+        return trained(argv[1:])
+    if argv[:1] == ["--rows"] and len(argv) == 2:
+        return print(said(Path(argv[1])))
     study(get_args(__doc__, EXPERIMENTS, argv), EXPERIMENTS)
 
 

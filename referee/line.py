@@ -1,51 +1,53 @@
 """Is it robustness, or how far training got? Accuracy under attack against clean loss.
 
-    python -m referee.line                      # the committed networks: tables, figures
-    python -m referee.line --rows out/eval      # yours beside them: how far off the line?
-    python -m referee.line --format pdf --out_dir out/line
+    python -m referee.line                      # the stored networks: tables, 20 seconds
+    python -m referee.line --rows out/eval      # yours beside them: how far off the line, a figure
 
 A network that was trained further is more robust, defended or not. So accuracy under PGD and under
 corruptions is drawn against the logarithm of the clean test loss, a point a network; the line is
 fitted through networks of the baseline that were trained for different times, where there are some,
 else through all undefended ones but those in question. A network's distance from it is what its
-attention or its defence adds to that, or another recipe: at a learning rate that is never lowered
-the baseline itself is far above it. Plan and outcomes: referee/results/line/plan.md.
+attention adds to that, or another recipe: at a learning rate that is never lowered the baseline
+itself is far above it. So the line can show a cost; what a defence is it cannot decide. Plan and
+outcomes: referee/results/line/plan.md.
 
 --rows: results.jsonl of eval_robust.py, or its folder, with --measures clean "pgd eps=2/255
 steps=20" corruptions; their clean loss is that of the row (`loss`), or of --training.
 """
 
 import argparse
-import re
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 import common
-from referee.arms import read
-from referee.differences import family, outcomes, primary_of, shared
+from referee.arms import CIFAR10, SHAPES, files
 from referee.robust_attentions import USUAL as ROBUST
-from referee.stats import Difference, holm, interval, show, show_p, student
-from robust import corruptions
-from robust.results import title
+from referee.stats import (FAMILIES, Difference, detectable, holm, read, satterthwaite, show,
+                           show_p, student)
 
-RESULTS = Path(__file__).parent / "results"
-# name: what the images are, folders or files of rows, evaluations of training, the two primaries
+# name: what the images are, files of rows, evaluations of training, the two primaries
 PICTURES = {
-    "fresh": ("rendered scenes, 1,000 images", ["line/s*.jsonl", "line/long.jsonl",
-                                                "line/robust.jsonl", "control/*_s?.jsonl"],
-              ["line/training.jsonl", "control/training.jsonl"], ("pgd 2/255", "15 corruptions")),
-    "scenes": ("rendered scenes, 500 images", ["robustness/results.jsonl",
-                                               "robust_attentions/results.jsonl"],
-               ["robustness/training.jsonl", "robust_attentions/training.jsonl"],
-               ("pgd 2/255", "15 corruptions")),
-    "cifar10": ("CIFAR-10, 2,000 images", ["line/cifar10.jsonl"], ["line/cifar10_training.jsonl"],
-                ("pgd 1/255", "15 corruptions")),
+    "fresh": ("rendered scenes, 1,000 images", ("line/s*.jsonl", "line/long.jsonl",
+                                                "line/robust.jsonl", "control/*_s?.jsonl"),
+              ("line/training.jsonl", "control/training.jsonl"), SHAPES[::-1]),
+    "scenes": ("rendered scenes, 500 images", ("robustness/results.jsonl",
+                                               "robust_attentions/results.jsonl"),
+               ("robustness/training.jsonl", "robust_attentions/training.jsonl"), SHAPES[::-1]),
+    "cifar10": ("CIFAR-10, 2,000 images", ("line/cifar10.jsonl",), ("line/cifar10_training.jsonl",),
+                CIFAR10[::-1]),
 }
-OTHER_RECIPES = ["line/flat.jsonl", "line/timm_vit.jsonl"]         # beside the line, not of it
-MEASURES = ("pgd 1/255", "pgd 2/255", "15 corruptions")
+OTHER_RECIPES = ("line/flat.jsonl", "line/timm_vit.jsonl")         # beside the line, not of it
 TRACED = "symmetric-e"                           # arms of the baseline trained for several times
+# Groups that are tested together, before their arms. Of RPC: those whose layer 0 attends; the
+# constants that make it average (uniform-l0, paper-0.05-n4) are not among them.
+GROUPS = {"fresh": {"RPC that attends": ("rpc4-l1", "rpc2-all", "paper-0.25-n4", "paper-1-n4",
+                                         "paper-4-n4", "paper-inf-n4"),
+                    "attentions of others": tuple(name for name in ROBUST if name != "sharp")},
+          "scenes": {"RPC that attends": ("rpc4-l1", "rpc2-all", "no-shrink", "admm")},
+          "cifar10": {}}
+KIN = ("clamp", "sharp")                         # of RPC, in no line that its group is judged by
 
 
 class Network(NamedTuple):
@@ -58,40 +60,23 @@ class Network(NamedTuple):
 
 # --- networks -------------------------------------------------------------------------------------
 
-def name_of(row):
-    """The name of a network: of its folder, or file."""
-    return Path(row["checkpoint"]).name
-
-
 def networks_of(rows, training):
-    """Read networks from the evaluator's rows: those whose checkpoint has a clean loss."""
+    """Make networks of Rows: those whose checkpoint has a clean loss, its own or training's."""
     losses = {row["run"]: row["loss"] for row in training}            # a later row counts
-    losses |= {name_of(row): row["loss"] for row in rows if "loss" in row}
-    found, deit = {}, set()
+    losses |= {row.name: row.loss for row in rows if row.loss is not None}
+    found, networks = {}, []
     for row in rows:
-        ours = "embed_dim" in row["model_config"]
-        if ours and row["model_config"].get("init") != "default":
-            deit.add(name_of(row))
-        of = found.setdefault(name_of(row), {})
-        if row["measure"] == "corruptions":
-            of.setdefault("types", {})[title(row)] = np.mean(row["top1"])
-        elif row["measure"] != "autoattack":
-            of[title(row)] = row["top1"]
-    networks = []
+        if row.name in losses and row.kind != "autoattack":
+            found.setdefault(row.name, {})[row.measure] = row
     for name, of in found.items():
-        types = of.pop("types", {})
-        if set(corruptions.NAMES) <= set(types):
-            of["15 corruptions"] = np.mean([types[kind] for kind in corruptions.NAMES])
-        arm, _, seed = name.rpartition("_s")
-        if name in losses:
-            arm, seed = (arm, int(seed)) if arm and seed.isdecimal() else (name, 0)
-            label = f"{arm}, DeiT's init" if name in deit else arm
-            networks.append(Network(label, seed, losses[name], of))
+        accuracy = {m: row.top1 for m, row in of.items()}
+        types = FAMILIES["15 corruptions"]
+        if set(types) <= set(accuracy):
+            accuracy["15 corruptions"] = np.mean([accuracy[kind] for kind in types])
+        row = next(iter(of.values()))
+        arm = (row.arm or name) + ", DeiT's init" * row.deit
+        networks.append(Network(arm, row.seed or 0, losses[name], accuracy))
     return networks
-
-
-def files(patterns):
-    return sorted(path for pattern in patterns for path in RESULTS.glob(pattern))
 
 
 def logged(paths):
@@ -104,14 +89,14 @@ def stored(name):
     return networks_of(read(files(rows)), logged(files(training)))
 
 
-def defended(arm):
-    return arm.endswith("-adv")
+def other_recipes():
+    return networks_of(read(files(OTHER_RECIPES)), logged(files(("line/training.jsonl",))))
 
 
-def reference(networks, arm=None):
-    """Choose the networks that the line goes through, for an arm or (None) as it is drawn."""
+def reference(networks, *arms):
+    """Choose the networks that the line goes through, for arms or (none) as it is drawn."""
     traced = [n for n in networks if n.arm.startswith(TRACED)]
-    return traced or [n for n in networks if n.arm != arm and not defended(n.arm)]
+    return traced or [n for n in networks if n.arm not in arms and not n.arm.endswith("-adv")]
 
 
 # --- the line -------------------------------------------------------------------------------------
@@ -129,11 +114,17 @@ def correlation(networks, measure):
     low, high = np.tanh(np.arctanh(r) + np.array([-1.96, 1.96]) / np.sqrt(max(len(x) - 3, 0.1)))
     if len(x) < 5:
         return r, low, high, np.nan
-    design = np.stack([np.ones_like(x), x - x.mean(), (x - x.mean()) ** 2], 1)
+    beta, error, df = least_squares(np.stack([np.ones_like(x), x - x.mean(),
+                                              (x - x.mean()) ** 2], 1), y)
+    return r, low, high, student(len(x), beta[2], error[2], df).p
+
+
+def least_squares(design, y):
+    """Fit y by the columns of design: coefficients, their variances, degrees of freedom."""
     beta, *_ = np.linalg.lstsq(design, y, rcond=None)
-    left = ((y - design @ beta) ** 2).sum() / (len(x) - 3)
-    error = left * np.linalg.inv(design.T @ design)[2, 2]
-    return r, low, high, student(len(x), beta[2], error, len(x) - 3).p
+    df = len(y) - design.shape[1]
+    spread = ((y - design @ beta) ** 2).sum() / df
+    return beta, spread * np.linalg.inv(design.T @ design).diagonal(), df
 
 
 def ends(line, measure):
@@ -142,284 +133,211 @@ def ends(line, measure):
     return np.array([x.min(), x.max()]) + np.array([-0.05, 0.05]) * np.ptp(x)
 
 
-def off_line(own, line, measure, degree=1):
-    """Give the mean residual of networks to the least-squares line (2: parabola) through others."""
-    x, y = points(own, measure)
-    return float(np.mean(y - np.polyval(np.polyfit(*points(line, measure), degree), x)))
+def distance(own, line, measure):
+    """Measure how far networks lie from the line, all of them as one: the mean residual.
 
-
-def distance(own, line, measure, degree=1):
-    """Measure how far an arm lies from the line: its interval leaves out a seed at a time.
-
-    Few seeds can agree by luck. So it is no narrower than the scatter of the line's own networks
-    makes it: so far off could as many of theirs lie. With fewer than three seeds it is that alone.
-    An arm beyond the line's ends has no interval and no p: what a line does there is not known.
-    degree: 2 for a parabola, where lines bend.
+    Its variance is that of the mean of the own residuals plus the line's own at that place
+    (Welch's; df: Satterthwaite's). The own part is the largest of three: the networks', the seeds'
+    (networks of one seed share initialisation and batches), and what the scatter of the line's
+    networks implies, as few seeds can agree by luck; of fewer than three networks the last alone.
+    Beyond the line's ends there is no interval and no p: what a line does there is not known.
     """
     own, line = ([n for n in of if measure in n.accuracy] for of in (own, line))
+    (x, y), (at, of) = points(line, measure), points(own, measure)
+    fit = np.polyfit(x, y, 1)
+    residual, n, df = of - np.polyval(fit, at), len(own), len(x) - 2
     first, last = ends(line, measure)
-    if not first <= points(own, measure)[0].mean() <= last:
-        return Difference(len(own), off_line(own, line, measure, degree), *[np.nan] * 5)
-    mine = {n.seed for n in own}
-    floor = scattered(own, line, measure, degree)
-    if len(mine) < 3:
-        return floor
-    parts = []                          # (variance, df): of its seeds, of the line's
-    for seeds in (mine, {n.seed for n in line} - mine):
-        left = [off_line(*([n for n in of if n.seed != seed] for of in (own, line)), measure,
-                         degree) for seed in seeds]
-        if len(left) > 1:
-            parts.append(((len(left) - 1) * np.var(left), len(left) - 1))
+    if df < 1 or not first <= at.mean() <= last:
+        return Difference(n, residual.mean(), *[np.nan] * 5)
+    spread = ((y - np.polyval(fit, x)) ** 2).sum() / df
+    design, mean = np.vander(x, 2), np.array([at.mean(), 1])
+    seeds = {s: sum(r - residual.mean() for r, n in zip(residual, own) if n.seed == s)
+             for s in {n.seed for n in own}}
+    floor, parts = spread / n, [(0.0, 1)]
+    if n > 2:
+        parts.append((residual.var(ddof=1) / n, n - 1))
+    if len(seeds) > 2:
+        k = len(seeds)
+        parts.append((sum(x ** 2 for x in seeds.values()) / n ** 2 * k / (k - 1), k - 1))
+    of_line = spread * mean @ np.linalg.inv(design.T @ design) @ mean
+    parts = [max(parts), (of_line, df)] if max(parts)[0] > floor else [(floor + of_line, df)]
     variance = sum(part for part, _ in parts)
-    df = variance ** 2 / sum(part ** 2 / n for part, n in parts)                 # Satterthwaite's
-    found = student(len(own), floor.mean, variance, df)
-    return max(found, floor, key=lambda d: d.high - d.low)              # it only widens
+    return student(max(n, 2), residual.mean(), variance, satterthwaite(parts))._replace(n=n)
 
 
-def scattered(own, line, measure, degree=1):
-    """Measure how far off the mean of networks is, with the prediction interval of such a mean."""
-    x, y = points(line, measure)
-    off, df = off_line(own, line, measure, degree), len(x) - degree - 1
-    if df < 1:
-        return Difference(len(own), off, *[np.nan] * 5)
-    spread = ((y - np.polyval(np.polyfit(x, y, degree), x)) ** 2).sum() / df
-    design = np.vander(x, degree + 1)
-    at = np.vander(points(own, measure)[0], degree + 1).mean(0)
-    variance = spread * (1 / len(own) + at @ np.linalg.inv(design.T @ design) @ at)
-    return student(max(len(own), 2), off, variance, df)._replace(n=len(own))
+def apart(first, second, measure):
+    """Compare networks of other seeds, the images as they are: the difference of their means
+    (Welch's t)."""
+    x, y = (points(of, measure)[1] for of in (first, second))
+    parts = [(of.var(ddof=1) / len(of), len(of) - 1) for of in (x, y)]
+    return student(len(x), x.mean() - y.mean(), sum(v for v, _ in parts), satterthwaite(parts))
 
 
-def distances(networks, primary, others=()):
-    """Measure every arm that is not the line: {(arm, measure): Difference}, {the same: p, Holm}."""
+# --- the hierarchy: groups first, then their arms -------------------------------------------------
+
+def grouped(name, networks):
+    """Test each group as one, both primaries, Holm over all of these: {(group, measure):
+    Difference}, {the same: p}."""
+    primary, found = PICTURES[name][3], {}
+    for group, arms in GROUPS[name].items():
+        own = [n for n in networks if n.arm in arms]
+        for measure in primary:
+            found[group, measure] = distance(own, reference(networks, *arms, *KIN), measure)
+    return found, holm({key: d.p for key, d in found.items()})
+
+
+def distances(name, networks, others=()):
+    """Measure every arm that is not the line: {(arm, measure): Difference}, {the same: p}.
+
+    Arms of a group are tested where the group was found off the line, Holm over that group; a
+    single arm that is in no group is not tested.
+    """
+    groups, primary, found, p = GROUPS[name], PICTURES[name][3], {}, {}
     arms = dict.fromkeys(n.arm for n in (*networks, *others) if not n.arm.startswith(TRACED))
-    found = {}
     for arm in arms:
         own = [n for n in (*networks, *others) if n.arm == arm]
-        for measure in MEASURES:
+        for measure in primary:
             if any(measure in n.accuracy for n in own):
                 found[arm, measure] = distance(own, reference(networks, arm), measure)
-    return found, holm({key: d.p for key, d in found.items() if key[1] in primary})
+    _, of_groups = grouped(name, networks)
+    for (group, measure), value in of_groups.items():
+        if value < 0.05:
+            p |= holm({(arm, measure): found[arm, measure].p for arm in groups[group]})
+    return found, p
+
+
+# --- at one clean loss, after 24 epochs -----------------------------------------------------------
+
+ASSUMED = {"own line": "the recipe's curve is straight over its last three lengths (12, 16 and 24 "
+           "epochs), at one rate, and RPC would follow it",
+           "one slope": "within the 24-epoch networks accuracy falls with log loss by one slope, "
+           "for both attentions and both rates"}
+
+
+def adjusted(networks, how, measure):
+    """Compare RPC after 24 epochs with its baseline at one clean loss, in one of two ways.
+
+    own line: its distance from the recipe's own line, extended with the baseline at RPC's rate.
+    one slope: the difference in a fit of accuracy by log loss and attention. ASSUMED by each.
+    """
+    rpc = [n for n in networks if n.arm == "long-rpc4-l1"]
+    if how == "own line":
+        curve = [n for n in networks if n.arm in ("symmetric-e12", "symmetric-e16",
+                                                  "half-symmetric")]
+        return distance(rpc, curve, measure)
+    base = [n for n in networks if n.arm in ("long-symmetric", "half-symmetric")]
+    (x, y), (at, of) = points(base, measure), points(rpc, measure)
+    design = np.stack([np.ones(len(x) + len(at)), np.r_[x, at], np.r_[0 * x, 0 * at + 1]], 1)
+    beta, variance, df = least_squares(design, np.r_[y, of])
+    return student(len(rpc), beta[2], variance[2], df)
 
 
 # --- shown ----------------------------------------------------------------------------------------
 
-def tables(networks, primary, others=()):
-    """Write Markdown: r and the bend of each measure; each arm's distance from the line."""
-    line = reference(networks)
-    traced = line[0].arm.startswith(TRACED)
-    found, p = distances(networks, primary, others)
+def power(d, tests):
+    """Write the distance that 80 of 100 such studies would have found at Holm's first step."""
+    return f"{detectable(d.error, d.df, tests):.1f}" if d.low == d.low else ""
+
+
+def cells(d, p, tests):
+    """The cells of a distance in a table."""
+    return [show(d, bold=p < 0.05) if d.low == d.low else "beyond its end", show_p(p),
+            power(d, tests)]
+
+
+def tables(name, networks, others=()):
+    """Write Markdown: r and the bend of each measure; groups, then arms, and their distances."""
+    primary, line = PICTURES[name][3], reference(networks)
     head = []
-    for measure in MEASURES:
+    for measure in primary:
         x, y = points(line, measure)
         if len(x) > 2:
             r, low, high, bend = correlation(line, measure)
-            slope = np.polyfit(x, y, 1)[0]
-            head.append([measure, str(len(x)),
-                         f"{r:+.2f} ({low:+.2f} to {high:+.2f})", f"{100 * r * r:.0f} %",
-                         f"{-slope * np.log(2):+.1f}", show_p(bend)])
-    bent = [m for m in primary if traced and correlation(line, m)[3] < 0.05]
-    body = []
+            head.append([measure, str(len(x)), f"{r:+.2f} ({low:+.2f} to {high:+.2f})",
+                         f"{100 * r * r:.0f} %",
+                         f"{-np.polyfit(x, y, 1)[0] * np.log(2):+.1f}", show_p(bend)])
+    body, (found, p) = [], grouped(name, networks)
+    for group, arms in GROUPS[name].items():
+        own = [n for n in networks if n.arm in arms]
+        body.append([f"**{group}**, as one", str(len(own)), ""])
+        for m in primary:
+            body[-1] += ["", *cells(found[group, m], p[group, m], len(p))]
+    found, p = distances(name, networks, others)
     for arm in dict.fromkeys(arm for arm, _ in found):
         own = [n for n in (*networks, *others) if n.arm == arm]
+        tests = next((len(arms) for arms in GROUPS[name].values() if arm in arms), 1)
         row = [arm, str(len(own)), f"{np.exp(np.mean([np.log(n.loss) for n in own])):.3f}"]
-        for measure in primary:
-            d = found.get((arm, measure))
-            row += [f"{points(own, measure)[1].mean():.1f}",
-                    show(d, bold=p[arm, measure] < 0.05) if d.low == d.low else "beyond its end",
-                    show_p(p[arm, measure])] if d else [""] * 3
-        known = {m for m in bent if (arm, m) in found and found[arm, m].low == found[arm, m].low}
-        row += [show(distance(own, line, m, 2)) if m in known else "" for m in bent]
+        for m in primary:
+            there = (arm, m) in found
+            row += [f"{points(own, m)[1].mean():.1f}",
+                    *cells(found[arm, m], p.get((arm, m), np.nan), tests)] if there else [""] * 4
         body.append(row)
-    columns = [head for m in primary for head in (m, "off the line (95 % CI)", "p, Holm")]
-    columns += [f"off the parabola, {m}" for m in bent]
+    columns = [head for m in primary for head in (
+        m, "off the line (95 % CI)", "p, Holm", "found with 80 % power")]
     first, last = np.exp(ends(line, primary[0]))
-    return "\n\n".join([
-        f"The line goes through {len(line)} networks of "
-        f"{'the baseline' if traced else 'all arms'} and is known from {first:.3f} to {last:.3f} "
-        "nats of clean loss:",
-        common.table(head, ["measure", "networks", "r (95 % CI)", "variance explained",
-                            "points when loss halves", "bend, p"]),
-        "Accuracy, per cent, and the distance from the line, points (bold: significant):",
-        common.table(body, ["arm", "networks", "clean loss", *columns])])
+    text = [f"The line goes through {len(line)} networks of "
+            f"{'the baseline' if line[0].arm.startswith(TRACED) else 'all arms'} and is known from "
+            f"{first:.3f} to {last:.3f} nats of clean loss:",
+            common.table(head, ["measure", "networks", "r (95 % CI)", "variance explained",
+                                "points when loss halves", "bend, p"]),
+            "Accuracy, per cent, and the distance from the line, points. Groups are tested first, "
+            "then the arms of a group that is off the line:",
+            common.table(body, ["arm", "networks", "clean loss", *columns])]
+    if any(n.arm == "long-rpc4-l1" for n in networks):
+        text += ["RPC minus its baseline at one clean loss, after 24 epochs:", common.table(
+            [[how, *(cell for m in primary for d in [adjusted(networks, how, m)]
+                     for cell in (show(d), power(d, 1))), ASSUMED[how]] for how in ASSUMED],
+            ["adjusted by", *(head for m in primary for head in (m, "found with 80 % power")),
+             "what it assumes"])]
+    return "\n\n".join(text)
 
 
-MARKS = "o^D<>phX*P"
-TRAINED_OUT = {"long": "v", "half": "d"}                # 24 epochs; at half the learning rate
+# --- networks that were trained with a lambda of their own ----------------------------------------
+
+SAME = {"uniform-l0": "paper-0-n4", "rpc4-l1": "released-4-n4"}         # other names of arms
 
 
-def called(arm):
-    """What a legend calls an arm: long-rpc4-l1 is rpc4-l1, 24 epochs."""
-    first, _, own = arm.partition("-")
-    names = {"long": f"{own}, 24 epochs", "half": f"{own}, half the rate",
-             "flat": f"{own.replace('e8', 'symmetric')}, flat rate"}
-    own = re.sub(r"-e\d+$", "", arm.replace(".py:build_", ", ").removesuffix(".py:build"))
-    return names.get(first, own)
+def with_lambda(networks, training):
+    """What networks of the line that were trained with a lambda have: dicts of form, lambd, loss,
+    accuracies; entropy of layer 0 and share of S where they were measured."""
+    after, found = {row["run"]: row for row in training}, []
+    for n in networks:
+        form, _, rest = SAME.get(n.arm, n.arm).partition("-")
+        if form in ("paper", "released") and rest.endswith("-n4"):
+            of = after.get(f"{n.arm}_s{n.seed}", {})
+            shares = of.get("nonzero_S", {}).get("0", [None])
+            row = dict(form=form, lambd=float(rest.removesuffix("-n4")), loss=n.loss,
+                       entropy=of.get("entropy"), share=shares[-1])
+            found.append({k: x for k, x in (row | n.accuracy).items() if x is not None})
+    return sorted(found, key=lambda row: (row["form"], row["lambd"]))
 
 
-def reading_order(arm):
-    """The key that sorts arms: the traced baseline, 8 epochs, 24 epochs, adversarially trained."""
-    first = arm.partition("-")[0]
-    return (not arm.startswith(TRACED), defended(arm), first in TRAINED_OUT, first == "half")
-
-
-def draw(networks, primary, path, what, others=()):
-    """Draw a panel a primary measure: clean loss against accuracy, a point a network."""
-    from referee.plot import WIDTH, colour_of, legend, plt, save
-    figure, axes = plt.subplots(1, len(primary), figsize=(WIDTH, 5), sharex=True)
-    if any(n.arm.startswith(TRACED) for n in networks):             # one look for all of them
-        networks = [n._replace(arm="other attentions") if n.arm in ROBUST else n for n in networks]
-    arms = sorted(dict.fromkeys(n.arm for n in networks), key=reading_order)
-    traced = {arm: arm.removeprefix(TRACED) for arm in arms if arm.startswith(TRACED)}
-    traced = dict(sorted(traced.items(), key=lambda item: int(item[1])))         # arm: its epochs
-    looks = {}                                                  # arm: mark, fill, colour, label
-    for arm in arms:
-        same = [mark for mark, _, colour, _ in looks.values() if colour == colour_of(arm)]
-        mark = TRAINED_OUT.get(arm.partition("-")[0])
-        mark = mark if mark and mark not in same else MARKS[len(same) % len(MARKS)]
-        mark = "s" if defended(arm) else mark
-        looks[arm] = mark, "none" if defended(arm) else "full", colour_of(arm), called(arm)
-    for arm in traced:
-        label = f"symmetric, {' '.join(traced.values())} epochs"
-        looks[arm] = "o", "full", colour_of(arm), label
-    looks |= {arm: (mark, "none", "black", called(arm))
-              for arm, mark in zip(dict.fromkeys(n.arm for n in others), "PX*HD" * len(others))}
-    for ax, measure in zip(axes, primary):
-        of = {arm: points([n for n in (*networks, *others) if n.arm == arm], measure)
-              for arm in looks}
-        for arm, (mark, fill, colour, label) in looks.items():
-            ax.plot(np.exp(of[arm][0]), of[arm][1], mark, fillstyle=fill, color=colour, alpha=0.75,
-                    label=label, markersize=6, markeredgewidth=1.2)
-        means = {arm: (np.exp(of[arm][0].mean()), of[arm][1].mean()) for arm in traced}
-        ax.plot(*zip(*means.values()) if means else ([], []), color=colour_of("symmetric"))
-        for i, (arm, at) in enumerate(means.items()):
-            ax.annotate(traced[arm] + ("" if i else " epochs"), at, (9, -13), fontsize=9,
-                        color=colour_of("symmetric"), textcoords="offset points")
-        line = reference(networks)
-        x = ends(line, measure)
-        ax.plot(np.exp(x), np.polyval(np.polyfit(*points(line, measure), 1), x), "--",
-                color="black", linewidth=1, label="the line", zorder=0)
-        x = points([*networks, *others], measure)[0]
-        ax.set(xscale="log", xlabel="clean test loss in nats (log scale)", ylabel="accuracy in %",
-               title=measure.replace("pgd", "PGD-20 at"))
-        ticks = sorted({float(f"{x:.2g}") for x in np.exp(np.linspace(x.min(), x.max(), 5))})
-        ax.set_xticks(ticks, [f"{x:g}" for x in ticks])
-        ax.set_xticks([], minor=True)
-        ax.margins(y=0.1)
-    axes[0].invert_xaxis()                                          # both: they share x
-    figure.suptitle(f"{what}: a point a network; trained further is to the right", fontsize=9.5)
-    legend(figure, axes[0], "lower center", ncols=5, fontsize=8, columnspacing=0.8,
-           handletextpad=0.2)
-    save(figure, path)
-
-
-# --- groups 1, 2, 3, 4, 7 and 8 of the plan: pairs of one seed ------------------------------------
-
-PAIRS = {1: [("softmax-e8", "symmetric-e8")],
-         2: [("paper-0.05-n4", "uniform-l0"), ("paper-0.05-n4", "symmetric-e8"),
-             ("uniform-l0", "symmetric-e8")],
-         3: [(f"long-{arm}", "long-symmetric") for arm in ("rpc4-l1", "softmax", "uniform-l0")],
-         4: [("rpc4-l1-e12", "symmetric-e12")],
-         "4, later": [(f"{arm}-e12", "symmetric-e12") for arm in ("softmax", "uniform-l0")],
-         7: [("flat-rpc4-l1", "flat-e8")],
-         8: [("long-rpc4-l1", "half-symmetric")], "rate": [("long-symmetric", "half-symmetric")]}
-# picture: rows of its pairs, images a measure
-PAIRED = {"fresh": (["line/s*.jsonl", "line/long.jsonl", "line/flat.jsonl"], 1000),
-          "cifar10": (["line/cifar10.jsonl"], 2000)}
-MARGIN, LONG_MARGIN = 3, 4                      # points: what counts as equal, fixed beforehand
-
-
-def processors(rows):
-    """Sort seeds by the processor of their rows: {name: [seeds]}. A seed's must be one."""
-    of = {}
-    for row in rows:
-        seed = int(name_of(row).rpartition("_s")[2])
-        name = row["hardware"].removeprefix("cpu, ").rpartition(", ")[0] or row["hardware"]
-        if of.setdefault(seed, name) != name:
-            raise common.InputError(f"seed {seed} has rows of {of[seed]} and {name}: no pairs")
-    return {name: sorted(s for s in of if of[s] == name) for name in dict.fromkeys(of.values())}
-
-
-def paired(rows, limit=1000):
-    """Compare the arms of each group, by seed: {(arm, baseline, measure): Difference}, p of each
-    after Holm over its group, pairs that are not in counted, and the seeds of each processor."""
-    where, gaps, p = processors(rows), {}, {}
-    found, primary = outcomes(rows, limit), primary_of(rows)
-    for pairs in PAIRS.values():
-        own = {}
-        for arm, base in pairs:
-            both, seeds = shared(found, [arm, base])
-            of = family(both, [arm], base).gaps if seeds else {}
-            own |= {(arm, base, m): of[m, arm] for m in primary if (m, arm) in of}
-        gaps |= own
-        absent = {(*pair, m): 1.0 for pair in pairs for m in primary}
-        p |= holm(absent | {key: d.p for key, d in own.items()})
-    return gaps, {key: p[key] for key in gaps}, where
-
-
-def at_equal_loss(networks, arm, base, measure):
-    """Compare two arms at one clean loss: the intercept of the differences in accuracy of pairs of
-    one seed on their differences in log loss. Its interval is over seeds, the images as they are.
-    """
-    of = {(n.arm, n.seed): n for n in networks}
-    pairs = [(of[arm, s], of[base, s]) for a, s in of if a == arm and (base, s) in of]
-    x = np.array([np.log(mine.loss / other.loss) for mine, other in pairs])
-    y = np.array([mine.accuracy[measure] - other.accuracy[measure] for mine, other in pairs])
-    design, df = np.vander(x, 2), len(pairs) - 2
-    beta, *_ = np.linalg.lstsq(design, y, rcond=None)
-    error = ((y - design @ beta) ** 2).sum() / df * np.linalg.inv(design.T @ design)[1, 1]
-    return student(len(pairs), beta[1], error, df)
-
-
-def verdict(gaps, p):
-    """Does lambda .05 equal lambda 0, by two one-sided tests on both primaries? equal, differ or
-    open, as the plan has it."""
-    of = {key: d for key, d in gaps.items() if key[:2] == PAIRS[2][0]}
-    ends = [abs(end) for d in of.values() for end in interval(d, 0.9)]
-    if len(of) == 2 and min(d.n for d in of.values()) > 2 and max(ends) < MARGIN:
-        return "equal"
-    return "differ" if any(p[key] < 0.05 for key in of) else "open"
-
-
-def long_verdict(gaps, p):
-    """Does RPC cost robustness when both are trained out? As the plan has it: below on a primary,
-    significantly; no more than the margin off on both; or open."""
-    of = {key: d for key, d in gaps.items() if key[:2] == PAIRS[3][0]}
-    if any(d.mean < 0 and p[key] < 0.05 for key, d in of.items()):
-        return "RPC costs robustness here, also when trained out"
-    if len(of) == 2 and all(-LONG_MARGIN < d.low and d.high < LONG_MARGIN for d in of.values()):
-        return "what it cost was training time"
-    return "open"
-
-
-def second_verdict(gaps, p):
-    """Does RPC cost robustness on CIFAR-10? As the plan has it."""
-    of = {key: d for key, d in gaps.items() if key[:2] == PAIRS[4][0]}
-    below, above = (any(sign * d.mean > 0 and p[key] < 0.05 for key, d in of.items())
-                    for sign in (-1, 1))
-    if below != above:
-        return "RPC costs robustness on CIFAR-10, too" if below else "RPC gains on CIFAR-10"
-    if len(of) == 2 and all(-MARGIN < d.low and d.high < MARGIN for d in of.values()):
-        return "no difference that matters"
-    return "open"
-
-
-def pair_table(gaps, p, where):
-    """Write Markdown: a pair and a measure a row, what it means, which processor had which seeds.
-    """
+def lambda_table(rows):
+    """Write Markdown: a lambda a row, means over the networks that were trained with it."""
+    columns = {"clean loss": ("loss", 3), "clean": ("clean", 1), "pgd 2/255": ("pgd 2/255", 1),
+               "15 corruptions": ("15 corruptions", 1), "entropy, nats": ("entropy", 2),
+               "share of S": ("share", 2)}
     body = []
-    for (arm, base, measure), d in gaps.items():                    # two seeds have no interval
-        cells = [show(d, bold=p[arm, base, measure] < 0.05), show_p(p[arm, base, measure]),
-                 "{:+.1f} to {:+.1f}".format(*interval(d, 0.9))]
-        body.append([f"{arm} minus {base}", str(d.n), measure,
-                     *(cells if d.n > 2 else [f"{d.mean:+.1f}", "", ""])])
-    head = ["difference", "seeds", "measure", "points (95 % CI)", "p, Holm", "90 % interval"]
-    seeds = "; ".join(f"{name} seeds {', '.join(map(str, of))}" for name, of in where.items())
-    arm, base = PAIRS[2][0]
-    said = f"{arm} and {base}, margin {MARGIN} points: **{verdict(gaps, p)}**."
-    return "\n\n".join([
-        common.table(body, head) if gaps else "No pairs yet.",
-        *[said] * any(key[:2] == (arm, base) for key in gaps),
-        f"Pairs are of one seed, so of one processor: {seeds}."])
+    for form, lambd in dict.fromkeys((row["form"], row["lambd"]) for row in rows):
+        own = [row for row in rows if (row["form"], row["lambd"]) == (form, lambd)]
+        means = [([row[name] for row in own if name in row], digits)
+                 for name, digits in columns.values()]
+        body.append([form, f"{lambd:g}".replace("inf", "∞"), str(len(own)),
+                     *(f"{np.mean(x):.{digits}f}" if x else "" for x, digits in means)])
+    return common.table(body, ["reading", "lambda", "networks", *columns])
+
+
+def page(name, others=()):
+    """Write Markdown: all that is known of a picture's networks, and of others beside them."""
+    networks = stored(name)
+    ours = {n.arm for n in networks}
+    yours = [n._replace(arm=f"your {n.arm}") if n.arm in ours else n for n in others]
+    text = f"## {PICTURES[name][0]}\n\n{tables(name, networks, yours)}"
+    if name == "fresh" and not others:
+        training = logged(files(PICTURES[name][2]))
+        text += "\n\nTrained with a lambda of their own:\n\n" + lambda_table(
+            with_lambda(networks, training))
+    return text
 
 
 def main(argv=None):
@@ -429,27 +347,17 @@ def main(argv=None):
     p.add_argument("--training", nargs="+", type=Path, default=[], metavar="FILE",
                    help='clean losses of theirs, {"run": name of the folder, "loss": nats} a line')
     p.add_argument("--picture", choices=PICTURES, nargs="+", help="default: all; fresh with --rows")
-    p.add_argument("--out_dir", type=Path, default=Path("out/line"))
-    p.add_argument("--format", choices=["png", "pdf", "svg"], default="png")
+    p.add_argument("--figure", type=Path, help="with --rows: where to draw them (.png, .pdf, .svg)")
     args = p.parse_args(argv)
-    args.out_dir.mkdir(parents=True, exist_ok=True)
-    own = [path / "results.jsonl" if path.is_dir() else path for path in args.rows]
-    others = networks_of(read(own), logged(args.training))
+    others = networks_of(read(args.rows), logged(args.training))
     if args.rows and not others:
         raise common.InputError("--rows: no network of these has a clean loss: --measures clean "
                                 "gives it, or --training")
-    ours = {n.arm for name in PICTURES for n in stored(name)} if others else ()
-    others = [n._replace(arm=f"your {n.arm}") if n.arm in ours else n for n in others]
     for name in args.picture or (["fresh"] if args.rows else PICTURES):
-        what, *_, primary = PICTURES[name]
-        networks = stored(name)
-        print(f"{what}\n\n{tables(networks, primary, others)}\n")
-        path = args.out_dir / f"{name}.{args.format}"
-        draw(networks, primary, path, what, others)
-        print(f"{path} draws it\n")
-    if not args.rows and not args.picture:
-        for patterns, limit in PAIRED.values():
-            print(f"{pair_table(*paired(read(files(patterns)), limit))}\n")
+        print(page(name, others) + "\n")
+        if args.figure:
+            from referee.plot import line_figure
+            line_figure(name, stored(name), args.figure, others)
 
 
 if __name__ == "__main__":

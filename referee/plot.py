@@ -1,17 +1,14 @@
 """Figures from the numbers that the other scripts write. Needs matplotlib.
 
-    python -m referee.plot log out/a out/b  # curves of training runs, side by side
-    python -m referee.plot kpca out/kpca                   # whatever its CSV files allow
-    python -m referee.plot kpca out/kpca --run softmax     # mean of softmax_s0, softmax_s1
-    python -m referee.plot robust out/shapes_rpc/robust    # accuracy against eps
-    python -m referee.plot robust out/rows --run symmetric rpc  # of some of its networks
+    python -m referee.plot log out/a out/b                      # curves of training runs, together
+    python -m referee.plot robust out/shapes_rpc/robust         # accuracy against eps
+    python -m referee.plot robust out/eval/* --run symmetric rpc    # of some of its networks
+    python -m referee.plot stored                               # every figure of the stored rows
 
-One function draws one figure: it reads the numbers in a folder and returns a figure and what it
-lacks, or None and the command that would bring the numbers.
+Colours and marks are one family's in all figures; marks differ in shape as well as colour.
 """
 
 import argparse
-import json
 import re
 import sys
 from pathlib import Path
@@ -19,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 import common
-from robust.metrics import wilson
-from robust.results import group, identity, read_rows
-from referee.probe import read_csv
+from referee import arms, line
+from referee.arms import RESULTS, STUDIES, compared, files
+from referee.stats import NONE, read
 
 try:
     import matplotlib.pyplot as plt
@@ -30,70 +27,282 @@ except ImportError:
 
 plt.switch_backend("Agg")                                  # no screen
 plt.rcParams.update({"figure.dpi": 100, "figure.constrained_layout.use": True, "font.size": 11.5,
-                     "axes.titlesize": 11.5, "legend.fontsize": 10, "axes.spines.top": False,
-                     "axes.spines.right": False})
-WIDTH = 9                                                  # inches
-COLOURS = dict(softmax="dimgray", symmetric="tab:blue", rpc="tab:red")     # fixed in all figures
-RPC = ("rpc", "no-shrink", "clamp", "admm", "paper", "released", "uniform")
+                     "axes.titlesize": 11.5, "legend.fontsize": 10.5, "axes.spines.top": False,
+                     "axes.spines.right": False, "svg.hashsalt": "rpc"})
+WIDTH = 9                                      # inches; a slide shows them 1.5 times as large
+# A family: colour (told apart by colour-blind readers), mark. The averaging layer is a null.
+FAMILIES = {"symmetric": ("#0072b2", "o"), "rpc": ("#d55e00", "^"), "average": ("#666666", "s"),
+            "softmax": ("black", "v"), "others": ("#999900", "D"), "recipe": ("black", "x")}
+WORDS = {"symmetric": "symmetric attention", "rpc4-l1": "RPC, as published",
+         "rpc2-all": "RPC in all layers", "no-shrink": "RPC without its sparse part",
+         "clamp": "keys clamped, no iteration", "admm": "RPC with ADMM's constants",
+         "sharp": "sharper attention", "softmax": "softmax attention",
+         "uniform-l0": "layer 0 averages", "keys": "proximal steps on keys",
+         "keys-rows": "proximal steps, whole keys", "weights": "weights of tokens",
+         "rkde-huber": "kernel density, Huber", "rkde-hampel": "kernel density, Hampel",
+         "mom": "median of means", "sinkhorn": "doubly stochastic", "elliptical": "elliptical",
+         "paper-0.05-n4": "RPC, chosen constants", "rpc4-l1-adv": "RPC, adversarially trained",
+         "symmetric-adv": "symmetric, adversarially trained"}
 
 
 # --- what all figures share -----------------------------------------------------------------------
 
-def colour_of(arm):
-    """The fixed colour of an arm's family: softmax grey, symmetric blue, RPC red, others olive."""
-    first = re.split(", | - ", arm.removesuffix("-adv"))[0]         # of "arm - baseline"
-    name = re.sub("^(long|half|flat)-", "", first)
-    return COLOURS.get("rpc" if name.startswith(RPC) else name.split("-e")[0], "tab:olive")
+def plain(arm):
+    """An arm's name without how it was trained: long-rpc4-l1 and rpc4-l1-e12 are rpc4-l1."""
+    return re.sub(r"^(long|half|flat)-|-e\d+$|-96$|-fast$", "", arm)
 
 
-def band(ax, xs, low, high, colour):
-    ax.fill_between(xs, low, high, color=colour, alpha=0.2, linewidth=0)
+def family(arm):
+    """The family of an arm, which has its colour and mark."""
+    name = plain(arm).removesuffix("-adv")
+    if name in ("uniform-l0", "paper-0.05-n4"):
+        return "average"
+    if re.match("rpc|no-shrink|clamp|admm|paper|released", name):
+        return "rpc"
+    return {"symmetric": "symmetric", "flat": "symmetric", "softmax": "softmax"}.get(
+        name.split(",")[0], "others")
 
 
-def legend(figure, ax, where, **look):
+def look(arm):
+    colour, mark = FAMILIES[family(arm)]
+    return dict(color=colour, marker=mark)
+
+
+def legend(figure, ax, where, **more):
     """The labels of ax, outside of all panels."""
     named = {label: handle for handle, label in zip(*ax.get_legend_handles_labels())}
-    figure.legend(named.values(), named.keys(), loc=f"outside {where}", frameon=False, **look)
+    figure.legend(named.values(), named.keys(), loc=f"outside {where}", frameon=False, **more)
 
 
 def save(figure, path):
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None} if str(path).endswith("svg") else None)
     plt.close(figure)
 
 
-def forest(groups, names, path, what):
-    """Draw differences with their intervals on one axis, arms in rows, a panel a measure.
+# --- the line -------------------------------------------------------------------------------------
 
-    groups: (title, [(arm, [Difference of each measure], [p after Holm of each])]). Filled:
-    significant. Dashed: adversarially trained. Intervals of two seeds are too wide to draw.
-    """
-    lines, across = sum(len(rows) + bool(title) for title, rows in groups), min(4, len(names))
-    down = -(-len(names) // across)
-    figure, axes = plt.subplots(down, across, sharex=True, sharey=True, squeeze=False,
-                                figsize=(WIDTH, 0.9 + down * (0.4 + 0.21 * lines)))
-    ticks, titles = [], []
-    for title, rows in groups:
-        titles += [title] if title else []
-        ticks += [title] if title else []
-        for arm, gaps, p in rows:
-            for ax, d, own in zip(axes.flat, gaps, p):
-                look = dict(color=colour_of(arm))
-                if d.n > 2:
-                    ax.plot([d.low, d.high], [len(ticks)] * 2, linewidth=1.5,
-                            linestyle="--" if arm.endswith("-adv") else "-", **look)
-                ax.plot(d.mean, len(ticks), "o", markersize=5, **look,
-                        markerfacecolor=look["color"] if own < 0.05 else "white")
-            ticks.append(arm)
-    for ax, name in zip(axes.flat, names):
+TICKS = (1.2, 1, 0.9, 0.4, 0.1, 0.03, 0.01)
+SERIES = {"symmetric": "symmetric attention, by epochs", "rpc": "RPC",
+          "average": "layer 0 only averages", "others": "other attentions",
+          "adv": "adversarially trained", "recipe": "other recipes"}
+
+
+def series(arm):
+    """The series of the line's figure that an arm belongs to."""
+    if arm.endswith("-adv"):
+        return "adv"
+    if arm.startswith(("flat", "your ", "timm")):
+        return "recipe"
+    return {"softmax": "others"}.get(family(arm), family(arm))
+
+
+def line_figure(name, networks, path, others=()):
+    """Draw a panel a primary measure: clean loss against accuracy, a point a network."""
+    primary, reference = line.PICTURES[name][3], line.reference(networks)
+    figure, axes = plt.subplots(1, len(primary), figsize=(WIDTH, 4.6), sharex=True)
+    for ax, measure in zip(axes, primary):
+        for of, label in SERIES.items():
+            own = [n for n in (*networks, *others) if series(n.arm) == of]
+            x, y = line.points(own, measure)
+            if not len(x):
+                continue
+            colour, mark = FAMILIES.get(of, ("#0072b2", "s"))
+            ax.plot(np.exp(x), y, mark, color=colour, markersize=6, alpha=0.75, label=label,
+                    fillstyle="none" if of == "adv" else "full", markeredgewidth=1.2)
+        curve = {}                                              # the baseline's own training
+        for n in networks:
+            epochs = re.search(r"^symmetric-e(\d+)$", n.arm)
+            if epochs or n.arm == "half-symmetric":
+                curve.setdefault(int(epochs[1]) if epochs else 24, []).append(n)
+        at = [(epochs, *line.points(curve[epochs], measure).mean(1)) for epochs in sorted(curve)]
+        ax.plot([np.exp(x) for _, x, _ in at], [y for *_, y in at], color="#0072b2", linewidth=1)
+        for epochs, x, y in at:
+            ax.annotate(epochs, (np.exp(x), y), (9, -16), textcoords="offset points", fontsize=10,
+                        color="#0072b2", zorder=5, bbox=dict(facecolor="white", alpha=0.8,
+                                                             edgecolor="none", pad=0.6))
+        ends = line.ends(reference, measure)
+        ax.plot(np.exp(ends), np.polyval(np.polyfit(*line.points(reference, measure), 1), ends),
+                "--", color="black", linewidth=1, label="the line", zorder=0)
+        x = np.exp(line.points([*networks, *others], measure)[0])
+        ax.set(xscale="log", xlabel="clean test loss, nats (trained further: to the right)",
+               ylabel="accuracy in %", title=measure.replace("pgd", "PGD-20 at"))
+        ticks = [t for t in TICKS if 0.97 * x.min() <= t <= 1.03 * x.max()]
+        ax.set_xticks(ticks, [f"{t:g}" for t in ticks])
+        ax.set_xticks([], minor=True)
+    axes[0].invert_xaxis()                                          # both: they share x
+    legend(figure, axes[0], "lower center", ncols=4, columnspacing=1, handletextpad=0.3)
+    save(figure, path)
+
+
+# --- differences of pairs -------------------------------------------------------------------------
+
+# figure: (title of rows, [(study, comparison, arm, baseline, words)])
+FOREST = {"rpc": [
+    ("scenes, 8 epochs, minus symmetric attention", [
+        ("robustness", "scenes", "rpc4-l1", "symmetric", "RPC, as published"),
+        ("constants", "confirmation", "rpc4-l1", "symmetric", "the same, fresh seeds"),
+        ("robustness", "scenes", "rpc2-all", "symmetric", "in all layers, 2 steps"),
+        ("robustness", "scenes", "no-shrink", "symmetric", "without its sparse part"),
+        ("robustness", "scenes", "admm", "symmetric", "with ADMM's constants"),
+        ("eighteen", "eighteen", "paper-0.05-n4", "symmetric", "with chosen constants")]),
+    ("the same minus a layer that averages", [
+        ("line", "lambda-0", "paper-0.05-n4", "uniform-l0", "chosen constants")]),
+    ("trained otherwise", [
+        ("line", "24-epochs", "long-rpc4-l1", "long-symmetric", "24 epochs"),
+        ("line", "one-rate", "long-rpc4-l1", "half-symmetric", "24 epochs, one rate"),
+        ("finetune", "finetune", "rpc4-l1", "symmetric", "RPC for three last epochs"),
+        ("control", "added", "rpc4-l1-adv", "symmetric-adv", "both adversarially trained")]),
+    ("CIFAR-10, 12 epochs", [
+        ("line-cifar10", "cifar10-12", "rpc4-l1-e12", "symmetric-e12", "RPC, as published")])],
+ "others": [
+    ("scenes, 8 epochs, minus symmetric attention", [
+        *(("robustness", "ten", arm, "symmetric", WORDS[arm]) for arm in (
+            "keys-rows", "keys", "weights", "rkde-huber", "rkde-hampel", "sinkhorn", "mom")),
+        ("line", "softmax", "softmax-e8", "symmetric-e8", "softmax attention"),
+        ("line", "lambda-0", "uniform-l0", "symmetric-e8", "layer 0 averages"),
+        ("control", "control", "symmetric-adv", "symmetric", "adversarial training")]),
+    ("24 epochs", [
+        ("line", "24-epochs", "long-softmax", "long-symmetric", "softmax attention"),
+        ("line", "24-epochs", "long-uniform-l0", "long-symmetric", "layer 0 averages")])]}
+
+
+def forest(groups, path):
+    """Draw differences with 95 % intervals over seeds and images, a row a pair; filled:
+    significant after Holm within its comparison. Of three seeds intervals are rough."""
+    names = ("15 corruptions", "PGD-20, 2/255 (CIFAR-10: 1/255)")
+    rows = sum(len(of) + 1 for _, of in groups)
+    figure, axes = plt.subplots(1, 2, sharey=True, figsize=(WIDTH, 1.1 + 0.3 * rows))
+    ticks, bold = [], []
+    for title, of in groups:
+        bold.append(len(ticks))
+        ticks.append(title)
+        for study, comparison, arm, base, words in of:
+            study = STUDIES[study]
+            found = compared(study, comparison, arms.stored(study))
+            n = found.gaps[study.primary[0], arm, base].n
+            for ax, measure in zip(axes, sorted(study.primary)):
+                d, p = (x.get((measure, arm, base), y) for x, y in (
+                    (found.gaps, NONE), (found.p, 1)))
+                ax.plot([d.low, d.high], [len(ticks)] * 2, color=look(arm)["color"], linewidth=1.5)
+                ax.plot(d.mean, len(ticks), markersize=6, **look(arm),
+                        markerfacecolor=look(arm)["color"] if p < 0.05 else "white")
+            ticks.append(f"{words} ({n})")
+    for ax, name in zip(axes, names):
         ax.axvline(0, color="black", linewidth=0.8)
-        ax.set(title=name, ylim=(len(ticks) - 0.5, -0.5), yticks=range(len(ticks)),
-               yticklabels=ticks)
-        for label in ax.get_yticklabels():
-            label.set_fontweight("bold" if label.get_text() in titles else "normal")
-    for ax in axes.flat[len(names):]:
-        ax.set_visible(False)
-    figure.supxlabel(f"{what}, 95 % over seeds and images (negative: worse); filled: primary and "
-                     "significant after Holm", fontsize=8.5)
+        ax.set(title=name, xlabel="points of accuracy", ylim=(len(ticks) - 0.5, -0.5),
+               yticks=range(len(ticks)), yticklabels=ticks)
+        for i, label in enumerate(ax.get_yticklabels()):
+            label.set_fontweight("bold" if i in bold else "normal")
+            label.set_fontsize(10)
+    save(figure, path)
+
+
+# --- accuracy against the budget of an attack -----------------------------------------------------
+
+def by_budget(rows, name_of=lambda row: row.arm or row.name):
+    """Sort top-1 of clean images and of one attack: {network: {eps in 1/255: [per cent]}}."""
+    found = {}
+    for row in rows:
+        found.setdefault(name_of(row), {}).setdefault(row.eps, []).append(row.top1)
+    return {name: of for name, of in found.items() if len(of) > 1}
+
+
+def budget_curves(ax, networks, looks=None):
+    """Draw means over seeds, bands from lowest to highest. looks: {name: (label, how to draw)}."""
+    for name, of in networks.items():
+        if looks and name not in looks:
+            continue
+        label, how = looks[name] if looks else (f"{name} (n = {max(map(len, of.values()))})",
+                                                dict(marker="o"))
+        xs = sorted(of)
+        drawn, = ax.plot(xs, [np.mean(of[x]) for x in xs], markersize=5, label=label, **how)
+        ax.fill_between(xs, [min(of[x]) for x in xs], [max(of[x]) for x in xs], alpha=0.15,
+                        color=drawn.get_color(), linewidth=0)
+    ax.set(ylim=(0, 102))
+
+
+DEFENDED = dict(linestyle="--", fillstyle="none")
+CONTROL = {"symmetric": (WORDS["symmetric"], look("symmetric")), "rpc4-l1": ("RPC", look("rpc4-l1")),
+           "symmetric-adv": (WORDS["symmetric-adv"], look("symmetric") | DEFENDED),
+           "rpc4-l1-adv": (WORDS["rpc4-l1-adv"], look("rpc4-l1") | DEFENDED)}
+CRITERION = [{**CONTROL, "uniform-l0": (WORDS["uniform-l0"], look("uniform-l0")),
+              "softmax": (WORDS["softmax"], look("softmax"))},
+             {"symmetric-96": CONTROL["symmetric"], "symmetric-adv-96": CONTROL["symmetric-adv"]}]
+
+
+def control_figure(path):
+    """Draw accuracy against PGD's budget, with and without adversarial training."""
+    rows = [row for row in read(files(STUDIES["control"].rows)) if row.kind in ("clean", "pgd")]
+    figure, ax = plt.subplots(figsize=(WIDTH, 4))
+    budget_curves(ax, by_budget(rows), CONTROL)
+    ax.set_xscale("symlog", base=2, linthresh=0.5)
+    ticks = [0, 0.5, 1, 2, 4, 8, 16]
+    ax.set_xticks(ticks, [f"{x:g}" for x in ticks])
+    ax.set(xlabel="PGD-20, budget in 1/255 of the pixel range", ylabel="accuracy in %",
+           xlim=(-0.1, 18))
+    ax.legend(frameon=False)
+    save(figure, path)
+
+
+def criterion_figure(rows, path):
+    """Draw accuracy against PGD's budget, a panel a cost of training; the line: half are right."""
+    shown = by_budget([row for row in rows if row.arm and row.images == 1000
+                       and row.kind in ("clean", "pgd")])
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 4.4), sharey=True)
+    for ax, looks, passes in zip(axes, CRITERION, (24, 96)):
+        budget_curves(ax, shown, looks)
+        ax.axhline(50, color="black", linewidth=0.8, linestyle=":")
+        ax.set(title=f"cost: {passes} passes over the images", xticks=[0, 1, 2, 4, 6, 8, 12],
+               xlabel="PGD-20, budget in 1/255")
+    axes[0].set_ylabel("accuracy in %")
+    legend(figure, axes[0], "lower center", ncols=2)
+    save(figure, path)
+
+
+def sweep(rows, path):
+    """Draw accuracy against the budget of FGSM and PGD, a panel an attack, a curve an arm."""
+    panels = {kind: by_budget([row for row in rows if row.kind in (kind, "clean")])
+              for kind in ("fgsm", "pgd")}
+    panels = {kind: of for kind, of in panels.items() if of}
+    if not panels:
+        raise common.InputError("no FGSM or PGD at a budget: eval_robust.py --measures clean "
+                                '"pgd eps=1/255,2/255,4/255"')
+    figure, axes = plt.subplots(1, len(panels), sharey=True, squeeze=False,
+                                figsize=(WIDTH, 4))
+    for ax, (kind, of) in zip(axes[0], panels.items()):
+        budget_curves(ax, of)
+        ax.set(title=kind.upper(), xlabel="eps in 1/255, clean at 0", ylabel="top-1 in %")
+        ax.legend(frameon=False)
+    save(figure, path)
+
+
+# --- lambda ---------------------------------------------------------------------------------------
+
+def lambda_figure(path):
+    """Draw accuracy and entropy of layer 0 against lambda, a column a reading: two networks whose
+    layer 0 is replaced (rows of an earlier script), and those that were trained with a lambda."""
+    rows = common.read_log(RESULTS / "line/lambda.jsonl")
+    trained = line.with_lambda(line.stored("fresh"), line.logged(files(line.PICTURES["fresh"][2])))
+    lambdas = sorted({row["lambd"] for row in rows})
+    shown = dict(top1="clean accuracy in %", entropy="entropy of layer 0\nin nats")
+    figure, axes = plt.subplots(2, 2, figsize=(WIDTH, 5.2), sharex=True, sharey="row")
+    for column, form in zip(axes.T, ("paper", "released")):
+        for ax, name in zip(column, shown):
+            for network, arm, words in (("shapes_rpc", "rpc4-l1", "trained with RPC"),
+                                        ("shapes_symmetric", "symmetric", "trained without")):
+                own = [r for r in rows if (r["network"], r["form"]) == (network, form)]
+                ax.plot([lambdas.index(r["lambd"]) for r in own], [r[name] for r in own],
+                        markersize=4, **look(arm), label=f"{words}; then this lambda")
+            own = [r for r in trained if r["form"] == form and dict(top1="clean").get(name, name) in r]
+            ax.plot([lambdas.index(r["lambd"]) for r in own],
+                    [r[dict(top1="clean").get(name, name)] for r in own], "P", markersize=7,
+                    fillstyle="none", color="black", label="trained with this lambda")
+            ax.set_ylabel(shown[name] if form == "paper" else None)
+        column[1].axhline(rows[0]["uniform"], color="black", linewidth=0.8, linestyle=":")
+        column[0].set_title(f"reading “{form}”, 4 steps")
+        column[1].set(xlabel="lambda", xticks=range(len(lambdas)))
+        column[1].set_xticklabels([f"{x:g}".replace("inf", "∞") for x in lambdas], rotation=60)
+    legend(figure, axes[0, 0], "lower center", ncols=3, columnspacing=1)
     save(figure, path)
 
 
@@ -119,10 +328,9 @@ def log_curves(rows):
     return curves
 
 
-def logs(folders):
-    """Curves of runs over training steps: loss, evaluations, share of nonzero S, speed."""
-    runs = {}
-    names = [folder.name for folder in folders]
+def logs(folders, path):
+    """Draw runs over training steps: loss, evaluations, share of nonzero S, speed."""
+    runs, names = {}, [folder.name for folder in folders]
     for folder in folders:
         name = folder.name if names.count(folder.name) == 1 else str(folder)
         runs[name] = log_curves(common.read_log(folder / "log.jsonl"))
@@ -141,248 +349,45 @@ def logs(folders):
         ax.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.22))
     for ax in axes.flat[len(panels):]:
         ax.set_visible(False)
-    return figure
-
-
-# --- CSV files of kernel_pca and published_scores -------------------------------------------------
-
-def line(colour, style, label, **which):
-    """A line of a figure: how it looks, and which rows it shows."""
-    return colour, style, label, which
-
-
-SOURCES = [
-    line("tab:blue", "-", "learned values", source="learned"),
-    line("tab:orange", "--", "null: same input, random matrix", source="x W"),
-    line("tab:gray", ":", "null: random numbers", source="iid"),
-    line("tab:green", "-", "exact kernel PCA", source="KPCA"),
-    line("black", "-.", "most that is possible", source="best"),
-    line("black", "-.", "span of all keys", source="ceiling"),
-]
-RELEASED = [line("tab:blue", "-", "with |h|²", measure="J official"),
-            line("black", "--", "with |h|² left out", measure="J official without h")]
-TERMS = [line("tab:purple", "-", "|φ(q)|², what is projected", measure="phi2"),
-         line("tab:blue", "-", "|h|², its 'projection'", measure="h2")]
-GAMMA = [
-    line("tab:blue", "-", "as printed, numeric inverse: learned", measure="numeric inverse",
-         source="learned"),
-    line("tab:gray", ":", "the same: random numbers", measure="numeric inverse", source="iid"),
-    line("tab:red", "-", "pseudo-inverse: learned", measure="|dgamma|", source="learned"),
-    line("tab:gray", "--", "the same: random numbers", measure="|dgamma|", source="iid"),
-    line("black", "-", "eigenvalue λ for comparison", measure="lambda", source="KPCA"),
-]
-
-
-def curve(rows, x, **only):
-    """(x, mean, se) of rows with the given values, sorted by x, averaged over other columns."""
-    groups = {}
-    for row in rows:
-        if all(row[k] == v for k, v in only.items()):
-            groups.setdefault(row[x], []).append((row["mean"], row["se"]))
-    xs = sorted(groups)
-    means = np.array([np.mean(groups[x], axis=0) for x in xs]).reshape(-1, 2)
-    return np.array(xs), means[:, 0], means[:, 1]
-
-
-def draw(ax, rows, x, lines, bands=True, marker="o", **only):
-    """Lines with bands of one standard error; bars where there is one x only."""
-    for colour, style, label, which in lines:
-        xs, mean, se = curve(rows, x, **which, **only)
-        if len(xs) == 1:
-            ax.bar(len(ax.patches), mean, 0.8, yerr=se, color=colour, capsize=2, label=label)
-            ax.set_xticks([])
-        elif len(xs):
-            ax.plot(xs, mean, style, color=colour, label=label, marker=marker, markersize=3)
-        if len(xs) > 1 and bands:
-            band(ax, xs, mean - se, mean + se, colour)
-
-
-def kpca_loss(folder, run):
-    """Fig. 1: the released projection loss over training, its terms, two that can show learning."""
-    jproj, losses, capture = (read_csv(folder / f"{name}.csv", run, layer="all")
-                              for name in ("jproj", "losses", "capture"))
-    if not jproj:
-        return None, "python -m referee.kernel_pca --exp jproj,capture"
-    capture = [row for row in capture if row["source"] != "KPCA"]           # it reaches the most
-    panels = [
-        (losses, RELEASED, dict(bands=False, source="learned"),
-         "Fig. 1 as released: log mean(φ² − |h|²), scale missing in φ²",
-         dict(ylabel="log J (natural)")),
-        (jproj, TERMS, dict(bands=False, source="learned"),
-         "The two terms of Eqn 13: J = |φ(q)|² − |h|² < 0",
-         dict(ylabel="mean over tokens", yscale="log")),
-        (jproj, SOURCES, dict(measure="frac"),
-         "Share of |φ(q)|² inside the span of the values (frac)", dict(ylim=(0, 1.05))),
-        (capture, SOURCES, dict(measure="EV"), "Share of the keys' variance inside it (EV)",
-         dict(ylim=(0, 1.05)))]
-    steps, missing = sorted({row["step"] for row in jproj}), []
-    label = "training step"
-    if len(steps) == 1:
-        label = f"one checkpoint, step {steps[0]:.0f}"
-        missing.append("a curve needs several checkpoints of the run: here bars")
-    if not losses:
-        missing.append("the released loss needs referee.published_scores --exp losses")
-    figure, axes = plt.subplots(2, 2, figsize=(WIDTH, 6.2))
-    for ax, (rows, lines, which, title, look) in zip(axes.flat, panels):
-        draw(ax, rows, "step", lines, **which)
-        ax.set(**{"title": title, "xlabel": label, "ylabel": "share", **look})
-        if ax.has_data():
-            ax.legend(frameon=len(steps) == 1)
-    return figure, "; ".join(missing)
-
-
-def gamma_figure(folder, run, by_layer):
-    """|gamma_i - gamma_j| (band: its std over pairs) above, eig_cos below; a column a layer."""
-    cosines, gammas = (read_csv(folder / name, run, last=True)
-                       for name in ("gamma_axes.csv", "gammas_axes.csv"))
-    rows = [row for row in cosines if "by head" not in row["measure"]]
-    if not rows:
-        return None, "python -m referee.kernel_pca --exp gamma"
-    rows += gammas
-    layers = sorted({row["layer"] for row in rows} - {"all"}, key=int) if by_layer else ["all"]
-    figure, axes = plt.subplots(2, len(layers), figsize=(max(WIDTH, 1.5 * len(layers)), 4.7),
-                                sharex=True, sharey="row", squeeze=False)
-    for layer, (top, bottom) in zip(layers, axes.T):
-        draw(top, rows, "axis", GAMMA, bands=False, marker=None, layer=layer)
-        for measure, colour in (("numeric inverse", "tab:blue"), ("|dgamma|", "tab:red")):
-            xs, mean, _ = curve(rows, "axis", measure=measure, source="learned", layer=layer)
-            std = curve(rows, "axis", measure=f"{measure} std", source="learned", layer=layer)[1]
-            band(top, xs, mean, mean + std, colour)
-        draw(bottom, rows, "axis", SOURCES, marker=None, measure="eig_cos", layer=layer)
-        top.set(title=f"layer {layer}" if by_layer else "mean of all layers", yscale="log")
-        bottom.set(xlabel="column d", ylim=(0, 1.05))
-    axes[0, 0].set_ylabel("mean |γi − γj|, as defined")
-    axes[1, 0].set_ylabel("cosine of a and K̃a")
-    legend(figure, axes[0, 0], "lower left", title="upper row: near 0 for noise as well")
-    legend(figure, axes[1, 0], "lower right", title="lower row: 1 for eigenvectors only")
-    return figure, "" if gammas else "|γi − γj| needs published_scores --exp gammas"
-
-
-def kpca_gamma(folder, run):
-    """Fig. 2: are values eigenvectors? |gamma_i - gamma_j| as printed, cosine of a and K~ a."""
-    return gamma_figure(folder, run, by_layer=False)
-
-
-def kpca_gamma_layers(folder, run):
-    """Fig. 5: the same for every layer, the paper's definition above, the cosine below."""
-    return gamma_figure(folder, run, by_layer=True)
-
-
-# --- results.jsonl of eval_robust.py --------------------------------------------------------------
-
-def budget(row):
-    """Read an attack's eps in 1/255; of clean images: 0."""
-    return 255 * row["setting"].get("eps", 0)
-
-
-def by_budget(rows, name_of):
-    """Sort top-1 accuracies of all seeds: {network: {budget: [per cent]}}. name_of: of a row."""
-    found = {}
-    for row in rows:
-        found.setdefault(name_of(row), {}).setdefault(budget(row), []).append(row["top1"])
-    return found
-
-
-def curves(ax, networks, look=None, images=None):
-    """Draw accuracy against the budget: means over seeds, bands from lowest to highest.
-
-    networks: pairs of a name and {budget: [per cent]}. look: gives colour and line style of a name.
-    images: of so many; a single seed gets its 95 % intervals over them.
-    """
-    for i, (name, of) in enumerate(networks):
-        xs, n = sorted(of), max(map(len, of.values()))
-        colour, style = look(name) if look else (f"C{i}", "-")
-        ax.plot(xs, [np.mean(of[x]) for x in xs], style, color=colour, marker="o", markersize=3,
-                label=f"{name} (n = {n})")
-        if n == 1 and images:
-            ends = [[100 * end for end in wilson(of[x][0] / 100, images)] for x in xs]
-            ax.vlines([x + 0.02 * i for x in xs], *zip(*ends), color=colour)
-        band(ax, xs, [min(of[x]) for x in xs], [max(of[x]) for x in xs], colour)
-    ax.set_ylim(0)
-    ax.legend(frameon=False)
-
-
-def attacks(rows):
-    """Sort rows of FGSM and PGD: {(name, all but the budget): rows}, of two budgets and more."""
-    groups = {}
-    for row in rows:
-        if row["measure"] in ("fgsm", "pgd"):
-            how = {k: v for k, v in row["setting"].items() if k != "eps"}
-            how = json.dumps([how, row["conditions"], row["images"]], sort_keys=True)
-            groups.setdefault((row["measure"], how), []).append(row)
-    return {how: own for how, own in groups.items() if len({budget(row) for row in own}) > 1}
-
-
-def sweep(folder, run):
-    """Fig. 3 (left): accuracy against the budget, a panel each way to attack; over seeds."""
-    rows = [row for row in read_rows(folder / "results.jsonl") if folder_of(row).startswith(run)]
-    panels = attacks(rows)
-    if not panels:
-        return None, "FGSM or PGD at two budgets and more by eval_robust.py"
-    clean = sorted((row for row in rows if row["measure"] == "clean"), key=lambda r: r["images"])
-    clean = {identity(row): row for row in clean}                         # the most images of each
-    figure, axes = plt.subplots(-(-len(panels) // 2), 2, sharey=True, squeeze=False,
-                                figsize=(WIDTH, 3.4 * -(-len(panels) // 2)))
-    for ax, ((name, _), own) in zip(axes.flat, panels.items()):
-        kinds = {group(row): row["kind"] for row in own}
-        start = [row for row in clean.values() if identity(row) in map(identity, own)]
-        found = by_budget(start + own, group)
-        ax.set(title=f"{name.upper()}, {own[0]['images']:,} images", ylabel="top-1 accuracy in %",
-               xlabel=f"eps in 1/255, {own[0]['conditions']['space']} units, clean at 0")
-        curves(ax, [(kinds[of], values) for of, values in found.items()],
-               lambda kind: (colour_of(kind), "-"), own[0]["images"])
-    for ax in axes.flat[len(panels):]:
-        ax.set_visible(False)
-    return figure, ""
-
-
-def folder_of(row):
-    """Name the run of a row's network by its folder."""
-    path = Path(row["checkpoint"])
-    return path.parent.name if path.suffix == ".pt" else path.name
+    save(figure, path)
 
 
 # --- the command ----------------------------------------------------------------------------------
 
-FIGURES = {"kpca": {"loss": kpca_loss, "gamma": kpca_gamma, "gamma_layers": kpca_gamma_layers},
-           "robust": {"sweep": sweep}}
-FILES = {"kpca": ("*.csv", "holds no CSV file of referee.kernel_pca"),
-         "robust": ("results.jsonl", "has no results.jsonl of eval_robust.py")}
-
-
-def get_args(argv):
-    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("what", choices=["log", *FIGURES], help="log: of training runs; kpca: numbers "
-                   "of kernel_pca and published_scores; robust: of eval_robust.py")
-    p.add_argument("folder", nargs="+", type=Path, help="their --out_dir; the PNG files go there "
-                   "(log: several runs; the file goes to the first)")
-    p.add_argument("--run", nargs="+", default=[], metavar="NAME",
-                   help="kpca, robust: only runs whose folder's name begins so")
-    args = p.parse_args(argv)
-    if args.what != "log" and len(args.folder) > 1:
-        p.error(f"{args.what} takes one folder")
-    return args
+def stored(folder, form):
+    """Draw every figure of the stored rows, where its page shows it."""
+    for name in ("fresh", "cifar10"):
+        others = line.other_recipes() if name == "fresh" else ()
+        line_figure(name, line.stored(name), folder / f"line/{name}.{form}", others)
+    for name, groups in FOREST.items():
+        forest(groups, folder / f"line/forest_{name}.{form}")
+    lambda_figure(folder / f"line/lambda.{form}")
+    control_figure(folder / f"control/budgets.{form}")
+    rows = arms.stored(STUDIES["criterion"])
+    if rows:
+        criterion_figure(rows, folder / f"criterion/budgets.{form}")
 
 
 def main(argv=None):
-    args = get_args(argv)
-    folder = args.folder[0]
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("what", choices=["log", "robust", "stored"])
+    p.add_argument("folder", nargs="*", type=Path, help="log: of runs; robust: of evaluations. The "
+                   "figure goes to the first; stored: where, default: beside the rows")
+    p.add_argument("--run", nargs="+", default=[""], metavar="NAME",
+                   help="robust: only networks whose folder's name begins so")
+    p.add_argument("--format", choices=["png", "pdf", "svg"], default="png")
+    args = p.parse_args(argv)
+    if args.what == "stored":
+        return stored(args.folder[0] if args.folder else RESULTS, args.format)
+    if not args.folder:
+        p.error(f"{args.what}: of which folder?")
+    path = args.folder[0] / f"{dict(log='curves', robust='sweep')[args.what]}.{args.format}"
     if args.what == "log":
-        save(logs(args.folder), folder / "curves.png")
-        return print(f"{folder / 'curves.png'}: {logs.__doc__}")
-    pattern, lack = FILES[args.what]
-    if not list(folder.glob(pattern)):
-        raise common.InputError(f"{folder} {lack}")
-    for name, draw_it in FIGURES[args.what].items():
-        figure, missing = draw_it(folder, tuple(args.run) or "")
-        if figure is None:
-            print(f"{name}: skipped, {folder} has no numbers for it: {missing}")
-            continue
-        path = folder / ("_".join([name, *args.run]) + ".png")
-        save(figure, path)
-        lacking = f" Missing: {missing}." if missing else ""
-        print(f"{path}: {draw_it.__doc__}{lacking}")
+        logs(args.folder, path)
+    else:
+        sweep([row for row in read(args.folder) if row.name.startswith(tuple(args.run))], path)
+    print(path)
 
 
 if __name__ == "__main__":

@@ -15,40 +15,15 @@ from torch import nn
 from tqdm import tqdm
 
 import common
-from attention import ATTENTIONS, PAP, SelfAttention, softmax_attention
+from attention import PAP, SelfAttention
 from common import InputError
 from data.imagenet import ImageTree
 from data.images import load_test
 from data.rng import epoch_order
 from data.shapes import load_shapes
 from kpca import exact_scaling, log_kernel
+from referee.robust_attentions import standardise
 from robust import sources
-
-
-# --- rules of attention that the publications speak of --------------------------------------------
-
-def standardise(x):
-    """Mean 0 and variance 1 (unbiased) of every token's D numbers, as published code has q, k.
-
-    A token whose numbers are all the same becomes zero.
-    """
-    x = x - x.mean(-1, keepdim=True)
-    size = x.norm(dim=-1, keepdim=True) / math.sqrt(max(x.shape[-1] - 1, 1))
-    return x / size.clamp(min=torch.finfo(x.dtype).tiny)
-
-
-def exact_s(q, k, v):
-    """Scaled Attention with App. E.1's own S, a function of the keys; computed in float64."""
-    return softmax_attention(q, k, (v - exact_scaling(k, v)).to(v.dtype))
-
-
-def standardised(q, k, v):
-    """Softmax attention with standardised queries and keys, as in the released code."""
-    return softmax_attention(standardise(q), standardise(k), v)
-
-
-RULES = dict(exact_s=exact_s, standardised=standardised)
-ATTENTIONS.update(RULES)  # train_cls.py --attn, in referee.scaled
 
 
 # --- what attention really used -------------------------------------------------------------------
@@ -123,7 +98,7 @@ def get_args(doc, experiments, argv=None, needs_ckpt=True):
     flag("--data_dir", default=None, help="default: the folder it was trained from")
     flag("--untrained", action=boolean, default=False, help="also before the first step")
     flag("--out_dir", default="out/kpca", help="where CSV files go")
-    flag("--device", default=None, help="cuda, mps or cpu; picked automatically")
+    flag("--device", choices=["cuda", "mps", "cpu"], help="default: cuda where there is one")
     args = p.parse_args(argv)
     args.exp = args.exp.split(",")
     for name in args.exp:
@@ -132,13 +107,17 @@ def get_args(doc, experiments, argv=None, needs_ckpt=True):
     return args
 
 
+def device_of(name):
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 # --- models and inputs ----------------------------------------------------------------------------
 
 def load_model(path):
     """(model in eval mode, checkpoint without weights), as the evaluator; of a folder: last.pt."""
     file = Path(path, "last.pt") if Path(path).is_dir() else path
     found = sources.load_model(file, torch.device("cpu"))
-    if found.task != sources.CLS:
+    if found.task != "classification":
         raise InputError(f"--ckpt {path} is no classifier")
     return found.model, found.checkpoint
 
@@ -232,15 +211,15 @@ def chunks(point, device, whole=False):
 
 # --- tables ---------------------------------------------------------------------------------------
 
-WORDS = ("run", "layer", "measure", "source", "how")    # columns of CSV files that are no numbers
+WORDS = ("run", "layer", "measure", "source")           # columns of CSV files that are no numbers
 
 
 def summarise(results, point):
     """Make rows of means over images, as the CSV files have them, for one Point.
 
-    results: {(measure, source, layer): (images,) or, of a curve, (images, d)}. A row is a dict;
-    that of a curve has its axis, from 1. layer "all": mean of layers. se, the standard error over
-    images, is nan of one image. Layers of their own only for the last checkpoint of a run.
+    results: {(measure, source, layer): (images,)}. se, the standard error over images, is nan of
+    one image. layer "all": mean of layers; layers of their own only for the last checkpoint of a
+    run.
     """
     table, rows = {}, []
     for (measure, source, layer), t in results.items():
@@ -248,32 +227,20 @@ def summarise(results, point):
     for (measure, source), layers in table.items():
         layers |= {"all": torch.stack(list(layers.values())).nanmean(0)}
         for layer, t in layers.items() if point.last else [("all", layers["all"])]:
-            se = t.std(0) / math.sqrt(len(t)) if len(t) > 1 else t[0] * math.nan
-            row = dict(run=point.run, step=point.step, layer=layer,
-                       measure=measure.removesuffix(" by axis"), source=source)
-            if t.ndim == 1:
-                rows.append(row | dict(mean=t.mean().item(), se=se.item(), images=len(t)))
-            elif point.last:
-                rows += [row | dict(axis=d + 1, mean=mean, se=error) for d, (mean, error)
-                         in enumerate(zip(t.mean(0).tolist(), se.tolist()))]
+            se = t.std().item() / math.sqrt(len(t)) if len(t) > 1 else math.nan
+            rows.append(dict(run=point.run, step=point.step, layer=layer, measure=measure,
+                             source=source, mean=t.mean().item(), se=se, images=len(t)))
     return rows
 
 
-def cell(measure, mean, se):
-    """A number of a table as text."""
-    if math.isnan(mean):
-        return "flat" if measure == "eta" else "-"
-    return f"{mean:.4g}" + (f" ±{se:.1g}" if se > 1e-9 * abs(mean) else "")
-
-
 def print_table(title, text, rows):
-    """Print rows of `summarise` but those of curves: measures down, sources across."""
-    rows = [row for row in rows if "axis" not in row]
+    """Print rows of `summarise`: measures down, sources across."""
     sources = list(dict.fromkeys(row["source"] for row in rows))
     lines = {}
     for row in rows:
-        line = lines.setdefault((row["measure"], row["layer"]), {})
-        line[row["source"]] = cell(row["measure"], row["mean"], row["se"])
+        error = f" ±{row['se']:.1g}" if row["se"] > 1e-9 * abs(row["mean"]) else ""
+        cell = f"{row['mean']:.4g}{error}".replace("nan", "-")
+        lines.setdefault((row["measure"], row["layer"]), {})[row["source"]] = cell
     body = [[*key, *(line.get(source, "") for source in sources)] for key, line in lines.items()]
     print(f"\n=== {title}\n\n{text}\n\n{common.table(body, ['measure', 'layer', *sources])}")
 
@@ -289,24 +256,16 @@ def write_csv(path, rows):
                              for row in rows)
 
 
-def write_tables(path, rows):
-    """Write rows of `summarise`: path.csv and, of curves over axes, path_axes.csv."""
-    write_csv(path.with_name(f"{path.name}.csv"), [row for row in rows if "axis" not in row])
-    write_csv(path.with_name(f"{path.name}_axes.csv"), [row for row in rows if "axis" in row])
+def append_csv(path, rows):
+    """Add rows to a file of `write_csv`, or begin it."""
+    write_csv(path, read_csv(path) + rows)
 
 
-def read_csv(path, run="", last=False, **only):
-    """Rows of a CSV file as dicts; [] without the file.
-
-    Only those of runs whose name begins with `run` (a str, or one of a tuple) and, if `last`, of
-    each run's last checkpoint, with the given values in the other columns.
-    """
+def read_csv(path, **only):
+    """Rows of a CSV file as dicts, with the given values in their columns; [] without the file."""
     if not path.exists():
         return []
     with open(path, newline="") as f:
         rows = [{k: t if k in WORDS else float(t) for k, t in row.items()}
                 for row in csv.DictReader(f)]
-    rows = [row for row in rows if row["run"].startswith(run)
-            and all(row[k] == v for k, v in only.items())]
-    end = {row["run"]: row["step"] for row in sorted(rows, key=lambda row: row["step"])}
-    return [row for row in rows if not last or row["step"] == end[row["run"]]]
+    return [row for row in rows if all(row[k] == v for k, v in only.items())]

@@ -26,7 +26,8 @@ import torch
 import common
 from kpca import a_hat, attend, centre, log_g, log_kernel, log_mean_exp, log_phi2
 from referee.kernel_pca import eigenvalue_statistics, study, theory_by_token, turned
-from referee.probe import get_args, standardise
+from referee.probe import get_args
+from referee.robust_attentions import standardise
 
 
 # --- the projection error -------------------------------------------------------------------------
@@ -94,10 +95,9 @@ def numeric_a_hat(v, log_g):
 
 
 def pair_differences(x):
-    """Mean and standard deviation of |x_i - x_j| over pairs i < j of the second last dimension."""
+    """Mean of |x_i - x_j| over pairs i < j of the second last dimension."""
     i, j = torch.triu_indices(x.shape[-2], x.shape[-2], 1, device=x.device)
-    gaps = (x[..., i, :] - x[..., j, :]).abs()
-    return gaps.mean(-2), gaps.std(-2, unbiased=x.shape[-2] > 2)            # 0 of a single pair
+    return (x[..., i, :] - x[..., j, :]).abs().mean(-2)
 
 
 def exp_gammas(layer):
@@ -123,19 +123,15 @@ def exp_gammas(layer):
     pseudo = pairs(pseudo | {"KPCA": axes.U[..., :d]})
     numeric = pairs({s: numeric_or_nan(v) for s, v in layer.values.items()})
 
-    # By axis: what the figures draw.
-    out, curves = {"|dgamma|/lambda": {s: mean / lam for s, (mean, _) in pseudo.items()}}, {}
+    out = {"|dgamma|/lambda": {s: mean / lam for s, mean in pseudo.items()}}
     for m, found in (("|dgamma|", pseudo), ("numeric inverse", numeric)):
-        out[m] = {s: mean * scale for s, (mean, _) in found.items()}
-        curves[f"{m} by axis"] = {s: out[m][s] for s in ("learned", "iid")}
-        curves[f"{m} std by axis"] = {"learned": found["learned"][1] * scale}
+        out[m] = {s: mean * scale for s, mean in found.items()}
 
     # Axes that float64 does not resolve have no gamma.
     unresolved = torch.arange(d, device=lam.device) >= axes.rank[..., None]
     for m in ("|dgamma|", "|dgamma|/lambda"):
         out[m]["KPCA"] = out[m]["KPCA"].masked_fill(unresolved, math.nan)
-    return curves | {m: {s: t.nanmean(-1) for s, t in columns.items()}
-                     for m, columns in out.items()}
+    return {m: {s: t.nanmean(-1) for s, t in columns.items()} for m, columns in out.items()}
 
 
 def kernel_eigenvalues(k):

@@ -79,14 +79,14 @@ def token_overlap(A, B):
 class Layer:
     """`probe.Heads` prepared for experiments: tensors (1, B, H, N, D), and what they share.
 
-    values: {"learned": v, "other": those of another head, "x W": the input through 3 Gaussian
-    matrices, "iid": Gaussian numbers}, (draws, B, H, N, D), all of v's size and all scaled by the
-    layer's I - S if it has one; raw: before that. key: the layer's number and that of the first
-    image, from which W and iid are drawn: W is the same for all images, in whatever pieces they
-    come.
+    values: {"learned": v, "other": those of another head, "x W": the input through as many
+    Gaussian matrices as draws, "iid": Gaussian numbers}, (draws, B, H, N, D), all of v's size and
+    all scaled by the layer's I - S if it has one; raw: before that. key: the layer's number and
+    that of the first image, from which W and iid are drawn: W is the same for all images, in
+    whatever pieces they come.
     """
 
-    def __init__(self, heads, name="", key=(0, 0)):
+    def __init__(self, heads, name="", key=(0, 0), draws=3):
         q, k, v, raw, x, S = heads
         B, H, N, _ = k.shape
         if not all(t.isfinite().all() for t in (q, k, v)):
@@ -95,7 +95,7 @@ class Layer:
         self.heads, self.name, self.key, self.dv = heads, name, key, v.shape[-1]
         self.q, self.k, self.v, self.scaled = q[None], k[None], v[None], S is not None
 
-        W = self.normal(-1, 3, 1, H, x.shape[-1], self.dv)
+        W = self.normal(-1, draws, 1, H, x.shape[-1], self.dv)
         iid = torch.stack([self.normal(key[1] + i, H, N, self.dv) for i in range(B)])
         self.raw = {"learned": raw[None], "other": raw.roll(1, 1)[None],
                     "x W": x[None, :, None] @ W.to(x), "iid": iid[None].to(x)}
@@ -108,7 +108,7 @@ class Layer:
 
     def normal(self, image, *shape):
         """Gaussian numbers of this layer for one image (-1: for all)."""
-        seed = torch.Generator().manual_seed(common.seed_of(self.key[0], image + 1, 0))
+        seed = torch.Generator().manual_seed(hash((self.key[0], image + 1, 0)) % 2 ** 63)
         return torch.randn(shape, generator=seed, dtype=torch.float64)
 
     @cached_property

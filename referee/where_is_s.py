@@ -1,7 +1,7 @@
 """Where is S? Does the sparse part of RPC-Attention hold the patches that were corrupted?
 
     python -m referee.where_is_s --ckpt out/shapes_rpc out/shapes_symmetric
-    python -m referee.where_is_s --ckpt out/robustness/*_s?/epoch_*.pt  # over training
+    python -m referee.where_is_s --ckpt out/kpca/softmax_s50/step_*.pt         # over training
     python -m referee.where_is_s --rows referee/results/where_is_s/rows.jsonl
 
 If robust PCA does inside attention what it is named for, K = L + S, and S is where a token was
@@ -24,6 +24,8 @@ that has one is not looked at again.
 """
 
 import argparse
+import copy
+import json
 import math
 from pathlib import Path
 
@@ -34,7 +36,6 @@ from tqdm import tqdm
 
 import common
 from robust import metrics
-from robust.adaptive import rewired
 from robust.patches import KINDS, corrupt_patches
 from robust.results import weights_of
 from robust.sources import kind_of
@@ -122,7 +123,9 @@ def examine(model, images, labels, kinds):
     """{measure in words: its value for each image (B,)}."""
     c, forms = model.config, {"": model}
     if c.layer_attn(0) in ("rpc", "rpc_asym"):
-        forms[", shrinkage off"] = rewired(model, lambd=math.inf)
+        forms[", shrinkage off"] = copy.deepcopy(model)
+        for block in forms[", shrinkage off"].blocks:
+            block.attn.pap = block.attn.pap | dict(lambd=math.inf)
     found, clean = residuals(*first_layer(model, images)), {}
     for form, m in forms.items():
         clean[form], right = second_input(m, images, labels)
@@ -150,7 +153,6 @@ def points(args):
     fresh = set()
     for path in args.ckpt:
         model, checkpoint = probe.load_model(path)
-        common.check_run(checkpoint, "train_cls.py")
         run = str(Path(path) if Path(path).is_dir() else Path(path).parent)
         if args.untrained and run not in fresh:
             fresh.add(run)
@@ -229,7 +231,8 @@ def main(argv=None):
             values = {name: round(x.double().mean().item(), 5) for name, x in found.items()}
             stored[key] = row | dict(values=values)
             path.parent.mkdir(parents=True, exist_ok=True)
-            common.Log(path).append(stored[key])
+            with open(path, "a") as file:
+                file.write(json.dumps(stored[key]) + "\n")
         rows[key] = stored[key]                                 # once, if it was given twice
 
     shown = common.read_log(args.rows) if args.rows else rows.values()
