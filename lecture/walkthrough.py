@@ -408,8 +408,6 @@ if wanted("attack"):
 # %% 5. What the line says: clean loss against accuracy, a mark a trained network.
 if wanted("line"):
     networks = [n for n in line.stored("fresh") if not n.arm.startswith("half-")]
-    others = line.networks_of(line.read(line.files(line.OTHER_RECIPES)),
-                              line.logged(line.files(line.PICTURES["fresh"][2])))
 
     def group(arm):
         """Which of the five marks an arm has."""
@@ -427,7 +425,7 @@ if wanted("line"):
              "adversarially trained": dict(marker="D", color="black", fillstyle="none"),
              "other recipes": dict(marker="x", color="black")}
     of = {name: [n for n in networks if group(n.arm) == name] for name in looks}
-    of["other recipes"] = others
+    of["other recipes"] = line.other_recipes()
     titles = {"pgd 2/255": "small attack (PGD at 2/255)", "15 corruptions": "15 corruptions"}
     words = {"adversarially\ntrained": (0, 0.6, 78), "other recipes": (1, 0.6, 86),
              "RPC": (0, 0.1, 41), "other attentions": (0, 0.063, 56),
