@@ -1,4 +1,4 @@
-"""referee/studies/constancy.py: forced values are what their equations say; what an arm's axes depend on; the rules."""
+"""referee/constancy.py: forced values are what their equations say; what an arm's axes depend on; the rules."""
 
 import json
 from argparse import Namespace
@@ -11,7 +11,7 @@ import kpca
 from attention import SelfAttention
 from common import InputError
 from data.batches import Split
-from referee.studies import constancy
+from referee import constancy
 
 N, D = 9, 4
 ARMS = [f"{family}-{basis}" for family in constancy.RANKS for basis in constancy.ARMS]

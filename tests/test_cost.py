@@ -1,11 +1,11 @@
-"""referee/studies/cost.py: Table 11: it prints tables, writes rows, and counts rightly."""
+"""referee/cost.py: Table 11: it prints tables, writes rows, and counts rightly."""
 
 import json
 
 import pytest
 import torch
 
-from referee.studies import cost
+from referee import cost
 from vit import SIZES, ViT, ViTConfig
 
 VITS = [name for name in cost.MODELS if not name.startswith("fan")]

@@ -1,4 +1,4 @@
-"""referee/studies/kernel_pca.py, probe.py: golden numbers, theory, nulls, capture, the command."""
+"""referee/kernel_pca.py, probe.py: golden numbers, theory, nulls, capture, the command."""
 
 import csv
 import math
@@ -17,10 +17,11 @@ from conftest import ROOT
 from data import photos, shapes
 from kpca import (a_hat, attend, basis, eigen_cosine, exact_scaling, kernel_pca, log_g, log_gram,
                   log_phi2, projection_loss, ritz, theoretical_values)
-from referee.studies import attainable, kernel_pca as study, probe, published_scores
-from referee.studies.kernel_pca import EXPERIMENTS, eigenvalue_statistics, measure
-from referee.studies.probe import RULES, Heads, capture, load_model, standardise, untrained
-from referee.studies.span import Layer, explained_variance, key_span, principal_axes, query_share, value_axes
+from referee import kernel_pca as study, probe, published_scores, robust_attentions
+from referee.kernel_pca import EXPERIMENTS, eigenvalue_statistics, exp_scaling, measure
+from referee.probe import Heads, attention_layers, capture, load_model, untrained
+from referee.robust_attentions import RULES, standardise
+from referee.span import Layer, explained_variance, key_span, principal_axes, query_share, value_axes
 from test_kpca import assert_close, cases, draw, sweep
 from vit import ViT, ViTConfig
 
@@ -154,7 +155,7 @@ def tiny_heads(B=2, H=2, N=6, D=3, seed=0):
     return Heads(q, k, v, v, torch.randn(B, N, H * D, generator=g, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("experiment", sorted(EXPERIMENTS.keys() - {"eigstats"}))
+@pytest.mark.parametrize("experiment", sorted(EXPERIMENTS.keys() - {"eigstats", "scaling"}))
 def test_another_heads_values_are_a_null_of_every_experiment(experiment):
     heads = tiny_heads(H=3)
     found = measure([Layer(heads)], {experiment: EXPERIMENTS[experiment]})
@@ -276,34 +277,133 @@ def test_a_fitted_map_is_shared_by_images_and_scores_above_a_random_one(monkeypa
     pieces = [Layer(Heads(*(t[i:i + 2] for t in heads[:5]))) for i in (0, 2)]
     own = torch.linalg.lstsq(heads.x.flatten(0, 1)[None], heads.v.transpose(0, 1).flatten(1, 2)).solution
     W = torch.cat([own, torch.zeros(2, 1, 8)], 1)                                       # no b
-    assert_close(attainable.mapped(pieces[1], W), heads.v[2:], 1e-9, 1e-9)
+    assert_close(study.mapped(pieces[1], W), heads.v[2:], 1e-9, 1e-9)
     S = torch.rand(2, 2, 24, 24, dtype=torch.float64)
     scaled = Layer(Heads(*(t[2:] for t in heads[:5]), S=S))                             # what I - S makes of it
-    assert_close(attainable.mapped(scaled, W), heads.v[2:] - S @ heads.v[2:], 1e-9, 1e-9)
-    monkeypatch.setattr(attainable, "ROUNDS", 20)
-    for name, score in attainable.MEASURES.items():
-        found = attainable.fit(score, pieces)
+    assert_close(study.mapped(scaled, W), heads.v[2:] - S @ heads.v[2:], 1e-9, 1e-9)
+    monkeypatch.setattr(study, "ROUNDS", 20)
+    for name, score in study.FITTED.items():
+        found = study.fit(score, pieces)
         fitted, random = (torch.cat([score(p, v) for p, v in values], 1).mean() for values in (
-            [(p, attainable.mapped(p, found)[None]) for p in pieces], [(p, p.values["x W"]) for p in pieces]))
+            [(p, study.mapped(p, found)[None]) for p in pieces], [(p, p.values["x W"]) for p in pieces]))
         assert fitted > random + 0.01, name
     layer = pieces[0]
     Q = basis(value_axes(layer.span, layer.v))
-    assert_close(attainable.variance(layer, layer.v), explained_variance(layer.span, Q), 1e-8)
+    assert_close(study.variance(layer, layer.v), explained_variance(layer.span, Q), 1e-8)
     exact = theoretical_values(layer.axes, 8)
-    assert_close(attainable.eigenvectors(layer, exact @ own[0, :8]), torch.ones(1, 2, 2), 1e-6)
-    assert (attainable.eigenvectors(layer, layer.v) < 0.95).all()
+    assert_close(study.eigenvectors(layer, exact @ own[0, :8]), torch.ones(1, 2, 2), 1e-6)
+    assert (study.eigenvectors(layer, layer.v) < 0.95).all()
 
 
-def test_the_share_is_that_of_the_gap_between_the_random_and_the_fitted_map(tmp_path, capsys):
-    means = {"x W": 0.4, "learned": 0.45, "fitted to eig_cos": 0.5, "fitted to EV": 0.6, "KPCA": 0.9, "best": 0.8}
-    rows = [f"softmax_s{seed},9,all,{m},{source},{x + 0.01 * seed},0.01,8" for seed in range(2)
-            for m in ("eig_cos", "EV") for source, x in means.items()]
-    (tmp_path / "attainable.csv").write_text("\n".join(["run,step,layer,measure,source,mean,se,images", *rows]))
-    attainable.table(tmp_path)
-    shown = [line for line in capsys.readouterr().out.splitlines() if "softmax" in line]
-    lines = [[cell.strip() for cell in line.split("|")[2:-1]] for line in shown]
-    assert [line[4] for line in lines] == ["0.9050 ± 0.0071", "0.8050 ± 0.0071"]
-    assert [line[5] for line in lines] == ["+50.0 (+50.0 to +50.0)", "+25.0 (+25.0 to +25.0)"]
+def stored(folder, seeds, gap, room=0.05, network="softmax"):
+    """trained.csv of networks whose eigen-cosine lies a gap above a random matrix, and a map's room above it."""
+    rows = []
+    for seed in range(seeds):
+        x = 0.5 + seed / 100
+        values = {("eig_cos", "x W"): x, ("eig_cos", "learned"): x + gap + seed / 1e4, ("eig_cos", "other"): x,
+                  ("eig_cos", "iid"): 0.3, ("eig_cos", "KPCA"): 1, ("eig_cos", "fitted to eig_cos"): x + room,
+                  ("eig_cos: learned -", "x W"): gap + seed / 1e4, ("eig_cos: learned -", "other"): gap}
+        rows += [dict(run=f"{network}_s{seed}", step=step, layer="all", measure=m, source=source,
+                      mean=value + 0.3 * (step == 0), se=0.01, images=64) for step in (0, 2000)
+                 for (m, source), value in values.items()]
+    probe.append_csv(folder / "trained.csv", rows)
+    return study.rows_of(folder / "trained.csv")
+
+
+@pytest.mark.parametrize("gap, room, said", [
+    (0.002, 0.05, "a trace"), (-0.0001, 0.05, "no better than a random matrix"), (0.04, 0.05, "largely"),
+    (0.01, 0.05, "20 per cent of the way")])
+def test_the_verdict_follows_from_the_interval_over_seeds_and_the_share_of_the_attainable_gap(tmp_path, gap, room, said):
+    rows = stored(tmp_path, 5, gap, room)
+    assert study.verdict(rows, "softmax").startswith(said)
+    shares = study.closed(rows, "softmax", "eig_cos")
+    assert_close(torch.tensor(shares), torch.tensor([100 * (gap + s / 1e4) / room for s in range(5)]), 1e-3)
+    assert study.closed(rows, "softmax", "eig_cos", 0).mean() == pytest.approx(shares.mean(), rel=1e-3)
+
+
+def test_a_table_has_intervals_over_seeds_and_of_one_seed_over_images(tmp_path):
+    rows = stored(tmp_path, 3, 0.1)
+    half = 4.303 * 1e-4 / math.sqrt(3)                                            # t of 2 at 97.5 %
+    text = study.table(rows, "eig_cos")
+    assert f"+0.1001 (+{0.1001 - half:.4f} to +{0.1001 + half:.4f})" in text and "0.5100 ± 0.0100" in text
+    one = [row for row in rows if row["run"] == "softmax_s0"]
+    assert "+0.1000 (+0.0804 to +0.1196 images)" in study.table(one, "eig_cos")
+    assert study.verdict(one, "softmax") == "too few seeds"
+    study.draw(rows, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 5000
+    with pytest.raises(InputError, match="holds no CSV file"):
+        study.said(tmp_path / "nowhere")
+
+
+def test_a_network_is_trained_in_stages_measured_once_each_and_step_0_is_its_seed_s(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(study, "STAGES", (0, 1, 2))
+    monkeypatch.setattr(study, "FIT_IMAGES", 50)
+    monkeypatch.setattr(study, "ROUNDS", 1)
+    monkeypatch.setattr(study, "load_images", lambda *given: probe.load_images(*given[:2], 3))
+    commands = []
+
+    def small(*words):
+        commands.append(words)
+        few = [] if "--resume" in words else ["--num_images", 64, "--image_size", 16, "--patch_size", 2, "--batch_size", 32]
+        monkeypatch.setattr(sys, "argv", [str(word) for word in (*words, *few)])
+        train_cls.main()
+
+    monkeypatch.setattr(study, "call", small)
+    flags = ["trained", "--networks", "scaled_s", "--seeds", "3", "--out_dir", str(tmp_path)]
+    study.main(flags)
+    shown = capsys.readouterr().out
+    assert [words[1] for words in commands] == ["--attn", "--resume"] and "eig_cos, v = G a" in shown
+    rows, text = probe.read_csv(tmp_path / "trained.csv"), (tmp_path / "trained.csv").read_text()
+    fits = {row["step"]: {r["source"] for r in rows if r["step"] == row["step"]} for row in rows}
+    assert set(fits) == {0, 1, 2} and all("fitted to eig_cos" in of for of in fits.values())
+    assert [("fitted to overlap" in fits[step]) for step in (0, 1, 2)] == [False, False, True]
+    start = study.stage(tmp_path / "scaled_s_s3", "scaled_s", 3, 0)[0]
+    torch.manual_seed(3)
+    assert all(torch.equal(a, b) for a, b in zip(start.parameters(), type(start)(start.config).parameters()))
+    one, two = (load_model(tmp_path / f"scaled_s_s3/step_{step}.pt")[0] for step in (1, 2))
+    assert not torch.equal(one.head.weight, two.head.weight)
+    study.main(flags)
+    assert len(commands) == 2 and (tmp_path / "trained.csv").read_text() == text
+
+
+# --- Scaled Attention -----------------------------------------------------------------------------
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_network_is_trained_with_a_rule_of_the_dispute_and_loaded_with_it(tmp_path, rule):
+    words = "--num_images 64 --epochs 1 --image_size 16 --batch_size 32 --max_steps 1 --device cpu".split()
+    robust_attentions.main(["train_cls.py", "--attn", rule, *words, "--out_dir", str(tmp_path / "run")])
+    assert {layer.attn for layer in attention_layers(load_model(tmp_path / "run")[0])} == {rule}
+
+
+def test_gradients_of_the_exact_scaling_go_through_values_and_keys():
+    _, k, v = draw(2, 9, 4)
+    k, v = k.requires_grad_(), v.requires_grad_()
+    assert torch.autograd.gradcheck(lambda k, v: v - exact_scaling(k, v), (k, v))
+    loss = (v - exact_scaling(k, v)).square().sum()
+    assert all(g.abs().max() > 1e-3 for g in torch.autograd.grad(loss, (k, v)))
+
+
+def test_exact_scaling_removes_what_the_pseudo_inverse_removes_so_it_changes_no_eigen_cosine():
+    heads = tiny_heads(N=12, D=4)
+    S, lg = exact_scaling(heads.k, torch.eye(12).to(heads.k)), log_g(heads.k, heads.k)
+    assert_close(a_hat(heads.v - S @ heads.v, lg), a_hat(heads.v, lg), 1e-9, 1e-12)
+    assert_close(S @ S, S, 1e-9, 1e-12)                                           # a projection
+
+
+def test_distance_to_the_exact_s_is_zero_for_itself_and_one_for_zero_and_larger_when_permuted():
+    heads = tiny_heads(N=12, D=4)
+    for factor, distance in ((1.0, 0.0), (0.0, 1.0)):
+        S = factor * exact_scaling(heads.k, torch.eye(12).to(heads.k))
+        found = exp_scaling(Layer(heads._replace(v=heads.raw - S @ heads.raw, S=S)))
+        assert_close(found["distance"]["learned"], torch.full((1, 2, 2), distance), 1e-9, 1e-9)
+        assert (found["distance"]["permuted"] > 0.1).all()
+
+
+def test_printed_scaling_breaks_where_attention_underflows_and_only_there():
+    _, k, v = draw(1, 16, 8)
+    for size, broken in ((1, 0), (8, 1)):
+        layer = Layer(Heads(size * k[None, None], size * k[None, None], v[None, None], v[None, None], v[None]))
+        assert exp_scaling(layer)["broken"]["float32"] == broken
 
 
 def test_eta_is_a_ratio_to_the_room_that_is_there_with_an_error_over_images(tmp_path):
@@ -313,7 +413,7 @@ def test_eta_is_a_ratio_to_the_room_that_is_there_with_an_error_over_images(tmp_
     found = measure([layer], {"capture": EXPERIMENTS["capture"]})
     ev, null, best = (found["capture", "EV", source, "1"] for source in ("learned", "x W", "best"))
     eta = 100 * (ev - null) / (best - null).mean()
-    rows = study.examine(point, {"capture": EXPERIMENTS["capture"]}, args, torch.device("cpu"))["capture"]
+    rows = study.examine(point, {"capture": EXPERIMENTS["capture"]}, torch.device("cpu"))["capture"]
     row, = [row for row in rows if (row["measure"], row["layer"]) == ("eta", "1")]
     assert row["mean"] == pytest.approx(eta.mean().item(), rel=1e-6)
     assert row["se"] == pytest.approx(eta.std().item() / math.sqrt(5), rel=1e-6)

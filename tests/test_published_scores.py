@@ -1,4 +1,4 @@
-"""referee/studies/published_scores.py: equal to the published code (golden); what scores say of noise."""
+"""referee/published_scores.py: equal to the published code (golden); what scores say of noise."""
 
 import math
 from itertools import permutations
@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from kpca import a_hat, basis, eigen_cosine, kernel_pca, theoretical_values
-from referee.studies import published_scores
-from referee.studies.kernel_pca import exp_capture, exp_gamma, exp_values, measure
-from referee.studies.probe import capture, checkpoints, get_args
-from referee.studies.published_scores import (absolute_losses, cka, exp_similarities, gamma, kernel_cka,
+from referee import published_scores
+from referee.kernel_pca import exp_capture, exp_gamma, exp_values, measure
+from referee.probe import capture, checkpoints, get_args
+from referee.published_scores import (absolute_losses, cka, exp_similarities, gamma, kernel_cka,
                                       kernel_eigenvalues, matching, numeric_a_hat, official_loss, pair_differences,
                                       row_similarities, synthetic_keys)
-from referee.studies.span import Layer, token_overlap
+from referee.span import Layer, token_overlap
 from test_kernel_pca import random_heads, read, run, save_vit
 from test_kpca import assert_close, cases, draw
 

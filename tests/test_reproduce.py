@@ -208,7 +208,7 @@ def test_folders_scales_seeds_and_nodes_go_where_they_should(tmp_path):
     plan = dict(SCALE="paper", DATA="d", DRY="1", PYTHON="true")
     for script in ("fig1.sh", "fig2.sh"):
         text = run(script, tmp_path, **plan, SEEDS="0 1")
-        study, = (line for line in text.splitlines() if "referee.studies.kernel_pca" in line)
+        study, = (line for line in text.splitlines() if "referee.kernel_pca" in line)
         assert "softmax_s0" in study and "softmax_s1" in study
     text = run("table12.sh", tmp_path, **plan, NODES="2", NODE="1", HOST="h", GPUS="8")
     assert "--nnodes=2 --node_rank=1 --master_addr=h --nproc_per_node=8 train_cls.py" in text

@@ -1,4 +1,4 @@
-"""referee/studies/robust_attentions: each attention is its published definition, in a network or alone."""
+"""referee/robust_attentions: each attention is its published definition, in a network or alone."""
 
 import copy
 from functools import partial
@@ -12,8 +12,8 @@ import common
 from common import InputError
 from attention import ATTENTIONS, LAYER_PATTERNS, symmetric_attention
 from lm import LM, LMConfig
-from referee.studies import robust_attentions as study
-from referee.studies.robust_attentions import ROBUST, register
+from referee import robust_attentions as study
+from referee.robust_attentions import ROBUST, register
 from vit import ViT, ViTConfig
 
 B, H, N, D = 2, 2, 7, 4

@@ -1,4 +1,4 @@
-"""referee/studies/where_is_s.py and robust/patches.py: which patches are corrupted, and whether S is there."""
+"""referee/where_is_s.py and robust/patches.py: which patches are corrupted, and whether S is there."""
 
 import json
 import math
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from sklearn.metrics import roc_auc_score
 
 from robust.patches import corrupt_patches
-from referee.studies import where_is_s
+from referee import where_is_s
 from vit import ViT, ViTConfig
 
 RPC = dict(attn="rpc", pap=dict(n_iter=3, lambd=1.0))

@@ -2,7 +2,7 @@
 
     python tests/warm.py --serve FILE                             # once; FILE is its address
     python -S tests/warm.py FILE train_cls.py --epochs 1          # one command at a time
-    python -S tests/warm.py FILE -m referee.studies.leak
+    python -S tests/warm.py FILE -m referee.leak
 
 Importing torch and torchvision and tidying them up at the end takes 6 CPU seconds, many times what
 a network of the smallest scale takes. A client that is killed leaves its command running.
