@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from attention import (ATTENTIONS, FORMS, ScaledAttention, SelfAttention, every_pap,
-                       key_statistics,
-                       naive_attention, rpc_attention, soft_threshold, softmax_attention,
-                       symmetric_attention)
+                       key_statistics, naive_attention, rpc_attention, soft_threshold,
+                       softmax_attention, symmetric_attention)
 from conftest import ROOT
 from kpca import exact_scaling, pcp
 
