@@ -74,7 +74,7 @@ def symmetric_attention(k, v, *, causal=False, dropout_p=0.0):
     return softmax_attention(k, k, v, causal=causal, dropout_p=dropout_p)
 
 
-# --- RPC-Attention: Principal Attention Pursuit (PAP) splits the keys, K = L + S ------------------
+# --- PAP, below, seen or changed from outside -----------------------------------------------------
 
 changes = {}                            # arguments of rpc_attention that every_pap has set
 
@@ -102,6 +102,7 @@ def every_pap(**settings):
 
 
 def changed_by_every_pap(function):
+    """Let every_pap set arguments of a function."""
     signature = inspect.signature(function)
 
     @wraps(function)
@@ -111,6 +112,8 @@ def changed_by_every_pap(function):
         return function(*args, **given)
     return call
 
+
+# --- RPC-Attention: Principal Attention Pursuit (PAP) splits the keys, K = L + S ------------------
 
 def soft_threshold(x, tau):
     """Shrink towards zero: sign(x) max(|x| - tau, 0), elementwise; the prox of tau ||.||_1.
@@ -252,9 +255,7 @@ ATTENTIONS = {
 # What --attn may name besides: (attention in rpc_layers, attention in the other layers).
 LAYER_PATTERNS = {"rpc": ("rpc", "symmetric"), "rpc_asym": ("rpc_asym", "softmax"),
                   "sym_asym": ("rpc", "softmax")}
-
-
-OFFERED = ("causal", "dropout_p", "layer")
+OFFERED = ("causal", "dropout_p", "layer")              # besides q, k, v
 
 
 def arg_names(function, known):

@@ -15,11 +15,7 @@ from torch import nn
 from tqdm import tqdm
 
 import common
-<<<<<<< HEAD:referee/studies/probe.py
 from attention import ATTENTIONS, SelfAttention, softmax_attention
-=======
-from attention import PAP, SelfAttention
->>>>>>> lecture:referee/probe.py
 from common import InputError
 from data.imagenet import ImageTree
 from data.images import load_test

@@ -180,18 +180,18 @@ def one_maximum(k, v, causal):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_look_at_the_future_is_found_before_training(size, monkeypatch):
-    def found(attn="mine", **pap):
+    def look(attn="mine", **pap):
         torch.manual_seed(0)
         model = LM(LMConfig(2000, **SIZES[size], attn=attn, rpc_layers=(0,), pap=pap)).train()
         state = torch.random.get_rng_state()
-        leak = reads_the_future(model)
+        found = reads_the_future(model)
         assert model.training and torch.equal(state, torch.random.get_rng_state())
-        return leak
-    assert not any(map(found, ("softmax", "symmetric", "rpc", "rpc_asym", "scaled_alpha")))
-    for mine, leak in ((lambda q, k, v, causal: symmetric_attention(k, v), True),
+        return found
+    assert not any(map(look, ("softmax", "symmetric", "rpc", "rpc_asym", "scaled_alpha")))
+    for mine, expected in ((lambda q, k, v, causal: symmetric_attention(k, v), True),
                        (look_ahead, True), (one_maximum, False)):
         monkeypatch.setitem(ATTENTIONS, "mine", mine)
-        assert found() is leak
+        assert look() is expected
 
 
 def test_a_trained_model_with_a_mean_over_all_words_is_found_to_leak():

@@ -10,6 +10,7 @@ from PIL import Image
 
 import common
 import look
+from conftest import ROOT
 from attention import SelfAttention, softmax_attention
 from data.photos import load_photos, square
 from data.shapes import SHAPES, load_shapes
@@ -171,7 +172,8 @@ def test_bad_input_is_refused_in_one_line(run, classifier, tmp_path):
                         (("--ckpt", tmp_path / "fan.pt"), "is a FAN"),
                         (("--ckpt", tmp_path / "words.pt"), "names no classes"),
                         (("--out", tmp_path / "no" / "look.png"), "look.png"),
-                        (("--ckpt", "weights/seg_shapes_rpc.pt", "--image", tmp_path), "is a folder"),
+                        (("--ckpt", ROOT / "weights/seg_shapes_rpc.pt", "--image", tmp_path),
+                         "is a folder"),
                         (("--scene", -1), "--scene")):
         result = run(*(("--ckpt", path) if "--ckpt" not in flags else ()), *flags)
         assert word in result and result.count("error: ") == 1, (flags, result)

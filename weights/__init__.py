@@ -13,7 +13,7 @@ import re
 import torch
 import torch.nn.functional as F
 
-from common import InputError, load_known, print0
+from common import InputError, load_known
 
 
 def load_weights(model, checkpoint, new_head=False, mode="bicubic"):
