@@ -285,16 +285,14 @@ def restore(checkpoint, model, optimizer, about):
             raise InputError(f"--resume cannot change {name}: it was {was!r:.60} and is "
                              f"{now!r:.60}")
     load_strictly(model, checkpoint["model"])
-    today = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    stored = checkpoint["optimizer"]
-    if stored["param_groups"][0].keys() != optimizer.param_groups[0].keys():
+    today, stored = optimizer.param_groups, checkpoint["optimizer"]
+    if stored["param_groups"][0].keys() != today[0].keys():
         raise InputError("--resume: the optimiser is another one than the run's")
-    try:
-        optimizer.load_state_dict(stored)
+    groups = [{**now, "params": was["params"]} for now, was in zip(today, stored["param_groups"])]
+    try:                                    # before it is loaded: fused says where its state goes
+        optimizer.load_state_dict({**stored, "param_groups": groups})
     except ValueError as e:                                         # other groups of parameters
         raise InputError(f"--resume: the optimiser's state does not fit: {e}") from None
-    for group, hyperparameters in zip(optimizer.param_groups, today):
-        group.update(hyperparameters)
 
 
 def stored_config(checkpoint, config):

@@ -254,8 +254,8 @@ def main():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     amp = has_bf16 if args.amp is None else args.amp
-    if amp:
-        torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("high" if amp else "highest")
+    torch.backends.cudnn.allow_tf32 = amp                           # convolutions likewise
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
     # Data. What images of one's own leave open is chosen for them.
@@ -288,6 +288,8 @@ def main():
                     init=args.init or ("trunc_normal" if deit or Model != ViT else "default"))
     torch.manual_seed(args.seed)
     model = Model(config).to(device)
+    if world > 1 and device.type == "cuda":                         # FAN's norms
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.init_from and not args.resume:
         from weights import load_weights
         with common.error_prefix(f"--init_from {args.init_from}"):
@@ -349,7 +351,8 @@ def main():
         # A batch; in adversarial training made worse for the network as it is in this step.
         images, targets, position = next(batches)
         if args.adv_eps:
-            images = adversarial(model, images, targets, position[0].item(), args)
+            with autocast:
+                images = adversarial(compiled, images, targets, position[0].item(), args)
 
         # Forward and backward. Drop path draws from a seed of this step, so a resumed run draws
         # the same.
@@ -369,8 +372,7 @@ def main():
             ema.load_state_dict(model.state_dict())
         elif ema:
             average(list(ema.parameters()), list(model.parameters()), step)
-            for of_ema, of_model in zip(ema.buffers(), model.buffers()):
-                of_ema.copy_(of_model)
+            torch._foreach_copy_(list(ema.buffers()), list(model.buffers()))
         pending.append(torch.stack([loss.detach(), norm]) / world)  # stays on the device
 
         # What is due? By the step alone, so that all processes agree: an evaluation every few

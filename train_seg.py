@@ -131,7 +131,7 @@ def get_args():
          "and noise")
     flag("--device", type=common.device, help="cuda, mps or cpu; None: the best there is")
     flag("--amp", action=boolean, help="bf16 autocast; None: on GPUs that have it")
-    flag("--compile", action=boolean, default=False, help="torch.compile the model")
+    flag("--compile", action=boolean, default=False, help="torch.compile the model, to train")
     flag("--log_every", type=COUNT, default=20, help="steps between rows of log.jsonl")
     flag("--eval_every", type=COUNT, default=2, help="epochs between evaluations")
     flag("--keep_best", action=boolean, default=False, help="also keep best.pt, of the evaluation "
@@ -255,8 +255,8 @@ def main():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     amp = has_bf16 if args.amp is None else args.amp
-    if amp:
-        torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("high" if amp else "highest")
+    torch.backends.cudnn.allow_tf32 = amp                           # convolutions likewise
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
     # Data. What masks of one's own leave open is chosen for them.
