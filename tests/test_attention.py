@@ -139,8 +139,8 @@ def test_pcp_equals_its_reference_and_recovers_both_parts_and_diverges_as_printe
         for ours, name in zip(pcp(a["pcp/M"], **how), "LS"):
             assert close(ours, a[f"pcp/{name}{end}"])
     torch.manual_seed(0)
-    low, gross = torch.randn(60, 2).double() @ torch.randn(2, 40).double(), torch.zeros(60,
-                                                                                        40).double()
+    low = torch.randn(60, 2).double() @ torch.randn(2, 40).double()
+    gross = torch.zeros(60, 40).double()
     gross[torch.rand(60, 40) < 0.05] = 10.0
     L, S = pcp(low + gross, max_iter=100)
     assert (L - low).norm() < 1e-6 * low.norm() and (S - gross).norm() < 1e-6 * gross.norm()
@@ -370,9 +370,8 @@ def test_a_function_that_is_entered_in_the_table_is_an_attention(mine, rows, mon
     monkeypatch.setitem(ATTENTIONS, "mine", mine)
     m, x = layer("mine"), tokens()
     q, k, v = m.project(x)
-    given = dict(k=k, v=v) | (dict(q=q) if rows == 3 else {}) | (dict(layer=m)
-                                                                 if "layer" in m.arg_names else {})
-    h = mine(**given)
+    given = dict(q=q, k=k, v=v, layer=m, **m.attn_kwargs)
+    h = mine(**{name: given[name] for name in m.arg_names})
     assert len(m.qkv.weight) == rows * 24 and (rows == 3 or torch.equal(q, k))
     assert close(m(x), m.proj(h.transpose(1, 2).flatten(2)))
 

@@ -25,8 +25,8 @@ def make_images(n=6, H=48, W=64, seed=0):
     """Smooth colour fields of different contrast, then white noise, then one flat image. uint8."""
     rng = torch.Generator().manual_seed(seed)
     coarse = torch.rand(n, 3, 6, 8, generator=rng)
-    low, span = torch.rand(n, 3, 1, 1, generator=rng) * 0.5, 0.2 + 0.6 * torch.rand(n, 3, 1, 1,
-                                                                                    generator=rng)
+    low, span = (torch.rand(n, 3, 1, 1, generator=rng) for _ in range(2))
+    low, span = low * 0.5, 0.2 + 0.6 * span
     images = low + span * torch.nn.functional.interpolate(coarse, (H, W), mode="bicubic")
     images[-2] = torch.rand(3, H, W, generator=rng)
     images[-1] = 0.5
@@ -184,8 +184,8 @@ def test_flips_where_u_is_low_and_corners_shift_by_pad():
 
 def erase(positions):
     """Erased constant images (2.0: no noise equals it) and the mask of erased pixels (n, H, W)."""
-    images, u = torch.full((len(positions), 3, 32, 32), 2.0), uniform(positions, ERASE_COLUMNS, 0,
-                                                                      1)
+    images = torch.full((len(positions), 3, 32, 32), 2.0)
+    u = uniform(positions, ERASE_COLUMNS, 0, 1)
     out = random_erase(images, u, positions, 0, 1.0)
     return out, (out != 2).any(1)
 

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding 
 def photo(width, height, seed=0, mode="RGB"):
     """A smooth random picture with some edges, as PIL image."""
     rng = np.random.default_rng(seed)
-    image = Image.fromarray(rng.integers(0, 256, (6, 7, 3), dtype=np.uint8)).resize((width, height),
-                                                                                    Image.BICUBIC)
+    image = Image.fromarray(rng.integers(0, 256, (6, 7, 3), dtype=np.uint8))
+    image = image.resize((width, height), Image.BICUBIC)
     image.paste((250, 10, 30), (width // 3, height // 3, width // 2, height // 2))
     return image.convert(mode)
 
@@ -42,8 +42,8 @@ def tree_dir(tmp_path):
             folder = tmp_path / split / name
             folder.mkdir(parents=True)
             for i in range(n):
-                photo(90 + 17 * i, 70 + 9 * c, seed=10 * c + i).save(folder / f"{name}_{i}.JPEG",
-                                                                     quality=95)
+                image = photo(90 + 17 * i, 70 + 9 * c, seed=10 * c + i)
+                image.save(folder / f"{name}_{i}.JPEG", quality=95)
             (folder / "readme.txt").write_text("not an image")
     return tmp_path
 
@@ -188,11 +188,10 @@ def pil_eval_crop(image, size, crop_pct=0.875):
     """Resize the short side, crop the centre: an independent version in PIL."""
     short = int(size / crop_pct)
     width, height = image.size
-    resized = (short, int(short * height / width)) if width <= height else (int(short
-                                                                                * width / height),
-                                                                            short)
-    image = image.resize(resized, Image.BICUBIC)
-    left, top = round((resized[0] - size) / 2), round((resized[1] - size) / 2)
+    wide = max(short, int(short * width / height))
+    high = max(short, int(short * height / width))
+    image = image.resize((wide, high), Image.BICUBIC)
+    left, top = round((wide - size) / 2), round((high - size) / 2)
     return tensor(image.crop((left, top, left + size, top + size)))
 
 
@@ -218,8 +217,8 @@ def test_a_training_crop_is_pils_crop_and_resize_of_its_box(tree_dir):
         source = Image.open(tree.path(position % len(tree))).convert("RGB")
         draw = uniform(torch.tensor([position]), 22, 5, RANDOM_CROP)[0].tolist()
         left, top, width, height = data.random_crop_box(*source.size, draw)
-        reference = source.crop((left, top, left + width, top + height)).resize((40, 40),
-                                                                                Image.BICUBIC)
+        reference = source.crop((left, top, left + width, top + height))
+        reference = reference.resize((40, 40), Image.BICUBIC)
         difference = (image.int() - tensor(reference).int()).abs()
         assert same == position and difference.float().mean() < 0.3 and difference.max() <= 8
 
@@ -261,8 +260,8 @@ def test_crops_depend_on_the_position_not_on_worker_or_batch(tree_dir):
         assert labels.tolist() == [label for _, label, _ in one]
         assert positions.tolist() == [p for p, _ in keys]
     assert not torch.equal(tree[100, 0][0], tree[101, 0][0])
-    assert not torch.equal(tree[100, 0][0], data.ImageTree(tree_dir, "train", size=24, train=True,
-                                                           seed=2)[100, 0][0])
+    other = data.ImageTree(tree_dir, "train", size=24, train=True, seed=2)
+    assert not torch.equal(tree[100, 0][0], other[100, 0][0])
 
 
 def test_labels_follow_the_training_classes_and_mismatches_are_listed(tree_dir):
@@ -292,15 +291,14 @@ def test_every_colour_mode_is_read_as_rgb_like_pil_and_16_bits_as_8():
                        **({"lossless": True} if kind == "WEBP" else {}))
         image = decode(file, "x")
         assert image.dtype == torch.uint8
-        assert (image.int() - tensor(Image.open(io.BytesIO(file))).int()).abs().max() <= 1, (mode,
-                                                                                             kind)
+        reference = tensor(Image.open(io.BytesIO(file)))
+        assert (image.int() - reference.int()).abs().max() <= 1, (mode, kind)
     values = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)  # 0, 257, ... 65535
     image = decode(encoded(Image.fromarray(values), "PNG"), "x")
-    assert torch.equal(image, torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(3, -1,
-                                                                                          -1))
+    assert torch.equal(image, torch.arange(256).byte().view(1, 16, 16).expand(3, -1, -1))
     between = np.array([[128, 129, 385, 386, 65278, 65535]], np.uint16)  # half of 257 rounds up
-    assert decode(encoded(Image.fromarray(between), "PNG"), "x")[0, 0].tolist() == [0, 1, 1, 2, 254,
-                                                                                    255]
+    image = decode(encoded(Image.fromarray(between), "PNG"), "x")
+    assert image[0, 0].tolist() == [0, 1, 1, 2, 254, 255]
 
 
 @pytest.mark.parametrize("damage", ["half", "end", "empty", "text", "gone"])

@@ -88,8 +88,7 @@ def test_parameter_counts_are_the_papers():
                                                       **kind)).parameters())
     cutoffs = (20_000, 40_000, 200_000)
     assert count(cutoffs=cutoffs) == 44_018_394 and count() == 44_018_394 - 387
-    assert count(cutoffs=cutoffs, attn="symmetric") == count(cutoffs=cutoffs,
-                                                             attn="rpc") == 43_756_250
+    assert {count(cutoffs=cutoffs, attn=attn) for attn in ("symmetric", "rpc")} == {43_756_250}
 
 
 def test_initial_weights_are_lmtools():
@@ -130,9 +129,8 @@ def test_dropout_acts_everywhere_but_on_attention_weights():
 
 
 def test_rpc_layers_are_rpc_the_others_symmetric_and_other_kinds_have_none():
-    assert [b.attn.attn for b in small(attn="rpc", rpc_layers=(2, 0)).blocks] == ["rpc",
-                                                                                  "symmetric",
-                                                                                  "rpc"]
+    blocks = small(attn="rpc", rpc_layers=(2, 0)).blocks
+    assert [b.attn.attn for b in blocks] == ["rpc", "symmetric", "rpc"]
     assert LMConfig(53, attn="rpc", rpc_layers=(2, 0)).rpc_layers == (0, 2)    # one name
     assert LMConfig(53, attn="rpc").rpc_layers == (0, 1, 2, 3)
     assert LMConfig(53, attn="symmetric").rpc_layers == ()

@@ -92,8 +92,8 @@ def test_each_tile_is_of_its_own_layer_and_step(run, classifier, tmp_path):
 
     def tile(row, column):
         x, y = column * wide, row * high + look.LINE
-        drawn = page.crop((x, y, x + look.SIDE, y + look.SIDE)).resize((8, 8),
-                                                                       Image.Resampling.NEAREST)
+        drawn = page.crop((x, y, x + look.SIDE, y + look.SIDE))
+        drawn = drawn.resize((8, 8), Image.Resampling.NEAREST)
         return torch.tensor(list(drawn.tobytes()), dtype=torch.float)
 
     for i, (block, x) in enumerate(zip(model.blocks, inputs)):
@@ -101,9 +101,8 @@ def test_each_tile_is_of_its_own_layer_and_step(run, classifier, tmp_path):
         expected = look.class_attention(block.attn, x, steps)
         assert (tile(0, 1 + i) - 255 * expected / expected.max()).abs().max() < 2
         for n, step in enumerate(steps):
-            size = step["S"].abs().sum((1, 3))[0,
-                                               1:] / block.attn.project(x)[1].abs().sum((1,
-                                                                                         3)).max()
+            largest = block.attn.project(x)[1].abs().sum((1, 3)).max()
+            size = step["S"].abs().sum((1, 3))[0, 1:] / largest
             assert (tile(1, n) - (255 * size).clamp(max=255)).abs().max() < 2 and size.max() > 0
 
 

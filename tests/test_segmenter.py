@@ -311,9 +311,8 @@ def test_deit_and_timm_weights_and_the_released_files_are_backbones():
     raw, _ = classifier(embed_dim=64, num_heads=1)
     for checkpoint in ({"model": raw.state_dict()}, raw.state_dict()):
         c = SegmenterConfig(7, 96, **backbone_settings(checkpoint))
-        assert (c.attn, c.embed_dim, c.depth, c.num_heads, c.patch_size, c.mlp_ratio) == ("softmax",
-                                                                                          64, 2, 1,
-                                                                                          8, 4)
+        found = c.attn, c.embed_dim, c.depth, c.num_heads, c.patch_size, c.mlp_ratio
+        assert found == ("softmax", 64, 2, 1, 8, 4)
         load_weights(Segmenter(c).encoder, checkpoint)
     released, _ = classifier(embed_dim=64, num_heads=1, attn="rpc")
     args = SimpleNamespace(robust=True, num_iter=5, lambd=4.0, layer=0)

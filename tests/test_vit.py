@@ -101,14 +101,13 @@ def test_parameter_counts_are_the_papers(size):
     (dict(attn="rpc_asym"), ["rpc_asym", "softmax"]), (dict(attn="sym_asym"), ["rpc", "softmax"]),
     (dict(attn="scaled_alpha"), ["scaled_alpha"] * 2), (dict(attn="mine"), ["mine", "symmetric"]),
     (dict(attn="yours", rpc_layers=(1,)), ["yours"] * 2)])
-def test_rpc_layers_choose_the_attention_of_each_layer_also_of_kinds_that_a_study_adds(how, kinds,
-                                                                                       monkeypatch):
+def test_rpc_layers_choose_the_attention_of_each_layer(how, kinds, monkeypatch):
     for name in ("mine", "yours"):
         monkeypatch.setitem(ATTENTIONS, name, lambda k, v: v)
     monkeypatch.setitem(LAYER_PATTERNS, "mine", ("mine", "symmetric"))
     m = small(**how, pap=dict(n_iter=3, lambd=0.7, form="admm"))
-    assert [block.attn.attn for block in m.blocks] == [m.config.layer_attn(i)
-                                                       for i in range(2)] == kinds
+    assert [block.attn.attn for block in m.blocks] == kinds
+    assert [m.config.layer_attn(i) for i in range(2)] == kinds
     for block in m.blocks:
         assert block.attn.pap == dict(n_iter=3, lambd=0.7, **FORMS["admm"])
     assert ViTConfig(attn="rpc", rpc_layers=(3, 0)).rpc_layers == (0, 3)       # one name
