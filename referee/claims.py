@@ -47,8 +47,8 @@ def key_of(name, pair, measure):
 
 
 def gap(name, pair, measure, what="difference"):
-    """A paired difference with its 95 % interval; or its mean, interval, seeds, p, p after Holm, 90 %
-    interval, the difference found with 80 % power, the accuracy of the arm or its baseline."""
+    """A paired difference with its 95 % interval; or its mean, interval, seeds, p, p after Holm,
+    90 % interval, the difference found with 80 % power, the accuracy of the arm or its baseline."""
     study, of = comparison(name)
     measure, arm, base = key = key_of(name, pair, measure)
     if what in ("arm", "baseline"):
@@ -65,7 +65,8 @@ def described(d, what, holm=np.nan, tests=1, digits=1):
         return f"{detectable(d.error, d.df, tests):.{digits}f}"
     if what == "90":
         return " to ".join(f"{end:+.{digits}f}" for end in interval(d, 0.9))
-    return {"difference": show(d, digits), "interval": f"{d.low:+.{digits}f} to {d.high:+.{digits}f}",
+    ends = f"{d.low:+.{digits}f} to {d.high:+.{digits}f}"
+    return {"difference": show(d, digits), "interval": ends,
             "mean": f"{d.mean:+.{digits}f}", "seeds": str(d.n), "networks": str(d.n),
             "p": show_p(d.p), "holm": show_p(holm)}[what]
 

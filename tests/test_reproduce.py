@@ -174,7 +174,7 @@ def test_table_2_attacks_as_the_papers_harness(plan, monkeypatch):
     assert sorted(args.measures) == sorted("pgd fgsm spsa sld cw noise autoattack".split())
 
 
-def test_folders_scales_seeds_and_nodes_go_where_they_should(plan, capsys):
+def test_folders_scales_seeds_and_gpus_go_where_they_should(plan, capsys):
     def printed(*words):
         reproduce.main([*words, "--dry"])
         return capsys.readouterr().out
@@ -185,9 +185,8 @@ def test_folders_scales_seeds_and_nodes_go_where_they_should(plan, capsys):
     (_, study), = ((words[0], words) for words in plan("fig2", "--seeds", "0", "1")
                    if "referee.kernel_pca" in words)
     assert [word.rpartition("/")[2] for word in study[-2:]] == ["softmax_s0", "softmax_s1"]
-    words = plan("table12", "--nodes", "2", "--node", "1", "--host", "h", "--gpus", "8")[0]
-    assert words[2:7] == ["--nnodes=2", "--node_rank=1", "--master_addr=h", "--nproc_per_node=8",
-                          "train_cls.py"]
+    words = plan("table12", "--gpus", "8")[0]
+    assert words[2:5] == ["--standalone", "--nproc_per_node=8", "train_cls.py"]
     with pytest.raises(common.InputError, match="nowhere is no folder, expected ImageNet: train/"):
         reproduce.main(["table1", "--scale", "paper", "--data_dir", "nowhere"])
 
