@@ -21,7 +21,6 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 
 import common
 from common import InputError
@@ -377,8 +376,8 @@ def beside(study, theirs, yours, limit=None):
 # --- the table of the criterion -------------------------------------------------------------------
 
 def by_cost(rows, study=STUDIES["criterion"]):
-    """Write Markdown: an arm a row: seeds, passes, clean, corruptions, each budget, the median
-    budget with its interval over seeds, AutoAttack where PGD stands beside it."""
+    """Write Markdown: an arm a row: seeds, passes, clean, corruptions, PGD at each budget,
+    AutoAttack, the median budget with its interval over seeds and images."""
     found, body = outcomes(rows, study.limit), []
     budgets = [m for m in found if m.startswith("pgd") and "images" not in m]
     attacked = [m for m in found if m.startswith("autoattack")]
@@ -386,12 +385,10 @@ def by_cost(rows, study=STUDIES["criterion"]):
     for arm, flags in study.arms.items():
         seeds = sorted(s for a, s in found.get("clean", {}) if a == arm)
         if seeds:
-            median = [found["median budget"][arm, s].mean() for s in seeds
-                      if (arm, s) in found.get("median budget", {})]
-            d = paired_t(median) if median else None
+            median = [x for (a, _), x in found.get("median budget", {}).items() if a == arm]
             body.append([arm, str(len(seeds)), str(cost(flags)),
                          *(accuracy(found, m, arm) for m in columns),
-                         show(d, 2).replace("+", "") if median else ""])
+                         show(crossed(median), 2).replace("+", "") if median else ""])
     return common.table(body, ["arm", "seeds", "cost", *columns, "median budget, 1/255"])
 
 

@@ -47,8 +47,8 @@ def key_of(name, pair, measure):
 
 
 def gap(name, pair, measure, what="difference"):
-    """A paired difference with its 95 % interval; or its mean, seeds, p, p after Holm, 90 %
-    interval, the difference found with 80 % power, the accuracy of the arm or its baseline."""
+    """A paired difference with its 95 % interval; or its mean, interval, seeds, p, p after Holm,
+    90 % interval, the difference found with 80 % power, the accuracy of the arm or its baseline."""
     study, of = comparison(name)
     measure, arm, base = key = key_of(name, pair, measure)
     if what in ("arm", "baseline"):
@@ -65,8 +65,10 @@ def described(d, what, holm=np.nan, tests=1, digits=1):
         return f"{detectable(d.error, d.df, tests):.{digits}f}"
     if what == "90":
         return " to ".join(f"{end:+.{digits}f}" for end in interval(d, 0.9))
-    return {"difference": show(d, digits), "mean": f"{d.mean:+.{digits}f}", "seeds": str(d.n),
-            "networks": str(d.n), "p": show_p(d.p), "holm": show_p(holm)}[what]
+    ends = f"{d.low:+.{digits}f} to {d.high:+.{digits}f}"
+    return {"difference": show(d, digits), "interval": ends,
+            "mean": f"{d.mean:+.{digits}f}", "seeds": str(d.n), "networks": str(d.n),
+            "p": show_p(d.p), "holm": show_p(holm)}[what]
 
 
 def outcome(name, pair):
@@ -271,8 +273,12 @@ def faults(claims, root=ROOT):
 
 def detail(*studies, pictures=()):
     """The tables of studies and pictures of the line, as their commands print them."""
-    parts = [(f"python -m referee.arms {name}", arms.tables(arms.STUDIES[name], arms.stored(
-        arms.STUDIES[name]))) for name in studies]
+    parts = []
+    for name in studies:
+        rows = arms.stored(arms.STUDIES[name])
+        text = arms.tables(arms.STUDIES[name], rows)
+        text += "\n\n## by cost\n\n" + arms.by_cost(rows) if name == "criterion" else ""
+        parts.append((f"python -m referee.arms {name}", text))
     if pictures:
         text = "\n\n".join(line.page(name) for name in pictures)
         parts.append(("python -m referee.line", text))
@@ -281,14 +287,15 @@ def detail(*studies, pictures=()):
 
 
 DETAILS = {"robustness": ("robustness", "cifar10"), "constants": ("constants", "eighteen"),
-           "control": ("control",), "finetune": ("finetune",), "line": ("line", "line-cifar10")}
+           "control": ("control",), "finetune": ("finetune",), "line": ("line", "line-cifar10"),
+           "criterion": ("criterion",)}
 
 
 def details():
     """{page: its text} of every page that a study's command writes."""
     return {f"referee/results/{folder}/details.md": detail(
         *studies, pictures=line.PICTURES if folder == "line" else ())
-        for folder, studies in DETAILS.items()}
+        for folder, studies in DETAILS.items() if arms.stored(arms.STUDIES[studies[0]])}
 
 
 def main(argv=None):

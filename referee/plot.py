@@ -222,7 +222,8 @@ def budget_curves(ax, networks, looks=None):
 
 
 DEFENDED = dict(linestyle="--", fillstyle="none")
-CONTROL = {"symmetric": (WORDS["symmetric"], look("symmetric")), "rpc4-l1": ("RPC", look("rpc4-l1")),
+CONTROL = {"symmetric": (WORDS["symmetric"], look("symmetric")),
+           "rpc4-l1": ("RPC", look("rpc4-l1")),
            "symmetric-adv": (WORDS["symmetric-adv"], look("symmetric") | DEFENDED),
            "rpc4-l1-adv": (WORDS["rpc4-l1-adv"], look("rpc4-l1") | DEFENDED)}
 CRITERION = [{**CONTROL, "uniform-l0": (WORDS["uniform-l0"], look("uniform-l0")),
@@ -293,10 +294,10 @@ def lambda_figure(path):
                 own = [r for r in rows if (r["network"], r["form"]) == (network, form)]
                 ax.plot([lambdas.index(r["lambd"]) for r in own], [r[name] for r in own],
                         markersize=4, **look(arm), label=f"{words}; then this lambda")
-            own = [r for r in trained if r["form"] == form and dict(top1="clean").get(name, name) in r]
-            ax.plot([lambdas.index(r["lambd"]) for r in own],
-                    [r[dict(top1="clean").get(name, name)] for r in own], "P", markersize=7,
-                    fillstyle="none", color="black", label="trained with this lambda")
+            key = "clean" if name == "top1" else name
+            own = [r for r in trained if r["form"] == form and key in r]
+            ax.plot([lambdas.index(r["lambd"]) for r in own], [r[key] for r in own], "P",
+                    markersize=7, fillstyle="none", color="black", label="trained with this lambda")
             ax.set_ylabel(shown[name] if form == "paper" else None)
         column[1].axhline(rows[0]["uniform"], color="black", linewidth=0.8, linestyle=":")
         column[0].set_title(f"reading “{form}”, 4 steps")

@@ -276,7 +276,8 @@ class Compared(NamedTuple):
 def shared(found, measure, arm, base, seeds=None):
     """List the seeds (of these) in which both arms have the measure."""
     of = found.get(measure, {})
-    return sorted(s for a, s in of if a == arm and (base, s) in of and (seeds is None or s in seeds))
+    both = {s for a, s in of if a == arm and (base, s) in of}
+    return sorted(both if seeds is None else both & set(seeds))
 
 
 def paired(found, measure, arm, base, seeds=None):

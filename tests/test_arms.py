@@ -82,7 +82,8 @@ def test_a_study_does_what_is_missing_and_nothing_twice(study, tmp_path, capsys)
     for path in clamp.glob("*"):
         path.unlink()
     clamp.rmdir()
-    robust_attentions.main(["train_cls.py", "--attn", "rpc", "--n_iter", "1", "--lambd", "0.5", "--seed",
+    robust_attentions.main(["train_cls.py", "--attn", "rpc", "--n_iter", "1", "--lambd", "0.5",
+                            "--seed",
                             "0", "--num_images", "32", "--batch_size", "16", "--epochs", "2",
                             "--max_steps", "2", "--out_dir", str(clamp)])
     assert study(*pair) == [evaluated[0], ["train_cls.py", "--resume", str(clamp)], evaluated[1]]
@@ -121,7 +122,8 @@ def test_a_seed_of_the_criterion_has_its_autoattack_in_a_folder_of_its_own(tmp_p
         folder.mkdir(parents=True), torch.save(dict(args=flags | dict(attn="symmetric")),
                                                folder / "last.pt")))
     monkeypatch.setattr(arms, "call", lambda *words: commands.append([str(w) for w in words]))
-    arms.main(["criterion", "--seeds", "40", "42", "--arms", "symmetric", "--out_dir", str(tmp_path)])
+    arms.main(["criterion", "--seeds", "40", "42", "--arms", "symmetric", "--out_dir",
+               str(tmp_path)])
     measures = [(words[words.index("--out_dir") + 1].rpartition("/")[2],
                  words[words.index("--limit") + 1], words[words.index("--measures") + 1:])
                 for words in commands]

@@ -59,7 +59,8 @@ def test_on_every_basis_values_are_orthonormal_and_the_projection_is_the_one_tha
         assert (V0.mT @ E @ v - M).abs().max() < 1e-10
         once = span(k, v, B)
         printed = B @ torch.linalg.inv(B.mT @ K @ B) @ B.mT @ (E / g) @ v / g
-        assert (once - printed).abs().max() < 1e-10 and (span(k, once, B) - once).abs().max() < 1e-10
+        assert (once - printed).abs().max() < 1e-10 and (span(k, once,
+                                                              B) - once).abs().max() < 1e-10
         assert (once - v).abs().max() > 0.1
 
 
@@ -118,7 +119,7 @@ def test_hashed_axes_belong_to_the_number_of_an_image_wherever_it_stands_in_what
     assert torch.allclose(axes_of("span-hashed", k, numbers.flip(0)), whole.flip(0), atol=1e-10)
     other = constancy.ForcedAttention(SelfAttention(2 * D, 2, "symmetric"), "span-hashed", N, 1)
     assert (axes_of("", k, numbers, module=other) - whole).abs().max() > 0.1    # layer, or seed
-    gaps = (whole[:, None] - whole).abs().amax((2, 3, 4)) + torch.eye(4)        # every image has its own
+    gaps = (whole[:, None] - whole).abs().amax((2, 3, 4)) + torch.eye(4)  # every image has its own
     assert gaps.min() > 0.1 and (whole[:, 0] - whole[:, 1]).abs().amax((1, 2)).min() > 0.1
 
 

@@ -55,7 +55,8 @@ def by_hand(own, of, measure):
     return residual.mean(), total, total ** 2 / (variance ** 2 / df + of_line ** 2 / (m - 2))
 
 
-@pytest.mark.parametrize("name, group", [("fresh", "RPC that attends"), ("scenes", "RPC that attends"),
+@pytest.mark.parametrize("name, group", [("fresh", "RPC that attends"),
+                                         ("scenes", "RPC that attends"),
                                          ("fresh", "attentions of others")])
 def test_the_pooled_tests_of_the_stored_networks_come_out_the_same_by_hand(name, group):
     networks = line.stored(name)
@@ -72,7 +73,8 @@ def test_the_pooled_tests_of_the_stored_networks_come_out_the_same_by_hand(name,
         t = scipy.stats.t(df)
         assert (d.low, d.high) == pytest.approx((mean + t.ppf(0.025) * variance ** 0.5,
                                                  mean + t.ppf(0.975) * variance ** 0.5))
-        assert d.p == pytest.approx(2 * t.sf(abs(mean) / variance ** 0.5)) and d.p <= p[group, measure]
+        assert d.p == pytest.approx(2 * t.sf(abs(mean) / variance ** 0.5)) and d.p <= p[group,
+                                                                                        measure]
 
 
 @pytest.mark.parametrize("measure", line.PICTURES["fresh"][3])
@@ -83,7 +85,8 @@ def test_both_adjustments_at_one_clean_loss_come_out_the_same_by_hand(measure):
         return [n for n in networks if n.arm in names]
 
     rpc, base = of("long-rpc4-l1"), of("long-symmetric", "half-symmetric")
-    mean, variance, df = by_hand(rpc, of("symmetric-e12", "symmetric-e16", "half-symmetric"), measure)
+    mean, variance, df = by_hand(rpc, of("symmetric-e12", "symmetric-e16", "half-symmetric"),
+                                 measure)
     d = line.adjusted(networks, "own line", measure)
     assert (d.mean, d.error ** 2, d.df) == pytest.approx((mean, variance, df))
 
@@ -167,7 +170,8 @@ def test_networks_are_rows_with_a_clean_loss_their_own_or_that_of_training():
 
 
 def test_a_lambda_that_was_trained_is_a_row_with_its_entropy_and_share():
-    networks = [line.Network(arm, seed, loss, {"clean": top1, M: 60.0}) for arm, seed, loss, top1 in (
+    networks = [line.Network(arm, seed, loss, {"clean": top1, M: 60.0}) for arm, seed, loss,
+                top1 in (
         ("uniform-l0", 21, 0.5, 90.0), ("released-4-n4", 21, 0.2, 80.0),
         ("released-4-n4", 22, 0.4, 82.0), ("symmetric-e8", 21, 0.3, 95.0))]
     training = [dict(run="released-4-n4_s21", entropy=2.5, nonzero_S={"0": [0.1, 0.5]})]

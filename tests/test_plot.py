@@ -70,5 +70,6 @@ def test_every_figure_of_the_stored_rows_is_drawn(tmp_path, monkeypatch):
         (tmp_path / folder).mkdir()
     plot.main(["stored", str(tmp_path), "--format", "svg"])
     drawn = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*.svg")}
-    assert drawn == {"line/fresh.svg", "line/cifar10.svg", "line/forest_rpc.svg", "control/budgets.svg",
+    assert drawn == {"line/fresh.svg", "line/cifar10.svg", "line/forest_rpc.svg",
+                     "control/budgets.svg",
                      "line/forest_others.svg", "line/lambda.svg", "criterion/budgets.svg"}

@@ -145,7 +145,8 @@ def test_the_median_budget_is_where_the_joined_curve_crosses_one_half():
 
 def test_its_scatter_over_images_is_that_of_the_bootstrap():
     rng = np.random.default_rng(0)
-    of = {eps: 100.0 * (rng.random(1000) < a) for eps, a in ((0, 0.97), (2, 0.8), (4, 0.35), (6, 0.1))}
+    of = {eps: 100.0 * (rng.random(1000) < a) for eps,
+          a in ((0, 0.97), (2, 0.8), (4, 0.35), (6, 0.1))}
     value = stats.median_budget(of)
     draws = rng.integers(0, 1000, (2000, 1000))
     again = [stats.median_budget({eps: x[draw] for eps, x in of.items()}).mean() for draw in draws]

@@ -3,8 +3,7 @@ r"""One table or figure of the paper: its runs, their evaluation, its numbers be
     python -m referee.reproduce table1                      # small: the embedded scenes
     python -m referee.reproduce table1 --data_dir data/cifar10 --seeds 0 1 2
     python -m referee.reproduce table1 --scale paper --data_dir data/imagenet --gpus 4
-    python -m referee.reproduce table1 --scale paper --data_dir data/imagenet --dry     # commands only
-    python -m referee.reproduce table1 --nodes 2 --node 0 --host first.node ...         # on each node
+    python -m referee.reproduce table1 --scale paper --data_dir data/imagenet --dry  # commands only
 
 Trains what is missing, evaluates all models on the same images and ends in a table: the paper's
 number, ours, and the difference of each to the first row. Numbers of two scales cannot be compared,
@@ -55,7 +54,7 @@ PLAIN = {"top-1": ("clean", "top1"), "top-5": ("clean", "top5"), "IN-R": ("image
 
 # --- what is run ----------------------------------------------------------------------------------
 
-TINY = "--num_images 64 --epochs 1 --max_steps 1"             # embedded data, one step: does it run?
+TINY = "--num_images 64 --epochs 1 --max_steps 1"           # embedded data, a step: does it run?
 IMAGENET = "--data imagenet"
 FAN_RECIPE = ("--model fan_tiny --batch_size 512 --lr 2e-3 --min_lr 1e-6 --drop_path 0 --repeats 1 "
               "--ema 0.99992")                                # docs/data.md
@@ -76,9 +75,10 @@ SCALES = {
                   seg="--data ade20k", lm="--data wikitext103", few="", attacked="--limit 50000",
                   tokens="--stride 1", cost="--batch_size 256")}
 CIFAR = "--data cifar10"
-OWN = SCALES["small"] | dict(               # small, with --data_dir: CIFAR-10, CamVid, small WikiText
+OWN = SCALES["small"] | dict(           # small, with --data_dir: CIFAR-10, CamVid, small WikiText
     cls=f"{CIFAR} --model nano --epochs 5", small=f"{CIFAR} --model micro --epochs 3",
-    tuned=f"{CIFAR} --model micro --epochs 1", seg="--data camvid --epochs 60", lm="--data wikitext",
+    tuned=f"{CIFAR} --model micro --epochs 1", lm="--data wikitext",
+    seg="--data camvid --epochs 60",
     fan=f"{CIFAR} --model fan_tiny --epochs 1 --max_steps 100")
 ATTENTION = {"rpc2all": "--attn rpc --n_iter 2 --lambd 3 --rpc_layers all",
              "asym4": "--attn rpc_asym --n_iter 4", "symasym": "--attn sym_asym --n_iter 4",
@@ -116,10 +116,8 @@ class Plan:
         """How a script of ours starts: by torchrun at the paper's scale."""
         if self.args.scale != "paper":
             return []
-        a = self.args
-        nodes = ["--standalone"] if a.nodes == 1 else [
-            f"--nnodes={a.nodes}", f"--node_rank={a.node}", f"--master_addr={a.host}"]
-        return ["-m", "torch.distributed.run", *nodes, f"--nproc_per_node={a.gpus}"]
+        return ["-m", "torch.distributed.run", "--standalone",
+                f"--nproc_per_node={self.args.gpus}"]
 
     def train(self, name, script, *words):
         """A run, unless it is finished; one that was cut goes on."""
@@ -357,14 +355,11 @@ def main(argv=None):
     flag = p.add_argument
     flag("table", choices=PLANS)
     flag("--scale", choices=SCALES, default="small")
-    flag("--data_dir", help="small: CIFAR-10, CamVid or the small WikiText; paper: the paper's data")
+    flag("--data_dir", help="small: CIFAR-10, CamVid, the small WikiText; paper: the paper's data")
     flag("--seeds", nargs="+", type=common.NATURAL, default=[0])
-    flag("--out_dir", type=Path, help="default: out/reproduce/<scale>, with --data_dir small_<folder>")
+    flag("--out_dir", type=Path, help="default: out/reproduce/<scale>; small_<folder> of a folder")
     flag("--dry", action="store_true", help="print the commands, run nothing")
-    for name in ("gpus", "nodes"):
-        flag(f"--{name}", type=common.COUNT, default=dict(gpus=4).get(name, 1), help="paper")
-    flag("--node", type=common.NATURAL, default=0, help="paper: which of the nodes this is")
-    flag("--host", default="localhost", help="paper: the first node")
+    flag("--gpus", type=common.COUNT, default=4, help="paper: of this node")
     for name in ("c", "a", "r", "o"):
         flag(f"--imagenet_{name}", metavar="FOLDER", help=f"ImageNet-{name.upper()}, if there")
     args = p.parse_args(argv)
