@@ -23,11 +23,10 @@ from torchvision.transforms.v2.functional import center_crop, resize
 
 import common
 import kpca
-from attention import FORMS
+from attention import FORMS, every_pap
 from data.files import decode, read_bytes
 from data.segmentation import Scenes, palette
 from data.shapes import SHAPES, load_shapes
-from robust.adaptive import rewired
 from robust.attacks import pgd
 from robust.corruptions import corrupt
 from robust.metrics import auroc, wilson
@@ -324,7 +323,8 @@ if wanted("pap"):
     # the three readings, over 64 undamaged scenes; then, for the table of section 5, without S
     numbers, red = {}, dict(color=COLOUR["rpc"])
     for (form, reading), style in zip(FORMS.items(), ("-o", "--s", "-.^")):
-        k, trace = first_layer(rewired(model, **reading), many)
+        with every_pap(**reading):
+            k, trace = first_layer(model, many)
         entropies = [entropy(step["K2"]) for step in trace]
         ax.plot(range(1, 5), entropies, style, **red)
         ax.text(4.1, entropies[-1] - 0.08, form, **red)
@@ -332,7 +332,8 @@ if wanted("pap"):
         numbers.update({f"{form} residual": rest, f"{form} entropy": entropies[-1]})
     for form in ("paper", "admm"):
         sign = FORMS[form]["dual_sign"]
-        k, trace = first_layer(rewired(model, **FORMS[form], lambd=math.inf), many)
+        with every_pap(**FORMS[form], lambd=math.inf):
+            k, trace = first_layer(model, many)
         before = torch.zeros_like(k)                        # the L's so far
         for i, step in enumerate(trace, 1):
             bare = k + sign * (i - 1) * k                   # the step's keys without those L's
