@@ -61,11 +61,12 @@ def naive_attention(q, k, v):
 def softmax_attention(q, k, v, *, causal=False, dropout_p=0.0):
     """The same through PyTorch's fused kernel, which does not store A.
 
-    q and k, float32 in PAP, are cast to v's dtype. causal: token t attends to tokens <= t, the
-    others are masked.
+    q and k, float32 in PAP, are cast to v's dtype, where they are one tensor once. causal: token t
+    attends to tokens <= t, the others are masked.
     """
-    return F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, is_causal=causal,
-                                          dropout_p=dropout_p)
+    keys = k.to(v.dtype)
+    q = keys if q is k else q.to(v.dtype)
+    return F.scaled_dot_product_attention(q, keys, v, is_causal=causal, dropout_p=dropout_p)
 
 
 def symmetric_attention(k, v, *, causal=False, dropout_p=0.0):
@@ -73,7 +74,7 @@ def symmetric_attention(k, v, *, causal=False, dropout_p=0.0):
     return softmax_attention(k, k, v, causal=causal, dropout_p=dropout_p)
 
 
-# --- RPC-Attention: Principal Attention Pursuit (PAP) splits the keys, K = L + S ------------------
+# --- PAP, below, seen or changed from outside -----------------------------------------------------
 
 changes = {}                            # arguments of rpc_attention that every_pap has set
 
@@ -101,6 +102,7 @@ def every_pap(**settings):
 
 
 def changed_by_every_pap(function):
+    """Let every_pap set arguments of a function."""
     signature = inspect.signature(function)
 
     @wraps(function)
@@ -110,6 +112,8 @@ def changed_by_every_pap(function):
         return function(*args, **given)
     return call
 
+
+# --- RPC-Attention: Principal Attention Pursuit (PAP) splits the keys, K = L + S ------------------
 
 def soft_threshold(x, tau):
     """Shrink towards zero: sign(x) max(|x| - tau, 0), elementwise; the prox of tau ||.||_1.
@@ -190,7 +194,8 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     tau = lambd * mu if threshold == "times" else lambd / mu
 
     # Each step splits the keys: S takes what sticks out, and L is what attention makes of the rest.
-    # Z adds up by how much L + S still misses K, so that the next step is pushed there.
+    # Z adds up by how much L + S still misses K, so that the next step is pushed there. (The last
+    # Z pushes nothing; it takes no time that can be measured, and the lines stay as printed.)
     L = Z = 0.0                                 # Alg. 1, line 1: S = Y = 0, and L = 0
     for _ in range(n_iter):                     # Alg. 1, line 2: Def. 1 says n steps
         S = shrink(K - L + Z, tau)              # Alg. 1, line 3: S = S_tau(K - L + Y/mu)
@@ -247,17 +252,22 @@ ATTENTIONS = {
     "scaled_s": ScaledAttention,
     "scaled_alpha": ScaledAlphaAttention,
 }
-PAP = ("rpc", "rpc_asym")               # those that run Principal Attention Pursuit
 # What --attn may name besides: (attention in rpc_layers, attention in the other layers).
 LAYER_PATTERNS = {"rpc": ("rpc", "symmetric"), "rpc_asym": ("rpc_asym", "softmax"),
                   "sym_asym": ("rpc", "softmax")}
+OFFERED = ("causal", "dropout_p", "layer")              # besides q, k, v
 
 
 def arg_names(function, known):
     """List which of the `known` names a function's signature has; not q where it is optional."""
-    parameters = inspect.signature(function).parameters
-    optional = [p.name for p in parameters.values() if p.default is not p.empty]
-    return [name for name in known if name in parameters and not (name == "q" and name in optional)]
+    return [name for name in known if name in inspect.signature(function).parameters
+            and (name != "q" or name in required(function))]
+
+
+def required(function):
+    """List the arguments that a call of a function has to give."""
+    return [p.name for p in inspect.signature(function).parameters.values()
+            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 # --- the module: project, attend, project back ----------------------------------------------------
@@ -282,16 +292,23 @@ class SelfAttention(nn.Module):
         kind, sizes = ATTENTIONS[attn], dict(dim=dim, num_heads=num_heads, num_tokens=num_tokens)
         module = isinstance(kind, type)
         self.learned = kind(**{x: sizes[x] for x in arg_names(kind, sizes)}) if module else None
-        self.arg_names = arg_names(kind.forward if module else kind,
-                                   ("q", "k", "v", "causal", "dropout_p", "layer"))
+        function, known = self.learned.forward if module else kind, ("q", "k", "v", *OFFERED)
+        self.arg_names = arg_names(function, known)
+        if {"k", "v", *required(function)} - set(self.arg_names):
+            raise ValueError(f"attn={attn!r} has the arguments {', '.join(required(function))}; "
+                             f"expected q, k, v or k, v, and of {', '.join(OFFERED)} what it uses")
         for name, wanted in (("causal", causal), ("dropout_p", attn_drop)):
             if wanted and not {name, "layer"} & set(self.arg_names):
                 raise ValueError(f"attn={attn!r} has no argument {name}, expected one: this model "
                                  f"has {name}={wanted}")
         self.num_proj = 3 if "q" in self.arg_names else 2               # q, k, v or k, v
-        self.qkv = nn.Linear(dim, self.num_proj * dim, bias=qkv_bias)
+        self.make_projections(dim, qkv_bias)
         self.proj = nn.Linear(dim, dim, bias=proj_bias)
         self.proj_drop = nn.Dropout(proj_drop)
+
+    def make_projections(self, dim, bias):
+        """Make what `project` uses. FAN overrides both."""
+        self.qkv = nn.Linear(dim, self.num_proj * dim, bias=bias)
 
     @property
     def attn_kwargs(self):
@@ -319,14 +336,12 @@ class SelfAttention(nn.Module):
         return steps
 
     def forward(self, x):
-        h = self.attend(*self.project(x))                               # (B, H, N, D)
+        q, k, v = self.project(x)
+        h = self.attend(q, k, v)                                        # (B, H, N, D)
+        if h.shape != v.shape:                                  # (B, H, 1, D), say, would broadcast
+            raise ValueError(f"attn={self.attn!r} returned {tuple(h.shape)}, expected "
+                             f"{tuple(v.shape)}: (B, H, N, D)")
         return self.proj_drop(self.proj(h.transpose(1, 2).flatten(2)))  # (B, N, C)
-
-    def _load_from_state_dict(self, state_dict, prefix, *rest):
-        """Load Scaled Attention's `s` also under its older name, which is the released code's."""
-        if prefix + "s" in state_dict:
-            state_dict[prefix + "learned.s"] = state_dict.pop(prefix + "s")
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 @torch.no_grad()

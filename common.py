@@ -432,8 +432,8 @@ def check_run(checkpoint, script):
 def stored_config(checkpoint, config):
     """Read a checkpoint's model_config as the dataclass `config`; a field it lacks has its default.
 
-    Raises InputError at an unknown field. PAP's settings were fields of their own once, and there
-    were a choice of norms and one of decoders.
+    An unknown field, of a subclass say, is named and left out. PAP's settings were fields of their
+    own once, and there were a choice of norms and one of decoders.
     """
     once = dict(norm="post", decoder="mask")
     stored = {k: v for k, v in checkpoint["model_config"].items() if once.get(k) != v}
@@ -442,17 +442,29 @@ def stored_config(checkpoint, config):
         stored["pap"] = separate
     unknown = stored.keys() - {f.name for f in fields(config)}
     if unknown:
-        raise InputError(f"its model_config has {', '.join(sorted(unknown))}, which is unknown to "
-                         f"{config.__name__}")
-    return config(**stored)
+        print0(f"left out, as unknown to {config.__name__}: {', '.join(sorted(unknown))}")
+    return config(**{name: value for name, value in stored.items() if name not in unknown})
 
 
 def rebuild(checkpoint, script, model, config):
     """Rebuild the model of a checkpoint of `script`, in eval mode. model, config: its classes."""
     check_run(checkpoint, script)
     model = model(stored_config(checkpoint, config))
-    load_strictly(model, checkpoint["model"])
+    load_known(model, checkpoint["model"])
     return model.eval()
+
+
+def load_known(model, weights):
+    """Load a model's weights. What else there is, a second head say, is named and left out.
+
+    But not what a block has and the model's has not: without it the block would compute another
+    thing. InputError, in torch's words, for that and for what is missing or of another shape.
+    """
+    own = model.state_dict()
+    others = [name for name in weights if name not in own and "blocks." not in name]
+    if others:
+        print0(f"left out, as the model has no such weights: {', '.join(others)}"[:300])
+    load_strictly(model, {name: w for name, w in weights.items() if name not in others})
 
 
 def load_strictly(model, weights):

@@ -65,7 +65,10 @@ def stem(patch_size, dim):
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """BatchNorm2d over the images of all processes (PyTorch's SyncBatchNorm needs GPUs)."""
+    """BatchNorm2d over the images of all processes, for CPUs.
+
+    For GPUs nn.SyncBatchNorm.convert_sync_batchnorm(model) puts PyTorch's in its place.
+    """
 
     def forward(self, x):
         if not self.training or not dist.is_initialized():
@@ -108,11 +111,9 @@ def split(x, num_heads):
 class TokenAttention(SelfAttention):
     """SelfAttention with projections `q` and `kv` for `qkv`; no `q` where keys are queries."""
 
-    def __init__(self, dim, num_heads, attn, **how):
-        super().__init__(dim, num_heads, attn, **how)
-        del self.qkv
-        self.q = nn.Linear(dim, dim) if self.num_proj == 3 else None
-        self.kv = nn.Linear(dim, 2 * dim)
+    def make_projections(self, dim, bias):
+        self.q = nn.Linear(dim, dim, bias) if self.num_proj == 3 else None
+        self.kv = nn.Linear(dim, 2 * dim, bias)
 
     def project(self, x):
         k, v = (split(y, self.num_heads) for y in self.kv(x).chunk(2, 2))
@@ -180,8 +181,7 @@ class FANBlock(Block):
     """Pre-norm block with these attn and mlp, each scaled per channel (gamma) before its sum."""
 
     def __init__(self, c, attn, mlp):
-        super().__init__(c.embed_dim, c.num_heads, drop_path=c.drop_path, eps=c.eps)
-        self.attn, self.mlp = attn, mlp
+        super().__init__(c.embed_dim, attn, mlp, c.drop_path, c.eps)
         self.gamma1, self.gamma2 = (nn.Parameter(torch.ones(c.embed_dim)) for _ in range(2))
 
     def forward(self, x):

@@ -119,11 +119,17 @@ class LM(nn.Module):
                   num_tokens=c.context, qkv_bias=False, proj_bias=False)
             for i in range(c.depth))
         self.bias = nn.Parameter(torch.zeros(c.vocab_size))
-        for name, p in self.named_parameters():
-            if "bias" in name:
-                nn.init.zeros_(p)
-            else:
-                nn.init.normal_(p, 1.0 if "norm" in name else 0.0, 0.02)
+        self.init_weights()
+
+    def init_weights(self):
+        """Draw weights from N(0, 0.02), those of norms from N(1, 0.02); an attention's own stay."""
+        for m in self.modules():
+            if isinstance(m, AdaptiveSoftmax):
+                nn.init.normal_(m.cluster_weight, 0.0, 0.02)
+            elif isinstance(m, (nn.Linear, nn.Embedding, nn.LayerNorm)):
+                nn.init.normal_(m.weight, float(isinstance(m, nn.LayerNorm)), 0.02)
+                if getattr(m, "bias", None) is not None:
+                    nn.init.zeros_(m.bias)
 
     def hidden(self, tokens):
         """Return the last hidden states: (B, T) int64, T from 1 to `context` -> (B, T, C)."""
@@ -170,17 +176,29 @@ class LM(nn.Module):
             tokens = torch.cat([tokens, word], 1)
         return tokens
 
-    def _load_from_state_dict(self, state_dict, prefix, *rest):
-        """Load the clusters also under the names that they had before they were a module."""
-        for name in ("cluster_weight", "cluster_bias"):
-            if prefix + name in state_dict:
-                state_dict[f"{prefix}adaptive.{name}"] = state_dict.pop(prefix + name)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-
 
 def lm_from_checkpoint(checkpoint):
     """Rebuild the model of a checkpoint of train_lm.py, in eval mode."""
     return rebuild(checkpoint, "train_lm.py", LM, LMConfig)
+
+
+@torch.no_grad()
+def reads_the_future(model):
+    """Tell whether what a language model computes for a word depends on later words.
+
+    Two texts that differ from the middle of the window on, in every word, have the same hidden
+    states before it, but for float noise. Any attention that is not masked shows; a mean |K| over
+    all words does where a key exceeds the threshold, as in training, not at the start.
+    """
+    c, training = model.config, model.training
+    half, words = c.context // 2, torch.Generator().manual_seed(0)
+    one = torch.randint(c.vocab_size, (2, c.context), generator=words)
+    other = one.clone()
+    other[:, half:] = (one[:, half:] + c.vocab_size // 2) % c.vocab_size
+    device = model.embed.weight.device
+    one, other = (model.eval().hidden(t.to(device))[:, :half] for t in (one, other))
+    model.train(training)
+    return bool(((one - other).abs() > 1e-5 * one.abs().amax()).any())
 
 
 # --- adaptive softmax: a large vocabulary in little time and memory -------------------------------
@@ -207,17 +225,18 @@ class AdaptiveSoftmax(nn.Module):
         W, b = torch.cat([W, self.cluster_weight]), torch.cat([b, self.cluster_bias])
         return [(W, b), *zip(weights, biases)]
 
-    @torch._disable_dynamo              # dynamic shapes: not compiled
+    @torch.compiler.disable             # its shapes depend on the targets
     def nll(self, hidden, targets, weight, bias):
         """Compute -log p(target): (..., C), (...) int64 -> (...) nats in float32 or better."""
         h, t = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
         cluster = sum((t >= c).long() for c in self.cutoffs)            # (N,), 0: in the head
         (W, b), *tails = self.layers(weight, bias)
         nll = chunked_nll(h, W, b, torch.where(cluster > 0, len(W) - cluster, t))
-        for i, (low, (W, b)) in enumerate(zip(self.cutoffs, tails), 1):
-            rows = (cluster == i).nonzero().squeeze(1)                  # waits for the GPU
-            tail = chunked_nll(h.index_select(0, rows), W, b, t[rows] - low)
-            nll = nll.index_add(0, rows, tail)
+        sizes = torch.stack([(cluster == i).sum() for i in range(1 + len(tails))]).tolist()
+        _, *rows = cluster.argsort(stable=True).split(sizes)            # ^ waits for the GPU: once
+        for low, (W, b), r in zip(self.cutoffs, tails, rows):
+            tail = chunked_nll(h.index_select(0, r), W, b, t[r] - low)
+            nll = nll.index_add(0, r, tail)
         return nll.view(targets.shape)
 
     def log_probs(self, hidden, weight, bias):
@@ -238,7 +257,7 @@ def chunked_nll(h, W, b, t):
     Never materialises (N, V) logits, 26 GB for one batch of the paper: they are made in chunks of
     rows, and again in the backward pass.
     """
-    def nll(h, t):
+    def nll(h, t):      # autocast casts W in each chunk, or W's gradient would be a sum in bf16
         return F.cross_entropy(wide(F.linear(h, W, b)), t, reduction="none")
 
     size = max(CHUNK.get(h.device.type, CHUNK["cuda"]) // len(W), MIN_ROWS)

@@ -1,25 +1,29 @@
-"""Look at what a network does with one image.
+"""Look at what a network does with one image, or ask what it calls each image of a folder.
 
     python look.py                                                    # a rendered scene
     python look.py --image lecture/pictures/scene.png                 # the middle of any picture
+    python look.py --ckpt out/folder_symmetric --image photos         # a folder: look.csv
     python look.py --ckpt weights/seg_shapes_rpc.pt                   # a Segmenter
 
-Of a classifier it prints the five likeliest classes and draws look.png. Upper row: where the class
-token looks in each layer, mean over heads, each map on its own scale; the percentage is the share
-of its attention that the patches get, the rest stays on the class token itself. Below, for each
-layer with RPC-Attention: the size of S of each patch after every step of PAP; white is the largest
-key of that layer. Of a Segmenter it draws the classes over the image, with a legend.
+Of a folder it writes a table: file, likeliest class, its chance. Of one image and a classifier it
+prints the five likeliest classes and draws look.png. Upper row: where the class token looks in each
+layer, mean over heads, each map on its own scale; the percentage is the share of its attention that
+the patches get, the rest stays on the class token itself. Below, for each layer that runs PAP: the
+size of S of each patch after every step; white is the largest key of that layer. Of a Segmenter it
+draws the classes over the image, with a legend.
 """
 
 import argparse
+import csv
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 
 import common
-from attention import PAP
-from data.files import decode, read_bytes
+from data.files import IMAGE_EXTENSIONS, read_image
+from data.photos import square
 from data.segmentation import palette
 from data.shapes import load_shapes
 from segmenter import predict, segmenter_from_checkpoint
@@ -35,24 +39,10 @@ def get_args():
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--ckpt", default="weights/shapes_rpc.pt",
                    help="of train_cls.py or train_seg.py: a file, or a folder with last.pt")
-    p.add_argument("--image", help="JPEG, PNG or WebP; default: a rendered scene")
+    p.add_argument("--image", help="JPEG, PNG or WebP, or a folder; default: a rendered scene")
     p.add_argument("--scene", type=common.number(int, 0), default=35, help="which test scene")
-    p.add_argument("--out", default="look.png", help="the picture to write")
+    p.add_argument("--out", help="the file to write: look.png or, of a folder, look.csv")
     return p.parse_args()
-
-
-def read_image(args, size):
-    """The image to look at, (3, h, w) in [0, 1]; a scene is drawn with `size` pixels a side."""
-    if args.image:
-        return decode(read_bytes(args.image), args.image) / 255
-    return load_shapes("test", args.scene + 1, size).images[args.scene] / 255
-
-
-def square(image, size):
-    """The middle of an image (3, h, w), resized to (1, 3, size, size) as evaluations do."""
-    from torchvision.transforms.v2.functional import InterpolationMode, center_crop, resize
-    small = resize(image[None], [size], InterpolationMode.BICUBIC, antialias=True)
-    return center_crop(small, [size, size]).clamp(0, 1)
 
 
 # --- what a layer does ----------------------------------------------------------------------------
@@ -60,13 +50,12 @@ def square(image, size):
 def class_attention(attn, x, steps):
     """How much the class token looks at each patch, mean over heads: (N - 1,).
 
-    RPC-Attention looks with the keys of its last step; every other kind is drawn as the softmax of
+    PAP looks with queries and keys of its last step; every other kind is drawn as the softmax of
     its queries and keys.
     """
     q, k, _ = attn.project(x)
     if steps:
-        k = steps[-1]["K2"]
-        q = q if attn.attn == "rpc_asym" else k
+        q, k = steps[-1]["Q2"], steps[-1]["K2"]
     scores = q[0, :, :1] @ k[0].mT / q.shape[-1] ** 0.5              # (H, 1, N)
     return scores.softmax(-1).mean(0)[0, 1:]
 
@@ -81,8 +70,9 @@ def grey_map(x, largest):
 
 
 def picture(image):
-    """An image (3, h, w) in [0, 1] for Pillow."""
-    return Image.fromarray((255 * image).round().byte().permute(1, 2, 0).numpy())
+    """An image (3, h, w), uint8 or in [0, 1], for Pillow."""
+    pixels = image if image.dtype == torch.uint8 else (255 * image).round().byte()
+    return Image.fromarray(pixels.permute(1, 2, 0).numpy())
 
 
 def sheet(rows, notes):
@@ -105,7 +95,7 @@ def sheet(rows, notes):
 
 def look_at_classifier(model, classes, image):
     """Print the five likeliest classes; return the picture of attention and S."""
-    images = square(image, model.config.image_size)
+    images = square(image, model.config.image_size)[None] / 255
     chances = model(images)[0].softmax(0)
     for chance, k in zip(*(t.tolist() for t in chances.topk(min(5, len(classes))))):
         print(f"{100 * chance:6.1f} %  {classes[k]}")
@@ -118,7 +108,7 @@ def look_at_classifier(model, classes, image):
     seen, below = [(f"{100 * chance:.0f} % {classes[k]}", picture(images[0]))], []
     for i, (block, x) in enumerate(zip(model.blocks, inputs), 1):
         x = block.norm1(x)
-        steps = block.attn.trace(x) if block.attn.attn in PAP else []
+        steps = block.attn.trace(x)
         attention = class_attention(block.attn, x, steps)
         share = f"{100 * attention.sum():.0f} %"                        # the rest is on itself
         seen.append((f"layer {i}: {share}", grey_map(attention, attention.max())))
@@ -142,8 +132,9 @@ def look_at_segmenter(model, classes, image):
     order = [k for k in area.argsort(descending=True).tolist() if area[k] > 0.002]
 
     zoom = max(1, 384 // max(found.shape))
-    over = 0.4 * image.mean(0) + 0.6 * colours[found].permute(2, 0, 1) / 255     # on grey
-    large = F.interpolate(torch.stack([image, over]), scale_factor=zoom)
+    shown = image / 255
+    over = 0.4 * shown.mean(0) + 0.6 * colours[found].permute(2, 0, 1) / 255     # on grey
+    large = F.interpolate(torch.stack([shown, over]), scale_factor=zoom)
     h, w = large.shape[2:]
     page = Image.new("RGB", (2 * w + MARGIN, h + MARGIN + LINE * len(order)), "white")
     for i, x in enumerate(large):
@@ -157,6 +148,24 @@ def look_at_segmenter(model, classes, image):
     return page
 
 
+def classify(model, classes, folder):
+    """What a classifier calls each image of a folder: [(file, class, chance)]."""
+    paths = [path for path in sorted(Path(folder).rglob("*"))
+             if path.name.lower().endswith(IMAGE_EXTENSIONS) and path.name[0] != "."]
+    rows = []
+    for path in paths:
+        try:
+            images = square(read_image(str(path)), model.config.image_size)[None] / 255
+        except common.InputError as error:
+            print(f"skipping: {error}")
+            continue
+        chance, k = model(images)[0].softmax(0).max(0)
+        rows.append((path.relative_to(folder), classes[k], f"{chance:.4f}"))
+    if not rows:
+        raise common.InputError(f"--image {folder} holds no image that can be read")
+    return rows
+
+
 def main():
     args = get_args()
     checkpoint = common.load(args.ckpt)
@@ -165,22 +174,37 @@ def main():
     if not checkpoint.get("classes") or checkpoint.get("task") not in kinds:
         raise common.InputError(f"--ckpt {args.ckpt} names no classes: expected a checkpoint of "
                          f"train_cls.py or train_seg.py")
-    if "cls_depth" in checkpoint["model_config"]:
-        raise common.InputError(f"--ckpt {args.ckpt} is a FAN: its class token joins after these "
-                                "layers, so in none of them does it look anywhere; expected a ViT "
-                                "or a Segmenter")
     rebuild, look = kinds[checkpoint["task"]]
+    folder = args.image and Path(args.image).is_dir()
+    if "cls_depth" in checkpoint["model_config"] and not folder:
+        raise common.InputError(f"--ckpt {args.ckpt} is a FAN: its class token joins after these "
+                                "layers, so in none of them does it look anywhere; expected a ViT, "
+                                "a Segmenter or, for --image, a folder")
+    if folder and look is not look_at_classifier:
+        raise common.InputError(f"--image {args.image} is a folder: expected an image, as "
+                                f"--ckpt {args.ckpt} is a Segmenter")
     with common.error_prefix(f"--ckpt {args.ckpt}"):
         model = rebuild(checkpoint)
-    image = read_image(args, model.config.image_size)
+
+    # A folder gets a table, an image a picture.
+    out, classes = args.out or ("look.csv" if folder else "look.png"), checkpoint["classes"]
     with torch.no_grad():
-        page = look(model, checkpoint["classes"], image)
+        if folder:
+            rows = [("file", "class", "chance"), *classify(model, classes, args.image)]
+            print(common.table(rows[1:], rows[0]))
+        else:
+            size = model.config.image_size
+            page = look(model, classes, read_image(args.image) if args.image else
+                        load_shapes("test", args.scene + 1, size).images[args.scene])
     try:
-        page.save(args.out)
+        if folder:
+            with open(out, "w", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows(rows)
+        else:
+            page.save(out)
     except OSError as e:
-        raise common.InputError(f"--out {args.out} cannot be written ({e.strerror})") from None
-    print(f"{args.out}: {'scene ' + str(args.scene) if not args.image else args.image} "
-          f"as {args.ckpt} sees it")
+        raise common.InputError(f"--out {out} cannot be written ({e.strerror})") from None
+    print(f"{out}: {args.image or 'scene ' + str(args.scene)} as {args.ckpt} sees it")
 
 
 if __name__ == "__main__":

@@ -23,14 +23,15 @@ import math
 from dataclasses import dataclass, field, fields
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from attention import LAYER_PATTERNS
-from common import InputError, all_sum, check_run, one_of, rebuild, stored_config
-from vit import Block, ViT, ViTConfig
+from attention import LAYER_PATTERNS, SelfAttention
+from common import InputError, one_of, rebuild, stored_config
+from vit import Block, Mlp, ViT, ViTConfig
 
 IGNORE = 255                          # label of pixels that do not count
 
@@ -109,8 +110,8 @@ class MaskDecoder(nn.Module):
         cls_emb = nn.init.trunc_normal_(torch.empty(1, c.num_classes, C), std=0.02)
         self.cls_emb = nn.Parameter(cls_emb)
         self.blocks = nn.ModuleList(
-            Block(C, c.decoder_heads, eps=c.eps, drop=drop, attn=c.decoder_kind(i), attn_drop=drop,
-                  proj_drop=drop, pap=c.pap)
+            Block(C, SelfAttention(C, c.decoder_heads, c.decoder_kind(i), pap=c.pap, attn_drop=drop,
+                                   proj_drop=drop), Mlp(C, 4 * C, drop), eps=c.eps)
             for i in range(c.decoder_depth))
         self.decoder_norm = nn.LayerNorm(C, eps=c.eps)
         self.proj_patch = nn.Parameter(C ** -0.5 * torch.randn(C, C))
@@ -314,7 +315,8 @@ def evaluate(model, source, *, size, window, stride, scales=(1.0,), flip=False, 
     for _, label, prediction in tqdm(triples, progress, len(mine), leave=False, disable=quiet):
         matrix += confusion(prediction, label, K)
     model.train(training)
-    matrix = all_sum(matrix)
+    if dist.is_initialized():
+        dist.all_reduce(matrix)
     if not matrix.any():
         raise InputError(f"none of the {len(index)} images has a labelled pixel")
     return dict(plain(scores(matrix)), images=len(index)), matrix
@@ -340,7 +342,9 @@ def backbone_settings(checkpoint):
     if "task" not in checkpoint:
         from weights import foreign_settings
         return foreign_settings(checkpoint)
-    check_run(checkpoint, "train_cls.py")
+    config = checkpoint.get("model_config", {})
+    if checkpoint["task"] != "classification" or "cls_depth" in config:
+        raise InputError("not a ViT of train_cls.py")
     config = stored_config(checkpoint, ViTConfig)
     names = ["embed_dim", "depth", "num_heads", "patch_size", "mlp_ratio", "attn"]
     if config.attn in LAYER_PATTERNS:

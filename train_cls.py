@@ -32,7 +32,7 @@ from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE, InputError
 from data.augment import augment_uint8, soft_targets, to_float
 from data.batches import Split, image_batches, send
-from data.images import DATASETS, largest_share, load_data, split_name
+from data.images import DATASETS, choose, largest_share, load_data, split_name
 from data.rng import epoch_order
 from vit import SIZES, ViT, ViTConfig
 
@@ -106,9 +106,7 @@ def get_args():
     args = common.parse(p, RECIPES, "train_cls.py")
     if args.init_from and not args.resume:
         args = follow_file(p, args)
-    if args.data == "folder":
-        from data.photos import choose
-        choose(args)
+    vars(args).update(choose(args))
     deit = args.data == "imagenet" and args.attn not in ("symmetric", "rpc")    # theirs: torch's
     args.init = args.init or ("trunc_normal" if deit or args.model not in SIZES else "default")
     if args.warmup_epochs > args.epochs:
@@ -285,7 +283,7 @@ def main():
     # Flags, processes, data, then the model: a new one, or the one that --resume names.
     args = get_args()
     device, rank, world, out_dir = common.start(args, f"{args.data}_{args.attn}")
-    train, test = load_data(args, device, rank)
+    train, test = load_data(args, device)
     check_batch(args, world, len(train.labels))
     model, optimizer, ema, checkpoint = build(args, train, device)
     net = common.wrap(model, device, world, args.compile)

@@ -32,7 +32,7 @@ from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE, InputError
 from data.batches import image_batches
 from data.rng import epoch_order
-from data.segmentation import TrainingViews, finish_views, load_split, save_pictures
+from data.segmentation import TrainingViews, choose, finish_views, load_split, save_pictures
 from segmenter import (IGNORE, Segmenter, SegmenterConfig, backbone_settings, evaluate,
                        predictions)
 from vit import SIZES
@@ -124,9 +124,7 @@ def complete(args):
             args.attn, args.backbone = attn, os.path.relpath(path)
     if not args.backbone:
         common.set_missing(args, {**ENCODER, **ENCODERS.get(args.data, {})})
-    if args.data == "folder":
-        from data.labelled import choose
-        choose(args)
+    vars(args).update(choose(args))
     common.set_missing(args, dict(window=args.size))
     common.set_missing(args, dict(stride=args.window))
     if args.stride > args.window:
@@ -231,7 +229,7 @@ def poly_lr(step, total, lr, min_lr):
 # --- evaluation ----------------------------------------------------------------------------------
 
 def views_of(args):
-    """Say how an evaluation looks at images: arguments of iou.evaluate."""
+    """Say how an evaluation looks at images: arguments of segmenter.evaluate."""
     return dict(size=args.size, window=args.window, stride=args.stride, amp=args.amp,
                 num_workers=args.num_workers)
 

@@ -89,19 +89,18 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block, (B, N, C) in and out.
+    """Pre-norm transformer block, (B, N, C) in and out, of an attention and an MLP.
 
     Pre-norm: attention and MLP read normed tokens and add to tokens that are not normed, so the
-    sum runs through all blocks untouched. eps: of the norms. drop: of the Mlp. **attn: of
-    SelfAttention.
+    sum runs through all blocks untouched. eps: of the norms.
     """
 
-    def __init__(self, dim, num_heads, mlp_ratio=4.0, drop_path=0.0, eps=1e-6, drop=0.0, **attn):
+    def __init__(self, dim, attn, mlp, drop_path=0.0, eps=1e-6):
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=eps)
-        self.attn = SelfAttention(dim, num_heads, **attn)
+        self.attn = attn
         self.norm2 = nn.LayerNorm(dim, eps=eps)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), drop)
+        self.mlp = mlp
         self.drop_path = drop_path
 
     def residual(self, x):
@@ -143,11 +142,12 @@ class ViT(nn.Module):
 
     def build(self, c):
         """Make patch_embed, pos_embed and blocks. FAN overrides this."""
-        self.patch_embed = PatchEmbed(c.patch_size, c.embed_dim)
-        self.pos_embed = nn.Parameter(torch.zeros(1, c.num_tokens, c.embed_dim))
+        C, H, how = c.embed_dim, c.num_heads, dict(pap=c.pap, num_tokens=c.num_tokens)
+        self.patch_embed = PatchEmbed(c.patch_size, C)
+        self.pos_embed = nn.Parameter(torch.zeros(1, c.num_tokens, C))
         self.blocks = nn.ModuleList(
-            Block(c.embed_dim, c.num_heads, c.mlp_ratio, c.drop_path * i / max(c.depth - 1, 1),
-                  c.eps, attn=c.layer_attn(i), pap=c.pap, num_tokens=c.num_tokens)
+            Block(C, SelfAttention(C, H, c.layer_attn(i), **how), Mlp(C, int(C * c.mlp_ratio)),
+                  c.drop_path * i / max(c.depth - 1, 1), c.eps)
             for i in range(c.depth))
 
     def init_weights(self):

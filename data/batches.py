@@ -1,6 +1,6 @@
 """How images are held and handed out: small sets in memory, large ones by DataLoader workers."""
 
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,12 @@ class Split(NamedTuple):
 def send(x, device):
     """Send a small tensor or list to the device; the host does not wait."""
     return torch.as_tensor(x).to(device, non_blocking=True)
+
+
+@cache
+def constant(numbers, device):
+    """Give a tuple of numbers as a tensor that was sent to the device once."""
+    return torch.tensor(numbers, device=device)
 
 
 def hold_out(split, n):

@@ -5,6 +5,8 @@ Images are (B, 3, H, W), on any device. Amounts come as a table `u` of uniform n
 
 import torch
 
+from data.batches import constant
+
 COLUMNS = 9                                  # of u
 
 
@@ -29,7 +31,7 @@ def scale_hsv(x, saturation, turn):
     # changed, and back: R, G, B = V - V S (0 to 1)
     hue = ((hue * 30 + 0.5).floor()[:, None] + turn) % 180
     s, value = scale_and_shift(s[:, None], saturation) / 255, value[:, None]
-    k = (hue / 30 + torch.tensor([5, 3, 1], device=x.device).view(3, 1, 1)) % 6
+    k = (hue / 30 + constant((5, 3, 1), x.device).view(3, 1, 1)) % 6
     return (value - value * s * torch.minimum(k, 4 - k).clamp(0, 1)).floor()
 
 

@@ -1,5 +1,6 @@
 """Image files, whatever they are for: found, decoded, drawn as a grid."""
 
+import io
 import os
 import zlib
 
@@ -14,27 +15,41 @@ IMAGE_EXTENSIONS = (".jpeg", ".jpg", ".png", ".webp")
 def read_bytes(path):
     """Read a whole file, (n,) uint8."""
     if not os.path.isfile(path):
-        raise InputError(f"{path} is not a file")
+        raise InputError(f"there is no file {path}; a run whose image is gone goes on once it is "
+                         f"put back")
     return np.fromfile(path, np.uint8)
 
 
 def decode(data, name):
-    """Decode the bytes of a JPEG, PNG or WebP file, uint8 (n,) -> (3, H, W) uint8 RGB.
+    """Decode the bytes of a JPEG, PNG or WebP file, uint8 (n,) -> (3, H, W) uint8 RGB, upright.
 
-    Raises InputError with the file's name for broken, truncated or foreign files. torchvision's
-    decoder gives the same pixels as PIL in less time, and refuses what PIL refuses.
+    Upright: turned as its EXIF says. Raises InputError with the file's name for broken, truncated
+    or foreign files. torchvision's decoder gives the same pixels as PIL in less time, and refuses
+    what PIL refuses.
     """
     from torchvision.io import ImageReadMode, decode_image
     try:
-        image = decode_image(torch.from_numpy(data), ImageReadMode.RGB)
+        image = decode_image(torch.from_numpy(data), ImageReadMode.RGB,
+                             apply_exif_orientation=True)
     except RuntimeError as error:
         name = os.fsencode(name).decode("utf-8", "backslashreplace")        # can be printed
         raise InputError(f"cannot decode {name}: {str(error).splitlines()[0]}") from None
+    if bytes(data[8:12]) == b"WEBP":        # torchvision does not look for EXIF there
+        from PIL import ExifTags, Image, ImageOps
+        file = Image.open(io.BytesIO(data))
+        if file.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+            pixels = np.array(ImageOps.exif_transpose(file).convert("RGB"))
+            image = torch.from_numpy(pixels).permute(2, 0, 1)
     if image.ndim == 4:                      # an animated GIF by another name: its first frame
         image = image[0]
     if image.dtype == torch.uint8:
         return image
     return (image.int() / 257).round().to(torch.uint8)              # 16 bit: 65535 -> 255
+
+
+def read_image(path):
+    """Read an image file: (3, H, W) uint8."""
+    return decode(read_bytes(path), path)
 
 
 def name_hash(name):
@@ -47,7 +62,7 @@ def same_folder(one, other):
     return bool(one and other) and os.path.realpath(one) == os.path.realpath(other)
 
 
-def scan_folders(root):
+def scan_folders(root, quiet=False):
     """Find root/<class>/<image>: {class: paths of its images, sorted}, without empty classes.
 
     What is hidden (.git, ._a.jpg) does not count; how many other files there are is printed.
@@ -61,8 +76,9 @@ def scan_folders(root):
         others += len(files) - len(found)
         if found:
             images[name] = found
-    if others:
-        print0(f"{root}: {others} files in class folders are no {', '.join(IMAGE_EXTENSIONS)}")
+    if others and not quiet:
+        print0(f"{root}: left out in class folders, as neither {', '.join(IMAGE_EXTENSIONS[:-1])} "
+               f"nor {IMAGE_EXTENSIONS[-1]}: {others} file{'s' * (others > 1)}")
     return images
 
 

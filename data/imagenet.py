@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from common import InputError
-from data.files import decode, read_bytes, scan_folders
+from data.files import read_image, scan_folders
 from data.rng import RANDOM_CROP, uniform
 
 
@@ -39,7 +39,8 @@ class ImageTree(Dataset):
     `index` says which file, `position` (the sample's number in the whole run) which random crop.
     Returns the image (3, size, size) uint8, its label and position, ints. train: random resized
     crop. Otherwise: short side resized to size / crop_pct, then the central crop, and tree[index]
-    will do. Both bicubic, antialiased; resample="bilinear" is how ImageNet-C was resized.
+    will do. Both bicubic, antialiased; resample="bilinear" is how ImageNet-C was resized. Images are
+    turned upright by their EXIF, which torchvision's ImageFolder and timm do not do.
 
     classes: class names in label order, from the training split; by default this split's folders,
     sorted. With them, every folder must be one of the classes, and every class must have a folder
@@ -80,8 +81,7 @@ class ImageTree(Dataset):
         # Beside those the evaluation crop differs by at most 1 grey level, an enlarging training
         # crop by more in 1 pixel of 20,000.
         from torchvision.transforms.v2 import functional as F
-        path, resample = self.path(index), F.InterpolationMode(self.resample)
-        image = decode(read_bytes(path), path)
+        resample, image = F.InterpolationMode(self.resample), read_image(self.path(index))
         if self.train:
             left, top, width, height = random_crop_box(image.shape[2], image.shape[1], draw)
             return F.resized_crop(image, top, left, height, width, [self.size, self.size], resample,

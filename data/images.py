@@ -8,7 +8,6 @@ function of (seed, sample), see rng.py: no worker, batch or process matters.
 from argparse import Namespace
 
 import torch
-import torch.distributed as dist
 
 from common import InputError, print0
 from data.batches import Split, hold_out
@@ -53,7 +52,8 @@ DATASETS = {
         repeats=3, ema=0.99996)),
     # images of your own, root/<class>/*.jpg
     "folder": (folder, dict(model=None, image_size=None, patch_size=None, epochs=None,
-                            batch_size=None, pad=None, lr=1e-3, attn="symmetric", keep_best=True)),
+                            batch_size=None, pad=None, holdout=None, lr=1e-3, attn="symmetric",
+                            keep_best=True)),
 }
 
 
@@ -67,27 +67,40 @@ def load_split(split, args):
     return found
 
 
-def load_data(args, device, rank=0):
+def choose(args):
+    """Choose what args leave open (None) for images of one's own: {flag: value}; prints it."""
+    if args.data != "folder":
+        return {}
+    from data import photos
+    return photos.choose(args)
+
+
+def load_data(args, device):
     """Load what to train and what to evaluate on; describe them. --holdout: both of "train"."""
     args = Namespace(**{**vars(args), "device": device, "classes": None})
-    for turn in (rank == 0, rank > 0):                      # rank 0 first: it may download or write
-        if turn:
-            train = load_split("train", args)
-            hold = args.holdout and args.data != "folder"   # a folder holds out by itself
-            if hold and not isinstance(train, Split):
-                raise InputError(f"--holdout does not go with --data {args.data}")
-            train, test = hold_out(train, args.holdout) if hold else (
-                train, load_split("test", args))
-        if dist.is_initialized():
-            dist.barrier()
+    train = load_split("train", args)
+    if args.holdout and args.data != "folder":              # a folder holds out by itself
+        if not isinstance(train, Split):
+            raise InputError(f"--holdout does not go with --data {args.data}")
+        train, test = hold_out(train, args.holdout)
+    else:
+        test = load_split("test", args)
     if list(train.classes) != list(test.classes):
         odd = sorted(set(train.classes) ^ set(test.classes))[:5]
         raise InputError(f"--data_dir {args.data_dir}: the classes to train and to evaluate on are "
                          f"not the same: {', '.join(odd)}")
-    counts = train.labels.bincount(minlength=len(train.classes)).tolist()
-    print0(f"{args.data}: {len(train.labels)} training ({min(counts)} to {max(counts)} a class), "
-           f"{len(test.labels)} {split_name(args)} images, {len(train.classes)} classes")
+    print0(f"{args.data}: {len(train.labels)} training, {len(test.labels)} {split_name(args)} "
+           f"images, {len(train.classes)} classes: {per_class(train, test)}")
     return train, test
+
+
+def per_class(train, test):
+    """Say how many images of each class there are to train and, after a plus, to evaluate on."""
+    counts = [torch.as_tensor(split.labels).bincount(minlength=len(train.classes)).tolist()
+              for split in (train, test)]
+    if len(train.classes) > 12:
+        return " + ".join(f"{min(count)} to {max(count)}" for count in counts) + " each"
+    return ", ".join(f"{name} {n} + {m}" for name, n, m in zip(train.classes, *counts))
 
 
 def load_test(args, trained, size, classes):

@@ -4,6 +4,7 @@
     image, label = tree[0]                   # (3, H, W), (H, W), both uint8; label 255: ignored
 """
 
+import io
 import math
 from pathlib import Path
 
@@ -12,8 +13,8 @@ import torch
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from common import InputError, print0, set_missing
-from data.files import IMAGE_EXTENSIONS, decode, name_hash, read_bytes
+from common import InputError, print0
+from data.files import IMAGE_EXTENSIONS, name_hash, read_bytes, read_image
 
 SHARE = 0.2                                  # of a flat folder's images is held out
 CAMVID_CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car",
@@ -30,11 +31,15 @@ def listed_classes(root):
 
 
 def read_annotation(path):
-    """Read an 8-bit PNG of one channel, (H, W) uint8; of a palette the numbers, not the colours."""
-    from PIL import Image
+    """Read an 8-bit PNG of one channel, (H, W) uint8; of a palette the numbers, not the colours.
+
+    Upright, as its EXIF says: like the image that it annotates.
+    """
+    from PIL import Image, ImageOps
+    data = io.BytesIO(read_bytes(path))
     try:
-        with Image.open(path) as file:
-            mode, pixels = file.mode, np.array(file)
+        with Image.open(data) as file:
+            mode, pixels = file.mode, np.array(ImageOps.exif_transpose(file))
     except (OSError, SyntaxError, ValueError) as error:
         raise InputError(f"cannot decode {path}: {error}") from None
     if mode not in ("L", "P", "1"):
@@ -62,7 +67,7 @@ class SegTree(Dataset):
 
     def __getitem__(self, i):
         image_path, path = self.files[i]
-        image, values = decode(read_bytes(image_path), image_path), read_annotation(path)
+        image, values = read_image(image_path), read_annotation(path)
         if values.shape != image.shape[1:]:
             (h, w), (H, W) = values.shape, image.shape[1:]
             raise InputError(f"{path} is {w} x {h} pixels, its image {W} x {H}")
@@ -125,10 +130,12 @@ def find_values(root, ignore=None):
 
     All that occur but 255, or, where 0 and 255 alone do, both. ignore: those to leave out instead
     of 255. classes.txt, where there is one, names the values from 0 on; from 1, if 0 is ignored.
+    What is hardly there, as the edges of anti-aliased masks are, is named in a line.
     """
     paths = [path for path in Path(root, "annotations").rglob("*.png") if path.name[0] != "."]
     bar = tqdm(paths, "reading annotations", leave=False, disable=len(paths) < 200)
-    found = sorted(set().union(*(read_annotation(path).unique().tolist() for path in bar)))
+    counts = sum(read_annotation(path).flatten().bincount(minlength=256) for path in bar)
+    found = counts.nonzero()[:, 0].tolist() if paths else []
     if ignore is None:
         ignore = [] if found == [0, 255] else [255]
     values, listed = [value for value in found if value not in ignore], listed_classes(root)
@@ -140,6 +147,12 @@ def find_values(root, ignore=None):
                          f"names them all; --ignore says which values are none (without it 255)")
     print0(f"{root}: {len(paths)} annotations, {len(values)} classes: values {values[:9]}; "
            f"ignored: {ignore}")
+    rare = [value for value in values if 0 < 1000 * counts[value] < counts.sum()]
+    if rare:
+        print0(f"{root}: {len(rare)} of these values have less than a thousandth of the pixels "
+               f"each: {rare[:9]}; if they come from smoothed edges (anti-aliasing, a resize), "
+               f"make the masks again with hard edges (nearest neighbour), or leave the values "
+               f"out: --ignore {' '.join(map(str, [*ignore, *rare][:9]))}")
     return values, ignore
 
 
@@ -156,12 +169,17 @@ def folder_recipe(n, side):
 
 
 def choose(args):
-    """Set what an own folder says and its recipe leaves open, and print it."""
-    args.values, args.ignore = find_values(args.data_dir, args.ignore)
-    args.num_classes = len(args.values)
-    train = own_folder(args.data_dir, "training", args.values, args.ignore)
+    """Choose what args leave open (None) for masks of one's own: {flag: value}; prints it.
+
+    Also values: those of the classes, in order; ignore: those of no class.
+    """
+    values, ignore = find_values(args.data_dir, args.ignore)
+    train = own_folder(args.data_dir, "training", values, ignore)
     sides = sorted(min(read_annotation(label).shape) for _, label in train.files[:200])
     chosen = folder_recipe(len(train), sides[len(sides) // 2])
     if args.backbone:
         del chosen["patch_size"]                                    # is the backbone's
-    print0(f"chosen for them: {set_missing(args, chosen)}")
+    chosen = {name: value for name, value in chosen.items() if getattr(args, name) is None}
+    if chosen:
+        print0(f"chosen for them: {' '.join(f'{k}={v}' for k, v in chosen.items())}")
+    return chosen | dict(values=values, ignore=ignore, num_classes=len(values))

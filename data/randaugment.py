@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data.batches import send
+from data.batches import constant, send
 from data.rng import ERASE_NOISE, normal, uniform
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)           # ImageNet's, of pixels in [0, 1]
@@ -89,7 +89,7 @@ def warp(images, dx=None, dy=None):
         for j in range(len(across)):
             tap = flat[:, :, i * (W + 4) + j:].gather(2, index).view_as(images)
             total += tap.mul_(down[i] * across[j])
-    fill = send(FILL, images.device).view(3, 1, 1).float()
+    fill = constant(FILL, images.device).view(3, 1, 1).float()
     return torch.where(inside & within, total.clamp_(0, 255), fill).byte()
 
 
@@ -195,7 +195,7 @@ def random_erase(images, u, positions, seed, prob):
     i = torch.arange(len(first), device=images.device) - first
     y, x = top + i // w, left + i % w
     noise = normal(uniform(y * W + x, 3, seed, ERASE_NOISE, position.int()))            # (n, 3)
-    noise = noise * send(STD, images.device) + send(MEAN, images.device)
+    noise = noise * constant(STD, images.device) + constant(MEAN, images.device)
     images[sample, :, y, x] = noise.to(images.dtype)
     return images
 

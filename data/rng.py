@@ -9,13 +9,16 @@ import math
 
 import torch
 
-# What a random number is for: the part of its key after the seed. No two may be the same.
-SCENE, SCENE_NOISE, RANDOM_CROP = 10, 11, 12
-SHIFT, FLIP, RAND_AUGMENT, ERASE, ERASE_NOISE = 20, 21, 22, 23, 24
-VIEW, DISTORT = 30, 31
-# 40 to 49: attacks (robust/attacks.py, autoattack.py); 50 to 69: corruptions, in their order
-TEXT_WINDOW = 70                        # with seed 0 also 70, 71: patches (robust/patches.py)
-ADVERSARIAL = 90
+# What a random number is for: the part of its key after the seed.
+SCENE, SCENE_NOISE, RANDOM_CROP = 10, 11, 12                    # data/shapes.py, data/imagenet.py
+SHIFT, FLIP, RAND_AUGMENT, ERASE, ERASE_NOISE = 20, 21, 22, 23, 24      # data/augment.py
+VIEW, DISTORT = 30, 31                                          # data/segmentation.py
+START, SIGNS, NOISE, APGD, SQUARE = 40, 41, 42, 43, 44          # attacks in robust/
+CORRUPTION = 51                         # to 65: ImageNet-C's 15 in their order; robust/corruptions
+TEXT_WINDOW = 70                        # data/text.py
+PATCH_PLACES, PATCH_VALUES = 70, 71     # robust/patches.py: of images, so 70 meets no text
+ADVERSARIAL = 90                        # robust/adversarial.py
+FROST = 50                              # alone in its key, without a seed: robust/frost.py
 
 
 def _mix(x):

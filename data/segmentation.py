@@ -24,6 +24,14 @@ REDRAWS = 10                                 # of a crop without variety
 VIEW_COLUMNS = 1 + 2 * (1 + REDRAWS) + 1     # scale; top and left of each crop; flip?
 
 
+def choose(args):
+    """Choose what args leave open (None) for masks of one's own: {flag: value}; prints it."""
+    if args.data != "folder":
+        return {}
+    from data import labelled
+    return labelled.choose(args)
+
+
 def load_split(args, split, trained=None):
     """Load what train_seg.py trains on, "training", or is evaluated on, "validation".
 
@@ -143,7 +151,7 @@ def palette(num_classes):
 def save_pictures(path, triples, classes):
     """Draw a PNG, a row per image: image, truth, prediction; below, the classes' colours.
 
-    triples: image (3, H, W), truth and prediction (H, W), uint8, as iou.predictions yields them; H
+    triples: image (3, H, W), truth and prediction (H, W), uint8, as segmenter.predictions yields; H
     and W may vary.
     """
     from PIL import Image, ImageDraw

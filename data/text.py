@@ -1,9 +1,9 @@
 """Text in, tokens out: WikiText folders, their ids, windows for training and sliding evaluation.
 
 A folder holds wiki.{train,valid,test}.tokens: UTF-8, already tokenised, words between spaces; every
-line, a blank one too, ends with <eos> (`IDSIA/lmtool-fwp:src/utils/vocabulary.py`). A .txt
-of one's own and this Python's documentation are written in this form, into out/cache. The ids are
-made anew in every run, in memory: WikiText-103 takes a minute.
+line, a blank one too, ends with <eos> (`IDSIA/lmtool-fwp:src/utils/vocabulary.py`). A text of
+one's own and this Python's documentation are written in this form, into out/cache. The ids are made
+anew in every run, in memory: WikiText-103 takes a minute.
 
     corpus = load_corpus("data/wikitext-103")
     x = random_windows(corpus.train, step=0, batch_size=96, context=256, seed=0)
@@ -14,16 +14,19 @@ import ast
 import os
 import platform
 import re
+import unicodedata
 import zlib
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from tqdm import tqdm
 
-from common import InputError, all_sum, replacing
+from common import InputError, replacing
 from data.rng import TEXT_WINDOW, uniform
 
 SPLITS = ("train", "valid", "test")
@@ -69,9 +72,12 @@ def token_file(folder, split):
 
 
 def each_line(path, what="reading"):
-    """Read a file line by line, without newlines; only "\\n" ends a line. what: for a long bar."""
+    """Read a file line by line, without newlines; only "\\n" ends a line. what: for a long bar.
+
+    A byte order mark, as Windows writes it, is no part of the text.
+    """
     few = path.stat().st_size < 2 ** 24 or os.environ.get("RANK", "0") != "0"
-    with open(path, encoding="utf-8", newline="\n") as f:
+    with open(path, encoding="utf-8-sig", newline="\n") as f:
         try:
             for line in tqdm(f, f"{what} {path.name}", unit=" lines", leave=False, disable=few):
                 yield line.removesuffix("\n")
@@ -126,19 +132,37 @@ def count_words(path):
 def text_folder(data, data_dir):
     """Find the folder of token files that the flags mean, or write it; processes may do so at once.
 
-    data_dir: a folder of wiki.*.tokens, a .txt, or None for pydoc's text.
+    data_dir: a folder of wiki.*.tokens, a file of text, or None for pydoc's text.
     """
-    if data_dir and str(data_dir).endswith(".txt"):
-        return txt_folder(Path(data_dir))
     if not data_dir and data != "pydoc":
-        raise InputError(f"--data {data} needs --data_dir: a .txt, or a folder with "
+        raise InputError(f"--data {data} needs --data_dir: a file of text, or a folder with "
                          f"wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens")
-    return Path(data_dir) if data_dir else pydoc_folder("out/cache")
+    if not data_dir:
+        return pydoc_folder("out/cache")
+    return Path(data_dir) if Path(data_dir).is_dir() else txt_folder(Path(data_dir))
+
+
+# Chinese, Japanese: written without spaces, so each character is a word
+IDEOGRAPHS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+
+
+@cache
+def word_patterns():
+    """Compile what finds an ideograph, and what finds a word or punctuation mark."""
+    common = map(chr, range(0x10000))                   # marks combine with a letter, as in Hindi
+    marks = "".join(c for c in common if unicodedata.category(c)[0] == "M") + "\u200c\u200d"
+    letter = rf"[\w{marks}]+"
+    return (re.compile(rf"[{IDEOGRAPHS}][{marks}]*"),
+            re.compile(rf"{letter}(?:'{letter})*|[^\w\s]"))
 
 
 def words_of(text):
-    """Split a text into words and punctuation marks."""
-    return re.findall(r"\w+(?:'\w+)*|[^\w\s]", text)
+    """Split a text into words and punctuation marks; a letter keeps the marks that combine with it.
+
+    A Chinese or Japanese character is a word, as no spaces part those.
+    """
+    ideograph, word = word_patterns()
+    return word.findall(ideograph.sub(r" \g<0> ", text))
 
 
 def write_tokens(folder, lines):
@@ -155,14 +179,14 @@ def write_tokens(folder, lines):
 
 
 def txt_folder(path):
-    """Make a folder of a .txt: 90 % of its paragraphs to train, 5 % to valid, 5 % to test.
+    """Make a folder of a text file: 90 % of its paragraphs to train, 5 % to valid, 5 % to test.
 
     Blank lines part paragraphs; where that gives fewer than 20, every line is one. The folder is
-    out/cache/<name>_<hash of the whole path>, written anew each time: the .txt may have changed.
+    out/cache/<name>_<hash of the whole path>, written anew each time: the file may have changed.
     """
     whole = path.resolve()
     if not whole.is_file():
-        raise InputError(f"--data_dir {path}: there is no such file")
+        raise InputError(f"--data_dir {path}: there is no such file or folder")
     folder = Path("out", "cache", f"{whole.stem}_{zlib.crc32(str(whole).encode()):08x}")
     text = "\n".join(each_line(path))
     for mark in (r"\n\s*\n", "\n"):
@@ -275,7 +299,9 @@ def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1, p
         at = at[:, -scored:]
         nll[at] = model.nll(hidden, tokens[at + 1]).float()
     model.train(training)
-    return all_sum(nll).cpu().double()
+    if dist.is_initialized():
+        dist.all_reduce(nll)
+    return nll.cpu().double()
 
 
 def perplexity(nll, scored=None):

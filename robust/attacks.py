@@ -26,9 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from common import InputError
-from data.rng import normal, uniform
-
-START, NOISE = 40, 42                           # what a random number is for: a part of its key
+from data.rng import NOISE, START, normal, uniform
 
 # --- what all attacks share ----------------------------------------------------------------------
 

@@ -16,11 +16,10 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
-from data.rng import uniform
+from data.rng import APGD, SQUARE, uniform
 from robust.attacks import (bounds, check, column, cross_entropy, forward, input_gradient, margin,
                             noise_like, numbers, per_image, positive, select_rows)
 
-APGD, SQUARE = 43, 44                           # what a random number is for: a part of its key
 
 
 def linf_norm(t):

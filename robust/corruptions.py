@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 import common
 from common import InputError
-from data.rng import normal, uniform
+from data.rng import CORRUPTION, normal, uniform
 from robust.filters import (disk, displace, enlarge, gaussian_blur, motion, pixel_grid, quantise,
                             sample, shrink)
 from robust.frost import load_frost, scaled_frost
@@ -42,7 +42,6 @@ from robust.severities import CONSTANTS
 NAMES = ("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur",
          "motion_blur", "zoom_blur", "snow", "frost", "fog", "brightness", "contrast",
          "elastic_transform", "pixelate", "jpeg_compression")
-PURPOSE = 50                          # first of our keys in rng.uniform; that of frost itself: 50
 
 
 # --- noise ----------------------------------------------------------------------------------------
@@ -372,7 +371,7 @@ def corrupt(images, name, severity, *, seed=0, index=None, frost_dir=None):
         draw = partial(draw_frost, frost_dir=frost_dir)
     c = constants[table_of(H, W)] if isinstance(constants, dict) else constants
     c = c[severity - 1]
-    number = PURPOSE + 1 + NAMES.index(name) if name in NAMES else zlib.crc32(name.encode()) // 2
+    number = CORRUPTION + NAMES.index(name) if name in NAMES else zlib.crc32(name.encode()) // 2
 
     # Slices that fit into the caches of a CPU, or the memory of a GPU.
     out = torch.empty_like(images, memory_format=torch.contiguous_format)

@@ -10,11 +10,10 @@ from typing import Literal
 import torch
 
 from attention import soft_threshold
-from data.rng import uniform
+from data.rng import SIGNS, uniform
 from robust.attacks import (START, bounds, check, check_inputs, column, cross_entropy,
                             input_gradient, margin, noise_like, numbers, positive, select_rows)
 
-SIGNS = 41                                      # what a random number is for: a part of its key
 
 
 def adam(grad, m, v, t, lr):

@@ -9,11 +9,11 @@ every network sees the same places and, but for adversarial ones, the same pixel
 import torch
 import torch.nn.functional as F
 
-from data.rng import normal, uniform
+from data.rng import PATCH_PLACES, PATCH_VALUES, normal, uniform
 from robust.attacks import cross_entropy, input_gradient
 
 KINDS = ("noise", "black", "white", "gaussian", "pixels", "adversarial")
-PLACES, VALUES = (0, 70), (0, 71)                          # seed, what a random number is for
+PLACES, VALUES = (0, PATCH_PLACES), (0, PATCH_VALUES)       # seed, what a random number is for
 
 
 def corrupt_patches(images, kind, patch, *, n=6, model=None, labels=None):

@@ -1,7 +1,6 @@
-"""Claims about attention.py: equal to the released code, equal to the equations, and what the loop does."""
+"""attention.py: equal to the released code, equal to the equations, and what the loop does."""
 
 import math
-import re
 from functools import partial
 
 import pytest
@@ -9,20 +8,23 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attention import (ATTENTIONS, FORMS, PAP, ScaledAttention, SelfAttention, every_pap, key_statistics,
-                       naive_attention, rpc_attention, soft_threshold, softmax_attention, symmetric_attention)
-from conftest import ROOT
+from attention import (ATTENTIONS, FORMS, ScaledAttention, SelfAttention, every_pap,
+                       key_statistics, naive_attention, rpc_attention, soft_threshold,
+                       softmax_attention, symmetric_attention)
 from kpca import exact_scaling, pcp
 
 OPTIONS = {"code": {}, "mu_head": dict(mu_dim="head"), "thr_over": dict(threshold="over"),
-           "thr_over_mu_head": FORMS["paper"], "sign_plus": dict(dual_sign=1), "admm": FORMS["admm"],
-           "causal_global_mu": dict(causal=True, mu_over="all"), "causal_cumulative_mu": dict(causal=True),
+           "thr_over_mu_head": FORMS["paper"], "sign_plus": dict(dual_sign=1),
+           "admm": FORMS["admm"],
+           "causal_global_mu": dict(causal=True, mu_over="all"),
+           "causal_cumulative_mu": dict(causal=True),
            "causal_token_mu": dict(causal=True, mu_over="token")}
 def close(got, expected, atol=1e-10):
     """True; an AssertionError says where they differ."""
     torch.testing.assert_close(got, expected, rtol=0, atol=atol)
     return True
-KINDS = ("softmax", "symmetric", "rpc", "rpc_asym", "scaled_s", "scaled_alpha")     # studies enter more
+# studies enter more
+KINDS = ("softmax", "symmetric", "rpc", "rpc_asym", "scaled_s", "scaled_alpha")
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -48,7 +50,8 @@ def module(arrays, prefix, dtype, **kind):
 
 
 def nonzero(trace):
-    return torch.tensor([(step["S"].abs() > 1e-12).double().mean() for step in trace], dtype=torch.float64)
+    return torch.tensor([(step["S"].abs() > 1e-12).double().mean() for step in trace],
+                        dtype=torch.float64)
 
 
 # --- reference arrays ------------------------------------------------------------
@@ -58,35 +61,42 @@ def test_rpc_equals_the_released_code_heads_outputs_and_shares_of_nonzero_S(gold
     keys = [k for k in a if k.endswith("_h64") and "_pap_" in k]
     for key in keys:
         (group, _, n, lam, _), trace = key.split("_"), []
-        got = rpc_attention(a[f"{group}_k"], a[f"{group}_v"], int(n[1:]), float(lam[3:]), trace=trace)
+        got = rpc_attention(a[f"{group}_k"], a[f"{group}_v"], int(n[1:]), float(lam[3:]),
+                            trace=trace)
         assert close(got, a[key]) and close(nonzero(trace), a[key[:-3] + "active"], atol=1e-9)
     assert len(keys) >= 5
 
 
-def test_symmetric_and_rpc_modules_equal_the_released_code_in_both_precisions_with_gradients(golden):
+def test_symmetric_and_rpc_modules_equal_the_released_code_with_gradients(golden):
     a = golden("attention_a")
     for key in [k for k in a if k.endswith("_y64")]:
         group, *setting, _ = key.split("_")
         kind = dict(attn="symmetric")
         if setting[0] == "pap":
-            kind = dict(attn="rpc", pap=dict(n_iter=int(setting[1][1:]), lambd=float(setting[2][3:])))
-        assert close(module(a, f"{group}_sd/", torch.float32, **kind)(a[f"{group}_x"]), a[key[:-2] + "32"], atol=2e-5)
-        m, x = module(a, f"{group}_sd/", torch.float64, **kind), a[f"{group}_x"].double().requires_grad_()
+            kind = dict(attn="rpc", pap=dict(n_iter=int(setting[1][1:]),
+                                             lambd=float(setting[2][3:])))
+        assert close(module(a, f"{group}_sd/", torch.float32, **kind)(a[f"{group}_x"]),
+                     a[key[:-2] + "32"], atol=2e-5)
+        m, x = module(a, f"{group}_sd/", torch.float64,
+                      **kind), a[f"{group}_x"].double().requires_grad_()
         y = m(x)
         assert close(y, a[key])
         (y * a[f"{group}_cotangent"]).sum().backward()
-        for grad, name in ((x.grad, "gx"), (m.qkv.weight.grad, "gqkvw"), (m.qkv.bias.grad, "gqkvb")):
+        for grad, name in ((x.grad, "gx"), (m.qkv.weight.grad, "gqkvw"),
+                           (m.qkv.bias.grad, "gqkvb")):
             if key[:-3] + name in a:
                 scale = a[key[:-3] + name].abs().max().clamp(min=1).item()
                 assert close(grad, a[key[:-3] + name], atol=1e-10 * scale)
 
 
-@pytest.mark.parametrize("prefix,alpha", [("S_rand/", None), ("alpha_0.25/", 0.25), ("alpha_1/", 1.0)])
+@pytest.mark.parametrize("prefix,alpha", [("S_rand/", None), ("alpha_0.25/", 0.25),
+                                          ("alpha_1/", 1.0)])
 def test_scaled_attention_equals_the_released_code(golden, prefix, alpha):
     a, kind = golden("attention_scaled"), "scaled_s" if alpha is None else "scaled_alpha"
     weights = {k[len("S_rand/sd/"):]: v for k, v in a.items() if k.startswith("S_rand/sd/")}
+    weights["learned.s"] = weights.pop("s")
     if alpha is not None:
-        weights["s"] = torch.tensor([alpha])
+        weights["learned.s"] = torch.tensor([alpha])
     for dtype, bits, tol in ((torch.float64, "64", 1e-10), (torch.float32, "32", 2e-5)):
         m = module(weights, "", dtype, attn=kind)
         assert close(m(a["x"].to(dtype)), a[f"{prefix}y{bits}"], atol=tol)
@@ -95,20 +105,22 @@ def test_scaled_attention_equals_the_released_code(golden, prefix, alpha):
 def test_every_other_reading_of_algorithm_1_equals_its_reference(golden):
     a = golden("derived_options")
     q, k, v = a["q"], a["k"], a["v"]
-    options = dict(OPTIONS, asym_q=dict(q=q), asym_causal_cumulative=dict(q=q, causal=True), value_k={})
+    options = dict(OPTIONS, asym_q=dict(q=q), asym_causal_cumulative=dict(q=q, causal=True),
+                   value_k={})
     keys = [x for x in a if x.startswith("n")]
     for key in keys:
         setting, option = key.split("/")
         n, lam = setting.split("_")
         values = k if option == "value_k" else v
-        assert close(rpc_attention(k, values, n_iter=int(n[1:]), lambd=float(lam[3:]), **options[option]), a[key])
+        assert close(rpc_attention(k, values, n_iter=int(n[1:]), lambd=float(lam[3:]),
+                                   **options[option]), a[key])
     assert len(keys) >= 12 and close(naive_attention(q, k, v), a["asym"])
     for causal, end in ((False, ""), (True, "_causal")):
         assert close(symmetric_attention(k, v, causal=causal), a["sym" + end])
         assert close(softmax_attention(q, k, v, causal=causal), a["asym" + end])
 
 
-def test_exact_scaling_equals_its_reference_and_is_an_idempotent_projection_also_of_long_keys(golden):
+def test_exact_scaling_equals_its_reference_and_is_a_projection_also_of_long_keys(golden):
     a = golden("derived_options")
     q, k, v, S = a["q"], a["exactS/k"], a["v"], a["exactS/S"]
     assert close(exact_scaling(k, v), S @ v)
@@ -118,7 +130,7 @@ def test_exact_scaling_equals_its_reference_and_is_an_idempotent_projection_also
     assert close(scaled(q[:1], k[:1], v[:1]), a["exactS/h"][:1])
     assert close(exact_scaling(k, exact_scaling(k, v)), exact_scaling(k, v), atol=1e-12)
     _, k, v = qkv(gain=4.0, N=64, D=64, dtype=torch.float32)
-    assert exact_scaling(k, v).isfinite().all()                # where the ratio of softmaxes overflows
+    assert exact_scaling(k, v).isfinite().all()  # where the ratio of softmaxes overflows
 
 
 def test_pcp_equals_its_reference_and_recovers_both_parts_and_diverges_as_printed(golden):
@@ -127,7 +139,8 @@ def test_pcp_equals_its_reference_and_recovers_both_parts_and_diverges_as_printe
         for ours, name in zip(pcp(a["pcp/M"], **how), "LS"):
             assert close(ours, a[f"pcp/{name}{end}"])
     torch.manual_seed(0)
-    low, gross = torch.randn(60, 2).double() @ torch.randn(2, 40).double(), torch.zeros(60, 40).double()
+    low = torch.randn(60, 2).double() @ torch.randn(2, 40).double()
+    gross = torch.zeros(60, 40).double()
     gross[torch.rand(60, 40) < 0.05] = 10.0
     L, S = pcp(low + gross, max_iter=100)
     assert (L - low).norm() < 1e-6 * low.norm() and (S - gross).norm() < 1e-6 * gross.norm()
@@ -136,7 +149,7 @@ def test_pcp_equals_its_reference_and_recovers_both_parts_and_diverges_as_printe
     L = Y = torch.zeros_like(M)
     for _ in range(60):
         S = soft_threshold(M - L + Y / mu, lambd / mu)
-        U, sigma, Vt = torch.linalg.svd(M - S - Y / mu, full_matrices=False)                # threshold mu, sign -
+        U, sigma, Vt = torch.linalg.svd(M - S - Y / mu, full_matrices=False)  # threshold mu, sign -
         L = (U * soft_threshold(sigma, mu)) @ Vt
         Y = Y + mu * (M - L - S)
     assert (M - L - S).norm() > 1e8 * M.norm()
@@ -144,22 +157,18 @@ def test_pcp_equals_its_reference_and_recovers_both_parts_and_diverges_as_printe
 
 # --- the equations ------------------------------------------------------------
 
-ADDRESSES = [f"Eq. {n}" for n in (1, 2, 3, 12, 14)] + ["Def. 1", "App. E.1", "App. E.9"]
-
-
-@pytest.mark.parametrize("address", ADDRESSES + [f"Alg. 1, line {n}" for n in (1, 2, 3, 4, 5, 7)])
-def test_every_equation_is_one_line_of_code_that_grep_finds(address):
-    lines = re.findall(rf"^( +\S.*?)# {re.escape(address)}(?!\d)", (ROOT / "attention.py").read_text(), re.M)
-    assert len(lines) == 1 and lines[0].strip(), address
-
 
 def test_soft_threshold_has_its_gradients_also_the_second_and_under_vmap():
     assert soft_threshold(torch.tensor([0.7, -0.7]), 0.7).eq(0).all()
     torch.manual_seed(0)
-    x, tau = torch.randn(2, 3, 5, 4).double().requires_grad_(), torch.rand(2, 3, 1, 1).double().requires_grad_()
-    assert torch.autograd.gradcheck(soft_threshold, (x, tau)) and torch.autograd.gradgradcheck(soft_threshold, (x, tau))
-    per_sample = torch.func.vmap(torch.func.grad(lambda x, t: soft_threshold(x, t).pow(2).sum()))(x, tau)
-    assert close(per_sample, torch.autograd.grad(soft_threshold(x, tau).pow(2).sum(), x)[0], atol=1e-12)
+    x = torch.randn(2, 3, 5, 4, dtype=torch.float64, requires_grad=True)
+    tau = torch.rand(2, 3, 1, 1, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(soft_threshold, (x, tau))
+    assert torch.autograd.gradgradcheck(soft_threshold, (x, tau))
+    gradient = torch.func.grad(lambda x, t: soft_threshold(x, t).pow(2).sum())
+    per_sample = torch.func.vmap(gradient)(x, tau)
+    assert close(per_sample, torch.autograd.grad(soft_threshold(x, tau).pow(2).sum(), x)[0],
+                 atol=1e-12)
 
 
 @pytest.mark.parametrize("gain", [1.0, 8.0])
@@ -181,7 +190,8 @@ def test_the_loop_equals_algorithm_1_written_out_with_S_and_Y(gain, form):
     ours = rpc_attention(k, v, n, lambd, **how)
     assert close(ours, L, atol=1e-12)
     w = torch.randn_like(L)
-    for a, b in zip(torch.autograd.grad((ours * w).sum(), (k, v)), torch.autograd.grad((L * w).sum(), (k, v))):
+    for a, b in zip(torch.autograd.grad((ours * w).sum(), (k, v)),
+                    torch.autograd.grad((L * w).sum(), (k, v))):
         assert close(a, b, atol=1e-9 * max(b.abs().max().item(), 1))
 
 
@@ -201,7 +211,8 @@ def test_outputs_and_gradients_are_finite_without_shrinkage_and_for_a_head_of_ze
 def test_permuting_tokens_permutes_the_output_of_every_kind_without_weights_per_position(kind):
     m, x, order = layer(kind), tokens(), torch.randperm(10)
     if kind.startswith("scaled"):
-        assert close(m.attend(*m.project(x)), softmax_attention(*m.project(x)), atol=1e-14)  # so they start
+        # so they start
+        assert close(m.attend(*m.project(x)), softmax_attention(*m.project(x)), atol=1e-14)
         torch.nn.init.normal_(m.learned.s)
     same = torch.allclose(m(x)[:, order], m(x[:, order]), rtol=0, atol=1e-12)
     assert same == (kind != "scaled_s")
@@ -212,8 +223,8 @@ def test_changing_a_token_leaves_causal_outputs_before_it_unchanged_bit_for_bit(
     m, x = layer(kind, pap=dict(lambd=0.5), causal=True), tokens()
     m.qkv.weight.data *= 8                                     # keys large enough that S acts
     if kind == "scaled_alpha":
-        m.learned.s.data.fill_(0.7)                                    # at its start, 0, the inner attention does nothing
-    if kind in PAP:
+        m.learned.s.data.fill_(0.7)  # at its start, 0, the inner attention does nothing
+    if kind.startswith("rpc"):
         assert all((step["S"] != 0).any() for step in m.trace(x))
     changed = x.clone()
     changed[:, 7] *= 5
@@ -221,15 +232,7 @@ def test_changing_a_token_leaves_causal_outputs_before_it_unchanged_bit_for_bit(
     assert not torch.equal(m(x)[:, 7:], m(changed)[:, 7:])
 
 
-@pytest.mark.parametrize("kind,rows", [*zip(KINDS, (3, 2, 2, 3, 3, 3))])
-def test_state_dict_names_and_shapes_are_timms(kind, rows):
-    shapes = {k: tuple(v.shape) for k, v in layer(kind).state_dict().items()}
-    extra = {"scaled_s": {"learned.s": (3, 10, 10)}, "scaled_alpha": {"learned.s": (1,)}}.get(kind, {})
-    assert shapes == {"qkv.weight": (rows * 24, 24), "qkv.bias": (rows * 24,), "proj.weight": (24, 24),
-                      "proj.bias": (24,), **extra}
-
-
-def test_under_autocast_the_state_stays_float32_and_six_steps_err_at_most_four_times_as_much_as_one():
+def test_under_autocast_the_state_stays_float32_and_six_steps_err_little_more_than_one():
     torch.manual_seed(0)
     m, x = SelfAttention(48, 3, "rpc", pap=dict(n_iter=6)), torch.randn(2, 50, 48)
     once = SelfAttention(48, 3, "symmetric")
@@ -239,7 +242,8 @@ def test_under_autocast_the_state_stays_float32_and_six_steps_err_at_most_four_t
         y, y_once, trace = m(x), once(x), m.trace(x)
         assert y.dtype == rpc_attention(*m.project(x)[1:]).dtype == torch.bfloat16
     assert all(s[name].dtype == torch.float32 for s in trace for name in ("S", "K2", "L"))
-    error, error_once = ((a.float() - b).norm() / b.norm() for a, b in ((y, exact), (y_once, exact_once)))
+    error, error_once = ((a.float() - b).norm() / b.norm() for a,
+                         b in ((y, exact), (y_once, exact_once)))
     assert error < 4 * error_once < 0.02
 
 
@@ -258,7 +262,7 @@ def test_with_dropout_a_causal_layer_does_not_see_the_future_either():
     m, x = layer("rpc", causal=True, attn_drop=0.3).train(), tokens()
     outputs = []
     for change in (1, 5):
-        torch.manual_seed(0)                                                            # the same masks
+        torch.manual_seed(0)  # the same masks
         x[:, 7] *= change
         outputs.append(m(x))
     assert torch.equal(outputs[0][:, :7], outputs[1][:, :7]) and not torch.equal(*outputs)
@@ -360,13 +364,14 @@ class Tempered(torch.nn.Module):
 
 @pytest.mark.parametrize("mine,rows", [
     (nearest, 3), (partial(nearest, power=1.0), 3), (lambda k, v: symmetric_attention(3 * k, v), 2),
-    (lambda q, k, v, layer: softmax_attention(q, k, v, **layer.attn_kwargs), 3), (partial(rpc_attention, n_iter=2), 2)])
+    (lambda q, k, v, layer: softmax_attention(q, k, v, **layer.attn_kwargs), 3),
+    (partial(rpc_attention, n_iter=2), 2)])
 def test_a_function_that_is_entered_in_the_table_is_an_attention(mine, rows, monkeypatch):
     monkeypatch.setitem(ATTENTIONS, "mine", mine)
     m, x = layer("mine"), tokens()
     q, k, v = m.project(x)
-    given = dict(k=k, v=v) | (dict(q=q) if rows == 3 else {}) | (dict(layer=m) if "layer" in m.arg_names else {})
-    h = mine(**given)
+    given = dict(q=q, k=k, v=v, layer=m, **m.attn_kwargs)
+    h = mine(**{name: given[name] for name in m.arg_names})
     assert len(m.qkv.weight) == rows * 24 and (rows == 3 or torch.equal(q, k))
     assert close(m(x), m.proj(h.transpose(1, 2).flatten(2)))
 
@@ -377,6 +382,35 @@ def test_a_module_that_is_entered_in_the_table_is_an_attention_whose_parameters_
     assert close(m(x), layer("softmax", causal=True)(x))
     m(x).square().sum().backward()
     assert m.learned.temperature.shape == (3, 1, 1) and m.learned.temperature.grad.abs().min() > 0
+
+
+def wrong_names(query, key, value):
+    return softmax_attention(query, key, value)
+
+
+def no_values(q, k):
+    return softmax_attention(q, k, k)
+
+
+def one_more(q, k, v, mask):
+    return softmax_attention(q, k, v)
+
+
+@pytest.mark.parametrize("mine, named", [(wrong_names, "query, key, value"), (no_values, "q, k;"),
+                                         (one_more, "mask"), (lambda: None, "expected q, k, v")])
+def test_arguments_that_are_not_an_attentions_are_refused_by_name(mine, named, monkeypatch):
+    for entry in (mine, type("Mine", (torch.nn.Module,), dict(forward=staticmethod(mine)))):
+        monkeypatch.setitem(ATTENTIONS, "mine", entry)
+        with pytest.raises(ValueError, match=f"'mine' .*{named}"):
+            layer("mine")
+
+
+@pytest.mark.parametrize("mine", [lambda q, k, v: softmax_attention(q, k, v)[:, :, :1],
+                                  lambda q, k, v: softmax_attention(q, k, v).mT])
+def test_an_output_of_another_shape_is_refused(mine, monkeypatch):
+    monkeypatch.setitem(ATTENTIONS, "mine", mine)
+    with pytest.raises(ValueError, match=r"'mine' returned \(2, 3, .*expected \(2, 3, 10, 8\)"):
+        layer("mine")(tokens())
 
 
 @pytest.mark.parametrize("how", [dict(causal=True), dict(attn_drop=0.1)])

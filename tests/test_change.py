@@ -13,7 +13,8 @@ ROOT = Path(__file__).parent.parent
 SECTIONS = re.split(r"^### ", (ROOT / "docs/change.md").read_text(), flags=re.M)[1:]
 SMALL = {"train_cls.py": "--num_images 64 --batch_size 16 --epochs 1 --max_steps 3 --device cpu",
          "train_lm.py": "--steps 3 --batch_size 4 --words 0 --device cpu",
-         "train_seg.py": "--num_images 32 --batch_size 16 --epochs 1 --max_steps 2 --save_images 0 --num_workers 0 --device cpu",
+         "train_seg.py": "--num_images 32 --batch_size 16 --epochs 1 --max_steps 2 --save_images 0 "
+                         "--num_workers 0 --device cpu",
          "eval_robust.py": "--limit 16 --device cpu"}
 
 
@@ -39,7 +40,8 @@ def apply(diff, tree):
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory):
     tree = tmp_path_factory.mktemp("pristine")
-    for name in subprocess.run(["git", "ls-files", "*.py", "weights", "lecture/pictures/*.png"], cwd=ROOT,
+    for name in subprocess.run(["git", "ls-files", "*.py", "weights", "lecture/pictures/*.png"],
+                               cwd=ROOT,
                                capture_output=True, text=True).stdout.split():
         if not name.startswith("tests/"):
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
@@ -54,12 +56,14 @@ def test_a_change_applies_and_its_command_runs(section, pristine, tmp_path):
     assert diffs or blocks("sh", section)
     for diff in diffs:
         apply(diff, tree)
-    if "import wandb" in section:                                   # a package that is not installed
-        (tree / "wandb.py").write_text("def init(**settings): pass\ndef log(row, step): assert row['step'] == step\n")
+    if "import wandb" in section:  # a package that is not installed
+        (tree / "wandb.py").write_text("def init(**settings): pass\n"
+                                       "def log(row, step): assert row['step'] == step\n")
     for line in "".join(blocks("sh", section)).replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         assert words[0] == "python", line
-        done = subprocess.run([sys.executable, *words[1:], *SMALL.get(words[1], "").split()], cwd=tree,
+        done = subprocess.run([sys.executable, *words[1:], *SMALL.get(words[1], "").split()],
+                              cwd=tree,
                               capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         for said in re.findall(r"^prints `(.+?)`", section, re.M):
@@ -67,4 +71,4 @@ def test_a_change_applies_and_its_command_runs(section, pristine, tmp_path):
 
 
 def test_there_are_as_many_as_the_title_says():
-    assert len(SECTIONS) == 21
+    assert len(SECTIONS) == 22

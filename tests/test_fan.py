@@ -1,4 +1,4 @@
-"""Claims about fan.py: the published models, their attention, their weights, and that every script takes them."""
+"""fan.py: the published models, their attention, their weights; every script takes them."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,8 @@ SMALL = dict(image_size=64, embed_dim=32, depth=2, num_heads=4, num_classes=10)
 KINDS = {"softmax": (dict(attn="softmax"), {}), "symmetric": (dict(attn="symmetric"), {}),
          "symmetric, class queries": (dict(attn="symmetric", class_attn="softmax"), {}),
          "rpc": (dict(attn="rpc", pap=dict(n_iter=4, lambd=0.2)), {0: (4, 0.2)}),
-         "rpc everywhere": (dict(attn="rpc", rpc_layers=(0, 1), pap=dict(n_iter=2, lambd=0.2)), {0: (2, 0.2), 1: (2, 0.2)})}
+         "rpc everywhere": (dict(attn="rpc", rpc_layers=(0, 1), pap=dict(n_iter=2, lambd=0.2)),
+                            {0: (2, 0.2), 1: (2, 0.2)})}
 
 
 def small(**kind):
@@ -34,7 +35,7 @@ def small(**kind):
 
 
 def reference_model(weights, pos_features, dtype, **kind):
-    """Our model with the reference's weights and, as they are float32 numbers, its position code."""
+    """Our model with the reference's weights and its position code, float32 numbers."""
     m = small(mean=(0, 0, 0), std=(1, 1, 1), **kind)
     weights = {k: v for k, v in weights.items() if k in m.state_dict()}
     load_weights(m, weights)
@@ -55,14 +56,17 @@ def test_logits_and_the_tokens_after_each_block_are_the_references(golden):
     m, _ = reference_model(part(a, "sd/"), a["pos_features"], torch.float32, attn="softmax")
     got = m.features(a["x"])
     torch.testing.assert_close(got["head"], a["logits32"], rtol=0, atol=2e-5)
-    assert list(got) == ["embed", "blocks.0", "blocks.1", "cls_token", "cls_attn_blocks.0", "cls_attn_blocks.1", "norm",
+    assert list(got) == ["embed", "blocks.0", "blocks.1", "cls_token", "cls_attn_blocks.0",
+                         "cls_attn_blocks.1", "norm",
                          "head"]
     for i, name in enumerate(("blocks.0", "blocks.1", "cls_attn_blocks.0", "cls_attn_blocks.1")):
         torch.testing.assert_close(got[name], a[f"stage{i}"], rtol=0, atol=2e-5)
-    torch.testing.assert_close(small().pos_embed.code[0, :, :, 0].T, a["pos_features"], rtol=0, atol=1e-6)
+    torch.testing.assert_close(small().pos_embed.code[0, :, :, 0].T, a["pos_features"], rtol=0,
+                               atol=1e-6)
 
 
-@pytest.mark.skipif(not (SHARED / "golden/model_fan_symmetric.npz").exists(), reason="too large for a clone")
+@pytest.mark.skipif(not (SHARED / "golden/model_fan_symmetric.npz").exists(),
+                    reason="too large for a clone")
 @pytest.mark.parametrize("kind", ["symmetric", "rpc"])
 def test_the_symmetric_models_are_those_of_the_papers_authors_with_gradients(golden, kind):
     a = golden("model_fan_symmetric")
@@ -74,14 +78,16 @@ def test_the_symmetric_models_are_those_of_the_papers_authors_with_gradients(gol
         torch.testing.assert_close(logits, a[f"{kind}/logits{bits}"], rtol=0, atol=tol)
     (logits.flatten() * torch.arange(20)).sum().backward()
     for name, grad in part(a, f"{kind}/grad/").items():
-        torch.testing.assert_close(m.get_parameter(name).grad, grad, rtol=0, atol=1e-10 * grad.abs().max().item())
+        torch.testing.assert_close(m.get_parameter(name).grad, grad, rtol=0,
+                                   atol=1e-10 * grad.abs().max().item())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_gradient_equals_that_of_the_model_written_out(golden, kind):
     a, (settings, rpc), seen = golden("model_fan"), KINDS[kind], []
     m, weights = reference_model(part(a, "sd/"), a["pos_features"], torch.float64, **settings)
-    theirs = {k: v.clone().requires_grad_("running" not in k and "tracked" not in k) for k, v in weights.items()}
+    theirs = {k: v.clone().requires_grad_("running" not in k and "tracked" not in k) for k,
+              v in weights.items()}
     logits, _ = peers.fan(theirs, a["x"].double(), a["pos_features"].double(), rpc=rpc)
     m.blocks[0].attn.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     ours = m(a["x"].double())
@@ -91,7 +97,7 @@ def test_every_gradient_equals_that_of_the_model_written_out(golden, kind):
     for name, p in m.named_parameters():
         assert p.grad.abs().max() > 0, name
         torch.testing.assert_close(p.grad, theirs[name].grad, rtol=1e-10, atol=1e-10, msg=name)
-    if rpc:                                                                             # the shrinkage acts
+    if rpc:  # the shrinkage acts
         assert 0.1 < (m.blocks[0].attn.trace(seen[0])[0]["S"] != 0).double().mean() < 0.999
 
 
@@ -102,16 +108,17 @@ def test_parameters_and_multiplications_are_the_published_ones():
 
     def count(*which, **how):
         return sum(p.numel() for p in build(*which, **how).parameters())
-    assert [count(attn) for attn in ("softmax", "symmetric", "rpc")] == [7_319_920, 6_801_136, 6_801_136]
-    assert [count(attn, "fan_small") for attn in ("softmax", "symmetric")] == [28_345_336, 26_275_576]
-    assert count("rpc", class_attn="softmax") == 6_875_248                              # as all were before
+    assert count("softmax") == 7_319_920 and count("symmetric") == count("rpc") == 6_801_136
+    assert count("softmax", "fan_small") == 28_345_336
+    assert count("symmetric", "fan_small") == 26_275_576
+    assert count("rpc", class_attn="softmax") == 6_875_248  # as all were before
     with FlopCounterMode(display=False) as products:
         build("softmax")(torch.zeros(1, 3, 224, 224, device="meta"))
-    assert abs(products.get_total_flops() / 2e9 - 1.4753) < 1e-4                        # 1.49 with those of the norms
+    assert abs(products.get_total_flops() / 2e9 - 1.4753) < 1e-4  # 1.49 with those of the norms
 
 
 def test_state_dict_names_are_the_references(golden):
-    """Those of an array file, which came from the released code, or, in a clone, of the model written out."""
+    """Those of the released code or, in a clone, of the model written out."""
     names = set(part(golden("model_fan"), "sd/"))
     assert set(small(attn="softmax").state_dict()) == names and len(names) > 100
     queries = {name for name in names if re.match(r"(blocks|cls_attn_blocks)\.\d\.attn\.q\.", name)}
@@ -120,10 +127,12 @@ def test_state_dict_names_are_the_references(golden):
 
 # --- the model -----------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("patch_size,widths,tokens", [(16, [24, 48, 96, 192], 4), (4, [96, 192], 64)])
-def test_a_stem_for_small_images_is_the_last_convolutions_of_the_large_one(patch_size, widths, tokens):
+@pytest.mark.parametrize("patch_size,widths,tokens",
+                         [(16, [24, 48, 96, 192], 4), (4, [96, 192], 64)])
+def test_a_stem_for_small_images_is_the_end_of_the_large_one(patch_size, widths, tokens):
     m = FAN(FANConfig(**SIZES["fan_tiny"], image_size=32, patch_size=patch_size))
-    assert [c.out_channels for c in m.patch_embed.modules() if isinstance(c, torch.nn.Conv2d)] == widths
+    assert [c.out_channels for c in m.patch_embed.modules()
+            if isinstance(c, torch.nn.Conv2d)] == widths
     assert m.config.num_tokens == tokens
 
 
@@ -147,8 +156,10 @@ def test_initial_weights_and_the_eps_of_every_norm():
         assert abs(layer.weight.std() - 0.02) < 5e-4 and layer.bias.abs().max() == 0
     assert abs(m.cls_token.std() - 0.02) < 5e-3
     for how, eps in (({}, 1e-6), (dict(eps=1e-3), 1e-3)):
-        norms = {name: m.eps for name, m in small(**how).named_modules() if isinstance(m, torch.nn.LayerNorm)}
-        assert norms == {name: 1e-5 if name.endswith("norm_v") else eps for name in norms} and len(norms) == 11
+        norms = {name: m.eps for name, m in small(**how).named_modules()
+                 if isinstance(m, torch.nn.LayerNorm)}
+        assert norms == {name: 1e-5 if name.endswith("norm_v") else eps for name in norms}
+        assert len(norms) == 11
 
 
 def test_batch_norm_over_processes_keeps_the_statistics_of_pytorchs(monkeypatch):
@@ -160,6 +171,14 @@ def test_batch_norm_over_processes_keeps_the_statistics_of_pytorchs(monkeypatch)
     torch.testing.assert_close(ours(x), theirs(x))
     for name, value in theirs.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[name], value)
+
+
+def test_pytorchs_norm_for_gpus_takes_the_place_of_every_norm_with_its_weights():
+    m, x = small().eval(), torch.rand(2, 3, 64, 64)
+    before, logits = m.state_dict(), m(x)
+    m = torch.nn.SyncBatchNorm.convert_sync_batchnorm(m)
+    assert not any(isinstance(part, BatchNorm) for part in m.modules())
+    assert m.state_dict().keys() == before.keys() and torch.equal(m(x), logits)
 
 
 # --- weights from files, and what is refused -----------------------------------------------------
@@ -230,12 +249,16 @@ def test_two_processes_equal_one_in_losses_and_in_batch_norms(tiny):
 
 def test_every_consumer_of_a_classifier_takes_a_fan(tiny):
     script(train_cls, RUN, "--attn symmetric --out_dir sym --max_steps 2")
-    script(train_cls, RUN, "--init_from sym --out_dir rpc --max_steps 2")                                   # App. E.6
+    script(train_cls, RUN, "--init_from sym --out_dir rpc --max_steps 2")  # App. E.6
     config = classifier_from_checkpoint(common.load("rpc")).config
-    assert (config.attn, config.init, config.num_tokens, config.class_attn) == ("rpc", "trunc_normal", 16, "symmetric")
+    assert (config.attn, config.class_attn) == ("rpc", "symmetric")
+    assert (config.init, config.num_tokens) == ("trunc_normal", 16)
     script(train_cls, f"--model nano {SIZE} --out_dir vit --max_steps 2")
-    script(eval_robust, "--ckpt rpc sym vit --measures clean pgd corruptions --severities 1 --limit 4 --out_dir e")
+    script(eval_robust, "--ckpt rpc sym vit --measures clean pgd corruptions --severities 1",
+           "--limit 4 --out_dir e")
     table = Path("e/table.md").read_text()
-    assert all(kind in table for kind in ("fan rpc 4iter/layer1", "fan symmetric", "| rpc 4iter/layer1"))
+    assert all(kind in table for kind in ("fan rpc 4iter/layer1", "fan symmetric",
+                                          "| rpc 4iter/layer1"))
     model, _ = probe.load_model("rpc")
-    assert [h.k.shape for h in probe.capture(model, torch.rand(2, 3, 16, 16))] == [(2, 4, 16, 8)] * 2
+    heads = probe.capture(model, torch.rand(2, 3, 16, 16))
+    assert [h.k.shape for h in heads] == [(2, 4, 16, 8)] * 2

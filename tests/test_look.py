@@ -1,6 +1,8 @@
-"""look.py prints what a network answers, draws what its layers do, and refuses what it cannot draw in one line."""
+"""look.py prints what a network answers, draws what its layers do, refuses what it cannot draw."""
 
+import csv
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,13 +10,16 @@ from PIL import Image
 
 import common
 import look
-from attention import PAP, SelfAttention, softmax_attention
+from conftest import ROOT
+from attention import SelfAttention, softmax_attention
+from data.photos import load_photos, square
 from data.shapes import SHAPES, load_shapes
 from fan import FAN, FANConfig
 from segmenter import Segmenter, SegmenterConfig
 from vit import ViT, ViTConfig
 
-SMALL = dict(embed_dim=16, depth=2, num_heads=2, image_size=32, patch_size=4, num_classes=10, attn="rpc")
+SMALL = dict(embed_dim=16, depth=2, num_heads=2, image_size=32, patch_size=4, num_classes=10,
+             attn="rpc")
 
 
 def save(path, model, **more):
@@ -48,30 +53,34 @@ def test_the_five_likeliest_classes_are_those_of_the_logits(run, classifier, tmp
     model, path = classifier
     result = run("--ckpt", path, "--scene", 3, "--out", tmp_path / "look.png")
     chances = model(load_shapes("test", 4).images[3:] / 255)[0].softmax(0)
-    expected = [(f"{100 * c:.1f}", list(SHAPES)[k]) for c, k in zip(*(t.tolist() for t in chances.topk(5)))]
+    expected = [(f"{100 * c:.1f}", list(SHAPES)[k]) for c,
+                k in zip(*(t.tolist() for t in chances.topk(5)))]
     lines = result.splitlines()
     assert [(line.split()[0], line.split()[2]) for line in lines[:5]] == expected
-    assert "arrow, circle" in lines[5] and "PAP steps 1 to 4" in lines[6]    # what it knows, what S did
+    # what it knows, what S did
+    assert "arrow, circle" in lines[5] and "PAP steps 1 to 4" in lines[6]
 
 
 def test_attention_is_what_the_layer_gives_the_class_token():
-    """The drawn row is the mean over heads of what each layer's own attention does, of every kind that is drawn."""
+    """The drawn row is the mean over heads of what a layer's own attention does, of every kind."""
     torch.manual_seed(0)
     x = torch.randn(1, 17, 16)
     for kind in ("softmax", "symmetric", "rpc", "rpc_asym"):
         attn = SelfAttention(16, 2, attn=kind, pap=dict(lambd=0.5))
-        steps = attn.trace(x) if kind in PAP else []
+        steps = attn.trace(x)
         q, k, _ = attn.project(x)
-        one_hot = torch.eye(17)[None, None].expand(1, 2, -1, -1)            # values that show the weights
+        one_hot = torch.eye(17)[None, None].expand(1, 2, -1, -1)  # values that show the weights
         keys = steps[-1]["K2"] if steps else k
         A = softmax_attention(q if kind in ("softmax", "rpc_asym") else keys, keys, one_hot)
-        torch.testing.assert_close(look.class_attention(attn, x, steps), A[0, :, 0, 1:].mean(0), msg=kind)
+        torch.testing.assert_close(look.class_attention(attn, x, steps), A[0, :, 0, 1:].mean(0),
+                                   msg=kind)
         v = attn.project(x)[2]
-        torch.testing.assert_close(attn.proj((A @ v).transpose(1, 2).flatten(2)), attn(x), atol=1e-5, rtol=1e-5, msg=kind)
+        torch.testing.assert_close(attn.proj((A @ v).transpose(1, 2).flatten(2)), attn(x),
+                                   atol=1e-5, rtol=1e-5, msg=kind)
 
 
 def test_each_tile_is_of_its_own_layer_and_step(run, classifier, tmp_path):
-    """What goes into every attention is caught in a forward pass; its maps stand where the titles say."""
+    """What goes into every attention is caught in a forward pass; maps stand by their titles."""
     model, path = classifier
     run("--ckpt", path, "--scene", 3, "--out", tmp_path / "look.png")
     inputs = []
@@ -83,38 +92,66 @@ def test_each_tile_is_of_its_own_layer_and_step(run, classifier, tmp_path):
 
     def tile(row, column):
         x, y = column * wide, row * high + look.LINE
-        drawn = page.crop((x, y, x + look.SIDE, y + look.SIDE)).resize((8, 8), Image.Resampling.NEAREST)
+        drawn = page.crop((x, y, x + look.SIDE, y + look.SIDE))
+        drawn = drawn.resize((8, 8), Image.Resampling.NEAREST)
         return torch.tensor(list(drawn.tobytes()), dtype=torch.float)
 
     for i, (block, x) in enumerate(zip(model.blocks, inputs)):
-        steps = block.attn.trace(x) if block.attn.attn in PAP else []
+        steps = block.attn.trace(x)
         expected = look.class_attention(block.attn, x, steps)
         assert (tile(0, 1 + i) - 255 * expected / expected.max()).abs().max() < 2
         for n, step in enumerate(steps):
-            size = step["S"].abs().sum((1, 3))[0, 1:] / block.attn.project(x)[1].abs().sum((1, 3)).max()
+            largest = block.attn.project(x)[1].abs().sum((1, 3)).max()
+            size = step["S"].abs().sum((1, 3))[0, 1:] / largest
             assert (tile(1, n) - (255 * size).clamp(max=255)).abs().max() < 2 and size.max() > 0
 
 
 def test_a_large_picture_is_averaged_when_it_gets_small():
     """Black and white columns of a pixel each become grey, not the one or the other."""
-    stripes = (torch.arange(96) % 2).float().expand(3, 96, 96)
-    assert (look.square(stripes, 32)[..., 4:-4] - 0.5).abs().max() < 0.2
+    stripes = (torch.arange(96) % 2 * 255).byte().expand(3, 96, 96)
+    assert (square(stripes, 32)[..., 4:-4] / 255 - 0.5).abs().max() < 0.2
+
+
+def test_a_folder_becomes_a_table_of_the_chances_that_an_evaluation_sees(run, classifier, tmp_path):
+    model, path = classifier
+    folder = tmp_path / "photos"
+    for name, seed in (("b", 0), ("a", 1)):
+        (folder / name).mkdir(parents=True)
+        pixels = torch.randint(0, 256, (70, 90, 3), generator=torch.Generator().manual_seed(seed))
+        Image.fromarray(pixels.byte().numpy()).save(folder / name / "0.PNG")
+    (folder / "b" / "1.jpg").write_text("no image")
+    (folder / "notes.txt").write_text("no image")
+    images = load_photos(folder, "test", 32).images                 # of both: nothing is held out
+    expected = sorted(f"{c:.4f}" for c in model(images / 255).softmax(1).amax(1).tolist())
+    result = run("--ckpt", path, "--image", folder, "--out", tmp_path / "look.csv")
+    header, *rows = csv.reader(open(tmp_path / "look.csv", newline=""))
+    assert header == ["file", "class", "chance"] and sorted(row[2] for row in rows) == expected
+    assert [Path(row[0]) for row in rows] == [Path("a/0.PNG"), Path("b/0.PNG")]
+    assert "skipping" in result and "b/1.jpg" in result and all(row[1] in result for row in rows)
+
+    # one of them alone
+    one = run("--ckpt", path, "--image", folder / "a" / "0.PNG", "--out", tmp_path / "a.png")
+    assert one.split()[0] == f"{100 * float(rows[0][2]):.1f}" and one.split()[2] == rows[0][1]
 
 
 def test_an_overlay_has_a_legend_of_the_classes_seen(run, tmp_path):
     torch.manual_seed(0)
-    config = SegmenterConfig(embed_dim=16, depth=1, num_heads=1, num_classes=11, image_size=32, patch_size=4)
-    path = save(tmp_path / "seg.pt", Segmenter(config), task="segmentation", classes=["background", *SHAPES])
+    config = SegmenterConfig(embed_dim=16, depth=1, num_heads=1, num_classes=11, image_size=32,
+                             patch_size=4)
+    path = save(tmp_path / "seg.pt", Segmenter(config), task="segmentation",
+                classes=["background", *SHAPES])
     photo = tmp_path / "photo.png"
     Image.effect_noise((48, 40), 60).convert("RGB").save(photo)
     result = run("--ckpt", path, "--image", photo, "--out", tmp_path / "look.png")
     listed = [line for line in result.splitlines() if " %  " in line]
     assert listed and sum(float(line.split()[0]) for line in listed) == pytest.approx(100, abs=2)
-    assert Image.open(tmp_path / "look.png").width == 2 * 8 * 48 + look.MARGIN           # eight times as large
+    # eight times as large
+    assert Image.open(tmp_path / "look.png").width == 2 * 8 * 48 + look.MARGIN
 
 
 def test_a_segmenter_calls_a_scene_what_it_shows(run, tmp_path):
-    result = run("--ckpt", "weights/seg_shapes_rpc.pt", "--scene", 35, "--out", tmp_path / "look.png")
+    result = run("--ckpt", "weights/seg_shapes_rpc.pt", "--scene", 35, "--out",
+                 tmp_path / "look.png")
     assert [line.split()[2] for line in result.splitlines()[:2]] == ["background", "star"]
 
 
@@ -122,13 +159,20 @@ def test_bad_input_is_refused_in_one_line(run, classifier, tmp_path):
     _, path = classifier
     text = tmp_path / "text.jpg"
     text.write_text("no picture")
-    fan = FAN(FANConfig(embed_dim=16, depth=1, num_heads=1, image_size=32, patch_size=4, num_classes=10))
+    fan = FAN(FANConfig(embed_dim=16, depth=1, num_heads=1, image_size=32, patch_size=4,
+                        num_classes=10))
     save(tmp_path / "fan.pt", fan)
     save(tmp_path / "words.pt", fan, task="language modelling", classes=None)
-    for flags, word in ((("--image", text), "text.jpg"), (("--image", tmp_path), "is not a file"),
-                        (("--ckpt", tmp_path / "none.pt"), "none.pt"), (("--ckpt", text), "text.jpg"),
+    for flags, word in ((("--image", text), "text.jpg"),
+                        (("--image", tmp_path / "lost.jpg"), "no file"),
+                        (("--image", tmp_path), "no image that can be read"),
+                        (("--ckpt", tmp_path / "none.pt"), "none.pt"),
+                        (("--ckpt", text), "text.jpg"),
                         (("--ckpt", tmp_path / "fan.pt"), "is a FAN"),
                         (("--ckpt", tmp_path / "words.pt"), "names no classes"),
-                        (("--out", tmp_path / "no" / "look.png"), "look.png"), (("--scene", -1), "--scene")):
+                        (("--out", tmp_path / "no" / "look.png"), "look.png"),
+                        (("--ckpt", ROOT / "weights/seg_shapes_rpc.pt", "--image", tmp_path),
+                         "is a folder"),
+                        (("--scene", -1), "--scene")):
         result = run(*(("--ckpt", path) if "--ckpt" not in flags else ()), *flags)
         assert word in result and result.count("error: ") == 1, (flags, result)

@@ -1,5 +1,6 @@
-"""Images with a label for every pixel: the transforms are mmsegmentation's, their numbers depend on (seed, sample)
-alone, and a folder that is not as it should be ends in a line that names the file."""
+"""Images with a label for every pixel: the transforms are mmsegmentation's, their numbers depend on
+(seed, sample) alone, and a folder that is not as it should be ends in a line that names the file.
+"""
 
 from argparse import Namespace
 
@@ -15,7 +16,8 @@ from data.distort import COLUMNS, distort, scale_and_shift, scale_hsv
 from common import InputError
 from data.labelled import CAMVID_CLASSES, ade20k
 from data.rng import VIEW, uniform
-from data.segmentation import (VIEW_COLUMNS, Scenes, TrainingViews, finish_views, load_split, palette,
+from data.segmentation import (VIEW_COLUMNS, Scenes, TrainingViews, finish_views, load_split,
+                               palette,
                                save_pictures, training_view, varied)
 from data.shapes import load_shapes
 from runs import make_pairs
@@ -25,16 +27,16 @@ from segmenter import SegmenterConfig, resize, resized
 
 @pytest.fixture
 def root(tmp_path):
-    """Training and validation images 0.png, 1.png, ... of 4 classes: blocks of colour, with some unlabelled pixels."""
+    """Training and validation images 0.png, 1.png, ... of 4 classes: blocks of colour."""
     make_pairs(tmp_path / "pairs")
     return tmp_path / "pairs"
 
 
 def planes(x):
-    return x.movedim(-1, -3)                                                          # (..., H, W, 3) -> (..., 3, H, W)
+    return x.movedim(-1, -3)  # (..., H, W, 3) -> (..., 3, H, W)
 
 
-# --- the transforms are the reference's ------------------------------------------------------------------------------
+# --- the transforms are the reference's -----------------------------------------------------------
 
 def test_labels_shift_by_one_and_unlabelled_pixels_are_ignored(golden, root):
     g = golden("seg_transforms")
@@ -46,7 +48,8 @@ def test_labels_shift_by_one_and_unlabelled_pixels_are_ignored(golden, root):
 
 def test_sizes_follow_the_references_rule_and_the_models(golden, monkeypatch):
     asked = []
-    monkeypatch.setattr(segmentation, "resize", lambda image, size: asked.append(size) or image.new_zeros(3, *size))
+    monkeypatch.setattr(segmentation, "resize", lambda image,
+                        size: asked.append(size) or image.new_zeros(3, *size))
     for h, w, ratio, long, short, *new in golden("seg_transforms")["size_rule"].tolist():
         assert (int(4 * 256 * ratio), int(256 * ratio)) == (long, short)
         assert resized(int(h), int(w), int(long), int(short)) == tuple(new)
@@ -60,8 +63,9 @@ def test_resizing_agrees_with_opencv_within_a_level_and_its_labels_exactly(golde
     H, W = g["resized_label"].shape
     small = resize(planes(g["rgb"]), (H, W))
     assert (small.int() - planes(g["resized_rgb"]).int()).abs().max() <= 1
-    draw = [204.5 / 204 - 1] + [0.0] * (VIEW_COLUMNS - 2) + [0.9]              # r: the box (819, 204); no flip
-    image, label, h, w = training_view(planes(g["rgb"]), g["label_reduced"], draw, 204, scales=(1.0, 2.0))
+    draw = [204.5 / 204 - 1] + [0.0] * (VIEW_COLUMNS - 2) + [0.9]  # r: the box (819, 204); no flip
+    image, label, h, w = training_view(planes(g["rgb"]), g["label_reduced"], draw, 204,
+                                       scales=(1.0, 2.0))
     assert (h, w) == (204, 204) and torch.equal(label, g["resized_label"][:, :204])
     assert torch.equal(image, small[:, :, :204])
 
@@ -85,24 +89,30 @@ def test_normalised_padding_is_exactly_zero_and_the_rest_is_the_references(golde
     g = golden("seg_transforms")
     mean, std = (g[name].float().view(3, 1, 1) / 255 for name in ("norm_mean", "norm_std"))
     config = SegmenterConfig(4)
-    torch.testing.assert_close(torch.tensor([config.mean, config.std]), torch.stack([mean, std]).flatten(1), rtol=0,
+    torch.testing.assert_close(torch.tensor([config.mean, config.std]),
+                               torch.stack([mean, std]).flatten(1), rtol=0,
                                atol=1e-6)
-    images = F.pad(planes(g["crop_rgb"])[None], (0, 16, 0, 8))                                      # 136 x 144: padded
+    images = F.pad(planes(g["crop_rgb"])[None], (0, 16, 0, 8))  # 136 x 144: padded
     images = F.pad(images, (0, 0, 0, 8))
     height, width = torch.tensor([128]), torch.tensor([120])
     out = (finish_views(images, height, width, height, 0, mean, distorted=False) - mean) / std
-    torch.testing.assert_close(out[0, :, :128, :120], planes(g["normalised"])[:, :, :120], rtol=0, atol=1e-5)
+    torch.testing.assert_close(out[0, :, :128, :120], planes(g["normalised"])[:, :, :120], rtol=0,
+                               atol=1e-5)
     assert (out[0, :, 128:] == 0).all() and (out[0, :, :, 120:] == 0).all()
 
 
 def test_contrast_comes_second_or_last():
     pink = torch.tensor([200, 120, 120], dtype=torch.uint8).view(1, 3, 1, 1)
-    first, last = (torch.tensor([[0.9, 0, 0.1, 0.99, coin, 0.1, 0.99, 0.9, 0]]) for coin in (0.49, 0.51))
-    assert distort(pink, first).flatten().tolist() == [255, 141, 141]                     # 1.49 times, then S 77 -> 114
-    assert distort(pink, last).flatten().tolist() == [255, 120, 120]                     # S 102 -> 151, then 1.49 times
-    brightness = torch.tensor([[0.1, 1, 0.1, 0.5, 0.1, 0.9, 0, 0.9, 0]])                    # + 32, before contrast 1.0
+    first, last = (torch.tensor([[0.9, 0, 0.1, 0.99, coin, 0.1, 0.99, 0.9, 0]])
+                   for coin in (0.49, 0.51))
+    # 1.49 times, then S 77 -> 114
+    assert distort(pink, first).flatten().tolist() == [255, 141, 141]
+    # S 102 -> 151, then 1.49 times
+    assert distort(pink, last).flatten().tolist() == [255, 120, 120]
+    # + 32, before contrast 1.0
+    brightness = torch.tensor([[0.1, 1, 0.1, 0.5, 0.1, 0.9, 0, 0.9, 0]])
     assert distort(pink, brightness).flatten().tolist() == [232, 152, 152]
-    u = uniform(torch.arange(400), COLUMNS, 3, 31)                              # all of it: its numbers in turn
+    u = uniform(torch.arange(400), COLUMNS, 3, 31)  # all of it: its numbers in turn
     grey = torch.full((400, 3, 1, 1), 100, dtype=torch.uint8)
     beta, alpha = (torch.where(u[:, j] < 0.5, low + span * u[:, j + 1], neutral)
                    for j, low, span, neutral in ((0, -32, 64, 0.0), (2, 0.5, 1.0, 1.0)))
@@ -112,16 +122,19 @@ def test_contrast_comes_second_or_last():
 
 def test_a_distortion_happens_below_one_half_and_reaches_its_bounds():
     pink = torch.tensor([200, 120, 120], dtype=torch.uint8).view(1, 3, 1, 1).expand(2, 3, 1, 1)
-    for column, value, *expected in ((0, 0.0, 168, 88, 88), (0, 1.0, 232, 152, 152), (2, 0.0, 100, 60, 60),
-                                     (2, 1.0, 255, 180, 180), (5, 0.0, 200, 160, 160), (5, 1.0, 200, 80, 80),
+    for column, value, *expected in ((0, 0.0, 168, 88, 88), (0, 1.0, 232, 152, 152),
+                                     (2, 0.0, 100, 60, 60),
+                                     (2, 1.0, 255, 180, 180), (5, 0.0, 200, 160, 160),
+                                     (5, 1.0, 200, 80, 80),
                                      (7, 0.0, 200, 120, 168), (7, 0.99, 200, 165, 120)):
         u = torch.full((2, COLUMNS), 0.9)
         u[:, column], u[:, column + 1] = torch.tensor([0.49, 0.51]), value
         changed, same = distort(pink, u)[:, :, 0, 0].int()
-        assert (changed - torch.tensor(expected)).abs().max() <= 1 and same.tolist() == [200, 120, 120], column
+        assert (changed - torch.tensor(expected)).abs().max() <= 1, column
+        assert same.tolist() == [200, 120, 120], column
 
 
-# --- the crop --------------------------------------------------------------------------------------------------------
+# --- the crop -------------------------------------------------------------------------------------
 
 def test_a_crop_needs_two_classes_and_none_with_three_quarters():
     def label(*counts):
@@ -133,39 +146,42 @@ def test_a_crop_needs_two_classes_and_none_with_three_quarters():
 
 def test_dull_crops_are_drawn_again_up_to_ten_times():
     label = torch.zeros(40, 160, dtype=torch.uint8)
-    label[:20, 80:] = 1                                                                 # left of column 80: one class
+    label[:20, 80:] = 1  # left of column 80: one class
     image = label.expand(3, -1, -1)
     dull, good = [0.0, 0.0], [0.0, 0.9]
     for redraw in (0, 1, 5, 10):
         draw = [0.0, *dull * redraw, *good * (11 - redraw), 0.9]
         assert len(training_view(image, label, draw, 40, (1, 1))[1].unique()) == 2
-    late = [0.0, *dull * 10, *[0.0, 0.1], 0.9]                                          # the last is taken unseen
+    late = [0.0, *dull * 10, *[0.0, 0.1], 0.9]  # the last is taken unseen
     assert training_view(image, label, late, 40, (1, 1))[1].unique().tolist() == [0]
     draws = uniform(torch.arange(200), VIEW_COLUMNS, 0, VIEW).tolist()
     shares = [len(training_view(image, label, draw, 40, (1, 1))[1].unique()) for draw in draws]
-    assert np.mean(np.array(shares) == 2) > 0.97                                       # one draw alone: half of them
+    assert np.mean(np.array(shares) == 2) > 0.97  # one draw alone: half of them
 
 
 def test_a_view_is_what_its_numbers_say():
     label = torch.arange(600).view(20, 30).remainder(7).to(torch.uint8)
     image = torch.stack([label * 30, label, label * 7])
     end = 1 - 2 ** -24
-    for top, left, y, x in ((0, 0, 0, 0), (end, end, 10, 20), (0.5, 0.25, 5, 5)):        # the last row and column too
+    # the last row and column too
+    for top, left, y, x in ((0, 0, 0, 0), (end, end, 10, 20), (0.5, 0.25, 5, 5)):
         for coin in (0.49, 0.51):
             draw = [0.5, top, left, *[0.0] * 20, coin]
-            out, crop, h, w = training_view(image, label, draw, 10, (1, 3))              # r = 2: as it is
+            out, crop, h, w = training_view(image, label, draw, 10, (1, 3))  # r = 2: as it is
             expected = label[y:y + 10, x:x + 10]
-            assert (h, w) == (10, 10) and torch.equal(crop, expected.flip(1) if coin < 0.5 else expected)
+            assert (h, w) == (10, 10)
+            assert torch.equal(crop, expected.flip(1) if coin < 0.5 else expected)
             assert torch.equal(out[1], crop)
     views, position = TrainingViews([(image, label)] * 3, 16, (1.2, 1.3), seed=4), torch.tensor([9])
-    draw = uniform(position, VIEW_COLUMNS, 4, 30)[0].tolist()                            # numbers of their own
+    draw = uniform(position, VIEW_COLUMNS, 4, 30)[0].tolist()  # numbers of their own
     assert all(map(torch.equal, views[9, 2][:2], training_view(image, label, draw, 16, (1.2, 1.3))))
-    out = finish_views(image[None, :, :16, :16], *torch.full((2, 1), 16), position, 4, torch.zeros(3, 1, 1))
+    out = finish_views(image[None, :, :16, :16], *torch.full((2, 1), 16), position, 4,
+                       torch.zeros(3, 1, 1))
     expected = distort(image[None, :, :16, :16], uniform(position, COLUMNS, 4, 31))
     assert torch.equal(out, expected / 255)
 
 
-# --- samples ---------------------------------------------------------------------------------------------------------
+# --- samples --------------------------------------------------------------------------------------
 
 def stream(root, num_workers, batch, distorted=True):
     samples = TrainingViews(ade20k(root, "training", 4), 48, seed=5)
@@ -181,18 +197,21 @@ def test_neither_workers_nor_batch_size_change_a_sample(root):
     for num_workers, batch in ((2, 4), (0, 1), (1, 24)):
         other = stream(root, num_workers, batch)
         assert torch.equal(other[0], images) and torch.equal(other[1], labels)
-    assert len({x.numpy().tobytes() for x in images}) == 24                             # every sample is another view
+    assert len({x.numpy().tobytes() for x in images}) == 24  # every sample is another view
 
 
 def test_scenes_are_labelled_in_every_pixel_and_background_is_class_0():
     scenes = Scenes("train", 12, 32)
     image, label = scenes[3]
     split = load_shapes("train", 12, 32)
-    flags = Namespace(data="shapes", num_images=20, size=24)                            # of a run: its test scenes
+    flags = Namespace(data="shapes", num_images=20, size=24)  # of a run: its test scenes
     train, val = (load_split(flags, split) for split in ("training", "validation"))
-    assert train.images.shape == (20, 3, 24, 24) and torch.equal(val.images, load_shapes("test", 2, 24).images)
-    assert len(scenes) == 12 and torch.equal(image, split.images[3]) and torch.equal(label, split.masks[3])
-    assert len(scenes.classes) == 11 and scenes.classes[0] == "background" and scenes.classes[1:] == split.classes
+    assert train.images.shape == (20, 3, 24, 24)
+    assert torch.equal(val.images, load_shapes("test", 2, 24).images)
+    assert len(scenes) == 12 and torch.equal(image, split.images[3])
+    assert torch.equal(label, split.masks[3])
+    assert len(scenes.classes) == 11 and scenes.classes[0] == "background"
+    assert scenes.classes[1:] == split.classes
     assert scenes.labels.max() == 10 and label.dtype == torch.uint8
 
 
@@ -211,9 +230,11 @@ def test_an_annotation_with_a_palette_holds_class_numbers_and_a_grey_image_is_rg
 def test_class_names_come_from_the_folder(root):
     assert ade20k(root, "training", 11).classes == CAMVID_CLASSES
     assert ade20k(root, "training", 4).classes[3] == "class 3"
-    (root / "objectInfo150.txt").write_text("Idx\tRatio\tTrain\tVal\tName\n1\t0.2\t5\t2\twall\n2\t0.1\t5\t2\tsky, air\n"
-                                            + "".join(f"{i}\t0.1\t5\t2\tthing {i}\n" for i in range(3, 151)))
-    assert len(ade20k(root, "training").classes) == 150 and ade20k(root, "training").classes[:2] == ["wall", "sky"]
+    names = ["wall", "sky, air", *(f"thing {i}" for i in range(3, 151))]
+    lines = ["Idx\tRatio\tTrain\tVal\tName", *(f"0\t0.1\t5\t2\t{name}" for name in names), ""]
+    (root / "objectInfo150.txt").write_text("\n".join(lines))
+    assert len(ade20k(root, "training").classes) == 150
+    assert ade20k(root, "training").classes[:2] == ["wall", "sky"]
     (root / "classes.txt").write_text("a\nb\nc\nd\n\n")
     assert ade20k(root, "training").classes == ["a", "b", "c", "d"]
 
@@ -230,14 +251,15 @@ def test_a_picture_is_drawn_with_its_legend(root, tmp_path):
     assert len({tuple(c) for c in palette(150)[:150].tolist()}) == 150
 
 
-# --- folders that are not as they should be --------------------------------------------------------------------------
+# --- folders that are not as they should be -------------------------------------------------------
 
 def test_what_is_wrong_with_a_folder_is_named(root, capsys):
     for folder, split, word in ((root / "nowhere", "training", "nowhere"), (root, "test", "test")):
         with pytest.raises(InputError, match=word):
             ade20k(folder, split, 4)
     (root / "annotations" / "training" / "2.png").unlink()
-    assert len(ade20k(root, "training", 4)) == 8 and "1 files have no partner, 2" in capsys.readouterr().out
+    assert len(ade20k(root, "training", 4)) == 8
+    assert "1 files have no partner, 2" in capsys.readouterr().out
     (root / "classes.txt").write_bytes("a\r\nb\r\nc\r\nd\r\n".encode("utf-8-sig"))
     assert ade20k(root, "training").classes == ["a", "b", "c", "d"]
     with pytest.raises(InputError, match="--num_classes 5"):
@@ -246,12 +268,13 @@ def test_what_is_wrong_with_a_folder_is_named(root, capsys):
 
 def test_wrong_annotations_are_named(root):
     path, label = root / "annotations" / "training" / "1.png", np.zeros((60, 40), np.uint8)
-    for pixels, word in ((label[:50], "40 x 50"), (label + 5, "the value 5"), (np.dstack([label] * 3), "mode RGB"),
+    for pixels, word in ((label[:50], "40 x 50"), (label + 5, "the value 5"),
+                         (np.dstack([label] * 3), "mode RGB"),
                          (label.astype(np.uint16), "mode I;16")):
         Image.fromarray(pixels).save(path)
         with pytest.raises(InputError, match=f"1.png.*{word}"):
             ade20k(root, "training", 4)[1]
-    Image.fromarray(label + 255).save(path)                                              # 255 is ignored too
+    Image.fromarray(label + 255).save(path)  # 255 is ignored too
     assert (ade20k(root, "training", 4)[1][1] == 255).all()
     path.write_bytes(path.read_bytes()[:60])
     with pytest.raises(InputError, match="1.png"):

@@ -1,6 +1,7 @@
 """Claims about segmenter.py: equal to upstream's code; what it counts and refuses.
 
-The reference arrays were computed by `rstrudel/segmenter` and its fork `rachtsy/segm` in float32; tolerance 1e-4.
+The reference arrays were computed by `rstrudel/segmenter` and its fork `rachtsy/segm` in float32;
+tolerance 1e-4.
 """
 
 from dataclasses import asdict
@@ -11,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from common import InputError
-from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, backbone_settings, confusion, predict, predict_views, resized, scores,
+from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, backbone_settings, confusion,
+                       predict, predict_views, resized, scores,
                        sliding_windows, view)
 from conftest import SHARED
 from upstream import load_segmenter
@@ -20,7 +22,8 @@ from weights import load_weights, resize_pos_embed
 
 TOY = dict(num_classes=5, image_size=64, embed_dim=48, depth=2, num_heads=2, decoder_heads=2)
 REFERENCES = {"seg_mask": dict(), "seg_mask_symmetric": dict(attn="symmetric"),
-              "seg_mask_rpc": dict(attn="rpc", pap=dict(n_iter=6, lambd=2.0), decoder_attn="symmetric")}
+              "seg_mask_rpc": dict(attn="rpc", pap=dict(n_iter=6, lambd=2.0),
+                                   decoder_attn="symmetric")}
 SMALL = dict(num_classes=4, image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=2)
 
 
@@ -30,7 +33,8 @@ def small(**kind):
 
 
 def reference_model(arrays, **kind):
-    m = Segmenter(SegmenterConfig(**TOY, mean=(0, 0, 0), std=(1, 1, 1), **kind)).eval()       # inputs are normalised
+    # inputs are normalised
+    m = Segmenter(SegmenterConfig(**TOY, mean=(0, 0, 0), std=(1, 1, 1), **kind)).eval()
     load_segmenter(m, {k[3:]: v for k, v in arrays.items() if k.startswith("sd/")})
     return m
 
@@ -41,7 +45,7 @@ def close(got, expected, atol=1e-4):
     return True
 
 
-# --- equal to references ----------------------------------------------------------------------------------------------
+# --- equal to references --------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", REFERENCES)
 def test_every_kind_equals_upstream_in_tokens_masks_logits_loss_and_gradients(golden, name):
@@ -51,7 +55,7 @@ def test_every_kind_equals_upstream_in_tokens_masks_logits_loss_and_gradients(go
     close(m.masks(a["input"]), a["decoder_masks"])
     logits = m(a["input"])
     close(logits, a["logits"])
-    close(m(a["odd_input"]), a["odd_logits"])                                                 # padded, cropped
+    close(m(a["odd_input"]), a["odd_logits"])  # padded, cropped
     loss = F.cross_entropy(logits, a["label"].long(), ignore_index=255)
     close(loss, a["loss"])
     loss.backward()
@@ -67,10 +71,12 @@ def test_sliding_windows_and_views_equal_upstream_with_their_anchors(golden):
     views = []
     for i in range(3):
         image = a[f"im_{i}"][0]
-        views.append((view(image, min(image.shape[1:]), 1, window), bool(a[f"flip_{i}"])))    # resized already
+        # resized already
+        views.append((view(image, min(image.shape[1:]), 1, window), bool(a[f"flip_{i}"])))
         h, w = views[-1][0].shape[1:]
         assert [h, w] == a[f"resized_shape_{i}"].tolist()
-        assert sliding_windows(h, w, window, stride) == [tuple(corner) for corner in a[f"anchors_{i}"].tolist()]
+        assert sliding_windows(h, w, window,
+                               stride) == [tuple(corner) for corner in a[f"anchors_{i}"].tolist()]
         close(predict_views(m, views[-1:], shape, window=window, stride=stride), a[f"prob_{i}"])
     p = predict_views(m, views, shape, window=window, stride=stride, batch_size=3)
     close(p, a["prob_mean"])
@@ -90,30 +96,36 @@ def test_metrics_equal_upstreams_and_mmsegmentations(golden):
     assert torch.equal(m, a["confusion_gt_rows"]) and m.dtype == torch.int64
     s = scores(m)
     for key, value in (("accuracy", a["acc"]), ("iou", a["iou"])):
-        torch.testing.assert_close(torch.tensor(s[key]).double(), 100 * value, rtol=0, atol=1e-5, equal_nan=True)
-    assert [round(s[k], 2) for k in ("pixel_accuracy", "mean_accuracy", "mean_iou")] == a["percent_rounded"].tolist()
+        torch.testing.assert_close(torch.tensor(s[key]).double(), 100 * value, rtol=0, atol=1e-5,
+                                   equal_nan=True)
+    assert [round(s[k], 2) for k in ("pixel_accuracy", "mean_accuracy",
+                                     "mean_iou")] == a["percent_rounded"].tolist()
     assert s["classes"] == 5 and s["classes_in_truth"] == 4
 
 
-# --- the model --------------------------------------------------------------------------------------------------------
+# --- the model ------------------------------------------------------------------------------------
 
 COUNTS = [(dict(), 5_683_392, 1_029_996), (dict(attn="symmetric"), 5_238_720, 955_884),
-          (dict(attn="rpc"), 5_238_720, 955_884), (dict(attn="rpc", decoder_attn="softmax"), 5_238_720, 1_029_996)]
+          (dict(attn="rpc"), 5_238_720, 955_884),
+          (dict(attn="rpc", decoder_attn="softmax"), 5_238_720, 1_029_996)]
 
 
 @pytest.mark.parametrize("kind,encoder,decoder", COUNTS)
 def test_parameter_counts_are_those_of_upstreams_classes(kind, encoder, decoder):
     with torch.device("meta"):
         m = Segmenter(SegmenterConfig(num_classes=150, **kind))
-    assert [sum(p.numel() for p in part.parameters()) for part in (m.encoder, m.decoder)] == [encoder, decoder]
-    assert m.config.decoder_heads == 3                                                        # of width 64
+    assert [sum(p.numel() for p in part.parameters())
+            for part in (m.encoder, m.decoder)] == [encoder, decoder]
+    assert m.config.decoder_heads == 3  # of width 64
 
 
-@pytest.mark.skipif(not (SHARED / "golden/seg_decoder_rpc.npz").exists(), reason="too large for a clone")
+@pytest.mark.skipif(not (SHARED / "golden/seg_decoder_rpc.npz").exists(),
+                    reason="too large for a clone")
 def test_the_rpc_decoder_is_that_of_the_papers_authors_with_gradients(golden):
     a = golden("seg_decoder_rpc")
     K, P, C, H, side = a["config"].tolist()
-    d = MaskDecoder(SegmenterConfig(K, side * P, P, C, num_heads=H, decoder_heads=H, attn="rpc", pap=dict(n_iter=6))).double()
+    d = MaskDecoder(SegmenterConfig(K, side * P, P, C, num_heads=H, decoder_heads=H, attn="rpc",
+                                    pap=dict(n_iter=6))).double()
     d.eval().load_state_dict({k[3:]: v for k, v in a.items() if k.startswith("sd/")})
     masks = d(a["x"].double()).mT.unflatten(2, (side, side))
     close(masks, a["masks64"], atol=1e-9)
@@ -136,13 +148,15 @@ def test_every_layer_of_encoder_and_decoder_has_its_attention(kind, encoder, dec
     m = small(**kind, pap=dict(n_iter=3, lambd=0.7, form="paper"))
     parts = [[b.attn for b in part.blocks] for part in (m.encoder, m.decoder)]
     assert [" ".join(attn.attn for attn in part) for part in parts] == [encoder, decoder]
-    assert parts[0][0].pap == parts[1][0].pap and parts[1][0].pap["n_iter"] == 3              # one n, lambda, form
+    # one n, lambda, form
+    assert parts[0][0].pap == parts[1][0].pap and parts[1][0].pap["n_iter"] == 3
 
 
 def test_dropout_acts_in_the_decoder_drop_path_in_the_encoder_and_both_in_training_only():
     m, x = small(drop_path=0.5), torch.rand(1, 3, 32, 32)
     assert [b.drop_path for b in (*m.encoder.blocks, *m.decoder.blocks)] == [0, 0.5, 0, 0]
-    rates = [(b.attn.attn_drop, b.attn.proj_drop.p, b.mlp.drop.p) for b in (*m.encoder.blocks, *m.decoder.blocks)]
+    rates = [(b.attn.attn_drop, b.attn.proj_drop.p, b.mlp.drop.p)
+             for b in (*m.encoder.blocks, *m.decoder.blocks)]
     assert rates == [(0, 0, 0)] * 2 + [(0.1, 0.1, 0.1)] * 2
     with torch.no_grad():
         assert torch.equal(m(x), m(x)) and not torch.equal(m.train()(x), m(x))
@@ -157,7 +171,8 @@ def test_initial_weights_are_upstreams():
     assert all(abs(std - 0.02) < 5e-4 for std in stds)
     assert all(abs(t.std() - 192 ** -0.5) < 1e-3 for t in (d.proj_patch, d.proj_classes))
     assert all(p.abs().max() == 0 for n, p in d.named_parameters() if n.endswith(".bias"))
-    assert all((p == 1).all() for n, p in d.named_parameters() if "norm" in n and n.endswith(".weight"))
+    assert all((p == 1).all() for n, p in d.named_parameters() if "norm" in n
+               and n.endswith(".weight"))
 
 
 def test_padding_is_the_mean_colour_and_is_cropped_away():
@@ -179,11 +194,11 @@ def test_under_autocast_logits_are_float32_and_near():
     assert (rough - exact).abs().max() < 0.2 and (q - p).abs().max() < 0.05
 
 
-# --- inference --------------------------------------------------------------------------------------------------------
+# --- inference ------------------------------------------------------------------------------------
 
 @torch.no_grad()
 def one_window_at_a_time(model, image, size, window, stride, scales, flip):
-    """The definition: every window by itself, logits summed in a canvas of pixels, softmax per view, mean."""
+    """The definition: every window by itself, logits summed over pixels, softmax per view, mean."""
     def resize(x, hw):
         return F.interpolate(x, size=hw, mode="bilinear", align_corners=False)
     h, w = image.shape[1:]
@@ -210,7 +225,8 @@ def one_window_at_a_time(model, image, size, window, stride, scales, flip):
 @pytest.mark.parametrize("hw,how", [
     ((50, 70), dict(size=40, window=32, stride=24, scales=(0.5, 1.0, 1.75), flip=True)),
     ((70, 41), dict(size=32, window=32, stride=32, scales=(1.0,), flip=False)),
-    ((20, 150), dict(size=48, window=24, stride=17, scales=(0.75, 1.25), flip=True)),         # the long side binds
+    # the long side binds
+    ((20, 150), dict(size=48, window=24, stride=17, scales=(0.75, 1.25), flip=True)),
     ((33, 33), dict(size=33, window=32, stride=1, scales=(1.0,), flip=True))])
 def test_predict_equals_one_window_at_a_time(hw, how):
     m, image = small(), torch.randint(0, 256, (3, *hw), dtype=torch.uint8)
@@ -228,17 +244,19 @@ def test_every_window_is_computed_once_in_full_batches():
     m, sizes = small(), []
     masks = m.masks
     m.masks = lambda x: sizes.append(len(x)) or masks(x)
-    predict(m, torch.rand(3, 40, 60), size=40, window=32, stride=16, scales=(1.0, 1.5), flip=True, batch_size=8)
-    assert sizes == [8] * 5 + [2]                              # 2 (2 x 3 + 3 x 5) of 40 x 60 and 60 x 90 pixels
+    predict(m, torch.rand(3, 40, 60), size=40, window=32, stride=16, scales=(1.0, 1.5), flip=True,
+            batch_size=8)
+    assert sizes == [8] * 5 + [2]  # 2 (2 x 3 + 3 x 5) of 40 x 60 and 60 x 90 pixels
 
 
 def test_sizes_follow_the_box_rule():
     assert resized(683, 512, 512, 128) == (171, 128) and resized(1, 5000, 64, 16) == (1, 64)
-    assert view(torch.rand(3, 90, 130), 45, 1, 64).shape == (3, 64, 92)   # 45 x 65, then enlarged and truncated
+    # 45 x 65, then enlarged and truncated
+    assert view(torch.rand(3, 90, 130), 45, 1, 64).shape == (3, 64, 92)
     assert sliding_windows(65, 64, 64, 13) == [(0, 0), (1, 0)]
 
 
-# --- weights from files -----------------------------------------------------------------------------------------------
+# --- weights from files ---------------------------------------------------------------------------
 
 SHAPE = dict(patch_size=8, embed_dim=48, depth=2, num_heads=3)
 
@@ -249,8 +267,11 @@ def classifier(**kind):
     return m, dict(task="classification", model=m.state_dict(), model_config=asdict(m.config))
 
 
-@pytest.mark.parametrize("kind", [dict(attn="rpc", pap=dict(n_iter=6, lambd=2.0, form="paper")), dict(attn="symmetric"),
-                                  dict(mlp_ratio=2.0), dict(attn="rpc", rpc_layers=(0, 1), pap=dict(n_iter=2, lambd=3.0))])
+@pytest.mark.parametrize("kind", [dict(attn="rpc", pap=dict(n_iter=6, lambd=2.0, form="paper")),
+                                  dict(attn="symmetric"),
+                                  dict(mlp_ratio=2.0),
+                                  dict(attn="rpc", rpc_layers=(0, 1),
+                                       pap=dict(n_iter=2, lambd=3.0))])
 def test_a_classifier_at_64_pixels_becomes_the_encoder_at_96(kind):
     backbone, checkpoint = classifier(**kind)
     m = Segmenter(SegmenterConfig(7, 96, **backbone_settings(checkpoint), drop_path=0.2))
@@ -264,18 +285,34 @@ def test_a_classifier_at_64_pixels_becomes_the_encoder_at_96(kind):
     got = m.encoder.state_dict()
     assert got.keys() == {k for k in expected if not k.startswith("head.")}
     assert all(torch.equal(v, expected[k]) for k, v in got.items())
-    same = Segmenter(SegmenterConfig(7, 64, **backbone_settings(checkpoint), eps=1e-6, mean=backbone.config.mean,
+    same = Segmenter(SegmenterConfig(7, 64, **backbone_settings(checkpoint), eps=1e-6,
+                                     mean=backbone.config.mean,
                                      std=backbone.config.std)).eval()
     load_weights(same.encoder, checkpoint)
     x = torch.rand(2, 3, 64, 64)
     assert torch.equal(same.encoder.encode(same.encoder.embed(x)), backbone.features(x)["norm"])
 
 
+def test_a_classifier_with_a_second_head_and_a_field_of_its_own_is_a_backbone(capsys):
+    backbone, checkpoint = classifier(attn="rpc")
+    checkpoint["model_config"]["rotation"] = True
+    checkpoint["model"] = {**checkpoint["model"], "head2.weight": torch.ones(3, 48)}
+    m = Segmenter(SegmenterConfig(7, 64, **backbone_settings(checkpoint)))
+    load_weights(m.encoder, checkpoint)
+    out = capsys.readouterr().out
+    assert "rotation" in out and "head2.weight" in out and "head.weight" not in out
+    assert torch.equal(m.encoder.blocks[0].attn.qkv.weight, backbone.blocks[0].attn.qkv.weight)
+    for task, fields in (("classification", dict(cls_depth=2)), ("segmentation", {})):
+        with pytest.raises(InputError, match="not a ViT of train_cls.py"):
+            backbone_settings(checkpoint | dict(task=task, model_config=fields))
+
+
 def test_deit_and_timm_weights_and_the_released_files_are_backbones():
     raw, _ = classifier(embed_dim=64, num_heads=1)
     for checkpoint in ({"model": raw.state_dict()}, raw.state_dict()):
         c = SegmenterConfig(7, 96, **backbone_settings(checkpoint))
-        assert (c.attn, c.embed_dim, c.depth, c.num_heads, c.patch_size, c.mlp_ratio) == ("softmax", 64, 2, 1, 8, 4)
+        found = c.attn, c.embed_dim, c.depth, c.num_heads, c.patch_size, c.mlp_ratio
+        assert found == ("softmax", 64, 2, 1, 8, 4)
         load_weights(Segmenter(c).encoder, checkpoint)
     released, _ = classifier(embed_dim=64, num_heads=1, attn="rpc")
     args = SimpleNamespace(robust=True, num_iter=5, lambd=4.0, layer=0)
@@ -286,9 +323,10 @@ def test_deit_and_timm_weights_and_the_released_files_are_backbones():
         backbone_settings(released.state_dict())
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("bad", [dict(decoder_attn="both"), dict(num_classes=1), dict(num_classes=256), dict(image_size=36)])
+@pytest.mark.parametrize("bad", [dict(decoder_attn="both"), dict(num_classes=1),
+                                 dict(num_classes=256), dict(image_size=36)])
 def test_config_refuses_what_cannot_be_built(bad):
     with pytest.raises(InputError, match=next(iter(bad))):
         SegmenterConfig(**{**SMALL, **bad})

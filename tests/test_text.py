@@ -1,5 +1,6 @@
-"""Claims about data/text.py: tokens as lmtool counts them, a text of one's own laid out as WikiText, windows that any
-process draws alike, and sliding evaluation equal to lmtool's."""
+"""data/text.py: tokens as lmtool counts them, a text of one's own laid out as WikiText, windows
+that any process draws alike, and sliding evaluation equal to lmtool's.
+"""
 
 import itertools
 import math
@@ -18,7 +19,8 @@ import peers
 from robust.words import word_swap
 from common import InputError
 from conftest import SHARED
-from data.text import (load_corpus, perplexity, pydoc_folder, random_windows, read_lines, sliding_nll,
+from data.text import (load_corpus, perplexity, pydoc_folder, random_windows, read_lines,
+                       sliding_nll,
                        text_folder)
 from lm import LM, LMConfig
 from upstream import load_lmtool
@@ -33,7 +35,8 @@ def write(folder, train=TRAIN, valid=VALID, test=TEST):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for split, text in (("train", train), ("valid", valid), ("test", test)):
-        (folder / f"wiki.{split}.tokens").write_bytes(text if isinstance(text, bytes) else text.encode())
+        (folder / f"wiki.{split}.tokens").write_bytes(text if isinstance(text, bytes)
+                                                      else text.encode())
     return folder
 
 
@@ -43,26 +46,29 @@ def folder(tmp_path, monkeypatch):
     return write(tmp_path / "text")
 
 
-# --- words and ids ----------------------------------------------------------------------------------------------------
+# --- words and ids --------------------------------------------------------------------------------
 
 def test_every_line_ends_with_eos_and_words_are_sorted_by_count_then_appearance(folder):
     corpus = load_corpus(folder)
-    assert corpus.vocab.words[:4] == ["<eos>", "the", "=", "sat"]                  # 3 x the, then 2 x =, sat, in order
+    # 3 x the, then 2 x =, sat, in order
+    assert corpus.vocab.words[:4] == ["<eos>", "the", "=", "sat"]
     assert corpus.vocab.words[4:] == ["A", "title", "cat", "on", "mat", "dog", ",", "too", "<unk>"]
     text = " ".join(corpus.vocab.words[i] for i in corpus.valid)
-    assert text == "the cat , <unk> <eos> <eos>"                                   # unseen word; a blank line is <eos>
+    assert text == "the cat , <unk> <eos> <eos>"  # unseen word; a blank line is <eos>
     assert len(corpus.train) == len(TRAIN.split()) + 4 and corpus.train.dtype == np.dtype("<u4")
 
 
 def test_only_a_newline_ends_a_line_and_case_counts(tmp_path):
-    write(tmp_path, "one\x0btwo\x85three\u2028Four four\rfive <unk>\r\n<eos> six")        # no newline at the end
+    # no newline at the end
+    write(tmp_path, "one\x0btwo\x85three\u2028Four four\rfive <unk>\r\n<eos> six")
     corpus = load_corpus(tmp_path)
-    assert [corpus.vocab.words[i] for i in corpus.train] == ["one", "two", "three", "Four", "four", "five", "<unk>",
-                                                             "<eos>", "<eos>", "six", "<eos>"]
+    words = "one two three Four four five <unk> <eos> <eos> six <eos>".split()
+    assert [corpus.vocab.words[i] for i in corpus.train] == words
     assert read_lines(tmp_path / "wiki.train.tokens")[1:] == ["<eos> six"]
 
 
-@pytest.mark.parametrize("split,tokens,swapped", [("valid", 217_646, 3_148), ("test", 245_569, 3_657)])
+@pytest.mark.parametrize("split,tokens,swapped",
+                         [("valid", 217_646, 3_148), ("test", 245_569, 3_657)])
 def test_wikitext_103_has_its_tokens_and_the_attack_swaps_as_many_words_as_the_released_one(
         tmp_path, split, tokens, swapped):
     path = WIKI103 / f"wiki.{split}.tokens"
@@ -89,7 +95,7 @@ def test_a_word_without_unk_and_a_missing_empty_or_binary_file_are_named(folder)
         load_corpus(folder)
 
 
-# --- pydoc ------------------------------------------------------------------------------------------------------------
+# --- pydoc ----------------------------------------------------------------------------------------
 
 def test_pydocs_text_is_made_of_topics_and_docstrings_each_in_one_split(tmp_path, monkeypatch):
     """On a part of the library: all of it takes seconds to parse."""
@@ -103,17 +109,18 @@ def test_pydocs_text_is_made_of_topics_and_docstrings_each_in_one_split(tmp_path
     assert "= = JSONDecoder = =" in text and "= argparse =" in text and "= turtle =" in text
     corpus = load_corpus(folder)
     counts = np.bincount(corpus.train, minlength=len(corpus.vocab))
-    assert (np.diff(counts[1:]) <= 0).all() and counts[1:].min() >= data_text.MIN_COUNT    # falling, as cutoffs need
+    # falling, as cutoffs need
+    assert (np.diff(counts[1:]) <= 0).all() and counts[1:].min() >= data_text.MIN_COUNT
     assert 0.005 < counts[corpus.vocab["<unk>"]] / len(corpus.train) < 0.1
     for split, sixteenths in (("valid", {1}), ("test", {15}), ("train", {0, *range(2, 15)})):
         found = {name for name in topics if f" = {name} = " in lines_of(folder, split)}
         assert found and {zlib.crc32(f"topic {name}".encode()) % 16 for name in found} <= sixteenths
 
 
-# --- a text of one's own ---------------------------------------------------------------------------
+# --- a text of one's own --------------------------------------------------------------------------
 
-BOOK = "".join(f"The cat's {'old ' * (i % 3)}hat, number {i % 7},\nwas on   the mat\u2014{'x' * (i % 5 + 1)}.\n\n \n"
-               for i in range(40))
+BOOK = "".join(f"The cat's {'old ' * (i % 3)}hat, number {i % 7},\n"
+               f"was on   the mat\u2014{'x' * (i % 5 + 1)}.\n\n \n" for i in range(40))
 
 
 def lines_of(folder, split):
@@ -123,31 +130,51 @@ def lines_of(folder, split):
 def test_a_txt_becomes_wikitext_ninety_five_and_five_percent_of_its_paragraphs(folder):
     Path("mine").mkdir()
     Path("mine/book.txt").write_text(BOOK)
-    Path("book.txt").write_text(BOOK)                                               # another text of the same name
+    Path("book.txt").write_text(BOOK)  # another text of the same name
     made = text_folder("folder", "mine/book.txt")
     assert text_folder("folder", "book.txt") != made
     assert made.parts[:2] == ("out", "cache") and made.name.startswith("book_")
     Path(made, "wiki.valid.tokens").write_text(" of another text \n")
-    assert text_folder("folder", "mine/book.txt") == made                         # written anew, as it may have changed
+    assert text_folder("folder", "mine/book.txt") == made  # written anew, as it may have changed
     assert [len(lines_of(made, split)) for split in data_text.SPLITS] == [37, 2, 2]
-    assert lines_of(made, "train")[4].split() == "The cat's old hat , number 4 , was on the mat \u2014 xxxxx .".split()
-    assert lines_of(made, "valid")[0].split() == "The cat's hat , number 1 , was on the mat \u2014 xx .".split()
+    fifth, first = lines_of(made, "train")[4].split(), lines_of(made, "valid")[0].split()
+    assert fifth == "The cat's old hat , number 4 , was on the mat \u2014 xxxxx .".split()
+    assert first == "The cat's hat , number 1 , was on the mat \u2014 xx .".split()
     corpus = load_corpus(made)
     words = [word for line in lines_of(made, "train") for word in line.split()]
-    assert lines_of(made, "train")[-1].split() == ["<unk>"]                         # a line more, as no word is rare
+    assert lines_of(made, "train")[-1].split() == ["<unk>"]  # a line more, as no word is rare
     assert len(corpus.train) == len(words) + 37
 
 
 def test_rare_words_of_a_txt_and_new_words_of_its_end_are_unknown_and_their_share_is_said(folder):
-    Path("book.txt").write_text(BOOK.replace("number 3", "number three", 2).replace("number 1", "number uno"))
+    text = BOOK.replace("number 3", "number three", 2).replace("number 1", "number uno")
+    Path("book.txt").write_text(text)
     corpus = load_corpus(text_folder("folder", "book.txt"))
     assert "three" not in corpus.vocab and "uno" in corpus.vocab and "old" in corpus.vocab
     rare = np.asarray(corpus.train) == corpus.vocab["<unk>"]
     assert rare.sum() == 2
-    assert f"unknown: {100 * rare.mean():.1f} % of training, 0.0 % of valid" in data_text.describe(corpus)
+    said = f"unknown: {100 * rare.mean():.1f} % of training, 0.0 % of valid"
+    assert said in data_text.describe(corpus)
     Path("new.txt").write_text("the same words again\n" * 38 + "the very new\n" * 2)
-    corpus = load_corpus(text_folder("folder", "new.txt"))                          # lines, where no line is blank
+    corpus = load_corpus(text_folder("folder", "new.txt"))  # lines, where no line is blank
     assert [corpus.vocab.words[i] for i in corpus.test] == ["the", "<unk>", "<unk>", "<eos>"] * 2
+
+
+@pytest.mark.parametrize("text, words", [
+    ("नमस्ते दुनिया, कैसे हैं आप?", "नमस्ते दुनिया , कैसे हैं आप ?"), ("क्\u200dष", "क्\u200dष"),
+    ("我喜欢AI模型。", "我 喜 欢 AI 模 型 。"), ("これはテスト", "こ れ は テ ス ト"), ("か\u3099く", "か\u3099 く"),
+    ("안녕 하세요", "안녕 하세요"), ("l'été, nai\u0308ve", "l'été , nai\u0308ve")])
+def test_words_of_other_scripts(text, words):
+    assert data_text.words_of(text) == words.split()
+
+
+@pytest.mark.parametrize("name", ["book.TXT", "notes.md", "book"])
+def test_any_file_is_a_text_and_its_byte_order_mark_is_no_word(folder, name):
+    Path(name).write_bytes(b"\xef\xbb\xbf" + BOOK.encode())
+    corpus = load_corpus(text_folder("folder", name))
+    Path("plain.txt").write_text(BOOK)
+    plain = load_corpus(text_folder("folder", "plain.txt"))
+    assert corpus.vocab == plain.vocab and np.array_equal(corpus.train, plain.train)
 
 
 def test_what_is_no_text_is_named_in_one_line(folder):
@@ -155,13 +182,14 @@ def test_what_is_no_text_is_named_in_one_line(folder):
         Path("a.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
         with pytest.raises(InputError, match="a.txt"):
             text_folder("folder", "a.txt")
-    for data, data_dir, word in (("folder", "nowhere.txt", "nowhere.txt"), ("wikitext", None, "--data wikitext")):
+    for data, data_dir, word in (("folder", "nowhere", "nowhere: there is no such file or folder"),
+                                 ("wikitext", None, "--data wikitext")):
         with pytest.raises(InputError, match=word):
             text_folder(data, data_dir)
     assert not Path("out").exists()
 
 
-# --- training windows -------------------------------------------------------------------------------------------------
+# --- training windows -----------------------------------------------------------------------------
 
 TEXT = np.arange(10_000, dtype="<u4")
 
@@ -173,17 +201,18 @@ def test_a_window_is_consecutive_tokens_drawn_by_seed_step_and_position_only():
         pieces = [random_windows(TEXT, 5, 16, 8, 1, slice(i, i + b)) for i in range(0, 16, b)]
         assert torch.equal(torch.cat(pieces), whole)
     others = [random_windows(TEXT, 6, 16, 8, 1), random_windows(TEXT, 5, 16, 8, 2)]
-    assert not any(torch.equal(other, whole) for other in others) and len(set(whole[:, 0].tolist())) == 16
+    assert not any(torch.equal(other, whole) for other in others)
+    assert len(set(whole[:, 0].tolist())) == 16
 
 
 def test_every_window_of_a_short_text_is_drawn_equally_often():
     starts = torch.cat([random_windows(TEXT[:14], step, 100, 8, 0)[:, 0] for step in range(60)])
     counts = torch.bincount(starts)
-    assert len(counts) == 6 and (counts - 1000).abs().max() < 150                       # 5 standard deviations
+    assert len(counts) == 6 and (counts - 1000).abs().max() < 150  # 5 standard deviations
 
 
 def test_windows_reach_every_place_of_a_text_larger_than_24_bits():
-    class Places:                                                                     # WikiText-103's length, no memory
+    class Places:  # WikiText-103's length, no memory
         def __len__(self):
             return 103_227_021
 
@@ -191,14 +220,15 @@ def test_windows_reach_every_place_of_a_text_larger_than_24_bits():
             return at
     starts = torch.cat([random_windows(Places(), step, 4096, 1, 0)[:, 0] for step in range(25)])
     assert 0 <= starts.min() < 20_000 and 103_200_000 < starts.max() < 103_227_020
-    assert (starts % 7).bincount().min() > 14_000 and len(starts.unique()) > 102_300        # 102,400 but for repeats
+    # 102,400 but for repeats
+    assert (starts % 7).bincount().min() > 14_000 and len(starts.unique()) > 102_300
     assert random_windows(TEXT[:9], 0, 4, 8, 0)[:, 0].eq(0).all()
 
 
-# --- sliding evaluation -----------------------------------------------------------------------------------------------
+# --- sliding evaluation ---------------------------------------------------------------------------
 
 class Reads:
-    """A model that writes down what it was asked, and whose nats are the number of tokens of context, 1 or more."""
+    """A model that writes down what it was asked; its nats are the number of tokens of context."""
     training = False
 
     def parameters(self):
@@ -215,7 +245,7 @@ class Reads:
         return torch.stack([x.float(), torch.arange(1.0, x.shape[1] + 1).expand(x.shape)], -1)
 
     def nll(self, hidden, targets):
-        assert torch.equal(hidden[..., 0].long() + 1, targets)                             # predicts the next token
+        assert torch.equal(hidden[..., 0].long() + 1, targets)  # predicts the next token
         self.scored = getattr(self, "scored", 0) + targets.numel()
         return hidden[..., 1]
 
@@ -223,42 +253,52 @@ class Reads:
 @pytest.mark.parametrize("M,stride", [*itertools.product([9, 10, 17, 30], (1, 2, 3, 5, 7, 8))])
 def test_every_token_is_scored_once_with_the_context_that_was_promised(M, stride):
     model = Reads()
-    context = sliding_nll(model, torch.arange(M), 8, stride, batch_size=3)                 # of each target, in tokens
-    assert model.scored == M - 1                                                            # the output layer, no more
+    # of each target, in tokens
+    context = sliding_nll(model, torch.arange(M), 8, stride, batch_size=3)
+    assert model.scored == M - 1  # the output layer, no more
     assert len(context) == M - 1 and context[:8].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     if stride < 8:
         assert (context[8:] > 8 - stride).all() and (context[8:] <= 8).all()
-        assert {len(row) for row in model.rows} == {8} and len(model.rows) == 1 + math.ceil((M - 9) / stride)
+        assert {len(row) for row in model.rows} == {8}
+        assert len(model.rows) == 1 + math.ceil((M - 9) / stride)
     else:
-        assert context.tolist() == [i % 8 + 1 for i in range(M - 1)]                    # segments, the last one shorter
+        # segments, the last one shorter
+        assert context.tolist() == [i % 8 + 1 for i in range(M - 1)]
 
 
 @pytest.mark.parametrize("name", [f"lm_{output}{kind}" for output in ("full_softmax", "adaptive")
                                   for kind in ("", "_symmetric")])
 def test_totals_equal_lmtools_whatever_the_batch(golden, name):
     a = golden(name)
-    attn, cutoffs = "symmetric" if "symmetric" in name else "softmax", (8, 16, 32) * ("adaptive" in name)
-    model = LM(LMConfig(53, 12, embed_dim=16, depth=2, num_heads=2, mlp_dim=40, attn=attn, cutoffs=cutoffs))
-    assert model.config.dropout == 0.1                                                    # so it has to be turned off
+    attn = "symmetric" if "symmetric" in name else "softmax"
+    cutoffs = (8, 16, 32) * ("adaptive" in name)
+    model = LM(LMConfig(53, 12, embed_dim=16, depth=2, num_heads=2, mlp_dim=40, attn=attn,
+                        cutoffs=cutoffs))
+    assert model.config.dropout == 0.1  # so it has to be turned off
     load_lmtool(model, {k[3:]: v for k, v in a.items() if k.startswith("sd/")})
     for batch_size in (1, 7, 64):
         nats = sliding_nll(model.train(), a["seq"], int(a["window"]), 1, batch_size)
-        assert model.training                                                             # as it was before
+        assert model.training  # as it was before
         np.testing.assert_allclose(nats.numpy(), a["sliding_nll_b1"][:, 0].numpy(), atol=1e-5)
         total, count, ppl = a["sliding_total_b1"].tolist()
         assert len(nats) == count and nats.sum().item() == pytest.approx(total, abs=1e-4)
         assert perplexity(nats) == pytest.approx(ppl, rel=1e-5)
-        streams = [sliding_nll(model, stream, 12, 12, batch_size) for stream in a["seq"].view(3, 20)]     # segment-wise
+        # segment-wise
+        streams = [sliding_nll(model, stream, 12, 12, batch_size)
+                   for stream in a["seq"].view(3, 20)]
         total, count, ppl = a["ordered_total"].tolist()
-        assert torch.stack(streams).mean(0).sum().item() == pytest.approx(total, abs=1e-4) and len(streams[0]) == count
+        assert torch.stack(streams).mean(0).sum().item() == pytest.approx(total, abs=1e-4)
+        assert len(streams[0]) == count
         assert perplexity(torch.cat(streams)) == pytest.approx(ppl, rel=1e-5)
 
 
 def test_processes_share_the_windows_and_their_parts_add_up():
     torch.manual_seed(0)
-    model, text = LM(LMConfig(60, 16, embed_dim=32, depth=2, num_heads=4, mlp_dim=64)).eval(), torch.randint(60, (150,))
+    model, text = LM(LMConfig(60, 16, embed_dim=32, depth=2, num_heads=4,
+                              mlp_dim=64)).eval(), torch.randint(60, (150,))
     parts = [sliding_nll(model, text, 16, 3, 8, rank, 3) for rank in range(3)]
-    assert torch.equal(sum(parts), sliding_nll(model, text, 16, 3, 8)) and all((part == 0).any() for part in parts)
+    assert torch.equal(sum(parts), sliding_nll(model, text, 16, 3, 8))
+    assert all((part == 0).any() for part in parts)
 
 
 def test_windows_that_cannot_be_are_refused_in_one_line():

@@ -1,9 +1,10 @@
-"""The networks in weights/ are what weights/README.md says: small, of the default recipe, as good as stated."""
+"""The networks in weights/ are what its README says: small, of the default recipe, as good."""
 
 import platform
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,15 @@ import common
 import train_cls
 from data.segmentation import Scenes
 from data.shapes import SHAPES, load_shapes
-from data.text import load_corpus, perplexity, sliding_nll
+from data.text import load_corpus, perplexity, pydoc_folder, sliding_nll
 from lm import lm_from_checkpoint
-from segmenter import evaluate
-from segmenter import segmenter_from_checkpoint
+from segmenter import evaluate, segmenter_from_checkpoint
 from vit import classifier_from_checkpoint
 
 ROOT = Path(__file__).parent.parent
 WEIGHTS = ROOT / "weights"
-STATED = dict(re.findall(r"^\| (\w+)\.pt \| .+? \| .*?([\d.]+)[^|]*\|$", (WEIGHTS / "README.md").read_text(), re.M))
+STATED = dict(re.findall(r"^\| (\w+)\.pt \| .+? \| .*?([\d.]+)[^|]*\|$",
+                         (WEIGHTS / "README.md").read_text(), re.M))
 CLASSIFIERS = [f"shapes_{attn}" for attn in ("softmax", "symmetric", "rpc")]
 
 
@@ -33,16 +34,22 @@ def scenes():
 def test_every_file_is_in_the_table_in_git_and_all_are_below_5_mb():
     files = {path.stem for path in WEIGHTS.glob("*.pt")}
     assert files == set(STATED) and len(files) == 5
-    tracked = subprocess.run(["git", "ls-files", "weights"], cwd=ROOT, capture_output=True, text=True).stdout
+    tracked = subprocess.check_output(["git", "ls-files", "weights"], cwd=ROOT, text=True)
     assert files == {Path(name).stem for name in tracked.split() if name.endswith(".pt")}
     assert sum(path.stat().st_size for path in WEIGHTS.glob("*.pt")) < 5e6
 
 
+REBUILD = {"classification": classifier_from_checkpoint, "segmentation": segmenter_from_checkpoint,
+           "language modelling": lm_from_checkpoint}
+
+
 @pytest.mark.parametrize("name", sorted(STATED))
-def test_a_file_says_what_made_it_and_holds_no_optimiser_and_no_path(name):
+def test_a_file_says_what_made_it_in_todays_names_and_holds_no_optimiser_and_no_path(name):
     checkpoint = common.load(WEIGHTS / f"{name}.pt")
     assert checkpoint["args"]["seed"] == 0 and not checkpoint.get("optimizer")
-    assert not re.search(r"(?<!\w)/\w", repr({k: v for k, v in checkpoint.items() if k not in ("model", "vocab")}))
+    words = {k: v for k, v in checkpoint.items() if k not in ("model", "vocab")}
+    assert not re.search(r"(?<!\w)/\w", repr(words))
+    assert asdict(REBUILD[checkpoint["task"]](checkpoint).config) == checkpoint["model_config"]
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
@@ -50,7 +57,8 @@ def test_a_classifier_is_of_the_default_recipe_and_as_accurate_as_stated(name, s
     checkpoint = common.load(WEIGHTS / f"{name}.pt")
     monkeypatch.setattr(sys, "argv", ["train_cls.py", "--attn", name.partition("_")[2]])
     today = vars(train_cls.get_args())
-    assert len(checkpoint["args"]) > 30 and {key: today[key] for key in checkpoint["args"]} == checkpoint["args"]
+    known = today.keys() & checkpoint["args"].keys()
+    assert len(known) > 25 and all(today[key] == checkpoint["args"][key] for key in known)
     model, hits = classifier_from_checkpoint(checkpoint), 0
     with torch.no_grad():
         for images, labels in zip(scenes.images.split(400), scenes.labels.split(400)):
@@ -61,16 +69,15 @@ def test_a_classifier_is_of_the_default_recipe_and_as_accurate_as_stated(name, s
 
 def test_the_segmenter_is_as_accurate_as_stated():
     model = segmenter_from_checkpoint(common.load(WEIGHTS / "seg_shapes_rpc.pt"))
-    source = Scenes("test", 400, 32)                                    # a quarter of them, to be quick
+    source = Scenes("test", 400, 32)                        # a quarter of them, to be quick
     found = evaluate(model, source, size=32, window=32, stride=32)[0]["mean_iou"]
     assert found == pytest.approx(float(STATED["seg_shapes_rpc"]), abs=2)
 
 
 def test_the_language_model_is_as_good_as_stated(tmp_path):
-    """Of another Python the documentation, and so the number, is another; then only its size is looked at."""
+    """Another Python has another documentation: there the number says nothing."""
     checkpoint = common.load(WEIGHTS / "pydoc_rpc.pt")
     model = lm_from_checkpoint(checkpoint)
-    from data.text import pydoc_folder
     corpus = load_corpus(pydoc_folder(tmp_path))
     if "\n".join(corpus.vocab.words) != checkpoint["vocab"]:
         assert platform.python_version() != "3.11.7"

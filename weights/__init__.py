@@ -8,20 +8,23 @@ with the model's; where it says nothing, the shapes of the weights decide.
 """
 
 import math
+import re
 
 import torch
 import torch.nn.functional as F
 
-from common import InputError, load_strictly
+from common import InputError, load_known
 
 
 def load_weights(model, checkpoint, new_head=False, mode="bicubic"):
     """Load weights into a classifier. Returns what was adapted, in words.
 
     checkpoint: of `common.load`: {"model" or "state_dict": weights, ...} or weights alone, with
-    timm's names, into a FAN those of `NVlabs/FAN`. A ViT's positions of another image size are
-    interpolated (mode: bicubic as DeiT, bilinear as Segmenter). new_head: keep the model's own head
-    when the classes differ (fine-tuning). Raises InputError if they do not fit.
+    timm's names, into a FAN those of `NVlabs/FAN`; S of Scaled Attention is `attn.s`, as released.
+    What a file holds besides is named and left out: `common.load_known`. A ViT's positions of
+    another image size are interpolated (mode: bicubic as DeiT, bilinear as Segmenter). new_head:
+    keep the model's own head when the classes differ (fine-tuning). Raises InputError if they do
+    not fit.
     """
     c, own, notes = model.config, model.state_dict(), []
     weights = weights_in(checkpoint)
@@ -43,14 +46,15 @@ def load_weights(model, checkpoint, new_head=False, mode="bicubic"):
     elif head is not None and head.shape != own["head.weight"].shape and new_head:
         notes.append(f"new head for {c.num_classes} classes (the file has {len(head)})")
         weights["head.weight"], weights["head.bias"] = own["head.weight"], own["head.bias"]
-    load_strictly(model, weights)
+    load_known(model, weights)
     return notes
 
 
 def weights_in(checkpoint):
-    """Return the weights in a checkpoint, as a new dict."""
+    """Return the weights in a checkpoint, as a new dict, by the names that they have here."""
     held = "model" if "model" in checkpoint else "state_dict"
-    return dict(checkpoint.get(held, checkpoint) or {})
+    weights = checkpoint.get(held, checkpoint) or {}
+    return {re.sub(r"\.attn\.s$", ".attn.learned.s", name): w for name, w in weights.items()}
 
 
 def drop_unused_queries(config, weights):
@@ -112,7 +116,8 @@ def foreign_settings(checkpoint):
     """Read what a foreign file says of its ViT, as a dict of ViTConfig's names.
 
     Files of `rachtsy/KPCA_code` name their attention; the rest is read off the shapes: DeiT and
-    timm have softmax attention (3C rows in qkv), heads of width 64. InputError where it is neither.
+    timm have softmax attention (3C rows in qkv; with S: Scaled Attention), heads of width 64.
+    InputError where it is neither.
     """
     weights = weights_in(checkpoint)
     names = ("pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight",
@@ -123,7 +128,10 @@ def foreign_settings(checkpoint):
     patch, fc1, qkv = (weights[name] for name in names[1:])
     C, depth = len(patch), len({k.split(".")[1] for k in weights if k.startswith("blocks.")})
     attention = released_attention(checkpoint.get("args"), depth)
-    attention = attention or (dict(attn="softmax") if len(qkv) == 3 * C else {})
+    if not attention and len(qkv) == 3 * C:
+        S = weights.get("blocks.0.attn.learned.s")
+        kind = "softmax" if S is None else "scaled_s" if S.ndim == 3 else "scaled_alpha"
+        attention = dict(attn=kind)
     if not attention:
         raise InputError("a backbone with 2C rows in qkv is symmetric or RPC; this file does not "
                          "say which, nor n and lambda, and the weights do not tell them apart")

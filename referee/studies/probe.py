@@ -15,7 +15,7 @@ from torch import nn
 from tqdm import tqdm
 
 import common
-from attention import ATTENTIONS, PAP, SelfAttention, softmax_attention
+from attention import ATTENTIONS, SelfAttention, softmax_attention
 from common import InputError
 from data.imagenet import ImageTree
 from data.images import load_test
@@ -67,10 +67,9 @@ class Heads(NamedTuple):
 def attention_inputs(module, x):
     """Heads of a SelfAttention of any kind at its input x (B, N, C). RPC: of its last step."""
     q, k, raw = module.project(x)
-    S = None
-    if module.attn in PAP:
-        k = module.trace(x)[-1]["K2"]
-        q = q if module.attn == "rpc_asym" else k
+    S, steps = None, module.trace(x)
+    if steps:
+        q, k = steps[-1]["Q2"], steps[-1]["K2"]
     elif module.attn == "standardised":
         q, k = standardise(q), standardise(k)
     here = torch.device("cpu") if x.device.type == "mps" else x.device      # mps has no float64

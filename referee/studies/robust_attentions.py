@@ -25,6 +25,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import common
 from attention import (ATTENTIONS, LAYER_PATTERNS, soft_threshold, softmax_attention,
@@ -116,19 +117,31 @@ def elliptical(q, k, v, last=None):
     return softmax_attention(q, k, v)
 
 
-before = {}                                             # the values of the layer that ran last
+class Elliptical(nn.Module):
+    """Elliptical attention of a layer, which keeps its values for the layer after it.
+
+    Each layer knows the one before, so a block that is computed again in the backward pass
+    (torch.utils.checkpoint) finds the values of its own forward pass. Layers are made in order.
+    """
+    latest = None                                           # the layer that was made last
+
+    def __init__(self):
+        super().__init__()
+        self.before = (Elliptical.latest,)                  # in a tuple it is no part of this one
+        self.values, Elliptical.latest = None, self
+
+    def forward(self, q, k, v):
+        layer, = self.before
+        self.values = v.detach()
+        return elliptical(q, k, v, layer and layer.values)
 
 
-def elliptical_first(q, k, v):
-    """Elliptical attention in layer 0; the other layers follow it in every forward pass."""
-    before["values"] = v.detach()
-    return elliptical(q, k, v)
+class EllipticalFirst(Elliptical):
+    """That of layer 0: softmax attention."""
 
-
-def elliptical_rest(q, k, v):
-    """Elliptical attention in the layers after layer 0."""
-    last, before["values"] = before["values"], v.detach()
-    return elliptical(q, k, v, last)
+    def __init__(self):
+        super().__init__()
+        self.before = (None,)
 
 
 def sinkhorn(k, v, rounds=3):
@@ -214,7 +227,7 @@ def register(name, *pairs):
         settings[key] = type(settings[key])(text)
     kind = " ".join([name, *(f"{key}={value:g}" for key, value in settings.items())])
     if name == "elliptical":
-        ATTENTIONS.update({"elliptical first": elliptical_first, "elliptical": elliptical_rest})
+        ATTENTIONS.update({"elliptical first": EllipticalFirst, "elliptical": Elliptical})
         LAYER_PATTERNS[kind] = "elliptical first", "elliptical"
         return kind
     function = SCORED[kind] = partial(ROBUST[name][0], **settings)

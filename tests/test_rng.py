@@ -1,0 +1,46 @@
+"""data/rng.py: uniform numbers, independent, the same in every version, each for one purpose."""
+
+import math
+
+import torch
+
+from data import rng
+from data.rng import uniform
+
+
+def test_numbers_are_uniform_and_those_of_columns_neighbours_and_keys_independent():
+    """Every bound is five standard deviations."""
+    index = torch.arange(20_000)
+    u = uniform(index, 12, 3, 1)
+    assert u.dtype == torch.float32 and u.shape == (20_000, 12) and u.min() >= 0 and u.max() < 1
+    assert torch.equal(u * 2 ** 24, (u * 2 ** 24).round())
+    n = u.numel()
+    assert abs(u.double().mean() - 1 / 2) < 5 / math.sqrt(12 * n)
+    counts = (u.flatten() * 256).long().bincount(minlength=256)
+    # chi^2
+    assert abs(((counts - n / 256) ** 2 / (n / 256)).sum().item() - 255) < 5 * math.sqrt(2 * 255)
+
+    # the order counts
+    keys = [uniform(index, 3, seed, purpose) for seed in (0, 1, 2) for purpose in (0, 1, 2, 20)]
+    ends = torch.cat([torch.arange(2000), torch.arange(2 ** 31 - 2000, 2 ** 31),
+                      torch.arange(2 ** 30, 2 ** 30 + 2000)])
+    ends = uniform(ends, 4, 2 ** 31 - 1, 2 ** 31 - 1)
+    assert ends.min() >= 0 and ends.max() < 1 and len(ends[:, 0].unique()) > 0.999 * len(ends)
+    for columns in (u, torch.cat([u[:-1], u[1:]], 1), torch.cat(keys, 1), ends):
+        correlations = torch.corrcoef(columns.double().T).fill_diagonal_(0)
+        assert correlations.abs().max() < 5 / math.sqrt(len(columns))
+
+
+def test_numbers_do_not_change_between_versions():
+    """Pinned: a stopped run goes on with a newer file only if these stay."""
+    got = (uniform(torch.tensor([0, 1, 2 ** 31 - 1]), 2, 0, 10) * 2 ** 24).long().tolist()
+    assert got == [[7081562, 14558248], [100576, 14437633], [1565904, 1843712]]
+
+
+def test_no_two_purposes_of_random_numbers_are_the_same():
+    """But for places of patches, which share theirs with texts, and no sample with them."""
+    purposes = {name: value for name, value in vars(rng).items()
+                if name.isupper() and name != "PATCH_PLACES"}
+    corruptions = {f"corruption {i}": rng.CORRUPTION + i for i in range(1, 15)}
+    every = [*purposes.values(), *corruptions.values()]
+    assert len(purposes) >= 20 and len({*every}) == len(every)
