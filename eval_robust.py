@@ -10,12 +10,14 @@
     python eval_robust.py --model my.py:build --data cifar10 --data_dir data/cifar10    # any model
     python eval_robust.py --ckpt out/seg_camvid_rpc --scales 0.75 1 1.25 --flip    # a Segmenter
     python eval_robust.py --ckpt out/pydoc_rpc --stride 1        # a language model, words swapped
+    python eval_robust.py --ckpt out/photos --per_class          # which class is taken for which?
     torchrun --standalone --nproc_per_node=4 eval_robust.py --ckpt out/imagenet_rpc \\
         --data_dir data/imagenet --corrupted_dir data/imagenet-c --imagenet_a data/imagenet-a \\
         --imagenet_r data/imagenet-r --imagenet_o data/imagenet-o
 
 A checkpoint says whether it is a classifier, a Segmenter or a language model, and of which data;
-robust/segmenters.py and words.py have what the last two need. The loop is in `classifier_row`.
+robust/segmenters.py and words.py have what the last two need. What is measured is a function that
+returns a row, `clean` or `attack` say; KINDS is the table of them, `evaluate` the loop.
 Paper: Teo & Nguyen 2024, section 4, App. A.2 to A.4, E.3 to E.5; Tables 1 to 6, Fig. 3. Budgets are
 in units of pixels in [0, 1], labels are the true ones, attacked pixels stay in [0, 1], in float32.
 The paper's code (`rachtsy/KPCA_code:Attack`) attacks normalised tensors (eps 1/255 there is about
@@ -25,33 +27,33 @@ Random numbers depend on (seed, image) alone: batch size, processes and resuming
 """
 
 import argparse
-import copy
 import os
 import time
 from datetime import date
+from functools import partial
 from pathlib import Path
+from typing import Callable, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 import common
 from common import InputError
 from data.images import DATASETS, load_test
-from robust import ATTACKS, find, parameters, score
-from robust.attacks import check
-from robust.measures import (CLS, FOLDERS, LM, PRESETS, SEG, SLOW, USUAL, budget, build_measures,
-                             describe, known)
-from robust.results import Results, key, show
-from robust.sources import NORMALIZE, load_built, load_model
-
-
-STAGES = ("clean", "apgd-ce", "apgd-t", "fab-t", "square")                          # of autoattack
+from robust import ATTACKS, find
+from robust.measures import (CLS, CONDITIONS, FOLDERS, LM, PRESETS, SEG, SLOW, USUAL, budget, build,
+                             describe)
+from robust.results import Results, key, pack
+from robust.score import (all_sum, answers, batches, outcome, percent, row_of, split_images,
+                          to_pixels, under_attack)
+from robust.sources import NORMALIZE, classes_of, load_built, load_model
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
     """Write what is measured only where --help asks: that imports every attack."""
 
     def add_text(self, text):
-        super().add_text(describe() if text == "measures" else text)
+        super().add_text(describe(kinds_of(CLS) | KINDS[LM]) if text == "measures" else text)
 
 
 def get_args():
@@ -59,7 +61,7 @@ def get_args():
     p = argparse.ArgumentParser(description=__doc__, epilog="measures", allow_abbrev=False,
                                 usage="%(prog)s [--flag value ...]", formatter_class=Help)
     path, boolean = os.path.normpath, argparse.BooleanOptionalAction
-    count, natural = common.number(int, 1), common.number(int, 0)
+    count, natural = common.COUNT, common.NATURAL
 
     flag = p.add_argument_group("what to evaluate").add_argument
     flag("--ckpt", nargs="+", default=[], help="of one task: files, or folders with best.pt or "
@@ -68,6 +70,8 @@ def get_args():
          "classifier, from pixels in [0, 1] to logits")
     flag("--image_size", type=count, help="of --model, pixels (default: 224; of shapes, cifar10 "
          "32)")
+    flag("--weights", choices=("model", "ema"), default="model", help="of our checkpoints: as they "
+         "were trained, or their average")
     flag("--normalize", choices=NORMALIZE, default="imagenet", help="mean and std of a --ckpt that "
          "is not ours: ImageNet's, or 0.5 and 0.5")
     flag("--measures", nargs="+", metavar="NAME", help='names with settings, "pgd eps=1/255,2/255 '
@@ -79,6 +83,8 @@ def get_args():
     flag("--limit", type=count, help="images per measure, the same for every model, or tokens of a "
          "text (default: all; fewer on shapes; "
          + ", ".join(f"{v} for {k}" for k, v in SLOW.items()) + ")")
+    flag("--per_class", action=boolean, default=False, help="also the accuracy of each class, and "
+         "which class is taken for which")
     flag("--checks", action=boolean, default=False, help="instead, can the robust accuracy of each "
          "classifier be believed?")
     flag("--source", help="checkpoint whose adversarial images transfer tries on the others")
@@ -107,14 +113,14 @@ def get_args():
     flag("--flip", action=boolean, default=False, help="each view mirrored, too")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--out_dir", help="for results.jsonl, table.md and images (default: robust/ in the folder "
-         "of the first checkpoint's run, robust_paper/ with --preset paper)")
+    flag("--out_dir", help="for results.jsonl and table.md (default: robust/ in the folder of the "
+         "first checkpoint's run)")
     flag("--resume", action=boolean, default=False, help="keep the rows of --out_dir, add more")
-    flag("--save_images", type=natural, default=0, help="N: pictures of N images, clean, "
-         "corrupted, attacked, for classifiers")
     flag("--batch_size", type=count, help="images or windows of text at a time (default: 512 of 32 "
-         "px, by area, 8 times as many on a GPU; 64 windows)")
+         "px, by area, on a GPU by its memory; 64 windows)")
     flag("--amp", action=boolean, default=False, help="bf16 when counting; attacks are in float32")
+    flag("--tf32", action=boolean, default=False, help="on a GPU, faster products of 10 bits, in "
+         "attacks, too")
     flag("--num_workers", type=natural, default=min(os.cpu_count() or 1, 10),
          help="decoding processes")
     flag("--device", help="cuda, mps or cpu (default: the best there is)")
@@ -125,321 +131,284 @@ def get_args():
     return args
 
 
-# --- the loop ------------------------------------------------------------------------------------
+# --- kinds of measure: functions of (model, measure, images, args) that return fields of a row ----
 
-def measure_models(todo, models, source_model, args, results):
-    """For each measure, for each model: its row, if there is none yet."""
-    row_of = classifier_row
-    if args.task == SEG:
-        from robust.segmenters import measure_segmenter as row_of
-    elif args.task == LM:
-        from robust.words import measure_words as row_of
-    for measure, images, index in todo:
-        for m in models:
-            row = about_row(m, measure, len(index), args)
-            if key(row) in results.rows:
-                continue
-            start = time.perf_counter()
-            made_on = source_model if measure.name == "transfer" else m
-            row.update(row_of(m, measure, images, index, args, made_on))
-            row.update(seconds=round(time.perf_counter() - start, 2), date=str(date.today()),
-                       torch=torch.__version__, hardware=common.describe(args.device),
-                       processes=args.world)
-            if "right" in row:
-                row["right"] = row.pop("right")           # the longest field comes last
-            results.add(row)
+class Kind(NamedTuple):
+    """A function, or where it is, "module:function", that makes the fields of a row; and one of
+    (measure, source, args) that finds its `Images` and completes the measure's settings."""
+    row: Callable | str
+    images: Callable | str = split_images
 
 
-def classifier_row(m, measure, source, index, args, made_on):
-    """What a measure finds on a classifier, fields of a row. made_on: whom attacks see."""
-    name, n = measure.name, len(index)
-    if name in FOLDERS:
-        from robust.imagenet import folder_row
-        return folder_row(m, measure, source, index, args)
-    label = f"{name} {show(measure.setting)}, {m.about['model']}"
-    right, stages = [], torch.zeros(len(STAGES), n, device=args.device)
-    moved = torch.zeros(n, 4, dtype=score.widest(args.device), device=args.device)
-
-    for images_of, levels in passes(measure, source, m.size, args):
-        right.append(torch.zeros(len(levels), n, 3, device=args.device))     # top-1, top-5, loss
-        loaded = score.batches(images_of, index, args, label)
-        if name in ATTACKS and "batch_size" in parameters(find(name)):
-            loaded = score.concat(loaded, 4096)           # so many at once: its batches stay full
-        for images, labels, numbers, place in loaded:
-            for j, level in enumerate(levels):
-                trace = []                                                   # damage or attack
-                x = change(made_on.model, measure, images, labels, numbers, args, level, trace)
-                hit = score.is_correct(m.model, x, labels, args)             # ask
-                right[-1][j, place] = hit                                    # count
-                if name in ATTACKS:
-                    far = score.distances(x, images.float() / 255)
-                    moved[place] = torch.maximum(moved[place], far)
-                for i, stage in enumerate(trace):         # changed: is it right now?
-                    now = torch.where(stage["standing"], stage["right"], hit[:, 0] > 0)
-                    stages[i, place] = now.float()
-
-    right, moved, stages = (common.all_sum(t).cpu().double()
-                            for t in (torch.cat(right), moved, stages))
-    outcomes = [score.outcome(hit) for hit in right]      # of each severity or draw
-    row = outcomes[0] if len(right) == 1 and name != "corruptions" else score.stack(outcomes)
-    if name == "clean":                                   # how far did training get?
-        row["loss"] = right[0, :, 2].mean().item()
-    if name in ATTACKS:
-        row["top1"], row["top5"] = score.percent(right.mean(0).sum(0)[:2], n)
-        row.update(score.sizes(moved))
-    if name.endswith("autoattack"):
-        row["stages"] = dict(zip(STAGES, score.percent(stages.sum(1), n)))
-    if name == "cw":
-        fooled, radii = right[0, :, 0] == 0, (0.25, 0.5, 1.0, 2.0)
-        within = torch.stack([(fooled & (moved[:, 1] <= r)).sum() for r in radii])
-        row["top1_at_l2"] = {r: 100 - v for r, v in zip(radii, score.percent(within, n))}
-    return row
+def clean(m, measure, images, args):
+    """Images as they are. Their loss says how far training got."""
+    hits, = answers(m, measure, images, args, to_pixels)
+    return dict(loss=hits[:, 2].mean().item(), **outcome(hits, len(args.classes)))
 
 
-def passes(measure, source, size, args):
-    """[(where images are, what is done to them in turn: severities, or draws of noise)]."""
-    setting = measure.setting
-    if measure.name != "corruptions":
-        return [(source, range(setting.get("draws", 1)))]
-    if setting["released"]:
-        from robust.imagenet import released
-        return ((released(args.corrupted_dir, setting["type"], s, source, size, args.device), [0])
-                for s in setting["severities"])
-    if hasattr(source, "resample"):                       # an ImageTree: so ImageNet-C was made
-        source = copy.copy(source)
-        source.resample = "bilinear"
-    return [(source, setting["severities"])]
+def attack(m, measure, images, args, **how):
+    """Images that an attack has moved, and how far. how: of `under_attack`."""
+    hits, moved = under_attack(m, measure, images, args, **how)
+    return row_of(hits[0], moved, args)
 
 
-def change(model, measure, images, labels, numbers, args, level, trace=None):
-    """Images (b, 3, S, S) uint8 as pixels in [0, 1], damaged or attacked. level: of `passes`."""
-    if measure.name == "corruptions" and level:
-        images = score.damage(images, numbers, measure.setting, level, args)
-    x = images.float() / 255
-    if measure.name in ATTACKS:
-        x = score.attack_images(model, measure, x, labels, numbers, args, level, trace)
-    return x
+def transfer(m, measure, images, args):
+    """Images that were attacked as another model sees them."""
+    return attack(m, measure, images, args, by=args.other, everyone=True)
 
 
-def about_row(m, measure, n, args):
-    """What a row is about: everything but its result."""
-    in_memory = args.data in ("shapes", "cifar10")
-    name, setting, conditions = measure
-    return dict(m.about, task=args.task, data=args.data,
-                data_dir=None if in_memory else args.data_dir, imagenet1k=args.imagenet1k,
-                measure=name, setting=setting, conditions=conditions, images=n)
+def noise(m, measure, images, args):
+    """Images with noise: the mean of several draws."""
+    hits, moved = under_attack(m, measure, images, args, draws=measure.setting["draws"],
+                               everyone=True)
+    return row_of(hits.mean(0), moved, args) | dict(right=[pack(hit[:, 0] > 0) for hit in hits])
+
+
+def cw(m, measure, images, args):
+    """Images moved as far as it takes: accuracy also where no more than a radius is allowed."""
+    hits, moved = under_attack(m, measure, images, args)
+    fooled, radii = hits[0, :, 0] == 0, (0.25, 0.5, 1.0, 2.0)
+    within = torch.stack([(fooled & (moved[:, 1] <= r)).sum() for r in radii])
+    left = [100 - share for share in percent(within, len(fooled))]
+    return row_of(hits[0], moved, args) | dict(top1_at_l2=dict(zip(radii, left)))
+
+
+def square(m, measure, images, args):
+    """An attack whose images leave one by one: many together, so that its batches stay full."""
+    return attack(m, measure, images, args, most=4096)
+
+
+STAGES = ("clean", "apgd-ce", "apgd-t", "fab-t", "square")                          # of autoattack
+
+
+def autoattack(m, measure, images, args):
+    """Images that one attack after the other was tried on: also the accuracy after each."""
+    traces, n = [], len(images.index)
+    hits, moved = under_attack(m, measure, images, args, most=4096, traces=traces)
+    stages = torch.zeros(len(STAGES), n)
+    for place, trace in traces:
+        for i, stage in enumerate(trace):                 # changed since: is it right now?
+            standing, right = stage["standing"].cpu(), stage["right"].cpu()
+            stages[i, place.cpu()] = right.where(standing, hits[0, place.cpu(), 0] > 0).float()
+    after = dict(zip(STAGES, percent(all_sum(stages).sum(1), n)))
+    return row_of(hits[0], moved, args) | dict(stages=after)
+
+
+def adaptive(m, measure, images, args, kind=attack):
+    """An attack that also follows gradients which RPC-Attention hides; plain: none runs there."""
+    from robust.adaptive import pap_steps
+    grey = torch.full((1, 3, m.size, m.size), 0.5, device=args.device)
+    row = kind(m, measure, images, args)
+    return row if pap_steps(m.model, grey) else row | dict(plain=True)
 
 
 # --- what is measured, on which images -----------------------------------------------------------
 
-def check_same_task(models):
-    """Refuse models of several tasks or sizes."""
-    for name in ("task", "size", "classes"):
-        values = [getattr(m, name) for m in models if getattr(m, name)]
-        if any(value != values[0] for value in values):
-            raise InputError(f"{models[0].given}, ...: models of {name} "
-                             f"{' and '.join(dict.fromkeys(str(v)[:60] for v in values))}, "
-                             f"expected the same for all")
+def to_transfer(measure, source, args):
+    """Transfer's images. Its words say which weights they were attacked on."""
+    if not args.other:
+        raise InputError("--measures transfer needs --source")
+    measure.setting["source"] = args.other.about["weights"]
+    return split_images(measure, source, args)
 
 
-def resolve_args(args, first):
-    """Set what no flag has set: by the first model, and what it was trained on."""
-    args.task, config = first.task, getattr(first.model, "config", None)
-    args.data = args.data or first.trained.get("data") or "imagenet"
-    args.data_dir = args.data_dir or first.trained.get("data_dir")
-    if args.task == CLS and not args.batch_size:          # by area
-        pixels = 2 ** 19 if args.device.type == "cpu" else 2 ** 22
-        args.batch_size = max(1, pixels // first.size ** 2)
-    if args.task == SEG:
-        args.window = args.window or config.image_size
-        args.stride = args.stride or args.window
-    if args.task == LM:
-        args.window = args.window or config.context
-        args.stride = args.stride or max(args.window // 4, 1)
-        args.batch_size = args.batch_size or 64
-        if args.window > config.context:
-            raise InputError(f"--window {args.window} is more than the context of {config.context} "
-                             "tokens that the model was trained with")
-    if args.stride and args.stride > args.window:
-        raise InputError(f"--stride {args.stride} is more than --window {args.window}")
+KINDS = {
+    CLS: {"clean": Kind(clean),
+          "corruptions": Kind("robust.corruptions:measured", "robust.corruptions:images"),
+          "per_class": Kind("robust.per_class:per_class"),
+          "imagenet_a": Kind("robust.imagenet:accuracy", "robust.imagenet:images"),
+          "imagenet_r": Kind("robust.imagenet:accuracy", "robust.imagenet:images"),
+          "imagenet_o": Kind("robust.imagenet:outliers", "robust.imagenet:images_beside_val")},
+    SEG: {"clean": Kind("robust.segmenters:measured", "robust.segmenters:images"),
+          "corruptions": Kind("robust.segmenters:measured", "robust.segmenters:to_corrupt")},
+    LM: {"perplexity": Kind("robust.words:perplexities", "robust.words:text")},
+}
+# Attacks that are more than one attack on each batch; all others are `attack`.
+OWN_KINDS = {"noise": Kind(noise), "transfer": Kind(transfer, to_transfer), "cw": Kind(cw),
+             "square": Kind(square), "autoattack": Kind(autoattack),
+             "adaptive_pgd": Kind(adaptive), "adaptive_apgd": Kind(adaptive),
+             "adaptive_autoattack": Kind(partial(adaptive, kind=autoattack))}
 
 
-def measures_of(args, source_model):
-    """The `Measure`s that --measures and the other flags ask for."""
-    folders = [name for name in FOLDERS if getattr(args, name)]
+def kinds_of(task):
+    """{name: Kind} of what may be measured."""
+    attacks = {name: OWN_KINDS.get(name, Kind(attack)) for name in ATTACKS}
+    return KINDS[task] | (attacks if task == CLS else {})
+
+
+def plan(models, args):
+    """[(Measure, Images)]: what --measures and the other flags ask for."""
+    kinds, folders = kinds_of(args.task), [name for name in FOLDERS if getattr(args, name)]
     without_val = folders and args.data == "imagenet" and not args.data_dir
     texts = args.measures or ([] if without_val else USUAL[args.task]) + folders
     if "all" in texts:
-        texts = [name for name in known(args.task) if name not in FOLDERS or name in folders]
-        texts = [name for name in texts if name != "transfer" or source_model]
-    todo = []
-    for measure in build_measures(texts, args.task, args.preset, args.eps, seed=args.seed,
-                                  amp=args.amp):
-        name, setting, _ = measure
-        if name == "transfer":
-            if not source_model:
-                raise InputError("--measures transfer needs --source")
-            setting.update(source=args.source, weights=source_model.about["weights"])
-        if name in FOLDERS:
-            if name not in folders:
-                raise InputError(f"--measures {name} needs --{name}")
-            setting.update(folder=getattr(args, name))
-        if args.task in (SEG, LM):
-            setting.update(window=args.window, stride=args.stride)
-        if args.task == SEG:
-            setting.update(scales=args.scales, flip=args.flip)
-        if name == "corruptions":
-            there = [s for s in args.severities if is_there(args.corrupted_dir, setting["type"], s)]
-            if not there:
-                common.print0(f"--corrupted_dir {args.corrupted_dir} has no {setting['type']}: it "
-                              "is not measured")
-                continue
-            if setting["type"] == "frost" and args.frost_dir:
-                from robust.frost import load_frost
-                load_frost(args.frost_dir)                # said before anything is measured
-            setting.update(severities=there, released=args.corrupted_dir or False,
-                           frost=args.frost_dir or "procedural")
-        todo.append(measure)
+        texts = [name for name in kinds if name not in (*FOLDERS, "per_class") or name in folders]
+        texts = [name for name in texts if name != "transfer" or args.other]
+    measures = build(texts + ["per_class"] * args.per_class, kinds, args.preset, args.eps)
+    source = find(SOURCES[args.task])(models, args)
+    todo = [(one, find(kinds[one.name].images)(one, source, args)) for one in measures]
+    todo = [(measure, images) for measure, images in todo if images]
     if not todo:
         raise InputError(f"there is nothing to measure in --corrupted_dir {args.corrupted_dir}")
     return todo
 
 
-def is_there(corrupted_dir, name, severity):
-    """Are there files of this type and severity, or are they made?"""
-    if not corrupted_dir:
-        return True
-    where = Path(corrupted_dir, name)
-    return (where / str(severity)).is_dir() or where.with_suffix(".npy").exists()
-
-
-def load_classification(args, models):
+def classification(models, args):
     """The test split, a Split or ImageTree; None where only --imagenet_a or -r asks.
 
     Some of ImageNet's class folders are enough for a network of all 1,000.
     """
-    first, classes = models[0], models[0].classes
-    x = torch.full((2, 3, first.size, first.size), 0.5, device=args.device)
-    shapes = [check(m.model, x).shape[1] for m in models]           # classes of each
+    first, classes, counts = models[0], models[0].classes, [classes_of(m, args) for m in models]
     if args.data != "imagenet":
         common.one_of("--data", args.data, DATASETS)
         source = load_test(args, first.trained, first.size, classes)
     else:
         from data.imagenet import ImageTree
         from robust.imagenet import CLASSES
-        classes = classes or (CLASSES if shapes[0] == len(CLASSES) else None)
+        classes = classes or (CLASSES if counts[0] == len(CLASSES) else None)
         args.imagenet1k = classes == CLASSES
         if classes and not args.data_dir:
-            return None, classes
+            args.classes = classes
+            return None
         source = ImageTree(args.data_dir or "", "val", classes, first.size, subset=args.imagenet1k)
-    for m, n in zip(models, shapes):
-        names = m.classes or source.classes
-        if list(names) != list(source.classes) or n != len(names):
-            raise InputError(f"{m.given} has {n} classes ({', '.join(names[:3])}, ...), "
-                             f"--data {args.data} {len(source.classes)} "
-                             f"({', '.join(source.classes[:3])}, ...)")
-    return source, list(source.classes)
+    args.classes = list(source.classes)
+    for m, n in zip(models, counts):
+        if n != len(args.classes) or m.classes and list(m.classes) != args.classes:
+            names = f" ({', '.join(m.classes[:3])}, ...)" if m.classes else ""
+            raise InputError(f"{m.given} has {n} classes{names}, --data {args.data} "
+                             f"{len(args.classes)} ({', '.join(args.classes[:3])}, ...)")
+    return source
 
 
-def with_images(todo, models, args):
-    """[(measure, where its images are, the numbers of those that count)]."""
-    if args.task == LM:
-        from robust.words import load_source
-        texts = load_source(args, models)
-        return [(one, texts, range(len(texts[one.setting["split"]].clean))) for one in todo]
-    if args.task == SEG:
-        from robust.segmenters import load_source
-        source = load_source(args, models[0])
-        return [(one, source, score.pick(len(source), one.name, args)) for one in todo]
+SOURCES = {CLS: classification, SEG: "robust.segmenters:load", LM: "robust.words:load"}
 
-    source, classes = load_classification(args, models)
-    out = []
-    for one in todo:
-        images = source
-        if one.name in FOLDERS:
-            from robust.imagenet import open_folder
-            images = open_folder(one.name, getattr(args, one.name), classes, models[0].size)
-            images.val = source                           # of -O: what its images are told from
-        if source is None and one.name not in ("imagenet_a", "imagenet_r"):
-            raise InputError(f"--measures {one.name} needs --data_dir, the folder with val/")
-        out.append((one, images, score.pick(len(images.labels), one.name, args)))
-    return out
+
+def load_models(args):
+    """The models to evaluate, `Loaded`, and that of --source or None: all of one task and size."""
+    size = args.image_size or (32 if args.data in ("shapes", "cifar10") else 224)
+    how = args.normalize, args.weights
+    models = [*(load_model(path, args.device, "--ckpt", *how) for path in args.ckpt),
+              *(load_built(text, args.device, size) for text in args.model)]
+    other = load_model(args.source, args.device, "--source", *how) if args.source else None
+    everyone = [*models, other] if other else models
+    for name in ("task", "size", "classes"):
+        values = [getattr(m, name) for m in everyone if getattr(m, name)]
+        if any(value != values[0] for value in values):
+            raise InputError(f"{models[0].given}, ...: models of {name} "
+                             f"{' and '.join(dict.fromkeys(str(v)[:60] for v in values))}, "
+                             f"expected the same for all")
+    return models, other
+
+
+def fill_in(args, first):
+    """Set what no flag has set: by the first model, and what it was trained on."""
+    args.task, args.size = first.task, first.size
+    args.data = args.data or first.trained.get("data") or "imagenet"
+    args.data_dir = args.data_dir or first.trained.get("data_dir")
+    args.imagenet1k, args.classes = False, []
+    if args.task == CLS and not args.batch_size:
+        pixels = 2 ** 19
+        if args.device.type == "cuda":                    # a ViT-B with a gradient takes 3 kB each
+            pixels = min(torch.cuda.mem_get_info(args.device)[0] // 4096, 512 * 224 ** 2)
+        args.batch_size = max(1, pixels // first.size ** 2)
+    if args.task != CLS and (args.checks or args.per_class or args.corrupted_dir):
+        raise InputError("--checks, --per_class and --corrupted_dir are for classifiers")
 
 
 # --- the command ---------------------------------------------------------------------------------
 
-def run_checks(models, source_model, todo, args):
+def start(args):
+    """Join the other processes, if torchrun started this one; set device, rank and world."""
+    best = "mps" if torch.backends.mps.is_available() else "cpu"
+    best = "cuda" if torch.cuda.is_available() else best
+    args.rank, args.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        args.device = torch.device(args.device or best)
+        if args.device == torch.device("cuda") and "RANK" in os.environ:
+            args.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(args.device)
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError) as e:           # as torch says it: not compiled, no GPU
+        raise InputError(f"--device {args.device}: {str(e).splitlines()[0]}") from None
+    if "RANK" in os.environ:
+        gpu = args.device.type == "cuda"
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
+
+
+def about(m, measure, images, args):
+    """What a row is about: everything but its result."""
+    precision = " and ".join(["tf32"] * args.tf32 + ["bf16"] * args.amp) or "float32"
+    return dict(m.about, task=args.task, data=args.data, data_dir=images.data_dir,
+                imagenet1k=args.imagenet1k, measure=str(measure), images=len(images.index),
+                seed=args.seed, precision=precision)
+
+
+def run_checks(models, todo, args):
     """Judge each model, on the same images; nothing is written. PGD is that of todo."""
     from robust import checks
-    measure, source, index = next((one for one in todo if one[0].name == "pgd"), todo[0])
-    options = {k: v for k, v in measure.setting.items() if k != "eps" and measure.name == "pgd"}
+    if args.rank:
+        return
+    args.world = 1                                        # nobody shares the images
+    measure, images = next((one for one in todo if one[0].name == "pgd"), todo[0])
+    options = {k: v for k, v in measure.setting.items()
+               if measure.name == "pgd" and k not in ("eps", *CONDITIONS)}
     args.batch_size = args.limit = args.limit or 64
-    few = next(score.batches(source, index[:args.limit], args))
-    softmax = next((m for m in [source_model or models[0], *models]
+    few = next(batches(images._replace(index=images.index[:args.limit]), args))
+    softmax = next((m for m in [args.other or models[0], *models]
                     if m.about["kind"] == "softmax"), None)
     for m in models:
         twin = softmax.model if softmax and softmax is not m else None
         checks.run(m.model, few[0].float() / 255, few[1], m.about["model"], twin, options)
 
 
-def save_pictures(models, todo, args):
-    """pictures_<i>.png of a classifier: for each measure, severity and draw a row of images."""
-    from data.files import save_grid
-    args.world, args.batch_size = 1, args.save_images     # nobody shares the pictures
-    for i, m in enumerate(models):
-        grid = []
-        for measure, source, index in todo:
-            if measure.name not in (*FOLDERS, "transfer"):
-                for images_of, levels in passes(measure, source, m.size, args):
-                    first = score.batches(images_of, index[:args.save_images], args)
-                    images, labels, numbers, _ = next(first)
-                    grid += [change(m.model, measure, images, labels, numbers, args,
-                                    level).clamp(0, 1) for level in levels]
-        if grid:
-            save_grid(Path(args.out_dir, f"pictures_{i}.png"), torch.cat(grid),
-                      columns=args.save_images, zoom=max(1, 96 // m.size))
-
-
 def open_results(args):
     """Open the rows of --out_dir: by default in the first checkpoint's run, else in out/."""
     path = Path((args.ckpt or ["out/model"])[0])
-    folder = "robust" if args.preset == "default" else f"robust_{args.preset}"
     run = path if path.is_dir() else path.parent
     if not path.is_dir() and not (run / "log.jsonl").exists():      # a shipped or a foreign file
         run = Path("out", path.stem)
-    args.out_dir = args.out_dir or str(run / folder)
+    args.out_dir = args.out_dir or str(run / "robust")
     return Results(args.out_dir, args.data, args.resume, args.rank)
+
+
+def evaluate(models, todo, args):
+    """For each measure, for each model: its row, if there is none yet. Then the table."""
+    results, hardware = open_results(args), common.describe(args.device)
+    common.print0(f"{len(models)} models | {args.task} | {args.data} | {args.world} x {hardware} | "
+                  f"{results.out}")
+    for measure, images in todo:
+        kind = kinds_of(args.task)[measure.name]
+        for m in models:
+            row = about(m, measure, images, args)
+            if key(row) in results.rows:
+                continue
+            began = time.perf_counter()
+            with common.error_prefix(m.given):
+                row |= find(kind.row)(m, measure, images, args)
+            row.update(seconds=round(time.perf_counter() - began, 2), date=str(date.today()),
+                       torch=torch.__version__, hardware=hardware, processes=args.world)
+            if "right" in row:
+                row["right"] = row.pop("right")           # the longest field comes last
+            results.add(row)
+
+    if args.rank == 0:
+        print("\n" + results.write_table())
+        if args.per_class:
+            from robust.per_class import tables
+            print(tables(results.rows.values(), args.out_dir))
+        print(f"\n{len(results.rows)} rows in {results.out}; this table in {results.table}")
 
 
 def main():
     args = get_args()
-    args.device, args.rank, args.world = common.setup(args.device)
-    size = args.image_size or (32 if args.data in ("shapes", "cifar10") else 224)
-    models = [*(load_model(path, args.device, "--ckpt", args.normalize) for path in args.ckpt),
-              *(load_built(text, args.device, size) for text in args.model)]
-    source_model = load_model(args.source, args.device, "--source") if args.source else None
-    everyone = [*models, source_model] if source_model else models
-    check_same_task(everyone)
-    resolve_args(args, models[0])
-    args.imagenet1k = False
-    todo = with_images(measures_of(args, source_model), everyone, args)
-    what = (f"{len(models)} models | {args.task} | {args.data} | {args.world} x "
-            f"{common.describe(args.device)}")
-    if args.checks:
-        if args.rank == 0:
-            print(what, flush=True)
-            args.world = 1                                # nobody shares the images
-            run_checks(models, source_model, todo, args)
-        return
-
-    results = open_results(args)
-    common.print0(f"{what} | {results.out}")
-    measure_models(todo, models, source_model, args, results)
-    if args.rank == 0:
-        print("\n" + results.write_table())
-        if args.save_images and args.task == CLS:
-            save_pictures(models, todo, args)
-        print(f"\n{len(results.rows)} rows in {results.out}; this table in {results.table}")
+    start(args)
+    models, args.other = load_models(args)
+    fill_in(args, models[0])
+    todo = plan([*models, args.other] if args.other else models, args)
+    (run_checks if args.checks else evaluate)(models, todo, args)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import common
-from attention import rpc_attention
+from attention import every_pap, rpc_attention
 from robust import metrics
 from robust.patches import KINDS, corrupt_patches
 from robust.results import weights_of
@@ -125,14 +125,13 @@ def residuals(k, steps):
 @torch.no_grad()
 def examine(model, images, labels, kinds):
     """{measure in words: its value for each image (B,)}."""
-    c, forms = model.config, {"": model}
+    c, forms = model.config, {"": {}}
     if c.layer_attn(0) in ("rpc", "rpc_asym"):
-        forms[", shrinkage off"] = copy.deepcopy(model)
-        for block in forms[", shrinkage off"].blocks:
-            block.attn.pap = block.attn.pap | dict(lambd=math.inf)
+        forms[", shrinkage off"] = dict(lambd=math.inf)
     found, clean = residuals(*first_layer(model, images)), {}
-    for form, m in forms.items():
-        clean[form], right = second_input(m, images, labels)
+    for form, settings in forms.items():
+        with every_pap(**settings):
+            clean[form], right = second_input(model, images, labels)
         other = F.cosine_similarity(clean[form], clean[form].roll(1, 0), dim=-1).mean(1)
         found |= {f"clean: accuracy{form}": right, f"clean: cosine, other image{form}": other}
 
@@ -142,8 +141,9 @@ def examine(model, images, labels, kinds):
         scores = {f"S, step {i}": location(step["S"]) for i, step in enumerate(steps, 1)}
         scores |= null_scores(k)
         found |= {f"{kind}: AUC of {name}": auc(score, hit) for name, score in scores.items()}
-        for form, m in forms.items():
-            h, right = second_input(m, x, labels)
+        for form, settings in forms.items():
+            with every_pap(**settings):
+                h, right = second_input(model, x, labels)
             cosine = F.cosine_similarity(h, clean[form], dim=-1) * ~hit
             found[f"{kind}: cosine{form}"] = cosine.sum(1) / (~hit).sum(1)
             found[f"{kind}: accuracy{form}"] = right

@@ -15,6 +15,8 @@ import inspect
 
 import torch
 
+from robust.attacks import check_mode
+
 # What `--measures NAME` runs: a function, or where it is, which is imported when it is used. Its
 # keywords are its settings: `pgd eps=2/255 steps=40`. robust/attacks.py says what it takes.
 ATTACKS = {
@@ -34,13 +36,12 @@ ATTACKS = {
 }
 
 
-def find(attack):
-    """The function of a name in ATTACKS."""
-    attack = ATTACKS[attack]
-    if isinstance(attack, str):
-        module, _, function = attack.partition(":")
-        attack = getattr(importlib.import_module(module), function)
-    return attack
+def find(entry):
+    """The function that an entry of a table is, or that it names as "module:function"."""
+    if isinstance(entry, str):
+        module, _, function = entry.partition(":")
+        entry = getattr(importlib.import_module(module), function)
+    return entry
 
 
 def parameters(attack):
@@ -71,8 +72,13 @@ def evaluate(model, images, labels, attacks, *, batch_size=256, seed=0):
     attacks: {name: function of (model, images, labels)}: partial(pgd, eps=2 / 255), or another
     library's, lambda model, x, y: torchattacks.PGD(model, 2 / 255)(x, y). Images that are wrong
     without an attack are not attacked. worst: right under every attack. Random numbers depend on
-    (seed, number of the image) alone.
+    (seed, number of the image) alone. ValueError: the model is in train mode, or an attack has the
+    name of what this returns.
     """
+    check_mode(model)
+    if {"clean", "worst"} & attacks.keys():
+        raise ValueError('attacks: "clean" and "worst" are names of the result, expected others')
+
     @torch.no_grad()
     def is_right(x, y):
         return model(x).argmax(1) == y

@@ -20,12 +20,13 @@ seed, index and clip that its signature names; its other keywords are settings o
 
 import math
 from types import SimpleNamespace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
+from common import InputError
 from data.rng import NOISE, START, normal, uniform
-
 
 # --- what all attacks share ----------------------------------------------------------------------
 
@@ -49,6 +50,9 @@ def input_gradient(loss, model, images, labels):
     with torch.enable_grad():
         logits = model(images)
         losses = loss(logits, labels)
+        if not losses.requires_grad:
+            raise InputError("the model's logits have no gradient, which this attack follows; "
+                             "noise, square and spsa need none")
         grad, = torch.autograd.grad(losses.sum(), images)
     return logits.detach(), losses.detach(), grad
 
@@ -110,13 +114,18 @@ def positive(**options):
             raise ValueError(f"{name}={value}, expected more than 0")
 
 
+def check_mode(model):
+    """ValueError for a module in train mode."""
+    if isinstance(model, torch.nn.Module) and any(m.training for m in model.modules()):
+        raise ValueError("the model is in train mode: call model.eval() before attacking it")
+
+
 def check_inputs(model, images, eps=0.0, clip=True):
     """ValueError for a module in train mode, and for pixels or budgets of another scale.
 
     clip=False allows images outside [0, 1], as normalised ones are, and any eps.
     """
-    if isinstance(model, torch.nn.Module) and any(m.training for m in model.modules()):
-        raise ValueError("the model is in train mode: call model.eval() before attacking it")
+    check_mode(model)
     low, high = images.detach().aminmax()
     if clip and not (0 <= low and high <= 1):             # a comparison with nan is False
         raise ValueError(f"images have values from {low:g} to {high:g}, expected 0 to 1")
@@ -160,8 +169,8 @@ def fgsm(model, images, labels, eps, *, clip=True):
 
 
 @torch.no_grad()
-def pgd(model, images, labels, eps, *, steps=20, alpha: float = None, rel_step=0.15,
-        random_start=True, restarts=1, best=False, clip=True, seed=0, index=None):
+def pgd(model, images, labels, eps, *, steps: int = 20, alpha: float = None, rel_step=0.15,
+        random_start=True, restarts: int = 1, best=False, clip=True, seed=0, index=None):
     """Projected gradient descent: x <- Pi(x + alpha sign(grad CE)), `steps` times.
 
     alpha: the step in pixel units, 2/255 say, as in torchattacks; None: rel_step * eps.
@@ -203,8 +212,8 @@ def pgd(model, images, labels, eps, *, steps=20, alpha: float = None, rel_step=0
 # --- without gradients ---------------------------------------------------------------------------
 
 @torch.no_grad()
-def noise(model, images, labels, scale=0.068, *, kind="uniform", best_of=1, draw=0, clip=True,
-          seed=0, index=None):
+def noise(model, images, labels, scale=0.068, *, kind: Literal["uniform", "gaussian"] = "uniform",
+          best_of: int = 1, draw=0, clip=True, seed=0, index=None):
     """x + U(-scale, scale) or, kind "gaussian", x + N(0, scale^2).
 
     scale: half width or standard deviation. best_of: per image the worst of so many draws. draw:

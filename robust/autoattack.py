@@ -11,6 +11,7 @@ fixed steps, so a result depends neither on the batch nor on what else is in it.
 
 from functools import partial
 from types import SimpleNamespace
+from typing import Literal
 
 import torch
 from tqdm import tqdm
@@ -63,8 +64,8 @@ def likely_targets(logits, labels, num_targets):
 
 
 @torch.no_grad()
-def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100, surrogates=(),
-         clip=True, seed=0, draw=0, index=None):
+def apgd(model, images, labels, eps, *, loss: Literal["ce", "dlr"] = "ce", targets=None,
+         steps: int = 100, surrogates=(), clip=True, seed=0, draw=0, index=None):
     """Maximise the cross-entropy ("ce"), the DLR loss ("dlr") or, with targets, the targeted DLR.
 
     targets: (B,) int64. surrogates: models whose gradients are followed where the model's own has
@@ -188,14 +189,16 @@ def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(
 
 # --- FAB: the nearest point across the decision boundary (Croce & Hein 2020b) --------------------
 
-def box_projection(v, w, b, low=0.0, high=1.0):
+def box_projection(v, w, b, low=0.0, high=1.0, rounds=None):
     """The move d, (B, n), of smallest max|d| with <w, v + d> = b and low <= v + d <= high.
 
     v, w: (B, n), b: (B,). Where no such d exists, all the room there is. Moving every coordinate
     by lam or to its bound lowers <w, v> by D(lam) = sum_j |w_j| min(lam, room_j), concave and
     piecewise linear: Newton's method from below reaches D(lam) = c exactly, in 3 to 6 rounds.
-    (`fra31/auto-attack:autoattack/fab_projections.py` sorts and bisects: same d, slower.)
+    (`fra31/auto-attack:autoattack/fab_projections.py` sorts and bisects: same d, slower.) rounds:
+    between two looks whether that is so, for which a GPU would have to wait; more change nothing.
     """
+    rounds = rounds or (1 if v.device.type == "cpu" else 8)
     c = (w * v).sum(1, keepdim=True) - b[:, None]                           # (B, 1)
     w, c = w * (1 - 2 * (c < 0).to(w.dtype)), c.abs()
     room = torch.where(w > 0, v - low, high - v)
@@ -203,13 +206,14 @@ def box_projection(v, w, b, low=0.0, high=1.0):
     ends, mask = slopes * room, torch.empty_like(w)         # floats: faster than bool * float
     lam = c / slopes.sum(1, keepdim=True).clamp_min(tiny)
     while True:
-        # which coordinates reach their bound decides lam, and they only grow
-        used = (ends * torch.le(room, lam, out=mask)).sum(1, keepdim=True)
-        slope = (slopes * torch.gt(room, lam, out=mask)).sum(1, keepdim=True)
-        larger = torch.maximum(lam, (c - used) / slope.clamp_min(tiny))
-        if not (larger > lam).any():
+        before = lam
+        for _ in range(rounds):
+            # which coordinates reach their bound decides lam, and they only grow
+            used = (ends * torch.le(room, lam, out=mask)).sum(1, keepdim=True)
+            slope = (slopes * torch.gt(room, lam, out=mask)).sum(1, keepdim=True)
+            lam = torch.maximum(lam, (c - used) / slope.clamp_min(tiny))
+        if not (lam > before).any():
             return -w.sign() * torch.minimum(lam, room)
-        lam = larger
 
 
 def within(adv, images, eps):
@@ -285,8 +289,8 @@ EVERY = 50                                      # queries between two exits of i
 
 
 @torch.no_grad()
-def square(model, images, labels, eps=1 / 255, *, queries=5000, batch_size=None, clip=True,
-           seed=0, index=None):
+def square(model, images, labels, eps=1 / 255, *, queries: int = 5000, batch_size=None,
+           clip=True, seed=0, index=None):
     """Set random squares to +-eps, a random sign per channel, and keep what lowers the margin.
 
     Forward passes only. Source: `fra31/auto-attack:autoattack/square.py`, where all images of a
@@ -334,7 +338,7 @@ def random_square(place, query, H, W):
     """
     share = 0.8 / 2 ** sum(query > q for q in (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000))
     side = min(max(round((share * H * W) ** 0.5), 1), H, W)
-    top, left = (place * torch.tensor([H - side, W - side], device=place.device)).long().T
+    top, left = (place[:, 0] * (H - side)).long(), (place[:, 1] * (W - side)).long()
     y = torch.arange(H, device=place.device) - top[:, None]                 # (B, H)
     x = torch.arange(W, device=place.device) - left[:, None]                # (B, W)
     rows, columns = (y >= 0) & (y < side), (x >= 0) & (x < side)
@@ -351,9 +355,9 @@ def leave(s, adv):
 # --- the cascade ---------------------------------------------------------------------------------
 
 @torch.no_grad()
-def autoattack(model, images, labels, eps=1 / 255, *, steps=100, queries=5000, num_targets=9,
-               surrogates=(), batch_size=500, clip=True, seed=0, index=None, trace=None,
-               progress=False):
+def autoattack(model, images, labels, eps=1 / 255, *, steps: int = 100, queries: int = 5000,
+               num_targets: int = 9, surrogates=(), batch_size=500, clip=True, seed=0, index=None,
+               trace=None, progress=False):
     """APGD-CE, APGD-T, FAB-T, Square, each on the images that are still robust.
 
     Run it on all images at once so that batches stay full. An attack has succeeded where a separate

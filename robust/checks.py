@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from robust.adaptive import adaptive_apgd
+from robust.adaptive import adaptive_apgd, pap_steps
 from robust.attacks import cross_entropy, input_gradient, noise, pgd
 from robust.autoattack import apgd, apgd_t, square
 from robust.more_attacks import cw, spsa
@@ -142,9 +142,14 @@ def run(model, x, y, name="", twin=None, options=None):
              "SPSA": lambda x, y: spsa(model, x, y, eps, steps=20, pairs=64),
              "Square": lambda x, y: square(model, x, y, eps, queries=1000)}
     say(3, "attacks without gradients find no more", *rivals(model, x, y, eps, blind, options))
-    other = {"adaptive APGD": lambda x, y: adaptive_apgd(model, x, y, eps)}
+    other = {}
+    if pap_steps(model, x):
+        other["adaptive APGD"] = lambda x, y: adaptive_apgd(model, x, y, eps)
     if twin is not None:
         other["transfer from softmax"] = lambda x, y: apgd(twin, x, y, eps)
-    say(4, "other gradients find no more", *rivals(model, x, y, eps, other, options))
+    if other:
+        say(4, "other gradients find no more", *rivals(model, x, y, eps, other, options))
+    else:
+        print("---- 4 no other gradients: no RPC-Attention in it, no softmax model beside it")
     say(5, "accuracy falls to zero", *fall)
     return results

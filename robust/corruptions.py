@@ -15,6 +15,7 @@ truncated, not rounded, as the sources do.
 """
 
 import argparse
+import copy
 import math
 import os
 import zlib
@@ -29,10 +30,12 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import common
+from common import InputError
 from data.rng import CORRUPTION, normal, uniform
 from robust.filters import (disk, displace, enlarge, gaussian_blur, motion, pixel_grid, quantise,
                             sample, shrink)
 from robust.frost import load_frost, scaled_frost
+from robust.score import answers, outcome, split_images, stack
 from robust.severities import CONSTANTS
 
 # ImageNet-C's, in its order: means and mCE are over these 15, whatever else CORRUPTIONS has.
@@ -336,6 +339,13 @@ ANY_SIZE = Corruption(elastic_any_size, CONSTANTS["elastic_any_size"], draw_elas
 ELASTIC_SIZES = (224, 64, 32)         # squares for which ImageNet-C's elastic_transform was made
 
 
+def severities(name):
+    """How many constants a corruption has: five, but one of your own may have fewer."""
+    constants = CORRUPTIONS[name].constants
+    tables = constants.values() if isinstance(constants, dict) else [constants]
+    return min(map(len, tables))
+
+
 def table_of(H, W):
     """Choose the table of constants for images of this size, by the shorter side."""
     return next(table for table, least in ((224, 128), (64, 48), (32, 0)) if min(H, W) >= least)
@@ -374,6 +384,52 @@ def corrupt(images, name, severity, *, seed=0, index=None, frost_dir=None):
             drawn = (drawn,) if torch.is_tensor(drawn) else drawn
         out[part] = apply(images[part].contiguous(), c, *drawn)
     return out
+
+
+# --- for the evaluator ----------------------------------------------------------------------------
+
+def images(measure, source, args):
+    """The images of a measure, its severities made or, from --corrupted_dir, released."""
+    setting, last = measure.setting, args.severities[-1]
+    common.one_of("type", setting["type"], CORRUPTIONS)
+    if args.corrupted_dir:
+        from robust.imagenet import released_images
+        return released_images(measure, source, args)
+    if last > severities(setting["type"]):
+        raise InputError(f"--severities {last}: {setting['type']} has constants for 1 to "
+                         f"{severities(setting['type'])} in CORRUPTIONS")
+    if setting["type"] == "frost":
+        load_frost(args.frost_dir)                        # said before anything is measured
+    setting.update(severities=args.severities,
+                   frost="photographs" if args.frost_dir else "procedural")
+    found = split_images(measure, source, args)
+    if hasattr(source, "resample"):                       # an ImageTree: so ImageNet-C was made
+        found = found._replace(source=copy.copy(source))
+        found.source.resample = "bilinear"
+    return found
+
+
+def damage(images, numbers, setting, severity, args):
+    """Corrupt the images (b, 3, H, W) uint8 with these numbers, as a measure's setting says."""
+    images = corrupt(images, setting["type"], severity, seed=args.seed, index=numbers,
+                     frost_dir=args.frost_dir)
+    # as which ImageNet-C's files are saved after their corruption
+    return jpeg_compression(images, 85) if setting["jpeg85"] else images
+
+
+def measured(m, measure, images, args):
+    """Top-1, top-5 of images damaged in one way; lists over the severities."""
+    setting = measure.setting
+    if args.corrupted_dir:
+        from robust.imagenet import released_answers
+        hits = released_answers(m, measure, images, args)
+    else:
+        def damaged(pixels, labels, numbers, place, severity):
+            return damage(pixels, numbers, setting, severity, args).float() / 255
+
+        changes = [partial(damaged, severity=s) for s in setting["severities"]]
+        hits = answers(m, measure, images, args, *changes)
+    return stack([outcome(hit, len(args.classes)) for hit in hits])
 
 
 # --- folders: python -m robust.corruptions photos/val photos-c --types fog frost ------------------

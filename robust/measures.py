@@ -1,6 +1,6 @@
-"""What `--measures` says, as `Measure`s: names, settings, presets, and on how many images.
+"""What is measured, in words: "pgd eps=2/255 steps=40", and on how many images.
 
-    build_measures(["clean", "pgd eps=1/255,2/255 steps=40"], "classification")
+    build(["clean", "pgd eps=1/255,2/255 steps=40"], known, "default")     # [Measure, ...]
 
 A measure is a name and settings, NAME SETTING=VALUE ...; of several values, 1/255,2/255, each is
 measured. The settings of an attack, their types and defaults are those of its function: see
@@ -9,29 +9,35 @@ ATTACKS in robust/__init__.py. Table 2 and Fig. 3 of Teo & Nguyen 2024 say which
 
 import argparse
 import itertools
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from common import COUNT, InputError
 from robust import ATTACKS, find, parameters
+from robust.metrics import ALEXNET
 
 CLS, SEG, LM = "classification", "segmentation", "language modelling"
 FOLDERS = ("imagenet_a", "imagenet_r", "imagenet_o")
 # What --measures is by default; classifiers: and the folders that are given.
 USUAL = {CLS: ["clean", "corruptions", "noise", "fgsm", "pgd", "adaptive_pgd", "apgd"],
          SEG: ["clean", "corruptions"], LM: ["perplexity"]}
+# Settings that are no keyword of an attack, and their values without a word.
+SETTINGS = {"corruptions": dict(type=list(ALEXNET), jpeg85=False),
+            "perplexity": dict(split=["valid", "test"]),
+            "noise": dict(draws=3)}                       # its accuracy: the mean of so many
+CHOICES = dict(space=("pixel", "normalized"), labels=("true", "pred"), split=("valid", "test"))
 # Parameters of attacks that are no settings: the evaluator gives them to the attack.
 OFFERED = ("clip", "seed", "index", "draw", "batch_size", "trace", "progress", "targets",
            "surrogates")
-CHOICES = dict(space=("pixel", "normalized"), labels=("true", "pred"), split=("valid", "test"),
-               kind=("uniform", "gaussian"), centre=("iterate", "legacy"), loss=("ce", "dlr"))
-# What every attack has besides.
+# What every attack has besides; a measure's words say only what is not this.
 CONDITIONS = dict(space="pixel", labels="true", clip=True)
-PRESETS = {
-    "default": dict(conditions=CONDITIONS, eps=[k / 255 for k in (1, 2, 4, 8)]),
+IN_UNIT = dict(clip=True)             # AutoAttack's code keeps to [0, 1] in any space
+PRESETS = {                           # name: settings of all attacks, and of one by its name
+    "default": dict(CONDITIONS, eps=[k / 255 for k in (1, 2, 4, 8)]),
     # the paper's code, `rachtsy/KPCA_code:Attack`
-    "paper": dict(conditions=dict(space="normalized", labels="pred", clip=False),
-                  eps=[k / 255 for k in range(1, 7)], noise=dict(scale=0.3), sld=dict(rescale=True),
-                  spsa=dict(eps=0.1, centre="legacy"), cw=dict(confidence=10.0)),
+    "paper": dict(space="normalized", labels="pred", clip=False, eps=[k / 255 for k in range(1, 7)],
+                  noise=dict(scale=0.3), sld=dict(rescale=True), cw=dict(confidence=10.0),
+                  spsa=dict(eps=0.1, centre="legacy"), square=IN_UNIT, autoattack=IN_UNIT,
+                  adaptive_autoattack=IN_UNIT),
 }
 # Images per measure without --limit: minutes on the embedded scenes; elsewhere all, but for attacks
 # that take hours.
@@ -41,39 +47,44 @@ SLOW = dict(autoattack=1000, adaptive_autoattack=1000, square=1000, spsa=100, cw
 
 
 class Measure(NamedTuple):
-    """One thing to measure: {setting: value}, and {condition: value} of attacks."""
+    """One thing to measure: {setting: value}."""
     name: str
     setting: dict
-    conditions: dict
 
-
-def known(task):
-    """The names of all measures of a task."""
-    if task == CLS:
-        return ["clean", "corruptions", *FOLDERS, *ATTACKS]
-    return USUAL[task]
+    def __str__(self):
+        """As one would type it, complete: what rows are told apart by."""
+        said = {k: v for k, v in self.setting.items() if CONDITIONS.get(k) != v}
+        return f"{self.name} {in_words(said)}".strip()
 
 
 def settings_of(name):
-    """{setting: default} of a measure. None: there is none (of eps: --eps)."""
-    if name == "corruptions":
-        from robust.corruptions import NAMES
-        return dict(type=list(NAMES), jpeg85=False)
-    if name == "perplexity":
-        return dict(split=["valid", "test"])
-    if name not in ATTACKS:
-        return {}
-    found = {key: None if p.default is p.empty else p.default
-             for key, p in parameters(find(name)).items() if key not in OFFERED}
-    return dict(found, draws=3) if name == "noise" else found      # its accuracy: the mean of three
+    """{setting: (default, annotation)} of a measure. None: there is no default (of eps: --eps)."""
+    found = {}
+    for key, p in (parameters(find(ATTACKS[name])) if name in ATTACKS else {}).items():
+        if key not in OFFERED:
+            found[key] = None if p.default is p.empty else p.default, p.annotation
+    return found | {key: (value, None) for key, value in SETTINGS.get(name, {}).items()}
 
 
-# --- settings in words ---------------------------------------------------------------------------
+# --- values and words ----------------------------------------------------------------------------
 
 def number(text):
     """8/255 or 0.0314 -> float."""
     top, _, bottom = text.partition("/")
     return float(top) / float(bottom or 1)
+
+
+def whole_or_not(text):
+    """8 -> int, 8/255 or 0.5 -> float."""
+    return int(text) if text.removeprefix("-").isdecimal() else number(text)
+
+
+def number_or_word(text):
+    """For a setting that says nothing of its type."""
+    try:
+        return whole_or_not(text)
+    except ValueError:
+        return text
 
 
 def budget(text):
@@ -85,15 +96,17 @@ def budget(text):
     return value
 
 
-def read(setting, text, default):
-    """The value of a setting: of the type of its default."""
-    choices = {name: name for name in CHOICES.get(setting, ())}
+def read(setting, text, default, annotation):
+    """The value of a setting: of the type of its annotation, or else of its default.
+
+    A default of 1 says no more than that it is a number, 0.5 fits as well: int has to be annotated.
+    """
+    choices = {word: word for word in CHOICES.get(setting, get_args(annotation))}
     if isinstance(default, bool):
         choices = dict(yes=True, no=False)
-    elif setting == "type":
-        from robust.corruptions import CORRUPTIONS
-        choices = {name: name for name in CORRUPTIONS}
-    kind = budget if setting == "eps" else COUNT if isinstance(default, int) else number
+    kinds = {int: whole_or_not, float: number, str: str}
+    kind = budget if setting == "eps" else COUNT if annotation is int else \
+        kinds.get(annotation) or kinds.get(type(default), number_or_word)
     try:
         return choices[text] if choices else kind(text)
     except (KeyError, ValueError, ZeroDivisionError, argparse.ArgumentTypeError) as error:
@@ -101,62 +114,74 @@ def read(setting, text, default):
         raise InputError(f"{setting}={text}: {expected}") from None
 
 
+def word(value):
+    """A value as one types it, which reads back as the same: 2/255, 0.15, yes, 1,2,3."""
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(word, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, float):
+        return str(value)
+    plain = f"{value:g}" if float(f"{value:g}") == value else str(value)
+    share = f"{255 * value:g}/255"
+    return share if number(share) == value and len(share) < len(plain) else plain
+
+
 def in_words(values):
-    """{setting: value} as one would write it: eps=6/255 clip=no."""
-    def word(name, value):
-        if isinstance(value, bool):
-            return "yes" if value else "no"
-        if isinstance(value, list):
-            return ",".join(word(name, v) for v in value) if len(value) < 6 else "all"
-        k = round(255 * value) if name in ("eps", "alpha") else 0
-        return f"{k}/255" if k and abs(k - 255 * value) < 1e-6 else str(value)
-    return " ".join(f"{k}={word(k, v)}" for k, v in values.items() if v is not None)
+    """{setting: value} as one types it: eps=6/255 clip=no."""
+    return " ".join(f"{key}={word(value)}" for key, value in values.items() if value is not None)
 
 
-def describe():
+def parts(text):
+    """"pgd eps=2/255 steps=20" -> ("pgd", {"eps": "2/255", "steps": "20"})."""
+    name, *pairs = text.split()
+    return name, dict(pair.partition("=")[::2] for pair in pairs)
+
+
+def describe(known):
     """The measures, their settings and defaults, for --help."""
     lines = ["measures and the defaults of their settings:"]
-    for name in (*known(CLS), *USUAL[LM]):
-        missing = "".join(f" {k}=..." for k, v in settings_of(name).items() if v is None)
-        lines.append(f"  {name:20} {in_words(settings_of(name))}{missing}".rstrip())
+    for name in known:
+        usual = {k: "all" if k == "type" else v for k, (v, _) in settings_of(name).items()}
+        missing = "".join(f" {k}=..." for k, v in usual.items() if v is None)
+        lines.append(f"  {name:20} {in_words(usual)}{missing}".rstrip())
     lines.append("and of all attacks: space=pixel or normalized, labels=true or pred, clip=yes or "
                  "no;\nNAME=VALUE,VALUE,... measures each; what attacks mean by them: robust/")
     for name, preset in PRESETS.items():
-        own = [f"{k} {in_words(v)}" for k, v in preset.items() if k in ATTACKS]
-        lines.append(f"--preset {name}: {'; '.join([in_words(preset['conditions']), *own])}; "
-                     f"--eps up to {round(255 * preset['eps'][-1])}/255")
+        own = [f"{k} {in_words(v)}" for k, v in preset.items() if isinstance(v, dict)]
+        usual = in_words({k: preset[k] for k in CONDITIONS})
+        lines.append(f"--preset {name}: {'; '.join([usual, *own])}; --eps up to "
+                     f"{word(preset['eps'][-1])}")
     return "\n".join(lines)
 
 
-def build_measures(texts, task, preset="default", eps=None, **conditions):
+# --- what --measures says ------------------------------------------------------------------------
+
+def build(texts, known, preset="default", eps=None):
     """["pgd eps=1/255,2/255", ...] -> [Measure, ...], one for each combination of the values.
 
-    eps: --eps, for all attacks that name none. conditions: what every measure has besides.
+    known: the names that there are. eps: --eps, for all attacks that name none.
     """
-    todo = []
+    todo, preset = [], PRESETS[preset]
     for text in texts:
         name, *pairs = text.split() or [""]
-        if name not in known(task):
-            raise InputError(f"--measures {text!r}: known are {', '.join(known(task))}, all")
-        values = settings_of(name)
-        values.update(PRESETS[preset].get(name, {}))
-        if "eps" in values and (eps or values["eps"] is None):
-            values["eps"] = eps or PRESETS[preset]["eps"]
-        default = PRESETS[preset]["conditions"]
+        if name not in known:
+            raise InputError(f"--measures {text!r}: known are {', '.join(known)}, all")
+        kinds = settings_of(name)
+        values = {key: default for key, (default, _) in kinds.items()}
         if name in ATTACKS:
-            values |= default
-            if "batch_size" in parameters(find(name)):    # these keep to [0, 1] in any space, as
-                values["clip"] = True                     # the code of AutoAttack does
-        for pair in pairs:
-            setting, _, given = pair.partition("=")
+            values |= {key: preset[key] for key in CONDITIONS}
+        values |= preset.get(name, {})
+        if "eps" in values and (eps or values["eps"] is None):
+            values["eps"] = eps or preset["eps"]
+        for setting, _, given in (pair.partition("=") for pair in pairs):
             if setting not in values:
                 raise InputError(f"--measures {text!r}: {setting} is no setting of {name}; known "
                                  f"are {', '.join(values) or 'none'}")
-            was = values[setting][0] if isinstance(values[setting], list) else values[setting]
-            values[setting] = [read(setting, one, was) for one in given.split(",")]
+            default, kind = kinds.get(setting, (CONDITIONS.get(setting), None))
+            kind = str if isinstance(default, list) else kind
+            values[setting] = [read(setting, one, default, kind) for one in given.split(",")]
         every = [v if isinstance(v, list) else [v] for v in values.values()]
         for combination in itertools.product(*every):
-            setting = {k: v for k, v in zip(values, combination) if v is not None}
-            own = {k: setting.pop(k, v) for k, v in default.items()}
-            todo.append(Measure(name, setting, own | conditions))
+            todo.append(Measure(name, dict(zip(values, combination))))
     return todo

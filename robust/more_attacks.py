@@ -5,6 +5,7 @@ What every attack takes and returns stands at the top of attacks.py.
 
 import math
 from types import SimpleNamespace
+from typing import Literal
 
 import torch
 
@@ -49,8 +50,8 @@ def spsa_gradient(model, centre, labels, index, pairs, *key):
 
 
 @torch.no_grad()
-def spsa(model, images, labels, eps=6 / 255, *, steps=40, pairs=128, centre="iterate", clip=True,
-         seed=0, index=None):
+def spsa(model, images, labels, eps=6 / 255, *, steps: int = 40, pairs: int = 128,
+         centre: Literal["iterate", "legacy"] = "iterate", clip=True, seed=0, index=None):
     """Gradient-free: Adam, lr 0.01, on the margin, whose gradient is estimated from points nearby.
 
     From x + U(-eps, eps). centre "legacy": probes around 2x in every step, as cleverhans 4.0.0.
@@ -102,7 +103,7 @@ def project_l1(v, radius):
 
 
 @torch.no_grad()
-def sld(model, images, labels, l1=10.0, *, steps=20, rescale=False, clip=True):
+def sld(model, images, labels, l1=10.0, *, steps: int = 20, rescale=False, clip=True):
     """Sparse L1 descent: a step spends l1 / 10 equally on the largest 1 % of grad CE's entries.
 
     l1: bound of ||x_adv - x||_1, summed over all pixels and channels; at 224 px, 10 is 1/15000
@@ -167,8 +168,8 @@ def cw_round(model, images, labels, c, confidence, steps, lr):
 
 
 @torch.no_grad()
-def cw(model, images, labels, *, confidence=0.0, steps=1000, lr=5e-3, search_steps=5, c0=1e-2,
-       clip=True):
+def cw(model, images, labels, *, confidence=0.0, steps: int = 1000, lr=5e-3,
+       search_steps: int = 5, c0=1e-2, clip=True):
     """Carlini & Wagner's L2 attack: the nearest images with a margin below -confidence.
 
     No budget: report distances. c, the weight of fooling the model, is searched per image from c0:

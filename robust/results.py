@@ -4,28 +4,33 @@
     python -m robust.results out/a/robust out/b/robust       # of several runs
 
 A row is a dict of plain values: which model (model, kind, checkpoint, weights, model_config,
-recipe), what was measured (task, data, data_dir, measure, setting, conditions, images), the numbers
-in percent (top1, top5, mean_iou, ...), which images were right (`right`, see `unpack`), and how it
-came about (seconds, torch, hardware, ...). pandas.read_json("results.jsonl", lines=True) reads all.
+recipe), what was measured, in words (measure: "pgd eps=2/255 steps=20 ..."), on what (task, data,
+data_dir, images, seed) and how exactly (precision), the numbers in percent (top1, top5, mean_iou,
+...), which images were right (`right`, see `unpack`), and how it came about (seconds, torch,
+hardware, ...). pandas.read_json("results.jsonl", lines=True) reads all. A table has the measures
+down and the models across; what all rows of a measure share is left out of its words there.
 """
 
 import argparse
 import base64
+import json
 import zlib
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from tqdm import tqdm
 
 import common
 from common import InputError
-from robust.measures import CONDITIONS, in_words
+from robust.measures import CONDITIONS, number, parts
 from robust.metrics import ALEXNET, mean_corruption_error, wilson
 
-# What identifies a row, its model first.
-FIELDS = ("weights", "model_config", "data", "data_dir", "measure", "setting", "conditions",
-          "images")
+WHAT = ("measure", "data_dir", "seed", "precision", "images")       # tells rows of a model apart
+KEY = ("weights", "model_config", "data", *WHAT)
 
 
 # --- which model, which row ----------------------------------------------------------------------
@@ -41,26 +46,19 @@ def weights_of(state_dict):
     return checksum(b"".join(tensors))
 
 
-def frozen(value):
-    """The same dict or list as tuples, which can be a key."""
-    if isinstance(value, dict):
-        return tuple(sorted((k, frozen(v)) for k, v in value.items()))
-    return tuple(map(frozen, value)) if isinstance(value, (list, tuple)) else value
+def key(row, fields=KEY):
+    """What differs between rows."""
+    return json.dumps([row[name] for name in fields], sort_keys=True)
 
 
 def identity(row):
-    """What differs between models: weights and model_config (kinds of attention share weights)."""
-    return row["weights"], frozen(row["model_config"])
+    """What differs between models: kinds of attention may share their weights."""
+    return key(row, ("weights", "model_config"))
 
 
 def group(row):
     """What the seeds of one model have in common."""
-    return frozen(row["model_config"]), row["recipe"]
-
-
-def key(row):
-    """What differs between rows."""
-    return tuple(frozen(row[field]) for field in FIELDS)
+    return key(row, ("model_config", "recipe"))
 
 
 # --- on disk -------------------------------------------------------------------------------------
@@ -84,7 +82,7 @@ def read_rows(path):
     path, rows = Path(path), {}
     path = path / "results.jsonl" if path.is_dir() else path
     for row in common.read_log(path):
-        missing = [name for name in FIELDS if name not in row]
+        missing = [name for name in KEY if name not in row]
         if missing:
             raise InputError(f"{path}: {str(row)[:60]} is no row of eval_robust.py: it has no "
                              f"{missing[0]}")
@@ -92,33 +90,42 @@ def read_rows(path):
     return list(rows.values())
 
 
+@contextmanager
+def writing(folder):
+    """Say in a line why the folder cannot be written."""
+    try:
+        yield
+    except OSError as e:
+        raise InputError(f"--out_dir {folder} cannot be written ({e.strerror}); rows that it has "
+                         "are kept, --resume goes on from them") from None
+
+
 class Results:
     """The finished rows, and results.jsonl and table.md, which rank 0 writes row by row."""
 
     def __init__(self, folder, data, resume, rank):
-        self.out, self.table = Path(folder, "results.jsonl"), Path(folder, "table.md")
-        self.data, self.log = data, None
+        self.folder, self.data, self.writes = Path(folder), data, rank == 0
+        self.out, self.table = self.folder / "results.jsonl", self.folder / "table.md"
         self.rows = {key(row): row for row in read_rows(self.out)}
         if self.rows and not resume:
             raise InputError(f"--out_dir {folder} holds results: add --resume to go on from them, "
                              "or choose another one")
-        common.broadcast([None])                          # all have read before one writes
-        if rank == 0:
-            try:
-                self.out.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as e:
-                raise InputError(f"--out_dir {self.out.parent} cannot be made "
-                                 f"({e.strerror})") from None
-            self.log = common.Log(self.out)
-            self.log.cut(0)                               # a line that a kill cut short goes
+        if dist.is_initialized():
+            dist.barrier()                                # all have read before one writes
+        if self.writes:
+            with writing(folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with common.replacing(self.out) as tmp:   # a line that a kill cut short goes
+                    tmp.write_text("".join(json.dumps(row) + "\n" for row in self.rows.values()))
 
     def add(self, row):
         """Keep a finished row: in memory, on disk, on the screen."""
         self.rows[key(row)] = row
-        if self.log:
-            self.log.append(row)
+        if self.writes:
+            with writing(self.folder), open(self.out, "a") as f:
+                f.write(json.dumps(row) + "\n")
             self.write_table()
-            numbers = [f"{name} {value:.2f}" for name, value, _ in numbers_of(row)]
+            numbers = [f"{title(row)}, {what} {value:.2f}" for what, value, _ in numbers_of(row)]
             moved = f", moved {255 * row['max_linf']:.2f}/255" if "max_linf" in row else ""
             tqdm.write("  ".join([f"{row['model']:28}", *numbers,
                                   f"({row['images']} images, {row['seconds']:.1f} s{moved})"]))
@@ -126,107 +133,119 @@ class Results:
     def write_table(self):
         """Write the table of the rows of this data set; returns it."""
         text = table([row for row in self.rows.values() if row["data"] == self.data])
-        self.table.write_text(text + "\n")
+        with writing(self.folder):
+            self.table.write_text(text + "\n")
         return text
 
 
 # --- what a row says -----------------------------------------------------------------------------
 
-def show(setting):
-    """Write 8/255 for an eps, else what identifies the setting."""
-    value = setting.get("eps", setting.get("scale", setting.get("l1")))
-    if value is None:
-        return setting.get("type", setting.get("split", ""))
-    k = 255 * value
-    whole = "eps" in setting and abs(k - round(k)) < 1e-6
-    return f"{k:.3g}/255" if whole else f"{value:.3g}"
+IN_TITLE = ("eps", "scale", "l1", "type", "split")
 
 
 def title(row):
     """Say what was measured: clean, fog, pgd 8/255."""
-    if row["measure"] == "corruptions":
-        return row["setting"]["type"]
-    return f"{row['measure']} {show(row['setting'])}".strip()
+    name, setting = parts(row["measure"])
+    shown = [setting[k] for k in IN_TITLE if k in setting]
+    return " ".join(shown if name == "corruptions" else [name, *shown])
+
+
+# Fields that are numbers of the table, and their names there; SHARE: of the images, in per cent.
+SHARE = {"top1": "top-1", "top5": "top-5"}
+NUMBERS = SHARE | {
+    "segment": "segment-wise", "sliding": "sliding", "attacked": "attacked",
+    "attacked_unswapped": "attacked, words not swapped", "clean_unswapped": "clean, the same words",
+    "pixel_accuracy": "pixel accuracy", "mean_accuracy": "mean accuracy", "mean_iou": "mean IoU",
+    "aupr": "AUPR", "auroc": "AUROC", "fpr95": "FPR95", "lowest": "lowest of a class", "mce": "mCE"}
+ONCE = ("top5", "pixel_accuracy")                         # not shown where there are severities
 
 
 def numbers_of(row):
     """What a row says: [(name, mean over its severities, is it a share of the images?)]."""
-    measure, share = row["measure"], False
-    if "means" in row:
-        found = row["means"]
-    elif measure == "perplexity":
-        found = {"segment-wise": row["segment"],
-                 f"sliding, stride {row['setting']['stride']}": row["sliding"],
-                 "attacked": row["attacked"],
-                 "attacked, words not swapped": row["attacked_unswapped"],
-                 "clean, the same words": row["clean_unswapped"]}
-    elif "mean_iou" in row:
-        found = {"pixel accuracy": row["pixel_accuracy"]} if measure == "clean" else {}
-        found |= {"mean accuracy": row["mean_accuracy"], "mean IoU": row["mean_iou"]}
-    elif measure == "imagenet_o":
-        found = {name: row[name.lower()] for name in ("AUPR", "AUROC", "FPR95")}
-    else:
-        found, share = {f"after {stage}": v for stage, v in row.get("stages", {}).items()}, True
-        found.pop("after clean", None)
-        found["top-1"] = row["top1"]
-        if "top5" in row and measure not in ("corruptions", "cw"):
-            found["top-5"] = row["top5"]
-        found |= {f"top-1 within L2 {r}": v for r, v in row.get("top1_at_l2", {}).items()}
-    numbers = [(name, np.mean(value), share) for name, value in found.items()]
-    if measure == "cw":
-        numbers.append(("median L2 (pixel units)", np.mean(row["median_l2"]), False))
-    return [(f"{title(row)}, {name}", value, share) for name, value, share in numbers]
-
-
-# --- rows made of rows ---------------------------------------------------------------------------
-
-MEAN = {"top-1": "top1", "mean accuracy": "mean_accuracy", "mean IoU": "mean_iou"}
-
-
-def means(rows):
-    """Rows of the mean over ImageNet-C's 15 types, for models that have all; on ImageNet, at all
-    five severities, with mCE, where AlexNet is 100 %."""
-    groups, out = {}, []
-    for row in rows:
-        if row["measure"] == "corruptions" and row["setting"]["type"] in ALEXNET:
-            setting = dict(row["setting"], type="of the 15")
-            groups.setdefault(key(dict(row, setting=setting)), (setting, []))[1].append(row)
-    for setting, own in groups.values():
-        if len(own) == len(ALEXNET):
-            new = dict(own[0], measure="mean", setting=setting, means={
-                name: np.mean([row[field] for row in own]) for name, field in MEAN.items()
-                if field in own[0]})
-            if own[0].get("imagenet1k") and setting["severities"] == [1, 2, 3, 4, 5]:
-                new["means"]["mCE"] = mean_corruption_error(
-                    {row["setting"]["type"]: 1 - np.mean(row["top1"]) / 100 for row in own})
-            out.append(new)
-    return out
-
-
-def worst_cases(rows):
-    """Rows of the worst case over attacks: an image counts that is right under each.
-
-    One for each model and L-infinity budget at which two attacks or more were tried. Attacks on
-    fewer images than others were on the first of theirs, so these are the images that count.
-    """
-    groups, out = {}, []
-    for row in rows:
-        if "max_linf" in row and "eps" in row["setting"] and isinstance(row.get("right"), str):
-            where = dict(row, measure="", setting=row["setting"]["eps"], images=0)
-            groups.setdefault(key(where), []).append(row)
-    for own in groups.values():
-        n, names = min(row["images"] for row in own), dict.fromkeys(row["measure"] for row in own)
-        right = torch.stack([unpack(row["right"], row["images"])[:n] for row in own]).all(0)
-        new = dict(own[0], measure=f"worst of {', '.join(names)}", images=n, right=pack(right),
-                   setting=dict(eps=own[0]["setting"]["eps"]), top1=100 * int(right.sum()) / n)
-        new = {k: v for k, v in new.items() if k not in ("top5", "stages")}
-        out += [new] if len(own) > 1 else []
-    return out
+    found = [(f"after {stage}", value, True) for stage, value in row.get("stages", {}).items()
+             if stage != "clean"]
+    radii = row.get("top1_at_l2", {})                     # of an attack that has no budget
+    for field, name in NUMBERS.items():
+        value = row.get(field)
+        if value is not None and not (field in ONCE and (radii or isinstance(value, list))):
+            found.append((name, np.mean(value), field in SHARE))
+    found += [(f"top-1 within L2 {r}", value, True) for r, value in radii.items()]
+    if radii:
+        found.append(("median L2 (pixel units)", row["median_l2"], False))
+    return found
 
 
 # --- the table -----------------------------------------------------------------------------------
 
-IN_TITLE = ("eps", "scale", "l1", "type", "split", "weights")
+class Entry(NamedTuple):
+    """Numbers of a row, or of several of one model, on their way into the table."""
+    row: dict               # whose column it is
+    title: str
+    words: list             # what else tells it from others of its name
+    name: str
+    numbers: list           # of numbers_of
+    images: int
+
+
+def words_of(row):
+    """["steps=20", ..., "seed=0"]: what the title does not say."""
+    _, setting = parts(row["measure"])
+    setting |= {name: row[name] for name in WHAT[1:-1]}
+    return [f"{k}={v}" for k, v in setting.items() if k not in IN_TITLE]
+
+
+def entries(rows):
+    """Make the entries of rows, and of what follows from them."""
+    return [Entry(row, title(row), words_of(row), row["measure"].split()[0], numbers_of(row),
+                  row["images"]) for row in rows] + means(rows) + worst_cases(rows)
+
+
+def means(rows):
+    """Means over ImageNet-C's 15 types, for models that have all; on ImageNet, at all five
+    severities, with mCE, where AlexNet is 100 %."""
+    groups, out = {}, []
+    for row in rows:
+        name, setting = parts(row["measure"])
+        if name == "corruptions" and setting["type"] in ALEXNET:
+            of = groups.setdefault((identity(row), *words_of(row), row["images"]), {})
+            of[setting["type"]] = row
+    for own in groups.values():
+        row, *_ = own.values()
+        if len(own) == len(ALEXNET):
+            mean = {field: np.mean([one[field] for one in own.values()])
+                    for field in NUMBERS if field in row and field not in ONCE}
+            if row.get("imagenet1k") and "severities=1,2,3,4,5" in words_of(row):
+                mean["mce"] = mean_corruption_error(
+                    {type_: 1 - np.mean(one["top1"]) / 100 for type_, one in own.items()})
+            numbers = [(name, value, False) for name, value, _ in numbers_of(mean)]
+            out.append(Entry(row, "mean of the 15", words_of(row), "corruptions", numbers,
+                             row["images"]))
+    return out
+
+
+def worst_cases(rows):
+    """The worst case over attacks: an image counts that is right under each.
+
+    One for each model and L-infinity budget at which two attacks or more were tried. Attacks on
+    fewer images than others were on the first of theirs, so these are the images that count.
+    """
+    groups, found = {}, []
+    for row in rows:
+        name, setting = parts(row["measure"])
+        if "max_linf" in row and "eps" in setting and isinstance(row.get("right"), str):
+            how = [w for w in words_of(row) if w.split("=")[0] in (*CONDITIONS, *WHAT)]
+            of = groups.setdefault((identity(row), number(setting["eps"]), *how), {})
+            of.setdefault(name, []).append(row)
+    for (_, _, *how), own in groups.items():
+        tried = sum(own.values(), [])
+        n = min(row["images"] for row in tried)
+        right = torch.stack([unpack(row["right"], row["images"])[:n] for row in tried]).all(0)
+        eps = parts(tried[0]["measure"])[1]["eps"]
+        numbers = [("top-1", 100 * int(right.sum()) / n, True)]
+        if len(tried) > 1:
+            name = f"worst of {', '.join(own)} {eps}"
+            found.append(Entry(tried[0], name, how, "worst", numbers, n))
+    return found
 
 
 def column_names(rows):
@@ -237,61 +256,52 @@ def column_names(rows):
             f"{row['model']}, {row['checkpoint']}" for w, row in models.items()}
 
 
-def told_apart(rows):
-    """For each row the settings and conditions in words that differ between rows of its measure,
-    and the conditions of an attack that are not the usual ones."""
-    def of(row):
-        return {**row["setting"], **row["conditions"]}
-
-    seen = {}
-    for row in rows:
-        for name, value in of(row).items():
-            seen.setdefault((row["measure"], name), set()).add(frozen(value))
-    for row in rows:
-        own = {k: v for k, v in of(row).items() if k not in (*IN_TITLE, *CONDITIONS)
-               and len(seen[row["measure"], k]) > 1}
-        odd = {k: row["conditions"][k] for k in CONDITIONS}
-        odd = odd if "max_linf" in row and odd != CONDITIONS else {}
-        yield in_words(own | odd)
-
-
 def table(rows):
-    """Rows as Markdown: a line a number, a column a model; below it what a reader has to know."""
-    names, lines, shown = column_names(rows), {}, rows + means(rows) + worst_cases(rows)
-    for row, how in zip(shown, told_apart(shown)):
-        for name, value, share in numbers_of(row):
+    """Rows as Markdown: a line a number, a column a model; below it what a reader has to know.
+
+    Settings that all entries of one name share stand there, too, but for unusual conditions.
+    """
+    shown, columns, lines, shared = entries(rows), column_names(rows), {}, {}
+    for entry in shown:
+        of = shared.setdefault(entry.name, [w for w in entry.words
+                                            if w.split("=")[0] not in CONDITIONS])
+        of[:] = [w for w in of if w in entry.words]
+    for entry in shown:
+        told = [w for w in entry.words if w not in shared[entry.name]]
+        for what, value, share in entry.numbers:
             cell = f"{value:.2f}"
             if share:
-                low, high = wilson(value / 100, row["images"])
+                low, high = wilson(value / 100, entry.images)
                 cell += f" ({100 * low:.1f}-{100 * high:.1f})"
-            text = ", ".join(filter(None, (name, how)))
-            lines.setdefault((text, row["images"]), {})[identity(row)] = cell
-    body = [[*line, *(cells.get(w, "") for w in names)] for line, cells in lines.items()]
-    header = ["perplexity", "tokens"] if rows[0]["measure"] == "perplexity" else [
-        "measure, per cent", "images"]
-    out = common.table(body, [*header, *names.values()])
-    return out + "\n\n" + "\n".join(f"- {note}" for note in dict.fromkeys(notes(rows)))
+            line = ", ".join(filter(None, (entry.title, what, " ".join(told)))), entry.images
+            lines.setdefault(line, {})[identity(entry.row)] = cell
+    body = [[*line, *(cells.get(w, "") for w in columns)] for line, cells in lines.items()]
+    header = ["perplexity", "tokens"] if "sliding" in rows[0] else ["measure, per cent", "images"]
+    settings = {name: " ".join(w for w in of if w.split("=")[0] not in WHAT)
+                for name, of in shared.items()}
+    below = [*(f"{name}: {of}." for name, of in settings.items() if of), *notes(rows)]
+    return "\n".join([common.table(body, [*header, *columns.values()]), "",
+                      *(f"- {note}" for note in dict.fromkeys(below))])
 
 
 def notes(rows):
     """List what a reader of these rows has to know besides."""
     for row in rows:
-        setting = row["setting"]
+        name, setting = parts(row["measure"])
         if "word" in row:
             yield (f"Words swapped: {row['swapped']} of {row['images']} {setting['split']} tokens "
                    f"({100 * row['swapped'] / row['images']:.2f} %) became `{row['word']}`.")
         if "mean_iou" in row:
-            how = in_words({k: setting[k] for k in ("window", "stride", "scales", "flip")})
-            yield f"Means over {' or '.join(map(str, np.unique(row['classes'])))} classes; {how}."
+            yield f"Means over {' or '.join(map(str, np.unique(row['classes'])))} classes."
         if "severities" in setting:
-            severities = ", ".join(map(str, setting["severities"]))
-            yield f"Corruptions: mean of severities {severities}."
-        if setting.get("type") == "frost" and setting.get("frost") == "procedural" \
-                and not setting.get("released"):
+            yield "Corruptions: means of the severities."
+        if setting.get("type") == "frost" and setting.get("frost") == "procedural":
             yield "frost: procedural, not ImageNet-C's photographs (--frost_dir)."
+        if row.get("plain"):
+            yield f"{name} of {row['model']} is plain: no RPC-Attention runs there."
     if rows[0]["task"] == "classification":
-        yield ("(low-high): Wilson's 95 % interval over images. Images: a random choice, seed "
-               f"{rows[0]['conditions']['seed']}, the same for all models.")
+        yield (f"(low-high): Wilson's 95 % interval over images. Images: a random choice, seed "
+               f"{rows[0]['seed']}, the same for all models.")
         if len({group(row) for row in rows}) == len({identity(row) for row in rows}):
             yield ("One network of a kind ranks nothing: networks that differ in the seed alone "
                    "differ by points. Train several, and compare them with "

@@ -1,4 +1,4 @@
-"""Images in batches, and which answers are right: what the evaluator's loop is made of.
+"""Images in batches, damaged or attacked, and which answers are right: what measures are made of.
 
 args: seed, device, rank, world, batch_size, num_workers, amp and limit of eval_robust.py. Processes
 share the images; what they found is summed, so that each has the whole.
@@ -6,34 +6,53 @@ share the images; what they found is summed, so that each has the whole.
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from tqdm import tqdm
 
-import common
 from common import InputError
 from data.batches import Split, image_batches
 from data.rng import epoch_order
-from robust import find, parameters, run_attack
+from robust import ATTACKS, find, parameters, run_attack
 from robust.attacks import forward
 from robust.measures import FOLDERS, SCENES, SLOW
 from robust.results import pack
 
 # --- images --------------------------------------------------------------------------------------
 
+class Images(NamedTuple):
+    """What a measure is on."""
+    source: object                       # a Split, an ImageTree, ...: where the images are
+    index: torch.Tensor                  # (n,) int64: the numbers of those that count
+    data_dir: str | None = None          # the folder, where there is one that matters
+
+
 def pick(n, name, args):
-    """Number the images that a measure is on, at random out of n: part of those of any more."""
+    """Number the images that a measure is on, (n,), at random: the first of those of any limit."""
     few = (SCENES if args.data == "shapes" else SLOW).get(name, n)
     if args.limit and args.limit > n and name not in FOLDERS:
         raise InputError(f"--limit {args.limit}: there are only {n} images")
     return epoch_order(n, 0, args.seed)[:args.limit or few]
 
 
-def batches(source, index, args, label=""):
-    """Load this process's share of the images numbered index, in batches on the device.
+def split_images(measure, source, args):
+    """The `Images` of a measure in the test split. source: None where no flag names it."""
+    if source is None:
+        raise InputError(f"--measures {measure.name} needs --data_dir, the folder with val/")
+    n = len(source.labels) if isinstance(source, Split) else len(source)
+    in_memory = args.data in ("shapes", "cifar10")
+    return Images(source, pick(n, measure.name, args), None if in_memory else args.data_dir)
 
-    Yields ((b, 3, S, S) uint8, labels (b,), numbers (b,), their places in index (b,)).
+
+def batches(images, args, label="", most=0):
+    """Load this process's share of `Images` in batches on the device.
+
+    Yields ((b, 3, S, S) uint8, labels (b,), numbers (b,), their places in the index (b,)). most:
+    batches are joined until they hold so many.
     """
+    source, index = images.source, images.index
     share = torch.arange(len(index))[args.rank::args.world]
     places = [p for p in share.split(args.batch_size) if len(p)]
     parts = [index[p] for p in places]
@@ -45,43 +64,31 @@ def batches(source, index, args, label=""):
         loaded = image_batches(source, keys, args.num_workers, args.device)
     bar = tqdm(total=len(share), desc=label, unit="image", leave=False,
                disable=args.rank > 0 or None)             # None: where output is redirected
+    held = []
     with bar:
-        for (images, labels, numbers), place in zip(loaded, places):
-            batch = images, labels, numbers, place
-            yield tuple(t.to(args.device, non_blocking=True) for t in batch)
+        for i, (batch, place) in enumerate(zip(loaded, places), 1):
+            held.append(tuple(t.to(args.device, non_blocking=True) for t in (*batch, place)))
+            if i == len(places) or sum(len(part[-1]) for part in held) >= most:
+                yield tuple(map(torch.cat, zip(*held))) if len(held) > 1 else held[0]
+                held = []
             bar.update(len(place))
 
 
-def concat(loaded, most):
-    """Join batches until they hold `most` images."""
-    parts, n = [], 0
-    for batch in loaded:
-        parts.append(batch)
-        n += len(batch[1])
-        if n >= most:
-            yield tuple(map(torch.cat, zip(*parts)))
-            parts, n = [], 0
-    if parts:
-        yield tuple(map(torch.cat, zip(*parts)))
-
-
-def damage(images, numbers, setting, severity, args):
-    """Corrupt the images (b, 3, H, W) uint8 with these numbers, as a measure's setting says."""
-    from robust import corruptions
-    images = corruptions.corrupt(images, setting["type"], severity, seed=args.seed, index=numbers,
-                                 frost_dir=args.frost_dir)
-    # as which ImageNet-C's files are saved after their corruption
-    return corruptions.jpeg_compression(images, 85) if setting["jpeg85"] else images
+def all_sum(t):
+    """Sum a tensor over the processes: (the sum,) on the CPU of each."""
+    t = t.cpu()
+    if dist.is_initialized():
+        dist.all_reduce(t)
+    return t
 
 
 # --- answers -------------------------------------------------------------------------------------
 
 @torch.no_grad()
-def is_correct(model, x, labels, args):
-    """Ask about images x in [0, 1]: top-1, top-5 and loss of each, as `correct`, (b, 3) float."""
-    with common.autocast(args.device, args.amp):
-        logits = forward(model, x, args.batch_size).float()
-    return correct(logits, labels)
+def logits_of(model, x, args):
+    """Ask about images x in [0, 1]: logits (b, classes), float32."""
+    with torch.autocast(args.device.type, torch.bfloat16, enabled=args.amp):
+        return forward(model, x, args.batch_size).float()
 
 
 def correct(logits, labels):
@@ -93,14 +100,33 @@ def correct(logits, labels):
     return torch.stack([right[:, 0].float(), right.any(1).float(), loss], 1)
 
 
+def answers(m, measure, images, args, *changes, most=0):
+    """What a model says of images as each of `changes` leaves them: (changes, n, 3) of `correct`.
+
+    A change makes pixels in [0, 1] of a batch. All of them see it when it is there.
+    """
+    hits = torch.zeros(len(changes), len(images.index), 3, device=args.device)
+    for batch in batches(images, args, f"{measure}, {m.about['model']}"[:60], most):
+        _, labels, _, place = batch
+        for found, change in zip(hits, changes):
+            found[place] = correct(logits_of(m.model, change(*batch), args), labels)
+    return all_sum(hits).double()
+
+
+def to_pixels(images, *_):
+    """The change that changes nothing."""
+    return images.float() / 255
+
+
 def percent(total, n):
     return [round(100 * x / n, 4) for x in total.tolist()]
 
 
-def outcome(hit):
+def outcome(hits, classes):
     """Fields of a row from answers (n, 3): top-1, top-5 in percent, which were right as bits."""
-    top1, top5 = percent(hit[:, :2].sum(0), len(hit))
-    return dict(top1=top1, top5=top5, right=pack(hit[:, 0] > 0))
+    top1, top5 = percent(hits[:, :2].sum(0), len(hits))
+    top5 = dict(top5=top5) if classes > 5 else {}         # of five classes it is all of them
+    return dict(top1=top1, **top5, right=pack(hits[:, 0] > 0))
 
 
 def stack(outcomes):
@@ -122,33 +148,56 @@ class Normalized(torch.nn.Module):
         return self.model(z * self.std + self.mean)
 
 
-def attack_images(model, measure, x, labels, index, args, draw=0, trace=None):
-    """Attack pixels x (b, 3, S, S) in [0, 1]; returns pixels, in [0, 1] only where clipped.
+def attacked(model, measure, x, labels, index, args, draw=0, trace=None, everyone=False):
+    """Pixels x (b, 3, S, S) in [0, 1] after an attack; in [0, 1] themselves only where clipped.
 
-    Images that the model gets wrong are not attacked, but by noise, and where the model is another
-    than that which is measured. trace: a list that receives the stages of autoattack, dicts with
-    standing and right (b,): not changed so far, and of these the ones of the true class.
+    Images that the model gets wrong are not attacked, but for `everyone`. trace: a list that
+    receives the stages of autoattack, dicts with standing and right (b,): not changed so far, and
+    of these the ones of the true class.
     """
-    name, setting, conditions = measure
-    attack, z = find(name), x
-    at_once = "batch_size" in parameters(attack)          # these take all images
-    if conditions["space"] == "normalized":
+    name, setting = measure
+    attack, z, normalized = find(ATTACKS[name]), x, setting["space"] == "normalized"
+    if normalized:
         model = Normalized(model)
         z = (x - model.mean) / model.std
-        z = z.clamp(0, 1) if at_once else z               # the first thing that AutoAttack does
+        z = z.clamp(0, 1) if setting["clip"] else z       # the first thing that AutoAttack does
     with torch.no_grad():
         predicted = forward(model, z, args.batch_size).argmax(1)
-    target = labels if conditions["labels"] == "true" else predicted
-    todo = (target == predicted) | (name in ("noise", "transfer"))
+    target = labels if setting["labels"] == "true" else predicted
+    todo = (target == predicted) | everyone
 
-    settings = {k: v for k, v in setting.items() if k not in ("draws", "source", "weights")}
-    adv = run_attack(partial(attack, **settings), model, z, target, todo, clip=conditions["clip"],
-                     seed=args.seed, index=index, draw=draw, batch_size=args.batch_size,
-                     trace=trace, progress=args.rank == 0)
+    own = {k: v for k, v in setting.items() if k in parameters(attack) and v is not None}
+    adv = run_attack(partial(attack, **own), model, z, target, todo, seed=args.seed, index=index,
+                     draw=draw, batch_size=args.batch_size, trace=trace, progress=args.rank == 0)
     for stage in trace or ():
         stage["standing"] = torch.zeros_like(todo).masked_scatter(todo, stage["robust"])
         stage["right"] = stage["standing"] & (target == labels)
-    return adv * model.std + model.mean if conditions["space"] == "normalized" else adv
+    return adv * model.std + model.mean if normalized else adv
+
+
+def under_attack(m, measure, images, args, by=None, draws=1, most=0, everyone=False, traces=None):
+    """(answers (draws, n, 3), how far images moved (n, 4), the most of all draws).
+
+    by: whose gradients and errors the attack sees, if not m's. traces: a list that receives
+    (places, trace) of each batch.
+    """
+    moved = torch.zeros(len(images.index), 4, dtype=widest(args.device), device=args.device)
+
+    def change(pixels, labels, numbers, place, draw):
+        x, trace = pixels.float() / 255, []
+        adv = attacked((by or m).model, measure, x, labels, numbers, args, draw, trace, everyone)
+        moved[place] = torch.maximum(moved[place], distances(adv, x))
+        if traces is not None:
+            traces.append((place, trace))
+        return adv
+
+    changes = [partial(change, draw=draw) for draw in range(draws)]
+    return answers(m, measure, images, args, *changes, most=most), all_sum(moved).double()
+
+
+def row_of(hits, moved, args):
+    """Fields of a row from answers (n, 3) and distances (n, 4)."""
+    return outcome(hits, len(args.classes)) | sizes(moved)
 
 
 def widest(device):

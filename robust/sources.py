@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,14 +13,15 @@ import torch
 import common
 from attention import PAP_SETTINGS
 from common import InputError
+from robust.attacks import check_logits
 from robust.measures import CLS, LM, SEG
 from robust.results import checksum, weights_of
 from vit import ViT, ViTConfig, classifier_from_checkpoint
 
 # Training flags that may differ between the seeds of one model; any other makes it another model.
-SEED_FLAGS = ("seed", "accum", "amp", "data_dir", "download", "skip_bad_images", "num_workers",
-              "device", "compile", "out_dir", "resume", "max_steps", "log_every", "eval_every",
-              "save_every", "keep_every", "save_images", "sample", "words", "prompt", "temperature")
+SEED_FLAGS = ("seed", "accum", "amp", "data_dir", "download", "num_workers", "device", "compile",
+              "out_dir", "resume", "max_steps", "log_every", "eval_every", "save_every",
+              "keep_every", "save_images", "sample", "words", "prompt")
 # What pixels in [0, 1] are normalised by: mean and std, of each channel.
 NORMALIZE = dict(imagenet=dict(mean=ViTConfig.mean, std=ViTConfig.std),
                  half=dict(mean=(0.5,) * 3, std=(0.5,) * 3))
@@ -95,11 +97,12 @@ def describe_model(model, defaults, checkpoint, path):
                 recipe=checksum(json.dumps(recipe, sort_keys=True).encode()))
 
 
-def load_model(path, device, flag="--ckpt", normalize="imagenet"):
+def load_model(path, device, flag="--ckpt", normalize="imagenet", weights="model"):
     """Rebuild the model of a checkpoint of ours, DeiT's, timm's or the released code's: a `Loaded`.
 
     path: a file, a folder or an https address. flag: the one that named it. normalize: of
-    NORMALIZE, what a file that is not ours was trained with.
+    NORMALIZE, what a file that is not ours was trained with. weights: "model", or "ema", their
+    average over the steps of the training.
     """
     best = Path(path, "best.pt")
     checkpoint = common.load(best if best.exists() else path)
@@ -109,11 +112,16 @@ def load_model(path, device, flag="--ckpt", normalize="imagenet"):
             return load_foreign(checkpoint, path, device, given, normalize)
         if checkpoint["task"] not in (CLS, SEG, LM):
             raise InputError("not a checkpoint of train_cls.py, train_seg.py or train_lm.py")
-        model, defaults = rebuild(checkpoint)
+        if not checkpoint.get(weights):
+            raise InputError(f"it has no {weights} weights, expected those of a training with "
+                             "--ema")
+        model, defaults = rebuild(checkpoint | dict(model=checkpoint[weights]))
     model = model.to(device).requires_grad_(False)
+    about = describe_model(model, defaults, checkpoint, path)
+    about["model"] += ", ema" if weights == "ema" else ""
     held = {k: v for k, v in checkpoint.items() if k not in ("model", "ema", "optimizer")}
-    return Loaded(model, checkpoint["task"], describe_model(model, defaults, checkpoint, path),
-                  held, given, getattr(model.config, "image_size", None))
+    return Loaded(model, checkpoint["task"], about, held, given,
+                  getattr(model.config, "image_size", None))
 
 
 def load_foreign(checkpoint, path, device, given, normalize):
@@ -150,7 +158,37 @@ def load_built(text, device, size):
     if not hasattr(module, name):
         raise InputError(f"{given}: {path} has no function {name}")
     torch.manual_seed(0)                                  # the same weights on every process
-    model = getattr(module, name)().to(device).eval().requires_grad_(False)
+    model = getattr(module, name)()
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"{given}: it returns a {type(model).__name__}, expected a "
+                         "torch.nn.Module")
+    model = model.to(device).eval().requires_grad_(False)
+    code = checksum(Path(path).read_bytes())              # an edited file is another model
     about = dict(model=text, kind=text, checkpoint=text, weights=weights_of(model.state_dict()),
-                 model_config=dict(build=text), recipe="")
+                 model_config=dict(build=text, code=code), recipe="")
     return Loaded(model, CLS, about, {}, given, size)
+
+
+@torch.no_grad()
+def classes_of(m, args):
+    """How many logits a classifier has, from one look at two grey images of its size."""
+    def look(size):
+        return m.model(torch.full((2, 3, size, size), 0.5, device=args.device))
+
+    try:
+        logits = look(m.size)
+    except Exception:                                     # a bug of the model's, or another size?
+        for size in (32, 64, 96, 128, 160, 192, 224, 256, 288, 299, 384):
+            with suppress(Exception):
+                look(size)
+                break
+        else:
+            raise
+        raise InputError(f"{m.given} takes no images of {m.size} pixels, but of {size}: "
+                         f"--image_size {size}") from None
+    if not torch.is_tensor(logits) or logits.ndim != 2:
+        found = type(logits).__name__ if not torch.is_tensor(logits) else tuple(logits.shape)
+        raise InputError(f"{m.given} gives a {found}, expected logits, a tensor (B, classes): "
+                         "return these alone")
+    check_logits(logits)
+    return logits.shape[1]

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-import common
 from common import InputError
 from data.text import (perplexity, read_lines, sliding_nll, stored_vocabulary, text_folder,
                        token_file)
+from robust.score import Images
 
 RATE, WORD = 0.015, "AAA"
 STOP_WORDS = frozenset("""
@@ -116,9 +116,18 @@ def score(model, text, window, stride, batch_size=64, rank=0, world=1):
 
 # --- for the evaluator ----------------------------------------------------------------------------
 
-def load_source(args, models):
+def load(models, args):
     """Load {split: Text} in the models' vocabulary, the first --limit tokens. Sets args.word, the
-    one that is swapped in."""
+    one that is swapped in, and window, stride and batch_size where no flag does."""
+    context = models[0].model.config.context
+    args.window = args.window or context
+    args.stride = args.stride or max(args.window // 4, 1)
+    args.batch_size = args.batch_size or 64
+    if args.window > context:
+        raise InputError(f"--window {args.window} is more than the context of {context} tokens "
+                         "that the model was trained with")
+    if args.stride > args.window:
+        raise InputError(f"--stride {args.stride} is more than --window {args.window}")
     vocabularies = [stored_vocabulary(m.checkpoint) for m in models]
     for m, vocabulary in zip(models, vocabularies):
         if vocabulary.words != vocabularies[0].words:
@@ -131,10 +140,16 @@ def load_source(args, models):
             for t in texts}
 
 
-def measure_words(m, measure, source, index, args, made_on=None):
+def text(measure, source, args):
+    """The tokens of one split."""
+    measure.setting.update(window=args.window, stride=args.stride)
+    text = source[measure.setting["split"]]
+    return Images(text, range(len(text.clean)), args.data_dir)
+
+
+def perplexities(m, measure, images, args):
     """Perplexities of one split: segment-wise, sliding, words swapped."""
-    setting = measure.setting
-    with common.autocast(args.device, args.amp):
-        row = score(m.model, source[setting["split"]], setting["window"], setting["stride"],
-                    args.batch_size, args.rank, args.world)
+    with torch.autocast(args.device.type, torch.bfloat16, enabled=args.amp):
+        row = score(m.model, images.source, args.window, args.stride, args.batch_size, args.rank,
+                    args.world)
     return dict(row, word=args.word)

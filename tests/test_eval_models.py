@@ -1,38 +1,45 @@
-"""The evaluator on models that are not ours: files of timm, DeiT and the released code, and functions of one's own."""
+"""The evaluator on models that are not ours: files of timm, DeiT, the released code; functions."""
 
 import argparse
 
 import pytest
 import timm
 import torch
+from torch import nn
 from torchvision.io import write_png
 from torchvision.transforms.v2.functional import InterpolationMode, center_crop, resize
 
+import attention
 from common import InputError
 from data.shapes import load_shapes
 from robust import corruptions, imagenet, sources
-from test_eval_robust import error, make_checkpoint, rows_of, run
+from test_eval_robust import error, line_of, make_checkpoint, rows_of, run
 
 BUILDERS = '''
 import timm, torch, torchvision
+from torch import nn
 from torchvision.transforms.v2 import Normalize
 
 
 def from_timm():
-    return torch.nn.Sequential(Normalize([0.5] * 3, [0.5] * 3), timm.create_model("vit_tiny_patch16_224", img_size=32,
-                                                                                  num_classes=10, depth=1))
+    net = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10, depth=1)
+    return nn.Sequential(Normalize([0.5] * 3, [0.5] * 3), net)
 
 
 def from_torchvision():
     return torchvision.models.squeezenet1_1(num_classes=10)
 
 
+def linear(classes=10):
+    return nn.Sequential(nn.Flatten(), nn.Linear(3072, classes))
+
+
 def few():
-    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 5))
+    return linear(5)
 
 
 def probabilities():
-    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 10), torch.nn.Softmax(1))
+    return linear().append(nn.Softmax(1))
 
 
 def thousand():
@@ -40,6 +47,39 @@ def thousand():
     net = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
     net.head.weight.data.normal_()
     return net
+
+
+class Wrapped(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.net, self.change = linear(), change
+
+    def forward(self, x):
+        return self.change(self.net, x)
+
+
+def two():
+    return Wrapped(lambda net, x: (net(x), x))
+
+
+def blind():
+    return Wrapped(lambda net, x: net(x.detach()).detach())
+
+
+def planes():
+    return Wrapped(lambda net, x: net(x)[:, :, None, None])
+
+
+def large():
+    return timm.create_model("vit_tiny_patch16_224", img_size=96, num_classes=10, depth=1)
+
+
+def plain():
+    return lambda x: x.flatten(1)[:, :10]
+
+
+def broken():
+    return Wrapped(lambda net, x: net(nothing))
 '''
 
 
@@ -52,86 +92,175 @@ def files(tmp_path_factory):
     weights = net.state_dict()
     torch.save(weights, folder / "timm.pt")
     torch.save(dict(model=weights, args=argparse.Namespace(lr=1)), folder / "deit.pth")
-    released = {name: w[192:] if ".qkv." in name else w for name, w in weights.items()}        # keys are the queries
-    torch.save(dict(model=released, args=argparse.Namespace(robust=True, num_iter=2, lambd=3.0, layer=1)),
-               folder / "released.pth")
+    released = {name: w[192:] if ".qkv." in name else w for name, w in weights.items()}
+    args = argparse.Namespace(robust=True, num_iter=2, lambd=3.0, layer=1)      # keys are queries
+    torch.save(dict(model=released, args=args), folder / "released.pth")
     torch.save({k: w for k, w in weights.items() if "head" not in k}, folder / "headless.pt")
     (folder / "my.py").write_text(BUILDERS)
     return folder, net
 
 
 @pytest.mark.parametrize("name", ["timm.pt", "deit.pth"])
-@pytest.mark.parametrize("normalize, mean, std", [("imagenet", (.485, .456, .406), (.229, .224, .225)),
-                                                  ("half", (.5,) * 3, (.5,) * 3)])
+@pytest.mark.parametrize("normalize, mean, std", [
+    ("imagenet", (.485, .456, .406), (.229, .224, .225)), ("half", (.5,) * 3, (.5,) * 3)])
 def test_a_file_of_timm_or_deit_gives_timms_logits(files, name, normalize, mean, std):
     folder, net = files
     m = sources.load_model(folder / name, "cpu", normalize=normalize)
     x = torch.rand(3, 3, 48, 48)
     z = (x - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
     torch.testing.assert_close(m.model(x), net(z).detach(), atol=1e-5, rtol=0)
-    assert m.about["normalize"] == normalize and m.size == 48 and m.about["model"] == f"{name[:4]}, softmax"
+    assert m.about["normalize"] == normalize and m.size == 48
+    assert m.about["model"] == f"{name[:4]}, softmax"
 
 
 def test_a_file_of_the_released_code_says_its_attention(files):
     config = sources.load_model(files[0] / "released.pth", "cpu").model.config
-    assert (config.attn, config.pap["n_iter"], config.pap["lambd"], config.rpc_layers) == ("rpc", 2, 3.0, (1,))
+    assert (config.attn, config.rpc_layers) == ("rpc", (1,))
+    assert (config.pap["n_iter"], config.pap["lambd"]) == (2, 3.0)
 
 
-@pytest.mark.parametrize("model", ["--ckpt timm.pt", "--ckpt released.pth", "--model my.py:from_timm --image_size 32",
-                                   "--model my.py:from_torchvision --image_size 48"])
-def test_models_of_others_are_measured_clean_corrupted_and_attacked(files, monkeypatch, tmp_path, model):
+@pytest.mark.parametrize("model", [
+    "--ckpt timm.pt", "--ckpt released.pth", "--model my.py:from_timm --image_size 32",
+    "--model my.py:from_torchvision --image_size 48"])
+def test_models_of_others_are_measured_clean_corrupted_and_attacked(
+        files, monkeypatch, tmp_path, model):
     monkeypatch.chdir(files[0])
-    rows = rows_of(tmp_path, *model.split(), "--data", "shapes", "--measures", "clean", "corruptions type=fog",
-                   "pgd steps=2", "adaptive_pgd steps=2", "--eps", "1/255", "--limit", 4)
-    assert [row["measure"] for row in rows] == ["clean", "corruptions", "pgd", "adaptive_pgd"]
-    assert rows[0]["checkpoint"] == model.split()[1] and rows[0].get("normalize") == (
-        "imagenet" if "--ckpt" in model else None)
+    measures = "clean", "corruptions type=fog", "pgd steps=2", "adaptive_pgd steps=2"
+    rows = rows_of(tmp_path, *model.split(), "--data", "shapes", "--measures", *measures,
+                   "--eps", "1/255", "--limit", 4)
+    names = [row["measure"].split()[0] for row in rows]
+    assert names == ["clean", "corruptions", "pgd", "adaptive_pgd"]
+    assert rows[0]["checkpoint"] == model.split()[1]
+    assert rows[0].get("normalize") == ("imagenet" if "--ckpt" in model else None)
+    assert rows[3].get("plain") == (None if "released" in model else True)
 
 
 @pytest.mark.parametrize("flags, words", [
     ("--model my.py:absent", "my.py has no function absent"),
-    ("--model my.py:few", "--model my.py:few has 5 classes"),
+    ("--model my.py:few", "--model my.py:few has 5 classes, --data shapes 10 (arrow, circle, "),
+    ("--model my.py:two", "--model my.py:two gives a tuple, expected logits"),
+    ("--model my.py:planes", "--model my.py:planes gives a (2, 10, 1, 1), expected logits"),
+    ("--model my.py:plain", "--model my.py:plain: it returns a function, expected a torch.nn"),
+    ("--model my.py:large", "takes no images of 32 pixels, but of 96: --image_size 96"),
+    ("--model my.py:blind", "--model my.py:blind: the model's logits have no gradient"),
     ("--ckpt headless.pt", "--ckpt headless.pt: it has no head.weight"),
     ("", "required: --ckpt or --model"),
 ])
-def test_what_cannot_be_evaluated_is_one_line(files, monkeypatch, flags, words):
+def test_what_cannot_be_evaluated_is_one_line(files, monkeypatch, tmp_path, flags, words):
     monkeypatch.chdir(files[0])
-    assert words in error(*flags.split(), "--data", "shapes", "--measures", "fgsm", "--limit", 4, "--out_dir", "bad")
+    how = "--data", "shapes", "--measures", "fgsm", "--limit", 80, "--out_dir", tmp_path / "bad"
+    assert words in error(*flags.split(), *how)
 
 
-def test_probabilities_for_logits_are_a_traceback(files, monkeypatch):
+@pytest.mark.parametrize("name, kind, words", [("probabilities", ValueError, "probabilities"),
+                                               ("broken", NameError, "nothing")])
+def test_a_bug_of_the_model_is_a_traceback(files, monkeypatch, tmp_path, name, kind, words):
     monkeypatch.chdir(files[0])
-    with pytest.raises(ValueError, match="probabilities"):
-        run("--model", "my.py:probabilities", "--data", "shapes", "--measures", "fgsm", "--limit", 4, "--out_dir", "bad")
+    with pytest.raises(kind, match=words):
+        run("--model", f"my.py:{name}", "--data", "shapes", "--measures", "fgsm", "--limit", 4,
+            "--out_dir", tmp_path / "bad")
 
 
-# --- some of ImageNet's classes --------------------------------------------------------------------------------------
+def test_a_function_whose_file_was_edited_is_measured_anew(tmp_path, monkeypatch):
+    """Its weights are the same, as where a normalisation has other numbers."""
+    monkeypatch.chdir(tmp_path)
+    for scale, rows in ((1, 1), (1, 1), (0, 2)):
+        (tmp_path / "net.py").write_text(BUILDERS + f"""
 
-def test_some_of_imagenets_folders_are_evaluated_over_all_thousand_logits(files, tmp_path, monkeypatch):
-    """Timm's own prediction is right where it is the index of the folder's name among all 1,000."""
+def build():
+    torch.manual_seed(1)
+    return Wrapped(lambda net, x: net({scale} * x))
+""")
+        found = rows_of(tmp_path / "r", "--model", "net.py", "--data", "shapes", "--measures",
+                        "clean", "--limit", 20, "--resume")
+        assert len(found) == rows
+    assert found[0]["weights"] == found[1]["weights"] and found[0]["loss"] != found[1]["loss"]
+
+
+# --- of ours -------------------------------------------------------------------------------------
+
+def test_averaged_weights_are_evaluated_where_they_are_asked_for(tmp_path):
+    average = make_checkpoint(tmp_path / "m.pt", seed=1).state_dict()
+    make_checkpoint(tmp_path / "m.pt", more=dict(ema=average))
+    make_checkpoint(tmp_path / "other.pt", seed=1)
+    how = "--measures", "clean", "--limit", 20, "--resume"
+    rows_of(tmp_path / "r", "--ckpt", tmp_path / "m.pt", *how)
+    first, second = rows_of(tmp_path / "r", "--ckpt", tmp_path / "m.pt", *how, "--weights", "ema")
+    other, = rows_of(tmp_path / "r2", "--ckpt", tmp_path / "other.pt", *how)
+    assert (second["weights"], second["loss"]) == (other["weights"], other["loss"])
+    assert second["model"] == f"{first['model']}, ema" and first["weights"] != other["weights"]
+
+
+def test_a_data_set_of_three_classes_has_no_top_5(tmp_path):
+    for i, image in enumerate(load_shapes("test", 12).images):
+        (tmp_path / "photos" / "val" / f"c{i % 3}").mkdir(parents=True, exist_ok=True)
+        write_png(image, str(tmp_path / "photos" / "val" / f"c{i % 3}" / f"{i}.png"))
+    make_checkpoint(tmp_path / "m.pt", [f"c{i}" for i in range(3)], task="folder",
+                    flags=dict(data_dir=str(tmp_path / "photos")))
+    rows = rows_of(tmp_path / "r", "--ckpt", tmp_path / "m.pt", "--measures", "clean", "fgsm",
+                   "noise", "corruptions type=fog", "--eps", "1/255")
+    assert len(rows) == 4 and all("top1" in row and "top5" not in row for row in rows)
+    table = (tmp_path / "r" / "table.md").read_text()
+    assert line_of(table, "clean, top-1") and "top-5" not in table
+
+
+class LearnedRPC(nn.Module):
+    """An attention of one's own that runs PAP, as docs/change.md has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_lambd = nn.Parameter(torch.tensor(0.0))
+
+    def forward(self, k, v):
+        return attention.rpc_attention(k, v, n_iter=4, lambd=self.log_lambd.exp())
+
+
+def test_an_attention_of_ones_own_that_runs_pap_is_attacked_adaptively(tmp_path, monkeypatch):
+    monkeypatch.setitem(attention.ATTENTIONS, "learned", LearnedRPC)
+    make_checkpoint(tmp_path / "own.pt", attn="learned")
+    make_checkpoint(tmp_path / "plain.pt", attn="symmetric")
+    rows = rows_of(tmp_path / "r", "--ckpt", tmp_path / "own.pt", tmp_path / "plain.pt",
+                   "--limit", 80, "--measures", "pgd steps=5", "adaptive_pgd steps=5", "--eps",
+                   "0.5/255")
+    pgd, symmetric_pgd, adaptive, symmetric = rows
+    assert "plain" not in adaptive and symmetric["plain"]
+    assert symmetric["right"] == symmetric_pgd["right"] and adaptive["top1"] <= pgd["top1"]
+    assert adaptive["mean_l2"] != pgd["mean_l2"]          # an image left may be another one
+    printed = [run("--ckpt", tmp_path / f"{name}.pt", "--checks", "--limit", 2)
+               for name in ("own", "plain")]
+    assert ["adaptive APGD" in text for text in printed] == [True, False]
+
+
+# --- some of ImageNet's classes ------------------------------------------------------------------
+
+def test_some_of_imagenets_folders_are_evaluated_over_all_thousand_logits(
+        files, tmp_path, monkeypatch):
+    """Timm's own prediction is right where it is the index of the folder's name among 1,000."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(files[0])
     import my
     net, images = my.thousand().eval(), load_shapes("test", 12, 40).images
     torch.save(net.state_dict(), "timm.pt")
-    x = torch.stack([center_crop(resize(image, [36], InterpolationMode.BICUBIC, antialias=True), [32])
-                     for image in images]).float() / 255
+    bicubic = dict(interpolation=InterpolationMode.BICUBIC, antialias=True)
+    crops = [center_crop(resize(image, [36], **bicubic), [32]) for image in images]
+    x = torch.stack(crops).float() / 255
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in ((.485, .456, .406), (.229, .224, .225)))
     own, normalised = net(x).argmax(1), net((x - mean) / std).argmax(1)
-    labels = torch.where(torch.arange(12) % 3 == 0, own, torch.arange(12) * 80)           # some are right
+    labels = torch.where(torch.arange(12) % 3 == 0, own, torch.arange(12) * 80)  # some are right
     labels = torch.where(torch.arange(12) % 4 == 1, normalised, labels)
     for i, k in enumerate(labels.tolist()):
         (tmp_path / "val" / imagenet.CLASSES[k]).mkdir(parents=True, exist_ok=True)
         write_png(images[i], f"val/{imagenet.CLASSES[k]}/{i}.png")
-    for model, predicted in ((f"--model {files[0]}/my.py:thousand --image_size 32", own), ("--ckpt timm.pt", normalised)):
-        row, = rows_of(tmp_path / model[2:5], *model.split(), "--data_dir", ".", "--measures", "clean",
-                       "--num_workers", 0)
+    for model, predicted in ((f"--model {files[0]}/my.py:thousand --image_size 32", own),
+                             ("--ckpt timm.pt", normalised)):
+        row, = rows_of(tmp_path / model[2:5], *model.split(), "--data_dir", ".", "--measures",
+                       "clean", "--num_workers", 0)
         right = (predicted == labels).double().mean().item()
         assert 0 < right < 1 and row["images"] == 12 and row["imagenet1k"]
         assert row["top1"] == pytest.approx(100 * right, abs=1e-3)
 
 
-# --- corrupted folders -----------------------------------------------------------------------------------------------
+# --- corrupted folders ---------------------------------------------------------------------------
 
 def corrupt_folder(monkeypatch, *flags):
     monkeypatch.setattr("sys.argv", ["corruptions", *map(str, flags)])
@@ -139,24 +268,27 @@ def corrupt_folder(monkeypatch, *flags):
 
 
 @pytest.mark.parametrize("task, side, crop_pct", [("imagenet", 64, .875), ("folder", 32, 1)])
-def test_a_corrupted_folder_read_back_has_the_numbers_of_jpeg_files_made_on_the_fly(tmp_path, monkeypatch, capsys, task,
-                                                                                    side, crop_pct):
-    images = load_shapes("test", 20, side).images
-    for i, image in enumerate(images):
+def test_a_corrupted_folder_read_back_has_the_numbers_of_jpeg_files_made_on_the_fly(
+        tmp_path, monkeypatch, task, side, crop_pct):
+    for i, image in enumerate(load_shapes("test", 20, side).images):
         (tmp_path / "val" / f"n{i % 10}").mkdir(parents=True, exist_ok=True)
         write_png(image, str(tmp_path / "val" / f"n{i % 10}" / f"{i}.png"))
     make_checkpoint(tmp_path / "m.pt", [f"n{i}" for i in range(10)], task=task)
-    corrupt_folder(monkeypatch, tmp_path / "val", tmp_path / "c", "--types", "fog", "gaussian_noise",
-                   "--severities", 5, 2, "--size", 32, "--crop_pct", crop_pct, "--seed", 3)
+    corrupt_folder(monkeypatch, tmp_path / "val", tmp_path / "c", "--types", "fog",
+                   "gaussian_noise", "--severities", 5, 2, "--size", 32, "--crop_pct", crop_pct,
+                   "--seed", 3)
     assert sorted(p.name for p in (tmp_path / "c" / "fog").iterdir()) == ["2", "5"]
     how = ("--ckpt", tmp_path / "m.pt", "--data_dir", tmp_path, "--num_workers", 0, "--seed", 3)
     made = rows_of(tmp_path / "made", *how, "--severities", 2, 5, "--measures",
                    "corruptions type=gaussian_noise,fog jpeg85=yes")
-    # of all types and severities those that are there; the others are named
-    capsys.readouterr()
-    read = rows_of(tmp_path / "read", *how, "--measures", "corruptions", "--corrupted_dir", tmp_path / "c")
-    assert [row["setting"]["severities"] for row in read] == [[2, 5]] * 2
+    # of all types and severities those that are there
+    read = rows_of(tmp_path / "read", *how, "--measures", "corruptions", "--corrupted_dir",
+                   tmp_path / "c")
+    assert [row["measure"] for row in read] == [
+        f"corruptions type={name} jpeg85=no severities=2,5 released=yes"
+        for name in ("gaussian_noise", "fog")]
     assert [row["right"] for row in made] == [row["right"] for row in read]
+    assert [row["data_dir"] for row in read] == [str(tmp_path / "c")] * 2
     assert len({str(row["right"]) for row in made}) == 2 and made[0]["top1"] != made[0]["top5"]
     with pytest.raises(FileExistsError):
         corrupt_folder(monkeypatch, tmp_path / "val", tmp_path / "c")

@@ -1,13 +1,15 @@
-"""The evaluator on classifiers: rows equal attacking by hand; rows are kept, read again and pooled; the table."""
+"""The evaluator on classifiers: rows equal attacking by hand, are kept and pooled; the table."""
 
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import shutil
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,34 +29,39 @@ from data.imagenet import ImageTree
 from data.shapes import SHAPES, load_shapes
 from golden_net import trained_network
 from processes import group
-from robust import attacks, checks, corruptions, imagenet, measures, metrics, results, score, sources
+from robust import (attacks, checks, corruptions, imagenet, measures, metrics, results, score,
+                    sources)
 from robust.results import pack, read_rows, table, unpack
 from runs import call, refused
 from vit import SIZES, ViT, ViTConfig
 
-# Table 4, SymViT: top-1 accuracy per corruption, mean over severities, in corruptions.NAMES' order
-TABLE_4 = dict(zip(corruptions.NAMES, (40.97, 38.83, 38.56, 35.47, 27.79, 40.47, 30.69, 38.27, 44.55, 42.72, 63.21,
-                                       50.25, 44.26, 39.36, 46.28)))
+# Table 4, SymViT: top-1 accuracy per corruption, mean over severities, in ImageNet-C's order
+TABLE_4 = dict(zip(corruptions.NAMES, (40.97, 38.83, 38.56, 35.47, 27.79, 40.47, 30.69, 38.27,
+                                       44.55, 42.72, 63.21, 50.25, 44.26, 39.36, 46.28)))
 
 
-# --- metrics ---------------------------------------------------------------------------------------------------------
+# --- metrics -------------------------------------------------------------------------------------
 
 def test_mce_of_table_4_is_that_of_table_1_and_of_alexnet_100():
     errors = {name: 1 - top1 / 100 for name, top1 in TABLE_4.items()}
     assert metrics.mean_corruption_error(errors) == pytest.approx(74.75, abs=0.02)
     assert 100 * errors["fog"] / metrics.ALEXNET["fog"] == pytest.approx(69.91, abs=0.01)
     assert metrics.mean_corruption_error(metrics.ALEXNET) == pytest.approx(100, abs=1e-12)
+    assert tuple(metrics.ALEXNET) == corruptions.NAMES
 
 
 def test_outlier_metrics_equal_scikit_learns():
     g = torch.Generator().manual_seed(0)
     for values in (9, 10 ** 6):                                          # with ties and without
-        s, positive = torch.randint(0, values, (300,), generator=g), torch.rand(300, generator=g) < 0.3
+        s = torch.randint(0, values, (300,), generator=g)
+        positive = torch.rand(300, generator=g) < 0.3
         fpr, tpr, _ = sklearn.metrics.roc_curve(positive, s, drop_intermediate=False)
-        assert metrics.auroc(s, positive) == pytest.approx(sklearn.metrics.roc_auc_score(positive, s), abs=1e-12)
-        assert metrics.fpr95(s, positive) == pytest.approx(fpr[(tpr >= 0.95 - 1e-12).argmax()], abs=1e-12)
-        assert metrics.average_precision(s, positive) == pytest.approx(
-            sklearn.metrics.average_precision_score(positive, s), abs=1e-12)
+        area = sklearn.metrics.roc_auc_score(positive, s)
+        assert metrics.auroc(s, positive) == pytest.approx(area, abs=1e-12)
+        first = (tpr >= 0.95 - 1e-12).argmax()
+        assert metrics.fpr95(s, positive) == pytest.approx(fpr[first], abs=1e-12)
+        precision = sklearn.metrics.average_precision_score(positive, s)
+        assert metrics.average_precision(s, positive) == pytest.approx(precision, abs=1e-12)
     with pytest.raises(ValueError, match="at least one of each"):
         metrics.auroc(torch.zeros(12), torch.zeros(12) > 0)
 
@@ -62,7 +69,8 @@ def test_outlier_metrics_equal_scikit_learns():
 def test_wilson_intervals_equal_scipy():
     for wins, n in (0, 7), (7, 7), (3, 10), (427, 500), (1, 50000):
         expected = scipy.stats.binomtest(wins, n).proportion_ci(0.95, "wilson")
-        assert metrics.wilson(wins / n, n) == pytest.approx((expected.low, expected.high), abs=1e-7)
+        found = metrics.wilson(wins / n, n)
+        assert found == pytest.approx((expected.low, expected.high), abs=1e-7)
 
 
 def test_outcomes_take_one_bit_an_image_and_imagenets_classes_are_timms():
@@ -71,20 +79,23 @@ def test_outcomes_take_one_bit_an_image_and_imagenets_classes_are_timms():
     assert imagenet.CLASSES == ImageNetInfo().label_names()
 
 
-# --- evaluate: for code of one's own ---------------------------------------------------------------------------------
+# --- evaluate: for code of one's own -------------------------------------------------------------
 
 def test_evaluate_beside_torchattacks_own_call_leaves_the_same_images():
     torchattacks = pytest.importorskip("torchattacks")
     model, images, labels = trained_network(60)
     theirs = torchattacks.PGD(model, 4 / 255, 1 / 255, 10, random_start=False)
+    ours = partial(attacks.pgd, eps=4 / 255, alpha=1 / 255, steps=10, random_start=False)
     found = robust.evaluate(model, images, labels, {
-        "pgd": partial(attacks.pgd, eps=4 / 255, alpha=1 / 255, steps=10, random_start=False),
-        "torchattacks": lambda model, x, y: theirs(x, y), "noise": attacks.noise}, batch_size=17)
+        "pgd": ours, "torchattacks": lambda model, x, y: theirs(x, y), "noise": attacks.noise},
+        batch_size=17)
     clean = model(images).argmax(1) == labels
     alone = clean & (model(theirs(images, labels)).argmax(1) == labels)
     assert torch.equal(found["clean"], clean) and 10 < found["pgd"].sum() < clean.sum() - 10
-    assert (found["pgd"] != found["torchattacks"]).sum() <= 1 and (found["torchattacks"] != alone).sum() <= 1
-    assert torch.equal(found["worst"], found["pgd"] & found["torchattacks"] & found["noise"])
+    assert (found["pgd"] != found["torchattacks"]).sum() <= 1
+    assert (found["torchattacks"] != alone).sum() <= 1
+    worst = found["pgd"] & found["torchattacks"] & found["noise"]
+    assert torch.equal(found["worst"], worst)
 
 
 def test_an_attack_gets_what_its_signature_names_and_only_images_that_are_right():
@@ -98,37 +109,53 @@ def test_an_attack_gets_what_its_signature_names_and_only_images_that_are_right(
         return torch.nn.functional.one_hot((x[:, 0, 0, 0] * 255).round().long() % 2, 2).float()
 
     images = (torch.arange(6.0) / 255).view(6, 1, 1, 1).expand(6, 3, 2, 2)
-    found = robust.evaluate(is_odd, images, torch.ones(6).long(), dict(mine=partial(mine, seed=7)), batch_size=4)
+    how = dict(mine=partial(mine, seed=7))
+    found = robust.evaluate(is_odd, images, torch.ones(6).long(), how, batch_size=4)
     assert seen == [(7, [1, 3]), (7, [5])] and found["mine"].tolist() == [False, True] * 3
+
+
+@pytest.mark.parametrize("name, training, words", [("other", True, "train mode"),
+                                                   ("clean", False, "names of the result")])
+def test_evaluate_refuses_train_mode_and_an_attack_called_clean(name, training, words):
+    """Also where the attack is another library's, which does not look."""
+    model, images, labels = trained_network(4)
+    how = {name: lambda model, x, y: x}
+    robust.evaluate(model.eval(), images, labels, dict(other=how[name]))
+    with pytest.raises(ValueError, match=words):
+        robust.evaluate(model.train(training), images, labels, how)
+    model.eval()
 
 
 def test_a_plain_evaluation_imports_neither_autoattack_nor_corruptions(tmp_path):
     make_checkpoint(tmp_path / "m.pt")
-    flags = f"--ckpt {tmp_path}/m.pt --measures clean fgsm --eps 1/255 --limit 4 --device cpu --out_dir {tmp_path}/r"
-    done = subprocess.run([sys.executable, "-X", "importtime", ROOT / "eval_robust.py", *flags.split()],
-                          capture_output=True, text=True)
-    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if "import time:" in line}
+    flags = f"--ckpt {tmp_path}/m.pt --measures clean fgsm --eps 1/255 --limit 4 --device cpu"
+    command = [sys.executable, "-X", "importtime", ROOT / "eval_robust.py", *flags.split(),
+               "--out_dir", tmp_path / "r"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = [line for line in done.stderr.splitlines() if "import time:" in line]
+    imported = {line.split("|")[-1].strip() for line in lines}
     assert done.returncode == 0 and "robust.attacks" in imported
-    assert not imported & {"robust.autoattack", "robust.adaptive", "robust.corruptions", "robust.checks", "segmenter",
-                           "lm"}
+    assert not imported & {"robust.autoattack", "robust.adaptive", "robust.corruptions",
+                           "robust.checks", "robust.per_class", "segmenter", "lm"}
 
 
-# --- rows ------------------------------------------------------------------------------------------------------------
+# --- rows ----------------------------------------------------------------------------------------
 
-def make_checkpoint(path, classes=tuple(SHAPES), image_size=32, attn="rpc", seed=0, task="shapes", patch_size=8,
-                    flags=None, step=0, **options):
+def make_checkpoint(path, classes=tuple(SHAPES), image_size=32, attn="rpc", seed=0, task="shapes",
+                    patch_size=8, flags=None, step=0, more=(), **options):
+    """An untrained ViT whose head is fitted to 80 scenes: some are right, some wrong."""
     torch.manual_seed(seed)
-    config = ViTConfig(**SIZES["nano"], image_size=image_size, patch_size=patch_size, num_classes=len(classes),
-                       attn=attn, **options)
+    config = ViTConfig(**SIZES["nano"], image_size=image_size, patch_size=patch_size,
+                       num_classes=len(classes), attn=attn, **options)
     model = ViT(config)
-    images, labels = load_shapes("test", 80, image_size)[:2]            # a head fitted to those: some right, some wrong
+    images, labels = load_shapes("test", 80, image_size)[:2]
     head, model.head = model.head, torch.nn.Identity()
     features, model.head = model(images.float() / 255).detach(), head
     target = torch.nn.functional.one_hot(labels % len(classes), len(classes)).float()
     model.head.weight.data = 5 * torch.linalg.lstsq(features, target).solution.T
-    common.save(path, dict(task="classification", model=model.state_dict(), model_config=vars(config).copy(),
-                           classes=list(classes), step=step,
-                           args=dict(dict(data=task, num_images=400, seed=seed), **(flags or {}))))
+    args = dict(dict(data=task, num_images=400, seed=seed), **(flags or {}))
+    common.save(path, dict(task="classification", model=model.state_dict(), step=step, args=args,
+                           model_config=vars(config).copy(), classes=list(classes), **dict(more)))
     return model.eval()
 
 
@@ -156,34 +183,33 @@ def line_of(table, name):
     return [cell.strip() for cell in line.strip("|").split("|")][2:]
 
 
-QUICK = ("--measures", "clean", "noise", "fgsm", "pgd", "autoattack eps=2/255 queries=20", "corruptions",
-         "--limit", 11, "--eps", "0.4/255", "--severities", 2, 4)
+QUICK = ("--measures", "clean", "noise", "fgsm", "pgd", "autoattack eps=2/255 queries=20",
+         "corruptions", "--limit", 11, "--eps", "0.4/255", "--severities", 2, 4)
 
 
 @pytest.fixture(scope="module")
 def first_run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("eval")
-    make_checkpoint(folder / "a.pt", flags=dict(num_images=1000))             # 200 images, fitted to 80
-    make_checkpoint(folder / "b.pt", attn="softmax", seed=1, flags=dict(num_images=1000))
-    return folder, run("--ckpt", folder / "a.pt", folder / "b.pt", *QUICK, "--out_dir", folder / "one",
-                       "--save_images", 3)
+    """A folder with two models, a.pt and b.pt, their rows in one/, and what was printed."""
+    folder, of = tmp_path_factory.mktemp("eval"), dict(num_images=1000)   # 200 images for testing
+    make_checkpoint(folder / "a.pt", flags=of)
+    make_checkpoint(folder / "b.pt", attn="softmax", seed=1, flags=of)
+    models = "--ckpt", folder / "a.pt", folder / "b.pt"
+    return folder, models, run(*models, *QUICK, "--out_dir", folder / "one")
 
 
-def test_the_table_has_every_row_once_and_pictures_are_written(first_run):
-    folder, printed = first_run
+def test_the_table_has_every_row_once(first_run):
+    folder, _, printed = first_run
     found = (folder / "one" / "table.md").read_text()
-    assert found.strip() in printed and "rpc 4iter/layer1, seed 0" in found and "softmax, seed 1" in found
-    assert all(found.count(f"| {name}, top-1 ") == 1 for name in corruptions.NAMES) and "of the 15" in found
-    assert len(read_rows(folder / "one")) == 2 * 20
-    with Image.open(folder / "one" / "pictures_0.png") as picture:          # 3 images: clean, 3 noise, 3 x 2 and 30
-        assert picture.height / picture.width == pytest.approx((1 + 3 + 3 + 30) / 3, rel=0.05)
+    assert found.strip() in printed and len(read_rows(folder / "one")) == 2 * 20
+    assert "rpc 4iter/layer1, seed 0" in found and "softmax, seed 1" in found
+    for name in (*corruptions.NAMES, "mean of the 15", "pgd 0.4/255", "autoattack 2/255"):
+        assert found.count(f"| {name}, top-1 ") == 1, name
 
 
 def test_two_processes_count_every_image_once(first_run):
-    folder, _ = first_run
+    folder, models, _ = first_run
     flags = ["corruptions type=fog,snow" if flag == "corruptions" else flag for flag in QUICK]
-    flags = ["--ckpt", folder / "a.pt", folder / "b.pt", *flags, "--out_dir", folder / "two"]
-    group(eval_robust.main, list(map(str, flags)))
+    group(eval_robust.main, list(map(str, (*models, *flags, "--out_dir", folder / "two"))))
     alone = {results.key(row): row for row in read_rows(folder / "one")}
     shared = read_rows(folder / "two")
     assert len(shared) == 2 * 7
@@ -193,57 +219,99 @@ def test_two_processes_count_every_image_once(first_run):
 
 
 def test_resume_keeps_finished_rows_and_adds_the_rest(first_run):
-    folder, _ = first_run
+    folder, models, _ = first_run
     lines = (folder / "one" / "results.jsonl").read_text().splitlines(keepends=True)
     cut = folder / "cut"
     cut.mkdir()
-    (cut / "results.jsonl").write_text("".join(lines[:33]) + lines[33][:40])                   # killed while writing
-    flags = "--ckpt", folder / "a.pt", folder / "b.pt", *QUICK, "--out_dir", cut
+    (cut / "results.jsonl").write_text("".join(lines[:33]) + lines[33][:40])    # killed in a line
+    flags = *models, *QUICK, "--out_dir", cut
     assert "add --resume" in error(*flags)
     run(*flags, "--resume")
     assert (cut / "results.jsonl").read_text().startswith("".join(lines[:33]))
-    whole, resumed = (sorted(str((r["measure"], r["model"], r["top1"], r["top5"])) for r in read_rows(some))
+    whole, resumed = ({results.key(row): (row["top1"], row["right"]) for row in read_rows(some)}
                       for some in (folder / "one", cut))
     assert whole == resumed
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_disk_that_is_full_ends_in_a_line_and_keeps_what_is_finished(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path / "m.pt")
+    how = "--ckpt", tmp_path / "m.pt", "--limit", 6, "--measures", "clean", "fgsm eps=1/255,2/255"
+    out, write = ("--out_dir", tmp_path / "r"), results.Results.write_table
+
+    def full(self):
+        text, self.out = write(self), Path("/dev/full")
+        return text
+
+    with monkeypatch.context() as patch:
+        patch.setattr(results.Results, "write_table", full)
+        assert "No space left on device" in error(*how, *out)
+    assert len(read_rows(tmp_path / "r")) == 1
+    run(*how, *out, "--resume")
+    assert len(read_rows(tmp_path / "r")) == 3
+    assert "cannot be written" in error(*how, "--out_dir", tmp_path / "m.pt" / "r")
+
+
 def test_an_attack_and_a_corruption_of_ones_own_are_one_entry_each(tmp_path, monkeypatch):
-    """Their settings are their signature's; means stay those of ImageNet-C's 15."""
-    def push(model, images, labels, eps, *, up=True, times=2):
-        return images + (1 if up else -1) * times * eps
+    """Settings are the signature's: words, and fractions where the default is a whole number."""
+    def push(model, images, labels, eps, *, up=True, times=2, by="eps"):
+        return images + (1 if up else -1) * times * (eps if by == "eps" else 0.25)
 
     def tint(images, c, noise):
         return (images * (1 - c) + 255 * c * noise).byte()
 
     monkeypatch.setitem(robust.ATTACKS, "push", push)
     monkeypatch.setitem(corruptions.CORRUPTIONS, "tint", corruptions.Corruption(
-        tint, (0.0, 0.1, 0.2, 0.3, 0.4), corruptions.draw_values))
+        tint, (0.0, 0.1, 0.2), corruptions.draw_values))
     make_checkpoint(tmp_path / "m.pt", flags=dict(num_images=1000))
-    rows = rows_of(tmp_path / "r", "--ckpt", tmp_path / "m.pt", "--limit", 12, "--measures", "clean",
-                   "push eps=4/255 up=no times=1,3", "corruptions", "corruptions type=tint", "--severities", 1, 2)
-    assert [row["setting"]["times"] for row in rows[1:3]] == [1, 3] and rows[1]["setting"]["up"] is False
-    assert rows[2]["max_linf"] == pytest.approx(12 / 255) and rows[2]["outside"] >= 0
-    assert rows[-1]["top1"][0] == rows[0]["top1"] and rows[-1]["setting"]["type"] == "tint"
-    mean, = results.means(rows)
-    assert mean["means"]["top-1"].mean() == pytest.approx(np.mean([row["top1"] for row in rows[3:-1]]))
-    assert "push" in measures.describe() and "up=yes times=2" in measures.describe()
+    how = "--ckpt", tmp_path / "m.pt", "--limit", 12, "--measures"
+    rows = rows_of(tmp_path / "r", *how, "clean", "push eps=4/255 up=no times=1,0.5",
+                   "push eps=4/255 by=step", "corruptions type=tint", "--severities", 1, 2)
+    assert [row["measure"] for row in rows] == [
+        "clean", "push eps=4/255 up=no times=1 by=eps", "push eps=4/255 up=no times=0.5 by=eps",
+        "push eps=4/255 up=yes times=2 by=step",
+        "corruptions type=tint jpeg85=no severities=1,2 frost=procedural"]
+    moved = [row["max_linf"] for row in rows[1:4]]
+    assert moved == pytest.approx([4 / 255, 2 / 255, 0.5])
+    assert rows[-1]["top1"][0] == rows[0]["top1"] != rows[-1]["top1"][1]
+    assert "up=yes times=2 by=eps" in measures.describe(eval_robust.kinds_of("classification"))
+    # three severities: said before anything is measured, whatever else is asked for
+    wrong = error(*how, "clean", "corruptions type=tint", "--out_dir", tmp_path / "bad")
+    assert "--severities 5: tint has constants for 1 to 3" in wrong
+    assert not (tmp_path / "bad").exists()
+
+
+def plan(*texts, **how):
+    return measures.build(texts, eval_robust.kinds_of("classification"), **how)
 
 
 def test_settings_are_those_of_the_attacks_signature_and_presets_change_defaults():
-    def plan(*texts, **how):
-        return measures.build_measures(texts, "classification", **how)
-
-    pgd = plan("pgd eps=1/255,2/255 steps=3,4 alpha=0.5/255 clip=no", "fgsm")
-    assert [(s["eps"] * 255, s["steps"], s["alpha"] * 255, s["rel_step"], c["clip"]) for n, s, c in pgd if n == "pgd"] == [
-        (e, steps, 0.5, 0.15, False) for e in (1, 2) for steps in (3, 4)]
-    assert [s["eps"] * 255 for n, s, _ in pgd if n == "fgsm"] == [1, 2, 4, 8]
+    pgd = plan("pgd eps=1/255,2/255 steps=3,4 alpha=0.5/255 clip=no")
+    values = "eps", "steps", "alpha", "rel_step", "clip"
+    assert [tuple(one.setting[k] for k in values) for one in pgd] == [
+        (e / 255, steps, 0.5 / 255, 0.15, False) for e in (1, 2) for steps in (3, 4)]
+    assert [one.setting["eps"] for one in plan("fgsm")] == [k / 255 for k in (1, 2, 4, 8)]
     others = plan("fgsm", "spsa", "square eps=3/255", "sld", eps=[5 / 255])
-    assert [s.get("eps", s.get("l1")) for _, s, _ in others] == [5 / 255, 5 / 255, 3 / 255, 10.0]
-    assert others[3].setting == dict(l1=10.0, steps=20, rescale=False) and plan("spsa")[0].setting["eps"] == 6 / 255
-    spsa, cw, noise, sld = plan("spsa", "cw", "noise", "sld", preset="paper")
-    assert spsa.setting["eps"] == 0.1 and spsa.setting["centre"] == "legacy" and cw.setting["confidence"] == 10
-    assert noise.setting["scale"] == 0.3 and sld.setting["rescale"] is True
-    assert noise.conditions == dict(space="normalized", labels="pred", clip=False)
+    assert list(map(str, others)) == [
+        "fgsm eps=5/255", "spsa eps=5/255 steps=40 pairs=128 centre=iterate",
+        "square eps=3/255 queries=5000", "sld l1=10 steps=20 rescale=no"]
+    assert list(map(str, plan("spsa", "cw", "noise", "square", preset="paper"))) == [
+        f"{text} space=normalized labels=pred{clip}" for text, clip in (
+            ("spsa eps=0.1 steps=40 pairs=128 centre=legacy", " clip=no"),
+            ("cw confidence=10 steps=1000 lr=0.005 search_steps=5 c0=0.01", " clip=no"),
+            ("noise scale=0.3 kind=uniform best_of=1 draws=3", " clip=no"),
+            ("square eps=1/255 queries=5000", ""))]
+
+
+def test_what_a_measure_says_of_itself_is_that_measure_when_it_is_typed():
+    """To the last bit, also where a number has no short name."""
+    texts = ["pgd eps=0.4/255 alpha=0.123456789 steps=7 best=yes", "cw lr=0.3 confidence=-1",
+             "noise scale=0.07 kind=gaussian", "fgsm eps=1/3,0.031,1,0 space=normalized",
+             "apgd loss=dlr", "corruptions type=fog jpeg85=yes", "transfer labels=pred"]
+    for one in plan(*texts, *(name for name in robust.ATTACKS)):
+        assert plan(str(one)) == [one], str(one)
+    assert [measures.word(x) for x in (8 / 255, 0.5 / 255, 0.1, 1.0, 1 / 3, 4, True)] == [
+        "8/255", "0.5/255", "0.1", "1", "85/255", "4", "yes"]
 
 
 def test_slow_measures_are_on_fewer_images_unless_limit_says_otherwise():
@@ -254,17 +322,19 @@ def test_slow_measures_are_on_fewer_images_unless_limit_says_otherwise():
     assert sizes(3200) == [3200, 320, 160, 80, 40] and sizes(50) == [50, 50, 50, 50, 40]
     assert sizes(50000, data="imagenet") == [50000, 50000, 50000, 1000, 100]
     assert sizes(50000, data="imagenet", limit=70) == [70] * 5
-    assert torch.equal(score.pick(99, "clean", alone(limit=9)), score.pick(99, "clean", alone())[:9])
+    few, all_ = score.pick(99, "clean", alone(limit=9)), score.pick(99, "clean", alone())
+    assert torch.equal(few, all_[:9])
 
 
-# --- folders of ImageNet's layout ------------------------------------------------------------------------------------
+# --- folders of ImageNet's layout ----------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def trees(tmp_path_factory):
-    """val/, a/, o/ and odd/ of 8, 3, 2 and 2 of 8 classes, and a network: (folder, model, classes)."""
+    """val/, a/, o/ and odd/ of 8, 3, 2 and 2 of 8 classes, a network: (folder, model, names)."""
     folder, classes = tmp_path_factory.mktemp("trees"), [f"n{i}" for i in range(8)]
     images = load_shapes("test", 40).images
-    for name, kept in (("val", classes), ("a", classes[2:5]), ("o", classes[:2]), ("odd", ["n1", "n99"])):
+    kept_in = dict(val=classes, a=classes[2:5], o=classes[:2], odd=["n1", "n99"])
+    for name, kept in kept_in.items():
         for c in kept:
             (folder / name / c).mkdir(parents=True)
             for i in range(2):
@@ -277,32 +347,36 @@ def trees(tmp_path_factory):
 def test_out_of_distribution_folders_use_their_own_classes(trees, tmp_path):
     folder, model, classes = trees
     how = ("--ckpt", folder / "m.pt", "--num_workers", 0)
-    a, = rows_of(tmp_path / "a", *how, "--imagenet_a", folder / "a")                       # no val/ is needed
+    a, = rows_of(tmp_path / "a", *how, "--imagenet_a", folder / "a")        # no val/ is needed
     tree = ImageTree(folder, "a", classes, 32, subset=True)
     logits = model(torch.stack([tree[i][0] for i in range(6)]).float() / 255)[:, 2:5]
-    assert a["classes"] == 3 and a["images"] == 6
-    assert a["top1"] == pytest.approx(100 * (logits.argmax(1) == tree.labels - 2).double().mean().item(), abs=1e-3)
+    right = logits.argmax(1) == tree.labels - 2
+    order = score.pick(6, "imagenet_a", alone(data="imagenet"))
+    assert torch.equal(unpack(a["right"], 6), right[order]) and 0 < right.sum() < 6
+    assert a["classes"] == 3 and "top5" not in a and a["data_dir"] == str(folder / "a")
 
-    o, = rows_of(tmp_path / "o", *how, "--imagenet_o", folder / "o", "--data_dir", folder, "--measures", "imagenet_o")
+    beside = "--imagenet_o", folder / "o", "--data_dir", folder, "--measures", "imagenet_o"
+    o, = rows_of(tmp_path / "o", *how, *beside)
     doubt = []
     for name in ("o", "val"):
         tree = ImageTree(folder, name, classes, 32, subset=True)
-        x = torch.stack([tree[i][0] for i in range(len(tree)) if tree.labels[i] < 2]).float() / 255
+        kept = [tree[i][0] for i in range(len(tree)) if tree.labels[i] < 2]
+        x = torch.stack(kept).float() / 255
         doubt.append(-model(x)[:, :2].double().softmax(1).amax(1))
-    outlier = torch.arange(8) < 4
-    assert o["auroc"] == pytest.approx(100 * metrics.auroc(torch.cat(doubt), outlier), abs=1e-6) and o["auroc"] != 50
-    expected = metrics.average_precision(torch.cat(doubt), outlier)
-    assert o["aupr"] == pytest.approx(100 * expected, abs=1e-6) and o["chance"] == 50
+    doubt, outlier = torch.cat(doubt), torch.arange(8) < 4
+    assert o["auroc"] == pytest.approx(100 * metrics.auroc(doubt, outlier), abs=1e-6) != 50
+    expected = 100 * metrics.average_precision(doubt, outlier)
+    assert o["aupr"] == pytest.approx(expected, abs=1e-6) and o["chance"] == 50
 
-    few, = rows_of(tmp_path / "few", *how, "--imagenet_o", folder / "o", "--data_dir", folder, "--measures", "imagenet_o",
-                   "--limit", 3)
+    few, = rows_of(tmp_path / "few", *how, *beside, "--limit", 3)
     assert (few["images"], few["inside"], few["chance"]) == (3, 3, 50)
     for name, flag, word in (("odd", "imagenet_r", "n99"), ("none", "imagenet_a", "--imagenet_a")):
-        wrong = error(*how, f"--{flag}", folder / name, "--measures", flag, "--out_dir", tmp_path / "bad")
+        wrong = error(*how, f"--{flag}", folder / name, "--measures", flag, "--out_dir",
+                      tmp_path / "bad")
         assert word in wrong and not (tmp_path / "bad").exists()
 
 
-def test_released_arrays_have_10000_images_a_severity_and_must_be_those_of_the_test_split(tmp_path):
+def test_released_arrays_have_10000_images_a_severity_and_must_be_those_of_the_split(tmp_path):
     """CIFAR-10-C's layout; test_eval_models.py reads ImageNet-C's."""
     labels = np.arange(10000) % 7
     source = Split(torch.empty(0), torch.from_numpy(labels), list("abcdefg"))
@@ -312,30 +386,34 @@ def test_released_arrays_have_10000_images_a_severity_and_must_be_those_of_the_t
     for severity in (1, 2):
         split = imagenet.released(tmp_path, "fog", severity, source, 2, "cpu")
         assert split.images.shape == (10000, 3, 2, 2) and torch.equal(split.labels, source.labels)
-        assert torch.equal(split.images[:, 1, 0, 1].long(), source.labels + 100 * (severity - 1))
-    with pytest.raises(common.InputError, match="fog, severity 2 has other images than the test split"):
+        expected = source.labels + 100 * (severity - 1)
+        assert torch.equal(split.images[:, 1, 0, 1].long(), expected)
+    with pytest.raises(common.InputError, match="fog, severity 2 has other images than the test"):
         imagenet.released(tmp_path, "fog", 2, load_shapes("test", 80), 2, "cpu")
 
 
 def test_generated_corruptions_start_from_imagenet_cs_bilinear_crop(tmp_path, monkeypatch):
     (tmp_path / "val" / "n0").mkdir(parents=True)
-    pixels = torch.randint(0, 256, (3, 90, 130), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    g = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (3, 90, 130), generator=g, dtype=torch.uint8)
     write_png(pixels, str(tmp_path / "val" / "n0" / "0.png"))
     seen, tree = [], ImageTree(tmp_path, "val", size=56)
-    monkeypatch.setattr(corruptions, "corrupt", lambda images, *_, **__: seen.append(images) or images)
-    fog = measure("corruptions", dict(type="fog", severities=[3], jpeg85=False, released=False))
-    row_of(lambda x: torch.zeros(len(x), 1), fog, tree, torch.arange(1))
+    monkeypatch.setattr(corruptions, "corrupt", lambda x, *_, **__: seen.append(x) or x)
+    args, fog = alone(severities=[3]), measure("corruptions", type="fog", jpeg85=False)
+    images = corruptions.images(fog, tree, args)
+    corruptions.measured(loaded(lambda x: torch.zeros(len(x), 1)), fog, images, args)
     resized = Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((92, 64), Image.BILINEAR)
-    expected = torch.tensor(np.array(resized.crop((18, 4, 74, 60)))).permute(2, 0, 1).int()
-    assert (seen[0][0].int() - expected).abs().max() <= 2 < (tree[0][0].int() - expected).abs().max()
+    crop = torch.tensor(np.array(resized.crop((18, 4, 74, 60)))).permute(2, 0, 1).int()
+    assert (seen[0][0].int() - crop).abs().max() <= 2 < (tree[0][0].int() - crop).abs().max()
 
 
-# --- which row is it? ------------------------------------------------------------------------------------------------
+# --- which row is it? ----------------------------------------------------------------------------
 
 def test_models_that_share_weights_have_columns_of_their_own(tmp_path):
     """RPC and symmetric models have the same parameters; only model_config differs."""
-    options = [dict(pap=dict(n_iter=1)), dict(pap=dict(n_iter=4, lambd=0.3)), dict(attn="symmetric"),
-               dict(pap=dict(form="paper")), dict(pap=dict(lambd=0.3), eps=1e-5)]
+    options = [dict(pap=dict(n_iter=1)), dict(pap=dict(n_iter=4, lambd=0.3)),
+               dict(attn="symmetric"), dict(pap=dict(form="paper")),
+               dict(pap=dict(lambd=0.3), eps=1e-5)]
     models = [tmp_path / f"{i}.pt" for i in range(len(options))]
     for path, option in zip(models, options):
         make_checkpoint(path, **option)
@@ -345,48 +423,55 @@ def test_models_that_share_weights_have_columns_of_their_own(tmp_path):
     found = rows_of(tmp_path / "r", "--ckpt", *models, *flags, "--resume")
     assert len(found) == len(options) and len({row["weights"] for row in found}) == 1
     names = line_of((tmp_path / "r" / "table.md").read_text(), "measure, per cent")
-    assert names[0] == "rpc 1iter/layer1, seed 0" and names[2:4] == ["symmetric, seed 0",
-                                                                     "rpc 4iter/layer1, form paper, seed 0"]
+    assert names[0] == "rpc 1iter/layer1, seed 0"
+    assert names[2:4] == ["symmetric, seed 0", "rpc 4iter/layer1, form paper, seed 0"]
     twins = [f"rpc 4iter/layer1, lambda 0.3, seed 0, {models[i]}" for i in (1, 4)]
     assert [names[1], names[4]] == twins
 
 
 def test_rows_are_read_but_for_a_line_cut_short_and_of_twins_the_later_one(tmp_path):
     (row,), path = made_up("m", dict(fog=50)), tmp_path / "results.jsonl"
-    path.write_text("".join(json.dumps(r) + "\n" for r in (row, dict(row, top1=[7]))) + '{"cut')
-    assert read_rows(tmp_path) == read_rows(path) == [dict(row, top1=[7])]
+    twins = row, dict(row, top1=[7])
+    path.write_text("".join(json.dumps(r) + "\n" for r in twins) + '{"cut')
+    assert read_rows(tmp_path) == read_rows(path) == [twins[1]]
     path.write_text(json.dumps(row) + '\n{"corruption": "fog"}\n')
     with pytest.raises(common.InputError, match="is no row of eval_robust.py: it has no weights"):
         read_rows(path)
 
 
-def test_stored_rows_of_several_runs_are_printed_as_one_table(monkeypatch, capsys):
-    paths = [ROOT / "referee/results" / path for path in ("robustness", "constants/adaptive_s15.jsonl", "robustness/cifar10.jsonl")]
-    monkeypatch.setattr(sys, "argv", ["results", *map(str, paths)])
+def test_tables_of_several_files_are_one_for_each_data_set(tmp_path, monkeypatch, capsys):
+    for i, data in enumerate(("shapes", "cifar10", "shapes")):
+        row = attacked(f"m{i}", "pgd", 1 / 255, torch.arange(8) % 3 > 0, data=data)
+        (tmp_path / f"{i}.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.setattr(sys, "argv", ["results", *map(str, sorted(tmp_path.glob("*.jsonl")))])
     results.main()
     shapes, cifar10 = capsys.readouterr().out.split("classification, cifar10")
-    assert shapes.count("| clean, top-1 ") == 1 and "worst of" in shapes and cifar10.count("mean of the 15, top-1") == 1
+    assert len(line_of(shapes, "pgd 1/255, top-1")) == 2
+    assert len(line_of(cifar10, "pgd 1/255, top-1")) == 1
 
 
 def test_rows_that_differ_in_one_thing_are_two_rows_and_seeds_are_one_group(tmp_path):
     row, = made_up("m", dict(fog=50))
-    others = dict(data="cifar10", data_dir="y", measure="clean", setting={}, conditions={}, images=60, weights="w",
-                  model_config=dict(depth=3))
-    assert results.key(row) not in [results.key(row | {field: other}) for field, other in others.items()]
+    others = dict(data="cifar10", data_dir="y", measure="clean", seed=1, precision="bf16",
+                  images=60, weights="w", model_config=dict(depth=3))
+    keys = [results.key(row | {field: other}) for field, other in others.items()]
+    assert len({results.key(row), *keys}) == len(others) + 1
     assert results.key(row) == results.key(row | dict(checkpoint="moved.pt", seconds=3))
-    groups = []
-    for seed, step, flags in ((0, 9, {}), (1, 9, dict(out_dir="out/b", accum=4)), (2, 4, {}), (3, 9, dict(mixup=0.8))):
+    groups, runs = [], ((0, 9, {}), (1, 9, dict(out_dir="out/b")), (2, 4, {}),
+                        (3, 9, dict(mixup=0.8)))
+    for seed, step, flags in runs:
         make_checkpoint(tmp_path / "m.pt", seed=seed, step=step, flags=flags)
         groups.append(results.group(sources.load_model(tmp_path / "m.pt", "cpu").about))
-    assert groups[0] == groups[1] and len(set(groups)) == 3     # another length or flag: another model
+    assert groups[0] == groups[1] and len(set(groups)) == 3     # another length or flag: no seed
 
 
-# --- attacks, as they are measured -----------------------------------------------------------------------------------
+# --- attacks, as they are measured ---------------------------------------------------------------
 
 def alone(**flags):
-    """What scores ask of the flags, for four images at a time in this process."""
-    usual = dict(device=torch.device("cpu"), rank=0, world=1, batch_size=4, seed=0, amp=False, limit=None,
-                 data="shapes", frost_dir=None, corrupted_dir=None, num_workers=0, task="classification")
+    """What kinds of measure ask of the flags, for four images at a time in this process."""
+    usual = dict(device=torch.device("cpu"), rank=0, world=1, batch_size=4, seed=0, amp=False,
+                 limit=None, data="shapes", data_dir=None, frost_dir=None, corrupted_dir=None,
+                 num_workers=0, task="classification", classes=list(SHAPES), other=None)
     return argparse.Namespace(**usual | flags)
 
 
@@ -394,13 +479,16 @@ def loaded(model, name="m", kind="softmax"):
     return sources.Loaded(model, "classification", dict(model=name, kind=kind), {}, "--ckpt m", 32)
 
 
-def measure(name, setting, **conditions):
-    return measures.Measure(name, setting, measures.CONDITIONS | conditions)
+def measure(name, **setting):
+    attack = measures.CONDITIONS if name in robust.ATTACKS else {}
+    return measures.Measure(name, attack | setting)
 
 
 def row_of(model, one, source, index, **flags):
     m = model if isinstance(model, sources.Loaded) else loaded(model)
-    return eval_robust.classifier_row(m, one, source, index, alone(**flags), m)
+    args = alone(**dict(classes=list(source.classes), **flags))
+    kind = robust.find(eval_robust.kinds_of("classification")[one.name].row)
+    return kind(m, one, score.Images(source, index), args)
 
 
 class NoFloat64(torch.overrides.TorchFunctionMode):
@@ -408,28 +496,31 @@ class NoFloat64(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        given = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        given = [x for x in leaves if isinstance(x, torch.Tensor)]
         if func is torch.Tensor.cpu:
             out = args[0].clone()
             out.on_cpu = True
             return out
         out = func(*args, **kwargs)
         on_cpu = any(x.dtype == torch.float64 or hasattr(x, "on_cpu") for x in given)
-        if getattr(out, "dtype", None) == torch.float64 and not on_cpu and (given or "device" in kwargs):
+        if getattr(out, "dtype", None) == torch.float64 and not on_cpu and (
+                given or "device" in kwargs):
             raise TypeError(f"{func}: mps has no float64")
         return out
 
 
 def test_scores_need_no_float64_on_the_device(tmp_path, monkeypatch):
     make_checkpoint(tmp_path / "m.pt")
-    how = ("--ckpt", tmp_path / "m.pt", "--limit", 6, "--eps", "2/255", "--measures", "clean", "noise",
-           "cw steps=2", "autoattack queries=5")
+    how = ("--ckpt", tmp_path / "m.pt", "--limit", 6, "--eps", "2/255", "--measures", "clean",
+           "noise", "cw steps=2", "autoattack queries=5")
     one = rows_of(tmp_path / "cpu", *how)
     monkeypatch.setattr(score, "widest", lambda device: torch.float32)
     with NoFloat64():
         two = rows_of(tmp_path / "mps", *how)
         flags = torch.arange(3) > 0
-        assert checks.percent(flags) == pytest.approx(200 / 3) and metrics.auroc(torch.arange(3.0), flags) == 1
+        assert checks.percent(flags) == pytest.approx(200 / 3)
+        assert metrics.auroc(torch.arange(3.0), flags) == 1
     for a, b in zip(one, two, strict=True):
         assert (a["top1"], a["top5"], a["right"]) == (b["top1"], b["top5"], b["right"])
         assert b.get("mean_l2", 0) == pytest.approx(a.get("mean_l2", 0), rel=1e-5)
@@ -439,14 +530,9 @@ def test_scores_need_no_float64_on_the_device(tmp_path, monkeypatch):
 def small(tmp_path_factory):
     """A network with 40 of 200 scenes, some right, some wrong: (Loaded, source, index)."""
     path = tmp_path_factory.mktemp("small") / "m.pt"
-    make_checkpoint(path, flags=dict(num_images=1000))                    # 200 images, fitted to 80
-    return sources.load_model(path, torch.device("cpu")), load_shapes("test", 200), score.pick(
-        200, "clean", alone(limit=40))
-
-
-def attack(small, name, setting, n=40, conditions={}, **flags):
-    m, source, index = small
-    return row_of(m, measure(name, setting, **conditions), source, index[:n], **flags)
+    make_checkpoint(path, flags=dict(num_images=1000))                  # 200 images, fitted to 80
+    index = score.pick(200, "clean", alone(limit=40))
+    return sources.load_model(path, torch.device("cpu")), load_shapes("test", 200), index
 
 
 def test_an_image_that_an_attack_leads_to_its_label_counts_in_the_stage_after_it(monkeypatch):
@@ -461,58 +547,61 @@ def test_an_image_that_an_attack_leads_to_its_label_counts_in_the_stage_after_it
 
     monkeypatch.setitem(robust.ATTACKS, "autoattack", lucky)
     source = Split(torch.full((2, 3, 4, 4), 200).byte(), torch.tensor([0, 1]), ["a", "b"])
-    row = row_of(model, measure("autoattack", {}, labels="pred"), source, torch.arange(2))
+    row = row_of(model, measure("autoattack", labels="pred"), source, torch.arange(2))
     assert (row["stages"]["clean"], row["stages"]["apgd-ce"], row["top1"]) == (50, 100, 100)
 
 
 @pytest.mark.parametrize("text, inside", [("square queries=3", True), ("apgd", False)])
-def test_in_the_papers_conditions_autoattack_and_square_keep_normalised_images_in_0_to_1(small, text, inside):
+def test_under_the_papers_conditions_autoattack_and_square_keep_normalised_pixels_in_0_to_1(
+        small, text, inside):
     m, source, index = small[0], small[1], small[2][:12]
     x, labels = source.images[index].float() / 255, source.labels[index]
-    one, = measures.build_measures([f"{text} eps=4/255"], "classification", "paper")
-    assert one.conditions == dict(measures.PRESETS["paper"]["conditions"], clip=inside)
-    adv = score.attack_images(m.model, one, x, labels, index, alone())
+    one, = plan(f"{text} eps=4/255", preset="paper")
+    adv = score.attacked(m.model, one, x, labels, index, alone())
     z = (adv - m.model.mean) / m.model.std
     assert bool((z >= -1e-5).all() and (z <= 1 + 1e-5).all()) == inside
 
 
 def test_images_that_are_wrong_already_leave_no_gaps_in_batches(small, monkeypatch):
-    given, name = [], "square"
+    given = []
 
     def stand_in(model, images, labels, eps, *, index, batch_size):
         given.append((index, batch_size))
         return images
 
-    monkeypatch.setitem(robust.ATTACKS, name, stand_in)
-    attack(small, name, dict(eps=1 / 255))
-    right = small[2][unpack(attack(small, "clean", {})["right"], 40)]
-    assert 8 < len(right) < 36 and torch.equal(torch.cat([numbers for numbers, _ in given]), right)
-    assert [batch_size for _, batch_size in given] == [4]                 # asked once, for all
+    clean = row_of(small[0], measure("clean"), *small[1:])
+    monkeypatch.setitem(robust.ATTACKS, "square", stand_in)
+    row_of(small[0], measure("square", eps=1 / 255), *small[1:])
+    right = small[2][unpack(clean["right"], 40)]
+    assert 8 < len(right) < 36 and torch.equal(torch.cat([index for index, _ in given]), right)
+    assert [batch_size for _, batch_size in given] == [4]                  # asked once, for all
 
 
 def test_batches_are_no_larger_than_asked_for(small):
-    sizes = []
-    hook = small[0].model.register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
-    attack(small, "square", dict(eps=2 / 255, queries=5))
-    attack(small, "pgd", dict(eps=1 / 255, steps=2), 13)
+    sizes, model = [], small[0].model
+    hook = model.register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
+    row_of(small[0], measure("square", eps=2 / 255, queries=5), *small[1:])
+    row_of(small[0], measure("pgd", eps=1 / 255, steps=2), small[1], small[2][:13])
     hook.remove()
     assert max(sizes) == 4
-    parts = list(score.concat(([torch.arange(3)] * 2 for _ in range(5)), 6))
-    assert [len(labels) for _, labels in parts] == [6, 6, 3]
+    joined = score.batches(score.Images(small[1], small[2][:15]), alone(batch_size=3), most=6)
+    assert [len(labels) for _, labels, *_ in joined] == [6, 6, 3]
 
 
 def test_the_largest_move_of_noise_is_that_of_all_draws(small):
-    m, source, index = small[0], *small[1:]
-    index, setting = index[:6], dict(scale=0.05, kind="gaussian", best_of=1, draws=3)
-    source = source._replace(images=source.images // 4)                   # dark: noise leads below 0
+    m, source, index = small[0], small[1], small[2][:6]
+    setting = dict(scale=0.05, kind="gaussian", best_of=1, draws=3, clip=False)
+    source = source._replace(images=source.images // 4)                 # dark: leads below 0
     x, y = source.images[index].float() / 255, source.labels[index]
-    moves = torch.stack([attacks.noise(m.model, x, y, 0.05, kind="gaussian", draw=i, clip=False, index=index) - x
-                         for i in range(3)]).flatten(2)                   # (3, 6, D)
-    row = row_of(m, measure("noise", setting, clip=False), source, index)
+    draws = [attacks.noise(m.model, x, y, 0.05, kind="gaussian", draw=i, clip=False, index=index)
+             for i in range(3)]
+    moves = (torch.stack(draws) - x).flatten(2)                         # (3, 6, D)
+    row = row_of(m, measure("noise", **setting), source, index)
     assert row["max_linf"] == pytest.approx(moves.abs().max().item())
     assert row["mean_l2"] == pytest.approx(moves.norm(dim=2).amax(0).mean().item())
     assert row["max_l1"] == pytest.approx(moves.abs().sum(2).max().item())
-    assert row["outside"] == pytest.approx(-(x.flatten(1) + moves).min().item()) and row["outside"] > 0
+    lowest = (x.flatten(1) + moves).min().item()
+    assert row["outside"] == pytest.approx(-lowest) and lowest < 0
     shares = [unpack(text, 6).double().mean().item() for text in row["right"]]
     assert len(shares) == 3 and row["top1"] == pytest.approx(100 * sum(shares) / 3, abs=1e-3)
 
@@ -521,13 +610,16 @@ def test_what_a_model_gets_wrong_is_changed_by_noise_and_transfer_alone(monkeypa
     def zero(x):
         return torch.eye(2)[:1].expand(len(x), 2)         # its prediction
 
-    x, labels, index = torch.zeros(2, 3, 4, 4), torch.tensor([0, 1]), torch.arange(2)
-    for name, both in dict(noise=True, transfer=True, fgsm=False, pgd=False, cw=False, square=False).items():
+    source = Split(torch.zeros(2, 3, 4, 4).byte(), torch.tensor([0, 1]), ["a", "b"])
+    for name in ("noise", "transfer", "fgsm", "pgd", "cw", "square"):
         monkeypatch.setitem(robust.ATTACKS, name, lambda model, images, labels: images + 1)
-        adv = score.attack_images(zero, measure(name, {}), x, labels, index, alone())
-        assert adv[:, 0, 0, 0].tolist() == [1, both]
-        adv = score.attack_images(zero, measure(name, {}, labels="pred"), x, labels, index, alone())
-        assert adv[:, 0, 0, 0].tolist() == [1, 1]
+        for labels in ("true", "pred"):
+            one, seen = measure(name, labels=labels, draws=1), []
+            monkeypatch.setattr(score, "distances", lambda adv, x: seen.append(
+                adv[:, 0, 0, 0].tolist()) or torch.zeros(2, 4))
+            row_of(zero, one, source, torch.arange(2), other=loaded(zero))
+            both = name in ("noise", "transfer") or labels == "pred"
+            assert seen == [[1, both]], (name, labels)
 
 
 def test_accuracy_within_a_radius_counts_l2(monkeypatch):
@@ -540,84 +632,144 @@ def test_accuracy_within_a_radius_counts_l2(monkeypatch):
     monkeypatch.setitem(robust.ATTACKS, "cw", lambda model, x, labels:
                         torch.cat([torch.ones_like(x[:, :1]), x[:, 1:]], 1))
     source = Split(images, torch.zeros(4, dtype=torch.int64), ["a", "b"])
-    row = row_of(model, measure("cw", {}), source, torch.arange(4))
+    row = row_of(model, measure("cw"), source, torch.arange(4))
     assert row["top1"] == 0 and row["top1_at_l2"] == {0.25: 100, 0.5: 75, 1.0: 50, 2.0: 0}
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------
+def test_per_class_counts_what_is_taken_for_what(small, tmp_path):
+    m, source, index = small
+    row = row_of(m, measure("per_class"), source, index)
+    predicted = m.model(source.images[index].float() / 255).argmax(1)
+    by_hand = torch.zeros(10, 10)
+    for label, guess in zip(source.labels[index], predicted):
+        by_hand[label, guess] += 1
+    found = torch.zeros(10, 10)
+    for i, j, n in row["confusion"]:
+        found[i, j] = n
+    assert torch.equal(found, by_hand) and 0 < by_hand.trace() < 40
+    shares = by_hand.diag() / by_hand.sum(1)
+    assert row["lowest"] == pytest.approx(100 * shares[by_hand.sum(1) > 0].min().item())
+
+    make_checkpoint(tmp_path / "m.pt", flags=dict(num_images=1000))
+    printed = run("--ckpt", tmp_path / "m.pt", "--measures", "clean", "--limit", 40,
+                  "--per_class", "--out_dir", tmp_path / "r")
+    for i, name in enumerate(SHAPES):
+        cells = [f"{n:g}" if n else "" for n in by_hand[i].tolist()]
+        assert line_of(printed.partition("is, taken for")[2], name) == cells[1:]
+        assert line_of(printed.partition("| class ")[2], name) == [f"{100 * shares[i]:.2f}"]
+    lines = (tmp_path / "r" / "confusion.csv").read_text().splitlines()
+    assert len(lines) == 1 + int((by_hand > 0).sum())
+    assert len((tmp_path / "r" / "per_class.csv").read_text().splitlines()) == 1 + 10
+
+
+# --- tables --------------------------------------------------------------------------------------
 
 def made_up(model, errors):
     """Rows of corruptions with these errors in percent."""
-    fields = dict(model=model, kind=model, checkpoint=model, weights=model, model_config={}, recipe=model,
-                  task="classification", data="imagenet", data_dir="x", imagenet1k=False, measure="corruptions",
-                  images=50, conditions=dict(space="pixel", labels="true", clip=True, seed=0, amp=False))
-    return [dict(fields, top1=[100 - error] * 5, setting=dict(type=name, severities=[1, 2, 3, 4, 5]))
+    fields = dict(model=model, kind=model, checkpoint=model, weights=model, model_config={},
+                  recipe=model, task="classification", data="imagenet", data_dir="x",
+                  imagenet1k=False, images=50, seed=0, precision="float32")
+    return [dict(fields, top1=[100 - error] * 5,
+                 measure=f"corruptions type={name} severities=1,2,3,4,5")
             for name, error in errors.items()]
 
 
-def attacked(model, name, eps, right, **more):
+def attacked(model, name, eps, right, words="", **more):
     """A row of an attack that left these images right."""
     row, = made_up(model, dict(fog=0))
-    return row | dict(measure=name, setting=dict(eps=eps), images=len(right), right=pack(right), max_linf=eps,
+    text = f"{name} eps={measures.word(eps)} {words}".strip()
+    return row | dict(measure=text, images=len(right), right=pack(right), max_linf=eps,
                       outside=0.0, top1=100 * right.double().mean().item(), top5=100.0) | more
 
 
 def test_mce_is_for_imagenets_classes_at_all_severities():
     alexnet = {name: 100 * error for name, error in metrics.ALEXNET.items()}
-    both = made_up("first", alexnet) + made_up("second", {name: error / 2 for name, error in alexnet.items()})
+    half = {name: error / 2 for name, error in alexnet.items()}
+    both = made_up("first", alexnet) + made_up("second", half)
     mean = sum(alexnet.values()) / 15
-    assert line_of(table(both), "mean of the 15, top-1") == [f"{100 - mean:.2f}", f"{100 - mean / 2:.2f}"]
+    expected = [f"{100 - mean:.2f}", f"{100 - mean / 2:.2f}"]
+    assert line_of(table(both), "mean of the 15, top-1") == expected
     assert "mCE" not in table(both)
     known = [dict(row, imagenet1k=True) for row in both]
     assert line_of(table(known), "mean of the 15, mCE") == ["100.00", "50.00"]
-    three = [dict(row, setting=dict(row["setting"], severities=[1, 3, 5])) for row in known]
+    three = [dict(row, measure=row["measure"].replace("1,2,3,4,5", "1,3,5")) for row in known]
     assert "mCE" not in table(three)                      # AlexNet's errors are of all five
     assert "mean of the 15" not in table(both[:14])
 
 
 def test_the_worst_case_over_attacks_is_taken_image_by_image_over_those_that_all_were_tried_on():
-    a, b, c = torch.arange(12) % 5 % 2 > 0, torch.arange(12) % 3 > 0, torch.arange(12) % 5 > 0
-    rows = [attacked("m", "fgsm", 1 / 255, a), attacked("m", "pgd", 1 / 255, b[:6]), attacked("m", "fgsm", 2 / 255, c),
-            attacked("n", "fgsm", 1 / 255, c), attacked("m", "sld", 1 / 255, ~a, setting=dict(l1=1.0)),
-            attacked("m", "noise", 1 / 255, ~a, setting=dict(scale=0.1))]
-    row, = results.worst_cases(rows)
+    a, b, c = (torch.arange(12) % 5 % 2 > 0, torch.arange(12) % 3 > 0, torch.arange(12) % 5 > 0)
+    of = partial(attacked, "m")
+    rows = [of("fgsm", 1 / 255, a, mine=[1, 2]), of("pgd", 1 / 255, b[:6]), of("fgsm", 2 / 255, c),
+            attacked("n", "fgsm", 1 / 255, c), of("pgd", 1 / 255, ~a, "space=normalized"),
+            of("sld", 1 / 255, ~a, measure="sld l1=1"), of("noise", 1, ~a, measure="noise scale=1")]
+    worst, = results.worst_cases(rows)
     both = a[:6] & b[:6]                                  # fewer images are the first of more
-    assert 0 < both.sum() < min(a[:6].sum(), b[:6].sum()) and not torch.equal(both, a[-6:] & b[:6])
-    assert row["measure"] == "worst of fgsm, pgd" and row["images"] == 6
-    assert row["top1"] == pytest.approx(100 * both.double().mean().item())
-    assert torch.equal(unpack(row["right"], 6), both)
-    low, high = metrics.wilson(row["top1"] / 100, 6)
-    text = f"{row['top1']:.2f} ({100 * low:.1f}-{100 * high:.1f})"
+    assert 0 < both.sum() < min(a[:6].sum(), b[:6].sum())
+    assert not torch.equal(both, a[-6:] & b[:6])
+    top1 = 100 * both.double().mean().item()
+    assert worst.title == "worst of fgsm, pgd 1/255" and worst.images == 6
+    assert worst.numbers == [("top-1", pytest.approx(top1), True)]        # and nothing of its own
+    low, high = metrics.wilson(top1 / 100, 6)
+    text = f"{top1:.2f} ({100 * low:.1f}-{100 * high:.1f})"
     assert line_of(table(rows), "worst of fgsm, pgd 1/255, top-1") == [text, ""]
 
 
-def test_lines_say_the_settings_that_differ_and_unusual_conditions_and_notes_the_rest():
+def test_rows_that_differ_in_anything_are_two_lines_and_what_all_share_is_left_out():
+    """Also where one of them has a setting that the other lacks."""
+    def lines(*changes):
+        rows = [attacked("m", "pgd", 2 / 255, torch.arange(8) % (i + 2) > 0, words="steps=2")
+                | change for i, change in enumerate(changes)]
+        cells = [line for line in table(rows).splitlines() if "top-1" in line]
+        return [line.split("|")[1].strip().removeprefix("pgd 2/255, top-1") for line in cells]
+
+    pgd = "pgd eps=2/255 steps=2"
+    other = dict(measure=f"{pgd} alpha=2/255")
+    assert lines({}, other)[:2] == ["", ", alpha=2/255"]
+    assert lines({}, dict(measure="pgd eps=2/255 steps=4"))[:2] == [", steps=2", ", steps=4"]
+    for field, value in dict(data_dir="y", seed=3, precision="bf16").items():
+        found = lines({}, {field: value})
+        assert len(found) == 2 and found[1] == f", {field}={value}"
+    paper = dict(measure=f"{pgd} space=normalized clip=no")
+    assert lines(paper) == [", space=normalized clip=no"]             # never left out
+    # every pair of rows whose keys differ has lines, or columns, of its own
+    fields = dict(measure=[pgd, other["measure"], paper["measure"]], seed=[0, 1],
+                  data_dir=["x", None], precision=["float32", "tf32"])
+    changes = [dict(zip(fields, values)) for values in itertools.product(*fields.values())]
+    assert len(set(line for line in lines(*changes) if "worst" not in line)) == len(changes)
+
+
+def test_notes_say_what_a_reader_has_to_know():
     right = torch.arange(8) % 2 > 0
-    rows = [attacked("m", "pgd", 2 / 255, right, setting=dict(eps=2 / 255, steps=steps)) for steps in (1, 2)]
-    assert line_of(table(rows), "pgd 2/255, top-1, steps=1") and line_of(table(rows), "pgd 2/255, top-1, steps=2")
-    paper = dict(space="normalized", labels="pred", clip=False, seed=0, amp=False)
-    assert line_of(table([dict(rows[0], conditions=paper)]), "pgd 2/255, top-1, space=normalized labels=pred clip=no")
-    assert "ranks nothing" in table(rows) and "ranks nothing" not in table([*rows, dict(rows[0], weights="other seed")])
+    rows = [attacked("m", "pgd", 2 / 255, right, "steps=2"),
+            attacked("n", "adaptive_pgd", 2 / 255, right)]
+    assert "ranks nothing" in table(rows) and "- pgd: steps=2." in table(rows).splitlines()
+    seeds = [*rows, dict(rows[0], weights="other seed")]
+    assert "ranks nothing" not in table(seeds) and "is plain" not in table(seeds)
+    assert "adaptive_pgd of n is plain" in table([rows[0], dict(rows[1], plain=True)])
     frost, = made_up("m", dict(frost=50))
-    for setting, said in ((dict(frost="procedural"), True), (dict(frost="photographs"), False)):
-        assert ("not ImageNet-C's photographs" in table([dict(frost, setting=frost["setting"] | setting)])) == said
+    for kind in ("procedural", "photographs"):
+        found = table([dict(frost, measure=f"{frost['measure']} frost={kind}")])
+        assert ("not ImageNet-C's photographs" in found) == (kind == "procedural")
 
 
-# --- the command -----------------------------------------------------------------------------------------------------
+# --- the command ---------------------------------------------------------------------------------
 
-def test_a_preset_has_a_folder_of_its_own_and_checks_write_nothing(tmp_path, monkeypatch):
+def test_rows_lie_in_the_run_of_the_first_checkpoint_and_checks_write_nothing(
+        tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_checkpoint(tmp_path / "m.pt")
-    run("--ckpt", "m.pt", "--measures", "clean", "--limit", 8)                           # a file of no run: under out/
+    run("--ckpt", "m.pt", "--measures", "clean", "--limit", 8)        # a file of no run: under out/
     (tmp_path / "log.jsonl").write_text("")
-    for preset in ("default", "paper"):
-        run("--ckpt", tmp_path / "m.pt", "--preset", preset, "--measures", "clean", "--limit", 8)
-    assert [len(read_rows(tmp_path / f)) for f in ("out/m/robust", "robust", "robust_paper")] == [1, 1, 1]
+    run("--ckpt", tmp_path / "m.pt", "--measures", "clean", "--limit", 8)
+    assert [len(read_rows(tmp_path / f)) for f in ("out/m/robust", "robust")] == [1, 1]
     before, asked = {p: p.read_bytes() for p in tmp_path.rglob("*.*")}, []
-    monkeypatch.setattr(checks, "run", lambda model, x, y, name, twin, options: asked.append((len(x), options["steps"])))
+    monkeypatch.setattr(checks, "run", lambda model, x, y, name, twin, options:
+                        asked.append((len(x), options["steps"])))
     run("--ckpt", "m.pt", "--checks", "--limit", 10, "--measures", "pgd steps=7")
     run("--ckpt", "m.pt", "--checks", "--out_dir", tmp_path / "new")
-    assert asked == [(10, 7), (64, 20)] and {p: p.read_bytes() for p in tmp_path.rglob("*.*")} == before
+    assert asked == [(10, 7), (64, 20)]
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*.*")} == before
 
 
 def test_the_twin_of_the_checks_is_a_softmax_model_of_source_or_else_of_the_others(monkeypatch):
@@ -625,26 +777,30 @@ def test_the_twin_of_the_checks_is_a_softmax_model_of_source_or_else_of_the_othe
     monkeypatch.setattr(checks, "run", lambda *given: twins.append(given[4]))
     rpc, softmax, source = (loaded(name, name, kind) for name, kind in
                             (("a", "rpc 4iter/layer1"), ("b", "softmax"), ("c", "softmax")))
-    clean = [(measure("clean", {}), load_shapes("test", 4), torch.arange(4))]
+    clean = [(measure("clean"), score.Images(load_shapes("test", 4), torch.arange(4)))]
     for other, expected in ((None, ["b", None]), (source, ["c", "c"]), (rpc, ["b", None])):
         twins.clear()
-        eval_robust.run_checks([rpc, softmax], other, clean, alone())
+        eval_robust.run_checks([rpc, softmax], clean, alone(other=other))
         assert twins == expected
 
 
-def test_a_source_that_was_trained_anew_is_measured_anew_and_only_transfer_is_made_on_it(tmp_path, monkeypatch):
+def test_a_source_that_was_trained_anew_is_measured_anew_and_only_transfer_is_made_on_it(
+        tmp_path, monkeypatch):
     make_checkpoint(tmp_path / "m.pt")
-    made_on, change = [], eval_robust.change
-    monkeypatch.setattr(eval_robust, "change", lambda model, one, *given: made_on.append(
-        (one.name, results.weights_of(model.state_dict()))) or change(model, one, *given))
-    weights = {seed: results.weights_of(make_checkpoint(tmp_path / f"{seed}.pt", seed=seed).state_dict())
-               for seed in (1, 2)}
+    made_on, attack = [], score.attacked
+    monkeypatch.setattr(score, "attacked", lambda model, one, *given: made_on.append(
+        (one.name, results.weights_of(model.state_dict()))) or attack(model, one, *given))
+    weights = {}
+    for seed in (1, 2):
+        model = make_checkpoint(tmp_path / f"{seed}.pt", seed=seed)
+        weights[seed] = results.weights_of(model.state_dict())
     for seed, n in ((1, 2), (1, 2), (2, 3)):
         shutil.copy(tmp_path / f"{seed}.pt", tmp_path / "s.pt")
-        source = weights[seed]
-        rows = rows_of(tmp_path / "r", "--ckpt", tmp_path / "m.pt", "--source", tmp_path / "s.pt", "--eps", "4/255",
-                       "--measures", "fgsm", "transfer steps=1", "--limit", 8, "--resume")
-        assert len(rows) == n and made_on[-1] == ("transfer", source)
+        rows = rows_of(tmp_path / "r", "--ckpt", tmp_path / "m.pt", "--source", tmp_path / "s.pt",
+                       "--eps", "4/255", "--measures", "fgsm", "transfer steps=1", "--limit", 8,
+                       "--resume")
+        assert len(rows) == n and made_on[-1] == ("transfer", weights[seed])
+        assert f"source={weights[seed]}" in rows[-1]["measure"]
     assert made_on[0] == ("fgsm", rows[0]["weights"])
 
 
@@ -667,7 +823,9 @@ BAD = {
     "--measures fgms": "known are clean",
     "--measures|pgd step=3": "known are eps, steps, alpha",
     "--measures|pgd steps=0": "steps=0",
+    "--measures|pgd steps=2.5": "steps=2.5",
     "--measures|fgsm labels=ture": "true or pred",
+    "--measures|noise kind=pink": "uniform or gaussian",
     "--measures|corruptions type=fogg": "fogg",
     "--measures|fgsm eps=2/255,8": "was 8/255 meant",
     "--eps 8": "was 8/255 meant",
@@ -681,6 +839,8 @@ BAD = {
     "--source other.pt": "models of classes",
     "--source chess.pt": "--source chess.pt: not a checkpoint of train_cls.py",
     "--data folder --data_dir photos": "--ckpt a.pt has 10 classes (",
+    "--weights ema": "--ckpt a.pt: it has no ema weights",
+    "--device nothing": "--device nothing",
 }
 
 
@@ -688,4 +848,5 @@ BAD = {
 def test_bad_flags_are_one_clear_line(odd, monkeypatch, flags):
     monkeypatch.chdir(odd)
     parts = flags.split("|") if "|" in flags else flags.split()
-    assert BAD[flags] in error("--ckpt", "a.pt", "--out_dir", "bad", *parts) and not (odd / "bad").exists()
+    wrong = error("--ckpt", "a.pt", "--out_dir", "bad", *parts)
+    assert BAD[flags] in wrong and not (odd / "bad").exists()
