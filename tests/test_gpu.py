@@ -20,6 +20,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import common
+import eval_robust
 import train_cls
 import train_lm
 import train_seg
@@ -323,6 +324,37 @@ def test_an_attack_is_as_strong_as_on_the_cpu_and_keeps_its_budget(name, device,
     note(f"attack {name}", f"{right[1]} of {n} stay right, {right[0]} on the CPU; they move by "
          f"{far[1]:.3f}, {far[0]:.3f}")
     assert abs(right[0] - right[1]) <= max(1, n // 20) and abs(far[0] - far[1]) <= 0.1 * far[0]
+
+
+MEASURES = {
+    "weights/shapes_rpc.pt": ["--limit 40 --severities 1 5 --measures clean noise", [
+        "fgsm eps=4/255", "pgd steps=5 eps=2/255", "corruptions type=fog,glass_blur"]],
+    "weights/seg_shapes_rpc.pt": ["--limit 8 --measures clean"],
+    "weights/pydoc_rpc.pt": ["--limit 2000 --measures perplexity"]}
+
+
+@pytest.mark.parametrize("ckpt", MEASURES)
+def test_the_evaluators_rows_are_the_cpus(ckpt, device, note, tmp_path, monkeypatch):
+    """Accuracies within two images, losses, distances, perplexities and IoU within 2 %."""
+    monkeypatch.chdir(tmp_path)
+    rows = []
+    for i, where in enumerate(("cpu", device)):
+        call(eval_robust.main, "--ckpt", [ROOT / ckpt], *MEASURES[ckpt], "--num_workers 0 --device",
+             [where], out_dir=f"rows_{i}")
+        text = (tmp_path / f"rows_{i}" / "results.jsonl").read_text()
+        rows.append([json.loads(line) for line in text.splitlines()])
+    compared, worst = 0, 0.0
+    for a, b in zip(*rows, strict=True):
+        for field, value in a.items():
+            numbers = value if isinstance(value, list) else [value]
+            if field == "seconds" or not all(type(x) is float for x in numbers):
+                continue
+            x, y = torch.tensor(numbers), torch.tensor(b[field])
+            off = (x - y).abs() / (250 if field in ("top1", "top5") else x.abs() + 0.01)
+            compared, worst = compared + 1, max(worst, off.max().item())
+            assert worst <= 0.02, (a["measure"], field, value, b[field])
+    note(f"evaluator, {ckpt}", f"{compared} numbers of {len(rows[0])} rows within {worst:.2%}")
+    assert compared >= len(rows[0])
 
 
 # --- torch.compile --------------------------------------------------------------------------------
