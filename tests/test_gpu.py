@@ -45,9 +45,11 @@ needs_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
 
 @pytest.fixture
 def device():
-    """The GPU or, where there is none, the CPU; a run with --amp leaves no precision behind."""
+    """The GPU or, where there is none, the CPU; no run leaves its precision to the next one."""
+    convolutions = torch.backends.cudnn.allow_tf32
     yield torch.device("cuda" if GPUS else "cpu")
     torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = convolutions
 
 
 @pytest.fixture
