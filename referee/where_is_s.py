@@ -24,7 +24,6 @@ that has one is not looked at again.
 """
 
 import argparse
-import copy
 import json
 import math
 from pathlib import Path
