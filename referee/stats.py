@@ -11,7 +11,6 @@ study itself: what is compared with what stands in arms.py.
 """
 
 import base64
-import json
 from math import isclose, nan, sqrt
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +20,7 @@ import numpy as np
 import common
 from common import InputError
 from robust import corruptions
+from robust.measures import number, parts
 
 
 class Difference(NamedTuple):
@@ -165,10 +165,10 @@ def unpack(text, n):
 
 def row_of(row):
     """Make a Row of a line of results.jsonl: the one place that knows the evaluator's names."""
-    name, setting, kind = Path(row["checkpoint"]).name, row["setting"], row["measure"]
+    name, (kind, setting) = Path(row["checkpoint"]).name, parts(row["measure"])
     arm, _, seed = name.rpartition("_s")
     arm, seed = (arm, int(seed)) if arm and seed.isdecimal() else (None, None)
-    eps = round(255 * setting.get("eps", 0), 6)
+    eps = round(255 * number(setting.get("eps", "0")), 6)
     measure = setting["type"] if kind == "corruptions" else f"{kind} {eps:g}/255" if eps else kind
     right = row.get("right")
     if right is not None:
@@ -176,7 +176,7 @@ def row_of(row):
         right = 100 * np.mean([unpack(text, row["images"]) for text in several], 0)
     config = row["model_config"]
     return Row(name, arm, seed, kind, measure, eps,
-               json.dumps([setting, row.get("conditions")], sort_keys=True), row["images"],
+               f"{row['measure']} seed={row['seed']} {row['precision']}", row["images"],
                float(np.mean(row.get("top1", nan))), right, row.get("loss"), row.get("data"),
                row.get("hardware", ""),
                "embed_dim" in config and config.get("init") != "default")

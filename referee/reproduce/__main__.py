@@ -24,6 +24,7 @@ from statistics import mean
 import common
 from referee.stats import spread
 from robust.corruptions import NAMES
+from robust import measures
 from robust.metrics import ALEXNET, mean_corruption_error
 
 FOLDER = Path(__file__).parent
@@ -240,7 +241,8 @@ def average(value):
 def ours(rows, table, column):
     """The number of one run for a column of the paper's table, or None."""
     def of(measure):
-        return [r for r in rows if r.get("measure") == measure]
+        return [r | {"setting": setting} for r in rows if "measure" in r
+                for kind, setting in [measures.parts(r["measure"])] if kind == measure]
 
     if table == "appE1":
         last = [r["eval"] for r in rows if "eval" in r][-1:]
@@ -267,13 +269,13 @@ def ours(rows, table, column):
         if field == "top-1":
             return top1
         return (100 - top1) / ALEXNET[kind] if as_alexnet(corrupted[kind]) else None
-    attacked = sorted(of(kind), key=lambda r: r["setting"].get("eps", 0))
+    attacked = sorted(of(kind), key=lambda r: measures.number(r["setting"].get("eps", "0")))
     return attacked[-1][field.replace("-", "")] if attacked else None
 
 
 def as_alexnet(row):
     """Is it of what AlexNet's errors are of: ImageNet, all five severities?"""
-    return row["imagenet1k"] and row["setting"]["severities"] == [1, 2, 3, 4, 5]
+    return row["imagenet1k"] and row["setting"]["severities"] == "1,2,3,4,5"
 
 
 def of_all_corruptions(corrupted, column, field):
