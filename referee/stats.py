@@ -163,9 +163,15 @@ def unpack(text, n):
     return np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8), count=n).astype(float)
 
 
+def measure_of(row):
+    """What a line of results.jsonl is of, and its settings: the one place that knows how the
+    evaluator writes them."""
+    return row["measure"], row["setting"], row.get("conditions")
+
+
 def row_of(row):
-    """Make a Row of a line of results.jsonl: the one place that knows the evaluator's names."""
-    name, setting, kind = Path(row["checkpoint"]).name, row["setting"], row["measure"]
+    """Make a Row of a line of results.jsonl."""
+    name, (kind, setting, conditions) = Path(row["checkpoint"]).name, measure_of(row)
     arm, _, seed = name.rpartition("_s")
     arm, seed = (arm, int(seed)) if arm and seed.isdecimal() else (None, None)
     eps = round(255 * setting.get("eps", 0), 6)
@@ -176,7 +182,7 @@ def row_of(row):
         right = 100 * np.mean([unpack(text, row["images"]) for text in several], 0)
     config = row["model_config"]
     return Row(name, arm, seed, kind, measure, eps,
-               json.dumps([setting, row.get("conditions")], sort_keys=True), row["images"],
+               json.dumps([setting, conditions], sort_keys=True), row["images"],
                float(np.mean(row.get("top1", nan))), right, row.get("loss"), row.get("data"),
                row.get("hardware", ""),
                "embed_dim" in config and config.get("init") != "default")
