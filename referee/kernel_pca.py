@@ -37,7 +37,7 @@ from data.shapes import load_shapes
 from kpca import (a_hat, attend, basis, centre, coefficients, eigen_cosine, key_scale, log_gram,
                   log_phi2, projection_loss, ritz, theoretical_values)
 from referee.arms import call
-from referee.probe import (Point, append_csv, capture, checkpoints, chunks, device_of, get_args,
+from referee.probe import (Point, capture, checkpoints, chunks, device_of, get_args,
                            load_images, load_model, print_table, read_csv, summarise, write_csv)
 from referee.robust_attentions import standardise
 from referee.span import (NULLS, Layer, explained_variance, query_share, token_overlap, value_axes)
@@ -342,8 +342,8 @@ def trained(argv):
     args = p.parse_args(argv)
     for ckpt in args.ckpt:
         model, checkpoint = load_model(ckpt)
-        append_csv(args.out_dir / "taken.csv",
-                   measured(model, checkpoint, ckpt.stem, checkpoint["step"]))
+        write_csv(args.out_dir / "taken.csv",
+                  measured(model, checkpoint, ckpt.stem, checkpoint["step"]), "a")
     if args.ckpt:
         return print(said(args.out_dir))
     path = args.out_dir / "trained.csv"
@@ -353,7 +353,8 @@ def trained(argv):
         for step in STAGES:
             if not read_csv(path, run=folder.name, step=step):
                 model, checkpoint = stage(folder, attn, seed, step)
-                append_csv(path, measured(model, checkpoint, folder.name, step, step == STAGES[-1]))
+                rows = measured(model, checkpoint, folder.name, step, step == STAGES[-1])
+                write_csv(path, rows, "a")
     print(said(args.out_dir))
     draw(rows_of(path), args.out_dir / "trained.png")
 

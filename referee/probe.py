@@ -244,20 +244,16 @@ def print_table(title, text, rows):
     print(f"\n=== {title}\n\n{text}\n\n{common.table(body, ['measure', 'layer', *sources])}")
 
 
-def write_csv(path, rows):
-    """Write dicts with the same keys; nothing of none."""
+def write_csv(path, rows, mode="w"):
+    """Write dicts with the same keys; nothing of none. mode "a": add them to the file."""
     if rows:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "w", newline="") as f:
+        new = mode == "w" or not path.exists()
+        with open(path, mode, newline="") as f:
             writer = csv.DictWriter(f, rows[0])
-            writer.writeheader()
+            writer.writerows([dict(zip(rows[0], rows[0]))] * new)           # the header
             writer.writerows({k: f"{x:.6g}" if isinstance(x, float) else x for k, x in row.items()}
                              for row in rows)
-
-
-def append_csv(path, rows):
-    """Add rows to a file of `write_csv`, or begin it."""
-    write_csv(path, read_csv(path) + rows)
 
 
 def read_csv(path, **only):

@@ -325,7 +325,7 @@ def stored(folder, seeds, gap, room=0.05, network="softmax"):
         rows += [dict(run=f"{network}_s{seed}", step=step, layer="all", measure=m, source=source,
                       mean=value + 0.3 * (step == 0), se=0.01, images=64) for step in (0, 2000)
                  for (m, source), value in values.items()]
-    probe.append_csv(folder / "trained.csv", rows)
+    probe.write_csv(folder / "trained.csv", rows)
     return study.rows_of(folder / "trained.csv")
 
 
@@ -426,7 +426,7 @@ def test_rows_are_means_over_images_with_their_error_and_a_mean_over_layers(tmp_
     assert [(r["layer"], r["measure"]) for r in before] == [("all", "EV")]
     assert math.isnan(probe.summarise({("EV", "learned", "0"): zero[:1]}, point)[0]["se"])
     for _ in range(2):
-        probe.append_csv(tmp_path / "x.csv", rows[:1])
+        probe.write_csv(tmp_path / "x.csv", rows[:1], "a")
     assert [r["mean"] for r in probe.read_csv(tmp_path / "x.csv", run="run", layer="0")] == [2, 2]
     assert probe.read_csv(tmp_path / "x.csv",
                           run="other") == probe.read_csv(tmp_path / "no.csv") == []

@@ -247,7 +247,7 @@ def test_it_trains_resumes_and_is_evaluated_by_the_own_scripts(tmp_path, capsys)
     assert all(torch.equal(whole["model"][k], cut["model"][k]) for k in whole["model"])
     kind = "keys lambd=0.25 n_iter=4"
     assert whole["model_config"]["attn"] == whole["args"]["attn"] == kind
-    assert whole["args"]["init"] == "default"
+    assert whole["model_config"]["init"] == "default"
 
     # A process that does not know the setting says what is missing; one that is told it goes on.
     del ATTENTIONS[kind], LAYER_PATTERNS[kind]

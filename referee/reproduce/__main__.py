@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import mean
 
 import common
-from referee.stats import spread
+from referee.stats import measure_of, spread
 from robust.corruptions import NAMES
 from robust import measures
 from robust.metrics import ALEXNET, mean_corruption_error
@@ -219,6 +219,8 @@ def read(folder):
         for row in common.read_log(path):
             name = Path(row.get("checkpoint") or path.parent).name
             arm, _, seed = name.rpartition("_s")
+            if "measure" in row:
+                row["measure"], row["setting"], _ = measure_of(row)
             rows[arm, seed].append(row)
 
     # referee.kernel_pca's statistics of eigenvalues, of the last step
