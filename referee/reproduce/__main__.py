@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import mean
 
 import common
-from referee.stats import measure_of, spread
+from referee.stats import spread
 from robust.corruptions import NAMES
 from robust import measures
 from robust.metrics import ALEXNET, mean_corruption_error
@@ -220,7 +220,7 @@ def read(folder):
             name = Path(row.get("checkpoint") or path.parent).name
             arm, _, seed = name.rpartition("_s")
             if "measure" in row:
-                row["measure"], row["setting"], _ = measure_of(row)
+                row["measure"], row["setting"] = measures.parts(row["measure"])
             rows[arm, seed].append(row)
 
     # referee.kernel_pca's statistics of eigenvalues, of the last step
@@ -243,8 +243,7 @@ def average(value):
 def ours(rows, table, column):
     """The number of one run for a column of the paper's table, or None."""
     def of(measure):
-        return [r | {"setting": setting} for r in rows if "measure" in r
-                for kind, setting in [measures.parts(r["measure"])] if kind == measure]
+        return [r for r in rows if r.get("measure") == measure]
 
     if table == "appE1":
         last = [r["eval"] for r in rows if "eval" in r][-1:]
