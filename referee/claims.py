@@ -216,16 +216,14 @@ def chosen(criterion):
 
 
 def nats(contrast, family="span", rows="constancy"):
-    """A difference of held-out losses of forced values: own - hashed, or an effect's name."""
+    """A difference of held-out losses of forced values: own - hashed."""
     of = constancy.families(RESULTS / f"decider/{rows}.jsonl")[family]
-    first, _, second = contrast.partition(" - ")
-    found = constancy.gaps(of, first, second) if second else constancy.effects(of)[contrast]
-    return show(paired_t(found), 3)
+    return show(paired_t(constancy.gaps(of, *contrast.split(" - "))), 3)
 
 
 def beyond(null):
     """The p after Holm's correction of: own axes are better than this null's by the margin."""
-    of = constancy.families(RESULTS / "decider/constancy.jsonl")["span"]
+    of = constancy.families(constancy.ROWS)["span"]
     return show_p(constancy.beyond(of)[null])
 
 

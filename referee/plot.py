@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import common
-from referee import arms, line
+from referee import arms, constancy, line
 from referee.arms import RESULTS, STUDIES, compared, files
 from referee.stats import NONE, read
 
@@ -364,6 +364,7 @@ def stored(folder, form):
         forest(groups, folder / f"line/forest_{name}.{form}")
     lambda_figure(folder / f"line/lambda.{form}")
     control_figure(folder / f"control/budgets.{form}")
+    constancy.draw(constancy.families(constancy.ROWS)["span"], folder / f"decider/constancy.{form}")
     rows = arms.stored(STUDIES["criterion"])
     if rows:
         criterion_figure(rows, folder / f"criterion/budgets.{form}")
