@@ -153,11 +153,12 @@ def test_arms_of_other_seeds_are_compared_as_two_samples():
 
 
 def rows(name, loss=None, init="default"):
-    about = dict(checkpoint=name, model_config=dict(embed_dim=64, init=init), images=9)
-    yield about | dict(measure="clean", setting={}, top1=90.0) | (dict(loss=loss) if loss else {})
-    yield about | dict(measure="pgd", setting=dict(eps=2 / 255), top1=60.0)
+    about = dict(checkpoint=name, model_config=dict(embed_dim=64, init=init), images=9, seed=1,
+                 precision="float32")
+    yield about | dict(measure="clean", top1=90.0) | (dict(loss=loss) if loss else {})
+    yield about | dict(measure="pgd eps=2/255 steps=20", top1=60.0)
     for kind in corruptions.NAMES:
-        yield about | dict(measure="corruptions", setting=dict(type=kind), top1=[70.0, 80.0])
+        yield about | dict(measure=f"corruptions type={kind}", top1=[70.0, 80.0])
 
 
 def test_networks_are_rows_with_a_clean_loss_their_own_or_that_of_training():
