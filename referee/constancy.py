@@ -80,9 +80,10 @@ def report(found):
               "yes" if d.high < 0 else "not shown")
 
 
-def draw(found, path):
+def draw(path):
     """Draw a column a kind of axes, varying and constant apart; a line a seed."""
     from referee.plot import WIDTH, plt, save
+    found = families(ROWS)["span"]
     figure, ax = plt.subplots(figsize=(WIDTH, 3.6))
     for seed in sorted(found["own"]):
         points = [(i, found[arm][seed]) for i, arm in enumerate(COLUMNS) if seed in found[arm]]
@@ -100,6 +101,8 @@ def main(argv=None):
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--rows", type=Path, default=ROWS, help="default: of constancy")
     args = p.parse_args(argv)
+    if not args.rows.is_file():
+        raise common.InputError(f"--rows {args.rows} is not a file")
     for family, of in families(args.rows).items():
         print(f"{family}\n")
         report(of)

@@ -2,63 +2,42 @@
 
     python -m referee.where_is_s --ckpt out/shapes_rpc out/shapes_symmetric
     python -m referee.where_is_s --ckpt out/kpca/softmax_s50/step_*.pt         # over training
-    python -m referee.where_is_s --rows referee/results/where_is_s/rows.jsonl
+    python -m referee.where_is_s --rows referee/results/where_is_s/rows.jsonl  # what is stored
 
 If robust PCA does inside attention what it is named for, K = L + S, and S is where a token was
 corrupted. Some patches of each test image are corrupted; a patch token's score is the sum of |S|
 over heads and channels of the first layer, after each PAP step. AUC: the chance that a corrupted
 patch scores above an uncorrupted one of its image, mean over images; 0.5 says nothing. A score must
-beat what needs no S: |k| of the token, its distance from the image's mean key, S before training,
-and the S that PAP makes of a symmetric network's keys.
+beat what needs no S: |k| of the token, its distance from the image's mean key, and the S that PAP
+makes of a symmetric network's keys. Accuracy: of the same corrupted images.
 
 Also, on clean images, |K - S - L| / |K|: ADMM would end at 0. "rank one" is the share of L that all
 tokens have alike, |mean over tokens| / rms of the rows; the more uniform attention is, the nearer
 it is to 1. Such an L leaves at least the "floor", |K - S - mean of K - S over tokens| / |K|,
 whatever the values are. A residual that is small because S holds all of K explains nothing: so
 |S| / |K| stands beside it.
-
-Also, what layer 1 receives: the cosine of a token in the corrupted and in the clean image, at
-uncorrupted patches, with the shrinkage on and off (lambda = inf); its null is the cosine with
-another clean image. Accuracy: of the same corrupted images. Rows: --out_dir/rows.jsonl; a network
-that has one is not looked at again.
 """
 
 import argparse
 import json
-import math
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from tqdm import tqdm
 
 import common
-from attention import every_pap, rpc_attention
-from robust import metrics
-from robust.patches import KINDS, corrupt_patches
-from robust.results import weights_of
-from robust.sources import kind_of
+from attention import rpc_attention
 from referee import probe
 from referee.stats import spread
+from robust import metrics
+from robust.patches import KINDS, corrupt_patches
+from robust.sources import kind_of
 
-
-KEY = ("run", "step", "weights", "images")                  # what a row is of
-
-
-def get_args(argv):
-    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--ckpt", nargs="+", default=[], help="runs or checkpoints of train_cls.py, "
-                   "all of the same images")
-    p.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS),
-                   help="of corruption, see robust/patches.py; adversarial takes the longest")
-    p.add_argument("--images", type=common.number(int, 1), default=300, help="test images")
-    p.add_argument("--untrained", action=argparse.BooleanOptionalAction, default=True,
-                   help="also look at each run before its first step")
-    p.add_argument("--out_dir", type=Path, default=Path("out/where_is_s"))
-    p.add_argument("--rows", type=Path, help="table and figure of the rows in this file")
-    return p.parse_args(argv)
+ROWS = Path(__file__).parent / "results/where_is_s/rows.jsonl"
+WORDS = {"rpc 4iter/layer1": "RPC, as published", "rpc 2iter/all-layer, lambda 3":
+         "RPC in all layers", "rpc 1iter/layer1, lambda 0.5": "keys clamped, no iteration",
+         "symmetric": "PAP on a symmetric network's keys"}              # networks of the figure
 
 
 # --- scores of tokens -----------------------------------------------------------------------------
@@ -96,12 +75,6 @@ def first_layer(model, images):
     return k, steps
 
 
-def second_input(model, images, labels):
-    """What layer 1 receives, patch tokens (B, N - 1, C), and which images are right (B,)."""
-    features = model.features(images)
-    return features["blocks.0"][:, 1:], features["head"].argmax(1) == labels
-
-
 def residuals(k, steps):
     """Of each step, (B,) each: |K - S - L| / |K|; how alike L's tokens are; the floor; sizes."""
     def norm(x):
@@ -124,43 +97,28 @@ def residuals(k, steps):
 @torch.no_grad()
 def examine(model, images, labels, kinds):
     """{measure in words: its value for each image (B,)}."""
-    c, forms = model.config, {"": {}}
-    if c.layer_attn(0) in ("rpc", "rpc_asym"):
-        forms[", shrinkage off"] = dict(lambd=math.inf)
-    found, clean = residuals(*first_layer(model, images)), {}
-    for form, settings in forms.items():
-        with every_pap(**settings):
-            clean[form], right = second_input(model, images, labels)
-        other = F.cosine_similarity(clean[form], clean[form].roll(1, 0), dim=-1).mean(1)
-        found |= {f"clean: accuracy{form}": right, f"clean: cosine, other image{form}": other}
-
+    found = residuals(*first_layer(model, images))
+    found["clean: accuracy"] = model(images).argmax(1) == labels
     for kind in kinds:
-        x, hit = corrupt_patches(images, kind, c.patch_size, model=model, labels=labels)
+        x, hit = corrupt_patches(images, kind, model.config.patch_size, model=model, labels=labels)
         k, steps = first_layer(model, x)
         scores = {f"S, step {i}": location(step["S"]) for i, step in enumerate(steps, 1)}
-        scores |= null_scores(k)
-        found |= {f"{kind}: AUC of {name}": auc(score, hit) for name, score in scores.items()}
-        for form, settings in forms.items():
-            with every_pap(**settings):
-                h, right = second_input(model, x, labels)
-            cosine = F.cosine_similarity(h, clean[form], dim=-1) * ~hit
-            found[f"{kind}: cosine{form}"] = cosine.sum(1) / (~hit).sum(1)
-            found[f"{kind}: accuracy{form}"] = right
+        for name, score in (scores | null_scores(k)).items():
+            found[f"{kind}: AUC of {name}"] = auc(score, hit)
+        found[f"{kind}: accuracy"] = model(x).argmax(1) == labels
     return found
 
 
-# --- checkpoints, table, figure -------------------------------------------------------------------
+# --- rows, table, figure --------------------------------------------------------------------------
 
-def points(args):
-    """(run, model, checkpoint) of each of --ckpt, and of each run before its first step."""
-    fresh = set()
-    for path in args.ckpt:
-        model, checkpoint = probe.load_model(path)
-        run = str(Path(path) if Path(path).is_dir() else Path(path).parent)
-        if args.untrained and run not in fresh:
-            fresh.add(run)
-            yield run, *probe.untrained(model, checkpoint, path)
-        yield run, model, checkpoint
+def row_of(path, args):
+    """The row of a checkpoint: what it is of, and {measure: its mean over images}."""
+    model, checkpoint = probe.load_model(path)
+    images, labels, _ = probe.load_images(checkpoint, model.config, args.images)
+    values = examine(model, images, labels, args.kinds)
+    return dict(run=path, step=checkpoint["step"], images=args.images, kinds=args.kinds,
+                network=kind_of(model.config), seed=checkpoint["args"]["seed"],
+                values={name: round(x.double().mean().item(), 5) for name, x in values.items()})
 
 
 def over_seeds(rows):
@@ -186,64 +144,46 @@ def table(groups):
                                *(f"{n}{'' if step else ', untrained'}" for n, step in columns)])
 
 
-def draw(groups, kinds, path):
-    """Over training: AUC above and cosine below for each corruption; the residual on the left."""
+def draw(path):
+    """Draw over training, of the stored rows: the residual, and the AUC for each corruption."""
     from referee.plot import WIDTH, legend, plt, save
-    networks = list(dict.fromkeys(network for network, _ in groups))
-    figure, axes = plt.subplots(2, len(kinds) + 1, figsize=(1.7 * WIDTH, 6), sharex=True)
-
-    def curve(ax, network, name, style, label=None):
-        steps = sorted(step for n, step in groups if n == network and name in groups[n, step])
-        ax.plot(steps, [np.mean(groups[network, step][name]) for step in steps], style, marker=".",
-                color=f"C{networks.index(network)}", label=label)
-
-    for network in networks:
-        names = {name for at, group in groups.items() if at[0] == network for name in group}
-        last = max(int(name.split()[-1]) for name in names if "residual" in name)
-        curve(axes[0][0], network, f"clean: residual, step {last}", "-")
-        curve(axes[1][0], network, f"clean: rank one, step {last}", "-")
-        for (top, bottom), kind in zip(axes.T[1:], kinds):
-            curve(top, network, f"{kind}: AUC of S, step {last}", "-", f"{network}, step {last}")
-            curve(top, network, f"{kind}: AUC of distance", ":")
-            curve(bottom, network, f"{kind}: cosine", "-")
-            curve(bottom, network, f"{kind}: cosine, shrinkage off", "--")
-            top.set(title=f"{kind}: AUC of S\n(dotted: of distance)", ylim=(0, 1))
-            bottom.set(title="layer 1's input, cosine\n(dashed: shrinkage off)")
-            top.axhline(0.5, color="black", linewidth=0.7)
-    axes[0][0].set(title="|K - S - L| / |K|", ylim=(0, None))
-    axes[1][0].set(title="share of L that all\ntokens have alike", ylim=(0, 1.05))
-    for ax in axes[1]:
-        ax.set_xlabel("training step")
-    legend(figure, axes[0][1], "lower center", ncols=4)
+    groups = over_seeds(common.read_log(ROWS))
+    figure, axes = plt.subplots(1, 5, figsize=(1.6 * WIDTH, 3.6), sharex=True)
+    for i, (network, words) in enumerate(WORDS.items()):
+        steps = sorted(step for n, step in groups if n == network)
+        last = max(int(name[-1]) for name in groups[network, 0] if "residual" in name)
+        for ax, kind in zip(axes, ("clean", "noise", "black", "white", "gaussian")):
+            names = {f"{kind}: AUC of S, step {last}": "-", f"{kind}: AUC of distance": ":"}
+            for name, style in ({f"clean: residual, step {last}": "-"} if kind == "clean"
+                                else names).items():
+                ax.plot(steps, [np.mean(groups[network, step][name]) for step in steps], style,
+                        marker=".", color=f"C{i}", label=words if style == "-" else None)
+            ax.set(title=f"{kind}: AUC", ylim=(0, 1), xlabel="training step")
+    for ax in axes[1:]:
+        ax.axhline(0.5, color="black", linewidth=0.7)
+    axes[0].set(title="|K - S - L| / |K|", ylim=(0, 1.4))
+    legend(figure, axes[0], "lower center", ncols=4)
     save(figure, path)
 
 
 def main(argv=None):
-    args = get_args(argv)
-    path, rows = args.out_dir / "rows.jsonl", {}
-    stored = {tuple(row.get(name) for name in KEY): row for row in common.read_log(path)
-              if row["kinds"] == args.kinds}
-    for run, model, checkpoint in tqdm(points(args), "checkpoints", unit="checkpoint"):
-        seed = checkpoint["args"]["seed"]
-        row = dict(run=run, step=checkpoint["step"], weights=weights_of(model.state_dict()),
-                   images=args.images, kinds=args.kinds, network=kind_of(model.config), seed=seed)
-        key = tuple(row[name] for name in KEY)
-        if key not in stored:
-            images, labels, _ = probe.load_images(checkpoint, model.config, args.images)
-            found = examine(model, images, labels, args.kinds)
-            values = {name: round(x.double().mean().item(), 5) for name, x in found.items()}
-            stored[key] = row | dict(values=values)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "a") as file:
-                file.write(json.dumps(stored[key]) + "\n")
-        rows[key] = stored[key]                                 # once, if it was given twice
-
-    shown = common.read_log(args.rows) if args.rows else rows.values()
-    groups, args.kinds = over_seeds(shown), max((row["kinds"] for row in shown), key=len)
-    args.out_dir.mkdir(parents=True, exist_ok=True)
-    print(table(groups))
-    draw(groups, args.kinds, args.out_dir / "where_is_s.png")
-    print(f"\n{args.out_dir}: rows.jsonl, where_is_s.png")
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--ckpt", nargs="+", default=[], help="runs or checkpoints of train_cls.py, "
+                   "all of the same images")
+    p.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS),
+                   help="of corruption, see robust/patches.py; adversarial takes the longest")
+    p.add_argument("--images", type=common.COUNT, default=300, help="test images")
+    p.add_argument("--rows", type=Path, default=ROWS, help="without --ckpt: the rows of this file")
+    p.add_argument("--out", type=Path, help="append the rows of --ckpt to this file")
+    args = p.parse_args(argv)
+    if not args.rows.is_file():
+        raise common.InputError(f"--rows {args.rows} is not a file")
+    rows = [row_of(path, args) for path in tqdm(args.ckpt, "checkpoints", unit="checkpoint")]
+    if args.out:
+        with open(args.out, "a") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+    print(table(over_seeds(rows or common.read_log(args.rows))))
 
 
 if __name__ == "__main__":
