@@ -8,19 +8,19 @@ r"""Every comparison of networks here is a table of arms: what they are, with wh
 
 An arm is its flags of train_cls.py; "{seed}" in one stands for the seed. --seeds trains what lacks
 in --out_dir/<arm>_s<seed>, measures it into --out_dir/eval/<arm>_s<seed>/results.jsonl, and ends in
-the tables; a run that was cut goes on. Flags that are not of this command go to train_cls.py.
-Networks of a study differ in their seed and their arm's flags alone: others are refused. Pairs are
-of one seed, so of one processor. What each comparison asks and what an outcome means was fixed
+the tables; a run that was cut goes on. Flags that are not of this command go to train_cls.py. Pairs
+are of one seed, so of one processor. What each comparison asks and what an outcome means was fixed
 before its runs: the plan.md of its page.
 """
 
 import argparse
 import math
+import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
-
 
 import common
 from common import InputError
@@ -88,6 +88,24 @@ CRITERION = {                               # arm: its flags; what it costs in p
     "symmetric-adv-96": SYMMETRIC | OUT | SLOW | ADV,
 }
 
+WORDS = {"symmetric": "symmetric attention", "rpc4-l1": "RPC, as published",
+         "rpc2-all": "RPC in all layers", "no-shrink": "RPC without its sparse part",
+         "clamp": "keys clamped, no iteration", "admm": "RPC with ADMM's constants",
+         "sharp": "sharper attention", "softmax": "softmax attention",
+         "uniform-l0": "layer 0 averages", "keys": "proximal steps on keys",
+         "keys-rows": "proximal steps, whole keys", "weights": "weights of tokens",
+         "rkde-huber": "kernel density, Huber", "rkde-hampel": "kernel density, Hampel",
+         "mom": "median of means", "sinkhorn": "doubly stochastic", "elliptical": "elliptical",
+         "paper-0.05-n4": "RPC, chosen constants", "paper-0.05-n3": "RPC, lambda 0.05, 3 steps",
+         "paper-0.1-n4": "RPC, lambda 0.1", "released-4-n2": "RPC, 2 steps",
+         "rpc4-l1-adv": "RPC, adversarially trained",
+         "symmetric-adv": "symmetric, adversarially trained"}
+
+
+def plain(arm):
+    """An arm's name without how it was trained: long-rpc4-l1 and rpc4-l1-e12 are rpc4-l1."""
+    return re.sub(r"^(long|half|flat)-|-e\d+$|-96$|-fast$", "", arm)
+
 
 def cost(flags):
     """Passes over the training images, forward and backward: each PGD step is one more."""
@@ -124,7 +142,6 @@ class Study(NamedTuple):
     limit: int = 1000                       # images a measure
     how: tuple = ("--seed", 1, "--severities", 1, 3, 5)
     training: tuple = ()                    # flags of train_cls.py for all arms
-    also: tuple = ()                        # (measure, images, seeds), into a folder of its own
     alias: dict = {}                        # other names of arms in its rows
 
 
@@ -189,8 +206,7 @@ STUDIES = {
         "cost-96": Comparison([("symmetric-adv-96", "symmetric-96")], margins=(0.25, 1.5),
                               level=0.9)},
         ("criterion/*.jsonl",), ("clean", "corruptions", PGD.format(
-            "1/255,2/255,4/255,6/255,8/255,12/255")), ("median budget", "15 corruptions"),
-        also=("autoattack eps=4/255", 500, (40, 41))),
+            "1/255,2/255,4/255,6/255,8/255,12/255")), ("median budget", "15 corruptions")),
 }
 
 
@@ -216,65 +232,31 @@ def flags_of(arms, arm, seed):
     return filled | dict(seed=seed)
 
 
-def finished(folder, flags):
-    """Has the run in this folder all its steps? InputError if it has other flags than these."""
-    if not (folder / "last.pt").exists():
-        return False
-    checkpoint = common.load(folder / "last.pt")
-    trained = checkpoint["args"]
-    for name, value in flags.items():
-        if trained.get(name) != value:
-            raise InputError(f"{folder} was trained with {name} {trained.get(name)}, expected "
-                             f"{value}")
-    steps = checkpoint["training_images"] // trained["batch_size"]
-    return checkpoint["step"] >= trained["epochs"] * steps
-
-
 def train(folder, flags, more=()):
-    """Train a network unless it is there; one that was cut goes on."""
-    if not finished(folder, flags):
-        new = [*more, *(part for name, value in flags.items() for part in (f"--{name}", value)),
-               "--out_dir", folder]
-        again = (folder / "last.pt").exists()
-        call(*script("train_cls.py", flags["attn"]), *(["--resume", folder] if again else new))
-
-
-def evaluate(folder, measures, limit, how=(), suffix=""):
-    """Measure what the network's rows lack. An adaptive attack is PGD on what is not RPC."""
-    attn = common.load(folder / "last.pt")["args"]["attn"]
-    measures = [text for text in measures if attn == "rpc" or not text.startswith("adaptive")]
-    call(*script("eval_robust.py", attn), "--ckpt", folder, "--out_dir",
-         folder.parent / "eval" / (folder.name + suffix), "--resume", "--limit", limit, *how,
-         "--measures", *measures)
-
-
-OWN = ("seed", "data_dir", "num_workers", "device", "amp", "compile", "log_every", "save_every",
-       "eval_every", "download", "max_steps", "out_dir", "resume")     # may differ between networks
-
-
-def check_recipe(arms, folders):
-    """InputError unless networks differ in nothing but arm and seed. {(arm, seed): folder}"""
-    seen = {}
-    for (arm, _), folder in folders.items():
-        trained = common.load(folder / "last.pt")["args"]
-        for name in trained.keys() - {*OWN, *arms[arm]}:
-            value, first = seen.setdefault(name, (trained[name], folder))
-            if value != trained[name]:
-                raise InputError(f"{folder} was trained with {name} {trained[name]}, {first} with "
-                                 f"{value}: choose another --out_dir for one of them")
+    """Train a network unless it has all its steps; one that was cut goes on."""
+    words = [*more, *(part for name, value in flags.items() for part in (f"--{name}", value)),
+             "--out_dir", folder]
+    if (folder / "last.pt").exists():
+        checkpoint, words = common.load(folder / "last.pt"), ["--resume", folder]
+        trained = checkpoint["args"]
+        steps = checkpoint["training_images"] // trained["batch_size"]
+        if checkpoint["step"] >= trained["epochs"] * steps:
+            return
+    call(*script("train_cls.py", flags["attn"]), *words)
 
 
 def run(study, args, rest):
     """Train and measure the networks of --arms and --seeds that lack: the files of their rows."""
-    networks = {(arm, seed): args.out_dir / f"{arm}_s{seed}"
-                for seed in args.seeds for arm in args.arms or study.arms}
-    for (arm, seed), folder in networks.items():
-        train(folder, flags_of(study.arms, arm, seed), [*study.training, *rest])
-        check_recipe(study.arms, {key: path for key, path in networks.items()
-                                  if (path / "last.pt").exists()})
-        evaluate(folder, args.measures or study.measures, args.limit, study.how)
-        if study.also and seed in study.also[2] and not args.measures:
-            evaluate(folder, study.also[:1], study.also[1], study.how[:2], "_aa")
+    for seed in args.seeds:
+        for arm in args.arms or study.arms:
+            folder, flags = args.out_dir / f"{arm}_s{seed}", flags_of(study.arms, arm, seed)
+            train(folder, flags, [*study.training, *rest])
+            # an adaptive attack is PGD on what is not RPC
+            measures = [text for text in args.measures or study.measures
+                        if flags["attn"] == "rpc" or not text.startswith("adaptive")]
+            call(*script("eval_robust.py", flags["attn"]), "--ckpt", folder, "--out_dir",
+                 args.out_dir / "eval" / folder.name, "--resume", "--limit", study.limit, *study.how,
+                 "--measures", *measures)
     return sorted(args.out_dir.glob("eval/*/results.jsonl"))
 
 
@@ -300,11 +282,17 @@ def processors(rows):
     return {name: sorted(s for s in of if of[s] == name) for name in dict.fromkeys(of.values())}
 
 
-def compared(study, name, rows, limit=None, ours=True):
-    """The `stats.Compared` of a comparison, of stored rows over the seeds that it names."""
+def compared(study, name, rows):
+    """The `stats.Compared` of a comparison, of Rows over the seeds that it names."""
     of = study.comparisons[name]
-    return compare(outcomes(rows, limit or study.limit), of.pairs, study.primary,
-                   of.seeds if ours else None, of.untested)
+    return compare(outcomes(rows, study.limit), of.pairs, study.primary, of.seeds, of.untested)
+
+
+@cache
+def comparison(name):
+    """A comparison of the stored rows: its study and its `stats.Compared`."""
+    study = next(study for study in STUDIES.values() if name in study.comparisons)
+    return study, compared(study, name, stored(study))
 
 
 def outcome(study, name, of, pair):
@@ -333,44 +321,38 @@ def meet_the_rule(of):
     return sorted(tested("15 corruptions") & tested("6 patches noise") - below)
 
 
-def tables(study, rows, limit=None, ours=True):
-    """Write Markdown: each comparison's primary measures, its outcomes, every measure.
-
-    ours: the stored rows, over the seeds that a comparison names.
-    """
-    where, text = processors(rows), []
+def tables(study, rows):
+    """Write Markdown: each comparison's primary measures, its outcomes, every measure."""
+    text = []
     for name, comparison in study.comparisons.items():
-        of = compared(study, name, rows, limit, ours)
-        seeds = comparison.seeds if ours else None
+        of = compared(study, name, rows)
         if of.gaps:
-            text += [f"## {name}", primary_table(of, seeds)]
-            said = [f"{arm} minus {base}: **{outcome(study, name, of, (arm, base))}**"
-                    for arm, base in comparison.pairs if any(key[1:] == (arm, base)
-                                                             for key in of.gaps)]
-            text += ["; ".join(said) + "."] if comparison.margins else []
-            text.append(everything(of, seeds))
-    for processor, seeds in where.items():
+            text += [f"## {name}", primary_table(of, comparison.seeds)]
+            pairs = [pair for pair in comparison.pairs if any(key[1:] == pair for key in of.gaps)]
+            text += ["; ".join(f"{arm} minus {base}: **{outcome(study, name, of, (arm, base))}**"
+                               for arm, base in pairs) + "."] if comparison.margins else []
+            seen = dict.fromkeys(arm for pair in pairs for arm in pair if plain(arm) in WORDS)
+            text += [everything(of, comparison.seeds),
+                     "; ".join(f"{arm}: {WORDS[plain(arm)]}" for arm in seen) + "."]
+    for processor, seeds in processors(rows).items():
         text.append(f"Seeds on {processor}: {', '.join(map(str, seeds))}.")
     return "\n\n".join(text) or "No pairs yet."
 
 
-def beside(study, theirs, yours, limit=None):
+def beside(study, theirs, yours):
     """Write Markdown: your arms, and their difference to the study's baseline of the same seeds.
 
     An arm of yours that has a stored one's name is called yours.
     """
-    base = next(iter(study.comparisons.values())).pairs[0][1]
-    known = {row.arm for row in theirs}
+    base, known = next(iter(study.comparisons.values())).pairs[0][1], {row.arm for row in theirs}
     yours = [row._replace(arm=f"your {row.arm}" if row.arm in known else row.arm) for row in yours]
-    found, body = outcomes([*theirs, *yours], limit or study.limit), []
-    mine = f"your {base}" if any(row.arm == f"your {base}" for row in yours) else base
-    for arm in dict.fromkeys(row.arm for row in yours if row.arm and row.arm != mine):
-        for measure in (m for m in found if any(a == arm for a, _ in found[m])):
-            gap = paired(found, measure, arm, mine)
-            body.append([arm, measure, accuracy(found, measure, arm),
-                         accuracy(found, measure, mine),
-                         show(crossed(gap), digits_of(measure)) if len(gap) else ""])
-    return common.table(body, ["arm", "measure", "accuracy", mine, "difference, shared seeds"])
+    arms = dict.fromkeys(row.arm for row in yours if row.arm)
+    base = f"your {base}" if f"your {base}" in arms else base
+    of = compare(outcomes([*theirs, *yours], study.limit),
+                 [(arm, base) for arm in arms if arm != base], study.primary)
+    if not of.gaps:
+        raise InputError(f"--rows: no network of these, ARM_sSEED, has a seed of {base}")
+    return everything(of)
 
 
 # --- the table of the criterion -------------------------------------------------------------------
@@ -407,18 +389,19 @@ def main(argv=None):
     if rest and not args.seeds:
         p.error(f"unrecognized arguments: {' '.join(rest)}")
     study, args.out_dir = STUDIES[args.study], args.out_dir or Path("out", args.study)
-    args.limit = args.limit or study.limit
+    study = study._replace(limit=args.limit or study.limit)
     for arm in args.arms or ():
         if arm not in study.arms:
             raise InputError(f"--arms {arm}: expected some of {', '.join(study.arms)}")
     if args.seeds:
         rows = read(run(study, args, rest))
-        print(tables(study, rows, args.limit, ours=False))
+        study = study._replace(comparisons={name: of._replace(seeds=None)
+                                            for name, of in study.comparisons.items()})
     else:
         rows = stored(study)
-        print(tables(study, rows, args.limit))
-        if args.rows:
-            print("\n## yours\n\n" + beside(study, rows, read(args.rows), args.limit))
+    print(tables(study, rows))
+    if args.rows:
+        print("\n## yours\n\n" + beside(study, rows, read(args.rows)))
     if args.study == "criterion" and rows:
         print("\n## by cost\n\n" + by_cost(rows))
 

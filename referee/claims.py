@@ -30,16 +30,9 @@ RESULTS, CLAIMS = ROOT / "referee/results", ROOT / "referee/claims.csv"
 
 # --- differences of pairs -------------------------------------------------------------------------
 
-@cache
-def comparison(name):
-    """A comparison of the stored rows: its study and its `stats.Compared`."""
-    study = next(study for study in arms.STUDIES.values() if name in study.comparisons)
-    return study, arms.compared(study, name, arms.stored(study))
-
-
 def key_of(name, pair, measure):
     """The key of a pair, "arm" or "arm - baseline", in a comparison."""
-    study, of = comparison(name)
+    study, of = arms.comparison(name)
     short = {"pgd": study.primary[1], "corruptions": "15 corruptions", "budget": "median budget"}
     arm, _, base = pair.partition(" - ")
     base = base or next(b for a, b in study.comparisons[name].pairs if a == arm)
@@ -49,7 +42,7 @@ def key_of(name, pair, measure):
 def gap(name, pair, measure, what="difference"):
     """A paired difference with its 95 % interval; or its mean, interval, seeds, p, p after Holm,
     90 % interval, the difference found with 80 % power, the accuracy of the arm or its baseline."""
-    study, of = comparison(name)
+    study, of = arms.comparison(name)
     measure, arm, base = key = key_of(name, pair, measure)
     if what in ("arm", "baseline"):
         seeds = study.comparisons[name].seeds
@@ -73,13 +66,13 @@ def described(d, what, holm=np.nan, tests=1, digits=1):
 
 def outcome(name, pair):
     """What a pair came to by its comparison's margins: below, above, equal or open."""
-    study, of = comparison(name)
+    study, of = arms.comparison(name)
     return arms.outcome(study, name, of, key_of(name, pair, "pgd")[1:])
 
 
 def rule():
     """How many attentions of others meet the rule that was fixed for them."""
-    met = arms.meet_the_rule(comparison("ten")[1])
+    met = arms.meet_the_rule(arms.comparison("ten")[1])
     return str(len(met)) if met else "none"
 
 

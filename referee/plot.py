@@ -10,47 +10,27 @@ Colours and marks are one family's in all figures; marks differ in shape as well
 
 import argparse
 import re
-import sys
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 
 import common
-from referee import arms, constancy, line
-from referee.arms import RESULTS, STUDIES, compared, files
+from referee import arms, constancy, line, where_is_s
+from referee.arms import RESULTS, STUDIES, WORDS, files, plain
 from referee.stats import NONE, read
-
-try:
-    import matplotlib.pyplot as plt
-except ImportError:
-    sys.exit("error: referee.plot needs matplotlib: pip install matplotlib")
 
 plt.switch_backend("Agg")                                  # no screen
 plt.rcParams.update({"figure.dpi": 100, "figure.constrained_layout.use": True, "font.size": 11.5,
                      "axes.titlesize": 11.5, "legend.fontsize": 10.5, "axes.spines.top": False,
-                     "axes.spines.right": False, "svg.hashsalt": "rpc"})
+                     "axes.spines.right": False})
 WIDTH = 9                                      # inches; a slide shows them 1.5 times as large
 # A family: colour (told apart by colour-blind readers), mark. The averaging layer is a null.
 FAMILIES = {"symmetric": ("#0072b2", "o"), "rpc": ("#d55e00", "^"), "average": ("#666666", "s"),
             "softmax": ("black", "v"), "others": ("#999900", "D"), "recipe": ("black", "x")}
-WORDS = {"symmetric": "symmetric attention", "rpc4-l1": "RPC, as published",
-         "rpc2-all": "RPC in all layers", "no-shrink": "RPC without its sparse part",
-         "clamp": "keys clamped, no iteration", "admm": "RPC with ADMM's constants",
-         "sharp": "sharper attention", "softmax": "softmax attention",
-         "uniform-l0": "layer 0 averages", "keys": "proximal steps on keys",
-         "keys-rows": "proximal steps, whole keys", "weights": "weights of tokens",
-         "rkde-huber": "kernel density, Huber", "rkde-hampel": "kernel density, Hampel",
-         "mom": "median of means", "sinkhorn": "doubly stochastic", "elliptical": "elliptical",
-         "paper-0.05-n4": "RPC, chosen constants", "rpc4-l1-adv": "RPC, adversarially trained",
-         "symmetric-adv": "symmetric, adversarially trained"}
 
 
 # --- what all figures share -----------------------------------------------------------------------
-
-def plain(arm):
-    """An arm's name without how it was trained: long-rpc4-l1 and rpc4-l1-e12 are rpc4-l1."""
-    return re.sub(r"^(long|half|flat)-|-e\d+$|-96$|-fast$", "", arm)
-
 
 def family(arm):
     """The family of an arm, which has its colour and mark."""
@@ -65,7 +45,8 @@ def family(arm):
 
 def look(arm):
     colour, mark = FAMILIES[family(arm)]
-    return dict(color=colour, marker=mark)
+    return dict(color=colour, marker=mark) | (
+        dict(linestyle="--", fillstyle="none") if "-adv" in arm else {})
 
 
 def legend(figure, ax, where, **more):
@@ -75,7 +56,8 @@ def legend(figure, ax, where, **more):
 
 
 def save(figure, path):
-    figure.savefig(path, metadata={"Date": None} if str(path).endswith("svg") else None)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
     plt.close(figure)
 
 
@@ -136,145 +118,105 @@ def line_figure(name, networks, path, others=()):
 
 # --- differences of pairs -------------------------------------------------------------------------
 
-# figure: (title of rows, [(study, comparison, arm, baseline, words)])
-FOREST = {"rpc": [
-    ("scenes, 8 epochs, minus symmetric attention", [
-        ("robustness", "scenes", "rpc4-l1", "symmetric", "RPC, as published"),
-        ("constants", "confirmation", "rpc4-l1", "symmetric", "the same, fresh seeds"),
-        ("robustness", "scenes", "rpc2-all", "symmetric", "in all layers, 2 steps"),
-        ("robustness", "scenes", "no-shrink", "symmetric", "without its sparse part"),
-        ("robustness", "scenes", "admm", "symmetric", "with ADMM's constants"),
-        ("eighteen", "eighteen", "paper-0.05-n4", "symmetric", "with chosen constants")]),
-    ("the same minus a layer that averages", [
-        ("line", "lambda-0", "paper-0.05-n4", "uniform-l0", "chosen constants")]),
-    ("trained otherwise", [
-        ("line", "24-epochs", "long-rpc4-l1", "long-symmetric", "24 epochs"),
-        ("line", "one-rate", "long-rpc4-l1", "half-symmetric", "24 epochs, one rate"),
-        ("finetune", "finetune", "rpc4-l1", "symmetric", "RPC for three last epochs"),
-        ("control", "added", "rpc4-l1-adv", "symmetric-adv", "both adversarially trained")]),
-    ("CIFAR-10, 12 epochs", [
-        ("line-cifar10", "cifar10-12", "rpc4-l1-e12", "symmetric-e12", "RPC, as published")])],
- "others": [
-    ("scenes, 8 epochs, minus symmetric attention", [
-        *(("robustness", "ten", arm, "symmetric", WORDS[arm]) for arm in (
+# figure: {title of rows: [(comparison, arm, baseline, words)]}
+FOREST = {"rpc": {
+    "scenes, 8 epochs, minus symmetric attention": [
+        ("scenes", "rpc4-l1", "symmetric", "RPC, as published"),
+        ("confirmation", "rpc4-l1", "symmetric", "the same, fresh seeds"),
+        ("scenes", "rpc2-all", "symmetric", "in all layers, 2 steps"),
+        ("scenes", "no-shrink", "symmetric", "without its sparse part"),
+        ("scenes", "admm", "symmetric", "with ADMM's constants"),
+        ("eighteen", "paper-0.05-n4", "symmetric", "with chosen constants")],
+    "the same minus a layer that averages": [
+        ("lambda-0", "paper-0.05-n4", "uniform-l0", "chosen constants")],
+    "trained otherwise": [
+        ("24-epochs", "long-rpc4-l1", "long-symmetric", "24 epochs"),
+        ("one-rate", "long-rpc4-l1", "half-symmetric", "24 epochs, one rate"),
+        ("finetune", "rpc4-l1", "symmetric", "RPC for three last epochs"),
+        ("added", "rpc4-l1-adv", "symmetric-adv", "both adversarially trained")],
+    "CIFAR-10, 12 epochs": [
+        ("cifar10-12", "rpc4-l1-e12", "symmetric-e12", "RPC, as published")]},
+ "others": {
+    "scenes, 8 epochs, minus symmetric attention": [
+        *(("ten", arm, "symmetric", WORDS[arm]) for arm in (
             "keys-rows", "keys", "weights", "rkde-huber", "rkde-hampel", "sinkhorn", "mom")),
-        ("line", "softmax", "softmax-e8", "symmetric-e8", "softmax attention"),
-        ("line", "lambda-0", "uniform-l0", "symmetric-e8", "layer 0 averages"),
-        ("control", "control", "symmetric-adv", "symmetric", "adversarial training")]),
-    ("24 epochs", [
-        ("line", "24-epochs", "long-softmax", "long-symmetric", "softmax attention"),
-        ("line", "24-epochs", "long-uniform-l0", "long-symmetric", "layer 0 averages")])]}
+        ("softmax", "softmax-e8", "symmetric-e8", "softmax attention"),
+        ("lambda-0", "uniform-l0", "symmetric-e8", "layer 0 averages"),
+        ("control", "symmetric-adv", "symmetric", "adversarial training")],
+    "24 epochs": [
+        ("24-epochs", "long-softmax", "long-symmetric", "softmax attention"),
+        ("24-epochs", "long-uniform-l0", "long-symmetric", "layer 0 averages")]}}
 
 
 def forest(groups, path):
     """Draw differences with 95 % intervals over seeds and images, a row a pair; filled:
     significant after Holm within its comparison. Of three seeds intervals are rough."""
     names = ("15 corruptions", "PGD-20, 2/255 (CIFAR-10: 1/255)")
-    rows = sum(len(of) + 1 for _, of in groups)
+    rows = sum(len(of) + 1 for of in groups.values())
     figure, axes = plt.subplots(1, 2, sharey=True, figsize=(WIDTH, 1.1 + 0.3 * rows))
     ticks, bold = [], []
-    for title, of in groups:
+    for title, of in groups.items():
         bold.append(len(ticks))
         ticks.append(title)
-        for study, comparison, arm, base, words in of:
-            study = STUDIES[study]
-            found = compared(study, comparison, arms.stored(study))
-            n = found.gaps[study.primary[0], arm, base].n
+        for comparison, arm, base, words in of:
+            study, found = arms.comparison(comparison)
             for ax, measure in zip(axes, sorted(study.primary)):
-                d, p = (x.get((measure, arm, base), y) for x, y in (
-                    (found.gaps, NONE), (found.p, 1)))
+                key = measure, arm, base
+                d, p = found.gaps.get(key, NONE), found.p.get(key, 1)
                 ax.plot([d.low, d.high], [len(ticks)] * 2, color=look(arm)["color"], linewidth=1.5)
-                ax.plot(d.mean, len(ticks), markersize=6, **look(arm),
-                        markerfacecolor=look(arm)["color"] if p < 0.05 else "white")
-            ticks.append(f"{words} ({n})")
+                ax.plot(d.mean, len(ticks), look(arm)["marker"], color=look(arm)["color"],
+                        markersize=6, markerfacecolor=None if p < 0.05 else "white")
+            ticks.append(f"{words} ({d.n})")
     for ax, name in zip(axes, names):
         ax.axvline(0, color="black", linewidth=0.8)
         ax.set(title=name, xlabel="points of accuracy", ylim=(len(ticks) - 0.5, -0.5),
                yticks=range(len(ticks)), yticklabels=ticks)
         for i, label in enumerate(ax.get_yticklabels()):
-            label.set_fontweight("bold" if i in bold else "normal")
-            label.set_fontsize(10)
+            label.set(fontweight="bold" if i in bold else "normal", fontsize=10)
     save(figure, path)
 
 
 # --- accuracy against the budget of an attack -----------------------------------------------------
 
-def by_budget(rows, name_of=lambda row: row.arm or row.name):
-    """Sort top-1 of clean images and of one attack: {network: {eps in 1/255: [per cent]}}."""
-    found = {}
-    for row in rows:
-        found.setdefault(name_of(row), {}).setdefault(row.eps, []).append(row.top1)
-    return {name: of for name, of in found.items() if len(of) > 1}
-
-
-def budget_curves(ax, networks, looks=None):
-    """Draw means over seeds, bands from lowest to highest. looks: {name: (label, how to draw)}."""
-    for name, of in networks.items():
-        if looks and name not in looks:
-            continue
-        label, how = looks[name] if looks else (f"{name} (n = {max(map(len, of.values()))})",
-                                                dict(marker="o"))
-        xs = sorted(of)
-        drawn, = ax.plot(xs, [np.mean(of[x]) for x in xs], markersize=5, label=label, **how)
-        ax.fill_between(xs, [min(of[x]) for x in xs], [max(of[x]) for x in xs], alpha=0.15,
-                        color=drawn.get_color(), linewidth=0)
-    ax.set(ylim=(0, 102))
-
-
-DEFENDED = dict(linestyle="--", fillstyle="none")
-CONTROL = {"symmetric": (WORDS["symmetric"], look("symmetric")),
-           "rpc4-l1": ("RPC", look("rpc4-l1")),
-           "symmetric-adv": (WORDS["symmetric-adv"], look("symmetric") | DEFENDED),
-           "rpc4-l1-adv": (WORDS["rpc4-l1-adv"], look("rpc4-l1") | DEFENDED)}
-CRITERION = [{**CONTROL, "uniform-l0": (WORDS["uniform-l0"], look("uniform-l0")),
-              "softmax": (WORDS["softmax"], look("softmax"))},
-             {"symmetric-96": CONTROL["symmetric"], "symmetric-adv-96": CONTROL["symmetric-adv"]}]
-
-
-def control_figure(path):
-    """Draw accuracy against PGD's budget, with and without adversarial training."""
-    rows = [row for row in read(files(STUDIES["control"].rows)) if row.kind in ("clean", "pgd")]
-    figure, ax = plt.subplots(figsize=(WIDTH, 4))
-    budget_curves(ax, by_budget(rows), CONTROL)
-    ax.set_xscale("symlog", base=2, linthresh=0.5)
-    ticks = [0, 0.5, 1, 2, 4, 8, 16]
-    ax.set_xticks(ticks, [f"{x:g}" for x in ticks])
-    ax.set(xlabel="PGD-20, budget in 1/255 of the pixel range", ylabel="accuracy in %",
-           xlim=(-0.1, 18))
-    ax.legend(frameon=False)
-    save(figure, path)
-
-
-def criterion_figure(rows, path):
-    """Draw accuracy against PGD's budget, a panel a cost of training; the line: half are right."""
-    shown = by_budget([row for row in rows if row.arm and row.images == 1000
-                       and row.kind in ("clean", "pgd")])
-    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 4.4), sharey=True)
-    for ax, looks, passes in zip(axes, CRITERION, (24, 96)):
-        budget_curves(ax, shown, looks)
+def budgets(panels, path, shown=()):
+    """Draw accuracy against an attack's budget, a panel {its title: rows of the attack and of clean
+    images}: a curve an arm (of these, in words), mean over seeds, band from lowest to highest."""
+    figure, axes = plt.subplots(1, len(panels), sharey=True, squeeze=False, figsize=(WIDTH, 4.4))
+    for ax, (title, rows) in zip(axes[0], panels.items()):
+        curves = {}
+        for row in rows:
+            of = curves.setdefault((row.arm or row.name).removesuffix("-96"), {})
+            of.setdefault(row.eps, []).append(row.top1)
+        for arm in shown or curves:
+            of = sorted(curves.get(arm, {}).items())
+            how = look(arm) | dict(label=WORDS[arm]) if shown else dict(
+                marker="o", label=f"{arm} (n = {max(len(of) for _, of in of)})")
+            drawn, = ax.plot([x for x, _ in of], [np.mean(y) for _, y in of], markersize=5, **how)
+            ax.fill_between([x for x, _ in of], [min(y) for _, y in of], [max(y) for _, y in of],
+                            alpha=0.15, color=drawn.get_color(), linewidth=0)
         ax.axhline(50, color="black", linewidth=0.8, linestyle=":")
-        ax.set(title=f"cost: {passes} passes over the images", xticks=[0, 1, 2, 4, 6, 8, 12],
-               xlabel="PGD-20, budget in 1/255")
-    axes[0].set_ylabel("accuracy in %")
-    legend(figure, axes[0], "lower center", ncols=2)
+        ax.set(title=title, xlabel="budget in 1/255 of the pixel range, clean at 0", ylim=(0, 102))
+    axes[0][0].set_ylabel("accuracy in %")
+    legend(figure, axes[0][0], "lower center", ncols=2)
     save(figure, path)
+
+
+def attacked(rows, kind="pgd"):
+    """Rows of an attack and of clean images."""
+    return [row for row in rows if row.kind in (kind, "clean")]
+
+
+DEFENDED = "symmetric", "rpc4-l1", "symmetric-adv", "rpc4-l1-adv"
 
 
 def sweep(rows, path):
     """Draw accuracy against the budget of FGSM and PGD, a panel an attack, a curve an arm."""
-    panels = {kind: by_budget([row for row in rows if row.kind in (kind, "clean")])
-              for kind in ("fgsm", "pgd")}
-    panels = {kind: of for kind, of in panels.items() if of}
+    panels = {kind.upper(): attacked(rows, kind) for kind in ("fgsm", "pgd")
+              if any(row.kind == kind for row in rows)}
     if not panels:
         raise common.InputError("no FGSM or PGD at a budget: eval_robust.py --measures clean "
                                 '"pgd eps=1/255,2/255,4/255"')
-    figure, axes = plt.subplots(1, len(panels), sharey=True, squeeze=False,
-                                figsize=(WIDTH, 4))
-    for ax, (kind, of) in zip(axes[0], panels.items()):
-        budget_curves(ax, of)
-        ax.set(title=kind.upper(), xlabel="eps in 1/255, clean at 0", ylabel="top-1 in %")
-        ax.legend(frameon=False)
-    save(figure, path)
+    budgets(panels, path)
 
 
 # --- lambda ---------------------------------------------------------------------------------------
@@ -312,20 +254,16 @@ def lambda_figure(path):
 def log_curves(rows):
     """{panel: {line: [(step, value)]}} of a run's log: losses, evaluations, S, speed."""
     curves = {}
-
-    def add(panel, name, value):
-        curves.setdefault(panel, {}).setdefault(name, []).append((row["step"], value))
-
     for row in rows:
-        for name in ("loss", "images_per_s", "tokens_per_s"):
-            if name in row:
-                add(name.replace("_per_s", " a second"), "training", row[name])
-        for name, value in row.get("eval", {}).items():
-            if isinstance(value, float):
-                add(name, "evaluation", value)
-        for layer, shares in row.get("nonzero_S", {}).items():
-            for i, share in enumerate(shares, 1):
-                add("share of nonzero S", f"layer {layer}, PAP step {i}", share)
+        found = {(name.replace("_per_s", " a second"), "training"): row[name]
+                 for name in ("loss", "images_per_s", "tokens_per_s") if name in row}
+        found |= {(name, "evaluation"): value for name, value in row.get("eval", {}).items()
+                  if isinstance(value, float)}
+        found |= {("share of nonzero S", f"layer {layer}, PAP step {i}"): share
+                  for layer, shares in row.get("nonzero_S", {}).items()
+                  for i, share in enumerate(shares, 1)}
+        for (panel, name), value in found.items():
+            curves.setdefault(panel, {}).setdefault(name, []).append((row["step"], value))
     return curves
 
 
@@ -355,19 +293,23 @@ def logs(folders, path):
 
 # --- the command ----------------------------------------------------------------------------------
 
-def stored(folder, form):
+def stored(folder):
     """Draw every figure of the stored rows, where its page shows it."""
-    for name in ("fresh", "cifar10"):
-        others = line.other_recipes() if name == "fresh" else ()
-        line_figure(name, line.stored(name), folder / f"line/{name}.{form}", others)
+    line_figure("fresh", line.stored("fresh"), folder / "line/fresh.png", line.other_recipes())
+    line_figure("cifar10", line.stored("cifar10"), folder / "line/cifar10.png")
     for name, groups in FOREST.items():
-        forest(groups, folder / f"line/forest_{name}.{form}")
-    lambda_figure(folder / f"line/lambda.{form}")
-    control_figure(folder / f"control/budgets.{form}")
-    constancy.draw(constancy.families(constancy.ROWS)["span"], folder / f"decider/constancy.{form}")
-    rows = arms.stored(STUDIES["criterion"])
+        forest(groups, folder / f"line/forest_{name}.png")
+    lambda_figure(folder / "line/lambda.png")
+    constancy.draw(folder / "decider/constancy.png")
+    where_is_s.draw(folder / "where_is_s/where_is_s.png")
+    rows = attacked(arms.stored(STUDIES["control"]))
+    budgets({"PGD-20, 8 epochs": rows}, folder / "control/budgets.png", DEFENDED)
+    rows = attacked(arms.stored(STUDIES["criterion"]))
     if rows:
-        criterion_figure(rows, folder / f"criterion/budgets.{form}")
+        budgets({f"PGD-20, cost: {passes} passes over the images": [
+            row for row in rows if row.arm.endswith("-96") == (passes == 96)]
+            for passes in (24, 96)}, folder / "criterion/budgets.png",
+            (*DEFENDED, "uniform-l0", "softmax"))
 
 
 def main(argv=None):
@@ -378,13 +320,12 @@ def main(argv=None):
                    "figure goes to the first; stored: where, default: beside the rows")
     p.add_argument("--run", nargs="+", default=[""], metavar="NAME",
                    help="robust: only networks whose folder's name begins so")
-    p.add_argument("--format", choices=["png", "pdf", "svg"], default="png")
     args = p.parse_args(argv)
     if args.what == "stored":
-        return stored(args.folder[0] if args.folder else RESULTS, args.format)
+        return stored(args.folder[0] if args.folder else RESULTS)
     if not args.folder:
         p.error(f"{args.what}: of which folder?")
-    path = args.folder[0] / f"{dict(log='curves', robust='sweep')[args.what]}.{args.format}"
+    path = args.folder[0] / dict(log="curves.png", robust="sweep.png")[args.what]
     if args.what == "log":
         logs(args.folder, path)
     else:
