@@ -12,7 +12,7 @@ itself is far above it. So the line can show a cost; what a defence is it cannot
 outcomes: referee/results/line/plan.md.
 
 --rows: results.jsonl of eval_robust.py, or its folder, with --measures clean "pgd eps=2/255
-steps=20" corruptions; their clean loss is that of the row (`loss`), or of --training.
+steps=20" corruptions.
 """
 
 import argparse
@@ -60,9 +60,9 @@ class Network(NamedTuple):
 
 # --- networks -------------------------------------------------------------------------------------
 
-def networks_of(rows, training):
-    """Make networks of Rows: those whose checkpoint has a clean loss, its own or training's."""
-    losses = {row["run"]: row["loss"] for row in training}            # a later row counts
+def networks_of(rows, training=()):
+    """Make networks of Rows: those with a clean loss, their own or that of a file of training."""
+    losses = {row["run"]: row["loss"] for path in training for row in common.read_log(path)}
     losses |= {row.name: row.loss for row in rows if row.loss is not None}
     found, networks = {}, []
     for row in rows:
@@ -79,18 +79,14 @@ def networks_of(rows, training):
     return networks
 
 
-def logged(paths):
-    return [row for path in paths for row in common.read_log(path)]
-
-
 def stored(name):
     """Read the committed networks of a picture."""
     _, rows, training, _ = PICTURES[name]
-    return networks_of(read(files(rows)), logged(files(training)))
+    return networks_of(read(files(rows)), files(training))
 
 
 def other_recipes():
-    return networks_of(read(files(OTHER_RECIPES)), logged(files(("line/training.jsonl",))))
+    return networks_of(read(files(OTHER_RECIPES)), files(("line/training.jsonl",)))
 
 
 def reference(networks, *arms):
@@ -292,72 +288,29 @@ def tables(name, networks, others=()):
     return "\n\n".join(text)
 
 
-# --- networks that were trained with a lambda of their own ----------------------------------------
-
-SAME = {"uniform-l0": "paper-0-n4", "rpc4-l1": "released-4-n4"}         # other names of arms
-
-
-def with_lambda(networks, training):
-    """What networks of the line that were trained with a lambda have: dicts of form, lambd, loss,
-    accuracies; entropy of layer 0 and share of S where they were measured."""
-    after, found = {row["run"]: row for row in training}, []
-    for n in networks:
-        form, _, rest = SAME.get(n.arm, n.arm).partition("-")
-        if form in ("paper", "released") and rest.endswith("-n4"):
-            of = after.get(f"{n.arm}_s{n.seed}", {})
-            shares = of.get("nonzero_S", {}).get("0", [None])
-            row = dict(form=form, lambd=float(rest.removesuffix("-n4")), loss=n.loss,
-                       entropy=of.get("entropy"), share=shares[-1])
-            found.append({k: x for k, x in (row | n.accuracy).items() if x is not None})
-    return sorted(found, key=lambda row: (row["form"], row["lambd"]))
-
-
-def lambda_table(rows):
-    """Write Markdown: a lambda a row, means over the networks that were trained with it."""
-    columns = {"clean loss": ("loss", 3), "clean": ("clean", 1), "pgd 2/255": ("pgd 2/255", 1),
-               "15 corruptions": ("15 corruptions", 1), "entropy, nats": ("entropy", 2),
-               "share of S": ("share", 2)}
-    body = []
-    for form, lambd in dict.fromkeys((row["form"], row["lambd"]) for row in rows):
-        own = [row for row in rows if (row["form"], row["lambd"]) == (form, lambd)]
-        means = [([row[name] for row in own if name in row], digits)
-                 for name, digits in columns.values()]
-        body.append([form, f"{lambd:g}".replace("inf", "∞"), str(len(own)),
-                     *(f"{np.mean(x):.{digits}f}" if x else "" for x, digits in means)])
-    return common.table(body, ["reading", "lambda", "networks", *columns])
-
-
 def page(name, others=()):
     """Write Markdown: all that is known of a picture's networks, and of others beside them."""
     networks = stored(name)
     ours = {n.arm for n in networks}
     yours = [n._replace(arm=f"your {n.arm}") if n.arm in ours else n for n in others]
-    text = f"## {PICTURES[name][0]}\n\n{tables(name, networks, yours)}"
-    if name == "fresh" and not others:
-        training = logged(files(PICTURES[name][2]))
-        text += "\n\nTrained with a lambda of their own:\n\n" + lambda_table(
-            with_lambda(networks, training))
-    return text
+    return f"## {PICTURES[name][0]}\n\n{tables(name, networks, yours)}"
 
 
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--rows", nargs="+", type=Path, default=[], metavar="FILE", help="yours")
-    p.add_argument("--training", nargs="+", type=Path, default=[], metavar="FILE",
-                   help='clean losses of theirs, {"run": name of the folder, "loss": nats} a line')
-    p.add_argument("--picture", choices=PICTURES, nargs="+", help="default: all; fresh with --rows")
     p.add_argument("--figure", type=Path, help="with --rows: where to draw them (.png, .pdf, .svg)")
     args = p.parse_args(argv)
-    others = networks_of(read(args.rows), logged(args.training))
+    others = networks_of(read(args.rows))
     if args.rows and not others:
         raise common.InputError("--rows: no network of these has a clean loss: --measures clean "
-                                "gives it, or --training")
-    for name in args.picture or (["fresh"] if args.rows else PICTURES):
+                                "gives it")
+    for name in ["fresh"] if args.rows else PICTURES:
         print(page(name, others) + "\n")
-        if args.figure:
-            from referee.plot import line_figure
-            line_figure(name, stored(name), args.figure, others)
+    if args.rows and args.figure:
+        from referee.plot import line_figure
+        line_figure("fresh", stored("fresh"), args.figure, others)
 
 
 if __name__ == "__main__":

@@ -221,11 +221,23 @@ def sweep(rows, path):
 
 # --- lambda ---------------------------------------------------------------------------------------
 
+def with_lambda():
+    """The networks of the line that were trained with a lambda: dicts of form, lambd, top1 and,
+    where it was measured, entropy of layer 0."""
+    after = {row["run"]: row for path in files(line.PICTURES["fresh"][2])
+             for row in common.read_log(path)}
+    for n in line.stored("fresh"):
+        arm = {"uniform-l0": "paper-0-n4", "rpc4-l1": "released-4-n4"}.get(n.arm, n.arm)
+        if found := re.fullmatch(r"(paper|released)-(.+)-n4", arm):
+            row = dict(form=found[1], lambd=float(found[2]), top1=n.accuracy["clean"])
+            entropy = after.get(f"{n.arm}_s{n.seed}", {}).get("entropy")
+            yield row | (dict(entropy=entropy) if entropy is not None else {})
+
+
 def lambda_figure(path):
     """Draw accuracy and entropy of layer 0 against lambda, a column a reading: two networks whose
     layer 0 is replaced (rows of an earlier script), and those that were trained with a lambda."""
-    rows = common.read_log(RESULTS / "line/lambda.jsonl")
-    trained = line.with_lambda(line.stored("fresh"), line.logged(files(line.PICTURES["fresh"][2])))
+    rows, trained = common.read_log(RESULTS / "line/lambda.jsonl"), list(with_lambda())
     lambdas = sorted({row["lambd"] for row in rows})
     shown = dict(top1="clean accuracy in %", entropy="entropy of layer 0\nin nats")
     figure, axes = plt.subplots(2, 2, figsize=(WIDTH, 5.2), sharex=True, sharey="row")
@@ -236,9 +248,8 @@ def lambda_figure(path):
                 own = [r for r in rows if (r["network"], r["form"]) == (network, form)]
                 ax.plot([lambdas.index(r["lambd"]) for r in own], [r[name] for r in own],
                         markersize=4, **look(arm), label=f"{words}; then this lambda")
-            key = "clean" if name == "top1" else name
-            own = [r for r in trained if r["form"] == form and key in r]
-            ax.plot([lambdas.index(r["lambd"]) for r in own], [r[key] for r in own], "P",
+            own = [r for r in trained if r["form"] == form and name in r]
+            ax.plot([lambdas.index(r["lambd"]) for r in own], [r[name] for r in own], "P",
                     markersize=7, fillstyle="none", color="black", label="trained with this lambda")
             ax.set_ylabel(shown[name] if form == "paper" else None)
         column[1].axhline(rows[0]["uniform"], color="black", linewidth=0.8, linestyle=":")

@@ -71,6 +71,17 @@ def test_a_figure_has_at_most_six_series_and_the_averaging_layer_is_never_red():
     assert len(set(marks)) == len(marks)
 
 
+def test_a_network_that_was_trained_with_a_lambda_stands_there_with_its_entropy(monkeypatch):
+    networks = [line.Network(arm, 21, 0.5, {"clean": top1}) for arm, top1 in (
+        ("uniform-l0", 90.0), ("rpc4-l1", 80.0), ("paper-inf-n4", 82.0), ("symmetric-e8", 95.0))]
+    monkeypatch.setattr(line, "stored", lambda name: networks)
+    training = [dict(run="rpc4-l1_s21", entropy=2.5)]
+    monkeypatch.setattr(plot.common, "read_log", lambda path: training)
+    assert list(plot.with_lambda()) == [
+        dict(form="paper", lambd=0, top1=90), dict(form="released", lambd=4, top1=80, entropy=2.5),
+        dict(form="paper", lambd=float("inf"), top1=82)]
+
+
 def test_every_figure_of_the_stored_rows_is_drawn(tmp_path, monkeypatch):
     study = arms.STUDIES["criterion"]
     rows = [stats.row_of(line) for line in made_up(range(40, 42))]
