@@ -11,9 +11,9 @@ from kpca import a_hat, basis, eigen_cosine, kernel_pca, theoretical_values
 from referee import published_scores
 from referee.kernel_pca import exp_capture, exp_gamma, exp_values, measure
 from referee.probe import capture, checkpoints, get_args
-from referee.published_scores import (absolute_losses, cka, exp_similarities, gamma, kernel_cka,
-                                      kernel_eigenvalues, matching, numeric_a_hat, official_loss,
-                                      pair_differences, row_similarities, synthetic_keys)
+from referee.published_scores import (cka, exp_similarities, gamma, kernel_cka, matching,
+                                      numeric_a_hat, official_loss, optimal_cosine,
+                                      pair_differences)
 from referee.span import Layer, token_overlap
 from test_kernel_pca import random_heads, read, run, save_vit
 from test_kpca import assert_close, cases, draw
@@ -27,29 +27,20 @@ def test_similarities_agree_with_golden(golden, case):
     v = {"random": given["v"], "self": w, "flipped": w * given["flips"], "reversed": w.flip(-1),
          "rotated": w @ given["rotation"], "permuted": w[given["perm"]],
          "mixed": given["mixed"]}[case]
-    found = row_similarities(v, w)
-    assert torch.equal(found.pop("assign"), z["assign"])
-    for name, value in found.items():
-        assert_close(value, z[name], 1e-6, 1e-9)
+    cosine, match = optimal_cosine(v, w)
+    assert torch.equal(match, z["assign"])
+    assert_close(cosine, z["optimal"], 1e-6, 1e-9)
     assert_close(cka(v, w), z["linear_cka"])
-    assert_close(cka(v, w, unbiased=True), z["linear_cka_unbiased"])
     assert_close(kernel_cka(v, w), z["kernel_cka"])
     assert_close(token_overlap(basis(v), basis(w)), z["overlap"])
 
 
-def test_released_loss_and_its_reproduction_agree_with_golden(golden):
+def test_the_released_loss_agrees_with_golden_and_knows_nothing_about_v(golden):
     z = cases(golden("kpca_vit"))["jproj_variants"]
     q, k, v = (z[n][None] for n in "qkv")
     assert_close(official_loss(q, k, v), z["official"], 1e-10)
     assert_close(official_loss(q, k, v, with_h=False), z["official_without_h"], 1e-10)
-    assert official_loss(q, k, v) == official_loss(q, k, 100 * v)  # the curve knows nothing about v
-    found = absolute_losses(q, k, v)
-    for ours, theirs in (("J abs [R]", "error"), ("rel_h floor [R]", "rel_h"),
-                         ("rel_phi floor [R]", "rel_phi")):
-        assert_close(found[ours].mean(), z[f"repro_{theirs}"], 1e-8)
-    # the floor makes nothing large
-    assert (found["rel_phi no floor"] >= found["rel_phi floor [R]"]).all()
-    assert (found["rel_phi floor [R]"] > 0.5 * found["rel_phi no floor"]).all()
+    assert official_loss(q, k, v) == official_loss(q, k, 100 * v)
 
 
 def test_gamma_agrees_with_golden(golden):
@@ -123,17 +114,9 @@ def test_exact_kernel_pca_with_turned_axes_scores_like_noise_by_rows_and_perfect
     found = measure([Layer(random_heads())], experiments)
     at = {key[1:3]: t.mean() for key, t in found.items()}
     assert abs(at["optimal [R]", "KPCA"] - at["optimal [R]", "iid"]) < 0.05
-    assert at["overlap", "KPCA"] > 1 - 1e-9 and at["EV", "KPCA"] > 0.9 * at["EV",
-                                                                            "best"] > 5 * at["EV",
-                                                                                             "iid"]
-    assert abs(at["overlap", "iid"] - 16 / 65) < 0.02 and abs(at["CKA unbiased", "iid"]) < 0.02
-
-
-def test_kernel_without_g_of_keys_that_share_a_direction_has_eigenvalues_of_the_published_size():
-    found = [t.mean() for t in kernel_eigenvalues(synthetic_keys()).values()]
-    for ours, published in zip(found[:4], (648.46, 4.65, 40.07, 17.73)):
-        assert published / 2 < ours < 2 * published
-    assert found[4] < 50  # centred: not of that size
+    assert at["overlap", "KPCA"] > 1 - 1e-9
+    assert at["EV", "KPCA"] > 0.9 * at["EV", "best"] > 5 * at["EV", "iid"]
+    assert abs(at["overlap", "iid"] - 16 / 65) < 0.02
 
 
 # --- the command ----------------------------------------------------------------------------------
