@@ -194,11 +194,6 @@ def way(table, network, measure):
     return show(paired_t(kernel_pca.closed(rows, network, measure)))
 
 
-def learned(table, network):
-    """The verdict on a network's values, in the words of the plan."""
-    return kernel_pca.verdict(kernel_pca.rows_of(RESULTS / f"kpca/{table}.csv"), network)
-
-
 def chosen(criterion):
     """The setting with the highest mean score over its seeds, among those chosen from."""
     scores = {}
@@ -228,7 +223,7 @@ def where(network, measure, form):
 
 
 FUNCTIONS = {f.__name__: f for f in (gap, outcome, rule, off, apart, pooled, adjusted, fit, mean,
-                                     kpca, way, learned, chosen, nats, beyond, where)}
+                                     kpca, way, chosen, nats, beyond, where)}
 
 
 def value(expression):

@@ -12,8 +12,8 @@ was found: v = x W + b, the same for all images as the trained one is, fitted on
 what is measured. Without it "as a random matrix" says little: no map might score more. What is
 found is a lower bound of what can be had. Published scores: published_scores.py.
 
-EV, frac and overlap ask which subspace of feature space values span (span.py), eig_cos
-whether they hold eigenvectors. None changes with v -> v R, which the output matrix undoes.
+EV and overlap ask which subspace of feature space values span (span.py), eig_cos whether they
+hold eigenvectors. None changes with v -> v R, which the output matrix undoes.
 
 Shapes: q (..., M, D), k (..., N, D), v (..., N, Dv), float64; leading ones: draws of a null,
 images, heads.
@@ -37,13 +37,13 @@ from data.shapes import load_shapes
 from kpca import (a_hat, attend, basis, centre, coefficients, eigen_cosine, key_scale, log_gram,
                   log_phi2, projection_loss, ritz, theoretical_values)
 from referee.arms import call
-from referee.probe import (Point, capture, checkpoints, chunks, device_of, get_args,
-                           load_images, load_model, print_table, read_csv, summarise, write_csv)
+from referee.probe import (Point, capture, checkpoints, device_of, get_args, load_images,
+                           load_model, print_table, read_csv, summarise, untrained, write_csv)
 from referee.robust_attentions import standardise
-from referee.span import (NULLS, Layer, explained_variance, query_share, token_overlap, value_axes)
+from referee.span import NULLS, Layer, explained_variance, token_overlap, value_axes
 from referee.stats import paired_t, show, spread
 
-COMPARED = ("EV", "frac", "eig_cos", "eig_cos, v = G a", "overlap")
+COMPARED = ("EV", "eig_cos", "eig_cos, v = G a", "overlap")
 
 
 # --- experiments ----------------------------------------------------------------------------------
@@ -55,10 +55,7 @@ def exp_jproj(layer):
 
     J: as printed; a true projection has J >= 0, so a negative one says that h is none. phi2, h2:
     its terms, means over tokens. above: share of tokens with |h| > |phi(q)|. rel_phi, rel_h:
-    |phi2 - h2| over either. |h|^2 has no scale (v c and W_O / c are the same network); frac has
-    one: the share of |phi(q)|^2 inside span{w_d}, in [0, 1]; 1 - frac is J with the scale fixed.
-    It cannot test kernel PCA, whose own frac may lie below that of noise: its axes are centred.
-    ceiling: inside the span of all keys, for any v.
+    |phi2 - h2| over either. |h|^2 has no scale: v c and W_O / c are the same network.
     """
     lp = log_phi2(layer.q, layer.k)
     values = layer.values | {"KPCA": theoretical_values(layer.axes, layer.dv)}
@@ -66,13 +63,7 @@ def exp_jproj(layer):
              for source, v in values.items()}
     out = {m: {source: t[m] for source, t in terms.items()} for m in terms["learned"]}
     out["phi2"] = {"learned": out["phi2"]["learned"]}                       # the same for all
-    return out | exp_frac(layer)
-
-
-def exp_frac(layer):
-    """Share of |phi(q)|^2 inside span{w_d}."""
-    frac = {source: query_share(layer.span, Q).mean(-1) for source, Q in layer.bases.items()}
-    return {"frac": frac | {"ceiling": query_share(layer.span).mean(-1)}}
+    return out
 
 
 def exp_gamma(layer):
@@ -149,15 +140,15 @@ def exp_values(layer):
 
 
 def exp_capture(layer):
-    """How much of the keys' variance, and of the queries, do values catch? W_O cannot change this.
+    """How much of the keys' variance do values catch? The output matrix cannot change this.
 
     EV: share of the keys' variance in feature space inside span{w_d}; best: only kernel PCA's first
-    Dv axes reach it. frac: share of |phi(q)|^2 inside; ceiling: in the span of all keys.
+    Dv axes reach it.
     """
     mu = layer.axes.sigma.clamp(min=0)
     ev = {source: explained_variance(layer.span, Q) for source, Q in layer.bases.items()}
     ev["best"] = mu[..., :layer.dv].sum(-1) / mu.sum(-1).clamp(min=1e-300)
-    return exp_frac(layer) | {"EV": ev}
+    return {"EV": ev}
 
 
 EXPERIMENTS = {"jproj": exp_jproj, "gamma": exp_gamma, "eigstats": exp_eigstats,
@@ -249,22 +240,19 @@ def fitted_maps(model, names):
 def examine(point, experiments, device, maps=None, draws=3):
     """Run experiments on all layers of a Point: {name: rows of `summarise`}.
 
-    maps: of `fitted_maps`, whose values are sources, too. draws: of the random matrix.
+    maps: of `fitted_maps`, whose values are sources, too. draws: of the random matrix. Images come
+    in pieces that keep a matrix of all heads at 2 MB on a CPU, but for what is no mean over images.
     """
-    model = point.model.to(device)
-    pieces, short = {}, set()
-    for start, inputs in chunks(point, device, whole="losses" in experiments):
-        for i, heads in enumerate(capture(model, inputs)):
+    model, c, n = point.model.to(device), point.model.config, len(point.inputs)
+    size = 2 ** (18 if device.type == "cpu" else 24) // (c.num_heads * c.num_tokens ** 2)
+    size, pieces = n if "losses" in experiments else max(1, size), {}
+    for start in tqdm(range(0, n, size), point.run, leave=False):
+        for i, heads in enumerate(capture(model, point.inputs[start:start + size].to(device))):
             layer = Layer(heads, str(i), (i, start), draws)
             layer.values |= {f"fitted to {name}": mapped(layer, W)[None]
                              for name, W in (maps[i] if maps else {}).items()}
             for key, t in measure([layer], experiments).items():
                 pieces.setdefault(key, []).append(t)
-            rank = int(layer.axes.rank.min())
-            if rank < min(layer.dv, layer.k.shape[-2] - 1) and i not in short:
-                short.add(i)
-                tqdm.write(f"layer {i}: keys so long that float64 resolves {rank} axes in some "
-                           f"head, fewer than the {layer.dv} asked; the others count as zero")
     results = {name: {} for name in experiments}
     for (name, *key), t in pieces.items():
         results[name][tuple(key)] = torch.cat(t)
@@ -275,16 +263,16 @@ def study(args, experiments):
     """Run experiments on every checkpoint, print their tables, write their CSV files."""
     device = device_of(args.device)
     experiments = {name: experiments[name] for name in args.exp}
-    rows, out = {name: [] for name in experiments}, Path(args.out_dir)
+    rows = {name: [] for name in experiments}
     for point in checkpoints(args):
         for name, own in examine(point, experiments, device).items():
             rows[name] += own
-            if point.last:
-                print_table(f"{name}: {point.where}", inspect.cleandoc(experiments[name].__doc__),
-                            own)
+            print_table(f"{name}: {point.run}, step {point.step}, {point.model.config.attn}, "
+                        f"{len(point.inputs)} images; mean ± standard error over them",
+                        inspect.cleandoc(experiments[name].__doc__), own)
     for name, own in rows.items():
-        write_csv(out / f"{name}.csv", own)
-    print(f"\nCSV files in {out}")
+        write_csv(args.out_dir / f"{name}.csv", own)
+    print(f"\nCSV files in {args.out_dir}")
 
 
 # --- networks that are trained for this question: referee/results/criterion/plan.md ---------------
@@ -310,17 +298,14 @@ def stage(folder, attn, seed, step):
     model, checkpoint = load_model(at)
     if checkpoint["step"] != (step or STAGES[1]):
         raise common.InputError(f"{at} is of step {checkpoint['step']}: remove {folder}")
-    if step == 0:
-        torch.manual_seed(seed)
-        model = type(model)(model.config).eval()
-    return model, checkpoint
+    return untrained(model, checkpoint) if step == 0 else (model, checkpoint)
 
 
 def measured(model, checkpoint, run, step, last=True, num_images=64, draws=20):
     """Rows of one network at one step: each measure beside its nulls and what a map attains."""
-    images, labels, what = load_images(checkpoint, model.config, num_images)
-    many, of_many, _ = load_images(checkpoint, model.config, 1000)
-    point = Point(run, step, last, model, images, what)
+    images, _ = load_images(checkpoint, model.config, num_images)
+    many, of_many = load_images(checkpoint, model.config, 1000)
+    point = Point(run, step, model, images)
     maps = fitted_maps(model, OUTCOMES if last else OUTCOMES[:1])
     experiments = {name: EXPERIMENTS[name] for name in ("gamma", "values", "capture")}
     rows = sum(examine(point, experiments, torch.device("cpu"), maps, draws).values(), [])
@@ -356,7 +341,6 @@ def trained(argv):
                 rows = measured(model, checkpoint, folder.name, step, step == STAGES[-1])
                 write_csv(path, rows, "a")
     print(said(args.out_dir))
-    draw(rows_of(path), args.out_dir / "trained.png")
 
 
 # --- what the rows say ----------------------------------------------------------------------------
@@ -370,46 +354,33 @@ def rows_of(path):
 
 
 def over_seeds(rows, network, measure, source, step=None):
-    """The means of every seed over all layers, by run, (n, 2) with their errors over images: of
-    the last step, or of one."""
-    mine = [r for r in rows if (r["network"], r["measure"], r["source"], r["layer"])
-            == (network, measure, source, "all")]
-    ends = {r["run"]: max(q["step"] for q in mine if q["run"] == r["run"]) for r in mine}
-    return np.array([(r["mean"], r["se"]) for r in sorted(mine, key=lambda r: r["run"])
-                     if r["step"] == (ends[r["run"]] if step is None else step)]).reshape(-1, 2)
+    """The means over all layers of every seed, by run, (n,): of the last step, or of one."""
+    mine = sorted((r for r in rows if (r["network"], r["measure"], r["source"], r["layer"])
+                   == (network, measure, source, "all")), key=lambda r: (r["run"], r["step"]))
+    last = {r["run"]: r for r in mine if step is None or r["step"] == step}
+    return np.array([r["mean"] for r in last.values()])
 
 
-def interval(x):
-    """Mean and 95 % t-interval over seeds, as text; of a single seed 1.96 errors over images."""
-    if not len(x):
-        return ""
-    d = paired_t(x[:, 0])
-    if len(x) > 1:
-        return show(d, 4)
-    half = 1.96 * x[0, 1]
-    return f"{d.mean:+.4f} ({d.mean - half:+.4f} to {d.mean + half:+.4f} images)"
-
-
-def closed(rows, network, measure, step=None):
+def closed(rows, network, measure):
     """Per cent of the way from the random matrix to the fitted map that learned values went, of
     each seed: (n,)."""
-    null, own, best = (over_seeds(rows, network, measure, source, step)[:, 0]
+    null, own, best = (over_seeds(rows, network, measure, source)
                        for source in ("x W", "learned", f"fitted to {measure}"))
     return 100 * (own - null) / (best - null) if len(best) == len(own) else np.array([])
 
 
-def table(rows, measure, step=None):
+def table(rows, measure):
     """Write Markdown: a network a row, a measure beside its nulls, differences over seeds."""
     body = []
     for network in dict.fromkeys(r["network"] for r in rows if r["measure"] == measure):
         sources = ("learned", *NULLS, f"fitted to {measure}")
-        columns = [over_seeds(rows, network, measure, source, step)[:, 0] for source in sources]
-        start = over_seeds(rows, network, measure, "learned", 0)[:, 0]
-        share = closed(rows, network, measure, step)
-        body.append([
-            network, str(len(columns[0])), *(spread(x, ".4f") for x in (start, *columns)),
-            *(interval(over_seeds(rows, network, f"{measure}: learned -", null, step))
-              for null in NULLS[:2]), show(paired_t(share)) if len(share) > 1 else ""])
+        columns = [over_seeds(rows, network, measure, source) for source in sources]
+        start = over_seeds(rows, network, measure, "learned", 0)
+        share = closed(rows, network, measure)
+        gaps = [over_seeds(rows, network, f"{measure}: learned -", null) for null in NULLS[:2]]
+        body.append([network, str(len(columns[0])), *(spread(x, ".4f") for x in (start, *columns)),
+                     *(show(paired_t(x), 4) if len(x) else "" for x in gaps),
+                     show(paired_t(share)) if len(share) > 1 else ""])
     return common.table(body, ["network", "n", "before training", "trained", *NULL_NAMES,
                                "best linear map", "trained - random matrix",
                                "trained - other head", "% of the way to that map"])
@@ -417,7 +388,7 @@ def table(rows, measure, step=None):
 
 def verdict(rows, network):
     """What the eigen-cosine says of a network, in the words of the plan."""
-    gap = over_seeds(rows, network, "eig_cos: learned -", "x W")[:, 0]
+    gap = over_seeds(rows, network, "eig_cos: learned -", "x W")
     share = closed(rows, network, "eig_cos")
     if len(gap) < 3 or not len(share):
         return "too few seeds"
@@ -432,8 +403,8 @@ def verdict(rows, network):
 def said(folder):
     """Write Markdown: every table that the CSV files of a folder give; the verdicts."""
     text = []
-    for name, measures in (("trained", (*OUTCOMES, COMPARED[3])), ("taken", OUTCOMES),
-                           ("gamma", COMPARED[2:4]), ("capture", ("EV",)),
+    for name, measures in (("trained", (*OUTCOMES, COMPARED[2])), ("taken", OUTCOMES),
+                           ("gamma", COMPARED[1:3]), ("capture", ("EV",)),
                            ("attainable", ("eig_cos", "EV"))):
         rows = rows_of(folder / f"{name}.csv")
         text += [f"{measure} ({name}.csv)\n\n{table(rows, measure)}" for measure in measures
@@ -444,30 +415,6 @@ def said(folder):
     if not text:
         raise common.InputError(f"--rows {folder} holds no CSV file of this study")
     return "\n\n".join(text)
-
-
-def draw(rows, path):
-    """Draw the eigen-cosine over training, a panel a network: learned values beside the nulls."""
-    from referee.plot import WIDTH, legend, plt, save
-    looks = {"KPCA": ("black", "-", "", "kernel PCA"), "learned": ("tab:blue", "-", "o", "learned"),
-             "fitted to eig_cos": ("tab:green", "-", "^", "best linear map found"),
-             "x W": ("tab:orange", "--", "s", "random matrix"),
-             "other": ("tab:purple", "-.", "D", "another head's values"),
-             "iid": ("dimgray", ":", "x", "noise")}
-    shown = list(dict.fromkeys(r["network"] for r in rows))[:2]
-    figure, axes = plt.subplots(1, len(shown), figsize=(WIDTH, 4.2), sharey=True, squeeze=False)
-    for ax, network in zip(axes[0], shown):
-        for source, (colour, line, mark, label) in looks.items():
-            points = [over_seeds(rows, network, "eig_cos", source, step)[:, 0] for step in STAGES]
-            there = [(i, x.mean(), x.min(), x.max()) for i, x in enumerate(points) if len(x)]
-            xs, mean, low, high = zip(*there) if there else [()] * 4
-            ax.plot(xs, mean, line, marker=mark, color=colour, label=label)
-            ax.fill_between(xs, low, high, color=colour, alpha=0.15, linewidth=0)
-        ax.set(title=f"{network} attention", xlabel="epochs of training", ylim=(0, 1.05),
-               xticks=range(len(STAGES)), xticklabels=[step // STAGES[1] for step in STAGES])
-    axes[0][0].set_ylabel("eigen-cosine")
-    legend(figure, axes[0][0], "lower center", ncols=3)
-    save(figure, path)
 
 
 def main(argv=None):

@@ -15,9 +15,8 @@ from torch import nn
 from tqdm import tqdm
 
 import common
-from attention import ATTENTIONS, SelfAttention, softmax_attention
+from attention import SelfAttention
 from common import InputError
-from data.imagenet import ImageTree
 from data.images import load_test
 from data.rng import epoch_order
 from data.shapes import load_shapes
@@ -80,23 +79,21 @@ def capture(model, inputs):
 
 # --- flags ----------------------------------------------------------------------------------------
 
-def get_args(doc, experiments, argv=None, needs_ckpt=True):
+def get_args(doc, experiments, argv=None):
     """The flags of a study; --exp becomes a list of names. experiments: {name: function}."""
     listed = "\n".join(f"  {name:12s} {experiment.__doc__.splitlines()[0]}"
                        for name, experiment in experiments.items())
     p = argparse.ArgumentParser(description=doc, epilog="experiments:\n" + listed,
                                 formatter_class=argparse.RawDescriptionHelpFormatter,
                                 allow_abbrev=False)
-    flag, boolean, count = p.add_argument, argparse.BooleanOptionalAction, common.number(int, 1)
-    flag("--ckpt", nargs="+", required=needs_ckpt, default=[], help="checkpoints of train_cls.py "
-         "(a folder: its last.pt) or DeiT's; several of one run are tracked over training")
-    flag("--exp", default=",".join(experiments), help="comma-separated; default: all that fit")
-    flag("--images", type=count, default=32, help="test images; errors are over them")
-    flag("--data", choices=["shapes", "cifar10", "folder", "imagenet"],
-         help="default: the training's")
-    flag("--data_dir", default=None, help="default: the folder it was trained from")
-    flag("--untrained", action=boolean, default=False, help="also before the first step")
-    flag("--out_dir", default="out/kpca", help="where CSV files go")
+    flag = p.add_argument
+    flag("--ckpt", nargs="+", required=True, help="checkpoints of train_cls.py (a folder: its "
+         "last.pt); several of one run are tracked over training")
+    flag("--exp", default=",".join(experiments), help="comma-separated; default: all")
+    flag("--images", type=common.COUNT, default=32, help="test images; errors are over them")
+    flag("--data_dir", help="default: the folder it was trained from")
+    flag("--untrained", action="store_true", help="also before the first step")
+    flag("--out_dir", type=Path, default=Path("out/kpca"), help="where CSV files go")
     flag("--device", choices=["cuda", "mps", "cpu"], help="default: cuda where there is one")
     args = p.parse_args(argv)
     args.exp = args.exp.split(",")
@@ -121,91 +118,58 @@ def load_model(path):
     return found.model, found.checkpoint
 
 
-def untrained(model, checkpoint, path):
+def untrained(model, checkpoint):
     """The network as it was drawn before the first step of a run of ours, and its checkpoint."""
     args = checkpoint.get("args")
     if not args or args.get("init_from"):
-        raise InputError(f"--untrained: {path} is not a run of ours that started from random "
-                         f"weights")
+        raise InputError("--untrained: expected runs of ours that started from random weights")
     torch.manual_seed(args["seed"])
     return type(model)(model.config).eval(), {**checkpoint, "step": 0}
 
 
-def load_images(checkpoint, config, n, data=None, data_dir=None):
-    """n test images (n, 3, S, S) in [0, 1], their labels, and both in words."""
+def load_images(checkpoint, config, n, data_dir=None):
+    """n test images (n, 3, S, S) in [0, 1], and their labels."""
     trained = checkpoint.get("args") or {}
-    name = data or trained.get("data", "shapes")
-    where = argparse.Namespace(data=name, data_dir=data_dir or trained.get("data_dir"),
-                               device="cpu")
+    name, size = trained.get("data", "shapes"), config.image_size
     if name == "shapes":
-        source = load_shapes("test", n, config.image_size)
-    elif name == "imagenet" and where.data_dir:                             # some classes will do
-        source = ImageTree(where.data_dir, "val", classes=checkpoint.get("classes"),
-                           size=config.image_size, subset=True)
+        source = load_shapes("test", n, size)
     else:
-        source = load_test(where, trained, config.image_size, None)
-
+        where = argparse.Namespace(data=name, data_dir=data_dir or trained["data_dir"],
+                                   device="cpu")
+        source = load_test(where, trained, size, checkpoint.get("classes"))
     some = epoch_order(len(source.labels), 0, seed=0)[:n]              # mixed classes
-    if name == "imagenet":
-        files = tqdm(some.tolist(), "decoding", leave=False, disable=len(some) < 200)
-        images = torch.stack([source[i][0] for i in files])
-    else:
-        images = source.images[some]
-    what = f"{len(some)} images of {name}"
-    return images.float() / 255, source.labels[some], what
+    images = (torch.stack([source[i][0] for i in some.tolist()]) if name == "imagenet"
+              else source.images[some])
+    return images.float() / 255, source.labels[some]
 
 
 class Point(NamedTuple):
     """A checkpoint of a run with the inputs on which it is looked at."""
     run: str
     step: int
-    last: bool                          # the last of its run
     model: nn.Module
     inputs: torch.Tensor                # images (n, 3, S, S)
-    where: str                          # all this in words, for titles
 
 
 def checkpoints(args):
     """The Points of --ckpt, with --untrained also step 0 of each run, by run and step."""
     found, folders = {}, {}
-    for path in args.ckpt:
-        checkpoint, file = common.load(path), Path(path)
-        folder = file if file.is_dir() else file.parent
-        run = folder.name if file.is_dir() or checkpoint.get("task") else file.stem
-        if args.untrained:
-            found[run, 0] = path, True
-        found.setdefault((run, checkpoint.get("step", 0)), (path, False))   # last.pt may be a copy
+    for path in map(Path, args.ckpt):
+        folder = path if path.is_dir() else path.parent
+        run = folder.name if (folder / "log.jsonl").exists() else path.stem
         if folders.setdefault(run, folder) != folder:
             raise InputError(f"--ckpt {folders[run]} {folder}: two runs named {run}, by which "
                              "their rows go; rename one")
-
-    loaded = None
-    for run, step in sorted(found):
-        path, fresh = found[run, step]
+        if args.untrained:
+            found[run, 0] = path
+        step = common.load(path / "last.pt" if path.is_dir() else path).get("step", 0)
+        found.setdefault((run, step), path)                             # last.pt may be a copy
+    for (run, step), path in sorted(found.items()):
         model, checkpoint = load_model(path)
-        if fresh:
-            model, checkpoint = untrained(model, checkpoint, path)
-        if run != loaded:
-            inputs, _, what = load_images(checkpoint, model.config, args.images, args.data,
-                                          args.data_dir)
-            loaded = run
-        where = (f"{run}, step {step}, {model.config.attn}, {what}; "
-                 f"mean ± standard error over images")
-        last = step == max(s for r, s in found if r == run)
-        yield Point(run, step, last, model, inputs, where)
-
-
-def chunks(point, device, whole=False):
-    """Inputs of a Point in pieces that keep a matrix of all heads at 2 MB on a CPU.
-
-    whole: all in one piece, for measures that are no means over images.
-    """
-    c, n = point.model.config, len(point.inputs)
-    size = 2 ** (18 if device.type == "cpu" else 24) // (c.num_heads * c.num_tokens ** 2)
-    size = n if whole else max(1, size)
-    for start in tqdm(range(0, n, size), point.run, leave=False):
-        piece = slice(start, start + size)
-        yield start, point.inputs[piece].to(device)
+        if args.untrained and step == 0:
+            model, checkpoint = untrained(model, checkpoint)
+        inputs, _ = load_images(checkpoint, model.config, args.images, args.data_dir)
+        yield Point(run, step, model, inputs)
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -217,15 +181,14 @@ def summarise(results, point):
     """Make rows of means over images, as the CSV files have them, for one Point.
 
     results: {(measure, source, layer): (images,)}. se, the standard error over images, is nan of
-    one image. layer "all": mean of layers; layers of their own only for the last checkpoint of a
-    run.
+    one image. layer "all": mean of layers.
     """
     table, rows = {}, []
     for (measure, source, layer), t in results.items():
         table.setdefault((measure, source), {})[layer] = t
     for (measure, source), layers in table.items():
         layers |= {"all": torch.stack(list(layers.values())).nanmean(0)}
-        for layer, t in layers.items() if point.last else [("all", layers["all"])]:
+        for layer, t in layers.items():
             se = t.std().item() / math.sqrt(len(t)) if len(t) > 1 else math.nan
             rows.append(dict(run=point.run, step=point.step, layer=layer, measure=measure,
                              source=source, mean=t.mean().item(), se=se, images=len(t)))

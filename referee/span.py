@@ -2,13 +2,12 @@
 
 Attention reads v through w_d = sum_j v_jd Phi(k_j), Phi(x).Phi(y) = k(x, y): h_id is Phi(q_i).w_d
 over g(q_i) for any v. The output matrix undoes any v -> v R, so only span{w_d} matters. Kernel PCA
-says that it is the top principal subspace of the keys: that is what EV, frac and overlap measure.
+says that it is the top principal subspace of the keys: that is what EV and overlap measure.
 
-Shapes: q (..., M, D), k (..., N, D), v (..., N, Dv), float64. Nothing overflows: Phi(x) = e^n(x)
+Shapes: k (..., N, D), v (..., N, Dv), float64. Nothing overflows: Phi(x) = e^n(x)
 psi(x), |psi| = 1, and exponents are kept apart. No study itself.
 """
 
-import math
 from functools import cached_property
 from typing import NamedTuple
 
@@ -23,28 +22,21 @@ from kpca import basis, kernel_pca, key_scale, log_kernel
 class Span(NamedTuple):
     """Orthonormal coordinates in the span of the keys' features."""
     F: torch.Tensor                     # (..., N, R) psi(k_j); directions below 1e-12 are dropped
-    Z: torch.Tensor                     # (..., M, R) psi(q_i), the part inside the span
     X: torch.Tensor                     # (..., N, R) centred Phi(k_j) / g_j, times e^(c/2)
     n: torch.Tensor                     # (..., N) |k_j|^2 / (2 sqrt(D))
 
 
-def key_span(q, k):
-    """Coordinates of q's and k's features in an orthonormal basis of the span of all Phi(k_j)."""
-    s, t = log_kernel(k, k), log_kernel(q, k)
+def key_span(k):
+    """Coordinates of k's features in an orthonormal basis of their span."""
+    s = log_kernel(k, k)
     n = s.diagonal(dim1=-2, dim2=-1) / 2
-    n_q = q.square().sum(-1) / (2 * math.sqrt(q.shape[-1]))
-
     # psi(k_i).psi(k_j) = U diag(size) U^T, so the rows of U diag(size)^(1/2) are psi(k_j).
-    gram = (s - n[..., :, None] - n[..., None, :]).clamp(max=0).exp()
-    size, U = torch.linalg.eigh(gram)
+    size, U = torch.linalg.eigh((s - n[..., :, None] - n[..., None, :]).clamp(max=0).exp())
     size = torch.where(size > 1e-12 * size[..., -1:], size, 0)[..., None, :]
     F = U * size.sqrt()
-    inverse = U * torch.where(size > 0, size, torch.inf).rsqrt()            # F^+ transposed
-
-    Z = (t - n_q[..., :, None] - n[..., None, :]).clamp(max=0).exp() @ inverse
     lg, c = key_scale(k)
     X = (n + (c / 2 - lg)).exp()[..., None] * F
-    return Span(F, Z, X - X.mean(-2, keepdim=True), n)
+    return Span(F, X - X.mean(-2, keepdim=True), n)
 
 
 def value_axes(span, v):
@@ -61,11 +53,6 @@ def principal_axes(span):
 def explained_variance(span, Q):
     """EV = tr(P C) / tr C, (...): the share of the keys' variance that lies in the subspace."""
     return (span.X @ Q).square().sum((-2, -1)) / span.X.square().sum((-2, -1)).clamp(min=1e-300)
-
-
-def query_share(span, Q=None):
-    """Share of |phi(q_i)|^2 inside the subspace, (..., M) in [0, 1]; None: the span of all keys."""
-    return (span.Z if Q is None else span.Z @ Q).square().sum(-1)
 
 
 def token_overlap(A, B):
@@ -117,7 +104,7 @@ class Layer:
 
     @cached_property
     def span(self):
-        return key_span(self.q, self.k)
+        return key_span(self.k)
 
     @cached_property
     def bases(self):

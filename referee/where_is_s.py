@@ -114,7 +114,7 @@ def examine(model, images, labels, kinds):
 def row_of(path, args):
     """The row of a checkpoint: what it is of, and {measure: its mean over images}."""
     model, checkpoint = probe.load_model(path)
-    images, labels, _ = probe.load_images(checkpoint, model.config, args.images)
+    images, labels = probe.load_images(checkpoint, model.config, args.images)
     values = examine(model, images, labels, args.kinds)
     return dict(run=path, step=checkpoint["step"], images=args.images, kinds=args.kinds,
                 network=kind_of(model.config), seed=checkpoint["args"]["seed"],

@@ -20,8 +20,7 @@ from referee import kernel_pca as study, probe, published_scores, robust_attenti
 from referee.kernel_pca import EXPERIMENTS, eigenvalue_statistics, measure
 from referee.probe import Heads, attention_layers, capture, load_model, untrained
 from referee.robust_attentions import RULES, standardise
-from referee.span import (Layer, explained_variance, key_span, principal_axes, query_share,
-                          value_axes)
+from referee.span import Layer, explained_variance, key_span, principal_axes, value_axes
 from test_kpca import assert_close, cases, draw, sweep
 from vit import ViT, ViTConfig
 
@@ -47,11 +46,8 @@ def check_heads(z):
     assert_close(attend(q, k, V).square().sum(-1), z["h2_kpca"])
     assert_close(attend(q, k, V * (axes.sigma[:d] / axes.c.exp()).sqrt()).square().sum(-1),
                  z["h2_kpca_unit"])
-    span = key_span(q, k)
+    span = key_span(k)
     Q, u = basis(value_axes(span, v)), principal_axes(span)[:d].mT
-    assert_close(query_share(span), z["frac_span"])
-    assert_close(query_share(span, Q), z["frac_v"])
-    assert_close(query_share(span, u), z["frac_kpca"])
     assert_close(explained_variance(span, Q), z["ev_v"])
     assert_close(explained_variance(span, u), z["ev_best"])
     assert_close(axes.sigma[:d].sum() / axes.sigma.sum(), z["ev_best"])
@@ -111,27 +107,22 @@ def test_kernel_pca_has_no_negative_loss_and_the_most_variance(seed, N, D, size)
     h = attend(q, k, V)
     # Bessel
     assert projection_loss(lp, h)["J"] >= 0 and (h.square().sum(-1) <= lp.exp() * (1 + 1e-9)).all()
-    span = key_span(q, k)
+    span = key_span(k)
     best = axes.sigma[:d].clamp(min=0).sum() / axes.sigma.clamp(min=0).sum()
     # EV(V) is the best
     assert_close(explained_variance(span, basis(value_axes(span, V))), best, 1e-6)
     assert explained_variance(span, basis(value_axes(span, v[:, :d]))) <= best * (1 + 1e-9)
-    frac = query_share(span, basis(value_axes(span, V)))
-    assert_close(frac, h.square().sum(-1) / lp.exp(), 1e-6, 1e-9)
-    assert (query_share(span, basis(value_axes(span, v))) <= query_share(span) + 1e-9).all()
-    assert (query_share(span) <= 1 + 1e-9).all()
 
 
 @sweep
 def test_gauge_free_measures_ignore_any_invertible_map_of_the_values(seed, N, D, size):
-    q, k, v = draw(seed, N, D, size=size)
+    _, k, v = draw(seed, N, D, size=size)
     v = v[:, :3]
     R = torch.randn(v.shape[1], v.shape[1], generator=torch.Generator().manual_seed(seed),
                     dtype=torch.float64)
-    span = key_span(q, k)
+    span = key_span(k)
     a, b = (basis(value_axes(span, x)) for x in (v, v @ R))
     assert_close(explained_variance(span, a), explained_variance(span, b), 1e-8)
-    assert_close(query_share(span, a), query_share(span, b), 1e-7, 1e-12)
 
 
 @pytest.mark.parametrize("ratio", [50, 500, 5000])
@@ -193,8 +184,7 @@ def test_degenerate_heads_are_measured_without_an_error(case):
     if case == "x = 0":
         heads = heads._replace(x=0 * heads.x)
     found = measure([Layer(heads)], EXPERIMENTS | published_scores.EXPERIMENTS)
-    for m in ("EV", "frac"):
-        assert found["capture", m, "learned", ""].isfinite().all()
+    assert found["capture", "EV", "learned", ""].isfinite().all()
     assert not any(t.isinf().any() for t in found.values())
 
 
@@ -317,11 +307,8 @@ def stored(folder, seeds, gap, room=0.05, network="softmax"):
     for seed in range(seeds):
         x = 0.5 + seed / 100
         values = {("eig_cos", "x W"): x, ("eig_cos", "learned"): x + gap + seed / 1e4,
-                  ("eig_cos", "other"): x,
-                  ("eig_cos", "iid"): 0.3, ("eig_cos", "KPCA"): 1, ("eig_cos",
-                                                                    "fitted to eig_cos"): x + room,
-                  ("eig_cos: learned -", "x W"): gap + seed / 1e4, ("eig_cos: learned -",
-                                                                    "other"): gap}
+                  ("eig_cos", "fitted to eig_cos"): x + room,
+                  ("eig_cos: learned -", "x W"): gap + seed / 1e4}
         rows += [dict(run=f"{network}_s{seed}", step=step, layer="all", measure=m, source=source,
                       mean=value + 0.3 * (step == 0), se=0.01, images=64) for step in (0, 2000)
                  for (m, source), value in values.items()]
@@ -330,9 +317,8 @@ def stored(folder, seeds, gap, room=0.05, network="softmax"):
 
 
 @pytest.mark.parametrize("gap, room, said", [
-    (0.002, 0.05, "a trace"), (-0.0001, 0.05, "no better than a random matrix"), (0.04, 0.05,
-                                                                                  "largely"),
-    (0.01, 0.05, "20 per cent of the way")])
+    (0.002, 0.05, "a trace"), (-0.0001, 0.05, "no better than a random matrix"),
+    (0.04, 0.05, "largely"), (0.01, 0.05, "20 per cent of the way")])
 def test_the_verdict_follows_from_the_interval_over_seeds_and_the_share_of_the_gap(
         tmp_path, gap, room, said):
     rows = stored(tmp_path, 5, gap, room)
@@ -340,21 +326,16 @@ def test_the_verdict_follows_from_the_interval_over_seeds_and_the_share_of_the_g
     shares = study.closed(rows, "softmax", "eig_cos")
     assert_close(torch.tensor(shares), torch.tensor([100 * (gap + s / 1e4) / room
                                                      for s in range(5)]), 1e-3)
-    assert study.closed(rows, "softmax", "eig_cos", 0).mean() == pytest.approx(shares.mean(),
-                                                                               rel=1e-3)
 
 
-def test_a_table_has_intervals_over_seeds_and_of_one_seed_over_images(tmp_path):
+def test_a_table_has_intervals_over_seeds(tmp_path):
     rows = stored(tmp_path, 3, 0.1)
     half = 4.303 * 1e-4 / math.sqrt(3)                                            # t of 2 at 97.5 %
     text = study.table(rows, "eig_cos")
     assert f"+0.1001 (+{0.1001 - half:.4f} to +{0.1001 + half:.4f})" in text
-    assert "0.5100 ± 0.0100" in text
+    assert "0.9101 ± 0.0101 | 0.6101" in text                               # before, after training
     one = [row for row in rows if row["run"] == "softmax_s0"]
-    assert "+0.1000 (+0.0804 to +0.1196 images)" in study.table(one, "eig_cos")
     assert study.verdict(one, "softmax") == "too few seeds"
-    study.draw(rows, tmp_path / "x.png")
-    assert (tmp_path / "x.png").stat().st_size > 5000
     with pytest.raises(InputError, match="holds no CSV file"):
         study.said(tmp_path / "nowhere")
 
@@ -414,7 +395,7 @@ def test_exact_scaling_removes_what_the_pseudo_inverse_removes_so_it_changes_no_
 # --- the command ----------------------------------------------------------------------------------
 
 def test_rows_are_means_over_images_with_their_error_and_a_mean_over_layers(tmp_path):
-    point = probe.Point("run", 7, True, None, None, "")
+    point = probe.Point("run", 7, None, None)
     zero, one = torch.tensor([[1.0, 2.0, 3.0], [3.0, math.nan, 5.0]], dtype=torch.float64)
     found = {("EV", "learned", "0"): zero, ("EV", "learned", "1"): one}
     rows = probe.summarise(found, point)
@@ -422,8 +403,6 @@ def test_rows_are_means_over_images_with_their_error_and_a_mean_over_layers(tmp_
                                                                             ("all", 8 / 3)]
     assert rows[0]["se"] == pytest.approx(1 / math.sqrt(3))
     assert (rows[0]["step"], rows[0]["images"]) == (7, 3)
-    before = probe.summarise(found, point._replace(last=False))
-    assert [(r["layer"], r["measure"]) for r in before] == [("all", "EV")]
     assert math.isnan(probe.summarise({("EV", "learned", "0"): zero[:1]}, point)[0]["se"])
     for _ in range(2):
         probe.write_csv(tmp_path / "x.csv", rows[:1], "a")
@@ -443,7 +422,7 @@ def test_a_training_run_is_tracked_and_every_table_has_its_legend(monkeypatch, t
         (folder / f"at_{len(list(folder.glob('at_*')))}.pt").write_bytes(
             (folder / "last.pt").read_bytes())
     end, checkpoint = load_model(folder)
-    start = untrained(end, checkpoint, folder)[0]
+    start = untrained(end, checkpoint)[0]
     for a, b in zip(start.parameters(), end.parameters()):  # warm-up begins at 1e-6
         assert_close(a.detach(), b.detach(), 0, 1e-4)
     capsys.readouterr()
@@ -463,28 +442,8 @@ def test_a_training_run_is_tracked_and_every_table_has_its_legend(monkeypatch, t
     assert ends == {"0", "1", "2", "3", "all"}
 
 
-def test_keys_too_long_to_resolve_all_axes_are_announced(tmp_path, capsys):
-    weights = load_model(save_vit(tmp_path / "a.pt"))[0].state_dict()
-    weights["blocks.1.attn.qkv.weight"][24:48] *= 12
-    ckpt = save_vit(tmp_path / "long.pt", model=weights)
-    run(study, "--ckpt", ckpt, "--images", 3, "--exp", "capture", "--out_dir", tmp_path)
-    out = capsys.readouterr().out
-    assert "layer 1: keys so long that float64 resolves" in out
-    assert "layer 0: keys so long" not in out
-
-
-def test_deit_weights_are_recognised_by_their_shapes(tmp_path):
-    model = ViT(ViTConfig(embed_dim=64, depth=1, num_heads=1, image_size=16, patch_size=8,
-                          num_classes=10))
-    torch.save({"model": model.state_dict()}, tmp_path / "deit.pth")
-    run(study, "--ckpt", tmp_path / "deit.pth", "--exp", "capture", "--images", 3, "--out_dir",
-        tmp_path)
-    assert read(tmp_path / "capture.csv")[0]["run"] == "deit"
-
-
 def test_what_cannot_be_looked_at_is_named(tmp_path):
-    good, twins = save_vit(tmp_path / "good.pt"), [tmp_path / "a/run/last.pt",
-                                                   tmp_path / "b/run/last.pt"]
+    good, twins = save_vit(tmp_path / "x.pt"), [tmp_path / "a/last.pt", tmp_path / "b/last.pt"]
     for twin in twins:
         twin.parent.mkdir(parents=True)
         save_vit(twin)
@@ -492,8 +451,8 @@ def test_what_cannot_be_looked_at_is_named(tmp_path):
                                                t in load_model(good)[0].state_dict().items()})
     for argv, message in (
             (["--ckpt", ROOT / "weights/seg_shapes_rpc.pt"], "is no classifier"),
-            (["--ckpt", nan], "not finite"), (["--ckpt", *twins],
-                                              "a/run .*b/run: two runs named run"),
+            (["--ckpt", nan], "not finite"),
+            (["--ckpt", *twins], "/a .*/b: two runs named last"),
             (["--ckpt", good, "--exp", "magic"], "--exp magic: expected some of jproj")):
         with pytest.raises(InputError, match=message):
             run(study, *argv)
