@@ -1,8 +1,8 @@
 """What does RPC-Attention cost? Table 11 of the paper, counted and measured again.
 
-    python -m referee.cost  # ViT-tiny at 224 px: all rows, side by side
+    python -m referee.cost                          # ViT-tiny at 224 px: all rows, side by side
     python -m referee.cost --clock cpu --threads 1  # on a machine that does other work, too
-    python -m referee.cost --batch_size 256             # a GPU wants more to do
+    python -m referee.cost --batch_size 256         # a GPU wants more to do
 
 The paper's "1.22M flop/sample" are 1.22 G multiply-adds: its M is G, and true FLOPs are twice that.
 Norms are counted as fvcore does, 5 N C each: only so do all five rows round to the paper's. Softmax
@@ -26,7 +26,6 @@ import json
 import sys
 import time
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
@@ -51,27 +50,10 @@ MODELS = {                                              # the settings of ViTCon
     "rpc 5iter/layer1": dict(attn="rpc", pap=dict(n_iter=5)),
     "rpc 6iter/layer1": dict(attn="rpc", pap=dict(n_iter=6)),
     "rpc 2iter/all-layer": dict(attn="rpc", pap=dict(n_iter=2, lambd=3.0), rpc_layers="all"),
-    "fan softmax": dict(attn="softmax"),
-    "fan symmetric": dict(attn="symmetric"),
-    "fan rpc 4iter/layer1": dict(attn="rpc", pap=dict(n_iter=4)),
 }
+MODELS |= {f"fan {name}": MODELS[name] for name in ("softmax", "symmetric", "rpc 4iter/layer1")}
 NORMS = {nn.LayerNorm: 5, nn.BatchNorm2d: 2}            # operations a number, as fvcore counts
 PAPER = Path(__file__).parent / "reproduce/paper.csv"
-
-
-def get_args(argv):
-    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
-    whole = common.number(int, 1)
-    p.add_argument("--model", choices=SIZES, default="tiny", help="width, depth, heads")
-    p.add_argument("--batch_size", type=whole, default=8, help="images, for throughput")
-    p.add_argument("--rounds", type=whole, default=15, help="counted ones; one more warms up")
-    p.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: of all threads")
-    p.add_argument("--threads", type=whole, help="of the CPU")
-    p.add_argument("--device", choices=["cuda", "mps", "cpu"],
-                   help="default: cuda where there is one, then in bf16")
-    p.add_argument("--out", help="append the rows to this file, one JSON object a line")
-    return p.parse_args(argv)
 
 
 # --- time -----------------------------------------------------------------------------------------
@@ -93,18 +75,10 @@ def alternate(args, device, steps):
     return {name: t[1:] for name, t in times.items()}
 
 
-def ratio(times, name, other):
-    """Median of the ratios within a round."""
-    return median(x / y for x, y in zip(times[name], times[other]))
-
-
 # --- the models of Table 11 -----------------------------------------------------------------------
 
 def build(name, size):
     """A model of the table. size: a key of vit.SIZES."""
-    if name == "timm softmax":
-        from timm.models.vision_transformer import VisionTransformer
-        return VisionTransformer(**SIZES[size])
     how = dict(MODELS[name])
     if how.get("rpc_layers") == "all":
         how["rpc_layers"] = range(SIZES[size]["depth"])
@@ -200,8 +174,7 @@ def paper_columns(name):
 
 def measured(args, device):
     """Count and time every model of the table, a step of one image and of a batch: rows (dicts)."""
-    names = [*(["timm softmax"] if find_spec("timm") else []), *MODELS]
-    nets = {name: build(name, args.model) for name in names}
+    nets = {name: build(name, args.model) for name in MODELS}
     counted = {name: multiply_adds(net) / 1e9 for name, net in nets.items()}
     steps, image = {}, torch.rand(1, 3, PIXELS, PIXELS, device=device)
     for n in {1, args.batch_size}:
@@ -217,7 +190,8 @@ def measured(args, device):
                "kept MB more": memory[name] - memory[base_of(name)]}
         for what in STEPS:
             for n, kind in ((1, "ratio"), (args.batch_size, "batch ratio")):
-                row[f"{what} {kind}"] = ratio(times, (name, what, n), (base_of(name), what, n))
+                own, base = times[name, what, n], times[base_of(name), what, n]
+                row[f"{what} {kind}"] = median(x / y for x, y in zip(own, base))
             row[f"{what} ms"] = 1e3 * median(times[name, what, 1])
             row[f"{what} images/s"] = args.batch_size / median(times[name, what, args.batch_size])
         rows.append(row | (paper_columns(name) if args.model == "tiny" else {}))
@@ -231,7 +205,17 @@ def plain(x):
 
 
 def main(argv=None):
-    args = get_args(argv)
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", choices=SIZES, default="tiny", help="width, depth, heads")
+    p.add_argument("--batch_size", type=common.COUNT, default=8, help="images, for throughput")
+    p.add_argument("--rounds", type=common.COUNT, default=15, help="after one that warms up")
+    p.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: of all threads")
+    p.add_argument("--threads", type=common.COUNT, help="of the CPU")
+    p.add_argument("--device", choices=["cuda", "mps", "cpu"],
+                   help="default: cuda where there is one, then in bf16")
+    p.add_argument("--out", help="append the rows to this file, one JSON object a line")
+    args = p.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
     device = device_of(args.device)
