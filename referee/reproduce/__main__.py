@@ -13,7 +13,6 @@ what was run: referee/reproduce/README.md.
 
 import argparse
 import csv
-import math
 import shlex
 import subprocess
 import sys
@@ -34,17 +33,23 @@ VITS = {"SymViT": "symmetric", "RPC 4iter/layer1": "rpc4", "RPC 5iter/layer1": "
 SMALL = {"SymViT-small": "small_symmetric", "RPC 4iter/layer1": "small_rpc4",
          "symmetric, as many more epochs": "small_control"}     # not in the paper
 FAN = {"FAN-tiny": "fan_symmetric", "RPC-FAN-tiny 4iter/layer1": "fan_rpc4"}
-ARMS = {"table1": VITS, "table2": VITS, "table4": VITS,
-        "table5": {"SymViT": "symmetric", "RPC 6iter/layer1": "rpc6"},
-        "table3": {"Symlm": "lm_symmetric", "RPC-Symlm (4iter/layer1-4)": "lm_rpc4"},
-        "table6": {row: f"seg_{arm}" for row, arm in VITS.items()},
-        "table7": SMALL, "table8": SMALL, "table9": FAN, "table10": FAN,
-        "table12": {"ViT": "softmax", "RPC-AsymViT 4iter/layer1": "asym4",
-                    "RPC-AsymViT Sym/Asym": "symasym"},
-        "fig2": {"ViT-tiny": "softmax"},
-        "appE1": {"softmax": "softmax", "scaled_alpha": "scaled_alpha",
-                  "scaled_s": "scaled_s"}}                      # the last not in the paper
-PRINTED = {"fig2": "Fig. 2", "appE1": "E.1"}                   # a table's name in paper.csv
+SCALED = {"softmax": "softmax", "scaled_alpha": "scaled_alpha", "scaled_s": "scaled_s"}
+SEVEN = "pgd fgsm spsa sld cw noise autoattack".split()
+# table: its networks, what is measured of them: benchmarks, attacks by name, or a study's
+TABLES = {
+    "table1": (VITS, "benchmarks"), "table2": (VITS, SEVEN), "table4": (VITS, "benchmarks"),
+    "table3": ({"Symlm": "lm_symmetric", "RPC-Symlm (4iter/layer1-4)": "lm_rpc4"}, "perplexity"),
+    "table5": ({"SymViT": "symmetric", "RPC 6iter/layer1": "rpc6"}, ["square"]),
+    "table6": ({row: f"seg_{arm}" for row, arm in VITS.items()}, "benchmarks"),
+    "table7": (SMALL, "benchmarks"), "table8": (SMALL, ["pgd", "fgsm"]),
+    "table9": (FAN, "benchmarks"), "table10": (FAN, ["pgd", "fgsm"]), "table11": ({}, "cost"),
+    "table12": ({"ViT": "softmax", "RPC-AsymViT 4iter/layer1": "asym4",
+                 "RPC-AsymViT Sym/Asym": "symasym"}, "benchmarks"),
+    "fig1": ({"ViT-tiny": "softmax"}, "jproj"), "fig2": ({"ViT-tiny": "softmax"}, "gamma,eigstats"),
+    "fig3": ({"SymViT": "symmetric", "RPC 6iter/layer1": "rpc6"}, ["pgd", "fgsm"]),
+    "appE1": (SCALED, None)}                                # scaled_s: not in the paper
+PRINTED = {"fig2": "Fig. 2", "appE1": "E.1"}                # a table's name in paper.csv
+DRAWN = ("table11", "fig1", "fig3")                         # end in a study's own tables
 # the paper's column: our measure and number
 PLAIN = {"top-1": ("clean", "top1"), "top-5": ("clean", "top5"), "IN-R": ("imagenet_r", "top1"),
          "IN-A": ("imagenet_a", "top1"), "IN-O AUPR": ("imagenet_o", "aupr"),
@@ -84,24 +89,11 @@ OWN = SCALES["small"] | dict(           # small, with --data_dir: CIFAR-10, CamV
 ATTENTION = {"rpc2all": "--attn rpc --n_iter 2 --lambd 3 --rpc_layers all",
              "asym4": "--attn rpc_asym --n_iter 4", "symasym": "--attn sym_asym --n_iter 4",
              **{f"rpc{n}": f"--attn rpc --n_iter {n}" for n in (4, 5, 6)}}
-LAYOUT = {"train_cls.py": "ImageNet: train/<wnid>/*.JPEG, val/<wnid>/*.JPEG",
-          "train_seg.py": "ADE20K: images/{training,validation}/*.jpg, "
-          "annotations/{training,validation}/*.png",
-          "train_lm.py": "WikiText-103: wiki.train.tokens, wiki.valid.tokens, wiki.test.tokens"}
 # shorter attacks at a smaller scale; nothing: minutes even of one image
 ATTACKS = {"tiny": {"pgd": "pgd steps=1", "cw": "cw steps=1", "spsa": "spsa steps=1",
                     "square": "square queries=5", "autoattack": None},
            "small": {"cw": "cw steps=100", "spsa": "spsa steps=10",
                      "autoattack": "autoattack queries=500"}, "paper": {}}
-SEVEN = "pgd fgsm spsa sld cw noise autoattack".split()
-# table: its arms, what is measured of them: benchmarks, attacks by name, or the name of a study
-PLANS = {"table1": (VITS, "benchmarks"), "table2": (VITS, SEVEN), "table4": (VITS, "benchmarks"),
-         "table5": (["symmetric", "rpc6"], ["square"]), "table12": (ARMS["table12"], "benchmarks"),
-         "table3": (ARMS["table3"], "perplexity"), "table6": (ARMS["table6"], "benchmarks"),
-         "table7": (SMALL, "benchmarks"), "table8": (SMALL, ["pgd", "fgsm"]),
-         "table9": (FAN, "benchmarks"), "table10": (FAN, ["pgd", "fgsm"]), "table11": ([], "cost"),
-         "fig1": (["softmax"], "jproj"), "fig2": (["softmax"], "gamma,eigstats"),
-         "fig3": (["symmetric", "rpc6"], ["pgd", "fgsm"]), "appE1": (ARMS["appE1"], None)}
 
 
 class Plan:
@@ -115,22 +107,16 @@ class Plan:
 
     def launch(self):
         """How a script of ours starts: by torchrun at the paper's scale."""
-        if self.args.scale != "paper":
-            return []
         return ["-m", "torch.distributed.run", "--standalone",
-                f"--nproc_per_node={self.args.gpus}"]
+                f"--nproc_per_node={self.args.gpus}"] * (self.args.scale == "paper")
 
     def train(self, name, script, *words):
         """A run, unless it is finished; one that was cut goes on."""
         a, folder = self.args, self.out / name
-        if a.scale == "paper" and not a.dry and not Path(a.data_dir or "").is_dir():
-            raise common.InputError(f"--data_dir {a.data_dir} is no folder, expected "
-                                    f"{LAYOUT[script]}")
         data = ["--data_dir", a.data_dir] if a.data_dir and a.scale != "tiny" else []
-        new = [*words, *data, "--out_dir", folder]
         again = (folder / "last.pt").exists()
-        self.commands.append((folder, [*self.launch(), script,
-                                       *(["--resume", folder] if again else new)]))
+        self.commands.append((folder, [*self.launch(), script, *(
+            ["--resume", folder] if again else [*words, *data, "--out_dir", folder])]))
 
     def train_arm(self, arm, seed):
         """The network of an arm and seed, and those that it starts from."""
@@ -162,14 +148,10 @@ class Plan:
             *words, "--ckpt", *(self.out / f"{arm}_s{seed}" for arm in arms
                                 for seed in self.args.seeds)]))
 
-    def study(self, name, *words):
-        self.commands.append((None, ["-m", f"referee.{name}", *words]))
-
     def make(self, table):
         """The commands of a table."""
         a, f = self.args, self.flags
-        arms, measures = PLANS[table]
-        arms = list(arms.values()) if isinstance(arms, dict) else arms
+        arms, measures = list(TABLES[table][0].values()), TABLES[table][1]
         for seed in a.seeds:
             for arm in arms:
                 self.train_arm(arm, seed)
@@ -188,12 +170,14 @@ class Plan:
         elif measures == "perplexity":
             self.evaluate(arms, *f["tokens"].split(), "--measures", "perplexity")
         elif measures == "cost":
-            self.study("cost", *f["cost"].split())
+            self.commands.append((None, ["-m", "referee.cost", *f["cost"].split()]))
         elif measures:
-            self.study("kernel_pca", "--exp", measures, "--out_dir", self.out / "kpca", "--ckpt",
-                       *(self.out / f"softmax_s{seed}" for seed in a.seeds))
+            self.commands.append((None, [
+                "-m", "referee.kernel_pca", "--exp", measures, "--out_dir", self.out / "kpca",
+                "--ckpt", *(self.out / f"softmax_s{seed}" for seed in a.seeds)]))
         if table == "fig3":
-            self.study("plot", "robust", self.out / "rows_vit", "--run", "symmetric_s", "rpc6_s")
+            self.commands.append((None, ["-m", "referee.plot", "robust", self.out / "rows_vit",
+                                         "--run", "symmetric_s", "rpc6_s"]))
         return self.commands
 
 
@@ -235,11 +219,6 @@ def read(folder):
     return rows
 
 
-def average(value):
-    """A number, or the mean of a list over severities."""
-    return mean(value) if isinstance(value, list) else value
-
-
 def ours(rows, table, column):
     """The number of one run for a column of the paper's table, or None."""
     def of(measure):
@@ -266,7 +245,7 @@ def ours(rows, table, column):
     kind = name.lower().replace(" ", "_")
     kind = {"elastic": "elastic_transform", "jpeg": "jpeg_compression"}.get(kind, kind)
     if kind in corrupted:
-        top1 = average(corrupted[kind]["top1"])
+        top1 = mean(corrupted[kind]["top1"])
         if field == "top-1":
             return top1
         return (100 - top1) / ALEXNET[kind] if as_alexnet(corrupted[kind]) else None
@@ -281,12 +260,11 @@ def as_alexnet(row):
 
 def of_all_corruptions(corrupted, column, field):
     """The mean of the 15 types, or mCE beside AlexNet; None until all are there."""
-    corrupted = {name: corrupted[name] for name in NAMES if name in corrupted}
-    if len(corrupted) < len(NAMES):
+    if not set(NAMES) <= set(corrupted):
         return None
     if column != "mCE":
-        return mean(average(r[field]) for r in corrupted.values())
-    errors = {name: 1 - average(r["top1"]) / 100 for name, r in corrupted.items()}
+        return mean(mean(corrupted[name][field]) for name in NAMES)
+    errors = {name: 1 - mean(corrupted[name]["top1"]) / 100 for name in NAMES}
     return mean_corruption_error(errors) if all(map(as_alexnet, corrupted.values())) else None
 
 
@@ -298,12 +276,13 @@ def lines(table, rows):
         name = PRINTED.get(table, table.removeprefix("table"))
         cells = [r for r in csv.DictReader(file) if r["table"] == name]
     columns = dict.fromkeys(cell["column"] for cell in cells)
-    extra = [row for row in ARMS[table] if row not in {cell["row"] for cell in cells}]
+    names = TABLES[table][0]
+    extra = [row for row in names if row not in {cell["row"] for cell in cells}]
     cells += [dict(row=row, column=column, value="nan", note="not in the paper")
               for row in extra for column in columns]
     for cell in cells:
         found = {seed: ours(rows[arm, seed], table, cell["column"])
-                 for arm, seed in sorted(rows) if arm == ARMS[table][cell["row"]]}
+                 for arm, seed in sorted(rows) if arm == names[cell["row"]]}
         cell.update(paper=float(cell["value"]),
                     ours={seed: x for seed, x in found.items() if x is not None})
     return cells
@@ -319,21 +298,16 @@ def markdown(cells, scale):
         first = base[c["column"]]
         texts = ["", ""]
         if c is not first:
-            texts[0] = number(c["paper"] - first["paper"], "+.2f")
+            texts[0] = f"{c['paper'] - first['paper']:+.2f}".replace("+nan", "")
             pairs = c["ours"].keys() & first["ours"].keys()
             gains = [c["ours"][s] - first["ours"][s] for s in pairs]
             texts[1] = spread(gains, "+.2f") or "not run"
         tiny = any(0 < abs(x) < 0.01 for x in c["ours"].values())              # eigenvalues
         form = ".1e" if tiny else ".2f"
         own = spread([*c["ours"].values()], form) or "not run"
-        numbers = [number(c["paper"], "g"), own, str(len(c["ours"]))]
+        numbers = [f"{c['paper']:g}".replace("nan", ""), own, str(len(c["ours"]))]
         body.append([c["row"], c["column"], *numbers, *texts, c["note"]])
     return common.table(body, head)
-
-
-def number(value, form):
-    """Of the paper; nothing where it has none."""
-    return "" if math.isnan(value) else format(value, form)
 
 
 def report(table, rows, scale):
@@ -341,7 +315,7 @@ def report(table, rows, scale):
     cells = lines(table, read(rows))
     missing = sum(not cell["ours"] for cell in cells)
     if missing == len(cells):
-        first = next(iter(ARMS[table].values()))
+        first = next(iter(TABLES[table][0].values()))
         raise common.InputError(f"--out_dir {rows} holds no run of {table}, expected folders such "
                                 f"as {first}_s0 and their evaluations")
     text = [f"# {table}, paper and ours at scale {scale}", markdown(cells, scale),
@@ -356,7 +330,7 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     flag = p.add_argument
-    flag("table", choices=PLANS)
+    flag("table", choices=TABLES)
     flag("--scale", choices=SCALES, default="small")
     flag("--data_dir", help="small: CIFAR-10, CamVid, the small WikiText; paper: the paper's data")
     flag("--seeds", nargs="+", type=common.NATURAL, default=[0])
@@ -368,7 +342,7 @@ def main(argv=None):
     args = p.parse_args(argv)
     plan = Plan(args)
     execute(plan.make(args.table), args.dry)
-    if not args.dry and args.table in ARMS:
+    if not args.dry and args.table not in DRAWN:
         text = report(args.table, plan.out, args.scale)
         print(text)
         path = plan.out / f"tables/{args.table}.md"
