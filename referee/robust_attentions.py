@@ -12,10 +12,10 @@ attention attends in --rpc_layers, layer 0 by default, and symmetric attention e
 elliptical in all layers, as it compares each with the one before. `python -m referee.arms
 robustness` has all of them over seeds, beside symmetric attention.
 
-Every function takes k, v (B, H, N, D) and settings, and returns the output (B, H, N, D) and a score
-(B, H, N), higher for tokens that it holds for outliers, or None. Queries are the keys, as in the
-paper's baseline; only elliptical has queries of its own. A(K) = softmax(K K^T / sqrt(D)). What an
-outcome means was fixed before the runs: referee/results/robust_attentions/README.md.
+Every function takes k, v (B, H, N, D) and settings, and returns the output (B, H, N, D). Queries
+are the keys, as in the paper's baseline; only elliptical has queries of its own. A(K) = softmax(K
+K^T / sqrt(D)). What an outcome means was fixed before the runs:
+referee/results/robust_attentions/README.md.
 """
 
 import math
@@ -84,24 +84,23 @@ def rkde(k, v, psi=huber, a=1.0, rounds=1, joint=True, released=False):
     above = token_weights(torch.cat([k, v], -1), psi, a, rounds, released) if joint else below
     s = scores(k)
     kappa = (s - s.amax(-1, keepdim=True)).exp()
-    h = kappa @ (above[..., None] * v) / (kappa @ below[..., None]).clamp_min(1e-12)
-    return h, -below
+    return kappa @ (above[..., None] * v) / (kappa @ below[..., None]).clamp_min(1e-12)
 
 
-def mom(k, v, m=3, seed=None):
+def mom(k, v, m=3, layer=None):
     """Median of means: of m blocks of keys, a query uses the one whose kernel sum is the median.
 
-    Han et al. 2023. The split is random; with a seed, as in evaluations, always the same. Here the
-    blocks are a partition and each query has its own median; the released code draws overlapping
-    subsets of nearly all keys and takes one median for the whole batch.
+    Han et al. 2023. The split is random; in an evaluation always the same, as that is no lottery.
+    Here the blocks are a partition and each query has its own median; the released code draws
+    overlapping subsets of nearly all keys and takes one median for the whole batch.
     """
-    random = None if seed is None else torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(0) if layer and not layer.training else None
     block = (torch.randperm(k.shape[-2], generator=random) % m).to(k.device)
     member = F.one_hot(block, m).to(k.dtype)                            # (N, m)
     A = scores(k).softmax(-1)
     chosen = (A @ member).median(-1).indices                            # (B, H, N)
     A = A * member.T[chosen]                                            # (B, H, N, N)
-    return A @ v / A.sum(-1, keepdim=True).clamp_min(1e-12), None
+    return A @ v / A.sum(-1, keepdim=True).clamp_min(1e-12)
 
 
 # --- other kernels --------------------------------------------------------------------------------
@@ -153,7 +152,7 @@ def sinkhorn(k, v, rounds=3):
     s = scores(k)
     for i in range(rounds):
         s = s.log_softmax(-1 if i % 2 == 0 else -2)
-    return s.exp() @ v, None
+    return s.exp() @ v
 
 
 # --- PAP on the keys alone: K = L + S in one space ------------------------------------------------
@@ -179,7 +178,7 @@ def keys(k, v, lambd=1.0, n_iter=4, rows=False):
         C = k - S
         L = symmetric_attention(C, C)
         S = shrink_rows(k - L, tau) if rows else soft_threshold(k - L, tau)
-    return symmetric_attention(k - S, v), S.abs().sum(-1)
+    return symmetric_attention(k - S, v)
 
 
 def weights(k, v, rounds=2):
@@ -193,7 +192,7 @@ def weights(k, v, rounds=2):
         A = (s + w.log()[..., None, :]).softmax(-1) * others
         r = torch.linalg.vector_norm(k - A @ k, dim=-1).clamp_min(1e-12)            # (B, H, N)
         w = (r.mean(-1, keepdim=True) / r).clamp_max(1)
-    return (s + w.log()[..., None, :]).softmax(-1) @ v, -w
+    return (s + w.log()[..., None, :]).softmax(-1) @ v
 
 
 def sharp(k, v, n_iter=4):
@@ -203,7 +202,7 @@ def sharp(k, v, n_iter=4):
     symmetric attention, but not what PAP computes: without the L's a fifth of the attention is
     elsewhere (64 scenes, weights/shapes_rpc.pt).
     """
-    return symmetric_attention((n_iter - 2) * k, v), None
+    return symmetric_attention((n_iter - 2) * k, v)
 
 
 # --- rules that the dispute speaks of, softmax attention otherwise --------------------------------
@@ -256,20 +255,11 @@ def register(name, *pairs):
         ATTENTIONS.update({"elliptical first": EllipticalFirst, "elliptical": Elliptical})
         LAYER_PATTERNS[kind] = "elliptical first", "elliptical"
         return kind
-    function = SCORED[kind] = partial(ROBUST[name][0], **settings)
-
-    def attend(k, v):
-        return function(k, v)[0]
-
-    def attend_by_blocks(k, v, layer):                  # an evaluation is no lottery
-        return function(k, v, seed=None if layer.training else 0)[0]
-
-    ATTENTIONS[kind] = attend_by_blocks if name == "mom" else attend
+    ATTENTIONS[kind] = partial(ROBUST[name][0], **settings)
     LAYER_PATTERNS[kind] = kind, "symmetric"
     return kind
 
 
-SCORED = {}                                             # kind: its function, which returns scores
 USUAL = {name: register(name) for name in NAMES}        # name: its kind with the usual settings
 
 
