@@ -22,7 +22,7 @@ import numpy as np
 
 import common
 from referee import arms, constancy, kernel_pca, line, where_is_s
-from referee.stats import detectable, interval, paired_t, show, show_p, spread
+from referee.stats import detectable, paired_t, show, show_p, spread
 
 ROOT = Path(__file__).parents[1]
 RESULTS, CLAIMS = ROOT / "referee/results", ROOT / "referee/claims.csv"
@@ -41,7 +41,7 @@ def key_of(name, pair, measure):
 
 def gap(name, pair, measure, what="difference"):
     """A paired difference with its 95 % interval; or its mean, interval, seeds, p, p after Holm,
-    90 % interval, the difference found with 80 % power, the accuracy of the arm or its baseline."""
+    the difference found with 80 % power, the accuracy of the arm or its baseline."""
     study, of = arms.comparison(name)
     measure, arm, base = key = key_of(name, pair, measure)
     if what in ("arm", "baseline"):
@@ -56,8 +56,6 @@ def described(d, what, holm=np.nan, tests=1, digits=1):
     """A Difference in one of the ways that a sentence needs."""
     if what == "power":
         return f"{detectable(d.error, d.df, tests):.{digits}f}"
-    if what == "90":
-        return " to ".join(f"{end:+.{digits}f}" for end in interval(d, 0.9))
     ends = f"{d.low:+.{digits}f} to {d.high:+.{digits}f}"
     return {"difference": show(d, digits), "interval": ends,
             "mean": f"{d.mean:+.{digits}f}", "seeds": str(d.n), "networks": str(d.n),
@@ -129,12 +127,10 @@ def adjusted(how, measure, what="difference"):
 
 
 def fit(name, measure, what):
-    """What is known of the line: r with its interval, p of a bend, per cent of variance explained,
-    the number of its networks."""
+    """What is known of the line: r with its interval, or p of a bend."""
     of = line.reference(picture(name)[0])
     r, low, high, bend = line.correlation(of, full(name, measure))
-    return {"r": f"{r:+.2f} ({low:+.2f} to {high:+.2f})", "bend": show_p(bend),
-            "explained": f"{100 * r * r:.0f}", "networks": str(len(of))}[what]
+    return show_p(bend) if what == "bend" else f"{r:+.2f} ({low:+.2f} to {high:+.2f})"
 
 
 # --- other rows -----------------------------------------------------------------------------------

@@ -64,14 +64,14 @@ def paired_t(gaps):
     return student(n, gaps.mean(), gaps.var(ddof=1) / n if n > 1 else nan, n - 1)
 
 
-def crossed(gaps, floor=True):
+def crossed(gaps):
     """Test differences (seeds, images), where seeds and images both vary.
 
     In gap = mean + seed + image + rest, the variance of the seeds' means holds that of the seeds
     and of the rest, the images' means likewise; so their sum counts the rest twice, and it is
     subtracted once. Of few seeds their variance can come out below what the rest alone implies, and
-    then hundreds of degrees of freedom seem to be there: so it is never taken for less (floor).
-    Below three seeds there is no p.
+    then hundreds of degrees of freedom seem to be there: so it is never taken for less. Below three
+    seeds there is no p.
     """
     gaps = np.asarray(gaps, float)
     S, I = gaps.shape
@@ -81,8 +81,7 @@ def crossed(gaps, floor=True):
     rest = gaps - seeds[:, None] - images + gaps.mean()
     of_seeds, of_images = seeds.var(ddof=1) / S, images.var(ddof=1) / I
     of_rest = (rest ** 2).sum() / ((S - 1) * (I - 1)) / (S * I)
-    if floor:
-        of_seeds = max(of_seeds, of_rest)
+    of_seeds = max(of_seeds, of_rest)
     variance = max(of_seeds + of_images - of_rest, of_seeds, of_images)
     parts = (of_seeds, S - 1), (of_images, I - 1), (of_rest, (S - 1) * (I - 1))
     df = variance ** 2 / max(sum(part ** 2 / n for part, n in parts), 1e-300)
@@ -153,7 +152,6 @@ class Row(NamedTuple):
     top1: float                 # a mean over severities
     right: np.ndarray | None    # (images,) how often each was right, a mean over severities
     loss: float | None          # of clean images, in nats
-    data: str
     hardware: str
     deit: bool                  # a ViT of ours with DeiT's initialisation
 
@@ -177,8 +175,7 @@ def row_of(row):
     config = row["model_config"]
     return Row(name, arm, seed, kind, measure, eps,
                f"{row['measure']} seed={row['seed']} {row['precision']}", row["images"],
-               float(np.mean(row.get("top1", nan))), right, row.get("loss"), row.get("data"),
-               row.get("hardware", ""),
+               float(np.mean(row.get("top1", nan))), right, row.get("loss"), row.get("hardware", ""),
                "embed_dim" in config and config.get("init") != "default")
 
 
@@ -200,7 +197,7 @@ def of_patches(row):
     arm, _, seed = name.rpartition("_s")
     return [Row(name, arm, int(seed), "patches", measure, 0.0, "", row["images"],
                 100 * unpack(text, row["images"]).mean(), 100 * unpack(text, row["images"]), None,
-                "shapes", "", False) for measure, text in row.get("right", {}).items()]
+                "", False) for measure, text in row.get("right", {}).items()]
 
 
 FAMILIES = {"15 corruptions": corruptions.NAMES, "noise": corruptions.NAMES[:3],
