@@ -25,8 +25,8 @@ from typing import NamedTuple
 import common
 from common import InputError
 from referee.robust_attentions import USUAL as ROBUST
-from referee.stats import (accuracy, compare, crossed, digits_of, everything, holm, judged,
-                           outcomes, paired, paired_t, primary_table, read, shared, show)
+from referee.stats import (accuracy, compare, crossed, everything, holm, judged, outcomes,
+                           paired, paired_t, primary_table, read, shared, show)
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES, CIFAR10 = ("15 corruptions", "pgd 2/255"), ("15 corruptions", "pgd 1/255")
@@ -239,6 +239,10 @@ def train(folder, flags, more=()):
     if (folder / "last.pt").exists():
         checkpoint, words = common.load(folder / "last.pt"), ["--resume", folder]
         trained = checkpoint["args"]
+        for name, value in flags.items():
+            if trained.get(name) != value:
+                raise InputError(f"{folder} was trained with {name} {trained.get(name)}, expected "
+                                 f"{value}")
         steps = checkpoint["training_images"] // trained["batch_size"]
         if checkpoint["step"] >= trained["epochs"] * steps:
             return
@@ -255,8 +259,8 @@ def run(study, args, rest):
             measures = [text for text in args.measures or study.measures
                         if flags["attn"] == "rpc" or not text.startswith("adaptive")]
             call(*script("eval_robust.py", flags["attn"]), "--ckpt", folder, "--out_dir",
-                 args.out_dir / "eval" / folder.name, "--resume", "--limit", study.limit, *study.how,
-                 "--measures", *measures)
+                 args.out_dir / "eval" / folder.name, "--resume", "--limit", study.limit,
+                 *study.how, "--measures", *measures)
     return sorted(args.out_dir.glob("eval/*/results.jsonl"))
 
 

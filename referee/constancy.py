@@ -26,8 +26,8 @@ from referee.stats import holm, paired_t, show, show_p, spread
 ROWS = Path(__file__).parent / "results/decider/constancy.jsonl"
 NULLS, MARGIN = ("hashed", "image", "other", "x"), 0.03        # in nats
 COLUMNS = {"hashed": "drawn anew", "image": "another image's", "x": "the input's",
-           "other": "another head's", "own": "kernel PCA's\nown", "detached": "own, without\ngradient",
-           "mean": "kernel PCA's\nmean", "random": "random,\nfixed"}              # of the figure
+           "other": "another head's", "own": "kernel PCA's\nown",
+           "detached": "own, without\ngradient", "mean": "kernel PCA's\nmean", "random": "random,\nfixed"}
 
 
 def families(path):

@@ -37,8 +37,8 @@ from data.shapes import load_shapes
 from kpca import (a_hat, attend, basis, centre, coefficients, eigen_cosine, key_scale, log_gram,
                   log_phi2, projection_loss, ritz, theoretical_values)
 from referee.arms import call
-from referee.probe import (Point, capture, checkpoints, device_of, get_args, load_images,
-                           load_model, print_table, read_csv, summarise, untrained, write_csv)
+from referee.probe import (capture, device_of, get_args, load_images, load_model, points,
+                           print_table, read_csv, summarise, untrained, write_csv)
 from referee.robust_attentions import standardise
 from referee.span import NULLS, Layer, explained_variance, token_overlap, value_axes
 from referee.stats import paired_t, show, spread
@@ -237,17 +237,17 @@ def fitted_maps(model, names):
 
 # --- networks, checkpoint by checkpoint -----------------------------------------------------------
 
-def examine(point, experiments, device, maps=None, draws=3):
-    """Run experiments on all layers of a Point: {name: rows of `summarise`}.
+def examine(model, images, experiments, device, maps=None, draws=3):
+    """Run experiments on all layers of a model: {name: {(measure, source, layer): (images,)}}.
 
     maps: of `fitted_maps`, whose values are sources, too. draws: of the random matrix. Images come
     in pieces that keep a matrix of all heads at 2 MB on a CPU, but for what is no mean over images.
     """
-    model, c, n = point.model.to(device), point.model.config, len(point.inputs)
+    c, n, pieces = model.to(device).config, len(images), {}
     size = 2 ** (18 if device.type == "cpu" else 24) // (c.num_heads * c.num_tokens ** 2)
-    size, pieces = n if "losses" in experiments else max(1, size), {}
-    for start in tqdm(range(0, n, size), point.run, leave=False):
-        for i, heads in enumerate(capture(model, point.inputs[start:start + size].to(device))):
+    size = n if "losses" in experiments else max(1, size)
+    for start in tqdm(range(0, n, size), leave=False):
+        for i, heads in enumerate(capture(model, images[start:start + size].to(device))):
             layer = Layer(heads, str(i), (i, start), draws)
             layer.values |= {f"fitted to {name}": mapped(layer, W)[None]
                              for name, W in (maps[i] if maps else {}).items()}
@@ -256,20 +256,21 @@ def examine(point, experiments, device, maps=None, draws=3):
     results = {name: {} for name in experiments}
     for (name, *key), t in pieces.items():
         results[name][tuple(key)] = torch.cat(t)
-    return {name: summarise(found, point) for name, found in results.items()}
+    return results
 
 
 def study(args, experiments):
     """Run experiments on every checkpoint, print their tables, write their CSV files."""
-    device = device_of(args.device)
     experiments = {name: experiments[name] for name in args.exp}
     rows = {name: [] for name in experiments}
-    for point in checkpoints(args):
-        for name, own in examine(point, experiments, device).items():
+    for run, step, model, images in points(args):
+        found = examine(model, images, experiments, device_of(args.device))
+        for name, experiment in experiments.items():
+            own = summarise(found[name], run, step)
+            print_table(f"{name}: {run}, step {step}, {model.config.attn}, {len(images)} images; "
+                        "mean ± standard error over them", inspect.cleandoc(experiment.__doc__),
+                        own)
             rows[name] += own
-            print_table(f"{name}: {point.run}, step {point.step}, {point.model.config.attn}, "
-                        f"{len(point.inputs)} images; mean ± standard error over them",
-                        inspect.cleandoc(experiments[name].__doc__), own)
     for name, own in rows.items():
         write_csv(args.out_dir / f"{name}.csv", own)
     print(f"\nCSV files in {args.out_dir}")
@@ -304,15 +305,15 @@ def stage(folder, attn, seed, step):
 def measured(model, checkpoint, run, step, last=True, num_images=64, draws=20):
     """Rows of one network at one step: each measure beside its nulls and what a map attains."""
     images, _ = load_images(checkpoint, model.config, num_images)
-    many, of_many = load_images(checkpoint, model.config, 1000)
-    point = Point(run, step, model, images)
+    many, labels = load_images(checkpoint, model.config, 1000)
     maps = fitted_maps(model, OUTCOMES if last else OUTCOMES[:1])
     experiments = {name: EXPERIMENTS[name] for name in ("gamma", "values", "capture")}
-    rows = sum(examine(point, experiments, torch.device("cpu"), maps, draws).values(), [])
+    found = examine(model, images, experiments, torch.device("cpu"), maps, draws)
     with torch.no_grad():
-        top1 = 100 * (model(many).argmax(1) == of_many).double().mean().item()
-    return rows + [dict(run=run, step=step, layer="all", measure="top1", source="learned",
-                        mean=top1, se=math.nan, images=len(many))]
+        top1 = 100 * (model(many).argmax(1) == labels).double().mean().item()
+    return [row for name in experiments for row in summarise(found[name], run, step)] + [
+        dict(run=run, step=step, layer="all", measure="top1", source="learned", mean=top1,
+             se=math.nan, images=len(many))]
 
 
 def trained(argv):

@@ -1,7 +1,7 @@
 """What the studies of trained networks share: a checkpoint in, heads of attention and tables out.
 
-`checkpoints` loads models and inputs one after another, `capture` returns what every attention
-layer used, `summarise` makes rows of what was measured on images. No study itself.
+`points` loads models and images one after another, `capture` returns what every attention layer
+used, `summarise` makes rows of what was measured on images. No study itself.
 """
 
 import argparse
@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
-from tqdm import tqdm
 
 import common
 from attention import SelfAttention
@@ -88,7 +86,7 @@ def get_args(doc, experiments, argv=None):
                                 allow_abbrev=False)
     flag = p.add_argument
     flag("--ckpt", nargs="+", required=True, help="checkpoints of train_cls.py (a folder: its "
-         "last.pt); several of one run are tracked over training")
+         "last.pt)")
     flag("--exp", default=",".join(experiments), help="comma-separated; default: all")
     flag("--images", type=common.COUNT, default=32, help="test images; errors are over them")
     flag("--data_dir", help="default: the folder it was trained from")
@@ -143,33 +141,18 @@ def load_images(checkpoint, config, n, data_dir=None):
     return images.float() / 255, source.labels[some]
 
 
-class Point(NamedTuple):
-    """A checkpoint of a run with the inputs on which it is looked at."""
-    run: str
-    step: int
-    model: nn.Module
-    inputs: torch.Tensor                # images (n, 3, S, S)
-
-
-def checkpoints(args):
-    """The Points of --ckpt, with --untrained also step 0 of each run, by run and step."""
-    found, folders = {}, {}
+def points(args):
+    """(run, step, model, images) of each of --ckpt, with --untrained also step 0 of each run."""
+    started = set()
     for path in map(Path, args.ckpt):
+        model, checkpoint = load_model(path)
+        images, _ = load_images(checkpoint, model.config, args.images, args.data_dir)
         folder = path if path.is_dir() else path.parent
         run = folder.name if (folder / "log.jsonl").exists() else path.stem
-        if folders.setdefault(run, folder) != folder:
-            raise InputError(f"--ckpt {folders[run]} {folder}: two runs named {run}, by which "
-                             "their rows go; rename one")
-        if args.untrained:
-            found[run, 0] = path
-        step = common.load(path / "last.pt" if path.is_dir() else path).get("step", 0)
-        found.setdefault((run, step), path)                             # last.pt may be a copy
-    for (run, step), path in sorted(found.items()):
-        model, checkpoint = load_model(path)
-        if args.untrained and step == 0:
-            model, checkpoint = untrained(model, checkpoint)
-        inputs, _ = load_images(checkpoint, model.config, args.images, args.data_dir)
-        yield Point(run, step, model, inputs)
+        if args.untrained and run not in started:
+            started.add(run)
+            yield run, 0, untrained(model, checkpoint)[0], images
+        yield run, checkpoint.get("step", 0), model, images
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -177,8 +160,8 @@ def checkpoints(args):
 WORDS = ("run", "layer", "measure", "source")           # columns of CSV files that are no numbers
 
 
-def summarise(results, point):
-    """Make rows of means over images, as the CSV files have them, for one Point.
+def summarise(results, run, step):
+    """Make rows of means over images, as the CSV files have them, for one network.
 
     results: {(measure, source, layer): (images,)}. se, the standard error over images, is nan of
     one image. layer "all": mean of layers.
@@ -190,7 +173,7 @@ def summarise(results, point):
         layers |= {"all": torch.stack(list(layers.values())).nanmean(0)}
         for layer, t in layers.items():
             se = t.std().item() / math.sqrt(len(t)) if len(t) > 1 else math.nan
-            rows.append(dict(run=point.run, step=point.step, layer=layer, measure=measure,
+            rows.append(dict(run=run, step=step, layer=layer, measure=measure,
                              source=source, mean=t.mean().item(), se=se, images=len(t)))
     return rows
 

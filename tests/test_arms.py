@@ -83,14 +83,18 @@ def test_a_study_does_what_is_missing_and_nothing_twice(study, tmp_path, capsys)
         path.unlink()
     clamp.rmdir()
     robust_attentions.main(["train_cls.py", "--attn", "rpc", "--n_iter", "1", "--lambd", "0.5",
-                            "--seed",
-                            "0", "--num_images", "32", "--batch_size", "16", "--epochs", "2",
+                            "--seed", "0", "--num_images", "32", "--batch_size", "16", "--epochs", "2",
                             "--max_steps", "2", "--out_dir", str(clamp)])
     assert study(*pair) == [evaluated[0], ["train_cls.py", "--resume", str(clamp)], evaluated[1]]
     again = common.load(clamp / "last.pt")
     assert all(torch.equal(t, end["model"][name]) for name, t in again["model"].items())
     assert rows == {file.parent.name: file.read_text()
                     for file in tmp_path.glob("eval/*/results.jsonl")}
+
+    # a folder of another arm or seed is refused
+    symmetric.rename(tmp_path / "symmetric_s1")
+    with pytest.raises(InputError, match="symmetric_s1 was trained with seed 0, expected 1"):
+        study(*pair, "--seeds", "1")
 
 
 def test_a_script_that_fails_ends_the_study():

@@ -73,8 +73,8 @@ def test_the_pooled_tests_of_the_stored_networks_come_out_the_same_by_hand(name,
         t = scipy.stats.t(df)
         assert (d.low, d.high) == pytest.approx((mean + t.ppf(0.025) * variance ** 0.5,
                                                  mean + t.ppf(0.975) * variance ** 0.5))
-        assert d.p == pytest.approx(2 * t.sf(abs(mean) / variance ** 0.5)) and d.p <= p[group,
-                                                                                        measure]
+        assert d.p == pytest.approx(2 * t.sf(abs(mean) / variance ** 0.5))
+        assert d.p <= p[group, measure]
 
 
 @pytest.mark.parametrize("measure", line.PICTURES["fresh"][3])

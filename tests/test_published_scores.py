@@ -10,7 +10,7 @@ import torch
 from kpca import a_hat, basis, eigen_cosine, kernel_pca, theoretical_values
 from referee import published_scores
 from referee.kernel_pca import exp_capture, exp_gamma, exp_values, measure
-from referee.probe import capture, checkpoints, get_args
+from referee.probe import capture, get_args, points
 from referee.published_scores import (cka, exp_similarities, gamma, kernel_cka, matching,
                                       numeric_a_hat, official_loss, optimal_cosine,
                                       pair_differences)
@@ -136,9 +136,9 @@ def test_released_loss_is_that_of_all_images_at_once_however_large_they_are(tmp_
     ckpt = save_vit(tmp_path / "a.pt", image_size=64)  # 257 tokens: an image a piece
     run(published_scores, "--ckpt", ckpt, "--images", 3, "--exp", "losses",
         "--out_dir", tmp_path, "--device", "cpu")
-    point, = checkpoints(get_args("", {"losses": exp_similarities},
-                                  ["--ckpt", ckpt, "--images", "3"]))
-    heads = capture(point.model, point.inputs)
+    (_, _, model, images), = points(get_args("", {"losses": exp_similarities},
+                                             ["--ckpt", ckpt, "--images", "3"]))
+    heads = capture(model, images)
     together = np.mean([official_loss(h.q, h.k, h.v, with_h=False).item() for h in heads])
     row, = [r for r in read(tmp_path / "losses.csv")
             if (r["measure"], r["source"], r["layer"]) == ("J official without h", "learned",

@@ -20,8 +20,7 @@ def small(seed=0, **config):
     """A fresh ViT on 8 x 8 images, 17 tokens, and images with labels."""
     torch.manual_seed(seed)
     config = ViTConfig(image_size=8, patch_size=2, num_classes=10, embed_dim=16, depth=2,
-                       num_heads=2,
-                       init="default", **config)
+                       num_heads=2, init="default", **config)
     return ViT(config).eval(), torch.rand(5, 3, 8, 8), torch.arange(5)
 
 
@@ -130,8 +129,8 @@ def test_the_residual_is_0_where_K_is_L_plus_S_and_1_where_both_are_0():
     found = where_is_s.residuals(k, [dict(S=S, L=L.expand_as(k)) for L in shared])
     residual = [found[f"clean: residual, step {i}"] for i in (1, 2, 3)]
     floor = found["clean: floor, step 1"]
-    assert torch.allclose(residual[0],
-                          floor) and (residual[1] > floor).all() and (residual[2] > floor).all()
+    assert torch.allclose(residual[0], floor)
+    assert (residual[1] > floor).all() and (residual[2] > floor).all()
 
 
 def test_what_is_measured_equals_measuring_by_hand():
@@ -156,7 +155,6 @@ def save(path, seed, step, **config):
     args = dict(seed=seed, data="shapes", init_from=None, num_images=16)
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(dict(task="classification", classes=list("abcdefghij"), args=args, step=step,
-                    optimizer={},
                     model=model.state_dict(), model_config=asdict(model.config)), path)
 
 
