@@ -39,7 +39,6 @@ from kpca import (a_hat, attend, basis, centre, coefficients, eigen_cosine, key_
 from referee.arms import call
 from referee.probe import (capture, device_of, get_args, load_images, load_model, points,
                            print_table, read_csv, summarise, untrained, write_csv)
-from referee.robust_attentions import standardise
 from referee.span import NULLS, Layer, explained_variance, token_overlap, value_axes
 from referee.stats import paired_t, show, spread
 
@@ -90,6 +89,16 @@ def exp_gamma(layer):
     lam = (-axes.c).exp() * axes.sigma[..., :d] / N
     out["lambda"] = {"KPCA": lam.where(resolved, math.nan).nanmean(-1)}
     return out
+
+
+def standardise(x):
+    """Mean 0 and variance 1 (unbiased) of every token's D numbers, as published code has q, k.
+
+    A token whose numbers are all the same becomes zero.
+    """
+    x = x - x.mean(-1, keepdim=True)
+    size = x.norm(dim=-1, keepdim=True) / math.sqrt(max(x.shape[-1] - 1, 1))
+    return x / size.clamp(min=torch.finfo(x.dtype).tiny)
 
 
 def eigenvalue_statistics(mu):

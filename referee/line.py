@@ -1,7 +1,7 @@
 """Is it robustness, or how far training got? Accuracy under attack against clean loss.
 
     python -m referee.line                      # the stored networks: tables, 20 seconds
-    python -m referee.line --rows out/eval      # yours beside them: how far off the line, a figure
+    python -m referee.line --rows out/eval      # yours beside them: how far off the line
 
 A network that was trained further is more robust, defended or not. So accuracy under PGD and under
 corruptions is drawn against the logarithm of the clean test loss, a point a network; the line is
@@ -300,7 +300,6 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--rows", nargs="+", type=Path, default=[], metavar="FILE", help="yours")
-    p.add_argument("--figure", type=Path, help="with --rows: where to draw them (.png, .pdf, .svg)")
     args = p.parse_args(argv)
     others = networks_of(read(args.rows))
     if args.rows and not others:
@@ -308,9 +307,6 @@ def main(argv=None):
                                 "gives it")
     for name in ["fresh"] if args.rows else PICTURES:
         print(page(name, others) + "\n")
-    if args.rows and args.figure:
-        from referee.plot import line_figure
-        line_figure("fresh", stored("fresh"), args.figure, others)
 
 
 if __name__ == "__main__":

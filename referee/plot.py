@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import common
-from referee import arms, constancy, line, where_is_s
+from referee import arms, line, where_is_s
 from referee.arms import RESULTS, STUDIES, WORDS, files, plain
 from referee.stats import NONE, read
 
@@ -260,6 +260,30 @@ def lambda_figure(path):
     save(figure, path)
 
 
+# --- forced values --------------------------------------------------------------------------------
+
+AXES = {"hashed": "drawn anew", "image": "another image's", "x": "the input's",
+        "other": "another head's", "own": "kernel PCA's\nown", "detached": "own, without\ngradient",
+        "mean": "kernel PCA's\nmean", "random": "random,\nfixed"}
+
+
+def axes_figure(path):
+    """Draw held-out losses by kind of axes, varying and constant apart; a line a seed."""
+    rows = [row for row in common.read_log(RESULTS / "decider/constancy.jsonl")
+            if row["arm"].startswith("span-")]
+    figure, ax = plt.subplots(figsize=(WIDTH, 3.6))
+    for seed in sorted({row["seed"] for row in rows}):
+        of = {row["arm"].removeprefix("span-"): row["loss"] for row in rows if row["seed"] == seed}
+        ax.plot([of[axes] for axes in AXES], "o-", linewidth=0.7, markersize=4,
+                label=f"seed {seed}")
+    ax.axvline(5.5, color="0.6", linestyle=":")
+    ax.set_xticks(range(len(AXES)), AXES.values(), fontsize=9.5)
+    ax.set(ylabel="held-out loss in nats",
+           xlabel="axes: left they differ from image to image, right they are the same for all")
+    ax.legend(frameon=False)
+    save(figure, path)
+
+
 # --- log.jsonl of training runs -------------------------------------------------------------------
 
 def log_curves(rows):
@@ -311,7 +335,7 @@ def stored(folder):
     for name, groups in FOREST.items():
         forest(groups, folder / f"line/forest_{name}.png")
     lambda_figure(folder / "line/lambda.png")
-    constancy.draw(folder / "decider/constancy.png")
+    axes_figure(folder / "decider/constancy.png")
     where_is_s.draw(folder / "where_is_s/where_is_s.png")
     rows = attacked(arms.stored(STUDIES["control"]))
     budgets({"PGD-20, 8 epochs": rows}, folder / "control/budgets.png", DEFENDED)

@@ -18,8 +18,7 @@ from common import InputError
 from data.images import load_test
 from data.rng import epoch_order
 from data.shapes import load_shapes
-from kpca import exact_scaling, log_kernel
-from referee.robust_attentions import standardise
+from kpca import log_kernel
 from robust import sources
 
 
@@ -42,8 +41,6 @@ def attention_inputs(module, x):
     S, steps = None, module.trace(x)
     if steps:
         q, k = steps[-1]["Q2"], steps[-1]["K2"]
-    elif module.attn == "standardised":
-        q, k = standardise(q), standardise(k)
     here = torch.device("cpu") if x.device.type == "mps" else x.device      # mps has no float64
     q, k, raw, x = (t.to(here).double() for t in (q, k, raw, x))
 
@@ -52,8 +49,6 @@ def attention_inputs(module, x):
         S = module.learned.s[None].to(k)
     elif module.attn == "scaled_alpha":
         S = module.learned.s.to(k) * log_kernel(k, k).softmax(-1)
-    elif module.attn == "exact_s":
-        S = exact_scaling(k, torch.eye(k.shape[-2]).to(k))
     return Heads(q, k, raw if S is None else raw - S @ raw, raw, x, S)
 
 

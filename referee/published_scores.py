@@ -23,9 +23,8 @@ import torch
 
 import common
 from kpca import a_hat, attend, centre, log_g, log_mean_exp
-from referee.kernel_pca import study, theory_by_token, turned
+from referee.kernel_pca import standardise, study, theory_by_token, turned
 from referee.probe import get_args
-from referee.robust_attentions import standardise
 
 
 # --- the projection error -------------------------------------------------------------------------

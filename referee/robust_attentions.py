@@ -31,7 +31,6 @@ import common
 from attention import (ATTENTIONS, LAYER_PATTERNS, soft_threshold, softmax_attention,
                        symmetric_attention)
 from common import InputError
-from kpca import exact_scaling
 
 
 def scores(k):
@@ -204,31 +203,6 @@ def sharp(k, v, n_iter=4):
     """
     return symmetric_attention((n_iter - 2) * k, v)
 
-
-# --- rules that the dispute speaks of, softmax attention otherwise --------------------------------
-
-def standardise(x):
-    """Mean 0 and variance 1 (unbiased) of every token's D numbers, as published code has q, k.
-
-    A token whose numbers are all the same becomes zero.
-    """
-    x = x - x.mean(-1, keepdim=True)
-    size = x.norm(dim=-1, keepdim=True) / math.sqrt(max(x.shape[-1] - 1, 1))
-    return x / size.clamp(min=torch.finfo(x.dtype).tiny)
-
-
-def exact_s(q, k, v):
-    """Scaled Attention with App. E.1's own S, a function of the keys; computed in float64."""
-    return softmax_attention(q, k, (v - exact_scaling(k, v)).to(v.dtype))
-
-
-def standardised(q, k, v):
-    """Softmax attention with standardised queries and keys, as in the released code."""
-    return softmax_attention(standardise(q), standardise(k), v)
-
-
-RULES = dict(exact_s=exact_s, standardised=standardised)
-ATTENTIONS.update(RULES)
 
 DENSITY = dict(a=1.0, rounds=1, joint=1, released=0)
 ROBUST = {              # name: (function, its settings in the runs and where none are given)

@@ -11,11 +11,8 @@ patch scores above an uncorrupted one of its image, mean over images; 0.5 says n
 beat what needs no S: |k| of the token, its distance from the image's mean key, and the S that PAP
 makes of a symmetric network's keys. Accuracy: of the same corrupted images.
 
-Also, on clean images, |K - S - L| / |K|: ADMM would end at 0. "rank one" is the share of L that all
-tokens have alike, |mean over tokens| / rms of the rows; the more uniform attention is, the nearer
-it is to 1. Such an L leaves at least the "floor", |K - S - mean of K - S over tokens| / |K|,
-whatever the values are. A residual that is small because S holds all of K explains nothing: so
-|S| / |K| stands beside it.
+Also, on clean images, |K - S - L| / |K|: ADMM would end at 0. A residual that is small because S
+holds all of K explains nothing: so |S| / |K| stands beside it.
 """
 
 import argparse
@@ -76,21 +73,14 @@ def first_layer(model, images):
 
 
 def residuals(k, steps):
-    """Of each step, (B,) each: |K - S - L| / |K|; how alike L's tokens are; the floor; sizes."""
+    """Of each step, (B,) each: |K - S - L| / |K|, and |S| / |K|."""
     def norm(x):
         return x.flatten(1).norm(dim=1)
 
-    def mean(x):
-        return x.mean(2, keepdim=True).expand_as(k)
-
     found = {}
     for i, step in enumerate(steps, 1):
-        R, L = k - step["S"], step["L"]
-        found[f"clean: residual, step {i}"] = norm(R - L) / norm(k)
-        found[f"clean: rank one, step {i}"] = norm(mean(L)) / norm(L)
-        found[f"clean: floor, step {i}"] = norm(R - mean(R)) / norm(k)
+        found[f"clean: residual, step {i}"] = norm(k - step["S"] - step["L"]) / norm(k)
         found[f"clean: |S| / |K|, step {i}"] = norm(step["S"]) / norm(k)
-        found[f"clean: |L| / |K|, step {i}"] = norm(L) / norm(k)
     return found
 
 

@@ -174,9 +174,9 @@ def test_networks_are_rows_with_a_clean_loss_their_own_or_that_of_training(tmp_p
 def test_your_rows_stand_beside_the_stored_ones(tmp_path, monkeypatch, capsys):
     own = [row | dict(data="shapes") for row in rows("elliptical_s3", 0.1)]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
-    line.main(["--rows", str(tmp_path), "--figure", str(tmp_path / "x.svg")])
+    line.main(["--rows", str(tmp_path)])
     shown = [text for text in capsys.readouterr().out.splitlines() if "your elliptical" in text]
-    assert len(shown) == 1 and "60.0" in shown[0] and (tmp_path / "x.svg").stat().st_size > 5000
+    assert len(shown) == 1 and "60.0" in shown[0]
     (tmp_path / "results.jsonl").write_text("")
     with pytest.raises(arms.InputError, match="no network of these has a clean loss"):
         line.main(["--rows", str(tmp_path)])

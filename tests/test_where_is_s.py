@@ -108,29 +108,12 @@ def test_the_steps_looked_at_are_those_of_the_layer(attn):
 
 def test_the_residual_is_0_where_K_is_L_plus_S_and_1_where_both_are_0():
     k = torch.rand(3, 2, 5, 4)
-    L = torch.ones(3, 1, 5, 1) * torch.rand(3, 2, 1, 4)                  # one vector for all tokens
-    met, not_met = dict(S=k - L, L=L), dict(S=0 * k, L=0 * k + 1e-30)
-    turned = dict(S=0 * k, L=k - k.mean(2, keepdim=True))  # tokens have nothing in common
-    found = where_is_s.residuals(k, [met, not_met, turned])
+    L = torch.rand(3, 2, 5, 4)
+    found = where_is_s.residuals(k, [dict(S=k - L, L=L), dict(S=0 * k, L=0 * k)])
     assert found["clean: residual, step 1"].max() < 1e-6
     assert found["clean: residual, step 2"].tolist() == pytest.approx([1] * 3)
-    assert found["clean: rank one, step 1"].tolist() == pytest.approx([1] * 3)
-    assert found["clean: rank one, step 3"].max() < 1e-5
-    assert found["clean: |S| / |K|, step 2"].max() == 0
-    assert found["clean: |L| / |K|, step 2"].max() < 1e-6
-    sizes = [found[f"clean: |{part}| / |K|, step 1"] for part in "SL"]
-    by_hand = [(part.expand_as(k) ** 2).sum((1, 2, 3)).sqrt() / (k ** 2).sum((1, 2, 3)).sqrt()
-               for part in (k - L, L)]
-    assert all(torch.allclose(a, b) for a, b in zip(sizes, by_hand))
-
-    # an L that all tokens share leaves at least the floor
-    k, S = torch.randn(3, 2, 5, 4), 0.1 * torch.randn(3, 2, 5, 4)
-    shared = [(k - S).mean(2, keepdim=True), torch.randn(3, 2, 1, 4), torch.zeros(3, 2, 1, 4)]
-    found = where_is_s.residuals(k, [dict(S=S, L=L.expand_as(k)) for L in shared])
-    residual = [found[f"clean: residual, step {i}"] for i in (1, 2, 3)]
-    floor = found["clean: floor, step 1"]
-    assert torch.allclose(residual[0], floor)
-    assert (residual[1] > floor).all() and (residual[2] > floor).all()
+    size = ((k - L) ** 2).sum((1, 2, 3)).sqrt() / (k ** 2).sum((1, 2, 3)).sqrt()
+    assert torch.allclose(found["clean: |S| / |K|, step 1"], size)
 
 
 def test_what_is_measured_equals_measuring_by_hand():
