@@ -25,8 +25,8 @@ from typing import NamedTuple
 import common
 from common import InputError
 from referee.robust_attentions import USUAL as ROBUST
-from referee.stats import (accuracy, compare, crossed, everything, holm, judged, outcomes,
-                           paired, paired_t, primary_table, read, shared, show)
+from referee.stats import (compare, everything, holm, judged, outcomes, paired, paired_t,
+                           primary_table, read, shared)
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES, CIFAR10 = ("15 corruptions", "pgd 2/255"), ("15 corruptions", "pgd 1/255")
@@ -76,7 +76,7 @@ LINE = {
 LINE_CIFAR10 = {f"{name}-e{n}": flags | dict(epochs=n) for name, flags, lengths in (
     ("symmetric", SYMMETRIC, (12, 8, 6, 4)), ("rpc4-l1", RPC, (12,)),
     ("softmax", dict(attn="softmax"), (12,)), ("uniform-l0", AVERAGE, (12,))) for n in lengths}
-CRITERION = {                               # arm: its flags; what it costs in passes: COST
+CRITERION = {                                               # 24 passes, the last two 96
     "symmetric": SYMMETRIC | OUT | FAST,
     "rpc4-l1": dict(attn="rpc") | OUT | SLOW,
     "symmetric-adv": SYMMETRIC | dict(epochs=6) | SLOW | ADV,
@@ -105,11 +105,6 @@ WORDS = {"symmetric": "symmetric attention", "rpc4-l1": "RPC, as published",
 def plain(arm):
     """An arm's name without how it was trained: long-rpc4-l1 and rpc4-l1-e12 are rpc4-l1."""
     return re.sub(r"^(long|half|flat)-|-e\d+$|-96$|-fast$", "", arm)
-
-
-def cost(flags):
-    """Passes over the training images, forward and backward: each PGD step is one more."""
-    return flags["epochs"] * (1 + flags.get("adv_steps", 0))
 
 
 # --- comparisons ----------------------------------------------------------------------------------
@@ -359,25 +354,6 @@ def beside(study, theirs, yours):
     return everything(of)
 
 
-# --- the table of the criterion -------------------------------------------------------------------
-
-def by_cost(rows, study=STUDIES["criterion"]):
-    """Write Markdown: an arm a row: seeds, passes, clean, corruptions, PGD at each budget,
-    AutoAttack, the median budget with its interval over seeds and images."""
-    found, body = outcomes(rows, study.limit), []
-    budgets = [m for m in found if m.startswith("pgd") and "images" not in m]
-    attacked = [m for m in found if m.startswith("autoattack")]
-    columns = ["clean", "15 corruptions", *budgets, *attacked]
-    for arm, flags in study.arms.items():
-        seeds = sorted(s for a, s in found.get("clean", {}) if a == arm)
-        if seeds:
-            median = [x for (a, _), x in found.get("median budget", {}).items() if a == arm]
-            body.append([arm, str(len(seeds)), str(cost(flags)),
-                         *(accuracy(found, m, arm) for m in columns),
-                         show(crossed(median), 2).replace("+", "") if median else ""])
-    return common.table(body, ["arm", "seeds", "cost", *columns, "median budget, 1/255"])
-
-
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -406,8 +382,6 @@ def main(argv=None):
     print(tables(study, rows))
     if args.rows:
         print("\n## yours\n\n" + beside(study, rows, read(args.rows)))
-    if args.study == "criterion" and rows:
-        print("\n## by cost\n\n" + by_cost(rows))
 
 
 if __name__ == "__main__":

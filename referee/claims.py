@@ -265,10 +265,8 @@ def detail(*studies, pictures=()):
     """The tables of studies and pictures of the line, as their commands print them."""
     parts = []
     for name in studies:
-        rows = arms.stored(arms.STUDIES[name])
-        text = arms.tables(arms.STUDIES[name], rows)
-        text += "\n\n## by cost\n\n" + arms.by_cost(rows) if name == "criterion" else ""
-        parts.append((f"python -m referee.arms {name}", text))
+        study = arms.STUDIES[name]
+        parts.append((f"python -m referee.arms {name}", arms.tables(study, arms.stored(study))))
     if pictures:
         text = "\n\n".join(line.page(name) for name in pictures)
         parts.append(("python -m referee.line", text))

@@ -117,11 +117,8 @@ def elliptical(q, k, v, last=None):
 
 
 class Elliptical(nn.Module):
-    """Elliptical attention of a layer, which keeps its values for the layer after it.
-
-    Each layer knows the one before, so a block that is computed again in the backward pass
-    (torch.utils.checkpoint) finds the values of its own forward pass. Layers are made in order.
-    """
+    """Elliptical attention of a layer, which keeps its values for the layer after it. Layers are
+    made in order, so each knows the one before."""
     latest = None                                           # the layer that was made last
 
     def __init__(self):

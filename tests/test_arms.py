@@ -27,16 +27,16 @@ def test_arms_of_a_table_differ_in_what_their_names_say():
             assert all(arm in study.arms for pair in comparison.pairs for arm in pair), name
 
 
-def test_arms_of_the_criterion_have_the_flags_and_the_cost_of_its_plan():
+def test_arms_of_the_criterion_have_the_flags_of_its_plan():
     plan = (arms.RESULTS / "criterion/plan.md").read_text()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in plan.splitlines()
             if "`--attn" in line]
     assert len(rows) == len(arms.CRITERION) == 9
-    for arm, passes, flags in rows:
+    for arm, _, flags in rows:
         words = flags.split("`")[1].split()
         given = dict(zip((word.removeprefix("--") for word in words[::2]), words[1::2]))
         ours = arms.CRITERION[arm]
-        assert given.keys() == ours.keys() and arms.cost(ours) == int(passes)
+        assert given.keys() == ours.keys()
         for name, text in given.items():
             a, _, b = text.partition("/")
             value = text if name in ("attn", "form") else float(a) / float(b or 1)
@@ -163,16 +163,13 @@ def test_the_criterion_says_above_below_or_open_and_counts_twelve_tests(tmp_path
     for key in keys:
         assert of.p[key] >= 11 * of.gaps[key].p or of.p[key] == 1
 
-    text = arms.by_cost(rows)
-    cells = {line.split("|")[1].strip(): line for line in text.splitlines()[2:]}
-    assert cells["symmetric-adv"].split("|")[2:4] == [" 5     ", " 24   "]
-    assert "autoattack 4/255, 500 images" in text and "(2)" in cells["symmetric"]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in made_up()))
     stored = [tmp_path / "results.jsonl"]
     monkeypatch.setattr(arms, "files", lambda patterns: stored)
     arms.main(["criterion"])
     shown = capsys.readouterr().out
-    assert "symmetric-adv minus symmetric: **above**" in shown and "median budget, 1/255" in shown
+    assert "symmetric-adv minus symmetric: **above**" in shown
+    assert "autoattack 4/255, 500 images" in shown and "median budget" in shown
 
 
 def test_yours_are_compared_with_the_stored_baseline_of_the_same_seeds():
