@@ -175,8 +175,8 @@ def row_of(row):
     config = row["model_config"]
     return Row(name, arm, seed, kind, measure, eps,
                f"{row['measure']} seed={row['seed']} {row['precision']}", row["images"],
-               float(np.mean(row.get("top1", nan))), right, row.get("loss"), row.get("hardware", ""),
-               "embed_dim" in config and config.get("init") != "default")
+               float(np.mean(row.get("top1", nan))), right, row.get("loss"),
+               row.get("hardware", ""), "embed_dim" in config and config.get("init") != "default")
 
 
 def read(paths):

@@ -82,9 +82,9 @@ def test_a_study_does_what_is_missing_and_nothing_twice(study, tmp_path, capsys)
     for path in clamp.glob("*"):
         path.unlink()
     clamp.rmdir()
-    robust_attentions.main(["train_cls.py", "--attn", "rpc", "--n_iter", "1", "--lambd", "0.5",
-                            "--seed", "0", "--num_images", "32", "--batch_size", "16", "--epochs", "2",
-                            "--max_steps", "2", "--out_dir", str(clamp)])
+    words = ("train_cls.py --attn rpc --n_iter 1 --lambd 0.5 --seed 0 --num_images 32 "
+             "--batch_size 16 --epochs 2 --max_steps 2 --out_dir")
+    robust_attentions.main([*words.split(), str(clamp)])
     assert study(*pair) == [evaluated[0], ["train_cls.py", "--resume", str(clamp)], evaluated[1]]
     again = common.load(clamp / "last.pt")
     assert all(torch.equal(t, end["model"][name]) for name, t in again["model"].items())

@@ -75,6 +75,13 @@ def test_a_number_of_where_is_s_is_of_the_last_step_and_over_seeds(monkeypatch):
     assert claims.where("rpc", "clean: x", "±.1f") == "251.0 ± 1.0"
 
 
+def test_losses_of_forced_values_are_paired_by_the_seeds_that_both_have(monkeypatch):
+    rows = [dict(arm=arm, seed=seed, loss=loss) for arm, seed, loss in (
+        ("plain", 0, 2.0), ("plain", 1, 1.0), ("span-own", 1, 1.5), ("span-own", 2, 9.0))]
+    monkeypatch.setattr(claims, "rows_of", lambda file: rows)
+    assert claims.losses("constancy", "span-own", "plain").tolist() == [0.5]
+
+
 def test_the_tables_that_were_not_written_anew_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(claims, "read_claims", lambda: [])
     monkeypatch.setattr(claims, "details", lambda: {"details.md": "a table\n"})
