@@ -179,7 +179,7 @@ class LM(nn.Module):
 
 def lm_from_checkpoint(checkpoint):
     """Rebuild the model of a checkpoint of train_lm.py, in eval mode."""
-    return rebuild(checkpoint, "train_lm.py", LM, LMConfig)
+    return rebuild(checkpoint, "language modelling", LM, LMConfig)
 
 
 @torch.no_grad()

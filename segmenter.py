@@ -334,7 +334,7 @@ def plain(metrics):
 
 def segmenter_from_checkpoint(checkpoint):
     """Rebuild the model of a checkpoint of train_seg.py, in eval mode."""
-    return rebuild(checkpoint, "train_seg.py", Segmenter, SegmenterConfig)
+    return rebuild(checkpoint, "segmentation", Segmenter, SegmenterConfig)
 
 
 def backbone_settings(checkpoint):

@@ -13,18 +13,24 @@ from the released code (`rachtsy/KPCA_code:Robust/main_train.py`): the learning 
 (there the line is commented out), bf16 instead of fp16, images are mixed with their neighbour
 instead of the reversed batch, one lambda per step.
 Stopping and resuming changes no number, nor do more processes but for float noise and the masks of
-drop path, which are per process: random numbers depend on (seed, step or sample) alone.
+drop path, which are per process: random numbers depend on (seed, step or sample) alone. To the last
+bit that holds on a CPU; on a GPU the backward of fused attention adds in no fixed order.
 """
 
 import argparse
+import copy
 import math
 import os
 import time
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from tqdm import tqdm
 
 import common
@@ -36,19 +42,12 @@ from data.images import DATASETS, choose, largest_share, load_data, split_name
 from data.rng import epoch_order
 from vit import SIZES, ViT, ViTConfig
 
-# Each data set has its recipe, in data/images.py; these models have one of their own. Flags win.
-RECIPES = {name: recipe for name, (_, recipe) in DATASETS.items()} | {
-    ("imagenet", "base"): dict(clip=1.0),
-    # the paper's authors' (rachtsy/FAN:scripts/fan_vit/fan_net_tiny.sh), not run here
-    ("imagenet", "fan_tiny"): dict(batch_size=512, lr=2e-3, min_lr=1e-6, drop_path=0.0, repeats=1,
-                                   ema=0.99992),
-    # FAN's authors' (NVlabs/FAN), not run here
-    ("imagenet", "fan_small"): dict(lr=2e-3, min_lr=1e-6, drop_path=0.2, repeats=1, ema=0.99992),
-}
-
 
 def get_args():
-    """Read the flags; see common.parse."""
+    """Read the flags: a recipe's are the defaults, then those of a run to resume. Flags win.
+
+    Returns them and the checkpoint of --resume, {} without one.
+    """
     p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help,
                                 usage="%(prog)s [--flag value ...]", allow_abbrev=False)
     boolean = argparse.BooleanOptionalAction
@@ -68,27 +67,29 @@ def get_args():
     flag("--model", choices=[*SIZES, "fan_tiny", "fan_small"], help="nano to base: ViT")
     flag("--image_size", type=COUNT, help="pixels, a multiple of --patch_size")
     flag("--patch_size", type=COUNT, help="pixels")
-    common.add_attention(flag, list(dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS])), FORMS)
+    flag("--attn", choices=dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS]), default="rpc",
+         help="rpc: symmetric, with RPC-Attention in --rpc_layers")
+    flag("--rpc_layers", default="0", help="from 0: 0 (the paper's layer1), all, 0,1,2 or 0-3")
+    flag("--n_iter", type=COUNT, default=4, help="PAP steps; the paper: 4-6 in layer 0, 2 in all")
+    flag("--lambd", type=common.number(float, 0, math.inf), default=4.0,
+         help="PAP lambda; the paper: 4 in layer 0, 3 in all; inf: never shrink")
+    flag("--form", choices=FORMS, default="released", help="reading of Algorithm 1: attention.py")
     flag("--drop_path", type=SHARE, default=0.0, help="rate of the last block (FAN: of each)")
     flag("--init", choices=["trunc_normal", "default"], help="Linear layers as DeiT's, or torch's "
          "as the released RPC code; None: default, but for a FAN and, on imagenet, for attention "
          "other than symmetric or rpc")
-    flag("--init_from", help="start from these weights (file or https address; App. E.6)")
+    flag("--init_from", help="start from these weights (file or https address; App. E.6); model "
+         "and patch size are theirs where no flag says otherwise")
 
     flag = p.add_argument_group("training").add_argument
     flag("--epochs", type=COUNT, help="the learning rate falls until then")
-    flag("--batch_size", type=COUNT, help="over all processes and micro-batches")
-    flag("--accum", type=COUNT, default=1, help="micro-batches per step and process")
+    flag("--batch_size", type=COUNT, help="over all processes")
     flag("--lr", type=REAL, help="peak learning rate (AdamW); DeiT's rule: 5e-4 * batch_size / 512")
     flag("--min_lr", type=REAL, default=1e-5, help="at the end of the cosine")
     flag("--warmup_epochs", type=REAL, default=1, help="linear warm-up from 1e-6")
-    flag("--weight_decay", type=REAL, default=0.05, help="of the matrices of Linear and Conv alone")
+    flag("--weight_decay", type=REAL, default=0.05, help="of matrices alone")
     flag("--clip", type=REAL, default=1.0, help="largest gradient norm; 0: any")
     flag("--ema", type=SHARE, default=0.0, help="decay of the weight average; 0: none")
-    flag("--eval_every", type=COUNT, default=1, help="epochs between evaluations")
-    flag("--keep_every", type=NATURAL, default=0, help="epochs; also keep epoch_<n>.pt; 0: none")
-    flag("--keep_best", action=boolean, default=False, help="also keep best.pt, of the evaluation "
-         "with the lowest loss: for images that are held out to choose by (folder: on)")
     flag("--adv_eps", type=common.number(pixels, 0, 1), default=0.0,
          help="adversarial training: pixels move by up to this, as 2/255; 0: none")
     flag("--adv_steps", type=COUNT, default=3, help="PGD steps that find where they move")
@@ -102,17 +103,46 @@ def get_args():
     flag("--smoothing", type=SHARE, default=0.1, help="label smoothing")
     flag("--repeats", type=COUNT, default=1, help="crops of an image in an epoch that draws it")
 
-    common.add_running(p, "<data>_<attn>", "--epochs")
-    args = common.parse(p, RECIPES, "train_cls.py")
-    if args.init_from and not args.resume:
-        args = follow_file(p, args)
-    vars(args).update(choose(args))
-    deit = args.data == "imagenet" and args.attn not in ("symmetric", "rpc")    # theirs: torch's
-    args.init = args.init or ("trunc_normal" if deit or args.model not in SIZES else "default")
-    if args.warmup_epochs > args.epochs:
-        raise InputError(f"--warmup_epochs {args.warmup_epochs} is longer than the run, --epochs "
-                         f"{args.epochs}")
-    return args
+    flag = p.add_argument_group("running").add_argument
+    flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0, help="of weights, order and "
+         "noise")
+    flag("--device", type=common.device, help="cuda, mps or cpu; None: the best there is")
+    flag("--amp", action=boolean, help="bf16 autocast; None: on GPUs that have it")
+    flag("--compile", action=boolean, default=False, help="torch.compile the model")
+    flag("--log_every", type=COUNT, default=20, help="steps between rows of log.jsonl")
+    flag("--eval_every", type=COUNT, default=1, help="epochs between evaluations")
+    flag("--keep_best", action=boolean, default=False, help="also keep best.pt, of the evaluation "
+         "with the lowest loss: for images that are held out to choose by (folder: on)")
+    flag("--max_steps", type=COUNT, help="stop early; the schedule stays that of --epochs")
+    flag("--out_dir", help="None: out/<data>_<attn>")
+    flag("--resume", help="folder of a run to continue; its flags are the defaults")
+
+    asked, checkpoint, stored, theirs = p.parse_args(), {}, {}, {}
+    if asked.resume:
+        checkpoint, stored = common.load_run(asked.resume, "classification", p)
+    data = asked.data or stored.get("data") or ("folder" if asked.data_dir else "shapes")
+    if asked.init_from and not asked.resume:
+        from weights import flags_for
+        theirs = flags_for(common.load(asked.init_from), SIZES)
+        if data != "folder":                                        # the recipe says which
+            theirs.pop("image_size", None)
+    p.set_defaults(**{"data": data, **DATASETS[data][1], **theirs, **stored})
+    args = p.parse_args()
+    changed = {name: getattr(args, name) for name in stored if getattr(args, name) != stored[name]}
+    if theirs or changed:
+        common.print0(f"as in {args.init_from}: {theirs}" if theirs else f"other flags: {changed}")
+
+    if data == "shapes" and args.data_dir:
+        raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images")
+    if data == "folder" and not args.data_dir:
+        raise InputError("--data folder needs --data_dir")
+    if args.out_dir and args.resume:
+        raise InputError("--out_dir does not go with --resume, which continues in its own folder")
+    args.out_dir = args.resume or args.out_dir or f"out/{data}_{args.attn}"
+    if Path(args.out_dir, "last.pt").exists() and not args.resume:
+        raise InputError(f"{args.out_dir} holds a run: go on with it by --resume {args.out_dir}, "
+                         f"or choose another --out_dir")
+    return args, checkpoint
 
 
 def pixels(text):
@@ -121,39 +151,24 @@ def pixels(text):
     return float(over) / (float(under or 1) or math.nan)            # n/0: not in any range
 
 
-def follow_file(p, args):
-    """Parse again: where no flag says model, patch or own photos' size, --init_from does."""
-    from weights import flags_for
-    found = flags_for(common.load(args.init_from), SIZES)
-    if args.data != "folder":                                       # the recipe says which
-        found.pop("image_size", None)
-    p.set_defaults(**found, **RECIPES.get((args.data, found.get("model")), {}))
-    again = p.parse_args()
-    if vars(again) != vars(args):
-        chosen = " ".join(f"--{name} {getattr(again, name)}" for name in found)
-        common.print0(f"as in {args.init_from}: {chosen}")
-    return again
+# --- batches --------------------------------------------------------------------------------------
 
+def batch_keys(args, n, start, stop, rank, world):
+    """Yield this rank's (index, position), (b,) int64 each, for each step from `start` to `stop`.
 
-# --- data -----------------------------------------------------------------------------------------
-
-def micro_batches(args, n, start, total, rank, world):
-    """Yield this rank's (index, position), (b,) int64 each, per micro-batch.
-
-    start, total: steps. position numbers the samples of the whole run. A process takes a contiguous
-    slice of the global batch, so neighbours, which are mixed with each other, stay together; copies
-    of an image (repeats) are spread before.
+    position numbers the samples of the whole run. A process takes a contiguous slice of the global
+    batch, so neighbours, which are mixed with each other, stay together; copies of an image
+    (repeats) are spread before.
     """
-    b, epoch_steps = args.batch_size // (world * args.accum), n // args.batch_size
-    for step in range(start, total):
+    b, epoch_steps = args.batch_size // world, n // args.batch_size
+    for step in range(start, stop):
         epoch, i = divmod(step, epoch_steps)
         if i == 0 or step == start:
             order = epoch_order(n, epoch, args.seed, args.repeats)
         batch = order[i * args.batch_size:(i + 1) * args.batch_size]
         batch = torch.cat([batch[r::args.repeats] for r in range(args.repeats)])
-        for micro in range(rank * args.accum, (rank + 1) * args.accum):
-            part = slice(micro * b, (micro + 1) * b)
-            yield batch[part], step * args.batch_size + torch.arange(args.batch_size)[part]
+        part = slice(rank * b, (rank + 1) * b)
+        yield batch[part], step * args.batch_size + torch.arange(args.batch_size)[part]
 
 
 def load_batches(source, keys, args, device, transform=None):
@@ -175,10 +190,10 @@ def load_batches(source, keys, args, device, transform=None):
         yield (on_device(images, position) if on_device else images), labels, position
 
 
-def train_batches(source, args, start, total, device, rank, world):
-    """Augment images: (b, 3, S, S) float, and targets (b, K), a distribution each."""
+def train_batches(source, args, start, stop, device, rank, world):
+    """Augment images: (b, 3, S, S) float, and targets (b, K), a distribution each; positions."""
     transform = partial(augment_uint8, seed=args.seed, pad=args.pad, num_ops=args.num_ops)
-    keys = micro_batches(args, len(source.labels), start, total, rank, world)
+    keys = batch_keys(args, len(source.labels), start, stop, rank, world)
     for images, labels, position in load_batches(source, keys, args, device, transform):
         images = to_float(images, position, args.seed, args.erase)
         targets = soft_targets(labels, len(source.classes), args.smoothing)
@@ -186,7 +201,7 @@ def train_batches(source, args, start, total, device, rank, world):
             from data.randaugment import mix
             key = (args.seed, position[0].item() // args.batch_size)    # one lambda for a step
             images, targets = mix(images, targets, key, args.mixup, args.cutmix)
-        yield images, targets
+        yield images, targets, position
 
 
 # --- evaluation -----------------------------------------------------------------------------------
@@ -195,61 +210,86 @@ def train_batches(source, args, start, total, device, rank, world):
 def evaluate(model, source, args, device, rank, world):
     """Measure top-1, top-5 accuracy in per cent and loss; every image counts once."""
     model.eval()
-    share = torch.arange(rank, len(source.labels), world)
-    parts = [part for part in share.split(256) if len(part)]        # more processes than images
+    parts = torch.arange(rank, len(source.labels), world).split(256)
+    parts = [part for part in parts if len(part)]           # more processes than images
     total = torch.zeros(3, device=device)                   # right, right in top 5, loss
     batches = load_batches(source, [(part, part) for part in parts], args, device)
-    quiet = rank > 0 or None                            # None: where output is redirected
+    quiet = rank > 0 or None                                # None: where output is redirected
     for images, labels, _ in tqdm(batches, "evaluating", len(parts), disable=quiet, leave=False):
-        with common.autocast(device, args.amp):
-            logits = model(images.float() / 255).float()
+        logits = model(images.float() / 255).float()
         right = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
         loss = F.cross_entropy(logits, labels, reduction="sum")
         total += torch.stack([right[:, 0].sum(), right.sum(), loss])
     model.train()
-    images = len(source.labels)
-    top1, top5, loss = common.all_sum(total).tolist()
-    found = dict(top1=100 * top1 / images, top5=100 * top5 / images, loss=loss / images,
-                 images=images)
+    if world > 1:
+        dist.all_reduce(total)
+    (top1, top5, loss), n = total.tolist(), len(source.labels)
+    found = dict(top1=100 * top1 / n, top5=100 * top5 / n, loss=loss / n, images=n)
     if len(source.classes) < 6:
         del found["top5"]
     return found
 
 
-def evaluate_run(model, ema, test, args, device, rank, world):
-    """Evaluate a model, and its average where there is one; the paper reports the raw model.
-
-    Returns the metrics and, on rank 0, whether the robust part acted: key_statistics.
-    """
-    metrics = evaluate(model, test, args, device, rank, world)
-    if ema:
-        metrics["ema_top1"] = evaluate(ema.module, test, args, device, rank, world)["top1"]
-    if rank:
-        return metrics, {}
-    few = torch.arange(min(len(test.labels), 32))
-    images, _, _ = next(load_batches(test, [(few, few)], args, device))
-    return metrics, key_statistics(model, model, images.float() / 255)
-
-
 # --- the run --------------------------------------------------------------------------------------
 
-def build(args, train, device):
-    """Build model, optimiser and weight average or None; load what --resume or --init_from names.
+def learning_rate(step, warmup, total, args):
+    """Rise linearly from 1e-6, then fall along half a cosine, whose phase counts from step 0."""
+    if step < warmup:
+        return 1e-6 + (args.lr - 1e-6) * step / warmup
+    return args.min_lr + (args.lr - args.min_lr) * (1 + math.cos(math.pi * (step / total))) / 2
 
-    Also returns the checkpoint of --resume, {} without one.
-    """
-    checkpoint = common.load_run(args, classes=list(train.classes),
-                                 training_images=len(train.labels))
+
+def main():
+    args, checkpoint = get_args()
+
+    # Processes. torchrun starts one a GPU (or some on a CPU) and says so in the environment; each
+    # takes its share of every batch. Rank 0 alone prints and writes.
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else
+                                          "mps" if torch.backends.mps.is_available() else "cpu"))
+    if "RANK" in os.environ:
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    amp = has_bf16 if args.amp is None else args.amp
+    torch.set_float32_matmul_precision("high" if amp else "highest")
+    torch.backends.cudnn.allow_tf32 = amp                           # convolutions likewise
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
+
+    # Data. What images of one's own leave open is chosen for them.
+    if args.download and world > 1:
+        raise InputError("--download is for one process: fetch the data first, without torchrun")
+    vars(args).update(choose(args))
+    train, test = load_data(args, device)
+    if args.batch_size % world or args.batch_size > len(train.labels):
+        raise InputError(f"--batch_size {args.batch_size}: expected a multiple of {world} processes"
+                         f", at most the {len(train.labels)} training images")
+    if args.batch_size // world % 2 and (args.mixup or args.cutmix):
+        raise InputError(f"--batch_size {args.batch_size} gives {args.batch_size // world} images "
+                         f"a process; mixup and cutmix mix pairs, so that number has to be even")
+    epoch_steps = len(train.labels) // args.batch_size              # whole batches only
+    total, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps
+    if warmup > total:
+        raise InputError(f"--warmup_epochs {args.warmup_epochs} is longer than the run, --epochs "
+                         f"{args.epochs}")
+
+    # Model. The flags describe it; a checkpoint's has to be the same.
     Model, Config, size = ViT, ViTConfig, SIZES.get(args.model)
     if args.model not in SIZES:
         from fan import FAN as Model, SIZES as fans, FANConfig as Config
         size = fans[args.model]
-    layers = common.parse_layers(args.rpc_layers, size["depth"])
+    deit = args.data == "imagenet" and args.attn not in ("symmetric", "rpc")    # theirs: torch's
     config = Config(**size, image_size=args.image_size, patch_size=args.patch_size,
-                    num_classes=len(train.classes), attn=args.attn, rpc_layers=layers,
-                    pap=common.pap_of(args), drop_path=args.drop_path, init=args.init)
+                    num_classes=len(train.classes), attn=args.attn, drop_path=args.drop_path,
+                    rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]),
+                    pap=dict(n_iter=args.n_iter, lambd=args.lambd, form=args.form),
+                    init=args.init or ("trunc_normal" if deit or Model != ViT else "default"))
     torch.manual_seed(args.seed)
     model = Model(config).to(device)
+    if world > 1 and device.type == "cuda":                         # FAN's norms
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.init_from and not args.resume:
         from weights import load_weights
         with common.error_prefix(f"--init_from {args.init_from}"):
@@ -257,134 +297,146 @@ def build(args, train, device):
         common.print0(f"weights from {args.init_from}", *notes)
     # To freeze a part, say so here, `model.patch_embed.requires_grad_(False)`: --resume passes by.
 
-    also = "mlp.temperature", "learned.s"               # FAN's, Scaled Attention's: as theirs
-    groups = common.param_groups(model, args.weight_decay, also)
+    # Optimiser: matrices decay, those of FAN's MLP and of Scaled Attention, too; the average.
+    matrices = ("weight", "mlp.temperature", "learned.s")
+    decay, rest = [], []
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            (decay if p.ndim > 1 and name.endswith(matrices) else rest).append(p)
+    groups = [dict(params=decay, weight_decay=args.weight_decay), dict(params=rest, weight_decay=0)]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.ema)) if args.ema else None
+    ema, average = (copy.deepcopy(model) if args.ema else None), get_ema_multi_avg_fn(args.ema)
+
+    # Resume: weights, optimiser and average; random numbers need no state.
+    about = dict(classes=list(train.classes), training_images=len(train.labels),
+                 model_config=asdict(config))
     if checkpoint:
-        common.restore(checkpoint, model, optimizer)
+        common.restore(checkpoint, model, optimizer, about)
         if ema:
-            ema.module.load_state_dict(checkpoint["ema"])
-            ema.n_averaged.fill_(checkpoint["step"])
-    return model, optimizer, ema, checkpoint
-
-
-def check_batch(args, world, n):
-    """Raise InputError unless the images fill a batch and pairs that are mixed stay together."""
-    b = args.batch_size // (world * args.accum)
-    if b % 2 and (args.mixup or args.cutmix):
-        raise InputError(f"--batch_size {args.batch_size} gives {b} images per process and "
-                         f"micro-batch; mixup and cutmix mix pairs, so that number has to be even")
-    if args.batch_size > n:
-        raise InputError(f"--batch_size {args.batch_size} is more than the {n} training images")
-
-
-def main():
-    # Flags, processes, data, then the model: a new one, or the one that --resume names.
-    args = get_args()
-    device, rank, world, out_dir = common.start(args, f"{args.data}_{args.attn}")
-    train, test = load_data(args, device)
-    check_batch(args, world, len(train.labels))
-    model, optimizer, ema, checkpoint = build(args, train, device)
-    net = common.wrap(model, device, world, args.compile)
+            ema.load_state_dict(checkpoint["ema"] or checkpoint["model"])
     first, metrics = checkpoint.get("step", 0), checkpoint.get("metrics", {})
-    best = checkpoint.get("best") or dict(step=0, loss=math.inf)
-    log = common.begin(args, out_dir, first, model, device, rank, world,
-                       training_images=len(train.labels))
+    best = checkpoint.get("best") or {}
 
-    # An epoch has whole batches only. --max_steps stops early, on the schedule of --epochs.
-    epoch_steps = len(train.labels) // args.batch_size
-    total, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps
+    # Compile; share gradients over processes.
+    compiled = torch.compile(model) if args.compile else model
+    net = compiled if world == 1 else DDP(
+        compiled, device_ids=[device.index] if device.type == "cuda" else None,
+        broadcast_buffers=False, gradient_as_bucket_view=True)
+
+    # The log, a JSON object a line; its first row says what was trained, by what, on what.
+    out_dir = common.run_folder = Path(args.out_dir)
+    if rank == 0:
+        log = common.Log(out_dir, first)
+        parameters = sum(p.numel() for p in model.parameters())
+        log.append(dict(step=first, args=vars(args), torch=torch.__version__, world=world,
+                        device=common.describe(device), parameters=parameters,
+                        training_images=len(train.labels)))
+        common.print0(f"{parameters:,} parameters | {world} x {common.describe(device)} | {out_dir}"
+                      + f" | resumed at step {first}" * bool(first))
+
+    # The loop. --max_steps stops early, on the schedule of --epochs.
     stop = max(first, min(total, args.max_steps or total))
     batches = train_batches(train, args, first, stop, device, rank, world)
-    bar = common.progress(first, stop, rank)
-    largest = largest_share(test)
-    began, clock, pending = time.time(), time.time(), []
+    bar = tqdm(range(first, stop), "training", stop, initial=first, unit="step",
+               disable=rank > 0 or None, dynamic_ncols=True)
+    largest, began = largest_share(test), time.time()
+    clock, pending = began, []
     if args.adv_eps:
         from robust.adversarial import adversarial
     for step in bar:
-        # The learning rate rises during the warm-up, then falls along half a cosine.
-        lr = common.lr_at(step, total, warmup, args.lr, args.min_lr)
+        lr = learning_rate(step, warmup, total, args)
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # Forward and backward. The gradients of micro-batches add up; processes share theirs in
-        # the last one. Drop path draws from a seed of this step, so a resumed run draws the same.
-        loss = 0.0
-        for micro in range(args.accum):
-            images, targets = next(batches)
-            if args.adv_eps:                # adversarial training: on images made for this step
-                number = step * args.batch_size + (rank * args.accum + micro) * len(images)
-                images = adversarial(model, images, targets, number, args)
-            if micro == 0:                                          # after the loader has started
-                torch.manual_seed(common.seed_of(args.seed, step, rank))
-            net.require_backward_grad_sync = micro == args.accum - 1
-            with common.autocast(device, args.amp):
-                part = F.cross_entropy(net(images), targets) / args.accum
-            part.backward()
-            loss += part.detach()
+        # A batch; in adversarial training made worse for the network as it is in this step.
+        images, targets, position = next(batches)
+        if args.adv_eps:
+            with autocast:
+                images = adversarial(compiled, images, targets, position[0].item(), args)
+
+        # Forward and backward. Drop path draws from a seed of this step, so a resumed run draws
+        # the same.
+        torch.manual_seed(hash((args.seed, step, rank)) % 2 ** 63)
+        with autocast:
+            loss = F.cross_entropy(net(images), targets)
+        loss.backward()
 
         # Clip the gradient and take the step; the average of the weights follows.
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()
+                                              if p.grad is not None])
+        if args.clip:
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.clip, norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if ema:
-            ema.update_parameters(model)
-        pending.append(torch.stack([loss, norm]) / world)           # stays on the device
+        if ema and step == 0:
+            ema.load_state_dict(model.state_dict())
+        elif ema:
+            average(list(ema.parameters()), list(model.parameters()), step)
+            torch._foreach_copy_(list(ema.buffers()), list(model.buffers()))
+        pending.append(torch.stack([loss.detach(), norm]) / world)  # stays on the device
 
         # What is due? By the step alone, so that all processes agree: an evaluation every few
-        # epochs and at the end; a row of the log and a checkpoint then, after every epoch and every
-        # --save_every steps; further rows every --log_every steps.
+        # epochs and at the end; a checkpoint then and after every epoch; a row of the log then and
+        # every --log_every steps.
         done, epoch = step + 1, (step + 1) / epoch_steps
-        epoch_ends = common.every(done, epoch_steps)
-        evaluating = done == stop or common.every(done, args.eval_every * epoch_steps)
-        saving = evaluating or epoch_ends or common.every(done, args.save_every)
+        evaluating = done == stop or done % (args.eval_every * epoch_steps) == 0
+        saving = evaluating or done % epoch_steps == 0
+        logging = saving or done % args.log_every == 0
 
         # Log the means since the last row. Reading them waits for the device.
-        if saving or common.every(done, args.log_every):
-            loss, norm = common.mean_of(pending, done)
-            seconds = (time.time() - clock) / len(pending)
-            rate = args.batch_size / seconds
-            log.append(dict(step=done, loss=loss, grad_norm=norm, images_per_s=rate, epoch=epoch,
-                            lr=lr))
-            common.show_progress(bar, done, loss, rate, "images", seconds)
-            pending, clock = [], time.time()
+        if logging:
+            recent = torch.stack(pending)                           # (steps, 2)
+            if world > 1:
+                dist.all_reduce(recent)
+            loss, norm = common.finite_means(recent.cpu(), done)
+            rate = args.batch_size * len(pending) / (time.time() - clock)
+            if rank == 0:
+                log.append(dict(step=done, loss=loss, grad_norm=norm, images_per_s=rate,
+                                epoch=epoch, lr=lr))
+            bar.set_postfix_str(f"loss {loss:.3f} {rate:.0f} images/s")
+            if bar.disable:
+                common.print0(f"step {done:6d}  loss {loss:.4f}  {rate:.0f} images/s")
 
-        # Evaluate; the speed of the next row leaves this time out.
+        # Evaluate; the paper reports the raw model, not its average. Did the robust part act?
         metrics = {}
         if evaluating:
-            metrics, keys = evaluate_run(model, ema, test, args, device, rank, world)
-            log.append(dict(step=done, eval=metrics, epoch=epoch, **keys))
-            common.print0(common.line(done, loss, metrics) + f"  largest class {largest:.2f}")
-            clock = time.time()
+            with autocast:
+                metrics = evaluate(compiled, test, args, device, rank, world)
+                if ema:
+                    metrics["ema_top1"] = evaluate(ema, test, args, device, rank, world)["top1"]
+            if rank == 0:
+                log.append(dict(step=done, eval=metrics, epoch=epoch,
+                                **key_statistics(model, model, images[:32])))
+            numbers = "  ".join(f"{name} {value:.2f}" for name, value in metrics.items()
+                                if name != "images")
+            common.print0(f"step {done:6d}  training loss {loss:.4f}   {numbers}  largest class "
+                          f"{largest:.2f}")
 
-        # Save; only rank 0 does, so here a clock may decide, too. last.pt is written last, so a run
-        # killed earlier repeats the evaluation.
+        # Save. A run killed before this repeats the evaluation.
         if saving and rank == 0:
-            better = args.keep_best and metrics and metrics["loss"] < best["loss"]
+            better = args.keep_best and metrics and metrics["loss"] < best.get("loss", math.inf)
             if better:
                 best = dict(step=done, **metrics)
-            checkpoint = common.state_of(
-                "train_cls.py", model, optimizer, args, done, classes=list(train.classes),
-                training_images=len(train.labels), metrics=metrics, best=best,
-                ema=ema and ema.module.state_dict())
-            if epoch_ends and common.every(done // epoch_steps, args.keep_every):
-                common.save(out_dir / f"epoch_{done // epoch_steps}.pt", checkpoint)
-            if better:
-                common.save(out_dir / "best.pt", checkpoint)
-            common.save(out_dir / "last.pt", checkpoint)
+            state = dict(task="classification", args=vars(args), step=done, metrics=metrics,
+                         model=model.state_dict(), optimizer=optimizer.state_dict(),
+                         ema=ema and ema.state_dict(), best=best, **about)
+            common.save(out_dir / "last.pt", state, best=better and out_dir / "best.pt")
+        if logging:
+            clock, pending = time.time(), []
 
     # The result, where the last step was evaluated.
     if metrics:
         top5 = f"top-5 {metrics['top5']:.2f} %, " if "top5" in metrics else ""
-        common.print0(f"{args.data} {model.config.attn}: {split_name(args)} accuracy "
+        common.print0(f"{args.data} {args.attn}: {split_name(args)} accuracy "
                       f"{metrics['top1']:.2f} % ({top5}{metrics['images']} images, "
                       f"{largest:.1f} % of them of the largest class) after "
                       f"{stop / epoch_steps:.1f} epochs, {(time.time() - began) / 60:.1f} minutes")
-        if best["step"]:
+        if best:
             common.print0(f"best.pt: the lowest loss, {best['loss']:.3f}, was after "
                           f"{best['step'] / epoch_steps:.1f} epochs, accuracy {best['top1']:.2f} %")
         common.print0(f"next: python eval_robust.py --ckpt {out_dir}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -15,25 +15,30 @@ streams, always in the same order), the first update has the lowest learning rat
 one), unknown words are <unk> (there: an error), bf16 on a GPU. The checkpoint with the best valid
 perplexity, best.pt, is the one to report.
 Stopping and resuming changes no number, nor do more processes but for float noise and the masks of
-dropout, which are per process: random numbers depend on (seed, step, process) alone.
+dropout, which are per process: random numbers depend on (seed, step, process) alone. To the last
+bit that holds on a CPU; on a GPU the backward of fused attention adds in no fixed order.
 """
 
 import argparse
 import math
+import os
 import re
 import textwrap
 import time
+from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from tqdm import tqdm
 
 import common
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE, InputError
-from data import text as data_text
-from data.text import EOS, perplexity, sliding_nll, text_folder
-from lm import LM, SIZES, LMConfig, lm_from_checkpoint
+from data.text import (EOS, SPLITS, describe, load_corpus, perplexity, random_windows, sliding_nll,
+                       stored_vocabulary, text_folder)
+from lm import LM, SIZES, LMConfig, lm_from_checkpoint, reads_the_future
 
 # What --data selects; flags win.
 RECIPES = {
@@ -49,19 +54,29 @@ RECIPES["folder"] = RECIPES["wikitext"]         # --data_dir alone: a text of on
 
 
 def get_args():
-    """Read the flags; see common.parse."""
+    """Read the flags: a recipe's are the defaults, then those of a run to resume. Flags win.
+
+    Returns them and the checkpoint of --resume, {} without one.
+    """
     p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help,
                                 usage="%(prog)s [--flag value ...]", allow_abbrev=False)
+    boolean = argparse.BooleanOptionalAction
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=RECIPES, help="the recipe; without it topics and docstrings of this "
          "Python (pydoc) or, with --data_dir, a text of your own (folder)")
-    flag("--data_dir", help="wiki.train.tokens, wiki.valid.tokens, wiki.test.tokens, or one .txt")
+    flag("--data_dir", help="wiki.train.tokens, wiki.valid.tokens, wiki.test.tokens, or one text")
 
     flag = p.add_argument_group("model").add_argument
     flag("--model", choices=SIZES, help="width, depth, heads, feed-forward and context")
     flag("--context", type=COUNT, help="tokens in a window; None: the model's")
     kinds = dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS])
-    common.add_attention(flag, [name for name in kinds if name != "scaled_s"], FORMS)
+    flag("--attn", choices=[name for name in kinds if name != "scaled_s"], default="rpc",
+         help="rpc: symmetric, with RPC-Attention in --rpc_layers")
+    flag("--rpc_layers", default="0", help="from 0: 0 (the paper's layer1), all, 0,1,2 or 0-3")
+    flag("--n_iter", type=COUNT, default=4, help="PAP steps; the paper: 4-6 in layer 0, 2 in all")
+    flag("--lambd", type=common.number(float, 0, math.inf), default=4.0,
+         help="PAP lambda; the paper: 4 in layer 0, 3 in all; inf: never shrink")
+    flag("--form", choices=FORMS, default="released", help="reading of Algorithm 1: attention.py")
     flag("--mu_over", choices=["seen", "token", "all"], default="seen", help="mean|k| over "
          "tokens <= t, t alone, or the window as printed: that lets the future leak, to compare")
     flag("--cutoffs", default="none", help="adaptive softmax: where its clusters start, "
@@ -70,12 +85,10 @@ def get_args():
 
     flag = p.add_argument_group("training").add_argument
     flag("--steps", type=COUNT, help="updates; the cosine ends there")
-    flag("--batch_size", type=COUNT, help="windows per update, all processes and micro-batches")
-    flag("--accum", type=COUNT, default=1, help="micro-batches per step and process")
+    flag("--batch_size", type=COUNT, help="windows per update, over all processes")
     flag("--lr", type=REAL, help="peak learning rate (Adam, no weight decay)")
     flag("--warmup", type=NATURAL, help="updates of linear warm-up; the cosine counts from 0")
     flag("--clip", type=REAL, default=0.25, help="largest gradient norm; 0: any")
-    flag("--eval_every", type=COUNT, help="steps between evaluations; a checkpoint follows each")
 
     flag = p.add_argument_group("sampling").add_argument
     flag("--sample", metavar="CKPT", help="no training: print words that this checkpoint, or a "
@@ -83,95 +96,75 @@ def get_args():
     flag("--words", type=NATURAL, default=40, help="of a sample, at evaluations too; 0: none")
     flag("--prompt", default="", help="what it goes on from: words between spaces, as in the text")
 
-    common.add_running(p, "<data>_<attn>", "--steps")
-    args = common.parse(p, RECIPES, "train_lm.py")
+    flag = p.add_argument_group("running").add_argument
+    flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0, help="of weights, windows "
+         "and noise")
+    flag("--device", type=common.device, help="cuda, mps or cpu; None: the best there is")
+    flag("--amp", action=boolean, help="bf16 autocast; None: on GPUs that have it")
+    flag("--compile", action=boolean, default=False, help="torch.compile the model, to train")
+    flag("--log_every", type=COUNT, default=20, help="steps between rows of log.jsonl")
+    flag("--eval_every", type=COUNT, help="steps between evaluations; a checkpoint follows each")
+    flag("--keep_best", action=boolean, default=True, help="also keep best.pt, of the evaluation "
+         "with the lowest perplexity")
+    flag("--max_steps", type=COUNT, help="stop early; the schedule stays that of --steps")
+    flag("--out_dir", help="None: out/<data>_<attn>")
+    flag("--resume", help="folder of a run to continue; its flags are the defaults")
+
+    asked, checkpoint, stored = p.parse_args(), {}, {}
+    if asked.resume:
+        checkpoint, stored = common.load_run(asked.resume, "language modelling", p)
+    data = asked.data or stored.get("data") or ("folder" if asked.data_dir else "pydoc")
+    p.set_defaults(**{"data": data, **RECIPES[data], **stored})
+    args = p.parse_args()
+    changed = {name: getattr(args, name) for name in stored if getattr(args, name) != stored[name]}
+    if changed:
+        common.print0(f"other flags: {changed}")
+
+    if args.out_dir and args.resume:
+        raise InputError("--out_dir does not go with --resume, which continues in its own folder")
+    args.out_dir = args.resume or args.out_dir or (
+        f"out/{'text' if data == 'folder' else data}_{args.attn}")
+    if Path(args.out_dir, "last.pt").exists() and not args.resume and not args.sample:
+        raise InputError(f"{args.out_dir} holds a run: go on with it by --resume {args.out_dir}, "
+                         f"or choose another --out_dir")
     args.context = args.context or SIZES[args.model]["context"]
-    return args
+    return args, checkpoint
 
 
-# --- set-up ---------------------------------------------------------------------------------------
-
-def build_config(args, vocab_size):
-    """Build LMConfig from the flags."""
-    size = {**SIZES[args.model], "context": args.context}
-    try:
-        cutoffs = () if args.cutoffs == "none" else tuple(map(int, args.cutoffs.split(",")))
-    except ValueError:
-        raise InputError(f"--cutoffs {args.cutoffs}: expected none or ids such as "
-                         f"20000,40000,200000") from None
-    layers = common.parse_layers(args.rpc_layers, size["depth"])
-    return LMConfig(vocab_size, **size, attn=args.attn, rpc_layers=layers,
-                    pap=common.pap_of(args), dropout=args.dropout, cutoffs=cutoffs)
-
+# --- batches --------------------------------------------------------------------------------------
 
 def load_text(args):
     """Read the `Corpus` that the flags name; each of its texts is longer than a window."""
     folder = text_folder(args.data, args.data_dir)
-    corpus = data_text.load_corpus(folder)
-    for split in data_text.SPLITS:
+    corpus = load_corpus(folder)
+    for split in SPLITS:
         count = len(getattr(corpus, split))
         if count <= args.context:
             raise InputError(f"--context {args.context}: the {split} text in "
                              f"{args.data_dir or folder} has only {count} tokens, expected more "
                              f"than a window")
-    common.print0(f"{folder}: {data_text.describe(corpus)}",
-                  f"recipe {args.data}: {args.attn} LM-{args.model}, {args.steps} steps of "
-                  f"{args.batch_size} x {args.context} tokens, lr {args.lr:g}")
+    common.print0(f"{folder}: {describe(corpus)}")
     return corpus
 
 
-def micro_batches(tokens, args, start, stop, rank, world, device):
-    """Yield this rank's windows (b, context + 1) int64 per micro-batch, on the device."""
-    b = args.batch_size // (world * args.accum)
+def train_batches(tokens, args, start, stop, device, rank, world):
+    """Yield this rank's windows (b, context + 1) int64 of each step, on the device."""
+    b = args.batch_size // world
     for step in range(start, stop):
-        for micro in range(rank * args.accum, (rank + 1) * args.accum):
-            part = slice(micro * b, (micro + 1) * b)
-            windows = data_text.random_windows(tokens, step, args.batch_size, args.context,
-                                               args.seed, part)
-            if device.type == "cuda":
-                windows = windows.pin_memory()
-            yield windows.to(device, non_blocking=True)
-
-
-def build(args, device):
-    """Load the text, build model and optimiser; load what --resume names.
-
-    Also returns the checkpoint of --resume, {} without one.
-    """
-    corpus = load_text(args)
-    vocab = corpus.vocab
-    prompt_ids(args.prompt, vocab)                                  # a word it does not know: now
-    checkpoint = common.load_run(args, vocab="\n".join(vocab.words),
-                                 train_tokens=len(corpus.train))
-    torch.manual_seed(args.seed)
-    model = LM(build_config(args, len(vocab))).to(device)
-    # To freeze a part, say so here, `model.embed.requires_grad_(False)`: --resume passes by.
-
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=args.lr,
-                                 fused=device.type == "cuda")
-    if checkpoint:
-        common.restore(checkpoint, model, optimizer)
-    return corpus, model, optimizer, checkpoint
+        windows = random_windows(tokens, step, args.batch_size, args.context, args.seed,
+                                 slice(rank * b, (rank + 1) * b))
+        if device.type == "cuda":
+            windows = windows.pin_memory()
+        yield windows.to(device, non_blocking=True)
 
 
 # --- evaluation and samples -----------------------------------------------------------------------
 
-def evaluate(model, corpus, args, device, rank, world):
-    """Measure the segment-wise valid perplexity: exp of the mean of all tokens' nats.
-
-    Returns the metrics and, on rank 0, a sample and whether the robust part acted.
-    """
+def evaluate(model, corpus, args, rank, world):
+    """Measure the segment-wise valid perplexity: exp of the mean of all tokens' nats."""
     nats = sliding_nll(model, corpus.valid, args.context, args.context, rank=rank, world=world,
                        progress="evaluating")
-    metrics = dict(perplexity=perplexity(nats))
-    if rank or not math.isfinite(metrics["perplexity"]):            # the log refuses it
-        return metrics, {}
-    wanted = args.words and not model.config.reads_the_future
-    text = sample(model, corpus.vocab, args, device) if wanted else ""
-    few = min(len(corpus.valid) // args.context, 8)
-    windows = corpus.valid[:few * args.context].reshape(few, -1).astype(np.int64)
-    keys = key_statistics(model, model.hidden, torch.from_numpy(windows).to(device))
-    return metrics, dict(sample=text, **keys)
+    return dict(perplexity=perplexity(nats))
 
 
 def prompt_ids(prompt, vocab):
@@ -200,105 +193,189 @@ def sample(model, vocab, args, device):
 
 def print_sample(args):
     """Print what --sample asks for."""
-    device, rank, _ = common.setup(args.device)
-    path = Path(args.sample, "best.pt")
-    checkpoint = common.load(path if path.exists() else args.sample)
+    checkpoint = common.load(args.sample)
     with common.error_prefix(f"--sample {args.sample}"):
-        common.check_run(checkpoint, "train_lm.py")
+        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model = lm_from_checkpoint(checkpoint).to(device)
-        text = sample(model, data_text.stored_vocabulary(checkpoint), args, device)
-    if rank == 0:
-        print(text)
+        print(sample(model, stored_vocabulary(checkpoint), args, device))
 
 
 # --- the run --------------------------------------------------------------------------------------
 
+def learning_rate(step, args):
+    """Rise linearly, then fall along half a cosine to 0, whose phase counts from step 0."""
+    if step < args.warmup:
+        lowest = args.lr / (args.warmup + 1)
+        return lowest + (args.lr - lowest) * step / args.warmup
+    return args.lr * (1 + math.cos(math.pi * (step / args.steps))) / 2
+
+
 def main():
-    # Flags, processes, text, then the model: a new one, or the one that --resume names.
-    args = get_args()
+    args, checkpoint = get_args()
     if args.sample:
         return print_sample(args)
-    own = "text" if args.data == "folder" else args.data
-    device, rank, world, out_dir = common.start(args, f"{own}_{args.attn}")
-    corpus, model, optimizer, checkpoint = build(args, device)
-    net = common.wrap(model, device, world, args.compile)
-    first = checkpoint.get("step", 0)
-    best = checkpoint.get("best", dict(step=0, perplexity=math.inf))
-    log = common.begin(args, out_dir, first, model, device, rank, world,
-                       train_tokens=len(corpus.train), vocab_size=len(corpus.vocab))
 
-    # Windows are drawn one micro-batch ahead. --max_steps stops early, on the schedule of --steps.
+    # Processes. torchrun starts one a GPU (or some on a CPU) and says so in the environment; each
+    # takes its share of every batch. Rank 0 alone prints and writes.
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else
+                                          "mps" if torch.backends.mps.is_available() else "cpu"))
+    if "RANK" in os.environ:
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    amp = has_bf16 if args.amp is None else args.amp
+    torch.set_float32_matmul_precision("high" if amp else "highest")
+    torch.backends.cudnn.allow_tf32 = amp                           # convolutions likewise
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
+
+    # Data. A word of --prompt that it does not know is an error now, not at the first evaluation.
+    corpus = load_text(args)
+    vocab = corpus.vocab
+    prompt_ids(args.prompt, vocab)
+    if args.batch_size % world:
+        raise InputError(f"--batch_size {args.batch_size}: expected a multiple of {world}, the "
+                         f"number of processes")
+
+    # Model. The flags describe it; a checkpoint's has to be the same.
+    size = {**SIZES[args.model], "context": args.context}
+    try:
+        cutoffs = () if args.cutoffs == "none" else tuple(map(int, args.cutoffs.split(",")))
+    except ValueError:
+        raise InputError(f"--cutoffs {args.cutoffs}: expected none or ids such as "
+                         f"20000,40000,200000") from None
+    config = LMConfig(len(vocab), **size, attn=args.attn, dropout=args.dropout, cutoffs=cutoffs,
+                      rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]),
+                      pap=dict(n_iter=args.n_iter, lambd=args.lambd, form=args.form,
+                               mu_over=args.mu_over))
+    torch.manual_seed(args.seed)
+    model = LM(config).to(device)
+    # To freeze a part, say so here, `model.embed.requires_grad_(False)`: --resume passes by.
+
+    # Optimiser.
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=args.lr,
+                                 fused=device.type == "cuda")
+
+    # Resume: weights and optimiser; random numbers need no state.
+    about = dict(vocab="\n".join(vocab.words), train_tokens=len(corpus.train),
+                 model_config=asdict(config))
+    if checkpoint:
+        common.restore(checkpoint, model, optimizer, about)
+    if not config.reads_the_future and reads_the_future(model):
+        raise InputError(f"--attn {args.attn}: what it computes for a word depends on later words; "
+                         f"where causal is true it has to mask them")
+    first, metrics = checkpoint.get("step", 0), checkpoint.get("metrics", {})
+    best = checkpoint.get("best") or {}
+
+    # Compile; share gradients over processes.
+    compiled = torch.compile(model) if args.compile else model
+    net = compiled if world == 1 else DDP(
+        compiled, device_ids=[device.index] if device.type == "cuda" else None,
+        broadcast_buffers=False, gradient_as_bucket_view=True)
+
+    # The log, a JSON object a line; its first row says what was trained, by what, on what.
+    out_dir = common.run_folder = Path(args.out_dir)
+    if rank == 0:
+        log = common.Log(out_dir, first)
+        parameters = sum(p.numel() for p in model.parameters())
+        log.append(dict(step=first, args=vars(args), torch=torch.__version__, world=world,
+                        device=common.describe(device), parameters=parameters,
+                        train_tokens=len(corpus.train), vocab_size=len(vocab)))
+        common.print0(f"{parameters:,} parameters | {world} x {common.describe(device)} | {out_dir}"
+                      + f" | resumed at step {first}" * bool(first))
+
+    # The loop. --max_steps stops early, on the schedule of --steps.
     stop = max(first, min(args.steps, args.max_steps or args.steps))
-    batches = micro_batches(corpus.train, args, first, stop, rank, world, device)
-    batch = next(batches, None)
-    bar = common.progress(first, stop, rank)
-    clock, pending = time.time(), []
+    batches = train_batches(corpus.train, args, first, stop, device, rank, world)
+    bar = tqdm(range(first, stop), "training", stop, initial=first, unit="step",
+               disable=rank > 0 or None, dynamic_ncols=True)
+    began = clock = time.time()
+    pending = []
     for step in bar:
-        # The learning rate rises during the warm-up, then falls along half a cosine to 0.
-        lr = common.lr_at(step, args.steps, args.warmup, args.lr, 0.0, args.lr / (args.warmup + 1))
+        lr = learning_rate(step, args)
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # Forward and backward. The gradients of micro-batches add up; processes share theirs in
-        # the last one. Dropout draws from a seed of this step, so a resumed run draws the same.
-        torch.manual_seed(common.seed_of(args.seed, step, rank))
-        loss = 0.0
-        for micro in range(args.accum):
-            net.require_backward_grad_sync = micro == args.accum - 1
-            with common.autocast(device, args.amp):
-                part = net(batch[:, :-1], batch[:, 1:]).mean() / args.accum
-            part.backward()
-            loss += part.detach()
-            batch = next(batches, None)     # sent while the device is still at the backward
+        # A batch.
+        windows = next(batches)
+
+        # Forward and backward. Dropout draws from a seed of this step, so a resumed run draws the
+        # same.
+        torch.manual_seed(hash((args.seed, step, rank)) % 2 ** 63)
+        with autocast:
+            loss = net(windows[:, :-1], windows[:, 1:]).mean()
+        loss.backward()
 
         # Clip the gradient and take the step.
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()
+                                              if p.grad is not None])
+        if args.clip:
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.clip, norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        pending.append(torch.stack([loss, norm]) / world)           # stays on the device
+        pending.append(torch.stack([loss.detach(), norm]) / world)  # stays on the device
 
-        # What is due? By the step alone, so that all processes agree: an evaluation every few steps
-        # and at the end; a row and a checkpoint then and every --save_every steps; more rows every
-        # --log_every steps.
+        # What is due? By the step alone, so that all processes agree: an evaluation and a
+        # checkpoint every few steps and at the end; a row of the log then and every --log_every
+        # steps.
         done = step + 1
-        evaluating = done == stop or common.every(done, args.eval_every)
-        saving = evaluating or common.every(done, args.save_every)
+        evaluating = saving = done == stop or done % args.eval_every == 0
+        logging = saving or done % args.log_every == 0
 
         # Log the means since the last row. Reading them waits for the device.
-        if saving or common.every(done, args.log_every):
-            loss, norm = common.mean_of(pending, done)
-            seconds = (time.time() - clock) / len(pending)
-            rate = args.batch_size * args.context / seconds
-            log.append(dict(step=done, loss=loss, grad_norm=norm, tokens_per_s=rate, lr=lr))
-            common.show_progress(bar, done, loss, rate, "tokens", seconds)
+        if logging:
+            recent = torch.stack(pending)                           # (steps, 2)
+            if world > 1:
+                dist.all_reduce(recent)
+            loss, norm = common.finite_means(recent.cpu(), done)
+            rate = args.batch_size * args.context * len(pending) / (time.time() - clock)
+            if rank == 0:
+                log.append(dict(step=done, loss=loss, grad_norm=norm, tokens_per_s=rate, lr=lr))
+            bar.set_postfix_str(f"loss {loss:.3f} {rate:.0f} tokens/s")
+            if bar.disable:
+                common.print0(f"step {done:6d}  loss {loss:.4f}  {rate:.0f} tokens/s")
+
+        # Evaluate, and write a sample. Did the robust part act?
+        metrics = {}
+        if evaluating:
+            with autocast:
+                metrics = evaluate(model, corpus, args, rank, world)
+            if rank == 0:
+                finite = math.isfinite(metrics["perplexity"])       # the log refuses it otherwise
+                text = ""
+                if args.words and finite and not config.reads_the_future:
+                    text = sample(model, vocab, args, device)
+                log.append(dict(step=done, eval=metrics, sample=text,
+                                **key_statistics(model, model.hidden, windows[:8, :-1])))
+                common.print0(textwrap.shorten(text, 100))
+            numbers = "  ".join(f"{name} {value:.2f}" for name, value in metrics.items())
+            common.print0(f"step {done:6d}  training loss {loss:.4f}   {numbers}")
+
+        # Save. A run killed before this repeats the evaluation.
+        if saving and rank == 0:
+            better = args.keep_best and metrics["perplexity"] < best.get("perplexity", math.inf)
+            if better:
+                best = dict(step=done, **metrics)
+            state = dict(task="language modelling", args=vars(args), step=done, metrics=metrics,
+                         model=model.state_dict(), optimizer=optimizer.state_dict(), best=best,
+                         **about)
+            common.save(out_dir / "last.pt", state, best=better and out_dir / "best.pt")
+        if logging:
             clock, pending = time.time(), []
 
-        # Evaluate. The weights with the lowest perplexity go to best.pt.
-        better = False
-        if evaluating:
-            metrics, more = evaluate(model, corpus, args, device, rank, world)
-            log.append(dict(step=done, eval=metrics, **more))
-            common.print0(textwrap.shorten(more.get("sample", ""), 100),
-                          common.line(done, loss, metrics))
-            better = metrics["perplexity"] < best["perplexity"]
-            if better:
-                best = dict(step=done, perplexity=metrics["perplexity"])
-            clock = time.time()
-
-        # Save; only rank 0 does, so here a clock may decide, too. last.pt is written last, so a run
-        # killed earlier repeats the evaluation.
-        if saving and rank == 0:
-            checkpoint = common.state_of(
-                "train_lm.py", model, optimizer, args, done, best=best,
-                vocab="\n".join(corpus.vocab.words), train_tokens=len(corpus.train))
-            if better:
-                common.save(out_dir / "best.pt", {**checkpoint, "optimizer": None})
-            common.save(out_dir / "last.pt", checkpoint)
-
-    # The result is the best evaluation's.
-    common.print0(f"{args.data} {model.config.attn}: valid perplexity {best['perplexity']:.2f} "
-                  f"(segment-wise) with the weights of step {best['step']}",
-                  f"next: python eval_robust.py --ckpt {out_dir}")
+    # The result, where the last step was evaluated.
+    if metrics:
+        common.print0(f"{args.data} {args.attn}: valid perplexity {metrics['perplexity']:.2f} "
+                      f"(segment-wise) after {stop} steps, {(time.time() - began) / 60:.1f} "
+                      f"minutes")
+        if best:
+            common.print0(f"best.pt: the lowest perplexity, {best['perplexity']:.2f}, was after "
+                          f"{best['step']} steps")
+        common.print0(f"next: python eval_robust.py --ckpt {out_dir}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

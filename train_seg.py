@@ -16,16 +16,22 @@ epochs of ADE20K. Where this differs: bf16 on GPUs (--no-amp: float32), a loss t
 stops the run, the result is the last epoch.
 Stopping and resuming changes no number, nor do more processes but for float noise and the masks of
 drop path and dropout, which are per process: random numbers depend on (seed, step or sample) alone.
+To the last bit that holds on a CPU; on a GPU the backward of fused attention adds in no fixed
+order.
 """
 
 import argparse
 import math
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from tqdm import tqdm
 
 import common
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
@@ -40,37 +46,41 @@ from vit import SIZES
 # What --data selects; flags win.
 RECIPES = {
     # around weights/shapes_rpc.pt, 5 minutes on 2 CPU cores: mean IoU 75.0 % ± 0.8 (three seeds)
-    "shapes": dict(size=32, num_classes=11, epochs=5, batch_size=32, dropout=0.0, num_workers=0),
+    "shapes": dict(size=32, num_classes=11, epochs=5, batch_size=32, dropout=0.0, num_workers=0,
+                   patch_size=4),
     # 250 images, 25 minutes on a CPU core: mean IoU 30.5 % (symmetric), 27.9 % (rpc, n_iter 6)
     "camvid": dict(size=160, num_classes=11, epochs=200, batch_size=8, eval_every=20),
     # the paper's run, not run here: mean IoU 34.69 % (rpc), 34.00 % (symmetric) there
     "ade20k": dict(size=512, num_classes=150, epochs=64, batch_size=8, lr=1e-3, weight_decay=0.0,
-                   clip=0.0, drop_path=0.1),
+                   clip=0.0, drop_path=0.1, model="tiny"),
     # images of your own; what is None depends on how many there are and how large: folder_recipe
-    "folder": dict(size=None, epochs=None, batch_size=None, eval_every=None),
+    "folder": dict(size=None, epochs=None, batch_size=None, eval_every=None, patch_size=None,
+                   keep_best=True),
 }
 # How training images are varied: resized by a factor from, to; colours distorted. Scenes are not.
 VIEWS = {"shapes": ((1.0, 1.0), False)}
 USUAL_VIEWS = ((0.5, 2.0), True)
-# The encoder. --backbone brings all of it; without one, these say what it is. On the scenes a small
-# network learns little from scratch in minutes, so there weights/ has the backbone, unless a flag
-# of these asks for another encoder.
+# An encoder from scratch: what flags and recipes do not say.
 ENCODER = dict(model="nano", patch_size=16, attn="rpc", rpc_layers="0", n_iter=4, lambd=4.0,
                form="released")
-ENCODERS = {"shapes": dict(patch_size=4), "ade20k": dict(model="tiny"),
-            "folder": dict(patch_size=None)}
 
 
 def get_args():
-    """Read the flags; see common.parse."""
+    """Read the flags: a recipe's are the defaults, then those of a run to resume. Flags win.
+
+    Returns them and the checkpoint of --resume, {} without one.
+    """
     p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help,
                                 usage="%(prog)s [--flag value ...]", allow_abbrev=False)
+    boolean = argparse.BooleanOptionalAction
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=RECIPES, help="the recipe; without it rendered scenes (shapes) or, with "
          "--data_dir, images of your own (folder)")
     flag("--data_dir", help="images/*.jpg, annotations/*.png of the same names, a pixel's value is "
          "its class; or training/ and validation/ in each of the two (camvid, ade20k: 0 is no "
          "class, 1 to K are)")
+    flag("--values", type=common.number(int, 0, 255), nargs="*", help="folder: values of pixels, "
+         "each a class; None: those that occur")
     flag("--ignore", type=common.number(int, 0, 255), nargs="*", help="folder: values of pixels "
          "that belong to no class; None: 255")
     flag("--num_classes", type=common.number(int, 2, 254), help="K; folder: found")
@@ -80,13 +90,18 @@ def get_args():
 
     flag = p.add_argument_group("model").add_argument
     flag("--backbone", help="checkpoint of train_cls.py, DeiT's file or https address: its "
-         "encoder, attention included; None: shapes: weights/shapes_<attn>.pt unless flags ask for "
-         "another encoder; else from scratch, rpc in layer 0, 4 steps, lambda 4")
+         "encoder, attention included, which the next seven may not contradict; None: shapes: "
+         "weights/shapes_<attn>.pt, unless those ask for another; else from scratch")
     flag("--model", choices=SIZES, help="width, depth and heads (nano; ade20k: tiny)")
     flag("--patch_size", type=COUNT, help="pixels (16; shapes: 4; folder: as fits)")
     kinds = dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS])
-    common.add_attention(flag, [name for name in kinds if name != "scaled_s"], FORMS)
-    p.set_defaults(**dict.fromkeys(ENCODER))                        # they are the backbone's
+    flag("--attn", choices=[name for name in kinds if name != "scaled_s"],
+         help="rpc: symmetric, with RPC-Attention in --rpc_layers")
+    flag("--rpc_layers", help="from 0: 0 (the paper's layer1), all, 0,1,2 or 0-3")
+    flag("--n_iter", type=COUNT, help="PAP steps; the paper: 4-6 in layer 0, 2 in all")
+    flag("--lambd", type=common.number(float, 0, math.inf),
+         help="PAP lambda; the paper: 4 in layer 0, 3 in all; inf: never shrink")
+    flag("--form", choices=FORMS, help="reading of Algorithm 1: attention.py")
     flag("--decoder_attn", choices=["softmax", "symmetric", "rpc"], help="of the mask transformer; "
          "rpc: in its block 0, as the paper's code; default: as the encoder, rpc too")
     flag("--drop_path", type=SHARE, default=0.0,
@@ -107,32 +122,61 @@ def get_args():
          "resized to; a multiple of --patch_size")
     flag("--window", type=COUNT, help="pixels: of an evaluation's sliding window; None: --size")
     flag("--stride", type=COUNT, help="pixels between windows; None: --window")
-    flag("--eval_every", type=COUNT, default=2, help="epochs between evaluations")
     flag("--save_images", type=NATURAL, default=4,
          help="at the end, draw image, truth, prediction of up to so many images")
-    common.add_running(p, "seg_<data>_<attn>", "--epochs")
-    return complete(common.parse(p, RECIPES, "train_seg.py"))
 
 
-def complete(args):
-    """Choose what no flag says: the scenes' backbone, an own folder's recipe, the encoder."""
-    if args.data == "shapes" and not args.backbone:
-        attn = args.attn or ENCODER["attn"]
-        path = Path(__file__).with_name("weights") / f"shapes_{attn}.pt"
-        said = [name for name in ENCODER if name != "attn" and getattr(args, name) is not None]
-        if path.exists() and not said:
-            args.attn, args.backbone = attn, os.path.relpath(path)
-    if not args.backbone:
-        common.set_missing(args, {**ENCODER, **ENCODERS.get(args.data, {})})
-    vars(args).update(choose(args))
-    common.set_missing(args, dict(window=args.size))
-    common.set_missing(args, dict(stride=args.window))
-    if args.stride > args.window:
-        raise InputError(f"--stride {args.stride} is more than --window {args.window}")
-    return args
+    flag = p.add_argument_group("running").add_argument
+    flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0, help="of weights, order "
+         "and noise")
+    flag("--device", type=common.device, help="cuda, mps or cpu; None: the best there is")
+    flag("--amp", action=boolean, help="bf16 autocast; None: on GPUs that have it")
+    flag("--compile", action=boolean, default=False, help="torch.compile the model, to train")
+    flag("--log_every", type=COUNT, default=20, help="steps between rows of log.jsonl")
+    flag("--eval_every", type=COUNT, default=2, help="epochs between evaluations")
+    flag("--keep_best", action=boolean, default=False, help="also keep best.pt, of the evaluation "
+         "with the highest mean IoU: for images that are held out to choose by (folder: on)")
+    flag("--max_steps", type=COUNT, help="stop early; the schedule stays that of --epochs")
+    flag("--out_dir", help="None: out/seg_<data>_<attn>")
+    flag("--resume", help="folder of a run to continue; its flags are the defaults")
+
+    asked, checkpoint, stored = p.parse_args(), {}, {}
+    if asked.resume:
+        checkpoint, stored = common.load_run(asked.resume, "segmentation", p)
+    data = asked.data or stored.get("data") or ("folder" if asked.data_dir else "shapes")
+    recipe = {"data": data, **ENCODER, **RECIPES[data]}
+    # --backbone brings the whole encoder. The scenes have one in weights/, unless flags ask for
+    # another: a small network learns little of them from scratch in minutes.
+    said = {name for name in ENCODER if getattr(asked, name) is not None}
+    attn = asked.attn or "rpc"
+    path = Path(__file__).with_name("weights") / f"shapes_{attn}.pt"
+    scenes = data == "shapes" and not asked.backbone and said <= {"attn"} and path.exists()
+    if asked.backbone or scenes:
+        recipe = {name: value for name, value in recipe.items() if name not in ENCODER}
+    if scenes:
+        recipe.update(backbone=os.path.relpath(path), attn=attn)
+    p.set_defaults(**recipe | stored)
+    args = p.parse_args()
+    changed = {name: getattr(args, name) for name in stored if getattr(args, name) != stored[name]}
+    if changed.keys() & {*ENCODER, "backbone", "decoder_attn", "drop_path", "dropout"}:
+        raise InputError(f"--resume cannot change the model: {changed}")
+    if changed:
+        common.print0(f"other flags: {changed}")
+
+    if data == "shapes" and args.data_dir:
+        raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images")
+    if data == "folder" and not args.data_dir:
+        raise InputError("--data folder needs --data_dir")
+    if args.out_dir and args.resume:
+        raise InputError("--out_dir does not go with --resume, which continues in its own folder")
+    args.out_dir = args.resume or args.out_dir or f"out/seg_{data}_{args.attn or 'backbone'}"
+    if Path(args.out_dir, "last.pt").exists() and not args.resume:
+        raise InputError(f"{args.out_dir} holds a run: go on with it by --resume {args.out_dir}, "
+                         f"or choose another --out_dir")
+    return args, checkpoint
 
 
-# --- data ----------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 def batch_keys(args, n, start, stop, rank, world):
     """Yield this rank's [(position, index), ...] for each step from `start` to `stop`.
@@ -150,8 +194,8 @@ def batch_keys(args, n, start, stop, rank, world):
         yield keys[rank::world] or keys[:1]
 
 
-def load_batches(views, args, mean, start, stop, rank, world):
-    """Load a step's images (b, 3, S, S) in [0, 1] and labels (b, S, S) int64, on mean's device."""
+def train_batches(views, args, mean, start, stop, rank, world):
+    """Yield a step's images (b, 3, S, S) in [0, 1] and labels (b, S, S) int64, on mean's device."""
     n, device = len(views.source), mean.device
     keys = batch_keys(args, n, start, stop, rank, world)
     loader = image_batches(views, keys, args.num_workers, device)
@@ -164,20 +208,22 @@ def load_batches(views, args, mean, start, stop, rank, world):
         yield images, labels.long()
 
 
-# --- model and optimiser -------------------------------------------------------------------------
+# --- the run --------------------------------------------------------------------------------------
 
 def build_config(args, num_classes, backbone=None):
     """Build SegmenterConfig of the flags, or of the backbone, which flags may not contradict."""
-    encoder = {k: getattr(args, k) for k in ("patch_size", "attn") if getattr(args, k) is not None}
-    encoder.update(SIZES.get(args.model, {}))
     with common.error_prefix(f"--backbone {args.backbone}"):
         own = backbone_settings(backbone) if backbone else {}
-    asked = {**own, **encoder, "pap": {**own.get("pap", {}), **common.pap_of(args)}}
-    if args.rpc_layers is not None:
+    flags = {name: value for name, value in vars(args).items() if value is not None}
+    asked = {**own, **SIZES.get(args.model, {}),
+             **{name: flags[name] for name in ("patch_size", "attn") if name in flags}}
+    asked["pap"] = {**own.get("pap", {}),
+                    **{name: flags[name] for name in ("n_iter", "lambd", "form") if name in flags}}
+    if args.rpc_layers:
         asked["rpc_layers"] = common.parse_layers(args.rpc_layers, asked["depth"])
     for name in ("size", "window"):
-        if getattr(args, name) % asked["patch_size"]:
-            raise InputError(f"--{name} {getattr(args, name)} is not a multiple of the patch size "
+        if flags[name] % asked["patch_size"]:
+            raise InputError(f"--{name} {flags[name]} is not a multiple of the patch size "
                              f"{asked['patch_size']}")
     head = dict(num_classes=num_classes, image_size=args.size, drop_path=args.drop_path,
                 decoder_attn=args.decoder_attn or "", decoder_dropout=args.dropout)
@@ -189,149 +235,202 @@ def build_config(args, num_classes, backbone=None):
     return config
 
 
-def build(args, train, device):
-    """Build model and optimiser: new, around --backbone, or those that --resume names.
+def learning_rate(step, total, args):
+    """lr_k = (lr - min_lr) (1 - k / total)^0.9 + min_lr for update k = 0, 1, ..."""
+    return (args.lr - args.min_lr) * (1 - step / total) ** 0.9 + args.min_lr
 
-    Also returns the checkpoint of --resume, {} without one.
-    """
-    checkpoint = common.load_run(args, classes=list(train.classes),
-                                 training_images=len(train))
-    torch.manual_seed(args.seed)
-    if checkpoint:
-        model = Segmenter(common.stored_config(checkpoint, SegmenterConfig))
-    elif args.backbone:
-        from weights import load_weights
-        backbone = common.load(args.backbone)
-        model = Segmenter(build_config(args, len(train.classes), backbone))
-        with common.error_prefix(f"--backbone {args.backbone}"):
-            load_weights(model.encoder, backbone, mode="bilinear")
-        common.print0(f"encoder from {args.backbone}")
-    else:
-        model = Segmenter(build_config(args, len(train.classes)))
-    model.to(device)
-    # To freeze a part, say so here, `model.encoder.requires_grad_(False)`: --resume passes by.
-
-    groups = common.param_groups(model, args.weight_decay, also=("proj_patch", "proj_classes"))
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
-    if args.data == "ade20k":                                       # the paper's, timm's "sgd"
-        optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=0.9, nesterov=True,
-                                    fused=device.type == "cuda")
-    if checkpoint:
-        common.restore(checkpoint, model, optimizer)
-    return model, optimizer, checkpoint
-
-
-def poly_lr(step, total, lr, min_lr):
-    """Schedule lr_k = (lr - min_lr) (1 - k / total)^0.9 + min_lr for update k = 0, 1, ..."""
-    return (lr - min_lr) * (1 - min(step / total, 1)) ** 0.9 + min_lr
-
-
-# --- evaluation ----------------------------------------------------------------------------------
-
-def views_of(args):
-    """Say how an evaluation looks at images: arguments of segmenter.evaluate."""
-    return dict(size=args.size, window=args.window, stride=args.stride, amp=args.amp,
-                num_workers=args.num_workers)
-
-
-def draw_pictures(path, model, val, args):
-    """Draw up to --save_images images, evenly spaced, beside the truth and the prediction."""
-    index = range(0, len(val), math.ceil(len(val) / args.save_images))
-    save_pictures(path, predictions(model.eval(), val, index, **views_of(args)), val.classes)
-    common.print0(f"image, truth, prediction: {path}")
-
-
-# --- the run -------------------------------------------------------------------------------------
 
 def main():
-    # Flags, data, processes, then the model: a new one, or the one that --resume names.
-    args = get_args()
-    device, rank, world, out_dir = common.start(args, f"seg_{args.data}_{args.attn or 'backbone'}")
+    args, checkpoint = get_args()
+
+    # Processes. torchrun starts one a GPU (or some on a CPU) and says so in the environment; each
+    # takes its share of every batch. Rank 0 alone prints and writes.
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else
+                                          "mps" if torch.backends.mps.is_available() else "cpu"))
+    if "RANK" in os.environ:
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    amp = has_bf16 if args.amp is None else args.amp
+    torch.set_float32_matmul_precision("high" if amp else "highest")
+    torch.backends.cudnn.allow_tf32 = amp                           # convolutions likewise
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
+
+    # Data. What masks of one's own leave open is chosen for them.
+    vars(args).update(choose(args))
+    args.window = args.window or args.size
+    args.stride = args.stride or args.window
+    if args.stride > args.window:
+        raise InputError(f"--stride {args.stride} is more than --window {args.window}")
     train, val = load_split(args, "training"), load_split(args, "validation")
     common.print0(f"{args.data}: {len(train)} training, {len(val)} validation images, "
                   f"{len(train.classes)} classes")
-    model, optimizer, checkpoint = build(args, train, device)
-    net = common.wrap(model, device, world, args.compile)
-    first, metrics = checkpoint.get("step", 0), checkpoint.get("metrics", {})
-    log = common.begin(args, out_dir, first, model, device, rank, world,
-                       training_images=len(train))
-
-    # An epoch sees every image. --max_steps stops early, on the schedule of --epochs.
-    epoch_steps = math.ceil(len(train) / args.batch_size)
+    if args.batch_size % world:
+        raise InputError(f"--batch_size {args.batch_size}: expected a multiple of {world}, the "
+                         f"number of processes")
+    epoch_steps = math.ceil(len(train) / args.batch_size)           # the last batch may be short
     total = args.epochs * epoch_steps
+
+    # Model. The flags or the backbone describe it; on --resume it is the checkpoint's.
+    torch.manual_seed(args.seed)
+    if checkpoint:
+        config = SegmenterConfig(**checkpoint["model_config"])
+        model = Segmenter(config)
+    else:
+        backbone = common.load(args.backbone) if args.backbone else None
+        config = build_config(args, len(train.classes), backbone)
+        model = Segmenter(config)
+        if backbone:
+            from weights import load_weights
+            with common.error_prefix(f"--backbone {args.backbone}"):
+                load_weights(model.encoder, backbone, mode="bilinear")
+            common.print0(f"encoder from {args.backbone}")
+    model.to(device)
+    # To freeze a part, say so here, `model.encoder.requires_grad_(False)`: --resume passes by.
+
+    # Optimiser: matrices decay, those of the decoder, too.
+    matrices = ("weight", "proj_patch", "proj_classes")
+    decay, rest = [], []
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            (decay if p.ndim > 1 and name.endswith(matrices) else rest).append(p)
+    groups = [dict(params=decay, weight_decay=args.weight_decay), dict(params=rest, weight_decay=0)]
+    if args.data == "ade20k":                                       # the paper's, timm's "sgd"
+        optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=0.9, nesterov=True,
+                                    fused=device.type == "cuda")
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
+
+    # Resume: weights and optimiser; random numbers need no state.
+    about = dict(classes=list(train.classes), training_images=len(train),
+                 model_config=asdict(config))
+    if checkpoint:
+        common.restore(checkpoint, model, optimizer, about)
+    first, metrics = checkpoint.get("step", 0), checkpoint.get("metrics", {})
+    best = checkpoint.get("best") or {}
+
+    # Compile; share gradients over processes.
+    compiled = torch.compile(model) if args.compile else model
+    net = compiled if world == 1 else DDP(
+        compiled, device_ids=[device.index] if device.type == "cuda" else None,
+        broadcast_buffers=False, gradient_as_bucket_view=True)
+
+    # The log, a JSON object a line; its first row says what was trained, by what, on what.
+    out_dir = common.run_folder = Path(args.out_dir)
+    if rank == 0:
+        log = common.Log(out_dir, first)
+        parameters = sum(p.numel() for p in model.parameters())
+        log.append(dict(step=first, args=vars(args), torch=torch.__version__, world=world,
+                        device=common.describe(device), parameters=parameters,
+                        training_images=len(train)))
+        common.print0(f"{parameters:,} parameters | {world} x {common.describe(device)} | {out_dir}"
+                      + f" | resumed at step {first}" * bool(first))
+
+    # The loop. --max_steps stops early, on the schedule of --epochs.
     stop = max(first, min(total, args.max_steps or total))
     views = TrainingViews(train, args.size, VIEWS.get(args.data, USUAL_VIEWS)[0], args.seed)
-    batches = load_batches(views, args, model.encoder.mean, first, stop, rank, world)
-    bar = common.progress(first, stop, rank)
+    batches = train_batches(views, args, model.encoder.mean, first, stop, rank, world)
+    how = dict(size=args.size, window=args.window, stride=args.stride, amp=amp,
+               num_workers=args.num_workers)                        # an evaluation looks at images
+    bar = tqdm(range(first, stop), "training", stop, initial=first, unit="step",
+               disable=rank > 0 or None, dynamic_ncols=True)
     began = clock = time.time()
     pending = []
     for step in bar:
-        # The learning rate falls from the first step on.
-        lr = poly_lr(step, total, args.lr, args.min_lr)
+        lr = learning_rate(step, total, args)
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # Forward. The loss is the mean over the labelled pixels of all processes. Dropout draws
-        # from a seed of this step, so a resumed run draws the same.
+        # A batch.
         images, labels = next(batches)
-        torch.manual_seed(common.seed_of(args.seed, step, rank))
-        pixels = common.all_sum((labels != IGNORE).sum()).clamp(min=1)  # all ignored: the loss is 0
-        with common.autocast(device, args.amp):
+
+        # Forward and backward. The loss is the mean over the labelled pixels of all processes,
+        # which get the mean of their gradients. Dropout draws from a seed of this step, so a
+        # resumed run draws the same.
+        torch.manual_seed(hash((args.seed, step, rank)) % 2 ** 63)
+        pixels = (labels != IGNORE).sum()
+        if world > 1:
+            dist.all_reduce(pixels)
+        with autocast:
             logits = net(images)
         loss = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
-        loss = loss / pixels
+        loss = world * loss / pixels.clamp(min=1)                   # all ignored: the loss is 0
+        loss.backward()
 
-        # Backward, clip the gradient, take the step. Processes get the mean of their gradients.
-        (loss * world).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)
+        # Clip the gradient and take the step.
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()
+                                              if p.grad is not None])
+        if args.clip:
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.clip, norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        pending.append(torch.stack([loss.detach(), norm / world]))  # stays on the device
+        pending.append(torch.stack([loss.detach(), norm]) / world)  # stays on the device
 
         # What is due? By the step alone, so that all processes agree: an evaluation every few
-        # epochs and at the end; a row of the log and a checkpoint then, after every epoch and every
-        # --save_every steps; further rows every --log_every steps.
+        # epochs and at the end; a checkpoint then and after every epoch; a row of the log then and
+        # every --log_every steps.
         done, epoch = step + 1, (step + 1) / epoch_steps
-        evaluating = done == stop or common.every(done, args.eval_every * epoch_steps)
-        saving = evaluating or common.every(done, epoch_steps, args.save_every)
+        evaluating = done == stop or done % (args.eval_every * epoch_steps) == 0
+        saving = evaluating or done % epoch_steps == 0
+        logging = saving or done % args.log_every == 0
 
         # Log the means since the last row. Reading them waits for the device.
-        if saving or common.every(done, args.log_every):
-            loss, norm = common.mean_of(pending, done)
-            seconds = (time.time() - clock) / len(pending)
-            rate = args.batch_size / seconds
-            log.append(dict(step=done, loss=loss, grad_norm=norm, images_per_s=rate, epoch=epoch,
-                            lr=lr))
-            common.show_progress(bar, done, loss, rate, "images", seconds)
-            pending, clock = [], time.time()
+        if logging:
+            recent = torch.stack(pending)                           # (steps, 2)
+            if world > 1:
+                dist.all_reduce(recent)
+            loss, norm = common.finite_means(recent.cpu(), done)
+            rate = args.batch_size * len(pending) / (time.time() - clock)
+            if rank == 0:
+                log.append(dict(step=done, loss=loss, grad_norm=norm, images_per_s=rate,
+                                epoch=epoch, lr=lr))
+            bar.set_postfix_str(f"loss {loss:.3f} {rate:.0f} images/s")
+            if bar.disable:
+                common.print0(f"step {done:6d}  loss {loss:.4f}  {rate:.0f} images/s")
 
-        # Evaluate, and ask on this step's images whether the robust part acted.
+        # Evaluate. Did the robust part act?
         metrics = {}
         if evaluating:
-            metrics, _ = evaluate(model, val, **views_of(args), rank=rank, world=world,
-                                  progress="evaluating")
-            keys = key_statistics(model, model.masks, images[:8])
-            log.append(dict(step=done, eval=metrics, epoch=epoch, **keys))
-            common.print0(common.line(done, loss, metrics))
-            clock = time.time()
+            metrics, _ = evaluate(model, val, **how, rank=rank, world=world, progress="evaluating")
+            if rank == 0:
+                log.append(dict(step=done, eval=metrics, epoch=epoch,
+                                **key_statistics(model, model.masks, images[:8])))
+            numbers = "  ".join(f"{name} {value:.2f}" for name, value in metrics.items()
+                                if type(value) is float)
+            common.print0(f"step {done:6d}  training loss {loss:.4f}   {numbers}")
 
-        # Save; only rank 0 does, so here a clock may decide, too. This comes last, so a run killed
-        # earlier repeats the evaluation.
+        # Save. A run killed before this repeats the evaluation.
         if saving and rank == 0:
-            common.save(out_dir / "last.pt", common.state_of(
-                "train_seg.py", model, optimizer, args, done, classes=list(train.classes),
-                training_images=len(train), metrics=metrics))
+            better = args.keep_best and metrics and metrics["mean_iou"] > best.get("mean_iou", -1)
+            if better:
+                best = dict(step=done, **metrics)
+            state = dict(task="segmentation", args=vars(args), step=done, metrics=metrics,
+                         model=model.state_dict(), optimizer=optimizer.state_dict(), best=best,
+                         **about)
+            common.save(out_dir / "last.pt", state, best=better and out_dir / "best.pt")
+        if logging:
+            clock, pending = time.time(), []
 
     # Pictures, and the result, where the last step was evaluated.
     if rank == 0 and args.save_images:
-        draw_pictures(out_dir / "pictures.png", model, val, args)
+        index = range(0, len(val), math.ceil(len(val) / args.save_images))
+        save_pictures(out_dir / "pictures.png", predictions(model.eval(), val, index, **how),
+                      val.classes)
+        common.print0(f"image, truth, prediction: {out_dir / 'pictures.png'}")
     if metrics:
-        minutes = (time.time() - began) / 60
-        common.print0(f"{args.data} {model.config.attn}: validation mean IoU "
-                      f"{metrics['mean_iou']:.2f} % of {metrics['classes']} classes, mean accuracy "
+        common.print0(f"{args.data} {config.attn}: validation mean IoU {metrics['mean_iou']:.2f} % "
+                      f"of {metrics['classes']} classes, mean accuracy "
                       f"{metrics['mean_accuracy']:.2f} % ({metrics['images']} images) after "
-                      f"{stop / epoch_steps:.1f} epochs, {minutes:.1f} minutes",
-                      f"next: python eval_robust.py --ckpt {out_dir}")
+                      f"{stop / epoch_steps:.1f} epochs, {(time.time() - began) / 60:.1f} minutes")
+        if best:
+            common.print0(f"best.pt: the highest mean IoU, {best['mean_iou']:.2f} %, was after "
+                          f"{best['step'] / epoch_steps:.1f} epochs")
+        common.print0(f"next: python eval_robust.py --ckpt {out_dir}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -210,5 +210,5 @@ def classifier_from_checkpoint(checkpoint):
     """Rebuild the ViT or FAN of a checkpoint of train_cls.py, in eval mode."""
     if "cls_depth" in (checkpoint.get("model_config") or ()):
         from fan import FAN, FANConfig
-        return rebuild(checkpoint, "train_cls.py", FAN, FANConfig)
-    return rebuild(checkpoint, "train_cls.py", ViT, ViTConfig)
+        return rebuild(checkpoint, "classification", FAN, FANConfig)
+    return rebuild(checkpoint, "classification", ViT, ViTConfig)

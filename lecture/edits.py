@@ -1,4 +1,4 @@
-"""Make the ten edits of lecture/WALKTHROUGH.md, section 10, each in a copy of this tree; measure.
+"""Make the ten edits of lecture/WALKTHROUGH.md, appendix E, each in a copy of this tree; measure.
 
     python -m lecture.edits 4            # the fourth; softmax, rpc: without an edit
     python -m lecture.edits --write      # all, some minutes; renews lecture/pictures/numbers.json
@@ -15,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROW = re.compile(r"^\| (\d+) [^|]*\| \[([\w./]+)\]\([^)]*\) \| `(.+?)` \| `(.+?)` \|", re.M)
+OWN = ("rpc ", "seen ", "token ", "all ")       # of a picture's numbers those that an edit can move
 EVALUATE = ["eval_robust.py", "--measures", "clean", "pgd eps=2/255 steps=10", "--limit", "500"]
 
 
@@ -27,7 +28,7 @@ def edits():
 def edited_copy(number):
     """A copy of the programs and the networks, with the edit of this number, if there is one."""
     copy = Path(tempfile.mkdtemp())
-    for name in subprocess.check_output(["git", "ls-files", "*.py", "weights"], cwd=ROOT,
+    for name in subprocess.check_output(["git", "ls-files", "*.py", "*.jsonl", "weights"], cwd=ROOT,
                                         text=True).split():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, copy / name)
@@ -49,10 +50,11 @@ def accuracies(copy, attn):
 
 
 def picture(copy, name):
-    """The numbers of one cell of lecture/walkthrough.py."""
+    """What one cell of lecture/walkthrough.py measures itself."""
     command = [sys.executable, "-m", "lecture.walkthrough", name, "--out_dir", "out/edit"]
     subprocess.run(command, cwd=copy, check=True, stdout=sys.stderr)
-    return json.loads((copy / "out/edit/numbers.json").read_text())[name]
+    numbers = json.loads((copy / "out/edit/numbers.json").read_text())[name]
+    return {key: x for key, x in numbers.items() if key.startswith(OWN)}
 
 
 def measure(name):

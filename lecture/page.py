@@ -159,13 +159,18 @@ def title_of(text):
     return html.escape(text.splitlines()[0].lstrip("# "))
 
 
+def anchor_of(text):
+    """What a link to a section is called, as forges have it: words in lower case, hyphens."""
+    return re.sub(r"[^\w -]", "", text.splitlines()[0].lstrip("# ").lower()).replace(" ", "-")
+
+
 # --- the page and the talk ------------------------------------------------------------------------
 
 def page():
     """The page as one HTML text: the sections, and after the first the live networks."""
-    parts = [f'<section id="part-{i}">\n{to_html(text)}</section>\n'
-             for i, text in enumerate(sections())]
-    links = [(f"part-{i}", title_of(text)) for i, text in enumerate(sections())]
+    parts = [f'<section id="{anchor_of(text)}">\n{to_html(text)}</section>\n'
+             for text in sections()]
+    links = [(anchor_of(text), title_of(text)) for text in sections()]
     links[1:1] = [("try", "Try it: the network in your browser"), ("attack", "Attack it")]
     items = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title in links)
     nav = f'<nav aria-label="sections"><ul>{items}</ul></nav>\n'
@@ -176,13 +181,17 @@ def slides():
     """The talk as one HTML text: title, figure, sentence a slide; printed, the section, too."""
     shown = []
     for text in (ROOT / "lecture/slides.md").read_text().split("\n## ")[1:]:
-        before, alt, name, sentence = re.split(PICTURE, text)
-        section = next((part for part in sections() if f"pictures/{name}.png" in part),
-                       sections()[0])
-        notes = to_html(PICTURE.sub("", section))
-        shown.append(f'<section class="slide" id="slide-{len(shown) + 1}">\n<h2>{title_of(before)}'
-                     f'</h2>\n<div class="stage">{figure(name, html.escape(alt))}</div>\n'
-                     f'{to_html(sentence)}<aside class="notes">{notes}</aside></section>\n')
+        title, *rest = re.split(PICTURE, text)
+        stage, notes = "", ""                       # a slide of words alone has neither
+        if rest:
+            alt, name, said = rest
+            section = next(part for part in sections() if f"pictures/{name}.png" in part)
+            stage = f'<div class="stage">{figure(name, html.escape(alt))}</div>\n'
+            notes = f'<aside class="notes">{to_html(PICTURE.sub("", section))}</aside>'
+        else:
+            title, _, said = text.partition("\n")
+        shown.append(f'<section class="slide" id="slide-{len(shown) + 1}">\n<h2>{title_of(title)}'
+                     f'</h2>\n{stage}{to_html(said)}{notes}</section>\n')
     shown[1:1] = [live()]
     return document(f'<main class="talk">\n{"".join(shown)}</main>', (*SCRIPTS, "slides"))
 

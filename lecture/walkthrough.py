@@ -6,7 +6,7 @@
     python -m lecture.walkthrough --out_dir lecture/pictures               # those in the text
 
 An editor runs the cells one by one; each needs the first alone. The networks are those in weights/,
-so nothing is trained but the toy of picture 7.
+so nothing is trained but the toy of `leak`.
 """
 
 # %% What the pictures share: flags, four small networks, colours.
@@ -18,28 +18,27 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
+from matplotlib.colors import to_rgb
 from PIL import Image
 from torchvision.transforms.v2.functional import center_crop, resize
 
 import common
 import kpca
-from attention import FORMS, every_pap
+from attention import FORMS, rpc_attention, symmetric_attention
 from data.files import decode, read_bytes
-from data.segmentation import Scenes, palette
+from data.segmentation import Scenes
 from data.shapes import SHAPES, load_shapes
 from robust.attacks import pgd
 from robust.corruptions import corrupt
-from robust.metrics import auroc, wilson
+from robust.metrics import auroc
 from robust.patches import corrupt_patches
 from segmenter import evaluate, predictions, segmenter_from_checkpoint
-from referee.studies import leak, line
-from referee.studies.span import explained_variance, key_span, value_axes
+from referee import leak, line
 from vit import classifier_from_checkpoint
 
 WEIGHTS = Path(common.__file__).with_name("weights")
-PICTURES = "projection gram values pcp pap hero where leak attack dense line".split()
+PICTURES = "hero projection values pap where attack line gram pcp leak dense".split()
 COLOUR = {"softmax": "0.55", "symmetric": "#1f6fb4", "rpc": "#c8352b"}
-MARK = {"softmax": "o", "symmetric": "s", "rpc": "^"}               # for readers of grey prints
 NULL = dict(color="black", linestyle=":")
 plt.rcParams.update({"figure.dpi": 100, "figure.constrained_layout.use": True,
                      "figure.constrained_layout.h_pad": 0.08, "font.size": 13,
@@ -91,7 +90,7 @@ def layers(model, images):
 
 
 def first_layer(model, images):
-    """Keys of layer 1 (B, H, N, D) and the steps of PAP on them: dicts of S, K2, L."""
+    """Keys of layer 0 (B, H, N, D) and the steps of PAP on them: dicts of S, K2, L."""
     attn, x = next(layers(model, images))
     return attn.project(x)[1], attn.trace(x)
 
@@ -163,6 +162,37 @@ def save(figure, name, **numbers):
         display(drawn)                      # noqa: F821: a notebook has it
 
 
+# %% Where the lecture arrives: is S where the image is damaged?
+if wanted("hero"):
+    model = network("rpc")
+    spoilt, hit = corrupt_patches(one_image(), "noise", patch=4)
+
+    def relative_s(images):
+        """|S| after the last step, over the mean of the image's patches: (B, 64)."""
+        found = size(first_layer(model, images)[1][-1]["S"])[:, 1:]
+        return found / found.mean(1, keepdim=True)
+
+    figure, (image, where, ax) = plt.subplots(1, 3, figsize=(9, 3.4), width_ratios=(1, 1.2, 1))
+    figure.suptitle("One network: S is smaller where patches are noise", fontsize=16,
+                    fontweight="bold")
+    show(image, spoilt[0], "six patches are noise")
+    show(where, relative_s(spoilt).view(8, 8), "|S|; 1: its mean", vmin=0.5, vmax=1.5)
+    scale([where], "", ticks=[0.5, 1, 1.5], pad=0.02, extend="both")
+    outline(image, hit[0], 32)
+    outline(where, hit[0])
+
+    many, hits = corrupt_patches(scenes(300)[0], "noise", patch=4)
+    found, bins = relative_s(many), torch.linspace(0.3, 1.7, 36)
+    for which, colour in ((~hits, "black"), (hits, "#0d93bd")):
+        share = 100 * torch.histogram(found[which], bins).hist / which.sum()
+        ax.stairs(share, bins, linewidth=2, color=colour)
+    ax.text(0.6, 6, "noise", color="#0d93bd", ha="right")
+    ax.text(1.1, 9, "others")
+    ax.set(xlabel="|S|; 1: the image's mean", ylabel="% of the patches", title="300 images",
+           xticks=[0.5, 1, 1.5])
+    save(figure, "hero", noise=found[hits].median(), others=found[~hits].median())
+
+
 # %% 1. Attention is a projection: kernel PCA as lines, attention as colour.
 if wanted("projection"):
     random = torch.Generator().manual_seed(3)
@@ -193,7 +223,242 @@ if wanted("projection"):
     save(figure, "projection", difference=(h - projections).abs().max() / h.abs().max())
 
 
-# %% 2. The Gram matrix of one image's keys, its spectrum, its axes as maps.
+# %% 2. Are learned values those axes? The cosine beside its nulls, and the two terms of J.
+if wanted("values"):
+    random, found = torch.Generator().manual_seed(0), {}            # of each (layer, head)
+
+    def cka(x, y):
+        """Linear CKA of (..., N, D): how alike tokens are to each other in x and in y."""
+        x, y = (t - t.mean(-2, keepdim=True) for t in (x, y))
+        x, y = (t / (t.mT @ t).norm(dim=(-2, -1), keepdim=True).sqrt() for t in (x, y))
+        return (x.mT @ y).square().sum((-2, -1))
+
+    for attn, x in layers(network("softmax"), scenes(16)[0]):
+        q, k, v, x = (y.double() for y in (*attn.project(x), x[:, None]))
+        axes, draws = kpca.kernel_pca(k), []
+        theory = (axes.log_g.amin(-1, keepdim=True) - axes.log_g).exp()[..., None] * axes.U
+        matrices = torch.randn(20, 2, x.shape[-1], v.shape[-1], generator=random, dtype=v.dtype)
+        sources = {"learned": v, "another head's": v.flip(1), "kernel PCA": theory,
+                   "random numbers": torch.randn(v.shape, generator=random, dtype=v.dtype),
+                   **{f"matrix {i}": x @ matrix for i, matrix in enumerate(matrices)}}
+        for name, values in sources.items():
+            values = values[..., :v.shape[-1]]
+            a = kpca.a_hat(values, axes.log_g)
+            cosine = kpca.eigen_cosine(axes, kpca.ritz(axes, a))["eig_cos"].nanmean((0, 2))
+            found.setdefault(f"cosine {name}", []).append(cosine)
+            found.setdefault(f"CKA {name}", []).append(cka(values, theory[..., :32]).mean(0))
+            if name in ("learned", "kernel PCA"):                   # sum_j g_j v_j, of its most
+                gv = (axes.log_g - axes.log_g.amax(-1, keepdim=True)).exp()[..., None] * values
+                share = 100 * gv.sum(-2).abs() / gv.abs().sum(-2)
+                found.setdefault(f"sum {name}", []).append(share.mean((0, 2)))
+        terms = kpca.projection_loss(kpca.log_phi2(q, k), kpca.attend(q, k, v))
+        for name, term in terms.items():
+            found.setdefault(name, []).append(term.mean(0))
+    found = {name: torch.cat(x) for name, x in found.items()}
+    draws = torch.stack([found.pop(f"cosine matrix {i}") for i in range(20)])
+    found["cosine random matrix"] = draws.mean(0)
+    found["CKA random matrix"] = sum(found.pop(f"CKA matrix {i}") for i in range(20)) / 20
+
+    looks = {"kernel PCA": (0, dict(color="black", linestyle="-")),
+             "learned": (-0.2, dict(color=COLOUR["softmax"], marker="o", markersize=9)),
+             "another head's": (0, dict(color="black", marker="x", markersize=7)),
+             "random matrix": (0.2, dict(color="black", marker="+", markersize=9)),
+             "random numbers": (0, NULL)}
+    figure, (cosines, terms) = plt.subplots(1, 2, figsize=(9, 3.9), width_ratios=(1.3, 1))
+    for name, (aside, look) in looks.items():
+        cosines.plot(torch.arange(8) + aside, found[f"cosine {name}"], label=name,
+                     **dict(linestyle="") | look)
+    cosines.set(title="cosine of a and G\u0303a", ylim=(0, 1.05))
+    terms.semilogy(found["h2"], "o", color=COLOUR["softmax"], markersize=9)
+    terms.semilogy(found["phi2"], "D", color="black", fillstyle="none", markersize=8)
+    terms.text(0, 1, "|h|\u00b2", color="0.35")
+    terms.text(0, 0.008, "|\u03c6(q)|\u00b2")
+    terms.set(title="the two terms of J", ylim=(5e-4, 50), yticks=(1e-3, 1e-2, 0.1, 1, 10),
+              yticklabels=("0.001", "0.01", "0.1", "1", "10"))
+    for ax in (cosines, terms):
+        ax.set(xlabel="layer.head")
+        ax.set_xticks(range(8), [f"{i}.{j}" for i in range(4) for j in range(2)])
+    figure.legend(*cosines.get_legend_handles_labels(), loc="outside lower center", ncols=5,
+                  columnspacing=1, handletextpad=0.3, handlelength=1.4)
+    lead = found["cosine learned"].mean() - draws.mean()
+    save(figure, "values", lead=lead, draws_of_lead=lead / draws.mean(1).std(),
+         **{name: x.mean() for name, x in found.items()})
+
+
+# %% 3. Inside attention: what four steps do to the keys, in the three readings.
+if wanted("pap"):
+    model, many = network("rpc"), scenes(64)[0]
+    images, hit = corrupt_patches(one_image(), "noise", patch=4)
+    k, trace = first_layer(model, images)
+    figure = plt.figure(figsize=(9, 3.9))
+    left, right = figure.subfigures(1, 2, width_ratios=(1.4, 1))
+    grid, ax, most = left.subplots(2, 3), right.subplots(), size(k).max()
+    got = [received(step["K2"]) for step in trace]
+    show(grid[0, 0], images[0], "image")
+    show(grid[1, 0], over_patches(size(k) / most)[0], "|K|", vmin=0, vmax=1)
+    for column, i in zip(grid[:, 1:].T, (1, 3)):
+        S, A = size(trace[i]["S"]) / most, got[i] / max(x.max() for x in got)
+        show(column[0], over_patches(S)[0], f"|S|, step {i + 1}", vmin=0, vmax=1)
+        show(column[1], over_patches(A)[0], f"attention, {i + 1}", vmin=0, vmax=1)
+        outline(column[0], hit[0])
+        outline(column[1], hit[0])
+    scale(grid[0], "of largest |K|", ticks=[0, 1])
+    scale(grid[1], "of its largest", ticks=[0, 1])
+
+    # the three readings, over 64 undamaged scenes; also of keys twice as long, and with S empty
+    attn, x = next(layers(model, many))
+    _, k, v = attn.project(x)
+    words = {"released": "released code", "paper": "as printed", "admm": "sign of ADMM"}
+    numbers, plain, uniform = {}, entropy(k), math.log(65)
+    for (form, reading), style in zip(FORMS.items(), ("-o", "--s", "-.^")):
+        for name, keys, lambd in ((form, k, 4), (f"{form} twice", 2 * k, 4),
+                                  (f"{form} empty", k, math.inf)):
+            steps = []
+            rpc_attention(keys, v, lambd=lambd, **reading, trace=steps)
+            entropies = [entropy(step["K2"]) for step in steps]
+            rest = (keys - steps[-1]["S"] - steps[-1]["L"]).norm() / keys.norm()
+            share = 100 * (steps[-1]["S"] != 0).double().mean()
+            numbers.update({f"{name} residual": rest, f"{name} share": share,
+                            **{f"{name} entropy {i}": x for i, x in enumerate(entropies, 1)}})
+            if name == form:
+                ax.plot(range(1, 5), entropies, style, color=COLOUR["rpc"])
+                ax.text(4.15, entropies[-1] - 0.08, words[form], color=COLOUR["rpc"])
+    ax.set(title="entropy of attention, nats", xlabel="step", xticks=range(1, 5), ylim=(0, 5),
+           xlim=(0.9, 6.6))
+    ax.axhline(plain, color=COLOUR["symmetric"])
+    ax.text(6.6, plain + 0.1, "symmetric", color=COLOUR["symmetric"], ha="right")
+    ax.axhline(uniform, **NULL)
+    ax.text(6.6, uniform + 0.1, "uniform", ha="right")
+
+    # is the output of attention low-rank? directions that hold 90 % of the sum of squares
+    for name, x in {"K": k, "V": v, "L": symmetric_attention(k, v)}.items():
+        squares = torch.linalg.svdvals(x.double()).square().cumsum(-1)
+        below = squares < 0.9 * squares[..., -1:]
+        numbers[f"directions of {name}"] = 1 + below.sum(-1).double().mean()
+    save(figure, "pap", symmetric=plain, uniform=uniform, mean_key=k.abs().mean(), **numbers)
+
+
+# %% 4. Where is S? Are damaged patches those with more of it?
+if wanted("where"):
+    model, images, numbers = network("rpc"), scenes(300)[0], {}
+    red = dict(color=COLOUR["rpc"])
+    looks = {"S, step 1": dict(red, marker="o", fillstyle="none", linestyle=":"),
+             "S, step 4": dict(red, marker="o"),
+             "size of the key": dict(color="black", marker="|", linestyle="-.", markeredgewidth=3),
+             "distance from the mean key": dict(color="black", marker="x", linestyle="--")}
+    figure, (roc, dots) = plt.subplots(1, 2, figsize=(9, 4), width_ratios=(1, 1.5))
+    kinds = ("noise", "black", "white", "gaussian")
+    for row, kind in enumerate(kinds):
+        spoilt, hit = corrupt_patches(images, kind, patch=4)
+        k, trace = first_layer(model, spoilt)
+        scores = [size(trace[0]["S"]), size(trace[3]["S"]), size(k),
+                  size(k - k[:, :, 1:].mean(2, keepdim=True))]
+        for (name, look), score in zip(looks.items(), scores):
+            score = score[:, 1:].flatten()
+            area = numbers[f"{kind} {name}"] = auroc(score, hit.flatten())
+            dots.plot(area, row, **look | dict(linestyle="", markersize=11))
+            if row == 0:
+                dots.plot([], [], **look, label=name)
+            if kind == "noise" and name != "S, step 1":             # of that most is 0: ties
+                damage = hit.flatten()[score.argsort(descending=True)].double()
+                found, wrong = damage.cumsum(0) / damage.sum(), (1 - damage).cumsum(0)
+                roc.plot(wrong[::60] / wrong[-1], found[::60], **look | dict(marker=""))
+    roc.plot([0, 1], [0, 1], **NULL)
+    roc.set(title="noise: patches by their score", xlabel="share of the undamaged",
+            ylabel="share of the damaged", aspect=1, xticks=[0, 0.5, 1], yticks=[0, 0.5, 1])
+    dots.axvline(0.5, **NULL, label="chance")
+    dots.set(title="chance that a damaged patch ranks first (AUC)", xlim=(0.2, 0.9),
+             ylim=(3.6, -0.6))
+    dots.set_yticks(range(4), ("noise", "black", "white", "noise\nadded"))
+    figure.legend(loc="outside lower center", ncols=5, columnspacing=1, handletextpad=0.4)
+    save(figure, "where", **numbers)
+
+
+# %% 5. Is it robust? One image under attack; accuracy against the budget, three networks of each.
+if wanted("attack"):
+    budgets, (images, labels), names = (0, 2, 4, 8), scenes(128), list(SHAPES)
+    figure, numbers, model = plt.figure(figsize=(9, 3.5)), {}, network("rpc")
+    left, right = figure.subfigures(1, 2, width_ratios=(1.25, 1))
+    grid, ax = left.subplots(2, 4), right.subplots()
+    for (upper, lower), eps in zip(grid.T, budgets):
+        x = pgd(model, images, labels, eps / 255, steps=10, rel_step=0.25)
+        answers = model(x).argmax(1)
+        numbers[f"rpc {eps}"] = 100 * (answers == labels).double().mean()
+        show(upper, x[1], f"{eps}/255:\n\u201c{names[answers[1]]}\u201d")
+        show(lower, (0.5 + 16 * (x[1] - images[1])).clamp(0, 1))
+    grid[1, 0].set_ylabel("change \u00d7 16")
+
+    # stored networks, 8 epochs, 1,000 scenes; adversarial training costs four times as much
+    arms = {"symmetric": ("baseline", COLOUR["symmetric"], "s-", (2.75, 55)),
+            "rpc4-l1": ("RPC", COLOUR["rpc"], "^-", (0.6, 50)),
+            "symmetric-adv": ("adversarially\ntrained", "black", "D--", (5.2, 82))}
+    for arm, (words, colour, style, at) in arms.items():
+        own = [n.accuracy for n in line.stored("fresh") if n.arm == arm]
+        places = {"clean": 0, **{f"pgd {eps}/255": eps for eps in (1, 2, 4, 6, 8)}}
+        means = [sum(n[measure] for n in own) / len(own) for measure in places]
+        ax.plot(list(places.values()), means, style, color=colour, fillstyle="none")
+        ax.text(*at, words, color=colour)
+        numbers.update({f"{arm} {eps}": x for eps, x in zip(places.values(), means)})
+    ax.axhline(10, **NULL)
+    ax.text(8, 12, "chance", ha="right")
+    ax.set(xlabel="budget, grey levels (1/255)", title="accuracy, %", ylim=0, xticks=range(0, 9, 2))
+    save(figure, "attack", normalised=model.std.mean(), **numbers)
+
+
+# %% 5. What the line says: clean loss against accuracy, a mark a trained network.
+if wanted("line"):
+    networks = [n for n in line.stored("fresh") if not n.arm.startswith("half-")]
+
+    def group(arm):
+        """Which of the five marks an arm has."""
+        if arm.endswith("-adv"):
+            return "adversarially trained"
+        if arm.removeprefix("long-").startswith("symmetric"):
+            return "baseline"
+        averages = arm == "paper-0.05-n4"                           # S takes nearly every key
+        rpc = arm.removeprefix("long-").startswith(("rpc", "paper")) and not averages
+        return "RPC" if rpc else "other attentions"
+
+    looks = {"other attentions": dict(marker="o", color=COLOUR["softmax"]),
+             "RPC": dict(marker="^", color=COLOUR["rpc"]),
+             "baseline": dict(marker="s", color=COLOUR["symmetric"]),
+             "adversarially trained": dict(marker="D", color="black", fillstyle="none"),
+             "other recipes": dict(marker="x", color="black")}
+    of = {name: [n for n in networks if group(n.arm) == name] for name in looks}
+    of["other recipes"] = line.other_recipes()
+    titles = {"pgd 2/255": "small attack (PGD at 2/255)", "15 corruptions": "15 corruptions"}
+    words = {"adversarially\ntrained": (0, 0.6, 78), "other recipes": (1, 0.6, 86),
+             "RPC": (0, 0.1, 41), "other attentions": (0, 0.063, 56),
+             "baseline, 4 epochs": (0, 0.36, 30)}                   # panel, loss, accuracy
+    epochs = {"symmetric-e8": "8", "long-symmetric": "24 epochs"}
+    figure, grid = plt.subplots(1, 2, figsize=(9, 2.7))
+    numbers = {}
+    for ax, (measure, title) in zip(grid, titles.items()):
+        for name, look in looks.items():
+            x = [n.loss for n in of[name] if measure in n.accuracy]
+            y = [n.accuracy[measure] for n in of[name] if measure in n.accuracy]
+            ax.plot(x, y, linestyle="", markersize=6, alpha=0.8, **look)
+        for arm in dict.fromkeys(n.arm for n in of["baseline"]):
+            own = [n for n in networks if n.arm == arm]
+            y = numbers[f"{arm} {measure}"] = sum(n.accuracy[measure] for n in own) / len(own)
+            if arm in epochs:
+                x = math.exp(sum(math.log(n.loss) for n in own) / len(own))
+                up = ax is grid[0] and arm == "symmetric-e8"
+                blue = COLOUR["symmetric"]
+                ax.annotate(epochs[arm], (x, y), (8, 16) if up else (12, -28), color=blue,
+                            textcoords="offset points", arrowprops=dict(arrowstyle="-", color=blue))
+        ax.set(title=title, xlabel="clean test loss, nats, falling \u2192", xscale="log",
+               xlim=(0.65, 0.002))
+        ax.set_xticks([0.4, 0.1, 0.03, 0.01, 0.003], ["0.4", "0.1", "0.03", "0.01", "0.003"])
+        ax.set_xticks([], minor=True)
+    for word, (panel, *at) in words.items():
+        grid[panel].text(*at, word, color=looks[word.replace("\n", " ").partition(",")[0]]["color"])
+    grid[0].set(ylabel="accuracy, %", ylim=(25, 102), yticks=range(40, 101, 20))
+    grid[1].set(ylim=(65, 92), yticks=range(70, 91, 10))
+    save(figure, "line", **numbers)
+
+
+# %% A. The Gram matrix of one image's keys, its spectrum, its axes as maps.
 if wanted("gram"):
     image = one_image()
     k = first_layer(network("symmetric"), image)[0][0, 0].double()  # of one head: (65, D)
@@ -209,6 +474,7 @@ if wanted("gram"):
     colours = dict(cmap="RdBu_r", vmin=-1, vmax=1)
     show(grid["i"], image[0], "image")
     show(grid["G"], axes.G / most, "Gram matrix", **colours)
+    grid["G"].set(xlabel="column: a token", ylabel="row: a token")
     for d in range(4):
         u = axes.U[1:, d]
         show(grid[str(d + 1)], (u / u.abs().max()).view(8, 8), f"axis {d + 1}", **colours)
@@ -226,43 +492,7 @@ if wanted("gram"):
          bound=1 / kpca.g(k, k).min())
 
 
-# %% 3. Are learned values those axes? Two measures, each beside its nulls.
-if wanted("values"):
-    random, found = torch.Generator().manual_seed(0), {}            # of each (layer, head)
-    for attn, x in layers(network("softmax"), scenes(16)[0]):
-        q, k, v, x = (y.double() for y in (*attn.project(x), x[:, None]))
-        axes, span = kpca.kernel_pca(k), key_span(q, k)
-        matrix = torch.randn(2, x.shape[-1], v.shape[-1], generator=random, dtype=v.dtype)
-        sources = {"learned": v, "another head's": v.flip(1), "random matrix": x @ matrix,
-                   "random numbers": torch.randn(v.shape, generator=random, dtype=v.dtype),
-                   "kernel PCA": kpca.theoretical_values(axes, v.shape[-1])}
-        for name, values in sources.items():
-            a = kpca.ritz(axes, kpca.a_hat(values, axes.log_g))
-            cosine = kpca.eigen_cosine(axes, a)["eig_cos"].nanmean((0, 2))
-            share = explained_variance(span, kpca.basis(value_axes(span, values))).mean(0)
-            found.setdefault(f"cosine {name}", []).append(cosine)
-            found.setdefault(f"share {name}", []).append(share)
-    found = {name: torch.cat(x) for name, x in found.items()}
-
-    nulls = dict(color="black", linestyle="", markersize=7)
-    looks = {"kernel PCA": (0, dict(color="black", linestyle="-")),
-             "learned": (-0.2, dict(nulls, color=COLOUR["softmax"], marker="o", markersize=9)),
-             "another head's": (0, dict(nulls, marker="x")),
-             "random matrix": (0.2, dict(nulls, marker="+", markersize=9)),
-             "random numbers": (0, NULL)}
-    figure, grid = plt.subplots(1, 2, figsize=(9, 3.9))
-    titles = {"cosine": "cosine of a and G\u0303a", "share": "share of the keys' variance"}
-    for ax, (measure, title) in zip(grid, titles.items()):
-        for name, (aside, look) in looks.items():
-            ax.plot(torch.arange(8) + aside, found[f"{measure} {name}"], label=name, **look)
-        ax.set(title=title, ylim=(0, 1.05), xlabel="layer, head")
-        ax.set_xticks(range(8), [f"{i},{j}" for i in range(1, 5) for j in (1, 2)])
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=5,
-                  columnspacing=1, handletextpad=0.3, handlelength=1.4)
-    save(figure, "values", **{name: x.mean() for name, x in found.items()})
-
-
-# %% 4. Robust PCA: the correct iteration, and Algorithm 2 as printed.
+# %% B. Robust PCA: with the right signs in either order, and Algorithm 2 as printed.
 if wanted("pcp"):
     random = torch.Generator().manual_seed(0)
     low, spikes, place = torch.randn(3, 80, 60, generator=random, dtype=torch.float64)
@@ -270,156 +500,43 @@ if wanted("pcp"):
     low = 3 * (U[:, :3] * sigma[:3]) @ Vt[:3]                       # rank 3
     spikes = torch.where(place > 1.645, 4 * spikes, 0)              # in 5 % of the entries
     M = low + spikes
-    L, S = kpca.pcp(M)
+    L, S = kpca.pcp(M)                                              # L first
+    L_first = [kpca.pcp(M, tol=0, max_iter=steps) for steps in range(1, 51)]
+    L_first = [(M - sum(parts)).norm() / M.norm() for parts in L_first]
 
-    correct = [kpca.pcp(M, tol=0, max_iter=steps) for steps in range(1, 51)]
-    correct = [(M - sum(parts)).norm() / M.norm() for parts in correct]
+    def S_first(threshold, sign):
+        """|M - L - S| / |M| after each of 50 steps in Algorithm 2's order."""
+        now, Y, left = torch.zeros_like(M), torch.zeros_like(M), []
+        for _ in range(50):
+            sparse = kpca.soft_threshold(M - now + Y / mu, lambd / mu)
+            U, sigma, Vt = torch.linalg.svd(M - sparse + sign * Y / mu, full_matrices=False)
+            now = (U * kpca.soft_threshold(sigma, threshold)) @ Vt
+            Y = Y + mu * (M - now - sparse)
+            left.append((M - now - sparse).norm() / M.norm())
+        return left
 
-    # as printed: threshold mu for 1/mu, and -Y/mu for +Y/mu
     lambd, mu = 80 ** -0.5, M.numel() / (4 * M.abs().sum())
-    printed, now, Y = [], torch.zeros_like(M), torch.zeros_like(M)
-    for _ in range(50):
-        sparse = kpca.soft_threshold(M - now + Y / mu, lambd / mu)
-        U, sigma, Vt = torch.linalg.svd(M - sparse - Y / mu, full_matrices=False)
-        now = (U * kpca.soft_threshold(sigma, mu)) @ Vt
-        Y = Y + mu * (M - now - sparse)
-        printed.append((M - now - sparse).norm() / M.norm())
-
-    figure, grid = plt.subplots(1, 4, figsize=(9, 2.7), width_ratios=(1, 1, 1, 1.9))
+    correct, printed = S_first(1 / mu, +1), S_first(mu, -1)
+    figure, grid = plt.subplots(1, 4, figsize=(9, 2.9), width_ratios=(1, 1, 1, 1.9))
     for ax, x, title in zip(grid, (M, L, S), ("M", "L found", "S found")):
         show(ax, x, title, cmap="RdBu_r", vmin=-6, vmax=6)
+        ax.set_xlabel("60 columns")
+    grid[0].set_ylabel("80 rows")
     scale(grid[:3], "entries", ticks=[-6, 0, 6], extend="both", pad=0.02)
     ax = grid[3]
-    ax.semilogy(range(1, 51), correct, color="black")
-    ax.semilogy(range(1, 51), printed, color="black", linestyle="--")
-    ax.text(22, 1e8, "as printed", ha="right")
-    ax.text(25, 1e-6, "correct ADMM")
+    for left, style in ((L_first, "-"), (correct, "-."), (printed, "--")):
+        ax.semilogy(range(1, 51), left, color="black", linestyle=style)
+    ax.text(24, 1e8, "as printed", ha="right")
+    ax.text(19, 3e-2, "correct, S first")
+    ax.text(21, 1e-10, "L first", ha="right")
     ax.set(title="|M \u2212 L \u2212 S| / |M|", xlabel="step", ylim=(1e-14, 1e12),
            yticks=[1e-10, 1, 1e10])
     save(figure, "pcp", error=(L - low).norm() / low.norm(),
-         steps=1 + sum(r > 1e-7 for r in correct), printed_steps=1 + sum(r < 1e8 for r in printed))
+         steps=1 + sum(r > 1e-7 for r in L_first), S_steps=1 + sum(r > 1e-7 for r in correct),
+         printed_steps=1 + sum(r < 1e8 for r in printed))
 
 
-# %% 5. Inside attention: what four steps do to the keys, in the three readings.
-if wanted("pap"):
-    model, many = network("rpc"), scenes(64)[0]
-    images, hit = corrupt_patches(one_image(), "noise", patch=4)
-    k, trace = first_layer(model, images)
-    figure = plt.figure(figsize=(9, 3.9))
-    left, right = figure.subfigures(1, 2, width_ratios=(1.5, 1))
-    grid, ax, most = left.subplots(2, 3), right.subplots(), size(k).max()
-    got = [received(step["K2"]) for step in trace]
-    show(grid[0, 0], images[0], "image")
-    show(grid[1, 0], over_patches(size(k) / most)[0], "|K|", vmin=0, vmax=1)
-    for column, i in zip(grid[:, 1:].T, (1, 3)):
-        S, A = size(trace[i]["S"]) / most, got[i] / max(x.max() for x in got)
-        show(column[0], over_patches(S)[0], f"|S|, step {i + 1}", vmin=0, vmax=1)
-        show(column[1], over_patches(A)[0], f"attention, {i + 1}", vmin=0, vmax=1)
-        outline(column[0], hit[0])
-        outline(column[1], hit[0])
-    scale(grid[0], "of largest |K|", ticks=[0, 1])
-    scale(grid[1], "of its largest", ticks=[0, 1])
-
-    # the three readings, over 64 undamaged scenes; then, for the table of section 5, without S
-    numbers, red = {}, dict(color=COLOUR["rpc"])
-    for (form, reading), style in zip(FORMS.items(), ("-o", "--s", "-.^")):
-        with every_pap(**reading):
-            k, trace = first_layer(model, many)
-        entropies = [entropy(step["K2"]) for step in trace]
-        ax.plot(range(1, 5), entropies, style, **red)
-        ax.text(4.1, entropies[-1] - 0.08, form, **red)
-        rest = (k - trace[-1]["S"] - trace[-1]["L"]).norm() / k.norm()
-        numbers.update({f"{form} residual": rest, f"{form} entropy": entropies[-1]})
-    for form in ("paper", "admm"):
-        sign = FORMS[form]["dual_sign"]
-        with every_pap(**FORMS[form], lambd=math.inf):
-            k, trace = first_layer(model, many)
-        before = torch.zeros_like(k)                        # the L's so far
-        for i, step in enumerate(trace, 1):
-            bare = k + sign * (i - 1) * k                   # the step's keys without those L's
-            with_mean = bare - sign * before.mean(2, keepdim=True)
-            moved = (weights(with_mean) - weights(bare)).abs().sum(-1).mean() / 2
-            apart = (before - before.mean(2, keepdim=True)).norm() / before.norm().clamp(min=1e-9)
-            numbers.update({f"{form} {i}": entropy(step["K2"]), f"{form} {i} bare": entropy(bare),
-                            f"{form} {i} moved": 100 * moved, f"{form} {i} apart": 100 * apart})
-            before += step["L"]
-
-    plain, uniform = entropy(k), math.log(65)
-    ax.set(title="entropy of attention, nats", xlabel="step", xticks=range(1, 5), ylim=(0, 5),
-           xlim=(0.9, 5.4))
-    ax.axhline(plain, color=COLOUR["symmetric"])
-    ax.text(5.4, plain + 0.1, "symmetric", color=COLOUR["symmetric"], ha="right")
-    ax.axhline(uniform, **NULL)
-    ax.text(5.4, uniform + 0.1, "null: uniform", ha="right")
-    save(figure, "pap", symmetric=plain, uniform=uniform, **numbers)
-
-
-# %% The picture of the README: is S where the image is damaged?
-if wanted("hero"):
-    model = network("rpc")
-    spoilt, hit = corrupt_patches(one_image(), "noise", patch=4)
-
-    def relative_s(images):
-        """|S| after the last step, over the mean of the image's patches: (B, 64)."""
-        found = size(first_layer(model, images)[1][-1]["S"])[:, 1:]
-        return found / found.mean(1, keepdim=True)
-
-    figure, (image, where, ax) = plt.subplots(1, 3, figsize=(9, 3.4), width_ratios=(1, 1.2, 1))
-    figure.suptitle("S should light up where the image is damaged; it does the opposite",
-                    fontsize=16, fontweight="bold")
-    show(image, spoilt[0], "six patches are noise")
-    show(where, relative_s(spoilt).view(8, 8), "|S|; 1: its mean", vmin=0.5, vmax=1.5)
-    scale([where], "", ticks=[0.5, 1, 1.5], pad=0.02, extend="both")
-    outline(image, hit[0], 32)
-    outline(where, hit[0])
-
-    many, hits = corrupt_patches(scenes(300)[0], "noise", patch=4)
-    found, bins = relative_s(many), torch.linspace(0.3, 1.7, 36)
-    for which, colour in ((~hits, "black"), (hits, "#0d93bd")):
-        share = 100 * torch.histogram(found[which], bins).hist / which.sum()
-        ax.stairs(share, bins, linewidth=2, color=colour)
-    ax.text(0.6, 6, "noise", color="#0d93bd", ha="right")
-    ax.text(1.1, 9, "others")
-    ax.set(xlabel="|S|; 1: the image's mean", ylabel="% of the patches", title="300 images",
-           xticks=[0.5, 1, 1.5])
-    save(figure, "hero", noise=found[hits].median(), others=found[~hits].median())
-
-
-# %% 6. Where is S? Are damaged patches those with more of it?
-if wanted("where"):
-    model, images, numbers = network("rpc"), scenes(300)[0], {}
-    red = dict(color=COLOUR["rpc"], marker="o")
-    looks = {f"S, step {i}": dict(red, alpha=i / 4) for i in range(1, 5)}
-    looks["size of the key"] = dict(color="black", marker="|", linestyle="-.", markeredgewidth=3)
-    looks["distance from the mean"] = dict(color="black", marker="x", linestyle="--")
-    figure, (roc, dots) = plt.subplots(1, 2, figsize=(9, 4), width_ratios=(1, 1.5))
-    kinds = ("noise", "black", "white", "gaussian")
-    for row, kind in enumerate(kinds):
-        spoilt, hit = corrupt_patches(images, kind, patch=4)
-        k, trace = first_layer(model, spoilt)
-        scores = [size(step["S"]) for step in trace]
-        scores += [size(k), size(k - k[:, :, 1:].mean(2, keepdim=True))]
-        for (name, look), score in zip(looks.items(), scores):
-            score = score[:, 1:].flatten()
-            area = numbers[f"{kind} {name}"] = auroc(score, hit.flatten())
-            dots.plot(area, row, **look | dict(linestyle="", markersize=11))
-            if row == 0:
-                dots.plot([], [], **look, label=name)
-            if kind == "noise":
-                damage = hit.flatten()[score.argsort(descending=True)].double()
-                found, wrong = damage.cumsum(0) / damage.sum(), (1 - damage).cumsum(0)
-                roc.plot(wrong[::60] / wrong[-1], found[::60], **look | dict(marker=""))
-    roc.plot([0, 1], [0, 1], **NULL)
-    roc.set(title="noise: patches in order of the score", xlabel="share of the undamaged",
-            ylabel="share of the damaged", aspect=1, xticks=[0, 0.5, 1], yticks=[0, 0.5, 1])
-    dots.axvline(0.5, **NULL, label="chance")
-    dots.set(title="area under the curve (AUC)", xlim=(0.2, 0.9), ylim=(3.6, -0.6))
-    dots.set_yticks(range(4), ("noise", "black", "white", "noise\nadded"))
-    figure.legend(loc="outside lower center", ncols=4, columnspacing=1.2, handletextpad=0.4)
-    save(figure, "where", **numbers)
-
-
-# %% 7. Does mu leak the future? The loss on a word that only later tokens tell.
+# %% C. Does mu leak the future? The loss on a word that only later tokens tell.
 if wanted("leak"):
     (figure, ax), numbers, red = plt.subplots(figsize=(9, 3.6)), {}, dict(color=COLOUR["rpc"])
     for mu, style in dict(token=dict(linewidth=6, alpha=0.3), seen={}, all={}).items():
@@ -436,41 +553,14 @@ if wanted("leak"):
     save(figure, "leak", **numbers)
 
 
-# %% 8. Is it robust? One image under attack; accuracy against the budget.
-if wanted("attack"):
-    budgets, (images, labels), names = (0, 1, 2, 4, 8), scenes(128), list(SHAPES)
-    figure, numbers = plt.figure(figsize=(9, 3.3)), {}
-    left, right = figure.subfigures(1, 2, width_ratios=(1.25, 1))
-    grid, ax = left.subplots(2, 4), right.subplots()
-    for i, kind in enumerate(MARK):
-        model, shares = network(kind), []
-        for eps in budgets:
-            x = pgd(model, images, labels, eps / 255, steps=10, rel_step=0.25)
-            answers = model(x).argmax(1)
-            shares.append((answers == labels).double().mean().item())
-            numbers[f"{kind} {eps}"] = 100 * shares[-1]
-            if kind == "rpc" and eps != 1:
-                upper, lower = grid[:, (0, 2, 4, 8).index(eps)]
-                show(upper, x[1], f"{eps}/255:\n\u201c{names[answers[1]]}\u201d")
-                show(lower, (0.5 + 16 * (x[1] - images[1])).clamp(0, 1))
-        ends = zip(*(wilson(s, len(images)) for s in shares))
-        share, low, high = 100 * torch.tensor([shares, *ends])
-        at = [eps + 0.12 * (i - 1) for eps in budgets]              # side by side
-        ax.errorbar(at, share, torch.stack([share - low, high - share]),
-                    color=COLOUR[kind], marker=MARK[kind], capsize=3)
-        ax.text(5, 62 + 12 * i, kind, color=COLOUR[kind])
-    grid[1, 0].set_ylabel("change \u00d7 16")
-    ax.axhline(10, **NULL)
-    ax.text(8, 12, "null: chance", ha="right")
-    ax.set(xlabel="budget, grey levels (1/255)", title="accuracy, %", ylim=0)
-    save(figure, "attack", normalised=model.std.mean(), **numbers)
-
-
-# %% 9. Dense: what Segmenter sees, clean and under fog.
+# %% D. Dense: what Segmenter sees, clean and under fog.
 if wanted("dense"):
     model = segmenter_from_checkpoint(common.load(WEIGHTS / "seg_shapes_rpc.pt"))
     source = Scenes("test", 100, 32)
-    how, colours, shown = dict(size=32, window=32, stride=32), palette(11), [0, 12]
+    how, shown, classes = dict(size=32, window=32, stride=32), [0, 12], ["background", *SHAPES]
+    colours = ["#dddddd", "#e69f00", "#111111", "#009e73", "#8c564b", "#2d004b", "#a50026",
+               "#e377c2", "#56b4e9", "#f0e442", "#0072b2"]          # of the classes
+    painted = torch.tensor([to_rgb(colour) for colour in colours])
 
     def fog(images, index):
         return corrupt(images, "fog", 3, index=index)
@@ -481,50 +571,13 @@ if wanted("dense"):
         numbers[name] = evaluate(model, source, **how, change=change)[0]["mean_iou"]
         found = predictions(model, source, shown, change=change, **how)
         for row, (image, truth, prediction) in zip(grid, found):
-            show(row[first], image, name)
-            show(row[first + 1], colours[prediction.long()].permute(2, 0, 1), "prediction")
+            show(row[first], image)
+            show(row[first + 1], painted[prediction.long()].permute(2, 0, 1))
             if change is None:
-                show(row[2], colours[truth.long()].permute(2, 0, 1), "truth")
-    classes = ["background", *SHAPES]
-    patches = [plt.Rectangle((0, 0), 1, 1, color=c) for c in (colours[:11] / 255).tolist()]
+                show(row[2], painted[truth.long()].permute(2, 0, 1))
+    for ax, title in zip(grid[0], ("image", "prediction", "truth", "under fog", "prediction")):
+        ax.set_title(title)
+    patches = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in colours]
     figure.legend(patches, classes, loc="outside lower center", ncols=6, columnspacing=1.2)
     background = (source.labels == 0).double().mean() / 11          # if all pixels are called so
     save(figure, "dense", null=100 * background, **numbers)
-
-
-# %% 11. What the line says: clean loss against accuracy, a point a trained network.
-if wanted("line"):
-    older, numbers = line.stored("scenes"), {}
-    networks = [n for n in line.stored("fresh") if n.arm not in line.ROBUST]
-    titles = {"pgd 2/255": "PGD at 2/255", "15 corruptions": "15 corruptions"}
-    figure, grid = plt.subplots(1, 2, figsize=(9, 3.9))
-    for ax, (measure, title) in zip(grid, titles.items()):
-        for arm in dict.fromkeys(n.arm for n in networks):
-            trained_out = arm.startswith("long-")               # 24 epochs; half-: at half the rate
-            own = arm.removeprefix("long-").removeprefix("half-")
-            kind = next((kind for kind in COLOUR if own.startswith(kind)), "rpc")
-            x, y = line.points([n for n in networks if n.arm == arm], measure)
-            ax.plot(x, y, MARK[kind], color=COLOUR[kind], markersize=8, markeredgewidth=1.5,
-                    fillstyle="none" if line.defended(arm) else "full")
-            if arm.startswith(line.TRACED) or trained_out and own in ("symmetric", "rpc4-l1"):
-                epochs = "24" if trained_out else arm.removeprefix(line.TRACED)
-                what = f"{own} 24 epochs" if trained_out else f"{epochs} epochs"
-                numbers[f"{measure} {what}"] = y.mean()
-                ax.annotate(epochs, (x.mean(), y.mean()), (7, -17), textcoords="offset points",
-                            color=COLOUR[kind])
-        x, y = line.points([n for n in networks if n.arm.startswith(line.TRACED)], measure)
-        slope = (x - x.mean()) @ (y - y.mean()) / ((x - x.mean()) ** 2).sum()
-        ax.axline((x.mean(), y.mean()), slope=slope, color=COLOUR["symmetric"], linewidth=1)
-        ticks = (0.4, 0.2, 0.1, 0.05, 0.02, 0.01)
-        ax.set_xticks([math.log(tick) for tick in ticks], ticks)
-        ax.set(title=title, ylabel="accuracy, %", xlabel="clean test loss, nats")
-        ax.margins(0.12)
-        ax.invert_xaxis()
-        numbers[f"explained {measure}"] = 100 * line.correlation(older, measure)[0] ** 2
-    kinds = [kind for kind in COLOUR if any(n.arm.startswith(kind) for n in networks)]
-    looks = {kind: dict(marker=MARK[kind], color=COLOUR[kind]) for kind in kinds}
-    looks["open: adversarially trained"] = dict(marker="s", color="black", fillstyle="none")
-    for name, look in looks.items():
-        grid[0].plot([], [], linestyle="", markersize=8, markeredgewidth=1.5, label=name, **look)
-    figure.legend(loc="outside lower center", ncols=4, columnspacing=1, handletextpad=0.3)
-    save(figure, "line", networks=len(older), **numbers)

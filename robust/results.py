@@ -305,7 +305,7 @@ def notes(rows):
         if len({group(row) for row in rows}) == len({identity(row) for row in rows}):
             yield ("One network of a kind ranks nothing: networks that differ in the seed alone "
                    "differ by points. Train several, and compare them with "
-                   "referee.studies.robustness.")
+                   "referee.arms.")
 
 
 def main():

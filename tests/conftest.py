@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 sys.path.insert(0, str(ROOT))
 
-import peers  # noqa: E402: it needs the path
+import common  # noqa: E402: it needs the path
+import peers  # noqa: E402
 
 
 def load_golden(name):
@@ -46,3 +47,13 @@ def alone(tmp_path, monkeypatch):
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print what tests have noted (test_gpu.py), wherever they ran: a table for the record."""
+    reports = [r for of in terminalreporter.stats.values() for r in of if getattr(r, "when", "") == "call"]
+    rows = [[*row, r.outcome] for r in reports for name, row in r.user_properties if name == "note"]
+    if rows:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        terminalreporter.section(f"{common.describe(device)}, torch {torch.__version__}")
+        terminalreporter.write_line(common.table(rows, ["part", "found", "seconds", ""]))

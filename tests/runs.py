@@ -17,10 +17,12 @@ import common
 
 
 def flags(*parts, **named):
-    """A command line. Strings are split at spaces, lists are kept; True and False are --x and --no-x."""
-    line = [str(word) for part in parts for word in (part.split() if isinstance(part, str) else part)]
+    """A command line. Strings are split at spaces, lists kept; True and False are --x, --no-x."""
+    line = [str(word) for part in parts
+            for word in (part.split() if isinstance(part, str) else part)]
     for name, value in named.items():
-        line += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+        no = "no-" * (value is False)
+        line += [f"--{no}{name}", *([] if isinstance(value, bool) else [str(value)])]
     return line
 
 
@@ -28,7 +30,7 @@ def call(function, *parts, **named):
     """What function() returns when the command line holds these flags."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train.py", *flags(*parts, **named)])
-        patch.setattr(common, "active_run_dir", None)                                   # of another run in this process
+        patch.setattr(common, "run_folder", None)           # of another run in this process
         return function()
 
 
@@ -46,7 +48,8 @@ def refused(script, *parts, **named):
 def rows(folder):
     """The rows of a run's log.jsonl without those of its flags and without speeds."""
     lines = [json.loads(line) for line in Path(folder, "log.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.endswith("_per_s")} for row in lines if "args" not in row]
+    return [{k: v for k, v in row.items() if not k.endswith("_per_s")}
+            for row in lines if "args" not in row]
 
 
 def log(folder, what="loss"):
@@ -60,13 +63,15 @@ def assert_same_run(a, b, name="last.pt"):
     """Logs, weights, averages and optimisers of two folders are equal bit for bit."""
     assert rows(a) == rows(b)
     x, y = (common.load(Path(folder, name)) for folder in (a, b))
-    assert repr(x.get("metrics")) == repr(y.get("metrics")) and x.get("best") == y.get("best")    # NaN is no equal
+    assert repr([x["metrics"], x["best"]]) == repr([y["metrics"], y["best"]])   # NaN is no equal
     for part in ("model", "ema"):
         x_part, y_part = (c.get(part) or {} for c in (x, y))
-        assert x_part.keys() == y_part.keys() and all(torch.equal(x_part[k], y_part[k]) for k in x_part)
-    for p, state in (x["optimizer"] or {"state": {}})["state"].items():
+        assert x_part.keys() == y_part.keys()
+        assert all(torch.equal(x_part[k], y_part[k]) for k in x_part)
+    for p, state in x["optimizer"]["state"].items():
         for k, value in state.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(y["optimizer"]["state"][p][k]))
+            other = y["optimizer"]["state"][p][k]
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other))
 
 
 def wait_for(path, process, seconds=240):
@@ -78,63 +83,7 @@ def wait_for(path, process, seconds=240):
         time.sleep(0.01)
 
 
-def observe(script, Model, names, score, **named):
-    """What a run did, by the names that the tables of flags use.
-
-    names: two weights to look at. score(row): the number of an evaluation. Devices that are asked
-    for are noted and not used; torch.compile is replaced by a count of calls.
-    """
-    seen = dict(saved=set(), batches=[], compiled=0)
-    setup, save, forward = common.setup, common.save, Model.forward
-
-    def note_setup(device):
-        seen["asked for"] = device
-        return setup("cpu")
-
-    def note_save(path, checkpoint):
-        seen["folder"] = str(Path(path).parent)
-        if Path(path).name != "best.pt":
-            seen["saved"].add((Path(path).name, checkpoint["step"]))
-        save(path, checkpoint)
-
-    def note_forward(model, x, *more):
-        seen["batches"] += [tuple(x.shape)] * model.training
-        return forward(model, x, *more)
-
-    def note_compile(model):
-        def compiled(*args):
-            seen["compiled"] += 1
-            return model(*args)
-        return compiled
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "setup", note_setup)
-        patch.setattr(common, "save", note_save)
-        patch.setattr(Model, "forward", note_forward)
-        patch.setattr(torch, "compile", note_compile)
-        call(script.main, **named)
-    checkpoint, found = common.load(seen["folder"]), rows(seen["folder"])
-    steps, evals = ([row for row in found if name in row] for name in ("loss", "eval"))
-    average = [checkpoint["ema"][name] for name in names] if checkpoint.get("ema") else None
-    return dict(seen, config=checkpoint["model_config"], recipe=checkpoint["args"]["data"],
-                loss=steps[0]["loss"], norm=steps[0]["grad_norm"], average=average,
-                lr=[row["lr"] for row in steps if row["step"] == 2],
-                weights=[checkpoint["model"][name] for name in names],
-                score=score(evals[-1]), sample=evals[-1].get("sample"),
-                logged=[row["step"] for row in steps], evaluated=[row["step"] for row in evals],
-                files={path.name for path in Path(seen["folder"]).glob("*.*")} - {"log.jsonl", "last.pt", "best.pt"})
-
-
-def same(a, b, noise=2e-5):
-    """Equal but for float noise."""
-    if isinstance(a, float):
-        return a == pytest.approx(b, rel=1e-5)
-    if isinstance(a, list) and a and torch.is_tensor(a[0]):
-        return all(x.shape == y.shape and (x - y).abs().max() < noise for x, y in zip(a, b, strict=True))
-    return a == b
-
-
-# --- data to train on ------------------------------------------------------------------------------------------------
+# --- data to train on -----------------------------------------------------------------------------
 
 def make_tree(root="tree", classes=7, train=5, val=3, sides=(20, 40), suffix="png"):
     """ImageNet's layout, noise."""
@@ -148,8 +97,9 @@ def make_tree(root="tree", classes=7, train=5, val=3, sides=(20, 40), suffix="pn
 
 
 def make_pairs(root="pairs"):
-    """ADE20K's layout: nine training and five validation images of 4 classes, with ignored pixels."""
-    sizes = [(40, 60), (60, 40), (33, 70), (48, 48), (90, 30), (24, 41), (50, 61), (30, 30), (44, 52)]
+    """ADE20K's layout: nine training, five validation images of 4 classes, with ignored pixels."""
+    sizes = [(40, 60), (60, 40), (33, 70), (48, 48), (90, 30), (24, 41), (50, 61), (30, 30),
+             (44, 52)]
     rng = np.random.default_rng(0)
     for split, count in (("training", 9), ("validation", 5)):
         for part in ("images", "annotations"):
@@ -157,8 +107,8 @@ def make_pairs(root="pairs"):
         for i, (H, W) in enumerate(sizes[:count]):
             label = rng.integers(0, 5, (4, 4), dtype=np.uint8)
             label = np.kron(label, np.ones((-(-H // 4), -(-W // 4)), np.uint8))[:H, :W]
-            image = (label[..., None] * [50, 20, 0] + rng.integers(0, 50, (H, W, 3))).astype(np.uint8)
-            Image.fromarray(image).save(Path(root, "images", split, f"{i}.png"))
+            image = label[..., None] * [50, 20, 0] + rng.integers(0, 50, (H, W, 3))
+            Image.fromarray(image.astype(np.uint8)).save(Path(root, "images", split, f"{i}.png"))
             Image.fromarray(label).save(Path(root, "annotations", split, f"{i}.png"))
 
 
@@ -167,10 +117,11 @@ def make_text(folder="text", seed=0):
     Path(folder).mkdir()
     for split, count in (("train", 40), ("valid", 5), ("test", 6)):
         rng = random.Random(count)
-        lines = [f" the {rng.choice('cat dog cow hen'.split())} of {rng.choice('ann bob'.split())} saw "
-                 f"{rng.randint(1, 9)} @-@ year old <unk> , and it ran . \n \n" for _ in range(count)]
+        lines = [f" the {rng.choice('cat dog cow hen'.split())} of "
+                 f"{rng.choice('ann bob'.split())} saw {rng.randint(1, 9)} @-@ year old <unk> , "
+                 f"and it ran . \n \n" for _ in range(count)]
         random.Random(seed).shuffle(lines)
         text = "".join(lines).split(" ")
         if split == "valid":
-            rng.shuffle(text)                                                    # learning the order makes it worse
+            rng.shuffle(text)                           # learning the order makes it worse
         Path(folder, f"wiki.{split}.tokens").write_text(" ".join(text) + " \n")

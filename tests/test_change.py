@@ -60,7 +60,7 @@ def test_a_change_applies_and_its_command_runs(section, pristine, tmp_path):
         (tree / "wandb.py").write_text("def init(**settings): pass\n"
                                        "def log(row, step): assert row['step'] == step\n")
     for line in "".join(blocks("sh", section)).replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
+        words = shlex.split(line.replace("--device mps", ""), comments=True)    # not everywhere
         assert words[0] == "python", line
         done = subprocess.run([sys.executable, *words[1:], *SMALL.get(words[1], "").split()],
                               cwd=tree,

@@ -1,7 +1,6 @@
-"""referee/studies/constancy.py: forced values are what their equations say; what an arm's axes depend on; the rules."""
+"""referee/constancy.py: forced values are their equations; what axes depend on; the rules."""
 
 import json
-from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -11,10 +10,10 @@ import kpca
 from attention import SelfAttention
 from common import InputError
 from data.batches import Split
-from referee.studies import constancy
+from referee import constancy
 
 N, D = 9, 4
-ARMS = [f"{family}-{basis}" for family in constancy.RANKS for basis in constancy.ARMS]
+ARMS = [f"span-{basis}" for basis in constancy.ARMS]
 
 
 def keys(batch=3, seed=0):
@@ -33,18 +32,12 @@ def span(k, v, B):
     return V0 @ M
 
 
-def polar(k, v, B):
-    V0, M = constancy.orthonormal_values(*parts(k), B, v)
-    return V0 @ constancy.Polar.apply(M)
-
-
-@pytest.mark.parametrize("forced", [span, polar])
-def test_theoretical_values_in_any_gauge_are_left_as_they_are(forced):
+def test_theoretical_values_in_any_gauge_are_left_as_they_are():
     q, k = keys()
     axes = kpca.kernel_pca(k)
     turn = torch.linalg.qr(keys(seed=1)[0, ..., :D, :]).Q
     v = kpca.theoretical_values(axes, D) @ turn
-    found = kpca.attend(q, k, forced(k, v, constancy.key_axes(*parts(k), D)))
+    found = kpca.attend(q, k, span(k, v, constancy.key_axes(*parts(k), D)))
     expected = kpca.kernel_projections(q, k, axes, D) @ turn
     assert (found - expected).abs().max() < 1e-10 * expected.abs().max()
 
@@ -62,35 +55,30 @@ def test_on_every_basis_values_are_orthonormal_and_the_projection_is_the_one_tha
     for B in bases(k):
         assert B.sum(-2).abs().max() < 1e-12                                # no constant component
         V0, M = constancy.orthonormal_values(E, g, B, v)
-        V, unit = polar(k, v[..., :B.shape[-1]], B), torch.eye(B.shape[-1])
-        assert (V0.mT @ E @ V0 - unit).abs().max() < 1e-10 and (V.mT @ E @ V - unit).abs().max() < 1e-9
+        assert (V0.mT @ E @ V0 - torch.eye(B.shape[-1])).abs().max() < 1e-10
         assert (V0.mT @ E @ v - M).abs().max() < 1e-10
         once = span(k, v, B)
         printed = B @ torch.linalg.inv(B.mT @ K @ B) @ B.mT @ (E / g) @ v / g
-        assert (once - printed).abs().max() < 1e-10 and (span(k, once, B) - once).abs().max() < 1e-10
+        assert (once - printed).abs().max() < 1e-10 and (span(k, once,
+                                                              B) - once).abs().max() < 1e-10
         assert (once - v).abs().max() > 0.1
-    M = keys(seed=4)[0, ..., :D, :]
-    U, _, Vh = torch.linalg.svd(M)
-    assert (constancy.Polar.apply(M) - U @ Vh).abs().max() < 1e-10
 
 
 def test_values_depend_on_a_basis_through_its_span_only():
     v, k = keys()
     mix = keys(seed=3)[0, ..., :D, :]
     B = constancy.random_axes(2, N, D, 0)
-    for forced in (span, polar):
-        found, expected = forced(k, v, B @ mix), forced(k, v, B)
-        assert (found - expected).abs().max() < 1e-9 * expected.abs().max()
-        assert (forced(k, v, constancy.random_axes(2, N, D, 1)) - expected).abs().max() > 0.1
+    found, expected = span(k, v, B @ mix), span(k, v, B)
+    assert (found - expected).abs().max() < 1e-9 * expected.abs().max()
+    assert (span(k, v, constancy.random_axes(2, N, D, 1)) - expected).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("forced", [span, polar])
-def test_gradients_agree_with_finite_differences(forced):
+def test_gradients_agree_with_finite_differences():
     v, k = keys(batch=1)
     B = constancy.random_axes(2, N, D, 0)
     k.requires_grad_()
     v.requires_grad_()
-    assert torch.autograd.gradcheck(lambda k, v: forced(k, v, B), (k, v))
+    assert torch.autograd.gradcheck(lambda k, v: span(k, v, B), (k, v))
 
 
 def test_the_power_step_changes_no_value_but_brings_a_gradient():
@@ -130,8 +118,8 @@ def test_hashed_axes_belong_to_the_number_of_an_image_wherever_it_stands_in_what
     assert torch.allclose(axes_of("span-hashed", k[2:], numbers[2:]), whole[2:], atol=1e-10)
     assert torch.allclose(axes_of("span-hashed", k, numbers.flip(0)), whole.flip(0), atol=1e-10)
     other = constancy.ForcedAttention(SelfAttention(2 * D, 2, "symmetric"), "span-hashed", N, 1)
-    assert (axes_of("", k, numbers, module=other) - whole).abs().max() > 0.1       # of another layer, or seed
-    gaps = (whole[:, None] - whole).abs().amax((2, 3, 4)) + torch.eye(4)        # every image has its own
+    assert (axes_of("", k, numbers, module=other) - whole).abs().max() > 0.1    # layer, or seed
+    gaps = (whole[:, None] - whole).abs().amax((2, 3, 4)) + torch.eye(4)  # every image has its own
     assert gaps.min() > 0.1 and (whole[:, 0] - whole[:, 1]).abs().amax((1, 2)).min() > 0.1
 
 
@@ -143,7 +131,7 @@ def test_mean_axes_follow_the_keys_in_training_and_stay_as_they_are_in_evaluatio
     for k, gram in zip(batches[:2], grams[:2]):
         axes_of("", k, training=True, module=module)
         expected = 0.99 * expected + 0.01 * gram
-    assert torch.allclose(module.gram, expected, rtol=1e-8)                     # the second batch counts, too
+    assert torch.allclose(module.gram, expected, rtol=1e-8)         # the second batch counts, too
     found = axes_of("", batches[2], module=module)
     assert torch.allclose(module.gram, expected, rtol=1e-8)
     assert torch.allclose(found, constancy.top_axes(expected, 2)[0], atol=1e-6)
@@ -160,17 +148,19 @@ def test_random_axes_are_those_of_a_seed_a_layer_and_a_head():
 def test_other_and_image_take_the_axes_of_the_head_and_of_the_image_before():
     k = keys(4)[0]
     own = axes_of("span-own", k)
-    assert torch.equal(axes_of("span-image", k), own.roll(1, 0)) and torch.equal(axes_of("span-other", k), own.roll(1, 1))
+    assert torch.equal(axes_of("span-image", k), own.roll(1, 0))
+    assert torch.equal(axes_of("span-other", k), own.roll(1, 1))
 
 
 def test_arms_of_a_seed_share_their_initial_weights():
     reference = constancy.build("plain", 3, 10).state_dict()
     for arm in ARMS:
         weights = constancy.build(arm, 3, 10).state_dict()
-        own = {name for name in weights if name.endswith(("gain", "gram"))}
+        own = {name for name in weights if name.endswith("gram")}
         assert weights.keys() - own == reference.keys()
         assert all(torch.equal(weights[name], reference[name]) for name in reference)
-    assert not torch.equal(constancy.build("plain", 4, 10).state_dict()["head.weight"], reference["head.weight"])
+    other = constancy.build("plain", 4, 10).state_dict()
+    assert not torch.equal(other["head.weight"], reference["head.weight"])
 
 
 # --- training, and what the rows say --------------------------------------------------------------
@@ -185,9 +175,8 @@ def tiny(n=20):
 @pytest.fixture
 def study(monkeypatch, tmp_path):
     """Call the study, which trains for 8 steps of 4 images: the rows."""
-    settings_of = constancy.settings_of
     monkeypatch.setattr(constancy, "load_data", lambda args, device: tiny())
-    monkeypatch.setattr(constancy, "settings_of", lambda *a: Namespace(**vars(settings_of(*a)) | dict(batch_size=4)))
+    monkeypatch.setattr(constancy, "BATCH", 4)
 
     def run(*argv, out=tmp_path / "rows.jsonl"):
         constancy.main(["--data_dir", "nowhere", "--steps", "8", "--out", str(out), *argv])
@@ -253,12 +242,26 @@ def test_the_rules_of_constancy(capsys):
 
 
 def test_a_difference_is_of_the_seeds_that_both_have_and_plain_belongs_to_every_family(tmp_path):
-    rows = [dict(arm=arm, seed=seed, loss=seed + len(arm)) for arm in ("plain", "span-own", "polar-x") for seed in (0, 2)]
+    rows = [dict(arm=arm, seed=seed, loss=seed + len(arm))
+            for arm in ("plain", "span-own", "polar-x") for seed in (0, 2)]
     rows += [dict(arm="plain", seed=7, loss=0)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = constancy.families(tmp_path / "rows.jsonl")
-    assert {family: set(of) for family, of in found.items()} == dict(span={"plain", "own"}, polar={"plain", "x"})
+    assert {family: set(of) for family, of in found.items()} == dict(
+        span={"plain", "own"}, polar={"plain", "x"})
     assert constancy.gaps(found["span"], "own", "plain").tolist() == [3, 3]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows + rows[:1])))
     with pytest.raises(InputError, match="plain, seed 0 has two rows"):
         constancy.families(tmp_path / "rows.jsonl")
+
+
+def test_batches_are_shifted_and_mirrored_by_their_position_in_the_run(tmp_path):
+    split, recipe = tiny(200)[0], dict(pad=4, smoothing=0.1)
+    found = list(constancy.batches(split, recipe, 3, 4))
+    assert torch.equal(torch.cat([numbers for *_, numbers in found[:3]]).unique(),
+                       torch.cat([numbers for *_, numbers in found[:3]]).sort().values)
+    images, targets, numbers = found[3]                                     # the next epoch
+    assert images.shape == (64, 3, 32, 32) and targets.sum(1).allclose(torch.ones(64))
+    assert torch.equal(targets.argmax(1), numbers % 10)
+    middle = images[:, 0, 16, 16] * 255
+    assert middle.round().long().tolist() == (numbers % 256).tolist()

@@ -17,7 +17,7 @@ from common import InputError
 from conftest import SHARED
 from fan import FAN, SIZES, BatchNorm, FANConfig
 from processes import group
-from referee.studies import probe
+from referee import probe
 from vit import classifier_from_checkpoint
 from weights import load_weights
 

@@ -1,4 +1,4 @@
-"""referee/studies/line.py: who lies on the line of robustness against clean loss, and who leaves it."""
+"""referee/line.py: who lies on the line of robustness against clean loss, and who leaves it."""
 
 import json
 
@@ -7,103 +7,153 @@ import pytest
 import scipy.stats
 import torch
 
-from common import InputError
-from referee.studies import line, timm_vit
-from referee.studies.stats import holm
+from referee import arms, line, stats, timm_vit
 from robust import corruptions
-from robust.results import pack
+
+M = "pgd 2/255"
 
 
 def network(arm, seed, loss, off=0.0):
     noise = np.random.default_rng([seed, len(arm)]).normal(0, 0.5)
-    return line.Network(arm, seed, loss, {"pgd 2/255": 40 - 15 * np.log(loss) + off + noise})
+    return line.Network(arm, seed, loss, {M: 40 - 15 * np.log(loss) + off + noise})
 
 
 def trained():
     epochs = {"symmetric-e4": 0.4, "symmetric-e8": 0.1, "symmetric-e16": 0.03}
-    return [network(arm, seed, loss * (1 + seed / 20)) for arm, loss in epochs.items() for seed in range(4)]
+    return [network(arm, seed, loss * (1 + seed / 20)) for arm, loss in epochs.items()
+            for seed in range(4)]
 
 
 def test_an_attention_on_the_line_is_not_told_from_it_and_a_defence_is():
-    networks = trained() + [network("slow", seed, 0.3) for seed in range(4)]
-    networks += [network("symmetric-adv", seed, 0.1, 20) for seed in range(4)]
-    found, p = line.distances(networks, ["pgd 2/255"])
-    slow, adv = found["slow", "pgd 2/255"], found["symmetric-adv", "pgd 2/255"]
-    assert slow.low < 0 < slow.high and p["slow", "pgd 2/255"] > 0.05
-    assert adv.low < 20 < adv.high and p["symmetric-adv", "pgd 2/255"] < 0.01
-    assert all(d.low < d.mean < d.high and d.high - d.low < 5 for d in (slow, adv))
-    r, low, high, bend = line.correlation(trained(), "pgd 2/255")
+    slow = line.distance([network("slow", seed, 0.3) for seed in range(4)], trained(), M)
+    adv = line.distance([network("symmetric-adv", s, 0.1, 20) for s in range(4)], trained(), M)
+    assert slow.low < 0 < slow.high and slow.p > 0.05
+    assert adv.low < 20 < adv.high and adv.p < 0.01
+    r, low, high, bend = line.correlation(trained(), M)
     assert low < r < high < -0.9 and bend > 0.05
 
 
-def test_an_arm_s_interval_leaves_out_a_seed_of_its_own_or_of_the_line_at_a_time():
-    own, networks = [network("slow", seed, 0.1 + seed / 20, seed) for seed in (1, 5, 6)], trained()
+def by_hand(own, of, measure):
+    """The Welch interval of a mean residual, with numpy alone: mean, variance, df."""
+    x, y = (np.array(z) for z in zip(*((np.log(n.loss), n.accuracy[measure]) for n in of)))
+    at, own_y = (np.array(z) for z in zip(*((np.log(n.loss), n.accuracy[measure]) for n in own)))
+    slope = ((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum()
+    start, n, m = y.mean() - slope * x.mean(), len(own), len(x)
+    residual = own_y - start - slope * at
+    spread = ((y - start - slope * x) ** 2).sum() / (m - 2)
+    of_line = spread * (1 / m + (at.mean() - x.mean()) ** 2 / ((x - x.mean()) ** 2).sum())
+    own_parts = [(residual.var(ddof=1) / n, n - 1)]
+    seeds = sorted({network.seed for network in own})
+    sums = [sum(r - residual.mean() for r, network in zip(residual, own) if network.seed == s)
+            for s in seeds]
+    k = len(seeds)
+    own_parts.append((np.square(sums).sum() / n ** 2 * k / (k - 1), k - 1))
+    variance, df = max(own_parts)
+    if variance < spread / n:                               # the line's own scatter, once for both
+        return residual.mean(), spread / n + of_line, m - 2
+    total = variance + of_line
+    return residual.mean(), total, total ** 2 / (variance ** 2 / df + of_line ** 2 / (m - 2))
 
-    def residual(own, line):
-        x, y = np.log([n.loss for n in line]), [n.accuracy["pgd 2/255"] for n in line]
-        slope, start = np.polyfit(x, y, 1)
-        return np.mean([n.accuracy["pgd 2/255"] - start - slope * np.log(n.loss) for n in own])
 
-    mine = [residual([n for n in own if n.seed != s], [n for n in networks if n.seed != s]) for s in (1, 5, 6)]
-    theirs = [residual(own, [n for n in networks if n.seed != s]) for s in (0, 2, 3)]     # 1 is of both
-    d = line.distance(own, networks, "pgd 2/255")
-    assert d.mean == pytest.approx(residual(own, networks))
-    assert d.error ** 2 == pytest.approx(2 * np.var(mine) + 2 * np.var(theirs))
+@pytest.mark.parametrize("name, group", [("fresh", "RPC that attends"),
+                                         ("scenes", "RPC that attends"),
+                                         ("fresh", "attentions of others")])
+def test_the_pooled_tests_of_the_stored_networks_come_out_the_same_by_hand(name, group):
+    networks = line.stored(name)
+    own = [n for n in networks if n.arm in line.GROUPS[name][group]]
+    found, p = line.grouped(name, networks)
+    for measure in line.PICTURES[name][3]:
+        if name == "fresh":
+            of = [n for n in networks if n.arm.startswith("symmetric-e")]
+        else:
+            of = [n for n in networks if n not in own and n.arm not in ("clamp", "sharp")]
+        mean, variance, df = by_hand(own, of, measure)
+        d = found[group, measure]
+        assert (d.mean, d.error ** 2, d.df) == pytest.approx((mean, variance, df))
+        t = scipy.stats.t(df)
+        assert (d.low, d.high) == pytest.approx((mean + t.ppf(0.025) * variance ** 0.5,
+                                                 mean + t.ppf(0.975) * variance ** 0.5))
+        assert d.p == pytest.approx(2 * t.sf(abs(mean) / variance ** 0.5)) and d.p <= p[group,
+                                                                                        measure]
+
+
+@pytest.mark.parametrize("measure", line.PICTURES["fresh"][3])
+def test_both_adjustments_at_one_clean_loss_come_out_the_same_by_hand(measure):
+    networks = line.stored("fresh")
+
+    def of(*names):
+        return [n for n in networks if n.arm in names]
+
+    rpc, base = of("long-rpc4-l1"), of("long-symmetric", "half-symmetric")
+    mean, variance, df = by_hand(rpc, of("symmetric-e12", "symmetric-e16", "half-symmetric"),
+                                 measure)
+    d = line.adjusted(networks, "own line", measure)
+    assert (d.mean, d.error ** 2, d.df) == pytest.approx((mean, variance, df))
+
+    # one slope: both groups around their own means share it; the rest is what attention is worth
+    x, y = (np.array([f(n) for n in rpc + base]) for f in (
+        lambda n: np.log(n.loss), lambda n: n.accuracy[measure]))
+    k = len(rpc)
+    dx, dy = (np.r_[z[:k] - z[:k].mean(), z[k:] - z[k:].mean()] for z in (x, y))
+    slope, gap = (dx * dy).sum() / (dx ** 2).sum(), x[:k].mean() - x[k:].mean()
+    worth, left = y[:k].mean() - y[k:].mean() - slope * gap, dy - slope * dx
+    spread = (left ** 2).sum() / (len(x) - 3)
+    error = (spread * (1 / k + 1 / (len(x) - k) + gap ** 2 / (dx ** 2).sum())) ** 0.5
+    d = line.adjusted(networks, "one slope", measure)
+    assert (d.mean, d.error, d.df) == pytest.approx((worth, error, len(x) - 3))
+
+
+def test_networks_of_one_seed_count_as_one_where_they_move_together():
+    seeds = {seed: np.random.default_rng(seed).normal(0, 4) for seed in range(5)}
+    own = [network(arm, seed, 0.2, x)._replace(accuracy={M: 40 - 15 * np.log(0.2) + x})
+           for arm in "abcd" for seed, x in seeds.items()]
+    d, alone = (line.distance(of, trained(), M) for of in (own, own[:5]))
+    assert d.error > 0.9 * alone.error and d.df < 6
 
 
 def test_seeds_that_agree_by_luck_get_no_narrower_interval_than_the_line_s_own_scatter():
-    def on(loss):
-        return 40 - 15 * np.log(loss) + 1
-    lucky = [network("slow", seed, 0.2)._replace(accuracy={"pgd 2/255": on(0.2)}) for seed in (5, 6, 7)]
-    d = line.distance(lucky, trained(), "pgd 2/255")
-    assert d == line.scattered(lucky, trained(), "pgd 2/255") and d.error > 0.15
-    apart = [network("slow", seed, 0.2, seed) for seed in (5, 6, 7)]        # a floor narrows nothing
-    d, floor = line.distance(apart, trained(), "pgd 2/255"), line.scattered(apart, trained(), "pgd 2/255")
-    assert d.high - d.low > floor.high - floor.low and d.df < floor.df
-
-
-def test_one_network_is_as_far_off_as_one_of_ours_may_lie_by_chance():
-    near, far = ([network("timm", 0, 0.2, off)] for off in (0, 8))
-    for own, inside in ((near, True), (far, False)):
-        d = line.distance(own, trained(), "pgd 2/255")
-        assert d.n == 1 and (d.low < 0 < d.high) == inside
+    def of(n):
+        same = [line.Network("slow", seed, 0.2, {M: 41 - 15 * np.log(0.2)}) for seed in range(n)]
+        return line.distance(same, trained(), M)
+    x, y = line.points(trained(), M)
+    spread = ((y - np.polyval(np.polyfit(x, y, 1), x)) ** 2).sum() / (len(x) - 2)
+    assert of(3).error ** 2 > spread / 3 and of(1).error ** 2 > spread
+    assert of(1).low < 1.2 < of(1).high and of(1).n == 1 and of(3).df == len(x) - 2
 
 
 @pytest.mark.parametrize("seeds", [(5, 6, 7), (5,)], ids=["three", "one"])
 @pytest.mark.parametrize("loss", [0.01, 2.0])
 def test_beyond_the_line_s_ends_nothing_is_judged(loss, seeds):
-    arms = {name: [network(name, seed, at, 30) for seed in seeds] for name, at in (("far", loss), ("near", 0.2))}
-    found, p = line.distances(trained() + arms["far"] + arms["near"], ["pgd 2/255"])
-    d = found["far", "pgd 2/255"]
-    assert d.mean == pytest.approx(30, abs=1.5) and np.isnan([d.low, d.high, p["far", "pgd 2/255"]]).all()
-    near = "near", "pgd 2/255"
-    assert p[near] == found[near].p < 0.01                              # and no test is counted for it
-    rows = [text for text in line.tables(trained() + arms["far"], ["pgd 2/255"]).splitlines() if "far" in text]
-    assert "beyond its end" in rows[0] and "30" not in rows[0].split("|", 5)[5]
+    far = line.distance([network("far", seed, loss, 30) for seed in seeds], trained(), M)
+    assert far.mean == pytest.approx(30, abs=1.5) and np.isnan([far.low, far.high, far.p]).all()
+    assert line.distance([network("near", s, 0.2, 30) for s in seeds], trained(), M).p < 0.01
 
 
-def test_its_interval_is_that_of_a_prediction_by_the_line():
-    own, networks = network("timm", 0, 0.2, 3), trained()
-    x, y = np.log([n.loss for n in networks]), [n.accuracy["pgd 2/255"] for n in networks]
-    left = y - np.polyval(np.polyfit(x, y, 1), x)
-    error = np.sqrt((left ** 2).sum() / (len(x) - 2)
-                    * (1 + 1 / len(x) + (np.log(own.loss) - x.mean()) ** 2 / ((x - x.mean()) ** 2).sum()))
-    d = line.distance([own], networks, "pgd 2/255")
-    assert d.error == pytest.approx(error) and d.df == len(x) - 2
-    assert d.high - d.mean == pytest.approx(scipy.stats.t.ppf(0.975, len(x) - 2) * error)
+def test_arms_are_tested_where_their_group_is_off_the_line_and_only_there(monkeypatch):
+    groups = {"off": ("a", "b"), "on": ("c", "d")}
+    monkeypatch.setitem(line.GROUPS, "fresh", groups)
+    monkeypatch.setitem(line.PICTURES, "fresh", (*line.PICTURES["fresh"][:3], (M,)))
+    networks = trained() + [network(arm, seed, 0.2, off) for arm, off in (
+        ("a", -6), ("b", -5), ("c", 0), ("d", 0)) for seed in range(4)]
+    found, p = line.grouped("fresh", networks)
+    assert p["off", M] < 0.01 < p["on", M] and set(p) == {("off", M), ("on", M)}
+    found, p = line.distances("fresh", networks)
+    assert set(p) == {("a", M), ("b", M)}
+    assert p == pytest.approx(stats.holm({key: found[key].p for key in p}))
+    assert "off**, as one" in line.tables("fresh", networks)
 
 
-@pytest.mark.parametrize("seeds", [range(4), range(1)], ids=["four", "one"])
-def test_where_the_line_bends_a_parabola_gives_an_arm_s_own_distance(seeds):
-    def bend(n, off=0):
-        return n._replace(accuracy={"x": n.accuracy["pgd 2/255"] + off - 4 * (np.log(n.loss) + 2) ** 2})
-    networks, own = [bend(n) for n in trained()], [bend(network("slow", seed, 0.13), 5) for seed in seeds]
-    d = line.distance(own, networks, "x", degree=2)
-    assert d.low < 5 < d.high and abs(d.mean - 5) < 1 < abs(line.distance(own, networks, "x").mean - 5)
+def test_arms_of_other_seeds_are_compared_as_two_samples():
+    first, second = ([network(arm, s, 0.2, off) for s in seeds] for arm, off, seeds in (
+        ("a", 3, range(4)), ("b", 0, range(10, 17))))
+    d = line.apart(first, second, M)
+    peer = scipy.stats.ttest_ind(*([n.accuracy[M] for n in of] for of in (first, second)),
+                                 equal_var=False)
+    assert (d.p, d.df) == pytest.approx((peer.pvalue, peer.df))
 
 
-def rows(name, loss=None):
-    about = dict(checkpoint=name, model_config={})
+def rows(name, loss=None, init="default"):
+    about = dict(checkpoint=name, model_config=dict(embed_dim=64, init=init), images=9)
     yield about | dict(measure="clean", setting={}, top1=90.0) | (dict(loss=loss) if loss else {})
     yield about | dict(measure="pgd", setting=dict(eps=2 / 255), top1=60.0)
     for kind in corruptions.NAMES:
@@ -111,97 +161,35 @@ def rows(name, loss=None):
 
 
 def test_networks_are_rows_with_a_clean_loss_their_own_or_that_of_training():
-    both = [*rows("mine_s3", 0.25), *rows("other"), *rows("unknown")]
-    found = {n.arm: n for n in line.networks_of(both, [dict(run="other", loss=0.5)])}
-    assert set(found) == {"mine", "other"}
+    both = [*rows("mine_s3", 0.25), *rows("other"), *rows("unknown"), *rows("old_s1", 0.1, None)]
+    found = line.networks_of([stats.row_of(row) for row in both], [dict(run="other", loss=0.5)])
+    found = {n.arm: n for n in found}
+    assert set(found) == {"mine", "other", "old, DeiT's init"}
     assert found["mine"][1:3] == (3, 0.25) and found["other"].loss == 0.5
-    assert found["mine"].accuracy == {"clean": 90, "pgd 2/255": 60, "15 corruptions": pytest.approx(75)}
+    assert found["mine"].accuracy.items() >= {"clean": 90, M: 60, "15 corruptions": 75}.items()
 
 
-def paired_rows(gaps, seeds, noise=2, hardware=lambda seed: ("AMD EPYC", "Intel Xeon")[seed % 2]):
-    """Made-up rows: each arm's accuracy is symmetric-e8's plus its gap, with noise over seeds and images."""
-    for seed in seeds:
-        for i, (arm, gap) in enumerate({"symmetric-e8": 0, **gaps}.items()):
-            rng = np.random.default_rng([seed, i])
-
-            def packed():
-                return pack(torch.tensor(rng.permutation(1000) < 600 + 10 * gap + rng.integers(-noise, noise + 1)))
-            about = dict(checkpoint=f"out/line/{arm}_s{seed}", images=1000, data="shapes", conditions={},
-                         hardware=f"cpu, {hardware(seed)}, 1 threads")
-            yield about | dict(measure="pgd", setting=dict(eps=2 / 255), right=packed())
-            for kind in corruptions.NAMES:
-                yield about | dict(measure="corruptions", setting=dict(type=kind), right=[packed()])
+def test_a_lambda_that_was_trained_is_a_row_with_its_entropy_and_share():
+    networks = [line.Network(arm, seed, loss, {"clean": top1, M: 60.0}) for arm, seed, loss,
+                top1 in (
+        ("uniform-l0", 21, 0.5, 90.0), ("released-4-n4", 21, 0.2, 80.0),
+        ("released-4-n4", 22, 0.4, 82.0), ("symmetric-e8", 21, 0.3, 95.0))]
+    training = [dict(run="released-4-n4_s21", entropy=2.5, nonzero_S={"0": [0.1, 0.5]})]
+    table = line.lambda_table(line.with_lambda(networks, training))
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
+    assert cells == [["paper", "0", "1", "0.500", "90.0", "60.0", "", "", ""],
+                     ["released", "4", "2", "0.300", "81.0", "60.0", "", "2.50", "0.50"]]
 
 
-@pytest.mark.parametrize("gap, seeds, noise, said", [
-    (0.2, range(20, 28), 2, "equal"), (9, range(20, 28), 2, "differ"), (0.2, range(20, 28), 150, "open"),
-    (0.2, (20, 21), 2, "open")])
-def test_lambda_of_05_equals_lambda_0_by_two_one_sided_tests_differs_or_is_open(gap, seeds, noise, said):
-    rows = list(paired_rows({"uniform-l0": 4, "paper-0.05-n4": 4 + gap, "softmax-e8": -5}, seeds, noise))
-    gaps, p, where = line.paired(rows)
-    assert line.verdict(gaps, p) == said and len(gaps) == 8
-    if noise == 2:
-        assert gaps["paper-0.05-n4", "uniform-l0", "pgd 2/255"].mean == pytest.approx(gap, abs=0.6)
-        assert gaps["softmax-e8", "symmetric-e8", "pgd 2/255"].mean == pytest.approx(-5, abs=0.6)
-    assert where == {"AMD EPYC": [s for s in seeds if s % 2 == 0], "Intel Xeon": [s for s in seeds if s % 2]}
-    if len(seeds) > 2:                                      # Holm: over a group, not over both
-        own = {key: d.p for key, d in gaps.items() if key[0] == "softmax-e8"}
-        assert {key: p[key] for key in own} == pytest.approx(holm(own))
-    assert f"**{said}**" in line.pair_table(gaps, p, where)
-
-
-def test_pairs_are_of_one_seed_and_one_processor():
-    rows = [*paired_rows({"uniform-l0": 0}, (20, 21)), *paired_rows({}, (22,))]
-    assert line.paired(rows)[0]["uniform-l0", "symmetric-e8", "15 corruptions"].n == 2
-    mixed = [*paired_rows({}, (20,)), *paired_rows({"uniform-l0": 0}, (20,), hardware=lambda seed: "Intel Xeon")]
-    with pytest.raises(InputError, match="seed 20 has rows of AMD EPYC and Intel Xeon"):
-        line.paired(mixed)
-    assert "No pairs yet" in line.pair_table(*line.paired(list(paired_rows({}, (20,)))))
-
-
-@pytest.mark.parametrize("gap, seeds, noise, said", [
-    (-9, range(28, 36), 2, "RPC costs"), (-0.2, range(28, 36), 2, "training time"), (-0.2, range(28, 36), 150, "open"),
-    (9, range(28, 36), 2, "open")])
-def test_trained_out_rpc_costs_or_what_it_cost_was_training_time_or_it_is_open(gap, seeds, noise, said):
-    def renamed(row):
-        return row | dict(checkpoint=row["checkpoint"].replace("symmetric-e8", "long-symmetric"))
-    gaps, p, _ = line.paired([renamed(row) for row in paired_rows({"long-rpc4-l1": gap}, seeds, noise)])
-    assert said in line.long_verdict(gaps, p) and len(gaps) == 2
-    six = holm({key: d.p for key, d in gaps.items()} | {i: 1.0 for i in range(4)})      # two arms are not in yet
-    assert p == pytest.approx({key: six[key] for key in gaps})
-
-
-@pytest.mark.parametrize("gap, noise, said", [
-    (-9, 2, "costs robustness on CIFAR-10"), (9, 2, "gains"), (-0.2, 2, "no difference that matters"), (-0.2, 150, "open")])
-def test_on_cifar_10_rpc_costs_gains_makes_no_difference_or_it_is_open(gap, noise, said):
-    def renamed(row):
-        row = row | dict(checkpoint=row["checkpoint"].replace("symmetric-e8", "symmetric-e12"), data="cifar10")
-        return row | dict(setting=dict(eps=1 / 255)) if row["measure"] == "pgd" else row
-    gaps, p, where = line.paired([renamed(row) for row in paired_rows({"rpc4-l1-e12": gap}, range(3, 8), noise)])
-    assert said in line.second_verdict(gaps, p) and len(gaps) == 2
-    assert p == pytest.approx(holm({key: d.p for key, d in gaps.items()}))
-    assert "margin" not in line.pair_table(gaps, p, where)                  # that question is another's
-
-
-@pytest.mark.parametrize("gap", [0, -4])
-def test_at_equal_loss_what_comes_of_the_loss_alone_is_no_difference(gap):
-    networks = [network(arm, seed, loss * (1 + seed % 3), off) for seed in range(6)
-                for arm, loss, off in (("symmetric", 0.01, 0), ("rpc", 0.01 * (1 + seed / 4), gap))]
-    d = line.at_equal_loss([*networks, network("rpc", 9, 0.5)], "rpc", "symmetric", "pgd 2/255")
-    assert d.n == 6 and d.low < gap < d.high and d.high - d.low < 4
-    gaps = [b.accuracy["pgd 2/255"] - a.accuracy["pgd 2/255"] for a, b in zip(networks[::2], networks[1::2])]
-    peer = scipy.stats.linregress([np.log(b.loss / a.loss) for a, b in zip(networks[::2], networks[1::2])], gaps)
-    assert (d.mean, d.error) == pytest.approx((peer.intercept, peer.intercept_stderr))
-    assert np.mean(gaps) < gap - 5                                      # the losses are not equal
-
-
-def test_tables_and_figure_of_the_committed_networks(tmp_path):
-    networks = line.stored("cifar10")
-    text = line.tables(networks, ("pgd 1/255", "15 corruptions"))
-    assert "rpc4-l1" in text and "points when loss halves" in text
-    line.draw(networks, ("pgd 1/255", "15 corruptions"), tmp_path / "x.pdf", "CIFAR-10")
-    assert (tmp_path / "x.pdf").stat().st_size > 5000
-    json.dumps([n._asdict() for n in networks])
+def test_your_rows_stand_beside_the_stored_ones(tmp_path, monkeypatch, capsys):
+    own = [row | dict(data="shapes") for row in rows("elliptical_s3", 0.1)]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    line.main(["--rows", str(tmp_path), "--figure", str(tmp_path / "x.svg")])
+    shown = [text for text in capsys.readouterr().out.splitlines() if "your elliptical" in text]
+    assert len(shown) == 1 and "60.0" in shown[0] and (tmp_path / "x.svg").stat().st_size > 5000
+    (tmp_path / "results.jsonl").write_text("")
+    with pytest.raises(arms.InputError, match="no network of these has a clean loss"):
+        line.main(["--rows", str(tmp_path)])
 
 
 def test_a_network_of_timm_s_is_trained_saved_and_what_model_asks_for(tmp_path, monkeypatch):

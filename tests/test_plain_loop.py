@@ -100,35 +100,32 @@ def plain_loop(f, load, n, num_classes, test, model):
         images, labels = load(order_of(f, n, step), position)
         images, targets = mixed(f, augmented(f, images, position), labels, num_classes, step)
         torch.manual_seed(hash((f.seed, step, 0)) % 2 ** 63)                                       # drop-path masks
-        loss = 0.0
-        for x, y in zip(images.chunk(f.accum), targets.chunk(f.accum)):
-            part = SoftTargetCrossEntropy()(model(x), y) / f.accum
-            part.backward()
-            loss += part.item()
+        loss = SoftTargetCrossEntropy()(model(images), targets)
+        loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), f.clip).item()
         optimizer.step()
         optimizer.zero_grad()
         average.update(model, step + 1)
 
         step += 1
-        pending.append((loss, norm))
+        pending.append((loss.item(), norm))
         epoch, end = step / epoch_steps, step % epoch_steps == 0 or step == f.max_steps
-        if end or step % f.log_every == 0 or step % f.save_every == 0:
+        if end or step % f.log_every == 0:
             loss, norm = np.mean(pending, 0)
             rows.append(dict(step=step, epoch=epoch, loss=loss, grad_norm=norm, lr=lr))
             pending = []
         if step == f.max_steps or epoch % f.eval_every == 0:
             scores = dict(evaluated(model, *test), ema_top1=evaluated(average.module, *test)["top1"])
-            about = key_statistics(model, model, test[0][:32] / 255)
+            about = key_statistics(model, model, images)
             rows.append(dict(step=step, epoch=epoch, eval=scores, **about))
     return rows, average.module
 
 
 FLAGS = dict(data="shapes", num_images=60, holdout=28, model="micro", image_size=16, patch_size=8, attn="rpc_asym",
              rpc_layers="1,3", n_iter=3, lambd=0.3, form="paper", drop_path=0.3, init="default", epochs=3, batch_size=8,
-             accum=2, lr=3e-3, min_lr=2e-3, warmup_epochs=0.5, weight_decay=0.4, clip=0.7, ema=0.6, pad=3, num_ops=3,
+             lr=3e-3, min_lr=2e-3, warmup_epochs=0.5, weight_decay=0.4, clip=0.7, ema=0.6, pad=3, num_ops=3,
              erase=0.6, mixup=0.3, cutmix=0.5, smoothing=0.2, repeats=2, seed=5, device="cpu", max_steps=10,
-             log_every=3, eval_every=2, save_every=5, keep_every=2, out_dir="a")
+             log_every=3, eval_every=2, keep_best=True, out_dir="a")
 
 
 def assert_close(row, expected):
@@ -153,7 +150,7 @@ def assert_same(weights, expected):
 
 def test_a_run_equals_the_plain_loop(alone):
     call(train_cls.main, **FLAGS)
-    f, checkpoint = SimpleNamespace(**FLAGS), common.load("a")
+    f, checkpoint = SimpleNamespace(**FLAGS), common.load("a/last.pt")
     everything = load_shapes("train", 60, 16)
     order = torch.randperm(60, generator=torch.Generator().manual_seed(0))                       # for every seed
     held, kept = order[:28], order[28:]
@@ -165,7 +162,7 @@ def test_a_run_equals_the_plain_loop(alone):
                           attn="rpc_asym", rpc_layers=(1, 3), pap=dict(n_iter=3, lambd=0.3, form="paper"), drop_path=0.3,
                           init="default"))
     expected, average = plain_loop(f, load, 32, 10, (everything.images[held], everything.labels[held]), model)
-    assert {path.name for path in Path("a").glob("*.*")} == {"log.jsonl", "last.pt", "epoch_2.pt"}
+    assert {path.name for path in Path("a").glob("*.*")} == {"log.jsonl", "last.pt", "best.pt"}
     for row, what in zip(rows("a"), expected, strict=True):
         assert_close(row, what)
     assert_same(checkpoint["model"], model.state_dict())
@@ -176,7 +173,7 @@ def test_a_language_model_run_equals_the_plain_loop(alone):
     """The first steps: a run amplifies float noise, 1e-7 a step here."""
     make_text()
     f = dict(data="wikitext", data_dir="text", model="mini", context=12, attn="rpc", rpc_layers="0,2", n_iter=3, lambd=0.3,
-             form="paper", mu_over="token", dropout=0.2, cutoffs="6,15", steps=20, batch_size=6, accum=2, lr=5e-3, warmup=3,
+             form="paper", mu_over="token", dropout=0.2, cutoffs="6,15", steps=20, batch_size=6, lr=5e-3, warmup=3,
              clip=0.3, words=0, max_steps=6, log_every=1, eval_every=6, seed=5, device="cpu", out_dir="a")
     call(train_lm.main, **f)
     f, corpus = SimpleNamespace(**f), load_corpus("text")
@@ -189,12 +186,13 @@ def test_a_language_model_run_equals_the_plain_loop(alone):
         optimizer.param_groups[0]["lr"] = lr
         windows = random_windows(corpus.train, step, 6, 12, f.seed)
         torch.manual_seed(hash((f.seed, step, 0)) % 2 ** 63)                                          # dropout masks
-        parts = [-model.log_probs(model.hidden(x[:, :-1])).gather(2, x[:, 1:, None]).mean() / 2 for x in windows.chunk(2)]
-        sum(parts).backward()
+        log_probs = model.log_probs(model.hidden(windows[:, :-1]))
+        loss = -log_probs.gather(2, windows[:, 1:, None]).mean()
+        loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), f.clip).item()
         optimizer.step()
         optimizer.zero_grad()
-        assert row["loss"] == pytest.approx(sum(part.item() for part in parts), rel=1e-4)
+        assert row["loss"] == pytest.approx(loss.item(), rel=1e-4)
         assert row["grad_norm"] == pytest.approx(norm, rel=1e-3) and row["lr"] == pytest.approx(lr)
     assert step == 5 and [row["step"] for row in rows("a") if "eval" in row] == [6]
 

@@ -1,4 +1,4 @@
-"""referee/studies/robust_attentions: each attention is its published definition, in a network or alone."""
+"""referee/robust_attentions: each attention is its published definition, in a network or alone."""
 
 import copy
 from functools import partial
@@ -12,8 +12,8 @@ import common
 from common import InputError
 from attention import ATTENTIONS, LAYER_PATTERNS, symmetric_attention
 from lm import LM, LMConfig
-from referee.studies import robust_attentions as study
-from referee.studies.robust_attentions import ROBUST, register
+from referee import robust_attentions as study
+from referee.robust_attentions import ROBUST, register
 from vit import ViT, ViTConfig
 
 B, H, N, D = 2, 2, 7, 4
@@ -152,10 +152,13 @@ def test_an_attention_is_its_definition(found, slow, given):
 
 @pytest.mark.parametrize("name, settings", [
     ("rkde-huber", dict(a=1e9, rounds=0)), ("mom", dict(m=1)), ("sinkhorn", dict(rounds=1)),
-    ("keys", dict(lambd=1e9)), ("keys-rows", dict(lambd=1e9)), ("weights", dict(rounds=0)), ("sharp", dict(n_iter=3))])
+    ("keys", dict(lambd=1e9)), ("keys-rows", dict(lambd=1e9)), ("weights",
+                                                                dict(rounds=0)), ("sharp",
+                                                                                  dict(n_iter=3))])
 def test_without_its_robust_part_it_is_symmetric_attention(name, settings):
     _, k, v = qkv()
-    assert torch.allclose(ROBUST[name][0](k, v, **settings)[0], symmetric_attention(k, v), atol=1e-12)
+    assert torch.allclose(ROBUST[name][0](k, v, **settings)[0], symmetric_attention(k, v),
+                          atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ROBUST)
@@ -180,11 +183,13 @@ def test_gradients_are_those_of_finite_differences_and_large_and_zero_keys_stay_
 
 def nano(attn="symmetric", layers=(0,)):
     torch.manual_seed(0)
-    return ViT(ViTConfig(image_size=32, patch_size=8, num_classes=10, embed_dim=16, depth=3, num_heads=2, attn=attn,
+    return ViT(ViTConfig(image_size=32, patch_size=8, num_classes=10, embed_dim=16, depth=3,
+                         num_heads=2, attn=attn,
                          rpc_layers=layers))
 
 
-@pytest.mark.parametrize("name, layers", [("elliptical", (0,)), *((n, x) for n in ROBUST for x in ((0,), (0, 1, 2)))])
+@pytest.mark.parametrize("name, layers", [("elliptical", (0,)),
+                                          *((n, x) for n in ROBUST for x in ((0,), (0, 1, 2)))])
 def test_it_attends_in_its_layers_alone_and_no_parameter_comes_or_goes(name, layers):
     base = nano("softmax" if name == "elliptical" else "symmetric").eval()
     model, images = nano(study.USUAL[name], layers).eval(), torch.rand(2, 3, 32, 32)
@@ -193,7 +198,8 @@ def test_it_attends_in_its_layers_alone_and_no_parameter_comes_or_goes(name, lay
     assert not torch.allclose(model(images), base(images))
     assert torch.equal(model(images), model(images))        # an evaluation is no lottery
     kinds = [block.attn.attn for block in model.blocks]
-    assert [kind == LAYER_PATTERNS[study.USUAL[name]][0] for kind in kinds] == [i in layers for i in range(3)]
+    assert [kind == LAYER_PATTERNS[study.USUAL[name]][0] for kind in kinds] == [i in layers
+                                                                                for i in range(3)]
 
 
 @torch.no_grad()
@@ -240,11 +246,13 @@ def test_it_trains_resumes_and_is_evaluated_by_the_own_scripts(tmp_path, capsys)
     whole, cut = (common.load(tmp_path / folder) for folder in ("whole", "cut"))
     assert all(torch.equal(whole["model"][k], cut["model"][k]) for k in whole["model"])
     kind = "keys lambd=0.25 n_iter=4"
-    assert whole["model_config"]["attn"] == whole["args"]["attn"] == kind and whole["args"]["init"] == "default"
+    assert whole["model_config"]["attn"] == whole["args"]["attn"] == kind
+    assert whole["model_config"]["init"] == "default"
 
     # A process that does not know the setting says what is missing; one that is told it goes on.
     del ATTENTIONS[kind], LAYER_PATTERNS[kind]
-    evaluate = ["eval_robust.py", "--ckpt", tmp_path / "cut", "--measures", "clean", "--limit", 8, "--device", "cpu"]
+    evaluate = ["eval_robust.py", "--ckpt", tmp_path / "cut", "--measures", "clean", "--limit", 8,
+                "--device", "cpu"]
     with pytest.raises(SystemExit, match=kind):
         command(*evaluate, "--out_dir", tmp_path / "lost")
     capsys.readouterr()
@@ -263,4 +271,5 @@ def test_an_unknown_setting_and_a_causal_network_are_refused():
     with pytest.raises(InputError, match="weights lambd: expected a setting of rounds"):
         register("weights", "lambd=1")
     with pytest.raises(ValueError, match="keys lambd=0.5.*causal"):
-        LM(LMConfig(5, context=4, embed_dim=8, depth=1, num_heads=2, mlp_dim=8, attn=study.USUAL["keys"], rpc_layers=(0,)))
+        LM(LMConfig(5, context=4, embed_dim=8, depth=1, num_heads=2, mlp_dim=8,
+                    attn=study.USUAL["keys"], rpc_layers=(0,)))

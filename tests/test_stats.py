@@ -1,10 +1,31 @@
-"""referee/studies/stats.py: intervals hold the truth as often as they say; Holm, t and power by hand."""
+"""referee/stats.py: intervals hold the truth as often as they say; rows become differences."""
+
+import base64
+import json
 
 import numpy as np
 import pytest
 
-from referee.studies import stats
+from common import InputError
+from referee import stats
+from robust import corruptions
 
+
+def row(name, right, measure="clean", **setting):
+    """A line of the evaluator. right: (n,) bool or, of several severities, a list of such."""
+    lists = right if isinstance(right[0], (list, np.ndarray)) else [right]
+    packed = [base64.b64encode(np.packbits(np.array(of, bool))).decode() for of in lists]
+    return dict(checkpoint=f"out/{name}", measure=measure, setting=setting, conditions={},
+                images=len(lists[0]), top1=[100 * np.mean(of) for of in lists], data="shapes",
+                model_config={}, hardware="cpu, AMD EPYC, 1 threads",
+                right=packed if len(lists) > 1 else packed[0])
+
+
+def rows(*lines):
+    return [stats.row_of(line) for line in lines]
+
+
+# --- intervals ------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("spreads", [(2, 0, 5), (2, 20, 30), (1, 22, 30), (0.4, 30, 30)])
 def test_the_interval_over_seeds_and_images_holds_the_truth_in_95_of_100_studies(spreads):
@@ -18,10 +39,14 @@ def test_the_interval_over_seeds_and_images_holds_the_truth_in_95_of_100_studies
 
 
 def test_with_three_seeds_a_small_variance_of_theirs_is_not_taken_for_certainty():
-    held, missed, many = stats.simulate(3, (2, 20, 30), floor=False, trials=600)
-    assert missed > 0.12 and many > 0.1
-    held, missed, many = stats.simulate(3, (2, 20, 30), trials=600)
-    assert 0.92 <= held <= 0.97 and many < 0.02
+    rng, sure = np.random.default_rng(0), {False: [], True: []}
+    for _ in range(600):
+        gaps = (2 * rng.standard_normal((3, 1)) + 20 * rng.standard_normal(500)
+                + 30 * rng.standard_normal((3, 500)))
+        for floor, found in sure.items():
+            d = stats.crossed(gaps, floor)
+            found += [d.low <= 0 <= d.high] if d.df > 20 else []
+    assert len(sure[False]) > 60 and np.mean(sure[False]) < 0.88 and len(sure[True]) < 12
     two = stats.crossed(np.random.default_rng(0).standard_normal((2, 50)))
     assert np.isnan(two.p) and two.low < two.mean < two.high
 
@@ -52,20 +77,141 @@ def test_holm_multiplies_the_smallest_p_by_all_the_next_by_one_less_and_never_fa
 @pytest.mark.parametrize("n, sds", [(5, 1.68), (3, 3.26)])
 def test_a_difference_of_this_many_standard_deviations_is_found_with_80_per_cent(n, sds):
     assert stats.detectable(1 / np.sqrt(n), n - 1) == pytest.approx(sds, abs=0.01)
+    assert stats.detectable(1, n - 1, tests=4) > stats.detectable(1, n - 1)
 
 
-def test_power_is_that_of_the_first_step_of_holms_correction():
-    assert stats.detectable(1, 10, tests=4) > stats.detectable(1, 10)
+@pytest.mark.parametrize("a, b, p, said", [
+    (-3, 0.1, dict(x=0.01, y=0.9), "below"), (3, 0.1, dict(x=0.01, y=0.9), "above"),
+    (-3, 3, dict(x=0.01, y=0.01), "open"), (-0.1, 0.1, dict(x=0.9, y=0.9), "equal"),
+    (-1.9, 0.1, dict(x=0.3, y=0.9), "open")])
+def test_a_pair_is_below_above_equal_within_its_margins_or_open(a, b, p, said):
+    gaps = {m: stats.student(5, mean, 0.25, 4) for m, mean in (("x", a), ("y", b))}
+    assert stats.judged(gaps, p, dict(x=2, y=2), 0.9) == said
+    two = {m: d._replace(n=2) for m, d in gaps.items()}
+    assert stats.judged(two, p, dict(x=2, y=2)) == stats.judged({}, {}, dict(x=2)) == "open"
 
 
-def test_arms_are_paired_by_seed_and_refused_on_other_images():
-    first, second = {0: np.ones(4), 1: np.ones(4)}, {1: np.zeros(4), 2: np.zeros(4)}
-    assert stats.pairs(first, second).shape == (1, 4)
-    with pytest.raises(ValueError, match="a and b: measured on 3 and 4 images"):
-        stats.pairs(first, {1: np.zeros(3)}, "a and b")
-    with pytest.raises(ValueError, match="no seed in common"):
-        stats.pairs(first, {7: np.zeros(4)})
-    assert stats.missing([("a", 0), ("a", 1), ("b", 1)]) == [("b", 0)]
+# --- rows -----------------------------------------------------------------------------------------
+
+def test_corruptions_are_means_over_types_and_severities_and_families_those_of_imagenet_c():
+    lines = [row("admm_s0", [[j < i for j in range(15)], [True] * 15], "corruptions", type=name)
+             for i, name in enumerate(corruptions.NAMES)]       # i of 15 are right, then all
+    found = stats.outcomes(rows(*lines), 15)
+    means = {name: 15 * of["admm", 0].mean() / 100 for name, of in found.items()}
+    half = {"15 corruptions": 7, "noise": 1, "blur": 4.5, "weather": 8.5, "digital": 12.5}
+    assert means == pytest.approx({name: (x + 15) / 2 for name, x in half.items()})
+    assert "noise" not in stats.outcomes(rows(*lines[1:]), 15)                  # two of three
+
+
+def test_other_numbers_of_images_are_a_measure_apart_and_two_ways_of_one_are_refused():
+    lines = [row("a_s0", [True, False], "pgd", eps=2 / 255, steps=20)]
+    assert list(stats.outcomes(rows(*lines), 2)) == ["pgd 2/255"]
+    assert list(stats.outcomes(rows(*lines), 3)) == ["pgd 2/255, 2 images"]
+    longer = row("a_s1", [True, False], "pgd", eps=2 / 255, steps=100)
+    for other, words in ((lines[0], "two rows of pgd 2/255"), (longer, "two ways.*100")):
+        with pytest.raises(InputError, match=words):
+            stats.outcomes(rows(*lines, other), 2)
+
+
+def test_files_and_folders_of_rows_are_read_and_other_rows_left_out(tmp_path):
+    text = "".join(json.dumps(line) + "\n" for line in (
+        row("a_s3", [True, False]), dict(run="a_s3", loss=0.5), row("elsewhere", [True, True])))
+    (tmp_path / "results.jsonl").write_text(text)
+    for path in (tmp_path, tmp_path / "results.jsonl"):
+        found = stats.read([path])
+        assert [(r.arm, r.seed, r.top1) for r in found] == [("a", 3, 50), (None, None, 100)]
+    assert list(stats.outcomes(found, 2)["clean"]) == [("a", 3)]
+    with pytest.raises(InputError, match="nowhere.jsonl is not a file"):
+        stats.read(["nowhere.jsonl"])
+
+
+# --- the median budget ----------------------------------------------------------------------------
+
+def curve(accuracies, n=1000, rng=None):
+    """{eps: (n,) in per cent}: an image that falls stays fallen."""
+    order = rng.permutation(n) if rng else np.arange(n)
+    return {eps: 100.0 * (order < round(n * a)) for eps, a in accuracies.items()}
+
+
+def test_the_median_budget_is_where_the_joined_curve_crosses_one_half():
+    of = curve({0: 0.98, 1: 0.9, 2: 0.7, 4: 0.45, 6: 0.1, 8: 0, 12: 0})
+    assert stats.median_budget(of).mean() == pytest.approx(2 + (0.7 - 0.5) / (0.7 - 0.45) * 2)
+    xs, ys = zip(*sorted(of.items()))
+    assert stats.median_budget(of).mean() == pytest.approx(
+        np.interp(-50, [-y.mean() for y in ys], xs))
+    assert (stats.median_budget({0: of[0], 1: of[1]}) == 1).all()           # never falls to half
+    assert (stats.median_budget({0: of[8], 1: of[8]}) == 0).all()           # never reaches it
+
+
+def test_its_scatter_over_images_is_that_of_the_bootstrap():
+    rng = np.random.default_rng(0)
+    of = {eps: 100.0 * (rng.random(1000) < a) for eps,
+          a in ((0, 0.97), (2, 0.8), (4, 0.35), (6, 0.1))}
+    value = stats.median_budget(of)
+    draws = rng.integers(0, 1000, (2000, 1000))
+    again = [stats.median_budget({eps: x[draw] for eps, x in of.items()}).mean() for draw in draws]
+    assert value.std(ddof=1) / np.sqrt(1000) == pytest.approx(np.std(again), rel=0.08)
+
+
+def test_it_is_a_measure_of_networks_with_three_budgets_or_more():
+    lines = []
+    for seed in (0, 1):
+        for eps, x in curve({0: 1, 1: 0.8, 2: 0.4, 3: 0.1}, 50).items():
+            lines.append(row(f"a_s{seed}", x > 0, "pgd", eps=eps / 255) if eps else
+                         row(f"a_s{seed}", x > 0))
+    found = stats.outcomes(rows(*lines), 50)
+    assert found["median budget"]["a", 1].mean() == pytest.approx(1.75)
+    few = stats.outcomes(rows(*lines[:3], *lines[4:7]), 50)
+    assert "median budget" not in few
+    lacking = stats.outcomes(rows(*lines[:7]), 50)
+    assert list(lacking["median budget"]) == [("a", 0)]
+
+
+# --- pairs ----------------------------------------------------------------------------------------
+
+def made_up(gaps):
+    """{measure: {(arm, seed): (images,)}} of an arm that is gaps points better, a seed each."""
+    images = 50 * (np.random.default_rng(0).random(50) < 0.5)
+    found = {m: {("base", s): images for s in range(5)} for m in "abc"}
+    for m, of in found.items():
+        of |= {(arm, s): images + x for arm, xs in gaps.items() for s, x in enumerate(xs)}
+    return found
+
+
+def test_bold_is_what_is_primary_and_survives_holms_correction_over_pairs_and_measures():
+    found = made_up(dict(sure=(10, 11, 12, 11, 10), unsure=(2, 11, 9, 14, 5)))
+    of = stats.compare(found, [("sure", "base"), ("unsure", "base")], ("a", "b"))
+    assert of.tests == 4 and set(of.p) == {(m, arm, "base") for m in "ab"
+                                           for arm in ("sure", "unsure")}
+    key = "a", "unsure", "base"
+    assert of.p[key] == pytest.approx(2 * of.gaps[key].p)                   # 0.023 alone
+    text = stats.primary_table(of)
+    assert text.count("**+10.8") == 2 and text.count("**+8.2") == 2 and "| c " not in text
+    assert "**" not in stats.everything(of) and "| c " in stats.everything(of)
+    apart = stats.compare(found, [("sure", "base"), ("unsure", "base")], ("a", "b"),
+                          untested=("sure",))
+    assert set(apart.p) == {("a", "unsure", "base"), ("b", "unsure", "base")}
+    assert ("a", "sure", "base") in apart.gaps
+
+
+def test_a_pair_that_is_missing_counts_in_holms_family():
+    found = made_up(dict(unsure=(2, 11, 9, 14, 5)))
+    alone = stats.compare(found, [("unsure", "base")], ("a",))
+    six = stats.compare(found, [("unsure", "base"), ("x", "base"), ("y", "base")], ("a", "b"))
+    key = "a", "unsure", "base"
+    assert six.p[key] == pytest.approx(min(1, 6 * alone.p[key])) and six.tests == 6
+
+
+def test_only_seeds_that_both_arms_have_are_paired_and_one_seed_has_no_interval():
+    found = {"a": {("base", 0): np.zeros(4), ("base", 1): np.ones(4), ("arm", 1): np.ones(4),
+                   ("arm", 2): np.ones(4)}}
+    of = stats.compare(found, [("arm", "base")], ("a",))
+    d = of.gaps["a", "arm", "base"]
+    assert (d.n, d.mean) == (1, 0) and np.isnan(d.low) and not of.p
+    assert "| +0.0 " in stats.primary_table(of)
+    found["a"]["base", 2] = np.ones(3)
+    with pytest.raises(InputError, match="measured on 3 and 4 images"):
+        stats.compare(found, [("arm", "base")], ("a",))
 
 
 def test_differences_in_words():

@@ -290,6 +290,5 @@ def test_released_files_load_into_the_model_they_were_trained_as(change, kind, t
 
 def test_a_checkpoint_of_an_attention_that_is_not_known_names_the_study():
     config = dict(asdict(small().config), attn="keys lambd=0.5")
-    with pytest.raises(InputError,
-                       match="attn='keys lambd=0.5'.*referee.studies.robust_attentions"):
+    with pytest.raises(InputError, match="attn='keys lambd=0.5'.*referee.robust_attentions"):
         classifier_from_checkpoint(dict(task="classification", model=SOFT, model_config=config))

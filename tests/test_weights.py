@@ -56,7 +56,7 @@ def test_a_file_says_what_made_it_in_todays_names_and_holds_no_optimiser_and_no_
 def test_a_classifier_is_of_the_default_recipe_and_as_accurate_as_stated(name, scenes, monkeypatch):
     checkpoint = common.load(WEIGHTS / f"{name}.pt")
     monkeypatch.setattr(sys, "argv", ["train_cls.py", "--attn", name.partition("_")[2]])
-    today = vars(train_cls.get_args())
+    today = vars(train_cls.get_args()[0])
     known = today.keys() & checkpoint["args"].keys()
     assert len(known) > 25 and all(today[key] == checkpoint["args"][key] for key in known)
     model, hits = classifier_from_checkpoint(checkpoint), 0

@@ -1,4 +1,4 @@
-"""referee/studies/where_is_s.py and robust/patches.py: which patches are corrupted, and whether S is there."""
+"""referee/where_is_s.py and robust/patches.py: what is corrupted, and whether S is there."""
 
 import json
 import math
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from sklearn.metrics import roc_auc_score
 
 from robust.patches import corrupt_patches
-from referee.studies import where_is_s
+from referee import where_is_s
 from vit import ViT, ViTConfig
 
 RPC = dict(attn="rpc", pap=dict(n_iter=3, lambd=1.0))
@@ -19,7 +19,8 @@ RPC = dict(attn="rpc", pap=dict(n_iter=3, lambd=1.0))
 def small(seed=0, **config):
     """A fresh ViT on 8 x 8 images, 17 tokens, and images with labels."""
     torch.manual_seed(seed)
-    config = ViTConfig(image_size=8, patch_size=2, num_classes=10, embed_dim=16, depth=2, num_heads=2,
+    config = ViTConfig(image_size=8, patch_size=2, num_classes=10, embed_dim=16, depth=2,
+                       num_heads=2,
                        init="default", **config)
     return ViT(config).eval(), torch.rand(5, 3, 8, 8), torch.arange(5)
 
@@ -32,24 +33,27 @@ def test_six_patches_change_and_nothing_else(kind):
     x, hit = corrupt_patches(images, kind, 4)
     changed = F.max_pool2d((x != images).any(1, keepdim=True).float(), 4).flatten(1) > 0
     assert (hit.sum(1) == 6).all() and torch.equal(changed, hit)
-    assert torch.equal(hit, corrupt_patches(images[:, :, ::2, ::2], "white", 2)[1])     # the same places
+    # the same places
+    assert torch.equal(hit, corrupt_patches(images[:, :, ::2, ::2], "white", 2)[1])
     assert len(hit.unique(dim=0)) == 30 and hit.any(0).sum() > 55
     assert 0 <= x.min() and x.max() <= 1
 
 
 def test_patches_hold_what_their_kind_says():
     images = torch.full((60, 3, 32, 32), 0.5)
-    made = {kind: corrupt_patches(images, kind, 4) for kind in ("noise", "black", "white", "gaussian")}
+    made = {kind: corrupt_patches(images, kind, 4)
+            for kind in ("noise", "black", "white", "gaussian")}
     hit = made["noise"][1]
     inside = {kind: F.unfold(x, 4, stride=4).mT[hit] for kind, (x, _) in made.items()}  # (360, 48)
     assert (inside["black"] == 0).all() and (inside["white"] == 1).all()
     assert inside["noise"].mean() == pytest.approx(0.5, abs=0.01)   # standard error 0.002
     assert inside["noise"].std() == pytest.approx(12 ** -0.5, abs=0.005)
-    clamped = (inside["gaussian"] % 1 == 0).float().mean()               # beyond 0.5 / 0.3 deviations
+    clamped = (inside["gaussian"] % 1 == 0).float().mean()  # beyond 0.5 / 0.3 deviations
     assert clamped == pytest.approx(math.erfc(0.5 / 0.3 / 2 ** 0.5), abs=0.01)
     with pytest.raises(ValueError, match="kind='fog', expected one of"):
         corrupt_patches(images, "fog", 4)
-    x, hit = corrupt_patches(torch.full((50, 3, 32, 32), 2.0), "pixels", 4)          # no pixel is drawn like that
+    # no pixel is drawn like that
+    x, hit = corrupt_patches(torch.full((50, 3, 32, 32), 2.0), "pixels", 4)
     changed = (x != 2).all(1)
     assert torch.equal((x != 2).any(1), changed) and (changed.sum((1, 2)) == 12).all()
     assert torch.equal(F.max_pool2d(changed[:, None].float(), 4).flatten(1) > 0, hit)
@@ -72,8 +76,8 @@ def test_an_adversarial_block_raises_the_loss_inside_four_patches():
 # --- scores ---------------------------------------------------------------------------------------
 
 def test_a_tokens_score_is_the_sum_of_its_entries_of_S_over_heads_and_channels():
-    S = torch.zeros(1, 2, 4, 3)                                          # 2 heads, class token and 3 patches
-    S[0, 0, 0] = torch.tensor([9.0, 9, 9])                               # the class token's: not a patch
+    S = torch.zeros(1, 2, 4, 3)  # 2 heads, class token and 3 patches
+    S[0, 0, 0] = torch.tensor([9.0, 9, 9])  # the class token's: not a patch
     S[0, 0, 1] = torch.tensor([1.0, -2, 0])
     S[0, 1, 1] = torch.tensor([0.0, 0, -4])
     S[0, 1, 3] = torch.tensor([0.5, 0, 0])
@@ -86,7 +90,7 @@ def test_auc_is_scikit_learns_image_by_image_also_with_ties():
     hit[:, 0], hit[:, 1] = True, False
     expected = [roc_auc_score(h, s) for s, h in zip(score, hit)]
     assert where_is_s.auc(score, hit).tolist() == pytest.approx(expected, abs=1e-12)
-    assert where_is_s.auc(torch.zeros(1, 64), hit[:1]).item() == 0.5     # a network that never shrinks
+    assert where_is_s.auc(torch.zeros(1, 64), hit[:1]).item() == 0.5  # a network that never shrinks
 
 
 @pytest.mark.parametrize("attn", ["rpc", "rpc_asym"])
@@ -97,7 +101,8 @@ def test_the_steps_looked_at_are_those_of_the_layer(attn):
     h = block.attn.proj(steps[-1]["L"].transpose(1, 2).flatten(2))
     assert torch.allclose(h, block.attn(block.norm1(model.embed(images))), atol=1e-6)
     assert len(steps) == 3 and k.shape == steps[0]["S"].shape == (5, 2, 17, 8)
-    symmetric, twin = small(attn="symmetric", pap=dict(n_iter=2, lambd=0.5))[0], small(attn="rpc", pap=dict(n_iter=2, lambd=0.5))[0]
+    symmetric, twin = (small(attn=kind, pap=dict(n_iter=2, lambd=0.5))[0]
+                       for kind in ("symmetric", "rpc"))
     (_, ours), (_, theirs) = (where_is_s.first_layer(m, images) for m in (symmetric, twin))
     assert len(ours) == 2 and ours[1]["S"].any() and torch.equal(ours[1]["S"], theirs[1]["S"])
 
@@ -106,15 +111,17 @@ def test_the_residual_is_0_where_K_is_L_plus_S_and_1_where_both_are_0():
     k = torch.rand(3, 2, 5, 4)
     L = torch.ones(3, 1, 5, 1) * torch.rand(3, 2, 1, 4)                  # one vector for all tokens
     met, not_met = dict(S=k - L, L=L), dict(S=0 * k, L=0 * k + 1e-30)
-    turned = dict(S=0 * k, L=k - k.mean(2, keepdim=True))                # tokens have nothing in common
+    turned = dict(S=0 * k, L=k - k.mean(2, keepdim=True))  # tokens have nothing in common
     found = where_is_s.residuals(k, [met, not_met, turned])
     assert found["clean: residual, step 1"].max() < 1e-6
     assert found["clean: residual, step 2"].tolist() == pytest.approx([1] * 3)
     assert found["clean: rank one, step 1"].tolist() == pytest.approx([1] * 3)
     assert found["clean: rank one, step 3"].max() < 1e-5
-    assert found["clean: |S| / |K|, step 2"].max() == 0 and found["clean: |L| / |K|, step 2"].max() < 1e-6
+    assert found["clean: |S| / |K|, step 2"].max() == 0
+    assert found["clean: |L| / |K|, step 2"].max() < 1e-6
     sizes = [found[f"clean: |{part}| / |K|, step 1"] for part in "SL"]
-    by_hand = [(part.expand_as(k) ** 2).sum((1, 2, 3)).sqrt() / (k ** 2).sum((1, 2, 3)).sqrt() for part in (k - L, L)]
+    by_hand = [(part.expand_as(k) ** 2).sum((1, 2, 3)).sqrt() / (k ** 2).sum((1, 2, 3)).sqrt()
+               for part in (k - L, L)]
     assert all(torch.allclose(a, b) for a, b in zip(sizes, by_hand))
 
     # an L that all tokens share leaves at least the floor
@@ -123,7 +130,8 @@ def test_the_residual_is_0_where_K_is_L_plus_S_and_1_where_both_are_0():
     found = where_is_s.residuals(k, [dict(S=S, L=L.expand_as(k)) for L in shared])
     residual = [found[f"clean: residual, step {i}"] for i in (1, 2, 3)]
     floor = found["clean: floor, step 1"]
-    assert torch.allclose(residual[0], floor) and (residual[1] > floor).all() and (residual[2] > floor).all()
+    assert torch.allclose(residual[0],
+                          floor) and (residual[1] > floor).all() and (residual[2] > floor).all()
 
 
 def test_what_is_measured_equals_measuring_by_hand():
@@ -134,11 +142,13 @@ def test_what_is_measured_equals_measuring_by_hand():
     for name, lambd in (("", 1.0), (", shrinkage off", math.inf)):
         twin = small(attn="rpc", pap=dict(n_iter=3, lambd=lambd))[0]
         h, clean = (twin.blocks[0](twin.embed(each)) for each in (x, images))
-        cosine = [F.cosine_similarity(a[1:][~on], b[1:][~on], dim=1).mean() for a, b, on in zip(h, clean, hit)]
+        cosine = [F.cosine_similarity(a[1:][~on], b[1:][~on], dim=1).mean() for a, b,
+                  on in zip(h, clean, hit)]
         assert torch.allclose(found[f"white: cosine{name}"], torch.stack(cosine), atol=1e-6)
         assert torch.equal(found[f"white: accuracy{name}"], twin(x).argmax(1) == labels)
         other = F.cosine_similarity(clean[0, 1:], clean[4, 1:], dim=1).mean()
-        assert found[f"clean: cosine, other image{name}"][0].item() == pytest.approx(other.item(), abs=1e-5)
+        assert found[f"clean: cosine, other image{name}"][0].item() == pytest.approx(other.item(),
+                                                                                     abs=1e-5)
     assert not torch.equal(found["white: cosine"], found["white: cosine, shrinkage off"])
 
     block = model.blocks[0]
@@ -148,7 +158,8 @@ def test_what_is_measured_equals_measuring_by_hand():
     long = [roc_auc_score(h, k.norm(dim=1)) for h, k in zip(hit, keys)]
     assert found["white: AUC of |k|"].tolist() == pytest.approx(long)
     assert {f"noise: AUC of S, step {i}" for i in (1, 2, 3)} <= found.keys()
-    found = where_is_s.examine(*small(attn="symmetric"), ["black"])             # it has no shrinkage to switch off
+    # it has no shrinkage to switch off
+    found = where_is_s.examine(*small(attn="symmetric"), ["black"])
     assert "black: AUC of S, step 4" in found and not any("off" in name for name in found)
 
 
@@ -158,7 +169,8 @@ def save(path, seed, step, **config):
     model, *_ = small(seed, **config)
     args = dict(seed=seed, data="shapes", init_from=None, num_images=16)
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(dict(task="classification", classes=list("abcdefghij"), args=args, step=step, optimizer={},
+    torch.save(dict(task="classification", classes=list("abcdefghij"), args=args, step=step,
+                    optimizer={},
                     model=model.state_dict(), model_config=asdict(model.config)), path)
 
 
@@ -177,26 +189,31 @@ def test_the_command_keeps_what_it_has_and_means_over_seeds(tmp_path, monkeypatc
     lines = (out / "rows.jsonl").read_text().splitlines()
     assert "\n".join(lines[:len(first.splitlines())]) + "\n" == first
     rows = [json.loads(line) for line in lines]
-    assert len(rows) == 8                                                # 5 checkpoints, 3 untrained
+    assert len(rows) == 8  # 5 checkpoints, 3 untrained
     assert {(row["network"], row["step"]) for row in rows} == {
-        ("rpc 3iter/layer1, lambda 1", 0), ("rpc 3iter/layer1, lambda 1", 5), ("rpc 3iter/layer1, lambda 1", 9),
+        ("rpc 3iter/layer1, lambda 1", 0), ("rpc 3iter/layer1, lambda 1",
+                                            5), ("rpc 3iter/layer1, lambda 1", 9),
         ("symmetric", 0), ("symmetric", 9)}
-    seeds = [row["values"]["white: AUC of S, step 2"] for row in rows if row["step"] == 9 and "rpc" in row["network"]]
+    seeds = [row["values"]["white: AUC of S, step 2"] for row in rows if row["step"] == 9
+             and "rpc" in row["network"]]
     assert len(seeds) == 2
     mean, std = sum(seeds) / 2, abs(seeds[0] - seeds[1]) / 2 ** 0.5
     shown = capsys.readouterr().out
-    assert f"{mean:.3f} ± {std:.3f} (2)" in shown and "rpc 3iter/layer1, lambda 1, untrained" in shown
+    assert f"{mean:.3f} ± {std:.3f} (2)" in shown
+    assert "rpc 3iter/layer1, lambda 1, untrained" in shown
     assert "| rpc 3iter/layer1, lambda 1 | symmetric " in shown
     assert (out / "where_is_s.png").stat().st_size > 10000
 
     where_is_s.main(["--rows", str(out / "rows.jsonl"), "--out_dir", str(tmp_path / "again")])
     again = capsys.readouterr().out
-    assert again.split("\n\n")[0] in shown and (tmp_path / "again/where_is_s.png").stat().st_size > 10000
+    assert again.split("\n\n")[0] in shown
+    assert (tmp_path / "again/where_is_s.png").stat().st_size > 10000
 
     # rows of other images are kept apart
     monkeypatch.setattr(where_is_s, "draw", lambda *_: None)             # drawn once is enough
     where_is_s.main([*argv[:4], "5", *argv[5:], *paths[:1], "--no-untrained"])
-    assert "(2)" not in capsys.readouterr().out and len((out / "rows.jsonl").read_text().splitlines()) == 9
+    assert "(2)" not in capsys.readouterr().out
+    assert len((out / "rows.jsonl").read_text().splitlines()) == 9
 
     # a run that was trained anew is measured anew
     argv = [*argv[:-1], "--no-untrained", "--ckpt"]

@@ -1,4 +1,4 @@
-"""3. Principal Attention Pursuit: four lines that are Algorithm 1 (section 5; "released")."""
+"""3. Principal Attention Pursuit: four lines that are Algorithm 1 (stop 3; "released")."""
 
 import torch
 

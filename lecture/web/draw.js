@@ -104,7 +104,7 @@ function curve(title, values, colour, dotted, unit) {
       <text x="${right + 5}" y="${(label ?? at) + 4}" class="${name}">${name} ${value.toFixed(2)}</text>`).join("")}
     <polyline points="${values.map((value, i) => `${x(i)},${y(value)}`).join(" ")}"/>
     ${values.map((value, i) => `<circle cx="${x(i)}" cy="${y(value)}" r="4"/>
-      <text x="${x(i)}" y="${bottom + 17}" text-anchor="middle">${values.length > 8 && i % 2 ? "" : i + 1}</text>`).join("")}
+      <text x="${x(i)}" y="${bottom + 17}" text-anchor="middle">${values.length > 8 && i % 2 ? "" : unit === "layer" ? i : i + 1}</text>`).join("")}
     <text x="${(42 + right) / 2}" y="184" text-anchor="middle">${unit}</text></svg></figure>`;
 }
 

@@ -54,7 +54,7 @@ async function lookInside(now, clean) {
   const result = {now, pixels, answer, before};
   if (now.network !== "rpc" || !now.layers.length) {
     const sharp = i => now.network !== "rpc" && now.layers.includes(i) ? now.temperature : 1;
-    result.columns = inside.map(({q, k}, i) => ({title: `layer ${i + 1}`, A: weights(q, k, sharp(i))}));
+    result.columns = inside.map(({q, k}, i) => ({title: `layer ${i}`, A: weights(q, k, sharp(i))}));
     result.entropies = result.columns.map(({A}) => entropy(A));
     return result;
   }
@@ -123,7 +123,7 @@ function sentence({columns, entropies, residuals, now}, token) {
   const {A, S} = columns.at(-1), row = patches(j => looks(A, token + 1, j));
   const attends = `entropy ${entropies.at(-1).toFixed(2)} nats. The patch in ${where(token)} gives itself ` +
     `${percent(row[token])} of its attention, other patches ${percent(sumOf(row) - row[token])}.`;
-  if (!S) return `Layer 4: ${attends}`;
-  return `Step ${now.n_iter} in layer ${now.layers[0] + 1}, λ = ${showLambda(now.lambd)}, ${now.form}: S is ` +
+  if (!S) return `Layer 3: ${attends}`;
+  return `Step ${now.n_iter} in layer ${now.layers[0]}, λ = ${showLambda(now.lambd)}, ${now.form}: S is ` +
     `${percent(sumOf(S) / 64)} of the longest key on average, the residual ${residuals.at(-1).toFixed(2)} of |K|, ${attends}`;
 }

@@ -225,7 +225,7 @@ function drawAttack(now) {
 data.scenes = data.scenes.map(text => Float32Array.from(atob(text), c => c.charCodeAt(0) / 255));
 data.labels.forEach((label, i) => $("scene").add(new Option(`scene ${i + 1}, ${data.classes[label]}`, i)));
 Object.keys(FORMS).forEach(form => $("form").add(new Option(form)));
-$("layers").insertAdjacentHTML("beforeend", [1, 2, 3, 4].map(i => `<label><input type="checkbox"> ${i}</label>`).join(""));
+$("layers").insertAdjacentHTML("beforeend", [0, 1, 2, 3].map(i => `<label><input type="checkbox"> ${i}</label>`).join(""));
 $("duel").innerHTML = network.names.map(name => `<figure><figcaption>${TITLE[name]}</figcaption>
   <canvas width="160" height="160" role="img"></canvas><canvas width="160" height="160" role="img"></canvas></figure>`).join("");
 

@@ -1,0 +1,318 @@
+"""Do the pages say what the rows say? Every number in a sentence, computed again.
+
+    python -m referee.claims            # silence: all agree; else page, expected, found
+    python -m referee.claims --details  # write the tables of details.md anew, from the rows
+
+claims.csv has a row a number: the page, the words around it with [] in its place, and the
+expression that gives it: the name of a function of FUNCTIONS and its arguments, `gap; scenes;
+rpc4-l1; pgd`. To add a number, write it on the page and its row there.
+"""
+
+import argparse
+import csv
+import json
+import re
+import statistics
+import sys
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+import common
+from referee import arms, constancy, kernel_pca, line, where_is_s
+from referee.stats import detectable, interval, paired_t, show, show_p, spread
+
+ROOT = Path(__file__).parents[1]
+RESULTS, CLAIMS = ROOT / "referee/results", ROOT / "referee/claims.csv"
+
+
+# --- differences of pairs -------------------------------------------------------------------------
+
+@cache
+def comparison(name):
+    """A comparison of the stored rows: its study and its `stats.Compared`."""
+    study = next(study for study in arms.STUDIES.values() if name in study.comparisons)
+    return study, arms.compared(study, name, arms.stored(study))
+
+
+def key_of(name, pair, measure):
+    """The key of a pair, "arm" or "arm - baseline", in a comparison."""
+    study, of = comparison(name)
+    short = {"pgd": study.primary[1], "corruptions": "15 corruptions", "budget": "median budget"}
+    arm, _, base = pair.partition(" - ")
+    base = base or next(b for a, b in study.comparisons[name].pairs if a == arm)
+    return short.get(measure, measure), arm, base
+
+
+def gap(name, pair, measure, what="difference"):
+    """A paired difference with its 95 % interval; or its mean, interval, seeds, p, p after Holm,
+    90 % interval, the difference found with 80 % power, the accuracy of the arm or its baseline."""
+    study, of = comparison(name)
+    measure, arm, base = key = key_of(name, pair, measure)
+    if what in ("arm", "baseline"):
+        seeds = study.comparisons[name].seeds
+        return mean_of([x.mean() for (a, s), x in of.found[measure].items()
+                        if a == (arm if what == "arm" else base) and (not seeds or s in seeds)])
+    d, digits = of.gaps[key], 2 if measure == "median budget" else 1
+    return described(d, what, of.p.get(key, np.nan), of.tests, digits)
+
+
+def described(d, what, holm=np.nan, tests=1, digits=1):
+    """A Difference in one of the ways that a sentence needs."""
+    if what == "power":
+        return f"{detectable(d.error, d.df, tests):.{digits}f}"
+    if what == "90":
+        return " to ".join(f"{end:+.{digits}f}" for end in interval(d, 0.9))
+    ends = f"{d.low:+.{digits}f} to {d.high:+.{digits}f}"
+    return {"difference": show(d, digits), "interval": ends,
+            "mean": f"{d.mean:+.{digits}f}", "seeds": str(d.n), "networks": str(d.n),
+            "p": show_p(d.p), "holm": show_p(holm)}[what]
+
+
+def outcome(name, pair):
+    """What a pair came to by its comparison's margins: below, above, equal or open."""
+    study, of = comparison(name)
+    return arms.outcome(study, name, of, key_of(name, pair, "pgd")[1:])
+
+
+def rule():
+    """How many attentions of others meet the rule that was fixed for them."""
+    met = arms.meet_the_rule(comparison("ten")[1])
+    return str(len(met)) if met else "none"
+
+
+def mean_of(values, form=".1f"):
+    return format(np.mean(values), form)
+
+
+# --- the line -------------------------------------------------------------------------------------
+
+@cache
+def picture(name):
+    networks = line.other_recipes() if name == "other" else line.stored(name)
+    return networks, line.PICTURES["fresh" if name == "other" else name][3]
+
+
+def full(name, measure):
+    return dict(zip(("pgd", "corruptions"), picture(name)[1])).get(measure, measure)
+
+
+def off(name, arm, measure, what="difference"):
+    """An arm's distance from the line; or its accuracy; its clean loss, the geometric mean."""
+    networks, measure = picture(name)[0], full(name, measure)
+    own = [n for n in networks if n.arm == arm]
+    if what == "accuracy":
+        return mean_of([n.accuracy[measure] for n in own])
+    if what == "loss":
+        return f"{np.exp(np.mean([np.log(n.loss) for n in own])):.3f}"
+    of = picture("fresh")[0] if name == "other" else networks
+    return described(line.distance(own, line.reference(of, arm), measure), what)
+
+
+def apart(first, second, measure, what="difference"):
+    """The difference of two arms of the line that have other seeds, over seeds alone."""
+    networks = picture("fresh")[0]
+    arms_ = ([n for n in networks if n.arm == arm] for arm in (first, second))
+    return described(line.apart(*arms_, full("fresh", measure)), what)
+
+
+def pooled(name, group, measure, what="difference"):
+    """The distance of a group of attentions from the line, taken as one: "RPC that attends"."""
+    found, p = grouped(name)
+    key = group, full(name, measure)
+    return described(found[key], what, p[key], len(p))
+
+
+@cache
+def grouped(name):
+    return line.grouped(name, picture(name)[0])
+
+
+def adjusted(how, measure, what="difference"):
+    """RPC minus its baseline at one clean loss after 24 epochs, by "own line" or "one slope"."""
+    return described(line.adjusted(picture("fresh")[0], how, full("fresh", measure)), what)
+
+
+def fit(name, measure, what):
+    """What is known of the line: r with its interval, p of a bend, per cent of variance explained,
+    the number of its networks."""
+    of = line.reference(picture(name)[0])
+    r, low, high, bend = line.correlation(of, full(name, measure))
+    return {"r": f"{r:+.2f} ({low:+.2f} to {high:+.2f})", "bend": show_p(bend),
+            "explained": f"{100 * r * r:.0f}", "networks": str(len(of))}[what]
+
+
+# --- other rows -----------------------------------------------------------------------------------
+
+@cache
+def rows_of(file):
+    """The rows of a file: CSV, one JSON object a line, or a JSON object."""
+    path = ROOT / file if file.startswith("lecture/") else RESULTS / file
+    if path.suffix == ".csv":
+        with open(path, newline="") as f:
+            return list(csv.DictReader(f))
+    if path.suffix == ".jsonl":
+        return common.read_log(path)
+    found = json.loads(path.read_text())
+    return found.get("rows", [found])
+
+
+def mean(file, *given):
+    """The mean of a column over all rows that meet the conditions (column=pattern), in a form: .2f,
+    ±.2f with their standard deviation, ci2 with a t-interval, in2 the same without signs. Of rows
+    at several training steps the last. A file with * stands for several."""
+    *conditions, column, form = given
+    wanted = dict(condition.split("=", 1) for condition in conditions)
+    files, found = [file], []
+    if "*" in file or "?" in file:
+        files = [str(path.relative_to(RESULTS)) for path in sorted(RESULTS.glob(file))]
+    for name in files:
+        rows = [row for row in rows_of(name) if all(
+            fnmatchcase(f"{row[k]:g}" if isinstance(row[k], float) else str(row[k]),
+                        pattern.replace("[", "[[]")) for k, pattern in wanted.items())]
+        end = max((float(row.get("step", 0)) for row in rows), default=0)
+        for row in (row for row in rows if float(row.get("step", 0)) == end):
+            for part in column.split("."):
+                row = row[part]
+            found.append(float(row))
+    return written(found, form)
+
+
+def written(found, form):
+    if form.startswith("±"):
+        return spread(found, form[1:])
+    if form.startswith(("ci", "in")):
+        text = show(paired_t(found), int(form[2:]))
+        return text if form.startswith("ci") else text.replace("+", "")
+    return format(statistics.mean(found), form).replace("%", " %")
+
+
+def kpca(table, run, measure, source, form, *more):
+    """A number of results/kpca, the mean over layers, heads and images."""
+    return mean(f"kpca/{table}.csv", "layer=all", f"run={run}", f"measure={measure}",
+                f"source={source}", *more, "mean", form)
+
+
+def way(table, network, measure):
+    """Per cent of the way from a random matrix to the best map found that learned values went."""
+    rows = kernel_pca.rows_of(RESULTS / f"kpca/{table}.csv")
+    return show(paired_t(kernel_pca.closed(rows, network, measure)))
+
+
+def learned(table, network):
+    """The verdict on a network's values, in the words of the plan."""
+    return kernel_pca.verdict(kernel_pca.rows_of(RESULTS / f"kpca/{table}.csv"), network)
+
+
+def chosen(criterion):
+    """The setting with the highest mean score over its seeds, among those chosen from."""
+    scores = {}
+    for row in rows_of("constants/choose.jsonl"):
+        name = f"{row['form']}-{row['lambd']:g}-n{row['n_iter']}"
+        scores.setdefault(name, []).append(row[criterion])
+    return max(scores, key=lambda name: np.mean(scores[name]))
+
+
+def nats(contrast, family="span", rows="constancy"):
+    """A difference of held-out losses of forced values: own - hashed, or an effect's name."""
+    of = constancy.families(RESULTS / f"decider/{rows}.jsonl")[family]
+    first, _, second = contrast.partition(" - ")
+    found = constancy.gaps(of, first, second) if second else constancy.effects(of)[contrast]
+    return show(paired_t(found), 3)
+
+
+def beyond(null):
+    """The p after Holm's correction of: own axes are better than this null's by the margin."""
+    of = constancy.families(RESULTS / "decider/constancy.jsonl")["span"]
+    return show_p(constancy.beyond(of)[null])
+
+
+def where(network, measure, form):
+    """A value of where_is_s after training, in a form of `mean`."""
+    groups = where_is_s.over_seeds(rows_of("where_is_s/rows.jsonl"))
+    last = max(step for name, step in groups if name == network)
+    return written(groups[network, last][measure], form)
+
+
+FUNCTIONS = {f.__name__: f for f in (gap, outcome, rule, off, apart, pooled, adjusted, fit, mean,
+                                     kpca, way, learned, chosen, nats, beyond, where)}
+
+
+def value(expression):
+    """What an expression of claims.csv gives."""
+    name, *given = [part.strip() for part in expression.split(";")]
+    return FUNCTIONS[name](*given)
+
+
+# --- pages ----------------------------------------------------------------------------------------
+
+def read_claims(path=CLAIMS):
+    """The claims: (page, words with [] for the number, expression)."""
+    with open(path, newline="") as f:
+        return [(row["page"], row["words"], row["expression"]) for row in csv.DictReader(f)]
+
+
+def spoken(words, text):
+    """What stands for [] in each place where a text has these words, however lines break."""
+    before, after = (re.escape(part) for part in words.split("[]"))
+    return re.findall(before + "([^|]{1,40}?)" + after, " ".join(text.split()))
+
+
+def faults(claims, root=ROOT):
+    """Say of each claim that does not hold: page, what is expected, what is found."""
+    for page, words, expression in claims:
+        expected, found = value(expression), spoken(words, (root / page).read_text())
+        if not found:
+            yield f"{page}: the words “{words}” are missing, expected {expected} there"
+        elif any(text != expected for text in found):
+            wrong = next(text for text in found if text != expected)
+            yield f"{page}: “{words}” has {wrong}, expected {expected} ({expression})"
+
+
+def detail(*studies, pictures=()):
+    """The tables of studies and pictures of the line, as their commands print them."""
+    parts = []
+    for name in studies:
+        rows = arms.stored(arms.STUDIES[name])
+        text = arms.tables(arms.STUDIES[name], rows)
+        text += "\n\n## by cost\n\n" + arms.by_cost(rows) if name == "criterion" else ""
+        parts.append((f"python -m referee.arms {name}", text))
+    if pictures:
+        text = "\n\n".join(line.page(name) for name in pictures)
+        parts.append(("python -m referee.line", text))
+    return "# Tables, written from the rows\n\n" + "\n\n".join(
+        f"```sh\n{command}\n```\n\n{text}" for command, text in parts) + "\n"
+
+
+DETAILS = {"robustness": ("robustness", "cifar10"), "constants": ("constants", "eighteen"),
+           "control": ("control",), "finetune": ("finetune",), "line": ("line", "line-cifar10"),
+           "criterion": ("criterion",)}
+
+
+def details():
+    """{page: its text} of every page that a study's command writes."""
+    return {f"referee/results/{folder}/details.md": detail(
+        *studies, pictures=line.PICTURES if folder == "line" else ())
+        for folder, studies in DETAILS.items() if arms.stored(arms.STUDIES[studies[0]])}
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--details", action="store_true", help="write the tables anew")
+    args = p.parse_args(argv)
+    found = list(faults(read_claims()))
+    for page, text in details().items():
+        path = ROOT / page
+        if args.details:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            found.append(f"{page} is not what the rows say: python -m referee.claims --details")
+    if found:
+        sys.exit("\n".join(found))
+
+
+if __name__ == "__main__":
+    common.run(main)

@@ -1,0 +1,455 @@
+"""What a GPU has to show: every part on it beside the CPU, and what it costs there.
+
+    python -m pytest tests/test_gpu.py          # ends in a table for the record
+
+Where there is none, the CPU stands in for it, so that these tests are tried everywhere; what only
+a GPU can tell is skipped there, and less is compiled.
+"""
+
+import copy
+import json
+import math
+import os
+import shutil
+import time
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+import common
+import eval_robust
+import train_cls
+import train_lm
+import train_seg
+from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, SelfAttention, rpc_attention
+from conftest import ROOT
+from data.shapes import load_shapes
+from lm import LM, LMConfig
+from processes import group
+from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd
+from robust.attacks import fgsm, noise, pgd
+from robust.autoattack import apgd, apgd_t, autoattack, fab_t, square
+from robust.corruptions import NAMES, corrupt
+from robust.more_attacks import cw, sld, spsa
+from runs import call, flags, log, make_pairs, make_text
+from segmenter import Segmenter, SegmenterConfig
+from vit import ViT, ViTConfig, classifier_from_checkpoint
+
+GPUS = torch.cuda.device_count()
+KINDS = ("softmax", "symmetric", "rpc", "rpc_asym", "scaled_s", "scaled_alpha")     # of ATTENTIONS
+needs_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
+
+
+@pytest.fixture
+def device():
+    """The GPU or, where there is none, the CPU; no run leaves its precision to the next one."""
+    convolutions = torch.backends.cudnn.allow_tf32
+    yield torch.device("cuda" if GPUS else "cpu")
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = convolutions
+
+
+@pytest.fixture
+def note(record_property):
+    """note(part, found): a line of the table that conftest.py prints when all tests have run."""
+    began = time.time()
+
+    def write(part, found):
+        record_property("note", [part, found, f"{time.time() - began:.1f}"])
+    return write
+
+
+def error(found, expected):
+    """||found - expected|| / ||expected|| over lists of tensors, in float64."""
+    a, b = (torch.cat([x.detach().cpu().double().flatten() for x in xs])
+            for xs in (found, expected))
+    return ((a - b).norm() / b.norm()).item()
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+CASES = [(attn, form, causal) for attn in KINDS
+         for form in (FORMS if "rpc" in attn else [""])
+         for causal in ([False] if attn == "scaled_s" else [False, True])]
+
+
+@pytest.mark.parametrize("attn,form,causal", CASES)
+def test_attention_is_float64s_within_the_rounding_of_its_precision(attn, form, causal, device,
+                                                                    note):
+    """Relative errors of outputs and gradients, where PAP shrinks a third of the keys' entries.
+
+    Its gradient jumps where an entry crosses the threshold: bf16 carries 0.2 % of them across,
+    which is 10 % of the gradient; with --lambd inf it is 0.6 %, as of softmax.
+    """
+    torch.manual_seed(0)
+    pap = dict(form=form, lambd=0.5 if form == "released" else 0.3)
+    layer = SelfAttention(192, 3, attn, pap=pap if form else None, causal=causal, num_tokens=65)
+    with torch.no_grad():
+        layer.qkv.weight *= 1.2                                 # keys of standard deviation 0.7
+        for p in layer.learned.parameters() if layer.learned else ():
+            p.normal_(0, 0.1)
+    x, along = torch.randn(2, 4, 65, 192)
+
+    def outcome(device, dtype, amp):
+        m, to = copy.deepcopy(layer).to(device, dtype), dict(device=device, dtype=dtype)
+        z = x.to(**to, copy=True).requires_grad_()
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=amp):
+            y = m(z)
+        (y * along.to(**to)).sum().backward()
+        return [y], [z.grad, *(p.grad for p in m.parameters())]
+
+    exact = outcome("cpu", torch.float64, False)
+    single, half = (list(map(error, outcome(device, torch.float32, amp), exact))
+                    for amp in (False, True))
+    note(f"{attn} {form}{' causal' * causal}".replace("  ", " "),
+         "output, gradients off by {:.0e}, {:.0e}; in bf16 {:.1e}, {:.1e}".format(*single, *half))
+    assert single[0] < 1e-5 and single[1] < 1e-2
+    assert half[0] < 0.01 and half[1] < (0.2 if form else 0.01)
+
+
+def written_out(k, v, n_iter=4, lambd=4.0):
+    """Algorithm 1 as the released code computes it: each step keeps a matrix (B, H, N, N)."""
+    H, N, D = k.shape[1:]
+    mu = N * H * D / (4 * k.abs().sum((-2, -1), keepdim=True))
+    L = Y = torch.zeros_like(k)
+    for _ in range(n_iter):
+        move = k - L + Y / mu
+        S = move.sign() * (move.abs() - lambd * mu).clamp(min=0)
+        K2 = k - S - Y / mu
+        L = torch.softmax(K2 @ K2.mT / math.sqrt(D), -1) @ v
+        Y = Y + mu * (k - L - S)
+    return L
+
+
+def test_rpc_keeps_no_matrix_of_tokens_and_the_loop_written_out_keeps_one_a_step(device, note):
+    B, H, N, D = (32, 3, 1025, 64) if GPUS else (1, 1, 1025, 16)
+    torch.manual_seed(0)
+    k, v = torch.randn(2, B, H, N, D, device=device)
+    found = {}
+    for function in (rpc_attention, written_out):
+        a, b = (t.clone().requires_grad_() for t in (k, v))
+        matrices, before = [], 0
+        if GPUS:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+
+        def keep(t):
+            matrices.extend([1] * (t.shape[-2:] == (N, N)))
+            return t
+        with saved_tensors_hooks(keep, lambda t: t):
+            h = function(a, b)
+        h.square().sum().backward()
+        peak = (torch.cuda.max_memory_allocated() - before) / 2 ** 20 if GPUS else 0
+        found[function] = h.detach(), len(matrices), peak
+    (h, none, peak), (theirs, some, most) = found.values()
+    note(f"RPC, {B} x {H} heads, N = {N}", f"{none} matrices kept, written out {some}"
+         + f"; {peak:.0f} MB, written out {most:.0f} MB" * (GPUS > 0))
+    off = error([h], [theirs])
+    assert off < 1e-4 and none == 0 and some >= 4
+    assert peak <= most / 3
+
+
+# --- the trainers ---------------------------------------------------------------------------------
+
+SCRIPTS = dict(cls=train_cls, lm=train_lm, seg=train_seg)
+# 20 steps whose random numbers are the same on every device: no dropout, no drop path
+SMALL = dict(
+    cls="--model nano --num_images 64 --image_size 16 --patch_size 4 --batch_size 16 --epochs 5 "
+        "--lr 1e-3 --num_ops 2 --erase 0.25 --pad 2 --mixup 0.8 --cutmix 1 --ema 0.9",
+    lm="--data_dir text --context 16 --batch_size 8 --steps 20 --eval_every 10 --words 5 --warmup "
+       "5 --dropout 0 --cutoffs 5,10",
+    seg="--data ade20k --data_dir pairs --num_classes 4 --model nano --size 32 --patch_size 8 "
+        "--batch_size 4 --epochs 7 --max_steps 20 --lr 1e-3 --dropout 0 --drop_path 0 "
+        "--num_workers 0 --save_images 0")
+# bf16 with everything that a device draws for itself; the images of cls are easier to learn
+BF16 = dict(cls="--drop_path 0.1 --num_ops 0 --erase 0 --mixup 0 --cutmix 0 --lr 3e-3 --adv_eps "
+                "0.5/255 --adv_steps 2", lm="--dropout 0.1 --lr 5e-3", seg="--dropout 0.1")
+each = pytest.mark.parametrize("name", SCRIPTS)
+
+
+def train(name, device, out_dir, *more):
+    """{step: loss} of 20 steps, in float32 unless `more` has --amp."""
+    call(SCRIPTS[name].main, SMALL[name], "--log_every 1 --no-amp --device", [device], *more,
+         out_dir=out_dir)
+    return list(log(out_dir).values())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with data, and of each trainer 20 steps on the device: {name: losses}."""
+    folder, device = tmp_path_factory.mktemp("runs"), "cuda" if GPUS else "cpu"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        make_text()
+        make_pairs()
+        return folder, {name: train(name, device, name) for name in SCRIPTS}
+
+
+@pytest.fixture
+def plain(runs, monkeypatch):
+    """The losses of those runs, in their folder."""
+    monkeypatch.chdir(runs[0])
+    return runs[1]
+
+
+def apart(losses, others):
+    """The largest difference between 20 losses and 20 others."""
+    assert len(losses) == len(others) == 20
+    return max(abs(a - b) for a, b in zip(losses, others))
+
+
+@each
+def test_twenty_steps_in_float32_have_the_cpus_losses(name, device, plain, note):
+    found = apart(plain[name], train(name, "cpu", f"{name}_cpu"))
+    note(f"train_{name}, float32", f"losses {found:.1e} from the CPU's")
+    assert found < 1e-3
+
+
+@each
+def test_twenty_steps_in_bf16_stay_finite_and_learn(name, device, plain, note):
+    losses = train(name, device, f"{name}_amp", BF16[name], "--amp")
+    first, last = sum(losses[:5]) / 5, sum(losses[-5:]) / 5
+    note(f"train_{name}, bf16", f"loss {first:.3f}, then {last:.3f}")
+    assert last < 0.98 * first
+
+
+@each
+@pytest.mark.parametrize("begun", ["on the CPU", "on the device"])
+def test_a_run_that_was_stopped_goes_on_on_the_device(name, begun, device, plain, note):
+    out_dir = f"{name}_{begun.split()[-1]}"
+    train(name, "cpu" if "CPU" in begun else device, out_dir, "--max_steps 10")
+    call(SCRIPTS[name].main, "--max_steps 20 --device", [device], resume=out_dir)
+    found = apart(plain[name], list(log(out_dir).values()))
+    note(f"train_{name}, begun {begun}, resumed", f"losses {found:.1e} from the whole run's")
+    assert found < 1e-3
+
+
+@each
+def test_torchrun_with_one_process_changes_nothing(name, device, plain, note):
+    """Through nccl or, on a CPU, gloo."""
+    group(SCRIPTS[name].main, flags(SMALL[name], "--log_every 1 --no-amp --device", [device],
+                                    out_dir=f"{name}_one"), world=1)
+    found = apart(plain[name], list(log(f"{name}_one").values()))
+    note(f"train_{name}, torchrun, 1 process", f"losses {found:.1e} from plain ones")
+    assert found < 1e-3
+
+
+@needs_gpu
+@each
+def test_a_step_waits_for_the_gpu_at_most_once(name, device, plain, note, monkeypatch):
+    """Ten steps more, without checkpoints: a wait is what the GPU's own check warns of."""
+    monkeypatch.setattr(common, "save", lambda *args, **how: None)
+    waits = []
+    for steps in (10, 20):
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call(SCRIPTS[name].main, SMALL[name], "--eval_every 100 --log_every 100 --device cuda",
+                 max_steps=steps, out_dir=f"{name}_waits_{steps}")
+        torch.cuda.set_sync_debug_mode("default")
+        waits.append(sum("synchronizing" in str(one.message) for one in caught))
+    note(f"train_{name}, waits", f"{(waits[1] - waits[0]) / 10:.1f} a step")
+    assert waits[1] - waits[0] <= 10
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", [*SCRIPTS, "fan"])
+def test_as_many_processes_as_gpus_have_the_losses_of_one(name, device, plain, note):
+    """A FAN's batch norm is over the images of all processes."""
+    script, fan = ("cls", "--model fan_tiny") if name == "fan" else (name, "")
+    world = max(n for n in (2, 4, 8) if n <= GPUS)                      # they divide every batch
+    big = "--batch_size 16"
+    run = flags(SMALL[script], fan, big, "--log_every 1 --no-amp --max_steps 10 --device cuda")
+    group(SCRIPTS[script].main, [*run, "--out_dir", f"{name}_many"], world=world)
+    call(SCRIPTS[script].main, run, out_dir=f"{name}_single")
+    many, single = (list(log(f"{name}_{end}").values()) for end in ("many", "single"))
+    found = max(abs(a - b) for a, b in zip(many, single, strict=True))
+    note(f"{name}, torchrun, {world} GPUs", f"losses {found:.1e} from one's")
+    assert found < 1e-3
+
+
+# --- images that were changed ---------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_corruption_gives_the_cpus_image_within_a_grey_level(name, device, note):
+    images, worst = load_shapes("test", 8).images, 0.0
+    wide = torch.nn.functional.interpolate(images.float(), (48, 80)).byte()     # of any size
+    for pixels, severity in ((images, 1), (images, 5), (wide, 3)):
+        found = corrupt(pixels.to(device), name, severity)
+        assert found.device.type == device.type
+        off = (found.cpu().double() - corrupt(pixels, name, severity)).abs()
+        assert (off > 1).double().mean() < 1e-3
+        worst = max(worst, off.mean().item())
+    note(f"corruption {name}", f"{worst:.4f} grey levels from the CPU's")
+    assert worst < 0.05
+
+
+EPS = 4 / 255
+ATTACKS = {
+    "noise": partial(noise, scale=0.3), "fgsm": partial(fgsm, eps=EPS),
+    "pgd": partial(pgd, eps=EPS, steps=5),
+    "adaptive_pgd": partial(adaptive_pgd, eps=EPS, steps=3, alpha=EPS / 2),
+    "apgd": partial(apgd, eps=EPS, steps=5),
+    "apgd dlr": partial(apgd, eps=EPS, steps=5, loss="dlr"),
+    "adaptive_apgd": partial(adaptive_apgd, eps=EPS, steps=3),
+    "apgd_t": partial(apgd_t, eps=EPS, steps=5, num_targets=2),
+    "fab_t": partial(fab_t, eps=EPS, steps=5, num_targets=2),
+    "square": partial(square, eps=8 * EPS, queries=60),
+    "autoattack": partial(autoattack, eps=EPS, steps=5, queries=20, num_targets=2),
+    "adaptive_autoattack": partial(adaptive_autoattack, eps=EPS, steps=2, queries=10,
+                                   num_targets=2),
+    "spsa": partial(spsa, eps=8 * EPS, steps=4, pairs=8), "sld": partial(sld, l1=4.0, steps=10),
+    "cw": partial(cw, steps=20, search_steps=2, lr=0.01)}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_is_as_strong_as_on_the_cpu_and_keeps_its_budget(name, device, note):
+    """As many images stay right, but for one of 20, and they move as far, but for 10 %."""
+    n, attack = 64 if GPUS else 16, ATTACKS[name]
+    split = load_shapes("test", n)
+    model = classifier_from_checkpoint(common.load(ROOT / "weights/shapes_rpc.pt"))
+    right, far = [], []
+    for where in (torch.device("cpu"), device):
+        model.to(where)
+        x, y = split.images.to(where).float() / 255, split.labels.to(where)
+        adv = attack(model, x, y)
+        moved, how = (adv - x).flatten(1), attack.keywords
+        assert adv.device.type == where.type and 0 <= adv.min() and adv.max() <= 1
+        assert moved.abs().max() <= how.get("eps", how.get("scale", 1)) + 1e-6
+        assert moved.abs().sum(1).max() <= how.get("l1", math.inf) * (1 + 1e-4)
+        with torch.no_grad():
+            right.append((model(adv).argmax(1) == y).sum().item())
+        far.append(moved.norm(dim=1).mean().item())
+    note(f"attack {name}", f"{right[1]} of {n} stay right, {right[0]} on the CPU; they move by "
+         f"{far[1]:.3f}, {far[0]:.3f}")
+    assert abs(right[0] - right[1]) <= max(1, n // 20) and abs(far[0] - far[1]) <= 0.1 * far[0]
+
+
+MEASURES = {
+    "weights/shapes_rpc.pt": ["--limit 40 --severities 1 5 --measures clean noise", [
+        "fgsm eps=4/255", "pgd steps=5 eps=2/255", "corruptions type=fog,glass_blur"]],
+    "weights/seg_shapes_rpc.pt": ["--limit 8 --measures clean"],
+    "weights/pydoc_rpc.pt": ["--limit 2000 --measures perplexity"]}
+
+
+@pytest.mark.parametrize("ckpt", MEASURES)
+def test_the_evaluators_rows_are_the_cpus(ckpt, device, note, tmp_path, monkeypatch):
+    """Accuracies within two images, losses, distances, perplexities and IoU within 2 %."""
+    monkeypatch.chdir(tmp_path)
+    rows = []
+    for i, where in enumerate(("cpu", device)):
+        call(eval_robust.main, "--ckpt", [ROOT / ckpt], *MEASURES[ckpt], "--num_workers 0 --device",
+             [where], out_dir=f"rows_{i}")
+        text = (tmp_path / f"rows_{i}" / "results.jsonl").read_text()
+        rows.append([json.loads(line) for line in text.splitlines()])
+    compared, worst = 0, 0.0
+    for a, b in zip(*rows, strict=True):
+        for field, value in a.items():
+            numbers = value if isinstance(value, list) else [value]
+            if field == "seconds" or not all(type(x) is float for x in numbers):
+                continue
+            x, y = torch.tensor(numbers), torch.tensor(b[field])
+            off = (x - y).abs() / (250 if field in ("top1", "top5") else x.abs() + 0.01)
+            compared, worst = compared + 1, max(worst, off.max().item())
+            assert worst <= 0.02, (a["measure"], field, value, b[field])
+    note(f"evaluator, {ckpt}", f"{compared} numbers of {len(rows[0])} rows within {worst:.2%}")
+    assert compared >= len(rows[0])
+
+
+# --- torch.compile --------------------------------------------------------------------------------
+# Last: a process that has compiled holds threads, and those above are forks on a CPU.
+
+COMPILED = [(network, attn, "inductor") for network in ("vit", "seg", "lm")
+            for attn in (*KINDS, "sym_asym") if network == "vit" or attn != "scaled_s"]
+if not GPUS:            # traced alone, which takes a second; Inductor's C++ takes half a minute
+    few = [("vit", "scaled_s"), ("seg", "rpc"), ("lm", "rpc")]
+    COMPILED = [*((*one, "aot_eager") for one in few), ("vit", "rpc", "inductor")]
+
+
+def build(network, attn):
+    """A small network without dropout, and a function that makes a batch of b for it."""
+    torch.manual_seed(0)
+    small = dict(embed_dim=32, depth=2, num_heads=2, attn=attn, pap=dict(n_iter=2))
+    if network == "lm":
+        tokens = partial(torch.randint, 50)
+        return (LM(LMConfig(50, context=16, mlp_dim=64, rpc_layers=(0,), dropout=0, **small)),
+                lambda b: (tokens((b, 16)), tokens((b, 16))))
+    if network == "seg":
+        return (Segmenter(SegmenterConfig(4, image_size=32, patch_size=8, drop_path=0,
+                                          decoder_dropout=0, **small)),
+                lambda b: (torch.rand(b, 3, 32, 32),))
+    return (ViT(ViTConfig(image_size=16, patch_size=4, num_classes=5, **small)),
+            lambda b: (torch.rand(b, 3, 16, 16),))
+
+
+def counting(backend, graphs):
+    """A backend of torch.compile that also counts what it gets."""
+    inner = torch._dynamo.lookup_backend(backend)
+
+    def compile_graph(graph, inputs):
+        graphs.append(graph)
+        return inner(graph, inputs)
+    return compile_graph
+
+
+@pytest.mark.parametrize("network,attn,backend", COMPILED)
+def test_a_network_compiles_to_one_graph_which_equals_it(network, attn, backend, device, note):
+    if backend == "inductor" and not GPUS and not shutil.which(os.environ.get("CXX", "g++")):
+        pytest.skip("Inductor needs a C++ compiler on a CPU")
+    torch.compiler.reset()
+    (model, batch), graphs = build(network, attn), []
+    model.to(device)
+    compiled = torch.compile(model, backend=counting(backend, graphs))
+    for _ in range(2):                                          # the second one is not compiled
+        inputs, found = [x.to(device) for x in batch(4)], []
+        for net in (model, compiled):
+            model.zero_grad()
+            y = net(*inputs)
+            y.square().sum().backward()
+            found.append([y, *(p.grad for p in model.parameters() if p.grad is not None)])
+        off = error(*found)
+        assert off < 1e-4 and len(graphs) == 1
+    compiled.eval()
+    with torch.no_grad():                                       # as evaluations do: a batch, a rest
+        for b in (4, 4, 3, 2):
+            inputs = [x.to(device) for x in batch(b)]
+            off = max(off, error([compiled(*inputs)], [model(*inputs)]))
+    note(f"compile {network} {attn}, {backend}",
+         f"{off:.0e} from eager; 1 graph to train, {len(graphs) - 1} to evaluate")
+    assert off < 1e-4 and len(graphs) <= 3
+
+
+@each
+def test_a_run_with_compile_has_the_same_losses(name, device, plain, note, monkeypatch):
+    graphs, real = [], torch.compile
+    backend = counting("inductor" if GPUS else "eager", graphs)
+    monkeypatch.setattr(torch, "compile", lambda model: real(model, backend=backend))
+    torch.compiler.reset()
+    found = apart(plain[name], train(name, device, f"{name}_compile", "--compile"))
+    note(f"train_{name} --compile", f"losses {found:.1e} from plain ones; {len(graphs)} graphs")
+    assert found < 1e-3 and graphs
+
+
+# --- what it costs --------------------------------------------------------------------------------
+
+@needs_gpu
+def test_table_11_has_rows_of_this_gpu_beside_the_loop_written_out(device, note, monkeypatch):
+    from referee import cost
+    out = ROOT / "referee/results/cost/cuda.jsonl"
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setitem(ATTENTIONS, "written_out", lambda k, v: written_out(k, v))
+    monkeypatch.setitem(LAYER_PATTERNS, "written_out", ("written_out", "symmetric"))
+    monkeypatch.setitem(cost.MODELS, "written out 4iter/layer1", dict(attn="written_out"))
+    out.unlink(missing_ok=True)                                 # of another GPU, or of an hour ago
+    cost.main(["--device", "cuda", "--batch_size", "256", "--rounds", "5", "--out",
+               str(out.relative_to(ROOT))])
+    rows = {row["model"]: row for row in map(json.loads, out.read_text().splitlines())}
+    for model, row in rows.items():
+        note(f"cost {model}, batch of 256", f"train {row['train images/s']:.0f} images/s, x "
+             f"{row['train batch ratio']:.2f}; test x {row['test batch ratio']:.2f}; keeps "
+             f"{row['kept MB']:.1f} MB an image")
+    ours, theirs = rows["rpc 4iter/layer1"], rows["written out 4iter/layer1"]
+    assert ours["kept MB"] < theirs["kept MB"] and len(rows) >= len(cost.MODELS)

@@ -1,0 +1,89 @@
+"""What --data selects, and what docs/data.md says for other models, is what the papers say."""
+
+import re
+import shlex
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import train_cls
+import train_lm
+import train_seg
+from conftest import ROOT
+from runs import call
+
+pytestmark = pytest.mark.usefixtures("alone")
+SCRIPTS = {"train_cls.py": train_cls, "train_lm.py": train_lm, "train_seg.py": train_seg}
+OURS = dict(attn="rpc", rpc_layers="0", n_iter=4, lambd=4.0, form="released", seed=0)
+DEIT = dict(OURS, model="tiny", image_size=224, patch_size=16, drop_path=0.1, epochs=300,
+            batch_size=1024, min_lr=1e-5, lr=5e-4 * 1024 / 512, warmup_epochs=5, weight_decay=0.05,
+            clip=0, ema=0.99996, pad=0, num_ops=2, erase=0.25, mixup=0.8, cutmix=1.0,
+            smoothing=0.1, repeats=3)
+FAN = dict(DEIT, lr=2e-3, min_lr=1e-6, repeats=1, ema=0.99992)
+RECIPES = {
+    "train_cls.py --data imagenet": DEIT,
+    "train_cls.py --data imagenet --model base": dict(DEIT, model="base", clip=1),
+    "train_cls.py --data imagenet --model fan_tiny":
+        dict(FAN, model="fan_tiny", batch_size=512, drop_path=0),
+    "train_cls.py --data imagenet --model fan_small": dict(FAN, model="fan_small", drop_path=0.2),
+    "train_lm.py --data wikitext103":
+        dict(OURS, mu_over="seen", dropout=0.1, clip=0.25, model="paper", context=256,
+             rpc_layers="0-3", steps=500_000, batch_size=96, cutoffs="20000,40000,200000",
+             lr=2.5e-4, warmup=2000, eval_every=4000),
+    "train_seg.py --data ade20k":
+        dict(OURS, min_lr=1e-5, dropout=0.1, patch_size=16, model="tiny", lr=1e-3, weight_decay=0,
+             clip=0, drop_path=0.1, size=512, num_classes=150, epochs=64, batch_size=8),
+}
+
+
+def commands():
+    """The commands of docs/data.md's runs of the paper, each the words after torchrun's flags."""
+    text = (ROOT / "docs/data.md").read_text().replace("\\\n", " ")
+    found = re.findall(r"^torchrun .*?(train_\w+\.py .*)$", text, re.M)
+    return [shlex.split(line, comments=True) for line in found if not line.endswith("...")]
+
+
+def flags_of(script, words):
+    args = call(SCRIPTS[script].get_args, words)
+    return vars(args[0])
+
+
+@pytest.mark.parametrize("command", RECIPES)
+def test_recipes_are_the_papers(command):
+    """Those that need more flags than --data and --model are a line of docs/data.md."""
+    script, *words = command.split()
+    if words[-1].startswith("fan"):
+        words = next(line[1:] for line in commands() if words[-1] in line)
+    elif words[-1] == "base":
+        words += ["--clip", "1"]
+    found = flags_of(script, [*words, "--data_dir", "x"])
+    wrong = {k: (found[k], v) for k, v in RECIPES[command].items() if found[k] != v}
+    assert not wrong.keys() - {"attn"}, wrong
+
+
+def test_every_command_of_the_papers_runs_is_understood():
+    for script, *words in commands():
+        if "--init_from" not in words:                              # a file that nobody has yet
+            assert flags_of(script, words)["data"] in ("imagenet", "wikitext103", "ade20k")
+    assert len(commands()) >= 10
+
+
+def test_download_reaches_torchvision_and_nothing_is_fetched_without_it(monkeypatch):
+    asked = []
+
+    class CIFAR10:
+        data, targets = np.zeros((20, 32, 32, 3), np.uint8), [0, 1] * 10
+        classes = list("abcdefghij")
+
+        def __init__(self, folder, train, download):
+            asked.append((folder, train, download))
+    monkeypatch.setattr("torchvision.datasets.CIFAR10", CIFAR10)
+    Path("files/cifar-10-batches-py").mkdir(parents=True)
+    run = partial(call, train_cls.main, data="cifar10", data_dir="files", model="nano",
+                  patch_size=16, batch_size=10, max_steps=1, device="cpu")
+    for download in (False, True):
+        asked.clear()
+        run(download=download, out_dir=f"{download}")
+        assert asked == [("files", True, download), ("files", False, download)]
