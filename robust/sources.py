@@ -104,9 +104,7 @@ def load_model(path, device, flag="--ckpt", normalize="imagenet", weights="model
     NORMALIZE, what a file that is not ours was trained with. weights: "model", or "ema", their
     average over the steps of the training.
     """
-    best = Path(path, "best.pt")
-    checkpoint = common.load(best if best.exists() else path)
-    given = f"{flag} {path}"
+    checkpoint, given = common.load(path), f"{flag} {path}"
     with common.error_prefix(given):
         if "task" not in checkpoint:
             return load_foreign(checkpoint, path, device, given, normalize)
