@@ -19,9 +19,9 @@ from robust.results import checksum, weights_of
 from vit import ViT, ViTConfig, classifier_from_checkpoint
 
 # Training flags that may differ between the seeds of one model; any other makes it another model.
-SEED_FLAGS = ("seed", "accum", "amp", "data_dir", "download", "num_workers", "device", "compile",
-              "out_dir", "resume", "max_steps", "log_every", "eval_every", "save_every",
-              "keep_every", "save_images", "sample", "words", "prompt")
+SEED_FLAGS = ("seed", "amp", "data_dir", "download", "num_workers", "device", "compile", "out_dir",
+              "resume", "max_steps", "log_every", "eval_every", "save_images", "sample", "words",
+              "prompt")
 # What pixels in [0, 1] are normalised by: mean and std, of each channel.
 NORMALIZE = dict(imagenet=dict(mean=ViTConfig.mean, std=ViTConfig.std),
                  half=dict(mean=(0.5,) * 3, std=(0.5,) * 3))
