@@ -327,19 +327,6 @@ def load_known(model, weights):
     load_strictly(model, {name: w for name, w in weights.items() if name not in others})
 
 
-def load_known(model, weights):
-    """Load a model's weights. What else there is, a second head say, is named and left out.
-
-    But not what a block has and the model's has not: without it the block would compute another
-    thing. InputError, in torch's words, for that and for what is missing or of another shape.
-    """
-    own = model.state_dict()
-    others = [name for name in weights if name not in own and "blocks." not in name]
-    if others:
-        print0(f"left out, as the model has no such weights: {', '.join(others)}"[:300])
-    load_strictly(model, {name: w for name, w in weights.items() if name not in others})
-
-
 def load_strictly(model, weights):
     """Call model.load_state_dict; InputError, in torch's words, if the weights do not fit."""
     try:

@@ -123,7 +123,7 @@ def get_args():
          "attacks, too")
     flag("--num_workers", type=natural, default=min(os.cpu_count() or 1, 10),
          help="decoding processes")
-    flag("--device", help="cuda, mps or cpu (default: the best there is)")
+    flag("--device", type=common.device, help="cuda, mps or cpu (default: the best there is)")
     args = p.parse_args()
     args.severities = sorted(set(args.severities))
     if not args.ckpt and not args.model:
@@ -322,16 +322,12 @@ def start(args):
     best = "mps" if torch.backends.mps.is_available() else "cpu"
     best = "cuda" if torch.cuda.is_available() else best
     args.rank, args.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    try:
-        args.device = torch.device(args.device or best)
-        if args.device == torch.device("cuda") and "RANK" in os.environ:
-            args.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(args.device)
-        torch.empty(0, device=args.device)
-    except (RuntimeError, AssertionError) as e:           # as torch says it: not compiled, no GPU
-        raise InputError(f"--device {args.device}: {str(e).splitlines()[0]}") from None
+    args.device = torch.device(args.device or best)
     if "RANK" in os.environ:
         gpu = args.device.type == "cuda"
+        if gpu:
+            args.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(args.device)
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
 

@@ -19,9 +19,9 @@ from robust.results import checksum, weights_of
 from vit import ViT, ViTConfig, classifier_from_checkpoint
 
 # Training flags that may differ between the seeds of one model; any other makes it another model.
-SEED_FLAGS = ("seed", "accum", "amp", "data_dir", "download", "num_workers", "device", "compile",
-              "out_dir", "resume", "max_steps", "log_every", "eval_every", "save_every",
-              "keep_every", "save_images", "sample", "words", "prompt")
+SEED_FLAGS = ("seed", "amp", "data_dir", "download", "num_workers", "device", "compile", "out_dir",
+              "resume", "max_steps", "log_every", "eval_every", "save_images", "sample", "words",
+              "prompt")
 # What pixels in [0, 1] are normalised by: mean and std, of each channel.
 NORMALIZE = dict(imagenet=dict(mean=ViTConfig.mean, std=ViTConfig.std),
                  half=dict(mean=(0.5,) * 3, std=(0.5,) * 3))
@@ -104,9 +104,7 @@ def load_model(path, device, flag="--ckpt", normalize="imagenet", weights="model
     NORMALIZE, what a file that is not ours was trained with. weights: "model", or "ema", their
     average over the steps of the training.
     """
-    best = Path(path, "best.pt")
-    checkpoint = common.load(best if best.exists() else path)
-    given = f"{flag} {path}"
+    checkpoint, given = common.load(path), f"{flag} {path}"
     with common.error_prefix(given):
         if "task" not in checkpoint:
             return load_foreign(checkpoint, path, device, given, normalize)

@@ -10,9 +10,11 @@ from torchvision.io import write_png
 from torchvision.transforms.v2.functional import InterpolationMode, center_crop, resize
 
 import attention
+import common
 from common import InputError
 from data.shapes import load_shapes
 from robust import corruptions, imagenet, sources
+from robust.results import read_rows
 from test_eval_robust import error, line_of, make_checkpoint, rows_of, run
 
 BUILDERS = '''
@@ -189,6 +191,20 @@ def test_averaged_weights_are_evaluated_where_they_are_asked_for(tmp_path):
     other, = rows_of(tmp_path / "r2", "--ckpt", tmp_path / "other.pt", *how)
     assert (second["weights"], second["loss"]) == (other["weights"], other["loss"])
     assert second["model"] == f"{first['model']}, ema" and first["weights"] != other["weights"]
+
+
+def test_a_second_head_and_a_field_of_ones_own_do_not_matter_and_are_named(tmp_path):
+    make_checkpoint(tmp_path / "m.pt", flags=dict(num_images=1000))
+    one = common.load(tmp_path / "m.pt")
+    head = {"head2.weight": torch.zeros(4, 64)}
+    common.save(tmp_path / "more.pt", one | dict(model=one["model"] | head,
+                                                 model_config=one["model_config"] | dict(turns=4)))
+    how = "--measures", "corruptions type=contrast", "--limit", 40, "--out_dir"
+    printed = [run("--ckpt", tmp_path / f"{name}.pt", *how, tmp_path / name)
+               for name in ("m", "more")]
+    assert "head2.weight" in printed[1] and "turns" in printed[1] and "head2" not in printed[0]
+    first, second = (read_rows(tmp_path / name)[0] for name in ("m", "more"))
+    assert first["right"] == second["right"]
 
 
 def test_a_data_set_of_three_classes_has_no_top_5(tmp_path):

@@ -840,7 +840,7 @@ BAD = {
     "--source chess.pt": "--source chess.pt: not a checkpoint of train_cls.py",
     "--data folder --data_dir photos": "--ckpt a.pt has 10 classes (",
     "--weights ema": "--ckpt a.pt: it has no ema weights",
-    "--device nothing": "--device nothing",
+    "--device nothing": "argument --device: nothing",
 }
 
 
