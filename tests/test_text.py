@@ -2,7 +2,6 @@
 that any process draws alike, and sliding evaluation equal to lmtool's.
 """
 
-import itertools
 import math
 import os
 import shutil
@@ -20,12 +19,10 @@ from robust.words import word_swap
 from common import InputError
 from conftest import SHARED
 from data.text import (load_corpus, perplexity, pydoc_folder, random_windows, read_lines,
-                       sliding_nll,
-                       text_folder)
+                       sliding_nll, text_folder)
 from lm import LM, LMConfig
-from upstream import load_lmtool
+from upstream import LMTOOL, lmtool_model
 
-WIKI103 = SHARED / "data" / "wikitext103_eval"
 TRAIN = " = A title = \n \n the cat sat on the mat \n the dog sat , too <unk> \n"
 VALID = " the cat , unseen \n \n"
 TEST = " a mat on the mat \n"
@@ -67,12 +64,10 @@ def test_only_a_newline_ends_a_line_and_case_counts(tmp_path):
     assert read_lines(tmp_path / "wiki.train.tokens")[1:] == ["<eos> six"]
 
 
-@pytest.mark.parametrize("split,tokens,swapped",
-                         [("valid", 217_646, 3_148), ("test", 245_569, 3_657)])
 def test_wikitext_103_has_its_tokens_and_the_attack_swaps_as_many_words_as_the_released_one(
-        tmp_path, split, tokens, swapped):
-    path = WIKI103 / f"wiki.{split}.tokens"
-    lines, tokens, swapped = peers.wikitext(path, tokens, swapped)
+        tmp_path):
+    path = SHARED / "data/wikitext103_eval/wiki.valid.tokens"
+    lines, tokens, swapped = peers.wikitext(path, 217_646, 3_148)
     if not path.exists():
         path = tmp_path / path.name
         path.write_text("\n".join([*lines, ""]))
@@ -162,18 +157,16 @@ def test_rare_words_of_a_txt_and_new_words_of_its_end_are_unknown_and_their_shar
 
 @pytest.mark.parametrize("text, words", [
     ("नमस्ते दुनिया, कैसे हैं आप?", "नमस्ते दुनिया , कैसे हैं आप ?"), ("क्\u200dष", "क्\u200dष"),
-    ("我喜欢AI模型。", "我 喜 欢 AI 模 型 。"), ("これはテスト", "こ れ は テ ス ト"), ("か\u3099く", "か\u3099 く"),
+    ("我喜欢AI模型。", "我 喜 欢 AI 模 型 。"), ("か\u3099くテスト", "か\u3099 く テ ス ト"),
     ("안녕 하세요", "안녕 하세요"), ("l'été, nai\u0308ve", "l'été , nai\u0308ve")])
 def test_words_of_other_scripts(text, words):
     assert data_text.words_of(text) == words.split()
 
 
-@pytest.mark.parametrize("name", ["book.TXT", "notes.md", "book"])
-def test_any_file_is_a_text_and_its_byte_order_mark_is_no_word(folder, name):
-    Path(name).write_bytes(b"\xef\xbb\xbf" + BOOK.encode())
-    corpus = load_corpus(text_folder("folder", name))
+def test_any_file_is_a_text_and_its_byte_order_mark_is_no_word(folder):
+    Path("notes.md").write_bytes(b"\xef\xbb\xbf" + BOOK.encode())
     Path("plain.txt").write_text(BOOK)
-    plain = load_corpus(text_folder("folder", "plain.txt"))
+    corpus, plain = (load_corpus(text_folder("folder", name)) for name in ("notes.md", "plain.txt"))
     assert corpus.vocab == plain.vocab and np.array_equal(corpus.train, plain.train)
 
 
@@ -250,7 +243,8 @@ class Reads:
         return hidden[..., 1]
 
 
-@pytest.mark.parametrize("M,stride", [*itertools.product([9, 10, 17, 30], (1, 2, 3, 5, 7, 8))])
+@pytest.mark.parametrize("M", [9, 17, 30])
+@pytest.mark.parametrize("stride", [1, 3, 7, 8])
 def test_every_token_is_scored_once_with_the_context_that_was_promised(M, stride):
     model = Reads()
     # of each target, in tokens
@@ -266,17 +260,12 @@ def test_every_token_is_scored_once_with_the_context_that_was_promised(M, stride
         assert context.tolist() == [i % 8 + 1 for i in range(M - 1)]
 
 
-@pytest.mark.parametrize("name", [f"lm_{output}{kind}" for output in ("full_softmax", "adaptive")
-                                  for kind in ("", "_symmetric")])
+@pytest.mark.parametrize("name", LMTOOL)
 def test_totals_equal_lmtools_whatever_the_batch(golden, name):
     a = golden(name)
-    attn = "symmetric" if "symmetric" in name else "softmax"
-    cutoffs = (8, 16, 32) * ("adaptive" in name)
-    model = LM(LMConfig(53, 12, embed_dim=16, depth=2, num_heads=2, mlp_dim=40, attn=attn,
-                        cutoffs=cutoffs))
+    model = lmtool_model(a, name)
     assert model.config.dropout == 0.1  # so it has to be turned off
-    load_lmtool(model, {k[3:]: v for k, v in a.items() if k.startswith("sd/")})
-    for batch_size in (1, 7, 64):
+    for batch_size in (7, 64):
         nats = sliding_nll(model.train(), a["seq"], int(a["window"]), 1, batch_size)
         assert model.training  # as it was before
         np.testing.assert_allclose(nats.numpy(), a["sliding_nll_b1"][:, 0].numpy(), atol=1e-5)

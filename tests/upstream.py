@@ -1,22 +1,30 @@
-"""Upstream's weights into our models, for the tests that compare the two."""
+"""lmtool's weights in a language model of ours, for the tests that compare the two."""
 
 import torch
 
 from common import load_strictly
+from lm import LM, LMConfig
+
+LMTOOL = [f"lm_{output}{kind}" for output in ("full_softmax", "adaptive")
+          for kind in ("", "_symmetric")]
 
 
-def load_lmtool(model, state):
-    """Load a state dict of lmtool's MemTransformerLM, or of its symmetric copy, which has no q_net.
+def lmtool_model(arrays, name):
+    """The model of a reference file. Its symmetric copy of MemTransformerLM has no q_net.
 
     Theirs: kv_net rows are keys, then values; crit.out_layers.0.weight repeats the embedding;
     inv_freq is no weight.
     """
+    model = LM(LMConfig(53, 12, embed_dim=16, depth=2, num_heads=2, mlp_dim=40,
+                        attn="symmetric" if "symmetric" in name else "softmax",
+                        cutoffs=(8, 16, 32) if "adaptive" in name else ()))
     whole = {"word_emb.emb_layers.0.weight": "embed.weight", "crit.out_layers.0.bias": "bias",
-             "crit.cluster_weight": "adaptive.cluster_weight", "crit.cluster_bias": "adaptive.cluster_bias"}
+             "crit.cluster_weight": "adaptive.cluster_weight",
+             "crit.cluster_bias": "adaptive.cluster_bias"}
     part = {"dec_attn.layer_norm": "norm1", "dec_attn.kv_net": "attn.qkv",
             "dec_attn.o_net": "attn.proj", "pos_ff.layer_norm": "norm2",
             "pos_ff.CoreNet.0": "mlp.fc1", "pos_ff.CoreNet.3": "mlp.fc2"}
-    ours = {}
+    state, ours = {k[3:]: v for k, v in arrays.items() if k.startswith("sd/")}, {}
     for name, value in state.items():
         if "q_net" in name or name in ("crit.out_layers.0.weight", "pos_emb.inv_freq"):
             continue
@@ -27,8 +35,4 @@ def load_lmtool(model, state):
             name = f"blocks.{i}.{part.get('.'.join(middle), '.'.join(middle))}.{end}"
         ours[whole.get(name, name)] = value
     load_strictly(model, ours)
-
-
-def load_segmenter(model, state):
-    """Load a state dict of `rstrudel/segmenter`; its encoder has a classifier head that is unused."""
-    load_strictly(model, {k: v for k, v in state.items() if not k.startswith("encoder.head.")})
+    return model
