@@ -99,12 +99,13 @@ WORDS = {"symmetric": "symmetric attention", "rpc4-l1": "RPC, as published",
          "paper-0.05-n4": "RPC, chosen constants", "paper-0.05-n3": "RPC, lambda 0.05, 3 steps",
          "paper-0.1-n4": "RPC, lambda 0.1", "released-4-n2": "RPC, 2 steps",
          "rpc4-l1-adv": "RPC, adversarially trained",
+         "rpc4-l1-fast": "RPC at the baseline's learning rate",
          "symmetric-adv": "symmetric, adversarially trained"}
 
 
 def plain(arm):
     """An arm's name without how it was trained: long-rpc4-l1 and rpc4-l1-e12 are rpc4-l1."""
-    return re.sub(r"^(long|half|flat)-|-e\d+$|-96$|-fast$", "", arm)
+    return re.sub(r"^(long|half|flat)-|-e\d+$|-96$", "", arm)
 
 
 # --- comparisons ----------------------------------------------------------------------------------

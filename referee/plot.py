@@ -340,10 +340,10 @@ def stored(folder):
     rows = attacked(arms.stored(STUDIES["control"]))
     budgets({"PGD-20, 8 epochs": rows}, folder / "control/budgets.png", DEFENDED)
     rows = attacked(arms.stored(STUDIES["criterion"]))
-    if rows:
-        budgets({f"PGD-20, cost: {passes} passes over the images": [
-            row for row in rows if row.arm.endswith("-96") == (passes == 96)]
-            for passes in (24, 96)}, folder / "criterion/budgets.png",
+    by_cost = {passes: [row for row in rows if row.arm.endswith("-96") == (passes == 96)]
+               for passes in (24, 96)}
+    budgets({f"PGD-20, cost: {passes} passes over the images": of
+             for passes, of in by_cost.items() if of}, folder / "criterion/budgets.png",
             (*DEFENDED, "uniform-l0", "softmax"))
 
 
