@@ -342,7 +342,7 @@ if wanted("pap"):
 if wanted("where"):
     model, images, numbers = network("rpc"), scenes(300)[0], {}
     red = dict(color=COLOUR["rpc"])
-    looks = {"S, step 1": dict(red, marker="o", fillstyle="none", linestyle=":"),
+    looks = {"S, step 1": dict(red, marker="o", fillstyle="none", linestyle=""),
              "S, step 4": dict(red, marker="o"),
              "size of the key": dict(color="black", marker="|", linestyle="-.", markeredgewidth=3),
              "distance from the mean key": dict(color="black", marker="x", linestyle="--")}
