@@ -342,7 +342,7 @@ if wanted("pap"):
 if wanted("where"):
     model, images, numbers = network("rpc"), scenes(300)[0], {}
     red = dict(color=COLOUR["rpc"])
-    looks = {"S, step 1": dict(red, marker="o", fillstyle="none", linestyle=":"),
+    looks = {"S, step 1": dict(red, marker="o", fillstyle="none", linestyle=""),
              "S, step 4": dict(red, marker="o"),
              "size of the key": dict(color="black", marker="|", linestyle="-.", markeredgewidth=3),
              "distance from the mean key": dict(color="black", marker="x", linestyle="--")}
@@ -427,11 +427,11 @@ if wanted("line"):
     of = {name: [n for n in networks if group(n.arm) == name] for name in looks}
     of["other recipes"] = line.other_recipes()
     titles = {"pgd 2/255": "small attack (PGD at 2/255)", "15 corruptions": "15 corruptions"}
-    words = {"adversarially\ntrained": (0, 0.6, 78), "other recipes": (1, 0.6, 86),
+    words = {"adversarially\ntrained": (0, 0.63, 78), "other recipes": (1, 0.6, 86),
              "RPC": (0, 0.1, 41), "other attentions": (0, 0.063, 56),
              "baseline, 4 epochs": (0, 0.36, 30)}                   # panel, loss, accuracy
     epochs = {"symmetric-e8": "8", "long-symmetric": "24 epochs"}
-    figure, grid = plt.subplots(1, 2, figsize=(9, 2.7))
+    figure, grid = plt.subplots(1, 2, figsize=(9, 2.5))
     numbers = {}
     for ax, (measure, title) in zip(grid, titles.items()):
         for name, look in looks.items():
@@ -452,7 +452,8 @@ if wanted("line"):
         ax.set_xticks([0.4, 0.1, 0.03, 0.01, 0.003], ["0.4", "0.1", "0.03", "0.01", "0.003"])
         ax.set_xticks([], minor=True)
     for word, (panel, *at) in words.items():
-        grid[panel].text(*at, word, color=looks[word.replace("\n", " ").partition(",")[0]]["color"])
+        look = looks[word.replace("\n", " ").partition(",")[0]]
+        grid[panel].text(*at, word, color="0.35" if look["marker"] == "o" else look["color"])
     grid[0].set(ylabel="accuracy, %", ylim=(25, 102), yticks=range(40, 101, 20))
     grid[1].set(ylim=(65, 92), yticks=range(70, 91, 10))
     save(figure, "line", **numbers)
@@ -557,10 +558,10 @@ if wanted("leak"):
 if wanted("dense"):
     model = segmenter_from_checkpoint(common.load(WEIGHTS / "seg_shapes_rpc.pt"))
     source = Scenes("test", 100, 32)
-    how, shown, classes = dict(size=32, window=32, stride=32), [0, 12], ["background", *SHAPES]
-    colours = ["#dddddd", "#e69f00", "#111111", "#009e73", "#8c564b", "#2d004b", "#a50026",
-               "#e377c2", "#56b4e9", "#f0e442", "#0072b2"]          # of the classes
-    painted = torch.tensor([to_rgb(colour) for colour in colours])
+    how, shown = dict(size=32, window=32, stride=32), [31, 43]      # six classes in all
+    names = {"background": "#dddddd", "circle": "#000000", "heart": "#e69f00", "ring": "#56b4e9",
+             "square": "#0072b2", "star": "#f0e442"}
+    painted = torch.tensor([to_rgb(names.get(name, "white")) for name in ("background", *SHAPES)])
 
     def fog(images, index):
         return corrupt(images, "fog", 3, index=index)
@@ -577,7 +578,7 @@ if wanted("dense"):
                 show(row[2], painted[truth.long()].permute(2, 0, 1))
     for ax, title in zip(grid[0], ("image", "prediction", "truth", "under fog", "prediction")):
         ax.set_title(title)
-    patches = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in colours]
-    figure.legend(patches, classes, loc="outside lower center", ncols=6, columnspacing=1.2)
+    patches = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in names.values()]
+    figure.legend(patches, names, loc="outside lower center", ncols=6, columnspacing=1.2)
     background = (source.labels == 0).double().mean() / 11          # if all pixels are called so
     save(figure, "dense", null=100 * background, **numbers)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.patheffects import withStroke
 
 import common
 from referee import arms, line, where_is_s
@@ -23,11 +24,11 @@ from referee.stats import NONE, read
 plt.switch_backend("Agg")                                  # no screen
 plt.rcParams.update({"figure.dpi": 100, "figure.constrained_layout.use": True, "font.size": 11.5,
                      "axes.titlesize": 11.5, "legend.fontsize": 10.5, "axes.spines.top": False,
-                     "axes.spines.right": False})
+                     "axes.spines.right": False, "svg.hashsalt": "referee"})
 WIDTH = 9                                      # inches; a slide shows them 1.5 times as large
 # A family: colour (told apart by colour-blind readers), mark. The averaging layer is a null.
 FAMILIES = {"symmetric": ("#0072b2", "o"), "rpc": ("#d55e00", "^"), "average": ("#666666", "s"),
-            "softmax": ("black", "v"), "others": ("#999900", "D"), "recipe": ("black", "x")}
+            "softmax": ("black", "v"), "others": ("#cc79a7", "D"), "recipe": ("black", "x")}
 
 
 # --- what all figures share -----------------------------------------------------------------------
@@ -56,8 +57,10 @@ def legend(figure, ax, where, **more):
 
 
 def save(figure, path):
+    """Write a figure as path, a PNG, and as SVG beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
+    figure.savefig(path.with_suffix(".svg"), metadata=dict(Date=None))
     plt.close(figure)
 
 
@@ -99,9 +102,9 @@ def line_figure(name, networks, path, others=()):
         at = [(epochs, *line.points(curve[epochs], measure).mean(1)) for epochs in sorted(curve)]
         ax.plot([np.exp(x) for _, x, _ in at], [y for *_, y in at], color="#0072b2", linewidth=1)
         for epochs, x, y in at:
-            ax.annotate(epochs, (np.exp(x), y), (9, -16), textcoords="offset points", fontsize=10,
-                        color="#0072b2", zorder=5, bbox=dict(facecolor="white", alpha=0.8,
-                                                             edgecolor="none", pad=0.6))
+            ax.annotate(epochs, (np.exp(x), y), (14, -14), textcoords="offset points",
+                        color="#0072b2", zorder=5,
+                        path_effects=[withStroke(linewidth=3, foreground="white")])
         ends = line.ends(reference, measure)
         ax.plot(np.exp(ends), np.polyval(np.polyfit(*line.points(reference, measure), 1), ends),
                 "--", color="black", linewidth=1, label="the line", zorder=0)
@@ -111,6 +114,7 @@ def line_figure(name, networks, path, others=()):
         ticks = [t for t in TICKS if 0.97 * x.min() <= t <= 1.03 * x.max()]
         ax.set_xticks(ticks, [f"{t:g}" for t in ticks])
         ax.set_xticks([], minor=True)
+        ax.margins(y=0.08)
     axes[0].invert_xaxis()                                          # both: they share x
     legend(figure, axes[0], "lower center", ncols=4, columnspacing=1, handletextpad=0.3)
     save(figure, path)
@@ -134,7 +138,7 @@ FOREST = {"rpc": {
         ("one-rate", "long-rpc4-l1", "half-symmetric", "24 epochs, one rate"),
         ("finetune", "rpc4-l1", "symmetric", "RPC for three last epochs"),
         ("added", "rpc4-l1-adv", "symmetric-adv", "both adversarially trained")],
-    "CIFAR-10, 12 epochs": [
+    "CIFAR-10, 12 epochs, PGD-20 at 1/255": [
         ("cifar10-12", "rpc4-l1-e12", "symmetric-e12", "RPC, as published")]},
  "others": {
     "scenes, 8 epochs, minus symmetric attention": [
@@ -151,7 +155,7 @@ FOREST = {"rpc": {
 def forest(groups, path):
     """Draw differences with 95 % intervals over seeds and images, a row a pair; filled:
     significant after Holm within its comparison. Of three seeds intervals are rough."""
-    names = ("15 corruptions", "PGD-20, 2/255 (CIFAR-10: 1/255)")
+    names = ("15 corruptions", "PGD-20 at 2/255")
     rows = sum(len(of) + 1 for of in groups.values())
     figure, axes = plt.subplots(1, 2, sharey=True, figsize=(WIDTH, 1.1 + 0.3 * rows))
     ticks, bold = [], []
@@ -171,6 +175,7 @@ def forest(groups, path):
         ax.axvline(0, color="black", linewidth=0.8)
         ax.set(title=name, xlabel="points of accuracy", ylim=(len(ticks) - 0.5, -0.5),
                yticks=range(len(ticks)), yticklabels=ticks)
+        ax.xaxis.set_major_locator(plt.MaxNLocator(5, integer=True))
         for i, label in enumerate(ax.get_yticklabels()):
             label.set(fontweight="bold" if i in bold else "normal", fontsize=10)
     save(figure, path)
@@ -262,25 +267,31 @@ def lambda_figure(path):
 
 # --- forced values --------------------------------------------------------------------------------
 
-AXES = {"hashed": "drawn anew", "image": "another image's", "x": "the input's",
-        "other": "another head's", "own": "kernel PCA's\nown", "detached": "own, without\ngradient",
+AXES = {"hashed": "drawn\nanew", "image": "another\nimage's", "x": "the\ninput's",
+        "other": "another\nhead's", "own": "kernel\nPCA's own", "detached": "own, no\ngradient",
         "mean": "kernel PCA's\nmean", "random": "random,\nfixed"}
+VARYING = 6                                     # of them differ from image to image
 
 
 def axes_figure(path):
-    """Draw held-out losses by kind of axes, varying and constant apart; a line a seed."""
+    """Draw held-out losses by kind of axes, varying and constant apart: a point a network, a line a
+    seed, a bar the mean."""
     rows = [row for row in common.read_log(RESULTS / "decider/constancy.jsonl")
             if row["arm"].startswith("span-")]
-    figure, ax = plt.subplots(figsize=(WIDTH, 3.6))
-    for seed in sorted({row["seed"] for row in rows}):
-        of = {row["arm"].removeprefix("span-"): row["loss"] for row in rows if row["seed"] == seed}
-        ax.plot([of[axes] for axes in AXES], "o-", linewidth=0.7, markersize=4,
-                label=f"seed {seed}")
-    ax.axvline(5.5, color="0.6", linestyle=":")
-    ax.set_xticks(range(len(AXES)), AXES.values(), fontsize=9.5)
-    ax.set(ylabel="held-out loss in nats",
-           xlabel="axes: left they differ from image to image, right they are the same for all")
-    ax.legend(frameon=False)
+    losses = {(row["seed"], row["arm"].removeprefix("span-")): row["loss"] for row in rows}
+    figure, ax = plt.subplots(figsize=(WIDTH, 3.8))
+    for seed in sorted({seed for seed, _ in losses}):
+        ax.plot([losses[seed, axes] for axes in AXES], "o-", color="0.6", linewidth=0.8,
+                markersize=4)
+    for i, axes in enumerate(AXES):
+        mean = np.mean([loss for (_, name), loss in losses.items() if name == axes])
+        ax.plot([i - 0.2, i + 0.2], [mean, mean], linewidth=3,
+                color="#d55e00" if axes in ("own", "detached", "mean") else "black")
+    ax.axvline(VARYING - 0.5, color="black", linewidth=0.8, linestyle=":")
+    ax.set_xticks(range(len(AXES)), AXES.values())
+    ax.text(VARYING - 0.6, 1.79, "axes differ from image to image", ha="right")
+    ax.text(VARYING - 0.4, 1.79, "the same for all")
+    ax.set(ylabel="held-out loss, nats", ylim=(1.56, 1.82), yticks=[1.6, 1.7, 1.8])
     save(figure, path)
 
 

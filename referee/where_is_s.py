@@ -32,9 +32,6 @@ from robust.patches import KINDS, corrupt_patches
 from robust.sources import kind_of
 
 ROWS = Path(__file__).parent / "results/where_is_s/rows.jsonl"
-WORDS = {"rpc 4iter/layer1": "RPC, as published", "rpc 2iter/all-layer, lambda 3":
-         "RPC in all layers", "rpc 1iter/layer1, lambda 0.5": "keys clamped, no iteration",
-         "symmetric": "PAP on a symmetric network's keys"}              # networks of the figure
 
 
 # --- scores of tokens -----------------------------------------------------------------------------
@@ -134,25 +131,33 @@ def table(groups):
                                *(f"{n}{'' if step else ', untrained'}" for n, step in columns)])
 
 
-def draw(path):
-    """Draw over training, of the stored rows: the residual, and the AUC for each corruption."""
+def draw(path, network="rpc 4iter/layer1"):
+    """Draw a network of the stored rows over training, mean and range of its seeds: what is left of
+    K = L + S, how large S is, and the AUC of three scores for three kinds of damage."""
     from referee.plot import WIDTH, legend, plt, save
-    groups = over_seeds(common.read_log(ROWS))
-    figure, axes = plt.subplots(1, 5, figsize=(1.6 * WIDTH, 3.6), sharex=True)
-    for i, (network, words) in enumerate(WORDS.items()):
-        steps = sorted(step for n, step in groups if n == network)
-        last = max(int(name[-1]) for name in groups[network, 0] if "residual" in name)
-        for ax, kind in zip(axes, ("clean", "noise", "black", "white", "gaussian")):
-            names = {f"{kind}: AUC of S, step {last}": "-", f"{kind}: AUC of distance": ":"}
-            for name, style in ({f"clean: residual, step {last}": "-"} if kind == "clean"
-                                else names).items():
-                ax.plot(steps, [np.mean(groups[network, step][name]) for step in steps], style,
-                        marker=".", color=f"C{i}", label=words if style == "-" else None)
-            ax.set(title=f"{kind}: AUC", ylim=(0, 1), xlabel="training step")
-    for ax in axes[1:]:
-        ax.axhline(0.5, color="black", linewidth=0.7)
-    axes[0].set(title="|K - S - L| / |K|", ylim=(0, 1.4))
-    legend(figure, axes[0], "lower center", ncols=4)
+    of = {step: values for (name, step), values in over_seeds(common.read_log(ROWS)).items()
+          if name == network}
+    last = max(int(name[-1]) for name in of[0] if "residual" in name)
+    looks = {f"S, step {last}": ("S", "^-", "#d55e00"), "|k|": ("size of the key", "o-.", "black"),
+             "distance": ("distance from the mean key", "x--", "#0072b2")}
+    lengths = {f"residual, step {last}": ("|K - S - L|, of |K|", "s-", "black"),
+               f"|S| / |K|, step {last}": ("|S|, of |K|", "^-", "#d55e00")}
+    figure, axes = plt.subplots(1, 4, figsize=(WIDTH, 3.6), sharex=True)
+    for ax, kind in zip(axes, ("clean", "noise", "black", "white")):
+        for name, (words, style, colour) in (lengths if kind == "clean" else looks).items():
+            name = f"clean: {name}" if kind == "clean" else f"{kind}: AUC of {name}"
+            steps, values = sorted(of), [of[step][name] for step in sorted(of)]
+            ax.plot(steps, [np.mean(x) for x in values], style, color=colour, markersize=5,
+                    fillstyle="none", label=words)
+            ax.fill_between(steps, [min(x) for x in values], [max(x) for x in values], alpha=0.15,
+                            color=colour, linewidth=0)
+        ax.set(title=f"AUC, {kind}" if kind != "clean" else "lengths", xlabel="training step",
+               ylim=(0, 1.25 if kind == "clean" else 1), xticks=[0, 1000, 2000])
+        if kind != "clean":
+            ax.axhline(0.5, color="black", linewidth=0.8, linestyle=":", label="chance")
+            ax.set_yticks([0, 0.5, 1], [0, 0.5, 1] if kind == "noise" else [])
+    legend(figure, axes[0], "lower left", ncols=1)
+    legend(figure, axes[1], "lower right", ncols=2, columnspacing=1)
     save(figure, path)
 
 

@@ -123,7 +123,7 @@ def tree(tmp_path_factory):
 
 
 def test_the_first_command_evaluates_what_it_trained_and_a_second_time_it_refuses_the_old_run(tree):
-    first, line = blocks("sh")[:2]
+    first, line = blocks("sh")[0].splitlines()
     (look,), (train, evaluate) = commands(first), commands(line)
     done = started(look[1:], tree)
     assert done.returncode == 0 and (tree / "look.png").exists(), done.stderr
