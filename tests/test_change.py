@@ -68,7 +68,3 @@ def test_a_change_applies_and_its_command_runs(section, pristine, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         for said in re.findall(r"^prints `(.+?)`", section, re.M):
             assert re.search(said, done.stdout), (said, done.stdout)
-
-
-def test_there_are_as_many_as_the_title_says():
-    assert len(SECTIONS) == 22

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS
 from common import InputError
-from vit import SIZES, Mlp, ViT, ViTConfig, classifier_from_checkpoint
+from vit import SIZES, Mlp, ViT, ViTConfig
 from weights import flags_for, foreign_settings, load_weights, resize_pos_embed
 
 TINY = dict(image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=10)
@@ -246,9 +246,3 @@ def test_the_unused_queries_of_a_released_sym_asym_file_are_left_out():
     torch.nn.init.zeros_(again.blocks[0].attn.qkv.weight)
     load_weights(again, weights)
     assert torch.equal(again(x), m(x))
-
-
-def test_a_checkpoint_of_an_attention_that_is_not_known_names_the_study():
-    config = dict(asdict(small().config), attn="keys lambd=0.5")
-    with pytest.raises(InputError, match="attn='keys lambd=0.5'.*referee.robust_attentions"):
-        classifier_from_checkpoint(dict(task="classification", model=SOFT, model_config=config))
