@@ -29,7 +29,7 @@ def close(got, expected, atol=1e-10):
 
 
 def qkv(gain=1.0):
-    shape, generator = (3, 2, 3, 10, 8), torch.Generator().manual_seed(0)       # (q k v, B, H, N, D)
+    shape, generator = (3, 2, 3, 10, 8), torch.Generator().manual_seed(0)   # (q k v, B, H, N, D)
     q, k, v = torch.randn(shape, generator=generator, dtype=torch.float64)
     return q, k * gain, v
 

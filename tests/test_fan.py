@@ -10,13 +10,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import common
 import eval_robust
 import peers
-import runs
 import train_cls
 from common import InputError
 from conftest import SHARED
 from fan import FAN, SIZES, BatchNorm, FANConfig
 from processes import group
 from referee import probe
+from runs import call, log
 from vit import classifier_from_checkpoint
 from weights import load_weights
 
@@ -57,8 +57,7 @@ def test_logits_and_the_tokens_after_each_block_are_the_references(golden):
     got = m.features(a["x"])
     torch.testing.assert_close(got["head"], a["logits32"], rtol=0, atol=2e-5)
     assert list(got) == ["embed", "blocks.0", "blocks.1", "cls_token", "cls_attn_blocks.0",
-                         "cls_attn_blocks.1", "norm",
-                         "head"]
+                         "cls_attn_blocks.1", "norm", "head"]
     for i, name in enumerate(("blocks.0", "blocks.1", "cls_attn_blocks.0", "cls_attn_blocks.1")):
         torch.testing.assert_close(got[name], a[f"stage{i}"], rtol=0, atol=2e-5)
     torch.testing.assert_close(small().pos_embed.code[0, :, :, 0].T, a["pos_features"], rtol=0,
@@ -86,8 +85,8 @@ def test_the_symmetric_models_are_those_of_the_papers_authors_with_gradients(gol
 def test_every_gradient_equals_that_of_the_model_written_out(golden, kind):
     a, (settings, rpc), seen = golden("model_fan"), KINDS[kind], []
     m, weights = reference_model(part(a, "sd/"), a["pos_features"], torch.float64, **settings)
-    theirs = {k: v.clone().requires_grad_("running" not in k and "tracked" not in k) for k,
-              v in weights.items()}
+    theirs = {k: v.clone().requires_grad_("running" not in k and "tracked" not in k)
+              for k, v in weights.items()}
     logits, _ = peers.fan(theirs, a["x"].double(), a["pos_features"].double(), rpc=rpc)
     m.blocks[0].attn.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     ours = m(a["x"].double())
@@ -206,21 +205,21 @@ def tiny(alone, monkeypatch):
 
 def test_a_run_that_was_stopped_goes_on_bit_for_bit_with_its_average_and_its_batch_norms(tiny):
     flags = f"{RUN} --epochs 2 --ema 0.9 --drop_path 0.2"
-    runs.call(train_cls.main, flags, "--out_dir whole")
-    runs.call(train_cls.main, flags, "--out_dir parts --max_steps 5")
-    runs.call(train_cls.main, "--resume parts --max_steps 11")
-    runs.call(train_cls.main, "--resume parts")
+    call(train_cls.main, flags, "--out_dir whole")
+    call(train_cls.main, flags, "--out_dir parts --max_steps 5")
+    call(train_cls.main, "--resume parts --max_steps 11")
+    call(train_cls.main, "--resume parts")
     whole, parts = common.load("whole"), common.load("parts")
     for name in ("model", "ema"):
         assert all(torch.equal(v, parts[name][k]) for k, v in whole[name].items())
     assert whole["model"]["blocks.0.mlp.mlp_v.dwconv.bn.num_batches_tracked"] == 16
-    assert runs.log("whole") == runs.log("parts") and len(runs.log("whole")) == 16
+    assert log("whole") == log("parts") and len(log("whole")) == 16
 
 
 def test_two_processes_equal_one_in_losses_and_in_batch_norms(tiny):
     group(train_cls.main, [*RUN.split(), "--out_dir", "two", "--max_steps", "8"])
-    runs.call(train_cls.main, RUN, "--out_dir one --max_steps 8")
-    losses = [list(runs.log(name).values()) for name in ("two", "one")]
+    call(train_cls.main, RUN, "--out_dir one --max_steps 8")
+    losses = [list(log(name).values()) for name in ("two", "one")]
     np.testing.assert_allclose(*losses, rtol=0, atol=1e-4)
     assert len(losses[1]) == 8
     one, two = common.load("one")["model"], common.load("two")["model"]
@@ -229,14 +228,14 @@ def test_two_processes_equal_one_in_losses_and_in_batch_norms(tiny):
 
 
 def test_every_consumer_of_a_classifier_takes_a_fan(tiny):
-    runs.call(train_cls.main, RUN, "--attn symmetric --out_dir sym --max_steps 2")
-    runs.call(train_cls.main, RUN, "--init_from sym --out_dir rpc --max_steps 2")  # App. E.6
+    call(train_cls.main, RUN, "--attn symmetric --out_dir sym --max_steps 2")
+    call(train_cls.main, RUN, "--init_from sym --out_dir rpc --max_steps 2")  # App. E.6
     config = classifier_from_checkpoint(common.load("rpc")).config
     assert (config.attn, config.class_attn) == ("rpc", "symmetric")
     assert (config.init, config.num_tokens) == ("trunc_normal", 16)
-    runs.call(train_cls.main, f"--model nano {SIZE} --out_dir vit --max_steps 2")
-    runs.call(eval_robust.main, "--ckpt rpc sym vit --measures clean pgd corruptions --severities 1",
-           "--limit 4 --out_dir e")
+    call(train_cls.main, f"--model nano {SIZE} --out_dir vit --max_steps 2")
+    call(eval_robust.main, "--ckpt rpc sym vit --measures clean pgd corruptions --severities 1",
+         "--limit 4 --out_dir e")
     table = Path("e/table.md").read_text()
     assert all(kind in table for kind in ("fan rpc 4iter/layer1", "fan symmetric",
                                           "| rpc 4iter/layer1"))
