@@ -2,7 +2,7 @@
 
 import argparse
 import io
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS
 from common import InputError
 from vit import SIZES, Mlp, ViT, ViTConfig
-from weights import flags_for, foreign_settings, load_weights, resize_pos_embed
+from weights import foreign_settings, load_weights, resize_pos_embed
 
 TINY = dict(image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=10)
 VARIANTS = {"sym": dict(attn="symmetric"), "rpc_l0_n4_lam4": dict(attn="rpc"),
@@ -224,18 +224,12 @@ def test_scaled_attention_loads_by_the_released_codes_name_of_s(kind):
     assert "blocks.0.attn.s" in theirs and torch.equal(again(x), model(x))
 
 
-def test_a_foreign_file_says_its_shapes_and_which_flags_it_needs():
+def test_a_foreign_file_says_its_shapes():
     raw = small(attn="softmax", embed_dim=64, num_heads=1, mlp_ratio=2.0).state_dict()
     assert foreign_settings(raw) == dict(embed_dim=64, depth=2, num_heads=1, patch_size=8,
                                          mlp_ratio=2.0, attn="softmax")
-    sizes = {"mine": dict(embed_dim=64, depth=2, num_heads=1)}
-    flags = dict(model="mine", patch_size=8, image_size=32)
-    assert flags_for({"model": raw}, sizes) == flags
-    assert flags_for({"conv1.weight": raw["norm.weight"]}, sizes) == {}
     with pytest.raises(InputError, match="symmetric or RPC; this file does not say which"):
         foreign_settings(SYM)
-    assert flags_for(dict(model=raw, model_config=asdict(small(embed_dim=64, num_heads=1).config)),
-                     sizes) == flags
 
 
 def test_the_unused_queries_of_a_released_sym_asym_file_are_left_out():
