@@ -262,13 +262,15 @@ def test_every_pap_looks_at_and_changes_pap_wherever_a_model_runs_it(monkeypatch
     m, plain, x, steps = layer("mine"), layer("symmetric"), 3 * tokens(), []
     y, (_, k, v) = m(x), m.project(x)
     assert len(m.trace(x)) == 3 and len(key_statistics(m, m, x)["nonzero_S"][0]) == 3
-    with every_pap(trace=steps, n_iter=2), every_pap(lambd=math.inf):
-        changed = m.attend(*m.project(x))
-        assert torch.equal(plain(x), layer("symmetric")(x)) and len(steps) == 2
+    with every_pap(trace=steps, n_iter=2):
+        with every_pap(lambd=math.inf):
+            changed = m.attend(*m.project(x))
+            assert torch.equal(plain(x), layer("symmetric")(x)) and len(steps) == 2
+        assert not torch.equal(m(x), y) and len(steps) == 4             # what is around it stays
     assert torch.equal(changed, rpc_attention(k, v, 2, math.inf))
     with pytest.raises(TypeError, match="lamda"), every_pap(lamda=1):
         m(x)
-    assert torch.equal(m(x), y) and len(steps) == 2             # all is as it was
+    assert torch.equal(m(x), y) and len(steps) == 4                     # all is as it was
 
 
 def test_within_every_pap_a_checkpointed_layer_has_the_gradients_of_one_that_is_not():

@@ -72,10 +72,15 @@ def test_above_is_the_share_of_tokens_with_h_longer_than_phi():
     assert projection_loss(torch.zeros(4).double(), h)["above"] == 0.5             # |phi|^2 = 1
 
 
+def test_the_terms_of_the_loss_are_finite_where_the_length_of_a_feature_is_not():
+    terms = projection_loss(torch.tensor([1000.0]).double(), torch.ones(1, 1).double())
+    assert all(t.isfinite() for t in terms.values())
+
+
 def test_exact_scaling_agrees_with_golden_and_stays_finite_for_long_keys(golden):
     z = golden("derived_options")
     assert_close(exact_scaling(z["exactS/k"], z["v"]), z["exactS/S"] @ z["v"], 0, 1e-10)
-    _, k, v = draw(0, 64, 64, size=4.0)
+    _, k, v = draw(0, 64, 64, size=16.0)
     assert exact_scaling(k, v).isfinite().all()     # where the ratio of softmaxes overflows
 
 
