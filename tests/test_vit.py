@@ -70,8 +70,9 @@ def test_timms_deit_has_the_same_keys_and_logits_with_its_own_state_dict():
     assert set(ours.state_dict()) == set(theirs.state_dict())
     load_weights(ours, {"model": theirs.state_dict()})
     images = torch.rand(2, 3, 224, 224)
-    mean, std = (torch.tensor(x).view(3, 1, 1)
-                 for x in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    colours = theirs.default_cfg["mean"], theirs.default_cfg["std"]
+    assert (ours.config.mean, ours.config.std) == colours
+    mean, std = (torch.tensor(x).view(3, 1, 1) for x in colours)
     with torch.no_grad():
         torch.testing.assert_close(ours(images), theirs((images - mean) / std), rtol=1e-4,
                                    atol=1e-4)
