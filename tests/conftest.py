@@ -1,10 +1,14 @@
-"""Shared by the tests: the modules lie in the folder above, the reference arrays in golden/ or beside the clone."""
+"""Shared by the tests: the modules lie in the folder above; the reference arrays in golden/ or
+beside the clone."""
 
+import functools
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")       # a process a core, so a thread a process
+os.environ.setdefault("OMP_NUM_THREADS", "1")   # a process a core, so a thread a process
 
 import numpy as np
 import pytest
@@ -19,7 +23,7 @@ import peers  # noqa: E402
 
 
 def load_golden(name):
-    """Arrays of a reference file by name, as tensors; the full file beside the clone wins over the part in golden/.
+    """Arrays of a reference file by name, as tensors; the file beside the clone wins over golden/.
 
     What is neither there nor in golden/ because it holds photographs is made by peers.py.
     """
@@ -29,19 +33,30 @@ def load_golden(name):
     path = full if full.exists() else part
     if path.exists() or not arrays:
         with np.load(path) as z:
-            arrays.update({k: torch.from_numpy(np.array(z[k])) for k in z.files if z[k].dtype.kind != "U"})
-    return arrays                                                                            # "meta" is text: left out
+            arrays.update({k: torch.from_numpy(np.array(z[k])) for k in z.files
+                           if z[k].dtype.kind != "U"})              # "meta" is text
+    return arrays
 
 
 @pytest.fixture(scope="session")
 def golden():
-    cache = {}
-    return lambda name: cache.setdefault(name, load_golden(name)) if name not in cache else cache[name]
+    return functools.cache(load_golden)
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory):
+    """A copy of the programs, the networks and the pictures, not to be changed."""
+    tree, listed = tmp_path_factory.mktemp("programs"), ["*.py", "weights", "*.png", ":!tests"]
+    for name in subprocess.check_output(["git", "ls-files", *listed], cwd=ROOT,
+                                        text=True).splitlines():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tree / name)
+    return tree
 
 
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
-    """An empty folder to work in; one thread, so that runs in several processes agree bit for bit."""
+    """An empty folder to work in; one thread, so that processes agree bit for bit."""
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

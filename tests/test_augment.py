@@ -70,8 +70,7 @@ PIL_TONE = {
 
 def pil_affine(image, matrix):
     return image.transform(image.size, Image.Transform.AFFINE, matrix,
-                           resample=Image.Resampling.BICUBIC,
-                           fillcolor=FILL)
+                           resample=Image.Resampling.BICUBIC, fillcolor=FILL)
 
 
 PIL_GEOMETRIC = {
@@ -132,9 +131,10 @@ def test_operations_and_arguments_are_timms():
 def test_each_draw_has_its_own_operation_chance_level_and_sign(monkeypatch):
     seen = []
     for name in OPS:
-        monkeypatch.setitem(OPS, name, (lambda images, a,
-                                        name=name: (seen.append((name, a.item())), images)[1],
-                                        lambda x, sign: 10 * x * sign))
+        def note(images, a, name=name):
+            seen.append((name, a.item()))
+            return images
+        monkeypatch.setitem(OPS, name, (note, lambda x, sign: 10 * x * sign))
     rotate, invert = (list(OPS).index(name) + 0.5 for name in ("Rotate", "Invert"))
     high = 0.5 + 0.5 * math.erf(1 / math.sqrt(2))  # one standard deviation above the mean
     rand_augment(make_images()[:1], torch.tensor([[rotate / 15, 0.49, 0.5, 0.7, invert / 15, 0.49,
@@ -155,8 +155,8 @@ def test_each_draw_has_its_own_operation_chance_level_and_sign(monkeypatch):
 def test_a_sample_does_not_depend_on_its_batch_and_the_input_stays():
     images, positions = make_images(12, 40, 40), torch.arange(100, 112)
     before, whole = images.clone(), augment(images, positions, seed=3, erase=0.5)
-    parts = [augment(images[i:j], positions[i:j], seed=3, erase=0.5) for i,
-             j in ((0, 1), (1, 6), (6, 12))]
+    parts = [augment(images[i:j], positions[i:j], seed=3, erase=0.5)
+             for i, j in ((0, 1), (1, 6), (6, 12))]
     assert torch.equal(whole, torch.cat(parts))
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
     assert torch.equal(whole[order], augment(images[order], positions[order], seed=3, erase=0.5))

@@ -37,21 +37,9 @@ def apply(diff, tree):
         path.write_text(text)
 
 
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory):
-    tree = tmp_path_factory.mktemp("pristine")
-    for name in subprocess.run(["git", "ls-files", "*.py", "weights", "lecture/pictures/*.png"],
-                               cwd=ROOT,
-                               capture_output=True, text=True).stdout.split():
-        if not name.startswith("tests/"):
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, tree / name)
-    return tree
-
-
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda text: text.splitlines()[0])
-def test_a_change_applies_and_its_command_runs(section, pristine, tmp_path):
-    tree = shutil.copytree(pristine, tmp_path / "tree")
+def test_a_change_applies_and_its_command_runs(section, programs, tmp_path):
+    tree = shutil.copytree(programs, tmp_path / "tree")
     diffs = blocks("diff", section)
     assert diffs or blocks("sh", section)
     for diff in diffs:
@@ -63,12 +51,7 @@ def test_a_change_applies_and_its_command_runs(section, pristine, tmp_path):
         words = shlex.split(line.replace("--device mps", ""), comments=True)    # not everywhere
         assert words[0] == "python", line
         done = subprocess.run([sys.executable, *words[1:], *SMALL.get(words[1], "").split()],
-                              cwd=tree,
-                              capture_output=True, text=True)
+                              cwd=tree, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         for said in re.findall(r"^prints `(.+?)`", section, re.M):
             assert re.search(said, done.stdout), (said, done.stdout)
-
-
-def test_there_are_as_many_as_the_title_says():
-    assert len(SECTIONS) == 22

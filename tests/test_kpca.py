@@ -72,10 +72,15 @@ def test_above_is_the_share_of_tokens_with_h_longer_than_phi():
     assert projection_loss(torch.zeros(4).double(), h)["above"] == 0.5             # |phi|^2 = 1
 
 
+def test_the_terms_of_the_loss_are_finite_where_the_length_of_a_feature_is_not():
+    terms = projection_loss(torch.tensor([1000.0]).double(), torch.ones(1, 1).double())
+    assert all(t.isfinite() for t in terms.values())
+
+
 def test_exact_scaling_agrees_with_golden_and_stays_finite_for_long_keys(golden):
     z = golden("derived_options")
     assert_close(exact_scaling(z["exactS/k"], z["v"]), z["exactS/S"] @ z["v"], 0, 1e-10)
-    _, k, v = draw(0, 64, 64, size=4.0)
+    _, k, v = draw(0, 64, 64, size=16.0)
     assert exact_scaling(k, v).isfinite().all()     # where the ratio of softmaxes overflows
 
 
@@ -134,6 +139,7 @@ def test_theorem_1_is_exact(N, D, size):
     assert exact_scaling(k, V).abs().max() < 1e-9 * V.abs().max()           # (I - S) V = V
     assert axes.sigma[0].log() - axes.c[0] <= -axes.log_g.amin() + 1e-12 <= 1e-12   # 1 / min g
     assert int(axes.rank) <= N - 1
+    assert (kpca.coefficients(axes, N)[:, int(axes.rank):] == 0).all()      # not 1 / sqrt(noise)
 
 
 def test_values_made_by_theorem_1_give_their_eigenvectors_back():

@@ -273,39 +273,6 @@ def check_what_is_shown(state, seen):
     assert percents == pytest.approx((100 * logits.softmax(-1)[0]).tolist(), abs=0.51)
 
 
-@needs_node
-def test_in_node_what_the_page_shows_of_a_setting_is_what_attention_py_gives():
-    states = [dict(scene=scene, lambd=None if lambd == torch.inf else lambd, n_iter=n, form=form,
-                   layers=[layer])
-              for scene, lambd, n, form, layer in STATES]
-    found = in_node(f"""
-        globalThis.breathe = () => {{}};
-        globalThis.ask = (...of) => {{
-          const work = network.start(...of);
-          let now;
-          while (!(now = work.next()).done);
-          return now.value;
-        }};
-        return Promise.all({json.dumps(states)}.map(async state => {{
-          const now = {{...state, lambd: state.lambd ?? Infinity, network: "rpc", kind: "noise",
-                       amount: 0, paint: "0".repeat(64)}};
-          const bytes = atob(stored["page-data"].scenes[state.scene]);
-          const pixels = Float32Array.from(bytes, c => c.charCodeAt(0) / 255);
-          const seen = await lookInside(now, pixels);
-          const label = values =>
-            `: ${{(sumOf(values) / 64).toFixed(4)}} ${{values[27].toFixed(4)}}`;
-          const rows = [column => column.S, column => column.left, column => received(column.A),
-                        column => patches(j => looks(column.A, 28, j))];
-          return {{words: sentence(seen, 27), meaning: meaning(seen),
-                   maps: rows.flatMap(row => seen.columns.map(column => label(row(column)))),
-                   bars: [...seen.answer].map(p => `${{percent(p)}}, ${{percent(p)}}`).join(),
-                   curves: [seen.residuals, seen.entropies].map(values =>
-                     values.map(x => x.toFixed(3)).join())}};
-        }}));""", "network", "damage", "inside")
-    for state, seen in zip(STATES, found, strict=True):
-        check_what_is_shown(state, seen)
-
-
 @pytest.fixture(scope="module")
 def page():
     return page_maker.page()

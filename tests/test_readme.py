@@ -112,14 +112,8 @@ def started(words, cwd):
 
 
 @pytest.fixture(scope="module")
-def tree(tmp_path_factory):
-    """A copy of the programs and the networks."""
-    folder = tmp_path_factory.mktemp("tree")
-    listed = ["git", "ls-files", "*.py", "weights", ":!tests"]
-    for name in subprocess.check_output(listed, cwd=ROOT, text=True).split():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / name)
-    return folder
+def tree(programs, tmp_path_factory):
+    return shutil.copytree(programs, tmp_path_factory.mktemp("tree") / "tree")
 
 
 def test_the_first_command_evaluates_what_it_trained_and_a_second_time_it_refuses_the_old_run(tree):

@@ -15,14 +15,12 @@ from data.batches import image_batches
 from data.distort import COLUMNS, distort, scale_and_shift, scale_hsv
 from common import InputError
 from data.labelled import CAMVID_CLASSES, ade20k
-from data.rng import VIEW, uniform
+from data.rng import DISTORT, VIEW, uniform
 from data.segmentation import (VIEW_COLUMNS, Scenes, TrainingViews, finish_views, load_split,
-                               palette,
-                               save_pictures, training_view, varied)
+                               palette, save_pictures, training_view, varied)
 from data.shapes import load_shapes
 from runs import make_pairs
 from segmenter import SegmenterConfig, resize, resized
-
 
 
 @pytest.fixture
@@ -48,8 +46,8 @@ def test_labels_shift_by_one_and_unlabelled_pixels_are_ignored(golden, root):
 
 def test_sizes_follow_the_references_rule_and_the_models(golden, monkeypatch):
     asked = []
-    monkeypatch.setattr(segmentation, "resize", lambda image,
-                        size: asked.append(size) or image.new_zeros(3, *size))
+    monkeypatch.setattr(segmentation, "resize", lambda image, size: asked.append(size) or
+                        image.new_zeros(3, *size))
     for h, w, ratio, long, short, *new in golden("seg_transforms")["size_rule"].tolist():
         assert (int(4 * 256 * ratio), int(256 * ratio)) == (long, short)
         assert resized(int(h), int(w), int(long), int(short)) == tuple(new)
@@ -109,23 +107,13 @@ def test_contrast_comes_second_or_last():
     assert distort(pink, first).flatten().tolist() == [255, 141, 141]
     # S 102 -> 151, then 1.49 times
     assert distort(pink, last).flatten().tolist() == [255, 120, 120]
-    # + 32, before contrast 1.0
-    brightness = torch.tensor([[0.1, 1, 0.1, 0.5, 0.1, 0.9, 0, 0.9, 0]])
-    assert distort(pink, brightness).flatten().tolist() == [232, 152, 152]
-    u = uniform(torch.arange(400), COLUMNS, 3, 31)  # all of it: its numbers in turn
-    grey = torch.full((400, 3, 1, 1), 100, dtype=torch.uint8)
-    beta, alpha = (torch.where(u[:, j] < 0.5, low + span * u[:, j + 1], neutral)
-                   for j, low, span, neutral in ((0, -32, 64, 0.0), (2, 0.5, 1.0, 1.0)))
-    expected = ((100 + beta).floor() * alpha).floor()
-    assert (distort(grey, u)[:, 0, 0, 0].int() - expected).abs().max() <= 1
 
 
 def test_a_distortion_happens_below_one_half_and_reaches_its_bounds():
     pink = torch.tensor([200, 120, 120], dtype=torch.uint8).view(1, 3, 1, 1).expand(2, 3, 1, 1)
     for column, value, *expected in ((0, 0.0, 168, 88, 88), (0, 1.0, 232, 152, 152),
-                                     (2, 0.0, 100, 60, 60),
-                                     (2, 1.0, 255, 180, 180), (5, 0.0, 200, 160, 160),
-                                     (5, 1.0, 200, 80, 80),
+                                     (2, 0.0, 100, 60, 60), (2, 1.0, 255, 180, 180),
+                                     (5, 0.0, 200, 160, 160), (5, 1.0, 200, 80, 80),
                                      (7, 0.0, 200, 120, 168), (7, 0.99, 200, 165, 120)):
         u = torch.full((2, COLUMNS), 0.9)
         u[:, column], u[:, column + 1] = torch.tensor([0.49, 0.51]), value
@@ -154,9 +142,6 @@ def test_dull_crops_are_drawn_again_up_to_ten_times():
         assert len(training_view(image, label, draw, 40, (1, 1))[1].unique()) == 2
     late = [0.0, *dull * 10, *[0.0, 0.1], 0.9]  # the last is taken unseen
     assert training_view(image, label, late, 40, (1, 1))[1].unique().tolist() == [0]
-    draws = uniform(torch.arange(200), VIEW_COLUMNS, 0, VIEW).tolist()
-    shares = [len(training_view(image, label, draw, 40, (1, 1))[1].unique()) for draw in draws]
-    assert np.mean(np.array(shares) == 2) > 0.97  # one draw alone: half of them
 
 
 def test_a_view_is_what_its_numbers_say():
@@ -173,28 +158,28 @@ def test_a_view_is_what_its_numbers_say():
             assert torch.equal(crop, expected.flip(1) if coin < 0.5 else expected)
             assert torch.equal(out[1], crop)
     views, position = TrainingViews([(image, label)] * 3, 16, (1.2, 1.3), seed=4), torch.tensor([9])
-    draw = uniform(position, VIEW_COLUMNS, 4, 30)[0].tolist()  # numbers of their own
+    draw = uniform(position, VIEW_COLUMNS, 4, VIEW)[0].tolist()  # numbers of their own
     assert all(map(torch.equal, views[9, 2][:2], training_view(image, label, draw, 16, (1.2, 1.3))))
     out = finish_views(image[None, :, :16, :16], *torch.full((2, 1), 16), position, 4,
                        torch.zeros(3, 1, 1))
-    expected = distort(image[None, :, :16, :16], uniform(position, COLUMNS, 4, 31))
+    expected = distort(image[None, :, :16, :16], uniform(position, COLUMNS, 4, DISTORT))
     assert torch.equal(out, expected / 255)
 
 
 # --- samples --------------------------------------------------------------------------------------
 
-def stream(root, num_workers, batch, distorted=True):
+def stream(root, num_workers, batch):
     samples = TrainingViews(ade20k(root, "training", 4), 48, seed=5)
     keys = [(p, p % 6) for p in range(24)]
     lists = [keys[i:i + batch] for i in range(0, 24, batch)]
-    out = [(finish_views(images, h, w, position, 5, torch.full((3, 1, 1), 0.5), distorted), labels)
+    out = [(finish_views(images, h, w, position, 5, torch.full((3, 1, 1), 0.5)), labels)
            for images, labels, (position, h, w) in image_batches(samples, lists, num_workers)]
     return [torch.cat(t) for t in zip(*out)]
 
 
 def test_neither_workers_nor_batch_size_change_a_sample(root):
     images, labels = stream(root, 0, 24)
-    for num_workers, batch in ((2, 4), (0, 1), (1, 24)):
+    for num_workers, batch in ((2, 4), (0, 1)):
         other = stream(root, num_workers, batch)
         assert torch.equal(other[0], images) and torch.equal(other[1], labels)
     assert len({x.numpy().tobytes() for x in images}) == 24  # every sample is another view

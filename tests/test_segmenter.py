@@ -70,8 +70,8 @@ def test_sliding_windows_and_views_equal_upstream_with_their_anchors(golden):
         views.append((view(image, min(image.shape[1:]), 1, window), bool(a[f"flip_{i}"])))
         h, w = views[-1][0].shape[1:]
         assert [h, w] == a[f"resized_shape_{i}"].tolist()
-        assert sliding_windows(h, w, window,
-                               stride) == [tuple(corner) for corner in a[f"anchors_{i}"].tolist()]
+        anchors = [tuple(corner) for corner in a[f"anchors_{i}"].tolist()]
+        assert sliding_windows(h, w, window, stride) == anchors
         close(predict_views(m, views[-1:], shape, window=window, stride=stride), a[f"prob_{i}"])
     p = predict_views(m, views, shape, window=window, stride=stride, batch_size=3)
     close(p, a["prob_mean"])

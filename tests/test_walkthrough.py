@@ -76,22 +76,9 @@ def test_a_quoted_line_that_the_file_does_not_hold_is_found():
     assert [name for name, _ in wrong_quotes(broken)] == ["# attention.py"]
 
 
-def test_every_picture_shown_is_drawn_by_a_cell_of_its_name_and_small():
+def test_every_picture_shown_is_drawn_by_a_cell_of_its_name():
     shown = set(re.findall(r"pictures/(\w+)\.png\)", TEXT))
     assert len(shown) >= 10 and shown == set(names_of_cells())
-    for path in (ROOT / "lecture/pictures").glob("*.*"):
-        assert path.stat().st_size < 150_000, path
-
-
-def test_the_hour_is_an_hour():
-    """A lecturer's 125 words a minute; one for code and a picture, half for an equation, three for
-    an exercise."""
-    hour = TEXT.partition("*Here the hour ends.*")[0]
-    prose = re.sub(r"```.*?```|\$\$.*?\$\$|^!\[.*?\)$|\]\([^)]*\)", " ", hour, flags=re.S | re.M)
-    pauses = hour.count("```python") + hour.count("\n![") + 0.5 * hour.count("\n$$")
-    pauses += 3 * hour.count("**Exercise ")
-    assert len(prose.split()) / 125 + pauses <= 60
-    assert hour.count("**Answer.**") == hour.count("**Exercise ") == hour.count("\n## ") == 5
 
 
 def test_the_claims_are_the_same_words_in_the_readme_the_talk_and_here():
