@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import common
 from common import InputError
@@ -207,6 +208,19 @@ def test_elliptical_compares_values_with_those_of_the_layer_before_in_the_same_n
         x = x + block.attn.proj(study.elliptical(q, k, v, last).transpose(1, 2).flatten(2))
         x, last = x + block.mlp(block.norm2(x)), v
     assert torch.allclose(model.features(images)["blocks.2"], x, atol=1e-6)
+
+
+def test_elliptical_layers_that_backward_computes_again_have_the_same_gradients():
+    """It takes them in reverse order, so what the last layer left is not what this one read."""
+    model, images = nano("elliptical"), torch.rand(2, 3, 32, 32)
+
+    def gradients(run):
+        x = model.embed(images)
+        for block in model.blocks:
+            x = run(block, x)
+        return torch.autograd.grad(x.square().sum(), list(model.blocks.parameters()))
+    again = gradients(lambda block, x: checkpoint(block, x, use_reentrant=False))
+    assert all(map(torch.equal, again, gradients(lambda block, x: block(x))))
 
 
 def test_a_copy_of_an_elliptical_network_looks_at_its_own_layers():
