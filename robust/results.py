@@ -3,19 +3,18 @@
     python -m robust.results referee/results/robustness      # the table of its results.jsonl
     python -m robust.results out/a/robust out/b/robust       # of several runs
 
-A row is a dict of plain values: which model (model, kind, checkpoint, weights, model_config,
-recipe), what was measured, in words (measure: "pgd eps=2/255 steps=20 ..."), on what (task, data,
-data_dir, images, seed) and how exactly (precision), the numbers in percent (top1, top5, mean_iou,
-...), which images were right (`right`, see `unpack`), and how it came about (seconds, torch,
-hardware, ...). pandas.read_json("results.jsonl", lines=True) reads all. A table has the measures
-down and the models across; what all rows of a measure share is left out of its words there.
+A row is a dict of plain values: which model (model, kind, checkpoint, weights, model_config), what
+was measured, in words (measure: "pgd eps=2/255 steps=20 ..."), on what (task, data, data_dir,
+images, seed) and how exactly (precision), the numbers in percent (top1, top5, mean_iou, ...), which
+images were right (`right`, see `unpack`), and how it came about (seconds, torch, hardware, ...).
+pandas.read_json("results.jsonl", lines=True) reads all. A table has the measures down and the
+models across; what all rows of a measure share is left out of its words there.
 """
 
 import argparse
 import base64
 import json
 import zlib
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,11 +55,6 @@ def identity(row):
     return key(row, ("weights", "model_config"))
 
 
-def group(row):
-    """What the seeds of one model have in common."""
-    return key(row, ("model_config", "recipe"))
-
-
 # --- on disk -------------------------------------------------------------------------------------
 
 def pack(right):
@@ -82,22 +76,10 @@ def read_rows(path):
     path, rows = Path(path), {}
     path = path / "results.jsonl" if path.is_dir() else path
     for row in common.read_log(path):
-        missing = [name for name in KEY if name not in row]
-        if missing:
-            raise InputError(f"{path}: {str(row)[:60]} is no row of eval_robust.py: it has no "
-                             f"{missing[0]}")
+        if not row.keys() >= {*KEY}:
+            raise InputError(f"{path}: {str(row)[:60]} is no row of eval_robust.py")
         rows[key(row)] = row
     return list(rows.values())
-
-
-@contextmanager
-def writing(folder):
-    """Say in a line why the folder cannot be written."""
-    try:
-        yield
-    except OSError as e:
-        raise InputError(f"--out_dir {folder} cannot be written ({e.strerror}); rows that it has "
-                         "are kept, --resume goes on from them") from None
 
 
 class Results:
@@ -113,16 +95,18 @@ class Results:
         if dist.is_initialized():
             dist.barrier()                                # all have read before one writes
         if self.writes:
-            with writing(folder):
+            try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                with common.replacing(self.out) as tmp:   # a line that a kill cut short goes
-                    tmp.write_text("".join(json.dumps(row) + "\n" for row in self.rows.values()))
+            except OSError as e:
+                raise InputError(f"--out_dir {folder}: {e.strerror}") from None
+            with common.replacing(self.out) as tmp:       # a line that a kill cut short goes
+                tmp.write_text("".join(json.dumps(row) + "\n" for row in self.rows.values()))
 
     def add(self, row):
         """Keep a finished row: in memory, on disk, on the screen."""
         self.rows[key(row)] = row
         if self.writes:
-            with writing(self.folder), open(self.out, "a") as f:
+            with open(self.out, "a") as f:
                 f.write(json.dumps(row) + "\n")
             self.write_table()
             numbers = [f"{title(row)}, {what} {value:.2f}" for what, value, _ in numbers_of(row)]
@@ -133,8 +117,7 @@ class Results:
     def write_table(self):
         """Write the table of the rows of this data set; returns it."""
         text = table([row for row in self.rows.values() if row["data"] == self.data])
-        with writing(self.folder):
-            self.table.write_text(text + "\n")
+        self.table.write_text(text + "\n")
         return text
 
 
@@ -302,10 +285,8 @@ def notes(rows):
     if rows[0]["task"] == "classification":
         yield (f"(low-high): Wilson's 95 % interval over images. Images: a random choice, seed "
                f"{rows[0]['seed']}, the same for all models.")
-        if len({group(row) for row in rows}) == len({identity(row) for row in rows}):
-            yield ("One network of a kind ranks nothing: networks that differ in the seed alone "
-                   "differ by points. Train several, and compare them with "
-                   "referee.arms.")
+        yield ("One network of a kind ranks nothing: networks that differ in the seed alone differ "
+               "by points. Train several, and compare them with referee.arms.")
 
 
 def main():

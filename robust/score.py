@@ -69,7 +69,7 @@ def batches(images, args, label="", most=0):
         for i, (batch, place) in enumerate(zip(loaded, places), 1):
             held.append(tuple(t.to(args.device, non_blocking=True) for t in (*batch, place)))
             if i == len(places) or sum(len(part[-1]) for part in held) >= most:
-                yield tuple(map(torch.cat, zip(*held))) if len(held) > 1 else held[0]
+                yield tuple(map(torch.cat, zip(*held)))
                 held = []
             bar.update(len(place))
 
