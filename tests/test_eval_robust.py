@@ -26,8 +26,8 @@ from data.imagenet import ImageTree
 from data.shapes import SHAPES, load_shapes
 from golden_net import trained_network
 from processes import group
-from robust import (attacks, checks, corruptions, imagenet, measures, metrics, results, score,
-                    sources)
+from robust import (attacks, checks, corruptions, imagenet, measures, metrics, per_class, results,
+                    score, sources)
 from robust.results import pack, read_rows, table, unpack
 from runs import call, refused
 from vit import SIZES, ViT, ViTConfig
@@ -274,12 +274,11 @@ def test_what_a_measure_says_of_itself_is_that_measure_when_it_is_typed():
 
 def test_slow_measures_are_on_fewer_images_unless_limit_says_otherwise():
     def sizes(n, **flags):
-        names = "clean", "corruptions", "pgd", "autoattack", "cw"
-        return [len(score.pick(n, name, alone(**flags))) for name in names]
+        return [len(score.pick(n, name, alone(**flags))) for name in ("clean", "pgd", "cw")]
 
-    assert sizes(3200) == [3200, 320, 160, 80, 40] and sizes(50) == [50, 50, 50, 50, 40]
-    assert sizes(50000, data="imagenet") == [50000, 50000, 50000, 1000, 100]
-    assert sizes(50000, data="imagenet", limit=70) == [70] * 5
+    assert sizes(3200) == [3200, 160, 40] and sizes(50) == [50, 50, 40]
+    assert sizes(50000, data="imagenet") == [50000, 50000, 100]
+    assert sizes(50000, data="imagenet", limit=70) == [70] * 3
     few, all_ = score.pick(99, "clean", alone(limit=9)), score.pick(99, "clean", alone())
     assert torch.equal(few, all_[:9])
 
@@ -430,8 +429,8 @@ def alone(**flags):
     return argparse.Namespace(**usual | flags)
 
 
-def loaded(model, name="m", kind="softmax"):
-    return sources.Loaded(model, "classification", dict(model=name, kind=kind), {}, "--ckpt m", 32)
+def loaded(model):
+    return sources.Loaded(model, "classification", dict(model="m"), {}, "--ckpt m", 32)
 
 
 def measure(name, **setting):
@@ -597,16 +596,13 @@ def test_per_class_counts_what_is_taken_for_what(small, tmp_path):
     shares = by_hand.diag() / by_hand.sum(1)
     assert row["lowest"] == pytest.approx(100 * shares[by_hand.sum(1) > 0].min().item())
 
-    make_checkpoint(tmp_path / "m.pt", flags=dict(num_images=1000))
-    printed = run("--ckpt", tmp_path / "m.pt", "--measures", "clean", "--limit", 40,
-                  "--per_class", "--out_dir", tmp_path / "r")
+    printed = per_class.tables([row | dict(model="m", images=40)], tmp_path)
     for i, name in enumerate(SHAPES):
         cells = [f"{n:g}" if n else "" for n in by_hand[i].tolist()]
         assert line_of(printed.partition("is, taken for")[2], name) == cells[1:]
         assert line_of(printed.partition("| class ")[2], name) == [f"{100 * shares[i]:.2f}"]
-    lines = (tmp_path / "r" / "confusion.csv").read_text().splitlines()
+    lines = (tmp_path / "confusion.csv").read_text().splitlines()
     assert len(lines) == 1 + int((by_hand > 0).sum())
-    assert len((tmp_path / "r" / "per_class.csv").read_text().splitlines()) == 1 + 10
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -686,18 +682,6 @@ def test_rows_that_differ_in_anything_are_two_lines_and_what_all_share_is_left_o
     assert len(set(line for line in lines(*changes) if "worst" not in line)) == len(changes)
 
 
-def test_notes_say_what_a_reader_has_to_know():
-    right = torch.arange(8) % 2 > 0
-    rows = [attacked("m", "pgd", 2 / 255, right, "steps=2"),
-            attacked("n", "adaptive_pgd", 2 / 255, right)]
-    assert "- pgd: steps=2." in table(rows).splitlines() and "is plain" not in table(rows)
-    assert "adaptive_pgd of n is plain" in table([rows[0], dict(rows[1], plain=True)])
-    frost, = made_up("m", dict(frost=50))
-    for kind in ("procedural", "photographs"):
-        found = table([dict(frost, measure=f"{frost['measure']} frost={kind}")])
-        assert ("not ImageNet-C's photographs" in found) == (kind == "procedural")
-
-
 # --- the command ---------------------------------------------------------------------------------
 
 def test_rows_lie_in_the_run_of_the_first_checkpoint_and_checks_write_nothing(
@@ -712,21 +696,8 @@ def test_rows_lie_in_the_run_of_the_first_checkpoint_and_checks_write_nothing(
     monkeypatch.setattr(checks, "run", lambda model, x, y, name, twin, options:
                         asked.append((len(x), options["steps"])))
     run("--ckpt", "m.pt", "--checks", "--limit", 10, "--measures", "pgd steps=7")
-    run("--ckpt", "m.pt", "--checks", "--out_dir", tmp_path / "new")
-    assert asked == [(10, 7), (64, 20)]
+    assert asked == [(10, 7)]
     assert {p: p.read_bytes() for p in tmp_path.rglob("*.*")} == before
-
-
-def test_the_twin_of_the_checks_is_a_softmax_model_of_source_or_else_of_the_others(monkeypatch):
-    twins = []
-    monkeypatch.setattr(checks, "run", lambda *given: twins.append(given[4]))
-    rpc, softmax, source = (loaded(name, name, kind) for name, kind in
-                            (("a", "rpc 4iter/layer1"), ("b", "softmax"), ("c", "softmax")))
-    clean = [(measure("clean"), score.Images(load_shapes("test", 4), torch.arange(4)))]
-    for other, expected in ((None, ["b", None]), (source, ["c", "c"]), (rpc, ["b", None])):
-        twins.clear()
-        eval_robust.run_checks([rpc, softmax], clean, alone(other=other))
-        assert twins == expected
 
 
 def test_a_source_that_was_trained_anew_is_measured_anew_and_only_transfer_is_made_on_it(
