@@ -31,14 +31,6 @@ def linear(classes=10):
     return nn.Sequential(nn.Flatten(), nn.Linear(3072, classes))
 
 
-def few():
-    return linear(5)
-
-
-def probabilities():
-    return linear().append(nn.Softmax(1))
-
-
 def thousand():
     torch.manual_seed(0)
     net = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
@@ -55,20 +47,12 @@ class Wrapped(nn.Module):
         return self.change(self.net, x)
 
 
-def two():
-    return Wrapped(lambda net, x: (net(x), x))
-
-
-def blind():
-    return Wrapped(lambda net, x: net(x.detach()).detach())
-
-
-def plain():
-    return lambda x: x.flatten(1)[:, :10]
-
-
-def broken():
-    return Wrapped(lambda net, x: net(nothing))
+few = lambda: linear(5)
+probabilities = lambda: linear().append(nn.Softmax(1))
+two = lambda: Wrapped(lambda net, x: (net(x), x))
+blind = lambda: Wrapped(lambda net, x: net(x.detach()).detach())
+broken = lambda: Wrapped(lambda net, x: net(nothing))
+plain = lambda: lambda x: x.flatten(1)[:, :10]
 '''
 
 
