@@ -49,10 +49,8 @@ class Wrapped(nn.Module):
 
 few = lambda: linear(5)
 probabilities = lambda: linear().append(nn.Softmax(1))
-two = lambda: Wrapped(lambda net, x: (net(x), x))
 blind = lambda: Wrapped(lambda net, x: net(x.detach()).detach())
 broken = lambda: Wrapped(lambda net, x: net(nothing))
-plain = lambda: lambda x: x.flatten(1)[:, :10]
 '''
 
 
@@ -110,8 +108,6 @@ def test_models_of_others_are_measured_clean_corrupted_and_attacked(
 @pytest.mark.parametrize("flags, words", [
     ("--model my.py:absent", "my.py has no function absent"),
     ("--model my.py:few", "--model my.py:few has 5 classes, --data shapes 10 (arrow, circle, "),
-    ("--model my.py:two", "--model my.py:two does not return logits alone"),
-    ("--model my.py:plain", "--model my.py:plain: it returns a function, expected a torch.nn"),
     ("--model my.py:blind", "--model my.py:blind: the model's logits have no gradient"),
     ("--ckpt headless.pt", "--ckpt headless.pt: it has no head.weight"),
     ("", "required: --ckpt or --model"),
