@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 
 from robust.attacks import fgsm
 from robust.autoattack import (apgd, apgd_t, autoattack, box_projection, dlr, fab_distance, fab_t,
-                               likely_targets, random_square, square, targeted_dlr)
+                               halve, likely_targets, random_square, square, targeted_dlr)
 from golden_net import trained_network
 from test_attacks import CASCADE as QUICK, EPS, right as robust
 
@@ -89,6 +90,21 @@ def test_apgd_goes_where_pyautoattacks_goes_from_the_same_start(own, monkeypatch
     ours = torch.stack(ours[1:])                          # it begins with a look at x
     far = (ours - torch.stack(theirs)).abs().amax((0, 2, 3, 4))
     assert len(theirs) == 61 and (far < 1e-5).sum() >= 10
+
+
+def test_apgd_halves_a_step_that_brings_no_new_maximum_but_not_twice_in_a_row():
+    """An image a case: few rises; no gain; no gain, but halved at the last look; a gain."""
+    here, best = torch.zeros(4, 3, 2, 2), torch.ones(4, 3, 2, 2)
+    s = SimpleNamespace(rises=torch.tensor([7, 8, 8, 8]), step=torch.ones(4, 1, 1, 1),
+                        halved=torch.tensor([True, False, True, False]),
+                        best_loss=torch.tensor([2.0, 1, 1, 2]), checked_loss=torch.ones(4),
+                        x=here, grad=here, best_x=best, best_grad=best)
+    halve(s, window=10)
+    assert s.halved.tolist() == [True, True, False, False]
+    assert s.step.flatten().tolist() == [0.5, 0.5, 1, 1]
+    back = s.halved.float()                                                # to the best point
+    assert all(torch.equal(t.amax((1, 2, 3)), back) for t in (s.x, s.grad))
+    assert torch.equal(s.checked_loss, s.best_loss) and not s.rises.any()
 
 
 def test_fab_finds_the_points_that_pyautoattacks_finds(own):
