@@ -651,8 +651,7 @@ def test_the_worst_case_over_attacks_is_taken_image_by_image_over_those_that_all
     assert 0 < both.sum() < min(a[:6].sum(), b[:6].sum())
     assert not torch.equal(both, a[-6:] & b[:6])
     top1 = 100 * both.double().mean().item()
-    assert worst.title == "worst of fgsm, pgd 1/255" and worst.images == 6
-    assert worst.numbers == [("top-1", pytest.approx(top1), True)]        # and nothing of its own
+    assert results.numbers_of(worst) == [("top-1", pytest.approx(top1), True)]      # no other one
     low, high = metrics.wilson(top1 / 100, 6)
     text = f"{top1:.2f} ({100 * low:.1f}-{100 * high:.1f})"
     assert line_of(table(rows), "worst of fgsm, pgd 1/255, top-1") == [text, ""]
