@@ -378,10 +378,9 @@ def autoattack(model, images, labels, eps=1 / 255, *, steps: int = 100, queries:
         rows = robust.nonzero()[:, 0]
         bar = tqdm(total=len(rows), desc=stage, unit="image", disable=not progress or None)
         for on in rows.split(batch_size) if len(rows) else ():
-            found = attack(model, images[on], labels[on], eps[on], index=index[on],
-                           clip=clip, seed=seed)
-            robust[on] = model(found).argmax(1) == labels[on]
-            adv[on] = torch.where(column(robust[on]), images[on], found)
+            adv[on] = attack(model, images[on], labels[on], eps[on], index=index[on],
+                             clip=clip, seed=seed)
+            robust[on] = model(adv[on]).argmax(1) == labels[on]
             bar.update(len(on))
         bar.close()
         trace.append(dict(stage=stage, robust=robust.clone()))
