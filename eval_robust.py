@@ -3,14 +3,10 @@
     python eval_robust.py --ckpt out/shapes_rpc                  # rendered scenes: minutes on a CPU
     python eval_robust.py --ckpt out/a out/b --out_dir out/ab     # the same images for all
     python eval_robust.py --ckpt out/a --measures clean "pgd eps=1/255,4/255 steps=40" cw
-    python eval_robust.py --ckpt out/a --measures autoattack --out_dir out/ab --resume    # more
-    python eval_robust.py --ckpt out/a --preset paper            # the paper's own conditions
-    python eval_robust.py --ckpt out/a --checks                  # can the numbers be believed?
     python eval_robust.py --ckpt deit_tiny_patch16_224.pth --data_dir data/imagenet    # DeiT's file
     python eval_robust.py --model my.py:build --data cifar10 --data_dir data/cifar10    # any model
     python eval_robust.py --ckpt out/seg_camvid_rpc --scales 0.75 1 1.25 --flip    # a Segmenter
     python eval_robust.py --ckpt out/pydoc_rpc --stride 1        # a language model, words swapped
-    python eval_robust.py --ckpt out/photos --per_class          # which class is taken for which?
     torchrun --standalone --nproc_per_node=4 eval_robust.py --ckpt out/imagenet_rpc \\
         --data_dir data/imagenet --corrupted_dir data/imagenet-c --imagenet_a data/imagenet-a \\
         --imagenet_r data/imagenet-r --imagenet_o data/imagenet-o
@@ -18,6 +14,7 @@
 A checkpoint says whether it is a classifier, a Segmenter or a language model, and of which data;
 robust/segmenters.py and words.py have what the last two need. What is measured is a function that
 returns a row, `clean` or `attack` say; KINDS is the table of them, `evaluate` the loop.
+docs/robustness.md has more commands, and what the numbers mean.
 Paper: Teo & Nguyen 2024, section 4, App. A.2 to A.4, E.3 to E.5; Tables 1 to 6, Fig. 3. Budgets are
 in units of pixels in [0, 1], labels are the true ones, attacked pixels stay in [0, 1], in float32.
 The paper's code (`rachtsy/KPCA_code:Attack`) attacks normalised tensors (eps 1/255 there is about
@@ -28,6 +25,7 @@ Random numbers depend on (seed, image) alone: batch size, processes and resuming
 
 import argparse
 import os
+import sys
 import time
 from datetime import date
 from functools import partial
@@ -49,17 +47,13 @@ from robust.score import (all_sum, answers, batches, outcome, percent, row_of, s
 from robust.sources import NORMALIZE, classes_of, load_built, load_model
 
 
-class Help(argparse.RawDescriptionHelpFormatter):
-    """Write what is measured only where --help asks: that imports every attack."""
-
-    def add_text(self, text):
-        super().add_text(describe(kinds_of(CLS) | KINDS[LM]) if text == "measures" else text)
-
-
 def get_args():
     """Read the flags."""
-    p = argparse.ArgumentParser(description=__doc__, epilog="measures", allow_abbrev=False,
-                                usage="%(prog)s [--flag value ...]", formatter_class=Help)
+    asked = {"-h", "--help"} & set(sys.argv)              # what is measured imports every attack
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                epilog=describe(kinds_of(CLS) | KINDS[LM]) if asked else None,
+                                usage="%(prog)s [--flag value ...]",
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
     path, boolean = os.path.normpath, argparse.BooleanOptionalAction
     count, natural = common.COUNT, common.NATURAL
 
@@ -173,18 +167,14 @@ def cw(m, measure, images, args):
     return row_of(hits[0], moved, args) | dict(top1_at_l2=dict(zip(radii, left)))
 
 
-def square(m, measure, images, args):
-    """An attack whose images leave one by one: many together, so that its batches stay full."""
-    return attack(m, measure, images, args, most=4096)
-
-
 STAGES = ("clean", "apgd-ce", "apgd-t", "fab-t", "square")                          # of autoattack
+MANY = 4096         # images at a time where they leave one by one, so that batches stay full
 
 
 def autoattack(m, measure, images, args):
     """Images that one attack after the other was tried on: also the accuracy after each."""
     traces, n = [], len(images.index)
-    hits, moved = under_attack(m, measure, images, args, most=4096, traces=traces)
+    hits, moved = under_attack(m, measure, images, args, most=MANY, traces=traces)
     stages = torch.zeros(len(STAGES), n)
     for place, trace in traces:
         for i, stage in enumerate(trace):                 # changed since: is it right now?
@@ -225,7 +215,7 @@ KINDS = {
 }
 # Attacks that are more than one attack on each batch; all others are `attack`.
 OWN_KINDS = {"noise": Kind(noise), "transfer": Kind(transfer, to_transfer), "cw": Kind(cw),
-             "square": Kind(square), "autoattack": Kind(autoattack),
+             "square": Kind(partial(attack, most=MANY)), "autoattack": Kind(autoattack),
              "adaptive_pgd": Kind(adaptive), "adaptive_apgd": Kind(adaptive),
              "adaptive_autoattack": Kind(partial(adaptive, kind=autoattack))}
 
@@ -242,8 +232,8 @@ def plan(models, args):
     without_val = folders and args.data == "imagenet" and not args.data_dir
     texts = args.measures or ([] if without_val else USUAL[args.task]) + folders
     if "all" in texts:
-        texts = [name for name in kinds if name not in (*FOLDERS, "per_class") or name in folders]
-        texts = [name for name in texts if name != "transfer" or args.other]
+        others = {"per_class", "transfer", *FOLDERS} - {*folders, args.other and "transfer"}
+        texts = [name for name in kinds if name not in others]
     measures = build(texts + ["per_class"] * args.per_class, kinds, args.preset, args.eps)
     source = find(SOURCES[args.task])(models, args)
     todo = [(one, find(kinds[one.name].images)(one, source, args)) for one in measures]
@@ -384,8 +374,6 @@ def evaluate(models, todo, args):
                 row |= find(kind.row)(m, measure, images, args)
             row.update(seconds=round(time.perf_counter() - began, 2), date=str(date.today()),
                        torch=torch.__version__, hardware=hardware, processes=args.world)
-            if "right" in row:
-                row["right"] = row.pop("right")           # the longest field comes last
             results.add(row)
 
     if args.rank == 0:

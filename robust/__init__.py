@@ -91,5 +91,5 @@ def evaluate(model, images, labels, attacks, *, batch_size=256, seed=0):
         right["clean"][part] = clean.cpu()
         for name, attack in attacks.items():
             adv = run_attack(attack, model, x, y, clean, seed=seed, index=index)
-            right[name][part] = (clean & is_right(adv, y)).cpu()
+            right[name][part] = is_right(adv, y).cpu()
     return right | {"worst": torch.stack(list(right.values())).all(0)}

@@ -73,9 +73,6 @@ def apgd(model, images, labels, eps, *, loss: Literal["ce", "dlr"] = "ce", targe
     `fra31/auto-attack:autoattack/autopgd_base.py`. There an image is climbed to the end and its
     last misclassified iterate returned; here it leaves at the next multiple of ten steps.
     """
-    losses = {"ce": cross_entropy, "dlr": dlr}
-    if loss not in losses:
-        raise ValueError(f'loss="{loss}", expected "ce" or "dlr"')
     positive(steps=steps)
     robust = check(model, images, eps, clip).argmax(1) == labels
     eps, index = per_image(images, eps), numbers(images, index)
@@ -85,7 +82,7 @@ def apgd(model, images, labels, eps, *, loss: Literal["ce", "dlr"] = "ce", targe
     state = SimpleNamespace(row=torch.arange(len(images), device=images.device), labels=labels,
                             targets=labels if targets is None else targets,
                             low=low, high=high, x=start, step=2 * eps, adv=images)
-    objective = losses[loss] if targets is None else targeted_dlr
+    objective = dict(ce=cross_entropy, dlr=dlr)[loss] if targets is None else targeted_dlr
     adv = images.clone()
     for source in (model, *surrogates):
         if robust.any():
@@ -381,10 +378,9 @@ def autoattack(model, images, labels, eps=1 / 255, *, steps: int = 100, queries:
         rows = robust.nonzero()[:, 0]
         bar = tqdm(total=len(rows), desc=stage, unit="image", disable=not progress or None)
         for on in rows.split(batch_size) if len(rows) else ():
-            found = attack(model, images[on], labels[on], eps[on], index=index[on],
-                           clip=clip, seed=seed)
-            robust[on] = model(found).argmax(1) == labels[on]
-            adv[on] = torch.where(column(robust[on]), images[on], found)
+            adv[on] = attack(model, images[on], labels[on], eps[on], index=index[on],
+                             clip=clip, seed=seed)
+            robust[on] = model(adv[on]).argmax(1) == labels[on]
             bar.update(len(on))
         bar.close()
         trace.append(dict(stage=stage, robust=robust.clone()))

@@ -30,7 +30,6 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import common
-from common import InputError
 from data.rng import CORRUPTION, normal, uniform
 from robust.filters import (disk, displace, enlarge, gaussian_blur, motion, pixel_grid, quantise,
                             sample, shrink)
@@ -339,13 +338,6 @@ ANY_SIZE = Corruption(elastic_any_size, CONSTANTS["elastic_any_size"], draw_elas
 ELASTIC_SIZES = (224, 64, 32)         # squares for which ImageNet-C's elastic_transform was made
 
 
-def severities(name):
-    """How many constants a corruption has: five, but one of your own may have fewer."""
-    constants = CORRUPTIONS[name].constants
-    tables = constants.values() if isinstance(constants, dict) else [constants]
-    return min(map(len, tables))
-
-
 def table_of(H, W):
     """Choose the table of constants for images of this size, by the shorter side."""
     return next(table for table, least in ((224, 128), (64, 48), (32, 0)) if min(H, W) >= least)
@@ -390,14 +382,11 @@ def corrupt(images, name, severity, *, seed=0, index=None, frost_dir=None):
 
 def images(measure, source, args):
     """The images of a measure, its severities made or, from --corrupted_dir, released."""
-    setting, last = measure.setting, args.severities[-1]
+    setting = measure.setting
     common.one_of("type", setting["type"], CORRUPTIONS)
     if args.corrupted_dir:
         from robust.imagenet import released_images
         return released_images(measure, source, args)
-    if last > severities(setting["type"]):
-        raise InputError(f"--severities {last}: {setting['type']} has constants for 1 to "
-                         f"{severities(setting['type'])} in CORRUPTIONS")
     if setting["type"] == "frost":
         load_frost(args.frost_dir)                        # said before anything is measured
     setting.update(severities=args.severities,

@@ -20,10 +20,10 @@ FOLDERS = ("imagenet_a", "imagenet_r", "imagenet_o")
 # What --measures is by default; classifiers: and the folders that are given.
 USUAL = {CLS: ["clean", "corruptions", "noise", "fgsm", "pgd", "adaptive_pgd", "apgd"],
          SEG: ["clean", "corruptions"], LM: ["perplexity"]}
-# Settings that are no keyword of an attack, and their values without a word.
-SETTINGS = {"corruptions": dict(type=list(ALEXNET), jpeg85=False),
-            "perplexity": dict(split=["valid", "test"]),
-            "noise": dict(draws=3)}                       # its accuracy: the mean of so many
+# Settings that are no keyword of an attack: (default, type).
+SETTINGS = {"corruptions": dict(type=(list(ALEXNET), str), jpeg85=(False, bool)),
+            "perplexity": dict(split=(["valid", "test"], str)),
+            "noise": dict(draws=(3, int))}                # its accuracy: the mean of so many
 CHOICES = dict(space=("pixel", "normalized"), labels=("true", "pred"), split=("valid", "test"))
 # Parameters of attacks that are no settings: the evaluator gives them to the attack.
 OFFERED = ("clip", "seed", "index", "draw", "batch_size", "trace", "progress", "targets",
@@ -63,28 +63,16 @@ def settings_of(name):
     for key, p in (parameters(find(ATTACKS[name])) if name in ATTACKS else {}).items():
         if key not in OFFERED:
             found[key] = None if p.default is p.empty else p.default, p.annotation
-    return found | {key: (value, None) for key, value in SETTINGS.get(name, {}).items()}
+    return found | SETTINGS.get(name, {})
 
 
 # --- values and words ----------------------------------------------------------------------------
 
 def number(text):
-    """8/255 or 0.0314 -> float."""
+    """8/255 or 0.0314 -> float, 8 -> int."""
     top, _, bottom = text.partition("/")
-    return float(top) / float(bottom or 1)
-
-
-def whole_or_not(text):
-    """8 -> int, 8/255 or 0.5 -> float."""
-    return int(text) if text.removeprefix("-").isdecimal() else number(text)
-
-
-def number_or_word(text):
-    """For a setting that says nothing of its type."""
-    try:
-        return whole_or_not(text)
-    except ValueError:
-        return text
+    whole = text.removeprefix("-").isdecimal()
+    return int(text) if whole else float(top) / float(bottom or 1)
 
 
 def budget(text):
@@ -97,16 +85,15 @@ def budget(text):
 
 
 def read(setting, text, default, annotation):
-    """The value of a setting: of the type of its annotation, or else of its default.
+    """The value of a setting: a word where its default is one, else a number.
 
     A default of 1 says no more than that it is a number, 0.5 fits as well: int has to be annotated.
     """
     choices = {word: word for word in CHOICES.get(setting, get_args(annotation))}
     if isinstance(default, bool):
         choices = dict(yes=True, no=False)
-    kinds = {int: whole_or_not, float: number, str: str}
     kind = budget if setting == "eps" else COUNT if annotation is int else \
-        kinds.get(annotation) or kinds.get(type(default), number_or_word)
+        str if str in (annotation, type(default)) else number
     try:
         return choices[text] if choices else kind(text)
     except (KeyError, ValueError, ZeroDivisionError, argparse.ArgumentTypeError) as error:
@@ -146,12 +133,7 @@ def describe(known):
         missing = "".join(f" {k}=..." for k, v in usual.items() if v is None)
         lines.append(f"  {name:20} {in_words(usual)}{missing}".rstrip())
     lines.append("and of all attacks: space=pixel or normalized, labels=true or pred, clip=yes or "
-                 "no;\nNAME=VALUE,VALUE,... measures each; what attacks mean by them: robust/")
-    for name, preset in PRESETS.items():
-        own = [f"{k} {in_words(v)}" for k, v in preset.items() if isinstance(v, dict)]
-        usual = in_words({k: preset[k] for k in CONDITIONS})
-        lines.append(f"--preset {name}: {'; '.join([usual, *own])}; --eps up to "
-                     f"{word(preset['eps'][-1])}")
+                 "no;\nNAME=VALUE,VALUE,... measures each; what they mean, and presets: robust/")
     return "\n".join(lines)
 
 
@@ -179,7 +161,6 @@ def build(texts, known, preset="default", eps=None):
                 raise InputError(f"--measures {text!r}: {setting} is no setting of {name}; known "
                                  f"are {', '.join(values) or 'none'}")
             default, kind = kinds.get(setting, (CONDITIONS.get(setting), None))
-            kind = str if isinstance(default, list) else kind
             values[setting] = [read(setting, one, default, kind) for one in given.split(",")]
         every = [v if isinstance(v, list) else [v] for v in values.values()]
         for combination in itertools.product(*every):

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 
 from common import table
-from robust.results import writing
 from robust.score import all_sum, batches, logits_of, to_pixels
 
 
@@ -44,6 +43,6 @@ def tables(rows, folder):
     head = ["model", "class"]
     for file, lines, more in (("per_class.csv", accuracies, ["images", "accuracy"]),
                               ("confusion.csv", confusions, ["predicted", "images"])):
-        with writing(folder), open(Path(folder, file), "w", newline="") as f:
+        with open(Path(folder, file), "w", newline="") as f:
             csv.writer(f).writerows([head + more, *lines])
     return "\n\n" + "\n\n".join(found)

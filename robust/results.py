@@ -3,21 +3,19 @@
     python -m robust.results referee/results/robustness      # the table of its results.jsonl
     python -m robust.results out/a/robust out/b/robust       # of several runs
 
-A row is a dict of plain values: which model (model, kind, checkpoint, weights, model_config,
-recipe), what was measured, in words (measure: "pgd eps=2/255 steps=20 ..."), on what (task, data,
-data_dir, images, seed) and how exactly (precision), the numbers in percent (top1, top5, mean_iou,
-...), which images were right (`right`, see `unpack`), and how it came about (seconds, torch,
-hardware, ...). pandas.read_json("results.jsonl", lines=True) reads all. A table has the measures
-down and the models across; what all rows of a measure share is left out of its words there.
+A row is a dict of plain values: which model (model, kind, checkpoint, weights, model_config), what
+was measured, in words (measure: "pgd eps=2/255 steps=20 ..."), on what (task, data, data_dir,
+images, seed) and how exactly (precision), the numbers in percent (top1, top5, mean_iou, ...), which
+images were right (`right`, see `unpack`), and how it came about (seconds, torch, hardware, ...).
+pandas.read_json("results.jsonl", lines=True) reads all. A table has the measures down and the
+models across; what all rows of a measure share is left out of its words there.
 """
 
 import argparse
 import base64
 import json
 import zlib
-from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +24,7 @@ from tqdm import tqdm
 
 import common
 from common import InputError
-from robust.measures import CONDITIONS, number, parts
+from robust.measures import CONDITIONS, in_words, number, parts
 from robust.metrics import ALEXNET, mean_corruption_error, wilson
 
 WHAT = ("measure", "data_dir", "seed", "precision", "images")       # tells rows of a model apart
@@ -56,11 +54,6 @@ def identity(row):
     return key(row, ("weights", "model_config"))
 
 
-def group(row):
-    """What the seeds of one model have in common."""
-    return key(row, ("model_config", "recipe"))
-
-
 # --- on disk -------------------------------------------------------------------------------------
 
 def pack(right):
@@ -82,22 +75,10 @@ def read_rows(path):
     path, rows = Path(path), {}
     path = path / "results.jsonl" if path.is_dir() else path
     for row in common.read_log(path):
-        missing = [name for name in KEY if name not in row]
-        if missing:
-            raise InputError(f"{path}: {str(row)[:60]} is no row of eval_robust.py: it has no "
-                             f"{missing[0]}")
+        if not row.keys() >= {*KEY}:
+            raise InputError(f"{path}: {str(row)[:60]} is no row of eval_robust.py")
         rows[key(row)] = row
     return list(rows.values())
-
-
-@contextmanager
-def writing(folder):
-    """Say in a line why the folder cannot be written."""
-    try:
-        yield
-    except OSError as e:
-        raise InputError(f"--out_dir {folder} cannot be written ({e.strerror}); rows that it has "
-                         "are kept, --resume goes on from them") from None
 
 
 class Results:
@@ -113,16 +94,18 @@ class Results:
         if dist.is_initialized():
             dist.barrier()                                # all have read before one writes
         if self.writes:
-            with writing(folder):
+            try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                with common.replacing(self.out) as tmp:   # a line that a kill cut short goes
-                    tmp.write_text("".join(json.dumps(row) + "\n" for row in self.rows.values()))
+            except OSError as e:
+                raise InputError(f"--out_dir {folder}: {e.strerror}") from None
+            with common.replacing(self.out) as tmp:       # a line that a kill cut short goes
+                tmp.write_text("".join(json.dumps(row) + "\n" for row in self.rows.values()))
 
     def add(self, row):
         """Keep a finished row: in memory, on disk, on the screen."""
         self.rows[key(row)] = row
         if self.writes:
-            with writing(self.folder), open(self.out, "a") as f:
+            with open(self.out, "a") as f:
                 f.write(json.dumps(row) + "\n")
             self.write_table()
             numbers = [f"{title(row)}, {what} {value:.2f}" for what, value, _ in numbers_of(row)]
@@ -133,8 +116,7 @@ class Results:
     def write_table(self):
         """Write the table of the rows of this data set; returns it."""
         text = table([row for row in self.rows.values() if row["data"] == self.data])
-        with writing(self.folder):
-            self.table.write_text(text + "\n")
+        self.table.write_text(text + "\n")
         return text
 
 
@@ -147,7 +129,7 @@ def title(row):
     """Say what was measured: clean, fog, pgd 8/255."""
     name, setting = parts(row["measure"])
     shown = [setting[k] for k in IN_TITLE if k in setting]
-    return " ".join(shown if name == "corruptions" else [name, *shown])
+    return row.get("title") or " ".join(shown if name == "corruptions" else [name, *shown])
 
 
 # Fields that are numbers of the table, and their names there; SHARE: of the images, in per cent.
@@ -168,7 +150,7 @@ def numbers_of(row):
     for field, name in NUMBERS.items():
         value = row.get(field)
         if value is not None and not (field in ONCE and (radii or isinstance(value, list))):
-            found.append((name, np.mean(value), field in SHARE))
+            found.append((name, np.mean(value), field in SHARE and "types" not in row))
     found += [(f"top-1 within L2 {r}", value, True) for r, value in radii.items()]
     if radii:
         found.append(("median L2 (pixel units)", row["median_l2"], False))
@@ -177,16 +159,6 @@ def numbers_of(row):
 
 # --- the table -----------------------------------------------------------------------------------
 
-class Entry(NamedTuple):
-    """Numbers of a row, or of several of one model, on their way into the table."""
-    row: dict               # whose column it is
-    title: str
-    words: list             # what else tells it from others of its name
-    name: str
-    numbers: list           # of numbers_of
-    images: int
-
-
 def words_of(row):
     """["steps=20", ..., "seed=0"]: what the title does not say."""
     _, setting = parts(row["measure"])
@@ -194,14 +166,8 @@ def words_of(row):
     return [f"{k}={v}" for k, v in setting.items() if k not in IN_TITLE]
 
 
-def entries(rows):
-    """Make the entries of rows, and of what follows from them."""
-    return [Entry(row, title(row), words_of(row), row["measure"].split()[0], numbers_of(row),
-                  row["images"]) for row in rows] + means(rows) + worst_cases(rows)
-
-
 def means(rows):
-    """Means over ImageNet-C's 15 types, for models that have all; on ImageNet, at all five
+    """Rows of means over ImageNet-C's 15 types, for models that have all; on ImageNet, at all five
     severities, with mCE, where AlexNet is 100 %."""
     groups, out = {}, []
     for row in rows:
@@ -217,14 +183,13 @@ def means(rows):
             if row.get("imagenet1k") and "severities=1,2,3,4,5" in words_of(row):
                 mean["mce"] = mean_corruption_error(
                     {type_: 1 - np.mean(one["top1"]) / 100 for type_, one in own.items()})
-            numbers = [(name, value, False) for name, value, _ in numbers_of(mean)]
-            out.append(Entry(row, "mean of the 15", words_of(row), "corruptions", numbers,
-                             row["images"]))
+            out.append({name: row[name] for name in KEY}
+                       | dict(mean, title="mean of the 15", types=list(own)))
     return out
 
 
 def worst_cases(rows):
-    """The worst case over attacks: an image counts that is right under each.
+    """Rows of the worst case over attacks: an image counts that is right under each.
 
     One for each model and L-infinity budget at which two attacks or more were tried. Attacks on
     fewer images than others were on the first of theirs, so these are the images that count.
@@ -236,15 +201,16 @@ def worst_cases(rows):
             how = [w for w in words_of(row) if w.split("=")[0] in (*CONDITIONS, *WHAT)]
             of = groups.setdefault((identity(row), number(setting["eps"]), *how), {})
             of.setdefault(name, []).append(row)
-    for (_, _, *how), own in groups.items():
+    for own in groups.values():
         tried = sum(own.values(), [])
-        n = min(row["images"] for row in tried)
-        right = torch.stack([unpack(row["right"], row["images"])[:n] for row in tried]).all(0)
-        eps = parts(tried[0]["measure"])[1]["eps"]
-        numbers = [("top-1", 100 * int(right.sum()) / n, True)]
         if len(tried) > 1:
-            name = f"worst of {', '.join(own)} {eps}"
-            found.append(Entry(tried[0], name, how, "worst", numbers, n))
+            n = min(row["images"] for row in tried)
+            right = torch.stack([unpack(row["right"], row["images"])[:n] for row in tried]).all(0)
+            _, setting = parts(tried[0]["measure"])
+            unusual = {k: v for k, v in setting.items() if k in CONDITIONS}
+            found.append({name: tried[0][name] for name in KEY} | dict(
+                measure=f"worst {in_words(unusual)}", images=n, top1=100 * int(right.sum()) / n,
+                title=f"worst of {', '.join(own)} {setting['eps']}"))
     return found
 
 
@@ -259,22 +225,24 @@ def column_names(rows):
 def table(rows):
     """Rows as Markdown: a line a number, a column a model; below it what a reader has to know.
 
-    Settings that all entries of one name share stand there, too, but for unusual conditions.
+    Settings that all rows of one name share stand there, too, but for unusual conditions.
     """
-    shown, columns, lines, shared = entries(rows), column_names(rows), {}, {}
-    for entry in shown:
-        of = shared.setdefault(entry.name, [w for w in entry.words
-                                            if w.split("=")[0] not in CONDITIONS])
-        of[:] = [w for w in of if w in entry.words]
-    for entry in shown:
-        told = [w for w in entry.words if w not in shared[entry.name]]
-        for what, value, share in entry.numbers:
+    shown, lines, shared = rows + means(rows) + worst_cases(rows), {}, {}
+    columns = column_names(rows)
+    for row in shown:
+        words = words_of(row)
+        of = shared.setdefault(parts(row["measure"])[0], [
+            w for w in words if w.split("=")[0] not in CONDITIONS])
+        of[:] = [w for w in of if w in words]
+    for row in shown:
+        told = [w for w in words_of(row) if w not in shared[parts(row["measure"])[0]]]
+        for what, value, share in numbers_of(row):
             cell = f"{value:.2f}"
             if share:
-                low, high = wilson(value / 100, entry.images)
+                low, high = wilson(value / 100, row["images"])
                 cell += f" ({100 * low:.1f}-{100 * high:.1f})"
-            line = ", ".join(filter(None, (entry.title, what, " ".join(told)))), entry.images
-            lines.setdefault(line, {})[identity(entry.row)] = cell
+            line = ", ".join(filter(None, (title(row), what, " ".join(told)))), row["images"]
+            lines.setdefault(line, {})[identity(row)] = cell
     body = [[*line, *(cells.get(w, "") for w in columns)] for line, cells in lines.items()]
     header = ["perplexity", "tokens"] if "sliding" in rows[0] else ["measure, per cent", "images"]
     settings = {name: " ".join(w for w in of if w.split("=")[0] not in WHAT)
@@ -302,10 +270,8 @@ def notes(rows):
     if rows[0]["task"] == "classification":
         yield (f"(low-high): Wilson's 95 % interval over images. Images: a random choice, seed "
                f"{rows[0]['seed']}, the same for all models.")
-        if len({group(row) for row in rows}) == len({identity(row) for row in rows}):
-            yield ("One network of a kind ranks nothing: networks that differ in the seed alone "
-                   "differ by points. Train several, and compare them with "
-                   "referee.arms.")
+        yield ("One network of a kind ranks nothing: networks that differ in the seed alone differ "
+               "by points. Train several, and compare them with referee.arms.")
 
 
 def main():

@@ -17,7 +17,7 @@ from data.batches import Split, image_batches
 from data.rng import epoch_order
 from robust import ATTACKS, find, parameters, run_attack
 from robust.attacks import forward
-from robust.measures import FOLDERS, SCENES, SLOW
+from robust.measures import SCENES, SLOW
 from robust.results import pack
 
 # --- images --------------------------------------------------------------------------------------
@@ -32,8 +32,6 @@ class Images(NamedTuple):
 def pick(n, name, args):
     """Number the images that a measure is on, (n,), at random: the first of those of any limit."""
     few = (SCENES if args.data == "shapes" else SLOW).get(name, n)
-    if args.limit and args.limit > n and name not in FOLDERS:
-        raise InputError(f"--limit {args.limit}: there are only {n} images")
     return epoch_order(n, 0, args.seed)[:args.limit or few]
 
 
@@ -69,7 +67,7 @@ def batches(images, args, label="", most=0):
         for i, (batch, place) in enumerate(zip(loaded, places), 1):
             held.append(tuple(t.to(args.device, non_blocking=True) for t in (*batch, place)))
             if i == len(places) or sum(len(part[-1]) for part in held) >= most:
-                yield tuple(map(torch.cat, zip(*held))) if len(held) > 1 else held[0]
+                yield tuple(map(torch.cat, zip(*held)))
                 held = []
             bar.update(len(place))
 

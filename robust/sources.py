@@ -4,7 +4,6 @@ import importlib.util
 import json
 import math
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,10 +17,6 @@ from robust.measures import CLS, LM, SEG
 from robust.results import checksum, weights_of
 from vit import ViT, ViTConfig, classifier_from_checkpoint
 
-# Training flags that may differ between the seeds of one model; any other makes it another model.
-SEED_FLAGS = ("seed", "amp", "data_dir", "download", "num_workers", "device", "compile", "out_dir",
-              "resume", "max_steps", "log_every", "eval_every", "save_images", "sample", "words",
-              "prompt")
 # What pixels in [0, 1] are normalised by: mean and std, of each channel.
 NORMALIZE = dict(imagenet=dict(mean=ViTConfig.mean, std=ViTConfig.std),
                  half=dict(mean=(0.5,) * 3, std=(0.5,) * 3))
@@ -76,25 +71,19 @@ def rebuild(checkpoint):
     return classifier_from_checkpoint(checkpoint), ViTConfig()
 
 
-def describe_model(model, defaults, checkpoint, path):
-    """What rows say of their model, a dict.
+def describe_model(model, defaults, trained, path):
+    """What rows say of their model, a dict. trained: the flags of its training.
 
     weights, model_config (what differs from the defaults, PAP's settings among the others): which
-    model it is; recipe: a checksum of how it was trained, but for the seed.
+    model it is.
     """
     usual, config = ({**fields, **fields["pap"], "pap": None}
                      for fields in (vars(defaults), vars(model.config)))
     config = {k: v for k, v in config.items() if v != usual.get(k)}
     config = json.loads(json.dumps(config))               # as a row that is read back has it
-    trained = checkpoint.get("args") or {}
-    recipe = {k: v for k, v in trained.items() if k not in SEED_FLAGS}
-    recipe["step"] = checkpoint.get("step")               # epoch 3 and epoch 8 are not two seeds
-    if checkpoint.get("task") == LM:
-        recipe["step"] = recipe.get("steps")              # best.pt is of another step in each seed
     kind = kind_of(model.config)
     return dict(model=f"{kind}, seed {trained.get('seed', '?')}", kind=kind, checkpoint=str(path),
-                weights=weights_of(model.state_dict()), model_config=config,
-                recipe=checksum(json.dumps(recipe, sort_keys=True).encode()))
+                weights=weights_of(model.state_dict()), model_config=config)
 
 
 def load_model(path, device, flag="--ckpt", normalize="imagenet", weights="model"):
@@ -108,14 +97,12 @@ def load_model(path, device, flag="--ckpt", normalize="imagenet", weights="model
     with common.error_prefix(given):
         if "task" not in checkpoint:
             return load_foreign(checkpoint, path, device, given, normalize)
-        if checkpoint["task"] not in (CLS, SEG, LM):
-            raise InputError("not a checkpoint of train_cls.py, train_seg.py or train_lm.py")
         if not checkpoint.get(weights):
             raise InputError(f"it has no {weights} weights, expected those of a training with "
                              "--ema")
         model, defaults = rebuild(checkpoint | dict(model=checkpoint[weights]))
     model = model.to(device).requires_grad_(False)
-    about = describe_model(model, defaults, checkpoint, path)
+    about = describe_model(model, defaults, checkpoint["args"], path)
     about["model"] += ", ema" if weights == "ema" else ""
     held = {k: v for k, v in checkpoint.items() if k not in ("model", "ema", "optimizer")}
     return Loaded(model, checkpoint["task"], about, held, given,
@@ -156,37 +143,16 @@ def load_built(text, device, size):
     if not hasattr(module, name):
         raise InputError(f"{given}: {path} has no function {name}")
     torch.manual_seed(0)                                  # the same weights on every process
-    model = getattr(module, name)()
-    if not isinstance(model, torch.nn.Module):
-        raise InputError(f"{given}: it returns a {type(model).__name__}, expected a "
-                         "torch.nn.Module")
-    model = model.to(device).eval().requires_grad_(False)
+    model = getattr(module, name)().to(device).eval().requires_grad_(False)
     code = checksum(Path(path).read_bytes())              # an edited file is another model
     about = dict(model=text, kind=text, checkpoint=text, weights=weights_of(model.state_dict()),
-                 model_config=dict(build=text, code=code), recipe="")
+                 model_config=dict(build=text, code=code))
     return Loaded(model, CLS, about, {}, given, size)
 
 
 @torch.no_grad()
 def classes_of(m, args):
     """How many logits a classifier has, from one look at two grey images of its size."""
-    def look(size):
-        return m.model(torch.full((2, 3, size, size), 0.5, device=args.device))
-
-    try:
-        logits = look(m.size)
-    except Exception:                                     # a bug of the model's, or another size?
-        for size in (32, 64, 96, 128, 160, 192, 224, 256, 288, 299, 384):
-            with suppress(Exception):
-                look(size)
-                break
-        else:
-            raise
-        raise InputError(f"{m.given} takes no images of {m.size} pixels, but of {size}: "
-                         f"--image_size {size}") from None
-    if not torch.is_tensor(logits) or logits.ndim != 2:
-        found = type(logits).__name__ if not torch.is_tensor(logits) else tuple(logits.shape)
-        raise InputError(f"{m.given} gives a {found}, expected logits, a tensor (B, classes): "
-                         "return these alone")
+    logits = m.model(torch.full((2, 3, m.size, m.size), 0.5, device=args.device))
     check_logits(logits)
     return logits.shape[1]

@@ -10,13 +10,11 @@ import pytest
 import torch
 from torchvision.transforms.v2 import Normalize
 
-from attention import rpc_attention
 from robust import adaptive, attacks
 from robust.adversarial import adversarial
 from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd
 from robust.attacks import check, fgsm, margin, noise, pgd
 from robust.autoattack import apgd, apgd_t, autoattack, fab_t, square
-from robust.checks import zero_gradient_share
 from robust.more_attacks import cw, project_l1, sld, spsa, spsa_gradient
 from data.shapes import load_shapes
 from golden_net import golden_network, trained_network
@@ -248,15 +246,11 @@ def test_zero_budget_returns_the_images_and_a_larger_one_is_kept(net, name):
         elif name != "noise_gaussian":  # its scale is not a bound
             assert ((adv - x).abs() <= eps + 1e-6).all()
     assert torch.equal(x, before)
-
-
-@pytest.mark.parametrize("name", {**LINF, **CASCADE})
-def test_without_clip_pixels_may_leave_the_unit_interval(net, name):
-    model, images, labels = net[0], net[1][:20], net[2][:20]
-    images = (images - 0.5).mul(2).add(0.5).clamp(0, 1)  # many pixels at 0 and 1
-    adv = BOUNDED[name](model, images, labels, 3 * EPS, clip=False)
-    assert adv.min() < 0 or adv.max() > 1
-    assert name == "noise_gaussian" or (adv - images).abs().max() <= 3 * EPS + 1e-6
+    if name not in L1:                                    # clip=False: many pixels at 0 and 1
+        x = (x - 0.5).mul(2).add(0.5).clamp(0, 1)
+        adv = attack(model, x, y, 3 * EPS, clip=False)
+        assert adv.min() < 0 or adv.max() > 1
+        assert name == "noise_gaussian" or (adv - x).abs().max() <= 3 * EPS + 1e-6
 
 
 @pytest.mark.parametrize("name", ATTACKS)
@@ -298,11 +292,12 @@ def test_best_iterate_and_worst_draw_are_never_weaker(net):
     found = [pgd(wavy, images, zeros, 0.1, best=b, rel_step=0.6) for b in (False, True)]
     last, best = (right(wavy, adv, zeros) for adv in found)
     assert not (best & ~last).any() and best.sum() < last.sum() / 2  # long steps overshoot
-    noisy = [noise(model, images, labels, 0.3, draw=d) for d in range(4)]
+    noisy = [noise(model, images, labels, 0.3, draw=d) for d in range(6)]
     draws = torch.stack([right(model, adv, labels) for adv in noisy])
-    worst = noise(model, images, labels, 0.3, best_of=4)
-    assert torch.equal(right(model, worst, labels), draws.all(0))
-    assert share(draws.all(0)) < share(draws[0])
+    for i in (0, 3):                                      # draws 0 to 2 and 3 to 5
+        worst = noise(model, images, labels, 0.3, best_of=3, draw=i // 3)
+        assert torch.equal(right(model, worst, labels), draws[i:i + 3].all(0))
+    assert share(draws.all(0)) < share(draws[:3].all(0)) < share(draws[0])
 
 
 def test_noise_has_the_distribution_asked_for(net):
@@ -322,20 +317,9 @@ def test_restarts_of_pgd_keep_the_first_start_that_fools_the_model(net):
     assert not (both & ~first).any() and both.sum() < first.sum()
     kept = ~first | both
     assert torch.equal(thrice[kept], once[kept]) and (thrice - images).abs().max() <= eps + 1e-6
-    with pytest.raises(ValueError, match="restarts=2 without a random start"):
-        pgd(model, images, labels, EPS, random_start=False, restarts=2)
-
-
-def test_every_restart_of_pgd_and_draw_of_noise_has_numbers_of_its_own(monkeypatch):
-    model, images, labels, _ = linear_case(4)
-    keys, noise_like = [], attacks.noise_like
-    monkeypatch.setattr(attacks, "noise_like", lambda x, index, *key:
-                        keys.append(key) or noise_like(x, index, *key))
-    never = 100 * torch.eye(2)[labels[:1]]                # fooled
-    pgd(lambda x: model(x) + never, images, labels[:1].expand(4), 0.1, steps=1, restarts=4)
-    for draw in (0, 1):
-        noise(model, images, labels, 0.1, best_of=2, draw=draw)
-    assert len(set(keys)) == len(keys) == 8
+    for bad in (dict(random_start=False, restarts=2), dict(steps=0)):
+        with pytest.raises(ValueError, match="expected"):
+            pgd(model, images, labels, EPS, **bad)
 
 
 def test_adversarial_training_moves_every_pixel_by_eps_in_pixel_units():
@@ -407,18 +391,6 @@ def test_surrogates_have_the_models_weights_and_other_gradients(vit, net):
     assert adaptive.gradient_models(net[0], images) == []
 
 
-def test_pap_is_found_wherever_a_model_runs_it(vit):
-    """In a function, in an attention that knows no settings, twice; and in none."""
-    model, images, _ = vit
-
-    def own(x):
-        k = x.flatten(2)
-        return rpc_attention(k[:, None], k[:, None], n_iter=6)[:, 0, 0]
-
-    steps = [adaptive.pap_steps(f, images) for f in (model, own, lambda x: own(x) + own(x / 2))]
-    assert steps == [4, 6, 6] and adaptive.pap_steps(lambda x: x.mean((2, 3)), images) == 0
-
-
 def test_the_smooth_threshold_has_the_slope_of_a_softplus():
     x, tau = torch.linspace(-3, 3, 61, dtype=torch.float64, requires_grad=True), torch.tensor(1.0)
     y = adaptive.smooth_shrink(x, tau)
@@ -444,20 +416,6 @@ def test_the_worst_case_over_gradients_breaks_all_that_apgd_breaks_and_more(vit,
     images, labels = (t[:20] for t in net[1:])  # no RPC-Attention: plain APGD
     both = (attack(net[0], images, labels, EPS, steps=10) for attack in (apgd, adaptive_apgd))
     assert torch.equal(*both)
-
-
-def test_zero_gradient_share_counts_zeros():
-    model, images, labels, _ = linear_case()
-
-    def half(x):
-        return model(x * (torch.arange(4) < 2))
-
-    def blind(x):
-        return model(x - x) + images[:1].sum()
-
-    assert zero_gradient_share(model, images, labels) == (0.0, 0.0)
-    assert zero_gradient_share(half, images, labels) == (0.5, 0.0)
-    assert zero_gradient_share(blind, images, labels) == (1.0, 1.0)
 
 
 # --- what would be silently wrong ----------------------------------------------------------------
@@ -489,16 +447,6 @@ def test_every_attack_refuses_train_mode_and_pixels_to_255(name):
         attack(model.eval(), images * 255, labels, EPS)
     with_a_graph = images.requires_grad_() * 1
     assert not attack(model, with_a_graph, labels, EPS).requires_grad
-
-
-@pytest.mark.parametrize("attack, option", [
-    (pgd, dict(steps=0)), (pgd, dict(rel_step=math.nan)), (noise, dict(kind="pink")),
-    (cw, dict(lr=0.0))])
-def test_bad_option_is_refused(attack, option):
-    model, images, labels, _ = linear_case(4)
-    (name, value), = option.items()
-    with pytest.raises(ValueError, match=f"{name}=.?{value}.*expected"):
-        attack(model, images, labels, *(() if attack is cw else (0.1,)), **option)
 
 
 # --- words ---------------------------------------------------------------------------------------

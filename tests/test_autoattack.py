@@ -228,45 +228,25 @@ def test_dlr_ignores_shift_and_scale_and_has_its_closed_form():
     assert likely_targets(logits, labels, 9).tolist() == [[2, 1, 3], [2, 3, 0]]
 
 
-def planted(x):
-    """A model that reads one pixel: its red, in steps of a fifth, is the class. No gradient."""
-    read = (x[:, 0, 3, 5] * 5).long().clamp(0, 4)
-    return F.one_hot(read, 5).float() * 10 + 0 * x.mean((1, 2, 3))[:, None]
-
-
-def plant(n):
-    """n images whose class is planted 0.1 away from the next, and the labels."""
-    images = torch.rand(n, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    labels = torch.arange(n) % 5
-    images[:, 0, 3, 5] = (labels + 0.5) / 5
-    return images, labels
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_constant_and_label_leaking_models_stay_as_they_are(name):
-    images, labels = plant(12)
-    for model, expected in ((lambda x: 0 * x.mean((1, 2, 3))[:, None] + torch.zeros(5),
-                             labels == 0),
-                            (planted, labels >= 0)):
-        adv = QUICK[name](model, images, labels, 0.05)
-        assert torch.equal(robust(model, adv, labels), expected)
-        assert_lawful(adv, images, 0.05)
-
-
 def test_square_finds_what_hides_from_gradients():
-    """The planted class changes within 0.101: no gradient leads there, a square of +-0.101 does."""
-    (images, labels), trace = plant(20), []
-    QUICK["aa"](planted, images, labels, 0.101, queries=120, trace=trace)
-    after_fab, after_square = (trace[i]["robust"].sum() for i in (3, 4))
-    assert after_fab >= 17 and after_square <= 3          # random starts find a few
+    """A pixel's red, in fifths, is the class: no gradient leads to the next, a square of +-0.101
+    does, and one of +-0.05 does not."""
+    def model(x):
+        read = (x[:, 0, 3, 5] * 5).long().clamp(0, 4)
+        return F.one_hot(read, 5).float() * 10 + 0 * x.mean((1, 2, 3))[:, None]
+
+    images = torch.rand(20, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(20) % 5
+    images[:, 0, 3, 5] = (labels + 0.5) / 5
+    for eps, least, most in ((0.101, 0, 3), (0.05, 20, 20)):
+        trace = []
+        adv = QUICK["aa"](model, images, labels, eps, queries=120, trace=trace)
+        after_fab, after_square = (trace[i]["robust"].sum() for i in (3, 4))
+        assert after_fab >= 17 and least <= after_square <= most      # random starts find a few
+        assert_lawful(adv, images, eps)
 
 
 def test_too_few_classes_are_refused(own):
-    model, images, labels = own[0], own[1][:4], own[2][:4] % 2
-    few = {classes: (lambda x, c=classes: model(x)[:, :c]) for classes in (2, 3)}
-    with pytest.raises(ValueError, match="2 classes.*expected 3 or more"):
-        apgd(few[2], images, few[2](images).argmax(1), EPS, loss="dlr")
-    for attack in (apgd_t, autoattack):
-        with pytest.raises(ValueError, match="3 classes.*expected 4 or more"):
-            attack(few[3], images, few[3](images).argmax(1), EPS)
-    assert_lawful(fab_t(few[2], images, labels, EPS, steps=5), images, EPS)              # needs two
+    model, images = own[0], own[1][:4]
+    with pytest.raises(ValueError, match="3 classes.*expected 4 or more"):
+        autoattack(lambda x: model(x)[:, :3], images, model(images)[:, :3].argmax(1), EPS)

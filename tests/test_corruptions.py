@@ -185,17 +185,6 @@ def test_every_severity_changes_the_images_and_keeps_shape_dtype_and_input(name)
             assert not torch.equal(out[0], images[0])
 
 
-@pytest.mark.parametrize("name", [
-    "gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "motion_blur", "zoom_blur",
-    "brightness", "contrast", "pixelate", "jpeg_compression"])
-def test_damage_grows_with_severity(name):
-    for size in (224, 64, 32):
-        images = scenes(8, size)
-        damage = [(corrupt(images, name, s).int() - images).abs().double().mean()
-                  for s in range(1, 6)]
-        assert damage == sorted(damage) and damage[4] > damage[0]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_batch_size_order_and_slices_change_nothing(name):
     for images, severity in ((scenes(7, 224), 4), (scenes(300, 32), 2), (scenes(5, 47, 33), 5)):
@@ -286,13 +275,3 @@ def test_what_would_be_silently_wrong_is_refused(change):
     arguments = dict(images=torch.zeros(2, 3, 32, 32, dtype=torch.uint8), name="fog", severity=1)
     with pytest.raises(ValueError, match="expected"):
         corrupt(**{**arguments, **change})
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", NAMES)
-def test_gpu_gives_the_cpus_result_within_one_step(name):
-    images = scenes(8, 64)
-    for severity in (1, 5):
-        out = corrupt(images.cuda(), name, severity)
-        difference = (out.cpu().int() - corrupt(images, name, severity).int()).abs()
-        assert out.is_cuda and (difference > 1).double().mean() < 1e-3
