@@ -140,9 +140,16 @@ def get_args():
     flag("--out_dir", help="None: out/seg_<data>_<attn>")
     flag("--resume", help="folder of a run to continue; its flags are the defaults")
 
+    # A setting is the command line's, else that of the run to resume, of the recipe, or the flag's
+    # default.
     asked, checkpoint, stored = p.parse_args(), {}, {}
     if asked.resume:
-        checkpoint, stored = common.load_run(asked.resume, "segmentation", p)
+        checkpoint = common.load(Path(asked.resume, "last.pt"))
+        if checkpoint.get("task") != "segmentation":
+            raise InputError(f"--resume {asked.resume}: its task is {checkpoint.get('task')}, not "
+                             f"segmentation")
+        stored = {name: value for name, value in checkpoint["args"].items()
+                  if name not in ("device", "max_steps", "out_dir", "resume")}     # of one command
     data = asked.data or stored.get("data") or ("folder" if asked.data_dir else "shapes")
     recipe = {"data": data, **ENCODER, **RECIPES[data]}
     # --backbone brings the whole encoder. The scenes have one in weights/, unless flags ask for
@@ -304,11 +311,17 @@ def main():
     else:
         optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
 
-    # Resume: weights and optimiser; random numbers need no state.
-    about = dict(classes=list(train.classes), training_images=len(train),
-                 model_config=asdict(config))
+    # Resume: weights and optimiser; random numbers need no state. Data and model have to be the
+    # run's.
+    about = dict(classes=list(train.classes), training_images=len(train))
     if checkpoint:
-        common.restore(checkpoint, model, optimizer, about)
+        was = {**checkpoint, **checkpoint["model_config"]}
+        for name, now in {**about, **asdict(config)}.items():
+            if was.get(name) != now:
+                raise InputError(f"--resume cannot change {name}: it was {was.get(name)!r:.60} and "
+                                 f"is {now!r:.60}")
+        model.load_state_dict(checkpoint["model"])
+        common.load_optimizer(optimizer, checkpoint["optimizer"])
     first, metrics = checkpoint.get("step", 0), checkpoint.get("metrics", {})
     best = checkpoint.get("best") or {}
 
@@ -319,7 +332,7 @@ def main():
         broadcast_buffers=False, gradient_as_bucket_view=True)
 
     # The log, a JSON object a line; its first row says what was trained, by what, on what.
-    out_dir = common.run_folder = Path(args.out_dir)
+    out_dir = Path(args.out_dir)
     if rank == 0:
         log = common.Log(out_dir, first)
         parameters = sum(p.numel() for p in model.parameters())
@@ -336,7 +349,7 @@ def main():
     how = dict(size=args.size, window=args.window, stride=args.stride, amp=amp,
                num_workers=args.num_workers)                        # an evaluation looks at images
     bar = tqdm(range(first, stop), "training", stop, initial=first, unit="step",
-               disable=rank > 0 or None, dynamic_ncols=True)
+               disable=rank > 0 or None, dynamic_ncols=True)    # None: where output is redirected
     began = clock = time.time()
     pending = []
     for step in bar:
@@ -348,8 +361,8 @@ def main():
         images, labels = next(batches)
 
         # Forward and backward. The loss is the mean over the labelled pixels of all processes,
-        # which get the mean of their gradients. Dropout draws from a seed of this step, so a
-        # resumed run draws the same.
+        # which get the mean of their gradients. Dropout draws from a seed of this step and process,
+        # so a resumed run draws the same. (hash of numbers is the same in every Python.)
         torch.manual_seed(hash((args.seed, step, rank)) % 2 ** 63)
         pixels = (labels != IGNORE).sum()
         if world > 1:
@@ -367,7 +380,7 @@ def main():
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.clip, norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        pending.append(torch.stack([loss.detach(), norm]) / world)  # stays on the device
+        pending.append(torch.stack([loss.detach(), norm]))          # stays on the device
 
         # What is due? By the step alone, so that all processes agree: an evaluation every few
         # epochs and at the end; a checkpoint then and after every epoch; a row of the log then and
@@ -377,9 +390,10 @@ def main():
         saving = evaluating or done % epoch_steps == 0
         logging = saving or done % args.log_every == 0
 
-        # Log the means since the last row. Reading them waits for the device.
+        # Log the means, over processes and steps since the last row; what is not finite ends the
+        # run here. Reading them waits for the device.
         if logging:
-            recent = torch.stack(pending)                           # (steps, 2)
+            recent = torch.stack(pending) / world                   # (steps, 2)
             if world > 1:
                 dist.all_reduce(recent)
             loss, norm = common.finite_means(recent.cpu(), done)
@@ -402,17 +416,19 @@ def main():
                                 if type(value) is float)
             common.print0(f"step {done:6d}  training loss {loss:.4f}   {numbers}")
 
-        # Save. A run killed before this repeats the evaluation.
+        # Save, each file whole or not at all. A run killed before that repeats the evaluation.
         if saving and rank == 0:
             better = args.keep_best and metrics and metrics["mean_iou"] > best.get("mean_iou", -1)
             if better:
                 best = dict(step=done, **metrics)
             state = dict(task="segmentation", args=vars(args), step=done, metrics=metrics,
-                         model=model.state_dict(), optimizer=optimizer.state_dict(), best=best,
-                         **about)
-            common.save(out_dir / "last.pt", state, best=better and out_dir / "best.pt")
+                         best=best, model=model.state_dict(), optimizer=optimizer.state_dict(),
+                         model_config=asdict(config), **about)
+            if better:
+                common.save(out_dir / "best.pt", state)
+            common.save(out_dir / "last.pt", state)
         if logging:
-            clock, pending = time.time(), []
+            clock, pending = time.time(), []    # speed leaves out what evaluating and saving took
 
     # Pictures, and the result, where the last step was evaluated.
     if rank == 0 and args.save_images:

@@ -221,8 +221,7 @@ def test_a_run_is_kept_whatever_it_is_asked_to_go_on_with(name):
         line = refused(SCRIPTS[name], "--resume a --max_steps 3")
         Path("a/last.pt").write_bytes(whole)
         return line
-    args, optimizer = (common.load("a/last.pt")[key] for key in ("args", "optimizer"))
-    assert "--gamma 2" in stored(args={**args, "gamma": 2})         # a focal loss that was
+    optimizer = common.load("a/last.pt")["optimizer"]
     momentum = [{**group, "momentum": 0.9} for group in optimizer["param_groups"]]
     assert "optimiser" in stored(optimizer={**optimizer, "param_groups": momentum})
     assert "its task is gardening" in stored(task="gardening")
