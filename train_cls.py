@@ -283,9 +283,6 @@ def main():
                          f"a process; mixup and cutmix mix pairs, so that number has to be even")
     epoch_steps = len(train.labels) // args.batch_size              # whole batches only
     total, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps
-    if warmup > total:
-        raise InputError(f"--warmup_epochs {args.warmup_epochs} is longer than the run, --epochs "
-                         f"{args.epochs}")
 
     # Model. The flags describe it; a checkpoint's has to be the same. The released RPC code starts
     # from torch's Linear layers, FAN and all that is compared with DeiT on ImageNet from DeiT's.

@@ -259,6 +259,9 @@ def main():
                                mu_over=args.mu_over))
     torch.manual_seed(args.seed)
     model = LM(config).to(device)
+    if not config.reads_the_future and reads_the_future(model):
+        raise InputError(f"--attn {args.attn}: what it computes for a word depends on later words; "
+                         f"where causal is true it has to mask them")
     # To freeze a part, say so here, `model.embed.requires_grad_(False)`: --resume passes by.
 
     # Optimiser.
@@ -276,9 +279,6 @@ def main():
                                  f"is {now!r:.60}")
         model.load_state_dict(checkpoint["model"])
         common.load_optimizer(optimizer, checkpoint["optimizer"])
-    if not config.reads_the_future and reads_the_future(model):
-        raise InputError(f"--attn {args.attn}: what it computes for a word depends on later words; "
-                         f"where causal is true it has to mask them")
     first, metrics = checkpoint.get("step", 0), checkpoint.get("metrics", {})
     best = checkpoint.get("best") or {}
 
@@ -363,7 +363,8 @@ def main():
                     text = sample(model, vocab, args, device)
                 log.append(dict(step=done, eval=metrics, sample=text,
                                 **key_statistics(model, model.hidden, windows[:8, :-1])))
-                common.print0(textwrap.shorten(text, 100))
+                if text:
+                    common.print0(textwrap.shorten(text, 100))
             numbers = "  ".join(f"{name} {value:.2f}" for name, value in metrics.items())
             common.print0(f"step {done:6d}  training loss {loss:.4f}   {numbers}")
 
