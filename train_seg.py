@@ -420,7 +420,7 @@ def main():
 
     # Pictures, and the result, where the last step was evaluated.
     if rank == 0:
-        index = range(0, len(val), math.ceil(len(val) / 4))         # four images, evenly spread
+        index = range(0, len(val), math.ceil(len(val) / 4))         # up to four images
         save_pictures(out_dir / "pictures.png", predictions(model.eval(), val, index, **how),
                       val.classes)
         common.print0(f"image, truth, prediction: {out_dir / 'pictures.png'}")
