@@ -314,9 +314,7 @@ def main():
 
     # Compile; share gradients over processes.
     compiled = torch.compile(model) if args.compile else model
-    net = compiled if world == 1 else DDP(
-        compiled, device_ids=[device.index] if device.type == "cuda" else None,
-        broadcast_buffers=False, gradient_as_bucket_view=True)
+    net = compiled if world == 1 else DDP(compiled, broadcast_buffers=False)    # the same on all
 
     # The log, a JSON object a line; its first row says what was trained, by what, on what.
     out_dir = Path(args.out_dir)
