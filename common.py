@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 from contextlib import contextmanager, suppress
 from dataclasses import fields
@@ -17,8 +16,6 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-
-run_folder = None                     # what this process trains in: errors say how to go on
 
 
 class InputError(ValueError):
@@ -40,21 +37,21 @@ def run(main):
     Every other exception is a bug, ours or of an edit, and keeps its traceback.
     """
     torch.set_flush_denormal(True)      # docs/data.md; threads and DataLoader workers inherit it
-    saved = lambda: "" if run_folder is None else (          # noqa: E731
-        f"; go on with: python {os.path.relpath(sys.argv[0])} --resume {run_folder}"
-        if Path(run_folder, "last.pt").exists() else "; nothing is saved yet")
     try:
         main()
-        sys.stdout.flush()
-    except BrokenPipeError:                                 # who reads, `head` say, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
     except KeyboardInterrupt:
-        print(f"\nstopped by Ctrl-C{saved()}", file=sys.stderr)
+        print(f"\nstopped by Ctrl-C{go_on()}", file=sys.stderr)
         sys.exit(130)
-    except InputError as e:
-        words = str(e).splitlines()[-1].removeprefix("common.InputError: ")     # of a worker
-        sys.exit(f"error: {words}{saved()}")
+    except InputError as e:                                 # a worker's comes with its traceback
+        words = str(e).splitlines()[-1].removeprefix("common.InputError: ")
+        sys.exit(f"error: {words}{go_on()}")
+
+
+def go_on():
+    """Say how to go on with the run that this process logs, if it has saved something."""
+    if Log.folder is None or not Path(Log.folder, "last.pt").exists():
+        return ""
+    return f"; go on with: python {os.path.relpath(sys.argv[0])} --resume {Log.folder}"
 
 
 def print0(*lines):
@@ -118,6 +115,7 @@ def parse_layers(text, depth):
 
 class Log:
     """A run's log.jsonl, locked by the process that trains there. Rows have a `step`."""
+    folder = None                           # of this process's run: an error says how to go on
 
     def __init__(self, folder, step):
         """Make the folder or, behind `step`, cut the log of the run in it."""
@@ -137,6 +135,7 @@ class Log:
             raise InputError(f"another process trains in {folder}") from None
         except OSError as e:
             raise InputError(f"{folder} cannot be written to ({e.strerror})") from None
+        Log.folder = folder
 
     def append(self, row):
         """Write a row; InputError at a number that is not finite, or where the disk is full."""
@@ -208,11 +207,8 @@ def replacing(path):
         tmp.unlink(missing_ok=True)
 
 
-def save(path, checkpoint, best=None):
-    """Write a dict of plain types and tensors, whole or not at all; InputError at nan weights.
-
-    best: a second file that gets the same, first.
-    """
+def save(path, checkpoint):
+    """Write a dict of plain types and tensors, whole or not at all; InputError at nan weights."""
     for name, weight in checkpoint.get("model", {}).items():
         if not weight.isfinite().all():
             raise InputError(f"not finite at step {checkpoint.get('step')}: the weight {name}")
@@ -223,9 +219,6 @@ def save(path, checkpoint, best=None):
             raise OSError(28, f"is the disk full? {str(e)[:60]}") from None
         with open(tmp, "rb+") as f:
             os.fsync(f.fileno())
-        if best:
-            with replacing(best) as copy:
-                shutil.copyfile(tmp, copy)
 
 
 def load(path):
@@ -253,46 +246,18 @@ def load(path):
     return checkpoint
 
 
-def load_run(folder, task, parser):
-    """Load last.pt of a run that is to go on: (the checkpoint, the flags it was started with).
+def load_optimizer(optimizer, state):
+    """Give an optimiser the state of a checkpoint; lr, weight decay and so on stay as they are.
 
-    InputError: another task's, or a flag that did something and that this parser does not know.
+    InputError where it is the state of another kind of optimiser, or of other parameters.
     """
-    checkpoint, known = load(Path(folder, "last.pt")), vars(parser.parse_args([])).keys()
-    if checkpoint.get("task") != task:
-        raise InputError(f"--resume {folder}: its task is {checkpoint.get('task')}, not {task}")
-    for name, value in checkpoint["args"].items():
-        if name not in known and value:
-            raise InputError(f"--resume {folder}: it was trained with --{name} {value}, which this "
-                             f"script does not have")
-    once = ("device", "max_steps", "out_dir", "resume", "sample", "prompt")     # of one command
-    return checkpoint, {name: value for name, value in checkpoint["args"].items()
-                        if name in known and name not in once}
-
-
-def restore(checkpoint, model, optimizer, about):
-    """Put a run's weights and optimiser state into those of today; lr, decay and so on are today's.
-
-    about: what the checkpoint has to say of model and data, {name: value}; InputError where it
-    says something else, or where the weights or the optimiser's state do not fit.
-    """
-    for name, now in about.items():
-        was = checkpoint.get(name)
-        if isinstance(now, dict) and was != now:
-            name, now, was = next((key, now.get(key), was.get(key)) for key in {**was, **now}
-                                  if was.get(key) != now.get(key))
-        if was != now:
-            raise InputError(f"--resume cannot change {name}: it was {was!r:.60} and is "
-                             f"{now!r:.60}")
-    load_strictly(model, checkpoint["model"])
-    today, stored = optimizer.param_groups, checkpoint["optimizer"]
-    if stored["param_groups"][0].keys() != today[0].keys():
-        raise InputError("--resume: the optimiser is another one than the run's")
-    groups = [{**now, "params": was["params"]} for now, was in zip(today, stored["param_groups"])]
-    try:                                    # before it is loaded: fused says where its state goes
-        optimizer.load_state_dict({**stored, "param_groups": groups})
-    except ValueError as e:                                         # other groups of parameters
-        raise InputError(f"--resume: the optimiser's state does not fit: {e}") from None
+    def kind(groups):
+        return [(group.keys(), len(group["params"])) for group in groups]
+    today, stored = optimizer.param_groups, state["param_groups"]
+    if kind(today) != kind(stored):
+        raise InputError("--resume: the optimiser, or what it trains, is not the run's")
+    groups = [{**now, "params": was["params"]} for now, was in zip(today, stored)]
+    optimizer.load_state_dict({**state, "param_groups": groups})    # fused says where it goes
 
 
 def stored_config(checkpoint, config):
@@ -324,13 +289,8 @@ def load_known(model, weights):
     others = [name for name in weights if name not in own and "blocks." not in name]
     if others:
         print0(f"left out, as the model has no such weights: {', '.join(others)}"[:300])
-    load_strictly(model, {name: w for name, w in weights.items() if name not in others})
-
-
-def load_strictly(model, weights):
-    """Call model.load_state_dict; InputError, in torch's words, if the weights do not fit."""
     try:
-        model.load_state_dict(weights)
+        model.load_state_dict({name: w for name, w in weights.items() if name not in others})
     except RuntimeError as e:
         raise InputError(" ".join(str(e).split())[:300]) from None
 

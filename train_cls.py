@@ -18,7 +18,6 @@ bit that holds on a CPU; on a GPU the backward of fused attention adds in no fix
 """
 
 import argparse
-import copy
 import math
 import os
 import time
@@ -30,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 import common
@@ -39,7 +38,9 @@ from common import COUNT, NATURAL, REAL, SHARE, InputError
 from data.augment import augment_uint8, soft_targets, to_float
 from data.batches import Split, image_batches, send
 from data.images import DATASETS, choose, largest_share, load_data, split_name
+from data.randaugment import mix
 from data.rng import epoch_order
+from robust.adversarial import adversarial
 from vit import SIZES, ViT, ViTConfig
 
 
@@ -108,7 +109,7 @@ def get_args():
          "noise")
     flag("--device", type=common.device, help="cuda, mps or cpu; None: the best there is")
     flag("--amp", action=boolean, help="bf16 autocast; None: on GPUs that have it")
-    flag("--compile", action=boolean, default=False, help="torch.compile the model")
+    flag("--compile", action=boolean, default=False, help="torch.compile the model, to train")
     flag("--log_every", type=COUNT, default=20, help="steps between rows of log.jsonl")
     flag("--eval_every", type=COUNT, default=1, help="epochs between evaluations")
     flag("--keep_best", action=boolean, default=False, help="also keep best.pt, of the evaluation "
@@ -117,20 +118,29 @@ def get_args():
     flag("--out_dir", help="None: out/<data>_<attn>")
     flag("--resume", help="folder of a run to continue; its flags are the defaults")
 
+    # A setting is the command line's, else that of the run to resume, of weights to start from, of
+    # the recipe, or the flag's default.
     asked, checkpoint, stored, theirs = p.parse_args(), {}, {}, {}
     if asked.resume:
-        checkpoint, stored = common.load_run(asked.resume, "classification", p)
+        checkpoint = common.load(Path(asked.resume, "last.pt"))
+        if checkpoint.get("task") != "classification":
+            raise InputError(f"--resume {asked.resume}: its task is {checkpoint.get('task')}, not "
+                             f"classification")
+        stored = {name: value for name, value in checkpoint["args"].items()
+                  if name not in ("device", "max_steps", "out_dir", "resume")}     # of one command
     data = asked.data or stored.get("data") or ("folder" if asked.data_dir else "shapes")
     if asked.init_from and not asked.resume:
         from weights import flags_for
-        theirs = flags_for(common.load(asked.init_from), SIZES)
-        if data != "folder":                                        # the recipe says which
-            theirs.pop("image_size", None)
+        theirs = flags_for(common.load(asked.init_from), SIZES)     # model, patch_size, image_size
+        if data != "folder":
+            theirs.pop("image_size", None)                          # a data set has its own
     p.set_defaults(**{"data": data, **DATASETS[data][1], **theirs, **stored})
     args = p.parse_args()
     changed = {name: getattr(args, name) for name in stored if getattr(args, name) != stored[name]}
-    if theirs or changed:
-        common.print0(f"as in {args.init_from}: {theirs}" if theirs else f"other flags: {changed}")
+    if theirs:
+        common.print0(f"as in {args.init_from}: {theirs}")
+    if changed:
+        common.print0(f"other flags: {changed}")
 
     if data == "shapes" and args.data_dir:
         raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images")
@@ -146,19 +156,19 @@ def get_args():
 
 
 def pixels(text):
-    """Read 2/255 or 0.01."""
+    """Read 2/255 or 0.01, a type for argparse."""
     over, _, under = text.partition("/")
-    return float(over) / (float(under or 1) or math.nan)            # n/0: not in any range
+    return float(over) / (float(under or 1) or math.nan)            # 2/0: in no range
 
 
 # --- batches --------------------------------------------------------------------------------------
 
 def batch_keys(args, n, start, stop, rank, world):
-    """Yield this rank's (index, position), (b,) int64 each, for each step from `start` to `stop`.
+    """Yield this rank's (position, index), (b,) int64 each, for each step from `start` to `stop`.
 
-    position numbers the samples of the whole run. A process takes a contiguous slice of the global
-    batch, so neighbours, which are mixed with each other, stay together; copies of an image
-    (repeats) are spread before.
+    index: which image. position: the number of the sample in the whole run; what is random about a
+    sample depends on it. A process takes a contiguous slice of the batch, so that neighbours, which
+    are mixed with each other, stay together; copies of an image (repeats) are spread before.
     """
     b, epoch_steps = args.batch_size // world, n // args.batch_size
     for step in range(start, stop):
@@ -168,22 +178,23 @@ def batch_keys(args, n, start, stop, rank, world):
         batch = order[i * args.batch_size:(i + 1) * args.batch_size]
         batch = torch.cat([batch[r::args.repeats] for r in range(args.repeats)])
         part = slice(rank * b, (rank + 1) * b)
-        yield batch[part], step * args.batch_size + torch.arange(args.batch_size)[part]
+        yield step * args.batch_size + torch.arange(args.batch_size)[part], batch[part]
 
 
 def load_batches(source, keys, args, device, transform=None):
-    """Load images (b, 3, S, S) uint8 and labels (b,), on the device, of (index, position) keys.
+    """Yield images (b, 3, S, S) uint8, labels (b,), on the device, and positions of each of keys.
 
-    transform(images, positions): on the device or, where that is the CPU, in the worker processes.
+    source: a Split, in memory on the device, or a Dataset of files, which workers decode.
+    transform(images, positions): on the device or, where that is the CPU, in the workers.
     """
     if isinstance(source, Split):
-        for index, position in keys:
+        for position, index in keys:
             index = send(index, device)
             images, labels = source.images[index], source.labels[index]
             yield (transform(images, position) if transform else images), labels, position
         return
     in_worker, on_device = (transform, None) if device.type == "cpu" else (None, transform)
-    keys = (list(zip(position.tolist(), index.tolist())) for index, position in keys)
+    keys = (list(zip(position.tolist(), index.tolist())) for position, index in keys)
     batches = image_batches(source, keys, args.num_workers, device, transform=in_worker)
     for images, labels, position in batches:
         images, labels = (x.to(device, non_blocking=True) for x in (images, labels))
@@ -191,15 +202,14 @@ def load_batches(source, keys, args, device, transform=None):
 
 
 def train_batches(source, args, start, stop, device, rank, world):
-    """Augment images: (b, 3, S, S) float, and targets (b, K), a distribution each; positions."""
+    """Yield augmented images (b, 3, S, S), targets (b, K), a distribution each, and positions."""
     transform = partial(augment_uint8, seed=args.seed, pad=args.pad, num_ops=args.num_ops)
     keys = batch_keys(args, len(source.labels), start, stop, rank, world)
     for images, labels, position in load_batches(source, keys, args, device, transform):
         images = to_float(images, position, args.seed, args.erase)
         targets = soft_targets(labels, len(source.classes), args.smoothing)
         if args.mixup or args.cutmix:
-            from data.randaugment import mix
-            key = (args.seed, position[0].item() // args.batch_size)    # one lambda for a step
+            key = args.seed, position[0].item() // args.batch_size      # one lambda for a step
             images, targets = mix(images, targets, key, args.mixup, args.cutmix)
         yield images, targets, position
 
@@ -210,12 +220,12 @@ def train_batches(source, args, start, stop, device, rank, world):
 def evaluate(model, source, args, device, rank, world):
     """Measure top-1, top-5 accuracy in per cent and loss; every image counts once."""
     model.eval()
-    parts = torch.arange(rank, len(source.labels), world).split(256)
-    parts = [part for part in parts if len(part)]           # more processes than images
+    mine = torch.arange(rank, len(source.labels), world)
+    keys = [(part, part) for part in mine.split(256) if len(part)]
     total = torch.zeros(3, device=device)                   # right, right in top 5, loss
-    batches = load_batches(source, [(part, part) for part in parts], args, device)
     quiet = rank > 0 or None                                # None: where output is redirected
-    for images, labels, _ in tqdm(batches, "evaluating", len(parts), disable=quiet, leave=False):
+    for images, labels, _ in tqdm(load_batches(source, keys, args, device), "evaluating", len(keys),
+                                  disable=quiet, leave=False):
         logits = model(images.float() / 255).float()
         right = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
         loss = F.cross_entropy(logits, labels, reduction="sum")
@@ -263,29 +273,31 @@ def main():
         raise InputError("--download is for one process: fetch the data first, without torchrun")
     vars(args).update(choose(args))
     train, test = load_data(args, device)
-    if args.batch_size % world or args.batch_size > len(train.labels):
-        raise InputError(f"--batch_size {args.batch_size}: expected a multiple of {world} processes"
-                         f", at most the {len(train.labels)} training images")
+    if args.batch_size % world:
+        raise InputError(f"--batch_size {args.batch_size}: expected a multiple of {world}, the "
+                         f"number of processes")
+    if args.batch_size > len(train.labels):
+        raise InputError(f"--batch_size {args.batch_size}: there are only {len(train.labels)} "
+                         f"training images")
     if args.batch_size // world % 2 and (args.mixup or args.cutmix):
         raise InputError(f"--batch_size {args.batch_size} gives {args.batch_size // world} images "
                          f"a process; mixup and cutmix mix pairs, so that number has to be even")
     epoch_steps = len(train.labels) // args.batch_size              # whole batches only
     total, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps
-    if warmup > total:
-        raise InputError(f"--warmup_epochs {args.warmup_epochs} is longer than the run, --epochs "
-                         f"{args.epochs}")
 
-    # Model. The flags describe it; a checkpoint's has to be the same.
-    Model, Config, size = ViT, ViTConfig, SIZES.get(args.model)
-    if args.model not in SIZES:
-        from fan import FAN as Model, SIZES as fans, FANConfig as Config
-        size = fans[args.model]
-    deit = args.data == "imagenet" and args.attn not in ("symmetric", "rpc")    # theirs: torch's
+    # Model. The flags describe it; a checkpoint's has to be the same. The released RPC code starts
+    # from torch's Linear layers, FAN and all that is compared with DeiT on ImageNet from DeiT's.
+    if args.model in SIZES:
+        Model, Config, size = ViT, ViTConfig, SIZES[args.model]
+    else:
+        from fan import FAN as Model, SIZES as FAN_SIZES, FANConfig as Config
+        size = FAN_SIZES[args.model]
+    released = Model is ViT and (args.data != "imagenet" or args.attn in ("symmetric", "rpc"))
     config = Config(**size, image_size=args.image_size, patch_size=args.patch_size,
                     num_classes=len(train.classes), attn=args.attn, drop_path=args.drop_path,
                     rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]),
                     pap=dict(n_iter=args.n_iter, lambd=args.lambd, form=args.form),
-                    init=args.init or ("trunc_normal" if deit or Model != ViT else "default"))
+                    init=args.init or ("default" if released else "trunc_normal"))
     torch.manual_seed(args.seed)
     model = Model(config).to(device)
     if world > 1 and device.type == "cuda":                         # FAN's norms
@@ -305,26 +317,32 @@ def main():
             (decay if p.ndim > 1 and name.endswith(matrices) else rest).append(p)
     groups = [dict(params=decay, weight_decay=args.weight_decay), dict(params=rest, weight_decay=0)]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
-    ema, average = (copy.deepcopy(model) if args.ema else None), get_ema_multi_avg_fn(args.ema)
+    average = get_ema_multi_avg_fn(args.ema)
+    ema = AveragedModel(model, multi_avg_fn=average) if args.ema else None
 
-    # Resume: weights, optimiser and average; random numbers need no state.
-    about = dict(classes=list(train.classes), training_images=len(train.labels),
-                 model_config=asdict(config))
+    # Resume: weights, optimiser and average; random numbers need no state. Data and model have to
+    # be the run's.
+    about = dict(classes=list(train.classes), training_images=len(train.labels))
     if checkpoint:
-        common.restore(checkpoint, model, optimizer, about)
+        was = {**checkpoint, **checkpoint["model_config"]}
+        for name, now in {**about, **asdict(config)}.items():
+            if was.get(name) != now:
+                raise InputError(f"--resume cannot change {name}: it was {was.get(name)!r:.60} and "
+                                 f"is {now!r:.60}")
+        model.load_state_dict(checkpoint["model"])
+        common.load_optimizer(optimizer, checkpoint["optimizer"])
         if ema:
-            ema.load_state_dict(checkpoint["ema"] or checkpoint["model"])
+            ema.module.load_state_dict(checkpoint["ema"] or checkpoint["model"])
+            ema.n_averaged.fill_(checkpoint["step"])
     first, metrics = checkpoint.get("step", 0), checkpoint.get("metrics", {})
     best = checkpoint.get("best") or {}
 
     # Compile; share gradients over processes.
     compiled = torch.compile(model) if args.compile else model
-    net = compiled if world == 1 else DDP(
-        compiled, device_ids=[device.index] if device.type == "cuda" else None,
-        broadcast_buffers=False, gradient_as_bucket_view=True)
+    net = compiled if world == 1 else DDP(compiled, broadcast_buffers=False)    # the same on all
 
     # The log, a JSON object a line; its first row says what was trained, by what, on what.
-    out_dir = common.run_folder = Path(args.out_dir)
+    out_dir = Path(args.out_dir)
     if rank == 0:
         log = common.Log(out_dir, first)
         parameters = sum(p.numel() for p in model.parameters())
@@ -338,24 +356,22 @@ def main():
     stop = max(first, min(total, args.max_steps or total))
     batches = train_batches(train, args, first, stop, device, rank, world)
     bar = tqdm(range(first, stop), "training", stop, initial=first, unit="step",
-               disable=rank > 0 or None, dynamic_ncols=True)
-    largest, began = largest_share(test), time.time()
-    clock, pending = began, []
-    if args.adv_eps:
-        from robust.adversarial import adversarial
+               disable=rank > 0 or None, dynamic_ncols=True)    # None: where output is redirected
+    began = clock = time.time()
+    pending = []
     for step in bar:
         lr = learning_rate(step, warmup, total, args)
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # A batch; in adversarial training made worse for the network as it is in this step.
+        # A batch; in adversarial training moved to where the network, as it is now, is worse.
         images, targets, position = next(batches)
         if args.adv_eps:
             with autocast:
                 images = adversarial(compiled, images, targets, position[0].item(), args)
 
-        # Forward and backward. Drop path draws from a seed of this step, so a resumed run draws
-        # the same.
+        # Forward and backward. Drop path draws from a seed of this step and process, so a resumed
+        # run draws the same. (hash of numbers is the same in every Python.)
         torch.manual_seed(hash((args.seed, step, rank)) % 2 ** 63)
         with autocast:
             loss = F.cross_entropy(net(images), targets)
@@ -368,12 +384,9 @@ def main():
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.clip, norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if ema and step == 0:
-            ema.load_state_dict(model.state_dict())
-        elif ema:
-            average(list(ema.parameters()), list(model.parameters()), step)
-            torch._foreach_copy_(list(ema.buffers()), list(model.buffers()))
-        pending.append(torch.stack([loss.detach(), norm]) / world)  # stays on the device
+        if ema:
+            ema.update_parameters(model)
+        pending.append(torch.stack([loss.detach(), norm]))          # stays on the device
 
         # What is due? By the step alone, so that all processes agree: an evaluation every few
         # epochs and at the end; a checkpoint then and after every epoch; a row of the log then and
@@ -383,9 +396,10 @@ def main():
         saving = evaluating or done % epoch_steps == 0
         logging = saving or done % args.log_every == 0
 
-        # Log the means since the last row. Reading them waits for the device.
+        # Log the means, over processes and steps since the last row; what is not finite ends the
+        # run here. Reading them waits for the device.
         if logging:
-            recent = torch.stack(pending)                           # (steps, 2)
+            recent = torch.stack(pending) / world                   # (steps, 2)
             if world > 1:
                 dist.all_reduce(recent)
             loss, norm = common.finite_means(recent.cpu(), done)
@@ -401,35 +415,37 @@ def main():
         metrics = {}
         if evaluating:
             with autocast:
-                metrics = evaluate(compiled, test, args, device, rank, world)
+                metrics = evaluate(model, test, args, device, rank, world)
                 if ema:
                     metrics["ema_top1"] = evaluate(ema, test, args, device, rank, world)["top1"]
             if rank == 0:
                 log.append(dict(step=done, eval=metrics, epoch=epoch,
-                                **key_statistics(model, model, images[:32])))
+                                **key_statistics(model, model.forward, images[:32])))
             numbers = "  ".join(f"{name} {value:.2f}" for name, value in metrics.items()
                                 if name != "images")
             common.print0(f"step {done:6d}  training loss {loss:.4f}   {numbers}  largest class "
-                          f"{largest:.2f}")
+                          f"{largest_share(test):.2f}")
 
-        # Save. A run killed before this repeats the evaluation.
+        # Save, each file whole or not at all. A run killed before that repeats the evaluation.
         if saving and rank == 0:
             better = args.keep_best and metrics and metrics["loss"] < best.get("loss", math.inf)
             if better:
                 best = dict(step=done, **metrics)
             state = dict(task="classification", args=vars(args), step=done, metrics=metrics,
-                         model=model.state_dict(), optimizer=optimizer.state_dict(),
-                         ema=ema and ema.state_dict(), best=best, **about)
-            common.save(out_dir / "last.pt", state, best=better and out_dir / "best.pt")
+                         best=best, model=model.state_dict(), optimizer=optimizer.state_dict(),
+                         ema=ema and ema.module.state_dict(), model_config=asdict(config), **about)
+            if better:
+                common.save(out_dir / "best.pt", state)
+            common.save(out_dir / "last.pt", state)
         if logging:
-            clock, pending = time.time(), []
+            clock, pending = time.time(), []    # speed leaves out what evaluating and saving took
 
     # The result, where the last step was evaluated.
     if metrics:
         top5 = f"top-5 {metrics['top5']:.2f} %, " if "top5" in metrics else ""
         common.print0(f"{args.data} {args.attn}: {split_name(args)} accuracy "
                       f"{metrics['top1']:.2f} % ({top5}{metrics['images']} images, "
-                      f"{largest:.1f} % of them of the largest class) after "
+                      f"{largest_share(test):.1f} % of them of the largest class) after "
                       f"{stop / epoch_steps:.1f} epochs, {(time.time() - began) / 60:.1f} minutes")
         if best:
             common.print0(f"best.pt: the lowest loss, {best['loss']:.3f}, was after "

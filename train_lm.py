@@ -110,9 +110,16 @@ def get_args():
     flag("--out_dir", help="None: out/<data>_<attn>")
     flag("--resume", help="folder of a run to continue; its flags are the defaults")
 
+    # A setting is the command line's, else that of the run to resume, of the recipe, or the flag's
+    # default.
     asked, checkpoint, stored = p.parse_args(), {}, {}
     if asked.resume:
-        checkpoint, stored = common.load_run(asked.resume, "language modelling", p)
+        checkpoint = common.load(Path(asked.resume, "last.pt"))
+        if checkpoint.get("task") != "language modelling":
+            raise InputError(f"--resume {asked.resume}: its task is {checkpoint.get('task')}, not "
+                             f"language modelling")
+        stored = {name: value for name, value in checkpoint["args"].items()
+                  if name not in ("device", "max_steps", "out_dir", "resume")}     # of one command
     data = asked.data or stored.get("data") or ("folder" if asked.data_dir else "pydoc")
     p.set_defaults(**{"data": data, **RECIPES[data], **stored})
     args = p.parse_args()
@@ -252,31 +259,35 @@ def main():
                                mu_over=args.mu_over))
     torch.manual_seed(args.seed)
     model = LM(config).to(device)
+    if not config.reads_the_future and reads_the_future(model):
+        raise InputError(f"--attn {args.attn}: what it computes for a word depends on later words; "
+                         f"where causal is true it has to mask them")
     # To freeze a part, say so here, `model.embed.requires_grad_(False)`: --resume passes by.
 
     # Optimiser.
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=args.lr,
                                  fused=device.type == "cuda")
 
-    # Resume: weights and optimiser; random numbers need no state.
-    about = dict(vocab="\n".join(vocab.words), train_tokens=len(corpus.train),
-                 model_config=asdict(config))
+    # Resume: weights and optimiser; random numbers need no state. Data and model have to be the
+    # run's.
+    about = dict(vocab="\n".join(vocab.words), train_tokens=len(corpus.train))
     if checkpoint:
-        common.restore(checkpoint, model, optimizer, about)
-    if not config.reads_the_future and reads_the_future(model):
-        raise InputError(f"--attn {args.attn}: what it computes for a word depends on later words; "
-                         f"where causal is true it has to mask them")
+        was = {**checkpoint, **checkpoint["model_config"]}
+        for name, now in {**about, **asdict(config)}.items():
+            if was.get(name) != now:
+                raise InputError(f"--resume cannot change {name}: it was {was.get(name)!r:.60} and "
+                                 f"is {now!r:.60}")
+        model.load_state_dict(checkpoint["model"])
+        common.load_optimizer(optimizer, checkpoint["optimizer"])
     first, metrics = checkpoint.get("step", 0), checkpoint.get("metrics", {})
     best = checkpoint.get("best") or {}
 
     # Compile; share gradients over processes.
     compiled = torch.compile(model) if args.compile else model
-    net = compiled if world == 1 else DDP(
-        compiled, device_ids=[device.index] if device.type == "cuda" else None,
-        broadcast_buffers=False, gradient_as_bucket_view=True)
+    net = compiled if world == 1 else DDP(compiled, broadcast_buffers=False)    # the same on all
 
     # The log, a JSON object a line; its first row says what was trained, by what, on what.
-    out_dir = common.run_folder = Path(args.out_dir)
+    out_dir = Path(args.out_dir)
     if rank == 0:
         log = common.Log(out_dir, first)
         parameters = sum(p.numel() for p in model.parameters())
@@ -290,7 +301,7 @@ def main():
     stop = max(first, min(args.steps, args.max_steps or args.steps))
     batches = train_batches(corpus.train, args, first, stop, device, rank, world)
     bar = tqdm(range(first, stop), "training", stop, initial=first, unit="step",
-               disable=rank > 0 or None, dynamic_ncols=True)
+               disable=rank > 0 or None, dynamic_ncols=True)    # None: where output is redirected
     began = clock = time.time()
     pending = []
     for step in bar:
@@ -301,8 +312,8 @@ def main():
         # A batch.
         windows = next(batches)
 
-        # Forward and backward. Dropout draws from a seed of this step, so a resumed run draws the
-        # same.
+        # Forward and backward. Dropout draws from a seed of this step and process, so a resumed
+        # run draws the same. (hash of numbers is the same in every Python.)
         torch.manual_seed(hash((args.seed, step, rank)) % 2 ** 63)
         with autocast:
             loss = net(windows[:, :-1], windows[:, 1:]).mean()
@@ -315,18 +326,20 @@ def main():
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.clip, norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        pending.append(torch.stack([loss.detach(), norm]) / world)  # stays on the device
+        pending.append(torch.stack([loss.detach(), norm]))          # stays on the device
 
-        # What is due? By the step alone, so that all processes agree: an evaluation and a
-        # checkpoint every few steps and at the end; a row of the log then and every --log_every
+        # What is due? By the step alone, so that all processes agree: an evaluation every few
+        # steps and at the end; a checkpoint then; a row of the log then and every --log_every
         # steps.
         done = step + 1
-        evaluating = saving = done == stop or done % args.eval_every == 0
+        evaluating = done == stop or done % args.eval_every == 0
+        saving = evaluating
         logging = saving or done % args.log_every == 0
 
-        # Log the means since the last row. Reading them waits for the device.
+        # Log the means, over processes and steps since the last row; what is not finite ends the
+        # run here. Reading them waits for the device.
         if logging:
-            recent = torch.stack(pending)                           # (steps, 2)
+            recent = torch.stack(pending) / world                   # (steps, 2)
             if world > 1:
                 dist.all_reduce(recent)
             loss, norm = common.finite_means(recent.cpu(), done)
@@ -343,27 +356,29 @@ def main():
             with autocast:
                 metrics = evaluate(model, corpus, args, rank, world)
             if rank == 0:
-                finite = math.isfinite(metrics["perplexity"])       # the log refuses it otherwise
                 text = ""
-                if args.words and finite and not config.reads_the_future:
+                if args.words and not config.reads_the_future and metrics["perplexity"] < math.inf:
                     text = sample(model, vocab, args, device)
                 log.append(dict(step=done, eval=metrics, sample=text,
                                 **key_statistics(model, model.hidden, windows[:8, :-1])))
-                common.print0(textwrap.shorten(text, 100))
+                if text:
+                    common.print0(textwrap.shorten(text, 100))
             numbers = "  ".join(f"{name} {value:.2f}" for name, value in metrics.items())
             common.print0(f"step {done:6d}  training loss {loss:.4f}   {numbers}")
 
-        # Save. A run killed before this repeats the evaluation.
+        # Save, each file whole or not at all. A run killed before that repeats the evaluation.
         if saving and rank == 0:
             better = args.keep_best and metrics["perplexity"] < best.get("perplexity", math.inf)
             if better:
                 best = dict(step=done, **metrics)
             state = dict(task="language modelling", args=vars(args), step=done, metrics=metrics,
-                         model=model.state_dict(), optimizer=optimizer.state_dict(), best=best,
-                         **about)
-            common.save(out_dir / "last.pt", state, best=better and out_dir / "best.pt")
+                         best=best, model=model.state_dict(), optimizer=optimizer.state_dict(),
+                         model_config=asdict(config), **about)
+            if better:
+                common.save(out_dir / "best.pt", state)
+            common.save(out_dir / "last.pt", state)
         if logging:
-            clock, pending = time.time(), []
+            clock, pending = time.time(), []    # speed leaves out what evaluating and saving took
 
     # The result, where the last step was evaluated.
     if metrics:

@@ -57,10 +57,7 @@ RECIPES = {
     "folder": dict(size=None, epochs=None, batch_size=None, eval_every=None, patch_size=None,
                    keep_best=True),
 }
-# How training images are varied: resized by a factor from, to; colours distorted. Scenes are not.
-VIEWS = {"shapes": ((1.0, 1.0), False)}
-USUAL_VIEWS = ((0.5, 2.0), True)
-# An encoder from scratch: what flags and recipes do not say.
+# An encoder without --backbone, where flags and recipes do not say otherwise.
 ENCODER = dict(model="nano", patch_size=16, attn="rpc", rpc_layers="0", n_iter=4, lambd=4.0,
                form="released")
 
@@ -79,8 +76,6 @@ def get_args():
     flag("--data_dir", help="images/*.jpg, annotations/*.png of the same names, a pixel's value is "
          "its class; or training/ and validation/ in each of the two (camvid, ade20k: 0 is no "
          "class, 1 to K are)")
-    flag("--values", type=common.number(int, 0, 255), nargs="*", help="folder: values of pixels, "
-         "each a class; None: those that occur")
     flag("--ignore", type=common.number(int, 0, 255), nargs="*", help="folder: values of pixels "
          "that belong to no class; None: 255")
     flag("--num_classes", type=common.number(int, 2, 254), help="K; folder: found")
@@ -90,7 +85,7 @@ def get_args():
 
     flag = p.add_argument_group("model").add_argument
     flag("--backbone", help="checkpoint of train_cls.py, DeiT's file or https address: its "
-         "encoder, attention included, which the next seven may not contradict; None: shapes: "
+         "encoder, attention included, in the place of the next seven; None: shapes: "
          "weights/shapes_<attn>.pt, unless those ask for another; else from scratch")
     flag("--model", choices=SIZES, help="width, depth and heads (nano; ade20k: tiny)")
     flag("--patch_size", type=COUNT, help="pixels (16; shapes: 4; folder: as fits)")
@@ -122,9 +117,6 @@ def get_args():
          "resized to; a multiple of --patch_size")
     flag("--window", type=COUNT, help="pixels: of an evaluation's sliding window; None: --size")
     flag("--stride", type=COUNT, help="pixels between windows; None: --window")
-    flag("--save_images", type=NATURAL, default=4,
-         help="at the end, draw image, truth, prediction of up to so many images")
-
 
     flag = p.add_argument_group("running").add_argument
     flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0, help="of weights, order "
@@ -140,26 +132,33 @@ def get_args():
     flag("--out_dir", help="None: out/seg_<data>_<attn>")
     flag("--resume", help="folder of a run to continue; its flags are the defaults")
 
+    # A setting is the command line's, else that of the run to resume, of the recipe, or the flag's
+    # default.
     asked, checkpoint, stored = p.parse_args(), {}, {}
     if asked.resume:
-        checkpoint, stored = common.load_run(asked.resume, "segmentation", p)
+        checkpoint = common.load(Path(asked.resume, "last.pt"))
+        if checkpoint.get("task") != "segmentation":
+            raise InputError(f"--resume {asked.resume}: its task is {checkpoint.get('task')}, not "
+                             f"segmentation")
+        stored = {name: value for name, value in checkpoint["args"].items()
+                  if name not in ("device", "max_steps", "out_dir", "resume")}     # of one command
     data = asked.data or stored.get("data") or ("folder" if asked.data_dir else "shapes")
-    recipe = {"data": data, **ENCODER, **RECIPES[data]}
-    # --backbone brings the whole encoder. The scenes have one in weights/, unless flags ask for
-    # another: a small network learns little of them from scratch in minutes.
-    said = {name for name in ENCODER if getattr(asked, name) is not None}
-    attn = asked.attn or "rpc"
-    path = Path(__file__).with_name("weights") / f"shapes_{attn}.pt"
-    scenes = data == "shapes" and not asked.backbone and said <= {"attn"} and path.exists()
-    if asked.backbone or scenes:
-        recipe = {name: value for name, value in recipe.items() if name not in ENCODER}
-    if scenes:
-        recipe.update(backbone=os.path.relpath(path), attn=attn)
-    p.set_defaults(**recipe | stored)
+    # A backbone is a whole encoder. Scenes have one in weights/, unless flags ask for another: from
+    # scratch a small network learns little of them in minutes.
+    recipe = {**ENCODER, **RECIPES[data]}
+    said = [name for name in ENCODER if getattr(asked, name) is not None]
+    path = Path(__file__).with_name("weights") / f"shapes_{asked.attn or 'rpc'}.pt"
+    if asked.backbone:
+        recipe.update(dict.fromkeys(ENCODER))
+    elif data == "shapes" and said in ([], ["attn"]) and path.exists():
+        recipe.update(dict.fromkeys(ENCODER), backbone=os.path.relpath(path), attn="rpc")
+    p.set_defaults(**{"data": data, **recipe, **stored})
     args = p.parse_args()
     changed = {name: getattr(args, name) for name in stored if getattr(args, name) != stored[name]}
     if changed.keys() & {*ENCODER, "backbone", "decoder_attn", "drop_path", "dropout"}:
         raise InputError(f"--resume cannot change the model: {changed}")
+    if asked.backbone and said:
+        raise InputError(f"--backbone has its own encoder: leave out --{', --'.join(said)}")
     if changed:
         common.print0(f"other flags: {changed}")
 
@@ -195,7 +194,10 @@ def batch_keys(args, n, start, stop, rank, world):
 
 
 def train_batches(views, args, mean, start, stop, rank, world):
-    """Yield a step's images (b, 3, S, S) in [0, 1] and labels (b, S, S) int64, on mean's device."""
+    """Yield images (b, 3, S, S) in [0, 1] and labels (b, S, S) int64, on the device of mean.
+
+    mean: (3, 1, 1), the model's, which pads views that are smaller than S.
+    """
     n, device = len(views.source), mean.device
     keys = batch_keys(args, n, start, stop, rank, world)
     loader = image_batches(views, keys, args.num_workers, device)
@@ -204,35 +206,29 @@ def train_batches(views, args, mean, start, stop, rank, world):
         if position[0] % n % args.batch_size != rank:               # a short batch, not for us
             labels.fill_(IGNORE)
         images = finish_views(images, height, width, position, args.seed, mean,
-                              VIEWS.get(args.data, USUAL_VIEWS)[1])
+                              distorted=args.data != "shapes")
         yield images, labels.long()
 
 
 # --- the run --------------------------------------------------------------------------------------
 
-def build_config(args, num_classes, backbone=None):
-    """Build SegmenterConfig of the flags, or of the backbone, which flags may not contradict."""
-    with common.error_prefix(f"--backbone {args.backbone}"):
-        own = backbone_settings(backbone) if backbone else {}
-    flags = {name: value for name, value in vars(args).items() if value is not None}
-    asked = {**own, **SIZES.get(args.model, {}),
-             **{name: flags[name] for name in ("patch_size", "attn") if name in flags}}
-    asked["pap"] = {**own.get("pap", {}),
-                    **{name: flags[name] for name in ("n_iter", "lambd", "form") if name in flags}}
-    if args.rpc_layers:
-        asked["rpc_layers"] = common.parse_layers(args.rpc_layers, asked["depth"])
-    for name in ("size", "window"):
-        if flags[name] % asked["patch_size"]:
-            raise InputError(f"--{name} {flags[name]} is not a multiple of the patch size "
-                             f"{asked['patch_size']}")
-    head = dict(num_classes=num_classes, image_size=args.size, drop_path=args.drop_path,
-                decoder_attn=args.decoder_attn or "", decoder_dropout=args.dropout)
-    config = SegmenterConfig(**asked, **head)
-    if backbone and config != (kept := SegmenterConfig(**own, **head)):
-        differ = [k for k, v in vars(kept).items() if v != getattr(config, k)]
-        raise InputError(f"--backbone {args.backbone} keeps its own encoder; the flags ask for "
-                         f"another {', '.join(differ)}")
-    return config
+def build_config(args, num_classes, backbone):
+    """Build SegmenterConfig; its encoder is that of the backbone, a checkpoint, or of the flags."""
+    if backbone:
+        with common.error_prefix(f"--backbone {args.backbone}"):
+            encoder = backbone_settings(backbone)
+    else:
+        size = SIZES[args.model]
+        encoder = dict(**size, patch_size=args.patch_size, attn=args.attn,
+                       rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]),
+                       pap=dict(n_iter=args.n_iter, lambd=args.lambd, form=args.form))
+    for name, pixels in (("size", args.size), ("window", args.window)):
+        if pixels % encoder["patch_size"]:
+            raise InputError(f"--{name} {pixels} is not a multiple of the patch size "
+                             f"{encoder['patch_size']}")
+    return SegmenterConfig(**encoder, num_classes=num_classes, image_size=args.size,
+                           drop_path=args.drop_path, decoder_attn=args.decoder_attn or "",
+                           decoder_dropout=args.dropout)
 
 
 def learning_rate(step, total, args):
@@ -275,20 +271,18 @@ def main():
     total = args.epochs * epoch_steps
 
     # Model. The flags or the backbone describe it; on --resume it is the checkpoint's.
-    torch.manual_seed(args.seed)
+    backbone = common.load(args.backbone) if args.backbone and not args.resume else None
     if checkpoint:
         config = SegmenterConfig(**checkpoint["model_config"])
-        model = Segmenter(config)
     else:
-        backbone = common.load(args.backbone) if args.backbone else None
         config = build_config(args, len(train.classes), backbone)
-        model = Segmenter(config)
-        if backbone:
-            from weights import load_weights
-            with common.error_prefix(f"--backbone {args.backbone}"):
-                load_weights(model.encoder, backbone, mode="bilinear")
-            common.print0(f"encoder from {args.backbone}")
-    model.to(device)
+    torch.manual_seed(args.seed)
+    model = Segmenter(config).to(device)
+    if backbone:
+        from weights import load_weights
+        with common.error_prefix(f"--backbone {args.backbone}"):
+            load_weights(model.encoder, backbone, mode="bilinear")
+        common.print0(f"encoder from {args.backbone}")
     # To freeze a part, say so here, `model.encoder.requires_grad_(False)`: --resume passes by.
 
     # Optimiser: matrices decay, those of the decoder, too.
@@ -304,22 +298,26 @@ def main():
     else:
         optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
 
-    # Resume: weights and optimiser; random numbers need no state.
-    about = dict(classes=list(train.classes), training_images=len(train),
-                 model_config=asdict(config))
+    # Resume: weights and optimiser; random numbers need no state. Data and model have to be the
+    # run's.
+    about = dict(classes=list(train.classes), training_images=len(train))
     if checkpoint:
-        common.restore(checkpoint, model, optimizer, about)
+        was = {**checkpoint, **checkpoint["model_config"]}
+        for name, now in {**about, **asdict(config)}.items():
+            if was.get(name) != now:
+                raise InputError(f"--resume cannot change {name}: it was {was.get(name)!r:.60} and "
+                                 f"is {now!r:.60}")
+        model.load_state_dict(checkpoint["model"])
+        common.load_optimizer(optimizer, checkpoint["optimizer"])
     first, metrics = checkpoint.get("step", 0), checkpoint.get("metrics", {})
     best = checkpoint.get("best") or {}
 
     # Compile; share gradients over processes.
     compiled = torch.compile(model) if args.compile else model
-    net = compiled if world == 1 else DDP(
-        compiled, device_ids=[device.index] if device.type == "cuda" else None,
-        broadcast_buffers=False, gradient_as_bucket_view=True)
+    net = compiled if world == 1 else DDP(compiled, broadcast_buffers=False)    # the same on all
 
     # The log, a JSON object a line; its first row says what was trained, by what, on what.
-    out_dir = common.run_folder = Path(args.out_dir)
+    out_dir = Path(args.out_dir)
     if rank == 0:
         log = common.Log(out_dir, first)
         parameters = sum(p.numel() for p in model.parameters())
@@ -331,12 +329,13 @@ def main():
 
     # The loop. --max_steps stops early, on the schedule of --epochs.
     stop = max(first, min(total, args.max_steps or total))
-    views = TrainingViews(train, args.size, VIEWS.get(args.data, USUAL_VIEWS)[0], args.seed)
+    scales = (1.0, 1.0) if args.data == "shapes" else (0.5, 2.0)    # scenes stay as they are
+    views = TrainingViews(train, args.size, scales, args.seed)
     batches = train_batches(views, args, model.encoder.mean, first, stop, rank, world)
     how = dict(size=args.size, window=args.window, stride=args.stride, amp=amp,
                num_workers=args.num_workers)                        # an evaluation looks at images
     bar = tqdm(range(first, stop), "training", stop, initial=first, unit="step",
-               disable=rank > 0 or None, dynamic_ncols=True)
+               disable=rank > 0 or None, dynamic_ncols=True)    # None: where output is redirected
     began = clock = time.time()
     pending = []
     for step in bar:
@@ -348,8 +347,8 @@ def main():
         images, labels = next(batches)
 
         # Forward and backward. The loss is the mean over the labelled pixels of all processes,
-        # which get the mean of their gradients. Dropout draws from a seed of this step, so a
-        # resumed run draws the same.
+        # which get the mean of their gradients. Dropout draws from a seed of this step and process,
+        # so a resumed run draws the same. (hash of numbers is the same in every Python.)
         torch.manual_seed(hash((args.seed, step, rank)) % 2 ** 63)
         pixels = (labels != IGNORE).sum()
         if world > 1:
@@ -367,7 +366,7 @@ def main():
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.clip, norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        pending.append(torch.stack([loss.detach(), norm]) / world)  # stays on the device
+        pending.append(torch.stack([loss.detach(), norm]))          # stays on the device
 
         # What is due? By the step alone, so that all processes agree: an evaluation every few
         # epochs and at the end; a checkpoint then and after every epoch; a row of the log then and
@@ -377,9 +376,10 @@ def main():
         saving = evaluating or done % epoch_steps == 0
         logging = saving or done % args.log_every == 0
 
-        # Log the means since the last row. Reading them waits for the device.
+        # Log the means, over processes and steps since the last row; what is not finite ends the
+        # run here. Reading them waits for the device.
         if logging:
-            recent = torch.stack(pending)                           # (steps, 2)
+            recent = torch.stack(pending) / world                   # (steps, 2)
             if world > 1:
                 dist.all_reduce(recent)
             loss, norm = common.finite_means(recent.cpu(), done)
@@ -402,21 +402,23 @@ def main():
                                 if type(value) is float)
             common.print0(f"step {done:6d}  training loss {loss:.4f}   {numbers}")
 
-        # Save. A run killed before this repeats the evaluation.
+        # Save, each file whole or not at all. A run killed before that repeats the evaluation.
         if saving and rank == 0:
             better = args.keep_best and metrics and metrics["mean_iou"] > best.get("mean_iou", -1)
             if better:
                 best = dict(step=done, **metrics)
             state = dict(task="segmentation", args=vars(args), step=done, metrics=metrics,
-                         model=model.state_dict(), optimizer=optimizer.state_dict(), best=best,
-                         **about)
-            common.save(out_dir / "last.pt", state, best=better and out_dir / "best.pt")
+                         best=best, model=model.state_dict(), optimizer=optimizer.state_dict(),
+                         model_config=asdict(config), **about)
+            if better:
+                common.save(out_dir / "best.pt", state)
+            common.save(out_dir / "last.pt", state)
         if logging:
-            clock, pending = time.time(), []
+            clock, pending = time.time(), []    # speed leaves out what evaluating and saving took
 
     # Pictures, and the result, where the last step was evaluated.
-    if rank == 0 and args.save_images:
-        index = range(0, len(val), math.ceil(len(val) / args.save_images))
+    if rank == 0:
+        index = range(0, len(val), math.ceil(len(val) / 4))         # up to four images
         save_pictures(out_dir / "pictures.png", predictions(model.eval(), val, index, **how),
                       val.classes)
         common.print0(f"image, truth, prediction: {out_dir / 'pictures.png'}")

@@ -30,7 +30,7 @@ def call(function, *parts, **named):
     """What function() returns when the command line holds these flags."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train.py", *flags(*parts, **named)])
-        patch.setattr(common, "run_folder", None)           # of another run in this process
+        patch.setattr(common.Log, "folder", None)           # of another run in this process
         return function()
 
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 SECTIONS = re.split(r"^### ", (ROOT / "docs/change.md").read_text(), flags=re.M)[1:]
 SMALL = {"train_cls.py": "--num_images 64 --batch_size 16 --epochs 1 --max_steps 3 --device cpu",
          "train_lm.py": "--steps 3 --batch_size 4 --words 0 --device cpu",
-         "train_seg.py": "--num_images 32 --batch_size 16 --epochs 1 --max_steps 2 --save_images 0 "
+         "train_seg.py": "--num_images 32 --batch_size 16 --epochs 1 --max_steps 2 "
                          "--num_workers 0 --device cpu",
          "eval_robust.py": "--limit 16 --device cpu"}
 

@@ -272,7 +272,7 @@ def test_masks_of_one_bit_and_names_in_classes_txt():
 def test_a_folder_of_masks_needs_one_flag_and_its_checkpoint_says_which_images(capsys):
     masks("mine", [0, 255])
     call(train_seg.main,
-         "--data_dir mine --max_steps 2 --num_workers 0 --out_dir a --save_images 0")
+         "--data_dir mine --max_steps 2 --num_workers 0 --out_dir a")
     out, run = capsys.readouterr().out, common.load("a")
     assert "2 classes" in out and "chosen for them: size=32" in out
     assert run["classes"] == ["value 0", "value 255"]

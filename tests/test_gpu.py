@@ -153,7 +153,7 @@ SMALL = dict(
        "5 --dropout 0 --cutoffs 5,10",
     seg="--data ade20k --data_dir pairs --num_classes 4 --model nano --size 32 --patch_size 8 "
         "--batch_size 4 --epochs 7 --max_steps 20 --lr 1e-3 --dropout 0 --drop_path 0 "
-        "--num_workers 0 --save_images 0")
+        "--num_workers 0")
 # bf16 with everything that a device draws for itself; the images of cls are easier to learn
 BF16 = dict(cls="--drop_path 0.1 --num_ops 0 --erase 0 --mixup 0 --cutmix 0 --lr 3e-3 --adv_eps "
                 "0.5/255 --adv_steps 2", lm="--dropout 0.1 --lr 5e-3", seg="--dropout 0.1")

@@ -203,7 +203,7 @@ def test_a_segmentation_run_equals_the_plain_loop(alone, data):
     make_pairs()
     f = dict(data=data, data_dir="pairs", num_classes=4, model="micro", patch_size=8, attn="sym_asym", rpc_layers="1,3",
              n_iter=3, lambd=0.3, form="paper", drop_path=0.3, dropout=0.3, size=24, epochs=4, batch_size=4, lr=3e-3,
-             min_lr=1e-3, weight_decay=0.4, clip=0.5, window=16, stride=12, save_images=0, max_steps=6, log_every=1,
+             min_lr=1e-3, weight_decay=0.4, clip=0.5, window=16, stride=12, max_steps=6, log_every=1,
              eval_every=9, num_workers=0, seed=5, device="cpu", out_dir="a")
     call(train_seg.main, **f)
     f, tree = SimpleNamespace(**f), ade20k("pairs", "training", 4)

@@ -33,7 +33,7 @@ SMALL = dict(
     lm="--data_dir text --context 8 --batch_size 4 --steps 30 --words 5 --warmup 5 --log_every 1 "
        "--eval_every 3",
     seg="--data camvid --data_dir pairs --num_classes 4 --size 32 --patch_size 8 --batch_size 4 "
-        "--epochs 8 --log_every 1 --save_images 0 --num_workers 0 --eval_every 100 --dropout 0.1 "
+        "--epochs 8 --log_every 1 --num_workers 0 --eval_every 100 --dropout 0.1 "
         "--drop_path 0.1")
 # what makes a step random or remembers one, on
 RANDOM = dict(
@@ -221,8 +221,7 @@ def test_a_run_is_kept_whatever_it_is_asked_to_go_on_with(name):
         line = refused(SCRIPTS[name], "--resume a --max_steps 3")
         Path("a/last.pt").write_bytes(whole)
         return line
-    args, optimizer = (common.load("a/last.pt")[key] for key in ("args", "optimizer"))
-    assert "--gamma 2" in stored(args={**args, "gamma": 2})         # a focal loss that was
+    optimizer = common.load("a/last.pt")["optimizer"]
     momentum = [{**group, "momentum": 0.9} for group in optimizer["param_groups"]]
     assert "optimiser" in stored(optimizer={**optimizer, "param_groups": momentum})
     assert "its task is gardening" in stored(task="gardening")
@@ -305,12 +304,12 @@ BAD = dict(cls="""
 --data_dir nowhere -> nowhere; --data shapes --data_dir nowhere -> --data_dir; --image_size 18
 --data folder -> --data_dir
 --num_images 10 -> batch_size; --mixup 0.8 --batch_size 15; --holdout 160; --adv_eps 2
---warmup_epochs 9 -> warmup_epochs; --init_from nowhere.pt -> nowhere
+--init_from nowhere.pt -> nowhere
 """, lm="""
 --data wikitext --data_dir nowhere -> nowhere; --context 100000; --cutoffs 5,x; --cutoffs 10,5
 --sample nowhere -> nowhere; --prompt=purple -> purple
 """, seg="""
---data ade20k --data_dir nowhere -> nowhere; --size 18; --backbone nowhere -> nowhere
+--data ade20k --data_dir nowhere -> nowhere; --size 18; --backbone nowhere -> patch_size
 --data shapes --data_dir a -> data_dir; --window 20; --stride 40; --num_classes 3 -> value 4
 --num_classes 300
 """)

@@ -25,7 +25,7 @@ from weights import resize_pos_embed
 
 pytestmark = pytest.mark.usefixtures("alone")
 FOLDER = ("--data camvid --num_classes 4 --size 32 --patch_size 8 --batch_size 4 --epochs 2 --log_every 1 "
-          "--save_images 0 --num_workers 0 --eval_every 100").split()
+          "--num_workers 0 --eval_every 100").split()
 train, bad = partial(call, train_seg.main), partial(refused, train_seg)
 
 
@@ -153,9 +153,9 @@ def classifier(path, **config):
     return model
 
 
-def test_a_backbone_keeps_its_own_attention_and_flags_that_contradict_it_are_refused(root):
+def test_a_backbone_keeps_its_own_attention_and_flags_of_another_are_refused(root):
     backbone = classifier("rpc.pt", attn="rpc", rpc_layers=(1,), pap=dict(n_iter=2, lambd=3.0))
-    run = flags("--data ade20k --num_classes 4 --size 48 --num_workers 0 --save_images 0 --max_steps 1 --log_every 1",
+    run = flags("--data ade20k --num_classes 4 --size 48 --num_workers 0 --max_steps 1 --log_every 1",
                 ["--data_dir", root, "--backbone", "rpc.pt"])
     train(run, "--out_dir a --lr 1e-9 --min_lr 0")
     checkpoint = common.load("a")
@@ -167,18 +167,15 @@ def test_a_backbone_keeps_its_own_attention_and_flags_that_contradict_it_are_ref
     positions = resize_pos_embed(backbone.pos_embed.data, (6, 6), "bilinear")
     torch.testing.assert_close(checkpoint["model"]["encoder.pos_embed"], positions, rtol=0, atol=1e-6)
     train("--resume a --max_steps 2")                                                      # needs the backbone no more
-    train(run, "--out_dir b --attn rpc --n_iter 2 --rpc_layers 1")            # what is said again is no contradiction
-    for flag, word in (("--attn symmetric", "attn"), ("--n_iter 4", "pap"), ("--rpc_layers 0", "rpc_layers"),
-                       ("--patch_size 16", "patch_size"), ("--model tiny", "embed_dim")):
-        line = bad(run, flag)
-        assert "--backbone rpc.pt keeps" in line and word in line, line
+    for flag in ("--attn symmetric", "--n_iter 4", "--rpc_layers 0", "--patch_size 16", "--model tiny"):
+        assert flag.split()[0] in bad(run, flag)
     assert "nowhere.pt" in bad(run[:-1], "nowhere.pt")
 
 
 def test_weights_that_do_not_fit_their_attention_are_refused(root):
     classifier("soft.pt")
     checkpoint = torch.load("soft.pt", weights_only=True)
-    run = flags("--data ade20k --num_classes 4 --size 32 --num_workers 0 --max_steps 1 --save_images 0",
+    run = flags("--data ade20k --num_classes 4 --size 32 --num_workers 0 --max_steps 1",
                 ["--data_dir", root])
     torch.save(dict(checkpoint, model_config={**checkpoint["model_config"], "attn": "symmetric"}), "wrong.pt")
     assert "--backbone wrong.pt" in bad(run, "--backbone wrong.pt")                      # 3C rows, a symmetric model

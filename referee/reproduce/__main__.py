@@ -128,8 +128,9 @@ class Plan:
             self.train(name, "train_lm.py", *f["lm"].split(), *flags,
                        *(layers if kind == "rpc4" else []))
         elif arm.startswith("seg_"):
-            encoder = ["--backbone", self.out / f"{kind}_s{seed}"] * (self.args.scale == "paper")
-            self.train(name, "train_seg.py", *f["seg"].split(), *flags, *encoder)
+            if self.args.scale == "paper":                              # its attention, too
+                flags = ["--backbone", self.out / f"{kind}_s{seed}", "--seed", seed]
+            self.train(name, "train_seg.py", *f["seg"].split(), *flags)
         elif arm.startswith("small_"):
             if kind == "symmetric":
                 return self.train(name, "train_cls.py", *f["small"].split(), *flags)
