@@ -113,6 +113,22 @@ def test_a_kill_before_any_write_loses_nothing(name, monkeypatch):
 
 
 @each
+def test_best_is_the_best_evaluation_of_the_run_and_of_what_it_goes_on_with(name, monkeypatch):
+    """The second of three evaluations is the best one; the third follows a resume."""
+    what, numbers = dict(cls=("loss", (3.0, 1.0, 2.0)), lm=("perplexity", (3.0, 1.0, 2.0)),
+                         seg=("mean_iou", (1.0, 3.0, 2.0)))[name]
+    found, numbers = dict(top1=0.0, mean_accuracy=0.0, classes=4, images=1), iter(numbers)
+
+    def evaluate(*args, **how):
+        metrics = {**found, what: next(numbers)}
+        return (metrics, None) if name == "seg" else metrics
+    monkeypatch.setattr(SCRIPTS[name], "evaluate", evaluate)
+    train(name, "--max_steps 6 --keep_best --out_dir a --eval_every", [3 if name == "lm" else 1])
+    resume(name, "a --max_steps 9")
+    assert common.load("a/best.pt")["step"] == common.load("a/last.pt")["best"]["step"] == 6
+
+
+@each
 def test_ctrl_c_ends_in_the_line_that_resumes_and_a_folder_is_not_taken_twice(name):
     forever = "--steps 1000000 --eval_every 2" if name == "lm" else "--epochs 100000"
     process = Started(SCRIPTS[name].main, flags(SMALL[name], forever, "--out_dir a"))
