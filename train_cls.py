@@ -38,9 +38,7 @@ from common import COUNT, NATURAL, REAL, SHARE, InputError
 from data.augment import augment_uint8, soft_targets, to_float
 from data.batches import Split, image_batches, send
 from data.images import DATASETS, choose, largest_share, load_data, split_name
-from data.randaugment import mix
 from data.rng import epoch_order
-from robust.adversarial import adversarial
 from vit import SIZES, ViT, ViTConfig
 
 
@@ -209,6 +207,7 @@ def train_batches(source, args, start, stop, device, rank, world):
         images = to_float(images, position, args.seed, args.erase)
         targets = soft_targets(labels, len(source.classes), args.smoothing)
         if args.mixup or args.cutmix:
+            from data.randaugment import mix
             key = args.seed, position[0].item() // args.batch_size      # one lambda for a step
             images, targets = mix(images, targets, key, args.mixup, args.cutmix)
         yield images, targets, position
@@ -339,7 +338,8 @@ def main():
 
     # Compile; share gradients over processes.
     compiled = torch.compile(model) if args.compile else model
-    net = compiled if world == 1 else DDP(compiled, broadcast_buffers=False)    # the same on all
+    net = compiled if world == 1 else DDP(compiled, broadcast_buffers=False,    # the same on all
+                                          gradient_as_bucket_view=True)
 
     # The log, a JSON object a line; its first row says what was trained, by what, on what.
     out_dir = Path(args.out_dir)
@@ -355,6 +355,8 @@ def main():
     # The loop. --max_steps stops early, on the schedule of --epochs.
     stop = max(first, min(total, args.max_steps or total))
     batches = train_batches(train, args, first, stop, device, rank, world)
+    if args.adv_eps:
+        from robust.adversarial import adversarial
     bar = tqdm(range(first, stop), "training", stop, initial=first, unit="step",
                disable=rank > 0 or None, dynamic_ncols=True)    # None: where output is redirected
     began = clock = time.time()

@@ -314,7 +314,8 @@ def main():
 
     # Compile; share gradients over processes.
     compiled = torch.compile(model) if args.compile else model
-    net = compiled if world == 1 else DDP(compiled, broadcast_buffers=False)    # the same on all
+    net = compiled if world == 1 else DDP(compiled, broadcast_buffers=False,    # the same on all
+                                          gradient_as_bucket_view=True)
 
     # The log, a JSON object a line; its first row says what was trained, by what, on what.
     out_dir = Path(args.out_dir)
