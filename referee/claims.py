@@ -44,11 +44,12 @@ def gap(name, pair, measure, what="difference"):
     the difference found with 80 % power, the accuracy of the arm or its baseline."""
     study, of = arms.comparison(name)
     measure, arm, base = key = key_of(name, pair, measure)
+    digits = 2 if measure == "median budget" else 1
     if what in ("arm", "baseline"):
         seeds = study.comparisons[name].seeds
-        return mean_of([x.mean() for (a, s), x in of.found[measure].items()
-                        if a == (arm if what == "arm" else base) and (not seeds or s in seeds)])
-    d, digits = of.gaps[key], 2 if measure == "median budget" else 1
+        return mean_of([x.mean() for (a, s), x in of.found[measure].items() if a == (
+            arm if what == "arm" else base) and (not seeds or s in seeds)], f".{digits}f")
+    d = of.gaps[key]
     return described(d, what, of.p.get(key, np.nan), of.tests, digits)
 
 
@@ -184,10 +185,10 @@ def kpca(table, run, measure, source, form, *more):
                 f"source={source}", *more, "mean", form)
 
 
-def way(table, network, measure):
+def way(table, network, measure, form="ci1"):
     """Per cent of the way from a random matrix to the best map found that learned values went."""
     rows = kernel_pca.rows_of(RESULTS / f"kpca/{table}.csv")
-    return show(paired_t(kernel_pca.closed(rows, network, measure)))
+    return written(kernel_pca.closed(rows, network, measure), form)
 
 
 def chosen(criterion):

@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib.patheffects import withStroke
 
 import common
-from referee import arms, line, where_is_s
+from referee import arms, kernel_pca, line, where_is_s
 from referee.arms import RESULTS, STUDIES, WORDS, files, plain
 from referee.stats import NONE, read
 
@@ -295,6 +295,37 @@ def axes_figure(path):
     save(figure, path)
 
 
+# --- kernel PCA -----------------------------------------------------------------------------------
+
+def training_figure(path):
+    """Draw the eigen-cosine over training: beside its nulls, and above a random matrix."""
+    rows = kernel_pca.rows_of(RESULTS / "kpca/trained.csv")
+    epochs = [step / 250 for step in kernel_pca.STAGES]
+
+    def over(network, measure, source):
+        return np.array([kernel_pca.over_seeds(rows, network, measure, source, step)
+                         for step in kernel_pca.STAGES])        # (stages, seeds)
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.9))
+    for source, style, words in (("learned", "o-", "learned values"), ("x W", "s--", "random matrix"),
+                                 ("other", "D:", "another head's"), ("iid", "v-.", "noise")):
+        left.plot(epochs, over("softmax", "eig_cos", source).mean(1), style, markersize=5,
+                  label=words, color="black" if source == "learned" else None)
+    best = kernel_pca.over_seeds(rows, "softmax", "eig_cos", "fitted to eig_cos")
+    left.plot(epochs[-1:], [best.mean()], "*", markersize=12, color="black", label="best map found")
+    left.set(title="eigen-cosine, softmax networks", ylim=(0, 1))
+    for network in ("softmax", "symmetric"):
+        gap = over(network, "eig_cos: learned -", "x W")
+        right.plot(epochs, gap, linewidth=0.7, alpha=0.6, color=look(network)["color"])
+        right.plot(epochs, gap.mean(1), linewidth=2, **look(network), label=WORDS[network])
+    right.axhline(0, color="black", linewidth=0.8, linestyle=":")
+    right.set(title="learned values minus random matrix", ylim=(-0.001, 0.0045))
+    for ax in (left, right):
+        ax.set(xlabel="epochs of training", xticks=epochs)
+        ax.legend(frameon=False, loc="upper right")
+    save(figure, path)
+
+
 # --- log.jsonl of training runs -------------------------------------------------------------------
 
 def log_curves(rows):
@@ -347,6 +378,7 @@ def stored(folder):
         forest(groups, folder / f"line/forest_{name}.png")
     lambda_figure(folder / "line/lambda.png")
     axes_figure(folder / "decider/constancy.png")
+    training_figure(folder / "kpca/trained.png")
     where_is_s.draw(folder / "where_is_s/where_is_s.png")
     rows = attacked(arms.stored(STUDIES["control"]))
     budgets({"PGD-20, 8 epochs": rows}, folder / "control/budgets.png", DEFENDED)
