@@ -68,9 +68,9 @@ def test_a_failure_or_a_kill_while_saving_leaves_the_old_file(tmp_path, error):
         with pytest.raises(InputError, match=rf"^{path} cannot be written \([^\n]*kept$"):
             save(path, bad)
     assert load(path) == dict(step=1)
+    assert error is None or os.listdir(tmp_path) == ["last.pt"]
     save(path, dict(step=3))                                        # what is left is not in the way
     assert load(path) == dict(step=3)
-    assert error is None or os.listdir(tmp_path) == ["last.pt"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is always full")
@@ -130,7 +130,9 @@ def test_a_log_is_cut_behind_a_step_and_a_line_cut_short_by_a_kill_goes(tmp_path
     log = Log(path.parent, 0)
     for row in (*kept, dict(step=3)):
         log.append(row)
+    (path.parent / "last.pt.1.tmp").write_text("of a process that was killed")
     Log(path.parent, 3)
+    assert os.listdir(path.parent) == ["log.jsonl"]
     assert common.read_log(path) == [*kept, dict(step=3)]
     Log(path.parent, 2).append(dict(step=3, again=True))
     assert common.read_log(path) == [*kept, dict(step=3, again=True)]

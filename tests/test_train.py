@@ -81,7 +81,7 @@ def test_three_steps_and_three_resumed_equal_six_bit_for_bit(name):
 
 
 @each
-def test_a_kill_before_any_write_loses_nothing(name, monkeypatch):
+def test_a_kill_before_any_write_loses_nothing(name, monkeypatch, capsys):
     """From what the folder holds before each row, evaluation or checkpoint a run goes on."""
     run = dict(cls="--num_images 16 --epochs 2 --eval_every 1 --keep_best",
                lm="--max_steps 2 --eval_every 1",
@@ -108,7 +108,9 @@ def test_a_kill_before_any_write_loses_nothing(name, monkeypatch):
             assert_same_run("whole", folder, file)
         assert not list(Path(folder).glob("*.tmp"))                 # what the kill left
     before = Path("whole/last.pt").read_bytes()
-    resume(name, "whole --max_steps 2")                             # nothing is left: no change
+    capsys.readouterr()
+    resume(name, "whole --max_steps 1")                 # nothing is left: the result, no change
+    assert re.search(r"after 2(\.0)? (steps|epochs), .* minutes", capsys.readouterr().out)
     assert Path("whole/last.pt").read_bytes() == before and len(log("whole")) == 2
 
 
@@ -191,7 +193,7 @@ def test_what_is_not_finite_stops_the_run_and_keeps_the_last_good_state(name, mo
     calls.clear()
     with monkeypatch.context() as patch:
         patch.setattr(Adam, "step", breaking)
-        assert "not finite at step 6" in bad(name, "--max_steps 6 --log_every 9 --out_dir b")
+        assert "not finite at step 6" in bad(name, "--max_steps 9 --log_every 9 --out_dir b")
     for folder in "ab":
         checkpoint = common.load(f"{folder}/last.pt")
         assert checkpoint["step"] == 3
@@ -248,6 +250,7 @@ def test_a_run_is_kept_whatever_it_is_asked_to_go_on_with(name):
                        ("--n_iter 5", "pap" if name != "seg" else "n_iter")):
         assert word in refused(SCRIPTS[name], "--resume a", flag)
     assert (Path("a/last.pt").read_bytes(), Path("a/log.jsonl").read_bytes()) == (whole, text)
+    assert call(SCRIPTS[name].get_args, "--resume a")[0].max_steps is None      # was for once
     resume(name, "a --max_steps 3")
     assert list(log("a")) == [1, 2, 3]
 
