@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import common
 import train_cls
 import train_lm
 import train_seg
@@ -87,3 +88,6 @@ def test_download_reaches_torchvision_and_nothing_is_fetched_without_it(monkeypa
         asked.clear()
         run(download=download, out_dir=f"{download}")
         assert asked == [("files", True, download), ("files", False, download)]
+    monkeypatch.setenv("WORLD_SIZE", "2")                           # no two processes fetch
+    with pytest.raises(common.InputError, match="--download is for one process"):
+        run(download=True, out_dir="two")
