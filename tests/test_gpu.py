@@ -81,7 +81,8 @@ def test_attention_is_float64s_within_the_rounding_of_its_precision(attn, form, 
     """Relative errors of outputs and gradients, where PAP shrinks a third of the keys' entries.
 
     Its gradient jumps where an entry crosses the threshold: bf16 carries 0.2 % of them across,
-    which is 10 % of the gradient; with --lambd inf it is 0.6 %, as of softmax.
+    which is 10 % of the gradient; with --lambd inf it is 0.6 %, as of softmax. In float32 a single
+    entry that crosses is 2 %, which some processors' rounding shows.
     """
     torch.manual_seed(0)
     pap = dict(form=form, lambd=0.5 if form == "released" else 0.3)
@@ -105,7 +106,7 @@ def test_attention_is_float64s_within_the_rounding_of_its_precision(attn, form, 
                     for amp in (False, True))
     note(f"{attn} {form}{' causal' * causal}".replace("  ", " "),
          "output, gradients off by {:.0e}, {:.0e}; in bf16 {:.1e}, {:.1e}".format(*single, *half))
-    assert single[0] < 1e-5 and single[1] < 1e-2
+    assert single[0] < 1e-5 and single[1] < (0.05 if form else 1e-4)
     assert half[0] < 0.01 and half[1] < (0.2 if form else 0.01)
 
 
@@ -389,6 +390,8 @@ def counting(backend, graphs):
 def test_a_network_compiles_to_one_graph_which_equals_it(network, attn, backend, device, note):
     if backend == "inductor" and not GPUS and not shutil.which(os.environ.get("CXX", "g++")):
         pytest.skip("Inductor needs a C++ compiler on a CPU")
+    if backend == "inductor" and os.environ.get("ATEN_CPU_CAPABILITY") == "default":
+        pytest.skip("Inductor's C++ uses vectors, which this setting leaves out of torch's headers")
     torch.compiler.reset()
     (model, batch), graphs = build(network, attn), []
     model.to(device)
