@@ -387,11 +387,13 @@ def counting(backend, graphs):
 
 
 @pytest.mark.parametrize("network,attn,backend", COMPILED)
-def test_a_network_compiles_to_one_graph_which_equals_it(network, attn, backend, device, note):
+def test_a_network_compiles_to_one_graph_which_equals_it(network, attn, backend, device, note,
+                                                         monkeypatch, tmp_path):
     if backend == "inductor" and not GPUS and not shutil.which(os.environ.get("CXX", "g++")):
         pytest.skip("Inductor needs a C++ compiler on a CPU")
     if backend == "inductor" and os.environ.get("ATEN_CPU_CAPABILITY") == "default":
         pytest.skip("Inductor's C++ uses vectors, which this setting leaves out of torch's headers")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))    # nothing of other processors
     torch.compiler.reset()
     (model, batch), graphs = build(network, attn), []
     model.to(device)
