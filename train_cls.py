@@ -18,6 +18,7 @@ bit that holds on a CPU; on a GPU the backward of fused attention adds in no fix
 """
 
 import argparse
+import copy
 import math
 import os
 import time
@@ -29,7 +30,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 import common
@@ -316,8 +316,7 @@ def main():
             (decay if p.ndim > 1 and name.endswith(matrices) else rest).append(p)
     groups = [dict(params=decay, weight_decay=args.weight_decay), dict(params=rest, weight_decay=0)]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
-    average = get_ema_multi_avg_fn(args.ema)
-    ema = AveragedModel(model, multi_avg_fn=average) if args.ema else None
+    ema = copy.deepcopy(model) if args.ema else None
 
     # Resume: weights, optimiser and average; random numbers need no state. Data and model have to
     # be the run's.
@@ -331,8 +330,7 @@ def main():
         model.load_state_dict(checkpoint["model"])
         common.load_optimizer(optimizer, checkpoint["optimizer"])
         if ema:
-            ema.module.load_state_dict(checkpoint["ema"] or checkpoint["model"])
-            ema.n_averaged.fill_(checkpoint["step"])
+            ema.load_state_dict(checkpoint["ema"] or checkpoint["model"])
     first, metrics = checkpoint.get("step", 0), checkpoint.get("metrics", {})
     best = checkpoint.get("best") or {}
 
@@ -386,8 +384,11 @@ def main():
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.clip, norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if ema:
-            ema.update_parameters(model)
+        if ema:                                                     # of all weights after a step
+            with torch.no_grad():
+                torch._foreach_lerp_([*ema.parameters()], [*model.parameters()],
+                                     1 - args.ema if step else 1.0)
+                torch._foreach_copy_([*ema.buffers()], [*model.buffers()])
         pending.append(torch.stack([loss.detach(), norm]))          # stays on the device
 
         # What is due? By the step alone, so that all processes agree: an evaluation every few
@@ -435,7 +436,7 @@ def main():
                 best = dict(step=done, **metrics)
             state = dict(task="classification", args=vars(args), step=done, metrics=metrics,
                          best=best, model=model.state_dict(), optimizer=optimizer.state_dict(),
-                         ema=ema and ema.module.state_dict(), model_config=asdict(config), **about)
+                         ema=ema and ema.state_dict(), model_config=asdict(config), **about)
             if better:
                 common.save(out_dir / "best.pt", state)
             common.save(out_dir / "last.pt", state)

@@ -18,7 +18,8 @@ def scale_and_shift(x, factor, amount=0.0):
 def scale_hsv(x, saturation, turn):
     """Multiply S of HSV, add `turn` half degrees to H. x: (B, 3, H, W) float, grey levels.
 
-    H is kept in whole half degrees and S in 256 levels, as OpenCV's 8-bit images do.
+    H is kept in whole half degrees and S in 256 levels, as OpenCV's 8-bit images do. Divided by
+    tensors: by a number a GPU multiplies with its inverse, and a rounding off is a grey level off.
     """
     # to hue, in sixths of the circle, and saturation; grey: all numerators are 0
     red, green, blue = x.unbind(1)
@@ -30,8 +31,9 @@ def scale_hsv(x, saturation, turn):
 
     # changed, and back: R, G, B = V - V S (0 to 1)
     hue = ((hue * 30 + 0.5).floor()[:, None] + turn) % 180
-    s, value = scale_and_shift(s[:, None], saturation) / 255, value[:, None]
-    k = (hue / 30 + constant((5, 3, 1), x.device).view(3, 1, 1)) % 6
+    sixth, most = constant((30.0, 255.0), x.device)
+    s, value = scale_and_shift(s[:, None], saturation) / most, value[:, None]
+    k = (hue / sixth + constant((5, 3, 1), x.device).view(3, 1, 1)) % 6
     return (value - value * s * torch.minimum(k, 4 - k).clamp(0, 1)).floor()
 
 
