@@ -198,9 +198,12 @@ STUDIES = {
     "criterion": Study(CRITERION, {
         "cost-24": Comparison([*against("symmetric", "symmetric-adv", "rpc4-l1", "rpc4-l1-fast",
                                         "uniform-l0", "softmax"), ("rpc4-l1-adv", "symmetric-adv")],
-                              margins=(0.25, 1.5), level=0.9),
+                              range(40, 45), margins=(0.25, 1.5), level=0.9),
         "cost-96": Comparison([("symmetric-adv-96", "symmetric-96")], margins=(0.25, 1.5),
-                              level=0.9)},
+                              level=0.9),
+        "gate": Comparison([("symmetric-adv", "symmetric")], range(45, 50)),
+        "behind the gate": Comparison([("rpc4-l1", "symmetric")], range(45, 50),
+                                      margins=(0.25, 1.5), level=0.9)},
         ("criterion/*.jsonl",), ("clean", "corruptions", PGD.format(
             "1/255,2/255,4/255,6/255,8/255,12/255")), ("median budget", "15 corruptions")),
 }
@@ -272,13 +275,14 @@ def stored(study):
 
 
 def processors(rows):
-    """Sort seeds by the processor of their Rows: {name: [seeds]}. A seed's must be one, where the
-    row names it."""
+    """Sort seeds by the processor of their Rows of clean images: {name: [seeds]}. A seed's rows of
+    one measure must be of one, where they name it."""
     of = {}
     for row in rows:
-        name = row.hardware.removeprefix("cpu, ").rpartition(", ")[0]
-        if row.seed is not None and name and of.setdefault(row.seed, name) != name:
-            raise InputError(f"seed {row.seed} has rows of {of[row.seed]} and {name}: no pairs")
+        name, key = re.sub(r"^cpu, |(, )?\d+ threads$", "", row.hardware), (row.measure, row.seed)
+        if row.seed is not None and name and of.setdefault(key, name) != name:
+            raise InputError(f"seed {row.seed} has rows of {of[key]} and {name}: no pairs")
+    of = {seed: name for (measure, seed), name in of.items() if measure == "clean"}
     return {name: sorted(s for s in of if of[s] == name) for name in dict.fromkeys(of.values())}
 
 

@@ -3,9 +3,10 @@
     python -m referee.claims            # silence: all agree; else page, expected, found
     python -m referee.claims --details  # write the tables of details.md anew, from the rows
 
-claims.csv has a row a number: the page, the words around it with [] in its place, and the
+claims.csv has a row a number: the pages, the words around it with [] in its place, and the
 expression that gives it: the name of a function of FUNCTIONS and its arguments, `gap; scenes;
-rpc4-l1; pgd`. To add a number, write it on the page and its row there.
+rpc4-l1; pgd`. In a table the words are its line and its column, `RPC || clean`. To add a
+number, write it on the page and its row there.
 """
 
 import argparse
@@ -240,15 +241,30 @@ def value(expression):
 # --- pages ----------------------------------------------------------------------------------------
 
 def read_claims(path=CLAIMS):
-    """The claims: (page, words with [] for the number, expression)."""
+    """The claims, one a page: (page, words with [] for the number, expression)."""
     with open(path, newline="") as f:
-        return [(row["page"], row["words"], row["expression"]) for row in csv.DictReader(f)]
+        return [(page, row["words"], row["expression"]) for row in csv.DictReader(f)
+                for page in row["pages"].split()]
 
 
 def spoken(words, text):
-    """What stands for [] in each place where a text has these words, however lines break."""
+    """What stands for [] in each place where a text has these words, however lines break; or in the
+    cells of a table's line and column."""
+    if "||" in words:
+        return cells(text, *words.split(" || "))
     before, after = (re.escape(part) for part in words.split("[]"))
     return re.findall(before + "([^|]{1,40}?)" + after, " ".join(text.split()))
+
+
+def cells(text, line, column):
+    """The cells of tables in this line and column."""
+    found, titles = [], []
+    for row in text.splitlines():
+        row = [cell.strip() for cell in row.split("|")[1:-1]]
+        titles = (titles or row) if row else []                     # a table's first line
+        found += [cell for cell, title in zip(row, titles)
+                  if row[0] == line and title == column]
+    return found
 
 
 def faults(claims, root=ROOT):

@@ -38,6 +38,18 @@ def test_a_changed_digit_and_missing_words_are_said_with_page_expected_and_found
     assert [PAGE in fault and said in fault for fault in found] == [True] * bool(said)
 
 
+def test_a_number_in_a_table_is_found_by_its_line_and_its_column(tmp_path):
+    table = "| of | clean | PGD |\n|---|---|---|\n| RPC | {} | {} |\n| RPC, too | 3 | 4 |\n"
+    (tmp_path / PAGE).write_text(table.format("1", "-7.7") + "\n" + table.format("2", "5")
+                                 .replace("PGD", "FGSM"))
+    claim = PAGE, "RPC || PGD", EXPRESSION
+    assert list(claims.faults([claim], tmp_path)) == []
+    assert claims.cells((tmp_path / PAGE).read_text(), "RPC", "clean") == ["1", "2"]
+    (tmp_path / PAGE).write_text(table.format("1", "-7.8"))
+    fault, = claims.faults([claim], tmp_path)
+    assert "has -7.8, expected -7.7" in fault
+
+
 def test_a_changed_row_is_said(tmp_path, monkeypatch):
     results = tmp_path / "results"
     (results / "kpca").mkdir(parents=True)
