@@ -1,6 +1,7 @@
 """What a GPU has to show: every part on it beside the CPU, and what it costs there.
 
-    python -m pytest tests/test_gpu.py          # ends in a table for the record
+    python -m pytest tests/test_gpu.py -n 8 --dist load     # ends in a table for the record
+    python -m pytest tests/test_gpu.py -n0 -k table_11      # what it costs, timed alone
 
 Where there is none, the CPU stands in for it, so that these tests are tried everywhere; what only
 a GPU can tell is skipped there, and less is compiled.
@@ -451,6 +452,7 @@ def test_a_run_with_compile_has_the_same_losses(name, device, plain, note, monke
 # --- what it costs --------------------------------------------------------------------------------
 
 @needs_gpu
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="is timed alone: -n0 -k table_11")
 def test_table_11_has_rows_of_this_gpu_beside_the_loop_written_out(device, note, monkeypatch):
     from referee import cost
     out = ROOT / "referee/results/cost/cuda.jsonl"
