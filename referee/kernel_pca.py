@@ -36,7 +36,7 @@ import common
 from data.shapes import load_shapes
 from kpca import (a_hat, attend, basis, centre, coefficients, eigen_cosine, key_scale, log_gram,
                   log_phi2, projection_loss, ritz, theoretical_values)
-from referee.arms import call
+from referee.arms import call, into
 from referee.probe import (capture, device_of, get_args, load_images, load_model, points,
                            print_table, read_csv, summarise, untrained, write_csv)
 from referee.span import NULLS, Layer, explained_variance, token_overlap, value_axes
@@ -300,10 +300,8 @@ def stage(folder, attn, seed, step):
     """
     at = folder / f"step_{step or STAGES[1]}.pt"
     if not at.exists():
-        new = ["--attn", attn, "--epochs", 8, "--seed", seed, "--out_dir", folder]
-        going = (folder / "last.pt").exists()
-        call("train_cls.py", *(["--resume", folder] if going else new), "--max_steps",
-             step or STAGES[1])
+        call("train_cls.py", "--attn", attn, "--epochs", 8, "--seed", seed, "--max_steps",
+             step or STAGES[1], *into(folder))
         shutil.copy(folder / "last.pt", at)
     model, checkpoint = load_model(at)
     if checkpoint["step"] != (step or STAGES[1]):

@@ -345,7 +345,7 @@ def test_a_network_is_trained_in_stages_measured_once_each_and_step_0_is_its_see
     flags = ["trained", "--networks", "scaled_s", "--seeds", "3", "--out_dir", str(tmp_path)]
     study.main(flags)
     shown = capsys.readouterr().out
-    assert [words[1] for words in commands] == ["--attn", "--resume"]
+    assert [words[-2] for words in commands] == ["--out_dir", "--resume"]
     assert "eig_cos, v = G a" in shown
     rows, text = probe.read_csv(tmp_path / "trained.csv"), (tmp_path / "trained.csv").read_text()
     fits = {row["step"]: {r["source"] for r in rows if r["step"] == row["step"]} for row in rows}
