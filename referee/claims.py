@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 import common
-from referee import arms, kernel_pca, line, where_is_s
+from referee import arms, kernel_pca, line, probe, where_is_s
 from referee.stats import detectable, holm, paired_t, show, show_p, spread
 
 ROOT = Path(__file__).parents[1]
@@ -188,7 +188,7 @@ def kpca(table, run, measure, source, form, *more):
 
 def way(table, network, measure, form="ci1"):
     """Per cent of the way from a random matrix to the best map found that learned values went."""
-    rows = kernel_pca.rows_of(RESULTS / f"kpca/{table}.csv")
+    rows = probe.read_csv(RESULTS / f"kpca/{table}.csv")
     return written(kernel_pca.closed(rows, network, measure), form)
 
 

@@ -39,7 +39,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import common
 import fan
-from referee.probe import device_of
 from vit import SIZES, ViT, ViTConfig
 
 MB, PIXELS = 2 ** 20, 224
@@ -218,7 +217,7 @@ def main(argv=None):
     args = p.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    device = device_of(args.device)
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     rows = measured(args, device)
     print(f"ViT-{args.model}, {PIXELS} px, batches of {args.batch_size}, {args.clock} clock, "
           f"medians of {args.rounds} rounds\n{common.describe(device)}; torch {torch.__version__}")

@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.patheffects import withStroke
 
 import common
-from referee import arms, kernel_pca, line, where_is_s
+from referee import arms, kernel_pca, line, probe, where_is_s
 from referee.arms import RESULTS, STUDIES, WORDS, files, plain
 from referee.stats import NONE
 
@@ -280,7 +280,7 @@ def axes_figure(path):
 
 def training_figure(path):
     """Draw the eigen-cosine over training: beside its nulls, and above a random matrix."""
-    rows = kernel_pca.rows_of(RESULTS / "kpca/trained.csv")
+    rows = probe.read_csv(RESULTS / "kpca/trained.csv")
     epochs = [step / 250 for step in kernel_pca.STAGES]
 
     def over(network, measure, source):

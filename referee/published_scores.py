@@ -68,13 +68,13 @@ def gamma(axes, a):
 
 def numeric_a_hat(v, log_g):
     """(I - 1_N)^-1 G^-1 v as [P] prints it: an error, or noise of size 1e14."""
-    N, like = v.shape[-2], dict(dtype=v.dtype, device=v.device)
-    return torch.linalg.inv(torch.eye(N, **like) - 1 / N) @ a_hat(v, log_g, scaled=True)
+    N = v.shape[-2]
+    return torch.linalg.inv(torch.eye(N, dtype=v.dtype) - 1 / N) @ a_hat(v, log_g, scaled=True)
 
 
 def pair_differences(x):
     """Mean of |x_i - x_j| over pairs i < j of the second last dimension."""
-    i, j = torch.triu_indices(x.shape[-2], x.shape[-2], 1, device=x.device)
+    i, j = torch.triu_indices(x.shape[-2], x.shape[-2], 1)
     return (x[..., i, :] - x[..., j, :]).abs().mean(-2)
 
 
@@ -98,7 +98,7 @@ def exp_gammas(layer):
                         for source, v in layer.values.items()}
                        for a in (lambda v: a_hat(v, axes.log_g), numeric_or_nan))
     # Axes that float64 does not resolve have no gamma.
-    unresolved = torch.arange(d, device=lam.device) >= axes.rank[..., None]
+    unresolved = torch.arange(d) >= axes.rank[..., None]
     own = pair_differences(gamma(axes, axes.U[..., :d])).masked_fill(unresolved, math.nan)
     return {"|dgamma|/lambda": {source: (pairs / lam).nanmean(-1)
                                 for source, pairs in (pseudo | {"KPCA": own}).items()},
@@ -138,9 +138,9 @@ def matching(C):
     nan, the cosine of a zero row, counts as 0.
     """
     from scipy.optimize import linear_sum_assignment
-    pieces = C.reshape(-1, *C.shape[-2:]).cpu().numpy()
+    pieces = C.reshape(-1, *C.shape[-2:]).numpy()
     match = np.stack([linear_sum_assignment(np.nan_to_num(c), maximize=True)[1] for c in pieces])
-    return torch.as_tensor(match, device=C.device).view(C.shape[:-1])
+    return torch.as_tensor(match).view(C.shape[:-1])
 
 
 def optimal_cosine(V, W):

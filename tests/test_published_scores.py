@@ -123,8 +123,7 @@ def test_exact_kernel_pca_with_turned_axes_scores_like_noise_by_rows_and_perfect
 
 def test_command_writes_a_table_for_every_score(tmp_path, capsys):
     ckpt = save_vit(tmp_path / "a.pt", "rpc")
-    run(published_scores, "--ckpt", ckpt, "--images", 5, "--out_dir", tmp_path,
-        "--device", "cpu")
+    run(published_scores, "--ckpt", ckpt, "--images", 5, "--out_dir", tmp_path)
     out = capsys.readouterr().out
     for name in published_scores.EXPERIMENTS:
         rows = read(tmp_path / f"{name}.csv")
@@ -135,7 +134,7 @@ def test_command_writes_a_table_for_every_score(tmp_path, capsys):
 def test_released_loss_is_that_of_all_images_at_once_however_large_they_are(tmp_path):
     ckpt = save_vit(tmp_path / "a.pt", image_size=64)  # 257 tokens: an image a piece
     run(published_scores, "--ckpt", ckpt, "--images", 3, "--exp", "losses",
-        "--out_dir", tmp_path, "--device", "cpu")
+        "--out_dir", tmp_path)
     (_, _, model, images), = points(get_args("", {"losses": exp_similarities},
                                              ["--ckpt", ckpt, "--images", "3"]))
     heads = capture(model, images)
