@@ -86,20 +86,19 @@ def full(name, measure):
 def off(name, arm, measure, what="difference"):
     """An arm's distance from the line; or its accuracy; its clean loss, the geometric mean."""
     networks, measure = picture(name)[0], full(name, measure)
-    own = [n for n in networks if n.arm == arm]
+    own = line.those(networks, arm)
     if what == "accuracy":
         return f"{np.mean([n.accuracy[measure] for n in own]):.1f}"
     if what == "loss":
-        return f"{np.exp(np.mean([np.log(n.loss) for n in own])):.3f}"
+        return f"{line.clean_loss(own):.3f}"
     of = picture("fresh")[0] if name == "other" else networks
     return described(line.distance(own, line.reference(of, arm), measure), what)
 
 
 def apart(first, second, measure, what="difference"):
     """The difference of two arms of the line that have other seeds, over seeds alone."""
-    networks = picture("fresh")[0]
-    arms_ = ([n for n in networks if n.arm == arm] for arm in (first, second))
-    return described(line.apart(*arms_, full("fresh", measure)), what)
+    two = (line.those(picture("fresh")[0], arm) for arm in (first, second))
+    return described(line.apart(*two, full("fresh", measure)), what)
 
 
 def pooled(name, group, measure, what="difference"):

@@ -69,7 +69,7 @@ SCALES = {
                  fan=f"{TINY} --batch_size 4 --model fan_tiny",
                  lm="--steps 1 --context 16 --words 0 --warmup 0", few="--limit 1 --severities 3",
                  attacked="--limit 1", tokens="--limit 40",
-                 cost="--model nano --rounds 1 --batch_size 1"),
+                 cost="--rounds 1 --batch_size 1"),
     "small": dict(cls="--model nano", small="--model micro --epochs 6",        # 6 to 8 CPU minutes
                   tuned="--model micro --epochs 2", seg="", lm="",
                   fan="--model fan_tiny --num_images 2000 --epochs 2", few="--limit 200",
