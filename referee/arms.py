@@ -239,7 +239,7 @@ def flags_of(arms, arm, seed):
 
 
 def train(folder, flags, more=()):
-    """Train the network of a folder as far as it goes; InputError if it is of another arm or seed."""
+    """Train the network of a folder to its end; InputError if it is of another arm or seed."""
     if (folder / "last.pt").exists():
         trained = common.load(folder / "last.pt")["args"]
         for name, value in flags.items():

@@ -160,8 +160,8 @@ def mean(files, *given):
 
 
 def written(found, form):
-    """Numbers as their mean: .2f; ±.2f with their standard deviation, ci2 with a t-interval, in2 the
-    same without signs."""
+    """Write numbers as their mean: .2f; ±.2f with their standard deviation, ci2 with a t-interval,
+    in2 the same without signs."""
     if form.startswith("±"):
         return spread(found, form[1:])
     if form.startswith(("ci", "in")):

@@ -58,8 +58,10 @@ PAPER = Path(__file__).parent / "reproduce/paper.csv"
 # --- time -----------------------------------------------------------------------------------------
 
 def alternate(args, device, steps):
-    """{name: [seconds of steps[name]() in every round]}; in reverse order every other round. A first
-    round, which warms up, is left out."""
+    """{name: [seconds of steps[name]() in every round]}; in reverse order every other round.
+
+    A first round, which warms up, is left out.
+    """
     clock = time.process_time if args.clock == "cpu" else time.perf_counter
     times = {name: [] for name in steps}
     for i in range(args.rounds + 1):

@@ -288,8 +288,9 @@ def training_figure(path):
                          for step in kernel_pca.STAGES])        # (stages, seeds)
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.9))
-    for source, style, words in (("learned", "o-", "learned values"), ("x W", "s--", "random matrix"),
-                                 ("other", "D:", "another head's"), ("iid", "v-.", "noise")):
+    for source, style, words in (
+            ("learned", "o-", "learned values"), ("x W", "s--", "random matrix"),
+            ("other", "D:", "another head's"), ("iid", "v-.", "noise")):
         left.plot(epochs, over("softmax", "eig_cos", source).mean(1), style, markersize=5,
                   label=words, color="black" if source == "learned" else None)
     best = kernel_pca.over_seeds(rows, "softmax", "eig_cos", "fitted to eig_cos")

@@ -109,7 +109,7 @@ def untrained(model, checkpoint):
 
 
 def load_images(checkpoint, config, n):
-    """n test images (n, 3, S, S) in [0, 1], and their labels, of what the network was trained on."""
+    """n test images (n, 3, S, S) in [0, 1] of the data it was trained on, and their labels."""
     trained = checkpoint.get("args") or {}
     name, size = trained.get("data", "shapes"), config.image_size
     if name == "shapes":
@@ -185,7 +185,7 @@ def write_csv(path, rows, mode="w"):
 
 
 def read_csv(path):
-    """Rows of a CSV file as dicts, with "network", the run without its seed; [] without the file."""
+    """Rows of a CSV file as dicts, with "network", the run without its seed; [] if there is none."""
     if not path.exists():
         return []
     with open(path, newline="") as f:

@@ -53,7 +53,7 @@ def student(n, mean, variance, df):
 
 
 def satterthwaite(variance, parts):
-    """Degrees of freedom of a variance that was put together from parts, (variance, its df) each."""
+    """Degrees of freedom of a variance that was put together from parts: (variance, its df)."""
     return variance ** 2 / max(sum(v ** 2 / df for v, df in parts), 1e-300)
 
 
