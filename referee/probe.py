@@ -185,7 +185,7 @@ def write_csv(path, rows, mode="w"):
 
 
 def read_csv(path):
-    """Rows of a CSV file as dicts, with "network", the run without its seed; [] if there is none."""
+    """Rows of a CSV file, if there, as dicts; "network" is the run without its seed."""
     if not path.exists():
         return []
     with open(path, newline="") as f:
