@@ -54,6 +54,14 @@ def legend(figure, ax, where, **more):
     figure.legend(named.values(), named.keys(), loc=f"outside {where}", frameon=False, **more)
 
 
+def band(ax, curve, **style):
+    """Draw {x: values} as their means, shaded from the lowest to the highest."""
+    x = sorted(curve)
+    ax.plot(x, [np.mean(curve[at]) for at in x], markersize=5, **style)
+    ax.fill_between(x, [min(curve[at]) for at in x], [max(curve[at]) for at in x], alpha=0.15,
+                    color=style["color"], linewidth=0)
+
+
 def save(figure, path):
     """Write a figure as path, a PNG, and as SVG beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -194,11 +202,7 @@ def budgets(panels, path, shown):
             if row.kind in ("pgd", "clean") and plain(row.arm) in curves:
                 curves[plain(row.arm)].setdefault(row.eps, []).append(row.top1)
         for arm, curve in curves.items():
-            eps = sorted(curve)
-            ax.plot(eps, [np.mean(curve[x]) for x in eps], markersize=5, label=WORDS[arm],
-                    **look(arm))
-            ax.fill_between(eps, [min(curve[x]) for x in eps], [max(curve[x]) for x in eps],
-                            alpha=0.15, color=look(arm)["color"], linewidth=0)
+            band(ax, curve, label=WORDS[arm], **look(arm))
         ax.axhline(50, color="black", linewidth=0.8, linestyle=":")
         ax.set(title=title, xlabel="budget in 1/255 of the pixel range, clean at 0", ylim=(0, 102))
     axes[0][0].set_ylabel("accuracy in %")
@@ -308,6 +312,34 @@ def training_figure(path):
     save(figure, path)
 
 
+# --- where is S? ----------------------------------------------------------------------------------
+
+def where_figure(path):
+    """Draw RPC as published over training, mean and range of its seeds: what is left of K = L + S,
+    how large S is, and the AUC of three scores for three kinds of damage."""
+    of = {step: values for (network, step), values in where_is_s.over_seeds(
+        common.read_log(where_is_s.ROWS)).items() if network == "rpc 4iter/layer1"}
+    looks = {"S, step 4": ("S", "^", "-", "#d55e00"), "|k|": ("size of the key", "o", "-.", "black"),
+             "distance": ("distance from the mean key", "x", "--", "#0072b2")}
+    lengths = {"residual, step 4": ("|K - S - L|, of |K|", "s", "-", "black"),
+               "|S| / |K|, step 4": ("|S|, of |K|", "^", "-", "#d55e00")}
+    figure, axes = plt.subplots(1, 4, figsize=(WIDTH, 3.6), sharex=True)
+    for ax, kind in zip(axes, ("clean", "noise", "black", "white")):
+        clean = kind == "clean"
+        for name, (words, mark, line_style, colour) in (lengths if clean else looks).items():
+            name = f"clean: {name}" if clean else f"{kind}: AUC of {name}"
+            band(ax, {step: values[name] for step, values in of.items()}, marker=mark,
+                 linestyle=line_style, color=colour, fillstyle="none", label=words)
+        ax.set(title="lengths" if clean else f"AUC, {kind}", xlabel="training step",
+               ylim=(0, 1.25 if clean else 1), xticks=[0, 1000, 2000])
+        if not clean:
+            ax.axhline(0.5, color="black", linewidth=0.8, linestyle=":", label="chance")
+            ax.set_yticks([0, 0.5, 1], [0, 0.5, 1] if kind == "noise" else [])
+    legend(figure, axes[0], "lower left", ncols=1)
+    legend(figure, axes[1], "lower right", ncols=2, columnspacing=1)
+    save(figure, path)
+
+
 # --- log.jsonl of training runs -------------------------------------------------------------------
 
 def log_curves(rows):
@@ -361,7 +393,7 @@ def stored(folder):
     lambda_figure(folder / "line/lambda.png")
     axes_figure(folder / "decider/constancy.png")
     training_figure(folder / "kpca/trained.png")
-    where_is_s.draw(folder / "where_is_s/where_is_s.png")
+    where_figure(folder / "where_is_s/where_is_s.png")
     budgets({"PGD-20, 8 epochs": arms.stored(STUDIES["control"])}, folder / "control/budgets.png",
             DEFENDED)
     rows = [row for row in arms.stored(STUDIES["criterion"]) if row.seed < 45]

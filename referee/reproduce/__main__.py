@@ -269,15 +269,10 @@ def markdown(cells, scale):
 
 
 def report(table, rows, scale):
-    """The table of a folder of runs as Markdown; InputError if it holds none of its runs."""
+    """The table of a folder of runs as Markdown."""
     cells = lines(table, read(rows))
-    missing = sum(not cell["ours"] for cell in cells)
-    if missing == len(cells):
-        first = next(iter(TABLES[table][0].values()))
-        raise common.InputError(f"--out_dir {rows} holds no run of {table}, expected folders such "
-                                f"as {first}_s0 and their evaluations")
     text = [f"# {table}, paper and ours at scale {scale}", markdown(cells, scale),
-            f"{len(cells) - missing} of {len(cells)} cells were run."]
+            f"{sum(bool(cell['ours']) for cell in cells)} of {len(cells)} cells were run."]
     if scale != "paper":
         text += ["Ours is another data set and a smaller network: no number of it reproduces the "
                  "paper's; what can be compared is the sign of a difference."]
