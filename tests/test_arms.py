@@ -52,7 +52,7 @@ def study(tmp_path, monkeypatch):
 
     def run(*argv):
         commands.clear()
-        arms.main(["robustness", "--out_dir", str(tmp_path), "--seeds", "0", "--limit", "4",
+        arms.main(["robustness", "--out_dir", str(tmp_path), "--seeds", "7", "--limit", "4",
                    "--measures", "clean", "pgd eps=2/255 steps=1", "adaptive_pgd eps=2/255 steps=1",
                    "--num_images", "32", "--batch_size", "16", "--epochs", "2", *argv])
         return [command[:3] for command in commands]
@@ -63,18 +63,18 @@ def study(tmp_path, monkeypatch):
 
 def test_a_study_does_what_is_missing_and_nothing_twice(study, tmp_path, capsys):
     pair = "--arms", "symmetric", "clamp"
-    clamp, symmetric = tmp_path / "clamp_s0", tmp_path / "symmetric_s0"
+    clamp, symmetric = tmp_path / "clamp_s7", tmp_path / "symmetric_s7"
     assert [c[0] for c in study(*pair)] == ["train_cls.py", "eval_robust.py"] * 2
     args = common.load(clamp / "last.pt")["args"]
-    assert dict(attn="rpc", n_iter=1, lambd=0.5, seed=0, num_images=32).items() <= args.items()
+    assert dict(attn="rpc", n_iter=1, lambd=0.5, seed=7, num_images=32).items() <= args.items()
     rows = {file.parent.name: file.read_text() for file in tmp_path.glob("eval/*/results.jsonl")}
-    assert "adaptive_pgd" in rows["clamp_s0"] and "adaptive_pgd" not in rows["symmetric_s0"]
+    assert "adaptive_pgd" in rows["clamp_s7"] and "adaptive_pgd" not in rows["symmetric_s7"]
     assert "clamp minus symmetric" in capsys.readouterr().out
 
     # a run that was cut goes on to the same weights; what is finished stays as it is
     end, finished = common.load(clamp / "last.pt"), (symmetric / "last.pt").stat().st_mtime_ns
     shutil.rmtree(clamp)
-    words = ("train_cls.py --attn rpc --n_iter 1 --lambd 0.5 --seed 0 --num_images 32 "
+    words = ("train_cls.py --attn rpc --n_iter 1 --lambd 0.5 --seed 7 --num_images 32 "
              "--batch_size 16 --epochs 2 --max_steps 2 --out_dir")
     robust_attentions.main([*words.split(), str(clamp)])
     study(*pair)
@@ -86,7 +86,7 @@ def test_a_study_does_what_is_missing_and_nothing_twice(study, tmp_path, capsys)
 
     # a folder of another arm or seed is refused
     symmetric.rename(tmp_path / "symmetric_s1")
-    with pytest.raises(InputError, match="symmetric_s1 was trained with seed 0, expected 1"):
+    with pytest.raises(InputError, match="symmetric_s1 was trained with seed 7, expected 1"):
         study(*pair, "--seeds", "1")
 
 
@@ -99,7 +99,7 @@ def test_a_robust_attention_is_an_arm_in_one_layer_or_in_all(study, tmp_path):
     train, evaluate = study("--measures", "clean", "--epochs", "1", "--arms", "weights-all")
     assert train == ["-m", "referee.robust_attentions", "train_cls.py"]
     assert evaluate[2] == "eval_robust.py"
-    config = common.load(tmp_path / "weights-all_s0/last.pt")["model_config"]
+    config = common.load(tmp_path / "weights-all_s7/last.pt")["model_config"]
     assert (config["attn"], config["rpc_layers"]) == ("weights rounds=2", (0, 1, 2, 3))
 
 
