@@ -163,6 +163,14 @@ def test_degenerate_heads_are_measured_without_an_error(zero, sizes):
     assert not any(t.isinf().any() for t in found.values())
 
 
+def test_axes_that_float64_does_not_resolve_are_left_out():
+    layer = Layer(tiny_heads(N=4, D=6))                                     # three axes, of six
+    axes, found = layer.axes, EXPERIMENTS["gamma"](layer)
+    assert (axes.rank == 3).all()
+    assert_close(found["lambda"]["KPCA"], ((-axes.c).exp() * axes.sigma[..., :3] / 4).mean(-1))
+    assert_close(found["eig_cos"]["KPCA"], torch.ones(1, 2, 2), 1e-9)
+
+
 def test_null_values_have_the_size_of_the_learned_and_differ_between_layers_not_pieces():
     heads = tiny_heads(B=4)
     layer, other = Layer(heads, key=(0, 0)), Layer(heads, key=(1, 0)).values["iid"]

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from kpca import a_hat, basis, eigen_cosine, kernel_pca, theoretical_values
+from kpca import a_hat, attend, basis, eigen_cosine, kernel_pca, theoretical_values
 from referee import published_scores
-from referee.kernel_pca import exp_capture, exp_gamma, exp_values, measure
+from referee.kernel_pca import exp_capture, exp_gamma, exp_values, measure, standardise
 from referee.probe import capture, get_args, points
 from referee.published_scores import (cka, exp_similarities, gamma, kernel_cka, matching,
                                       numeric_a_hat, official_loss, optimal_cosine,
@@ -41,6 +41,10 @@ def test_the_released_loss_agrees_with_golden_and_knows_nothing_about_v(golden):
     assert_close(official_loss(q, k, v), z["official"], 1e-10)
     assert_close(official_loss(q, k, v, with_h=False), z["official_without_h"], 1e-10)
     assert official_loss(q, k, v) == official_loss(q, k, 100 * v)
+    q, k, v = (0.1 * t[None, None] for t in draw(1, D=3))                   # few: h is seen
+    h = attend(standardise(q), standardise(k), v)
+    without = official_loss(q, k, v, with_h=False)
+    assert_close(official_loss(q, k, v).exp(), without.exp() - h.square().sum(-1).mean())
 
 
 def test_gamma_agrees_with_golden(golden):
