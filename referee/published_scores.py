@@ -23,7 +23,7 @@ import torch
 
 import common
 from kpca import a_hat, attend, centre, log_g, log_mean_exp
-from referee.kernel_pca import standardise, study, theory_by_token, turned
+from referee.kernel_pca import standardise, study, turned
 from referee.probe import get_args
 
 
@@ -158,19 +158,16 @@ def exp_similarities(layer):
     They punish turned axes, which W_O undoes, and chance is not 0: optimal, the mean cosine of rows
     (tokens) matched one to one; linear and kernel CKA.
     """
-    axes, theory, out = layer.axes, theory_by_token(layer), {}
-    if theory.shape[-1] < layer.dv:
+    axes, rows = layer.axes, layer.axes.U[..., :layer.dv]
+    if rows.shape[-1] < layer.dv:
         return {}
-    rows = axes.U[..., :layer.dv]
     weights = (axes.log_g.amin(-1, keepdim=True) - axes.log_g).exp()[..., None]     # 1/g_j
-    for source, v in {**layer.values, "KPCA": turned(theory)}.items():
-        v = turned(rows) if source == "KPCA" else v[:1]                     # one x W will do
-        w = weights * v if source == "KPCA" else v
-        optimal, _ = optimal_cosine(v, rows)                                # 1/g_j > 0: no turn
-        for m, t in {"optimal [R]": optimal, "CKA linear [R]": cka(w, weights * rows),
-                     "CKA kernel [R]": kernel_cka(w, weights * rows)}.items():
-            out.setdefault(m, {})[source] = t
-    return out
+    values = {source: v[:1] for source, v in layer.values.items()}          # one x W will do
+    values["KPCA"] = weights * turned(rows)
+    by_row = values | {"KPCA": turned(rows)}                                # 1/g_j > 0: no turn
+    return {"optimal [R]": {of: optimal_cosine(v, rows)[0] for of, v in by_row.items()},
+            "CKA linear [R]": {of: cka(v, weights * rows) for of, v in values.items()},
+            "CKA kernel [R]": {of: kernel_cka(v, weights * rows) for of, v in values.items()}}
 
 
 # --- the command ----------------------------------------------------------------------------------
