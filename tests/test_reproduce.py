@@ -67,6 +67,13 @@ def test_an_attack_is_compared_at_its_largest_budget():
     assert reproduce.ours(rows, "table2", "PGD top-1") == 9.0
 
 
+def test_a_perplexity_is_of_its_split_whole_or_with_words_swapped():
+    rows = [row("a", 0, f"perplexity split={split}", sliding=x, attacked=x + 9)
+            for split, x in (("valid", 30.0), ("test", 40.0))]
+    assert [reproduce.ours(rows, "table3", column) for column in (
+        "valid", "test", "attacked valid", "attacked test")] == [30, 40, 39, 49]
+
+
 def test_ce_and_mce_are_for_imagenet_alone():
     def corrupted(imagenet, severities="1,2,3,4,5"):
         return [row("a", 0, f"corruptions type={name} severities={severities}",
