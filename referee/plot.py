@@ -319,7 +319,8 @@ def where_figure(path):
     how large S is, and the AUC of three scores for three kinds of damage."""
     of = {step: values for (network, step), values in where_is_s.over_seeds(
         common.read_log(where_is_s.ROWS)).items() if network == "rpc 4iter/layer1"}
-    looks = {"S, step 4": ("S", "^", "-", "#d55e00"), "|k|": ("size of the key", "o", "-.", "black"),
+    looks = {"S, step 4": ("S", "^", "-", "#d55e00"),
+             "|k|": ("size of the key", "o", "-.", "black"),
              "distance": ("distance from the mean key", "x", "--", "#0072b2")}
     lengths = {"residual, step 4": ("|K - S - L|, of |K|", "s", "-", "black"),
                "|S| / |K|, step 4": ("|S|, of |K|", "^", "-", "#d55e00")}

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-import common
 import eval_robust
 import train_cls
 import train_lm
