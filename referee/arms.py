@@ -16,6 +16,7 @@ before its runs: the plan.md of its page.
 import argparse
 import math
 import re
+import shlex
 import subprocess
 import sys
 from functools import cache
@@ -214,9 +215,15 @@ STUDIES = {
 def call(*command):
     """Run a script of ours; InputError if it fails, after its own words on why."""
     command = [str(part) for part in command]
-    print("$ python", *command, flush=True)
+    print("$ python", *map(shlex.quote, command), flush=True)
     if subprocess.run([sys.executable, *command]).returncode:
         raise InputError(f"{command[0]} failed; what has finished is kept, start again to go on")
+
+
+def into(folder):
+    """The flag of a trainer for the run in a folder: a new one, or to go on with one that was cut;
+    one that has all its steps takes none."""
+    return ["--resume" if (folder / "last.pt").exists() else "--out_dir", folder]
 
 
 def script(name, attn):
@@ -232,20 +239,15 @@ def flags_of(arms, arm, seed):
 
 
 def train(folder, flags, more=()):
-    """Train a network unless it has all its steps; one that was cut goes on."""
-    words = [*more, *(part for name, value in flags.items() for part in (f"--{name}", value)),
-             "--out_dir", folder]
+    """Train the network of a folder to its end; InputError if it is of another arm or seed."""
     if (folder / "last.pt").exists():
-        checkpoint, words = common.load(folder / "last.pt"), ["--resume", folder]
-        trained = checkpoint["args"]
+        trained = common.load(folder / "last.pt")["args"]
         for name, value in flags.items():
             if trained.get(name) != value:
                 raise InputError(f"{folder} was trained with {name} {trained.get(name)}, expected "
                                  f"{value}")
-        steps = checkpoint["training_images"] // trained["batch_size"]
-        if checkpoint["step"] >= trained["epochs"] * steps:
-            return
-    call(*script("train_cls.py", flags["attn"]), *words)
+    words = [part for name, value in flags.items() for part in (f"--{name}", value)]
+    call(*script("train_cls.py", flags["attn"]), *more, *words, *into(folder))
 
 
 def run(study, args, rest):

@@ -22,8 +22,9 @@ from pathlib import Path
 import numpy as np
 
 import common
-from referee import arms, kernel_pca, line, where_is_s
-from referee.stats import detectable, holm, paired_t, show, show_p, spread
+from referee import arms, kernel_pca, line, probe, where_is_s
+from referee.stats import (accuracy, detectable, digits_of, holm, paired_t, show, show_p,
+                           spread)
 
 ROOT = Path(__file__).parents[1]
 RESULTS, CLAIMS = ROOT / "referee/results", ROOT / "referee/claims.csv"
@@ -41,27 +42,22 @@ def key_of(name, pair, measure):
 
 
 def gap(name, pair, measure, what="difference"):
-    """A paired difference with its 95 % interval; or its mean, interval, seeds, p, p after Holm,
-    the difference found with 80 % power, the accuracy of the arm or its baseline."""
+    """A paired difference as `described`, or the accuracy of the arm or its baseline."""
     study, of = arms.comparison(name)
     measure, arm, base = key = key_of(name, pair, measure)
-    digits = 2 if measure == "median budget" else 1
     if what in ("arm", "baseline"):
         seeds = study.comparisons[name].seeds
-        return mean_of([x.mean() for (a, s), x in of.found[measure].items() if a == (
-            arm if what == "arm" else base) and (not seeds or s in seeds)], f".{digits}f")
-    d = of.gaps[key]
-    return described(d, what, of.p.get(key, np.nan), of.tests, digits)
+        return accuracy(of.found, measure, arm if what == "arm" else base, seeds).split()[0]
+    return described(of.gaps[key], what, of.p.get(key, np.nan), of.tests, digits_of(measure))
 
 
 def described(d, what, holm=np.nan, tests=1, digits=1):
-    """A Difference in one of the ways that a sentence needs."""
-    if what == "power":
-        return f"{detectable(d.error, d.df, tests):.{digits}f}"
-    ends = f"{d.low:+.{digits}f} to {d.high:+.{digits}f}"
-    return {"difference": show(d, digits), "interval": ends,
-            "mean": f"{d.mean:+.{digits}f}", "seeds": str(d.n), "networks": str(d.n),
-            "p": show_p(d.p), "holm": show_p(holm)}[what]
+    """A Difference in the way that a sentence needs: with its 95 % interval, or its mean, interval,
+    seeds (networks), p, p after Holm, or the difference found with 80 % power."""
+    return {"difference": show(d, digits), "mean": f"{d.mean:+.{digits}f}",
+            "interval": f"{d.low:+.{digits}f} to {d.high:+.{digits}f}", "seeds": str(d.n),
+            "p": show_p(d.p), "holm": show_p(holm),
+            "power": f"{detectable(d.error, d.df, tests):.{digits}f}"}[what]
 
 
 def outcome(name, pair):
@@ -72,12 +68,7 @@ def outcome(name, pair):
 
 def rule():
     """How many attentions of others meet the rule that was fixed for them."""
-    met = arms.meet_the_rule(arms.comparison("ten")[1])
-    return str(len(met)) if met else "none"
-
-
-def mean_of(values, form=".1f"):
-    return format(np.mean(values), form)
+    return str(len(arms.meet_the_rule(arms.comparison("ten")[1])) or "none")
 
 
 # --- the line -------------------------------------------------------------------------------------
@@ -95,20 +86,19 @@ def full(name, measure):
 def off(name, arm, measure, what="difference"):
     """An arm's distance from the line; or its accuracy; its clean loss, the geometric mean."""
     networks, measure = picture(name)[0], full(name, measure)
-    own = [n for n in networks if n.arm == arm]
+    own = line.those(networks, arm)
     if what == "accuracy":
-        return mean_of([n.accuracy[measure] for n in own])
+        return f"{np.mean([n.accuracy[measure] for n in own]):.1f}"
     if what == "loss":
-        return f"{np.exp(np.mean([np.log(n.loss) for n in own])):.3f}"
+        return f"{line.clean_loss(own):.3f}"
     of = picture("fresh")[0] if name == "other" else networks
     return described(line.distance(own, line.reference(of, arm), measure), what)
 
 
 def apart(first, second, measure, what="difference"):
     """The difference of two arms of the line that have other seeds, over seeds alone."""
-    networks = picture("fresh")[0]
-    arms_ = ([n for n in networks if n.arm == arm] for arm in (first, second))
-    return described(line.apart(*arms_, full("fresh", measure)), what)
+    two = (line.those(picture("fresh")[0], arm) for arm in (first, second))
+    return described(line.apart(*two, full("fresh", measure)), what)
 
 
 def pooled(name, group, measure, what="difference"):
@@ -138,40 +128,40 @@ def fit(name, measure, what):
 # --- other rows -----------------------------------------------------------------------------------
 
 @cache
-def rows_of(file):
-    """The rows of a file: CSV, one JSON object a line, or a JSON object."""
-    path = ROOT / file if file.startswith("lecture/") else RESULTS / file
-    if path.suffix == ".csv":
-        with open(path, newline="") as f:
-            return list(csv.DictReader(f))
-    if path.suffix == ".jsonl":
-        return common.read_log(path)
-    found = json.loads(path.read_text())
-    return found.get("rows", [found])
+def rows_of(pattern):
+    """The rows of files: CSV, one JSON object a line, or a JSON object."""
+    rows, root = [], ROOT if pattern.startswith("lecture/") else RESULTS
+    for path in sorted(root.glob(pattern)):
+        if path.suffix == ".csv":
+            with open(path, newline="") as f:
+                rows += csv.DictReader(f)
+        elif path.suffix == ".jsonl":
+            rows += common.read_log(path)
+        else:
+            found = json.loads(path.read_text())
+            rows += found.get("rows", [found])
+    return rows
 
 
-def mean(file, *given):
-    """The mean of a column over all rows that meet the conditions (column=pattern), in a form: .2f,
-    ±.2f with their standard deviation, ci2 with a t-interval, in2 the same without signs. Of rows
-    at several training steps the last. A file with * stands for several."""
+def mean(files, *given):
+    """The mean of a column over all rows that meet the conditions (column=pattern), of the last
+    training step among them, in a form of `written`."""
     *conditions, column, form = given
-    wanted = dict(condition.split("=", 1) for condition in conditions)
-    files, found = [file], []
-    if "*" in file or "?" in file:
-        files = [str(path.relative_to(RESULTS)) for path in sorted(RESULTS.glob(file))]
-    for name in files:
-        rows = [row for row in rows_of(name) if all(
-            fnmatchcase(f"{row[k]:g}" if isinstance(row[k], float) else str(row[k]),
-                        pattern.replace("[", "[[]")) for k, pattern in wanted.items())]
-        end = max((float(row.get("step", 0)) for row in rows), default=0)
-        for row in (row for row in rows if float(row.get("step", 0)) == end):
-            for part in column.split("."):
-                row = row[part]
-            found.append(float(row))
-    return written(found, form)
+    rows = rows_of(files)
+    for condition in conditions:
+        name, pattern = condition.replace("[", "[[]").split("=", 1)
+        rows = [row for row in rows if fnmatchcase(f"{row[name]:g}" if isinstance(
+            row[name], float) else str(row[name]), pattern)]
+    last = max(float(row.get("step", 0)) for row in rows)
+    found = [row for row in rows if float(row.get("step", 0)) == last]
+    for part in column.split("."):
+        found = [row[part] for row in found]
+    return written([*map(float, found)], form)
 
 
 def written(found, form):
+    """Write numbers as their mean: .2f; ±.2f with their standard deviation, ci2 with a t-interval,
+    in2 the same without signs."""
     if form.startswith("±"):
         return spread(found, form[1:])
     if form.startswith(("ci", "in")):
@@ -188,7 +178,7 @@ def kpca(table, run, measure, source, form, *more):
 
 def way(table, network, measure, form="ci1"):
     """Per cent of the way from a random matrix to the best map found that learned values went."""
-    rows = kernel_pca.rows_of(RESULTS / f"kpca/{table}.csv")
+    rows = probe.read_csv(RESULTS / f"kpca/{table}.csv")
     return written(kernel_pca.closed(rows, network, measure), form)
 
 

@@ -39,7 +39,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import common
 import fan
-from referee.probe import device_of
 from vit import SIZES, ViT, ViTConfig
 
 MB, PIXELS = 2 ** 20, 224
@@ -61,7 +60,7 @@ PAPER = Path(__file__).parent / "reproduce/paper.csv"
 def alternate(args, device, steps):
     """{name: [seconds of steps[name]() in every round]}; in reverse order every other round.
 
-    A first round warms up and is not counted: allocation, libraries, file cache.
+    A first round, which warms up, is left out.
     """
     clock = time.process_time if args.clock == "cpu" else time.perf_counter
     times = {name: [] for name in steps}
@@ -77,14 +76,13 @@ def alternate(args, device, steps):
 
 # --- the models of Table 11 -----------------------------------------------------------------------
 
-def build(name, size):
+def build(name, size="tiny"):
     """A model of the table. size: a key of vit.SIZES."""
     how = dict(MODELS[name])
     if how.get("rpc_layers") == "all":
         how["rpc_layers"] = range(SIZES[size]["depth"])
     if name.startswith("fan"):
-        shape = fan.SIZES.get(f"fan_{size}", SIZES[size])
-        return fan.FAN(fan.FANConfig(**shape, **how))
+        return fan.FAN(fan.FANConfig(**fan.SIZES[f"fan_{size}"], **how))
     return ViT(ViTConfig(**SIZES[size], **how))
 
 
@@ -124,22 +122,21 @@ def kept(model, image):
     return sum(size for where, size in sizes.items() if where not in own)
 
 
-def training_step(model, images):
-    """Forward and backward pass, without an optimiser; bf16 on a GPU. images: (B, 3, S, S)."""
-    labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
-    model.train().zero_grad(set_to_none=True)
-    with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
-        loss = F.cross_entropy(model(images), labels)
-    loss.backward()
+STEPS = "train", "test"
 
 
-@torch.no_grad()
-def test_step(model, images):
-    with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
-        model.eval()(images)
+def take(step, model, images):
+    """A forward pass (test) or one forward and backward (train), without an optimiser; bf16 on a
+    GPU. images: (B, 3, S, S)."""
+    training = step == "train"
+    model.train(training).zero_grad(set_to_none=True)
+    bf16 = torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda)
+    with torch.set_grad_enabled(training), bf16:
+        logits = model(images)
+    if training:
+        F.cross_entropy(logits.float(), torch.zeros_like(logits[:, 0], dtype=torch.long)).backward()
 
 
-STEPS = {"train": training_step, "test": test_step}
 TABLES = {
     "Size; the paper as printed, its M of multiply-adds is G":
         ("model", "parameters", "paper: parameters", "G multiply-adds", "paper: flop/sample"),
@@ -174,15 +171,12 @@ def paper_columns(name):
 
 def measured(args, device):
     """Count and time every model of the table, a step of one image and of a batch: rows (dicts)."""
-    nets = {name: build(name, args.model) for name in MODELS}
+    nets = {name: build(name) for name in MODELS}
     counted = {name: multiply_adds(net) / 1e9 for name, net in nets.items()}
-    steps, image = {}, torch.rand(1, 3, PIXELS, PIXELS, device=device)
-    for n in {1, args.batch_size}:
-        images = image.expand(n, -1, -1, -1)
-        for what, step in STEPS.items():
-            steps |= {(name, what, n): partial(step, net.to(device), images)
-                      for name, net in nets.items()}
-    times = alternate(args, device, steps)
+    image = torch.rand(1, 3, PIXELS, PIXELS, device=device)
+    times = alternate(args, device, {
+        (name, what, n): partial(take, what, net.to(device), image.expand(n, -1, -1, -1))
+        for n in {1, args.batch_size} for what in STEPS for name, net in nets.items()})
     memory, rows = {name: kept(net, image) / MB for name, net in nets.items()}, []
     for name, net in nets.items():
         row = {"model": name, "parameters": sum(p.numel() for p in net.parameters()),
@@ -194,7 +188,7 @@ def measured(args, device):
                 row[f"{what} {kind}"] = median(x / y for x, y in zip(own, base))
             row[f"{what} ms"] = 1e3 * median(times[name, what, 1])
             row[f"{what} images/s"] = args.batch_size / median(times[name, what, args.batch_size])
-        rows.append(row | (paper_columns(name) if args.model == "tiny" else {}))
+        rows.append(row | paper_columns(name))
     return rows
 
 
@@ -207,7 +201,6 @@ def plain(x):
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", choices=SIZES, default="tiny", help="width, depth, heads")
     p.add_argument("--batch_size", type=common.COUNT, default=8, help="images, for throughput")
     p.add_argument("--rounds", type=common.COUNT, default=15, help="after one that warms up")
     p.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: of all threads")
@@ -218,9 +211,9 @@ def main(argv=None):
     args = p.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    device = device_of(args.device)
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     rows = measured(args, device)
-    print(f"ViT-{args.model}, {PIXELS} px, batches of {args.batch_size}, {args.clock} clock, "
+    print(f"ViT-tiny, {PIXELS} px, batches of {args.batch_size}, {args.clock} clock, "
           f"medians of {args.rounds} rounds\n{common.describe(device)}; torch {torch.__version__}")
     for what, columns in TABLES.items():
         cells = [[plain(row.get(column, "-")) for column in columns] for row in rows]

@@ -22,7 +22,6 @@ images, heads.
 import argparse
 import inspect
 import math
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -36,9 +35,9 @@ import common
 from data.shapes import load_shapes
 from kpca import (a_hat, attend, basis, centre, coefficients, eigen_cosine, key_scale, log_gram,
                   log_phi2, projection_loss, ritz, theoretical_values)
-from referee.arms import call
-from referee.probe import (capture, device_of, get_args, load_images, load_model, points,
-                           print_table, read_csv, summarise, untrained, write_csv)
+from referee.arms import call, into
+from referee.probe import (capture, get_args, load_images, load_model, points, print_table,
+                           read_csv, summarise, untrained, write_csv)
 from referee.span import NULLS, Layer, explained_variance, token_overlap, value_axes
 from referee.stats import paired_t, show, spread
 
@@ -84,7 +83,7 @@ def exp_gamma(layer):
                                    for source, v in layer.raw.items()}
 
     # Kernel PCA's own vectors and eigenvalues, where they are resolved.
-    resolved = torch.arange(d, device=axes.sigma.device) < axes.rank[..., None]
+    resolved = torch.arange(d) < axes.rank[..., None]
     out["eig_cos"]["KPCA"] = cosine(turned(axes.U[..., :d] * resolved[..., None, :]))
     lam = (-axes.c).exp() * axes.sigma[..., :d] / N
     out["lambda"] = {"KPCA": lam.where(resolved, math.nan).nanmean(-1)}
@@ -177,7 +176,7 @@ def measure(layers, experiments):
             for m in [m for m in COMPARED if m in found]:
                 found[f"{m}: learned -"] = {null: found[m]["learned"] - found[m][null]
                                             for null in NULLS if null in found[m]}
-            out |= {(name, m, source, layer.name): t.nanmean(1).cpu()
+            out |= {(name, m, source, layer.name): t.nanmean(1)
                     for m, sources in found.items() for source, t in sources.items()}
     return out
 
@@ -246,26 +245,23 @@ def fitted_maps(model, names):
 
 # --- networks, checkpoint by checkpoint -----------------------------------------------------------
 
-def examine(model, images, experiments, device, maps=None, draws=3):
-    """Run experiments on all layers of a model: {name: {(measure, source, layer): (images,)}}.
+def examine(model, images, experiments, maps=None, draws=3):
+    """Run experiments on all layers of a model: {what `measure` has as keys: (images,)}.
 
     maps: of `fitted_maps`, whose values are sources, too. draws: of the random matrix. Images come
-    in pieces that keep a matrix of all heads at 2 MB on a CPU, but for what is no mean over images.
+    in pieces that keep a matrix of all heads at 2 MB, but for what is no mean over images.
     """
-    c, n, pieces = model.to(device).config, len(images), {}
-    size = 2 ** (18 if device.type == "cpu" else 24) // (c.num_heads * c.num_tokens ** 2)
-    size = n if "losses" in experiments else max(1, size)
+    c, n, pieces = model.config, len(images), {}
+    size = max(1, 2 ** 18 // (c.num_heads * c.num_tokens ** 2))
+    size = n if "losses" in experiments else size
     for start in tqdm(range(0, n, size), leave=False):
-        for i, heads in enumerate(capture(model, images[start:start + size].to(device))):
+        for i, heads in enumerate(capture(model, images[start:start + size])):
             layer = Layer(heads, str(i), (i, start), draws)
             layer.values |= {f"fitted to {name}": mapped(layer, W)[None]
                              for name, W in (maps[i] if maps else {}).items()}
             for key, t in measure([layer], experiments).items():
                 pieces.setdefault(key, []).append(t)
-    results = {name: {} for name in experiments}
-    for (name, *key), t in pieces.items():
-        results[name][tuple(key)] = torch.cat(t)
-    return results
+    return {key: torch.cat(t) for key, t in pieces.items()}
 
 
 def study(args, experiments):
@@ -273,9 +269,9 @@ def study(args, experiments):
     experiments = {name: experiments[name] for name in args.exp}
     rows = {name: [] for name in experiments}
     for run, step, model, images in points(args):
-        found = examine(model, images, experiments, device_of(args.device))
+        found = examine(model, images, experiments)
         for name, experiment in experiments.items():
-            own = summarise(found[name], run, step)
+            own = summarise({key[1:]: t for key, t in found.items() if key[0] == name}, run, step)
             print_table(f"{name}: {run}, step {step}, {model.config.attn}, {len(images)} images; "
                         "mean ± standard error over them", inspect.cleandoc(experiment.__doc__),
                         own)
@@ -300,10 +296,8 @@ def stage(folder, attn, seed, step):
     """
     at = folder / f"step_{step or STAGES[1]}.pt"
     if not at.exists():
-        new = ["--attn", attn, "--epochs", 8, "--seed", seed, "--out_dir", folder]
-        going = (folder / "last.pt").exists()
-        call("train_cls.py", *(["--resume", folder] if going else new), "--max_steps",
-             step or STAGES[1])
+        call("train_cls.py", "--attn", attn, "--epochs", 8, "--seed", seed, "--max_steps",
+             step or STAGES[1], *into(folder))
         shutil.copy(folder / "last.pt", at)
     model, checkpoint = load_model(at)
     if checkpoint["step"] != (step or STAGES[1]):
@@ -317,10 +311,10 @@ def measured(model, checkpoint, run, step, last=True, num_images=64, draws=20):
     many, labels = load_images(checkpoint, model.config, 1000)
     maps = fitted_maps(model, OUTCOMES if last else OUTCOMES[:1])
     experiments = {name: EXPERIMENTS[name] for name in ("gamma", "values", "capture")}
-    found = examine(model, images, experiments, torch.device("cpu"), maps, draws)
+    found = examine(model, images, experiments, maps, draws)
     with torch.no_grad():
         top1 = 100 * (model(many).argmax(1) == labels).double().mean().item()
-    return [row for name in experiments for row in summarise(found[name], run, step)] + [
+    return summarise({key[1:]: t for key, t in found.items()}, run, step) + [
         dict(run=run, step=step, layer="all", measure="top1", source="learned", mean=top1,
              se=math.nan, images=len(many))]
 
@@ -346,7 +340,7 @@ def trained(argv):
     for seed, attn in sorted(wanted, key=lambda of: of[0]):         # a seed of all, then the next
         folder = args.out_dir / f"{attn}_s{seed}"
         for step in STAGES:
-            if not read_csv(path, run=folder.name, step=step):
+            if (folder.name, step) not in {(row["run"], row["step"]) for row in read_csv(path)}:
                 model, checkpoint = stage(folder, attn, seed, step)
                 rows = measured(model, checkpoint, folder.name, step, step == STAGES[-1])
                 write_csv(path, rows, "a")
@@ -356,11 +350,6 @@ def trained(argv):
 # --- what the rows say ----------------------------------------------------------------------------
 
 NULL_NAMES = ("random matrix", "other head", "noise")                       # of NULLS, in words
-
-
-def rows_of(path):
-    """Rows of a CSV file of a study, with "network", the run without its seed; [] without it."""
-    return [{**row, "network": re.sub(r"_s\d+$", "", row["run"])} for row in read_csv(path)]
 
 
 def over_seeds(rows, network, measure, source, step=None):
@@ -416,7 +405,7 @@ def said(folder):
     for name, measures in (("trained", (*OUTCOMES, COMPARED[2])), ("taken", OUTCOMES),
                            ("gamma", COMPARED[1:3]), ("capture", ("EV",)),
                            ("attainable", ("eig_cos", "EV"))):
-        rows = rows_of(folder / f"{name}.csv")
+        rows = read_csv(folder / f"{name}.csv")
         text += [f"{measure} ({name}.csv)\n\n{table(rows, measure)}" for measure in measures
                  if any(r["measure"] == measure for r in rows)]
         if name == "trained" and rows:

@@ -95,6 +95,16 @@ def reference(networks, *arms):
     return traced or [n for n in networks if n.arm not in arms and not n.arm.endswith("-adv")]
 
 
+def those(networks, *arms):
+    """Choose the networks of some arms."""
+    return [n for n in networks if n.arm in arms]
+
+
+def clean_loss(networks):
+    """The geometric mean of their clean losses."""
+    return np.exp(np.mean([np.log(n.loss) for n in networks]))
+
+
 # --- the line -------------------------------------------------------------------------------------
 
 def points(networks, measure):
@@ -107,20 +117,17 @@ def correlation(networks, measure):
     """Correlate log loss and accuracy: r, its 95 % interval (Fisher), and p of a bend."""
     x, y = points(networks, measure)
     r = np.corrcoef(x, y)[0, 1]
-    low, high = np.tanh(np.arctanh(r) + np.array([-1.96, 1.96]) / np.sqrt(max(len(x) - 3, 0.1)))
-    if len(x) < 5:
-        return r, low, high, np.nan
-    beta, error, df = least_squares(np.stack([np.ones_like(x), x - x.mean(),
-                                              (x - x.mean()) ** 2], 1), y)
-    return r, low, high, student(len(x), beta[2], error[2], df).p
+    low, high = np.tanh(np.arctanh(r) + np.array([-1.96, 1.96]) / np.sqrt(len(x) - 3))
+    beta, covariance, _, df = least_squares(np.vander(x - x.mean(), 3), y)
+    return r, low, high, student(len(x), beta[0], covariance[0, 0], df).p
 
 
 def least_squares(design, y):
-    """Fit y by the columns of design: coefficients, their variances, degrees of freedom."""
+    """Fit y by the columns of design: coefficients, their covariance, residual variance and df."""
     beta, *_ = np.linalg.lstsq(design, y, rcond=None)
     df = len(y) - design.shape[1]
     spread = ((y - design @ beta) ** 2).sum() / df
-    return beta, spread * np.linalg.inv(design.T @ design).diagonal(), df
+    return beta, spread * np.linalg.inv(design.T @ design), spread, df
 
 
 def ends(line, measure):
@@ -138,27 +145,26 @@ def distance(own, line, measure):
     networks implies, as few seeds can agree by luck; of fewer than three networks the last alone.
     Beyond the line's ends there is no interval and no p: what a line does there is not known.
     """
-    own, line = ([n for n in of if measure in n.accuracy] for of in (own, line))
+    own = [network for network in own if measure in network.accuracy]
     (x, y), (at, of) = points(line, measure), points(own, measure)
-    fit = np.polyfit(x, y, 1)
-    residual, n, df = of - np.polyval(fit, at), len(own), len(x) - 2
+    fit, covariance, spread, df = least_squares(np.vander(x, 2), y)
+    residual, n = of - np.polyval(fit, at), len(own)
     first, last = ends(line, measure)
-    if df < 1 or not first <= at.mean() <= last:
+    if not first <= at.mean() <= last:
         return Difference(n, residual.mean(), *[np.nan] * 5)
-    spread = ((y - np.polyval(fit, x)) ** 2).sum() / df
-    design, mean = np.vander(x, 2), np.array([at.mean(), 1])
-    seeds = {s: sum(r - residual.mean() for r, n in zip(residual, own) if n.seed == s)
-             for s in {n.seed for n in own}}
-    floor, parts = spread / n, [(0.0, 1)]
+    place = np.array([at.mean(), 1])
+    of_line, floor, parts = place @ covariance @ place, spread / n, [(0.0, 1)]
+    seeds = {network.seed for network in own}
+    k, sums = len(seeds), [sum(r - residual.mean() for r, network in zip(residual, own)
+                               if network.seed == seed) for seed in seeds]
     if n > 2:
         parts.append((residual.var(ddof=1) / n, n - 1))
-    if len(seeds) > 2:
-        k = len(seeds)
-        parts.append((sum(x ** 2 for x in seeds.values()) / n ** 2 * k / (k - 1), k - 1))
-    of_line = spread * mean @ np.linalg.inv(design.T @ design) @ mean
+    if k > 2:
+        parts.append((np.square(sums).sum() / n ** 2 * k / (k - 1), k - 1))
     parts = [max(parts), (of_line, df)] if max(parts)[0] > floor else [(floor + of_line, df)]
     variance = sum(part for part, _ in parts)
-    return student(max(n, 2), residual.mean(), variance, satterthwaite(parts))._replace(n=n)
+    df = satterthwaite(variance, parts)
+    return student(max(n, 2), residual.mean(), variance, df)._replace(n=n)
 
 
 def apart(first, second, measure):
@@ -166,7 +172,8 @@ def apart(first, second, measure):
     (Welch's t)."""
     x, y = (points(of, measure)[1] for of in (first, second))
     parts = [(of.var(ddof=1) / len(of), len(of) - 1) for of in (x, y)]
-    return student(len(x), x.mean() - y.mean(), sum(v for v, _ in parts), satterthwaite(parts))
+    variance = sum(v for v, _ in parts)
+    return student(len(x), x.mean() - y.mean(), variance, satterthwaite(variance, parts))
 
 
 # --- the hierarchy: groups first, then their arms -------------------------------------------------
@@ -174,11 +181,9 @@ def apart(first, second, measure):
 def grouped(name, networks):
     """Test each group as one, both primaries, Holm over all of these: {(group, measure):
     Difference}, {the same: p}."""
-    primary, found = PICTURES[name][3], {}
-    for group, arms in GROUPS[name].items():
-        own = [n for n in networks if n.arm in arms]
-        for measure in primary:
-            found[group, measure] = distance(own, reference(networks, *arms, *KIN), measure)
+    found = {(group, measure): distance(those(networks, *arms), reference(networks, *arms, *KIN),
+                                        measure)
+             for group, arms in GROUPS[name].items() for measure in PICTURES[name][3]}
     return found, holm({key: d.p for key, d in found.items()})
 
 
@@ -188,17 +193,14 @@ def distances(name, networks, others=()):
     Arms of a group are tested where the group was found off the line, Holm over that group; a
     single arm that is in no group is not tested.
     """
-    groups, primary, found, p = GROUPS[name], PICTURES[name][3], {}, {}
-    arms = dict.fromkeys(n.arm for n in (*networks, *others) if not n.arm.startswith(TRACED))
-    for arm in arms:
-        own = [n for n in (*networks, *others) if n.arm == arm]
-        for measure in primary:
-            if any(measure in n.accuracy for n in own):
-                found[arm, measure] = distance(own, reference(networks, arm), measure)
-    _, of_groups = grouped(name, networks)
-    for (group, measure), value in of_groups.items():
+    found, p, every = {}, {}, [*networks, *others]
+    for arm in dict.fromkeys(n.arm for n in every if not n.arm.startswith(TRACED)):
+        own = those(every, arm)
+        found |= {(arm, measure): distance(own, reference(networks, arm), measure)
+                  for measure in PICTURES[name][3] if any(measure in n.accuracy for n in own)}
+    for (group, measure), value in grouped(name, networks)[1].items():
         if value < 0.05:
-            p |= holm({(arm, measure): found[arm, measure].p for arm in groups[group]})
+            p |= holm({(arm, measure): found[arm, measure].p for arm in GROUPS[name][group]})
     return found, p
 
 
@@ -216,16 +218,15 @@ def adjusted(networks, how, measure):
     own line: its distance from the recipe's own line, extended with the baseline at RPC's rate.
     one slope: the difference in a fit of accuracy by log loss and attention. ASSUMED by each.
     """
-    rpc = [n for n in networks if n.arm == "long-rpc4-l1"]
+    rpc = those(networks, "long-rpc4-l1")
     if how == "own line":
-        curve = [n for n in networks if n.arm in ("symmetric-e12", "symmetric-e16",
-                                                  "half-symmetric")]
+        curve = those(networks, "symmetric-e12", "symmetric-e16", "half-symmetric")
         return distance(rpc, curve, measure)
-    base = [n for n in networks if n.arm in ("long-symmetric", "half-symmetric")]
+    base = those(networks, "long-symmetric", "half-symmetric")
     (x, y), (at, of) = points(base, measure), points(rpc, measure)
     design = np.stack([np.ones(len(x) + len(at)), np.r_[x, at], np.r_[0 * x, 0 * at + 1]], 1)
-    beta, variance, df = least_squares(design, np.r_[y, of])
-    return student(len(rpc), beta[2], variance[2], df)
+    beta, covariance, _, df = least_squares(design, np.r_[y, of])
+    return student(len(rpc), beta[2], covariance[2, 2], df)
 
 
 # --- shown ----------------------------------------------------------------------------------------
@@ -247,22 +248,20 @@ def tables(name, networks, others=()):
     head = []
     for measure in primary:
         x, y = points(line, measure)
-        if len(x) > 2:
-            r, low, high, bend = correlation(line, measure)
-            head.append([measure, str(len(x)), f"{r:+.2f} ({low:+.2f} to {high:+.2f})",
-                         f"{100 * r * r:.0f} %",
-                         f"{-np.polyfit(x, y, 1)[0] * np.log(2):+.1f}", show_p(bend)])
+        r, low, high, bend = correlation(line, measure)
+        head.append([measure, str(len(x)), f"{r:+.2f} ({low:+.2f} to {high:+.2f})",
+                     f"{100 * r * r:.0f} %", f"{-np.polyfit(x, y, 1)[0] * np.log(2):+.1f}",
+                     show_p(bend)])
     body, (found, p) = [], grouped(name, networks)
     for group, arms in GROUPS[name].items():
-        own = [n for n in networks if n.arm in arms]
-        body.append([f"**{group}**, as one", str(len(own)), ""])
+        body.append([f"**{group}**, as one", str(len(those(networks, *arms))), ""])
         for m in primary:
             body[-1] += ["", *cells(found[group, m], p[group, m], len(p))]
     found, p = distances(name, networks, others)
     for arm in dict.fromkeys(arm for arm, _ in found):
-        own = [n for n in (*networks, *others) if n.arm == arm]
+        own = those([*networks, *others], arm)
         tests = next((len(arms) for arms in GROUPS[name].values() if arm in arms), 1)
-        row = [arm, str(len(own)), f"{np.exp(np.mean([np.log(n.loss) for n in own])):.3f}"]
+        row = [arm, str(len(own)), f"{clean_loss(own):.3f}"]
         for m in primary:
             there = (arm, m) in found
             row += [f"{points(own, m)[1].mean():.1f}",
@@ -279,7 +278,7 @@ def tables(name, networks, others=()):
             "Accuracy, per cent, and the distance from the line, points. Groups are tested first, "
             "then the arms of a group that is off the line:",
             common.table(body, ["arm", "networks", "clean loss", *columns])]
-    if any(n.arm == "long-rpc4-l1" for n in networks):
+    if those(networks, "long-rpc4-l1"):
         text += ["RPC minus its baseline at one clean loss, after 24 epochs:", common.table(
             [[how, *(cell for m in primary for d in [adjusted(networks, how, m)]
                      for cell in (show(d), power(d, 1))), ASSUMED[how]] for how in ASSUMED],

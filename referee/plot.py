@@ -1,8 +1,6 @@
 """Figures from the numbers that the other scripts write. Needs matplotlib.
 
     python -m referee.plot log out/a out/b                      # curves of training runs, together
-    python -m referee.plot robust out/shapes_rpc/robust         # accuracy against eps
-    python -m referee.plot robust out/eval/* --run symmetric rpc    # of some of its networks
     python -m referee.plot stored                               # every figure of the stored rows
 
 Colours and marks are one family's in all figures; marks differ in shape as well as colour.
@@ -17,9 +15,9 @@ import numpy as np
 from matplotlib.patheffects import withStroke
 
 import common
-from referee import arms, kernel_pca, line, where_is_s
+from referee import arms, kernel_pca, line, probe, where_is_s
 from referee.arms import RESULTS, STUDIES, WORDS, files, plain
-from referee.stats import NONE, read
+from referee.stats import NONE
 
 plt.switch_backend("Agg")                                  # no screen
 plt.rcParams.update({"figure.dpi": 100, "figure.constrained_layout.use": True, "font.size": 11.5,
@@ -54,6 +52,14 @@ def legend(figure, ax, where, **more):
     """The labels of ax, outside of all panels."""
     named = {label: handle for handle, label in zip(*ax.get_legend_handles_labels())}
     figure.legend(named.values(), named.keys(), loc=f"outside {where}", frameon=False, **more)
+
+
+def band(ax, curve, **style):
+    """Draw {x: values} as their means, shaded from the lowest to the highest."""
+    x = sorted(curve)
+    ax.plot(x, [np.mean(curve[at]) for at in x], markersize=5, **style)
+    ax.fill_between(x, [min(curve[at]) for at in x], [max(curve[at]) for at in x], alpha=0.15,
+                    color=style["color"], linewidth=0)
 
 
 def save(figure, path):
@@ -183,22 +189,20 @@ def forest(groups, path):
 
 # --- accuracy against the budget of an attack -----------------------------------------------------
 
-def budgets(panels, path, shown=()):
-    """Draw accuracy against an attack's budget, a panel {its title: rows of the attack and of clean
-    images}: a curve an arm (of these, in words), mean over seeds, band from lowest to highest."""
+DEFENDED = "symmetric", "rpc4-l1", "symmetric-adv", "rpc4-l1-adv"
+
+
+def budgets(panels, path, shown):
+    """Draw accuracy against PGD's budget, a panel {its title: Rows}: a curve an arm of these, mean
+    over seeds, band from lowest to highest."""
     figure, axes = plt.subplots(1, len(panels), sharey=True, squeeze=False, figsize=(WIDTH, 4.4))
     for ax, (title, rows) in zip(axes[0], panels.items()):
-        curves = {}
+        curves = {arm: {} for arm in shown}
         for row in rows:
-            of = curves.setdefault((row.arm or row.name).removesuffix("-96"), {})
-            of.setdefault(row.eps, []).append(row.top1)
-        for arm in shown or curves:
-            of = sorted(curves.get(arm, {}).items())
-            how = look(arm) | dict(label=WORDS[arm]) if shown else dict(
-                marker="o", label=f"{arm} (n = {max(len(of) for _, of in of)})")
-            drawn, = ax.plot([x for x, _ in of], [np.mean(y) for _, y in of], markersize=5, **how)
-            ax.fill_between([x for x, _ in of], [min(y) for _, y in of], [max(y) for _, y in of],
-                            alpha=0.15, color=drawn.get_color(), linewidth=0)
+            if row.kind in ("pgd", "clean") and plain(row.arm) in curves:
+                curves[plain(row.arm)].setdefault(row.eps, []).append(row.top1)
+        for arm, curve in curves.items():
+            band(ax, curve, label=WORDS[arm], **look(arm))
         ax.axhline(50, color="black", linewidth=0.8, linestyle=":")
         ax.set(title=title, xlabel="budget in 1/255 of the pixel range, clean at 0", ylim=(0, 102))
     axes[0][0].set_ylabel("accuracy in %")
@@ -206,37 +210,18 @@ def budgets(panels, path, shown=()):
     save(figure, path)
 
 
-def attacked(rows, kind="pgd"):
-    """Rows of an attack and of clean images."""
-    return [row for row in rows if row.kind in (kind, "clean")]
-
-
-DEFENDED = "symmetric", "rpc4-l1", "symmetric-adv", "rpc4-l1-adv"
-
-
-def sweep(rows, path):
-    """Draw accuracy against the budget of FGSM and PGD, a panel an attack, a curve an arm."""
-    panels = {kind.upper(): attacked(rows, kind) for kind in ("fgsm", "pgd")
-              if any(row.kind == kind for row in rows)}
-    if not panels:
-        raise common.InputError("no FGSM or PGD at a budget: eval_robust.py --measures clean "
-                                '"pgd eps=1/255,2/255,4/255"')
-    budgets(panels, path)
-
-
 # --- lambda ---------------------------------------------------------------------------------------
 
 def with_lambda():
-    """The networks of the line that were trained with a lambda: dicts of form, lambd, top1 and,
-    where it was measured, entropy of layer 0."""
-    after = {row["run"]: row for path in files(line.PICTURES["fresh"][2])
-             for row in common.read_log(path)}
+    """The networks of the line that were trained with a lambda: dicts of form, lambd, top1 and
+    entropy of layer 0, nan where it was not measured."""
+    entropy = {row["run"]: row.get("entropy", np.nan) for path in files(line.PICTURES["fresh"][2])
+               for row in common.read_log(path)}
     for n in line.stored("fresh"):
         arm = {"uniform-l0": "paper-0-n4", "rpc4-l1": "released-4-n4"}.get(n.arm, n.arm)
         if found := re.fullmatch(r"(paper|released)-(.+)-n4", arm):
-            row = dict(form=found[1], lambd=float(found[2]), top1=n.accuracy["clean"])
-            entropy = after.get(f"{n.arm}_s{n.seed}", {}).get("entropy")
-            yield row | (dict(entropy=entropy) if entropy is not None else {})
+            yield dict(form=found[1], lambd=float(found[2]), top1=n.accuracy["clean"],
+                       entropy=entropy.get(f"{n.arm}_s{n.seed}", np.nan))
 
 
 def lambda_figure(path):
@@ -253,7 +238,7 @@ def lambda_figure(path):
                 own = [r for r in rows if (r["network"], r["form"]) == (network, form)]
                 ax.plot([lambdas.index(r["lambd"]) for r in own], [r[name] for r in own],
                         markersize=4, **look(arm), label=f"{words}; then this lambda")
-            own = [r for r in trained if r["form"] == form and name in r]
+            own = [r for r in trained if r["form"] == form and r[name] == r[name]]
             ax.plot([lambdas.index(r["lambd"]) for r in own], [r[name] for r in own], "P",
                     markersize=7, fillstyle="none", color="black", label="trained with this lambda")
             ax.set_ylabel(shown[name] if form == "paper" else None)
@@ -299,7 +284,7 @@ def axes_figure(path):
 
 def training_figure(path):
     """Draw the eigen-cosine over training: beside its nulls, and above a random matrix."""
-    rows = kernel_pca.rows_of(RESULTS / "kpca/trained.csv")
+    rows = probe.read_csv(RESULTS / "kpca/trained.csv")
     epochs = [step / 250 for step in kernel_pca.STAGES]
 
     def over(network, measure, source):
@@ -307,8 +292,9 @@ def training_figure(path):
                          for step in kernel_pca.STAGES])        # (stages, seeds)
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.9))
-    for source, style, words in (("learned", "o-", "learned values"), ("x W", "s--", "random matrix"),
-                                 ("other", "D:", "another head's"), ("iid", "v-.", "noise")):
+    for source, style, words in (
+            ("learned", "o-", "learned values"), ("x W", "s--", "random matrix"),
+            ("other", "D:", "another head's"), ("iid", "v-.", "noise")):
         left.plot(epochs, over("softmax", "eig_cos", source).mean(1), style, markersize=5,
                   label=words, color="black" if source == "learned" else None)
     best = kernel_pca.over_seeds(rows, "softmax", "eig_cos", "fitted to eig_cos")
@@ -323,6 +309,35 @@ def training_figure(path):
     for ax in (left, right):
         ax.set(xlabel="epochs of training", xticks=epochs)
         ax.legend(frameon=False, loc="upper right")
+    save(figure, path)
+
+
+# --- where is S? ----------------------------------------------------------------------------------
+
+def where_figure(path):
+    """Draw RPC as published over training, mean and range of its seeds: what is left of K = L + S,
+    how large S is, and the AUC of three scores for three kinds of damage."""
+    of = {step: values for (network, step), values in where_is_s.over_seeds(
+        common.read_log(where_is_s.ROWS)).items() if network == "rpc 4iter/layer1"}
+    looks = {"S, step 4": ("S", "^", "-", "#d55e00"),
+             "|k|": ("size of the key", "o", "-.", "black"),
+             "distance": ("distance from the mean key", "x", "--", "#0072b2")}
+    lengths = {"residual, step 4": ("|K - S - L|, of |K|", "s", "-", "black"),
+               "|S| / |K|, step 4": ("|S|, of |K|", "^", "-", "#d55e00")}
+    figure, axes = plt.subplots(1, 4, figsize=(WIDTH, 3.6), sharex=True)
+    for ax, kind in zip(axes, ("clean", "noise", "black", "white")):
+        clean = kind == "clean"
+        for name, (words, mark, line_style, colour) in (lengths if clean else looks).items():
+            name = f"clean: {name}" if clean else f"{kind}: AUC of {name}"
+            band(ax, {step: values[name] for step, values in of.items()}, marker=mark,
+                 linestyle=line_style, color=colour, fillstyle="none", label=words)
+        ax.set(title="lengths" if clean else f"AUC, {kind}", xlabel="training step",
+               ylim=(0, 1.25 if clean else 1), xticks=[0, 1000, 2000])
+        if not clean:
+            ax.axhline(0.5, color="black", linewidth=0.8, linestyle=":", label="chance")
+            ax.set_yticks([0, 0.5, 1], [0, 0.5, 1] if kind == "noise" else [])
+    legend(figure, axes[0], "lower left", ncols=1)
+    legend(figure, axes[1], "lower right", ncols=2, columnspacing=1)
     save(figure, path)
 
 
@@ -379,35 +394,28 @@ def stored(folder):
     lambda_figure(folder / "line/lambda.png")
     axes_figure(folder / "decider/constancy.png")
     training_figure(folder / "kpca/trained.png")
-    where_is_s.draw(folder / "where_is_s/where_is_s.png")
-    rows = attacked(arms.stored(STUDIES["control"]))
-    budgets({"PGD-20, 8 epochs": rows}, folder / "control/budgets.png", DEFENDED)
-    rows = [row for row in attacked(arms.stored(STUDIES["criterion"])) if row.seed < 45]
-    by_cost = {passes: [row for row in rows if row.arm.endswith("-96") == (passes == 96)]
-               for passes in (24, 96)}
-    budgets({f"PGD-20, cost: {passes} passes over the images": of
-             for passes, of in by_cost.items() if of}, folder / "criterion/budgets.png",
-            (*DEFENDED, "uniform-l0", "softmax"))
+    where_figure(folder / "where_is_s/where_is_s.png")
+    budgets({"PGD-20, 8 epochs": arms.stored(STUDIES["control"])}, folder / "control/budgets.png",
+            DEFENDED)
+    rows = [row for row in arms.stored(STUDIES["criterion"]) if row.seed < 45]
+    budgets({f"PGD-20, cost: {passes} passes over the images": [
+        row for row in rows if row.arm.endswith("-96") == (passes == 96)] for passes in (24, 96)},
+        folder / "criterion/budgets.png", (*DEFENDED, "uniform-l0", "softmax"))
 
 
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("what", choices=["log", "robust", "stored"])
-    p.add_argument("folder", nargs="*", type=Path, help="log: of runs; robust: of evaluations. The "
-                   "figure goes to the first; stored: where, default: beside the rows")
-    p.add_argument("--run", nargs="+", default=[""], metavar="NAME",
-                   help="robust: only networks whose folder's name begins so")
+    p.add_argument("what", choices=["log", "stored"])
+    p.add_argument("folder", nargs="*", type=Path, help="log: of runs; the figure goes to the "
+                   "first. stored: where, default: beside the rows")
     args = p.parse_args(argv)
     if args.what == "stored":
         return stored(args.folder[0] if args.folder else RESULTS)
     if not args.folder:
-        p.error(f"{args.what}: of which folder?")
-    path = args.folder[0] / dict(log="curves.png", robust="sweep.png")[args.what]
-    if args.what == "log":
-        logs(args.folder, path)
-    else:
-        sweep([row for row in read(args.folder) if row.name.startswith(tuple(args.run))], path)
+        p.error("log: of which folder?")
+    path = args.folder[0] / "curves.png"
+    logs(args.folder, path)
     print(path)
 
 

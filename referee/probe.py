@@ -7,6 +7,7 @@ used, `summarise` makes rows of what was measured on images. No study itself.
 import argparse
 import csv
 import math
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,25 +42,18 @@ def attention_inputs(module, x):
     S, steps = None, module.trace(x)
     if steps:
         q, k = steps[-1]["Q2"], steps[-1]["K2"]
-    here = torch.device("cpu") if x.device.type == "mps" else x.device      # mps has no float64
-    q, k, raw, x = (t.to(here).double() for t in (q, k, raw, x))
-
-    # Scaled Attention: every S is a matrix here.
+    q, k, raw, x = (t.double() for t in (q, k, raw, x))
     if module.attn == "scaled_s":
-        S = module.learned.s[None].to(k)
+        S = module.learned.s[None].double()
     elif module.attn == "scaled_alpha":
-        S = module.learned.s.to(k) * log_kernel(k, k).softmax(-1)
+        S = module.learned.s.double() * log_kernel(k, k).softmax(-1)
     return Heads(q, k, raw if S is None else raw - S @ raw, raw, x, S)
-
-
-def attention_layers(model):
-    return [m for m in model.modules() if isinstance(m, SelfAttention)]
 
 
 @torch.no_grad()
 def capture(model, inputs):
-    """Run a model on images: the Heads of every layer in order."""
-    seen, layers = {}, attention_layers(model)
+    """Run a model on images, on the CPU: the Heads of every layer in order."""
+    seen, layers = {}, [m for m in model.modules() if isinstance(m, SelfAttention)]
     hooks = [m.register_forward_pre_hook(lambda m, args: seen.update({m: args[0]}))
              for m in layers]
     try:
@@ -84,20 +78,14 @@ def get_args(doc, experiments, argv=None):
          "last.pt)")
     flag("--exp", default=",".join(experiments), help="comma-separated; default: all")
     flag("--images", type=common.COUNT, default=32, help="test images; errors are over them")
-    flag("--data_dir", help="default: the folder it was trained from")
     flag("--untrained", action="store_true", help="also before the first step")
     flag("--out_dir", type=Path, default=Path("out/kpca"), help="where CSV files go")
-    flag("--device", choices=["cuda", "mps", "cpu"], help="default: cuda where there is one")
     args = p.parse_args(argv)
     args.exp = args.exp.split(",")
     for name in args.exp:
         if name not in experiments:
             raise InputError(f"--exp {name}: expected some of {','.join(experiments)}")
     return args
-
-
-def device_of(name):
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 # --- models and inputs ----------------------------------------------------------------------------
@@ -120,15 +108,14 @@ def untrained(model, checkpoint):
     return type(model)(model.config).eval(), {**checkpoint, "step": 0}
 
 
-def load_images(checkpoint, config, n, data_dir=None):
-    """n test images (n, 3, S, S) in [0, 1], and their labels."""
+def load_images(checkpoint, config, n):
+    """n test images (n, 3, S, S) in [0, 1] of the data it was trained on, and their labels."""
     trained = checkpoint.get("args") or {}
     name, size = trained.get("data", "shapes"), config.image_size
     if name == "shapes":
         source = load_shapes("test", n, size)
     else:
-        where = argparse.Namespace(data=name, data_dir=data_dir or trained["data_dir"],
-                                   device="cpu")
+        where = argparse.Namespace(data=name, data_dir=trained["data_dir"], device="cpu")
         source = load_test(where, trained, size, checkpoint.get("classes"))
     some = epoch_order(len(source.labels), 0, seed=0)[:n]              # mixed classes
     images = (torch.stack([source[i][0] for i in some.tolist()]) if name == "imagenet"
@@ -141,7 +128,7 @@ def points(args):
     started = set()
     for path in map(Path, args.ckpt):
         model, checkpoint = load_model(path)
-        images, _ = load_images(checkpoint, model.config, args.images, args.data_dir)
+        images, _ = load_images(checkpoint, model.config, args.images)
         folder = path if path.is_dir() else path.parent
         run = folder.name if (folder / "log.jsonl").exists() else path.stem
         if args.untrained and run not in started:
@@ -197,11 +184,10 @@ def write_csv(path, rows, mode="w"):
                              for row in rows)
 
 
-def read_csv(path, **only):
-    """Rows of a CSV file as dicts, with the given values in their columns; [] without the file."""
+def read_csv(path):
+    """Rows of a CSV file, if there, as dicts; "network" is the run without its seed."""
     if not path.exists():
         return []
     with open(path, newline="") as f:
-        rows = [{k: t if k in WORDS else float(t) for k, t in row.items()}
-                for row in csv.DictReader(f)]
-    return [row for row in rows if all(row[k] == v for k, v in only.items())]
+        return [{k: t if k in WORDS else float(t) for k, t in row.items()}
+                | {"network": re.sub(r"_s\d+$", "", row["run"])} for row in csv.DictReader(f)]

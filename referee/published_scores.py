@@ -23,7 +23,7 @@ import torch
 
 import common
 from kpca import a_hat, attend, centre, log_g, log_mean_exp
-from referee.kernel_pca import standardise, study, theory_by_token, turned
+from referee.kernel_pca import standardise, study, turned
 from referee.probe import get_args
 
 
@@ -68,13 +68,13 @@ def gamma(axes, a):
 
 def numeric_a_hat(v, log_g):
     """(I - 1_N)^-1 G^-1 v as [P] prints it: an error, or noise of size 1e14."""
-    N, like = v.shape[-2], dict(dtype=v.dtype, device=v.device)
-    return torch.linalg.inv(torch.eye(N, **like) - 1 / N) @ a_hat(v, log_g, scaled=True)
+    N = v.shape[-2]
+    return torch.linalg.inv(torch.eye(N, dtype=v.dtype) - 1 / N) @ a_hat(v, log_g, scaled=True)
 
 
 def pair_differences(x):
     """Mean of |x_i - x_j| over pairs i < j of the second last dimension."""
-    i, j = torch.triu_indices(x.shape[-2], x.shape[-2], 1, device=x.device)
+    i, j = torch.triu_indices(x.shape[-2], x.shape[-2], 1)
     return (x[..., i, :] - x[..., j, :]).abs().mean(-2)
 
 
@@ -98,7 +98,7 @@ def exp_gammas(layer):
                         for source, v in layer.values.items()}
                        for a in (lambda v: a_hat(v, axes.log_g), numeric_or_nan))
     # Axes that float64 does not resolve have no gamma.
-    unresolved = torch.arange(d, device=lam.device) >= axes.rank[..., None]
+    unresolved = torch.arange(d) >= axes.rank[..., None]
     own = pair_differences(gamma(axes, axes.U[..., :d])).masked_fill(unresolved, math.nan)
     return {"|dgamma|/lambda": {source: (pairs / lam).nanmean(-1)
                                 for source, pairs in (pseudo | {"KPCA": own}).items()},
@@ -138,9 +138,9 @@ def matching(C):
     nan, the cosine of a zero row, counts as 0.
     """
     from scipy.optimize import linear_sum_assignment
-    pieces = C.reshape(-1, *C.shape[-2:]).cpu().numpy()
+    pieces = C.reshape(-1, *C.shape[-2:]).numpy()
     match = np.stack([linear_sum_assignment(np.nan_to_num(c), maximize=True)[1] for c in pieces])
-    return torch.as_tensor(match, device=C.device).view(C.shape[:-1])
+    return torch.as_tensor(match).view(C.shape[:-1])
 
 
 def optimal_cosine(V, W):
@@ -158,19 +158,16 @@ def exp_similarities(layer):
     They punish turned axes, which W_O undoes, and chance is not 0: optimal, the mean cosine of rows
     (tokens) matched one to one; linear and kernel CKA.
     """
-    axes, theory, out = layer.axes, theory_by_token(layer), {}
-    if theory.shape[-1] < layer.dv:
+    axes, rows = layer.axes, layer.axes.U[..., :layer.dv]
+    if rows.shape[-1] < layer.dv:
         return {}
-    rows = axes.U[..., :layer.dv]
     weights = (axes.log_g.amin(-1, keepdim=True) - axes.log_g).exp()[..., None]     # 1/g_j
-    for source, v in {**layer.values, "KPCA": turned(theory)}.items():
-        v = turned(rows) if source == "KPCA" else v[:1]                     # one x W will do
-        w = weights * v if source == "KPCA" else v
-        optimal, _ = optimal_cosine(v, rows)                                # 1/g_j > 0: no turn
-        for m, t in {"optimal [R]": optimal, "CKA linear [R]": cka(w, weights * rows),
-                     "CKA kernel [R]": kernel_cka(w, weights * rows)}.items():
-            out.setdefault(m, {})[source] = t
-    return out
+    values = {source: v[:1] for source, v in layer.values.items()}          # one x W will do
+    values["KPCA"] = weights * turned(rows)
+    by_row = values | {"KPCA": turned(rows)}                                # 1/g_j > 0: no turn
+    return {"optimal [R]": {of: optimal_cosine(v, rows)[0] for of, v in by_row.items()},
+            "CKA linear [R]": {of: cka(v, weights * rows) for of, v in values.items()},
+            "CKA kernel [R]": {of: kernel_cka(v, weights * rows) for of, v in values.items()}}
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class Layer:
         W = self.normal(-1, draws, 1, H, x.shape[-1], self.dv)
         iid = torch.stack([self.normal(key[1] + i, H, N, self.dv) for i in range(B)])
         self.raw = {"learned": raw[None], "other": raw.roll(1, 1)[None],
-                    "x W": x[None, :, None] @ W.to(x), "iid": iid[None].to(x)}
+                    "x W": x[None, :, None] @ W, "iid": iid[None]}
         if H == 1:
             del self.raw["other"]                                           # there is no other head
         size = self.v.norm(dim=(-2, -1), keepdim=True)

@@ -52,9 +52,9 @@ def student(n, mean, variance, df):
     return Difference(n, float(mean), mean - half, mean + half, float(p), error, df)
 
 
-def satterthwaite(parts):
-    """Degrees of freedom of a sum of variances. parts: (variance, its df)."""
-    return sum(v for v, _ in parts) ** 2 / max(sum(v ** 2 / df for v, df in parts), 1e-300)
+def satterthwaite(variance, parts):
+    """Degrees of freedom of a variance that was put together from parts: (variance, its df)."""
+    return variance ** 2 / max(sum(v ** 2 / df for v, df in parts), 1e-300)
 
 
 def paired_t(gaps):
@@ -84,8 +84,7 @@ def crossed(gaps):
     of_seeds = max(of_seeds, of_rest)
     variance = max(of_seeds + of_images - of_rest, of_seeds, of_images)
     parts = (of_seeds, S - 1), (of_images, I - 1), (of_rest, (S - 1) * (I - 1))
-    df = variance ** 2 / max(sum(part ** 2 / n for part, n in parts), 1e-300)
-    found = student(S, gaps.mean(), variance, df)
+    found = student(S, gaps.mean(), variance, satterthwaite(variance, parts))
     return found if S > 2 else found._replace(p=nan)
 
 

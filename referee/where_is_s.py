@@ -19,7 +19,6 @@ import argparse
 import json
 from pathlib import Path
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -96,7 +95,7 @@ def examine(model, images, labels, kinds):
     return found
 
 
-# --- rows, table, figure --------------------------------------------------------------------------
+# --- rows and their table -------------------------------------------------------------------------
 
 def row_of(path, args):
     """The row of a checkpoint: what it is of, and {measure: its mean over images}."""
@@ -129,36 +128,6 @@ def table(groups):
         body.append([name, *(f"{spread(x, '.3f')} ({len(x)})" if x else "" for x in values)])
     return common.table(body, ["mean ± standard deviation (seeds)",
                                *(f"{n}{'' if step else ', untrained'}" for n, step in columns)])
-
-
-def draw(path, network="rpc 4iter/layer1"):
-    """Draw a network of the stored rows over training, mean and range of its seeds: what is left of
-    K = L + S, how large S is, and the AUC of three scores for three kinds of damage."""
-    from referee.plot import WIDTH, legend, plt, save
-    of = {step: values for (name, step), values in over_seeds(common.read_log(ROWS)).items()
-          if name == network}
-    last = max(int(name[-1]) for name in of[0] if "residual" in name)
-    looks = {f"S, step {last}": ("S", "^-", "#d55e00"), "|k|": ("size of the key", "o-.", "black"),
-             "distance": ("distance from the mean key", "x--", "#0072b2")}
-    lengths = {f"residual, step {last}": ("|K - S - L|, of |K|", "s-", "black"),
-               f"|S| / |K|, step {last}": ("|S|, of |K|", "^-", "#d55e00")}
-    figure, axes = plt.subplots(1, 4, figsize=(WIDTH, 3.6), sharex=True)
-    for ax, kind in zip(axes, ("clean", "noise", "black", "white")):
-        for name, (words, style, colour) in (lengths if kind == "clean" else looks).items():
-            name = f"clean: {name}" if kind == "clean" else f"{kind}: AUC of {name}"
-            steps, values = sorted(of), [of[step][name] for step in sorted(of)]
-            ax.plot(steps, [np.mean(x) for x in values], style, color=colour, markersize=5,
-                    fillstyle="none", label=words)
-            ax.fill_between(steps, [min(x) for x in values], [max(x) for x in values], alpha=0.15,
-                            color=colour, linewidth=0)
-        ax.set(title=f"AUC, {kind}" if kind != "clean" else "lengths", xlabel="training step",
-               ylim=(0, 1.25 if kind == "clean" else 1), xticks=[0, 1000, 2000])
-        if kind != "clean":
-            ax.axhline(0.5, color="black", linewidth=0.8, linestyle=":", label="chance")
-            ax.set_yticks([0, 0.5, 1], [0, 0.5, 1] if kind == "noise" else [])
-    legend(figure, axes[0], "lower left", ncols=1)
-    legend(figure, axes[1], "lower right", ncols=2, columnspacing=1)
-    save(figure, path)
 
 
 def main(argv=None):

@@ -1,6 +1,8 @@
 """referee/cost.py: Table 11: it prints tables, writes rows, and counts rightly."""
 
+import argparse
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -24,17 +26,29 @@ def formula(config):
 
 def test_every_model_has_a_row_of_its_own(monkeypatch, tmp_path, capsys):
     """Of a part of the table: test_reproduce runs all of it."""
-    some, out = ("symmetric", "rpc 4iter/layer1", "fan symmetric"), tmp_path / "rows.jsonl"
+    some = "symmetric", "rpc 4iter/layer1", "fan symmetric", "fan softmax"
+    out = tmp_path / "rows.jsonl"
     monkeypatch.setattr(cost, "MODELS", {name: cost.MODELS[name] for name in some})
-    cost.main("--model nano --batch_size 1 --rounds 1 --threads 1 --device cpu --out".split()
+    cost.main("--batch_size 1 --rounds 1 --threads 1 --clock cpu --device cpu --out".split()
               + [str(out)])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert tuple(row["model"] for row in rows) == some
     for column in ("ms", "ratio", "images/s", "batch ratio"):
         assert all(row[f"{what} {column}"] > 0 for row in rows for what in ("train", "test"))
-    rpc = next(row for row in rows if row["model"] == "rpc 4iter/layer1")
-    assert rpc["kept MB more"] > 0 and "cpu, " in rpc["hardware"]
+    symmetric, rpc, fan_symmetric, fan_softmax = rows
+    for own, base in ((rpc, symmetric), (fan_softmax, fan_symmetric)):          # of one round
+        for what in ("train", "test"):
+            ratio = own[f"{what} ms"] / base[f"{what} ms"]
+            assert own[f"{what} ratio"] == pytest.approx(ratio)
+    assert rpc["train ms"] > rpc["test ms"] and rpc["kept MB more"] > 0
+    assert "cpu, " in rpc["hardware"]
     assert "rpc 4iter/layer1" in capsys.readouterr().out
+
+
+def test_models_take_turns_and_the_first_round_is_left_out():
+    calls, how = [], argparse.Namespace(clock="wall", rounds=2)
+    times = cost.alternate(how, torch.device("cpu"), {n: partial(calls.append, n) for n in "ab"})
+    assert calls == [*"ab", *"ba", *"ab"] and [len(x) for x in times.values()] == [2, 2]
 
 
 @pytest.mark.parametrize("name", VITS)
@@ -64,6 +78,7 @@ def test_a_fan_counts_as_published_and_its_kinds_differ_by_what_attention_adds()
         counts[kind] = cost.multiply_adds(model)
     N, C, depth = 196, 192, 12                                              # no class token yet
     assert f"{counts['softmax'] / 1e9:.2f}" == "1.49"
+    assert cost.multiply_adds(torch.nn.BatchNorm2d(3)) == 2 * 3 * 224 ** 2
     # class attention: one query
     assert counts["softmax"] - counts["symmetric"] == depth * N * C ** 2 + 2 * C ** 2
     assert counts["rpc 4iter/layer1"] - counts["symmetric"] == 3 * 2 * N ** 2 * C

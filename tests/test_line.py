@@ -109,6 +109,8 @@ def test_networks_of_one_seed_count_as_one_where_they_move_together():
            for arm in "abcd" for seed, x in seeds.items()]
     d, alone = (line.distance(of, trained(), M) for of in (own, own[:5]))
     assert d.error > 0.9 * alone.error and d.df < 6
+    two = [network("x", seed, 0.2, x) for seed in (0, 1) for x in (-6, 6)]     # no seed differs
+    assert line.distance(two, trained(), M).error > 3
 
 
 def test_seeds_that_agree_by_luck_get_no_narrower_interval_than_the_line_s_own_scatter():
@@ -163,7 +165,8 @@ def rows(name, loss=None, init="default"):
 
 def test_networks_are_rows_with_a_clean_loss_their_own_or_that_of_training(tmp_path):
     both = [*rows("mine_s3", 0.25), *rows("other"), *rows("unknown"), *rows("old_s1", 0.1, None)]
-    (tmp_path / "x.jsonl").write_text('{"run": "other", "loss": 0.5}\n')
+    (tmp_path / "x.jsonl").write_text('{"run": "other", "loss": 0.5}\n'
+                                      '{"run": "mine_s3", "loss": 0.9}\n')
     found = line.networks_of([stats.row_of(row) for row in both], [tmp_path / "x.jsonl"])
     found = {n.arm: n for n in found}
     assert set(found) == {"mine", "other", "old, DeiT's init"}

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import common
 from common import InputError
-from attention import ATTENTIONS, LAYER_PATTERNS, symmetric_attention
+from attention import ATTENTIONS, LAYER_PATTERNS
 from lm import LM, LMConfig
 from referee import robust_attentions as study
 from referee.robust_attentions import ROBUST, register
@@ -145,17 +145,7 @@ def test_an_attention_is_its_definition(found, slow, given):
     assert found.abs().sum() > 0
 
 
-# --- limits and gradients -------------------------------------------------------------------------
-
-@pytest.mark.parametrize("name, settings", [
-    ("rkde-huber", dict(a=1e9, rounds=0)), ("mom", dict(m=1)), ("sinkhorn", dict(rounds=1)),
-    ("keys", dict(lambd=1e9)), ("keys-rows", dict(lambd=1e9)), ("weights", dict(rounds=0)),
-    ("sharp", dict(n_iter=3))])
-def test_without_its_robust_part_it_is_symmetric_attention(name, settings):
-    _, k, v = qkv()
-    found = ROBUST[name][0](k, v, **settings)
-    assert torch.allclose(found, symmetric_attention(k, v), atol=1e-12)
-
+# --- gradients ------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", ROBUST)
 def test_gradients_are_those_of_finite_differences_and_large_and_zero_keys_stay_finite(name):

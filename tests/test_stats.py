@@ -133,6 +133,7 @@ def curve(accuracies, n=1000, rng=None):
 def test_the_median_budget_is_where_the_joined_curve_crosses_one_half():
     of = curve({0: 0.98, 1: 0.9, 2: 0.7, 4: 0.45, 6: 0.1, 8: 0, 12: 0})
     assert stats.median_budget(of).mean() == pytest.approx(2 + (0.7 - 0.5) / (0.7 - 0.45) * 2)
+    assert stats.median_budget(of)[0] > stats.median_budget(of)[-1]         # the first falls last
     xs, ys = zip(*sorted(of.items()))
     assert stats.median_budget(of).mean() == pytest.approx(
         np.interp(-50, [-y.mean() for y in ys], xs))

@@ -14,13 +14,12 @@ what was run: referee/reproduce/README.md.
 import argparse
 import csv
 import shlex
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 from statistics import mean
 
 import common
+from referee.arms import call, into
 from referee.stats import spread
 from robust.corruptions import NAMES
 from robust import measures
@@ -48,8 +47,7 @@ TABLES = {
     "fig1": ({"ViT-tiny": "softmax"}, "jproj"), "fig2": ({"ViT-tiny": "softmax"}, "gamma,eigstats"),
     "fig3": ({"SymViT": "symmetric", "RPC 6iter/layer1": "rpc6"}, ["pgd", "fgsm"]),
     "appE1": (SCALED, None)}                                # scaled_s: not in the paper
-PRINTED = {"fig2": "Fig. 2", "appE1": "E.1"}                # a table's name in paper.csv
-DRAWN = ("table11", "fig1", "fig3")                         # end in a study's own tables
+OWN_TABLES = ("table11", "fig1", "fig2", "fig3")            # end in those of what they run
 # the paper's column: our measure and number
 PLAIN = {"top-1": ("clean", "top1"), "top-5": ("clean", "top5"), "IN-R": ("imagenet_r", "top1"),
          "IN-A": ("imagenet_a", "top1"), "IN-O AUPR": ("imagenet_o", "aupr"),
@@ -71,7 +69,7 @@ SCALES = {
                  fan=f"{TINY} --batch_size 4 --model fan_tiny",
                  lm="--steps 1 --context 16 --words 0 --warmup 0", few="--limit 1 --severities 3",
                  attacked="--limit 1", tokens="--limit 40",
-                 cost="--model nano --rounds 1 --batch_size 1"),
+                 cost="--rounds 1 --batch_size 1"),
     "small": dict(cls="--model nano", small="--model micro --epochs 6",        # 6 to 8 CPU minutes
                   tuned="--model micro --epochs 2", seg="", lm="",
                   fan="--model fan_tiny --num_images 2000 --epochs 2", few="--limit 200",
@@ -88,6 +86,7 @@ OWN = SCALES["small"] | dict(           # small, with --data_dir: CIFAR-10, CamV
     fan=f"{CIFAR} --model fan_tiny --epochs 1 --max_steps 100")
 ATTENTION = {"rpc2all": "--attn rpc --n_iter 2 --lambd 3 --rpc_layers all",
              "asym4": "--attn rpc_asym --n_iter 4", "symasym": "--attn sym_asym --n_iter 4",
+             "control": "--attn symmetric",
              **{f"rpc{n}": f"--attn rpc --n_iter {n}" for n in (4, 5, 6)}}
 # shorter attacks at a smaller scale; nothing: minutes even of one image
 ATTACKS = {"tiny": {"pgd": "pgd steps=1", "cw": "cw steps=1", "spsa": "spsa steps=1",
@@ -97,7 +96,7 @@ ATTACKS = {"tiny": {"pgd": "pgd steps=1", "cw": "cw steps=1", "spsa": "spsa step
 
 
 class Plan:
-    """The commands of a table, in order: (folder of a training or None, words)."""
+    """The commands of a table, in order: lists of words."""
 
     def __init__(self, args):
         self.args, self.commands = args, []
@@ -105,49 +104,38 @@ class Plan:
         where = args.scale + (f"_{Path(args.data_dir).name}" if self.flags is OWN else "")
         self.out = args.out_dir or Path("out/reproduce", where)
 
-    def launch(self):
-        """How a script of ours starts: by torchrun at the paper's scale."""
-        return ["-m", "torch.distributed.run", "--standalone",
-                f"--nproc_per_node={self.args.gpus}"] * (self.args.scale == "paper")
+    def add(self, *words):
+        """A command; at the paper's scale torchrun starts a script, a process a GPU."""
+        if self.args.scale == "paper" and words[0] != "-m":
+            words = ["-m", "torch.distributed.run", "--standalone",
+                     f"--nproc_per_node={self.args.gpus}", *words]
+        self.commands.append(words)
 
-    def train(self, name, script, *words):
-        """A run, unless it is finished; one that was cut goes on."""
-        a, folder = self.args, self.out / name
+    def train(self, arm, seed):
+        """The network of an arm and seed; one that has all its steps takes none."""
+        a, f, paper, script = self.args, self.flags, self.args.scale == "paper", "train_cls.py"
+        named = arm.startswith(("small_", "fan_", "seg_", "lm_"))
+        part, kind = arm.split("_", 1) if named else ("cls", arm)
+        more = [*ATTENTION.get(kind, f"--attn {kind}").split(), "--seed", seed]
+        if part == "lm":
+            script = "train_lm.py"
+            more += ["--rpc_layers", "0-3" if paper else "0"] * (kind == "rpc4")
+        elif part == "seg":
+            script = "train_seg.py"
+            if paper:                                                   # its attention, too
+                more = ["--backbone", self.out / f"{kind}_s{seed}", "--seed", seed]
+        elif part == "small" and kind != "symmetric":                   # as many further epochs
+            part = "tuned"
+            more += ["--init_from", self.out / f"small_symmetric_s{seed}/last.pt"]
         data = ["--data_dir", a.data_dir] if a.data_dir and a.scale != "tiny" else []
-        again = (folder / "last.pt").exists()
-        self.commands.append((folder, [*self.launch(), script, *(
-            ["--resume", folder] if again else [*words, *data, "--out_dir", folder])]))
-
-    def train_arm(self, arm, seed):
-        """The network of an arm and seed, and those that it starts from."""
-        f, name = self.flags, f"{arm}_s{seed}"
-        kind = arm.split("_", 1)[-1] if arm.startswith(("small_", "fan_", "seg_", "lm_")) else arm
-        flags = [*ATTENTION.get(kind, f"--attn {kind}").split(), "--seed", seed]
-        if arm.startswith("lm_"):
-            layers = ["--rpc_layers", "0-3" if self.args.scale == "paper" else "0"]
-            self.train(name, "train_lm.py", *f["lm"].split(), *flags,
-                       *(layers if kind == "rpc4" else []))
-        elif arm.startswith("seg_"):
-            if self.args.scale == "paper":                              # its attention, too
-                flags = ["--backbone", self.out / f"{kind}_s{seed}", "--seed", seed]
-            self.train(name, "train_seg.py", *f["seg"].split(), *flags)
-        elif arm.startswith("small_"):
-            if kind == "symmetric":
-                return self.train(name, "train_cls.py", *f["small"].split(), *flags)
-            flags = [*ATTENTION.get(kind, "--attn symmetric").split(), "--seed", seed]
-            start = self.out / f"small_symmetric_s{seed}/last.pt"  # both: as many further epochs
-            self.train(name, "train_cls.py", *f["tuned"].split(), *flags, "--init_from", start)
-        else:
-            words = f["fan" if arm.startswith("fan_") else "cls"]
-            self.train(name, "train_cls.py", *words.split(), *flags)
+        self.add(script, *f[part].split(), *more, *data, *into(self.out / f"{arm}_s{seed}"))
 
     def evaluate(self, arms, *words):
         """All of them on the same images; rows go to <out>/rows_<task>."""
         task = arms[0].split("_")[0] if arms[0].startswith(("seg_", "lm_")) else "vit"
-        self.commands.append((None, [
-            *self.launch(), "eval_robust.py", "--out_dir", self.out / f"rows_{task}", "--resume",
-            *words, "--ckpt", *(self.out / f"{arm}_s{seed}" for arm in arms
-                                for seed in self.args.seeds)]))
+        self.add("eval_robust.py", "--out_dir", self.out / f"rows_{task}", "--resume", *words,
+                 "--ckpt", *(self.out / f"{arm}_s{seed}" for arm in arms
+                             for seed in self.args.seeds))
 
     def make(self, table):
         """The commands of a table."""
@@ -155,7 +143,7 @@ class Plan:
         arms, measures = list(TABLES[table][0].values()), TABLES[table][1]
         for seed in a.seeds:
             for arm in arms:
-                self.train_arm(arm, seed)
+                self.train(arm, seed)
         if measures == "benchmarks":
             words, names = f["few"].split(), ["clean", "corruptions"]
             words += ["--corrupted_dir", a.imagenet_c] if a.imagenet_c else []
@@ -171,28 +159,11 @@ class Plan:
         elif measures == "perplexity":
             self.evaluate(arms, *f["tokens"].split(), "--measures", "perplexity")
         elif measures == "cost":
-            self.commands.append((None, ["-m", "referee.cost", *f["cost"].split()]))
+            self.add("-m", "referee.cost", *f["cost"].split())
         elif measures:
-            self.commands.append((None, [
-                "-m", "referee.kernel_pca", "--exp", measures, "--out_dir", self.out / "kpca",
-                "--ckpt", *(self.out / f"softmax_s{seed}" for seed in a.seeds)]))
-        if table == "fig3":
-            self.commands.append((None, ["-m", "referee.plot", "robust", self.out / "rows_vit",
-                                         "--run", "symmetric_s", "rpc6_s"]))
+            self.add("-m", "referee.kernel_pca", "--exp", measures, "--out_dir", self.out / "kpca",
+                     "--ckpt", *(self.out / f"softmax_s{seed}" for seed in a.seeds))
         return self.commands
-
-
-def execute(commands, dry):
-    """Print each command and, unless dry, run it; a training that ends is marked finished."""
-    for folder, words in commands:
-        words = [str(word) for word in words]
-        if folder is None or not (folder / "finished").exists():
-            print("$ python", *map(shlex.quote, words), flush=True)
-            if not dry:
-                if subprocess.run([sys.executable, *words]).returncode:
-                    raise common.InputError(f"{words[0]} failed; start again to go on")
-                if folder:
-                    (folder / "finished").touch()
 
 
 # --- what was run ---------------------------------------------------------------------------------
@@ -207,16 +178,6 @@ def read(folder):
             if "measure" in row:
                 row["measure"], row["setting"] = measures.parts(row["measure"])
             rows[arm, seed].append(row)
-
-    # referee.kernel_pca's statistics of eigenvalues, of the last step
-    for path in sorted(Path(folder).rglob("eigstats.csv")):
-        with open(path, newline="") as file:
-            cells = [row for row in csv.DictReader(file)
-                     if (row["layer"], row["source"]) == ("all", "as they are")]
-        for row in sorted(cells, key=lambda row: float(row["step"])):
-            arm, _, seed = row["run"].rpartition("_s")
-            number = {f"|eigenvalue| {row['measure']}": float(row["mean"])}
-            rows[arm, seed].insert(0, number)                       # found before earlier steps
     return rows
 
 
@@ -228,8 +189,6 @@ def ours(rows, table, column):
     if table == "appE1":
         last = [r["eval"] for r in rows if "eval" in r][-1:]
         return last[0][{"top-1": "top1", "loss": "loss"}[column]] if last else None
-    if table == "fig2":
-        return next((r[column] for r in rows if column in r), None)
     if table == "table3":
         kind, split = ["sliding", *column.split()][-2:]
         return next((r[kind] for r in of("perplexity") if r["setting"]["split"] == split), None)
@@ -274,7 +233,7 @@ def of_all_corruptions(corrupted, column, field):
 def lines(table, rows):
     """The table's cells, a dict each: row, column, paper, ours {seed: number}, note."""
     with open(FOLDER / "paper.csv", newline="") as file:
-        name = PRINTED.get(table, table.removeprefix("table"))
+        name = "E.1" if table == "appE1" else table.removeprefix("table")
         cells = [r for r in csv.DictReader(file) if r["table"] == name]
     columns = dict.fromkeys(cell["column"] for cell in cells)
     names = TABLES[table][0]
@@ -303,24 +262,17 @@ def markdown(cells, scale):
             pairs = c["ours"].keys() & first["ours"].keys()
             gains = [c["ours"][s] - first["ours"][s] for s in pairs]
             texts[1] = spread(gains, "+.2f") or "not run"
-        tiny = any(0 < abs(x) < 0.01 for x in c["ours"].values())              # eigenvalues
-        form = ".1e" if tiny else ".2f"
-        own = spread([*c["ours"].values()], form) or "not run"
+        own = spread([*c["ours"].values()], ".2f") or "not run"
         numbers = [f"{c['paper']:g}".replace("nan", ""), own, str(len(c["ours"]))]
         body.append([c["row"], c["column"], *numbers, *texts, c["note"]])
     return common.table(body, head)
 
 
 def report(table, rows, scale):
-    """The table of a folder of runs as Markdown; InputError if it holds none of its runs."""
+    """The table of a folder of runs as Markdown."""
     cells = lines(table, read(rows))
-    missing = sum(not cell["ours"] for cell in cells)
-    if missing == len(cells):
-        first = next(iter(TABLES[table][0].values()))
-        raise common.InputError(f"--out_dir {rows} holds no run of {table}, expected folders such "
-                                f"as {first}_s0 and their evaluations")
     text = [f"# {table}, paper and ours at scale {scale}", markdown(cells, scale),
-            f"{len(cells) - missing} of {len(cells)} cells were run."]
+            f"{sum(bool(cell['ours']) for cell in cells)} of {len(cells)} cells were run."]
     if scale != "paper":
         text += ["Ours is another data set and a smaller network: no number of it reproduces the "
                  "paper's; what can be compared is the sign of a difference."]
@@ -342,8 +294,12 @@ def main(argv=None):
         flag(f"--imagenet_{name}", metavar="FOLDER", help=f"ImageNet-{name.upper()}, if there")
     args = p.parse_args(argv)
     plan = Plan(args)
-    execute(plan.make(args.table), args.dry)
-    if not args.dry and args.table not in DRAWN:
+    for words in plan.make(args.table):
+        if args.dry:
+            print("$ python", *(shlex.quote(str(word)) for word in words))
+        else:
+            call(*words)
+    if not args.dry and args.table not in OWN_TABLES:
         text = report(args.table, plan.out, args.scale)
         print(text)
         path = plan.out / f"tables/{args.table}.md"
