@@ -309,6 +309,3 @@ def test_a_bad_file_is_named_in_one_line(tree_dir, damage):
         path.unlink()
     with pytest.raises(InputError, match=str(path)):
         tree[0, 5]
-
-
-# --- pictures -------------------------------------------------------------------------------------
