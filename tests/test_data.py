@@ -84,16 +84,6 @@ def test_scenes_do_not_change_between_versions():
     assert (masks.flatten().bincount() - torch.tensor(pixels)).abs().max() < 10
 
 
-def test_labels_are_balanced_and_the_mask_shows_the_label_largest_and_other_classes_too():
-    counts = render_scenes(torch.arange(4000), 4)[1].bincount(minlength=10)
-    assert counts.min() > 320 and counts.max() < 480
-    split = load_shapes("test", 500, size=48)
-    area = torch.stack([(split.masks == k + 1).sum((1, 2)) for k in range(10)], 1)  # (500, 10)
-    assert torch.equal(area.argmax(1), split.labels)
-    assert area.gather(1, split.labels[:, None]).min() > 150
-    assert ((area > 0).sum(1) >= 2).float().mean() > 0.95 and split.masks.max() <= 10
-
-
 def test_every_size_renders_the_same_scene():
     small, small_labels, _ = render_scenes(torch.arange(2), 32)
     for size in (33, 128, 512):
