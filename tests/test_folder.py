@@ -19,7 +19,7 @@ from data.images import choose, load_test
 from data.labelled import find_values, own_folder
 from data.photos import fifth, find_photos, load_photos, median_side, recipe
 from data.segmentation import load_split
-from runs import call, refused
+from runs import call, make_pairs, refused
 
 CLASSES = ["cat", "dog", "owl"]
 main = partial(call, train_cls.main)
@@ -140,7 +140,10 @@ def test_a_file_that_comes_or_goes_moves_no_other_out_of_training():
                        for split in ("train", "test"))
         assert not train & held and len(held) == 6
         return held
-    before = held_out()
+    before, (_, files) = held_out(), find_photos("photos")
+    hashes = [name_hash(os.path.relpath(path, "photos")) for path, _ in files["train"]]
+    assert before == {level for level, found in enumerate(hashes)           # two of each class
+                      if found <= sorted(hashes[level // 12 * 12:][:12])[1]}
     os.remove(next(path for level, (path, _) in enumerate(find_photos("photos")[1]["train"])
                    if level not in before))
     assert held_out() == before
@@ -295,6 +298,11 @@ def test_the_held_out_part_of_a_labelled_folder_stays_when_a_file_comes():
         Image.new("L", (32, 32), 1).save(Path("mine", part, f"000.{ending}"))
     assert len(set(stems("validation")) - {*before, "000"}) == 0
     assert not set(stems("training")) & set(stems("validation")) and len(stems("all")) == 41
+    masks("two", [0, 1], n=2)
+    assert len(own_folder("two", "validation", [0, 1], []).files) == 1
+    make_pairs("split")                                                     # by its folders
+    assert [len(own_folder("split", part, range(5), []).files)
+            for part in ("training", "validation", "all")] == [9, 5, 5]
 
 
 def test_a_folder_of_masks_that_cannot_be_trained_on_gets_one_line():

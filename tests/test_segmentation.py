@@ -157,9 +157,14 @@ def test_a_view_is_what_its_numbers_say():
             assert (h, w) == (10, 10)
             assert torch.equal(crop, expected.flip(1) if coin < 0.5 else expected)
             assert torch.equal(out[1], crop)
+    out, crop, h, w = training_view(image, label, [0.0] * 23 + [0.9], 40, (0.5, 1))     # as it is
+    assert (h, w) == (20, 30) and torch.equal(out, F.pad(image, (0, 10, 0, 20)))
+    assert torch.equal(crop, F.pad(label, (0, 10, 0, 20), value=255))
     views, position = TrainingViews([(image, label)] * 3, 16, (1.2, 1.3), seed=4), torch.tensor([9])
     draw = uniform(position, VIEW_COLUMNS, 4, VIEW)[0].tolist()  # numbers of their own
-    assert all(map(torch.equal, views[9, 2][:2], training_view(image, label, draw, 16, (1.2, 1.3))))
+    *view, h, w = training_view(image, label, draw, 16, (1.2, 1.3))
+    *found, place = views[9, 2]
+    assert all(map(torch.equal, found, view)) and place == (9, h, w)
     out = finish_views(image[None, :, :16, :16], *torch.full((2, 1), 16), position, 4,
                        torch.zeros(3, 1, 1))
     expected = distort(image[None, :, :16, :16], uniform(position, COLUMNS, 4, DISTORT))
