@@ -65,8 +65,6 @@ def test_the_splits_are_disjoint_and_chunks_do_not_show():
     seen = {image.numpy().tobytes() for image in train.images}
     assert len(seen) == 600 and not seen & {image.numpy().tobytes() for image in test.images}
     assert torch.equal(train.images, render_scenes(torch.arange(600))[0])
-    assert train.labels.dtype == torch.int64 and train.classes == sorted(train.classes)
-    assert len(train.classes) == 10
 
 
 def test_scenes_do_not_change_between_versions():
@@ -85,14 +83,11 @@ def test_scenes_do_not_change_between_versions():
 
 
 def test_every_size_renders_the_same_scene():
-    small, small_labels, _ = render_scenes(torch.arange(2), 32)
-    for size in (33, 128, 512):
-        images, labels, masks = render_scenes(torch.arange(2), size)
-        assert images.shape == (2, 3, size, size) and masks.shape == (2, size, size)
-        assert torch.equal(labels, small_labels)
-        shrunk = torch.nn.functional.interpolate(images.float(), (32, 32), mode="area")
-        assert images.dtype == masks.dtype == torch.uint8
-        assert (shrunk - small.float()).abs().mean() < 10
+    small, small_labels, small_masks = render_scenes(torch.arange(4), 32)
+    images, labels, masks = render_scenes(torch.arange(4), 128)
+    shrunk = torch.nn.functional.interpolate(images.float(), (32, 32), mode="area")
+    assert torch.equal(labels, small_labels) and (shrunk - small.float()).abs().mean() < 10
+    assert (masks[:, 2::4, 2::4] != small_masks).float().mean() < 0.02
 
 
 # --- CIFAR-10 -------------------------------------------------------------------------------------

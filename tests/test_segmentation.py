@@ -11,13 +11,12 @@ import torch.nn.functional as F
 from PIL import Image
 
 from data import segmentation
-from data.batches import image_batches
 from data.distort import COLUMNS, distort, scale_and_shift, scale_hsv
 from common import InputError
 from data.labelled import CAMVID_CLASSES, ade20k
 from data.rng import DISTORT, VIEW, uniform
-from data.segmentation import (VIEW_COLUMNS, Scenes, TrainingViews, finish_views, load_split,
-                               palette, save_pictures, training_view, varied)
+from data.segmentation import (VIEW_COLUMNS, TrainingViews, finish_views, load_split, palette,
+                               save_pictures, training_view, varied)
 from data.shapes import load_shapes
 from runs import make_pairs
 from segmenter import SegmenterConfig, resize, resized
@@ -173,36 +172,13 @@ def test_a_view_is_what_its_numbers_say():
 
 # --- samples --------------------------------------------------------------------------------------
 
-def stream(root, num_workers, batch):
-    samples = TrainingViews(ade20k(root, "training", 4), 48, seed=5)
-    keys = [(p, p % 6) for p in range(24)]
-    lists = [keys[i:i + batch] for i in range(0, 24, batch)]
-    out = [(finish_views(images, h, w, position, 5, torch.full((3, 1, 1), 0.5)), labels)
-           for images, labels, (position, h, w) in image_batches(samples, lists, num_workers)]
-    return [torch.cat(t) for t in zip(*out)]
-
-
-def test_neither_workers_nor_batch_size_change_a_sample(root):
-    images, labels = stream(root, 0, 24)
-    for num_workers, batch in ((2, 4), (0, 1)):
-        other = stream(root, num_workers, batch)
-        assert torch.equal(other[0], images) and torch.equal(other[1], labels)
-    assert len({x.numpy().tobytes() for x in images}) == 24  # every sample is another view
-
-
 def test_scenes_are_labelled_in_every_pixel_and_background_is_class_0():
-    scenes = Scenes("train", 12, 32)
-    image, label = scenes[3]
-    split = load_shapes("train", 12, 32)
-    flags = Namespace(data="shapes", num_images=20, size=24)  # of a run: its test scenes
+    flags = Namespace(data="shapes", num_images=20, size=24)
     train, val = (load_split(flags, split) for split in ("training", "validation"))
-    assert train.images.shape == (20, 3, 24, 24)
+    scenes = load_shapes("train", 20, 24)
+    assert len(train) == 20 and train.classes == ["background", *scenes.classes]
+    assert all(map(torch.equal, train[3], (scenes.images[3], scenes.masks[3])))
     assert torch.equal(val.images, load_shapes("test", 2, 24).images)
-    assert len(scenes) == 12 and torch.equal(image, split.images[3])
-    assert torch.equal(label, split.masks[3])
-    assert len(scenes.classes) == 11 and scenes.classes[0] == "background"
-    assert scenes.classes[1:] == split.classes
-    assert scenes.labels.max() == 10 and label.dtype == torch.uint8
 
 
 def test_an_annotation_with_a_palette_holds_class_numbers_and_a_grey_image_is_rgb(root):
