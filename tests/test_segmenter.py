@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from common import InputError
 from conftest import SHARED
-from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, confusion, predict, predict_views,
-                       scores, sliding_windows, view)
+from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, confusion, evaluate, predict,
+                       predict_views, scores, sliding_windows, view)
 from weights import resize_pos_embed
 
 TOY = dict(num_classes=5, image_size=64, embed_dim=48, depth=2, num_heads=2, decoder_heads=2)
@@ -227,6 +227,24 @@ def test_predict_equals_one_window_at_a_time(hw, how):
         close(p, expected, atol=2e-5)
     close(predict(m, image.float() / 255, **how), expected, atol=2e-5)
     close(p.sum(0), torch.ones(hw), atol=1e-5)
+
+
+def test_an_evaluation_is_of_the_images_asked_for_changed_by_their_numbers_and_leaves_the_mode():
+    torch.manual_seed(0)
+    source = [(torch.randint(0, 256, (3, 32, 40), dtype=torch.uint8),
+               torch.randint(0, 4, (32, 40), dtype=torch.uint8)) for _ in range(5)]
+    m, how, seen = small(), dict(size=32, window=32, stride=32), []
+    expected = [confusion(predict(m, 255 - image, **how).argmax(0), label, 4)
+                for image, label in source]
+
+    def change(images, index):
+        seen.extend(index)
+        return 255 - images
+    row, counts = evaluate(m.train(), source, index=[3, 1], change=change, **how)
+    assert torch.equal(counts, expected[3] + expected[1])
+    assert seen == [3, 1] and row["images"] == 2 and m.training
+    parts = [evaluate(m, source, change=change, rank=rank, world=2, **how)[1] for rank in (0, 1)]
+    assert torch.equal(sum(parts), sum(expected)) and torch.equal(parts[1], counts)
 
 
 # --- what is refused ------------------------------------------------------------------------------
