@@ -83,15 +83,6 @@ def test_a_stopped_run_on_a_folder_goes_on_with_what_was_chosen():
     assert {**again["args"], "resume": None, "max_steps": 1, "out_dir": "a"} == first
 
 
-def test_a_val_folder_is_evaluated_on_and_flags_win_over_what_is_chosen():
-    make("photos/train", 6, side=70)
-    make("photos/val", 2)
-    main("--data_dir photos --max_steps 1 --image_size 48 --attn rpc")
-    args = common.load("out/folder_rpc")["args"]
-    # 70: 64 in 8 x 8
-    assert [args[name] for name in ("image_size", "patch_size", "pad", "holdout")] == [48, 8, 6, 0]
-
-
 def test_a_folder_that_cannot_be_trained_on_is_named_in_one_line():
     make("one", 2, classes=["cat"])
     for name in ("broken", "other/train", "val_only/val"):
@@ -174,6 +165,11 @@ def test_what_is_chosen_is_what_no_flag_says():
     assert choose(args)["pad"] == 6 and choose(Namespace(data="shapes")) == {}
     vars(args).update(choose(args))
     assert choose(args) == {}
+    make("split/train", 6, side=70)
+    make("split/val", 2)
+    args = Namespace(**{**dict.fromkeys(vars(args)), "data": "folder", "data_dir": "split"})
+    chosen = choose(args)
+    assert (chosen["image_size"], chosen["patch_size"], chosen["holdout"]) == (64, 8, 0)
 
 
 @pytest.mark.parametrize("kind", ["jpg", "png", "webp"])
