@@ -243,6 +243,7 @@ def test_an_evaluation_is_of_the_images_asked_for_changed_by_their_numbers_and_l
     row, counts = evaluate(m.train(), source, index=[3, 1], change=change, **how)
     assert torch.equal(counts, expected[3] + expected[1])
     assert seen == [3, 1] and row["images"] == 2 and m.training
+    assert row["pixel_accuracy"] == round(100 * counts.trace().item() / counts.sum().item(), 4)
     parts = [evaluate(m, source, change=change, rank=rank, world=2, **how)[1] for rank in (0, 1)]
     assert torch.equal(sum(parts), sum(expected)) and torch.equal(parts[1], counts)
 

@@ -231,6 +231,8 @@ def test_a_foreign_file_says_its_shapes():
                                          mlp_ratio=2.0, attn="softmax")
     with pytest.raises(InputError, match="symmetric or RPC; this file does not say which"):
         foreign_settings(SYM)
+    for layer, layers in ((0, (0,)), (1, (1,)), (-1, (0, 1))):          # -1: all
+        assert foreign_settings(released(layer=layer))["rpc_layers"] == layers
 
 
 def test_the_unused_queries_of_a_released_sym_asym_file_are_left_out():
