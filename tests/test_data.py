@@ -233,12 +233,15 @@ def test_crops_depend_on_the_position_not_on_worker_or_batch(tree_dir):
     tree = data.ImageTree(tree_dir, "train", size=24, train=True, seed=1)
     keys = [(100 + i, i % len(tree)) for i in range(24)]
     one = [tree[key] for key in keys]
-    for size, workers in ((4, 0), (6, 2)):
-        loader = image_batches(tree, [keys[i:i + size] for i in range(0, 24, size)],
-                               num_workers=workers)
+    whole = torch.stack([image for image, _, _ in one])
+
+    def moved(images, positions):
+        return images + positions.byte()[:, None, None, None]
+    for size, workers, transform in ((4, 0, None), (6, 2, moved)):
+        lists = [keys[i:i + size] for i in range(0, 24, size)]
+        loader = image_batches(tree, lists, workers, transform=transform)
         images, labels, positions = (torch.cat(t) for t in zip(*loader))
-        assert images.dtype == torch.uint8 and labels.dtype == positions.dtype == torch.int64
-        assert torch.equal(images, torch.stack([image for image, _, _ in one]))
+        assert torch.equal(images, transform(whole, positions) if transform else whole)
         assert labels.tolist() == [label for _, label, _ in one]
         assert positions.tolist() == [p for p, _ in keys]
     assert not torch.equal(tree[100, 0][0], tree[101, 0][0])
