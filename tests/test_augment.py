@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.augment import augment_uint8, random_crop, random_hflip, soft_targets, to_float
+from data.augment import augment_uint8, random_crop, random_hflip, to_float
 from data.randaugment import ERASE_COLUMNS, FILL, MEAN, OPS, STD, rand_augment, random_erase
 from data.rng import uniform
 
@@ -227,9 +227,3 @@ def test_erased_pixels_are_standard_normal_after_normalisation():
     a, b = out[:, 0][mask], out[:, 1][mask]
     for pair in ((a, b), (a[1:], a[:-1])):  # channels and neighbours are independent
         assert abs(torch.corrcoef(torch.stack(pair))[0, 1]) < 0.03
-
-
-def test_targets_are_smoothed():
-    labels = torch.arange(8)
-    assert torch.allclose(soft_targets(labels, 10, 0.1),
-                          torch.full((8, 10), 0.01).scatter(1, labels[:, None], 0.91))
