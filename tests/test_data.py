@@ -4,6 +4,7 @@ import gzip
 import io
 import pickle
 import tarfile
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from data import imagenet as data
 from data.batches import image_batches
 from data.cifar import CIFAR10_CLASSES, load_cifar10
 from data.files import decode
+from data.images import load_data
 from data.rng import RANDOM_CROP, uniform
 from data.shapes import load_shapes, render_scenes
 
@@ -260,6 +262,10 @@ def test_labels_follow_the_training_classes_and_mismatches_are_listed(tree_dir):
                        (dict(split="test"), f"{tree_dir}/test")):
         with pytest.raises(InputError, match=words):
             val(**how)
+    (tree_dir / "val" / "n03").rename(tree_dir / "val" / "n04")
+    flags = Namespace(data="imagenet", data_dir=tree_dir, image_size=24, seed=0, holdout=0)
+    with pytest.raises(InputError, match="not the same: n03, n04"):
+        load_data(flags, "cpu")
 
 
 def encoded(image, kind, **options):

@@ -16,7 +16,7 @@ import train_seg
 from common import InputError
 from data.files import decode, name_hash, read_bytes
 from data.images import choose, load_test
-from data.labelled import find_values, own_folder
+from data.labelled import find_values, folder_recipe, own_folder
 from data.photos import fifth, find_photos, load_photos, median_side, recipe
 from data.segmentation import load_split
 from runs import call, make_pairs, refused
@@ -197,6 +197,9 @@ def test_the_recipe_follows_the_number_and_size_of_the_images():
     assert [recipe(40, side)["image_size"] for side in (0, 30, 64, 500)] == [32, 32, 64, 96]
     # 1.8 sqrt n; 3,000 steps; 8
     assert [recipe(n, 32)["epochs"] for n in (40, 200, 1000, 30000)] == [11, 25, 57, 8]
+    assert folder_recipe(40, 64) == dict(size=64, patch_size=8, batch_size=8, epochs=400,
+                                         eval_every=40)
+    assert [folder_recipe(n, 300)["epochs"] for n in (500, 9000)] == [48, 8]
     make("photos", 3, side=50)
     assert median_side(find_photos("photos")[1]["train"]) == 51
 

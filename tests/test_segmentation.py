@@ -234,7 +234,7 @@ def test_what_is_wrong_with_a_folder_is_named(root, capsys):
 
 def test_wrong_annotations_are_named(root):
     path, label = root / "annotations" / "training" / "1.png", np.zeros((60, 40), np.uint8)
-    for pixels, word in ((label[:50], "40 x 50"), (label + 5, "the value 5"),
+    for pixels, word in ((label[:50], "40 x 50"), (label.T, "60 x 40"), (label + 5, "the value 5"),
                          (np.dstack([label] * 3), "mode RGB"),
                          (label.astype(np.uint16), "mode I;16")):
         Image.fromarray(pixels).save(path)
