@@ -17,7 +17,7 @@ from common import InputError
 from data.files import decode, name_hash, read_bytes
 from data.images import choose, load_test
 from data.labelled import find_values, folder_recipe, own_folder
-from data.photos import fifth, find_photos, load_photos, median_side, recipe
+from data.photos import fifth, find_photos, load_photos, median_side, recipe, square
 from data.segmentation import load_split
 from runs import call, make_pairs, refused
 
@@ -197,11 +197,17 @@ def test_the_recipe_follows_the_number_and_size_of_the_images():
     assert [recipe(40, side)["image_size"] for side in (0, 30, 64, 500)] == [32, 32, 64, 96]
     # 1.8 sqrt n; 3,000 steps; 8
     assert [recipe(n, 32)["epochs"] for n in (40, 200, 1000, 30000)] == [11, 25, 57, 8]
+    assert [recipe(n, 32)["batch_size"] for n in (9, 39, 40, 320)] == [2, 4, 8, 64]
     assert folder_recipe(40, 64) == dict(size=64, patch_size=8, batch_size=8, epochs=400,
                                          eval_every=40)
     assert [folder_recipe(n, 300)["epochs"] for n in (500, 9000)] == [48, 8]
     make("photos", 3, side=50)
     assert median_side(find_photos("photos")[1]["train"]) == 51
+
+
+def test_of_a_photo_that_is_no_square_the_middle_is_taken():
+    image = torch.randint(0, 256, (3, 32, 64), dtype=torch.uint8)
+    assert torch.equal(square(image, 32), image[:, :, 16:48])
 
 
 def test_an_image_that_went_during_a_training_is_named():
