@@ -215,6 +215,7 @@ def test_a_picture_is_drawn_with_its_legend(root, tmp_path):
     expected = image[:, 0].T, colours[label[0].long()], colours[:1].expand(label.shape[1], 3)
     assert all(map(torch.equal, parts, expected)) and not torch.equal(parts[1], parts[2])
     assert len({tuple(c) for c in palette(150)[:150].tolist()}) == 150
+    assert palette(150)[150:].eq(0).all()                                   # 255, ignored, too
 
 
 # --- folders that are not as they should be -------------------------------------------------------
