@@ -153,6 +153,9 @@ def test_rare_words_of_a_txt_and_new_words_of_its_end_are_unknown_and_their_shar
     Path("new.txt").write_text("the same words again\n" * 38 + "the very new\n" * 2)
     corpus = load_corpus(text_folder("folder", "new.txt"))  # lines, where no line is blank
     assert [corpus.vocab.words[i] for i in corpus.test] == ["the", "<unk>", "<unk>", "<eos>"] * 2
+    Path("few.txt").write_text("".join(f"word{i % 6}\n" for i in range(18)) + "new\n" * 2)
+    corpus = load_corpus(text_folder("folder", "few.txt"))  # 20 lines are enough, 3 times not rare
+    assert [corpus.vocab.words[i] for i in corpus.test] == ["<unk>", "<eos>"]
 
 
 @pytest.mark.parametrize("text, words", [
