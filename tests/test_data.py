@@ -92,6 +92,15 @@ def test_every_size_renders_the_same_scene():
     assert (masks[:, 2::4, 2::4] != small_masks).float().mean() < 0.02
 
 
+def test_as_many_scenes_are_evaluated_on_as_a_fifth_or_as_are_held_out():
+    args = Namespace(data="shapes", data_dir=None, num_images=40, image_size=16, holdout=0)
+    for args.holdout, counts in ((0, [40, 8]), (39, [1, 39])):
+        assert [len(split.labels) for split in load_data(args, "cpu")] == counts
+    args.holdout = 40
+    with pytest.raises(InputError, match="--holdout 40: there are 40 training images"):
+        load_data(args, "cpu")
+
+
 # --- CIFAR-10 -------------------------------------------------------------------------------------
 
 def fake_cifar(folder, test="test"):
