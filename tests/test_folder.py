@@ -289,7 +289,7 @@ def test_a_folder_of_masks_needs_one_flag_and_its_checkpoint_says_which_images(c
     assert len(val) == 4 and val.values == [0, 255] and run["metrics"]["classes"] == 2
     call(train_seg.main, "--resume a --max_steps 3")
     elsewhere = segmentation.load_split(Namespace(**run["args"]), "validation",
-                           {**run["args"], "data_dir": "other"})
+                                        {**run["args"], "data_dir": "other"})
     assert len(elsewhere) == 20  # nothing of another folder was held out
     open_ = dict.fromkeys(("ignore", "size", "patch_size", "batch_size", "epochs", "eval_every"))
     flags = Namespace(data="folder", data_dir="mine", backbone="vit.pt", **open_)
