@@ -9,9 +9,9 @@ released checkpoints load into the softmax kind. The paper's baseline is the sym
 
 A ViT but for four parts: a stack of convolutions embeds the patches, positions are sines, each
 block's MLP is a `ChannelGate`, and the class token joins after the blocks, which see patches only
-(N counts those). For small images the stem halves less
-often: patch_size=4 keeps its last two convolutions (3-96-192), so that 32 px give 8 x 8 tokens;
-NVlabs' own stem for patches of 4 (models/fan.py:232) has fewer channels, 3-48-192.
+(N counts those). For small images the stem halves less often: patch_size=4 keeps its last two
+convolutions (3-96-192), so that 32 px give 8 x 8 tokens; NVlabs' own stem for patches of 4
+(models/fan.py:232) has fewer channels, 3-48-192.
 """
 
 import math

@@ -24,8 +24,7 @@ these axes, softmax attention returns phi(q).u_d, the coordinates of the query o
     Eq. 14    principal component pursuit, Alg. 2       pcp
 
 Each stands here as printed, and what experiments need once more in logarithms, where nothing
-overflows however long the keys are. Do *trained* values look like this?
-referee/kernel_pca.py asks.
+overflows however long the keys are. Do *trained* values look like this? referee/kernel_pca.py asks.
 
 Shapes: q (..., M, D), k (..., N, D), v (..., N, Dv), float64; as printed: q (M, D) and so on.
 """
@@ -87,7 +86,7 @@ def project_features(q, k, d):
     """The same projections from explicit features, as section 2 begins; each u_d up to its sign."""
     N, phi = len(k), features(k, k)
     phi = phi - phi.mean(0)                                                 # Eq. 4
-    lam, u = top_eigh(phi.mT @ phi / N, d)                                   # Eq. 5
+    lam, u = top_eigh(phi.mT @ phi / N, d)                                  # Eq. 5
     a = phi @ u / (N * lam)                                                 # Eq. 6
     u = phi.mT @ a                                                          # Eq. 7: the same u
     return features(q, k) @ u                                               # Eq. 10

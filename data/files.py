@@ -1,4 +1,4 @@
-"""Image files, whatever they are for: found, decoded, drawn as a grid."""
+"""Image files, whatever they are for: found and decoded."""
 
 import io
 import os
@@ -80,11 +80,3 @@ def scan_folders(root, quiet=False):
         print0(f"{root}: left out in class folders, as neither {', '.join(IMAGE_EXTENSIONS[:-1])} "
                f"nor {IMAGE_EXTENSIONS[-1]}: {others} file{'s' * (others > 1)}")
     return images
-
-
-def save_grid(path, images, columns=8, zoom=1):
-    """Write images (N, 3, H, W), uint8 or float in [0, 1], as one PNG, each pixel `zoom` wide."""
-    from torchvision.utils import make_grid, save_image
-    images = images.cpu() / 255 if images.dtype == torch.uint8 else images.cpu()
-    images = images.repeat_interleave(zoom, 2).repeat_interleave(zoom, 3)
-    save_image(make_grid(images, nrow=columns, padding=2, pad_value=1.0), path)

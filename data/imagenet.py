@@ -39,8 +39,8 @@ class ImageTree(Dataset):
     `index` says which file, `position` (the sample's number in the whole run) which random crop.
     Returns the image (3, size, size) uint8, its label and position, ints. train: random resized
     crop. Otherwise: short side resized to size / crop_pct, then the central crop, and tree[index]
-    will do. Both bicubic, antialiased; resample="bilinear" is how ImageNet-C was resized. Images are
-    turned upright by their EXIF, which torchvision's ImageFolder and timm do not do.
+    will do. Both bicubic, antialiased; resample="bilinear" is how ImageNet-C was resized. EXIF
+    turns images upright, which torchvision's ImageFolder and timm do not do.
 
     classes: class names in label order, from the training split; by default this split's folders,
     sorted. With them, every folder must be one of the classes, and every class must have a folder

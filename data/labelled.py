@@ -84,18 +84,17 @@ def pairs(root, split=""):
 
     Files without a partner are left out, and counted in a line.
     """
-    found = []
-    for part, endings in (("images", IMAGE_EXTENSIONS), ("annotations", ".png")):
-        found.append({path.stem: str(path) for path in sorted(Path(root, part, split).glob("*"))
-                      if path.name.lower().endswith(endings) and path.name[0] != "."})
-    images, labels = found
+    def files(part, endings):
+        return {path.stem: str(path) for path in sorted(Path(root, part, split).glob("*"))
+                if path.name.lower().endswith(endings) and path.name[0] != "."}
+    images, labels = files("images", IMAGE_EXTENSIONS), files("annotations", ".png")
     both = {stem: (images[stem], labels[stem]) for stem in images if stem in labels}
     if not both:
         raise InputError(f"--data_dir {root}: no image in {Path(root, 'images', split)} has an "
                          f"annotation of its name in {Path(root, 'annotations', split)}")
-    if images.keys() ^ labels.keys():
-        print0(f"{root} {split}: {len(images.keys() ^ labels.keys())} files have no partner, "
-               f"{min(images.keys() ^ labels.keys())} among them")
+    alone = images.keys() ^ labels.keys()
+    if alone:
+        print0(f"{root} {split}: {len(alone)} files have no partner, {min(alone)} among them")
     return both
 
 

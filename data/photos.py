@@ -107,7 +107,7 @@ def load_photos(root, split, size, holdout=0):
     """
     classes, files = find_photos(root, quiet=split == "train")
     order = by_names(files["train"], root)
-    held = held_out(order, holdout or 0)
+    held = held_out(order, holdout)
     wanted = [file for file in order if (file in held) == (split == "test")]
     if split == "test" and not held:
         wanted = files["val"] or order

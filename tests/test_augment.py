@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.augment import augment_uint8, random_crop, random_hflip, soft_targets, to_float
-from data.randaugment import ERASE_COLUMNS, FILL, MEAN, OPS, STD, mix, rand_augment, random_erase
+from data.augment import augment_uint8, random_crop, random_hflip, to_float
+from data.randaugment import ERASE_COLUMNS, FILL, MEAN, OPS, STD, rand_augment, random_erase
 from data.rng import uniform
 
 Image, ImageEnhance, ImageOps = (pytest.importorskip(f"PIL.{name}")
@@ -227,31 +227,3 @@ def test_erased_pixels_are_standard_normal_after_normalisation():
     a, b = out[:, 0][mask], out[:, 1][mask]
     for pair in ((a, b), (a[1:], a[:-1])):  # channels and neighbours are independent
         assert abs(torch.corrcoef(torch.stack(pair))[0, 1]) < 0.03
-
-
-# --- mixup and cutmix -----------------------------------------------------------------------------
-
-def mixed(images, labels, seed, smoothing=0.1, **how):
-    return mix(images, soft_targets(labels, 10, smoothing), (0, seed), **how)
-
-
-def test_targets_are_smoothed():
-    labels = torch.arange(8)
-    assert torch.allclose(soft_targets(labels, 10, 0.1),
-                          torch.full((8, 10), 0.01).scatter(1, labels[:, None], 0.91))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_gpu_gives_the_cpus_result_without_a_host_sync():
-    images, positions = make_images(64, 40, 40), torch.arange(64)
-    expected = augment(images, positions, seed=0)
-    labels, images = torch.arange(64, device="cuda") % 10, images.cuda()
-    augment(images, positions, seed=0)                            # warm up
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        out = augment(images, positions, seed=0)
-        mixed(out, labels, 0)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    error = (out.cpu() - expected).abs()
-    assert (error > 1e-3).float().mean() < 1e-3

@@ -14,12 +14,12 @@ import common
 import train_cls
 import train_seg
 from common import InputError
+from data import segmentation
 from data.files import decode, name_hash, read_bytes
-from data.images import choose, load_test
-from data.labelled import find_values, own_folder
-from data.photos import fifth, find_photos, load_photos, median_side, recipe
-from data.segmentation import load_split
-from runs import call, refused
+from data.images import choose, largest_share, load_test
+from data.labelled import find_values, folder_recipe, own_folder
+from data.photos import fifth, find_photos, load_photos, median_side, recipe, square
+from runs import call, make_pairs, refused
 
 CLASSES = ["cat", "dog", "owl"]
 main = partial(call, train_cls.main)
@@ -83,15 +83,6 @@ def test_a_stopped_run_on_a_folder_goes_on_with_what_was_chosen():
     assert {**again["args"], "resume": None, "max_steps": 1, "out_dir": "a"} == first
 
 
-def test_a_val_folder_is_evaluated_on_and_flags_win_over_what_is_chosen():
-    make("photos/train", 6, side=70)
-    make("photos/val", 2)
-    main("--data_dir photos --max_steps 1 --image_size 48 --attn rpc")
-    args = common.load("out/folder_rpc")["args"]
-    # 70: 64 in 8 x 8
-    assert [args[name] for name in ("image_size", "patch_size", "pad", "holdout")] == [48, 8, 6, 0]
-
-
 def test_a_folder_that_cannot_be_trained_on_is_named_in_one_line():
     make("one", 2, classes=["cat"])
     for name in ("broken", "other/train", "val_only/val"):
@@ -140,7 +131,10 @@ def test_a_file_that_comes_or_goes_moves_no_other_out_of_training():
                        for split in ("train", "test"))
         assert not train & held and len(held) == 6
         return held
-    before = held_out()
+    before, (_, files) = held_out(), find_photos("photos")
+    hashes = [name_hash(os.path.relpath(path, "photos")) for path, _ in files["train"]]
+    assert before == {level for level, found in enumerate(hashes)           # two of each class
+                      if found <= sorted(hashes[level // 12 * 12:][:12])[1]}
     os.remove(next(path for level, (path, _) in enumerate(find_photos("photos")[1]["train"])
                    if level not in before))
     assert held_out() == before
@@ -154,8 +148,9 @@ def test_a_fifth_of_each_class_is_held_out_at_least_one_and_never_all():
         make("photos", count, classes=[name])
     files = find_photos("photos")[1]["train"]
     assert fifth(files) == 0 + 1 + 2 + 8
-    per_class = load_photos("photos", "test", 32, 11).labels.bincount(minlength=4).tolist()
-    assert per_class == [1, 2, 8, 0]                                # cat, dog, owl, zebra
+    held = load_photos("photos", "test", 32, 11)
+    assert held.labels.bincount(minlength=4).tolist() == [1, 2, 8, 0]       # cat, dog, owl, zebra
+    assert largest_share(held) == 100 * 8 / 11
     assert len(load_photos("photos", "train", 32, 11).labels) == 53 - 11
     few = load_photos("photos", "test", 32, 3).labels               # one of each comes first
     assert few.bincount(minlength=4).tolist() == [1, 1, 1, 0]
@@ -171,6 +166,11 @@ def test_what_is_chosen_is_what_no_flag_says():
     assert choose(args)["pad"] == 6 and choose(Namespace(data="shapes")) == {}
     vars(args).update(choose(args))
     assert choose(args) == {}
+    make("split/train", 6, side=70)
+    make("split/val", 2)
+    args = Namespace(**{**dict.fromkeys(vars(args)), "data": "folder", "data_dir": "split"})
+    chosen = choose(args)
+    assert (chosen["image_size"], chosen["patch_size"], chosen["holdout"]) == (64, 8, 0)
 
 
 @pytest.mark.parametrize("kind", ["jpg", "png", "webp"])
@@ -198,8 +198,17 @@ def test_the_recipe_follows_the_number_and_size_of_the_images():
     assert [recipe(40, side)["image_size"] for side in (0, 30, 64, 500)] == [32, 32, 64, 96]
     # 1.8 sqrt n; 3,000 steps; 8
     assert [recipe(n, 32)["epochs"] for n in (40, 200, 1000, 30000)] == [11, 25, 57, 8]
+    assert [recipe(n, 32)["batch_size"] for n in (9, 39, 40, 320)] == [2, 4, 8, 64]
+    assert folder_recipe(40, 64) == dict(size=64, patch_size=8, batch_size=8, epochs=400,
+                                         eval_every=40)
+    assert [folder_recipe(n, 300)["epochs"] for n in (500, 9000)] == [48, 8]
     make("photos", 3, side=50)
     assert median_side(find_photos("photos")[1]["train"]) == 51
+
+
+def test_of_a_photo_that_is_no_square_the_middle_is_taken():
+    image = torch.randint(0, 256, (3, 32, 64), dtype=torch.uint8)
+    assert torch.equal(square(image, 32), image[:, :, 16:48])
 
 
 def test_an_image_that_went_during_a_training_is_named():
@@ -276,12 +285,15 @@ def test_a_folder_of_masks_needs_one_flag_and_its_checkpoint_says_which_images(c
     out, run = capsys.readouterr().out, common.load("a")
     assert "2 classes" in out and "chosen for them: size=32" in out
     assert run["classes"] == ["value 0", "value 255"]
-    val = load_split(Namespace(**run["args"]), "validation", run["args"])
+    val = segmentation.load_split(Namespace(**run["args"]), "validation", run["args"])
     assert len(val) == 4 and val.values == [0, 255] and run["metrics"]["classes"] == 2
     call(train_seg.main, "--resume a --max_steps 3")
-    elsewhere = load_split(Namespace(**run["args"]), "validation",
-                           {**run["args"], "data_dir": "other"})
+    elsewhere = segmentation.load_split(Namespace(**run["args"]), "validation",
+                                        {**run["args"], "data_dir": "other"})
     assert len(elsewhere) == 20  # nothing of another folder was held out
+    open_ = dict.fromkeys(("ignore", "size", "patch_size", "batch_size", "epochs", "eval_every"))
+    flags = Namespace(data="folder", data_dir="mine", backbone="vit.pt", **open_)
+    assert "patch_size" not in segmentation.choose(flags)       # it is the backbone's
 
 
 def test_the_held_out_part_of_a_labelled_folder_stays_when_a_file_comes():
@@ -295,6 +307,11 @@ def test_the_held_out_part_of_a_labelled_folder_stays_when_a_file_comes():
         Image.new("L", (32, 32), 1).save(Path("mine", part, f"000.{ending}"))
     assert len(set(stems("validation")) - {*before, "000"}) == 0
     assert not set(stems("training")) & set(stems("validation")) and len(stems("all")) == 41
+    masks("two", [0, 1], n=2)
+    assert len(own_folder("two", "validation", [0, 1], []).files) == 1
+    make_pairs("split")                                                     # by its folders
+    assert [len(own_folder("split", part, range(5), []).files)
+            for part in ("training", "validation", "all")] == [9, 5, 5]
 
 
 def test_a_folder_of_masks_that_cannot_be_trained_on_gets_one_line():

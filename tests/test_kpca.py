@@ -5,7 +5,7 @@ import torch
 
 import kpca
 from kpca import (a_hat, attend, eigen_cosine, exact_scaling, kernel_pca, kernel_projections, log_g,
-                  log_kernel, log_phi2, pcp, projection_loss, theoretical_values)
+                  log_kernel, log_phi2, pcp, projection_loss, ritz, theoretical_values)
 
 
 def cases(z):
@@ -140,6 +140,21 @@ def test_theorem_1_is_exact(N, D, size):
     assert axes.sigma[0].log() - axes.c[0] <= -axes.log_g.amin() + 1e-12 <= 1e-12   # 1 / min g
     assert int(axes.rank) <= N - 1
     assert (kpca.coefficients(axes, N)[:, int(axes.rank):] == 0).all()      # not 1 / sqrt(noise)
+
+
+def test_there_are_fewer_axes_than_different_keys_and_their_sign_is_no_chance():
+    assert kernel_pca(draw(5, N=12)[1].repeat(2, 1)).rank == 11
+    assert all(kernel_pca(draw(seed, N=2, D=1, size=0.1)[1]).rank <= 1 for seed in range(20))
+    U = kernel_pca(draw(5)[1]).U
+    assert (U.gather(0, U.abs().argmax(0, keepdim=True)) > 0).all()
+
+
+def test_any_basis_of_eigenvectors_gives_them_back_and_zero_for_a_column_too_many():
+    axes = kernel_pca(draw(11)[1])
+    a = axes.U[:, :4] @ draw(1, N=4, D=4)[2]
+    found = ritz(axes, torch.cat([a, a[:, :1]], 1))
+    assert_close(found[:, :4].abs(), axes.U[:, :4].abs(), 1e-6, 1e-9)
+    assert_close(found[:, 4], torch.zeros(24))
 
 
 def test_values_made_by_theorem_1_give_their_eigenvectors_back():

@@ -11,13 +11,12 @@ import torch.nn.functional as F
 from PIL import Image
 
 from data import segmentation
-from data.batches import image_batches
 from data.distort import COLUMNS, distort, scale_and_shift, scale_hsv
 from common import InputError
 from data.labelled import CAMVID_CLASSES, ade20k
 from data.rng import DISTORT, VIEW, uniform
-from data.segmentation import (VIEW_COLUMNS, Scenes, TrainingViews, finish_views, load_split,
-                               palette, save_pictures, training_view, varied)
+from data.segmentation import (VIEW_COLUMNS, TrainingViews, finish_views, load_split, palette,
+                               save_pictures, training_view, varied)
 from data.shapes import load_shapes
 from runs import make_pairs
 from segmenter import SegmenterConfig, resize, resized
@@ -157,9 +156,14 @@ def test_a_view_is_what_its_numbers_say():
             assert (h, w) == (10, 10)
             assert torch.equal(crop, expected.flip(1) if coin < 0.5 else expected)
             assert torch.equal(out[1], crop)
+    out, crop, h, w = training_view(image, label, [0.0] * 23 + [0.9], 40, (0.5, 1))     # as it is
+    assert (h, w) == (20, 30) and torch.equal(out, F.pad(image, (0, 10, 0, 20)))
+    assert torch.equal(crop, F.pad(label, (0, 10, 0, 20), value=255))
     views, position = TrainingViews([(image, label)] * 3, 16, (1.2, 1.3), seed=4), torch.tensor([9])
     draw = uniform(position, VIEW_COLUMNS, 4, VIEW)[0].tolist()  # numbers of their own
-    assert all(map(torch.equal, views[9, 2][:2], training_view(image, label, draw, 16, (1.2, 1.3))))
+    *view, h, w = training_view(image, label, draw, 16, (1.2, 1.3))
+    *found, place = views[9, 2]
+    assert all(map(torch.equal, found, view)) and place == (9, h, w)
     out = finish_views(image[None, :, :16, :16], *torch.full((2, 1), 16), position, 4,
                        torch.zeros(3, 1, 1))
     expected = distort(image[None, :, :16, :16], uniform(position, COLUMNS, 4, DISTORT))
@@ -168,36 +172,13 @@ def test_a_view_is_what_its_numbers_say():
 
 # --- samples --------------------------------------------------------------------------------------
 
-def stream(root, num_workers, batch):
-    samples = TrainingViews(ade20k(root, "training", 4), 48, seed=5)
-    keys = [(p, p % 6) for p in range(24)]
-    lists = [keys[i:i + batch] for i in range(0, 24, batch)]
-    out = [(finish_views(images, h, w, position, 5, torch.full((3, 1, 1), 0.5)), labels)
-           for images, labels, (position, h, w) in image_batches(samples, lists, num_workers)]
-    return [torch.cat(t) for t in zip(*out)]
-
-
-def test_neither_workers_nor_batch_size_change_a_sample(root):
-    images, labels = stream(root, 0, 24)
-    for num_workers, batch in ((2, 4), (0, 1)):
-        other = stream(root, num_workers, batch)
-        assert torch.equal(other[0], images) and torch.equal(other[1], labels)
-    assert len({x.numpy().tobytes() for x in images}) == 24  # every sample is another view
-
-
 def test_scenes_are_labelled_in_every_pixel_and_background_is_class_0():
-    scenes = Scenes("train", 12, 32)
-    image, label = scenes[3]
-    split = load_shapes("train", 12, 32)
-    flags = Namespace(data="shapes", num_images=20, size=24)  # of a run: its test scenes
+    flags = Namespace(data="shapes", num_images=20, size=24)
     train, val = (load_split(flags, split) for split in ("training", "validation"))
-    assert train.images.shape == (20, 3, 24, 24)
+    scenes = load_shapes("train", 20, 24)
+    assert len(train) == 20 and train.classes == ["background", *scenes.classes]
+    assert all(map(torch.equal, train[3], (scenes.images[3], scenes.masks[3])))
     assert torch.equal(val.images, load_shapes("test", 2, 24).images)
-    assert len(scenes) == 12 and torch.equal(image, split.images[3])
-    assert torch.equal(label, split.masks[3])
-    assert len(scenes.classes) == 11 and scenes.classes[0] == "background"
-    assert scenes.classes[1:] == split.classes
-    assert scenes.labels.max() == 10 and label.dtype == torch.uint8
 
 
 def test_an_annotation_with_a_palette_holds_class_numbers_and_a_grey_image_is_rgb(root):
@@ -234,6 +215,7 @@ def test_a_picture_is_drawn_with_its_legend(root, tmp_path):
     expected = image[:, 0].T, colours[label[0].long()], colours[:1].expand(label.shape[1], 3)
     assert all(map(torch.equal, parts, expected)) and not torch.equal(parts[1], parts[2])
     assert len({tuple(c) for c in palette(150)[:150].tolist()}) == 150
+    assert palette(150)[150:].eq(0).all()                                   # 255, ignored, too
 
 
 # --- folders that are not as they should be -------------------------------------------------------
@@ -253,7 +235,7 @@ def test_what_is_wrong_with_a_folder_is_named(root, capsys):
 
 def test_wrong_annotations_are_named(root):
     path, label = root / "annotations" / "training" / "1.png", np.zeros((60, 40), np.uint8)
-    for pixels, word in ((label[:50], "40 x 50"), (label + 5, "the value 5"),
+    for pixels, word in ((label[:50], "40 x 50"), (label.T, "60 x 40"), (label + 5, "the value 5"),
                          (np.dstack([label] * 3), "mode RGB"),
                          (label.astype(np.uint16), "mode I;16")):
         Image.fromarray(pixels).save(path)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from common import InputError
 from conftest import SHARED
-from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, confusion, predict, predict_views,
-                       scores, sliding_windows, view)
+from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, confusion, evaluate, predict,
+                       predict_views, scores, sliding_windows, view)
 from weights import resize_pos_embed
 
 TOY = dict(num_classes=5, image_size=64, embed_dim=48, depth=2, num_heads=2, decoder_heads=2)
@@ -169,6 +169,13 @@ def test_padding_is_the_mean_colour_and_is_cropped_away():
         close(m(x), m(padded)[:, :, :27, :50], atol=1e-5)
 
 
+def test_a_grid_of_another_shape_has_positions_of_its_own_also_where_it_has_as_many_patches():
+    m, x = small(), torch.rand(1, 3, 16, 64)                                # 2 x 8, not 4 x 4
+    pos = resize_pos_embed(m.encoder.pos_embed, (2, 8), "bilinear")
+    tokens = m.encoder.tokens((x - m.encoder.mean) / m.encoder.std, pos)
+    close(m.masks(x), m.decoder(m.encoder.encode(tokens)[:, 1:]).mT.unflatten(2, (2, 8)))
+
+
 def test_under_autocast_logits_are_float32_and_near():
     m, x = small(attn="rpc"), torch.rand(2, 3, 40, 32)
     with torch.no_grad():
@@ -220,6 +227,25 @@ def test_predict_equals_one_window_at_a_time(hw, how):
         close(p, expected, atol=2e-5)
     close(predict(m, image.float() / 255, **how), expected, atol=2e-5)
     close(p.sum(0), torch.ones(hw), atol=1e-5)
+
+
+def test_an_evaluation_is_of_the_images_asked_for_changed_by_their_numbers_and_leaves_the_mode():
+    torch.manual_seed(0)
+    source = [(torch.randint(0, 256, (3, 32, 40), dtype=torch.uint8),
+               torch.randint(0, 4, (32, 40), dtype=torch.uint8)) for _ in range(5)]
+    m, how, seen = small(), dict(size=32, window=32, stride=32), []
+    expected = [confusion(predict(m, 255 - image, **how).argmax(0), label, 4)
+                for image, label in source]
+
+    def change(images, index):
+        seen.extend(index)
+        return 255 - images
+    row, counts = evaluate(m.train(), source, index=[3, 1], change=change, **how)
+    assert torch.equal(counts, expected[3] + expected[1])
+    assert seen == [3, 1] and row["images"] == 2 and m.training
+    assert row["pixel_accuracy"] == round(100 * counts.trace().item() / counts.sum().item(), 4)
+    parts = [evaluate(m, source, change=change, rank=rank, world=2, **how)[1] for rank in (0, 1)]
+    assert torch.equal(sum(parts), sum(expected)) and torch.equal(parts[1], counts)
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -153,6 +153,9 @@ def test_rare_words_of_a_txt_and_new_words_of_its_end_are_unknown_and_their_shar
     Path("new.txt").write_text("the same words again\n" * 38 + "the very new\n" * 2)
     corpus = load_corpus(text_folder("folder", "new.txt"))  # lines, where no line is blank
     assert [corpus.vocab.words[i] for i in corpus.test] == ["the", "<unk>", "<unk>", "<eos>"] * 2
+    Path("few.txt").write_text("".join(f"word{i % 6}\n" for i in range(18)) + "new\n" * 2)
+    corpus = load_corpus(text_folder("folder", "few.txt"))  # 20 lines are enough, 3 times not rare
+    assert [corpus.vocab.words[i] for i in corpus.test] == ["<unk>", "<eos>"]
 
 
 @pytest.mark.parametrize("text, words", [
@@ -220,26 +223,20 @@ def test_windows_reach_every_place_of_a_text_larger_than_24_bits():
 
 # --- sliding evaluation ---------------------------------------------------------------------------
 
-class Reads:
+class Reads(torch.nn.Module):
     """A model that writes down what it was asked; its nats are the number of tokens of context."""
-    training = False
 
-    def parameters(self):
-        return iter([torch.zeros(1)])
-
-    def eval(self):
-        return self
-
-    def train(self, mode):
-        return self
+    def __init__(self):
+        super().__init__()
+        self.weight, self.rows, self.scored = torch.nn.Parameter(torch.zeros(1)), [], 0
 
     def hidden(self, x):
-        self.rows = [*getattr(self, "rows", []), *x.tolist()]
+        self.rows += x.tolist()
         return torch.stack([x.float(), torch.arange(1.0, x.shape[1] + 1).expand(x.shape)], -1)
 
     def nll(self, hidden, targets):
         assert torch.equal(hidden[..., 0].long() + 1, targets)  # predicts the next token
-        self.scored = getattr(self, "scored", 0) + targets.numel()
+        self.scored += targets.numel()
         return hidden[..., 1]
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 import io
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS
 from common import InputError
 from vit import SIZES, Mlp, ViT, ViTConfig
-from weights import foreign_settings, load_weights, resize_pos_embed
+from weights import flags_for, foreign_settings, load_weights, resize_pos_embed
 
 TINY = dict(image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=10)
 VARIANTS = {"sym": dict(attn="symmetric"), "rpc_l0_n4_lam4": dict(attn="rpc"),
@@ -231,6 +231,19 @@ def test_a_foreign_file_says_its_shapes():
                                          mlp_ratio=2.0, attn="softmax")
     with pytest.raises(InputError, match="symmetric or RPC; this file does not say which"):
         foreign_settings(SYM)
+    for layer, layers in ((0, (0,)), (1, (1,)), (-1, (0, 1))):          # -1: all
+        assert foreign_settings(released(layer=layer))["rpc_layers"] == layers
+
+
+def test_weights_say_which_flags_of_the_trainer_they_need():
+    config = ViTConfig(**SIZES["small"], image_size=64, attn="softmax")
+    with torch.device("meta"):
+        raw = ViT(config).state_dict()
+    for file in (raw, {"model": raw}, dict(model_config=asdict(config))):
+        assert flags_for(file, SIZES) == dict(model="small", patch_size=16, image_size=64)
+    assert flags_for(SOFT, SIZES) == dict(patch_size=8, image_size=32)      # no size of ours
+    for other in (dict(model_config=dict(cls_depth=2)), dict(a=torch.ones(1))):
+        assert flags_for(other, SIZES) == {}
 
 
 def test_the_unused_queries_of_a_released_sym_asym_file_are_left_out():

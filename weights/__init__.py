@@ -53,7 +53,7 @@ def load_weights(model, checkpoint, new_head=False, mode="bicubic"):
 def weights_in(checkpoint):
     """Return the weights in a checkpoint, as a new dict, by the names that they have here."""
     held = "model" if "model" in checkpoint else "state_dict"
-    weights = checkpoint.get(held, checkpoint) or {}
+    weights = checkpoint.get(held, checkpoint)
     return {re.sub(r"\.attn\.s$", ".attn.learned.s", name): w for name, w in weights.items()}
 
 
