@@ -82,7 +82,7 @@ def flags_for(checkpoint, sizes):
     """Return the flags of train_cls.py that a ViT's weights need: model, patch_size, image_size.
 
     sizes: {name of --model: settings}, as vit.SIZES; model is left out if it is none of those. {}
-    for files of other models.
+    for a FAN, a language model and foreign files without a ViT.
     """
     config = checkpoint.get("model_config")
     if config is None:
