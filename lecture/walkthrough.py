@@ -241,7 +241,7 @@ if wanted("values"):
                    "random matrix": [x @ matrix for matrix in matrices]}
         of = {name: torch.stack([scores(values, axes, theory) for values in draws]).mean(0)
               for name, draws in sources.items()}
-        gv = kpca.a_hat(v, axes.log_g, scaled=True)                 # of the most that it could be
+        gv = kpca.a_hat(v, axes.log_g, scaled=True)                 # % of what the sum could be
         of["sum"] = 100 * (gv.sum(-2).abs() / gv.abs().sum(-2)).mean((0, 2))
         terms = kpca.projection_loss(kpca.log_phi2(q, k), kpca.attend(q, k, v))
         of |= {name: terms[name].mean(0) for name in ("J", "phi2", "h2")}
@@ -322,11 +322,11 @@ if wanted("pap"):
     ax.text(6.6, uniform + 0.1, "uniform", ha="right")
 
     # is the output of attention low-rank? directions that hold 90 % of the sum of squares
-    for name, x in {"K": k, "V": v, "L": symmetric_attention(k, v)}.items():
+    for name, x in {"V": v, "L": symmetric_attention(k, v)}.items():
         squares = torch.linalg.svdvals(x.double()).square().cumsum(-1)
         below = squares < 0.9 * squares[..., -1:]
         numbers[f"directions of {name}"] = 1 + below.sum(-1).double().mean()
-    save(figure, "pap", symmetric=plain, uniform=uniform, mean_key=k.abs().mean(), **numbers)
+    save(figure, "pap", symmetric=plain, uniform=uniform, **numbers)
 
 
 # %% 4. Where is S? Are damaged patches those with more of it?
