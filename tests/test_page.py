@@ -156,16 +156,17 @@ def test_the_attack_keeps_to_the_budget_and_to_pixels_between_0_and_1_and_its_ma
         return [0, 1.5 / 255, 8 / 255].map(eps => [0, 0, 1].map(seed => {{
           const search = new SquareAttack(pixels, eps, seed), asked = [];
           for (let query = 0; query < 200; query++) {{
-            const x = search.propose();
-            asked.push([Math.max(...x.map((xi, i) => Math.abs(xi - pixels[i]))),
-                        Math.max(...x), -Math.min(...x)]);
+            const {{best}} = search, x = search.propose();
+            asked.push([Math.max(...x.map((xi, i) => Math.abs(xi - pixels[i]))), Math.max(...x),
+                        -Math.min(...x), query > 1 ? x.filter((xi, i) => xi !== best[i]).length : 0]);
             search.tell(margin([1, x.reduce((a, b, i) => a + b * Math.cos(i), 0)], 0));
           }}
           return {{asked, margins: search.margins, best: [...search.best]}};
         }}));""", "network", "damage", "attack")
     for eps, (first, again, other) in zip((0, 1.5 / 255, 8 / 255), found):
         for run in (first, other):
-            assert (torch.tensor(run["asked"]) <= torch.tensor([eps, 1, 0]) + 1e-6).all()
+            bounds = torch.tensor([eps, 1, 0, 3 * 7 * 7])               # a square at a time
+            assert (torch.tensor(run["asked"]) <= bounds + 1e-6).all()
             assert run["margins"] == sorted(run["margins"], reverse=True)
             assert (run["margins"][-1] < run["margins"][0]) == (eps > 0)
             best = torch.tensor(run["best"])
@@ -176,8 +177,8 @@ def test_the_attack_keeps_to_the_budget_and_to_pixels_between_0_and_1_and_its_ma
 
 @needs_node
 def test_a_picture_of_ones_own_is_resized_as_the_evaluations_do():
-    photo = load_shapes("test", 1, size=96).images[0, :, :67]           # 67 high, 96 wide
-    for picture in (photo, photo[:, :20, :20]):                         # smaller, larger
+    photo = load_shapes("test", 1, size=96).images[0]       # 6.5 and 7.5 rows to cut; a small one
+    for picture in (photo[:, :67], photo[:, :64, :94], photo[:, :20, :20]):
         _, height, width = picture.shape
         rgba = torch.cat([picture, torch.full((1, height, width), 255)])
         rgba = rgba.permute(1, 2, 0).flatten().tolist()
@@ -218,9 +219,9 @@ def test_the_slider_of_lambda_goes_from_0_to_infinity_and_back():
 
 # --- what the page shows --------------------------------------------------------------------------
 
-# (scene, lambda, n, reading, layer) that are looked into; the patch is number 27: row 4, column 4
-STATES = [(0, 1.5, 3, "released", 0), (3, 1e9, 4, "paper", 2), (5, 0, 2, "admm", 1),
-          (7, 0.2, 5, "released", 0)]
+# (scene, lambda, n, reading, layers) looked into; the patch is number 27: row 4, column 4
+STATES = [(0, 1.5, 3, "released", [0]), (3, 1e9, 4, "paper", [2]), (5, 0, 2, "admm", [1]),
+          (7, 0.2, 5, "released", [0, 3])]
 
 
 @needs_node
@@ -235,26 +236,29 @@ def test_what_is_shown_of_each_step_is_what_attention_py_gives():
           }}
         }};
         const images = {json.dumps(images.flatten(1).tolist())}, found = [];
-        for (const [scene, lambda, n_iter, form, layer] of {json.dumps(STATES)}) {{
+        for (const [scene, lambda, n_iter, form, layers] of {json.dumps(STATES)}) {{
           const lambd = lambda === 1e9 ? Infinity : lambda, paint = "0".repeat(64);
           const setting = {{network: "rpc", kind: "fog", amount: 0, paint, lambd, n_iter, form}};
-          const seen = await lookInside({{...setting, layers: [layer]}}, images[scene]);
-          const {{answer, residuals, entropies, columns}} = seen;
+          const seen = await lookInside({{...setting, layers}}, images[scene]);
+          const {{answer, residuals, entropies, columns, nulls}} = seen;
           const maps = columns.map(({{S, left, A}}) => [S, left, received(A),
             patches(j => looks(A, 28, j))].map(map => Array.from(map)));
-          found.push({{answer: [...answer], residuals, entropies, maps, words: sentence(seen, 27),
-                       meaning: meaning(seen)}});
+          found.push({{answer: [...answer], residuals, entropies, nulls, maps,
+                       words: sentence(seen, 27), meaning: meaning(seen)}});
         }}
         return found;""", "network", "damage", "inside")
-    for (scene, lambd, n, form, layer), seen in zip(STATES, shown, strict=True):
+    def attention(keys):
+        return (keys @ keys.mT / 32 ** 0.5).softmax(-1)
+
+    for (scene, lambd, n, form, layers), seen in zip(STATES, shown, strict=True):
         pap = dict(form=form, lambd=torch.inf if lambd == 1e9 else float(lambd), n_iter=n)
         image = images[scene:scene + 1]
-        logits, (_, k, _), steps = traced("rpc", image, rpc_layers=(layer,), pap=pap)
+        logits, (_, k, v), steps = traced("rpc", image, rpc_layers=tuple(layers), pap=pap)
         longest = k.abs().sum((1, 3)).max()
         maps, residuals, entropies = [], [], []
         for step in steps:
             left = k - step["S"] - step["L"]
-            A = (step["K2"] @ step["K2"].mT / 32 ** 0.5).softmax(-1)
+            A = attention(step["K2"])
             of_others = A.mean(1)[0] * (1 - torch.eye(65))
             maps.append(torch.stack([step["S"].abs().sum((1, 3))[0] / longest,
                                      left.abs().sum((1, 3))[0] / longest, of_others.mean(0),
@@ -264,8 +268,12 @@ def test_what_is_shown_of_each_step_is_what_attention_py_gives():
         assert torch.allclose(torch.tensor(seen["maps"]).double(), torch.stack(maps), atol=2e-5)
         assert seen["residuals"] == pytest.approx(residuals, abs=1e-4)
         assert seen["entropies"] == pytest.approx(entropies, abs=1e-4)
+        for name, A in dict(uniform=attention(0 * k), symmetric=attention(k)).items():
+            entropy, residual = torch.special.entr(A).sum(-1).mean(), (k - A @ v).norm() / k.norm()
+            assert seen["nulls"]["entropy"][name] == pytest.approx(entropy.item(), abs=1e-4)
+            assert seen["nulls"]["residual"][name] == pytest.approx(residual.item(), abs=1e-4)
         assert seen["answer"] == pytest.approx(logits.softmax(-1)[0].tolist(), abs=1e-4)
-        assert f"Step {n} in layer {layer}, λ = {'∞' if lambd == 1e9 else lambd}" in seen["words"]
+        assert f"Step {n} in layer {layers[0]}, λ = {'∞' if lambd == 1e9 else lambd}" in seen["words"]
         assert f"residual {residuals[-1]:.2f} of |K|, entropy {entropies[-1]:.2f}" in seen["words"]
         itself = f"row 4, column 4 gives itself {100 * maps[-1][3, 27]:.0f} % of its attention"
         assert itself in seen["words"]
@@ -285,10 +293,14 @@ def test_in_a_browser_a_link_sets_the_page_and_it_shows_what_comes_out(page, tmp
         while (!document.documentElement.dataset.live?.endsWith("seed=7")) await wait(50);
         const labels = query =>
           [...document.querySelectorAll(query)].map(x => x.getAttribute("aria-label"));
-        return {words: $("words").textContent, maps: labels("#maps canvas"),
+        const at = $("picture").getContext("2d").getImageData(20, 84, 1, 1).data;
+        return {words: $("words").textContent, maps: labels("#maps canvas"), pixel: [...at],
                 curves: labels("#curves svg"), bars: labels("#bars")[0],
                 title: $("answer-title").textContent, lambda: $("lambd-value").value,
-                link: document.documentElement.dataset.live};""", tmp_path)
+                link: document.documentElement.dataset.live, moved: ($("lambd").value = 500,
+                $("lambd").dispatchEvent(new Event("input")), $("lambd-value").value)};""", tmp_path)
+    image = load_shapes("test", page_maker.SCENES[5] + 1).images[-1]
+    assert found["pixel"] == [*image[:, 10, 2].tolist(), 255] and found["moved"] == "1"
     assert found["words"].startswith("Step 3 in layer 1, λ = 0.2, admm: S is")
     assert found["lambda"] == "0.2" and len(found["maps"]) == 4 * 3
     assert set(found["link"].split("&")) == {"#try", "scene=5", "lambd=0.2", "n_iter=3",
@@ -309,13 +321,14 @@ def test_in_a_browser_the_attack_runs_and_stops(page, tmp_path):
     found = in_chromium(page, """
         let clock = performance.now();
         performance.now = () => clock += 5;                 // virtual time stands while scripts run
-        while (!document.documentElement.dataset.live) await wait(20);
+        location.hash = "#try&eps=4&seed=5";
+        while (!document.documentElement.dataset.live?.endsWith("seed=5")) await wait(20);
         new MutationObserver(() => /query [1-9]/.test($("duel").textContent) && $("stop").click())
           .observe($("duel"), {subtree: true, childList: true});
         $("start").click();
         while (!$("verdict").textContent) await wait(20);
         return {duel: $("duel").textContent, verdict: $("verdict").textContent};""", tmp_path)
-    assert "Budget 8/255, seed 0: " in found["verdict"]
+    assert "Budget 4/255, seed 5: " in found["verdict"]
     asked = re.findall(r"(softmax|symmetric|RPC), query (\d+): ", found["duel"])
     assert len(dict(asked)) == 3 and all(0 < int(query) < 200 for _, query in asked)    # of 1,000
 
@@ -381,8 +394,10 @@ def test_formulas_are_mathml_code_stays_code_and_titles_are_escaped(monkeypatch)
 
 
 def test_every_link_within_the_page_leads_to_a_part_of_it(page):
-    links = {link for link in re.findall(r'href="#([^"]+)"', page) if "-" in link}
-    assert links and links <= set(re.findall(r' id="([^"]+)"', page))
+    assert set(re.findall(r'href="#([^"]+)"', page)) <= set(re.findall(r' id="([^"]+)"', page))
+    for _, name in re.findall(page_maker.PICTURE, TEXT):        # pictures share no name of a part
+        parts = re.findall(r' id="([^"]+)"', page_maker.figure(name, ""))
+        assert parts and all(part.startswith(f"{name}-") for part in parts)
 
 
 def test_the_scenes_of_the_page_are_the_test_scenes_to_the_last_bit():

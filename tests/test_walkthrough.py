@@ -106,7 +106,7 @@ def test_an_edit_is_made_in_a_copy_and_gives_what_its_row_says():
     before = (ROOT / "attention.py").read_text()
     rows = {n: list(map(float, shown)) for *shown, n in MEASURED.findall(TEXT)}
     assert len(rows) == 10                                  # two networks as they are, eight edits
-    assert list(edits.measure("4").values()) == pytest.approx(rows["4"], abs=0.05)
+    assert list(edits.measure("6").values()) == pytest.approx(rows["6"], abs=0.05)
     assert f"{edits.measure('9')['rpc 8']:.1f} %" in TEXT
     assert (ROOT / "attention.py").read_text() == before
 
@@ -138,11 +138,14 @@ def test_cells_draw_the_pictures_and_the_numbers_that_the_text_has(tmp_path):
     assert sorted(found) == sorted(NAMES) == sorted(NUMBERS)
     for name in NAMES:
         assert found[name] == pytest.approx(NUMBERS[name], rel=0.02, abs=1e-6), name
+        folders = (tmp_path, ROOT / "lecture/pictures")
         new, old = (np.array(Image.open(folder / f"{name}.png").convert("RGB"), float)
-                    for folder in (tmp_path, ROOT / "lecture/pictures"))
-        assert np.abs(new - old).mean() < 1, name           # fonts may differ by a pixel
-        vector = (tmp_path / f"{name}.svg").read_text()     # takes the text's colour of its page
-        assert '<svg fill="currentColor"' in vector and "#000000" not in vector
+                    for folder in folders)
+        assert np.abs(new - old).mean() < 0.5, name         # another font moves edges of letters
+        new, old = ((folder / f"{name}.svg").read_text() for folder in folders)
+        words = r"<!-- (.*) -->"                            # what letters, drawn as paths, say
+        assert re.findall(words, new) == re.findall(words, old) != [], name
+        assert '<svg fill="currentColor"' in new and "#000000" not in new   # the page's own colour
 
 
 def test_a_picture_of_ones_own_is_drawn_alone(tmp_path):
