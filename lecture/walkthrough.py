@@ -417,9 +417,10 @@ if wanted("line"):
     of = {name: [n for n in networks if group(n.arm) == name] for name in looks}
     of["other recipes"] = line.other_recipes()
     titles = {"pgd 2/255": "small attack (PGD at 2/255)", "15 corruptions": "15 corruptions"}
-    words = {"adversarially\ntrained": (0, 0.63, 78), "other recipes": (1, 0.6, 86),
-             "RPC": (0, 0.1, 41), "other attentions": (0, 0.063, 56),
-             "baseline, 4 epochs": (0, 0.36, 30)}                   # panel, loss, accuracy
+    words = [("adversarially\ntrained", 0, 0.63, 78, "black"),
+             ("other recipes", 1, 0.6, 86, "black"), ("RPC", 0, 0.1, 41, COLOUR["rpc"]),
+             ("other attentions", 0, 0.063, 56, "0.35"),
+             ("baseline, 4 epochs", 0, 0.36, 30, COLOUR["symmetric"])]
     epochs = {"symmetric-e8": "8", "long-symmetric": "24 epochs"}
     figure, grid = plt.subplots(1, 2, figsize=(9, 2.5))
     numbers = {}
@@ -441,9 +442,8 @@ if wanted("line"):
                xlim=(0.65, 0.002))
         ax.set_xticks([0.4, 0.1, 0.03, 0.01, 0.003], ["0.4", "0.1", "0.03", "0.01", "0.003"])
         ax.set_xticks([], minor=True)
-    for word, (panel, *at) in words.items():
-        look = looks[word.replace("\n", " ").partition(",")[0]]
-        grid[panel].text(*at, word, color="0.35" if look["marker"] == "o" else look["color"])
+    for said, panel, loss, accuracy, colour in words:
+        grid[panel].text(loss, accuracy, said, color=colour)
     grid[0].set(ylabel="accuracy, %", ylim=(25, 102), yticks=range(40, 101, 20))
     grid[1].set(ylim=(65, 92), yticks=range(70, 91, 10))
     save(figure, "line", **numbers)
