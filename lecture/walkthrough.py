@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import numpy as np
 import torch
 from matplotlib.colors import to_rgb
 from PIL import Image
@@ -34,6 +35,8 @@ from robust.metrics import auroc
 from robust.patches import corrupt_patches
 from segmenter import evaluate, predictions, segmenter_from_checkpoint
 from referee import leak, line
+from referee.published_scores import cka
+from referee.where_is_s import first_layer
 from vit import classifier_from_checkpoint
 
 WEIGHTS = Path(common.__file__).with_name("weights")
@@ -87,12 +90,6 @@ def layers(model, images):
     for block in model.blocks:
         yield block.attn, block.norm1(x)
         x = block(x)
-
-
-def first_layer(model, images):
-    """Keys of layer 0 (B, H, N, D) and the steps of PAP on them: dicts of S, K2, L."""
-    attn, x = next(layers(model, images))
-    return attn.project(x)[1], attn.trace(x)
 
 
 def weights(K2):
@@ -225,39 +222,32 @@ if wanted("projection"):
 
 # %% 2. Are learned values those axes? The cosine beside its nulls, and the two terms of J.
 if wanted("values"):
-    random, found = torch.Generator().manual_seed(0), {}            # of each (layer, head)
+    random, found = torch.Generator().manual_seed(0), {}
 
-    def cka(x, y):
-        """Linear CKA of (..., N, D): how alike tokens are to each other in x and in y."""
-        x, y = (t - t.mean(-2, keepdim=True) for t in (x, y))
-        x, y = (t / (t.mT @ t).norm(dim=(-2, -1), keepdim=True).sqrt() for t in (x, y))
-        return (x.mT @ y).square().sum((-2, -1))
+    def scores(values, axes, theory):
+        """Cosine of a and G\u0303a, and CKA with Theorem 1's values, of each head: (2, H)."""
+        a = kpca.ritz(axes, kpca.a_hat(values, axes.log_g))
+        cosine = kpca.eigen_cosine(axes, a)["eig_cos"].nanmean((0, 2))
+        return torch.stack([cosine, cka(values, theory).mean(0)])
 
     for attn, x in layers(network("softmax"), scenes(16)[0]):
         q, k, v, x = (y.double() for y in (*attn.project(x), x[:, None]))
-        axes, draws = kpca.kernel_pca(k), []
-        theory = (axes.log_g.amin(-1, keepdim=True) - axes.log_g).exp()[..., None] * axes.U
+        axes = kpca.kernel_pca(k)
+        one_over_g = (axes.log_g.amin(-1, keepdim=True) - axes.log_g).exp()[..., None]
+        theory = one_over_g * axes.U[..., :v.shape[-1]]
         matrices = torch.randn(20, 2, x.shape[-1], v.shape[-1], generator=random, dtype=v.dtype)
-        sources = {"learned": v, "another head's": v.flip(1), "kernel PCA": theory,
-                   "random numbers": torch.randn(v.shape, generator=random, dtype=v.dtype),
-                   **{f"matrix {i}": x @ matrix for i, matrix in enumerate(matrices)}}
-        for name, values in sources.items():
-            values = values[..., :v.shape[-1]]
-            a = kpca.a_hat(values, axes.log_g)
-            cosine = kpca.eigen_cosine(axes, kpca.ritz(axes, a))["eig_cos"].nanmean((0, 2))
-            found.setdefault(f"cosine {name}", []).append(cosine)
-            found.setdefault(f"CKA {name}", []).append(cka(values, theory[..., :32]).mean(0))
-            if name in ("learned", "kernel PCA"):                   # sum_j g_j v_j, of its most
-                gv = (axes.log_g - axes.log_g.amax(-1, keepdim=True)).exp()[..., None] * values
-                share = 100 * gv.sum(-2).abs() / gv.abs().sum(-2)
-                found.setdefault(f"sum {name}", []).append(share.mean((0, 2)))
+        sources = {"learned": [v], "another head's": [v.flip(1)], "kernel PCA": [theory],
+                   "random numbers": [torch.randn(v.shape, generator=random, dtype=v.dtype)],
+                   "random matrix": [x @ matrix for matrix in matrices]}
+        of = {name: torch.stack([scores(values, axes, theory) for values in draws]).mean(0)
+              for name, draws in sources.items()}
+        gv = kpca.a_hat(v, axes.log_g, scaled=True)                 # % of what the sum could be
+        of["sum"] = 100 * (gv.sum(-2).abs() / gv.abs().sum(-2)).mean((0, 2))
         terms = kpca.projection_loss(kpca.log_phi2(q, k), kpca.attend(q, k, v))
-        for name, term in terms.items():
-            found.setdefault(name, []).append(term.mean(0))
-    found = {name: torch.cat(x) for name, x in found.items()}
-    draws = torch.stack([found.pop(f"cosine matrix {i}") for i in range(20)])
-    found["cosine random matrix"] = draws.mean(0)
-    found["CKA random matrix"] = sum(found.pop(f"CKA matrix {i}") for i in range(20)) / 20
+        of |= {name: terms[name].mean(0) for name in ("J", "phi2", "h2")}
+        for name, value in of.items():
+            found.setdefault(name, []).append(value)
+    found = {name: torch.cat(values, -1) for name, values in found.items()}     # of eight heads
 
     looks = {"kernel PCA": (0, dict(color="black", linestyle="-")),
              "learned": (-0.2, dict(color=COLOUR["softmax"], marker="o", markersize=9)),
@@ -266,7 +256,7 @@ if wanted("values"):
              "random numbers": (0, NULL)}
     figure, (cosines, terms) = plt.subplots(1, 2, figsize=(9, 3.9), width_ratios=(1.3, 1))
     for name, (aside, look) in looks.items():
-        cosines.plot(torch.arange(8) + aside, found[f"cosine {name}"], label=name,
+        cosines.plot(torch.arange(8) + aside, found[name][0], label=name,
                      **dict(linestyle="") | look)
     cosines.set(title="cosine of a and G\u0303a", ylim=(0, 1.05))
     terms.semilogy(found["h2"], "o", color=COLOUR["softmax"], markersize=9)
@@ -280,9 +270,10 @@ if wanted("values"):
         ax.set_xticks(range(8), [f"{i}.{j}" for i in range(4) for j in range(2)])
     figure.legend(*cosines.get_legend_handles_labels(), loc="outside lower center", ncols=5,
                   columnspacing=1, handletextpad=0.3, handlelength=1.4)
-    lead = found["cosine learned"].mean() - draws.mean()
-    save(figure, "values", lead=lead, draws_of_lead=lead / draws.mean(1).std(),
-         **{name: x.mean() for name, x in found.items()})
+    numbers = {f"{score} {name}": x.mean() for name in sources
+               for score, x in zip(("cosine", "CKA"), found[name])}
+    save(figure, "values", lead=numbers["cosine learned"] - numbers["cosine random matrix"],
+         **numbers, **{name: found[name].mean() for name in ("sum", "J", "phi2", "h2")})
 
 
 # %% 3. Inside attention: what four steps do to the keys, in the three readings.
@@ -331,11 +322,11 @@ if wanted("pap"):
     ax.text(6.6, uniform + 0.1, "uniform", ha="right")
 
     # is the output of attention low-rank? directions that hold 90 % of the sum of squares
-    for name, x in {"K": k, "V": v, "L": symmetric_attention(k, v)}.items():
+    for name, x in {"V": v, "L": symmetric_attention(k, v)}.items():
         squares = torch.linalg.svdvals(x.double()).square().cumsum(-1)
         below = squares < 0.9 * squares[..., -1:]
         numbers[f"directions of {name}"] = 1 + below.sum(-1).double().mean()
-    save(figure, "pap", symmetric=plain, uniform=uniform, mean_key=k.abs().mean(), **numbers)
+    save(figure, "pap", symmetric=plain, uniform=uniform, **numbers)
 
 
 # %% 4. Where is S? Are damaged patches those with more of it?
@@ -410,14 +401,13 @@ if wanted("line"):
     networks = [n for n in line.stored("fresh") if not n.arm.startswith("half-")]
 
     def group(arm):
-        """Which of the five marks an arm has."""
+        """Which of the marks an arm has. Constants with which RPC averages are no RPC here."""
         if arm.endswith("-adv"):
             return "adversarially trained"
-        if arm.removeprefix("long-").startswith("symmetric"):
+        arm = arm.removeprefix("long-")
+        if arm.startswith("symmetric"):
             return "baseline"
-        averages = arm == "paper-0.05-n4"                           # S takes nearly every key
-        rpc = arm.removeprefix("long-").startswith(("rpc", "paper")) and not averages
-        return "RPC" if rpc else "other attentions"
+        return "RPC" if arm in line.GROUPS["fresh"]["RPC that attends"] else "other attentions"
 
     looks = {"other attentions": dict(marker="o", color=COLOUR["softmax"]),
              "RPC": dict(marker="^", color=COLOUR["rpc"]),
@@ -427,33 +417,33 @@ if wanted("line"):
     of = {name: [n for n in networks if group(n.arm) == name] for name in looks}
     of["other recipes"] = line.other_recipes()
     titles = {"pgd 2/255": "small attack (PGD at 2/255)", "15 corruptions": "15 corruptions"}
-    words = {"adversarially\ntrained": (0, 0.63, 78), "other recipes": (1, 0.6, 86),
-             "RPC": (0, 0.1, 41), "other attentions": (0, 0.063, 56),
-             "baseline, 4 epochs": (0, 0.36, 30)}                   # panel, loss, accuracy
+    words = [("adversarially\ntrained", 0, 0.63, 78, "black"),
+             ("other recipes", 1, 0.6, 86, "black"), ("RPC", 0, 0.1, 41, COLOUR["rpc"]),
+             ("other attentions", 0, 0.063, 56, "0.35"),
+             ("baseline, 4 epochs", 0, 0.36, 30, COLOUR["symmetric"])]
     epochs = {"symmetric-e8": "8", "long-symmetric": "24 epochs"}
     figure, grid = plt.subplots(1, 2, figsize=(9, 2.5))
     numbers = {}
     for ax, (measure, title) in zip(grid, titles.items()):
         for name, look in looks.items():
-            x = [n.loss for n in of[name] if measure in n.accuracy]
-            y = [n.accuracy[measure] for n in of[name] if measure in n.accuracy]
-            ax.plot(x, y, linestyle="", markersize=6, alpha=0.8, **look)
+            log_loss, accuracy = line.points(of[name], measure)
+            ax.plot(np.exp(log_loss), accuracy, linestyle="", markersize=6, alpha=0.8, **look)
         for arm in dict.fromkeys(n.arm for n in of["baseline"]):
-            own = [n for n in networks if n.arm == arm]
-            y = numbers[f"{arm} {measure}"] = sum(n.accuracy[measure] for n in own) / len(own)
+            own = [n for n in of["baseline"] if n.arm == arm]
+            log_loss, accuracy = line.points(own, measure).mean(1)
+            numbers[f"{arm} {measure}"] = accuracy
             if arm in epochs:
-                x = math.exp(sum(math.log(n.loss) for n in own) / len(own))
                 up = ax is grid[0] and arm == "symmetric-e8"
                 blue = COLOUR["symmetric"]
-                ax.annotate(epochs[arm], (x, y), (8, 16) if up else (12, -28), color=blue,
-                            textcoords="offset points", arrowprops=dict(arrowstyle="-", color=blue))
+                ax.annotate(epochs[arm], (np.exp(log_loss), accuracy), (8, 16) if up else (12, -28),
+                            color=blue, textcoords="offset points",
+                            arrowprops=dict(arrowstyle="-", color=blue))
         ax.set(title=title, xlabel="clean test loss, nats, falling \u2192", xscale="log",
                xlim=(0.65, 0.002))
         ax.set_xticks([0.4, 0.1, 0.03, 0.01, 0.003], ["0.4", "0.1", "0.03", "0.01", "0.003"])
         ax.set_xticks([], minor=True)
-    for word, (panel, *at) in words.items():
-        look = looks[word.replace("\n", " ").partition(",")[0]]
-        grid[panel].text(*at, word, color="0.35" if look["marker"] == "o" else look["color"])
+    for said, panel, loss, accuracy, colour in words:
+        grid[panel].text(loss, accuracy, said, color=colour)
     grid[0].set(ylabel="accuracy, %", ylim=(25, 102), yticks=range(40, 101, 20))
     grid[1].set(ylim=(65, 92), yticks=range(70, 91, 10))
     save(figure, "line", **numbers)
@@ -486,10 +476,9 @@ if wanted("gram"):
     grid["s"].text(64, 1, "null: shuffled", ha="right")
     grid["s"].text(4, 1e-4, "keys of\nthe image", color=COLOUR["symmetric"])
     grid["s"].set(title="eigenvalue / largest", xlabel="axis", ylim=(1e-6, 3))
-    held = [100 * mu.cumsum(0) / mu.sum() for mu in (axes.sigma, null.sigma)]    # by the first axes
-    share, null_share, most, null_most = [h[5] for h in held] + [1 + (h < 90).sum() for h in held]
-    save(figure, "gram", share=share, null_share=null_share, axes_of_90=most,
-         null_axes_of_90=null_most, largest=axes.sigma[0] / axes.c.exp(),
+    held, held_null = (100 * mu.cumsum(0) / mu.sum() for mu in (axes.sigma, null.sigma))
+    save(figure, "gram", share=held[5], null_share=held_null[5], axes_of_90=1 + (held < 90).sum(),
+         null_axes_of_90=1 + (held_null < 90).sum(), largest=axes.sigma[0] / axes.c.exp(),
          bound=1 / kpca.g(k, k).min())
 
 

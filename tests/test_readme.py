@@ -20,8 +20,8 @@ README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "lecture/WALKTHROUGH.md",
          *sorted(set(ROOT.glob("docs/*.md")) - {ROOT / "docs/change.md"}),      # has its own tests
          *sorted(ROOT.glob("referee/results/**/README.md"))]
-OTHERS = ("--help", "--dist", "--standalone", "--nproc_per_node", "--nnodes", "--node_rank", "--master_addr",
-          "--max_restarts", "--include")                                        # of other programs
+OTHERS = ("--help", "--dist", "--standalone", "--nproc_per_node", "--nnodes", "--node_rank",
+          "--master_addr", "--include")                                 # of other programs
 CODE = {path: path.read_text() for path in ROOT.glob("**/*.py") if path.parent.name != "tests"}
 
 

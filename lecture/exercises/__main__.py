@@ -18,6 +18,7 @@ import common
 import kpca
 from attention import penalty, rpc_attention, soft_threshold, softmax_attention
 from data.shapes import load_shapes
+from referee.where_is_s import first_layer, location
 from robust.attacks import project
 from robust.metrics import auroc
 from robust.patches import corrupt_patches
@@ -61,8 +62,8 @@ def mu_and_tau(own, random):
 
 def pap(own, random):
     """Each of four steps, line by line, so that the first departure names its step."""
-    k, v, tau, steps = random(2, 3, 5, 4), random(2, 3, 5, 4), None, []
-    tau = penalty(k)
+    k, v = random(2, 2, 3, 5, 4)
+    tau, steps = penalty(k), []
     rpc_attention(k, v, n_iter=4, lambd=1.0, trace=steps)
     found = own(k, v, tau, 4)
     yield "the number of steps", torch.tensor(len(found)), torch.tensor(4), {}, {}
@@ -102,7 +103,6 @@ def pgd_step(own, random):
     wrong = {hint: project(x + move, clean, eps, clip) for hint, (move, clip) in wrong.items()}
     wrong["the result goes further than eps from `clean`"] = (x + step).clamp(0, 1)
     wrong["no projection: neither eps nor [0, 1] is kept"] = x + step
-    wrong["eps is counted from x; it is from `clean`"] = project(x + step, x, eps, True)
     yield ("x", own(x, clean, grad, eps, alpha), project(x + step, clean, eps, True),
            dict(x=x, clean=clean, grad=grad), wrong)
 
@@ -120,7 +120,7 @@ def centring(own, random):
 def theorem_1(own, random):
     k, d = random(6, 3), 2
     g = kpca.g(k, k)
-    G = kpca.centre(kpca.kernel(k, k) / (g * g.mT))
+    G = kpca.centre(kpca.log_gram(k).exp())
     sigma, U = kpca.top_eigh(G, d)
     right = U / sigma.sqrt()
     a, v = own(G, g, d)
@@ -136,7 +136,7 @@ def theorem_1(own, random):
 def undo(own, random):
     k, v = random(6, 3), random(6, 2)
     g, axes = kpca.g(k, k), kpca.kernel_pca(k)
-    G = kpca.centre(kpca.kernel(k, k) / (g * g.mT))
+    G = kpca.centre(kpca.log_gram(k).exp())
     right = g * v - (g * v).mean(0)
     a, cosine = own(v, g, G)
     yield "a", a, right, dict(v=v, g=g), {
@@ -172,9 +172,8 @@ def measure(kind):
     split = load_shapes("test", 100)
     spoilt, hit = corrupt_patches(split.images / 255, kind, patch=4, model=model,
                                   labels=split.labels)
-    block = model.blocks[0]
-    S = block.attn.trace(block.norm1(model.embed(spoilt)))[-1]["S"]
-    return auroc(S.abs().sum((1, 3))[:, 1:].flatten(), hit.flatten())
+    _, steps = first_layer(model, spoilt)
+    return auroc(location(steps[-1]["S"]).flatten(), hit.flatten())
 
 
 def predictions(names):

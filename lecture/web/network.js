@@ -251,5 +251,5 @@ globalThis.network = (() => {
     const plain = ({S, K2, L}) => ({S: [...S], K2: [...K2], L: [...L]});
     return {logits: [...now.value], steps: steps.map(plain)};
   };
-  return {start, run, weights, average, names: Object.keys(stored)};
+  return {start, run, names: Object.keys(stored)};
 })();
