@@ -5,6 +5,7 @@ import contextlib
 import io
 import itertools
 import json
+import re
 import shutil
 import sys
 from functools import partial
@@ -183,19 +184,19 @@ def test_the_table_has_every_row_once(first_run):
     found = (folder / "one" / "table.md").read_text()
     assert found.strip() in printed and len(read_rows(folder / "one")) == 2 * 20
     assert "rpc 4iter/layer1, seed 0" in found and "softmax, seed 1" in found
-    for name in (*corruptions.NAMES, "mean of the 15", "pgd 0.4/255", "autoattack 2/255"):
-        assert found.count(f"| {name}, top-1 ") == 1, name
+    for name in (*(f"corruptions type={name}" for name in (*corruptions.NAMES, "mean")),
+                 "pgd eps=0.4/255", "autoattack eps=2/255", "noise scale=0.068"):
+        assert len(re.findall(rf"^\| {name}, top1 +\|", found, re.M)) == 1, name
 
 
 def test_two_processes_count_every_image_once(first_run):
     folder, models, _ = first_run
     flags = ["corruptions type=fog,snow" if flag == "corruptions" else flag for flag in QUICK]
     group(eval_robust.main, list(map(str, (*models, *flags, "--out_dir", folder / "two"))))
-    alone = {results.key(row): row for row in read_rows(folder / "one")}
-    shared = read_rows(folder / "two")
+    alone, shared = read_rows(folder / "one"), read_rows(folder / "two")
     assert len(shared) == 2 * 7
-    for two in shared:
-        one = alone[results.key(two)]
+    for key, two in shared.items():
+        one = alone[key]
         assert all(one.get(k) == two.get(k) for k in ("top1", "top5", "right", "stages"))
 
 
@@ -209,7 +210,7 @@ def test_resume_keeps_finished_rows_and_adds_the_rest(first_run):
     assert "add --resume" in error(*flags)
     run(*flags, "--resume")
     assert (cut / "results.jsonl").read_text().startswith("".join(lines[:33]))
-    whole, resumed = ({results.key(row): (row["top1"], row["right"]) for row in read_rows(some)}
+    whole, resumed = ({key: (row["top1"], row["right"]) for key, row in read_rows(some).items()}
                       for some in (folder / "one", cut))
     assert whole == resumed
 
@@ -304,7 +305,8 @@ def trees(tmp_path_factory):
 def test_out_of_distribution_folders_use_their_own_classes(trees, tmp_path):
     folder, model, classes = trees
     how = ("--ckpt", folder / "m.pt", "--num_workers", 0)
-    a, = rows_of(tmp_path / "a", *how, "--imagenet_a", folder / "a")        # no val/ is needed
+    a, = rows_of(tmp_path / "a", *how, "--imagenet_a", folder / "a", "--measures",
+                 "imagenet_a")                                              # no val/ is needed
     tree = ImageTree(folder, "a", classes, 32, subset=True)
     logits = model(torch.stack([tree[i][0] for i in range(6)]).float() / 255)[:, 2:5]
     right = logits.argmax(1) == tree.labels - 2
@@ -382,32 +384,26 @@ def test_models_that_share_weights_have_columns_of_their_own(tmp_path):
     rows_of(tmp_path / "r", "--ckpt", *models[:2], *flags)
     found = rows_of(tmp_path / "r", "--ckpt", *models, *flags, "--resume")
     assert len(found) == len(options) and len({row["weights"] for row in found}) == 1
-    names = line_of((tmp_path / "r" / "table.md").read_text(), "measure, per cent")
+    names = line_of((tmp_path / "r" / "table.md").read_text(), "measure")
     assert names[0] == "rpc 1iter/layer1, seed 0"
     assert names[2:4] == ["symmetric, seed 0", "rpc 4iter/layer1, form paper, seed 0"]
     twins = [f"rpc 4iter/layer1, lambda 0.3, seed 0, {models[i]}" for i in (1, 4)]
     assert [names[1], names[4]] == twins
 
 
-def test_rows_are_read_but_for_a_line_cut_short_and_of_twins_the_later_one(tmp_path):
-    (row,), path = made_up("m", dict(fog=50)), tmp_path / "results.jsonl"
-    twins = row, dict(row, top1=[7])
-    path.write_text("".join(json.dumps(r) + "\n" for r in twins) + '{"cut')
-    assert read_rows(tmp_path) == read_rows(path) == [twins[1]]
-    path.write_text(json.dumps(row) + '\n{"corruption": "fog"}\n')
-    with pytest.raises(common.InputError, match="is no row of eval_robust.py"):
-        read_rows(path)
-
-
-def test_tables_of_several_files_are_one_for_each_data_set(tmp_path, monkeypatch, capsys):
+def test_files_of_rows_become_a_table_for_each_data_set(tmp_path, monkeypatch, capsys):
+    """But for a line that was cut short; a file of something else is refused."""
     for i, data in enumerate(("shapes", "cifar10", "shapes")):
         row = attacked(f"m{i}", "pgd", 1 / 255, torch.arange(8) % 3 > 0, data=data)
-        (tmp_path / f"{i}.jsonl").write_text(json.dumps(row) + "\n")
+        (tmp_path / f"{i}.jsonl").write_text(json.dumps(row) + '\n{"cut')
     monkeypatch.setattr(sys, "argv", ["results", *map(str, sorted(tmp_path.glob("*.jsonl")))])
     results.main()
     shapes, cifar10 = capsys.readouterr().out.split("classification, cifar10")
-    assert len(line_of(shapes, "pgd 1/255, top-1")) == 2
-    assert len(line_of(cifar10, "pgd 1/255, top-1")) == 1
+    assert len(line_of(shapes, "pgd eps=1/255, top1")) == 2
+    assert len(line_of(cifar10, "pgd eps=1/255, top1")) == 1
+    (tmp_path / "0.jsonl").write_text('{"corruption": "fog"}\n')
+    with pytest.raises(common.InputError, match="is no row of eval_robust.py"):
+        results.main()
 
 
 def test_rows_that_differ_in_one_thing_are_two_rows():
@@ -423,14 +419,14 @@ def test_rows_that_differ_in_one_thing_are_two_rows():
 
 def alone(**flags):
     """What kinds of measure ask of the flags, for four images at a time in this process."""
-    usual = dict(device=torch.device("cpu"), rank=0, world=1, batch_size=4, seed=0, amp=False,
-                 limit=None, data="shapes", data_dir=None, frost_dir=None, corrupted_dir=None,
+    usual = dict(device=torch.device("cpu"), rank=0, world=1, batch_size=4, seed=0, limit=None,
+                 data="shapes", data_dir=None, frost_dir=None, corrupted_dir=None,
                  num_workers=0, task="classification", classes=list(SHAPES), other=None)
     return argparse.Namespace(**usual | flags)
 
 
 def loaded(model):
-    return sources.Loaded(model, "classification", dict(model="m"), {}, "--ckpt m", 32)
+    return sources.Loaded(model, "classification", dict(model="m"), "--ckpt m", 32)
 
 
 def measure(name, **setting):
@@ -631,13 +627,13 @@ def test_mce_is_for_imagenets_classes_at_all_severities():
     both = made_up("first", alexnet) + made_up("second", half)
     mean = sum(alexnet.values()) / 15
     expected = [f"{100 - mean:.2f}", f"{100 - mean / 2:.2f}"]
-    assert line_of(table(both), "mean of the 15, top-1") == expected
-    assert "mCE" not in table(both)
+    assert line_of(table(both), "corruptions type=mean, top1") == expected
+    assert "mce" not in table(both)
     known = [dict(row, imagenet1k=True) for row in both]
-    assert line_of(table(known), "mean of the 15, mCE") == ["100.00", "50.00"]
+    assert line_of(table(known), "corruptions type=mean, mce") == ["100.00", "50.00"]
     three = [dict(row, measure=row["measure"].replace("1,2,3,4,5", "1,3,5")) for row in known]
-    assert "mCE" not in table(three)                      # AlexNet's errors are of all five
-    assert "mean of the 15" not in table(both[:14])
+    assert "mce" not in table(three)                      # AlexNet's errors are of all five
+    assert "type=mean" not in table(both[:14])
 
 
 def test_the_worst_case_over_attacks_is_taken_image_by_image_over_those_that_all_were_tried_on():
@@ -647,14 +643,15 @@ def test_the_worst_case_over_attacks_is_taken_image_by_image_over_those_that_all
             attacked("n", "fgsm", 1 / 255, c), of("pgd", 1 / 255, ~a, "space=normalized"),
             of("sld", 1 / 255, ~a, measure="sld l1=1"), of("noise", 1, ~a, measure="noise scale=1")]
     worst, = results.worst_cases(rows)
+    assert (worst["measure"], worst["images"]) == ("worst eps=1/255 of=fgsm,pgd", 6)
     both = a[:6] & b[:6]                                  # fewer images are the first of more
     assert 0 < both.sum() < min(a[:6].sum(), b[:6].sum())
     assert not torch.equal(both, a[-6:] & b[:6])
     top1 = 100 * both.double().mean().item()
-    assert results.numbers_of(worst) == [("top-1", pytest.approx(top1), True)]      # no other one
+    assert results.numbers_of(worst) == {"top1": pytest.approx(top1)}               # no other one
     low, high = metrics.wilson(top1 / 100, 6)
     text = f"{top1:.2f} ({100 * low:.1f}-{100 * high:.1f})"
-    assert line_of(table(rows), "worst of fgsm, pgd 1/255, top-1") == [text, ""]
+    assert line_of(table(rows), "worst eps=1/255 of=fgsm,pgd, top1") == [text, ""]
 
 
 def test_rows_that_differ_in_anything_are_two_lines_and_what_all_share_is_left_out():
@@ -662,18 +659,18 @@ def test_rows_that_differ_in_anything_are_two_lines_and_what_all_share_is_left_o
     def lines(*changes):
         rows = [attacked("m", "pgd", 2 / 255, torch.arange(8) % (i + 2) > 0, words="steps=2")
                 | change for i, change in enumerate(changes)]
-        cells = [line for line in table(rows).splitlines() if "top-1" in line]
-        return [line.split("|")[1].strip().removeprefix("pgd 2/255, top-1") for line in cells]
+        cells = [line.split("|")[1].strip() for line in table(rows).splitlines() if ", top1" in line]
+        return [cell.removeprefix("pgd eps=2/255").removesuffix(", top1") for cell in cells]
 
     pgd = "pgd eps=2/255 steps=2"
     other = dict(measure=f"{pgd} alpha=2/255")
-    assert lines({}, other)[:2] == ["", ", alpha=2/255"]
-    assert lines({}, dict(measure="pgd eps=2/255 steps=4"))[:2] == [", steps=2", ", steps=4"]
+    assert lines({}, other)[:2] == ["", " alpha=2/255"]
+    assert lines({}, dict(measure="pgd eps=2/255 steps=4"))[:2] == [" steps=2", " steps=4"]
     for field, value in dict(data_dir="y", seed=3, precision="bf16").items():
         found = lines({}, {field: value})
-        assert len(found) == 2 and found[1] == f", {field}={value}"
+        assert len(found) == 2 and found[1] == f" {field}={value}"
     paper = dict(measure=f"{pgd} space=normalized clip=no")
-    assert lines(paper) == [", space=normalized clip=no"]             # never left out
+    assert lines(paper) == [" space=normalized clip=no"]              # never left out
     # every pair of rows whose keys differ has lines, or columns, of its own
     fields = dict(measure=[pgd, other["measure"], paper["measure"]], seed=[0, 1],
                   data_dir=["x", None], precision=["float32", "tf32"])
@@ -704,11 +701,11 @@ def test_a_source_that_was_trained_anew_is_measured_anew_and_only_transfer_is_ma
     make_checkpoint(tmp_path / "m.pt")
     made_on, attack = [], score.attacked
     monkeypatch.setattr(score, "attacked", lambda model, one, *given: made_on.append(
-        (one.name, results.weights_of(model.state_dict()))) or attack(model, one, *given))
+        (one.name, sources.weights_of(model))) or attack(model, one, *given))
     weights = {}
     for seed in (1, 2):
         model = make_checkpoint(tmp_path / f"{seed}.pt", seed=seed)
-        weights[seed] = results.weights_of(model.state_dict())
+        weights[seed] = sources.weights_of(model)
     for seed, n in ((1, 2), (1, 2), (2, 3)):
         shutil.copy(tmp_path / f"{seed}.pt", tmp_path / "s.pt")
         rows = rows_of(tmp_path / "r", "--ckpt", tmp_path / "m.pt", "--source", tmp_path / "s.pt",
