@@ -374,8 +374,7 @@ def test_generated_corruptions_start_from_imagenet_cs_bilinear_crop(tmp_path, mo
 def test_models_that_share_weights_have_columns_of_their_own(tmp_path):
     """RPC and symmetric models have the same parameters; only model_config differs."""
     options = [dict(pap=dict(n_iter=1)), dict(pap=dict(n_iter=4, lambd=0.3)),
-               dict(attn="symmetric"), dict(pap=dict(form="paper")),
-               dict(pap=dict(lambd=0.3), eps=1e-5)]
+               dict(attn="symmetric"), dict(pap=dict(lambd=0.3), eps=1e-5)]
     models = [tmp_path / f"{i}.pt" for i in range(len(options))]
     for path, option in zip(models, options):
         make_checkpoint(path, **option)
@@ -384,11 +383,9 @@ def test_models_that_share_weights_have_columns_of_their_own(tmp_path):
     rows_of(tmp_path / "r", "--ckpt", *models[:2], *flags)
     found = rows_of(tmp_path / "r", "--ckpt", *models, *flags, "--resume")
     assert len(found) == len(options) and len({row["weights"] for row in found}) == 1
-    names = line_of((tmp_path / "r" / "table.md").read_text(), "measure")
-    assert names[0] == "rpc 1iter/layer1, seed 0"
-    assert names[2:4] == ["symmetric, seed 0", "rpc 4iter/layer1, form paper, seed 0"]
-    twins = [f"rpc 4iter/layer1, lambda 0.3, seed 0, {models[i]}" for i in (1, 4)]
-    assert [names[1], names[4]] == twins
+    twins = [f"rpc 4iter/layer1, lambda 0.3, seed 0, {models[i]}" for i in (1, 3)]
+    assert line_of((tmp_path / "r" / "table.md").read_text(), "measure") == [
+        "rpc 1iter/layer1, seed 0", twins[0], "symmetric, seed 0", twins[1]]
 
 
 def test_files_of_rows_become_a_table_for_each_data_set(tmp_path, monkeypatch, capsys):
@@ -654,28 +651,24 @@ def test_the_worst_case_over_attacks_is_taken_image_by_image_over_those_that_all
     assert line_of(table(rows), "worst eps=1/255 of=fgsm,pgd, top1") == [text, ""]
 
 
-def test_rows_that_differ_in_anything_are_two_lines_and_what_all_share_is_left_out():
+def test_rows_that_differ_in_anything_are_two_lines_and_what_all_share_stands_below():
     """Also where one of them has a setting that the other lacks."""
-    def lines(*changes):
-        rows = [attacked("m", "pgd", 2 / 255, torch.arange(8) % (i + 2) > 0, words="steps=2")
-                | change for i, change in enumerate(changes)]
-        cells = [line.split("|")[1].strip() for line in table(rows).splitlines() if ", top1" in line]
-        return [cell.removeprefix("pgd eps=2/255").removesuffix(", top1") for cell in cells]
+    def lines(rows):
+        cells = [re.match(r"\| (.*), top1 +\|", line) for line in table(rows).splitlines()]
+        return [cell[1] for cell in cells if cell and not cell[1].startswith("worst")]
 
-    pgd = "pgd eps=2/255 steps=2"
-    other = dict(measure=f"{pgd} alpha=2/255")
-    assert lines({}, other)[:2] == ["", " alpha=2/255"]
-    assert lines({}, dict(measure="pgd eps=2/255 steps=4"))[:2] == [" steps=2", " steps=4"]
-    for field, value in dict(data_dir="y", seed=3, precision="bf16").items():
-        found = lines({}, {field: value})
-        assert len(found) == 2 and found[1] == f" {field}={value}"
-    paper = dict(measure=f"{pgd} space=normalized clip=no")
-    assert lines(paper) == [" space=normalized clip=no"]              # never left out
-    # every pair of rows whose keys differ has lines, or columns, of its own
-    fields = dict(measure=[pgd, other["measure"], paper["measure"]], seed=[0, 1],
+    pgd, right = "pgd eps=2/255 steps=2", torch.arange(8) % 3 > 0
+    row = attacked("m", "pgd", 2 / 255, right, words="steps=2")
+    assert lines([row]) == ["pgd eps=2/255"] and f"- {pgd} " in table([row]).replace("pgd:", "pgd")
+    assert lines([row, row | dict(measure=f"{pgd} alpha=2/255")]) == [
+        "pgd eps=2/255", "pgd eps=2/255 alpha=2/255"]
+    paper = f"{pgd} space=normalized clip=no"
+    assert lines([row | dict(measure=paper)]) == ["pgd eps=2/255 space=normalized clip=no"]
+    # every pair of rows whose keys differ has lines of its own
+    fields = dict(measure=[pgd, f"{pgd} alpha=2/255", paper, "pgd eps=2/255 steps=4"], seed=[0, 1],
                   data_dir=["x", None], precision=["float32", "tf32"])
-    changes = [dict(zip(fields, values)) for values in itertools.product(*fields.values())]
-    assert len(set(line for line in lines(*changes) if "worst" not in line)) == len(changes)
+    rows = [row | dict(zip(fields, values)) for values in itertools.product(*fields.values())]
+    assert len(set(lines(rows))) == len(rows)
 
 
 # --- the command ---------------------------------------------------------------------------------

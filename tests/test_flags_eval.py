@@ -1,4 +1,4 @@
-"""Rows under flags that are not the default equal plain loops; how a run is computed changes them."""
+"""Rows under flags that are not the default equal plain loops; the batch size changes none."""
 
 import json
 import shlex
