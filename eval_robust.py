@@ -299,7 +299,7 @@ def start(args):
     best = "cuda" if torch.cuda.is_available() else best
     args.rank, args.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     args.device = torch.device(args.device or best)
-    if "RANK" in os.environ:
+    if "RANK" in os.environ and not args.checks:          # those are rank 0's alone
         gpu = args.device.type == "cuda"
         if gpu:
             args.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -313,7 +313,7 @@ def run_checks(models, todo, args):
     from robust import checks
     if args.rank:
         return
-    args.world = 1                                        # nobody shares the images
+    args.world = 1
     measure, images = next((one for one in todo if one[0].name == "pgd"), todo[0])
     options = {k: v for k, v in measure.setting.items()
                if measure.name == "pgd" and k not in ("eps", *CONDITIONS)}

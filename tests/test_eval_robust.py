@@ -273,15 +273,12 @@ def test_what_a_measure_says_of_itself_is_that_measure_when_it_is_typed():
         "8/255", "0.5/255", "0.1", "1", "85/255", "4", "yes"]
 
 
-def test_slow_measures_are_on_fewer_images_unless_limit_says_otherwise():
-    def sizes(n, **flags):
-        return [len(score.pick(n, name, alone(**flags))) for name in ("clean", "pgd", "cw")]
-
-    assert sizes(3200) == [3200, 160, 40] and sizes(50) == [50, 50, 40]
-    assert sizes(50000, data="imagenet") == [50000, 50000, 100]
-    assert sizes(50000, data="imagenet", limit=70) == [70] * 3
-    few, all_ = score.pick(99, "clean", alone(limit=9)), score.pick(99, "clean", alone())
-    assert torch.equal(few, all_[:9])
+def test_a_limit_takes_the_first_of_a_random_order_and_slow_measures_have_one_of_their_own():
+    few, all_ = (score.pick(500, "clean", alone(limit=n)) for n in (9, None))
+    assert torch.equal(few, all_[:9]) and all_.unique().numel() == 500
+    assert not torch.equal(all_, score.pick(500, "clean", alone(seed=1)))
+    own = [len(score.pick(500, "cw", alone(data=data))) for data in ("shapes", "imagenet")]
+    assert own[0] < own[1] < 500 == len(score.pick(500, "cw", alone(limit=500)))
 
 
 # --- folders of ImageNet's layout ----------------------------------------------------------------
@@ -507,24 +504,6 @@ def test_under_the_papers_conditions_autoattack_and_square_keep_normalised_pixel
     adv = score.attacked(m.model, one, x, labels, index, alone())
     z = (adv - m.model.mean) / m.model.std
     assert bool((z >= -1e-5).all() and (z <= 1 + 1e-5).all()) == inside
-
-
-def test_images_that_are_wrong_already_leave_no_gaps_in_batches(small, monkeypatch):
-    given, sizes = [], []
-
-    def stand_in(model, images, labels, eps, *, index, batch_size):
-        given.append((index, batch_size))
-        return images
-
-    hook = small[0].model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
-    clean = row_of(small[0], measure("clean"), *small[1:])
-    monkeypatch.setitem(robust.ATTACKS, "square", stand_in)
-    row_of(small[0], measure("square", eps=1 / 255), *small[1:])
-    right = small[2][unpack(clean["right"], 40)]
-    assert 8 < len(right) < 36 and torch.equal(torch.cat([index for index, _ in given]), right)
-    assert [batch_size for _, batch_size in given] == [4]                  # asked once, for all
-    hook.remove()
-    assert max(sizes) == 4                                # forward passes are no larger
 
 
 def test_the_largest_move_of_noise_is_that_of_all_draws(small):
