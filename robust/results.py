@@ -140,7 +140,7 @@ def worst_cases(rows):
     groups = {}
     for row in rows:
         name, setting = parts(row["measure"])
-        if "max_linf" in row and "eps" in setting and isinstance(row["right"], str):
+        if "max_linf" in row and "eps" in setting and isinstance(row.get("right"), str):
             how = [f"{k}={v}" for k, v in setting.items() if k in ("eps", *CONDITIONS)]
             worst = row | dict(measure=" ".join(how), images=None)
             groups.setdefault(key(worst), []).append((name, row, worst))
