@@ -540,18 +540,20 @@ def test_what_a_model_gets_wrong_is_changed_by_noise_and_transfer_alone(monkeypa
             assert seen == [[1, both]], (name, labels)
 
 
-def test_accuracy_within_a_radius_counts_l2(monkeypatch):
-    """Of four images 16 values rise by 0.1, 0.2, 0.3, 0.45: in L2 by four times that."""
+def test_accuracy_within_a_radius_counts_l2_and_means_are_over_images_that_moved(monkeypatch):
+    """Of four images 16 values rise by 0.1, 0.2, 0.3, 0.45: in L2 by four times that. The fifth is
+    wrong already."""
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 2))
     model[1].weight.data = torch.eye(48)[:1].T.mul(torch.tensor([[-1.0, 1.0]])).T
     model[1].bias.data = torch.tensor([0.99, -0.99])      # class 1: the first value is nearly 1
-    images = torch.full((4, 3, 4, 4), 100, dtype=torch.uint8)
-    images[:, 0] = torch.tensor([230, 204, 178, 140]).view(4, 1, 1).byte()
+    images = torch.full((5, 3, 4, 4), 100, dtype=torch.uint8)
+    images[:, 0] = torch.tensor([230, 204, 178, 140, 0]).view(5, 1, 1).byte()
     monkeypatch.setitem(robust.ATTACKS, "cw", lambda model, x, labels:
                         torch.cat([torch.ones_like(x[:, :1]), x[:, 1:]], 1))
-    source = Split(images, torch.zeros(4, dtype=torch.int64), ["a", "b"])
-    row = row_of(model, measure("cw"), source, torch.arange(4))
-    assert row["top1"] == 0 and row["top1_at_l2"] == {0.25: 100, 0.5: 75, 1.0: 50, 2.0: 0}
+    source = Split(images, torch.tensor([0, 0, 0, 0, 1]), ["a", "b"])
+    row = row_of(model, measure("cw"), source, torch.arange(5))
+    assert row["top1"] == 0 and row["top1_at_l2"] == {0.25: 80, 0.5: 60, 1.0: 40, 2.0: 0}
+    assert row["mean_l2"] == pytest.approx((25 + 51 + 77 + 115) / 255)
 
 
 def test_per_class_counts_what_is_taken_for_what(small, tmp_path):
