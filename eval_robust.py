@@ -5,16 +5,12 @@
     python eval_robust.py --ckpt out/a --measures clean "pgd eps=1/255,4/255 steps=40" cw
     python eval_robust.py --ckpt deit_tiny_patch16_224.pth --data_dir data/imagenet    # DeiT's file
     python eval_robust.py --model my.py:build --data cifar10 --data_dir data/cifar10    # any model
-    python eval_robust.py --ckpt out/seg_camvid_rpc --scales 0.75 1 1.25 --flip    # a Segmenter
-    python eval_robust.py --ckpt out/pydoc_rpc --stride 1        # a language model, words swapped
     torchrun --standalone --nproc_per_node=4 eval_robust.py --ckpt out/imagenet_rpc \\
-        --data_dir data/imagenet --corrupted_dir data/imagenet-c --imagenet_a data/imagenet-a \\
-        --imagenet_r data/imagenet-r --imagenet_o data/imagenet-o
+        --data_dir data/imagenet --corrupted_dir data/imagenet-c --imagenet_a data/imagenet-a
 
-A checkpoint says whether it is a classifier, a Segmenter or a language model, and of which data;
-robust/segmenters.py and words.py have what the last two need. What is measured is a function that
-returns a row, `clean` or `attack` say; KINDS is the table of them, `evaluate` the loop.
-docs/robustness.md has more commands, and what the numbers mean.
+A checkpoint says whether it is a classifier, a Segmenter or a language model, and of which data.
+What is measured is a function that returns a row, `clean` or `attack` say: KINDS is the table of
+them, `main` the loop. docs/robustness.md has more commands, and what the numbers mean.
 Paper: Teo & Nguyen 2024, section 4, App. A.2 to A.4, E.3 to E.5; Tables 1 to 6, Fig. 3. Budgets are
 in units of pixels in [0, 1], labels are the true ones, attacked pixels stay in [0, 1], in float32.
 The paper's code (`rachtsy/KPCA_code:Attack`) attacks normalised tensors (eps 1/255 there is about
@@ -34,14 +30,15 @@ from typing import Callable, NamedTuple
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 import common
 from common import InputError
 from data.images import DATASETS, load_test
 from robust import ATTACKS, find
-from robust.measures import (CLS, CONDITIONS, FOLDERS, LM, PRESETS, SEG, SLOW, USUAL, budget, build,
+from robust.measures import (CLS, CONDITIONS, FOLDERS, LM, PRESETS, SEG, USUAL, budget, build,
                              describe)
-from robust.results import Results, key, pack
+from robust.results import append, key, open_rows, pack, table
 from robust.score import (all_sum, answers, batches, outcome, percent, row_of, split_images,
                           to_pixels, under_attack)
 from robust.sources import NORMALIZE, classes_of, load_built, load_model
@@ -69,14 +66,13 @@ def get_args():
     flag("--normalize", choices=NORMALIZE, default="imagenet", help="mean and std of a --ckpt that "
          "is not ours: ImageNet's, or 0.5 and 0.5")
     flag("--measures", nargs="+", metavar="NAME", help='names with settings, "pgd eps=1/255,2/255 '
-         'steps=40", see below; or all. Default: clean, corruptions, noise, fgsm, pgd, '
+         'steps=40", see below. Default: clean, corruptions, noise, fgsm, pgd, '
          "adaptive_pgd, apgd and what the folders give; clean, corruptions; perplexity")
     flag("--preset", choices=PRESETS, default="default", help="defaults of the settings")
     flag("--eps", nargs="+", type=budget, help="L-inf budgets of all attacks that name none: "
          "8/255 or 0.031")
     flag("--limit", type=count, help="images per measure, the same for every model, or tokens of a "
-         "text (default: all; fewer on shapes; "
-         + ", ".join(f"{v} for {k}" for k, v in SLOW.items()) + ")")
+         "text (default: all; fewer on shapes and for slow attacks)")
     flag("--per_class", action=boolean, default=False, help="also the accuracy of each class, and "
          "which class is taken for which")
     flag("--checks", action=boolean, default=False, help="instead, can the robust accuracy of each "
@@ -112,9 +108,6 @@ def get_args():
     flag("--resume", action=boolean, default=False, help="keep the rows of --out_dir, add more")
     flag("--batch_size", type=count, help="images or windows of text at a time (default: 512 of 32 "
          "px, by area, on a GPU by its memory; 64 windows)")
-    flag("--amp", action=boolean, default=False, help="bf16 when counting; attacks are in float32")
-    flag("--tf32", action=boolean, default=False, help="on a GPU, faster products of 10 bits, in "
-         "attacks, too")
     flag("--num_workers", type=natural, default=min(os.cpu_count() or 1, 10),
          help="decoding processes")
     flag("--device", type=common.device, help="cuda, mps or cpu (default: the best there is)")
@@ -127,13 +120,6 @@ def get_args():
 
 # --- kinds of measure: functions of (model, measure, images, args) that return fields of a row ----
 
-class Kind(NamedTuple):
-    """A function, or where it is, "module:function", that makes the fields of a row; and one of
-    (measure, source, args) that finds its `Images` and completes the measure's settings."""
-    row: Callable | str
-    images: Callable | str = split_images
-
-
 def clean(m, measure, images, args):
     """Images as they are. Their loss says how far training got."""
     hits, = answers(m, measure, images, args, to_pixels)
@@ -142,7 +128,7 @@ def clean(m, measure, images, args):
 
 def attack(m, measure, images, args, **how):
     """Images that an attack has moved, and how far. how: of `under_attack`."""
-    hits, moved = under_attack(m, measure, images, args, **how)
+    hits, moved, _ = under_attack(m, measure, images, args, **how)
     return row_of(hits[0], moved, args)
 
 
@@ -153,14 +139,14 @@ def transfer(m, measure, images, args):
 
 def noise(m, measure, images, args):
     """Images with noise: the mean of several draws."""
-    hits, moved = under_attack(m, measure, images, args, draws=measure.setting["draws"],
-                               everyone=True)
+    hits, moved, _ = under_attack(m, measure, images, args, draws=measure.setting["draws"],
+                                  everyone=True)
     return row_of(hits.mean(0), moved, args) | dict(right=[pack(hit[:, 0] > 0) for hit in hits])
 
 
 def cw(m, measure, images, args):
     """Images moved as far as it takes: accuracy also where no more than a radius is allowed."""
-    hits, moved = under_attack(m, measure, images, args)
+    hits, moved, _ = under_attack(m, measure, images, args)
     fooled, radii = hits[0, :, 0] == 0, (0.25, 0.5, 1.0, 2.0)
     within = torch.stack([(fooled & (moved[:, 1] <= r)).sum() for r in radii])
     left = [100 - share for share in percent(within, len(fooled))]
@@ -173,14 +159,13 @@ MANY = 4096         # images at a time where they leave one by one, so that batc
 
 def autoattack(m, measure, images, args):
     """Images that one attack after the other was tried on: also the accuracy after each."""
-    traces, n = [], len(images.index)
-    hits, moved = under_attack(m, measure, images, args, most=MANY, traces=traces)
-    stages = torch.zeros(len(STAGES), n)
+    hits, moved, traces = under_attack(m, measure, images, args, most=MANY)
+    stages = torch.zeros(len(STAGES), len(images.index))
     for place, trace in traces:
         for i, stage in enumerate(trace):                 # changed since: is it right now?
             standing, right = stage["standing"].cpu(), stage["right"].cpu()
             stages[i, place.cpu()] = right.where(standing, hits[0, place.cpu(), 0] > 0).float()
-    after = dict(zip(STAGES, percent(all_sum(stages).sum(1), n)))
+    after = dict(zip(STAGES, percent(all_sum(stages).sum(1), len(images.index))))
     return row_of(hits[0], moved, args) | dict(stages=after)
 
 
@@ -192,14 +177,19 @@ def adaptive(m, measure, images, args, kind=attack):
     return row if pap_steps(m.model, grey) else row | dict(plain=True)
 
 
-# --- what is measured, on which images -----------------------------------------------------------
-
 def to_transfer(measure, source, args):
     """Transfer's images. Its words say which weights they were attacked on."""
     if not args.other:
         raise InputError("--measures transfer needs --source")
     measure.setting["source"] = args.other.about["weights"]
     return split_images(measure, source, args)
+
+
+class Kind(NamedTuple):
+    """A function, or where it is, "module:function", that makes the fields of a row; and one of
+    (measure, source, args) that finds its `Images` and completes the measure's settings."""
+    row: Callable | str
+    images: Callable | str = split_images
 
 
 KINDS = {
@@ -226,21 +216,36 @@ def kinds_of(task):
     return KINDS[task] | (attacks if task == CLS else {})
 
 
-def plan(models, args):
-    """[(Measure, Images)]: what --measures and the other flags ask for."""
-    kinds, folders = kinds_of(args.task), [name for name in FOLDERS if getattr(args, name)]
-    without_val = folders and args.data == "imagenet" and not args.data_dir
-    texts = args.measures or ([] if without_val else USUAL[args.task]) + folders
-    if "all" in texts:
-        others = {"per_class", "transfer", *FOLDERS} - {*folders, args.other and "transfer"}
-        texts = [name for name in kinds if name not in others]
-    measures = build(texts + ["per_class"] * args.per_class, kinds, args.preset, args.eps)
-    source = find(SOURCES[args.task])(models, args)
-    todo = [(one, find(kinds[one.name].images)(one, source, args)) for one in measures]
-    todo = [(measure, images) for measure, images in todo if images]
-    if not todo:
-        raise InputError(f"there is nothing to measure in --corrupted_dir {args.corrupted_dir}")
-    return todo
+# --- models, images, what is measured ------------------------------------------------------------
+
+def load_models(args):
+    """The models to evaluate, `Loaded`, all of one task and size. Sets what no flag has set, by
+    the first of them and what it was trained on; other: that of --source, or None."""
+    size = args.image_size or (32 if args.data in ("shapes", "cifar10") else 224)
+    how = args.normalize, args.weights
+    models = [*(load_model(path, args.device, "--ckpt", *how) for path in args.ckpt),
+              *(load_built(text, args.device, size) for text in args.model)]
+    args.other = load_model(args.source, args.device, "--source", *how) if args.source else None
+    for name in ("task", "size", "classes"):
+        values = [getattr(m, name) for m in (*models, args.other) if m and getattr(m, name)]
+        if any(value != values[0] for value in values):
+            raise InputError(f"{models[0].given}, ...: models of {name} "
+                             f"{' and '.join(dict.fromkeys(str(v)[:60] for v in values))}, "
+                             f"expected the same for all")
+
+    first = models[0]
+    args.task, args.size = first.task, first.size
+    args.data = args.data or first.trained.get("data") or "imagenet"
+    args.data_dir = args.data_dir or first.trained.get("data_dir")
+    args.imagenet1k, args.classes = False, []
+    if args.task == CLS and not args.batch_size:
+        pixels = 2 ** 19
+        if args.device.type == "cuda":                    # a ViT-B with a gradient takes 3 kB each
+            pixels = min(torch.cuda.mem_get_info(args.device)[0] // 4096, 512 * 224 ** 2)
+        args.batch_size = max(1, pixels // first.size ** 2)
+    if args.task != CLS and (args.checks or args.per_class or args.corrupted_dir):
+        raise InputError("--checks, --per_class and --corrupted_dir are for classifiers")
+    return models
 
 
 def classification(models, args):
@@ -273,36 +278,17 @@ def classification(models, args):
 SOURCES = {CLS: classification, SEG: "robust.segmenters:load", LM: "robust.words:load"}
 
 
-def load_models(args):
-    """The models to evaluate, `Loaded`, and that of --source or None: all of one task and size."""
-    size = args.image_size or (32 if args.data in ("shapes", "cifar10") else 224)
-    how = args.normalize, args.weights
-    models = [*(load_model(path, args.device, "--ckpt", *how) for path in args.ckpt),
-              *(load_built(text, args.device, size) for text in args.model)]
-    other = load_model(args.source, args.device, "--source", *how) if args.source else None
-    everyone = [*models, other] if other else models
-    for name in ("task", "size", "classes"):
-        values = [getattr(m, name) for m in everyone if getattr(m, name)]
-        if any(value != values[0] for value in values):
-            raise InputError(f"{models[0].given}, ...: models of {name} "
-                             f"{' and '.join(dict.fromkeys(str(v)[:60] for v in values))}, "
-                             f"expected the same for all")
-    return models, other
-
-
-def fill_in(args, first):
-    """Set what no flag has set: by the first model, and what it was trained on."""
-    args.task, args.size = first.task, first.size
-    args.data = args.data or first.trained.get("data") or "imagenet"
-    args.data_dir = args.data_dir or first.trained.get("data_dir")
-    args.imagenet1k, args.classes = False, []
-    if args.task == CLS and not args.batch_size:
-        pixels = 2 ** 19
-        if args.device.type == "cuda":                    # a ViT-B with a gradient takes 3 kB each
-            pixels = min(torch.cuda.mem_get_info(args.device)[0] // 4096, 512 * 224 ** 2)
-        args.batch_size = max(1, pixels // first.size ** 2)
-    if args.task != CLS and (args.checks or args.per_class or args.corrupted_dir):
-        raise InputError("--checks, --per_class and --corrupted_dir are for classifiers")
+def plan(models, args):
+    """[(Measure, Images)]: what --measures and the other flags ask for."""
+    kinds, folders = kinds_of(args.task), [name for name in FOLDERS if getattr(args, name)]
+    texts = (args.measures or USUAL[args.task] + folders) + ["per_class"] * args.per_class
+    measures = build(texts, kinds, args.preset, args.eps)
+    source = find(SOURCES[args.task])([m for m in (*models, args.other) if m], args)
+    todo = [(one, find(kinds[one.name].images)(one, source, args)) for one in measures]
+    todo = [(measure, images) for measure, images in todo if images]
+    if not todo:
+        raise InputError(f"there is nothing to measure in --corrupted_dir {args.corrupted_dir}")
+    return todo
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -313,21 +299,13 @@ def start(args):
     best = "cuda" if torch.cuda.is_available() else best
     args.rank, args.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     args.device = torch.device(args.device or best)
-    if "RANK" in os.environ:
+    if "RANK" in os.environ and not args.checks:          # those are rank 0's alone
         gpu = args.device.type == "cuda"
         if gpu:
             args.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(args.device)
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
-
-
-def about(m, measure, images, args):
-    """What a row is about: everything but its result."""
-    precision = " and ".join(["tf32"] * args.tf32 + ["bf16"] * args.amp) or "float32"
-    return dict(m.about, task=args.task, data=args.data, data_dir=images.data_dir,
-                imagenet1k=args.imagenet1k, measure=str(measure), images=len(images.index),
-                seed=args.seed, precision=precision)
+    torch.backends.cudnn.allow_tf32 = False               # cuDNN's default; of matmul it is not
 
 
 def run_checks(models, todo, args):
@@ -335,62 +313,65 @@ def run_checks(models, todo, args):
     from robust import checks
     if args.rank:
         return
-    args.world = 1                                        # nobody shares the images
+    args.world = 1
     measure, images = next((one for one in todo if one[0].name == "pgd"), todo[0])
     options = {k: v for k, v in measure.setting.items()
                if measure.name == "pgd" and k not in ("eps", *CONDITIONS)}
     args.batch_size = args.limit = args.limit or 64
     few = next(batches(images._replace(index=images.index[:args.limit]), args))
-    softmax = next((m for m in [args.other or models[0], *models]
-                    if m.about["kind"] == "softmax"), None)
+    softmax = next((m for m in (args.other, *models) if m and m.about["kind"] == "softmax"), None)
     for m in models:
         twin = softmax.model if softmax and softmax is not m else None
-        checks.run(m.model, few[0].float() / 255, few[1], m.about["model"], twin, options)
+        checks.run(m.model, to_pixels(few[0]), few[1], m.about["model"], twin, options)
 
 
-def open_results(args):
-    """Open the rows of --out_dir: by default in the first checkpoint's run, else in out/."""
+def out_dir(args):
+    """The folder for rows: --out_dir, else robust/ in the first checkpoint's run, else in out/."""
     path = Path((args.ckpt or ["out/model"])[0])
     run = path if path.is_dir() else path.parent
     if not path.is_dir() and not (run / "log.jsonl").exists():      # a shipped or a foreign file
         run = Path("out", path.stem)
-    args.out_dir = args.out_dir or str(run / "robust")
-    return Results(args.out_dir, args.data, args.resume, args.rank)
+    return Path(args.out_dir or run / "robust")
 
 
-def evaluate(models, todo, args):
-    """For each measure, for each model: its row, if there is none yet. Then the table."""
-    results, hardware = open_results(args), common.describe(args.device)
+def main():
+    args = get_args()
+    start(args)
+    models = load_models(args)
+    todo = plan(models, args)
+    if args.checks:
+        return run_checks(models, todo, args)
+
+    # For each measure, for each model: its row, if there is none yet.
+    path, hardware = out_dir(args) / "results.jsonl", common.describe(args.device)
+    rows = open_rows(path, args.resume, args.rank)
     common.print0(f"{len(models)} models | {args.task} | {args.data} | {args.world} x {hardware} | "
-                  f"{results.out}")
+                  f"{path}")
     for measure, images in todo:
         kind = kinds_of(args.task)[measure.name]
         for m in models:
-            row = about(m, measure, images, args)
-            if key(row) in results.rows:
+            row = dict(m.about, task=args.task, data=args.data, data_dir=images.data_dir,
+                       imagenet1k=args.imagenet1k, measure=str(measure), images=len(images.index),
+                       seed=args.seed, precision="float32")
+            if key(row) in rows:
                 continue
             began = time.perf_counter()
             with common.error_prefix(m.given):
                 row |= find(kind.row)(m, measure, images, args)
             row.update(seconds=round(time.perf_counter() - began, 2), date=str(date.today()),
                        torch=torch.__version__, hardware=hardware, processes=args.world)
-            results.add(row)
+            rows[key(row)] = row
+            if args.rank == 0:
+                append(path, row)
 
     if args.rank == 0:
-        print("\n" + results.write_table())
+        text = table([row for row in rows.values() if row["data"] == args.data])
+        path.with_name("table.md").write_text(text + "\n")
+        print(f"\n{text}")
         if args.per_class:
             from robust.per_class import tables
-            print(tables(results.rows.values(), args.out_dir))
-        print(f"\n{len(results.rows)} rows in {results.out}; this table in {results.table}")
-
-
-def main():
-    args = get_args()
-    start(args)
-    models, args.other = load_models(args)
-    fill_in(args, models[0])
-    todo = plan([*models, args.other] if args.other else models, args)
-    (run_checks if args.checks else evaluate)(models, todo, args)
+            print(tables(rows.values(), path.parent))
+        print(f"\n{len(rows)} rows in {path}; this table in {path.with_name('table.md')}")
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -40,13 +40,6 @@ def listed(values, digits=1):
     return " ".join(f"{value:.{digits}f}" for value in values)
 
 
-def zero_gradient_share(model, images, labels):
-    """Measure the share of the entries of grad CE that are 0, and of images where all are."""
-    _, _, grad = input_gradient(cross_entropy, model, images, labels)
-    zero = (grad == 0).flatten(1).float()
-    return zero.mean().item(), zero.amin(1).mean().item()
-
-
 # --- the checks: ({what has to hold: does it?}, evidence) ----------------------------------------
 
 def sweep_to_zero(model, x, y, options):
@@ -71,8 +64,9 @@ def sweep_to_zero(model, x, y, options):
 def gradients(model, x, y):
     """1: the loss repeats, has a gradient everywhere and rises along it."""
     calls = torch.stack([model(x) for _ in range(5)])
-    entries, blind = zero_gradient_share(model, x, y)
     _, _, grad = input_gradient(cross_entropy, model, x, y)
+    zero = (grad == 0).flatten(1)
+    entries, blind = percent(zero.flatten()), percent(zero.all(1))
     loss = [cross_entropy(model(x + t / 255 * grad.sign()), y).mean().item()
             for t in (0, 0.25, 0.5, 1)]
     probable = (calls >= 0).all() and ((calls.sum(2) - 1).abs() < 1e-5).all()
@@ -81,7 +75,7 @@ def gradients(model, x, y):
              "no gradient all 0": blind == 0,
              "loss rises": all(a < b for a, b in zip(loss, loss[1:]))}
     return parts, (f"loss {listed(loss, 3)} at 0 0.25 0.5 1 / 255 along the gradient's sign; "
-                   f"entries exactly 0: {100 * entries:.3f} %, images all 0: {100 * blind:.1f} %")
+                   f"entries exactly 0: {entries:.3f} %, images all 0: {blind:.1f} %")
 
 
 def steps_and_restarts(model, x, y, eps, options):

@@ -96,7 +96,7 @@ def kept_logits(m, images, columns, args):
     """The logits of some classes for `Images`, on every process: (n, len(columns)) float64."""
     out = torch.zeros(len(images.index), len(columns), device=args.device)
     for x, _, _, place in batches(images, args, Path(images.source.folder).name):
-        out[place] = logits_of(m.model, x.float() / 255, args)[:, columns]
+        out[place] = logits_of(m, to_pixels(x), args)[:, columns]
     return all_sum(out).double()
 
 

@@ -9,7 +9,7 @@ ATTACKS in robust/__init__.py. Table 2 and Fig. 3 of Teo & Nguyen 2024 say which
 
 import argparse
 import itertools
-from typing import NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from common import COUNT, InputError
 from robust import ATTACKS, find, parameters
@@ -20,24 +20,23 @@ FOLDERS = ("imagenet_a", "imagenet_r", "imagenet_o")
 # What --measures is by default; classifiers: and the folders that are given.
 USUAL = {CLS: ["clean", "corruptions", "noise", "fgsm", "pgd", "adaptive_pgd", "apgd"],
          SEG: ["clean", "corruptions"], LM: ["perplexity"]}
-# Settings that are no keyword of an attack: (default, type).
+# Settings that are no keyword of an attack: (default, annotation).
 SETTINGS = {"corruptions": dict(type=(list(ALEXNET), str), jpeg85=(False, bool)),
-            "perplexity": dict(split=(["valid", "test"], str)),
+            "perplexity": dict(split=(["valid", "test"], Literal["valid", "test"])),
             "noise": dict(draws=(3, int))}                # its accuracy: the mean of so many
-CHOICES = dict(space=("pixel", "normalized"), labels=("true", "pred"), split=("valid", "test"))
+OF_ATTACKS = dict(space=("pixel", Literal["pixel", "normalized"]),
+                  labels=("true", Literal["true", "pred"]), clip=(True, bool))
+CONDITIONS = {key: default for key, (default, _) in OF_ATTACKS.items()}  # said where they are not
 # Parameters of attacks that are no settings: the evaluator gives them to the attack.
 OFFERED = ("clip", "seed", "index", "draw", "batch_size", "trace", "progress", "targets",
            "surrogates")
-# What every attack has besides; a measure's words say only what is not this.
-CONDITIONS = dict(space="pixel", labels="true", clip=True)
-IN_UNIT = dict(clip=True)             # AutoAttack's code keeps to [0, 1] in any space
 PRESETS = {                           # name: settings of all attacks, and of one by its name
-    "default": dict(CONDITIONS, eps=[k / 255 for k in (1, 2, 4, 8)]),
-    # the paper's code, `rachtsy/KPCA_code:Attack`
+    "default": dict(eps=[k / 255 for k in (1, 2, 4, 8)]),
+    # the paper's code, `rachtsy/KPCA_code:Attack`; AutoAttack's keeps to [0, 1] in any space
     "paper": dict(space="normalized", labels="pred", clip=False, eps=[k / 255 for k in range(1, 7)],
                   noise=dict(scale=0.3), sld=dict(rescale=True), cw=dict(confidence=10.0),
-                  spsa=dict(eps=0.1, centre="legacy"), square=IN_UNIT, autoattack=IN_UNIT,
-                  adaptive_autoattack=IN_UNIT),
+                  spsa=dict(eps=0.1, centre="legacy"), square=dict(clip=True),
+                  autoattack=dict(clip=True), adaptive_autoattack=dict(clip=True)),
 }
 # Images per measure without --limit: minutes on the embedded scenes; elsewhere all, but for attacks
 # that take hours.
@@ -59,11 +58,11 @@ class Measure(NamedTuple):
 
 def settings_of(name):
     """{setting: (default, annotation)} of a measure. None: there is no default (of eps: --eps)."""
-    found = {}
-    for key, p in (parameters(find(ATTACKS[name])) if name in ATTACKS else {}).items():
-        if key not in OFFERED:
-            found[key] = None if p.default is p.empty else p.default, p.annotation
-    return found | SETTINGS.get(name, {})
+    if name not in ATTACKS:
+        return SETTINGS.get(name, {})
+    own = {key: (None if p.default is p.empty else p.default, p.annotation)
+           for key, p in parameters(find(ATTACKS[name])).items() if key not in OFFERED}
+    return own | SETTINGS.get(name, {}) | OF_ATTACKS
 
 
 # --- values and words ----------------------------------------------------------------------------
@@ -89,15 +88,15 @@ def read(setting, text, default, annotation):
 
     A default of 1 says no more than that it is a number, 0.5 fits as well: int has to be annotated.
     """
-    choices = {word: word for word in CHOICES.get(setting, get_args(annotation))}
+    words = {word: word for word in get_args(annotation)}
     if isinstance(default, bool):
-        choices = dict(yes=True, no=False)
+        words = dict(yes=True, no=False)
     kind = budget if setting == "eps" else COUNT if annotation is int else \
         str if str in (annotation, type(default)) else number
     try:
-        return choices[text] if choices else kind(text)
+        return words[text] if words else kind(text)
     except (KeyError, ValueError, ZeroDivisionError, argparse.ArgumentTypeError) as error:
-        expected = f"expected {' or '.join(choices)}" if choices else error
+        expected = f"expected {' or '.join(words)}" if words else error
         raise InputError(f"{setting}={text}: {expected}") from None
 
 
@@ -129,9 +128,9 @@ def describe(known):
     """The measures, their settings and defaults, for --help."""
     lines = ["measures and the defaults of their settings:"]
     for name in known:
-        usual = {k: "all" if k == "type" else v for k, (v, _) in settings_of(name).items()}
-        missing = "".join(f" {k}=..." for k, v in usual.items() if v is None)
-        lines.append(f"  {name:20} {in_words(usual)}{missing}".rstrip())
+        usual = {key: "all" if key == "type" else "..." if default is None else default
+                 for key, (default, _) in settings_of(name).items() if key not in CONDITIONS}
+        lines.append(f"  {name:20} {in_words(usual)}".rstrip())
     lines.append("and of all attacks: space=pixel or normalized, labels=true or pred, clip=yes or "
                  "no;\nNAME=VALUE,VALUE,... measures each; what they mean, and presets: robust/")
     return "\n".join(lines)
@@ -148,11 +147,10 @@ def build(texts, known, preset="default", eps=None):
     for text in texts:
         name, *pairs = text.split() or [""]
         if name not in known:
-            raise InputError(f"--measures {text!r}: known are {', '.join(known)}, all")
+            raise InputError(f"--measures {text!r}: known are {', '.join(known)}")
         kinds = settings_of(name)
         values = {key: default for key, (default, _) in kinds.items()}
-        if name in ATTACKS:
-            values |= {key: preset[key] for key in CONDITIONS}
+        values |= {key: preset[key] for key in CONDITIONS if key in values and key in preset}
         values |= preset.get(name, {})
         if "eps" in values and (eps or values["eps"] is None):
             values["eps"] = eps or preset["eps"]
@@ -160,8 +158,7 @@ def build(texts, known, preset="default", eps=None):
             if setting not in values:
                 raise InputError(f"--measures {text!r}: {setting} is no setting of {name}; known "
                                  f"are {', '.join(values) or 'none'}")
-            default, kind = kinds.get(setting, (CONDITIONS.get(setting), None))
-            values[setting] = [read(setting, one, default, kind) for one in given.split(",")]
+            values[setting] = [read(setting, one, *kinds[setting]) for one in given.split(",")]
         every = [v if isinstance(v, list) else [v] for v in values.values()]
         for combination in itertools.product(*every):
             todo.append(Measure(name, dict(zip(values, combination))))

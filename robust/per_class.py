@@ -14,7 +14,7 @@ def per_class(m, measure, images, args):
     K = len(args.classes)
     matrix = torch.zeros(K, K, dtype=torch.int64)
     for x, labels, *_ in batches(images, args, f"per class, {m.about['model']}"):
-        predicted = logits_of(m.model, to_pixels(x), args).argmax(1)
+        predicted = logits_of(m, to_pixels(x), args).argmax(1)
         matrix += (labels * K + predicted).bincount(minlength=K * K).cpu().view(K, K)
     matrix = all_sum(matrix)
     there = matrix.sum(1) > 0

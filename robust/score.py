@@ -1,7 +1,7 @@
 """Images in batches, damaged or attacked, and which answers are right: what measures are made of.
 
-args: seed, device, rank, world, batch_size, num_workers, amp and limit of eval_robust.py. Processes
-share the images; what they found is summed, so that each has the whole.
+args: seed, device, rank, world, batch_size, num_workers, limit of eval_robust.py. Processes share
+the images; what they found is summed, so that each has the whole.
 """
 
 import math
@@ -83,10 +83,9 @@ def all_sum(t):
 # --- answers -------------------------------------------------------------------------------------
 
 @torch.no_grad()
-def logits_of(model, x, args):
-    """Ask about images x in [0, 1]: logits (b, classes), float32."""
-    with torch.autocast(args.device.type, torch.bfloat16, enabled=args.amp):
-        return forward(model, x, args.batch_size).float()
+def logits_of(m, x, args):
+    """Ask a model about images x in [0, 1]: logits (b, classes), float32."""
+    return forward(m.model, x, args.batch_size).float()
 
 
 def correct(logits, labels):
@@ -98,22 +97,22 @@ def correct(logits, labels):
     return torch.stack([right[:, 0].float(), right.any(1).float(), loss], 1)
 
 
-def answers(m, measure, images, args, *changes, most=0):
+def to_pixels(images, *_):
+    """Images (b, 3, S, S) uint8 as pixels in [0, 1]."""
+    return images.float() / 255
+
+
+def answers(m, measure, images, args, *changes):
     """What a model says of images as each of `changes` leaves them: (changes, n, 3) of `correct`.
 
     A change makes pixels in [0, 1] of a batch. All of them see it when it is there.
     """
     hits = torch.zeros(len(changes), len(images.index), 3, device=args.device)
-    for batch in batches(images, args, f"{measure}, {m.about['model']}"[:60], most):
+    for batch in batches(images, args, f"{measure}, {m.about['model']}"[:60]):
         _, labels, _, place = batch
         for found, change in zip(hits, changes):
-            found[place] = correct(logits_of(m.model, change(*batch), args), labels)
+            found[place] = correct(logits_of(m, change(*batch), args), labels)
     return all_sum(hits).double()
-
-
-def to_pixels(images, *_):
-    """The change that changes nothing."""
-    return images.float() / 255
 
 
 def percent(total, n):
@@ -173,29 +172,23 @@ def attacked(model, measure, x, labels, index, args, draw=0, trace=None, everyon
     return adv * model.std + model.mean if normalized else adv
 
 
-def under_attack(m, measure, images, args, by=None, draws=1, most=0, everyone=False, traces=None):
-    """(answers (draws, n, 3), how far images moved (n, 4), the most of all draws).
-
-    by: whose gradients and errors the attack sees, if not m's. traces: a list that receives
-    (places, trace) of each batch.
-    """
-    moved = torch.zeros(len(images.index), 4, dtype=widest(args.device), device=args.device)
-
-    def change(pixels, labels, numbers, place, draw):
-        x, trace = pixels.float() / 255, []
-        adv = attacked((by or m).model, measure, x, labels, numbers, args, draw, trace, everyone)
-        moved[place] = torch.maximum(moved[place], distances(adv, x))
-        if traces is not None:
+def under_attack(m, measure, images, args, by=None, draws=1, most=0, everyone=False):
+    """(answers (draws, n, 3), how far images moved (n, 4), the most of all draws, and [(places,
+    trace)] of each batch, for autoattack). by: whose gradients and errors the attack sees, if not
+    m's. most: images at a time."""
+    n, traces = len(images.index), []
+    hits = torch.zeros(draws, n, 3, device=args.device)
+    moved = torch.zeros(n, 4, dtype=widest(args.device), device=args.device)
+    label, source = f"{measure}, {m.about['model']}"[:60], (by or m).model
+    for pixels, labels, numbers, place in batches(images, args, label, most):
+        x = to_pixels(pixels)
+        for draw in range(draws):
+            trace = []
+            adv = attacked(source, measure, x, labels, numbers, args, draw, trace, everyone)
+            hits[draw, place] = correct(logits_of(m, adv, args), labels)
+            moved[place] = torch.maximum(moved[place], distances(adv, x))
             traces.append((place, trace))
-        return adv
-
-    changes = [partial(change, draw=draw) for draw in range(draws)]
-    return answers(m, measure, images, args, *changes, most=most), all_sum(moved).double()
-
-
-def row_of(hits, moved, args):
-    """Fields of a row from answers (n, 3) and distances (n, 4)."""
-    return outcome(hits, len(args.classes)) | sizes(moved)
+    return all_sum(hits).double(), all_sum(moved).double(), traces
 
 
 def widest(device):
@@ -210,10 +203,10 @@ def distances(adv, x):
     return torch.stack([move.norm(math.inf, 1), move.norm(2, 1), move.norm(1, 1), outside], 1)
 
 
-def sizes(moved):
-    """Fields of a row from `distances` (n, 4): extremes over the images that were moved."""
+def row_of(hits, moved, args):
+    """Fields of a row from answers (n, 3) and distances (n, 4), extremes over images that moved."""
     touched = moved[moved[:, 0] > 0]
     linf, l2, l1 = (touched[:, :3] if len(touched) else moved[:1, :3]).unbind(1)
-    return dict(max_linf=linf.max().item(), max_l2=l2.max().item(), max_l1=l1.max().item(),
-                median_l2=l2.median().item(), mean_l2=l2.mean().item(),
-                outside=moved[:, 3].max().item())
+    return outcome(hits, len(args.classes)) | dict(
+        max_linf=linf.max().item(), max_l2=l2.max().item(), max_l1=l1.max().item(),
+        median_l2=l2.median().item(), mean_l2=l2.mean().item(), outside=moved[:, 3].max().item())

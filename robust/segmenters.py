@@ -40,7 +40,7 @@ def measured(m, measure, images, args):
         change = severity and partial(corruptions.damage, setting=setting, severity=severity,
                                       args=args)
         result, _ = evaluate(m.model, images.source, size=m.size, index=images.index.tolist(),
-                             change=change, amp=args.amp, num_workers=args.num_workers,
-                             rank=args.rank, world=args.world, progress=str(measure)[:60], **views)
+                             change=change, num_workers=args.num_workers, rank=args.rank,
+                             world=args.world, progress=str(measure)[:60], **views)
         found.append({k: v for k, v in result.items() if k != "images"})
     return stack(found) if "severities" in setting else found[0]

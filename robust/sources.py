@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import sys
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,6 @@ from attention import PAP_SETTINGS
 from common import InputError
 from robust.attacks import check_logits
 from robust.measures import CLS, LM, SEG
-from robust.results import checksum, weights_of
 from vit import ViT, ViTConfig, classifier_from_checkpoint
 
 # What pixels in [0, 1] are normalised by: mean and std, of each channel.
@@ -27,19 +27,22 @@ class Loaded(NamedTuple):
     model: torch.nn.Module           # in eval mode, its parameters frozen
     task: str
     about: dict                      # what its rows say of it
-    checkpoint: dict                 # of ours, without the weights; {} of others
     given: str                       # the flag and the path, for errors
     size: int | None                 # pixels a side of the images that it takes
+    checkpoint: dict = {}            # of ours, without the weights
+    trained: dict = {}               # the flags of its training
+    classes: list | None = None      # their names
 
-    @property
-    def trained(self):
-        """The flags that it was trained with."""
-        return self.checkpoint.get("args") or {}
 
-    @property
-    def classes(self):
-        """The names of its classes, or None."""
-        return self.checkpoint.get("classes")
+def checksum(data):
+    """Give eight hexadecimal digits for bytes."""
+    return f"{zlib.crc32(data):08x}"
+
+
+def weights_of(model):
+    """Give a checksum of a model's weights."""
+    tensors = (t.cpu().contiguous().numpy().tobytes() for t in model.state_dict().values())
+    return checksum(b"".join(tensors))
 
 
 def kind_of(config):
@@ -59,20 +62,8 @@ def kind_of(config):
     return name
 
 
-def rebuild(checkpoint):
-    """Rebuild the model of a checkpoint of ours; returns it and the defaults of its config."""
-    task = checkpoint["task"]
-    if task == SEG:
-        from segmenter import SegmenterConfig, segmenter_from_checkpoint
-        return segmenter_from_checkpoint(checkpoint), SegmenterConfig(2)
-    if task == LM:
-        from lm import LMConfig, lm_from_checkpoint
-        return lm_from_checkpoint(checkpoint), LMConfig(1)
-    return classifier_from_checkpoint(checkpoint), ViTConfig()
-
-
-def describe_model(model, defaults, trained, path):
-    """What rows say of their model, a dict. trained: the flags of its training.
+def describe_model(model, defaults, path):
+    """What rows say of their model, a dict. defaults: of its config.
 
     weights, model_config (what differs from the defaults, PAP's settings among the others): which
     model it is.
@@ -82,8 +73,8 @@ def describe_model(model, defaults, trained, path):
     config = {k: v for k, v in config.items() if v != usual.get(k)}
     config = json.loads(json.dumps(config))               # as a row that is read back has it
     kind = kind_of(model.config)
-    return dict(model=f"{kind}, seed {trained.get('seed', '?')}", kind=kind, checkpoint=str(path),
-                weights=weights_of(model.state_dict()), model_config=config)
+    return dict(model=kind, kind=kind, checkpoint=str(path), weights=weights_of(model),
+                model_config=config)
 
 
 def load_model(path, device, flag="--ckpt", normalize="imagenet", weights="model"):
@@ -102,11 +93,24 @@ def load_model(path, device, flag="--ckpt", normalize="imagenet", weights="model
                              "--ema")
         model, defaults = rebuild(checkpoint | dict(model=checkpoint[weights]))
     model = model.to(device).requires_grad_(False)
-    about = describe_model(model, defaults, checkpoint["args"], path)
-    about["model"] += ", ema" if weights == "ema" else ""
+    about = describe_model(model, defaults, path)
+    about["model"] += f", seed {checkpoint['args'].get('seed', '?')}" + ", ema" * (weights == "ema")
     held = {k: v for k, v in checkpoint.items() if k not in ("model", "ema", "optimizer")}
-    return Loaded(model, checkpoint["task"], about, held, given,
-                  getattr(model.config, "image_size", None))
+    return Loaded(model, checkpoint["task"], about, given,
+                  getattr(model.config, "image_size", None), held, checkpoint["args"],
+                  checkpoint.get("classes"))
+
+
+def rebuild(checkpoint):
+    """Rebuild the model of a checkpoint of ours; returns it and the defaults of its config."""
+    task = checkpoint["task"]
+    if task == SEG:
+        from segmenter import SegmenterConfig, segmenter_from_checkpoint
+        return segmenter_from_checkpoint(checkpoint), SegmenterConfig(2)
+    if task == LM:
+        from lm import LMConfig, lm_from_checkpoint
+        return lm_from_checkpoint(checkpoint), LMConfig(1)
+    return classifier_from_checkpoint(checkpoint), ViTConfig()
 
 
 def load_foreign(checkpoint, path, device, given, normalize):
@@ -122,9 +126,9 @@ def load_foreign(checkpoint, path, device, given, normalize):
     model = ViT(config)
     load_weights(model, checkpoint)
     model = model.to(device).eval().requires_grad_(False)
-    about = describe_model(model, ViTConfig(), {}, path)
+    about = describe_model(model, ViTConfig(), path)
     about.update(model=f"{Path(str(path)).stem}, {about['kind']}", normalize=normalize)
-    return Loaded(model, CLS, about, {}, given, config.image_size)
+    return Loaded(model, CLS, about, given, config.image_size)
 
 
 def load_built(text, device, size):
@@ -145,9 +149,9 @@ def load_built(text, device, size):
     torch.manual_seed(0)                                  # the same weights on every process
     model = getattr(module, name)().to(device).eval().requires_grad_(False)
     code = checksum(Path(path).read_bytes())              # an edited file is another model
-    about = dict(model=text, kind=text, checkpoint=text, weights=weights_of(model.state_dict()),
+    about = dict(model=text, kind=text, checkpoint=text, weights=weights_of(model),
                  model_config=dict(build=text, code=code))
-    return Loaded(model, CLS, about, {}, given, size)
+    return Loaded(model, CLS, about, given, size)
 
 
 @torch.no_grad()

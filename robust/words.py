@@ -149,7 +149,6 @@ def text(measure, source, args):
 
 def perplexities(m, measure, images, args):
     """Perplexities of one split: segment-wise, sliding, words swapped."""
-    with torch.autocast(args.device.type, torch.bfloat16, enabled=args.amp):
-        row = score(m.model, images.source, args.window, args.stride, args.batch_size, args.rank,
-                    args.world)
+    row = score(m.model, images.source, args.window, args.stride, args.batch_size, args.rank,
+                args.world)
     return dict(row, word=args.word)

@@ -1,5 +1,5 @@
-"""Reference arrays that hold photographs are not part of a clone; there the packages of requirements-dev.txt make them
-anew, of drawn scenes of the same sizes and under the same names."""
+"""Reference arrays that hold photographs are not part of a clone; there the packages of
+requirements-dev.txt make them anew, of drawn scenes of the same sizes and under the same names."""
 
 import inspect
 from contextlib import contextmanager
@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from robust.corruptions import CONSTANTS
 from data.shapes import render_scenes
 
-DETERMINISTIC = ("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression")
+DETERMINISTIC = ("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate",
+                 "jpeg_compression")
 
 
 def scenes(n=4, height=64, width=None, first=0):
@@ -30,7 +31,7 @@ def picture(height, width=None):
 
 
 def frost_dir(beside):
-    """ImageNet-C's photographs of frost: the folder beside the clone or, without it, the one imagecorruptions ships."""
+    """ImageNet-C's photographs of frost: beside the clone, or those that imagecorruptions ships."""
     package = find_spec("imagecorruptions")
     return beside if beside.exists() else Path(package.submodule_search_locations[0], "frost")
 
@@ -49,29 +50,33 @@ def imagecorruptions():
 
 
 def with_table(function, table):
-    """A function of imagecorruptions whose constants are those of another of ImageNet-C's scripts."""
+    """A function of imagecorruptions with the constants of another of ImageNet-C's scripts."""
     old, new = (CONSTANTS[function.__name__][t] for t in (224, table))
     swap = {old: new}
-    if function.__name__ == "zoom_blur":                                # its numbers stand there one by one
+    if function.__name__ == "zoom_blur":                    # its numbers stand there one by one
         swap = {a: b for pair in zip(old, new) for a, b in zip(*pair)}
     code = function.__code__
     consts = tuple(swap.get(c, c) if isinstance(c, (float, tuple)) else c for c in code.co_consts)
     assert consts != code.co_consts
-    return FunctionType(code.replace(co_consts=consts), function.__globals__, None, function.__defaults__)
+    code = code.replace(co_consts=consts)
+    return FunctionType(code, function.__globals__, None, function.__defaults__)
 
 
 def elastic(image, c, jitter, field):
-    """ImageNet-C's elastic transform, which imagecorruptions has not: an affine map by OpenCV, shifts by SciPy."""
+    """ImageNet-C's elastic transform, which imagecorruptions has not: by OpenCV, then SciPy."""
     import cv2
     from scipy.ndimage import gaussian_filter, map_coordinates
     (H, W), (alpha, sigma, _) = image.shape[:2], c
     centre, s = np.float32((H // 2, W // 2)), min(H, W) // 3
     corners = centre + np.float32([[s, s], [s, -s], [-s, -s]])
     matrix = cv2.getAffineTransform(corners, corners + np.float32(jitter))
-    image = cv2.warpAffine(np.float32(image) / 255, matrix, (W, H), borderMode=cv2.BORDER_REFLECT_101)
-    across, down = (alpha * gaussian_filter(np.float64(f), sigma, mode="reflect", truncate=3) for f in field)
+    image = cv2.warpAffine(np.float32(image) / 255, matrix, (W, H),
+                           borderMode=cv2.BORDER_REFLECT_101)
+    across, down = (alpha * gaussian_filter(np.float64(f), sigma, mode="reflect", truncate=3)
+                    for f in field)
     y, x = np.mgrid[:H, :W]
-    planes = [map_coordinates(image[..., k], (y + down, x + across), order=1, mode="reflect") for k in range(3)]
+    at = y + down, x + across
+    planes = [map_coordinates(image[..., k], at, order=1, mode="reflect") for k in range(3)]
     return 255 * np.clip(np.stack(planes, 2), 0, 1)
 
 
@@ -91,11 +96,14 @@ def injected(module, z, patch):
         z[f"glass/s{severity}/out"] = module.glass_blur(x, severity)
 
         c = CONSTANTS["elastic_transform"][224][severity - 1]
-        jitter, field = rng.uniform(-c[2], c[2], (3, 2)), np.float16(rng.uniform(-1, 1, (2, 224, 224)))
-        z.update({f"elastic/s{severity}/{k}": v for k, v in zip(("jitter", "ux", "uy"), (np.float32(jitter), *field))})
+        jitter = rng.uniform(-c[2], c[2], (3, 2))
+        field = np.float16(rng.uniform(-1, 1, (2, 224, 224)))
+        drawn = zip(("jitter", "ux", "uy"), (np.float32(jitter), *field))
+        z.update({f"elastic/s{severity}/{k}": v for k, v in drawn})
         z[f"elastic/s{severity}/out"] = elastic(x, c, jitter, field)
-    smear = module._motion_blur                                         # ImageNet-C truncates flakes before and after
-    patch.setattr(module, "_motion_blur", lambda x, **how: np.floor(smear(np.floor(255 * x[:224, :224]), **how)) / 255)
+    smear = module._motion_blur                 # ImageNet-C truncates flakes before and after
+    patch.setattr(module, "_motion_blur", lambda x, **how: np.floor(
+        smear(np.floor(255 * x[:224, :224]), **how)) / 255)
     for severity, angle in ((1, -62.0), (4, -100.0)):
         field = np.float16(rng.normal(size=(224, 224)))
         patch.setattr(np.random, "normal", lambda size, loc, scale: loc + scale * np.float64(field))
@@ -130,45 +138,49 @@ def seg_transforms():
     rgb = picture(360, 480)
     raw = np.uint8(render_scenes(torch.arange(1), 480)[2][0, :360, :480])
     raw[:, ::50] = 0
-    muted = np.uint8(rgb[90:218, 150:278] // 4 + 90)                    # as photographs: a step of the hue is one level
+    muted = np.uint8(rgb[90:218, 150:278] // 4 + 90)        # as photographs: a hue a level
     z = dict(rgb=rgb, label_raw=raw, label_reduced=raw - np.uint8(1), crop_rgb=muted)
     z["resized_rgb"] = cv2.resize(rgb, (272, 204), interpolation=cv2.INTER_LINEAR)
     z["resized_label"] = cv2.resize(z["label_reduced"], (272, 204), interpolation=cv2.INTER_NEAREST)
-    z["size_rule"] = np.array([size_rule(h, w, ratio) for h, w in ((360, 480), (480, 360), (300, 1200), (333, 517))
+    shapes = (360, 480), (480, 360), (300, 1200), (333, 517)
+    z["size_rule"] = np.array([size_rule(h, w, ratio) for h, w in shapes
                                for ratio in (0.5, 0.75, 1.0, 1.3, 2.0)])
 
     crop = np.float32(z["crop_rgb"])
     z["bright_beta"], z["contrast_alpha"] = np.array([-32.0, -7.5, 31.0]), np.array([0.5, 1.2, 1.5])
     z["sat_alpha"], z["hue_delta"] = np.array([0.5, 1.3, 1.5]), np.array([-18, 5, 17])
-    z["bright_rgb"] = np.stack([np.uint8(np.clip(crop + np.float32(b), 0, 255)) for b in z["bright_beta"]])
-    z["contrast_rgb"] = np.stack([np.uint8(np.clip(crop * np.float32(a), 0, 255)) for a in z["contrast_alpha"]])
+    z["bright_rgb"] = np.stack([np.uint8(np.clip(crop + np.float32(b), 0, 255))
+                                for b in z["bright_beta"]])
+    z["contrast_rgb"] = np.stack([np.uint8(np.clip(crop * np.float32(a), 0, 255))
+                                  for a in z["contrast_alpha"]])
     hue, saturation, value = cv2.split(cv2.cvtColor(z["crop_rgb"], cv2.COLOR_RGB2HSV))
     stronger = [np.uint8(np.clip(saturation * a, 0, 255)) for a in z["sat_alpha"]]
     turned = [np.uint8((hue.astype(int) + d) % 180) for d in z["hue_delta"]]
     for name, channels in (("sat_rgb", [(hue, s, value) for s in stronger]),
                            ("hue_rgb", [(h, saturation, value) for h in turned])):
         z[name] = np.stack([cv2.cvtColor(cv2.merge(hsv), cv2.COLOR_HSV2RGB) for hsv in channels])
-    z["norm_mean"], z["norm_std"] = np.array([123.68, 116.28, 103.53]), np.array([58.4, 57.12, 57.38])
+    z["norm_mean"], z["norm_std"] = np.array([[123.68, 116.28, 103.53], [58.4, 57.12, 57.38]])
     z["normalised"] = np.float32(cv2.divide(cv2.subtract(crop, z["norm_mean"]), z["norm_std"]))
     return {k: torch.from_numpy(v) for k, v in z.items()}
 
 
 def size_rule(h, w, ratio, size=256):
-    """A row of the reference's table: an image of h x w, fitted into a box whose sides are 4 `size` and `size` times
-    ratio."""
+    """A row of the reference's table: an image of h x w, fitted into a box whose sides are
+    4 `size` and `size` times ratio."""
     box = int(4 * size * ratio), int(size * ratio)
     scale = min(max(box) / max(h, w), min(box) / min(h, w))
     return h, w, ratio, *box, int(h * scale + 0.5), int(w * scale + 0.5)
 
 
 def wikitext(path, tokens, swapped):
-    """Lines of a file of WikiText-103, its tokens with one <eos> a line, and how many words textattack swaps; without
-    the file, text of the same kind, in which all words may be swapped: 1.5 % of a line's words, at least one."""
+    """Lines of a file of WikiText-103, its tokens with one <eos> a line, and how many words
+    textattack swaps; without the file, text of the same kind, in which all words may be swapped:
+    1.5 % of a line's words, at least one."""
     if path.exists():
         return path.read_text().split("\n")[:-1], tokens, swapped
     lines, tokens, swapped = [], 0, 0
     for i in range(600):
-        n = (0, 2, 0, 150, 40, 66, 67, 399)[i % 8]                      # blank, heading, blank, paragraphs
+        n = (0, 2, 0, 150, 40, 66, 67, 399)[i % 8]          # blank, heading, blank, paragraphs
         words = " ".join(f"word{i * j % 977}" + " ," * (j % 9 == 8) for j in range(n))
         lines.append(f" = {words} = " if n == 2 else f" {words} ")
         tokens += len(lines[-1].split()) + 1
@@ -195,7 +207,8 @@ def standardised(x):
 
 
 def eigenvalues(k):
-    """Maximum, minimum, mean and lower median of the first D, averaged over heads; 1 / min g of each head."""
+    """Maximum, minimum, mean and lower median of the first D, averaged over heads; 1 / min g of
+    each head."""
     D = k.shape[-1]
     K = np.exp(k @ k.swapaxes(-1, -2) / D ** 0.5)
     g = K.sum(-1)
@@ -207,7 +220,7 @@ def eigenvalues(k):
 
 
 def released_loss(q, k, h2):
-    """What the released code logs, with h^2 and without: the scale is missing in |q|^2 and q.k_1."""
+    """What the released code logs, with h^2 and without: no scale in |q|^2 and q.k_1."""
     qk = q @ k.swapaxes(-1, -2)
     first = softmax(qk / q.shape[-1] ** 0.5)[..., 0]
     phi2 = np.exp((q * q).sum(-1)) / np.exp(2 * qk[..., 0] - np.log(first ** 2))
@@ -219,7 +232,8 @@ def kpca_vit():
     z = {f"jproj_variants__{n}": rng.normal(size=(3, 65, 64)) for n in "qkv"}
     raw_q, raw_k, v = z.values()
     q, k = standardised(raw_q), standardised(raw_k)
-    for name, value in zip(("official", "official_without_h"), released_loss(q, k, norms(q, k, v)[1])):
+    losses = released_loss(q, k, norms(q, k, v)[1])
+    for name, value in zip(("official", "official_without_h"), losses):
         z[f"jproj_variants__{name}"] = np.array(value)
     keys = z["eigstats__k"] = rng.normal(size=(3, 3, 65, 32))
     z["eigstats__stats"], z["eigstats__bound"] = eigenvalues(keys)
@@ -230,15 +244,16 @@ def kpca_vit():
 def kpca_curve():
     q, k, v = np.random.default_rng(0).normal(size=(3, 4, 3, 65, 32))
     phi2, h2 = norms(q, k, v)
-    z = dict(q=q, k=k, v=v, phi2=phi2.mean((1, 2)), h2=h2.mean((1, 2)), jproj_signed=(phi2 - h2).mean((1, 2)))
+    z = dict(q=q, k=k, v=v, phi2=phi2.mean((1, 2)), h2=h2.mean((1, 2)),
+             jproj_signed=(phi2 - h2).mean((1, 2)))
     return {f"curve__{name}": torch.from_numpy(np.array(value)) for name, value in z.items()}
 
 
-# --- models: timm's, with each attention of the paper written out ----------------------------------------------------
+# --- models: timm's, with each attention of the paper written out ---------------------------------
 
 class Attention(torch.nn.Module):
-    """Symmetric attention; with n, Algorithm 1 as released; with s, Scaled Attention. Equal to the released code's
-    arrays to the last digits, see test_vit.py."""
+    """Symmetric attention; with n, Algorithm 1 as released; with s, Scaled Attention. Equal to the
+    released code's arrays to the last digits, see test_vit.py."""
 
     def __init__(self, dim, heads, n=0, lambd=0.0, s=None):
         super().__init__()
@@ -278,7 +293,8 @@ def vision_transformer(attention=None, heads=3, eps=1e-6, **sizes):
     """timm's, with attention(i) in block i."""
     timm = pytest.importorskip("timm")
     norm = partial(torch.nn.LayerNorm, eps=eps)
-    model = timm.models.VisionTransformer(embed_dim=48, depth=2, num_heads=heads, norm_layer=norm, **sizes).eval()
+    model = timm.models.VisionTransformer(embed_dim=48, depth=2, num_heads=heads, norm_layer=norm,
+                                          **sizes).eval()
     for i, block in enumerate(model.blocks):
         block.attn = attention(i) if attention else block.attn
     return model
@@ -289,13 +305,14 @@ def randomise(model):
         p.data = 0.8 * p + 0.2 * torch.randn(p.shape) / max(1, p.shape[-1] / 12) ** 0.5
     for name, p in model.named_parameters():
         if name.endswith("qkv.weight"):
-            p.data[:-48] *= 4                                           # long keys: Algorithm 1 has something to shrink
+            p.data[:-48] *= 4               # long keys: Algorithm 1 has something to shrink
     return {f"sd/{k}": v.clone() for k, v in model.state_dict().items()}
 
 
 def vit_arrays(variants, gradients=()):
-    """Inputs, weights, logits in both precisions, and for the variants of one model what test_vit.py asks."""
-    out, target = dict(x=torch.randn(2, 3, 32, 32), target=torch.tensor([1, 8])), torch.tensor([1, 8])
+    """Inputs, weights, logits in both precisions; of a model's variants what test_vit.py asks."""
+    target = torch.tensor([1, 8])
+    out = dict(x=torch.randn(2, 3, 32, 32), target=target)
     weights = None
     for prefix, attention in variants.items():
         model = vision_transformer(attention, img_size=32, patch_size=8, num_classes=10)
@@ -304,7 +321,7 @@ def vit_arrays(variants, gradients=()):
         out[f"{prefix}logits32"] = model(out["x"]).detach()
         blocks = []
         for block in model.double().blocks:
-            block.register_forward_hook(lambda module, inputs, output: blocks.append(output.detach()))
+            block.register_forward_hook(lambda _, inputs, output: blocks.append(output.detach()))
         logits = model(out["x"].double())
         loss = F.cross_entropy(logits, target)
         loss.backward()
@@ -317,7 +334,8 @@ def vit_arrays(variants, gradients=()):
 def model_symvit():
     layers = {"sym": {}, "rpc_l0_n4_lam4": {0: (4, 4.0)}, "rpc_l0_n6_lam4": {0: (6, 4.0)},
               "rpc_all_n2_lam3": {0: (2, 3.0), 1: (2, 3.0)}, "rpc_l1_n2_lam0.5": {1: (2, 0.5)}}
-    variants = {f"{name}/": lambda i, rpc=rpc: Attention(48, 3, *rpc.get(i, (0, 0.0))) for name, rpc in layers.items()}
+    variants = {f"{name}/": lambda i, rpc=rpc: Attention(48, 3, *rpc.get(i, (0, 0.0)))
+                for name, rpc in layers.items()}
     return vit_arrays(variants, ("blocks.0.attn.qkv.weight", "cls_token", "patch_embed.proj.bias"))
 
 
@@ -331,7 +349,8 @@ class Upstream(torch.nn.Module):
         self.encoder = vision_transformer(attention, **options)
         d = self.decoder = torch.nn.Module()
         d.proj_dec, d.decoder_norm = torch.nn.Linear(48, 48), torch.nn.LayerNorm(48, eps)
-        d.mask_norm, d.cls_emb = torch.nn.LayerNorm(5, eps), torch.nn.Parameter(torch.randn(1, 5, 48))
+        d.mask_norm = torch.nn.LayerNorm(5, eps)
+        d.cls_emb = torch.nn.Parameter(torch.randn(1, 5, 48))
         d.proj_patch, d.proj_classes = (torch.nn.Parameter(torch.randn(48, 48)) for _ in range(2))
         d.blocks = vision_transformer(attention and (lambda i: Attention(48, 2)), **options).blocks
 
@@ -369,10 +388,13 @@ def seg_arrays(**kind):
     x, odd = torch.randn(2, 3, 64, 64), torch.randn(1, 3, 50, 70)
     label = torch.randint(0, 5, (2, 64, 64))
     label[torch.rand(2, 64, 64) < 0.2] = 255
-    out.update(input=x, odd_input=odd, label=label.byte(), encoder_tokens=model.tokens(x), decoder_masks=model.masks(x))
-    out.update(logits=model(x), odd_logits=model(odd), loss=F.cross_entropy(model(x), label, ignore_index=255))
+    out.update(input=x, odd_input=odd, label=label.byte(), encoder_tokens=model.tokens(x),
+               decoder_masks=model.masks(x))
+    out.update(logits=model(x), odd_logits=model(odd),
+               loss=F.cross_entropy(model(x), label, ignore_index=255))
     out["loss"].backward()
-    for name in ("encoder.patch_embed.proj.weight", "encoder.pos_embed", "encoder.blocks.0.attn.qkv.weight",
+    for name in ("encoder.patch_embed.proj.weight", "encoder.pos_embed",
+                 "encoder.blocks.0.attn.qkv.weight",
                  "encoder.blocks.0.mlp.fc2.bias", "decoder.proj_patch"):
         out[f"grad/{name}"] = model.get_parameter(name).grad
     return {k: v.detach() for k, v in out.items()}
@@ -382,13 +404,15 @@ def seg_sliding(window=64, stride=48, shape=(100, 140)):
     """Three views through windows, with the model of seg_mask."""
     model = Upstream().eval()
     model.load_state_dict({k[3:]: v for k, v in make("seg_mask").items() if k.startswith("sd/")})
-    out = dict(window=torch.tensor(window), stride=torch.tensor(stride), ori_shape=torch.tensor(shape))
+    out = {name: torch.tensor(value) for name, value in (
+        ("window", window), ("stride", stride), ("ori_shape", shape))}
     for i, (h, w, flip) in enumerate(((90, 130, False), (90, 130, True), (45, 65, False))):
         image = out[f"im_{i}"] = torch.randn(1, 3, h, w)
         if h < window:
             h, w = window, int(w / h * window)
             image = F.interpolate(image, (h, w), mode="bilinear")
-        corners = [(min(y, h - window), min(x, w - window)) for y in range(0, h - window + stride, stride)
+        corners = [(min(y, h - window), min(x, w - window))
+                   for y in range(0, h - window + stride, stride)
                    for x in range(0, w - window + stride, stride)]
         total, count = torch.zeros(1, 5, h, w), torch.zeros(h, w)
         for y, x in corners:
@@ -403,7 +427,7 @@ def seg_sliding(window=64, stride=48, shape=(100, 140)):
     return out | dict(argmax=out["prob_mean"].argmax(0))
 
 
-# --- FAN, written out: a function of the reference's state dict ------------------------------------------------------
+# --- FAN, written out: a function of the reference's state dict -----------------------------------
 
 def linear(w, name, x):
     return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
@@ -434,11 +458,13 @@ def token_attention(w, name, z, heads, how):
     """how: (n, lambda) of Algorithm 1, () for none."""
     C = z.shape[-1]
     if f"{name}.q.weight" not in w:                                     # the paper's, see above
-        parts = {f"{ours}.{end}": w[f"{name}.{theirs}.{end}"] for ours, theirs in (("qkv", "kv"), ("proj", "proj"))
+        parts = {f"{ours}.{end}": w[f"{name}.{theirs}.{end}"]
+                 for ours, theirs in (("qkv", "kv"), ("proj", "proj"))
                  for end in ("weight", "bias")}
         return torch.func.functional_call(Attention(C, heads, *how), parts, z)
     kv = linear(w, f"{name}.kv", z)
-    return linear(w, f"{name}.proj", attend(linear(w, f"{name}.q", z), kv[..., :C], kv[..., C:], heads))
+    out = attend(linear(w, f"{name}.q", z), kv[..., :C], kv[..., C:], heads)
+    return linear(w, f"{name}.proj", out)
 
 
 def channel_attention(w, name, z, heads):
@@ -446,20 +472,23 @@ def channel_attention(w, name, z, heads):
     gates = []
     for h, part in enumerate(z.split(C // heads, 2)):                   # one head after the other
         q = linear(w, f"{name}.q", z).split(C // heads, 2)[h].softmax(1)
-        gates.append(torch.sigmoid((q * part.softmax(1).mean(2, keepdim=True)).sum(1)) * w[f"{name}.temperature"][h, 0])
+        gate = torch.sigmoid((q * part.softmax(1).mean(2, keepdim=True)).sum(1))
+        gates.append(gate * w[f"{name}.temperature"][h, 0])
     u = linear(w, f"{name}.mlp_v.fc1", z)
     grid, dw = u.mT.reshape(B, -1, round(N ** 0.5), round(N ** 0.5)), f"{name}.mlp_v.dwconv"
     for conv in ("conv1", "conv2"):
-        grid = F.conv2d(grid, w[f"{dw}.{conv}.weight"], w[f"{dw}.{conv}.bias"], padding=1, groups=u.shape[-1])
+        grid = F.conv2d(grid, w[f"{dw}.{conv}.weight"], w[f"{dw}.{conv}.bias"], padding=1,
+                        groups=u.shape[-1])
         grid = batch_norm(w, f"{dw}.bn", F.gelu(grid)) if conv == "conv1" else grid
     u = u + w[f"{name}.mlp_v.gamma"] * grid.reshape(B, -1, N).mT
-    return layer_norm(w, f"{name}.norm_v", linear(w, f"{name}.mlp_v.fc2", u), 1e-5) * torch.cat(gates, 1)[:, None]
+    u = layer_norm(w, f"{name}.norm_v", linear(w, f"{name}.mlp_v.fc2", u), 1e-5)
+    return u * torch.cat(gates, 1)[:, None]
 
 
 def class_block(w, b, x, heads):
     """The class token looks at all tokens; the others are doubled."""
     z = layer_norm(w, f"{b}.norm1", x)
-    query = "q" if f"{b}.attn.q.weight" in w else "k"                   # symmetric: the class token's key
+    query = "q" if f"{b}.attn.q.weight" in w else "k"       # symmetric: the class token's key
     parts = ((query, z[:, :1]), ("k", z), ("v", z))
     looked = attend(*(linear(w, f"{b}.attn.{name}", part) for name, part in parts), heads)
     x = x + w[f"{b}.gamma1"] * torch.cat([linear(w, f"{b}.attn.proj", looked), z[:, 1:]], 1)
@@ -469,7 +498,8 @@ def class_block(w, b, x, heads):
 
 
 def fan(w, x, pos, heads=4, rpc=None):
-    """Logits, and the tokens after each block, of normalised images x; pos: the position code, (patches, 64).
+    """Logits, and the tokens after each block, of normalised images x; pos: the position code,
+    (patches, 64).
 
     Symmetric where w has no attn.q; rpc: {layer: (n, lambda)}, Algorithm 1 there. Evaluation mode.
     """
@@ -482,8 +512,10 @@ def fan(w, x, pos, heads=4, rpc=None):
     stages, depth = [], len({k.split(".")[1] for k in w if k.startswith("blocks.")})
     for i in range(depth):
         b, how = f"blocks.{i}", (rpc or {}).get(i, ())
-        x = x + w[f"{b}.gamma1"] * token_attention(w, f"{b}.attn", layer_norm(w, f"{b}.norm1", x), heads, how)
-        x = x + w[f"{b}.gamma2"] * channel_attention(w, f"{b}.mlp", layer_norm(w, f"{b}.norm2", x), heads)
+        z = layer_norm(w, f"{b}.norm1", x)
+        x = x + w[f"{b}.gamma1"] * token_attention(w, f"{b}.attn", z, heads, how)
+        z = layer_norm(w, f"{b}.norm2", x)
+        x = x + w[f"{b}.gamma2"] * channel_attention(w, f"{b}.mlp", z, heads)
         stages.append(x)
     x = torch.cat([w["cls_token"].expand(len(x), -1, -1), x], 1)
     for i in range(2):
@@ -502,7 +534,8 @@ def fan_weights(C, depth):
         if len(shape) == 1:
             w[f"{name}.weight"] = 1 + 0.2 * w[f"{name}.weight"]
         if batch_norm:
-            w[f"{name}.running_mean"], w[f"{name}.running_var"] = 0.2 * torch.randn(shape), 0.5 + torch.rand(shape)
+            w[f"{name}.running_mean"] = 0.2 * torch.randn(shape)
+            w[f"{name}.running_var"] = 0.5 + torch.rand(shape)
             w[f"{name}.num_batches_tracked"] = torch.tensor(0)
 
     for i, (a, b) in enumerate(((3, C // 8), (C // 8, C // 4), (C // 4, C // 2), (C // 2, C))):
@@ -511,12 +544,15 @@ def fan_weights(C, depth):
     add("pos_embed.token_projection", C, 64, 1, 1)
     for b in [*(f"blocks.{i}" for i in range(depth)), "cls_attn_blocks.0", "cls_attn_blocks.1"]:
         w[f"{b}.gamma1"], w[f"{b}.gamma2"] = 1 + 0.2 * torch.randn(2, C)
-        add(f"{b}.norm1", C), add(f"{b}.norm2", C), add(f"{b}.attn.q", C, C), add(f"{b}.attn.proj", C, C)
+        add(f"{b}.norm1", C), add(f"{b}.norm2", C)
+        add(f"{b}.attn.q", C, C), add(f"{b}.attn.proj", C, C)
         if b.startswith("cls"):
-            add(f"{b}.attn.k", C, C), add(f"{b}.attn.v", C, C), add(f"{b}.mlp.fc1", 4 * C, C), add(f"{b}.mlp.fc2", C, 4 * C)
+            add(f"{b}.attn.k", C, C), add(f"{b}.attn.v", C, C)
+            add(f"{b}.mlp.fc1", 4 * C, C), add(f"{b}.mlp.fc2", C, 4 * C)
             continue
         add(f"{b}.attn.kv", 2 * C, C), add(f"{b}.mlp.q", C, C), add(f"{b}.mlp.norm_v", C)
-        w[f"{b}.mlp.temperature"], w[f"{b}.mlp.mlp_v.gamma"] = 1 + torch.rand(4, 1, 1), torch.randn(4 * C)
+        w[f"{b}.mlp.temperature"] = 1 + torch.rand(4, 1, 1)
+        w[f"{b}.mlp.mlp_v.gamma"] = torch.randn(4 * C)
         add(f"{b}.mlp.mlp_v.fc1", 4 * C, C), add(f"{b}.mlp.mlp_v.fc2", C, 4 * C)
         for conv in ("conv1", "conv2"):
             add(f"{b}.mlp.mlp_v.dwconv.{conv}", 4 * C, 1, 3, 3)
@@ -531,18 +567,23 @@ def model_fan():
     x, pos = torch.randn(2, 3, 64, 64), torch.zeros(16, 64)
     for token, place in enumerate((r, c) for r in range(4) for c in range(4)):
         for i in range(64):
-            angle = (place[i // 32] + 1) / (4 + 1e-6) * 2 * np.pi / 10000 ** (2 * (i % 32 // 2) / 32)
+            scale = 2 * np.pi / (4 + 1e-6)
+            angle = (place[i // 32] + 1) * scale / 10000 ** (2 * (i % 32 // 2) / 32)
             pos[token, i] = np.cos(angle) if i % 2 else np.sin(angle)
     double = {k: v.double() for k, v in w.items()}
     logits, stages = fan(w, x, pos)
-    out = dict(x=x, pos_features=pos, logits32=logits, logits64=fan(double, x.double(), pos.double())[0])
-    return out | {f"stage{i}": s for i, s in enumerate(stages)} | {f"sd/{k}": v for k, v in w.items()}
+    exact = fan(double, x.double(), pos.double())[0]
+    out = dict(x=x, pos_features=pos, logits32=logits, logits64=exact)
+    stages = {f"stage{i}": s for i, s in enumerate(stages)}
+    return out | stages | {f"sd/{k}": v for k, v in w.items()}
 
 
 MAKE = dict(
     seg_transforms=seg_transforms, robustness_corruptions_a=robustness_corruptions_a,
-    kpca_vit=kpca_vit, kpca_curve=kpca_curve, model_symvit=model_symvit, model_vit_asym=lambda: vit_arrays({"": None}),
-    model_scaled_S=lambda: vit_arrays({"": lambda i: Attention(48, 3, s=torch.randn(3, 17, 17) / 17)}),
+    kpca_vit=kpca_vit, kpca_curve=kpca_curve, model_symvit=model_symvit,
+    model_vit_asym=lambda: vit_arrays({"": None}),
+    model_scaled_S=lambda: vit_arrays(
+        {"": lambda i: Attention(48, 3, s=torch.randn(3, 17, 17) / 17)}),
     model_scaled_alpha=lambda: vit_arrays({"": lambda i: Attention(48, 3, s=torch.randn(1))}),
     model_fan=model_fan, seg_mask=seg_arrays, seg_sliding=seg_sliding,
     seg_mask_symmetric=lambda: seg_arrays(attention=lambda i: Attention(48, 2)),

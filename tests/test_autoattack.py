@@ -180,24 +180,6 @@ def test_batch_size_is_kept_and_batches_stay_full(own):
     assert sum(n < 8 for n in seen) <= 1 + 52 and 8 < left < 24       # one a query, at most
 
 
-def test_fab_on_a_linear_model_finds_the_distance_to_the_nearest_class():
-    """Away from the box it is |h| / ||w||_1, reached from one side by the last of the steps."""
-    rng = torch.Generator().manual_seed(0)
-    weight = torch.randn(5, 48, generator=rng)
-    images = 0.4 + 0.2 * torch.rand(30, 3, 4, 4, generator=rng)
-
-    def model(x):
-        return (x - 0.5).flatten(1) @ weight.T
-
-    logits = model(images)
-    labels = logits.argmax(1)
-    gap = logits.gather(1, labels[:, None]) - logits
-    apart = (weight[labels][:, None] - weight).abs().sum(2)
-    exact = (gap / apart).scatter(1, labels[:, None], torch.inf).amin(1)
-    _, distance = fab_distance(model, images, labels)
-    assert (distance >= exact * (1 - 1e-4)).all() and (distance <= exact * 1.02).all()
-
-
 def test_box_projection_equals_pyautoattacks():
     """On feasible and infeasible hyperplanes, with pixels on the bounds and weights of zero."""
     reference = pytest.importorskip("pyautoattack.fab_projections")

@@ -5,6 +5,7 @@ import contextlib
 import io
 import itertools
 import json
+import re
 import shutil
 import sys
 from functools import partial
@@ -183,19 +184,19 @@ def test_the_table_has_every_row_once(first_run):
     found = (folder / "one" / "table.md").read_text()
     assert found.strip() in printed and len(read_rows(folder / "one")) == 2 * 20
     assert "rpc 4iter/layer1, seed 0" in found and "softmax, seed 1" in found
-    for name in (*corruptions.NAMES, "mean of the 15", "pgd 0.4/255", "autoattack 2/255"):
-        assert found.count(f"| {name}, top-1 ") == 1, name
+    for name in (*(f"corruptions type={name}" for name in (*corruptions.NAMES, "mean")),
+                 "pgd eps=0.4/255", "autoattack eps=2/255", "noise scale=0.068"):
+        assert len(re.findall(rf"^\| {name}, top1 +\|", found, re.M)) == 1, name
 
 
 def test_two_processes_count_every_image_once(first_run):
     folder, models, _ = first_run
     flags = ["corruptions type=fog,snow" if flag == "corruptions" else flag for flag in QUICK]
     group(eval_robust.main, list(map(str, (*models, *flags, "--out_dir", folder / "two"))))
-    alone = {results.key(row): row for row in read_rows(folder / "one")}
-    shared = read_rows(folder / "two")
+    alone, shared = read_rows(folder / "one"), read_rows(folder / "two")
     assert len(shared) == 2 * 7
-    for two in shared:
-        one = alone[results.key(two)]
+    for key, two in shared.items():
+        one = alone[key]
         assert all(one.get(k) == two.get(k) for k in ("top1", "top5", "right", "stages"))
 
 
@@ -209,7 +210,7 @@ def test_resume_keeps_finished_rows_and_adds_the_rest(first_run):
     assert "add --resume" in error(*flags)
     run(*flags, "--resume")
     assert (cut / "results.jsonl").read_text().startswith("".join(lines[:33]))
-    whole, resumed = ({results.key(row): (row["top1"], row["right"]) for row in read_rows(some)}
+    whole, resumed = ({key: (row["top1"], row["right"]) for key, row in read_rows(some).items()}
                       for some in (folder / "one", cut))
     assert whole == resumed
 
@@ -272,15 +273,12 @@ def test_what_a_measure_says_of_itself_is_that_measure_when_it_is_typed():
         "8/255", "0.5/255", "0.1", "1", "85/255", "4", "yes"]
 
 
-def test_slow_measures_are_on_fewer_images_unless_limit_says_otherwise():
-    def sizes(n, **flags):
-        return [len(score.pick(n, name, alone(**flags))) for name in ("clean", "pgd", "cw")]
-
-    assert sizes(3200) == [3200, 160, 40] and sizes(50) == [50, 50, 40]
-    assert sizes(50000, data="imagenet") == [50000, 50000, 100]
-    assert sizes(50000, data="imagenet", limit=70) == [70] * 3
-    few, all_ = score.pick(99, "clean", alone(limit=9)), score.pick(99, "clean", alone())
-    assert torch.equal(few, all_[:9])
+def test_a_limit_takes_the_first_of_a_random_order_and_slow_measures_have_one_of_their_own():
+    few, all_ = (score.pick(500, "clean", alone(limit=n)) for n in (9, None))
+    assert torch.equal(few, all_[:9]) and all_.unique().numel() == 500
+    assert not torch.equal(all_, score.pick(500, "clean", alone(seed=1)))
+    own = [len(score.pick(500, "cw", alone(data=data))) for data in ("shapes", "imagenet")]
+    assert own[0] < own[1] < 500 == len(score.pick(500, "cw", alone(limit=500)))
 
 
 # --- folders of ImageNet's layout ----------------------------------------------------------------
@@ -304,7 +302,8 @@ def trees(tmp_path_factory):
 def test_out_of_distribution_folders_use_their_own_classes(trees, tmp_path):
     folder, model, classes = trees
     how = ("--ckpt", folder / "m.pt", "--num_workers", 0)
-    a, = rows_of(tmp_path / "a", *how, "--imagenet_a", folder / "a")        # no val/ is needed
+    a, = rows_of(tmp_path / "a", *how, "--imagenet_a", folder / "a", "--measures",
+                 "imagenet_a")                                              # no val/ is needed
     tree = ImageTree(folder, "a", classes, 32, subset=True)
     logits = model(torch.stack([tree[i][0] for i in range(6)]).float() / 255)[:, 2:5]
     right = logits.argmax(1) == tree.labels - 2
@@ -372,8 +371,7 @@ def test_generated_corruptions_start_from_imagenet_cs_bilinear_crop(tmp_path, mo
 def test_models_that_share_weights_have_columns_of_their_own(tmp_path):
     """RPC and symmetric models have the same parameters; only model_config differs."""
     options = [dict(pap=dict(n_iter=1)), dict(pap=dict(n_iter=4, lambd=0.3)),
-               dict(attn="symmetric"), dict(pap=dict(form="paper")),
-               dict(pap=dict(lambd=0.3), eps=1e-5)]
+               dict(attn="symmetric"), dict(pap=dict(lambd=0.3), eps=1e-5)]
     models = [tmp_path / f"{i}.pt" for i in range(len(options))]
     for path, option in zip(models, options):
         make_checkpoint(path, **option)
@@ -382,32 +380,24 @@ def test_models_that_share_weights_have_columns_of_their_own(tmp_path):
     rows_of(tmp_path / "r", "--ckpt", *models[:2], *flags)
     found = rows_of(tmp_path / "r", "--ckpt", *models, *flags, "--resume")
     assert len(found) == len(options) and len({row["weights"] for row in found}) == 1
-    names = line_of((tmp_path / "r" / "table.md").read_text(), "measure, per cent")
-    assert names[0] == "rpc 1iter/layer1, seed 0"
-    assert names[2:4] == ["symmetric, seed 0", "rpc 4iter/layer1, form paper, seed 0"]
-    twins = [f"rpc 4iter/layer1, lambda 0.3, seed 0, {models[i]}" for i in (1, 4)]
-    assert [names[1], names[4]] == twins
+    twins = [f"rpc 4iter/layer1, lambda 0.3, seed 0, {models[i]}" for i in (1, 3)]
+    assert line_of((tmp_path / "r" / "table.md").read_text(), "measure") == [
+        "rpc 1iter/layer1, seed 0", twins[0], "symmetric, seed 0", twins[1]]
 
 
-def test_rows_are_read_but_for_a_line_cut_short_and_of_twins_the_later_one(tmp_path):
-    (row,), path = made_up("m", dict(fog=50)), tmp_path / "results.jsonl"
-    twins = row, dict(row, top1=[7])
-    path.write_text("".join(json.dumps(r) + "\n" for r in twins) + '{"cut')
-    assert read_rows(tmp_path) == read_rows(path) == [twins[1]]
-    path.write_text(json.dumps(row) + '\n{"corruption": "fog"}\n')
-    with pytest.raises(common.InputError, match="is no row of eval_robust.py"):
-        read_rows(path)
-
-
-def test_tables_of_several_files_are_one_for_each_data_set(tmp_path, monkeypatch, capsys):
+def test_files_of_rows_become_a_table_for_each_data_set(tmp_path, monkeypatch, capsys):
+    """But for a line that was cut short; a file of something else is refused."""
     for i, data in enumerate(("shapes", "cifar10", "shapes")):
         row = attacked(f"m{i}", "pgd", 1 / 255, torch.arange(8) % 3 > 0, data=data)
-        (tmp_path / f"{i}.jsonl").write_text(json.dumps(row) + "\n")
+        (tmp_path / f"{i}.jsonl").write_text(json.dumps(row) + '\n{"cut')
     monkeypatch.setattr(sys, "argv", ["results", *map(str, sorted(tmp_path.glob("*.jsonl")))])
     results.main()
     shapes, cifar10 = capsys.readouterr().out.split("classification, cifar10")
-    assert len(line_of(shapes, "pgd 1/255, top-1")) == 2
-    assert len(line_of(cifar10, "pgd 1/255, top-1")) == 1
+    assert len(line_of(shapes, "pgd eps=1/255, top1")) == 2
+    assert len(line_of(cifar10, "pgd eps=1/255, top1")) == 1
+    (tmp_path / "0.jsonl").write_text('{"corruption": "fog"}\n')
+    with pytest.raises(common.InputError, match="is no row of eval_robust.py"):
+        results.main()
 
 
 def test_rows_that_differ_in_one_thing_are_two_rows():
@@ -423,14 +413,14 @@ def test_rows_that_differ_in_one_thing_are_two_rows():
 
 def alone(**flags):
     """What kinds of measure ask of the flags, for four images at a time in this process."""
-    usual = dict(device=torch.device("cpu"), rank=0, world=1, batch_size=4, seed=0, amp=False,
-                 limit=None, data="shapes", data_dir=None, frost_dir=None, corrupted_dir=None,
+    usual = dict(device=torch.device("cpu"), rank=0, world=1, batch_size=4, seed=0, limit=None,
+                 data="shapes", data_dir=None, frost_dir=None, corrupted_dir=None,
                  num_workers=0, task="classification", classes=list(SHAPES), other=None)
     return argparse.Namespace(**usual | flags)
 
 
 def loaded(model):
-    return sources.Loaded(model, "classification", dict(model="m"), {}, "--ckpt m", 32)
+    return sources.Loaded(model, "classification", dict(model="m"), "--ckpt m", 32)
 
 
 def measure(name, **setting):
@@ -516,24 +506,6 @@ def test_under_the_papers_conditions_autoattack_and_square_keep_normalised_pixel
     assert bool((z >= -1e-5).all() and (z <= 1 + 1e-5).all()) == inside
 
 
-def test_images_that_are_wrong_already_leave_no_gaps_in_batches(small, monkeypatch):
-    given, sizes = [], []
-
-    def stand_in(model, images, labels, eps, *, index, batch_size):
-        given.append((index, batch_size))
-        return images
-
-    hook = small[0].model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
-    clean = row_of(small[0], measure("clean"), *small[1:])
-    monkeypatch.setitem(robust.ATTACKS, "square", stand_in)
-    row_of(small[0], measure("square", eps=1 / 255), *small[1:])
-    right = small[2][unpack(clean["right"], 40)]
-    assert 8 < len(right) < 36 and torch.equal(torch.cat([index for index, _ in given]), right)
-    assert [batch_size for _, batch_size in given] == [4]                  # asked once, for all
-    hook.remove()
-    assert max(sizes) == 4                                # forward passes are no larger
-
-
 def test_the_largest_move_of_noise_is_that_of_all_draws(small):
     m, source, index = small[0], small[1], small[2][:6]
     setting = dict(scale=0.05, kind="gaussian", best_of=1, draws=3, clip=False)
@@ -568,18 +540,20 @@ def test_what_a_model_gets_wrong_is_changed_by_noise_and_transfer_alone(monkeypa
             assert seen == [[1, both]], (name, labels)
 
 
-def test_accuracy_within_a_radius_counts_l2(monkeypatch):
-    """Of four images 16 values rise by 0.1, 0.2, 0.3, 0.45: in L2 by four times that."""
+def test_accuracy_within_a_radius_counts_l2_and_means_are_over_images_that_moved(monkeypatch):
+    """Of four images 16 values rise by 0.1, 0.2, 0.3, 0.45: in L2 by four times that. The fifth is
+    wrong already."""
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 2))
     model[1].weight.data = torch.eye(48)[:1].T.mul(torch.tensor([[-1.0, 1.0]])).T
     model[1].bias.data = torch.tensor([0.99, -0.99])      # class 1: the first value is nearly 1
-    images = torch.full((4, 3, 4, 4), 100, dtype=torch.uint8)
-    images[:, 0] = torch.tensor([230, 204, 178, 140]).view(4, 1, 1).byte()
+    images = torch.full((5, 3, 4, 4), 100, dtype=torch.uint8)
+    images[:, 0] = torch.tensor([230, 204, 178, 140, 0]).view(5, 1, 1).byte()
     monkeypatch.setitem(robust.ATTACKS, "cw", lambda model, x, labels:
                         torch.cat([torch.ones_like(x[:, :1]), x[:, 1:]], 1))
-    source = Split(images, torch.zeros(4, dtype=torch.int64), ["a", "b"])
-    row = row_of(model, measure("cw"), source, torch.arange(4))
-    assert row["top1"] == 0 and row["top1_at_l2"] == {0.25: 100, 0.5: 75, 1.0: 50, 2.0: 0}
+    source = Split(images, torch.tensor([0, 0, 0, 0, 1]), ["a", "b"])
+    row = row_of(model, measure("cw"), source, torch.arange(5))
+    assert row["top1"] == 0 and row["top1_at_l2"] == {0.25: 80, 0.5: 60, 1.0: 40, 2.0: 0}
+    assert row["mean_l2"] == pytest.approx((25 + 51 + 77 + 115) / 255)
 
 
 def test_per_class_counts_what_is_taken_for_what(small, tmp_path):
@@ -631,13 +605,13 @@ def test_mce_is_for_imagenets_classes_at_all_severities():
     both = made_up("first", alexnet) + made_up("second", half)
     mean = sum(alexnet.values()) / 15
     expected = [f"{100 - mean:.2f}", f"{100 - mean / 2:.2f}"]
-    assert line_of(table(both), "mean of the 15, top-1") == expected
-    assert "mCE" not in table(both)
+    assert line_of(table(both), "corruptions type=mean, top1") == expected
+    assert "mce" not in table(both)
     known = [dict(row, imagenet1k=True) for row in both]
-    assert line_of(table(known), "mean of the 15, mCE") == ["100.00", "50.00"]
+    assert line_of(table(known), "corruptions type=mean, mce") == ["100.00", "50.00"]
     three = [dict(row, measure=row["measure"].replace("1,2,3,4,5", "1,3,5")) for row in known]
-    assert "mCE" not in table(three)                      # AlexNet's errors are of all five
-    assert "mean of the 15" not in table(both[:14])
+    assert "mce" not in table(three)                      # AlexNet's errors are of all five
+    assert "type=mean" not in table(both[:14])
 
 
 def test_the_worst_case_over_attacks_is_taken_image_by_image_over_those_that_all_were_tried_on():
@@ -647,38 +621,35 @@ def test_the_worst_case_over_attacks_is_taken_image_by_image_over_those_that_all
             attacked("n", "fgsm", 1 / 255, c), of("pgd", 1 / 255, ~a, "space=normalized"),
             of("sld", 1 / 255, ~a, measure="sld l1=1"), of("noise", 1, ~a, measure="noise scale=1")]
     worst, = results.worst_cases(rows)
+    assert (worst["measure"], worst["images"]) == ("worst eps=1/255 of=fgsm,pgd", 6)
     both = a[:6] & b[:6]                                  # fewer images are the first of more
     assert 0 < both.sum() < min(a[:6].sum(), b[:6].sum())
     assert not torch.equal(both, a[-6:] & b[:6])
     top1 = 100 * both.double().mean().item()
-    assert results.numbers_of(worst) == [("top-1", pytest.approx(top1), True)]      # no other one
+    assert results.numbers_of(worst) == {"top1": pytest.approx(top1)}               # no other one
     low, high = metrics.wilson(top1 / 100, 6)
     text = f"{top1:.2f} ({100 * low:.1f}-{100 * high:.1f})"
-    assert line_of(table(rows), "worst of fgsm, pgd 1/255, top-1") == [text, ""]
+    assert line_of(table(rows), "worst eps=1/255 of=fgsm,pgd, top1") == [text, ""]
 
 
-def test_rows_that_differ_in_anything_are_two_lines_and_what_all_share_is_left_out():
+def test_rows_that_differ_in_anything_are_two_lines_and_what_all_share_stands_below():
     """Also where one of them has a setting that the other lacks."""
-    def lines(*changes):
-        rows = [attacked("m", "pgd", 2 / 255, torch.arange(8) % (i + 2) > 0, words="steps=2")
-                | change for i, change in enumerate(changes)]
-        cells = [line for line in table(rows).splitlines() if "top-1" in line]
-        return [line.split("|")[1].strip().removeprefix("pgd 2/255, top-1") for line in cells]
+    def lines(rows):
+        cells = [re.match(r"\| (.*), top1 +\|", line) for line in table(rows).splitlines()]
+        return [cell[1] for cell in cells if cell and not cell[1].startswith("worst")]
 
-    pgd = "pgd eps=2/255 steps=2"
-    other = dict(measure=f"{pgd} alpha=2/255")
-    assert lines({}, other)[:2] == ["", ", alpha=2/255"]
-    assert lines({}, dict(measure="pgd eps=2/255 steps=4"))[:2] == [", steps=2", ", steps=4"]
-    for field, value in dict(data_dir="y", seed=3, precision="bf16").items():
-        found = lines({}, {field: value})
-        assert len(found) == 2 and found[1] == f", {field}={value}"
-    paper = dict(measure=f"{pgd} space=normalized clip=no")
-    assert lines(paper) == [", space=normalized clip=no"]             # never left out
-    # every pair of rows whose keys differ has lines, or columns, of its own
-    fields = dict(measure=[pgd, other["measure"], paper["measure"]], seed=[0, 1],
+    pgd, right = "pgd eps=2/255 steps=2", torch.arange(8) % 3 > 0
+    row = attacked("m", "pgd", 2 / 255, right, words="steps=2")
+    assert lines([row]) == ["pgd eps=2/255"] and f"- {pgd} " in table([row]).replace("pgd:", "pgd")
+    assert lines([row, row | dict(measure=f"{pgd} alpha=2/255")]) == [
+        "pgd eps=2/255", "pgd eps=2/255 alpha=2/255"]
+    paper = f"{pgd} space=normalized clip=no"
+    assert lines([row | dict(measure=paper)]) == ["pgd eps=2/255 space=normalized clip=no"]
+    # every pair of rows whose keys differ has lines of its own
+    fields = dict(measure=[pgd, f"{pgd} alpha=2/255", paper, "pgd eps=2/255 steps=4"], seed=[0, 1],
                   data_dir=["x", None], precision=["float32", "tf32"])
-    changes = [dict(zip(fields, values)) for values in itertools.product(*fields.values())]
-    assert len(set(line for line in lines(*changes) if "worst" not in line)) == len(changes)
+    rows = [row | dict(zip(fields, values)) for values in itertools.product(*fields.values())]
+    assert len(set(lines(rows))) == len(rows)
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -704,11 +675,11 @@ def test_a_source_that_was_trained_anew_is_measured_anew_and_only_transfer_is_ma
     make_checkpoint(tmp_path / "m.pt")
     made_on, attack = [], score.attacked
     monkeypatch.setattr(score, "attacked", lambda model, one, *given: made_on.append(
-        (one.name, results.weights_of(model.state_dict()))) or attack(model, one, *given))
+        (one.name, sources.weights_of(model))) or attack(model, one, *given))
     weights = {}
     for seed in (1, 2):
         model = make_checkpoint(tmp_path / f"{seed}.pt", seed=seed)
-        weights[seed] = results.weights_of(model.state_dict())
+        weights[seed] = sources.weights_of(model)
     for seed, n in ((1, 2), (1, 2), (2, 3)):
         shutil.copy(tmp_path / f"{seed}.pt", tmp_path / "s.pt")
         rows = rows_of(tmp_path / "r", "--ckpt", tmp_path / "m.pt", "--source", tmp_path / "s.pt",

@@ -1,4 +1,4 @@
-"""Rows under flags that are not the default equal plain loops; how a run is computed changes them."""
+"""Rows under flags that are not the default equal plain loops; the batch size changes none."""
 
 import json
 import shlex
@@ -107,23 +107,15 @@ def test_rows_equal_plain_loops_under_flags_that_are_not_the_default(
     assert (rows["pgd"]["outside"] > 0) == (preset == "paper")
 
 
-def test_precision_and_batch_size_are_those_of_the_flags_and_precision_makes_another_row(
-        place, tmp_path, monkeypatch):
+def test_batch_size_is_that_of_the_flag_and_makes_no_other_row(place, tmp_path, monkeypatch):
     seen, forward = [], score.forward
 
     def look(model, x, batch_size):
-        seen.append((torch.is_autocast_enabled("cpu"), batch_size, len(x)))
+        seen.append((batch_size, len(x)))
         return forward(model, x, batch_size)
 
     monkeypatch.setattr(score, "forward", look)
     how = "--ckpt a.pt --limit 8 --measures clean --device cpu --resume"
-    for more, precision, size in (("--tf32", "tf32", 512), ("--amp", "bf16", 512),
-                                  ("--batch_size 3", "float32", 3)):
+    for more, expected in (("--batch_size 3", [(3, 3), (3, 3), (3, 2)]), ("", [])):
         seen.clear()
-        rows = run(monkeypatch, place, f"{how} {more}", tmp_path)
-        assert rows[-1]["precision"] == precision
-        assert {(amp, n) for amp, n, _ in seen} == {(precision == "bf16", size)}
-        assert max(n for *_, n in seen) == min(size, 8)
-        tf32 = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-        assert tf32 == (precision == "tf32",) * 2
-    assert len(rows) == 3
+        assert len(run(monkeypatch, place, f"{how} {more}", tmp_path)) == 1 and seen == expected
