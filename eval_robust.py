@@ -108,6 +108,8 @@ def get_args():
     flag("--resume", action=boolean, default=False, help="keep the rows of --out_dir, add more")
     flag("--batch_size", type=count, help="images or windows of text at a time (default: 512 of 32 "
          "px, by area, on a GPU by its memory; 64 windows)")
+    flag("--tf32", action=boolean, default=False, help="on a GPU, faster products of 10 bits, in "
+         "attacks, too")
     flag("--num_workers", type=natural, default=min(os.cpu_count() or 1, 10),
          help="decoding processes")
     flag("--device", type=common.device, help="cuda, mps or cpu (default: the best there is)")
@@ -305,7 +307,7 @@ def start(args):
             args.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(args.device)
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
-    torch.backends.cudnn.allow_tf32 = False               # cuDNN's default; of matmul it is not
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
 
 
 def run_checks(models, todo, args):
@@ -352,7 +354,7 @@ def main():
         for m in models:
             row = dict(m.about, task=args.task, data=args.data, data_dir=images.data_dir,
                        imagenet1k=args.imagenet1k, measure=str(measure), images=len(images.index),
-                       seed=args.seed, precision="float32")
+                       seed=args.seed, precision="tf32" if args.tf32 else "float32")
             if key(row) in rows:
                 continue
             began = time.perf_counter()
