@@ -47,7 +47,7 @@ def get_args():
 
     Returns them and the checkpoint of --resume, {} without one.
     """
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help,
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help, add_help=False,
                                 usage="%(prog)s [--flag value ...]", allow_abbrev=False)
     boolean = argparse.BooleanOptionalAction
     flag = p.add_argument_group("data").add_argument
@@ -118,7 +118,7 @@ def get_args():
 
     # A setting is the command line's, else that of the run to resume, of weights to start from, of
     # the recipe, or the flag's default.
-    asked, checkpoint, stored, theirs = p.parse_args(), {}, {}, {}
+    asked, checkpoint, stored, theirs = p.parse_known_args()[0], {}, {}, {}
     if asked.resume:
         checkpoint = common.load(Path(asked.resume, "last.pt"))
         if checkpoint.get("task") != "classification":
@@ -133,6 +133,7 @@ def get_args():
         if data != "folder":
             theirs.pop("image_size", None)                          # a data set has its own
     p.set_defaults(**{"data": data, **DATASETS[data][1], **theirs, **stored})
+    p.add_argument("-h", "--help", action="help", help="print this, with the recipe's defaults")
     args = p.parse_args()
     changed = {name: getattr(args, name) for name in stored if getattr(args, name) != stored[name]}
     if theirs:

@@ -58,7 +58,7 @@ def get_args():
 
     Returns them and the checkpoint of --resume, {} without one.
     """
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help,
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help, add_help=False,
                                 usage="%(prog)s [--flag value ...]", allow_abbrev=False)
     boolean = argparse.BooleanOptionalAction
     flag = p.add_argument_group("data").add_argument
@@ -112,7 +112,7 @@ def get_args():
 
     # A setting is the command line's, else that of the run to resume, of the recipe, or the flag's
     # default.
-    asked, checkpoint, stored = p.parse_args(), {}, {}
+    asked, checkpoint, stored = p.parse_known_args()[0], {}, {}
     if asked.resume:
         checkpoint = common.load(Path(asked.resume, "last.pt"))
         if checkpoint.get("task") != "language modelling":
@@ -122,6 +122,7 @@ def get_args():
                   if name not in ("device", "max_steps", "out_dir", "resume")}     # of one command
     data = asked.data or stored.get("data") or ("folder" if asked.data_dir else "pydoc")
     p.set_defaults(**{"data": data, **RECIPES[data], **stored})
+    p.add_argument("-h", "--help", action="help", help="print this, with the recipe's defaults")
     args = p.parse_args()
     changed = {name: getattr(args, name) for name in stored if getattr(args, name) != stored[name]}
     if changed:

@@ -67,7 +67,7 @@ def get_args():
 
     Returns them and the checkpoint of --resume, {} without one.
     """
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help,
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help, add_help=False,
                                 usage="%(prog)s [--flag value ...]", allow_abbrev=False)
     boolean = argparse.BooleanOptionalAction
     flag = p.add_argument_group("data").add_argument
@@ -134,7 +134,7 @@ def get_args():
 
     # A setting is the command line's, else that of the run to resume, of the recipe, or the flag's
     # default.
-    asked, checkpoint, stored = p.parse_args(), {}, {}
+    asked, checkpoint, stored = p.parse_known_args()[0], {}, {}
     if asked.resume:
         checkpoint = common.load(Path(asked.resume, "last.pt"))
         if checkpoint.get("task") != "segmentation":
@@ -153,6 +153,7 @@ def get_args():
     elif data == "shapes" and said in ([], ["attn"]) and path.exists():
         recipe.update(dict.fromkeys(ENCODER), backbone=os.path.relpath(path), attn="rpc")
     p.set_defaults(**{"data": data, **recipe, **stored})
+    p.add_argument("-h", "--help", action="help", help="print this, with the recipe's defaults")
     args = p.parse_args()
     changed = {name: getattr(args, name) for name in stored if getattr(args, name) != stored[name]}
     if changed.keys() & {*ENCODER, "backbone", "decoder_attn", "drop_path", "dropout"}:
