@@ -124,8 +124,9 @@ def get_args():
         if checkpoint.get("task") != "classification":
             raise InputError(f"--resume {asked.resume}: its task is {checkpoint.get('task')}, not "
                              f"classification")
+        # What is of one command or machine is not remembered.
         stored = {name: value for name, value in checkpoint["args"].items()
-                  if name not in ("device", "max_steps", "out_dir", "resume")}     # of one command
+                  if name not in ("device", "download", "max_steps", "out_dir", "resume")}
     data = asked.data or stored.get("data") or ("folder" if asked.data_dir else "shapes")
     if asked.init_from and not asked.resume:
         from weights import flags_for

@@ -118,8 +118,9 @@ def get_args():
         if checkpoint.get("task") != "language modelling":
             raise InputError(f"--resume {asked.resume}: its task is {checkpoint.get('task')}, not "
                              f"language modelling")
+        # What is of one command or machine is not remembered.
         stored = {name: value for name, value in checkpoint["args"].items()
-                  if name not in ("device", "max_steps", "out_dir", "resume")}     # of one command
+                  if name not in ("device", "max_steps", "out_dir", "resume")}
     data = asked.data or stored.get("data") or ("folder" if asked.data_dir else "pydoc")
     p.set_defaults(**{"data": data, **RECIPES[data], **stored})
     p.add_argument("-h", "--help", action="help", help="print this, with the recipe's defaults")
@@ -199,11 +200,10 @@ def sample(model, vocab, args, device):
     return re.sub(r" *\n[ \n]*", "\n", text).strip()
 
 
-def print_sample(args):
+def print_sample(args, device):
     """Print what --sample asks for."""
     checkpoint = common.load(args.sample)
     with common.error_prefix(f"--sample {args.sample}"):
-        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model = lm_from_checkpoint(checkpoint).to(device)
         print(sample(model, stored_vocabulary(checkpoint), args, device))
 
@@ -220,14 +220,14 @@ def learning_rate(step, args):
 
 def main():
     args, checkpoint = get_args()
-    if args.sample:
-        return print_sample(args)
 
     # Processes. torchrun starts one a GPU (or some on a CPU) and says so in the environment; each
     # takes its share of every batch. Rank 0 alone prints and writes.
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else
                                           "mps" if torch.backends.mps.is_available() else "cpu"))
+    if args.sample:
+        return print_sample(args, device)
     if "RANK" in os.environ:
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

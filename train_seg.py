@@ -140,8 +140,9 @@ def get_args():
         if checkpoint.get("task") != "segmentation":
             raise InputError(f"--resume {asked.resume}: its task is {checkpoint.get('task')}, not "
                              f"segmentation")
+        # What is of one command or machine is not remembered.
         stored = {name: value for name, value in checkpoint["args"].items()
-                  if name not in ("device", "max_steps", "out_dir", "resume")}     # of one command
+                  if name not in ("device", "max_steps", "out_dir", "resume")}
     data = asked.data or stored.get("data") or ("folder" if asked.data_dir else "shapes")
     # A backbone is a whole encoder. Scenes have one in weights/, unless flags ask for another: from
     # scratch a small network learns little of them in minutes.
