@@ -195,15 +195,15 @@ def batch_keys(args, n, start, stop, rank, world):
         yield keys[rank::world] or keys[:1]
 
 
-def train_batches(views, args, mean, start, stop, rank, world):
+def train_batches(views, args, start, stop, mean, rank, world):
     """Yield images (b, 3, S, S) in [0, 1] and labels (b, S, S) int64, on the device of mean.
 
     mean: (3, 1, 1), the model's, which pads views that are smaller than S.
     """
     n, device = len(views.source), mean.device
     keys = batch_keys(args, n, start, stop, rank, world)
-    loader = image_batches(views, keys, args.num_workers, device)
-    for images, labels, (position, height, width) in loader:
+    batches = image_batches(views, keys, args.num_workers, device)
+    for images, labels, (position, height, width) in batches:
         images, labels = (t.to(device, non_blocking=True) for t in (images, labels))
         if position[0] % n % args.batch_size != rank:               # a short batch, not for us
             labels.fill_(IGNORE)
@@ -213,25 +213,6 @@ def train_batches(views, args, mean, start, stop, rank, world):
 
 
 # --- the run --------------------------------------------------------------------------------------
-
-def build_config(args, num_classes, backbone):
-    """Build SegmenterConfig; its encoder is that of the backbone, a checkpoint, or of the flags."""
-    if backbone:
-        with common.error_prefix(f"--backbone {args.backbone}"):
-            encoder = backbone_settings(backbone)
-    else:
-        size = SIZES[args.model]
-        encoder = dict(**size, patch_size=args.patch_size, attn=args.attn,
-                       rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]),
-                       pap=dict(n_iter=args.n_iter, lambd=args.lambd, form=args.form))
-    for name, pixels in (("size", args.size), ("window", args.window)):
-        if pixels % encoder["patch_size"]:
-            raise InputError(f"--{name} {pixels} is not a multiple of the patch size "
-                             f"{encoder['patch_size']}")
-    return SegmenterConfig(**encoder, num_classes=num_classes, image_size=args.size,
-                           drop_path=args.drop_path, decoder_attn=args.decoder_attn or "",
-                           decoder_dropout=args.dropout)
-
 
 def learning_rate(step, total, args):
     """lr_k = (lr - min_lr) (1 - k / total)^0.9 + min_lr for update k = 0, 1, ..."""
@@ -263,21 +244,39 @@ def main():
     args.stride = args.stride or args.window
     if args.stride > args.window:
         raise InputError(f"--stride {args.stride} is more than --window {args.window}")
+    how = dict(size=args.size, window=args.window, stride=args.stride, amp=amp,
+               num_workers=args.num_workers)                        # to evaluate
     train, val = load_split(args, "training"), load_split(args, "validation")
     common.print0(f"{args.data}: {len(train)} training, {len(val)} validation images, "
                   f"{len(train.classes)} classes")
+    scales = (1.0, 1.0) if args.data == "shapes" else (0.5, 2.0)    # scenes stay as they are
+    views = TrainingViews(train, args.size, scales, args.seed)
     if args.batch_size % world:
         raise InputError(f"--batch_size {args.batch_size}: expected a multiple of {world}, the "
                          f"number of processes")
     epoch_steps = math.ceil(len(train) / args.batch_size)           # the last batch may be short
     total = args.epochs * epoch_steps
 
-    # Model. The flags or the backbone describe it; on --resume it is the checkpoint's.
+    # Model. The checkpoint describes it, or the flags; those of the encoder may be a backbone's.
     backbone = common.load(args.backbone) if args.backbone and not args.resume else None
     if checkpoint:
         config = SegmenterConfig(**checkpoint["model_config"])
     else:
-        config = build_config(args, len(train.classes), backbone)
+        if backbone:
+            with common.error_prefix(f"--backbone {args.backbone}"):
+                encoder = backbone_settings(backbone)
+        else:
+            size = SIZES[args.model]
+            encoder = dict(**size, patch_size=args.patch_size, attn=args.attn,
+                           rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]),
+                           pap=dict(n_iter=args.n_iter, lambd=args.lambd, form=args.form))
+        for name, side in (("size", args.size), ("window", args.window)):
+            if side % encoder["patch_size"]:
+                raise InputError(f"--{name} {side} is not a multiple of the patch size "
+                                 f"{encoder['patch_size']}")
+        config = SegmenterConfig(**encoder, num_classes=len(train.classes), image_size=args.size,
+                                 drop_path=args.drop_path, decoder_attn=args.decoder_attn or "",
+                                 decoder_dropout=args.dropout)
     torch.manual_seed(args.seed)
     model = Segmenter(config).to(device)
     if backbone:
@@ -300,15 +299,13 @@ def main():
     else:
         optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
 
-    # Resume: weights and optimiser; random numbers need no state. Data and model have to be the
-    # run's.
+    # Resume: weights and optimiser; random numbers need no state. Data have to be the run's.
     about = dict(classes=list(train.classes), training_images=len(train))
     if checkpoint:
-        was = {**checkpoint, **checkpoint["model_config"]}
-        for name, now in {**about, **asdict(config)}.items():
-            if was.get(name) != now:
-                raise InputError(f"--resume cannot change {name}: it was {was.get(name)!r:.60} and "
-                                 f"is {now!r:.60}")
+        for name, now in about.items():
+            if checkpoint.get(name) != now:
+                raise InputError(f"--resume cannot change {name}: it was "
+                                 f"{checkpoint.get(name)!r:.60} and is {now!r:.60}")
         model.load_state_dict(checkpoint["model"])
         common.load_optimizer(optimizer, checkpoint["optimizer"])
     first, metrics = checkpoint.get("step", 0), checkpoint.get("metrics", {})
@@ -332,11 +329,7 @@ def main():
 
     # The loop. --max_steps stops early, on the schedule of --epochs.
     stop = max(first, min(total, args.max_steps or total))
-    scales = (1.0, 1.0) if args.data == "shapes" else (0.5, 2.0)    # scenes stay as they are
-    views = TrainingViews(train, args.size, scales, args.seed)
-    batches = train_batches(views, args, model.encoder.mean, first, stop, rank, world)
-    how = dict(size=args.size, window=args.window, stride=args.stride, amp=amp,
-               num_workers=args.num_workers)                        # an evaluation looks at images
+    batches = train_batches(views, args, first, stop, model.encoder.mean, rank, world)
     bar = tqdm(range(first, stop), "training", stop, initial=first, unit="step",
                disable=rank > 0 or None, dynamic_ncols=True)    # None: where output is redirected
     began = clock = time.time()

@@ -94,7 +94,7 @@ def test_a_batch_is_dealt_out_whole_and_every_sample_has_its_number():
 
     views = TrainingViews(Scenes("train", 10, 16), 16, (1, 1), seed=1)                       # the last batch has two
     args = Namespace(batch_size=4, seed=1, num_workers=0, data="shapes")
-    last = [list(train_seg.train_batches(views, args, torch.zeros(3, 1, 1), 0, 3, rank, 4))[-1] for rank in range(4)]
+    last = [list(train_seg.train_batches(views, args, 0, 3, torch.zeros(3, 1, 1), rank, 4))[-1] for rank in range(4)]
     assert [bool((labels == 255).all()) for _, labels in last] == [False, False, True, True]
 
 
