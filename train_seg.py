@@ -13,11 +13,11 @@
 Paper: Teo & Nguyen 2024, section 4.1, App. A.3 and E.5 (Table 6); recipe `rstrudel/segmenter`,
 which the paper's fork `rachtsy/segm` keeps: SGD with Nesterov momentum, polynomial schedule, 64
 epochs of ADE20K. Where this differs: bf16 on GPUs (--no-amp: float32), a loss that is not finite
-stops the run, the result is the last epoch.
-Stopping and resuming changes no number, nor do more processes but for float noise and the masks of
-drop path and dropout, which are per process: random numbers depend on (seed, step or sample) alone.
-To the last bit that holds on a CPU; on a GPU the backward of fused attention adds in no fixed
-order.
+stops the run, the result is the last epoch (with --keep_best also the best one).
+Stopping and resuming changes no number: what is random depends on (seed, step or sample) alone. Nor
+do more processes, but for float noise and the masks of drop path and dropout, which depend on the
+process, too. To the last bit that holds on a CPU; on a GPU the backward of fused attention adds in
+no fixed order.
 """
 
 import argparse
@@ -53,7 +53,7 @@ RECIPES = {
     # the paper's run, not run here: mean IoU 34.69 % (rpc), 34.00 % (symmetric) there
     "ade20k": dict(size=512, num_classes=150, epochs=64, batch_size=8, lr=1e-3, weight_decay=0.0,
                    clip=0.0, drop_path=0.1, model="tiny"),
-    # images of your own; what is None depends on how many there are and how large: folder_recipe
+    # images of your own; what is None depends on how many there are and how large: data/labelled.py
     "folder": dict(size=None, epochs=None, batch_size=None, eval_every=None, patch_size=None,
                    keep_best=True),
 }
@@ -129,7 +129,7 @@ def get_args():
     flag("--keep_best", action=boolean, default=False, help="also keep best.pt, of the evaluation "
          "with the highest mean IoU: for images that are held out to choose by (folder: on)")
     flag("--max_steps", type=COUNT, help="stop early; the schedule stays that of --epochs")
-    flag("--out_dir", help="None: out/seg_<data>_<attn>")
+    flag("--out_dir", help="None: out/seg_<data>_<attn>; with --backbone out/seg_<data>_backbone")
     flag("--resume", help="folder of a run to continue; its flags are the defaults")
 
     # A setting is the command line's, else that of the run to resume, of the recipe, or the flag's
@@ -238,7 +238,7 @@ def main():
     torch.backends.cudnn.allow_tf32 = amp                           # convolutions likewise
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
-    # Data. What masks of one's own leave open is chosen for them.
+    # Data. Where it is a folder of one's own, flags that are still None are chosen to fit it.
     vars(args).update(choose(args))
     args.window = args.window or args.size
     args.stride = args.stride or args.window
@@ -308,10 +308,11 @@ def main():
                                  f"{checkpoint.get(name)!r:.60} and is {now!r:.60}")
         model.load_state_dict(checkpoint["model"])
         common.load_optimizer(optimizer, checkpoint["optimizer"])
-    first, metrics = checkpoint.get("step", 0), checkpoint.get("metrics", {})
-    best = checkpoint.get("best") or {}
+    first = checkpoint.get("step", 0)
+    metrics, best = checkpoint.get("metrics", {}), checkpoint.get("best", {})
 
-    # Compile; share gradients over processes.
+    # Compile; share gradients over processes. net is for training; model, of the same weights, is
+    # evaluated and saved.
     compiled = torch.compile(model) if args.compile else model
     net = compiled if world == 1 else DDP(compiled, broadcast_buffers=False,    # the same on all
                                           gradient_as_bucket_view=True)
@@ -331,7 +332,7 @@ def main():
     stop = max(first, min(total, args.max_steps or total))
     batches = train_batches(views, args, first, stop, model.encoder.mean, rank, world)
     bar = tqdm(range(first, stop), "training", stop, initial=first, unit="step",
-               disable=rank > 0 or None, dynamic_ncols=True)    # None: where output is redirected
+               disable=rank > 0 or None, dynamic_ncols=True)        # None: if not in a terminal
     began = clock = time.time()
     pending = []
     for step in bar:
@@ -395,7 +396,7 @@ def main():
                 log.append(dict(step=done, eval=metrics, epoch=epoch,
                                 **key_statistics(model, model.masks, images[:8])))
             numbers = "  ".join(f"{name} {value:.2f}" for name, value in metrics.items()
-                                if type(value) is float)
+                                if isinstance(value, float))
             common.print0(f"step {done:6d}  training loss {loss:.4f}   {numbers}")
 
         # Save, each file whole or not at all. A run killed before that repeats the evaluation.
