@@ -1,4 +1,4 @@
-"""Claims about common.py: files survive whatever happens while they are written; errors are a line."""
+"""Claims about common.py: files survive whatever happens meanwhile; errors are one line."""
 
 import json
 import math

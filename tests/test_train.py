@@ -70,7 +70,7 @@ def test_three_steps_and_three_resumed_equal_six_bit_for_bit(name):
     run = flags(RANDOM[name], "--clip 0.1")
     train(name, run, "--max_steps 6 --out_dir whole")
     train(name, run, "--max_steps 3 --out_dir parts")
-    if name != "lm":                            # the run of three had to evaluate, the other had not
+    if name != "lm":                        # the run of three had to evaluate, the other had not
         lines = Path("parts/log.jsonl").read_text().splitlines(True)
         Path("parts/log.jsonl").write_text("".join(row for row in lines if '"eval":' not in row))
     resume(name, "parts --max_steps 6")                                     # remembers its flags
@@ -174,7 +174,8 @@ def test_what_is_not_finite_stops_the_run_and_keeps_the_last_good_state(name, mo
     def diverging(*args, **how):
         training = args[0].training if name == "lm" else "reduction" not in how or name == "seg"
         calls.extend([1] * training)
-        return real(*args, **how) * (float("nan") if training and calls[wrong[0] - 1:] == [1] else 1)
+        now = training and calls[wrong[0] - 1:] == [1]
+        return real(*args, **how) * (float("nan") if now else 1)
 
     def breaking(optimizer, *args, **how):
         calls.append(step(optimizer, *args, **how))
@@ -273,6 +274,15 @@ def test_a_resumed_run_takes_other_flags_and_says_which(name, capsys):
         rate = (train_cls.learning_rate(2, 3, 27, args) if name == "cls" else
                 train_seg.learning_rate(2, 27, args))
     assert log("a", "lr")[3] == pytest.approx(rate)
+
+
+@each
+def test_amp_is_bf16_in_training(name):
+    losses = []
+    for amp in ("--amp", "--no-amp"):
+        train(name, "--max_steps 1", amp, "--out_dir", [f"a{amp}"])
+        losses += log(f"a{amp}").values()
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
 # --- processes ------------------------------------------------------------------------------------

@@ -89,6 +89,26 @@ def test_weights_start_a_run_that_they_fit_and_choose_its_model(imagenet, capsys
     assert "as in deit.pt: {'model': 'micro', 'patch_size': 16}" in capsys.readouterr().out
     args = common.load("like")["args"]
     assert (args["model"], args["image_size"]) == ("micro", 32)
+    Path("deit.pt").unlink()
+    train("--resume like --max_steps 2")                            # needs the file no more
+
+
+def test_on_imagenet_what_is_compared_with_deit_starts_from_its_weights(imagenet):
+    found = {}
+    for attn in ("rpc", "symmetric", "softmax"):
+        train(IMAGENET, "--max_steps 1 --attn", [attn, "--out_dir", attn, "--data_dir", imagenet])
+        found[attn] = common.load(attn)["model_config"]["init"]
+    assert found == dict(rpc="default", symmetric="default", softmax="trunc_normal")
+
+
+def test_matrices_decay_those_of_scaled_attention_too():
+    train(SMALL, "--attn scaled_s --max_steps 1 --out_dir a")
+    checkpoint = common.load("a")
+    decay, rest = (len(group["params"]) for group in checkpoint["optimizer"]["param_groups"])
+    names = [name for name, w in checkpoint["model"].items()
+             if w.ndim > 1 and name not in ("pos_embed", "cls_token")]
+    assert "blocks.0.attn.learned.s" in names and decay == len(names)
+    assert decay + rest == len(checkpoint["model"])
 
 
 def test_adversarial_images_stay_within_eps_raise_the_loss_and_leave_the_model_alone():
