@@ -345,9 +345,11 @@ BAD = dict(cls="""
 
 
 @each
-def test_bad_flags_end_in_one_line_that_names_them(name):
+def test_bad_flags_end_in_one_line_that_names_them(name, monkeypatch):
     Path("notes.txt").write_text("root:x:0:0:not a checkpoint\n")
     for row in filter(None, re.split("; |\n", OF_ALL + BAD[name])):
         flag, _, word = row.partition(" -> ")
         assert (word or flag.split()[0].strip("-")) in bad(name, "--max_steps 2", flag), row
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert "expected a multiple of 3" in bad(name, "--max_steps 2")
     assert not list(Path(".").rglob("*.pt")) and "root" in Path("notes.txt").read_text()

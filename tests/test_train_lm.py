@@ -45,14 +45,15 @@ def test_the_default_run_ends_in_its_result_and_needs_no_flag(monkeypatch, capsy
     assert f"valid perplexity {perplexity:.2f} " in out
     assert checkpoint["metrics"]["perplexity"] == pytest.approx(perplexity, rel=1e-5)
     assert sample and sample[:20] in out and out.strip().endswith(f"--ckpt {folder}")
+    train("--words 3 --sample", [folder])                       # not refused: it writes nothing
     train(SMALL, "--max_steps 1")                               # a text of one's own
     assert {d.name for d in Path("out").iterdir()} == {"cache", "pydoc_rpc", "text_rpc"}
 
 
 def test_a_model_that_reads_the_future_trains_and_is_not_sampled():
     train(SMALL, "--mu_over all --max_steps 2 --out_dir a")
-    model = lm_from_checkpoint(common.load("a"))
-    assert model.config.pap["mu_over"] == "all" and log("a", "sample")[2] == ""
+    config = lm_from_checkpoint(common.load("a")).config
+    assert (config.context, config.pap["mu_over"]) == (16, "all") and log("a", "sample")[2] == ""
     assert "--sample a: mu_over='all'" in bad("--sample a")
 
 
