@@ -140,6 +140,7 @@ def test_a_log_is_cut_behind_a_step_and_a_line_cut_short_by_a_kill_goes(tmp_path
         path.write_text('{"step": 1}\n' + end)
         Log(path.parent, 2).append(dict(step=3))
         assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == steps
+    path.write_text('{"step": 0, "args": {}}\n{"step": 1}\n')
     Log(path.parent, 0)                                             # a new run: its log is empty
     assert path.read_text() == ""
 

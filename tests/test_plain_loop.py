@@ -132,7 +132,7 @@ def plain_loop(f, all_images, all_labels, test, model):
 
 FLAGS = dict(data="shapes", num_images=62, holdout=28, model="micro", image_size=16, patch_size=8,
              attn="rpc_asym", rpc_layers="1,3", n_iter=3, lambd=0.3, form="paper", drop_path=0.3,
-             init="default", epochs=3, batch_size=8, lr=3e-3, min_lr=2e-3, warmup_epochs=0.5,
+             init="trunc_normal", epochs=3, batch_size=8, lr=3e-3, min_lr=2e-3, warmup_epochs=0.5,
              weight_decay=0.4, clip=0.7, ema=0.6, pad=3, num_ops=3, erase=0.6, mixup=0.3,
              cutmix=0.5, smoothing=0.2, repeats=2, seed=5, device="cpu", max_steps=10, log_every=3,
              eval_every=2, keep_best=True, out_dir="a")
@@ -168,7 +168,7 @@ def test_a_run_equals_the_plain_loop(alone):
     order = torch.randperm(62, generator=torch.Generator().manual_seed(0))      # for every seed
     held, kept = order[:28], order[28:]
     torch.manual_seed(f.seed)
-    model = ViT(ViTConfig(16, 8, 10, attn="rpc_asym", init="default", **MICRO))
+    model = ViT(ViTConfig(16, 8, 10, attn="rpc_asym", init="trunc_normal", **MICRO))
     expected, average = plain_loop(f, images[kept], labels[kept], (images[held], labels[held]),
                                    model)
     assert {path.name for path in Path("a").glob("*.*")} == {"log.jsonl", "last.pt", "best.pt"}

@@ -259,8 +259,9 @@ def test_a_run_is_kept_whatever_it_is_asked_to_go_on_with(name):
 @each
 def test_a_resumed_run_takes_other_flags_and_says_which(name, capsys):
     train(name, "--max_steps 2 --clip 0 --lr 1e-3 --out_dir a", "--amp" * (name == "lm"))
+    before = common.load("a/last.pt")["model"]
     later = "--steps 40" if name == "lm" else "--weight_decay 0.5 --epochs 9"
-    resume(name, "a --max_steps 3 --lr 1e-2 --clip 1e-9", later)
+    resume(name, "a --max_steps 3 --lr 1e-2 --clip 1e-9", later, "--ema 0.9" * (name == "cls"))
     said, checkpoint = capsys.readouterr().out, common.load("a/last.pt")
     assert "'lr': 0.01" in said and "'clip': 1e-09" in said and "batch_size" not in said
     if name == "lm":
@@ -274,6 +275,8 @@ def test_a_resumed_run_takes_other_flags_and_says_which(name, capsys):
         rate = (train_cls.learning_rate(2, 3, 27, args) if name == "cls" else
                 train_seg.learning_rate(2, 27, args))
     assert log("a", "lr")[3] == pytest.approx(rate)
+    for k, average in checkpoint.get("ema", {}).items():    # a new one begins with what is resumed
+        torch.testing.assert_close(average, before[k].lerp(checkpoint["model"][k], 0.1))
 
 
 @each
@@ -288,7 +291,9 @@ def test_amp_is_bf16_in_training(name):
 # --- processes ------------------------------------------------------------------------------------
 
 def main_and_seed(name):
-    """main(), then the seed of the last step's masks."""
+    """main(), then the seed of the last step's masks. Rank 0 alone writes."""
+    if os.environ["RANK"] != "0":
+        common.Log = common.save = None
     SCRIPTS[name].main()
     print(torch.initial_seed())
 

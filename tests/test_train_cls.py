@@ -125,5 +125,7 @@ def test_adversarial_images_stay_within_eps_raise_the_loss_and_leave_the_model_a
     again = torch.cat([adversarial(model, images[i:i + 4], targets[i:i + 4], i, args)
                        for i in (0, 4)])
     assert (moved - again).abs().max() < 1e-6       # a sample's start is its own
+    args.seed = 1
+    assert not torch.equal(moved, adversarial(model, images, targets, 0, args))     # another start
     model.eval()
     assert F.cross_entropy(model(moved), targets) > F.cross_entropy(model(images), targets)

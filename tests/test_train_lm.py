@@ -51,9 +51,10 @@ def test_the_default_run_ends_in_its_result_and_needs_no_flag(monkeypatch, capsy
 
 
 def test_a_model_that_reads_the_future_trains_and_is_not_sampled():
-    train(SMALL, "--mu_over all --max_steps 2 --out_dir a")
+    train(SMALL, "--mu_over all --max_steps 2 --no-keep_best --out_dir a")
     config = lm_from_checkpoint(common.load("a")).config
     assert (config.context, config.pap["mu_over"]) == (16, "all") and log("a", "sample")[2] == ""
+    assert not Path("a/best.pt").exists()
     assert "--sample a: mu_over='all'" in bad("--sample a")
 
 
