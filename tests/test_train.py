@@ -136,7 +136,7 @@ def test_ctrl_c_ends_in_the_line_that_resumes_and_a_folder_is_not_taken_twice(na
     process = Started(SCRIPTS[name].main, flags(SMALL[name], forever, "--out_dir a"))
     wait_for("a/last.pt", process)
     assert "a holds a run: go on with it by --resume a" in bad(name, "--out_dir a")
-    assert "another process trains in a" in refused(SCRIPTS[name], "--resume a")
+    assert "another process trains in a" in refused(SCRIPTS[name], "--resume a --max_steps 1")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
     step, last = common.load("a/last.pt")["step"], err.splitlines()[-1]
