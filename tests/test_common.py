@@ -163,6 +163,14 @@ def test_a_log_takes_no_number_that_is_not_finite(tmp_path, row):
     assert common.read_log(log.path) == []
 
 
+def test_a_gradient_that_is_not_finite_is_named_with_its_step():
+    rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert common.finite_means(rows, 8) == [2, 3]
+    rows[1, 1] = math.inf
+    with pytest.raises(InputError, match="at step 8: loss 3, gradient norm inf"):
+        common.finite_means(rows, 8)
+
+
 # --- words ----------------------------------------------------------------------------------------
 
 def python(code):
