@@ -24,7 +24,7 @@ from data.shapes import load_shapes
 from data.text import load_corpus, random_windows
 from lm import LM, LMConfig
 from runs import call, make_pairs, make_text, rows
-from segmenter import Segmenter, SegmenterConfig
+from segmenter import Segmenter, SegmenterConfig, evaluate, segmenter_from_checkpoint
 from vit import ViT, ViTConfig
 
 timm = pytest.importorskip("timm")
@@ -210,14 +210,15 @@ def test_a_segmentation_run_equals_the_plain_loop(alone, data):
     """The first steps. Views have tests of their own; ade20k's recipe is SGD, the others AdamW."""
     make_pairs()
     f = dict(data=data, data_dir="pairs", num_classes=4, model="micro", patch_size=8,
-             attn="sym_asym", rpc_layers="1,3", n_iter=3, lambd=0.3, form="paper", drop_path=0.3,
-             dropout=0.3, size=24, epochs=4, batch_size=4, lr=3e-3, min_lr=1e-3, weight_decay=0.4,
-             clip=0.5, window=16, stride=12, max_steps=6, log_every=1, eval_every=9,
-             num_workers=0, seed=5, device="cpu", out_dir="a")
+             attn="sym_asym", decoder_attn="symmetric", rpc_layers="1,3", n_iter=3, lambd=0.3,
+             form="paper", drop_path=0.3, dropout=0.3, size=24, epochs=4, batch_size=4, lr=3e-3,
+             min_lr=1e-3, weight_decay=0.4, clip=0.5, window=16, stride=12, max_steps=6,
+             log_every=1, eval_every=9, num_workers=0, seed=5, device="cpu", out_dir="a")
     call(train_seg.main, **f)
     f, tree = SimpleNamespace(**f), ade20k("pairs", "training", 4)
     torch.manual_seed(f.seed)
-    model = Segmenter(SegmenterConfig(4, 24, 8, attn="sym_asym", decoder_dropout=0.3, **MICRO))
+    model = Segmenter(SegmenterConfig(4, 24, 8, attn="sym_asym", decoder_attn="symmetric",
+                                      decoder_dropout=0.3, **MICRO))
     groups = param_groups_weight_decay(model, 0.4, no_weight_decay_list=(
         "encoder.pos_embed", "encoder.cls_token", "decoder.cls_emb"))
     SGD = partial(torch.optim.SGD, momentum=0.9, nesterov=True)
@@ -240,3 +241,10 @@ def test_a_segmentation_run_equals_the_plain_loop(alone, data):
         assert row["grad_norm"] == pytest.approx(norm, rel=1e-2 if step else 1e-4)
         assert row["lr"] == pytest.approx(lr)
     assert step == 5
+    trained = segmenter_from_checkpoint(common.load("a"))
+    found, _ = evaluate(trained, ade20k("pairs", "validation", 4), size=24, window=16, stride=12)
+    assert [row["eval"] for row in rows("a") if "eval" in row] == [found]
+    weights = trained.state_dict()
+    for name, p in model.named_parameters():
+        if p.ndim > 1:                              # the loss does not see that some decay
+            assert weights[name].norm() == pytest.approx(p.norm().item(), rel=1e-3), name

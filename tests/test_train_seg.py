@@ -185,3 +185,4 @@ def test_weights_that_do_not_fit_their_attention_are_refused(root):
     assert "--backbone wrong.pt" in bad(run, "wrong.pt")
     assert "not a ViT" in bad(run, "a") and "nowhere.pt" in bad(run, "nowhere.pt")
     assert "--size 36 is not a multiple of the patch size 8" in bad(run, "deit.pt --size 36")
+    assert "--stride 40 is more than --window 32" in bad(run, "deit.pt --stride 40")
