@@ -38,8 +38,13 @@ def root(tmp_path_factory):
 
 # --- a run and what it leaves ---------------------------------------------------------------------
 
-def test_a_run_ends_in_its_mean_iou_a_picture_and_a_checkpoint_that_reproduces_it(capsys):
+def test_a_run_ends_in_its_mean_iou_a_picture_and_a_checkpoint_that_reproduces_it(
+        capsys, monkeypatch):
+    views, scales = train_seg.TrainingViews, []
+    monkeypatch.setattr(train_seg, "TrainingViews",
+                        lambda *how: scales.append(how[2]) or views(*how))
     train("--num_images 80 --max_steps 2")          # all else as in the README's first command
+    assert scales == [(1, 1)]                       # scenes are not resized, nor, below, distorted
     *_, said, following = capsys.readouterr().out.strip().splitlines()
     folder = Path("out/seg_shapes_rpc")
     checkpoint, evaluation = common.load(folder), log(folder, "eval")[2]
@@ -91,11 +96,14 @@ def test_a_batch_is_dealt_out_whole_and_every_sample_has_its_number():
         assert all(part == keys[:1] for part in dealt[len(keys):])      # idle: labels are ignored
     assert list(train_seg.batch_keys(args, 10, 4, 6, 0, 1)) == whole[4:]
 
-    views = TrainingViews(Scenes("train", 10, 16), 16, (1, 1), seed=1)  # the last batch has two
-    last = [list(train_seg.train_batches(views, args, 0, 3, torch.zeros(3, 1, 1), rank, 4))[-1]
-            for rank in range(4)]
-    ignored = [bool((labels == 255).all()) for _, labels in last]
-    assert ignored == [False, False, True, True]
+    views = TrainingViews(Scenes("train", 10, 16), 16, (1, 1), seed=1)
+    batches = [list(train_seg.train_batches(views, args, 0, 3, torch.zeros(3, 1, 1), rank, 4))
+               for rank in range(4)]
+    ignored = [bool((labels == 255).all()) for *_, (_, labels) in batches]
+    assert ignored == [False, False, True, True]                        # the last batch has two
+    for rank, ((images, _), *_) in enumerate(batches):
+        image = views.source[whole[0][rank][1]][0] / 255
+        assert torch.equal(images[0], image) or torch.equal(images[0], image.flip(2))
 
 
 HOW = dict(size=32, window=32, stride=32)
