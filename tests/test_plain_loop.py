@@ -203,6 +203,9 @@ def test_a_language_model_run_equals_the_plain_loop(alone):
         assert row["loss"] == pytest.approx(loss.item(), rel=1e-4)
         assert row["grad_norm"] == pytest.approx(norm, rel=1e-3) and row["lr"] == pytest.approx(lr)
     assert step == 5 and [row["step"] for row in rows("a") if "eval" in row] == [6]
+    ours, theirs = ([state["exp_avg"].norm().item() for state in states.values()] for states in
+                    (common.load("a")["optimizer"]["state"], optimizer.state))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-2)     # Adam hides how large gradients are
 
 
 @pytest.mark.parametrize("data", ["camvid", "ade20k"])
