@@ -12,9 +12,10 @@ Paper: Teo & Nguyen 2024, section 4.1 and App. A; recipe `facebookresearch/deit`
 from the released code (`rachtsy/KPCA_code:Robust/main_train.py`): the learning rate is scheduled
 (there the line is commented out), bf16 instead of fp16, images are mixed with their neighbour
 instead of the reversed batch, one lambda per step.
-Stopping and resuming changes no number, nor do more processes but for float noise and the masks of
-drop path, which are per process: random numbers depend on (seed, step or sample) alone. To the last
-bit that holds on a CPU; on a GPU the backward of fused attention adds in no fixed order.
+Stopping and resuming changes no number: what is random depends on (seed, step or sample) alone. Nor
+do more processes, but for float noise and the masks of drop path, which depend on the process, too.
+To the last bit that holds on a CPU; on a GPU the backward of fused attention adds in no fixed
+order.
 """
 
 import argparse
@@ -47,7 +48,7 @@ def get_args():
 
     Returns them and the checkpoint of --resume, {} without one.
     """
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help,
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help, add_help=False,
                                 usage="%(prog)s [--flag value ...]", allow_abbrev=False)
     boolean = argparse.BooleanOptionalAction
     flag = p.add_argument_group("data").add_argument
@@ -118,14 +119,15 @@ def get_args():
 
     # A setting is the command line's, else that of the run to resume, of weights to start from, of
     # the recipe, or the flag's default.
-    asked, checkpoint, stored, theirs = p.parse_args(), {}, {}, {}
+    asked, checkpoint, stored, theirs = p.parse_known_args()[0], {}, {}, {}
     if asked.resume:
         checkpoint = common.load(Path(asked.resume, "last.pt"))
         if checkpoint.get("task") != "classification":
             raise InputError(f"--resume {asked.resume}: its task is {checkpoint.get('task')}, not "
                              f"classification")
+        # What is of one command or machine is not remembered.
         stored = {name: value for name, value in checkpoint["args"].items()
-                  if name not in ("device", "max_steps", "out_dir", "resume")}     # of one command
+                  if name not in ("device", "download", "max_steps", "out_dir", "resume")}
     data = asked.data or stored.get("data") or ("folder" if asked.data_dir else "shapes")
     if asked.init_from and not asked.resume:
         from weights import flags_for
@@ -133,6 +135,7 @@ def get_args():
         if data != "folder":
             theirs.pop("image_size", None)                          # a data set has its own
     p.set_defaults(**{"data": data, **DATASETS[data][1], **theirs, **stored})
+    p.add_argument("-h", "--help", action="help", help="print this, with the recipe's defaults")
     args = p.parse_args()
     changed = {name: getattr(args, name) for name in stored if getattr(args, name) != stored[name]}
     if theirs:
@@ -222,7 +225,7 @@ def evaluate(model, source, args, device, rank, world):
     mine = torch.arange(rank, len(source.labels), world)
     keys = [(part, part) for part in mine.split(256) if len(part)]
     total = torch.zeros(3, device=device)                   # right, right in top 5, loss
-    quiet = rank > 0 or None                                # None: where output is redirected
+    quiet = rank > 0 or None                                # None: if not in a terminal
     for images, labels, _ in tqdm(load_batches(source, keys, args, device), "evaluating", len(keys),
                                   disable=quiet, leave=False):
         logits = model(images.float() / 255).float()
@@ -267,7 +270,7 @@ def main():
     torch.backends.cudnn.allow_tf32 = amp                           # convolutions likewise
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
-    # Data. What images of one's own leave open is chosen for them.
+    # Data. Where it is a folder of one's own, flags that are still None are chosen to fit it.
     if args.download and world > 1:
         raise InputError("--download is for one process: fetch the data first, without torchrun")
     vars(args).update(choose(args))
@@ -299,7 +302,7 @@ def main():
                     init=args.init or ("default" if released else "trunc_normal"))
     torch.manual_seed(args.seed)
     model = Model(config).to(device)
-    if world > 1 and device.type == "cuda":                         # FAN's norms
+    if world > 1 and device.type == "cuda":                         # a FAN's norms, over processes
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.init_from and not args.resume:
         from weights import load_weights
@@ -331,10 +334,11 @@ def main():
         common.load_optimizer(optimizer, checkpoint["optimizer"])
         if ema:
             ema.load_state_dict(checkpoint["ema"] or checkpoint["model"])
-    first, metrics = checkpoint.get("step", 0), checkpoint.get("metrics", {})
-    best = checkpoint.get("best") or {}
+    first = checkpoint.get("step", 0)
+    metrics, best = checkpoint.get("metrics", {}), checkpoint.get("best", {})
 
-    # Compile; share gradients over processes.
+    # Compile; share gradients over processes. net is for training; model, of the same weights, is
+    # evaluated and saved.
     compiled = torch.compile(model) if args.compile else model
     net = compiled if world == 1 else DDP(compiled, broadcast_buffers=False,    # the same on all
                                           gradient_as_bucket_view=True)
@@ -356,7 +360,7 @@ def main():
     if args.adv_eps:
         from robust.adversarial import adversarial
     bar = tqdm(range(first, stop), "training", stop, initial=first, unit="step",
-               disable=rank > 0 or None, dynamic_ncols=True)    # None: where output is redirected
+               disable=rank > 0 or None, dynamic_ncols=True)        # None: if not in a terminal
     began = clock = time.time()
     pending = []
     for step in bar:
@@ -384,7 +388,7 @@ def main():
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.clip, norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if ema:                                                     # of all weights after a step
+        if ema:                                                     # a copy, after the first step
             with torch.no_grad():
                 torch._foreach_lerp_([*ema.parameters()], [*model.parameters()],
                                      1 - args.ema if step else 1.0)
@@ -425,7 +429,7 @@ def main():
                 log.append(dict(step=done, eval=metrics, epoch=epoch,
                                 **key_statistics(model, model.forward, images[:32])))
             numbers = "  ".join(f"{name} {value:.2f}" for name, value in metrics.items()
-                                if name != "images")
+                                if isinstance(value, float))
             common.print0(f"step {done:6d}  training loss {loss:.4f}   {numbers}  largest class "
                           f"{largest_share(test):.2f}")
 

@@ -4,7 +4,8 @@
     python train_lm.py --attn symmetric                   # its baseline
     python train_lm.py --data_dir book.txt                # a text of your own
     python train_lm.py --data wikitext --data_dir data/wikitext-2
-    torchrun --nproc_per_node=4 train_lm.py --data wikitext103 --data_dir data/wikitext-103
+    torchrun --standalone --nproc_per_node=4 train_lm.py --data wikitext103 \\
+        --data_dir data/wikitext-103                      # the paper's run
     python train_lm.py --resume out/pydoc_rpc             # go on exactly where it stopped
     python train_lm.py --sample out/pydoc_rpc --prompt "The function returns"
     python eval_robust.py --ckpt out/pydoc_rpc            # sliding and attacked perplexity
@@ -14,9 +15,10 @@ transformer. Where this differs from that code: batches are random windows (ther
 streams, always in the same order), the first update has the lowest learning rate (there: the full
 one), unknown words are <unk> (there: an error), bf16 on a GPU. The checkpoint with the best valid
 perplexity, best.pt, is the one to report.
-Stopping and resuming changes no number, nor do more processes but for float noise and the masks of
-dropout, which are per process: random numbers depend on (seed, step, process) alone. To the last
-bit that holds on a CPU; on a GPU the backward of fused attention adds in no fixed order.
+Stopping and resuming changes no number: what is random depends on (seed, step, place in the batch)
+alone. Nor do more processes, but for float noise and the masks of dropout, which depend on the
+process, too. To the last bit that holds on a CPU; on a GPU the backward of fused attention adds in
+no fixed order.
 """
 
 import argparse
@@ -58,7 +60,7 @@ def get_args():
 
     Returns them and the checkpoint of --resume, {} without one.
     """
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help,
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help, add_help=False,
                                 usage="%(prog)s [--flag value ...]", allow_abbrev=False)
     boolean = argparse.BooleanOptionalAction
     flag = p.add_argument_group("data").add_argument
@@ -107,21 +109,23 @@ def get_args():
     flag("--keep_best", action=boolean, default=True, help="also keep best.pt, of the evaluation "
          "with the lowest perplexity")
     flag("--max_steps", type=COUNT, help="stop early; the schedule stays that of --steps")
-    flag("--out_dir", help="None: out/<data>_<attn>")
+    flag("--out_dir", help="None: out/<data>_<attn>; of a text of your own out/text_<attn>")
     flag("--resume", help="folder of a run to continue; its flags are the defaults")
 
     # A setting is the command line's, else that of the run to resume, of the recipe, or the flag's
     # default.
-    asked, checkpoint, stored = p.parse_args(), {}, {}
+    asked, checkpoint, stored = p.parse_known_args()[0], {}, {}
     if asked.resume:
         checkpoint = common.load(Path(asked.resume, "last.pt"))
         if checkpoint.get("task") != "language modelling":
             raise InputError(f"--resume {asked.resume}: its task is {checkpoint.get('task')}, not "
                              f"language modelling")
+        # What is of one command or machine is not remembered.
         stored = {name: value for name, value in checkpoint["args"].items()
-                  if name not in ("device", "max_steps", "out_dir", "resume")}     # of one command
+                  if name not in ("device", "max_steps", "out_dir", "resume")}
     data = asked.data or stored.get("data") or ("folder" if asked.data_dir else "pydoc")
     p.set_defaults(**{"data": data, **RECIPES[data], **stored})
+    p.add_argument("-h", "--help", action="help", help="print this, with the recipe's defaults")
     args = p.parse_args()
     changed = {name: getattr(args, name) for name in stored if getattr(args, name) != stored[name]}
     if changed:
@@ -198,11 +202,10 @@ def sample(model, vocab, args, device):
     return re.sub(r" *\n[ \n]*", "\n", text).strip()
 
 
-def print_sample(args):
+def print_sample(args, device):
     """Print what --sample asks for."""
     checkpoint = common.load(args.sample)
     with common.error_prefix(f"--sample {args.sample}"):
-        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model = lm_from_checkpoint(checkpoint).to(device)
         print(sample(model, stored_vocabulary(checkpoint), args, device))
 
@@ -219,14 +222,14 @@ def learning_rate(step, args):
 
 def main():
     args, checkpoint = get_args()
-    if args.sample:
-        return print_sample(args)
 
     # Processes. torchrun starts one a GPU (or some on a CPU) and says so in the environment; each
     # takes its share of every batch. Rank 0 alone prints and writes.
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else
                                           "mps" if torch.backends.mps.is_available() else "cpu"))
+    if args.sample:
+        return print_sample(args, device)
     if "RANK" in os.environ:
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -279,10 +282,11 @@ def main():
                                  f"is {now!r:.60}")
         model.load_state_dict(checkpoint["model"])
         common.load_optimizer(optimizer, checkpoint["optimizer"])
-    first, metrics = checkpoint.get("step", 0), checkpoint.get("metrics", {})
-    best = checkpoint.get("best") or {}
+    first = checkpoint.get("step", 0)
+    metrics, best = checkpoint.get("metrics", {}), checkpoint.get("best", {})
 
-    # Compile; share gradients over processes.
+    # Compile; share gradients over processes. net is for training; model, of the same weights, is
+    # evaluated and saved.
     compiled = torch.compile(model) if args.compile else model
     net = compiled if world == 1 else DDP(compiled, broadcast_buffers=False,    # the same on all
                                           gradient_as_bucket_view=True)
@@ -302,7 +306,7 @@ def main():
     stop = max(first, min(args.steps, args.max_steps or args.steps))
     batches = train_batches(corpus.train, args, first, stop, device, rank, world)
     bar = tqdm(range(first, stop), "training", stop, initial=first, unit="step",
-               disable=rank > 0 or None, dynamic_ncols=True)    # None: where output is redirected
+               disable=rank > 0 or None, dynamic_ncols=True)        # None: if not in a terminal
     began = clock = time.time()
     pending = []
     for step in bar:
@@ -364,7 +368,8 @@ def main():
                                 **key_statistics(model, model.hidden, windows[:8, :-1])))
                 if text:
                     common.print0(textwrap.shorten(text, 100))
-            numbers = "  ".join(f"{name} {value:.2f}" for name, value in metrics.items())
+            numbers = "  ".join(f"{name} {value:.2f}" for name, value in metrics.items()
+                                if isinstance(value, float))
             common.print0(f"step {done:6d}  training loss {loss:.4f}   {numbers}")
 
         # Save, each file whole or not at all. A run killed before that repeats the evaluation.

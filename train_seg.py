@@ -13,11 +13,11 @@
 Paper: Teo & Nguyen 2024, section 4.1, App. A.3 and E.5 (Table 6); recipe `rstrudel/segmenter`,
 which the paper's fork `rachtsy/segm` keeps: SGD with Nesterov momentum, polynomial schedule, 64
 epochs of ADE20K. Where this differs: bf16 on GPUs (--no-amp: float32), a loss that is not finite
-stops the run, the result is the last epoch.
-Stopping and resuming changes no number, nor do more processes but for float noise and the masks of
-drop path and dropout, which are per process: random numbers depend on (seed, step or sample) alone.
-To the last bit that holds on a CPU; on a GPU the backward of fused attention adds in no fixed
-order.
+stops the run, the result is the last epoch (with --keep_best also the best one).
+Stopping and resuming changes no number: what is random depends on (seed, step or sample) alone. Nor
+do more processes, but for float noise and the masks of drop path and dropout, which depend on the
+process, too. To the last bit that holds on a CPU; on a GPU the backward of fused attention adds in
+no fixed order.
 """
 
 import argparse
@@ -53,7 +53,7 @@ RECIPES = {
     # the paper's run, not run here: mean IoU 34.69 % (rpc), 34.00 % (symmetric) there
     "ade20k": dict(size=512, num_classes=150, epochs=64, batch_size=8, lr=1e-3, weight_decay=0.0,
                    clip=0.0, drop_path=0.1, model="tiny"),
-    # images of your own; what is None depends on how many there are and how large: folder_recipe
+    # images of your own; what is None depends on how many there are and how large: data/labelled.py
     "folder": dict(size=None, epochs=None, batch_size=None, eval_every=None, patch_size=None,
                    keep_best=True),
 }
@@ -67,7 +67,7 @@ def get_args():
 
     Returns them and the checkpoint of --resume, {} without one.
     """
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help,
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help, add_help=False,
                                 usage="%(prog)s [--flag value ...]", allow_abbrev=False)
     boolean = argparse.BooleanOptionalAction
     flag = p.add_argument_group("data").add_argument
@@ -129,19 +129,20 @@ def get_args():
     flag("--keep_best", action=boolean, default=False, help="also keep best.pt, of the evaluation "
          "with the highest mean IoU: for images that are held out to choose by (folder: on)")
     flag("--max_steps", type=COUNT, help="stop early; the schedule stays that of --epochs")
-    flag("--out_dir", help="None: out/seg_<data>_<attn>")
+    flag("--out_dir", help="None: out/seg_<data>_<attn>; with --backbone out/seg_<data>_backbone")
     flag("--resume", help="folder of a run to continue; its flags are the defaults")
 
     # A setting is the command line's, else that of the run to resume, of the recipe, or the flag's
     # default.
-    asked, checkpoint, stored = p.parse_args(), {}, {}
+    asked, checkpoint, stored = p.parse_known_args()[0], {}, {}
     if asked.resume:
         checkpoint = common.load(Path(asked.resume, "last.pt"))
         if checkpoint.get("task") != "segmentation":
             raise InputError(f"--resume {asked.resume}: its task is {checkpoint.get('task')}, not "
                              f"segmentation")
+        # What is of one command or machine is not remembered.
         stored = {name: value for name, value in checkpoint["args"].items()
-                  if name not in ("device", "max_steps", "out_dir", "resume")}     # of one command
+                  if name not in ("device", "max_steps", "out_dir", "resume")}
     data = asked.data or stored.get("data") or ("folder" if asked.data_dir else "shapes")
     # A backbone is a whole encoder. Scenes have one in weights/, unless flags ask for another: from
     # scratch a small network learns little of them in minutes.
@@ -153,6 +154,7 @@ def get_args():
     elif data == "shapes" and said in ([], ["attn"]) and path.exists():
         recipe.update(dict.fromkeys(ENCODER), backbone=os.path.relpath(path), attn="rpc")
     p.set_defaults(**{"data": data, **recipe, **stored})
+    p.add_argument("-h", "--help", action="help", help="print this, with the recipe's defaults")
     args = p.parse_args()
     changed = {name: getattr(args, name) for name in stored if getattr(args, name) != stored[name]}
     if changed.keys() & {*ENCODER, "backbone", "decoder_attn", "drop_path", "dropout"}:
@@ -193,15 +195,15 @@ def batch_keys(args, n, start, stop, rank, world):
         yield keys[rank::world] or keys[:1]
 
 
-def train_batches(views, args, mean, start, stop, rank, world):
+def train_batches(views, args, start, stop, mean, rank, world):
     """Yield images (b, 3, S, S) in [0, 1] and labels (b, S, S) int64, on the device of mean.
 
     mean: (3, 1, 1), the model's, which pads views that are smaller than S.
     """
     n, device = len(views.source), mean.device
     keys = batch_keys(args, n, start, stop, rank, world)
-    loader = image_batches(views, keys, args.num_workers, device)
-    for images, labels, (position, height, width) in loader:
+    batches = image_batches(views, keys, args.num_workers, device)
+    for images, labels, (position, height, width) in batches:
         images, labels = (t.to(device, non_blocking=True) for t in (images, labels))
         if position[0] % n % args.batch_size != rank:               # a short batch, not for us
             labels.fill_(IGNORE)
@@ -211,25 +213,6 @@ def train_batches(views, args, mean, start, stop, rank, world):
 
 
 # --- the run --------------------------------------------------------------------------------------
-
-def build_config(args, num_classes, backbone):
-    """Build SegmenterConfig; its encoder is that of the backbone, a checkpoint, or of the flags."""
-    if backbone:
-        with common.error_prefix(f"--backbone {args.backbone}"):
-            encoder = backbone_settings(backbone)
-    else:
-        size = SIZES[args.model]
-        encoder = dict(**size, patch_size=args.patch_size, attn=args.attn,
-                       rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]),
-                       pap=dict(n_iter=args.n_iter, lambd=args.lambd, form=args.form))
-    for name, pixels in (("size", args.size), ("window", args.window)):
-        if pixels % encoder["patch_size"]:
-            raise InputError(f"--{name} {pixels} is not a multiple of the patch size "
-                             f"{encoder['patch_size']}")
-    return SegmenterConfig(**encoder, num_classes=num_classes, image_size=args.size,
-                           drop_path=args.drop_path, decoder_attn=args.decoder_attn or "",
-                           decoder_dropout=args.dropout)
-
 
 def learning_rate(step, total, args):
     """lr_k = (lr - min_lr) (1 - k / total)^0.9 + min_lr for update k = 0, 1, ..."""
@@ -255,27 +238,45 @@ def main():
     torch.backends.cudnn.allow_tf32 = amp                           # convolutions likewise
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
-    # Data. What masks of one's own leave open is chosen for them.
+    # Data. Where it is a folder of one's own, flags that are still None are chosen to fit it.
     vars(args).update(choose(args))
     args.window = args.window or args.size
     args.stride = args.stride or args.window
     if args.stride > args.window:
         raise InputError(f"--stride {args.stride} is more than --window {args.window}")
+    how = dict(size=args.size, window=args.window, stride=args.stride, amp=amp,
+               num_workers=args.num_workers)                        # to evaluate
     train, val = load_split(args, "training"), load_split(args, "validation")
     common.print0(f"{args.data}: {len(train)} training, {len(val)} validation images, "
                   f"{len(train.classes)} classes")
+    scales = (1.0, 1.0) if args.data == "shapes" else (0.5, 2.0)    # scenes stay as they are
+    views = TrainingViews(train, args.size, scales, args.seed)
     if args.batch_size % world:
         raise InputError(f"--batch_size {args.batch_size}: expected a multiple of {world}, the "
                          f"number of processes")
     epoch_steps = math.ceil(len(train) / args.batch_size)           # the last batch may be short
     total = args.epochs * epoch_steps
 
-    # Model. The flags or the backbone describe it; on --resume it is the checkpoint's.
+    # Model. The checkpoint describes it, or the flags; those of the encoder may be a backbone's.
     backbone = common.load(args.backbone) if args.backbone and not args.resume else None
     if checkpoint:
         config = SegmenterConfig(**checkpoint["model_config"])
     else:
-        config = build_config(args, len(train.classes), backbone)
+        if backbone:
+            with common.error_prefix(f"--backbone {args.backbone}"):
+                encoder = backbone_settings(backbone)
+        else:
+            size = SIZES[args.model]
+            encoder = dict(**size, patch_size=args.patch_size, attn=args.attn,
+                           rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]),
+                           pap=dict(n_iter=args.n_iter, lambd=args.lambd, form=args.form))
+        for name, side in (("size", args.size), ("window", args.window)):
+            if side % encoder["patch_size"]:
+                raise InputError(f"--{name} {side} is not a multiple of the patch size "
+                                 f"{encoder['patch_size']}")
+        config = SegmenterConfig(**encoder, num_classes=len(train.classes), image_size=args.size,
+                                 drop_path=args.drop_path, decoder_attn=args.decoder_attn or "",
+                                 decoder_dropout=args.dropout)
     torch.manual_seed(args.seed)
     model = Segmenter(config).to(device)
     if backbone:
@@ -298,21 +299,20 @@ def main():
     else:
         optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
 
-    # Resume: weights and optimiser; random numbers need no state. Data and model have to be the
-    # run's.
+    # Resume: weights and optimiser; random numbers need no state. Data have to be the run's.
     about = dict(classes=list(train.classes), training_images=len(train))
     if checkpoint:
-        was = {**checkpoint, **checkpoint["model_config"]}
-        for name, now in {**about, **asdict(config)}.items():
-            if was.get(name) != now:
-                raise InputError(f"--resume cannot change {name}: it was {was.get(name)!r:.60} and "
-                                 f"is {now!r:.60}")
+        for name, now in about.items():
+            if checkpoint.get(name) != now:
+                raise InputError(f"--resume cannot change {name}: it was "
+                                 f"{checkpoint.get(name)!r:.60} and is {now!r:.60}")
         model.load_state_dict(checkpoint["model"])
         common.load_optimizer(optimizer, checkpoint["optimizer"])
-    first, metrics = checkpoint.get("step", 0), checkpoint.get("metrics", {})
-    best = checkpoint.get("best") or {}
+    first = checkpoint.get("step", 0)
+    metrics, best = checkpoint.get("metrics", {}), checkpoint.get("best", {})
 
-    # Compile; share gradients over processes.
+    # Compile; share gradients over processes. net is for training; model, of the same weights, is
+    # evaluated and saved.
     compiled = torch.compile(model) if args.compile else model
     net = compiled if world == 1 else DDP(compiled, broadcast_buffers=False,    # the same on all
                                           gradient_as_bucket_view=True)
@@ -330,13 +330,9 @@ def main():
 
     # The loop. --max_steps stops early, on the schedule of --epochs.
     stop = max(first, min(total, args.max_steps or total))
-    scales = (1.0, 1.0) if args.data == "shapes" else (0.5, 2.0)    # scenes stay as they are
-    views = TrainingViews(train, args.size, scales, args.seed)
-    batches = train_batches(views, args, model.encoder.mean, first, stop, rank, world)
-    how = dict(size=args.size, window=args.window, stride=args.stride, amp=amp,
-               num_workers=args.num_workers)                        # an evaluation looks at images
+    batches = train_batches(views, args, first, stop, model.encoder.mean, rank, world)
     bar = tqdm(range(first, stop), "training", stop, initial=first, unit="step",
-               disable=rank > 0 or None, dynamic_ncols=True)    # None: where output is redirected
+               disable=rank > 0 or None, dynamic_ncols=True)        # None: if not in a terminal
     began = clock = time.time()
     pending = []
     for step in bar:
@@ -400,7 +396,7 @@ def main():
                 log.append(dict(step=done, eval=metrics, epoch=epoch,
                                 **key_statistics(model, model.masks, images[:8])))
             numbers = "  ".join(f"{name} {value:.2f}" for name, value in metrics.items()
-                                if type(value) is float)
+                                if isinstance(value, float))
             common.print0(f"step {done:6d}  training loss {loss:.4f}   {numbers}")
 
         # Save, each file whole or not at all. A run killed before that repeats the evaluation.

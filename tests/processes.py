@@ -20,8 +20,6 @@ def child(main, flags, env, out, err):
     os.dup2(sys.stderr.fileno(), 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
-    for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
-        del os.environ[name]
     os.environ.update(env)
     sys.argv = ["script", *flags]
     common.run(main)

@@ -1,4 +1,4 @@
-"""Claims about common.py: files survive whatever happens while they are written; errors are a line."""
+"""Claims about common.py: files survive whatever happens meanwhile; errors are one line."""
 
 import json
 import math
@@ -140,6 +140,7 @@ def test_a_log_is_cut_behind_a_step_and_a_line_cut_short_by_a_kill_goes(tmp_path
         path.write_text('{"step": 1}\n' + end)
         Log(path.parent, 2).append(dict(step=3))
         assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == steps
+    path.write_text('{"step": 0, "args": {}}\n{"step": 1}\n')
     Log(path.parent, 0)                                             # a new run: its log is empty
     assert path.read_text() == ""
 
@@ -160,6 +161,14 @@ def test_a_log_takes_no_number_that_is_not_finite(tmp_path, row):
     with pytest.raises(InputError, match="not finite at step 1"):
         log.append(dict(step=1, **row))
     assert common.read_log(log.path) == []
+
+
+def test_a_gradient_that_is_not_finite_is_named_with_its_step():
+    rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert common.finite_means(rows, 8) == [2, 3]
+    rows[1, 1] = math.inf
+    with pytest.raises(InputError, match="at step 8: loss 3, gradient norm inf"):
+        common.finite_means(rows, 8)
 
 
 # --- words ----------------------------------------------------------------------------------------

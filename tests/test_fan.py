@@ -212,7 +212,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit_with_its_average_and_its_bat
     whole, parts = common.load("whole"), common.load("parts")
     for name in ("model", "ema"):
         assert all(torch.equal(v, parts[name][k]) for k, v in whole[name].items())
-    assert whole["model"]["blocks.0.mlp.mlp_v.dwconv.bn.num_batches_tracked"] == 16
+        assert whole[name]["blocks.0.mlp.mlp_v.dwconv.bn.num_batches_tracked"] == 16
     assert log("whole") == log("parts") and len(log("whole")) == 16
 
 

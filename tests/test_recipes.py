@@ -71,6 +71,16 @@ def test_every_command_of_the_papers_runs_is_understood():
     assert len(commands()) >= 10
 
 
+@pytest.mark.parametrize("script, recipe, shown", [
+    ("train_cls.py", "imagenet", "falls until then (default: 300)"),
+    ("train_lm.py", "wikitext103", "the cosine ends there (default: 500000)"),
+    ("train_seg.py", "ade20k", "the schedule ends there (default: 64)")])
+def test_help_prints_the_recipe(script, recipe, shown, capsys):
+    with pytest.raises(SystemExit):
+        call(SCRIPTS[script].get_args, "--help --data", recipe)
+    assert shown in " ".join(capsys.readouterr().out.split())
+
+
 def test_download_reaches_torchvision_and_nothing_is_fetched_without_it(monkeypatch):
     asked = []
 
@@ -88,6 +98,7 @@ def test_download_reaches_torchvision_and_nothing_is_fetched_without_it(monkeypa
         asked.clear()
         run(download=download, out_dir=f"{download}")
         assert asked == [("files", True, download), ("files", False, download)]
+    assert not call(train_cls.get_args, "--resume True")[0].download        # it was for once
     monkeypatch.setenv("WORLD_SIZE", "2")                           # no two processes fetch
     with pytest.raises(common.InputError, match="--download is for one process"):
         run(download=True, out_dir="two")

@@ -70,7 +70,7 @@ def test_three_steps_and_three_resumed_equal_six_bit_for_bit(name):
     run = flags(RANDOM[name], "--clip 0.1")
     train(name, run, "--max_steps 6 --out_dir whole")
     train(name, run, "--max_steps 3 --out_dir parts")
-    if name != "lm":                            # the run of three had to evaluate, the other had not
+    if name != "lm":                        # the run of three had to evaluate, the other had not
         lines = Path("parts/log.jsonl").read_text().splitlines(True)
         Path("parts/log.jsonl").write_text("".join(row for row in lines if '"eval":' not in row))
     resume(name, "parts --max_steps 6")                                     # remembers its flags
@@ -136,7 +136,7 @@ def test_ctrl_c_ends_in_the_line_that_resumes_and_a_folder_is_not_taken_twice(na
     process = Started(SCRIPTS[name].main, flags(SMALL[name], forever, "--out_dir a"))
     wait_for("a/last.pt", process)
     assert "a holds a run: go on with it by --resume a" in bad(name, "--out_dir a")
-    assert "another process trains in a" in refused(SCRIPTS[name], "--resume a")
+    assert "another process trains in a" in refused(SCRIPTS[name], "--resume a --max_steps 1")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
     step, last = common.load("a/last.pt")["step"], err.splitlines()[-1]
@@ -174,7 +174,8 @@ def test_what_is_not_finite_stops_the_run_and_keeps_the_last_good_state(name, mo
     def diverging(*args, **how):
         training = args[0].training if name == "lm" else "reduction" not in how or name == "seg"
         calls.extend([1] * training)
-        return real(*args, **how) * (float("nan") if training and calls[wrong[0] - 1:] == [1] else 1)
+        now = training and calls[wrong[0] - 1:] == [1]
+        return real(*args, **how) * (float("nan") if now else 1)
 
     def breaking(optimizer, *args, **how):
         calls.append(step(optimizer, *args, **how))
@@ -258,8 +259,9 @@ def test_a_run_is_kept_whatever_it_is_asked_to_go_on_with(name):
 @each
 def test_a_resumed_run_takes_other_flags_and_says_which(name, capsys):
     train(name, "--max_steps 2 --clip 0 --lr 1e-3 --out_dir a", "--amp" * (name == "lm"))
+    before = common.load("a/last.pt")["model"]
     later = "--steps 40" if name == "lm" else "--weight_decay 0.5 --epochs 9"
-    resume(name, "a --max_steps 3 --lr 1e-2 --clip 1e-9", later)
+    resume(name, "a --max_steps 3 --lr 1e-2 --clip 1e-9", later, "--ema 0.9" * (name == "cls"))
     said, checkpoint = capsys.readouterr().out, common.load("a/last.pt")
     assert "'lr': 0.01" in said and "'clip': 1e-09" in said and "batch_size" not in said
     if name == "lm":
@@ -273,12 +275,25 @@ def test_a_resumed_run_takes_other_flags_and_says_which(name, capsys):
         rate = (train_cls.learning_rate(2, 3, 27, args) if name == "cls" else
                 train_seg.learning_rate(2, 27, args))
     assert log("a", "lr")[3] == pytest.approx(rate)
+    for k, average in checkpoint.get("ema", {}).items():    # a new one begins with what is resumed
+        torch.testing.assert_close(average, before[k].lerp(checkpoint["model"][k], 0.1))
+
+
+@each
+def test_amp_is_bf16_in_training(name):
+    losses = []
+    for amp in ("--amp", "--no-amp"):
+        train(name, "--max_steps 1", amp, "--out_dir", [f"a{amp}"])
+        losses += log(f"a{amp}").values()
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
 # --- processes ------------------------------------------------------------------------------------
 
 def main_and_seed(name):
-    """main(), then the seed of the last step's masks."""
+    """main(), then the seed of the last step's masks. Rank 0 alone writes."""
+    if os.environ["RANK"] != "0":
+        common.Log = common.save = None
     SCRIPTS[name].main()
     print(torch.initial_seed())
 
@@ -335,9 +350,11 @@ BAD = dict(cls="""
 
 
 @each
-def test_bad_flags_end_in_one_line_that_names_them(name):
+def test_bad_flags_end_in_one_line_that_names_them(name, monkeypatch):
     Path("notes.txt").write_text("root:x:0:0:not a checkpoint\n")
     for row in filter(None, re.split("; |\n", OF_ALL + BAD[name])):
         flag, _, word = row.partition(" -> ")
         assert (word or flag.split()[0].strip("-")) in bad(name, "--max_steps 2", flag), row
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert "expected a multiple of 3" in bad(name, "--max_steps 2")
     assert not list(Path(".").rglob("*.pt")) and "root" in Path("notes.txt").read_text()

@@ -1,13 +1,14 @@
-"""Claims about train_cls.py alone; what holds for every trainer is in test_train.py, its flags in test_flags.py."""
+"""Claims about train_cls.py alone; what holds for every trainer is in test_train.py."""
 
-import argparse
 import os
 import shutil
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import common
 import train_cls
@@ -17,10 +18,10 @@ from runs import call, log, make_tree, refused
 from vit import ViT, ViTConfig, classifier_from_checkpoint
 
 pytestmark = pytest.mark.usefixtures("alone")
-SMALL = "--model nano --num_images 160 --image_size 16 --patch_size 4 --batch_size 16 --log_every 1".split()
-IMAGENET = ("--data imagenet --model nano --image_size 64 --batch_size 8 --epochs 2 --warmup_epochs 1 --num_workers 0 "
-            "--log_every 1").split()
-TINY = ViTConfig(image_size=16, patch_size=8, num_classes=10, embed_dim=48, depth=3, num_heads=3)
+SMALL = ("--model nano --num_images 160 --image_size 16 --patch_size 4 --batch_size 16 "
+         "--log_every 1").split()
+IMAGENET = ("--data imagenet --model nano --image_size 64 --batch_size 8 --epochs 2 "
+            "--warmup_epochs 1 --num_workers 0 --log_every 1").split()
 train, bad = partial(call, train_cls.main), partial(refused, train_cls)
 
 
@@ -31,31 +32,28 @@ def imagenet(tmp_path_factory):
     return root
 
 
-# --- a run and what it leaves ----------------------------------------------------------------------------------------
-
 def test_the_default_run_ends_in_its_accuracy_and_its_checkpoint_alone_reproduces_it(capsys):
-    train("--max_steps 2 --num_images 500")                                 # all else as in the README's first command
+    train("--max_steps 2 --num_images 500")         # all else as in the README's first command
     *_, said, following = capsys.readouterr().out.strip().splitlines()
-    folder = Path("out/shapes_rpc")
-    evaluation, checkpoint, test = log(folder, "eval")[2], common.load(folder), load_shapes("test", 100)
+    folder, test = Path("out/shapes_rpc"), load_shapes("test", 100)
+    evaluation, checkpoint = log(folder, "eval")[2], common.load(folder)
     assert said.startswith(f"shapes rpc: test accuracy {evaluation['top1']:.2f} %")
     assert following == f"next: python eval_robust.py --ckpt {folder}"
     with torch.no_grad():
-        right = classifier_from_checkpoint(checkpoint)(test.images.float() / 255).argmax(1) == test.labels
-    assert evaluation["images"] == 100 and evaluation["top1"] == pytest.approx(right.sum().item(), abs=1e-6)
-    assert checkpoint["classes"] == test.classes and checkpoint["step"] == 2 and checkpoint["task"] == "classification"
+        logits = classifier_from_checkpoint(checkpoint)(test.images.float() / 255)
+    right = (logits.argmax(1) == test.labels).sum().item()
+    assert evaluation["images"] == 100 and evaluation["top1"] == pytest.approx(right, abs=1e-6)
+    assert checkpoint["classes"] == test.classes and checkpoint["step"] == 2
     assert "--resume out/shapes_rpc, or choose another --out_dir" in bad("--max_steps 1")
 
 
 def test_an_evaluation_keeps_no_gradients_and_leaves_training_mode():
-    split, model, enabled = load_shapes("test", 4, 16), ViT(TINY).train(), []
+    split, enabled = load_shapes("test", 4, 16), []
+    model = ViT(ViTConfig(image_size=16, patch_size=8, num_classes=10, embed_dim=48, depth=1))
     model.register_forward_pre_hook(lambda *_: enabled.append(torch.is_grad_enabled()))
-    args = argparse.Namespace(num_workers=0)
-    train_cls.evaluate(model, split, args, torch.device("cpu"), 0, 1)
+    train_cls.evaluate(model.train(), split, Namespace(num_workers=0), torch.device("cpu"), 0, 1)
     assert enabled == [False] and all(module.training for module in model.modules())
 
-
-# --- images in folders -----------------------------------------------------------------------------------------------
 
 def test_broken_images_are_named_by_workers_too_and_lose_no_step(imagenet):
     shutil.copytree(imagenet, "broken")
@@ -70,40 +68,64 @@ def test_broken_images_are_named_by_workers_too_and_lose_no_step(imagenet):
         assert "n1/1.JPEG" in line and common.load(f"w{num_workers}")["step"] == 2
 
 
-# --- parts -----------------------------------------------------------------------------------------------------------
-
 def test_weights_start_a_run_that_they_fit_and_choose_its_model(imagenet, capsys):
     train(SMALL, "--attn symmetric --max_steps 2 --out_dir sym")
-    train(SMALL, "--attn rpc --max_steps 1 --warmup_epochs 1 --init_from sym --out_dir rpc")           # at lr 1e-6
+    train(SMALL, "--max_steps 1 --init_from sym --out_dir rpc")     # the first step's lr is 1e-6
     first, after = (common.load(name)["model"] for name in ("sym", "rpc"))
     assert all((first[k] - after[k]).abs().max() < 1e-5 for k in after)
     assert "new head" not in capsys.readouterr().out
     train(IMAGENET, "--image_size 16 --patch_size 4 --max_steps 1 --init_from sym --out_dir fine",
           ["--data_dir", imagenet])
-    fine = common.load("fine")["model"]
-    assert "new head for 3 classes" in capsys.readouterr().out and fine["head.weight"].shape[0] == 3
-    assert (fine["patch_embed.proj.weight"] - first["patch_embed.proj.weight"]).abs().max() < 1e-5
+    fine, patches = common.load("fine")["model"], "patch_embed.proj.weight"
+    assert "new head for 3 classes" in capsys.readouterr().out and len(fine["head.weight"]) == 3
+    assert (fine[patches] - first[patches]).abs().max() < 1e-5
 
     line = bad(SMALL, "--attn softmax --init_from sym")
     assert line.startswith("error: --init_from sym") and "blocks.0.attn.qkv" in line
-    common.save("deit.pt", dict(model=ViT(ViTConfig(image_size=32, patch_size=16, embed_dim=96, depth=6,
-                                                    num_heads=3)).state_dict()))
-    train("--num_images 40 --batch_size 8 --max_steps 1 --init_from deit.pt --attn softmax --out_dir like")
+    deit = ViT(ViTConfig(image_size=32, patch_size=16, embed_dim=96, depth=6, num_heads=3))
+    common.save("deit.pt", dict(model=deit.state_dict()))
+    train("--num_images 40 --batch_size 8 --max_steps 1 --init_from deit.pt --attn softmax "
+          "--out_dir like")
     assert "as in deit.pt: {'model': 'micro', 'patch_size': 16}" in capsys.readouterr().out
-    assert common.load("like")["args"]["model"] == "micro" and common.load("like")["args"]["image_size"] == 32
+    args = common.load("like")["args"]
+    assert (args["model"], args["image_size"]) == ("micro", 32)
+    Path("deit.pt").unlink()
+    train("--resume like --max_steps 2")                            # needs the file no more
+
+
+def test_on_imagenet_what_is_compared_with_deit_starts_from_its_weights(imagenet):
+    found = {}
+    for attn in ("rpc", "symmetric", "softmax"):
+        train(IMAGENET, "--max_steps 1 --attn", [attn, "--out_dir", attn, "--data_dir", imagenet])
+        found[attn] = common.load(attn)["model_config"]["init"]
+    assert found == dict(rpc="default", symmetric="default", softmax="trunc_normal")
+
+
+def test_matrices_decay_those_of_scaled_attention_too():
+    train(SMALL, "--attn scaled_s --max_steps 1 --out_dir a")
+    checkpoint = common.load("a")
+    decay, rest = (len(group["params"]) for group in checkpoint["optimizer"]["param_groups"])
+    names = [name for name, w in checkpoint["model"].items()
+             if w.ndim > 1 and name not in ("pos_embed", "cls_token")]
+    assert "blocks.0.attn.learned.s" in names and decay == len(names)
+    assert decay + rest == len(checkpoint["model"])
 
 
 def test_adversarial_images_stay_within_eps_raise_the_loss_and_leave_the_model_alone():
+    """That each pixel moves by eps on a linear model is in test_attacks.py."""
     torch.manual_seed(0)
-    model = ViT(ViTConfig(image_size=32, patch_size=8, num_classes=3, embed_dim=32, depth=2, num_heads=2, attn="rpc"))
-    model.train()
+    model = ViT(ViTConfig(image_size=32, patch_size=8, num_classes=3, embed_dim=32, depth=2,
+                          num_heads=2, attn="rpc", drop_path=0.5)).train()
     images, targets = torch.rand(8, 3, 32, 32), torch.eye(3)[torch.arange(8) % 3]
-    args = argparse.Namespace(adv_eps=4 / 255, adv_steps=3, seed=0)
+    args = Namespace(adv_eps=4 / 255, adv_steps=3, seed=0)
     moved = adversarial(model, images, targets, 0, args)
-    again = torch.cat([adversarial(model, images[i:i + 4], targets[i:i + 4], i, args) for i in (0, 4)])
     assert model.training and all(p.grad is None for p in model.parameters())
-    assert (moved - images).abs().max() <= 4 / 255 + 1e-6 and 0 <= moved.min() and moved.max() <= 1
-    assert not moved.requires_grad
-    assert (moved - again).abs().max() < 1e-6                                              # a sample's start is its own
-    loss = torch.nn.functional.cross_entropy
-    assert loss(model(moved), targets) > loss(model(images), targets)
+    assert (moved - images).abs().max() <= 4 / 255 + 1e-6 and not moved.requires_grad
+    assert 0 <= moved.min() and moved.max() <= 1
+    again = torch.cat([adversarial(model, images[i:i + 4], targets[i:i + 4], i, args)
+                       for i in (0, 4)])
+    assert (moved - again).abs().max() < 1e-6       # a sample's start is its own
+    args.seed = 1
+    assert not torch.equal(moved, adversarial(model, images, targets, 0, args))     # another start
+    model.eval()
+    assert F.cross_entropy(model(moved), targets) > F.cross_entropy(model(images), targets)

@@ -1,5 +1,7 @@
-"""Claims about train_seg.py alone (for every trainer: test_train.py; its flags: test_flags.py), and about the evaluation
-over a data set in segmenter.py."""
+"""Claims about train_seg.py alone, and about the evaluation over a data set in segmenter.py.
+
+What holds for every trainer is in test_train.py.
+"""
 
 import re
 from argparse import Namespace
@@ -14,18 +16,16 @@ import torch
 import common
 import train_seg
 from conftest import ROOT
-from data.rng import epoch_order
 from data.labelled import SegTree, ade20k
+from data.rng import epoch_order
 from data.segmentation import Scenes, TrainingViews
 from runs import call, flags, log, make_pairs, refused
-from segmenter import (Segmenter, SegmenterConfig, confusion, evaluate, plain, predict, predictions, scores,
-                       segmenter_from_checkpoint)
+from segmenter import (Segmenter, SegmenterConfig, confusion, evaluate, plain, predict,
+                       predictions, scores, segmenter_from_checkpoint)
 from vit import ViT, ViTConfig
 from weights import resize_pos_embed
 
 pytestmark = pytest.mark.usefixtures("alone")
-FOLDER = ("--data camvid --num_classes 4 --size 32 --patch_size 8 --batch_size 4 --epochs 2 --log_every 1 "
-          "--num_workers 0 --eval_every 100").split()
 train, bad = partial(call, train_seg.main), partial(refused, train_seg)
 
 
@@ -36,50 +36,54 @@ def root(tmp_path_factory):
     return root
 
 
-# --- a run and what it leaves ----------------------------------------------------------------------------------------
+# --- a run and what it leaves ---------------------------------------------------------------------
 
-def test_a_run_ends_in_its_mean_iou_a_picture_and_a_checkpoint_that_reproduces_it(capsys):
-    train("--num_images 80 --max_steps 2")                                  # all else as in the README's first command
+def test_a_run_ends_in_its_mean_iou_a_picture_and_a_checkpoint_that_reproduces_it(
+        capsys, monkeypatch):
+    views, scales = train_seg.TrainingViews, []
+    monkeypatch.setattr(train_seg, "TrainingViews",
+                        lambda *how: scales.append(how[2]) or views(*how))
+    train("--num_images 80 --max_steps 2")          # all else as in the README's first command
+    assert scales == [(1, 1)]                       # scenes are not resized, nor, below, distorted
     *_, said, following = capsys.readouterr().out.strip().splitlines()
     folder = Path("out/seg_shapes_rpc")
     checkpoint, evaluation = common.load(folder), log(folder, "eval")[2]
     assert abs(float(re.search(r"mean IoU (\S+) %", said)[1]) - evaluation["mean_iou"]) < 0.006
     assert following == f"next: python eval_robust.py --ckpt {folder}"
     model, scenes = segmenter_from_checkpoint(checkpoint), Scenes("test", 8, 32)
-    matrix = sum(confusion(predict(model, image, size=32, window=32, stride=32).argmax(0), label, 11)
-                 for image, label in (scenes[i] for i in range(8)))
+    matrix = sum(confusion(predict(model, image, size=32, window=32, stride=32).argmax(0), label,
+                           11) for image, label in (scenes[i] for i in range(8)))
     assert dict(plain(scores(matrix)), images=8) == evaluation == checkpoint["metrics"]
     assert checkpoint["classes"] == scenes.classes and checkpoint["step"] == 2
     assert (folder / "pictures.png").exists()
 
 
 def test_scenes_start_from_the_shipped_classifier_unless_flags_ask_for_another_encoder():
-    kept = ROOT / "weights"
-
-    def get(*flags_given):
-        return call(train_seg.get_args, *flags_given)[0]
-    for attn in ("rpc", "symmetric", "softmax"):
-        args = get("--attn", attn)
-        assert Path(args.backbone).resolve() == kept / f"shapes_{attn}.pt" and args.attn == attn and args.n_iter is None
-    assert get("").attn == "rpc" and Path(get("").backbone).resolve() == kept / "shapes_rpc.pt"
-    for flags_given in ("--model nano", "--attn rpc --n_iter 6", "--patch_size 4", "--attn rpc_asym"):
-        args = get(flags_given)
+    def get(*given):
+        return call(train_seg.get_args, *given)[0]
+    for given, attn in (("", "rpc"), ("--attn symmetric", "symmetric"), ("--attn rpc", "rpc")):
+        args = get(given)
+        assert Path(args.backbone).resolve() == ROOT / "weights" / f"shapes_{attn}.pt"
+        assert (args.attn, args.n_iter) == (attn, None)
+    for given in ("--model nano", "--attn rpc --n_iter 6", "--patch_size 4", "--attn rpc_asym"):
+        args = get(given)
         assert (args.backbone, args.model, args.patch_size) == (None, "nano", 4)
-    assert get("--data camvid --data_dir x").backbone is None and get("--backbone a").backbone == "a"
+    assert get("--data camvid --data_dir x").backbone is None
+    assert get("--backbone a").backbone == "a"
 
 
 def test_the_schedule_is_the_references(golden):
     """rstrudel/segmenter's; that SGD has Nesterov's momentum is in test_plain_loop.py."""
     g = golden("seg_schedule")
-    total, lr, min_lr = int(g["iter_max"]), g["base_lr"].item(), g["min_lr"].item()
-    ours = [train_seg.learning_rate(k, total, Namespace(lr=lr, min_lr=min_lr)) for k in range(total + 1)]
+    total, args = int(g["iter_max"]), Namespace(lr=g["base_lr"].item(), min_lr=g["min_lr"].item())
+    ours = [train_seg.learning_rate(k, total, args) for k in range(total + 1)]
     np.testing.assert_allclose(ours, g["lr_after_k_updates"].numpy(), rtol=1e-9)
 
 
-# --- batches ---------------------------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 def test_a_batch_is_dealt_out_whole_and_every_sample_has_its_number():
-    args = Namespace(batch_size=4, seed=1)
+    args = Namespace(batch_size=4, seed=1, num_workers=0, data="shapes")
     whole = list(train_seg.batch_keys(args, 10, 0, 6, 0, 1))
     assert [len(keys) for keys in whole] == [4, 4, 2] * 2
     assert [position for keys in whole for position, _ in keys] == list(range(20))
@@ -89,13 +93,21 @@ def test_a_batch_is_dealt_out_whole_and_every_sample_has_its_number():
     for step, keys in enumerate(whole):
         dealt = [rank[step] for rank in ranks]
         assert sorted(key for part in dealt[:len(keys)] for key in part) == keys
-        assert all(part == keys[:1] for part in dealt[len(keys):])                           # idle: labels are ignored
+        assert all(part == keys[:1] for part in dealt[len(keys):])      # idle: labels are ignored
     assert list(train_seg.batch_keys(args, 10, 4, 6, 0, 1)) == whole[4:]
 
-    views = TrainingViews(Scenes("train", 10, 16), 16, (1, 1), seed=1)                       # the last batch has two
-    args = Namespace(batch_size=4, seed=1, num_workers=0, data="shapes")
-    last = [list(train_seg.train_batches(views, args, torch.zeros(3, 1, 1), 0, 3, rank, 4))[-1] for rank in range(4)]
-    assert [bool((labels == 255).all()) for _, labels in last] == [False, False, True, True]
+    views = TrainingViews(Scenes("train", 10, 16), 16, (1, 1), seed=1)
+    batches = [list(train_seg.train_batches(views, args, 0, 3, torch.zeros(3, 1, 1), rank, 4))
+               for rank in range(4)]
+    ignored = [bool((labels == 255).all()) for *_, (_, labels) in batches]
+    assert ignored == [False, False, True, True]                        # the last batch has two
+    for rank, ((images, _), *_) in enumerate(batches):
+        image = views.source[whole[0][rank][1]][0] / 255
+        assert torch.equal(images[0], image) or torch.equal(images[0], image.flip(2))
+
+
+HOW = dict(size=32, window=32, stride=32)
+CONFIG = SegmenterConfig(4, image_size=32, patch_size=8, embed_dim=16, depth=1, num_heads=1)
 
 
 def ignore(monkeypatch, ignored):
@@ -107,80 +119,78 @@ def ignore(monkeypatch, ignored):
 
 
 def test_a_batch_without_a_labelled_pixel_counts_nothing(root, monkeypatch):
-    last, run = epoch_order(9, 0, seed=0)[8], flags(FOLDER, "--max_steps 3 --data_dir", [root])  # batches of 4, 4 and 1
+    last = epoch_order(9, 0, seed=0)[8]                             # batches of 4, 4 and 1
     ignore(monkeypatch, lambda tree, i: len(tree) == 9 and i != last)
-    train(run, "--out_dir a")
+    train("--data camvid --num_classes 4 --size 32 --patch_size 8 --batch_size 4 --epochs 2 "
+          "--log_every 1 --num_workers 0 --max_steps 3 --out_dir a --data_dir", [root])
     for what in ("loss", "grad_norm"):
         *zeros, third = log("a", what).values()
         assert zeros == [0, 0] and third > 0
     ignore(monkeypatch, lambda tree, i: i < 3)
-    tree = ade20k(root, "validation", 4)
-    torch.manual_seed(0)
-    model = Segmenter(CONFIG)
+    model, tree = Segmenter(CONFIG), ade20k(root, "validation", 4)
     assert evaluate(model, tree, index=[2, 3], **HOW)[0]["classes_in_truth"] == 1
     with pytest.raises(ValueError, match="none of the 3 images has a labelled pixel"):
         evaluate(model, tree, index=[0, 1, 2], **HOW)
 
 
-# --- evaluation over a data set --------------------------------------------------------------------------------------
-
-HOW = dict(size=32, window=32, stride=32)
-CONFIG = SegmenterConfig(num_classes=4, image_size=32, patch_size=8, embed_dim=16, depth=1, num_heads=1)
-
-
 def test_predictions_come_in_order_from_workers_too_and_the_model_stays_in_its_mode(root):
     """The scores and the change of an image are in test_eval_tasks.py."""
-    torch.manual_seed(0)
     model, tree, index = Segmenter(CONFIG), ade20k(root, "training", 4), [3, 0, 8, 5]
     for num_workers in (0, 1):
-        triples = list(predictions(model.eval(), tree, index, num_workers=num_workers, **HOW))
+        triples = predictions(model.eval(), tree, index, num_workers=num_workers, **HOW)
         for i, (image, label, prediction) in zip(index, triples, strict=True):
             assert torch.equal(tree[i][0], image) and torch.equal(tree[i][1], label)
             probabilities = predict(model, image, **HOW)
-            assert torch.equal(prediction, probabilities.argmax(0).byte()) and not probabilities.requires_grad
+            assert torch.equal(prediction, probabilities.argmax(0).byte())
+            assert not probabilities.requires_grad
     for training in (True, False):
         assert evaluate(model.train(training), tree, index=index, **HOW)[0]["images"] == 4
         assert model.training == training
 
 
-# --- backbones -------------------------------------------------------------------------------------------------------
+# --- backbones ------------------------------------------------------------------------------------
+
+ADE = "--data ade20k --num_classes 4 --num_workers 0 --max_steps 1 --log_every 1 --data_dir"
+
 
 def classifier(path, **config):
     """A checkpoint as train_cls.py writes it."""
-    torch.manual_seed(1)
-    model = ViT(ViTConfig(image_size=32, patch_size=8, num_classes=7, embed_dim=64, depth=2, num_heads=1, **config))
-    torch.save(dict(task="classification", model=model.state_dict(), model_config=asdict(model.config), step=3), path)
+    model = ViT(ViTConfig(image_size=32, patch_size=8, num_classes=7, embed_dim=64, depth=2,
+                          num_heads=1, **config))
+    torch.save(dict(task="classification", model=model.state_dict(), step=3,
+                    model_config=asdict(model.config)), path)
     return model
 
 
 def test_a_backbone_keeps_its_own_attention_and_flags_of_another_are_refused(root):
     backbone = classifier("rpc.pt", attn="rpc", rpc_layers=(1,), pap=dict(n_iter=2, lambd=3.0))
-    run = flags("--data ade20k --num_classes 4 --size 48 --num_workers 0 --max_steps 1 --log_every 1",
-                ["--data_dir", root, "--backbone", "rpc.pt"])
+    run = flags(ADE, [root], "--size 48 --backbone rpc.pt")
     train(run, "--out_dir a --lr 1e-9 --min_lr 0")
     checkpoint = common.load("a")
-    config = SegmenterConfig(**checkpoint["model_config"])
-    assert (config.attn, config.rpc_layers, config.pap["n_iter"], config.pap["lambd"]) == ("rpc", (1,), 2, 3.0)
+    config, weights = SegmenterConfig(**checkpoint["model_config"]), checkpoint["model"]
+    assert (config.attn, config.rpc_layers) == ("rpc", (1,))
+    assert (config.pap["n_iter"], config.pap["lambd"]) == (2, 3.0)
     assert (config.embed_dim, config.depth, config.patch_size) == (64, 2, 8)
-    loaded = checkpoint["model"]["encoder.blocks.1.attn.qkv.weight"]
-    torch.testing.assert_close(loaded, backbone.blocks[1].attn.qkv.weight.data)
+    torch.testing.assert_close(weights["encoder.blocks.1.attn.qkv.weight"],
+                               backbone.blocks[1].attn.qkv.weight.data)
     positions = resize_pos_embed(backbone.pos_embed.data, (6, 6), "bilinear")
-    torch.testing.assert_close(checkpoint["model"]["encoder.pos_embed"], positions, rtol=0, atol=1e-6)
-    train("--resume a --max_steps 2")                                                      # needs the backbone no more
-    for flag in ("--attn symmetric", "--n_iter 4", "--rpc_layers 0", "--patch_size 16", "--model tiny"):
+    torch.testing.assert_close(weights["encoder.pos_embed"], positions, rtol=0, atol=1e-6)
+    Path("rpc.pt").rename("moved.pt")
+    train("--resume a --max_steps 2")                               # needs the backbone no more
+    run[-1] = "moved.pt"
+    for flag in ("--attn symmetric", "--n_iter 4", "--rpc_layers 0", "--patch_size 16",
+                 "--model tiny"):
         assert flag.split()[0] in bad(run, flag)
-    assert "nowhere.pt" in bad(run[:-1], "nowhere.pt")
 
 
 def test_weights_that_do_not_fit_their_attention_are_refused(root):
-    classifier("soft.pt")
-    checkpoint = torch.load("soft.pt", weights_only=True)
-    run = flags("--data ade20k --num_classes 4 --size 32 --num_workers 0 --max_steps 1",
-                ["--data_dir", root])
-    torch.save(dict(checkpoint, model_config={**checkpoint["model_config"], "attn": "symmetric"}), "wrong.pt")
-    assert "--backbone wrong.pt" in bad(run, "--backbone wrong.pt")                      # 3C rows, a symmetric model
-    torch.save({"model": checkpoint["model"]}, "deit.pt")                                             # as DeiT's files
-    train(run, "--backbone deit.pt --out_dir a")
+    model, run = classifier("soft.pt"), flags(ADE, [root], "--size 32 --backbone")
+    config = dict(asdict(model.config), attn="symmetric")           # 3C rows, a symmetric model
+    torch.save(dict(torch.load("soft.pt", weights_only=True), model_config=config), "wrong.pt")
+    torch.save({"model": model.state_dict()}, "deit.pt")            # as DeiT's files
+    train(run, "deit.pt --out_dir a")
     assert common.load("a")["model_config"]["attn"] == "softmax"
-    assert "not a ViT" in bad(run, "--backbone a")
-    assert "--size 36 is not a multiple of the patch size 8" in bad(run, "--backbone deit.pt --size 36")
+    assert "--backbone wrong.pt" in bad(run, "wrong.pt")
+    assert "not a ViT" in bad(run, "a") and "nowhere.pt" in bad(run, "nowhere.pt")
+    assert "--size 36 is not a multiple of the patch size 8" in bad(run, "deit.pt --size 36")
+    assert "--stride 40 is more than --window 32" in bad(run, "deit.pt --stride 40")
