@@ -114,8 +114,9 @@ def load_photos(root, split, size, holdout=0):
     found = decode_all(wanted, classes, size)
     missing = set(range(len(classes))) - set(found.labels.tolist())
     if not len(found.labels) or split == "train" and missing:
-        raise InputError(f"--data_dir {root}: no image of "
-                         f"{classes[min(missing)]} can be read to {split} on")
+        folder = Path(root, "train") if files["val"] else root
+        raise InputError(f"--data_dir {root}: no image of {classes[min(missing)]} can be read in "
+                         f"{folder} to {split} on")
     if wanted is order:
         print0(f"{root}: nothing of it was held out: all of its {len(order)} images are evaluated")
     return found

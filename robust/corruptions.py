@@ -445,7 +445,8 @@ def main():
     root, folder = os.path.split(os.path.abspath(args.source))
     tree = ImageTree(root, folder, size=args.size, crop_pct=args.crop_pct, resample="bilinear")
     load_frost(args.frost_dir)
-    os.makedirs(args.out)                                 # a new one
+    if os.path.exists(args.out):
+        raise common.InputError(f"{args.out} exists, expected the name of a new folder")
     for i in tqdm(range(len(tree)), unit="image"):
         image, source = tree[i][0][None], Path(tree.path(i))
         for name in args.types:

@@ -256,6 +256,8 @@ def test_a_corrupted_folder_read_back_has_the_numbers_of_jpeg_files_made_on_the_
                    "gaussian_noise", "--severities", 5, 2, "--size", 32, "--crop_pct", crop_pct,
                    "--seed", 3)
     assert sorted(p.name for p in (tmp_path / "c" / "fog").iterdir()) == ["2", "5"]
+    with pytest.raises(common.InputError, match="c exists"):            # nothing is overwritten
+        corrupt_folder(monkeypatch, tmp_path / "val", tmp_path / "c")
     how = ("--ckpt", tmp_path / "m.pt", "--data_dir", tmp_path, "--num_workers", 0, "--seed", 3)
     made = rows_of(tmp_path / "made", *how, "--severities", 2, 5, "--measures",
                    "corruptions type=gaussian_noise,fog jpeg85=yes")

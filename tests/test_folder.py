@@ -91,7 +91,7 @@ def test_a_folder_that_cannot_be_trained_on_is_named_in_one_line():
     for path in Path("broken/dog").iterdir():
         path.write_bytes(b"nothing")
     for folder, words in (("one", "one has 1"), ("broken", "dog"), ("other", "cow"),
-                          ("val_only", "val_only")):
+                          ("val_only", "of cat can be read in val_only/train")):
         assert words in refused(train_cls, "--data_dir", [folder])
     assert not Path("out").exists()
 
