@@ -225,9 +225,11 @@ class AdaptiveSoftmax(nn.Module):
         W, b = torch.cat([W, self.cluster_weight]), torch.cat([b, self.cluster_bias])
         return [(W, b), *zip(weights, biases)]
 
-    @torch.compiler.disable             # its shapes depend on the targets
     def nll(self, hidden, targets, weight, bias):
-        """Compute -log p(target): (..., C), (...) int64 -> (...) nats in float32 or better."""
+        """Compute -log p(target): (..., C), (...) int64 -> (...) nats in float32 or better.
+
+        Shapes within depend on the targets: do not compile it.
+        """
         h, t = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
         cluster = sum((t >= c).long() for c in self.cutoffs)            # (N,), 0: in the head
         (W, b), *tails = self.layers(weight, bias)

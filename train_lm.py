@@ -287,6 +287,8 @@ def main():
 
     # Compile; share gradients over processes. net is for training; model, of the same weights, is
     # evaluated and saved.
+    if args.compile and model.adaptive:                             # its shapes depend on targets
+        model.adaptive.nll = torch.compiler.disable(model.adaptive.nll)
     compiled = torch.compile(model) if args.compile else model
     net = compiled if world == 1 else DDP(compiled, broadcast_buffers=False,    # the same on all
                                           gradient_as_bucket_view=True)

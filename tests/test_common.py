@@ -178,10 +178,13 @@ def python(code):
                             text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def test_a_trainer_starts_without_what_it_does_not_need():
-    out, _ = python("import sys, train_cls\n"
-                    "print([m for m in ('torchvision', 'torch._dynamo', 'weights', 'fan')"
-                    " if m in sys.modules])").communicate()
+@pytest.mark.parametrize("script, without", [
+    ("train_cls", ("torchvision", "torch._dynamo", "weights", "fan")),
+    ("train_lm", ("torchvision", "torch._dynamo")), ("train_seg", ("torch._dynamo",)),
+    ("eval_robust", ("torch._dynamo",))])
+def test_a_script_starts_without_what_it_does_not_need(script, without):
+    out, _ = python(f"import sys, {script}\n"
+                    f"print([m for m in {without} if m in sys.modules])").communicate()
     assert out == "[]\n"
 
 

@@ -446,7 +446,7 @@ def test_a_run_with_compile_has_the_same_losses(name, device, plain, note, monke
     torch.compiler.reset()
     found = apart(plain[name], train(name, device, f"{name}_compile", "--compile"))
     note(f"train_{name} --compile", f"losses {found:.1e} from plain ones; {len(graphs)} graphs")
-    assert found < 1e-3 and graphs
+    assert found < 1e-3 and (len(graphs) == 1 if name == "lm" else graphs)  # whatever the targets
 
 
 # --- what it costs --------------------------------------------------------------------------------
