@@ -114,7 +114,8 @@ def load_photos(root, split, size, holdout=0):
     found = decode_all(wanted, classes, size)
     missing = set(range(len(classes))) - set(found.labels.tolist())
     if not len(found.labels) or split == "train" and missing:
-        folder = Path(root, "train") if files["val"] else root
+        inner = "val" if split == "test" and not held else "train"
+        folder = Path(root, inner) if files["val"] else root
         raise InputError(f"--data_dir {root}: no image of {classes[min(missing)]} can be read in "
                          f"{folder} to {split} on")
     if wanted is order:

@@ -88,9 +88,12 @@ def test_a_folder_that_cannot_be_trained_on_is_named_in_one_line():
     for name in ("broken", "other/train", "val_only/val"):
         make(name, 4)
     make("other/val", 1, classes=["cat", "dog", "cow"])
-    for path in Path("broken/dog").iterdir():
+    for split in ("train", "val"):
+        make(f"broken_val/{split}", 4)
+    for path in (*Path("broken/dog").iterdir(), *Path("broken_val/val").rglob("*.png")):
         path.write_bytes(b"nothing")
     for folder, words in (("one", "one has 1"), ("broken", "dog"), ("other", "cow"),
+                          ("broken_val", "can be read in broken_val/val to test on"),
                           ("val_only", "of cat can be read in val_only/train")):
         assert words in refused(train_cls, "--data_dir", [folder])
     assert not Path("out").exists()
