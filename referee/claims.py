@@ -51,6 +51,13 @@ def gap(name, pair, measure, what="difference"):
     return described(of.gaps[key], what, of.p.get(key, np.nan), of.tests, digits_of(measure))
 
 
+def on_those(name, arm, measure, slow):
+    """The accuracy of an arm on the images, the first of all, that a slow measure was taken of."""
+    found = arms.comparison(name)[1].found
+    return written([x[:len(found[slow][run])].mean() for run, x in found[measure].items()
+                    if run[0] == arm and run in found[slow]], ".1f")
+
+
 def described(d, what, holm=np.nan, tests=1, digits=1):
     """A Difference in the way that a sentence needs: with its 95 % interval, or its mean, interval,
     seeds (networks), p, p after Holm, or the difference found with 80 % power."""
@@ -218,8 +225,8 @@ def where(network, measure, form):
     return written(groups[network, last][measure], form)
 
 
-FUNCTIONS = {f.__name__: f for f in (gap, outcome, rule, off, apart, pooled, adjusted, fit, mean,
-                                     kpca, way, chosen, nats, beyond, where)}
+FUNCTIONS = {f.__name__: f for f in (gap, on_those, outcome, rule, off, apart, pooled, adjusted,
+                                     fit, mean, kpca, way, chosen, nats, beyond, where)}
 
 
 def value(expression):

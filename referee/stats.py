@@ -367,4 +367,5 @@ def everything(of, seeds=None):
     body = [[m, *(accuracy(of.found, m, arm, seeds) for arm in arms),
              *(show(of.gaps.get((m, *pair), NONE), digits_of(m)) for pair in pairs)]
             for m in of.found]
-    return common.table(body, ["measure", *arms, *(f"{a} minus {b}" for a, b in pairs)])
+    return common.table([row for row in body if any(row[1:])],
+                        ["measure", *arms, *(f"{a} minus {b}" for a, b in pairs)])

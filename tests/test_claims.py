@@ -2,9 +2,11 @@
 
 import csv
 
+import numpy as np
 import pytest
 
 from referee import claims
+from referee.stats import Compared
 
 
 def test_every_page_says_what_the_rows_say(capsys):
@@ -57,6 +59,15 @@ def test_a_changed_row_is_said(tmp_path, monkeypatch):
         claims.rows_of.cache_clear()
         assert len(list(claims.faults([claim]))) == wrong
     claims.rows_of.cache_clear()
+
+
+def test_beside_a_slow_measure_stands_the_accuracy_of_its_images_and_networks(monkeypatch):
+    found = {"pgd": {("a", 0): np.array([100, 0, 100, 100]), ("a", 1): np.ones(4),
+                     ("b", 0): np.zeros(4)}, "slow, 2 images": {("a", 0): np.zeros(2)}}
+    monkeypatch.setattr(claims.arms, "comparison",
+                        lambda name: (None, Compared(found, (), {}, {}, 0)))
+    assert claims.on_those("gate", "a", "pgd", "slow, 2 images") == "50.0"
+    assert claims.on_those("gate", "a", "slow, 2 images", "slow, 2 images") == "0.0"
 
 
 def test_a_row_is_looked_up_by_its_fields_at_its_last_step(tmp_path, monkeypatch):

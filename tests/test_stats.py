@@ -186,6 +186,8 @@ def test_bold_is_what_is_primary_and_survives_holms_correction_over_pairs_and_me
     text = stats.primary_table(of)
     assert text.count("**+10.8") == 2 and text.count("**+8.2") == 2 and "| c " not in text
     assert "**" not in stats.everything(of) and "| c " in stats.everything(of)
+    of.found["of others"] = {("other", 0): np.ones(4)}                      # no empty line
+    assert "others" not in stats.everything(of)
     apart = stats.compare(found, [("sure", "base"), ("unsure", "base")], ("a", "b"),
                           untested=("sure",))
     assert set(apart.p) == {("a", "unsure", "base"), ("b", "unsure", "base")}
