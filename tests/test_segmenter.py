@@ -173,7 +173,9 @@ def test_a_grid_of_another_shape_has_positions_of_its_own_also_where_it_has_as_m
     m, x = small(), torch.rand(1, 3, 16, 64)                                # 2 x 8, not 4 x 4
     pos = resize_pos_embed(m.encoder.pos_embed, (2, 8), "bilinear")
     tokens = m.encoder.tokens((x - m.encoder.mean) / m.encoder.std, pos)
-    close(m.masks(x), m.decoder(m.encoder.encode(tokens)[:, 1:]).mT.unflatten(2, (2, 8)))
+    found = m.masks(x)
+    assert found.shape == (1, 4, 2, 8)
+    close(found, m.decoder(m.encoder.encode(tokens)[:, 1:]).mT.unflatten(2, (2, 8)))
 
 
 def test_under_autocast_logits_are_float32_and_near():
