@@ -95,7 +95,7 @@ def one_of(name, value, known):
     """Refuse a setting that has none of the known values."""
     if value not in known:
         own = ("; one of your own is entered in attention.ATTENTIONS first, as "
-               "referee.robust_attentions does") if name == "attn" else ""
+               "studies.robust_attentions does") if name == "attn" else ""
         raise InputError(f"{name}={value!r}, expected one of {', '.join(sorted(set(known)))}{own}")
 
 

@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 import common
 from common import InputError
-from data.images import DATASETS, load_test
+from data.datasets import DATASETS, load_test
 from robust import ATTACKS, find
 from robust.measures import (CLS, CONDITIONS, FOLDERS, LM, PRESETS, SEG, USUAL, budget, build,
                              describe)

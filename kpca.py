@@ -24,7 +24,7 @@ these axes, softmax attention returns phi(q).u_d, the coordinates of the query o
     Eq. 14    principal component pursuit, Alg. 2       pcp
 
 Each stands here as printed, and what experiments need once more in logarithms, where nothing
-overflows however long the keys are. Do *trained* values look like this? referee/kernel_pca.py asks.
+overflows however long the keys are. Do *trained* values look like this? studies/kernel_pca.py asks.
 
 Shapes: q (..., M, D), k (..., N, D), v (..., N, Dv), float64; as printed: q (M, D) and so on.
 """
@@ -354,7 +354,7 @@ def main():
         projections = kernel_projections(size * q, size * k, axes, 16)
         print(f"  in logarithms, q and k times {size:<11}", difference(h, projections))
     print("\nAre trained values like these?  "
-          "python -m referee.kernel_pca --ckpt out/FOLDER")
+          "python -m studies.kernel_pca --ckpt out/FOLDER")
 
 
 if __name__ == "__main__":

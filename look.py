@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 
 import common
-from data.files import IMAGE_EXTENSIONS, read_image
+from data.decode import IMAGE_EXTENSIONS, read_image
 from data.photos import square
-from data.segmentation import palette
+from data.views import palette
 from data.shapes import load_shapes
 from segmenter import predict, segmenter_from_checkpoint
 from vit import classifier_from_checkpoint

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from attention import LAYER_PATTERNS, SelfAttention
 from common import InputError, one_of, rebuild, stored_config
-from vit import Block, Mlp, ViT, ViTConfig
+from vit import Block, Mlp, ViT, ViTConfig, resize_pos_embed
 
 IGNORE = 255                          # label of pixels that do not count
 
@@ -153,7 +153,6 @@ class Segmenter(nn.Module):
         grid, own = (x.shape[2] // P, x.shape[3] // P), self.config.image_size // P
         pos_embed = encoder.pos_embed
         if grid != (own, own):
-            from weights import resize_pos_embed
             pos_embed = resize_pos_embed(pos_embed, grid, "bilinear")
         x = encoder.encode(encoder.tokens(x, pos_embed))            # (B, N, C)
         x = self.decoder(x[:, 1:])                                  # (B, N - 1, K): no class token
@@ -340,7 +339,7 @@ def segmenter_from_checkpoint(checkpoint):
 def backbone_settings(checkpoint):
     """Return the keywords of SegmenterConfig that a classifier's checkpoint gives its encoder."""
     if "task" not in checkpoint:
-        from weights import foreign_settings
+        from checkpoints import foreign_settings
         return foreign_settings(checkpoint)
     config = checkpoint.get("model_config", {})
     if checkpoint["task"] != "classification" or "cls_depth" in config:

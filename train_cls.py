@@ -38,7 +38,7 @@ from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE, InputError
 from data.augment import augment_uint8, soft_targets, to_float
 from data.batches import Split, image_batches, send
-from data.images import DATASETS, choose, largest_share, load_data, split_name
+from data.datasets import DATASETS, choose, largest_share, load_data, split_name
 from data.rng import epoch_order
 from vit import SIZES, ViT, ViTConfig
 
@@ -130,7 +130,7 @@ def get_args():
                   if name not in ("device", "download", "max_steps", "out_dir", "resume")}
     data = asked.data or stored.get("data") or ("folder" if asked.data_dir else "shapes")
     if asked.init_from and not asked.resume:
-        from weights import flags_for
+        from checkpoints import flags_for
         theirs = flags_for(common.load(asked.init_from), SIZES)     # model, patch_size, image_size
         if data != "folder":
             theirs.pop("image_size", None)                          # a data set has its own
@@ -305,7 +305,7 @@ def main():
     if world > 1 and device.type == "cuda":                         # a FAN's norms, over processes
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.init_from and not args.resume:
-        from weights import load_weights
+        from checkpoints import load_weights
         with common.error_prefix(f"--init_from {args.init_from}"):
             notes = load_weights(model, common.load(args.init_from), new_head=True)
         common.print0(f"weights from {args.init_from}", *notes)

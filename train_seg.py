@@ -38,7 +38,7 @@ from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE, InputError
 from data.batches import image_batches
 from data.rng import epoch_order
-from data.segmentation import TrainingViews, choose, finish_views, load_split, save_pictures
+from data.views import TrainingViews, choose, finish_views, load_split, save_pictures
 from segmenter import (IGNORE, Segmenter, SegmenterConfig, backbone_settings, evaluate,
                        predictions)
 from vit import SIZES
@@ -53,7 +53,7 @@ RECIPES = {
     # the paper's run, not run here: mean IoU 34.69 % (rpc), 34.00 % (symmetric) there
     "ade20k": dict(size=512, num_classes=150, epochs=64, batch_size=8, lr=1e-3, weight_decay=0.0,
                    clip=0.0, drop_path=0.1, model="tiny"),
-    # images of your own; what is None depends on how many there are and how large: data/labelled.py
+    # images of your own; what is None depends on how many there are and how large: data/masks.py
     "folder": dict(size=None, epochs=None, batch_size=None, eval_every=None, patch_size=None,
                    keep_best=True),
 }
@@ -280,7 +280,7 @@ def main():
     torch.manual_seed(args.seed)
     model = Segmenter(config).to(device)
     if backbone:
-        from weights import load_weights
+        from checkpoints import load_weights
         with common.error_prefix(f"--backbone {args.backbone}"):
             load_weights(model.encoder, backbone, mode="bilinear")
         common.print0(f"encoder from {args.backbone}")

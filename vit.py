@@ -7,6 +7,7 @@ are those of timm's `vision_transformer.py`, so DeiT and timm weights load into 
     logits = model(images)                      # images (B, 3, 224, 224) in [0, 1] -> (B, 1000)
 """
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -204,6 +205,19 @@ class ViT(nn.Module):
         out["norm"] = self.norm(x)
         out["head"] = self.head(out["norm"][:, 0])
         return out
+
+
+def resize_pos_embed(pos_embed, grid, mode):
+    """Interpolate positions (1, 1 + side * side, C) for a grid (h, w), but the class token's.
+
+    mode: of F.interpolate.
+    """
+    side = math.isqrt(pos_embed.shape[1] - 1)
+    if side * side != pos_embed.shape[1] - 1:           # distilled DeiT's has a second token
+        raise InputError(f"pos_embed has {pos_embed.shape[1]} positions, not 1 + {side} x {side}")
+    patches = pos_embed[:, 1:].mT.unflatten(2, (side, side))
+    patches = F.interpolate(patches, size=tuple(grid), mode=mode, align_corners=False)
+    return torch.cat([pos_embed[:, :1], patches.flatten(2).mT], 1)
 
 
 def classifier_from_checkpoint(checkpoint):

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from common import InputError
 from data.batches import Split
-from data.files import IMAGE_EXTENSIONS, decode, read_bytes, scan_folders
+from data.decode import IMAGE_EXTENSIONS, decode, read_bytes, scan_folders
 
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship",
                    "truck"]

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from common import InputError
-from data.files import read_image, scan_folders
+from data.decode import read_image, scan_folders
 from data.rng import RANDOM_CROP, uniform
 
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from common import InputError, print0
 from data.batches import Split
-from data.files import name_hash, read_image, scan_folders
+from data.decode import name_hash, read_image, scan_folders
 
 
 def find_photos(root, quiet=False):

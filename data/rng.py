@@ -12,7 +12,7 @@ import torch
 # What a random number is for: the part of its key after the seed.
 SCENE, SCENE_NOISE, RANDOM_CROP = 10, 11, 12                    # data/shapes.py, data/imagenet.py
 SHIFT, FLIP, RAND_AUGMENT, ERASE, ERASE_NOISE = 20, 21, 22, 23, 24      # data/augment.py
-VIEW, DISTORT = 30, 31                                          # data/segmentation.py
+VIEW, DISTORT = 30, 31                                          # data/views.py
 START, SIGNS, NOISE, APGD, SQUARE = 40, 41, 42, 43, 44          # attacks in robust/
 CORRUPTION = 51                         # to 65: ImageNet-C's 15 in their order; robust/corruptions
 TEXT_WINDOW = 70                        # data/text.py

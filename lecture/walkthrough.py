@@ -26,17 +26,17 @@ from torchvision.transforms.v2.functional import center_crop, resize
 import common
 import kpca
 from attention import FORMS, rpc_attention, symmetric_attention
-from data.files import decode, read_bytes
-from data.segmentation import Scenes
+from data.decode import decode, read_bytes
+from data.views import Scenes
 from data.shapes import SHAPES, load_shapes
 from robust.attacks import pgd
 from robust.corruptions import corrupt
 from robust.metrics import auroc
 from robust.patches import corrupt_patches
 from segmenter import evaluate, predictions, segmenter_from_checkpoint
-from referee import leak, line
-from referee.published_scores import cka
-from referee.where_is_s import first_layer
+from studies import leak, line
+from studies.published_scores import cka
+from studies.where_is_s import first_layer
 from vit import classifier_from_checkpoint
 
 WEIGHTS = Path(common.__file__).with_name("weights")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from common import InputError
-from data.files import decode
+from data.decode import decode
 from data.rng import FROST as STAND_IN, normal, uniform
 from robust.filters import quantise
 

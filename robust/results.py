@@ -1,6 +1,6 @@
 """The evaluator's rows: what they hold, how they are kept and read, the table of many of them.
 
-    python -m robust.results referee/results/robustness      # the table of its results.jsonl
+    python -m robust.results studies/results/robustness      # the table of its results.jsonl
     python -m robust.results out/a/robust out/b/robust       # of several runs
 
 A row is a dict of plain values: which model (model, kind, checkpoint, weights, model_config), what
@@ -187,7 +187,7 @@ NOTE = """\
 - Accuracies in per cent, of several severities the mean; (low-high): Wilson's 95 % interval over
   images, which are a random choice, the same for all models.
 - One network of a kind ranks nothing: networks that differ in the seed alone differ by points.
-  Train several, and compare them with referee.arms."""
+  Train several, and compare them with studies.arms."""
 
 
 def main():

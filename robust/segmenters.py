@@ -4,7 +4,7 @@ import argparse
 from functools import partial
 
 from common import InputError
-from data.segmentation import load_split
+from data.views import load_split
 from robust import corruptions
 from robust.score import split_images, stack
 from segmenter import evaluate

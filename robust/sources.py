@@ -115,7 +115,7 @@ def rebuild(checkpoint):
 
 def load_foreign(checkpoint, path, device, given, normalize):
     """Rebuild a ViT of DeiT's, timm's or the released code's layout, whose file has no task."""
-    from weights import foreign_settings, load_weights                # other people's alone
+    from checkpoints import foreign_settings, load_weights                # other people's alone
     settings = foreign_settings(checkpoint)
     weights = checkpoint.get("model", checkpoint)
     if "head.weight" not in weights:

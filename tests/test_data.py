@@ -16,8 +16,8 @@ from conftest import SHARED
 from data import imagenet as data
 from data.batches import image_batches
 from data.cifar import CIFAR10_CLASSES, load_cifar10
-from data.files import decode
-from data.images import load_data
+from data.decode import decode
+from data.datasets import load_data
 from data.rng import RANDOM_CROP, uniform
 from data.shapes import load_shapes, render_scenes
 

@@ -12,7 +12,7 @@ import common
 import eval_robust
 from data.photos import decode_all, find_photos
 from data.rng import epoch_order
-from data.segmentation import Scenes
+from data.views import Scenes
 from data.shapes import load_shapes
 from data.text import count_words, read_lines
 from lm import LM, LMConfig

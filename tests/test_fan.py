@@ -15,10 +15,10 @@ from common import InputError
 from conftest import SHARED
 from fan import FAN, SIZES, BatchNorm, FANConfig
 from processes import group
-from referee import probe
+from studies import probe
 from runs import call, log
 from vit import classifier_from_checkpoint
-from weights import load_weights
+from checkpoints import load_weights
 
 SMALL = dict(image_size=64, embed_dim=32, depth=2, num_heads=4, num_classes=10)
 KINDS = {"softmax": (dict(attn="softmax"), {}), "symmetric": (dict(attn="symmetric"), {}),

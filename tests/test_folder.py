@@ -14,10 +14,10 @@ import common
 import train_cls
 import train_seg
 from common import InputError
-from data import segmentation
-from data.files import decode, name_hash, read_bytes
-from data.images import choose, largest_share, load_test
-from data.labelled import find_values, folder_recipe, own_folder
+from data import views
+from data.decode import decode, name_hash, read_bytes
+from data.datasets import choose, largest_share, load_test
+from data.masks import find_values, folder_recipe, own_folder
 from data.photos import fifth, find_photos, load_photos, median_side, recipe, square
 from runs import call, make_pairs, refused
 
@@ -288,15 +288,15 @@ def test_a_folder_of_masks_needs_one_flag_and_its_checkpoint_says_which_images(c
     out, run = capsys.readouterr().out, common.load("a")
     assert "2 classes" in out and "chosen for them: size=32" in out
     assert run["classes"] == ["value 0", "value 255"]
-    val = segmentation.load_split(Namespace(**run["args"]), "validation", run["args"])
+    val = views.load_split(Namespace(**run["args"]), "validation", run["args"])
     assert len(val) == 4 and val.values == [0, 255] and run["metrics"]["classes"] == 2
     call(train_seg.main, "--resume a --max_steps 3")
-    elsewhere = segmentation.load_split(Namespace(**run["args"]), "validation",
+    elsewhere = views.load_split(Namespace(**run["args"]), "validation",
                                         {**run["args"], "data_dir": "other"})
     assert len(elsewhere) == 20  # nothing of another folder was held out
     open_ = dict.fromkeys(("ignore", "size", "patch_size", "batch_size", "epochs", "eval_every"))
     flags = Namespace(data="folder", data_dir="mine", backbone="vit.pt", **open_)
-    assert "patch_size" not in segmentation.choose(flags)       # it is the backbone's
+    assert "patch_size" not in views.choose(flags)       # it is the backbone's
 
 
 def test_the_held_out_part_of_a_labelled_folder_stays_when_a_file_comes():

@@ -454,8 +454,8 @@ def test_a_run_with_compile_has_the_same_losses(name, device, plain, note, monke
 @needs_gpu
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="is timed alone: -n0 -k table_11")
 def test_table_11_has_rows_of_this_gpu_beside_the_loop_written_out(device, note, monkeypatch):
-    from referee import cost
-    out = ROOT / "referee/results/cost/cuda.jsonl"
+    from studies import cost
+    out = ROOT / "studies/results/cost/cuda.jsonl"
     monkeypatch.chdir(ROOT)
     monkeypatch.setitem(ATTENTIONS, "written_out", lambda k, v: written_out(k, v))
     monkeypatch.setitem(LAYER_PATTERNS, "written_out", ("written_out", "symmetric"))

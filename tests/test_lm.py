@@ -13,7 +13,7 @@ from attention import ATTENTIONS, symmetric_attention
 from common import InputError
 from conftest import ROOT
 from lm import LM, SIZES, LMConfig, chunked_nll, lm_from_checkpoint, reads_the_future
-from referee import leak
+from studies import leak
 from upstream import LMTOOL, lmtool_model
 
 SMALL = dict(context=12, embed_dim=16, depth=3, num_heads=2, mlp_dim=32)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "lecture/WALKTHROUGH.md",
          *sorted(set(ROOT.glob("docs/*.md")) - {ROOT / "docs/change.md"}),      # has its own tests
-         *sorted(ROOT.glob("referee/results/**/README.md"))]
+         *sorted(ROOT.glob("studies/results/**/README.md"))]
 OTHERS = ("--help", "--dist", "--standalone", "--nproc_per_node", "--nnodes", "--node_rank",
           "--master_addr", "--include")                                 # of other programs
 CODE = {path: path.read_text() for path in ROOT.glob("**/*.py") if path.parent.name != "tests"}
@@ -46,7 +46,7 @@ def source_of(script):
 def test_every_script_and_flag_shown_exists(page):
     text = page.read_text().replace("\\\n", " ")
     shown = "\n".join(a or b for a, b in re.findall(r"```sh\n(.*?)```|`([^`\n]+)`", text, re.S))
-    shown = re.sub(r"-m ((?:referee\.|lecture\.)[\w.]+)",
+    shown = re.sub(r"-m ((?:studies\.|lecture\.)[\w.]+)",
                    lambda m: m[1].replace(".", "/") + ".py", shown)
     shown = shown.replace("lecture/exercises.py", "lecture/exercises/__main__.py")
     for line in shown.splitlines():

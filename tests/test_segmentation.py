@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from data import segmentation
+from data import views
 from data.distort import COLUMNS, distort, scale_and_shift, scale_hsv
 from common import InputError
-from data.labelled import CAMVID_CLASSES, ade20k
+from data.masks import CAMVID_CLASSES, ade20k
 from data.rng import DISTORT, VIEW, uniform
-from data.segmentation import (VIEW_COLUMNS, TrainingViews, finish_views, load_split, palette,
+from data.views import (VIEW_COLUMNS, TrainingViews, finish_views, load_split, palette,
                                save_pictures, training_view, varied)
 from data.shapes import load_shapes
 from runs import make_pairs
@@ -45,7 +45,7 @@ def test_labels_shift_by_one_and_unlabelled_pixels_are_ignored(golden, root):
 
 def test_sizes_follow_the_references_rule_and_the_models(golden, monkeypatch):
     asked = []
-    monkeypatch.setattr(segmentation, "resize", lambda image, size: asked.append(size) or
+    monkeypatch.setattr(views, "resize", lambda image, size: asked.append(size) or
                         image.new_zeros(3, *size))
     for h, w, ratio, long, short, *new in golden("seg_transforms")["size_rule"].tolist():
         assert (int(4 * 256 * ratio), int(256 * ratio)) == (long, short)

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from common import InputError
 from conftest import SHARED
+from vit import resize_pos_embed
 from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, confusion, evaluate, predict,
                        predict_views, scores, sliding_windows, view)
-from weights import resize_pos_embed
 
 TOY = dict(num_classes=5, image_size=64, embed_dim=48, depth=2, num_heads=2, decoder_heads=2)
 REFERENCES = {"seg_mask": dict(), "seg_mask_symmetric": dict(attn="symmetric"),

@@ -16,14 +16,13 @@ import torch
 import common
 import train_seg
 from conftest import ROOT
-from data.labelled import SegTree, ade20k
+from data.masks import SegTree, ade20k
 from data.rng import epoch_order
-from data.segmentation import Scenes, TrainingViews
+from data.views import Scenes, TrainingViews
 from runs import call, flags, log, make_pairs, refused
 from segmenter import (Segmenter, SegmenterConfig, confusion, evaluate, plain, predict,
                        predictions, scores, segmenter_from_checkpoint)
-from vit import ViT, ViTConfig
-from weights import resize_pos_embed
+from vit import ViT, ViTConfig, resize_pos_embed
 
 pytestmark = pytest.mark.usefixtures("alone")
 train, bad = partial(call, train_seg.main), partial(refused, train_seg)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS
 from common import InputError
-from vit import SIZES, Mlp, ViT, ViTConfig
-from weights import flags_for, foreign_settings, load_weights, resize_pos_embed
+from vit import SIZES, Mlp, ViT, ViTConfig, resize_pos_embed
+from checkpoints import flags_for, foreign_settings, load_weights
 
 TINY = dict(image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=10)
 VARIANTS = {"sym": dict(attn="symmetric"), "rpc_l0_n4_lam4": dict(attn="rpc"),

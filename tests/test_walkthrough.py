@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from lecture import edits
-from referee import claims
+from studies import claims
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "lecture/WALKTHROUGH.md").read_text()

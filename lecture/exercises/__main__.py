@@ -18,7 +18,7 @@ import common
 import kpca
 from attention import penalty, rpc_attention, soft_threshold, softmax_attention
 from data.shapes import load_shapes
-from referee.where_is_s import first_layer, location
+from studies.where_is_s import first_layer, location
 from robust.attacks import project
 from robust.metrics import auroc
 from robust.patches import corrupt_patches

@@ -1,0 +1,77 @@
+"""Shared by tests/ and studies/tests/: fixtures and reference arrays, in tests/golden/ or
+beside the clone."""
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")   # a process a core, so a thread a process
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent
+SHARED = ROOT.parent / "shared"
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import common  # noqa: E402: it needs the path
+import peers  # noqa: E402
+
+
+def load_golden(name):
+    """Arrays of a reference file by name, as tensors; the file beside the clone wins over golden/.
+
+    What is neither there nor in golden/ because it holds photographs is made by peers.py.
+    """
+    full = SHARED / "golden" / f"{name}.npz"
+    part = ROOT / "tests" / "golden" / f"{name}.npz"
+    arrays = {} if full.exists() or name not in peers.MAKE else peers.make(name)
+    path = full if full.exists() else part
+    if path.exists() or not arrays:
+        with np.load(path) as z:
+            arrays.update({k: torch.from_numpy(np.array(z[k])) for k in z.files
+                           if z[k].dtype.kind != "U"})              # "meta" is text
+    return arrays
+
+
+@pytest.fixture(scope="session")
+def golden():
+    return functools.cache(load_golden)
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory):
+    """A copy of the programs, the networks and the pictures, not to be changed."""
+    tree, listed = tmp_path_factory.mktemp("programs"), ["*.py", "weights", "*.png", ":!tests", ":!studies/tests"]
+    for name in subprocess.check_output(["git", "ls-files", *listed], cwd=ROOT,
+                                        text=True).splitlines():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tree / name)
+    return tree
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """An empty folder to work in; one thread, so that processes agree bit for bit."""
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print what tests have noted where test_gpu.py was asked for: a table for the record."""
+    if not any("test_gpu" in name for name in terminalreporter.config.args):
+        return
+    reports = [r for of in terminalreporter.stats.values() for r in of
+               if getattr(r, "when", "") == "call"]
+    rows = [[*row, r.outcome] for r in reports for name, row in r.user_properties if name == "note"]
+    if rows:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        terminalreporter.section(f"{common.describe(device)}, torch {torch.__version__}")
+        terminalreporter.write_line(common.table(rows, ["part", "found", "seconds", ""]))

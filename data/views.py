@@ -1,0 +1,178 @@
+"""Images with a class for every pixel: what the flags mean, views to train on, pictures.
+
+    views = TrainingViews(load_split(args, "training"), size=512)
+    image, label, place = views[position, index]          # (3, S, S), (S, S), uint8; 255: ignored
+
+The transforms of training are those of mmsegmentation 0.14.1 as
+`rstrudel/segmenter:segm/data/config/ade20k.py` lists them. What changes the shape (resize, crop,
+flip) runs per image in DataLoader workers, the rest (distort.py, padding with the mean colour) on
+whole batches, on any device. Every random number is a function of (seed, sample), see rng.uniform.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import Dataset
+
+from common import InputError
+from data.rng import DISTORT, VIEW, uniform
+from data.shapes import colour, load_shapes
+from segmenter import IGNORE, resize, resized
+
+REDRAWS = 10                                 # of a crop without variety
+VIEW_COLUMNS = 1 + 2 * (1 + REDRAWS) + 1     # scale; top and left of each crop; flip?
+
+
+def choose(args):
+    """Choose what args leave open (None) for masks of one's own: {flag: value}; prints it."""
+    if args.data != "folder":
+        return {}
+    from data import masks
+    return masks.choose(args)
+
+
+def load_split(args, split, trained=None):
+    """Load what train_seg.py trains on, "training", or is evaluated on, "validation".
+
+    args: its flags, or those that its checkpoint holds: data ("shapes" or a kind of folder),
+    data_dir, num_classes, num_images and size (of the scenes). Gives the same images each time.
+    trained: in an evaluation, the flags of the run, a dict: nothing of another folder was held out.
+    """
+    if args.data == "shapes":
+        if split == "training":
+            return Scenes("train", args.num_images, args.size)
+        return Scenes("test", max(args.num_images // 10, 1), args.size)
+    if not args.data_dir:
+        raise InputError(f"--data {args.data} needs --data_dir")
+    from data.decode import same_folder
+    from data.masks import ade20k, own_folder
+    if args.data != "folder":
+        return ade20k(args.data_dir, split, args.num_classes)
+    if trained is not None and not same_folder(trained.get("data_dir"), args.data_dir):
+        split = "all"
+    return own_folder(args.data_dir, split, args.values, args.ignore)
+
+
+class Scenes(Dataset):
+    """Hold rendered scenes in memory; 11 classes: background is 0, no pixel is ignored."""
+
+    def __init__(self, split, num_images, size):
+        self.images, _, classes, self.labels = load_shapes(split, num_images, size)
+        self.classes = ["background", *classes]
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, i):
+        return self.images[i], self.labels[i]
+
+
+# --- training: first half, one image, in a worker -------------------------------------------------
+
+def varied(label):
+    """Is a crop worth learning from: the commonest class on less than 3/4 of what is labelled?"""
+    count = label.flatten().bincount(minlength=256)[:IGNORE]
+    return bool(count.max() < 0.75 * count.sum())                   # so there is a second class too
+
+
+def training_view(image, label, draw, size, scales=(0.5, 2.0)):
+    """Resize by a random factor, crop, flip. draw: VIEW_COLUMNS numbers in [0, 1).
+
+    The image is resized to fit in 4 size r by size r (long, short side), r uniform in scales, then
+    cropped to size x size, a shorter side taken whole. A crop that is not `varied` is drawn again,
+    at most REDRAWS times. Returns image (3, size, size) and label (size, size), uint8, padded right
+    and below (0, and 255 in the label), and the height and width that are not padding.
+    """
+    r = scales[0] + (scales[1] - scales[0]) * draw[0]
+    H, W = resized(*label.shape, int(4 * size * r), int(size * r))
+    rows = torch.arange(H) * label.shape[0] // H                    # nearest: floor(i * old / new)
+    columns = torch.arange(W) * label.shape[1] // W
+    h, w = min(size, H), min(size, W)
+    for i in range(1 + REDRAWS):
+        top = int(draw[1 + 2 * i] * (H - h + 1))
+        left = int(draw[2 + 2 * i] * (W - w + 1))
+        crop = label[rows[top:top + h]][:, columns[left:left + w]]
+        if (h, w) == (H, W) or varied(crop):                        # a whole image: no other crop
+            break
+    image = resize(image, (H, W))[:, top:top + h, left:left + w]
+    if draw[-1] < 0.5:
+        image, crop = image.flip(2), crop.flip(1)
+    padding = (0, size - w, 0, size - h)
+    return F.pad(image, padding).contiguous(), F.pad(crop, padding, value=IGNORE), h, w
+
+
+class TrainingViews(Dataset):
+    """Give views[position, index], a sample (image, label, (position, h, w)): training_view.
+
+    `index` says which image of the source, `position` (the sample's number in the whole run) which
+    view of it.
+    """
+
+    def __init__(self, source, size, scales=(0.5, 2.0), seed=0):
+        self.source, self.size, self.scales, self.seed = source, size, scales, seed
+
+    def __getitem__(self, key):
+        position, index = key
+        draw = uniform(torch.tensor([position]), VIEW_COLUMNS, self.seed, VIEW)[0].tolist()
+        image, label, h, w = training_view(*self.source[index], draw, self.size, self.scales)
+        return image, label, (position, h, w)
+
+
+# --- training: second half, batches, on any device ------------------------------------------------
+
+def finish_views(images, height, width, positions, seed, mean, distorted=True):
+    """Distort, then pad: uint8 views to float32 in [0, 1].
+
+    images: (B, 3, S, S) uint8. height, width, positions: (B,) int64 on the CPU. mean: (3, 1, 1) in
+    [0, 1], the colour of the padding: the one that the model subtracts, so that its first layer
+    sees 0.
+    """
+    if distorted:
+        from data.distort import COLUMNS, distort
+        images = distort(images, uniform(positions, COLUMNS, seed, DISTORT))
+    height, width = (t.view(-1, 1, 1, 1).to(images.device, non_blocking=True)
+                     for t in (height, width))
+    axis = torch.arange(images.shape[-1], device=images.device)
+    return torch.where((axis[:, None] < height) & (axis < width), images / 255, mean)
+
+
+# --- pictures ------------------------------------------------------------------------------------
+
+def palette(num_classes):
+    """Choose a colour per class, (256, 3) uint8: hues a golden angle apart; 255 is black."""
+    k = torch.arange(256.0)
+    hue, luminance = (0.6 + k * 0.618034) % 1, 0.3 + 0.22 * (k % 3)
+    rgb = colour(hue, torch.full_like(k, 0.85), luminance)[:, :, 0, 0]
+    rgb[num_classes:] = 0
+    return (rgb * 255).round().byte()
+
+
+def save_pictures(path, triples, classes):
+    """Draw a PNG, a row per image: image, truth, prediction; below, the classes' colours.
+
+    triples: image (3, H, W), truth and prediction (H, W), uint8, as segmenter.predictions yields; H
+    and W may vary.
+    """
+    from PIL import Image, ImageDraw
+    triples = [[t.cpu() for t in triple] for triple in triples]
+    colours = palette(len(classes))
+    zoom = max(1, 160 // max(image.shape[2] for image, _, _ in triples))
+    rows = []
+    for image, label, prediction in triples:
+        row = [image.permute(1, 2, 0), colours[label.long()], colours[prediction.long()]]
+        rows.append(torch.cat(row, 1).repeat_interleave(zoom, 0).repeat_interleave(zoom, 1))
+    width = max(row.shape[1] for row in rows)
+    rows = [F.pad(row, (0, 0, 0, width - row.shape[1], 0, 4), value=255) for row in rows]
+    pixels = torch.cat(rows)
+
+    seen = sorted({k for _, *labels in triples for t in labels for k in t.unique().tolist()})
+    across = max(1, width // 150)
+    picture = Image.new("RGB", (width, len(pixels) + 16 * math.ceil(len(seen) / across)), "white")
+    picture.paste(Image.fromarray(pixels.numpy()))
+    pen = ImageDraw.Draw(picture)
+    for i, k in enumerate(seen):
+        x, y = 150 * (i % across), len(pixels) + 16 * (i // across)
+        pen.rectangle((x, y + 2, x + 12, y + 13), fill=tuple(colours[k].tolist()))
+        pen.text((x + 18, y + 2), classes[k] if k < len(classes) else "ignored", fill="black")
+    picture.save(path)

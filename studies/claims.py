@@ -1,0 +1,320 @@
+"""Do the pages say what the rows say? Every number in a sentence, computed again.
+
+    python -m studies.claims            # silence: all agree; else page, expected, found
+    python -m studies.claims --details  # write the tables of details.md anew, from the rows
+
+claims.csv has a row a number: the pages, the words around it with [] in its place, and the
+expression that gives it: the name of a function of FUNCTIONS and its arguments, `gap; scenes;
+rpc4-l1; pgd`. In a table the words are its line and its column, `RPC || clean`. To add a
+number, write it on the page and its row there.
+"""
+
+import argparse
+import csv
+import json
+import re
+import statistics
+import sys
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+import common
+from studies import arms, kernel_pca, line, probe, where_is_s
+from studies.stats import (accuracy, detectable, digits_of, holm, paired_t, show, show_p,
+                           spread)
+
+ROOT = Path(__file__).parents[1]
+RESULTS, CLAIMS = ROOT / "studies/results", ROOT / "studies/claims.csv"
+
+
+# --- differences of pairs -------------------------------------------------------------------------
+
+def key_of(name, pair, measure):
+    """The key of a pair, "arm" or "arm - baseline", in a comparison."""
+    study, of = arms.comparison(name)
+    short = {"pgd": study.primary[1], "corruptions": "15 corruptions", "budget": "median budget"}
+    arm, _, base = pair.partition(" - ")
+    base = base or next(b for a, b in study.comparisons[name].pairs if a == arm)
+    return short.get(measure, measure), arm, base
+
+
+def gap(name, pair, measure, what="difference"):
+    """A paired difference as `described`, or the accuracy of the arm or its baseline."""
+    study, of = arms.comparison(name)
+    measure, arm, base = key = key_of(name, pair, measure)
+    if what in ("arm", "baseline"):
+        seeds = study.comparisons[name].seeds
+        return accuracy(of.found, measure, arm if what == "arm" else base, seeds).split()[0]
+    return described(of.gaps[key], what, of.p.get(key, np.nan), of.tests, digits_of(measure))
+
+
+def on_those(name, arm, measure, slow):
+    """The accuracy of an arm on the images, the first of all, that a slow measure was taken of."""
+    found = arms.comparison(name)[1].found
+    return written([x[:len(found[slow][run])].mean() for run, x in found[measure].items()
+                    if run[0] == arm and run in found[slow]], ".1f")
+
+
+def described(d, what, holm=np.nan, tests=1, digits=1):
+    """A Difference in the way that a sentence needs: with its 95 % interval, or its mean, interval,
+    seeds (networks), p, p after Holm, or the difference found with 80 % power."""
+    return {"difference": show(d, digits), "mean": f"{d.mean:+.{digits}f}",
+            "interval": f"{d.low:+.{digits}f} to {d.high:+.{digits}f}", "seeds": str(d.n),
+            "p": show_p(d.p), "holm": show_p(holm),
+            "power": f"{detectable(d.error, d.df, tests):.{digits}f}"}[what]
+
+
+def outcome(name, pair):
+    """What a pair came to by its comparison's margins: below, above, equal or open."""
+    study, of = arms.comparison(name)
+    return arms.outcome(study, name, of, key_of(name, pair, "pgd")[1:])
+
+
+def rule():
+    """How many attentions of others meet the rule that was fixed for them."""
+    return str(len(arms.meet_the_rule(arms.comparison("ten")[1])) or "none")
+
+
+# --- the line -------------------------------------------------------------------------------------
+
+@cache
+def picture(name):
+    networks = line.other_recipes() if name == "other" else line.stored(name)
+    return networks, line.PICTURES["fresh" if name == "other" else name][3]
+
+
+def full(name, measure):
+    return dict(zip(("pgd", "corruptions"), picture(name)[1])).get(measure, measure)
+
+
+def off(name, arm, measure, what="difference"):
+    """An arm's distance from the line; or its accuracy; its clean loss, the geometric mean."""
+    networks, measure = picture(name)[0], full(name, measure)
+    own = line.those(networks, arm)
+    if what == "accuracy":
+        return f"{np.mean([n.accuracy[measure] for n in own]):.1f}"
+    if what == "loss":
+        return f"{line.clean_loss(own):.3f}"
+    of = picture("fresh")[0] if name == "other" else networks
+    return described(line.distance(own, line.reference(of, arm), measure), what)
+
+
+def apart(first, second, measure, what="difference"):
+    """The difference of two arms of the line that have other seeds, over seeds alone."""
+    two = (line.those(picture("fresh")[0], arm) for arm in (first, second))
+    return described(line.apart(*two, full("fresh", measure)), what)
+
+
+def pooled(name, group, measure, what="difference"):
+    """The distance of a group of attentions from the line, taken as one: "RPC that attends"."""
+    found, p = grouped(name)
+    key = group, full(name, measure)
+    return described(found[key], what, p[key], len(p))
+
+
+@cache
+def grouped(name):
+    return line.grouped(name, picture(name)[0])
+
+
+def adjusted(how, measure, what="difference"):
+    """RPC minus its baseline at one clean loss after 24 epochs, by "own line" or "one slope"."""
+    return described(line.adjusted(picture("fresh")[0], how, full("fresh", measure)), what)
+
+
+def fit(name, measure, what):
+    """What is known of the line: r with its interval, or p of a bend."""
+    of = line.reference(picture(name)[0])
+    r, low, high, bend = line.correlation(of, full(name, measure))
+    return show_p(bend) if what == "bend" else f"{r:+.2f} ({low:+.2f} to {high:+.2f})"
+
+
+# --- other rows -----------------------------------------------------------------------------------
+
+@cache
+def rows_of(pattern):
+    """The rows of files: CSV, one JSON object a line, or a JSON object."""
+    rows, root = [], ROOT if pattern.startswith("lecture/") else RESULTS
+    for path in sorted(root.glob(pattern)):
+        if path.suffix == ".csv":
+            with open(path, newline="") as f:
+                rows += csv.DictReader(f)
+        elif path.suffix == ".jsonl":
+            rows += common.read_log(path)
+        else:
+            found = json.loads(path.read_text())
+            rows += found.get("rows", [found])
+    return rows
+
+
+def mean(files, *given):
+    """The mean of a column over all rows that meet the conditions (column=pattern), of the last
+    training step among them, in a form of `written`."""
+    *conditions, column, form = given
+    rows = rows_of(files)
+    for condition in conditions:
+        name, pattern = condition.replace("[", "[[]").split("=", 1)
+        rows = [row for row in rows if fnmatchcase(f"{row[name]:g}" if isinstance(
+            row[name], float) else str(row[name]), pattern)]
+    last = max(float(row.get("step", 0)) for row in rows)
+    found = [row for row in rows if float(row.get("step", 0)) == last]
+    for part in column.split("."):
+        found = [row[part] for row in found]
+    return written([*map(float, found)], form)
+
+
+def written(found, form):
+    """Write numbers as their mean: .2f; ±.2f with their standard deviation, ci2 with a t-interval,
+    in2 the same without signs."""
+    if form.startswith("±"):
+        return spread(found, form[1:])
+    if form.startswith(("ci", "in")):
+        text = show(paired_t(found), int(form[2:]))
+        return text if form.startswith("ci") else text.replace("+", "")
+    return format(statistics.mean(found), form).replace("%", " %")
+
+
+def kpca(table, run, measure, source, form, *more):
+    """A number of results/kpca, the mean over layers, heads and images."""
+    return mean(f"kpca/{table}.csv", "layer=all", f"run={run}", f"measure={measure}",
+                f"source={source}", *more, "mean", form)
+
+
+def way(table, network, measure, form="ci1"):
+    """Per cent of the way from a random matrix to the best map found that learned values went."""
+    rows = probe.read_csv(RESULTS / f"kpca/{table}.csv")
+    return written(kernel_pca.closed(rows, network, measure), form)
+
+
+def chosen(criterion):
+    """The setting with the highest mean score over its seeds, among those chosen from."""
+    scores = {}
+    for row in rows_of("constants/choose.jsonl"):
+        name = f"{row['form']}-{row['lambd']:g}-n{row['n_iter']}"
+        scores.setdefault(name, []).append(row[criterion])
+    return max(scores, key=lambda name: np.mean(scores[name]))
+
+
+def losses(file, first, second):
+    """Differences of held-out losses of two arms of forced values, span-own say: (seeds,)."""
+    of = {(row["arm"], row["seed"]): row["loss"] for row in rows_of(f"decider/{file}.jsonl")}
+    return np.array([loss - of[second, seed] for (arm, seed), loss in of.items()
+                     if arm == first and (second, seed) in of])
+
+
+def nats(file, first, second):
+    """A mean difference of such losses over seeds."""
+    return show(paired_t(losses(file, first, second)), 3)
+
+
+def beyond(null):
+    """The p after Holm's correction over four of: own axes are more than .03 better than this
+    null's, fixed in results/decider/plan.md."""
+    p = holm({name: paired_t(losses("constancy", "span-own", f"span-{name}") + 0.03).p
+              for name in ("hashed", "image", "other", "x")})
+    return show_p(p[null])
+
+
+def where(network, measure, form):
+    """A value of where_is_s after training, in a form of `mean`."""
+    groups = where_is_s.over_seeds(rows_of("where_is_s/rows.jsonl"))
+    last = max(step for name, step in groups if name == network)
+    return written(groups[network, last][measure], form)
+
+
+FUNCTIONS = {f.__name__: f for f in (gap, on_those, outcome, rule, off, apart, pooled, adjusted,
+                                     fit, mean, kpca, way, chosen, nats, beyond, where)}
+
+
+def value(expression):
+    """What an expression of claims.csv gives."""
+    name, *given = [part.strip() for part in expression.split(";")]
+    return FUNCTIONS[name](*given)
+
+
+# --- pages ----------------------------------------------------------------------------------------
+
+def read_claims(path=CLAIMS):
+    """The claims, one a page: (page, words with [] for the number, expression)."""
+    with open(path, newline="") as f:
+        return [(page, row["words"], row["expression"]) for row in csv.DictReader(f)
+                for page in row["pages"].split()]
+
+
+def spoken(words, text):
+    """What stands for [] in each place where a text has these words, however lines break; or in the
+    cells of a table's line and column."""
+    if "||" in words:
+        return cells(text, *words.split(" || "))
+    before, after = (re.escape(part) for part in words.split("[]"))
+    return re.findall(before + "([^|]{1,40}?)" + after, " ".join(text.split()))
+
+
+def cells(text, line, column):
+    """The cells of tables in this line and column."""
+    found, titles = [], []
+    for row in text.splitlines():
+        row = [cell.strip() for cell in row.split("|")[1:-1]]
+        titles = (titles or row) if row else []                     # a table's first line
+        found += [cell for cell, title in zip(row, titles)
+                  if row[0] == line and title == column]
+    return found
+
+
+def faults(claims, root=ROOT):
+    """Say of each claim that does not hold: page, what is expected, what is found."""
+    for page, words, expression in claims:
+        expected, found = value(expression), spoken(words, (root / page).read_text())
+        if not found:
+            yield f"{page}: the words “{words}” are missing, expected {expected} there"
+        elif any(text != expected for text in found):
+            wrong = next(text for text in found if text != expected)
+            yield f"{page}: “{words}” has {wrong}, expected {expected} ({expression})"
+
+
+def detail(*studies, pictures=()):
+    """The tables of studies and pictures of the line, as their commands print them."""
+    parts = []
+    for name in studies:
+        study = arms.STUDIES[name]
+        parts.append((f"python -m studies.arms {name}", arms.tables(study, arms.stored(study))))
+    if pictures:
+        text = "\n\n".join(line.page(name) for name in pictures)
+        parts.append(("python -m studies.line", text))
+    return "# Tables, written from the rows\n\n" + "\n\n".join(
+        f"```sh\n{command}\n```\n\n{text}" for command, text in parts) + "\n"
+
+
+DETAILS = {"robustness": ("robustness", "cifar10"), "constants": ("constants", "eighteen"),
+           "control": ("control",), "finetune": ("finetune",), "line": ("line", "line-cifar10"),
+           "criterion": ("criterion",)}
+
+
+def details():
+    """{page: its text} of every page that a study's command writes."""
+    return {f"studies/results/{folder}/details.md": detail(
+        *studies, pictures=line.PICTURES if folder == "line" else ())
+        for folder, studies in DETAILS.items() if arms.stored(arms.STUDIES[studies[0]])}
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--details", action="store_true", help="write the tables anew")
+    args = p.parse_args(argv)
+    found = list(faults(read_claims()))
+    for page, text in details().items():
+        path = ROOT / page
+        if args.details:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            found.append(f"{page} is not what the rows say: python -m studies.claims --details")
+    if found:
+        sys.exit("\n".join(found))
+
+
+if __name__ == "__main__":
+    common.run(main)

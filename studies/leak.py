@@ -1,0 +1,63 @@
+"""Does RPC-Attention's mu let a language model read the future? A toy that only the future solves.
+
+    python -m studies.leak  # under a minute on a CPU; nats per seed for each kind of mu
+
+There are two sequences: eight times the word 0, then eight times the word 1 or eight times the word
+2. In the first half the model has to name the word to come. What it has seen there is the same in
+both, so no causal model gets below ln 2 = 0.6931 nats. But Definition 1's mu = N x / (4 sum|K|)
+sums over all tokens and sets the threshold of every row. Where no key reaches it, S = 0 and mu does
+nothing; keys start GAIN times as large as in lm.py so that every run finds the leak (with GAIN = 1,
+8 of 10 do).
+"""
+
+import argparse
+import math
+
+import torch
+
+import common
+from lm import LM, LMConfig
+
+T, GAIN = 16, 4.0
+KINDS = {"seen": "mean over tokens <= t", "token": "token t alone",
+         "all": "all tokens, as printed"}
+
+
+def train(mu_over, seed=0, steps=400):
+    """One layer (C = 32, H = 2, n = 4, lambda = 4), Adam: nats of the word to come, each step.
+
+    Scored are tokens 1 to 7: token 0 attends to itself alone, so its output is its own value
+    whatever the threshold.
+    """
+    torch.manual_seed(seed)
+    model = LM(LMConfig(3, T, embed_dim=32, depth=1, num_heads=2, mlp_dim=64, dropout=0,
+                        attn="rpc", rpc_layers=(0,), pap=dict(mu_over=mu_over)))
+    model.blocks[0].attn.qkv.weight.data *= GAIN
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    word = torch.tensor([[1], [2]])
+    first_half = torch.zeros(2, T // 2, dtype=torch.long)
+    tokens = torch.cat([first_half, word.expand(2, T // 2)], 1)
+    losses = []
+    for _ in range(steps):
+        nats = model(tokens, word.expand(2, T))[:, 1:T // 2].mean()
+        optimizer.zero_grad()
+        nats.backward()
+        optimizer.step()
+        losses.append(nats.item())
+    return losses
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--seeds", type=common.COUNT, default=3, help="runs per kind of mu: 0, 1, ...")
+    args = p.parse_args(argv)
+    chance = f"{args.seeds} seeds (chance: {math.log(2):.4f})"
+    print(f"{'mu over':<32}nats of a word only the future knows, {chance}")
+    for mu_over, meaning in KINDS.items():
+        nats = (train(mu_over, seed)[-1] for seed in range(args.seeds))
+        print(f"{mu_over + ': ' + meaning:<32}{'  '.join(f'{x:.4f}' for x in nats)}", flush=True)
+
+
+if __name__ == "__main__":
+    common.run(main)

@@ -1,0 +1,193 @@
+"""What the studies of trained networks share: a checkpoint in, heads of attention and tables out.
+
+`points` loads models and images one after another, `capture` returns what every attention layer
+used, `summarise` makes rows of what was measured on images. No study itself.
+"""
+
+import argparse
+import csv
+import math
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import common
+from attention import SelfAttention
+from common import InputError
+from data.datasets import load_test
+from data.rng import epoch_order
+from data.shapes import load_shapes
+from kpca import log_kernel
+from robust import sources
+
+
+# --- what attention really used -------------------------------------------------------------------
+
+class Heads(NamedTuple):
+    """The heads of one layer, float64: it computes h = softmax(q k^T / sqrt(D)) v."""
+    q: torch.Tensor                     # (B, H, N, D)
+    k: torch.Tensor                     # (B, H, N, D)
+    v: torch.Tensor                     # (B, H, N, D) what A multiplies: (I - S) V if scaled
+    raw: torch.Tensor                   # (B, H, N, D) V itself
+    x: torch.Tensor                     # (B, N, C) the layer's input
+    S: torch.Tensor | None = None       # (B or 1, H, N, N) of Scaled Attention
+
+
+@torch.no_grad()
+def attention_inputs(module, x):
+    """Heads of a SelfAttention of any kind at its input x (B, N, C). RPC: of its last step."""
+    q, k, raw = module.project(x)
+    S, steps = None, module.trace(x)
+    if steps:
+        q, k = steps[-1]["Q2"], steps[-1]["K2"]
+    q, k, raw, x = (t.double() for t in (q, k, raw, x))
+    if module.attn == "scaled_s":
+        S = module.learned.s[None].double()
+    elif module.attn == "scaled_alpha":
+        S = module.learned.s.double() * log_kernel(k, k).softmax(-1)
+    return Heads(q, k, raw if S is None else raw - S @ raw, raw, x, S)
+
+
+@torch.no_grad()
+def capture(model, inputs):
+    """Run a model on images, on the CPU: the Heads of every layer in order."""
+    seen, layers = {}, [m for m in model.modules() if isinstance(m, SelfAttention)]
+    hooks = [m.register_forward_pre_hook(lambda m, args: seen.update({m: args[0]}))
+             for m in layers]
+    try:
+        model.eval()(inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [attention_inputs(m, seen[m]) for m in layers]
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+def get_args(doc, experiments, argv=None):
+    """The flags of a study; --exp becomes a list of names. experiments: {name: function}."""
+    listed = "\n".join(f"  {name:12s} {experiment.__doc__.splitlines()[0]}"
+                       for name, experiment in experiments.items())
+    p = argparse.ArgumentParser(description=doc, epilog="experiments:\n" + listed,
+                                formatter_class=argparse.RawDescriptionHelpFormatter,
+                                allow_abbrev=False)
+    flag = p.add_argument
+    flag("--ckpt", nargs="+", required=True, help="checkpoints of train_cls.py (a folder: its "
+         "last.pt)")
+    flag("--exp", default=",".join(experiments), help="comma-separated; default: all")
+    flag("--images", type=common.COUNT, default=32, help="test images; errors are over them")
+    flag("--untrained", action="store_true", help="also before the first step")
+    flag("--out_dir", type=Path, default=Path("out/kpca"), help="where CSV files go")
+    args = p.parse_args(argv)
+    args.exp = args.exp.split(",")
+    for name in args.exp:
+        if name not in experiments:
+            raise InputError(f"--exp {name}: expected some of {','.join(experiments)}")
+    return args
+
+
+# --- models and inputs ----------------------------------------------------------------------------
+
+def load_model(path):
+    """(model in eval mode, checkpoint without weights), as the evaluator; of a folder: last.pt."""
+    file = Path(path, "last.pt") if Path(path).is_dir() else path
+    found = sources.load_model(file, torch.device("cpu"))
+    if found.task != "classification":
+        raise InputError(f"--ckpt {path} is no classifier")
+    return found.model, found.checkpoint
+
+
+def untrained(model, checkpoint):
+    """The network as it was drawn before the first step of a run of ours, and its checkpoint."""
+    args = checkpoint.get("args")
+    if not args or args.get("init_from"):
+        raise InputError("--untrained: expected runs of ours that started from random weights")
+    torch.manual_seed(args["seed"])
+    return type(model)(model.config).eval(), {**checkpoint, "step": 0}
+
+
+def load_images(checkpoint, config, n):
+    """n test images (n, 3, S, S) in [0, 1] of the data it was trained on, and their labels."""
+    trained = checkpoint.get("args") or {}
+    name, size = trained.get("data", "shapes"), config.image_size
+    if name == "shapes":
+        source = load_shapes("test", n, size)
+    else:
+        where = argparse.Namespace(data=name, data_dir=trained["data_dir"], device="cpu")
+        source = load_test(where, trained, size, checkpoint.get("classes"))
+    some = epoch_order(len(source.labels), 0, seed=0)[:n]              # mixed classes
+    images = (torch.stack([source[i][0] for i in some.tolist()]) if name == "imagenet"
+              else source.images[some])
+    return images.float() / 255, source.labels[some]
+
+
+def points(args):
+    """(run, step, model, images) of each of --ckpt, with --untrained also step 0 of each run."""
+    started = set()
+    for path in map(Path, args.ckpt):
+        model, checkpoint = load_model(path)
+        images, _ = load_images(checkpoint, model.config, args.images)
+        folder = path if path.is_dir() else path.parent
+        run = folder.name if (folder / "log.jsonl").exists() else path.stem
+        if args.untrained and run not in started:
+            started.add(run)
+            yield run, 0, untrained(model, checkpoint)[0], images
+        yield run, checkpoint.get("step", 0), model, images
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+WORDS = ("run", "layer", "measure", "source")           # columns of CSV files that are no numbers
+
+
+def summarise(results, run, step):
+    """Make rows of means over images, as the CSV files have them, for one network.
+
+    results: {(measure, source, layer): (images,)}. se, the standard error over images, is nan of
+    one image. layer "all": mean of layers.
+    """
+    table, rows = {}, []
+    for (measure, source, layer), t in results.items():
+        table.setdefault((measure, source), {})[layer] = t
+    for (measure, source), layers in table.items():
+        layers |= {"all": torch.stack(list(layers.values())).nanmean(0)}
+        for layer, t in layers.items():
+            se = t.std().item() / math.sqrt(len(t)) if len(t) > 1 else math.nan
+            rows.append(dict(run=run, step=step, layer=layer, measure=measure,
+                             source=source, mean=t.mean().item(), se=se, images=len(t)))
+    return rows
+
+
+def print_table(title, text, rows):
+    """Print rows of `summarise`: measures down, sources across."""
+    sources = list(dict.fromkeys(row["source"] for row in rows))
+    lines = {}
+    for row in rows:
+        error = f" ±{row['se']:.1g}" if row["se"] > 1e-9 * abs(row["mean"]) else ""
+        cell = f"{row['mean']:.4g}{error}".replace("nan", "-")
+        lines.setdefault((row["measure"], row["layer"]), {})[row["source"]] = cell
+    body = [[*key, *(line.get(source, "") for source in sources)] for key, line in lines.items()]
+    print(f"\n=== {title}\n\n{text}\n\n{common.table(body, ['measure', 'layer', *sources])}")
+
+
+def write_csv(path, rows, mode="w"):
+    """Write dicts with the same keys; nothing of none. mode "a": add them to the file."""
+    if rows:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = mode == "w" or not path.exists()
+        with open(path, mode, newline="") as f:
+            writer = csv.DictWriter(f, rows[0])
+            writer.writerows([dict(zip(rows[0], rows[0]))] * new)           # the header
+            writer.writerows({k: f"{x:.6g}" if isinstance(x, float) else x for k, x in row.items()}
+                             for row in rows)
+
+
+def read_csv(path):
+    """Rows of a CSV file, if there, as dicts; "network" is the run without its seed."""
+    if not path.exists():
+        return []
+    with open(path, newline="") as f:
+        return [{k: t if k in WORDS else float(t) for k, t in row.items()}
+                | {"network": re.sub(r"_s\d+$", "", row["run"])} for row in csv.DictReader(f)]

@@ -1,0 +1,249 @@
+"""Robust attentions on one footing: which of them withstands corrupted and attacked images?
+
+    python -m studies.robust_attentions train_cls.py --attn keys-rows --out_dir out/rows_s0
+    python -m studies.robust_attentions train_cls.py --attn "keys lambd=0.25" --seed 1
+    python -m studies.robust_attentions eval_robust.py --ckpt out/rows_s0
+    python -m studies.robust_attentions "keys lambd=0.25" eval_robust.py --ckpt FOLDER
+
+Four groups have published attentions that are to withstand corrupted tokens, each with a harness of
+its own. Here each is a function of at most 15 lines, entered in ATTENTIONS of attention.py under
+its name and settings ("keys lambd=0.5 n_iter=4"); this command runs our scripts with them. An
+attention attends in --rpc_layers, layer 0 by default, and symmetric attention elsewhere;
+elliptical in all layers, as it compares each with the one before. `python -m studies.arms
+robustness` has all of them over seeds, beside symmetric attention.
+
+Every function takes k, v (B, H, N, D) and settings, and returns the output (B, H, N, D). Queries
+are the keys, as in the paper's baseline; only elliptical has queries of its own. A(K) = softmax(K
+K^T / sqrt(D)). What an outcome means was fixed before the runs:
+studies/results/robust_attentions/README.md.
+"""
+
+import math
+import runpy
+import sys
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import common
+from attention import (ATTENTIONS, LAYER_PATTERNS, soft_threshold, softmax_attention,
+                       symmetric_attention)
+from common import InputError
+
+
+def scores(k):
+    """k k^T / sqrt(D), (B, H, N, N)."""
+    return k @ k.mT / math.sqrt(k.shape[-1])
+
+
+# --- weights of tokens: robust kernel density -----------------------------------------------------
+
+def huber(d, a):
+    """psi(d) / d: 1 up to a, then a / d."""
+    return a / d.clamp_min(a)
+
+
+def hampel(d, a):
+    """psi(d) / d with corners a, 2a, 3a: 1, then a / d, falling to 0 at 3a."""
+    return (a / d.clamp_min(a)).minimum((3 * a / d - 1).clamp_min(0))
+
+
+def token_weights(x, psi, a, rounds, released=False):
+    """Weights (B, H, N) of sum 1 of a robust kernel density of the points x (B, H, N, D).
+
+    IRWLS: d_j^2 = 1 - 2 (kappa w)_j + w^T kappa w is a point's distance from the weighted mean in
+    feature space, w_j ~ psi(d_j) / d_j. a: in medians of d (Kim & Scott 2012). released: + (kappa
+    w)_j instead, as in the code.
+    """
+    x = F.normalize(x, dim=-1)
+    kappa = ((x @ x.mT - 1) / math.sqrt(x.shape[-1])).exp()             # kappa(x, x) = 1
+    w = torch.full_like(x[..., :1], 1 / x.shape[-2])
+    middle = 1 if released else -2
+    for _ in range(rounds):
+        d2 = 1 + middle * kappa @ w + w.mT @ kappa @ w
+        d = d2.clamp_min(1e-12).sqrt()
+        w = psi(d, a * d.detach().median(-2, keepdim=True).values)
+        w = w / w.sum(-2, keepdim=True)
+    return w[..., 0]
+
+
+def rkde(k, v, psi=huber, a=1.0, rounds=1, joint=True, released=False):
+    """h_i = sum_j w_j kappa_ij v_j / sum_j w_j kappa_ij.
+
+    Han et al. 2023 (NeurIPS), `aaronhan223/robust_transformer`. joint: the weights above the line
+    are those of keys and values together, so rows of attention need not sum to 1. Departures from
+    the released code: there d_j^2 = 1 + ... is at least 1 while Hampel's last corner is 3a = 0.6,
+    so its weights are uniform, and Huber's nearly so; here d is a distance, a is in medians of d,
+    the weights' kernel has half the exponent, scores are of raw keys, and Hampel has no floor
+    (theirs: 0.01).
+    """
+    below = token_weights(k, psi, a, rounds, released)
+    above = token_weights(torch.cat([k, v], -1), psi, a, rounds, released) if joint else below
+    s = scores(k)
+    kappa = (s - s.amax(-1, keepdim=True)).exp()
+    return kappa @ (above[..., None] * v) / (kappa @ below[..., None]).clamp_min(1e-12)
+
+
+def mom(k, v, m=3, layer=None):
+    """Median of means: of m blocks of keys, a query uses the one whose kernel sum is the median.
+
+    Han et al. 2023. The split is random; in an evaluation always the same, as that is no lottery.
+    Here the blocks are a partition and each query has its own median; the released code draws
+    overlapping subsets of nearly all keys and takes one median for the whole batch.
+    """
+    random = torch.Generator().manual_seed(0) if layer and not layer.training else None
+    block = (torch.randperm(k.shape[-2], generator=random) % m).to(k.device)
+    member = F.one_hot(block, m).to(k.dtype)                            # (N, m)
+    A = scores(k).softmax(-1)
+    chosen = (A @ member).median(-1).indices                            # (B, H, N)
+    A = A * member.T[chosen]                                            # (B, H, N, N)
+    return A @ v / A.sum(-1, keepdim=True).clamp_min(1e-12)
+
+
+# --- other kernels --------------------------------------------------------------------------------
+
+def elliptical(q, k, v, last=None):
+    """Scores q^T M k / sqrt(D), M_d = mean_n |v_d - last_d| over its maximum, without gradient.
+
+    Nielsen et al. 2024 (NeurIPS), `stefvk/Elliptical-Attention`. last: the last layer's values, or
+    None in layer 0: softmax attention. Returns the output alone.
+    """
+    if last is not None:
+        M = (v - last).detach().abs().mean(-2, keepdim=True)            # (B, H, 1, D)
+        q = q * M / M.amax(-1, keepdim=True).clamp_min(1e-12)
+    return softmax_attention(q, k, v)
+
+
+class Elliptical(nn.Module):
+    """Elliptical attention of a layer, which keeps its values for the layer after it. Layers are
+    made in order, so each knows the one before."""
+    latest = None                                           # the layer that was made last
+
+    def __init__(self):
+        super().__init__()
+        self.before = (Elliptical.latest,)                  # in a tuple it is no part of this one
+        self.values, Elliptical.latest = None, self
+
+    def forward(self, q, k, v):
+        layer, = self.before
+        self.values = v.detach()
+        return elliptical(q, k, v, layer and layer.values)
+
+
+class EllipticalFirst(Elliptical):
+    """That of layer 0: softmax attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = (None,)
+
+
+def sinkhorn(k, v, rounds=3):
+    """Attention that is doubly stochastic: rows, columns, rows normalised. Sander et al. 2022.
+
+    Theirs is N times this; they did not publish it for robustness.
+    """
+    s = scores(k)
+    for i in range(rounds):
+        s = s.log_softmax(-1 if i % 2 == 0 else -2)
+    return s.exp() @ v
+
+
+# --- PAP on the keys alone: K = L + S in one space ------------------------------------------------
+
+def shrink_rows(x, tau):
+    """A whole row at a time: r max(1 - tau / |r|, 0); the prox of tau sum_j |r_j|."""
+    size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * (1 - tau / size.clamp_min(1e-12)).clamp_min(0)
+
+
+def keys(k, v, lambd=1.0, n_iter=4, rows=False):
+    """L = A(K - S) (K - S), S = shrink(K - L, lambda mean |K|); then h = A(K - S) V.
+
+    Ours: Algorithm 1 does not print what A multiplies; if it is the keys, L and S share K's space.
+    There is no dual variable: alternating proximal steps, not ADMM, so L + S does not become K; the
+    largest |K - L - S| is the threshold. rows: S is sparse in tokens (outlier pursuit, Xu et al.
+    2010); often S has no row at all, and the attention is symmetric.
+    """
+    size = torch.linalg.vector_norm(k, dim=-1, keepdim=True) if rows else k.abs()
+    tau = lambd * size.mean((-2, -1), keepdim=True)
+    S = torch.zeros_like(k)
+    for _ in range(n_iter):
+        C = k - S
+        L = symmetric_attention(C, C)
+        S = shrink_rows(k - L, tau) if rows else soft_threshold(k - L, tau)
+    return symmetric_attention(k - S, v)
+
+
+def weights(k, v, rounds=2):
+    """Tokens that the others cannot predict count less: r_j = |k_j - sum_(i != j) A_ji k_i|.
+
+    Ours: w = min(1, mean(r) / r), Huber's, and log w is added to the scores.
+    """
+    s, w = scores(k), torch.ones_like(k[..., 0])
+    others = 1 - torch.eye(k.shape[-2], device=k.device, dtype=k.dtype)
+    for _ in range(rounds):
+        A = (s + w.log()[..., None, :]).softmax(-1) * others
+        r = torch.linalg.vector_norm(k - A @ k, dim=-1).clamp_min(1e-12)            # (B, H, N)
+        w = (r.mean(-1, keepdim=True) / r).clamp_max(1)
+    return (s + w.log()[..., None, :]).softmax(-1) @ v
+
+
+def sharp(k, v, n_iter=4):
+    """A((n - 2) K) V: the keys of PAP's step n while S is 0, without the L's that belong to them.
+
+    A control of ours, robust in nothing: logits are multiplied by (n - 2)^2. It is sharper than
+    symmetric attention, but not what PAP computes: without the L's a fifth of the attention is
+    elsewhere (64 scenes, weights/shapes_rpc.pt).
+    """
+    return symmetric_attention((n_iter - 2) * k, v)
+
+
+DENSITY = dict(a=1.0, rounds=1, joint=1, released=0)
+ROBUST = {              # name: (function, its settings in the runs and where none are given)
+    "rkde-huber": (partial(rkde, psi=huber), DENSITY),
+    "rkde-hampel": (partial(rkde, psi=hampel), DENSITY | dict(a=0.5)),
+    "mom": (mom, dict(m=3)), "sinkhorn": (sinkhorn, dict(rounds=3)),
+    "keys": (keys, dict(lambd=0.5, n_iter=4)), "weights": (weights, dict(rounds=2)),
+    "keys-rows": (partial(keys, rows=True), dict(lambd=1.0, n_iter=4)),
+    "sharp": (sharp, dict(n_iter=4))}
+NAMES = [*ROBUST, "elliptical"]
+
+
+# --- as kinds of attention.py ---------------------------------------------------------------------
+
+def register(name, *pairs):
+    """Enter an attention, ("keys", "lambd=0.5"), in ATTENTIONS; returns its name there."""
+    settings = dict(ROBUST[name][1]) if name in ROBUST else {}
+    for key, _, text in (pair.partition("=") for pair in pairs):
+        if key not in settings:
+            raise InputError(f"{name} {key}: expected a setting of {', '.join(settings) or 'none'}")
+        settings[key] = type(settings[key])(text)
+    kind = " ".join([name, *(f"{key}={value:g}" for key, value in settings.items())])
+    if name == "elliptical":
+        ATTENTIONS.update({"elliptical first": EllipticalFirst, "elliptical": Elliptical})
+        LAYER_PATTERNS[kind] = "elliptical first", "elliptical"
+        return kind
+    ATTENTIONS[kind] = partial(ROBUST[name][0], **settings)
+    LAYER_PATTERNS[kind] = kind, "symmetric"
+    return kind
+
+
+USUAL = {name: register(name) for name in NAMES}        # name: its kind with the usual settings
+
+
+def main(argv=None):
+    """Run a script of ours; a word that names an attention becomes the name of its kind."""
+    argv = sys.argv[1:] if argv is None else argv
+    argv = [register(*word.split()) if word.split(" ")[0] in NAMES else word for word in argv]
+    script = next((i for i, word in enumerate(argv) if word.endswith(".py")), None)
+    if script is None:
+        return print(__doc__)
+    sys.argv = argv[script:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    common.run(main)

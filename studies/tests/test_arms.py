@@ -1,0 +1,199 @@
+"""studies/arms.py: what is missing is trained and measured, rows are compared as the tables say."""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+import common
+from common import InputError
+from studies import arms, robust_attentions, stats
+from robust import corruptions
+from test_stats import curve, row
+
+
+def test_what_is_compared_can_be_trained_and_starts_from_its_own_seed():
+    for study in arms.STUDIES.values():
+        for name, comparison in study.comparisons.items():
+            assert all(arm in study.arms for pair in comparison.pairs for arm in pair), name
+    late = arms.flags_of(arms.STUDIES["finetune"].arms, "rpc4-l1", 3)
+    assert late["init_from"] == "out/robustness/symmetric_s3" and late["seed"] == 3
+
+
+def test_arms_of_the_criterion_have_the_flags_of_its_plan():
+    plan = (arms.RESULTS / "criterion/plan.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in plan.splitlines()
+            if "`--attn" in line]
+    assert len(rows) == len(arms.CRITERION) == 9
+    for arm, _, flags in rows:
+        words = flags.split("`")[1].split()
+        given = dict(zip((word.removeprefix("--") for word in words[::2]), words[1::2]))
+        ours = arms.CRITERION[arm]
+        assert given.keys() == ours.keys()
+        for name, text in given.items():
+            a, _, b = text.partition("/")
+            value = text if name in ("attn", "form") else float(a) / float(b or 1)
+            assert value == ours[name], (arm, name)
+
+
+# --- from arms to rows ----------------------------------------------------------------------------
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """Call `arms robustness` in this process; returns the commands that it ran."""
+    commands = []
+
+    def call(*command):
+        commands.append([str(part) for part in command])
+        robust_attentions.main(commands[-1][2 * (command[0] == "-m"):])
+
+    def run(*argv):
+        commands.clear()
+        arms.main(["robustness", "--out_dir", str(tmp_path), "--seeds", "7", "--limit", "4",
+                   "--measures", "clean", "pgd eps=2/255 steps=1", "adaptive_pgd eps=2/255 steps=1",
+                   "--num_images", "32", "--batch_size", "16", "--epochs", "2", *argv])
+        return [command[:3] for command in commands]
+
+    monkeypatch.setattr(arms, "call", call)
+    return run
+
+
+def test_a_study_does_what_is_missing_and_nothing_twice(study, tmp_path, capsys):
+    pair = "--arms", "symmetric", "clamp"
+    clamp, symmetric = tmp_path / "clamp_s7", tmp_path / "symmetric_s7"
+    assert [c[0] for c in study(*pair)] == ["train_cls.py", "eval_robust.py"] * 2
+    args = common.load(clamp / "last.pt")["args"]
+    assert dict(attn="rpc", n_iter=1, lambd=0.5, seed=7, num_images=32).items() <= args.items()
+    rows = {file.parent.name: file.read_text() for file in tmp_path.glob("eval/*/results.jsonl")}
+    assert "adaptive_pgd" in rows["clamp_s7"] and "adaptive_pgd" not in rows["symmetric_s7"]
+    assert "clamp minus symmetric" in capsys.readouterr().out
+
+    # a run that was cut goes on to the same weights; what is finished stays as it is
+    end, finished = common.load(clamp / "last.pt"), (symmetric / "last.pt").stat().st_mtime_ns
+    shutil.rmtree(clamp)
+    words = ("train_cls.py --attn rpc --n_iter 1 --lambd 0.5 --seed 7 --num_images 32 "
+             "--batch_size 16 --epochs 2 --max_steps 2 --out_dir")
+    robust_attentions.main([*words.split(), str(clamp)])
+    study(*pair)
+    again = common.load(clamp / "last.pt")
+    assert all(torch.equal(t, end["model"][name]) for name, t in again["model"].items())
+    assert (symmetric / "last.pt").stat().st_mtime_ns == finished
+    assert rows == {file.parent.name: file.read_text()
+                    for file in tmp_path.glob("eval/*/results.jsonl")}
+
+    # a folder of another arm or seed is refused
+    symmetric.rename(tmp_path / "symmetric_s1")
+    with pytest.raises(InputError, match="symmetric_s1 was trained with seed 7, expected 1"):
+        study(*pair, "--seeds", "1")
+
+
+def test_a_script_that_fails_ends_the_study():
+    with pytest.raises(InputError, match="no_such_script.py failed"):
+        arms.call("no_such_script.py")
+
+
+def test_a_robust_attention_is_an_arm_in_one_layer_or_in_all(study, tmp_path):
+    train, evaluate = study("--measures", "clean", "--epochs", "1", "--arms", "weights-all")
+    assert train == ["-m", "studies.robust_attentions", "train_cls.py"]
+    assert evaluate[2] == "eval_robust.py"
+    config = common.load(tmp_path / "weights-all_s7/last.pt")["model_config"]
+    assert (config["attn"], config["rpc_layers"]) == ("weights rounds=2", (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--seeds", "1", "--arms", "typo"], "--arms typo: expected some of symmetric"),
+    (["--rows", "nowhere.jsonl"], "nowhere.jsonl is not a file")])
+def test_what_is_not_there_is_named(words, message):
+    with pytest.raises(InputError, match=message):
+        arms.main(["control", *words])
+
+
+def test_arms_of_the_line_are_what_its_stored_networks_were_trained_as():
+    paths = arms.files(["line/s*.jsonl", "line/flat.jsonl", "line/long.jsonl", "line/robust.jsonl"])
+    lines = [row for path in paths for row in common.read_log(path)]
+    configs = {stats.row_of(row).arm: row["model_config"] for row in lines}
+    usual = dict(attn="softmax", n_iter=4, lambd=4.0, form="released")
+    assert len(configs) > 12
+    for arm, config in configs.items():
+        own = usual | arms.LINE[arm]
+        assert {k: (usual | config)[k] for k in usual} == {k: own[k] for k in usual}, arm
+
+
+# --- from rows to tables --------------------------------------------------------------------------
+
+def made_up(seeds=range(40, 45)):
+    """Lines of the criterion: symmetric-adv withstands larger budgets, rpc4-l1 smaller ones."""
+    middle = {"symmetric": 3, "rpc4-l1": 2, "symmetric-adv": 6}
+    for seed in seeds:
+        for arm, at in middle.items():
+            rng = np.random.default_rng([seed, at])
+            shape = {eps: 1 / (1 + math.exp(eps - at - rng.normal(0, 0.1)))
+                     for eps in (0, 1, 2, 4, 6, 8, 12)}
+            for eps, x in curve(shape, rng=rng).items():
+                line = row(f"{arm}_s{seed}", x > 0, "pgd" if eps else "clean",
+                           **(dict(eps=eps / 255) if eps else {}))
+                yield line
+            for kind in corruptions.NAMES:
+                yield row(f"{arm}_s{seed}", rng.random(1000) < 0.8, "corruptions", type=kind)
+            if seed < 42:
+                yield row(f"{arm}_s{seed}", rng.random(500) < 0.4, "autoattack", eps=4 / 255)
+
+
+def test_the_criterion_says_above_below_or_open_and_counts_twelve_tests(tmp_path, monkeypatch,
+                                                                         capsys):
+    study = arms.STUDIES["criterion"]
+    rows = [stats.row_of(line) for line in made_up()]
+    of = arms.compared(study, "cost-24", rows)
+    said = {arm: arms.outcome(study, "cost-24", of, (arm, "symmetric"))
+            for arm in ("symmetric-adv", "rpc4-l1", "softmax")}
+    assert said == {"symmetric-adv": "above", "rpc4-l1": "below", "softmax": "open"}
+    gap = of.gaps["median budget", "symmetric-adv", "symmetric"]
+    assert gap.mean == pytest.approx(3, abs=0.3) and of.tests == 12
+    keys = [("median budget", arm, "symmetric") for arm in ("symmetric-adv", "rpc4-l1")]
+    for key in keys:
+        assert of.p[key] >= 11 * of.gaps[key].p or of.p[key] == 1
+
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in made_up()))
+    stored = [tmp_path / "results.jsonl"]
+    monkeypatch.setattr(arms, "files", lambda patterns: stored)
+    arms.main(["criterion"])
+    shown = capsys.readouterr().out
+    assert "symmetric-adv minus symmetric: **above**" in shown
+    assert "autoattack 4/255, 500 images" in shown and "median budget" in shown
+
+
+def test_yours_are_compared_with_the_stored_baseline_of_the_same_seeds():
+    study = arms.STUDIES["line"]
+    stored = arms.stored(study)
+    base = [r for r in stored if r.name == "symmetric-e8_s20" and r.measure == "clean"][0]
+    yours = [base._replace(name="mine_s20", arm="mine", right=base.right - 1),
+             base._replace(name="mine_s99", arm="mine", seed=99)]
+    assert "-1.0" in arms.beside(study, stored, yours)
+    with pytest.raises(InputError, match="has a seed of symmetric-e8"):
+        arms.beside(study, stored, yours[1:])
+
+
+def test_a_seed_is_of_one_processor_or_refused():
+    lines = [row("a_s20", [True]), row("a_s21", [True]), row("b_s20", [True])]
+    lines[1]["hardware"] = "cpu, Intel Xeon, 1 threads"
+    rows = [stats.row_of(line) for line in lines]
+    assert arms.processors(rows) == {"AMD EPYC": [20], "Intel Xeon": [21]}
+    lines[2]["hardware"] = "cpu, Intel Xeon, 1 threads"
+    with pytest.raises(InputError, match="seed 20 has rows of AMD EPYC and Intel Xeon"):
+        arms.processors([stats.row_of(line) for line in lines])
+
+
+def test_the_rule_for_attentions_of_others_needs_every_condition():
+    def found(clean=0.0, patches=5.0, seeds=5):
+        noise = np.random.default_rng(0).normal(0, 0.3, (seeds, 2))
+        of = {m: {("symmetric", s): np.full(20, 50.0) for s in range(seeds)}
+              for m in ("clean", "15 corruptions", "6 patches noise")}
+        for m, gap in (("clean", clean), ("15 corruptions", 5), ("6 patches noise", patches)):
+            of[m] |= {("keys", s): 50 + gap + noise[s, 0] + np.linspace(-1, 1, 20) * (gap == 0)
+                      for s in range(seeds)}
+        return stats.compare(of, [("keys", "symmetric")], ("15 corruptions",))
+    assert arms.meet_the_rule(found()) == ["keys"]
+    assert arms.meet_the_rule(found(clean=-5)) == arms.meet_the_rule(found(patches=0)) == []

@@ -1,0 +1,92 @@
+"""studies/cost.py: Table 11: it prints tables, writes rows, and counts rightly."""
+
+import argparse
+import json
+from functools import partial
+
+import pytest
+import torch
+
+from studies import cost
+from vit import SIZES, ViT, ViTConfig
+
+VITS = [name for name in cost.MODELS if not name.startswith("fan")]
+
+
+def formula(config):
+    """Multiply-adds of one image of a ViT, by hand."""
+    c, N, C, layers = config, config.num_tokens, config.embed_dim, 0
+    for i in range(c.depth):
+        projections = 2 if c.layer_attn(i) in ("symmetric", "rpc") else 3  # k, v; else q too
+        steps = c.pap["n_iter"] if c.layer_attn(i).startswith("rpc") else 1  # K K^T and A V each
+        layers += N * C ** 2 * (projections + 1 + 2 * c.mlp_ratio) + 2 * N ** 2 * C * steps
+    patches, norms = (N - 1) * 3 * c.patch_size ** 2 * C, 5 * N * C * (2 * c.depth + 1)
+    return patches + layers + C * c.num_classes + norms
+
+
+def test_every_model_has_a_row_of_its_own(monkeypatch, tmp_path, capsys):
+    """Of a part of the table: test_reproduce runs all of it."""
+    some = "symmetric", "rpc 4iter/layer1", "fan symmetric", "fan softmax"
+    out = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(cost, "MODELS", {name: cost.MODELS[name] for name in some})
+    cost.main("--batch_size 1 --rounds 1 --threads 1 --clock cpu --device cpu --out".split()
+              + [str(out)])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert tuple(row["model"] for row in rows) == some
+    for column in ("ms", "ratio", "images/s", "batch ratio"):
+        assert all(row[f"{what} {column}"] > 0 for row in rows for what in ("train", "test"))
+    symmetric, rpc, fan_symmetric, fan_softmax = rows
+    for own, base in ((rpc, symmetric), (fan_softmax, fan_symmetric)):          # of one round
+        for what in ("train", "test"):
+            ratio = own[f"{what} ms"] / base[f"{what} ms"]
+            assert own[f"{what} ratio"] == pytest.approx(ratio)
+    assert rpc["train ms"] > rpc["test ms"] and rpc["kept MB more"] > 0
+    assert "cpu, " in rpc["hardware"]
+    assert "rpc 4iter/layer1" in capsys.readouterr().out
+
+
+def test_models_take_turns_and_the_first_round_is_left_out():
+    calls, how = [], argparse.Namespace(clock="wall", rounds=2)
+    times = cost.alternate(how, torch.device("cpu"), {n: partial(calls.append, n) for n in "ab"})
+    assert calls == [*"ab", *"ba", *"ab"] and [len(x) for x in times.values()] == [2, 2]
+
+
+@pytest.mark.parametrize("name", VITS)
+def test_counted_multiply_adds_equal_the_formula(name):
+    model = cost.build(name, "nano")
+    assert cost.multiply_adds(model) == formula(model.config)
+
+
+def test_the_papers_mega_is_giga_in_every_row_of_table_11():
+    theirs = {name: found for name in cost.MODELS if (found := cost.paper_columns(name))}
+    assert len(theirs) == 5 and theirs.keys() == {name for name in VITS if name != "softmax"}
+    for name, found in theirs.items():
+        model = cost.build(name, "tiny")
+        assert f"{formula(model.config) / 1e9:.2f}M" == found["paper: flop/sample"]
+        millions = sum(p.numel() for p in model.parameters()) / 1e6
+        assert abs(millions - float(found["paper: parameters"][:-1])) < 0.1  # 5.27, printed 5.2
+    found = theirs["rpc 2iter/all-layer"]
+    assert [found[f"paper: test {what}"] for what in ("ms", "ratio", "MB", "MB more")] == [
+        17, pytest.approx(1.7), 1181, 0]
+    assert [found[f"paper: train {what}"] for what in ("ms", "MB", "MB more")] == [92, 1461, 26]
+
+
+def test_a_fan_counts_as_published_and_its_kinds_differ_by_what_attention_adds():
+    counts = {}
+    for kind in ("softmax", "symmetric", "rpc 4iter/layer1"):
+        model = cost.build(f"fan {kind}", "tiny")
+        counts[kind] = cost.multiply_adds(model)
+    N, C, depth = 196, 192, 12                                              # no class token yet
+    assert f"{counts['softmax'] / 1e9:.2f}" == "1.49"
+    assert cost.multiply_adds(torch.nn.BatchNorm2d(3)) == 2 * 3 * 224 ** 2
+    # class attention: one query
+    assert counts["softmax"] - counts["symmetric"] == depth * N * C ** 2 + 2 * C ** 2
+    assert counts["rpc 4iter/layer1"] - counts["symmetric"] == 3 * 2 * N ** 2 * C
+
+
+def test_a_step_of_pap_keeps_three_tensors_for_the_backward_pass_and_no_matrix():
+    models = [ViT(ViTConfig(image_size=224, attn="rpc", **SIZES["nano"] | dict(patch_size=14),
+                            pap=dict(n_iter=n)))
+              for n in (2, 3)]
+    few, more = (cost.kept(model, torch.rand(1, 3, 224, 224)) for model in models)
+    assert 3 < (more - few) / (4 * 257 * 64) < 3.2  # S, K2, L, row sums; a matrix is 16

@@ -1,0 +1,403 @@
+"""studies/kernel_pca.py, probe.py: golden numbers, theory, nulls, capture, the command."""
+
+import csv
+import math
+import sys
+from dataclasses import asdict
+
+import pytest
+import torch
+from torch import nn
+
+import train_cls
+from attention import SelfAttention
+from common import InputError
+from conftest import ROOT
+from data import shapes
+from kpca import (a_hat, attend, basis, eigen_cosine, kernel_pca, log_g, log_gram, log_phi2,
+                  projection_loss, ritz, theoretical_values)
+from studies import kernel_pca as study, probe, published_scores
+from studies.kernel_pca import EXPERIMENTS, eigenvalue_statistics, measure, standardise
+from studies.probe import Heads, capture, load_model, untrained
+from studies.span import Layer, explained_variance, key_span, principal_axes, value_axes
+from test_kpca import assert_close, cases, draw
+from vit import ViT, ViTConfig
+
+
+def check_heads(z):
+    """Every quantity of a case of kpca_small or kpca_vit."""
+    q, k, v, d = z["q"], z["k"], z["v"], int(z["dv"])
+    axes, lp, h = kernel_pca(k), log_phi2(q, k), attend(q, k, v)
+    assert_close(axes.log_g, z["log_g"], 1e-10)
+    assert_close(log_g(q, k), z["log_gq"], 1e-10)
+    assert_close(axes.c[0], z["log_scale"], 1e-10)
+    assert int(axes.rank) == int(z["rank"])
+    mu = z["mu_scaled"]
+    assert_close(axes.sigma[:len(mu)], mu, 1e-6, 1e-9 * float(mu[0]))
+    assert_close(lp, z["log_phi2"], 1e-10)
+    assert_close(h.square().sum(-1), z["h2"], 1e-10)
+    terms = projection_loss(lp, h)
+    for ours, theirs in (("J", "jproj_signed"), ("phi2", "phi2_mean"), ("h2", "h2_mean"),
+                         ("rel_phi", "rel_phi_of_means"), ("rel_h", "rel_h_of_means")):
+        assert_close(terms[ours], z[theirs], 1e-10)
+    assert_close((lp.exp() - h.square().sum(-1)).abs().mean(), z["jproj_abs"], 1e-10)
+    V = theoretical_values(axes, d)
+    assert_close(attend(q, k, V).square().sum(-1), z["h2_kpca"])
+    assert_close(attend(q, k, V * (axes.sigma[:d] / axes.c.exp()).sqrt()).square().sum(-1),
+                 z["h2_kpca_unit"])
+    span = key_span(k)
+    Q, u = basis(value_axes(span, v)), principal_axes(span)[:d].mT
+    assert_close(explained_variance(span, Q), z["ev_v"])
+    assert_close(explained_variance(span, u), z["ev_best"])
+    assert_close(axes.sigma[:d].sum() / axes.sigma.sum(), z["ev_best"])
+    g = eigen_cosine(axes, a_hat(v, axes.log_g))
+    assert_close(g["eig_cos"], z["gamma_cos"])
+    assert_close(g["rho"] / len(k), z["gamma_rayleigh_scaled"])
+    assert_close(g["wstd"], z["gamma_wstd_scaled"])
+    assert_close(g["wstd/lambda"], z["gamma_wstd_scaled"] / z["gamma_rayleigh_scaled"])
+    gv = a_hat(v, axes.log_g, scaled=True)
+    assert_close(gv.sum(-2).abs() / gv.abs().sum(-2), z["solvability"])
+
+
+@pytest.mark.parametrize("case", ["explicit0", "explicit1", "gauss0", "gauss1"])
+def test_small_heads_agree_with_golden(golden, case):
+    z = cases(golden("kpca_small"))[case]
+    check_heads(z)
+    axes, d = kernel_pca(z["k"]), int(z["dv"])
+    if "h" in z:
+        assert_close(attend(z["q"], z["k"], z["v"]), z["h"], 1e-10)
+        assert_close((log_gram(z["k"]) + axes.c).exp(), z["gram_scaled"], 1e-10)
+        assert_close(axes.G, z["gram_centred_scaled"], 1e-10, 1e-12)
+        U, V = axes.U[:, :d], theoretical_values(axes, d)
+        assert_close(U @ U.mT, z["projector_top"], 1e-6, 1e-9)
+        assert_close(V @ V.mT, z["vdot_gram"], 1e-6, 1e-9)
+
+
+def test_trained_heads_agree_with_golden(golden):
+    heads = [z for case, z in cases(golden("kpca_vit")).items() if case.startswith("vit_")]
+    assert heads
+    for z in heads:
+        check_heads(z)
+
+
+def test_eigenvalue_statistics_agree_with_golden(golden):
+    z = cases(golden("kpca_vit"))["eigstats"]
+    for k, name in ((z["k"], "stats"), (standardise(z["k"]), "stats_standardised")):
+        axes = kernel_pca(k)
+        mu = ((-axes.c).exp() * axes.sigma)[..., :32].mean((0, 1))
+        assert_close(torch.stack(list(eigenvalue_statistics(mu).values())), z[name])
+    assert_close((-log_g(z["k"], z["k"]).amin(-1)).exp().flatten(), z["bound"], 1e-10)
+
+
+@pytest.mark.parametrize("N, D, size", [(5, 2, 0.3), (24, 8, 1.7), (40, 64, 1.7)])
+def test_kernel_pca_has_the_most_variance_and_turned_values_have_the_same(N, D, size):
+    _, k, v = draw(N, N, D, size=size)
+    axes, span = kernel_pca(k), key_span(k)
+    d = min(D, int(axes.rank))
+
+    def ev(values):
+        return explained_variance(span, basis(value_axes(span, values)))
+
+    best = axes.sigma[:d].clamp(min=0).sum() / axes.sigma.clamp(min=0).sum()
+    assert_close(ev(theoretical_values(axes, d)), best, 1e-6)
+    assert ev(v[:, :d]) <= best * (1 + 1e-9)
+    R = torch.randn(2, 2, generator=torch.Generator().manual_seed(N), dtype=torch.float64)
+    assert_close(ev(v[:, :2] @ R), ev(v[:, :2]), 1e-8)
+
+
+@pytest.mark.parametrize("ratio", [50, 500, 5000])
+def test_everything_stays_finite_for_very_long_keys(ratio):
+    q, k, v = torch.randn(3, 2, 3, 20, 8, generator=torch.Generator().manual_seed(7),
+                          dtype=torch.float64)
+    for t in (q, k):
+        t *= (ratio * math.sqrt(8) / t.square().sum(-1).amax()).sqrt()
+    heads = Heads(q, k, v, v, v.transpose(1, 2).flatten(2))
+    layer = Layer(heads, "0")
+    assert (layer.axes.rank < 19).all() == (ratio >= 500)  # fewer axes than asked: it goes on
+    for key, t in measure([layer], EXPERIMENTS).items():
+        assert t.isfinite().all(), key
+
+
+def random_heads(B=4, H=2, N=65, D=16):
+    """Heads of a layer with random weights on random tokens."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(B, N, H * D, generator=g, dtype=torch.float64)
+    W = torch.randn(3, 1, H, H * D, D, generator=g, dtype=torch.float64)
+    q, k, v = x[:, None] @ (1.5 / math.sqrt(H * D) * W)
+    return Heads(q, k, v, v, x)
+
+
+def tiny_heads(B=2, H=2, N=6, D=3, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = torch.randn(3, B, H, N, D, generator=g, dtype=torch.float64)
+    return Heads(q, k, v, v, torch.randn(B, N, H * D, generator=g, dtype=torch.float64))
+
+
+def test_another_heads_values_are_a_null_of_every_experiment_and_differences_are_those_of_rows():
+    heads, experiments = tiny_heads(H=3), {**EXPERIMENTS}
+    del experiments["eigstats"]                                             # of keys alone
+    found = measure([Layer(heads)], experiments)
+    moved = measure([Layer(heads._replace(v=heads.v.roll(1, 1), raw=heads.raw.roll(1, 1)))],
+                    experiments)
+    compared = [key[:2] for key in found if key[2] == "other" and "learned -" not in key[1]]
+    assert {name for name, _ in compared} == set(experiments)
+    for name, m in compared:
+        if m not in ("h2", "J", "rel_phi", "rel_h", "above"):  # |v| is another head's there
+            assert_close(found[name, m, "other", ""], moved[name, m, "learned", ""], 1e-9)
+    for (name, m, source, _), t in found.items():
+        if m.endswith(": learned -"):
+            of = m.removesuffix(": learned -")
+            assert_close(t, found[name, of, "learned", ""] - found[name, of, source, ""], 1e-9,
+                         1e-12)
+    assert "other" not in Layer(tiny_heads(H=1)).values
+
+
+@pytest.mark.parametrize("zero, sizes", [
+    (("q", "k"), {}), (("v", "raw"), {}), (("x",), {}), ((), dict(D=1)), ((), dict(N=2)),
+    ((), dict(N=4)), ((), dict(N=5))])
+def test_degenerate_heads_are_measured_without_an_error(zero, sizes):
+    heads = tiny_heads(**sizes)
+    heads = heads._replace(**{name: 0 * getattr(heads, name) for name in zero})
+    found = measure([Layer(heads)], EXPERIMENTS | published_scores.EXPERIMENTS)
+    assert found["capture", "EV", "learned", ""].isfinite().all()
+    assert not any(t.isinf().any() for t in found.values())
+
+
+def test_axes_that_float64_does_not_resolve_are_left_out():
+    layer = Layer(tiny_heads(N=4, D=6))                                     # three axes, of six
+    axes, found = layer.axes, EXPERIMENTS["gamma"](layer)
+    assert (axes.rank == 3).all()
+    assert_close(found["lambda"]["KPCA"], ((-axes.c).exp() * axes.sigma[..., :3] / 4).mean(-1))
+    assert_close(found["eig_cos"]["KPCA"], torch.ones(1, 2, 2), 1e-9)
+
+
+def test_null_values_have_the_size_of_the_learned_and_differ_between_layers_not_pieces():
+    heads = tiny_heads(B=4)
+    layer, other = Layer(heads, key=(0, 0)), Layer(heads, key=(1, 0)).values["iid"]
+    for name, v in layer.values.items():
+        assert_close(v.norm(dim=(-2, -1)), layer.v.norm(dim=(-2, -1)).expand(v.shape[:3]), 1e-10)
+    iid = layer.values["iid"]
+    assert abs(torch.corrcoef(torch.stack([iid.flatten(), other.flatten()]))[0, 1]) < 0.3
+    assert abs(torch.corrcoef(iid[0].flatten(1))[0, 1]) < 0.5
+    W, = layer.raw["x W"][:1, 0]  # a matrix of its own for each head
+    assert abs(torch.corrcoef(W.flatten(1))[0, 1]) < 0.9
+    later = Layer(Heads(*(t[3:] for t in heads[:5])), key=(0, 3)).values
+    for name in ("iid", "x W"):
+        assert_close(later[name], layer.values[name][:, 3:], 1e-12)
+
+
+def test_nulls_of_scaled_attention_are_scaled_by_the_layers_own_matrix():
+    heads = tiny_heads()
+    S = 0.3 * torch.randn(1, 2, 6, 6, generator=torch.Generator().manual_seed(1),
+                          dtype=torch.float64)
+    layer = Layer(heads._replace(v=heads.raw - S @ heads.raw, S=S))
+    other, size = (torch.eye(6) - S) @ heads.raw.roll(1, 1), dict(dim=(-2, -1), keepdim=True)
+    other = other / other.norm(**size) * layer.v[0].norm(**size)
+    assert_close(layer.values["other"][0], other, 1e-9)
+    axes = layer.axes
+    a = axes.log_g.exp()[..., None] * layer.raw["learned"]                  # v = G a
+    cosine = eigen_cosine(axes, ritz(axes, a))["eig_cos"].nanmean(-1)
+    assert_close(EXPERIMENTS["gamma"](layer)["eig_cos, v = G a"]["learned"], cosine, 1e-9)
+    assert "eig_cos, v = G a" not in EXPERIMENTS["gamma"](Layer(heads))
+
+
+class Wrapped(nn.Module):
+    """Any module tree with attention in it will do."""
+
+    def __init__(self, **kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Sequential(nn.LayerNorm(24), SelfAttention(24, 3, **kind))
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+KINDS = ("softmax", "symmetric", "rpc", "rpc_asym", "scaled_s", "scaled_alpha")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_captured_heads_reproduce_the_attention_of_every_kind(kind):
+    model = Wrapped(attn=kind, num_tokens=10).double()
+    module = model.inner[1]
+    if kind.startswith("scaled"):
+        nn.init.normal_(module.learned.s, std=0.3)
+    x = torch.randn(2, 10, 24, dtype=torch.float64)
+    heads, = capture(model, x)
+    h = attend(heads.q, heads.k, heads.v)
+    with torch.no_grad():
+        assert_close(module.proj(h.transpose(1, 2).flatten(2)), module(model.inner[0](x)), 1e-6,
+                     1e-6)
+    assert torch.equal(heads.raw, heads.v) != kind.startswith("scaled")
+
+
+def save_vit(path, attn="softmax", image_size=16, **change):
+    torch.manual_seed(0)
+    config = ViTConfig(image_size=image_size, patch_size=4, num_classes=10, embed_dim=24, depth=2,
+                       num_heads=3, attn=attn, init="default")
+    model = ViT(config)
+    args = dict(data="shapes", data_dir=None, seed=0, init_from=None)
+    torch.save({"task": "classification", "model": model.state_dict(),
+                "model_config": asdict(config), "step": 7,
+                "args": args, "classes": list(shapes.SHAPES), **change}, path)
+    return str(path)
+
+
+def run(study, *argv):
+    study.main([str(word) for word in argv])
+
+
+def read(path):
+    with open(path, newline="") as f:
+        return list(csv.DictReader(f))
+
+
+# --- how much could the measures have shown? ------------------------------------------------------
+
+def test_a_fitted_map_is_shared_by_images_and_scores_above_a_random_one(monkeypatch):
+    heads = random_heads(B=4, N=24, D=8)
+    pieces = [Layer(Heads(*(t[i:i + 2] for t in heads[:5]))) for i in (0, 2)]
+    own = torch.linalg.lstsq(heads.x.flatten(0, 1)[None],
+                             heads.v.transpose(0, 1).flatten(1, 2)).solution
+    W = torch.cat([own, torch.zeros(2, 1, 8)], 1)                                       # no b
+    assert_close(study.mapped(pieces[1], W), heads.v[2:], 1e-9, 1e-9)
+    S = torch.rand(2, 2, 24, 24, dtype=torch.float64)
+    scaled = Layer(Heads(*(t[2:] for t in heads[:5]), S=S))  # what I - S makes of it
+    assert_close(study.mapped(scaled, W), heads.v[2:] - S @ heads.v[2:], 1e-9, 1e-9)
+    monkeypatch.setattr(study, "ROUNDS", 20)
+    for name, score in study.FITTED.items():
+        found = study.fit(score, pieces)
+        fitted, random = (torch.cat([score(p, v) for p, v in values], 1).mean() for values in (
+            [(p, study.mapped(p, found)[None]) for p in pieces], [(p, p.values["x W"])
+                                                                  for p in pieces]))
+        assert fitted > random + 0.01, name
+    layer = pieces[0]
+    Q = basis(value_axes(layer.span, layer.v))
+    assert_close(study.variance(layer, layer.v), explained_variance(layer.span, Q), 1e-8)
+    exact = theoretical_values(layer.axes, 8)
+    assert_close(study.eigenvectors(layer, exact @ own[0, :8]), torch.ones(1, 2, 2), 1e-6)
+    assert (study.eigenvectors(layer, layer.v) < 0.95).all()
+
+
+def stored(folder, seeds, gap, room=0.05, network="softmax"):
+    """trained.csv of networks a gap above a random matrix, with a map's room above it."""
+    rows = []
+    for seed in range(seeds):
+        x = 0.5 + seed / 100
+        values = {("eig_cos", "x W"): x, ("eig_cos", "learned"): x + gap + seed / 1e4,
+                  ("eig_cos", "fitted to eig_cos"): x + room,
+                  ("eig_cos: learned -", "x W"): gap + seed / 1e4}
+        rows += [dict(run=f"{network}_s{seed}", step=step, layer="all", measure=m, source=source,
+                      mean=value + 0.3 * (step == 0), se=0.01, images=64) for step in (0, 2000)
+                 for (m, source), value in values.items()]
+    probe.write_csv(folder / "trained.csv", rows)
+    return probe.read_csv(folder / "trained.csv")
+
+
+@pytest.mark.parametrize("gap, room, said", [
+    (0.002, 0.05, "a trace"), (-0.0001, 0.05, "no better than a random matrix"),
+    (0.04, 0.05, "largely"), (0.01, 0.05, "20 per cent of the way")])
+def test_the_verdict_follows_from_the_interval_over_seeds_and_the_share_of_the_gap(
+        tmp_path, gap, room, said):
+    rows = stored(tmp_path, 5, gap, room)
+    assert study.verdict(rows, "softmax").startswith(said)
+    shares = study.closed(rows, "softmax", "eig_cos")
+    assert_close(torch.tensor(shares), torch.tensor([100 * (gap + s / 1e4) / room
+                                                     for s in range(5)]), 1e-3)
+
+
+def test_a_table_has_intervals_over_seeds(tmp_path):
+    rows = stored(tmp_path, 3, 0.1)
+    half = 4.303 * 1e-4 / math.sqrt(3)                                            # t of 2 at 97.5 %
+    text = study.table(rows, "eig_cos")
+    assert f"+0.1001 (+{0.1001 - half:.4f} to +{0.1001 + half:.4f})" in text
+    assert "0.9101 ± 0.0101 | 0.6101" in text                               # before, after training
+    one = [row for row in rows if row["run"] == "softmax_s0"]
+    assert study.verdict(one, "softmax") == "too few seeds"
+    with pytest.raises(InputError, match="holds no CSV file"):
+        study.said(tmp_path / "nowhere")
+
+
+def test_a_network_is_trained_in_stages_measured_once_each_and_step_0_is_its_seed_s(
+        tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(study, "STAGES", (0, 1, 2))
+    monkeypatch.setattr(study, "FIT_IMAGES", 50)
+    monkeypatch.setattr(study, "ROUNDS", 1)
+    monkeypatch.setattr(study, "load_images", lambda *given: probe.load_images(*given[:2], 3))
+    commands = []
+
+    def small(*words):
+        commands.append(words)
+        few = [] if "--resume" in words else ["--num_images", 64, "--image_size", 16,
+                                              "--patch_size", 2, "--batch_size", 32]
+        monkeypatch.setattr(sys, "argv", [str(word) for word in (*words, *few)])
+        train_cls.main()
+
+    monkeypatch.setattr(study, "call", small)
+    flags = ["trained", "--networks", "scaled_s", "--seeds", "3", "--out_dir", str(tmp_path)]
+    study.main(flags)
+    shown = capsys.readouterr().out
+    assert [words[-2] for words in commands] == ["--out_dir", "--resume"]
+    assert "eig_cos, v = G a" in shown
+    rows, text = probe.read_csv(tmp_path / "trained.csv"), (tmp_path / "trained.csv").read_text()
+    fits = {row["step"]: {r["source"] for r in rows if r["step"] == row["step"]} for row in rows}
+    assert set(fits) == {0, 1, 2} and all("fitted to eig_cos" in of for of in fits.values())
+    assert [("fitted to overlap" in fits[step]) for step in (0, 1, 2)] == [False, False, True]
+    start = study.stage(tmp_path / "scaled_s_s3", "scaled_s", 3, 0)[0]
+    torch.manual_seed(3)
+    fresh = type(start)(start.config)
+    assert all(torch.equal(a, b) for a, b in zip(start.parameters(), fresh.parameters()))
+    one, two = (load_model(tmp_path / f"scaled_s_s3/step_{step}.pt")[0] for step in (1, 2))
+    assert not torch.equal(one.head.weight, two.head.weight)
+    study.main(flags)
+    assert len(commands) == 2 and (tmp_path / "trained.csv").read_text() == text
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+def test_rows_are_means_over_images_with_their_error_and_a_mean_over_layers(tmp_path):
+    zero, one = torch.tensor([[1.0, 2.0, 3.0], [3.0, math.nan, 5.0]], dtype=torch.float64)
+    found = {("EV", "learned", "0"): zero, ("EV", "learned", "1"): one}
+    rows = probe.summarise(found, "run", 7)
+    assert {r["layer"]: r["mean"] for r in rows if r["layer"] != "1"} == {"0": 2, "all": 8 / 3}
+    assert rows[0]["se"] == pytest.approx(1 / math.sqrt(3))
+    assert (rows[0]["step"], rows[0]["images"]) == (7, 3)
+    assert math.isnan(probe.summarise({("EV", "learned", "0"): zero[:1]}, "run", 7)[0]["se"])
+    for _ in range(2):
+        probe.write_csv(tmp_path / "x.csv", rows[:1], "a")
+    assert [r["mean"] for r in probe.read_csv(tmp_path / "x.csv")] == [2, 2]
+    assert probe.read_csv(tmp_path / "no.csv") == []
+
+
+def test_networks_before_and_after_training_have_rows_and_every_table_its_legend(monkeypatch,
+                                                                                 tmp_path, capsys):
+    folder = tmp_path / "run"
+    flags = ("--num_images 64 --epochs 2 --image_size 16 --attn softmax --lr 0 --batch_size 32 "
+             "--device cpu --weight_decay 0 --min_lr 0")
+    monkeypatch.setattr(sys, "argv", ["train_cls.py", *flags.split(), "--out_dir", str(folder)])
+    train_cls.main()
+    end, checkpoint = load_model(folder)
+    start = untrained(end, checkpoint)[0]
+    for a, b in zip(start.parameters(), end.parameters()):  # warm-up begins at 1e-6
+        assert_close(a.detach(), b.detach(), 0, 1e-4)
+    capsys.readouterr()
+    run(study, "--ckpt", folder, "--untrained", "--images", 4, "--out_dir", tmp_path)
+    out = capsys.readouterr().out
+    for name, experiment in EXPERIMENTS.items():
+        rows, shown = read(tmp_path / f"{name}.csv"), out.split(f"=== {name}: ")[1].split("===")[0]
+        assert {(r["run"], r["step"]) for r in rows} == {("run", "0"), ("run", "4")}
+        assert {r["layer"] for r in rows} == {"0", "1", "2", "3", "all"}
+        assert experiment.__doc__.splitlines()[0] in shown
+        assert all(math.isfinite(float(r["mean"])) for r in rows), name
+
+
+def test_what_cannot_be_looked_at_is_named(tmp_path):
+    good = save_vit(tmp_path / "x.pt")
+    weights = load_model(good)[0].state_dict()
+    nan = save_vit(tmp_path / "nan.pt", model={k: t * math.nan for k, t in weights.items()})
+    for argv, message in (
+            (["--ckpt", ROOT / "weights/seg_shapes_rpc.pt"], "is no classifier"),
+            (["--ckpt", nan], "not finite"),
+            (["--ckpt", good, "--exp", "magic"], "--exp magic: expected some of jproj")):
+        with pytest.raises(InputError, match=message):
+            run(study, *argv)

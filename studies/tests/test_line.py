@@ -1,0 +1,194 @@
+"""studies/line.py: who lies on the line of robustness against clean loss, and who leaves it."""
+
+import json
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from studies import arms, line, stats, timm_vit
+from robust import corruptions
+
+M = "pgd 2/255"
+
+
+def network(arm, seed, loss, off=0.0):
+    noise = np.random.default_rng([seed, len(arm)]).normal(0, 0.5)
+    return line.Network(arm, seed, loss, {M: 40 - 15 * np.log(loss) + off + noise})
+
+
+def trained():
+    epochs = {"symmetric-e4": 0.4, "symmetric-e8": 0.1, "symmetric-e16": 0.03}
+    return [network(arm, seed, loss * (1 + seed / 20)) for arm, loss in epochs.items()
+            for seed in range(4)]
+
+
+def test_an_attention_on_the_line_is_not_told_from_it_and_a_defence_is():
+    slow = line.distance([network("slow", seed, 0.3) for seed in range(4)], trained(), M)
+    adv = line.distance([network("symmetric-adv", s, 0.1, 20) for s in range(4)], trained(), M)
+    assert slow.low < 0 < slow.high and slow.p > 0.05
+    assert adv.low < 20 < adv.high and adv.p < 0.01
+    r, low, high, bend = line.correlation(trained(), M)
+    assert low < r < high < -0.9 and bend > 0.05
+
+
+def by_hand(own, of, measure):
+    """The Welch interval of a mean residual, with numpy alone: mean, variance, df."""
+    x, y = (np.array(z) for z in zip(*((np.log(n.loss), n.accuracy[measure]) for n in of)))
+    at, own_y = (np.array(z) for z in zip(*((np.log(n.loss), n.accuracy[measure]) for n in own)))
+    slope = ((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum()
+    start, n, m = y.mean() - slope * x.mean(), len(own), len(x)
+    residual = own_y - start - slope * at
+    spread = ((y - start - slope * x) ** 2).sum() / (m - 2)
+    of_line = spread * (1 / m + (at.mean() - x.mean()) ** 2 / ((x - x.mean()) ** 2).sum())
+    own_parts = [(residual.var(ddof=1) / n, n - 1)]
+    seeds = sorted({network.seed for network in own})
+    sums = [sum(r - residual.mean() for r, network in zip(residual, own) if network.seed == s)
+            for s in seeds]
+    k = len(seeds)
+    own_parts.append((np.square(sums).sum() / n ** 2 * k / (k - 1), k - 1))
+    variance, df = max(own_parts)
+    if variance < spread / n:                               # the line's own scatter, once for both
+        return residual.mean(), spread / n + of_line, m - 2
+    total = variance + of_line
+    return residual.mean(), total, total ** 2 / (variance ** 2 / df + of_line ** 2 / (m - 2))
+
+
+@pytest.mark.parametrize("name, group", [("fresh", "RPC that attends"),
+                                         ("scenes", "RPC that attends"),
+                                         ("fresh", "attentions of others")])
+def test_the_pooled_tests_of_the_stored_networks_come_out_the_same_by_hand(name, group):
+    networks = line.stored(name)
+    own = [n for n in networks if n.arm in line.GROUPS[name][group]]
+    found, p = line.grouped(name, networks)
+    for measure in line.PICTURES[name][3]:
+        if name == "fresh":
+            of = [n for n in networks if n.arm.startswith("symmetric-e")]
+        else:
+            of = [n for n in networks if n not in own and n.arm not in ("clamp", "sharp")]
+        mean, variance, df = by_hand(own, of, measure)
+        d = found[group, measure]
+        assert (d.mean, d.error ** 2, d.df) == pytest.approx((mean, variance, df))
+        t = scipy.stats.t(df)
+        assert (d.low, d.high) == pytest.approx((mean + t.ppf(0.025) * variance ** 0.5,
+                                                 mean + t.ppf(0.975) * variance ** 0.5))
+        assert d.p == pytest.approx(2 * t.sf(abs(mean) / variance ** 0.5))
+        assert d.p <= p[group, measure]
+
+
+@pytest.mark.parametrize("measure", line.PICTURES["fresh"][3])
+def test_both_adjustments_at_one_clean_loss_come_out_the_same_by_hand(measure):
+    networks = line.stored("fresh")
+
+    def of(*names):
+        return [n for n in networks if n.arm in names]
+
+    rpc, base = of("long-rpc4-l1"), of("long-symmetric", "half-symmetric")
+    mean, variance, df = by_hand(rpc, of("symmetric-e12", "symmetric-e16", "half-symmetric"),
+                                 measure)
+    d = line.adjusted(networks, "own line", measure)
+    assert (d.mean, d.error ** 2, d.df) == pytest.approx((mean, variance, df))
+
+    # one slope: both groups around their own means share it; the rest is what attention is worth
+    x, y = (np.array([f(n) for n in rpc + base]) for f in (
+        lambda n: np.log(n.loss), lambda n: n.accuracy[measure]))
+    k = len(rpc)
+    dx, dy = (np.r_[z[:k] - z[:k].mean(), z[k:] - z[k:].mean()] for z in (x, y))
+    slope, gap = (dx * dy).sum() / (dx ** 2).sum(), x[:k].mean() - x[k:].mean()
+    worth, left = y[:k].mean() - y[k:].mean() - slope * gap, dy - slope * dx
+    spread = (left ** 2).sum() / (len(x) - 3)
+    error = (spread * (1 / k + 1 / (len(x) - k) + gap ** 2 / (dx ** 2).sum())) ** 0.5
+    d = line.adjusted(networks, "one slope", measure)
+    assert (d.mean, d.error, d.df) == pytest.approx((worth, error, len(x) - 3))
+
+
+def test_networks_of_one_seed_count_as_one_where_they_move_together():
+    seeds = {seed: np.random.default_rng(seed).normal(0, 4) for seed in range(5)}
+    own = [network(arm, seed, 0.2, x)._replace(accuracy={M: 40 - 15 * np.log(0.2) + x})
+           for arm in "abcd" for seed, x in seeds.items()]
+    d, alone = (line.distance(of, trained(), M) for of in (own, own[:5]))
+    assert d.error > 0.9 * alone.error and d.df < 6
+    two = [network("x", seed, 0.2, x) for seed in (0, 1) for x in (-6, 6)]     # no seed differs
+    assert line.distance(two, trained(), M).error > 3
+
+
+def test_seeds_that_agree_by_luck_get_no_narrower_interval_than_the_line_s_own_scatter():
+    def of(n):
+        same = [line.Network("slow", seed, 0.2, {M: 41 - 15 * np.log(0.2)}) for seed in range(n)]
+        return line.distance(same, trained(), M)
+    x, y = line.points(trained(), M)
+    spread = ((y - np.polyval(np.polyfit(x, y, 1), x)) ** 2).sum() / (len(x) - 2)
+    assert of(3).error ** 2 > spread / 3 and of(1).error ** 2 > spread
+    assert of(1).low < 1.2 < of(1).high and of(1).n == 1 and of(3).df == len(x) - 2
+
+
+@pytest.mark.parametrize("seeds", [(5, 6, 7), (5,)], ids=["three", "one"])
+@pytest.mark.parametrize("loss", [0.01, 2.0])
+def test_beyond_the_line_s_ends_nothing_is_judged(loss, seeds):
+    far = line.distance([network("far", seed, loss, 30) for seed in seeds], trained(), M)
+    assert far.mean == pytest.approx(30, abs=1.5) and np.isnan([far.low, far.high, far.p]).all()
+    assert line.distance([network("near", s, 0.2, 30) for s in seeds], trained(), M).p < 0.01
+
+
+def test_arms_are_tested_where_their_group_is_off_the_line_and_only_there(monkeypatch):
+    groups = {"off": ("a", "b"), "on": ("c", "d")}
+    monkeypatch.setitem(line.GROUPS, "fresh", groups)
+    monkeypatch.setitem(line.PICTURES, "fresh", (*line.PICTURES["fresh"][:3], (M,)))
+    networks = trained() + [network(arm, seed, 0.2, off) for arm, off in (
+        ("a", -6), ("b", -5), ("c", 0), ("d", 0)) for seed in range(4)]
+    found, p = line.grouped("fresh", networks)
+    assert p["off", M] < 0.01 < p["on", M] and set(p) == {("off", M), ("on", M)}
+    found, p = line.distances("fresh", networks)
+    assert set(p) == {("a", M), ("b", M)}
+    assert p == pytest.approx(stats.holm({key: found[key].p for key in p}))
+    assert "off**, as one" in line.tables("fresh", networks)
+
+
+def test_arms_of_other_seeds_are_compared_as_two_samples():
+    first, second = ([network(arm, s, 0.2, off) for s in seeds] for arm, off, seeds in (
+        ("a", 3, range(4)), ("b", 0, range(10, 17))))
+    d = line.apart(first, second, M)
+    peer = scipy.stats.ttest_ind(*([n.accuracy[M] for n in of] for of in (first, second)),
+                                 equal_var=False)
+    assert (d.p, d.df) == pytest.approx((peer.pvalue, peer.df))
+
+
+def rows(name, loss=None, init="default"):
+    about = dict(checkpoint=name, model_config=dict(embed_dim=64, init=init), images=9, seed=1,
+                 precision="float32")
+    yield about | dict(measure="clean", top1=90.0) | (dict(loss=loss) if loss else {})
+    yield about | dict(measure="pgd eps=2/255 steps=20", top1=60.0)
+    for kind in corruptions.NAMES:
+        yield about | dict(measure=f"corruptions type={kind}", top1=[70.0, 80.0])
+
+
+def test_networks_are_rows_with_a_clean_loss_their_own_or_that_of_training(tmp_path):
+    both = [*rows("mine_s3", 0.25), *rows("other"), *rows("unknown"), *rows("old_s1", 0.1, None)]
+    (tmp_path / "x.jsonl").write_text('{"run": "other", "loss": 0.5}\n'
+                                      '{"run": "mine_s3", "loss": 0.9}\n')
+    found = line.networks_of([stats.row_of(row) for row in both], [tmp_path / "x.jsonl"])
+    found = {n.arm: n for n in found}
+    assert set(found) == {"mine", "other", "old, DeiT's init"}
+    assert found["mine"][1:3] == (3, 0.25) and found["other"].loss == 0.5
+    assert found["mine"].accuracy.items() >= {"clean": 90, M: 60, "15 corruptions": 75}.items()
+
+
+def test_your_rows_stand_beside_the_stored_ones(tmp_path, monkeypatch, capsys):
+    own = [row | dict(data="shapes") for row in rows("elliptical_s3", 0.1)]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    line.main(["--rows", str(tmp_path)])
+    shown = [text for text in capsys.readouterr().out.splitlines() if "your elliptical" in text]
+    assert len(shown) == 1 and "60.0" in shown[0]
+    (tmp_path / "results.jsonl").write_text("")
+    with pytest.raises(arms.InputError, match="no network of these has a clean loss"):
+        line.main(["--rows", str(tmp_path)])
+
+
+def test_a_network_of_timm_s_is_trained_saved_and_what_model_asks_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    timm_vit.main(["--images", "80"])
+    torch.manual_seed(0)
+    first, trained = timm_vit.build(weights=None), timm_vit.build()
+    assert trained(torch.rand(2, 3, 32, 32)).shape == (2, 10)
+    assert not torch.equal(first.head.weight, trained.head.weight)

@@ -1,0 +1,33 @@
+"""The commands of the pages of studies/ that read stored rows run as printed, and say something."""
+
+import glob
+import importlib
+import re
+import shlex
+
+import pytest
+
+from conftest import ROOT
+
+PAGES = "\n".join(path.read_text().replace("\\\n", " ")
+                  for path in (ROOT / "docs/dispute.md", *sorted(ROOT.glob("studies/**/*.md"))))
+SHOWN = dict.fromkeys(re.sub(r"\s+", " ", command).strip() for command in re.findall(
+    r"python -m (studies[.\w]* ?[^`|#\n]*)", PAGES))
+OF_ROWS = [command for command in SHOWN if "--rows studies" in command
+           or command.startswith("studies.arms") and "--" not in command]
+
+
+@pytest.mark.parametrize("command", OF_ROWS)
+def test_a_command_of_a_page_prints_its_tables(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)                                 # figures go to folders of its own
+    (tmp_path / "studies").symlink_to(ROOT / "studies")
+    study, *words = shlex.split(command)
+    words = [path for word in words for path in (sorted(glob.glob(word)) or [word])]
+    importlib.import_module(study).main(words)
+    assert "|---" in capsys.readouterr().out
+
+
+def test_every_study_that_a_page_names_is_there():
+    assert len(OF_ROWS) > 8
+    for study in {command.split()[0] for command in SHOWN} - {"studies.reproduce"}:
+        assert callable(importlib.import_module(study).main)

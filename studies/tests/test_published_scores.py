@@ -1,0 +1,139 @@
+"""studies/published_scores.py: equal to the published code (golden); what scores say of noise."""
+
+import math
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+
+from kpca import a_hat, attend, basis, eigen_cosine, kernel_pca, theoretical_values
+from studies import published_scores
+from studies.kernel_pca import exp_capture, exp_gamma, exp_values, measure, standardise
+from studies.probe import capture, get_args, points
+from studies.published_scores import (cka, exp_similarities, gamma, kernel_cka, matching,
+                                      numeric_a_hat, official_loss, optimal_cosine,
+                                      pair_differences)
+from studies.span import Layer, token_overlap
+from test_kernel_pca import random_heads, read, run, save_vit
+from test_kpca import assert_close, cases, draw
+
+
+@pytest.mark.parametrize("case", ["random", "self", "flipped", "reversed", "rotated", "permuted",
+                                  "mixed"])
+def test_similarities_agree_with_golden(golden, case):
+    z = cases(golden("kpca_sims"))
+    w, given, z = z["inputs"]["vdot"], z["inputs"], z[case]
+    v = {"random": given["v"], "self": w, "flipped": w * given["flips"], "reversed": w.flip(-1),
+         "rotated": w @ given["rotation"], "permuted": w[given["perm"]],
+         "mixed": given["mixed"]}[case]
+    cosine, match = optimal_cosine(v, w)
+    assert torch.equal(match, z["assign"])
+    assert_close(cosine, z["optimal"], 1e-6, 1e-9)
+    assert_close(cka(v, w), z["linear_cka"])
+    assert_close(kernel_cka(v, w), z["kernel_cka"])
+    assert_close(token_overlap(basis(v), basis(w)), z["overlap"])
+
+
+def test_the_released_loss_agrees_with_golden_and_knows_nothing_about_v(golden):
+    z = cases(golden("kpca_vit"))["jproj_variants"]
+    q, k, v = (z[n][None] for n in "qkv")
+    assert_close(official_loss(q, k, v), z["official"], 1e-10)
+    assert_close(official_loss(q, k, v, with_h=False), z["official_without_h"], 1e-10)
+    assert official_loss(q, k, v) == official_loss(q, k, 100 * v)
+    q, k, v = (0.1 * t[None, None] for t in draw(1, D=3))                   # few: h is seen
+    h = attend(standardise(q), standardise(k), v)
+    without = official_loss(q, k, v, with_h=False)
+    assert_close(official_loss(q, k, v).exp(), without.exp() - h.square().sum(-1).mean())
+
+
+def test_gamma_agrees_with_golden(golden):
+    z = cases(golden("kpca_small"))["gamma"]
+    axes = kernel_pca(z["k"])
+    a, scale = a_hat(z["v"], axes.log_g), (-axes.c).exp()
+    assert_close(axes.log_g.amax().exp() * a, z["ahat_pinv"], 1e-10)
+    g = {"gamma": gamma(axes, a), "pair_mean": pair_differences(gamma(axes, a)),
+         **eigen_cosine(axes, a)}
+    for ours, theirs, factor in (("gamma", "gamma", scale), ("pair_mean", "abs_mean", scale),
+                                 ("eig_cos", "cos", 1),
+                                 ("wstd", "wstd", scale),
+                                 ("rho", "rayleigh", scale / 12)):
+        assert_close(factor * g[ours], z[theirs])
+    i, j = torch.triu_indices(12, 12, 1)
+    gammas = scale * g["gamma"]
+    larger = torch.maximum(gammas[i].abs(), gammas[j].abs())
+    relative = (gammas[i] - gammas[j]).abs() / (larger + 1e-10)
+    assert_close(relative.mean(0), z["rel_mean"])
+    assert_close(relative.std(0), z["rel_std"])
+    assert_close((scale * axes.sigma / 12)[:4], z["lam"])
+    assert_close((-axes.log_g.amin()).exp(), z["bound"])
+
+
+def test_numeric_inverse_of_the_centring_matrix_calls_noise_an_eigenvector():
+    _, k, v = draw(9, 65, 32)
+    axes = kernel_pca(k)
+    with pytest.raises(RuntimeError, match="singular"):
+        numeric_a_hat(v[:4], axes.log_g[:4])
+    literal = pair_differences(gamma(axes, numeric_a_hat(v, axes.log_g)))
+    assert (literal < 1e-9 * axes.sigma[:32] / 65).all()
+
+
+def test_exact_kernel_pca_has_eigen_cosine_one_in_any_gauge():
+    heads, turn = random_heads(), torch.Generator().manual_seed(4)
+    R = torch.randn(16, 16, generator=turn, dtype=torch.float64)
+    V = theoretical_values(kernel_pca(heads.k[None]), 16)[0]
+    found = [measure([Layer(heads._replace(v=v, raw=v))], {"gamma": exp_gamma})
+             for v in (V, V @ R, heads.v, heads.v @ R)]
+    exact, turned, noise, noise_turned = (of["gamma", "eig_cos", "learned", ""] for of in found)
+    for cosine in (exact, turned, found[0]["gamma", "eig_cos", "KPCA", ""]):
+        assert_close(cosine, torch.ones(4), 1e-9)
+    assert_close(noise_turned, noise, 1e-6)         # cond(R) and near ties of noise: 4e-10 to 2e-9
+    assert noise.max() < 0.9
+
+
+def test_assignment_is_the_best_of_all_permutations():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        cost = rng.normal(size=(6, 6))
+        best = min(cost[range(6), p].sum() for p in permutations(range(6)))
+        match = matching(torch.from_numpy(-cost)).numpy()
+        assert sorted(match) == list(range(6)) and abs(cost[range(6), match].sum() - best) < 1e-12
+    # a zero row
+    C = torch.tensor([[0.1, 0.9, 0.2], [math.nan] * 3, [0.3, 0.8, 0.7]], dtype=torch.float64)
+    assert sorted(matching(C).tolist()) == [0, 1, 2] and matching(C)[0] == 1
+
+
+def test_exact_kernel_pca_with_turned_axes_scores_like_noise_by_rows_and_perfectly_without_gauge():
+    experiments = {"values": exp_values, "capture": exp_capture, "rows": exp_similarities}
+    found = measure([Layer(random_heads())], experiments)
+    at = {key[1:3]: t.mean() for key, t in found.items()}
+    assert abs(at["optimal [R]", "KPCA"] - at["optimal [R]", "iid"]) < 0.05
+    assert at["overlap", "KPCA"] > 1 - 1e-9
+    assert at["EV", "KPCA"] > 0.9 * at["EV", "best"] > 5 * at["EV", "iid"]
+    assert abs(at["overlap", "iid"] - 16 / 65) < 0.02
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+def test_command_writes_a_table_for_every_score(tmp_path, capsys):
+    ckpt = save_vit(tmp_path / "a.pt", "rpc")
+    run(published_scores, "--ckpt", ckpt, "--images", 5, "--out_dir", tmp_path)
+    out = capsys.readouterr().out
+    for name in published_scores.EXPERIMENTS:
+        rows = read(tmp_path / f"{name}.csv")
+        assert f"=== {name}" in out and {r["layer"] for r in rows} == {"0", "1", "all"}
+        assert all(math.isfinite(float(r["mean"])) for r in rows), name
+
+
+def test_released_loss_is_that_of_all_images_at_once_however_large_they_are(tmp_path):
+    ckpt = save_vit(tmp_path / "a.pt", image_size=64)  # 257 tokens: an image a piece
+    run(published_scores, "--ckpt", ckpt, "--images", 3, "--exp", "losses",
+        "--out_dir", tmp_path)
+    (_, _, model, images), = points(get_args("", {"losses": exp_similarities},
+                                             ["--ckpt", ckpt, "--images", "3"]))
+    heads = capture(model, images)
+    together = np.mean([official_loss(h.q, h.k, h.v, with_h=False).item() for h in heads])
+    row, = [r for r in read(tmp_path / "losses.csv")
+            if (r["measure"], r["source"], r["layer"]) == ("J official without h", "learned",
+                                                           "all")]
+    assert_close(float(row["mean"]), together, 1e-4)

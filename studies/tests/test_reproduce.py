@@ -1,0 +1,220 @@
+"""studies/reproduce/: the numbers are the printed ones, the plan is the paper's, it runs."""
+
+import csv
+import runpy
+import shlex
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import eval_robust
+import train_cls
+import train_lm
+import train_seg
+from conftest import ROOT
+from studies import arms
+from studies.reproduce import __main__ as reproduce
+
+PARSERS = {"train_cls.py": train_cls, "train_lm.py": train_lm, "train_seg.py": train_seg,
+           "eval_robust.py": eval_robust}
+
+
+def printed():
+    with open(ROOT / "studies/reproduce/paper.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# --- paper.csv ------------------------------------------------------------------------------------
+
+def test_a_number_stands_in_the_row_and_column_where_the_paper_has_it():
+    cells = {(r["table"], r["row"], r["column"]): r["value"] for r in printed()}
+    assert len(cells) == len(printed())
+    assert cells["1", "RPC 6iter/layer1", "mCE"] == "73.03"
+    assert cells["2", "RPC 2iter/all-layer", "SPSA top-5"] == "83.66"
+    assert cells["4", "SymViT", "Zoom blur CE"] == "86.82"
+    assert cells["6", "RPC 6iter/layer1", "corrupted mean IoU"] == "11.60"
+    assert cells["12", "RPC-AsymViT Sym/Asym", "IN-R"] == "32.79"
+    notes = {(r["table"], r["row"], r["column"]): r["note"] for r in printed()}
+    assert "58.31" in notes["4", "SymViT", "Contrast CE"]
+    assert "swapped" in notes["8", "SymViT-small", "PGD top-1"]
+    assert "swapped" in notes["3", "Symlm", "test"] and not notes["3", "Symlm", "attacked test"]
+    for table in reproduce.TABLES.keys() - {*reproduce.OWN_TABLES}:     # every row has an arm
+        cells = reproduce.lines(table, {})
+        assert cells and not any(cell["ours"] for cell in cells)
+
+
+# --- the comparison -------------------------------------------------------------------------------
+
+def row(arm, seed, measure, **numbers):
+    name, setting = reproduce.measures.parts(measure)
+    return {"checkpoint": f"out/{arm}_s{seed}", "measure": name, "setting": setting, **numbers}
+
+
+def test_differences_are_paired_by_seed_and_unpaired_seeds_left_out():
+    rows = {("symmetric", "0"): [row("symmetric", 0, "clean", top1=60.0, top5=90.0)],
+            ("symmetric", "1"): [row("symmetric", 1, "clean", top1=70.0, top5=90.0)],
+            ("rpc4", "1"): [row("rpc4", 1, "clean", top1=71.0, top5=90.0)]}
+    text = reproduce.markdown(reproduce.lines("table1", rows), "small")
+    line = next(x for x in text.splitlines() if "4iter" in x and "top-1" in x)
+    assert [c.strip() for c in line.split("|")[3:8]] == ["70.94", "71.00", "1", "+0.50", "+1.00"]
+    assert "65.00 ± 7.07" in text and "not run" in text
+
+
+def test_an_attack_is_compared_at_its_largest_budget():
+    rows = [row("a", 0, f"pgd eps={e}/255", top1=t, top5=t) for t, e in ((9.0, 6), (50.0, 1))]
+    assert reproduce.ours(rows, "table2", "PGD top-1") == 9.0
+
+
+def test_a_perplexity_is_of_its_split_whole_or_with_words_swapped():
+    rows = [row("a", 0, f"perplexity split={split}", sliding=x, attacked=x + 9)
+            for split, x in (("valid", 30.0), ("test", 40.0))]
+    assert [reproduce.ours(rows, "table3", column) for column in (
+        "valid", "test", "attacked valid", "attacked test")] == [30, 40, 39, 49]
+
+
+def test_ce_and_mce_are_for_imagenet_alone():
+    def corrupted(imagenet, severities="1,2,3,4,5"):
+        return [row("a", 0, f"corruptions type={name} severities={severities}",
+                    top1=[30.0, 50.0], imagenet1k=imagenet) for name in reproduce.NAMES]
+    assert reproduce.ours(corrupted(False), "table1", "IN-C") == 40
+    assert reproduce.ours(corrupted(False), "table1", "mCE") is None
+    assert reproduce.ours(corrupted(False)[:14], "table1", "IN-C") is None
+    alexnet = reproduce.ALEXNET
+    mce = sum(60 / alexnet[name] for name in alexnet) / 15
+    assert reproduce.ours(corrupted(True), "table1", "mCE") == pytest.approx(mce)
+    assert reproduce.ours(corrupted(True), "table4", "JPEG CE") == pytest.approx(60 / 0.6065)
+    some = corrupted(True, "1,3")                           # AlexNet's errors are of all five
+    assert reproduce.ours(some, "table1", "mCE") is None
+    assert reproduce.ours(some, "table4", "JPEG CE") is None
+    assert reproduce.ours(some, "table4", "JPEG top-1") == 40
+
+
+# --- the paper's scale ----------------------------------------------------------------------------
+
+FOLDERS = ["--imagenet_c", "c c", "--imagenet_a", "a a", "--imagenet_r", "r r", "--imagenet_o",
+           "o o"]
+
+
+@pytest.fixture
+def plan(tmp_path, capsys):
+    """The commands of a table at the paper's scale, in words; folders have blanks."""
+    def of(table, *more):
+        (tmp_path / "my data").mkdir(exist_ok=True)
+        reproduce.main([table, "--scale", "paper", "--data_dir", str(tmp_path / "my data"), "--dry",
+                        "--out_dir", str(tmp_path / "o ut"), *FOLDERS, *more])
+        return [shlex.split(line)[2:] for line in capsys.readouterr().out.splitlines()]
+    return of
+
+
+def parsed(words, monkeypatch):
+    """(script, its flags) of a command, as the script itself reads them."""
+    if "--init_from" in words:                              # a file, which is read at once
+        at = words.index("--init_from")
+        words = words[:at] + words[at + 2:]
+    script = next(word for word in words if word in PARSERS)
+    monkeypatch.setattr(sys, "argv", words[words.index(script):])
+    args = PARSERS[script].get_args()
+    return script, args[0] if isinstance(args, tuple) else args
+
+
+@pytest.mark.parametrize("name", reproduce.TABLES)
+def test_every_command_parses_and_blanks_in_folders_stay_in_one_word(name, plan, monkeypatch):
+    commands = plan(name)
+    assert commands
+    for words in commands:
+        paths = {flag: words[i + 1] for i, flag in enumerate(words) if flag.startswith("--")
+                 and i + 1 < len(words)}
+        if any(word in PARSERS for word in words):
+            parsed(words, monkeypatch)
+            assert "/o ut/" in paths["--out_dir"]
+        assert paths.get("--data_dir", "/my data").endswith("/my data")
+        assert {paths.get("--imagenet_a"), paths.get("--corrupted_dir")} <= {None, "a a", "c c"}
+
+
+def runs(commands, script, monkeypatch):
+    return [parsed(words, monkeypatch)[1] for words in commands if script in words]
+
+
+def test_a_table_adds_to_the_papers_recipe_what_its_rows_say(plan, monkeypatch):
+    first, *rest = runs(plan("table1"), "train_cls.py", monkeypatch)
+    assert {(args.data, args.model, args.form) for args in (first, *rest)} == {
+        ("imagenet", "tiny", "released")}
+    assert first.attn == "symmetric" and [(a.attn, a.n_iter, a.lambd, a.rpc_layers)
+                                          for a in rest] == [
+        ("rpc", 4, 4, "0"), ("rpc", 5, 4, "0"), ("rpc", 6, 4, "0"), ("rpc", 2, 3, "all")]
+
+    args, = runs(plan("table2"), "eval_robust.py", monkeypatch)
+    assert args.preset == "paper" and args.limit == 50_000
+    assert sorted(args.measures) == sorted("pgd fgsm spsa sld cw noise autoattack".split())
+
+    commands = plan("table3")
+    symmetric, rpc = runs(commands, "train_lm.py", monkeypatch)
+    assert (symmetric.data, symmetric.attn) == ("wikitext103", "symmetric")
+    assert (rpc.attn, rpc.n_iter, rpc.rpc_layers) == ("rpc", 4, "0-3")
+    assert runs(commands, "eval_robust.py", monkeypatch)[0].stride == 1
+
+    for args in runs(plan("table6"), "train_seg.py", monkeypatch):
+        assert (args.data, args.backbone) == ("ade20k", args.out_dir.replace("seg_", ""))
+    for args in runs(plan("table9"), "train_cls.py", monkeypatch):
+        assert (args.model, args.batch_size, args.lr, args.ema) == ("fan_tiny", 512, 2e-3, 0.99992)
+        assert (args.drop_path, args.repeats, args.min_lr) == (0, 1, 1e-6)
+
+    # App. E.6: the control has as many further epochs
+    start, *tuned = (words for words in plan("table7") if "train_cls.py" in words)
+    weights = start[start.index("--out_dir") + 1] + "/last.pt"
+    assert {words[words.index("--init_from") + 1] for words in tuned} == {weights}
+    assert [(a.attn, a.epochs) for a in runs(tuned, "train_cls.py", monkeypatch)] == [
+        ("rpc", 100), ("symmetric", 100)]
+
+
+def test_folders_scales_seeds_and_gpus_go_where_they_should(plan, capsys):
+    def printed(*words):
+        reproduce.main([*words, "--dry"])
+        return capsys.readouterr().out
+
+    assert "--out_dir out/reproduce/small/symmetric_s0" in printed("table1")
+    own = printed("table1", "--data_dir", "data/cifar10", "--seeds", "0", "1")
+    assert "--out_dir out/reproduce/small_cifar10/symmetric_s1" in own and "--data cifar10" in own
+    (_, study), = ((words[0], words) for words in plan("fig2", "--seeds", "0", "1")
+                   if "studies.kernel_pca" in words)
+    assert [word.rpartition("/")[2] for word in study[-2:]] == ["softmax_s0", "softmax_s1"]
+    words = plan("table12", "--gpus", "8")[0]
+    assert words[2:5] == ["--standalone", "--nproc_per_node=8", "train_cls.py"]
+
+
+# --- every table, run at the smallest scale -------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """The folder of all tables, with a blank: they share runs."""
+    return tmp_path_factory.mktemp("o ut")
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Run scripts in this process, which has imported PyTorch."""
+    def run(command):
+        words = command[1:]
+        monkeypatch.setattr(sys, "argv", words[1:] if words[0] == "-m" else words)
+        run_it = runpy.run_module if words[0] == "-m" else runpy.run_path
+        run_it(sys.argv[0], run_name="__main__")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(arms.subprocess, "run", run)
+
+
+@pytest.mark.parametrize("name", reproduce.TABLES)
+def test_every_table_ends_in_its_numbers_at_the_smallest_scale_and_trains_nothing_twice(
+        name, shared, here, capsys):
+    def weights():
+        return {path: path.stat().st_mtime_ns for path in shared.rglob("last.pt")}
+
+    before = weights()
+    reproduce.main([name, "--scale", "tiny", "--out_dir", str(shared)])
+    shown, after = capsys.readouterr().out, weights()
+    assert "|---" in shown and before.items() <= after.items()          # tables share runs
+    if name in ("table3", "table6", "table7"):
+        reproduce.main([name, "--scale", "tiny", "--out_dir", str(shared)])
+        assert weights() == after and "--resume" in capsys.readouterr().out

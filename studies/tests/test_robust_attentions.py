@@ -1,0 +1,264 @@
+"""studies/robust_attentions: each attention is its published definition, in a network or alone."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import common
+from common import InputError
+from attention import ATTENTIONS, LAYER_PATTERNS
+from lm import LM, LMConfig
+from studies import robust_attentions as study
+from studies.robust_attentions import ROBUST, register
+from vit import ViT, ViTConfig
+
+B, H, N, D = 2, 2, 7, 4
+
+
+def qkv(scale=1.0):
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, H, N, D, generator=random, dtype=torch.float64) for _ in range(3))
+    return q * scale, k * scale, v
+
+
+# --- against slow versions: NumPy, one head, token by token where the definition is ---------------
+
+def largest_gap(found, slow, *tensors):
+    """Between a tensor and a function of one head's matrices, (N, D) each, over all heads."""
+    gaps = [np.abs(found[b, h].numpy() - slow(*(t[b, h].numpy() for t in tensors))).max()
+            for b in range(B) for h in range(H)]
+    return max(gaps, key=lambda gap: (gap != gap, gap))                     # NaN if one has it
+
+
+def norm(x):
+    return np.linalg.norm(x, axis=-1)
+
+
+def exponentials(q, k):
+    return np.array([[np.exp(x @ y / np.sqrt(D)) for y in k] for x in q])
+
+
+def attention(q, k):
+    """Rows of softmax(q k^T / sqrt(D))."""
+    return np.array([row / row.sum() for row in exponentials(q, k)])
+
+
+def slow_weights(points, psi, a, rounds, middle):
+    points = [x / norm(x) for x in points]
+    kappa = np.array([[np.exp((x @ y - 1) / np.sqrt(len(x))) for y in points] for x in points])
+    w = np.full(N, 1 / N)
+    for _ in range(rounds):
+        d = np.array([np.sqrt(1 + middle * kappa[j] @ w + w @ kappa @ w) for j in range(N)])
+        corner = a * sorted(d)[(N - 1) // 2]
+        w = np.array([psi(x, corner) / x for x in d])
+        w = w / w.sum()
+    return w
+
+
+def psi_huber(d, a):
+    return min(d, a)
+
+
+def psi_hampel(d, a):
+    return d if d < a else a if d < 2 * a else max(3 * a - d, 0)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("name, psi", [("huber", psi_huber), ("hampel", psi_hampel)])
+def test_kernel_density_weights_are_those_of_loops(name, psi, released, joint):
+    _, k, v = qkv()
+
+    def slow(key, value):
+        below = slow_weights(key, psi, 0.6, 2, 1 if released else -2)
+        both = slow_weights(np.concatenate([key, value], 1), psi, 0.6, 2, 1 if released else -2)
+        above = both if joint else below
+        return np.array([e * above @ value / (e * below).sum() for e in exponentials(key, key)])
+
+    h = study.rkde(k, v, getattr(study, name), 0.6, 2, joint, released)
+    assert largest_gap(h, slow, k, v) < 1e-10
+
+
+def slow_median_of_means(key, value):
+    block = torch.randperm(N, generator=torch.Generator().manual_seed(0)).numpy() % 3
+    h = []
+    for row in attention(key, key):
+        sums = [row[block == m].sum() for m in range(3)]
+        middle = sums.index(sorted(sums)[1])
+        h.append(row[block == middle] @ value[block == middle] / sums[middle])
+    return np.array(h)
+
+
+def slow_elliptical(q, k, v, last):
+    moved = np.mean([abs(x - y) for x, y in zip(v, last)], 0)
+    return attention(q * (moved / moved.max()), k) @ v
+
+
+def slow_sinkhorn(k, v):
+    A = exponentials(k, k)
+    A = A / A.sum(1, keepdims=True)
+    A = A / A.sum(0, keepdims=True)
+    return A / A.sum(1, keepdims=True) @ v
+
+
+def slow_keys(rows):
+    def slow(k, v):
+        tau, S = 0.5 * (norm(k) if rows else abs(k)).mean(), np.zeros_like(k)
+        for _ in range(4):
+            R = k - attention(k - S, k - S) @ (k - S)
+            size = norm(R)[:, None] if rows else abs(R)
+            S = R * np.maximum(1 - tau / size, 0)
+        return attention(k - S, k - S) @ v
+    return slow
+
+
+def slow_predicted(k, v):
+    w = np.ones(N)
+    for i in range(3):
+        A = exponentials(k, k) * w
+        A = A / A.sum(1, keepdims=True)
+        if i < 2:                                                           # weights of two rounds
+            guess = [sum(A[j, i] * k[i] for i in range(N) if i != j) for j in range(N)]
+            r = norm(k - guess)
+            w = np.minimum(1, r.mean() / r)
+    return A @ v
+
+
+Q, K, V = qkv()
+LAST = V.flip(-1) * 0.3
+
+
+@pytest.mark.parametrize("found, slow, given", [
+    (study.mom(K, V, m=3, layer=torch.nn.Identity().eval()), slow_median_of_means, (K, V)),
+    (study.elliptical(Q, K, V, LAST), slow_elliptical, (Q, K, V, LAST)),
+    (study.elliptical(Q, K, V), lambda q, k, v: attention(q, k) @ v, (Q, K, V)),
+    (study.sinkhorn(K, V), slow_sinkhorn, (K, V)),
+    (study.sinkhorn(K, torch.ones_like(V), rounds=101), lambda k, v: v, (K, torch.ones_like(V))),
+    *((study.keys(K, V, lambd=0.5, rows=rows), slow_keys(rows), (K, V)) for rows in (False, True)),
+    (study.weights(K, V), slow_predicted, (K, V)),
+    (study.sharp(K, V), lambda k, v: attention(4 * k, k) @ v, (K, V))])
+def test_an_attention_is_its_definition(found, slow, given):
+    assert largest_gap(found, slow, *given) < 1e-10
+    assert found.abs().sum() > 0
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", ROBUST)
+def test_gradients_are_those_of_finite_differences_and_large_and_zero_keys_stay_finite(name):
+    function, settings = ROBUST[name]
+    settings = settings | (dict(layer=torch.nn.Identity().eval()) if name == "mom" else {})
+    if name.startswith("rkde"):             # the median of d, a constant, moves with k: a is fixed
+        psi = getattr(study, name[5:])
+        gradient = lambda k, v: study.rkde(k, v, lambda d, a: psi(d, 0.3))
+    else:
+        gradient = lambda k, v: function(k, v, **settings)
+    k, v = (x[:1, :1].requires_grad_() for x in qkv()[1:])
+    assert torch.autograd.gradcheck(gradient, (k, v), eps=1e-6, atol=1e-6)
+    for scale in (0.0, 300.0):
+        _, k, v = (x.float().requires_grad_() for x in qkv(scale))
+        h = function(k, v, **settings)
+        h.sum().backward()
+        assert h.isfinite().all() and k.grad.isfinite().all()
+
+
+# --- in a network ---------------------------------------------------------------------------------
+
+def nano(attn="symmetric", layers=(0,)):
+    torch.manual_seed(0)
+    return ViT(ViTConfig(image_size=32, patch_size=8, num_classes=10, embed_dim=16, depth=3,
+                         num_heads=2, attn=attn,
+                         rpc_layers=layers))
+
+
+@pytest.mark.parametrize("name, layers", [("elliptical", (0,)),
+                                          *((n, x) for n in ROBUST for x in ((0,), (0, 1, 2)))])
+def test_it_attends_in_its_layers_alone_and_no_parameter_comes_or_goes(name, layers):
+    base = nano("softmax" if name == "elliptical" else "symmetric").eval()
+    model, images = nano(study.USUAL[name], layers).eval(), torch.rand(2, 3, 32, 32)
+    assert list(model.state_dict()) == list(base.state_dict())
+    model.load_state_dict(base.state_dict())
+    assert not torch.allclose(model(images), base(images))
+    assert torch.equal(model(images), model(images))        # an evaluation is no lottery
+    kinds = [block.attn.attn for block in model.blocks]
+    assert [kind == LAYER_PATTERNS[study.USUAL[name]][0] for kind in kinds] == [i in layers
+                                                                                for i in range(3)]
+
+
+@torch.no_grad()
+def test_elliptical_compares_values_with_those_of_the_layer_before_in_the_same_network():
+    model, images, last = nano("elliptical").eval(), torch.rand(2, 3, 32, 32), None
+    nano("elliptical")(images)                              # another network's last values
+    x = model.embed(images)
+    for block in model.blocks:
+        q, k, v = block.attn.project(block.norm1(x))
+        x = x + block.attn.proj(study.elliptical(q, k, v, last).transpose(1, 2).flatten(2))
+        x, last = x + block.mlp(block.norm2(x)), v
+    assert torch.allclose(model.features(images)["blocks.2"], x, atol=1e-6)
+
+
+def test_elliptical_layers_that_backward_computes_again_have_the_same_gradients():
+    """It takes them in reverse order, so what the last layer left is not what this one read."""
+    model, images = nano("elliptical"), torch.rand(2, 3, 32, 32)
+
+    def gradients(run):
+        x = model.embed(images)
+        for block in model.blocks:
+            x = run(block, x)
+        return torch.autograd.grad(x.square().sum(), list(model.blocks.parameters()))
+    again = gradients(lambda block, x: checkpoint(block, x, use_reentrant=False))
+    assert all(map(torch.equal, again, gradients(lambda block, x: block(x))))
+
+
+def test_a_copy_of_an_elliptical_network_looks_at_its_own_layers():
+    model = nano("elliptical")
+    copied = copy.deepcopy(model)
+    other = copied.blocks[1].attn.learned.before[0]
+    assert other is copied.blocks[0].attn.learned and other is not model.blocks[0].attn.learned
+
+
+def command(*words):
+    study.main([str(word) for word in words])
+
+
+FLAGS = "--num_images 64 --batch_size 16 --patch_size 8 --epochs 1 --device cpu".split()
+
+
+def test_it_trains_resumes_and_is_evaluated_by_the_own_scripts(tmp_path, capsys):
+    train = "train_cls.py", "--attn", "keys lambd=0.25"
+    for folder, steps in (("whole", 4), ("cut", 2)):
+        command(*train, *FLAGS, "--out_dir", tmp_path / folder, "--max_steps", steps)
+    command("train_cls.py", "--resume", tmp_path / "cut", "--max_steps", 4)
+    whole, cut = (common.load(tmp_path / folder) for folder in ("whole", "cut"))
+    assert all(torch.equal(whole["model"][k], cut["model"][k]) for k in whole["model"])
+    kind = "keys lambd=0.25 n_iter=4"
+    assert whole["model_config"]["attn"] == whole["args"]["attn"] == kind
+    assert whole["model_config"]["init"] == "default"
+
+    # A process that does not know the setting says what is missing; one that is told it goes on.
+    del ATTENTIONS[kind], LAYER_PATTERNS[kind]
+    evaluate = ["eval_robust.py", "--ckpt", tmp_path / "cut", "--measures", "clean", "--limit", 8,
+                "--device", "cpu"]
+    with pytest.raises(SystemExit, match=kind):
+        command(*evaluate, "--out_dir", tmp_path / "lost")
+    capsys.readouterr()
+    command("keys lambd=0.25", *evaluate)
+    assert kind in capsys.readouterr().out
+
+
+def test_a_setting_is_the_one_with_which_the_kind_attends():
+    layer = nano(register("keys", "lambd=0.25")).blocks[0].attn
+    q, k, v = layer.project(torch.randn(2, N, 16))
+    assert torch.equal(layer.attend(q, k, v), study.keys(k, v, lambd=0.25))
+    assert not torch.allclose(layer.attend(q, k, v), study.keys(k, v, lambd=0.5))
+
+
+def test_an_unknown_setting_and_a_causal_network_are_refused():
+    with pytest.raises(InputError, match="weights lambd: expected a setting of rounds"):
+        register("weights", "lambd=1")
+    with pytest.raises(ValueError, match="keys lambd=0.5.*causal"):
+        LM(LMConfig(5, context=4, embed_dim=8, depth=1, num_heads=2, mlp_dim=8,
+                    attn=study.USUAL["keys"], rpc_layers=(0,)))

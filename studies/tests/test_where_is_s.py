@@ -1,0 +1,151 @@
+"""studies/where_is_s.py and robust/patches.py: what is corrupted, and whether S is there."""
+
+import json
+import math
+from dataclasses import asdict
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.metrics import roc_auc_score
+
+from robust.patches import corrupt_patches
+from studies import where_is_s
+from vit import ViT, ViTConfig
+
+RPC = dict(attn="rpc", pap=dict(n_iter=3, lambd=1.0))
+
+
+def small(seed=0, **config):
+    """A fresh ViT on 8 x 8 images, 17 tokens, and images with labels."""
+    torch.manual_seed(seed)
+    config = ViTConfig(image_size=8, patch_size=2, num_classes=10, embed_dim=16, depth=2,
+                       num_heads=2, init="default", **config)
+    return ViT(config).eval(), torch.rand(5, 3, 8, 8), torch.arange(5)
+
+
+# --- corrupted patches ----------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kind", ["noise", "black", "white", "gaussian"])
+def test_six_patches_change_and_nothing_else(kind):
+    images = 0.2 + 0.6 * torch.rand(30, 3, 32, 32)
+    x, hit = corrupt_patches(images, kind, 4)
+    changed = F.max_pool2d((x != images).any(1, keepdim=True).float(), 4).flatten(1) > 0
+    assert (hit.sum(1) == 6).all() and torch.equal(changed, hit)
+    # the same places
+    assert torch.equal(hit, corrupt_patches(images[:, :, ::2, ::2], "white", 2)[1])
+    assert len(hit.unique(dim=0)) == 30 and hit.any(0).sum() > 55
+    assert 0 <= x.min() and x.max() <= 1
+
+
+def test_patches_hold_what_their_kind_says():
+    images = torch.full((60, 3, 32, 32), 0.5)
+    made = {kind: corrupt_patches(images, kind, 4)
+            for kind in ("noise", "black", "white", "gaussian")}
+    hit = made["noise"][1]
+    inside = {kind: F.unfold(x, 4, stride=4).mT[hit] for kind, (x, _) in made.items()}  # (360, 48)
+    assert (inside["black"] == 0).all() and (inside["white"] == 1).all()
+    assert inside["noise"].mean() == pytest.approx(0.5, abs=0.01)   # standard error 0.002
+    assert inside["noise"].std() == pytest.approx(12 ** -0.5, abs=0.005)
+    clamped = (inside["gaussian"] % 1 == 0).float().mean()  # beyond 0.5 / 0.3 deviations
+    assert clamped == pytest.approx(math.erfc(0.5 / 0.3 / 2 ** 0.5), abs=0.01)
+    with pytest.raises(ValueError, match="kind='fog', expected one of"):
+        corrupt_patches(images, "fog", 4)
+    # no pixel is drawn like that
+    x, hit = corrupt_patches(torch.full((50, 3, 32, 32), 2.0), "pixels", 4)
+    changed = (x != 2).all(1)
+    assert torch.equal((x != 2).any(1), changed) and (changed.sum((1, 2)) == 12).all()
+    assert torch.equal(F.max_pool2d(changed[:, None].float(), 4).flatten(1) > 0, hit)
+
+
+def test_an_adversarial_block_raises_the_loss_inside_four_patches():
+    model, images, labels = small()
+    model.requires_grad_(False)
+    x, hit = corrupt_patches(images, "adversarial", 2, model=model, labels=labels)
+    changed = F.max_pool2d((x != images).any(1, keepdim=True).float(), 2)[:, 0] > 0      # (5, 4, 4)
+    assert torch.equal(changed.flatten(1), hit) and (hit.sum(1) == 4).all()
+    for grid in changed:
+        rows, columns = grid.any(1).nonzero()[:, 0], grid.any(0).nonzero()[:, 0]
+        assert len(rows) == len(columns) == 2 and rows.diff() == columns.diff() == 1
+    grey = torch.where(x != images, torch.tensor(0.5), images)
+    before, after = (F.cross_entropy(model(each), labels, reduction="none") for each in (grey, x))
+    assert (after > before).all()
+
+
+# --- scores ---------------------------------------------------------------------------------------
+
+def test_a_tokens_score_is_the_sum_of_its_entries_of_S_over_heads_and_channels():
+    S = torch.zeros(1, 2, 4, 3)  # 2 heads, class token and 3 patches
+    S[0, 0, 0] = torch.tensor([9.0, 9, 9])  # the class token's: not a patch
+    S[0, 0, 1] = torch.tensor([1.0, -2, 0])
+    S[0, 1, 1] = torch.tensor([0.0, 0, -4])
+    S[0, 1, 3] = torch.tensor([0.5, 0, 0])
+    assert where_is_s.location(S).tolist() == [[7.0, 0.0, 0.5]]
+
+
+@pytest.mark.parametrize("attn", ["rpc", "rpc_asym"])
+def test_the_steps_looked_at_are_those_of_the_layer(attn):
+    model, images, _ = small(**{**RPC, "attn": attn})
+    k, steps = where_is_s.first_layer(model, images)
+    block = model.blocks[0]
+    h = block.attn.proj(steps[-1]["L"].transpose(1, 2).flatten(2))
+    assert torch.allclose(h, block.attn(block.norm1(model.embed(images))), atol=1e-6)
+    assert len(steps) == 3 and k.shape == steps[0]["S"].shape == (5, 2, 17, 8)
+    symmetric, twin = (small(attn=kind, pap=dict(n_iter=2, lambd=0.5))[0]
+                       for kind in ("symmetric", "rpc"))
+    (_, ours), (_, theirs) = (where_is_s.first_layer(m, images) for m in (symmetric, twin))
+    assert len(ours) == 2 and ours[1]["S"].any() and torch.equal(ours[1]["S"], theirs[1]["S"])
+
+
+def test_the_residual_is_0_where_K_is_L_plus_S_and_1_where_both_are_0():
+    k = torch.rand(3, 2, 5, 4)
+    L = torch.rand(3, 2, 5, 4)
+    found = where_is_s.residuals(k, [dict(S=k - L, L=L), dict(S=0 * k, L=0 * k)])
+    assert found["clean: residual, step 1"].max() < 1e-6
+    assert found["clean: residual, step 2"].tolist() == pytest.approx([1] * 3)
+    size = ((k - L) ** 2).sum((1, 2, 3)).sqrt() / (k ** 2).sum((1, 2, 3)).sqrt()
+    assert torch.allclose(found["clean: |S| / |K|, step 1"], size)
+
+
+def test_what_is_measured_equals_measuring_by_hand():
+    model, images, labels = small(**RPC)
+    found = where_is_s.examine(model.requires_grad_(False), images, labels, ["white", "noise"])
+    x, hit = corrupt_patches(images, "white", 2)
+    assert torch.equal(found["white: accuracy"], model(x).argmax(1) == labels)
+    block = model.blocks[0]
+    keys = block.attn.project(block.norm1(model.embed(x)))[1].transpose(1, 2).flatten(2)[:, 1:]
+    far = [roc_auc_score(h, (k - k.mean(0)).norm(dim=1)) for h, k in zip(hit, keys)]
+    assert found["white: AUC of distance"].tolist() == pytest.approx(far)
+    long = [roc_auc_score(h, k.norm(dim=1)) for h, k in zip(hit, keys)]
+    assert found["white: AUC of |k|"].tolist() == pytest.approx(long)
+    assert {f"noise: AUC of S, step {i}" for i in (1, 2, 3)} <= found.keys()
+    assert "black: AUC of S, step 4" in where_is_s.examine(*small(attn="symmetric"), ["black"])
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+def save(path, seed, step, **config):
+    model, *_ = small(10 * step + seed, **config)
+    args = dict(seed=seed, data="shapes", init_from=None, num_images=16)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(dict(task="classification", classes=list("abcdefghij"), args=args, step=step,
+                    model=model.state_dict(), model_config=asdict(model.config)), path)
+
+
+def test_the_command_measures_networks_and_gives_means_over_seeds_at_their_last_step(tmp_path,
+                                                                                     capsys):
+    for seed in (0, 1):
+        for step in (5, 9):
+            save(tmp_path / f"rpc_s{seed}" / f"epoch_{step}.pt", seed, step, **RPC)
+    paths = [str(path) for path in sorted(tmp_path.glob("*/*.pt"))]
+    out = tmp_path / "rows.jsonl"
+    where_is_s.main(["--kinds", "noise", "white", "--images", "6", "--out", str(out), "--ckpt",
+                     *paths])
+    shown = capsys.readouterr().out
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["seed"], row["step"]) for row in rows] == [(0, 5), (0, 9), (1, 5), (1, 9)]
+    ends = [row["values"]["white: AUC of S, step 2"] for row in rows if row["step"] == 9]
+    mean, std = sum(ends) / 2, abs(ends[0] - ends[1]) / 2 ** 0.5
+    assert f"{mean:.3f} ± {std:.3f} (2)" in shown
+    where_is_s.main(["--rows", str(out)])
+    assert capsys.readouterr().out == shown
