@@ -54,8 +54,8 @@ def gap(name, pair, measure, what="difference"):
     measure, arm, base = key = key_of(name, pair, measure)
     if what in ("arm", "baseline", "both"):
         asked = {"arm": [arm], "baseline": [base], "both": [base, arm]}[what]
-        return " -> ".join(accuracy(of.found, measure, each, study.comparisons[name].seeds).split()[0]
-                           for each in asked)
+        seeds = study.comparisons[name].seeds
+        return " -> ".join(accuracy(of.found, measure, each, seeds).split()[0] for each in asked)
     return described(of.gaps[key], what, of.p.get(key, np.nan), of.tests, digits_of(measure))
 
 
@@ -101,7 +101,7 @@ def full(name, measure):
 def off(name, arm, measure, what="difference"):
     """An arm's distance from the line; or its accuracy; its clean loss, the geometric mean."""
     networks, measure = picture(name)[0], full(name, measure)
-    own = line.those(networks, arm)
+    own = line.of_arms(networks, arm)
     if what == "accuracy":
         return f"{np.mean([n.accuracy[measure] for n in own]):.1f}"
     if what == "loss":
@@ -112,7 +112,7 @@ def off(name, arm, measure, what="difference"):
 
 def apart(first, second, measure, what="difference"):
     """The difference of two arms of the line that have other seeds, over seeds alone."""
-    two = (line.those(picture("fresh")[0], arm) for arm in (first, second))
+    two = (line.of_arms(picture("fresh")[0], arm) for arm in (first, second))
     return described(line.apart(*two, full("fresh", measure)), what)
 
 
@@ -256,7 +256,7 @@ NUMBER = re.compile(r"(?<![\w.,])[-+−]?(?:\d[\d,]*\.?\d*|\.\d+)(?:e[-+]?\d+)?"
 
 
 def numbers(text):
-    """List the numbers in a text, written in one way: -3.3 for −3.3, 3.3 for +3.3, 0.27 for .27."""
+    """List the numbers in a text in one notation: -3.3 for −3.3, 3.3 for +3.3, 0.27 for .27."""
     found = (x.rstrip(",.").replace("−", "-").replace(",", "") for x in NUMBER.findall(text))
     return [re.sub(r"^(-?)\.", r"\g<1>0.", x.removeprefix("+")) for x in found]
 
