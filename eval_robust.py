@@ -860,10 +860,14 @@ def join_severities(outcomes):
     return {field: [one[field] for one in outcomes] for field in outcomes[0]}
 
 
+def widest(device):
+    """Return float64, or float32 on mps, which has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def distances(adv, x):
     """Return how far images moved: Linf, L2, L1, and how far they leave [0, 1], (b, 4)."""
-    wide = torch.float32 if x.device.type == "mps" else torch.float64       # mps has no float64
-    move = (adv - x).flatten(1).to(wide)
+    move = (adv - x).flatten(1).to(widest(x.device))
     outside = torch.maximum(-adv.flatten(1).amin(1), adv.flatten(1).amax(1) - 1).clamp(min=0)
     return torch.stack([move.norm(math.inf, 1), move.norm(2, 1), move.norm(1, 1), outside], 1)
 
@@ -946,32 +950,32 @@ def attacked(run, m, images, name, settings):
     attack, n, paper = attack_of(run, name, settings), len(images.index), "conditions" in settings
     everyone = name in ("noise", "transfer")              # these also change wrong images
     many = MANY * ("batch_size" in inspect.signature(attack).parameters)
+    label = f"{measure_text(name, settings)}, {m.about['model']}"
     hits = torch.zeros(settings.get("draws", 1), n, 3, device=run.device)
-    moved = stages = 0
-    for pixels, labels, numbers, place in batches(
-            run, images, f"{measure_text(name, settings)}, {m.about['model']}", many):
+    moved = torch.zeros(n, 4, dtype=widest(run.device), device=run.device)
+    stages = torch.zeros(len(STAGES), n)                  # of autoattack: right after each stage
+    for pixels, labels, numbers, place in batches(run, images, label, many):
         x = z = pixels_of(pixels)
         model, targets, trace = m.model, labels, []
-        if paper:                                         # see --preset in the docstring
+        if paper:                                         # normalised images, predicted labels
             like = (run.other if name == "transfer" else m).model
             model, z = Normalized(m.model, like), (x - like.mean) / like.std
             z = z.clamp(0, 1) if name in PAPER_CLIPS else z
             with torch.no_grad():
-                attacked_model = Normalized(like, like)
-                targets = robust.forward(attacked_model, z, run.batch_size).argmax(1)
+                targets = robust.forward(Normalized(like, like), z, run.batch_size).argmax(1)
         right = robust.evaluate(model, z, targets, {name: attack}, batch_size=run.batch_size,
                                 seed=run.args.seed, index=numbers, draws=len(hits),
                                 attack_wrong=everyone, trace=trace)
-        far = 0
         for found in trace:
             adv = found["adv"] * like.std + like.mean if paper else found["adv"]
             hits[found["draw"], place] = correct(found["logits"].float(), labels)
-            far = torch.maximum(torch.as_tensor(far), distances(adv, x))
-        moved = moved + torch.zeros(n, 4, dtype=far.dtype, device=far.device).index_put((place,),
-                                                                                        far)
-        if trace[0]["stages"]:
-            stages = stages + after_stages(trace[0]["stages"], right["clean"], targets == labels,
-                                           hits[0, place, 0], place, n)
+            moved[place] = torch.maximum(moved[place], distances(adv, x))
+        for i, stage in enumerate(trace[0]["stages"]):
+            standing = torch.zeros_like(right["clean"])   # images that no stage has changed yet
+            standing = standing.masked_scatter(right["clean"], stage["robust"].cpu())
+            agrees, final = (targets == labels).cpu(), hits[0, place, 0].cpu() > 0
+            stages[i, place.cpu()] = torch.where(standing, agrees, final).float()
+
     hits, moved = all_sum(hits).double(), all_sum(moved).double()
     row = outcome(hits.mean(0), len(run.classes)) | summary_of_distances(moved)
     if name == "noise":
@@ -980,26 +984,12 @@ def attacked(run, m, images, name, settings):
         fooled, radii = hits[0, :, 0] == 0, (0.25, 0.5, 1.0, 2.0)
         within = torch.stack([(fooled & (moved[:, 1] <= r)).sum() for r in radii])
         row["top1_at_l2"] = dict(zip(radii, [100 - share for share in percent(within, n)]))
-    if torch.is_tensor(stages):
+    if name.endswith("autoattack"):
         row["stages"] = dict(zip(STAGES, percent(all_sum(stages).sum(1), n)))
     if name.startswith("adaptive_"):
         grey = torch.full((1, 3, m.size, m.size), 0.5, device=run.device)
         row |= {} if pap_steps(m.model, grey) else dict(plain=True)     # no RPC-Attention runs
     return row
-
-
-def after_stages(trace, attacked, agrees, final, place, n):
-    """Return which images are right after each stage of AutoAttack, (stages, n) of 0 and 1.
-
-    trace: of `autoattack`. attacked (b,): these were attacked. agrees (b,): the attacked class is
-    the true one. final (b,): right in the end. place (b,): of the images in the result.
-    """
-    stages = torch.zeros(len(trace), n)
-    for i, stage in enumerate(trace):
-        standing = torch.zeros_like(attacked).masked_scatter(attacked, stage["robust"].cpu())
-        right = torch.where(standing, agrees.cpu(), final.cpu() > 0)
-        stages[i, place.cpu()] = right.float()
-    return stages
 
 
 def summary_of_distances(moved):
