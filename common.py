@@ -9,11 +9,14 @@ import json
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
+import time
 from contextlib import contextmanager, suppress
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 
@@ -24,6 +27,7 @@ SPINS = "10000"
 if "OMP_WAIT_POLICY" not in os.environ:                     # the user's own setting wins
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
@@ -44,24 +48,41 @@ def error_prefix(what):
 def run(main):
     """Call a script's main(). An InputError becomes one line and exit code 1, Ctrl-C one and 130.
 
-    Every other exception is a bug, ours or of an edit, and keeps its traceback.
+    All other exceptions are bugs, ours or in a change of yours, and keep their traceback.
     """
     torch.set_flush_denormal(True)      # docs/data.md; threads and DataLoader workers inherit it
+    for stream in (sys.stdout, sys.stderr):                     # a file name may not be UTF-8
+        with suppress(AttributeError):
+            stream.reconfigure(errors="backslashreplace")
+    rank = os.environ.get("RANK", "0")
     try:
         main()
     except KeyboardInterrupt:
-        print(f"\nstopped by Ctrl-C{go_on()}", file=sys.stderr)
+        if rank == "0":
+            print(f"\nstopped by Ctrl-C{go_on()}", file=sys.stderr)
         sys.exit(130)
-    except InputError as e:                                 # a worker's comes with its traceback
-        words = str(e).splitlines()[-1].removeprefix("common.InputError: ")
+    except InputError as e:
+        # Rank 0 prints an error that all processes find, and torchrun then ends the others.
+        # An error that one process alone finds, in its image say, is printed after the wait.
+        if rank != "0":
+            time.sleep(WAIT)
+        words = str(e).splitlines()[-1].removeprefix("common.InputError: ")     # a worker's
         sys.exit(f"error: {words}{go_on()}")
 
 
+WAIT = 10                                                       # seconds
+
+
 def go_on():
-    """Say how to go on with the run that this process logs, if it has saved something."""
+    """Return words on how to continue the run of this process, if it has saved a checkpoint."""
     if Log.folder is None or not Path(Log.folder, "last.pt").exists():
         return ""
-    return f"; go on with: python {os.path.relpath(sys.argv[0])} --resume {Log.folder}"
+    return f"; go on with: {command(os.path.relpath(sys.argv[0]), '--resume', Log.folder)}"
+
+
+def command(script, *words):
+    """Return a command line to paste into a shell: names with spaces are quoted."""
+    return f"python {shlex.join(map(str, [script, *words]))}"
 
 
 def print0(*lines):
@@ -121,6 +142,57 @@ def parse_layers(text, depth):
     raise InputError(f"--rpc_layers {text}: expected all, 0, 0,1 or 0-2 of layers 0 to {depth - 1}")
 
 
+def resumed_run(parser, task):
+    """Read the flags given on the command line and the run that --resume names.
+
+    Returns (given, checkpoint, stored): a Namespace, the dict in last.pt and its flags; the two
+    dicts are empty without --resume. task: the name in the checkpoints of this script.
+    """
+    given = parser.parse_known_args()[0]
+    if not given.resume:
+        return given, {}, {}
+    checkpoint = load(Path(given.resume, "last.pt"))
+    if checkpoint.get("task") != task:
+        raise InputError(f"--resume {given.resume}: its task is {checkpoint.get('task')}, expected "
+                         f"{task}; resume it with the script that trained it")
+    # Flags that belong to one command or machine are not restored.
+    once = ("device", "download", "max_steps", "out_dir", "resume")
+    stored = {name: value for name, value in checkpoint["args"].items() if name not in once}
+    return given, checkpoint, stored
+
+
+def parse_flags(parser, recipe, stored, fixed=()):
+    """Parse the flags. Priority: command line, then the resumed run, then the recipe.
+
+    recipe, stored: dicts of flags, stored from `resumed_run`. fixed: flags that --resume cannot
+    change, in addition to --batch_size (a position in the data is stored in steps). Prints which
+    flags differ from the stored ones.
+    """
+    parser.set_defaults(**{**recipe, **stored})
+    parser.add_argument("-h", "--help", action="help", help="print this, with the recipe's defaults")
+    args = parser.parse_args()
+    changed = {name: getattr(args, name) for name in stored if getattr(args, name) != stored[name]}
+    for name in ("batch_size", *fixed):
+        if name in changed:
+            raise InputError(f"--resume cannot change --{name}: it was {stored[name]} and is "
+                             f"{changed[name]}; leave --{name} out, or start another run")
+    if changed:
+        print0(f"other flags: {changed}")
+    return args
+
+
+def run_folder(args, default):
+    """Return the run's folder: --resume, --out_dir or the default, which must hold no other run."""
+    if args.out_dir and args.resume:
+        raise InputError(f"--out_dir {args.out_dir} does not go with --resume, which continues in "
+                         f"its own folder; leave one of them out")
+    folder = args.resume or args.out_dir or default
+    if Path(folder, "last.pt").exists() and not args.resume:
+        raise InputError(f"{folder} holds a run: continue it with --resume {shlex.quote(folder)}, "
+                         f"or choose another --out_dir")
+    return folder
+
+
 # --- the log: a JSON object a line ----------------------------------------------------------------
 
 class Log:
@@ -133,7 +205,7 @@ class Log:
         kept = sum(row["step"] <= step for row in read_log(self.path)) if step else 0
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.path, "a+")
+            self.file = open(self.path, "a+", encoding="utf-8")
             with suppress(ImportError):                             # Windows has none
                 import fcntl
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -249,14 +321,16 @@ def save(path, checkpoint):
 
 
 def load(path):
-    """Read the dict in a checkpoint of ours, DeiT's or the released code's; tensors on the CPU.
+    """Read the dict in a checkpoint, ours or another program's; tensors are on the CPU.
 
-    Runs nothing that it holds. path: a file, an https address, or a run's folder: of that best.pt,
-    where there is one, else last.pt.
+    path: a file, an https address (downloaded once), or the folder of a run, where best.pt is
+    preferred to last.pt. Code in the file does not run. InputError if no dict can be read.
     """
     read, path = torch.load, str(path)
-    if path.startswith("https://"):
-        read = torch.hub.load_state_dict_from_url
+    if path.startswith("https://"):             # the whole address names the file in the cache
+        name = f"{sha256(path.encode()).hexdigest()[:16]}_{path.split('?')[0].split('/')[-1]}"
+        show = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+        read = partial(torch.hub.load_state_dict_from_url, file_name=name, progress=show)
     else:
         path = Path(path)
         if path.is_dir():
@@ -264,13 +338,25 @@ def load(path):
         if not path.exists():
             raise InputError(f"no checkpoint at {path}")
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):     # the released code's args
+        with torch.serialization.safe_globals([argparse.Namespace, *NUMPY]):    # DeiT's args
             checkpoint = read(path, map_location="cpu", weights_only=True)
     except Exception as e:                                          # torch.load raises many types
+        unsafe = re.search(r"GLOBAL (\S+)", str(e))
+        if unsafe:
+            raise InputError(f"{path} holds an object of {unsafe[1]}, expected tensors, numbers, "
+                             f"text, lists and dicts alone: save it again with only these, for "
+                             f"example torch.save(model.state_dict(), FILE)") from None
         raise InputError(f"{path} is not a readable checkpoint ({type(e).__name__})") from None
     if not isinstance(checkpoint, dict):
         raise InputError(f"{path} holds a {type(checkpoint).__name__}, expected a dict of weights")
     return checkpoint
+
+
+# Parts of pickled NumPy scalars and arrays; NumPy 1 and 2 name them differently.
+NUMPY = [np.ndarray, np.dtype, *{type(np.dtype(code)) for code in "?" + np.typecodes["AllInteger"] +
+                                 np.typecodes["AllFloat"] + "SU"}]
+NUMPY += [(getattr(np._core.multiarray, name), f"numpy.{core}.multiarray.{name}")
+          for name in ("scalar", "_reconstruct") for core in ("core", "_core")]
 
 
 def load_optimizer(optimizer, state):

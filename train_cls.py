@@ -39,7 +39,7 @@ from common import COUNT, NATURAL, REAL, SHARE, InputError
 from data.augment import augment_uint8, soft_targets, to_float
 from data.batches import Split, image_batches, send
 from data.datasets import DATASETS, choose, largest_share, load_data, split_name
-from data.rng import epoch_order
+from data.rng import MASKS, epoch_order, seed_of
 from vit import SIZES, ViT, ViTConfig
 
 
@@ -75,9 +75,9 @@ def get_args():
          help="PAP lambda; the paper: 4 in layer 0, 3 in all; inf: never shrink")
     flag("--form", choices=FORMS, default="released", help="reading of Algorithm 1: attention.py")
     flag("--drop_path", type=SHARE, default=0.0, help="rate of the last block (FAN: of each)")
-    flag("--init", choices=["trunc_normal", "default"], help="Linear layers as DeiT's, or torch's "
-         "as the released RPC code; None: default, but for a FAN and, on imagenet, for attention "
-         "other than symmetric or rpc")
+    flag("--init", choices=["default", "trunc_normal"], help="Linear layers start as PyTorch's "
+         "(as in the released RPC code) or as DeiT's (default: PyTorch's; trunc_normal for a FAN, "
+         "as in FAN's code)")
     flag("--init_from", help="start from these weights (file or https address; App. E.6); model "
          "and patch size are theirs where no flag says otherwise")
 
@@ -117,42 +117,25 @@ def get_args():
     flag("--out_dir", help="None: out/<data>_<attn>")
     flag("--resume", help="folder of a run to continue; its flags are the defaults")
 
-    # A setting is the command line's, else that of the run to resume, of weights to start from, of
-    # the recipe, or the flag's default.
-    asked, checkpoint, stored, theirs = p.parse_known_args()[0], {}, {}, {}
-    if asked.resume:
-        checkpoint = common.load(Path(asked.resume, "last.pt"))
-        if checkpoint.get("task") != "classification":
-            raise InputError(f"--resume {asked.resume}: its task is {checkpoint.get('task')}, not "
-                             f"classification")
-        # What is of one command or machine is not remembered.
-        stored = {name: value for name, value in checkpoint["args"].items()
-                  if name not in ("device", "download", "max_steps", "out_dir", "resume")}
-    data = asked.data or stored.get("data") or ("folder" if asked.data_dir else "shapes")
-    if asked.init_from and not asked.resume:
+    # Priority: command line, resumed run, weights of --init_from, recipe, default of the flag.
+    given, checkpoint, stored = common.resumed_run(p, "classification")
+    data = given.data or stored.get("data") or ("folder" if given.data_dir else "shapes")
+    from_file = {}                                      # model, patch_size, image_size
+    if given.init_from and not given.resume:
         from checkpoints import flags_for
-        theirs = flags_for(common.load(asked.init_from), SIZES)     # model, patch_size, image_size
+        from_file = flags_for(common.load(given.init_from), SIZES)
         if data != "folder":
-            theirs.pop("image_size", None)                          # a data set has its own
-    p.set_defaults(**{"data": data, **DATASETS[data][1], **theirs, **stored})
-    p.add_argument("-h", "--help", action="help", help="print this, with the recipe's defaults")
-    args = p.parse_args()
-    changed = {name: getattr(args, name) for name in stored if getattr(args, name) != stored[name]}
-    if theirs:
-        common.print0(f"as in {args.init_from}: {theirs}")
-    if changed:
-        common.print0(f"other flags: {changed}")
+            from_file.pop("image_size", None)           # the data set has its own
+    args = common.parse_flags(p, {"data": data, **DATASETS[data][1], **from_file}, stored)
+    used = {name: value for name, value in from_file.items() if getattr(args, name) == value}
+    if used:
+        common.print0(f"as in {args.init_from}: {used}")
 
     if data == "shapes" and args.data_dir:
         raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images")
     if data == "folder" and not args.data_dir:
         raise InputError("--data folder needs --data_dir")
-    if args.out_dir and args.resume:
-        raise InputError("--out_dir does not go with --resume, which continues in its own folder")
-    args.out_dir = args.resume or args.out_dir or f"out/{data}_{args.attn}"
-    if Path(args.out_dir, "last.pt").exists() and not args.resume:
-        raise InputError(f"{args.out_dir} holds a run: go on with it by --resume {args.out_dir}, "
-                         f"or choose another --out_dir")
+    args.out_dir = common.run_folder(args, f"out/{data}_{args.attn}")
     return args, checkpoint
 
 
@@ -287,19 +270,18 @@ def main():
     epoch_steps = len(train.labels) // args.batch_size              # whole batches only
     total, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps
 
-    # Model. The flags describe it; a checkpoint's has to be the same. The released RPC code starts
-    # from torch's Linear layers, FAN and all that is compared with DeiT on ImageNet from DeiT's.
+    # Model. The flags describe it; with --resume they must describe the checkpoint's model.
     if args.model in SIZES:
         Model, Config, size = ViT, ViTConfig, SIZES[args.model]
     else:
         from fan import FAN as Model, SIZES as FAN_SIZES, FANConfig as Config
         size = FAN_SIZES[args.model]
-    released = Model is ViT and (args.data != "imagenet" or args.attn in ("symmetric", "rpc"))
+    init = args.init or ("default" if Model is ViT else "trunc_normal")
     config = Config(**size, image_size=args.image_size, patch_size=args.patch_size,
                     num_classes=len(train.classes), attn=args.attn, drop_path=args.drop_path,
                     rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]),
                     pap=dict(n_iter=args.n_iter, lambd=args.lambd, form=args.form),
-                    init=args.init or ("default" if released else "trunc_normal"))
+                    init=init)
     torch.manual_seed(args.seed)
     model = Model(config).to(device)
     if world > 1 and device.type == "cuda":                         # a FAN's norms, over processes
@@ -337,11 +319,10 @@ def main():
     first = checkpoint.get("step", 0)
     metrics, best = checkpoint.get("metrics", {}), checkpoint.get("best", {})
 
-    # Compile; share gradients over processes. net is for training; model, of the same weights, is
+    # Compile; average gradients over processes. `net` is trained; `model` shares its weights and is
     # evaluated and saved.
     compiled = torch.compile(model) if args.compile else model
-    net = compiled if world == 1 else DDP(compiled, broadcast_buffers=False,    # the same on all
-                                          gradient_as_bucket_view=True)
+    net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
 
     # The log, a JSON object a line; its first row says what was trained, by what, on what.
     out_dir = Path(args.out_dir)
@@ -375,8 +356,8 @@ def main():
                 images = adversarial(compiled, images, targets, position[0].item(), args)
 
         # Forward and backward. Drop path draws from a seed of this step and process, so a resumed
-        # run draws the same. (hash of numbers is the same in every Python.)
-        torch.manual_seed(hash((args.seed, step, rank)) % 2 ** 63)
+        # run draws the same.
+        torch.manual_seed(seed_of(args.seed, MASKS, step, rank))
         with autocast:
             loss = F.cross_entropy(net(images), targets)
         loss.backward()
@@ -457,7 +438,7 @@ def main():
         if best:
             common.print0(f"best.pt: the lowest loss, {best['loss']:.3f}, was after "
                           f"{best['step'] / epoch_steps:.1f} epochs, accuracy {best['top1']:.2f} %")
-        common.print0(f"next: python eval_robust.py --ckpt {out_dir}")
+        common.print0(f"next: {common.command('eval_robust.py', '--ckpt', out_dir)}")
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -38,6 +38,7 @@ from tqdm import tqdm
 
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE, InputError
+from data.rng import MASKS, seed_of
 from data.text import (EOS, SPLITS, describe, load_corpus, perplexity, random_windows, sliding_nll,
                        stored_vocabulary, text_folder)
 from lm import LM, SIZES, LMConfig, lm_from_checkpoint, reads_the_future
@@ -52,7 +53,8 @@ RECIPES = {
     "wikitext103": dict(model="paper", rpc_layers="0-3", cutoffs="20000,40000,200000",
                         steps=500_000, batch_size=96, lr=2.5e-4, warmup=2000, eval_every=4000),
 }
-RECIPES["folder"] = RECIPES["wikitext"]         # --data_dir alone: a text of one's own
+# --data_dir alone: a text of your own
+RECIPES["folder"] = dict(RECIPES["wikitext"], attn="symmetric")
 
 
 def get_args():
@@ -112,32 +114,14 @@ def get_args():
     flag("--out_dir", help="None: out/<data>_<attn>; of a text of your own out/text_<attn>")
     flag("--resume", help="folder of a run to continue; its flags are the defaults")
 
-    # A setting is the command line's, else that of the run to resume, of the recipe, or the flag's
-    # default.
-    asked, checkpoint, stored = p.parse_known_args()[0], {}, {}
-    if asked.resume:
-        checkpoint = common.load(Path(asked.resume, "last.pt"))
-        if checkpoint.get("task") != "language modelling":
-            raise InputError(f"--resume {asked.resume}: its task is {checkpoint.get('task')}, not "
-                             f"language modelling")
-        # What is of one command or machine is not remembered.
-        stored = {name: value for name, value in checkpoint["args"].items()
-                  if name not in ("device", "max_steps", "out_dir", "resume")}
-    data = asked.data or stored.get("data") or ("folder" if asked.data_dir else "pydoc")
-    p.set_defaults(**{"data": data, **RECIPES[data], **stored})
-    p.add_argument("-h", "--help", action="help", help="print this, with the recipe's defaults")
-    args = p.parse_args()
-    changed = {name: getattr(args, name) for name in stored if getattr(args, name) != stored[name]}
-    if changed:
-        common.print0(f"other flags: {changed}")
+    # Priority: command line, resumed run, recipe, default of the flag.
+    given, checkpoint, stored = common.resumed_run(p, "language modelling")
+    data = given.data or stored.get("data") or ("folder" if given.data_dir else "pydoc")
+    args = common.parse_flags(p, {"data": data, **RECIPES[data]}, stored)
 
-    if args.out_dir and args.resume:
-        raise InputError("--out_dir does not go with --resume, which continues in its own folder")
-    args.out_dir = args.resume or args.out_dir or (
-        f"out/{'text' if data == 'folder' else data}_{args.attn}")
-    if Path(args.out_dir, "last.pt").exists() and not args.resume and not args.sample:
-        raise InputError(f"{args.out_dir} holds a run: go on with it by --resume {args.out_dir}, "
-                         f"or choose another --out_dir")
+    if not args.sample:
+        name = "text" if data == "folder" else data
+        args.out_dir = common.run_folder(args, f"out/{name}_{args.attn}")
     args.context = args.context or SIZES[args.model]["context"]
     return args, checkpoint
 
@@ -285,13 +269,12 @@ def main():
     first = checkpoint.get("step", 0)
     metrics, best = checkpoint.get("metrics", {}), checkpoint.get("best", {})
 
-    # Compile; share gradients over processes. net is for training; model, of the same weights, is
+    # Compile; average gradients over processes. `net` is trained; `model` shares its weights and is
     # evaluated and saved.
     if args.compile and model.adaptive:                             # its shapes depend on targets
         model.adaptive.nll = torch.compiler.disable(model.adaptive.nll)
     compiled = torch.compile(model) if args.compile else model
-    net = compiled if world == 1 else DDP(compiled, broadcast_buffers=False,    # the same on all
-                                          gradient_as_bucket_view=True)
+    net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
 
     # The log, a JSON object a line; its first row says what was trained, by what, on what.
     out_dir = Path(args.out_dir)
@@ -320,8 +303,8 @@ def main():
         windows = next(batches)
 
         # Forward and backward. Dropout draws from a seed of this step and process, so a resumed
-        # run draws the same. (hash of numbers is the same in every Python.)
-        torch.manual_seed(hash((args.seed, step, rank)) % 2 ** 63)
+        # run draws the same.
+        torch.manual_seed(seed_of(args.seed, MASKS, step, rank))
         with autocast:
             loss = net(windows[:, :-1], windows[:, 1:]).mean()
         loss.backward()
@@ -396,7 +379,7 @@ def main():
         if best:
             common.print0(f"best.pt: the lowest perplexity, {best['perplexity']:.2f}, was after "
                           f"{best['step']} steps")
-        common.print0(f"next: python eval_robust.py --ckpt {out_dir}")
+        common.print0(f"next: {common.command('eval_robust.py', '--ckpt', out_dir)}")
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -37,7 +37,7 @@ from tqdm import tqdm
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE, InputError
 from data.batches import image_batches
-from data.rng import epoch_order
+from data.rng import MASKS, epoch_order, seed_of
 from data.views import TrainingViews, choose, finish_views, load_split, save_pictures
 from segmenter import (IGNORE, Segmenter, SegmenterConfig, backbone_settings, evaluate,
                        predictions)
@@ -51,11 +51,11 @@ RECIPES = {
     # 250 images, 25 minutes on a CPU core: mean IoU 30.5 % (symmetric), 27.9 % (rpc, n_iter 6)
     "camvid": dict(size=160, num_classes=11, epochs=200, batch_size=8, eval_every=20),
     # the paper's run, not run here: mean IoU 34.69 % (rpc), 34.00 % (symmetric) there
-    "ade20k": dict(size=512, num_classes=150, epochs=64, batch_size=8, lr=1e-3, weight_decay=0.0,
-                   clip=0.0, drop_path=0.1, model="tiny"),
+    "ade20k": dict(size=512, num_classes=150, epochs=64, batch_size=8, optimizer="sgd", lr=1e-3,
+                   weight_decay=0.0, clip=0.0, drop_path=0.1, model="tiny"),
     # images of your own; what is None depends on how many there are and how large: data/masks.py
     "folder": dict(size=None, epochs=None, batch_size=None, eval_every=None, patch_size=None,
-                   keep_best=True),
+                   attn="symmetric", keep_best=True),
 }
 # An encoder without --backbone, where flags and recipes do not say otherwise.
 ENCODER = dict(model="nano", patch_size=16, attn="rpc", rpc_layers="0", n_iter=4, lambd=4.0,
@@ -106,6 +106,8 @@ def get_args():
     flag = p.add_argument_group("training").add_argument
     flag("--epochs", type=COUNT, help="the schedule ends there")
     flag("--batch_size", type=COUNT, help="over all processes")
+    flag("--optimizer", choices=["adamw", "sgd"], default="adamw", help="sgd has Nesterov momentum "
+         "0.9, as in the paper")
     flag("--lr", type=REAL, default=2e-3, help="learning rate of the first step")
     flag("--min_lr", type=REAL, default=1e-5,
          help="at the end: lr_k = (lr - min_lr) (1 - k / steps)^0.9 + min_lr")
@@ -132,48 +134,29 @@ def get_args():
     flag("--out_dir", help="None: out/seg_<data>_<attn>; with --backbone out/seg_<data>_backbone")
     flag("--resume", help="folder of a run to continue; its flags are the defaults")
 
-    # A setting is the command line's, else that of the run to resume, of the recipe, or the flag's
-    # default.
-    asked, checkpoint, stored = p.parse_known_args()[0], {}, {}
-    if asked.resume:
-        checkpoint = common.load(Path(asked.resume, "last.pt"))
-        if checkpoint.get("task") != "segmentation":
-            raise InputError(f"--resume {asked.resume}: its task is {checkpoint.get('task')}, not "
-                             f"segmentation")
-        # What is of one command or machine is not remembered.
-        stored = {name: value for name, value in checkpoint["args"].items()
-                  if name not in ("device", "max_steps", "out_dir", "resume")}
-    data = asked.data or stored.get("data") or ("folder" if asked.data_dir else "shapes")
-    # A backbone is a whole encoder. Scenes have one in weights/, unless flags ask for another: from
-    # scratch a small network learns little of them in minutes.
+    # Priority: command line, resumed run, recipe, default of the flag.
+    given, checkpoint, stored = common.resumed_run(p, "segmentation")
+    data = given.data or stored.get("data") or ("folder" if given.data_dir else "shapes")
+
+    # A backbone brings its own encoder. Scenes start from one in weights/, unless flags describe
+    # another encoder: from scratch a small network learns little in minutes.
     recipe = {**ENCODER, **RECIPES[data]}
-    said = [name for name in ENCODER if getattr(asked, name) is not None]
-    path = Path(__file__).with_name("weights") / f"shapes_{asked.attn or 'rpc'}.pt"
-    if asked.backbone:
+    own = [name for name in ENCODER if getattr(given, name) is not None]
+    shipped = Path(__file__).with_name("weights") / f"shapes_{given.attn or 'rpc'}.pt"
+    if given.backbone and own:
+        raise InputError(f"--backbone has its own encoder: leave out --{', --'.join(own)}")
+    if given.backbone:
         recipe.update(dict.fromkeys(ENCODER))
-    elif data == "shapes" and said in ([], ["attn"]) and path.exists():
-        recipe.update(dict.fromkeys(ENCODER), backbone=os.path.relpath(path), attn="rpc")
-    p.set_defaults(**{"data": data, **recipe, **stored})
-    p.add_argument("-h", "--help", action="help", help="print this, with the recipe's defaults")
-    args = p.parse_args()
-    changed = {name: getattr(args, name) for name in stored if getattr(args, name) != stored[name]}
-    if changed.keys() & {*ENCODER, "backbone", "decoder_attn", "drop_path", "dropout"}:
-        raise InputError(f"--resume cannot change the model: {changed}")
-    if asked.backbone and said:
-        raise InputError(f"--backbone has its own encoder: leave out --{', --'.join(said)}")
-    if changed:
-        common.print0(f"other flags: {changed}")
+    elif data == "shapes" and own in ([], ["attn"]) and shipped.exists():
+        recipe.update(dict.fromkeys(ENCODER), backbone=os.path.relpath(shipped), attn="rpc")
+    model_flags = (*ENCODER, "backbone", "decoder_attn", "drop_path", "dropout")
+    args = common.parse_flags(p, {"data": data, **recipe}, stored, fixed=model_flags)
 
     if data == "shapes" and args.data_dir:
         raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images")
     if data == "folder" and not args.data_dir:
         raise InputError("--data folder needs --data_dir")
-    if args.out_dir and args.resume:
-        raise InputError("--out_dir does not go with --resume, which continues in its own folder")
-    args.out_dir = args.resume or args.out_dir or f"out/seg_{data}_{args.attn or 'backbone'}"
-    if Path(args.out_dir, "last.pt").exists() and not args.resume:
-        raise InputError(f"{args.out_dir} holds a run: go on with it by --resume {args.out_dir}, "
-                         f"or choose another --out_dir")
+    args.out_dir = common.run_folder(args, f"out/seg_{data}_{args.attn or 'backbone'}")
     return args, checkpoint
 
 
@@ -293,7 +276,7 @@ def main():
         if p.requires_grad:
             (decay if p.ndim > 1 and name.endswith(matrices) else rest).append(p)
     groups = [dict(params=decay, weight_decay=args.weight_decay), dict(params=rest, weight_decay=0)]
-    if args.data == "ade20k":                                       # the paper's, timm's "sgd"
+    if args.optimizer == "sgd":
         optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=0.9, nesterov=True,
                                     fused=device.type == "cuda")
     else:
@@ -311,11 +294,10 @@ def main():
     first = checkpoint.get("step", 0)
     metrics, best = checkpoint.get("metrics", {}), checkpoint.get("best", {})
 
-    # Compile; share gradients over processes. net is for training; model, of the same weights, is
+    # Compile; average gradients over processes. `net` is trained; `model` shares its weights and is
     # evaluated and saved.
     compiled = torch.compile(model) if args.compile else model
-    net = compiled if world == 1 else DDP(compiled, broadcast_buffers=False,    # the same on all
-                                          gradient_as_bucket_view=True)
+    net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
 
     # The log, a JSON object a line; its first row says what was trained, by what, on what.
     out_dir = Path(args.out_dir)
@@ -345,8 +327,8 @@ def main():
 
         # Forward and backward. The loss is the mean over the labelled pixels of all processes,
         # which get the mean of their gradients. Dropout draws from a seed of this step and process,
-        # so a resumed run draws the same. (hash of numbers is the same in every Python.)
-        torch.manual_seed(hash((args.seed, step, rank)) % 2 ** 63)
+        # so a resumed run draws the same.
+        torch.manual_seed(seed_of(args.seed, MASKS, step, rank))
         pixels = (labels != IGNORE).sum()
         if world > 1:
             dist.all_reduce(pixels)
@@ -427,7 +409,7 @@ def main():
         if best:
             common.print0(f"best.pt: the highest mean IoU, {best['mean_iou']:.2f} %, was after "
                           f"{best['step'] / epoch_steps:.1f} epochs")
-        common.print0(f"next: python eval_robust.py --ckpt {out_dir}")
+        common.print0(f"next: {common.command('eval_robust.py', '--ckpt', out_dir)}")
     if dist.is_initialized():
         dist.destroy_process_group()
 

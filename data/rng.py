@@ -18,6 +18,7 @@ CORRUPTION = 51                         # to 65: ImageNet-C's 15 in their order;
 TEXT_WINDOW = 70                        # data/text.py
 PATCH_PLACES, PATCH_VALUES = 70, 71     # robust/patches.py: of images, so 70 meets no text
 ADVERSARIAL = 90                        # robust/adversarial.py
+MASKS = 80                              # dropout and drop path in the trainers
 FROST = 50                              # alone in its key, without a seed: robust/frost.py
 
 
@@ -40,6 +41,13 @@ def uniform(index, n, *key):
     column = _mix(torch.arange(1, n + 1, device=index.device, dtype=torch.int32))
     h = _mix(_mix(row[:, None] ^ column).add_(row[:, None]))              # (B, n)
     return h.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).float().mul_(2.0 ** -24)
+
+
+def seed_of(*key):
+    """Return a seed in [0, 2**48) for torch.manual_seed, a hash of the ints in `key`."""
+    *key, last = key
+    high, low = uniform(torch.tensor([last]), 2, *key)[0].double().mul(2 ** 24).long().tolist()
+    return high << 24 | low
 
 
 def normal(u):

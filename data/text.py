@@ -11,9 +11,11 @@ anew in every run, in memory: WikiText-103 takes a minute.
 """
 
 import ast
+import codecs
 import os
 import platform
 import re
+import shlex
 import unicodedata
 import zlib
 from collections import Counter
@@ -26,7 +28,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common import InputError, replacing
+from common import InputError, print0, replacing
 from data.rng import TEXT_WINDOW, uniform
 
 SPLITS = ("train", "valid", "test")
@@ -72,17 +74,25 @@ def token_file(folder, split):
 
 
 def each_line(path, what="reading"):
-    """Read a file line by line, without newlines; only "\\n" ends a line. what: for a long bar.
+    """Yield the lines of a text file, UTF-8 or UTF-16, without newlines; only "\\n" ends a line.
 
-    A byte order mark, as Windows writes it, is no part of the text.
+    what: begins the text of the progress bar of a large file. InputError at another encoding.
     """
-    few = path.stat().st_size < 2 ** 24 or os.environ.get("RANK", "0") != "0"
-    with open(path, encoding="utf-8-sig", newline="\n") as f:
+    quiet = path.stat().st_size < 2 ** 24 or os.environ.get("RANK", "0") != "0"
+    with open(path, "rb") as f:                 # byte order marks, as editors on Windows write them
+        marked = f.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    convert = (f"save it as UTF-8, or convert it, for example from Latin-1: iconv -f LATIN1 -t UTF-8 "
+               f"{shlex.quote(str(path))} > NEW")
+    with open(path, encoding="utf-16" if marked else "utf-8-sig", newline="\n") as f:
         try:
-            for line in tqdm(f, f"{what} {path.name}", unit=" lines", leave=False, disable=few):
+            for line in tqdm(f, f"{what} {path.name}", unit=" lines", leave=False,
+                             disable=quiet or None):                # None: if not in a terminal
+                if "\0" in line:                                    # UTF-16 without its mark
+                    raise InputError(f"{path} contains zero bytes, expected text; {convert}")
                 yield line.removesuffix("\n")
-        except UnicodeDecodeError as e:
-            raise InputError(f"{path} is not UTF-8 text ({e.reason})") from None
+        except UnicodeError as e:
+            raise InputError(f"{path} is not UTF-8 text ({getattr(e, 'reason', e)}); "
+                             f"{convert}") from None
 
 
 def read_lines(path):
@@ -101,9 +111,17 @@ class Corpus(NamedTuple):
 
 
 def load_corpus(folder):
-    """Load a folder's texts as ids, in the vocabulary of the training text."""
+    """Load the texts of a folder as ids, in the vocabulary of the training text."""
     paths = [token_file(folder, split) for split in SPLITS]
     vocab = count_words(paths[0])
+    if UNK not in vocab:
+        new = {word for path in paths[1:] for line in each_line(path) for word in line.split()}
+        new -= vocab.keys()
+        if new:
+            print0(f"{folder}: the training text has no {UNK}; {len(new)} words of the valid and "
+                   f"test texts are not in it, {min(new)!r} among them, and become {UNK}. Their "
+                   f"perplexity is high, because the model never learns {UNK}")
+            vocab = Vocabulary([*vocab.words, UNK])
     return Corpus(*(vocab.encode_lines(each_line(path, "encoding")) for path in paths), vocab)
 
 
@@ -178,24 +196,35 @@ def write_tokens(folder, lines):
             tmp.write_bytes(text.encode())
 
 
+def paragraphs(path, least=1):
+    """Read a text file as paragraphs, lists of words. InputError if there are fewer than `least`.
+
+    Blank lines separate paragraphs; if that gives fewer than 20, every line is a paragraph.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"--data_dir {path}: there is no such file or folder")
+    text = "\n".join(each_line(path))
+    for mark in (r"\n\s*\n", "\n"):
+        found = [words for words in map(words_of, re.split(mark, text)) if words]
+        if len(found) >= 20:
+            return found
+    if len(found) < least:
+        raise InputError(f"{path} has {len(found)} lines with words, expected {least} or more")
+    return found
+
+
 def txt_folder(path):
     """Make a folder of a text file: 90 % of its paragraphs to train, 5 % to valid, 5 % to test.
 
-    Blank lines part paragraphs; where that gives fewer than 20, every line is one. The folder is
-    out/cache/<name>_<hash of the whole path>, written anew each time: the file may have changed.
+    The folder is out/cache/<name>_<hash of the whole path>, written again each time, because the
+    file may have changed.
     """
-    whole = path.resolve()
-    if not whole.is_file():
-        raise InputError(f"--data_dir {path}: there is no such file or folder")
-    folder = Path("out", "cache", f"{whole.stem}_{zlib.crc32(str(whole).encode()):08x}")
-    text = "\n".join(each_line(path))
-    for mark in (r"\n\s*\n", "\n"):
-        lines = [words for words in map(words_of, re.split(mark, text)) if words]
-        if len(lines) >= 20:
-            a, b = len(lines) * 90 // 100, len(lines) * 95 // 100
-            write_tokens(folder, dict(train=lines[:a], valid=lines[a:b], test=lines[b:]))
-            return folder
-    raise InputError(f"{path} has {len(lines)} lines with words, expected 20 or more")
+    lines, whole = paragraphs(path, least=20), path.resolve()
+    folder = Path("out", "cache", f"{whole.stem}_{zlib.crc32(os.fsencode(whole)):08x}")
+    a, b = len(lines) * 90 // 100, len(lines) * 95 // 100
+    write_tokens(folder, dict(train=lines[:a], valid=lines[a:b], test=lines[b:]))
+    return folder
 
 
 def pydoc_documents():

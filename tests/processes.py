@@ -59,11 +59,15 @@ def finish(process):
     return out
 
 
-def group(main, flags, world=2, **env):
-    """What `world` processes print, started as torchrun starts them; env wins."""
+def group(main, flags, world=2, errors=False, **env):
+    """The stdout of `world` processes, started as torchrun starts them; env wins.
+
+    errors: return (stdout, stderr) of each process.
+    """
     with socket.create_server(("localhost", 0)) as s:
         port = str(s.getsockname()[1])
     shared = dict(WORLD_SIZE=str(world), MASTER_ADDR="localhost", MASTER_PORT=port)
     processes = [Started(main, flags, **{**shared, "RANK": str(i), "LOCAL_RANK": str(i), **env})
                  for i in range(world)]
-    return [finish(process) for process in processes]
+    printed = [finish(process) for process in processes]
+    return [process.communicate() for process in processes] if errors else printed

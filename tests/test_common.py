@@ -10,6 +10,7 @@ import sys
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -173,6 +174,35 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_step():
         common.finite_means(rows, 8)
 
 
+def test_files_of_two_addresses_stay_apart(tmp_path, monkeypatch):
+    """Both end in the same file name, as files of different models do."""
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+
+    def download(address, path, *args, **how):
+        downloaded.append(address)
+        torch.save(dict(address=address), path)
+    monkeypatch.setattr(torch.hub, "download_url_to_file", download)
+    downloaded, addresses = [], [f"https://a.org/{name}/pytorch_model.bin?x=1" for name in "ab"]
+    for address in 2 * addresses:
+        assert load(address) == dict(address=address)
+    assert downloaded == addresses                                  # once each
+
+
+def test_numpy_scalars_and_arrays_are_read(tmp_path):
+    state = dict(epoch=np.int64(3), best=np.float64(0.5), loss=np.float32(2), done=np.bool_(True),
+                 losses=np.arange(3.0), model={"w": torch.ones(2)})
+    torch.save(state, tmp_path / "numpy.pt")
+    found = load(tmp_path / "numpy.pt")
+    assert [found[name] for name in ("epoch", "best", "loss", "done")] == [3, 0.5, 2, True]
+    assert found["losses"].tolist() == [0, 1, 2]
+
+
+def test_objects_in_a_checkpoint_are_named_with_the_file(tmp_path):
+    torch.save(dict(config=Fraction(1, 2)), tmp_path / "object.pt")
+    with pytest.raises(InputError, match="object.pt holds an object of fractions.Fraction"):
+        load(tmp_path / "object.pt")
+
+
 # --- words ----------------------------------------------------------------------------------------
 
 def python(code):
@@ -237,6 +267,30 @@ def test_input_errors_end_in_one_line_and_bugs_keep_their_traceback(monkeypatch)
     for bug in (KeyError("bug"), ValueError("too many values to unpack"), FileNotFoundError("x")):
         with pytest.raises(type(bug)):
             common.run(lambda: (_ for _ in ()).throw(bug))
+
+
+def test_rank_0_alone_prints_an_input_error():
+    """torchrun ends the others then; an error of one process alone is printed after the wait."""
+    code = ("import common, sys; common.WAIT = float(sys.argv[1])\n"
+            "common.run(lambda: (_ for _ in ()).throw(common.InputError('no a.jpg')))")
+
+    def started(rank, wait):
+        return subprocess.Popen([sys.executable, "-c", code, wait], text=True, env=env | rank,
+                                cwd=Path(common.__file__).parent, stderr=subprocess.PIPE)
+    env = dict(os.environ)
+    first, second, only = (started(dict(RANK=rank), wait)
+                           for rank, wait in (("0", "99"), ("1", "99"), ("1", "0")))
+    assert first.communicate()[1] == only.communicate()[1] == "error: no a.jpg\n"
+    assert second.poll() is None
+    second.terminate()
+    assert second.communicate()[1] == ""
+
+
+def test_names_that_are_no_utf8_are_printed(tmp_path):
+    name = "b'caf\\xe9'"
+    out, err = python(f"import common, os; "
+                      f"common.run(lambda: common.print0(os.fsdecode({name})))").communicate()
+    assert out == "caf\\udce9\n", err
 
 
 def test_scripts_flush_denormals_in_every_thread():

@@ -110,7 +110,7 @@ def plain_loop(f, all_images, all_labels, test, model):
         index = order_of(f, len(all_labels), step)
         images = augmented(f, all_images[index], position)
         images, targets = mixed(f, images, all_labels[index], 10, step)
-        torch.manual_seed(hash((f.seed, step, 0)) % 2 ** 63)            # drop-path masks
+        torch.manual_seed(rng.seed_of(f.seed, rng.MASKS, step, 0))          # drop-path masks
         loss = SoftTargetCrossEntropy()(model(images), targets)
         norm = update(model, loss, optimizer, f.clip)
         average.update(model, step + 1)
@@ -196,7 +196,7 @@ def test_a_language_model_run_equals_the_plain_loop(alone):
         lr = f.lr * (step + 1) / 4 if step < 3 else f.lr * (1 + math.cos(math.pi * step / 20)) / 2
         optimizer.param_groups[0]["lr"] = lr
         windows = random_windows(corpus.train, step, 6, 12, f.seed)
-        torch.manual_seed(hash((f.seed, step, 0)) % 2 ** 63)            # dropout masks
+        torch.manual_seed(rng.seed_of(f.seed, rng.MASKS, step, 0))          # dropout masks
         log_probs = model.log_probs(model.hidden(windows[:, :-1]))
         loss = -log_probs.gather(2, windows[:, 1:, None]).mean()
         norm = update(model, loss, optimizer, f.clip)
@@ -237,7 +237,7 @@ def test_a_segmentation_run_equals_the_plain_loop(alone, data):
         images, labels = (torch.stack([sample[i] for sample in batch]) for i in (0, 1))
         place = [torch.tensor([sample[2][i] for sample in batch]) for i in (1, 2, 0)]
         images = finish_views(images, *place, f.seed, model.encoder.mean)
-        torch.manual_seed(hash((f.seed, step, 0)) % 2 ** 63)            # the masks
+        torch.manual_seed(rng.seed_of(f.seed, rng.MASKS, step, 0))          # the masks
         loss = F.cross_entropy(model(images), labels.long(), ignore_index=255)
         norm = update(model, loss, optimizer, f.clip)
         assert row["loss"] == pytest.approx(loss.item(), rel=1e-3 if step else 1e-5)

@@ -78,16 +78,23 @@ def test_wikitext_103_has_its_tokens_and_the_attack_swaps_as_many_words_as_the_r
     assert sum(len(line.split()) + 1 for line in attacked) == tokens
 
 
-def test_a_word_without_unk_and_a_missing_empty_or_binary_file_are_named(folder):
+def test_new_words_become_unk_if_training_has_none(folder, capsys):
     write(folder, TRAIN.replace("<unk>", ""))
-    with pytest.raises(InputError, match="'unseen'.*no <unk>"):
-        load_corpus(folder)
-    (folder / "wiki.valid.tokens").write_bytes(b"")
-    with pytest.raises(InputError, match="wiki.valid.tokens"):
-        load_corpus(folder)
-    write(folder, valid=b"good line\nbad \xff\xfe\n")
-    with pytest.raises(InputError, match="wiki.valid.tokens"):
-        load_corpus(folder)
+    corpus = load_corpus(folder)
+    assert corpus.vocab.words[-1] == "<unk>" and (corpus.train != corpus.vocab["<unk>"]).all()
+    assert [corpus.vocab.words[i] for i in corpus.valid][:4] == ["the", "cat", ",", "<unk>"]
+    assert "2 words" in capsys.readouterr().out
+    write(folder, TRAIN.replace("<unk>", ""), " the cat \n", " a mat on \n".replace("a ", "the "))
+    assert "<unk>" not in load_corpus(folder).vocab                 # nobody needs it
+    with pytest.raises(InputError, match="'unseen'"):
+        load_corpus(folder).vocab.encode_lines(["unseen"])
+
+
+def test_missing_empty_and_binary_token_files_are_named(folder):
+    for text in (b"", b"good line\nbad \xff\xfe\n", b"t\0h\0e\0"):
+        write(folder, valid=text)
+        with pytest.raises(InputError, match="wiki.valid.tokens"):
+            load_corpus(folder)
 
 
 # --- pydoc ----------------------------------------------------------------------------------------
@@ -169,8 +176,23 @@ def test_words_of_other_scripts(text, words):
 def test_any_file_is_a_text_and_its_byte_order_mark_is_no_word(folder):
     Path("notes.md").write_bytes(b"\xef\xbb\xbf" + BOOK.encode())
     Path("plain.txt").write_text(BOOK)
-    corpus, plain = (load_corpus(text_folder("folder", name)) for name in ("notes.md", "plain.txt"))
-    assert corpus.vocab == plain.vocab and np.array_equal(corpus.train, plain.train)
+    Path("utf16.txt").write_text(BOOK, encoding="utf-16")
+    corpus, plain, utf16 = (load_corpus(text_folder("folder", name))
+                            for name in ("notes.md", "plain.txt", "utf16.txt"))
+    for other in (corpus, utf16):
+        assert other.vocab == plain.vocab and np.array_equal(other.train, plain.train)
+
+
+def test_latin1_texts_are_named_with_a_conversion(folder):
+    Path("my book.txt").write_bytes(BOOK.replace("cat", "chat \xe9").encode("latin1", "ignore"))
+    with pytest.raises(InputError, match="iconv -f LATIN1 -t UTF-8 'my book.txt' > NEW"):
+        text_folder("folder", "my book.txt")
+
+
+def test_a_text_may_have_a_name_that_is_no_utf8(folder):
+    name = os.fsdecode(b"caf\xe9.txt")
+    Path(name).write_text(BOOK)
+    assert len(load_corpus(text_folder("folder", name)).train)
 
 
 def test_what_is_no_text_is_named_in_one_line(folder):

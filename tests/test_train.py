@@ -18,6 +18,7 @@ import common
 import train_cls
 import train_lm
 import train_seg
+from data.rng import MASKS, seed_of
 from lm import LM
 from processes import Started, group
 from runs import (assert_same_run, call, flags, log, make_pairs, make_text, make_tree, refused,
@@ -30,8 +31,8 @@ SCRIPTS = dict(cls=train_cls, lm=train_lm, seg=train_seg)
 SMALL = dict(
     cls="--model nano --num_images 48 --image_size 16 --patch_size 4 --batch_size 16 --log_every 1 "
         "--epochs 8 --eval_every 100",
-    lm="--data_dir text --context 8 --batch_size 4 --steps 30 --words 5 --warmup 5 --log_every 1 "
-       "--eval_every 3",
+    lm="--data_dir text --attn rpc --context 8 --batch_size 4 --steps 30 --words 5 --warmup 5 "
+       "--log_every 1 --eval_every 3",
     seg="--data camvid --data_dir pairs --num_classes 4 --size 32 --patch_size 8 --batch_size 4 "
         "--epochs 8 --log_every 1 --num_workers 0 --eval_every 100 --dropout 0.1 "
         "--drop_path 0.1")
@@ -135,7 +136,7 @@ def test_ctrl_c_ends_in_the_line_that_resumes_and_a_folder_is_not_taken_twice(na
     forever = "--steps 1000000 --eval_every 2" if name == "lm" else "--epochs 100000"
     process = Started(SCRIPTS[name].main, flags(SMALL[name], forever, "--out_dir a"))
     wait_for("a/last.pt", process)
-    assert "a holds a run: go on with it by --resume a" in bad(name, "--out_dir a")
+    assert "a holds a run: continue it with --resume a" in bad(name, "--out_dir a")
     assert "another process trains in a" in refused(SCRIPTS[name], "--resume a --max_steps 1")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
@@ -248,12 +249,28 @@ def test_a_run_is_kept_whatever_it_is_asked_to_go_on_with(name):
             ("training_images", 7), ("classes", list("wxyz"))):                 # other data
         assert part in stored(**{part: value})
     for flag, word in (("--attn symmetric", "attn"), ("--out_dir b", "out_dir"),
-                       ("--n_iter 5", "pap" if name != "seg" else "n_iter")):
+                       ("--n_iter 5", "pap" if name != "seg" else "n_iter"), ("--batch_size 2", "--batch_size: it was")):
         assert word in refused(SCRIPTS[name], "--resume a", flag)
     assert (Path("a/last.pt").read_bytes(), Path("a/log.jsonl").read_bytes()) == (whole, text)
     assert call(SCRIPTS[name].get_args, "--resume a")[0].max_steps is None      # was for once
     resume(name, "a --max_steps 3")
     assert list(log("a")) == [1, 2, 3]
+
+
+def test_printed_commands_are_quoted(capsys):
+    train("cls", "--max_steps 1 --out_dir", ["my run"])
+    assert "\nnext: python eval_robust.py --ckpt 'my run'\n" in capsys.readouterr().out
+    assert "continue it with --resume 'my run'" in bad("cls", "--out_dir", ["my run"])
+
+
+@each
+def test_a_run_folder_may_have_any_name(name, monkeypatch, capsysbinary):
+    """Names come from the file system, where they need not be UTF-8."""
+    folder = os.fsdecode(b"caf\xe9")
+    call(lambda: common.run(SCRIPTS[name].main), SMALL[name], "--max_steps 1 --out_dir", [folder])
+    resume(name, [folder], "--max_steps 2")
+    assert list(log(folder)) == [1, 2] and common.load(folder)["step"] == 2
+    assert b"caf" in capsysbinary.readouterr().out
 
 
 @each
@@ -299,6 +316,13 @@ def main_and_seed(name):
 
 
 @each
+def test_two_processes_print_no_warning(name):
+    out, err = group(SCRIPTS[name].main, flags(SMALL[name], "--max_steps 2 --out_dir two"),
+                     errors=True)[1]
+    assert "warn" not in (out + err).lower()
+
+
+@each
 def test_two_processes_equal_one(name):
     """Without dropout, whose masks are a process's own. seg: ignored pixels are unequal."""
     extra = dict(cls="--num_images 165 --num_ops 2 --erase 0.5 --mixup 0.8 --cutmix 1 --pad 2 "
@@ -315,7 +339,7 @@ def test_two_processes_equal_one(name):
     assert len(losses[1]) == steps
     np.testing.assert_allclose(*losses, rtol=0, atol=3e-5)
     np.testing.assert_allclose(*norms, rtol=1e-3)
-    seeds = [hash((0, steps - 1, rank)) % 2 ** 63 for rank in (0, 1)]
+    seeds = [seed_of(0, MASKS, steps - 1, rank) for rank in (0, 1)]
     assert [int(text.split()[-1]) for text in printed] == seeds
     assert len(printed[1].split()) == 1                             # rank 0 alone speaks
     a, b = log("two", "eval")[steps], log("one", "eval")[steps]

@@ -19,7 +19,7 @@ from lm import lm_from_checkpoint
 from robust.words import load_texts, score
 from runs import call, log, make_text, refused
 
-SMALL = ("--data_dir text --context 16 --batch_size 8 --steps 30 --words 5 --warmup 5 "
+SMALL = ("--data_dir text --attn rpc --context 16 --batch_size 8 --steps 30 --words 5 --warmup 5 "
          "--log_every 1 --eval_every 100").split()
 train, bad = partial(call, train_lm.main), partial(refused, train_lm)
 
@@ -46,7 +46,7 @@ def test_the_default_run_ends_in_its_result_and_needs_no_flag(monkeypatch, capsy
     assert checkpoint["metrics"]["perplexity"] == pytest.approx(perplexity, rel=1e-5)
     assert sample and sample[:20] in out and out.strip().endswith(f"--ckpt {folder}")
     train("--words 3 --sample", [folder])                       # not refused: it writes nothing
-    train(SMALL, "--max_steps 1")                               # a text of one's own
+    train(SMALL, "--max_steps 1")                               # a text of your own
     assert {d.name for d in Path("out").iterdir()} == {"cache", "pydoc_rpc", "text_rpc"}
 
 
