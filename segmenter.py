@@ -120,7 +120,7 @@ class MaskDecoder(nn.Module):
 
     def forward(self, x):
         B, n, _ = x.shape
-        x = torch.cat([self.proj_dec(x), self.cls_emb.expand(B, -1, -1)], 1)    # (B, n + K, C)
+        x = torch.cat([self.proj_dec(x), self.cls_emb[0].expand(B, -1, -1)], 1)    # (B, n + K, C)
         for block in self.blocks:
             x = block(x)
         x = self.decoder_norm(x)
