@@ -33,12 +33,12 @@ from tqdm import tqdm  # noqa: E402
 
 
 class InputError(ValueError):
-    """What the user's input got wrong: a flag, a path, a file's content. `run` shows one line."""
+    """An error in the user's input: a flag, a path or the content of a file. `run` prints it."""
 
 
 @contextmanager
 def error_prefix(what):
-    """Begin input errors within with `what`, the flag and the file they are about."""
+    """Prefix every InputError raised inside with `what` (the flag and its file)."""
     try:
         yield
     except InputError as e:
@@ -48,7 +48,7 @@ def error_prefix(what):
 def run(main):
     """Call a script's main(). An InputError becomes one line and exit code 1, Ctrl-C one and 130.
 
-    All other exceptions are bugs, ours or in a change of yours, and keep their traceback.
+    Every other exception is a bug, in our code or in your change, and keeps its traceback.
     """
     torch.set_flush_denormal(True)      # docs/data.md; threads and DataLoader workers inherit it
     for stream in (sys.stdout, sys.stderr):                     # a file name may not be UTF-8
@@ -62,8 +62,8 @@ def run(main):
             print(f"\nstopped by Ctrl-C{go_on()}", file=sys.stderr)
         sys.exit(130)
     except InputError as e:
-        # Rank 0 prints an error that all processes find, and torchrun then ends the others.
-        # An error that one process alone finds, in its image say, is printed after the wait.
+        # If all processes find the error, rank 0 prints it, and torchrun ends the waiting ones. If
+        # one process alone finds it, for example a broken image, it prints the error itself.
         if rank != "0":
             time.sleep(WAIT)
         words = str(e).splitlines()[-1].removeprefix("common.InputError: ")     # a worker's
@@ -94,11 +94,15 @@ def print0(*lines):
 # --- flags ----------------------------------------------------------------------------------------
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Show the script's docstring as it is written, and the default of every flag."""
+    """Print the script's docstring unchanged, and defaults that the help text does not explain."""
+
+    def _get_help_string(self, action):
+        explained = action.default is None or action.default is False or "(default" in action.help
+        return action.help if explained else super()._get_help_string(action)
 
 
 def number(kind, low, high=1e30):
-    """Make a type for argparse: an int or float from low to high (float32 holds 1e30)."""
+    """Return a type for argparse: an int or float from low to high (1e30 fits in float32)."""
     def parse(text):
         value = kind(text)
         if not low <= value <= high:
@@ -111,10 +115,11 @@ def number(kind, low, high=1e30):
 
 COUNT, NATURAL = number(int, 1), number(int, 0)
 REAL, SHARE = number(float, 0), number(float, 0, 0.999999)
+SEED = number(int, 0, 2 ** 31 - 1)
 
 
 def device(name):
-    """Check the name of a device, a type for argparse: it has to be there."""
+    """Return the name of a device that this PyTorch can use; a type for argparse."""
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError, NotImplementedError):
@@ -123,15 +128,15 @@ def device(name):
 
 
 def one_of(name, value, known):
-    """Refuse a setting that has none of the known values."""
+    """Raise InputError unless `value` is one of `known`. name: the setting, for the message."""
     if value not in known:
-        own = ("; one of your own is entered in attention.ATTENTIONS first, as "
-               "studies.robust_attentions does") if name == "attn" else ""
+        own = ("; enter your own attention in attention.ATTENTIONS first, like "
+               "studies/robust_attentions.py") if name == "attn" else ""
         raise InputError(f"{name}={value!r}, expected one of {', '.join(sorted(set(known)))}{own}")
 
 
 def parse_layers(text, depth):
-    """Read "0", "all", "0,1,2" or "0-3": a tuple of layer indices."""
+    """Read "0", "all", "0,1,2" or "0-3" as a tuple of layers, 0 to depth - 1."""
     try:
         ends = [part.split("-") for part in text.replace("all", f"0-{depth - 1}").split(",")]
         layers = tuple(i for e in ends for i in range(int(e[0]), int(e[-1]) + 1))
@@ -169,7 +174,7 @@ def parse_flags(parser, recipe, stored, fixed=()):
     flags differ from the stored ones.
     """
     parser.set_defaults(**{**recipe, **stored})
-    parser.add_argument("-h", "--help", action="help", help="print this, with the recipe's defaults")
+    parser.add_argument("-h", "--help", action="help", help="print this text and exit")
     args = parser.parse_args()
     changed = {name: getattr(args, name) for name in stored if getattr(args, name) != stored[name]}
     for name in ("batch_size", *fixed):
@@ -193,25 +198,25 @@ def run_folder(args, default):
     return folder
 
 
-# --- the log: a JSON object a line ----------------------------------------------------------------
+# --- the log: one JSON object per line ------------------------------------------------------------
 
 class Log:
-    """A run's log.jsonl, locked by the process that trains there. Rows have a `step`."""
-    folder = None                           # of this process's run: an error says how to go on
+    """The log.jsonl of a run, locked by the process that trains. Every row has a `step`."""
+    folder = None                           # of this process's run, for `go_on`
 
     def __init__(self, folder, step):
-        """Make the folder or, behind `step`, cut the log of the run in it."""
+        """Create the folder, or cut the log in it after the rows up to `step`."""
         self.path = Path(folder, "log.jsonl")
         kept = sum(row["step"] <= step for row in read_log(self.path)) if step else 0
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(self.path, "a+", encoding="utf-8")
-            with suppress(ImportError):                             # Windows has none
+            with suppress(ImportError):                             # not on Windows
                 import fcntl
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.file.seek(0)
             self.file.truncate(sum(len(line.encode()) for line in islice(self.file, kept)))
-            for leftover in self.path.parent.glob("*.tmp"):         # of a process that was killed
+            for leftover in self.path.parent.glob("*.tmp"):         # a killed process left it
                 leftover.unlink()
         except BlockingIOError:
             raise InputError(f"another process trains in {folder}") from None
@@ -220,7 +225,7 @@ class Log:
         Log.folder = folder
 
     def append(self, row):
-        """Write a row; InputError at a number that is not finite, or where the disk is full."""
+        """Write a row. InputError if a number is not finite, or if the disk is full."""
         for name, value in {**row, **row.get("eval", {})}.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise InputError(f"not finite at step {row['step']}: {name} {value}")
@@ -231,9 +236,9 @@ class Log:
 
 
 def read_log(path):
-    """Read the rows of a log: a list of dicts. The last line may be cut short by a kill.
+    """Return the rows of a log, a list of dicts; [] without a file.
 
-    InputError names a line within that is none, or half of one.
+    A kill may cut the last line short; it is left out. Any other broken line is an InputError.
     """
     rows, path = [], Path(path)
     lines = path.read_text("utf-8", "replace").split("\n") if path.exists() else []
@@ -241,16 +246,16 @@ def read_log(path):
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
-            if number < len(lines):                                 # a whole line ends in a newline
-                raise InputError(f"{path}, line {number} is not a row: delete that line and go on; "
-                                 f"it begins with {line[:40]!r}") from None
+            if number < len(lines):                                 # so the line is whole
+                raise InputError(f"{path}, line {number} is not a JSON object: {line[:40]!r}; "
+                                 f"delete that line, then resume") from None
     return rows
 
 
 def finite_means(pending, step):
-    """Average loss, gradient norm and what else the columns of (steps, n) hold; the last is `step`.
+    """Return the mean of each column of `pending`, (steps, n): loss, gradient norm, your numbers.
 
-    InputError names the first step with a number that is not finite.
+    step: the number of the last row. InputError at the first loss or norm that is not finite.
     """
     rows = pending.tolist()
     for i, (loss, norm, *_) in enumerate(rows, step - len(rows) + 1):
@@ -263,10 +268,10 @@ def finite_means(pending, step):
 
 
 def describe(device):
-    """Name the hardware, for logs: on another CPU the same seed takes another path."""
+    """Return the name of the hardware, for logs: other processors round differently."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    path = Path("/proc/cpuinfo")            # Linux; processors that differ may share their name
+    path = Path("/proc/cpuinfo")            # Linux; two processors may share a name
     cpu = dict(re.findall(r"(.+?)\s*: (.*)", path.read_text())) if path.exists() else {}
     words = {"model name": "", "cpu family": "family ", "model": "model "}
     name = " ".join(word + cpu[of] for of, word in words.items() if of in cpu)
@@ -294,27 +299,30 @@ def code_version():
 
 @contextmanager
 def replacing(path):
-    """Give the name of a temporary file that takes the place of `path`: never half a file there."""
+    """Yield the name of a temporary file, which then replaces `path`: whole or not at all."""
     tmp = Path(f"{path}.{os.getpid()}.tmp")
     try:
         yield tmp
         os.replace(tmp, path)
     except OSError as e:
-        raise InputError(f"{path} cannot be written ({e.strerror}); what was there is "
+        raise InputError(f"{path} cannot be written ({e.strerror}); the file before it is "
                          f"kept") from None
     finally:
         tmp.unlink(missing_ok=True)
 
 
 def save(path, checkpoint):
-    """Write a dict of plain types and tensors, whole or not at all; InputError at nan weights."""
+    """Write a dict of plain types and tensors, whole or not at all.
+
+    InputError if a weight in checkpoint["model"] is not finite, or if the disk is full.
+    """
     for name, weight in checkpoint.get("model", {}).items():
         if not weight.isfinite().all():
             raise InputError(f"not finite at step {checkpoint.get('step')}: the weight {name}")
     with replacing(path) as tmp:
         try:
-            torch.save(checkpoint, tmp)             # a path: given a file, torch hides a Ctrl-C
-        except RuntimeError as e:                   # of its zip writer
+            torch.save(checkpoint, tmp)             # given a file, torch would hide Ctrl-C
+        except RuntimeError as e:                   # from torch's zip writer
             raise OSError(28, f"is the disk full? {str(e)[:60]}") from None
         with open(tmp, "rb+") as f:
             os.fsync(f.fileno())
@@ -360,48 +368,56 @@ NUMPY += [(getattr(np._core.multiarray, name), f"numpy.{core}.multiarray.{name}"
 
 
 def load_optimizer(optimizer, state):
-    """Give an optimiser the state of a checkpoint; lr, weight decay and so on stay as they are.
+    """Load the state of an optimiser, but keep its learning rate, weight decay and so on.
 
-    InputError where it is the state of another kind of optimiser, or of other parameters.
+    InputError if the state belongs to another kind of optimiser or to other parameters.
     """
     def kind(groups):
         return [(group.keys(), len(group["params"])) for group in groups]
     today, stored = optimizer.param_groups, state["param_groups"]
     if kind(today) != kind(stored):
-        raise InputError("--resume: the optimiser, or what it trains, is not the run's")
+        raise InputError("--resume: the checkpoint's optimiser has other settings or parameters; "
+                         "expected the optimiser and the trained parameters of the run")
     groups = [{**now, "params": was["params"]} for now, was in zip(today, stored)]
-    optimizer.load_state_dict({**state, "param_groups": groups})    # fused says where it goes
+    optimizer.load_state_dict({**state, "param_groups": groups})    # `fused` places the state
 
 
 def stored_config(checkpoint, config):
-    """Read a checkpoint's model_config as the dataclass `config`; a field that this has not, one of
-    a subclass say, is named and left out."""
+    """Return a checkpoint's model_config as the dataclass `config`.
+
+    Fields that `config` does not have, for example from a subclass, are left out and printed.
+    """
     stored = checkpoint["model_config"]
     unknown = stored.keys() - {f.name for f in fields(config)}
     if unknown:
-        print0(f"left out, as unknown to {config.__name__}: {', '.join(sorted(unknown))}")
+        print0(f"left out, because {config.__name__} has no such field: "
+               f"{', '.join(sorted(unknown))}")
     return config(**{name: value for name, value in stored.items() if name not in unknown})
 
 
 def rebuild(checkpoint, task, model, config):
-    """Rebuild the model of a checkpoint of `task`, in eval mode. model, config: its classes."""
+    """Return the model of a checkpoint, in eval mode. model, config: its classes.
+
+    InputError if the checkpoint belongs to another task.
+    """
     if checkpoint.get("task") != task:
-        raise InputError(f"its task is {checkpoint.get('task')}, not {task}")
+        raise InputError(f"its task is {checkpoint.get('task')}, expected {task}")
     model = model(stored_config(checkpoint, config))
     load_known(model, checkpoint["model"])
     return model.eval()
 
 
 def load_known(model, weights):
-    """Load a model's weights. What else there is, a second head say, is named and left out.
+    """Load the weights of a model.
 
-    But not what a block has and the model's has not: without it the block would compute another
-    thing. InputError, in torch's words, for that and for what is missing or of another shape.
+    Extra weights outside the blocks, for example a second head, are left out and printed. Extra
+    weights inside a block are an error, because dropping them would change what the block computes.
+    InputError with torch's message for these, for missing weights and for other shapes.
     """
     own = model.state_dict()
     others = [name for name in weights if name not in own and "blocks." not in name]
     if others:
-        print0(f"left out, as the model has no such weights: {', '.join(others)}"[:300])
+        print0(f"left out, because the model has no such weights: {', '.join(others)}"[:300])
     try:
         model.load_state_dict({name: w for name, w in weights.items() if name not in others})
     except RuntimeError as e:
@@ -409,7 +425,7 @@ def load_known(model, weights):
 
 
 def table(rows, header):
-    """Write lists of cells as a Markdown table, columns aligned."""
+    """Return lists of cells as a Markdown table with aligned columns."""
     rows = [[str(cell).replace("|", r"\|") for cell in row] for row in [header, *rows]]  # as in |S|
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths)) + " |" for row in rows]

@@ -33,7 +33,7 @@ class DiesHalfway:
         raise self.error
 
 
-def test_a_checkpoint_comes_back_as_it_was_and_of_a_folder_the_best(tmp_path, monkeypatch):
+def test_a_folders_best_checkpoint_is_loaded_unchanged(tmp_path, monkeypatch):
     state = dict(model={"w": torch.randn(3, 2)}, step=7, args=dict(lr=1e-3, lambd=math.inf),
                  layers=(0, 1))
     with monkeypatch.context() as patch:                                # as if it were of a GPU
@@ -54,7 +54,7 @@ FULL = OSError(28, "No space left on device")
 
 @pytest.mark.parametrize("error", [FULL, RuntimeError("unexpected pos 64 vs 0"),
                                    KeyboardInterrupt(), None])
-def test_a_failure_or_a_kill_while_saving_leaves_the_old_file(tmp_path, error):
+def test_a_kill_while_saving_keeps_the_old_file(tmp_path, error):
     path = tmp_path / "last.pt"
     save(path, dict(step=1))
     bad = dict(a=torch.zeros(1000), step=2, b=DiesHalfway(error))
@@ -84,7 +84,7 @@ def test_a_log_on_a_full_disk_says_so(tmp_path):
         log.append(dict(step=1))
 
 
-def test_what_is_no_whole_checkpoint_is_refused_by_name_in_one_line(tmp_path):
+def test_broken_checkpoints_are_named(tmp_path):
     path = tmp_path / "t.pt"
     save(path, dict(task="classification", step=3,
                     model={f"w{i}": torch.rand(1000) for i in range(20)}))
@@ -99,12 +99,12 @@ def test_what_is_no_whole_checkpoint_is_refused_by_name_in_one_line(tmp_path):
         load("nowhere")
 
 
-def test_a_stored_config_may_lack_a_field_and_an_unknown_one_is_named(capsys):
+def test_unknown_fields_of_a_config_are_named(capsys):
     found = common.stored_config(dict(model_config=dict(dropuot=0.1, depth=3)), ViTConfig)
     assert found == ViTConfig(depth=3) and "ViTConfig: dropuot" in capsys.readouterr().out
 
 
-def test_a_resumed_optimiser_has_the_hyperparameters_of_this_command_and_machine():
+def test_a_resumed_optimiser_takes_this_commands_settings():
     """A checkpoint's lr, weight decay or fused (of a GPU) are not what this run trains with."""
     def make(kind=torch.optim.AdamW, **how):
         model = torch.nn.Linear(2, 2)
@@ -126,7 +126,7 @@ def test_a_resumed_optimiser_has_the_hyperparameters_of_this_command_and_machine
 
 # --- log ------------------------------------------------------------------------------------------
 
-def test_a_log_is_cut_behind_a_step_and_a_line_cut_short_by_a_kill_goes(tmp_path):
+def test_a_log_is_cut_after_the_step(tmp_path):
     path = tmp_path / "new" / "log.jsonl"
     kept = [dict(step=0, args={}), dict(step=1, loss=1.5), dict(step=2, loss=0.9),
             dict(step=2, eval=dict(top1=50.0, name="é"))]
@@ -148,7 +148,7 @@ def test_a_log_is_cut_behind_a_step_and_a_line_cut_short_by_a_kill_goes(tmp_path
     assert path.read_text() == ""
 
 
-def test_half_a_row_within_a_log_is_named_with_file_and_line_and_nothing_is_lost(tmp_path):
+def test_a_broken_row_is_named_with_its_line(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n')
     before = path.read_bytes()
@@ -159,14 +159,14 @@ def test_half_a_row_within_a_log_is_named_with_file_and_line_and_nothing_is_lost
 
 
 @pytest.mark.parametrize("row", [dict(loss=math.nan), dict(eval=dict(top1=-math.inf))])
-def test_a_log_takes_no_number_that_is_not_finite(tmp_path, row):
+def test_a_log_rejects_numbers_not_finite(tmp_path, row):
     log = Log(tmp_path, 0)
     with pytest.raises(InputError, match="not finite at step 1"):
         log.append(dict(step=1, **row))
     assert common.read_log(log.path) == []
 
 
-def test_a_gradient_that_is_not_finite_is_named_with_its_step():
+def test_a_gradient_not_finite_is_named_with_its_step():
     rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     assert common.finite_means(rows, 8) == [2, 3]
     rows[1, 1] = math.inf
@@ -197,7 +197,7 @@ def test_numpy_scalars_and_arrays_are_read(tmp_path):
     assert found["losses"].tolist() == [0, 1, 2]
 
 
-def test_objects_in_a_checkpoint_are_named_with_the_file(tmp_path):
+def test_objects_in_a_checkpoint_are_named(tmp_path):
     torch.save(dict(config=Fraction(1, 2)), tmp_path / "object.pt")
     with pytest.raises(InputError, match="object.pt holds an object of fractions.Fraction"):
         load(tmp_path / "object.pt")
@@ -214,7 +214,7 @@ def python(code):
     ("train_cls", ("torchvision", "torch._dynamo", "weights", "fan")),
     ("train_lm", ("torchvision", "torch._dynamo")), ("train_seg", ("torch._dynamo",)),
     ("eval_robust", ("torch._dynamo",))])
-def test_a_script_starts_without_what_it_does_not_need(script, without):
+def test_scripts_import_only_needed_packages(script, without):
     out, _ = python(f"import sys, {script}\n"
                     f"print([m for m in {without} if m in sys.modules])").communicate()
     assert out == "[]\n"
@@ -252,7 +252,7 @@ def test_rpc_layers_are_read():
         assert common.parse_layers(text, 4) == layers
 
 
-def test_input_errors_end_in_one_line_and_bugs_keep_their_traceback(monkeypatch):
+def test_input_errors_are_one_line_bugs_are_tracebacks(monkeypatch):
     monkeypatch.setattr(common.Log, "folder", None)         # what a test before this one trained
 
     def ended(error):
@@ -301,5 +301,5 @@ def test_scripts_flush_denormals_in_every_thread():
     assert out.split() == ["0"], err
 
 
-def test_a_bar_in_a_cell_of_a_table_is_no_border():
+def test_bars_in_table_cells_are_escaped():
     assert common.table([["|S|", 1]], ["what", "n"]).splitlines()[2] == r"| \|S\| | 1 |"

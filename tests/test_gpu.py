@@ -82,7 +82,7 @@ CASES = [(attn, form, causal) for attn in KINDS
 
 
 @pytest.mark.parametrize("attn,form,causal", CASES)
-def test_attention_is_float64s_within_the_rounding_of_its_precision(attn, form, causal, device,
+def test_attention_equals_float64_within_rounding(attn, form, causal, device,
                                                                     note):
     """Relative errors of outputs and gradients, where PAP shrinks a third of the keys' entries.
 
@@ -130,7 +130,7 @@ def written_out(k, v, n_iter=4, lambd=4.0):
     return L
 
 
-def test_rpc_takes_at_most_a_third_of_the_memory_of_the_loop_written_out(device, note):
+def test_rpc_needs_a_third_of_the_memory(device, note):
     """On a CPU, where nothing counts memory: it is the loop written out."""
     B, N = (32, 1025) if GPUS else (1, 65)
     torch.manual_seed(0)
@@ -215,7 +215,7 @@ def test_twenty_steps_in_bf16_stay_finite_and_learn(name, device, plain, note):
 
 @each
 @pytest.mark.parametrize("begun", ["on the CPU", "on the device"])
-def test_a_run_that_was_stopped_goes_on_on_the_device(name, begun, device, plain, note):
+def test_a_stopped_run_resumes_on_the_device(name, begun, device, plain, note):
     out_dir = f"{name}_{begun.split()[-1]}"
     train(name, "cpu" if "CPU" in begun else device, out_dir, "--max_steps 10")
     call(SCRIPTS[name].main, "--max_steps 20 --device", [device], resume=out_dir)
@@ -236,7 +236,7 @@ def test_torchrun_with_one_process_changes_nothing(name, device, plain, note):
 
 @needs_gpu
 @each
-def test_a_step_waits_for_the_gpu_at_most_once(name, device, plain, note, monkeypatch):
+def test_a_step_waits_for_the_gpu_once(name, device, plain, note, monkeypatch):
     """Ten steps more, without checkpoints: a wait is what the GPU's own check warns of."""
     monkeypatch.setattr(common, "save", lambda *args, **how: None)
     waits = []
@@ -257,7 +257,7 @@ def test_a_step_waits_for_the_gpu_at_most_once(name, device, plain, note, monkey
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", [*SCRIPTS, "fan"])
-def test_as_many_processes_as_gpus_have_the_losses_of_one(name, device, plain, note):
+def test_one_process_per_gpu_has_the_same_losses(name, device, plain, note):
     """A FAN's batch norm is over the images of all processes."""
     script, fan = ("cls", "--model fan_tiny") if name == "fan" else (name, "")
     world = max(n for n in (2, 4, 8) if n <= GPUS)                      # they divide every batch
@@ -274,7 +274,7 @@ def test_as_many_processes_as_gpus_have_the_losses_of_one(name, device, plain, n
 # --- images that were changed ---------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_corruption_gives_the_cpus_image_within_a_grey_level(name, device, note):
+def test_a_corruption_equals_the_cpus_within_a_level(name, device, note):
     images, worst = load_shapes("test", 8).images, 0.0
     wide = torch.nn.functional.interpolate(images.float(), (48, 80)).byte()     # of any size
     for pixels, severity in ((images, 1), (images, 5), (wide, 3)):
@@ -318,7 +318,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_is_as_strong_as_on_the_cpu_and_keeps_its_budget(name, device, note):
+def test_an_attack_is_as_strong_as_on_cpu(name, device, note):
     """As many images stay right, but for one of 20, and they move as far, but for 10 %."""
     n, attack = 64 if GPUS else 16, ATTACKS[name]
     split = load_shapes("test", n)
@@ -408,7 +408,7 @@ def counting(backend, graphs):
 
 
 @pytest.mark.parametrize("network,attn,backend", COMPILED)
-def test_a_network_compiles_to_one_graph_which_equals_it(network, attn, backend, device, note,
+def test_a_network_compiles_to_one_equal_graph(network, attn, backend, device, note,
                                                          monkeypatch, tmp_path):
     if backend == "inductor" and not GPUS and not shutil.which(os.environ.get("CXX", "g++")):
         pytest.skip("Inductor needs a C++ compiler on a CPU")
@@ -453,7 +453,7 @@ def test_a_run_with_compile_has_the_same_losses(name, device, plain, note, monke
 
 @needs_gpu
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="is timed alone: -n0 -k table_11")
-def test_table_11_has_rows_of_this_gpu_beside_the_loop_written_out(device, note, monkeypatch):
+def test_table_11_on_this_gpu(device, note, monkeypatch):
     from studies import cost
     out = ROOT / "studies/results/cost/cuda.jsonl"
     monkeypatch.chdir(ROOT)

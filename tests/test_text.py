@@ -45,7 +45,7 @@ def folder(tmp_path, monkeypatch):
 
 # --- words and ids --------------------------------------------------------------------------------
 
-def test_every_line_ends_with_eos_and_words_are_sorted_by_count_then_appearance(folder):
+def test_words_are_sorted_by_count_then_appearance(folder):
     corpus = load_corpus(folder)
     # 3 x the, then 2 x =, sat, in order
     assert corpus.vocab.words[:4] == ["<eos>", "the", "=", "sat"]
@@ -55,7 +55,7 @@ def test_every_line_ends_with_eos_and_words_are_sorted_by_count_then_appearance(
     assert len(corpus.train) == len(TRAIN.split()) + 4 and corpus.train.dtype == np.dtype("<u4")
 
 
-def test_only_a_newline_ends_a_line_and_case_counts(tmp_path):
+def test_only_a_newline_ends_a_line(tmp_path):
     # no newline at the end
     write(tmp_path, "one\x0btwo\x85three\u2028Four four\rfive <unk>\r\n<eos> six")
     corpus = load_corpus(tmp_path)
@@ -64,7 +64,7 @@ def test_only_a_newline_ends_a_line_and_case_counts(tmp_path):
     assert read_lines(tmp_path / "wiki.train.tokens")[1:] == ["<eos> six"]
 
 
-def test_wikitext_103_has_its_tokens_and_the_attack_swaps_as_many_words_as_the_released_one(
+def test_wikitext_103_has_its_tokens_and_swapped_words(
         tmp_path):
     path = SHARED / "data/wikitext103_eval/wiki.valid.tokens"
     lines, tokens, swapped = peers.wikitext(path, 217_646, 3_148)
@@ -99,7 +99,7 @@ def test_missing_empty_and_binary_token_files_are_named(folder):
 
 # --- pydoc ----------------------------------------------------------------------------------------
 
-def test_pydocs_text_is_made_of_topics_and_docstrings_each_in_one_split(tmp_path, monkeypatch):
+def test_pydocs_documents_are_each_in_one_split(tmp_path, monkeypatch):
     """On a part of the library: all of it takes seconds to parse."""
     library = Path(os.__file__).parent
     (tmp_path / "lib" / "json").mkdir(parents=True)
@@ -129,7 +129,7 @@ def lines_of(folder, split):
     return read_lines(Path(folder) / f"wiki.{split}.tokens")
 
 
-def test_a_txt_becomes_wikitext_ninety_five_and_five_percent_of_its_paragraphs(folder):
+def test_a_text_file_is_split_by_paragraphs(folder):
     Path("mine").mkdir()
     Path("mine/book.txt").write_text(BOOK)
     Path("book.txt").write_text(BOOK)  # another text of the same name
@@ -148,7 +148,7 @@ def test_a_txt_becomes_wikitext_ninety_five_and_five_percent_of_its_paragraphs(f
     assert len(corpus.train) == len(words) + 37
 
 
-def test_rare_words_of_a_txt_and_new_words_of_its_end_are_unknown_and_their_share_is_said(folder):
+def test_rare_and_new_words_become_unk(folder):
     text = BOOK.replace("number 3", "number three", 2).replace("number 1", "number uno")
     Path("book.txt").write_text(text)
     corpus = load_corpus(text_folder("folder", "book.txt"))
@@ -173,7 +173,7 @@ def test_words_of_other_scripts(text, words):
     assert data_text.words_of(text) == words.split()
 
 
-def test_any_file_is_a_text_and_its_byte_order_mark_is_no_word(folder):
+def test_byte_order_marks_are_no_words(folder):
     Path("notes.md").write_bytes(b"\xef\xbb\xbf" + BOOK.encode())
     Path("plain.txt").write_text(BOOK)
     Path("utf16.txt").write_text(BOOK, encoding="utf-16")
@@ -189,13 +189,13 @@ def test_latin1_texts_are_named_with_a_conversion(folder):
         text_folder("folder", "my book.txt")
 
 
-def test_a_text_may_have_a_name_that_is_no_utf8(folder):
+def test_names_of_texts_need_not_be_utf8(folder):
     name = os.fsdecode(b"caf\xe9.txt")
     Path(name).write_text(BOOK)
     assert len(load_corpus(text_folder("folder", name)).train)
 
 
-def test_what_is_no_text_is_named_in_one_line(folder):
+def test_files_without_text_are_named(folder):
     for text in (" \n\n \n", "a b\n" * 19, b"caf\xe9"):
         Path("a.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
         with pytest.raises(InputError, match="a.txt"):
@@ -212,7 +212,7 @@ def test_what_is_no_text_is_named_in_one_line(folder):
 TEXT = np.arange(10_000, dtype="<u4")
 
 
-def test_a_window_is_consecutive_tokens_drawn_by_seed_step_and_position_only():
+def test_windows_depend_on_seed_step_and_place_alone():
     whole = random_windows(TEXT, 5, 16, 8, 1)
     assert whole.shape == (16, 9) and whole.dtype == torch.int64 and (whole.diff() == 1).all()
     for b in (8, 4, 1):
@@ -223,13 +223,13 @@ def test_a_window_is_consecutive_tokens_drawn_by_seed_step_and_position_only():
     assert len(set(whole[:, 0].tolist())) == 16
 
 
-def test_every_window_of_a_short_text_is_drawn_equally_often():
+def test_every_window_is_drawn_equally_often():
     starts = torch.cat([random_windows(TEXT[:14], step, 100, 8, 0)[:, 0] for step in range(60)])
     counts = torch.bincount(starts)
     assert len(counts) == 6 and (counts - 1000).abs().max() < 150  # 5 standard deviations
 
 
-def test_windows_reach_every_place_of_a_text_larger_than_24_bits():
+def test_windows_reach_every_place_of_a_large_text():
     class Places:  # WikiText-103's length, no memory
         def __len__(self):
             return 103_227_021
@@ -264,7 +264,7 @@ class Reads(torch.nn.Module):
 
 @pytest.mark.parametrize("M", [9, 17, 30])
 @pytest.mark.parametrize("stride", [1, 3, 7, 8])
-def test_every_token_is_scored_once_with_the_context_that_was_promised(M, stride):
+def test_every_token_is_scored_once_with_its_context(M, stride):
     model = Reads()
     # of each target, in tokens
     context = sliding_nll(model, torch.arange(M), 8, stride, batch_size=3)
@@ -300,7 +300,7 @@ def test_totals_equal_lmtools_whatever_the_batch(golden, name):
         assert perplexity(torch.cat(streams)) == pytest.approx(ppl, rel=1e-5)
 
 
-def test_processes_share_the_windows_and_their_parts_add_up():
+def test_processes_share_the_windows():
     torch.manual_seed(0)
     model, text = LM(LMConfig(60, 16, embed_dim=32, depth=2, num_heads=4,
                               mlp_dim=64)).eval(), torch.randint(60, (150,))
@@ -309,7 +309,7 @@ def test_processes_share_the_windows_and_their_parts_add_up():
     assert all((part == 0).any() for part in parts)
 
 
-def test_windows_that_cannot_be_are_refused_in_one_line():
+def test_impossible_windows_are_rejected():
     for window, stride in ((4, 0), (4, 5), (10, 1)):
         with pytest.raises(InputError, match=f"window {window}, stride {stride}"):
             sliding_nll(Reads(), torch.arange(10), window, stride)

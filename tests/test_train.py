@@ -66,7 +66,7 @@ def bad(name, *parts):
 # --- stopping and going on ------------------------------------------------------------------------
 
 @each
-def test_three_steps_and_three_resumed_equal_six_bit_for_bit(name):
+def test_resumed_run_is_bit_identical(name):
     make_tree(classes=3, train=12)
     run = flags(RANDOM[name], "--clip 0.1")
     train(name, run, "--max_steps 6 --out_dir whole")
@@ -116,7 +116,7 @@ def test_a_kill_before_any_write_loses_nothing(name, monkeypatch, capsys):
 
 
 @each
-def test_best_is_the_best_evaluation_of_the_run_and_of_what_it_goes_on_with(name, monkeypatch):
+def test_best_is_the_best_evaluation_across_resumes(name, monkeypatch):
     """The second of three evaluations is the best one; the third follows a resume."""
     what, numbers = dict(cls=("loss", (3.0, 1.0, 2.0)), lm=("perplexity", (3.0, 1.0, 2.0)),
                          seg=("mean_iou", (1.0, 3.0, 2.0)))[name]
@@ -132,7 +132,7 @@ def test_best_is_the_best_evaluation_of_the_run_and_of_what_it_goes_on_with(name
 
 
 @each
-def test_ctrl_c_ends_in_the_line_that_resumes_and_a_folder_is_not_taken_twice(name):
+def test_ctrl_c_prints_the_command_that_resumes(name):
     forever = "--steps 1000000 --eval_every 2" if name == "lm" else "--epochs 100000"
     process = Started(SCRIPTS[name].main, flags(SMALL[name], forever, "--out_dir a"))
     wait_for("a/last.pt", process)
@@ -148,7 +148,7 @@ def test_ctrl_c_ends_in_the_line_that_resumes_and_a_folder_is_not_taken_twice(na
 
 
 @each
-def test_a_run_that_died_before_its_first_checkpoint_leaves_its_folder_free(name, monkeypatch):
+def test_a_run_without_checkpoint_leaves_its_folder_free(name, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(common, "save", lambda *args, **how: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -159,14 +159,14 @@ def test_a_run_that_died_before_its_first_checkpoint_leaves_its_folder_free(name
     assert_same_run("a", "b")
 
 
-def test_a_redirected_run_prints_a_line_with_loss_and_speed_at_every_row(capsys):
+def test_a_redirected_run_prints_loss_and_speed(capsys):
     train("cls", "--max_steps 4 --log_every 2 --out_dir a")
     out = capsys.readouterr().out
     assert re.findall(r"^step +(\d+)  loss [\d.]+  \d+ images/s$", out, re.M) == ["2", "3", "4"]
 
 
 @each
-def test_what_is_not_finite_stops_the_run_and_keeps_the_last_good_state(name, monkeypatch):
+def test_numbers_not_finite_keep_the_last_good_state(name, monkeypatch):
     """A step's loss is that of the weights before it: the weights are looked at, too."""
     Adam = torch.optim.Adam if name == "lm" else torch.optim.AdamW
     owner, function = (LM, "forward") if name == "lm" else (SCRIPTS[name].F, "cross_entropy")
@@ -203,7 +203,7 @@ def test_what_is_not_finite_stops_the_run_and_keeps_the_last_good_state(name, mo
 
 
 @each
-def test_the_rate_of_a_row_is_per_second_and_leaves_out_evaluations_and_saving(name, monkeypatch):
+def test_speed_excludes_evaluations_and_saving(name, monkeypatch):
     """A forward pass takes half a second, an evaluation a hundred, a checkpoint a thousand."""
     Model, batch = dict(cls=(ViT, 16), lm=(LM, 4 * 8), seg=(Segmenter, 4))[name]
     now, real, forward, save = [0.0], SCRIPTS[name].evaluate, Model.forward, common.save
@@ -231,7 +231,7 @@ def test_the_rate_of_a_row_is_per_second_and_leaves_out_evaluations_and_saving(n
 # --- what --resume keeps, and what it refuses -----------------------------------------------------
 
 @each
-def test_a_run_is_kept_whatever_it_is_asked_to_go_on_with(name):
+def test_resume_rejects_changes_and_keeps_the_run(name):
     train(name, "--max_steps 2 --out_dir a")
     whole, text = Path("a/last.pt").read_bytes(), Path("a/log.jsonl").read_bytes()
 
@@ -274,7 +274,7 @@ def test_a_run_folder_may_have_any_name(name, monkeypatch, capsysbinary):
 
 
 @each
-def test_a_resumed_run_takes_other_flags_and_says_which(name, capsys):
+def test_a_resumed_run_prints_flags_that_differ(name, capsys):
     train(name, "--max_steps 2 --clip 0 --lr 1e-3 --out_dir a", "--amp" * (name == "lm"))
     before = common.load("a/last.pt")["model"]
     later = "--steps 40" if name == "lm" else "--weight_decay 0.5 --epochs 9"
@@ -375,7 +375,7 @@ BAD = dict(cls="""
 
 
 @each
-def test_bad_flags_end_in_one_line_that_names_them(name, monkeypatch):
+def test_bad_flags_end_in_one_line(name, monkeypatch):
     Path("notes.txt").write_text("root:x:0:0:not a checkpoint\n")
     for row in filter(None, re.split("; |\n", OF_ALL + BAD[name])):
         flag, _, word = row.partition(" -> ")

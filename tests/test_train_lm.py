@@ -31,7 +31,7 @@ def a_small_text(alone):
 
 # --- a run and what it leaves ---------------------------------------------------------------------
 
-def test_the_default_run_ends_in_its_result_and_needs_no_flag(monkeypatch, capsys):
+def test_the_checkpoint_alone_reproduces_the_perplexity(monkeypatch, capsys):
     """Without flags but --max_steps; pydoc's documents are made fewer for the time it takes."""
     text = "The function returns a list of words.\n\nIt takes  one argument, n.\n" * 9
     topics = {f"topic {i}": [(f"name{i}", text)] for i in range(60)}
@@ -46,11 +46,11 @@ def test_the_default_run_ends_in_its_result_and_needs_no_flag(monkeypatch, capsy
     assert checkpoint["metrics"]["perplexity"] == pytest.approx(perplexity, rel=1e-5)
     assert sample and sample[:20] in out and out.strip().endswith(f"--ckpt {folder}")
     train("--words 3 --sample", [folder])                       # not refused: it writes nothing
-    train(SMALL, "--max_steps 1")                               # a text of your own
-    assert {d.name for d in Path("out").iterdir()} == {"cache", "pydoc_rpc", "text_rpc"}
+    train("--data_dir text --context 16 --batch_size 8 --words 0 --max_steps 1")
+    assert {d.name for d in Path("out").iterdir()} == {"cache", "pydoc_rpc", "text_symmetric"}
 
 
-def test_a_model_that_reads_the_future_trains_and_is_not_sampled():
+def test_a_model_that_leaks_is_not_sampled():
     train(SMALL, "--mu_over all --max_steps 2 --no-keep_best --out_dir a")
     config = lm_from_checkpoint(common.load("a")).config
     assert (config.context, config.pap["mu_over"]) == (16, "all") and log("a", "sample")[2] == ""
@@ -58,7 +58,7 @@ def test_a_model_that_reads_the_future_trains_and_is_not_sampled():
     assert "--sample a: mu_over='all'" in bad("--sample a")
 
 
-def test_an_attention_that_forgets_its_mask_is_refused_before_training(monkeypatch):
+def test_an_attention_without_causal_mask_is_rejected(monkeypatch):
     def forgets(q, k, v, causal=False):
         return attention.softmax_attention(q, k, v)
     monkeypatch.setitem(attention.ATTENTIONS, "forgets", forgets)
@@ -66,7 +66,7 @@ def test_an_attention_that_forgets_its_mask_is_refused_before_training(monkeypat
     assert "--attn forgets" in line and "later words" in line and not Path("a").exists()
 
 
-def test_the_learning_rate_is_lmtools_but_for_the_first_updates(golden):
+def test_the_learning_rate_is_lmtools_after_warmup(golden):
     """In the warm-up lr k / w there, (k + 1) / (w + 1) here."""
     a = golden("lm_schedule")
     lr, warmup, total = (a[k].item() for k in ("base_lr", "warmup", "max_step"))
@@ -77,7 +77,7 @@ def test_the_learning_rate_is_lmtools_but_for_the_first_updates(golden):
     assert np.abs(ours - theirs)[1:warmup].max() < lr / warmup and theirs[0] == lr
 
 
-def test_a_text_that_is_too_short_is_named_before_training():
+def test_a_text_too_short_is_named():
     for split in ("train", "valid", "test"):
         Path(f"text/wiki.{split}.tokens").write_text(" the cat of <unk> \n")
         line = bad(SMALL, "--out_dir a")
@@ -89,7 +89,7 @@ def test_a_text_that_is_too_short_is_named_before_training():
 
 # --- a checkpoint is sampled and scored -----------------------------------------------------------
 
-def test_a_sample_goes_on_the_same_way_each_time_and_needs_nothing_but_its_checkpoint(
+def test_a_sample_needs_its_checkpoint_alone(
         capsys, monkeypatch):
     line = bad(SMALL, "--prompt", ["the purple cat"], "--out_dir b")        # before any training
     assert "purple" in line and not Path("b").exists()
@@ -113,7 +113,7 @@ def test_a_sample_goes_on_the_same_way_each_time_and_needs_nothing_but_its_check
     assert sorted(Path("a").iterdir()) == files
 
 
-def test_a_text_is_scored_in_the_words_of_the_run_and_has_to_be_longer_than_a_window():
+def test_a_text_is_scored_in_the_runs_vocabulary():
     """The word of the attack is the paper's or, where the run does not know that, its rarest."""
     vocab = data_text.count_words(Path("text/wiki.train.tokens"))
     Path("text/wiki.train.tokens").unlink()                     # is not needed any more
