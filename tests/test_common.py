@@ -166,7 +166,7 @@ def test_a_log_rejects_numbers_not_finite(tmp_path, row):
     assert common.read_log(log.path) == []
 
 
-def test_a_gradient_not_finite_is_named_with_its_step():
+def test_a_gradient_not_finite_is_named():
     rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     assert common.finite_means(rows, 8) == [2, 3]
     rows[1, 1] = math.inf
