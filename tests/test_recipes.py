@@ -35,7 +35,8 @@ RECIPES = {
              lr=2.5e-4, warmup=2000, eval_every=4000),
     "train_seg.py --data ade20k":
         dict(OURS, min_lr=1e-5, dropout=0.1, patch_size=16, model="tiny", lr=1e-3, weight_decay=0,
-             optimizer="sgd", clip=0, drop_path=0.1, size=512, num_classes=150, epochs=64, batch_size=8),
+             optimizer="sgd", clip=0, drop_path=0.1, size=512, num_classes=150, epochs=64,
+             batch_size=8),
 }
 
 

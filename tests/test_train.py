@@ -249,7 +249,8 @@ def test_resume_rejects_changes_and_keeps_the_run(name):
             ("training_images", 7), ("classes", list("wxyz"))):                 # other data
         assert part in stored(**{part: value})
     for flag, word in (("--attn symmetric", "attn"), ("--out_dir b", "out_dir"),
-                       ("--n_iter 5", "pap" if name != "seg" else "n_iter"), ("--batch_size 2", "--batch_size: it was")):
+                       ("--n_iter 5", "pap" if name != "seg" else "n_iter"),
+                       ("--batch_size 2", "--batch_size: it was")):
         assert word in refused(SCRIPTS[name], "--resume a", flag)
     assert (Path("a/last.pt").read_bytes(), Path("a/log.jsonl").read_bytes()) == (whole, text)
     assert call(SCRIPTS[name].get_args, "--resume a")[0].max_steps is None      # was for once
