@@ -367,6 +367,16 @@ NUMPY += [(getattr(np._core.multiarray, name), f"numpy.{core}.multiarray.{name}"
           for name in ("scalar", "_reconstruct") for core in ("core", "_core")]
 
 
+def check_unchanged(checkpoint, now):
+    """Raise InputError if a value in `now`, by name, differs from the resumed checkpoint's."""
+    was = {**checkpoint, **checkpoint["model_config"]}
+    for name, value in now.items():
+        if was.get(name) != value:
+            raise InputError(f"--resume cannot change {name}: it was {was.get(name)!r:.60} and is "
+                             f"{value!r:.60}; resume with the run's data and flags, or start "
+                             f"another run")
+
+
 def load_optimizer(optimizer, state):
     """Load the state of an optimiser, but keep its learning rate, weight decay and so on.
 

@@ -316,11 +316,7 @@ def main():
     # be the same as before.
     about = dict(classes=list(train.classes), training_images=len(train.labels))
     if checkpoint:
-        was = {**checkpoint, **checkpoint["model_config"]}
-        for name, now in {**about, **asdict(config)}.items():
-            if was.get(name) != now:
-                raise InputError(f"--resume cannot change {name}: it was {was.get(name)!r:.60} and "
-                                 f"is {now!r:.60}")
+        common.check_unchanged(checkpoint, {**about, **asdict(config)})
         model.load_state_dict(checkpoint["model"])
         common.load_optimizer(optimizer, checkpoint["optimizer"])
         if ema:

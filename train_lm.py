@@ -262,11 +262,7 @@ def main():
     # same as before.
     about = dict(vocab="\n".join(vocab.words), train_tokens=len(corpus.train))
     if checkpoint:
-        was = {**checkpoint, **checkpoint["model_config"]}
-        for name, now in {**about, **asdict(config)}.items():
-            if was.get(name) != now:
-                raise InputError(f"--resume cannot change {name}: it was {was.get(name)!r:.60} and "
-                                 f"is {now!r:.60}")
+        common.check_unchanged(checkpoint, {**about, **asdict(config)})
         model.load_state_dict(checkpoint["model"])
         common.load_optimizer(optimizer, checkpoint["optimizer"])
     first = checkpoint.get("step", 0)

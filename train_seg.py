@@ -288,10 +288,7 @@ def main():
     # before.
     about = dict(classes=list(train.classes), training_images=len(train))
     if checkpoint:
-        for name, now in about.items():
-            if checkpoint.get(name) != now:
-                raise InputError(f"--resume cannot change {name}: it was "
-                                 f"{checkpoint.get(name)!r:.60} and is {now!r:.60}")
+        common.check_unchanged(checkpoint, about)
         model.load_state_dict(checkpoint["model"])
         common.load_optimizer(optimizer, checkpoint["optimizer"])
     first = checkpoint.get("step", 0)
