@@ -38,6 +38,7 @@ from tqdm import tqdm
 import common
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE, InputError
+from data.rng import DROPOUT, seed_from
 from data.text import (EOS, SPLITS, describe, load_corpus, perplexity, random_windows, sliding_nll,
                        stored_vocabulary, text_folder)
 from lm import LM, SIZES, LMConfig, lm_from_checkpoint, reads_the_future
@@ -320,8 +321,8 @@ def main():
         windows = next(batches)
 
         # Forward and backward. Dropout draws from a seed of this step and process, so a resumed
-        # run draws the same. (hash of numbers is the same in every Python.)
-        torch.manual_seed(hash((args.seed, step, rank)) % 2 ** 63)
+        # run draws the same.
+        torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))
         with autocast:
             loss = net(windows[:, :-1], windows[:, 1:]).mean()
         loss.backward()
