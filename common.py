@@ -37,6 +37,8 @@ def run(main):
     Every other exception is a bug, ours or of an edit, and keeps its traceback.
     """
     torch.set_flush_denormal(True)      # docs/data.md; threads and DataLoader workers inherit it
+    if hasattr(sys.stdout, "reconfigure"):                  # file names can be no UTF-8
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         main()
     except KeyboardInterrupt:

@@ -36,10 +36,11 @@ from tqdm import tqdm
 import common
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE, InputError
-from data.augment import augment_uint8, soft_targets, to_float
+from data.augment import augment_uint8, mix, soft_targets, to_float
 from data.batches import Split, image_batches, send
-from data.datasets import DATASETS, choose, largest_share, load_data, split_name
-from data.rng import epoch_order
+from data.datasets import DATASETS, largest_share, load_data, split_name
+from data.photos import photo_flags
+from data.rng import DROPOUT, epoch_order, seed_from
 from vit import SIZES, ViT, ViTConfig
 
 
@@ -54,8 +55,8 @@ def get_args():
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=DATASETS, help="the recipe; without it rendered scenes (shapes) or, "
          "with --data_dir, images of your own (folder)")
-    flag("--data_dir", help="folder: <class>/*.jpg, or train/ and val/ of those; "
-         "imagenet: the latter; cifar10: torchvision's files, class folders or a tar of them")
+    flag("--data_dir", help="folder: <class>/*.jpg, or train/ and val/ with class folders; "
+         "imagenet: the latter; cifar10: torchvision's files, or train/ and val/")
     flag("--download", action=boolean, default=False, help="cifar10: fetch it into --data_dir")
     flag("--num_images", type=COUNT, default=16000, help="shapes: training images to render")
     flag("--holdout", type=NATURAL, default=0, help="train without HOLDOUT of the training images "
@@ -111,8 +112,8 @@ def get_args():
     flag("--compile", action=boolean, default=False, help="torch.compile the model, to train")
     flag("--log_every", type=COUNT, default=20, help="steps between rows of log.jsonl")
     flag("--eval_every", type=COUNT, default=1, help="epochs between evaluations")
-    flag("--keep_best", action=boolean, default=False, help="also keep best.pt, of the evaluation "
-         "with the lowest loss: for images that are held out to choose by (folder: on)")
+    flag("--keep_best", action=boolean, default=False, help="hold out --holdout training images "
+         "(default: a tenth) and keep best.pt, which has the lowest loss on them (folder: on)")
     flag("--max_steps", type=COUNT, help="stop early; the schedule stays that of --epochs")
     flag("--out_dir", help="None: out/<data>_<attn>")
     flag("--resume", help="folder of a run to continue; its flags are the defaults")
@@ -210,7 +211,6 @@ def train_batches(source, args, start, stop, device, rank, world):
         images = to_float(images, position, args.seed, args.erase)
         targets = soft_targets(labels, len(source.classes), args.smoothing)
         if args.mixup or args.cutmix:
-            from data.randaugment import mix
             key = args.seed, position[0].item() // args.batch_size      # one lambda for a step
             images, targets = mix(images, targets, key, args.mixup, args.cutmix)
         yield images, targets, position
@@ -273,8 +273,8 @@ def main():
     # Data. Where it is a folder of one's own, flags that are still None are chosen to fit it.
     if args.download and world > 1:
         raise InputError("--download is for one process: fetch the data first, without torchrun")
-    vars(args).update(choose(args))
-    train, test = load_data(args, device)
+    vars(args).update(photo_flags(args) if args.data == "folder" else {})
+    train, val = load_data(args, device)
     if args.batch_size % world:
         raise InputError(f"--batch_size {args.batch_size}: expected a multiple of {world}, the "
                          f"number of processes")
@@ -375,8 +375,8 @@ def main():
                 images = adversarial(compiled, images, targets, position[0].item(), args)
 
         # Forward and backward. Drop path draws from a seed of this step and process, so a resumed
-        # run draws the same. (hash of numbers is the same in every Python.)
-        torch.manual_seed(hash((args.seed, step, rank)) % 2 ** 63)
+        # run draws the same.
+        torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))
         with autocast:
             loss = F.cross_entropy(net(images), targets)
         loss.backward()
@@ -422,16 +422,16 @@ def main():
         metrics = {}
         if evaluating:
             with autocast:
-                metrics = evaluate(model, test, args, device, rank, world)
+                metrics = evaluate(model, val, args, device, rank, world)
                 if ema:
-                    metrics["ema_top1"] = evaluate(ema, test, args, device, rank, world)["top1"]
+                    metrics["ema_top1"] = evaluate(ema, val, args, device, rank, world)["top1"]
             if rank == 0:
                 log.append(dict(step=done, eval=metrics, epoch=epoch,
                                 **key_statistics(model, model.forward, images[:32])))
             numbers = "  ".join(f"{name} {value:.2f}" for name, value in metrics.items()
                                 if isinstance(value, float))
             common.print0(f"step {done:6d}  training loss {loss:.4f}   {numbers}  largest class "
-                          f"{largest_share(test):.2f}")
+                          f"{largest_share(val):.2f}")
 
         # Save, each file whole or not at all. A run killed before that repeats the evaluation.
         if saving and rank == 0:
@@ -452,11 +452,12 @@ def main():
         top5 = f"top-5 {metrics['top5']:.2f} %, " if "top5" in metrics else ""
         common.print0(f"{args.data} {args.attn}: {split_name(args)} accuracy "
                       f"{metrics['top1']:.2f} % ({top5}{metrics['images']} images, "
-                      f"{largest_share(test):.1f} % of them of the largest class) after "
+                      f"{largest_share(val):.1f} % of them of the largest class) after "
                       f"{stop / epoch_steps:.1f} epochs, {(time.time() - began) / 60:.1f} minutes")
         if best:
-            common.print0(f"best.pt: the lowest loss, {best['loss']:.3f}, was after "
-                          f"{best['step'] / epoch_steps:.1f} epochs, accuracy {best['top1']:.2f} %")
+            common.print0(f"best.pt: the lowest validation loss, {best['loss']:.3f}, was after "
+                          f"{best['step'] / epoch_steps:.1f} epochs, accuracy {best['top1']:.2f} %; "
+                          f"the next command reports the test images, which chose nothing")
         common.print0(f"next: python eval_robust.py --ckpt {out_dir}")
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -37,10 +37,10 @@ import common
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE, InputError
 from data.batches import image_batches
-from data.rng import epoch_order
-from data.views import TrainingViews, choose, finish_views, load_split, save_pictures
-from segmenter import (IGNORE, Segmenter, SegmenterConfig, backbone_settings, evaluate,
-                       predictions)
+from data.masks import mask_flags
+from data.rng import DROPOUT, epoch_order, seed_from
+from data.views import IGNORE, TrainingViews, finish_views, load_segmentation, save_pictures
+from segmenter import Segmenter, SegmenterConfig, backbone_settings, evaluate, predictions
 from vit import SIZES
 
 # What --data selects; flags win.
@@ -55,7 +55,7 @@ RECIPES = {
                    clip=0.0, drop_path=0.1, model="tiny"),
     # images of your own; what is None depends on how many there are and how large: data/masks.py
     "folder": dict(size=None, epochs=None, batch_size=None, eval_every=None, patch_size=None,
-                   keep_best=True),
+                   keep_best=None),
 }
 # An encoder without --backbone, where flags and recipes do not say otherwise.
 ENCODER = dict(model="nano", patch_size=16, attn="rpc", rpc_layers="0", n_iter=4, lambd=4.0,
@@ -126,8 +126,8 @@ def get_args():
     flag("--compile", action=boolean, default=False, help="torch.compile the model, to train")
     flag("--log_every", type=COUNT, default=20, help="steps between rows of log.jsonl")
     flag("--eval_every", type=COUNT, default=2, help="epochs between evaluations")
-    flag("--keep_best", action=boolean, default=False, help="also keep best.pt, of the evaluation "
-         "with the highest mean IoU: for images that are held out to choose by (folder: on)")
+    flag("--keep_best", action=boolean, default=False, help="hold out a tenth of the training "
+         "images and keep best.pt, which has the highest mean IoU on them (folder: on)")
     flag("--max_steps", type=COUNT, help="stop early; the schedule stays that of --epochs")
     flag("--out_dir", help="None: out/seg_<data>_<attn>; with --backbone out/seg_<data>_backbone")
     flag("--resume", help="folder of a run to continue; its flags are the defaults")
@@ -239,15 +239,17 @@ def main():
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
     # Data. Where it is a folder of one's own, flags that are still None are chosen to fit it.
-    vars(args).update(choose(args))
+    vars(args).update(mask_flags(args) if args.data == "folder" else {})
     args.window = args.window or args.size
     args.stride = args.stride or args.window
     if args.stride > args.window:
         raise InputError(f"--stride {args.stride} is more than --window {args.window}")
     how = dict(size=args.size, window=args.window, stride=args.stride, amp=amp,
                num_workers=args.num_workers)                        # to evaluate
-    train, val = load_split(args, "training"), load_split(args, "validation")
-    common.print0(f"{args.data}: {len(train)} training, {len(val)} validation images, "
+    split = "val" if args.keep_best else "test"
+    train, val = load_segmentation(args, "train"), load_segmentation(args, split)
+    split = "validation" if args.keep_best else "test"
+    common.print0(f"{args.data}: {len(train)} training, {len(val)} {split} images, "
                   f"{len(train.classes)} classes")
     scales = (1.0, 1.0) if args.data == "shapes" else (0.5, 2.0)    # scenes stay as they are
     views = TrainingViews(train, args.size, scales, args.seed)
@@ -345,8 +347,8 @@ def main():
 
         # Forward and backward. The loss is the mean over the labelled pixels of all processes,
         # which get the mean of their gradients. Dropout draws from a seed of this step and process,
-        # so a resumed run draws the same. (hash of numbers is the same in every Python.)
-        torch.manual_seed(hash((args.seed, step, rank)) % 2 ** 63)
+        # so a resumed run draws the same.
+        torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))
         pixels = (labels != IGNORE).sum()
         if world > 1:
             dist.all_reduce(pixels)
@@ -420,13 +422,14 @@ def main():
                       val.classes)
         common.print0(f"image, truth, prediction: {out_dir / 'pictures.png'}")
     if metrics:
-        common.print0(f"{args.data} {config.attn}: validation mean IoU {metrics['mean_iou']:.2f} % "
+        common.print0(f"{args.data} {config.attn}: {split} mean IoU {metrics['mean_iou']:.2f} % "
                       f"of {metrics['classes']} classes, mean accuracy "
                       f"{metrics['mean_accuracy']:.2f} % ({metrics['images']} images) after "
                       f"{stop / epoch_steps:.1f} epochs, {(time.time() - began) / 60:.1f} minutes")
         if best:
-            common.print0(f"best.pt: the highest mean IoU, {best['mean_iou']:.2f} %, was after "
-                          f"{best['step'] / epoch_steps:.1f} epochs")
+            common.print0(f"best.pt: the highest validation mean IoU, {best['mean_iou']:.2f} %, was "
+                          f"after {best['step'] / epoch_steps:.1f} epochs; the next command reports "
+                          f"the test images, which chose nothing")
         common.print0(f"next: python eval_robust.py --ckpt {out_dir}")
     if dist.is_initialized():
         dist.destroy_process_group()
