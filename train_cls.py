@@ -36,10 +36,11 @@ from tqdm import tqdm
 
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SEED, SHARE, InputError
-from data.augment import augment_uint8, soft_targets, to_float
+from data.augment import augment_uint8, mix, soft_targets, to_float
 from data.batches import Split, image_batches, send
-from data.datasets import DATASETS, choose, largest_share, load_data, split_name
-from data.rng import MASKS, epoch_order, seed_of
+from data.datasets import DATASETS, largest_share, load_data, split_name
+from data.photos import photo_flags
+from data.rng import DROPOUT, epoch_order, seed_from
 from vit import SIZES, ViT, ViTConfig
 
 
@@ -114,8 +115,8 @@ def get_args():
     flag("--compile", action=boolean, default=False, help="train a compiled model (torch.compile)")
     flag("--log_every", type=COUNT, default=20, help="write a row of log.jsonl after so many steps")
     flag("--eval_every", type=COUNT, default=1, help="evaluate after so many epochs")
-    flag("--keep_best", action=boolean, default=False, help="also keep best.pt, of the evaluation "
-         "with the lowest loss: for images that are held out to choose by (folder: on)")
+    flag("--keep_best", action=boolean, default=False, help="hold out --holdout training images "
+         "(default: a tenth) and keep best.pt, which has the lowest loss on them (folder: on)")
     flag("--max_steps", type=COUNT, help="stop after so many steps; the schedule does not change")
     flag("--out_dir", help="write into this folder (default: out/<data>_<attn>)")
     flag("--resume", help="continue the run in this folder, with its flags")
@@ -199,7 +200,6 @@ def train_batches(source, args, start, stop, device, rank, world):
         images = to_float(images, position, args.seed, args.erase)
         targets = soft_targets(labels, len(source.classes), args.smoothing)
         if args.mixup or args.cutmix:
-            from data.randaugment import mix
             key = args.seed, position[0].item() // args.batch_size      # one lambda per step
             images, targets = mix(images, targets, key, args.mixup, args.cutmix)
         yield images, targets, position
@@ -262,11 +262,11 @@ def main():
     torch.backends.cudnn.allow_tf32 = amp                           # for convolutions, too
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
-    # Data. For your own images, `choose` fills the flags that are still None to fit the images.
+    # Data. For your own images, `photo_flags` fills the flags that are still None.
     if args.download and world > 1:
         raise InputError("--download is for one process: download the data first, without torchrun")
-    vars(args).update(choose(args))
-    train, test = load_data(args, device)
+    vars(args).update(photo_flags(args) if args.data == "folder" else {})
+    train, val = load_data(args, device)
     if args.batch_size % world:
         raise InputError(f"--batch_size {args.batch_size}: expected a multiple of {world}, the "
                          f"number of processes")
@@ -362,7 +362,7 @@ def main():
 
         # Forward and backward. Drop path draws from a seed for this step and process, so that a
         # resumed run draws the same masks.
-        torch.manual_seed(seed_of(args.seed, MASKS, step, rank))
+        torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))
         with autocast:
             loss = F.cross_entropy(net(images), targets)
         loss.backward()
@@ -409,16 +409,16 @@ def main():
         metrics = {}
         if evaluating:
             with autocast:
-                metrics = evaluate(model, test, args, device, rank, world)
+                metrics = evaluate(model, val, args, device, rank, world)
                 if ema:
-                    metrics["ema_top1"] = evaluate(ema, test, args, device, rank, world)["top1"]
+                    metrics["ema_top1"] = evaluate(ema, val, args, device, rank, world)["top1"]
             if rank == 0:
                 log.append(dict(step=done, eval=metrics, epoch=epoch,
                                 **key_statistics(model, model.forward, images[:32])))
             numbers = "  ".join(f"{name} {value:.2f}" for name, value in metrics.items()
                                 if isinstance(value, float))
             common.print0(f"step {done:6d}  training loss {loss:.4f}   {numbers}  largest class "
-                          f"{largest_share(test):.2f}")
+                          f"{largest_share(val):.2f}")
 
         # Save. A file is replaced whole or not at all; a run killed before this line repeats the
         # evaluation when it is resumed.
@@ -441,11 +441,12 @@ def main():
         top5 = f"top-5 {metrics['top5']:.2f} %, " if "top5" in metrics else ""
         common.print0(f"{args.data} {args.attn}: {split_name(args)} accuracy "
                       f"{metrics['top1']:.2f} % ({top5}{metrics['images']} images, "
-                      f"{largest_share(test):.1f} % of them of the largest class) after "
+                      f"{largest_share(val):.1f} % of them of the largest class) after "
                       f"{stop / epoch_steps:.1f} epochs, {(time.time() - began) / 60:.1f} minutes")
         if best:
-            common.print0(f"best.pt: the lowest loss, {best['loss']:.3f}, was after "
-                          f"{best['step'] / epoch_steps:.1f} epochs, accuracy {best['top1']:.2f} %")
+            common.print0(f"best.pt: the lowest validation loss, {best['loss']:.3f}, was after "
+                          f"{best['step'] / epoch_steps:.1f} epochs, accuracy {best['top1']:.2f} %; "
+                          f"the next command reports the test images, which chose nothing")
         common.print0(f"next: {common.command('eval_robust.py', '--ckpt', out_dir)}")
     if dist.is_initialized():
         dist.destroy_process_group()

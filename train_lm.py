@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SEED, SHARE, InputError
-from data.rng import MASKS, seed_of
+from data.rng import DROPOUT, seed_from
 from data.text import (EOS, SPLITS, describe, load_corpus, perplexity, random_windows, sliding_nll,
                        stored_vocabulary, text_folder)
 from lm import LM, SIZES, LMConfig, lm_from_checkpoint, reads_the_future
@@ -303,7 +303,7 @@ def main():
 
         # Forward and backward. Dropout draws from a seed for this step and process, so that a
         # resumed run draws the same masks.
-        torch.manual_seed(seed_of(args.seed, MASKS, step, rank))
+        torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))
         with autocast:
             loss = net(windows[:, :-1], windows[:, 1:]).mean()
         loss.backward()

@@ -37,10 +37,10 @@ from tqdm import tqdm
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SEED, SHARE, InputError
 from data.batches import image_batches
-from data.rng import MASKS, epoch_order, seed_of
-from data.views import TrainingViews, choose, finish_views, load_split, save_pictures
-from segmenter import (IGNORE, Segmenter, SegmenterConfig, backbone_settings, evaluate,
-                       predictions)
+from data.masks import mask_flags
+from data.rng import DROPOUT, epoch_order, seed_from
+from data.views import IGNORE, TrainingViews, finish_views, load_segmentation, save_pictures
+from segmenter import Segmenter, SegmenterConfig, backbone_settings, evaluate, predictions
 from vit import SIZES
 
 # The recipe that --data selects; flags on the command line override it.
@@ -55,7 +55,7 @@ RECIPES = {
                    weight_decay=0.0, clip=0.0, drop_path=0.1, model="tiny"),
     # your own images; data/masks.py chooses the flags that are None by their number and size
     "folder": dict(size=None, epochs=None, batch_size=None, eval_every=None, patch_size=None,
-                   attn="symmetric", keep_best=True),
+                   attn="symmetric", keep_best=None),
 }
 # The encoder without --backbone, unless flags or the recipe describe another one.
 ENCODER = dict(model="nano", patch_size=16, attn="rpc", rpc_layers="0", n_iter=4, lambd=4.0,
@@ -127,8 +127,8 @@ def get_args():
     flag("--compile", action=boolean, default=False, help="train a compiled model (torch.compile)")
     flag("--log_every", type=COUNT, default=20, help="write a row of log.jsonl after so many steps")
     flag("--eval_every", type=COUNT, default=2, help="evaluate after so many epochs")
-    flag("--keep_best", action=boolean, default=False, help="also keep best.pt, of the evaluation "
-         "with the highest mean IoU: for images that are held out to choose by (folder: on)")
+    flag("--keep_best", action=boolean, default=False, help="hold out a tenth of the training "
+         "images and keep best.pt, which has the highest mean IoU on them (folder: on)")
     flag("--max_steps", type=COUNT, help="stop after so many steps; the schedule does not change")
     flag("--out_dir", help="write into this folder (default: out/seg_<data>_<attn>, or "
          "out/seg_<data>_backbone)")
@@ -222,8 +222,8 @@ def main():
     torch.backends.cudnn.allow_tf32 = amp                           # for convolutions, too
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
-    # Data. For your own images, `choose` fills the flags that are still None to fit the images.
-    vars(args).update(choose(args))
+    # Data. For your own images, `mask_flags` fills the flags that are still None.
+    vars(args).update(mask_flags(args) if args.data == "folder" else {})
     args.window = args.window or args.size
     args.stride = args.stride or args.window
     if args.stride > args.window:
@@ -231,8 +231,10 @@ def main():
                          f"at most the window")
     how = dict(size=args.size, window=args.window, stride=args.stride, amp=amp,
                num_workers=args.num_workers)                        # to evaluate
-    train, val = load_split(args, "training"), load_split(args, "validation")
-    common.print0(f"{args.data}: {len(train)} training, {len(val)} validation images, "
+    split = "val" if args.keep_best else "test"
+    train, val = load_segmentation(args, "train"), load_segmentation(args, split)
+    split = "validation" if args.keep_best else "test"
+    common.print0(f"{args.data}: {len(train)} training, {len(val)} {split} images, "
                   f"{len(train.classes)} classes")
     scales = (1.0, 1.0) if args.data == "shapes" else (0.5, 2.0)    # scenes stay as they are
     views = TrainingViews(train, args.size, scales, args.seed)
@@ -328,7 +330,7 @@ def main():
         # Forward and backward. The loss is the mean over the labelled pixels of all processes; DDP
         # averages gradients over processes, hence the factor `world`. Dropout draws from a seed for
         # this step and process, so that a resumed run draws the same masks.
-        torch.manual_seed(seed_of(args.seed, MASKS, step, rank))
+        torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))
         pixels = (labels != IGNORE).sum()
         if world > 1:
             dist.all_reduce(pixels)
@@ -404,13 +406,14 @@ def main():
                       val.classes)
         common.print0(f"image, truth, prediction: {out_dir / 'pictures.png'}")
     if metrics:
-        common.print0(f"{args.data} {config.attn}: validation mean IoU {metrics['mean_iou']:.2f} % "
+        common.print0(f"{args.data} {config.attn}: {split} mean IoU {metrics['mean_iou']:.2f} % "
                       f"of {metrics['classes']} classes, mean accuracy "
                       f"{metrics['mean_accuracy']:.2f} % ({metrics['images']} images) after "
                       f"{stop / epoch_steps:.1f} epochs, {(time.time() - began) / 60:.1f} minutes")
         if best:
-            common.print0(f"best.pt: the highest mean IoU, {best['mean_iou']:.2f} %, was after "
-                          f"{best['step'] / epoch_steps:.1f} epochs")
+            common.print0(f"best.pt: the highest validation mean IoU, {best['mean_iou']:.2f} %, was "
+                          f"after {best['step'] / epoch_steps:.1f} epochs; the next command reports "
+                          f"the test images, which chose nothing")
         common.print0(f"next: {common.command('eval_robust.py', '--ckpt', out_dir)}")
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -18,8 +18,8 @@ CORRUPTION = 51                         # to 65: ImageNet-C's 15 in their order;
 TEXT_WINDOW = 70                        # data/text.py
 PATCH_PLACES, PATCH_VALUES = 70, 71     # robust/patches.py: of images, so 70 meets no text
 ADVERSARIAL = 90                        # robust/adversarial.py
-MASKS = 80                              # dropout and drop path in the trainers
-FROST = 50                              # alone in its key, without a seed: robust/frost.py
+FROST_NOISE = 50                        # alone in its key, without a seed: robust/frost.py
+DROPOUT = 80                            # seeds of PyTorch's generator in the trainers
 
 
 def _mix(x):
@@ -43,19 +43,19 @@ def uniform(index, n, *key):
     return h.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).float().mul_(2.0 ** -24)
 
 
-def seed_of(*key):
-    """Return a seed in [0, 2**48) for torch.manual_seed, a hash of the ints in `key`."""
-    *key, last = key
-    high, low = uniform(torch.tensor([last]), 2, *key)[0].double().mul(2 ** 24).long().tolist()
-    return high << 24 | low
-
-
 def normal(u):
     """Turn uniform numbers (multiples of 2**-24 in [0, 1)) into standard normal ones, by inversion.
 
     Half a step is added to u, so both ends are finite (|result| < 5.5). Same shape and dtype as u.
     """
     return math.sqrt(2) * torch.erfinv(2 * u - 1 + 2 ** -24)
+
+
+def seed_from(*key):
+    """Hash ints in [0, 2**31) to a seed in [0, 2**48) for a generator of PyTorch."""
+    *key, index = key
+    high, low = (uniform(torch.tensor([index]), 2, *key)[0] * 2 ** 24).long().tolist()
+    return high << 24 | low
 
 
 def epoch_order(n, epoch, seed, repeats=1):

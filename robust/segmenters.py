@@ -4,7 +4,7 @@ import argparse
 from functools import partial
 
 from common import InputError
-from data.views import load_split
+from data.views import load_segmentation
 from robust import corruptions
 from robust.score import split_images, stack
 from segmenter import evaluate
@@ -18,7 +18,7 @@ def load(models, args):
     if args.stride > args.window:
         raise InputError(f"--stride {args.stride} is more than --window {args.window}")
     flags = {**first.trained, "data": args.data, "data_dir": args.data_dir}
-    return load_split(argparse.Namespace(**flags), "validation", first.trained)
+    return load_segmentation(argparse.Namespace(**flags), "test", first.trained)
 
 
 def images(measure, source, args, find=split_images):

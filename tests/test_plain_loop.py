@@ -16,7 +16,7 @@ import train_cls
 import train_lm
 import train_seg
 from attention import key_statistics
-from data import augment, randaugment, rng
+from data import augment, rng
 from data.masks import ade20k
 from data.rng import epoch_order, uniform
 from data.views import TrainingViews, finish_views
@@ -50,9 +50,9 @@ def augmented(f, images, position):
         return uniform(position, n, f.seed, purpose)
     images = augment.random_crop(images, draw(2, rng.SHIFT), f.pad)
     images = torch.where(draw(1, rng.FLIP).view(-1, 1, 1, 1) < 0.5, images.flip(3), images)
-    images = randaugment.rand_augment(images, draw(4 * f.num_ops, rng.RAND_AUGMENT))
-    u = draw(randaugment.ERASE_COLUMNS, rng.ERASE)
-    return randaugment.random_erase(images / 255, u, position, f.seed, prob=f.erase)
+    images = augment.rand_augment(images, draw(4 * f.num_ops, rng.RAND_AUGMENT))
+    u = draw(augment.ERASE_COLUMNS, rng.ERASE)
+    return augment.random_erase(images / 255, u, position, f.seed, prob=f.erase)
 
 
 def mixed(f, images, labels, num_classes, step):
@@ -110,7 +110,7 @@ def plain_loop(f, all_images, all_labels, test, model):
         index = order_of(f, len(all_labels), step)
         images = augmented(f, all_images[index], position)
         images, targets = mixed(f, images, all_labels[index], 10, step)
-        torch.manual_seed(rng.seed_of(f.seed, rng.MASKS, step, 0))          # drop-path masks
+        torch.manual_seed(rng.seed_from(f.seed, rng.DROPOUT, step, 0))            # drop-path masks
         loss = SoftTargetCrossEntropy()(model(images), targets)
         norm = update(model, loss, optimizer, f.clip)
         average.update(model, step + 1)
@@ -196,7 +196,7 @@ def test_a_language_model_run_equals_the_plain_loop(alone):
         lr = f.lr * (step + 1) / 4 if step < 3 else f.lr * (1 + math.cos(math.pi * step / 20)) / 2
         optimizer.param_groups[0]["lr"] = lr
         windows = random_windows(corpus.train, step, 6, 12, f.seed)
-        torch.manual_seed(rng.seed_of(f.seed, rng.MASKS, step, 0))          # dropout masks
+        torch.manual_seed(rng.seed_from(f.seed, rng.DROPOUT, step, 0))            # dropout masks
         log_probs = model.log_probs(model.hidden(windows[:, :-1]))
         loss = -log_probs.gather(2, windows[:, 1:, None]).mean()
         norm = update(model, loss, optimizer, f.clip)
@@ -237,7 +237,7 @@ def test_a_segmentation_run_equals_the_plain_loop(alone, data):
         images, labels = (torch.stack([sample[i] for sample in batch]) for i in (0, 1))
         place = [torch.tensor([sample[2][i] for sample in batch]) for i in (1, 2, 0)]
         images = finish_views(images, *place, f.seed, model.encoder.mean)
-        torch.manual_seed(rng.seed_of(f.seed, rng.MASKS, step, 0))          # the masks
+        torch.manual_seed(rng.seed_from(f.seed, rng.DROPOUT, step, 0))            # the masks
         loss = F.cross_entropy(model(images), labels.long(), ignore_index=255)
         norm = update(model, loss, optimizer, f.clip)
         assert row["loss"] == pytest.approx(loss.item(), rel=1e-3 if step else 1e-5)

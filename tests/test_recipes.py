@@ -4,6 +4,7 @@ import re
 import shlex
 from functools import partial
 from pathlib import Path
+from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import train_cls
 import train_lm
 import train_seg
 from conftest import ROOT
-from runs import call
+from runs import call, refused
 
 pytestmark = pytest.mark.usefixtures("alone")
 SCRIPTS = {"train_cls.py": train_cls, "train_lm.py": train_lm, "train_seg.py": train_seg}
@@ -65,7 +66,7 @@ def test_recipes_are_the_papers(command):
     assert not wrong.keys() - {"attn"}, wrong
 
 
-def test_every_command_of_the_papers_runs_is_understood():
+def test_commands_of_the_papers_runs_parse():
     for script, *words in commands():
         if "--init_from" not in words:                              # a file that nobody has yet
             assert flags_of(script, words)["data"] in ("imagenet", "wikitext103", "ade20k")
@@ -82,7 +83,7 @@ def test_help_prints_the_recipe(script, recipe, shown, capsys):
     assert shown in " ".join(capsys.readouterr().out.split())
 
 
-def test_download_is_passed_to_torchvision(monkeypatch):
+def test_download_flag_reaches_torchvision(monkeypatch):
     asked = []
 
     class CIFAR10:
@@ -103,3 +104,12 @@ def test_download_is_passed_to_torchvision(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")                           # no two processes fetch
     with pytest.raises(common.InputError, match="--download is for one process"):
         run(download=True, out_dir="two")
+
+
+def test_failed_download_is_one_line(monkeypatch):
+    class CIFAR10:
+        def __init__(self, folder, train, download):
+            raise URLError("Name or service not known")
+    monkeypatch.setattr("torchvision.datasets.CIFAR10", CIFAR10)
+    line = refused(train_cls, "--data cifar10 --data_dir files --download")
+    assert "--data_dir files" in line and "Name or service not known" in line

@@ -18,7 +18,7 @@ import common
 import train_cls
 import train_lm
 import train_seg
-from data.rng import MASKS, seed_of
+from data.rng import DROPOUT, seed_from
 from lm import LM
 from processes import Started, group
 from runs import (assert_same_run, call, flags, log, make_pairs, make_text, make_tree, refused,
@@ -84,7 +84,7 @@ def test_resumed_run_is_bit_identical(name):
 @each
 def test_a_kill_before_any_write_loses_nothing(name, monkeypatch, capsys):
     """From what the folder holds before each row, evaluation or checkpoint a run goes on."""
-    run = dict(cls="--num_images 16 --epochs 2 --eval_every 1 --keep_best",
+    run = dict(cls="--num_images 18 --epochs 2 --eval_every 1 --keep_best",
                lm="--max_steps 2 --eval_every 1",
                seg="--epochs 2 --batch_size 9 --eval_every 1 --keep_best")[name]
     killed = []
@@ -126,7 +126,10 @@ def test_best_is_the_best_evaluation_across_resumes(name, monkeypatch):
         metrics = {**found, what: next(numbers)}
         return (metrics, None) if name == "seg" else metrics
     monkeypatch.setattr(SCRIPTS[name], "evaluate", evaluate)
-    train(name, "--max_steps 6 --keep_best --out_dir a --eval_every", [3 if name == "lm" else 1])
+    # a tenth is held out; three steps per epoch remain
+    epoch = dict(cls="--num_images 54 --eval_every 1", lm="--eval_every 3",
+                 seg="--batch_size 3 --eval_every 1")[name]
+    train(name, "--max_steps 6 --keep_best --out_dir a", epoch)
     resume(name, "a --max_steps 9")
     assert common.load("a/best.pt")["step"] == common.load("a/last.pt")["best"]["step"] == 6
 
@@ -341,7 +344,7 @@ def test_two_processes_equal_one(name):
     assert len(losses[1]) == steps
     np.testing.assert_allclose(*losses, rtol=0, atol=3e-5)
     np.testing.assert_allclose(*norms, rtol=1e-3)
-    seeds = [seed_of(0, MASKS, steps - 1, rank) for rank in (0, 1)]
+    seeds = [seed_from(0, DROPOUT, steps - 1, rank) for rank in (0, 1)]
     assert [int(text.split()[-1]) for text in printed] == seeds
     assert len(printed[1].split()) == 1                             # rank 0 alone speaks
     a, b = log("two", "eval")[steps], log("one", "eval")[steps]
