@@ -29,6 +29,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from common import InputError, print0, replacing
+from data.decode import same_folder
 from data.rng import TEXT_WINDOW, uniform
 
 SPLITS = ("train", "valid", "test")
@@ -229,6 +230,21 @@ def txt_folder(path):
     a, b = len(lines) * 90 // 100, len(lines) * 95 // 100
     write_tokens(folder, dict(train=lines[:a], valid=lines[a:b], test=lines[b:]))
     return folder
+
+
+def lines_to_score(data, data_dir, trained):
+    """Return the lines of the texts to evaluate a language model on: {split: lines of tokens}.
+
+    data, data_dir: of the evaluation. trained: the flags of the model's training, a dict. The run's
+    own text and folders of token files have the splits valid and test. Another text file is one
+    split, "whole", with every word as it is: the model's vocabulary decides which words it knows.
+    """
+    own = same_folder(trained.get("data_dir"), data_dir) if data_dir else \
+        not trained.get("data_dir")
+    if not own and data_dir and Path(data_dir).is_file():
+        return {"whole": [" ".join(words) for words in paragraphs(Path(data_dir))]}
+    folder = text_folder(data, data_dir)
+    return {split: read_lines(token_file(folder, split)) for split in ("valid", "test")}
 
 
 def pydoc_documents():
