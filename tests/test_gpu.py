@@ -35,10 +35,9 @@ from data.shapes import load_shapes
 from lm import LM, LMConfig
 from processes import group
 from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd
-from robust.attacks import fgsm, noise, pgd
+from robust.attacks import cw, fgsm, noise, pgd, sld, spsa
 from robust.autoattack import apgd, apgd_t, autoattack, fab_t, square
 from robust.corruptions import NAMES, corrupt
-from robust.more_attacks import cw, sld, spsa
 from runs import call, flags, log, make_pairs, make_text
 from segmenter import Segmenter, SegmenterConfig
 from vit import ViT, ViTConfig, classifier_from_checkpoint

@@ -18,8 +18,8 @@ import peers
 from robust.words import word_swap
 from common import InputError
 from conftest import SHARED
-from data.text import (load_corpus, perplexity, pydoc_folder, random_windows, read_lines,
-                       sliding_nll, text_folder)
+from data.text import (lines_to_score, load_corpus, perplexity, pydoc_folder, random_windows,
+                       read_lines, sliding_nll, text_folder)
 from lm import LM, LMConfig
 from upstream import LMTOOL, lmtool_model
 
@@ -205,6 +205,17 @@ def test_files_without_text_are_named(folder):
         with pytest.raises(InputError, match=word):
             text_folder(data, data_dir)
     assert not Path("out").exists()
+
+
+def test_another_text_is_scored_word_by_word(folder):
+    """In the model's vocabulary: rare words of the new text do not become <unk>."""
+    Path("book.txt").write_text(BOOK + "\n\nOne zebra.\n")
+    trained = dict(data_dir=str(folder))
+    whole = lines_to_score("folder", "book.txt", trained)["whole"]
+    assert len(whole) == 41 and whole[-1] == "One zebra ."
+    assert lines_to_score("folder", "book.txt", dict(data_dir="book.txt")).keys() == {"valid",
+                                                                                      "test"}
+    assert lines_to_score("folder", str(folder), {})["test"] == [TEST.rstrip("\n")]
 
 
 # --- training windows -----------------------------------------------------------------------------

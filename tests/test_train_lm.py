@@ -1,7 +1,4 @@
-"""Claims about train_lm.py alone, and about robust/words.py: what is scored is what the run knows.
-
-What holds for every trainer is in test_train.py.
-"""
+"""Tests of train_lm.py alone; test_train.py tests what all trainers do."""
 
 import shutil
 from argparse import Namespace
@@ -16,7 +13,6 @@ import common
 import train_lm
 from data import text as data_text
 from lm import lm_from_checkpoint
-from robust.words import load_texts, score
 from runs import call, log, make_text, refused
 
 SMALL = ("--data_dir text --attn rpc --context 16 --batch_size 8 --steps 30 --words 5 --warmup 5 "
@@ -40,8 +36,9 @@ def test_the_checkpoint_alone_reproduces_the_perplexity(monkeypatch, capsys):
     out, folder = capsys.readouterr().out, Path("out/pydoc_rpc")
     checkpoint, sample = common.load(folder), log(folder, "sample")[2]
     vocab, model = data_text.stored_vocabulary(checkpoint), lm_from_checkpoint(checkpoint)
-    (valid, _), _ = load_texts(data_text.text_folder("pydoc", None), vocab, 64)
-    perplexity = score(model, valid, 64, 64)["segment"]         # of all tokens of the text
+    lines = data_text.read_lines(Path("out/cache").glob("pydoc_*/wiki.valid.tokens").__next__())
+    nats = data_text.sliding_nll(model, vocab.encode_lines(lines), 64, 64)      # of all tokens
+    perplexity = data_text.perplexity(nats)
     assert f"valid perplexity {perplexity:.2f} " in out
     assert checkpoint["metrics"]["perplexity"] == pytest.approx(perplexity, rel=1e-5)
     assert sample and sample[:20] in out and out.strip().endswith(f"--ckpt {folder}")
@@ -111,23 +108,3 @@ def test_a_sample_needs_its_checkpoint_alone(
     assert said("--sample a/best.pt --words 12 --seed 1", prompt) == texts[2]
     assert "meows" in bad("--sample a --prompt", ["the cat meows"])
     assert sorted(Path("a").iterdir()) == files
-
-
-def test_a_text_is_scored_in_the_runs_vocabulary():
-    """The word of the attack is the paper's or, where the run does not know that, its rarest."""
-    vocab = data_text.count_words(Path("text/wiki.train.tokens"))
-    Path("text/wiki.train.tokens").unlink()                     # is not needed any more
-    Path("text/wiki.valid.tokens").write_text(" the zebra of ann saw bob . \n" * 3)
-    for known, word in (([], vocab.words[-1]), (["AAA"], "AAA")):
-        (valid, test), swapped = load_texts("text",
-                                            data_text.Vocabulary([*vocab.words, *known]), 16)
-        assert swapped == word and (valid.split, test.split) == ("valid", "test")
-        assert len(valid.clean) == 24 and valid.clean[1] == vocab["<unk>"]
-        new = test.attacked[1:][~test.kept.numpy()]
-        assert len(new) and (new == (len(vocab) if known else len(vocab) - 1)).all()
-    for split in ("valid", "test"):
-        Path(f"text/wiki.{split}.tokens").write_text(" the cat of \n" * 4)
-        with pytest.raises(common.InputError,
-                           match=rf"--window 16 .*wiki.{split}.tokens in text has only 16"):
-            load_texts("text", vocab, 16)
-        Path(f"text/wiki.{split}.tokens").write_text(" the cat of \n" * 5)
