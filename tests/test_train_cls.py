@@ -73,11 +73,11 @@ def test_init_from_sets_weights_and_model(imagenet, capsys):
     train(SMALL, "--max_steps 1 --init_from sym --out_dir rpc")     # the first step's lr is 1e-6
     first, after = (common.load(name)["model"] for name in ("sym", "rpc"))
     assert all((first[k] - after[k]).abs().max() < 1e-5 for k in after)
-    assert "new head" not in capsys.readouterr().out
+    assert "is new" not in capsys.readouterr().out
     train(IMAGENET, "--image_size 16 --patch_size 4 --max_steps 1 --init_from sym --out_dir fine",
           ["--data_dir", imagenet])
     fine, patches = common.load("fine")["model"], "patch_embed.proj.weight"
-    assert "new head for 3 classes" in capsys.readouterr().out and len(fine["head.weight"]) == 3
+    assert "head for 3 classes is new" in capsys.readouterr().out and len(fine["head.weight"]) == 3
     assert (fine[patches] - first[patches]).abs().max() < 1e-5
 
     line = bad(SMALL, "--attn softmax --init_from sym")
