@@ -54,7 +54,7 @@ RECIPES = {
     "wikitext103": dict(model="paper", rpc_layers="0-3", cutoffs="20000,40000,200000",
                         steps=500_000, batch_size=96, lr=2.5e-4, warmup=2000, eval_every=4000),
 }
-# --data_dir alone: a text of your own
+# --data_dir alone: your own text
 RECIPES["folder"] = dict(RECIPES["wikitext"], attn="symmetric")
 
 

@@ -244,7 +244,8 @@ def main():
     epoch_steps = math.ceil(len(train) / args.batch_size)           # the last batch may be short
     total = args.epochs * epoch_steps
 
-    # Model. A resumed checkpoint describes it; else the flags do, or the backbone its encoder.
+    # Model. A resumed checkpoint describes it. Without --resume the flags describe it, except for a
+    # backbone's encoder.
     backbone = common.load(args.backbone) if args.backbone and not args.resume else None
     if checkpoint:
         config = SegmenterConfig(**checkpoint["model_config"])
@@ -328,7 +329,7 @@ def main():
         images, labels = next(batches)
 
         # Forward and backward. The loss is the mean over the labelled pixels of all processes; DDP
-        # averages gradients over processes, hence the factor `world`. Dropout draws from a seed for
+        # averages gradients over processes, so the loss has the factor `world`. Dropout draws from a seed for
         # this step and process, so that a resumed run draws the same masks.
         torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))
         pixels = (labels != IGNORE).sum()

@@ -1,4 +1,4 @@
-"""Claims about common.py: files survive whatever happens meanwhile; errors are one line."""
+"""Tests of common.py: files survive kills and full disks; errors are one line."""
 
 import json
 import math
@@ -36,7 +36,7 @@ class DiesHalfway:
 def test_a_folders_best_checkpoint_is_loaded_unchanged(tmp_path, monkeypatch):
     state = dict(model={"w": torch.randn(3, 2)}, step=7, args=dict(lr=1e-3, lambd=math.inf),
                  layers=(0, 1))
-    with monkeypatch.context() as patch:                                # as if it were of a GPU
+    with monkeypatch.context() as patch:                                # as if from a GPU
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
         save(tmp_path / "last.pt", state)
     for path in (tmp_path, str(tmp_path / "last.pt")):
@@ -270,7 +270,7 @@ def test_input_errors_are_one_line_bugs_are_tracebacks(monkeypatch):
 
 
 def test_rank_0_alone_prints_an_input_error():
-    """torchrun ends the others then; an error of one process alone is printed after the wait."""
+    """Then torchrun ends the waiting ones; an error of one process alone is printed later."""
     code = ("import common, sys; common.WAIT = float(sys.argv[1])\n"
             "common.run(lambda: (_ for _ in ()).throw(common.InputError('no a.jpg')))")
 

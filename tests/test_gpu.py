@@ -1,10 +1,10 @@
-"""What a GPU has to show: every part on it beside the CPU, and what it costs there.
+"""Compare every part on a GPU with the same part on the CPU.
 
     python -m pytest tests/test_gpu.py -n 8 --dist load     # ends in a table for the record
-    python -m pytest tests/test_gpu.py -n0 -k table_11      # what it costs, timed alone
+    python -m pytest tests/test_gpu.py -n0 -k table_11      # speed and memory, measured alone
 
-Where there is none, the CPU stands in for it, so that these tests are tried everywhere; what only
-a GPU can tell is skipped there, and less is compiled.
+Without a GPU, the CPU takes its place, so that these tests run everywhere. Tests that need a GPU
+are skipped then, and fewer networks are compiled.
 """
 
 import copy
@@ -49,7 +49,7 @@ needs_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
 
 @pytest.fixture
 def device():
-    """The GPU or, where there is none, the CPU; no run leaves its precision to the next one."""
+    """Yield the GPU, or the CPU without a GPU; then reset the precision that a run sets."""
     convolutions = torch.backends.cudnn.allow_tf32
     yield torch.device("cuda" if GPUS else "cpu")
     torch.set_float32_matmul_precision("highest")
@@ -58,7 +58,7 @@ def device():
 
 @pytest.fixture
 def note(record_property):
-    """note(part, found): a line of the table that conftest.py prints when all tests have run."""
+    """Return note(part, found), which adds a row to the table that conftest.py prints."""
     began = time.time()
 
     def write(part, found):
@@ -83,10 +83,10 @@ CASES = [(attn, form, causal) for attn in KINDS
 @pytest.mark.parametrize("attn,form,causal", CASES)
 def test_attention_equals_float64_within_rounding(attn, form, causal, device,
                                                                     note):
-    """Relative errors of outputs and gradients, where PAP shrinks a third of the keys' entries.
+    """Relative errors of outputs and gradients; PAP shrinks a third of the keys' entries.
 
     Its gradient jumps where an entry crosses the threshold: bf16 carries 0.2 % of them across,
-    which is 10 % of the gradient; with --lambd inf it is 0.6 %, as of softmax. In float32 a single
+    which is 10 % of the gradient; with --lambd inf it is 0.6 %, as for softmax. In float32 a single
     entry that crosses is 2 %, which some processors' rounding shows.
     """
     torch.manual_seed(0)
@@ -130,7 +130,7 @@ def written_out(k, v, n_iter=4, lambd=4.0):
 
 
 def test_rpc_needs_a_third_of_the_memory(device, note):
-    """On a CPU, where nothing counts memory: it is the loop written out."""
+    """On a CPU, which does not count memory, compare the outputs alone."""
     B, N = (32, 1025) if GPUS else (1, 65)
     torch.manual_seed(0)
     k, v = torch.randn(2, B, 3, N, 64, device=device)
@@ -236,7 +236,7 @@ def test_torchrun_with_one_process_changes_nothing(name, device, plain, note):
 @needs_gpu
 @each
 def test_a_step_waits_for_the_gpu_once(name, device, plain, note, monkeypatch):
-    """Ten steps more, without checkpoints: a wait is what the GPU's own check warns of."""
+    """Ten more steps, without checkpoints; PyTorch's sync check reports each wait."""
     monkeypatch.setattr(common, "save", lambda *args, **how: None)
     waits = []
     for steps in (10, 20):
@@ -318,7 +318,7 @@ ATTACKS = {
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_is_as_strong_as_on_cpu(name, device, note):
-    """As many images stay right, but for one of 20, and they move as far, but for 10 %."""
+    """Accuracy agrees within 1 of 20 images, distances agree within 10 %."""
     n, attack = 64 if GPUS else 16, ATTACKS[name]
     split = load_shapes("test", n)
     model = classifier_from_checkpoint(common.load(ROOT / "weights/shapes_rpc.pt"))
@@ -371,7 +371,7 @@ def test_the_evaluators_rows_are_the_cpus(ckpt, device, note, tmp_path, monkeypa
 
 
 # --- torch.compile --------------------------------------------------------------------------------
-# Last: a process that has compiled holds threads, and those above are forks on a CPU.
+# Last, because a process that has compiled has threads, and the tests above fork on a CPU.
 
 COMPILED = [(network, attn, "inductor") for network in ("vit", "seg", "lm")
             for attn in (*KINDS, "sym_asym") if network == "vit" or attn != "scaled_s"]

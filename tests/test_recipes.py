@@ -1,4 +1,4 @@
-"""What --data selects, and what docs/data.md says for other models, is what the papers say."""
+"""Recipes that --data selects, and commands in docs/data.md, have the papers' settings."""
 
 import re
 import shlex
@@ -55,7 +55,7 @@ def flags_of(script, words):
 
 @pytest.mark.parametrize("command", RECIPES)
 def test_recipes_are_the_papers(command):
-    """Those that need more flags than --data and --model are a line of docs/data.md."""
+    """A recipe with more flags than --data and --model is a line of docs/data.md."""
     script, *words = command.split()
     if words[-1].startswith("fan"):
         words = next(line[1:] for line in commands() if words[-1] in line)

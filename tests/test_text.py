@@ -1,5 +1,5 @@
-"""data/text.py: tokens as lmtool counts them, a text of one's own laid out as WikiText, windows
-that any process draws alike, and sliding evaluation equal to lmtool's.
+"""Tests of data/text.py: lmtool's tokens, your own text in WikiText's layout, windows that every
+process draws alike, sliding evaluation equal to lmtool's.
 """
 
 import math
@@ -119,7 +119,7 @@ def test_pydocs_documents_are_each_in_one_split(tmp_path, monkeypatch):
         assert found and {zlib.crc32(f"topic {name}".encode()) % 16 for name in found} <= sixteenths
 
 
-# --- a text of one's own --------------------------------------------------------------------------
+# --- your own text --------------------------------------------------------------------------------
 
 BOOK = "".join(f"The cat's {'old ' * (i % 3)}hat, number {i % 7},\n"
                f"was on   the mat\u2014{'x' * (i % 5 + 1)}.\n\n \n" for i in range(40))
@@ -137,7 +137,7 @@ def test_a_text_file_is_split_by_paragraphs(folder):
     assert text_folder("folder", "book.txt") != made
     assert made.parts[:2] == ("out", "cache") and made.name.startswith("book_")
     Path(made, "wiki.valid.tokens").write_text(" of another text \n")
-    assert text_folder("folder", "mine/book.txt") == made  # written anew, as it may have changed
+    assert text_folder("folder", "mine/book.txt") == made  # written again
     assert [len(lines_of(made, split)) for split in data_text.SPLITS] == [37, 2, 2]
     fifth, first = lines_of(made, "train")[4].split(), lines_of(made, "valid")[0].split()
     assert fifth == "The cat's old hat , number 4 , was on the mat \u2014 xxxxx .".split()
@@ -249,7 +249,7 @@ def test_windows_reach_every_place_of_a_large_text():
             return at
     starts = torch.cat([random_windows(Places(), step, 4096, 1, 0)[:, 0] for step in range(25)])
     assert 0 <= starts.min() < 20_000 and 103_200_000 < starts.max() < 103_227_020
-    # 102,400 but for repeats
+    # 102,400 minus repeats
     assert (starts % 7).bincount().min() > 14_000 and len(starts.unique()) > 102_300
     assert random_windows(TEXT[:9], 0, 4, 8, 0)[:, 0].eq(0).all()
 

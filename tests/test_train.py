@@ -1,5 +1,5 @@
-"""What holds for all three trainers: runs stop, go on and spread over processes without changing a
-number; bad input ends in one line and loses nothing. The real scripts, small settings."""
+"""Tests of all three trainers, with the real scripts and small settings: stopping, resuming and
+more processes change no number; bad input ends in one line and loses nothing."""
 
 import json
 import os
@@ -36,7 +36,7 @@ SMALL = dict(
     seg="--data camvid --data_dir pairs --num_classes 4 --size 32 --patch_size 8 --batch_size 4 "
         "--epochs 8 --log_every 1 --num_workers 0 --eval_every 100 --dropout 0.1 "
         "--drop_path 0.1")
-# what makes a step random or remembers one, on
+# everything on that is random or has state
 RANDOM = dict(
     cls="--data imagenet --data_dir tree --batch_size 12 --epochs 3 --warmup_epochs 1 "
         "--num_workers 0 --num_ops 2 --erase 0.5 --mixup 0.8 --cutmix 1 --smoothing 0.1 --pad 2 "
@@ -71,7 +71,7 @@ def test_resumed_run_is_bit_identical(name):
     run = flags(RANDOM[name], "--clip 0.1")
     train(name, run, "--max_steps 6 --out_dir whole")
     train(name, run, "--max_steps 3 --out_dir parts")
-    if name != "lm":                        # the run of three had to evaluate, the other had not
+    if name != "lm":                        # only the run of three evaluated
         lines = Path("parts/log.jsonl").read_text().splitlines(True)
         Path("parts/log.jsonl").write_text("".join(row for row in lines if '"eval":' not in row))
     resume(name, "parts --max_steps 6")                                     # remembers its flags
@@ -83,7 +83,7 @@ def test_resumed_run_is_bit_identical(name):
 
 @each
 def test_a_kill_before_any_write_loses_nothing(name, monkeypatch, capsys):
-    """From what the folder holds before each row, evaluation or checkpoint a run goes on."""
+    """Copy the folder before each row, evaluation and checkpoint; every copy resumes."""
     run = dict(cls="--num_images 18 --epochs 2 --eval_every 1 --keep_best",
                lm="--max_steps 2 --eval_every 1",
                seg="--epochs 2 --batch_size 9 --eval_every 1 --keep_best")[name]
@@ -170,7 +170,7 @@ def test_a_redirected_run_prints_loss_and_speed(capsys):
 
 @each
 def test_numbers_not_finite_keep_the_last_good_state(name, monkeypatch):
-    """A step's loss is that of the weights before it: the weights are looked at, too."""
+    """A step's loss uses the weights before the step, so the weights are checked, too."""
     Adam = torch.optim.Adam if name == "lm" else torch.optim.AdamW
     owner, function = (LM, "forward") if name == "lm" else (SCRIPTS[name].F, "cross_entropy")
     real, step, calls, wrong = getattr(owner, function), Adam.step, [], [5]
@@ -231,7 +231,7 @@ def test_speed_excludes_evaluations_and_saving(name, monkeypatch):
     assert len(rates) >= 2 and set(rates) == {2 * batch}
 
 
-# --- what --resume keeps, and what it refuses -----------------------------------------------------
+# --- what --resume keeps and rejects --------------------------------------------------------------
 
 @each
 def test_resume_rejects_changes_and_keeps_the_run(name):
@@ -296,7 +296,7 @@ def test_a_resumed_run_prints_flags_that_differ(name, capsys):
         rate = (train_cls.learning_rate(2, 3, 27, args) if name == "cls" else
                 train_seg.learning_rate(2, 27, args))
     assert log("a", "lr")[3] == pytest.approx(rate)
-    for k, average in checkpoint.get("ema", {}).items():    # a new one begins with what is resumed
+    for k, average in checkpoint.get("ema", {}).items():    # begins with the resumed weights
         torch.testing.assert_close(average, before[k].lerp(checkpoint["model"][k], 0.1))
 
 
@@ -355,7 +355,7 @@ def test_two_processes_equal_one(name):
 
 # --- bad input ------------------------------------------------------------------------------------
 
-# The line that is expected names the flag, or what is said after "->".
+# The expected line names the flag, or the word after "->".
 OF_ALL = """
 --batch_size 0; --batch 16; --attn linear; --max_steps 0; --lr nan; --lr -1; --lr 1e300
 --lambd -1; --rpc_layers foo; --rpc_layers 9; --rpc_layers 2-0; --seed -1; --device cdua

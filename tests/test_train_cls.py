@@ -1,4 +1,4 @@
-"""Claims about train_cls.py alone; what holds for every trainer is in test_train.py."""
+"""Tests of train_cls.py alone; test_train.py tests what all trainers do."""
 
 import os
 import shutil
@@ -117,7 +117,6 @@ def test_matrices_decay_those_of_scaled_attention_too():
 
 
 def test_adversarial_images_raise_the_loss_within_eps():
-    """That each pixel moves by eps on a linear model is in test_attacks.py."""
     torch.manual_seed(0)
     model = ViT(ViTConfig(image_size=32, patch_size=8, num_classes=3, embed_dim=32, depth=2,
                           num_heads=2, attn="rpc", drop_path=0.5)).train()

@@ -25,7 +25,7 @@ def a_small_text(alone):
     make_text()
 
 
-# --- a run and what it leaves ---------------------------------------------------------------------
+# --- a run and its files --------------------------------------------------------------------------
 
 def test_the_checkpoint_alone_reproduces_the_perplexity(monkeypatch, capsys):
     """Without flags but --max_steps; pydoc's documents are made fewer for the time it takes."""

@@ -1,6 +1,6 @@
-"""Claims about train_seg.py alone, and about the evaluation over a data set in segmenter.py.
+"""Tests of train_seg.py alone, and of the evaluation over a data set in segmenter.py.
 
-What holds for every trainer is in test_train.py.
+test_train.py tests what all trainers do.
 """
 
 import re
@@ -35,7 +35,7 @@ def root(tmp_path_factory):
     return root
 
 
-# --- a run and what it leaves ---------------------------------------------------------------------
+# --- a run and its files --------------------------------------------------------------------------
 
 def test_the_checkpoint_alone_reproduces_the_mean_iou(
         capsys, monkeypatch):
@@ -194,7 +194,7 @@ def test_weights_of_another_attention_are_rejected(root):
     model, run = classifier("soft.pt"), flags(ADE, [root], "--size 32 --backbone")
     config = dict(asdict(model.config), attn="symmetric")           # 3C rows, a symmetric model
     torch.save(dict(torch.load("soft.pt", weights_only=True), model_config=config), "wrong.pt")
-    torch.save({"model": model.state_dict()}, "deit.pt")            # as DeiT's files
+    torch.save({"model": model.state_dict()}, "deit.pt")            # like DeiT's files
     train(run, "deit.pt --out_dir a")
     assert common.load("a")["model_config"]["attn"] == "softmax"
     assert "--backbone wrong.pt" in bad(run, "wrong.pt")
