@@ -328,9 +328,9 @@ def main():
         # A batch.
         images, labels = next(batches)
 
-        # Forward and backward. The loss is the mean over the labelled pixels of all processes; DDP
-        # averages gradients over processes, so the loss has the factor `world`. Dropout draws from a seed for
-        # this step and process, so that a resumed run draws the same masks.
+        # Forward and backward. The loss is the mean over the labelled pixels of all processes. It
+        # has the factor `world`, because DDP averages gradients over processes. Dropout draws from
+        # a seed for this step and process, so that a resumed run draws the same masks.
         torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))
         pixels = (labels != IGNORE).sum()
         if world > 1:
@@ -412,9 +412,9 @@ def main():
                       f"{metrics['mean_accuracy']:.2f} % ({metrics['images']} images) after "
                       f"{stop / epoch_steps:.1f} epochs, {(time.time() - began) / 60:.1f} minutes")
         if best:
-            common.print0(f"best.pt: the highest validation mean IoU, {best['mean_iou']:.2f} %, was "
-                          f"after {best['step'] / epoch_steps:.1f} epochs; the next command reports "
-                          f"the test images, which chose nothing")
+            common.print0(f"best.pt: the highest validation mean IoU, {best['mean_iou']:.2f} %, "
+                          f"was after {best['step'] / epoch_steps:.1f} epochs; the next command "
+                          f"reports the test images, which chose nothing")
         common.print0(f"next: {common.command('eval_robust.py', '--ckpt', out_dir)}")
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -35,7 +35,7 @@ def call(function, *parts, **named):
 
 
 def refused(script, *parts, **named):
-    """Return the line "error: ..." that the script prints with these flags, also argparse's line."""
+    """Return the line "error: ..." of the script, or of argparse, with these flags."""
     err = io.StringIO()
     with pytest.raises(SystemExit) as e, contextlib.redirect_stderr(err):
         call(lambda: common.run(script.main), *parts, **named)
