@@ -445,8 +445,8 @@ def main():
                       f"{stop / epoch_steps:.1f} epochs, {(time.time() - began) / 60:.1f} minutes")
         if best:
             common.print0(f"best.pt: the lowest validation loss, {best['loss']:.3f}, was after "
-                          f"{best['step'] / epoch_steps:.1f} epochs, accuracy {best['top1']:.2f} %; "
-                          f"the next command reports the test images, which chose nothing")
+                          f"{best['step'] / epoch_steps:.1f} epochs (accuracy {best['top1']:.2f} "
+                          f"%); the next command reports the test images, which chose nothing")
         common.print0(f"next: {common.command('eval_robust.py', '--ckpt', out_dir)}")
     if dist.is_initialized():
         dist.destroy_process_group()
