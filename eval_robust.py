@@ -588,10 +588,10 @@ def class_order_note(m, names):
 
 def load_masks(models, run):
     """Load what Segmenters are evaluated on; compare the class names with the checkpoint's."""
-    from data.views import load_split
+    from data.views import load_segmentation
     first = models[0]
     flags = {**first.trained, "data": run.data, "data_dir": run.data_dir}
-    source = load_split(argparse.Namespace(**flags), "validation", first.trained)
+    source = load_segmentation(argparse.Namespace(**flags), "test", first.trained)
     trained, names = list(first.classes or source.classes), list(source.classes)
     if trained != names:
         unnamed = all(name.split()[0] in ("value", "class") for name in names)
