@@ -58,15 +58,21 @@ def naive_attention(q, k, v):
     return torch.einsum("bhij,bhjd->bhid", A, v)               # Eq. 3: h_i = sum_j a_ij v_j
 
 
-def softmax_attention(q, k, v, *, causal=False, dropout_p=0.0):
+def softmax_attention(q, k, v, *, causal=False, dropout_p=0.0, keep=None):
     """The same through PyTorch's fused kernel, which does not store A.
 
     q and k, float32 in PAP, are cast to v's dtype, where they are one tensor once. causal: token t
-    attends to tokens <= t, the others are masked.
+    attends to tokens <= t, the others are masked. keep: (B, N) bool; False marks padding, to which
+    no token attends.
     """
     keys = k.to(v.dtype)
     q = keys if q is k else q.to(v.dtype)
-    return F.scaled_dot_product_attention(q, keys, v, is_causal=causal, dropout_p=dropout_p)
+    mask = None
+    if keep is not None:
+        mask = keep[:, None, None]                                      # (B, 1, 1, N)
+        mask = mask & mask.new_ones(q.shape[-2], k.shape[-2]).tril() if causal else mask
+    return F.scaled_dot_product_attention(q, keys, v, attn_mask=mask, dropout_p=dropout_p,
+                                          is_causal=causal and mask is None)
 
 
 def symmetric_attention(k, v, *, causal=False, dropout_p=0.0):
@@ -143,19 +149,23 @@ class SoftThreshold(torch.autograd.Function):
         return shrunk * sign, -shrunk.sum_to_size(ctx.tau_shape)
 
 
-def penalty(k, *, mu_dim="model", mu_over="all"):
+def penalty(k, *, mu_dim="model", mu_over="all", keep=None):
     """Return mu = N x / (4 sum|K|) = x / (4 D mean|K|): (B, H, 1, 1), or a token's (B, H, N, 1).
 
     k: (B, H, N, D). mu_dim: x = C ("model") or D ("head"). mu_over: the mean runs over "all"
     tokens, over those "seen", tokens <= t (safe in causal attention), or over "token" t alone.
+    keep: (B, N) bool; False marks padding, which the mean leaves out.
     """
     B, H, N, D = k.shape
     mean = torch.linalg.vector_norm(k, 1, dim=-1, keepdim=True) / D     # of a token: (B, H, N, 1)
+    seen = torch.arange(1, N + 1, device=k.device, dtype=mean.dtype)[:, None]
+    if keep is not None:
+        mean = mean * keep[:, None, :, None]
+        seen = keep.cumsum(1).clamp_min(1)[:, None, :, None]            # (B, 1, N, 1)
     if mu_over == "all":
-        mean = mean.mean(-2, keepdim=True)                              # (B, H, 1, 1)
+        mean = mean.mean(-2, keepdim=True) * (N / seen[..., -1:, :])    # (B, H, 1, 1)
     elif mu_over == "seen":
-        seen = torch.arange(1, N + 1, device=k.device, dtype=mean.dtype)
-        mean = mean.cumsum(-2) / seen[:, None]
+        mean = mean.cumsum(-2) / seen
     heads = H if mu_dim == "model" else 1                               # x / D
     return heads / (4 * mean.clamp_min(1e-12))                          # Def. 1; zero keys: finite
 
@@ -163,7 +173,7 @@ def penalty(k, *, mu_dim="model", mu_over="all"):
 @changed_by_every_pap
 def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_dim="model",
                   dual_sign=-1, mu_over=None, causal=False, dropout_p=0.0, shrink=soft_threshold,
-                  trace=None):
+                  trace=None, keep=None):
     """RPC-Attention: n_iter steps of Principal Attention Pursuit on the keys; returns the last L.
 
     k, v, result: (B, H, N, D); v as wide as k, for L, made of values, is subtracted from keys.
@@ -171,7 +181,8 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     (B, H, N, D), fixed queries (asymmetric RPC). threshold, mu_dim, dual_sign: the table above.
     mu_over: as in `penalty`; None is "seen" if causal, else "all" (with which a causal layer would
     read the future). dropout_p: of the last step. shrink(x, tau): may have another gradient
-    (robust/adaptive.py). trace: a list that receives dict(S, K2, Q2, L) of every step.
+    (robust/adaptive.py). trace: a list that receives dict(S, K2, Q2, L) of every step. keep: (B, N)
+    bool; False marks padding, which changes no other token.
 
     n_iter = 1 is symmetric attention with every key entry clamped to [-tau, tau]. While no entry
     exceeds tau, S = 0 and, with dual_sign = -1, the keys of step i are (L_1 + ... + L_{i-1}) -
@@ -188,7 +199,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
 
     # How large is a usual entry of a key? mu, and so the threshold tau, follow from that alone.
     K = k if k.dtype == torch.float64 else k.float()
-    mu = penalty(K, mu_dim=mu_dim, mu_over=mu_over)
+    mu = penalty(K, mu_dim=mu_dim, mu_over=mu_over, keep=keep)
     if not torch.is_tensor(lambd) and lambd == math.inf:
         mu = mu.detach()                        # inf * 0 would make mu's gradient NaN
     tau = lambd * mu if threshold == "times" else lambd / mu
@@ -202,12 +213,12 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
         rest = K - S                            # Eq. 14: L + S = K, so L has to become this
         K2 = rest + dual_sign * Z               # K - S - Y/mu, the keys of line 4
         Q2 = K2 if q is None else q             # App. E.9: softmax(Q, K2)
-        L = softmax_attention(Q2, K2, v, causal=causal).to(K.dtype)     # Alg. 1, line 4
+        L = softmax_attention(Q2, K2, v, causal=causal, keep=keep).to(K.dtype)  # Alg. 1, line 4
         Z = rest + Z - L                        # Alg. 1, line 5: Y = Y + mu (K - L - S)
         if trace is not None:
             trace.append(dict(S=S, K2=K2, Q2=Q2, L=L))
     if dropout_p:                               # in the last step alone, once more
-        L = softmax_attention(Q2, K2, v, causal=causal, dropout_p=dropout_p)
+        L = softmax_attention(Q2, K2, v, causal=causal, dropout_p=dropout_p, keep=keep)
     return L.to(v.dtype)                        # Alg. 1, line 7: output L
 
 
