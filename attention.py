@@ -66,15 +66,20 @@ def naive_attention(q, k, v):
     return torch.einsum("bhij,bhjd->bhid", A, v)               # Eq. 3: h_i = sum_j a_ij v_j
 
 
-def softmax_attention(q, k, v, *, causal=False, dropout_p=0.0):
+def softmax_attention(q, k, v, *, causal=False, dropout_p=0.0, keep=None):
     """Softmax attention by PyTorch's fused kernel, which does not store A. All (B, H, N, D).
 
-    causal: token t attends to tokens 0 to t only. dropout_p: dropout rate on A. q and k, which are
-    float32 in PAP, are cast to v's dtype.
+    causal: token t attends to tokens 0 to t only. dropout_p: dropout rate on A. keep: (B, N) bool,
+    False for padding tokens, to which no token attends. q and k, which are float32 in PAP, are cast
+    to v's dtype.
     """
     keys = k.to(v.dtype)
     q = keys if q is k else q.to(v.dtype)                      # cast a shared tensor once
-    return F.scaled_dot_product_attention(q, keys, v, is_causal=causal, dropout_p=dropout_p)
+    mask = None if keep is None else keep[:, None, None]       # (B, 1, 1, N)
+    if causal and keep is not None:
+        mask = mask.expand(-1, -1, q.shape[-2], -1).tril()     # (B, 1, N, N)
+    return F.scaled_dot_product_attention(q, keys, v, attn_mask=mask, dropout_p=dropout_p,
+                                          is_causal=causal and keep is None)
 
 
 def symmetric_attention(k, v, *, causal=False, dropout_p=0.0):
@@ -92,29 +97,33 @@ def soft_threshold(x, tau):
     return x.sign() * F.relu(x.abs() - tau)                    # sign(x) max(|x| - tau, 0)
 
 
-def penalty(k, *, mu_dim="model", mu_over="all"):
+def penalty(k, *, mu_dim="model", mu_over="all", keep=None):
     """Return mu = N x / (4 sum|K|) = x / (4 D mean|K|), (B, H, 1, 1) or per token (B, H, N, 1).
 
     k: (B, H, N, D). mu_dim: x = C ("model") or x = D ("head"). mu_over: the tokens in the mean:
     "all"; for token t the "seen" tokens 0 to t, which is safe in causal attention; or "token", t
-    alone.
+    alone. keep: (B, N) bool, False for padding tokens, which the mean leaves out.
     """
     check_choice("mu_dim", mu_dim, ("model", "head"))
     check_choice("mu_over", mu_over, ("all", "seen", "token"))
     B, H, N, D = k.shape
     mean = torch.linalg.vector_norm(k, 1, dim=-1, keepdim=True) / D     # per token: (B, H, N, 1)
+    real = torch.ones_like(k[:, :1, :, :1])                             # (B, 1, N, 1)
+    if keep is not None:
+        real = real * keep[:, None, :, None]
+        mean = mean * real
+    seen = real.cumsum(-2).clamp_min(1)                                 # real tokens up to each one
     if mu_over == "all":
-        mean = mean.mean(-2, keepdim=True)                              # (B, H, 1, 1)
+        mean = mean.sum(-2, keepdim=True) / seen[:, :, -1:]             # (B, H, 1, 1)
     elif mu_over == "seen":
-        seen = torch.arange(1, N + 1, device=k.device, dtype=mean.dtype)
-        mean = mean.cumsum(-2) / seen[:, None]
+        mean = mean.cumsum(-2) / seen
     heads = H if mu_dim == "model" else 1                               # x / D
     return heads / (4 * mean.clamp_min(1e-12))                          # Def. 1; finite for k = 0
 
 
 def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_dim="model",
                   dual_sign=-1, mu_over=None, causal=False, dropout_p=0.0, shrink=soft_threshold,
-                  trace=None):
+                  trace=None, keep=None):
     """RPC-Attention: n_iter steps of Principal Attention Pursuit on the keys; returns the last L.
 
     k, v, result: (B, H, N, D). v has k's width, because L, a mix of values, is subtracted from k.
@@ -126,6 +135,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     dropout_p: dropout rate on A in the last step.
     shrink(x, tau): replaces `soft_threshold`, for example to give it another gradient.
     trace: a list that receives dict(S, K2, Q2, L) for each step.
+    keep: (B, N) bool, False for padding tokens, which change no other token.
     ValueError for an argument outside these ranges.
 
     n_iter = 1 is symmetric attention with each key entry clamped to [-tau, tau]. While S = 0 and
@@ -148,7 +158,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
 
     # The threshold tau follows from the mean size of a key entry.
     K = k if k.dtype == torch.float64 else k.float()
-    mu = penalty(K, mu_dim=mu_dim, mu_over=mu_over)
+    mu = penalty(K, mu_dim=mu_dim, mu_over=mu_over, keep=keep)
     if not torch.is_tensor(lambd) and lambd == math.inf:
         mu = mu.detach()                        # inf * 0 would make mu's gradient NaN
     tau = lambd * mu if threshold == "times" else lambd / mu
@@ -162,12 +172,12 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
         rest = K - S                            # Eq. 14: L + S = K, so L has to become this
         K2 = rest + dual_sign * Z               # K - S - Y/mu, the keys of line 4
         Q2 = K2 if q is None else q             # App. E.9: softmax(Q, K2)
-        L = softmax_attention(Q2, K2, v, causal=causal).to(K.dtype)     # Alg. 1, line 4
+        L = softmax_attention(Q2, K2, v, causal=causal, keep=keep).to(K.dtype)  # Alg. 1, line 4
         Z = rest + Z - L                        # Alg. 1, line 5: Y = Y + mu (K - L - S)
         if trace is not None:
             trace.append(dict(S=S, K2=K2, Q2=Q2, L=L))
     if dropout_p:                               # repeat the last step with dropout
-        L = softmax_attention(Q2, K2, v, causal=causal, dropout_p=dropout_p)
+        L = softmax_attention(Q2, K2, v, causal=causal, dropout_p=dropout_p, keep=keep)
     return L.to(v.dtype)                        # Alg. 1, line 7: output L
 
 
