@@ -1,6 +1,7 @@
-"""What may be taken on trust: number types, one-line errors, the log, checkpoints, a table.
+"""Tools that every script uses: flags, one-line errors, the log, checkpoints, tables.
 
-Nothing of ours is imported here, so everything may import this.
+This file imports none of our modules, so every module can import it. A script imports it before
+torch, so that SPINS applies.
 """
 
 import argparse
@@ -8,14 +9,23 @@ import json
 import math
 import os
 import re
+import subprocess
 import sys
 from contextlib import contextmanager, suppress
 from dataclasses import fields
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
-import torch
-from tqdm import tqdm
+# How many times a thread of PyTorch's OpenMP checks for new work before it sleeps. libgomp reads
+# the variable when torch is imported. With its default, threads that wait for each other take the
+# processor from the thread that works, if other programs run, too (docs/data.md has the speeds).
+SPINS = "10000"
+if "OMP_WAIT_POLICY" not in os.environ:                     # the user's own setting wins
+    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+
+import torch  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
 
 class InputError(ValueError):
@@ -189,6 +199,23 @@ def describe(device):
     words = {"model name": "", "cpu family": "family ", "model": "model "}
     name = " ".join(word + cpu[of] for of, word in words.items() if of in cpu)
     return ", ".join([device.type, *filter(None, [name]), f"{torch.get_num_threads()} threads"])
+
+
+@cache
+def code_version():
+    """Return {"commit": this code's commit or "no git", "torch": PyTorch's version}, for logs.
+
+    "-dirty" follows the commit if tracked files were changed since.
+    """
+    def git(*words):
+        return subprocess.run(["git", "--no-optional-locks", "-C", Path(__file__).parent, *words],
+                              check=True, capture_output=True, text=True).stdout.strip()
+    try:
+        git("ls-files", "--error-unmatch", "common.py")     # not a repository around a copy of it
+        commit = git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    except (OSError, subprocess.CalledProcessError):
+        commit = "no git"
+    return dict(commit=commit, torch=torch.__version__)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

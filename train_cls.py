@@ -27,13 +27,13 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import common  # before torch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
-import common
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE, InputError
 from data.augment import augment_uint8, soft_targets, to_float
@@ -348,7 +348,7 @@ def main():
     if rank == 0:
         log = common.Log(out_dir, first)
         parameters = sum(p.numel() for p in model.parameters())
-        log.append(dict(step=first, args=vars(args), torch=torch.__version__, world=world,
+        log.append(dict(step=first, args=vars(args), **common.code_version(), world=world,
                         device=common.describe(device), parameters=parameters,
                         training_images=len(train.labels)))
         common.print0(f"{parameters:,} parameters | {world} x {common.describe(device)} | {out_dir}"
@@ -438,8 +438,9 @@ def main():
             better = args.keep_best and metrics and metrics["loss"] < best.get("loss", math.inf)
             if better:
                 best = dict(step=done, **metrics)
-            state = dict(task="classification", args=vars(args), step=done, metrics=metrics,
-                         best=best, model=model.state_dict(), optimizer=optimizer.state_dict(),
+            state = dict(task="classification", architecture="vit" if Model is ViT else "fan",
+                         args=vars(args), step=done, metrics=metrics, best=best,
+                         model=model.state_dict(), optimizer=optimizer.state_dict(),
                          ema=ema and ema.state_dict(), model_config=asdict(config), **about)
             if better:
                 common.save(out_dir / "best.pt", state)

@@ -30,12 +30,12 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import common  # before torch
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
-import common
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE, InputError
 from data.text import (EOS, SPLITS, describe, load_corpus, perplexity, random_windows, sliding_nll,
@@ -298,7 +298,7 @@ def main():
     if rank == 0:
         log = common.Log(out_dir, first)
         parameters = sum(p.numel() for p in model.parameters())
-        log.append(dict(step=first, args=vars(args), torch=torch.__version__, world=world,
+        log.append(dict(step=first, args=vars(args), **common.code_version(), world=world,
                         device=common.describe(device), parameters=parameters,
                         train_tokens=len(corpus.train), vocab_size=len(vocab)))
         common.print0(f"{parameters:,} parameters | {world} x {common.describe(device)} | {out_dir}"

@@ -27,13 +27,13 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import common  # before torch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
-import common
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SHARE, InputError
 from data.batches import image_batches
@@ -322,7 +322,7 @@ def main():
     if rank == 0:
         log = common.Log(out_dir, first)
         parameters = sum(p.numel() for p in model.parameters())
-        log.append(dict(step=first, args=vars(args), torch=torch.__version__, world=world,
+        log.append(dict(step=first, args=vars(args), **common.code_version(), world=world,
                         device=common.describe(device), parameters=parameters,
                         training_images=len(train)))
         common.print0(f"{parameters:,} parameters | {world} x {common.describe(device)} | {out_dir}"

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from common import InputError, replacing
+from data.decode import same_folder
 from data.rng import TEXT_WINDOW, uniform
 
 SPLITS = ("train", "valid", "test")
@@ -188,14 +189,40 @@ def txt_folder(path):
     if not whole.is_file():
         raise InputError(f"--data_dir {path}: there is no such file or folder")
     folder = Path("out", "cache", f"{whole.stem}_{zlib.crc32(str(whole).encode()):08x}")
+    lines = paragraphs(path)
+    if len(lines) < 20:
+        raise InputError(f"{path} has {len(lines)} lines with words, expected 20 or more")
+    a, b = len(lines) * 90 // 100, len(lines) * 95 // 100
+    write_tokens(folder, dict(train=lines[:a], valid=lines[a:b], test=lines[b:]))
+    return folder
+
+
+def lines_to_score(data, data_dir, trained):
+    """Return the lines of the texts to evaluate a language model on: {split: lines of tokens}.
+
+    data, data_dir: of the evaluation. trained: the flags of the model's training, a dict. The run's
+    own text and folders of token files have the splits valid and test. Another text file is one
+    split, "whole", with every word as it is: the model's vocabulary decides which words it knows.
+    """
+    own = same_folder(trained.get("data_dir"), data_dir) if data_dir else \
+        not trained.get("data_dir")
+    if not own and data_dir and Path(data_dir).is_file():
+        return {"whole": [" ".join(words) for words in paragraphs(Path(data_dir))]}
+    folder = text_folder(data, data_dir)
+    return {split: read_lines(token_file(folder, split)) for split in ("valid", "test")}
+
+
+def paragraphs(path):
+    """Split a text file into lists of words: its paragraphs or, if there are fewer than 20, lines.
+
+    Blank lines part paragraphs.
+    """
     text = "\n".join(each_line(path))
     for mark in (r"\n\s*\n", "\n"):
         lines = [words for words in map(words_of, re.split(mark, text)) if words]
         if len(lines) >= 20:
-            a, b = len(lines) * 90 // 100, len(lines) * 95 // 100
-            write_tokens(folder, dict(train=lines[:a], valid=lines[a:b], test=lines[b:]))
-            return folder
-    raise InputError(f"{path} has {len(lines)} lines with words, expected 20 or more")
+            break
+    return lines
 
 
 def pydoc_documents():

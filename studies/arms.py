@@ -261,7 +261,7 @@ def run(study, args, rest):
             measures = [text for text in args.measures or study.measures
                         if flags["attn"] == "rpc" or not text.startswith("adaptive")]
             call(*script("eval_robust.py", flags["attn"]), "--ckpt", folder, "--out_dir",
-                 args.out_dir / "eval" / folder.name, "--resume", "--limit", study.limit,
+                 args.out_dir / "eval" / folder.name, "--limit", study.limit,
                  *study.how, "--measures", *measures)
     return sorted(args.out_dir.glob("eval/*/results.jsonl"))
 

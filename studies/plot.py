@@ -331,7 +331,7 @@ def where_figure(path, finding):
     """Draw RPC as published over training, mean and range of its seeds: the residual of K = L + S,
     the size of S, and the AUC of three scores for three kinds of corruption."""
     by_step = {step: values for (network, step), values in where_is_s.over_seeds(
-        common.read_log(where_is_s.ROWS)).items() if network == "rpc 4iter/layer1"}
+        common.read_log(where_is_s.ROWS)).items() if network == "rpc 4iter/layer0"}
     scores = {"S, step 4": ("S", "^", "-", "#d55e00"),
               "|k|": ("size of the key", "o", "-.", "black"),
               "distance": ("distance from the mean key", "x", "--", "#0072b2")}

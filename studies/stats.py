@@ -20,7 +20,6 @@ import numpy as np
 import common
 from common import InputError
 from robust import corruptions
-from robust.measures import number, parts
 
 
 INSTALL = "install it with: pip install -r studies/requirements.txt"
@@ -178,10 +177,10 @@ def unpack(text, n):
 
 def row_of(row):
     """Make a Row of a line of results.jsonl: the one place that knows the evaluator's names."""
-    name, (kind, setting) = Path(row["checkpoint"]).name, parts(row["measure"])
+    name, kind, setting = Path(row["checkpoint"]).name, row["name"], row["settings"]
     arm, _, seed = name.rpartition("_s")
     arm, seed = (arm, int(seed)) if arm and seed.isdecimal() else (None, None)
-    eps = round(255 * number(setting.get("eps", "0")), 6)
+    eps = round(255 * setting.get("eps", 0), 6)
     measure = setting["type"] if kind == "corruptions" else f"{kind} {eps:g}/255" if eps else kind
     right = row.get("right")
     if right is not None:
@@ -189,7 +188,7 @@ def row_of(row):
         right = 100 * np.mean([unpack(text, row["images"]) for text in several], 0)
     config = row["model_config"]
     return Row(name, arm, seed, kind, measure, eps,
-               f"{row['measure']} seed={row['seed']} {row['precision']}", row["images"],
+               f"{kind} {setting} seed={row['seed']} {row['precision']}", row["images"],
                float(np.mean(row.get("top1", nan))), right, row.get("loss"),
                row.get("hardware", ""), "embed_dim" in config and config.get("init") != "default")
 
@@ -202,7 +201,7 @@ def read(paths):
         if not path.is_file():
             raise InputError(f"--rows {path} is not a file")
         for row in common.read_log(path):
-            rows += [row_of(row)] if "measure" in row else of_patches(row)
+            rows += [row_of(row)] if "settings" in row else of_patches(row)
     return rows
 
 

@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import re
+import shutil
 import subprocess
 import sys
 from fractions import Fraction
@@ -186,6 +188,33 @@ def test_a_script_starts_without_what_it_does_not_need(script, without):
     out, _ = python(f"import sys, {script}\n"
                     f"print([m for m in {without} if m in sys.modules])").communicate()
     assert out == "[]\n"
+
+
+@pytest.mark.parametrize("script", ["train_cls", "train_seg", "train_lm"])
+@pytest.mark.parametrize("own, spins", [({}, common.SPINS), ({"GOMP_SPINCOUNT": "77"}, "77"),
+                                        ({"OMP_WAIT_POLICY": "passive"}, "0")])
+def test_waiting_threads_spin_briefly(script, own, spins):
+    """libgomp, where PyTorch uses it, prints its settings when it is loaded."""
+    env = {**os.environ, "OMP_DISPLAY_ENV": "verbose"}
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        env.pop(name, None)
+    said = subprocess.run([sys.executable, "-c", f"import {script}"], env={**env, **own}, text=True,
+                          cwd=Path(common.__file__).parent, capture_output=True, check=True).stderr
+    found = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", said)
+    if not found:
+        pytest.skip("this PyTorch has another OpenMP")
+    assert found == [spins]
+
+
+def test_code_version_names_a_commit_or_no_git(tmp_path):
+    version = common.code_version()
+    assert version["torch"] == torch.__version__
+    assert re.fullmatch(r"[0-9a-f]{12}(-dirty)?|no git", version["commit"])
+    shutil.copy(common.__file__, tmp_path)                          # a copy, in no repository
+    subprocess.run(["git", "init", "-q", tmp_path])                 # in one that does not hold it
+    out = subprocess.run([sys.executable, "-c", "import common; print(common.code_version())"],
+                         cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert "'commit': 'no git'" in out
 
 
 def test_rpc_layers_are_read():

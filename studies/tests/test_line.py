@@ -156,10 +156,10 @@ def test_unpaired_arms_use_welch():
 def rows(name, loss=None, init="default"):
     about = dict(checkpoint=name, model_config=dict(embed_dim=64, init=init), images=9, seed=1,
                  precision="float32")
-    yield about | dict(measure="clean", top1=90.0) | (dict(loss=loss) if loss else {})
-    yield about | dict(measure="pgd eps=2/255 steps=20", top1=60.0)
+    yield about | dict(name="clean", settings={}, top1=90.0) | (dict(loss=loss) if loss else {})
+    yield about | dict(name="pgd", settings=dict(eps=2 / 255, steps=20), top1=60.0)
     for kind in corruptions.NAMES:
-        yield about | dict(measure=f"corruptions type={kind}", top1=[70.0, 80.0])
+        yield about | dict(name="corruptions", settings=dict(type=kind), top1=[70.0, 80.0])
 
 
 def test_networks_need_a_clean_loss(tmp_path):

@@ -47,8 +47,13 @@ def test_paper_numbers_have_their_row_and_column():
 # --- the comparison -------------------------------------------------------------------------------
 
 def row(arm, seed, measure, **numbers):
-    name, setting = reproduce.measures.parts(measure)
-    return {"checkpoint": f"out/{arm}_s{seed}", "measure": name, "setting": setting, **numbers}
+    name, *pairs = measure.split()
+    settings = dict(pair.split("=") for pair in pairs)
+    if "eps" in settings:
+        settings["eps"] = float(settings["eps"].removesuffix("/255")) / 255
+    if "severities" in settings:
+        settings["severities"] = [int(s) for s in settings["severities"].split(",")]
+    return {"checkpoint": f"out/{arm}_s{seed}", "name": name, "settings": settings, **numbers}
 
 
 def test_differences_are_paired_by_seed():

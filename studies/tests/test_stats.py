@@ -15,8 +15,7 @@ def row(name, right, measure="clean", **setting):
     """A line of the evaluator. right: (n,) bool or, of several severities, a list of such."""
     lists = right if isinstance(right[0], (list, np.ndarray)) else [right]
     packed = [base64.b64encode(np.packbits(np.array(of, bool))).decode() for of in lists]
-    words = " ".join([measure, *(f"{key}={value}" for key, value in setting.items())])
-    return dict(checkpoint=f"out/{name}", measure=words, seed=1, precision="float32",
+    return dict(checkpoint=f"out/{name}", name=measure, settings=setting, seed=1, precision="float32",
                 images=len(lists[0]), top1=[100 * np.mean(of) for of in lists], data="shapes",
                 model_config={}, hardware="cpu, AMD EPYC, 1 threads",
                 right=packed if len(lists) > 1 else packed[0])
