@@ -27,7 +27,7 @@ from data.photos import square
 from data.views import palette
 from data.shapes import load_shapes
 from segmenter import predict, segmenter_from_checkpoint
-from vit import classifier_from_checkpoint
+from vit import architecture, classifier_from_checkpoint
 
 SIDE, MARGIN, LINE = 160, 8, 22             # pixels: of a map, between maps, of a line of text
 FONT = ImageFont.load_default(size=16)
@@ -176,7 +176,7 @@ def main():
                          f"train_cls.py or train_seg.py")
     rebuild, look = kinds[checkpoint["task"]]
     folder = args.image and Path(args.image).is_dir()
-    if "cls_depth" in checkpoint["model_config"] and not folder:
+    if architecture(checkpoint) == "fan" and not folder:
         raise common.InputError(f"--ckpt {args.ckpt} is a FAN: its class token joins after these "
                                 "layers, so in none of them does it look anywhere; expected a ViT, "
                                 "a Segmenter or, for --image, a folder")

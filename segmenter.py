@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from attention import LAYER_PATTERNS, SelfAttention
 from common import InputError, one_of, rebuild, stored_config
-from vit import Block, Mlp, ViT, ViTConfig, resize_pos_embed
+from vit import Block, Mlp, ViT, ViTConfig, architecture, resize_pos_embed
 
 IGNORE = 255                          # label of pixels that do not count
 
@@ -341,8 +341,7 @@ def backbone_settings(checkpoint):
     if "task" not in checkpoint:
         from checkpoints import foreign_settings
         return foreign_settings(checkpoint)
-    config = checkpoint.get("model_config", {})
-    if checkpoint["task"] != "classification" or "cls_depth" in config:
+    if checkpoint["task"] != "classification" or architecture(checkpoint) != "vit":
         raise InputError("not a ViT of train_cls.py")
     config = stored_config(checkpoint, ViTConfig)
     names = ["embed_dim", "depth", "num_heads", "patch_size", "mlp_ratio", "attn"]

@@ -438,8 +438,9 @@ def main():
             better = args.keep_best and metrics and metrics["loss"] < best.get("loss", math.inf)
             if better:
                 best = dict(step=done, **metrics)
-            state = dict(task="classification", args=vars(args), step=done, metrics=metrics,
-                         best=best, model=model.state_dict(), optimizer=optimizer.state_dict(),
+            state = dict(task="classification", architecture="vit" if Model is ViT else "fan",
+                         args=vars(args), step=done, metrics=metrics, best=best,
+                         model=model.state_dict(), optimizer=optimizer.state_dict(),
                          ema=ema and ema.state_dict(), model_config=asdict(config), **about)
             if better:
                 common.save(out_dir / "best.pt", state)
