@@ -222,12 +222,12 @@ def test_a_classifier_of_ones_own_folder_is_evaluated_on_what_was_held_out_or_al
             write_png(image, str(tmp_path / folder / f"c{i % 4}" / f"{i}.png"))
     classes = [f"c{i}" for i in range(4)]
     model = make_checkpoint(tmp_path / "m.pt", classes, task="folder",
-                            flags=dict(data_dir=str(tmp_path / "photos"), holdout=8))
+                            flags=dict(data_dir=str(tmp_path / "photos")))
     how = "--ckpt", tmp_path / "m.pt", "--measures", "clean"
     row, = rows_of(tmp_path / "r", *how)
-    assert row["images"] == 8 and row["data_dir"] == str(tmp_path / "photos")
+    assert row["images"] == 4 and row["data_dir"] == str(tmp_path / "photos")
     _, row = rows_of(tmp_path / "r", *how, "--data_dir", tmp_path / "photos2", "--resume")
     _, photos = find_photos(tmp_path / "photos2")
-    all_of_it = decode_all(photos["train"], classes, 32)
+    all_of_it = decode_all(photos["all"], classes, 32)
     right = (model(all_of_it.images.float() / 255).argmax(1) == all_of_it.labels).double()
     assert row["images"] == 40 and row["top1"] == pytest.approx(100 * right.mean().item(), abs=1e-3)
