@@ -1,15 +1,15 @@
-"""Draws every picture of lecture/WALKTHROUGH.md, one cell each.
+"""Draw every picture of lecture/WALKTHROUGH.md, one cell per picture.
 
-    python -m lecture.walkthrough                    # all: 2 minutes on a CPU core
-    python -m lecture.walkthrough gram leak          # some
-    python -m lecture.walkthrough pap --image lecture/pictures/scene.png   # or a picture of yours
+    python -m lecture.walkthrough                    # all: 3 minutes on one CPU core
+    python -m lecture.walkthrough ruler leak         # some
+    python -m lecture.walkthrough pap --image lecture/pictures/scene.png   # or your own picture
     python -m lecture.walkthrough --out_dir lecture/pictures               # those in the text
 
-An editor runs the cells one by one; each needs the first alone. The networks are those in weights/,
-so nothing is trained but the toy of `leak`.
+An editor can run the cells one by one; each cell needs only the first one. The networks are those
+in weights/. Nothing is trained except the toy of `leak`. Studies are read from their stored rows.
 """
 
-# %% What the pictures share: flags, four small networks, colours.
+# %% Shared by all pictures: flags, four small networks, colours.
 import argparse
 import json
 import math
@@ -34,50 +34,51 @@ from robust.corruptions import corrupt
 from robust.metrics import auroc
 from robust.patches import corrupt_patches
 from segmenter import evaluate, predictions, segmenter_from_checkpoint
-from studies import leak, line
+from studies import arms, kernel_pca, leak, line, probe
+from studies.colours import CONTROL, FAMILIES, FRAME, look
 from studies.published_scores import cka
 from studies.where_is_s import first_layer
 from vit import classifier_from_checkpoint
 
 WEIGHTS = Path(common.__file__).with_name("weights")
-PICTURES = "hero projection values pap where attack line gram pcp leak dense".split()
-COLOUR = {"softmax": "0.55", "symmetric": "#1f6fb4", "rpc": "#c8352b"}
-NULL = dict(color="black", linestyle=":")
+PICTURES = ("idea projection ruler residual where attack equal_cost line "
+            "gram recovery pcp pap values leak dense").split()
+COLOUR = {name: colour for name, (colour, _) in FAMILIES.items()}
 plt.rcParams.update({"figure.dpi": 100, "figure.constrained_layout.use": True,
                      "figure.constrained_layout.h_pad": 0.08, "font.size": 13,
                      "axes.titlesize": 13, "legend.fontsize": 13, "legend.frameon": False,
                      "axes.spines.top": False, "axes.spines.right": False, "image.cmap": "magma",
                      "image.interpolation": "none", "svg.hashsalt": "walkthrough"})
 NOTEBOOK = "ipykernel" in sys.modules
-torch.set_num_threads(1)                    # the numbers in the text are those of one thread
+torch.set_num_threads(1)                    # the numbers in the text were made with one thread
 
 p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                             formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("pictures", nargs="*", choices=[*PICTURES, "all"], default="all")
-p.add_argument("--image", help="a picture of your own in gram, pap and hero")
+p.add_argument("--image", help="use this picture in gram, pap and idea (default: a test scene)")
 p.add_argument("--out_dir", default="out/walkthrough")
 ARGS = p.parse_args([] if NOTEBOOK else None)
 
 
 def wanted(name):
-    """Has this picture been asked for? In a notebook: always."""
+    """Return whether the command asks for this picture; a notebook draws all of them."""
     return "all" in ARGS.pictures or name in ARGS.pictures
 
 
 def network(attn):
-    """The classifier of this kind in weights/, in eval mode."""
+    """Load the classifier with this attention from weights/, in eval mode."""
     checkpoint = common.load(WEIGHTS / f"shapes_{attn}.pt")
     return classifier_from_checkpoint(checkpoint).requires_grad_(False)
 
 
 def scenes(n):
-    """Test scenes: images (n, 3, 32, 32) in [0, 1], labels (n,)."""
+    """Return n test scenes: images (n, 3, 32, 32) in [0, 1], labels (n,)."""
     split = load_shapes("test", n)
     return split.images / 255, split.labels
 
 
 def one_image():
-    """The image (1, 3, 32, 32) of gram, pap and hero: a test scene, or the middle of --image."""
+    """Return the image (1, 3, 32, 32) of gram, pap and idea: a test scene or --image, cropped."""
     if not ARGS.image:
         return scenes(36)[0][-1:]
     photo = decode(read_bytes(ARGS.image), ARGS.image)[None] / 255
@@ -85,7 +86,7 @@ def one_image():
 
 
 def layers(model, images):
-    """Of each layer: its attention, and what goes into that, (B, N, C)."""
+    """Yield the attention module of each layer and its input (B, N, C)."""
     x = model.embed(images)
     for block in model.blocks:
         yield block.attn, block.norm1(x)
@@ -93,50 +94,55 @@ def layers(model, images):
 
 
 def weights(K2):
-    """Attention with keys K2 (B, H, N, D): (B, H, N, N)."""
+    """Return the attention matrix for keys K2 (B, H, N, D): (B, H, N, N)."""
     return kpca.log_kernel(K2, K2).softmax(-1)
 
 
 def entropy(K2):
-    """Mean entropy of the attention rows with keys K2, in nats."""
+    """Return the mean entropy of the attention rows for keys K2, in nats."""
     return torch.special.entr(weights(K2)).sum(-1).mean()
 
 
 def received(K2):
-    """Attention that each token gets from the others, mean over heads: (B, N)."""
+    """Return the attention that each token gets from the others, mean over heads: (B, N)."""
     A = weights(K2).mean(1)                                         # (B, N, N)
     return (A - torch.diag_embed(A.diagonal(dim1=1, dim2=2))).mean(1)
 
 
 def over_patches(x):
-    """One number a token, the class token first: (..., 65) -> (..., 8, 8)."""
+    """Arrange one number per token, class token first, as a map: (..., 65) -> (..., 8, 8)."""
     return x[..., 1:].unflatten(-1, (8, 8))
 
 
 def size(x):
-    """How large a token is, summed over heads and channels: (B, H, N, D) -> (B, N)."""
+    """Sum |x| over the heads and channels of each token: (B, H, N, D) -> (B, N)."""
     return x.abs().sum((1, 3))
 
 
 def show(ax, x, title="", **how):
-    """An image (3, H, W) or a map (H, W) without axes."""
+    """Draw an image (3, H, W) or a map (H, W) without axes."""
     ax.imshow(x.permute(1, 2, 0) if x.ndim == 3 else x, **how)
     ax.set(xticks=[], yticks=[], title=title)
     ax.spines[:].set_visible(False)
 
 
 def outline(ax, hit, side=8):
-    """Frames around the patches where hit (64,) is True; side: of the map or image, in pixels."""
+    """Frame the patches where hit (64,) is True; side: width of the map or image in pixels."""
     for i in hit.nonzero()[:, 0].tolist():
         corner = (i % 8 * side / 8 - 0.5, i // 8 * side / 8 - 0.5)
-        ax.add_patch(plt.Rectangle(corner, side / 8, side / 8, fill=False, color="#35d0ff",
+        ax.add_patch(plt.Rectangle(corner, side / 8, side / 8, fill=False, color=FRAME,
                                    linewidth=1.5))
 
 
 def scale(axes, label, **how):
-    """A colour bar for the last map drawn in the last of these axes."""
+    """Draw a colour bar for the last map in the last of these axes."""
     bar = axes[0].figure.colorbar(axes[-1].images[-1], ax=list(axes), label=label, **how)
     bar.outline.set_visible(False)
+
+
+def headline(figure, words):
+    """Write the finding of a picture above it."""
+    figure.suptitle(words, fontsize=15, fontweight="bold")
 
 
 def save(figure, name, **numbers):
@@ -156,38 +162,49 @@ def save(figure, name, **numbers):
     stored.write_text(json.dumps(known, indent=1) + "\n")
     print(out / name, *(f"{key}={x:g}" for key, x in known[name].items()), flush=True)
     if NOTEBOOK:
-        display(drawn)                      # noqa: F821: a notebook has it
+        display(drawn)                      # noqa: F821: a notebook defines it
 
 
-# %% Where the lecture arrives: is S where the image is damaged?
-if wanted("hero"):
-    model = network("rpc")
-    spoilt, hit = corrupt_patches(one_image(), "noise", patch=4)
+# %% The idea, and what came out: where S should be, where S is, and what it is worth.
+if wanted("idea"):
+    model, numbers = network("rpc"), {}
+    corrupted, hit = corrupt_patches(one_image(), "noise", patch=4)
 
     def relative_s(images):
-        """|S| after the last step, over the mean of the image's patches: (B, 64)."""
+        """Return |S| after the last step over its mean in the image: (B, 64)."""
         found = size(first_layer(model, images)[1][-1]["S"])[:, 1:]
         return found / found.mean(1, keepdim=True)
 
-    figure, (image, where, ax) = plt.subplots(1, 3, figsize=(9, 3.4), width_ratios=(1, 1.2, 1))
-    figure.suptitle("One network: S is smaller where patches are noise", fontsize=16,
-                    fontweight="bold")
-    show(image, spoilt[0], "six patches are noise")
-    show(where, relative_s(spoilt).view(8, 8), "|S|; 1: its mean", vmin=0.5, vmax=1.5)
-    scale([where], "", ticks=[0.5, 1, 1.5], pad=0.02, extend="both")
+    figure = plt.figure(figsize=(11, 3.3))
+    left, right = figure.subfigures(1, 2, width_ratios=(1.8, 1))
+    headline(left, "S should mark the noisy patches. It does not.")
+    headline(right, "RPC does not help here")
+    image, wish, found, bar = left.subplots(1, 4, width_ratios=(1, 1, 1, 0.07))
+    show(image, corrupted[0], "six patches\nare noise")
+    show(wish, hit[0].double().view(8, 8), "where S\nshould be", vmin=0, vmax=1)
+    show(found, relative_s(corrupted).view(8, 8), "where S is\n(|S|, mean 1)", vmin=0.5, vmax=1.5)
+    figure.colorbar(found.images[0], cax=bar, ticks=[0.5, 1, 1.5], extend="both")
+    bar.set_box_aspect(12)
     outline(image, hit[0], 32)
-    outline(where, hit[0])
+    for ax in (wish, found):
+        outline(ax, hit[0])
 
+    ax = right.subplots()
+    rows = [row for row in arms.stored(arms.STUDIES["criterion"]) if row.seed < 45]
+    words = {"symmetric": ("baseline", "symmetric", (4.2, 66)), "rpc4-l1": ("RPC", "rpc", (1.5, 63)),
+             "symmetric-adv": ("adversarial\ntraining", "adversarial", (6.2, 47))}
+    for arm, (said, family, at) in words.items():
+        own = [row for row in rows if row.arm == arm and row.kind in ("clean", "pgd")]
+        budgets = sorted({row.eps or 0 for row in own if (row.eps or 0) <= 8})
+        means = [np.mean([row.top1 for row in own if (row.eps or 0) == eps]) for eps in budgets]
+        ax.plot(budgets, means, **look(family))
+        ax.text(*at, said, color=COLOUR[family])
+        numbers.update({f"{arm} {eps:g}": x for eps, x in zip(budgets, means)})
+    ax.set(xlabel="size of the attack (1/255)", title="accuracy, %, at equal training cost",
+           ylim=(0, 104), xticks=range(0, 9, 2))
     many, hits = corrupt_patches(scenes(300)[0], "noise", patch=4)
-    found, bins = relative_s(many), torch.linspace(0.3, 1.7, 36)
-    for which, colour in ((~hits, "black"), (hits, "#0d93bd")):
-        share = 100 * torch.histogram(found[which], bins).hist / which.sum()
-        ax.stairs(share, bins, linewidth=2, color=colour)
-    ax.text(0.6, 6, "noise", color="#0d93bd", ha="right")
-    ax.text(1.1, 9, "others")
-    ax.set(xlabel="|S|; 1: the image's mean", ylabel="% of the patches", title="300 images",
-           xticks=[0.5, 1, 1.5])
-    save(figure, "hero", noise=found[hits].median(), others=found[~hits].median())
+    ratio = relative_s(many)
+    save(figure, "idea", noise=ratio[hits].median(), others=ratio[~hits].median(), **numbers)
 
 
 # %% 1. Attention is a projection: kernel PCA as lines, attention as colour.
@@ -253,7 +270,7 @@ if wanted("values"):
              "learned": (-0.2, dict(color=COLOUR["softmax"], marker="o", markersize=9)),
              "another head's": (0, dict(color="black", marker="x", markersize=7)),
              "random matrix": (0.2, dict(color="black", marker="+", markersize=9)),
-             "random numbers": (0, NULL)}
+             "random numbers": (0, CONTROL)}
     figure, (cosines, terms) = plt.subplots(1, 2, figsize=(9, 3.9), width_ratios=(1.3, 1))
     for name, (aside, look) in looks.items():
         cosines.plot(torch.arange(8) + aside, found[name][0], label=name,
@@ -318,7 +335,7 @@ if wanted("pap"):
            xlim=(0.9, 6.6))
     ax.axhline(plain, color=COLOUR["symmetric"])
     ax.text(6.6, plain + 0.1, "symmetric", color=COLOUR["symmetric"], ha="right")
-    ax.axhline(uniform, **NULL)
+    ax.axhline(uniform, **CONTROL)
     ax.text(6.6, uniform + 0.1, "uniform", ha="right")
 
     # is the output of attention low-rank? directions that hold 90 % of the sum of squares
@@ -354,10 +371,10 @@ if wanted("where"):
                 damage = hit.flatten()[score.argsort(descending=True)].double()
                 found, wrong = damage.cumsum(0) / damage.sum(), (1 - damage).cumsum(0)
                 roc.plot(wrong[::60] / wrong[-1], found[::60], **look | dict(marker=""))
-    roc.plot([0, 1], [0, 1], **NULL)
+    roc.plot([0, 1], [0, 1], **CONTROL)
     roc.set(title="noise: patches by their score", xlabel="share of the undamaged",
             ylabel="share of the damaged", aspect=1, xticks=[0, 0.5, 1], yticks=[0, 0.5, 1])
-    dots.axvline(0.5, **NULL, label="chance")
+    dots.axvline(0.5, **CONTROL, label="chance")
     dots.set(title="chance that a damaged patch ranks first (AUC)", xlim=(0.2, 0.9),
              ylim=(3.6, -0.6))
     dots.set_yticks(range(4), ("noise", "black", "white", "noise\nadded"))
@@ -390,7 +407,7 @@ if wanted("attack"):
         ax.plot(list(places.values()), means, style, color=colour, fillstyle="none")
         ax.text(*at, words, color=colour)
         numbers.update({f"{arm} {eps}": x for eps, x in zip(places.values(), means)})
-    ax.axhline(10, **NULL)
+    ax.axhline(10, **CONTROL)
     ax.text(8, 12, "chance", ha="right")
     ax.set(xlabel="budget, grey levels (1/255)", title="accuracy, %", ylim=0, xticks=range(0, 9, 2))
     save(figure, "attack", normalised=model.std.mean(), **numbers)
@@ -472,7 +489,7 @@ if wanted("gram"):
     scale([grid[i] for i in "i12G34"], "entries; 1: the largest", ticks=[-1, 0, 1], aspect=40,
           pad=0.02)
     grid["s"].semilogy(range(1, 65), axes.sigma[:64] / axes.sigma[0], color=COLOUR["symmetric"])
-    grid["s"].semilogy(range(1, 65), null.sigma[:64] / null.sigma[0], **NULL)
+    grid["s"].semilogy(range(1, 65), null.sigma[:64] / null.sigma[0], **CONTROL)
     grid["s"].text(64, 1, "null: shuffled", ha="right")
     grid["s"].text(4, 1e-4, "keys of\nthe image", color=COLOUR["symmetric"])
     grid["s"].set(title="eigenvalue / largest", xlabel="axis", ylim=(1e-6, 3))
@@ -534,7 +551,7 @@ if wanted("leak"):
             nats = leak.train(mu, seed)
             ax.plot(nats, **red, **style)
             numbers[f"{mu} {seed}"] = nats[-1]
-    ax.axhline(math.log(2), **NULL)
+    ax.axhline(math.log(2), **CONTROL)
     ax.text(400, 0.6, "null: chance, ln 2", ha="right")
     ax.text(400, 0.78, "\u00b5 of tokens so far (thin), of the token alone (broad)", ha="right",
             **red)
