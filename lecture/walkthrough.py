@@ -191,7 +191,8 @@ if wanted("idea"):
 
     ax = right.subplots()
     rows = [row for row in arms.stored(arms.STUDIES["criterion"]) if row.seed < 45]
-    words = {"symmetric": ("baseline", "symmetric", (4.2, 66)), "rpc4-l1": ("RPC", "rpc", (1.5, 63)),
+    words = {"symmetric": ("baseline", "symmetric", (4.2, 66)),
+             "rpc4-l1": ("RPC", "rpc", (1.5, 63)),
              "symmetric-adv": ("adversarial\ntraining", "adversarial", (6.2, 47))}
     for arm, (said, family, at) in words.items():
         own = [row for row in rows if row.arm == arm and row.kind in ("clean", "pgd")]
@@ -204,7 +205,9 @@ if wanted("idea"):
            ylim=(0, 104), xticks=range(0, 9, 2))
     many, hits = corrupt_patches(scenes(300)[0], "noise", patch=4)
     ratio = relative_s(many)
-    save(figure, "idea", noise=ratio[hits].median(), others=ratio[~hits].median(), **numbers)
+    millions = sum(w.numel() for w in model.parameters()) / 1e6
+    save(figure, "idea", weights=millions, noise=ratio[hits].median(), others=ratio[~hits].median(),
+         **numbers)
 
 
 # %% 1. Attention is a projection: kernel PCA as lines, attention as colour.
@@ -245,7 +248,12 @@ if wanted("projection"):
     a = kpca.coefficients(axes, 3)
     w = (g * values).mT @ kpca.features(keys, keys)                 # sum_j g(k_j) v_j phi(k_j)
     by_features = kpca.features(q, keys) @ w.mT
-    save(figure, "projection", difference=(h - projections).abs().max() / h.abs().max(),
+    four = torch.tensor([[1, 0], [0, 1], [-1, 0], [0, -1]], dtype=torch.float64)     # the board's
+    four = math.sqrt(math.sqrt(2) * math.log(2)) * four
+    on_board = kpca.kernel_pca(four)
+    size_a = 1 / math.sqrt(2 * on_board.sigma[0] / on_board.c.exp())    # a = size_a (1, 0, -1, 0)
+    save(figure, "projection", board_a=size_a, board_v=size_a / kpca.g(four, four)[0],
+         difference=(h - projections).abs().max() / h.abs().max(),
          series=series, sum_of_a=a.sum(0).abs().max() / a.abs().sum(0).max(),
          w=(by_features - kpca.attend(q, keys, values)).abs().max())
 
@@ -354,7 +362,7 @@ if wanted("where"):
                 wrong = hit.flatten()[score.argsort(descending=True)].double()
                 found, false = wrong.cumsum(0) / wrong.sum(), (1 - wrong).cumsum(0)
                 roc.plot(false[::60] / false[-1], found[::60], **style | dict(marker=""))
-        if kind == "noise":                 # is S sparse by rows? per cent of entries that are not 0
+        if kind == "noise":                     # is S sparse by rows? % of entries that are not 0
             filled = (trace[3]["S"] != 0).double().mean((1, 3))[:, 1:]
             numbers["filled noise"] = 100 * filled[hit].mean()
             numbers["filled others"] = 100 * filled[~hit].mean()
@@ -436,7 +444,8 @@ if wanted("equal_cost"):
     compared = {"long-rpc4-l1": ("24-epochs", ("15 corruptions", "pgd 2/255")),
                 "rpc4-l1": ("cost-24", ("pgd 4/255",)),
                 "symmetric-adv": ("cost-24", ("pgd 6/255", "15 corruptions")),
-                "symmetric-adv-96": ("cost-96", ("pgd 6/255", "15 corruptions"))}
+                "symmetric-adv-96": ("cost-96", ("pgd 6/255", "15 corruptions")),
+                "paper-0.05-n4": ("lambda-0", ("pgd 2/255",))}      # against an averaging layer
     for arm, (comparison, measures) in compared.items():
         study, of = arms.comparison(comparison)
         base = next(b for a, b in study.comparisons[comparison].pairs if a == arm)
@@ -450,6 +459,13 @@ if wanted("equal_cost"):
             own = [100 * x.mean() if x.max() <= 1 else x.mean() for (name, seed), x
                    in found[measure].items() if name == arm and seed < 45]
             numbers[f"{arm} {measure}"] = np.mean(own)
+    for arm in ("symmetric", "rpc4-l1"):    # does PGD overestimate? The same 500 images, two seeds
+        runs = {row.seed: row.right for row in rows if (row.arm, row.measure) == (arm, "pgd 4/255")}
+        strong = [row for row in rows if row.arm == arm and row.kind == "autoattack"]
+        weak = np.mean([runs[row.seed][:row.images].mean() for row in strong])
+        numbers[f"{arm} PGD of 500"] = weak
+        numbers[f"{arm} AutoAttack of 500"] = np.mean([row.top1 for row in strong])
+        numbers[f"{arm} overestimated"] = weak - numbers[f"{arm} AutoAttack of 500"]
     save(figure, "equal_cost", **numbers)
 
 
@@ -519,13 +535,14 @@ if wanted("gram"):
     k = first_layer(network("symmetric"), image)[0][0, 0].double()  # of one head: (65, D)
     axes = kpca.kernel_pca(k)
 
-    # the null: the same numbers, each channel in its own random order of tokens
+    # control: the same numbers, each channel in its own random order of tokens
     random = torch.Generator().manual_seed(0)
     order = torch.rand(k.shape, generator=random).argsort(0)
-    null = kpca.kernel_pca(k.gather(0, order))
+    shuffled = kpca.kernel_pca(k.gather(0, order))
 
-    figure, grid = plt.subplot_mosaic("i12s;G34s", figsize=(9, 4), width_ratios=(1, 1, 1, 1.2))
-    most = axes.G.abs().flatten().quantile(0.98)    # of the rest one would see nothing
+    figure, grid = plt.subplot_mosaic("i12s;G34s", figsize=(9, 4.3), width_ratios=(1, 1, 1, 1.2))
+    headline(figure, "The first axes of an image's keys show its parts")
+    most = axes.G.abs().flatten().quantile(0.98)    # a few large entries would hide all others
     colours = dict(cmap="RdBu_r", vmin=-1, vmax=1)
     show(grid["i"], image[0], "image")
     show(grid["G"], axes.G / most, "Gram matrix", **colours)
@@ -533,20 +550,49 @@ if wanted("gram"):
     for d in range(4):
         u = axes.U[1:, d]
         show(grid[str(d + 1)], (u / u.abs().max()).view(8, 8), f"axis {d + 1}", **colours)
-    scale([grid[i] for i in "i12G34"], "entries; 1: the largest", ticks=[-1, 0, 1], aspect=40,
+    scale([grid[i] for i in "i12G34"], "entry / largest", ticks=[-1, 0, 1], aspect=40,
           pad=0.02)
     grid["s"].semilogy(range(1, 65), axes.sigma[:64] / axes.sigma[0], color=COLOUR["symmetric"])
-    grid["s"].semilogy(range(1, 65), null.sigma[:64] / null.sigma[0], **CONTROL)
-    grid["s"].text(64, 1, "null: shuffled", ha="right")
+    grid["s"].semilogy(range(1, 65), shuffled.sigma[:64] / shuffled.sigma[0], **CONTROL)
+    grid["s"].text(64, 1, "shuffled keys", ha="right")
     grid["s"].text(4, 1e-4, "keys of\nthe image", color=COLOUR["symmetric"])
     grid["s"].set(title="eigenvalue / largest", xlabel="axis", ylim=(1e-6, 3))
-    held, held_null = (100 * mu.cumsum(0) / mu.sum() for mu in (axes.sigma, null.sigma))
-    save(figure, "gram", share=held[5], null_share=held_null[5], axes_of_90=1 + (held < 90).sum(),
-         null_axes_of_90=1 + (held_null < 90).sum(), largest=axes.sigma[0] / axes.c.exp(),
+    held, control = (100 * mu.cumsum(0) / mu.sum() for mu in (axes.sigma, shuffled.sigma))
+    save(figure, "gram", share=held[5], shuffled_share=control[5],
+         axes_of_90=1 + (held < 90).sum(), shuffled_axes_of_90=1 + (control < 90).sum(),
+         largest=axes.sigma[0] / axes.c.exp(),
          bound=1 / kpca.g(k, k).min())
 
 
-# %% B. Robust PCA: with the right signs in either order, and Algorithm 2 as printed.
+# %% B. When does principal component pursuit find both parts?
+if wanted("recovery"):
+    random = torch.Generator().manual_seed(0)
+    draws = torch.randn(4, 80, 60, generator=random, dtype=torch.float64)
+    shares, numbers = (2, 5, 10, 20, 30, 40, 50), {}
+    figure, ax = plt.subplots(figsize=(9, 3.9))
+    headline(figure, "Pursuit needs a low rank and few errors in each row")
+    cases = {"rank 3, scattered entries": (3, False, "-o"), "rank 20, scattered entries":
+             (20, False, "-.s"), "rank 3, whole rows": (3, True, "--x")}
+    for name, (rank, rows, style) in cases.items():
+        U, sigma, Vt = torch.linalg.svd(draws[0])
+        low, errors = 3 * (U[:, :rank] * sigma[:rank]) @ Vt[:rank], []
+        for share in shares:
+            order = torch.rand(80, 1 if rows else 60, generator=random).double()
+            hit = order <= order.flatten().quantile(share / 100)
+            M = low + torch.where(hit, 4 * draws[1], 0)
+            L, _ = kpca.pcp(M, max_iter=300)
+            errors.append((L - low).norm() / low.norm())
+            numbers[f"{name} {share}"] = errors[-1]
+            if rows:
+                intact = ~hit[:, 0]
+                numbers[f"intact rows {share}"] = (L - low)[intact].norm() / low[intact].norm()
+        ax.semilogy(shares, errors, style, color="black", label=name, fillstyle="none")
+    ax.set(xlabel="% of the entries or rows that are corrupted", ylabel="error of L / |L|")
+    ax.legend(loc="lower right")
+    save(figure, "recovery", **numbers)
+
+
+# %% B. Algorithm 2 as printed, and with its two misprints corrected, in either order.
 if wanted("pcp"):
     random = torch.Generator().manual_seed(0)
     low, spikes, place = torch.randn(3, 80, 60, generator=random, dtype=torch.float64)
@@ -559,7 +605,7 @@ if wanted("pcp"):
     L_first = [(M - sum(parts)).norm() / M.norm() for parts in L_first]
 
     def S_first(threshold, sign):
-        """|M - L - S| / |M| after each of 50 steps in Algorithm 2's order."""
+        """Return |M - L - S| / |M| after each of 50 steps in the order of Algorithm 2."""
         now, Y, left = torch.zeros_like(M), torch.zeros_like(M), []
         for _ in range(50):
             sparse = kpca.soft_threshold(M - now + Y / mu, lambd / mu)
@@ -571,7 +617,8 @@ if wanted("pcp"):
 
     lambd, mu = 80 ** -0.5, M.numel() / (4 * M.abs().sum())
     correct, printed = S_first(1 / mu, +1), S_first(mu, -1)
-    figure, grid = plt.subplots(1, 4, figsize=(9, 2.9), width_ratios=(1, 1, 1, 1.9))
+    figure, grid = plt.subplots(1, 4, figsize=(9, 3.3), width_ratios=(1, 1, 1, 1.9))
+    headline(figure, "Algorithm 2 finds L and S once two misprints are corrected")
     for ax, x, title in zip(grid, (M, L, S), ("M", "L found", "S found")):
         show(ax, x, title, cmap="RdBu_r", vmin=-6, vmax=6)
         ax.set_xlabel("60 columns")
@@ -590,12 +637,13 @@ if wanted("pcp"):
          printed_steps=1 + sum(r < 1e8 for r in printed))
 
 
-# %% 3. Inside attention: what four steps do to the keys, in the three readings.
+# %% C. Inside attention: four steps on the keys, in three variants.
 if wanted("pap"):
     model, many = network("rpc"), scenes(64)[0]
     images, hit = corrupt_patches(one_image(), "noise", patch=4)
     k, trace = first_layer(model, images)
-    figure = plt.figure(figsize=(9, 3.9))
+    figure = plt.figure(figsize=(9, 4.2))
+    headline(figure, "Algorithm 1 makes attention sharper, and S holds this back")
     left, right = figure.subfigures(1, 2, width_ratios=(1.4, 1))
     grid, ax, most = left.subplots(2, 3), right.subplots(), size(k).max()
     got = [received(step["K2"]) for step in trace]
@@ -610,45 +658,43 @@ if wanted("pap"):
     scale(grid[0], "of largest |K|", ticks=[0, 1])
     scale(grid[1], "of its largest", ticks=[0, 1])
 
-    # the three readings, over 64 undamaged scenes; also of keys twice as long, and with S empty
+    # three variants on 64 clean scenes; also with keys twice as long, and with S empty
     attn, x = next(layers(model, many))
     _, k, v = attn.project(x)
-    words = {"released": "released code", "paper": "as printed", "admm": "sign of ADMM"}
+    words = {"released": "released", "paper": "printed", "admm": "ADMM sign"}
     numbers, plain, uniform = {}, entropy(k), math.log(65)
-    for (form, reading), style in zip(FORMS.items(), ("-o", "--s", "-.^")):
+    for (form, variant), style in zip(FORMS.items(), ("-", "--", "-.")):
         for name, keys, lambd in ((form, k, 4), (f"{form} twice", 2 * k, 4),
                                   (f"{form} empty", k, math.inf)):
             steps = []
-            rpc_attention(keys, v, lambd=lambd, **reading, trace=steps)
+            rpc_attention(keys, v, lambd=lambd, **variant, trace=steps)
             entropies = [entropy(step["K2"]) for step in steps]
             rest = (keys - steps[-1]["S"] - steps[-1]["L"]).norm() / keys.norm()
             share = 100 * (steps[-1]["S"] != 0).double().mean()
             numbers.update({f"{name} residual": rest, f"{name} share": share,
                             **{f"{name} entropy {i}": x for i, x in enumerate(entropies, 1)}})
             if name == form:
-                ax.plot(range(1, 5), entropies, style, color=COLOUR["rpc"])
+                ax.plot(range(1, 5), entropies, **look("rpc", linestyle=style))
                 ax.text(4.15, entropies[-1] - 0.08, words[form], color=COLOUR["rpc"])
+            elif name == "released empty":
+                ax.plot(range(1, 5), entropies, **look("rpc", linestyle=":", fillstyle="none"))
+                ax.text(4.15, entropies[-1] - 0.02, "released, S empty", color=COLOUR["rpc"])
     ax.set(title="entropy of attention, nats", xlabel="step", xticks=range(1, 5), ylim=(0, 5),
-           xlim=(0.9, 6.6))
+           xlim=(0.9, 7.6))
     ax.axhline(plain, color=COLOUR["symmetric"])
-    ax.text(6.6, plain + 0.1, "symmetric", color=COLOUR["symmetric"], ha="right")
+    ax.text(7.6, plain + 0.1, "symmetric", color=COLOUR["symmetric"], ha="right")
     ax.axhline(uniform, **CONTROL)
-    ax.text(6.6, uniform + 0.1, "uniform", ha="right")
+    ax.text(7.6, uniform + 0.1, "uniform", ha="right")
 
-    # is the output of attention low-rank? directions that hold 90 % of the sum of squares
-    for name, x in {"V": v, "L": symmetric_attention(k, v)}.items():
-        squares = torch.linalg.svdvals(x.double()).square().cumsum(-1)
-        below = squares < 0.9 * squares[..., -1:]
-        numbers[f"directions of {name}"] = 1 + below.sum(-1).double().mean()
     save(figure, "pap", symmetric=plain, uniform=uniform, **numbers)
 
 
-# %% 2. Are learned values those axes? The cosine beside its nulls, and the two terms of J.
+# %% D. Which scores can tell? The cosine beside its controls, and the two terms of J.
 if wanted("values"):
     random, found = torch.Generator().manual_seed(0), {}
 
     def scores(values, axes, theory):
-        """Cosine of a and G\u0303a, and CKA with Theorem 1's values, of each head: (2, H)."""
+        """Return cosine of a and G\u0303a, and CKA with Theorem 1's values, per head: (2, H)."""
         a = kpca.ritz(axes, kpca.a_hat(values, axes.log_g))
         cosine = kpca.eigen_cosine(axes, a)["eig_cos"].nanmean((0, 2))
         return torch.stack([cosine, cka(values, theory).mean(0)])
@@ -659,32 +705,33 @@ if wanted("values"):
         one_over_g = (axes.log_g.amin(-1, keepdim=True) - axes.log_g).exp()[..., None]
         theory = one_over_g * axes.U[..., :v.shape[-1]]
         matrices = torch.randn(20, 2, x.shape[-1], v.shape[-1], generator=random, dtype=v.dtype)
-        sources = {"learned": [v], "another head's": [v.flip(1)], "kernel PCA": [theory],
+        sources = {"trained": [v], "another head's": [v.flip(1)], "kernel PCA": [theory],
                    "random numbers": [torch.randn(v.shape, generator=random, dtype=v.dtype)],
                    "random matrix": [x @ matrix for matrix in matrices]}
         of = {name: torch.stack([scores(values, axes, theory) for values in draws]).mean(0)
               for name, draws in sources.items()}
-        gv = kpca.a_hat(v, axes.log_g, scaled=True)                 # % of what the sum could be
+        gv = kpca.a_hat(v, axes.log_g, scaled=True)                 # % of the largest sum possible
         of["sum"] = 100 * (gv.sum(-2).abs() / gv.abs().sum(-2)).mean((0, 2))
         terms = kpca.projection_loss(kpca.log_phi2(q, k), kpca.attend(q, k, v))
         of |= {name: terms[name].mean(0) for name in ("J", "phi2", "h2")}
         for name, value in of.items():
             found.setdefault(name, []).append(value)
-    found = {name: torch.cat(values, -1) for name, values in found.items()}     # of eight heads
+    found = {name: torch.cat(values, -1) for name, values in found.items()}     # eight heads
 
     looks = {"kernel PCA": (0, dict(color="black", linestyle="-")),
-             "learned": (-0.2, dict(color=COLOUR["softmax"], marker="o", markersize=9)),
+             "trained": (-0.2, dict(color=COLOUR["softmax"], marker="o", markersize=9)),
              "another head's": (0, dict(color="black", marker="x", markersize=7)),
              "random matrix": (0.2, dict(color="black", marker="+", markersize=9)),
              "random numbers": (0, CONTROL)}
-    figure, (cosines, terms) = plt.subplots(1, 2, figsize=(9, 3.9), width_ratios=(1.3, 1))
-    for name, (aside, look) in looks.items():
+    figure, (cosines, terms) = plt.subplots(1, 2, figsize=(9, 4.2), width_ratios=(1.3, 1))
+    headline(figure, "Trained values score like random matrices, and J is negative")
+    for name, (aside, style) in looks.items():
         cosines.plot(torch.arange(8) + aside, found[name][0], label=name,
-                     **dict(linestyle="") | look)
+                     **dict(linestyle="") | style)
     cosines.set(title="cosine of a and G\u0303a", ylim=(0, 1.05))
     terms.semilogy(found["h2"], "o", color=COLOUR["softmax"], markersize=9)
     terms.semilogy(found["phi2"], "D", color="black", fillstyle="none", markersize=8)
-    terms.text(0, 1, "|h|\u00b2", color="0.35")
+    terms.text(0, 1, "|h|\u00b2")
     terms.text(0, 0.008, "|\u03c6(q)|\u00b2")
     terms.set(title="the two terms of J", ylim=(5e-4, 50), yticks=(1e-3, 1e-2, 0.1, 1, 10),
               yticklabels=("0.001", "0.01", "0.1", "1", "10"))
@@ -695,40 +742,43 @@ if wanted("values"):
                   columnspacing=1, handletextpad=0.3, handlelength=1.4)
     numbers = {f"{score} {name}": x.mean() for name in sources
                for score, x in zip(("cosine", "CKA"), found[name])}
-    save(figure, "values", lead=numbers["cosine learned"] - numbers["cosine random matrix"],
+    save(figure, "values", lead=numbers["cosine trained"] - numbers["cosine random matrix"],
          **numbers, **{name: found[name].mean() for name in ("sum", "J", "phi2", "h2")})
 
 
-# %% C. Does mu leak the future? The loss on a word that only later tokens tell.
+# %% E. Does mu leak the future? The loss on a word that only later tokens determine.
 if wanted("leak"):
-    (figure, ax), numbers, red = plt.subplots(figsize=(9, 3.6)), {}, dict(color=COLOUR["rpc"])
+    (figure, ax), numbers, red = plt.subplots(figsize=(9, 3.9)), {}, dict(color=COLOUR["rpc"])
+    headline(figure, "With \u00b5 over all tokens, a causal model reads the future")
     for mu, style in dict(token=dict(linewidth=6, alpha=0.3), seen={}, all={}).items():
         for seed in (0, 1):
             nats = leak.train(mu, seed)
             ax.plot(nats, **red, **style)
             numbers[f"{mu} {seed}"] = nats[-1]
     ax.axhline(math.log(2), **CONTROL)
-    ax.text(400, 0.6, "null: chance, ln 2", ha="right")
-    ax.text(400, 0.78, "\u00b5 of tokens so far (thin), of the token alone (broad)", ha="right",
+    ax.text(400, 0.6, "chance, ln 2", ha="right")
+    ax.text(400, 0.78, "\u00b5 over earlier tokens (thin), over one token (broad)", ha="right",
             **red)
     ax.text(110, 0.1, "\u00b5 over all tokens, as printed: two seeds", **red)
     ax.set(xlabel="training step", ylabel="loss, nats", ylim=(0, 1.2))
-    save(figure, "leak", **numbers)
+    save(figure, "leak", chance=math.log(2), **numbers)
 
 
-# %% D. Dense: what Segmenter sees, clean and under fog.
+# %% F. Dense prediction: the output of Segmenter, clean and under fog.
 if wanted("dense"):
     model = segmenter_from_checkpoint(common.load(WEIGHTS / "seg_shapes_rpc.pt"))
     source = Scenes("test", 100, 32)
-    how, shown = dict(size=32, window=32, stride=32), [31, 43]      # six classes in all
+    how, shown = dict(size=32, window=32, stride=32), [31, 43]      # six classes in both together
     names = {"background": "#dddddd", "circle": "#000000", "heart": "#e69f00", "ring": "#56b4e9",
              "square": "#0072b2", "star": "#f0e442"}
     painted = torch.tensor([to_rgb(names.get(name, "white")) for name in ("background", *SHAPES)])
 
     def fog(images, index):
+        """Put fog of severity 3 in front of the images."""
         return corrupt(images, "fog", 3, index=index)
 
-    figure, grid = plt.subplots(2, 5, figsize=(9, 4))
+    figure, grid = plt.subplots(2, 5, figsize=(9, 4.3))
+    headline(figure, "Fog hides objects from Segmenter")
     numbers = {}
     for name, change, first in (("clean", None, 0), ("under fog", fog, 3)):
         numbers[name] = evaluate(model, source, **how, change=change)[0]["mean_iou"]
@@ -742,5 +792,5 @@ if wanted("dense"):
         ax.set_title(title)
     patches = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in names.values()]
     figure.legend(patches, names, loc="outside lower center", ncols=6, columnspacing=1.2)
-    background = (source.labels == 0).double().mean() / 11          # if all pixels are called so
-    save(figure, "dense", null=100 * background, **numbers)
+    background = (source.labels == 0).double().mean() / 11          # if every pixel is background
+    save(figure, "dense", background=100 * background, **numbers)
