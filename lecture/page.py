@@ -51,7 +51,7 @@ def sections():
 # --- the notebook ---------------------------------------------------------------------------------
 
 def code_cells():
-    """Return {picture: code} of lecture/walkthrough.py, without `if wanted(...)`; "": first cell."""
+    """Return {picture: code} of lecture/walkthrough.py without `if wanted(...)`; "": first."""
     first, *others = (ROOT / "lecture/walkthrough.py").read_text().split("\n# %% ")[1:]
     cells = {"": "# " + first}
     for cell in others:
@@ -142,7 +142,7 @@ def figure(name, alt):
 
 
 def to_html(text):
-    """Return Markdown as HTML: formulas in MathML, pictures inline, links to files as plain text."""
+    """Return Markdown as HTML: formulas in MathML, pictures inline, links to files as text."""
     def coloured(code, language, _):
         return highlight(code, get_lexer_by_name(language or "text"), HtmlFormatter(nowrap=True))
 
@@ -199,7 +199,7 @@ def slides():
 
 
 def live():
-    """Return the live networks as HTML, with a picture for print and for readers without scripts."""
+    """Return the live networks as HTML, with a picture for print and browsers without scripts."""
     picture = figure("live", "a scene with painted noise, the answers of three networks, and S")
     return (WEB / "live.html").read_text().replace("<!-- stand-in -->", picture)
 
