@@ -121,22 +121,22 @@ class Elliptical(nn.Module):
     made in order, so each knows the one before."""
     latest = None                                           # the layer that was made last
 
-    def __init__(self):
+    def __init__(self, layer):
         super().__init__()
         self.before = (Elliptical.latest,)                  # in a tuple it is no part of this one
         self.values, Elliptical.latest = None, self
 
-    def forward(self, q, k, v):
-        layer, = self.before
+    def forward(self, q, k, v, layer):
+        before, = self.before
         self.values = v.detach()
-        return elliptical(q, k, v, layer and layer.values)
+        return elliptical(q, k, v, before and before.values)
 
 
 class EllipticalFirst(Elliptical):
     """That of layer 0: softmax attention."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, layer):
+        super().__init__(layer)
         self.before = (None,)
 
 
@@ -223,10 +223,17 @@ def register(name, *pairs):
         settings[key] = type(settings[key])(text)
     kind = " ".join([name, *(f"{key}={value:g}" for key, value in settings.items())])
     if name == "elliptical":
-        ATTENTIONS.update({"elliptical first": EllipticalFirst, "elliptical": Elliptical})
+        ATTENTIONS.update({"elliptical first": (True, EllipticalFirst),
+                           "elliptical": (True, Elliptical)})
         LAYER_PATTERNS[kind] = "elliptical first", "elliptical"
         return kind
-    ATTENTIONS[kind] = partial(ROBUST[name][0], **settings)
+    function = partial(ROBUST[name][0], **settings)
+
+    def attend(q, k, v, layer):
+        if layer.causal:
+            raise ValueError(f"{kind} has no causal mask")
+        return function(k, v, **dict(layer=layer) if name == "mom" else {})
+    ATTENTIONS[kind] = False, attend
     LAYER_PATTERNS[kind] = kind, "symmetric"
     return kind
 
