@@ -12,8 +12,8 @@ thing: RPC without its sparse part S, symmetric attention with larger scores, an
 that is trained for as long as RPC takes.
 
 A killed run continues: start the same command again. Each finished run appends one row to
-studies/results/language/rows.jsonl. What each outcome means was fixed before the runs:
-studies/results/language/plan.md.
+studies/results/language/rows.jsonl. The plan, studies/results/language/plan.md, was fixed before
+the runs and gives each outcome its meaning.
 """
 
 import argparse
@@ -168,14 +168,15 @@ def train(out_dir, text, folder, variant, seed, steps):
 
 
 def test_row(out_dir, folder):
-    """Score best.pt on the test text and read the log; returns the part of a row that it gives."""
+    """Score best.pt on the test text and read the log; returns these parts of a row."""
     checkpoint = common.load(out_dir / "best.pt")
     model = lm_from_checkpoint(checkpoint)
     (_, test), word = load_texts(folder, stored_vocabulary(checkpoint), CONTEXT)
     log = common.read_log(out_dir / "log.jsonl")
     start, last = log[0], [row for row in log if "eval" in row][-1]
     names = ("device", "torch", "parameters", "train_tokens", "vocab_size")
-    return dict(valid_segment=checkpoint["best"]["perplexity"], best_step=checkpoint["best"]["step"],
+    best = checkpoint["best"]
+    return dict(valid_segment=best["perplexity"], best_step=best["step"],
                 test=score(model, test, CONTEXT, STRIDE), stride=STRIDE, word=word,
                 mean_abs_key=last["mean_abs_key"], nonzero_S=last["nonzero_S"],
                 **{name: start[name] for name in names})
@@ -197,7 +198,8 @@ def run(args):
                                      f"this is {here}: pairs need one processor; choose another "
                                      f"seed, or delete these rows")
                 steps = steps_of(variant, text, read_rows("cost.jsonl"))
-                out_dir = args.out_dir / f"{text}_{variant.replace(', ', '_').replace(' ', '_')}_s{seed}"
+                name = variant.replace(", ", "_").replace(" ", "_")
+                out_dir = args.out_dir / f"{text}_{name}_s{seed}"
                 start = cpu_seconds(resource.RUSAGE_CHILDREN)
                 train(out_dir, text, folder, variant, seed, steps)
                 append_row("rows.jsonl", dict(

@@ -5,14 +5,14 @@
     python -m studies.pro_attention --ckpt weights/shapes_softmax.pt --limit 64     # one network
 
 Hou et al. (NeurIPS 2024) replace softmax attention in a trained network by a robust weighted mean,
-`pro_attention` in studies/robust_attentions.py, without training. Their released code detaches the
+`pro_attention` in studies/robust_attentions.py, without training. The released code detaches the
 distances that give the weights, so an attack along the gradient does not see how it changes the
 weights. Here each softmax network is evaluated as trained and with ProAttention in all layers,
 and PGD follows the released gradient and the true one.
 
 A killed run continues: start the same command again. Each finished evaluation appends one row to
-studies/results/pro_attention/rows.jsonl. What each outcome means was fixed before the runs:
-studies/results/pro_attention/plan.md.
+studies/results/pro_attention/rows.jsonl. The plan, studies/results/pro_attention/plan.md, was fixed
+before the runs and gives each outcome its meaning.
 """
 
 import argparse
@@ -163,7 +163,7 @@ def of_variant(found, measure, variant):
 
 
 def report(rows):
-    """Write Markdown: accuracies, differences to softmax, and what the hidden gradient hides."""
+    """Write Markdown: accuracies, differences to softmax, and the effect of the hidden gradient."""
     if not rows:
         return "No rows yet."
     found = outcomes(rows)

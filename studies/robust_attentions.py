@@ -13,11 +13,10 @@ elliptical in all layers, as it compares each with the one before. `python -m st
 robustness` has all of them over seeds, beside symmetric attention.
 
 Every function takes k, v (B, H, N, D) and settings, and returns the output (B, H, N, D). Queries
-are the keys, as in the paper's baseline; only elliptical and pro have queries
-of their own. A(K) =
-softmax(K K^T / sqrt(D)). What an outcome means was fixed before the runs:
+are the keys, as in the paper's baseline; only elliptical and pro have separate queries. A(K) =
+softmax(K K^T / sqrt(D)). The rule for each outcome was fixed before the runs:
 studies/results/robust_attentions/README.md. "pro" changes trained networks without training, so it
-has a study of its own, studies/pro_attention.py, and attends in all layers.
+attends in all layers and has a separate study, studies/pro_attention.py.
 """
 
 import math
