@@ -367,13 +367,13 @@ def main(argv=None):
                 "Scenes: robustness follows clean loss; RPC lies below under PGD",
                 line.other_recipes())
     line_figure("cifar10", line.stored("cifar10"), folder / "line/cifar10.png",
-                "CIFAR-10: RPC and its baseline do not differ")
+                "CIFAR-10: RPC equals its baseline within 3 points")
     forest(FOREST["rpc"], folder / "line/forest_rpc.png",
            "With published settings, RPC is never significantly above its baseline")
     forest(FOREST["others"], folder / "line/forest_others.png",
-           "Only adversarial training stands out")
+           "Only adversarial training gains under corruptions and under PGD")
     lambda_figure(folder / "line/lambda.png",
-                  "Where accuracy is highest, layer 0 averages (dotted: uniform weights)")
+                  "A small lambda turns layer 0 into an average (dotted: uniform weights)")
     axes_figure(folder / "decider/constancy.png",
                 "Using the same axes for every image lowers the loss")
     training_figure(folder / "kpca/trained.png",

@@ -456,7 +456,8 @@ def test_table_11_on_this_gpu(device, note, monkeypatch):
     from studies import cost
     out = ROOT / "studies/results/cost/cuda.jsonl"
     monkeypatch.chdir(ROOT)
-    monkeypatch.setitem(ATTENTIONS, "written_out", lambda k, v: written_out(k, v))
+    monkeypatch.setitem(ATTENTIONS, "written_out",
+                        (False, lambda q, k, v, layer: written_out(k, v)))
     monkeypatch.setitem(LAYER_PATTERNS, "written_out", ("written_out", "symmetric"))
     monkeypatch.setitem(cost.MODELS, "written out 4iter/layer1", dict(attn="written_out"))
     out.unlink(missing_ok=True)                                 # of another GPU, or of an hour ago

@@ -56,9 +56,9 @@ def test_a_model_that_leaks_is_not_sampled():
 
 
 def test_an_attention_without_causal_mask_is_rejected(monkeypatch):
-    def forgets(q, k, v, causal=False):
+    def forgets(q, k, v, layer):
         return attention.softmax_attention(q, k, v)
-    monkeypatch.setitem(attention.ATTENTIONS, "forgets", forgets)
+    monkeypatch.setitem(attention.ATTENTIONS, "forgets", (True, forgets))
     line = bad(SMALL, "--attn forgets --out_dir a")
     assert "--attn forgets" in line and "later words" in line and not Path("a").exists()
 
