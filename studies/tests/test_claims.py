@@ -10,7 +10,7 @@ from studies.stats import Compared
 
 
 def test_every_page_agrees_with_the_rows(capsys):
-    assert claims.main([]) is None                      # otherwise SystemExit, with a line per fault
+    assert claims.main([]) is None              # otherwise SystemExit, with one line per fault
     assert not any(capsys.readouterr())
 
 
