@@ -117,7 +117,7 @@ def test_rows_are_read_from_files_and_folders(tmp_path):
         found = stats.read([path])
         assert [(r.arm, r.seed, r.top1) for r in found] == [("a", 3, 50), (None, None, 100)]
     assert list(stats.outcomes(found, 2)["clean"]) == [("a", 3)]
-    with pytest.raises(InputError, match="nowhere.jsonl : no such file"):
+    with pytest.raises(InputError, match="nowhere.jsonl: no such file"):
         stats.read(["nowhere.jsonl"])
 
 
