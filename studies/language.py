@@ -24,7 +24,6 @@ import resource
 import runpy
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from statistics import mean, median
 
@@ -33,9 +32,10 @@ import torch
 import common
 from attention import ATTENTIONS, symmetric_attention
 from common import InputError
-from data.text import load_corpus, random_windows, stored_vocabulary, text_folder
+from data.text import (load_corpus, perplexity, random_windows, read_lines, sliding_nll,
+                       stored_vocabulary, text_folder, token_file)
 from lm import LM, SIZES, LMConfig, lm_from_checkpoint
-from robust.words import load_texts, score
+from robust.words import WORD, word_swap
 from studies.stats import detectable, holm, paired_t, show, show_p
 
 RESULTS = Path(__file__).parent / "results/language"
@@ -52,8 +52,9 @@ def scaled_scores(k, v, causal, factor):
     return symmetric_attention(math.sqrt(factor) * k, v, causal=causal)
 
 
-ATTENTIONS |= {"symmetric x2": partial(scaled_scores, factor=2),
-               "symmetric x4": partial(scaled_scores, factor=4)}
+ATTENTIONS |= {
+    "symmetric x2": (False, lambda q, k, v, layer: scaled_scores(k, v, layer.causal, factor=2)),
+    "symmetric x4": (False, lambda q, k, v, layer: scaled_scores(k, v, layer.causal, factor=4))}
 VARIANTS = {                                            # flags of train_lm.py
     "symmetric": dict(attn="symmetric"),
     "softmax": dict(attn="softmax"),
@@ -167,17 +168,33 @@ def train(out_dir, text, folder, variant, seed, steps):
                          f"continue")
 
 
+def score_test_text(model, folder, vocabulary):
+    """Return perplexities of the test text, as eval_robust.py measures them, and the swapped word."""
+    word = WORD if WORD in vocabulary else vocabulary.words[-1]
+    lines = read_lines(token_file(folder, "test"))
+    swapped_lines, swapped = word_swap(lines, word=word)
+    kept = ~torch.tensor(swapped[1:])
+    clean, attacked = vocabulary.encode_lines(lines), vocabulary.encode_lines(swapped_lines)
+    sliding = sliding_nll(model, clean, CONTEXT, STRIDE)
+    moved = sliding_nll(model, attacked, CONTEXT, STRIDE)
+    segments = sliding_nll(model, clean, CONTEXT, CONTEXT)
+    return dict(swapped=int((~kept).sum()), segment=perplexity(segments),
+                sliding=perplexity(sliding), attacked=perplexity(moved),
+                attacked_unswapped=perplexity(moved, kept),
+                clean_unswapped=perplexity(sliding, kept)), word
+
+
 def test_row(out_dir, folder):
     """Score best.pt on the test text and read the log; returns these parts of a row."""
     checkpoint = common.load(out_dir / "best.pt")
     model = lm_from_checkpoint(checkpoint)
-    (_, test), word = load_texts(folder, stored_vocabulary(checkpoint), CONTEXT)
+    test, word = score_test_text(model, folder, stored_vocabulary(checkpoint))
     log = common.read_log(out_dir / "log.jsonl")
     start, last = log[0], [row for row in log if "eval" in row][-1]
     names = ("device", "torch", "parameters", "train_tokens", "vocab_size")
     best = checkpoint["best"]
     return dict(valid_segment=best["perplexity"], best_step=best["step"],
-                test=score(model, test, CONTEXT, STRIDE), stride=STRIDE, word=word,
+                test=test, stride=STRIDE, word=word,
                 mean_abs_key=last["mean_abs_key"], nonzero_S=last["nonzero_S"],
                 **{name: start[name] for name in names})
 

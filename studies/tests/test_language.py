@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from studies import language
 @pytest.mark.parametrize("factor", [2, 4])
 def test_scaled_scores_equal_scaled_queries(factor):
     k, v = torch.randn(2, 1, 2, 5, 4, dtype=torch.float64)
-    found = ATTENTIONS[f"symmetric x{factor}"](k=k, v=v, causal=False)
+    _, attend = ATTENTIONS[f"symmetric x{factor}"]
+    found = attend(k, k, v, SimpleNamespace(causal=False))
     assert torch.allclose(found, naive_attention(factor * k, k, v), atol=1e-12)
 
 
