@@ -247,8 +247,8 @@ def read_setting(name, setting, text, default):
             return words[text]
         if isinstance(default, (str, tuple)):
             return text
-        kind = budget if setting == "eps" else int if type(default) is int else number
-        return kind(text)
+        whole = type(default) is int                      # a count, such as steps
+        return (budget if setting == "eps" else common.COUNT if whole else number)(text)
     except (KeyError, ValueError, ZeroDivisionError, argparse.ArgumentTypeError) as error:
         expected = f"expected {' or '.join(words)}" if words else error
         raise InputError(f"--measures {name}: {setting}={text}: {expected}") from None
@@ -588,10 +588,10 @@ def class_order_note(m, names):
 
 def load_masks(models, run):
     """Load what Segmenters are evaluated on; compare the class names with the checkpoint's."""
-    from data.views import load_split
+    from data.views import load_segmentation
     first = models[0]
     flags = {**first.trained, "data": run.data, "data_dir": run.data_dir}
-    source = load_split(argparse.Namespace(**flags), "validation", first.trained)
+    source = load_segmentation(argparse.Namespace(**flags), "test", first.trained)
     trained, names = list(first.classes or source.classes), list(source.classes)
     if trained != names:
         unnamed = all(name.split()[0] in ("value", "class") for name in names)
@@ -737,6 +737,8 @@ def to_corrupt(run, settings, images):
     severities = sorted({*(args.severities or (1, 2, 3, 4, 5))})
     common.one_of("type", kind, CORRUPTIONS)
     if args.corrupted_dir:
+        if not Path(args.corrupted_dir).is_dir():
+            raise InputError(f"--corrupted_dir {args.corrupted_dir} is not a folder")
         where = Path(args.corrupted_dir, kind)
         severities = [s for s in severities
                       if (where / str(s)).is_dir() or where.with_suffix(".npy").exists()]
@@ -1325,7 +1327,8 @@ def plan(run):
             if images is not None:
                 todo.append((name, settings, images))
     if not todo:
-        raise InputError(f"--measures {' '.join(texts)}: the data have none of them")
+        raise InputError(f"there is nothing to measure: the data do not have "
+                         f"{', '.join(texts)}")
     return todo
 
 

@@ -31,9 +31,8 @@ from tqdm import tqdm
 
 from attention import LAYER_PATTERNS, SelfAttention
 from common import InputError, one_of, rebuild, stored_config
+from data.views import IGNORE, resize, resized
 from vit import Block, Mlp, ViT, ViTConfig, architecture, resize_pos_embed
-
-IGNORE = 255                          # label of pixels that do not count
 
 
 @dataclass
@@ -86,16 +85,6 @@ class SegmenterConfig:
 
 # --- the model -----------------------------------------------------------------------------------
 
-def resize(x, size):
-    """Resize (C, h, w) to (C, *size), bilinear without antialiasing; uint8 stays uint8."""
-    if x.shape[1:] == tuple(size):
-        return x
-    x = x[None]
-    if x.dtype == torch.uint8:
-        x = x.contiguous(memory_format=torch.channels_last)         # 4 x as fast as planes
-    return F.interpolate(x, size=tuple(size), mode="bilinear", align_corners=False)[0]
-
-
 class MaskDecoder(nn.Module):
     """Mask transformer: patch tokens (B, n, C) to a score of each class, (B, n, K).
 
@@ -120,7 +109,7 @@ class MaskDecoder(nn.Module):
 
     def forward(self, x):
         B, n, _ = x.shape
-        x = torch.cat([self.proj_dec(x), self.cls_emb.expand(B, -1, -1)], 1)    # (B, n + K, C)
+        x = torch.cat([self.proj_dec(x), self.cls_emb[0].expand(B, -1, -1)], 1)    # (B, n + K, C)
         for block in self.blocks:
             x = block(x)
         x = self.decoder_norm(x)
@@ -166,12 +155,6 @@ class Segmenter(nn.Module):
 
 
 # --- inference: views, sliding windows -----------------------------------------------------------
-
-def resized(height, width, long, short):
-    """Return (height, width) scaled to the largest that fits a box (long, short), aspect kept."""
-    f = min(long / max(height, width), short / min(height, width))
-    return max(int(height * f + 0.5), 1), max(int(width * f + 0.5), 1)
-
 
 def view(image, size, scale, window):
     """Scale an image (3, h, w), uint8 or float in [0, 1]; returns float in [0, 1].

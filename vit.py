@@ -169,7 +169,7 @@ class ViT(nn.Module):
         reads in the end.
         """
         x = self.patch_embed(x)
-        return torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], 1) + pos_embed
+        return torch.cat([self.cls_token[0].expand(x.shape[0], -1, -1), x], 1) + pos_embed
 
     def embed(self, images):
         """Check and normalise images (B, 3, S, S) in [0, 1]; returns their tokens (B, N, C)."""

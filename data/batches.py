@@ -1,10 +1,12 @@
 """How images are held and handed out: small sets in memory, large ones by DataLoader workers."""
 
+import os
 from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, default_collate
+from tqdm import tqdm
 
 from common import InputError
 from data.rng import epoch_order
@@ -27,6 +29,12 @@ def send(x, device):
 def constant(numbers, device):
     """Give a tuple of numbers as a tensor that was sent to the device once."""
     return torch.tensor(numbers, device=device)
+
+
+def progress(items, title, many):
+    """Return a progress bar over items; rank 0 shows it in a terminal, for `many` items or more."""
+    hidden = len(items) < many or os.environ.get("RANK", "0") != "0"
+    return tqdm(items, title, leave=False, disable=hidden or None)      # None: if not a terminal
 
 
 def hold_out(split, n):

@@ -66,14 +66,14 @@ class ImageTree(Dataset):
         # arrays, not lists of a million str, which forked workers copy as they count references
         names = [(k, path) for k, name in enumerate(self.classes) for path in files.get(name, ())]
         self.labels = torch.tensor([k for k, _ in names])
-        self.names = np.array([os.fsencode(os.path.basename(path)) for _, path in names])
+        start = len(os.path.join(self.folder, ""))
+        self.names = np.array([os.fsencode(path[start:]) for _, path in names])
 
     def __len__(self):
         return len(self.names)
 
     def path(self, index):
-        name = os.fsdecode(self.names[index])
-        return os.path.join(self.folder, self.classes[self.labels[index]], name)
+        return os.path.join(self.folder, os.fsdecode(self.names[index]))
 
     def load(self, index, draw):
         """Decode and crop one file: (3, size, size) uint8."""

@@ -18,7 +18,8 @@ CORRUPTION = 51                         # to 65: ImageNet-C's 15 in their order;
 TEXT_WINDOW = 70                        # data/text.py
 PATCH_PLACES, PATCH_VALUES = 70, 71     # robust/patches.py: of images, so 70 meets no text
 ADVERSARIAL = 90                        # robust/adversarial.py
-FROST = 50                              # alone in its key, without a seed: robust/frost.py
+FROST_NOISE = 50                        # alone in its key, without a seed: robust/frost.py
+DROPOUT = 80                            # seeds of PyTorch's generator in the trainers
 
 
 def _mix(x):
@@ -48,6 +49,13 @@ def normal(u):
     Half a step is added to u, so both ends are finite (|result| < 5.5). Same shape and dtype as u.
     """
     return math.sqrt(2) * torch.erfinv(2 * u - 1 + 2 ** -24)
+
+
+def seed_from(*key):
+    """Hash ints in [0, 2**31) to a seed in [0, 2**48) for a generator of PyTorch."""
+    *key, index = key
+    high, low = (uniform(torch.tensor([index]), 2, *key)[0] * 2 ** 24).long().tolist()
+    return high << 24 | low
 
 
 def epoch_order(n, epoch, seed, repeats=1):

@@ -8,9 +8,8 @@ every size.
 import math
 
 import torch
-from tqdm import tqdm
 
-from data.batches import Split
+from data.batches import Split, progress
 from data.rng import SCENE, SCENE_NOISE, uniform
 
 
@@ -96,7 +95,7 @@ def colour(hue, saturation, luminance):
     return torch.lerp(luminance, rgb, saturation)[:, :, None, None]
 
 
-def column(t):
+def as_column(t):
     """Reshape (B,) -> (B, 1, 1)."""
     return t[:, None, None]
 
@@ -126,16 +125,16 @@ def place(draw, layer, x, y):
         angle = (layer + draw(0, 0.9, 6)) * (2 * math.pi / (NUM_LAYERS - 2))
         centre_x = (radius * angle.cos()).clamp(-0.85, 0.85)
         centre_y = (radius * angle.sin()).clamp(-0.85, 0.85)
-    turn, stretch = draw(-0.35, 0.35, 8), column(draw(-0.12, 0.12, 9).exp())
-    cos, sin = column(turn.cos() / scale), column(turn.sin() / scale)
-    dx, dy = x - column(centre_x), y - column(centre_y)
+    turn, stretch = draw(-0.35, 0.35, 8), as_column(draw(-0.12, 0.12, 9).exp())
+    cos, sin = as_column(turn.cos() / scale), as_column(turn.sin() / scale)
+    dx, dy = x - as_column(centre_x), y - as_column(centre_y)
     return (cos * dx + sin * dy) * stretch, (cos * dy - sin * dx) / stretch, scale
 
 
 def textured(draw, first, second, u, v):
     """Paint a pattern of the two colours over the points (u, v): (B, 3, H, W)."""
     angle, frequency = draw(0, 2 * math.pi, 10), draw(4, 9, 11)
-    cos, sin = column(angle.cos() * frequency), column(angle.sin() * frequency)
+    cos, sin = as_column(angle.cos() * frequency), as_column(angle.sin() * frequency)
     which = (draw(0, 1, 12) * len(TEXTURES)).long()
     share = apply_each(TEXTURES, which, cos * u + sin * v, cos * v - sin * u)
     return torch.lerp(first, second, share[:, None])
@@ -167,11 +166,11 @@ def render_scenes(index, size=32, seed=0):
         u, v, scale = place(draw, layer, x, y)
         fill = textured(draw, first, second, u, v)
         labels = (draw(0, 1, 13) * len(SHAPES)).long()                  # the main shape's last
-        distance = apply_each(SHAPES.values(), labels, u, v) * column(scale)
+        distance = apply_each(SHAPES.values(), labels, u, v) * as_column(scale)
         coverage = (0.5 - distance * (size / 2)).clamp(0, 1)                    # one pixel soft
         shadow = 1 - 0.45 * (1 - distance / 0.16).clamp(0, 1) ** 2
         images = torch.lerp(images * shadow[:, None], fill, coverage[:, None])
-        masks = torch.where(coverage > 0.5, column(labels + 1).to(torch.uint8), masks)
+        masks = torch.where(coverage > 0.5, as_column(labels + 1).to(torch.uint8), masks)
 
     noise = uniform(index, 3 * size * size, seed, SCENE_NOISE).view(B, 3, size, size) - 0.5
     images = images + noise * draws[:, 0, 13].view(B, 1, 1, 1) * 0.1
@@ -179,13 +178,12 @@ def render_scenes(index, size=32, seed=0):
 
 
 def load_shapes(split, num_images, size=32, device="cpu"):
-    """Render one split, "train" or "test", on `device` and keep it there. Returns a Split."""
-    first = {"train": 0, "test": 2 ** 30}[split]        # so the splits never overlap
+    """Render a split, "train", "val" or "test", on `device` and keep it there. Returns a Split."""
+    first = {"train": 0, "val": 2 ** 29, "test": 2 ** 30}[split]    # so the splits never overlap
     index = torch.arange(first, first + num_images, device=device)
     pixels = 2 ** 18 if index.device.type == "cpu" else 2 ** 23             # to stay in the cache
     chunks = index.split(max(1, pixels // size ** 2))
-    few = num_images * size ** 2 < 2 ** 25              # under a few seconds: no bar
-    bar = tqdm(chunks, f"rendering shapes {split}", leave=False, disable=few)
+    bar = progress(chunks, f"rendering shapes {split}", 128)                # a few seconds of them
     parts = [render_scenes(chunk, size) for chunk in bar]
     images, labels, masks = (torch.cat(part) for part in zip(*parts))
     return Split(images, labels, list(SHAPES), masks)

@@ -1,6 +1,6 @@
 """Images with a class for every pixel: what the flags mean, views to train on, pictures.
 
-    views = TrainingViews(load_split(args, "training"), size=512)
+    views = TrainingViews(load_segmentation(args, "train"), size=512)
     image, label, place = views[position, index]          # (3, S, S), (S, S), uint8; 255: ignored
 
 The transforms of training are those of mmsegmentation 0.14.1 as
@@ -16,42 +16,43 @@ import torch.nn.functional as F
 from torch.utils.data import Dataset
 
 from common import InputError
+from data.decode import hold_out_by_name, same_folder
+from data.distort import COLUMNS, distort
+from data.masks import CAMVID_CLASSES, ade20k, own_folder
 from data.rng import DISTORT, VIEW, uniform
 from data.shapes import colour, load_shapes
-from segmenter import IGNORE, resize, resized
 
+IGNORE = 255                                 # label of pixels that do not count
 REDRAWS = 10                                 # of a crop without variety
 VIEW_COLUMNS = 1 + 2 * (1 + REDRAWS) + 1     # scale; top and left of each crop; flip?
 
 
-def choose(args):
-    """Choose what args leave open (None) for masks of one's own: {flag: value}; prints it."""
-    if args.data != "folder":
-        return {}
-    from data import masks
-    return masks.choose(args)
+def load_segmentation(args, part, trained=None):
+    """Load one part of the images that train_seg.py's flags name: Scenes or a SegTree.
 
-
-def load_split(args, split, trained=None):
-    """Load what train_seg.py trains on, "training", or is evaluated on, "validation".
-
-    args: its flags, or those that its checkpoint holds: data ("shapes" or a kind of folder),
-    data_dir, num_classes, num_images and size (of the scenes). Gives the same images each time.
-    trained: in an evaluation, the flags of the run, a dict: nothing of another folder was held out.
+    part: "train"; "val", which chooses best.pt, exists only with keep_best and is held out from the
+    training images; "test", which is reported. args: the flags, or those of a checkpoint: data
+    ("shapes" or a folder's layout), data_dir, keep_best, num_classes, num_images and size (of the
+    scenes). The images are the same each time. trained: in an evaluation, the flags of the run, a
+    dict: nothing of another folder was held out, so "test" is all of it.
     """
     if args.data == "shapes":
-        if split == "training":
-            return Scenes("train", args.num_images, args.size)
-        return Scenes("test", max(args.num_images // 10, 1), args.size)
+        n = args.num_images if part == "train" else max(args.num_images // 10, 1)
+        return Scenes(part, n, args.size)
     if not args.data_dir:
         raise InputError(f"--data {args.data} needs --data_dir")
-    from data.decode import same_folder
-    from data.masks import ade20k, own_folder
-    if args.data != "folder":
-        return ade20k(args.data_dir, split, args.num_classes)
-    if trained is not None and not same_folder(trained.get("data_dir"), args.data_dir):
-        split = "all"
-    return own_folder(args.data_dir, split, args.values, args.ignore)
+    if args.data == "folder":
+        if trained is not None and not same_folder(trained.get("data_dir"), args.data_dir):
+            part = "all"
+        return own_folder(args.data_dir, part, args.values, args.ignore, args.keep_best)
+    names = CAMVID_CLASSES if args.data == "camvid" else ()
+    tree = ade20k(args.data_dir, "validation" if part == "test" else "training", args.num_classes,
+                  names)
+    if part != "test":
+        val, _ = hold_out_by_name([label for _, label in tree.files], args.data_dir, test=False,
+                                  val=args.keep_best)
+        tree.files = [pair for pair in tree.files if (pair[1] in val) == (part == "val")]
+    return tree
 
 
 class Scenes(Dataset):
@@ -66,6 +67,24 @@ class Scenes(Dataset):
 
     def __getitem__(self, i):
         return self.images[i], self.labels[i]
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+def resize(x, size):
+    """Resize (C, h, w) to (C, *size), bilinear without antialiasing; uint8 stays uint8."""
+    if x.shape[1:] == tuple(size):
+        return x
+    x = x[None]
+    if x.dtype == torch.uint8:
+        x = x.contiguous(memory_format=torch.channels_last)         # 4 x as fast as planes
+    return F.interpolate(x, size=tuple(size), mode="bilinear", align_corners=False)[0]
+
+
+def resized(height, width, long, short):
+    """Return (height, width) scaled to the largest that fits a box (long, short), aspect kept."""
+    f = min(long / max(height, width), short / min(height, width))
+    return max(int(height * f + 0.5), 1), max(int(width * f + 0.5), 1)
 
 
 # --- training: first half, one image, in a worker -------------------------------------------------
@@ -129,7 +148,6 @@ def finish_views(images, height, width, positions, seed, mean, distorted=True):
     sees 0.
     """
     if distorted:
-        from data.distort import COLUMNS, distort
         images = distort(images, uniform(positions, COLUMNS, seed, DISTORT))
     height, width = (t.view(-1, 1, 1, 1).to(images.device, non_blocking=True)
                      for t in (height, width))

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data.rng import FROST as STAND_IN, normal, uniform
+from data.rng import FROST_NOISE, normal, uniform
 from robust.filters import quantise
 
 FROST_FILES = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")
@@ -28,7 +28,7 @@ def synthetic_frost(number):
     mean, std, b = torch.tensor(FROST[number][0]), torch.tensor(FROST[number][1]), FROST[number][2]
     frequency = torch.hypot(torch.fft.fftfreq(H)[:, None], torch.fft.rfftfreq(W))
     amplitude = torch.where(frequency > 0, frequency.clamp(min=1 / W) ** (-b / 2), 0)
-    white = normal(uniform(torch.tensor([number]), H * W, STAND_IN)).view(H, W)
+    white = normal(uniform(torch.tensor([number]), H * W, FROST_NOISE)).view(H, W)
 
     def standardise(x):
         return (x - x.mean()) / x.std()

@@ -189,16 +189,16 @@ def test_a_data_set_of_three_classes_has_no_top_5(tmp_path):
 class LearnedRPC(nn.Module):
     """An attention of one's own that runs PAP, as docs/change.md has it."""
 
-    def __init__(self):
+    def __init__(self, layer):
         super().__init__()
         self.log_lambd = nn.Parameter(torch.tensor(0.0))
 
-    def forward(self, k, v):
+    def forward(self, q, k, v, layer):
         return attention.rpc_attention(k, v, n_iter=4, lambd=self.log_lambd.exp())
 
 
 def test_an_attention_of_ones_own_that_runs_pap_is_attacked_adaptively(tmp_path, monkeypatch):
-    monkeypatch.setitem(attention.ATTENTIONS, "learned", LearnedRPC)
+    monkeypatch.setitem(attention.ATTENTIONS, "learned", (False, LearnedRPC))
     make_checkpoint(tmp_path / "own.pt", attn="learned")
     make_checkpoint(tmp_path / "plain.pt", attn="symmetric")
     rows = rows_of(tmp_path / "r", "--ckpt", tmp_path / "own.pt", tmp_path / "plain.pt",

@@ -96,7 +96,7 @@ def test_parameter_counts_are_the_papers(size):
 
 def test_rpc_layers_choose_the_attention_of_each_layer_also_of_ones_own(monkeypatch):
     for name in ("mine", "yours"):
-        monkeypatch.setitem(ATTENTIONS, name, lambda k, v: v)
+        monkeypatch.setitem(ATTENTIONS, name, (False, lambda q, k, v, layer: v))
     monkeypatch.setitem(LAYER_PATTERNS, "mine", ("mine", "symmetric"))
     for how, kinds in ((dict(attn="rpc", rpc_layers=(1,)), ["symmetric", "rpc"]),
                        (dict(attn="rpc_asym"), ["rpc_asym", "softmax"]),
