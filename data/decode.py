@@ -62,7 +62,7 @@ def checked_png(data):
             raise ValueError("the file ends before its last chunk")
         chunk, start = data[start:end], end
         if zlib.crc32(chunk[4:-4]) != int.from_bytes(chunk[-4:], "big"):
-            raise ValueError(f"a checksum is wrong, in chunk {chunk[4:8]}")
+            raise ValueError("a checksum is wrong, so the file is damaged")
         if chunk[4:8] in PIXEL_CHUNKS:
             kept.append(chunk)
     return b"".join(kept)
@@ -70,12 +70,15 @@ def checked_png(data):
 
 def open_image(data):
     """Open a JPEG, PNG, WebP or GIF file (bytes) with Pillow; the pixels are decoded later."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
     if data.startswith(PNG):
         data = checked_png(data)
-    with warnings.catch_warnings():                 # about images of more than 89 megapixels
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        return Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP", "GIF"))
+    try:
+        with warnings.catch_warnings():             # about images of more than 89 megapixels
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            return Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP", "GIF"))
+    except UnidentifiedImageError:
+        raise ValueError("expected a JPEG, PNG, WebP or GIF file") from None
 
 
 def turn_upright(image):

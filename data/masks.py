@@ -166,7 +166,7 @@ def pairs(root, split=""):
     both = {stem: (images[stem], labels[stem]) for stem in images if stem in labels}
     alone = sorted(images.keys() ^ labels.keys())
     if not both:
-        first = f"; the first name without a partner is {printable(alone[0])}" if alone else ""
+        first = f": {printable(alone[0])}.* has no partner, for example" if alone else ""
         raise InputError(f"--data_dir {printable(root)}: {len(images)} images in "
                          f"{printable(Path(root, 'images', split))} and {len(labels)} .png files "
                          f"in {printable(Path(root, 'annotations', split))}, but no two with the "
@@ -296,8 +296,8 @@ def mask_flags(args):
     if args.backbone:
         del chosen["patch_size"]                                    # is the backbone's
     chosen = {name: value for name, value in chosen.items() if getattr(args, name) is None}
-    print0(f"{root}: {len(files['train'])} pairs to train on, {len(files['val'])} that choose "
-           f"best.pt (validation), {len(files['test'])} that the evaluator reports (test)")
+    print0(f"{root}: pairs: {len(files['train'])} to train on, {len(files['val'])} to choose "
+           f"best.pt (validation), {len(files['test'])} to report, by eval_robust.py (test)")
     if chosen:
         print0(f"chosen for them: {' '.join(f'{k}={v}' for k, v in chosen.items())}")
     return chosen | dict(values=values, ignore=ignore, num_classes=len(values))

@@ -27,6 +27,9 @@ def find_photos(root, keep_best=False):
     if len(classes) < 2:
         raise InputError(f"--data_dir {printable(root)} has {len(classes)} folders with images, "
                          f"expected 2 or more: {printable(root)}/<class>/*.jpg")
+    if given == [{}]:
+        raise InputError(f"{printable(folders[1])} contains no <class>/*.jpg, expected the images "
+                         f"to evaluate on: fill or remove this folder")
 
     files = {"train": [], "val": [], "test": []}
     for label, name in enumerate(classes):
@@ -58,9 +61,9 @@ def photo_flags(args):
     chosen = photo_recipe(len(files["train"]), median_side(files["train"][::7]))
     chosen.update(keep_best=keep_best, pad=(args.image_size or chosen["image_size"]) // 8)
     chosen = {name: value for name, value in chosen.items() if getattr(args, name) is None}
-    print0(f"{root}: {len(classes)} classes, {len(files['train'])} images to train on, "
-           f"{len(files['val'])} that choose best.pt (validation), {len(files['test'])} that the "
-           f"evaluator reports (test)")
+    print0(f"{root}: {len(classes)} classes; images: {len(files['train'])} to train on, "
+           f"{len(files['val'])} to choose best.pt (validation), {len(files['test'])} to report, "
+           f"by eval_robust.py (test)")
     if chosen:
         print0(f"chosen for them: {' '.join(f'{k}={v}' for k, v in chosen.items())}")
     return chosen
