@@ -305,7 +305,12 @@ def faults(claims, root=ROOT):
         for page in pages:
             parts = places((root / page).read_text(), key)
             near = [found for part in parts for found in runs(part, len(expected))]
-            stated = expected in near if expected else any(number in part for part in parts)
+            forms = [expected]
+            if expected and all(x.startswith("-") for x in expected):
+                # Also accept "3.3 points less (2.5 to 4.2)" for "-3.3 (-4.2 to -2.5)".
+                forms.append([x.removeprefix("-") for x in [expected[0], *expected[:0:-1]]])
+            stated = (any(form in near for form in forms) if expected else
+                      any(number in part for part in parts))
             if not stated:
                 found = max(near, default=["nothing"], key=lambda found: difflib.SequenceMatcher(
                     None, " ".join(found), " ".join(expected)).ratio())
@@ -313,8 +318,8 @@ def faults(claims, root=ROOT):
                        f"({expression})")
 
 
-INTERVAL = re.compile(
-    rf"{NUMBER.pattern}[^\d|()]{{,40}}\({NUMBER.pattern} to {NUMBER.pattern}(?=[);,])")
+DECIMAL = r"[-+−]?\d*\.\d+"
+INTERVAL = re.compile(rf"{DECIMAL}[^\d|()]{{,40}}\({DECIMAL} to {DECIMAL}(?=[);,])")
 
 
 def unsigned(text):
