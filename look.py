@@ -17,17 +17,17 @@ import argparse
 import csv
 from pathlib import Path
 
+import common  # before torch
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 
-import common
 from data.decode import IMAGE_EXTENSIONS, read_image
-from data.photos import square
+from data.photos import middle_square
 from data.views import palette
 from data.shapes import load_shapes
 from segmenter import predict, segmenter_from_checkpoint
-from vit import classifier_from_checkpoint
+from vit import architecture, classifier_from_checkpoint
 
 SIDE, MARGIN, LINE = 160, 8, 22             # pixels: of a map, between maps, of a line of text
 FONT = ImageFont.load_default(size=16)
@@ -95,7 +95,7 @@ def sheet(rows, notes):
 
 def look_at_classifier(model, classes, image):
     """Print the five likeliest classes; return the picture of attention and S."""
-    images = square(image, model.config.image_size)[None] / 255
+    images = middle_square(image, model.config.image_size)[None] / 255
     chances = model(images)[0].softmax(0)
     for chance, k in zip(*(t.tolist() for t in chances.topk(min(5, len(classes))))):
         print(f"{100 * chance:6.1f} %  {classes[k]}")
@@ -155,7 +155,7 @@ def classify(model, classes, folder):
     rows = []
     for path in paths:
         try:
-            images = square(read_image(str(path)), model.config.image_size)[None] / 255
+            images = middle_square(read_image(str(path)), model.config.image_size)[None] / 255
         except common.InputError as error:
             print(f"skipping: {error}")
             continue
@@ -176,7 +176,7 @@ def main():
                          f"train_cls.py or train_seg.py")
     rebuild, look = kinds[checkpoint["task"]]
     folder = args.image and Path(args.image).is_dir()
-    if "cls_depth" in checkpoint["model_config"] and not folder:
+    if architecture(checkpoint) == "fan" and not folder:
         raise common.InputError(f"--ckpt {args.ckpt} is a FAN: its class token joins after these "
                                 "layers, so in none of them does it look anywhere; expected a ViT, "
                                 "a Segmenter or, for --image, a folder")

@@ -1,8 +1,8 @@
-"""Images for a classifier: what --data selects, and the flags that each data set trains with.
+"""The data sets of train_cls.py: --data NAME selects a loader and a recipe, its default flags.
 
-A data set is a function (split, args) -> a `Split`, all of it in memory as uint8, or a Dataset like
-`ImageTree`, whose files are decoded and cropped by DataLoader workers. Every random number is a
-function of (seed, sample), see rng.py: no worker, batch or process matters.
+A data set is a function (split, args) that returns a `Split`, uint8 images in memory, or a Dataset
+like `ImageTree`, whose files DataLoader workers decode and crop. Every random number is a function
+of (seed, sample), see rng.py, so workers, batches and processes do not change it.
 """
 
 from argparse import Namespace
@@ -11,6 +11,7 @@ import torch
 
 from common import InputError, print0
 from data.batches import Split, hold_out
+from data.decode import same_folder
 from data.shapes import load_shapes
 
 
@@ -32,11 +33,11 @@ def imagenet(split, args):
 
 def folder(split, args):
     from data.photos import load_photos
-    return load_photos(args.data_dir, split, args.image_size, args.holdout)
+    return load_photos(args.data_dir, split, args.image_size, args.keep_best)
 
 
-# --data NAME: the function that loads it, and its recipe, flags of train_cls.py. What is None in it
-# is chosen from the images: data/photos.py. A new data set is a function and an entry here.
+# --data NAME: the function that loads it, and its recipe, flags of train_cls.py. data/photos.py
+# chooses the flags that are None. To add a data set, write a function and add an entry here.
 DATASETS = {
     # 3.2 minutes on 2 CPU cores: 96.8 % (rpc), 96.8 % (symmetric), 96.1 % (softmax)
     "shapes": (shapes, dict(model="nano", image_size=32, patch_size=4, epochs=8, batch_size=64,
@@ -44,21 +45,24 @@ DATASETS = {
     # 25 minutes on 2 CPU cores: 70 %
     "cifar10": (cifar10, dict(model="micro", image_size=32, patch_size=4, epochs=8, batch_size=64,
                               lr=1e-3, pad=4)),
-    # the paper's run, 300 epochs on 4 GPUs, not run here: 70.94 % (rpc), 70.44 % (symmetric) there;
-    # lr = 5e-4 * batch_size / 512
+    # the paper's run, 300 epochs on 4 GPUs, not run by us; the paper reports 70.94 % (rpc) and
+    # 70.44 % (symmetric); lr = 5e-4 * batch_size / 512
     "imagenet": (imagenet, dict(
         model="tiny", image_size=224, patch_size=16, epochs=300, batch_size=1024, lr=1e-3,
         warmup_epochs=5, clip=0.0, drop_path=0.1, num_ops=2, erase=0.25, mixup=0.8, cutmix=1.0,
         repeats=3, ema=0.99996)),
-    # images of your own, root/<class>/*.jpg
+    # photos of your own, root/<class>/*.jpg
     "folder": (folder, dict(model=None, image_size=None, patch_size=None, epochs=None,
-                            batch_size=None, pad=None, holdout=None, lr=1e-3, attn="symmetric",
-                            keep_best=True)),
+                            batch_size=None, pad=None, keep_best=None, lr=1e-3,
+                            attn="symmetric")),
 }
 
 
-def load_split(split, args):
-    """Load "train" or "test" of the data set that args.data names; args as a run's flags."""
+def load_part(split, args):
+    """Load one part of the data set that args.data names: "train", "test" or, of a folder, others.
+
+    args: a run's flags.
+    """
     if args.data in ("cifar10", "imagenet", "folder") and not args.data_dir:
         raise InputError(f"--data {args.data} needs --data_dir")
     found = DATASETS[args.data][0](split, args)
@@ -67,64 +71,66 @@ def load_split(split, args):
     return found
 
 
-def choose(args):
-    """Choose what args leave open (None) for images of one's own: {flag: value}; prints it."""
-    if args.data != "folder":
-        return {}
-    from data import photos
-    return photos.choose(args)
-
-
 def load_data(args, device):
-    """Load what to train and what to evaluate on; describe them. --holdout: both of "train"."""
+    """Load (training images, images to evaluate on during training), and print their numbers.
+
+    With --holdout or --keep_best the second part is held out from the training images, and best.pt
+    is chosen on it. So the test images, which load_test returns, choose nothing. Without these
+    flags the second part is the test images.
+    """
     args = Namespace(**{**vars(args), "device": device, "classes": None})
-    train = load_split("train", args)
-    if args.holdout and args.data != "folder":              # a folder holds out by itself
+    train = load_part("train", args)
+    if args.data == "folder":
+        if args.holdout:
+            raise InputError("--holdout does not go with --data folder: a tenth of each class is "
+                             "held out with --keep_best")
+        val = load_part("val" if args.keep_best else "test", args)
+    elif args.holdout or args.keep_best:
         if not isinstance(train, Split):
-            raise InputError(f"--holdout does not go with --data {args.data}")
-        train, test = hold_out(train, args.holdout)
+            raise InputError(f"--holdout and --keep_best do not go with --data {args.data}")
+        train, val = hold_out(train, args.holdout or -(-len(train.labels) // 10))
     else:
-        test = load_split("test", args)
-    if list(train.classes) != list(test.classes):
-        odd = sorted(set(train.classes) ^ set(test.classes))[:5]
-        raise InputError(f"--data_dir {args.data_dir}: the classes to train and to evaluate on are "
-                         f"not the same: {', '.join(odd)}")
-    print0(f"{args.data}: {len(train.labels)} training, {len(test.labels)} {split_name(args)} "
-           f"images, {len(train.classes)} classes: {per_class(train, test)}")
-    return train, test
+        val = load_part("test", args)
+    if list(train.classes) != list(val.classes):
+        odd = sorted(set(train.classes) ^ set(val.classes))[:5]
+        raise InputError(f"--data_dir {args.data_dir}: the classes to train on and to evaluate on "
+                         f"differ: {', '.join(odd)}")
+    print0(f"{args.data}: {len(train.labels)} training, {len(val.labels)} {split_name(args)} "
+           f"images, {len(train.classes)} classes: {class_counts(train, val)}")
+    return train, val
 
 
-def per_class(train, test):
-    """Say how many images of each class there are to train and, after a plus, to evaluate on."""
+def class_counts(train, val):
+    """Return the number of images of each class in words: to train on + to evaluate on."""
     counts = [torch.as_tensor(split.labels).bincount(minlength=len(train.classes)).tolist()
-              for split in (train, test)]
+              for split in (train, val)]
     if len(train.classes) > 12:
         return " + ".join(f"{min(count)} to {max(count)}" for count in counts) + " each"
     return ", ".join(f"{name} {n} + {m}" for name, n, m in zip(train.classes, *counts))
 
 
 def load_test(args, trained, size, classes):
-    """Load what to evaluate a network on, images of `size` pixels.
+    """Load the images that a network is reported on, `size` pixels a side.
 
-    args: an evaluation's data, data_dir and device. trained: the flags of the network's training, a
-    dict. classes: ImageNet's, in the order of the network's.
+    args: data, data_dir and device of an evaluation. trained: a dict, the flags of the network's
+    training. classes: ImageNet's classes in the network's order. A folder of photos that the
+    network was not trained on gives the images in its val/ or, if there is no val/, all images.
     """
-    from data.decode import same_folder
-    flags = dict(num_images=16000, seed=0, download=False, holdout=0)
+    flags = dict(num_images=16000, seed=0, download=False, keep_best=False)
     flags.update(trained, data=args.data, data_dir=args.data_dir, device=args.device,
                  image_size=size, classes=classes)
-    if args.data == "folder" and not (trained.get("data") == "folder" and
-                                      same_folder(trained.get("data_dir"), args.data_dir)):
-        flags["holdout"] = 0                                # nothing of another folder was held out
-    return load_split("test", Namespace(**flags))
+    own = trained.get("data") == "folder" and same_folder(trained.get("data_dir"), args.data_dir)
+    return load_part("all" if args.data == "folder" and not own else "test", Namespace(**flags))
 
 
 def split_name(args):
-    """Name what a run is evaluated on."""
-    return "held-out" if args.holdout else "val" if args.data in ("folder", "imagenet") else "test"
+    """Return the name of the images that a run is evaluated on during training."""
+    if args.holdout or args.keep_best:
+        return "validation"
+    return "val" if args.data == "imagenet" else "test"
 
 
 def largest_share(split):
-    """Compute the share of the largest class in per cent: the accuracy of always naming it."""
+    """Return the majority-class rate in per cent: the accuracy of always guessing that class."""
     labels = torch.as_tensor(split.labels)
     return 100 * labels.bincount().max().item() / len(labels)

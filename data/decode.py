@@ -1,8 +1,11 @@
-"""Image files, whatever they are for: found and decoded."""
+"""Image files for every purpose: list them, split them by name, decode them."""
 
 import io
 import os
+import warnings
 import zlib
+from contextlib import contextmanager, suppress
+from functools import cache
 
 import numpy as np
 import torch
@@ -10,41 +13,101 @@ import torch
 from common import InputError, print0
 
 IMAGE_EXTENSIONS = (".jpeg", ".jpg", ".png", ".webp")
+PNG = b"\x89PNG\r\n\x1a\n"
+PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"eXIf", b"IEND")    # pixels depend on these
 
+
+def printable(path):
+    """Return a path or name as UTF-8 text; a byte that is not UTF-8 becomes \\xe9, for example."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+@cache
+def print_once(line):
+    """Print a line on rank 0, once per process, however often the folder is read."""
+    print0(line)
+
+
+# --- decoding -------------------------------------------------------------------------------------
 
 def read_bytes(path):
     """Read a whole file, (n,) uint8."""
     if not os.path.isfile(path):
-        raise InputError(f"there is no file {path}; a run whose image is gone goes on once it is "
-                         f"put back")
+        raise InputError(f"file not found: {printable(path)}; restore it and, if this was a "
+                         f"training, resume the run")
     return np.fromfile(path, np.uint8)
 
 
-def decode(data, name):
-    """Decode the bytes of a JPEG, PNG or WebP file, uint8 (n,) -> (3, H, W) uint8 RGB, upright.
-
-    Upright: turned as its EXIF says. Raises InputError with the file's name for broken, truncated
-    or foreign files. torchvision's decoder gives the same pixels as PIL in less time, and refuses
-    what PIL refuses.
-    """
-    from torchvision.io import ImageReadMode, decode_image
+@contextmanager
+def decoding(path):
+    """Turn every exception of a decoder inside the block into an InputError that names the file."""
     try:
-        image = decode_image(torch.from_numpy(data), ImageReadMode.RGB,
-                             apply_exif_orientation=True)
-    except RuntimeError as error:
-        name = os.fsencode(name).decode("utf-8", "backslashreplace")        # can be printed
-        raise InputError(f"cannot decode {name}: {str(error).splitlines()[0]}") from None
-    if bytes(data[8:12]) == b"WEBP":        # torchvision does not look for EXIF there
-        from PIL import ExifTags, Image, ImageOps
-        file = Image.open(io.BytesIO(data))
-        if file.getexif().get(ExifTags.Base.Orientation, 1) != 1:
-            pixels = np.array(ImageOps.exif_transpose(file).convert("RGB"))
-            image = torch.from_numpy(pixels).permute(2, 0, 1)
-    if image.ndim == 4:                      # an animated GIF by another name: its first frame
-        image = image[0]
-    if image.dtype == torch.uint8:
-        return image
-    return (image.int() / 257).round().to(torch.uint8)              # 16 bit: 65535 -> 255
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")         # about large images and unreadable EXIF data
+            yield
+    except Exception as error:                      # Pillow and torchvision raise many types
+        words = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"cannot decode {printable(path)}: {words}") from None
+
+
+def checked_png(data):
+    """Return the bytes of a PNG file, reduced to the chunks that its pixels depend on.
+
+    Raises ValueError if a checksum is wrong or the file ends early, because Pillow does not check
+    the pixels' checksums. Drops texts and colour profiles, because Pillow can reject a file for
+    them alone.
+    """
+    kept, start = [PNG], len(PNG)
+    while kept[-1][4:8] != b"IEND":
+        end = start + 12 + int.from_bytes(data[start:start + 4], "big")
+        if end > len(data):
+            raise ValueError("the file ends before its last chunk")
+        chunk, start = data[start:end], end
+        if zlib.crc32(chunk[4:-4]) != int.from_bytes(chunk[-4:], "big"):
+            raise ValueError("a checksum is wrong, so the file is damaged")
+        if chunk[4:8] in PIXEL_CHUNKS:
+            kept.append(chunk)
+    return b"".join(kept)
+
+
+def open_image(data):
+    """Open a JPEG, PNG, WebP or GIF file (bytes) with Pillow; the pixels are decoded later."""
+    from PIL import Image, UnidentifiedImageError
+    if data.startswith(PNG):
+        data = checked_png(data)
+    try:
+        return Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP", "GIF"))
+    except UnidentifiedImageError:
+        raise ValueError("expected a JPEG, PNG, WebP or GIF file") from None
+
+
+def turn_upright(image):
+    """Turn a Pillow image in place as its EXIF data ask; unreadable EXIF data are ignored."""
+    from PIL import ImageOps
+    image.load()
+    with suppress(Exception):
+        ImageOps.exif_transpose(image, in_place=True)
+
+
+def decode(data, path):
+    """Decode the bytes of an image file, uint8 (n,) -> (3, H, W) uint8 RGB, upright.
+
+    Raises InputError with the file's name for broken, truncated or foreign files. torchvision
+    decodes JPEG, because it is faster than Pillow and returns the same pixels. Pillow decodes PNG,
+    WebP and GIF, because torchvision's libpng kills the process at a broken PNG file. An animation
+    gives its first frame. 16-bit values become 8-bit values.
+    """
+    with decoding(path):
+        if bytes(data[:3]) == b"\xff\xd8\xff":                              # JPEG
+            from torchvision.io import ImageReadMode, decode_image
+            return decode_image(torch.from_numpy(data), ImageReadMode.RGB,
+                                apply_exif_orientation=True)
+        image = open_image(data.tobytes())
+        turn_upright(image)
+        if image.mode.startswith("I"):                                      # 16-bit grey
+            grey = torch.from_numpy(np.array(image).astype(np.int32))
+            return (grey / 257).round().to(torch.uint8).expand(3, -1, -1).contiguous()
+        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
 
 
 def read_image(path):
@@ -52,31 +115,65 @@ def read_image(path):
     return decode(read_bytes(path), path)
 
 
-def name_hash(name):
-    """Hash a name: what is held out goes by it, so a file that comes or goes moves no other."""
-    return zlib.crc32(os.fsencode(name))
+def short_side(path):
+    """Read the short side of an image file in pixels from its header."""
+    data = read_bytes(path).tobytes()
+    with decoding(path):
+        return min(open_image(data).size)
 
+
+# --- listing and splitting ------------------------------------------------------------------------
 
 def same_folder(one, other):
-    """Tell whether two paths, or None, are the same folder."""
+    """Return True if two paths lead to the same folder. A path can be None."""
     return bool(one and other) and os.path.realpath(one) == os.path.realpath(other)
 
 
-def scan_folders(root, quiet=False):
-    """Find root/<class>/<image>: {class: paths of its images, sorted}, without empty classes.
+def scan_folders(root):
+    """List root/<class>/<image>: {class name: paths of its images, sorted}.
 
-    What is hidden (.git, ._a.jpg) does not count; how many other files there are is printed.
+    Hidden files and folders do not count. A folder without an image directly inside is not a
+    class. Printed lines name such folders, and the files that are not images. Class names are
+    printable.
     """
-    images, others = {}, 0
+    images, empty, others = {}, [], []
     for name in sorted(entry.name for entry in os.scandir(root) if entry.is_dir()):
         if name.startswith("."):
             continue
         files = sorted(file for file in os.listdir(os.path.join(root, name)) if file[0] != ".")
         found = [os.path.join(root, name, f) for f in files if f.lower().endswith(IMAGE_EXTENSIONS)]
-        others += len(files) - len(found)
         if found:
-            images[name] = found
-    if others and not quiet:
-        print0(f"{root}: left out in class folders, as neither {', '.join(IMAGE_EXTENSIONS[:-1])} "
-               f"nor {IMAGE_EXTENSIONS[-1]}: {others} file{'s' * (others > 1)}")
+            images[printable(name)] = found
+            others += [os.path.join(name, f) for f in files
+                       if not f.lower().endswith(IMAGE_EXTENSIONS)]
+        else:
+            empty.append(f"{name} (it contains {', '.join(files[:2]) or 'nothing'}"
+                         f"{', ...' if len(files) > 2 else ''})")
+    expected = f"{', '.join(IMAGE_EXTENSIONS[:-1])} or {IMAGE_EXTENSIONS[-1]}"
+    if empty:
+        print_once(printable(f"{root}: left out, because no {expected} file is directly inside: "
+                             f"{', '.join(empty[:5])} ({len(empty)} in all)"))
+    if others:
+        print_once(printable(f"{root}: left out of class folders, because the name does not end in "
+                             f"{expected}: {', '.join(others[:5])} ({len(others)} in all)"))
     return images
+
+
+def name_hash(path, root=""):
+    """Hash a file's name below `root`, for splits that depend on names only."""
+    return zlib.crc32(os.fsencode(os.path.relpath(path, root) if root else path))
+
+
+def hold_out_by_name(paths, root="", test=True, val=True):
+    """Choose the held-out files of a class: sets (val, test), about a tenth of the paths each.
+
+    Each set has at least one file, and one file remains to train on. So with two files only one is
+    held out (for test, if it is asked for), and with one file none. The files are ordered by a hash
+    of their names below `root`. test is the beginning of this order and val is its end, so adding
+    or removing a file moves at most one other file into or out of each set.
+    """
+    order = sorted(paths, key=lambda path: name_hash(path, root))
+    tenth = max(round(len(order) / 10), 1)
+    n_test = min(tenth, len(order) - 1) if test else 0
+    n_val = min(tenth, len(order) - 1 - n_test) if val else 0
+    return {*order[len(order) - max(n_val, 0):]}, {*order[:max(n_test, 0)]}

@@ -1,58 +1,109 @@
-"""Images with annotated pixels in files: ADE20K's layout, a folder of one's own.
+"""Files of images and annotated pixels: ADE20K's layout, or your own folder.
 
     tree = ade20k("data/ADEChallengeData2016", "training", num_classes=150)
     image, label = tree[0]                   # (3, H, W), (H, W), both uint8; label 255: ignored
 """
 
-import io
 import math
+import os
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
-from tqdm import tqdm
 
 from common import InputError, print0
-from data.decode import IMAGE_EXTENSIONS, name_hash, read_bytes, read_image
+from data.batches import progress
+from data.decode import (IMAGE_EXTENSIONS, decoding, hold_out_by_name, open_image, print_once,
+                         printable, read_bytes, read_image, turn_upright)
 
-SHARE = 0.2                                  # of a flat folder's images is held out
 CAMVID_CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car",
                   "pedestrian", "bicyclist"]
 
 
 def listed_classes(root):
-    """Read the class names in classes.txt, a line each, or in ADE20K's objectInfo150.txt; or []."""
+    """Read the class names in classes.txt, one per line, or ADE20K's objectInfo150.txt; or []."""
     plain, table = Path(root, "classes.txt"), Path(root, "objectInfo150.txt")
-    if plain.exists():
-        return [line.strip() for line in plain.read_text("utf-8-sig").split("\n") if line.strip()]
-    lines = table.read_text("utf-8-sig").strip().split("\n")[1:] if table.exists() else []
-    return [line.split("\t")[-1].split(",")[0].strip() for line in lines]
+    path = plain if plain.exists() else table
+    try:
+        text = path.read_text("utf-8-sig") if path.exists() else ""
+    except UnicodeDecodeError as error:
+        raise InputError(f"{printable(path)} is not UTF-8 text (byte {error.start + 1} is "
+                         f"0x{error.object[error.start]:02x}): save it again as UTF-8") from None
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines if path is plain else [line.split("\t")[-1].split(",")[0] for line in lines[1:]]
 
+
+# --- annotations ----------------------------------------------------------------------------------
 
 def read_annotation(path):
-    """Read an 8-bit PNG of one channel, (H, W) uint8; of a palette the numbers, not the colours.
+    """Read an annotation, a PNG of one channel and at most 8 bits, turned upright like its image.
 
-    Upright, as its EXIF says: like the image that it annotates.
+    Returns the stored values (H, W) uint8, and {value: colour} of the values that occur if the file
+    has a palette, or {}.
     """
-    from PIL import Image, ImageOps
-    data = io.BytesIO(read_bytes(path))
-    try:
-        with Image.open(data) as file:
-            mode, pixels = file.mode, np.array(ImageOps.exif_transpose(file))
-    except (OSError, SyntaxError, ValueError) as error:
-        raise InputError(f"cannot decode {path}: {error}") from None
-    if mode not in ("L", "P", "1"):
-        raise InputError(f"{path} is of mode {mode}, expected an 8-bit PNG of one channel: each "
-                         f"pixel's value is its class")
-    return torch.from_numpy(pixels.astype(np.uint8))
+    data = read_bytes(path).tobytes()
+    with decoding(path):
+        image = open_image(data)
+        kind, mode, bits = image.format, image.mode, data[24]
+        turn_upright(image)
+        values, palette = np.array(image), image.getpalette() or []
+    if kind != "PNG" or mode not in ("L", "P", "1"):
+        raise InputError(f"{printable(path)} is a {kind} file of mode {mode}, expected an 8-bit "
+                         f"PNG of one channel (mode L or P): each pixel's value is its class")
+    if mode == "L" and bits < 8:                    # Pillow scales 2- and 4-bit grey values to 255
+        values = values // (255 // (2 ** bits - 1))
+    values = torch.from_numpy(values.astype(np.uint8))
+    used = values.flatten().bincount(minlength=256).nonzero()[:, 0].tolist() if palette else []
+    return values, {value: tuple(palette[3 * value:3 * value + 3]) for value in used}
+
+
+def check_same_colours(path, colours, known):
+    """Raise InputError if a value has one colour in `path` and another colour in an earlier file.
+
+    colours: {value: colour} of path. known: {value: (colour, path)}; new values are added to it.
+    """
+    for value, colour in colours.items():
+        first, other = known.setdefault(value, (colour, path))
+        if first != colour:
+            raise InputError(f"value {value} is the colour {first} in the palette of "
+                             f"{printable(other)} and {colour} in {printable(path)}, so a value "
+                             f"does not mean one class: save all annotations with one palette, or "
+                             f"as grey images")
+
+
+def check_annotations(paths, ignore=None):
+    """Count the pixels of each value in annotation files, (256,).
+
+    Raises InputError, which names two files, if their palettes differ. Without `ignore` it is also
+    an error if one file contains the values 0 and 255 only and another file contains other values:
+    then 255 can be a class in one file and mean "ignored" in the other.
+    """
+    counts, known, two_valued, other = torch.zeros(256, dtype=torch.int64), {}, None, None
+    for path in progress(paths, "reading annotations", 200):
+        values, colours = read_annotation(path)
+        check_same_colours(path, colours, known)
+        count = values.flatten().bincount(minlength=256)
+        counts += count
+        found = count.nonzero()[:, 0].tolist()
+        if found == [0, 255]:
+            two_valued = two_valued or path
+        elif set(found) - {0, 255}:
+            other = other or (path, found)
+    if ignore is None and two_valued and other:
+        raise InputError(f"{printable(two_valued)} contains the values 0 and 255, and "
+                         f"{printable(other[0])} contains {other[1][:9]}: if 255 means no class, "
+                         f"add --ignore 255; if 255 is a class, save all annotations with the same "
+                         f"values")
+    return counts
 
 
 class SegTree(Dataset):
-    """Pairs of image and annotation. values: those of the classes, in order; ignore: of no class.
+    """Pairs of image and annotation. tree[i]: image (3, H, W) and label (H, W), both uint8.
 
-    tree[i]: image (3, H, W), label (H, W), uint8: the place in `values`, or 255 where ignored.
-    files: [(image path, annotation path)].
+    files: [(image path, annotation path)]. classes: names. values: the pixel value of each class.
+    ignore: the pixel values of no class. A label is a place in `classes`, or 255 where ignored.
     """
 
     def __init__(self, files, classes, values, ignore):
@@ -65,100 +116,158 @@ class SegTree(Dataset):
     def __len__(self):
         return len(self.files)
 
+    @cached_property
+    def first_colours(self):
+        """{value: (colour, path)} of the first file, with which every file has to agree."""
+        path = self.files[0][1]
+        return {value: (colour, path) for value, colour in read_annotation(path)[1].items()}
+
     def __getitem__(self, i):
         image_path, path = self.files[i]
-        image, values = read_image(image_path), read_annotation(path)
+        image, (values, colours) = read_image(image_path), read_annotation(path)
+        if colours:
+            check_same_colours(path, colours, dict(self.first_colours))
         if values.shape != image.shape[1:]:
             (h, w), (H, W) = values.shape, image.shape[1:]
-            raise InputError(f"{path} is {w} x {h} pixels, its image {W} x {H}")
+            raise InputError(f"{printable(path)} has {w} x {h} pixels, its image {W} x {H}")
         label = self.label_of[values.long()]
         if (label == 254).any():
-            raise InputError(f"{path} holds the value {values[label == 254].max()}, expected "
-                             f"{self.values[0]} to {self.values[-1]}, or {self.ignore} for pixels "
-                             f"of no class")
+            raise InputError(f"{printable(path)} contains the value {values[label == 254].max()}, "
+                             f"expected {self.values[0]} to {self.values[-1]}, or {self.ignore} "
+                             f"for pixels of no class")
         return image, label
 
+
+# --- folders --------------------------------------------------------------------------------------
 
 def pairs(root, split=""):
     """List {stem: (image path, annotation path)} of root/images/<split>, root/annotations/<split>.
 
-    Files without a partner are left out, and counted in a line.
+    Hidden files do not count. Printed lines name files without a partner, and other entries.
     """
     def files(part, endings):
-        return {path.stem: str(path) for path in sorted(Path(root, part, split).glob("*"))
-                if path.name.lower().endswith(endings) and path.name[0] != "."}
-    images, labels = files("images", IMAGE_EXTENSIONS), files("annotations", ".png")
+        folder, found, others = Path(root, part, split), {}, []
+        for name in sorted(os.listdir(folder) if folder.is_dir() else []):
+            stem, ending = os.path.splitext(name)
+            if name.startswith("."):
+                continue
+            if ending.lower() not in endings or (folder / name).is_dir():
+                others.append(name)
+            elif stem in found:
+                raise InputError(f"{printable(found[stem])} and {printable(name)} have the same "
+                                 f"name before the ending: rename or delete one of them")
+            else:
+                found[stem] = str(folder / name)
+        if others:
+            print_once(printable(f"{folder}: left out, because the name does not end in "
+                                 f"{' or '.join(endings)}: {', '.join(others[:3])} "
+                                 f"({len(others)} in all)"))
+        return found
+    images, labels = files("images", IMAGE_EXTENSIONS), files("annotations", (".png",))
     both = {stem: (images[stem], labels[stem]) for stem in images if stem in labels}
+    alone = sorted(images.keys() ^ labels.keys())
     if not both:
-        raise InputError(f"--data_dir {root}: no image in {Path(root, 'images', split)} has an "
-                         f"annotation of its name in {Path(root, 'annotations', split)}")
-    alone = images.keys() ^ labels.keys()
+        first = f": {printable(alone[0])}.* has no partner, for example" if alone else ""
+        raise InputError(f"--data_dir {printable(root)}: {len(images)} images in "
+                         f"{printable(Path(root, 'images', split))} and {len(labels)} .png files "
+                         f"in {printable(Path(root, 'annotations', split))}, but no two with the "
+                         f"same name{first}")
     if alone:
-        print0(f"{root} {split}: {len(alone)} files have no partner, {min(alone)} among them")
+        print_once(printable(f"{Path(root, 'images', split)} and annotations: {len(alone)} files "
+                             f"have no partner of their name, {alone[0]} among them"))
     return both
 
 
-def ade20k(root, split, num_classes=None):
-    """Load "training" or "validation" of ADE20K's layout: 0 is no class, 1 to K are."""
-    names = listed_classes(root) or (
-        CAMVID_CLASSES if num_classes == 11 else [f"class {k}" for k in range(num_classes or 0)])
+def ade20k(root, split, num_classes=None, names=()):
+    """Load "training" or "validation" of ADE20K's layout as a SegTree: values 1 to K are classes.
+
+    names: the class names, if no file in the folder lists them and their number is num_classes.
+    """
+    if len(names) != num_classes:
+        names = [f"class {k}" for k in range(num_classes or 0)]
+    names = listed_classes(root) or names
     if num_classes not in (None, len(names)):
-        raise InputError(f"--num_classes {num_classes}: {root} lists {len(names)} classes")
+        raise InputError(f"--num_classes {num_classes}: {printable(root)} lists {len(names)} "
+                         f"classes")
     return SegTree(list(pairs(root, split).values()), names, range(1, len(names) + 1), (0, 255))
 
 
-def own_folder(root, split, values, ignore):
-    """Load "training", "validation" or "all" of a folder of one's own: a SegTree.
+def find_pairs(root, keep_best):
+    """List your folder's pairs: {"train", "val", "test", "all": [(image path, label path)]}.
 
-    root/images/<stem>.jpg, root/annotations/<stem>.png: a fifth is "validation", chosen by the
-    files' names. With training/ and validation/ in both, those are the splits.
+    "test" is a tenth, which is reported. With keep_best "val" is another tenth, which chooses
+    best.pt; see hold_out_by_name. If images/ and annotations/ contain training/ and validation/,
+    "test" is validation/ and "val" is a tenth of training/. "all" is for a network that was not
+    trained on this folder.
     """
-    if Path(root, "images", "training").is_dir() or Path(root, "images", "validation").is_dir():
-        files = list(pairs(root, "validation" if split == "all" else split).values())
-    else:
-        found = pairs(root)
-        held = sorted(found, key=name_hash)[:max(round(SHARE * len(found)), 1)]
-        files = [found[stem] for stem in found
-                 if split == "all" or (stem in held) == (split == "validation")]
-    names = listed_classes(root) or [f"value {v}" for v in values]
-    return SegTree(files, names, values, ignore)
+    given = any(Path(root, "images", part).is_dir() for part in ("training", "validation"))
+    found = pairs(root, "training" if given else "")
+    val, test = hold_out_by_name(found, "", test=not given, val=keep_best)
+    files = {part: [found[stem] for stem in found if stem in stems] for part, stems in (
+        ("train", found.keys() - val - test), ("val", val), ("test", test))}
+    if given:
+        files["test"] = list(pairs(root, "validation").values())
+    return {**files, "all": files["test"] if given else list(found.values())}
 
+
+def own_folder(root, part, values, ignore, keep_best=False):
+    """Load "train", "val", "test" or "all" of your folder as a SegTree; see find_pairs."""
+    names = listed_classes(root) or [f"value {v}" for v in values]
+    if len(names) != len(values):
+        raise InputError(f"{printable(Path(root, 'classes.txt'))} lists {len(names)} classes, "
+                         f"expected {len(values)}, for the values {list(values)[:9]}")
+    files = find_pairs(root, keep_best)
+    if part == "all":                               # no training checked this folder
+        counts = check_annotations([label for _, label in files["all"]],
+                                   None if len(values) == 2 else ignore)
+        if (counts[list(values)] > 0).sum() < 2:
+            raise InputError(f"--data_dir {printable(root)}: the annotations contain the values "
+                             f"{counts.nonzero()[:9, 0].tolist()}, expected two or more classes "
+                             f"of the network, which has the values {list(values)[:9]}")
+    if not files[part]:
+        raise InputError(f"--data_dir {printable(root)} has {len(files['all'])} pair of image and "
+                         f"annotation, expected 2 or more: one to train on, one to evaluate on")
+    return SegTree(files[part], names, values, ignore)
+
+
+# --- flags that fit a folder ----------------------------------------------------------------------
 
 def find_values(root, ignore=None):
-    """Find which values the annotations of a folder give to classes: (values, ignored ones).
+    """Find the pixel values that are classes in a folder's annotations: (values, ignored values).
 
-    All that occur but 255, or, where 0 and 255 alone do, both. ignore: those to leave out instead
-    of 255. classes.txt, where there is one, names the values from 0 on; from 1, if 0 is ignored.
-    What is hardly there, as the edges of anti-aliased masks are, is named in a line.
+    The classes are all values that occur except 255. If only 0 and 255 occur, both are classes.
+    ignore: the values of no class, instead of 255. classes.txt, if there is one, names the values
+    from 0 on, or from 1 on if 0 is ignored. A printed line names values that hardly occur, which
+    often are the edges of anti-aliased masks.
     """
-    paths = [path for path in Path(root, "annotations").rglob("*.png") if path.name[0] != "."]
-    bar = tqdm(paths, "reading annotations", leave=False, disable=len(paths) < 200)
-    counts = sum(read_annotation(path).flatten().bincount(minlength=256) for path in bar)
-    found = counts.nonzero()[:, 0].tolist() if paths else []
+    files = find_pairs(root, keep_best=False)
+    paths = [label for part in ("train", "test") for _, label in files[part]]
+    counts, shown = check_annotations(paths, ignore), printable(root)
+    found = counts.nonzero()[:, 0].tolist()
     if ignore is None:
         ignore = [] if found == [0, 255] else [255]
     values, listed = [value for value in found if value not in ignore], listed_classes(root)
     if listed:
         values = list(range(0 in ignore, len(listed) + (0 in ignore)))
     if len(values) < 2 or set(found) - {*values, *ignore}:
-        raise InputError(f"--data_dir {root}: the annotations hold the values {found[:9]}; each is "
-                         f"a class, two or more are needed, and classes.txt, where there is one, "
-                         f"names them all; --ignore says which values are none (without it 255)")
-    print0(f"{root}: {len(paths)} annotations, {len(values)} classes: values {values[:9]}; "
+        raise InputError(f"--data_dir {shown}: the annotations contain the values {found[:9]}, "
+                         f"expected two or more classes; if there is a classes.txt, it has to name "
+                         f"each class; --ignore sets the values of no class (default: 255)")
+    print0(f"{shown}: {len(paths)} annotations, {len(values)} classes: values {values[:9]}; "
            f"ignored: {ignore}")
     rare = [value for value in values if 0 < 1000 * counts[value] < counts.sum()]
     if rare:
-        print0(f"{root}: {len(rare)} of these values have less than a thousandth of the pixels "
+        print0(f"{shown}: {len(rare)} of these values have less than a thousandth of the pixels "
                f"each: {rare[:9]}; if they come from smoothed edges (anti-aliasing, a resize), "
-               f"make the masks again with hard edges (nearest neighbour), or leave the values "
-               f"out: --ignore {' '.join(map(str, [*ignore, *rare][:9]))}")
+               f"make the masks again with hard edges (nearest neighbour), or ignore the values: "
+               f"--ignore {' '.join(map(str, [*ignore, *rare][:9]))}")
     return values, ignore
 
 
-def folder_recipe(n, side):
-    """Choose flags for a small set: n training images, their median short side in pixels.
+def mask_recipe(n, side):
+    """Choose flags to train on n images. side: their median short side in pixels.
 
-    About 3,000 steps of 64 to 144 patches an image, so that a CPU takes minutes.
+    A run has about 3,000 steps and 64 to 144 patches per image, so a CPU needs minutes.
     """
     patches = {32: 4, 64: 8, 96: 8, 160: 16}                        # size: patch size
     size = max(s for s in patches if s == 32 or s <= side)
@@ -167,18 +276,26 @@ def folder_recipe(n, side):
                 eval_every=math.ceil(epochs / 10))
 
 
-def choose(args):
-    """Choose what args leave open (None) for masks of one's own: {flag: value}; prints it.
+def mask_flags(args):
+    """Choose the flags that are still None to fit a folder of masks: {flag: value}; print them.
 
-    Also values: those of the classes, in order; ignore: those of no class.
+    Also returns values: the pixel value of each class, and ignore: the values of no class.
     """
     values, ignore = find_values(args.data_dir, args.ignore)
-    train = own_folder(args.data_dir, "training", values, ignore)
-    sides = sorted(min(read_annotation(label).shape) for _, label in train.files[:200])
-    chosen = folder_recipe(len(train), sides[len(sides) // 2])
+    keep_best, root = args.keep_best, printable(args.data_dir)
+    if keep_best is None:
+        keep_best = bool(find_pairs(args.data_dir, True)["val"])
+        if not keep_best:
+            print0(f"{root} has too few pairs to hold out one that chooses best.pt (expected 3, or "
+                   f"2 in training/), so last.pt is reported")
+    files = find_pairs(args.data_dir, keep_best)
+    sides = sorted(min(read_annotation(label)[0].shape) for _, label in files["train"][:200])
+    chosen = dict(mask_recipe(len(files["train"]), sides[len(sides) // 2]), keep_best=keep_best)
     if args.backbone:
-        del chosen["patch_size"]                                    # is the backbone's
+        del chosen["patch_size"]                                    # the backbone has its own
     chosen = {name: value for name, value in chosen.items() if getattr(args, name) is None}
+    print0(f"{root}: pairs: {len(files['train'])} to train on, {len(files['val'])} to choose "
+           f"best.pt (validation), {len(files['test'])} to report, by eval_robust.py (test)")
     if chosen:
         print0(f"chosen for them: {' '.join(f'{k}={v}' for k, v in chosen.items())}")
     return chosen | dict(values=values, ignore=ignore, num_classes=len(values))

@@ -1,85 +1,79 @@
-"""Images of one's own, root/<class>/*.jpg, or root/train/<class>/* and root/val/<class>/*."""
+"""Your own photos: root/<class>/*.jpg, or root/train/<class>/* and root/val/<class>/*."""
 
 import os
-from collections import defaultdict
-from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
 import torch
-from tqdm import tqdm
 
 from common import InputError, print0
-from data.batches import Split
-from data.decode import name_hash, read_image, scan_folders
+from data.batches import Split, progress
+from data.decode import (hold_out_by_name, name_hash, print_once, printable, read_image,
+                         scan_folders, short_side)
 
 
-def find_photos(root, quiet=False):
-    """Find the images: (class names, {"train": [(path, label)], "val": [...]}).
+def find_photos(root, keep_best=False):
+    """List a folder's images: class names, and {"train", "val", "test", "all": [(path, label)]}.
 
-    Without a folder val/ all are "train". Raises InputError at fewer than two classes.
+    "test" is a tenth of each class, which is reported. With keep_best "val" is another tenth, which
+    chooses best.pt; see hold_out_by_name. If the folder has its own val/, "test" is val/ and "val"
+    is a tenth of train/. "all" is for a network that was not trained on this folder. Raises
+    InputError if there are fewer than two classes, or if val/ is empty.
     """
-    folders = dict(train=root, val=None)
-    if Path(root, "val").is_dir():
-        folders = dict(train=Path(root, "train"), val=Path(root, "val"))
-    found = {split: scan_folders(folder, quiet) if folder and os.path.isdir(folder) else {}
-             for split, folder in folders.items()}
-    classes = sorted({*found["train"], *found["val"]})
+    val_folder = Path(root, "val").is_dir()
+    folders = [Path(root, "train"), Path(root, "val")] if val_folder else [root]
+    first, *given = [scan_folders(folder) if Path(folder).is_dir() else {} for folder in folders]
+    classes = sorted({*first, *(name for found in given for name in found)})
     if len(classes) < 2:
-        raise InputError(f"--data_dir {root} has {len(classes)} folders with images, expected 2 or "
-                         f"more: {root}/<class>/*.jpg")
-    return classes, {split: [(path, classes.index(name)) for name in paths for path in paths[name]]
-                     for split, paths in found.items()}
+        raise InputError(f"--data_dir {printable(root)} has {len(classes)} folders with images, "
+                         f"expected 2 or more: {printable(root)}/<class>/*.jpg")
+    if given == [{}]:
+        raise InputError(f"{printable(folders[1])} contains no <class>/*.jpg, expected the images "
+                         f"to evaluate on: fill or remove this folder")
+
+    files = {"train": [], "val": [], "test": []}
+    for label, name in enumerate(classes):
+        paths = first.get(name, [])
+        val, test = hold_out_by_name(paths, root, test=not val_folder, val=keep_best)
+        for path in paths:
+            part = "val" if path in val else "test" if path in test else "train"
+            files[part].append((path, label))
+        files["test"] += [(path, label) for found in given for path in found.get(name, [])]
+    for part in ("train", "val") if val_folder else files:
+        files[part].sort(key=lambda file: name_hash(file[0], root))
+    every = sorted(sum(files.values(), []), key=lambda file: name_hash(file[0], root))
+    return classes, {**files, "all": files["test"] if val_folder else every}
 
 
-# --- what is held out, what is chosen -------------------------------------------------------------
+# --- flags that fit the photos --------------------------------------------------------------------
 
-def by_names(files, root):
-    """Order [(path, label)] by a hash of their names: a file that comes or goes moves no other."""
-    return sorted(files, key=lambda file: name_hash(os.path.relpath(file[0], root)))
-
-
-def held_out(files, n):
-    """Choose n of the files [(path, label)], in the order of `by_names`: a set.
-
-    First one of every class, then as large a share of each; a class keeps one to train on.
-    """
-    classes = defaultdict(list)
-    for file in files:
-        classes[file[1]].append(file)
-    place = {}                              # smaller: sooner
-    for own in classes.values():
-        for i, file in enumerate(own):
-            place[file] = i + 1 == len(own), i > 0, (i + 0.5) / len(own)
-    return {*sorted(files, key=place.get)[:n]}
-
-
-def fifth(files):
-    """Count a fifth of each class, at least one where there are two: so many are held out."""
-    counts = torch.tensor([label for _, label in files]).bincount().tolist()
-    return sum(min(max(round(count / 5), 1), count - 1) for count in counts if count)
-
-
-def choose(args):
-    """Choose for a folder of photos what args leave open (None): {flag: value}; prints it."""
-    classes, files = find_photos(args.data_dir, quiet=True)
-    holdout = args.holdout
-    if holdout is None:
-        holdout = 0 if files["val"] else fifth(files["train"])
-    chosen = recipe(len(files["train"]) - holdout, median_side(files["train"][::7]))
-    chosen.update(holdout=holdout, pad=(args.image_size or chosen["image_size"]) // 8)
+def photo_flags(args):
+    """Choose the flags that are still None to fit a folder of photos: {flag: value}; print them."""
+    keep_best, root = args.keep_best, printable(args.data_dir)
+    if keep_best is None:
+        classes, files = find_photos(args.data_dir, True)
+        small = set(range(len(classes))) - {label for _, label in files["val"]}
+        keep_best = not small
+        if small:
+            print0(f"{root}: class {classes[min(small)]} has too few images to hold out one that "
+                   f"chooses best.pt (expected 3, or 2 in train/), so last.pt is reported")
+    classes, files = find_photos(args.data_dir, keep_best)
+    chosen = photo_recipe(len(files["train"]), median_side(files["train"][::7]))
+    chosen.update(keep_best=keep_best, pad=(args.image_size or chosen["image_size"]) // 8)
     chosen = {name: value for name, value in chosen.items() if getattr(args, name) is None}
+    print0(f"{root}: {len(classes)} classes; images: {len(files['train'])} to train on, "
+           f"{len(files['val'])} to choose best.pt (validation), {len(files['test'])} to report, "
+           f"by eval_robust.py (test)")
     if chosen:
-        print0(f"{args.data_dir}: {len(files['train'] + files['val'])} images in {len(classes)} "
-               f"classes; chosen for them: {' '.join(f'{k}={v}' for k, v in chosen.items())}")
+        print0(f"chosen for them: {' '.join(f'{k}={v}' for k, v in chosen.items())}")
     return chosen
 
 
-def recipe(n, side):
-    """Choose flags to train on n images, their median short side in pixels: 64 patches an image.
+def photo_recipe(n, side):
+    """Choose flags to train on n images. side: their median short side in pixels.
 
-    Epochs: 1.8 sqrt(n), so that few images are not learned by heart (the table in docs/data.md),
-    and no more than 3,000 steps.
+    An image has 64 patches. The number of epochs is 1.8 sqrt(n), because longer runs overfit (see
+    docs/data.md), and at most 3,000 steps.
     """
     size = max(s for s in (32, 64, 96) if s == 32 or s <= side)
     batch = max(b for b in (2, 4, 8, 16, 32, 64) if b == 2 or 5 * b <= n)
@@ -89,57 +83,59 @@ def recipe(n, side):
 
 
 def median_side(files):
-    """Measure the median short side in pixels of image files, by their headers; 0: none is read."""
-    from PIL import Image
+    """Return the median short side in pixels of up to 200 image files; 0 if none can be read."""
     sides = []
     for path, _ in files[:200]:
-        with suppress(OSError), Image.open(path) as image:          # what is broken, decode names
-            sides.append(min(image.size))
+        try:
+            sides.append(short_side(path))
+        except InputError:                          # load_photos names it
+            continue
     return median(sides) if sides else 0
 
 
 # --- images ---------------------------------------------------------------------------------------
 
-def load_photos(root, split, size, holdout=0):
-    """Load "train" or "test" of a folder: resized to `size` on the short side, cropped; a Split.
+def load_photos(root, part, size, keep_best=False):
+    """Load "train", "val", "test" or "all" of a folder (see find_photos) as a Split.
 
-    "test": the `holdout` images of `held_out`; without holdout val/, or all.
+    Images are resized to `size` on the short side and cropped.
     """
-    classes, files = find_photos(root, quiet=split == "train")
-    order = by_names(files["train"], root)
-    held = held_out(order, holdout)
-    wanted = [file for file in order if (file in held) == (split == "test")]
-    if split == "test" and not held:
-        wanted = files["val"] or order
-    found = decode_all(wanted, classes, size)
+    classes, files = find_photos(root, keep_best)
+    found, val_folder = decode_all(files[part], classes, size), Path(root, "val").is_dir()
     missing = set(range(len(classes))) - set(found.labels.tolist())
-    if not len(found.labels) or split == "train" and missing:
-        inner = "val" if split == "test" and not held else "train"
-        folder = Path(root, inner) if files["val"] else root
-        raise InputError(f"--data_dir {root}: no image of {classes[min(missing)]} can be read in "
-                         f"{folder} to {split} on")
-    if wanted is order:
-        print0(f"{root}: nothing of it was held out: all of its {len(order)} images are evaluated")
+    if not len(found.labels) or part == "train" and missing:
+        inner = "train" if part in ("train", "val") else "val"
+        folder = Path(root, inner) if val_folder else root
+        raise InputError(f"--data_dir {printable(root)}: there is no image of class "
+                         f"{classes[min(missing)]} in {printable(folder)} that can be read, "
+                         f"{PURPOSES[part]}")
+    if part == "all":
+        print_once(f"{printable(root)}: the network was not trained on this folder, so all "
+                   f"{len(found.labels)} images are evaluated" + " (val/)" * val_folder)
     return found
 
 
-def square(image, size):
-    """Make (3, h, w) uint8 (3, size, size): the short side resized, then the middle."""
+PURPOSES = {"train": "to train on", "val": "to choose best.pt by", "test": "to evaluate on",
+            "all": "to evaluate on"}
+
+
+def middle_square(image, size):
+    """Resize the short side of (3, h, w) uint8 to `size` and crop the middle: (3, size, size)."""
     from torchvision.transforms.v2 import functional as F
     image = F.resize(image, [size], F.InterpolationMode.BICUBIC, antialias=True)
     return F.center_crop(image, [size, size])
 
 
 def decode_all(files, classes, size):
-    """Load the files that can be read, naming the others: a Split."""
+    """Load the files [(path, label)] as a Split; print the names of files that cannot be read."""
     images, labels = [], []
-    for path, label in tqdm(files, "decoding", leave=False, disable=len(files) < 500):
+    for path, label in progress(files, "decoding", 500):
         try:
             image = read_image(path)
         except InputError as error:
             print0(f"skipping: {error}")
             continue
-        images.append(square(image, size))
+        images.append(middle_square(image, size))
         labels.append(label)
     images = torch.stack(images) if images else torch.empty(0, 3, size, size, dtype=torch.uint8)
     return Split(images, torch.tensor(labels, dtype=torch.int64), list(classes))

@@ -1,16 +1,15 @@
-"""Scenes of shapes drawn from formulas: images, labels and masks, nothing to download.
+"""Render scenes of shapes from formulas: images, labels and masks, without a download.
 
-Points (x, y) have y upwards; a shape fills about the unit disc. A shape is its signed distance:
-negative inside, and of slope one near the edge, so that the edge can be made one pixel soft at
-every size.
+Points (x, y) have y upwards, and a shape fills about the unit disc. A shape is a function that
+returns its signed distance. The distance is negative inside and has slope one near the edge, so the
+edge can be one pixel soft at every size.
 """
 
 import math
 
 import torch
-from tqdm import tqdm
 
-from data.batches import Split
+from data.batches import Split, progress
 from data.rng import SCENE, SCENE_NOISE, uniform
 
 
@@ -83,7 +82,7 @@ def apply_each(functions, which, x, y):
 
 
 def colour(hue, saturation, luminance):
-    """Make RGB (B, 3, 1, 1) in [0, 1] of exactly this luminance, 0.3 R + 0.59 G + 0.11 B.
+    """Return RGB (B, 3, 1, 1) in [0, 1] with exactly this luminance, 0.3 R + 0.59 G + 0.11 B.
 
     Arguments: (B,) in [0, 1].
     """
@@ -96,7 +95,7 @@ def colour(hue, saturation, luminance):
     return torch.lerp(luminance, rgb, saturation)[:, :, None, None]
 
 
-def column(t):
+def as_column(t):
     """Reshape (B,) -> (B, 1, 1)."""
     return t[:, None, None]
 
@@ -104,7 +103,7 @@ def column(t):
 def colours(draw, layer):
     """Draw two similar colours of a layer, (B, 3, 1, 1) each.
 
-    Shapes are lighter than the background: small networks need far more images to find them else.
+    Shapes are lighter than the background; otherwise small networks need far more images.
     """
     if layer == 0:
         luminance, saturation = draw(0.1, 0.36, 0), draw(0.2, 0.6, 1)
@@ -117,7 +116,7 @@ def colours(draw, layer):
 
 
 def place(draw, layer, x, y):
-    """Turn the points (x, y) into a shape's own frame, (B, H, W) each; also its scale (B,)."""
+    """Draw a shape's place. Returns (x, y) in its frame, (B, H, W) each, and its scale (B,)."""
     if layer == NUM_LAYERS - 1:                         # anywhere inside the image
         scale = draw(0.52, 0.78, 5)
         centre_x, centre_y = draw(-1, 1, 6) * (0.95 - scale), draw(-1, 1, 7) * (0.95 - scale)
@@ -126,29 +125,29 @@ def place(draw, layer, x, y):
         angle = (layer + draw(0, 0.9, 6)) * (2 * math.pi / (NUM_LAYERS - 2))
         centre_x = (radius * angle.cos()).clamp(-0.85, 0.85)
         centre_y = (radius * angle.sin()).clamp(-0.85, 0.85)
-    turn, stretch = draw(-0.35, 0.35, 8), column(draw(-0.12, 0.12, 9).exp())
-    cos, sin = column(turn.cos() / scale), column(turn.sin() / scale)
-    dx, dy = x - column(centre_x), y - column(centre_y)
+    turn, stretch = draw(-0.35, 0.35, 8), as_column(draw(-0.12, 0.12, 9).exp())
+    cos, sin = as_column(turn.cos() / scale), as_column(turn.sin() / scale)
+    dx, dy = x - as_column(centre_x), y - as_column(centre_y)
     return (cos * dx + sin * dy) * stretch, (cos * dy - sin * dx) / stretch, scale
 
 
 def textured(draw, first, second, u, v):
-    """Paint a pattern of the two colours over the points (u, v): (B, 3, H, W)."""
+    """Paint a random pattern of two colours at the points (u, v): (B, 3, H, W)."""
     angle, frequency = draw(0, 2 * math.pi, 10), draw(4, 9, 11)
-    cos, sin = column(angle.cos() * frequency), column(angle.sin() * frequency)
+    cos, sin = as_column(angle.cos() * frequency), as_column(angle.sin() * frequency)
     which = (draw(0, 1, 12) * len(TEXTURES)).long()
     share = apply_each(TEXTURES, which, cos * u + sin * v, cos * v - sin * u)
     return torch.lerp(first, second, share[:, None])
 
 
 def render_scenes(index, size=32, seed=0):
-    """Draw scenes: a large textured shape in front, whose class is the label, three small behind.
+    """Draw scenes: a large textured shape in front, whose class is the label, and three behind.
 
-    index: (B,) int64 in [0, 2**31), the scenes' numbers; size: side in pixels. Returns, on index's
-    device, images (B, 3, size, size) uint8, labels (B,) int64 and masks (B, size, size) uint8: 0 =
-    background, k + 1 = class k of the frontmost shape there. A scene depends on (seed, its index)
-    only; another size is the same scene at another resolution, with other pixel noise. Place, size,
-    turn, colours and textures are drawn independently of the class.
+    index: (B,) int64 in [0, 2**31), the scenes' numbers. size: side in pixels. Returns on index's
+    device: images (B, 3, size, size) uint8; labels (B,) int64; masks (B, size, size) uint8, where 0
+    is background and k + 1 is class k of the frontmost shape. A scene depends on (seed, index)
+    only. Another size gives the same scene at another resolution, with other pixel noise. Place,
+    size, rotation, colours and textures are independent of the class.
     """
     B, device = len(index), index.device
     draws = uniform(index, NUM_LAYERS * 14, seed, SCENE).view(B, NUM_LAYERS, 14)
@@ -167,11 +166,11 @@ def render_scenes(index, size=32, seed=0):
         u, v, scale = place(draw, layer, x, y)
         fill = textured(draw, first, second, u, v)
         labels = (draw(0, 1, 13) * len(SHAPES)).long()                  # the main shape's last
-        distance = apply_each(SHAPES.values(), labels, u, v) * column(scale)
+        distance = apply_each(SHAPES.values(), labels, u, v) * as_column(scale)
         coverage = (0.5 - distance * (size / 2)).clamp(0, 1)                    # one pixel soft
         shadow = 1 - 0.45 * (1 - distance / 0.16).clamp(0, 1) ** 2
         images = torch.lerp(images * shadow[:, None], fill, coverage[:, None])
-        masks = torch.where(coverage > 0.5, column(labels + 1).to(torch.uint8), masks)
+        masks = torch.where(coverage > 0.5, as_column(labels + 1).to(torch.uint8), masks)
 
     noise = uniform(index, 3 * size * size, seed, SCENE_NOISE).view(B, 3, size, size) - 0.5
     images = images + noise * draws[:, 0, 13].view(B, 1, 1, 1) * 0.1
@@ -179,13 +178,12 @@ def render_scenes(index, size=32, seed=0):
 
 
 def load_shapes(split, num_images, size=32, device="cpu"):
-    """Render one split, "train" or "test", on `device` and keep it there. Returns a Split."""
-    first = {"train": 0, "test": 2 ** 30}[split]        # so the splits never overlap
+    """Render "train", "val" or "test" on `device`. Returns a Split, which stays there."""
+    first = {"train": 0, "val": 2 ** 29, "test": 2 ** 30}[split]    # so the splits never overlap
     index = torch.arange(first, first + num_images, device=device)
     pixels = 2 ** 18 if index.device.type == "cpu" else 2 ** 23             # to stay in the cache
     chunks = index.split(max(1, pixels // size ** 2))
-    few = num_images * size ** 2 < 2 ** 25              # under a few seconds: no bar
-    bar = tqdm(chunks, f"rendering shapes {split}", leave=False, disable=few)
+    bar = progress(chunks, f"rendering shapes {split}", 128)                # a few seconds
     parts = [render_scenes(chunk, size) for chunk in bar]
     images, labels, masks = (torch.cat(part) for part in zip(*parts))
     return Split(images, labels, list(SHAPES), masks)

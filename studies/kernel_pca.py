@@ -352,7 +352,7 @@ def trained(argv):
 NULL_NAMES = ("random matrix", "other head", "noise")                       # of NULLS, in words
 
 
-def over_seeds(rows, network, measure, source, step=None):
+def seed_means(rows, network, measure, source, step=None):
     """The means over all layers of every seed, by run, (n,): of the last step, or of one."""
     mine = sorted((r for r in rows if (r["network"], r["measure"], r["source"], r["layer"])
                    == (network, measure, source, "all")), key=lambda r: (r["run"], r["step"]))
@@ -363,7 +363,7 @@ def over_seeds(rows, network, measure, source, step=None):
 def closed(rows, network, measure):
     """Per cent of the way from the random matrix to the fitted map that learned values went, of
     each seed: (n,)."""
-    null, own, best = (over_seeds(rows, network, measure, source)
+    null, own, best = (seed_means(rows, network, measure, source)
                        for source in ("x W", "learned", f"fitted to {measure}"))
     return 100 * (own - null) / (best - null) if len(best) == len(own) else np.array([])
 
@@ -373,10 +373,10 @@ def table(rows, measure):
     body = []
     for network in dict.fromkeys(r["network"] for r in rows if r["measure"] == measure):
         sources = ("learned", *NULLS, f"fitted to {measure}")
-        columns = [over_seeds(rows, network, measure, source) for source in sources]
-        start = over_seeds(rows, network, measure, "learned", 0)
+        columns = [seed_means(rows, network, measure, source) for source in sources]
+        start = seed_means(rows, network, measure, "learned", 0)
         share = closed(rows, network, measure)
-        gaps = [over_seeds(rows, network, f"{measure}: learned -", null) for null in NULLS[:2]]
+        gaps = [seed_means(rows, network, f"{measure}: learned -", null) for null in NULLS[:2]]
         body.append([network, str(len(columns[0])), *(spread(x, ".4f") for x in (start, *columns)),
                      *(show(paired_t(x), 4) if len(x) else "" for x in gaps),
                      show(paired_t(share)) if len(share) > 1 else ""])
@@ -387,7 +387,7 @@ def table(rows, measure):
 
 def verdict(rows, network):
     """What the eigen-cosine says of a network, in the words of the plan."""
-    gap = over_seeds(rows, network, "eig_cos: learned -", "x W")
+    gap = seed_means(rows, network, "eig_cos: learned -", "x W")
     share = closed(rows, network, "eig_cos")
     if len(gap) < 3 or not len(share):
         return "too few seeds"

@@ -20,7 +20,7 @@ from data.datasets import load_test
 from data.rng import epoch_order
 from data.shapes import load_shapes
 from kpca import log_kernel
-from robust import sources
+from eval_robust import load_checkpoint
 
 
 # --- what attention really used -------------------------------------------------------------------
@@ -93,7 +93,7 @@ def get_args(doc, experiments, argv=None):
 def load_model(path):
     """(model in eval mode, checkpoint without weights), as the evaluator; of a folder: last.pt."""
     file = Path(path, "last.pt") if Path(path).is_dir() else path
-    found = sources.load_model(file, torch.device("cpu"))
+    found = load_checkpoint(file, torch.device("cpu"))
     if found.task != "classification":
         raise InputError(f"--ckpt {path} is no classifier")
     return found.model, found.checkpoint

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.augment import augment_uint8, random_crop, random_hflip, to_float
-from data.randaugment import ERASE_COLUMNS, FILL, MEAN, OPS, STD, rand_augment, random_erase
+from data.augment import (ERASE_COLUMNS, FILL, MEAN, OPS, STD, augment_uint8, rand_augment,
+                          random_crop, random_erase, random_hflip, to_float)
 from data.rng import uniform
 
 Image, ImageEnhance, ImageOps = (pytest.importorskip(f"PIL.{name}")
@@ -128,7 +128,7 @@ def test_operations_and_arguments_are_timms():
 
 # --- RandAugment: the mixture ---------------------------------------------------------------------
 
-def test_each_draw_has_its_own_operation_chance_level_and_sign(monkeypatch):
+def test_each_draw_has_own_operation_level_sign(monkeypatch):
     seen = []
     for name in OPS:
         def note(images, a, name=name):
@@ -152,7 +152,7 @@ def test_each_draw_has_its_own_operation_chance_level_and_sign(monkeypatch):
     assert len(seen) == 2                                                # probability one half
 
 
-def test_a_sample_does_not_depend_on_its_batch_and_the_input_stays():
+def test_samples_do_not_depend_on_their_batch():
     images, positions = make_images(12, 40, 40), torch.arange(100, 112)
     before, whole = images.clone(), augment(images, positions, seed=3, erase=0.5)
     parts = [augment(images[i:j], positions[i:j], seed=3, erase=0.5)
@@ -169,7 +169,7 @@ def test_a_sample_does_not_depend_on_its_batch_and_the_input_stays():
 
 # --- crop and flip --------------------------------------------------------------------------------
 
-def test_flips_where_u_is_low_and_corners_shift_by_pad():
+def test_flip_and_shift_follow_their_numbers():
     images = make_images(5)[:4]  # without the last, which is flat
     flipped = random_hflip(images, torch.tensor([0.1, 0.5, 0.9, 0.4999]))
     assert torch.equal(flipped[[0, 3]], images[[0, 3]].flip(3))
@@ -203,7 +203,7 @@ def erased_box(prob_u, top_u, left_u, area_u, ratio_u, misses=0):
                                          + 1).tolist()) if len(changed) else None
 
 
-def test_an_erased_box_is_what_its_numbers_say():
+def test_erased_box_follows_its_numbers():
     end, pixels = 1 - 2 ** -24, 96 * 96
     small, large = math.sqrt(0.02 * pixels), math.sqrt(pixels / 3)
     # the whole probability

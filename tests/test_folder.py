@@ -1,6 +1,10 @@
-"""Images of one's own, whole or with masks: what is found, held out and evaluated."""
+"""Photos and masks of your own: which files are found, held out and evaluated."""
 
 import os
+import struct
+import subprocess
+import sys
+import zlib
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -14,11 +18,14 @@ import common
 import train_cls
 import train_seg
 from common import InputError
-from data import views
-from data.decode import decode, name_hash, read_bytes
-from data.datasets import choose, largest_share, load_test
-from data.masks import find_values, folder_recipe, own_folder
-from data.photos import fifth, find_photos, load_photos, median_side, recipe, square
+from conftest import ROOT
+from data.datasets import largest_share, load_data, load_test
+from data.decode import decode, hold_out_by_name, name_hash, print_once, read_bytes
+from data.masks import (find_pairs, find_values, mask_flags, mask_recipe, own_folder,
+                        read_annotation)
+from data.photos import (find_photos, load_photos, median_side, middle_square, photo_flags,
+                         photo_recipe)
+from data.views import load_segmentation
 from runs import call, make_pairs, refused
 
 CLASSES = ["cat", "dog", "owl"]
@@ -28,6 +35,7 @@ main = partial(call, train_cls.main)
 @pytest.fixture(autouse=True)
 def an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    print_once.cache_clear()
 
 
 def make(root, count, side=40, classes=CLASSES):
@@ -41,31 +49,106 @@ def make(root, count, side=40, classes=CLASSES):
 
 
 def evaluated(root, **trained):
-    """What an evaluation on this folder looks at."""
+    """The images that an evaluation on this folder loads."""
     return load_test(Namespace(data="folder", data_dir=root, device="cpu"), trained, 32, None)
+
+
+# --- what is held out -----------------------------------------------------------------------------
+
+def test_a_tenth_chooses_and_a_tenth_is_reported():
+    for n, n_val, n_test in ((0, 0, 0), (1, 0, 0), (2, 0, 1), (3, 1, 1), (14, 1, 1), (40, 4, 4)):
+        paths = [f"root/a/{i}.jpg" for i in range(n)]
+        val, test = hold_out_by_name(paths, "root")
+        assert (len(val), len(test)) == (n_val, n_test) and not val & test
+        order = sorted(paths, key=lambda path: name_hash(path[5:]))
+        assert test == {*order[:n_test]} and val == {*order[n - n_val:]}
+    assert hold_out_by_name(paths, "root", test=False)[1] == set()
+    assert hold_out_by_name(["a", "b"], "", test=False)[0]                  # val/ is reported
+
+
+def test_new_files_move_at_most_one_other():
+    for n in (3, 12, 40):
+        paths = [f"a/{i}" for i in range(n)]
+        before = hold_out_by_name(paths)
+        for i in range(50):
+            new = f"a/new{i}"
+            for old, now in zip(before, hold_out_by_name([*paths, new])):
+                assert len((old ^ now) - {new}) <= 1
+
+
+def test_held_out_parts_are_disjoint_and_per_class():
+    counts = dict(zebra=3, cat=5, dog=20, owl=40)
+    for name, count in counts.items():
+        make("photos", count, classes=[name])
+    classes, files = find_photos("photos", keep_best=True)
+    labels = {part: [[label for _, label in found].count(k) for k in range(4)]
+              for part, found in files.items()}
+    assert classes == ["cat", "dog", "owl", "zebra"]
+    assert labels == dict(train=[3, 16, 32, 1], val=[1, 2, 4, 1], test=[1, 2, 4, 1],
+                          all=[5, 20, 40, 3])
+    assert len({*files["train"], *files["val"], *files["test"]}) == 68 == len(files["all"])
+    assert find_photos("photos")[1]["test"] == files["test"]    # keep_best does not move it
+    assert largest_share(load_photos("photos", "test", 32)) == 50
+
+
+def test_given_folders_report_val_and_choose_within_train():
+    make("split/train", 12)
+    make("split/val", 3)
+    _, files = find_photos("split", keep_best=True)
+    assert [len(files[part]) for part in ("train", "val", "test", "all")] == [33, 3, 9, 9]
+    assert all("split/train" in path for path, _ in files["train"] + files["val"])
+    assert all("split/val" in path for path, _ in files["test"])
+
+
+def test_masks_hold_out_the_same_two_parts():
+    masks("mine", [0, 1], n=40)
+    files = find_pairs("mine", keep_best=True)
+    stems = {part: {Path(image).stem for image, _ in found} for part, found in files.items()}
+    order = sorted((f"{i:02}" for i in range(40)), key=name_hash)
+    assert (stems["test"], stems["val"], stems["train"]) == ({*order[:4]}, {*order[-4:]},
+                                                             {*order[4:-4]})
+    make_pairs("split")                                                     # by its folders
+    given = find_pairs("split", keep_best=True)
+    assert [len(given[part]) for part in ("train", "val", "test", "all")] == [8, 1, 5, 5]
+    assert all("validation" in image for image, _ in given["test"])
+
+
+def test_keep_best_holds_out_in_ade20ks_layout():
+    make_pairs("pairs")
+    args = Namespace(data="ade20k", data_dir="pairs", num_classes=4, keep_best=True)
+    parts = {part: {image for image, _ in load_segmentation(args, part).files}
+             for part in ("train", "val", "test")}
+    assert [len(found) for found in parts.values()] == [8, 1, 5]
+    args.keep_best = False
+    assert {image for image, _ in load_segmentation(args, "train").files} == (parts["train"]
+                                                                            | parts["val"])
 
 
 # --- photos ---------------------------------------------------------------------------------------
 
-def test_one_flag_trains_on_a_folder_and_keeps_the_weights_with_the_lowest_loss(capsys):
+def test_one_flag_trains_and_keeps_the_best(capsys):
     make("photos", 10)
     Path("photos/owl/9.png").write_bytes(b"nothing")
     Path("photos/owl/notes.heic").write_text("no image")
     main("--data_dir photos --max_steps 18 --epochs 3 --lr 0.05")
     out = capsys.readouterr().out
-    for words in ("30 images", "holdout=6", "image_size=32", "batch_size=4", "photos/owl/9.png",
-                  "cat 8 + 2, dog 8 + 2, owl 7 + 2", "best.pt"):
+    for words in ("24 to train on, 3 to choose best.pt (validation), 3 to report", "image_size=32",
+                  "batch_size=4", "keep_best=True",
+                  "skipping: cannot decode photos/owl/9.png", "validation accuracy", "best.pt"):
         assert words in out, words
-    assert out.count("1 file\n") == 1                       # notes.heic, said once
+    assert out.count("owl/notes.heic") == 1                 # once
 
-    # the checkpoint says which images were held out: an evaluation sees the same ones
+    # an evaluation loads the images that neither trained nor chose
     run, best = common.load("out/folder_symmetric"), common.load("out/folder_symmetric/best.pt")
     args = run["args"]
-    assert [args[name] for name in ("data", "data_dir", "holdout")] == ["folder", "photos", 6]
-    held = load_photos("photos", "test", 32, 6)
-    assert run["classes"] == held.classes == CLASSES and "top5" not in run["metrics"]
+    assert [args[name] for name in ("data", "data_dir", "keep_best")] == ["folder", "photos", True]
+    assert run["classes"] == CLASSES and "top5" not in run["metrics"]
+    held = load_photos("photos", "test", 32)
     for root in ("photos", "./photos", os.path.abspath("photos")):
-        assert torch.equal(evaluated(root, **run["args"]).images, held.images)
+        assert torch.equal(evaluated(root, **args).images, held.images)
+    train, val = load_data(Namespace(**args), "cpu")
+    seen = {image.numpy().tobytes() for part in (train, val) for image in part.images}
+    assert not seen & {image.numpy().tobytes() for image in held.images} and len(seen) == 26
     losses = {row["step"]: row["eval"]["loss"]
               for row in common.read_log("out/folder_symmetric/log.jsonl") if "eval" in row}
     assert best["step"] == min(losses, key=losses.get)
@@ -73,7 +156,17 @@ def test_one_flag_trains_on_a_folder_and_keeps_the_weights_with_the_lowest_loss(
     assert run["best"]["step"] == best["step"]
 
 
-def test_a_stopped_run_on_a_folder_goes_on_with_what_was_chosen():
+def test_small_class_ends_selection_with_a_line(capsys):
+    make("photos", 10, classes=["cat", "dog"])
+    make("photos", 2, classes=["owl"])
+    main("--data_dir photos --max_steps 1 --out_dir a")
+    out = capsys.readouterr().out
+    assert "class owl has too few images" in out and "last.pt is reported" in out
+    assert "keep_best=False" in out and "test accuracy" in out and not Path("a/best.pt").exists()
+    assert "cat 9 + 1, dog 9 + 1, owl 1 + 1" in out
+
+
+def test_resumed_run_keeps_the_chosen_flags():
     make("photos", 10)
     main("--data_dir photos --max_steps 1 --out_dir a")
     first = common.load("a")["args"]
@@ -83,39 +176,75 @@ def test_a_stopped_run_on_a_folder_goes_on_with_what_was_chosen():
     assert {**again["args"], "resume": None, "max_steps": 1, "out_dir": "a"} == first
 
 
-def test_a_folder_that_cannot_be_trained_on_is_named_in_one_line():
+def test_folders_without_a_training_are_one_line():
     make("one", 2, classes=["cat"])
-    for name in ("broken", "other/train", "val_only/val"):
+    make("single", 1)
+    for name in ("broken", "other/train", "val_only/val", "no_val/train"):
         make(name, 4)
+    Path("no_val/val").mkdir()
     make("other/val", 1, classes=["cat", "dog", "cow"])
     for split in ("train", "val"):
         make(f"broken_val/{split}", 4)
     for path in (*Path("broken/dog").iterdir(), *Path("broken_val/val").rglob("*.png")):
         path.write_bytes(b"nothing")
     for folder, words in (("one", "one has 1"), ("broken", "dog"), ("other", "cow"),
-                          ("broken_val", "can be read in broken_val/val to test on"),
-                          ("val_only", "of cat can be read in val_only/train")):
+                          ("single", "to evaluate on"), ("no_val", "no_val/val"),
+                          ("val_only", "class cat in val_only/train")):
         assert words in refused(train_cls, "--data_dir", [folder])
+    assert "in broken_val/val that can be read" in refused(train_cls, "--data_dir broken_val",
+                                                           "--no-keep_best")
+    assert "--holdout" in refused(train_cls, "--data_dir broken_val --holdout 3")
     assert not Path("out").exists()
 
 
-def test_hidden_folders_and_files_do_not_count_and_a_name_that_is_no_utf_8_does(capfd):
+def test_no_class_disappears_in_silence(capsys):
+    make("photos", 3)
+    make("photos/horse", 3, classes=["indoor"])             # a folder deeper
+    make("photos", 2, classes=["bird"])
+    for path in Path("photos/bird").iterdir():              # of another format
+        path.rename(path.with_suffix(".heic"))
+    Path("photos/fish").mkdir()                             # empty
+    make("photos/cat", 2, classes=["more"])                 # a part of a class
+    assert find_photos("photos")[0] == CLASSES
+    out = capsys.readouterr().out
+    for words in ("horse (it contains indoor)", "bird (it contains 0.heic", "fish (it contains no",
+                  "cat/more"):
+        assert words in out, words
+    make("deep/all", 3)
+    line = refused(train_cls, "--data_dir deep")
+    assert "deep has 0 folders" in line and "all (it contains cat" in capsys.readouterr().out
+
+
+def test_hidden_files_do_not_count():
     make("photos", 3)
     make("photos", 1, classes=[".ipynb_checkpoints", ".git"])
     Path("photos/cat/._0.png").write_bytes(b"")
-    odd = os.fsdecode(b"photos/cat/\xe9.png")
-    Path(odd).write_bytes(b"nothing")
     classes, files = find_photos("photos")
-    assert classes == CLASSES and len(files["train"]) == 10 and not files["val"]
-    assert len(load_photos("photos", "train", 32).labels) == 9
-    assert "cannot decode photos/cat/\\xe9.png" in "".join(capfd.readouterr())
+    assert classes == CLASSES and len(files["all"]) == 9
 
 
-def test_another_folder_is_evaluated_whole_or_its_val_folder(capsys):
+def test_names_that_are_not_utf_8_are_printed():
+    """In a process of its own, because pytest's captured output accepts more than a terminal."""
+    make("photos", 4)
+    os.rename("photos/owl", os.fsdecode(b"photos/\xfchu"))
+    Path(os.fsdecode(b"photos/cat/\xe9.png")).write_bytes(b"nothing")
+    Path(os.fsdecode(b"photos/cat/\xe9.heic")).write_bytes(b"nothing")
+    os.rename("photos", os.fsdecode(b"ph\xf6tos"))
+    done = subprocess.run(
+        [sys.executable, ROOT / "train_cls.py", "--data_dir", b"ph\xf6tos", "--max_steps", "1",
+         "--out_dir", "a", "--no-keep_best"], text=True, capture_output=True,
+        env={**os.environ, "LC_ALL": "C.UTF-8"})
+    assert done.returncode == 0, done.stderr
+    for words in ("cannot decode ph\\xf6tos/cat/\\xe9.png", "cat/\\xe9.heic", "\\xfchu"):
+        assert words in done.stdout, words
+    assert common.load("a")["classes"] == ["\\xfchu", "cat", "dog"]
+
+
+def test_another_folder_is_evaluated_whole(capsys):
     make("photos", 10)
     make("photos2", 4, classes=["bus", "car"])
-    trained = dict(data="folder", data_dir="photos", holdout=6)
-    assert len(evaluated("photos", **trained).labels) == 6 and not capsys.readouterr().out
+    trained = dict(data="folder", data_dir="photos", keep_best=True)
+    assert len(evaluated("photos", **trained).labels) == 3 and not capsys.readouterr().out
     other = evaluated("photos2", **trained)  # its classes are for the caller to judge
     assert len(other.labels) == 8 and other.classes == ["bus", "car"]
     assert "photos2" in capsys.readouterr().out
@@ -124,60 +253,26 @@ def test_another_folder_is_evaluated_whole_or_its_val_folder(capsys):
     assert len(evaluated("photos3", **trained).labels) == 9     # val/ alone is a folder
 
 
-def test_a_file_that_comes_or_goes_moves_no_other_out_of_training():
-    make("photos", 12)
-    for level, (path, _) in enumerate(find_photos("photos")[1]["train"]):
-        Image.new("RGB", (32, 32), (level,) * 3).save(path)
-
-    def held_out():
-        train, held = ({*load_photos("photos", split, 32, 6).images[:, 0, 0, 0].tolist()}
-                       for split in ("train", "test"))
-        assert not train & held and len(held) == 6
-        return held
-    before, (_, files) = held_out(), find_photos("photos")
-    hashes = [name_hash(os.path.relpath(path, "photos")) for path, _ in files["train"]]
-    assert before == {level for level, found in enumerate(hashes)           # two of each class
-                      if found <= sorted(hashes[level // 12 * 12:][:12])[1]}
-    os.remove(next(path for level, (path, _) in enumerate(find_photos("photos")[1]["train"])
-                   if level not in before))
-    assert held_out() == before
-    Image.new("RGB", (32, 32), (99,) * 3).save("photos/cat/new.png")
-    assert held_out() - before <= {99}                          # the new one, if any
-
-
-def test_a_fifth_of_each_class_is_held_out_at_least_one_and_never_all():
-    counts = dict(zebra=1, cat=2, dog=10, owl=40)
-    for name, count in counts.items():
-        make("photos", count, classes=[name])
-    files = find_photos("photos")[1]["train"]
-    assert fifth(files) == 0 + 1 + 2 + 8
-    held = load_photos("photos", "test", 32, 11)
-    assert held.labels.bincount(minlength=4).tolist() == [1, 2, 8, 0]       # cat, dog, owl, zebra
-    assert largest_share(held) == 100 * 8 / 11
-    assert len(load_photos("photos", "train", 32, 11).labels) == 53 - 11
-    few = load_photos("photos", "test", 32, 3).labels               # one of each comes first
-    assert few.bincount(minlength=4).tolist() == [1, 1, 1, 0]
-
-
-def test_what_is_chosen_is_what_no_flag_says():
+def test_only_open_flags_are_chosen():
     make("photos", 10)
-    open_, given = dict.fromkeys(("model", "image_size", "epochs", "pad")), dict(batch_size=7)
-    args = Namespace(data="folder", data_dir="photos", patch_size=2, holdout=3, **open_, **given)
-    chosen = choose(args)
-    assert chosen == dict(model="nano", image_size=32, epochs=9, pad=4)      # of 27 images
+    names = ("model", "image_size", "epochs", "pad", "keep_best")
+    args = Namespace(data="folder", data_dir="photos", patch_size=2, batch_size=7,
+                     **dict.fromkeys(names))
+    assert photo_flags(args) == dict(model="nano", image_size=32, epochs=9, pad=4,
+                                     keep_best=True)                        # of 24 images
     args.image_size = 48
-    assert choose(args)["pad"] == 6 and choose(Namespace(data="shapes")) == {}
-    vars(args).update(choose(args))
-    assert choose(args) == {}
+    assert photo_flags(args)["pad"] == 6
+    vars(args).update(photo_flags(args))
+    assert photo_flags(args) == {}
     make("split/train", 6, side=70)
     make("split/val", 2)
     args = Namespace(**{**dict.fromkeys(vars(args)), "data": "folder", "data_dir": "split"})
-    chosen = choose(args)
-    assert (chosen["image_size"], chosen["patch_size"], chosen["holdout"]) == (64, 8, 0)
+    chosen = photo_flags(args)
+    assert (chosen["image_size"], chosen["patch_size"], chosen["keep_best"]) == (64, 8, True)
 
 
 @pytest.mark.parametrize("kind", ["jpg", "png", "webp"])
-def test_a_phones_photo_is_upright_and_goes_with_its_upright_mask(kind):
+def test_phone_photos_and_their_masks_are_upright(kind):
     for part in ("images", "annotations"):
         Path("mine", part).mkdir(parents=True)
     upright = np.zeros((48, 32, 3), np.uint8)
@@ -197,24 +292,27 @@ def test_a_phones_photo_is_upright_and_goes_with_its_upright_mask(kind):
         assert torch.equal(label.bool(), torch.from_numpy(upright[..., 0]).bool())
 
 
-def test_the_recipe_follows_the_number_and_size_of_the_images():
-    assert [recipe(40, side)["image_size"] for side in (0, 30, 64, 500)] == [32, 32, 64, 96]
+def test_recipes_follow_number_and_size():
+    assert [photo_recipe(40, side)["image_size"] for side in (0, 30, 64, 500)] == [32, 32, 64, 96]
     # 1.8 sqrt n; 3,000 steps; 8
-    assert [recipe(n, 32)["epochs"] for n in (40, 200, 1000, 30000)] == [11, 25, 57, 8]
-    assert [recipe(n, 32)["batch_size"] for n in (9, 39, 40, 320)] == [2, 4, 8, 64]
-    assert folder_recipe(40, 64) == dict(size=64, patch_size=8, batch_size=8, epochs=400,
+    assert [photo_recipe(n, 32)["epochs"] for n in (40, 200, 1000, 30000)] == [11, 25, 57, 8]
+    assert [photo_recipe(n, 32)["batch_size"] for n in (9, 39, 40, 320)] == [2, 4, 8, 64]
+    assert mask_recipe(40, 64) == dict(size=64, patch_size=8, batch_size=8, epochs=400,
                                          eval_every=40)
-    assert [folder_recipe(n, 300)["epochs"] for n in (500, 9000)] == [48, 8]
+    assert [mask_recipe(n, 300)["epochs"] for n in (500, 9000)] == [48, 8]
     make("photos", 3, side=50)
-    assert median_side(find_photos("photos")[1]["train"]) == 51
+    assert median_side(find_photos("photos")[1]["all"]) == 51
+    for path in Path("photos").rglob("*.png"):
+        path.write_bytes(b"nothing")
+    assert median_side(find_photos("photos")[1]["all"]) == 0
 
 
-def test_of_a_photo_that_is_no_square_the_middle_is_taken():
+def test_middle_square_is_the_middle():
     image = torch.randint(0, 256, (3, 32, 64), dtype=torch.uint8)
-    assert torch.equal(square(image, 32), image[:, :, 16:48])
+    assert torch.equal(middle_square(image, 32), image[:, :, 16:48])
 
 
-def test_an_image_that_went_during_a_training_is_named():
+def test_vanished_images_are_named():
     masks("mine", [0, 1], n=2)
     labelled = own_folder("mine", "all", [0, 1], [])
     for i, path in enumerate(("images/00.jpg", "annotations/01.png")):
@@ -223,7 +321,7 @@ def test_an_image_that_went_during_a_training_is_named():
             labelled[i]
 
 
-def test_an_animated_gif_by_another_name_is_its_first_frame():
+def test_animated_gif_becomes_its_first_frame():
     frames = [Image.new("RGB", (40, 30), colour) for colour in ("red", "blue", "green")]
     frames[0].save("a.gif", save_all=True, append_images=frames[1:])
     image = decode(read_bytes("a.gif"), "a.jpg")
@@ -233,7 +331,7 @@ def test_an_animated_gif_by_another_name_is_its_first_frame():
 # --- masks ----------------------------------------------------------------------------------------
 
 def masks(root, values, n=20, mode="L"):
-    """n pairs whose annotations hold these values, in blocks."""
+    """n pairs whose annotations contain these values, in blocks."""
     for part in ("images", "annotations"):
         Path(root, part).mkdir(parents=True)
     for i in range(n):
@@ -251,11 +349,11 @@ def test_the_values_of_masks_are_their_classes(values, ignore, classes, label_25
     masks("mine", values)
     found, ignored = find_values("mine", ignore)
     assert found == classes
-    _, label = own_folder("mine", "training", found, ignored)[0]
+    _, label = own_folder("mine", "train", found, ignored)[0]
     assert sorted(label.unique().tolist()) == [*range(len(classes)), *[255] * label_255]
 
 
-def test_values_of_hardly_any_pixels_are_named_with_the_remedy(capsys):
+def test_rare_values_are_named_with_the_remedy(capsys):
     masks("soft", [0, 200])
     for i in range(20):
         label = np.array(Image.open(f"soft/annotations/{i:02}.png"))
@@ -266,13 +364,14 @@ def test_values_of_hardly_any_pixels_are_named_with_the_remedy(capsys):
     assert "20 of these values" in line and "50, 55" in line and "--ignore 255 50 55" in line
 
 
-def test_masks_of_one_bit_and_names_in_classes_txt():
+def test_one_bit_masks_and_classes_txt():
     masks("bits", [0, 255], mode="1")
     assert len(find_values("bits")[0]) == 2
     masks("mine", [0, 1, 2])
     Path("mine/classes.txt").write_text("floor\nwall\nlamp\nnever seen\n")
     values, ignore = find_values("mine")
-    assert values == [0, 1, 2, 3] and own_folder("mine", "all", values, ignore).classes[2] == "lamp"
+    assert values == [0, 1, 2, 3]
+    assert own_folder("mine", "train", values, ignore).classes[2] == "lamp"
     Path("mine/classes.txt").write_text("wall\nlamp\n")
     assert find_values("mine", [0]) == ([1, 2], [0])
     masks("one", [4])
@@ -281,43 +380,127 @@ def test_masks_of_one_bit_and_names_in_classes_txt():
             find_values(root)
 
 
-def test_a_folder_of_masks_needs_one_flag_and_its_checkpoint_says_which_images(capsys):
+def test_masks_need_one_flag(capsys):
     masks("mine", [0, 255])
     call(train_seg.main,
          "--data_dir mine --max_steps 2 --num_workers 0 --out_dir a")
     out, run = capsys.readouterr().out, common.load("a")
-    assert "2 classes" in out and "chosen for them: size=32" in out
-    assert run["classes"] == ["value 0", "value 255"]
-    val = views.load_split(Namespace(**run["args"]), "validation", run["args"])
-    assert len(val) == 4 and val.values == [0, 255] and run["metrics"]["classes"] == 2
+    for words in ("2 classes", "chosen for them: size=32", "validation mean IoU",
+                  "16 to train on, 2 to choose best.pt (validation), 2 to report"):
+        assert words in out, words
+    assert run["classes"] == ["value 0", "value 255"] and Path("a/best.pt").exists()
+    args = Namespace(**run["args"])
+    test = load_segmentation(args, "test", run["args"])
+    assert len(test) == 2 and test.values == [0, 255] and run["metrics"]["classes"] == 2
+    others = [pair for part in ("train", "val") for pair in load_segmentation(args, part).files]
+    assert len(others) == 18 and not {*others} & {*test.files}
     call(train_seg.main, "--resume a --max_steps 3")
-    elsewhere = views.load_split(Namespace(**run["args"]), "validation",
-                                        {**run["args"], "data_dir": "other"})
-    assert len(elsewhere) == 20  # nothing of another folder was held out
-    open_ = dict.fromkeys(("ignore", "size", "patch_size", "batch_size", "epochs", "eval_every"))
-    flags = Namespace(data="folder", data_dir="mine", backbone="vit.pt", **open_)
-    assert "patch_size" not in views.choose(flags)       # it is the backbone's
+    elsewhere = load_segmentation(args, "test", {**run["args"], "data_dir": "other"})
+    assert len(elsewhere) == 20                     # the network was not trained there
+    names = ("ignore", "size", "patch_size", "batch_size", "epochs", "eval_every", "keep_best")
+    flags = Namespace(data="folder", data_dir="mine", backbone="vit.pt", **dict.fromkeys(names))
+    assert "patch_size" not in mask_flags(flags)    # it is the backbone's
 
 
-def test_the_held_out_part_of_a_labelled_folder_stays_when_a_file_comes():
-    masks("mine", [0, 1], n=40)
-
-    def stems(split):
-        return [Path(image).stem for image, _ in own_folder("mine", split, [0, 1], []).files]
-    before = stems("validation")
-    assert before == sorted(sorted((f"{i:02}" for i in range(40)), key=name_hash)[:8])
-    for part, ending in (("images", "jpg"), ("annotations", "png")):
-        Image.new("L", (32, 32), 1).save(Path("mine", part, f"000.{ending}"))
-    assert len(set(stems("validation")) - {*before, "000"}) == 0
-    assert not set(stems("training")) & set(stems("validation")) and len(stems("all")) == 41
+def test_two_pairs_train_without_selection(capsys):
     masks("two", [0, 1], n=2)
-    assert len(own_folder("two", "validation", [0, 1], []).files) == 1
-    make_pairs("split")                                                     # by its folders
-    assert [len(own_folder("split", part, range(5), []).files)
-            for part in ("training", "validation", "all")] == [9, 5, 5]
+    call(train_seg.main, "--data_dir two --max_steps 1 --num_workers 0 --out_dir a")
+    out = capsys.readouterr().out
+    assert "last.pt is reported" in out and "test mean IoU" in out
+    masks("one", [0, 1], n=1)
+    assert "one has 1 pair" in refused(train_seg, "--data_dir one")
 
 
-def test_a_folder_of_masks_that_cannot_be_trained_on_gets_one_line():
+def test_every_listing_of_masks_follows_one_rule(capsys):
+    masks("mine", [0, 1], n=6)
+    for path in Path("mine/annotations").glob("*.png"):
+        path.rename(path.with_suffix(".PNG"))               # as Windows writes them
+    os.rename("mine/annotations/00.PNG", "linked.png")
+    os.symlink(os.path.abspath("linked.png"), "mine/annotations/00.png")
+    Path("mine/annotations/more").mkdir()                   # no value of these counts
+    Image.new("L", (40, 16), 77).save("mine/annotations/more/00.png")
+    Image.new("L", (40, 16), 78).save("mine/annotations/alone.png")
+    Path("mine/annotations/03.bmp").write_bytes(b"")
+    assert find_values("mine") == ([0, 1], [255]) and len(find_pairs("mine", False)["all"]) == 6
+    out = capsys.readouterr().out
+    assert "03.bmp, more" in out and "alone" in out and "6 annotations" in out
+    Image.new("RGB", (40, 16)).save("mine/images/03.webp")
+    with pytest.raises(InputError, match="03.jpg and 03.webp have the same name"):
+        find_values("mine")
+
+
+def grey_png(path, values, bits):
+    """A grey PNG of `bits` bits, which Pillow reads but does not write."""
+    packed = np.zeros((values.shape[0], values.shape[1] * bits // 8), np.uint8)
+    for k in range(8 // bits):
+        packed |= values[:, k::8 // bits] << (8 - bits - k * bits)
+    rows = b"".join(b"\0" + row.tobytes() for row in packed)
+    header = struct.pack(">IIBBBBB", values.shape[1], values.shape[0], bits, 0, 0, 0, 0)
+    file = b"\x89PNG\r\n\x1a\n"
+    for kind, content in ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")):
+        file += struct.pack(">I", len(content)) + kind + content
+        file += struct.pack(">I", zlib.crc32(kind + content))
+    Path(path).write_bytes(file)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_grey_masks_give_their_stored_values(bits):
+    values = np.arange(16, dtype=np.uint8).reshape(2, 8) % 2 ** bits
+    grey_png("a.png", values, bits)
+    assert read_annotation("a.png")[0].tolist() == values.tolist()
+
+
+def palette_png(path, values, palette):
+    image = Image.fromarray(values).convert("P")
+    image.putpalette(palette)
+    image.save(path)
+
+
+def test_palettes_must_agree_across_files():
+    colours = [0, 0, 0, 220, 40, 40, 40, 60, 220]
+    for root in ("agree", "differ"):
+        masks(root, [0, 1, 2], n=6)
+        for path in sorted(Path(root, "annotations").iterdir()):
+            palette_png(path, np.array(Image.open(path)), colours)
+    assert find_values("agree") == ([0, 1, 2], [255])
+    path, values = "differ/annotations/04.png", np.array(Image.open("differ/annotations/04.png"))
+    palette_png(path, values.clip(max=1), [*colours[:6], 9, 9, 9])      # not used: no difference
+    assert find_values("differ")[0] == [0, 1, 2]
+    palette_png(path, values, [*colours[:3], *colours[6:], *colours[3:6]])
+    for find in (find_values, lambda root: [*own_folder(root, "train", [0, 1, 2], [255])],
+                 lambda root: own_folder(root, "all", [0, 1, 2], [255])):
+        with pytest.raises(InputError, match=r"value 1 .*s/\d\d.png.*s/\d\d.png"):
+            find("differ")
+
+
+def test_mixed_meanings_of_255_need_a_flag():
+    """Half the masks have one bit (0 and 1), half of them 0 and 255."""
+    masks("mixed", [0, 1], n=6)
+    for i in range(3):
+        path = f"mixed/annotations/0{i}.png"
+        Image.fromarray(255 * np.array(Image.open(path))).save(path)
+    for find in (find_values, lambda root: own_folder(root, "all", [0, 1], [255])):
+        with pytest.raises(InputError, match="annotations/0[0-2].png.*annotations/0[3-5].png"):
+            find("mixed")
+    assert find_values("mixed", [255]) == ([0, 1], [255])
+    masks("white", [0, 255], n=6)                       # the network has 0 and 1
+    with pytest.raises(InputError, match="white.*values \\[0, 255\\]"):
+        own_folder("white", "all", [0, 1], [255])
+
+
+def test_classes_txt_needs_utf_8():
+    masks("mine", [0, 1, 2])
+    for encoding in ("latin-1", "utf-16"):
+        Path("mine/classes.txt").write_bytes("Boden\nWürfel\nKreis\n".encode(encoding))
+        assert "classes.txt is not UTF-8" in refused(train_seg, "--data_dir mine")
+    for encoding in ("utf-8", "utf-8-sig"):
+        Path("mine/classes.txt").write_bytes("Boden\r\nWürfel\r\nKreis".encode(encoding))
+        assert own_folder("mine", "all", [0, 1, 2], [255]).classes == ["Boden", "Würfel", "Kreis"]
+    with pytest.raises(InputError, match="classes.txt lists 3 classes, expected 2"):
+        own_folder("mine", "all", [0, 1], [255])
+
+
+def test_masks_without_a_training_are_one_line():
     masks("mine", [0, 1])
     assert "--data_dir" in refused(train_seg, "--data folder")
     Image.new("RGB", (40, 40)).save("mine/annotations/03.png")
@@ -325,3 +508,8 @@ def test_a_folder_of_masks_that_cannot_be_trained_on_gets_one_line():
     for path in Path("mine/images").iterdir():
         path.rename(path.with_stem(f"other_{path.stem}"))
     assert "mine/annotations" in refused(train_seg, "--data_dir mine")
+    masks("split/training", [0, 1])
+    for part in ("images", "annotations"):                  # no validation/
+        Path("split2", part).mkdir(parents=True)
+        Path("split/training", part).rename(Path("split2", part, "training"))
+    assert "split2/images/validation" in refused(train_seg, "--data_dir split2")

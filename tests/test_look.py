@@ -12,7 +12,7 @@ import common
 import look
 from conftest import ROOT
 from attention import SelfAttention, softmax_attention
-from data.photos import load_photos, square
+from data.photos import load_photos, middle_square
 from data.shapes import SHAPES, load_shapes
 from fan import FAN, FANConfig
 from vit import ViT, ViTConfig
@@ -108,7 +108,7 @@ def test_each_tile_is_of_its_own_layer_and_step(run, classifier, tmp_path):
 def test_a_large_picture_is_averaged_when_it_gets_small():
     """Black and white columns of a pixel each become grey, not the one or the other."""
     stripes = (torch.arange(96) % 2 * 255).byte().expand(3, 96, 96)
-    assert (square(stripes, 32)[..., 4:-4] / 255 - 0.5).abs().max() < 0.2
+    assert (middle_square(stripes, 32)[..., 4:-4] / 255 - 0.5).abs().max() < 0.2
 
 
 def test_a_folder_becomes_a_table_of_the_chances_that_an_evaluation_sees(run, classifier, tmp_path):
@@ -120,7 +120,7 @@ def test_a_folder_becomes_a_table_of_the_chances_that_an_evaluation_sees(run, cl
         Image.fromarray(pixels.byte().numpy()).save(folder / name / "0.PNG")
     (folder / "b" / "1.jpg").write_text("no image")
     (folder / "notes.txt").write_text("no image")
-    images = load_photos(folder, "test", 32).images                 # of both: nothing is held out
+    images = load_photos(folder, "all", 32).images                 # of both: nothing is held out
     expected = sorted(f"{c:.4f}" for c in model(images / 255).softmax(1).amax(1).tolist())
     result = run("--ckpt", path, "--image", folder, "--out", tmp_path / "look.csv")
     header, *rows = csv.reader(open(tmp_path / "look.csv", newline=""))
@@ -150,7 +150,7 @@ def test_bad_input_is_refused_in_one_line(run, classifier, tmp_path):
     save(tmp_path / "fan.pt", fan)
     save(tmp_path / "words.pt", fan, task="language modelling", classes=None)
     for flags, word in ((("--image", text), "text.jpg"),
-                        (("--image", tmp_path / "lost.jpg"), "no file"),
+                        (("--image", tmp_path / "lost.jpg"), "not found: "),
                         (("--image", tmp_path), "no image that can be read"),
                         (("--ckpt", tmp_path / "fan.pt"), "is a FAN"),
                         (("--ckpt", tmp_path / "words.pt"), "names no classes"),

@@ -1,4 +1,4 @@
-"""Runs with every flag away from its default equal plain loops of timm's and torch's own parts."""
+"""Runs with no flag at its default equal plain loops that use timm's and torch's parts."""
 
 import math
 from functools import partial
@@ -16,7 +16,7 @@ import train_cls
 import train_lm
 import train_seg
 from attention import key_statistics
-from data import augment, randaugment, rng
+from data import augment, rng
 from data.masks import ade20k
 from data.rng import epoch_order, uniform
 from data.views import TrainingViews, finish_views
@@ -45,14 +45,14 @@ def order_of(f, n, step):
 
 
 def augmented(f, images, position):
-    """Shift, flip, RandAugment, erase: the operations have tests of their own."""
+    """Shift, flip, RandAugment, erase: other tests check the operations."""
     def draw(n, purpose):
         return uniform(position, n, f.seed, purpose)
     images = augment.random_crop(images, draw(2, rng.SHIFT), f.pad)
     images = torch.where(draw(1, rng.FLIP).view(-1, 1, 1, 1) < 0.5, images.flip(3), images)
-    images = randaugment.rand_augment(images, draw(4 * f.num_ops, rng.RAND_AUGMENT))
-    u = draw(randaugment.ERASE_COLUMNS, rng.ERASE)
-    return randaugment.random_erase(images / 255, u, position, f.seed, prob=f.erase)
+    images = augment.rand_augment(images, draw(4 * f.num_ops, rng.RAND_AUGMENT))
+    u = draw(augment.ERASE_COLUMNS, rng.ERASE)
+    return augment.random_erase(images / 255, u, position, f.seed, prob=f.erase)
 
 
 def mixed(f, images, labels, num_classes, step):
@@ -110,7 +110,7 @@ def plain_loop(f, all_images, all_labels, test, model):
         index = order_of(f, len(all_labels), step)
         images = augmented(f, all_images[index], position)
         images, targets = mixed(f, images, all_labels[index], 10, step)
-        torch.manual_seed(hash((f.seed, step, 0)) % 2 ** 63)            # drop-path masks
+        torch.manual_seed(rng.seed_from(f.seed, rng.DROPOUT, step, 0))            # drop-path masks
         loss = SoftTargetCrossEntropy()(model(images), targets)
         norm = update(model, loss, optimizer, f.clip)
         average.update(model, step + 1)
@@ -141,7 +141,7 @@ MICRO = dict(embed_dim=96, depth=6, num_heads=3, rpc_layers=(1, 3), drop_path=0.
 
 
 def assert_close(row, expected):
-    """A row of the log beside the loop's, numbers within float noise; lists are rounded."""
+    """Compare a row of the log with the loop's, up to rounding."""
     assert set(row) == set(expected)
     for key, value in expected.items():
         if isinstance(value, dict):
@@ -196,7 +196,7 @@ def test_a_language_model_run_equals_the_plain_loop(alone):
         lr = f.lr * (step + 1) / 4 if step < 3 else f.lr * (1 + math.cos(math.pi * step / 20)) / 2
         optimizer.param_groups[0]["lr"] = lr
         windows = random_windows(corpus.train, step, 6, 12, f.seed)
-        torch.manual_seed(hash((f.seed, step, 0)) % 2 ** 63)            # dropout masks
+        torch.manual_seed(rng.seed_from(f.seed, rng.DROPOUT, step, 0))            # dropout masks
         log_probs = model.log_probs(model.hidden(windows[:, :-1]))
         loss = -log_probs.gather(2, windows[:, 1:, None]).mean()
         norm = update(model, loss, optimizer, f.clip)
@@ -210,7 +210,7 @@ def test_a_language_model_run_equals_the_plain_loop(alone):
 
 @pytest.mark.parametrize("data", ["camvid", "ade20k"])
 def test_a_segmentation_run_equals_the_plain_loop(alone, data):
-    """The first steps. Views have tests of their own; ade20k's recipe is SGD, the others AdamW."""
+    """The first steps. Other tests check views; ade20k's recipe uses SGD, camvid's AdamW."""
     make_pairs()
     f = dict(data=data, data_dir="pairs", num_classes=4, model="micro", patch_size=8,
              attn="sym_asym", decoder_attn="symmetric", rpc_layers="1,3", n_iter=3, lambd=0.3,
@@ -237,7 +237,7 @@ def test_a_segmentation_run_equals_the_plain_loop(alone, data):
         images, labels = (torch.stack([sample[i] for sample in batch]) for i in (0, 1))
         place = [torch.tensor([sample[2][i] for sample in batch]) for i in (1, 2, 0)]
         images = finish_views(images, *place, f.seed, model.encoder.mean)
-        torch.manual_seed(hash((f.seed, step, 0)) % 2 ** 63)            # the masks
+        torch.manual_seed(rng.seed_from(f.seed, rng.DROPOUT, step, 0))            # the masks
         loss = F.cross_entropy(model(images), labels.long(), ignore_index=255)
         norm = update(model, loss, optimizer, f.clip)
         assert row["loss"] == pytest.approx(loss.item(), rel=1e-3 if step else 1e-5)

@@ -1,9 +1,10 @@
-"""What --data selects, and what docs/data.md says for other models, is what the papers say."""
+"""Recipes that --data selects, and commands in docs/data.md, have the papers' settings."""
 
 import re
 import shlex
 from functools import partial
 from pathlib import Path
+from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import train_cls
 import train_lm
 import train_seg
 from conftest import ROOT
-from runs import call
+from runs import call, refused
 
 pytestmark = pytest.mark.usefixtures("alone")
 SCRIPTS = {"train_cls.py": train_cls, "train_lm.py": train_lm, "train_seg.py": train_seg}
@@ -35,7 +36,8 @@ RECIPES = {
              lr=2.5e-4, warmup=2000, eval_every=4000),
     "train_seg.py --data ade20k":
         dict(OURS, min_lr=1e-5, dropout=0.1, patch_size=16, model="tiny", lr=1e-3, weight_decay=0,
-             clip=0, drop_path=0.1, size=512, num_classes=150, epochs=64, batch_size=8),
+             optimizer="sgd", clip=0, drop_path=0.1, size=512, num_classes=150, epochs=64,
+             batch_size=8),
 }
 
 
@@ -53,7 +55,7 @@ def flags_of(script, words):
 
 @pytest.mark.parametrize("command", RECIPES)
 def test_recipes_are_the_papers(command):
-    """Those that need more flags than --data and --model are a line of docs/data.md."""
+    """A recipe with more flags than --data and --model is a line of docs/data.md."""
     script, *words = command.split()
     if words[-1].startswith("fan"):
         words = next(line[1:] for line in commands() if words[-1] in line)
@@ -64,7 +66,7 @@ def test_recipes_are_the_papers(command):
     assert not wrong.keys() - {"attn"}, wrong
 
 
-def test_every_command_of_the_papers_runs_is_understood():
+def test_commands_of_the_papers_runs_parse():
     for script, *words in commands():
         if "--init_from" not in words:                              # a file that nobody has yet
             assert flags_of(script, words)["data"] in ("imagenet", "wikitext103", "ade20k")
@@ -72,16 +74,16 @@ def test_every_command_of_the_papers_runs_is_understood():
 
 
 @pytest.mark.parametrize("script, recipe, shown", [
-    ("train_cls.py", "imagenet", "falls until then (default: 300)"),
-    ("train_lm.py", "wikitext103", "the cosine ends there (default: 500000)"),
-    ("train_seg.py", "ade20k", "the schedule ends there (default: 64)")])
+    ("train_cls.py", "imagenet", "the whole schedule (default: 300)"),
+    ("train_lm.py", "wikitext103", "the whole schedule (default: 500000)"),
+    ("train_seg.py", "ade20k", "the whole schedule (default: 64)")])
 def test_help_prints_the_recipe(script, recipe, shown, capsys):
     with pytest.raises(SystemExit):
         call(SCRIPTS[script].get_args, "--help --data", recipe)
     assert shown in " ".join(capsys.readouterr().out.split())
 
 
-def test_download_reaches_torchvision_and_nothing_is_fetched_without_it(monkeypatch):
+def test_download_flag_reaches_torchvision(monkeypatch):
     asked = []
 
     class CIFAR10:
@@ -102,3 +104,12 @@ def test_download_reaches_torchvision_and_nothing_is_fetched_without_it(monkeypa
     monkeypatch.setenv("WORLD_SIZE", "2")                           # no two processes fetch
     with pytest.raises(common.InputError, match="--download is for one process"):
         run(download=True, out_dir="two")
+
+
+def test_failed_download_is_one_line(monkeypatch):
+    class CIFAR10:
+        def __init__(self, folder, train, download):
+            raise URLError("Name or service not known")
+    monkeypatch.setattr("torchvision.datasets.CIFAR10", CIFAR10)
+    line = refused(train_cls, "--data cifar10 --data_dir files --download")
+    assert "--data_dir files" in line and "Name or service not known" in line

@@ -5,10 +5,10 @@ import math
 import torch
 
 from data import rng
-from data.rng import uniform
+from data.rng import DROPOUT, seed_from, uniform
 
 
-def test_numbers_are_uniform_and_those_of_columns_neighbours_and_keys_independent():
+def test_numbers_are_uniform_and_independent():
     """Every bound is five standard deviations."""
     index = torch.arange(20_000)
     u = uniform(index, 12, 3, 1)
@@ -37,12 +37,21 @@ def test_numbers_do_not_change_between_versions():
     assert got == [[7081562, 14558248], [100576, 14437633], [1565904, 1843712]]
 
 
-def test_purposes_of_random_numbers_do_not_change_and_no_two_are_the_same():
-    """But for places of patches, which share theirs with texts, and no sample with them."""
+def test_purposes_are_pinned_and_distinct():
+    """Except PATCH_PLACES, which shares its number with texts, because no sample has both."""
     purposes = {name: value for name, value in vars(rng).items() if name.isupper()}
     assert purposes == dict(
         SCENE=10, SCENE_NOISE=11, RANDOM_CROP=12, SHIFT=20, FLIP=21, RAND_AUGMENT=22, ERASE=23,
         ERASE_NOISE=24, VIEW=30, DISTORT=31, START=40, SIGNS=41, NOISE=42, APGD=43, SQUARE=44,
-        FROST=50, CORRUPTION=51, TEXT_WINDOW=70, PATCH_PLACES=70, PATCH_VALUES=71, ADVERSARIAL=90)
+        FROST_NOISE=50, CORRUPTION=51, TEXT_WINDOW=70, PATCH_PLACES=70, PATCH_VALUES=71, DROPOUT=80,
+        ADVERSARIAL=90)
     every = [*purposes.values(), *(rng.CORRUPTION + i for i in range(1, 15))]
     assert len({*every}) == len(every) - 1
+
+
+def test_seeds_of_steps_are_pinned_and_distinct():
+    """A resumed run needs the same seeds in every Python."""
+    assert seed_from(0, DROPOUT, 1, 2) == 99077802358830
+    seeds = {seed_from(seed, DROPOUT, step, rank) for seed in (0, 1, 2 ** 31 - 1)
+             for step in range(100) for rank in range(4)}
+    assert len(seeds) == 1200 and 0 <= min(seeds) and max(seeds) < 2 ** 48

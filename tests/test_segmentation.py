@@ -15,11 +15,11 @@ from data.distort import COLUMNS, distort, scale_and_shift, scale_hsv
 from common import InputError
 from data.masks import CAMVID_CLASSES, ade20k
 from data.rng import DISTORT, VIEW, uniform
-from data.views import (VIEW_COLUMNS, TrainingViews, finish_views, load_split, palette,
-                               save_pictures, training_view, varied)
 from data.shapes import load_shapes
+from data.views import (VIEW_COLUMNS, TrainingViews, finish_views, load_segmentation, palette,
+                        resize, resized, save_pictures, training_view, varied)
 from runs import make_pairs
-from segmenter import SegmenterConfig, resize, resized
+from segmenter import SegmenterConfig
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def planes(x):
 
 # --- the transforms are the reference's -----------------------------------------------------------
 
-def test_labels_shift_by_one_and_unlabelled_pixels_are_ignored(golden, root):
+def test_labels_shift_and_unlabelled_pixels_are_ignored(golden, root):
     g = golden("seg_transforms")
     tree = ade20k(root, "training", 4)
     tree.label_of = ade20k(root, "training", 150).label_of
@@ -43,7 +43,7 @@ def test_labels_shift_by_one_and_unlabelled_pixels_are_ignored(golden, root):
     assert torch.equal(tree.label_of[g["label_raw"].long()], g["label_reduced"])
 
 
-def test_sizes_follow_the_references_rule_and_the_models(golden, monkeypatch):
+def test_sizes_follow_the_references_rule(golden, monkeypatch):
     asked = []
     monkeypatch.setattr(views, "resize", lambda image, size: asked.append(size) or
                         image.new_zeros(3, *size))
@@ -55,7 +55,7 @@ def test_sizes_follow_the_references_rule_and_the_models(golden, monkeypatch):
         assert asked.pop() == tuple(new)
 
 
-def test_resizing_agrees_with_opencv_within_a_level_and_its_labels_exactly(golden):
+def test_resizing_agrees_with_opencv(golden):
     g = golden("seg_transforms")
     H, W = g["resized_label"].shape
     small = resize(planes(g["rgb"]), (H, W))
@@ -82,7 +82,7 @@ def test_distortion_agrees_with_opencv(golden):
             assert difference.max() <= 1 and difference.mean() < 0.03
 
 
-def test_normalised_padding_is_exactly_zero_and_the_rest_is_the_references(golden):
+def test_normalised_padding_is_exactly_zero(golden):
     g = golden("seg_transforms")
     mean, std = (g[name].float().view(3, 1, 1) / 255 for name in ("norm_mean", "norm_std"))
     config = SegmenterConfig(4)
@@ -108,7 +108,7 @@ def test_contrast_comes_second_or_last():
     assert distort(pink, last).flatten().tolist() == [255, 120, 120]
 
 
-def test_a_distortion_happens_below_one_half_and_reaches_its_bounds():
+def test_distortions_reach_their_bounds():
     pink = torch.tensor([200, 120, 120], dtype=torch.uint8).view(1, 3, 1, 1).expand(2, 3, 1, 1)
     for column, value, *expected in ((0, 0.0, 168, 88, 88), (0, 1.0, 232, 152, 152),
                                      (2, 0.0, 100, 60, 60), (2, 1.0, 255, 180, 180),
@@ -123,7 +123,7 @@ def test_a_distortion_happens_below_one_half_and_reaches_its_bounds():
 
 # --- the crop -------------------------------------------------------------------------------------
 
-def test_a_crop_needs_two_classes_and_none_with_three_quarters():
+def test_varied_crops_have_two_classes():
     def label(*counts):
         return torch.cat([torch.full((n,), k, dtype=torch.uint8) for k, n in counts]).view(1, -1)
     assert varied(label((0, 74), (1, 26))) and not varied(label((0, 75), (1, 25)))
@@ -131,7 +131,7 @@ def test_a_crop_needs_two_classes_and_none_with_three_quarters():
     assert varied(label((3, 50), (4, 40), (255, 900))) and not varied(label((255, 9)))
 
 
-def test_dull_crops_are_drawn_again_up_to_ten_times():
+def test_dull_crops_are_drawn_again():
     label = torch.zeros(40, 160, dtype=torch.uint8)
     label[:20, 80:] = 1  # left of column 80: one class
     image = label.expand(3, -1, -1)
@@ -172,16 +172,17 @@ def test_a_view_is_what_its_numbers_say():
 
 # --- samples --------------------------------------------------------------------------------------
 
-def test_scenes_are_labelled_in_every_pixel_and_background_is_class_0():
+def test_scenes_are_labelled_in_every_pixel():
     flags = Namespace(data="shapes", num_images=20, size=24)
-    train, val = (load_split(flags, split) for split in ("training", "validation"))
+    train, val, test = (load_segmentation(flags, part) for part in ("train", "val", "test"))
     scenes = load_shapes("train", 20, 24)
     assert len(train) == 20 and train.classes == ["background", *scenes.classes]
     assert all(map(torch.equal, train[3], (scenes.images[3], scenes.masks[3])))
-    assert torch.equal(val.images, load_shapes("test", 2, 24).images)
+    assert torch.equal(test.images, load_shapes("test", 2, 24).images)
+    assert torch.equal(val.images, load_shapes("val", 2, 24).images)
 
 
-def test_an_annotation_with_a_palette_holds_class_numbers_and_a_grey_image_is_rgb(root):
+def test_palettes_hold_class_numbers_grey_becomes_rgb(root):
     label = np.zeros((20, 30), np.uint8)
     label[:10] = 2
     Image.fromarray(label * 50).save(root / "images" / "training" / "0.png")
@@ -194,8 +195,10 @@ def test_an_annotation_with_a_palette_holds_class_numbers_and_a_grey_image_is_rg
 
 
 def test_class_names_come_from_the_folder(root):
-    assert ade20k(root, "training", 11).classes == CAMVID_CLASSES
-    assert ade20k(root, "training", 4).classes[3] == "class 3"
+    flags = Namespace(data="camvid", data_dir=root, num_classes=11, keep_best=False)
+    assert load_segmentation(flags, "test").classes == CAMVID_CLASSES
+    flags.data = "ade20k"                               # 11 classes of something else
+    assert load_segmentation(flags, "test").classes == [f"class {k}" for k in range(11)]
     names = ["wall", "sky, air", *(f"thing {i}" for i in range(3, 151))]
     lines = ["Idx\tRatio\tTrain\tVal\tName", *(f"0\t0.1\t5\t2\t{name}" for name in names), ""]
     (root / "objectInfo150.txt").write_text("\n".join(lines))
@@ -220,13 +223,13 @@ def test_a_picture_is_drawn_with_its_legend(root, tmp_path):
 
 # --- folders that are not as they should be -------------------------------------------------------
 
-def test_what_is_wrong_with_a_folder_is_named(root, capsys):
+def test_faults_of_a_folder_are_named(root, capsys):
     for folder, split, word in ((root / "nowhere", "training", "nowhere"), (root, "test", "test")):
         with pytest.raises(InputError, match=word):
             ade20k(folder, split, 4)
     (root / "annotations" / "training" / "2.png").unlink()
     assert len(ade20k(root, "training", 4)) == 8
-    assert "1 files have no partner, 2" in capsys.readouterr().out
+    assert "have no partner of their name, 2 among them" in capsys.readouterr().out
     (root / "classes.txt").write_bytes("a\r\nb\r\nc\r\nd\r\n".encode("utf-8-sig"))
     assert ade20k(root, "training").classes == ["a", "b", "c", "d"]
     with pytest.raises(InputError, match="--num_classes 5"):

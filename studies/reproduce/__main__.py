@@ -22,7 +22,6 @@ import common
 from studies.arms import call, into
 from studies.stats import spread
 from robust.corruptions import NAMES
-from robust import measures
 from robust.metrics import ALEXNET, mean_corruption_error
 
 FOLDER = Path(__file__).parent
@@ -133,7 +132,7 @@ class Plan:
     def evaluate(self, arms, *words):
         """All of them on the same images; rows go to <out>/rows_<task>."""
         task = arms[0].split("_")[0] if arms[0].startswith(("seg_", "lm_")) else "vit"
-        self.add("eval_robust.py", "--out_dir", self.out / f"rows_{task}", "--resume", *words,
+        self.add("eval_robust.py", "--out_dir", self.out / f"rows_{task}", *words,
                  "--ckpt", *(self.out / f"{arm}_s{seed}" for arm in arms
                              for seed in self.args.seeds))
 
@@ -175,8 +174,6 @@ def read(folder):
         for row in common.read_log(path):
             name = Path(row.get("checkpoint") or path.parent).name
             arm, _, seed = name.rpartition("_s")
-            if "measure" in row:
-                row["measure"], row["setting"] = measures.parts(row["measure"])
             rows[arm, seed].append(row)
     return rows
 
@@ -184,16 +181,16 @@ def read(folder):
 def ours(rows, table, column):
     """The number of one run for a column of the paper's table, or None."""
     def of(measure):
-        return [r for r in rows if r.get("measure") == measure]
+        return [r for r in rows if r.get("name") == measure]
 
     if table == "appE1":
         last = [r["eval"] for r in rows if "eval" in r][-1:]
         return last[0][{"top-1": "top1", "loss": "loss"}[column]] if last else None
     if table == "table3":
         kind, split = ["sliding", *column.split()][-2:]
-        return next((r[kind] for r in of("perplexity") if r["setting"]["split"] == split), None)
+        return next((r[kind] for r in of("perplexity") if r["settings"]["split"] == split), None)
 
-    corrupted = {r["setting"]["type"]: r for r in of("corruptions")}
+    corrupted = {r["settings"]["type"]: r for r in of("corruptions")}
     measure, field = PLAIN.get(column, ("", ""))
     if measure == "corruptions" or column in ("IN-C", "mCE"):
         return of_all_corruptions(corrupted, column, field or "top1")
@@ -209,13 +206,13 @@ def ours(rows, table, column):
         if field == "top-1":
             return top1
         return (100 - top1) / ALEXNET[kind] if as_alexnet(corrupted[kind]) else None
-    attacked = sorted(of(kind), key=lambda r: measures.number(r["setting"].get("eps", "0")))
+    attacked = sorted(of(kind), key=lambda r: r["settings"].get("eps", 0))
     return attacked[-1][field.replace("-", "")] if attacked else None
 
 
 def as_alexnet(row):
     """Is it of what AlexNet's errors are of: ImageNet, all five severities?"""
-    return row["imagenet1k"] and row["setting"]["severities"] == "1,2,3,4,5"
+    return row["imagenet1k"] and row["settings"]["severities"] == [1, 2, 3, 4, 5]
 
 
 def of_all_corruptions(corrupted, column, field):
