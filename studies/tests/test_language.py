@@ -48,6 +48,15 @@ def test_differences_are_paired_by_seed():
     assert d.n == 2 and d.mean == pytest.approx(-0.15)
 
 
+@pytest.mark.parametrize("gaps, outcome", [
+    ((-0.20, -0.21, -0.19), "better"), ((0.20, 0.21, 0.19), "worse"),
+    ((0.002, -0.002, 0.001), "equal"), ((-0.20, 0.21, 0.01), "open"), ((-0.20, -0.21), None)])
+def test_outcome_follows_the_plan(gaps, outcome):
+    rows = [row(name, seed, 4.0 + gap * (name == "rpc n4")) for seed, gap in enumerate(gaps)
+            for name in ("rpc n4", "symmetric")]
+    assert language.outcomes(rows, "pydoc").get(("rpc n4", "symmetric")) == outcome
+
+
 def test_attack_effect_excludes_swapped_targets():
     rows = [row("rpc n4", 0, 4.0, attacked=0.3), row("symmetric", 0, 4.0, attacked=0.1)]
     d = language.differences(rows, "pydoc", "attack effect")["rpc n4", "symmetric"]
