@@ -81,7 +81,7 @@ def steps_of(variant, text, costs):
     row = next((row for row in costs if row["text"] == text), None)
     if row is None:
         raise InputError(f"{RESULTS}/cost.jsonl has no row of {text}: run with --cost first")
-    return round(STEPS * row["ratio"]["rpc n4"] / row["ratio"][plain], -1)
+    return 10 * round(STEPS * row["ratio"]["rpc n4"] / row["ratio"][plain] / 10)
 
 
 # --- cost -----------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def test_equal_cost_steps_follow_measured_ratios():
     costs = [dict(text="pydoc", ratio={"symmetric": 1.0, "softmax": 0.8, "rpc n4": 1.6})]
     found = [language.steps_of(name, "pydoc", costs)
              for name in ("rpc n4", "symmetric, equal cost", "softmax, equal cost")]
-    assert found == [language.STEPS, 1.6 * language.STEPS, 2 * language.STEPS]
+    assert list(map(str, found)) == ["1000", "1600", "2000"]        # a flag of train_lm.py
     with pytest.raises(InputError, match="--cost"):
         language.steps_of("softmax, equal cost", "wikitext", costs)
 
