@@ -1,4 +1,4 @@
-"""What --data selects, and what docs/data.md says for other models, is what the papers say."""
+"""The recipes that --data selects, and the commands in docs/data.md, equal the papers' recipes."""
 
 import re
 import shlex
@@ -41,7 +41,7 @@ RECIPES = {
 
 
 def commands():
-    """The commands of docs/data.md's runs of the paper, each the words after torchrun's flags."""
+    """Return the paper's commands in docs/data.md, as lists of the words after torchrun's flags."""
     text = (ROOT / "docs/data.md").read_text().replace("\\\n", " ")
     found = re.findall(r"^torchrun .*?(train_\w+\.py .*)$", text, re.M)
     return [shlex.split(line, comments=True) for line in found if not line.endswith("...")]
@@ -54,7 +54,7 @@ def flags_of(script, words):
 
 @pytest.mark.parametrize("command", RECIPES)
 def test_recipes_are_the_papers(command):
-    """Those that need more flags than --data and --model are a line of docs/data.md."""
+    """docs/data.md has the command of a recipe that needs more flags than --data and --model."""
     script, *words = command.split()
     if words[-1].startswith("fan"):
         words = next(line[1:] for line in commands() if words[-1] in line)
