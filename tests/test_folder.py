@@ -232,12 +232,12 @@ def test_names_outside_utf_8_are_printed():
     os.rename("photos", os.fsdecode(b"ph\xf6tos"))
     done = subprocess.run(
         [sys.executable, ROOT / "train_cls.py", "--data_dir", b"ph\xf6tos", "--max_steps", "1",
-         "--out_dir", "a", "--no-keep_best"], text=True, capture_output=True,
+         "--out_dir", b"\xe4", "--no-keep_best"], text=True, capture_output=True,
         env={**os.environ, "LC_ALL": "C.UTF-8"})
     assert done.returncode == 0, done.stderr
     for words in ("cannot decode ph\\xf6tos/cat/\\xe9.png", "cat/\\xe9.heic", "\\xfchu"):
         assert words in done.stdout, words
-    assert common.load("a")["classes"] == ["\\xfchu", "cat", "dog"]
+    assert common.load(os.fsdecode(b"\xe4"))["classes"] == ["\\xfchu", "cat", "dog"]
 
 
 def test_another_folder_is_evaluated_whole(capsys):
