@@ -233,7 +233,7 @@ def test_names_outside_utf_8_are_printed():
     done = subprocess.run(
         [sys.executable, ROOT / "train_cls.py", "--data_dir", b"ph\xf6tos", "--max_steps", "1",
          "--out_dir", b"\xe4", "--no-keep_best"], text=True, capture_output=True,
-        env={**os.environ, "LC_ALL": "C.UTF-8"})
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"})
     assert done.returncode == 0, done.stderr
     for words in ("cannot decode ph\\xf6tos/cat/\\xe9.png", "cat/\\xe9.heic", "\\xfchu"):
         assert words in done.stdout, words
