@@ -1,92 +1,184 @@
-"""Read other people's weights: DeiT's and timm's ViTs, `NVlabs/FAN`, `rachtsy/KPCA_code`.
+"""Read checkpoints of other projects: DeiT and timm ViTs, `NVlabs/FAN`, `rachtsy/KPCA_code`.
 
-    notes = load_weights(model, common.load("deit_tiny_patch16_224.pth"), new_head=True)
-    config = ViTConfig(**foreign_settings(common.load("deit_tiny_patch16_224.pth")))
+    file = common.load("deit_tiny_patch16_224.pth")
+    model, settings, notes = foreign_vit(file)                      # to evaluate it
+    notes = load_weights(model, file, new_head=True)                # to fine-tune it
 
-RPC and symmetric attention share a state dict, so what a file says of its attention is compared
-with the model's; where it says nothing, the shapes of the weights decide.
+A file of weights does not store everything that its network computes: the number of heads, the
+epsilon of the norms and the normalisation of the pixels are missing. `foreign_vit` assumes the
+usual values, lists each assumption as a sentence, and has an argument that replaces it.
 """
 
 import math
 import re
 
-from common import InputError, load_known
-from vit import resize_pos_embed
+import torch
+
+from common import InputError, load_known, one_of
+from vit import ViT, ViTConfig, architecture, resize_pos_embed
+
+# Mean and standard deviation per channel that normalise pixels in [0, 1].
+NORMALIZE = dict(imagenet=dict(mean=ViTConfig.mean, std=ViTConfig.std),
+                 half=dict(mean=(0.5,) * 3, std=(0.5,) * 3))
+# Parts of a timm ViT outside its blocks that change its output and that vit.py does not have.
+UNKNOWN_PARTS = ("patch_embed.", "norm_pre.", "fc_norm.", "pre_logits.", "dist_token", "reg_token",
+                 "attn_pool.")
 
 
-def load_weights(model, checkpoint, new_head=False, mode="bicubic"):
-    """Load weights into a classifier. Returns what was adapted, in words.
+def foreign_vit(checkpoint, weights="model", num_heads=None, eps=None, normalize="imagenet",
+                image_size=None):
+    """Rebuild the ViT in a checkpoint of another project, to evaluate it.
 
-    checkpoint: of `common.load`: {"model" or "state_dict": weights, ...} or weights alone, with
-    timm's names, into a FAN those of `NVlabs/FAN`; S of Scaled Attention is `attn.s`, as released.
-    What a file holds besides is named and left out: `common.load_known`. A ViT's positions of
-    another image size are interpolated (mode: bicubic as DeiT, bilinear as Segmenter). new_head:
-    keep the model's own head when the classes differ (fine-tuning). Raises InputError if they do
-    not fit.
+    checkpoint: a dict from `common.load`. weights: "model", or "ema" for the average of the weights
+    over the training steps. num_heads, eps (of every LayerNorm), normalize (a key of `NORMALIZE`):
+    values that the file does not store. image_size: pixels; the positions are interpolated to it.
+
+    Returns:
+        the ViT in eval mode; it takes pixels in [0, 1]
+        dict(weights, num_heads, eps, normalize): the settings for a result row
+        a list of sentences, one per assumption
+    InputError if the file does not hold such weights.
+    """
+    one_of("normalize", normalize, NORMALIZE)
+    state, settings = find_weights(checkpoint, weights), foreign_settings(checkpoint, weights)
+    if "head.weight" not in state:
+        raise InputError("the file has no head.weight: a backbone without a head cannot classify")
+    notes = []
+    if num_heads is None:
+        notes.append(f"num_heads = {settings['num_heads']} is assumed: the width of the tokens, "
+                     f"{settings['embed_dim']}, divided by 64. The file does not store it.")
+    if eps is None:
+        notes.append(f"eps = {ViTConfig.eps:g} is assumed for LayerNorm. The file does not store "
+                     f"it.")
+    if normalize == "imagenet":
+        notes.append("normalize = imagenet is assumed for the pixels. The file does not store it.")
+    settings.update(num_heads=settings["num_heads"] if num_heads is None else num_heads,
+                    eps=ViTConfig.eps if eps is None else eps,
+                    image_size=image_size or trained_size(state))
+    config = ViTConfig(**settings, **NORMALIZE[normalize], num_classes=len(state["head.weight"]))
+    model = ViT(config)
+    notes += load_weights(model, checkpoint, weights=weights)
+    row = dict(weights=weights, num_heads=config.num_heads, eps=config.eps, normalize=normalize)
+    return model.eval(), row, notes
+
+
+def load_weights(model, checkpoint, new_head=False, mode="bicubic", weights="model"):
+    """Load the weights of a checkpoint into a classifier; return what was adapted, as sentences.
+
+    checkpoint: a dict from `common.load`, with timm's names, for a FAN with the names of
+    `NVlabs/FAN`. new_head: keep the model's own head if the number of classes differs, to
+    fine-tune. mode: interpolates the positions of another image size (bicubic in DeiT, bilinear in
+    Segmenter). weights: "model" or "ema". InputError if the weights do not fit the model.
     """
     c, own, notes = model.config, model.state_dict(), []
-    weights = weights_in(checkpoint)
-    theirs = released_attention(checkpoint.get("args"), c.depth)
-    ours = {name: getattr(c, name) for name in theirs}
-    if ours != theirs:                                  # its weights would load all the same
-        raise InputError(f"the file was trained with {theirs}, the model has {ours}")
-    drop_unused_queries(c, weights)
+    state = find_weights(checkpoint, weights)
 
-    # What another image size and other classes change.
-    positions, head = weights.get("pos_embed"), weights.get("head.weight")
+    # RPC and symmetric attention have the same weights, so compare the stored attention, too.
+    stored = released_attention(checkpoint.get("args"), c.depth)
+    ours = {name: getattr(c, name) for name in stored}
+    if ours != stored:
+        raise InputError(f"the file was trained with {stored}, but the model has {ours}")
+    drop_unused_queries(c, state)
+    unknown = [name for name in state if name not in own and name.startswith(UNKNOWN_PARTS)]
+    if unknown:
+        raise InputError(f"the file has {', '.join(unknown[:4])}, which this model does not "
+                         f"compute; expected a plain ViT with one class token")
+
+    # Adapt the positions to another image size, and the head to other classes.
+    positions, head = state.get("pos_embed"), state.get("head.weight")
     if positions is not None and "pos_embed" in own and positions.shape[1] != c.num_tokens:
-        side, was = c.image_size // c.patch_size, math.isqrt(positions.shape[1] - 1) * c.patch_size
-        notes.append(f"positions interpolated from {positions.shape[1]} to {c.num_tokens} tokens; "
-                     f"--image_size {was} is what they were trained for")
-        weights["pos_embed"] = resize_pos_embed(positions, (side, side), mode)
+        side = c.image_size // c.patch_size
+        trained = math.isqrt(positions.shape[1] - 1) * c.patch_size
+        notes.append(f"The positions are interpolated from {positions.shape[1]} to {c.num_tokens} "
+                     f"tokens; the file was trained with --image_size {trained}.")
+        state["pos_embed"] = resize_pos_embed(positions, (side, side), mode)
     if not c.num_classes:
-        weights = {name: w for name, w in weights.items() if not name.startswith("head.")}
+        state = {name: w for name, w in state.items() if not name.startswith("head.")}
     elif head is not None and head.shape != own["head.weight"].shape and new_head:
-        notes.append(f"new head for {c.num_classes} classes (the file has {len(head)})")
-        weights["head.weight"], weights["head.bias"] = own["head.weight"], own["head.bias"]
-    load_known(model, weights)
+        notes.append(f"The head for {c.num_classes} classes is new (the file's has {len(head)}).")
+        state["head.weight"], state["head.bias"] = own["head.weight"], own["head.bias"]
+    load_known(model, state)
     return notes
 
 
-def weights_in(checkpoint):
-    """Return the weights in a checkpoint, as a new dict, by the names that they have here."""
-    held = "model" if "model" in checkpoint else "state_dict"
-    weights = checkpoint.get(held, checkpoint)
-    return {re.sub(r"\.attn\.s$", ".attn.learned.s", name): w for name, w in weights.items()}
+# --- find the weights in a file -------------------------------------------------------------------
+
+def find_weights(checkpoint, weights="model"):
+    """Return the weights in a checkpoint as a new dict with the names that vit.py and fan.py use.
+
+    weights: "model", stored as "model", "state_dict" or alone; "ema", the average over the training
+    steps, stored as "model_ema", "state_dict_ema" or "ema". Wrappers put a prefix before each name
+    ("module.", "_orig_mod."); it is removed. InputError names the parts of a file without them.
+    """
+    def holds_weights(x):
+        return isinstance(x, dict) and any(torch.is_tensor(w) for w in x.values())
+
+    one_of("weights", weights, ("model", "ema"))
+    names = ("model", "state_dict") if weights == "model" else ("model_ema", "state_dict_ema",
+                                                                "ema")
+    alone = {"model": checkpoint} if holds_weights(checkpoint) else {}
+    state = next((x for x in map({**checkpoint, **alone}.get, names) if holds_weights(x)), None)
+    if state is None:
+        held = "weights alone" if alone else ", ".join(checkpoint) or "nothing"
+        raise InputError(f"the file has no weights named {' or '.join(names)}; it holds "
+                         f"{held:.200}")
+    prefixes = [name.removesuffix("cls_token") for name in state if name.endswith("cls_token")]
+    if len(prefixes) > 1:
+        raise InputError(f"the file holds several networks, {', '.join(prefixes)}; expected one")
+    state = {name.removeprefix("".join(prefixes)): w for name, w in state.items()}
+
+    # The released code keeps S of Scaled Attention in the attention layer itself.
+    return {re.sub(r"\.attn\.s$", ".attn.learned.s", name): w for name, w in state.items()}
 
 
-def drop_unused_queries(config, weights):
-    """Leave out what `rachtsy/KPCA-S` projects in layer 0 of Sym/Asym (App. E.9) and never uses."""
+def drop_unused_queries(config, state):
+    """Remove the queries that `rachtsy/KPCA-S` projects in its RPC layer of Sym/Asym (App. E.9)
+    and never uses."""
     for i in config.rpc_layers if config.attn == "sym_asym" else ():
         for name in (f"blocks.{i}.attn.qkv.{end}" for end in ("weight", "bias")):
-            if name in weights and len(weights[name]) == 3 * config.embed_dim:
-                weights[name] = weights[name][config.embed_dim:]            # rows q, k, v -> k, v
+            if name in state and len(state[name]) == 3 * config.embed_dim:
+                state[name] = state[name][config.embed_dim:]            # rows q, k, v -> k, v
 
 
-def flags_for(checkpoint, sizes):
-    """Return the flags of train_cls.py that a ViT's weights need: model, patch_size, image_size.
+# --- read the settings of a file ------------------------------------------------------------------
 
-    sizes: {name of --model: settings}, as vit.SIZES; model is left out if it is none of those. {}
-    for a FAN, a language model and foreign files without a ViT.
+def foreign_settings(checkpoint, weights="model"):
+    """Read the settings of the ViT in a foreign checkpoint: a dict of fields of ViTConfig.
+
+    Files of `rachtsy/KPCA_code` store their attention. Otherwise the shapes decide: 3C rows in qkv
+    belong to softmax attention (with a weight S: Scaled Attention), as in DeiT and timm. The heads
+    are assumed to be 64 wide. InputError if the file holds no ViT or an unknown attention.
     """
-    config = checkpoint.get("model_config")
-    if config is None:
-        try:
-            config = foreign_settings(checkpoint)
-        except InputError:
-            return {}
-        side = math.isqrt(weights_in(checkpoint)["pos_embed"].shape[1] - 1)
-        config["image_size"] = side * config["patch_size"]
-    if "cls_depth" in config or "patch_size" not in config:             # a FAN, no classifier
-        return {}
-    models = [name for name, size in sizes.items()
-              if all(size[key] == config[key] for key in ("embed_dim", "depth"))]
-    return dict({"model": name for name in models}, patch_size=config["patch_size"],
-                image_size=config["image_size"])
+    state = find_weights(checkpoint, weights)
+    names = ("pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight",
+             "blocks.0.attn.qkv.weight")
+    if not set(names) <= set(state):
+        raise InputError(f"not ViT weights: expected {', '.join(names)}, ..., got "
+                         f"{', '.join(list(state)[:4])}, ...")
+    patch, fc1, qkv = (state[name] for name in names[1:])
+    C, depth = len(patch), len({k.split(".")[1] for k in state if k.startswith("blocks.")})
+    attention = released_attention(checkpoint.get("args"), depth)
+    if not attention and len(qkv) == 3 * C:
+        S = state.get("blocks.0.attn.learned.s")
+        kind = "softmax" if S is None else "scaled_s" if S.ndim == 3 else "scaled_alpha"
+        attention = dict(attn=kind)
+    if not attention:
+        raise InputError("qkv has 2C rows, so the attention is symmetric or RPC; this file does "
+                         "not say which, nor n and lambda, and the weights do not tell them apart")
+    return dict(embed_dim=C, depth=depth, num_heads=max(1, C // 64), patch_size=patch.shape[-1],
+                mlp_ratio=len(fc1) / C, **attention)
+
+
+def trained_size(state):
+    """Return the image size in pixels that a ViT's positions and patches were trained for."""
+    return math.isqrt(state["pos_embed"].shape[1] - 1) * state["patch_embed.proj.weight"].shape[-1]
 
 
 def released_attention(args, depth):
-    """Read the attention in the args of a file of `rachtsy/KPCA_code`: as in ViTConfig, or {}."""
+    """Return the attention in `args` of a file of `rachtsy/KPCA_code` as fields of ViTConfig.
+
+    Returns {} for args without these fields.
+    """
     if not hasattr(args, "num_iter") or not hasattr(args, "lambd"):
         return {}
     if not getattr(args, "robust", False):
@@ -97,28 +189,23 @@ def released_attention(args, depth):
     return dict(attn="rpc", rpc_layers=layers, pap=pap)
 
 
-def foreign_settings(checkpoint):
-    """Read what a foreign file says of its ViT, as a dict of ViTConfig's names.
+def flags_for(checkpoint, sizes):
+    """Return flags of train_cls.py that fit a ViT's weights: model, patch_size, image_size.
 
-    Files of `rachtsy/KPCA_code` name their attention; the rest is read off the shapes: DeiT and
-    timm have softmax attention (3C rows in qkv; with S: Scaled Attention), heads of width 64.
-    InputError where it is neither.
+    sizes: {name of --model: settings}, as vit.SIZES; without a match `model` is left out. Returns
+    {} for every other checkpoint.
     """
-    weights = weights_in(checkpoint)
-    names = ("pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight",
-             "blocks.0.attn.qkv.weight")                            # timm's, as DeiT's
-    if not set(names) <= set(weights):
-        raise InputError(f"not ViT weights: expected {', '.join(names)}, ..., got "
-                         f"{', '.join(list(weights)[:4]) or 'nothing'}, ...")
-    patch, fc1, qkv = (weights[name] for name in names[1:])
-    C, depth = len(patch), len({k.split(".")[1] for k in weights if k.startswith("blocks.")})
-    attention = released_attention(checkpoint.get("args"), depth)
-    if not attention and len(qkv) == 3 * C:
-        S = weights.get("blocks.0.attn.learned.s")
-        kind = "softmax" if S is None else "scaled_s" if S.ndim == 3 else "scaled_alpha"
-        attention = dict(attn=kind)
-    if not attention:
-        raise InputError("a backbone with 2C rows in qkv is symmetric or RPC; this file does not "
-                         "say which, nor n and lambda, and the weights do not tell them apart")
-    return dict(embed_dim=C, depth=depth, num_heads=max(1, C // 64), patch_size=patch.shape[-1],
-                mlp_ratio=len(fc1) / C, **attention)
+    if "task" in checkpoint:                                            # written by our trainers
+        config = checkpoint["model_config"]
+        if checkpoint["task"] != "classification" or architecture(checkpoint) != "vit":
+            return {}
+    else:
+        try:
+            config = foreign_settings(checkpoint)
+        except InputError:                          # load_weights raises it again, with its reason
+            return {}
+        config["image_size"] = trained_size(find_weights(checkpoint))
+    models = [name for name, size in sizes.items()
+              if all(size[key] == config[key] for key in ("embed_dim", "depth"))]
+    return dict({"model": name for name in models}, patch_size=config["patch_size"],
+                image_size=config["image_size"])

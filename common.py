@@ -1,6 +1,7 @@
-"""What may be taken on trust: number types, one-line errors, the log, checkpoints, a table.
+"""Tools that every script uses: flags, one-line errors, the log, checkpoints, tables.
 
-Nothing of ours is imported here, so everything may import this.
+This file imports none of our modules, so every module can import it. A script imports it before
+torch, so that SPINS applies.
 """
 
 import argparse
@@ -8,23 +9,37 @@ import json
 import math
 import os
 import re
+import shlex
+import subprocess
 import sys
+import time
 from contextlib import contextmanager, suppress
 from dataclasses import fields
+from functools import cache, partial
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
+from urllib.error import URLError
 
-import torch
-from tqdm import tqdm
+# How many times a thread of PyTorch's OpenMP checks for new work before it sleeps. libgomp reads
+# the variable when torch is imported. With its default, threads that wait for each other take the
+# processor from the thread that works, if other programs run, too (docs/data.md has the speeds).
+SPINS = "10000"
+if "OMP_WAIT_POLICY" not in os.environ:                     # the user's own setting wins
+    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
 
 class InputError(ValueError):
-    """What the user's input got wrong: a flag, a path, a file's content. `run` shows one line."""
+    """An error in the user's input: a flag, a path or the content of a file. `run` prints it."""
 
 
 @contextmanager
 def error_prefix(what):
-    """Begin input errors within with `what`, the flag and the file they are about."""
+    """Prefix every InputError raised inside with `what` (the flag and its file)."""
     try:
         yield
     except InputError as e:
@@ -34,26 +49,41 @@ def error_prefix(what):
 def run(main):
     """Call a script's main(). An InputError becomes one line and exit code 1, Ctrl-C one and 130.
 
-    Every other exception is a bug, ours or of an edit, and keeps its traceback.
+    Every other exception is a bug, in our code or in your change, and keeps its traceback.
     """
     torch.set_flush_denormal(True)      # docs/data.md; threads and DataLoader workers inherit it
-    if hasattr(sys.stdout, "reconfigure"):                  # file names can be no UTF-8
-        sys.stdout.reconfigure(errors="backslashreplace")
+    for stream in (sys.stdout, sys.stderr):                     # a file name may not be UTF-8
+        with suppress(AttributeError):
+            stream.reconfigure(errors="backslashreplace")
+    rank = os.environ.get("RANK", "0")
     try:
         main()
     except KeyboardInterrupt:
-        print(f"\nstopped by Ctrl-C{go_on()}", file=sys.stderr)
+        if rank == "0":
+            print(f"\nstopped by Ctrl-C{go_on()}", file=sys.stderr)
         sys.exit(130)
-    except InputError as e:                                 # a worker's comes with its traceback
-        words = str(e).splitlines()[-1].removeprefix("common.InputError: ")
+    except InputError as e:
+        # If all processes find the error, rank 0 prints it, and torchrun ends the waiting ones. If
+        # one process alone finds it, for example a broken image, it prints the error itself.
+        if rank != "0":
+            time.sleep(WAIT)
+        words = str(e).splitlines()[-1].removeprefix("common.InputError: ")     # a worker's
         sys.exit(f"error: {words}{go_on()}")
 
 
+WAIT = 10                                                       # seconds
+
+
 def go_on():
-    """Say how to go on with the run that this process logs, if it has saved something."""
+    """Return words on how to continue the run of this process, if it has saved a checkpoint."""
     if Log.folder is None or not Path(Log.folder, "last.pt").exists():
         return ""
-    return f"; go on with: python {os.path.relpath(sys.argv[0])} --resume {Log.folder}"
+    return f"; go on with: {command(os.path.relpath(sys.argv[0]), '--resume', Log.folder)}"
+
+
+def command(script, *words):
+    """Return a command line to paste into a shell: names with spaces are quoted."""
+    return f"python {shlex.join(map(str, [script, *words]))}"
 
 
 def print0(*lines):
@@ -65,11 +95,15 @@ def print0(*lines):
 # --- flags ----------------------------------------------------------------------------------------
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Show the script's docstring as it is written, and the default of every flag."""
+    """Print the script's docstring unchanged, and defaults that the help text does not explain."""
+
+    def _get_help_string(self, action):
+        explained = action.default is None or action.default is False or "(default" in action.help
+        return action.help if explained else super()._get_help_string(action)
 
 
 def number(kind, low, high=1e30):
-    """Make a type for argparse: an int or float from low to high (float32 holds 1e30)."""
+    """Return a type for argparse: an int or float from low to high (1e30 fits in float32)."""
     def parse(text):
         value = kind(text)
         if not low <= value <= high:
@@ -82,10 +116,11 @@ def number(kind, low, high=1e30):
 
 COUNT, NATURAL = number(int, 1), number(int, 0)
 REAL, SHARE = number(float, 0), number(float, 0, 0.999999)
+SEED = number(int, 0, 2 ** 31 - 1)
 
 
 def device(name):
-    """Check the name of a device, a type for argparse: it has to be there."""
+    """Return the name of a device that this PyTorch can use; a type for argparse."""
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError, NotImplementedError):
@@ -94,15 +129,15 @@ def device(name):
 
 
 def one_of(name, value, known):
-    """Refuse a setting that has none of the known values."""
+    """Raise InputError unless `value` is one of `known`. name: the setting, for the message."""
     if value not in known:
-        own = ("; one of your own is entered in attention.ATTENTIONS first, as "
-               "studies.robust_attentions does") if name == "attn" else ""
+        own = ("; enter your own attention in attention.ATTENTIONS first, like "
+               "studies/robust_attentions.py") if name == "attn" else ""
         raise InputError(f"{name}={value!r}, expected one of {', '.join(sorted(set(known)))}{own}")
 
 
 def parse_layers(text, depth):
-    """Read "0", "all", "0,1,2" or "0-3": a tuple of layer indices."""
+    """Read "0", "all", "0,1,2" or "0-3" as a tuple of layers, 0 to depth - 1."""
     try:
         ends = [part.split("-") for part in text.replace("all", f"0-{depth - 1}").split(",")]
         layers = tuple(i for e in ends for i in range(int(e[0]), int(e[-1]) + 1))
@@ -113,25 +148,76 @@ def parse_layers(text, depth):
     raise InputError(f"--rpc_layers {text}: expected all, 0, 0,1 or 0-2 of layers 0 to {depth - 1}")
 
 
-# --- the log: a JSON object a line ----------------------------------------------------------------
+def resumed_run(parser, task):
+    """Read the flags given on the command line and the run that --resume names.
+
+    Returns (given, checkpoint, stored): a Namespace, the dict in last.pt and its flags; the two
+    dicts are empty without --resume. task: the name in the checkpoints of this script.
+    """
+    given = parser.parse_known_args()[0]
+    if not given.resume:
+        return given, {}, {}
+    checkpoint = load(Path(given.resume, "last.pt"))
+    if checkpoint.get("task") != task:
+        raise InputError(f"--resume {given.resume}: its task is {checkpoint.get('task')}, expected "
+                         f"{task}; resume it with the script that trained it")
+    # Flags that belong to one command or machine are not restored.
+    once = ("device", "download", "max_steps", "out_dir", "resume")
+    stored = {name: value for name, value in checkpoint["args"].items() if name not in once}
+    return given, checkpoint, stored
+
+
+def parse_flags(parser, recipe, stored, fixed=()):
+    """Parse the flags. Priority: command line, then the resumed run, then the recipe.
+
+    recipe, stored: dicts of flags, stored from `resumed_run`. fixed: flags that --resume cannot
+    change, in addition to --batch_size (a position in the data is stored in steps). Prints which
+    flags differ from the stored ones.
+    """
+    parser.set_defaults(**{**recipe, **stored})
+    parser.add_argument("-h", "--help", action="help", help="print this text and exit")
+    args = parser.parse_args()
+    changed = {name: getattr(args, name) for name in stored if getattr(args, name) != stored[name]}
+    for name in ("batch_size", *fixed):
+        if name in changed:
+            raise InputError(f"--resume cannot change --{name}: it was {stored[name]} and is "
+                             f"{changed[name]}; leave --{name} out, or start another run")
+    if changed:
+        print0(f"other flags: {changed}")
+    return args
+
+
+def run_folder(args, default):
+    """Return the run's folder: --resume, --out_dir or the default, which must hold no other run."""
+    if args.out_dir and args.resume:
+        raise InputError(f"--out_dir {args.out_dir} does not go with --resume, which continues in "
+                         f"its own folder; leave one of them out")
+    folder = args.resume or args.out_dir or default
+    if Path(folder, "last.pt").exists() and not args.resume:
+        raise InputError(f"{folder} holds a run: continue it with --resume {shlex.quote(folder)}, "
+                         f"or choose another --out_dir")
+    return folder
+
+
+# --- the log: one JSON object per line ------------------------------------------------------------
 
 class Log:
-    """A run's log.jsonl, locked by the process that trains there. Rows have a `step`."""
-    folder = None                           # of this process's run: an error says how to go on
+    """The log.jsonl of a run, locked by the process that trains. Every row has a `step`."""
+    folder = None                           # of this process's run, for `go_on`
 
     def __init__(self, folder, step):
-        """Make the folder or, behind `step`, cut the log of the run in it."""
+        """Create the folder, or cut the log in it after the rows up to `step`."""
         self.path = Path(folder, "log.jsonl")
         kept = sum(row["step"] <= step for row in read_log(self.path)) if step else 0
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.path, "a+")
-            with suppress(ImportError):                             # Windows has none
+            self.file = open(self.path, "a+", encoding="utf-8")
+            with suppress(ImportError):                             # not on Windows
                 import fcntl
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.file.seek(0)
             self.file.truncate(sum(len(line.encode()) for line in islice(self.file, kept)))
-            for leftover in self.path.parent.glob("*.tmp"):         # of a process that was killed
+            for leftover in self.path.parent.glob("*.tmp"):         # a killed process left it
                 leftover.unlink()
         except BlockingIOError:
             raise InputError(f"another process trains in {folder}") from None
@@ -140,7 +226,7 @@ class Log:
         Log.folder = folder
 
     def append(self, row):
-        """Write a row; InputError at a number that is not finite, or where the disk is full."""
+        """Write a row. InputError if a number is not finite, or if the disk is full."""
         for name, value in {**row, **row.get("eval", {})}.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise InputError(f"not finite at step {row['step']}: {name} {value}")
@@ -151,9 +237,9 @@ class Log:
 
 
 def read_log(path):
-    """Read the rows of a log: a list of dicts. The last line may be cut short by a kill.
+    """Return the rows of a log, a list of dicts; [] without a file.
 
-    InputError names a line within that is none, or half of one.
+    A kill may cut the last line short; it is left out. Any other broken line is an InputError.
     """
     rows, path = [], Path(path)
     lines = path.read_text("utf-8", "replace").split("\n") if path.exists() else []
@@ -161,16 +247,16 @@ def read_log(path):
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
-            if number < len(lines):                                 # a whole line ends in a newline
-                raise InputError(f"{path}, line {number} is not a row: delete that line and go on; "
-                                 f"it begins with {line[:40]!r}") from None
+            if number < len(lines):                                 # so the line is whole
+                raise InputError(f"{path}, line {number} is not a JSON object: {line[:40]!r}; "
+                                 f"delete that line, then resume") from None
     return rows
 
 
 def finite_means(pending, step):
-    """Average loss, gradient norm and what else the columns of (steps, n) hold; the last is `step`.
+    """Return the mean of each column of `pending`, (steps, n): loss, gradient norm, your numbers.
 
-    InputError names the first step with a number that is not finite.
+    step: the number of the last row. InputError at the first loss or norm that is not finite.
     """
     rows = pending.tolist()
     for i, (loss, norm, *_) in enumerate(rows, step - len(rows) + 1):
@@ -183,55 +269,77 @@ def finite_means(pending, step):
 
 
 def describe(device):
-    """Name the hardware, for logs: on another CPU the same seed takes another path."""
+    """Return the name of the hardware, for logs: other processors round differently."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    path = Path("/proc/cpuinfo")            # Linux; processors that differ may share their name
+    path = Path("/proc/cpuinfo")            # Linux; two processors may share a name
     cpu = dict(re.findall(r"(.+?)\s*: (.*)", path.read_text())) if path.exists() else {}
     words = {"model name": "", "cpu family": "family ", "model": "model "}
     name = " ".join(word + cpu[of] for of, word in words.items() if of in cpu)
     return ", ".join([device.type, *filter(None, [name]), f"{torch.get_num_threads()} threads"])
 
 
+@cache
+def code_version():
+    """Return {"commit": this code's commit or "no git", "torch": PyTorch's version}, for logs.
+
+    "-dirty" follows the commit if tracked files were changed since.
+    """
+    def git(*words):
+        return subprocess.run(["git", "--no-optional-locks", "-C", Path(__file__).parent, *words],
+                              check=True, capture_output=True, text=True).stdout.strip()
+    try:
+        git("ls-files", "--error-unmatch", "common.py")     # not a repository around a copy of it
+        commit = git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    except (OSError, subprocess.CalledProcessError):
+        commit = "no git"
+    return dict(commit=commit, torch=torch.__version__)
+
+
 # --- checkpoints ----------------------------------------------------------------------------------
 
 @contextmanager
 def replacing(path):
-    """Give the name of a temporary file that takes the place of `path`: never half a file there."""
+    """Yield the name of a temporary file, which then replaces `path`: whole or not at all."""
     tmp = Path(f"{path}.{os.getpid()}.tmp")
     try:
         yield tmp
         os.replace(tmp, path)
     except OSError as e:
-        raise InputError(f"{path} cannot be written ({e.strerror}); what was there is "
+        raise InputError(f"{path} cannot be written ({e.strerror}); the file before it is "
                          f"kept") from None
     finally:
         tmp.unlink(missing_ok=True)
 
 
 def save(path, checkpoint):
-    """Write a dict of plain types and tensors, whole or not at all; InputError at nan weights."""
+    """Write a dict of plain types and tensors, whole or not at all.
+
+    InputError if a weight in checkpoint["model"] is not finite, or if the disk is full.
+    """
     for name, weight in checkpoint.get("model", {}).items():
         if not weight.isfinite().all():
             raise InputError(f"not finite at step {checkpoint.get('step')}: the weight {name}")
     with replacing(path) as tmp:
         try:
-            torch.save(checkpoint, tmp)             # a path: given a file, torch hides a Ctrl-C
-        except RuntimeError as e:                   # of its zip writer
+            torch.save(checkpoint, tmp)             # given a file, torch would hide Ctrl-C
+        except RuntimeError as e:                   # from torch's zip writer
             raise OSError(28, f"is the disk full? {str(e)[:60]}") from None
         with open(tmp, "rb+") as f:
             os.fsync(f.fileno())
 
 
 def load(path):
-    """Read the dict in a checkpoint of ours, DeiT's or the released code's; tensors on the CPU.
+    """Read the dict in a checkpoint, ours or another program's; tensors are on the CPU.
 
-    Runs nothing that it holds. path: a file, an https address, or a run's folder: of that best.pt,
-    where there is one, else last.pt.
+    path: a file, an https address (downloaded once), or the folder of a run, where best.pt is
+    preferred to last.pt. Code in the file does not run. InputError if no dict can be read.
     """
     read, path = torch.load, str(path)
-    if path.startswith("https://"):
-        read = torch.hub.load_state_dict_from_url
+    if path.startswith("https://"):             # the whole address names the file in the cache
+        name = f"{sha256(path.encode()).hexdigest()[:16]}_{path.split('?')[0].split('/')[-1]}"
+        show = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+        read = partial(torch.hub.load_state_dict_from_url, file_name=name, progress=show)
     else:
         path = Path(path)
         if path.is_dir():
@@ -239,58 +347,92 @@ def load(path):
         if not path.exists():
             raise InputError(f"no checkpoint at {path}")
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):     # the released code's args
+        with torch.serialization.safe_globals([argparse.Namespace, *NUMPY]):    # DeiT's args
             checkpoint = read(path, map_location="cpu", weights_only=True)
+    except URLError as e:
+        raise InputError(f"{path} cannot be downloaded ({e.reason}); download the file in another "
+                         f"way, and give its path") from None
     except Exception as e:                                          # torch.load raises many types
-        raise InputError(f"{path} is not a readable checkpoint ({type(e).__name__})") from None
+        unsafe = re.search(r"GLOBAL (\S+)", str(e))
+        if unsafe:
+            raise InputError(f"{path} holds an object of {unsafe[1]}, expected tensors, numbers, "
+                             f"text, lists and dicts alone: save it again with only these, for "
+                             f"example torch.save(model.state_dict(), FILE)") from None
+        raise InputError(f"{path} is not a readable checkpoint ({type(e).__name__}), expected a "
+                         f"file of torch.save or a run's folder") from None
     if not isinstance(checkpoint, dict):
         raise InputError(f"{path} holds a {type(checkpoint).__name__}, expected a dict of weights")
     return checkpoint
 
 
-def load_optimizer(optimizer, state):
-    """Give an optimiser the state of a checkpoint; lr, weight decay and so on stay as they are.
+# Parts of pickled NumPy scalars and arrays; NumPy 1 and 2 name them differently.
+NUMPY = [np.ndarray, np.dtype, *{type(np.dtype(code)) for code in "?" + np.typecodes["AllInteger"] +
+                                 np.typecodes["AllFloat"] + "SU"}]
+NUMPY += [(getattr(np._core.multiarray, name), f"numpy.{core}.multiarray.{name}")
+          for name in ("scalar", "_reconstruct") for core in ("core", "_core")]
 
-    InputError where it is the state of another kind of optimiser, or of other parameters.
+
+def check_unchanged(checkpoint, now):
+    """Raise InputError if a value in `now`, by name, differs from the resumed checkpoint's."""
+    was = {**checkpoint, **checkpoint["model_config"]}
+    for name, value in now.items():
+        if was.get(name) != value:
+            raise InputError(f"--resume cannot change {name}: it was {was.get(name)!r:.60} and is "
+                             f"{value!r:.60}; resume with the run's data and flags, or start "
+                             f"another run")
+
+
+def load_optimizer(optimizer, state):
+    """Load the state of an optimiser, but keep its learning rate, weight decay and so on.
+
+    InputError if the state belongs to another kind of optimiser or to other parameters.
     """
     def kind(groups):
         return [(group.keys(), len(group["params"])) for group in groups]
     today, stored = optimizer.param_groups, state["param_groups"]
     if kind(today) != kind(stored):
-        raise InputError("--resume: the optimiser, or what it trains, is not the run's")
+        raise InputError("--resume: the checkpoint's optimiser has other settings or parameters; "
+                         "expected the optimiser and the trained parameters of the run")
     groups = [{**now, "params": was["params"]} for now, was in zip(today, stored)]
-    optimizer.load_state_dict({**state, "param_groups": groups})    # fused says where it goes
+    optimizer.load_state_dict({**state, "param_groups": groups})    # `fused` places the state
 
 
 def stored_config(checkpoint, config):
-    """Read a checkpoint's model_config as the dataclass `config`; a field that this has not, one of
-    a subclass say, is named and left out."""
+    """Return a checkpoint's model_config as the dataclass `config`.
+
+    Fields that `config` does not have, for example from a subclass, are left out and printed.
+    """
     stored = checkpoint["model_config"]
     unknown = stored.keys() - {f.name for f in fields(config)}
     if unknown:
-        print0(f"left out, as unknown to {config.__name__}: {', '.join(sorted(unknown))}")
+        print0(f"left out, because {config.__name__} has no such field: "
+               f"{', '.join(sorted(unknown))}")
     return config(**{name: value for name, value in stored.items() if name not in unknown})
 
 
 def rebuild(checkpoint, task, model, config):
-    """Rebuild the model of a checkpoint of `task`, in eval mode. model, config: its classes."""
+    """Return the model of a checkpoint, in eval mode. model, config: its classes.
+
+    InputError if the checkpoint belongs to another task.
+    """
     if checkpoint.get("task") != task:
-        raise InputError(f"its task is {checkpoint.get('task')}, not {task}")
+        raise InputError(f"its task is {checkpoint.get('task')}, expected {task}")
     model = model(stored_config(checkpoint, config))
     load_known(model, checkpoint["model"])
     return model.eval()
 
 
 def load_known(model, weights):
-    """Load a model's weights. What else there is, a second head say, is named and left out.
+    """Load the weights of a model.
 
-    But not what a block has and the model's has not: without it the block would compute another
-    thing. InputError, in torch's words, for that and for what is missing or of another shape.
+    Extra weights outside the blocks, for example a second head, are left out and printed. Extra
+    weights inside a block are an error, because dropping them would change what the block computes.
+    InputError with torch's message for these, for missing weights and for other shapes.
     """
     own = model.state_dict()
     others = [name for name in weights if name not in own and "blocks." not in name]
     if others:
-        print0(f"left out, as the model has no such weights: {', '.join(others)}"[:300])
+        print0(f"left out, because the model has no such weights: {', '.join(others)}"[:300])
     try:
         model.load_state_dict({name: w for name, w in weights.items() if name not in others})
     except RuntimeError as e:
@@ -298,7 +440,7 @@ def load_known(model, weights):
 
 
 def table(rows, header):
-    """Write lists of cells as a Markdown table, columns aligned."""
+    """Return lists of cells as a Markdown table with aligned columns."""
     rows = [[str(cell).replace("|", r"\|") for cell in row] for row in [header, *rows]]  # as in |S|
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths)) + " |" for row in rows]

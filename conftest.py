@@ -1,5 +1,4 @@
-"""Shared by tests/ and studies/tests/: fixtures and reference arrays, in tests/golden/ or
-beside the clone."""
+"""Fixtures for tests/ and studies/tests/, and the reference arrays in tests/golden/."""
 
 import functools
 import os
@@ -8,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")   # a process a core, so a thread a process
+os.environ.setdefault("OMP_NUM_THREADS", "1")   # one process per core, so one thread per process
 
 import numpy as np
 import pytest
@@ -23,9 +22,10 @@ import peers  # noqa: E402
 
 
 def load_golden(name):
-    """Arrays of a reference file by name, as tensors; the file beside the clone wins over golden/.
+    """Read the arrays of a reference file as {name: tensor}.
 
-    What is neither there nor in golden/ because it holds photographs is made by peers.py.
+    ../shared/golden/ has priority over tests/golden/. Arrays that contain photographs are in
+    neither; peers.py computes them.
     """
     full = SHARED / "golden" / f"{name}.npz"
     part = ROOT / "tests" / "golden" / f"{name}.npz"
@@ -45,8 +45,9 @@ def golden():
 
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory):
-    """A copy of the programs, the networks and the pictures, not to be changed."""
-    tree, listed = tmp_path_factory.mktemp("programs"), ["*.py", "weights", "*.png", ":!tests", ":!studies/tests"]
+    """A copy of the programs, the networks and the lecture, which no test may change."""
+    tree = tmp_path_factory.mktemp("programs")
+    listed = ["*.py", "robust", "weights", "lecture", ":!tests", ":!studies/tests"]
     for name in subprocess.check_output(["git", "ls-files", *listed], cwd=ROOT,
                                         text=True).splitlines():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +57,7 @@ def programs(tmp_path_factory):
 
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
-    """An empty folder to work in; one thread, so that processes agree bit for bit."""
+    """Work in an empty folder with one thread, so that processes agree bit for bit."""
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -65,7 +66,7 @@ def alone(tmp_path, monkeypatch):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Print what tests have noted where test_gpu.py was asked for: a table for the record."""
+    """Print a table of the measurements of test_gpu.py, if it was run by name."""
     if not any("test_gpu" in name for name in terminalreporter.config.args):
         return
     reports = [r for of in terminalreporter.stats.values() for r in of

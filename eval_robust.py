@@ -1,381 +1,1435 @@
-"""How robust is a model? One table: measures down, checkpoints across; every finished row on disk.
+"""Evaluate models on clean, corrupted and attacked images; print one table for all of them.
 
     python eval_robust.py --ckpt out/shapes_rpc                  # rendered scenes: minutes on a CPU
-    python eval_robust.py --ckpt out/a out/b --out_dir out/ab     # the same images for all
+    python eval_robust.py --ckpt out/a out/b --out_dir out/ab     # the same images for all models
     python eval_robust.py --ckpt out/a --measures clean "pgd eps=1/255,4/255 steps=40" cw
     python eval_robust.py --ckpt deit_tiny_patch16_224.pth --data_dir data/imagenet    # DeiT's file
     python eval_robust.py --model my.py:build --data cifar10 --data_dir data/cifar10    # any model
     torchrun --standalone --nproc_per_node=4 eval_robust.py --ckpt out/imagenet_rpc \\
         --data_dir data/imagenet --corrupted_dir data/imagenet-c --imagenet_a data/imagenet-a
 
-A checkpoint says whether it is a classifier, a Segmenter or a language model, and of which data.
-What is measured is a function that returns a row, `clean` or `attack` say: KINDS is the table of
-them, `main` the loop. docs/robustness.md has more commands, and what the numbers mean.
+A checkpoint stores its task (classifier, Segmenter or language model) and its data set. A measure
+is a function that returns the fields of a row; MEASURES is the table of them, `main` the loop.
+results.jsonl receives each finished row, so a second run only adds the missing rows.
+docs/robustness.md has more commands and explains the numbers.
+
 Paper: Teo & Nguyen 2024, section 4, App. A.2 to A.4, E.3 to E.5; Tables 1 to 6, Fig. 3. Budgets are
-in units of pixels in [0, 1], labels are the true ones, attacked pixels stay in [0, 1], in float32.
-The paper's code (`rachtsy/KPCA_code:Attack`) attacks normalised tensors (eps 1/255 there is about
-0.226/255), leads away from the model's own prediction and does not clip: so does --preset paper.
-Images a model gets wrong already count as not robust. Top-5 is of the image made for top-1.
-Random numbers depend on (seed, image) alone: batch size, processes and resuming change nothing.
+in units of pixels in [0, 1], labels are the true classes, attacked pixels stay in [0, 1], and the
+arithmetic is float32. The paper's code (`rachtsy/KPCA_code:Attack`) attacks normalised images (eps
+1/255 there is about 0.226/255), leads away from the model's own prediction and does not clip;
+--preset paper repeats these conditions. Images that a model gets wrong are not attacked and count
+as not robust. Top-5 is measured on the image that was made for top-1. Random numbers depend on
+(seed, image) alone: batch size, processes and a second run change nothing.
 """
 
 import argparse
+import base64
+import csv
+import importlib.util
+import inspect
+import itertools
+import json
+import math
 import os
 import sys
 import time
+import types
+import zlib
 from datetime import date
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import NamedTuple, get_args as words_of_literal
 
+import common
+import numpy as np
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-import common
-from common import InputError
+import robust
+from attention import PAP_SETTINGS
+from checkpoints import NORMALIZE, foreign_vit
+from common import InputError, print0
+from data.batches import Split, image_batches
 from data.datasets import DATASETS, load_test
-from robust import ATTACKS, find
-from robust.measures import (CLS, CONDITIONS, FOLDERS, LM, PRESETS, SEG, USUAL, budget, build,
-                             describe)
-from robust.results import append, key, open_rows, pack, table
-from robust.score import (all_sum, answers, batches, outcome, percent, row_of, split_images,
-                          to_pixels, under_attack)
-from robust.sources import NORMALIZE, classes_of, load_built, load_model
+from data.imagenet import ImageTree
+from data.rng import epoch_order
+from robust import adaptive, attacks, autoattack, metrics
+from robust.corruptions import CORRUPTIONS, NAMES, corrupt, jpeg_compression
+from robust.frost import load_frost
+from robust.words import WORD, word_swap
+from vit import ViTConfig, classifier_from_checkpoint
+
+CLS, SEG, LM = "classification", "segmentation", "language modelling"
+# A new attack is a function (robust/attacks.py describes it) and an entry here. --measures NAME
+# runs it; its keywords are its settings: "pgd eps=2/255 steps=40".
+ATTACKS = {
+    "noise": attacks.noise,
+    "fgsm": attacks.fgsm,
+    "pgd": attacks.pgd,
+    "adaptive_pgd": adaptive.adaptive_pgd,
+    "transfer": attacks.pgd,                              # computed on another model, --source
+    "sld": attacks.sld,
+    "spsa": attacks.spsa,
+    "cw": attacks.cw,
+    "apgd": autoattack.apgd,
+    "adaptive_apgd": adaptive.adaptive_apgd,
+    "square": autoattack.square,
+    "autoattack": autoattack.autoattack,
+    "adaptive_autoattack": adaptive.adaptive_autoattack,
+}
+FOLDERS = ("imagenet_a", "imagenet_r", "imagenet_o")
+# Settings that are not keywords of an attack; a tuple means: measure each.
+SETTINGS = {"corruptions": dict(type=NAMES, jpeg85=False),
+            "perplexity": dict(split=("valid", "test")),
+            "noise": dict(draws=3)}                       # the accuracy is the mean over the draws
+# Arguments that the evaluator passes to an attack.
+PASSED = ("clip", "seed", "index", "draw", "batch_size", "trace", "progress", "purpose", "targets",
+          "surrogates")
+EPS = tuple(k / 255 for k in (1, 2, 4, 8))
+# The conditions of the paper's code, `rachtsy/KPCA_code:Attack`, and its settings per attack.
+PAPER_EPS = tuple(k / 255 for k in range(1, 7))
+PAPER = dict(noise=dict(scale=0.3), sld=dict(rescale=True), cw=dict(confidence=10.0),
+             spsa=dict(eps=0.1, centre="legacy"))
+PAPER_CLIPS = ("square", "autoattack", "adaptive_autoattack")    # these stay in [0, 1] in any space
+# The default of --measures; classifiers also get the folders that flags name.
+USUAL = {CLS: ["clean", "corruptions", "noise", "fgsm", "pgd", "adaptive_pgd", "apgd"],
+         SEG: ["clean", "corruptions"], LM: ["perplexity"]}
+# The default of --limit: minutes on rendered scenes; on other data all images, except for attacks
+# that take hours.
+SCENES = dict(dict.fromkeys(ATTACKS, 80), corruptions=320, noise=640, fgsm=640, pgd=160,
+              transfer=160, sld=160, spsa=20, cw=40)
+SLOW = dict(autoattack=1000, adaptive_autoattack=1000, square=1000, spsa=100, cw=100)
+# Flags that apply to some tasks, or to some kinds of model, only.
+TASK_FLAGS = dict(window=(SEG, LM), stride=(SEG, LM), scales=(SEG,), flip=(SEG,), eps=(CLS,),
+                  checks=(CLS,), per_class=(CLS,), corrupted_dir=(CLS,), source=(CLS,),
+                  crop_pct=(CLS,), frost_dir=(CLS, SEG), severities=(CLS, SEG),
+                  **dict.fromkeys(FOLDERS, (CLS,)))
+ORIGINS = dict(ours="our checkpoints", foreign="checkpoints of other projects",
+               function="a --model")
+ORIGIN_FLAGS = dict(weights=("ours", "foreign"), image_size=("foreign", "function"),
+                    num_heads=("foreign",), norm_eps=("foreign",), normalize=("foreign",))
 
 
 def get_args():
-    """Read the flags."""
-    asked = {"-h", "--help"} & set(sys.argv)              # what is measured imports every attack
-    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                epilog=describe(kinds_of(CLS) | KINDS[LM]) if asked else None,
+    """Parse the flags."""
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, epilog=describe_measures(),
                                 usage="%(prog)s [--flag value ...]",
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    path, boolean = os.path.normpath, argparse.BooleanOptionalAction
-    count, natural = common.COUNT, common.NATURAL
+    boolean, count = argparse.BooleanOptionalAction, common.COUNT
 
     flag = p.add_argument_group("what to evaluate").add_argument
-    flag("--ckpt", nargs="+", default=[], help="of one task: files, or folders with best.pt or "
-         "last.pt; ViTs of DeiT, timm and the released code, too, or their https address")
+    flag("--ckpt", nargs="+", default=[], help="checkpoints of one task: files, https addresses, "
+         "or run folders (best.pt, else last.pt); also ViTs of DeiT, timm and the released code")
     flag("--model", nargs="+", default=[], metavar="FILE.py:BUILD", help="functions that return a "
-         "classifier, from pixels in [0, 1] to logits")
-    flag("--image_size", type=count, help="of --model, pixels (default: 224; of shapes, cifar10 "
-         "32)")
-    flag("--weights", choices=("model", "ema"), default="model", help="of our checkpoints: as they "
-         "were trained, or their average")
-    flag("--normalize", choices=NORMALIZE, default="imagenet", help="mean and std of a --ckpt that "
-         "is not ours: ImageNet's, or 0.5 and 0.5")
+         "classifier from pixels in [0, 1] to logits")
     flag("--measures", nargs="+", metavar="NAME", help='names with settings, "pgd eps=1/255,2/255 '
-         'steps=40", see below. Default: clean, corruptions, noise, fgsm, pgd, '
-         "adaptive_pgd, apgd and what the folders give; clean, corruptions; perplexity")
-    flag("--preset", choices=PRESETS, default="default", help="defaults of the settings")
-    flag("--eps", nargs="+", type=budget, help="L-inf budgets of all attacks that name none: "
-         "8/255 or 0.031")
+         'steps=40"; the list is below (default: clean, corruptions, noise, fgsm, pgd, '
+         "adaptive_pgd, apgd and what the folders allow; for a Segmenter clean and corruptions; "
+         "for a language model perplexity)")
+    flag("--preset", choices=("default", "paper"), default="default", help="conditions and "
+         "settings of the attacks: ours, or those of the paper's code")
+    flag("--eps", nargs="+", type=budget, help="L-infinity budgets of every attack that does not "
+         "set eps: 8/255 or 0.031")
     flag("--limit", type=count, help="images per measure, the same for every model, or tokens of a "
          "text (default: all; fewer on shapes and for slow attacks)")
-    flag("--per_class", action=boolean, default=False, help="also the accuracy of each class, and "
-         "which class is taken for which")
-    flag("--checks", action=boolean, default=False, help="instead, can the robust accuracy of each "
-         "classifier be believed?")
-    flag("--source", help="checkpoint whose adversarial images transfer tries on the others")
-    flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0, help="which images --limit "
-         "takes, which words are swapped, and all random numbers")
+    flag("--per_class", action=boolean, default=False, help="also print the accuracy of each class "
+         "and the confusion of classes")
+    flag("--checks", action=boolean, default=False, help="instead, check whether the robust "
+         "accuracy of each classifier can be believed")
+    flag("--source", help="checkpoint on which the measure transfer computes its attack")
+    flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0, help="chooses the images "
+         "for --limit, the swapped words, and all random numbers")
+    flag("--table", nargs="+", metavar="PATH", help="instead, print the table of these "
+         "results.jsonl files or their folders")
+
+    flag = p.add_argument_group("how a model is read").add_argument
+    flag("--weights", choices=("model", "ema"), help="weights of a checkpoint: as trained, or "
+         "their average (default: model)")
+    flag("--image_size", type=count, help="pixels per side, for --model and checkpoints of other "
+         "projects (default: as trained; for --model 224, on shapes and cifar10 32)")
+    flag("--num_heads", type=count, help="attention heads of another project's checkpoint "
+         "(default: width / 64)")
+    flag("--norm_eps", type=common.REAL, help="epsilon of the norms of another project's "
+         "checkpoint (default: 1e-6)")
+    flag("--normalize", choices=NORMALIZE, help="mean and std of the pixels for another project's "
+         "checkpoint: ImageNet's, or 0.5 and 0.5 (default: imagenet)")
 
     flag = p.add_argument_group("data").add_argument
-    flag("--data", help="default: what the checkpoints were trained on")
-    flag("--data_dir", type=path, help="default: as in training; of imagenet the folder with val/, "
-         "of which some classes are enough")
-    flag("--corrupted_dir", type=path, help="released files instead of generated ones: ImageNet-C "
-         "(<type>/<severity>/<class>/*.JPEG) or CIFAR-10-C (<type>.npy, labels.npy)")
+    flag("--data", help="data set (default: the checkpoint's)")
+    flag("--data_dir", type=os.path.normpath, help="folder or text (default: as in training); for "
+         "imagenet the folder with val/, where some of the classes are enough")
+    flag("--crop_pct", type=common.number(float, 0.01, 1), help="share of an image's short side "
+         "that the central crop keeps, for imagenet (default: 0.875)")
+    flag("--corrupted_dir", type=os.path.normpath, help="read corrupted images instead of making "
+         "them: ImageNet-C (<type>/<severity>/<class>/*.JPEG) or CIFAR-10-C (<type>.npy)")
     for name in FOLDERS:
-        flag(f"--{name}", metavar="DIR", type=path, help="<class>/*, some of the classes")
-    flag("--frost_dir", type=path, help="folder with ImageNet-C's frost1.png to frost6.jpg "
-         "(default: procedural frost)")
-    flag("--severities", nargs="+", type=common.number(int, 1, 5), default=[1, 2, 3, 4, 5],
-         help="of the corruptions")
+        flag(f"--{name}", metavar="DIR", type=os.path.normpath, help="folder <class>/* with some "
+             "of the classes")
+    flag("--frost_dir", type=os.path.normpath, help="folder with ImageNet-C's frost1.png to "
+         "frost5.jpg (default: synthetic frost)")
+    flag("--severities", nargs="+", type=common.number(int, 1, 5), help="severities of the "
+         "corruptions (default: 1 2 3 4 5)")
 
     flag = p.add_argument_group("Segmenters and language models").add_argument
-    flag("--window", type=count, help="pixels (default: the training crop) or tokens (the context)")
+    flag("--window", type=count, help="pixels (default: the training crop) or tokens (default: the "
+         "context)")
     flag("--stride", type=count, help="pixels between windows (default: --window), or targets that "
          "a window scores (default: a quarter of --window; the paper's 1 is the slowest)")
-    flag("--scales", nargs="+", type=common.number(float, 0.01), default=[1.0], help="views of an "
-         "image, as factors of its size in training; their probabilities are averaged")
-    flag("--flip", action=boolean, default=False, help="each view mirrored, too")
+    flag("--scales", nargs="+", type=common.number(float, 0.01), help="sizes of an image relative "
+         "to training; probabilities are averaged over them (default: 1)")
+    flag("--flip", action=boolean, default=False, help="also average over mirrored images")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--out_dir", help="for results.jsonl and table.md (default: robust/ in the folder of the "
-         "first checkpoint's run)")
-    flag("--resume", action=boolean, default=False, help="keep the rows of --out_dir, add more")
-    flag("--batch_size", type=count, help="images or windows of text at a time (default: 512 of 32 "
-         "px, by area, on a GPU by its memory; 64 windows)")
-    flag("--tf32", action=boolean, default=False, help="on a GPU, faster products of 10 bits, in "
-         "attacks, too")
-    flag("--num_workers", type=natural, default=min(os.cpu_count() or 1, 10),
-         help="decoding processes")
-    flag("--device", type=common.device, help="cuda, mps or cpu (default: the best there is)")
+    flag("--out_dir", help="folder for results.jsonl and table.md; rows that it holds are not "
+         "computed again (default: robust/ in the folder of the first checkpoint's run)")
+    flag("--batch_size", type=count, help="images or windows of text per batch (default: by image "
+         "area and memory; 64 windows)")
+    flag("--tf32", action=boolean, default=False, help="faster products of 10 bits on a GPU, also "
+         "in attacks")
+    flag("--num_workers", type=common.NATURAL, default=min(os.cpu_count() or 1, 10),
+         help="processes that decode images (default: %(default)s)")
+    flag("--device", type=common.device, help="cuda, mps or cpu (default: the best available)")
     args = p.parse_args()
-    args.severities = sorted(set(args.severities))
-    if not args.ckpt and not args.model:
+    if not args.ckpt and not args.model and not args.table:
         p.error("the following arguments are required: --ckpt or --model")
     return args
 
 
-# --- kinds of measure: functions of (model, measure, images, args) that return fields of a row ----
-
-def clean(m, measure, images, args):
-    """Images as they are. Their loss says how far training got."""
-    hits, = answers(m, measure, images, args, to_pixels)
-    return dict(loss=hits[:, 2].mean().item(), **outcome(hits, len(args.classes)))
-
-
-def attack(m, measure, images, args, **how):
-    """Images that an attack has moved, and how far. how: of `under_attack`."""
-    hits, moved, _ = under_attack(m, measure, images, args, **how)
-    return row_of(hits[0], moved, args)
-
-
-def transfer(m, measure, images, args):
-    """Images that were attacked as another model sees them."""
-    return attack(m, measure, images, args, by=args.other, everyone=True)
-
-
-def noise(m, measure, images, args):
-    """Images with noise: the mean of several draws."""
-    hits, moved, _ = under_attack(m, measure, images, args, draws=measure.setting["draws"],
-                                  everyone=True)
-    return row_of(hits.mean(0), moved, args) | dict(right=[pack(hit[:, 0] > 0) for hit in hits])
+class Run(NamedTuple):
+    """Values that all measures of one command share; `args` itself never changes."""
+    args: argparse.Namespace
+    device: torch.device
+    rank: int
+    world: int
+    task: str = CLS
+    data: str = ""
+    data_dir: str | None = None
+    size: int | None = None              # pixels per side of a classifier's images
+    batch_size: int = 64
+    source: object = None                # the test split: a Split, an ImageTree, {split: Text}, ...
+    classes: list = []                   # names
+    imagenet1k: bool = False             # these are ImageNet's 1,000 classes
+    other: object = None                 # the model of --source
+    window: int = 0                      # of Segmenters and language models, also stride
+    stride: int = 0
+    word: str = ""                       # the word that the word swap inserts
 
 
-def cw(m, measure, images, args):
-    """Images moved as far as it takes: accuracy also where no more than a radius is allowed."""
-    hits, moved, _ = under_attack(m, measure, images, args)
-    fooled, radii = hits[0, :, 0] == 0, (0.25, 0.5, 1.0, 2.0)
-    within = torch.stack([(fooled & (moved[:, 1] <= r)).sum() for r in radii])
-    left = [100 - share for share in percent(within, len(fooled))]
-    return row_of(hits[0], moved, args) | dict(top1_at_l2=dict(zip(radii, left)))
+# --- measures in words: "pgd eps=1/255,2/255 steps=40" ---------------------------------------------
+
+def number(text):
+    """Read 8/255, 0.0314 or 8."""
+    top, _, bottom = text.partition("/")
+    whole = text.removeprefix("-").isdecimal()
+    return int(text) if whole else float(top) / float(bottom or 1)
 
 
-STAGES = ("clean", "apgd-ce", "apgd-t", "fab-t", "square")                          # of autoattack
-MANY = 4096         # images at a time where they leave one by one, so that batches stay full
+def budget(text):
+    """Read an L-infinity budget in pixel units."""
+    value = number(text)
+    if not 0 <= value <= 1:
+        hint = f"; did you mean {text}/255?" if value > 1 else ""
+        raise argparse.ArgumentTypeError(f"eps={text}, expected 0 to 1, because pixels are in "
+                                         f"[0, 1]{hint}")
+    return value
 
 
-def autoattack(m, measure, images, args):
-    """Images that one attack after the other was tried on: also the accuracy after each."""
-    hits, moved, traces = under_attack(m, measure, images, args, most=MANY)
-    stages = torch.zeros(len(STAGES), len(images.index))
-    for place, trace in traces:
-        for i, stage in enumerate(trace):                 # changed since: is it right now?
-            standing, right = stage["standing"].cpu(), stage["right"].cpu()
-            stages[i, place.cpu()] = right.where(standing, hits[0, place.cpu(), 0] > 0).float()
-    after = dict(zip(STAGES, percent(all_sum(stages).sum(1), len(images.index))))
-    return row_of(hits[0], moved, args) | dict(stages=after)
+def settings_of(name):
+    """Return {setting: default} of a measure; for an attack, its keywords."""
+    attack = ATTACKS.get(name)
+    keywords = inspect.signature(attack).parameters.values() if attack else ()
+    own = {p.name: None if p.default is p.empty else p.default
+           for p in list(keywords)[3:] if p.name not in PASSED}
+    return own | SETTINGS.get(name, {}) | (dict(restarts=1) if "random_start" in own else {})
 
 
-def adaptive(m, measure, images, args, kind=attack):
-    """An attack that also follows gradients which RPC-Attention hides; plain: none runs there."""
-    from robust.adaptive import pap_steps
-    grey = torch.full((1, 3, m.size, m.size), 0.5, device=args.device)
-    row = kind(m, measure, images, args)
-    return row if pap_steps(m.model, grey) else row | dict(plain=True)
+def read_setting(name, setting, text, default):
+    """Read one value: a number if the default is a number, else yes or no, or a word."""
+    parameter = inspect.signature(ATTACKS.get(name, clean)).parameters.get(setting)
+    annotation = parameter.annotation if parameter else None
+    words = {word: word for word in words_of_literal(annotation)}
+    words = dict(yes=True, no=False) if isinstance(default, bool) else words
+    try:
+        if words:
+            return words[text]
+        if isinstance(default, (str, tuple)):
+            return text
+        whole = type(default) is int                      # a count, such as steps
+        return (budget if setting == "eps" else common.COUNT if whole else number)(text)
+    except (KeyError, ValueError, ZeroDivisionError, argparse.ArgumentTypeError) as error:
+        expected = f"expected {' or '.join(words)}" if words else error
+        raise InputError(f"--measures {name}: {setting}={text}: {expected}") from None
 
 
-def to_transfer(measure, source, args):
-    """Transfer's images. Its words say which weights they were attacked on."""
-    if not args.other:
-        raise InputError("--measures transfer needs --source")
-    measure.setting["source"] = args.other.about["weights"]
-    return split_images(measure, source, args)
+def parse_measure(text, known, preset="default", eps=None):
+    """Read "pgd eps=1/255,2/255": a list of (name, settings), one per combination of the values.
+
+    known: names of measures. eps: --eps, for attacks whose text does not set it.
+    """
+    name, *pairs = text.split() or [""]
+    if name not in known:
+        raise InputError(f"--measures {text!r}: expected one of {', '.join(known)}")
+    defaults, paper = settings_of(name), preset == "paper"
+    values = defaults | (PAPER.get(name, {}) if paper else {})
+    if "eps" in values and (eps or values["eps"] is None):
+        values["eps"] = tuple(eps or (PAPER_EPS if paper else EPS))
+    for setting, _, given in (pair.partition("=") for pair in pairs):
+        if setting not in values:
+            raise InputError(f"--measures {text!r}: {name} has no setting {setting}; expected one "
+                             f"of {', '.join(values) or 'none'}")
+        values[setting] = tuple(read_setting(name, setting, one, defaults[setting])
+                                for one in given.split(","))
+    each = [v if isinstance(v, tuple) else (v,) for v in values.values()]
+    found = [dict(zip(values, combination)) for combination in itertools.product(*each)]
+    for settings in found:
+        if settings.get("restarts", 1) > 1 and not settings["random_start"]:
+            raise InputError(f"--measures {text!r}: without random_start all restarts are the same")
+        if paper and name in ATTACKS:
+            settings["conditions"] = "paper"
+    return [(name, {k: v for k, v in settings.items() if v is not None}) for settings in found]
 
 
-class Kind(NamedTuple):
-    """A function, or where it is, "module:function", that makes the fields of a row; and one of
-    (measure, source, args) that finds its `Images` and completes the measure's settings."""
-    row: Callable | str
-    images: Callable | str = split_images
+def in_words(value):
+    """Write a value of a setting as the user types it: 2/255, 0.15, yes, 1,2,3."""
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(in_words, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, float):
+        return str(value)
+    plain = f"{value:g}" if float(f"{value:g}") == value else str(value)
+    share = f"{255 * value:g}/255"
+    return share if number(share) == value and len(share) < len(plain) else plain
 
 
-KINDS = {
-    CLS: {"clean": Kind(clean),
-          "corruptions": Kind("robust.corruptions:measured", "robust.corruptions:images"),
-          "per_class": Kind("robust.per_class:per_class"),
-          "imagenet_a": Kind("robust.imagenet:accuracy", "robust.imagenet:images"),
-          "imagenet_r": Kind("robust.imagenet:accuracy", "robust.imagenet:images"),
-          "imagenet_o": Kind("robust.imagenet:outliers", "robust.imagenet:images_beside_val")},
-    SEG: {"clean": Kind("robust.segmenters:measured", "robust.segmenters:images"),
-          "corruptions": Kind("robust.segmenters:measured", "robust.segmenters:to_corrupt")},
-    LM: {"perplexity": Kind("robust.words:perplexities", "robust.words:text")},
-}
-# Attacks that are more than one attack on each batch; all others are `attack`.
-OWN_KINDS = {"noise": Kind(noise), "transfer": Kind(transfer, to_transfer), "cw": Kind(cw),
-             "square": Kind(partial(attack, most=MANY)), "autoattack": Kind(autoattack),
-             "adaptive_pgd": Kind(adaptive), "adaptive_apgd": Kind(adaptive),
-             "adaptive_autoattack": Kind(partial(adaptive, kind=autoattack))}
+def measure_text(name, settings):
+    """Write a measure for the screen: pgd eps=2/255 steps=20."""
+    return " ".join([name, *(f"{key}={in_words(value)}" for key, value in settings.items())])
 
 
-def kinds_of(task):
-    """{name: Kind} of what may be measured."""
-    attacks = {name: OWN_KINDS.get(name, Kind(attack)) for name in ATTACKS}
-    return KINDS[task] | (attacks if task == CLS else {})
+def describe_measures():
+    """List the measures, their settings and defaults, for --help."""
+    lines = ["measures and the defaults of their settings:"]
+    for name in {**MEASURES[CLS], **MEASURES[LM]}:
+        shown = {key: "all" if key == "type" else "..." if default is None else default
+                 for key, default in settings_of(name).items()}
+        lines.append(f"  {measure_text(f'{name:20}', shown)}".rstrip())
+    lines.append("NAME=VALUE,VALUE measures each value; docs/robustness.md explains the settings")
+    return "\n".join(lines)
 
 
-# --- models, images, what is measured ------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------
 
-def load_models(args):
-    """The models to evaluate, `Loaded`, all of one task and size. Sets what no flag has set, by
-    the first of them and what it was trained on; other: that of --source, or None."""
+class Loaded(NamedTuple):
+    """A model and what its checkpoint stores."""
+    model: torch.nn.Module               # in eval mode, its parameters frozen
+    task: str
+    about: dict                          # the model's fields of each row
+    given: str                           # the flag and the path, for errors
+    size: int | None                     # pixels per side of its images
+    origin: str = "ours"                 # a key of ORIGINS
+    checkpoint: dict = {}                # of ours, without the weights
+    trained: dict = {}                   # the flags of its training
+    classes: list | None = None          # class names
+
+
+def checksum(data):
+    """Return eight hexadecimal digits for bytes."""
+    return f"{zlib.crc32(data):08x}"
+
+
+def weights_checksum(model):
+    """Return a checksum of a model's weights."""
+    tensors = (t.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+               for t in model.state_dict().values())
+    return checksum(b"".join(tensors))
+
+
+def kind_of(config):
+    """Describe a model's attention: softmax, fan symmetric, rpc 4iter/layer0, rpc 2iter/all-layer.
+
+    Layers are counted from 0.
+    """
+    family = getattr(config, "family", "")
+    if not config.rpc_layers:
+        return family + config.attn
+    layers = "layer" + ",".join(map(str, config.rpc_layers))
+    if len(config.rpc_layers) == config.depth:
+        layers = "all-layer"
+    name = f"{family}{config.attn} {config.pap['n_iter']}iter/{layers}"
+    if config.pap["lambd"] != PAP_SETTINGS["lambd"]:
+        name += f", lambda {config.pap['lambd']:g}"
+    if config.pap["form"] != PAP_SETTINGS["form"]:
+        name += f", form {config.pap['form']}"
+    return name
+
+
+def describe_model(model, defaults, path):
+    """Return the model's fields of a row. defaults: a config; only differences from it are kept."""
+    usual, config = ({**fields, **fields["pap"], "pap": None}
+                     for fields in (vars(defaults), vars(model.config)))
+    config = {k: v for k, v in config.items() if v != usual.get(k)}
+    config = json.loads(json.dumps(config))               # as a row that is read back has it
+    kind = kind_of(model.config)
+    return dict(model=kind, kind=kind, checkpoint=str(path), weights=weights_checksum(model),
+                model_config=config)
+
+
+def load_checkpoint(path, device, args=None, flag="--ckpt"):
+    """Rebuild the model of a checkpoint: a `Loaded`.
+
+    path: a file, a folder or an https address. args: the flags --weights, --num_heads, ...
+    """
+    args = args or argparse.Namespace(**dict.fromkeys(ORIGIN_FLAGS))
+    checkpoint, given = common.load(path), f"{flag} {path}"
+    weights = args.weights or "model"
+    with common.error_prefix(given):
+        if "task" not in checkpoint:
+            return load_foreign(checkpoint, path, device, given, args)
+        if not checkpoint.get(weights):
+            raise InputError(f"it has no {weights} weights; train with --ema to have them")
+        model, defaults = rebuild_ours(checkpoint | dict(model=checkpoint[weights]))
+    model = model.to(device).requires_grad_(False)
+    about = describe_model(model, defaults, path)
+    about["model"] += f", seed {checkpoint['args'].get('seed', '?')}" + ", ema" * (weights == "ema")
+    stored = {k: v for k, v in checkpoint.items() if k not in ("model", "ema", "optimizer")}
+    return Loaded(model, checkpoint["task"], about, given,
+                  getattr(model.config, "image_size", None), "ours", stored, checkpoint["args"],
+                  checkpoint.get("classes"))
+
+
+def rebuild_ours(checkpoint):
+    """Rebuild the model of our checkpoint; return it and a config with the defaults."""
+    if checkpoint["task"] == SEG:
+        from segmenter import SegmenterConfig, segmenter_from_checkpoint
+        return segmenter_from_checkpoint(checkpoint), SegmenterConfig(2)
+    if checkpoint["task"] == LM:
+        from lm import LMConfig, lm_from_checkpoint
+        return lm_from_checkpoint(checkpoint), LMConfig(1)
+    return classifier_from_checkpoint(checkpoint), ViTConfig()
+
+
+def load_foreign(checkpoint, path, device, given, args):
+    """Rebuild a ViT of DeiT, timm or the released code; print what is assumed about it."""
+    model, settings, notes = foreign_vit(
+        checkpoint, args.weights or "model", args.num_heads, args.norm_eps,
+        args.normalize or "imagenet", args.image_size)
+    for note in notes:
+        print0(f"{given}: {note}")
+    model = model.to(device).requires_grad_(False)
+    about = describe_model(model, ViTConfig(), path) | settings | dict(assumed=notes)
+    about["weights"] = weights_checksum(model)
+    average = ", ema" * (settings["weights"] == "ema")
+    about["model"] = f"{Path(str(path)).stem}, {about['kind']}{average}"
+    return Loaded(model, CLS, about, given, model.config.image_size, "foreign")
+
+
+class Built(torch.nn.Module):
+    """A user's classifier: pixels in, float32 logits out, whatever type and container it uses."""
+
+    def __init__(self, net, given):
+        super().__init__()
+        self.net, self.given = net, given
+        self.dtype = next((p.dtype for p in net.parameters() if p.is_floating_point()),
+                          torch.float32)
+        for name in ("mean", "std"):                      # for --preset paper
+            value = getattr(net, name, None)
+            if torch.is_tensor(value):
+                self.register_buffer(name, value.detach(), persistent=False)
+
+    def forward(self, x):
+        logits = self.net(x.to(self.dtype))
+        if isinstance(logits, dict):
+            logits = logits.get("logits", logits)
+        logits = getattr(logits, "logits", logits)
+        if isinstance(logits, (tuple, list)):
+            logits = logits[0]
+        if not torch.is_tensor(logits) or logits.ndim != 2 or len(logits) != len(x):
+            found = (f"a dict with the keys {', '.join(map(str, logits))}"
+                     if isinstance(logits, dict) else f"a tensor {tuple(logits.shape)}"
+                     if torch.is_tensor(logits) else f"a {type(logits).__name__}")
+            raise InputError(f"{self.given} returns {found}, expected logits (B, classes): a "
+                             "tensor, the first of a tuple, or called logits")
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def load_built(text, device, size):
+    """Call the function that --model FILE.py:NAME names: a `Loaded`. size: pixels per side."""
+    path, _, name = text.partition(":")
+    given, name, path = f"--model {text}", name or "build", Path(path)
+    if not path.is_file():
+        raise InputError(f"{given}: {path} is not a file, expected FILE.py:FUNCTION")
+    code, folder = checksum(path.read_bytes()), str(path.resolve().parent)
+
+    # The file's folder becomes a package, so that relative imports work, and joins sys.path, so
+    # that `import sibling` works. Dataclasses look their module up in sys.modules.
+    package = types.ModuleType(f"user_model_{checksum(folder.encode())}")
+    package.__path__ = [folder]
+    sys.modules[package.__name__] = package
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(f"{package.__name__}.{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    if not hasattr(module, name):
+        raise InputError(f"{given}: {path} has no function {name}")
+
+    torch.manual_seed(0)                                  # the same weights on every process
+    net = getattr(module, name)()
+    if not isinstance(net, torch.nn.Module):
+        raise InputError(f"{given}: {name} returns a {type(net).__name__}, expected an nn.Module")
+    model = Built(net, given).to(device).eval().requires_grad_(False)
+    about = dict(model=text, kind=text, checkpoint=text, weights=weights_checksum(net),
+                 model_config=dict(build=text, code=code))    # an edited file is another model
+    return Loaded(model, CLS, about, given, size, "function")
+
+
+@torch.no_grad()
+def count_classes(m, device):
+    """Count a classifier's logits on two grey images of its size."""
+    grey = torch.full((2, 3, m.size, m.size), 0.5, device=device)
+    try:
+        logits = robust.forward(m.model, grey)
+    except (RuntimeError, AssertionError, IndexError) as error:
+        if m.origin != "function":
+            raise
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"{m.given} does not accept images of {m.size} x {m.size} pixels ({why}); "
+                         "set another --image_size") from error
+    with common.error_prefix(m.given):
+        attacks.check_logits(logits)
+    return logits.shape[1]
+
+
+def load_models(run):
+    """Load the models of the flags and check that they fit together and that every flag applies.
+
+    Returns the list of models, and `run` with task, data, size and other.
+    """
+    args = run.args
     size = args.image_size or (32 if args.data in ("shapes", "cifar10") else 224)
-    how = args.normalize, args.weights
-    models = [*(load_model(path, args.device, "--ckpt", *how) for path in args.ckpt),
-              *(load_built(text, args.device, size) for text in args.model)]
-    args.other = load_model(args.source, args.device, "--source", *how) if args.source else None
+    models = [*(load_checkpoint(path, run.device, args) for path in args.ckpt),
+              *(load_built(text, run.device, size) for text in args.model)]
+    other = load_checkpoint(args.source, run.device, args, "--source") if args.source else None
+    everything = [*models, other] if other else models
     for name in ("task", "size", "classes"):
-        values = [getattr(m, name) for m in (*models, args.other) if m and getattr(m, name)]
+        values = [getattr(m, name) for m in everything if getattr(m, name)]
         if any(value != values[0] for value in values):
             raise InputError(f"{models[0].given}, ...: models of {name} "
                              f"{' and '.join(dict.fromkeys(str(v)[:60] for v in values))}, "
                              f"expected the same for all")
-
     first = models[0]
-    args.task, args.size = first.task, first.size
-    args.data = args.data or first.trained.get("data") or "imagenet"
-    args.data_dir = args.data_dir or first.trained.get("data_dir")
-    args.imagenet1k, args.classes = False, []
-    if args.task == CLS and not args.batch_size:
-        pixels = 2 ** 19
-        if args.device.type == "cuda":                    # a ViT-B with a gradient takes 3 kB each
-            pixels = min(torch.cuda.mem_get_info(args.device)[0] // 4096, 512 * 224 ** 2)
-        args.batch_size = max(1, pixels // first.size ** 2)
-    if args.task != CLS and (args.checks or args.per_class or args.corrupted_dir):
-        raise InputError("--checks, --per_class and --corrupted_dir are for classifiers")
-    return models
+    for flag, origins in ORIGIN_FLAGS.items():
+        if getattr(args, flag) and not {m.origin for m in everything} & {*origins}:
+            raise InputError(f"--{flag} applies to {' and '.join(ORIGINS[o] for o in origins)}; "
+                             f"no model here is one: leave it out")
+    given = {name: getattr(args, name) for name in TASK_FLAGS} | dict(
+        preset=args.preset == "paper")
+    for flag, tasks in (TASK_FLAGS | dict(preset=(CLS,))).items():
+        if given[flag] and first.task not in tasks:
+            raise InputError(f"--{flag} applies to {' and '.join(tasks)}, but {first.given} is a "
+                             f"model for {first.task}: leave it out")
+    for m in everything if args.preset == "paper" else ():
+        if not hasattr(m.model, "mean") or not hasattr(m.model, "std"):
+            raise InputError(f"--preset paper attacks normalised images and needs a model with "
+                             f"tensors .mean and .std, which {m.given} does not have")
+    data = args.data or first.trained.get("data") or "imagenet"
+    return models, run._replace(task=first.task, data=data, size=first.size, other=other,
+                                data_dir=args.data_dir or first.trained.get("data_dir"))
 
 
-def classification(models, args):
-    """The test split, a Split or ImageTree; None where only --imagenet_a or -r asks.
+# --- data -----------------------------------------------------------------------------------------
 
-    Some of ImageNet's class folders are enough for a network of all 1,000.
+# Names of ImageNet's class folders; logit i of an ImageNet network belongs to IMAGENET[i].
+IMAGENET = Path(robust.__file__).with_name("imagenet_classes.txt").read_text().split()
+
+
+def load_images(models, run):
+    """Load the test split of a classifier's data; return `run` with source, classes, batch_size.
+
+    source is None if only --imagenet_a or another such folder is needed.
     """
-    first, classes, counts = models[0], models[0].classes, [classes_of(m, args) for m in models]
-    if args.data != "imagenet":
-        common.one_of("--data", args.data, DATASETS)
-        source = load_test(args, first.trained, first.size, classes)
+    args, first = run.args, models[0]
+    everything = [*models, run.other] if run.other else models
+    counts = [count_classes(m, run.device) for m in everything]
+    classes, batch_size, imagenet1k = first.classes, args.batch_size, False
+    if not batch_size:
+        pixels = 2 ** 19
+        if run.device.type == "cuda":                     # a ViT-B with a gradient takes 3 kB each
+            pixels = min(torch.cuda.mem_get_info(run.device)[0] // 4096, 512 * 224 ** 2)
+        batch_size = max(1, pixels // run.size ** 2)
+    if run.data != "imagenet":
+        common.one_of("--data", run.data, DATASETS)
+        if args.crop_pct:
+            raise InputError(f"--crop_pct applies to --data imagenet, not to {run.data}")
+        where = argparse.Namespace(data=run.data, data_dir=run.data_dir, device=run.device)
+        source = load_test(where, first.trained, run.size, classes)
     else:
-        from data.imagenet import ImageTree
-        from robust.imagenet import CLASSES
-        classes = classes or (CLASSES if counts[0] == len(CLASSES) else None)
-        args.imagenet1k = classes == CLASSES
-        if classes and not args.data_dir:
-            args.classes = classes
+        classes = classes or (IMAGENET if counts[0] == len(IMAGENET) else None)
+        imagenet1k, source = classes == IMAGENET, None
+        if run.data_dir or not classes:
+            source = ImageTree(run.data_dir or "", "val", classes, run.size, subset=imagenet1k,
+                               crop_pct=args.crop_pct or 0.875)
+    names = list(source.classes) if source is not None else classes
+    for m, n in zip(everything, counts):
+        if n != len(names) or m.classes and list(m.classes) != names:
+            own = f" ({', '.join(m.classes[:3])}, ...)" if m.classes else ""
+            raise InputError(f"{m.given} has {n} classes{own}, --data {run.data} {len(names)} "
+                             f"({', '.join(names[:3])}, ...)")
+        if not m.classes and not imagenet1k:
+            class_order_note(m, names)
+    return run._replace(source=source, classes=names, imagenet1k=imagenet1k, batch_size=batch_size)
+
+
+def class_order_note(m, names):
+    """Print which logit is which class folder, if numbers are sorted differently as text."""
+    if all(name.isdecimal() for name in names) and names != sorted(names, key=int):
+        order = ", ".join(f"logit {i} = folder {name}" for i, name in enumerate(names))
+        note = (f"class folders are sorted as text: {order}. If the network was trained with the "
+                f"order of the numbers, rename the folders to {names[0]:0>{len(str(len(names)))}}, "
+                f"{names[1]:0>{len(str(len(names)))}}, ...")
+        print0(f"{m.given}: {note}")
+        m.about.setdefault("assumed", []).append(note)
+
+
+def load_masks(models, run):
+    """Load what Segmenters are evaluated on; compare the class names with the checkpoint's."""
+    from data.views import load_segmentation
+    first = models[0]
+    flags = {"keep_best": False, **first.trained, "data": run.data, "data_dir": run.data_dir}
+    source = load_segmentation(argparse.Namespace(**flags), "test", first.trained)
+    trained, names = list(first.classes or source.classes), list(source.classes)
+    if trained != names:
+        unnamed = all(name.split()[0] in ("value", "class") for name in names)
+        if len(trained) != len(names) or not unnamed:
+            i = next((i for i, pair in enumerate(zip(trained, names)) if pair[0] != pair[1]), 0)
+            raise InputError(f"{first.given} has {len(trained)} classes, --data_dir {run.data_dir} "
+                             f"{len(names)}; class {i} is {trained[i]} in training and {names[i]} "
+                             f"here. Expected the same classes in the same order: classes.txt "
+                             f"names them")
+        print0(f"--data_dir {run.data_dir} does not name its classes: {names[0]} is taken for "
+               f"{trained[0]}, {names[1]} for {trained[1]}, and so on")
+    window, stride = window_and_stride(run.args, first.model.config.image_size, 1)
+    return run._replace(source=source, classes=trained, window=window, stride=stride)
+
+
+class Text(NamedTuple):
+    """A text to score."""
+    split: str
+    clean: np.ndarray                    # (n,) uint32
+    attacked: np.ndarray                 # (n,) the same after the word swap
+    kept: torch.Tensor                   # (n - 1,) bool: targets that the word swap left alone
+    unknown: float                       # per cent of the words are not in the vocabulary
+
+
+def load_texts(models, run):
+    """Load the texts that language models are evaluated on: source is {split: Text}.
+
+    Another text than that of the training is looked up in the checkpoint's vocabulary word by word.
+    A file is scored as a whole, split "whole"; a folder has the splits valid and test.
+    """
+    from data.text import UNK, lines_to_score, stored_vocabulary
+    args, first = run.args, models[0]
+    window, stride = window_and_stride(args, first.model.config.context, 4)
+    if window > first.model.config.context:
+        raise InputError(f"--window {window} is more than the context of "
+                         f"{first.model.config.context} tokens that the model was trained with")
+    vocabulary = stored_vocabulary(first.checkpoint)
+    for m in models:
+        if stored_vocabulary(m.checkpoint).words != vocabulary.words:
+            raise InputError(f"{m.given} has another vocabulary than {first.given}: perplexities "
+                             "would not compare")
+
+    # Swap in the paper's word or, if the vocabulary does not have it, the rarest word: a model
+    # expects <unk> at many places.
+    word = WORD if WORD in vocabulary else vocabulary.words[-1]
+    texts, n = {}, args.limit
+    for split, lines in lines_to_score(run.data, run.data_dir, first.trained).items():
+        swapped_lines, swapped = word_swap(lines, seed=args.seed, word=word)
+        clean = vocabulary.encode_lines(lines)[:n]
+        if len(clean) <= window:
+            raise InputError(f"--data_dir {run.data_dir}: {split} has {len(clean)} tokens, "
+                             f"expected more than --window {window}")
+        texts[split] = Text(split, clean, vocabulary.encode_lines(swapped_lines)[:n],
+                            ~torch.tensor(swapped[1:len(clean)]),
+                            round(100 * float((clean == vocabulary.get(UNK, -1)).mean()), 4))
+    return run._replace(source=texts, word=word, window=window, stride=stride,
+                        batch_size=args.batch_size or 64)
+
+
+def window_and_stride(args, window, share):
+    """Return --window (default: window) and --stride (default: that window / share)."""
+    window = args.window or window
+    stride = args.stride or max(window // share, 1)
+    if stride > window:
+        raise InputError(f"--stride {stride} is more than --window {window}")
+    return window, stride
+
+
+LOAD = {CLS: load_images, SEG: load_masks, LM: load_texts}
+
+
+# --- images of a measure --------------------------------------------------------------------------
+
+class Images(NamedTuple):
+    """The images of a measure."""
+    source: object                       # a Split, an ImageTree, ...
+    index: torch.Tensor                  # (n,) int64: the numbers of the images
+    data_dir: str | None = None          # their folder, if there is one
+
+
+def pick(n, name, args, data):
+    """Return image numbers (n,) in a random order, so that a smaller limit is a prefix."""
+    few = (SCENES if data == "shapes" else SLOW).get(name, n)
+    return epoch_order(n, 0, args.seed)[:args.limit or few]
+
+
+def open_folder(flag, path, classes, size, **how):
+    """Open the folder <class>/* that a flag names: some of the classes, labelled as they are."""
+    root, folder = os.path.split(os.path.abspath(path))
+    try:
+        return ImageTree(root, folder, classes, size, subset=True, **how)
+    except InputError as error:
+        raise InputError(str(error).replace("--data_dir", f"--{flag}")) from None
+
+
+def images_of(run, name, settings):
+    """Find the `Images` of a measure and add the settings that flags choose; None: there are none.
+    """
+    args = run.args
+    if run.task == LM:
+        settings.update(window=run.window, stride=run.stride)
+        if settings["split"] not in run.source:
             return None
-        source = ImageTree(args.data_dir or "", "val", classes, first.size, subset=args.imagenet1k)
-    args.classes = list(source.classes)
-    for m, n in zip(models, counts):
-        if n != len(args.classes) or m.classes and list(m.classes) != args.classes:
-            names = f" ({', '.join(m.classes[:3])}, ...)" if m.classes else ""
-            raise InputError(f"{m.given} has {n} classes{names}, --data {args.data} "
-                             f"{len(args.classes)} ({', '.join(args.classes[:3])}, ...)")
-    return source
+        return Images(run.source[settings["split"]],
+                      range(len(run.source[settings["split"]].clean)), folder_of(run.data_dir))
+    if name in FOLDERS:
+        path = getattr(args, name)
+        if not path:
+            raise InputError(f"--measures {name} needs --{name}")
+        if name == "imagenet_o" and run.source is None:
+            raise InputError(f"--measures {name} needs --data_dir, the folder with val/")
+        tree = open_folder(name, path, run.classes, run.size)
+        beside = [run.data_dir] * (name == "imagenet_o")
+        return Images(tree, pick(len(tree), name, args, run.data),
+                      " and ".join(map(folder_of, (path, *beside))))
+    if run.source is None:
+        raise InputError(f"--measures {name} needs --data_dir, the folder with val/")
+    if name == "transfer":
+        if not run.other:
+            raise InputError("--measures transfer needs --source")
+        settings["source"] = run.other.about["weights"]
+
+    # The test split.
+    n = len(run.source.labels) if isinstance(run.source, Split) else len(run.source)
+    found = Images(run.source, pick(n, name, args, run.data),
+                   None if run.data in ("shapes", "cifar10") else folder_of(run.data_dir))
+    if name == "corruptions":
+        found = to_corrupt(run, settings, found)
+    if run.task == SEG:
+        settings.update(window=run.window, stride=run.stride, scales=args.scales or [1.0],
+                        flip=args.flip)
+    return found
 
 
-SOURCES = {CLS: classification, SEG: "robust.segmenters:load", LM: "robust.words:load"}
+def folder_of(path):
+    """Return the absolute path, so that rows do not depend on how a folder was typed."""
+    return str(Path(path).resolve()) if path else None
 
 
-def plan(models, args):
-    """[(Measure, Images)]: what --measures and the other flags ask for."""
-    kinds, folders = kinds_of(args.task), [name for name in FOLDERS if getattr(args, name)]
-    texts = (args.measures or USUAL[args.task] + folders) + ["per_class"] * args.per_class
-    measures = build(texts, kinds, args.preset, args.eps)
-    source = find(SOURCES[args.task])([m for m in (*models, args.other) if m], args)
-    todo = [(one, find(kinds[one.name].images)(one, source, args)) for one in measures]
-    todo = [(measure, images) for measure, images in todo if images]
+def to_corrupt(run, settings, images):
+    """Add the settings of a corruption; None if --corrupted_dir does not have it."""
+    args, kind = run.args, settings["type"]
+    severities = sorted({*(args.severities or (1, 2, 3, 4, 5))})
+    common.one_of("type", kind, CORRUPTIONS)
+    if args.corrupted_dir:
+        if not Path(args.corrupted_dir).is_dir():
+            raise InputError(f"--corrupted_dir {args.corrupted_dir} is not a folder")
+        where = Path(args.corrupted_dir, kind)
+        severities = [s for s in severities
+                      if (where / str(s)).is_dir() or where.with_suffix(".npy").exists()]
+        if not severities:
+            print0(f"--corrupted_dir {args.corrupted_dir} has no {kind}: it is not measured")
+            return None
+        settings.update(severities=severities, released=True)
+        return images._replace(data_dir=folder_of(args.corrupted_dir))
+    if run.size and run.size < 16:
+        raise InputError(f"--measures corruptions: images of {run.size} pixels per side, expected "
+                         f"16 or more; leave corruptions out")
+    if kind == "frost":
+        try:
+            load_frost(args.frost_dir)                    # reports missing files before the start
+        except ValueError as error:
+            raise InputError(str(error)) from None
+    settings.update(severities=severities,
+                    frost="photographs" if args.frost_dir else "procedural")
+    if isinstance(images.source, ImageTree):              # ImageNet-C was resized so
+        tree = ImageTree.__new__(ImageTree)
+        vars(tree).update(vars(images.source), resample="bilinear")
+        images = images._replace(source=tree)
+    return images
+
+
+def released(run, name, severity, source):
+    """Open one severity of ImageNet-C's files (224 px, only cropped) or CIFAR-10-C's arrays.
+
+    Its images are numbered as in `source`, the test split.
+    """
+    folder = run.args.corrupted_dir
+    array = Path(folder, f"{name}.npy")
+    if array.exists():
+        part = slice((severity - 1) * 10000, severity * 10000)
+        images, labels = (torch.from_numpy(np.load(file, mmap_mode="r")[part].copy())
+                          for file in (array, array.with_name("labels.npy")))
+        images = images.permute(0, 3, 1, 2).to(run.device)
+        found = Split(images, labels.long().to(run.device), source.classes)
+    else:
+        found = open_folder("corrupted_dir", Path(folder, name, str(severity)), source.classes,
+                            run.size, crop_pct=1.0)
+    if not torch.equal(found.labels.cpu(), source.labels.cpu()):
+        raise InputError(f"--corrupted_dir {folder}: {name}, severity {severity} has other images "
+                         f"than the test split ({len(found.labels)}, expected "
+                         f"{len(source.labels)})")
+    return found
+
+
+def batches(run, images, label="", most=0):
+    """Load this process's share of `Images` in batches on the device.
+
+    Yields ((b, 3, S, S) uint8, labels (b,), numbers (b,), places in the index (b,)). most: join
+    batches until they hold so many images.
+    """
+    source, index = images.source, images.index
+    share = torch.arange(len(index))[run.rank::run.world]
+    places = [p for p in share.split(run.batch_size) if len(p)]
+    parts = [index[p] for p in places]
+    if isinstance(source, Split):
+        parts = (part.to(run.device) for part in parts)
+        loaded = ((source.images[part], source.labels[part], part) for part in parts)
+    else:
+        keys = [[(i, i) for i in part.tolist()] for part in parts]
+        loaded = image_batches(source, keys, run.args.num_workers, run.device)
+    bar = tqdm(total=len(share), desc=label[:60], unit="image", leave=False,
+               disable=run.rank > 0 or None)              # None: if output is redirected
+    held = []
+    with bar:
+        for i, (batch, place) in enumerate(zip(loaded, places), 1):
+            held.append(tuple(t.to(run.device, non_blocking=True) for t in (*batch, place)))
+            if i == len(places) or sum(len(part[-1]) for part in held) >= most:
+                yield tuple(map(torch.cat, zip(*held)))
+                held = []
+            bar.update(len(place))
+
+
+def all_sum(t):
+    """Sum a tensor over the processes; each receives the sum on the CPU."""
+    t = t.cpu()
+    if dist.is_initialized():
+        dist.all_reduce(t)
+    return t
+
+
+# --- scores of images -----------------------------------------------------------------------------
+
+def pixels_of(images):
+    """Turn images (b, 3, S, S) uint8 into float32 in [0, 1]."""
+    return images.float() / 255
+
+
+@torch.no_grad()
+def logits_of(run, m, x):
+    """Return the logits (b, classes), float32, of images x in [0, 1]."""
+    return robust.forward(m.model, x, run.batch_size).float()
+
+
+def correct(logits, labels):
+    """Return top-1 and top-5 (0 or 1) and cross-entropy in nats of each image, (b, 3) float."""
+    if not logits.isfinite().all():
+        raise InputError("the model returns logits that are not finite")
+    right = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+    loss = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    return torch.stack([right[:, 0].float(), right.any(1).float(), loss], 1)
+
+
+def percent(total, n):
+    """Turn sums over n images into percentages."""
+    return [round(100 * x / n, 4) for x in total.tolist()]
+
+
+def outcome(hits, classes):
+    """Return fields of a row from `correct` of n images, (n, 3): top1, top5, right (as bits)."""
+    top1, top5 = percent(hits[:, :2].sum(0), len(hits))
+    top5 = dict(top5=top5) if classes > 5 else {}         # of five classes, top-5 is always right
+    return dict(top1=top1, **top5, right=pack(hits[:, 0] > 0))
+
+
+def join_severities(outcomes):
+    """Join the outcomes of several severities: one list per field."""
+    return {field: [one[field] for one in outcomes] for field in outcomes[0]}
+
+
+def widest(device):
+    """Return float64, or float32 on mps, which has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def distances(adv, x):
+    """Return how far images moved: Linf, L2, L1, and how far they leave [0, 1], (b, 4)."""
+    move = (adv - x).flatten(1).to(widest(x.device))
+    outside = torch.maximum(-adv.flatten(1).amin(1), adv.flatten(1).amax(1) - 1).clamp(min=0)
+    return torch.stack([move.norm(math.inf, 1), move.norm(2, 1), move.norm(1, 1), outside], 1)
+
+
+# --- measures: functions of (run, model, images, name, settings) that return fields of a row ------
+
+def clean(run, m, images, name, settings):
+    """Measure the images as they are. The loss shows how far training got."""
+    hits = torch.zeros(len(images.index), 3, device=run.device)
+    for pixels, labels, _, place in batches(run, images, f"{name}, {m.about['model']}"):
+        hits[place] = correct(logits_of(run, m, pixels_of(pixels)), labels)
+    hits = all_sum(hits).double()
+    return dict(loss=hits[:, 2].mean().item(), **outcome(hits, len(run.classes)))
+
+
+def corrupted(run, m, images, name, settings):
+    """Measure corrupted images; each field is a list over the severities."""
+    label, severities = f"{measure_text(name, settings)}, {m.about['model']}", settings["severities"]
+    hits = torch.zeros(len(severities), len(images.index), 3, device=run.device)
+    if "released" in settings:
+        for i, severity in enumerate(severities):
+            source = released(run, settings["type"], severity, images.source)
+            for pixels, labels, _, place in batches(run, images._replace(source=source), label):
+                hits[i, place] = correct(logits_of(run, m, pixels_of(pixels)), labels)
+    else:
+        for pixels, labels, numbers, place in batches(run, images, label):
+            for i, severity in enumerate(severities):
+                damaged = corrupt_as(run, settings, severity, pixels, numbers)
+                hits[i, place] = correct(logits_of(run, m, pixels_of(damaged)), labels)
+    return join_severities([outcome(hit, len(run.classes)) for hit in all_sum(hits).double()])
+
+
+def corrupt_as(run, settings, severity, images, numbers):
+    """Corrupt the images (b, 3, H, W) uint8 with these numbers as the settings say."""
+    images = corrupt(images, settings["type"], severity, seed=run.args.seed, index=numbers,
+                     frost_dir=run.args.frost_dir)
+    return jpeg_compression(images, 85) if settings["jpeg85"] else images   # as in ImageNet-C
+
+
+class Normalized(torch.nn.Module):
+    """A model on normalised images, z = (x - mean) / std, where the paper's code attacks."""
+
+    def __init__(self, model, like):
+        super().__init__()
+        self.model, self.mean, self.std = model, like.mean, like.std
+        self.training = model.training
+
+    def forward(self, z):
+        return self.model(z * self.std + self.mean)
+
+
+def attack_of(run, name, settings):
+    """Return the function of an attack with its settings."""
+    attack, paper = ATTACKS[name], "conditions" in settings
+    takes = inspect.signature(attack).parameters
+    own = {k: v for k, v in settings.items() if k in takes}
+    if "clip" in takes:
+        own["clip"] = not paper or name in PAPER_CLIPS
+    if "progress" in takes:
+        own["progress"] = run.rank == 0
+    if settings.get("restarts", 1) > 1:
+        attack = attacks.restarted(attack, settings["restarts"])
+    attack = partial(attack, **own)
+    if name != "transfer":
+        return attack
+    source = Normalized(run.other.model, run.other.model) if paper else run.other.model
+
+    @wraps(attack)
+    def on_source(model, *rest, **keywords):
+        return attack(source, *rest, **keywords)
+    return on_source
+
+
+MANY = 4096         # images at a time for attacks that split them: their batches stay full
+STAGES = ("clean", "apgd-ce", "apgd-t", "fab-t", "square")                          # of autoattack
+
+
+def attacked(run, m, images, name, settings):
+    """Measure images under an attack, and how far it moves them."""
+    attack, n, paper = attack_of(run, name, settings), len(images.index), "conditions" in settings
+    everyone = name in ("noise", "transfer")              # these also change wrong images
+    many = MANY * ("batch_size" in inspect.signature(attack).parameters)
+    label = f"{measure_text(name, settings)}, {m.about['model']}"
+    hits = torch.zeros(settings.get("draws", 1), n, 3, device=run.device)
+    moved = torch.zeros(n, 4, dtype=widest(run.device), device=run.device)
+    stages = torch.zeros(len(STAGES), n)                  # of autoattack: right after each stage
+    for pixels, labels, numbers, place in batches(run, images, label, many):
+        x = z = pixels_of(pixels)
+        model, targets, trace = m.model, labels, []
+        if paper:                                         # normalised images, predicted labels
+            like = (run.other if name == "transfer" else m).model
+            model, z = Normalized(m.model, like), (x - like.mean) / like.std
+            z = z.clamp(0, 1) if name in PAPER_CLIPS else z
+            with torch.no_grad():
+                targets = robust.forward(Normalized(like, like), z, run.batch_size).argmax(1)
+        right = robust.evaluate(model, z, targets, {name: attack}, batch_size=run.batch_size,
+                                seed=run.args.seed, index=numbers, draws=len(hits),
+                                attack_wrong=everyone, trace=trace)
+        for found in trace:
+            adv = found["adv"] * like.std + like.mean if paper else found["adv"]
+            hits[found["draw"], place] = correct(found["logits"].float(), labels)
+            moved[place] = torch.maximum(moved[place], distances(adv, x))
+        for i, stage in enumerate(trace[0]["stages"]):
+            standing = torch.zeros_like(right["clean"])   # images that no stage has changed yet
+            standing = standing.masked_scatter(right["clean"], stage["robust"].cpu())
+            agrees, final = (targets == labels).cpu(), hits[0, place, 0].cpu() > 0
+            stages[i, place.cpu()] = torch.where(standing, agrees, final).float()
+
+    hits, moved = all_sum(hits).double(), all_sum(moved).double()
+    row = outcome(hits.mean(0), len(run.classes)) | summary_of_distances(moved)
+    if name == "noise":
+        row["right"] = [pack(hit[:, 0] > 0) for hit in hits]
+    if name == "cw":
+        fooled, radii = hits[0, :, 0] == 0, (0.25, 0.5, 1.0, 2.0)
+        within = torch.stack([(fooled & (moved[:, 1] <= r)).sum() for r in radii])
+        row["top1_at_l2"] = dict(zip(radii, [100 - share for share in percent(within, n)]))
+    if name.endswith("autoattack"):
+        row["stages"] = dict(zip(STAGES, percent(all_sum(stages).sum(1), n)))
+    if name.startswith("adaptive_"):
+        grey = torch.full((1, 3, m.size, m.size), 0.5, device=run.device)
+        row |= {} if adaptive.pap_steps(m.model, grey) else dict(plain=True)     # no RPC-Attention runs
+    return row
+
+
+def summary_of_distances(moved):
+    """Return fields of a row from `distances` (n, 4): extremes over the images that moved."""
+    touched = moved[moved[:, 0] > 0]
+    linf, l2, l1 = (touched[:, :3] if len(touched) else moved[:1, :3]).unbind(1)
+    return dict(max_linf=linf.max().item(), max_l2=l2.max().item(), max_l1=l1.max().item(),
+                median_l2=l2.median().item(), mean_l2=l2.mean().item(),
+                outside=moved[:, 3].max().item())
+
+
+def per_class(run, m, images, name, settings):
+    """Count [[true class, predicted class, images], ...]; find the lowest accuracy of a class."""
+    K = len(run.classes)
+    matrix = torch.zeros(K, K, dtype=torch.int64)
+    for pixels, labels, *_ in batches(run, images, f"{name}, {m.about['model']}"):
+        predicted = logits_of(run, m, pixels_of(pixels)).argmax(1)
+        matrix += (labels * K + predicted).bincount(minlength=K * K).cpu().view(K, K)
+    matrix = all_sum(matrix)
+    there = matrix.sum(1) > 0
+    share = 100 * matrix.diag()[there] / matrix.sum(1)[there]
+    i, j = matrix.nonzero().T
+    return dict(lowest=share.min().item(), class_names=run.classes,
+                confusion=torch.stack([i, j, matrix[i, j]], 1).tolist())
+
+
+def kept_logits(run, m, images, columns):
+    """Return the logits of some classes, (n, len(columns)) float64, on every process."""
+    out = torch.zeros(len(images.index), len(columns), device=run.device)
+    for pixels, _, _, place in batches(run, images, Path(images.source.folder).name):
+        out[place] = logits_of(run, m, pixels_of(pixels))[:, columns]
+    return all_sum(out).double()
+
+
+def folder_accuracy(run, m, images, name, settings):
+    """Measure ImageNet-A or -R over the 200 classes that the folder contains."""
+    tree, columns = images.source, images.source.labels.unique()    # sorted as the folder names
+    labels = torch.searchsorted(columns, tree.labels[images.index])
+    hits = correct(kept_logits(run, m, images, columns), labels)
+    return dict(outcome(hits, len(columns)), classes=len(columns))
+
+
+def outliers(run, m, images, name, settings):
+    """Measure how well confidence separates ImageNet-O from the images of its classes in val/."""
+    val, columns = run.source, images.source.labels.unique()
+    inside = torch.isin(val.labels, columns).nonzero()[:, 0]
+    inside = inside[epoch_order(len(inside), 0, run.args.seed)[:run.args.limit]]
+    both = torch.cat([kept_logits(run, m, images, columns),
+                      kept_logits(run, m, Images(val, inside), columns)])
+    doubt = -both.softmax(1).amax(1)                      # low confidence: an outlier
+    outlier = torch.arange(len(both)) < len(images.index)
+    return dict(aupr=100 * metrics.average_precision(doubt, outlier),
+                auroc=100 * metrics.auroc(doubt, outlier),
+                fpr95=100 * metrics.fpr95(doubt, outlier),
+                chance=100 * len(images.index) / len(both), inside=len(inside),
+                classes=len(columns))
+
+
+def segmented(run, m, images, name, settings):
+    """Measure pixel accuracy, mean accuracy and mean IoU, also per class, clean or corrupted."""
+    import segmenter
+    views = {key: settings[key] for key in ("window", "stride", "scales", "flip")}
+    found = []
+    for severity in settings.get("severities", [None]):
+        change = severity and partial(corrupt_as, run, settings, severity)
+        result, _ = segmenter.evaluate(
+            m.model, images.source, size=m.size, index=images.index.tolist(), change=change,
+            num_workers=run.args.num_workers, rank=run.rank, world=run.world,
+            progress=measure_text(name, settings)[:60], **views)
+        found.append({k: v for k, v in result.items() if k != "images"})
+    return join_severities(found) if "severities" in settings else found[0]
+
+
+def perplexities(run, m, images, name, settings):
+    """Measure perplexity: segment-wise, sliding, and sliding after the word swap.
+
+    attacked counts all targets, also the inserted words, which no model can foresee.
+    attacked_unswapped counts the others, clean_unswapped the same targets in the clean text: their
+    difference is the effect of the attack. unknown: per cent of the words outside the vocabulary.
+    """
+    from data.text import perplexity, sliding_nll
+    text = images.source
+
+    def nats(tokens, stride, what):
+        return sliding_nll(m.model, tokens, run.window, stride, run.batch_size, run.rank,
+                           run.world, f"{text.split} {what}")
+
+    sliding = nats(text.clean, run.stride, "sliding")
+    attacked = nats(text.attacked, run.stride, "attacked")
+    segments = sliding if run.stride == run.window else nats(text.clean, run.window, "segment-wise")
+    return dict(swapped=int((~text.kept).sum()), segment=perplexity(segments),
+                sliding=perplexity(sliding), attacked=perplexity(attacked),
+                attacked_unswapped=perplexity(attacked, text.kept),
+                clean_unswapped=perplexity(sliding, text.kept), unknown=text.unknown,
+                word=run.word)
+
+
+MEASURES = {
+    CLS: {"clean": clean, "corruptions": corrupted, "per_class": per_class,
+          "imagenet_a": folder_accuracy, "imagenet_r": folder_accuracy, "imagenet_o": outliers,
+          **dict.fromkeys(ATTACKS, attacked)},
+    SEG: {"clean": segmented, "corruptions": segmented},
+    LM: {"perplexity": perplexities},
+}
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+# A row is a dict of plain values: the model (model, kind, checkpoint, weights, model_config), the
+# measure (name, settings), the data (task, data, data_dir, images, seed), the numbers in per cent
+# (top1, mean_iou, ...), which images were right (right), and the circumstances (seconds, commit,
+# hardware, ...). pandas.read_json("results.jsonl", lines=True) reads all rows.
+MODEL = ("weights", "model_config")      # kinds of attention can share their weights
+KEY = (*MODEL, "data", "name", "settings", "data_dir", "seed", "precision", "images", "crop_pct")
+
+
+def key(row, fields=KEY):
+    """Return what identifies a row or, with the fields MODEL, a model."""
+    return json.dumps([row.get(name) for name in fields], sort_keys=True)
+
+
+def pack(right):
+    """Write outcomes (n,) bool as text, one bit per image: np.packbits in base64."""
+    return base64.b64encode(np.packbits(right.cpu().numpy())).decode()
+
+
+def unpack(text, n):
+    """Read the outcomes of n images that `pack` wrote: (n,) bool."""
+    packed = np.frombuffer(base64.b64decode(text), np.uint8)
+    return torch.from_numpy(np.unpackbits(packed, count=n)).bool()
+
+
+def read_rows(path):
+    """Read the rows of a results.jsonl or of its folder: {key: row}; a cut last line is ignored."""
+    path = Path(path, "results.jsonl") if Path(path).is_dir() else Path(path)
+    rows = common.read_log(path)
+    for row in rows:
+        if not row.keys() >= {*KEY} - {"crop_pct"}:
+            raise InputError(f"{path}: {str(row)[:60]} is not a row of this eval_robust.py")
+    return {key(row): row for row in rows}
+
+
+def open_rows(path, rank):
+    """Make the folder of a results.jsonl and return the rows that it holds: {key: row}."""
+    rows = read_rows(path)
+    if dist.is_initialized():
+        dist.barrier()                                    # all have read before one writes
+    if rank == 0:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise InputError(f"--out_dir {path.parent}: {e.strerror}") from None
+        with common.replacing(path) as tmp:               # removes a line that a kill cut short
+            tmp.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
+    return rows
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+# Numbers of a row, in the order of the table; a list, one value per severity, becomes its mean.
+NUMBERS = ("top1", "top5", "segment", "sliding", "attacked", "attacked_unswapped",
+           "clean_unswapped", "unknown", "pixel_accuracy", "mean_accuracy", "mean_iou", "aupr",
+           "auroc", "fpr95", "lowest", "mce")
+SUMMARY = ("top1", "sliding", "attacked", "unknown", "mean_iou", "aupr", "lowest", "mce")
+CLEAN_ONLY = ("top5", "pixel_accuracy")         # no mean over severities of these
+TOLD = ("eps", "scale", "l1", "type", "split", "of", "conditions")   # settings that a line keeps
+
+
+def numbers_of(row):
+    """Return {name: number} of a row; for AutoAttack per stage, for CW per radius."""
+    found = {name: float(np.mean(row[name])) for name in NUMBERS
+             if name in row and not (name in CLEAN_ONLY and isinstance(row[name], list))}
+    found |= {f"top1 after {stage}": share for stage, share in row.get("stages", {}).items()}
+    found |= {f"top1 within L2 {r}": share for r, share in row.get("top1_at_l2", {}).items()}
+    return found | ({"median_l2": row["median_l2"]} if "top1_at_l2" in row else {})
+
+
+def mean_rows(rows, partial_means=False):
+    """Yield rows with the mean over ImageNet-C's 15 types, for models that have all of them.
+
+    With mCE, where AlexNet is 100 %, on ImageNet at all five severities. partial_means: also yield
+    means over fewer types.
+    """
+    groups = {}
+    for row in rows:
+        if row["name"] == "corruptions" and (partial_means or row["settings"]["type"] in NAMES):
+            group = row | dict(settings=row["settings"] | dict(type="mean"))
+            groups.setdefault(key(group), {})[row["settings"]["type"]] = row
+    for own in groups.values():
+        complete = own.keys() >= {*NAMES}
+        own = {name: own[name] for name in NAMES} if complete else own
+        if complete or partial_means:
+            row = next(iter(own.values()))
+            kind = "mean" if complete else f"mean of {', '.join(own)}"
+            mean = {field: np.mean([one[field] for one in own.values()], 0).tolist()
+                    for field in NUMBERS if field in row}
+            if complete and row["imagenet1k"] and row["settings"]["severities"] == [1, 2, 3, 4, 5]:
+                mean["mce"] = metrics.mean_corruption_error(
+                    {name: 1 - np.mean(one["top1"]) / 100 for name, one in own.items()})
+            yield row | mean | dict(settings=row["settings"] | dict(type=kind))
+
+
+def worst_cases(rows):
+    """Yield rows with the worst case over attacks: an image counts that is right under each.
+
+    One row per model and L-infinity budget that two attacks or more tried. All attacks begin with
+    the same images, so the images that all of them tried are a prefix.
+    """
+    groups = {}
+    for row in rows:
+        if "max_linf" in row and "eps" in row["settings"] and isinstance(row["right"], str):
+            shared = {k: v for k, v in row["settings"].items() if k in ("eps", "conditions")}
+            worst = row | dict(name="worst", settings=shared, images=None)
+            groups.setdefault(key(worst), []).append((row, worst))
+    for own in groups.values():
+        tried, (worst, *_) = zip(*own)
+        if len(tried) > 1:
+            n = min(row["images"] for row in tried)
+            right = torch.stack([unpack(row["right"], row["images"])[:n] for row in tried]).all(0)
+            names = ",".join(dict.fromkeys(row["name"] for row in tried))
+            yield {name: worst.get(name) for name in (*KEY, "model", "checkpoint")} | dict(
+                settings=worst["settings"] | dict(of=names), images=n,
+                top1=100 * right.double().mean().item())
+
+
+def table(rows, summary=()):
+    """Write rows as Markdown, one line per number, one column per model.
+
+    Below the table stand the settings that all rows of a measure share. summary: the names of the
+    only numbers to write, with corruptions as their mean, without intervals.
+    """
+    columns = {key(row, MODEL): row for row in rows}
+    names = [row["model"] for row in columns.values()]
+    header = [row["model"] + f", {row['checkpoint']}" * (names.count(row["model"]) > 1)
+              for row in columns.values()]
+    if summary:                                           # one line for all corruptions
+        first = [row for row in rows if row["name"] == "clean"]
+        others = [row for row in rows if row["name"] not in ("clean", "corruptions")]
+        rows = [*first, *mean_rows(rows, True), *others, *worst_cases(rows)]
+    else:
+        rows = [*rows, *mean_rows(rows), *worst_cases(rows)]
+
+    words, shared, lines = [], {}, {}
+    for row in rows:
+        own = {k: in_words(v) for k, v in row["settings"].items()}
+        own |= {k: str(row[k]) for k in ("data_dir", "seed", "precision", "crop_pct")
+                if row.get(k) is not None}
+        words.append([f"{k}={v}" for k, v in own.items()])
+        shared[row["name"]] = [w for w in shared.get(row["name"], words[-1]) if w in words[-1]]
+    for row, own in zip(rows, words):
+        told = [w for w in own
+                if w not in shared[row["name"]] or w.partition("=")[0] in TOLD]
+        for number_name, value in numbers_of(row).items():
+            if summary and number_name not in summary:
+                continue
+            cell = f"{value:.2f}"
+            if number_name.startswith("top") and not summary \
+                    and row["settings"].get("type") != "mean":    # a share of the images
+                low, high = metrics.wilson(value / 100, row["images"])
+                cell += f" ({100 * low:.1f}-{100 * high:.1f})"
+            line = " ".join([row["name"], *told]) + f", {number_name}", row["images"]
+            lines.setdefault(line, {})[key(row, MODEL)] = cell
+    body = [[*line, *(cells.get(model, "") for model in columns)] for line, cells in lines.items()]
+    counted = "tokens" if "sliding" in rows[0] else "images"
+    text = common.table(body, ["measure", counted, *header])
+    if summary:
+        return text
+    below = [f"- {name}: {' '.join(words)}" for name, words in shared.items() if words]
+    return "\n".join([text, "", *below, NOTE])
+
+
+NOTE = """\
+- Accuracies in per cent, over several severities their mean. (low-high): Wilson's 95 % interval
+  over images, which are a random choice and the same for all models.
+- One network per variant is not enough to rank variants: networks that differ only in their seed
+  differ by points. Train several seeds; studies/arms.py compares them."""
+
+
+def class_tables(rows, folder):
+    """Write per_class.csv and confusion.csv of rows into the folder; return them as Markdown."""
+    found, accuracies, confusions = [], [], []
+    for row in (row for row in rows if "confusion" in row):
+        names, cells = row["class_names"], {(i, j): n for i, j, n in row["confusion"]}
+        totals = [sum(cells.get((i, j), 0) for j in range(len(names))) for i in range(len(names))]
+        own = [[row["model"], name, n, f"{100 * cells.get((i, i), 0) / n:.2f}" if n else ""]
+               for i, (name, n) in enumerate(zip(names, totals))]
+        accuracies += own
+        confusions += [[row["model"], names[i], names[j], n] for (i, j), n in cells.items()]
+        found.append(f"{row['model']}, {row['images']} images\n\n" + common.table(
+            [line[1:] for line in own], ["class", "images", "accuracy in %"]))
+        if len(names) <= 20:
+            body = [[name, *(cells.get((i, j), "") for j in range(len(names)))]
+                    for i, name in enumerate(names)]
+            found.append(common.table(body, ["class, predicted as", *names]))
+    head = ["model", "class"]
+    for file, lines, more in (("per_class.csv", accuracies, ["images", "accuracy"]),
+                              ("confusion.csv", confusions, ["predicted", "images"])):
+        with open(Path(folder, file), "w", newline="", encoding="utf-8",
+                  errors="backslashreplace") as f:
+            csv.writer(f).writerows([head + more, *lines])
+    return "\n\n".join(found)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+def start(args):
+    """Join the other processes if torchrun started this one; return a `Run`."""
+    best = "mps" if torch.backends.mps.is_available() else "cpu"
+    best = "cuda" if torch.cuda.is_available() else best
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device(args.device or best)
+    if "RANK" in os.environ and not args.checks:          # only rank 0 runs the checks
+        gpu = device.type == "cuda"
+        if gpu:
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
+    return Run(args, device, rank, 1 if args.checks else world)
+
+
+def plan(run):
+    """List (name, settings, images) of everything that the flags ask for."""
+    args, known = run.args, MEASURES[run.task]
+    folders = [name for name in FOLDERS if getattr(args, name)]
+    texts = (args.measures or USUAL[run.task] + folders) + ["per_class"] * args.per_class
+    if run.task == LM and "whole" in run.source:          # a text without splits
+        texts = [f"{text} split=whole" if "split=" not in text else text for text in texts]
+    todo = []
+    for text in texts:
+        for name, settings in parse_measure(text, known, args.preset, args.eps):
+            images = images_of(run, name, settings)
+            if images is not None:
+                todo.append((name, settings, images))
     if not todo:
-        raise InputError(f"there is nothing to measure in --corrupted_dir {args.corrupted_dir}")
+        raise InputError(f"there is nothing to measure: the data do not have "
+                         f"{', '.join(texts)}")
     return todo
 
 
-# --- the command ---------------------------------------------------------------------------------
-
-def start(args):
-    """Join the other processes, if torchrun started this one; set device, rank and world."""
-    best = "mps" if torch.backends.mps.is_available() else "cpu"
-    best = "cuda" if torch.cuda.is_available() else best
-    args.rank, args.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    args.device = torch.device(args.device or best)
-    if "RANK" in os.environ and not args.checks:          # those are rank 0's alone
-        gpu = args.device.type == "cuda"
-        if gpu:
-            args.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(args.device)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
-
-
-def run_checks(models, todo, args):
-    """Judge each model, on the same images; nothing is written. PGD is that of todo."""
-    from robust import checks
-    if args.rank:
+def check_models(run, models, todo):
+    """Run the five checks of robust/checks.py on each model, on the same images; write nothing."""
+    from robust.checks import run_checks
+    if run.rank:
         return
-    args.world = 1
-    measure, images = next((one for one in todo if one[0].name == "pgd"), todo[0])
-    options = {k: v for k, v in measure.setting.items()
-               if measure.name == "pgd" and k not in ("eps", *CONDITIONS)}
-    args.batch_size = args.limit = args.limit or 64
-    few = next(batches(images._replace(index=images.index[:args.limit]), args))
-    softmax = next((m for m in (args.other, *models) if m and m.about["kind"] == "softmax"), None)
+    name, settings, images = next((one for one in todo if one[0] == "pgd"), todo[0])
+    settings = {k: v for k, v in settings.items() if name == "pgd" and k not in ("eps", "restarts")}
+    limit = run.args.limit or 64
+    few = images._replace(index=images.index[:limit])
+    pixels, labels, *_ = next(batches(run._replace(batch_size=limit), few))
+    softmax = next((m for m in (run.other, *models) if m and m.about["kind"] == "softmax"), None)
     for m in models:
         twin = softmax.model if softmax and softmax is not m else None
-        checks.run(m.model, to_pixels(few[0]), few[1], m.about["model"], twin, options)
+        with common.error_prefix(m.given):
+            run_checks(m.model, pixels_of(pixels), labels, m.about["model"], twin, settings)
 
 
 def out_dir(args):
-    """The folder for rows: --out_dir, else robust/ in the first checkpoint's run, else in out/."""
+    """Return the folder for rows: --out_dir, or robust/ in the first checkpoint's run."""
     path = Path((args.ckpt or ["out/model"])[0])
-    run = path if path.is_dir() else path.parent
-    if not path.is_dir() and not (run / "log.jsonl").exists():      # a shipped or a foreign file
-        run = Path("out", path.stem)
-    return Path(args.out_dir or run / "robust")
+    folder = path if path.is_dir() else path.parent
+    if not path.is_dir() and not (folder / "log.jsonl").exists():   # a shipped or foreign file
+        folder = Path("out", path.stem)
+    return Path(args.out_dir or folder / "robust")
+
+
+def print_tables(paths):
+    """Print the tables of several results.jsonl files, one per task and data set."""
+    rows, tables = {}, {}
+    for path in paths:
+        rows |= read_rows(path)
+    if not rows:
+        raise InputError(f"--table: no rows in {', '.join(paths)}")
+    for row in rows.values():
+        tables.setdefault((row["task"], row["data"]), []).append(row)
+    for (task, data), own in tables.items():
+        print(f"\n{task}, {data}\n\n{table(own)}")
 
 
 def main():
     args = get_args()
-    start(args)
-    models = load_models(args)
-    todo = plan(models, args)
+    if args.table:
+        return print_tables(args.table)
+    run = start(args)
+    models, run = load_models(run)
+    run = LOAD[run.task](models, run)
+    todo = plan(run)
     if args.checks:
-        return run_checks(models, todo, args)
+        return check_models(run, models, todo)
 
-    # For each measure, for each model: its row, if there is none yet.
-    path, hardware = out_dir(args) / "results.jsonl", common.describe(args.device)
-    rows = open_rows(path, args.resume, args.rank)
-    common.print0(f"{len(models)} models | {args.task} | {args.data} | {args.world} x {hardware} | "
-                  f"{path}")
-    for measure, images in todo:
-        kind = kinds_of(args.task)[measure.name]
+    # Compute each row that results.jsonl does not have yet: for each measure, for each model.
+    path, hardware = out_dir(args) / "results.jsonl", common.describe(run.device)
+    rows = open_rows(path, run.rank)
+    kept = len(rows)
+    print0(f"{len(models)} models | {run.task} | {run.data} | {run.world} x {hardware} | {path}"
+           + f" | {kept} rows are there" * bool(kept))
+    for name, settings, images in todo:
         for m in models:
-            row = dict(m.about, task=args.task, data=args.data, data_dir=images.data_dir,
-                       imagenet1k=args.imagenet1k, measure=str(measure), images=len(images.index),
-                       seed=args.seed, precision="tf32" if args.tf32 else "float32")
+            row = dict(m.about, task=run.task, data=run.data, data_dir=images.data_dir,
+                       imagenet1k=run.imagenet1k, name=name, settings=settings,
+                       images=len(images.index), seed=args.seed,
+                       precision="tf32" if args.tf32 else "float32")
+            if args.crop_pct:
+                row["crop_pct"] = args.crop_pct
             if key(row) in rows:
                 continue
             began = time.perf_counter()
             with common.error_prefix(m.given):
-                row |= find(kind.row)(m, measure, images, args)
+                row |= MEASURES[run.task][name](run, m, images, name, settings)
             row.update(seconds=round(time.perf_counter() - began, 2), date=str(date.today()),
-                       torch=torch.__version__, hardware=hardware, processes=args.world)
+                       **common.code_version(), hardware=hardware, processes=run.world)
             rows[key(row)] = row
-            if args.rank == 0:
-                append(path, row)
+            if run.rank == 0:
+                with open(path, "a") as f:
+                    f.write(json.dumps(row) + "\n")
 
-    if args.rank == 0:
-        text = table([row for row in rows.values() if row["data"] == args.data])
-        path.with_name("table.md").write_text(text + "\n")
-        print(f"\n{text}")
+    if run.rank == 0:
+        own = [row for row in rows.values() if row["data"] == run.data]
+        path.with_name("table.md").write_text(table(own) + "\n", "utf-8", "backslashreplace")
+        top5 = ("top5",) * (run.task == CLS and len(run.classes) >= 100)
+        print(f"\n{table(own, SUMMARY + top5)}\n{SUMMARY_NOTE.format(path.with_name('table.md'))}")
         if args.per_class:
-            from robust.per_class import tables
-            print(tables(rows.values(), path.parent))
-        print(f"\n{len(rows)} rows in {path}; this table in {path.with_name('table.md')}")
+            print("\n" + class_tables(rows.values(), path.parent))
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+SUMMARY_NOTE = """\
+Accuracies in per cent on the same images for all models; {} has every row with its
+interval and settings. One network per variant is not enough to rank variants: train several seeds."""
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ class FAN(ViT):
 
     def layers(self):
         def join(x):
-            return torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], 1)
+            return torch.cat([self.cls_token[0].expand(x.shape[0], -1, -1), x], 1)
 
         late = {f"cls_attn_blocks.{i}": block for i, block in enumerate(self.cls_attn_blocks)}
         return {**super().layers(), "cls_token": join, **late}

@@ -2,20 +2,20 @@
 
     python train_cls.py                                   # RPC-ViT on rendered scenes
     python train_cls.py --attn symmetric                  # its baseline
-    python train_cls.py --data_dir photos                 # images of your own, photos/<class>/*.jpg
+    python train_cls.py --data_dir photos                 # your own images, photos/<class>/*.jpg
     python train_cls.py --data cifar10 --data_dir data/cifar10               # --download fetches it
     torchrun --standalone --nproc_per_node=4 train_cls.py --data imagenet --data_dir data/imagenet
-    python train_cls.py --resume out/shapes_rpc           # go on exactly where it stopped
-    python eval_robust.py --ckpt out/shapes_rpc           # corrupted and attacked
+    python train_cls.py --resume out/shapes_rpc           # continue exactly where the run stopped
+    python eval_robust.py --ckpt out/shapes_rpc           # evaluate on corrupted, attacked images
 
-Paper: Teo & Nguyen 2024, section 4.1 and App. A; recipe `facebookresearch/deit`. Where this differs
-from the released code (`rachtsy/KPCA_code:Robust/main_train.py`): the learning rate is scheduled
-(there the line is commented out), bf16 instead of fp16, images are mixed with their neighbour
-instead of the reversed batch, one lambda per step.
-Stopping and resuming changes no number: what is random depends on (seed, step or sample) alone. Nor
-do more processes, but for float noise and the masks of drop path, which depend on the process, too.
-To the last bit that holds on a CPU; on a GPU the backward of fused attention adds in no fixed
-order.
+Paper: Teo & Nguyen 2024, section 4.1 and App. A. Recipe: `facebookresearch/deit`. Differences from
+the released code (`rachtsy/KPCA_code:Robust/main_train.py`): the learning rate follows its schedule
+(the release comments that line out), bf16 replaces fp16, and an image is mixed with its neighbour,
+with one lambda per step (the release mixes with the reversed batch).
+
+Resumed runs are bit-identical on a CPU, because all random numbers are functions of (seed, step or
+sample). On a GPU fused attention adds gradients in no fixed order. Other process counts agree up to
+rounding and drop-path masks, which are drawn per process.
 """
 
 import argparse
@@ -27,15 +27,15 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import common  # before torch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
-import common
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
-from common import COUNT, NATURAL, REAL, SHARE, InputError
+from common import COUNT, NATURAL, REAL, SEED, SHARE, InputError
 from data.augment import augment_uint8, mix, soft_targets, to_float
 from data.batches import Split, image_batches, send
 from data.datasets import DATASETS, largest_share, load_data, split_name
@@ -45,153 +45,141 @@ from vit import SIZES, ViT, ViTConfig
 
 
 def get_args():
-    """Read the flags: a recipe's are the defaults, then those of a run to resume. Flags win.
+    """Parse the flags. Priority: command line, then the resumed run, then the recipe.
 
-    Returns them and the checkpoint of --resume, {} without one.
+    Returns (args, checkpoint): the flags, and the checkpoint of --resume, {} without --resume.
     """
     p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help, add_help=False,
                                 usage="%(prog)s [--flag value ...]", allow_abbrev=False)
     boolean = argparse.BooleanOptionalAction
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=DATASETS, help="the recipe; without it rendered scenes (shapes) or, "
-         "with --data_dir, images of your own (folder)")
-    flag("--data_dir", help="folder: <class>/*.jpg, or train/ and val/ with class folders; "
-         "imagenet: the latter; cifar10: torchvision's files, or train/ and val/")
-    flag("--download", action=boolean, default=False, help="cifar10: fetch it into --data_dir")
-    flag("--num_images", type=COUNT, default=16000, help="shapes: training images to render")
-    flag("--holdout", type=NATURAL, default=0, help="train without HOLDOUT of the training images "
-         "and evaluate on those: to choose settings there, not on the test split")
+    flag("--data", choices=DATASETS, help="choose the data set and its recipe (default: with "
+         "--data_dir your own images, folder; else rendered scenes, shapes)")
+    flag("--data_dir", help="read images from this folder: <class>/*.jpg, or train/ and val/ with "
+         "such folders in them; docs/data.md shows all layouts")
+    flag("--download", action=boolean, default=False, help="download CIFAR-10 into --data_dir")
+    flag("--num_images", type=COUNT, default=16000, help="render this many training images")
+    flag("--holdout", type=NATURAL, default=0, help="hold out this many training images and "
+         "evaluate on them: choose settings there, not on the test images")
     flag("--num_workers", type=NATURAL, default=min(os.cpu_count() or 1, 10),
-         help="imagenet: decoding processes per GPU")
+         help="decode ImageNet with this many processes per GPU")
 
     flag = p.add_argument_group("model").add_argument
-    flag("--model", choices=[*SIZES, "fan_tiny", "fan_small"], help="nano to base: ViT")
-    flag("--image_size", type=COUNT, help="pixels, a multiple of --patch_size")
-    flag("--patch_size", type=COUNT, help="pixels")
+    flag("--model", choices=[*SIZES, "fan_tiny", "fan_small"], help="choose a ViT or a FAN")
+    flag("--image_size", type=COUNT, help="resize images to this side, a multiple of --patch_size")
+    flag("--patch_size", type=COUNT, help="cut images into patches with this side, in pixels")
     flag("--attn", choices=dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS]), default="rpc",
-         help="rpc: symmetric, with RPC-Attention in --rpc_layers")
-    flag("--rpc_layers", default="0", help="from 0: 0 (the paper's layer1), all, 0,1,2 or 0-3")
-    flag("--n_iter", type=COUNT, default=4, help="PAP steps; the paper: 4-6 in layer 0, 2 in all")
-    flag("--lambd", type=common.number(float, 0, math.inf), default=4.0,
-         help="PAP lambda; the paper: 4 in layer 0, 3 in all; inf: never shrink")
-    flag("--form", choices=FORMS, default="released", help="reading of Algorithm 1: attention.py")
-    flag("--drop_path", type=SHARE, default=0.0, help="rate of the last block (FAN: of each)")
-    flag("--init", choices=["trunc_normal", "default"], help="Linear layers as DeiT's, or torch's "
-         "as the released RPC code; None: default, but for a FAN and, on imagenet, for attention "
-         "other than symmetric or rpc")
-    flag("--init_from", help="start from these weights (file or https address; App. E.6); model "
-         "and patch size are theirs where no flag says otherwise")
+         help="choose the attention; rpc is RPC-Attention in --rpc_layers, else symmetric")
+    flag("--rpc_layers", default="0", help="choose layers from 0 on, as 0, all, 0,1,2 or 0-3; the "
+         "paper's layer1 is 0")
+    flag("--n_iter", type=COUNT, default=4, help="run this many PAP steps; the paper: 4 to 6 in "
+         "layer 0, 2 in all layers")
+    flag("--lambd", type=common.number(float, 0, math.inf), default=4.0, help="set PAP's lambda; "
+         "the paper: 4 in layer 0, 3 in all layers; inf never shrinks")
+    flag("--form", choices=FORMS, default="released", help="choose a variant of Algorithm 1")
+    flag("--drop_path", type=SHARE, default=0.0, help="drop branches of the last block at this "
+         "rate, of earlier blocks at a smaller rate (FAN: of all blocks at this rate)")
+    flag("--init", choices=["default", "trunc_normal"], help="draw Linear layers as PyTorch does, "
+         "like the released RPC code, or as DeiT does, trunc_normal (default: PyTorch's; for a FAN "
+         "trunc_normal, like FAN's code)")
+    flag("--init_from", help="initialise from this file or https address; --model and --patch_size "
+         "then default to the file's")
 
     flag = p.add_argument_group("training").add_argument
-    flag("--epochs", type=COUNT, help="the learning rate falls until then")
-    flag("--batch_size", type=COUNT, help="over all processes")
-    flag("--lr", type=REAL, help="peak learning rate (AdamW); DeiT's rule: 5e-4 * batch_size / 512")
-    flag("--min_lr", type=REAL, default=1e-5, help="at the end of the cosine")
-    flag("--warmup_epochs", type=REAL, default=1, help="linear warm-up from 1e-6")
-    flag("--weight_decay", type=REAL, default=0.05, help="of matrices alone")
-    flag("--clip", type=REAL, default=1.0, help="largest gradient norm; 0: any")
-    flag("--ema", type=SHARE, default=0.0, help="decay of the weight average; 0: none")
-    flag("--adv_eps", type=common.number(pixels, 0, 1), default=0.0,
-         help="adversarial training: pixels move by up to this, as 2/255; 0: none")
-    flag("--adv_steps", type=COUNT, default=3, help="PGD steps that find where they move")
+    flag("--epochs", type=COUNT, help="train for this many epochs, the whole schedule")
+    flag("--batch_size", type=COUNT, help="use this many images per step, over all processes")
+    flag("--lr", type=REAL, help="set AdamW's peak learning rate; DeiT: 5e-4 * batch_size / 512")
+    flag("--min_lr", type=REAL, default=1e-5, help="end the cosine at this learning rate")
+    flag("--warmup_epochs", type=REAL, default=1, help="begin with a linear warm-up from 1e-6")
+    flag("--weight_decay", type=REAL, default=0.05, help="decay matrices, never vectors")
+    flag("--clip", type=REAL, default=1.0, help="clip the gradient to this norm; 0 never clips")
+    flag("--ema", type=SHARE, default=0.0, help="average the weights with this decay; 0: never")
+    flag("--adv_eps", type=common.number(pixels, 0, 1), default=0.0, help="train on adversarial "
+         "images, whose pixels move by up to this, for example 2/255; 0 trains on clean images")
+    flag("--adv_steps", type=COUNT, default=3, help="run this many PGD steps per adversarial image")
 
     flag = p.add_argument_group("augmentation").add_argument
-    flag("--pad", type=NATURAL, default=0, help="random shift by up to PAD pixels (small images)")
-    flag("--num_ops", type=NATURAL, default=0, help="RandAugment operations per image; DeiT: 2")
-    flag("--erase", type=SHARE, default=0.0, help="probability of random erasing")
-    flag("--mixup", type=REAL, default=0.0, help="alpha; 0: none")
-    flag("--cutmix", type=REAL, default=0.0, help="alpha; 0: none")
-    flag("--smoothing", type=SHARE, default=0.1, help="label smoothing")
-    flag("--repeats", type=COUNT, default=1, help="crops of an image in an epoch that draws it")
+    flag("--pad", type=NATURAL, default=0, help="shift images by up to this many pixels")
+    flag("--num_ops", type=NATURAL, default=0, help="apply this many RandAugment operations")
+    flag("--erase", type=SHARE, default=0.0, help="erase a rectangle with this probability")
+    flag("--mixup", type=REAL, default=0.0, help="mix pairs of images, with this alpha; 0: never")
+    flag("--cutmix", type=REAL, default=0.0, help="mix pairs by a rectangle; 0: never")
+    flag("--smoothing", type=SHARE, default=0.1, help="smooth labels by this share")
+    flag("--repeats", type=COUNT, default=1, help="use an image this many times in an epoch, and "
+         "so many times fewer images")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0, help="of weights, order and "
-         "noise")
-    flag("--device", type=common.device, help="cuda, mps or cpu; None: the best there is")
-    flag("--amp", action=boolean, help="bf16 autocast; None: on GPUs that have it")
-    flag("--compile", action=boolean, default=False, help="torch.compile the model, to train")
-    flag("--log_every", type=COUNT, default=20, help="steps between rows of log.jsonl")
-    flag("--eval_every", type=COUNT, default=1, help="epochs between evaluations")
+    flag("--seed", type=SEED, default=0, help="draw weights, order and noise from this seed")
+    flag("--device", type=common.device, help="run on cuda, mps or cpu (default: the best found)")
+    flag("--amp", action=boolean, help="use bf16 autocast (default: on GPUs that support it)")
+    flag("--compile", action=boolean, default=False, help="train a compiled model (torch.compile)")
+    flag("--log_every", type=COUNT, default=20, help="write a row of log.jsonl after so many steps")
+    flag("--eval_every", type=COUNT, default=1, help="evaluate after so many epochs")
     flag("--keep_best", action=boolean, default=False, help="hold out --holdout training images "
          "(default: a tenth) and keep best.pt, which has the lowest loss on them (folder: on)")
-    flag("--max_steps", type=COUNT, help="stop early; the schedule stays that of --epochs")
-    flag("--out_dir", help="None: out/<data>_<attn>")
-    flag("--resume", help="folder of a run to continue; its flags are the defaults")
+    flag("--max_steps", type=COUNT, help="stop after so many steps; the schedule does not change")
+    flag("--out_dir", help="write into this folder (default: out/<data>_<attn>)")
+    flag("--resume", help="continue the run in this folder, with its flags")
 
-    # A setting is the command line's, else that of the run to resume, of weights to start from, of
-    # the recipe, or the flag's default.
-    asked, checkpoint, stored, theirs = p.parse_known_args()[0], {}, {}, {}
-    if asked.resume:
-        checkpoint = common.load(Path(asked.resume, "last.pt"))
-        if checkpoint.get("task") != "classification":
-            raise InputError(f"--resume {asked.resume}: its task is {checkpoint.get('task')}, not "
-                             f"classification")
-        # What is of one command or machine is not remembered.
-        stored = {name: value for name, value in checkpoint["args"].items()
-                  if name not in ("device", "download", "max_steps", "out_dir", "resume")}
-    data = asked.data or stored.get("data") or ("folder" if asked.data_dir else "shapes")
-    if asked.init_from and not asked.resume:
+    # Priority: command line, resumed run, weights of --init_from, recipe, default of the flag.
+    given, checkpoint, stored = common.resumed_run(p, "classification")
+    data = given.data or stored.get("data") or ("folder" if given.data_dir else "shapes")
+    from_file = {}                                      # model, patch_size, image_size
+    if given.init_from and not given.resume:
         from checkpoints import flags_for
-        theirs = flags_for(common.load(asked.init_from), SIZES)     # model, patch_size, image_size
+        from_file = flags_for(common.load(given.init_from), SIZES)
         if data != "folder":
-            theirs.pop("image_size", None)                          # a data set has its own
-    p.set_defaults(**{"data": data, **DATASETS[data][1], **theirs, **stored})
-    p.add_argument("-h", "--help", action="help", help="print this, with the recipe's defaults")
-    args = p.parse_args()
-    changed = {name: getattr(args, name) for name in stored if getattr(args, name) != stored[name]}
-    if theirs:
-        common.print0(f"as in {args.init_from}: {theirs}")
-    if changed:
-        common.print0(f"other flags: {changed}")
+            from_file.pop("image_size", None)           # the data set has its own
+    args = common.parse_flags(p, {"data": data, **DATASETS[data][1], **from_file}, stored)
+    used = {name: value for name, value in from_file.items() if getattr(args, name) == value}
+    if used:
+        common.print0(f"as in {args.init_from}: {used}")
 
     if data == "shapes" and args.data_dir:
         raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images")
     if data == "folder" and not args.data_dir:
         raise InputError("--data folder needs --data_dir")
-    if args.out_dir and args.resume:
-        raise InputError("--out_dir does not go with --resume, which continues in its own folder")
-    args.out_dir = args.resume or args.out_dir or f"out/{data}_{args.attn}"
-    if Path(args.out_dir, "last.pt").exists() and not args.resume:
-        raise InputError(f"{args.out_dir} holds a run: go on with it by --resume {args.out_dir}, "
-                         f"or choose another --out_dir")
+    args.out_dir = common.run_folder(args, f"out/{data}_{args.attn}")
     return args, checkpoint
 
 
 def pixels(text):
-    """Read 2/255 or 0.01, a type for argparse."""
+    """Read "2/255" or "0.01" as a float; a type for argparse."""
     over, _, under = text.partition("/")
-    return float(over) / (float(under or 1) or math.nan)            # 2/0: in no range
+    return float(over) / (float(under or 1) or math.nan)            # 2/0 is nan, in no range
 
 
 # --- batches --------------------------------------------------------------------------------------
 
 def batch_keys(args, n, start, stop, rank, world):
-    """Yield this rank's (position, index), (b,) int64 each, for each step from `start` to `stop`.
+    """Yield (position, index), int64 of shape (b,) each, for each step from `start` to `stop`.
 
-    index: which image. position: the number of the sample in the whole run; what is random about a
-    sample depends on it. A process takes a contiguous slice of the batch, so that neighbours, which
-    are mixed with each other, stay together; copies of an image (repeats) are spread before.
+    This process's share of the batch, b = batch_size / world samples. index: the image's number,
+    below n. position: the sample's number in the whole run, which decides its random numbers. The
+    share is contiguous, so that neighbours, which are mixed, stay together. Copies of an image
+    (--repeats) are moved apart first.
     """
     b, epoch_steps = args.batch_size // world, n // args.batch_size
     for step in range(start, stop):
         epoch, i = divmod(step, epoch_steps)
         if i == 0 or step == start:
-            order = epoch_order(n, epoch, args.seed, args.repeats)
+            order = epoch_order(n, epoch, args.seed, args.repeats)      # shuffled images
         batch = order[i * args.batch_size:(i + 1) * args.batch_size]
-        batch = torch.cat([batch[r::args.repeats] for r in range(args.repeats)])
+        batch = torch.cat([batch[r::args.repeats] for r in range(args.repeats)])    # copies apart
         part = slice(rank * b, (rank + 1) * b)
         yield step * args.batch_size + torch.arange(args.batch_size)[part], batch[part]
 
 
 def load_batches(source, keys, args, device, transform=None):
-    """Yield images (b, 3, S, S) uint8, labels (b,), on the device, and positions of each of keys.
+    """Yield images (b, 3, S, S) uint8, labels (b,) and positions (b,) for each of `keys`.
 
-    source: a Split, in memory on the device, or a Dataset of files, which workers decode.
-    transform(images, positions): on the device or, where that is the CPU, in the workers.
+    Images and labels are on the device. source: a Split, which holds all images on the device, or a
+    Dataset, whose files worker processes decode. transform(images, positions) runs on the device,
+    or in the workers if that is the CPU.
     """
     if isinstance(source, Split):
         for position, index in keys:
-            index = send(index, device)
+            index = send(index, device)                             # without waiting
             images, labels = source.images[index], source.labels[index]
             yield (transform(images, position) if transform else images), labels, position
         return
@@ -204,14 +192,15 @@ def load_batches(source, keys, args, device, transform=None):
 
 
 def train_batches(source, args, start, stop, device, rank, world):
-    """Yield augmented images (b, 3, S, S), targets (b, K), a distribution each, and positions."""
+    """Yield augmented images (b, 3, S, S), target distributions (b, K), and positions (b,)."""
+    # Shift, flip and RandAugment act on uint8; then come [0, 1], random erasing and mixing.
     transform = partial(augment_uint8, seed=args.seed, pad=args.pad, num_ops=args.num_ops)
     keys = batch_keys(args, len(source.labels), start, stop, rank, world)
     for images, labels, position in load_batches(source, keys, args, device, transform):
         images = to_float(images, position, args.seed, args.erase)
         targets = soft_targets(labels, len(source.classes), args.smoothing)
         if args.mixup or args.cutmix:
-            key = args.seed, position[0].item() // args.batch_size      # one lambda for a step
+            key = args.seed, position[0].item() // args.batch_size      # one lambda per step
             images, targets = mix(images, targets, key, args.mixup, args.cutmix)
         yield images, targets, position
 
@@ -220,12 +209,15 @@ def train_batches(source, args, start, stop, device, rank, world):
 
 @torch.no_grad()
 def evaluate(model, source, args, device, rank, world):
-    """Measure top-1, top-5 accuracy in per cent and loss; every image counts once."""
+    """Return a dict: top-1 and top-5 accuracy in per cent, mean loss, number of images.
+
+    Processes share the images, and every image counts once. No top-5 for fewer than 6 classes.
+    """
     model.eval()
     mine = torch.arange(rank, len(source.labels), world)
     keys = [(part, part) for part in mine.split(256) if len(part)]
-    total = torch.zeros(3, device=device)                   # right, right in top 5, loss
-    quiet = rank > 0 or None                                # None: if not in a terminal
+    total = torch.zeros(3, device=device)                   # correct, correct in top 5, loss
+    quiet = rank > 0 or None                                # None: a bar in a terminal only
     for images, labels, _ in tqdm(load_batches(source, keys, args, device), "evaluating", len(keys),
                                   disable=quiet, leave=False):
         logits = model(images.float() / 255).float()
@@ -245,7 +237,7 @@ def evaluate(model, source, args, device, rank, world):
 # --- the run --------------------------------------------------------------------------------------
 
 def learning_rate(step, warmup, total, args):
-    """Rise linearly from 1e-6, then fall along half a cosine, whose phase counts from step 0."""
+    """Rise linearly from 1e-6, then follow half a cosine that starts at step 0 down to min_lr."""
     if step < warmup:
         return 1e-6 + (args.lr - 1e-6) * step / warmup
     return args.min_lr + (args.lr - args.min_lr) * (1 + math.cos(math.pi * (step / total))) / 2
@@ -254,8 +246,8 @@ def learning_rate(step, warmup, total, args):
 def main():
     args, checkpoint = get_args()
 
-    # Processes. torchrun starts one a GPU (or some on a CPU) and says so in the environment; each
-    # takes its share of every batch. Rank 0 alone prints and writes.
+    # Processes. torchrun starts one process per GPU (or several on a CPU) and numbers them by
+    # environment variables. Each takes its share of every batch; rank 0 alone prints and writes.
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else
                                           "mps" if torch.backends.mps.is_available() else "cpu"))
@@ -267,12 +259,12 @@ def main():
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     amp = has_bf16 if args.amp is None else args.amp
     torch.set_float32_matmul_precision("high" if amp else "highest")
-    torch.backends.cudnn.allow_tf32 = amp                           # convolutions likewise
+    torch.backends.cudnn.allow_tf32 = amp                           # for convolutions, too
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
-    # Data. Where it is a folder of one's own, flags that are still None are chosen to fit it.
+    # Data. For your own images, `photo_flags` fills the flags that are still None.
     if args.download and world > 1:
-        raise InputError("--download is for one process: fetch the data first, without torchrun")
+        raise InputError("--download is for one process: download the data first, without torchrun")
     vars(args).update(photo_flags(args) if args.data == "folder" else {})
     train, val = load_data(args, device)
     if args.batch_size % world:
@@ -280,38 +272,37 @@ def main():
                          f"number of processes")
     if args.batch_size > len(train.labels):
         raise InputError(f"--batch_size {args.batch_size}: there are only {len(train.labels)} "
-                         f"training images")
+                         f"training images, expected at least one batch")
     if args.batch_size // world % 2 and (args.mixup or args.cutmix):
         raise InputError(f"--batch_size {args.batch_size} gives {args.batch_size // world} images "
-                         f"a process; mixup and cutmix mix pairs, so that number has to be even")
+                         f"per process; mixup and cutmix mix pairs: expected an even number")
     epoch_steps = len(train.labels) // args.batch_size              # whole batches only
     total, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps
 
-    # Model. The flags describe it; a checkpoint's has to be the same. The released RPC code starts
-    # from torch's Linear layers, FAN and all that is compared with DeiT on ImageNet from DeiT's.
+    # Model. The flags describe it; with --resume they must describe the checkpoint's model.
     if args.model in SIZES:
         Model, Config, size = ViT, ViTConfig, SIZES[args.model]
     else:
         from fan import FAN as Model, SIZES as FAN_SIZES, FANConfig as Config
         size = FAN_SIZES[args.model]
-    released = Model is ViT and (args.data != "imagenet" or args.attn in ("symmetric", "rpc"))
+    init = args.init or ("default" if Model is ViT else "trunc_normal")     # as their codes do
     config = Config(**size, image_size=args.image_size, patch_size=args.patch_size,
                     num_classes=len(train.classes), attn=args.attn, drop_path=args.drop_path,
                     rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]),
-                    pap=dict(n_iter=args.n_iter, lambd=args.lambd, form=args.form),
-                    init=args.init or ("default" if released else "trunc_normal"))
+                    pap=dict(n_iter=args.n_iter, lambd=args.lambd, form=args.form), init=init)
     torch.manual_seed(args.seed)
     model = Model(config).to(device)
-    if world > 1 and device.type == "cuda":                         # a FAN's norms, over processes
+    if world > 1 and device.type == "cuda":                         # a FAN's BatchNorm
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.init_from and not args.resume:
         from checkpoints import load_weights
         with common.error_prefix(f"--init_from {args.init_from}"):
             notes = load_weights(model, common.load(args.init_from), new_head=True)
         common.print0(f"weights from {args.init_from}", *notes)
-    # To freeze a part, say so here, `model.patch_embed.requires_grad_(False)`: --resume passes by.
+    # Freeze parameters here: model.patch_embed.requires_grad_(False). --resume runs this line, too.
 
-    # Optimiser: matrices decay, those of FAN's MLP and of Scaled Attention, too; the average.
+    # Optimiser. Matrices decay, also the ones of FAN's MLP and of Scaled Attention. `ema` averages
+    # the weights.
     matrices = ("weight", "mlp.temperature", "learned.s")
     decay, rest = [], []
     for name, p in model.named_parameters():
@@ -321,15 +312,11 @@ def main():
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
     ema = copy.deepcopy(model) if args.ema else None
 
-    # Resume: weights, optimiser and average; random numbers need no state. Data and model have to
-    # be the run's.
+    # Resume: load weights, optimiser and average. Random numbers have no state. Data and model must
+    # be the same as before.
     about = dict(classes=list(train.classes), training_images=len(train.labels))
     if checkpoint:
-        was = {**checkpoint, **checkpoint["model_config"]}
-        for name, now in {**about, **asdict(config)}.items():
-            if was.get(name) != now:
-                raise InputError(f"--resume cannot change {name}: it was {was.get(name)!r:.60} and "
-                                 f"is {now!r:.60}")
+        common.check_unchanged(checkpoint, {**about, **asdict(config)})
         model.load_state_dict(checkpoint["model"])
         common.load_optimizer(optimizer, checkpoint["optimizer"])
         if ema:
@@ -337,18 +324,17 @@ def main():
     first = checkpoint.get("step", 0)
     metrics, best = checkpoint.get("metrics", {}), checkpoint.get("best", {})
 
-    # Compile; share gradients over processes. net is for training; model, of the same weights, is
+    # Compile; average gradients over processes. `net` is trained; `model` shares its weights and is
     # evaluated and saved.
     compiled = torch.compile(model) if args.compile else model
-    net = compiled if world == 1 else DDP(compiled, broadcast_buffers=False,    # the same on all
-                                          gradient_as_bucket_view=True)
+    net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
 
-    # The log, a JSON object a line; its first row says what was trained, by what, on what.
+    # The log, one JSON object per line. The first row names flags, code, hardware and data.
     out_dir = Path(args.out_dir)
     if rank == 0:
         log = common.Log(out_dir, first)
         parameters = sum(p.numel() for p in model.parameters())
-        log.append(dict(step=first, args=vars(args), torch=torch.__version__, world=world,
+        log.append(dict(step=first, args=vars(args), **common.code_version(), world=world,
                         device=common.describe(device), parameters=parameters,
                         training_images=len(train.labels)))
         common.print0(f"{parameters:,} parameters | {world} x {common.describe(device)} | {out_dir}"
@@ -360,7 +346,7 @@ def main():
     if args.adv_eps:
         from robust.adversarial import adversarial
     bar = tqdm(range(first, stop), "training", stop, initial=first, unit="step",
-               disable=rank > 0 or None, dynamic_ncols=True)        # None: if not in a terminal
+               disable=rank > 0 or None, dynamic_ncols=True)        # None: a bar in a terminal only
     began = clock = time.time()
     pending = []
     for step in bar:
@@ -368,43 +354,43 @@ def main():
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # A batch; in adversarial training moved to where the network, as it is now, is worse.
+        # A batch. Adversarial training moves its pixels to raise the current network's loss.
         images, targets, position = next(batches)
         if args.adv_eps:
             with autocast:
                 images = adversarial(compiled, images, targets, position[0].item(), args)
 
-        # Forward and backward. Drop path draws from a seed of this step and process, so a resumed
-        # run draws the same.
+        # Forward and backward. Drop path draws from a seed for this step and process, so that a
+        # resumed run draws the same masks.
         torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))
         with autocast:
             loss = F.cross_entropy(net(images), targets)
         loss.backward()
 
-        # Clip the gradient and take the step; the average of the weights follows.
+        # Clip the gradient, take the step and update the average of the weights.
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()
                                               if p.grad is not None])
         if args.clip:
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.clip, norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if ema:                                                     # a copy, after the first step
+        if ema:                                                     # after step 0: a copy
             with torch.no_grad():
                 torch._foreach_lerp_([*ema.parameters()], [*model.parameters()],
                                      1 - args.ema if step else 1.0)
                 torch._foreach_copy_([*ema.buffers()], [*model.buffers()])
         pending.append(torch.stack([loss.detach(), norm]))          # stays on the device
 
-        # What is due? By the step alone, so that all processes agree: an evaluation every few
-        # epochs and at the end; a checkpoint then and after every epoch; a row of the log then and
+        # Evaluate, checkpoint and log by the step number, so that all processes agree: evaluate
+        # every --eval_every epochs and at the end; save then and after every epoch; log then and
         # every --log_every steps.
         done, epoch = step + 1, (step + 1) / epoch_steps
         evaluating = done == stop or done % (args.eval_every * epoch_steps) == 0
         saving = evaluating or done % epoch_steps == 0
         logging = saving or done % args.log_every == 0
 
-        # Log the means, over processes and steps since the last row; what is not finite ends the
-        # run here. Reading them waits for the device.
+        # Log the means over all processes and all steps since the last row. A loss or gradient that
+        # is not finite ends the run here. Reading the numbers waits for the device.
         if logging:
             recent = torch.stack(pending) / world                   # (steps, 2)
             if world > 1:
@@ -418,7 +404,8 @@ def main():
             if bar.disable:
                 common.print0(f"step {done:6d}  loss {loss:.4f}  {rate:.0f} images/s")
 
-        # Evaluate; the paper reports the raw model, not its average. Did the robust part act?
+        # Evaluate. The paper reports the raw model, not the average. Also log, per layer, mean |k|
+        # and the share of nonzero entries of S: they show whether RPC acts.
         metrics = {}
         if evaluating:
             with autocast:
@@ -433,21 +420,23 @@ def main():
             common.print0(f"step {done:6d}  training loss {loss:.4f}   {numbers}  largest class "
                           f"{largest_share(val):.2f}")
 
-        # Save, each file whole or not at all. A run killed before that repeats the evaluation.
+        # Save. A file is replaced whole or not at all; a run killed before this line repeats the
+        # evaluation when it is resumed.
         if saving and rank == 0:
             better = args.keep_best and metrics and metrics["loss"] < best.get("loss", math.inf)
             if better:
                 best = dict(step=done, **metrics)
-            state = dict(task="classification", args=vars(args), step=done, metrics=metrics,
-                         best=best, model=model.state_dict(), optimizer=optimizer.state_dict(),
+            state = dict(task="classification", architecture="vit" if Model is ViT else "fan",
+                         args=vars(args), step=done, metrics=metrics, best=best,
+                         model=model.state_dict(), optimizer=optimizer.state_dict(),
                          ema=ema and ema.state_dict(), model_config=asdict(config), **about)
             if better:
                 common.save(out_dir / "best.pt", state)
             common.save(out_dir / "last.pt", state)
         if logging:
-            clock, pending = time.time(), []    # speed leaves out what evaluating and saving took
+            clock, pending = time.time(), []    # speed excludes evaluating and saving
 
-    # The result, where the last step was evaluated.
+    # Print the result, if the last step was evaluated.
     if metrics:
         top5 = f"top-5 {metrics['top5']:.2f} %, " if "top5" in metrics else ""
         common.print0(f"{args.data} {args.attn}: {split_name(args)} accuracy "
@@ -456,9 +445,9 @@ def main():
                       f"{stop / epoch_steps:.1f} epochs, {(time.time() - began) / 60:.1f} minutes")
         if best:
             common.print0(f"best.pt: the lowest validation loss, {best['loss']:.3f}, was after "
-                          f"{best['step'] / epoch_steps:.1f} epochs, accuracy {best['top1']:.2f} %; "
-                          f"the next command reports the test images, which chose nothing")
-        common.print0(f"next: python eval_robust.py --ckpt {out_dir}")
+                          f"{best['step'] / epoch_steps:.1f} epochs (accuracy {best['top1']:.2f} "
+                          f"%); the next command reports the test images, which chose nothing")
+        common.print0(f"next: {common.command('eval_robust.py', '--ckpt', out_dir)}")
     if dist.is_initialized():
         dist.destroy_process_group()
 

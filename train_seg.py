@@ -7,17 +7,17 @@
     python train_seg.py --data camvid --data_dir data/camvid
     torchrun --standalone --nproc_per_node=4 train_seg.py --data ade20k \\
         --data_dir data/ADEChallengeData2016 --backbone out/imagenet_rpc      # the paper's run
-    python train_seg.py --resume out/seg_shapes_rpc       # go on exactly where it stopped
-    python eval_robust.py --ckpt out/seg_shapes_rpc       # clean, corrupted, multi-scale
+    python train_seg.py --resume out/seg_shapes_rpc       # continue exactly where the run stopped
+    python eval_robust.py --ckpt out/seg_shapes_rpc       # evaluate clean, corrupted, multi-scale
 
-Paper: Teo & Nguyen 2024, section 4.1, App. A.3 and E.5 (Table 6); recipe `rstrudel/segmenter`,
-which the paper's fork `rachtsy/segm` keeps: SGD with Nesterov momentum, polynomial schedule, 64
-epochs of ADE20K. Where this differs: bf16 on GPUs (--no-amp: float32), a loss that is not finite
-stops the run, the result is the last epoch (with --keep_best also the best one).
-Stopping and resuming changes no number: what is random depends on (seed, step or sample) alone. Nor
-do more processes, but for float noise and the masks of drop path and dropout, which depend on the
-process, too. To the last bit that holds on a CPU; on a GPU the backward of fused attention adds in
-no fixed order.
+Paper: Teo & Nguyen 2024, section 4.1, App. A.3 and E.5 (Table 6). Recipe: `rstrudel/segmenter`,
+which the paper's fork `rachtsy/segm` keeps: SGD with Nesterov momentum, a polynomial schedule, 64
+epochs of ADE20K. Differences: bf16 on GPUs (--no-amp: float32), a loss that is not finite stops the
+run, and the result is the last epoch (--keep_best also keeps the best one).
+
+Resumed runs are bit-identical on a CPU, because all random numbers are functions of (seed, step or
+sample). On a GPU fused attention adds gradients in no fixed order. Other process counts agree up to
+rounding and the masks of dropout and drop path, which are drawn per process.
 """
 
 import argparse
@@ -27,15 +27,15 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import common  # before torch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
-import common
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
-from common import COUNT, NATURAL, REAL, SHARE, InputError
+from common import COUNT, NATURAL, REAL, SEED, SHARE, InputError
 from data.batches import image_batches
 from data.masks import mask_flags
 from data.rng import DROPOUT, epoch_order, seed_from
@@ -43,147 +43,131 @@ from data.views import IGNORE, TrainingViews, finish_views, load_segmentation, s
 from segmenter import Segmenter, SegmenterConfig, backbone_settings, evaluate, predictions
 from vit import SIZES
 
-# What --data selects; flags win.
+# The recipe that --data selects; flags on the command line override it.
 RECIPES = {
-    # around weights/shapes_rpc.pt, 5 minutes on 2 CPU cores: mean IoU 75.0 % ± 0.8 (three seeds)
+    # from weights/shapes_rpc.pt, 5 minutes on 2 CPU cores: mean IoU 75.0 % ± 0.8 (three seeds)
     "shapes": dict(size=32, num_classes=11, epochs=5, batch_size=32, dropout=0.0, num_workers=0,
                    patch_size=4),
     # 250 images, 25 minutes on a CPU core: mean IoU 30.5 % (symmetric), 27.9 % (rpc, n_iter 6)
     "camvid": dict(size=160, num_classes=11, epochs=200, batch_size=8, eval_every=20),
-    # the paper's run, not run here: mean IoU 34.69 % (rpc), 34.00 % (symmetric) there
-    "ade20k": dict(size=512, num_classes=150, epochs=64, batch_size=8, lr=1e-3, weight_decay=0.0,
-                   clip=0.0, drop_path=0.1, model="tiny"),
-    # images of your own; what is None depends on how many there are and how large: data/masks.py
+    # the paper's run, not repeated by us; the paper's mean IoU: 34.69 % (rpc), 34.00 % (symmetric)
+    "ade20k": dict(size=512, num_classes=150, epochs=64, batch_size=8, optimizer="sgd", lr=1e-3,
+                   weight_decay=0.0, clip=0.0, drop_path=0.1, model="tiny"),
+    # your own images; data/masks.py chooses the flags that are None by their number and size
     "folder": dict(size=None, epochs=None, batch_size=None, eval_every=None, patch_size=None,
-                   keep_best=None),
+                   attn="symmetric", keep_best=None),
 }
-# An encoder without --backbone, where flags and recipes do not say otherwise.
+# The encoder without --backbone, unless flags or the recipe describe another one.
 ENCODER = dict(model="nano", patch_size=16, attn="rpc", rpc_layers="0", n_iter=4, lambd=4.0,
                form="released")
 
 
 def get_args():
-    """Read the flags: a recipe's are the defaults, then those of a run to resume. Flags win.
+    """Parse the flags. Priority: command line, then the resumed run, then the recipe.
 
-    Returns them and the checkpoint of --resume, {} without one.
+    Returns (args, checkpoint): the flags, and the checkpoint of --resume, {} without --resume.
     """
     p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help, add_help=False,
                                 usage="%(prog)s [--flag value ...]", allow_abbrev=False)
     boolean = argparse.BooleanOptionalAction
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=RECIPES, help="the recipe; without it rendered scenes (shapes) or, with "
-         "--data_dir, images of your own (folder)")
-    flag("--data_dir", help="images/*.jpg, annotations/*.png of the same names, a pixel's value is "
-         "its class; or training/ and validation/ in each of the two (camvid, ade20k: 0 is no "
-         "class, 1 to K are)")
-    flag("--ignore", type=common.number(int, 0, 255), nargs="*", help="folder: values of pixels "
-         "that belong to no class; None: 255")
-    flag("--num_classes", type=common.number(int, 2, 254), help="K; folder: found")
-    flag("--num_images", type=COUNT, default=16000, help="shapes: to train on; a tenth to test")
+    flag("--data", choices=RECIPES, help="choose the data set and its recipe (default: with "
+         "--data_dir your own images, folder; else rendered scenes, shapes)")
+    flag("--data_dir", help="read images/*.jpg and annotations/*.png of the same names from this "
+         "folder; a pixel's value is its class; docs/data.md shows all layouts")
+    flag("--ignore", type=common.number(int, 0, 255), nargs="*", help="ignore pixels with these "
+         "values (default for your own images: 255)")
+    flag("--num_classes", type=common.number(int, 2, 254), help="expect this many classes (default "
+         "for your own images: as many as the annotations contain)")
+    flag("--num_images", type=COUNT, default=16000, help="render this many training images")
     flag("--num_workers", type=NATURAL, default=min(os.cpu_count() or 1, 10),
-         help="decoding processes per GPU")
+         help="decode images with this many processes per GPU")
 
     flag = p.add_argument_group("model").add_argument
-    flag("--backbone", help="checkpoint of train_cls.py, DeiT's file or https address: its "
-         "encoder, attention included, in the place of the next seven; None: shapes: "
-         "weights/shapes_<attn>.pt, unless those ask for another; else from scratch")
-    flag("--model", choices=SIZES, help="width, depth and heads (nano; ade20k: tiny)")
-    flag("--patch_size", type=COUNT, help="pixels (16; shapes: 4; folder: as fits)")
+    flag("--backbone", help="use the encoder and attention of this checkpoint or https address; "
+         "leave out the next seven flags (default: weights/shapes_ATTN.pt on shapes, else none)")
+    flag("--model", choices=SIZES, help="choose width, depth and heads (default: nano)")
+    flag("--patch_size", type=COUNT, help="cut images into patches with this side, in pixels")
     kinds = dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS])
     flag("--attn", choices=[name for name in kinds if name != "scaled_s"],
-         help="rpc: symmetric, with RPC-Attention in --rpc_layers")
-    flag("--rpc_layers", help="from 0: 0 (the paper's layer1), all, 0,1,2 or 0-3")
-    flag("--n_iter", type=COUNT, help="PAP steps; the paper: 4-6 in layer 0, 2 in all")
-    flag("--lambd", type=common.number(float, 0, math.inf),
-         help="PAP lambda; the paper: 4 in layer 0, 3 in all; inf: never shrink")
-    flag("--form", choices=FORMS, help="reading of Algorithm 1: attention.py")
-    flag("--decoder_attn", choices=["softmax", "symmetric", "rpc"], help="of the mask transformer; "
-         "rpc: in its block 0, as the paper's code; default: as the encoder, rpc too")
-    flag("--drop_path", type=SHARE, default=0.0,
-         help="stochastic depth: rate of the encoder's last block")
-    flag("--dropout", type=SHARE, default=0.1, help="rate, in the mask transformer")
+         help="choose the attention; rpc is RPC-Attention in --rpc_layers, else symmetric")
+    flag("--rpc_layers", help="choose layers from 0 on, as 0, all, 0,1,2 or 0-3; the paper's "
+         "layer1 is 0")
+    flag("--n_iter", type=COUNT, help="run this many PAP steps; the paper: 4 to 6 in layer 0, 2 in "
+         "all layers")
+    flag("--lambd", type=common.number(float, 0, math.inf), help="set PAP's lambda; the paper: 4 "
+         "in layer 0, 3 in all layers; inf never shrinks")
+    flag("--form", choices=FORMS, help="choose a variant of Algorithm 1")
+    flag("--decoder_attn", choices=["softmax", "symmetric", "rpc"], help="choose the attention of "
+         "the mask transformer; rpc acts in its block 0 (default: as the encoder)")
+    flag("--drop_path", type=SHARE, default=0.0, help="drop branches of the encoder's last block "
+         "at this rate, of earlier blocks at a smaller rate")
+    flag("--dropout", type=SHARE, default=0.1, help="drop activations of the mask transformer")
 
     flag = p.add_argument_group("training").add_argument
-    flag("--epochs", type=COUNT, help="the schedule ends there")
-    flag("--batch_size", type=COUNT, help="over all processes")
-    flag("--lr", type=REAL, default=2e-3, help="learning rate of the first step")
-    flag("--min_lr", type=REAL, default=1e-5,
-         help="at the end: lr_k = (lr - min_lr) (1 - k / steps)^0.9 + min_lr")
-    flag("--weight_decay", type=REAL, default=0.05, help="of matrices alone")
-    flag("--clip", type=REAL, default=1.0, help="largest gradient norm; 0: any")
+    flag("--epochs", type=COUNT, help="train for this many epochs, the whole schedule")
+    flag("--batch_size", type=COUNT, help="use this many images per step, over all processes")
+    flag("--optimizer", choices=["adamw", "sgd"], default="adamw", help="choose the optimiser; sgd "
+         "has Nesterov momentum 0.9, as in the paper")
+    flag("--lr", type=REAL, default=2e-3, help="begin with this learning rate")
+    flag("--min_lr", type=REAL, default=1e-5, help="end with this learning rate")
+    flag("--weight_decay", type=REAL, default=0.05, help="decay matrices, never vectors")
+    flag("--clip", type=REAL, default=1.0, help="clip the gradient to this norm; 0 never clips")
 
     flag = p.add_argument_group("views").add_argument
-    flag("--size", type=COUNT, help="pixels: side of a crop, and the short side that images are "
-         "resized to; a multiple of --patch_size")
-    flag("--window", type=COUNT, help="pixels: of an evaluation's sliding window; None: --size")
-    flag("--stride", type=COUNT, help="pixels between windows; None: --window")
+    flag("--size", type=COUNT, help="resize the short side of images to this, and crop squares "
+         "with this side, a multiple of --patch_size")
+    flag("--window", type=COUNT, help="evaluate in windows with this side (default: --size)")
+    flag("--stride", type=COUNT, help="move windows by this many pixels (default: --window)")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0, help="of weights, order "
-         "and noise")
-    flag("--device", type=common.device, help="cuda, mps or cpu; None: the best there is")
-    flag("--amp", action=boolean, help="bf16 autocast; None: on GPUs that have it")
-    flag("--compile", action=boolean, default=False, help="torch.compile the model, to train")
-    flag("--log_every", type=COUNT, default=20, help="steps between rows of log.jsonl")
-    flag("--eval_every", type=COUNT, default=2, help="epochs between evaluations")
+    flag("--seed", type=SEED, default=0, help="draw weights, order and noise from this seed")
+    flag("--device", type=common.device, help="run on cuda, mps or cpu (default: the best found)")
+    flag("--amp", action=boolean, help="use bf16 autocast (default: on GPUs that support it)")
+    flag("--compile", action=boolean, default=False, help="train a compiled model (torch.compile)")
+    flag("--log_every", type=COUNT, default=20, help="write a row of log.jsonl after so many steps")
+    flag("--eval_every", type=COUNT, default=2, help="evaluate after so many epochs")
     flag("--keep_best", action=boolean, default=False, help="hold out a tenth of the training "
          "images and keep best.pt, which has the highest mean IoU on them (folder: on)")
-    flag("--max_steps", type=COUNT, help="stop early; the schedule stays that of --epochs")
-    flag("--out_dir", help="None: out/seg_<data>_<attn>; with --backbone out/seg_<data>_backbone")
-    flag("--resume", help="folder of a run to continue; its flags are the defaults")
+    flag("--max_steps", type=COUNT, help="stop after so many steps; the schedule does not change")
+    flag("--out_dir", help="write into this folder (default: out/seg_<data>_<attn>, or "
+         "out/seg_<data>_backbone)")
+    flag("--resume", help="continue the run in this folder, with its flags")
 
-    # A setting is the command line's, else that of the run to resume, of the recipe, or the flag's
-    # default.
-    asked, checkpoint, stored = p.parse_known_args()[0], {}, {}
-    if asked.resume:
-        checkpoint = common.load(Path(asked.resume, "last.pt"))
-        if checkpoint.get("task") != "segmentation":
-            raise InputError(f"--resume {asked.resume}: its task is {checkpoint.get('task')}, not "
-                             f"segmentation")
-        # What is of one command or machine is not remembered.
-        stored = {name: value for name, value in checkpoint["args"].items()
-                  if name not in ("device", "max_steps", "out_dir", "resume")}
-    data = asked.data or stored.get("data") or ("folder" if asked.data_dir else "shapes")
-    # A backbone is a whole encoder. Scenes have one in weights/, unless flags ask for another: from
-    # scratch a small network learns little of them in minutes.
+    # Priority: command line, resumed run, recipe, default of the flag.
+    given, checkpoint, stored = common.resumed_run(p, "segmentation")
+    data = given.data or stored.get("data") or ("folder" if given.data_dir else "shapes")
+
+    # A backbone brings its own encoder. Scenes start from one in weights/, unless flags describe
+    # another encoder: from scratch a small network learns little in minutes.
     recipe = {**ENCODER, **RECIPES[data]}
-    said = [name for name in ENCODER if getattr(asked, name) is not None]
-    path = Path(__file__).with_name("weights") / f"shapes_{asked.attn or 'rpc'}.pt"
-    if asked.backbone:
+    own = [name for name in ENCODER if getattr(given, name) is not None]
+    shipped = Path(__file__).with_name("weights") / f"shapes_{given.attn or 'rpc'}.pt"
+    if given.backbone and own:
+        raise InputError(f"--backbone has its own encoder: leave out --{', --'.join(own)}")
+    if given.backbone:
         recipe.update(dict.fromkeys(ENCODER))
-    elif data == "shapes" and said in ([], ["attn"]) and path.exists():
-        recipe.update(dict.fromkeys(ENCODER), backbone=os.path.relpath(path), attn="rpc")
-    p.set_defaults(**{"data": data, **recipe, **stored})
-    p.add_argument("-h", "--help", action="help", help="print this, with the recipe's defaults")
-    args = p.parse_args()
-    changed = {name: getattr(args, name) for name in stored if getattr(args, name) != stored[name]}
-    if changed.keys() & {*ENCODER, "backbone", "decoder_attn", "drop_path", "dropout"}:
-        raise InputError(f"--resume cannot change the model: {changed}")
-    if asked.backbone and said:
-        raise InputError(f"--backbone has its own encoder: leave out --{', --'.join(said)}")
-    if changed:
-        common.print0(f"other flags: {changed}")
+    elif data == "shapes" and own in ([], ["attn"]) and shipped.exists():
+        recipe.update(dict.fromkeys(ENCODER), backbone=os.path.relpath(shipped), attn="rpc")
+    model_flags = (*ENCODER, "backbone", "decoder_attn", "drop_path", "dropout")
+    args = common.parse_flags(p, {"data": data, **recipe}, stored, fixed=model_flags)
 
     if data == "shapes" and args.data_dir:
         raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images")
     if data == "folder" and not args.data_dir:
         raise InputError("--data folder needs --data_dir")
-    if args.out_dir and args.resume:
-        raise InputError("--out_dir does not go with --resume, which continues in its own folder")
-    args.out_dir = args.resume or args.out_dir or f"out/seg_{data}_{args.attn or 'backbone'}"
-    if Path(args.out_dir, "last.pt").exists() and not args.resume:
-        raise InputError(f"{args.out_dir} holds a run: go on with it by --resume {args.out_dir}, "
-                         f"or choose another --out_dir")
+    args.out_dir = common.run_folder(args, f"out/seg_{data}_{args.attn or 'backbone'}")
     return args, checkpoint
 
 
 # --- batches --------------------------------------------------------------------------------------
 
 def batch_keys(args, n, start, stop, rank, world):
-    """Yield this rank's [(position, index), ...] for each step from `start` to `stop`.
+    """Yield this process's [(position, index), ...] for each step from `start` to `stop`.
 
-    position numbers the samples of the whole run. An epoch's last batch may be short; a process for
-    which it holds no image gets its first one, and its loop ignores the labels.
+    index: the image's number, below n. position: the sample's number in the whole run. The last
+    batch of an epoch may be short. A process that gets no image of it takes the first one, and
+    `train_batches` ignores its labels.
     """
     epoch_steps = math.ceil(n / args.batch_size)
     for step in range(start, stop):
@@ -196,16 +180,16 @@ def batch_keys(args, n, start, stop, rank, world):
 
 
 def train_batches(views, args, start, stop, mean, rank, world):
-    """Yield images (b, 3, S, S) in [0, 1] and labels (b, S, S) int64, on the device of mean.
+    """Yield images (b, 3, S, S) in [0, 1] and labels (b, S, S) int64, on the device of `mean`.
 
-    mean: (3, 1, 1), the model's, which pads views that are smaller than S.
+    mean: the model's mean colour, (3, 1, 1). It pads views that are smaller than S.
     """
     n, device = len(views.source), mean.device
     keys = batch_keys(args, n, start, stop, rank, world)
     batches = image_batches(views, keys, args.num_workers, device)
     for images, labels, (position, height, width) in batches:
         images, labels = (t.to(device, non_blocking=True) for t in (images, labels))
-        if position[0] % n % args.batch_size != rank:               # a short batch, not for us
+        if position[0] % n % args.batch_size != rank:               # no share of a short batch
             labels.fill_(IGNORE)
         images = finish_views(images, height, width, position, args.seed, mean,
                               distorted=args.data != "shapes")
@@ -215,15 +199,15 @@ def train_batches(views, args, start, stop, mean, rank, world):
 # --- the run --------------------------------------------------------------------------------------
 
 def learning_rate(step, total, args):
-    """lr_k = (lr - min_lr) (1 - k / total)^0.9 + min_lr for update k = 0, 1, ..."""
+    """Return lr_k = (lr - min_lr) (1 - k / total)^0.9 + min_lr for update k = 0, 1, ..."""
     return (args.lr - args.min_lr) * (1 - step / total) ** 0.9 + args.min_lr
 
 
 def main():
     args, checkpoint = get_args()
 
-    # Processes. torchrun starts one a GPU (or some on a CPU) and says so in the environment; each
-    # takes its share of every batch. Rank 0 alone prints and writes.
+    # Processes. torchrun starts one process per GPU (or several on a CPU) and numbers them by
+    # environment variables. Each takes its share of every batch; rank 0 alone prints and writes.
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else
                                           "mps" if torch.backends.mps.is_available() else "cpu"))
@@ -235,15 +219,16 @@ def main():
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     amp = has_bf16 if args.amp is None else args.amp
     torch.set_float32_matmul_precision("high" if amp else "highest")
-    torch.backends.cudnn.allow_tf32 = amp                           # convolutions likewise
+    torch.backends.cudnn.allow_tf32 = amp                           # for convolutions, too
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
-    # Data. Where it is a folder of one's own, flags that are still None are chosen to fit it.
+    # Data. For your own images, `mask_flags` fills the flags that are still None.
     vars(args).update(mask_flags(args) if args.data == "folder" else {})
     args.window = args.window or args.size
     args.stride = args.stride or args.window
     if args.stride > args.window:
-        raise InputError(f"--stride {args.stride} is more than --window {args.window}")
+        raise InputError(f"--stride {args.stride} is more than --window {args.window}, expected "
+                         f"at most the window")
     how = dict(size=args.size, window=args.window, stride=args.stride, amp=amp,
                num_workers=args.num_workers)                        # to evaluate
     split = "val" if args.keep_best else "test"
@@ -259,7 +244,8 @@ def main():
     epoch_steps = math.ceil(len(train) / args.batch_size)           # the last batch may be short
     total = args.epochs * epoch_steps
 
-    # Model. The checkpoint describes it, or the flags; those of the encoder may be a backbone's.
+    # Model. A resumed checkpoint describes it. Without --resume the flags describe it, except for a
+    # backbone's encoder.
     backbone = common.load(args.backbone) if args.backbone and not args.resume else None
     if checkpoint:
         config = SegmenterConfig(**checkpoint["model_config"])
@@ -286,45 +272,42 @@ def main():
         with common.error_prefix(f"--backbone {args.backbone}"):
             load_weights(model.encoder, backbone, mode="bilinear")
         common.print0(f"encoder from {args.backbone}")
-    # To freeze a part, say so here, `model.encoder.requires_grad_(False)`: --resume passes by.
+    # Freeze parameters here: model.encoder.requires_grad_(False). --resume runs this line, too.
 
-    # Optimiser: matrices decay, those of the decoder, too.
+    # Optimiser. Matrices decay, also the two projections of the decoder.
     matrices = ("weight", "proj_patch", "proj_classes")
     decay, rest = [], []
     for name, p in model.named_parameters():
         if p.requires_grad:
             (decay if p.ndim > 1 and name.endswith(matrices) else rest).append(p)
     groups = [dict(params=decay, weight_decay=args.weight_decay), dict(params=rest, weight_decay=0)]
-    if args.data == "ade20k":                                       # the paper's, timm's "sgd"
+    if args.optimizer == "sgd":
         optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=0.9, nesterov=True,
                                     fused=device.type == "cuda")
     else:
         optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
 
-    # Resume: weights and optimiser; random numbers need no state. Data have to be the run's.
+    # Resume: load weights and optimiser. Random numbers have no state. Data must be the same as
+    # before.
     about = dict(classes=list(train.classes), training_images=len(train))
     if checkpoint:
-        for name, now in about.items():
-            if checkpoint.get(name) != now:
-                raise InputError(f"--resume cannot change {name}: it was "
-                                 f"{checkpoint.get(name)!r:.60} and is {now!r:.60}")
+        common.check_unchanged(checkpoint, about)
         model.load_state_dict(checkpoint["model"])
         common.load_optimizer(optimizer, checkpoint["optimizer"])
     first = checkpoint.get("step", 0)
     metrics, best = checkpoint.get("metrics", {}), checkpoint.get("best", {})
 
-    # Compile; share gradients over processes. net is for training; model, of the same weights, is
+    # Compile; average gradients over processes. `net` is trained; `model` shares its weights and is
     # evaluated and saved.
     compiled = torch.compile(model) if args.compile else model
-    net = compiled if world == 1 else DDP(compiled, broadcast_buffers=False,    # the same on all
-                                          gradient_as_bucket_view=True)
+    net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
 
-    # The log, a JSON object a line; its first row says what was trained, by what, on what.
+    # The log, one JSON object per line. The first row names flags, code, hardware and data.
     out_dir = Path(args.out_dir)
     if rank == 0:
         log = common.Log(out_dir, first)
         parameters = sum(p.numel() for p in model.parameters())
-        log.append(dict(step=first, args=vars(args), torch=torch.__version__, world=world,
+        log.append(dict(step=first, args=vars(args), **common.code_version(), world=world,
                         device=common.describe(device), parameters=parameters,
                         training_images=len(train)))
         common.print0(f"{parameters:,} parameters | {world} x {common.describe(device)} | {out_dir}"
@@ -334,7 +317,7 @@ def main():
     stop = max(first, min(total, args.max_steps or total))
     batches = train_batches(views, args, first, stop, model.encoder.mean, rank, world)
     bar = tqdm(range(first, stop), "training", stop, initial=first, unit="step",
-               disable=rank > 0 or None, dynamic_ncols=True)        # None: if not in a terminal
+               disable=rank > 0 or None, dynamic_ncols=True)        # None: a bar in a terminal only
     began = clock = time.time()
     pending = []
     for step in bar:
@@ -345,9 +328,9 @@ def main():
         # A batch.
         images, labels = next(batches)
 
-        # Forward and backward. The loss is the mean over the labelled pixels of all processes,
-        # which get the mean of their gradients. Dropout draws from a seed of this step and process,
-        # so a resumed run draws the same.
+        # Forward and backward. The loss is the mean over the labelled pixels of all processes. It
+        # has the factor `world`, because DDP averages gradients over processes. Dropout draws from
+        # a seed for this step and process, so that a resumed run draws the same masks.
         torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))
         pixels = (labels != IGNORE).sum()
         if world > 1:
@@ -355,7 +338,7 @@ def main():
         with autocast:
             logits = net(images)
         loss = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
-        loss = world * loss / pixels.clamp(min=1)                   # all ignored: the loss is 0
+        loss = world * loss / pixels.clamp(min=1)                   # no labelled pixel: loss 0
         loss.backward()
 
         # Clip the gradient and take the step.
@@ -367,16 +350,16 @@ def main():
         optimizer.zero_grad(set_to_none=True)
         pending.append(torch.stack([loss.detach(), norm]))          # stays on the device
 
-        # What is due? By the step alone, so that all processes agree: an evaluation every few
-        # epochs and at the end; a checkpoint then and after every epoch; a row of the log then and
+        # Evaluate, checkpoint and log by the step number, so that all processes agree: evaluate
+        # every --eval_every epochs and at the end; save then and after every epoch; log then and
         # every --log_every steps.
         done, epoch = step + 1, (step + 1) / epoch_steps
         evaluating = done == stop or done % (args.eval_every * epoch_steps) == 0
         saving = evaluating or done % epoch_steps == 0
         logging = saving or done % args.log_every == 0
 
-        # Log the means, over processes and steps since the last row; what is not finite ends the
-        # run here. Reading them waits for the device.
+        # Log the means over all processes and all steps since the last row. A loss or gradient that
+        # is not finite ends the run here. Reading the numbers waits for the device.
         if logging:
             recent = torch.stack(pending) / world                   # (steps, 2)
             if world > 1:
@@ -390,7 +373,8 @@ def main():
             if bar.disable:
                 common.print0(f"step {done:6d}  loss {loss:.4f}  {rate:.0f} images/s")
 
-        # Evaluate. Did the robust part act?
+        # Evaluate. Also log, per layer, mean |k| and the share of nonzero entries of S: they show
+        # whether RPC acts.
         metrics = {}
         if evaluating:
             metrics, _ = evaluate(model, val, **how, rank=rank, world=world, progress="evaluating")
@@ -401,7 +385,8 @@ def main():
                                 if isinstance(value, float))
             common.print0(f"step {done:6d}  training loss {loss:.4f}   {numbers}")
 
-        # Save, each file whole or not at all. A run killed before that repeats the evaluation.
+        # Save. A file is replaced whole or not at all; a run killed before this line repeats the
+        # evaluation when it is resumed.
         if saving and rank == 0:
             better = args.keep_best and metrics and metrics["mean_iou"] > best.get("mean_iou", -1)
             if better:
@@ -413,9 +398,9 @@ def main():
                 common.save(out_dir / "best.pt", state)
             common.save(out_dir / "last.pt", state)
         if logging:
-            clock, pending = time.time(), []    # speed leaves out what evaluating and saving took
+            clock, pending = time.time(), []    # speed excludes evaluating and saving
 
-    # Pictures, and the result, where the last step was evaluated.
+    # Draw pictures, and print the result if the last step was evaluated.
     if rank == 0:
         index = range(0, len(val), math.ceil(len(val) / 4))         # up to four images
         save_pictures(out_dir / "pictures.png", predictions(model.eval(), val, index, **how),
@@ -427,10 +412,10 @@ def main():
                       f"{metrics['mean_accuracy']:.2f} % ({metrics['images']} images) after "
                       f"{stop / epoch_steps:.1f} epochs, {(time.time() - began) / 60:.1f} minutes")
         if best:
-            common.print0(f"best.pt: the highest validation mean IoU, {best['mean_iou']:.2f} %, was "
-                          f"after {best['step'] / epoch_steps:.1f} epochs; the next command reports "
-                          f"the test images, which chose nothing")
-        common.print0(f"next: python eval_robust.py --ckpt {out_dir}")
+            common.print0(f"best.pt: the highest validation mean IoU, {best['mean_iou']:.2f} %, "
+                          f"was after {best['step'] / epoch_steps:.1f} epochs; the next command "
+                          f"reports the test images, which chose nothing")
+        common.print0(f"next: {common.command('eval_robust.py', '--ckpt', out_dir)}")
     if dist.is_initialized():
         dist.destroy_process_group()
 

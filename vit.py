@@ -169,7 +169,7 @@ class ViT(nn.Module):
         reads in the end.
         """
         x = self.patch_embed(x)
-        return torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], 1) + pos_embed
+        return torch.cat([self.cls_token[0].expand(x.shape[0], -1, -1), x], 1) + pos_embed
 
     def embed(self, images):
         """Check and normalise images (B, 3, S, S) in [0, 1]; returns their tokens (B, N, C)."""
@@ -220,9 +220,18 @@ def resize_pos_embed(pos_embed, grid, mode):
     return torch.cat([pos_embed[:, :1], patches.flatten(2).mT], 1)
 
 
+def architecture(checkpoint):
+    """Return the model of a checkpoint of train_cls.py: "vit" or "fan".
+
+    Checkpoints of earlier versions do not store it; only a FAN's config has `cls_depth`.
+    """
+    stored = checkpoint.get("architecture")
+    return stored or ("fan" if "cls_depth" in checkpoint.get("model_config", {}) else "vit")
+
+
 def classifier_from_checkpoint(checkpoint):
     """Rebuild the ViT or FAN of a checkpoint of train_cls.py, in eval mode."""
-    if "cls_depth" in (checkpoint.get("model_config") or ()):
+    if architecture(checkpoint) == "fan":
         from fan import FAN, FANConfig
         return rebuild(checkpoint, "classification", FAN, FANConfig)
     return rebuild(checkpoint, "classification", ViT, ViTConfig)

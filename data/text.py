@@ -1,9 +1,9 @@
-"""Text in, tokens out: WikiText folders, their ids, windows for training and sliding evaluation.
+"""Texts for the language model: WikiText folders, ids, training windows, sliding evaluation.
 
-A folder holds wiki.{train,valid,test}.tokens: UTF-8, already tokenised, words between spaces; every
-line, a blank one too, ends with <eos> (`IDSIA/lmtool-fwp:src/utils/vocabulary.py`). A text of
-one's own and this Python's documentation are written in this form, into out/cache. The ids are made
-anew in every run, in memory: WikiText-103 takes a minute.
+A folder contains wiki.{train,valid,test}.tokens: tokenised words, separated by spaces. Every line,
+also a blank one, ends with <eos> (`IDSIA/lmtool-fwp:src/utils/vocabulary.py`). Your own text and
+this Python's documentation are written in this form, into out/cache. Every run makes the ids again,
+in memory: WikiText-103 takes a minute.
 
     corpus = load_corpus("data/wikitext-103")
     x = random_windows(corpus.train, step=0, batch_size=96, context=256, seed=0)
@@ -11,9 +11,11 @@ anew in every run, in memory: WikiText-103 takes a minute.
 """
 
 import ast
+import codecs
 import os
 import platform
 import re
+import shlex
 import unicodedata
 import zlib
 from collections import Counter
@@ -26,18 +28,19 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common import InputError, replacing
+from common import InputError, print0, replacing
+from data.decode import same_folder
 from data.rng import TEXT_WINDOW, uniform
 
 SPLITS = ("train", "valid", "test")
 EOS, UNK = "<eos>", "<unk>"
-MIN_COUNT = 3                                   # rarer words are <unk>
-# folders of the library whose documentation is no part of pydoc's text
+MIN_COUNT = 3                                   # rarer words become <unk>
+# folders of the library that pydoc's text leaves out
 NOT_PYDOC = {"test", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
 
 
 class Vocabulary(dict):
-    """Map word -> id, its place in `words`; an unknown word gets the id of <unk>."""
+    """Map a word to its id, the index in `words`. Unknown words get the id of <unk>."""
 
     def __init__(self, words):
         self.words = list(words)
@@ -45,25 +48,25 @@ class Vocabulary(dict):
 
     def __missing__(self, word):
         if UNK not in self:
-            raise InputError(f"the word {word!r} is not in the vocabulary, which has no {UNK} to "
-                             f"stand for it")
+            raise InputError(f"the word {word!r} is not in the vocabulary, which has no {UNK}; use "
+                             f"its words, or train on a text that contains {UNK}")
         return self[UNK]
 
     def encode_lines(self, lines):
-        """Encode the lines of a token file, <eos> at the end of each: (n,) uint32."""
+        """Return the ids of the words in the lines, (n,) uint32, with <eos> after each line."""
         words = (word for line in lines for word in (*line.split(), EOS))
         return np.fromiter(map(self.__getitem__, words), "<u4")
 
 
 def stored_vocabulary(checkpoint):
-    """Read a checkpoint's Vocabulary."""
+    """Return the Vocabulary that a checkpoint of train_lm.py stores."""
     return Vocabulary(checkpoint["vocab"].split("\n"))
 
 
 # --- files to words -------------------------------------------------------------------------------
 
 def token_file(folder, split):
-    """Find wiki.<split>.tokens; InputError unless it is there and holds something."""
+    """Return the path of wiki.<split>.tokens. InputError if it is missing or empty."""
     path = Path(folder, f"wiki.{split}.tokens")
     if not path.is_file() or not path.stat().st_size:
         raise InputError(f"--data_dir {folder}: {path.name} is missing or empty; expected "
@@ -72,28 +75,37 @@ def token_file(folder, split):
 
 
 def each_line(path, what="reading"):
-    """Read a file line by line, without newlines; only "\\n" ends a line. what: for a long bar.
+    """Yield the lines of a text file, UTF-8 or UTF-16, without newlines; only "\\n" ends a line.
 
-    A byte order mark, as Windows writes it, is no part of the text.
+    what: begins the text of the progress bar of a large file. InputError at another encoding.
     """
-    few = path.stat().st_size < 2 ** 24 or os.environ.get("RANK", "0") != "0"
-    with open(path, encoding="utf-8-sig", newline="\n") as f:
+    quiet = path.stat().st_size < 2 ** 24 or os.environ.get("RANK", "0") != "0"
+    with open(path, "rb") as f:                 # byte order marks, as editors on Windows write them
+        marked = f.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    convert = "if it is text, convert it, for example: iconv -f {} -t UTF-8 {} > NEW".format
+    name = shlex.quote(str(path))
+    with open(path, encoding="utf-16" if marked else "utf-8-sig", newline="\n") as f:
         try:
-            for line in tqdm(f, f"{what} {path.name}", unit=" lines", leave=False, disable=few):
+            for line in tqdm(f, f"{what} {path.name}", unit=" lines", leave=False,
+                             disable=quiet or None):                # None: if not in a terminal
+                if "\0" in line:                                    # UTF-16 without its mark
+                    raise InputError(f"{path} contains zero bytes, expected UTF-8 text; "
+                                     f"{convert('UTF-16LE', name)}")
                 yield line.removesuffix("\n")
-        except UnicodeDecodeError as e:
-            raise InputError(f"{path} is not UTF-8 text ({e.reason})") from None
+        except UnicodeError as e:
+            raise InputError(f"{path} is not UTF-8 text ({getattr(e, 'reason', e)}); "
+                             f"{convert('LATIN1', name)}") from None
 
 
 def read_lines(path):
-    """Read all lines of a file."""
+    """Return all lines of a text file, a list, without newlines."""
     return list(each_line(Path(path)))
 
 
 # --- words to ids ---------------------------------------------------------------------------------
 
 class Corpus(NamedTuple):
-    """Hold a folder of token files as ids, each (n,) uint32."""
+    """The three texts of a folder as ids, (n,) uint32 each, and their vocabulary."""
     train: np.ndarray
     valid: np.ndarray
     test: np.ndarray
@@ -101,14 +113,22 @@ class Corpus(NamedTuple):
 
 
 def load_corpus(folder):
-    """Load a folder's texts as ids, in the vocabulary of the training text."""
+    """Load the texts of a folder as ids, in the vocabulary of the training text."""
     paths = [token_file(folder, split) for split in SPLITS]
     vocab = count_words(paths[0])
+    if UNK not in vocab:
+        new = {word for path in paths[1:] for line in each_line(path) for word in line.split()}
+        new -= vocab.keys()
+        if new:
+            print0(f"{folder}: the training text has no {UNK}; {len(new)} words of the valid and "
+                   f"test texts are not in it, for example {min(new)!r}, and become {UNK}. The "
+                   f"model never learns {UNK}, so these words make the perplexity high")
+            vocab = Vocabulary([*vocab.words, UNK])
     return Corpus(*(vocab.encode_lines(each_line(path, "encoding")) for path in paths), vocab)
 
 
 def describe(corpus):
-    """Say what was found: sizes and the share of unknown words."""
+    """Return a line with the sizes of a corpus and the shares of unknown words in it."""
     unknown = corpus.vocab.get(UNK, -1)
     shares = [100 * (text == unknown).mean() for text in (corpus.train, corpus.valid)]
     return (f"{len(corpus.train):,} training, {len(corpus.valid):,} valid, {len(corpus.test):,} "
@@ -117,22 +137,26 @@ def describe(corpus):
 
 
 def count_words(path):
-    """Make a text's Vocabulary: <eos>, words by falling count, ties in order of appearance."""
+    """Return the Vocabulary of a text file: <eos>, then words by falling count.
+
+    Words with equal counts are in the order of their first appearance.
+    """
     counts = Counter()
     for line in each_line(path, "counting words of"):
         counts.update(line.split())
-    counts.pop(EOS, None)                       # it comes first, however often it is written out
+    counts.pop(EOS, None)                       # <eos> comes first, whatever its count
     if not counts:
-        raise InputError(f"{path} holds no word, only blank lines: expected tokenised text")
+        raise InputError(f"{path} contains only blank lines, expected words separated by spaces")
     return Vocabulary([EOS, *sorted(counts, key=counts.get, reverse=True)])
 
 
 # --- other texts, written as token files ----------------------------------------------------------
 
 def text_folder(data, data_dir):
-    """Find the folder of token files that the flags mean, or write it; processes may do so at once.
+    """Return the folder of token files for --data and --data_dir; write it if needed.
 
-    data_dir: a folder of wiki.*.tokens, a file of text, or None for pydoc's text.
+    data_dir: a folder with wiki.*.tokens, a text file, or None for pydoc's text. Several processes
+    may write the folder at the same time.
     """
     if not data_dir and data != "pydoc":
         raise InputError(f"--data {data} needs --data_dir: a file of text, or a folder with "
@@ -142,14 +166,14 @@ def text_folder(data, data_dir):
     return Path(data_dir) if Path(data_dir).is_dir() else txt_folder(Path(data_dir))
 
 
-# Chinese, Japanese: written without spaces, so each character is a word
+# Chinese and Japanese have no spaces between words, so each character is a word.
 IDEOGRAPHS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 
 
 @cache
 def word_patterns():
-    """Compile what finds an ideograph, and what finds a word or punctuation mark."""
-    common = map(chr, range(0x10000))                   # marks combine with a letter, as in Hindi
+    """Return two compiled patterns: of an ideograph, and of a word or a punctuation mark."""
+    common = map(chr, range(0x10000))                   # marks belong to a letter, as in Hindi
     marks = "".join(c for c in common if unicodedata.category(c)[0] == "M") + "\u200c\u200d"
     letter = rf"[\w{marks}]+"
     return (re.compile(rf"[{IDEOGRAPHS}][{marks}]*"),
@@ -157,20 +181,20 @@ def word_patterns():
 
 
 def words_of(text):
-    """Split a text into words and punctuation marks; a letter keeps the marks that combine with it.
-
-    A Chinese or Japanese character is a word, as no spaces part those.
-    """
+    """Split a text into words and punctuation marks, a list; each ideograph is a word."""
     ideograph, word = word_patterns()
     return word.findall(ideograph.sub(r" \g<0> ", text))
 
 
 def write_tokens(folder, lines):
-    """Write {split: lists of words} as wiki.*.tokens; words rare in the training text are <unk>."""
+    """Write {split: lists of words} as wiki.*.tokens.
+
+    Words that occur less than MIN_COUNT times in the training text become <unk>.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     counts = Counter(word for line in lines["train"] for word in line)
     if min(counts.values()) >= MIN_COUNT:
-        lines["train"] = [*lines["train"], [UNK]]                   # the others may need it
+        lines["train"] = [*lines["train"], [UNK]]                   # valid or test may need it
     for split in SPLITS:
         kept = [[w if counts[w] >= MIN_COUNT else UNK for w in line] for line in lines[split]]
         text = "".join(" ".join(["", *line, "\n"]) for line in kept)
@@ -178,28 +202,54 @@ def write_tokens(folder, lines):
             tmp.write_bytes(text.encode())
 
 
+def paragraphs(path, least=1):
+    """Read a text file as paragraphs, lists of words. InputError if there are fewer than `least`.
+
+    Blank lines separate paragraphs; if that gives fewer than 20, every line is a paragraph.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"--data_dir {path}: there is no such file or folder")
+    text = "\n".join(each_line(path))
+    for mark in (r"\n\s*\n", "\n"):
+        found = [words for words in map(words_of, re.split(mark, text)) if words]
+        if len(found) >= 20:
+            return found
+    if len(found) < least:
+        raise InputError(f"{path} has {len(found)} lines with words, expected {least} or more")
+    return found
+
+
 def txt_folder(path):
     """Make a folder of a text file: 90 % of its paragraphs to train, 5 % to valid, 5 % to test.
 
-    Blank lines part paragraphs; where that gives fewer than 20, every line is one. The folder is
-    out/cache/<name>_<hash of the whole path>, written anew each time: the file may have changed.
+    The folder is out/cache/<name>_<hash of the whole path>, written again each time, because the
+    file may have changed.
     """
-    whole = path.resolve()
-    if not whole.is_file():
-        raise InputError(f"--data_dir {path}: there is no such file or folder")
-    folder = Path("out", "cache", f"{whole.stem}_{zlib.crc32(str(whole).encode()):08x}")
-    text = "\n".join(each_line(path))
-    for mark in (r"\n\s*\n", "\n"):
-        lines = [words for words in map(words_of, re.split(mark, text)) if words]
-        if len(lines) >= 20:
-            a, b = len(lines) * 90 // 100, len(lines) * 95 // 100
-            write_tokens(folder, dict(train=lines[:a], valid=lines[a:b], test=lines[b:]))
-            return folder
-    raise InputError(f"{path} has {len(lines)} lines with words, expected 20 or more")
+    lines, whole = paragraphs(path, least=20), path.resolve()
+    folder = Path("out", "cache", f"{whole.stem}_{zlib.crc32(os.fsencode(whole)):08x}")
+    a, b = len(lines) * 90 // 100, len(lines) * 95 // 100
+    write_tokens(folder, dict(train=lines[:a], valid=lines[a:b], test=lines[b:]))
+    return folder
+
+
+def lines_to_score(data, data_dir, trained):
+    """Return the lines of the texts to evaluate a language model on: {split: lines of tokens}.
+
+    data, data_dir: of the evaluation. trained: the flags of the model's training, a dict. The run's
+    own text and folders of token files have the splits valid and test. Another text file is one
+    split, "whole", with every word as it is: the model's vocabulary decides which words it knows.
+    """
+    own = same_folder(trained.get("data_dir"), data_dir) if data_dir else \
+        not trained.get("data_dir")
+    if not own and data_dir and Path(data_dir).is_file():
+        return {"whole": [" ".join(words) for words in paragraphs(Path(data_dir))]}
+    folder = text_folder(data, data_dir)
+    return {split: read_lines(token_file(folder, split)) for split in ("valid", "test")}
 
 
 def pydoc_documents():
-    """Collect {name: [(title, text)]}: pydoc's topics, docstrings of the standard library."""
+    """Return {name: [(title, text)]}: pydoc's topics, docstrings of the standard library."""
     from pydoc_data.topics import topics
     documents = {f"topic {name}": [(name, text)] for name, text in topics.items()}
     library = Path(os.__file__).parent
@@ -208,7 +258,7 @@ def pydoc_documents():
             continue
         try:
             tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):                           # not meant for this Python
+        except (SyntaxError, ValueError):                           # for another Python
             continue
         name = ".".join(path.relative_to(library).with_suffix("").parts)
         nodes = [node for node in ast.walk(tree)
@@ -219,10 +269,10 @@ def pydoc_documents():
 
 
 def pydoc_folder(parent):
-    """Make a folder of wiki.*.tokens of `pydoc_documents`, if it is missing.
+    """Write `pydoc_documents` as wiki.*.tokens, unless the files exist. Returns their folder.
 
-    The same text for the same Python. A document belongs to one split by a hash of its name, a
-    sixteenth to valid and to test each; a paragraph is a line.
+    The text depends on Python's version alone. A hash of a document's name chooses its split: one
+    sixteenth goes to valid, one to test. A paragraph becomes a line.
     """
     folder = Path(parent, f"pydoc_{platform.python_version()}")
     if all(Path(folder, f"wiki.{split}.tokens").exists() for split in SPLITS):
@@ -241,10 +291,10 @@ def pydoc_folder(parent):
 # --- windows --------------------------------------------------------------------------------------
 
 def random_windows(tokens, step, batch_size, context, seed, part=slice(None)):
-    """Draw windows of context + 1 tokens from anywhere in the text, the last only a target.
+    """Draw windows of context + 1 tokens anywhere in the text; the last token is only a target.
 
-    tokens: (n,) uint32, n > context. Returns (b, context + 1) int64: the slice `part` of the
-    batch_size windows of this step, each drawn by (seed, step, its place) alone.
+    tokens: (n,) uint32, n > context. Returns (b, context + 1) int64: the slice `part` of this
+    step's batch_size windows. A window depends on (seed, step, its place in the batch) alone.
     """
     places = torch.arange(batch_size)[part]
     u = uniform(places, 2, seed, TEXT_WINDOW, step).double()        # (b, 2), 24 bits
@@ -257,10 +307,10 @@ def random_windows(tokens, step, batch_size, context, seed, part=slice(None)):
 def sliding_windows(num_targets, window, stride):
     """Plan which windows score which targets: [(starts (n,) int64, length, scored)].
 
-    The last `scored` of `length` targets count. The first window scores all its targets, each later
-    one, `stride` further on, its last `stride`. The last window is moved back to end with the text
-    and scores what is left. With stride = window, segment-wise evaluation, no token is read twice,
-    so there it is shorter instead.
+    A window of `length` targets scores its last `scored` targets. The first window scores all its
+    targets. Each later window begins `stride` tokens further and scores its last `stride` targets.
+    The last window ends with the text and scores the rest. If stride equals window (segment-wise
+    evaluation), the last window is shorter instead, so that no token is read twice.
     """
     if not 1 <= stride <= window <= num_targets:
         raise InputError(f"window {window}, stride {stride}: expected 1 <= stride <= window <= "
@@ -275,13 +325,13 @@ def sliding_windows(num_targets, window, stride):
 
 @torch.no_grad()
 def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1, progress=None):
-    """Compute the nats of each of tokens[1:] in a sliding evaluation.
+    """Return the loss of each of tokens[1:] in a sliding evaluation: (M - 1,) float64, in nats.
 
-    Teo & Nguyen 2024, App. A.4; `IDSIA/lmtool-fwp:src/eval_sliding_window.py`, there stride 1, one
-    window at a time. model: has hidden(x (b, T)) -> (b, T, C) and nll(h (b, s, C), targets (b, s))
-    -> (b, s). tokens: (M,) ids, array or tensor. The output layer sees only what is scored;
-    processes share the windows. progress: text for the bar. Returns (M - 1,) float64 on the CPU of
-    every process.
+    tokens: (M,) ids, array or tensor. model: has hidden(x (b, T)) -> (b, T, C) and
+    nll(h (b, s, C), targets (b, s)) -> (b, s). The output layer computes scored targets only.
+    Processes share the windows; each returns all losses, on the CPU. progress: text of the bar.
+    Source: Teo & Nguyen 2024, App. A.4; `IDSIA/lmtool-fwp:src/eval_sliding_window.py` (stride 1,
+    one window at a time).
     """
     device, training = next(model.parameters()).device, model.training
     if not torch.is_tensor(tokens):
@@ -305,5 +355,5 @@ def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1, p
 
 
 def perplexity(nll, scored=None):
-    """Compute exp(mean over tokens) of nats, float64; scored: a bool for each, which to count."""
+    """Return exp(mean of nll), nll in nats. scored: a bool mask of the tokens that count."""
     return (nll if scored is None else nll[scored]).mean().exp().item()

@@ -1,12 +1,12 @@
-"""Make a page, a talk or a notebook of lecture/WALKTHROUGH.md: one file each.
+"""Make a page, slides or a notebook from lecture/WALKTHROUGH.md: one file each.
 
     python -m lecture.page                   # out/walkthrough/index.html: text and live networks
-    python -m lecture.page --slides          # out/walkthrough/slides.html: a figure a slide
+    python -m lecture.page --slides          # out/walkthrough/slides.html: one picture per slide
     python -m lecture.page --notebook        # out/walkthrough/walkthrough.ipynb, executed
 
-They need markdown-it-py, latex2mathml and pygments, the notebook also nbformat, nbclient, ipykernel
-and matplotlib. Nothing is fetched when they are read: the weights of three networks stand in the
-file, and lecture/web/network.js runs them.
+All three need markdown-it-py, latex2mathml and pygments; the notebook also needs nbformat,
+nbclient, ipykernel and matplotlib. A reader's browser fetches nothing: the file contains the
+weights of three networks, and lecture/web/network.js runs them.
 """
 
 import argparse
@@ -44,14 +44,14 @@ FIRST_CELL = """\
 
 
 def sections():
-    """[text] of the parts of lecture/WALKTHROUGH.md, each from its heading on."""
+    """Split lecture/WALKTHROUGH.md before each heading; return a list of texts."""
     return re.split(r"^(?=## )", (ROOT / "lecture/WALKTHROUGH.md").read_text(), flags=re.M)
 
 
 # --- the notebook ---------------------------------------------------------------------------------
 
 def code_cells():
-    """{picture: code} of lecture/walkthrough.py; "": the first cell. Without `if wanted(...)`."""
+    """Return {picture: code} of lecture/walkthrough.py without `if wanted(...)`; "": first."""
     first, *others = (ROOT / "lecture/walkthrough.py").read_text().split("\n# %% ")[1:]
     cells = {"": "# " + first}
     for cell in others:
@@ -61,7 +61,7 @@ def code_cells():
 
 
 def notebook_cells():
-    """("markdown" or "code", text) of every cell: prose, and what draws its picture where it is."""
+    """Yield ("markdown" or "code", text) per cell; the code of a picture stands in its place."""
     code = code_cells()
     for i, text in enumerate(sections()):
         before, *rest = re.split(PICTURE, text)
@@ -89,15 +89,15 @@ def write_notebook(path):
     nbformat.write(book, path)
 
 
-# --- what the live page computes with -------------------------------------------------------------
+# --- data of the live page ------------------------------------------------------------------------
 
 def text_of(tensor):
-    """A tensor's bytes in base64."""
+    """Return the bytes of a tensor in base64."""
     return base64.b64encode(tensor.contiguous().numpy().tobytes()).decode()
 
 
 def networks():
-    """{name: weights as 16-bit floats, and their names and sizes}, for network.js."""
+    """Return {name: 16-bit weights with their names and sizes} for network.js."""
     stored = {}
     for name in NETWORKS:
         model = classifier_from_checkpoint(common.load(ROOT / f"weights/shapes_{name}.pt"))
@@ -109,7 +109,7 @@ def networks():
 
 
 def page_data():
-    """Test scenes as bytes (3, 32, 32), and their labels, for live.js."""
+    """Return test scenes as bytes (3, 32, 32), their labels and class names for live.js."""
     split = load_shapes("test", max(SCENES) + 1)
     return dict(classes=list(SHAPES), labels=split.labels[list(SCENES)].tolist(),
                 scenes=[text_of(split.images[scene]) for scene in SCENES])
@@ -118,7 +118,7 @@ def page_data():
 # --- Markdown to HTML -----------------------------------------------------------------------------
 
 def with_formulas(text):
-    """Markdown whose formulas are MathML."""
+    """Replace the formulas of a Markdown text by MathML."""
     def mathml(match):
         block, inline = match.groups()
         formula = convert(block or inline, display="block" if block else "inline")
@@ -130,19 +130,19 @@ def with_formulas(text):
 
 
 def figure(name, alt):
-    """A picture of lecture/pictures, inline: the SVG, its text in the page's colour, or the PNG."""
+    """Return a picture of lecture/pictures as inline HTML: the SVG if there is one, or the PNG."""
     drawn = ROOT / f"lecture/pictures/{name}.svg"
     if not drawn.exists():
         data = base64.b64encode(drawn.with_suffix(".png").read_bytes()).decode()
         return f'<img class="drawn" alt="{alt}" src="data:image/png;base64,{data}">'
     svg = re.sub(r"^.*?(?=<svg)|<metadata>.*?</metadata>|<style.*?</style>", "",
                  drawn.read_text(), flags=re.S)
-    svg = re.sub(r'(id="|url\(#|href="#)', rf"\1{name}-", svg)         # ids are the whole page's
+    svg = re.sub(r'(id="|url\(#|href="#)', rf"\1{name}-", svg)         # ids must be unique
     return svg.replace("<svg ", f'<svg class="drawn" role="img" aria-label="{alt}" ', 1)
 
 
 def to_html(text):
-    """Markdown as HTML: formulas as MathML, pictures inline, files of the repository as names."""
+    """Return Markdown as HTML: formulas in MathML, pictures inline, links to files as text."""
     def coloured(code, language, _):
         return highlight(code, get_lexer_by_name(language or "text"), HtmlFormatter(nowrap=True))
 
@@ -155,19 +155,19 @@ def to_html(text):
 
 
 def title_of(text):
-    """The heading of a section, as HTML."""
+    """Return the heading of a section as HTML."""
     return html.escape(text.splitlines()[0].lstrip("# "))
 
 
 def anchor_of(text):
-    """What a link to a section is called, as forges have it: words in lower case, hyphens."""
+    """Return the anchor of a section as GitHub makes it: lower case, hyphens for spaces."""
     return re.sub(r"[^\w -]", "", text.splitlines()[0].lstrip("# ").lower()).replace(" ", "-")
 
 
-# --- the page and the talk ------------------------------------------------------------------------
+# --- the page and the slides ----------------------------------------------------------------------
 
 def page():
-    """The page as one HTML text: the sections, and after the first the live networks."""
+    """Return the page as HTML: all sections, with the live networks after the first."""
     parts = [f'<section id="{anchor_of(text)}">\n{to_html(text)}</section>\n'
              for text in sections()]
     links = [(anchor_of(text), title_of(text)) for text in sections()]
@@ -178,32 +178,34 @@ def page():
 
 
 def slides():
-    """The talk as one HTML text: title, figure, sentence a slide; printed, the section, too."""
+    """Return the slides as HTML; a printed slide also shows the section that has its picture."""
     shown = []
     for text in (ROOT / "lecture/slides.md").read_text().split("\n## ")[1:]:
         title, *rest = re.split(PICTURE, text)
-        stage, notes = "", ""                       # a slide of words alone has neither
         if rest:
             alt, name, said = rest
             section = next(part for part in sections() if f"pictures/{name}.png" in part)
-            stage = f'<div class="stage">{figure(name, html.escape(alt))}</div>\n'
+            stage = f'<div class="stage">{figure(name, html.escape(alt))}</div>'
             notes = f'<aside class="notes">{to_html(PICTURE.sub("", section))}</aside>'
-        else:
-            title, _, said = text.partition("\n")
+        else:                                       # formulas, a table or lines, then a sentence
+            title, _, body = text.partition("\n")
+            body, _, said = body.strip().rpartition("\n\n") if "$$" in body or "|" in body else (
+                body, "", "")
+            stage, notes = f'<div class="board">{to_html(body)}</div>', ""
         shown.append(f'<section class="slide" id="slide-{len(shown) + 1}">\n<h2>{title_of(title)}'
-                     f'</h2>\n{stage}{to_html(said)}{notes}</section>\n')
-    shown[1:1] = [live()]
+                     f'</h2>\n{stage}\n{to_html(said)}{notes}</section>\n')
+    shown[2:2] = [live()]
     return document(f'<main class="talk">\n{"".join(shown)}</main>', (*SCRIPTS, "slides"))
 
 
 def live():
-    """The live networks, and what stands in for them in print and without scripts."""
-    picture = figure("live", "a damaged picture, the answer, and maps of each step")
+    """Return the live networks as HTML, with a picture for print and browsers without scripts."""
+    picture = figure("live", "a scene with painted noise, the answers of three networks, and S")
     return (WEB / "live.html").read_text().replace("<!-- stand-in -->", picture)
 
 
 def document(body, scripts):
-    """A whole HTML file around body, with styles, data and scripts in it."""
+    """Return a whole HTML file around body, with its styles, data and scripts."""
     light, dark = (HtmlFormatter(style=style).get_style_defs("pre")
                    for style in ("default", "github-dark"))
     code = "".join((WEB / f"{name}.js").read_text() for name in scripts)
@@ -239,9 +241,10 @@ def document(body, scripts):
 def main():
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--slides", action="store_true", help="the talk in place of the page")
-    p.add_argument("--notebook", action="store_true", help="the notebook in place of the page")
-    p.add_argument("--out_dir", default="out/walkthrough")
+    p.add_argument("--slides", action="store_true", help="make the slides")
+    p.add_argument("--notebook", action="store_true", help="make the notebook")
+    p.add_argument("--out_dir", default="out/walkthrough", help="folder of the file (default: "
+                   "%(default)s)")
     args = p.parse_args()
     out = Path(args.out_dir)
     out.mkdir(parents=True, exist_ok=True)

@@ -1,15 +1,15 @@
-"""Draws every picture of lecture/WALKTHROUGH.md, one cell each.
+"""Draw every picture of lecture/WALKTHROUGH.md, one cell per picture.
 
-    python -m lecture.walkthrough                    # all: 2 minutes on a CPU core
-    python -m lecture.walkthrough gram leak          # some
-    python -m lecture.walkthrough pap --image lecture/pictures/scene.png   # or a picture of yours
+    python -m lecture.walkthrough                    # all: 3 minutes on one CPU core
+    python -m lecture.walkthrough ruler leak         # some
+    python -m lecture.walkthrough pap --image lecture/pictures/scene.png   # or your own picture
     python -m lecture.walkthrough --out_dir lecture/pictures               # those in the text
 
-An editor runs the cells one by one; each needs the first alone. The networks are those in weights/,
-so nothing is trained but the toy of `leak`.
+An editor can run the cells one by one; each cell needs only the first one. The networks are those
+in weights/. Nothing is trained except the toy of `leak`. Studies are read from their stored rows.
 """
 
-# %% What the pictures share: flags, four small networks, colours.
+# %% Shared by all pictures: flags, four small networks, colours.
 import argparse
 import json
 import math
@@ -34,50 +34,51 @@ from robust.corruptions import corrupt
 from robust.metrics import auroc
 from robust.patches import corrupt_patches
 from segmenter import evaluate, predictions, segmenter_from_checkpoint
-from studies import leak, line
+from studies import arms, kernel_pca, leak, line, probe
+from studies.colours import CONTROL, FAMILIES, FRAME, look
 from studies.published_scores import cka
 from studies.where_is_s import first_layer
 from vit import classifier_from_checkpoint
 
 WEIGHTS = Path(common.__file__).with_name("weights")
-PICTURES = "hero projection values pap where attack line gram pcp leak dense".split()
-COLOUR = {"softmax": "0.55", "symmetric": "#1f6fb4", "rpc": "#c8352b"}
-NULL = dict(color="black", linestyle=":")
+PICTURES = ("idea projection ruler residual where attack equal_cost line "
+            "gram recovery pcp pap values leak dense").split()
+COLOUR = {name: colour for name, (colour, _) in FAMILIES.items()}
 plt.rcParams.update({"figure.dpi": 100, "figure.constrained_layout.use": True,
                      "figure.constrained_layout.h_pad": 0.08, "font.size": 13,
                      "axes.titlesize": 13, "legend.fontsize": 13, "legend.frameon": False,
                      "axes.spines.top": False, "axes.spines.right": False, "image.cmap": "magma",
                      "image.interpolation": "none", "svg.hashsalt": "walkthrough"})
 NOTEBOOK = "ipykernel" in sys.modules
-torch.set_num_threads(1)                    # the numbers in the text are those of one thread
+torch.set_num_threads(1)                    # the numbers in the text were made with one thread
 
 p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                             formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("pictures", nargs="*", choices=[*PICTURES, "all"], default="all")
-p.add_argument("--image", help="a picture of your own in gram, pap and hero")
+p.add_argument("--image", help="use this picture in gram, pap and idea (default: a test scene)")
 p.add_argument("--out_dir", default="out/walkthrough")
 ARGS = p.parse_args([] if NOTEBOOK else None)
 
 
 def wanted(name):
-    """Has this picture been asked for? In a notebook: always."""
+    """Return whether the command asks for this picture; a notebook draws all of them."""
     return "all" in ARGS.pictures or name in ARGS.pictures
 
 
 def network(attn):
-    """The classifier of this kind in weights/, in eval mode."""
+    """Load the classifier with this attention from weights/, in eval mode."""
     checkpoint = common.load(WEIGHTS / f"shapes_{attn}.pt")
     return classifier_from_checkpoint(checkpoint).requires_grad_(False)
 
 
 def scenes(n):
-    """Test scenes: images (n, 3, 32, 32) in [0, 1], labels (n,)."""
+    """Return n test scenes: images (n, 3, 32, 32) in [0, 1], labels (n,)."""
     split = load_shapes("test", n)
     return split.images / 255, split.labels
 
 
 def one_image():
-    """The image (1, 3, 32, 32) of gram, pap and hero: a test scene, or the middle of --image."""
+    """Return the image (1, 3, 32, 32) of gram, pap and idea: a test scene or --image, cropped."""
     if not ARGS.image:
         return scenes(36)[0][-1:]
     photo = decode(read_bytes(ARGS.image), ARGS.image)[None] / 255
@@ -85,7 +86,7 @@ def one_image():
 
 
 def layers(model, images):
-    """Of each layer: its attention, and what goes into that, (B, N, C)."""
+    """Yield the attention module of each layer and its input (B, N, C)."""
     x = model.embed(images)
     for block in model.blocks:
         yield block.attn, block.norm1(x)
@@ -93,50 +94,55 @@ def layers(model, images):
 
 
 def weights(K2):
-    """Attention with keys K2 (B, H, N, D): (B, H, N, N)."""
+    """Return the attention matrix for keys K2 (B, H, N, D): (B, H, N, N)."""
     return kpca.log_kernel(K2, K2).softmax(-1)
 
 
 def entropy(K2):
-    """Mean entropy of the attention rows with keys K2, in nats."""
+    """Return the mean entropy of the attention rows for keys K2, in nats."""
     return torch.special.entr(weights(K2)).sum(-1).mean()
 
 
 def received(K2):
-    """Attention that each token gets from the others, mean over heads: (B, N)."""
+    """Return the attention that each token gets from the others, mean over heads: (B, N)."""
     A = weights(K2).mean(1)                                         # (B, N, N)
     return (A - torch.diag_embed(A.diagonal(dim1=1, dim2=2))).mean(1)
 
 
 def over_patches(x):
-    """One number a token, the class token first: (..., 65) -> (..., 8, 8)."""
+    """Arrange one number per token, class token first, as a map: (..., 65) -> (..., 8, 8)."""
     return x[..., 1:].unflatten(-1, (8, 8))
 
 
 def size(x):
-    """How large a token is, summed over heads and channels: (B, H, N, D) -> (B, N)."""
+    """Sum |x| over the heads and channels of each token: (B, H, N, D) -> (B, N)."""
     return x.abs().sum((1, 3))
 
 
 def show(ax, x, title="", **how):
-    """An image (3, H, W) or a map (H, W) without axes."""
+    """Draw an image (3, H, W) or a map (H, W) without axes."""
     ax.imshow(x.permute(1, 2, 0) if x.ndim == 3 else x, **how)
     ax.set(xticks=[], yticks=[], title=title)
     ax.spines[:].set_visible(False)
 
 
 def outline(ax, hit, side=8):
-    """Frames around the patches where hit (64,) is True; side: of the map or image, in pixels."""
+    """Frame the patches where hit (64,) is True; side: width of the map or image in pixels."""
     for i in hit.nonzero()[:, 0].tolist():
         corner = (i % 8 * side / 8 - 0.5, i // 8 * side / 8 - 0.5)
-        ax.add_patch(plt.Rectangle(corner, side / 8, side / 8, fill=False, color="#35d0ff",
+        ax.add_patch(plt.Rectangle(corner, side / 8, side / 8, fill=False, color=FRAME,
                                    linewidth=1.5))
 
 
 def scale(axes, label, **how):
-    """A colour bar for the last map drawn in the last of these axes."""
+    """Draw a colour bar for the last map in the last of these axes."""
     bar = axes[0].figure.colorbar(axes[-1].images[-1], ax=list(axes), label=label, **how)
     bar.outline.set_visible(False)
+
+
+def headline(figure, words):
+    """Write the finding of a picture above it."""
+    figure.suptitle(words, fontsize=15, fontweight="bold")
 
 
 def save(figure, name, **numbers):
@@ -156,38 +162,52 @@ def save(figure, name, **numbers):
     stored.write_text(json.dumps(known, indent=1) + "\n")
     print(out / name, *(f"{key}={x:g}" for key, x in known[name].items()), flush=True)
     if NOTEBOOK:
-        display(drawn)                      # noqa: F821: a notebook has it
+        display(drawn)                      # noqa: F821: a notebook defines it
 
 
-# %% Where the lecture arrives: is S where the image is damaged?
-if wanted("hero"):
-    model = network("rpc")
-    spoilt, hit = corrupt_patches(one_image(), "noise", patch=4)
+# %% The idea, and what came out: where S should be, where S is, and what it is worth.
+if wanted("idea"):
+    model, numbers = network("rpc"), {}
+    corrupted, hit = corrupt_patches(one_image(), "noise", patch=4)
 
     def relative_s(images):
-        """|S| after the last step, over the mean of the image's patches: (B, 64)."""
+        """Return |S| after the last step over its mean in the image: (B, 64)."""
         found = size(first_layer(model, images)[1][-1]["S"])[:, 1:]
         return found / found.mean(1, keepdim=True)
 
-    figure, (image, where, ax) = plt.subplots(1, 3, figsize=(9, 3.4), width_ratios=(1, 1.2, 1))
-    figure.suptitle("One network: S is smaller where patches are noise", fontsize=16,
-                    fontweight="bold")
-    show(image, spoilt[0], "six patches are noise")
-    show(where, relative_s(spoilt).view(8, 8), "|S|; 1: its mean", vmin=0.5, vmax=1.5)
-    scale([where], "", ticks=[0.5, 1, 1.5], pad=0.02, extend="both")
+    figure = plt.figure(figsize=(11, 3.3))
+    left, right = figure.subfigures(1, 2, width_ratios=(1.8, 1))
+    headline(left, "S should mark the noisy patches. It does not.")
+    headline(right, "RPC does not help here")
+    image, wish, found, bar = left.subplots(1, 4, width_ratios=(1, 1, 1, 0.07))
+    show(image, corrupted[0], "six patches\nare noise")
+    show(wish, hit[0].double().view(8, 8), "where S\nshould be", vmin=0, vmax=1)
+    show(found, relative_s(corrupted).view(8, 8), "where S is\n(|S|, mean 1)", vmin=0.5, vmax=1.5)
+    figure.colorbar(found.images[0], cax=bar, ticks=[0.5, 1, 1.5], extend="both")
+    bar.set_box_aspect(12)
     outline(image, hit[0], 32)
-    outline(where, hit[0])
+    for ax in (wish, found):
+        outline(ax, hit[0])
 
+    ax = right.subplots()
+    rows = [row for row in arms.stored(arms.STUDIES["criterion"]) if row.seed < 45]
+    words = {"symmetric": ("baseline", "symmetric", (4.2, 66)),
+             "rpc4-l1": ("RPC", "rpc", (1.5, 63)),
+             "symmetric-adv": ("adversarial\ntraining", "adversarial", (6.2, 47))}
+    for arm, (said, family, at) in words.items():
+        own = [row for row in rows if row.arm == arm and row.kind in ("clean", "pgd")]
+        budgets = sorted({row.eps or 0 for row in own if (row.eps or 0) <= 8})
+        means = [np.mean([row.top1 for row in own if (row.eps or 0) == eps]) for eps in budgets]
+        ax.plot(budgets, means, **look(family))
+        ax.text(*at, said, color=COLOUR[family])
+        numbers.update({f"{arm} {eps:g}": x for eps, x in zip(budgets, means)})
+    ax.set(xlabel="size of the attack (1/255)", title="accuracy, %, at equal training cost",
+           ylim=(0, 104), xticks=range(0, 9, 2))
     many, hits = corrupt_patches(scenes(300)[0], "noise", patch=4)
-    found, bins = relative_s(many), torch.linspace(0.3, 1.7, 36)
-    for which, colour in ((~hits, "black"), (hits, "#0d93bd")):
-        share = 100 * torch.histogram(found[which], bins).hist / which.sum()
-        ax.stairs(share, bins, linewidth=2, color=colour)
-    ax.text(0.6, 6, "noise", color="#0d93bd", ha="right")
-    ax.text(1.1, 9, "others")
-    ax.set(xlabel="|S|; 1: the image's mean", ylabel="% of the patches", title="300 images",
-           xticks=[0.5, 1, 1.5])
-    save(figure, "hero", noise=found[hits].median(), others=found[~hits].median())
+    ratio = relative_s(many)
+    millions = sum(w.numel() for w in model.parameters()) / 1e6
+    save(figure, "idea", weights=millions, noise=ratio[hits].median(), others=ratio[~hits].median(),
+         **numbers)
 
 
 # %% 1. Attention is a projection: kernel PCA as lines, attention as colour.
@@ -204,7 +224,8 @@ if wanted("projection"):
     values = torch.randn(40, 1, generator=random, dtype=torch.float64)
     learned = kpca.attend(queries, keys, values)
 
-    figure, axes = plt.subplots(1, 4, figsize=(9, 2.8), sharey=True)
+    figure, axes = plt.subplots(1, 4, figsize=(9, 3.1), sharey=True)
+    headline(figure, "With the values of Theorem 1, attention (colour) is kernel PCA (lines)")
     for d, ax in enumerate(axes):
         colour = (h[:, d] if d < 3 else learned[:, 0]).view(121, 121).T
         ax.imshow(colour / colour.abs().max(), extent=(-3, 3, -3, 3), origin="lower",
@@ -214,238 +235,297 @@ if wanted("projection"):
             ax.contour(x, x, lines, 10, colors="#111", linewidths=0.8, linestyles="solid")
         ax.plot(*keys.T, "o", color="white", markeredgecolor="#111", markersize=4)
         ax.set(xticks=[-2, 0, 2], yticks=[-2, 0, 2], aspect=1, xlabel="query, entry 1")
-        ax.set_title(f"Theorem 1: axis {d + 1}" if d < 3 else "random values")
+        ax.set_title(f"axis {d + 1}" if d < 3 else "random values")
     axes[0].set_ylabel("query, entry 2")
-    scale(axes, "attention / its largest", ticks=[-1, 0, 1], shrink=0.8)
-    save(figure, "projection", difference=(h - projections).abs().max() / h.abs().max())
+    scale(axes, "attention / largest", ticks=[-1, 0, 1], shrink=0.8)
+
+    # Three formulas of stop 1, on some queries: the power series of the kernel as an inner
+    # product of features; coefficients that sum to 0; h as an inner product of phi(q) and w.
+    q, g = queries[::500], kpca.g(keys, keys)
+    terms = [(q @ keys.mT / math.sqrt(2)) ** n / float(math.factorial(n)) for n in range(60)]
+    series = (sum(terms) - kpca.kernel(q, keys)).abs().max() / kpca.kernel(q, keys).max()
+    axes = kpca.kernel_pca(keys)
+    a = kpca.coefficients(axes, 3)
+    w = (g * values).mT @ kpca.features(keys, keys)                 # sum_j g(k_j) v_j phi(k_j)
+    by_features = kpca.features(q, keys) @ w.mT
+    four = torch.tensor([[1, 0], [0, 1], [-1, 0], [0, -1]], dtype=torch.float64)     # the board's
+    four = math.sqrt(math.sqrt(2) * math.log(2)) * four
+    on_board = kpca.kernel_pca(four)
+    size_a = 1 / math.sqrt(2 * on_board.sigma[0] / on_board.c.exp())    # a = size_a (1, 0, -1, 0)
+    save(figure, "projection", board_a=size_a, board_v=size_a / kpca.g(four, four)[0],
+         difference=(h - projections).abs().max() / h.abs().max(),
+         series=series, sum_of_a=a.sum(0).abs().max() / a.abs().sum(0).max(),
+         w=(by_features - kpca.attend(q, keys, values)).abs().max())
 
 
-# %% 2. Are learned values those axes? The cosine beside its nulls, and the two terms of J.
-if wanted("values"):
-    random, found = torch.Generator().manual_seed(0), {}
-
-    def scores(values, axes, theory):
-        """Cosine of a and G\u0303a, and CKA with Theorem 1's values, of each head: (2, H)."""
-        a = kpca.ritz(axes, kpca.a_hat(values, axes.log_g))
-        cosine = kpca.eigen_cosine(axes, a)["eig_cos"].nanmean((0, 2))
-        return torch.stack([cosine, cka(values, theory).mean(0)])
-
-    for attn, x in layers(network("softmax"), scenes(16)[0]):
-        q, k, v, x = (y.double() for y in (*attn.project(x), x[:, None]))
-        axes = kpca.kernel_pca(k)
-        one_over_g = (axes.log_g.amin(-1, keepdim=True) - axes.log_g).exp()[..., None]
-        theory = one_over_g * axes.U[..., :v.shape[-1]]
-        matrices = torch.randn(20, 2, x.shape[-1], v.shape[-1], generator=random, dtype=v.dtype)
-        sources = {"learned": [v], "another head's": [v.flip(1)], "kernel PCA": [theory],
-                   "random numbers": [torch.randn(v.shape, generator=random, dtype=v.dtype)],
-                   "random matrix": [x @ matrix for matrix in matrices]}
-        of = {name: torch.stack([scores(values, axes, theory) for values in draws]).mean(0)
-              for name, draws in sources.items()}
-        gv = kpca.a_hat(v, axes.log_g, scaled=True)                 # % of what the sum could be
-        of["sum"] = 100 * (gv.sum(-2).abs() / gv.abs().sum(-2)).mean((0, 2))
-        terms = kpca.projection_loss(kpca.log_phi2(q, k), kpca.attend(q, k, v))
-        of |= {name: terms[name].mean(0) for name in ("J", "phi2", "h2")}
-        for name, value in of.items():
-            found.setdefault(name, []).append(value)
-    found = {name: torch.cat(values, -1) for name, values in found.items()}     # of eight heads
-
-    looks = {"kernel PCA": (0, dict(color="black", linestyle="-")),
-             "learned": (-0.2, dict(color=COLOUR["softmax"], marker="o", markersize=9)),
-             "another head's": (0, dict(color="black", marker="x", markersize=7)),
-             "random matrix": (0.2, dict(color="black", marker="+", markersize=9)),
-             "random numbers": (0, NULL)}
-    figure, (cosines, terms) = plt.subplots(1, 2, figsize=(9, 3.9), width_ratios=(1.3, 1))
-    for name, (aside, look) in looks.items():
-        cosines.plot(torch.arange(8) + aside, found[name][0], label=name,
-                     **dict(linestyle="") | look)
-    cosines.set(title="cosine of a and G\u0303a", ylim=(0, 1.05))
-    terms.semilogy(found["h2"], "o", color=COLOUR["softmax"], markersize=9)
-    terms.semilogy(found["phi2"], "D", color="black", fillstyle="none", markersize=8)
-    terms.text(0, 1, "|h|\u00b2", color="0.35")
-    terms.text(0, 0.008, "|\u03c6(q)|\u00b2")
-    terms.set(title="the two terms of J", ylim=(5e-4, 50), yticks=(1e-3, 1e-2, 0.1, 1, 10),
-              yticklabels=("0.001", "0.01", "0.1", "1", "10"))
-    for ax in (cosines, terms):
-        ax.set(xlabel="layer.head")
-        ax.set_xticks(range(8), [f"{i}.{j}" for i in range(4) for j in range(2)])
-    figure.legend(*cosines.get_legend_handles_labels(), loc="outside lower center", ncols=5,
-                  columnspacing=1, handletextpad=0.3, handlelength=1.4)
-    numbers = {f"{score} {name}": x.mean() for name in sources
-               for score, x in zip(("cosine", "CKA"), found[name])}
-    save(figure, "values", lead=numbers["cosine learned"] - numbers["cosine random matrix"],
-         **numbers, **{name: found[name].mean() for name in ("sum", "J", "phi2", "h2")})
+# %% 2. How far does training go? One ruler for all values, of five softmax networks.
+if wanted("ruler"):
+    rows = probe.read_csv(arms.RESULTS / "kpca/trained.csv")
+    sources = {"noise": "iid", "random matrix": "x W", "another head's": "other",
+               "trained": "learned", "best linear": "fitted to eig_cos"}
+    at = {name: kernel_pca.over_seeds(rows, "softmax", "eig_cos", source).mean()
+          for name, source in sources.items()}
+    way = kernel_pca.closed(rows, "softmax", "eig_cos")             # per cent, of five networks
+    half = 2.776 * way.std(ddof=1) / math.sqrt(5)                   # Student's t, 4 degrees
+    figure, (whole, part) = plt.subplots(2, 1, figsize=(9, 4.2))
+    headline(figure, "Training hardly moves the values towards kernel PCA")
+    for ax in (whole, part):
+        ax.set(yticks=[], ylim=(-1, 1))
+        ax.spines["left"].set_visible(False)
+        ax.axhline(0, color="black", linewidth=1)
+    words = {"noise": (0.3, 0.3, "center", f"noise {at['noise']:.2f}"),
+             "random matrix": (0.49, -0.65, "right", f"random matrix {at['random matrix']:.3f}"),
+             "trained": (0.49, 0.3, "center", f"trained {at['trained']:.3f}"),
+             "best linear": (0.535, -0.65, "left", f"best linear matrix {at['best linear']:.3f}"),
+             "exact": (1, 0.3, "right", "exact kernel PCA 1")}
+    for name, (x, y, side, said) in words.items():
+        whole.plot({**at, "exact": 1}[name], 0, "o", color=COLOUR["softmax"], markersize=9,
+                   fillstyle="full" if name == "trained" else "none")
+        whole.text(x, y, said, ha=side)
+    whole.set(xlim=(0, 1.02), xlabel="cosine of a and G\u0303a")
+    for ax, ends in ((whole, (at["random matrix"], at["best linear"])), (part, (0, 100))):
+        ax.axvspan(*ends, color="0.87", linewidth=0, zorder=0)      # the lower ruler enlarges this
+    part.errorbar(way.mean(), 0, xerr=half, fmt="o", color=COLOUR["softmax"], markersize=9,
+                  capsize=6)
+    part.text(way.mean() + 3, 0.3, f"trained {way.mean():.1f} ({way.mean() - half:.1f} to "
+              f"{way.mean() + half:.1f})")
+    part.set(xlim=(-1, 102), xlabel="% of the way from a random matrix to the best linear matrix")
+    save(figure, "ruler", **at, way=way.mean(), way_low=way.mean() - half,
+         way_high=way.mean() + half)
 
 
-# %% 3. Inside attention: what four steps do to the keys, in the three readings.
-if wanted("pap"):
-    model, many = network("rpc"), scenes(64)[0]
-    images, hit = corrupt_patches(one_image(), "noise", patch=4)
-    k, trace = first_layer(model, images)
-    figure = plt.figure(figsize=(9, 3.9))
-    left, right = figure.subfigures(1, 2, width_ratios=(1.4, 1))
-    grid, ax, most = left.subplots(2, 3), right.subplots(), size(k).max()
-    got = [received(step["K2"]) for step in trace]
-    show(grid[0, 0], images[0], "image")
-    show(grid[1, 0], over_patches(size(k) / most)[0], "|K|", vmin=0, vmax=1)
-    for column, i in zip(grid[:, 1:].T, (1, 3)):
-        S, A = size(trace[i]["S"]) / most, got[i] / max(x.max() for x in got)
-        show(column[0], over_patches(S)[0], f"|S|, step {i + 1}", vmin=0, vmax=1)
-        show(column[1], over_patches(A)[0], f"attention, {i + 1}", vmin=0, vmax=1)
-        outline(column[0], hit[0])
-        outline(column[1], hit[0])
-    scale(grid[0], "of largest |K|", ticks=[0, 1])
-    scale(grid[1], "of its largest", ticks=[0, 1])
-
-    # the three readings, over 64 undamaged scenes; also of keys twice as long, and with S empty
-    attn, x = next(layers(model, many))
+# %% 3. Does L + S approach K, and is S sparse? Three variants of Algorithm 1, and ADMM itself.
+if wanted("residual"):
+    attn, x = next(layers(network("rpc"), scenes(64)[0]))
     _, k, v = attn.project(x)
-    words = {"released": "released code", "paper": "as printed", "admm": "sign of ADMM"}
-    numbers, plain, uniform = {}, entropy(k), math.log(65)
-    for (form, reading), style in zip(FORMS.items(), ("-o", "--s", "-.^")):
-        for name, keys, lambd in ((form, k, 4), (f"{form} twice", 2 * k, 4),
-                                  (f"{form} empty", k, math.inf)):
-            steps = []
-            rpc_attention(keys, v, lambd=lambd, **reading, trace=steps)
-            entropies = [entropy(step["K2"]) for step in steps]
-            rest = (keys - steps[-1]["S"] - steps[-1]["L"]).norm() / keys.norm()
-            share = 100 * (steps[-1]["S"] != 0).double().mean()
-            numbers.update({f"{name} residual": rest, f"{name} share": share,
-                            **{f"{name} entropy {i}": x for i, x in enumerate(entropies, 1)}})
-            if name == form:
-                ax.plot(range(1, 5), entropies, style, color=COLOUR["rpc"])
-                ax.text(4.15, entropies[-1] - 0.08, words[form], color=COLOUR["rpc"])
-    ax.set(title="entropy of attention, nats", xlabel="step", xticks=range(1, 5), ylim=(0, 5),
-           xlim=(0.9, 6.6))
-    ax.axhline(plain, color=COLOUR["symmetric"])
-    ax.text(6.6, plain + 0.1, "symmetric", color=COLOUR["symmetric"], ha="right")
-    ax.axhline(uniform, **NULL)
-    ax.text(6.6, uniform + 0.1, "uniform", ha="right")
+    last, numbers = 12, {}
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4))
+    headline(figure, "ADMM splits the keys in four steps. Algorithm 1 does not.")
 
-    # is the output of attention low-rank? directions that hold 90 % of the sum of squares
+    def draw(name, parts, keys, words, ups, **style):
+        """Draw |K - L - S| / |K| and the share of entries of S that are not 0, for each step."""
+        rest = [((keys - L - S).norm() / keys.norm()).item() for L, S in parts]
+        share = [100 * (S != 0).double().mean().item() for _, S in parts]
+        for ax, values, up in zip((left, right), (rest, share), ups):
+            ax.plot(range(1, last + 1), values, **style)
+            ax.text(last + 0.4, values[-1] + up, words, color=style["color"], va="center")
+        numbers.update({f"{name} residual {i}": x for i, x in enumerate(rest, 1)})
+        numbers.update({f"{name} share {i}": x for i, x in enumerate(share, 1)})
+
+    words = {"released": ("released", "-", (0.02, 0)), "paper": ("printed", "--", (0.05, -5)),
+             "admm": ("ADMM sign", "-.", (-0.07, 3))}
+    for form, (said, style, ups) in words.items():
+        trace = []
+        rpc_attention(k, v, n_iter=last, lambd=4, **FORMS[form], trace=trace)
+        parts = [(step["L"], step["S"]) for step in trace]
+        draw(form, parts, k, said, ups, **look("rpc", linestyle=style, markersize=5))
+    heads = k[:8].flatten(0, 1).double()                            # 16 matrices (65, D)
+    parts = [[kpca.pcp(M, tol=0, max_iter=i) for M in heads] for i in range(1, last + 1)]
+    parts = [[torch.stack(part) for part in zip(*of)] for of in parts]
+    draw("pursuit", parts, heads, "real ADMM", (0.0, 0), color="black", marker="s", markersize=5)
+    left.set(title="|K \u2212 L \u2212 S| / |K|", ylim=(-0.03, 1.4))
+    right.set(title="entries of S that are not 0, %", ylim=(-2, 104))
+    for ax in (left, right):
+        ax.set(xlabel="step", xlim=(0.7, 17.5), xticks=[1, 4, 8, 12])
+        ax.axvline(4, **CONTROL)
+
+    # Is the output of attention low-rank? Directions that hold 90 % of the sum of squares.
     for name, x in {"V": v, "L": symmetric_attention(k, v)}.items():
         squares = torch.linalg.svdvals(x.double()).square().cumsum(-1)
         below = squares < 0.9 * squares[..., -1:]
         numbers[f"directions of {name}"] = 1 + below.sum(-1).double().mean()
-    save(figure, "pap", symmetric=plain, uniform=uniform, **numbers)
+    save(figure, "residual", **numbers)
 
 
-# %% 4. Where is S? Are damaged patches those with more of it?
+# %% 4. Where is S? Do corrupted patches have more of it?
 if wanted("where"):
     model, images, numbers = network("rpc"), scenes(300)[0], {}
-    red = dict(color=COLOUR["rpc"])
-    looks = {"S, step 1": dict(red, marker="o", fillstyle="none", linestyle=""),
-             "S, step 4": dict(red, marker="o"),
+    looks = {"S, step 1": look("rpc", fillstyle="none", linestyle=""),
+             "S, step 4": look("rpc"),
              "size of the key": dict(color="black", marker="|", linestyle="-.", markeredgewidth=3),
              "distance from the mean key": dict(color="black", marker="x", linestyle="--")}
-    figure, (roc, dots) = plt.subplots(1, 2, figsize=(9, 4), width_ratios=(1, 1.5))
+    figure, (roc, dots) = plt.subplots(1, 2, figsize=(9, 4.2), width_ratios=(1, 1.5))
+    headline(figure, "S ranks noisy patches last: it follows the size of the key")
     kinds = ("noise", "black", "white", "gaussian")
     for row, kind in enumerate(kinds):
-        spoilt, hit = corrupt_patches(images, kind, patch=4)
-        k, trace = first_layer(model, spoilt)
+        corrupted, hit = corrupt_patches(images, kind, patch=4)
+        k, trace = first_layer(model, corrupted)
         scores = [size(trace[0]["S"]), size(trace[3]["S"]), size(k),
                   size(k - k[:, :, 1:].mean(2, keepdim=True))]
-        for (name, look), score in zip(looks.items(), scores):
+        for (name, style), score in zip(looks.items(), scores):
             score = score[:, 1:].flatten()
             area = numbers[f"{kind} {name}"] = auroc(score, hit.flatten())
-            dots.plot(area, row, **look | dict(linestyle="", markersize=11))
+            dots.plot(area, row, **style | dict(linestyle="", markersize=11))
             if row == 0:
-                dots.plot([], [], **look, label=name)
-            if kind == "noise" and name != "S, step 1":             # of that most is 0: ties
-                damage = hit.flatten()[score.argsort(descending=True)].double()
-                found, wrong = damage.cumsum(0) / damage.sum(), (1 - damage).cumsum(0)
-                roc.plot(wrong[::60] / wrong[-1], found[::60], **look | dict(marker=""))
-    roc.plot([0, 1], [0, 1], **NULL)
-    roc.set(title="noise: patches by their score", xlabel="share of the undamaged",
-            ylabel="share of the damaged", aspect=1, xticks=[0, 0.5, 1], yticks=[0, 0.5, 1])
-    dots.axvline(0.5, **NULL, label="chance")
-    dots.set(title="chance that a damaged patch ranks first (AUC)", xlim=(0.2, 0.9),
-             ylim=(3.6, -0.6))
+                dots.plot([], [], **style, label=name)
+            if kind == "noise" and name != "S, step 1":     # most of step 1 is 0: many ties
+                wrong = hit.flatten()[score.argsort(descending=True)].double()
+                found, false = wrong.cumsum(0) / wrong.sum(), (1 - wrong).cumsum(0)
+                roc.plot(false[::60] / false[-1], found[::60], **style | dict(marker=""))
+        if kind == "noise":                     # is S sparse by rows? % of entries that are not 0
+            filled = (trace[3]["S"] != 0).double().mean((1, 3))[:, 1:]
+            numbers["filled noise"] = 100 * filled[hit].mean()
+            numbers["filled others"] = 100 * filled[~hit].mean()
+            numbers["empty rows"] = 100 * (filled == 0).double().mean()
+    roc.plot([0, 1], [0, 1], **CONTROL)
+    roc.set(title="noise: patches by their score", xlabel="share of the intact patches",
+            ylabel="share of the noisy patches", aspect=1, xticks=[0, 0.5, 1], yticks=[0, 0.5, 1])
+    dots.axvline(0.5, **CONTROL, label="chance")
+    dots.set(title="AUC: corrupted patch above intact patch", xlim=(0.2, 0.9), ylim=(3.6, -0.6))
     dots.set_yticks(range(4), ("noise", "black", "white", "noise\nadded"))
-    figure.legend(loc="outside lower center", ncols=5, columnspacing=1, handletextpad=0.4)
+    figure.legend(loc="outside lower center", ncols=3, columnspacing=1, handletextpad=0.4)
+    others = common.read_log(arms.RESULTS / "where_is_s/rows.jsonl")
+    for row in others:                      # three networks trained from other seeds
+        if row["network"] == "rpc 4iter/layer1" and row["step"] == 2000:
+            for kind in ("noise", "adversarial"):
+                for score in ("S, step 4", "distance"):
+                    name = f"{kind}: AUC of {score}"
+                    if name in row["values"]:
+                        numbers[f"{kind} {score}, seed {row['seed']}"] = row["values"][name]
     save(figure, "where", **numbers)
 
 
-# %% 5. Is it robust? One image under attack; accuracy against the budget, three networks of each.
+# %% 5. Is it robust? One image under attack at four budgets.
 if wanted("attack"):
     budgets, (images, labels), names = (0, 2, 4, 8), scenes(128), list(SHAPES)
-    figure, numbers, model = plt.figure(figsize=(9, 3.5)), {}, network("rpc")
-    left, right = figure.subfigures(1, 2, width_ratios=(1.25, 1))
-    grid, ax = left.subplots(2, 4), right.subplots()
+    figure, numbers, model = plt.figure(figsize=(9, 4.4)), {}, network("rpc")
+    grid = figure.subplots(2, 4)
+    headline(figure, "A change that one hardly sees changes the answer")
     for (upper, lower), eps in zip(grid.T, budgets):
         x = pgd(model, images, labels, eps / 255, steps=10, rel_step=0.25)
         answers = model(x).argmax(1)
         numbers[f"rpc {eps}"] = 100 * (answers == labels).double().mean()
-        show(upper, x[1], f"{eps}/255:\n\u201c{names[answers[1]]}\u201d")
+        show(upper, x[1], f"{eps}/255: \u201c{names[answers[1]]}\u201d")
         show(lower, (0.5 + 16 * (x[1] - images[1])).clamp(0, 1))
+    grid[0, 0].set_ylabel("attacked image")
     grid[1, 0].set_ylabel("change \u00d7 16")
 
-    # stored networks, 8 epochs, 1,000 scenes; adversarial training costs four times as much
-    arms = {"symmetric": ("baseline", COLOUR["symmetric"], "s-", (2.75, 55)),
-            "rpc4-l1": ("RPC", COLOUR["rpc"], "^-", (0.6, 50)),
-            "symmetric-adv": ("adversarially\ntrained", "black", "D--", (5.2, 82))}
-    for arm, (words, colour, style, at) in arms.items():
-        own = [n.accuracy for n in line.stored("fresh") if n.arm == arm]
-        places = {"clean": 0, **{f"pgd {eps}/255": eps for eps in (1, 2, 4, 6, 8)}}
-        means = [sum(n[measure] for n in own) / len(own) for measure in places]
-        ax.plot(list(places.values()), means, style, color=colour, fillstyle="none")
-        ax.text(*at, words, color=colour)
-        numbers.update({f"{arm} {eps}": x for eps, x in zip(places.values(), means)})
-    ax.axhline(10, **NULL)
-    ax.text(8, 12, "chance", ha="right")
-    ax.set(xlabel="budget, grey levels (1/255)", title="accuracy, %", ylim=0, xticks=range(0, 9, 2))
-    save(figure, "attack", normalised=model.std.mean(), **numbers)
+    # Margin and gradient, to first order: does m > eps |grad m|_1 tell who survives 2/255?
+    eps, symmetric = 2 / 255, network("symmetric")
+    x = images.clone().requires_grad_()
+    logits = symmetric(x)
+    right = torch.nn.functional.one_hot(labels, logits.shape[1]).bool()
+    margin = logits[right] - logits.masked_fill(right, -torch.inf).amax(1)
+    slope = torch.autograd.grad(margin.sum(), x)[0].abs().sum((1, 2, 3))
+    survived = symmetric(pgd(symmetric, images, labels, eps, steps=10, rel_step=0.25))
+    survived = survived.argmax(1) == labels
+    agree = 100 * ((margin > eps * slope) == survived).double().mean()
+    save(figure, "attack", normalised=model.std.mean(), first_order=agree,
+         survived=100 * survived.double().mean(), **numbers)
 
 
-# %% 5. What the line says: clean loss against accuracy, a mark a trained network.
+# %% 5. Accuracy against the budget, at equal cost of training.
+if wanted("equal_cost"):
+    rows, numbers = arms.stored(arms.STUDIES["criterion"]), {}
+    shown = {"symmetric": ("baseline, 24 epochs", "symmetric", (4.3, 66)),
+             "rpc4-l1": ("RPC, 24 epochs", "rpc", (1.1, 60)),
+             "symmetric-adv": ("baseline, 6 epochs of\nadversarial training", "adversarial",
+                               (6.3, 47))}
+    figure, ax = plt.subplots(figsize=(9, 4.2))
+    headline(figure, "At equal cost, RPC loses; adversarial training wins under large attacks")
+    for arm, (said, family, at) in shown.items():
+        own, curve = [row for row in rows if row.arm == arm and row.seed < 45], {}
+        for row in own:
+            if row.kind in ("clean", "pgd"):
+                curve.setdefault(row.eps or 0, []).append(row.top1)
+        curve = {eps: curve[eps] for eps in sorted(curve) if eps <= 8}
+        ax.plot(list(curve), [np.mean(x) for x in curve.values()], **look(family))
+        ax.fill_between(list(curve), [min(x) for x in curve.values()],
+                        [max(x) for x in curve.values()], color=COLOUR[family], alpha=0.15,
+                        linewidth=0)
+        ax.text(*at, said, color=COLOUR[family])
+        numbers.update({f"{arm} {eps:g}": np.mean(x) for eps, x in curve.items()})
+    ax.axhline(10, **CONTROL)
+    ax.text(0.1, 12, "chance")
+    ax.set(xlabel="budget of the attack, PGD-20 (1/255)", ylabel="accuracy, %", ylim=(0, 103),
+           xlim=(-0.1, 8.6), xticks=range(0, 9, 2))
+
+    # differences and the accuracies that the text compares: pairs of one seed, seeds and images
+    compared = {"long-rpc4-l1": ("24-epochs", ("15 corruptions", "pgd 2/255")),
+                "rpc4-l1": ("cost-24", ("pgd 4/255",)),
+                "symmetric-adv": ("cost-24", ("pgd 6/255", "15 corruptions")),
+                "symmetric-adv-96": ("cost-96", ("pgd 6/255", "15 corruptions")),
+                "paper-0.05-n4": ("lambda-0", ("pgd 2/255",))}      # against an averaging layer
+    for arm, (comparison, measures) in compared.items():
+        study, of = arms.comparison(comparison)
+        base = next(b for a, b in study.comparisons[comparison].pairs if a == arm)
+        for measure in measures:
+            d = of.gaps[measure, arm, base]
+            numbers.update({f"{arm} {measure} difference": d.mean, f"{arm} {measure} low": d.low,
+                            f"{arm} {measure} high": d.high})
+    for arm in ("symmetric", "symmetric-adv", "symmetric-96", "symmetric-adv-96"):
+        for measure in ("15 corruptions", "pgd 6/255"):
+            found = arms.comparison("cost-96" if arm.endswith("96") else "cost-24")[1].found
+            own = [100 * x.mean() if x.max() <= 1 else x.mean() for (name, seed), x
+                   in found[measure].items() if name == arm and seed < 45]
+            numbers[f"{arm} {measure}"] = np.mean(own)
+    for arm in ("symmetric", "rpc4-l1"):    # does PGD overestimate? The same 500 images, two seeds
+        runs = {row.seed: row.right for row in rows if (row.arm, row.measure) == (arm, "pgd 4/255")}
+        strong = [row for row in rows if row.arm == arm and row.kind == "autoattack"]
+        weak = np.mean([runs[row.seed][:row.images].mean() for row in strong])
+        numbers[f"{arm} PGD of 500"] = weak
+        numbers[f"{arm} AutoAttack of 500"] = np.mean([row.top1 for row in strong])
+        numbers[f"{arm} overestimated"] = weak - numbers[f"{arm} AutoAttack of 500"]
+    save(figure, "equal_cost", **numbers)
+
+
+# %% 5. Robust, or only trained further? Clean loss against accuracy, one mark per network.
 if wanted("line"):
-    networks = [n for n in line.stored("fresh") if not n.arm.startswith("half-")]
+    networks, numbers = [n for n in line.stored("fresh") if not n.arm.startswith("half-")], {}
+    looks = {"baseline": look("symmetric", linestyle="", alpha=0.8),
+             "RPC": look("rpc", linestyle="", alpha=0.8)}
 
     def group(arm):
-        """Which of the marks an arm has. Constants with which RPC averages are no RPC here."""
-        if arm.endswith("-adv"):
-            return "adversarially trained"
+        """Return the group of an arm; RPC settings that only average are no RPC here."""
         arm = arm.removeprefix("long-")
         if arm.startswith("symmetric"):
             return "baseline"
-        return "RPC" if arm in line.GROUPS["fresh"]["RPC that attends"] else "other attentions"
+        return "RPC" if arm in line.GROUPS["fresh"]["RPC that attends"] else "others"
 
-    looks = {"other attentions": dict(marker="o", color=COLOUR["softmax"]),
-             "RPC": dict(marker="^", color=COLOUR["rpc"]),
-             "baseline": dict(marker="s", color=COLOUR["symmetric"]),
-             "adversarially trained": dict(marker="D", color="black", fillstyle="none"),
-             "other recipes": dict(marker="x", color="black")}
-    of = {name: [n for n in networks if group(n.arm) == name] for name in looks}
-    of["other recipes"] = line.other_recipes()
-    titles = {"pgd 2/255": "small attack (PGD at 2/255)", "15 corruptions": "15 corruptions"}
-    words = [("adversarially\ntrained", 0, 0.63, 78, "black"),
-             ("other recipes", 1, 0.6, 86, "black"), ("RPC", 0, 0.1, 41, COLOUR["rpc"]),
-             ("other attentions", 0, 0.063, 56, "0.35"),
-             ("baseline, 4 epochs", 0, 0.36, 30, COLOUR["symmetric"])]
-    epochs = {"symmetric-e8": "8", "long-symmetric": "24 epochs"}
-    figure, grid = plt.subplots(1, 2, figsize=(9, 2.5))
-    numbers = {}
-    for ax, (measure, title) in zip(grid, titles.items()):
-        for name, look in looks.items():
-            log_loss, accuracy = line.points(of[name], measure)
-            ax.plot(np.exp(log_loss), accuracy, linestyle="", markersize=6, alpha=0.8, **look)
-        for arm in dict.fromkeys(n.arm for n in of["baseline"]):
-            own = [n for n in of["baseline"] if n.arm == arm]
-            log_loss, accuracy = line.points(own, measure).mean(1)
-            numbers[f"{arm} {measure}"] = accuracy
-            if arm in epochs:
-                up = ax is grid[0] and arm == "symmetric-e8"
-                blue = COLOUR["symmetric"]
-                ax.annotate(epochs[arm], (np.exp(log_loss), accuracy), (8, 16) if up else (12, -28),
-                            color=blue, textcoords="offset points",
-                            arrowprops=dict(arrowstyle="-", color=blue))
+    undefended = [n for n in networks if not n.arm.endswith("-adv")]
+    of = {name: [n for n in undefended if group(n.arm) == name]
+          for name in ("baseline", "RPC", "others")}
+    epochs = {"symmetric-e4": "4", "symmetric-e6": "6", "symmetric-e8": "8",
+              "symmetric-e12": "12", "symmetric-e16": "16", "long-symmetric": "24 epochs"}
+    figure, grid = plt.subplots(1, 2, figsize=(9, 3.9))
+    headline(figure, "Longer training changes more than the choice of attention")
+    for ax, measure, title in zip(grid, ("pgd 2/255", "15 corruptions"),
+                                  ("PGD at 2/255", "15 corruptions")):
+        x, y = line.points(of["others"], measure)                   # a band around their trend
+        order, ends = np.polyfit(x, y, 2), np.linspace(x.min(), x.max(), 30)
+        spread = 2 * (y - np.polyval(order, x)).std()
+        ax.fill_between(np.exp(ends), np.polyval(order, ends) - spread,
+                        np.minimum(np.polyval(order, ends) + spread, 100), color="0.87",
+                        linewidth=0, zorder=0)
+        for name, style in looks.items():
+            x, y = line.points(of[name], measure)
+            ax.plot(np.exp(x), y, markersize=6, **style)
+        means = {arm: line.points([n for n in of["baseline"] if n.arm == arm], measure).mean(1)
+                 for arm in epochs}
+        ax.plot(*zip(*((np.exp(x), y) for x, y in means.values())), color=COLOUR["symmetric"])
+        for arm, (x, y) in means.items():
+            numbers[f"{arm} {measure}"] = y
+            numbers[f"{arm} loss"] = np.exp(x)
+            right = arm == "long-symmetric"
+            ax.annotate(epochs[arm], (np.exp(x), y), (16, -30) if right else (-8, 10), ha="center",
+                        color=COLOUR["symmetric"], textcoords="offset points")
         ax.set(title=title, xlabel="clean test loss, nats, falling \u2192", xscale="log",
-               xlim=(0.65, 0.002))
+               xlim=(0.62, 0.0022))
         ax.set_xticks([0.4, 0.1, 0.03, 0.01, 0.003], ["0.4", "0.1", "0.03", "0.01", "0.003"])
         ax.set_xticks([], minor=True)
-    for said, panel, loss, accuracy, colour in words:
-        grid[panel].text(loss, accuracy, said, color=colour)
-    grid[0].set(ylabel="accuracy, %", ylim=(25, 102), yticks=range(40, 101, 20))
-    grid[1].set(ylim=(65, 92), yticks=range(70, 91, 10))
+    grid[0].text(0.06, 45, "RPC", color=COLOUR["rpc"])
+    grid[0].text(0.3, 75, "baseline", color=COLOUR["symmetric"])
+    grid[0].text(0.03, 30, "grey band: other\nattentions", color="0.4")
+    grid[0].set(ylabel="accuracy, %", ylim=(25, 103), yticks=range(40, 101, 20))
+    grid[1].set(ylim=(62, 93), yticks=range(70, 91, 10))
+
+    # the gain from 4 to 24 epochs, and how far RPC lies from the baseline's line
+    gain = line.apart(*([n for n in networks if n.arm == arm] for arm in
+                        ("long-symmetric", "symmetric-e4")), "pgd 2/255")
+    group = "RPC that attends", "pgd 2/255"
+    rpc = line.grouped("fresh", line.stored("fresh"))[0][group]
+    for name, d in {"gain": gain, "RPC": rpc}.items():
+        numbers.update({f"{name} difference": d.mean, f"{name} low": d.low, f"{name} high": d.high})
     save(figure, "line", **numbers)
 
 
@@ -455,13 +535,14 @@ if wanted("gram"):
     k = first_layer(network("symmetric"), image)[0][0, 0].double()  # of one head: (65, D)
     axes = kpca.kernel_pca(k)
 
-    # the null: the same numbers, each channel in its own random order of tokens
+    # control: the same numbers, each channel in its own random order of tokens
     random = torch.Generator().manual_seed(0)
     order = torch.rand(k.shape, generator=random).argsort(0)
-    null = kpca.kernel_pca(k.gather(0, order))
+    shuffled = kpca.kernel_pca(k.gather(0, order))
 
-    figure, grid = plt.subplot_mosaic("i12s;G34s", figsize=(9, 4), width_ratios=(1, 1, 1, 1.2))
-    most = axes.G.abs().flatten().quantile(0.98)    # of the rest one would see nothing
+    figure, grid = plt.subplot_mosaic("i12s;G34s", figsize=(9, 4.3), width_ratios=(1, 1, 1, 1.2))
+    headline(figure, "The first axes of an image's keys show its parts")
+    most = axes.G.abs().flatten().quantile(0.98)    # a few large entries would hide all others
     colours = dict(cmap="RdBu_r", vmin=-1, vmax=1)
     show(grid["i"], image[0], "image")
     show(grid["G"], axes.G / most, "Gram matrix", **colours)
@@ -469,20 +550,49 @@ if wanted("gram"):
     for d in range(4):
         u = axes.U[1:, d]
         show(grid[str(d + 1)], (u / u.abs().max()).view(8, 8), f"axis {d + 1}", **colours)
-    scale([grid[i] for i in "i12G34"], "entries; 1: the largest", ticks=[-1, 0, 1], aspect=40,
+    scale([grid[i] for i in "i12G34"], "entry / largest", ticks=[-1, 0, 1], aspect=40,
           pad=0.02)
     grid["s"].semilogy(range(1, 65), axes.sigma[:64] / axes.sigma[0], color=COLOUR["symmetric"])
-    grid["s"].semilogy(range(1, 65), null.sigma[:64] / null.sigma[0], **NULL)
-    grid["s"].text(64, 1, "null: shuffled", ha="right")
+    grid["s"].semilogy(range(1, 65), shuffled.sigma[:64] / shuffled.sigma[0], **CONTROL)
+    grid["s"].text(64, 1, "shuffled keys", ha="right")
     grid["s"].text(4, 1e-4, "keys of\nthe image", color=COLOUR["symmetric"])
     grid["s"].set(title="eigenvalue / largest", xlabel="axis", ylim=(1e-6, 3))
-    held, held_null = (100 * mu.cumsum(0) / mu.sum() for mu in (axes.sigma, null.sigma))
-    save(figure, "gram", share=held[5], null_share=held_null[5], axes_of_90=1 + (held < 90).sum(),
-         null_axes_of_90=1 + (held_null < 90).sum(), largest=axes.sigma[0] / axes.c.exp(),
+    held, control = (100 * mu.cumsum(0) / mu.sum() for mu in (axes.sigma, shuffled.sigma))
+    save(figure, "gram", share=held[5], shuffled_share=control[5],
+         axes_of_90=1 + (held < 90).sum(), shuffled_axes_of_90=1 + (control < 90).sum(),
+         largest=axes.sigma[0] / axes.c.exp(),
          bound=1 / kpca.g(k, k).min())
 
 
-# %% B. Robust PCA: with the right signs in either order, and Algorithm 2 as printed.
+# %% B. When does principal component pursuit find both parts?
+if wanted("recovery"):
+    random = torch.Generator().manual_seed(0)
+    draws = torch.randn(4, 80, 60, generator=random, dtype=torch.float64)
+    shares, numbers = (2, 5, 10, 20, 30, 40, 50), {}
+    figure, ax = plt.subplots(figsize=(9, 3.9))
+    headline(figure, "Pursuit needs a low rank and few errors in each row")
+    cases = {"rank 3, scattered entries": (3, False, "-o"), "rank 20, scattered entries":
+             (20, False, "-.s"), "rank 3, whole rows": (3, True, "--x")}
+    for name, (rank, rows, style) in cases.items():
+        U, sigma, Vt = torch.linalg.svd(draws[0])
+        low, errors = 3 * (U[:, :rank] * sigma[:rank]) @ Vt[:rank], []
+        for share in shares:
+            order = torch.rand(80, 1 if rows else 60, generator=random).double()
+            hit = order <= order.flatten().quantile(share / 100)
+            M = low + torch.where(hit, 4 * draws[1], 0)
+            L, _ = kpca.pcp(M, max_iter=300)
+            errors.append((L - low).norm() / low.norm())
+            numbers[f"{name} {share}"] = errors[-1]
+            if rows:
+                intact = ~hit[:, 0]
+                numbers[f"intact rows {share}"] = (L - low)[intact].norm() / low[intact].norm()
+        ax.semilogy(shares, errors, style, color="black", label=name, fillstyle="none")
+    ax.set(xlabel="% of the entries or rows that are corrupted", ylabel="error of L / |L|")
+    ax.legend(loc="lower right")
+    save(figure, "recovery", **numbers)
+
+
+# %% B. Algorithm 2 as printed, and with its two misprints corrected, in either order.
 if wanted("pcp"):
     random = torch.Generator().manual_seed(0)
     low, spikes, place = torch.randn(3, 80, 60, generator=random, dtype=torch.float64)
@@ -495,7 +605,7 @@ if wanted("pcp"):
     L_first = [(M - sum(parts)).norm() / M.norm() for parts in L_first]
 
     def S_first(threshold, sign):
-        """|M - L - S| / |M| after each of 50 steps in Algorithm 2's order."""
+        """Return |M - L - S| / |M| after each of 50 steps in the order of Algorithm 2."""
         now, Y, left = torch.zeros_like(M), torch.zeros_like(M), []
         for _ in range(50):
             sparse = kpca.soft_threshold(M - now + Y / mu, lambd / mu)
@@ -507,7 +617,8 @@ if wanted("pcp"):
 
     lambd, mu = 80 ** -0.5, M.numel() / (4 * M.abs().sum())
     correct, printed = S_first(1 / mu, +1), S_first(mu, -1)
-    figure, grid = plt.subplots(1, 4, figsize=(9, 2.9), width_ratios=(1, 1, 1, 1.9))
+    figure, grid = plt.subplots(1, 4, figsize=(9, 3.3), width_ratios=(1, 1, 1, 1.9))
+    headline(figure, "Algorithm 2 finds L and S once two misprints are corrected")
     for ax, x, title in zip(grid, (M, L, S), ("M", "L found", "S found")):
         show(ax, x, title, cmap="RdBu_r", vmin=-6, vmax=6)
         ax.set_xlabel("60 columns")
@@ -526,36 +637,148 @@ if wanted("pcp"):
          printed_steps=1 + sum(r < 1e8 for r in printed))
 
 
-# %% C. Does mu leak the future? The loss on a word that only later tokens tell.
+# %% C. Inside attention: four steps on the keys, in three variants.
+if wanted("pap"):
+    model, many = network("rpc"), scenes(64)[0]
+    images, hit = corrupt_patches(one_image(), "noise", patch=4)
+    k, trace = first_layer(model, images)
+    figure = plt.figure(figsize=(9, 4.2))
+    headline(figure, "Algorithm 1 makes attention sharper, and S holds this back")
+    left, right = figure.subfigures(1, 2, width_ratios=(1.4, 1))
+    grid, ax, most = left.subplots(2, 3), right.subplots(), size(k).max()
+    got = [received(step["K2"]) for step in trace]
+    show(grid[0, 0], images[0], "image")
+    show(grid[1, 0], over_patches(size(k) / most)[0], "|K|", vmin=0, vmax=1)
+    for column, i in zip(grid[:, 1:].T, (1, 3)):
+        S, A = size(trace[i]["S"]) / most, got[i] / max(x.max() for x in got)
+        show(column[0], over_patches(S)[0], f"|S|, step {i + 1}", vmin=0, vmax=1)
+        show(column[1], over_patches(A)[0], f"attention, {i + 1}", vmin=0, vmax=1)
+        outline(column[0], hit[0])
+        outline(column[1], hit[0])
+    scale(grid[0], "of largest |K|", ticks=[0, 1])
+    scale(grid[1], "of its largest", ticks=[0, 1])
+
+    # three variants on 64 clean scenes; also with keys twice as long, and with S empty
+    attn, x = next(layers(model, many))
+    _, k, v = attn.project(x)
+    words = {"released": "released", "paper": "printed", "admm": "ADMM sign"}
+    numbers, plain, uniform = {}, entropy(k), math.log(65)
+    for (form, variant), style in zip(FORMS.items(), ("-", "--", "-.")):
+        for name, keys, lambd in ((form, k, 4), (f"{form} twice", 2 * k, 4),
+                                  (f"{form} empty", k, math.inf)):
+            steps = []
+            rpc_attention(keys, v, lambd=lambd, **variant, trace=steps)
+            entropies = [entropy(step["K2"]) for step in steps]
+            rest = (keys - steps[-1]["S"] - steps[-1]["L"]).norm() / keys.norm()
+            share = 100 * (steps[-1]["S"] != 0).double().mean()
+            numbers.update({f"{name} residual": rest, f"{name} share": share,
+                            **{f"{name} entropy {i}": x for i, x in enumerate(entropies, 1)}})
+            if name == form:
+                ax.plot(range(1, 5), entropies, **look("rpc", linestyle=style))
+                ax.text(4.15, entropies[-1] - 0.08, words[form], color=COLOUR["rpc"])
+            elif name == "released empty":
+                ax.plot(range(1, 5), entropies, **look("rpc", linestyle=":", fillstyle="none"))
+                ax.text(4.15, entropies[-1] - 0.02, "released, S empty", color=COLOUR["rpc"])
+    ax.set(title="entropy of attention, nats", xlabel="step", xticks=range(1, 5), ylim=(0, 5),
+           xlim=(0.9, 7.6))
+    ax.axhline(plain, color=COLOUR["symmetric"])
+    ax.text(7.6, plain + 0.1, "symmetric", color=COLOUR["symmetric"], ha="right")
+    ax.axhline(uniform, **CONTROL)
+    ax.text(7.6, uniform + 0.1, "uniform", ha="right")
+
+    save(figure, "pap", symmetric=plain, uniform=uniform, **numbers)
+
+
+# %% D. Which scores can tell? The cosine beside its controls, and the two terms of J.
+if wanted("values"):
+    random, found = torch.Generator().manual_seed(0), {}
+
+    def scores(values, axes, theory):
+        """Return cosine of a and G\u0303a, and CKA with Theorem 1's values, per head: (2, H)."""
+        a = kpca.ritz(axes, kpca.a_hat(values, axes.log_g))
+        cosine = kpca.eigen_cosine(axes, a)["eig_cos"].nanmean((0, 2))
+        return torch.stack([cosine, cka(values, theory).mean(0)])
+
+    for attn, x in layers(network("softmax"), scenes(16)[0]):
+        q, k, v, x = (y.double() for y in (*attn.project(x), x[:, None]))
+        axes = kpca.kernel_pca(k)
+        one_over_g = (axes.log_g.amin(-1, keepdim=True) - axes.log_g).exp()[..., None]
+        theory = one_over_g * axes.U[..., :v.shape[-1]]
+        matrices = torch.randn(20, 2, x.shape[-1], v.shape[-1], generator=random, dtype=v.dtype)
+        sources = {"trained": [v], "another head's": [v.flip(1)], "kernel PCA": [theory],
+                   "random numbers": [torch.randn(v.shape, generator=random, dtype=v.dtype)],
+                   "random matrix": [x @ matrix for matrix in matrices]}
+        of = {name: torch.stack([scores(values, axes, theory) for values in draws]).mean(0)
+              for name, draws in sources.items()}
+        gv = kpca.a_hat(v, axes.log_g, scaled=True)                 # % of the largest sum possible
+        of["sum"] = 100 * (gv.sum(-2).abs() / gv.abs().sum(-2)).mean((0, 2))
+        terms = kpca.projection_loss(kpca.log_phi2(q, k), kpca.attend(q, k, v))
+        of |= {name: terms[name].mean(0) for name in ("J", "phi2", "h2")}
+        for name, value in of.items():
+            found.setdefault(name, []).append(value)
+    found = {name: torch.cat(values, -1) for name, values in found.items()}     # eight heads
+
+    looks = {"kernel PCA": (0, dict(color="black", linestyle="-")),
+             "trained": (-0.2, dict(color=COLOUR["softmax"], marker="o", markersize=9)),
+             "another head's": (0, dict(color="black", marker="x", markersize=7)),
+             "random matrix": (0.2, dict(color="black", marker="+", markersize=9)),
+             "random numbers": (0, CONTROL)}
+    figure, (cosines, terms) = plt.subplots(1, 2, figsize=(9, 4.2), width_ratios=(1.3, 1))
+    headline(figure, "Trained values score like random matrices, and J is negative")
+    for name, (aside, style) in looks.items():
+        cosines.plot(torch.arange(8) + aside, found[name][0], label=name,
+                     **dict(linestyle="") | style)
+    cosines.set(title="cosine of a and G\u0303a", ylim=(0, 1.05))
+    terms.semilogy(found["h2"], "o", color=COLOUR["softmax"], markersize=9)
+    terms.semilogy(found["phi2"], "D", color="black", fillstyle="none", markersize=8)
+    terms.text(0, 1, "|h|\u00b2")
+    terms.text(0, 0.008, "|\u03c6(q)|\u00b2")
+    terms.set(title="the two terms of J", ylim=(5e-4, 50), yticks=(1e-3, 1e-2, 0.1, 1, 10),
+              yticklabels=("0.001", "0.01", "0.1", "1", "10"))
+    for ax in (cosines, terms):
+        ax.set(xlabel="layer.head")
+        ax.set_xticks(range(8), [f"{i}.{j}" for i in range(4) for j in range(2)])
+    figure.legend(*cosines.get_legend_handles_labels(), loc="outside lower center", ncols=5,
+                  columnspacing=1, handletextpad=0.3, handlelength=1.4)
+    numbers = {f"{score} {name}": x.mean() for name in sources
+               for score, x in zip(("cosine", "CKA"), found[name])}
+    save(figure, "values", lead=numbers["cosine trained"] - numbers["cosine random matrix"],
+         **numbers, **{name: found[name].mean() for name in ("sum", "J", "phi2", "h2")})
+
+
+# %% E. Does mu leak the future? The loss on a word that only later tokens determine.
 if wanted("leak"):
-    (figure, ax), numbers, red = plt.subplots(figsize=(9, 3.6)), {}, dict(color=COLOUR["rpc"])
+    (figure, ax), numbers, red = plt.subplots(figsize=(9, 3.9)), {}, dict(color=COLOUR["rpc"])
+    headline(figure, "With \u00b5 over all tokens, a causal model reads the future")
     for mu, style in dict(token=dict(linewidth=6, alpha=0.3), seen={}, all={}).items():
         for seed in (0, 1):
             nats = leak.train(mu, seed)
             ax.plot(nats, **red, **style)
             numbers[f"{mu} {seed}"] = nats[-1]
-    ax.axhline(math.log(2), **NULL)
-    ax.text(400, 0.6, "null: chance, ln 2", ha="right")
-    ax.text(400, 0.78, "\u00b5 of tokens so far (thin), of the token alone (broad)", ha="right",
+    ax.axhline(math.log(2), **CONTROL)
+    ax.text(400, 0.6, "chance, ln 2", ha="right")
+    ax.text(400, 0.78, "\u00b5 over earlier tokens (thin), over one token (broad)", ha="right",
             **red)
     ax.text(110, 0.1, "\u00b5 over all tokens, as printed: two seeds", **red)
     ax.set(xlabel="training step", ylabel="loss, nats", ylim=(0, 1.2))
-    save(figure, "leak", **numbers)
+    save(figure, "leak", chance=math.log(2), **numbers)
 
 
-# %% D. Dense: what Segmenter sees, clean and under fog.
+# %% F. Dense prediction: the output of Segmenter, clean and under fog.
 if wanted("dense"):
     model = segmenter_from_checkpoint(common.load(WEIGHTS / "seg_shapes_rpc.pt"))
     source = Scenes("test", 100, 32)
-    how, shown = dict(size=32, window=32, stride=32), [31, 43]      # six classes in all
+    how, shown = dict(size=32, window=32, stride=32), [31, 43]      # six classes in both together
     names = {"background": "#dddddd", "circle": "#000000", "heart": "#e69f00", "ring": "#56b4e9",
              "square": "#0072b2", "star": "#f0e442"}
     painted = torch.tensor([to_rgb(names.get(name, "white")) for name in ("background", *SHAPES)])
 
     def fog(images, index):
+        """Put fog of severity 3 in front of the images."""
         return corrupt(images, "fog", 3, index=index)
 
-    figure, grid = plt.subplots(2, 5, figsize=(9, 4))
+    figure, grid = plt.subplots(2, 5, figsize=(9, 4.3))
+    headline(figure, "Fog hides objects from Segmenter")
     numbers = {}
     for name, change, first in (("clean", None, 0), ("under fog", fog, 3)):
         numbers[name] = evaluate(model, source, **how, change=change)[0]["mean_iou"]
@@ -569,5 +792,5 @@ if wanted("dense"):
         ax.set_title(title)
     patches = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in names.values()]
     figure.legend(patches, names, loc="outside lower center", ncols=6, columnspacing=1.2)
-    background = (source.labels == 0).double().mean() / 11          # if all pixels are called so
-    save(figure, "dense", null=100 * background, **numbers)
+    background = (source.labels == 0).double().mean() / 11          # if every pixel is background
+    save(figure, "dense", background=100 * background, **numbers)

@@ -1,4 +1,4 @@
-"""Which images stay right under attack? The table of attacks, and `evaluate`.
+"""Attacks on image classifiers, corruptions of images, and `evaluate`, which judges a model.
 
     from functools import partial
     from robust import evaluate
@@ -7,89 +7,103 @@
     right = evaluate(model, images, labels, {"pgd": partial(pgd, eps=2 / 255)})
     right["worst"].float().mean()                # robust accuracy; right["pgd"] is (n,) bool
 
-eval_robust.py does the same for whole data sets and keeps what it finds; see docs/robustness.md.
+This folder is a library: it imports nothing of the project except common.py, attention.py and
+data/rng.py. eval_robust.py evaluates whole data sets with it; see docs/robustness.md.
 """
 
-import importlib
 import inspect
 
 import torch
 
-from robust.attacks import check_mode
 
-# What `--measures NAME` runs: a function, or where it is, which is imported when it is used. Its
-# keywords are its settings: `pgd eps=2/255 steps=40`. robust/attacks.py says what it takes.
-ATTACKS = {
-    "noise": "robust.attacks:noise",
-    "fgsm": "robust.attacks:fgsm",
-    "pgd": "robust.attacks:pgd",
-    "adaptive_pgd": "robust.adaptive:adaptive_pgd",
-    "transfer": "robust.attacks:pgd",                      # made on another model, --source
-    "sld": "robust.more_attacks:sld",
-    "spsa": "robust.more_attacks:spsa",
-    "cw": "robust.more_attacks:cw",
-    "apgd": "robust.autoattack:apgd",
-    "adaptive_apgd": "robust.adaptive:adaptive_apgd",
-    "square": "robust.autoattack:square",
-    "autoattack": "robust.autoattack:autoattack",
-    "adaptive_autoattack": "robust.adaptive:adaptive_autoattack",
-}
+def check_mode(model):
+    """Raise ValueError if a module is in train mode."""
+    if isinstance(model, torch.nn.Module) and any(m.training for m in model.modules()):
+        raise ValueError("the model is in train mode: call model.eval() before attacking it")
 
 
-def find(entry):
-    """The function that an entry of a table is, or that it names as "module:function"."""
-    if isinstance(entry, str):
-        module, _, function = entry.partition(":")
-        entry = getattr(importlib.import_module(module), function)
-    return entry
+def forward(model, images, batch_size=None):
+    """Return model(images) in float32 or wider, computed batch_size images at a time.
 
-
-def parameters(attack):
-    """{name: inspect.Parameter} of what an attack takes besides model, images and labels."""
-    return dict(list(inspect.signature(attack).parameters.items())[3:])
-
-
-def run_attack(attack, model, images, labels, on, **offered):
-    """Images (B, 3, H, W) with those attacked where on (B,) is True; the others stay as they are.
-
-    offered: seed, index (B,), clip, ...; the attack gets what its signature names, and what a
-    partial has set already it keeps.
+    Half-precision logits are widened, because losses and margins of an attack need the range.
     """
-    takes = parameters(attack).keys() - getattr(attack, "keywords", {}).keys()
-    how = {name: value for name, value in offered.items() if name in takes}
-    rows, adv = on.nonzero()[:, 0], images.clone()
-    if "index" in how:
-        how["index"] = how["index"][rows]
-    if len(rows):
-        adv[rows] = attack(model, images[rows], labels[rows], **how).detach()
-    return adv
+    parts = images.split(batch_size) if batch_size and len(images) > batch_size else [images]
+    logits = torch.cat([model(part) for part in parts]) if len(parts) > 1 else model(images)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def evaluate(model, images, labels, attacks, *, batch_size=256, seed=0):
-    """Which images stay right: {"clean": (n,) bool, "worst": (n,) bool, and (n,) of each attack}.
+def check_labels(labels, n, classes=None):
+    """Return labels as (n,) int64. Raise ValueError unless they are n class indices.
+
+    Integers of any type and of shape (n, 1) are accepted. classes: the number of logits, if known.
+    """
+    labels = torch.as_tensor(labels)
+    flat = labels.flatten() if labels.numel() == len(labels) else labels
+    if flat.ndim != 1 or len(flat) != n or flat.is_floating_point() or flat.dtype == torch.bool:
+        one_hot = "; for one-hot labels pass labels.argmax(1)" if labels.ndim == 2 else ""
+        raise ValueError(f"labels are {labels.dtype} {tuple(labels.shape)}, expected {n} class "
+                         f"indices of an integer type{one_hot}")
+    if classes and n and not 0 <= flat.min() <= flat.max() < classes:
+        shift = "; if they count from 1, pass labels - 1" if flat.max() == classes else ""
+        raise ValueError(f"labels are {int(flat.min())} to {int(flat.max())}, expected 0 to "
+                         f"{classes - 1}, because the model has {classes} logits{shift}")
+    return flat.long()
+
+
+def evaluate(model, images, labels, attacks, *, batch_size=256, seed=0, index=None, draws=1,
+             attack_wrong=False, trace=None):
+    """Tell which images stay right under each attack.
 
     model: an nn.Module in eval mode, or any function, from pixels (B, 3, H, W) in [0, 1] to logits.
-    attacks: {name: function of (model, images, labels)}: partial(pgd, eps=2 / 255), or another
-    library's, lambda model, x, y: torchattacks.PGD(model, 2 / 255)(x, y). Images that are wrong
-    without an attack are not attacked. worst: right under every attack. Random numbers depend on
-    (seed, number of the image) alone. ValueError: the model is in train mode, or an attack has the
-    name of what this returns.
+    images: (n, 3, H, W). labels: (n,) class indices. attacks: {name: function of (model, images,
+    labels)}, for example partial(pgd, eps=2 / 255), or one of another library, lambda model, x, y:
+    torchattacks.PGD(model, 2 / 255)(x, y). An attack also gets seed, index, draw, batch_size and
+    trace if its signature names them; a partial keeps what it has set.
+
+    batch_size: images per call of an attack. An attack with the keyword batch_size gets all images
+    and splits them itself, because its images finish at different times. index: (n,) the numbers of
+    the images (default: 0, 1, ...); random numbers depend on (seed, number, draw) alone. draws:
+    attack so many times with different random numbers. attack_wrong: also attack the images that
+    are wrong without an attack; by default they stay as they are.
+
+    Returns:
+        {"clean": (n,) bool, each attack's name: (n,) bool, right in all draws, "worst": (n,) bool,
+        right under every attack}
+    trace, if it is a list, receives one dict per attack and draw: the adversarial images, their
+    logits, and `stages`, what the attack appended to its own trace.
+    ValueError: the model is in train mode, the labels do not fit the logits, or an attack is named
+    "clean" or "worst".
     """
     check_mode(model)
     if {"clean", "worst"} & attacks.keys():
         raise ValueError('attacks: "clean" and "worst" are names of the result, expected others')
+    labels = check_labels(labels, len(images)).to(images.device)
+    index = torch.arange(len(images)) if index is None else index
+    index = index.to(images.device)
+    with torch.no_grad():
+        logits = forward(model, images, batch_size)
+    check_labels(labels, len(images), logits.shape[1])
+    clean = logits.argmax(1) == labels
+    attacked = torch.ones_like(clean) if attack_wrong else clean
 
-    @torch.no_grad()
-    def is_right(x, y):
-        return model(x).argmax(1) == y
-
-    right = {name: torch.zeros(len(labels), dtype=torch.bool) for name in ("clean", *attacks)}
-    for first in range(0, len(labels), batch_size):
-        part = slice(first, first + batch_size)
-        x, y = images[part], labels[part]
-        clean, index = is_right(x, y), torch.arange(first, first + len(y), device=y.device)
-        right["clean"][part] = clean.cpu()
-        for name, attack in attacks.items():
-            adv = run_attack(attack, model, x, y, clean, seed=seed, index=index)
-            right[name][part] = is_right(adv, y).cpu()
+    right = {"clean": clean.cpu()}
+    for name, attack in attacks.items():
+        takes = list(inspect.signature(attack).parameters)[3:]
+        takes = set(takes) - getattr(attack, "keywords", {}).keys()
+        size = len(images) if "batch_size" in takes else batch_size
+        right[name] = torch.ones(len(images), dtype=torch.bool)
+        for draw in range(draws):
+            adv, stages = images.clone(), []
+            for part in torch.arange(len(images), device=images.device).split(size):
+                rows = part[attacked[part]]
+                offered = dict(seed=seed, index=index[rows], draw=draw, batch_size=batch_size,
+                               trace=stages)
+                if len(rows):
+                    how = {key: value for key, value in offered.items() if key in takes}
+                    adv[rows] = attack(model, images[rows], labels[rows], **how).detach()
+            with torch.no_grad():
+                logits = forward(model, adv, batch_size)
+            right[name] &= (logits.argmax(1) == labels).cpu()
+            if trace is not None:
+                trace.append(dict(attack=name, draw=draw, adv=adv, logits=logits, stages=stages))
     return right | {"worst": torch.stack(list(right.values())).all(0)}

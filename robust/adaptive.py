@@ -1,9 +1,9 @@
-"""Attacks that know RPC-Attention and look for the gradients it hides.
+"""Adaptive attacks, which look for the gradients that RPC-Attention hides.
 
-The soft threshold has slope 0 where it returns 0, so attacks along the model's own gradient may be
-blind there without the model being robust (Athalye et al. 2018). An adaptive attack also follows
-the gradients of the same model with another PAP that does not hide them. It finds PAP wherever the
-model runs `rpc_attention`, in an attention of one's own, too.
+The soft threshold has slope 0 where it returns 0. An attack along the model's own gradient can be
+blind there although the model is not robust (Athalye et al. 2018). An adaptive attack also follows
+gradients of the same model with a changed PAP that does not hide them. It finds PAP wherever the
+model runs `rpc_attention`, also in an attention of your own.
 """
 
 import math
@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 
 from attention import every_pap, soft_threshold
-from robust.attacks import check_mode, margin, numbers, per_image, pgd
+from robust import check_mode, forward
+from robust.attacks import image_numbers, margin, per_image, pgd
 from robust.autoattack import apgd, autoattack
 
-# --- models to take gradients from ---------------------------------------------------------------
+# --- models that provide gradients ---------------------------------------------------------------
 
 def pap_steps(model, images):
-    """How many steps PAP takes where the model runs it; 0: it runs none. images: (B, 3, H, W)."""
+    """Return the number of PAP steps per call; 0: the model runs no PAP. images: (B, 3, H, W)."""
     check_mode(model)
     steps, once = [], []
     with torch.no_grad():
@@ -30,7 +31,7 @@ def pap_steps(model, images):
 
 
 def with_pap(model, **settings):
-    """The model as a function, on the same weights, whose PAP has other settings."""
+    """Return the model as a function with the same weights and other settings of PAP."""
     def changed(images):
         with every_pap(**settings):
             return model(images)
@@ -38,10 +39,10 @@ def with_pap(model, **settings):
 
 
 def straight_through(model, slope=1.0):
-    """The model with the same values but gradient `slope` through the soft threshold.
+    """Return the model with the same outputs, but gradient `slope` through the soft threshold.
 
-    The true slope is 1 where S is not 0, else 0. slope=1: the identity everywhere; slope=0: S is a
-    constant, so K - S passes on all of K's gradient, also where it is clamped.
+    The true slope is 1 where S is not 0, else 0. slope=1 acts as the identity everywhere. With
+    slope=0, S is a constant, so K - S passes all of K's gradient, also where K is clamped.
     """
     def shrink(x, tau):
         return soft_threshold(x, tau).detach() + slope * (x - x.detach())
@@ -50,18 +51,18 @@ def straight_through(model, slope=1.0):
 
 
 def smooth_shrink(x, tau):
-    """soft_threshold with the gradient of a softplus, which is nowhere exactly 0."""
+    """Compute soft_threshold with the gradient of a softplus, which is never exactly 0."""
     width = (tau / 4).clamp(1e-12, 1e12)
     smooth = width * (F.softplus((x - tau) / width) - F.softplus((-x - tau) / width))
     return soft_threshold(x, tau).detach() + (smooth - smooth.detach())
 
 
 def gradient_models(model, images):
-    """Models whose gradients may lead where the model hides its own: `surrogates` for `apgd`.
+    """Return models whose gradients can lead where the model hides its own: `surrogates` of `apgd`.
 
-    On the model's weights: two straight-through ones, one whose threshold is smooth, one that
-    never shrinks, one that stops after half the steps. None for a model without RPC-Attention.
-    images: one or more that it takes.
+    All have the model's weights: two straight-through models, one with a smooth threshold, one that
+    never shrinks, one that stops after half the steps. The list is empty for a model without
+    RPC-Attention. images: one or more images that the model accepts.
     """
     steps = pap_steps(model, images)
     if not steps:
@@ -77,27 +78,26 @@ def gradient_models(model, images):
 
 @torch.no_grad()
 def adaptive_pgd(model, images, labels, eps, *, steps: int = 20, alpha: float = None,
-                 rel_step=0.15, random_start=True, restarts: int = 1, clip=True, seed=0,
-                 index=None):
-    """PGD along the true gradient, then, where that fails, along both straight-through ones.
+                 rel_step=0.15, random_start=True, clip=True, seed=0, index=None):
+    """Run PGD along the true gradient, then, where it fails, along both straight-through ones.
 
-    Returns per image what fools the model or, where nothing does, leaves the smallest margin.
-    A model without RPC-Attention gets plain PGD. Settings: of `pgd`.
+    Returns for each image the result that fools the model or, if none does, the result with the
+    smallest margin. A model without RPC-Attention gets plain PGD. Settings: as in `pgd`.
     """
-    how = dict(steps=steps, alpha=alpha, rel_step=rel_step, random_start=random_start,
-               restarts=restarts, clip=clip, seed=seed)
-    adv = pgd(model, images, labels, eps, index=index, **how)
+    settings = dict(steps=steps, alpha=alpha, rel_step=rel_step, random_start=random_start,
+                    clip=clip, seed=seed)
+    adv = pgd(model, images, labels, eps, index=index, **settings)
     if not pap_steps(model, images):
         return adv
-    eps, index = per_image(images, eps), numbers(images, index)
-    left = margin(model(adv), labels)
+    eps, index = per_image(images, eps), image_numbers(images, index)
+    left = margin(forward(model, adv), labels)
     for slope in (1.0, 0.0):
         rows = (left >= 0).nonzero()[:, 0]
         if not len(rows):
             break
         tried = pgd(straight_through(model, slope), images[rows], labels[rows], eps[rows],
-                    index=index[rows], **how)
-        m = margin(model(tried), labels[rows])
+                    index=index[rows], **settings)
+        m = margin(forward(model, tried), labels[rows])
         nearer = m < left[rows]
         adv[rows[nearer]] = tried[nearer]
         left[rows[nearer]] = m[nearer]
@@ -106,7 +106,7 @@ def adaptive_pgd(model, images, labels, eps, *, steps: int = 20, alpha: float = 
 
 def adaptive_apgd(model, images, labels, eps, *, loss: Literal["ce", "dlr"] = "ce",
                   steps: int = 100, clip=True, seed=0, index=None):
-    """`apgd` along the model's own gradient and, where that fails, along `gradient_models`'."""
+    """Run `apgd` along the model's own gradient, then, where it fails, along `gradient_models`."""
     return apgd(model, images, labels, eps, loss=loss, steps=steps, clip=clip, seed=seed,
                 index=index, surrogates=gradient_models(model, images))
 
@@ -114,7 +114,7 @@ def adaptive_apgd(model, images, labels, eps, *, loss: Literal["ce", "dlr"] = "c
 def adaptive_autoattack(model, images, labels, eps=1 / 255, *, steps: int = 100,
                         queries: int = 5000, num_targets: int = 9, batch_size=500, clip=True,
                         seed=0, index=None, trace=None, progress=False):
-    """The worst case over all attacks known here: `autoattack` whose APGD is adaptive."""
+    """Run `autoattack` with adaptive APGD: the worst case over all attacks of this folder."""
     return autoattack(model, images, labels, eps, steps=steps, queries=queries,
                       num_targets=num_targets, surrogates=gradient_models(model, images),
                       batch_size=batch_size, clip=clip, seed=seed, index=index, trace=trace,

@@ -1,27 +1,24 @@
 """Adversarial training (Madry et al. 2018): each batch is trained on as PGD changes it."""
 
 import torch
-import torch.nn.functional as F
 
 from data.rng import ADVERSARIAL
-from robust.attacks import noise_like
+from robust.attacks import pgd
 
 
 def adversarial(model, images, targets, first, args):
-    """Move images uphill on their loss by --adv_steps steps of PGD, up to --adv_eps.
+    """Return the images after --adv_steps steps of PGD within --adv_eps, to train on.
 
-    model: the network as it is trained, compiled and under the caller's autocast if that is so, but
-    not in DDP, whose forward pass expects a backward one; it is in eval mode meanwhile. images (b,
-    3, S, S) in [0, 1], targets (b, K) as they are trained on. first: the number of the first sample
-    in the whole run; the random start depends on (seed, number) alone.
+    model: the network, compiled or under autocast as the caller trains it, but not in DDP, whose
+    forward pass expects a backward pass. The model is in eval mode during the attack. images: (b,
+    3, S, S); pixels outside [0, 1], which random erasing makes, are clamped first. targets: (b, K)
+    probabilities, the training targets. first: the number of the first sample in the
+    whole run; the random start depends on (seed, sample number) alone.
     """
-    numbers, eps = torch.arange(first, first + len(images), device=images.device), args.adv_eps
-    moved = images + eps * noise_like(images, numbers, args.seed, ADVERSARIAL)
+    index = torch.arange(first, first + len(images), device=images.device)
     model.eval()
-    for _ in range(args.adv_steps):
-        moved = moved.clamp(0, 1).requires_grad_()
-        grad, = torch.autograd.grad(F.cross_entropy(model(moved), targets), moved)
-        moved = moved.detach() + 2.5 * eps / args.adv_steps * grad.sign()
-        moved = moved.clamp(images - eps, images + eps)
+    adv = pgd(model, images.clamp(0, 1), targets, args.adv_eps, steps=args.adv_steps,
+              alpha=2.5 * args.adv_eps / args.adv_steps, seed=args.seed, index=index,
+              purpose=ADVERSARIAL)
     model.train()
-    return moved.clamp(0, 1)
+    return adv

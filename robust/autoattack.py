@@ -16,10 +16,12 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
+from common import InputError
 from data.rng import APGD, SQUARE, uniform
-from robust.attacks import (bounds, check, column, cross_entropy, forward, input_gradient, margin,
-                            noise_like, numbers, per_image, positive, select_rows)
-
+from robust import forward
+from robust.attacks import (bounds, check_counts, check_word, clean_logits, column, cross_entropy,
+                            image_numbers, input_gradient, margin, noise_like, per_image,
+                            select_rows)
 
 
 def linf_norm(t):
@@ -36,7 +38,7 @@ def dlr(logits, labels):
     Raises ValueError for fewer than 3 classes.
     """
     if logits.shape[1] < 3:
-        raise ValueError(f"{logits.shape[1]} classes, but the DLR loss compares three logits: "
+        raise InputError(f"{logits.shape[1]} classes, but the DLR loss compares three logits: "
                          "expected 3 or more")
     z = logits.topk(3).values
     return -margin(logits, labels) / (z[:, 0] - z[:, 2] + 1e-12)
@@ -45,7 +47,7 @@ def dlr(logits, labels):
 def targeted_dlr(logits, labels, targets):
     """-(z_y - z_t) / (z_(1) - (z_(3) + z_(4)) / 2), (B,). ValueError for fewer than 4 classes."""
     if logits.shape[1] < 4:
-        raise ValueError(f"{logits.shape[1]} classes, but the targeted DLR loss (APGD-T, "
+        raise InputError(f"{logits.shape[1]} classes, but the targeted DLR loss (APGD-T, "
                          "AutoAttack) compares four logits: expected 4 or more")
     z = logits.topk(4).values
     return target_margin(logits, labels, targets) / (z[:, 0] - (z[:, 2] + z[:, 3]) / 2 + 1e-12)
@@ -73,9 +75,10 @@ def apgd(model, images, labels, eps, *, loss: Literal["ce", "dlr"] = "ce", targe
     `fra31/auto-attack:autoattack/autopgd_base.py`. There an image is climbed to the end and its
     last misclassified iterate returned; here it leaves at the next multiple of ten steps.
     """
-    positive(steps=steps)
-    robust = check(model, images, eps, clip).argmax(1) == labels
-    eps, index = per_image(images, eps), numbers(images, index)
+    check_counts(steps=steps)
+    check_word("loss", loss, "ce", "dlr")
+    robust = clean_logits(model, images, eps, clip).argmax(1) == labels
+    eps, index = per_image(images, eps), image_numbers(images, index)
     low, high = bounds(images, eps, clip)
     t = noise_like(images, index, seed, APGD, draw)
     start = (images + eps * t / column(linf_norm(t))).clamp(low, high)
@@ -135,7 +138,7 @@ def evaluate_point(s, model, source, objective):
         objective = partial(targeted_dlr, targets=s.targets)
     logits, s.loss, s.grad = input_gradient(objective, source, s.x, s.labels)
     if source is not model:
-        logits = model(s.x)
+        logits = forward(model, s.x)
         s.loss = objective(logits, s.labels)
     s.fooled = logits.argmax(1) != s.labels
 
@@ -170,17 +173,17 @@ def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(
 
     surrogates: as for `apgd`, within each run.
     """
-    positive(num_targets=num_targets)
-    logits = check(model, images, eps, clip)
+    check_counts(num_targets=num_targets)
+    logits = clean_logits(model, images, eps, clip)
     targets, robust = likely_targets(logits, labels, num_targets), logits.argmax(1) == labels
-    eps, index, adv = per_image(images, eps), numbers(images, index), images.clone()
+    eps, index, adv = per_image(images, eps), image_numbers(images, index), images.clone()
     for k in range(targets.shape[1]):
         on = robust.nonzero()[:, 0]
         if not len(on):
             break
         adv[on] = apgd(model, images[on], labels[on], eps[on], targets=targets[on, k], steps=steps,
                        surrogates=surrogates, clip=clip, seed=seed, draw=k, index=index[on])
-        robust[on] = model(adv[on]).argmax(1) == labels[on]
+        robust[on] = forward(model, adv[on]).argmax(1) == labels[on]
     return adv
 
 
@@ -226,8 +229,8 @@ def fab_distance(model, images, labels, *, enough=0.0, steps=100, num_targets=9,
     there. enough: leave an image alone once all its pixels moved by at most this; a number or a
     tensor like eps. Source: `fra31/auto-attack:autoattack/fab_base.py`, without its restarts.
     """
-    positive(steps=steps, num_targets=num_targets)
-    logits = check(model, images, enough, clip)
+    check_counts(steps=steps, num_targets=num_targets)
+    logits = clean_logits(model, images, enough, clip)
     box = (0.0, 1.0) if clip else (-1e3, 1e3)                   # far away: as good as no box
     s = SimpleNamespace(row=torch.arange(len(images), device=images.device), x0=images, x=images,
                         labels=labels, targets=likely_targets(logits, labels, num_targets),
@@ -262,7 +265,7 @@ def fab_step(s, model, targets, low, high):
     x = x.clamp(low, high).view_as(s.x)
 
     # keep what is fooled and nearer than before; what is fooled moves back towards x0
-    fooled = model(x).argmax(1) != s.labels
+    fooled = forward(model, x).argmax(1) != s.labels
     away = linf_norm(x - s.x0)
     nearer = fooled & (away < s.distance)
     s.adv = torch.where(column(nearer), x, s.adv)
@@ -295,9 +298,9 @@ def square(model, images, labels, eps=1 / 255, *, queries: int = 5000, batch_siz
     of fifty queries. batch_size: images per forward pass (default: all); run it on all images at
     once, so that batches stay full.
     """
-    positive(queries=queries, batch_size=batch_size or 1)
-    logits = check(model, images, eps, clip, batch_size=batch_size)
-    eps, index, adv = per_image(images, eps), numbers(images, index), images.clone()
+    check_counts(queries=queries, batch_size=batch_size or 1)
+    logits = clean_logits(model, images, eps, clip, batch_size=batch_size)
+    eps, index, adv = per_image(images, eps), image_numbers(images, index), images.clone()
     low, high = bounds(images, eps, clip)
     _, C, H, W = images.shape
     stripes = uniform(index, C * W, seed, SQUARE, 0).view(-1, C, 1, W) < 0.5
@@ -362,15 +365,15 @@ def autoattack(model, images, labels, eps=1 / 255, *, steps: int = 100, queries:
     for "clean" and after every stage. progress: show a bar per stage. surrogates: for APGD-CE and
     APGD-T, as for `apgd`; the standard version has none. ValueError for fewer than 4 classes.
     """
-    positive(batch_size=batch_size)
+    check_counts(batch_size=batch_size)
     stages = {"apgd-ce": partial(apgd, steps=steps, surrogates=surrogates),
               "apgd-t": partial(apgd_t, steps=steps, surrogates=surrogates,
                                 num_targets=num_targets),
               "fab-t": partial(fab_t, steps=steps, num_targets=num_targets),
               "square": partial(square, queries=queries)}
-    logits = check(model, images, eps, clip, batch_size=batch_size)
+    logits = clean_logits(model, images, eps, clip, batch_size=batch_size)
     targeted_dlr(logits[:1], labels[:1], labels[:1])            # raises if it cannot be used
-    eps, index, adv = per_image(images, eps), numbers(images, index), images.clone()
+    eps, index, adv = per_image(images, eps), image_numbers(images, index), images.clone()
     trace = [] if trace is None else trace
     robust = logits.argmax(1) == labels
     trace.append(dict(stage="clean", robust=robust.clone()))
@@ -380,7 +383,7 @@ def autoattack(model, images, labels, eps=1 / 255, *, steps: int = 100, queries:
         for on in rows.split(batch_size) if len(rows) else ():
             adv[on] = attack(model, images[on], labels[on], eps[on], index=index[on],
                              clip=clip, seed=seed)
-            robust[on] = model(adv[on]).argmax(1) == labels[on]
+            robust[on] = forward(model, adv[on]).argmax(1) == labels[on]
             bar.update(len(on))
         bar.close()
         trace.append(dict(stage=stage, robust=robust.clone()))

@@ -1,37 +1,38 @@
-"""Can a model's robust accuracy be believed? `python eval_robust.py --ckpt ... --checks`.
+"""Check whether a model's robust accuracy can be believed: eval_robust.py --checks.
 
-An attack that fails proves nothing: gradients may mislead it, or it may have stopped too early.
-Each of five checks prints PASS or FAIL and the numbers behind it; a FAIL says that the attacks
-along the gradient overstate how robust this model is (Athalye et al. 2018, Carlini et al. 2019;
-`fra31/auto-attack:autoattack/checks.py`). PGD is what --measures says, "pgd steps=40" say; the
-budget of checks 2 to 4 is the one at which it leaves nearest to half of the images.
+An attack that fails proves nothing: its gradients may mislead it, or it may stop too early. Each of
+five checks prints PASS or FAIL and its numbers. FAIL means that attacks along the gradient
+overstate how robust the model is (Athalye et al. 2018, Carlini et al. 2019;
+`fra31/auto-attack:autoattack/checks.py`). --measures sets PGD, for example "pgd steps=40". Checks 2
+to 4 use the budget at which PGD leaves the share of images that is nearest to half.
 """
 
 import time
+from functools import partial
 
 import torch
 
+from robust import forward
 from robust.adaptive import adaptive_apgd, pap_steps
-from robust.attacks import cross_entropy, input_gradient, noise, pgd
+from robust.attacks import cross_entropy, cw, input_gradient, noise, pgd, restarted, spsa
 from robust.autoattack import apgd, apgd_t, square
-from robust.more_attacks import cw, spsa
 
 BUDGETS = [k / 255 for k in (0, 0.5, 1, 2, 4, 8, 16)]
-FEW = 32                                        # images for the attacks that take long
+FEW = 32                                        # images for slow attacks
 
 
-def right(model, images, labels):
-    """Tell which images are classified correctly, (B,) bool."""
-    return model(images).argmax(1) == labels
+def is_right(model, images, labels):
+    """Return which images are classified correctly, (B,) bool."""
+    return forward(model, images).argmax(1) == labels
 
 
-def percent(flags):
-    """Give the share of True."""
+def share_of(flags):
+    """Return the share of True in per cent."""
     return 100 * flags.cpu().double().mean().item()       # mps has no float64
 
 
 def noise_level(n):
-    """Say how many of n images may differ by chance: one, and one in a hundred."""
+    """Return how many of n images may differ by chance: one, and one in a hundred."""
     return 1 + n / 100
 
 
@@ -40,34 +41,34 @@ def listed(values, digits=1):
     return " ".join(f"{value:.{digits}f}" for value in values)
 
 
-# --- the checks: ({what has to hold: does it?}, evidence) ----------------------------------------
+# --- the checks: each returns ({condition: whether it holds}, evidence) ----------------------------------------
 
 def sweep_to_zero(model, x, y, options):
-    """5: accuracy falls with the budget, to nothing; CW, which has none, fools every image."""
-    left = [right(model, pgd(model, x, y, eps, **options), y) for eps in BUDGETS]
-    all_grey = right(model, pgd(model, x, y, 1.0, **{**options, "steps": 40}), y)
+    """Check 5: accuracy falls to zero with the budget; CW, without a budget, fools every image."""
+    left = [is_right(model, pgd(model, x, y, eps, **options), y) for eps in BUDGETS]
+    all_grey = is_right(model, pgd(model, x, y, 1.0, **{**options, "steps": 40}), y)
     few, labels = x[:FEW], y[:FEW]
     nearest = cw(model, few, labels, steps=150, lr=0.01, search_steps=4, c0=1.0)
-    spared = right(model, nearest, labels)
+    spared = is_right(model, nearest, labels)
     counts, slack = [int(flags.sum()) for flags in left], noise_level(len(y))
-    parts = {"eps 0 changes nothing": torch.equal(left[0], right(model, x, y)),
+    parts = {"eps 0 changes nothing": torch.equal(left[0], is_right(model, x, y)),
              "accuracy falls with eps": all(b <= a + slack for a, b in zip(counts, counts[1:])),
              "eps 1 leaves nothing": int(all_grey.sum()) <= slack,
              "CW fools all": not spared.any()}
     distance = (nearest - few).flatten(1).norm(dim=1).median().item()
-    evidence = (f"PGD leaves {listed(map(percent, left))} % at {listed(255 * e for e in BUDGETS)} "
-                f"/ 255, {percent(all_grey):.1f} % at eps 1; CW {percent(spared):.1f} % of "
+    evidence = (f"PGD leaves {listed(map(share_of, left))} % at {listed(255 * e for e in BUDGETS)} "
+                f"/ 255, {share_of(all_grey):.1f} % at eps 1; CW {share_of(spared):.1f} % of "
                 f"{len(few)}, at a median L2 of {distance:.3f}")
     return parts, evidence, dict(zip(BUDGETS, counts))
 
 
 def gradients(model, x, y):
-    """1: the loss repeats, has a gradient everywhere and rises along it."""
-    calls = torch.stack([model(x) for _ in range(5)])
+    """Check 1: the logits repeat, the loss has a gradient on every image and rises along it."""
+    calls = torch.stack([forward(model, x) for _ in range(5)])
     _, _, grad = input_gradient(cross_entropy, model, x, y)
     zero = (grad == 0).flatten(1)
-    entries, blind = percent(zero.flatten()), percent(zero.all(1))
-    loss = [cross_entropy(model(x + t / 255 * grad.sign()), y).mean().item()
+    entries, blind = share_of(zero.flatten()), share_of(zero.all(1))
+    loss = [cross_entropy(forward(model, x + t / 255 * grad.sign()), y).mean().item()
             for t in (0, 0.25, 0.5, 1)]
     probable = (calls >= 0).all() and ((calls.sum(2) - 1).abs() < 1e-5).all()
     parts = {"the same logits again": bool((calls - calls[0]).abs().max() <= 1e-4),
@@ -79,71 +80,75 @@ def gradients(model, x, y):
 
 
 def steps_and_restarts(model, x, y, eps, options):
-    """2: five times the steps, or five restarts, take no more images."""
+    """Check 2: five times the steps, or five restarts, fool no more images."""
     steps = options.get("steps", 20)
     numbers = sorted({1, max(steps // 4, 1), steps, 5 * steps})
-    left = {n: right(model, pgd(model, x, y, eps, **{**options, "steps": n}), y) for n in numbers}
-    starts = {**options, "restarts": 5 * options.get("restarts", 1), "random_start": True}
-    again = right(model, pgd(model, x, y, eps, **starts), y)
+    left = {n: is_right(model, pgd(model, x, y, eps, **{**options, "steps": n}), y) for n in numbers}
+    again = restarted(pgd, 5)(model, x, y, eps, **{**options, "random_start": True})
+    again = is_right(model, again, y)
     found, slack = int(left[steps].sum()), noise_level(len(y))
     parts = {f"{5 * steps} steps take no more than {steps}":
              found - int(left[5 * steps].sum()) <= slack,
-             f"{starts['restarts']} restarts take no more": found - int(again.sum()) <= slack}
-    return parts, (f"at {255 * eps:g}/255 PGD leaves {listed(map(percent, left.values()))} % after "
-                   f"{' '.join(map(str, numbers))} steps; {percent(again):.1f} % with "
-                   f"{starts['restarts']} restarts")
+             "5 restarts take no more": found - int(again.sum()) <= slack}
+    return parts, (f"at {255 * eps:g}/255 PGD leaves {listed(map(share_of, left.values()))} % after "
+                   f"{' '.join(map(str, numbers))} steps; {share_of(again):.1f} % with "
+                   f"5 restarts")
 
 
 def rivals(model, x, y, eps, others, options):
-    """3, 4: no attack of others, {name: attack of (x, y)}, takes images that gradients leave."""
+    """Checks 3 and 4: no other attack fools images that attacks along the gradient leave.
+
+    others: {name: attack of (x, y)}. APGD-T needs four classes and is left out for fewer.
+    """
     x, y = x[:FEW], y[:FEW]
-    direct = right(model, pgd(model, x, y, eps, **options), y)
-    for attack in (apgd, lambda *given: apgd_t(*given, num_targets=3)):
-        direct &= right(model, attack(model, x, y, eps), y)
-    left = {name: right(model, attack(x, y), y) for name, attack in others.items()}
+    direct = is_right(model, pgd(model, x, y, eps, **options), y)
+    with_targets = forward(model, x[:1]).shape[1] > 3
+    for attack in (apgd, partial(apgd_t, num_targets=3))[:1 + with_targets]:
+        direct &= is_right(model, attack(model, x, y, eps), y)
+    left = {name: is_right(model, attack(x, y), y) for name, attack in others.items()}
     parts = {f"gradients beat {name}": int(direct.sum()) <= int(flags.sum()) + noise_level(len(y))
              for name, flags in left.items()}
-    text = ", ".join(f"{name} {percent(flags):.1f}" for name, flags in left.items())
-    return parts, (f"at {255 * eps:g}/255 on {len(y)} images PGD, APGD and APGD-T together leave "
-                   f"{percent(direct):.1f} %; {text}")
+    text = ", ".join(f"{name} {share_of(flags):.1f}" for name, flags in left.items())
+    return parts, (f"at {255 * eps:g}/255 on {len(y)} images PGD, APGD{' and APGD-T' * with_targets} leave "
+                   f"{share_of(direct):.1f} %; {text}")
 
 
 # --- all of them ---------------------------------------------------------------------------------
 
 @torch.no_grad()
-def run(model, x, y, name="", twin=None, options=None):
-    """Run all five checks on a classifier. Returns [(number, passed, claim, evidence)].
+def run_checks(model, x, y, name="", twin=None, options=None):
+    """Run and print all five checks of a classifier. Returns [(number, passed, claim, evidence)].
 
     x: (B, 3, H, W) test images in [0, 1], 48 are enough; y: (B,). twin: a softmax-attention model,
-    for transfer. options: of `pgd`.
+    for transfer. options: settings of `pgd`.
     """
     results, start, options = [], time.perf_counter(), options or {}
     print(f"checks on {name}, {len(y)} images", flush=True)
 
-    def say(number, claim, parts, evidence):
+    def report(number, claim, parts, evidence):
         wrong = [part for part, holds in parts.items() if not holds]
         claim += f"; but not: {', '.join(wrong)}" if wrong else ""
         results.append((number, not wrong, claim, evidence))
         print(f"{'FAIL' if wrong else 'PASS'} {number} {claim}  "
               f"[{time.perf_counter() - start:.0f} s]\n       {evidence}", flush=True)
 
-    say(1, "the gradient is there, and uphill", *gradients(model, x, y))
+    report(1, "the gradient exists and points uphill", *gradients(model, x, y))
     *fall, left = sweep_to_zero(model, x, y, options)
     clean = left[BUDGETS[0]]
     eps = min(BUDGETS[1:], key=lambda eps: abs(left[eps] - clean / 2))
-    say(2, "more steps and restarts find no more", *steps_and_restarts(model, x, y, eps, options))
+    report(2, "more steps and restarts find no more", *steps_and_restarts(model, x, y, eps, options))
     blind = {"noise": lambda x, y: noise(model, x, y, eps, best_of=10),
              "SPSA": lambda x, y: spsa(model, x, y, eps, steps=20, pairs=64),
              "Square": lambda x, y: square(model, x, y, eps, queries=1000)}
-    say(3, "attacks without gradients find no more", *rivals(model, x, y, eps, blind, options))
+    report(3, "attacks without gradients find no more", *rivals(model, x, y, eps, blind, options))
     other = {}
     if pap_steps(model, x):
         other["adaptive APGD"] = lambda x, y: adaptive_apgd(model, x, y, eps)
     if twin is not None:
         other["transfer from softmax"] = lambda x, y: apgd(twin, x, y, eps)
     if other:
-        say(4, "other gradients find no more", *rivals(model, x, y, eps, other, options))
+        report(4, "other gradients find no more", *rivals(model, x, y, eps, other, options))
     else:
-        print("---- 4 no other gradients: no RPC-Attention in it, no softmax model beside it")
-    say(5, "accuracy falls to zero", *fall)
+        print("---- 4 not run: the model has no RPC-Attention, and no softmax model was given")
+    report(5, "accuracy falls to zero", *fall)
     return results

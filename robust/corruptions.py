@@ -14,27 +14,20 @@ level (tests/test_corruptions.py). Inside, pixels are float32 in grey levels, 0 
 truncated, not rounded, as the sources do.
 """
 
-import argparse
-import copy
 import math
-import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Callable, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
-import common
 from data.rng import CORRUPTION, normal, uniform
 from robust.filters import (disk, displace, enlarge, gaussian_blur, motion, pixel_grid, quantise,
                             sample, shrink)
-from robust.frost import load_frost, scaled_frost
-from robust.score import answers, outcome, split_images, stack
+from robust.frost import scaled_frost
 from robust.severities import CONSTANTS
 
 # ImageNet-C's, in its order: means and mCE are over these 15, whatever else CORRUPTIONS has.
@@ -344,17 +337,26 @@ def table_of(H, W):
 
 
 def corrupt(images, name, severity, *, seed=0, index=None, frost_dir=None):
-    """Corrupt a batch; with the same seed and index an image always comes out the same.
+    """Corrupt a batch; the same seed and index always give the same result for an image.
 
-    images: (B, 3, H, W) uint8, RGB, at least 16 pixels a side. name: of CORRUPTIONS. severity: 1 to
-    5. index: (B,) ints in [0, 2**31), the images' numbers in their data set; None: 0, 1, 2, ...
-    frost_dir: folder of ImageNet-C's frost photographs; None: synthetic textures. Returns the same
-    shape, dtype and device; images stays as it is.
+    images: (B, 3, H, W) uint8, RGB, at least 16 pixels per side. name: a key of CORRUPTIONS.
+    severity: 1 to 5. index: (B,) ints in [0, 2**31), the numbers of the images in their data set;
+    None: 0, 1, 2, ... frost_dir: folder of ImageNet-C's frost photographs; None: synthetic
+    textures. Returns new images of the same shape, dtype and device. ValueError for other input.
     """
+    if not torch.is_tensor(images) or images.dtype != torch.uint8:
+        raise ValueError(f"images are {getattr(images, 'dtype', type(images))}, expected a tensor "
+                         f"of torch.uint8, (B, 3, H, W)")
+    if images.ndim != 4 or images.shape[1] != 3 or min(images.shape[2:]) < 16:
+        hint = ("; pass a single image as image[None]" if images.ndim == 3 else
+                "; repeat a grey channel with images.expand(-1, 3, -1, -1)"
+                if images.ndim == 4 and images.shape[1] == 1 else "")
+        raise ValueError(f"images have the shape {tuple(images.shape)}, expected (B, 3, H, W) with "
+                         f"16 or more pixels per side{hint}")
+    if name not in CORRUPTIONS or severity not in (1, 2, 3, 4, 5):
+        raise ValueError(f"corruption {name}, severity {severity}: expected one of "
+                         f"{', '.join(CORRUPTIONS)}, and 1 to 5")
     (B, _, H, W), device = images.shape, images.device
-    if images.dtype != torch.uint8 or min(H, W) < 16 or severity not in (1, 2, 3, 4, 5):
-        raise ValueError(f"images {images.dtype} {tuple(images.shape)}, severity {severity}: "
-                         "expected torch.uint8 (B, 3, H, W), 16 pixels a side or more, and 1 to 5")
     index = torch.as_tensor(range(B) if index is None else index, dtype=torch.int64).to(device)
     apply, constants, draw = CORRUPTIONS[name]
     if name == "elastic_transform" and not (H == W and H in ELASTIC_SIZES):
@@ -376,91 +378,3 @@ def corrupt(images, name, severity, *, seed=0, index=None, frost_dir=None):
             drawn = (drawn,) if torch.is_tensor(drawn) else drawn
         out[part] = apply(images[part].contiguous(), c, *drawn)
     return out
-
-
-# --- for the evaluator ----------------------------------------------------------------------------
-
-def images(measure, source, args):
-    """The images of a measure, its severities made or, from --corrupted_dir, released."""
-    setting = measure.setting
-    common.one_of("type", setting["type"], CORRUPTIONS)
-    if args.corrupted_dir:
-        from robust.imagenet import released_images
-        return released_images(measure, source, args)
-    if setting["type"] == "frost":
-        load_frost(args.frost_dir)                        # said before anything is measured
-    setting.update(severities=args.severities,
-                   frost="photographs" if args.frost_dir else "procedural")
-    found = split_images(measure, source, args)
-    if hasattr(source, "resample"):                       # an ImageTree: so ImageNet-C was made
-        found = found._replace(source=copy.copy(source))
-        found.source.resample = "bilinear"
-    return found
-
-
-def damage(images, numbers, setting, severity, args):
-    """Corrupt the images (b, 3, H, W) uint8 with these numbers, as a measure's setting says."""
-    images = corrupt(images, setting["type"], severity, seed=args.seed, index=numbers,
-                     frost_dir=args.frost_dir)
-    # as which ImageNet-C's files are saved after their corruption
-    return jpeg_compression(images, 85) if setting["jpeg85"] else images
-
-
-def measured(m, measure, images, args):
-    """Top-1, top-5 of images damaged in one way; lists over the severities."""
-    setting = measure.setting
-    if args.corrupted_dir:
-        from robust.imagenet import released_answers
-        hits = released_answers(m, measure, images, args)
-    else:
-        def damaged(pixels, labels, numbers, place, severity):
-            return damage(pixels, numbers, setting, severity, args).float() / 255
-
-        changes = [partial(damaged, severity=s) for s in setting["severities"]]
-        hits = answers(m, measure, images, args, *changes)
-    return stack([outcome(hit, len(args.classes)) for hit in hits])
-
-
-# --- folders: python -m robust.corruptions photos/val photos-c --types fog frost ------------------
-
-def main():
-    from torchvision.io import encode_jpeg, write_file
-    from data.imagenet import ImageTree
-    p = argparse.ArgumentParser(description="Write corrupted copies of a folder of images, as "
-                                "ImageNet-C is laid out: OUT/<type>/<severity>/<class>/*.jpg, for "
-                                "eval_robust.py --corrupted_dir OUT.", allow_abbrev=False)
-    flag = p.add_argument
-    flag("source", help="<class>/*, such as imagenet/val")
-    flag("out", help="folder to write, a new one")
-    flag("--types", nargs="+", choices=CORRUPTIONS, default=NAMES, metavar="TYPE",
-         help=f"of {', '.join(CORRUPTIONS)} (default: ImageNet-C's)")
-    flag("--severities", nargs="+", type=int, choices=(1, 2, 3, 4, 5), default=(1, 2, 3, 4, 5))
-    flag("--size", type=int, default=224, help="pixels: short sides become size / crop_pct, "
-         "bilinear, and the centre is kept")
-    flag("--crop_pct", type=float, default=0.875, help="as in ImageNet-C; 1 for a folder that "
-         "train_cls.py --data_dir reads")
-    flag("--seed", type=int, default=0)
-    flag("--frost_dir", help="folder of ImageNet-C's frost photographs")
-    args = p.parse_args()
-    root, folder = os.path.split(os.path.abspath(args.source))
-    tree = ImageTree(root, folder, size=args.size, crop_pct=args.crop_pct, resample="bilinear")
-    load_frost(args.frost_dir)
-    if os.path.exists(args.out):
-        raise common.InputError(f"{args.out} exists, expected the name of a new folder")
-    for i in tqdm(range(len(tree)), unit="image"):
-        image, source = tree[i][0][None], Path(tree.path(i))
-        for name in args.types:
-            for severity in args.severities:
-                out = corrupt(image, name, severity, seed=args.seed, index=[i],
-                              frost_dir=args.frost_dir)
-                path = Path(args.out, name, str(severity), source.parent.name, source.name)
-                if path.suffix.lower() not in (".jpg", ".jpeg"):
-                    path = path.with_name(f"{path.name}.jpg")
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_file(str(path), encode_jpeg(out[0], 85))          # as ImageNet-C's files
-    print(f"{len(tree)} images, {', '.join(args.types)}, in {args.out}, JPEG of quality 85: "
-          f"eval_robust.py --corrupted_dir {args.out}")
-
-
-if __name__ == "__main__":
-    common.run(main)

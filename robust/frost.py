@@ -1,4 +1,4 @@
-"""Textures for the corruption "frost": ImageNet-C's five photographs, or noise of their kind."""
+"""Textures of the corruption "frost": ImageNet-C's five photographs, or synthetic noise."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -7,13 +7,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import InputError
-from data.decode import decode
 from data.rng import FROST_NOISE, normal, uniform
 from robust.filters import quantise
 
 FROST_FILES = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")
-# Of the five photographs: mean and std of red, green, blue, and b in spectrum ~ frequency^-b.
+# Per photograph: mean and std of red, green, blue, and b, where the spectrum is ~ frequency^-b.
 FROST = (((.305, .585, .650), (.106, .065, .060), 1.23),
          ((.787, .805, .841), (.084, .087, .089), 1.93),
          ((.787, .805, .841), (.084, .087, .089), 1.93),
@@ -22,7 +20,7 @@ FROST = (((.305, .585, .650), (.106, .065, .060), 1.23),
 
 
 def synthetic_frost(number):
-    """Draw a stand-in for photograph `number`: noise of its spectrum and colours, ridges.
+    """Draw a replacement for photograph `number`: noise with its spectrum and colours, and ridges.
 
     Returns (3, 600, 900) uint8.
     """
@@ -41,20 +39,29 @@ def synthetic_frost(number):
 
 @lru_cache(maxsize=2)
 def load_frost(frost_dir):
-    """Load the five textures, (3, h, w) uint8 each: ImageNet-C's; None: synthetic ones."""
+    """Load five textures, (3, h, w) uint8 each: from ImageNet-C's files; None: synthetic.
+
+    ValueError names the files that are missing or cannot be decoded.
+    """
     if frost_dir is None:
         return [synthetic_frost(number) for number in range(len(FROST))]
-    paths = [Path(frost_dir, name) for name in FROST_FILES]
-    missing = [path.name for path in paths if not path.is_file()]
+    from PIL import Image
+    textures, missing = [], []
+    for path in (Path(frost_dir, name) for name in FROST_FILES):
+        try:
+            pixels = np.array(Image.open(path).convert("RGB"))
+            textures.append(torch.from_numpy(pixels).permute(2, 0, 1).contiguous())
+        except Exception as error:                        # Pillow raises many types
+            missing.append(f"{path.name} ({type(error).__name__})")
     if missing:
-        raise InputError(f"--frost_dir {frost_dir} lacks {', '.join(missing)}; "
-                         f"expected ImageNet-C's {', '.join(FROST_FILES)}")
-    return [decode(np.fromfile(path, dtype=np.uint8), path.name) for path in paths]
+        raise ValueError(f"--frost_dir {frost_dir}: cannot read {', '.join(missing)}; expected "
+                         f"ImageNet-C's {', '.join(FROST_FILES)}")
+    return textures
 
 
 @lru_cache(maxsize=8)
 def scaled_frost(frost_dir, scale, H, W, device):
-    """Scale the textures, 10 % larger than needed where H x W does not fit in."""
+    """Scale the textures; one that is smaller than H x W becomes 10 % larger than needed."""
     textures = []
     for texture in load_frost(frost_dir):
         x = texture[None].to(device).float()

@@ -29,27 +29,27 @@ def corrupt_patches(images, kind, patch, *, n=6, model=None, labels=None):
     B, size, side = len(images), images.shape[-1], images.shape[-1] // patch
     index = torch.arange(B, device=images.device)
     if kind == "adversarial":
-        hit = block(index, side)
-        return adversarial(model, images, labels, to_pixels(hit, side, patch)), hit
+        hit = random_block(index, side)
+        return adversarial_patches(model, images, labels, patches_to_pixels(hit, side, patch)), hit
 
     values = uniform(index, images[0].numel(), *VALUES).view_as(images)
     if kind == "pixels":
-        at = choose(index, 12, size * size).view(B, 1, size, size)
+        at = random_places(index, 12, size * size).view(B, 1, size, size)
         hit = F.max_pool2d(at.float(), patch).flatten(1) > 0
         return torch.where(at, values, images), hit
 
     new = dict(noise=values, black=torch.zeros_like(images), white=torch.ones_like(images),
                gaussian=(images + 0.3 * normal(values)).clamp(0, 1))
-    hit = choose(index, n, side * side)
-    return torch.where(to_pixels(hit, side, patch), new[kind], images), hit
+    hit = random_places(index, n, side * side)
+    return torch.where(patches_to_pixels(hit, side, patch), new[kind], images), hit
 
 
-def choose(index, n, total):
+def random_places(index, n, total):
     """n of `total` places for each image, all equally likely: (B, total) bool."""
     return uniform(index, total, *PLACES).argsort(1).argsort(1) < n              # rank < n
 
 
-def block(index, side):
+def random_block(index, side):
     """2 x 2 patches of each image, as (B, side * side) bool."""
     corner = (uniform(index, 2, *PLACES) * (side - 1)).long()          # (B, 2): row, column
     lines = torch.arange(side, device=index.device) - corner[:, :, None]    # (B, 2, side)
@@ -57,14 +57,14 @@ def block(index, side):
     return (inside[:, 0, :, None] & inside[:, 1, None]).flatten(1)
 
 
-def to_pixels(hit, side, patch):
+def patches_to_pixels(hit, side, patch):
     """Of patches (B, P) to pixels (B, 1, S, S)."""
     grid = hit.view(-1, 1, side, side)
     return grid.repeat_interleave(patch, 2).repeat_interleave(patch, 3)
 
 
 @torch.no_grad()
-def adversarial(model, images, labels, where):
+def adversarial_patches(model, images, labels, where):
     """The pixels `where` (B, 1, S, S) climb the cross-entropy from grey, by the gradient's sign."""
     x = torch.where(where, torch.full_like(images, 0.5), images)
     for step in range(20):

@@ -1,16 +1,17 @@
-r"""Every comparison of networks here is a table of arms: what they are, with what, on which seeds.
+r"""Compare networks over seeds: print the tables of a study, and train its networks again.
 
     python -m studies.arms control                          # tables of the stored rows: seconds
-    python -m studies.arms control --rows out/eval/mine_s5  # yours beside them
+    python -m studies.arms control --rows out/eval/mine_s5  # your networks next to the stored ones
     python -m studies.arms control --seeds 40               # trains and measures all arms of a seed
     python -m studies.arms criterion --seeds 40 --arms symmetric symmetric-adv
     python -m studies.arms line-cifar10 --seeds 40 --data_dir data/cifar10
 
-An arm is its flags of train_cls.py; "{seed}" in one stands for the seed. --seeds trains what lacks
-in --out_dir/<arm>_s<seed>, measures it into --out_dir/eval/<arm>_s<seed>/results.jsonl, and ends in
-the tables; a run that was cut goes on. Flags that are not of this command go to train_cls.py. Pairs
-are of one seed, so of one processor. What each comparison asks and what an outcome means was fixed
-before its runs: the plan.md of its page.
+A study compares arms. An arm is a set of networks that differ only in their seed; it is defined by
+its flags of train_cls.py, in which "{seed}" stands for the seed. --seeds trains the missing
+networks in --out_dir/<arm>_s<seed>, evaluates them into --out_dir/eval/<arm>_s<seed>/results.jsonl,
+and prints the tables. Interrupted runs continue. Unknown flags are passed to train_cls.py. The
+networks of a pair have the same seed and ran on the same processor model. The plan.md of each study
+states its question and the meaning of each outcome; it was written before the runs.
 """
 
 import argparse
@@ -26,11 +27,11 @@ from typing import NamedTuple
 import common
 from common import InputError
 from studies.robust_attentions import USUAL as ROBUST
-from studies.stats import (compare, everything, holm, judged, outcomes, paired, paired_t,
-                           primary_table, read, shared)
+from studies.stats import (compare, full_table, holm, judged, outcomes, paired, paired_t,
+                           primary_table, read, scipy_stats, shared)
 
 RESULTS = Path(__file__).parent / "results"
-SHAPES, CIFAR10 = ("15 corruptions", "pgd 2/255"), ("15 corruptions", "pgd 1/255")
+SCENES_PRIMARY, CIFAR10_PRIMARY = ("15 corruptions", "pgd 2/255"), ("15 corruptions", "pgd 1/255")
 
 
 # --- arms -----------------------------------------------------------------------------------------
@@ -40,19 +41,19 @@ def rpc(form, lambd, n_iter):
 
 
 SYMMETRIC, RPC = dict(attn="symmetric"), rpc("released", 4, 4)      # the baseline; as published
-RPC_ALL = rpc("released", 3, 2) | dict(rpc_layers="all")            # its other model
-AVERAGE = rpc("paper", 0, 1)                                # layer 0 gives the mean of its values
+RPC_ALL = rpc("released", 3, 2) | dict(rpc_layers="all")            # the paper's other RPC model
+AVERAGE = rpc("paper", 0, 1)                                # layer 0 returns the mean of its values
 ADV = dict(adv_eps=2 / 255, adv_steps=3)
 FLAT = dict(epochs=8, min_lr=2e-3)                          # the learning rate is never lowered
-OUT, FAST, SLOW = dict(epochs=24), dict(lr=4e-3), dict(lr=2e-3)
+OUT, FAST_RATE, SLOW_RATE = dict(epochs=24), dict(lr=4e-3), dict(lr=2e-3)
 LAMBDAS = dict(zip(("0.05", "0.25", "1", "4", "inf"), (0.05, 0.25, 1, 4, math.inf)))
 
-ARMS = {                                                    # of robustness: what each part does
+ARMS = {                                                    # of the study robustness
     "symmetric": SYMMETRIC, "softmax": dict(attn="softmax", init="trunc_normal"),
     "rpc4-l1": RPC, "rpc2-all": RPC_ALL,
     "no-shrink": RPC | dict(lambd=math.inf),                # no sparse part
-    "clamp": dict(attn="rpc", n_iter=1, lambd=0.5),         # no iteration; held-out images' lambda
-    "admm": RPC | dict(form="admm"),                        # the right constants
+    "clamp": dict(attn="rpc", n_iter=1, lambd=0.5),         # one step; lambda from held-out images
+    "admm": RPC | dict(form="admm"),                        # the published constants of ADMM
     **{name: dict(attn=kind, init="trunc_normal" if name == "elliptical" else "default")
        for name, kind in ROBUST.items()},
     "weights-all": dict(attn=ROBUST["weights"], rpc_layers="all"),
@@ -61,66 +62,68 @@ CHOSEN = {f"{form}-{lambd:g}-n{n}": rpc(form, lambd, n) for form, values in (
     ("released", (0.5, 1, 2, 4, 8, 16)), ("paper", (0.05, 0.1, 0.25, 0.5, 1)))
     for lambd in values for n in (2, 3, 4, 6)}
 PUBLISHED = {"symmetric": SYMMETRIC, "rpc4-l1": RPC}
-START = dict(init_from="out/robustness/symmetric_s{seed}", epochs=3, lr=2e-4, min_lr=1e-6,
+FINETUNE = dict(init_from="out/robustness/symmetric_s{seed}", epochs=3, lr=2e-4, min_lr=1e-6,
              warmup_epochs=0.15)
-LINE = {
+LINE_ARMS = {
     **{f"symmetric-e{n}": SYMMETRIC | dict(epochs=n) for n in (4, 6, 8, 12, 16)},
     "softmax-e8": dict(attn="softmax", epochs=8), "uniform-l0": AVERAGE | dict(epochs=8),
     **{f"paper-{name}-n4": rpc("paper", x, 4) | dict(epochs=8) for name, x in LAMBDAS.items()},
     **{name: dict(attn=kind, epochs=8) for name, kind in ROBUST.items()},
     "rpc4-l1": RPC | dict(epochs=8), "rpc2-all": RPC_ALL | dict(epochs=8),
     "flat-e8": SYMMETRIC | FLAT, "flat-rpc4-l1": RPC | FLAT,
-    "long-symmetric": SYMMETRIC | OUT | FAST, "long-rpc4-l1": RPC | OUT | SLOW,
-    "half-symmetric": SYMMETRIC | OUT | SLOW, "long-softmax": dict(attn="softmax") | OUT | FAST,
-    "long-uniform-l0": AVERAGE | OUT | FAST,
+    "long-symmetric": SYMMETRIC | OUT | FAST_RATE, "long-rpc4-l1": RPC | OUT | SLOW_RATE,
+    "half-symmetric": SYMMETRIC | OUT | SLOW_RATE,
+    "long-softmax": dict(attn="softmax") | OUT | FAST_RATE,
+    "long-uniform-l0": AVERAGE | OUT | FAST_RATE,
 }
 LINE_CIFAR10 = {f"{name}-e{n}": flags | dict(epochs=n) for name, flags, lengths in (
     ("symmetric", SYMMETRIC, (12, 8, 6, 4)), ("rpc4-l1", RPC, (12,)),
     ("softmax", dict(attn="softmax"), (12,)), ("uniform-l0", AVERAGE, (12,))) for n in lengths}
-CRITERION = {                                               # 24 passes, the last two 96
-    "symmetric": SYMMETRIC | OUT | FAST,
-    "rpc4-l1": dict(attn="rpc") | OUT | SLOW,
-    "symmetric-adv": SYMMETRIC | dict(epochs=6) | SLOW | ADV,
-    "rpc4-l1-fast": dict(attn="rpc") | OUT | FAST,
-    "uniform-l0": AVERAGE | OUT | FAST,
-    "softmax": dict(attn="softmax") | OUT | FAST,
-    "rpc4-l1-adv": dict(attn="rpc", epochs=6) | SLOW | ADV,
-    "symmetric-96": SYMMETRIC | dict(epochs=96) | FAST,
-    "symmetric-adv-96": SYMMETRIC | OUT | SLOW | ADV,
+CRITERION = {                                               # cost: 24 epochs; the last two: 96
+    "symmetric": SYMMETRIC | OUT | FAST_RATE,
+    "rpc4-l1": dict(attn="rpc") | OUT | SLOW_RATE,
+    "symmetric-adv": SYMMETRIC | dict(epochs=6) | SLOW_RATE | ADV,
+    "rpc4-l1-fast": dict(attn="rpc") | OUT | FAST_RATE,
+    "uniform-l0": AVERAGE | OUT | FAST_RATE,
+    "softmax": dict(attn="softmax") | OUT | FAST_RATE,
+    "rpc4-l1-adv": dict(attn="rpc", epochs=6) | SLOW_RATE | ADV,
+    "symmetric-96": SYMMETRIC | dict(epochs=96) | FAST_RATE,
+    "symmetric-adv-96": SYMMETRIC | OUT | SLOW_RATE | ADV,
 }
 
 WORDS = {"symmetric": "symmetric attention", "rpc4-l1": "RPC, as published",
          "rpc2-all": "RPC in all layers", "no-shrink": "RPC without its sparse part",
-         "clamp": "keys clamped, no iteration", "admm": "RPC with ADMM's constants",
+         "clamp": "keys clamped, no iteration", "admm": "RPC with the settings of ADMM",
          "sharp": "sharper attention", "softmax": "softmax attention",
          "uniform-l0": "layer 0 averages", "keys": "proximal steps on keys",
          "keys-rows": "proximal steps, whole keys", "weights": "weights of tokens",
          "rkde-huber": "kernel density, Huber", "rkde-hampel": "kernel density, Hampel",
          "mom": "median of means", "sinkhorn": "doubly stochastic", "elliptical": "elliptical",
-         "paper-0.05-n4": "RPC, chosen constants", "paper-0.05-n3": "RPC, lambda 0.05, 3 steps",
+         "paper-0.05-n4": "RPC, chosen settings", "paper-0.05-n3": "RPC, lambda 0.05, 3 steps",
          "paper-0.1-n4": "RPC, lambda 0.1", "released-4-n2": "RPC, 2 steps",
          "rpc4-l1-adv": "RPC, adversarially trained",
          "rpc4-l1-fast": "RPC at the baseline's learning rate",
          "symmetric-adv": "symmetric, adversarially trained"}
 
 
-def plain(arm):
-    """An arm's name without how it was trained: long-rpc4-l1 and rpc4-l1-e12 are rpc4-l1."""
+def without_recipe(arm):
+    """Remove the training recipe from an arm's name: long-rpc4-l1 and rpc4-l1-e12 are rpc4-l1."""
     return re.sub(r"^(long|half|flat)-|-e\d+$|-96$", "", arm)
 
 
 # --- comparisons ----------------------------------------------------------------------------------
 
 class Comparison(NamedTuple):
-    """A family of tests: pairs (arm, baseline) over some seeds, None: all that both have."""
+    """A family of tests: pairs (arm, baseline) over seeds (None: all that both have)."""
     pairs: list
     seeds: range | None = None
-    untested: tuple = ()                    # arms that another comparison judges
-    margins: tuple = ()                     # of the primary measures: within them nothing matters
-    level: float = 0.95                     # of the interval that has to lie within them
+    untested: tuple = ()                    # arms that another comparison tests
+    margins: tuple = ()                     # differences within ± these count as equal
+    level: float = 0.95                     # level of the interval that must lie within them
 
 
 def against(base, *arms):
+    """Pair every arm with one baseline."""
     return [(arm, base) for arm in arms]
 
 
@@ -130,16 +133,16 @@ PGD = "pgd eps={} steps=20"
 
 
 class Study(NamedTuple):
-    """Arms, what is measured of them, and what is compared."""
+    """The arms of a study, their measures and their comparisons."""
     arms: dict
     comparisons: dict
-    rows: tuple                             # stored rows, patterns under results/
+    rows: tuple                             # stored rows: patterns below results/
     measures: tuple
-    primary: tuple = SHAPES
-    limit: int = 1000                       # images a measure
+    primary: tuple = SCENES_PRIMARY
+    limit: int = 1000                       # images per measure
     how: tuple = ("--seed", 1, "--severities", 1, 3, 5)
     training: tuple = ()                    # flags of train_cls.py for all arms
-    alias: dict = {}                        # other names of arms in its rows
+    alias: dict = {}                        # {name of an arm in the rows: its name here}
 
 
 STUDIES = {
@@ -157,7 +160,7 @@ STUDIES = {
                                           "rkde-huber"), range(3), ("rpc4-l1",))},
         ("robustness/cifar10.jsonl", "robust_attentions/cifar10.jsonl"),
         ("clean", "corruptions", "fgsm eps=1/255,2/255", PGD.format("1/255,2/255"),
-         "adaptive_pgd eps=2/255"), CIFAR10, 500, (),
+         "adaptive_pgd eps=2/255"), CIFAR10_PRIMARY, 500, (),
         ("--data", "cifar10", "--model", "nano", "--epochs", 12)),
     "constants": Study(PUBLISHED | CHOSEN, {
         "confirmation": Comparison(against("symmetric", "rpc4-l1"), range(5, 13)),
@@ -172,11 +175,11 @@ STUDIES = {
         "undefended": Comparison([("rpc4-l1", "symmetric")])},
         ("control/*_s?.jsonl",), ("clean", "corruptions", PGD.format(
             ",".join(f"{eps}/255" for eps in (0.5, 1, 2, 3, 4, 6, 8, 12, 16))))),
-    "finetune": Study({"symmetric": SYMMETRIC | START, "rpc4-l1": dict(attn="rpc") | START}, {
+    "finetune": Study({"symmetric": SYMMETRIC | FINETUNE, "rpc4-l1": dict(attn="rpc") | FINETUNE}, {
         "finetune": Comparison([("rpc4-l1", "symmetric")])},
         ("finetune/results.jsonl",), ("clean", "corruptions", PGD.format("1/255,2/255")),
         limit=500, how=()),
-    "line": Study(LINE, {
+    "line": Study(LINE_ARMS, {
         "softmax": Comparison([("softmax-e8", "symmetric-e8")]),
         "lambda-0": Comparison([("paper-0.05-n4", "uniform-l0"), ("paper-0.05-n4", "symmetric-e8"),
                                 ("uniform-l0", "symmetric-e8")], margins=(3, 3), level=0.9),
@@ -187,15 +190,15 @@ STUDIES = {
         "rate": Comparison([("long-symmetric", "half-symmetric")])},
         ("line/s*.jsonl", "line/long.jsonl", "line/flat.jsonl"),
         ("clean", "corruptions", PGD.format("1/255,2/255"))),
-    "eighteen": Study(PUBLISHED | CHOSEN, {         # every seed of the chosen constants, as one
+    "eighteen": Study(PUBLISHED | CHOSEN, {         # every seed of the chosen settings together
         "eighteen": Comparison([("paper-0.05-n4", "symmetric")], range(10, 28))},
         ("constants/s*.jsonl", "line/s*.jsonl"), ("clean", "corruptions", PGD.format("2/255")),
         alias={"symmetric-e8": "symmetric"}),
     "line-cifar10": Study(LINE_CIFAR10, {
         "cifar10-12": Comparison([("rpc4-l1-e12", "symmetric-e12")], margins=(3, 3)),
         "cifar10-others": Comparison(against("symmetric-e12", "softmax-e12", "uniform-l0-e12"))},
-        ("line/cifar10.jsonl",), ("clean", "corruptions", PGD.format("1/255")), CIFAR10, 2000,
-        training=("--data", "cifar10", "--model", "nano")),
+        ("line/cifar10.jsonl",), ("clean", "corruptions", PGD.format("1/255")),
+        CIFAR10_PRIMARY, 2000, training=("--data", "cifar10", "--model", "nano")),
     "criterion": Study(CRITERION, {
         "cost-24": Comparison([*against("symmetric", "symmetric-adv", "rpc4-l1", "rpc4-l1-fast",
                                         "uniform-l0", "softmax"), ("rpc4-l1-adv", "symmetric-adv")],
@@ -203,71 +206,71 @@ STUDIES = {
         "cost-96": Comparison([("symmetric-adv-96", "symmetric-96")], margins=(0.25, 1.5),
                               level=0.9),
         "gate": Comparison([("symmetric-adv", "symmetric")], range(45, 50)),
-        # not judged: the gate is shut, studies/results/criterion/plan.md
+        # not judged, see studies/results/criterion/plan.md
         "behind the gate": Comparison([("rpc4-l1", "symmetric")], range(45, 50))},
         ("criterion/*.jsonl",), ("clean", "corruptions", PGD.format(
             "1/255,2/255,4/255,6/255,8/255,12/255")), ("median budget", "15 corruptions")),
 }
 
 
-# --- to train and measure what lacks --------------------------------------------------------------
+# --- train and measure missing networks -----------------------------------------------------------
 
 def call(*command):
-    """Run a script of ours; InputError if it fails, after its own words on why."""
+    """Run a script of this repository; InputError if it fails, after the script's own message."""
     command = [str(part) for part in command]
     print("$ python", *map(shlex.quote, command), flush=True)
     if subprocess.run([sys.executable, *command]).returncode:
-        raise InputError(f"{command[0]} failed; what has finished is kept, start again to go on")
+        raise InputError(f"{command[0]} failed; run the same command again to continue")
 
 
 def into(folder):
-    """The flag of a trainer for the run in a folder: a new one, or to go on with one that was cut;
-    one that has all its steps takes none."""
+    """The flag of a trainer that starts the run in a folder, or continues it if it exists."""
     return ["--resume" if (folder / "last.pt").exists() else "--out_dir", folder]
 
 
 def script(name, attn):
-    """A script's name; where it meets one of the robust attentions, behind theirs."""
+    """The words that start a script; robust attentions need studies.robust_attentions."""
     return ["-m", "studies.robust_attentions"] * (attn in ROBUST.values()) + [name]
 
 
 def flags_of(arms, arm, seed):
-    """The flags of train_cls.py of a network."""
+    """The flags of train_cls.py for an arm and a seed."""
     filled = {name: value.format(seed=seed) if isinstance(value, str) else value
               for name, value in arms[arm].items()}
     return filled | dict(seed=seed)
 
 
-def train(folder, flags, more=()):
-    """Train the network of a folder to its end; InputError if it is of another arm or seed."""
+def train_arm(folder, flags, more=()):
+    """Train the network in a folder to its end; InputError if it belongs to another arm or seed."""
     if (folder / "last.pt").exists():
         trained = common.load(folder / "last.pt")["args"]
         for name, value in flags.items():
             if trained.get(name) != value:
                 raise InputError(f"{folder} was trained with {name} {trained.get(name)}, expected "
-                                 f"{value}")
+                                 f"{value}; choose another --out_dir")
     words = [part for name, value in flags.items() for part in (f"--{name}", value)]
     call(*script("train_cls.py", flags["attn"]), *more, *words, *into(folder))
 
 
-def run(study, args, rest):
-    """Train and measure the networks of --arms and --seeds that lack: the files of their rows."""
+def train_and_measure(study, args, rest):
+    """Train and measure the missing networks of --arms and --seeds; return the files of rows."""
     for seed in args.seeds:
         for arm in args.arms or study.arms:
             folder, flags = args.out_dir / f"{arm}_s{seed}", flags_of(study.arms, arm, seed)
-            train(folder, flags, [*study.training, *rest])
-            # an adaptive attack is PGD on what is not RPC
+            train_arm(folder, flags, [*study.training, *rest])
+            # Without RPC, an adaptive attack is the same as PGD.
             measures = [text for text in args.measures or study.measures
                         if flags["attn"] == "rpc" or not text.startswith("adaptive")]
             call(*script("eval_robust.py", flags["attn"]), "--ckpt", folder, "--out_dir",
-                 args.out_dir / "eval" / folder.name, "--resume", "--limit", study.limit,
+                 args.out_dir / "eval" / folder.name, "--limit", study.limit,
                  *study.how, "--measures", *measures)
     return sorted(args.out_dir.glob("eval/*/results.jsonl"))
 
 
-# --- what the rows say ----------------------------------------------------------------------------
+# --- tables of the rows ---------------------------------------------------------------------------
 
 def files(patterns):
+    """The stored files that match patterns below studies/results."""
     return sorted(path for pattern in patterns for path in RESULTS.glob(pattern))
 
 
@@ -277,32 +280,35 @@ def stored(study):
 
 
 def processors(rows):
-    """Sort seeds by the processor of their Rows of clean images: {name: [seeds]}. A seed's rows of
-    one measure must be of one, where they name it."""
+    """Sort the seeds by processor: {processor: [seeds]}, from the Rows of clean images.
+
+    InputError: the rows of one measure and seed come from two processors, so they are no pairs.
+    """
     of = {}
     for row in rows:
         name, key = re.sub(r"^cpu, |(, )?\d+ threads$", "", row.hardware), (row.measure, row.seed)
         if row.seed is not None and name and of.setdefault(key, name) != name:
-            raise InputError(f"seed {row.seed} has rows of {of[key]} and {name}: no pairs")
+            raise InputError(f"seed {row.seed} has rows from two processors, {of[key]} and {name}; "
+                             "keep the rows of one")
     of = {seed: name for (measure, seed), name in of.items() if measure == "clean"}
     return {name: sorted(s for s in of if of[s] == name) for name in dict.fromkeys(of.values())}
 
 
 def compared(study, name, rows):
-    """The `stats.Compared` of a comparison, of Rows over the seeds that it names."""
+    """Compare Rows as the comparison `name` of a study defines: a `stats.Compared`."""
     of = study.comparisons[name]
     return compare(outcomes(rows, study.limit), of.pairs, study.primary, of.seeds, of.untested)
 
 
 @cache
 def comparison(name):
-    """A comparison of the stored rows: its study and its `stats.Compared`."""
+    """Compare the stored rows: (study, `stats.Compared`) of a comparison."""
     study = next(study for study in STUDIES.values() if name in study.comparisons)
     return study, compared(study, name, stored(study))
 
 
-def outcome(study, name, of, pair):
-    """What a pair of a comparison came to: below, above, equal (within the margins) or open."""
+def pair_outcome(study, name, of, pair):
+    """The outcome of a pair: "below", "above", "equal" (within the margins) or "open"."""
     keys = {m: (m, *pair) for m in study.primary}
     gaps = {m: of.gaps[key] for m, key in keys.items() if key in of.gaps}
     margins = study.comparisons[name].margins or (0, 0)
@@ -311,9 +317,11 @@ def outcome(study, name, of, pair):
 
 
 def meet_the_rule(of):
-    """The attentions that meet the rule fixed for those of others, studies/results/
-    robust_attentions/plan.md: above symmetric on the corruptions and on noisy patches (paired t
-    over seeds, Holm over the attentions), not below it clean and under AutoAttack."""
+    """List the attentions that meet the rule of studies/results/robust_attentions/plan.md.
+
+    The rule: significantly above symmetric attention under corruptions and on noisy patches (paired
+    t over seeds, Holm over the attentions), and not below it on clean images or under AutoAttack.
+    """
     arms = {arm for _, arm, _ in of.gaps}
 
     def tested(measure):
@@ -327,28 +335,31 @@ def meet_the_rule(of):
     return sorted(tested("15 corruptions") & tested("6 patches noise") - below)
 
 
-def tables(study, rows):
-    """Write Markdown: each comparison's primary measures, its outcomes, every measure."""
+def study_tables(study, rows):
+    """Format a study as Markdown: the primary measures, outcomes and all measures."""
     text = []
     for name, comparison in study.comparisons.items():
         of = compared(study, name, rows)
         if of.gaps:
             text += [f"## {name}", primary_table(of, comparison.seeds)]
             pairs = [pair for pair in comparison.pairs if any(key[1:] == pair for key in of.gaps)]
-            text += ["; ".join(f"{arm} minus {base}: **{outcome(study, name, of, (arm, base))}**"
-                               for arm, base in pairs) + "."] if comparison.margins else []
-            seen = dict.fromkeys(arm for pair in pairs for arm in pair if plain(arm) in WORDS)
-            text += [everything(of, comparison.seeds),
-                     "; ".join(f"{arm}: {WORDS[plain(arm)]}" for arm in seen) + "."]
+            if comparison.margins:
+                outcomes = [f"{arm} minus {base}: **{pair_outcome(study, name, of, (arm, base))}**"
+                            for arm, base in pairs]
+                text.append("; ".join(outcomes) + ".")
+            seen = dict.fromkeys(arm for pair in pairs for arm in pair
+                                 if without_recipe(arm) in WORDS)
+            text += [full_table(of, comparison.seeds),
+                     "; ".join(f"{arm}: {WORDS[without_recipe(arm)]}" for arm in seen) + "."]
     for processor, seeds in processors(rows).items():
-        text.append(f"Seeds on {processor}: {', '.join(map(str, seeds))}.")
+        text.append(f"Seeds that ran on {processor}: {', '.join(map(str, seeds))}.")
     return "\n\n".join(text) or "No pairs yet."
 
 
 def beside(study, theirs, yours):
-    """Write Markdown: your arms, and their difference to the study's baseline of the same seeds.
+    """Format your arms as Markdown, minus the study's baseline of the same seeds.
 
-    An arm of yours that has a stored one's name is called yours.
+    If an arm of yours has the name of a stored one, the table calls it "your <name>".
     """
     base, known = next(iter(study.comparisons.values())).pairs[0][1], {row.arm for row in theirs}
     yours = [row._replace(arm=f"your {row.arm}" if row.arm in known else row.arm) for row in yours]
@@ -357,21 +368,23 @@ def beside(study, theirs, yours):
     of = compare(outcomes([*theirs, *yours], study.limit),
                  [(arm, base) for arm in arms if arm != base], study.primary)
     if not of.gaps:
-        raise InputError(f"--rows: no network of these, ARM_sSEED, has a seed of {base}")
-    return everything(of)
+        raise InputError(f"--rows: expected networks named <arm>_s<seed> with the seeds of {base}")
+    return full_table(of)
 
 
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("study", choices=STUDIES)
-    p.add_argument("--seeds", nargs="+", type=common.NATURAL, help="train and measure these")
-    p.add_argument("--arms", nargs="+", metavar="ARM", help="with --seeds; default: all")
+    p.add_argument("--seeds", nargs="+", type=common.NATURAL,
+                   help="train and measure networks with these seeds")
+    p.add_argument("--arms", nargs="+", metavar="ARM",
+                   help="train only these arms (default: all arms of the study)")
     p.add_argument("--rows", nargs="+", type=Path, metavar="FILE",
-                   help="rows of eval_robust.py, or its folders, beside the stored ones")
-    p.add_argument("--measures", nargs="+", help="as eval_robust.py takes them")
-    p.add_argument("--limit", type=common.COUNT, help="images a measure")
-    p.add_argument("--out_dir", type=Path, help="default: out/STUDY")
+                   help="also print these results.jsonl of eval_robust.py, or its folders")
+    p.add_argument("--measures", nargs="+", help="of eval_robust.py (default: the study's)")
+    p.add_argument("--limit", type=common.COUNT, help="images per measure (default: the study's)")
+    p.add_argument("--out_dir", type=Path, help="folder for new networks (default: out/STUDY)")
     args, rest = p.parse_known_args(argv)
     if rest and not args.seeds:
         p.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -381,14 +394,15 @@ def main(argv=None):
         if arm not in study.arms:
             raise InputError(f"--arms {arm}: expected some of {', '.join(study.arms)}")
     if args.seeds:
-        rows = read(run(study, args, rest))
+        scipy_stats()                               # the tables need scipy: check before training
+        rows = read(train_and_measure(study, args, rest))
         study = study._replace(comparisons={name: of._replace(seeds=None)
                                             for name, of in study.comparisons.items()})
     else:
         rows = stored(study)
-    print(tables(study, rows))
+    print(study_tables(study, rows))
     if args.rows:
-        print("\n## yours\n\n" + beside(study, rows, read(args.rows)))
+        print("\n## your networks\n\n" + beside(study, rows, read(args.rows)))
 
 
 if __name__ == "__main__":

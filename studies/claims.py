@@ -1,16 +1,23 @@
-"""Do the pages say what the rows say? Every number in a sentence, computed again.
+"""Check the numbers on the pages: compute each number again from the stored rows.
 
-    python -m studies.claims            # silence: all agree; else page, expected, found
-    python -m studies.claims --details  # write the tables of details.md anew, from the rows
+    python -m studies.claims            # prints nothing if all numbers agree
+    python -m studies.claims --details  # writes the tables of every details.md again
 
-claims.csv has a row a number: the pages, the words around it with [] in its place, and the
-expression that gives it: the name of a function of FUNCTIONS and its arguments, `gap; scenes;
-rpc4-l1; pgd`. In a table the words are its line and its column, `RPC || clean`. To add a
-number, write it on the page and its row there.
+claims.csv has one row per number:
+
+    pages       the pages that state the number, separated by spaces
+    key         where it stands: "row | column" is a table cell; other words stand in the same table
+                row, list item or paragraph; an empty key means anywhere on the page
+    number      the number with its interval; words and units between the two are ignored
+    expression  a function of FUNCTIONS and its arguments, "gap; scenes; rpc4-l1; pgd"
+
+A page may be rewritten freely as long as its numbers stay. An interval that no row of claims.csv
+contains is an error, too.
 """
 
 import argparse
 import csv
+import difflib
 import json
 import re
 import statistics
@@ -42,12 +49,13 @@ def key_of(name, pair, measure):
 
 
 def gap(name, pair, measure, what="difference"):
-    """A paired difference as `described`, or the accuracy of the arm or its baseline."""
+    """Describe a paired difference; or the accuracy of the "arm", its "baseline" or "both"."""
     study, of = arms.comparison(name)
     measure, arm, base = key = key_of(name, pair, measure)
-    if what in ("arm", "baseline"):
+    if what in ("arm", "baseline", "both"):
+        asked = {"arm": [arm], "baseline": [base], "both": [base, arm]}[what]
         seeds = study.comparisons[name].seeds
-        return accuracy(of.found, measure, arm if what == "arm" else base, seeds).split()[0]
+        return " -> ".join(accuracy(of.found, measure, each, seeds).split()[0] for each in asked)
     return described(of.gaps[key], what, of.p.get(key, np.nan), of.tests, digits_of(measure))
 
 
@@ -67,10 +75,10 @@ def described(d, what, holm=np.nan, tests=1, digits=1):
             "power": f"{detectable(d.error, d.df, tests):.{digits}f}"}[what]
 
 
-def outcome(name, pair):
+def judged_as(name, pair):
     """What a pair came to by its comparison's margins: below, above, equal or open."""
     study, of = arms.comparison(name)
-    return arms.outcome(study, name, of, key_of(name, pair, "pgd")[1:])
+    return arms.pair_outcome(study, name, of, key_of(name, pair, "pgd")[1:])
 
 
 def rule():
@@ -81,30 +89,30 @@ def rule():
 # --- the line -------------------------------------------------------------------------------------
 
 @cache
-def picture(name):
+def line_networks(name):
     networks = line.other_recipes() if name == "other" else line.stored(name)
     return networks, line.PICTURES["fresh" if name == "other" else name][3]
 
 
 def full(name, measure):
-    return dict(zip(("pgd", "corruptions"), picture(name)[1])).get(measure, measure)
+    return dict(zip(("pgd", "corruptions"), line_networks(name)[1])).get(measure, measure)
 
 
 def off(name, arm, measure, what="difference"):
     """An arm's distance from the line; or its accuracy; its clean loss, the geometric mean."""
-    networks, measure = picture(name)[0], full(name, measure)
-    own = line.those(networks, arm)
+    networks, measure = line_networks(name)[0], full(name, measure)
+    own = line.of_arms(networks, arm)
     if what == "accuracy":
         return f"{np.mean([n.accuracy[measure] for n in own]):.1f}"
     if what == "loss":
         return f"{line.clean_loss(own):.3f}"
-    of = picture("fresh")[0] if name == "other" else networks
+    of = line_networks("fresh")[0] if name == "other" else networks
     return described(line.distance(own, line.reference(of, arm), measure), what)
 
 
 def apart(first, second, measure, what="difference"):
     """The difference of two arms of the line that have other seeds, over seeds alone."""
-    two = (line.those(picture("fresh")[0], arm) for arm in (first, second))
+    two = (line.of_arms(line_networks("fresh")[0], arm) for arm in (first, second))
     return described(line.apart(*two, full("fresh", measure)), what)
 
 
@@ -117,17 +125,17 @@ def pooled(name, group, measure, what="difference"):
 
 @cache
 def grouped(name):
-    return line.grouped(name, picture(name)[0])
+    return line.grouped(name, line_networks(name)[0])
 
 
 def adjusted(how, measure, what="difference"):
     """RPC minus its baseline at one clean loss after 24 epochs, by "own line" or "one slope"."""
-    return described(line.adjusted(picture("fresh")[0], how, full("fresh", measure)), what)
+    return described(line.adjusted(line_networks("fresh")[0], how, full("fresh", measure)), what)
 
 
 def fit(name, measure, what):
     """What is known of the line: r with its interval, or p of a bend."""
-    of = line.reference(picture(name)[0])
+    of = line.reference(line_networks(name)[0])
     r, low, high, bend = line.correlation(of, full(name, measure))
     return show_p(bend) if what == "bend" else f"{r:+.2f} ({low:+.2f} to {high:+.2f})"
 
@@ -225,12 +233,12 @@ def where(network, measure, form):
     return written(groups[network, last][measure], form)
 
 
-FUNCTIONS = {f.__name__: f for f in (gap, on_those, outcome, rule, off, apart, pooled, adjusted,
+FUNCTIONS = {f.__name__: f for f in (gap, on_those, judged_as, rule, off, apart, pooled, adjusted,
                                      fit, mean, kpca, way, chosen, nats, beyond, where)}
 
 
 def value(expression):
-    """What an expression of claims.csv gives."""
+    """Compute the number of an expression of claims.csv, as text."""
     name, *given = [part.strip() for part in expression.split(";")]
     return FUNCTIONS[name](*given)
 
@@ -238,41 +246,98 @@ def value(expression):
 # --- pages ----------------------------------------------------------------------------------------
 
 def read_claims(path=CLAIMS):
-    """The claims, one a page: (page, words with [] for the number, expression)."""
+    """Read claims.csv: a list of (pages, key, number, expression)."""
     with open(path, newline="") as f:
-        return [(page, row["words"], row["expression"]) for row in csv.DictReader(f)
-                for page in row["pages"].split()]
+        return [(row["pages"].split(), row["key"], row["number"], row["expression"])
+                for row in csv.DictReader(f)]
 
 
-def spoken(words, text):
-    """What stands for [] in each place where a text has these words, however lines break; or in the
-    cells of a table's line and column."""
-    if "||" in words:
-        return cells(text, *words.split(" || "))
-    before, after = (re.escape(part) for part in words.split("[]"))
-    return re.findall(before + "([^|]{1,40}?)" + after, " ".join(text.split()))
+NUMBER = re.compile(r"(?<![\w.,])[-+−]?(?:\d[\d,]*\.?\d*|\.\d+)(?:e[-+]?\d+)?")
 
 
-def cells(text, line, column):
-    """The cells of tables in this line and column."""
+def numbers(text):
+    """List the numbers in a text in one notation: -3.3 for −3.3, 3.3 for +3.3, 0.27 for .27."""
+    found = (x.rstrip(",.").replace("−", "-").replace(",", "") for x in NUMBER.findall(text))
+    return [re.sub(r"^(-?)\.", r"\g<1>0.", x.removeprefix("+")) for x in found]
+
+
+def plain_text(text):
+    return " ".join(re.sub(r"[*`]", "", text).split())
+
+
+def blocks(text):
+    """Split a page into table rows, list items and paragraphs."""
+    parts = re.split(r"\n\s*\n|\n(?=\s*[-*|>#] ?)|\n(?=\s*\d+\. )", text)
+    return [plain_text(part) for part in parts if part.strip()]
+
+
+def table_cells(text, row, column):
+    """List the table cells whose row and column titles begin with these words."""
     found, titles = [], []
-    for row in text.splitlines():
-        row = [cell.strip() for cell in row.split("|")[1:-1]]
-        titles = (titles or row) if row else []                     # a table's first line
-        found += [cell for cell, title in zip(row, titles)
-                  if row[0] == line and title == column]
+    for line in text.splitlines():
+        line = [plain_text(cell) for cell in line.strip().split("|")[1:-1]]
+        titles = (titles or line) if line else []               # the first line of a table
+        found += [cell for cell, title in zip(line, titles)
+                  if line[0].startswith(row) and title.startswith(column) and line != titles]
     return found
 
 
+def places(text, key):
+    """List the parts of a page in which a number may stand: the cells of "row | column", or the
+    rows, items and paragraphs that contain the key."""
+    if " | " in key:
+        return table_cells(text, *key.split(" | "))
+    return [block for block in blocks(text) if key in block]
+
+
+def runs(text, n):
+    """List every n consecutive numbers in a text."""
+    found = numbers(text)
+    return [found[i:i + n] for i in range(len(found) - n + 1)]
+
+
 def faults(claims, root=ROOT):
-    """Say of each claim that does not hold: page, what is expected, what is found."""
-    for page, words, expression in claims:
-        expected, found = value(expression), spoken(words, (root / page).read_text())
-        if not found:
-            yield f"{page}: the words “{words}” are missing, expected {expected} there"
-        elif any(text != expected for text in found):
-            wrong = next(text for text in found if text != expected)
-            yield f"{page}: “{words}” has {wrong}, expected {expected} ({expression})"
+    """Yield one line per claim that does not hold: page, expected number, found number."""
+    for pages, key, number, expression in claims:
+        given, expected = value(expression), numbers(number)
+        if given != number:
+            yield f"claims.csv: {number} on {pages[0]}: the rows give {given} ({expression})"
+        for page in pages:
+            parts = places((root / page).read_text(), key)
+            near = [found for part in parts for found in runs(part, len(expected))]
+            forms = [expected]
+            if expected and all(x.startswith("-") for x in expected):
+                # Also accept "3.3 points less (2.5 to 4.2)" for "-3.3 (-4.2 to -2.5)".
+                forms.append([x.removeprefix("-") for x in [expected[0], *expected[:0:-1]]])
+            stated = (any(form in near for form in forms) if expected else
+                      any(number in part for part in parts))
+            if not stated:
+                found = max(near, default=["nothing"], key=lambda found: difflib.SequenceMatcher(
+                    None, " ".join(found), " ".join(expected)).ratio())
+                yield (f"{page}{key and f', {key}'}: expected {number}, found {' '.join(found)} "
+                       f"({expression})")
+
+
+DECIMAL = r"[-+−]?\d*\.\d+"
+INTERVAL = re.compile(rf"{DECIMAL}[^\d|()]{{,40}}\({DECIMAL} to {DECIMAL}(?=[);,])")
+
+
+def unsigned(text):
+    """The numbers of an interval as a set without signs: "3.3 points worse (2.5 to 4.2)" and
+    "-3.3 (-4.2 to -2.5)" state the same."""
+    return frozenset(number.lstrip("-") for number in numbers(text))
+
+
+def unclaimed(claims, root=ROOT):
+    """Yield one line per interval that no claim contains; a plan.md may quote earlier rows."""
+    known = {unsigned(number) for _, _, number, _ in claims}
+    for page in dict.fromkeys(page for pages, *_ in claims for page in pages):
+        if page.endswith("plan.md"):
+            continue
+        for block in blocks((root / page).read_text()):
+            for found in INTERVAL.findall(block):
+                if unsigned(found) not in known:
+                    yield f"{page}: {found}) has no row in claims.csv"
 
 
 def detail(*studies, pictures=()):
@@ -280,7 +345,8 @@ def detail(*studies, pictures=()):
     parts = []
     for name in studies:
         study = arms.STUDIES[name]
-        parts.append((f"python -m studies.arms {name}", arms.tables(study, arms.stored(study))))
+        text = arms.study_tables(study, arms.stored(study))
+        parts.append((f"python -m studies.arms {name}", text))
     if pictures:
         text = "\n\n".join(line.page(name) for name in pictures)
         parts.append(("python -m studies.line", text))
@@ -305,7 +371,8 @@ def main(argv=None):
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--details", action="store_true", help="write the tables anew")
     args = p.parse_args(argv)
-    found = list(faults(read_claims()))
+    claims = read_claims()
+    found = [*faults(claims), *unclaimed(claims)]
     for page, text in details().items():
         path = ROOT / page
         if args.details:

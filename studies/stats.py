@@ -1,13 +1,13 @@
-"""Rows into differences: what was measured, intervals around differences of arms, their tests.
+"""Turn evaluation rows into differences between variants, with intervals and tests.
 
-Networks of several seeds are tested on the same images, so a difference of two arms varies for two
-reasons: other seeds would give other networks, other images other hits and misses. An interval over
-seeds alone holds the images fixed and is too narrow for a claim about images in general. `crossed`
-adds up both variances. Anything simpler, one number a seed, is `paired_t`.
+An "arm" is a set of networks that differ only in their seed. A difference of two arms varies for
+two reasons: other seeds give other networks, and other images give other hits and misses. An
+interval over seeds alone treats the images as fixed, so it is too narrow for a claim about images
+in general. `crossed` adds up both variances. `paired_t` is for one number per seed.
 
-Two measures of a study are primary: a difference in them is significant, and bold, if it survives
-Holm's correction over the family's pairs x 2. All other numbers are exploratory and never bold. No
-study itself: what is compared with what stands in arms.py.
+Each study has two primary measures. A difference in a primary measure is significant, and printed
+bold, if it survives Holm's correction over all pairs of its family and both measures. All other
+numbers are exploratory and never bold. arms.py defines which arms are compared.
 """
 
 import base64
@@ -20,12 +20,23 @@ import numpy as np
 import common
 from common import InputError
 from robust import corruptions
-from robust.measures import number, parts
+
+
+INSTALL = "install it with: pip install -r studies/requirements.txt"
+
+
+def scipy_stats():
+    """Return scipy.stats; InputError with the install command if scipy is missing."""
+    try:
+        import scipy.stats
+    except ModuleNotFoundError:
+        raise InputError(f"this command needs scipy; {INSTALL}") from None
+    return scipy.stats
 
 
 class Difference(NamedTuple):
-    """What is known of a mean difference of n seeds: its 95 % interval, two-sided p, standard error
-    and degrees of freedom. Of one seed all but n and mean are nan."""
+    """A mean difference over n seeds, its 95 % interval, two-sided p, standard error and degrees of
+    freedom. With one seed, everything except n and mean is nan."""
     n: int
     mean: float
     low: float
@@ -35,43 +46,45 @@ class Difference(NamedTuple):
     df: float
 
 
-NONE = Difference(0, *[nan] * 6)                            # a difference that is not there
+NONE = Difference(0, *[nan] * 6)                            # no seeds
 
 
 # --- intervals ------------------------------------------------------------------------------------
 
 def student(n, mean, variance, df):
-    """Make the Difference whose mean / root of its variance follows Student's t."""
-    from scipy.stats import t
+    """Make a Difference whose mean / sqrt(variance) follows Student's t with df degrees of
+    freedom."""
+    t = scipy_stats().t
     if n < 2:
         return Difference(n, float(mean), nan, nan, nan, nan, nan)
     error = sqrt(variance)
-    if error < 1e-12:                                  # all seeds agree in every image
+    if error < 1e-12:                                  # all seeds agree on every image
         return Difference(n, float(mean), mean, mean, float(isclose(mean, 0, abs_tol=1e-9)), 0, df)
     half, p = t.ppf(0.975, df) * error, 2 * t.sf(abs(mean) / error, df)
     return Difference(n, float(mean), mean - half, mean + half, float(p), error, df)
 
 
 def satterthwaite(variance, parts):
-    """Degrees of freedom of a variance that was put together from parts: (variance, its df)."""
+    """Degrees of freedom of a sum of variances. parts: (variance, degrees of freedom) of each."""
     return variance ** 2 / max(sum(v ** 2 / df for v, df in parts), 1e-300)
 
 
 def paired_t(gaps):
-    """Test one difference a seed, (n,), with the paired t-test."""
+    """Test one difference per seed, (n,), with the paired t-test."""
     gaps = np.asarray(gaps, float)
     n = len(gaps)
     return student(n, gaps.mean(), gaps.var(ddof=1) / n if n > 1 else nan, n - 1)
 
 
 def crossed(gaps):
-    """Test differences (seeds, images), where seeds and images both vary.
+    """Test differences (seeds, images); both seeds and images are random.
 
-    In gap = mean + seed + image + rest, the variance of the seeds' means holds that of the seeds
-    and of the rest, the images' means likewise; so their sum counts the rest twice, and it is
-    subtracted once. Of few seeds their variance can come out below what the rest alone implies, and
-    then hundreds of degrees of freedom seem to be there: so it is never taken for less. Below three
-    seeds there is no p.
+    The model is gap = mean + seed + image + rest. The variance of the seed means contains the
+    variances of seed and rest; the variance of the image means contains those of image and rest.
+    The sum of the two counts the rest twice, so the rest is subtracted once. With few seeds, the
+    variance of the seed means can come out below the value that the rest alone implies; it is then
+    raised to that value. Without this step, the test would use hundreds of degrees of freedom that
+    do not exist. With fewer than three seeds, p is nan.
     """
     gaps = np.asarray(gaps, float)
     S, I = gaps.shape
@@ -89,17 +102,18 @@ def crossed(gaps):
 
 
 def interval(d, level):
-    """Give the ends of a Difference's interval of another level than 95 %: that of .9 lies within
-    ±margin where two one-sided tests at .05 find equality."""
-    from scipy.stats import t
-    half = t.ppf((1 + level) / 2, d.df) * d.error
+    """Return the ends of a Difference's interval at another level than 95 %.
+
+    If the interval at level .9 lies within ±margin, two one-sided tests at .05 show equality.
+    """
+    half = scipy_stats().t.ppf((1 + level) / 2, d.df) * d.error
     return d.mean - half, d.mean + half
 
 
 # --- several tests, power -------------------------------------------------------------------------
 
 def holm(p):
-    """Correct {name: p} as Holm does, over all of them; nan stays out."""
+    """Apply Holm's correction to {name: p}. A p of nan is not counted and stays nan."""
     there = sorted((value, name) for name, value in p.items() if value == value)
     adjusted, least = dict.fromkeys(p, nan), 0.0
     for i, (value, name) in enumerate(there):
@@ -108,24 +122,25 @@ def holm(p):
 
 
 def detectable(error, df, tests=1):
-    """Find the smallest difference that a two-sided t-test sees in 80 of 100 studies.
+    """Return the difference that a two-sided t-test detects with 80 % power.
 
-    tests: how many there are; the level is that of Holm's first step, .05 / tests.
+    tests: number of tests; the level is .05 / tests, the first step of Holm's correction.
     """
+    stats = scipy_stats()
     from scipy.optimize import brentq
-    from scipy.stats import nct, t
     if not error > 0:
         return nan
-    limit = t.ppf(1 - 0.025 / tests, df)
-    return error * brentq(lambda shift: nct.sf(limit, df, shift) - 0.8, 0.1, 5 * limit + 10)
+    limit = stats.t.ppf(1 - 0.025 / tests, df)
+    return error * brentq(lambda shift: stats.nct.sf(limit, df, shift) - 0.8, 0.1, 5 * limit + 10)
 
 
 def judged(gaps, p, margins, level=0.95):
-    """Judge primary differences: "below" if one is significantly so and none above, "above" the
-    other way round, "equal" if all intervals of this level lie within ± their margins, else "open".
+    """Judge the primary differences of a pair: "below", "above", "equal" or "open".
 
-    gaps, p: {measure: Difference}, {measure: p after Holm}; margins: {measure: number}. Fewer than
-    three seeds decide nothing.
+    "below": at least one measure is significantly below the baseline, and none above; "above" is
+    the opposite. "equal": every interval of this level lies within ± its margin. Anything else and
+    fewer than three seeds, is "open". gaps: {measure: Difference}; p: {measure: p after Holm};
+    margins: {measure: number}.
     """
     if set(gaps) != set(margins) or min(d.n for d in gaps.values()) < 3:
         return "open"
@@ -139,67 +154,68 @@ def judged(gaps, p, margins, level=0.95):
 # --- rows of the evaluator ------------------------------------------------------------------------
 
 class Row(NamedTuple):
-    """What the evaluator measured of a network, in per cent."""
-    name: str                   # of its folder or file
-    arm: str | None             # of <arm>_s<seed>; None of another name
+    """One measurement of one network by the evaluator; accuracies in per cent."""
+    name: str                   # name of the checkpoint's folder or file
+    arm: str | None             # from a name <arm>_s<seed>; None for any other name
     seed: int | None
     kind: str                   # clean, corruptions, pgd, ...
     measure: str                # clean, fog, pgd 2/255, autoattack 4/255, ...
-    eps: float                  # in 1/255 of the pixel range, 0 where nothing moves
-    how: str                    # every setting and condition
+    eps: float                  # attack budget in 1/255 of the pixel range; 0 without an attack
+    how: str                    # all settings
     images: int
-    top1: float                 # a mean over severities
-    right: np.ndarray | None    # (images,) how often each was right, a mean over severities
-    loss: float | None          # of clean images, in nats
+    top1: float                 # mean over severities
+    right: np.ndarray | None    # (images,) per cent of severities at which an image was right
+    loss: float | None          # on clean images, in nats
     hardware: str
-    deit: bool                  # a ViT of ours with DeiT's initialisation
+    deit: bool                  # a ViT of this repository with DeiT's initialisation
 
 
-def unpack(text, n):
-    """Read the outcomes of n images, one bit an image in base64: (n,) of 0 and 1."""
+def unpack_bits(text, n):
+    """Decode the outcomes of n images, one bit per image in base64: (n,) of 0 and 1."""
     return np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8), count=n).astype(float)
 
 
 def row_of(row):
-    """Make a Row of a line of results.jsonl: the one place that knows the evaluator's names."""
-    name, (kind, setting) = Path(row["checkpoint"]).name, parts(row["measure"])
+    """Make a Row of a line of results.jsonl. Only this function knows the names of its fields."""
+    name, kind, setting = Path(row["checkpoint"]).name, row["name"], row["settings"]
     arm, _, seed = name.rpartition("_s")
     arm, seed = (arm, int(seed)) if arm and seed.isdecimal() else (None, None)
-    eps = round(255 * number(setting.get("eps", "0")), 6)
+    eps = round(255 * setting.get("eps", 0), 6)
     measure = setting["type"] if kind == "corruptions" else f"{kind} {eps:g}/255" if eps else kind
     right = row.get("right")
     if right is not None:
         several = right if isinstance(right, list) else [right]
-        right = 100 * np.mean([unpack(text, row["images"]) for text in several], 0)
+        right = 100 * np.mean([unpack_bits(text, row["images"]) for text in several], 0)
     config = row["model_config"]
     return Row(name, arm, seed, kind, measure, eps,
-               f"{row['measure']} seed={row['seed']} {row['precision']}", row["images"],
+               f"{kind} {setting} seed={row['seed']} {row['precision']}", row["images"],
                float(np.mean(row.get("top1", nan))), right, row.get("loss"),
                row.get("hardware", ""), "embed_dim" in config and config.get("init") != "default")
 
 
 def read(paths):
-    """Read the Rows of files or folders of the evaluator; rows of other kinds are left out."""
+    """Read Rows from results.jsonl of the evaluator or its folders; other rows are left out."""
     rows = []
     for path in map(Path, paths):
         path = path / "results.jsonl" if path.is_dir() else path
         if not path.is_file():
-            raise InputError(f"--rows {path} is not a file")
+            raise InputError(f"--rows {path}: no such file; expected results.jsonl or its folder")
         for row in common.read_log(path):
-            rows += [row_of(row)] if "measure" in row else of_patches(row)
+            rows += [row_of(row)] if "settings" in row else of_patches(row)
     return rows
 
 
 def of_patches(row):
-    """Make Rows of a line of robust_attentions/patches.jsonl: accuracy with corrupted patches."""
+    """Make Rows of accuracy on corrupted patches from a line of robust_attentions/patches.jsonl."""
     name = Path(row.get("checkpoint", "")).name
     arm, _, seed = name.rpartition("_s")
     return [Row(name, arm, int(seed), "patches", measure, 0.0, "", row["images"],
-                100 * unpack(text, row["images"]).mean(), 100 * unpack(text, row["images"]), None,
-                "", False) for measure, text in row.get("right", {}).items()]
+                100 * right.mean(), 100 * right, None, "", False)
+            for measure, text in row.get("right", {}).items()
+            for right in [unpack_bits(text, row["images"])]]
 
 
-FAMILIES = {"15 corruptions": corruptions.NAMES, "noise": corruptions.NAMES[:3],
+CORRUPTION_FAMILIES = {"15 corruptions": corruptions.NAMES, "noise": corruptions.NAMES[:3],
             "blur": corruptions.NAMES[3:7], "weather": corruptions.NAMES[7:11],
             "digital": corruptions.NAMES[11:]}
 
@@ -207,9 +223,9 @@ FAMILIES = {"15 corruptions": corruptions.NAMES, "noise": corruptions.NAMES[:3],
 def outcomes(rows, limit):
     """Sort Rows into {measure: {(arm, seed): (images,) in per cent}}.
 
-    InputError: two rows of one network and measure, or a measure taken in two ways. Rows of another
-    number of images than limit are a measure apart. A family of corruptions is the mean of its
-    types; the median budget comes from clean images and three budgets of PGD or more.
+    Rows with another number of images than limit form their own measure. A family of corruptions
+    is the mean of its types. The median budget needs clean images and at least three budgets of
+    PGD. InputError: a network has two rows of a measure, or a measure has two settings.
     """
     found, hows = {}, {}
     for row in rows:
@@ -217,17 +233,17 @@ def outcomes(rows, limit):
             continue
         name = row.measure + (f", {row.images} images" if row.images != limit else "")
         if hows.setdefault(name, row.how) != row.how:
-            raise InputError(f"{name} was measured in two ways, {hows[name]} and {row.how}: keep "
-                             "the rows of one")
+            raise InputError(f"{name} was measured with two settings, {hows[name]} and {row.how}; "
+                             "keep the rows of one")
         of = found.setdefault(name, {})
         if (row.arm, row.seed) in of:
-            raise InputError(f"{row.arm}, seed {row.seed} has two rows of {name}: keep one")
+            raise InputError(f"{row.arm}, seed {row.seed} has two rows of {name}; keep one")
         of[row.arm, row.seed] = row.right
 
     runs = dict.fromkeys((row.arm, row.seed) for row in rows)
     means = {family: {run: np.mean([found[name][run] for name in names], 0) for run in runs
                       if all(run in found.get(name, ()) for name in names)}
-             for family, names in FAMILIES.items()}
+             for family, names in CORRUPTION_FAMILIES.items()}
     budgets = sorted({row.eps for row in rows if row.kind == "pgd" and row.images == limit})
     curves = {0: "clean"} | {eps: f"pgd {eps:g}/255" for eps in budgets}
     means["median budget"] = {
@@ -239,13 +255,13 @@ def outcomes(rows, limit):
 
 
 def median_budget(curve):
-    """The eps, in 1/255, at which half of the images are still right, as a mean over images: (n,).
+    """The eps, in 1/255, at which half of the images are still right: (n,), its mean is that eps.
 
-    curve: {eps: (n,) in per cent}, 0 for clean images; joined by straight lines. Where it crosses
-    one half, between budgets a and b with accuracies A and B, image i counts as eps +
-    (r_i - 1/2) (b - a) / (A - B), r_i its interpolated rightness: their mean is that eps, and their
-    scatter what another draw of images would change. A curve that never falls to one half counts as
-    its last budget.
+    curve: {eps: (n,) in per cent}, with clean images at 0; straight lines connect the budgets. Let
+    the mean cross one half between budgets a and b, which have accuracies A and B. Image i then has
+    the value eps + (r_i - 1/2) (b - a) / (A - B), where r_i is its interpolated accuracy. The mean
+    of these values is eps, and their scatter is the effect of drawing other images. A curve that
+    stays above one half gets its last budget.
     """
     budgets = sorted(curve)
     for a, b in zip(budgets, budgets[1:]):
@@ -261,36 +277,36 @@ def median_budget(curve):
 # --- pairs ----------------------------------------------------------------------------------------
 
 class Compared(NamedTuple):
-    """Pairs of arms, and the tests of their question, corrected together."""
-    found: dict                 # of `outcomes`
-    primary: tuple              # the measures that are tested
+    """The differences of a family of pairs, and their tests."""
+    found: dict                 # returned by `outcomes`
+    primary: tuple              # the tested measures
     gaps: dict                  # {(measure, arm, baseline): Difference}
-    p: dict                     # {the same: p after Holm}, of what is tested
-    tests: int                  # of the family
+    p: dict                     # {(measure, arm, baseline): p after Holm}, tested pairs only
+    tests: int                  # number of tests in the family
 
 
 def shared(found, measure, arm, base, seeds=None):
-    """List the seeds (of these) in which both arms have the measure."""
+    """List the seeds for which both arms have the measure. seeds: consider only these."""
     of = found.get(measure, {})
     both = {s for a, s in of if a == arm and (base, s) in of}
     return sorted(both if seeds is None else both & set(seeds))
 
 
 def paired(found, measure, arm, base, seeds=None):
-    """Subtract the outcomes of a baseline from an arm's, seed by seed: (seeds, images)."""
+    """Subtract the baseline's outcomes from the arm's, seed by seed: (seeds, images)."""
     of, both = found.get(measure, {}), shared(found, measure, arm, base, seeds)
     sizes = {len(of[a, s]) for a in (arm, base) for s in both}
     if len(sizes) > 1:
         raise InputError(f"{arm} and {base}, {measure}: measured on "
-                         f"{' and '.join(map(str, sorted(sizes)))} images, expected the same")
+                         f"{' and '.join(map(str, sorted(sizes)))} images; expected equal numbers")
     return np.array([of[arm, s] - of[base, s] for s in both])
 
 
 def compare(found, pairs, primary, seeds=None, untested=()):
-    """Compare pairs (arm, baseline) in every measure, over the seeds (of these) that both have.
+    """Compare pairs (arm, baseline) in every measure, over the seeds that both have.
 
-    untested: arms whose own question another comparison asks. Holm counts every pair that is
-    tested, also while it is missing.
+    seeds: consider only these. untested: arms that another comparison tests. Holm's correction also
+    counts pairs that have no rows yet.
     """
     gaps = {}
     for measure in found:
@@ -307,7 +323,7 @@ def compare(found, pairs, primary, seeds=None, untested=()):
 # --- in words -------------------------------------------------------------------------------------
 
 def spread(values, form=".1f"):
-    """Write numbers as mean ± standard deviation; "" of none. form: of the mean, +.2f."""
+    """Format numbers as mean ± standard deviation, or "" if there are none. form: of the mean."""
     if not len(values):
         return ""
     deviation = f" ± {np.std(values, ddof=1):{form.lstrip('+')}}" if len(values) > 1 else ""
@@ -315,7 +331,7 @@ def spread(values, form=".1f"):
 
 
 def show(d, digits=1, bold=False):
-    """Write a Difference as +1.2 (-0.3 to +2.7)."""
+    """Format a Difference as +1.2 (-0.3 to +2.7)."""
     if not d.n:
         return ""
     text = f"{d.mean:+.{digits}f}"
@@ -325,23 +341,24 @@ def show(d, digits=1, bold=False):
 
 
 def show_p(p):
-    """Write a p value."""
+    """Format a p value."""
     return "" if p != p else "< .001" if p < 0.001 else f"{p:.3f}".removeprefix("0")
 
 
 def digits_of(measure):
+    """Digits after the decimal point that a measure is printed with."""
     return 2 if measure == "median budget" else 1
 
 
 def accuracy(found, measure, arm, seeds=None):
-    """Write mean ± standard deviation over the seeds (of these) of an arm, and their number."""
+    """Format an arm's mean ± standard deviation over seeds, and the number of seeds."""
     values = [x.mean() for (a, s), x in found.get(measure, {}).items()
               if a == arm and (seeds is None or s in seeds)]
     return f"{spread(values, f'.{digits_of(measure)}f')} ({len(values)})" if values else ""
 
 
 def primary_table(of, seeds=None):
-    """Write Markdown: a pair and a primary measure a row, and what could have been found."""
+    """Format the primary measures as Markdown: one row per pair and measure, with its power."""
     body = []
     for key, d in of.gaps.items():
         measure, arm, base = key
@@ -357,11 +374,11 @@ def primary_table(of, seeds=None):
                 show_p(p), " to ".join(f"{x:+.{digits}f}" for x in ends),
                 f"{power:.{digits}f}".replace("nan", "")])
     return common.table(body, ["difference", "measure", "arm", "baseline", "95 % CI", "p",
-                               "p, Holm", "90 % interval", "found with 80 % power"])
+                               "p, Holm", "90 % interval", "detectable with 80 % power"])
 
 
-def everything(of, seeds=None):
-    """Write Markdown: every measure, accuracies and differences; what is not primary explores."""
+def full_table(of, seeds=None):
+    """Format every measure as Markdown: accuracies and differences."""
     arms = list(dict.fromkeys(arm for _, a, b in of.gaps for arm in (b, a)))
     pairs = list(dict.fromkeys(key[1:] for key in of.gaps))
     body = [[m, *(accuracy(of.found, m, arm, seeds) for arm in arms),

@@ -1,4 +1,4 @@
-"""Runs of a script in processes of their own, without the seconds of CPU time that imports take."""
+"""Run a script in new processes, without the seconds that imports take."""
 
 import multiprocessing
 import os
@@ -14,7 +14,7 @@ import common
 
 
 def child(main, flags, env, out, err):
-    """main() as its script runs it, with its output in files."""
+    """Run main() as its script does, with its output in files."""
     sys.stdout, sys.stderr = open(out, "w"), open(err, "w")
     os.dup2(sys.stdout.fileno(), 1)
     os.dup2(sys.stderr.fileno(), 2)
@@ -26,7 +26,7 @@ def child(main, flags, env, out, err):
 
 
 class Started:
-    """main() with these flags, begun; env is added to its environment."""
+    """Start main() with these flags; `env` is added to its environment."""
 
     def __init__(self, main, flags, **env):
         # forked: the imports are there; but a fork cannot use a GPU
@@ -43,7 +43,7 @@ class Started:
         os.kill(self.process.pid, number)
 
     def communicate(self, timeout=300):
-        """(stdout, stderr) when it has ended; it is killed when it takes too long."""
+        """Return (stdout, stderr) after the end; kill the process if it takes too long."""
         self.process.join(timeout)
         if self.process.is_alive():
             self.process.kill()
@@ -52,18 +52,22 @@ class Started:
 
 
 def finish(process):
-    """Its stdout, when it has ended well."""
+    """Return the stdout of a process; fail if it did not end with exit code 0."""
     out, err = process.communicate()
     wrong = "\n".join(line for line in err.splitlines() if "rror" in line)
     assert process.poll() == 0, wrong[-3000:]
     return out
 
 
-def group(main, flags, world=2, **env):
-    """What `world` processes print, started as torchrun starts them; env wins."""
+def group(main, flags, world=2, errors=False, **env):
+    """Return the stdout of `world` processes, started like torchrun does; env has priority.
+
+    errors: return (stdout, stderr) of each process.
+    """
     with socket.create_server(("localhost", 0)) as s:
         port = str(s.getsockname()[1])
     shared = dict(WORLD_SIZE=str(world), MASTER_ADDR="localhost", MASTER_PORT=port)
     processes = [Started(main, flags, **{**shared, "RANK": str(i), "LOCAL_RANK": str(i), **env})
                  for i in range(world)]
-    return [finish(process) for process in processes]
+    printed = [finish(process) for process in processes]
+    return [process.communicate() for process in processes] if errors else printed

@@ -1,4 +1,4 @@
-"""Runs of the training scripts in this process: flags in; log, checkpoint or the error line out."""
+"""Run training scripts in this process and read their log, checkpoint or error line."""
 
 import contextlib
 import io
@@ -17,7 +17,7 @@ import common
 
 
 def flags(*parts, **named):
-    """A command line. Strings are split at spaces, lists kept; True and False are --x, --no-x."""
+    """Return a command line: strings are split at spaces, lists kept; True is --x, False --no-x."""
     line = [str(word) for part in parts
             for word in (part.split() if isinstance(part, str) else part)]
     for name, value in named.items():
@@ -27,7 +27,7 @@ def flags(*parts, **named):
 
 
 def call(function, *parts, **named):
-    """What function() returns when the command line holds these flags."""
+    """Call function() with these flags as the command line."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train.py", *flags(*parts, **named)])
         patch.setattr(common.Log, "folder", None)           # of another run in this process
@@ -35,7 +35,7 @@ def call(function, *parts, **named):
 
 
 def refused(script, *parts, **named):
-    """The one line "error: ..." in which the script ends with these flags, argparse's own too."""
+    """Return the line "error: ..." of the script, or of argparse, with these flags."""
     err = io.StringIO()
     with pytest.raises(SystemExit) as e, contextlib.redirect_stderr(err):
         call(lambda: common.run(script.main), *parts, **named)
@@ -46,21 +46,21 @@ def refused(script, *parts, **named):
 
 
 def rows(folder):
-    """The rows of a run's log.jsonl without those of its flags and without speeds."""
+    """Return the rows of a run's log.jsonl without the first row and without speeds."""
     lines = [json.loads(line) for line in Path(folder, "log.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if not k.endswith("_per_s")}
             for row in lines if "args" not in row]
 
 
 def log(folder, what="loss"):
-    """{step: value} of the rows that have it; no step may be there twice."""
+    """Return {step: value} of the rows that contain `what`; a step may occur only once."""
     found = [(row["step"], row[what]) for row in rows(folder) if what in row]
     assert len(dict(found)) == len(found), "a step is logged twice"
     return dict(found)
 
 
 def assert_same_run(a, b, name="last.pt"):
-    """Logs, weights, averages and optimisers of two folders are equal bit for bit."""
+    """Compare logs, weights, averages and optimisers of two folders bit for bit."""
     assert rows(a) == rows(b)
     x, y = (common.load(Path(folder, name)) for folder in (a, b))
     assert repr([x["metrics"], x["best"]]) == repr([y["metrics"], y["best"]])   # NaN is no equal
@@ -75,7 +75,7 @@ def assert_same_run(a, b, name="last.pt"):
 
 
 def wait_for(path, process, seconds=240):
-    """Until the file is there; the process must not end before."""
+    """Wait until the file exists; fail if the process ends before."""
     end = time.time() + seconds
     while not Path(path).exists():
         assert process.poll() is None, process.communicate()[1][-2000:]
@@ -86,7 +86,7 @@ def wait_for(path, process, seconds=240):
 # --- data to train on -----------------------------------------------------------------------------
 
 def make_tree(root="tree", classes=7, train=5, val=3, sides=(20, 40), suffix="png"):
-    """ImageNet's layout, noise."""
+    """Write noise images in ImageNet's layout."""
     rng = np.random.default_rng(0)
     for split, count in (("train", train), ("val", val)):
         for k in range(classes):
@@ -97,7 +97,7 @@ def make_tree(root="tree", classes=7, train=5, val=3, sides=(20, 40), suffix="pn
 
 
 def make_pairs(root="pairs"):
-    """ADE20K's layout: nine training, five validation images of 4 classes, with ignored pixels."""
+    """Write ADE20K's layout: 9 training, 5 validation images of 4 classes, with ignored pixels."""
     sizes = [(40, 60), (60, 40), (33, 70), (48, 48), (90, 30), (24, 41), (50, 61), (30, 30),
              (44, 52)]
     rng = np.random.default_rng(0)
@@ -113,7 +113,7 @@ def make_pairs(root="pairs"):
 
 
 def make_text(folder="text", seed=0):
-    """WikiText's layout; the words and how often each comes are the same for every seed."""
+    """Write WikiText's layout; the seed changes the order of the lines, not the words."""
     Path(folder).mkdir()
     for split, count in (("train", 40), ("valid", 5), ("test", 6)):
         rng = random.Random(count)

@@ -1,7 +1,10 @@
 """attention.py: equal to the released code, equal to the equations, and what the loop does."""
 
 import math
-from functools import partial
+import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import torch.nn.functional as F
 from attention import (ATTENTIONS, FORMS, SelfAttention, every_pap, key_statistics,
                        naive_attention, rpc_attention, soft_threshold, softmax_attention,
                        symmetric_attention)
+from conftest import ROOT
 
 OPTIONS = {"code": {}, "mu_head": dict(mu_dim="head"), "thr_over": dict(threshold="over"),
            "thr_over_mu_head": FORMS["paper"], "sign_plus": dict(dual_sign=1),
@@ -248,16 +252,16 @@ def test_the_trace_is_that_of_the_forward_pass_and_key_statistics_count_it(kind)
 class LearnedRPC(torch.nn.Module):
     """PAP by another name, with settings of its own, as docs/change.md has it."""
 
-    def __init__(self):
+    def __init__(self, layer):
         super().__init__()
         self.log_lambd = torch.nn.Parameter(torch.tensor(0.3).log())
 
-    def forward(self, k, v):
+    def forward(self, q, k, v, layer):
         return rpc_attention(k, v, 3, self.log_lambd.exp())
 
 
 def test_every_pap_looks_at_and_changes_pap_wherever_a_model_runs_it(monkeypatch):
-    monkeypatch.setitem(ATTENTIONS, "mine", LearnedRPC)
+    monkeypatch.setitem(ATTENTIONS, "mine", (False, LearnedRPC))
     m, plain, x, steps = layer("mine"), layer("symmetric"), 3 * tokens(), []
     y, (_, k, v) = m(x), m.project(x)
     assert len(m.trace(x)) == 3 and len(key_statistics(m, m, x)["nonzero_S"][0]) == 3
@@ -281,54 +285,74 @@ def test_compiled_with_and_without_every_pap_it_is_one_graph_and_the_same():
     assert close(compiled(x), m(x), atol=1e-12)
 
 
-# --- an attention of one's own --------------------------------------------------------------------
+# --- your own attention ---------------------------------------------------------------------------
 
-def nearest(q, k, v):
+def nearest(q, k, v, layer):
     return torch.softmax(-torch.cdist(q, k), -1) @ v
 
 
 class Tempered(torch.nn.Module):
-    """With a parameter: a temperature for each head."""
+    """Softmax attention with one learned temperature per head."""
 
-    def __init__(self, num_heads):
+    def __init__(self, layer):
         super().__init__()
-        self.temperature = torch.nn.Parameter(torch.ones(num_heads, 1, 1))
+        self.temperature = torch.nn.Parameter(torch.ones(layer.num_heads, 1, 1))
 
-    def forward(self, q, k, v, causal=False):
-        return softmax_attention(self.temperature * q, k, v, causal=causal)
-
-
-def test_a_function_that_is_entered_in_the_table_is_an_attention(monkeypatch):
-    for mine, rows in ((nearest, 3), (lambda k, v: symmetric_attention(3 * k, v), 2),
-                       (lambda q, k, v, layer: softmax_attention(q, k, v, **layer.attn_kwargs), 3),
-                       (partial(rpc_attention, n_iter=2), 2)):          # its q is optional
-        monkeypatch.setitem(ATTENTIONS, "mine", mine)
-        m, x = layer("mine"), tokens()
-        q, k, v = m.project(x)
-        given = dict(q=q, k=k, v=v, layer=m)
-        h = mine(**{name: given[name] for name in m.arg_names if name in given})
-        assert len(m.qkv.weight) == rows * 24 and (rows == 3 or torch.equal(q, k))
-        assert close(m(x), m.proj(h.transpose(1, 2).flatten(2)))
+    def forward(self, q, k, v, layer):
+        return softmax_attention(self.temperature * q, k, v, **layer.attn_kwargs)
 
 
-def test_a_module_that_is_entered_in_the_table_is_an_attention_whose_parameters_learn(monkeypatch):
-    monkeypatch.setitem(ATTENTIONS, "mine", Tempered)
+@pytest.mark.parametrize("own_queries", [True, False])
+def test_a_function_in_the_table_is_an_attention(own_queries, monkeypatch):
+    monkeypatch.setitem(ATTENTIONS, "mine", (own_queries, nearest))
+    m, x = layer("mine"), tokens()
+    q, k, v = m.project(x)
+    assert len(m.qkv.weight) == (3 if own_queries else 2) * 24
+    assert torch.equal(q, k) != own_queries
+    assert close(m(x), m.proj(nearest(q, k, v, m).transpose(1, 2).flatten(2)))
+
+
+def test_a_module_in_the_table_learns_its_parameters(monkeypatch):
+    monkeypatch.setitem(ATTENTIONS, "mine", (True, Tempered))
     m, x = layer("mine", causal=True), tokens()
     assert close(m(x), layer("softmax", causal=True)(x))
     m(x).square().sum().backward()
     assert m.learned.temperature.shape == (3, 1, 1) and m.learned.temperature.grad.abs().min() > 0
 
 
-def test_what_is_no_attention_is_refused_by_name(monkeypatch):
-    def refused(mine, said, **how):
-        monkeypatch.setitem(ATTENTIONS, "mine", mine)
-        with pytest.raises(ValueError, match=f"'mine' .*{said}"):
-            layer("mine", **how)(tokens())
-    for mine, named in ((lambda query, key, value: value, "query, key, value"),
-                        (lambda q, k, v, mask: v, "mask"), (lambda q, k: k, "expected q, k, v")):
-        refused(mine, named)
-        refused(type("Mine", (torch.nn.Module,), dict(forward=staticmethod(mine))), named)
-    for shape in (lambda q, k, v: v[:, :, :1], lambda q, k, v: v.mT):
-        refused(shape, r"returned \(2, 3, .*expected \(2, 3, 10, 8\)")
-    refused(nearest, "causal", causal=True)                             # it would heed no mask,
-    refused(nearest, "dropout_p", attn_drop=0.1)                        # no dropout
+@pytest.mark.parametrize("entry,match", [
+    (nearest, "own_queries, function"), ((True, lambda q, k, v, layer: v[:, :, :1]), "returned"),
+    ((True, lambda q, k, v, layer: v.mT), r"returned .*expected .*\(2, 3, 10, 8\)")])
+def test_a_wrong_entry_of_the_table_is_an_error(entry, match, monkeypatch):
+    monkeypatch.setitem(ATTENTIONS, "mine", entry)
+    with pytest.raises(ValueError, match=f"mine.*{match}"):
+        layer("mine")(tokens())
+
+
+@pytest.mark.parametrize("how,match", [
+    (dict(kind="fog"), "attn='fog'"), (dict(pap=dict(form="typo")), "form='typo'"),
+    (dict(pap=dict(lamda=3)), "'lamda'"), (dict(pap=dict(mu_over="some")), "mu_over='some'"),
+    (dict(pap=dict(lambd=-1.0)), "lambd=-1"), (dict(pap=dict(n_iter=0)), "n_iter=0"),
+    (dict(pap=dict(threshold="under")), "threshold='under'"), (dict(pap=dict(mu_dim="x")), "mu_dim"),
+    (dict(pap=dict(dual_sign=2)), "dual_sign=2"), (dict(kind="scaled_s", causal=True), "scaled_s")])
+def test_unknown_settings_of_a_layer_are_errors(how, match):
+    with pytest.raises(ValueError, match=match):
+        layer(**{"kind": "rpc", **how})(tokens())
+
+
+def test_arguments_of_other_shapes_are_errors():
+    q, k, v = qkv()
+    for name, call in dict(v=lambda: rpc_attention(k, v[..., :4]),
+                           q=lambda: rpc_attention(k, v, q=q[:, :, :3]),
+                           dim=lambda: SelfAttention(25, 3)).items():
+        with pytest.raises(ValueError, match=f"^{name}.* expected"):
+            call()
+
+
+def test_attention_py_works_alone_in_an_empty_folder(tmp_path):
+    shutil.copy(ROOT / "attention.py", tmp_path)
+    code = ("import torch, attention; layer = attention.SelfAttention(8, 2, 'rpc'); "
+            "x = torch.randn(1, 5, 8); layer(x).sum().backward(); print(len(layer.trace(x)))")
+    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
+                           text=True, env={**os.environ, "PYTHONPATH": ""})
+    assert found.stdout == "4\n", found.stderr

@@ -1,13 +1,16 @@
-"""Claims about common.py: files survive whatever happens meanwhile; errors are one line."""
+"""Tests of common.py: files survive kills and full disks; errors are one line."""
 
 import json
 import math
 import os
+import re
+import shutil
 import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,10 +33,10 @@ class DiesHalfway:
         raise self.error
 
 
-def test_a_checkpoint_comes_back_as_it_was_and_of_a_folder_the_best(tmp_path, monkeypatch):
+def test_a_folders_best_checkpoint_is_loaded_unchanged(tmp_path, monkeypatch):
     state = dict(model={"w": torch.randn(3, 2)}, step=7, args=dict(lr=1e-3, lambd=math.inf),
                  layers=(0, 1))
-    with monkeypatch.context() as patch:                                # as if it were of a GPU
+    with monkeypatch.context() as patch:                                # as if from a GPU
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
         save(tmp_path / "last.pt", state)
     for path in (tmp_path, str(tmp_path / "last.pt")):
@@ -51,7 +54,7 @@ FULL = OSError(28, "No space left on device")
 
 @pytest.mark.parametrize("error", [FULL, RuntimeError("unexpected pos 64 vs 0"),
                                    KeyboardInterrupt(), None])
-def test_a_failure_or_a_kill_while_saving_leaves_the_old_file(tmp_path, error):
+def test_a_kill_while_saving_keeps_the_old_file(tmp_path, error):
     path = tmp_path / "last.pt"
     save(path, dict(step=1))
     bad = dict(a=torch.zeros(1000), step=2, b=DiesHalfway(error))
@@ -81,7 +84,7 @@ def test_a_log_on_a_full_disk_says_so(tmp_path):
         log.append(dict(step=1))
 
 
-def test_what_is_no_whole_checkpoint_is_refused_by_name_in_one_line(tmp_path):
+def test_broken_checkpoints_are_named(tmp_path):
     path = tmp_path / "t.pt"
     save(path, dict(task="classification", step=3,
                     model={f"w{i}": torch.rand(1000) for i in range(20)}))
@@ -96,12 +99,12 @@ def test_what_is_no_whole_checkpoint_is_refused_by_name_in_one_line(tmp_path):
         load("nowhere")
 
 
-def test_a_stored_config_may_lack_a_field_and_an_unknown_one_is_named(capsys):
+def test_unknown_fields_of_a_config_are_named(capsys):
     found = common.stored_config(dict(model_config=dict(dropuot=0.1, depth=3)), ViTConfig)
-    assert found == ViTConfig(depth=3) and "ViTConfig: dropuot" in capsys.readouterr().out
+    assert found == ViTConfig(depth=3) and "dropuot" in capsys.readouterr().out
 
 
-def test_a_resumed_optimiser_has_the_hyperparameters_of_this_command_and_machine():
+def test_a_resumed_optimiser_takes_this_commands_settings():
     """A checkpoint's lr, weight decay or fused (of a GPU) are not what this run trains with."""
     def make(kind=torch.optim.AdamW, **how):
         model = torch.nn.Linear(2, 2)
@@ -123,7 +126,7 @@ def test_a_resumed_optimiser_has_the_hyperparameters_of_this_command_and_machine
 
 # --- log ------------------------------------------------------------------------------------------
 
-def test_a_log_is_cut_behind_a_step_and_a_line_cut_short_by_a_kill_goes(tmp_path):
+def test_a_log_is_cut_after_the_step(tmp_path):
     path = tmp_path / "new" / "log.jsonl"
     kept = [dict(step=0, args={}), dict(step=1, loss=1.5), dict(step=2, loss=0.9),
             dict(step=2, eval=dict(top1=50.0, name="é"))]
@@ -145,7 +148,7 @@ def test_a_log_is_cut_behind_a_step_and_a_line_cut_short_by_a_kill_goes(tmp_path
     assert path.read_text() == ""
 
 
-def test_half_a_row_within_a_log_is_named_with_file_and_line_and_nothing_is_lost(tmp_path):
+def test_a_broken_row_is_named_with_its_line(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n')
     before = path.read_bytes()
@@ -156,19 +159,54 @@ def test_half_a_row_within_a_log_is_named_with_file_and_line_and_nothing_is_lost
 
 
 @pytest.mark.parametrize("row", [dict(loss=math.nan), dict(eval=dict(top1=-math.inf))])
-def test_a_log_takes_no_number_that_is_not_finite(tmp_path, row):
+def test_a_log_rejects_numbers_not_finite(tmp_path, row):
     log = Log(tmp_path, 0)
     with pytest.raises(InputError, match="not finite at step 1"):
         log.append(dict(step=1, **row))
     assert common.read_log(log.path) == []
 
 
-def test_a_gradient_that_is_not_finite_is_named_with_its_step():
+def test_a_gradient_not_finite_is_named():
     rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     assert common.finite_means(rows, 8) == [2, 3]
     rows[1, 1] = math.inf
     with pytest.raises(InputError, match="at step 8: loss 3, gradient norm inf"):
         common.finite_means(rows, 8)
+
+
+def test_files_of_two_addresses_stay_apart(tmp_path, monkeypatch):
+    """Both end in the same file name, as files of different models do."""
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+
+    def download(address, path, *args, **how):
+        downloaded.append(address)
+        torch.save(dict(address=address), path)
+    monkeypatch.setattr(torch.hub, "download_url_to_file", download)
+    downloaded, addresses = [], [f"https://a.org/{name}/pytorch_model.bin?x=1" for name in "ab"]
+    for address in 2 * addresses:
+        assert load(address) == dict(address=address)
+    assert downloaded == addresses                                  # once each
+
+
+def test_a_failed_download_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    with pytest.raises(InputError, match="https://127.0.0.1:9/a.pt cannot be downloaded"):
+        load("https://127.0.0.1:9/a.pt")
+
+
+def test_numpy_scalars_and_arrays_are_read(tmp_path):
+    state = dict(epoch=np.int64(3), best=np.float64(0.5), loss=np.float32(2), done=np.bool_(True),
+                 losses=np.arange(3.0), model={"w": torch.ones(2)})
+    torch.save(state, tmp_path / "numpy.pt")
+    found = load(tmp_path / "numpy.pt")
+    assert [found[name] for name in ("epoch", "best", "loss", "done")] == [3, 0.5, 2, True]
+    assert found["losses"].tolist() == [0, 1, 2]
+
+
+def test_objects_in_a_checkpoint_are_named(tmp_path):
+    torch.save(dict(config=Fraction(1, 2)), tmp_path / "object.pt")
+    with pytest.raises(InputError, match="object.pt holds an object of fractions.Fraction"):
+        load(tmp_path / "object.pt")
 
 
 # --- words ----------------------------------------------------------------------------------------
@@ -182,10 +220,38 @@ def python(code):
     ("train_cls", ("torchvision", "torch._dynamo", "weights", "fan")),
     ("train_lm", ("torchvision", "torch._dynamo")), ("train_seg", ("torch._dynamo",)),
     ("eval_robust", ("torch._dynamo",))])
-def test_a_script_starts_without_what_it_does_not_need(script, without):
+def test_scripts_import_only_needed_packages(script, without):
     out, _ = python(f"import sys, {script}\n"
                     f"print([m for m in {without} if m in sys.modules])").communicate()
     assert out == "[]\n"
+
+
+@pytest.mark.parametrize("script", ["train_cls", "train_seg", "train_lm", "eval_robust", "look",
+                                    "kpca"])
+@pytest.mark.parametrize("own, spins", [({}, common.SPINS), ({"GOMP_SPINCOUNT": "77"}, "77"),
+                                        ({"OMP_WAIT_POLICY": "passive"}, "0")])
+def test_waiting_threads_spin_briefly(script, own, spins):
+    """libgomp, where PyTorch uses it, prints its settings when it is loaded."""
+    env = {**os.environ, "OMP_DISPLAY_ENV": "verbose"}
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        env.pop(name, None)
+    said = subprocess.run([sys.executable, "-c", f"import {script}"], env={**env, **own}, text=True,
+                          cwd=Path(common.__file__).parent, capture_output=True, check=True).stderr
+    found = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", said)
+    if not found:
+        pytest.skip("this PyTorch has another OpenMP")
+    assert found == [spins]
+
+
+def test_code_version_names_a_commit_or_no_git(tmp_path):
+    version = common.code_version()
+    assert version["torch"] == torch.__version__
+    assert re.fullmatch(r"[0-9a-f]{12}(-dirty)?|no git", version["commit"])
+    shutil.copy(common.__file__, tmp_path)                          # a copy, in no repository
+    subprocess.run(["git", "init", "-q", tmp_path])                 # in one that does not hold it
+    out = subprocess.run([sys.executable, "-c", "import common; print(common.code_version())"],
+                         cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert "'commit': 'no git'" in out
 
 
 def test_rpc_layers_are_read():
@@ -193,7 +259,7 @@ def test_rpc_layers_are_read():
         assert common.parse_layers(text, 4) == layers
 
 
-def test_input_errors_end_in_one_line_and_bugs_keep_their_traceback(monkeypatch):
+def test_input_errors_are_one_line_bugs_are_tracebacks(monkeypatch):
     monkeypatch.setattr(common.Log, "folder", None)         # what a test before this one trained
 
     def ended(error):
@@ -210,6 +276,30 @@ def test_input_errors_end_in_one_line_and_bugs_keep_their_traceback(monkeypatch)
             common.run(lambda: (_ for _ in ()).throw(bug))
 
 
+def test_rank_0_alone_prints_an_input_error():
+    """Then torchrun ends the waiting ones; an error of one process alone is printed later."""
+    code = ("import common, sys; common.WAIT = float(sys.argv[1])\n"
+            "common.run(lambda: (_ for _ in ()).throw(common.InputError('no a.jpg')))")
+
+    def started(rank, wait):
+        return subprocess.Popen([sys.executable, "-c", code, wait], text=True, env=env | rank,
+                                cwd=Path(common.__file__).parent, stderr=subprocess.PIPE)
+    env = dict(os.environ)
+    first, second, only = (started(dict(RANK=rank), wait)
+                           for rank, wait in (("0", "99"), ("1", "99"), ("1", "0")))
+    assert first.communicate()[1] == only.communicate()[1] == "error: no a.jpg\n"
+    assert second.poll() is None
+    second.terminate()
+    assert second.communicate()[1] == ""
+
+
+def test_names_that_are_no_utf8_are_printed(tmp_path):
+    name = "b'caf\\xe9'"
+    out, err = python(f"import common, os; "
+                      f"common.run(lambda: common.print0(os.fsdecode({name})))").communicate()
+    assert out == "caf\\udce9\n", err
+
+
 def test_scripts_flush_denormals_in_every_thread():
     out, err = python(
         "import torch, common; torch.set_num_threads(2)\n"
@@ -218,5 +308,5 @@ def test_scripts_flush_denormals_in_every_thread():
     assert out.split() == ["0"], err
 
 
-def test_a_bar_in_a_cell_of_a_table_is_no_border():
+def test_bars_in_table_cells_are_escaped():
     assert common.table([["|S|", 1]], ["what", "n"]).splitlines()[2] == r"| \|S\| | 1 |"

@@ -27,9 +27,8 @@ from data.imagenet import ImageTree
 from data.shapes import SHAPES, load_shapes
 from golden_net import trained_network
 from processes import group
-from robust import (attacks, checks, corruptions, imagenet, measures, metrics, per_class, results,
-                    score, sources)
-from robust.results import pack, read_rows, table, unpack
+from eval_robust import Images, Loaded, Run, pack, parse_measure, read_rows, table, unpack
+from robust import attacks, checks, corruptions, metrics
 from runs import call, refused
 from vit import SIZES, ViT, ViTConfig
 
@@ -40,7 +39,7 @@ TABLE_4 = dict(zip(corruptions.NAMES, (40.97, 38.83, 38.56, 35.47, 27.79, 40.47,
 
 # --- metrics -------------------------------------------------------------------------------------
 
-def test_mce_of_table_4_is_that_of_table_1_and_of_alexnet_100():
+def test_mce_of_table_4_and_of_alexnet():
     errors = {name: 1 - top1 / 100 for name, top1 in TABLE_4.items()}
     assert metrics.mean_corruption_error(errors) == pytest.approx(74.75, abs=0.02)
     assert 100 * errors["fog"] / metrics.ALEXNET["fog"] == pytest.approx(69.91, abs=0.01)
@@ -48,7 +47,7 @@ def test_mce_of_table_4_is_that_of_table_1_and_of_alexnet_100():
     assert tuple(metrics.ALEXNET) == corruptions.NAMES
 
 
-def test_outlier_metrics_equal_scikit_learns():
+def test_outlier_metrics_equal_scikit_learn():
     g = torch.Generator().manual_seed(0)
     for values in (9, 10 ** 6):                                          # with ties and without
         s = torch.randint(0, values, (300,), generator=g)
@@ -71,15 +70,15 @@ def test_wilson_intervals_equal_scipy():
         assert found == pytest.approx((expected.low, expected.high), abs=1e-7)
 
 
-def test_outcomes_take_one_bit_an_image_and_imagenets_classes_are_timms():
+def test_outcomes_pack_and_classes_equal_timm():
     right = torch.rand(1001, generator=torch.Generator().manual_seed(0)) < 0.3
     assert torch.equal(unpack(pack(right), 1001), right) and len(pack(right)) == 4 * 42
-    assert imagenet.CLASSES == ImageNetInfo().label_names()
+    assert eval_robust.IMAGENET == ImageNetInfo().label_names()
 
 
 # --- evaluate: for code of one's own -------------------------------------------------------------
 
-def test_evaluate_beside_torchattacks_own_call_leaves_the_same_images():
+def test_evaluate_agrees_with_torchattacks():
     torchattacks = pytest.importorskip("torchattacks")
     model, images, labels = trained_network(60)
     theirs = torchattacks.PGD(model, 4 / 255, 1 / 255, 10, random_start=False)
@@ -96,7 +95,7 @@ def test_evaluate_beside_torchattacks_own_call_leaves_the_same_images():
     assert torch.equal(found["worst"], worst)
 
 
-def test_an_attack_gets_what_its_signature_names_and_only_images_that_are_right():
+def test_evaluate_passes_named_arguments_and_right_images():
     seen = []
 
     def mine(model, images, labels, seed, index):
@@ -112,13 +111,31 @@ def test_an_attack_gets_what_its_signature_names_and_only_images_that_are_right(
     assert seen == [(7, [1, 3]), (7, [5])] and found["mine"].tolist() == [False, True] * 3
 
 
-def test_evaluate_refuses_train_mode_and_an_attack_called_clean():
+def test_evaluate_rejects_train_mode_and_reserved_names():
     """Also where the attack is another library's, which does not look."""
     model, images, labels = trained_network(4)
     for name, training, words in (("other", True, "train mode"), ("clean", False, "names of the")):
         with pytest.raises(ValueError, match=words):
             robust.evaluate(model.train(training), images, labels, {name: lambda model, x, y: x})
     model.eval()
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.int, lambda y: y[:, None], torch.Tensor.tolist])
+def test_evaluate_accepts_integer_labels(change):
+    model, images, labels = trained_network(8)
+    found = robust.evaluate(model, images, change(labels), {})
+    assert torch.equal(found["clean"], model(images).argmax(1) == labels)
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda y: torch.nn.functional.one_hot(y, 10), "labels.argmax"),
+    (lambda y: y + 1, "labels - 1"), (lambda y: y - 20, "0 to 9"),
+    (lambda y: y[:-1], "expected 8"), (torch.Tensor.float, "integer type")])
+def test_evaluate_rejects_other_labels(change, words):
+    model, images, labels = trained_network(8)
+    labels[0] = 9
+    with pytest.raises(ValueError, match=words):
+        robust.evaluate(model, images, change(labels), {})
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -179,11 +196,15 @@ def first_run(tmp_path_factory):
     return folder, models, run(*models, *QUICK, "--out_dir", folder / "one")
 
 
-def test_the_table_has_every_row_once(first_run):
+def test_table_has_every_row_once(first_run):
     folder, _, printed = first_run
     found = (folder / "one" / "table.md").read_text()
-    assert found.strip() in printed and len(read_rows(folder / "one")) == 2 * 20
-    assert "rpc 4iter/layer1, seed 0" in found and "softmax, seed 1" in found
+    rows = list(read_rows(folder / "one").values())
+    assert len(rows) == 2 * 20 and all(row["commit"] and row["torch"] for row in rows)
+    assert "rpc 4iter/layer0, seed 0" in found and "softmax, seed 1" in found
+    mean = np.mean([row["top1"] for row in rows[:40:2] if row["name"] == "corruptions"])
+    assert line_of(printed, "corruptions type=mean, top1")[0] == f"{mean:.2f}"
+    assert "top5" not in printed and len(printed.splitlines()) < 15
     for name in (*(f"corruptions type={name}" for name in (*corruptions.NAMES, "mean")),
                  "pgd eps=0.4/255", "autoattack eps=2/255", "noise scale=0.068"):
         assert len(re.findall(rf"^\| {name}, top1 +\|", found, re.M)) == 1, name
@@ -200,85 +221,91 @@ def test_two_processes_count_every_image_once(first_run):
         assert all(one.get(k) == two.get(k) for k in ("top1", "top5", "right", "stages"))
 
 
-def test_resume_keeps_finished_rows_and_adds_the_rest(first_run):
+def test_second_run_adds_missing_rows(first_run):
     folder, models, _ = first_run
     lines = (folder / "one" / "results.jsonl").read_text().splitlines(keepends=True)
     cut = folder / "cut"
     cut.mkdir()
     (cut / "results.jsonl").write_text("".join(lines[:33]) + lines[33][:40])    # killed in a line
-    flags = *models, *QUICK, "--out_dir", cut
-    assert "add --resume" in error(*flags)
-    run(*flags, "--resume")
+    run(*models, *QUICK, "--out_dir", cut)
     assert (cut / "results.jsonl").read_text().startswith("".join(lines[:33]))
-    whole, resumed = ({key: (row["top1"], row["right"]) for key, row in read_rows(some).items()}
-                      for some in (folder / "one", cut))
-    assert whole == resumed
+    whole, added = ({key: (row["top1"], row["right"]) for key, row in read_rows(some).items()}
+                    for some in (folder / "one", cut))
+    assert whole == added
 
 
-def test_an_attack_and_a_corruption_of_ones_own_are_one_entry_each(tmp_path, monkeypatch):
-    """Settings are the signature's: words, and fractions where the default is a whole number."""
-    def push(model, images, labels, eps, *, up=True, times=2, by="eps"):
+def test_own_attack_and_corruption_are_one_entry(tmp_path, monkeypatch):
+    """Settings are the signature's: words, yes or no, numbers."""
+    def push(model, images, labels, eps, *, up=True, times=2.0, by="eps"):
         return images + (1 if up else -1) * times * (eps if by == "eps" else 0.25)
 
     def tint(images, c, noise):
         return (images * (1 - c) + 255 * c * noise).byte()
 
-    monkeypatch.setitem(robust.ATTACKS, "push", push)
+    monkeypatch.setitem(eval_robust.ATTACKS, "push", push)
+    monkeypatch.setitem(eval_robust.MEASURES["classification"], "push", eval_robust.attacked)
     monkeypatch.setitem(corruptions.CORRUPTIONS, "tint", corruptions.Corruption(
         tint, (0.0, 0.1, 0.2, 0.3, 0.4), corruptions.draw_values))
     make_checkpoint(tmp_path / "m.pt", flags=dict(num_images=1000))
     rows = rows_of(tmp_path / "r", "--ckpt", tmp_path / "m.pt", "--limit", 12, "--severities", 1, 2,
                    "--measures", "clean", "push eps=4/255 up=no times=1,0.5",
                    "push eps=4/255 by=step", "corruptions type=tint")
-    assert [row["measure"] for row in rows] == [
-        "clean", "push eps=4/255 up=no times=1 by=eps", "push eps=4/255 up=no times=0.5 by=eps",
-        "push eps=4/255 up=yes times=2 by=step",
-        "corruptions type=tint jpeg85=no severities=1,2 frost=procedural"]
+    assert [(row["name"], row["settings"]) for row in rows] == [
+        ("clean", {}), ("push", dict(eps=4 / 255, up=False, times=1, by="eps")),
+        ("push", dict(eps=4 / 255, up=False, times=0.5, by="eps")),
+        ("push", dict(eps=4 / 255, up=True, times=2, by="step")),
+        ("corruptions", dict(type="tint", jpeg85=False, severities=[1, 2], frost="procedural"))]
     moved = [row["max_linf"] for row in rows[1:4]]
     assert moved == pytest.approx([4 / 255, 2 / 255, 0.5])
     assert rows[-1]["top1"][0] == rows[0]["top1"] != rows[-1]["top1"][1]
-    assert "up=yes times=2 by=eps" in measures.describe(eval_robust.kinds_of("classification"))
+    assert "up=yes times=2 by=eps" in eval_robust.describe_measures()
 
 
 def plan(*texts, **how):
-    return measures.build(texts, eval_robust.kinds_of("classification"), **how)
+    known = eval_robust.MEASURES["classification"]
+    return [one for text in texts for one in parse_measure(text, known, **how)]
 
 
-def test_settings_are_those_of_the_attacks_signature_and_presets_change_defaults():
-    pgd = plan("pgd eps=1/255,2/255 steps=3,4 alpha=0.5/255 clip=no")
-    values = "eps", "steps", "alpha", "rel_step", "clip"
-    assert [tuple(one.setting[k] for k in values) for one in pgd] == [
+def test_settings_come_from_signature_and_preset():
+    pgd = plan("pgd eps=1/255,2/255 steps=3,4 alpha=0.5/255 random_start=no")
+    values = "eps", "steps", "alpha", "rel_step", "random_start"
+    assert [tuple(settings[k] for k in values) for _, settings in pgd] == [
         (e / 255, steps, 0.5 / 255, 0.15, False) for e in (1, 2) for steps in (3, 4)]
-    assert [one.setting["eps"] for one in plan("fgsm")] == [k / 255 for k in (1, 2, 4, 8)]
+    assert [settings["eps"] for _, settings in plan("fgsm")] == [k / 255 for k in (1, 2, 4, 8)]
     others = plan("fgsm", "spsa", "square eps=3/255", "sld", eps=[5 / 255])
-    assert list(map(str, others)) == [
-        "fgsm eps=5/255", "spsa eps=5/255 steps=40 pairs=128 centre=iterate",
-        "square eps=3/255 queries=5000", "sld l1=10 steps=20 rescale=no"]
-    assert list(map(str, plan("spsa", "cw", "noise", "square", preset="paper"))) == [
-        f"{text} space=normalized labels=pred{clip}" for text, clip in (
-            ("spsa eps=0.1 steps=40 pairs=128 centre=legacy", " clip=no"),
-            ("cw confidence=10 steps=1000 lr=0.005 search_steps=5 c0=0.01", " clip=no"),
-            ("noise scale=0.3 kind=uniform best_of=1 draws=3", " clip=no"),
-            ("square eps=1/255 queries=5000", ""))]
+    assert others == [
+        ("fgsm", dict(eps=5 / 255)), ("spsa", dict(eps=5 / 255, steps=40, pairs=128,
+                                                   centre="iterate")),
+        ("square", dict(eps=3 / 255, queries=5000)), ("sld", dict(l1=10, steps=20, rescale=False))]
+    paper = dict(conditions="paper")
+    assert plan("spsa", "cw", "noise", "clean", preset="paper") == [
+        ("spsa", dict(eps=0.1, steps=40, pairs=128, centre="legacy", **paper)),
+        ("cw", dict(confidence=10, steps=1000, lr=0.005, search_steps=5, c0=0.01, **paper)),
+        ("noise", dict(scale=0.3, kind="uniform", best_of=1, draws=3, **paper)), ("clean", {})]
+    for name in eval_robust.ATTACKS:                      # what the evaluator passes is no setting
+        assert not {"targets", "surrogates", "seed", "clip"} & eval_robust.settings_of(name).keys()
 
 
-def test_what_a_measure_says_of_itself_is_that_measure_when_it_is_typed():
+def test_measure_text_reads_back_equal():
     """To the last bit, also where a number has no short name."""
-    texts = ["pgd eps=0.4/255 alpha=0.123456789 steps=7 best=yes", "cw lr=0.3 confidence=-1",
-             "noise scale=0.07 kind=gaussian", "fgsm eps=1/3,0.031,1,0 space=normalized",
-             "apgd loss=dlr", "corruptions type=fog jpeg85=yes", "transfer labels=pred"]
-    for one in plan(*texts, *(name for name in robust.ATTACKS)):
-        assert plan(str(one)) == [one], str(one)
-    assert [measures.word(x) for x in (8 / 255, 0.5 / 255, 0.1, 1.0, 1 / 3, 4, True)] == [
+    texts = ["pgd eps=0.4/255 alpha=0.123456789 steps=7", "cw lr=0.3 confidence=-1",
+             "noise scale=0.07 kind=gaussian", "fgsm eps=1/3,0.031,1,0",
+             "apgd loss=dlr", "corruptions type=fog jpeg85=yes"]
+    for one in plan(*texts, *eval_robust.ATTACKS):
+        assert plan(eval_robust.measure_text(*one)) == [one]
+    assert [eval_robust.in_words(x) for x in (8 / 255, 0.5 / 255, 0.1, 1.0, 1 / 3, 4, True)] == [
         "8/255", "0.5/255", "0.1", "1", "85/255", "4", "yes"]
 
 
-def test_a_limit_takes_the_first_of_a_random_order_and_slow_measures_have_one_of_their_own():
-    few, all_ = (score.pick(500, "clean", alone(limit=n)) for n in (9, None))
+def test_limit_takes_prefix_of_random_order():
+    def pick(name="clean", data="shapes", **flags):
+        return eval_robust.pick(500, name, alone(**flags).args, data)
+
+    few, all_ = pick(limit=9), pick()
     assert torch.equal(few, all_[:9]) and all_.unique().numel() == 500
-    assert not torch.equal(all_, score.pick(500, "clean", alone(seed=1)))
-    own = [len(score.pick(500, "cw", alone(data=data))) for data in ("shapes", "imagenet")]
-    assert own[0] < own[1] < 500 == len(score.pick(500, "cw", alone(limit=500)))
+    assert not torch.equal(all_, pick(seed=1))
+    own = [len(pick("cw", data)) for data in ("shapes", "imagenet")]
+    assert own[0] < own[1] < 500 == len(pick("cw", limit=500))
 
 
 # --- folders of ImageNet's layout ----------------------------------------------------------------
@@ -299,7 +326,7 @@ def trees(tmp_path_factory):
     return folder, make_checkpoint(folder / "m.pt", classes, task="imagenet"), classes
 
 
-def test_out_of_distribution_folders_use_their_own_classes(trees, tmp_path):
+def test_imagenet_a_and_o_use_their_classes(trees, tmp_path):
     folder, model, classes = trees
     how = ("--ckpt", folder / "m.pt", "--num_workers", 0)
     a, = rows_of(tmp_path / "a", *how, "--imagenet_a", folder / "a", "--measures",
@@ -307,7 +334,7 @@ def test_out_of_distribution_folders_use_their_own_classes(trees, tmp_path):
     tree = ImageTree(folder, "a", classes, 32, subset=True)
     logits = model(torch.stack([tree[i][0] for i in range(6)]).float() / 255)[:, 2:5]
     right = logits.argmax(1) == tree.labels - 2
-    order = score.pick(6, "imagenet_a", alone(data="imagenet"))
+    order = eval_robust.pick(6, "imagenet_a", alone().args, "imagenet")
     assert torch.equal(unpack(a["right"], 6), right[order]) and 0 < right.sum() < 6
     assert a["classes"] == 3 and "top5" not in a and a["data_dir"] == str(folder / "a")
 
@@ -332,34 +359,35 @@ def test_out_of_distribution_folders_use_their_own_classes(trees, tmp_path):
         assert word in wrong and not (tmp_path / "bad").exists()
 
 
-def test_released_arrays_have_10000_images_a_severity_and_must_be_those_of_the_split(tmp_path):
+def test_released_arrays_match_the_test_split(tmp_path):
     """CIFAR-10-C's layout; test_eval_models.py reads ImageNet-C's."""
     labels = np.arange(10000) % 7
     source = Split(torch.empty(0), torch.from_numpy(labels), list("abcdefg"))
     np.save(tmp_path / "labels.npy", np.tile(labels, 2))
     pixels = np.repeat(np.concatenate([labels, 100 + labels]), 12).reshape(20000, 2, 2, 3)
     np.save(tmp_path / "fog.npy", pixels.astype(np.uint8))
+    run = alone(size=2, corrupted_dir=tmp_path)
     for severity in (1, 2):
-        split = imagenet.released(tmp_path, "fog", severity, source, 2, "cpu")
+        split = eval_robust.released(run, "fog", severity, source)
         assert split.images.shape == (10000, 3, 2, 2) and torch.equal(split.labels, source.labels)
         expected = source.labels + 100 * (severity - 1)
         assert torch.equal(split.images[:, 1, 0, 1].long(), expected)
     with pytest.raises(common.InputError, match="fog, severity 2 has other images than the test"):
-        imagenet.released(tmp_path, "fog", 2, load_shapes("test", 80), 2, "cpu")
+        eval_robust.released(run, "fog", 2, load_shapes("test", 80))
 
 
-def test_generated_corruptions_start_from_imagenet_cs_bilinear_crop(tmp_path, monkeypatch):
+def test_corruptions_start_from_bilinear_crop(tmp_path, monkeypatch):
     (tmp_path / "val" / "n0").mkdir(parents=True)
     g = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (3, 90, 130), generator=g, dtype=torch.uint8)
     write_png(pixels, str(tmp_path / "val" / "n0" / "0.png"))
     seen, how, tree = [], [], ImageTree(tmp_path, "val", size=56)
-    monkeypatch.setattr(corruptions, "corrupt", lambda x, *given, index, **more:
+    monkeypatch.setattr(eval_robust, "corrupt", lambda x, *given, index, **more:
                         how.append((*given, index.tolist(), more)) or seen.append(x) or x)
-    args = alone(severities=[3], seed=7, frost_dir="ice")
-    fog = measure("corruptions", type="fog", jpeg85=False)
-    images = corruptions.images(fog, tree, args)
-    corruptions.measured(loaded(lambda x: torch.zeros(len(x), 1)), fog, images, args)
+    run = alone(severities=[3], seed=7, frost_dir="ice", source=tree)
+    fog = dict(type="fog", jpeg85=False)
+    images = eval_robust.images_of(run, "corruptions", fog)
+    eval_robust.corrupted(run, loaded(lambda x: torch.zeros(len(x), 1)), images, "corruptions", fog)
     resized = Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((92, 64), Image.BILINEAR)
     crop = torch.tensor(np.array(resized.crop((18, 4, 74, 60)))).permute(2, 0, 1).int()
     assert (seen[0][0].int() - crop).abs().max() <= 2 < (tree[0][0].int() - crop).abs().max()
@@ -368,7 +396,7 @@ def test_generated_corruptions_start_from_imagenet_cs_bilinear_crop(tmp_path, mo
 
 # --- which row is it? ----------------------------------------------------------------------------
 
-def test_models_that_share_weights_have_columns_of_their_own(tmp_path):
+def test_models_with_shared_weights_have_own_columns(tmp_path):
     """RPC and symmetric models have the same parameters; only model_config differs."""
     options = [dict(pap=dict(n_iter=1)), dict(pap=dict(n_iter=4, lambd=0.3)),
                dict(attn="symmetric"), dict(pap=dict(lambd=0.3), eps=1e-5)]
@@ -378,61 +406,58 @@ def test_models_that_share_weights_have_columns_of_their_own(tmp_path):
         common.save(path, {**common.load(path), "model": common.load(models[0])["model"]})
     flags = "--measures", "clean", "--limit", 20
     rows_of(tmp_path / "r", "--ckpt", *models[:2], *flags)
-    found = rows_of(tmp_path / "r", "--ckpt", *models, *flags, "--resume")
+    found = rows_of(tmp_path / "r", "--ckpt", *models, *flags)
     assert len(found) == len(options) and len({row["weights"] for row in found}) == 1
-    twins = [f"rpc 4iter/layer1, lambda 0.3, seed 0, {models[i]}" for i in (1, 3)]
+    twins = [f"rpc 4iter/layer0, lambda 0.3, seed 0, {models[i]}" for i in (1, 3)]
     assert line_of((tmp_path / "r" / "table.md").read_text(), "measure") == [
-        "rpc 1iter/layer1, seed 0", twins[0], "symmetric, seed 0", twins[1]]
+        "rpc 1iter/layer0, seed 0", twins[0], "symmetric, seed 0", twins[1]]
 
 
-def test_files_of_rows_become_a_table_for_each_data_set(tmp_path, monkeypatch, capsys):
-    """But for a line that was cut short; a file of something else is refused."""
+def test_row_files_give_one_table_per_dataset(tmp_path, capsys):
+    """A line that was cut short is ignored; another file is an error."""
     for i, data in enumerate(("shapes", "cifar10", "shapes")):
         row = attacked(f"m{i}", "pgd", 1 / 255, torch.arange(8) % 3 > 0, data=data)
         (tmp_path / f"{i}.jsonl").write_text(json.dumps(row) + '\n{"cut')
-    monkeypatch.setattr(sys, "argv", ["results", *map(str, sorted(tmp_path.glob("*.jsonl")))])
-    results.main()
+    files = sorted(tmp_path.glob("*.jsonl"))
+    call(eval_robust.main, "--table", files)
     shapes, cifar10 = capsys.readouterr().out.split("classification, cifar10")
     assert len(line_of(shapes, "pgd eps=1/255, top1")) == 2
     assert len(line_of(cifar10, "pgd eps=1/255, top1")) == 1
     (tmp_path / "0.jsonl").write_text('{"corruption": "fog"}\n')
-    with pytest.raises(common.InputError, match="is no row of eval_robust.py"):
-        results.main()
+    assert "is not a row of this eval_robust.py" in refused(eval_robust, "--table", files)
 
 
-def test_rows_that_differ_in_one_thing_are_two_rows():
+def test_key_has_every_identifying_field():
     row, = made_up("m", dict(fog=50))
-    others = dict(data="cifar10", data_dir="y", measure="clean", seed=1, precision="bf16",
-                  images=60, weights="w", model_config=dict(depth=3))
-    keys = [results.key(row | {field: other}) for field, other in others.items()]
-    assert len({results.key(row), *keys}) == len(others) + 1
-    assert results.key(row) == results.key(row | dict(checkpoint="moved.pt", seconds=3))
+    others = dict(data="cifar10", data_dir="y", name="clean", settings={}, seed=1,
+                  precision="bf16", images=60, weights="w", model_config=dict(depth=3), crop_pct=1)
+    keys = [eval_robust.key(row | {field: other}) for field, other in others.items()]
+    assert len({eval_robust.key(row), *keys}) == len(others) + 1
+    moved = row | dict(checkpoint="moved.pt", seconds=3, commit="other", torch="0")
+    assert eval_robust.key(row) == eval_robust.key(moved)
 
 
 # --- attacks, as they are measured ---------------------------------------------------------------
 
-def alone(**flags):
-    """What kinds of measure ask of the flags, for four images at a time in this process."""
-    usual = dict(device=torch.device("cpu"), rank=0, world=1, batch_size=4, seed=0, limit=None,
-                 data="shapes", data_dir=None, frost_dir=None, corrupted_dir=None,
-                 num_workers=0, task="classification", classes=list(SHAPES), other=None)
-    return argparse.Namespace(**usual | flags)
+def alone(**given):
+    """A Run of four images at a time in this process. given: its fields, or flags."""
+    fields = {name: given.pop(name) for name in Run._fields if name in given}
+    flags = dict(seed=0, limit=None, data_dir=None, frost_dir=None, corrupted_dir=None,
+                 severities=None, num_workers=0) | given
+    usual = dict(args=argparse.Namespace(**flags), device=torch.device("cpu"), rank=0, world=1,
+                 data="shapes", batch_size=4, classes=list(SHAPES))
+    return Run(**usual | fields)
 
 
 def loaded(model):
-    return sources.Loaded(model, "classification", dict(model="m"), "--ckpt m", 32)
+    return Loaded(model, "classification", dict(model="m"), "--ckpt m", 32)
 
 
-def measure(name, **setting):
-    attack = measures.CONDITIONS if name in robust.ATTACKS else {}
-    return measures.Measure(name, attack | setting)
-
-
-def row_of(model, one, source, index, **flags):
-    m = model if isinstance(model, sources.Loaded) else loaded(model)
-    args = alone(**dict(classes=list(source.classes), **flags))
-    kind = robust.find(eval_robust.kinds_of("classification")[one.name].row)
-    return kind(m, one, score.Images(source, index), args)
+def row_of(model, name, settings, source, index, **given):
+    m = model if isinstance(model, Loaded) else loaded(model)
+    run = alone(**dict(classes=list(source.classes), source=source, **given))
+    function = eval_robust.MEASURES["classification"][name]
+    return function(run, m, Images(source, index), name, settings)
 
 
 class NoFloat64(torch.overrides.TorchFunctionMode):
@@ -459,11 +484,11 @@ def test_scores_need_no_float64_on_the_device(tmp_path, monkeypatch):
     how = ("--ckpt", tmp_path / "m.pt", "--limit", 6, "--eps", "2/255", "--measures", "clean",
            "noise", "cw steps=2", "autoattack queries=5")
     one = rows_of(tmp_path / "cpu", *how)
-    monkeypatch.setattr(score, "widest", lambda device: torch.float32)
+    monkeypatch.setattr(eval_robust, "widest", lambda device: torch.float32)
     with NoFloat64():
         two = rows_of(tmp_path / "mps", *how)
         flags = torch.arange(3) > 0
-        assert checks.percent(flags) == pytest.approx(200 / 3)
+        assert checks.share_of(flags) == pytest.approx(200 / 3)
         assert metrics.auroc(torch.arange(3.0), flags) == 1
     for a, b in zip(one, two, strict=True):
         assert (a["top1"], a["top5"], a["right"]) == (b["top1"], b["top5"], b["right"])
@@ -475,46 +500,55 @@ def small(tmp_path_factory):
     """A network with 40 of 200 scenes, some right, some wrong: (Loaded, source, index)."""
     path = tmp_path_factory.mktemp("small") / "m.pt"
     make_checkpoint(path, flags=dict(num_images=1000))                  # 200 images, fitted to 80
-    index = score.pick(200, "clean", alone(limit=40))
-    return sources.load_model(path, torch.device("cpu")), load_shapes("test", 200), index
+    index = eval_robust.pick(200, "clean", alone(limit=40).args, "shapes")
+    return eval_robust.load_checkpoint(path, torch.device("cpu")), load_shapes("test", 200), index
 
 
-def test_an_image_that_an_attack_leads_to_its_label_counts_in_the_stage_after_it(monkeypatch):
+def test_stage_counts_image_led_to_its_label(monkeypatch):
     """Predicted 1, of class 0: the attack leads away from 1, to 0."""
     def lucky(model, images, labels, *, trace):
         trace += [dict(stage="clean", robust=torch.tensor([True, True])),
                   dict(stage="apgd-ce", robust=torch.tensor([False, True]))]
         return torch.cat([0 * images[:1], images[1:]])
 
-    def model(x):
-        return torch.nn.functional.one_hot((x[:, 0, 0, 0] > 0.5).long(), 2).float()
+    class Model(torch.nn.Module):
+        mean, std = torch.zeros(()), torch.ones(())
 
-    monkeypatch.setitem(robust.ATTACKS, "autoattack", lucky)
+        def forward(self, x):
+            return torch.nn.functional.one_hot((x[:, 0, 0, 0] > 0.5).long(), 2).float()
+
+    monkeypatch.setitem(eval_robust.ATTACKS, "autoattack", lucky)
     source = Split(torch.full((2, 3, 4, 4), 200).byte(), torch.tensor([0, 1]), ["a", "b"])
-    row = row_of(model, measure("autoattack", labels="pred"), source, torch.arange(2))
+    row = row_of(Model().eval(), "autoattack", dict(conditions="paper"), source, torch.arange(2))
     assert (row["stages"]["clean"], row["stages"]["apgd-ce"], row["top1"]) == (50, 100, 100)
 
 
 @pytest.mark.parametrize("text, inside", [("square queries=3", True), ("apgd", False)])
-def test_under_the_papers_conditions_autoattack_and_square_keep_normalised_pixels_in_0_to_1(
-        small, text, inside):
+def test_paper_preset_clips_square_alone(small, monkeypatch, text, inside):
     m, source, index = small[0], small[1], small[2][:12]
-    x, labels = source.images[index].float() / 255, source.labels[index]
     one, = plan(f"{text} eps=4/255", preset="paper")
-    adv = score.attacked(m.model, one, x, labels, index, alone())
-    z = (adv - m.model.mean) / m.model.std
+    seen, distances = [], eval_robust.distances
+    monkeypatch.setattr(eval_robust, "distances",
+                        lambda adv, x: seen.append(adv) or distances(adv, x))
+    row_of(m, *one, source, index)
+    z = (torch.cat(seen) - m.model.mean) / m.model.std
     assert bool((z >= -1e-5).all() and (z <= 1 + 1e-5).all()) == inside
 
 
-def test_the_largest_move_of_noise_is_that_of_all_draws(small):
+def test_noise_reports_largest_move_of_draws(small, monkeypatch):
     m, source, index = small[0], small[1], small[2][:6]
-    setting = dict(scale=0.05, kind="gaussian", best_of=1, draws=3, clip=False)
+    def unclipped(model, images, labels, scale, *, kind, draw, seed, index):
+        return attacks.noise(model, images, labels, scale, kind=kind, draw=draw, clip=False,
+                             seed=seed, index=index)
+
+    monkeypatch.setitem(eval_robust.ATTACKS, "noise", unclipped)
+    setting = dict(scale=0.05, kind="gaussian", draws=3)
     source = source._replace(images=source.images // 4)                 # dark: leads below 0
     x, y = source.images[index].float() / 255, source.labels[index]
     draws = [attacks.noise(m.model, x, y, 0.05, kind="gaussian", draw=i, clip=False, index=index)
              for i in range(3)]
     moves = (torch.stack(draws) - x).flatten(2)                         # (3, 6, D)
-    row = row_of(m, measure("noise", **setting), source, index)
+    row = row_of(m, "noise", setting, source, index)
     assert row["max_linf"] == pytest.approx(moves.abs().max().item())
     assert row["mean_l2"] == pytest.approx(moves.norm(dim=2).amax(0).mean().item())
     assert row["max_l1"] == pytest.approx(moves.abs().sum(2).max().item())
@@ -524,41 +558,45 @@ def test_the_largest_move_of_noise_is_that_of_all_draws(small):
     assert len(shares) == 3 and row["top1"] == pytest.approx(100 * sum(shares) / 3, abs=1e-3)
 
 
-def test_what_a_model_gets_wrong_is_changed_by_noise_and_transfer_alone(monkeypatch):
-    def zero(x):
-        return torch.eye(2)[:1].expand(len(x), 2)         # its prediction
+def test_only_noise_and_transfer_change_wrong_images(monkeypatch):
+    class Zero(torch.nn.Module):
+        mean, std = torch.zeros(()), torch.ones(())
+
+        def forward(self, x):
+            return torch.eye(2)[:1].expand(len(x), 2)     # its prediction
 
     source = Split(torch.zeros(2, 3, 4, 4).byte(), torch.tensor([0, 1]), ["a", "b"])
     for name in ("noise", "transfer", "fgsm", "pgd", "cw", "square"):
-        monkeypatch.setitem(robust.ATTACKS, name, lambda model, images, labels: images + 1)
-        for labels in ("true", "pred"):
-            one, seen = measure(name, labels=labels, draws=1), []
-            monkeypatch.setattr(score, "distances", lambda adv, x: seen.append(
+        monkeypatch.setitem(eval_robust.ATTACKS, name, lambda model, images, labels: images + 1)
+        for conditions in ({}, dict(conditions="paper")):
+            seen = []
+            monkeypatch.setattr(eval_robust, "distances", lambda adv, x: seen.append(
                 adv[:, 0, 0, 0].tolist()) or torch.zeros(2, 4))
-            row_of(zero, one, source, torch.arange(2), other=loaded(zero))
-            both = name in ("noise", "transfer") or labels == "pred"
-            assert seen == [[1, both]], (name, labels)
+            row_of(Zero().eval(), name, dict(draws=1, **conditions), source, torch.arange(2),
+                   other=loaded(Zero().eval()))
+            both = name in ("noise", "transfer") or conditions
+            assert seen == [[1, bool(both)]], (name, conditions)
 
 
-def test_accuracy_within_a_radius_counts_l2_and_means_are_over_images_that_moved(monkeypatch):
+def test_cw_radius_counts_moved_images(monkeypatch):
     """Of four images 16 values rise by 0.1, 0.2, 0.3, 0.45: in L2 by four times that. The fifth is
     wrong already."""
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 2))
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 2)).eval()
     model[1].weight.data = torch.eye(48)[:1].T.mul(torch.tensor([[-1.0, 1.0]])).T
     model[1].bias.data = torch.tensor([0.99, -0.99])      # class 1: the first value is nearly 1
     images = torch.full((5, 3, 4, 4), 100, dtype=torch.uint8)
     images[:, 0] = torch.tensor([230, 204, 178, 140, 0]).view(5, 1, 1).byte()
-    monkeypatch.setitem(robust.ATTACKS, "cw", lambda model, x, labels:
+    monkeypatch.setitem(eval_robust.ATTACKS, "cw", lambda model, x, labels:
                         torch.cat([torch.ones_like(x[:, :1]), x[:, 1:]], 1))
     source = Split(images, torch.tensor([0, 0, 0, 0, 1]), ["a", "b"])
-    row = row_of(model, measure("cw"), source, torch.arange(5))
+    row = row_of(model, "cw", {}, source, torch.arange(5))
     assert row["top1"] == 0 and row["top1_at_l2"] == {0.25: 80, 0.5: 60, 1.0: 40, 2.0: 0}
     assert row["mean_l2"] == pytest.approx((25 + 51 + 77 + 115) / 255)
 
 
-def test_per_class_counts_what_is_taken_for_what(small, tmp_path):
+def test_per_class_equals_hand_count(small, tmp_path):
     m, source, index = small
-    row = row_of(m, measure("per_class"), source, index)
+    row = row_of(m, "per_class", {}, source, index)
     predicted = m.model(source.images[index].float() / 255).argmax(1)
     by_hand = torch.zeros(10, 10)
     for label, guess in zip(source.labels[index], predicted):
@@ -570,10 +608,10 @@ def test_per_class_counts_what_is_taken_for_what(small, tmp_path):
     shares = by_hand.diag() / by_hand.sum(1)
     assert row["lowest"] == pytest.approx(100 * shares[by_hand.sum(1) > 0].min().item())
 
-    printed = per_class.tables([row | dict(model="m", images=40)], tmp_path)
+    printed = eval_robust.class_tables([row | dict(model="m", images=40)], tmp_path)
     for i, name in enumerate(SHAPES):
         cells = [f"{n:g}" if n else "" for n in by_hand[i].tolist()]
-        assert line_of(printed.partition("is, taken for")[2], name) == cells[1:]
+        assert line_of(printed.partition("class, predicted as")[2], name) == cells[1:]
         assert line_of(printed.partition("| class ")[2], name) == [f"{100 * shares[i]:.2f}"]
     lines = (tmp_path / "confusion.csv").read_text().splitlines()
     assert len(lines) == 1 + int((by_hand > 0).sum())
@@ -586,20 +624,20 @@ def made_up(model, errors):
     fields = dict(model=model, kind=model, checkpoint=model, weights=model, model_config={},
                   task="classification", data="imagenet", data_dir="x", imagenet1k=False, images=50,
                   seed=0, precision="float32")
-    return [dict(fields, top1=[100 - error] * 5,
-                 measure=f"corruptions type={name} severities=1,2,3,4,5")
+    return [dict(fields, top1=[100 - error] * 5, name="corruptions",
+                 settings=dict(type=name, severities=[1, 2, 3, 4, 5]))
             for name, error in errors.items()]
 
 
-def attacked(model, name, eps, right, words="", **more):
+def attacked(model, name, eps, right, settings=(), **more):
     """A row of an attack that left these images right."""
     row, = made_up(model, dict(fog=0))
-    text = f"{name} eps={measures.word(eps)} {words}".strip()
-    return row | dict(measure=text, images=len(right), right=pack(right), max_linf=eps,
-                      outside=0.0, top1=100 * right.double().mean().item(), top5=100.0) | more
+    settings = dict(eps=eps, **dict(settings))
+    return row | dict(name=name, settings=settings, images=len(right), right=pack(right),
+                      max_linf=eps, outside=0.0, top1=100 * right.double().mean().item(), top5=100.0) | more
 
 
-def test_mce_is_for_imagenets_classes_at_all_severities():
+def test_mce_needs_imagenet_and_all_severities():
     alexnet = {name: 100 * error for name, error in metrics.ALEXNET.items()}
     half = {name: error / 2 for name, error in alexnet.items()}
     both = made_up("first", alexnet) + made_up("second", half)
@@ -609,44 +647,45 @@ def test_mce_is_for_imagenets_classes_at_all_severities():
     assert "mce" not in table(both)
     known = [dict(row, imagenet1k=True) for row in both]
     assert line_of(table(known), "corruptions type=mean, mce") == ["100.00", "50.00"]
-    three = [dict(row, measure=row["measure"].replace("1,2,3,4,5", "1,3,5")) for row in known]
+    three = [dict(row, settings=row["settings"] | dict(severities=[1, 3, 5])) for row in known]
     assert "mce" not in table(three)                      # AlexNet's errors are of all five
     assert "type=mean" not in table(both[:14])
 
 
-def test_the_worst_case_over_attacks_is_taken_image_by_image_over_those_that_all_were_tried_on():
+def test_worst_case_is_taken_image_by_image():
     a, b, c = (torch.arange(12) % 5 % 2 > 0, torch.arange(12) % 3 > 0, torch.arange(12) % 5 > 0)
     of = partial(attacked, "m")
     rows = [of("fgsm", 1 / 255, a, mine=[1, 2]), of("pgd", 1 / 255, b[:6]), of("fgsm", 2 / 255, c),
-            attacked("n", "fgsm", 1 / 255, c), of("pgd", 1 / 255, ~a, "space=normalized"),
-            of("sld", 1 / 255, ~a, measure="sld l1=1"), of("noise", 1, ~a, measure="noise scale=1")]
-    worst, = results.worst_cases(rows)
-    assert (worst["measure"], worst["images"]) == ("worst eps=1/255 of=fgsm,pgd", 6)
+            attacked("n", "fgsm", 1 / 255, c), of("pgd", 1 / 255, ~a, dict(conditions="paper")),
+            of("sld", 1 / 255, ~a) | dict(settings=dict(l1=1)),
+            of("noise", 1, ~a) | dict(settings=dict(scale=1))]
+    worst, = eval_robust.worst_cases(rows)
+    assert (worst["settings"], worst["images"]) == (dict(eps=1 / 255, of="fgsm,pgd"), 6)
     both = a[:6] & b[:6]                                  # fewer images are the first of more
     assert 0 < both.sum() < min(a[:6].sum(), b[:6].sum())
     assert not torch.equal(both, a[-6:] & b[:6])
     top1 = 100 * both.double().mean().item()
-    assert results.numbers_of(worst) == {"top1": pytest.approx(top1)}               # no other one
+    assert eval_robust.numbers_of(worst) == {"top1": pytest.approx(top1)}
     low, high = metrics.wilson(top1 / 100, 6)
     text = f"{top1:.2f} ({100 * low:.1f}-{100 * high:.1f})"
     assert line_of(table(rows), "worst eps=1/255 of=fgsm,pgd, top1") == [text, ""]
 
 
-def test_rows_that_differ_in_anything_are_two_lines_and_what_all_share_stands_below():
+def test_rows_with_different_keys_have_own_lines():
     """Also where one of them has a setting that the other lacks."""
     def lines(rows):
         cells = [re.match(r"\| (.*), top1 +\|", line) for line in table(rows).splitlines()]
         return [cell[1] for cell in cells if cell and not cell[1].startswith("worst")]
 
-    pgd, right = "pgd eps=2/255 steps=2", torch.arange(8) % 3 > 0
-    row = attacked("m", "pgd", 2 / 255, right, words="steps=2")
-    assert lines([row]) == ["pgd eps=2/255"] and f"- {pgd} " in table([row]).replace("pgd:", "pgd")
-    assert lines([row, row | dict(measure=f"{pgd} alpha=2/255")]) == [
+    right, steps = torch.arange(8) % 3 > 0, dict(eps=2 / 255, steps=2)
+    row = attacked("m", "pgd", 2 / 255, right, dict(steps=2))
+    assert lines([row]) == ["pgd eps=2/255"] and "- pgd: eps=2/255 steps=2 " in table([row])
+    alpha, paper = steps | dict(alpha=2 / 255), steps | dict(conditions="paper")
+    assert lines([row, row | dict(settings=alpha)]) == [
         "pgd eps=2/255", "pgd eps=2/255 alpha=2/255"]
-    paper = f"{pgd} space=normalized clip=no"
-    assert lines([row | dict(measure=paper)]) == ["pgd eps=2/255 space=normalized clip=no"]
+    assert lines([row | dict(settings=paper)]) == ["pgd eps=2/255 conditions=paper"]
     # every pair of rows whose keys differ has lines of its own
-    fields = dict(measure=[pgd, f"{pgd} alpha=2/255", paper, "pgd eps=2/255 steps=4"], seed=[0, 1],
+    fields = dict(settings=[steps, alpha, paper, steps | dict(steps=4)], seed=[0, 1],
                   data_dir=["x", None], precision=["float32", "tf32"])
     rows = [row | dict(zip(fields, values)) for values in itertools.product(*fields.values())]
     assert len(set(lines(rows))) == len(rows)
@@ -654,7 +693,7 @@ def test_rows_that_differ_in_anything_are_two_lines_and_what_all_share_stands_be
 
 # --- the command ---------------------------------------------------------------------------------
 
-def test_rows_lie_in_the_run_of_the_first_checkpoint_and_checks_write_nothing(
+def test_rows_lie_in_first_run_checks_write_nothing(
         tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_checkpoint(tmp_path / "m.pt")
@@ -663,30 +702,32 @@ def test_rows_lie_in_the_run_of_the_first_checkpoint_and_checks_write_nothing(
     run("--ckpt", tmp_path / "m.pt", "--measures", "clean", "--limit", 8)
     assert [len(read_rows(tmp_path / f)) for f in ("out/m/robust", "robust")] == [1, 1]
     before, asked = {p: p.read_bytes() for p in tmp_path.rglob("*.*")}, []
-    monkeypatch.setattr(checks, "run", lambda model, x, y, name, twin, options:
+    monkeypatch.setattr(checks, "run_checks", lambda model, x, y, name, twin, options:
                         asked.append((len(x), options["steps"])))
     run("--ckpt", "m.pt", "--checks", "--limit", 10, "--measures", "pgd steps=7")
     assert asked == [(10, 7)]
     assert {p: p.read_bytes() for p in tmp_path.rglob("*.*")} == before
 
 
-def test_a_source_that_was_trained_anew_is_measured_anew_and_only_transfer_is_made_on_it(
+def test_retrained_source_is_measured_again(
         tmp_path, monkeypatch):
     make_checkpoint(tmp_path / "m.pt")
-    made_on, attack = [], score.attacked
-    monkeypatch.setattr(score, "attacked", lambda model, one, *given: made_on.append(
-        (one.name, sources.weights_of(model))) or attack(model, one, *given))
+    made_on = []
+    for name in ("fgsm", "transfer"):
+        def spy(model, images, labels, eps, *, steps=1, name=name):
+            made_on.append((name, eval_robust.weights_checksum(model)))
+            return attacks.fgsm(model, images, labels, eps)
+        monkeypatch.setitem(eval_robust.ATTACKS, name, spy)
     weights = {}
     for seed in (1, 2):
         model = make_checkpoint(tmp_path / f"{seed}.pt", seed=seed)
-        weights[seed] = sources.weights_of(model)
+        weights[seed] = eval_robust.weights_checksum(model)
     for seed, n in ((1, 2), (1, 2), (2, 3)):
         shutil.copy(tmp_path / f"{seed}.pt", tmp_path / "s.pt")
         rows = rows_of(tmp_path / "r", "--ckpt", tmp_path / "m.pt", "--source", tmp_path / "s.pt",
-                       "--eps", "4/255", "--measures", "fgsm", "transfer steps=1", "--limit", 8,
-                       "--resume")
+                       "--eps", "4/255", "--measures", "fgsm", "transfer steps=1", "--limit", 8)
         assert len(rows) == n and made_on[-1] == ("transfer", weights[seed])
-        assert f"source={weights[seed]}" in rows[-1]["measure"]
+        assert rows[-1]["settings"]["source"] == weights[seed]
     assert made_on[0] == ("fgsm", rows[0]["weights"])
 
 
@@ -706,15 +747,16 @@ def odd(tmp_path_factory):
 
 # flags after --ckpt a.pt: what the line must hold
 BAD = {
-    "--measures fgms": "known are clean",
-    "--measures|pgd step=3": "known are eps, steps, alpha",
+    "--measures fgms": "expected one of clean",
+    "--measures|pgd step=3": "expected one of eps, steps, alpha",
     "--measures|pgd steps=0": "steps=0",
     "--measures|pgd steps=2.5": "steps=2.5",
-    "--measures|fgsm labels=ture": "true or pred",
+    "--measures|pgd random_start=no restarts=3": "restarts are the same",
+    "--measures|pgd random_start=maybe": "yes or no",
     "--measures|noise kind=pink": "uniform or gaussian",
     "--measures|corruptions type=fogg": "fogg",
-    "--measures|fgsm eps=2/255,8": "was 8/255 meant",
-    "--eps 8": "was 8/255 meant",
+    "--measures|fgsm eps=2/255,8": "did you mean 8/255",
+    "--eps 8": "did you mean 8/255",
     "--measures transfer": "needs --source",
     "--measures imagenet_a": "needs --imagenet_a",
     "--data imagenet": "needs --data_dir",
@@ -726,6 +768,10 @@ BAD = {
     "--data folder --data_dir photos": "--ckpt a.pt has 10 classes (",
     "--weights ema": "--ckpt a.pt: it has no ema weights",
     "--device nothing": "argument --device: nothing",
+    "--image_size 64": "--image_size applies to checkpoints of other projects and a --model",
+    "--normalize half": "--normalize applies to checkpoints of other projects",
+    "--window 16": "--window applies to segmentation",
+    "--crop_pct 1": "--crop_pct applies to --data imagenet",
 }
 
 

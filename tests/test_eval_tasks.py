@@ -10,6 +10,7 @@ from torchvision.io import write_png
 
 import common
 import eval_robust
+from eval_robust import read_rows
 from data.photos import decode_all, find_photos
 from data.rng import epoch_order
 from data.views import Scenes
@@ -18,23 +19,24 @@ from data.text import count_words, read_lines
 from lm import LM, LMConfig
 from processes import group
 from robust import corruptions
-from robust.results import read_rows
 from robust.words import word_swap
 from segmenter import Segmenter, SegmenterConfig, predict
 from test_eval_robust import error, line_of, make_checkpoint, rows_of
 from vit import SIZES
 
 
-def save_segmenter(path, attn="rpc", seed=0):
-    """An untrained Segmenter of 10 rendered scenes as a checkpoint."""
+def save_segmenter(path, attn="rpc", seed=0, classes=None, flags=None):
+    """Save an untrained Segmenter, of 10 rendered scenes by default."""
+    classes = classes or list(Scenes("test", 1, 32).classes)
     torch.manual_seed(seed)
     size = {**SIZES["nano"], "depth": 1}
-    config = SegmenterConfig(11, **size, image_size=32, patch_size=8, attn=attn)
+    config = SegmenterConfig(len(classes), **size, image_size=32, patch_size=8, attn=attn)
     model = Segmenter(config)
-    flags = dict(data="shapes", data_dir=None, num_classes=11, num_images=100, size=32, seed=seed)
+    flags = dict(data="shapes", data_dir=None, num_classes=len(classes), num_images=100, size=32,
+                 seed=seed) | (flags or {})
     common.save(path, dict(
         task="segmentation", model=model.state_dict(), model_config=asdict(config), step=1,
-        classes=list(Scenes("test", 1, 32).classes), args=flags))
+        classes=classes, args=flags))
     return model.eval()
 
 
@@ -42,7 +44,7 @@ def save_language_model(folder, name="lm.pt", attn="rpc", seed=0):
     """An untrained language model of a small text, folder/text, as a checkpoint."""
     (folder / "text").mkdir(exist_ok=True)
     for i, split in enumerate(("train", "valid", "test")):
-        words = [["the cat sat", "dogs run", "AAA bears eat fish"][(j * (i + 1) + j // 3) % 3]
+        words = [["the cat sat", "dogs run <unk>", "AAA bears eat fish"][(j * (i + 1) + j // 3) % 3]
                  for j in range(40)]
         (folder / "text" / f"wiki.{split}.tokens").write_text("\n".join(words) + "\n")
     vocab = count_words(folder / "text" / "wiki.train.tokens")
@@ -86,21 +88,19 @@ def segmented(tmp_path_factory):
     return folder, models, rows
 
 
-def test_segmenters_rows_equal_a_plain_loop(segmented):
+def test_segmenter_rows_equal_plain_loop(segmented):
     _, models, rows = segmented
     index = epoch_order(10, 0, 4)[:3]
     how = dict(window=16, stride=8, scales=[1, 1.5], flip=True)
-    views = "window=16 stride=8 scales=1,1.5 flip=yes"
-    assert [row["measure"] for row in rows[::2]] == [f"clean {views}", *(
-        f"corruptions type={name} jpeg85=no severities=2,5 frost=procedural {views}"
+    assert [(row["name"], row["settings"]) for row in rows[::2]] == [("clean", how), *(
+        ("corruptions", dict(type=name, jpeg85=False, severities=[2, 5], frost="procedural", **how))
         for name in ("fog", "contrast"))]
     for row, model in zip(rows, [*models] * 3):
         def change(image, i, severity):
-            kind = "fog" if "fog" in row["measure"] else "contrast"
-            return corruptions.corrupt(image[None], kind, severity, seed=4, index=[i])[0]
+            return corruptions.corrupt(image[None], row["settings"]["type"], severity, seed=4, index=[i])[0]
 
         numbers = [row[name] for name in ("pixel_accuracy", "mean_accuracy", "mean_iou")]
-        if row["measure"].startswith("clean"):
+        if row["name"] == "clean":
             assert numbers == pytest.approx(iou_by_hand(model, index, **how), abs=1e-3)
             continue
         for severity, *found in zip((2, 5), *numbers):
@@ -110,12 +110,12 @@ def test_segmenters_rows_equal_a_plain_loop(segmented):
     assert len(rows[0]["iou"]) == 11 and [len(iou) for iou in rows[2]["iou"]] == [11, 11]
 
 
-def test_segmenters_table(segmented):
+def test_segmenter_table_shows_means(segmented):
     folder, _, rows = segmented
     found = (folder / "r" / "table.md").read_text()
-    for line, field in (("clean, pixel_accuracy", "pixel_accuracy"),
-                        ("corruptions type=fog, mean_iou", "mean_iou")):
-        values = [row[field] for row in rows if row["measure"].startswith(line.split(",")[0])]
+    for line, field, some in (("clean, pixel_accuracy", "pixel_accuracy", rows[:2]),
+                              ("corruptions type=fog, mean_iou", "mean_iou", rows[2:4])):
+        values = [row[field] for row in some]
         assert line_of(found, line) == [f"{np.mean(value):.2f}" for value in values]
     assert "type=mean" not in found                       # two of 15 types
 
@@ -127,6 +127,28 @@ def test_two_processes_segment_every_image_once(segmented):
     group(eval_robust.main, list(map(str, (*flags, "--out_dir", folder / "shared"))))
     two, = read_rows(folder / "shared").values()
     assert one["iou"] == two["iou"] and one["images"] == two["images"] == 3
+
+
+@pytest.mark.parametrize("names, works", [
+    (["square", "circle"], True), (["circle", "square"], False), (None, True)])
+def test_class_names_of_masks_are_compared(tmp_path, names, works):
+    """The same masks with the names of the training, with others, and without names."""
+    for part in ("images", "annotations"):
+        (tmp_path / "masks" / part).mkdir(parents=True)
+    for i, image in enumerate(load_shapes("test", 4, 32).images):
+        write_png(image, str(tmp_path / "masks" / "images" / f"{i}.png"))
+        write_png((image[:1] > 99).byte(), str(tmp_path / "masks" / "annotations" / f"{i}.png"))
+    if names:
+        (tmp_path / "masks" / "classes.txt").write_text("\n".join(names))
+    save_segmenter(tmp_path / "seg.pt", classes=["square", "circle"],
+                   flags=dict(data="folder", data_dir="elsewhere", values=[0, 1], ignore=[255]))
+    flags = ("--ckpt", tmp_path / "seg.pt", "--data_dir", tmp_path / "masks", "--measures", "clean",
+             "--num_workers", 0)
+    if works:
+        assert len(rows_of(tmp_path / "r", *flags)) == 1
+    else:
+        wrong = error(*flags, "--out_dir", tmp_path / "r")
+        assert "class 0 is square in training and circle here" in wrong
 
 
 # --- language models -----------------------------------------------------------------------------
@@ -154,12 +176,12 @@ def texts(tmp_path_factory):
     return folder, models, rows
 
 
-def test_perplexities_equal_a_plain_loop(texts):
+def test_perplexities_equal_plain_loop(texts):
     folder, models, rows = texts
     vocab = count_words(folder / "text" / "wiki.train.tokens")
     pairs = [(split, model) for split in ("valid", "test") for model in models]
-    assert [row["measure"] for row in rows] == [
-        f"perplexity split={split} window=6 stride=3" for split, _ in pairs]
+    assert [row["settings"] for row in rows] == [
+        dict(split=split, window=6, stride=3) for split, _ in pairs]
     for row, (split, model) in zip(rows, pairs):
         lines = read_lines(folder / "text" / f"wiki.{split}.tokens")
         swapped_lines, swapped = word_swap(lines, seed=5)
@@ -177,32 +199,53 @@ def test_perplexities_equal_a_plain_loop(texts):
         assert all(math.isfinite(row[name]) for name in expected)
 
 
-def test_best_weights_are_scored_and_rows_are_not_computed_again(texts, tmp_path):
+def test_best_weights_are_scored_once(texts, tmp_path):
     folder, _, rows = texts
     (tmp_path / "best.pt").write_bytes((folder / "lm.pt").read_bytes())
     (tmp_path / "last.pt").write_bytes((folder / "other.pt").read_bytes())
     flags = ("--ckpt", tmp_path, "--stride", 3, "--window", 6, "--limit", 100)
     found = rows_of(tmp_path / "r", *flags, "--seed", 5)
     assert [row["sliding"] for row in found] == [rows[0]["sliding"], rows[2]["sliding"]]
-    again = rows_of(tmp_path / "r", *flags, "--seed", 5, "--resume")
+    again = rows_of(tmp_path / "r", *flags, "--seed", 5)
     assert again == found
-    other = rows_of(tmp_path / "r", *flags, "--seed", 6, "--resume")
+    other = rows_of(tmp_path / "r", *flags, "--seed", 6)
     assert other[:2] == found and len(other) == 4
     assert other[2]["sliding"] == found[0]["sliding"]
     assert other[2]["attacked"] != found[0]["attacked"]   # other words
 
 
+def test_other_text_keeps_its_rare_words(texts, tmp_path):
+    """Words are looked up in the checkpoint's vocabulary; the whole text is scored."""
+    folder, (model, _), _ = texts
+    lines = ["the cat sat", "bears eat fish quickly", "dogs run", "the unheard-of cat"] * 6
+    (tmp_path / "notes.txt").write_text("\n\n".join(lines) + "\n")
+    row, = rows_of(tmp_path / "r", "--ckpt", folder / "lm.pt", "--data_dir",
+                   tmp_path / "notes.txt", "--stride", 3, "--window", 6)
+    vocab = count_words(folder / "text" / "wiki.train.tokens")
+    words = [word for line in lines for word in (*line.replace("-", " - ").split(), "<eos>")]
+    unknown = sum(word not in vocab for word in words)
+    tokens = torch.tensor([vocab[word] for word in words])
+    assert row["settings"]["split"] == "whole" and row["images"] == len(tokens)
+    assert row["unknown"] == pytest.approx(100 * unknown / len(words), abs=1e-3) != 0
+    expected = nats_by_hand(model, tokens, 6, 3).mean().exp().item()
+    assert row["sliding"] == pytest.approx(expected, rel=1e-5)
+    table = (tmp_path / "r" / "table.md").read_text()
+    assert line_of(table, "perplexity split=whole, unknown") == [f"{row['unknown']:.2f}"]
+
+
 @pytest.mark.parametrize("ckpt, flags, words", [
-    ("lm.pt", ["--measures", "pgd"], "known are perplexity"),
+    ("lm.pt", ["--measures", "pgd"], "expected one of perplexity"),
     ("lm.pt", ["--window", "9"], "more than the context of 8 tokens"),
     ("lm.pt", ["--window", "4", "--stride", "5"], "--stride 5 is more than --window 4"),
-    ("seg.pt", ["--per_class"], "are for classifiers"),
-    ("lm.pt", ["--checks"], "are for classifiers"),
+    ("seg.pt", ["--per_class"], "--per_class applies to classification"),
+    ("lm.pt", ["--checks"], "--checks applies to classification"),
+    ("lm.pt", ["--preset", "paper"], "--preset applies to classification"),
+    ("lm.pt", ["--severities", "2"], "--severities applies to"),
     ("seg.pt", ["--data", "camvid"], "needs --data_dir"),
     ("seg.pt lm.pt", [], "models of task segmentation and language modelling"),
     ("lm.pt words.pt", [], "perplexities would not compare"),
 ])
-def test_what_does_not_fit_a_task_is_one_line(texts, monkeypatch, ckpt, flags, words):
+def test_flags_of_other_tasks_are_one_line(texts, monkeypatch, ckpt, flags, words):
     folder, _, _ = texts
     monkeypatch.chdir(folder)
     save_segmenter(folder / "seg.pt")
@@ -214,7 +257,7 @@ def test_what_does_not_fit_a_task_is_one_line(texts, monkeypatch, ckpt, flags, w
 
 # --- images of one's own -------------------------------------------------------------------------
 
-def test_a_classifier_of_ones_own_folder_is_evaluated_on_what_was_held_out_or_all_of_another(
+def test_own_photos_use_held_out_images(
         tmp_path):
     for i, image in enumerate(load_shapes("test", 40).images):
         for folder in ("photos", "photos2"):
@@ -226,7 +269,7 @@ def test_a_classifier_of_ones_own_folder_is_evaluated_on_what_was_held_out_or_al
     how = "--ckpt", tmp_path / "m.pt", "--measures", "clean"
     row, = rows_of(tmp_path / "r", *how)
     assert row["images"] == 4 and row["data_dir"] == str(tmp_path / "photos")
-    _, row = rows_of(tmp_path / "r", *how, "--data_dir", tmp_path / "photos2", "--resume")
+    _, row = rows_of(tmp_path / "r", *how, "--data_dir", tmp_path / "photos2")
     _, photos = find_photos(tmp_path / "photos2")
     all_of_it = decode_all(photos["all"], classes, 32)
     right = (model(all_of_it.images.float() / 255).argmax(1) == all_of_it.labels).double()

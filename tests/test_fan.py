@@ -186,7 +186,7 @@ def test_files_of_the_fan_authors_load_and_other_classes_get_a_new_head(tmp_path
     file, again = common.load(tmp_path / "fan.pth.tar"), small(attn="softmax", num_classes=7)
     with pytest.raises(ValueError, match="head.weight"):
         load_weights(again, file)
-    assert load_weights(again, file, new_head=True) == ["new head for 7 classes (the file has 10)"]
+    assert "7 classes" in load_weights(again, file, new_head=True)[0]
     assert torch.equal(again.blocks[1].mlp.temperature, m.blocks[1].mlp.temperature)
 
 

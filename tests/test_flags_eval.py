@@ -12,8 +12,8 @@ import common
 import eval_robust
 from data.rng import epoch_order
 from data.shapes import load_shapes
-from robust import attacks, corruptions, score
-from robust.results import unpack
+from eval_robust import Normalized, unpack
+from robust import attacks, corruptions
 from test_eval_robust import make_checkpoint
 from vit import ViT, ViTConfig
 
@@ -43,7 +43,7 @@ def by_hand(place, eps, paper):
     model = ViT(ViTConfig(**checkpoint["model_config"])).eval()
     model.load_state_dict(checkpoint["model"])
     mean, std = (torch.tensor(getattr(model.config, n))[:, None, None] for n in ("mean", "std"))
-    net, mean, std = (score.Normalized(model), mean, std) if paper else (model, 0, 1)
+    net, mean, std = (Normalized(model, model), mean, std) if paper else (model, 0, 1)
     source, right = load_shapes("test", 200), {}
 
     def count(name, pixels, labels):
@@ -77,7 +77,7 @@ def by_hand(place, eps, paper):
 
 
 @pytest.mark.parametrize("preset, k, largest", [("default", 0.4, 1), ("paper", 3, 0.229)])
-def test_rows_equal_plain_loops_under_flags_that_are_not_the_default(
+def test_rows_equal_plain_loops_under_other_flags(
         place, tmp_path, monkeypatch, preset, k, largest):
     """Budget: k/255; largest: of the channels' stds, which are the pixels of a normalised unit.
 
@@ -87,7 +87,7 @@ def test_rows_equal_plain_loops_under_flags_that_are_not_the_default(
         'noise scale=0.4 kind=gaussian draws=2 best_of=2' fgsm
         'pgd steps=4 rel_step=0.4 random_start=no'
         --eps {k}/255 --limit 20 --seed 3 --batch_size 6 --severities 2 5"""
-    rows = {row["measure"].split()[0]: row for row in run(monkeypatch, place, flags, tmp_path)}
+    rows = {row["name"]: row for row in run(monkeypatch, place, flags, tmp_path)}
     hand = by_hand(place, k / 255, preset == "paper")
     assert 0 < hand["pgd"][:, 0].sum() < hand["clean"][:, 0].sum() < 20      # not by chance
     names = dict(clean=["clean"], corruptions=["fog 2", "fog 5"], noise=["noise 0", "noise 1"],
@@ -107,15 +107,16 @@ def test_rows_equal_plain_loops_under_flags_that_are_not_the_default(
     assert (rows["pgd"]["outside"] > 0) == (preset == "paper")
 
 
-def test_batch_size_is_that_of_the_flag_and_makes_no_other_row(place, tmp_path, monkeypatch):
-    seen, forward = [], score.forward
+def test_batch_size_makes_no_other_row(place, tmp_path, monkeypatch):
+    seen, forward = [], eval_robust.robust.forward
 
     def look(model, x, batch_size):
         seen.append((batch_size, len(x)))
         return forward(model, x, batch_size)
 
-    monkeypatch.setattr(score, "forward", look)
-    how = "--ckpt a.pt --limit 8 --measures clean --device cpu --resume"
+    monkeypatch.setattr(eval_robust, "count_classes", lambda m, device: 10)
+    monkeypatch.setattr(eval_robust.robust, "forward", look)
+    how = "--ckpt a.pt --limit 8 --measures clean --device cpu"
     for more, expected in (("--batch_size 3", [(3, 3), (3, 3), (3, 2)]), ("", [])):
         seen.clear()
         assert len(run(monkeypatch, place, f"{how} {more}", tmp_path)) == 1 and seen == expected

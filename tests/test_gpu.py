@@ -1,10 +1,10 @@
-"""What a GPU has to show: every part on it beside the CPU, and what it costs there.
+"""Compare every part on a GPU with the same part on the CPU.
 
     python -m pytest tests/test_gpu.py -n 8 --dist load     # ends in a table for the record
-    python -m pytest tests/test_gpu.py -n0 -k table_11      # what it costs, timed alone
+    python -m pytest tests/test_gpu.py -n0 -k table_11      # speed and memory, measured alone
 
-Where there is none, the CPU stands in for it, so that these tests are tried everywhere; what only
-a GPU can tell is skipped there, and less is compiled.
+Without a GPU, the CPU takes its place, so that these tests run everywhere. Tests that need a GPU
+are skipped then, and fewer networks are compiled.
 """
 
 import copy
@@ -35,10 +35,9 @@ from data.shapes import load_shapes
 from lm import LM, LMConfig
 from processes import group
 from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd
-from robust.attacks import fgsm, noise, pgd
+from robust.attacks import cw, fgsm, noise, pgd, sld, spsa
 from robust.autoattack import apgd, apgd_t, autoattack, fab_t, square
 from robust.corruptions import NAMES, corrupt
-from robust.more_attacks import cw, sld, spsa
 from runs import call, flags, log, make_pairs, make_text
 from segmenter import Segmenter, SegmenterConfig
 from vit import ViT, ViTConfig, classifier_from_checkpoint
@@ -50,7 +49,7 @@ needs_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
 
 @pytest.fixture
 def device():
-    """The GPU or, where there is none, the CPU; no run leaves its precision to the next one."""
+    """Yield the GPU, or the CPU without a GPU; then reset the precision that a run sets."""
     convolutions = torch.backends.cudnn.allow_tf32
     yield torch.device("cuda" if GPUS else "cpu")
     torch.set_float32_matmul_precision("highest")
@@ -59,7 +58,7 @@ def device():
 
 @pytest.fixture
 def note(record_property):
-    """note(part, found): a line of the table that conftest.py prints when all tests have run."""
+    """Return note(part, found), which adds a row to the table that conftest.py prints."""
     began = time.time()
 
     def write(part, found):
@@ -82,12 +81,12 @@ CASES = [(attn, form, causal) for attn in KINDS
 
 
 @pytest.mark.parametrize("attn,form,causal", CASES)
-def test_attention_is_float64s_within_the_rounding_of_its_precision(attn, form, causal, device,
+def test_attention_equals_float64_within_rounding(attn, form, causal, device,
                                                                     note):
-    """Relative errors of outputs and gradients, where PAP shrinks a third of the keys' entries.
+    """Relative errors of outputs and gradients; PAP shrinks a third of the keys' entries.
 
     Its gradient jumps where an entry crosses the threshold: bf16 carries 0.2 % of them across,
-    which is 10 % of the gradient; with --lambd inf it is 0.6 %, as of softmax. In float32 a single
+    which is 10 % of the gradient; with --lambd inf it is 0.6 %, as for softmax. In float32 a single
     entry that crosses is 2 %, which some processors' rounding shows.
     """
     torch.manual_seed(0)
@@ -130,8 +129,8 @@ def written_out(k, v, n_iter=4, lambd=4.0):
     return L
 
 
-def test_rpc_takes_at_most_a_third_of_the_memory_of_the_loop_written_out(device, note):
-    """On a CPU, where nothing counts memory: it is the loop written out."""
+def test_rpc_needs_a_third_of_the_memory(device, note):
+    """On a CPU, which does not count memory, compare the outputs alone."""
     B, N = (32, 1025) if GPUS else (1, 65)
     torch.manual_seed(0)
     k, v = torch.randn(2, B, 3, N, 64, device=device)
@@ -215,7 +214,7 @@ def test_twenty_steps_in_bf16_stay_finite_and_learn(name, device, plain, note):
 
 @each
 @pytest.mark.parametrize("begun", ["on the CPU", "on the device"])
-def test_a_run_that_was_stopped_goes_on_on_the_device(name, begun, device, plain, note):
+def test_a_stopped_run_resumes_on_the_device(name, begun, device, plain, note):
     out_dir = f"{name}_{begun.split()[-1]}"
     train(name, "cpu" if "CPU" in begun else device, out_dir, "--max_steps 10")
     call(SCRIPTS[name].main, "--max_steps 20 --device", [device], resume=out_dir)
@@ -236,8 +235,8 @@ def test_torchrun_with_one_process_changes_nothing(name, device, plain, note):
 
 @needs_gpu
 @each
-def test_a_step_waits_for_the_gpu_at_most_once(name, device, plain, note, monkeypatch):
-    """Ten steps more, without checkpoints: a wait is what the GPU's own check warns of."""
+def test_a_step_waits_for_the_gpu_once(name, device, plain, note, monkeypatch):
+    """Ten more steps, without checkpoints; PyTorch's sync check reports each wait."""
     monkeypatch.setattr(common, "save", lambda *args, **how: None)
     waits = []
     for steps in (10, 20):
@@ -257,7 +256,7 @@ def test_a_step_waits_for_the_gpu_at_most_once(name, device, plain, note, monkey
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", [*SCRIPTS, "fan"])
-def test_as_many_processes_as_gpus_have_the_losses_of_one(name, device, plain, note):
+def test_one_process_per_gpu_has_the_same_losses(name, device, plain, note):
     """A FAN's batch norm is over the images of all processes."""
     script, fan = ("cls", "--model fan_tiny") if name == "fan" else (name, "")
     world = max(n for n in (2, 4, 8) if n <= GPUS)                      # they divide every batch
@@ -274,7 +273,7 @@ def test_as_many_processes_as_gpus_have_the_losses_of_one(name, device, plain, n
 # --- images that were changed ---------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_corruption_gives_the_cpus_image_within_a_grey_level(name, device, note):
+def test_a_corruption_equals_the_cpus_within_a_level(name, device, note):
     images, worst = load_shapes("test", 8).images, 0.0
     wide = torch.nn.functional.interpolate(images.float(), (48, 80)).byte()     # of any size
     for pixels, severity in ((images, 1), (images, 5), (wide, 3)):
@@ -318,8 +317,8 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_is_as_strong_as_on_the_cpu_and_keeps_its_budget(name, device, note):
-    """As many images stay right, but for one of 20, and they move as far, but for 10 %."""
+def test_an_attack_is_as_strong_as_on_cpu(name, device, note):
+    """Accuracy agrees within 1 of 20 images, distances agree within 10 %."""
     n, attack = 64 if GPUS else 16, ATTACKS[name]
     split = load_shapes("test", n)
     model = classifier_from_checkpoint(common.load(ROOT / "weights/shapes_rpc.pt"))
@@ -372,7 +371,7 @@ def test_the_evaluators_rows_are_the_cpus(ckpt, device, note, tmp_path, monkeypa
 
 
 # --- torch.compile --------------------------------------------------------------------------------
-# Last: a process that has compiled holds threads, and those above are forks on a CPU.
+# Last, because a process that has compiled has threads, and the tests above fork on a CPU.
 
 COMPILED = [(network, attn, "inductor") for network in ("vit", "seg", "lm")
             for attn in (*KINDS, "sym_asym") if network == "vit" or attn != "scaled_s"]
@@ -408,7 +407,7 @@ def counting(backend, graphs):
 
 
 @pytest.mark.parametrize("network,attn,backend", COMPILED)
-def test_a_network_compiles_to_one_graph_which_equals_it(network, attn, backend, device, note,
+def test_a_network_compiles_to_one_equal_graph(network, attn, backend, device, note,
                                                          monkeypatch, tmp_path):
     if backend == "inductor" and not GPUS and not shutil.which(os.environ.get("CXX", "g++")):
         pytest.skip("Inductor needs a C++ compiler on a CPU")
@@ -453,11 +452,12 @@ def test_a_run_with_compile_has_the_same_losses(name, device, plain, note, monke
 
 @needs_gpu
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="is timed alone: -n0 -k table_11")
-def test_table_11_has_rows_of_this_gpu_beside_the_loop_written_out(device, note, monkeypatch):
+def test_table_11_on_this_gpu(device, note, monkeypatch):
     from studies import cost
     out = ROOT / "studies/results/cost/cuda.jsonl"
     monkeypatch.chdir(ROOT)
-    monkeypatch.setitem(ATTENTIONS, "written_out", lambda k, v: written_out(k, v))
+    monkeypatch.setitem(ATTENTIONS, "written_out",
+                        (False, lambda q, k, v, layer: written_out(k, v)))
     monkeypatch.setitem(LAYER_PATTERNS, "written_out", ("written_out", "symmetric"))
     monkeypatch.setitem(cost.MODELS, "written out 4iter/layer1", dict(attn="written_out"))
     out.unlink(missing_ok=True)                                 # of another GPU, or of an hour ago

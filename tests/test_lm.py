@@ -73,17 +73,17 @@ def test_parameter_counts_are_the_papers():
 class Own(torch.nn.Module):
     """An attention that says how its parameters start."""
 
-    def __init__(self, dim):
+    def __init__(self, layer):
         super().__init__()
         self.log_lambd = torch.nn.Parameter(torch.tensor(4.0).log())
-        self.gate = torch.nn.Linear(dim, 4000)
+        self.gate = torch.nn.Linear(layer.dim, 4000)
 
-    def forward(self, k, v, causal):
-        return symmetric_attention(k, v, causal=causal)
+    def forward(self, q, k, v, layer):
+        return symmetric_attention(k, v, causal=layer.causal)
 
 
 def test_initial_weights_are_lmtools_and_an_attentions_own_what_it_says(monkeypatch):
-    monkeypatch.setitem(ATTENTIONS, "mine", Own)
+    monkeypatch.setitem(ATTENTIONS, "mine", (False, Own))
     torch.manual_seed(0)
     model = LM(LMConfig(3000, **SIZES["mini"], attn="mine", cutoffs=(100, 1000)))
     for name, p in model.named_parameters():
@@ -131,12 +131,12 @@ def test_no_output_depends_on_a_later_word_unless_mu_is_over_all_tokens(mu_over)
     assert later > 1e-4 if mu_over == "all" else later == 0
 
 
-def look_ahead(k, v, causal):
+def look_ahead(q, k, v, layer):
     """An attention that is masked, and leaks: the values are those of the word after."""
-    return symmetric_attention(k, v.roll(-1, 2), causal=causal)
+    return symmetric_attention(k, v.roll(-1, 2), causal=layer.causal)
 
 
-def one_maximum(k, v, causal):
+def one_maximum(q, k, v, layer):
     """Causal attention whose softmax subtracts one maximum of all scores: float noise, no leak."""
     scores = k @ k.mT / k.shape[-1] ** 0.5
     weights = (scores - scores.amax((-2, -1), keepdim=True)).exp().tril()
@@ -153,9 +153,9 @@ def test_a_look_at_the_future_is_found_before_training(size, monkeypatch):
         assert model.training and torch.equal(state, torch.random.get_rng_state())
         return found
     assert not any(map(look, ("softmax", "symmetric", "rpc", "rpc_asym", "scaled_alpha")))
-    for mine, expected in ((lambda q, k, v, causal: symmetric_attention(k, v), True),
-                       (look_ahead, True), (one_maximum, False)):
-        monkeypatch.setitem(ATTENTIONS, "mine", mine)
+    for mine, expected in ((lambda q, k, v, layer: symmetric_attention(k, v), True),
+                           (look_ahead, True), (one_maximum, False)):
+        monkeypatch.setitem(ATTENTIONS, "mine", (False, mine))
         assert look() is expected
 
 

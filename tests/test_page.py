@@ -1,4 +1,4 @@
-"""Notebook, page and talk hold the walkthrough; their scripts compute what attention.py does."""
+"""Notebook, page and slides contain the lecture; the live network equals attention.py."""
 
 import base64
 import functools
@@ -32,14 +32,12 @@ needs_node = pytest.mark.skipif(not NODE, reason="no node to run the page's Java
 
 # --- the notebook ---------------------------------------------------------------------------------
 
-def test_the_committed_notebook_is_woven_of_all_prose_and_every_cell_and_was_executed():
+def test_committed_notebook_has_all_cells_executed():
     woven, drawn = list(page_maker.notebook_cells()), page_maker.code_cells()
     code = [text for kind, text in woven if kind == "code"]
     assert sorted(code) == sorted([*drawn.values(), page_maker.FIRST_CELL])
     prose = "".join(text for kind, text in woven if kind == "markdown")
     assert prose == re.sub(page_maker.PICTURE, "", TEXT)
-    for _, name in re.findall(page_maker.PICTURE, TEXT):                # then what is said of it
-        assert woven[woven.index(("code", drawn[name])) + 1][1].lstrip().startswith("*")
     cells = json.loads((ROOT / "lecture/walkthrough.ipynb").read_text())["cells"]
     assert ["".join(cell["source"]) for cell in cells] == [text.strip() for _, text in woven]
     for cell in [cell for cell in cells if "    save(figure" in "".join(cell["source"])]:
@@ -54,7 +52,7 @@ def stored():
 
 
 def in_node(code, *names):
-    """What code returns, after the named files of lecture/web, which find the page's data."""
+    """Return the result of JavaScript code that runs after the named files of lecture/web."""
     files = "".join((ROOT / f"lecture/web/{name}.js").read_text() for name in names)
     element = "({textContent: JSON.stringify(stored[id])})"
     script = (f"const stored = {stored()};\nconst document = {{getElementById: id => {element}}};\n"
@@ -66,7 +64,7 @@ def in_node(code, *names):
 
 
 def in_chromium(html, code, folder):
-    """What code returns, run in the page; the console has to stay empty."""
+    """Return the result of JavaScript code in the page; the console has to stay empty."""
     show = ("found => document.body.insertAdjacentHTML('beforeend', "
             "`<pre id=\"shown\">${JSON.stringify(found)}</pre>`)")
     helpers = ("const wait = ms => new Promise(done => setTimeout(done, ms));"
@@ -85,7 +83,7 @@ def in_chromium(html, code, folder):
 
 
 def traced(name, images, **config):
-    """Logits, what the first PAP layer attends with, its steps; 16-bit weights, in float64."""
+    """Return logits, q, k, v and steps of the first PAP layer; 16-bit weights, float64."""
     checkpoint = common.load(ROOT / f"weights/shapes_{name}.pt")
     stored = {key: x for key, x in checkpoint["model_config"].items()
               if key not in ("n_iter", "lambd", "form")}
@@ -101,14 +99,14 @@ def traced(name, images, **config):
     return model(images.double()), block.attn.project(x), steps
 
 
-# (reading, lambda, n, layers), one for each picture
+# (variant, lambda, n, layers), one for each picture
 SETTINGS = [(form, lambd, n, layers) for form in ("released", "paper", "admm")
             for lambd in (0, 0.1, 1.5, 4, 1e9) for n, layers in ((1, [0]), (4, [1, 3]), (12, [0]))]
 
 
 @needs_node
-def test_the_network_computes_what_attention_py_does():
-    """Logits, S, K2 and L of every step within 1e-4 of the largest number."""
+def test_live_network_equals_attention_py():
+    """Logits, S, K2 and L of every step agree within 1e-4 of the largest number."""
     noise = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     images = torch.cat([load_shapes("test", 40).images / 255, noise, torch.zeros(1, 3, 32, 32)])
     found = in_node(f"""
@@ -136,7 +134,7 @@ def test_the_network_computes_what_attention_py_does():
 
 
 @needs_node
-def test_the_attack_keeps_to_the_budget_and_to_pixels_between_0_and_1_and_its_margin_falls():
+def test_live_attack_keeps_budget_and_lowers_margin():
     random = torch.rand(1072, generator=torch.Generator().manual_seed(0))
     pixels = torch.cat([torch.zeros(1000), torch.ones(1000), random])
     found = in_node(f"""
@@ -165,7 +163,7 @@ def test_the_attack_keeps_to_the_budget_and_to_pixels_between_0_and_1_and_its_ma
 
 
 @needs_node
-def test_a_picture_of_ones_own_is_resized_as_the_evaluations_do():
+def test_own_picture_is_resized_as_in_evaluation():
     photo = load_shapes("test", 1, size=96).images[0]       # 6.5 and 7.5 rows to cut; a small one
     for picture in (photo[:, :67], photo[:, :64, :94], photo[:, :20, :20]):
         _, height, width = picture.shape
@@ -179,7 +177,7 @@ def test_a_picture_of_ones_own_is_resized_as_the_evaluations_do():
 
 
 @needs_node
-def test_damage_stays_between_0_and_1_and_repair_brings_the_picture_back():
+def test_paint_stays_in_range_and_erases():
     paint = "0123" * 16
     found = in_node(f"""const none = "0".repeat(64);
         const pixels = new Float32Array(3072).map((_, i) => i % 256 / 255);
@@ -197,7 +195,7 @@ def test_damage_stays_between_0_and_1_and_repair_brings_the_picture_back():
 
 
 @needs_node
-def test_the_slider_of_lambda_goes_from_0_to_infinity_and_back():
+def test_lambda_slider_runs_from_zero_to_infinity():
     values, back = zip(*in_node("return Array.from({length: 1001}, (_, p) => "
                                 "[fromSlider(p), toSlider(fromSlider(p))]);", "inside"))
     assert values[0] == 0 and values[-1] is None            # JSON: infinity is null
@@ -206,24 +204,58 @@ def test_the_slider_of_lambda_goes_from_0_to_infinity_and_back():
     assert list(back) == pytest.approx(range(1001), abs=1.1)
 
 
-# --- what the page shows --------------------------------------------------------------------------
+# --- numbers on the page --------------------------------------------------------------------------
 
-# (scene, lambda, n, reading, layers) looked into; the patch is number 27: row 4, column 4
+# (scene, lambda, n, variant, layers); the pointed patch is number 27: row 4, column 4
 STATES = [(0, 1.5, 3, "released", [0]), (3, 1e9, 4, "paper", [2]), (5, 0, 2, "admm", [1]),
           (7, 0.2, 5, "released", [0, 3])]
 
 
+ASK = """
+    globalThis.breathe = async () => {};
+    globalThis.ask = async (...of) => {
+      for (const pass = network.start(...of);;) {
+        const {done, value} = pass.next();
+        if (done) return value;
+      }
+    };"""
+
+
 @needs_node
-def test_what_is_shown_of_each_step_is_what_attention_py_gives():
+def test_s_on_paint_equals_attention_py():
+    """The first view: answers of three networks, mean |S| on painted patches and elsewhere."""
+    images = load_shapes("test", 4).images[:2] / 255
+    hit = torch.zeros(64, dtype=torch.bool)
+    hit[[3, 9, 30, 44, 45, 60]] = True
+    found = in_node(ASK + f"""
+        const now = {{scene: 0, kind: "noise", amount: 0, paint: "{"".join("01"[x] for x in hit)}",
+                      lambd: 4, n_iter: 4, form: "released", layers: [0], temperature: 1}};
+        const found = [];
+        for (const [scene, pixels] of {json.dumps(images.flatten(1).tolist())}.entries()) {{
+          const seen = await glance({{...now, scene}}, Float32Array.from(pixels));
+          found.push({{pixels: [...seen.pixels], on: seen.on, off: seen.off,
+                       words: plain(seen, "abcdefghij"), answers: Object.values(seen.answers).map(
+                         ({{answer, before}}) => [[...answer], [...before]])}});
+        }}
+        return found;""", "network", "damage", "inside")
+    for image, seen in zip(images, found):
+        painted = torch.tensor(seen["pixels"]).view(1, 3, 32, 32)
+        steps = traced("rpc", painted)[2]
+        S = steps[-1]["S"].abs().sum((1, 3))[0, 1:]
+        S = S / S.mean()
+        assert seen["on"] == pytest.approx(S[hit].mean().item(), abs=1e-4)
+        assert seen["off"] == pytest.approx(S[~hit].mean().item(), abs=1e-4)
+        assert f"{S[hit].mean():.2f} and {S[~hit].mean():.2f}" in seen["words"]
+        for name, pair in zip(("softmax", "symmetric", "rpc"), seen["answers"], strict=True):
+            for x, got in zip((painted, image[None]), pair):
+                expected = traced(name, x)[0].softmax(-1)[0].tolist()
+                assert got == pytest.approx(expected, abs=1e-4)
+
+
+@needs_node
+def test_every_step_equals_attention_py():
     images = load_shapes("test", max(page_maker.SCENES) + 1).images[list(page_maker.SCENES)] / 255
-    shown = in_node(f"""
-        globalThis.breathe = async () => {{}};
-        globalThis.ask = async (...of) => {{
-          for (const pass = network.start(...of);;) {{
-            const {{done, value}} = pass.next();
-            if (done) return value;
-          }}
-        }};
+    shown = in_node(ASK + f"""
         const images = {json.dumps(images.flatten(1).tolist())}, found = [];
         for (const [scene, lambda, n_iter, form, layers] of {json.dumps(STATES)}) {{
           const lambd = lambda === 1e9 ? Infinity : lambda, paint = "0".repeat(64);
@@ -277,55 +309,76 @@ def page():
 
 
 @needs_chromium
-def test_in_a_browser_a_link_sets_the_page_and_it_shows_what_comes_out(page, tmp_path):
+def test_link_sets_page_and_opens_expert_fold(page, tmp_path):
     found = in_chromium(page, """
-        location.hash = "#try&scene=5&lambd=0.2&n_iter=3&form=admm&layers=1&seed=7";
-        while (!document.documentElement.dataset.live?.endsWith("seed=7")) await wait(50);
+        location.hash = "#try&scene=3&lambd=0.2&n_iter=3&form=admm&layers=1&eps=7";
+        while (!document.documentElement.dataset.live?.endsWith("eps=7")) await wait(50);
+        while (!$("words").textContent.startsWith("Step 3")) await wait(50);
         const labels = query =>
           [...document.querySelectorAll(query)].map(x => x.getAttribute("aria-label"));
         const at = $("picture").getContext("2d").getImageData(20, 84, 1, 1).data;
         return {words: $("words").textContent, maps: labels("#maps canvas"), pixel: [...at],
-                curves: labels("#curves svg"), bars: labels("#bars")[0],
-                title: $("answer-title").textContent, lambda: $("lambd-value").value,
+                curves: labels("#curves svg"), answers: labels("#answers figure"),
+                plain: $("plain").textContent, lambda: $("lambd-value").value,
                 link: document.documentElement.dataset.live,
                 moved: ($("lambd").value = 500, $("lambd").dispatchEvent(new Event("input")),
                         $("lambd-value").value)};""", tmp_path)
-    image = load_shapes("test", page_maker.SCENES[5] + 1).images[-1]
+    image = load_shapes("test", page_maker.SCENES[3] + 1).images[-1]
     assert found["pixel"] == [*image[:, 10, 2].tolist(), 255] and found["moved"] == "1"
-    assert found["words"].startswith("Step 3 in layer 1, λ = 0.2, admm: S is")
     assert found["lambda"] == "0.2" and len(found["maps"]) == 4 * 3
-    assert set(found["link"].split("&")) == {"#try", "scene=5", "lambd=0.2", "n_iter=3",
-                                             "form=admm", "layers=1", "seed=7"}
+    assert set(found["link"].split("&")) == {"#try", "scene=3", "lambd=0.2", "n_iter=3",
+                                             "form=admm", "layers=1", "eps=7"}
     itself = re.search(r"in row 4, column 4 (\S+)$", found["maps"][-1])[1]
-    assert found["maps"][-1].startswith("attention of the framed patch, step 3: mean ")
     assert f"gives itself {100 * float(itself):.0f} % of its attention" in found["words"]
     for curve, last in zip(found["curves"], (r"residual (\S+) of", r"entropy (\S+) nats")):
         *_, at_last = numbers = [float(x) for x in curve.split(": ")[1].split(", ")]
-        said = float(re.search(last, found["words"])[1])
-        assert len(numbers) == 3 and at_last == pytest.approx(said, abs=6e-3)
-    best = found["title"].removeprefix("RPC: ").replace(",", "")
-    assert best in found["bars"]
+        stated = float(re.search(last, found["words"])[1])
+        assert len(numbers) == 3 and at_last == pytest.approx(stated, abs=6e-3)
+    says = re.search(r"RPC says (\w+), (\d+ %)", found["plain"])
+    assert found["answers"][2].startswith(f"RPC: {says[1]} {says[2]}, without paint ")
 
 
 @needs_chromium
-def test_in_a_browser_the_attack_runs_and_stops(page, tmp_path):
+def test_first_visit_paints_and_stroke_updates_numbers(page, tmp_path):
+    found = in_chromium(page, """
+        while (!$("plain").textContent) await wait(20);
+        const first = $("plain").textContent, box = $("picture").getBoundingClientRect();
+        const at = {clientX: box.left + 0.9 * box.width, clientY: box.top + 0.9 * box.height};
+        $("picture").dispatchEvent(new PointerEvent("pointerdown", {...at, buttons: 1}));
+        while ($("plain").textContent === first) await wait(20);
+        const second = $("plain").textContent;
+        $("clean").click();
+        while ($("plain").textContent === second) await wait(20);
+        return [first, second, $("plain").textContent, $("expert").open];""", tmp_path)
+    first, second, third, is_open = found
+    assert first.startswith("Six patches are noise") and second.startswith("Seven patches")
+    numbers = r"(\d\.\d\d) and (\d\.\d\d)"
+    assert re.search(numbers, first)[0] != re.search(numbers, second)[0]
+    assert third.startswith("Nothing is painted") and not is_open
+
+
+@needs_chromium
+def test_attack_counts_fooled_scenes_and_stops(page, tmp_path):
     found = in_chromium(page, """
         let clock = performance.now();
         performance.now = () => clock += 5;                 // virtual time stands while scripts run
-        location.hash = "#try&eps=4&seed=5";
-        while (!document.documentElement.dataset.live?.endsWith("seed=5")) await wait(20);
-        new MutationObserver(() => /query [1-9]/.test($("duel").textContent) && $("stop").click())
-          .observe($("duel"), {subtree: true, childList: true});
+        location.hash = "#try&eps=16";
+        while (!document.documentElement.dataset.live?.endsWith("eps=16")) await wait(20);
+        new MutationObserver(() => /Query [2-9]/.test($("verdict").textContent)
+                             && $("stop").click())
+          .observe($("verdict"), {subtree: true, childList: true});
         $("start").click();
-        while (!$("verdict").textContent) await wait(20);
-        return {duel: $("duel").textContent, verdict: $("verdict").textContent};""", tmp_path)
-    assert "Budget 4/255, seed 5: " in found["verdict"]
-    asked = re.findall(r"(softmax|symmetric|RPC), query (\d+): ", found["duel"])
-    assert len(dict(asked)) == 3 and all(0 < int(query) < 200 for _, query in asked)    # of 1,000
+        while (!$("verdict").textContent.startsWith("After")) await wait(20);
+        const crossed = [...document.querySelectorAll("#duel canvas")].filter(canvas =>
+          canvas.title.includes("became")).length;
+        return [$("verdict").textContent, crossed];""", tmp_path)
+    counts = re.search(r"Fooled: (\d+), (\d+), (\d+) of 10", found[0])
+    assert "largest change 16 of 255" in found[0]
+    assert sum(map(int, counts.groups())) == found[1] > 0
 
 
 @needs_chromium
-def test_slides_fit_the_window_and_can_be_read_from_the_last_row(tmp_path):
+def test_slides_fit_window_with_readable_text(tmp_path):
     """No slide overflows, and no text is under 24 pixels."""
     width, height, found = in_chromium(page_maker.slides(), """
         const found = [];
@@ -346,14 +399,14 @@ def test_slides_fit_the_window_and_can_be_read_from_the_last_row(tmp_path):
         return [innerWidth, innerHeight, found];""", tmp_path)
     assert (width, height) == (1280, 720)
     assert len(found) == 2 + (ROOT / "lecture/slides.md").read_text().count("\n## ")
-    assert [name for name, *_ in found][:3] == ["slide-1", "try", "attack"]
+    assert [name for name, *_ in found][2:4] == ["try", "attack"]
     for name, wide, high, title, least in found:
         assert wide <= 0 and high <= 0 and title >= 40 and least >= 23.5, name
 
 
 # --- the file -------------------------------------------------------------------------------------
 
-def test_the_page_fetches_nothing_is_small_and_every_picture_and_control_has_words(page):
+def test_page_fetches_nothing_and_labels_everything(page):
     assert len(page.encode()) < 3e6 and "default-src 'none'" in page
     written = re.sub(r"<script.*?</script>", "", page, flags=re.S)
     assert set(re.findall(r"<(\w+)[^>]* (?:src|(?:xlink:)?href)=\"(?!#|data:)", written)) == {"a"}
@@ -367,7 +420,7 @@ def test_the_page_fetches_nothing_is_small_and_every_picture_and_control_has_wor
         assert page.count(f'"{alt}"') == 1
 
 
-def test_formulas_are_mathml_code_stays_code_and_titles_are_escaped(monkeypatch):
+def test_formulas_become_mathml_and_titles_are_escaped(monkeypatch):
     text = ("## 1 < 2 & <b>3</b>\n\n$$\\frac{a}{b}$$ and $c_d * e * f$, `$no$` "
             "[file](../vit.py) [site](https://x.org) "
             "[part](#part-1)\n\n```python\nx = '$y$'\n```\n\n| a | b |\n|---|---|\n| 1 | $|z|$ |\n")
@@ -384,16 +437,16 @@ def test_formulas_are_mathml_code_stays_code_and_titles_are_escaped(monkeypatch)
     assert '<section id="a-the-other">' in whole
 
 
-def test_every_link_within_the_page_leads_to_a_part_of_it(page):
+def test_inner_links_of_page_have_targets(page):
     assert set(re.findall(r'href="#([^"]+)"', page)) <= set(re.findall(r' id="([^"]+)"', page))
     for _, name in re.findall(page_maker.PICTURE, TEXT):        # pictures share no name of a part
         parts = re.findall(r' id="([^"]+)"', page_maker.figure(name, ""))
         assert parts and all(part.startswith(f"{name}-") for part in parts)
 
 
-def test_the_scenes_of_the_page_are_the_test_scenes_to_the_last_bit():
+def test_scenes_of_page_are_test_scenes():
     data, split = page_maker.page_data(), load_shapes("test", 40)
     for scene, text, label in zip(page_maker.SCENES, data["scenes"], data["labels"], strict=True):
         assert base64.b64decode(text) == bytes(split.images[scene].flatten().tolist())
         assert label == split.labels[scene] and data["classes"] == split.classes
-    assert sorted(data["labels"]) == list(range(10))                    # a scene of each shape
+    assert sorted(data["labels"]) == list(range(10))                    # one scene of each shape

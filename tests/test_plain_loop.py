@@ -1,4 +1,4 @@
-"""Runs with every flag away from its default equal plain loops of timm's and torch's own parts."""
+"""Runs with no flag at its default equal plain loops that use timm's and torch's parts."""
 
 import math
 from functools import partial
@@ -45,7 +45,7 @@ def order_of(f, n, step):
 
 
 def augmented(f, images, position):
-    """Shift, flip, RandAugment, erase: the operations have tests of their own."""
+    """Shift, flip, RandAugment, erase: other tests check the operations."""
     def draw(n, purpose):
         return uniform(position, n, f.seed, purpose)
     images = augment.random_crop(images, draw(2, rng.SHIFT), f.pad)
@@ -141,7 +141,7 @@ MICRO = dict(embed_dim=96, depth=6, num_heads=3, rpc_layers=(1, 3), drop_path=0.
 
 
 def assert_close(row, expected):
-    """A row of the log beside the loop's, numbers within float noise; lists are rounded."""
+    """Compare a row of the log with the loop's, up to rounding."""
     assert set(row) == set(expected)
     for key, value in expected.items():
         if isinstance(value, dict):
@@ -210,7 +210,7 @@ def test_a_language_model_run_equals_the_plain_loop(alone):
 
 @pytest.mark.parametrize("data", ["camvid", "ade20k"])
 def test_a_segmentation_run_equals_the_plain_loop(alone, data):
-    """The first steps. Views have tests of their own; ade20k's recipe is SGD, the others AdamW."""
+    """The first steps. Other tests check views; ade20k's recipe uses SGD, camvid's AdamW."""
     make_pairs()
     f = dict(data=data, data_dir="pairs", num_classes=4, model="micro", patch_size=8,
              attn="sym_asym", decoder_attn="symmetric", rpc_layers="1,3", n_iter=3, lambd=0.3,

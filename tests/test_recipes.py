@@ -1,4 +1,4 @@
-"""The recipes that --data selects, and the commands in docs/data.md, equal the papers' recipes."""
+"""Recipes that --data selects, and commands in docs/data.md, have the papers' settings."""
 
 import re
 import shlex
@@ -36,12 +36,13 @@ RECIPES = {
              lr=2.5e-4, warmup=2000, eval_every=4000),
     "train_seg.py --data ade20k":
         dict(OURS, min_lr=1e-5, dropout=0.1, patch_size=16, model="tiny", lr=1e-3, weight_decay=0,
-             clip=0, drop_path=0.1, size=512, num_classes=150, epochs=64, batch_size=8),
+             optimizer="sgd", clip=0, drop_path=0.1, size=512, num_classes=150, epochs=64,
+             batch_size=8),
 }
 
 
 def commands():
-    """Return the paper's commands in docs/data.md, as lists of the words after torchrun's flags."""
+    """The commands of docs/data.md's runs of the paper, each the words after torchrun's flags."""
     text = (ROOT / "docs/data.md").read_text().replace("\\\n", " ")
     found = re.findall(r"^torchrun .*?(train_\w+\.py .*)$", text, re.M)
     return [shlex.split(line, comments=True) for line in found if not line.endswith("...")]
@@ -54,7 +55,7 @@ def flags_of(script, words):
 
 @pytest.mark.parametrize("command", RECIPES)
 def test_recipes_are_the_papers(command):
-    """docs/data.md has the command of a recipe that needs more flags than --data and --model."""
+    """A recipe with more flags than --data and --model is a line of docs/data.md."""
     script, *words = command.split()
     if words[-1].startswith("fan"):
         words = next(line[1:] for line in commands() if words[-1] in line)
@@ -73,9 +74,9 @@ def test_commands_of_the_papers_runs_parse():
 
 
 @pytest.mark.parametrize("script, recipe, shown", [
-    ("train_cls.py", "imagenet", "falls until then (default: 300)"),
-    ("train_lm.py", "wikitext103", "the cosine ends there (default: 500000)"),
-    ("train_seg.py", "ade20k", "the schedule ends there (default: 64)")])
+    ("train_cls.py", "imagenet", "the whole schedule (default: 300)"),
+    ("train_lm.py", "wikitext103", "the whole schedule (default: 500000)"),
+    ("train_seg.py", "ade20k", "the whole schedule (default: 64)")])
 def test_help_prints_the_recipe(script, recipe, shown, capsys):
     with pytest.raises(SystemExit):
         call(SCRIPTS[script].get_args, "--help --data", recipe)

@@ -1,5 +1,5 @@
-"""data/text.py: tokens as lmtool counts them, a text of one's own laid out as WikiText, windows
-that any process draws alike, and sliding evaluation equal to lmtool's.
+"""Tests of data/text.py: lmtool's tokens, your own text in WikiText's layout, windows that every
+process draws alike, sliding evaluation equal to lmtool's.
 """
 
 import math
@@ -18,8 +18,8 @@ import peers
 from robust.words import word_swap
 from common import InputError
 from conftest import SHARED
-from data.text import (load_corpus, perplexity, pydoc_folder, random_windows, read_lines,
-                       sliding_nll, text_folder)
+from data.text import (lines_to_score, load_corpus, perplexity, pydoc_folder, random_windows,
+                       read_lines, sliding_nll, text_folder)
 from lm import LM, LMConfig
 from upstream import LMTOOL, lmtool_model
 
@@ -45,7 +45,7 @@ def folder(tmp_path, monkeypatch):
 
 # --- words and ids --------------------------------------------------------------------------------
 
-def test_every_line_ends_with_eos_and_words_are_sorted_by_count_then_appearance(folder):
+def test_words_are_sorted_by_count_then_appearance(folder):
     corpus = load_corpus(folder)
     # 3 x the, then 2 x =, sat, in order
     assert corpus.vocab.words[:4] == ["<eos>", "the", "=", "sat"]
@@ -55,7 +55,7 @@ def test_every_line_ends_with_eos_and_words_are_sorted_by_count_then_appearance(
     assert len(corpus.train) == len(TRAIN.split()) + 4 and corpus.train.dtype == np.dtype("<u4")
 
 
-def test_only_a_newline_ends_a_line_and_case_counts(tmp_path):
+def test_only_a_newline_ends_a_line(tmp_path):
     # no newline at the end
     write(tmp_path, "one\x0btwo\x85three\u2028Four four\rfive <unk>\r\n<eos> six")
     corpus = load_corpus(tmp_path)
@@ -64,7 +64,7 @@ def test_only_a_newline_ends_a_line_and_case_counts(tmp_path):
     assert read_lines(tmp_path / "wiki.train.tokens")[1:] == ["<eos> six"]
 
 
-def test_wikitext_103_has_its_tokens_and_the_attack_swaps_as_many_words_as_the_released_one(
+def test_wikitext_103_has_its_tokens_and_swapped_words(
         tmp_path):
     path = SHARED / "data/wikitext103_eval/wiki.valid.tokens"
     lines, tokens, swapped = peers.wikitext(path, 217_646, 3_148)
@@ -78,21 +78,28 @@ def test_wikitext_103_has_its_tokens_and_the_attack_swaps_as_many_words_as_the_r
     assert sum(len(line.split()) + 1 for line in attacked) == tokens
 
 
-def test_a_word_without_unk_and_a_missing_empty_or_binary_file_are_named(folder):
+def test_new_words_become_unk_if_training_has_none(folder, capsys):
     write(folder, TRAIN.replace("<unk>", ""))
-    with pytest.raises(InputError, match="'unseen'.*no <unk>"):
-        load_corpus(folder)
-    (folder / "wiki.valid.tokens").write_bytes(b"")
-    with pytest.raises(InputError, match="wiki.valid.tokens"):
-        load_corpus(folder)
-    write(folder, valid=b"good line\nbad \xff\xfe\n")
-    with pytest.raises(InputError, match="wiki.valid.tokens"):
-        load_corpus(folder)
+    corpus = load_corpus(folder)
+    assert corpus.vocab.words[-1] == "<unk>" and (corpus.train != corpus.vocab["<unk>"]).all()
+    assert [corpus.vocab.words[i] for i in corpus.valid][:4] == ["the", "cat", ",", "<unk>"]
+    assert "2 words" in capsys.readouterr().out
+    write(folder, TRAIN.replace("<unk>", ""), " the cat \n", " a mat on \n".replace("a ", "the "))
+    assert "<unk>" not in load_corpus(folder).vocab                 # nobody needs it
+    with pytest.raises(InputError, match="'unseen'"):
+        load_corpus(folder).vocab.encode_lines(["unseen"])
+
+
+def test_missing_empty_and_binary_token_files_are_named(folder):
+    for text in (b"", b"good line\nbad \xff\xfe\n", b"t\0h\0e\0"):
+        write(folder, valid=text)
+        with pytest.raises(InputError, match="wiki.valid.tokens"):
+            load_corpus(folder)
 
 
 # --- pydoc ----------------------------------------------------------------------------------------
 
-def test_pydocs_text_is_made_of_topics_and_docstrings_each_in_one_split(tmp_path, monkeypatch):
+def test_pydocs_documents_are_each_in_one_split(tmp_path, monkeypatch):
     """On a part of the library: all of it takes seconds to parse."""
     library = Path(os.__file__).parent
     (tmp_path / "lib" / "json").mkdir(parents=True)
@@ -112,7 +119,7 @@ def test_pydocs_text_is_made_of_topics_and_docstrings_each_in_one_split(tmp_path
         assert found and {zlib.crc32(f"topic {name}".encode()) % 16 for name in found} <= sixteenths
 
 
-# --- a text of one's own --------------------------------------------------------------------------
+# --- your own text --------------------------------------------------------------------------------
 
 BOOK = "".join(f"The cat's {'old ' * (i % 3)}hat, number {i % 7},\n"
                f"was on   the mat\u2014{'x' * (i % 5 + 1)}.\n\n \n" for i in range(40))
@@ -122,7 +129,7 @@ def lines_of(folder, split):
     return read_lines(Path(folder) / f"wiki.{split}.tokens")
 
 
-def test_a_txt_becomes_wikitext_ninety_five_and_five_percent_of_its_paragraphs(folder):
+def test_a_text_file_is_split_by_paragraphs(folder):
     Path("mine").mkdir()
     Path("mine/book.txt").write_text(BOOK)
     Path("book.txt").write_text(BOOK)  # another text of the same name
@@ -130,7 +137,7 @@ def test_a_txt_becomes_wikitext_ninety_five_and_five_percent_of_its_paragraphs(f
     assert text_folder("folder", "book.txt") != made
     assert made.parts[:2] == ("out", "cache") and made.name.startswith("book_")
     Path(made, "wiki.valid.tokens").write_text(" of another text \n")
-    assert text_folder("folder", "mine/book.txt") == made  # written anew, as it may have changed
+    assert text_folder("folder", "mine/book.txt") == made  # written again
     assert [len(lines_of(made, split)) for split in data_text.SPLITS] == [37, 2, 2]
     fifth, first = lines_of(made, "train")[4].split(), lines_of(made, "valid")[0].split()
     assert fifth == "The cat's old hat , number 4 , was on the mat \u2014 xxxxx .".split()
@@ -141,7 +148,7 @@ def test_a_txt_becomes_wikitext_ninety_five_and_five_percent_of_its_paragraphs(f
     assert len(corpus.train) == len(words) + 37
 
 
-def test_rare_words_of_a_txt_and_new_words_of_its_end_are_unknown_and_their_share_is_said(folder):
+def test_rare_and_new_words_become_unk(folder):
     text = BOOK.replace("number 3", "number three", 2).replace("number 1", "number uno")
     Path("book.txt").write_text(text)
     corpus = load_corpus(text_folder("folder", "book.txt"))
@@ -166,14 +173,29 @@ def test_words_of_other_scripts(text, words):
     assert data_text.words_of(text) == words.split()
 
 
-def test_any_file_is_a_text_and_its_byte_order_mark_is_no_word(folder):
+def test_byte_order_marks_are_no_words(folder):
     Path("notes.md").write_bytes(b"\xef\xbb\xbf" + BOOK.encode())
     Path("plain.txt").write_text(BOOK)
-    corpus, plain = (load_corpus(text_folder("folder", name)) for name in ("notes.md", "plain.txt"))
-    assert corpus.vocab == plain.vocab and np.array_equal(corpus.train, plain.train)
+    Path("utf16.txt").write_text(BOOK, encoding="utf-16")
+    corpus, plain, utf16 = (load_corpus(text_folder("folder", name))
+                            for name in ("notes.md", "plain.txt", "utf16.txt"))
+    for other in (corpus, utf16):
+        assert other.vocab == plain.vocab and np.array_equal(other.train, plain.train)
 
 
-def test_what_is_no_text_is_named_in_one_line(folder):
+def test_latin1_texts_are_named_with_a_conversion(folder):
+    Path("my book.txt").write_bytes(BOOK.replace("cat", "chat \xe9").encode("latin1", "ignore"))
+    with pytest.raises(InputError, match="iconv -f LATIN1 -t UTF-8 'my book.txt' > NEW"):
+        text_folder("folder", "my book.txt")
+
+
+def test_names_of_texts_need_not_be_utf8(folder):
+    name = os.fsdecode(b"caf\xe9.txt")
+    Path(name).write_text(BOOK)
+    assert len(load_corpus(text_folder("folder", name)).train)
+
+
+def test_files_without_text_are_named(folder):
     for text in (" \n\n \n", "a b\n" * 19, b"caf\xe9"):
         Path("a.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
         with pytest.raises(InputError, match="a.txt"):
@@ -185,12 +207,23 @@ def test_what_is_no_text_is_named_in_one_line(folder):
     assert not Path("out").exists()
 
 
+def test_another_text_is_scored_word_by_word(folder):
+    """In the model's vocabulary: rare words of the new text do not become <unk>."""
+    Path("book.txt").write_text(BOOK + "\n\nOne zebra.\n")
+    trained = dict(data_dir=str(folder))
+    whole = lines_to_score("folder", "book.txt", trained)["whole"]
+    assert len(whole) == 41 and whole[-1] == "One zebra ."
+    assert lines_to_score("folder", "book.txt", dict(data_dir="book.txt")).keys() == {"valid",
+                                                                                      "test"}
+    assert lines_to_score("folder", str(folder), {})["test"] == [TEST.rstrip("\n")]
+
+
 # --- training windows -----------------------------------------------------------------------------
 
 TEXT = np.arange(10_000, dtype="<u4")
 
 
-def test_a_window_is_consecutive_tokens_drawn_by_seed_step_and_position_only():
+def test_windows_depend_on_seed_step_and_place_alone():
     whole = random_windows(TEXT, 5, 16, 8, 1)
     assert whole.shape == (16, 9) and whole.dtype == torch.int64 and (whole.diff() == 1).all()
     for b in (8, 4, 1):
@@ -201,13 +234,13 @@ def test_a_window_is_consecutive_tokens_drawn_by_seed_step_and_position_only():
     assert len(set(whole[:, 0].tolist())) == 16
 
 
-def test_every_window_of_a_short_text_is_drawn_equally_often():
+def test_every_window_is_drawn_equally_often():
     starts = torch.cat([random_windows(TEXT[:14], step, 100, 8, 0)[:, 0] for step in range(60)])
     counts = torch.bincount(starts)
     assert len(counts) == 6 and (counts - 1000).abs().max() < 150  # 5 standard deviations
 
 
-def test_windows_reach_every_place_of_a_text_larger_than_24_bits():
+def test_windows_reach_every_place_of_a_large_text():
     class Places:  # WikiText-103's length, no memory
         def __len__(self):
             return 103_227_021
@@ -216,7 +249,7 @@ def test_windows_reach_every_place_of_a_text_larger_than_24_bits():
             return at
     starts = torch.cat([random_windows(Places(), step, 4096, 1, 0)[:, 0] for step in range(25)])
     assert 0 <= starts.min() < 20_000 and 103_200_000 < starts.max() < 103_227_020
-    # 102,400 but for repeats
+    # 102,400 minus repeats
     assert (starts % 7).bincount().min() > 14_000 and len(starts.unique()) > 102_300
     assert random_windows(TEXT[:9], 0, 4, 8, 0)[:, 0].eq(0).all()
 
@@ -242,7 +275,7 @@ class Reads(torch.nn.Module):
 
 @pytest.mark.parametrize("M", [9, 17, 30])
 @pytest.mark.parametrize("stride", [1, 3, 7, 8])
-def test_every_token_is_scored_once_with_the_context_that_was_promised(M, stride):
+def test_every_token_is_scored_once_with_its_context(M, stride):
     model = Reads()
     # of each target, in tokens
     context = sliding_nll(model, torch.arange(M), 8, stride, batch_size=3)
@@ -278,7 +311,7 @@ def test_totals_equal_lmtools_whatever_the_batch(golden, name):
         assert perplexity(torch.cat(streams)) == pytest.approx(ppl, rel=1e-5)
 
 
-def test_processes_share_the_windows_and_their_parts_add_up():
+def test_processes_share_the_windows():
     torch.manual_seed(0)
     model, text = LM(LMConfig(60, 16, embed_dim=32, depth=2, num_heads=4,
                               mlp_dim=64)).eval(), torch.randint(60, (150,))
@@ -287,7 +320,7 @@ def test_processes_share_the_windows_and_their_parts_add_up():
     assert all((part == 0).any() for part in parts)
 
 
-def test_windows_that_cannot_be_are_refused_in_one_line():
+def test_impossible_windows_are_rejected():
     for window, stride in ((4, 0), (4, 5), (10, 1)):
         with pytest.raises(InputError, match=f"window {window}, stride {stride}"):
             sliding_nll(Reads(), torch.arange(10), window, stride)

@@ -1,5 +1,5 @@
-"""What holds for all three trainers: runs stop, go on and spread over processes without changing a
-number; bad input ends in one line and loses nothing. The real scripts, small settings."""
+"""Tests of all three trainers, with the real scripts and small settings: stopping, resuming and
+more processes change no number; bad input ends in one line and loses nothing."""
 
 import json
 import os
@@ -31,12 +31,12 @@ SCRIPTS = dict(cls=train_cls, lm=train_lm, seg=train_seg)
 SMALL = dict(
     cls="--model nano --num_images 48 --image_size 16 --patch_size 4 --batch_size 16 --log_every 1 "
         "--epochs 8 --eval_every 100",
-    lm="--data_dir text --context 8 --batch_size 4 --steps 30 --words 5 --warmup 5 --log_every 1 "
-       "--eval_every 3",
+    lm="--data_dir text --attn rpc --context 8 --batch_size 4 --steps 30 --words 5 --warmup 5 "
+       "--log_every 1 --eval_every 3",
     seg="--data camvid --data_dir pairs --num_classes 4 --size 32 --patch_size 8 --batch_size 4 "
         "--epochs 8 --log_every 1 --num_workers 0 --eval_every 100 --dropout 0.1 "
         "--drop_path 0.1")
-# what makes a step random or remembers one, on
+# everything on that is random or has state
 RANDOM = dict(
     cls="--data imagenet --data_dir tree --batch_size 12 --epochs 3 --warmup_epochs 1 "
         "--num_workers 0 --num_ops 2 --erase 0.5 --mixup 0.8 --cutmix 1 --smoothing 0.1 --pad 2 "
@@ -66,12 +66,12 @@ def bad(name, *parts):
 # --- stopping and going on ------------------------------------------------------------------------
 
 @each
-def test_three_steps_and_three_resumed_equal_six_bit_for_bit(name):
+def test_resumed_run_is_bit_identical(name):
     make_tree(classes=3, train=12)
     run = flags(RANDOM[name], "--clip 0.1")
     train(name, run, "--max_steps 6 --out_dir whole")
     train(name, run, "--max_steps 3 --out_dir parts")
-    if name != "lm":                        # the run of three had to evaluate, the other had not
+    if name != "lm":                        # only the run of three evaluated
         lines = Path("parts/log.jsonl").read_text().splitlines(True)
         Path("parts/log.jsonl").write_text("".join(row for row in lines if '"eval":' not in row))
     resume(name, "parts --max_steps 6")                                     # remembers its flags
@@ -83,7 +83,7 @@ def test_three_steps_and_three_resumed_equal_six_bit_for_bit(name):
 
 @each
 def test_a_kill_before_any_write_loses_nothing(name, monkeypatch, capsys):
-    """From what the folder holds before each row, evaluation or checkpoint a run goes on."""
+    """Copy the folder before each row, evaluation and checkpoint; every copy resumes."""
     run = dict(cls="--num_images 18 --epochs 2 --eval_every 1 --keep_best",
                lm="--max_steps 2 --eval_every 1",
                seg="--epochs 2 --batch_size 9 --eval_every 1 --keep_best")[name]
@@ -116,7 +116,7 @@ def test_a_kill_before_any_write_loses_nothing(name, monkeypatch, capsys):
 
 
 @each
-def test_best_is_the_best_evaluation_of_the_run_and_of_what_it_goes_on_with(name, monkeypatch):
+def test_best_is_the_best_evaluation_across_resumes(name, monkeypatch):
     """The second of three evaluations is the best one; the third follows a resume."""
     what, numbers = dict(cls=("loss", (3.0, 1.0, 2.0)), lm=("perplexity", (3.0, 1.0, 2.0)),
                          seg=("mean_iou", (1.0, 3.0, 2.0)))[name]
@@ -135,11 +135,11 @@ def test_best_is_the_best_evaluation_of_the_run_and_of_what_it_goes_on_with(name
 
 
 @each
-def test_ctrl_c_ends_in_the_line_that_resumes_and_a_folder_is_not_taken_twice(name):
+def test_ctrl_c_prints_the_command_that_resumes(name):
     forever = "--steps 1000000 --eval_every 2" if name == "lm" else "--epochs 100000"
     process = Started(SCRIPTS[name].main, flags(SMALL[name], forever, "--out_dir a"))
     wait_for("a/last.pt", process)
-    assert "a holds a run: go on with it by --resume a" in bad(name, "--out_dir a")
+    assert "a holds a run: continue it with --resume a" in bad(name, "--out_dir a")
     assert "another process trains in a" in refused(SCRIPTS[name], "--resume a --max_steps 1")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
@@ -151,7 +151,7 @@ def test_ctrl_c_ends_in_the_line_that_resumes_and_a_folder_is_not_taken_twice(na
 
 
 @each
-def test_a_run_that_died_before_its_first_checkpoint_leaves_its_folder_free(name, monkeypatch):
+def test_a_run_without_checkpoint_leaves_its_folder_free(name, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(common, "save", lambda *args, **how: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -162,15 +162,15 @@ def test_a_run_that_died_before_its_first_checkpoint_leaves_its_folder_free(name
     assert_same_run("a", "b")
 
 
-def test_a_redirected_run_prints_a_line_with_loss_and_speed_at_every_row(capsys):
+def test_a_redirected_run_prints_loss_and_speed(capsys):
     train("cls", "--max_steps 4 --log_every 2 --out_dir a")
     out = capsys.readouterr().out
     assert re.findall(r"^step +(\d+)  loss [\d.]+  \d+ images/s$", out, re.M) == ["2", "3", "4"]
 
 
 @each
-def test_what_is_not_finite_stops_the_run_and_keeps_the_last_good_state(name, monkeypatch):
-    """A step's loss is that of the weights before it: the weights are looked at, too."""
+def test_numbers_not_finite_keep_the_last_good_state(name, monkeypatch):
+    """A step's loss uses the weights before the step, so the weights are checked, too."""
     Adam = torch.optim.Adam if name == "lm" else torch.optim.AdamW
     owner, function = (LM, "forward") if name == "lm" else (SCRIPTS[name].F, "cross_entropy")
     real, step, calls, wrong = getattr(owner, function), Adam.step, [], [5]
@@ -206,7 +206,7 @@ def test_what_is_not_finite_stops_the_run_and_keeps_the_last_good_state(name, mo
 
 
 @each
-def test_the_rate_of_a_row_is_per_second_and_leaves_out_evaluations_and_saving(name, monkeypatch):
+def test_speed_excludes_evaluations_and_saving(name, monkeypatch):
     """A forward pass takes half a second, an evaluation a hundred, a checkpoint a thousand."""
     Model, batch = dict(cls=(ViT, 16), lm=(LM, 4 * 8), seg=(Segmenter, 4))[name]
     now, real, forward, save = [0.0], SCRIPTS[name].evaluate, Model.forward, common.save
@@ -231,10 +231,10 @@ def test_the_rate_of_a_row_is_per_second_and_leaves_out_evaluations_and_saving(n
     assert len(rates) >= 2 and set(rates) == {2 * batch}
 
 
-# --- what --resume keeps, and what it refuses -----------------------------------------------------
+# --- what --resume keeps and rejects --------------------------------------------------------------
 
 @each
-def test_a_run_is_kept_whatever_it_is_asked_to_go_on_with(name):
+def test_resume_rejects_changes_and_keeps_the_run(name):
     train(name, "--max_steps 2 --out_dir a")
     whole, text = Path("a/last.pt").read_bytes(), Path("a/log.jsonl").read_bytes()
 
@@ -252,7 +252,8 @@ def test_a_run_is_kept_whatever_it_is_asked_to_go_on_with(name):
             ("training_images", 7), ("classes", list("wxyz"))):                 # other data
         assert part in stored(**{part: value})
     for flag, word in (("--attn symmetric", "attn"), ("--out_dir b", "out_dir"),
-                       ("--n_iter 5", "pap" if name != "seg" else "n_iter")):
+                       ("--n_iter 5", "pap" if name != "seg" else "n_iter"),
+                       ("--batch_size 2", "--batch_size: it was")):
         assert word in refused(SCRIPTS[name], "--resume a", flag)
     assert (Path("a/last.pt").read_bytes(), Path("a/log.jsonl").read_bytes()) == (whole, text)
     assert call(SCRIPTS[name].get_args, "--resume a")[0].max_steps is None      # was for once
@@ -260,8 +261,24 @@ def test_a_run_is_kept_whatever_it_is_asked_to_go_on_with(name):
     assert list(log("a")) == [1, 2, 3]
 
 
+def test_printed_commands_are_quoted(capsys):
+    train("cls", "--max_steps 1 --out_dir", ["my run"])
+    assert "\nnext: python eval_robust.py --ckpt 'my run'\n" in capsys.readouterr().out
+    assert "continue it with --resume 'my run'" in bad("cls", "--out_dir", ["my run"])
+
+
 @each
-def test_a_resumed_run_takes_other_flags_and_says_which(name, capsys):
+def test_a_run_folder_may_have_any_name(name, monkeypatch, capsysbinary):
+    """Names come from the file system, where they need not be UTF-8."""
+    folder = os.fsdecode(b"caf\xe9")
+    call(lambda: common.run(SCRIPTS[name].main), SMALL[name], "--max_steps 1 --out_dir", [folder])
+    resume(name, [folder], "--max_steps 2")
+    assert list(log(folder)) == [1, 2] and common.load(folder)["step"] == 2
+    assert b"caf" in capsysbinary.readouterr().out
+
+
+@each
+def test_a_resumed_run_prints_flags_that_differ(name, capsys):
     train(name, "--max_steps 2 --clip 0 --lr 1e-3 --out_dir a", "--amp" * (name == "lm"))
     before = common.load("a/last.pt")["model"]
     later = "--steps 40" if name == "lm" else "--weight_decay 0.5 --epochs 9"
@@ -279,7 +296,7 @@ def test_a_resumed_run_takes_other_flags_and_says_which(name, capsys):
         rate = (train_cls.learning_rate(2, 3, 27, args) if name == "cls" else
                 train_seg.learning_rate(2, 27, args))
     assert log("a", "lr")[3] == pytest.approx(rate)
-    for k, average in checkpoint.get("ema", {}).items():    # a new one begins with what is resumed
+    for k, average in checkpoint.get("ema", {}).items():    # begins with the resumed weights
         torch.testing.assert_close(average, before[k].lerp(checkpoint["model"][k], 0.1))
 
 
@@ -300,6 +317,14 @@ def main_and_seed(name):
         common.Log = common.save = None
     SCRIPTS[name].main()
     print(torch.initial_seed())
+
+
+@each
+def test_two_processes_print_no_warning(name):
+    """One image per process: the gradient of a token that all images share has its layout."""
+    run = flags(SMALL[name], "--max_steps 2 --batch_size 2 --out_dir two")
+    out, err = group(SCRIPTS[name].main, run, errors=True)[1]
+    assert "warn" not in (out + err).lower()
 
 
 @each
@@ -330,7 +355,7 @@ def test_two_processes_equal_one(name):
 
 # --- bad input ------------------------------------------------------------------------------------
 
-# The line that is expected names the flag, or what is said after "->".
+# The expected line names the flag, or the word after "->".
 OF_ALL = """
 --batch_size 0; --batch 16; --attn linear; --max_steps 0; --lr nan; --lr -1; --lr 1e300
 --lambd -1; --rpc_layers foo; --rpc_layers 9; --rpc_layers 2-0; --seed -1; --device cdua
@@ -354,7 +379,7 @@ BAD = dict(cls="""
 
 
 @each
-def test_bad_flags_end_in_one_line_that_names_them(name, monkeypatch):
+def test_bad_flags_end_in_one_line(name, monkeypatch):
     Path("notes.txt").write_text("root:x:0:0:not a checkpoint\n")
     for row in filter(None, re.split("; |\n", OF_ALL + BAD[name])):
         flag, _, word = row.partition(" -> ")

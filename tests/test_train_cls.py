@@ -1,4 +1,4 @@
-"""Claims about train_cls.py alone; what holds for every trainer is in test_train.py."""
+"""Tests of train_cls.py alone; test_train.py tests what all trainers do."""
 
 import os
 import shutil
@@ -32,7 +32,7 @@ def imagenet(tmp_path_factory):
     return root
 
 
-def test_the_default_run_ends_in_its_accuracy_and_its_checkpoint_alone_reproduces_it(capsys):
+def test_the_checkpoint_alone_reproduces_the_accuracy(capsys):
     train("--max_steps 2 --num_images 500")         # all else as in the README's first command
     *_, said, following = capsys.readouterr().out.strip().splitlines()
     folder, test = Path("out/shapes_rpc"), load_shapes("test", 100)
@@ -47,7 +47,7 @@ def test_the_default_run_ends_in_its_accuracy_and_its_checkpoint_alone_reproduce
     assert "--resume out/shapes_rpc, or choose another --out_dir" in bad("--max_steps 1")
 
 
-def test_an_evaluation_keeps_no_gradients_and_leaves_training_mode():
+def test_an_evaluation_keeps_no_gradients():
     split, enabled = load_shapes("test", 4, 16), []
     model = ViT(ViTConfig(image_size=16, patch_size=8, num_classes=10, embed_dim=48, depth=1))
     model.register_forward_pre_hook(lambda *_: enabled.append(torch.is_grad_enabled()))
@@ -55,7 +55,7 @@ def test_an_evaluation_keeps_no_gradients_and_leaves_training_mode():
     assert enabled == [False] and all(module.training for module in model.modules())
 
 
-def test_broken_images_are_named_by_workers_too_and_lose_no_step(imagenet):
+def test_broken_images_are_named_by_workers(imagenet):
     shutil.copytree(imagenet, "broken")
     os.rename("broken/val/n1", "broken/val/n9")
     assert "n9" in bad(IMAGENET, "--data_dir broken")
@@ -68,16 +68,16 @@ def test_broken_images_are_named_by_workers_too_and_lose_no_step(imagenet):
         assert "n1/1.JPEG" in line and common.load(f"w{num_workers}")["step"] == 2
 
 
-def test_weights_start_a_run_that_they_fit_and_choose_its_model(imagenet, capsys):
+def test_init_from_sets_weights_and_model(imagenet, capsys):
     train(SMALL, "--attn symmetric --max_steps 2 --out_dir sym")
     train(SMALL, "--max_steps 1 --init_from sym --out_dir rpc")     # the first step's lr is 1e-6
     first, after = (common.load(name)["model"] for name in ("sym", "rpc"))
     assert all((first[k] - after[k]).abs().max() < 1e-5 for k in after)
-    assert "new head" not in capsys.readouterr().out
+    assert "is new" not in capsys.readouterr().out
     train(IMAGENET, "--image_size 16 --patch_size 4 --max_steps 1 --init_from sym --out_dir fine",
           ["--data_dir", imagenet])
     fine, patches = common.load("fine")["model"], "patch_embed.proj.weight"
-    assert "new head for 3 classes" in capsys.readouterr().out and len(fine["head.weight"]) == 3
+    assert "head for 3 classes is new" in capsys.readouterr().out and len(fine["head.weight"]) == 3
     assert (fine[patches] - first[patches]).abs().max() < 1e-5
 
     line = bad(SMALL, "--attn softmax --init_from sym")
@@ -87,18 +87,23 @@ def test_weights_start_a_run_that_they_fit_and_choose_its_model(imagenet, capsys
     train("--num_images 40 --batch_size 8 --max_steps 1 --init_from deit.pt --attn softmax "
           "--out_dir like")
     assert "as in deit.pt: {'model': 'micro', 'patch_size': 16}" in capsys.readouterr().out
+    call(train_cls.get_args, "--init_from deit.pt --attn softmax --patch_size 8")
+    assert "as in deit.pt: {'model': 'micro'}\n" in capsys.readouterr().out
     args = common.load("like")["args"]
     assert (args["model"], args["image_size"]) == ("micro", 32)
     Path("deit.pt").unlink()
     train("--resume like --max_steps 2")                            # needs the file no more
 
 
-def test_on_imagenet_what_is_compared_with_deit_starts_from_its_weights(imagenet):
+def test_all_attentions_start_from_the_same_initialisation(imagenet):
+    """PyTorch's, as in the released RPC code, unless --init asks for DeiT's; a FAN has FAN's."""
     found = {}
     for attn in ("rpc", "symmetric", "softmax"):
         train(IMAGENET, "--max_steps 1 --attn", [attn, "--out_dir", attn, "--data_dir", imagenet])
         found[attn] = common.load(attn)["model_config"]["init"]
-    assert found == dict(rpc="default", symmetric="default", softmax="trunc_normal")
+    assert found == dict(rpc="default", symmetric="default", softmax="default")
+    train(SMALL, "--attn softmax --init trunc_normal --max_steps 1 --out_dir deit")
+    assert common.load("deit")["model_config"]["init"] == "trunc_normal"
 
 
 def test_matrices_decay_those_of_scaled_attention_too():
@@ -111,8 +116,7 @@ def test_matrices_decay_those_of_scaled_attention_too():
     assert decay + rest == len(checkpoint["model"])
 
 
-def test_adversarial_images_stay_within_eps_raise_the_loss_and_leave_the_model_alone():
-    """That each pixel moves by eps on a linear model is in test_attacks.py."""
+def test_adversarial_images_raise_the_loss_within_eps():
     torch.manual_seed(0)
     model = ViT(ViTConfig(image_size=32, patch_size=8, num_classes=3, embed_dim=32, depth=2,
                           num_heads=2, attn="rpc", drop_path=0.5)).train()

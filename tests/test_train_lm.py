@@ -1,7 +1,4 @@
-"""Claims about train_lm.py alone, and about robust/words.py: what is scored is what the run knows.
-
-What holds for every trainer is in test_train.py.
-"""
+"""Tests of train_lm.py alone; test_train.py tests what all trainers do."""
 
 import shutil
 from argparse import Namespace
@@ -16,10 +13,9 @@ import common
 import train_lm
 from data import text as data_text
 from lm import lm_from_checkpoint
-from robust.words import load_texts, score
 from runs import call, log, make_text, refused
 
-SMALL = ("--data_dir text --context 16 --batch_size 8 --steps 30 --words 5 --warmup 5 "
+SMALL = ("--data_dir text --attn rpc --context 16 --batch_size 8 --steps 30 --words 5 --warmup 5 "
          "--log_every 1 --eval_every 100").split()
 train, bad = partial(call, train_lm.main), partial(refused, train_lm)
 
@@ -29,9 +25,9 @@ def a_small_text(alone):
     make_text()
 
 
-# --- a run and what it leaves ---------------------------------------------------------------------
+# --- a run and its files --------------------------------------------------------------------------
 
-def test_the_default_run_ends_in_its_result_and_needs_no_flag(monkeypatch, capsys):
+def test_the_checkpoint_alone_reproduces_the_perplexity(monkeypatch, capsys):
     """Without flags but --max_steps; pydoc's documents are made fewer for the time it takes."""
     text = "The function returns a list of words.\n\nIt takes  one argument, n.\n" * 9
     topics = {f"topic {i}": [(f"name{i}", text)] for i in range(60)}
@@ -40,17 +36,18 @@ def test_the_default_run_ends_in_its_result_and_needs_no_flag(monkeypatch, capsy
     out, folder = capsys.readouterr().out, Path("out/pydoc_rpc")
     checkpoint, sample = common.load(folder), log(folder, "sample")[2]
     vocab, model = data_text.stored_vocabulary(checkpoint), lm_from_checkpoint(checkpoint)
-    (valid, _), _ = load_texts(data_text.text_folder("pydoc", None), vocab, 64)
-    perplexity = score(model, valid, 64, 64)["segment"]         # of all tokens of the text
+    lines = data_text.read_lines(Path("out/cache").glob("pydoc_*/wiki.valid.tokens").__next__())
+    nats = data_text.sliding_nll(model, vocab.encode_lines(lines), 64, 64)      # of all tokens
+    perplexity = data_text.perplexity(nats)
     assert f"valid perplexity {perplexity:.2f} " in out
     assert checkpoint["metrics"]["perplexity"] == pytest.approx(perplexity, rel=1e-5)
     assert sample and sample[:20] in out and out.strip().endswith(f"--ckpt {folder}")
     train("--words 3 --sample", [folder])                       # not refused: it writes nothing
-    train(SMALL, "--max_steps 1")                               # a text of one's own
-    assert {d.name for d in Path("out").iterdir()} == {"cache", "pydoc_rpc", "text_rpc"}
+    train("--data_dir text --context 16 --batch_size 8 --words 0 --max_steps 1")
+    assert {d.name for d in Path("out").iterdir()} == {"cache", "pydoc_rpc", "text_symmetric"}
 
 
-def test_a_model_that_reads_the_future_trains_and_is_not_sampled():
+def test_a_model_that_leaks_is_not_sampled():
     train(SMALL, "--mu_over all --max_steps 2 --no-keep_best --out_dir a")
     config = lm_from_checkpoint(common.load("a")).config
     assert (config.context, config.pap["mu_over"]) == (16, "all") and log("a", "sample")[2] == ""
@@ -58,15 +55,15 @@ def test_a_model_that_reads_the_future_trains_and_is_not_sampled():
     assert "--sample a: mu_over='all'" in bad("--sample a")
 
 
-def test_an_attention_that_forgets_its_mask_is_refused_before_training(monkeypatch):
-    def forgets(q, k, v, causal=False):
+def test_an_attention_without_causal_mask_is_rejected(monkeypatch):
+    def forgets(q, k, v, layer):
         return attention.softmax_attention(q, k, v)
-    monkeypatch.setitem(attention.ATTENTIONS, "forgets", forgets)
+    monkeypatch.setitem(attention.ATTENTIONS, "forgets", (True, forgets))
     line = bad(SMALL, "--attn forgets --out_dir a")
     assert "--attn forgets" in line and "later words" in line and not Path("a").exists()
 
 
-def test_the_learning_rate_is_lmtools_but_for_the_first_updates(golden):
+def test_the_learning_rate_is_lmtools_after_warmup(golden):
     """In the warm-up lr k / w there, (k + 1) / (w + 1) here."""
     a = golden("lm_schedule")
     lr, warmup, total = (a[k].item() for k in ("base_lr", "warmup", "max_step"))
@@ -77,7 +74,7 @@ def test_the_learning_rate_is_lmtools_but_for_the_first_updates(golden):
     assert np.abs(ours - theirs)[1:warmup].max() < lr / warmup and theirs[0] == lr
 
 
-def test_a_text_that_is_too_short_is_named_before_training():
+def test_a_text_too_short_is_named():
     for split in ("train", "valid", "test"):
         Path(f"text/wiki.{split}.tokens").write_text(" the cat of <unk> \n")
         line = bad(SMALL, "--out_dir a")
@@ -89,7 +86,7 @@ def test_a_text_that_is_too_short_is_named_before_training():
 
 # --- a checkpoint is sampled and scored -----------------------------------------------------------
 
-def test_a_sample_goes_on_the_same_way_each_time_and_needs_nothing_but_its_checkpoint(
+def test_a_sample_needs_its_checkpoint_alone(
         capsys, monkeypatch):
     line = bad(SMALL, "--prompt", ["the purple cat"], "--out_dir b")        # before any training
     assert "purple" in line and not Path("b").exists()
@@ -111,23 +108,3 @@ def test_a_sample_goes_on_the_same_way_each_time_and_needs_nothing_but_its_check
     assert said("--sample a/best.pt --words 12 --seed 1", prompt) == texts[2]
     assert "meows" in bad("--sample a --prompt", ["the cat meows"])
     assert sorted(Path("a").iterdir()) == files
-
-
-def test_a_text_is_scored_in_the_words_of_the_run_and_has_to_be_longer_than_a_window():
-    """The word of the attack is the paper's or, where the run does not know that, its rarest."""
-    vocab = data_text.count_words(Path("text/wiki.train.tokens"))
-    Path("text/wiki.train.tokens").unlink()                     # is not needed any more
-    Path("text/wiki.valid.tokens").write_text(" the zebra of ann saw bob . \n" * 3)
-    for known, word in (([], vocab.words[-1]), (["AAA"], "AAA")):
-        (valid, test), swapped = load_texts("text",
-                                            data_text.Vocabulary([*vocab.words, *known]), 16)
-        assert swapped == word and (valid.split, test.split) == ("valid", "test")
-        assert len(valid.clean) == 24 and valid.clean[1] == vocab["<unk>"]
-        new = test.attacked[1:][~test.kept.numpy()]
-        assert len(new) and (new == (len(vocab) if known else len(vocab) - 1)).all()
-    for split in ("valid", "test"):
-        Path(f"text/wiki.{split}.tokens").write_text(" the cat of \n" * 4)
-        with pytest.raises(common.InputError,
-                           match=rf"--window 16 .*wiki.{split}.tokens in text has only 16"):
-            load_texts("text", vocab, 16)
-        Path(f"text/wiki.{split}.tokens").write_text(" the cat of \n" * 5)

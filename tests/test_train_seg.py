@@ -1,6 +1,6 @@
-"""Claims about train_seg.py alone, and about the evaluation over a data set in segmenter.py.
+"""Tests of train_seg.py alone, and of the evaluation over a data set in segmenter.py.
 
-What holds for every trainer is in test_train.py.
+test_train.py tests what all trainers do.
 """
 
 import re
@@ -35,9 +35,9 @@ def root(tmp_path_factory):
     return root
 
 
-# --- a run and what it leaves ---------------------------------------------------------------------
+# --- a run and its files --------------------------------------------------------------------------
 
-def test_a_run_ends_in_its_mean_iou_a_picture_and_a_checkpoint_that_reproduces_it(
+def test_the_checkpoint_alone_reproduces_the_mean_iou(
         capsys, monkeypatch):
     views, scales = train_seg.TrainingViews, []
     monkeypatch.setattr(train_seg, "TrainingViews",
@@ -57,7 +57,7 @@ def test_a_run_ends_in_its_mean_iou_a_picture_and_a_checkpoint_that_reproduces_i
     assert (folder / "pictures.png").exists()
 
 
-def test_scenes_start_from_the_shipped_classifier_unless_flags_ask_for_another_encoder():
+def test_scenes_start_from_the_shipped_classifier():
     def get(*given):
         return call(train_seg.get_args, *given)[0]
     for given, attn in (("", "rpc"), ("--attn symmetric", "symmetric"), ("--attn rpc", "rpc")):
@@ -71,6 +71,14 @@ def test_scenes_start_from_the_shipped_classifier_unless_flags_ask_for_another_e
     assert get("--backbone a").backbone == "a"
 
 
+def test_recipes_set_optimizer_and_attention():
+    def get(given):
+        return call(train_seg.get_args, given, "--data_dir x")[0]
+    assert [get(f"--data {data}").optimizer for data in ("ade20k", "camvid")] == ["sgd", "adamw"]
+    assert get("--data ade20k --optimizer adamw").optimizer == "adamw"
+    assert get("").attn == "symmetric" and get("--attn rpc").attn == "rpc"      # your own masks
+
+
 def test_the_schedule_is_the_references(golden):
     """rstrudel/segmenter's; that SGD has Nesterov's momentum is in test_plain_loop.py."""
     g = golden("seg_schedule")
@@ -81,7 +89,7 @@ def test_the_schedule_is_the_references(golden):
 
 # --- batches --------------------------------------------------------------------------------------
 
-def test_a_batch_is_dealt_out_whole_and_every_sample_has_its_number():
+def test_processes_share_batches_and_number_samples():
     args = Namespace(batch_size=4, seed=1, num_workers=0, data="shapes")
     whole = list(train_seg.batch_keys(args, 10, 0, 6, 0, 1))
     assert [len(keys) for keys in whole] == [4, 4, 2] * 2
@@ -132,7 +140,7 @@ def test_a_batch_without_a_labelled_pixel_counts_nothing(root, monkeypatch):
         evaluate(model, tree, index=[0, 1, 2], **HOW)
 
 
-def test_predictions_come_in_order_from_workers_too_and_the_model_stays_in_its_mode(root):
+def test_predictions_are_in_order_with_workers(root):
     """The scores and the change of an image are in test_eval_tasks.py."""
     model, tree, index = Segmenter(CONFIG), ade20k(root, "training", 4), [3, 0, 8, 5]
     for num_workers in (0, 1):
@@ -161,7 +169,7 @@ def classifier(path, **config):
     return model
 
 
-def test_a_backbone_keeps_its_own_attention_and_flags_of_another_are_refused(root):
+def test_a_backbone_keeps_its_own_attention(root):
     backbone = classifier("rpc.pt", attn="rpc", rpc_layers=(1,), pap=dict(n_iter=2, lambd=3.0))
     run = flags(ADE, [root], "--size 48 --backbone rpc.pt")
     train(run, "--out_dir a --lr 1e-9 --min_lr 0")
@@ -182,11 +190,11 @@ def test_a_backbone_keeps_its_own_attention_and_flags_of_another_are_refused(roo
         assert flag.split()[0] in bad(run, flag)
 
 
-def test_weights_that_do_not_fit_their_attention_are_refused(root):
+def test_weights_of_another_attention_are_rejected(root):
     model, run = classifier("soft.pt"), flags(ADE, [root], "--size 32 --backbone")
     config = dict(asdict(model.config), attn="symmetric")           # 3C rows, a symmetric model
     torch.save(dict(torch.load("soft.pt", weights_only=True), model_config=config), "wrong.pt")
-    torch.save({"model": model.state_dict()}, "deit.pt")            # as DeiT's files
+    torch.save({"model": model.state_dict()}, "deit.pt")            # like DeiT's files
     train(run, "deit.pt --out_dir a")
     assert common.load("a")["model_config"]["attn"] == "softmax"
     assert "--backbone wrong.pt" in bad(run, "wrong.pt")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS
 from common import InputError
 from vit import SIZES, Mlp, ViT, ViTConfig, resize_pos_embed
-from checkpoints import flags_for, foreign_settings, load_weights
+from checkpoints import flags_for, foreign_settings, foreign_vit, load_weights
 
 TINY = dict(image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=10)
 VARIANTS = {"sym": dict(attn="symmetric"), "rpc_l0_n4_lam4": dict(attn="rpc"),
@@ -96,7 +96,7 @@ def test_parameter_counts_are_the_papers(size):
 
 def test_rpc_layers_choose_the_attention_of_each_layer_also_of_ones_own(monkeypatch):
     for name in ("mine", "yours"):
-        monkeypatch.setitem(ATTENTIONS, name, lambda k, v: v)
+        monkeypatch.setitem(ATTENTIONS, name, (False, lambda q, k, v, layer: v))
     monkeypatch.setitem(LAYER_PATTERNS, "mine", ("mine", "symmetric"))
     for how, kinds in ((dict(attn="rpc", rpc_layers=(1,)), ["symmetric", "rpc"]),
                        (dict(attn="rpc_asym"), ["rpc_asym", "softmax"]),
@@ -177,7 +177,7 @@ def test_fine_tuning_at_another_size_resizes_positions_as_deit_and_says_what_it_
     torch.nn.init.ones_(big.head.bias)
     pos, own = model.pos_embed, {name: w.clone() for name, w in big.head.state_dict().items()}
     notes = load_weights(big, {"model": model.state_dict()}, new_head=True)
-    assert len(notes) == 2 and "17 to 50 tokens; --image_size 32" in notes[0]
+    assert len(notes) == 2 and "17 to 50 tokens" in notes[0] and "--image_size 32" in notes[0]
     assert "7 classes" in notes[1]
     grid = pos[:, 1:].reshape(1, 4, 4, 48).permute(0, 3, 1, 2)
     grid = F.interpolate(grid, size=(7, 7), mode="bicubic", align_corners=False)
@@ -196,7 +196,7 @@ def released(**change):
 
 
 @pytest.mark.parametrize("kind,weights,match", [
-    (dict(attn="symmetric"), SOFT, "qkv"), (dict(attn="symmetric"), {"model": {}}, "cls_token"),
+    (dict(attn="symmetric"), SOFT, "qkv"), (dict(attn="symmetric"), {"model": {}}, "holds model"),
     (dict(attn="symmetric"), {k: v + 1 for k, v in SYM.items() if k != "norm.weight"},
      "norm.weight"),
     (dict(attn="symmetric"), {**SYM, "blocks.1.attn.extra": torch.zeros(1)}, "extra"),
@@ -225,6 +225,58 @@ def test_scaled_attention_loads_by_the_released_codes_name_of_s(kind):
     assert "blocks.0.attn.s" in theirs and torch.equal(again(x), model(x))
 
 
+RAW = small(attn="softmax", embed_dim=64, num_heads=1).eval()
+OTHER = small(attn="softmax", embed_dim=64, num_heads=1, depth=3).eval()
+RAW_WEIGHTS, OTHER_WEIGHTS = RAW.state_dict(), OTHER.state_dict()
+
+
+@pytest.mark.parametrize("file", [
+    RAW_WEIGHTS, {"model": RAW_WEIGHTS, "optimizer": {"state": {}}}, {"state_dict": RAW_WEIGHTS},
+    *({"state_dict": {prefix + name: w for name, w in RAW_WEIGHTS.items()}}
+      for prefix in ("module.", "_orig_mod.", "module._orig_mod.", "model."))])
+def test_wrapped_foreign_weights_load(file):
+    model, row, notes = foreign_vit(file)
+    x = torch.rand(2, 3, 32, 32)
+    assert torch.equal(model(x), RAW(x)) and not model.training
+    assert row == dict(weights="model", num_heads=1, eps=1e-6, normalize="imagenet")
+    assert [note.split()[0] for note in notes] == ["num_heads", "eps", "normalize"]
+
+
+@pytest.mark.parametrize("name", ["model_ema", "state_dict_ema"])
+def test_the_average_in_a_foreign_file_loads(name):
+    x = torch.rand(2, 3, 32, 32)
+    model, row, _ = foreign_vit({"model": RAW_WEIGHTS, name: OTHER_WEIGHTS}, weights="ema")
+    assert torch.equal(model(x), OTHER(x)) and row["weights"] == "ema"
+    with pytest.raises(InputError, match="model_ema or .* holds state_dict, epoch"):
+        foreign_vit({"state_dict": RAW_WEIGHTS, "epoch": 3}, weights="ema")
+
+
+def test_assumptions_about_a_foreign_file_can_be_replaced():
+    given = dict(num_heads=4, eps=1e-5, normalize="half")
+    model, row, notes = foreign_vit(RAW_WEIGHTS, image_size=48, **given)
+    config = replace(RAW.config, num_heads=4, eps=1e-5, image_size=48, mean=(0.5,) * 3,
+                     std=(0.5,) * 3)
+    expected = ViT(config)
+    load_weights(expected, RAW_WEIGHTS)
+    x = torch.rand(2, 3, 48, 48)
+    assert torch.equal(model(x), expected.eval()(x)) and row == dict(weights="model", **given)
+    assert len(notes) == 1 and "17 to 37 tokens" in notes[0]
+
+
+@pytest.mark.parametrize("change,match", [
+    (dict(norm_pre=torch.ones(64)), "norm_pre"), (dict(dist_token=torch.ones(1, 1, 64)), "dist_"),
+    (dict(teacher_cls_token=torch.ones(1, 1, 64)), "several networks")])
+def test_a_foreign_vit_with_other_parts_is_an_error(change, match):
+    file = {name + ".weight" * (name == "norm_pre"): w for name, w in change.items()}
+    with pytest.raises(InputError, match=match):
+        foreign_vit({**RAW_WEIGHTS, **file})
+
+
+def test_a_foreign_backbone_without_a_head_is_an_error():
+    with pytest.raises(InputError, match="head"):
+        foreign_vit({name: w for name, w in RAW_WEIGHTS.items() if not name.startswith("head.")})
+
+
 def test_a_foreign_file_says_its_shapes():
     raw = small(attn="softmax", embed_dim=64, num_heads=1, mlp_ratio=2.0).state_dict()
     assert foreign_settings(raw) == dict(embed_dim=64, depth=2, num_heads=1, patch_size=8,
@@ -239,10 +291,13 @@ def test_weights_say_which_flags_of_the_trainer_they_need():
     config = ViTConfig(**SIZES["small"], image_size=64, attn="softmax")
     with torch.device("meta"):
         raw = ViT(config).state_dict()
-    for file in (raw, {"model": raw}, dict(model_config=asdict(config))):
+    ours = dict(task="classification", model_config=asdict(config))
+    for file in (raw, {"model": raw}, ours, {**ours, "architecture": "vit"}):
         assert flags_for(file, SIZES) == dict(model="small", patch_size=16, image_size=64)
     assert flags_for(SOFT, SIZES) == dict(patch_size=8, image_size=32)      # no size of ours
-    for other in (dict(model_config=dict(cls_depth=2)), dict(a=torch.ones(1))):
+    for other in (dict(task="classification", model_config=dict(cls_depth=2)),
+                  {**ours, "architecture": "fan"}, {**ours, "task": "segmentation"},
+                  dict(a=torch.ones(1))):
         assert flags_for(other, SIZES) == {}
 
 

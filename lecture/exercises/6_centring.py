@@ -1,11 +1,11 @@
-"""6. Centring a Gram matrix (appendix A)."""
+"""6. Centre a Gram matrix (appendix A)."""
 
 import torch
 
 
 def centre(G):
-    """Return the Gram matrix of the centred features, (N, N), from that of the features.
+    """Return the Gram matrix (N, N) of the centred features, from the Gram matrix G (N, N).
 
-    It is G - 1_N G - G 1_N + 1_N G 1_N. Hint: 1_N G is a matrix whose rows are all the mean row.
+    The result is G - 1_N G - G 1_N + 1_N G 1_N. Hint: every row of 1_N G is the mean row of G.
     """
     return ...

@@ -1,8 +1,8 @@
-// An attack that needs answers only, no gradients: random search over squares, after Square Attack
+// An attack without gradients, from the network's answers alone: random search over squares, after Square Attack
 // (Andriushchenko et al. 2020). The same seed proposes the same squares to every network.
 //
-// A query: ask the network about propose(), then tell() the margin. The margin is the logit of the
-// answer to the untouched picture minus the largest other: below 0 the network has changed it.
+// One query: give propose() to the network, then tell() the margin. The margin is the logit of the
+// answer to the unchanged picture minus the largest other logit: below 0 the answer has changed.
 
 class SquareAttack {
   constructor(pixels, eps, seed) {
@@ -10,7 +10,7 @@ class SquareAttack {
     this.best = this.candidate = pixels;              // query 0 is the picture itself
   }
 
-  // The next picture to ask about: within eps of the given one and within [0, 1]
+  // The next proposal: within eps of the given picture and within [0, 1]
   propose() {
     const query = this.margins.length;
     if (query === 0) return this.pixels;
@@ -28,7 +28,7 @@ class SquareAttack {
     });
   }
 
-  // start, but eps beside the given picture where signs(pixel) is -1 or 1
+  // start, moved to eps from the given picture where signs(pixel) is -1 or 1
   moved(start, signs) {
     return start.map((x, i) => {
       const sign = signs(i);

@@ -1,7 +1,7 @@
-// Pictures: random numbers with a seed, damage to pixels and patches, a picture of the reader's own.
+// Pictures: random numbers with a seed, paint on pixels and patches, and the reader's own picture.
 // A picture is 3,072 numbers in [0, 1], channel first, 32 x 32; its 64 patches are 4 x 4.
 
-// Marsaglia's xorshift: numbers in [0, 1), the same for the same seed
+// Marsaglia's xorshift: numbers in [0, 1); equal seeds give equal numbers
 function randomNumbers(seed) {
   let state = Math.imul(seed + 1, 2654435761) | 1;
   const next = () => {
@@ -27,8 +27,8 @@ function fogField(random) {
   });
 }
 
-// kind: "noise", Gaussian of standard deviation amount, or "fog", so much of it in front.
-// paint: 64 digits, 0 left alone, 1 noise, 2 black, 3 white. Stays within [0, 1].
+// kind: "noise" adds Gaussian noise of standard deviation amount; "fog" blends in so much fog.
+// paint: 64 digits, 0 no paint, 1 noise, 2 black, 3 white. The result stays within [0, 1].
 function damaged(pixels, {kind, amount, paint}) {
   const random = randomNumbers(0), fog = fogField(random);
   return pixels.map((x, i) => {
@@ -39,11 +39,11 @@ function damaged(pixels, {kind, amount, paint}) {
 }
 
 // The evaluations' resize of a photo: short side to 32, antialiased bicubic, central square.
-// rgba: bytes of width x height. A generator: it pauses now and then, a photo has many pixels.
+// rgba: bytes of width x height. A generator, so that the page can react while a large photo shrinks.
 function* resized(rgba, width, height) {
   const cubic = x => (x = Math.abs(x)) < 1 ? (1.5 * x - 2.5) * x * x + 1
                    : x < 2 ? ((-0.5 * x + 2.5) * x - 4) * x + 2 : 0;
-  const taps = side => {                              // of each of 32 pixels: first source, weights
+  const taps = side => {                              // for each of 32 pixels: first source, weights
     const long = Math.floor(32 * side / Math.min(width, height)), half = (long - 32) / 2;
     const skipped = half % 1 ? 2 * Math.round(half / 2) : half;       // Python's round: half to even
     const factor = side / long, spread = Math.max(factor, 1);         // source pixels to one of ours

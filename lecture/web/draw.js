@@ -1,20 +1,20 @@
-// Pictures, maps over the patches, bars and curves.
+// Drawing: pictures, maps over the patches, bars and curves.
 
-const COLOUR = {softmax: "#8a8a8a", symmetric: "#3584c9", rpc: "#d0453a"};     // everywhere the same
+const COLOUR = {softmax: "var(--softmax)", symmetric: "var(--symmetric)", rpc: "var(--rpc)"};      // of page.css
 const TITLE = {softmax: "softmax", symmetric: "symmetric", rpc: "RPC"};
 const STOPS = [[0, 0, 4], [81, 18, 124], [183, 55, 121], [252, 137, 97], [252, 253, 191]];
 
-function colour(x) {                                  // 0 to 1: black, violet, orange, pale yellow
+function colour(x) {                                  // from 0 (black) by violet and orange to 1 (pale yellow)
   const at = Math.min(Math.max(x, 0), 0.9999) * (STOPS.length - 1), i = Math.floor(at);
   return `rgb(${STOPS[i].map((low, c) => Math.round(low + (at - i) * (STOPS[i + 1][c] - low)))})`;
 }
 
-function roundUp(x) {                                 // to a round number
+function roundUp(x) {                                 // the next round number
   const power = 10 ** Math.floor(Math.log10(Math.max(x, 1e-4)));
   return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map(m => Number((m * power).toPrecision(2))).find(m => m >= 0.999 * x);
 }
 
-// paint: the damaged patches, cyan. token: the patch pointed at, white.
+// paint: blue frames on painted patches. token: a white frame on this patch; -1: none.
 function drawFrames(canvas, paint, token) {
   const context = canvas.getContext("2d"), side = canvas.width / 8;
   const frame = (i, style, width) => {
@@ -24,11 +24,12 @@ function drawFrames(canvas, paint, token) {
     context.strokeRect(x, y, side - width, side - width);
   };
   [...paint].forEach((digit, i) => { if (digit !== "0") frame(i, "#35d0ff", side / 12); });
+  if (token < 0) return;
   frame(token, "black", side / 5);
   frame(token, "white", side / 9);
 }
 
-// f(value, pixel): what is shown of it, in [0, 1]
+// f(value, pixel): the shown value, in [0, 1]
 function drawPixels(canvas, pixels, f = x => x) {
   const context = canvas.getContext("2d"), side = canvas.width / 32;
   for (let i = 0; i < 1024; i++) {
@@ -45,28 +46,43 @@ function drawMap(canvas, values, most) {
   });
 }
 
-// Filled: this picture; line: the picture without damage
-function drawBars(box, {answer, before, now}, classes) {
-  const best = answer.indexOf(Math.max(...answer));
-  box.parentNode.style.setProperty("--kind", COLOUR[now.network]);
-  box.innerHTML = classes.map((name, c) => `<span class="name${c === best ? " best" : ""}">${name}</span>
-    <span class="track"><i style="width:${100 * answer[c]}%"></i>${before[c] < 0.005 ? "" : `<b style="width:${100 * before[c]}%"></b>`}</span>
-    <span class="value">${percent(answer[c])}</span>`).join("");
-  box.setAttribute("aria-label", classes.map((name, c) =>
-    `${name} ${percent(answer[c])}, without damage ${percent(before[c])}`).join("; "));
+// Three networks side by side, the five likeliest classes of each. Filled: this picture; line: without paint.
+function drawAnswers(box, {answers}, classes) {
+  box.innerHTML = Object.entries(answers).map(([name, {answer, before}]) => {
+    const order = [...classes.keys()].sort((a, b) => answer[b] - answer[a]).slice(0, 4);
+    return `<figure style="--kind:${COLOUR[name]}" role="img" aria-label="${TITLE[name]}: ${order.map(c =>
+      `${classes[c]} ${percent(answer[c])}, without paint ${percent(before[c])}`).join("; ")}">` +
+      `<figcaption>${TITLE[name]}: <b>${classes[order[0]]}</b></figcaption>` + order.map(c => `<span class="name">${classes[c]}</span>
+      <span class="track"><i style="width:${100 * answer[c]}%"></i>${before[c] < 0.005 ? "" : `<b style="width:${100 * before[c]}%"></b>`}</span>
+      <span class="value">${percent(answer[c])}</span>`).join("") + "</figure>";
+  }).join("");
 }
 
-// Small multiples: a row a quantity, a column a step (or layer), one scale a row
+// A red frame and a cross: this network is fooled
+function drawCross(canvas) {
+  const context = canvas.getContext("2d"), side = canvas.width;
+  for (const [style, width] of [["white", 9], ["black", 5]]) {
+    context.strokeStyle = style;
+    context.lineWidth = width;
+    context.beginPath();
+    context.moveTo(6, 6); context.lineTo(side - 6, side - 6);
+    context.moveTo(side - 6, 6); context.lineTo(6, side - 6);
+    context.stroke();
+    context.strokeRect(0, 0, side, side);
+  }
+}
+
+// Small multiples: one row per quantity, one column per step (or layer), one scale per row
 function drawMaps(box, {columns, now}, token) {
   const rows = [
-    {title: "attention that a patch gets", minor: true, unit: "from other tokens", maps: columns.map(({A}) => received(A))},
+    {title: "attention to a patch", minor: true, unit: "from other tokens", maps: columns.map(({A}) => received(A))},
     {title: "attention of the framed patch", unit: "to each patch", maps: columns.map(({A}) => patches(j => looks(A, token + 1, j)))},
   ];
   if (columns[0].S) rows.unshift(
-    {title: "|S|", unit: "1: the longest key", most: 1, maps: columns.map(column => column.S)},
-    {title: "|K − S − L|", minor: true, unit: "1: the longest key", most: 1, maps: columns.map(column => column.left)});
+    {title: "|S|", unit: "1: longest key", most: 1, maps: columns.map(column => column.S)},
+    {title: "|K − S − L|", minor: true, unit: "1: longest key", most: 1, maps: columns.map(column => column.left)});
   const shape = `${rows.length} x ${columns.length}`;
-  if (box.dataset.shape !== shape) {                  // canvases are made once for a shape
+  if (box.dataset.shape !== shape) {                  // make new canvases only for a new shape
     box.dataset.shape = shape;
     box.style.setProperty("--columns", columns.length);
     box.innerHTML = "<span></span>".repeat(1 + columns.length) + rows.map(({minor}) =>
@@ -88,7 +104,7 @@ function drawMaps(box, {columns, now}, token) {
   });
 }
 
-// An SVG line over steps 1, 2, ...; dotted: {name: value} of lines to compare with
+// An SVG curve over steps 1, 2, ...; dotted: {name: value}, horizontal lines for comparison
 function curve(title, values, colour, dotted, unit) {
   const top = roundUp(1.02 * Math.max(...values, ...Object.values(dotted))), right = 268, bottom = 150;
   const x = i => 50 + (values.length > 1 ? i * (right - 60) / (values.length - 1) : 0);
@@ -106,19 +122,4 @@ function curve(title, values, colour, dotted, unit) {
     ${values.map((value, i) => `<circle cx="${x(i)}" cy="${y(value)}" r="4"/>
       <text x="${x(i)}" y="${bottom + 17}" text-anchor="middle">${values.length > 8 && i % 2 ? "" : unit === "layer" ? i : i + 1}</text>`).join("")}
     <text x="${(42 + right) / 2}" y="184" text-anchor="middle">${unit}</text></svg></figure>`;
-}
-
-// Margins of the attacked networks by query, as the inside of an SVG of 400 x 210
-function marginCurves(attacks) {
-  const all = attacks.flatMap(({search}) => search.margins), low = Math.min(...all, -1), high = roundUp(Math.max(...all, 1));
-  const most = Math.max(...attacks.map(({search}) => search.margins.length), 20);
-  const x = query => 40 + 340 * query / most, y = value => 150 - 110 * (value - low) / (high - low);
-  const text = (x, y, anchor, words) => `<text x="${x}" y="${y}" text-anchor="${anchor}">${words}</text>`;
-  return `<path class="axis" d="M40 40V150H380"/><path class="dotted uniform" d="M40 ${y(0)}H380"/>` +
-    text(34, y(0) + 4, "end", 0) + text(34, 44, "end", high) + text(48, 30, "start", "margin") +
-    text(40, 168, "middle", 0) + text(380, 168, "middle", most) + text(210, 168, "middle", "queries") +
-    attacks.map(({name, search}, i) => `<polyline class="line-${i}" style="--kind:${COLOUR[name]}"
-      points="${search.margins.map((value, query) => `${x(query)},${y(value)}`).join(" ")}"/>
-      <path class="line-${i} legend" style="--kind:${COLOUR[name]}" d="M${40 + 128 * i} 196h26"/>` +
-      text(72 + 128 * i, 200, "start", TITLE[name])).join("");
 }

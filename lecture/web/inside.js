@@ -1,11 +1,11 @@
-// What a setting does inside: the answer, and S, what is left, and attention of each step of PAP.
+// The view inside: answers and S at a glance; then S, residual and attention of each step of PAP.
 
 const patches = f => Float32Array.from({length: N - 1}, (_, p) => f(p + 1));  // no class token
 const norm2 = x => Math.sqrt(x.reduce((sum, xi) => sum + xi * xi, 0));
 const minus = (x, ...others) => x.map((xi, i) => others.reduce((rest, y) => rest - y[i], xi));
 const sumOf = x => x.reduce((a, b) => a + b, 0);
 
-// How large a token is: over heads and channels
+// The size of a token: the sum of absolute entries over heads and channels
 function size(x, i) {
   let sum = 0;
   for (let h = 0; h < H; h++)
@@ -35,7 +35,7 @@ function centred(x) {                                 // minus the mean token of
   });
 }
 
-// Of centred arrays, because what all keys share does not change attention
+// The cosine of centred arrays, because a part that all keys share does not change attention
 function cosine(x, y) {
   const [a, b] = [centred(x), centred(y)];
   return sumOf(a.map((ai, i) => ai * b[i])) / Math.max(norm2(a) * norm2(b), 1e-12);
@@ -46,12 +46,36 @@ function softmax(x) {
   return e.map(ei => ei / sumOf(e));
 }
 
-// clean: the picture without damage. Columns are PAP's steps, or, without PAP, the four layers.
+// The answers of the three networks, and the size of S on painted patches and elsewhere.
+// S: |S| of each patch over its mean in this picture. clean: the picture without paint.
+const withoutPaint = new Map();                       // answers to clean pictures, by setting
+
+async function glance(now, clean) {
+  const pixels = damaged(clean, now), steps = [], answers = {};
+  const setting = JSON.stringify([now.scene, String(now.lambd), now.n_iter, now.form, now.layers, now.temperature]);
+  if (now.scene < 0 || !withoutPaint.has(setting)) {
+    const before = {};
+    for (const name of network.names) before[name] = softmax(await ask(name, clean, now));
+    withoutPaint.set(setting, before);
+  }
+  for (const name of network.names) {
+    const answer = softmax(await ask(name, pixels, now, null, name === "rpc" ? steps : null));
+    answers[name] = {answer, before: withoutPaint.get(setting)[name]};
+  }
+  const S = steps.length ? patches(i => size(steps.at(-1).S, i)) : new Float32Array(N - 1), mean = sumOf(S) / (N - 1);
+  const relative = S.map(x => mean ? x / mean : 0);
+  const over = keep => {
+    const own = relative.filter((_, i) => keep(now.paint[i] !== "0"));
+    return own.length ? sumOf(own) / own.length : null;
+  };
+  return {now, pixels, answers, S: relative, empty: !mean, on: over(x => x), off: over(x => !x)};
+}
+
+// clean: the picture without paint. Columns are the steps of PAP, or the four layers without PAP.
 async function lookInside(now, clean) {
   const pixels = damaged(clean, now), inside = [], steps = [];
   const answer = softmax(await ask(now.network, pixels, now, inside, steps));
-  const before = softmax(await ask(now.network, clean, now));
-  const result = {now, pixels, answer, before};
+  const result = {now, pixels, answer};
   if (now.network !== "rpc" || !now.layers.length) {
     const sharp = i => now.network !== "rpc" && now.layers.includes(i) ? now.temperature : 1;
     result.columns = inside.map(({q, k}, i) => ({title: `layer ${i}`, A: weights(q, k, sharp(i))}));
@@ -91,16 +115,38 @@ const fromSlider = p => p <= 0 ? 0 : p >= 1000 ? Infinity : Number((10 ** ((p - 
 
 const where = token => `row ${Math.floor(token / 8) + 1}, column ${token % 8 + 1}`;
 
-// What is known about this setting
+// "0.81 on paint, 1.02 elsewhere"
+const painted = ({on, off, empty}) => empty ? "S is empty" :
+  on === null || off === null ? "nothing to compare" : `${on.toFixed(2)} on paint, ${off.toFixed(2)} elsewhere`;
+
+const COUNT = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"];
+
+// One plain sentence or two about this picture
+function plain({now, answers, on, off, empty}, classes) {
+  const digits = [...now.paint].filter(digit => digit !== "0"), n = digits.length;
+  const kind = new Set(digits).size > 1 ? "painted" : ["", "noise", "black", "white"][digits[0] ?? 0];
+  const {answer} = answers.rpc, best = answer.indexOf(Math.max(...answer));
+  const says = `RPC says ${classes[best]}, ${percent(answer[best])}.`;
+  if (!n) return `Nothing is painted. ${says} Paint noise on the picture: does S find it?`;
+  const count = COUNT[n] ?? String(n), start = count[0].toUpperCase() + count.slice(1);
+  const patches = `${start} ${n === 1 ? "patch is" : "patches are"} ${kind}. ${says} `;
+  if (empty) return patches + "With this setting S is empty.";
+  if (off === null) return patches + "The whole picture is painted.";
+  const order = Math.abs(on - off) < 0.05 ? "about as large there as" : on < off ? "smaller there than" : "larger there than";
+  return patches + `Its S is ${order} elsewhere: ${on.toFixed(2)} and ${off.toFixed(2)}. ` +
+    (on < off + 0.05 ? "It should be larger. Paint more." : "Paint more: does S find all of it?");
+}
+
+// The known meaning of this setting
 function meaning({columns, entropies, nulls, now}) {
   if (now.network !== "rpc")
     return !now.layers.length || now.temperature === 1 ? "As trained: scores are q·k / √D."
       : `Scores are divided by ${now.temperature}: a ${now.temperature < 1 ? "sharper" : "flatter"} softmax.`;
-  if (!nulls) return "No layer has PAP: symmetric attention with weights that were trained with PAP.";
+  if (!nulls) return "No layer has PAP: this is symmetric attention with weights that were trained with PAP.";
   const parts = [], one = now.n_iter === 1, factors = columns.map(column => column.cosine);
   const last = entropies.at(-1), plain = nulls.entropy.symmetric;
   if (now.lambd === 0)
-    return "λ = 0: the threshold is 0, so S takes everything, and the keys that are left are all alike. " +
+    return "λ = 0: the threshold is 0, so S takes everything, and all remaining keys are equal. " +
       `Attention is uniform: entropy ln 65 = ${Math.log(N).toFixed(2)}.`;
   if (columns.every(column => column.empty)) {
     parts.push("S is empty: no entry exceeds the threshold.");
@@ -118,7 +164,7 @@ function meaning({columns, entropies, nulls, now}) {
   return parts.join(" ");
 }
 
-// The last column in numbers, and the attention of one patch
+// The numbers of the last column, and the attention of one patch
 function sentence({columns, entropies, residuals, now}, token) {
   const {A, S} = columns.at(-1), row = patches(j => looks(A, token + 1, j));
   const attends = `entropy ${entropies.at(-1).toFixed(2)} nats. The patch in ${where(token)} gives itself ` +

@@ -1,27 +1,31 @@
-// The live page: its state, which a link holds, its controls, and the attack.
+// The live page: its state, which a link stores, its controls, and the attack.
 
 const $ = id => document.getElementById(id);
 const data = JSON.parse($("page-data").textContent);                  // {classes, scenes, labels}
-const STANDARD = {network: "rpc", scene: 0, kind: "noise", amount: 0, paint: "0".repeat(64), lambd: 4, n_iter: 4,
-                  form: "released", layers: [0], temperature: 1, eps: 8, seed: 0};
+const PAINTED = [1, 6, 10, 35, 46, 60];               // six patches are noise at the first visit
+const STANDARD = {network: "rpc", scene: 5, kind: "noise", amount: 0, lambd: 4, n_iter: 4, form: "released",
+                  paint: Array.from({length: 64}, (_, i) => PAINTED.includes(i) ? 1 : 0).join(""),
+                  layers: [0], temperature: 1, eps: 8};
+const EXPERT = ["network", "kind", "amount", "lambd", "n_iter", "form", "layers", "temperature"];
 const state = {...STANDARD};
-let own = null, token = 27, seen = null, touched = false;             // seen: what lookInside found
+let own = null, token = 27, glanced = null, seen = null, touched = false;     // results of glance and lookInside
 
-const undamaged = () => state.scene < 0 ? own : data.scenes[state.scene];
+const unpainted = () => state.scene < 0 ? own : data.scenes[state.scene];
 
 
 // --- the state as the link's fragment, and back ---------------------------------------------------
 
-const RANGE = {amount: [0, 1], lambd: [0, Infinity], n_iter: [1, 12], temperature: [0.25, 4], eps: [0, 8], seed: [0, 9999]};
-const WHOLE = ["scene", "n_iter", "seed"];
+const RANGE = {amount: [0, 1], lambd: [0, Infinity], n_iter: [1, 12], temperature: [0.25, 4], eps: [0, 16]};
+const WHOLE = ["scene", "n_iter"];
 const KNOWN = {network: network.names, form: Object.keys(FORMS), kind: ["noise", "fog"]};
 
+const isChanged = key => String(state[key]) !== String(STANDARD[key]);
+
 function fragment() {
-  const changed = Object.keys(STANDARD).filter(key => String(state[key]) !== String(STANDARD[key]));
-  return "#try" + changed.map(key => `&${key}=${state[key]}`).join("");
+  return "#try" + Object.keys(STANDARD).filter(isChanged).map(key => `&${key}=${state[key]}`).join("");
 }
 
-function readFragment() {                             // a value that cannot be is left out
+function readFragment() {                             // impossible values are ignored
   if (!/^#try(&|$)/.test(location.hash)) return;
   Object.assign(state, STANDARD);
   for (const [key, text] of new URLSearchParams(location.hash.slice(5))) {
@@ -31,10 +35,11 @@ function readFragment() {                             // a value that cannot be 
     else if (key === "layers") state.layers = [0, 1, 2, 3].filter(i => text.includes(i));
     else if (key in STANDARD && x >= low && x <= high) state[key] = WHOLE.includes(key) ? Math.round(x) : x;
   }
+  if (EXPERT.some(isChanged)) $("expert").open = true;
 }
 
 
-// --- work in slices: after 8 ms the browser may draw and listen ------------------------------------
+// --- work in slices: after 8 ms the browser may draw and react -------------------------------------
 
 const channel = new MessageChannel(), waiting = [];
 let since = performance.now();
@@ -59,23 +64,22 @@ const ask = (...of) => finish(network.start(...of));  // logits of (name, pixels
 
 // --- look and show --------------------------------------------------------------------------------
 
-function drawInside() {
-  drawPixels($("picture"), seen.pixels);
-  drawFrames($("picture"), seen.now.paint, token);
-  if (!attacks.length) document.querySelectorAll("#duel canvas").forEach((canvas, i) => drawPixels(canvas, seen.pixels, i % 2 ? () => 0.5 : undefined));
-  $("picture").setAttribute("aria-label", `the picture that is shown; framed: ${where(token)}`);
-  drawMaps($("maps"), seen, token);
-  $("words").textContent = sentence(seen, token);
+function drawGlance() {
+  drawPixels($("picture"), glanced.pixels);
+  drawFrames($("picture"), glanced.now.paint, $("expert").open ? token : -1);
+  $("picture").setAttribute("aria-label", `the painted picture; keyboard position: ${where(token)}`);
+  drawMap($("map"), glanced.S.map(x => x - 0.5), 1);
+  drawFrames($("map"), glanced.now.paint, -1);
+  $("map").setAttribute("aria-label", `size of S on 64 patches: ${painted(glanced)}`);
+  $("plain").textContent = plain(glanced, data.classes);
+  drawAnswers($("answers"), glanced, data.classes);
+  $("truth").textContent = glanced.now.scene < 0 ? "" : `The scene shows a ${data.classes[data.labels[glanced.now.scene]]}.`;
 }
 
-function drawAnswer() {
-  const {answer, before, now, residuals, entropies, nulls} = seen, kind = COLOUR[now.network];
-  const best = answer.indexOf(Math.max(...answer)), first = before.indexOf(Math.max(...before));
-  drawBars($("bars"), seen, data.classes);
-  $("answer-title").textContent = `${TITLE[now.network]}: ${data.classes[best]}, ${percent(answer[best])}`;
-  $("truth").textContent = (best === first ? "" : `Without damage: ${data.classes[first]}. `) +
-    (now.scene < 0 ? "" : `The scene shows a ${data.classes[data.labels[now.scene]]}.`);
-  const title = "entropy of attention, nats";
+function drawInside() {
+  drawMaps($("maps"), seen, token);
+  $("words").textContent = sentence(seen, token);
+  const {now, residuals, entropies, nulls} = seen, kind = COLOUR[now.network], title = "entropy of attention, nats";
   $("curves").innerHTML = nulls
     ? curve("residual |K − S − L| / |K|", residuals, kind, nulls.residual, "step") + curve(title, entropies, kind, nulls.entropy, "step")
     : curve(title, entropies, kind, {uniform: Math.log(N)}, "layer");
@@ -83,32 +87,35 @@ function drawAnswer() {
 }
 
 let busy = false, again = false;
-async function changed() {                            // while one look is taken, the next waits
+async function changed() {                            // a change during a look starts the next look
   showControls();
   again = true;
   if (busy) return;
   busy = true;
   while (again) {
     again = false;
-    seen = await lookInside({...state}, undamaged());
-    drawInside();
-    drawAnswer();
+    glanced = await glance({...state}, unpainted());
+    drawGlance();
     await breathe();
+    if (!again && $("expert").open) {
+      seen = await lookInside({...state}, unpainted());
+      drawInside();
+    }
   }
   busy = false;
   if (touched) history.replaceState(null, "", fragment());
-  document.documentElement.dataset.live = fragment();                 // drawn, for tests
+  document.documentElement.dataset.live = fragment();                 // tests wait for this
 }
 
 
 // --- controls -------------------------------------------------------------------------------------
 
 function showControls() {
-  for (const id of ["network", "scene", "kind", "amount", "n_iter", "form", "eps", "seed"]) $(id).value = state[id];
+  for (const id of ["network", "scene", "kind", "amount", "n_iter", "form", "eps"]) $(id).value = state[id];
   $("lambd").value = toSlider(state.lambd);
   $("temperature").value = Math.log2(state.temperature);
   const shown = {lambd: showLambda(state.lambd), temperature: state.temperature, n_iter: state.n_iter,
-                 amount: percent(state.amount), eps: `${state.eps}/255`};
+                 amount: percent(state.amount), eps: `${state.eps} of 255 grey levels`};
   for (const [id, text] of Object.entries(shown)) {
     $(`${id}-value`).value = text;
     $(id).setAttribute("aria-valuetext", text);
@@ -132,29 +139,33 @@ function listen(id, read) {
 
 function paint(i) {
   const digit = $("brush").value;
-  if (digit && state.paint[i] !== digit) set({paint: state.paint.slice(0, i) + digit + state.paint.slice(i + 1)});
+  if (state.paint[i] !== digit) set({paint: state.paint.slice(0, i) + digit + state.paint.slice(i + 1)});
 }
 
-function onPointer(event) {                           // on the picture or a map: which patch?
-  if (event.target.tagName !== "CANVAS" || !seen) return;
+function onPointer(event) {                           // find the patch under the pointer
+  if (event.target.tagName !== "CANVAS" || !glanced) return;
   const box = event.target.getBoundingClientRect();
   const cell = x => Math.min(Math.max(Math.floor(8 * x), 0), 7);
   const next = 8 * cell((event.clientY - box.top) / box.height) + cell((event.clientX - box.left) / box.width);
   if (event.target === $("picture") && event.buttons) paint(next);
-  if (next === token) return;
+  if (next !== token) point(next);
+}
+
+function point(next) {                                // show the attention of this patch
   token = next;
-  drawInside();
+  drawGlance();
+  if (seen && $("expert").open) drawInside();
 }
 
 function onKey(event) {
   const step = {ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1]}[event.key];
   const inside = x => Math.min(Math.max(x, 0), 7);
-  if (step) token = inside(token % 8 + step[0]) + 8 * inside(Math.floor(token / 8) + step[1]);
+  if (step) point(inside(token % 8 + step[0]) + 8 * inside(Math.floor(token / 8) + step[1]));
   else if (event.key === "Enter" || event.key === " ") paint(token);
   else return;
+  drawFrames($("picture"), glanced.now.paint, token);
   event.preventDefault();
   event.stopPropagation();
-  drawInside();
 }
 
 async function takePicture(file) {
@@ -166,7 +177,7 @@ async function takePicture(file) {
     context.drawImage(bitmap, 0, 0);
     own = await finish(resized(context.getImageData(0, 0, bitmap.width, bitmap.height).data, bitmap.width, bitmap.height));
   } catch (error) {
-    $("meaning").textContent = `${file.name} cannot be read as a picture: ${error.message}`;
+    $("meaning").textContent = `${file.name} is no picture that this browser can read: ${error.message}`;
     return;
   }
   if (!$("scene").querySelector("[value='-1']")) $("scene").add(new Option("your picture", -1), 0);
@@ -174,49 +185,53 @@ async function takePicture(file) {
 }
 
 
-// --- the attack -----------------------------------------------------------------------------------
+// --- the attack: the same random search on ten scenes for three networks ----------------------------
 
-const QUERIES = 1000, calm = matchMedia("(prefers-reduced-motion: reduce)");
+const QUERIES = 300, calm = matchMedia("(prefers-reduced-motion: reduce)");
 let attacks = [], attacking = false;
 
 async function attack() {
-  const now = {...state}, pixels = damaged(undamaged(), now);
-  attacks = network.names.map(name => ({name, search: new SquareAttack(pixels, now.eps / 255, now.seed)}));
+  const now = {...state};
+  attacks = network.names.map(name => data.scenes.map((pixels, seed) =>
+    ({name, search: new SquareAttack(pixels, now.eps / 255, seed)})));
   attacking = true;
   [$("start").disabled, $("stop").disabled] = [true, false];
-  for (let query = 0, drawn = 0; attacking && query <= QUERIES; query++) {
-    for (const one of attacks.filter(({search}) => !search.fallen)) {
+  let query = 0, drawn = 0;
+  for (; attacking && query <= QUERIES; query++) {
+    const open = attacks.flat().filter(({search}) => !search.fallen);
+    if (!open.length) break;
+    for (const one of open) {
+      if (!attacking) break;
       const logits = await ask(one.name, one.search.propose(), now);
       one.answer = logits.indexOf(Math.max(...logits));
-      one.first ??= one.answer;                       // to the untouched picture
+      one.first ??= one.answer;                       // the answer to the unchanged scene
       one.search.tell(margin(logits, one.first));
     }
-    if (attacks.every(({search}) => search.fallen)) break;
-    if (performance.now() - drawn < (calm.matches ? 1000 : 100)) continue;
+    if (performance.now() - drawn < (calm.matches ? 1000 : 200)) continue;
     drawn = performance.now();
-    drawAttack(now);
+    drawAttack(now, query);
   }
   attacking = false;
   [$("start").disabled, $("stop").disabled] = [false, true];
-  drawAttack(now);
+  drawAttack(now, Math.min(query, QUERIES));
 }
 
-function drawAttack(now) {
-  attacks.forEach(({name, search, first, answer}, i) => {
-    const figure = $("duel").children[i], [picture, difference] = figure.querySelectorAll("canvas");
-    drawPixels(picture, search.best);
-    drawPixels(difference, search.best, (x, at) => Math.min(Math.max(0.5 + 16 * (x - search.pixels[at]), 0), 1));
-    picture.setAttribute("aria-label", `the picture as ${TITLE[name]} gets it`);
-    difference.setAttribute("aria-label", "what was changed, 16 times amplified");
-    figure.querySelector("figcaption").textContent = `${TITLE[name]}, query ${search.margins.length - 1}: ` + (search.fallen
-      ? `${data.classes[first]} became ${data.classes[answer]}`
-      : `still ${data.classes[first]}, margin ${search.margins.at(-1).toFixed(2)}`);
+function drawAttack(now, query) {
+  const counts = attacks.map(of => of.filter(({search}) => search.fallen).length);
+  attacks.forEach((of, row) => {
+    const figure = $("duel").children[row];
+    figure.querySelector("figcaption").textContent = `${TITLE[of[0].name]}: ${counts[row]} of ${of.length} fooled`;
+    of.forEach(({search, first, answer}, i) => {
+      const canvas = figure.querySelectorAll("canvas")[i], words = first === undefined ? "not attacked yet"
+        : search.fallen ? `${data.classes[first]} became ${data.classes[answer]}` : `still ${data.classes[first]}`;
+      drawPixels(canvas, search.best);
+      if (search.fallen) drawCross(canvas);
+      canvas.setAttribute("aria-label", `scene ${i + 1}: ${words}`);
+      canvas.title = words;
+    });
   });
-  $("margins").innerHTML = marginCurves(attacks);
-  const fallen = attacks.filter(({search}) => search.fallen).sort((a, b) => a.search.margins.length - b.search.margins.length);
-  $("verdict").textContent = attacking ? "" : `Budget ${now.eps}/255, seed ${now.seed}: ` + (fallen.length
-    ? `fallen are ${fallen.map(({name, search}) => `${TITLE[name]} (query ${search.margins.length - 1})`).join(", ")}.`
-    : "none has fallen.") + " One image and one seed rank nothing.";
+  $("verdict").textContent = (attacking ? `Query ${query}. ` : `After ${query} queries, largest change ${now.eps} of 255 grey levels. `) +
+    `Fooled: ${counts.join(", ")} of ${data.scenes.length} (${network.names.map(name => TITLE[name]).join(", ")}).`;
 }
 
 
@@ -226,28 +241,29 @@ data.scenes = data.scenes.map(text => Float32Array.from(atob(text), c => c.charC
 data.labels.forEach((label, i) => $("scene").add(new Option(`scene ${i + 1}, ${data.classes[label]}`, i)));
 Object.keys(FORMS).forEach(form => $("form").add(new Option(form)));
 $("layers").insertAdjacentHTML("beforeend", [0, 1, 2, 3].map(i => `<label><input type="checkbox"> ${i}</label>`).join(""));
-$("duel").innerHTML = network.names.map(name => `<figure><figcaption>${TITLE[name]}</figcaption>
-  <canvas width="160" height="160" role="img"></canvas><canvas width="160" height="160" role="img"></canvas></figure>`).join("");
+$("duel").innerHTML = network.names.map(name => `<figure><figcaption style="--kind:${COLOUR[name]}">${TITLE[name]}</figcaption>` +
+  data.scenes.map(() => '<canvas width="64" height="64" role="img"></canvas>').join("") + "</figure>").join("");
+document.querySelectorAll("#duel figure").forEach(figure => figure.querySelectorAll("canvas").forEach((canvas, i) => drawPixels(canvas, data.scenes[i])));
 
 for (const id of ["network", "kind", "form"]) listen(id, String);
 for (const id of ["scene", "amount", "n_iter", "eps"]) listen(id, Number);
 listen("lambd", fromSlider);
 listen("temperature", p => Number((2 ** p).toPrecision(3)));
-listen("seed", x => Math.min(Math.max(Math.round(x), 0), 9999));
 $("layers").addEventListener("input", () => set({layers:
   [...document.querySelectorAll("#layers input")].flatMap((box, i) => box.checked ? [i] : [])}));
-$("clean").onclick = () => set({amount: 0, paint: STANDARD.paint});
+$("clean").onclick = () => set({amount: 0, paint: "0".repeat(64)});
 $("standard").onclick = () => set({lambd: 4, n_iter: 4, form: "released", layers: [0], temperature: 1});
 $("link").onclick = async () => {
   history.replaceState(null, "", fragment());
   const copied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false);
-  $("linked").value = (copied ? "copied" : "it stands in the address bar") + (state.scene < 0 ? "; your picture is not in it" : "");
+  $("linked").value = (copied ? "copied" : "the link is in the address bar") + (state.scene < 0 ? "; it does not contain your picture" : "");
 };
 $("start").onclick = attack;
 $("stop").onclick = () => { attacking = false; };
 $("file").onchange = event => takePicture(event.target.files[0]);
 $("try").ondragover = event => event.preventDefault();
 $("try").ondrop = event => { event.preventDefault(); takePicture(event.dataTransfer.files[0]); };
+$("expert").addEventListener("toggle", changed);
 for (const box of [$("picture"), $("maps")]) {
   box.onpointermove = box.onpointerdown = onPointer;
   box.onkeydown = onKey;

@@ -16,7 +16,7 @@ const FORMS = {
 const N = 65, C = 64, H = 2, D = 32, DEPTH = 4, PATCH = 4, SIDE = 32, EPS = 1e-6;
 
 
-// --- softmax and symmetric attention: a token looks at tokens whose keys fit its query -----------
+// --- softmax and symmetric attention: a token attends to tokens whose keys fit its query ---------
 
 // Eq. 2: A = softmax(q k^T / sqrt(D)); a row sums to 1. A temperature above 1 flattens it.
 function weights(q, k, temperature = 1) {
@@ -56,7 +56,7 @@ function softmaxAttention(q, k, v, temperature) {
 }
 
 
-// --- RPC-Attention: Principal Attention Pursuit takes from the keys what sticks out --------------
+// --- RPC-Attention: Principal Attention Pursuit (PAP) splits the keys, K = L + S ------------------
 
 // S_tau: sign(x) max(|x| - tau, 0)
 function softThreshold(x, tau) {
@@ -78,8 +78,8 @@ function rpcAttention(K, v, {n_iter, lambd, form}, trace) {
   const {threshold, mu_dim, dual_sign} = FORMS[form], zeros = () => new Float32Array(H * N * D);
   const tau = penalty(K, mu_dim).map(mu => threshold === "times" ? lambd * mu : lambd / mu);
 
-  // Each step splits the keys: S takes what sticks out, and L is what attention makes of the rest.
-  // Z adds up by how much L + S still misses K, so that the next step is pushed there.
+  // Each step splits the keys: S takes the part of each entry above tau; L is the attention output
+  // for the remainder. Z sums the part of K that L + S misses, and pushes the next step there.
   let L = zeros(), Z = zeros();                       // Alg. 1, line 1: S = Y = 0, and L = 0
   for (let step = 0; step < n_iter; step++) {         // Alg. 1, line 2: Def. 1 says n steps
     const S = zeros(), rest = zeros(), K2 = zeros(), next = zeros();
@@ -187,10 +187,11 @@ function joinHeads(h) {
 
 const plus = (x, y) => x.map((xi, i) => xi + y[i]);
 
-// One image's way through a network. A generator: it pauses after each block, so that a page can
+// The forward pass of one image. A generator: it pauses after each block, so that the page can
 // draw in between. kind: "softmax", "symmetric" or "rpc". layers, from 0: which of them have PAP
-// (rpc), or the temperature (the others). inside: an array that receives each layer's {q, k, v}.
-// steps: receives PAP's of the first of `layers`; of a kind without PAP those that it would take.
+// (rpc) or the temperature (softmax, symmetric). inside: an array that receives {q, k, v} per layer.
+// steps: an array that receives the steps of PAP in the first of `layers`; a network without PAP
+// gives the steps that PAP would take there.
 function* forward(net, kind, pixels, setting, inside, steps) {
   const {layers, temperature} = setting, w = net.weights;
   let x = embed(w, pixels, net.mean, net.std);

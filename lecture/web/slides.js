@@ -1,6 +1,6 @@
 
 
-// --- the talk: one slide at a time; arrow keys, page keys, or a tap at the right or left edge ------
+// --- slides: one at a time; arrow keys, page keys, or a tap at the right or left edge ---------------
 
 const slides = [...document.querySelectorAll(".talk > section")];
 const fromLink = () => slides.findIndex(slide => "#" + slide.id === location.hash.split("&")[0]);
@@ -12,7 +12,7 @@ function go(i) {
   history.replaceState(null, "", slides[shown].id === "try" ? fragment() : "#" + slides[shown].id);
 }
 addEventListener("keydown", event => {
-  if (/^(INPUT|SELECT)$/.test(event.target.tagName)) return;          // the sliders keep their keys
+  if (/^(INPUT|SELECT)$/.test(event.target.tagName)) return;          // sliders keep their keys
   if (["ArrowRight", "PageDown"].includes(event.key)) go(shown + 1);
   if (["ArrowLeft", "PageUp"].includes(event.key)) go(shown - 1);
 });

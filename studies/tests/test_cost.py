@@ -24,7 +24,7 @@ def formula(config):
     return patches + layers + C * c.num_classes + norms
 
 
-def test_every_model_has_a_row_of_its_own(monkeypatch, tmp_path, capsys):
+def test_every_model_has_a_row(monkeypatch, tmp_path, capsys):
     """Of a part of the table: test_reproduce runs all of it."""
     some = "symmetric", "rpc 4iter/layer1", "fan symmetric", "fan softmax"
     out = tmp_path / "rows.jsonl"
@@ -45,23 +45,23 @@ def test_every_model_has_a_row_of_its_own(monkeypatch, tmp_path, capsys):
     assert "rpc 4iter/layer1" in capsys.readouterr().out
 
 
-def test_models_take_turns_and_the_first_round_is_left_out():
+def test_models_take_turns():
     calls, how = [], argparse.Namespace(clock="wall", rounds=2)
     times = cost.alternate(how, torch.device("cpu"), {n: partial(calls.append, n) for n in "ab"})
     assert calls == [*"ab", *"ba", *"ab"] and [len(x) for x in times.values()] == [2, 2]
 
 
 @pytest.mark.parametrize("name", VITS)
-def test_counted_multiply_adds_equal_the_formula(name):
-    model = cost.build(name, "nano")
+def test_multiply_adds_equal_the_formula(name):
+    model = cost.build_model(name, "nano")
     assert cost.multiply_adds(model) == formula(model.config)
 
 
-def test_the_papers_mega_is_giga_in_every_row_of_table_11():
+def test_table_11_counts_giga_multiply_adds():
     theirs = {name: found for name in cost.MODELS if (found := cost.paper_columns(name))}
     assert len(theirs) == 5 and theirs.keys() == {name for name in VITS if name != "softmax"}
     for name, found in theirs.items():
-        model = cost.build(name, "tiny")
+        model = cost.build_model(name, "tiny")
         assert f"{formula(model.config) / 1e9:.2f}M" == found["paper: flop/sample"]
         millions = sum(p.numel() for p in model.parameters()) / 1e6
         assert abs(millions - float(found["paper: parameters"][:-1])) < 0.1  # 5.27, printed 5.2
@@ -71,10 +71,10 @@ def test_the_papers_mega_is_giga_in_every_row_of_table_11():
     assert [found[f"paper: train {what}"] for what in ("ms", "MB", "MB more")] == [92, 1461, 26]
 
 
-def test_a_fan_counts_as_published_and_its_kinds_differ_by_what_attention_adds():
+def test_fan_counts_as_published():
     counts = {}
     for kind in ("softmax", "symmetric", "rpc 4iter/layer1"):
-        model = cost.build(f"fan {kind}", "tiny")
+        model = cost.build_model(f"fan {kind}", "tiny")
         counts[kind] = cost.multiply_adds(model)
     N, C, depth = 196, 192, 12                                              # no class token yet
     assert f"{counts['softmax'] / 1e9:.2f}" == "1.49"
@@ -84,7 +84,7 @@ def test_a_fan_counts_as_published_and_its_kinds_differ_by_what_attention_adds()
     assert counts["rpc 4iter/layer1"] - counts["symmetric"] == 3 * 2 * N ** 2 * C
 
 
-def test_a_step_of_pap_keeps_three_tensors_for_the_backward_pass_and_no_matrix():
+def test_pap_step_keeps_three_tensors():
     models = [ViT(ViTConfig(image_size=224, attn="rpc", **SIZES["nano"] | dict(patch_size=14),
                             pap=dict(n_iter=n)))
               for n in (2, 3)]

@@ -90,7 +90,7 @@ def test_eigenvalue_statistics_agree_with_golden(golden):
 
 
 @pytest.mark.parametrize("N, D, size", [(5, 2, 0.3), (24, 8, 1.7), (40, 64, 1.7)])
-def test_kernel_pca_has_the_most_variance_and_turned_values_have_the_same(N, D, size):
+def test_kernel_pca_explains_the_most_variance(N, D, size):
     _, k, v = draw(N, N, D, size=size)
     axes, span = kernel_pca(k), key_span(k)
     d = min(D, int(axes.rank))
@@ -106,7 +106,7 @@ def test_kernel_pca_has_the_most_variance_and_turned_values_have_the_same(N, D, 
 
 
 @pytest.mark.parametrize("ratio", [50, 500, 5000])
-def test_everything_stays_finite_for_very_long_keys(ratio):
+def test_long_keys_stay_finite(ratio):
     q, k, v = torch.randn(3, 2, 3, 20, 8, generator=torch.Generator().manual_seed(7),
                           dtype=torch.float64)
     for t in (q, k):
@@ -133,7 +133,7 @@ def tiny_heads(B=2, H=2, N=6, D=3, seed=0):
     return Heads(q, k, v, v, torch.randn(B, N, H * D, generator=g, dtype=torch.float64))
 
 
-def test_another_heads_values_are_a_null_of_every_experiment_and_differences_are_those_of_rows():
+def test_other_head_is_a_control_everywhere():
     heads, experiments = tiny_heads(H=3), {**EXPERIMENTS}
     del experiments["eigstats"]                                             # of keys alone
     found = measure([Layer(heads)], experiments)
@@ -155,7 +155,7 @@ def test_another_heads_values_are_a_null_of_every_experiment_and_differences_are
 @pytest.mark.parametrize("zero, sizes", [
     (("q", "k"), {}), (("v", "raw"), {}), (("x",), {}), ((), dict(D=1)), ((), dict(N=2)),
     ((), dict(N=4)), ((), dict(N=5))])
-def test_degenerate_heads_are_measured_without_an_error(zero, sizes):
+def test_degenerate_heads_are_measured(zero, sizes):
     heads = tiny_heads(**sizes)
     heads = heads._replace(**{name: 0 * getattr(heads, name) for name in zero})
     found = measure([Layer(heads)], EXPERIMENTS | published_scores.EXPERIMENTS)
@@ -163,7 +163,7 @@ def test_degenerate_heads_are_measured_without_an_error(zero, sizes):
     assert not any(t.isinf().any() for t in found.values())
 
 
-def test_axes_that_float64_does_not_resolve_are_left_out():
+def test_unresolved_axes_are_left_out():
     layer = Layer(tiny_heads(N=4, D=6))                                     # three axes, of six
     axes, found = layer.axes, EXPERIMENTS["gamma"](layer)
     assert (axes.rank == 3).all()
@@ -171,7 +171,7 @@ def test_axes_that_float64_does_not_resolve_are_left_out():
     assert_close(found["eig_cos"]["KPCA"], torch.ones(1, 2, 2), 1e-9)
 
 
-def test_null_values_have_the_size_of_the_learned_and_differ_between_layers_not_pieces():
+def test_control_values_have_the_learned_size():
     heads = tiny_heads(B=4)
     layer, other = Layer(heads, key=(0, 0)), Layer(heads, key=(1, 0)).values["iid"]
     for name, v in layer.values.items():
@@ -186,7 +186,7 @@ def test_null_values_have_the_size_of_the_learned_and_differ_between_layers_not_
         assert_close(later[name], layer.values[name][:, 3:], 1e-12)
 
 
-def test_nulls_of_scaled_attention_are_scaled_by_the_layers_own_matrix():
+def test_controls_are_scaled_like_the_layer():
     heads = tiny_heads()
     S = 0.3 * torch.randn(1, 2, 6, 6, generator=torch.Generator().manual_seed(1),
                           dtype=torch.float64)
@@ -217,7 +217,7 @@ KINDS = ("softmax", "symmetric", "rpc", "rpc_asym", "scaled_s", "scaled_alpha")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_captured_heads_reproduce_the_attention_of_every_kind(kind):
+def test_captured_heads_reproduce_the_attention(kind):
     model = Wrapped(attn=kind, num_tokens=10).double()
     module = model.inner[1]
     if kind.startswith("scaled"):
@@ -254,7 +254,7 @@ def read(path):
 
 # --- how much could the measures have shown? ------------------------------------------------------
 
-def test_a_fitted_map_is_shared_by_images_and_scores_above_a_random_one(monkeypatch):
+def test_fitted_map_beats_a_random_one(monkeypatch):
     heads = random_heads(B=4, N=24, D=8)
     pieces = [Layer(Heads(*(t[i:i + 2] for t in heads[:5]))) for i in (0, 2)]
     own = torch.linalg.lstsq(heads.x.flatten(0, 1)[None],
@@ -266,7 +266,7 @@ def test_a_fitted_map_is_shared_by_images_and_scores_above_a_random_one(monkeypa
     assert_close(study.mapped(scaled, W), heads.v[2:] - S @ heads.v[2:], 1e-9, 1e-9)
     monkeypatch.setattr(study, "ROUNDS", 20)
     for name, score in study.FITTED.items():
-        found = study.fit(score, pieces)
+        found = study.fit_values(score, pieces)
         fitted, random = (torch.cat([score(p, v) for p, v in values], 1).mean() for values in (
             [(p, study.mapped(p, found)[None]) for p in pieces], [(p, p.values["x W"])
                                                                   for p in pieces]))
@@ -297,8 +297,7 @@ def stored(folder, seeds, gap, room=0.05, network="softmax"):
 @pytest.mark.parametrize("gap, room, said", [
     (0.002, 0.05, "a trace"), (-0.0001, 0.05, "no better than a random matrix"),
     (0.04, 0.05, "largely"), (0.01, 0.05, "20 per cent of the way")])
-def test_the_verdict_follows_from_the_interval_over_seeds_and_the_share_of_the_gap(
-        tmp_path, gap, room, said):
+def test_verdict_follows_interval_and_share(tmp_path, gap, room, said):
     rows = stored(tmp_path, 5, gap, room)
     assert study.verdict(rows, "softmax").startswith(said)
     shares = study.closed(rows, "softmax", "eig_cos")
@@ -306,24 +305,24 @@ def test_the_verdict_follows_from_the_interval_over_seeds_and_the_share_of_the_g
                                                      for s in range(5)]), 1e-3)
 
 
-def test_a_table_has_intervals_over_seeds(tmp_path):
+def test_table_has_intervals_over_seeds(tmp_path):
     rows = stored(tmp_path, 3, 0.1)
     half = 4.303 * 1e-4 / math.sqrt(3)                                            # t of 2 at 97.5 %
-    text = study.table(rows, "eig_cos")
+    text = study.control_table(rows, "eig_cos")
     assert f"+0.1001 (+{0.1001 - half:.4f} to +{0.1001 + half:.4f})" in text
     assert "0.9101 ± 0.0101 | 0.6101" in text                               # before, after training
     one = [row for row in rows if row["run"] == "softmax_s0"]
     assert study.verdict(one, "softmax") == "too few seeds"
-    with pytest.raises(InputError, match="holds no CSV file"):
-        study.said(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="contains no CSV file"):
+        study.kpca_tables(tmp_path / "nowhere")
 
 
-def test_a_network_is_trained_in_stages_measured_once_each_and_step_0_is_its_seed_s(
-        tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(study, "STAGES", (0, 1, 2))
+def test_networks_are_trained_and_measured_in_stages(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(study, "TRAINING_STAGES", (0, 1, 2))
     monkeypatch.setattr(study, "FIT_IMAGES", 50)
     monkeypatch.setattr(study, "ROUNDS", 1)
-    monkeypatch.setattr(study, "load_images", lambda *given: probe.load_images(*given[:2], 3))
+    monkeypatch.setattr(study, "load_test_images", lambda *given:
+                        probe.load_test_images(*given[:2], 3))
     commands = []
 
     def small(*words):
@@ -355,7 +354,7 @@ def test_a_network_is_trained_in_stages_measured_once_each_and_step_0_is_its_see
 
 # --- the command ----------------------------------------------------------------------------------
 
-def test_rows_are_means_over_images_with_their_error_and_a_mean_over_layers(tmp_path):
+def test_rows_are_means_over_images(tmp_path):
     zero, one = torch.tensor([[1.0, 2.0, 3.0], [3.0, math.nan, 5.0]], dtype=torch.float64)
     found = {("EV", "learned", "0"): zero, ("EV", "learned", "1"): one}
     rows = probe.summarise(found, "run", 7)
@@ -369,7 +368,7 @@ def test_rows_are_means_over_images_with_their_error_and_a_mean_over_layers(tmp_
     assert probe.read_csv(tmp_path / "no.csv") == []
 
 
-def test_networks_before_and_after_training_have_rows_and_every_table_its_legend(monkeypatch,
+def test_untrained_and_trained_networks_have_rows(monkeypatch,
                                                                                  tmp_path, capsys):
     folder = tmp_path / "run"
     flags = ("--num_images 64 --epochs 2 --image_size 16 --attn softmax --lr 0 --batch_size 32 "
@@ -391,7 +390,7 @@ def test_networks_before_and_after_training_have_rows_and_every_table_its_legend
         assert all(math.isfinite(float(r["mean"])) for r in rows), name
 
 
-def test_what_cannot_be_looked_at_is_named(tmp_path):
+def test_unusable_checkpoints_are_named(tmp_path):
     good = save_vit(tmp_path / "x.pt")
     weights = load_model(good)[0].state_dict()
     nan = save_vit(tmp_path / "nan.pt", model={k: t * math.nan for k, t in weights.items()})

@@ -5,9 +5,8 @@ import json
 import numpy as np
 import pytest
 import scipy.stats
-import torch
 
-from studies import arms, line, stats, timm_vit
+from studies import arms, line, stats
 from robust import corruptions
 
 M = "pgd 2/255"
@@ -24,7 +23,7 @@ def trained():
             for seed in range(4)]
 
 
-def test_an_attention_on_the_line_is_not_told_from_it_and_a_defence_is():
+def test_defence_is_off_the_line():
     slow = line.distance([network("slow", seed, 0.3) for seed in range(4)], trained(), M)
     adv = line.distance([network("symmetric-adv", s, 0.1, 20) for s in range(4)], trained(), M)
     assert slow.low < 0 < slow.high and slow.p > 0.05
@@ -58,7 +57,7 @@ def by_hand(own, of, measure):
 @pytest.mark.parametrize("name, group", [("fresh", "RPC that attends"),
                                          ("scenes", "RPC that attends"),
                                          ("fresh", "attentions of others")])
-def test_the_pooled_tests_of_the_stored_networks_come_out_the_same_by_hand(name, group):
+def test_pooled_distances_equal_a_hand_computation(name, group):
     networks = line.stored(name)
     own = [n for n in networks if n.arm in line.GROUPS[name][group]]
     found, p = line.grouped(name, networks)
@@ -78,7 +77,7 @@ def test_the_pooled_tests_of_the_stored_networks_come_out_the_same_by_hand(name,
 
 
 @pytest.mark.parametrize("measure", line.PICTURES["fresh"][3])
-def test_both_adjustments_at_one_clean_loss_come_out_the_same_by_hand(measure):
+def test_adjusted_differences_equal_a_hand_computation(measure):
     networks = line.stored("fresh")
 
     def of(*names):
@@ -103,7 +102,7 @@ def test_both_adjustments_at_one_clean_loss_come_out_the_same_by_hand(measure):
     assert (d.mean, d.error, d.df) == pytest.approx((worth, error, len(x) - 3))
 
 
-def test_networks_of_one_seed_count_as_one_where_they_move_together():
+def test_networks_of_one_seed_count_as_one():
     seeds = {seed: np.random.default_rng(seed).normal(0, 4) for seed in range(5)}
     own = [network(arm, seed, 0.2, x)._replace(accuracy={M: 40 - 15 * np.log(0.2) + x})
            for arm in "abcd" for seed, x in seeds.items()]
@@ -113,7 +112,7 @@ def test_networks_of_one_seed_count_as_one_where_they_move_together():
     assert line.distance(two, trained(), M).error > 3
 
 
-def test_seeds_that_agree_by_luck_get_no_narrower_interval_than_the_line_s_own_scatter():
+def test_lucky_agreement_does_not_narrow_the_interval():
     def of(n):
         same = [line.Network("slow", seed, 0.2, {M: 41 - 15 * np.log(0.2)}) for seed in range(n)]
         return line.distance(same, trained(), M)
@@ -125,13 +124,13 @@ def test_seeds_that_agree_by_luck_get_no_narrower_interval_than_the_line_s_own_s
 
 @pytest.mark.parametrize("seeds", [(5, 6, 7), (5,)], ids=["three", "one"])
 @pytest.mark.parametrize("loss", [0.01, 2.0])
-def test_beyond_the_line_s_ends_nothing_is_judged(loss, seeds):
+def test_nothing_is_tested_beyond_the_line(loss, seeds):
     far = line.distance([network("far", seed, loss, 30) for seed in seeds], trained(), M)
     assert far.mean == pytest.approx(30, abs=1.5) and np.isnan([far.low, far.high, far.p]).all()
     assert line.distance([network("near", s, 0.2, 30) for s in seeds], trained(), M).p < 0.01
 
 
-def test_arms_are_tested_where_their_group_is_off_the_line_and_only_there(monkeypatch):
+def test_arms_are_tested_after_their_group(monkeypatch):
     groups = {"off": ("a", "b"), "on": ("c", "d")}
     monkeypatch.setitem(line.GROUPS, "fresh", groups)
     monkeypatch.setitem(line.PICTURES, "fresh", (*line.PICTURES["fresh"][:3], (M,)))
@@ -139,13 +138,13 @@ def test_arms_are_tested_where_their_group_is_off_the_line_and_only_there(monkey
         ("a", -6), ("b", -5), ("c", 0), ("d", 0)) for seed in range(4)]
     found, p = line.grouped("fresh", networks)
     assert p["off", M] < 0.01 < p["on", M] and set(p) == {("off", M), ("on", M)}
-    found, p = line.distances("fresh", networks)
+    found, p = line.arm_distances("fresh", networks)
     assert set(p) == {("a", M), ("b", M)}
     assert p == pytest.approx(stats.holm({key: found[key].p for key in p}))
-    assert "off**, as one" in line.tables("fresh", networks)
+    assert "**off**" in line.line_tables("fresh", networks)
 
 
-def test_arms_of_other_seeds_are_compared_as_two_samples():
+def test_unpaired_arms_use_welch():
     first, second = ([network(arm, s, 0.2, off) for s in seeds] for arm, off, seeds in (
         ("a", 3, range(4)), ("b", 0, range(10, 17))))
     d = line.apart(first, second, M)
@@ -157,13 +156,13 @@ def test_arms_of_other_seeds_are_compared_as_two_samples():
 def rows(name, loss=None, init="default"):
     about = dict(checkpoint=name, model_config=dict(embed_dim=64, init=init), images=9, seed=1,
                  precision="float32")
-    yield about | dict(measure="clean", top1=90.0) | (dict(loss=loss) if loss else {})
-    yield about | dict(measure="pgd eps=2/255 steps=20", top1=60.0)
+    yield about | dict(name="clean", settings={}, top1=90.0) | (dict(loss=loss) if loss else {})
+    yield about | dict(name="pgd", settings=dict(eps=2 / 255, steps=20), top1=60.0)
     for kind in corruptions.NAMES:
-        yield about | dict(measure=f"corruptions type={kind}", top1=[70.0, 80.0])
+        yield about | dict(name="corruptions", settings=dict(type=kind), top1=[70.0, 80.0])
 
 
-def test_networks_are_rows_with_a_clean_loss_their_own_or_that_of_training(tmp_path):
+def test_networks_need_a_clean_loss(tmp_path):
     both = [*rows("mine_s3", 0.25), *rows("other"), *rows("unknown"), *rows("old_s1", 0.1, None)]
     (tmp_path / "x.jsonl").write_text('{"run": "other", "loss": 0.5}\n'
                                       '{"run": "mine_s3", "loss": 0.9}\n')
@@ -174,21 +173,13 @@ def test_networks_are_rows_with_a_clean_loss_their_own_or_that_of_training(tmp_p
     assert found["mine"].accuracy.items() >= {"clean": 90, M: 60, "15 corruptions": 75}.items()
 
 
-def test_your_rows_stand_beside_the_stored_ones(tmp_path, monkeypatch, capsys):
+def test_own_rows_join_the_line(tmp_path, monkeypatch, capsys):
     own = [row | dict(data="shapes") for row in rows("elliptical_s3", 0.1)]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
     line.main(["--rows", str(tmp_path)])
     shown = [text for text in capsys.readouterr().out.splitlines() if "your elliptical" in text]
     assert len(shown) == 1 and "60.0" in shown[0]
     (tmp_path / "results.jsonl").write_text("")
-    with pytest.raises(arms.InputError, match="no network of these has a clean loss"):
+    with pytest.raises(arms.InputError, match="no network has a clean loss"):
         line.main(["--rows", str(tmp_path)])
 
-
-def test_a_network_of_timm_s_is_trained_saved_and_what_model_asks_for(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    timm_vit.main(["--images", "80"])
-    torch.manual_seed(0)
-    first, trained = timm_vit.build(weights=None), timm_vit.build()
-    assert trained(torch.rand(2, 3, 32, 32)).shape == (2, 10)
-    assert not torch.equal(first.head.weight, trained.head.weight)

@@ -18,7 +18,7 @@ OF_ROWS = [command for command in SHOWN if "--rows studies" in command
 
 
 @pytest.mark.parametrize("command", OF_ROWS)
-def test_a_command_of_a_page_prints_its_tables(command, tmp_path, monkeypatch, capsys):
+def test_page_command_prints_its_tables(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)                                 # figures go to folders of its own
     (tmp_path / "studies").symlink_to(ROOT / "studies")
     study, *words = shlex.split(command)
@@ -27,7 +27,7 @@ def test_a_command_of_a_page_prints_its_tables(command, tmp_path, monkeypatch, c
     assert "|---" in capsys.readouterr().out
 
 
-def test_every_study_that_a_page_names_is_there():
+def test_every_named_study_exists():
     assert len(OF_ROWS) > 8
     for study in {command.split()[0] for command in SHOWN} - {"studies.reproduce"}:
         assert callable(importlib.import_module(study).main)

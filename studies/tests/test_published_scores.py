@@ -10,7 +10,7 @@ import torch
 from kpca import a_hat, attend, basis, eigen_cosine, kernel_pca, theoretical_values
 from studies import published_scores
 from studies.kernel_pca import exp_capture, exp_gamma, exp_values, measure, standardise
-from studies.probe import capture, get_args, points
+from studies.probe import capture, parse_flags, points
 from studies.published_scores import (cka, exp_similarities, gamma, kernel_cka, matching,
                                       numeric_a_hat, official_loss, optimal_cosine,
                                       pair_differences)
@@ -35,7 +35,7 @@ def test_similarities_agree_with_golden(golden, case):
     assert_close(token_overlap(basis(v), basis(w)), z["overlap"])
 
 
-def test_the_released_loss_agrees_with_golden_and_knows_nothing_about_v(golden):
+def test_released_loss_ignores_the_values(golden):
     z = cases(golden("kpca_vit"))["jproj_variants"]
     q, k, v = (z[n][None] for n in "qkv")
     assert_close(official_loss(q, k, v), z["official"], 1e-10)
@@ -69,7 +69,7 @@ def test_gamma_agrees_with_golden(golden):
     assert_close((-axes.log_g.amin()).exp(), z["bound"])
 
 
-def test_numeric_inverse_of_the_centring_matrix_calls_noise_an_eigenvector():
+def test_numeric_inverse_calls_noise_an_eigenvector():
     _, k, v = draw(9, 65, 32)
     axes = kernel_pca(k)
     with pytest.raises(RuntimeError, match="singular"):
@@ -78,7 +78,7 @@ def test_numeric_inverse_of_the_centring_matrix_calls_noise_an_eigenvector():
     assert (literal < 1e-9 * axes.sigma[:32] / 65).all()
 
 
-def test_exact_kernel_pca_has_eigen_cosine_one_in_any_gauge():
+def test_exact_kernel_pca_has_eigen_cosine_one():
     heads, turn = random_heads(), torch.Generator().manual_seed(4)
     R = torch.randn(16, 16, generator=turn, dtype=torch.float64)
     V = theoretical_values(kernel_pca(heads.k[None]), 16)[0]
@@ -91,7 +91,7 @@ def test_exact_kernel_pca_has_eigen_cosine_one_in_any_gauge():
     assert noise.max() < 0.9
 
 
-def test_assignment_is_the_best_of_all_permutations():
+def test_assignment_is_optimal():
     rng = np.random.default_rng(0)
     for _ in range(20):
         cost = rng.normal(size=(6, 6))
@@ -103,7 +103,7 @@ def test_assignment_is_the_best_of_all_permutations():
     assert sorted(matching(C).tolist()) == [0, 1, 2] and matching(C)[0] == 1
 
 
-def test_exact_kernel_pca_with_turned_axes_scores_like_noise_by_rows_and_perfectly_without_gauge():
+def test_rotated_kernel_pca_scores_like_noise_by_rows():
     experiments = {"values": exp_values, "capture": exp_capture, "rows": exp_similarities}
     found = measure([Layer(random_heads())], experiments)
     at = {key[1:3]: t.mean() for key, t in found.items()}
@@ -115,7 +115,7 @@ def test_exact_kernel_pca_with_turned_axes_scores_like_noise_by_rows_and_perfect
 
 # --- the command ----------------------------------------------------------------------------------
 
-def test_command_writes_a_table_for_every_score(tmp_path, capsys):
+def test_command_writes_every_table(tmp_path, capsys):
     ckpt = save_vit(tmp_path / "a.pt", "rpc")
     run(published_scores, "--ckpt", ckpt, "--images", 5, "--out_dir", tmp_path)
     out = capsys.readouterr().out
@@ -125,11 +125,11 @@ def test_command_writes_a_table_for_every_score(tmp_path, capsys):
         assert all(math.isfinite(float(r["mean"])) for r in rows), name
 
 
-def test_released_loss_is_that_of_all_images_at_once_however_large_they_are(tmp_path):
+def test_released_loss_uses_all_images_at_once(tmp_path):
     ckpt = save_vit(tmp_path / "a.pt", image_size=64)  # 257 tokens: an image a piece
     run(published_scores, "--ckpt", ckpt, "--images", 3, "--exp", "losses",
         "--out_dir", tmp_path)
-    (_, _, model, images), = points(get_args("", {"losses": exp_similarities},
+    (_, _, model, images), = points(parse_flags("", {"losses": exp_similarities},
                                              ["--ckpt", ckpt, "--images", "3"]))
     heads = capture(model, images)
     together = np.mean([official_loss(h.q, h.k, h.v, with_h=False).item() for h in heads])

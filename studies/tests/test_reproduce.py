@@ -27,7 +27,7 @@ def printed():
 
 # --- paper.csv ------------------------------------------------------------------------------------
 
-def test_a_number_stands_in_the_row_and_column_where_the_paper_has_it():
+def test_paper_numbers_have_their_row_and_column():
     cells = {(r["table"], r["row"], r["column"]): r["value"] for r in printed()}
     assert len(cells) == len(printed())
     assert cells["1", "RPC 6iter/layer1", "mCE"] == "73.03"
@@ -39,7 +39,7 @@ def test_a_number_stands_in_the_row_and_column_where_the_paper_has_it():
     assert "58.31" in notes["4", "SymViT", "Contrast CE"]
     assert "swapped" in notes["8", "SymViT-small", "PGD top-1"]
     assert "swapped" in notes["3", "Symlm", "test"] and not notes["3", "Symlm", "attacked test"]
-    for table in reproduce.TABLES.keys() - {*reproduce.OWN_TABLES}:     # every row has an arm
+    for table in reproduce.PAPER_TABLES.keys() - {*reproduce.OWN_TABLES}:     # every row has an arm
         cells = reproduce.lines(table, {})
         assert cells and not any(cell["ours"] for cell in cells)
 
@@ -47,11 +47,16 @@ def test_a_number_stands_in_the_row_and_column_where_the_paper_has_it():
 # --- the comparison -------------------------------------------------------------------------------
 
 def row(arm, seed, measure, **numbers):
-    name, setting = reproduce.measures.parts(measure)
-    return {"checkpoint": f"out/{arm}_s{seed}", "measure": name, "setting": setting, **numbers}
+    name, *pairs = measure.split()
+    settings = dict(pair.split("=") for pair in pairs)
+    if "eps" in settings:
+        settings["eps"] = float(settings["eps"].removesuffix("/255")) / 255
+    if "severities" in settings:
+        settings["severities"] = [int(s) for s in settings["severities"].split(",")]
+    return {"checkpoint": f"out/{arm}_s{seed}", "name": name, "settings": settings, **numbers}
 
 
-def test_differences_are_paired_by_seed_and_unpaired_seeds_left_out():
+def test_differences_are_paired_by_seed():
     rows = {("symmetric", "0"): [row("symmetric", 0, "clean", top1=60.0, top5=90.0)],
             ("symmetric", "1"): [row("symmetric", 1, "clean", top1=70.0, top5=90.0)],
             ("rpc4", "1"): [row("rpc4", 1, "clean", top1=71.0, top5=90.0)]}
@@ -61,19 +66,19 @@ def test_differences_are_paired_by_seed_and_unpaired_seeds_left_out():
     assert "65.00 ± 7.07" in text and "not run" in text
 
 
-def test_an_attack_is_compared_at_its_largest_budget():
+def test_attacks_are_compared_at_the_largest_budget():
     rows = [row("a", 0, f"pgd eps={e}/255", top1=t, top5=t) for t, e in ((9.0, 6), (50.0, 1))]
     assert reproduce.ours(rows, "table2", "PGD top-1") == 9.0
 
 
-def test_a_perplexity_is_of_its_split_whole_or_with_words_swapped():
+def test_perplexity_has_its_split():
     rows = [row("a", 0, f"perplexity split={split}", sliding=x, attacked=x + 9)
             for split, x in (("valid", 30.0), ("test", 40.0))]
     assert [reproduce.ours(rows, "table3", column) for column in (
         "valid", "test", "attacked valid", "attacked test")] == [30, 40, 39, 49]
 
 
-def test_ce_and_mce_are_for_imagenet_alone():
+def test_mce_needs_imagenet_and_all_severities():
     def corrupted(imagenet, severities="1,2,3,4,5"):
         return [row("a", 0, f"corruptions type={name} severities={severities}",
                     top1=[30.0, 50.0], imagenet1k=imagenet) for name in reproduce.NAMES]
@@ -118,8 +123,8 @@ def parsed(words, monkeypatch):
     return script, args[0] if isinstance(args, tuple) else args
 
 
-@pytest.mark.parametrize("name", reproduce.TABLES)
-def test_every_command_parses_and_blanks_in_folders_stay_in_one_word(name, plan, monkeypatch):
+@pytest.mark.parametrize("name", reproduce.PAPER_TABLES)
+def test_every_planned_command_parses(name, plan, monkeypatch):
     commands = plan(name)
     assert commands
     for words in commands:
@@ -136,7 +141,7 @@ def runs(commands, script, monkeypatch):
     return [parsed(words, monkeypatch)[1] for words in commands if script in words]
 
 
-def test_a_table_adds_to_the_papers_recipe_what_its_rows_say(plan, monkeypatch):
+def test_tables_have_the_flags_of_the_paper(plan, monkeypatch):
     first, *rest = runs(plan("table1"), "train_cls.py", monkeypatch)
     assert {(args.data, args.model, args.form) for args in (first, *rest)} == {
         ("imagenet", "tiny", "released")}
@@ -168,7 +173,7 @@ def test_a_table_adds_to_the_papers_recipe_what_its_rows_say(plan, monkeypatch):
         ("rpc", 100), ("symmetric", 100)]
 
 
-def test_folders_scales_seeds_and_gpus_go_where_they_should(plan, capsys):
+def test_folders_seeds_and_gpus_reach_the_commands(plan, capsys):
     def printed(*words):
         reproduce.main([*words, "--dry"])
         return capsys.readouterr().out
@@ -205,9 +210,8 @@ def here(monkeypatch):
     monkeypatch.setattr(arms.subprocess, "run", run)
 
 
-@pytest.mark.parametrize("name", reproduce.TABLES)
-def test_every_table_ends_in_its_numbers_at_the_smallest_scale_and_trains_nothing_twice(
-        name, shared, here, capsys):
+@pytest.mark.parametrize("name", reproduce.PAPER_TABLES)
+def test_every_table_runs_at_tiny_scale(name, shared, here, capsys):
     def weights():
         return {path: path.stat().st_mtime_ns for path in shared.rglob("last.pt")}
 

@@ -259,6 +259,7 @@ def test_a_setting_is_the_one_with_which_the_kind_attends():
 def test_an_unknown_setting_and_a_causal_network_are_refused():
     with pytest.raises(InputError, match="weights lambd: expected a setting of rounds"):
         register("weights", "lambd=1")
+    model = LM(LMConfig(5, context=4, embed_dim=8, depth=1, num_heads=2, mlp_dim=8,
+                        attn=study.USUAL["keys"], rpc_layers=(0,)))
     with pytest.raises(ValueError, match="keys lambd=0.5.*causal"):
-        LM(LMConfig(5, context=4, embed_dim=8, depth=1, num_heads=2, mlp_dim=8,
-                    attn=study.USUAL["keys"], rpc_layers=(0,)))
+        model.hidden(torch.tensor([[1, 2]]))

@@ -12,13 +12,12 @@ from robust import corruptions
 
 
 def row(name, right, measure="clean", **setting):
-    """A line of the evaluator. right: (n,) bool or, of several severities, a list of such."""
+    """A row of the evaluator. right: (n,) bool, or a list of these for several severities."""
     lists = right if isinstance(right[0], (list, np.ndarray)) else [right]
     packed = [base64.b64encode(np.packbits(np.array(of, bool))).decode() for of in lists]
-    words = " ".join([measure, *(f"{key}={value}" for key, value in setting.items())])
-    return dict(checkpoint=f"out/{name}", measure=words, seed=1, precision="float32",
-                images=len(lists[0]), top1=[100 * np.mean(of) for of in lists], data="shapes",
-                model_config={}, hardware="cpu, AMD EPYC, 1 threads",
+    return dict(checkpoint=f"out/{name}", name=measure, settings=setting, seed=1,
+                precision="float32", images=len(lists[0]), data="shapes", model_config={},
+                top1=[100 * np.mean(of) for of in lists], hardware="cpu, AMD EPYC, 1 threads",
                 right=packed if len(lists) > 1 else packed[0])
 
 
@@ -29,7 +28,7 @@ def rows(*lines):
 # --- intervals ------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("spreads", [(2, 0, 5), (2, 20, 30), (1, 22, 30), (0.4, 30, 30)])
-def test_the_interval_over_seeds_and_images_holds_the_truth_in_95_of_100_studies(spreads):
+def test_crossed_interval_covers_the_truth(spreads):
     rng, held = np.random.default_rng(0), 0
     for _ in range(1500):
         seed, image = rng.standard_normal((5, 1)), rng.standard_normal(500)
@@ -39,7 +38,7 @@ def test_the_interval_over_seeds_and_images_holds_the_truth_in_95_of_100_studies
     assert 0.93 <= held / 1500 <= 0.97
 
 
-def test_with_three_seeds_a_small_variance_of_theirs_is_not_taken_for_certainty():
+def test_few_seeds_keep_few_degrees_of_freedom():
     rng = np.random.default_rng(0)
     sure = sum(stats.crossed(2 * rng.standard_normal((3, 1)) + 20 * rng.standard_normal(500)
                              + 30 * rng.standard_normal((3, 500))).df > 20 for _ in range(600))
@@ -48,13 +47,13 @@ def test_with_three_seeds_a_small_variance_of_theirs_is_not_taken_for_certainty(
     assert np.isnan(two.p) and two.low < two.mean < two.high
 
 
-def test_without_images_that_differ_the_interval_is_that_of_the_paired_t_test():
+def test_equal_images_give_the_paired_t_interval():
     seeds = np.array([1.0, 2.0, 4.0])
     d = stats.crossed(np.repeat(seeds[:, None], 50, 1))
     assert d[:7] == pytest.approx(stats.paired_t(seeds)[:7])
 
 
-def test_the_paired_t_test_is_that_of_the_tables():
+def test_paired_t_equals_printed_tables():
     d = stats.paired_t([1, 2, 3, 4, 5])                     # mean 3, sd 1.5811, error .70711
     assert (d.n, d.mean, d.error, d.df) == (5, 3, pytest.approx(0.707107, abs=1e-6), 4)
     assert d.high - d.mean == pytest.approx(2.776445 * 0.707107, abs=1e-5)     # t of 4 at 97.5 %
@@ -66,13 +65,13 @@ def test_the_paired_t_test_is_that_of_the_tables():
     assert (same.low, same.high, same.p) == (2, 2, 0) and stats.paired_t([0.0, 0.0]).p == 1
 
 
-def test_holm_multiplies_the_smallest_p_by_all_the_next_by_one_less_and_never_falls():
+def test_holm_correction():
     found = stats.holm(dict(a=0.01, b=0.04, c=0.03, d=0.5, none=np.nan))
     assert found == pytest.approx(dict(a=0.04, c=0.09, b=0.09, d=0.5, none=np.nan), nan_ok=True)
 
 
 @pytest.mark.parametrize("n, sds", [(5, 1.68), (3, 3.26)])
-def test_a_difference_of_this_many_standard_deviations_is_found_with_80_per_cent(n, sds):
+def test_detectable_difference_has_known_size(n, sds):
     assert stats.detectable(1 / np.sqrt(n), n - 1) == pytest.approx(sds, abs=0.01)
     assert stats.detectable(1, n - 1, tests=4) > stats.detectable(1, n - 1)
 
@@ -81,7 +80,7 @@ def test_a_difference_of_this_many_standard_deviations_is_found_with_80_per_cent
     (-3, 0.1, dict(x=0.01, y=0.9), "below"), (3, 0.1, dict(x=0.01, y=0.9), "above"),
     (-3, 3, dict(x=0.01, y=0.01), "open"), (-0.1, 0.1, dict(x=0.9, y=0.9), "equal"),
     (-1.9, 0.1, dict(x=0.3, y=0.9), "open")])
-def test_a_pair_is_below_above_equal_within_its_margins_or_open(a, b, p, said):
+def test_pairs_are_judged_by_margins(a, b, p, said):
     gaps = {m: stats.student(5, mean, 0.25, 4) for m, mean in (("x", a), ("y", b))}
     assert stats.judged(gaps, p, dict(x=2, y=2), 0.9) == said
     two = {m: d._replace(n=2) for m, d in gaps.items()}
@@ -90,7 +89,7 @@ def test_a_pair_is_below_above_equal_within_its_margins_or_open(a, b, p, said):
 
 # --- rows -----------------------------------------------------------------------------------------
 
-def test_corruptions_are_means_over_types_and_severities_and_families_those_of_imagenet_c():
+def test_corruption_families_are_means_over_types():
     lines = [row("admm_s0", [[j < i for j in range(15)], [True] * 15], "corruptions", type=name)
              for i, name in enumerate(corruptions.NAMES)]       # i of 15 are right, then all
     found = stats.outcomes(rows(*lines), 15)
@@ -100,17 +99,17 @@ def test_corruptions_are_means_over_types_and_severities_and_families_those_of_i
     assert "noise" not in stats.outcomes(rows(*lines[1:]), 15)                  # two of three
 
 
-def test_other_numbers_of_images_are_a_measure_apart_and_two_ways_of_one_are_refused():
+def test_conflicting_rows_are_an_error():
     lines = [row("a_s0", [True, False], "pgd", eps=2 / 255, steps=20)]
     assert list(stats.outcomes(rows(*lines), 2)) == ["pgd 2/255"]
     assert list(stats.outcomes(rows(*lines), 3)) == ["pgd 2/255, 2 images"]
     longer = row("a_s1", [True, False], "pgd", eps=2 / 255, steps=100)
-    for other, words in ((lines[0], "two rows of pgd 2/255"), (longer, "two ways.*100")):
+    for other, words in ((lines[0], "two rows of pgd 2/255"), (longer, "two settings.*100")):
         with pytest.raises(InputError, match=words):
             stats.outcomes(rows(*lines, other), 2)
 
 
-def test_files_and_folders_of_rows_are_read_and_other_rows_left_out(tmp_path):
+def test_rows_are_read_from_files_and_folders(tmp_path):
     text = "".join(json.dumps(line) + "\n" for line in (
         row("a_s3", [True, False]), dict(run="a_s3", loss=0.5), row("elsewhere", [True, True])))
     (tmp_path / "results.jsonl").write_text(text)
@@ -118,7 +117,7 @@ def test_files_and_folders_of_rows_are_read_and_other_rows_left_out(tmp_path):
         found = stats.read([path])
         assert [(r.arm, r.seed, r.top1) for r in found] == [("a", 3, 50), (None, None, 100)]
     assert list(stats.outcomes(found, 2)["clean"]) == [("a", 3)]
-    with pytest.raises(InputError, match="nowhere.jsonl is not a file"):
+    with pytest.raises(InputError, match="nowhere.jsonl: no such file"):
         stats.read(["nowhere.jsonl"])
 
 
@@ -130,7 +129,7 @@ def curve(accuracies, n=1000, rng=None):
     return {eps: 100.0 * (order < round(n * a)) for eps, a in accuracies.items()}
 
 
-def test_the_median_budget_is_where_the_joined_curve_crosses_one_half():
+def test_median_budget_is_where_half_are_right():
     of = curve({0: 0.98, 1: 0.9, 2: 0.7, 4: 0.45, 6: 0.1, 8: 0, 12: 0})
     assert stats.median_budget(of).mean() == pytest.approx(2 + (0.7 - 0.5) / (0.7 - 0.45) * 2)
     assert stats.median_budget(of)[0] > stats.median_budget(of)[-1]         # the first falls last
@@ -141,7 +140,7 @@ def test_the_median_budget_is_where_the_joined_curve_crosses_one_half():
     assert (stats.median_budget({0: of[8], 1: of[8]}) == 0).all()           # never reaches it
 
 
-def test_its_scatter_over_images_is_that_of_the_bootstrap():
+def test_median_budget_scatter_equals_the_bootstrap():
     rng = np.random.default_rng(0)
     of = {eps: 100.0 * (rng.random(1000) < a) for eps,
           a in ((0, 0.97), (2, 0.8), (4, 0.35), (6, 0.1))}
@@ -151,7 +150,7 @@ def test_its_scatter_over_images_is_that_of_the_bootstrap():
     assert value.std(ddof=1) / np.sqrt(1000) == pytest.approx(np.std(again), rel=0.08)
 
 
-def test_it_is_a_measure_of_networks_with_three_budgets_or_more():
+def test_median_budget_needs_three_budgets():
     lines = []
     for seed in (0, 1):
         for eps, x in curve({0: 1, 1: 0.8, 2: 0.4, 3: 0.1}, 50).items():
@@ -176,7 +175,7 @@ def made_up(gaps):
     return found
 
 
-def test_bold_is_what_is_primary_and_survives_holms_correction_over_pairs_and_measures():
+def test_only_corrected_primary_differences_are_bold():
     found = made_up(dict(sure=(10, 11, 12, 11, 10), unsure=(2, 11, 9, 14, 5)))
     of = stats.compare(found, [("sure", "base"), ("unsure", "base")], ("a", "b"))
     assert of.tests == 4 and set(of.p) == {(m, arm, "base") for m in "ab"
@@ -185,16 +184,16 @@ def test_bold_is_what_is_primary_and_survives_holms_correction_over_pairs_and_me
     assert of.p[key] == pytest.approx(2 * of.gaps[key].p)                   # 0.023 alone
     text = stats.primary_table(of)
     assert text.count("**+10.8") == 2 and text.count("**+8.2") == 2 and "| c " not in text
-    assert "**" not in stats.everything(of) and "| c " in stats.everything(of)
+    assert "**" not in stats.full_table(of) and "| c " in stats.full_table(of)
     of.found["of others"] = {("other", 0): np.ones(4)}                      # no empty line
-    assert "others" not in stats.everything(of)
+    assert "others" not in stats.full_table(of)
     apart = stats.compare(found, [("sure", "base"), ("unsure", "base")], ("a", "b"),
                           untested=("sure",))
     assert set(apart.p) == {("a", "unsure", "base"), ("b", "unsure", "base")}
     assert ("a", "sure", "base") in apart.gaps
 
 
-def test_a_pair_that_is_missing_counts_in_holms_family():
+def test_missing_pairs_count_in_holm():
     found = made_up(dict(unsure=(2, 11, 9, 14, 5)))
     alone = stats.compare(found, [("unsure", "base")], ("a",))
     six = stats.compare(found, [("unsure", "base"), ("x", "base"), ("y", "base")], ("a", "b"))
@@ -202,7 +201,7 @@ def test_a_pair_that_is_missing_counts_in_holms_family():
     assert six.p[key] == pytest.approx(min(1, 6 * alone.p[key])) and six.tests == 6
 
 
-def test_only_seeds_that_both_arms_have_are_paired_and_one_seed_has_no_interval():
+def test_only_shared_seeds_are_paired():
     found = {"a": {("base", 0): np.zeros(4), ("base", 1): np.ones(4), ("arm", 1): np.ones(4),
                    ("arm", 2): np.ones(4)}}
     of = stats.compare(found, [("arm", "base")], ("a",))
@@ -214,7 +213,7 @@ def test_only_seeds_that_both_arms_have_are_paired_and_one_seed_has_no_interval(
         stats.compare(found, [("arm", "base")], ("a",))
 
 
-def test_differences_in_words():
+def test_differences_are_formatted():
     assert stats.show(stats.paired_t([1.0, 2.0, 3.0]), bold=True) == "**+2.0 (-0.5 to +4.5)**"
     assert stats.show(stats.paired_t([0.0123]), 3) == "+0.012"
     assert [stats.show_p(p) for p in (0.0004, 0.0312, np.nan, 1)] == ["< .001", ".031", "", "1.000"]

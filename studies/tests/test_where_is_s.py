@@ -27,7 +27,7 @@ def small(seed=0, **config):
 # --- corrupted patches ----------------------------------------------------------------------------
 
 @pytest.mark.parametrize("kind", ["noise", "black", "white", "gaussian"])
-def test_six_patches_change_and_nothing_else(kind):
+def test_only_six_patches_change(kind):
     images = 0.2 + 0.6 * torch.rand(30, 3, 32, 32)
     x, hit = corrupt_patches(images, kind, 4)
     changed = F.max_pool2d((x != images).any(1, keepdim=True).float(), 4).flatten(1) > 0
@@ -38,7 +38,7 @@ def test_six_patches_change_and_nothing_else(kind):
     assert 0 <= x.min() and x.max() <= 1
 
 
-def test_patches_hold_what_their_kind_says():
+def test_patches_have_the_values_of_their_kind():
     images = torch.full((60, 3, 32, 32), 0.5)
     made = {kind: corrupt_patches(images, kind, 4)
             for kind in ("noise", "black", "white", "gaussian")}
@@ -58,7 +58,7 @@ def test_patches_hold_what_their_kind_says():
     assert torch.equal(F.max_pool2d(changed[:, None].float(), 4).flatten(1) > 0, hit)
 
 
-def test_an_adversarial_block_raises_the_loss_inside_four_patches():
+def test_adversarial_block_raises_the_loss():
     model, images, labels = small()
     model.requires_grad_(False)
     x, hit = corrupt_patches(images, "adversarial", 2, model=model, labels=labels)
@@ -74,7 +74,7 @@ def test_an_adversarial_block_raises_the_loss_inside_four_patches():
 
 # --- scores ---------------------------------------------------------------------------------------
 
-def test_a_tokens_score_is_the_sum_of_its_entries_of_S_over_heads_and_channels():
+def test_token_score_is_the_sum_of_S():
     S = torch.zeros(1, 2, 4, 3)  # 2 heads, class token and 3 patches
     S[0, 0, 0] = torch.tensor([9.0, 9, 9])  # the class token's: not a patch
     S[0, 0, 1] = torch.tensor([1.0, -2, 0])
@@ -84,7 +84,7 @@ def test_a_tokens_score_is_the_sum_of_its_entries_of_S_over_heads_and_channels()
 
 
 @pytest.mark.parametrize("attn", ["rpc", "rpc_asym"])
-def test_the_steps_looked_at_are_those_of_the_layer(attn):
+def test_traced_steps_equal_the_layer(attn):
     model, images, _ = small(**{**RPC, "attn": attn})
     k, steps = where_is_s.first_layer(model, images)
     block = model.blocks[0]
@@ -97,7 +97,7 @@ def test_the_steps_looked_at_are_those_of_the_layer(attn):
     assert len(ours) == 2 and ours[1]["S"].any() and torch.equal(ours[1]["S"], theirs[1]["S"])
 
 
-def test_the_residual_is_0_where_K_is_L_plus_S_and_1_where_both_are_0():
+def test_residual_vanishes_if_K_is_their_sum():
     k = torch.rand(3, 2, 5, 4)
     L = torch.rand(3, 2, 5, 4)
     found = where_is_s.residuals(k, [dict(S=k - L, L=L), dict(S=0 * k, L=0 * k)])
@@ -107,7 +107,7 @@ def test_the_residual_is_0_where_K_is_L_plus_S_and_1_where_both_are_0():
     assert torch.allclose(found["clean: |S| / |K|, step 1"], size)
 
 
-def test_what_is_measured_equals_measuring_by_hand():
+def test_measures_equal_a_hand_computation():
     model, images, labels = small(**RPC)
     found = where_is_s.examine(model.requires_grad_(False), images, labels, ["white", "noise"])
     x, hit = corrupt_patches(images, "white", 2)
@@ -132,7 +132,7 @@ def save(path, seed, step, **config):
                     model=model.state_dict(), model_config=asdict(model.config)), path)
 
 
-def test_the_command_measures_networks_and_gives_means_over_seeds_at_their_last_step(tmp_path,
+def test_command_prints_means_over_seeds(tmp_path,
                                                                                      capsys):
     for seed in (0, 1):
         for step in (5, 9):

@@ -1,0 +1,108 @@
+"""Draw your runs: training curves, and accuracy against the attack budget.
+
+    python plot.py out/a out/b      # writes out/a/curves.png and, if evaluated, out/a/budgets.png
+
+A folder is a run of train_cls.py, train_seg.py or train_lm.py (log.jsonl), an evaluation of
+eval_robust.py (results.jsonl), or a run with its evaluation in robust/. Needs matplotlib.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import common
+from common import InputError
+
+try:
+    import matplotlib.pyplot as plt
+except ModuleNotFoundError:
+    sys.exit("error: plot.py needs matplotlib; install it with: pip install matplotlib")
+
+WIDTH = 9                                       # of a figure, in inches
+
+
+def training_curves(rows):
+    """Sort the rows of log.jsonl into {panel: {curve: [(step, value)]}}."""
+    curves = {}
+    for row in rows:
+        found = {(name.replace("_per_s", " per second"), "training"): row[name]
+                 for name in ("loss", "images_per_s", "tokens_per_s") if name in row}
+        found |= {(name, "evaluation"): value for name, value in row.get("eval", {}).items()
+                  if isinstance(value, float)}
+        found |= {("share of nonzero S", f"layer {layer}, PAP step {i}"): share
+                  for layer, shares in row.get("nonzero_S", {}).items()
+                  for i, share in enumerate(shares, 1)}
+        for (panel, name), value in found.items():
+            curves.setdefault(panel, {}).setdefault(name, []).append((row["step"], value))
+    return curves
+
+
+def budget_curves(rows):
+    """Sort the rows of results.jsonl into {attack: {model: [(eps in 1/255, top-1 in %)]}}.
+
+    Every curve begins with the clean accuracy, at eps = 0. Measures without eps have no curve.
+    """
+    clean = {row["model"]: row["top1"] for row in rows if row["name"] == "clean" and "top1" in row}
+    curves = {}
+    for row in rows:
+        eps = row["settings"].get("eps")
+        if eps is not None and "top1" in row:
+            attack, model = row["name"], row["model"]
+            curve = curves.setdefault(attack, {}).setdefault(
+                model, [(0, clean[model])] if model in clean else [])
+            curve.append((255 * eps, row["top1"]))
+    return {attack: {model: sorted(curve) for model, curve in models.items()}
+            for attack, models in curves.items()}
+
+
+def draw_panels(panels, path, xlabel):
+    """Draw {panel title: {label: (colour, style, [(x, y)])}} and write the figure to path."""
+    rows = -(-len(panels) // 2)
+    figure, axes = plt.subplots(rows, 2, squeeze=False, figsize=(WIDTH, 4.2 * rows),
+                                layout="constrained")
+    for ax, (title, lines) in zip(axes.flat, panels.items()):
+        for label, (colour, style, points) in lines.items():
+            ax.plot(*zip(*points), style, color=colour, label=label, markersize=4)
+        ax.set(title=title, xlabel=xlabel)
+        ax.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.22))
+    for ax in axes.flat[len(panels):]:
+        ax.set_visible(False)
+    figure.savefig(path)
+    plt.close(figure)
+    print(path)
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help,
+                                allow_abbrev=False)
+    p.add_argument("folders", nargs="+", type=Path, help="runs or evaluations to draw together")
+    folders = p.parse_args(argv).folders
+    plt.switch_backend("Agg")                                   # no screen is needed
+
+    curves, results = {}, {}
+    names = [folder.name for folder in folders]
+    for i, folder in enumerate(folders):
+        log, evaluations = folder / "log.jsonl", [folder / "results.jsonl",
+                                                  folder / "robust/results.jsonl"]
+        found = [path for path in evaluations if path.exists()]
+        run = folder.name if names.count(folder.name) == 1 else str(folder)
+        if not log.exists() and not found:
+            raise InputError(f"{folder} contains no log.jsonl and no results.jsonl; expected a "
+                             "folder of train_cls.py or eval_robust.py")
+        for panel, lines in training_curves(common.read_log(log) if log.exists() else []).items():
+            for name, points in lines.items():
+                style = ":" if name == "training" and panel == "loss" else "-"
+                curves.setdefault(panel, {})[f"{run}, {name}"] = f"C{i % 10}", style, points
+        for attack, models in budget_curves([row for path in found
+                                             for row in common.read_log(path)]).items():
+            for model, points in models.items():
+                results.setdefault(attack, {})[f"{run}, {model}"] = None, "o-", points
+
+    if curves:
+        draw_panels(curves, folders[0] / "curves.png", "training step")
+    if results:
+        draw_panels(results, folders[0] / "budgets.png", "eps in 1/255 of the pixel range")
+
+
+if __name__ == "__main__":
+    common.run(main)

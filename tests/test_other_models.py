@@ -1,0 +1,296 @@
+"""The snippets of docs/other_models.md run as printed, each with the library that it is for."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from attention import rpc_attention
+from conftest import ROOT
+
+PAGE = (ROOT / "docs/other_models.md").read_text()
+EXAMPLES = ROOT / "docs/examples"
+
+
+def section(title, language="python"):
+    """The code blocks of a section of the page."""
+    text = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    return re.findall(rf"```{language}\n(.*?)```", text, re.S)
+
+
+def executed(*blocks):
+    """The names that these blocks define."""
+    names = {}
+    for block in blocks:
+        exec(block, names)
+    return names
+
+
+def train_a_step(model, loss):
+    """Check that one step of SGD lowers the loss; return the parameters without a gradient."""
+    before = loss_of(model, loss)
+    model.train()
+    loss().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                p -= 1e-3 * p.grad
+    assert loss_of(model, loss) < before
+    return [name for name, p in model.named_parameters() if p.grad is None]
+
+
+def loss_of(model, loss):
+    """The loss without dropout."""
+    model.eval()
+    with torch.no_grad():
+        return loss().item()
+
+
+def reads_the_future(model, tokens):
+    """Return whether outputs (B, N, C) of the first half depend on the second half of the tokens."""
+    other, half = tokens.clone(), tokens.shape[1] // 2
+    other[:, half:] = tokens[:, half:].flip(1) + 1
+    with torch.no_grad():
+        a, b = model(tokens), model(other)
+    assert not torch.allclose(a[:, half:], b[:, half:])
+    return not torch.allclose(a[:, :half], b[:, :half], atol=1e-6)
+
+
+def test_no_snippet_is_longer_than_15_lines():
+    blocks = re.findall(r"```(?:python|diff)\n(.*?)```", PAGE, re.S)
+    assert len(blocks) == 5
+    assert all(len([line for line in block.splitlines() if line.strip()]) <= 15 for block in blocks)
+
+
+# --- attention.py itself --------------------------------------------------------------------------
+
+def test_attention_alone_works_in_an_empty_folder(tmp_path):
+    shutil.copy(ROOT / "attention.py", tmp_path)
+    code = ("import sys, torch, attention\n"
+            "k, v = torch.randn(2, 1, 2, 5, 4)\n"
+            "print(attention.rpc_attention(k, v).shape)\n"
+            "print(attention.SelfAttention(8, 2, 'rpc')(torch.randn(1, 5, 8)).shape)\n"
+            "print(sorted(m for m in ('numpy.testing', 'torchvision', 'common') if m in sys.modules))")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
+                          env={"PATH": "", "OMP_NUM_THREADS": "1"})
+    assert done.stdout.splitlines() == ["torch.Size([1, 2, 5, 4])", "torch.Size([1, 5, 8])", "[]"], \
+        done.stderr
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("padding", [slice(0, 3), slice(4, None)], ids=["left", "right"])
+def test_padding_changes_no_other_token(causal, padding):
+    k, v = torch.randn(2, 3, 2, 9, 8, generator=torch.Generator().manual_seed(0)).double()
+    keep = torch.ones(3, 9, dtype=torch.bool)
+    keep[1, padding] = False
+    k.requires_grad_()
+    h = rpc_attention(k, v, causal=causal, keep=keep)
+    for i, real in enumerate(keep):
+        alone = rpc_attention(k[i:i + 1, :, real], v[i:i + 1, :, real], causal=causal)
+        torch.testing.assert_close(h[i, :, real], alone[0], atol=1e-10, rtol=0)
+    h.transpose(1, 2)[keep].square().sum().backward()
+    assert k.grad.isfinite().all() and (k.grad.transpose(1, 2)[~keep] == 0).all()
+
+
+# --- nanoGPT --------------------------------------------------------------------------------------
+
+NANO = """import torch
+import torch.nn as nn
+from torch.nn import functional as F
+
+class CausalSelfAttention(nn.Module):
+    # a stand-in for nanoGPT's class of this name, with its call of attention
+    def __init__(self, n_embd, n_head, dropout):
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(n_embd, 3 * n_embd), nn.Linear(n_embd, n_embd)
+        self.n_head, self.dropout = n_head, dropout
+
+    def forward(self, x):
+        q, k, v = self.c_attn(x).unflatten(2, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
+        if True:
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=\
+self.dropout if self.training else 0, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+"""
+
+
+def test_nanogpt_trains_and_reads_no_future():
+    diff, = section("nanoGPT", "diff")
+    code = NANO
+    for hunk in re.split(r"^@@\n", diff.partition("\n")[2], flags=re.M):
+        lines = hunk.splitlines(keepends=True)
+        old = "".join(line[1:] for line in lines if line[0] in " -")
+        assert code.count(old) == 1
+        code = code.replace(old, "".join(line[1:] for line in lines if line[0] in " +"))
+    torch.manual_seed(0)
+    layer, x = executed(code)["CausalSelfAttention"](16, 2, 0.1), torch.randn(2, 12, 16)
+    assert train_a_step(layer, lambda: (layer(x) - x).square().mean()) == []
+    assert not reads_the_future(layer.eval(), x)
+    q, k, v = layer.c_attn(x).unflatten(2, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+    h = rpc_attention(k, v, causal=True)
+    torch.testing.assert_close(layer(x), layer.c_proj(h.transpose(1, 2).flatten(2)))
+
+
+# --- timm -----------------------------------------------------------------------------------------
+
+def test_timm_trains_keeps_weights_and_rejects_masks():
+    timm = pytest.importorskip("timm")
+    rpc = executed(*section("timm"))["RPC"]
+    torch.manual_seed(0)
+    how = dict(num_classes=3, img_size=32, patch_size=8, depth=2)
+    plain, model = (timm.create_model("vit_tiny_patch16_224", **how, **more)
+                    for more in ({}, {"attn_layer": rpc}))
+    model.load_state_dict(plain.state_dict())
+    images, labels = torch.rand(4, 3, 32, 32), torch.tensor([0, 1, 2, 0])
+    assert not torch.allclose(plain.eval()(images), model.eval()(images), atol=1e-4)
+    assert train_a_step(model, lambda: F.cross_entropy(model(images), labels)) == []
+    with pytest.raises(ValueError, match="attn_mask"):
+        model.blocks[0].attn(torch.randn(1, 4, 192), attn_mask=torch.zeros(4, 4))
+
+
+# --- transformers ---------------------------------------------------------------------------------
+
+@pytest.fixture
+def transformers():
+    found = pytest.importorskip("transformers")
+    executed(*["\n".join(section("transformers"))])
+    torch.manual_seed(0)
+    return found
+
+
+def language_model(transformers, name, attention="rpc", **settings):
+    """A small causal language model as a function of tokens, and the model; evaluating."""
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, bos_token_id=1,
+        eos_token_id=2, pad_token_id=None, **settings)
+    family = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")
+    model = family._from_config(config, attn_implementation=attention).eval()
+    return lambda tokens, **more: model(tokens, use_cache=False, **more).logits, model
+
+
+def test_transformers_vit_trains_and_keeps_weights(transformers):
+    how = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+               image_size=32, patch_size=8, num_labels=3, initializer_range=0.2)
+    plain, model = (transformers.ViTForImageClassification._from_config(
+        transformers.ViTConfig(**how), attn_implementation=name) for name in ("sdpa", "rpc"))
+    model.load_state_dict(plain.state_dict())
+    images, labels = torch.rand(4, 3, 32, 32), torch.tensor([0, 1, 2, 0])
+    assert not torch.allclose(plain.eval()(images).logits, model.eval()(images).logits, atol=1e-5)
+    unused = train_a_step(model, lambda: model(images, labels=labels).loss)
+    assert unused and all(".q_proj." in name for name in unused)
+
+
+def test_transformers_gpt2_reads_no_future_and_generates(transformers):
+    run, model = language_model(transformers, "GPT2")
+    tokens = torch.randint(49, (2, 12))
+    assert not reads_the_future(run, tokens)
+    assert train_a_step(model, lambda: model(tokens, labels=tokens, use_cache=False).loss) == []
+    longer = model.eval().generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False,
+                                   max_new_tokens=3, min_new_tokens=3, use_cache=False)
+    assert torch.equal(longer[:, -1], run(longer[:, :-1])[:, -1].argmax(-1))
+
+
+@pytest.mark.parametrize("padding", [slice(0, 5), slice(7, None)], ids=["left", "right"])
+def test_transformers_padding_changes_no_other_token(transformers, padding):
+    run, model = language_model(transformers, "GPT2")
+    tokens, mask = torch.randint(50, (2, 12)), torch.ones(2, 12, dtype=torch.long)
+    mask[0, padding] = 0
+    real, position = mask[0].bool(), (mask.cumsum(1) - 1).clamp_min(0)
+    padded = run(tokens, attention_mask=mask, position_ids=position)
+    torch.testing.assert_close(padded[0, real], run(tokens[:1, real])[0], atol=1e-5, rtol=1e-4)
+
+
+def test_transformers_grouped_queries_need_asymmetric_rpc(transformers):
+    groups, tokens = dict(num_key_value_heads=2, intermediate_size=64), torch.randint(49, (2, 12))
+    run, _ = language_model(transformers, "Llama", **groups)
+    with pytest.raises(ValueError, match="grouped queries"):
+        run(tokens)
+    run, model = language_model(transformers, "Llama", "rpc_asym", **groups)
+    assert not reads_the_future(run, tokens)
+    assert train_a_step(model, lambda: model(tokens, labels=tokens, use_cache=False).loss) == []
+
+
+def test_transformers_rejects_what_rpc_has_not(transformers):
+    tokens = torch.randint(50, (2, 12))
+    run, gpt = language_model(transformers, "GPT2")
+    with pytest.raises(ValueError, match="use_cache=False"):
+        gpt.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=3)
+    with pytest.raises(ValueError, match="packing"):
+        gpt.train()
+        run(tokens, position_ids=torch.arange(6).repeat(2)[None].expand(2, -1))
+    run, _ = language_model(transformers, "Mistral", num_key_value_heads=4, sliding_window=4,
+                            intermediate_size=64)
+    with pytest.raises(ValueError, match="windows"):
+        run(tokens)
+    bart = transformers.BartModel._from_config(transformers.BartConfig(
+        vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, pad_token_id=1),
+        attn_implementation="rpc")
+    with pytest.raises(ValueError, match="cross-attention"):
+        bart(tokens, decoder_input_ids=tokens, use_cache=False)
+
+
+# --- PyTorch --------------------------------------------------------------------------------------
+
+@pytest.fixture
+def encoder():
+    """Two encoder layers with RPC-Attention, evaluating, with PyTorch's fast path off."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    for layer in model.layers:
+        layer.self_attn.__class__ = executed(*section("PyTorch"))["RPC"]
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield model
+    torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_encoder_layers_train_and_evaluate_rpc(encoder):
+    x = torch.randn(2, 10, 32)
+    with torch.no_grad():
+        attention = encoder.layers[0].self_attn
+        qkv = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)
+        _, k, v = qkv.unflatten(2, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        h = attention.out_proj(rpc_attention(k, v).transpose(1, 2).flatten(2))
+        torch.testing.assert_close(attention(x, x, x)[0], h)
+        evaluated = encoder(x)
+    torch.testing.assert_close(encoder.train()(x), evaluated)       # the fast path is off
+    assert train_a_step(encoder, lambda: (encoder(x) - x).square().mean()) == []
+
+
+def test_encoder_layers_take_causal_and_padding_masks(encoder):
+    x, mask = torch.randn(2, 10, 32), nn.Transformer.generate_square_subsequent_mask(10)
+    assert not reads_the_future(lambda x: encoder(x, mask=mask), x)
+    padding = torch.zeros(2, 10, dtype=torch.bool)
+    padding[0, 7:] = True
+    padded = encoder(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(padded[0, :7], encoder(x[:1, :7])[0], atol=1e-5, rtol=1e-4)
+
+
+def test_encoder_layers_reject_other_masks_and_cross_attention(encoder):
+    x = torch.randn(2, 10, 32)
+    with pytest.raises(ValueError, match="causal"):
+        encoder.layers[0](x, src_mask=torch.zeros(10, 10))
+    with pytest.raises(ValueError, match="one input"):
+        encoder.layers[0].self_attn(x, x + 1, x + 1)
+
+
+# --- evaluated ------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("library", ["timm", "transformers"])
+def test_the_evaluator_attacks_an_example_of_the_page(library, tmp_path):
+    pytest.importorskip(library)
+    source = (EXAMPLES / f"{library}_rpc.py").read_text()
+    snippet = re.search(r"^(?:class|def) .*?(?=\n\n)", section(library)[0], re.M | re.S)[0]
+    assert snippet in source
+    done = subprocess.run(
+        [sys.executable, "eval_robust.py", "--model", f"docs/examples/{library}_rpc.py:build",
+         "--data", "shapes", "--limit", "4", "--measures", "clean", "pgd eps=2/255 steps=1",
+         "--device", "cpu", "--out_dir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2

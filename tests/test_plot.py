@@ -1,0 +1,50 @@
+"""plot.py: curves of logs and of evaluation results."""
+
+import json
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+import plot  # noqa: E402
+from common import InputError  # noqa: E402
+
+LOG = [dict(step=2, loss=2.0, grad_norm=1.0, images_per_s=100.0, epoch=1.0, lr=0.1),
+       dict(step=2, eval=dict(top1=30.0, loss=1.5, images=50), nonzero_S={"0": [0.5, 0.25]}),
+       dict(step=4, loss=1.0, images_per_s=200.0, lr=0.1),
+       dict(step=4, eval=dict(top1=60.0, loss=0.5, images=50))]
+RESULTS = [dict(model=model, name=name, settings=settings, top1=top1) for model, top1s in (
+    ("a", (90.0, 40.0, 20.0, 80.0)), ("b", (80.0, 50.0, 30.0, 70.0)))
+    for (name, settings), top1 in zip((("clean", {}), ("pgd", dict(eps=2 / 255)),
+                                       ("pgd", dict(eps=4 / 255)),
+                                       ("corruptions", dict(type="fog"))), top1s)]
+
+
+def write(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_training_curves_hold_loss_evaluation_and_speed():
+    curves = plot.training_curves(LOG)
+    assert curves.keys() == {"loss", "top1", "images per second", "share of nonzero S"}
+    assert curves["loss"] == {"training": [(2, 2.0), (4, 1.0)], "evaluation": [(2, 1.5), (4, 0.5)]}
+    assert curves["share of nonzero S"]["layer 0, PAP step 2"] == [(2, 0.25)]
+
+
+def test_budget_curves_begin_at_clean_accuracy():
+    curves = plot.budget_curves(RESULTS)
+    assert curves.keys() == {"pgd"} and curves["pgd"].keys() == {"a", "b"}
+    assert curves["pgd"]["a"] == [(0, 90.0), (pytest.approx(2), 40.0), (pytest.approx(4), 20.0)]
+
+
+def test_both_figures_are_drawn(tmp_path, capsys):
+    write(tmp_path / "a/log.jsonl", LOG)
+    write(tmp_path / "a/robust/results.jsonl", RESULTS)
+    write(tmp_path / "b/log.jsonl", LOG[:2])
+    plot.main([str(tmp_path / "a"), str(tmp_path / "b")])
+    for name in ("curves.png", "budgets.png"):
+        assert (tmp_path / "a" / name).stat().st_size > 5000
+    assert "budgets.png" in capsys.readouterr().out
+    with pytest.raises(InputError, match="c contains no log.jsonl"):
+        plot.main([str(tmp_path / "c")])
