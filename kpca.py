@@ -37,7 +37,7 @@ import torch
 
 from attention import soft_threshold
 
-EPS = torch.finfo(torch.float64).eps
+ROUNDING = torch.finfo(torch.float64).eps        # relative
 
 
 # --- as printed -----------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def kernel_pca(k):
 
     # Remark 2 says at most N axes; centring costs one, and with long keys rounding costs more.
     top = sigma[..., :1]
-    resolved = (sigma > N * EPS * top) & (top > N * EPS)
+    resolved = (sigma > N * ROUNDING * top) & (top > N * ROUNDING)
     return Axes(G, sigma, U, resolved.sum(-1).clamp(max=N - 1), c, lg)
 
 
@@ -227,7 +227,7 @@ def ritz(axes, a):
     """
     Q = basis(a)
     rho, turn = top_eigh(Q.mT @ axes.G @ Q, Q.shape[-1])
-    return Q @ turn * (rho > a.shape[-2] * EPS * axes.sigma[..., :1])[..., None, :]
+    return Q @ turn * (rho > a.shape[-2] * ROUNDING * axes.sigma[..., :1])[..., None, :]
 
 
 def eigen_cosine(axes, a):

@@ -13,7 +13,7 @@ import peers
 import train_cls
 from common import InputError
 from conftest import SHARED
-from fan import FAN, SIZES, BatchNorm, FANConfig
+from fan import FAN, FAN_SIZES, BatchNorm, FANConfig
 from processes import group
 from studies import probe
 from runs import call, log
@@ -103,7 +103,7 @@ def test_every_gradient_equals_that_of_the_model_written_out(golden, kind):
 def test_parameters_and_multiplications_are_the_published_ones():
     def build(attn, size="fan_tiny", **how):
         with torch.device("meta"):
-            return FAN(FANConfig(**SIZES[size], attn=attn, **how)).eval()
+            return FAN(FANConfig(**FAN_SIZES[size], attn=attn, **how)).eval()
 
     def count(*which, **how):
         return sum(p.numel() for p in build(*which, **how).parameters())
@@ -121,7 +121,7 @@ def test_parameters_and_multiplications_are_the_published_ones():
 @pytest.mark.parametrize("patch_size,widths,tokens",
                          [(16, [24, 48, 96, 192], 4), (4, [96, 192], 64)])
 def test_a_stem_for_small_images_is_the_end_of_the_large_one(patch_size, widths, tokens):
-    m = FAN(FANConfig(**SIZES["fan_tiny"], image_size=32, patch_size=patch_size))
+    m = FAN(FANConfig(**FAN_SIZES["fan_tiny"], image_size=32, patch_size=patch_size))
     assert [c.out_channels for c in m.patch_embed.modules()
             if isinstance(c, torch.nn.Conv2d)] == widths
     assert m.config.num_tokens == tokens
@@ -200,7 +200,7 @@ RUN = f"--model fan_tiny {SIZE}"
 @pytest.fixture
 def tiny(alone, monkeypatch):
     """fan_tiny is even smaller here."""
-    monkeypatch.setitem(SIZES, "fan_tiny", TINY)
+    monkeypatch.setitem(FAN_SIZES, "fan_tiny", TINY)
 
 
 def test_a_run_that_was_stopped_goes_on_bit_for_bit_with_its_average_and_its_batch_norms(tiny):
@@ -237,8 +237,8 @@ def test_every_consumer_of_a_classifier_takes_a_fan(tiny):
     call(eval_robust.main, "--ckpt rpc sym vit --measures clean pgd corruptions --severities 1",
          "--limit 4 --out_dir e")
     table = Path("e/table.md").read_text()
-    assert all(kind in table for kind in ("fan rpc 4iter/layer1", "fan symmetric",
-                                          "| rpc 4iter/layer1"))
+    assert all(kind in table for kind in ("fan rpc 4iter/layer0", "fan symmetric",
+                                          "| rpc 4iter/layer0"))
     model, _ = probe.load_model("rpc")
     heads = probe.capture(model, torch.rand(2, 3, 16, 16))
     assert [h.k.shape for h in heads] == [(2, 4, 16, 8)] * 2

@@ -12,7 +12,7 @@ import lm
 from attention import ATTENTIONS, symmetric_attention
 from common import InputError
 from conftest import ROOT
-from lm import LM, SIZES, LMConfig, chunked_nll, lm_from_checkpoint, reads_the_future
+from lm import LM, LM_SIZES, LMConfig, chunked_nll, lm_from_checkpoint, reads_the_future
 from studies import leak
 from upstream import LMTOOL, lmtool_model
 
@@ -63,7 +63,7 @@ def test_hidden_states_nats_and_gradients_equal_lmtools(golden, name):
 def test_parameter_counts_are_the_papers():
     def count(**kind):
         with torch.device("meta"):
-            return sum(p.numel() for p in LM(LMConfig(267_735, **SIZES["paper"],
+            return sum(p.numel() for p in LM(LMConfig(267_735, **LM_SIZES["paper"],
                                                       **kind)).parameters())
     cutoffs = (20_000, 40_000, 200_000)
     assert count(cutoffs=cutoffs) == 44_018_394 and count() == 44_018_394 - 387
@@ -85,7 +85,7 @@ class Own(torch.nn.Module):
 def test_initial_weights_are_lmtools_and_an_attentions_own_what_it_says(monkeypatch):
     monkeypatch.setitem(ATTENTIONS, "mine", (False, Own))
     torch.manual_seed(0)
-    model = LM(LMConfig(3000, **SIZES["mini"], attn="mine", cutoffs=(100, 1000)))
+    model = LM(LMConfig(3000, **LM_SIZES["mini"], attn="mine", cutoffs=(100, 1000)))
     for name, p in model.named_parameters():
         if name.endswith("log_lambd"):
             assert p == torch.tensor(4.0).log()
@@ -143,11 +143,11 @@ def one_maximum(q, k, v, layer):
     return weights @ v / weights.sum(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", LM_SIZES)
 def test_a_look_at_the_future_is_found_before_training(size, monkeypatch):
     def look(attn="mine", **pap):
         torch.manual_seed(0)
-        model = LM(LMConfig(2000, **SIZES[size], attn=attn, rpc_layers=(0,), pap=pap)).train()
+        model = LM(LMConfig(2000, **LM_SIZES[size], attn=attn, rpc_layers=(0,), pap=pap)).train()
         state = torch.random.get_rng_state()
         found = reads_the_future(model)
         assert model.training and torch.equal(state, torch.random.get_rng_state())

@@ -13,7 +13,7 @@ from common import InputError
 from conftest import SHARED
 from vit import resize_pos_embed
 from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, confusion, evaluate, predict,
-                       predict_classes, predict_views, scores, sliding_windows, view)
+                       predict_classes, predict_views, scores, view, window_corners)
 
 TOY = dict(num_classes=5, image_size=64, embed_dim=48, depth=2, num_heads=2, decoder_heads=2)
 REFERENCES = {"seg_mask": dict(), "seg_mask_symmetric": dict(attn="symmetric"),
@@ -72,7 +72,7 @@ def test_sliding_windows_and_views_equal_upstream_with_their_anchors(golden):
         h, w = views[-1][0].shape[1:]
         assert [h, w] == a[f"resized_shape_{i}"].tolist()
         anchors = [tuple(corner) for corner in a[f"anchors_{i}"].tolist()]
-        assert sliding_windows(h, w, window, stride) == anchors
+        assert window_corners(h, w, window, stride) == anchors
         close(predict_views(m, views[-1:], shape, window=window, stride=stride), a[f"prob_{i}"])
     p = predict_views(m, views, shape, window=window, stride=stride, batch_size=3)
     close(p, a["prob_mean"])
@@ -235,7 +235,7 @@ def test_predict_equals_one_window_at_a_time(hw, how):
 @pytest.mark.parametrize("chunk", [1, 2 * 50 * 70, 2 ** 24])
 @pytest.mark.parametrize("how", [{}, dict(scales=(0.5, 1.0), flip=True)])
 def test_classes_equal_the_largest_probability(chunk, how, monkeypatch):
-    monkeypatch.setattr(segmenter, "CHUNK", chunk)          # one, two or all of 4 classes at a time
+    monkeypatch.setattr(segmenter, "MAX_LOGITS", chunk)          # one, two or all of 4 classes at a time
     m, image = small(), torch.randint(0, 256, (3, 50, 70), dtype=torch.uint8)
     how = dict(size=40, window=32, stride=24, **how)
     first, second = predict(m, image, **how).topk(2, dim=0).values
@@ -244,7 +244,7 @@ def test_classes_equal_the_largest_probability(chunk, how, monkeypatch):
 
 
 def test_classes_need_no_map_per_class(monkeypatch):
-    monkeypatch.setattr(segmenter, "CHUNK", 2 ** 20)        # 90 maps hold 10.8 million numbers
+    monkeypatch.setattr(segmenter, "MAX_LOGITS", 2 ** 20)        # 90 maps hold 10.8 million numbers
     m, image = small(num_classes=90), torch.zeros(3, 300, 400, dtype=torch.uint8)
     sizes = []
 
@@ -256,7 +256,7 @@ def test_classes_need_no_map_per_class(monkeypatch):
             return result
     with Record():
         predict_classes(m, image, size=32, window=32, stride=32)
-    assert max(sizes) <= segmenter.CHUNK
+    assert max(sizes) <= segmenter.MAX_LOGITS
 
 
 def test_an_evaluation_is_of_the_images_asked_for_changed_by_their_numbers_and_leaves_the_mode():

@@ -239,7 +239,7 @@ def test_wrapped_foreign_weights_load(file):
     x = torch.rand(2, 3, 32, 32)
     assert torch.equal(model(x), RAW(x)) and not model.training
     assert row == dict(weights="model", num_heads=1, eps=1e-6, normalize="imagenet")
-    assert [note.split()[0] for note in notes] == ["num_heads", "eps", "normalize"]
+    assert [note.split()[0] for note in notes] == ["--num_heads", "--norm_eps", "--normalize"]
 
 
 @pytest.mark.parametrize("name", ["model_ema", "state_dict_ema"])
