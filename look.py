@@ -19,11 +19,11 @@ import argparse
 import csv
 from pathlib import Path
 
+import common  # before torch
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 
-import common
 from data.decode import IMAGE_EXTENSIONS, printable, read_image
 from data.photos import middle_square
 from data.shapes import SHAPES, load_shapes

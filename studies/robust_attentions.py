@@ -13,9 +13,10 @@ elliptical in all layers, as it compares each with the one before. `python -m st
 robustness` has all of them over seeds, beside symmetric attention.
 
 Every function takes k, v (B, H, N, D) and settings, and returns the output (B, H, N, D). Queries
-are the keys, as in the paper's baseline; only elliptical has queries of its own. A(K) = softmax(K
-K^T / sqrt(D)). What an outcome means was fixed before the runs:
-studies/results/robust_attentions/README.md.
+are the keys, as in the paper's baseline; only elliptical and pro have separate queries. A(K) =
+softmax(K K^T / sqrt(D)). The rule for each outcome was fixed before the runs:
+studies/results/robust_attentions/README.md. "pro" changes trained networks without training, so it
+attends in all layers and has a separate study, studies/pro_attention.py.
 """
 
 import math
@@ -33,9 +34,9 @@ from attention import (ATTENTIONS, LAYER_PATTERNS, soft_threshold, softmax_atten
 from common import InputError
 
 
-def scores(k):
-    """k k^T / sqrt(D), (B, H, N, N)."""
-    return k @ k.mT / math.sqrt(k.shape[-1])
+def scores(q, k):
+    """q k^T / sqrt(D), (B, H, N, N)."""
+    return q @ k.mT / math.sqrt(k.shape[-1])
 
 
 # --- weights of tokens: robust kernel density -----------------------------------------------------
@@ -81,7 +82,7 @@ def rkde(k, v, psi=huber, a=1.0, rounds=1, joint=True, released=False):
     """
     below = token_weights(k, psi, a, rounds, released)
     above = token_weights(torch.cat([k, v], -1), psi, a, rounds, released) if joint else below
-    s = scores(k)
+    s = scores(k, k)
     kappa = (s - s.amax(-1, keepdim=True)).exp()
     return kappa @ (above[..., None] * v) / (kappa @ below[..., None]).clamp_min(1e-12)
 
@@ -96,10 +97,40 @@ def mom(k, v, m=3, layer=None):
     random = torch.Generator().manual_seed(0) if layer and not layer.training else None
     block = (torch.randperm(k.shape[-2], generator=random) % m).to(k.device)
     member = F.one_hot(block, m).to(k.dtype)                            # (N, m)
-    A = scores(k).softmax(-1)
+    A = scores(k, k).softmax(-1)
     chosen = (A @ member).median(-1).indices                            # (B, H, N)
     A = A * member.T[chosen]                                            # (B, H, N, N)
     return A @ v / A.sum(-1, keepdim=True).clamp_min(1e-12)
+
+
+# --- ProAttention: weights of tokens for each query ----------------------------------------------
+
+def pro_attention(q, k, v, penalty="huber", steps=3, gamma=4.0, delta=4.0, step=1.0, eps=0.01,
+                  hide_gradient=False):
+    """Robust weighted mean of the values for each query, found by reweighted least squares.
+
+    Hou et al. 2024 (NeurIPS), `chris-hzc/ProTransformer`. Softmax attention gives the first mean
+    M; each of `steps` Newton steps lowers the weight of values that are far from M. It needs no
+    training, so it can take the place of softmax attention in a trained network.
+
+    q, k, v, result: (B, H, N, D). penalty: "l1", "mcp" (with gamma) or "huber" (with delta). step:
+    from the old mean (0) to the new one (1). hide_gradient: True: no gradient flows through the
+    distances, as in the released code, so an attack cannot follow the weights.
+    """
+    A = scores(q, k).softmax(-1)
+    M = A @ v                                                           # (B, H, N, D)
+    for _ in range(steps):
+        ends = (M.detach(), v.detach()) if hide_gradient else (M, v)
+        d = torch.cdist(*ends, compute_mode="donot_use_mm_for_euclid_dist")     # |M_i - v_j|
+        w = PENALTIES[penalty](d + eps, gamma, delta, eps) * A          # (B, H, N, N)
+        M = (1 - step) * M + step * (w / w.sum(-1, keepdim=True)) @ v
+    return M
+
+
+PENALTIES = {                                           # weights w(d), where d is at least eps
+    "l1": lambda d, gamma, delta, eps: 1 / d,
+    "mcp": lambda d, gamma, delta, eps: (1 / d - 1 / gamma).clamp_min(eps),
+    "huber": lambda d, gamma, delta, eps: (delta / d).clamp_max(1)}
 
 
 # --- other kernels --------------------------------------------------------------------------------
@@ -145,7 +176,7 @@ def sinkhorn(k, v, rounds=3):
 
     Theirs is N times this; they did not publish it for robustness.
     """
-    s = scores(k)
+    s = scores(k, k)
     for i in range(rounds):
         s = s.log_softmax(-1 if i % 2 == 0 else -2)
     return s.exp() @ v
@@ -182,7 +213,7 @@ def weights(k, v, rounds=2):
 
     Ours: w = min(1, mean(r) / r), Huber's, and log w is added to the scores.
     """
-    s, w = scores(k), torch.ones_like(k[..., 0])
+    s, w = scores(k, k), torch.ones_like(k[..., 0])
     others = 1 - torch.eye(k.shape[-2], device=k.device, dtype=k.dtype)
     for _ in range(rounds):
         A = (s + w.log()[..., None, :]).softmax(-1) * others
@@ -209,23 +240,36 @@ ROBUST = {              # name: (function, its settings in the runs and where no
     "keys": (keys, dict(lambd=0.5, n_iter=4)), "weights": (weights, dict(rounds=2)),
     "keys-rows": (partial(keys, rows=True), dict(lambd=1.0, n_iter=4)),
     "sharp": (sharp, dict(n_iter=4))}
-NAMES = [*ROBUST, "elliptical"]
+PRO = dict(penalty="huber", steps=3, gamma=4.0, delta=4.0, hide_gradient=0)
+NAMES = [*ROBUST, "elliptical", "pro"]
 
 
 # --- as kinds of attention.py ---------------------------------------------------------------------
 
 def register(name, *pairs):
     """Enter an attention, ("keys", "lambd=0.5"), in ATTENTIONS; returns its name there."""
-    settings = dict(ROBUST[name][1]) if name in ROBUST else {}
+    settings = dict(PRO if name == "pro" else ROBUST[name][1] if name in ROBUST else {})
     for key, _, text in (pair.partition("=") for pair in pairs):
         if key not in settings:
             raise InputError(f"{name} {key}: expected a setting of {', '.join(settings) or 'none'}")
         settings[key] = type(settings[key])(text)
-    kind = " ".join([name, *(f"{key}={value:g}" for key, value in settings.items())])
+    texts = {key: value if key == "penalty" else f"{value:g}" for key, value in settings.items()}
+    kind = " ".join([name, *(f"{key}={text}" for key, text in texts.items())])
     if name == "elliptical":
         ATTENTIONS.update({"elliptical first": (True, EllipticalFirst),
                            "elliptical": (True, Elliptical)})
         LAYER_PATTERNS[kind] = "elliptical first", "elliptical"
+        return kind
+    if name == "pro":                                   # in no LAYER_PATTERNS: in all layers
+        if settings["penalty"] not in PENALTIES:
+            raise InputError(f"pro penalty={settings['penalty']}: expected one of "
+                             f"{', '.join(PENALTIES)}")
+
+        def attend_pro(q, k, v, layer):
+            if layer.causal:
+                raise ValueError(f"{kind} has no causal mask")
+            return pro_attention(q, k, v, **settings)
+        ATTENTIONS[kind] = True, attend_pro
         return kind
     function = partial(ROBUST[name][0], **settings)
 
@@ -238,7 +282,8 @@ def register(name, *pairs):
     return kind
 
 
-USUAL = {name: register(name) for name in NAMES}        # name: its kind with the usual settings
+# name: its kind with the usual settings; pro is no arm of the comparison that trains
+USUAL = {name: register(name) for name in NAMES if name != "pro"}
 
 
 def main(argv=None):

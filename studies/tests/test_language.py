@@ -1,0 +1,96 @@
+"""studies/language.py: its variants of attention, steps at equal cost, runs and differences."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attention import ATTENTIONS, naive_attention
+from common import InputError
+from lm import LM, LMConfig, reads_the_future
+from studies import language
+
+
+@pytest.mark.parametrize("factor", [2, 4])
+def test_scaled_scores_equal_scaled_queries(factor):
+    k, v = torch.randn(2, 1, 2, 5, 4, dtype=torch.float64)
+    _, attend = ATTENTIONS[f"symmetric x{factor}"]
+    found = attend(k, k, v, SimpleNamespace(causal=False))
+    assert torch.allclose(found, naive_attention(factor * k, k, v), atol=1e-12)
+
+
+@pytest.mark.parametrize("attn", ["symmetric x2", "symmetric x4"])
+def test_scaled_variant_reads_no_later_word(attn):
+    model = LM(LMConfig(50, 16, embed_dim=16, depth=2, num_heads=2, mlp_dim=16, attn=attn))
+    assert {block.attn.attn for block in model.blocks} == {attn}
+    assert not reads_the_future(model)
+
+
+def test_equal_cost_steps_follow_measured_ratios():
+    costs = [dict(text="pydoc", ratio={"symmetric": 1.0, "softmax": 0.8, "rpc n4": 1.6})]
+    found = [language.steps_of(name, "pydoc", costs)
+             for name in ("rpc n4", "symmetric, equal cost", "softmax, equal cost")]
+    assert found == [language.STEPS, 1.6 * language.STEPS, 2 * language.STEPS]
+    with pytest.raises(InputError, match="--cost"):
+        language.steps_of("softmax, equal cost", "wikitext", costs)
+
+
+def row(variant, seed, nats, attacked=0.0):
+    test = dict(sliding=math.exp(nats), attacked=math.exp(nats + attacked),
+                attacked_unswapped=math.exp(nats + attacked), clean_unswapped=math.exp(nats))
+    return dict(text="pydoc", variant=variant, seed=seed, steps=10, device="cpu", test=test)
+
+
+def test_differences_are_paired_by_seed():
+    rows = [row("rpc n4", 0, 4.0), row("rpc n4", 1, 4.2), row("rpc n4", 2, 4.1),
+            row("symmetric", 0, 4.1), row("symmetric", 1, 4.4), row("symmetric", 3, 9.0)]
+    d = language.differences(rows, "pydoc")["rpc n4", "symmetric"]
+    assert d.n == 2 and d.mean == pytest.approx(-0.15)
+
+
+def test_attack_effect_excludes_swapped_targets():
+    rows = [row("rpc n4", 0, 4.0, attacked=0.3), row("symmetric", 0, 4.0, attacked=0.1)]
+    d = language.differences(rows, "pydoc", "attack effect")["rpc n4", "symmetric"]
+    assert d.mean == pytest.approx(0.2)
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """A study of two variants, two steps and a short text, in an empty folder."""
+    text = tmp_path / "wikitext"
+    text.mkdir()
+    for split in ("train", "valid", "test"):
+        (text / f"wiki.{split}.tokens").write_text(" a b c d e f g AAA <unk> \n" * 40)
+    monkeypatch.setattr(language, "RESULTS", tmp_path)
+    monkeypatch.setattr(language, "STEPS", 2)
+    monkeypatch.setattr(language, "TEXTS", dict(wikitext="4"))
+    monkeypatch.setattr(language, "VARIANTS", {
+        name: language.VARIANTS[name] for name in ("symmetric x4", "rpc n2")})
+    return ["--run", "--seeds", "0", "--wikitext", str(text), "--out_dir", str(tmp_path / "out")]
+
+
+def test_run_appends_missing_rows_only(tiny, tmp_path):
+    language.main(tiny)
+    rows = language.read_rows("rows.jsonl")
+    assert [row["variant"] for row in rows] == ["symmetric x4", "rpc n2"]
+    assert all(row["test"]["sliding"] > 1 and row["steps"] == 2 for row in rows)
+    assert rows[1]["nonzero_S"] and not rows[0]["nonzero_S"]
+    language.main(tiny)
+    assert language.read_rows("rows.jsonl") == rows
+
+
+def test_rows_of_two_processors_are_rejected(tiny, tmp_path):
+    other = dict(text="wikitext", variant="symmetric x4", seed=0, device="cpu, another")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(other) + "\n")
+    with pytest.raises(InputError, match="one processor"):
+        language.main(tiny)
+
+
+def test_stored_seeds_are_complete_on_one_processor():
+    rows = language.read_rows("rows.jsonl")
+    for key in {(row["text"], row["seed"]) for row in rows}:
+        of = [row for row in rows if (row["text"], row["seed"]) == key]
+        assert sorted(row["variant"] for row in of) == sorted(language.VARIANTS)
+        assert len({row["device"] for row in of}) == 1
