@@ -120,7 +120,7 @@ class MaskDecoder(nn.Module):
         x = self.decoder_norm(x)
         p, c = x[:, :n] @ self.proj_patch, x[:, n:] @ self.proj_classes
         p, c = p / p.norm(dim=-1, keepdim=True), c / c.norm(dim=-1, keepdim=True)
-        return self.mask_norm(p @ c.transpose(1, 2))                            # (B, n, K)
+        return self.mask_norm(p @ c.transpose(1, 2))                            # over the K classes
 
 
 class Segmenter(nn.Module):
