@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "lecture/WALKTHROUGH.md",
          *sorted(set(ROOT.glob("docs/*.md")) - {ROOT / "docs/change.md"}),      # has its own tests
-         ROOT / "studies/README.md", *sorted(ROOT.glob("studies/**/README.md"))]
+         *sorted(ROOT.glob("studies/**/README.md"))]
 OTHERS = ("--help", "--dist", "--standalone", "--nproc_per_node", "--nnodes", "--node_rank",
           "--master_addr", "--include", "--index-url")              # flags of other programs
 CODE = {path: path.read_text() for path in ROOT.glob("**/*.py") if path.parent.name != "tests"}
