@@ -19,6 +19,7 @@ from functools import cache, partial
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
+from urllib.error import URLError
 
 # How many times a thread of PyTorch's OpenMP checks for new work before it sleeps. libgomp reads
 # the variable when torch is imported. With its default, threads that wait for each other take the
@@ -348,13 +349,17 @@ def load(path):
     try:
         with torch.serialization.safe_globals([argparse.Namespace, *NUMPY]):    # DeiT's args
             checkpoint = read(path, map_location="cpu", weights_only=True)
+    except URLError as e:
+        raise InputError(f"{path} cannot be downloaded ({e.reason}); download the file in another "
+                         f"way, and give its path") from None
     except Exception as e:                                          # torch.load raises many types
         unsafe = re.search(r"GLOBAL (\S+)", str(e))
         if unsafe:
             raise InputError(f"{path} holds an object of {unsafe[1]}, expected tensors, numbers, "
                              f"text, lists and dicts alone: save it again with only these, for "
                              f"example torch.save(model.state_dict(), FILE)") from None
-        raise InputError(f"{path} is not a readable checkpoint ({type(e).__name__})") from None
+        raise InputError(f"{path} is not a readable checkpoint ({type(e).__name__}), expected a "
+                         f"file of torch.save or a run's folder") from None
     if not isinstance(checkpoint, dict):
         raise InputError(f"{path} holds a {type(checkpoint).__name__}, expected a dict of weights")
     return checkpoint

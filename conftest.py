@@ -47,7 +47,7 @@ def golden():
 def programs(tmp_path_factory):
     """A copy of the programs, the networks and the lecture, which no test may change."""
     tree = tmp_path_factory.mktemp("programs")
-    listed = ["*.py", "weights", "lecture", ":!tests", ":!studies/tests"]
+    listed = ["*.py", "robust", "weights", "lecture", ":!tests", ":!studies/tests"]
     for name in subprocess.check_output(["git", "ls-files", *listed], cwd=ROOT,
                                         text=True).splitlines():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)

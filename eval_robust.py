@@ -54,10 +54,7 @@ from data.batches import Split, image_batches
 from data.datasets import DATASETS, load_test
 from data.imagenet import ImageTree
 from data.rng import epoch_order
-from robust import attacks, metrics
-from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd, pap_steps
-from robust.attacks import cw, fgsm, noise, pgd, restarted, sld, spsa
-from robust.autoattack import apgd, autoattack, square
+from robust import adaptive, attacks, autoattack, metrics
 from robust.corruptions import CORRUPTIONS, NAMES, corrupt, jpeg_compression
 from robust.frost import load_frost
 from robust.words import WORD, word_swap
@@ -66,10 +63,21 @@ from vit import ViTConfig, classifier_from_checkpoint
 CLS, SEG, LM = "classification", "segmentation", "language modelling"
 # A new attack is a function (robust/attacks.py describes it) and an entry here. --measures NAME
 # runs it; its keywords are its settings: "pgd eps=2/255 steps=40".
-ATTACKS = {"noise": noise, "fgsm": fgsm, "pgd": pgd, "adaptive_pgd": adaptive_pgd,
-           "transfer": pgd,                               # computed on another model, --source
-           "sld": sld, "spsa": spsa, "cw": cw, "apgd": apgd, "adaptive_apgd": adaptive_apgd,
-           "square": square, "autoattack": autoattack, "adaptive_autoattack": adaptive_autoattack}
+ATTACKS = {
+    "noise": attacks.noise,
+    "fgsm": attacks.fgsm,
+    "pgd": attacks.pgd,
+    "adaptive_pgd": adaptive.adaptive_pgd,
+    "transfer": attacks.pgd,                              # computed on another model, --source
+    "sld": attacks.sld,
+    "spsa": attacks.spsa,
+    "cw": attacks.cw,
+    "apgd": autoattack.apgd,
+    "adaptive_apgd": adaptive.adaptive_apgd,
+    "square": autoattack.square,
+    "autoattack": autoattack.autoattack,
+    "adaptive_autoattack": adaptive.adaptive_autoattack,
+}
 FOLDERS = ("imagenet_a", "imagenet_r", "imagenet_o")
 # Settings that are not keywords of an attack; a tuple means: measure each.
 SETTINGS = {"corruptions": dict(type=NAMES, jpeg85=False),
@@ -590,7 +598,7 @@ def load_masks(models, run):
     """Load what Segmenters are evaluated on; compare the class names with the checkpoint's."""
     from data.views import load_segmentation
     first = models[0]
-    flags = {**first.trained, "data": run.data, "data_dir": run.data_dir}
+    flags = {"keep_best": False, **first.trained, "data": run.data, "data_dir": run.data_dir}
     source = load_segmentation(argparse.Namespace(**flags), "test", first.trained)
     trained, names = list(first.classes or source.classes), list(source.classes)
     if trained != names:
@@ -931,7 +939,7 @@ def attack_of(run, name, settings):
     if "progress" in takes:
         own["progress"] = run.rank == 0
     if settings.get("restarts", 1) > 1:
-        attack = restarted(attack, settings["restarts"])
+        attack = attacks.restarted(attack, settings["restarts"])
     attack = partial(attack, **own)
     if name != "transfer":
         return attack
@@ -990,7 +998,7 @@ def attacked(run, m, images, name, settings):
         row["stages"] = dict(zip(STAGES, percent(all_sum(stages).sum(1), n)))
     if name.startswith("adaptive_"):
         grey = torch.full((1, 3, m.size, m.size), 0.5, device=run.device)
-        row |= {} if pap_steps(m.model, grey) else dict(plain=True)     # no RPC-Attention runs
+        row |= {} if adaptive.pap_steps(m.model, grey) else dict(plain=True)     # no RPC-Attention runs
     return row
 
 

@@ -33,6 +33,7 @@ import math
 from fractions import Fraction
 from typing import NamedTuple
 
+import common  # noqa: F401, before torch: common.SPINS
 import torch
 
 from attention import soft_threshold

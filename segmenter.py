@@ -181,11 +181,11 @@ def sliding_windows(height, width, window, stride):
 
 
 @torch.no_grad()
-def predict_views(model, views, shape, *, window, stride, batch_size=8):
-    """Average class probabilities (K, *shape) over views: of each, the softmax of its logits.
+def view_logits(model, views, *, window, stride, batch_size=8):
+    """Return the logits (K, h, w) of each view: at a pixel, the mean over the windows that cover it.
 
-    views: list of (image (3, h, w) float in [0, 1], flipped: bool), on the model's device. model:
-    in eval mode. The windows of all views go through it together, batch_size at a time.
+    views: list of (image (3, h, w) float in [0, 1], flipped: bool), on the model's device. The
+    windows of all views go through the model together, batch_size at a time.
     """
     if window % model.config.patch_size:
         raise InputError(f"window {window} is not a multiple of the patch size "
@@ -195,36 +195,82 @@ def predict_views(model, views, shape, *, window, stride, batch_size=8):
     crops = [x[:, rows, columns] for x, rows, columns in places]
     masks = torch.cat([model.masks(torch.stack(crops[i:i + batch_size]))
                        for i in range(0, len(crops), batch_size)])
-
-    total = 0
-    for x, flipped in views:
-        # the mean of the windows over each pixel of the view
+    found = []
+    for x, _ in views:
         canvas, count = masks.new_zeros(masks.shape[1], *x.shape[1:]), masks.new_zeros(x.shape[1:])
         for mask, (where, rows, columns) in zip(masks, places):
             if where is x:
                 canvas[:, rows, columns] += resize(mask, (window, window))
                 count[rows, columns] += 1
-
-        # back to the image
-        logits = resize(canvas / count, shape)
-        if flipped:
-            logits = logits.flip(2)
-        total = total + logits.softmax(0)
-    return total / len(views)
+        found.append(canvas.div_(count))
+    return found
 
 
-def predict(model, image, *, size, window, stride, scales=(1.0,), flip=False, batch_size=8):
-    """Return the class probabilities (K, h, w) of an image (3, h, w), uint8 or float in [0, 1].
+def to_image(logits, flipped, shape):
+    """Resize the logits (k, h, w) of a view to the image, (k, *shape), and undo its flip."""
+    logits = resize(logits, shape)
+    return logits.flip(2) if flipped else logits
 
-    size: of the short side at scale 1. scales, flip: the views, each scale also mirrored if flip;
-    in upstream's multi-scale evaluation 0.5, 0.75, 1, 1.25, 1.5, 1.75 and True. See predict_views.
+
+def image_views(model, image, *, size, window, scales=(1.0,), flip=False):
+    """Make the views of an image (3, h, w), uint8 or float in [0, 1]: a list of (view, flipped).
+
+    size: of the short side at scale 1, in pixels. flip: also mirror the view of each scale.
     """
     image = image.to(next(model.parameters()).device)
     views = [(view(image, size, scale, window), False) for scale in scales]
-    if flip:
-        views += [(x.flip(2), True) for x, _ in views]
+    return views + [(x.flip(2), True) for x, _ in views] * flip
+
+
+def predict_views(model, views, shape, **windows):
+    """Average the class probabilities of views: (K, *shape). windows: see view_logits."""
+    probabilities = (to_image(logits, flipped, shape).softmax(0) for logits, (_, flipped) in
+                     zip(view_logits(model, views, **windows), views))
+    return sum(probabilities) / len(views)
+
+
+def predict(model, image, *, window, stride, batch_size=8, **how):
+    """Return the class probabilities (K, h, w) of an image (3, h, w), uint8 or float in [0, 1].
+
+    model: in eval mode. window, stride, batch_size: see view_logits. how: see image_views; the
+    multi-scale evaluation of rstrudel/segmenter has scales 0.5, 0.75, 1, 1.25, 1.5, 1.75 and flip.
+    The result takes 4 K h w bytes; `predict_classes` needs much less memory for a large photo.
+    """
+    views = image_views(model, image, window=window, **how)
     return predict_views(model, views, image.shape[1:], window=window, stride=stride,
                          batch_size=batch_size)
+
+
+CHUNK = 2 ** 24                         # logits at the image's size in memory at a time: 64 MB
+
+
+@torch.no_grad()
+def predict_classes(model, image, *, window, stride, batch_size=8, **how):
+    """Return the most probable class (h, w) int64 of each pixel: the argmax of `predict`.
+
+    Visits a few classes at a time, so that it never stores K maps of the image's size.
+    """
+    views, shape = image_views(model, image, window=window, **how), image.shape[1:]
+    maps = view_logits(model, views, window=window, stride=stride, batch_size=batch_size)
+    parts = torch.arange(len(maps[0])).split(max(1, CHUNK // shape.numel()))
+
+    def logits(i, part):
+        return to_image(maps[i][part[0]:part[-1] + 1], views[i][1], shape)
+
+    # Several views are averaged as probabilities, exp(logits - norm); one view needs no norm.
+    norms = [maps[0].new_full(shape, -math.inf) for _ in views if len(views) > 1]
+    for i, norm in enumerate(norms):
+        for part in parts:
+            torch.logaddexp(norm, logits(i, part).logsumexp(0), out=norm)
+    best = maps[0].new_full(shape, -math.inf)
+    classes = torch.zeros(shape, dtype=torch.int64, device=best.device)
+    for part in parts:
+        score = (sum((logits(i, part) - norm).exp() for i, norm in enumerate(norms)) if norms else
+                 logits(0, part))
+        value, index = score.max(0)
+        classes = torch.where(value > best, index + part[0], classes)
+        best = torch.maximum(value, best)
+    return classes
 
 
 # --- scores over a data set: pixel accuracy, mean accuracy, mean IoU -----------------------------
@@ -270,8 +316,8 @@ def predictions(model, source, index, *, change=None, amp=False, num_workers=0, 
         if change:
             image = change(image[None], [i])[0]
         with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-            p = predict(model, image, **how)
-        yield image, label.to(device), p.argmax(0).byte()
+            classes = predict_classes(model, image, **how)
+        yield image, label.to(device), classes.byte()
 
 
 def evaluate(model, source, *, size, window, stride, scales=(1.0,), flip=False, change=None,

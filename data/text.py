@@ -82,18 +82,19 @@ def each_line(path, what="reading"):
     quiet = path.stat().st_size < 2 ** 24 or os.environ.get("RANK", "0") != "0"
     with open(path, "rb") as f:                 # byte order marks, as editors on Windows write them
         marked = f.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    convert = (f"save it as UTF-8, or convert it, for example from Latin-1: "
-               f"iconv -f LATIN1 -t UTF-8 {shlex.quote(str(path))} > NEW")
+    convert = "if it is text, convert it, for example: iconv -f {} -t UTF-8 {} > NEW".format
+    name = shlex.quote(str(path))
     with open(path, encoding="utf-16" if marked else "utf-8-sig", newline="\n") as f:
         try:
             for line in tqdm(f, f"{what} {path.name}", unit=" lines", leave=False,
                              disable=quiet or None):                # None: if not in a terminal
                 if "\0" in line:                                    # UTF-16 without its mark
-                    raise InputError(f"{path} contains zero bytes, expected text; {convert}")
+                    raise InputError(f"{path} contains zero bytes, expected UTF-8 text; "
+                                     f"{convert('UTF-16LE', name)}")
                 yield line.removesuffix("\n")
         except UnicodeError as e:
             raise InputError(f"{path} is not UTF-8 text ({getattr(e, 'reason', e)}); "
-                             f"{convert}") from None
+                             f"{convert('LATIN1', name)}") from None
 
 
 def read_lines(path):

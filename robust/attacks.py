@@ -207,13 +207,17 @@ def restarted(attack, restarts):
     def repeated(model, images, labels, eps, *, seed=0, index=None, **settings):
         index = image_numbers(images, index)
         adv = attack(model, images, labels, eps, seed=seed, index=index, **settings)
+        on = (forward(model, adv).argmax(1) == labels).nonzero()[:, 0]
         eps = per_image(images, eps)
         for run in range(1, restarts):
-            on = (forward(model, adv).argmax(1) == labels).nonzero()[:, 0]
-            if len(on):
-                other = (seed + 1_000_003 * run) % 2 ** 31
-                adv[on] = attack(model, images[on], labels[on], eps[on], seed=other,
-                                 index=index[on], **settings)
+            if not len(on):
+                break
+            other = (seed + 1_000_003 * run) % 2 ** 31
+            found = attack(model, images[on], labels[on], eps[on], seed=other, index=index[on],
+                           **settings)
+            fooled = forward(model, found).argmax(1) != labels[on]
+            adv[on[fooled]] = found[fooled]
+            on = on[~fooled]
         return adv
     return repeated
 

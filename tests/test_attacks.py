@@ -13,9 +13,9 @@ from torchvision.transforms.v2 import Normalize
 from robust import adaptive, attacks
 from robust.adversarial import adversarial
 from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd
-from robust.attacks import check, fgsm, margin, noise, pgd
+from robust.attacks import (clean_logits, cw, fgsm, margin, noise, pgd, project_l1, restarted, sld,
+                            spsa, spsa_gradient)
 from robust.autoattack import apgd, apgd_t, autoattack, fab_t, square
-from robust.more_attacks import cw, project_l1, sld, spsa, spsa_gradient
 from data.shapes import load_shapes
 from golden_net import golden_network, trained_network
 from robust.words import word_swap
@@ -23,7 +23,7 @@ from vit import ViT, ViTConfig
 
 EPS = 4 / 255                                # leaves about half of the images of trained_network
 LINF = {"fgsm": fgsm, "pgd": pgd, "pgd_norand": partial(pgd, random_start=False),
-        "pgd_best": partial(pgd, best=True),
+        "pgd_restarted": restarted(partial(pgd, steps=5), 2),
         "noise": noise, "noise_gaussian": partial(noise, kind="gaussian"),
         "noise_best": partial(noise, best_of=3),
         "spsa": partial(spsa, steps=4, pairs=20), "adaptive_pgd": partial(adaptive_pgd, steps=5)}
@@ -36,7 +36,7 @@ L1 = {"sld": sld, "sld_rescale": partial(sld, rescale=True)}
 BOUNDED = {**LINF, **CASCADE, **L1}
 ATTACKS = {**BOUNDED, "cw": lambda model, x, y, eps: cw(model, x, y, steps=30, search_steps=3,
                                                         lr=0.01)}
-RANDOM = {"pgd", "pgd_best", "noise", "noise_gaussian", "noise_best", "spsa", "adaptive_pgd",
+RANDOM = {"pgd", "pgd_restarted", "noise", "noise_gaussian", "noise_best", "spsa", "adaptive_pgd",
           *CASCADE} - {"fab-t"}
 
 
@@ -93,7 +93,7 @@ def linear_case(n=20, classes=2):
 
 # --- against other implementations ---------------------------------------------------------------
 
-def test_the_papers_harness_leaves_the_accuracy_it_left_in_the_reference_run(golden):
+def test_paper_harness_accuracy_equals_reference_run(golden):
     """Recorded runs of the released code, with cleverhans; its SPSA on pixels."""
     g = golden("robustness_attacks_a")
     net, images, labels = golden_network(g)
@@ -161,7 +161,7 @@ def test_spsa_is_as_strong_as_torchattacks(net):
 
 # --- laws ----------------------------------------------------------------------------------------
 
-def test_on_a_linear_model_fgsm_and_pgd_lower_the_margin_by_eps_times_the_l1_norm():
+def test_linear_margin_falls_by_eps_times_l1():
     model, images, labels, w = linear_case()
     before = margin(model(images), labels)
     for attack in (fgsm, pgd, partial(pgd, random_start=False)):
@@ -179,7 +179,7 @@ def test_spsa_gradient_estimates_the_gradient():
     assert not torch.allclose(again, spsa_gradient(model, *two, 1, 1).flatten(1))
 
 
-def test_spsa_probes_around_the_iterate_or_as_cleverhans_around_twice_the_image():
+def test_spsa_probes_around_iterate_or_twice_image():
     model, (image, *_), (label, *_), _ = linear_case()
     seen, x = [], image[None]
     for centre in ("iterate", "legacy"):
@@ -189,7 +189,7 @@ def test_spsa_probes_around_the_iterate_or_as_cleverhans_around_twice_the_image(
     assert 0 < (iterate - image).abs().max() <= 0.1 and (legacy - 2 * image).abs().max() < 1e-9
 
 
-def test_on_a_linear_model_cw_reaches_the_nearest_point():
+def test_cw_reaches_nearest_point_of_linear_model():
     model, images, labels, w = linear_case()
     for confidence in (0.0, 0.3):
         adv = cw(model, images, labels, confidence=confidence, steps=300, lr=0.01, search_steps=9)
@@ -199,7 +199,7 @@ def test_on_a_linear_model_cw_reaches_the_nearest_point():
         assert (far > 0.9999 * nearest).all() and (far < 1.02 * nearest).all()
 
 
-def test_on_a_linear_model_sld_spends_its_whole_budget_on_the_largest_weights():
+def test_sld_spends_budget_on_largest_weights():
     model, images, labels, w = linear_case()
     adv = sld(model, images, labels, 0.2)  # 2 of 48 entries
     moved = (adv - images).flatten(1)
@@ -210,7 +210,7 @@ def test_on_a_linear_model_sld_spends_its_whole_budget_on_the_largest_weights():
     assert torch.equal((moved != 0).nonzero(), (w.abs() >= w.abs().topk(2).values[:, 1:]).nonzero())
 
 
-def test_l1_projection_is_the_nearest_point_of_the_ball():
+def test_l1_projection_is_the_nearest_point():
     v = torch.randn(30, 3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     radius = torch.linspace(0, 1.2, 30, dtype=torch.float64) * l1(v)
     low, high = torch.zeros(30, dtype=torch.float64), v.abs().flatten(1).amax(1)
@@ -225,7 +225,7 @@ def test_l1_projection_is_the_nearest_point_of_the_ball():
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-def test_zero_budget_returns_the_images_and_a_larger_one_is_kept(net, name):
+def test_attacks_keep_their_budget(net, name):
     """A number, one a channel, one an image."""
     model, (x, y), attack = net[0], (t[:20] for t in net[1:]), BOUNDED[name]
     before = x.clone()
@@ -278,15 +278,8 @@ def test_model_and_images_stay_as_they_are(name):
     assert not images.requires_grad
 
 
-def test_best_iterate_and_worst_draw_are_never_weaker(net):
-    def wavy(x):
-        return torch.stack([(60 * x.mean((1, 2, 3))).cos(), x.new_zeros(len(x))], 1)
-
+def test_worst_draw_of_noise_is_never_weaker(net):
     model, images, labels = net
-    zeros = wavy(images).argmax(1)
-    found = [pgd(wavy, images, zeros, 0.1, best=b, rel_step=0.6) for b in (False, True)]
-    last, best = (right(wavy, adv, zeros) for adv in found)
-    assert not (best & ~last).any() and best.sum() < last.sum() / 2  # long steps overshoot
     noisy = [noise(model, images, labels, 0.3, draw=d) for d in range(6)]
     draws = torch.stack([right(model, adv, labels) for adv in noisy])
     for i in (0, 3):                                      # draws 0 to 2 and 3 to 5
@@ -304,20 +297,21 @@ def test_noise_has_the_distribution_asked_for(net):
     assert abs(g.std() - 0.1) < 1e-3 and abs(share(g.abs() < 0.1) - 0.6827) < 3e-3
 
 
-def test_restarts_of_pgd_keep_the_first_start_that_fools_the_model(net):
+def test_restarts_keep_first_fooling_start(net):
     model, images, labels = net[0], net[1][:60], net[2][:60]
     often, eps = dict(steps=1, rel_step=0.05), 10 * EPS  # its random start decides
-    once, thrice = (pgd(model, images, labels, eps, restarts=n, **often) for n in (1, 5))
+    once, thrice = (restarted(pgd, n)(model, images, labels, eps, **often) for n in (1, 5))
+    assert torch.equal(once, pgd(model, images, labels, eps, **often))
     first, both = (right(model, adv, labels) for adv in (once, thrice))
     assert not (both & ~first).any() and both.sum() < first.sum()
     kept = ~first | both
     assert torch.equal(thrice[kept], once[kept]) and (thrice - images).abs().max() <= eps + 1e-6
-    for bad in (dict(random_start=False, restarts=2), dict(steps=0)):
+    for bad in (dict(steps=0), dict(steps=2.5), dict(rel_step=0.0)):
         with pytest.raises(ValueError, match="expected"):
             pgd(model, images, labels, EPS, **bad)
 
 
-def test_adversarial_training_moves_every_pixel_by_eps_in_pixel_units():
+def test_adversarial_training_moves_pixels_by_eps():
     """On a linear model that normalises; the steps are of 2.5 eps in all: each pixel gets there."""
     model, images, labels, w = linear_case()
     net = torch.nn.Sequential(Normalize([0.4] * 3, [0.2] * 3), model)
@@ -348,7 +342,7 @@ def gradient(model, images, labels):
     return attacks.input_gradient(attacks.cross_entropy, model, images, labels)[2]
 
 
-def test_adaptive_pgd_follows_three_gradients_and_keeps_the_smallest_margin(net, monkeypatch):
+def test_adaptive_pgd_keeps_smallest_of_three_margins(net, monkeypatch):
     """A stand-in for PGD leads to these margins, which the model reads off the image."""
     few = net[1][:20], net[2][:20]                                # no RPC-Attention: plain PGD
     assert torch.equal(*(attack(net[0], *few, EPS) for attack in (adaptive_pgd, pgd)))
@@ -370,7 +364,7 @@ def test_adaptive_pgd_follows_three_gradients_and_keeps_the_smallest_margin(net,
     assert asked[1.0].tolist() == [1, 2, 3, 4] and asked[0.0].tolist() == [2, 3, 4]
 
 
-def test_surrogates_have_the_models_weights_and_other_gradients(vit, net):
+def test_surrogates_share_weights_but_not_gradients(vit, net):
     model, images, labels = vit
     true, sources = gradient(model, images, labels), adaptive.gradient_models(model, images)
     found = [true, *(gradient(source, images, labels) for source in sources)]
@@ -386,7 +380,7 @@ def test_surrogates_have_the_models_weights_and_other_gradients(vit, net):
     assert adaptive.gradient_models(net[0], images) == []
 
 
-def test_the_smooth_threshold_has_the_slope_of_a_softplus():
+def test_smooth_threshold_has_slope_of_softplus():
     x, tau = torch.linspace(-3, 3, 61, dtype=torch.float64, requires_grad=True), torch.tensor(1.0)
     y = adaptive.smooth_shrink(x, tau)
     assert torch.equal(y, adaptive.soft_threshold(x, tau))
@@ -398,7 +392,7 @@ def test_the_smooth_threshold_has_the_slope_of_a_softplus():
         assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()
 
 
-def test_the_worst_case_over_gradients_breaks_all_that_apgd_breaks_and_more(vit, net):
+def test_adaptive_attacks_break_more_than_apgd(vit, net):
     model, images, labels = vit
     eps, few = 0.75 / 255, dict(steps=10, num_targets=2, queries=30)
     for plain, adaptive, options in ((apgd, adaptive_apgd, dict(steps=10)),
@@ -422,16 +416,27 @@ def test_the_worst_case_over_gradients_breaks_all_that_apgd_breaks_and_more(vit,
     (dict(eps=8), "was it meant as 8/255"),
     (dict(model=lambda x: x.flatten(1)[:, :2] * math.nan), "not finite"),
     (dict(model=lambda x: x.flatten(1)[:, :5].softmax(1)), "probabilities")])
-def test_what_looks_like_robustness_and_is_none_is_refused(change, message):
+def test_false_robustness_is_an_error(change, message):
     case = dict(model=Linear().eval(), images=torch.full((4, 3, 4, 4), 0.5, dtype=torch.float64),
                 eps=0.1)
-    check(**case)
+    clean_logits(**case)
     with pytest.raises(ValueError, match=message):
-        check(**{**case, **change})
+        clean_logits(**{**case, **change})
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_every_attack_refuses_train_mode_and_pixels_to_255(name):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attacks_accept_half_precision_logits(net, name, dtype):
+    """As under autocast, or from a network of such weights."""
+    model, images, labels = net[0], net[1][:6], net[2][:6]
+    adv = ATTACKS[name](lambda x: model(x).to(dtype), images, labels, EPS)
+    assert adv.dtype == torch.float32 and adv.isfinite().all()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ATTACKS[name](model, images, labels, EPS).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_attacks_reject_train_mode_and_large_pixels(name):
     _, images, labels, _ = linear_case(4, classes=5)
     attack, norm = ATTACKS[name], torch.nn.BatchNorm2d(3).double()
     model = torch.nn.Sequential(norm, Linear(5))
@@ -451,7 +456,7 @@ LINES = [" = A Heading = ", " ",
          " of the and ", " <unk> <unk> "] + [" " + "word " * 400] * 3
 
 
-def test_word_swap_takes_its_share_of_every_line_and_spares_stop_words():
+def test_word_swap_takes_share_of_every_line():
     out, swapped = word_swap(LINES)
     tokens, before = ([t for line in lines for t in (*line.split(), "<eos>")]
                       for lines in (out, LINES))

@@ -54,7 +54,7 @@ def pyautoattacks(name, model):
 
 
 @pytest.mark.parametrize("name", MEMBERS)
-def test_member_is_as_strong_as_pyautoattacks(own, name):
+def test_members_are_as_strong_as_pyautoattack(own, name):
     model, images, labels = own
     reference = robust(model, pyautoattacks(name, model).perturb(images, labels), labels)
     adv = MEMBERS[name](model, images, labels, EPS, **FEWER[name])
@@ -73,7 +73,7 @@ def watched(model, seen):
 
 
 @pytest.mark.parametrize("loss", ["ce", "dlr"])
-def test_apgd_goes_where_pyautoattacks_goes_from_the_same_start(own, monkeypatch, loss):
+def test_apgd_follows_the_path_of_pyautoattack(own, monkeypatch, loss):
     """Images that no step fools, so that none leaves: 60 points are the same, but for rounding."""
     module = pytest.importorskip("pyautoattack.autopgd_base")
     model, images, labels = own
@@ -92,7 +92,7 @@ def test_apgd_goes_where_pyautoattacks_goes_from_the_same_start(own, monkeypatch
     assert len(theirs) == 61 and (far < 1e-5).sum() >= 10
 
 
-def test_apgd_halves_a_step_that_brings_no_new_maximum_but_not_twice_in_a_row():
+def test_apgd_halves_steps_without_gain():
     """An image a case: few rises; no gain; no gain, but halved at the last look; a gain."""
     here, best = torch.zeros(4, 3, 2, 2), torch.ones(4, 3, 2, 2)
     s = SimpleNamespace(rises=torch.tensor([7, 8, 8, 8]), step=torch.ones(4, 1, 1, 1),
@@ -107,7 +107,7 @@ def test_apgd_halves_a_step_that_brings_no_new_maximum_but_not_twice_in_a_row():
     assert torch.equal(s.checked_loss, s.best_loss) and not s.rises.any()
 
 
-def test_fab_finds_the_points_that_pyautoattacks_finds(own):
+def test_fab_finds_the_points_of_pyautoattack(own):
     module = pytest.importorskip("pyautoattack.fab_pt")
     model, images, labels = own
     right = robust(model, images, labels)
@@ -120,7 +120,7 @@ def test_fab_finds_the_points_that_pyautoattacks_finds(own):
     assert ((adv - theirs).abs().amax((1, 2, 3)) < 1e-4).sum() >= 10
 
 
-def test_squares_shrink_as_pyautoattacks():
+def test_squares_shrink_as_in_pyautoattack():
     module = pytest.importorskip("pyautoattack.square")
     reference = module.SquareAttack(None, p_init=0.8, eps=EPS, resc_schedule=False, device="cpu")
     for limit in (0, 10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000):
@@ -129,7 +129,7 @@ def test_squares_shrink_as_pyautoattacks():
             assert random_square(torch.zeros(1, 2), query, 64, 64).sum() == side ** 2
 
 
-def test_autoattack_is_as_strong_as_pyautoattacks(own):
+def test_cascade_is_as_strong_as_pyautoattack(own):
     """The whole cascade on 30 images, with members as short as FEWER."""
     package = pytest.importorskip("pyautoattack.autoattack")
     model, images, labels = own[0], own[1][:30], own[2][:30]
@@ -145,7 +145,7 @@ def test_autoattack_is_as_strong_as_pyautoattacks(own):
 
 # --- laws ----------------------------------------------------------------------------------------
 
-def test_each_stage_leaves_fewer_robust_images_and_autoattack_beats_its_members(own):
+def test_each_stage_leaves_fewer_robust_images(own):
     model, images, labels = own[0], own[1][:40], own[2][:40]
     trace, settings = [], dict(batch_size=17)
     adv = QUICK["aa"](model, images, labels, EPS, trace=trace, **settings)
@@ -160,7 +160,7 @@ def test_each_stage_leaves_fewer_robust_images_and_autoattack_beats_its_members(
         assert left.sum() <= robust(model, QUICK[name](model, images, labels, EPS), labels).sum()
 
 
-def test_batch_size_is_kept_and_batches_stay_full(own):
+def test_batches_stay_full(own):
     model, images, labels = own[0], own[1][:24], own[2][:24]
     seen = []
 
@@ -180,7 +180,7 @@ def test_batch_size_is_kept_and_batches_stay_full(own):
     assert sum(n < 8 for n in seen) <= 1 + 52 and 8 < left < 24       # one a query, at most
 
 
-def test_box_projection_equals_pyautoattacks():
+def test_box_projection_equals_pyautoattack():
     """On feasible and infeasible hyperplanes, with pixels on the bounds and weights of zero."""
     reference = pytest.importorskip("pyautoattack.fab_projections")
     rng = torch.Generator().manual_seed(0)
@@ -199,7 +199,7 @@ def test_box_projection_equals_pyautoattacks():
     assert (d[w == 0] == 0).all() and (v + d).min() >= 0 and (v + d).max() <= 1 + 1e-15
 
 
-def test_dlr_ignores_shift_and_scale_and_has_its_closed_form():
+def test_dlr_has_its_closed_form():
     logits = torch.tensor([[4.0, 1.0, 3.0, 0.0], [1.0, 2.0, 5.0, 3.0]])
     labels, targets = torch.tensor([0, 1]), torch.tensor([2, 3])
     expected = torch.tensor([-(4 - 3) / (4 - 1.0), -(2 - 5) / (5 - 2.0)])
@@ -210,7 +210,7 @@ def test_dlr_ignores_shift_and_scale_and_has_its_closed_form():
     assert likely_targets(logits, labels, 9).tolist() == [[2, 1, 3], [2, 3, 0]]
 
 
-def test_square_finds_what_hides_from_gradients():
+def test_square_finds_what_gradients_miss():
     """A pixel's red, in fifths, is the class: no gradient leads to the next, a square of +-0.101
     does, and one of +-0.05 does not."""
     def model(x):
@@ -228,7 +228,7 @@ def test_square_finds_what_hides_from_gradients():
         assert_lawful(adv, images, eps)
 
 
-def test_too_few_classes_are_refused(own):
+def test_too_few_classes_are_an_error(own):
     model, images = own[0], own[1][:4]
     with pytest.raises(ValueError, match="3 classes.*expected 4 or more"):
         autoattack(lambda x: model(x)[:, :3], images, model(images)[:, :3].argmax(1), EPS)

@@ -50,8 +50,8 @@ def wrong(found):
     return {claim for claim, holds in found[0].items() if not holds}
 
 
-def test_an_honest_model_passes_all_five(linear, capsys):
-    found = checks.run(*linear, "a line", linear[0])
+def test_honest_model_passes_all_five(linear, capsys):
+    found = checks.run_checks(*linear, "a line", linear[0])
     assert [(number, passed) for number, passed, *_ in found] == [
         (i, True) for i in (1, 2, 3, 4, 5)], found
     lines = capsys.readouterr().out.splitlines()
@@ -61,7 +61,7 @@ def test_an_honest_model_passes_all_five(linear, capsys):
 
 
 @pytest.mark.parametrize("leak", [0.0, 1e-3])
-def test_a_model_that_hides_its_gradient_rings(linear, leak):
+def test_hidden_gradient_fails(linear, leak):
     """Without a gradient its images say so; with a wrong one attacks that need none beat it."""
     inner, x, y = linear
     model, eps = Rounded(inner, leak).eval(), 16 / 255
@@ -74,7 +74,7 @@ def test_a_model_that_hides_its_gradient_rings(linear, leak):
     assert not wrong(checks.rivals(inner, x, y, eps, other, {}))
 
 
-def test_random_logits_and_probabilities_ring(linear):
+def test_random_logits_and_probabilities_fail(linear):
     model, x, y = linear
     for change, claim in ((lambda z: z + 0.01 * torch.rand(5), "the same logits again"),
                           (lambda z: z.softmax(1), "logits, not probabilities")):
@@ -82,7 +82,7 @@ def test_random_logits_and_probabilities_ring(linear):
     assert not wrong(checks.gradients(model, x, y))
 
 
-def test_pgd_that_stops_too_early_rings(net):
+def test_pgd_that_stops_early_fails(net):
     short = checks.steps_and_restarts(*net, 6 / 255, dict(steps=2))
     assert "10 steps take no more than 2" in wrong(short) and "after 1 2 10 steps" in short[1]
     long = checks.steps_and_restarts(*net, 6 / 255, dict(steps=40))
@@ -92,7 +92,7 @@ def test_pgd_that_stops_too_early_rings(net):
     assert "5 restarts take no more" in wrong(starts), starts
 
 
-def test_accuracy_that_does_not_fall_to_zero_rings(linear):
+def test_accuracy_must_fall_to_zero(linear):
     _, x, y = linear
 
     def stubborn(x):                                      # says what is right, whatever it sees
@@ -104,7 +104,7 @@ def test_accuracy_that_does_not_fall_to_zero_rings(linear):
     assert not wrong(checks.sweep_to_zero(*linear, {})[:2])
 
 
-def test_other_gradients_are_those_of_the_models_own_attention(monkeypatch):
+def test_other_gradients_come_from_own_attention(monkeypatch):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         vit = ViT(ViTConfig(32, 16, 10, 16, 1, 2, attn="rpc")).eval().requires_grad_(False)
@@ -114,6 +114,18 @@ def test_other_gradients_are_those_of_the_models_own_attention(monkeypatch):
                         asked.update(eps=eps) or ({}, ""))
     monkeypatch.setattr(checks, "rivals", lambda model, x, y, eps, others, _:
                         asked.update(others) or ({}, ""))
-    checks.run(vit, torch.rand(4, 3, 32, 32), torch.arange(4), options=dict(steps=3))
+    checks.run_checks(vit, torch.rand(4, 3, 32, 32), torch.arange(4), options=dict(steps=3))
     assert asked["eps"] == 2 / 255                        # leaves nearest to half of the 9
     assert set(asked) == {"eps", "noise", "SPSA", "Square", "adaptive APGD"}
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_checks_run_with_few_classes(linear, capsys, classes):
+    """APGD-T needs four classes and is left out."""
+    inner, x, _ = linear
+
+    def model(x):
+        return inner(x)[:, :classes]
+
+    found = checks.rivals(model, x, model(x).argmax(1), 8 / 255, {}, {})
+    assert "PGD, APGD leave" in found[1]

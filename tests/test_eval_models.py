@@ -11,9 +11,10 @@ from torchvision.transforms.v2.functional import InterpolationMode, center_crop,
 
 import attention
 import common
+import corrupt_folder
+import eval_robust
 from data.shapes import load_shapes
-from robust import corruptions, imagenet, sources
-from robust.results import read_rows
+from eval_robust import IMAGENET, load_checkpoint, read_rows
 from test_eval_robust import error, line_of, make_checkpoint, rows_of, run
 
 BUILDERS = '''
@@ -48,6 +49,7 @@ class Wrapped(nn.Module):
 
 
 few = lambda: __import__("parts").few()                   # of a file beside it
+pairs = lambda: Wrapped(lambda net, x: dict(scores=net(x), boxes=None))
 probabilities = lambda: linear().append(nn.Softmax(1))
 blind = lambda: Wrapped(lambda net, x: net(x.detach()).detach())
 broken = lambda: Wrapped(lambda net, x: net(nothing))
@@ -72,12 +74,17 @@ def files(tmp_path_factory):
     return folder, net
 
 
+def foreign_flags(**given):
+    flags = dict.fromkeys(("weights", "image_size", "num_heads", "norm_eps", "normalize"))
+    return argparse.Namespace(**flags | given)
+
+
 @pytest.mark.parametrize("name", ["timm.pt", "deit.pth"])
 @pytest.mark.parametrize("normalize, mean, std", [
     ("imagenet", (.485, .456, .406), (.229, .224, .225)), ("half", (.5,) * 3, (.5,) * 3)])
-def test_a_file_of_timm_or_deit_gives_timms_logits(files, name, normalize, mean, std):
+def test_timm_and_deit_files_give_timm_logits(files, name, normalize, mean, std):
     folder, net = files
-    m = sources.load_model(folder / name, "cpu", normalize=normalize)
+    m = load_checkpoint(folder / name, "cpu", foreign_flags(normalize=normalize))
     x = torch.rand(3, 3, 48, 48)
     z = (x - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
     torch.testing.assert_close(m.model(x), net(z).detach(), atol=1e-5, rtol=0)
@@ -85,21 +92,21 @@ def test_a_file_of_timm_or_deit_gives_timms_logits(files, name, normalize, mean,
     assert m.about["model"] == f"{name[:4]}, softmax"
 
 
-def test_a_file_of_the_released_code_says_its_attention(files):
-    config = sources.load_model(files[0] / "released.pth", "cpu").model.config
+def test_released_file_stores_its_attention(files):
+    config = load_checkpoint(files[0] / "released.pth", "cpu").model.config
     assert (config.attn, config.rpc_layers) == ("rpc", (1,))
     assert (config.pap["n_iter"], config.pap["lambd"]) == (2, 3.0)
 
 
 @pytest.mark.parametrize("model", [
     "--ckpt timm.pt", "--ckpt released.pth", "--model my.py:from_timm --image_size 48"])
-def test_models_of_others_are_measured_clean_corrupted_and_attacked(
+def test_foreign_models_are_measured(
         files, monkeypatch, tmp_path, model):
     monkeypatch.chdir(files[0])
     measures = "clean", "corruptions type=fog", "pgd steps=2", "adaptive_pgd steps=2"
     rows = rows_of(tmp_path, *model.split(), "--data", "shapes", "--measures", *measures,
                    "--eps", "1/255", "--limit", 4)
-    names = [row["measure"].split()[0] for row in rows]
+    names = [row["name"] for row in rows]
     assert names == ["clean", "corruptions", "pgd", "adaptive_pgd"]
     assert rows[0]["checkpoint"] == model.split()[1]
     assert rows[0].get("normalize") == ("imagenet" if "--ckpt" in model else None)
@@ -110,25 +117,128 @@ def test_models_of_others_are_measured_clean_corrupted_and_attacked(
     ("--model my.py:absent", "my.py has no function absent"),
     ("--model my.py:few", "--model my.py:few has 5 classes, --data shapes 10 (arrow, circle, "),
     ("--model my.py:blind", "--model my.py:blind: the model's logits have no gradient"),
-    ("--ckpt headless.pt", "--ckpt headless.pt: it has no head.weight"),
+    ("--ckpt headless.pt", "--ckpt headless.pt: the file has no head.weight"),
+    ("--model my.py:probabilities", "--model my.py:probabilities: the model returns probabilities"),
+    ("--model my.py:pairs", "--model my.py:pairs returns a dict with the keys scores, boxes"),
+    ("--model my.py:from_timm", "set another --image_size"),
+    ("--model my.py:linear --preset paper", "--preset paper attacks normalised images"),
+    ("--model my.py:linear --weights ema", "--weights applies to our checkpoints and checkpoints"),
     ("", "required: --ckpt or --model"),
 ])
-def test_what_cannot_be_evaluated_is_one_line(files, monkeypatch, tmp_path, flags, words):
+def test_unusable_models_are_one_line(files, monkeypatch, tmp_path, flags, words):
     monkeypatch.chdir(files[0])
     how = "--data", "shapes", "--measures", "fgsm", "--limit", 80, "--out_dir", tmp_path / "bad"
     assert words in error(*flags.split(), *how)
 
 
-@pytest.mark.parametrize("name, kind, words", [("probabilities", ValueError, "probabilities"),
-                                               ("broken", NameError, "nothing")])
-def test_a_bug_of_the_model_is_a_traceback(files, monkeypatch, tmp_path, name, kind, words):
+def test_bug_in_model_is_a_traceback(files, monkeypatch, tmp_path):
     monkeypatch.chdir(files[0])
-    with pytest.raises(kind, match=words):
-        run("--model", f"my.py:{name}", "--data", "shapes", "--measures", "fgsm", "--limit", 4,
+    with pytest.raises(NameError, match="nothing"):
+        run("--model", "my.py:broken", "--data", "shapes", "--measures", "fgsm", "--limit", 4,
             "--out_dir", tmp_path / "bad")
 
 
-def test_a_function_whose_file_was_edited_is_measured_anew(tmp_path, monkeypatch):
+USER_FILE = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+import sibling
+from .sibling import CLASSES
+
+
+@dataclass
+class Config:
+    classes: int = CLASSES
+
+
+class Net(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        torch.manual_seed(1)
+        self.fc, self.change = nn.Linear(3072, Config().classes), change
+        self.mean, self.std = torch.tensor(0.5), torch.tensor(0.25)
+
+    def forward(self, x):
+        return self.change(self.fc(sibling.flat((x - self.mean.to(x)) / self.std.to(x))))
+
+
+plain = lambda: Net(lambda z: z)
+as_dict = lambda: Net(lambda z: dict(loss=None, logits=z))
+as_object = lambda: Net(lambda z: SimpleNamespace(logits=z))
+as_tuple = lambda: Net(lambda z: (z, None))
+half = lambda: Net(lambda z: z).bfloat16()
+"""
+
+
+def test_ordinary_user_files_are_evaluated(tmp_path, monkeypatch):
+    """A dataclass under future annotations, sibling imports, outputs of transformers, bfloat16."""
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my" / "net.py").write_text(USER_FILE)
+    (tmp_path / "my" / "sibling.py").write_text("CLASSES = 10\nflat = lambda x: x.flatten(1)\n")
+    monkeypatch.chdir(tmp_path)
+    names = ["plain", "as_dict", "as_object", "as_tuple", "half"]
+    rows = rows_of(tmp_path / "r", "--model", *(f"my/net.py:{name}" for name in names), "--data",
+                   "shapes", "--measures", "clean", "pgd steps=2", "cw steps=3 search_steps=1",
+                   "autoattack steps=3 num_targets=2 queries=5", "--limit", 8, "--eps", "1/255")
+    assert len(rows) == 20
+    for i in range(0, 20, 5):
+        assert len({row["right"] for row in rows[i:i + 4]}) == 1
+    assert rows[4]["loss"] == pytest.approx(rows[0]["loss"], rel=0.05)
+    paper, = rows_of(tmp_path / "paper", "--model", "my/net.py:half", "--data", "shapes",
+                     "--preset", "paper", "--measures", "fgsm", "--limit", 4, "--eps", "1/255")
+    assert paper["max_linf"] == pytest.approx(0.25 / 255, rel=0.05)
+
+
+@pytest.fixture(scope="module")
+def field(tmp_path_factory):
+    """A network whose file stores an average and was made with two heads; and other weights."""
+    folder, nets = tmp_path_factory.mktemp("field"), []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        nets.append(timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1,
+                                      embed_dim=64, num_heads=2, num_classes=12).eval())
+        nets[-1].head.weight.data.normal_()
+    torch.save(dict(model=nets[0].state_dict(), model_ema=nets[1].state_dict()), folder / "net.pth")
+    images = load_shapes("test", 24).images
+    for i, image in enumerate(images):
+        (folder / "photos" / str(i % 12)).mkdir(parents=True, exist_ok=True)
+        write_png(image, str(folder / "photos" / str(i % 12) / f"{i}.png"))
+    return folder, nets
+
+
+def test_foreign_flags_change_the_model_and_row(field, tmp_path, capsys):
+    folder, (_, average) = field
+    how = ("--data", "folder", "--data_dir", folder / "photos", "--measures", "clean")
+    assumed, = rows_of(tmp_path / "a", "--ckpt", folder / "net.pth", *how)
+    row, = rows_of(tmp_path / "b", "--ckpt", folder / "net.pth", *how, "--weights", "ema",
+                   "--num_heads", 2, "--norm_eps", "1e-5")
+    assert any("num_heads = 1 is assumed" in note for note in assumed["assumed"])
+    assert not any("num_heads" in note for note in row["assumed"])
+    assert (row["num_heads"], row["eps"]) == (2, 1e-5) != (assumed["num_heads"], assumed["eps"])
+    m = load_checkpoint(folder / "net.pth", "cpu", foreign_flags(weights="ema", num_heads=2))
+    x = torch.rand(2, 3, 32, 32)
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in ((.485, .456, .406), (.229, .224, .225)))
+    torch.testing.assert_close(m.model(x), average((x - mean) / std).detach(), atol=1e-4, rtol=0)
+    larger, = rows_of(tmp_path / "c", "--ckpt", folder / "net.pth", *how, "--image_size", 64)
+    assert larger["model_config"]["image_size"] == 64
+
+
+def test_numbered_folders_show_their_logits(field, tmp_path):
+    """12 folders are sorted as text, 0, 1, 10, 11, 2, ...; a network may use the numbers."""
+    folder, _ = field
+    printed = run("--ckpt", folder / "net.pth", "--data", "folder", "--data_dir",
+                  folder / "photos", "--measures", "clean", "--out_dir", tmp_path / "r")
+    assert "logit 2 = folder 10, logit 3 = folder 11, logit 4 = folder 2" in printed
+    row, = read_rows(tmp_path / "r").values()
+    assert any("logit 2 = folder 10" in note for note in row["assumed"])
+
+
+def test_edited_model_file_is_measured_again(tmp_path, monkeypatch):
     """Its weights are the same, as where a normalisation has other numbers."""
     monkeypatch.chdir(tmp_path)
     for scale, rows in ((1, 1), (1, 1), (0, 2)):
@@ -139,18 +249,18 @@ def build():
     return Wrapped(lambda net, x: net({scale} * x))
 """)
         found = rows_of(tmp_path / "r", "--model", "net.py", "--data", "shapes", "--measures",
-                        "clean", "--limit", 20, "--resume")
+                        "clean", "--limit", 20)
         assert len(found) == rows
     assert found[0]["weights"] == found[1]["weights"] and found[0]["loss"] != found[1]["loss"]
 
 
 # --- of ours -------------------------------------------------------------------------------------
 
-def test_averaged_weights_are_evaluated_where_they_are_asked_for(tmp_path):
+def test_averaged_weights_are_evaluated(tmp_path):
     average = make_checkpoint(tmp_path / "m.pt", seed=1).state_dict()
     make_checkpoint(tmp_path / "m.pt", more=dict(ema=average))
     make_checkpoint(tmp_path / "other.pt", seed=1)
-    how = "--measures", "clean", "--limit", 20, "--resume"
+    how = "--measures", "clean", "--limit", 20
     rows_of(tmp_path / "r", "--ckpt", tmp_path / "m.pt", *how)
     first, second = rows_of(tmp_path / "r", "--ckpt", tmp_path / "m.pt", *how, "--weights", "ema")
     other, = rows_of(tmp_path / "r2", "--ckpt", tmp_path / "other.pt", *how)
@@ -158,7 +268,7 @@ def test_averaged_weights_are_evaluated_where_they_are_asked_for(tmp_path):
     assert second["model"] == f"{first['model']}, ema" and first["weights"] != other["weights"]
 
 
-def test_a_second_head_and_a_field_of_ones_own_do_not_matter_and_are_named(tmp_path):
+def test_extra_head_and_field_are_named(tmp_path):
     make_checkpoint(tmp_path / "m.pt", flags=dict(num_images=1000))
     one = common.load(tmp_path / "m.pt")
     head = {"head2.weight": torch.zeros(4, 64)}
@@ -173,7 +283,7 @@ def test_a_second_head_and_a_field_of_ones_own_do_not_matter_and_are_named(tmp_p
     assert first["right"] == second["right"]
 
 
-def test_a_data_set_of_three_classes_has_no_top_5(tmp_path):
+def test_three_classes_have_no_top5(tmp_path):
     for i, image in enumerate(load_shapes("test", 12).images):
         (tmp_path / "photos" / "val" / f"c{i % 3}").mkdir(parents=True, exist_ok=True)
         write_png(image, str(tmp_path / "photos" / "val" / f"c{i % 3}" / f"{i}.png"))
@@ -197,7 +307,7 @@ class LearnedRPC(nn.Module):
         return attention.rpc_attention(k, v, n_iter=4, lambd=self.log_lambd.exp())
 
 
-def test_an_attention_of_ones_own_that_runs_pap_is_attacked_adaptively(tmp_path, monkeypatch):
+def test_own_pap_attention_is_attacked_adaptively(tmp_path, monkeypatch):
     monkeypatch.setitem(attention.ATTENTIONS, "learned", (False, LearnedRPC))
     make_checkpoint(tmp_path / "own.pt", attn="learned")
     make_checkpoint(tmp_path / "plain.pt", attn="symmetric")
@@ -211,7 +321,7 @@ def test_an_attention_of_ones_own_that_runs_pap_is_attacked_adaptively(tmp_path,
 
 # --- some of ImageNet's classes ------------------------------------------------------------------
 
-def test_some_of_imagenets_folders_are_evaluated_over_all_thousand_logits(
+def test_some_imagenet_folders_use_all_logits(
         files, tmp_path, monkeypatch):
     """Timm's own prediction is right where it is the index of the folder's name among 1,000."""
     monkeypatch.chdir(tmp_path)
@@ -227,8 +337,8 @@ def test_some_of_imagenets_folders_are_evaluated_over_all_thousand_logits(
     labels = torch.where(torch.arange(12) % 3 == 0, own, torch.arange(12) * 80)  # some are right
     labels = torch.where(torch.arange(12) % 4 == 1, normalised, labels)
     for i, k in enumerate(labels.tolist()):
-        (tmp_path / "val" / imagenet.CLASSES[k]).mkdir(parents=True, exist_ok=True)
-        write_png(images[i], f"val/{imagenet.CLASSES[k]}/{i}.png")
+        (tmp_path / "val" / IMAGENET[k]).mkdir(parents=True, exist_ok=True)
+        write_png(images[i], f"val/{IMAGENET[k]}/{i}.png")
     for model, predicted in ((f"--model {files[0]}/my.py:thousand --image_size 32", own),
                              ("--ckpt timm.pt", normalised)):
         row, = rows_of(tmp_path / model[2:5], *model.split(), "--data_dir", ".", "--measures",
@@ -240,32 +350,32 @@ def test_some_of_imagenets_folders_are_evaluated_over_all_thousand_logits(
 
 # --- corrupted folders ---------------------------------------------------------------------------
 
-def corrupt_folder(monkeypatch, *flags):
-    monkeypatch.setattr("sys.argv", ["corruptions", *map(str, flags)])
-    corruptions.main()
+def write_copies(monkeypatch, *flags):
+    monkeypatch.setattr("sys.argv", ["corrupt_folder.py", *map(str, flags)])
+    corrupt_folder.main()
 
 
 @pytest.mark.parametrize("task, side, crop_pct", [("imagenet", 64, .875), ("folder", 32, 1)])
-def test_a_corrupted_folder_read_back_has_the_numbers_of_jpeg_files_made_on_the_fly(
+def test_corrupted_folder_equals_corruption_on_the_fly(
         tmp_path, monkeypatch, task, side, crop_pct):
     for i, image in enumerate(load_shapes("test", 20, side).images):
         (tmp_path / "val" / f"n{i % 10}").mkdir(parents=True, exist_ok=True)
         write_png(image, str(tmp_path / "val" / f"n{i % 10}" / f"{i}.png"))
     make_checkpoint(tmp_path / "m.pt", [f"n{i}" for i in range(10)], task=task)
-    corrupt_folder(monkeypatch, tmp_path / "val", tmp_path / "c", "--types", "fog",
-                   "gaussian_noise", "--severities", 5, 2, "--size", 32, "--crop_pct", crop_pct,
-                   "--seed", 3)
+    write_copies(monkeypatch, tmp_path / "val", tmp_path / "c", "--types", "fog",
+                 "gaussian_noise", "--severities", 5, 2, "--size", 32, "--crop_pct", crop_pct,
+                 "--seed", 3)
     assert sorted(p.name for p in (tmp_path / "c" / "fog").iterdir()) == ["2", "5"]
     with pytest.raises(common.InputError, match="c exists"):            # nothing is overwritten
-        corrupt_folder(monkeypatch, tmp_path / "val", tmp_path / "c")
+        write_copies(monkeypatch, tmp_path / "val", tmp_path / "c")
     how = ("--ckpt", tmp_path / "m.pt", "--data_dir", tmp_path, "--num_workers", 0, "--seed", 3)
     made = rows_of(tmp_path / "made", *how, "--severities", 2, 5, "--measures",
                    "corruptions type=gaussian_noise,fog jpeg85=yes")
     # of all types and severities those that are there
     read = rows_of(tmp_path / "read", *how, "--measures", "corruptions", "--corrupted_dir",
                    tmp_path / "c")
-    assert [row["measure"] for row in read] == [
-        f"corruptions type={name} jpeg85=no severities=2,5 released=yes"
+    assert [row["settings"] for row in read] == [
+        dict(type=name, jpeg85=False, severities=[2, 5], released=True)
         for name in ("gaussian_noise", "fog")]
     assert [row["right"] for row in made] == [row["right"] for row in read]
     assert [row["data_dir"] for row in read] == [str(tmp_path / "c")] * 2

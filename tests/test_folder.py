@@ -132,8 +132,8 @@ def test_one_flag_trains_and_keeps_the_best(capsys):
     Path("photos/owl/notes.heic").write_text("no image")
     main("--data_dir photos --max_steps 18 --epochs 3 --lr 0.05")
     out = capsys.readouterr().out
-    for words in ("24 images to train on, 3 that choose best.pt (validation), 3 that the evaluator "
-                  "reports (test)", "image_size=32", "batch_size=4", "keep_best=True",
+    for words in ("24 to train on, 3 to choose best.pt (validation), 3 to report", "image_size=32",
+                  "batch_size=4", "keep_best=True",
                   "skipping: cannot decode photos/owl/9.png", "validation accuracy", "best.pt"):
         assert words in out, words
     assert out.count("owl/notes.heic") == 1                 # once
@@ -179,15 +179,16 @@ def test_resumed_run_keeps_the_chosen_flags():
 def test_folders_without_a_training_are_one_line():
     make("one", 2, classes=["cat"])
     make("single", 1)
-    for name in ("broken", "other/train", "val_only/val"):
+    for name in ("broken", "other/train", "val_only/val", "no_val/train"):
         make(name, 4)
+    Path("no_val/val").mkdir()
     make("other/val", 1, classes=["cat", "dog", "cow"])
     for split in ("train", "val"):
         make(f"broken_val/{split}", 4)
     for path in (*Path("broken/dog").iterdir(), *Path("broken_val/val").rglob("*.png")):
         path.write_bytes(b"nothing")
     for folder, words in (("one", "one has 1"), ("broken", "dog"), ("other", "cow"),
-                          ("single", "to evaluate on"),
+                          ("single", "to evaluate on"), ("no_val", "no_val/val"),
                           ("val_only", "class cat in val_only/train")):
         assert words in refused(train_cls, "--data_dir", [folder])
     assert "in broken_val/val that can be read" in refused(train_cls, "--data_dir broken_val",
@@ -385,8 +386,7 @@ def test_masks_need_one_flag(capsys):
          "--data_dir mine --max_steps 2 --num_workers 0 --out_dir a")
     out, run = capsys.readouterr().out, common.load("a")
     for words in ("2 classes", "chosen for them: size=32", "validation mean IoU",
-                  "16 pairs to train on, 2 that choose best.pt (validation), 2 that the evaluator "
-                  "reports (test)"):
+                  "16 to train on, 2 to choose best.pt (validation), 2 to report"):
         assert words in out, words
     assert run["classes"] == ["value 0", "value 255"] and Path("a/best.pt").exists()
     args = Namespace(**run["args"])

@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import segmenter
 from common import InputError
 from conftest import SHARED
 from vit import resize_pos_embed
 from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, confusion, evaluate, predict,
-                       predict_views, scores, sliding_windows, view)
+                       predict_classes, predict_views, scores, sliding_windows, view)
 
 TOY = dict(num_classes=5, image_size=64, embed_dim=48, depth=2, num_heads=2, decoder_heads=2)
 REFERENCES = {"seg_mask": dict(), "seg_mask_symmetric": dict(attn="symmetric"),
@@ -229,6 +230,33 @@ def test_predict_equals_one_window_at_a_time(hw, how):
         close(p, expected, atol=2e-5)
     close(predict(m, image.float() / 255, **how), expected, atol=2e-5)
     close(p.sum(0), torch.ones(hw), atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 2 * 50 * 70, 2 ** 24])
+@pytest.mark.parametrize("how", [{}, dict(scales=(0.5, 1.0), flip=True)])
+def test_classes_equal_the_largest_probability(chunk, how, monkeypatch):
+    monkeypatch.setattr(segmenter, "CHUNK", chunk)          # one, two or all of 4 classes at a time
+    m, image = small(), torch.randint(0, 256, (3, 50, 70), dtype=torch.uint8)
+    how = dict(size=40, window=32, stride=24, **how)
+    first, second = predict(m, image, **how).topk(2, dim=0).values
+    same = predict_classes(m, image, **how) == predict(m, image, **how).argmax(0)
+    assert same[first - second > 1e-6].all() and same.double().mean() > 0.99
+
+
+def test_classes_need_no_map_per_class(monkeypatch):
+    monkeypatch.setattr(segmenter, "CHUNK", 2 ** 20)        # 90 maps hold 10.8 million numbers
+    m, image = small(num_classes=90), torch.zeros(3, 300, 400, dtype=torch.uint8)
+    sizes = []
+
+    class Record(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            sizes.extend(t.numel() for t in torch.utils._pytree.tree_leaves(result)
+                         if torch.is_tensor(t))
+            return result
+    with Record():
+        predict_classes(m, image, size=32, window=32, stride=32)
+    assert max(sizes) <= segmenter.CHUNK
 
 
 def test_an_evaluation_is_of_the_images_asked_for_changed_by_their_numbers_and_leaves_the_mode():
