@@ -1,16 +1,18 @@
-"""Look at what a network does with one image, or ask what it calls each image of a folder.
+"""Look inside a network: what it answers for an image, where it attends, and where S is.
 
-    python look.py                                                    # a rendered scene
+    python look.py                                                    # a rendered scene with noise
     python look.py --image lecture/pictures/scene.png                 # the middle of any picture
     python look.py --ckpt out/folder_symmetric --image photos         # a folder: look.csv
     python look.py --ckpt weights/seg_shapes_rpc.pt                   # a Segmenter
 
-Of a folder it writes a table: file, likeliest class, its chance. Of one image and a classifier it
-prints the five likeliest classes and draws look.png. Upper row: where the class token looks in each
-layer, mean over heads, each map on its own scale; the percentage is the share of its attention that
-the patches get, the rest stays on the class token itself. Below, for each layer that runs PAP: the
-size of S of each patch after every step; white is the largest key of that layer. Of a Segmenter it
-draws the classes over the image, with a legend.
+A classifier and one image: prints the likeliest classes and draws look.png. In a rendered scene,
+six patches are replaced by noise, because S should mark corrupted patches; blue frames show them.
+The upper row shows where the class token attends in each layer, as a mean over heads. The
+percentage is the share of its attention that goes to the patches; the rest stays on the class token
+itself. Each layer with RPC-Attention has one more row: the size of S per patch after each step.
+
+A classifier and a folder of images: writes a table with file, likeliest class and its probability.
+A Segmenter and one image: draws the classes over the image. Layers are counted from 0.
 """
 
 import argparse
@@ -22,36 +24,85 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 
-from data.decode import IMAGE_EXTENSIONS, read_image
+from data.decode import IMAGE_EXTENSIONS, printable, read_image
 from data.photos import middle_square
+from data.shapes import SHAPES, load_shapes
 from data.views import palette
-from data.shapes import load_shapes
-from segmenter import predict, segmenter_from_checkpoint
+from robust.patches import corrupt_patches
+from segmenter import predict_classes, segmenter_from_checkpoint
 from vit import architecture, classifier_from_checkpoint
 
 SIDE, MARGIN, LINE = 160, 8, 22             # pixels: of a map, between maps, of a line of text
 FONT = ImageFont.load_default(size=16)
+FRAME = "#35d0ff"                           # around corrupted patches, as in the lecture
+# The colours of the maps from 0 to 1 as in the lecture: matplotlib's magma at nine points.
+MAGMA = torch.tensor([[0, 0, 4], [28, 16, 68], [79, 18, 123], [129, 37, 129], [181, 54, 122],
+                      [229, 80, 100], [251, 135, 97], [254, 194, 135], [252, 253, 191]]).float()
 
 
 def get_args():
-    """Read the flags."""
+    """Parse the flags."""
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--ckpt", default="weights/shapes_rpc.pt",
-                   help="of train_cls.py or train_seg.py: a file, or a folder with last.pt")
-    p.add_argument("--image", help="JPEG, PNG or WebP, or a folder; default: a rendered scene")
-    p.add_argument("--scene", type=common.number(int, 0), default=35, help="which test scene")
-    p.add_argument("--out", help="the file to write: look.png or, of a folder, look.csv")
+    p.add_argument("--ckpt", default="weights/shapes_rpc.pt", help="checkpoint of train_cls.py or "
+                   "train_seg.py: a file, or the folder of a run, which means its best.pt if there "
+                   "is one, else its last.pt (default: %(default)s)")
+    p.add_argument("--image", help="JPEG, PNG or WebP file, or a folder of them (default: a "
+                   "rendered scene)")
+    p.add_argument("--scene", type=common.number(int, 0), default=35,
+                   help="number of the rendered test scene (default: %(default)s)")
+    p.add_argument("--noise", type=common.number(int, 0), help="number of patches to replace by "
+                   "noise (default: 6 in a rendered scene, 0 in your image)")
+    p.add_argument("--out", help="file to write (default: look.png, for a folder look.csv)")
     return p.parse_args()
 
 
-# --- what a layer does ----------------------------------------------------------------------------
+# --- drawing --------------------------------------------------------------------------------------
+
+def to_picture(image):
+    """Convert an image (3, h, w), uint8 or float in [0, 1], to a Pillow image."""
+    pixels = image if image.dtype == torch.uint8 else (255 * image).round().byte()
+    return Image.fromarray(pixels.permute(1, 2, 0).numpy())
+
+
+def draw_map(x, largest):
+    """Draw one number per patch, (P,), as a Pillow image: black is 0, light yellow `largest`."""
+    side = round(len(x) ** 0.5)
+    x = (x / largest).nan_to_num(0).clamp(0, 1) * (len(MAGMA) - 1)
+    low = x.long().clamp(max=len(MAGMA) - 2)
+    colours = torch.lerp(MAGMA[low], MAGMA[low + 1], (x - low)[:, None])
+    return Image.fromarray(colours.round().byte().view(side, side, 3).numpy())
+
+
+def draw_sheet(rows, notes, hit):
+    """Draw rows of (title, picture) pairs and lines of text below; frame the patches hit (P,)."""
+    wide, high = SIDE + MARGIN, SIDE + LINE + MARGIN
+    size = max(map(len, rows)) * wide, len(rows) * high + len(notes) * LINE
+    page = Image.new("RGB", size, "white")
+    draw = ImageDraw.Draw(page)
+    patches = round(len(hit) ** 0.5)                                # per side
+    for y, row in enumerate(rows):
+        for x, (title, picture) in enumerate(row):
+            left, top = x * wide, y * high + LINE
+            draw.text((left + 2, top - LINE), title, fill="black", font=FONT)
+            page.paste(picture.resize((SIDE, SIDE), Image.Resampling.NEAREST), (left, top))
+            for i in hit.nonzero()[:, 0].tolist():
+                box = [(i % patches) * SIDE // patches, (i // patches) * SIDE // patches,
+                       (i % patches + 1) * SIDE // patches, (i // patches + 1) * SIDE // patches]
+                draw.rectangle([left + box[0], top + box[1], left + box[2] - 1, top + box[3] - 1],
+                               outline=FRAME, width=2)
+    for i, note in enumerate(notes):
+        draw.text((2, len(rows) * high + i * LINE), note, fill="black", font=FONT)
+    return page
+
+
+# --- a classifier and one image -------------------------------------------------------------------
 
 def class_attention(attn, x, steps):
-    """How much the class token looks at each patch, mean over heads: (N - 1,).
+    """Return the attention of the class token to each patch, mean over heads: (N - 1,).
 
-    PAP looks with queries and keys of its last step; every other kind is drawn as the softmax of
-    its queries and keys.
+    attn: a SelfAttention, x: its input (1, N, C), steps: its trace on x. For PAP, the last step
+    counts. Every other attention is drawn as the softmax of its queries and keys.
     """
     q, k, _ = attn.project(x)
     if steps:
@@ -60,85 +111,82 @@ def class_attention(attn, x, steps):
     return scores.softmax(-1).mean(0)[0, 1:]
 
 
-# --- drawing --------------------------------------------------------------------------------------
-
-def grey_map(x, largest):
-    """Numbers of the patches (P,), row by row, as a picture: black is 0, white is `largest`."""
-    side = round(len(x) ** 0.5)
-    pixels = (255 * x / largest).clamp(0, 255).view(side, side).byte().numpy()
-    return Image.fromarray(pixels)
+def likeliest(model, images, classes, n):
+    """Return the n likeliest classes of the first image as text: "star 98.2 %, arrow 1.0 %"."""
+    probabilities = model(images)[0].softmax(0).topk(min(n, len(classes)))
+    return ", ".join(f"{classes[k]} {100 * p:.1f} %" for p, k in
+                     zip(*(t.tolist() for t in probabilities)))
 
 
-def picture(image):
-    """An image (3, h, w), uint8 or in [0, 1], for Pillow."""
-    pixels = image if image.dtype == torch.uint8 else (255 * image).round().byte()
-    return Image.fromarray(pixels.permute(1, 2, 0).numpy())
+def look_at_classifier(model, classes, image, noise):
+    """Print the likeliest classes and the size of S; return the picture of attention and S.
 
+    image: (3, h, w) uint8. noise: the number of patches to replace by noise.
+    """
+    size, patch = model.config.image_size, model.config.patch_size
+    clean = middle_square(image, size)[None] / 255                      # (1, 3, S, S)
+    images, hit = corrupt_patches(clean, "noise", patch, n=noise)
+    hit = hit[0]                                                        # (P,)
+    if noise:
+        print(f"{int(hit.sum())} of {len(hit)} patches are noise")
+        print(f"answer without noise  {likeliest(model, clean, classes, 1)}")
+    print(f"answer                {likeliest(model, images, classes, 3)}")
+    print(f"The network can answer one of {len(classes)} classes: {', '.join(classes[:12])}"
+          f"{', ...' if len(classes) > 12 else ''}.")
 
-def sheet(rows, notes):
-    """One picture of rows of (title, picture) pairs; below, lines of text."""
-    wide, high = SIDE + MARGIN, SIDE + LINE + MARGIN
-    size = max(map(len, rows)) * wide, len(rows) * high + len(notes) * LINE
-    page = Image.new("RGB", size, "white")
-    draw = ImageDraw.Draw(page)
-    for y, row in enumerate(rows):
-        for x, (title, tile) in enumerate(row):
-            draw.text((x * wide + 2, y * high), title, fill="black", font=FONT)
-            resized = tile.resize((SIDE, SIDE), Image.Resampling.NEAREST)
-            page.paste(resized, (x * wide, y * high + LINE))
-    for i, note in enumerate(notes):
-        draw.text((2, len(rows) * high + i * LINE), note, fill="black", font=FONT)
-    return page
-
-
-# --- a classifier, a Segmenter --------------------------------------------------------------------
-
-def look_at_classifier(model, classes, image):
-    """Print the five likeliest classes; return the picture of attention and S."""
-    images = middle_square(image, model.config.image_size)[None] / 255
-    chances = model(images)[0].softmax(0)
-    for chance, k in zip(*(t.tolist() for t in chances.topk(min(5, len(classes))))):
-        print(f"{100 * chance:6.1f} %  {classes[k]}")
-    print(f"It knows {len(classes)} classes and answers with one of them, whatever it is shown: "
-          f"{', '.join(classes[:12])}{', ...' if len(classes) > 12 else ''}.")
-
-    features = model.features(images)                   # what goes into each block, by name
+    features = model.features(images)                   # the input of each block, by name
     inputs = [features[name] for name in ("embed", *model.layers())]
-    chance, k = chances.max(0)
-    seen, below = [(f"{100 * chance:.0f} % {classes[k]}", picture(images[0]))], []
-    for i, (block, x) in enumerate(zip(model.blocks, inputs), 1):
+    rows = [[(likeliest(model, images, classes, 1), to_picture(images[0]))]]
+    table = []
+    for i, (block, x) in enumerate(zip(model.blocks, inputs)):
         x = block.norm1(x)
         steps = block.attn.trace(x)
         attention = class_attention(block.attn, x, steps)
-        share = f"{100 * attention.sum():.0f} %"                        # the rest is on itself
-        seen.append((f"layer {i}: {share}", grey_map(attention, attention.max())))
-        if steps:
-            size = block.attn.project(x)[1].abs().sum((1, 3)).max()     # the largest key
-            maps = [grey_map(step["S"].abs().sum((1, 3))[0, 1:], size) for step in steps]
-            below.append([(f"layer {i}: |S|, step {n}", m) for n, m in enumerate(maps, 1)])
-            filled = (f"{100 * (step['S'] != 0).double().mean():.0f}" for step in steps)
-            print(f"layer {i}, PAP steps 1 to {len(steps)}: {', '.join(filled)} % of S is not 0")
-    notes = ["Top: where the class token looks, each map on its own scale; %: share of its "
-             "attention that patches get."]
-    notes += ["|S|: black is 0, white the layer's largest key."] if below else []
-    return sheet([seen, *below], notes)
+        rows[0].append((f"layer {i}: {100 * attention.sum():.0f} %",
+                        draw_map(attention, attention.max())))
+        if not steps:
+            continue
+        rows.append([])
+        for n, step in enumerate(steps, 1):
+            S = step["S"].abs().sum((1, 3))[0, 1:]                      # per patch: (P,)
+            S = S / S.mean().clamp_min(1e-12)
+            rows[-1].append((f"layer {i}: |S|, step {n}", draw_map(S, 2)))
+            filled = 100 * (step["S"] != 0).double().mean()
+            means = [f"{S[where].mean():.2f}" for where in (hit, ~hit)] if noise else []
+            table.append([i, n, f"{filled:.0f} %", *means])
 
+    notes = ["Top: where the class token attends, each map on its own scale. %: the share for "
+             "patches."]
+    if table:
+        header = ["layer", "PAP step", "S is not 0", *["S on noise", "S elsewhere"] * (noise > 0)]
+        print(f"\n{common.table(table, header)}")
+        notes.append("|S| per patch: black is 0, light yellow is twice the mean.")
+    if table and noise:
+        print("S on noise: mean size of S on the noisy patches; 1 is the mean over all patches.")
+        notes.append("Blue frames: patches replaced by noise. S should be large there.")
+    return draw_sheet(rows, notes, hit)
+
+
+# --- a Segmenter and one image --------------------------------------------------------------------
 
 def look_at_segmenter(model, classes, image):
-    """Print how much of the image each class fills; return the classes laid over the image."""
+    """Print the share of the image per class; return the picture with the classes over the image.
+
+    image: (3, h, w) uint8.
+    """
     size, colours = model.config.image_size, palette(len(classes))
-    found = predict(model, image, size=size, window=size, stride=size).argmax(0)    # (h, w)
+    found = predict_classes(model, image, size=size, window=size, stride=size)      # (h, w)
     area = torch.bincount(found.flatten(), minlength=len(classes)) / found.numel()
     order = [k for k in area.argsort(descending=True).tolist() if area[k] > 0.002]
 
     zoom = max(1, 384 // max(found.shape))
     shown = image / 255
-    over = 0.4 * shown.mean(0) + 0.6 * colours[found].permute(2, 0, 1) / 255     # on grey
+    over = 0.4 * shown.mean(0) + 0.6 * colours[found].permute(2, 0, 1) / 255        # on grey
     large = F.interpolate(torch.stack([shown, over]), scale_factor=zoom)
     h, w = large.shape[2:]
     page = Image.new("RGB", (2 * w + MARGIN, h + MARGIN + LINE * len(order)), "white")
     for i, x in enumerate(large):
-        page.paste(picture(x), (i * (w + MARGIN), 0))
+        page.paste(to_picture(x), (i * (w + MARGIN), 0))
     draw = ImageDraw.Draw(page)
     for i, k in enumerate(order):
         top = h + MARGIN + i * LINE
@@ -148,8 +196,13 @@ def look_at_segmenter(model, classes, image):
     return page
 
 
-def classify(model, classes, folder):
-    """What a classifier calls each image of a folder: [(file, class, chance)]."""
+# --- a classifier and a folder --------------------------------------------------------------------
+
+def classify_folder(model, classes, folder):
+    """Classify each image in a folder and its subfolders: [(file, class, probability)].
+
+    Files that cannot be read are named and left out.
+    """
     paths = [path for path in sorted(Path(folder).rglob("*"))
              if path.name.lower().endswith(IMAGE_EXTENSIONS) and path.name[0] != "."]
     rows = []
@@ -157,54 +210,60 @@ def classify(model, classes, folder):
         try:
             images = middle_square(read_image(str(path)), model.config.image_size)[None] / 255
         except common.InputError as error:
-            print(f"skipping: {error}")
+            print(f"left out: {error}")
             continue
-        chance, k = model(images)[0].softmax(0).max(0)
-        rows.append((path.relative_to(folder), classes[k], f"{chance:.4f}"))
+        probability, k = model(images)[0].softmax(0).max(0)
+        rows.append((printable(path.relative_to(folder)), classes[k], f"{probability:.4f}"))
     if not rows:
-        raise common.InputError(f"--image {folder} holds no image that can be read")
+        raise common.InputError(f"--image {folder} contains no readable image; expected "
+                                f"{', '.join(IMAGE_EXTENSIONS)}")
     return rows
 
 
 def main():
     args = get_args()
     checkpoint = common.load(args.ckpt)
-    kinds = {"classification": (classifier_from_checkpoint, look_at_classifier),
-             "segmentation": (segmenter_from_checkpoint, look_at_segmenter)}
-    if not checkpoint.get("classes") or checkpoint.get("task") not in kinds:
-        raise common.InputError(f"--ckpt {args.ckpt} names no classes: expected a checkpoint of "
-                         f"train_cls.py or train_seg.py")
-    rebuild, look = kinds[checkpoint["task"]]
+    task, classes = checkpoint.get("task"), checkpoint.get("classes")
     folder = args.image and Path(args.image).is_dir()
-    if architecture(checkpoint) == "fan" and not folder:
-        raise common.InputError(f"--ckpt {args.ckpt} is a FAN: its class token joins after these "
-                                "layers, so in none of them does it look anywhere; expected a ViT, "
-                                "a Segmenter or, for --image, a folder")
-    if folder and look is not look_at_classifier:
-        raise common.InputError(f"--image {args.image} is a folder: expected an image, as "
-                                f"--ckpt {args.ckpt} is a Segmenter")
+    if not classes or task not in ("classification", "segmentation"):
+        raise common.InputError(f"--ckpt {args.ckpt} stores no classes: expected a checkpoint of "
+                                f"train_cls.py or train_seg.py")
+    if task == "segmentation" and (folder or args.noise):
+        raise common.InputError(f"--ckpt {args.ckpt} is a Segmenter: expected one image and no "
+                                f"--noise")
+    if task == "classification" and architecture(checkpoint) == "fan" and not folder:
+        raise common.InputError(f"--ckpt {args.ckpt} is a FAN: its class token joins after the "
+                                f"layers with attention maps; expected a ViT, a Segmenter, or a "
+                                f"folder for --image")
     with common.error_prefix(f"--ckpt {args.ckpt}"):
-        model = rebuild(checkpoint)
+        rebuild = (classifier_from_checkpoint if task == "classification" else
+                   segmenter_from_checkpoint)
+        model = rebuild(checkpoint).requires_grad_(False)
 
-    # A folder gets a table, an image a picture.
-    out, classes = args.out or ("look.csv" if folder else "look.png"), checkpoint["classes"]
-    with torch.no_grad():
-        if folder:
-            rows = [("file", "class", "chance"), *classify(model, classes, args.image)]
-            print(common.table(rows[1:], rows[0]))
-        else:
-            size = model.config.image_size
-            page = look(model, classes, read_image(args.image) if args.image else
-                        load_shapes("test", args.scene + 1, size).images[args.scene])
+    # Write a table for a folder, or a picture for an image.
+    out = args.out or ("look.csv" if folder else "look.png")
+    if folder:
+        rows = classify_folder(model, classes, args.image)
+        header = ["file", "class", "probability"]
+        print(common.table(rows, header))
+    else:
+        scenes = None if args.image else load_shapes("test", args.scene + 1,
+                                                     model.config.image_size)
+        image = scenes.images[args.scene] if scenes else read_image(args.image)
+        noise = (6 if scenes else 0) if args.noise is None else args.noise
+        if scenes:
+            print(f"scene {args.scene} shows: {list(SHAPES)[scenes.labels[args.scene]]}")
+        page = (look_at_classifier(model, classes, image, noise) if task == "classification" else
+                look_at_segmenter(model, classes, image))
     try:
         if folder:
             with open(out, "w", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerows(rows)
+                csv.writer(file).writerows([header, *rows])
         else:
             page.save(out)
     except OSError as e:
         raise common.InputError(f"--out {out} cannot be written ({e.strerror})") from None
-    print(f"{out}: {args.image or 'scene ' + str(args.scene)} as {args.ckpt} sees it")
+    print(f"written: {out}")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Data in, tensors out: import from the file that holds what you need."""
+"""Data sets and their transforms. Import each name from the file that defines it."""

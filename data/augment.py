@@ -1,9 +1,9 @@
 """The DeiT augmentation of whole batches: shift, flip, RandAugment, random erasing, mixup, cutmix.
 
-The recipe is facebookresearch/deit:main.py's, whose timm takes one PIL image at a time. Here
-no loop runs over images, and pixels stay on their device. What happens to a sample depends on
-(seed, its position) alone, not on batch, worker or rank. Decisions are drawn on the CPU, as tables
-`u` of uniform numbers, so nobody waits for a GPU.
+The recipe is the one of facebookresearch/deit:main.py, where timm transforms one PIL image at a
+time. Here no loop runs over images, and pixels stay on their device. The result for a sample
+depends on (seed, position) only, not on batch, worker or rank. Random decisions are drawn on the
+CPU as tables `u` of uniform numbers, so the CPU does not wait for a GPU.
 
     images = to_float(augment_uint8(images, positions, seed), positions, seed)  # float32, in [0, 1]
     targets = soft_targets(labels, num_classes=10, smoothing=0.1)
@@ -29,11 +29,11 @@ ERASE_COLUMNS = 3 + 2 * ERASE_TRIES                               # apply?, top,
 # --- the recipe -----------------------------------------------------------------------------------
 
 def augment_uint8(images, positions, seed, pad=0, num_ops=0):
-    """Shift (if pad > 0), flip, RandAugment (if num_ops > 0): the half that stays in uint8.
+    """Run the half of the recipe that stays in uint8: shift (pad > 0), flip, RandAugment.
 
-    images: uint8, after the random resized crop. positions: (B,) int64 on the CPU, below 2**31:
-    each sample's number in the whole run, which with the seed determines all that is drawn. So this
-    may run on the device or in a worker process.
+    images: uint8, after the random resized crop. positions: (B,) int64 on the CPU, below 2**31,
+    each sample's number in the whole run. Seed and position determine all random numbers, so this
+    can run on the device or in a worker process. num_ops: RandAugment operations per image.
     """
     if pad:
         images = random_crop(images, uniform(positions, 2, seed, SHIFT), pad)
@@ -44,7 +44,7 @@ def augment_uint8(images, positions, seed, pad=0, num_ops=0):
 
 
 def to_float(images, positions, seed, erase=0.0):
-    """Turn uint8 to float32 in [0, 1], then erase boxes of a share `erase` of the images."""
+    """Convert uint8 to float32 in [0, 1], then erase a box in a share `erase` of the images."""
     images = images / 255
     if erase:
         u = uniform(positions, ERASE_COLUMNS, seed, ERASE)
@@ -53,7 +53,7 @@ def to_float(images, positions, seed, erase=0.0):
 
 
 def soft_targets(labels, num_classes, smoothing=0.0):
-    """Make distributions of labels (B,) int64: (B, K), smoothing / K, the rest for the label."""
+    """Turn labels (B,) into distributions (B, K): smoothing / K each, and the rest on the label."""
     off = smoothing / num_classes
     targets = torch.full((len(labels), num_classes), off, device=labels.device)
     return targets.scatter_(1, labels[:, None], 1 - smoothing + off)
@@ -62,7 +62,7 @@ def soft_targets(labels, num_classes, smoothing=0.0):
 # --- shift and flip -------------------------------------------------------------------------------
 
 def random_crop(images, u, pad=4):
-    """Shift by up to `pad` pixels each way, black outside: torchvision's RandomCrop(size, pad).
+    """Shift images by up to `pad` pixels, black outside: torchvision's RandomCrop(size, pad).
 
     images: uint8. u: (B, 2) on the CPU, for top and left. Returns the same shape.
     """
@@ -73,16 +73,17 @@ def random_crop(images, u, pad=4):
 
 
 def random_hflip(images, u):
-    """Mirror left and right where u < 0.5. images: any dtype. u: (B,) on the CPU."""
+    """Mirror the images with u < 0.5 left to right. images: any dtype. u: (B,) on the CPU."""
     left_right = send(u < 0.5, images.device)[:, None, None, None]
     return torch.where(left_right, images.flip(3), images)
 
 
 # --- RandAugment ----------------------------------------------------------------------------------
-# Operations: (b, 3, H, W) uint8 and a (b, 1, 1, 1) float32 argument to uint8, truncated as by PIL.
+# An operation takes (b, 3, H, W) uint8 and an argument (b, 1, 1, 1) float32. It returns uint8,
+# truncated as in PIL.
 
 def blend(base, images, factor):
-    """Mix base (factor 0) and images (1), or go beyond, as ImageEnhance; base: whole numbers."""
+    """Interpolate from base (factor 0) to images (1) and beyond, as PIL's ImageEnhance does."""
     return (base + factor * (images - base)).clamp_(0, 255).byte()
 
 
@@ -99,7 +100,7 @@ def adjust_contrast(images, factor):
 
 
 def adjust_sharpness(images, factor):
-    """Blend with a 3 x 3 smoothing, weights 1 and 5 in the centre; the border stays."""
+    """Blend with a 3 x 3 smoothing, weight 5 in the centre and 1 around; keep the border."""
     x, out = images.short(), images.clone()
     rows = x[..., :-2] + x[..., 1:-1] + x[..., 2:]
     centre = x[..., 1:-1, 1:-1]
@@ -109,16 +110,17 @@ def adjust_sharpness(images, factor):
 
 
 def axes(images):
-    """Give the coordinates of the pixels: across (W,), down (H, 1)."""
+    """Return the coordinates of the pixels: x (W,) and y (H, 1)."""
     H, W = images.shape[2:]
     return torch.arange(W, device=images.device), torch.arange(H, device=images.device)[:, None]
 
 
 def taps(pixel, shift, size):
-    """Find what PIL's bicubic warp takes at pixel + shift along a line; no shift: None.
+    """Find the pixels that PIL's bicubic warp reads at pixel + shift along a line.
 
-    Returns the first of four neighbouring pixels, in the line with two pixels more on either side;
-    their weights (Keys' kernel, a = -1; no shift: one tap); and whether the place is in the line.
+    shift: in pixels, or None. Returns the index of the first of four neighbours, in a line padded
+    by two pixels on both sides; their weights (Keys' kernel, a = -1; without shift one weight); and
+    whether the place is inside the line.
     """
     if shift is None:
         return pixel + 2, (1,), torch.ones_like(pixel, dtype=torch.bool)
@@ -133,15 +135,15 @@ def taps(pixel, shift, size):
 
 
 def warp(images, dx=None, dy=None):
-    """Show at pixel (x, y) the image at (x + dx, y + dy), bicubic, FILL outside.
+    """Move the image at (x + dx, y + dy) to pixel (x, y): bicubic, FILL outside the image.
 
-    dx, dy: float32 that broadcasts to (b, 1, H, W), in pixels; None is 0, and four times faster.
+    dx, dy: float32 in pixels, broadcast to (b, 1, H, W); None means 0 and is four times faster.
     """
     (H, W), (x, y) = images.shape[2:], axes(images)
     left, across, inside = taps(x, dx, W)
     top, down, within = taps(y, dy, H)
 
-    # Tap (i, j) of every pixel lies the same number further in the flat padded image.
+    # In the flat padded image, neighbour (i, j) has the same distance from the first at all pixels.
     flat = F.pad(images.float(), [2] * 4, mode="replicate").flatten(2)
     index = (top * (W + 4) + left).expand(len(images), 3, H, W).flatten(2)
     total = torch.full_like(images, 2 ** -10, dtype=torch.float32)  # flat areas stay as they are
@@ -154,7 +156,7 @@ def warp(images, dx=None, dy=None):
 
 
 def rotate(images, degrees):
-    """Turn counter-clockwise about the centre."""
+    """Rotate counter-clockwise about the centre."""
     (H, W), angle = images.shape[2:], degrees * (math.pi / 180)
     x, y = axes(images)
     x, y, cos, sin = x - (W - 1) / 2, y - (H - 1) / 2, torch.cos(angle), torch.sin(angle)
@@ -162,7 +164,7 @@ def rotate(images, degrees):
 
 
 def torchvisions(name):
-    """Call torchvision's operation; it is imported when used, as it costs as much as torch."""
+    """Wrap an operation of torchvision, which is imported at the first call: it loads slowly."""
     def op(images, _):
         from torchvision.transforms.v2 import functional
         return getattr(functional, name)(images)
@@ -200,13 +202,14 @@ OPS = {  # name in timm: (operation, its argument from x = level / 10 in [0, 1] 
 
 
 def rand_augment(images, u):
-    """Draw operations of OPS, apply each with probability 1/2: timm's rand-m9-mstd0.5-inc1.
+    """Draw operations of OPS and apply each with probability 1/2: timm's rand-m9-mstd0.5-inc1.
 
-    Each draw's level is normal(9, 0.5) clipped to [0, 10], its sign a fair coin. images: uint8.
-    u: (B, 4 * operations) on the CPU; for each: which one, apply it?, level, sign. Returns uint8.
+    The level of an operation is normal(9, 0.5) clipped to [0, 10], its sign a fair coin. images:
+    uint8. u: (B, 4 * operations) on the CPU: for each operation its choice, whether it is applied,
+    its level and its sign. Returns uint8.
     """
     size = len(images)
-    if images.device.type == "cpu":                                 # so many fit the caches
+    if images.device.type == "cpu":                                 # this many fit in the caches
         size = max(1, 2 ** 15 // (images.shape[2] * images.shape[3]))
 
     images, u = images.clone(), u.double().unflatten(1, (-1, 4))
@@ -228,11 +231,11 @@ def rand_augment(images, u):
 def random_erase(images, u, positions, seed, prob):
     """Put a box of noise into a share `prob` of the images: timm's RandomErasing(mode="pixel").
 
-    The box covers a uniform share, 2 % to a third, of the image; its height / width is log-uniform
-    in [0.3, 1 / 0.3]; of 10 tries the first that fits is taken, else the image stays.
-    Its values are standard normal after normalisation by MEAN and STD, so they may leave [0, 1].
-    images: float, in [0, 1], changed in place and returned. u: (B, 23) on the CPU: ERASE_COLUMNS.
-    positions: (B,) int64 on the CPU: with the seed they determine the noise.
+    The box covers 2 % to a third of the image, uniformly; its height / width is log-uniform in
+    [0.3, 1 / 0.3]. The first of 10 tries that fits is taken; if none fits, the image stays. The
+    noise is standard normal after normalisation by MEAN and STD, so it can leave [0, 1].
+    images: float in [0, 1], changed in place and returned. u: (B, 23) on the CPU: ERASE_COLUMNS.
+    positions: (B,) int64 on the CPU; together with the seed they determine the noise.
     """
     B, _, H, W = images.shape
     u = u.double()
@@ -246,7 +249,7 @@ def random_erase(images, u, positions, seed, prob):
     h, w = h[chosen].gather(1, attempt)[:, 0], w[chosen].gather(1, attempt)[:, 0]
     top, left = (u[chosen, 1] * (H - h + 1)).long(), (u[chosen, 2] * (W - w + 1)).long()
 
-    # One column per erased pixel, box after box. Their number is known on the host: no wait.
+    # Make one column per erased pixel, box after box. The CPU knows their number without waiting.
     first = (h * w).cumsum(0) - h * w
     boxes = [chosen, positions[chosen], top, left, w, first, h * w]
     boxes = send(torch.stack(boxes), images.device)
@@ -263,23 +266,23 @@ def random_erase(images, u, positions, seed, prob):
 # --- mixup and cutmix -----------------------------------------------------------------------------
 
 def partner(x):
-    """Swap neighbours: 2i + 1 for 2i and the other way round."""
+    """Swap neighbours: rows 2i and 2i + 1."""
     return x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
 
 
 def mix(images, targets, key, mixup=0.8, cutmix=1.0):
-    """Mix each image and target with its neighbour's: timm's Mixup in mode "batch".
+    """Mix each image and target with its neighbour: timm's Mixup in mode "batch".
 
-    One lambda ~ Beta(alpha, alpha) for the batch, alpha = `mixup` or `cutmix`; if both are > 0,
-    a fair coin decides. mixup: lambda * image + (1 - lambda) * partner.
-    cutmix: a box of a share 1 - lambda is pasted from the partner, its centre anywhere; lambda
-    becomes the share of the pixels kept, because the border clips the box.
-    timm's partner is of the reversed batch. Neighbours let even slices of a batch (of a
-    process, or an accumulation step) mix as the whole does; copies of one image should not be
-    neighbours.
+    The batch has one lambda ~ Beta(alpha, alpha), where alpha is `mixup` or `cutmix`; if both are
+    > 0, a fair coin decides. mixup: lambda * image + (1 - lambda) * partner. cutmix: a box that
+    covers a share 1 - lambda is copied from the partner, with its centre anywhere. The border clips
+    the box, so lambda becomes the share of pixels that are kept.
+    In timm the partner comes from the reversed batch. With neighbours, an even slice of a batch (a
+    process's part, or an accumulation step) is mixed like the whole batch. Copies of one image
+    should not be neighbours.
 
-    images: float, an even number. targets: (B, K). key: ints, (seed, step): all that is drawn
-    depends on them. Returns mixed images and targets.
+    images: float, an even number of them. targets: (B, K). key: ints (seed, step) that determine
+    all random numbers. Returns mixed images and targets.
     """
     rng = np.random.default_rng(key)
     H, W = images.shape[2:]

@@ -1,4 +1,4 @@
-"""How images are held and handed out: small sets in memory, large ones by DataLoader workers."""
+"""Sets of images in memory, and batches of larger sets from DataLoader workers."""
 
 import os
 from functools import cache, partial
@@ -13,7 +13,7 @@ from data.rng import epoch_order
 
 
 class Split(NamedTuple):
-    """Hold a small set of images, all of it in memory."""
+    """A small set of images, all in memory."""
     images: torch.Tensor                     # (N, 3, H, W) uint8
     labels: torch.Tensor                     # (N,) int64
     classes: list                            # class names, str; labels index it
@@ -21,13 +21,13 @@ class Split(NamedTuple):
 
 
 def send(x, device):
-    """Send a small tensor or list to the device; the host does not wait."""
+    """Copy a small tensor or list to the device; the CPU does not wait."""
     return torch.as_tensor(x).to(device, non_blocking=True)
 
 
 @cache
 def constant(numbers, device):
-    """Give a tuple of numbers as a tensor that was sent to the device once."""
+    """Return a tuple of numbers as a tensor, which is copied to the device once."""
     return torch.tensor(numbers, device=device)
 
 
@@ -38,26 +38,28 @@ def progress(items, title, many):
 
 
 def hold_out(split, n):
-    """Split into (the rest, n held out), by a fixed random order."""
+    """Split a Split into (training images, n held-out images), in a fixed random order."""
     if not 0 < n < len(split.labels):
-        raise InputError(f"--holdout {n}: there are {len(split.labels)} training images")
+        raise InputError(f"--holdout {n}: expected 1 to {len(split.labels) - 1}, because there are "
+                         f"{len(split.labels)} training images")
     order = epoch_order(len(split.labels), 0, seed=0)
     parts = (order[n:], order[:n])
     return tuple(Split(split.images[part], split.labels[part], split.classes) for part in parts)
 
 
 def collate(transform, samples):
-    """Stack [(image, label, position)]; transform(images, positions) runs here, in a worker."""
+    """Stack samples [(image, label, position)]; run transform(images, positions) in the worker."""
     images, labels, positions = default_collate(samples)
     return transform(images, positions) if transform else images, labels, positions
 
 
 def image_batches(dataset, batches, num_workers=4, device="cpu", transform=None):
-    """Make a DataLoader over samples (image, label, position): a batch of each, on the CPU.
+    """Make a DataLoader of batches (images, labels, positions) on the CPU.
 
-    batches: iterable of lists of the dataset's keys, (position, index). transform: applied to
-    (images, positions) of a batch in the worker; leave it out if a GPU can do that. Workers run
-    torch with one thread each (DataLoader's own rule); num_workers=0 loads in this process.
+    batches: an iterable of lists of the dataset's keys (position, index). transform: a function of
+    a batch's (images, positions) that runs in the worker; leave it out if a GPU can run it.
+    Workers run torch with one thread each, a rule of DataLoader. num_workers=0 loads the images in
+    this process.
     """
     return DataLoader(dataset, batch_sampler=batches, num_workers=num_workers,
                       prefetch_factor=4 if num_workers else None,

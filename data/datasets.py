@@ -1,8 +1,8 @@
-"""Images for a classifier: what --data selects, and the flags that each data set trains with.
+"""The data sets of train_cls.py: --data NAME selects a loader and a recipe, its default flags.
 
-A data set is a function (split, args) -> a `Split`, all of it in memory as uint8, or a Dataset like
-`ImageTree`, whose files are decoded and cropped by DataLoader workers. Every random number is a
-function of (seed, sample), see rng.py: no worker, batch or process matters.
+A data set is a function (split, args) that returns a `Split`, uint8 images in memory, or a Dataset
+like `ImageTree`, whose files DataLoader workers decode and crop. Every random number is a function
+of (seed, sample), see rng.py, so workers, batches and processes do not change it.
 """
 
 from argparse import Namespace
@@ -36,8 +36,8 @@ def folder(split, args):
     return load_photos(args.data_dir, split, args.image_size, args.keep_best)
 
 
-# --data NAME: the function that loads it, and its recipe, flags of train_cls.py. What is None in it
-# is chosen from the images: data/photos.py. A new data set is a function and an entry here.
+# --data NAME: the function that loads it, and its recipe, flags of train_cls.py. data/photos.py
+# chooses the flags that are None. To add a data set, write a function and add an entry here.
 DATASETS = {
     # 3.2 minutes on 2 CPU cores: 96.8 % (rpc), 96.8 % (symmetric), 96.1 % (softmax)
     "shapes": (shapes, dict(model="nano", image_size=32, patch_size=4, epochs=8, batch_size=64,
@@ -45,13 +45,13 @@ DATASETS = {
     # 25 minutes on 2 CPU cores: 70 %
     "cifar10": (cifar10, dict(model="micro", image_size=32, patch_size=4, epochs=8, batch_size=64,
                               lr=1e-3, pad=4)),
-    # the paper's run, 300 epochs on 4 GPUs, not run here: 70.94 % (rpc), 70.44 % (symmetric) there;
-    # lr = 5e-4 * batch_size / 512
+    # the paper's run, 300 epochs on 4 GPUs, not run by us; the paper reports 70.94 % (rpc) and
+    # 70.44 % (symmetric); lr = 5e-4 * batch_size / 512
     "imagenet": (imagenet, dict(
         model="tiny", image_size=224, patch_size=16, epochs=300, batch_size=1024, lr=1e-3,
         warmup_epochs=5, clip=0.0, drop_path=0.1, num_ops=2, erase=0.25, mixup=0.8, cutmix=1.0,
         repeats=3, ema=0.99996)),
-    # images of your own, root/<class>/*.jpg
+    # photos of your own, root/<class>/*.jpg
     "folder": (folder, dict(model=None, image_size=None, patch_size=None, epochs=None,
                             batch_size=None, pad=None, keep_best=None, lr=1e-3,
                             attn="symmetric")),
@@ -72,11 +72,11 @@ def load_part(split, args):
 
 
 def load_data(args, device):
-    """Load and describe the images to train on, and the images to evaluate on during training.
+    """Load (training images, images to evaluate on during training), and print their numbers.
 
-    With --holdout or --keep_best the second ones are held out from the training images, and
-    best.pt is chosen on them: the test images, which load_test returns, choose nothing. Without
-    these flags the second ones are the test images.
+    With --holdout or --keep_best the second part is held out from the training images, and best.pt
+    is chosen on it. So the test images, which load_test returns, choose nothing. Without these
+    flags the second part is the test images.
     """
     args = Namespace(**{**vars(args), "device": device, "classes": None})
     train = load_part("train", args)
@@ -93,8 +93,8 @@ def load_data(args, device):
         val = load_part("test", args)
     if list(train.classes) != list(val.classes):
         odd = sorted(set(train.classes) ^ set(val.classes))[:5]
-        raise InputError(f"--data_dir {args.data_dir}: the classes to train and to evaluate on are "
-                         f"not the same: {', '.join(odd)}")
+        raise InputError(f"--data_dir {args.data_dir}: the classes to train on and to evaluate on "
+                         f"differ: {', '.join(odd)}")
     print0(f"{args.data}: {len(train.labels)} training, {len(val.labels)} {split_name(args)} "
            f"images, {len(train.classes)} classes: {class_counts(train, val)}")
     return train, val
@@ -110,11 +110,11 @@ def class_counts(train, val):
 
 
 def load_test(args, trained, size, classes):
-    """Load the images that a network is reported on, `size` pixels a side: they chose nothing.
+    """Load the images that a network is reported on, `size` pixels a side.
 
-    args: an evaluation's data, data_dir and device. trained: the flags of the network's training, a
-    dict. classes: ImageNet's, in the order of the network's. Of a folder of photos that the network
-    was not trained on, the images are those in val/ or, without val/, all.
+    args: data, data_dir and device of an evaluation. trained: a dict, the flags of the network's
+    training. classes: ImageNet's classes in the network's order. A folder of photos that the
+    network was not trained on gives the images in its val/ or, if there is no val/, all images.
     """
     flags = dict(num_images=16000, seed=0, download=False, keep_best=False)
     flags.update(trained, data=args.data, data_dir=args.data_dir, device=args.device,

@@ -18,7 +18,7 @@ PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"eXIf", b"IEND")    # pixel
 
 
 def printable(path):
-    """Return a path or name as text that every terminal and file can hold: \\xe9 if not UTF-8."""
+    """Return a path or name as UTF-8 text; a byte that is not UTF-8 becomes \\xe9, for example."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
@@ -42,7 +42,9 @@ def read_bytes(path):
 def decoding(path):
     """Turn every exception of a decoder inside the block into an InputError that names the file."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")         # about large images and unreadable EXIF data
+            yield
     except Exception as error:                      # Pillow and torchvision raise many types
         words = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"cannot decode {printable(path)}: {words}") from None
@@ -51,9 +53,9 @@ def decoding(path):
 def checked_png(data):
     """Return the bytes of a PNG file, reduced to the chunks that its pixels depend on.
 
-    Raises ValueError if a checksum is wrong or the file ends early: Pillow does not check the
-    pixels' checksums. Text and colour profiles are dropped, because Pillow can reject a file for
-    these alone.
+    Raises ValueError if a checksum is wrong or the file ends early, because Pillow does not check
+    the pixels' checksums. Drops texts and colour profiles, because Pillow can reject a file for
+    them alone.
     """
     kept, start = [PNG], len(PNG)
     while kept[-1][4:8] != b"IEND":
@@ -74,9 +76,7 @@ def open_image(data):
     if data.startswith(PNG):
         data = checked_png(data)
     try:
-        with warnings.catch_warnings():             # about images of more than 89 megapixels
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            return Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP", "GIF"))
+        return Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP", "GIF"))
     except UnidentifiedImageError:
         raise ValueError("expected a JPEG, PNG, WebP or GIF file") from None
 
@@ -93,9 +93,9 @@ def decode(data, path):
     """Decode the bytes of an image file, uint8 (n,) -> (3, H, W) uint8 RGB, upright.
 
     Raises InputError with the file's name for broken, truncated or foreign files. torchvision
-    decodes JPEG: it gives Pillow's pixels in less time. Pillow decodes the other formats, because
-    torchvision's libpng kills the process at a broken PNG file. The first frame of an animation is
-    returned. 16-bit values become 8-bit values.
+    decodes JPEG, because it is faster than Pillow and returns the same pixels. Pillow decodes PNG,
+    WebP and GIF, because torchvision's libpng kills the process at a broken PNG file. An animation
+    gives its first frame. 16-bit values become 8-bit values.
     """
     with decoding(path):
         if bytes(data[:3]) == b"\xff\xd8\xff":                              # JPEG
@@ -125,15 +125,16 @@ def short_side(path):
 # --- listing and splitting ------------------------------------------------------------------------
 
 def same_folder(one, other):
-    """Tell whether two paths, or None, are the same folder."""
+    """Return True if two paths lead to the same folder. A path can be None."""
     return bool(one and other) and os.path.realpath(one) == os.path.realpath(other)
 
 
 def scan_folders(root):
     """List root/<class>/<image>: {class name: paths of its images, sorted}.
 
-    Hidden files and folders do not count. Lines name the folders without an image of their own,
-    which are no classes, and the other files. Class names are printable.
+    Hidden files and folders do not count. A folder without an image directly inside is not a
+    class. Printed lines name such folders, and the files that are not images. Class names are
+    printable.
     """
     images, empty, others = {}, [], []
     for name in sorted(entry.name for entry in os.scandir(root) if entry.is_dir()):
@@ -166,10 +167,10 @@ def name_hash(path, root=""):
 def hold_out_by_name(paths, root="", test=True, val=True):
     """Choose the held-out files of a class: sets (val, test), about a tenth of the paths each.
 
-    Each set has at least one file, but one file remains to train on: of two files one is held out
-    (test first), of one file none. The files are ordered by a hash of their names. test is the
-    beginning of this order and val its end, so adding or removing a file moves at most one other
-    file into or out of each set.
+    Each set has at least one file, and one file remains to train on. So with two files only one is
+    held out (for test, if it is asked for), and with one file none. The files are ordered by a hash
+    of their names below `root`. test is the beginning of this order and val is its end, so adding
+    or removing a file moves at most one other file into or out of each set.
     """
     order = sorted(paths, key=lambda path: name_hash(path, root))
     tenth = max(round(len(order) / 10), 1)

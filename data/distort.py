@@ -1,6 +1,6 @@
-"""Colours of training images distorted as mmsegmentation 0.14.1 does, in whole batches.
+"""Distort the colours of whole batches of training images, as mmsegmentation 0.14.1 does.
 
-Images are (B, 3, H, W), on any device. Amounts come as a table `u` of uniform numbers, see rng.py.
+Images are (B, 3, H, W), on any device. The amounts are a table `u` of uniform numbers, see rng.py.
 """
 
 import torch
@@ -11,17 +11,18 @@ COLUMNS = 9                                  # of u
 
 
 def scale_and_shift(x, factor, amount=0.0):
-    """Compute factor * x + amount in grey levels, clipped, cut to whole ones; x stays float."""
+    """Compute factor * x + amount in grey levels, clip and round down; the result is float."""
     return (x * factor + amount).clamp(0, 255).floor()
 
 
 def scale_hsv(x, saturation, turn):
-    """Multiply S of HSV, add `turn` half degrees to H. x: (B, 3, H, W) float, grey levels.
+    """Multiply S of HSV and add `turn` half degrees to H. x: (B, 3, H, W) float, grey levels.
 
-    H is kept in whole half degrees and S in 256 levels, as OpenCV's 8-bit images do. Divided by
-    tensors: by a number a GPU multiplies with its inverse, and a rounding off is a grey level off.
+    H has whole half degrees and S 256 levels, as in OpenCV's 8-bit images. The divisors are
+    tensors: a GPU multiplies by the inverse of a Python number, and this rounding error can change
+    a grey level.
     """
-    # to hue, in sixths of the circle, and saturation; grey: all numerators are 0
+    # Convert to hue, in sixths of the circle, and saturation. In a grey pixel all numerators are 0.
     red, green, blue = x.unbind(1)
     value, low = x.amax(1), x.amin(1)
     span = (value - low).clamp(min=1)
@@ -29,7 +30,7 @@ def scale_hsv(x, saturation, turn):
     hue = torch.where(value == red, (green - blue) / span, hue)
     s = (255 * (value - low) / value.clamp(min=1) + 0.5).floor()
 
-    # changed, and back: R, G, B = V - V S (0 to 1)
+    # Change both and convert back: R, G, B = V - V S (0 to 1).
     hue = ((hue * 30 + 0.5).floor()[:, None] + turn) % 180
     sixth, most = constant((30.0, 255.0), x.device)
     s, value = scale_and_shift(s[:, None], saturation) / most, value[:, None]
@@ -38,11 +39,11 @@ def scale_hsv(x, saturation, turn):
 
 
 def distort(images, u):
-    """Distort brightness, contrast, saturation, hue, each with probability 0.5.
+    """Distort brightness, contrast, saturation and hue, each with probability 0.5.
 
-    images: (B, 3, H, W) uint8. u: (B, COLUMNS). Returns uint8. Contrast comes second or last, by a
-    fair coin. Where saturation and hue both change, HSV is entered once, not twice as in the
-    source.
+    images: (B, 3, H, W) uint8. u: (B, COLUMNS). Returns uint8. A fair coin decides whether contrast
+    comes second or last. If saturation and hue both change, the image is converted to HSV once; the
+    source converts it twice.
     """
     u = u.to(images.device, non_blocking=True)[:, :, None, None, None]
 

@@ -1,6 +1,6 @@
-"""ImageNet's layout: too large for memory, so files are decoded and cropped when they are needed.
+"""ImageNet's layout. It does not fit in memory, so workers decode and crop files when needed.
 
-Workers of a DataLoader do it (batches.py); a crop is drawn by (seed, the sample's position).
+The workers belong to a DataLoader (batches.py). A random crop depends on (seed, position) only.
 """
 
 import math
@@ -18,8 +18,9 @@ from data.rng import RANDOM_CROP, uniform
 def random_crop_box(width, height, draw):
     """Choose the box (left, top, width, height) of a random resized crop, inside the image.
 
-    draw: 22 numbers in [0, 1). Area uniform from 8 % up, aspect ratio log-uniform in 3:4 to 4:3;
-    ten tries to fit in the image, then the largest central box of such a ratio.
+    draw: 22 numbers in [0, 1). The area is uniform from 8 % to 100 %, the aspect ratio log-uniform
+    from 3:4 to 4:3. The first of ten tries that fits in the image is taken. If none fits, it is the
+    largest central box with such a ratio.
     """
     low, high = 3 / 4, 4 / 3
     for a, b in zip(draw[:10], draw[10:20]):
@@ -34,17 +35,18 @@ def random_crop_box(width, height, draw):
 
 
 class ImageTree(Dataset):
-    """Images in root/<split>/<class>/<file>, as ImageNet has them; tree[position, index] is one.
+    """Images in root/<split>/<class>/<file>, ImageNet's layout.
 
-    `index` says which file, `position` (the sample's number in the whole run) which random crop.
-    Returns the image (3, size, size) uint8, its label and position, ints. train: random resized
-    crop. Otherwise: short side resized to size / crop_pct, then the central crop, and tree[index]
-    will do. Both bicubic, antialiased; resample="bilinear" is how ImageNet-C was resized. EXIF
-    turns images upright, which torchvision's ImageFolder and timm do not do.
+    tree[position, index] returns an image (3, size, size) uint8, its label and its position, ints.
+    `index` chooses the file. `position`, the sample's number in the whole run, chooses the random
+    crop. train=True: a random resized crop. train=False: the short side is resized to
+    size / crop_pct, then the centre is cropped; tree[index] is enough. Both are bicubic and
+    antialiased; ImageNet-C was resized with resample="bilinear". Images are turned upright by their
+    EXIF data, unlike in torchvision's ImageFolder and timm.
 
-    classes: class names in label order, from the training split; by default this split's folders,
-    sorted. With them, every folder must be one of the classes, and every class must have a folder
-    unless subset=True.
+    classes: class names in label order, from the training split (default: this split's folders,
+    sorted). If they are given, every folder must be one of the classes, and every class must have a
+    folder unless subset=True.
     """
 
     def __init__(self, root, split, classes=None, size=224, train=False, seed=0,
@@ -54,16 +56,16 @@ class ImageTree(Dataset):
         self.resize, self.resample = math.floor(size / crop_pct), resample
         files = scan_folders(self.folder) if os.path.isdir(self.folder) else {}
         if not files:
-            raise InputError(f"--data_dir {root} has no images in {self.folder}/<class>/")
+            raise InputError(f"--data_dir {root}: there are no images in {self.folder}/<class>/")
         self.classes = list(files) if classes is None else list(classes)
         unknown = sorted(files.keys() - set(self.classes))
         missing = [] if subset else sorted(set(self.classes) - files.keys())
-        for problem, names in (("has class folders that training had not", unknown),
-                               ("lacks class folders of the training", missing)):
+        for problem, names in (("contains class folders that are not in the training", unknown),
+                               ("has no images of classes in the training", missing)):
             if names:
                 raise InputError(f"--data_dir {self.folder} {problem}: {', '.join(names[:5])}")
 
-        # arrays, not lists of a million str, which forked workers copy as they count references
+        # Use arrays: forked workers copy a list of a million str when they count references.
         names = [(k, path) for k, name in enumerate(self.classes) for path in files.get(name, ())]
         self.labels = torch.tensor([k for k, _ in names])
         start = len(os.path.join(self.folder, ""))
@@ -77,9 +79,9 @@ class ImageTree(Dataset):
 
     def load(self, index, draw):
         """Decode and crop one file: (3, size, size) uint8."""
-        # 1.0 ms per ImageNet file of 500 x 375 on one core; with PIL's decoder and resize 2.0 ms.
-        # Beside those the evaluation crop differs by at most 1 grey level, an enlarging training
-        # crop by more in 1 pixel of 20,000.
+        # This takes 1.0 ms per ImageNet file of 500 x 375 on one core; Pillow takes 2.0 ms. The
+        # evaluation crop differs from Pillow's by at most 1 grey level. An enlarging training crop
+        # differs by more in 1 of 20,000 pixels.
         from torchvision.transforms.v2 import functional as F
         resample, image = F.InterpolationMode(self.resample), read_image(self.path(index))
         if self.train:
@@ -93,7 +95,7 @@ class ImageTree(Dataset):
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys):
-        """Load a whole batch for DataLoader: its random numbers are drawn in one call."""
+        """Load a whole batch for DataLoader, to draw its random numbers in one call."""
         keys = [(key, key) if isinstance(key, int) else key for key in keys]
         positions = torch.tensor([position for position, _ in keys])
         draws = uniform(positions, 22, self.seed, RANDOM_CROP).tolist()

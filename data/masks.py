@@ -1,4 +1,4 @@
-"""Images with annotated pixels in files: ADE20K's layout, or a folder of your own.
+"""Files of images and annotated pixels: ADE20K's layout, or your own folder.
 
     tree = ade20k("data/ADEChallengeData2016", "training", num_classes=150)
     image, label = tree[0]                   # (3, H, W), (H, W), both uint8; label 255: ignored
@@ -40,8 +40,8 @@ def listed_classes(root):
 def read_annotation(path):
     """Read an annotation, a PNG of one channel and at most 8 bits, turned upright like its image.
 
-    Returns the stored values (H, W) uint8, and of a palette {value: colour} of the values that
-    occur, else {}.
+    Returns the stored values (H, W) uint8, and {value: colour} of the values that occur if the file
+    has a palette, or {}.
     """
     data = read_bytes(path).tobytes()
     with decoding(path):
@@ -62,7 +62,7 @@ def read_annotation(path):
 def check_same_colours(path, colours, known):
     """Raise InputError if a value has one colour in `path` and another colour in an earlier file.
 
-    colours: {value: colour} of path. known: {value: (colour, path)}, which the new values join.
+    colours: {value: colour} of path. known: {value: (colour, path)}; new values are added to it.
     """
     for value, colour in colours.items():
         first, other = known.setdefault(value, (colour, path))
@@ -76,9 +76,9 @@ def check_same_colours(path, colours, known):
 def check_annotations(paths, ignore=None):
     """Count the pixels of each value in annotation files, (256,).
 
-    Raises InputError that names two files if their palettes differ or, without `ignore`, if one
-    contains the values 0 and 255 alone and another one contains other values: 255 is either a
-    class or ignored.
+    Raises InputError, which names two files, if their palettes differ. Without `ignore` it is also
+    an error if one file contains the values 0 and 255 only and another file contains other values:
+    then 255 can be a class in one file and mean "ignored" in the other.
     """
     counts, known, two_valued, other = torch.zeros(256, dtype=torch.int64), {}, None, None
     for path in progress(paths, "reading annotations", 200):
@@ -118,7 +118,7 @@ class SegTree(Dataset):
 
     @cached_property
     def first_colours(self):
-        """{value: (colour, path)} of the first file, which has to agree with each other file."""
+        """{value: (colour, path)} of the first file, with which every file has to agree."""
         path = self.files[0][1]
         return {value: (colour, path) for value, colour in read_annotation(path)[1].items()}
 
@@ -143,24 +143,26 @@ class SegTree(Dataset):
 def pairs(root, split=""):
     """List {stem: (image path, annotation path)} of root/images/<split>, root/annotations/<split>.
 
-    Hidden files do not count. Lines name files without a partner, and other entries.
+    Hidden files do not count. Printed lines name files without a partner, and other entries.
     """
     def files(part, endings):
         folder, found, others = Path(root, part, split), {}, []
-        for name in sorted(os.listdir(folder) if folder.is_dir() else []):
-            stem, ending = os.path.splitext(name)
-            if name.startswith("."):
+        entries = os.scandir(folder) if folder.is_dir() else []
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            stem, ending = os.path.splitext(entry.name)
+            if entry.name.startswith("."):
                 continue
-            if ending.lower() not in endings or (folder / name).is_dir():
-                others.append(name)
+            if ending.lower() not in endings or entry.is_dir():
+                others.append(entry.name)
             elif stem in found:
-                raise InputError(f"{printable(found[stem])} and {printable(name)} have the same "
-                                 f"name before the ending: rename or delete one of them")
+                raise InputError(f"{printable(found[stem])} and {printable(entry.name)} have the "
+                                 f"same name before the ending: rename or delete one of them")
             else:
-                found[stem] = str(folder / name)
+                found[stem] = entry.path
         if others:
-            print_once(printable(f"{folder}: left out, as no {' or '.join(endings)} file: "
-                                 f"{', '.join(others[:3])} ({len(others)} in all)"))
+            print_once(printable(f"{folder}: left out, because the name does not end in "
+                                 f"{' or '.join(endings)}: {', '.join(others[:3])} "
+                                 f"({len(others)} in all)"))
         return found
     images, labels = files("images", IMAGE_EXTENSIONS), files("annotations", (".png",))
     both = {stem: (images[stem], labels[stem]) for stem in images if stem in labels}
@@ -178,9 +180,9 @@ def pairs(root, split=""):
 
 
 def ade20k(root, split, num_classes=None, names=()):
-    """Load "training" or "validation" of ADE20K's layout: 0 is no class, 1 to K are.
+    """Load "training" or "validation" of ADE20K's layout as a SegTree: values 1 to K are classes.
 
-    names: of the classes, if the folder contains no file that lists them.
+    names: the class names, if no file in the folder lists them and their number is num_classes.
     """
     if len(names) != num_classes:
         names = [f"class {k}" for k in range(num_classes or 0)]
@@ -192,12 +194,12 @@ def ade20k(root, split, num_classes=None, names=()):
 
 
 def find_pairs(root, keep_best):
-    """List the pairs of a folder of your own: {"train", "val", "test", "all": [(image, label)]}.
+    """List your folder's pairs: {"train", "val", "test", "all": [(image path, label path)]}.
 
-    A tenth is "test", which is reported; with keep_best another tenth is "val", which chooses
-    best.pt: see hold_out_by_name. Where images/ and annotations/ contain training/ and validation/,
-    "test" is validation/, and "val" is a tenth of training/. "all": the pairs to evaluate a network
-    of another folder on.
+    "test" is a tenth, which is reported. With keep_best "val" is another tenth, which chooses
+    best.pt; see hold_out_by_name. If images/ and annotations/ contain training/ and validation/,
+    "test" is validation/ and "val" is a tenth of training/. "all" is for a network that was not
+    trained on this folder.
     """
     given = any(Path(root, "images", part).is_dir() for part in ("training", "validation"))
     found = pairs(root, "training" if given else "")
@@ -210,16 +212,13 @@ def find_pairs(root, keep_best):
 
 
 def own_folder(root, part, values, ignore, keep_best=False):
-    """Load "train", "val", "test" or "all" of a folder (see find_pairs) as a SegTree.
-
-    Pairs are root/images/<stem>.jpg and root/annotations/<stem>.png.
-    """
+    """Load "train", "val", "test" or "all" of your folder as a SegTree; see find_pairs."""
     names = listed_classes(root) or [f"value {v}" for v in values]
     if len(names) != len(values):
         raise InputError(f"{printable(Path(root, 'classes.txt'))} lists {len(names)} classes, "
-                         f"expected {len(values)}: those of the values {list(values)[:9]}")
+                         f"expected {len(values)}, for the values {list(values)[:9]}")
     files = find_pairs(root, keep_best)
-    if part == "all":                               # no training has checked this folder
+    if part == "all":                               # no training checked this folder
         counts = check_annotations([label for _, label in files["all"]],
                                    None if len(values) == 2 else ignore)
         if (counts[list(values)] > 0).sum() < 2:
@@ -237,10 +236,10 @@ def own_folder(root, part, values, ignore, keep_best=False):
 def find_values(root, ignore=None):
     """Find the pixel values that are classes in a folder's annotations: (values, ignored values).
 
-    The classes are all values that occur except 255 or, where only 0 and 255 occur, these two.
+    The classes are all values that occur except 255. If only 0 and 255 occur, both are classes.
     ignore: the values of no class, instead of 255. classes.txt, if there is one, names the values
-    from 0 on, or from 1 on if 0 is ignored. A line names values that hardly occur, which are often
-    the edges of anti-aliased masks.
+    from 0 on, or from 1 on if 0 is ignored. A printed line names values that hardly occur, which
+    often are the edges of anti-aliased masks.
     """
     files = find_pairs(root, keep_best=False)
     paths = [label for part in ("train", "test") for _, label in files[part]]
@@ -252,24 +251,24 @@ def find_values(root, ignore=None):
     if listed:
         values = list(range(0 in ignore, len(listed) + (0 in ignore)))
     if len(values) < 2 or set(found) - {*values, *ignore}:
-        raise InputError(f"--data_dir {shown}: the annotations contain the values {found[:9]}; "
-                         f"expected two or more classes, each of which classes.txt names if there "
-                         f"is one; --ignore lists the values of no class (default: 255)")
+        raise InputError(f"--data_dir {shown}: the annotations contain the values {found[:9]}, "
+                         f"expected two or more classes; if there is a classes.txt, it has to name "
+                         f"each class; --ignore sets the values of no class (default: 255)")
     print0(f"{shown}: {len(paths)} annotations, {len(values)} classes: values {values[:9]}; "
            f"ignored: {ignore}")
     rare = [value for value in values if 0 < 1000 * counts[value] < counts.sum()]
     if rare:
         print0(f"{shown}: {len(rare)} of these values have less than a thousandth of the pixels "
                f"each: {rare[:9]}; if they come from smoothed edges (anti-aliasing, a resize), "
-               f"make the masks again with hard edges (nearest neighbour), or leave the values "
-               f"out: --ignore {' '.join(map(str, [*ignore, *rare][:9]))}")
+               f"make the masks again with hard edges (nearest neighbour), or ignore the values: "
+               f"--ignore {' '.join(map(str, [*ignore, *rare][:9]))}")
     return values, ignore
 
 
 def mask_recipe(n, side):
-    """Choose flags for a small set: n training images, their median short side in pixels.
+    """Choose flags to train on n images. side: their median short side in pixels.
 
-    About 3,000 steps of 64 to 144 patches an image, so that a CPU takes minutes.
+    A run has about 3,000 steps and 64 to 144 patches per image, so a CPU needs minutes.
     """
     patches = {32: 4, 64: 8, 96: 8, 160: 16}                        # size: patch size
     size = max(s for s in patches if s == 32 or s <= side)
@@ -294,7 +293,7 @@ def mask_flags(args):
     sides = sorted(min(read_annotation(label)[0].shape) for _, label in files["train"][:200])
     chosen = dict(mask_recipe(len(files["train"]), sides[len(sides) // 2]), keep_best=keep_best)
     if args.backbone:
-        del chosen["patch_size"]                                    # is the backbone's
+        del chosen["patch_size"]                                    # the backbone has its own
     chosen = {name: value for name, value in chosen.items() if getattr(args, name) is None}
     print0(f"{root}: pairs: {len(files['train'])} to train on, {len(files['val'])} to choose "
            f"best.pt (validation), {len(files['test'])} to report, by eval_robust.py (test)")

@@ -1,4 +1,4 @@
-"""Photos of your own: root/<class>/*.jpg, or root/train/<class>/* and root/val/<class>/*."""
+"""Your own photos: root/<class>/*.jpg, or root/train/<class>/* and root/val/<class>/*."""
 
 import os
 from pathlib import Path
@@ -15,10 +15,10 @@ from data.decode import (hold_out_by_name, name_hash, print_once, printable, rea
 def find_photos(root, keep_best=False):
     """List a folder's images: class names, and {"train", "val", "test", "all": [(path, label)]}.
 
-    A tenth of each class is "test", which is reported; with keep_best another tenth is "val", which
-    chooses best.pt: see hold_out_by_name. Where the folder has its own val/, its images are "test",
-    and "val" is a tenth of train/. "all": the images to evaluate a network of another folder on.
-    Raises InputError if there are fewer than two classes.
+    "test" is a tenth of each class, which is reported. With keep_best "val" is another tenth, which
+    chooses best.pt; see hold_out_by_name. If the folder has its own val/, "test" is val/ and "val"
+    is a tenth of train/. "all" is for a network that was not trained on this folder. Raises
+    InputError if there are fewer than two classes, or if val/ is empty.
     """
     val_folder = Path(root, "val").is_dir()
     folders = [Path(root, "train"), Path(root, "val")] if val_folder else [root]
@@ -70,10 +70,10 @@ def photo_flags(args):
 
 
 def photo_recipe(n, side):
-    """Choose flags to train on n images, their median short side in pixels: 64 patches an image.
+    """Choose flags to train on n images. side: their median short side in pixels.
 
-    Epochs: 1.8 sqrt(n), so that few images are not learned by heart (the table in docs/data.md),
-    and no more than 3,000 steps.
+    An image has 64 patches. The number of epochs is 1.8 sqrt(n), because longer runs overfit (see
+    docs/data.md), and at most 3,000 steps.
     """
     size = max(s for s in (32, 64, 96) if s == 32 or s <= side)
     batch = max(b for b in (2, 4, 8, 16, 32, 64) if b == 2 or 5 * b <= n)
@@ -127,7 +127,7 @@ def middle_square(image, size):
 
 
 def decode_all(files, classes, size):
-    """Load the files [(path, label)] that can be read as a Split; print the names of the others."""
+    """Load the files [(path, label)] as a Split; print the names of files that cannot be read."""
     images, labels = [], []
     for path, label in progress(files, "decoding", 500):
         try:

@@ -1,39 +1,40 @@
 """Random numbers from a hash instead of a generator.
 
-The numbers of a sample depend on (seed, what for, which sample) alone. So batch size, device,
-worker, number of processes and resuming change nothing, and no random state has to be saved.
-(Not called random.py: a script started in this folder would find it instead of Python's own.)
+The numbers of a sample depend on (seed, purpose, sample) only. So batch size, device, worker,
+number of processes and resuming change nothing, and no random state has to be saved. (The file is
+not called random.py, because a script in this folder would import it instead of Python's module.)
 """
 
 import math
 
 import torch
 
-# What a random number is for: the part of its key after the seed.
+# The purpose of a random number: the part of its key after the seed.
 SCENE, SCENE_NOISE, RANDOM_CROP = 10, 11, 12                    # data/shapes.py, data/imagenet.py
 SHIFT, FLIP, RAND_AUGMENT, ERASE, ERASE_NOISE = 20, 21, 22, 23, 24      # data/augment.py
 VIEW, DISTORT = 30, 31                                          # data/views.py
 START, SIGNS, NOISE, APGD, SQUARE = 40, 41, 42, 43, 44          # attacks in robust/
 CORRUPTION = 51                         # to 65: ImageNet-C's 15 in their order; robust/corruptions
 TEXT_WINDOW = 70                        # data/text.py
-PATCH_PLACES, PATCH_VALUES = 70, 71     # robust/patches.py: of images, so 70 meets no text
+PATCH_PLACES, PATCH_VALUES = 70, 71     # robust/patches.py: of images, and TEXT_WINDOW of texts
 ADVERSARIAL = 90                        # robust/adversarial.py
-FROST_NOISE = 50                        # alone in its key, without a seed: robust/frost.py
+FROST_NOISE = 50                        # robust/frost.py: the whole key, without a seed
 DROPOUT = 80                            # seeds of PyTorch's generator in the trainers
 
 
 def _mix(x):
-    """Do a round of a 32-bit hash (the "lowbias32" constants) on int32, in place; products wrap."""
+    """Apply a round of a 32-bit hash ("lowbias32" constants) to int32, in place; products wrap."""
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2 ** 32)
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
 def uniform(index, n, *key):
-    """Draw numbers in [0, 1): row i depends on (key, index[i]) only, column j not on n.
+    """Draw uniform numbers in [0, 1), (B, n) float32 on index's device, multiples of 2**-24.
 
-    index: (B,) int64 in [0, 2**31), the sample's number; n: columns; key: ints in [0, 2**31) such
-    as (seed, purpose). Returns (B, n) float32 on index's device, multiples of 2**-24.
+    index: (B,) int64 in [0, 2**31), the samples' numbers. n: the number of columns. key: ints in
+    [0, 2**31), such as (seed, purpose). Row i depends on (key, index[i]) only, and column j does
+    not depend on n.
     """
     row = torch.full_like(index, 0x1E3779B9, dtype=torch.int32)
     for k in (*key, index.int()):
@@ -52,7 +53,7 @@ def normal(u):
 
 
 def seed_from(*key):
-    """Hash ints in [0, 2**31) to a seed in [0, 2**48) for a generator of PyTorch."""
+    """Hash ints in [0, 2**31) to a seed in [0, 2**48) for PyTorch's random generator."""
     *key, index = key
     high, low = (uniform(torch.tensor([index]), 2, *key)[0] * 2 ** 24).long().tolist()
     return high << 24 | low
@@ -61,8 +62,8 @@ def seed_from(*key):
 def epoch_order(n, epoch, seed, repeats=1):
     """Order the samples of an epoch, (n,) int64: a permutation of 0..n-1 keyed by (seed, epoch).
 
-    repeats > 1 is DeiT's repeated augmentation: an epoch sees n / repeats images, each `repeats`
-    times. The copies are neighbours here; who mixes neighbours has to spread them first.
+    repeats > 1 is DeiT's repeated augmentation: an epoch draws n / repeats images, each `repeats`
+    times. The copies are neighbours, so spread them before you mix neighbours.
     """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2 ** 63)
     return torch.randperm(n, generator=generator).repeat_interleave(repeats)[:n]

@@ -1,8 +1,8 @@
-"""Scenes of shapes drawn from formulas: images, labels and masks, nothing to download.
+"""Render scenes of shapes from formulas: images, labels and masks, without a download.
 
-Points (x, y) have y upwards; a shape fills about the unit disc. A shape is its signed distance:
-negative inside, and of slope one near the edge, so that the edge can be made one pixel soft at
-every size.
+Points (x, y) have y upwards, and a shape fills about the unit disc. A shape is a function that
+returns its signed distance. The distance is negative inside and has slope one near the edge, so the
+edge can be one pixel soft at every size.
 """
 
 import math
@@ -82,7 +82,7 @@ def apply_each(functions, which, x, y):
 
 
 def colour(hue, saturation, luminance):
-    """Make RGB (B, 3, 1, 1) in [0, 1] of exactly this luminance, 0.3 R + 0.59 G + 0.11 B.
+    """Return RGB (B, 3, 1, 1) in [0, 1] with exactly this luminance, 0.3 R + 0.59 G + 0.11 B.
 
     Arguments: (B,) in [0, 1].
     """
@@ -103,7 +103,7 @@ def as_column(t):
 def colours(draw, layer):
     """Draw two similar colours of a layer, (B, 3, 1, 1) each.
 
-    Shapes are lighter than the background: small networks need far more images to find them else.
+    Shapes are lighter than the background; otherwise small networks need far more images.
     """
     if layer == 0:
         luminance, saturation = draw(0.1, 0.36, 0), draw(0.2, 0.6, 1)
@@ -116,7 +116,7 @@ def colours(draw, layer):
 
 
 def place(draw, layer, x, y):
-    """Turn the points (x, y) into a shape's own frame, (B, H, W) each; also its scale (B,)."""
+    """Draw a shape's place. Returns (x, y) in its frame, (B, H, W) each, and its scale (B,)."""
     if layer == NUM_LAYERS - 1:                         # anywhere inside the image
         scale = draw(0.52, 0.78, 5)
         centre_x, centre_y = draw(-1, 1, 6) * (0.95 - scale), draw(-1, 1, 7) * (0.95 - scale)
@@ -132,7 +132,7 @@ def place(draw, layer, x, y):
 
 
 def textured(draw, first, second, u, v):
-    """Paint a pattern of the two colours over the points (u, v): (B, 3, H, W)."""
+    """Paint a random pattern of two colours at the points (u, v): (B, 3, H, W)."""
     angle, frequency = draw(0, 2 * math.pi, 10), draw(4, 9, 11)
     cos, sin = as_column(angle.cos() * frequency), as_column(angle.sin() * frequency)
     which = (draw(0, 1, 12) * len(TEXTURES)).long()
@@ -141,13 +141,13 @@ def textured(draw, first, second, u, v):
 
 
 def render_scenes(index, size=32, seed=0):
-    """Draw scenes: a large textured shape in front, whose class is the label, three small behind.
+    """Draw scenes: a large textured shape in front, whose class is the label, and three behind.
 
-    index: (B,) int64 in [0, 2**31), the scenes' numbers; size: side in pixels. Returns, on index's
-    device, images (B, 3, size, size) uint8, labels (B,) int64 and masks (B, size, size) uint8: 0 =
-    background, k + 1 = class k of the frontmost shape there. A scene depends on (seed, its index)
-    only; another size is the same scene at another resolution, with other pixel noise. Place, size,
-    turn, colours and textures are drawn independently of the class.
+    index: (B,) int64 in [0, 2**31), the scenes' numbers. size: side in pixels. Returns on index's
+    device: images (B, 3, size, size) uint8; labels (B,) int64; masks (B, size, size) uint8, where 0
+    is background and k + 1 is class k of the frontmost shape. A scene depends on (seed, index)
+    only. Another size gives the same scene at another resolution, with other pixel noise. Place,
+    size, rotation, colours and textures are independent of the class.
     """
     B, device = len(index), index.device
     draws = uniform(index, NUM_LAYERS * 14, seed, SCENE).view(B, NUM_LAYERS, 14)
@@ -178,12 +178,12 @@ def render_scenes(index, size=32, seed=0):
 
 
 def load_shapes(split, num_images, size=32, device="cpu"):
-    """Render a split, "train", "val" or "test", on `device` and keep it there. Returns a Split."""
+    """Render "train", "val" or "test" on `device`. Returns a Split, which stays there."""
     first = {"train": 0, "val": 2 ** 29, "test": 2 ** 30}[split]    # so the splits never overlap
     index = torch.arange(first, first + num_images, device=device)
     pixels = 2 ** 18 if index.device.type == "cpu" else 2 ** 23             # to stay in the cache
     chunks = index.split(max(1, pixels // size ** 2))
-    bar = progress(chunks, f"rendering shapes {split}", 128)                # a few seconds of them
+    bar = progress(chunks, f"rendering shapes {split}", 128)                # a few seconds
     parts = [render_scenes(chunk, size) for chunk in bar]
     images, labels, masks = (torch.cat(part) for part in zip(*parts))
     return Split(images, labels, list(SHAPES), masks)

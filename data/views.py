@@ -1,11 +1,11 @@
-"""Images with a class for every pixel: what the flags mean, views to train on, pictures.
+"""Images with a class for every pixel: loading, training views, pictures.
 
     views = TrainingViews(load_segmentation(args, "train"), size=512)
     image, label, place = views[position, index]          # (3, S, S), (S, S), uint8; 255: ignored
 
-The transforms of training are those of mmsegmentation 0.14.1 as
-`rstrudel/segmenter:segm/data/config/ade20k.py` lists them. What changes the shape (resize, crop,
-flip) runs per image in DataLoader workers, the rest (distort.py, padding with the mean colour) on
+The training transforms come from mmsegmentation 0.14.1, in the list of
+`rstrudel/segmenter:segm/data/config/ade20k.py`. Resize, crop and flip change the shape, so they run
+per image in DataLoader workers. Distortion (distort.py) and padding with the mean colour run on
 whole batches, on any device. Every random number is a function of (seed, sample), see rng.uniform.
 """
 
@@ -22,19 +22,19 @@ from data.masks import CAMVID_CLASSES, ade20k, own_folder
 from data.rng import DISTORT, VIEW, uniform
 from data.shapes import colour, load_shapes
 
-IGNORE = 255                                 # label of pixels that do not count
-REDRAWS = 10                                 # of a crop without variety
-VIEW_COLUMNS = 1 + 2 * (1 + REDRAWS) + 1     # scale; top and left of each crop; flip?
+IGNORE = 255                                 # label of pixels of no class
+REDRAWS = 10                                 # tries to replace a crop without variety
+VIEW_COLUMNS = 1 + 2 * (1 + REDRAWS) + 1     # scale, top and left of each crop, flip
 
 
 def load_segmentation(args, part, trained=None):
-    """Load one part of the images that train_seg.py's flags name: Scenes or a SegTree.
+    """Load one part of the images that train_seg.py's flags select: Scenes or a SegTree.
 
-    part: "train"; "val", which chooses best.pt, exists only with keep_best and is held out from the
-    training images; "test", which is reported. args: the flags, or those of a checkpoint: data
-    ("shapes" or a folder's layout), data_dir, keep_best, num_classes, num_images and size (of the
-    scenes). The images are the same each time. trained: in an evaluation, the flags of the run, a
-    dict: nothing of another folder was held out, so "test" is all of it.
+    part: "train"; "test", which is reported; or "val", which chooses best.pt. "val" needs
+    keep_best, which holds it out from the training images. args: flags of a command or of a
+    checkpoint: data ("shapes" or a folder's layout), data_dir, keep_best, num_classes, and of the
+    scenes num_images and size. trained: in an evaluation, the flags of the training, a dict. "test"
+    of a folder that the network was not trained on is the whole folder.
     """
     if args.data == "shapes":
         n = args.num_images if part == "train" else max(args.num_images // 10, 1)
@@ -56,7 +56,7 @@ def load_segmentation(args, part, trained=None):
 
 
 class Scenes(Dataset):
-    """Hold rendered scenes in memory; 11 classes: background is 0, no pixel is ignored."""
+    """Rendered scenes in memory. 11 classes: background is 0, and no pixel is ignored."""
 
     def __init__(self, split, num_images, size):
         self.images, _, classes, self.labels = load_shapes(split, num_images, size)
@@ -90,18 +90,19 @@ def resized(height, width, long, short):
 # --- training: first half, one image, in a worker -------------------------------------------------
 
 def varied(label):
-    """Is a crop worth learning from: the commonest class on less than 3/4 of what is labelled?"""
+    """Return True if no class covers 3/4 or more of a crop's labelled pixels."""
     count = label.flatten().bincount(minlength=256)[:IGNORE]
-    return bool(count.max() < 0.75 * count.sum())                   # so there is a second class too
+    return bool(count.max() < 0.75 * count.sum())                   # so a second class is there
 
 
 def training_view(image, label, draw, size, scales=(0.5, 2.0)):
-    """Resize by a random factor, crop, flip. draw: VIEW_COLUMNS numbers in [0, 1).
+    """Resize an image by a random factor, crop and flip it. draw: VIEW_COLUMNS numbers in [0, 1).
 
-    The image is resized to fit in 4 size r by size r (long, short side), r uniform in scales, then
-    cropped to size x size, a shorter side taken whole. A crop that is not `varied` is drawn again,
-    at most REDRAWS times. Returns image (3, size, size) and label (size, size), uint8, padded right
-    and below (0, and 255 in the label), and the height and width that are not padding.
+    The image is resized to fit in 4 size r by size r (long side, short side), with r uniform in
+    `scales`. Then it is cropped to size x size; a shorter side is kept whole. A crop that is not
+    `varied` is drawn again, at most REDRAWS times. Returns image (3, size, size) and label (size,
+    size), uint8, padded on the right and below (with 0, in the label with 255), and the height and
+    width without padding.
     """
     r = scales[0] + (scales[1] - scales[0]) * draw[0]
     H, W = resized(*label.shape, int(4 * size * r), int(size * r))
@@ -112,7 +113,7 @@ def training_view(image, label, draw, size, scales=(0.5, 2.0)):
         top = int(draw[1 + 2 * i] * (H - h + 1))
         left = int(draw[2 + 2 * i] * (W - w + 1))
         crop = label[rows[top:top + h]][:, columns[left:left + w]]
-        if (h, w) == (H, W) or varied(crop):                        # a whole image: no other crop
+        if (h, w) == (H, W) or varied(crop):                        # a whole image has one crop
             break
     image = resize(image, (H, W))[:, top:top + h, left:left + w]
     if draw[-1] < 0.5:
@@ -122,10 +123,10 @@ def training_view(image, label, draw, size, scales=(0.5, 2.0)):
 
 
 class TrainingViews(Dataset):
-    """Give views[position, index], a sample (image, label, (position, h, w)): training_view.
+    """Training views of a source: views[position, index] is (image, label, (position, h, w)).
 
-    `index` says which image of the source, `position` (the sample's number in the whole run) which
-    view of it.
+    `index` chooses the image. `position`, the sample's number in the whole run, chooses its view,
+    see training_view.
     """
 
     def __init__(self, source, size, scales=(0.5, 2.0), seed=0):
@@ -141,11 +142,11 @@ class TrainingViews(Dataset):
 # --- training: second half, batches, on any device ------------------------------------------------
 
 def finish_views(images, height, width, positions, seed, mean, distorted=True):
-    """Distort, then pad: uint8 views to float32 in [0, 1].
+    """Distort and pad uint8 views; returns float32 in [0, 1].
 
     images: (B, 3, S, S) uint8. height, width, positions: (B,) int64 on the CPU. mean: (3, 1, 1) in
-    [0, 1], the colour of the padding: the one that the model subtracts, so that its first layer
-    sees 0.
+    [0, 1], the colour of the padding. It is the colour that the model subtracts, so its first layer
+    gets 0 there.
     """
     if distorted:
         images = distort(images, uniform(positions, COLUMNS, seed, DISTORT))
@@ -158,7 +159,7 @@ def finish_views(images, height, width, positions, seed, mean, distorted=True):
 # --- pictures ------------------------------------------------------------------------------------
 
 def palette(num_classes):
-    """Choose a colour per class, (256, 3) uint8: hues a golden angle apart; 255 is black."""
+    """Return one colour per class, (256, 3) uint8: hues a golden angle apart, and 255 black."""
     k = torch.arange(256.0)
     hue, luminance = (0.6 + k * 0.618034) % 1, 0.3 + 0.22 * (k % 3)
     rgb = colour(hue, torch.full_like(k, 0.85), luminance)[:, :, 0, 0]
@@ -167,10 +168,10 @@ def palette(num_classes):
 
 
 def save_pictures(path, triples, classes):
-    """Draw a PNG, a row per image: image, truth, prediction; below, the classes' colours.
+    """Draw a PNG with one row per image (image, truth, prediction) and a legend of the classes.
 
-    triples: image (3, H, W), truth and prediction (H, W), uint8, as segmenter.predictions yields; H
-    and W may vary.
+    triples: image (3, H, W), truth and prediction (H, W), uint8, from segmenter.predictions. H and
+    W can vary.
     """
     from PIL import Image, ImageDraw
     triples = [[t.cpu() for t in triple] for triple in triples]

@@ -31,7 +31,7 @@ from studies.stats import (compare, full_table, holm, judged, outcomes, paired, 
                            primary_table, read, scipy_stats, shared)
 
 RESULTS = Path(__file__).parent / "results"
-SHAPES, CIFAR10 = ("15 corruptions", "pgd 2/255"), ("15 corruptions", "pgd 1/255")
+SCENES_PRIMARY, CIFAR10_PRIMARY = ("15 corruptions", "pgd 2/255"), ("15 corruptions", "pgd 1/255")
 
 
 # --- arms -----------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ RPC_ALL = rpc("released", 3, 2) | dict(rpc_layers="all")            # the paper'
 AVERAGE = rpc("paper", 0, 1)                                # layer 0 returns the mean of its values
 ADV = dict(adv_eps=2 / 255, adv_steps=3)
 FLAT = dict(epochs=8, min_lr=2e-3)                          # the learning rate is never lowered
-OUT, FAST, SLOW = dict(epochs=24), dict(lr=4e-3), dict(lr=2e-3)
+OUT, FAST_RATE, SLOW_RATE = dict(epochs=24), dict(lr=4e-3), dict(lr=2e-3)
 LAMBDAS = dict(zip(("0.05", "0.25", "1", "4", "inf"), (0.05, 0.25, 1, 4, math.inf)))
 
 ARMS = {                                                    # of the study robustness
@@ -62,32 +62,33 @@ CHOSEN = {f"{form}-{lambd:g}-n{n}": rpc(form, lambd, n) for form, values in (
     ("released", (0.5, 1, 2, 4, 8, 16)), ("paper", (0.05, 0.1, 0.25, 0.5, 1)))
     for lambd in values for n in (2, 3, 4, 6)}
 PUBLISHED = {"symmetric": SYMMETRIC, "rpc4-l1": RPC}
-START = dict(init_from="out/robustness/symmetric_s{seed}", epochs=3, lr=2e-4, min_lr=1e-6,
+FINETUNE = dict(init_from="out/robustness/symmetric_s{seed}", epochs=3, lr=2e-4, min_lr=1e-6,
              warmup_epochs=0.15)
-LINE = {
+LINE_ARMS = {
     **{f"symmetric-e{n}": SYMMETRIC | dict(epochs=n) for n in (4, 6, 8, 12, 16)},
     "softmax-e8": dict(attn="softmax", epochs=8), "uniform-l0": AVERAGE | dict(epochs=8),
     **{f"paper-{name}-n4": rpc("paper", x, 4) | dict(epochs=8) for name, x in LAMBDAS.items()},
     **{name: dict(attn=kind, epochs=8) for name, kind in ROBUST.items()},
     "rpc4-l1": RPC | dict(epochs=8), "rpc2-all": RPC_ALL | dict(epochs=8),
     "flat-e8": SYMMETRIC | FLAT, "flat-rpc4-l1": RPC | FLAT,
-    "long-symmetric": SYMMETRIC | OUT | FAST, "long-rpc4-l1": RPC | OUT | SLOW,
-    "half-symmetric": SYMMETRIC | OUT | SLOW, "long-softmax": dict(attn="softmax") | OUT | FAST,
-    "long-uniform-l0": AVERAGE | OUT | FAST,
+    "long-symmetric": SYMMETRIC | OUT | FAST_RATE, "long-rpc4-l1": RPC | OUT | SLOW_RATE,
+    "half-symmetric": SYMMETRIC | OUT | SLOW_RATE,
+    "long-softmax": dict(attn="softmax") | OUT | FAST_RATE,
+    "long-uniform-l0": AVERAGE | OUT | FAST_RATE,
 }
 LINE_CIFAR10 = {f"{name}-e{n}": flags | dict(epochs=n) for name, flags, lengths in (
     ("symmetric", SYMMETRIC, (12, 8, 6, 4)), ("rpc4-l1", RPC, (12,)),
     ("softmax", dict(attn="softmax"), (12,)), ("uniform-l0", AVERAGE, (12,))) for n in lengths}
 CRITERION = {                                               # cost: 24 epochs; the last two: 96
-    "symmetric": SYMMETRIC | OUT | FAST,
-    "rpc4-l1": dict(attn="rpc") | OUT | SLOW,
-    "symmetric-adv": SYMMETRIC | dict(epochs=6) | SLOW | ADV,
-    "rpc4-l1-fast": dict(attn="rpc") | OUT | FAST,
-    "uniform-l0": AVERAGE | OUT | FAST,
-    "softmax": dict(attn="softmax") | OUT | FAST,
-    "rpc4-l1-adv": dict(attn="rpc", epochs=6) | SLOW | ADV,
-    "symmetric-96": SYMMETRIC | dict(epochs=96) | FAST,
-    "symmetric-adv-96": SYMMETRIC | OUT | SLOW | ADV,
+    "symmetric": SYMMETRIC | OUT | FAST_RATE,
+    "rpc4-l1": dict(attn="rpc") | OUT | SLOW_RATE,
+    "symmetric-adv": SYMMETRIC | dict(epochs=6) | SLOW_RATE | ADV,
+    "rpc4-l1-fast": dict(attn="rpc") | OUT | FAST_RATE,
+    "uniform-l0": AVERAGE | OUT | FAST_RATE,
+    "softmax": dict(attn="softmax") | OUT | FAST_RATE,
+    "rpc4-l1-adv": dict(attn="rpc", epochs=6) | SLOW_RATE | ADV,
+    "symmetric-96": SYMMETRIC | dict(epochs=96) | FAST_RATE,
+    "symmetric-adv-96": SYMMETRIC | OUT | SLOW_RATE | ADV,
 }
 
 WORDS = {"symmetric": "symmetric attention", "rpc4-l1": "RPC, as published",
@@ -105,7 +106,7 @@ WORDS = {"symmetric": "symmetric attention", "rpc4-l1": "RPC, as published",
          "symmetric-adv": "symmetric, adversarially trained"}
 
 
-def plain(arm):
+def without_recipe(arm):
     """Remove the training recipe from an arm's name: long-rpc4-l1 and rpc4-l1-e12 are rpc4-l1."""
     return re.sub(r"^(long|half|flat)-|-e\d+$|-96$", "", arm)
 
@@ -137,7 +138,7 @@ class Study(NamedTuple):
     comparisons: dict
     rows: tuple                             # stored rows: patterns below results/
     measures: tuple
-    primary: tuple = SHAPES
+    primary: tuple = SCENES_PRIMARY
     limit: int = 1000                       # images per measure
     how: tuple = ("--seed", 1, "--severities", 1, 3, 5)
     training: tuple = ()                    # flags of train_cls.py for all arms
@@ -159,7 +160,7 @@ STUDIES = {
                                           "rkde-huber"), range(3), ("rpc4-l1",))},
         ("robustness/cifar10.jsonl", "robust_attentions/cifar10.jsonl"),
         ("clean", "corruptions", "fgsm eps=1/255,2/255", PGD.format("1/255,2/255"),
-         "adaptive_pgd eps=2/255"), CIFAR10, 500, (),
+         "adaptive_pgd eps=2/255"), CIFAR10_PRIMARY, 500, (),
         ("--data", "cifar10", "--model", "nano", "--epochs", 12)),
     "constants": Study(PUBLISHED | CHOSEN, {
         "confirmation": Comparison(against("symmetric", "rpc4-l1"), range(5, 13)),
@@ -174,11 +175,11 @@ STUDIES = {
         "undefended": Comparison([("rpc4-l1", "symmetric")])},
         ("control/*_s?.jsonl",), ("clean", "corruptions", PGD.format(
             ",".join(f"{eps}/255" for eps in (0.5, 1, 2, 3, 4, 6, 8, 12, 16))))),
-    "finetune": Study({"symmetric": SYMMETRIC | START, "rpc4-l1": dict(attn="rpc") | START}, {
+    "finetune": Study({"symmetric": SYMMETRIC | FINETUNE, "rpc4-l1": dict(attn="rpc") | FINETUNE}, {
         "finetune": Comparison([("rpc4-l1", "symmetric")])},
         ("finetune/results.jsonl",), ("clean", "corruptions", PGD.format("1/255,2/255")),
         limit=500, how=()),
-    "line": Study(LINE, {
+    "line": Study(LINE_ARMS, {
         "softmax": Comparison([("softmax-e8", "symmetric-e8")]),
         "lambda-0": Comparison([("paper-0.05-n4", "uniform-l0"), ("paper-0.05-n4", "symmetric-e8"),
                                 ("uniform-l0", "symmetric-e8")], margins=(3, 3), level=0.9),
@@ -196,8 +197,8 @@ STUDIES = {
     "line-cifar10": Study(LINE_CIFAR10, {
         "cifar10-12": Comparison([("rpc4-l1-e12", "symmetric-e12")], margins=(3, 3)),
         "cifar10-others": Comparison(against("symmetric-e12", "softmax-e12", "uniform-l0-e12"))},
-        ("line/cifar10.jsonl",), ("clean", "corruptions", PGD.format("1/255")), CIFAR10, 2000,
-        training=("--data", "cifar10", "--model", "nano")),
+        ("line/cifar10.jsonl",), ("clean", "corruptions", PGD.format("1/255")),
+        CIFAR10_PRIMARY, 2000, training=("--data", "cifar10", "--model", "nano")),
     "criterion": Study(CRITERION, {
         "cost-24": Comparison([*against("symmetric", "symmetric-adv", "rpc4-l1", "rpc4-l1-fast",
                                         "uniform-l0", "softmax"), ("rpc4-l1-adv", "symmetric-adv")],
@@ -239,7 +240,7 @@ def flags_of(arms, arm, seed):
     return filled | dict(seed=seed)
 
 
-def train(folder, flags, more=()):
+def train_arm(folder, flags, more=()):
     """Train the network in a folder to its end; InputError if it belongs to another arm or seed."""
     if (folder / "last.pt").exists():
         trained = common.load(folder / "last.pt")["args"]
@@ -251,12 +252,12 @@ def train(folder, flags, more=()):
     call(*script("train_cls.py", flags["attn"]), *more, *words, *into(folder))
 
 
-def run(study, args, rest):
+def train_and_measure(study, args, rest):
     """Train and measure the missing networks of --arms and --seeds; return the files of rows."""
     for seed in args.seeds:
         for arm in args.arms or study.arms:
             folder, flags = args.out_dir / f"{arm}_s{seed}", flags_of(study.arms, arm, seed)
-            train(folder, flags, [*study.training, *rest])
+            train_arm(folder, flags, [*study.training, *rest])
             # Without RPC, an adaptive attack is the same as PGD.
             measures = [text for text in args.measures or study.measures
                         if flags["attn"] == "rpc" or not text.startswith("adaptive")]
@@ -306,7 +307,7 @@ def comparison(name):
     return study, compared(study, name, stored(study))
 
 
-def outcome(study, name, of, pair):
+def pair_outcome(study, name, of, pair):
     """The outcome of a pair: "below", "above", "equal" (within the margins) or "open"."""
     keys = {m: (m, *pair) for m in study.primary}
     gaps = {m: of.gaps[key] for m, key in keys.items() if key in of.gaps}
@@ -334,7 +335,7 @@ def meet_the_rule(of):
     return sorted(tested("15 corruptions") & tested("6 patches noise") - below)
 
 
-def tables(study, rows):
+def study_tables(study, rows):
     """Format a study as Markdown: the primary measures, outcomes and all measures."""
     text = []
     for name, comparison in study.comparisons.items():
@@ -342,11 +343,14 @@ def tables(study, rows):
         if of.gaps:
             text += [f"## {name}", primary_table(of, comparison.seeds)]
             pairs = [pair for pair in comparison.pairs if any(key[1:] == pair for key in of.gaps)]
-            text += ["; ".join(f"{arm} minus {base}: **{outcome(study, name, of, (arm, base))}**"
-                               for arm, base in pairs) + "."] if comparison.margins else []
-            seen = dict.fromkeys(arm for pair in pairs for arm in pair if plain(arm) in WORDS)
+            if comparison.margins:
+                outcomes = [f"{arm} minus {base}: **{pair_outcome(study, name, of, (arm, base))}**"
+                            for arm, base in pairs]
+                text.append("; ".join(outcomes) + ".")
+            seen = dict.fromkeys(arm for pair in pairs for arm in pair
+                                 if without_recipe(arm) in WORDS)
             text += [full_table(of, comparison.seeds),
-                     "; ".join(f"{arm}: {WORDS[plain(arm)]}" for arm in seen) + "."]
+                     "; ".join(f"{arm}: {WORDS[without_recipe(arm)]}" for arm in seen) + "."]
     for processor, seeds in processors(rows).items():
         text.append(f"Seeds that ran on {processor}: {', '.join(map(str, seeds))}.")
     return "\n\n".join(text) or "No pairs yet."
@@ -391,12 +395,12 @@ def main(argv=None):
             raise InputError(f"--arms {arm}: expected some of {', '.join(study.arms)}")
     if args.seeds:
         scipy_stats()                               # the tables need scipy: check before training
-        rows = read(run(study, args, rest))
+        rows = read(train_and_measure(study, args, rest))
         study = study._replace(comparisons={name: of._replace(seeds=None)
                                             for name, of in study.comparisons.items()})
     else:
         rows = stored(study)
-    print(tables(study, rows))
+    print(study_tables(study, rows))
     if args.rows:
         print("\n## your networks\n\n" + beside(study, rows, read(args.rows)))
 

@@ -75,10 +75,10 @@ def described(d, what, holm=np.nan, tests=1, digits=1):
             "power": f"{detectable(d.error, d.df, tests):.{digits}f}"}[what]
 
 
-def outcome(name, pair):
+def judged_as(name, pair):
     """What a pair came to by its comparison's margins: below, above, equal or open."""
     study, of = arms.comparison(name)
-    return arms.outcome(study, name, of, key_of(name, pair, "pgd")[1:])
+    return arms.pair_outcome(study, name, of, key_of(name, pair, "pgd")[1:])
 
 
 def rule():
@@ -89,30 +89,30 @@ def rule():
 # --- the line -------------------------------------------------------------------------------------
 
 @cache
-def picture(name):
+def line_networks(name):
     networks = line.other_recipes() if name == "other" else line.stored(name)
     return networks, line.PICTURES["fresh" if name == "other" else name][3]
 
 
 def full(name, measure):
-    return dict(zip(("pgd", "corruptions"), picture(name)[1])).get(measure, measure)
+    return dict(zip(("pgd", "corruptions"), line_networks(name)[1])).get(measure, measure)
 
 
 def off(name, arm, measure, what="difference"):
     """An arm's distance from the line; or its accuracy; its clean loss, the geometric mean."""
-    networks, measure = picture(name)[0], full(name, measure)
+    networks, measure = line_networks(name)[0], full(name, measure)
     own = line.of_arms(networks, arm)
     if what == "accuracy":
         return f"{np.mean([n.accuracy[measure] for n in own]):.1f}"
     if what == "loss":
         return f"{line.clean_loss(own):.3f}"
-    of = picture("fresh")[0] if name == "other" else networks
+    of = line_networks("fresh")[0] if name == "other" else networks
     return described(line.distance(own, line.reference(of, arm), measure), what)
 
 
 def apart(first, second, measure, what="difference"):
     """The difference of two arms of the line that have other seeds, over seeds alone."""
-    two = (line.of_arms(picture("fresh")[0], arm) for arm in (first, second))
+    two = (line.of_arms(line_networks("fresh")[0], arm) for arm in (first, second))
     return described(line.apart(*two, full("fresh", measure)), what)
 
 
@@ -125,17 +125,17 @@ def pooled(name, group, measure, what="difference"):
 
 @cache
 def grouped(name):
-    return line.grouped(name, picture(name)[0])
+    return line.grouped(name, line_networks(name)[0])
 
 
 def adjusted(how, measure, what="difference"):
     """RPC minus its baseline at one clean loss after 24 epochs, by "own line" or "one slope"."""
-    return described(line.adjusted(picture("fresh")[0], how, full("fresh", measure)), what)
+    return described(line.adjusted(line_networks("fresh")[0], how, full("fresh", measure)), what)
 
 
 def fit(name, measure, what):
     """What is known of the line: r with its interval, or p of a bend."""
-    of = line.reference(picture(name)[0])
+    of = line.reference(line_networks(name)[0])
     r, low, high, bend = line.correlation(of, full(name, measure))
     return show_p(bend) if what == "bend" else f"{r:+.2f} ({low:+.2f} to {high:+.2f})"
 
@@ -233,7 +233,7 @@ def where(network, measure, form):
     return written(groups[network, last][measure], form)
 
 
-FUNCTIONS = {f.__name__: f for f in (gap, on_those, outcome, rule, off, apart, pooled, adjusted,
+FUNCTIONS = {f.__name__: f for f in (gap, on_those, judged_as, rule, off, apart, pooled, adjusted,
                                      fit, mean, kpca, way, chosen, nats, beyond, where)}
 
 
@@ -305,7 +305,12 @@ def faults(claims, root=ROOT):
         for page in pages:
             parts = places((root / page).read_text(), key)
             near = [found for part in parts for found in runs(part, len(expected))]
-            stated = expected in near if expected else any(number in part for part in parts)
+            forms = [expected]
+            if expected and all(x.startswith("-") for x in expected):
+                # Also accept "3.3 points less (2.5 to 4.2)" for "-3.3 (-4.2 to -2.5)".
+                forms.append([x.removeprefix("-") for x in [expected[0], *expected[:0:-1]]])
+            stated = (any(form in near for form in forms) if expected else
+                      any(number in part for part in parts))
             if not stated:
                 found = max(near, default=["nothing"], key=lambda found: difflib.SequenceMatcher(
                     None, " ".join(found), " ".join(expected)).ratio())
@@ -313,8 +318,8 @@ def faults(claims, root=ROOT):
                        f"({expression})")
 
 
-INTERVAL = re.compile(
-    rf"{NUMBER.pattern}[^\d|()]{{,40}}\({NUMBER.pattern} to {NUMBER.pattern}(?=[);,])")
+DECIMAL = r"[-+−]?\d*\.\d+"
+INTERVAL = re.compile(rf"{DECIMAL}[^\d|()]{{,40}}\({DECIMAL} to {DECIMAL}(?=[);,])")
 
 
 def unsigned(text):
@@ -340,7 +345,8 @@ def detail(*studies, pictures=()):
     parts = []
     for name in studies:
         study = arms.STUDIES[name]
-        parts.append((f"python -m studies.arms {name}", arms.tables(study, arms.stored(study))))
+        text = arms.study_tables(study, arms.stored(study))
+        parts.append((f"python -m studies.arms {name}", text))
     if pictures:
         text = "\n\n".join(line.page(name) for name in pictures)
         parts.append(("python -m studies.line", text))

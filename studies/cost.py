@@ -1,22 +1,22 @@
-"""What does RPC-Attention cost? Table 11 of the paper, counted and measured again.
+"""Measure the cost of RPC-Attention: Table 11 of the paper, counted and timed again.
 
-    python -m studies.cost                          # ViT-tiny at 224 px: all rows, side by side
-    python -m studies.cost --clock cpu --threads 1  # on a machine that does other work, too
-    python -m studies.cost --batch_size 256         # a GPU wants more to do
+    python -m studies.cost                          # ViT-tiny at 224 px: every row of the table
+    python -m studies.cost --clock cpu --threads 1  # on a machine that also does other work
+    python -m studies.cost --batch_size 256         # on a GPU
 
-The paper's "1.22M flop/sample" are 1.22 G multiply-adds: its M is G, and true FLOPs are twice that.
-Norms are counted as fvcore does, 5 N C each: only so do all five rows round to the paper's. Softmax
-and other elementwise work are left out. A step more in one layer is 2 N^2 C = 14.9 M, 1.3 % of the
-model; what it takes of the clock is a question of the machine. FAN has no row in Table 11.
+"1.22M flop/sample" in the paper are 1.22 G multiply-adds: its M means G, and FLOPs are twice as
+many. Norms are counted as in fvcore, 5 N C each; with this rule all five rows round to the paper's.
+Softmax and other elementwise operations are not counted. One more PAP step in one layer adds 2 N^2
+C = 14.9 M, 1.3 % of the model; its time depends on the machine. Table 11 has no row for FAN.
 
-The paper's times are not throughput: at 0.079 s an image ImageNet would take 28 hours an epoch. So
-the time of one image alone stands beside them, and throughput in a table of its own. What is
-compared runs alternately in one process. A time is a median over rounds, a ratio the median of the
-ratios within a round: another program that slows a whole round down does not count.
+The paper's times are no throughput: at 0.079 s per image, an epoch of ImageNet would take 28 hours.
+So they are compared with the time of a single image, and throughput has its own table. All models
+take turns in one process. A time is a median over rounds. A ratio is the median of the ratios
+within a round, so another program that slows down a whole round does not change it.
 
-Memory is what autograd keeps of one image until the backward pass. A fused attention keeps its
-inputs and its output alone, so a PAP step adds S, K2 and L, three tensors (B, H, N, D), and no
-N x N matrix.
+Memory is what autograd keeps of one image until the backward pass. Fused attention keeps only its
+inputs and its output, so a PAP step adds S, K2 and L, three tensors (B, H, N, D), and no N x N
+matrix.
 """
 
 import argparse
@@ -42,7 +42,7 @@ import fan
 from vit import SIZES, ViT, ViTConfig
 
 MB, PIXELS = 2 ** 20, 224
-MODELS = {                                              # the settings of ViTConfig, of FANConfig
+MODELS = {                                              # {name: settings of ViTConfig or FANConfig}
     "softmax": dict(attn="softmax"),
     "symmetric": dict(attn="symmetric"),
     "rpc 4iter/layer1": dict(attn="rpc", pap=dict(n_iter=4)),
@@ -51,16 +51,16 @@ MODELS = {                                              # the settings of ViTCon
     "rpc 2iter/all-layer": dict(attn="rpc", pap=dict(n_iter=2, lambd=3.0), rpc_layers="all"),
 }
 MODELS |= {f"fan {name}": MODELS[name] for name in ("softmax", "symmetric", "rpc 4iter/layer1")}
-NORMS = {nn.LayerNorm: 5, nn.BatchNorm2d: 2}            # operations a number, as fvcore counts
-PAPER = Path(__file__).parent / "reproduce/paper.csv"
+NORMS = {nn.LayerNorm: 5, nn.BatchNorm2d: 2}            # operations per number, as in fvcore
+PAPER_NUMBERS = Path(__file__).parent / "reproduce/paper.csv"
 
 
 # --- time -----------------------------------------------------------------------------------------
 
 def alternate(args, device, steps):
-    """{name: [seconds of steps[name]() in every round]}; in reverse order every other round.
+    """Time all steps in turn: {name: [seconds of steps[name]() in each round]}.
 
-    A first round, which warms up, is left out.
+    Every other round has the reverse order. A first round for warming up is left out.
     """
     clock = time.process_time if args.clock == "cpu" else time.perf_counter
     times = {name: [] for name in steps}
@@ -76,30 +76,30 @@ def alternate(args, device, steps):
 
 # --- the models of Table 11 -----------------------------------------------------------------------
 
-def build(name, size="tiny"):
-    """A model of the table. size: a key of vit.SIZES."""
+def build_model(name, size="tiny"):
+    """Build a model of the table. size: a key of vit.SIZES."""
     how = dict(MODELS[name])
     if how.get("rpc_layers") == "all":
         how["rpc_layers"] = range(SIZES[size]["depth"])
     if name.startswith("fan"):
-        return fan.FAN(fan.FANConfig(**fan.SIZES[f"fan_{size}"], **how))
+        return fan.FAN(fan.FANConfig(**fan.FAN_SIZES[f"fan_{size}"], **how))
     return ViT(ViTConfig(**SIZES[size], **how))
 
 
 def base_of(name):
-    """The model with which this one is compared."""
+    """The name of the model with which this one is compared."""
     return "fan symmetric" if name.startswith("fan") else "symmetric"
 
 
 def multiply_adds(model):
-    """Multiply-adds of one image by PyTorch's counter, and what NORMS take."""
+    """Count the multiply-adds of one image: PyTorch's counter plus the NORMS."""
     norms = []
 
     def add(module, args, out):
         norms.extend(each * out.numel() for kind, each in NORMS.items() if isinstance(module, kind))
 
     hook = register_module_forward_hook(add)
-    # As two products, MATH: some versions of PyTorch do not count the CPU's fused attention.
+    # MATH computes attention as two products; some versions of PyTorch do not count the fused one.
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         model.eval()(torch.zeros(1, 3, PIXELS, PIXELS))
@@ -108,7 +108,7 @@ def multiply_adds(model):
 
 
 def kept(model, image):
-    """Bytes that autograd keeps of a forward pass until the backward pass, without the weights."""
+    """Count the bytes that autograd keeps of a forward pass, without the weights."""
     sizes = {}
 
     def pack(x):
@@ -116,7 +116,7 @@ def kept(model, image):
         return x
 
     with saved_tensors_hooks(pack, lambda x: x):
-        out = model.train()(image)                          # while it lives, so do what it needs
+        out = model.train()(image)                          # keeps the tensors alive
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     del out
     return sum(size for where, size in sizes.items() if where not in own)
@@ -126,8 +126,10 @@ STEPS = "train", "test"
 
 
 def take(step, model, images):
-    """A forward pass (test) or one forward and backward (train), without an optimiser; bf16 on a
-    GPU. images: (B, 3, S, S)."""
+    """Run a forward pass ("test") or forward and backward pass ("train"), without an optimiser.
+
+    images: (B, 3, S, S). On a GPU in bf16.
+    """
     training = step == "train"
     model.train(training).zero_grad(set_to_none=True)
     bf16 = torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda)
@@ -137,7 +139,7 @@ def take(step, model, images):
         F.cross_entropy(logits.float(), torch.zeros_like(logits[:, 0], dtype=torch.long)).backward()
 
 
-TABLES = {
+COST_TABLES = {
     "Size; the paper as printed, its M of multiply-adds is G":
         ("model", "parameters", "paper: parameters", "G multiply-adds", "paper: flop/sample"),
     "A training step of one image, forward and backward; ratios to symmetric":
@@ -146,14 +148,14 @@ TABLES = {
         ("model", "test ms", "paper: test ms", "test ratio", "paper: test ratio"),
     "Throughput in batches; ratios of times to symmetric":
         ("model", "train images/s", "train batch ratio", "test images/s", "test batch ratio"),
-    "Kept for the backward pass of one image, and more than symmetric; the paper's batch unknown":
+    "Kept for the backward pass of one image; the paper's batch size is unknown":
         ("model", "kept MB", "kept MB more", "paper: train MB", "paper: train MB more"),
 }
 
 
 def paper_columns(name):
-    """Table 11's figures of a model, and what follows from them, by column; {} if it has none."""
-    with open(PAPER, newline="") as file:
+    """The numbers of a model in Table 11, and ratios of them, by column; {} if it has no row."""
+    with open(PAPER_NUMBERS, newline="") as file:
         cells = {(row["row"], row["column"]): row["value"] for row in csv.DictReader(file)
                  if row["table"] == "11"}
     name, base = name.replace("symmetric", "SymViT").replace("rpc", "RPC"), "SymViT"
@@ -169,9 +171,9 @@ def paper_columns(name):
     return row
 
 
-def measured(args, device):
-    """Count and time every model of the table, a step of one image and of a batch: rows (dicts)."""
-    nets = {name: build(name) for name in MODELS}
+def measure_models(args, device):
+    """Count and time every model, for one image and for a batch. Returns a row (dict) per model."""
+    nets = {name: build_model(name) for name in MODELS}
     counted = {name: multiply_adds(net) / 1e9 for name, net in nets.items()}
     image = torch.rand(1, 3, PIXELS, PIXELS, device=device)
     times = alternate(args, device, {
@@ -192,8 +194,8 @@ def measured(args, device):
     return rows
 
 
-def plain(x):
-    """A cell: numbers below 10 with three digits after the point."""
+def cost_cell(x):
+    """Format a table cell: numbers below 10 with three decimals."""
     form = (",.3f" if x < 10 else ",.1f") if isinstance(x, float) else "," * isinstance(x, int)
     return format(x, form)
 
@@ -201,22 +203,25 @@ def plain(x):
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--batch_size", type=common.COUNT, default=8, help="images, for throughput")
-    p.add_argument("--rounds", type=common.COUNT, default=15, help="after one that warms up")
-    p.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: of all threads")
-    p.add_argument("--threads", type=common.COUNT, help="of the CPU")
+    p.add_argument("--batch_size", type=common.COUNT, default=8,
+                   help="images per batch for throughput (default: 8)")
+    p.add_argument("--rounds", type=common.COUNT, default=15,
+                   help="timed rounds, after one for warming up (default: 15)")
+    p.add_argument("--clock", choices=["wall", "cpu"], default="wall",
+                   help="wall time or CPU time of all threads (default: wall)")
+    p.add_argument("--threads", type=common.COUNT, help="CPU threads (default: PyTorch's)")
     p.add_argument("--device", choices=["cuda", "mps", "cpu"],
-                   help="default: cuda where there is one, then in bf16")
+                   help="device to measure on (default: cuda in bf16 if there is one, else cpu)")
     p.add_argument("--out", help="append the rows to this file, one JSON object a line")
     args = p.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    rows = measured(args, device)
+    rows = measure_models(args, device)
     print(f"ViT-tiny, {PIXELS} px, batches of {args.batch_size}, {args.clock} clock, "
           f"medians of {args.rounds} rounds\n{common.describe(device)}; torch {torch.__version__}")
-    for what, columns in TABLES.items():
-        cells = [[plain(row.get(column, "-")) for column in columns] for row in rows]
+    for what, columns in COST_TABLES.items():
+        cells = [[cost_cell(row.get(column, "-")) for column in columns] for row in rows]
         print(f"\n{what}\n\n{common.table(cells, columns)}")
     about = dict(command=" ".join(["python -m studies.cost", *(argv or sys.argv[1:])]),
                  hardware=common.describe(device), torch=torch.__version__,

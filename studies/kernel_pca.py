@@ -1,22 +1,30 @@
-"""Do trained networks perform kernel PCA? Every claim of the paper, measured beside its nulls.
+"""Measure whether trained networks perform kernel PCA: every claim of the paper, with controls.
 
-    python -m studies.kernel_pca --ckpt out/softmax --exp capture,gamma   # train_cls.py's networks
+    python -m studies.kernel_pca --ckpt out/softmax --exp capture,gamma   # a run of train_cls.py
     python -m studies.kernel_pca --ckpt out/a/step_*.pt --exp jproj       # over training
     python -m studies.kernel_pca trained --networks softmax --seeds 50    # trains and measures one
     python -m studies.kernel_pca --rows studies/results/kpca              # tables of stored rows
 
-Claims: Teo & Nguyen 2024, sections 2.2, App. C, E. Theory: kpca.py. Beside the learned values stand
-the values of the next head (other), the same input through random matrices (x W), random numbers
-(iid), the values of kernel PCA itself and, in `trained`, those of the best map of the input that
-was found: v = x W + b, the same for all images as the trained one is, fitted on training images to
-what is measured. Without it "as a random matrix" says little: no map might score more. What is
-found is a lower bound of what can be had. Published scores: published_scores.py.
+The claims are in Teo & Nguyen 2024, section 2.2, App. C and E; the theory is in kpca.py. Learned
+values are compared with five other sources of values:
 
-EV and overlap ask which subspace of feature space values span (span.py), eig_cos whether they
-hold eigenvectors. None changes with v -> v R, which the output matrix undoes.
+    other    the values of another head
+    x W      the layer's input times a random matrix
+    iid      random numbers
+    KPCA     the values of kernel PCA itself
+    fitted   v = x W + b, with the best W that we could fit (`trained` only)
 
-Shapes: q (..., M, D), k (..., N, D), v (..., N, Dv), float64; leading ones: draws of a null,
-images, heads.
+The fitted W is the same for all images, as the learned one is. It is fitted on training images to
+the measure itself. Without it, "like a random matrix" would say little, because perhaps no W scores
+higher. The fit gives a lower bound of the best possible score. published_scores.py has the scores
+that others published.
+
+EV and overlap measure which subspace of feature space the values span (span.py). eig_cos measures
+whether the values contain eigenvectors. None of them changes with v -> v R, because the output
+matrix can undo R.
+
+Shapes: q (..., M, D), k (..., N, D), v (..., N, Dv), float64. Leading dimensions: draws, images,
+heads.
 """
 
 import argparse
@@ -36,41 +44,42 @@ from data.shapes import load_shapes
 from kpca import (a_hat, attend, basis, centre, coefficients, eigen_cosine, key_scale, log_gram,
                   log_phi2, projection_loss, ritz, theoretical_values)
 from studies.arms import call, into
-from studies.probe import (capture, get_args, load_images, load_model, points, print_table,
+from studies.probe import (capture, load_model, load_test_images, parse_flags, points, print_table,
                            read_csv, summarise, untrained, write_csv)
-from studies.span import NULLS, Layer, explained_variance, token_overlap, value_axes
-from studies.stats import paired_t, show, spread
+from studies.span import CONTROLS, Layer, explained_variance, token_overlap, value_axes
+from studies.stats import paired_t, scipy_stats, show, spread
 
 COMPARED = ("EV", "eig_cos", "eig_cos, v = G a", "overlap")
 
 
 # --- experiments ----------------------------------------------------------------------------------
-# Each takes a Layer and returns {measure: {source: (draws, B, H)}}. The docstring is printed above
-# the table.
+# An experiment takes a Layer and returns {measure: {source: (draws, B, H)}}. Its docstring is
+# printed above its table.
 
 def exp_jproj(layer):
-    """The projection error (Eq. 13), claim 2.2.1: J = mean(|phi(q)|^2 - |h|^2) falls in training.
+    """The projection error (Eq. 13). Claim 2.2.1: J = mean(|phi(q)|^2 - |h|^2) falls in training.
 
-    J: as printed; a true projection has J >= 0, so a negative one says that h is none. phi2, h2:
-    its terms, means over tokens. above: share of tokens with |h| > |phi(q)|. rel_phi, rel_h:
-    |phi2 - h2| over either. |h|^2 has no scale: v c and W_O / c are the same network.
+    J: as printed. A projection has J >= 0, so a negative J shows that h is no projection. phi2, h2:
+    the two terms, means over tokens. above: share of tokens with |h| > |phi(q)|. rel_phi, rel_h:
+    |phi2 - h2| over phi2 or h2. |h|^2 has no scale, because v c and W_O / c are the same network.
     """
     lp = log_phi2(layer.q, layer.k)
     values = layer.values | {"KPCA": theoretical_values(layer.axes, layer.dv)}
     terms = {source: projection_loss(lp, attend(layer.q, layer.k, v))
              for source, v in values.items()}
     out = {m: {source: t[m] for source, t in terms.items()} for m in terms["learned"]}
-    out["phi2"] = {"learned": out["phi2"]["learned"]}                       # the same for all
+    out["phi2"] = {"learned": out["phi2"]["learned"]}           # the same for every source
     return out
 
 
 def exp_gamma(layer):
-    """Are the learned values eigenvectors (Eq. 11), claim 2.2.2: K~ a = N lambda a?
+    """Claim 2.2.2 (Eq. 11): learned values give eigenvectors, K~ a = N lambda a.
 
-    a = H G^-1 v with the pseudo-inverse H of I - 1_N, which has no inverse. eig_cos: cosine between
-    a and K~ a, 1 for eigenvectors only, mean over axes after a was turned so that a^T K~ a is
-    diagonal: exact kernel PCA has 1 in any gauge. K~ near a multiple of H makes it near 1 for noise
-    too. v = G a: scaled attention, V before I - S. lambda: the first Dv eigenvalues mu_d / N.
+    a = H G^-1 v, where H is the pseudo-inverse of I - 1_N, which has no inverse. eig_cos: cosine
+    between a and K~ a, mean over axes; it is 1 only for eigenvectors. First, a is rotated such that
+    a^T K~ a is diagonal, so exact kernel PCA has 1 in any rotation. If K~ is nearly a multiple of
+    H, even noise is near 1. v = G a: Scaled Attention, with V before I - S. lambda: the first Dv
+    eigenvalues mu_d / N.
     """
     axes, d, N = layer.axes, min(layer.dv, layer.k.shape[-2]), layer.k.shape[-2]
 
@@ -82,7 +91,7 @@ def exp_gamma(layer):
         out["eig_cos, v = G a"] = {source: cosine(a_hat(v, axes.log_g, scaled=True))
                                    for source, v in layer.raw.items()}
 
-    # Kernel PCA's own vectors and eigenvalues, where they are resolved.
+    # The vectors and eigenvalues of kernel PCA itself, as far as float64 resolves them.
     resolved = torch.arange(d) < axes.rank[..., None]
     out["eig_cos"]["KPCA"] = cosine(turned(axes.U[..., :d] * resolved[..., None, :]))
     lam = (-axes.c).exp() * axes.sigma[..., :d] / N
@@ -91,9 +100,9 @@ def exp_gamma(layer):
 
 
 def standardise(x):
-    """Mean 0 and variance 1 (unbiased) of every token's D numbers, as published code has q, k.
+    """Give the D numbers of every token mean 0 and variance 1 (unbiased), as in the published code.
 
-    A token whose numbers are all the same becomes zero.
+    A token with D equal numbers becomes zero.
     """
     x = x - x.mean(-1, keepdim=True)
     size = x.norm(dim=-1, keepdim=True) / math.sqrt(max(x.shape[-1] - 1, 1))
@@ -101,16 +110,16 @@ def standardise(x):
 
 
 def eigenvalue_statistics(mu):
-    """Four numbers of descending eigenvalues (..., D): max, min, mean, lower median."""
+    """Summarise descending eigenvalues (..., D) as max, min, mean and lower median."""
     median = mu.median(-1).values
     return {"max": mu[..., 0], "min": mu[..., -1], "mean": mu.mean(-1), "median": median}
 
 
 def exp_eigstats(layer):
-    """The first D eigenvalues mu_d = N lambda_d of K~: the paper has 648.46, 4.65, 40.07, 17.73.
+    """The first D eigenvalues mu_d = N lambda_d of K~. The paper: 648.46, 4.65, 40.07, 17.73.
 
     None can exceed 1 / min_j g_j <= 1 (bound). Rows: max, min, mean and lower median, averaged over
-    layers and heads. Right: keys standardised as in published code.
+    layers and heads. Right column: keys standardised as in the published code.
     """
     out = {}
     for source, k in (("as they are", layer.k), ("standardised", standardise(layer.k))):
@@ -124,7 +133,7 @@ def exp_eigstats(layer):
 
 
 def turned(vectors):
-    """vectors (..., N, d) times a random rotation: exact kernel PCA may as well have these."""
+    """Rotate vectors (..., N, d) by one random rotation, which kernel PCA does not determine."""
     d, random = vectors.shape[-1], torch.Generator().manual_seed(1)
     turn = torch.linalg.qr(torch.randn(d, d, generator=random, dtype=torch.float64))[0]
     return vectors @ turn.to(vectors)
@@ -137,10 +146,10 @@ def theory_by_token(layer):
 
 
 def exp_values(layer):
-    """Do learned values span what the theoretical ones span? KPCA: exactly those, axes turned.
+    """Do learned values span the space of the theoretical ones? KPCA: theoretical, but rotated.
 
     overlap: sum of cos^2 of the principal angles of the two column spaces in token space, over Dv;
-    chance Dv/N.
+    chance is Dv/N.
     """
     theory = theory_by_token(layer)
     values, tokens = {**layer.values, "KPCA": turned(theory)}, basis(theory)
@@ -148,10 +157,10 @@ def exp_values(layer):
 
 
 def exp_capture(layer):
-    """How much of the keys' variance do values catch? The output matrix cannot change this.
+    """How much of the keys' variance do the values explain? The output matrix cannot change this.
 
-    EV: share of the keys' variance in feature space inside span{w_d}; best: only kernel PCA's first
-    Dv axes reach it.
+    EV: share of the keys' variance in feature space that lies in span{w_d}. best: the maximum; only
+    the first Dv axes of kernel PCA reach it.
     """
     mu = layer.axes.sigma.clamp(min=0)
     ev = {source: explained_variance(layer.span, Q) for source, Q in layer.bases.items()}
@@ -164,9 +173,9 @@ EXPERIMENTS = {"jproj": exp_jproj, "gamma": exp_gamma, "eigstats": exp_eigstats,
 
 
 def measure(layers, experiments):
-    """{(experiment, measure, source, layer): mean over draws and heads, (B,)}.
+    """Run experiments: {(experiment, measure, source, layer): mean over draws and heads, (B,)}.
 
-    What is COMPARED stands there also as "learned - source".
+    Measures in COMPARED also get entries "learned - source".
     """
     out = {}
     for layer in layers:
@@ -174,25 +183,25 @@ def measure(layers, experiments):
             found = {m: {source: t.nanmean(0) for source, t in sources.items()}
                      for m, sources in experiment(layer).items()}
             for m in [m for m in COMPARED if m in found]:
-                found[f"{m}: learned -"] = {null: found[m]["learned"] - found[m][null]
-                                            for null in NULLS if null in found[m]}
+                found[f"{m}: learned -"] = {control: found[m]["learned"] - found[m][control]
+                                            for control in CONTROLS if control in found[m]}
             out |= {(name, m, source, layer.name): t.nanmean(1)
                     for m, sources in found.items() for source, t in sources.items()}
     return out
 
 
-# --- the best map of the input that can be found --------------------------------------------------
+# --- the best linear value matrix -----------------------------------------------------------------
 
-FIT_IMAGES, PIECE, ROUNDS = 1000, 50, 5             # to fit on; in a step; rounds over all of them
+FIT_IMAGES, PIECE, ROUNDS = 1000, 50, 5             # images to fit on; images per step; epochs
 
 
 def frame(A):
-    """An orthonormal basis of A's columns, which autograd can follow. A: (..., N, d), full rank."""
+    """A differentiable orthonormal basis of A's columns. A: (..., N, d), of full rank."""
     return torch.linalg.qr(A / A.norm(dim=-2, keepdim=True))[0]
 
 
 def eigenvectors(layer, v):
-    """Overlap of span{a} and span{K~ a}, (..., B, H): 1 if a's columns span eigenvectors."""
+    """Overlap of span{a} and span{K~ a}, (..., B, H). It is 1 if a's columns span eigenvectors."""
     Q = frame(a_hat(v, layer.axes.log_g))
     return token_overlap(Q, frame(layer.axes.G @ Q))
 
@@ -207,17 +216,17 @@ def overlap(layer, v):
     return token_overlap(frame(v), basis(theory_by_token(layer)))
 
 
-FITTED = {"eig_cos": eigenvectors, "EV": variance, "overlap": overlap}      # what is fitted to what
+FITTED = {"eig_cos": eigenvectors, "EV": variance, "overlap": overlap}  # {measure: score to fit}
 
 
 def mapped(layer, W):
-    """v = x W + b of every head, (B, H, N, Dv), times I - S if scaled. W: (H, C + 1, Dv)."""
+    """Return v = x W + b of every head, (B, H, N, Dv), times I - S if scaled. W: (H, C + 1, Dv)."""
     v = F.pad(layer.heads.x, (0, 1), value=1.0)[:, None] @ W
     return v - layer.heads.S @ v if layer.scaled else v
 
 
-def fit(score, pieces):
-    """Find the W whose v = x W + b have the largest mean score on these Layers, by Adam."""
+def fit_values(score, pieces):
+    """Fit W by Adam such that v = x W + b has the largest mean score on these Layers."""
     dv, (_, heads, _, _), width = pieces[0].dv, pieces[0].heads.k.shape, pieces[0].heads.x.shape[-1]
     random = torch.Generator().manual_seed(1)
     W = torch.randn(heads, width + 1, dv, generator=random, dtype=torch.float64) / width ** 0.5
@@ -233,23 +242,24 @@ def fit(score, pieces):
 
 
 def fitted_maps(model, names):
-    """For each layer {what it is fitted to: W}, on training images."""
+    """Fit matrices on training images: a list with {name of the score: W} for each layer."""
     images = load_shapes("train", FIT_IMAGES, model.config.image_size).images
     captured = [capture(model, piece.float() / 255) for piece in images.split(PIECE)]
     maps = []
     for i in range(model.config.depth):
         pieces = [Layer(heads[i], str(i), (i, n * PIECE)) for n, heads in enumerate(captured)]
-        maps.append({name: fit(FITTED[name], pieces) for name in names})
+        maps.append({name: fit_values(FITTED[name], pieces) for name in names})
     return maps
 
 
-# --- networks, checkpoint by checkpoint -----------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
-def examine(model, images, experiments, maps=None, draws=3):
-    """Run experiments on all layers of a model: {what `measure` has as keys: (images,)}.
+def examine_model(model, images, experiments, maps=None, draws=3):
+    """Run experiments on all layers of a model: {a key of `measure`: (images,)}.
 
-    maps: of `fitted_maps`, whose values are sources, too. draws: of the random matrix. Images come
-    in pieces that keep a matrix of all heads at 2 MB, but for what is no mean over images.
+    maps: returned by `fitted_maps`; adds its values as sources. draws: number of random matrices.
+    Images are processed in pieces, such that the (N, N) matrices of all heads take about 2 MB. The
+    experiment "losses" is no mean over images, so it needs all images at once.
     """
     c, n, pieces = model.config, len(images), {}
     size = max(1, 2 ** 18 // (c.num_heads * c.num_tokens ** 2))
@@ -264,12 +274,12 @@ def examine(model, images, experiments, maps=None, draws=3):
     return {key: torch.cat(t) for key, t in pieces.items()}
 
 
-def study(args, experiments):
+def run_experiments(args, experiments):
     """Run experiments on every checkpoint, print their tables, write their CSV files."""
     experiments = {name: experiments[name] for name in args.exp}
     rows = {name: [] for name in experiments}
     for run, step, model, images in points(args):
-        found = examine(model, images, experiments)
+        found = examine_model(model, images, experiments)
         for name, experiment in experiments.items():
             own = summarise({key[1:]: t for key, t in found.items() if key[0] == name}, run, step)
             print_table(f"{name}: {run}, step {step}, {model.config.attn}, {len(images)} images; "
@@ -281,37 +291,41 @@ def study(args, experiments):
     print(f"\nCSV files in {args.out_dir}")
 
 
-# --- networks that are trained for this question: studies/results/criterion/plan.md ---------------
+# --- networks trained for this study: studies/results/criterion/plan.md ---------------------------
 
 NETWORKS = {"softmax": range(50, 55), "symmetric": range(50, 55), "scaled_s": range(50, 53),
             "scaled_alpha": range(50, 53)}
-STAGES = (0, 250, 750, 2000)                        # steps: before training, 1, 3 and 8 epochs
+TRAINING_STAGES = (0, 250, 750, 2000)       # in steps: before training, after 1, 3 and 8 epochs
 OUTCOMES = ("eig_cos", "EV", "overlap")
 
 
 def stage(folder, attn, seed, step):
-    """Train one schedule of 8 epochs as far as this step, and give the model there.
+    """Train to this step of one schedule of 8 epochs. Returns (model, checkpoint) of that step.
 
-    Each stage is kept, as step_<n>.pt: last.pt goes on. Step 0 is the network that the seed draws.
+    Each stage is kept as step_<n>.pt. Step 0 is the network before training.
     """
-    at = folder / f"step_{step or STAGES[1]}.pt"
+    at = folder / f"step_{step or TRAINING_STAGES[1]}.pt"
     if not at.exists():
         call("train_cls.py", "--attn", attn, "--epochs", 8, "--seed", seed, "--max_steps",
-             step or STAGES[1], *into(folder))
+             step or TRAINING_STAGES[1], *into(folder))
         shutil.copy(folder / "last.pt", at)
     model, checkpoint = load_model(at)
-    if checkpoint["step"] != (step or STAGES[1]):
-        raise common.InputError(f"{at} is of step {checkpoint['step']}: remove {folder}")
+    if checkpoint["step"] != (step or TRAINING_STAGES[1]):
+        raise common.InputError(f"{at} holds step {checkpoint['step']}; remove {folder} and start "
+                                "again")
     return untrained(model, checkpoint) if step == 0 else (model, checkpoint)
 
 
-def measured(model, checkpoint, run, step, last=True, num_images=64, draws=20):
-    """Rows of one network at one step: each measure beside its nulls and what a map attains."""
-    images, _ = load_images(checkpoint, model.config, num_images)
-    many, labels = load_images(checkpoint, model.config, 1000)
+def stage_rows(model, checkpoint, run, step, last=True, num_images=64, draws=20):
+    """The rows of one network at one step: each measure with its controls and fitted values.
+
+    last: also fit the measures other than eig_cos, which is done at the last step only.
+    """
+    images, _ = load_test_images(checkpoint, model.config, num_images)
+    many, labels = load_test_images(checkpoint, model.config, 1000)
     maps = fitted_maps(model, OUTCOMES if last else OUTCOMES[:1])
     experiments = {name: EXPERIMENTS[name] for name in ("gamma", "values", "capture")}
-    found = examine(model, images, experiments, maps, draws)
+    found = examine_model(model, images, experiments, maps, draws)
     with torch.no_grad():
         top1 = 100 * (model(many).argmax(1) == labels).double().mean().item()
     return summarise({key[1:]: t for key, t in found.items()}, run, step) + [
@@ -320,40 +334,44 @@ def measured(model, checkpoint, run, step, last=True, num_images=64, draws=20):
 
 
 def trained(argv):
-    """Train the networks that lack, measure them at every stage, and say what the rows say."""
+    """Train the missing networks, measure them at every stage, and print the tables."""
     p = argparse.ArgumentParser(prog="kernel_pca trained", description=trained.__doc__,
                                 allow_abbrev=False)
-    p.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    p.add_argument("--seeds", nargs="+", type=common.NATURAL, help="default: 50 to 54; scaled: 52")
-    p.add_argument("--ckpt", nargs="+", type=Path, default=[], help="measure these instead, into "
-                   "taken.csv")
-    p.add_argument("--out_dir", type=Path, default=Path("out/kpca"))
+    p.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS),
+                   help="attentions to train (default: all)")
+    p.add_argument("--seeds", nargs="+", type=common.NATURAL,
+                   help="seeds to train (default: 50 to 54; Scaled Attention: 50 to 52)")
+    p.add_argument("--ckpt", nargs="+", type=Path, default=[],
+                   help="measure these checkpoints instead; rows go to taken.csv")
+    p.add_argument("--out_dir", type=Path, default=Path("out/kpca"),
+                   help="folder for networks and rows (default: out/kpca)")
     args = p.parse_args(argv)
+    scipy_stats()                                   # the tables need scipy: check before training
     for ckpt in args.ckpt:
         model, checkpoint = load_model(ckpt)
         write_csv(args.out_dir / "taken.csv",
-                  measured(model, checkpoint, ckpt.stem, checkpoint["step"]), "a")
+                  stage_rows(model, checkpoint, ckpt.stem, checkpoint["step"]), "a")
     if args.ckpt:
-        return print(said(args.out_dir))
+        return print(kpca_tables(args.out_dir))
     path = args.out_dir / "trained.csv"
     wanted = [(seed, attn) for attn in args.networks for seed in args.seeds or NETWORKS[attn]]
-    for seed, attn in sorted(wanted, key=lambda of: of[0]):         # a seed of all, then the next
+    for seed, attn in sorted(wanted, key=lambda pair: pair[0]):     # seed by seed
         folder = args.out_dir / f"{attn}_s{seed}"
-        for step in STAGES:
+        for step in TRAINING_STAGES:
             if (folder.name, step) not in {(row["run"], row["step"]) for row in read_csv(path)}:
                 model, checkpoint = stage(folder, attn, seed, step)
-                rows = measured(model, checkpoint, folder.name, step, step == STAGES[-1])
+                rows = stage_rows(model, checkpoint, folder.name, step, step == TRAINING_STAGES[-1])
                 write_csv(path, rows, "a")
-    print(said(args.out_dir))
+    print(kpca_tables(args.out_dir))
 
 
-# --- what the rows say ----------------------------------------------------------------------------
+# --- tables of the rows ---------------------------------------------------------------------------
 
-NULL_NAMES = ("random matrix", "other head", "noise")                       # of NULLS, in words
+CONTROL_NAMES = ("random matrix", "other head", "noise")        # column titles for CONTROLS
 
 
 def seed_means(rows, network, measure, source, step=None):
-    """The means over all layers of every seed, by run, (n,): of the last step, or of one."""
+    """Select the mean over all layers of every seed, (n,), at this step (None: the last one)."""
     mine = sorted((r for r in rows if (r["network"], r["measure"], r["source"], r["layer"])
                    == (network, measure, source, "all")), key=lambda r: (r["run"], r["step"]))
     last = {r["run"]: r for r in mine if step is None or r["step"] == step}
@@ -361,32 +379,33 @@ def seed_means(rows, network, measure, source, step=None):
 
 
 def closed(rows, network, measure):
-    """Per cent of the way from the random matrix to the fitted map that learned values went, of
-    each seed: (n,)."""
-    null, own, best = (seed_means(rows, network, measure, source)
-                       for source in ("x W", "learned", f"fitted to {measure}"))
-    return 100 * (own - null) / (best - null) if len(best) == len(own) else np.array([])
+    """The position of learned values between the random matrix (0) and the fitted one (100), (n,),
+    one number per seed."""
+    random, own, best = (seed_means(rows, network, measure, source)
+                         for source in ("x W", "learned", f"fitted to {measure}"))
+    return 100 * (own - random) / (best - random) if len(best) == len(own) else np.array([])
 
 
-def table(rows, measure):
-    """Write Markdown: a network a row, a measure beside its nulls, differences over seeds."""
+def control_table(rows, measure):
+    """Format a measure as Markdown: one row per network, with controls and differences."""
     body = []
     for network in dict.fromkeys(r["network"] for r in rows if r["measure"] == measure):
-        sources = ("learned", *NULLS, f"fitted to {measure}")
+        sources = ("learned", *CONTROLS, f"fitted to {measure}")
         columns = [seed_means(rows, network, measure, source) for source in sources]
         start = seed_means(rows, network, measure, "learned", 0)
         share = closed(rows, network, measure)
-        gaps = [seed_means(rows, network, f"{measure}: learned -", null) for null in NULLS[:2]]
+        gaps = [seed_means(rows, network, f"{measure}: learned -", control)
+                for control in CONTROLS[:2]]
         body.append([network, str(len(columns[0])), *(spread(x, ".4f") for x in (start, *columns)),
                      *(show(paired_t(x), 4) if len(x) else "" for x in gaps),
                      show(paired_t(share)) if len(share) > 1 else ""])
-    return common.table(body, ["network", "n", "before training", "trained", *NULL_NAMES,
-                               "best linear map", "trained - random matrix",
-                               "trained - other head", "% of the way to that map"])
+    return common.table(body, ["network", "n", "before training", "trained", *CONTROL_NAMES,
+                               "best linear matrix", "trained - random matrix",
+                               "trained - other head", "% of the way to the best"])
 
 
 def verdict(rows, network):
-    """What the eigen-cosine says of a network, in the words of the plan."""
+    """The outcome of the eigen-cosine for a network, in the words of the plan."""
     gap = seed_means(rows, network, "eig_cos: learned -", "x W")
     share = closed(rows, network, "eig_cos")
     if len(gap) < 3 or not len(share):
@@ -399,20 +418,21 @@ def verdict(rows, network):
     return "largely" if way > 50 else f"{way:.0f} per cent of the way"
 
 
-def said(folder):
-    """Write Markdown: every table that the CSV files of a folder give; the verdicts."""
+def kpca_tables(folder):
+    """Format all CSV files of a folder as Markdown, with an outcome per trained network."""
     text = []
     for name, measures in (("trained", (*OUTCOMES, COMPARED[2])), ("taken", OUTCOMES),
                            ("gamma", COMPARED[1:3]), ("capture", ("EV",)),
                            ("attainable", ("eig_cos", "EV"))):
         rows = read_csv(folder / f"{name}.csv")
-        text += [f"{measure} ({name}.csv)\n\n{table(rows, measure)}" for measure in measures
+        text += [f"{measure} ({name}.csv)\n\n{control_table(rows, measure)}" for measure in measures
                  if any(r["measure"] == measure for r in rows)]
         if name == "trained" and rows:
             text += [f"{network}: **{verdict(rows, network)}**."
                      for network in dict.fromkeys(r["network"] for r in rows)]
     if not text:
-        raise common.InputError(f"--rows {folder} holds no CSV file of this study")
+        raise common.InputError(f"--rows {folder} contains no CSV file of this study; expected "
+                                "trained.csv, gamma.csv or others of studies/results/kpca")
     return "\n\n".join(text)
 
 
@@ -421,8 +441,8 @@ def main(argv=None):
     if argv[:1] == ["trained"]:
         return trained(argv[1:])
     if argv[:1] == ["--rows"] and len(argv) == 2:
-        return print(said(Path(argv[1])))
-    study(get_args(__doc__, EXPERIMENTS, argv), EXPERIMENTS)
+        return print(kpca_tables(Path(argv[1])))
+    run_experiments(parse_flags(__doc__, EXPERIMENTS, argv), EXPERIMENTS)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Does RPC-Attention's mu let a language model read the future? A toy that only the future solves.
+"""Show that mu as printed lets a language model see future tokens, on a toy task.
 
     python -m studies.leak  # under a minute on a CPU; nats per seed for each kind of mu
 
-There are two sequences: eight times the word 0, then eight times the word 1 or eight times the word
-2. In the first half the model has to name the word to come. What it has seen there is the same in
-both, so no causal model gets below ln 2 = 0.6931 nats. But Definition 1's mu = N x / (4 sum|K|)
-sums over all tokens and sets the threshold of every row. Where no key reaches it, S = 0 and mu does
-nothing; keys start GAIN times as large as in lm.py so that every run finds the leak (with GAIN = 1,
-8 of 10 do).
+The data are two sequences: eight times the word 0, followed by eight times the word 1 or eight
+times the word 2. In the first half, the model has to predict the word of the second half. The first
+halves are equal, so no causal model gets below ln 2 = 0.6931 nats. But mu = N x / (4 sum|K|) in
+Definition 1 sums over all tokens, and it sets the threshold of every token. If no key reaches the
+threshold, S = 0 and mu has no effect. Therefore keys start GAIN times as large as in lm.py, and
+every run finds the leak. With GAIN = 1, 8 of 10 runs find it.
 """
 
 import argparse
@@ -19,15 +19,15 @@ import common
 from lm import LM, LMConfig
 
 T, GAIN = 16, 4.0
-KINDS = {"seen": "mean over tokens <= t", "token": "token t alone",
-         "all": "all tokens, as printed"}
+MU_OVER = {"seen": "mean over tokens <= t", "token": "token t alone",
+           "all": "all tokens, as printed"}
 
 
 def train(mu_over, seed=0, steps=400):
-    """One layer (C = 32, H = 2, n = 4, lambda = 4), Adam: nats of the word to come, each step.
+    """Train one layer (C = 32, H = 2, n = 4, lambda = 4) with Adam. Returns the nats of each step.
 
-    Scored are tokens 1 to 7: token 0 attends to itself alone, so its output is its own value
-    whatever the threshold.
+    Tokens 1 to 7 are scored. Token 0 attends to itself alone, so the threshold cannot change its
+    output.
     """
     torch.manual_seed(seed)
     model = LM(LMConfig(3, T, embed_dim=32, depth=1, num_heads=2, mlp_dim=64, dropout=0,
@@ -50,11 +50,11 @@ def train(mu_over, seed=0, steps=400):
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--seeds", type=common.COUNT, default=3, help="runs per kind of mu: 0, 1, ...")
+    p.add_argument("--seeds", type=common.COUNT, default=3, help="runs per kind of mu (default: 3)")
     args = p.parse_args(argv)
     chance = f"{args.seeds} seeds (chance: {math.log(2):.4f})"
-    print(f"{'mu over':<32}nats of a word only the future knows, {chance}")
-    for mu_over, meaning in KINDS.items():
+    print(f"{'mu over':<32}nats of a word that only the future contains, {chance}")
+    for mu_over, meaning in MU_OVER.items():
         nats = (train(mu_over, seed)[-1] for seed in range(args.seeds))
         print(f"{mu_over + ': ' + meaning:<32}{'  '.join(f'{x:.4f}' for x in nats)}", flush=True)
 

@@ -22,21 +22,22 @@ from typing import NamedTuple
 import numpy as np
 
 import common
-from studies.arms import CIFAR10, SHAPES, files
+from studies.arms import CIFAR10_PRIMARY, SCENES_PRIMARY, files
 from studies.robust_attentions import USUAL as ROBUST
-from studies.stats import (FAMILIES, Difference, detectable, holm, read, satterthwaite, show,
-                           show_p, student)
+from studies.stats import (CORRUPTION_FAMILIES, Difference, detectable, holm, read, satterthwaite,
+                           show, show_p, student)
 
 # {name: (images, files of rows, training evaluations, the two primary measures)}
 PICTURES = {
     "fresh": ("rendered scenes, 1,000 images", ("line/s*.jsonl", "line/long.jsonl",
                                                 "line/robust.jsonl", "control/*_s?.jsonl"),
-              ("line/training.jsonl", "control/training.jsonl"), SHAPES[::-1]),
+              ("line/training.jsonl", "control/training.jsonl"), SCENES_PRIMARY[::-1]),
     "scenes": ("rendered scenes, 500 images", ("robustness/results.jsonl",
                                                "robust_attentions/results.jsonl"),
-               ("robustness/training.jsonl", "robust_attentions/training.jsonl"), SHAPES[::-1]),
+               ("robustness/training.jsonl", "robust_attentions/training.jsonl"),
+               SCENES_PRIMARY[::-1]),
     "cifar10": ("CIFAR-10, 2,000 images", ("line/cifar10.jsonl",), ("line/cifar10_training.jsonl",),
-                CIFAR10[::-1]),
+                CIFAR10_PRIMARY[::-1]),
 }
 OTHER_RECIPES = ("line/flat.jsonl", "line/timm_vit.jsonl")         # not used to fit the line
 TRACED = "symmetric-e"                           # baseline arms, trained for several lengths
@@ -71,7 +72,7 @@ def networks_of(rows, training=()):
             found.setdefault(row.name, {})[row.measure] = row
     for name, of in found.items():
         accuracy = {m: row.top1 for m, row in of.items()}
-        types = FAMILIES["15 corruptions"]
+        types = CORRUPTION_FAMILIES["15 corruptions"]
         if set(types) <= set(accuracy):
             accuracy["15 corruptions"] = np.mean([accuracy[kind] for kind in types])
         row = next(iter(of.values()))
@@ -196,7 +197,7 @@ def grouped(name, networks):
     return found, holm({key: d.p for key, d in found.items()})
 
 
-def distances(name, networks, others=()):
+def arm_distances(name, networks, others=()):
     """Measure the distance of every arm except those that define the line.
 
     Arms are tested if their group is significantly off the line, with Holm's correction over the
@@ -253,7 +254,7 @@ def distance_cells(d, p, tests):
             power(d, tests)]
 
 
-def tables(name, networks, others=()):
+def line_tables(name, networks, others=()):
     """Format as Markdown: the line, the distances of groups and arms, RPC at equal clean loss."""
     primary, line = PICTURES[name][3], reference(networks)
     head = []
@@ -268,7 +269,7 @@ def tables(name, networks, others=()):
         body.append([f"**{group}**, together", str(len(of_arms(networks, *arms))), ""])
         for m in primary:
             body[-1] += ["", *distance_cells(found[group, m], p[group, m], len(p))]
-    found, p = distances(name, networks, others)
+    found, p = arm_distances(name, networks, others)
     for arm in dict.fromkeys(arm for arm, _ in found):
         own = of_arms([*networks, *others], arm)
         tests = next((len(arms) for arms in GROUPS[name].values() if arm in arms), 1)
@@ -302,7 +303,7 @@ def page(name, others=()):
     networks = stored(name)
     ours = {n.arm for n in networks}
     yours = [n._replace(arm=f"your {n.arm}") if n.arm in ours else n for n in others]
-    return f"## {PICTURES[name][0]}\n\n{tables(name, networks, yours)}"
+    return f"## {PICTURES[name][0]}\n\n{line_tables(name, networks, yours)}"
 
 
 def main(argv=None):

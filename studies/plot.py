@@ -15,7 +15,7 @@ import numpy as np
 
 import common
 from studies import arms, kernel_pca, line, probe, where_is_s
-from studies.arms import RESULTS, STUDIES, WORDS, files, plain
+from studies.arms import RESULTS, STUDIES, WORDS, files, without_recipe
 from studies.colours import FAMILIES, look
 from studies.stats import INSTALL, NONE
 
@@ -29,14 +29,14 @@ plt.switch_backend("Agg")                                  # no screen is needed
 plt.rcParams.update({"figure.dpi": 100, "figure.constrained_layout.use": True, "font.size": 11.5,
                      "axes.titlesize": 11.5, "legend.fontsize": 10.5, "axes.spines.top": False,
                      "axes.spines.right": False, "svg.hashsalt": "studies"})
-WIDTH = 9                                      # inches; a slide shows figures 1.5 times as large
+FIGURE_WIDTH = 9                               # inches; a slide shows figures 1.5 times as large
 
 
 # --- shared by all figures ------------------------------------------------------------------------
 
 def family(arm):
     """The family of an arm, which gives its colour and mark; see studies/colours.py."""
-    name = plain(arm).removesuffix("-adv")
+    name = without_recipe(arm).removesuffix("-adv")
     if name in ("uniform-l0", "paper-0.05-n4"):
         return "average"
     if re.match("rpc|no-shrink|clamp|admm|paper|released", name):
@@ -47,7 +47,7 @@ def family(arm):
 
 def look_of(arm):
     """The colour, mark and line style of an arm. An adversarially trained arm has open marks."""
-    if plain(arm) == "symmetric-adv":
+    if without_recipe(arm) == "symmetric-adv":
         return look("adversarial")
     return look(family(arm)) | (dict(linestyle="--", fillstyle="none") if "-adv" in arm else {})
 
@@ -66,7 +66,7 @@ def band(ax, curve, **style):
                     color=style["color"], linewidth=0)
 
 
-def save(figure, path, finding):
+def save_figure(figure, path, finding):
     """Write a figure as PNG and as SVG. finding: its title, one sentence."""
     figure.suptitle(finding, fontsize=12.5, fontweight="bold")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def series(arm):
 def line_figure(name, networks, path, finding, others=()):
     """Draw accuracy against clean loss: one panel per primary measure, one point per network."""
     primary, reference = line.PICTURES[name][3], line.reference(networks)
-    figure, axes = plt.subplots(1, len(primary), figsize=(WIDTH, 4.9), sharex=True)
+    figure, axes = plt.subplots(1, len(primary), figsize=(FIGURE_WIDTH, 4.9), sharex=True)
     for ax, measure in zip(axes, primary):
         for group, label in SERIES.items():
             x, y = line.points([n for n in (*networks, *others) if series(n.arm) == group], measure)
@@ -130,7 +130,7 @@ def line_figure(name, networks, path, finding, others=()):
         ax.margins(y=0.08)
     axes[0].invert_xaxis()                                  # both panels share this axis
     legend(figure, axes[0], "lower center", ncols=4, columnspacing=1, handletextpad=0.3)
-    save(figure, path, finding)
+    save_figure(figure, path, finding)
 
 
 # --- differences of pairs -------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def forest(groups, path, finding):
     A filled mark is significant after Holm's correction within its comparison.
     """
     rows = sum(len(pairs) + 1 for pairs in groups.values())
-    figure, axes = plt.subplots(1, 2, sharey=True, figsize=(WIDTH, 1.4 + 0.3 * rows))
+    figure, axes = plt.subplots(1, 2, sharey=True, figsize=(FIGURE_WIDTH, 1.4 + 0.3 * rows))
     ticks, bold = [], []
     for title, pairs in groups.items():
         bold.append(len(ticks))
@@ -193,7 +193,7 @@ def forest(groups, path, finding):
         ax.xaxis.set_major_locator(plt.MaxNLocator(5, integer=True))
         for i, label in enumerate(ax.get_yticklabels()):
             label.set(fontweight="bold" if i in bold else "normal", fontsize=10)
-    save(figure, path, finding)
+    save_figure(figure, path, finding)
 
 
 # --- accuracy against the attack budget -----------------------------------------------------------
@@ -206,19 +206,20 @@ def budget_figure(panels, path, shown, finding):
 
     A curve is the mean over the seeds of an arm in `shown`; its band goes from lowest to highest.
     """
-    figure, axes = plt.subplots(1, len(panels), sharey=True, squeeze=False, figsize=(WIDTH, 4.7))
+    figure, axes = plt.subplots(1, len(panels), sharey=True, squeeze=False,
+                                figsize=(FIGURE_WIDTH, 4.7))
     for ax, (title, rows) in zip(axes[0], panels.items()):
         curves = {arm: {} for arm in shown}
         for row in rows:
-            if row.kind in ("pgd", "clean") and plain(row.arm) in curves:
-                curves[plain(row.arm)].setdefault(row.eps, []).append(row.top1)
+            if row.kind in ("pgd", "clean") and without_recipe(row.arm) in curves:
+                curves[without_recipe(row.arm)].setdefault(row.eps, []).append(row.top1)
         for arm, curve in curves.items():
             band(ax, curve, label=WORDS[arm], **look_of(arm))
         ax.axhline(50, color="black", linewidth=0.8, linestyle=":")
         ax.set(title=title, xlabel="eps in 1/255 of the pixel range (0: clean)", ylim=(0, 102))
     axes[0][0].set_ylabel("accuracy in %")
     legend(figure, axes[0][0], "lower center", ncols=2)
-    save(figure, path, finding)
+    save_figure(figure, path, finding)
 
 
 # --- lambda ---------------------------------------------------------------------------------------
@@ -243,7 +244,7 @@ def lambda_figure(path, finding):
     rows, trained = common.read_log(RESULTS / "line/lambda.jsonl"), list(trained_with_lambda())
     lambdas = sorted({row["lambd"] for row in rows})
     shown = dict(top1="clean accuracy in %", entropy="entropy of layer 0\nin nats")
-    figure, axes = plt.subplots(2, 2, figsize=(WIDTH, 5.5), sharex=True, sharey="row")
+    figure, axes = plt.subplots(2, 2, figsize=(FIGURE_WIDTH, 5.5), sharex=True, sharey="row")
     for column, form in zip(axes.T, ("paper", "released")):
         for ax, name in zip(column, shown):
             for network, arm, label in (("shapes_rpc", "rpc4-l1", "trained with RPC"),
@@ -260,7 +261,7 @@ def lambda_figure(path, finding):
         column[1].set(xlabel="lambda", xticks=range(len(lambdas)))
         column[1].set_xticklabels([f"{x:g}".replace("inf", "∞") for x in lambdas], rotation=60)
     legend(figure, axes[0, 0], "lower center", ncols=3, columnspacing=1)
-    save(figure, path, finding)
+    save_figure(figure, path, finding)
 
 
 # --- forced values --------------------------------------------------------------------------------
@@ -277,7 +278,7 @@ def axes_figure(path, finding):
     rows = [row for row in common.read_log(RESULTS / "decider/constancy.jsonl")
             if row["arm"].startswith("span-")]
     losses = {(row["seed"], row["arm"].removeprefix("span-")): row["loss"] for row in rows}
-    figure, ax = plt.subplots(figsize=(WIDTH, 4.1))
+    figure, ax = plt.subplots(figsize=(FIGURE_WIDTH, 4.1))
     for seed in sorted({seed for seed, _ in losses}):
         ax.plot([losses[seed, axes] for axes in AXES], "o-", color="0.6", linewidth=0.8,
                 markersize=4)
@@ -290,7 +291,7 @@ def axes_figure(path, finding):
     ax.text(VARYING - 0.6, 1.79, "axes differ from image to image", ha="right")
     ax.text(VARYING - 0.4, 1.79, "the same for all")
     ax.set(ylabel="held-out loss in nats", ylim=(1.56, 1.82), yticks=[1.6, 1.7, 1.8])
-    save(figure, path, finding)
+    save_figure(figure, path, finding)
 
 
 # --- kernel PCA -----------------------------------------------------------------------------------
@@ -298,13 +299,13 @@ def axes_figure(path, finding):
 def training_figure(path, finding):
     """Draw the eigen-cosine over training: next to its controls, and minus a random matrix."""
     rows = probe.read_csv(RESULTS / "kpca/trained.csv")
-    epochs = [step / 250 for step in kernel_pca.STAGES]
+    epochs = [step / 250 for step in kernel_pca.TRAINING_STAGES]
 
     def over(network, measure, source):
         return np.array([kernel_pca.seed_means(rows, network, measure, source, step)
-                         for step in kernel_pca.STAGES])        # (stages, seeds)
+                         for step in kernel_pca.TRAINING_STAGES])        # (stages, seeds)
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 4.2))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(FIGURE_WIDTH, 4.2))
     for source, style, label in (
             ("learned", "o-", "learned values"), ("x W", "s--", "random matrix"),
             ("other", "D:", "another head's"), ("iid", "v-.", "noise")):
@@ -322,7 +323,7 @@ def training_figure(path, finding):
     for ax in (left, right):
         ax.set(xlabel="epochs of training", xticks=epochs)
         ax.legend(frameon=False, loc="upper right")
-    save(figure, path, finding)
+    save_figure(figure, path, finding)
 
 
 # --- where is S? ----------------------------------------------------------------------------------
@@ -337,7 +338,7 @@ def where_figure(path, finding):
               "distance": ("distance from the mean key", "x", "--", "#0072b2")}
     lengths = {"residual, step 4": ("|K - S - L| / |K|", "s", "-", "black"),
                "|S| / |K|, step 4": ("|S| / |K|", "^", "-", "#d55e00")}
-    figure, axes = plt.subplots(1, 4, figsize=(WIDTH, 3.9), sharex=True)
+    figure, axes = plt.subplots(1, 4, figsize=(FIGURE_WIDTH, 3.9), sharex=True)
     for ax, corruption in zip(axes, ("clean", "noise", "black", "white")):
         clean = corruption == "clean"
         for name, (label, mark, style, colour) in (lengths if clean else scores).items():
@@ -351,7 +352,7 @@ def where_figure(path, finding):
             ax.set_yticks([0, 0.5, 1], [0, 0.5, 1] if corruption == "noise" else [])
     legend(figure, axes[0], "lower left", ncols=1)
     legend(figure, axes[1], "lower right", ncols=2, columnspacing=1)
-    save(figure, path, finding)
+    save_figure(figure, path, finding)
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""What the studies of trained networks share: a checkpoint in, heads of attention and tables out.
+"""Tools for studies of trained networks: load checkpoints, capture attention heads, write tables.
 
-`points` loads models and images one after another, `capture` returns what every attention layer
-used, `summarise` makes rows of what was measured on images. No study itself.
+`points` loads models and images one after another. `capture` returns the queries, keys and values
+of every attention layer. `summarise` turns measurements on images into rows.
 """
 
 import argparse
@@ -23,21 +23,21 @@ from kpca import log_kernel
 from eval_robust import load_checkpoint
 
 
-# --- what attention really used -------------------------------------------------------------------
+# --- attention heads ------------------------------------------------------------------------------
 
 class Heads(NamedTuple):
     """The heads of one layer, float64: it computes h = softmax(q k^T / sqrt(D)) v."""
     q: torch.Tensor                     # (B, H, N, D)
     k: torch.Tensor                     # (B, H, N, D)
-    v: torch.Tensor                     # (B, H, N, D) what A multiplies: (I - S) V if scaled
-    raw: torch.Tensor                   # (B, H, N, D) V itself
+    v: torch.Tensor                     # (B, H, N, D) the factor of A: (I - S) V if scaled, else V
+    raw: torch.Tensor                   # (B, H, N, D) V
     x: torch.Tensor                     # (B, N, C) the layer's input
     S: torch.Tensor | None = None       # (B or 1, H, N, N) of Scaled Attention
 
 
 @torch.no_grad()
 def attention_inputs(module, x):
-    """Heads of a SelfAttention of any kind at its input x (B, N, C). RPC: of its last step."""
+    """Return the Heads of a SelfAttention for its input x (B, N, C). RPC: of its last step."""
     q, k, raw = module.project(x)
     S, steps = None, module.trace(x)
     if steps:
@@ -52,7 +52,7 @@ def attention_inputs(module, x):
 
 @torch.no_grad()
 def capture(model, inputs):
-    """Run a model on images, on the CPU: the Heads of every layer in order."""
+    """Run a model on images (CPU) and return the Heads of every attention layer, in order."""
     seen, layers = {}, [m for m in model.modules() if isinstance(m, SelfAttention)]
     hooks = [m.register_forward_pre_hook(lambda m, args: seen.update({m: args[0]}))
              for m in layers]
@@ -66,20 +66,22 @@ def capture(model, inputs):
 
 # --- flags ----------------------------------------------------------------------------------------
 
-def get_args(doc, experiments, argv=None):
-    """The flags of a study; --exp becomes a list of names. experiments: {name: function}."""
+def parse_flags(doc, experiments, argv=None):
+    """Parse the flags of a study. experiments: {name: function}; --exp becomes a list of names."""
     listed = "\n".join(f"  {name:12s} {experiment.__doc__.splitlines()[0]}"
                        for name, experiment in experiments.items())
     p = argparse.ArgumentParser(description=doc, epilog="experiments:\n" + listed,
                                 formatter_class=argparse.RawDescriptionHelpFormatter,
                                 allow_abbrev=False)
     flag = p.add_argument
-    flag("--ckpt", nargs="+", required=True, help="checkpoints of train_cls.py (a folder: its "
-         "last.pt)")
-    flag("--exp", default=",".join(experiments), help="comma-separated; default: all")
-    flag("--images", type=common.COUNT, default=32, help="test images; errors are over them")
-    flag("--untrained", action="store_true", help="also before the first step")
-    flag("--out_dir", type=Path, default=Path("out/kpca"), help="where CSV files go")
+    flag("--ckpt", nargs="+", required=True,
+         help="checkpoints of train_cls.py, or run folders (their last.pt)")
+    flag("--exp", default=",".join(experiments),
+         help="experiments to run, separated by commas (default: all)")
+    flag("--images", type=common.COUNT, default=32, help="number of test images (default: 32)")
+    flag("--untrained", action="store_true", help="also measure each run before its first step")
+    flag("--out_dir", type=Path, default=Path("out/kpca"),
+         help="folder for the CSV files (default: out/kpca)")
     args = p.parse_args(argv)
     args.exp = args.exp.split(",")
     for name in args.exp:
@@ -91,25 +93,26 @@ def get_args(doc, experiments, argv=None):
 # --- models and inputs ----------------------------------------------------------------------------
 
 def load_model(path):
-    """(model in eval mode, checkpoint without weights), as the evaluator; of a folder: last.pt."""
+    """Load (model in eval mode, checkpoint without weights) from a file or a run's last.pt."""
     file = Path(path, "last.pt") if Path(path).is_dir() else path
     found = load_checkpoint(file, torch.device("cpu"))
     if found.task != "classification":
-        raise InputError(f"--ckpt {path} is no classifier")
+        raise InputError(f"--ckpt {path} is no classifier; expected a checkpoint of train_cls.py")
     return found.model, found.checkpoint
 
 
 def untrained(model, checkpoint):
-    """The network as it was drawn before the first step of a run of ours, and its checkpoint."""
+    """Rebuild (network, checkpoint) of a run of train_cls.py as it was before its first step."""
     args = checkpoint.get("args")
     if not args or args.get("init_from"):
-        raise InputError("--untrained: expected runs of ours that started from random weights")
+        raise InputError("--untrained: expected runs of train_cls.py that started from random "
+                         "weights")
     torch.manual_seed(args["seed"])
     return type(model)(model.config).eval(), {**checkpoint, "step": 0}
 
 
-def load_images(checkpoint, config, n):
-    """n test images (n, 3, S, S) in [0, 1] of the data it was trained on, and their labels."""
+def load_test_images(checkpoint, config, n):
+    """Load n test images (n, 3, S, S) in [0, 1] and labels (n,) from a checkpoint's data set."""
     trained = checkpoint.get("args") or {}
     name, size = trained.get("data", "shapes"), config.image_size
     if name == "shapes":
@@ -117,18 +120,18 @@ def load_images(checkpoint, config, n):
     else:
         where = argparse.Namespace(data=name, data_dir=trained["data_dir"], device="cpu")
         source = load_test(where, trained, size, checkpoint.get("classes"))
-    some = epoch_order(len(source.labels), 0, seed=0)[:n]              # mixed classes
+    some = epoch_order(len(source.labels), 0, seed=0)[:n]              # shuffle the classes
     images = (torch.stack([source[i][0] for i in some.tolist()]) if name == "imagenet"
               else source.images[some])
     return images.float() / 255, source.labels[some]
 
 
 def points(args):
-    """(run, step, model, images) of each of --ckpt, with --untrained also step 0 of each run."""
+    """Yield (run, step, model, images) per --ckpt; --untrained adds step 0 of each run."""
     started = set()
     for path in map(Path, args.ckpt):
         model, checkpoint = load_model(path)
-        images, _ = load_images(checkpoint, model.config, args.images)
+        images, _ = load_test_images(checkpoint, model.config, args.images)
         folder = path if path.is_dir() else path.parent
         run = folder.name if (folder / "log.jsonl").exists() else path.stem
         if args.untrained and run not in started:
@@ -139,14 +142,14 @@ def points(args):
 
 # --- tables ---------------------------------------------------------------------------------------
 
-WORDS = ("run", "layer", "measure", "source")           # columns of CSV files that are no numbers
+TEXT_COLUMNS = ("run", "layer", "measure", "source")        # all other CSV columns hold numbers
 
 
 def summarise(results, run, step):
-    """Make rows of means over images, as the CSV files have them, for one network.
+    """Average the results of one network over images, and return the rows of its CSV file.
 
-    results: {(measure, source, layer): (images,)}. se, the standard error over images, is nan of
-    one image. layer "all": mean of layers.
+    results: {(measure, source, layer): (images,)}. se is the standard error over images, nan for
+    one image. Rows of layer "all" have the mean over layers.
     """
     table, rows = {}, []
     for (measure, source, layer), t in results.items():
@@ -161,7 +164,7 @@ def summarise(results, run, step):
 
 
 def print_table(title, text, rows):
-    """Print rows of `summarise`: measures down, sources across."""
+    """Print rows of `summarise` as a table: one line per measure, one column per source."""
     sources = list(dict.fromkeys(row["source"] for row in rows))
     lines = {}
     for row in rows:
@@ -173,7 +176,7 @@ def print_table(title, text, rows):
 
 
 def write_csv(path, rows, mode="w"):
-    """Write dicts with the same keys; nothing of none. mode "a": add them to the file."""
+    """Write dicts with equal keys as CSV, if there are any. mode "a" appends to the file."""
     if rows:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = mode == "w" or not path.exists()
@@ -185,9 +188,9 @@ def write_csv(path, rows, mode="w"):
 
 
 def read_csv(path):
-    """Rows of a CSV file, if there, as dicts; "network" is the run without its seed."""
+    """Read the rows of a CSV file, [] if it does not exist. "network" is the run without seed."""
     if not path.exists():
         return []
     with open(path, newline="") as f:
-        return [{k: t if k in WORDS else float(t) for k, t in row.items()}
+        return [{k: t if k in TEXT_COLUMNS else float(t) for k, t in row.items()}
                 | {"network": re.sub(r"_s\d+$", "", row["run"])} for row in csv.DictReader(f)]

@@ -1,11 +1,12 @@
-"""The scores by which attention was, and was not, called kernel PCA: what do they say of noise?
+"""Measure noise and exact kernel PCA by the scores that others published.
 
     python -m studies.published_scores --ckpt out/cifar10_softmax
     python -m studies.published_scores --ckpt out/cifar10_softmax/*.pt --exp losses
 
-[P] Teo & Nguyen 2024, code `rachtsy/KPCA_code:Reconstruction`. [R] Saritas & Yildiz 2025 (arXiv
-2505.07908), code `KarahanS/Reproduction-Study-KPCA:scripts`. The measures that replace these are in
-studies/kernel_pca.py; its nulls and exact kernel PCA stand beside each score here too.
+[P] is Teo & Nguyen 2024, code `rachtsy/KPCA_code:Reconstruction`. [R] is Saritas & Yildiz 2025
+(arXiv 2505.07908), code `KarahanS/Reproduction-Study-KPCA:scripts`. Both used their scores to say
+that attention is, or is not, kernel PCA. Each score is printed with the controls of
+studies/kernel_pca.py and with exact kernel PCA. kernel_pca.py has the measures that replace them:
 
     question             [P] and its code              [R]                           kernel_pca.py
     length of a_d        |u_d| = 1 assumed             |a_d| = 1, so |u_d|^2 = mu_d  |u_d| = 1
@@ -13,7 +14,7 @@ studies/kernel_pca.py; its nulls and exact kernel PCA stand beside each score he
     K~ a = N gamma a     |gamma_i - gamma_j| small     the same, of eigenvectors     eig_cos
     J                    log of mean, scale missing    mean |error| per token        signed, frac
     is V kernel PCA?     -                             cosines of rows, CKA          EV, overlap
-    q, k                 standardised in the model     at times                      as they are
+    q, k                 standardised in the model     sometimes                     as they are
 """
 
 import math
@@ -23,24 +24,25 @@ import torch
 
 import common
 from kpca import a_hat, attend, centre, log_g, log_mean_exp
-from studies.kernel_pca import standardise, study, turned
-from studies.probe import get_args
+from studies.kernel_pca import run_experiments, standardise, turned
+from studies.probe import parse_flags
+from studies.stats import scipy_stats
 
 
 # --- the projection error -------------------------------------------------------------------------
 
 def official_loss(q, k, v, with_h=True):
-    """What the released code logs as J: log mean(phi^2 - h^2) over tensors (B, H, N, D), q, k raw.
+    """Compute J as the released code logs it: log mean(phi^2 - h^2).
 
-    It gets g from the first column of the attention matrix (App. C) but leaves out 1/sqrt(D) in
-    |q|^2 and q.k_1, so "phi^2" is e^40 or so and subtracting h^2 (about 5) changes no digit: the
-    curve knows nothing about v.
+    q, k, v: (B, H, N, D), q and k not standardised. The released code takes g from the first column
+    of the attention matrix (App. C), but it leaves out 1/sqrt(D) in |q|^2 and q.k_1. So "phi^2" is
+    about e^40, and subtracting h^2 (about 5) changes no digit: the result does not depend on v.
     """
     q, k = standardise(q), standardise(k)
-    first = (q * k[..., :1, :]).sum(-1)                                     # q_i.k_1, no scale
+    first = (q * k[..., :1, :]).sum(-1)                         # q_i.k_1 without 1/sqrt(D)
     log_A = first / math.sqrt(q.shape[-1]) - log_g(q, k)
     log_g2 = 2 * first - 2 * log_A
-    log_mean = log_mean_exp((q.square().sum(-1) - log_g2).flatten(-3))      # scale missing
+    log_mean = log_mean_exp((q.square().sum(-1) - log_g2).flatten(-3))
     if not with_h:
         return log_mean
     h2 = attend(q, k, v).square().sum(-1).flatten(-3).mean(-1)
@@ -48,11 +50,10 @@ def official_loss(q, k, v, with_h=True):
 
 
 def exp_losses(layer):
-    """The projection error as released by [P], of standardised q and k.
+    """The projection error as released by [P], with standardised q and k.
 
-    "J official": the log of the released code's J; "without h": the same with |h|^2 left out. It
-    depends on which key comes first and, a log of a mean, on how many images there are: here all
-    at once.
+    "J official": the log of the released code's J. "without h": |h|^2 is left out. The score
+    depends on which key comes first. It is the log of a mean over all images together.
     """
     return {m: {source: official_loss(layer.q, layer.k, v, with_h)[:, None, None].expand(
         -1, *layer.q.shape[1:3]) for source, v in layer.values.items()}     # (draws, B, H)
@@ -62,12 +63,12 @@ def exp_losses(layer):
 # --- are the values eigenvectors? -----------------------------------------------------------------
 
 def gamma(axes, a):
-    """e^c K~ a / (N a), (..., N, Dv): constant columns for eigenvectors; 0/0 counts as 0."""
+    """e^c K~ a / (N a), (..., N, Dv). Eigenvectors give constant columns; 0/0 counts as 0."""
     return torch.where(a == 0, 0, axes.G @ a / (a.shape[-2] * a))
 
 
 def numeric_a_hat(v, log_g):
-    """(I - 1_N)^-1 G^-1 v as [P] prints it: an error, or noise of size 1e14."""
+    """(I - 1_N)^-1 G^-1 v as printed in [P]. A singular matrix: RuntimeError or noise of 1e14."""
     N = v.shape[-2]
     return torch.linalg.inv(torch.eye(N, dtype=v.dtype) - 1 / N) @ a_hat(v, log_g, scaled=True)
 
@@ -79,11 +80,11 @@ def pair_differences(x):
 
 
 def exp_gammas(layer):
-    """[P]'s test of Eq. 11: gamma = K~ a / (N a) is constant if mean |gamma_i - gamma_j| is near 0.
+    """The test of Eq. 11 in [P]: gamma = K~ a / (N a) is constant if mean |gamma_i - gamma_j| is 0.
 
-    But eigenvalues of K~ never exceed 1 / min g: everything is near 0. numeric inverse: with
-    (I - 1_N)^-1, which does not exist, near 0 for noise too. |dgamma|/lambda: with the
-    pseudo-inverse, over the mean of the first Dv eigenvalues lambda_d = mu_d / N.
+    Eigenvalues of K~ never exceed 1 / min g, so every difference is near 0. "numeric inverse": uses
+    (I - 1_N)^-1, which does not exist; it is near 0 for noise, too. "|dgamma|/lambda": uses the
+    pseudo-inverse, and divides by the mean of the first Dv eigenvalues lambda_d = mu_d / N.
     """
     axes, d, N = layer.axes, min(layer.dv, layer.k.shape[-2]), layer.k.shape[-2]
     lam = axes.sigma[..., :d].mean(-1, keepdim=True) / N
@@ -97,7 +98,7 @@ def exp_gammas(layer):
     pseudo, numeric = ({source: pair_differences(gamma(axes, a(v)))
                         for source, v in layer.values.items()}
                        for a in (lambda v: a_hat(v, axes.log_g), numeric_or_nan))
-    # Axes that float64 does not resolve have no gamma.
+    # Leave out axes that float64 does not resolve.
     unresolved = torch.arange(d) >= axes.rank[..., None]
     own = pair_differences(gamma(axes, axes.U[..., :d])).masked_fill(unresolved, math.nan)
     return {"|dgamma|/lambda": {source: (pairs / lam).nanmean(-1)
@@ -106,21 +107,22 @@ def exp_gammas(layer):
                                 for source, pairs in numeric.items()}}
 
 
-# --- do learned values look like the theoretical ones? --------------------------------------------
+# --- similarity of learned and theoretical values -------------------------------------------------
 
 def matrix_cosine(K, L):
+    """The cosine of two matrices (..., N, N), taken as vectors."""
     return (K * L).sum((-2, -1)) / (K.norm(dim=(-2, -1)) * L.norm(dim=(-2, -1)))
 
 
 def cka(X, Y):
-    """Linear CKA of rows X (..., N, a), Y (..., N, b)."""
+    """Linear CKA of X (..., N, a) and Y (..., N, b), whose rows belong together."""
     X, Y = (M - M.mean(-2, keepdim=True) for M in (X, Y))
     X, Y = (M / M.norm(dim=(-2, -1), keepdim=True) for M in (X, Y))
     return matrix_cosine(X @ X.mT, Y @ Y.mT)
 
 
 def kernel_cka(X, Y):
-    """CKA with Gaussian kernels whose width is the median squared distance that is not zero."""
+    """CKA with Gaussian kernels; their width is the median nonzero squared distance."""
     def gram(X):
         d2 = torch.cdist(X, X, compute_mode="donot_use_mm_for_euclid_dist").square()
         d2 = d2 / d2.amax((-2, -1), keepdim=True)
@@ -133,10 +135,11 @@ def kernel_cka(X, Y):
 
 
 def matching(C):
-    """The one-to-one matching of rows to columns of greatest sum, (..., N): column of every row.
+    """Match rows to columns of C (..., N, N) with the largest sum: each row's column, (..., N).
 
     nan, the cosine of a zero row, counts as 0.
     """
+    scipy_stats()                                               # InputError if scipy is missing
     from scipy.optimize import linear_sum_assignment
     pieces = C.reshape(-1, *C.shape[-2:]).numpy()
     match = np.stack([linear_sum_assignment(np.nan_to_num(c), maximize=True)[1] for c in pieces])
@@ -144,8 +147,11 @@ def matching(C):
 
 
 def optimal_cosine(V, W):
-    """[R]'s mean cosine of the rows of V and W (..., N, D), matched one to one: (...), and of which
-    row each is the partner, (..., N). Not free of turned columns."""
+    """The mean cosine of the rows of V and W (..., N, D), matched one to one, as in [R].
+
+    Returns: the mean cosine (...), which changes if the columns of V are rotated, and the partner
+    of every row (..., N).
+    """
     V, W = torch.broadcast_tensors(V, W)
     C = (V / V.norm(dim=-1, keepdim=True)) @ (W / W.norm(dim=-1, keepdim=True)).mT   # (..., N, N)
     match = matching(C)
@@ -153,18 +159,18 @@ def optimal_cosine(V, W):
 
 
 def exp_similarities(layer):
-    """[R]'s scores of learned against theoretical values, |a_d| = 1. KPCA: exactly those, turned.
+    """The scores of [R]: learned against theoretical values, |a_d| = 1. KPCA: theoretical, rotated.
 
-    They punish turned axes, which W_O undoes, and chance is not 0: optimal, the mean cosine of rows
-    (tokens) matched one to one; linear and kernel CKA.
+    optimal: the mean cosine of rows (tokens), matched one to one. It falls if axes are rotated,
+    which W_O can undo, and chance is not 0. Then linear and kernel CKA.
     """
     axes, rows = layer.axes, layer.axes.U[..., :layer.dv]
     if rows.shape[-1] < layer.dv:
         return {}
     weights = (axes.log_g.amin(-1, keepdim=True) - axes.log_g).exp()[..., None]     # 1/g_j
-    values = {source: v[:1] for source, v in layer.values.items()}          # one x W will do
+    values = {source: v[:1] for source, v in layer.values.items()}          # one draw is enough
     values["KPCA"] = weights * turned(rows)
-    by_row = values | {"KPCA": turned(rows)}                                # 1/g_j > 0: no turn
+    by_row = values | {"KPCA": turned(rows)}                # weights > 0 do not change cosines
     return {"optimal [R]": {of: optimal_cosine(v, rows)[0] for of, v in by_row.items()},
             "CKA linear [R]": {of: cka(v, weights * rows) for of, v in values.items()},
             "CKA kernel [R]": {of: kernel_cka(v, weights * rows) for of, v in values.items()}}
@@ -176,7 +182,7 @@ EXPERIMENTS = {"losses": exp_losses, "gammas": exp_gammas, "similarities": exp_s
 
 
 def main(argv=None):
-    study(get_args(__doc__, EXPERIMENTS, argv), EXPERIMENTS)
+    run_experiments(parse_flags(__doc__, EXPERIMENTS, argv), EXPERIMENTS)
 
 
 if __name__ == "__main__":

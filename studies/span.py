@@ -1,11 +1,11 @@
-"""Which subspace of feature space do values span? A layer, its nulls, and coordinates for both.
+"""Compute the subspace of feature space that values span, for learned values and for controls.
 
-Attention reads v through w_d = sum_j v_jd Phi(k_j), Phi(x).Phi(y) = k(x, y): h_id is Phi(q_i).w_d
-over g(q_i) for any v. The output matrix undoes any v -> v R, so only span{w_d} matters. Kernel PCA
-says that it is the top principal subspace of the keys: that is what EV and overlap measure.
+Attention uses v only through w_d = sum_j v_jd Phi(k_j), where Phi(x).Phi(y) = k(x, y): for any v,
+h_id = Phi(q_i).w_d / g(q_i). The output matrix can undo any v -> v R, so only span{w_d} matters. In
+kernel PCA, span{w_d} is the top principal subspace of the keys. EV and overlap measure this.
 
-Shapes: k (..., N, D), v (..., N, Dv), float64. Nothing overflows: Phi(x) = e^n(x)
-psi(x), |psi| = 1, and exponents are kept apart. No study itself.
+Shapes: k (..., N, D), v (..., N, Dv), float64. Nothing overflows, because Phi(x) = e^n(x) psi(x)
+with |psi| = 1, and the exponents n are kept apart.
 """
 
 from functools import cached_property
@@ -27,10 +27,10 @@ class Span(NamedTuple):
 
 
 def key_span(k):
-    """Coordinates of k's features in an orthonormal basis of their span."""
+    """Compute the coordinates of k's features in an orthonormal basis of their span."""
     s = log_kernel(k, k)
     n = s.diagonal(dim1=-2, dim2=-1) / 2
-    # psi(k_i).psi(k_j) = U diag(size) U^T, so the rows of U diag(size)^(1/2) are psi(k_j).
+    # psi(k_i).psi(k_j) = U diag(size) U^T, hence row j of U diag(size)^(1/2) is psi(k_j).
     size, U = torch.linalg.eigh((s - n[..., :, None] - n[..., None, :]).clamp(max=0).exp())
     size = torch.where(size > 1e-12 * size[..., -1:], size, 0)[..., None, :]
     F = U * size.sqrt()
@@ -40,45 +40,47 @@ def key_span(k):
 
 
 def value_axes(span, v):
-    """The w_d = sum_j v_jd Phi(k_j), common factor dropped, (..., R, Dv)."""
+    """Return w_d = sum_j v_jd Phi(k_j) up to a common factor, (..., R, Dv)."""
     return span.F.mT @ ((span.n - span.n.amax(-1, keepdim=True)).exp()[..., None] * v)
 
 
 def principal_axes(span):
-    """All axes u_1, u_2, ... in rows, (..., N, R). From features, not from the Gram matrix as in
-    kernel_pca, so that axes far below its rounding error are still orthonormal."""
+    """Return the axes u_1, u_2, ... in rows, (..., N, R).
+
+    They come from features. kernel_pca takes them from the Gram matrix, whose rounding error would
+    spoil the small axes; here, those are still orthonormal.
+    """
     return torch.linalg.svd(span.X, full_matrices=False)[2]
 
 
 def explained_variance(span, Q):
-    """EV = tr(P C) / tr C, (...): the share of the keys' variance that lies in the subspace."""
+    """EV = tr(P C) / tr C, (...): the share of the keys' variance inside the subspace of Q."""
     return (span.X @ Q).square().sum((-2, -1)) / span.X.square().sum((-2, -1)).clamp(min=1e-300)
 
 
 def token_overlap(A, B):
-    """Sum of cos^2 of the principal angles of two bases, over the smaller rank; chance: Dv/N."""
+    """Sum of cos^2 of the principal angles of two bases, over the smaller rank. Chance: Dv/N."""
     ranks = [Q.square().sum((-2, -1)) for Q in (A, B)]
     return (A.mT @ B).square().sum((-2, -1)) / torch.minimum(*ranks).clamp(min=1)
 
 
-# --- a layer and its nulls ------------------------------------------------------------------------
+# --- a layer and its controls ---------------------------------------------------------------------
 
 class Layer:
-    """`probe.Heads` prepared for experiments: tensors (1, B, H, N, D), and what they share.
+    """`probe.Heads` prepared for experiments: tensors (1, B, H, N, D), and the controls.
 
-    values: {"learned": v, "other": those of another head, "x W": the input through as many
-    Gaussian matrices as draws, "iid": Gaussian numbers}, (draws, B, H, N, D), all of v's size and
-    all scaled by the layer's I - S if it has one; raw: before that. key: the layer's number and
-    that of the first image, from which W and iid are drawn: W is the same for all images, in
-    whatever pieces they come.
+    values: {source: (draws, B, H, N, D)}; the sources are "learned", "other" (another head), "x W"
+    (the input times random matrices) and "iid" (random numbers). All have the norm of v. In Scaled
+    Attention all are multiplied by I - S; raw has the values before this. key: (layer, index of
+    the first image) seeds the random numbers, so W is the same for all pieces of images.
     """
 
     def __init__(self, heads, name="", key=(0, 0), draws=3):
         q, k, v, raw, x, S = heads
         B, H, N, _ = k.shape
         if not all(t.isfinite().all() for t in (q, k, v)):
-            raise common.InputError(f"layer {name}: queries, keys or values are not finite: the "
-                                    "model is broken")
+            raise common.InputError(f"layer {name}: queries, keys or values are not finite; the "
+                                    "checkpoint is unusable")
         self.heads, self.name, self.key, self.dv = heads, name, key, v.shape[-1]
         self.q, self.k, self.v, self.scaled = q[None], k[None], v[None], S is not None
 
@@ -87,14 +89,14 @@ class Layer:
         self.raw = {"learned": raw[None], "other": raw.roll(1, 1)[None],
                     "x W": x[None, :, None] @ W, "iid": iid[None]}
         if H == 1:
-            del self.raw["other"]                                           # there is no other head
+            del self.raw["other"]                               # a single head has no other head
         size = self.v.norm(dim=(-2, -1), keepdim=True)
         scaled = {name: u - S @ u if self.scaled else u for name, u in self.raw.items()}
         self.values = {name: u / u.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-300) * size
                        for name, u in scaled.items()}
 
     def normal(self, image, *shape):
-        """Gaussian numbers of this layer for one image (-1: for all)."""
+        """Draw Gaussian numbers for one image of this layer (image -1: for all images)."""
         seed = torch.Generator().manual_seed(hash((self.key[0], image + 1, 0)) % 2 ** 63)
         return torch.randn(shape, generator=seed, dtype=torch.float64)
 
@@ -108,9 +110,9 @@ class Layer:
 
     @cached_property
     def bases(self):
-        """{source: basis of span{w_d} in feature space}, with kernel PCA's own axes."""
+        """{source: basis of span{w_d} in feature space}; "KPCA" has the axes of kernel PCA."""
         bases = {name: basis(value_axes(self.span, v)) for name, v in self.values.items()}
         return bases | {"KPCA": principal_axes(self.span)[..., :self.dv, :].mT}
 
 
-NULLS = ("x W", "other", "iid")
+CONTROLS = ("x W", "other", "iid")

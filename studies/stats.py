@@ -170,13 +170,13 @@ class Row(NamedTuple):
     deit: bool                  # a ViT of this repository with DeiT's initialisation
 
 
-def unpack(text, n):
-    """Read the outcomes of n images, one bit an image in base64: (n,) of 0 and 1."""
+def unpack_bits(text, n):
+    """Decode the outcomes of n images, one bit per image in base64: (n,) of 0 and 1."""
     return np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8), count=n).astype(float)
 
 
 def row_of(row):
-    """Make a Row of a line of results.jsonl: the one place that knows the evaluator's names."""
+    """Make a Row of a line of results.jsonl. Only this function knows the names of its fields."""
     name, kind, setting = Path(row["checkpoint"]).name, row["name"], row["settings"]
     arm, _, seed = name.rpartition("_s")
     arm, seed = (arm, int(seed)) if arm and seed.isdecimal() else (None, None)
@@ -185,7 +185,7 @@ def row_of(row):
     right = row.get("right")
     if right is not None:
         several = right if isinstance(right, list) else [right]
-        right = 100 * np.mean([unpack(text, row["images"]) for text in several], 0)
+        right = 100 * np.mean([unpack_bits(text, row["images"]) for text in several], 0)
     config = row["model_config"]
     return Row(name, arm, seed, kind, measure, eps,
                f"{kind} {setting} seed={row['seed']} {row['precision']}", row["images"],
@@ -194,27 +194,28 @@ def row_of(row):
 
 
 def read(paths):
-    """Read the Rows of files or folders of the evaluator; rows of other kinds are left out."""
+    """Read Rows from results.jsonl of the evaluator or its folders; other rows are left out."""
     rows = []
     for path in map(Path, paths):
         path = path / "results.jsonl" if path.is_dir() else path
         if not path.is_file():
-            raise InputError(f"--rows {path} is not a file")
+            raise InputError(f"--rows {path}: no such file; expected results.jsonl or its folder")
         for row in common.read_log(path):
             rows += [row_of(row)] if "settings" in row else of_patches(row)
     return rows
 
 
 def of_patches(row):
-    """Make Rows of a line of robust_attentions/patches.jsonl: accuracy with corrupted patches."""
+    """Make Rows of accuracy on corrupted patches from a line of robust_attentions/patches.jsonl."""
     name = Path(row.get("checkpoint", "")).name
     arm, _, seed = name.rpartition("_s")
     return [Row(name, arm, int(seed), "patches", measure, 0.0, "", row["images"],
-                100 * unpack(text, row["images"]).mean(), 100 * unpack(text, row["images"]), None,
-                "", False) for measure, text in row.get("right", {}).items()]
+                100 * right.mean(), 100 * right, None, "", False)
+            for measure, text in row.get("right", {}).items()
+            for right in [unpack_bits(text, row["images"])]]
 
 
-FAMILIES = {"15 corruptions": corruptions.NAMES, "noise": corruptions.NAMES[:3],
+CORRUPTION_FAMILIES = {"15 corruptions": corruptions.NAMES, "noise": corruptions.NAMES[:3],
             "blur": corruptions.NAMES[3:7], "weather": corruptions.NAMES[7:11],
             "digital": corruptions.NAMES[11:]}
 
@@ -242,7 +243,7 @@ def outcomes(rows, limit):
     runs = dict.fromkeys((row.arm, row.seed) for row in rows)
     means = {family: {run: np.mean([found[name][run] for name in names], 0) for run in runs
                       if all(run in found.get(name, ()) for name in names)}
-             for family, names in FAMILIES.items()}
+             for family, names in CORRUPTION_FAMILIES.items()}
     budgets = sorted({row.eps for row in rows if row.kind == "pgd" and row.images == limit})
     curves = {0: "clean"} | {eps: f"pgd {eps:g}/255" for eps in budgets}
     means["median budget"] = {

@@ -1,18 +1,19 @@
-"""Where is S? Does the sparse part of RPC-Attention hold the patches that were corrupted?
+"""Measure whether S, the sparse part of RPC-Attention, contains the corrupted patches.
 
-    python -m studies.where_is_s --ckpt out/shapes_rpc out/shapes_symmetric
+    python -m studies.where_is_s --ckpt weights/shapes_rpc.pt weights/shapes_symmetric.pt
     python -m studies.where_is_s --ckpt out/kpca/softmax_s50/step_*.pt         # over training
-    python -m studies.where_is_s --rows studies/results/where_is_s/rows.jsonl  # what is stored
+    python -m studies.where_is_s --rows studies/results/where_is_s/rows.jsonl  # the stored rows
 
-If robust PCA does inside attention what it is named for, K = L + S, and S is where a token was
-corrupted. Some patches of each test image are corrupted; a patch token's score is the sum of |S|
-over heads and channels of the first layer, after each PAP step. AUC: the chance that a corrupted
-patch scores above an uncorrupted one of its image, mean over images; 0.5 says nothing. A score must
-beat what needs no S: |k| of the token, its distance from the image's mean key, and the S that PAP
-makes of a symmetric network's keys. Accuracy: of the same corrupted images.
+If robust PCA works inside attention, then K = L + S, and S is large at corrupted tokens. Some
+patches of each test image are corrupted. The score of a patch token is the sum of |S| over heads
+and channels of layer 0, after each PAP step. AUC is the probability that a corrupted patch has a
+higher score than another patch of its image, averaged over images; chance is 0.5. S is compared
+with three scores that need no trained S: |k| of the token, its distance from the mean key of the
+image, and the S that PAP computes from the keys of a symmetric network. Accuracy is measured on the
+same corrupted images.
 
-Also, on clean images, |K - S - L| / |K|: ADMM would end at 0. A residual that is small because S
-holds all of K explains nothing: so |S| / |K| stands beside it.
+On clean images the study also measures |K - S - L| / |K|, which is 0 at the end of ADMM, and |S| /
+|K|, because a small residual means nothing if S contains all of K.
 """
 
 import argparse
@@ -36,29 +37,32 @@ ROWS = Path(__file__).parent / "results/where_is_s/rows.jsonl"
 # --- scores of tokens -----------------------------------------------------------------------------
 
 def location(S):
-    """Score of each patch token, sum |S| over heads and channels: (B, H, N, D) -> (B, N - 1)."""
+    """Score each patch token by the sum of |S| over heads and channels.
+
+    S: (B, H, N, D). Returns (B, N - 1).
+    """
     return S.abs().sum((1, 3))[:, 1:]
 
 
-def null_scores(k):
-    """Score each patch token, (B, N - 1), without S: by its key's size, and distance from the mean.
+def key_scores(k):
+    """Score each patch token without S, by the size of its key and its distance from the mean key.
 
-    k: (B, H, N, D).
+    k: (B, H, N, D). Returns {score: (B, N - 1)}.
     """
     keys = k.transpose(1, 2).flatten(2)[:, 1:]                              # (B, P, C)
     return {"|k|": keys.norm(dim=2), "distance": (keys - keys.mean(1, keepdim=True)).norm(dim=2)}
 
 
 def auc(score, hit):
-    """AUC of the score (B, P) for the corrupted patches (B, P) bool, image by image: (B,)."""
+    """Compute the AUC of each image, (B,), from score (B, P) and corrupted patches hit (B, P)."""
     areas = [metrics.auroc(s, h) for s, h in zip(score, hit)]
     return torch.tensor(areas, dtype=torch.float64)
 
 
 def first_layer(model, images):
-    """Keys of layer 0 (B, H, N, D) and the steps of PAP on them: dicts of S, K2, L.
+    """Return the keys of layer 0 (B, H, N, D) and the steps of PAP: dicts of S, K2, L.
 
-    A network without RPC-Attention there gets PAP with its model_config's n_iter, lambd and form.
+    Without RPC-Attention in layer 0, PAP runs on its keys with the settings of the model_config.
     """
     block = model.blocks[0]
     x = block.norm1(model.embed(images))
@@ -69,7 +73,7 @@ def first_layer(model, images):
 
 
 def residuals(k, steps):
-    """Of each step, (B,) each: |K - S - L| / |K|, and |S| / |K|."""
+    """Compute |K - S - L| / |K| and |S| / |K| after each step: {measure: (B,)}."""
     def norm(x):
         return x.flatten(1).norm(dim=1)
 
@@ -82,14 +86,14 @@ def residuals(k, steps):
 
 @torch.no_grad()
 def examine(model, images, labels, kinds):
-    """{measure in words: its value for each image (B,)}."""
+    """Measure residuals, AUC and accuracy of a model: {measure: (B,)}."""
     found = residuals(*first_layer(model, images))
     found["clean: accuracy"] = model(images).argmax(1) == labels
     for kind in kinds:
         x, hit = corrupt_patches(images, kind, model.config.patch_size, model=model, labels=labels)
         k, steps = first_layer(model, x)
         scores = {f"S, step {i}": location(step["S"]) for i, step in enumerate(steps, 1)}
-        for name, score in (scores | null_scores(k)).items():
+        for name, score in (scores | key_scores(k)).items():
             found[f"{kind}: AUC of {name}"] = auc(score, hit)
         found[f"{kind}: accuracy"] = model(x).argmax(1) == labels
     return found
@@ -97,10 +101,10 @@ def examine(model, images, labels, kinds):
 
 # --- rows and their table -------------------------------------------------------------------------
 
-def row_of(path, args):
-    """The row of a checkpoint: what it is of, and {measure: its mean over images}."""
+def checkpoint_row(path, args):
+    """Measure a checkpoint: a row with its settings and {measure: mean over images}."""
     model, checkpoint = probe.load_model(path)
-    images, labels = probe.load_images(checkpoint, model.config, args.images)
+    images, labels = probe.load_test_images(checkpoint, model.config, args.images)
     values = examine(model, images, labels, args.kinds)
     return dict(run=path, step=checkpoint["step"], images=args.images, kinds=args.kinds,
                 network=kind_of(model.config), seed=checkpoint["args"]["seed"],
@@ -108,18 +112,18 @@ def row_of(path, args):
 
 
 def over_seeds(rows):
-    """Sort values by {(network, training step): {measure: [of each seed]}}."""
+    """Sort the values of rows into {(network, training step): {measure: [one value per seed]}}."""
     groups = {}
     for row in rows:
         group = groups.setdefault((row["network"], row["step"]), {})
         for name, value in row["values"].items():
-            group.setdefault(name, {})[row["seed"]] = value     # of two rounds the later one
+            group.setdefault(name, {})[row["seed"]] = value     # the last row of a seed counts
     return {at: {name: list(of.values()) for name, of in group.items()}
             for at, group in groups.items()}
 
 
-def table(groups):
-    """Write Markdown: measures down, networks at their last step and before their first across."""
+def auc_table(groups):
+    """Format as Markdown: one row per measure, one column per network (trained and untrained)."""
     last = {network: step for network, step in sorted(groups, key=lambda at: at[1])}
     columns = [*last.items(), *((n, 0) for n in last if last[n] and (n, 0) in groups)]
     body = []
@@ -133,21 +137,23 @@ def table(groups):
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--ckpt", nargs="+", default=[], help="runs or checkpoints of train_cls.py, "
-                   "all of the same images")
-    p.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS),
-                   help="of corruption, see robust/patches.py; adversarial takes the longest")
-    p.add_argument("--images", type=common.COUNT, default=300, help="test images")
-    p.add_argument("--rows", type=Path, default=ROWS, help="without --ckpt: the rows of this file")
+    p.add_argument("--ckpt", nargs="+", default=[],
+                   help="runs or checkpoints of train_cls.py, all of one data set")
+    p.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="corruptions of "
+                   "robust/patches.py (default: all); adversarial takes the longest")
+    p.add_argument("--images", type=common.COUNT, default=300,
+                   help="number of test images (default: 300)")
+    p.add_argument("--rows", type=Path, default=ROWS,
+                   help="print the rows of this file if --ckpt is missing (default: stored rows)")
     p.add_argument("--out", type=Path, help="append the rows of --ckpt to this file")
     args = p.parse_args(argv)
     if not args.rows.is_file():
-        raise common.InputError(f"--rows {args.rows} is not a file")
-    rows = [row_of(path, args) for path in tqdm(args.ckpt, "checkpoints", unit="checkpoint")]
+        raise common.InputError(f"--rows {args.rows}: no such file")
+    rows = [checkpoint_row(path, args) for path in tqdm(args.ckpt, "checkpoints", disable=None)]
     if args.out:
         with open(args.out, "a") as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
-    print(table(over_seeds(rows or common.read_log(args.rows))))
+    print(auc_table(over_seeds(rows or common.read_log(args.rows))))
 
 
 if __name__ == "__main__":

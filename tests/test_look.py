@@ -1,4 +1,4 @@
-"""look.py prints what a network answers, draws what its layers do, refuses what it cannot draw."""
+"""Test the answers that look.py prints, the maps that it draws, and its errors."""
 
 import csv
 import sys
@@ -14,6 +14,7 @@ from conftest import ROOT
 from attention import SelfAttention, softmax_attention
 from data.photos import load_photos, middle_square
 from data.shapes import SHAPES, load_shapes
+from robust.patches import corrupt_patches
 from fan import FAN, FANConfig
 from vit import ViT, ViTConfig
 
@@ -37,7 +38,7 @@ def classifier(tmp_path):
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Calls the script's main with these flags: what it prints, or the line with which it stops."""
+    """Call main with these flags; return what it prints, or the line of its error."""
     def call(*flags):
         monkeypatch.setattr(sys, "argv", ["look.py", *map(str, flags)])
         try:
@@ -48,20 +49,38 @@ def run(monkeypatch, capsys):
     return call
 
 
-def test_the_five_likeliest_classes_are_those_of_the_logits(run, classifier, tmp_path):
+def test_printed_classes_and_S_equal_the_model(run, classifier, tmp_path):
     model, path = classifier
     result = run("--ckpt", path, "--scene", 3, "--out", tmp_path / "look.png")
-    chances = model(load_shapes("test", 4).images[3:] / 255)[0].softmax(0)
-    expected = [(f"{100 * c:.1f}", list(SHAPES)[k])
-                for c, k in zip(*(t.tolist() for t in chances.topk(5)))]
-    lines = result.splitlines()
-    assert [(line.split()[0], line.split()[2]) for line in lines[:5]] == expected
-    # what it knows, what S did
-    assert "arrow, circle" in lines[5] and "PAP steps 1 to 4" in lines[6]
+    scene = load_shapes("test", 4)
+    clean = scene.images[3:] / 255
+    noisy, hit = corrupt_patches(clean, "noise", 4)
+    assert hit.sum() == 6 and list(SHAPES)[scene.labels[3]] in result.splitlines()[0]
+    for words, images, n in (("without noise", clean, 1), ("answer   ", noisy, 3)):
+        top = model(images)[0].softmax(0).topk(n)
+        expected = ", ".join(f"{list(SHAPES)[k]} {100 * p:.1f} %"
+                             for p, k in zip(*(t.tolist() for t in top)))
+        assert any(line.startswith("answer") and words in line and line.endswith(expected)
+                   for line in result.splitlines()), result
+    steps = model.blocks[0].attn.trace(model.blocks[0].norm1(model.embed(noisy)))
+    rows = [line.split("|")[1:-1] for line in result.splitlines() if line.startswith("| 0")]
+    assert len(rows) == 4
+    for n, (row, step) in enumerate(zip(rows, steps), 1):
+        S = step["S"].abs().sum((1, 3))[0, 1:]
+        S = S / S.mean()
+        assert [cell.strip() for cell in row] == [
+            "0", str(n), f"{100 * (step['S'] != 0).double().mean():.0f} %",
+            f"{S[hit[0]].mean():.2f}", f"{S[~hit[0]].mean():.2f}"]
 
 
-def test_attention_is_what_the_layer_gives_the_class_token():
-    """The drawn row is the mean over heads of what a layer's own attention does, of every kind."""
+def test_your_own_image_gets_no_noise_unless_asked(run, classifier, tmp_path):
+    flags = ("--ckpt", classifier[1], "--out", tmp_path / "look.png", "--image",
+             ROOT / "lecture/pictures/scene.png")
+    assert "noise" not in run(*flags) and "3 of 64 patches are noise" in run(*flags, "--noise", 3)
+
+
+def test_drawn_attention_equals_the_layer():
+    """The drawn attention is the mean over heads of the layer's attention, for every kind."""
     torch.manual_seed(0)
     x = torch.randn(1, 17, 16)
     for kind in ("softmax", "symmetric", "rpc", "rpc_asym"):
@@ -78,40 +97,60 @@ def test_attention_is_what_the_layer_gives_the_class_token():
                                    atol=1e-5, rtol=1e-5, msg=kind)
 
 
-def test_each_tile_is_of_its_own_layer_and_step(run, classifier, tmp_path):
-    """What goes into every attention is caught in a forward pass; maps stand by their titles."""
+def pixels(picture):
+    return torch.tensor(list(picture.tobytes()), dtype=torch.float)
+
+
+def test_each_tile_shows_its_own_layer_and_step(run, classifier, tmp_path):
+    """Inputs of the attentions are recorded in a forward pass of the same image."""
     model, path = classifier
-    run("--ckpt", path, "--scene", 3, "--out", tmp_path / "look.png")
+    run("--ckpt", path, "--scene", 3, "--noise", 0, "--out", tmp_path / "look.png")
     inputs = []
     for block in model.blocks:
         block.attn.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     model(load_shapes("test", 4).images[3:] / 255)
-    page = Image.open(tmp_path / "look.png").convert("L")
+    page = Image.open(tmp_path / "look.png")
     wide, high = look.SIDE + look.MARGIN, look.SIDE + look.LINE + look.MARGIN
 
     def tile(row, column):
         x, y = column * wide, row * high + look.LINE
         drawn = page.crop((x, y, x + look.SIDE, y + look.SIDE))
-        drawn = drawn.resize((8, 8), Image.Resampling.NEAREST)
-        return torch.tensor(list(drawn.tobytes()), dtype=torch.float)
+        return pixels(drawn.resize((8, 8), Image.Resampling.NEAREST))
 
     for i, (block, x) in enumerate(zip(model.blocks, inputs)):
         steps = block.attn.trace(x)
         expected = look.class_attention(block.attn, x, steps)
-        assert (tile(0, 1 + i) - 255 * expected / expected.max()).abs().max() < 2
+        expected = pixels(look.draw_map(expected, expected.max()))
+        assert (tile(0, 1 + i) - expected).abs().max() <= 2
         for n, step in enumerate(steps):
-            largest = block.attn.project(x)[1].abs().sum((1, 3)).max()
-            size = step["S"].abs().sum((1, 3))[0, 1:] / largest
-            assert (tile(1, n) - (255 * size).clamp(max=255)).abs().max() < 2 and size.max() > 0
+            S = step["S"].abs().sum((1, 3))[0, 1:]
+            assert (tile(1, n) - pixels(look.draw_map(S, 2 * S.mean()))).abs().max() <= 2
+            assert S.max() > 0
 
 
-def test_a_large_picture_is_averaged_when_it_gets_small():
-    """Black and white columns of a pixel each become grey, not the one or the other."""
+def test_noisy_patches_are_framed(run, classifier, tmp_path):
+    run("--ckpt", classifier[1], "--scene", 3, "--out", tmp_path / "look.png")
+    page = Image.open(tmp_path / "look.png").convert("RGB").crop((0, look.LINE, look.SIDE,
+                                                                  look.LINE + look.SIDE))
+    _, hit = corrupt_patches(load_shapes("test", 4).images[3:] / 255, "noise", 4)
+    corner = look.SIDE // 8
+    framed = [page.getpixel((i % 8 * corner, i // 8 * corner)) == (0x35, 0xd0, 0xff)
+              for i in range(64)]
+    assert framed == hit[0].tolist()
+
+
+def test_a_map_goes_from_black_to_light_yellow():
+    drawn = pixels(look.draw_map(torch.tensor([0., 1., 2., 5.]), 2)).view(4, 3)
+    assert drawn.tolist() == [[0, 0, 4], [181, 54, 122], [252, 253, 191], [252, 253, 191]]
+
+
+def test_a_large_picture_is_averaged():
+    """Black and white columns, one pixel wide, become grey."""
     stripes = (torch.arange(96) % 2 * 255).byte().expand(3, 96, 96)
     assert (middle_square(stripes, 32)[..., 4:-4] / 255 - 0.5).abs().max() < 0.2
 
 
-def test_a_folder_becomes_a_table_of_the_chances_that_an_evaluation_sees(run, classifier, tmp_path):
+def test_a_folder_becomes_a_table_of_probabilities(run, classifier, tmp_path):
     model, path = classifier
     folder = tmp_path / "photos"
     for name, seed in (("b", 0), ("a", 1)):
@@ -120,17 +159,17 @@ def test_a_folder_becomes_a_table_of_the_chances_that_an_evaluation_sees(run, cl
         Image.fromarray(pixels.byte().numpy()).save(folder / name / "0.PNG")
     (folder / "b" / "1.jpg").write_text("no image")
     (folder / "notes.txt").write_text("no image")
-    images = load_photos(folder, "all", 32).images                 # of both: nothing is held out
+    images = load_photos(folder, "all", 32).images                 # of both folders
     expected = sorted(f"{c:.4f}" for c in model(images / 255).softmax(1).amax(1).tolist())
     result = run("--ckpt", path, "--image", folder, "--out", tmp_path / "look.csv")
     header, *rows = csv.reader(open(tmp_path / "look.csv", newline=""))
-    assert header == ["file", "class", "chance"] and sorted(row[2] for row in rows) == expected
+    assert header == ["file", "class", "probability"] and sorted(row[2] for row in rows) == expected
     assert [Path(row[0]) for row in rows] == [Path("a/0.PNG"), Path("b/0.PNG")]
-    assert "skipping" in result and "b/1.jpg" in result and all(row[1] in result for row in rows)
+    assert "left out" in result and "b/1.jpg" in result and all(row[1] in result for row in rows)
 
-    # one of them alone
+    # one image alone
     one = run("--ckpt", path, "--image", folder / "a" / "0.PNG", "--out", tmp_path / "a.png")
-    assert one.split()[0] == f"{100 * float(rows[0][2]):.1f}" and one.split()[2] == rows[0][1]
+    assert one.split()[1:3] == [rows[0][1], f"{100 * float(rows[0][2]):.1f}"]
 
 
 def test_a_segmenter_calls_a_scene_what_it_shows(run, tmp_path):
@@ -141,7 +180,7 @@ def test_a_segmenter_calls_a_scene_what_it_shows(run, tmp_path):
     assert sum(float(share) for share, *_ in shares) == pytest.approx(100, abs=2)
 
 
-def test_bad_input_is_refused_in_one_line(run, classifier, tmp_path):
+def test_bad_input_gives_one_line(run, classifier, tmp_path):
     _, path = classifier
     text = tmp_path / "text.jpg"
     text.write_text("no picture")
@@ -151,12 +190,12 @@ def test_bad_input_is_refused_in_one_line(run, classifier, tmp_path):
     save(tmp_path / "words.pt", fan, task="language modelling", classes=None)
     for flags, word in ((("--image", text), "text.jpg"),
                         (("--image", tmp_path / "lost.jpg"), "not found: "),
-                        (("--image", tmp_path), "no image that can be read"),
+                        (("--image", tmp_path), "no readable image"),
                         (("--ckpt", tmp_path / "fan.pt"), "is a FAN"),
-                        (("--ckpt", tmp_path / "words.pt"), "names no classes"),
+                        (("--ckpt", tmp_path / "words.pt"), "stores no classes"),
                         (("--out", tmp_path / "no" / "look.png"), "look.png"),
                         (("--ckpt", ROOT / "weights/seg_shapes_rpc.pt", "--image", tmp_path),
-                         "is a folder"),
+                         "is a Segmenter"),
                         (("--scene", -1), "--scene")):
         result = run(*(("--ckpt", path) if "--ckpt" not in flags else ()), *flags)
         assert word in result and result.count("error: ") == 1, (flags, result)

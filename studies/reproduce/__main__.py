@@ -1,14 +1,14 @@
-r"""One table or figure of the paper: its runs, their evaluation, its numbers beside ours.
+r"""Reproduce a table or figure of the paper: train, evaluate, and print its numbers next to ours.
 
     python -m studies.reproduce table1                      # small: the embedded scenes
     python -m studies.reproduce table1 --data_dir data/cifar10 --seeds 0 1 2
     python -m studies.reproduce table1 --scale paper --data_dir data/imagenet --gpus 4
     python -m studies.reproduce table1 --scale paper --data_dir data/imagenet --dry  # commands only
 
-Trains what is missing, evaluates all models on the same images and ends in a table: the paper's
-number, ours, and the difference of each to the first row. Numbers of two scales cannot be compared,
-the signs of differences can. What was killed goes on when it is started again. Tables, hours and
-what was run: studies/reproduce/README.md.
+The command trains missing networks, evaluates all networks on the same images, and prints a table:
+the paper's number, our number, and the difference of each from the first row. Numbers of two scales
+cannot be compared; the signs of differences can. Interrupted runs continue. Hours per table, and
+which tables were run: studies/reproduce/README.md.
 """
 
 import argparse
@@ -25,29 +25,29 @@ from robust.corruptions import NAMES
 from robust.metrics import ALEXNET, mean_corruption_error
 
 FOLDER = Path(__file__).parent
-# table: {the paper's row: the folder of ours, before _s<seed>}
+# {row of the paper: name of our run folder without _s<seed>}
 VITS = {"SymViT": "symmetric", "RPC 4iter/layer1": "rpc4", "RPC 5iter/layer1": "rpc5",
         "RPC 6iter/layer1": "rpc6", "RPC 2iter/all-layer": "rpc2all"}
 SMALL = {"SymViT-small": "small_symmetric", "RPC 4iter/layer1": "small_rpc4",
-         "symmetric, as many more epochs": "small_control"}     # not in the paper
-FAN = {"FAN-tiny": "fan_symmetric", "RPC-FAN-tiny 4iter/layer1": "fan_rpc4"}
+         "symmetric, as many more epochs": "small_control"}     # our own control
+FANS = {"FAN-tiny": "fan_symmetric", "RPC-FAN-tiny 4iter/layer1": "fan_rpc4"}
 SCALED = {"softmax": "softmax", "scaled_alpha": "scaled_alpha", "scaled_s": "scaled_s"}
 SEVEN = "pgd fgsm spsa sld cw noise autoattack".split()
-# table: its networks, what is measured of them: benchmarks, attacks by name, or a study's
-TABLES = {
+# {table: (networks, measures)}; measures: benchmarks, attacks by name, or experiments of a study
+PAPER_TABLES = {
     "table1": (VITS, "benchmarks"), "table2": (VITS, SEVEN), "table4": (VITS, "benchmarks"),
     "table3": ({"Symlm": "lm_symmetric", "RPC-Symlm (4iter/layer1-4)": "lm_rpc4"}, "perplexity"),
     "table5": ({"SymViT": "symmetric", "RPC 6iter/layer1": "rpc6"}, ["square"]),
     "table6": ({row: f"seg_{arm}" for row, arm in VITS.items()}, "benchmarks"),
     "table7": (SMALL, "benchmarks"), "table8": (SMALL, ["pgd", "fgsm"]),
-    "table9": (FAN, "benchmarks"), "table10": (FAN, ["pgd", "fgsm"]), "table11": ({}, "cost"),
+    "table9": (FANS, "benchmarks"), "table10": (FANS, ["pgd", "fgsm"]), "table11": ({}, "cost"),
     "table12": ({"ViT": "softmax", "RPC-AsymViT 4iter/layer1": "asym4",
                  "RPC-AsymViT Sym/Asym": "symasym"}, "benchmarks"),
     "fig1": ({"ViT-tiny": "softmax"}, "jproj"), "fig2": ({"ViT-tiny": "softmax"}, "gamma,eigstats"),
     "fig3": ({"SymViT": "symmetric", "RPC 6iter/layer1": "rpc6"}, ["pgd", "fgsm"]),
     "appE1": (SCALED, None)}                                # scaled_s: not in the paper
-OWN_TABLES = ("table11", "fig1", "fig2", "fig3")            # end in those of what they run
-# the paper's column: our measure and number
+OWN_TABLES = ("table11", "fig1", "fig2", "fig3")            # their commands print tables themselves
+# {column of the paper: (our measure, our number)}
 PLAIN = {"top-1": ("clean", "top1"), "top-5": ("clean", "top5"), "IN-R": ("imagenet_r", "top1"),
          "IN-A": ("imagenet_a", "top1"), "IN-O AUPR": ("imagenet_o", "aupr"),
          "mean accuracy": ("clean", "mean_accuracy"), "mean IoU": ("clean", "mean_iou"),
@@ -55,14 +55,14 @@ PLAIN = {"top-1": ("clean", "top1"), "top-5": ("clean", "top5"), "IN-R": ("image
          "corrupted mean IoU": ("corruptions", "mean_iou")}
 
 
-# --- what is run ----------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
-TINY = "--num_images 64 --epochs 1 --max_steps 1"           # embedded data, a step: does it run?
-IMAGENET = "--data imagenet"
+TINY = "--num_images 64 --epochs 1 --max_steps 1"           # one step on embedded data
+IMAGENET_FLAGS = "--data imagenet"
 FAN_RECIPE = ("--model fan_tiny --batch_size 512 --lr 2e-3 --min_lr 1e-6 --drop_path 0 --repeats 1 "
               "--ema 0.99992")                                # docs/data.md
-# flags of classifiers, ViT-small, its fine-tuning, FAN, Segmenter, language models; of evaluations,
-# attacks, perplexity, cost
+# Flags of training: cls, small (ViT-small), tuned (its fine-tuning), fan, seg, lm. Flags of
+# evaluation: few (benchmarks), attacked, tokens (perplexity), cost.
 SCALES = {
     "tiny": dict(cls=TINY, small=f"{TINY} --model nano", tuned=f"{TINY} --model nano", seg=TINY,
                  fan=f"{TINY} --batch_size 4 --model fan_tiny",
@@ -73,12 +73,13 @@ SCALES = {
                   tuned="--model micro --epochs 2", seg="", lm="",
                   fan="--model fan_tiny --num_images 2000 --epochs 2", few="--limit 200",
                   attacked="--limit 50", tokens="", cost=""),
-    "paper": dict(cls=IMAGENET, small=f"{IMAGENET} --model small", fan=f"{IMAGENET} {FAN_RECIPE}",
-                  tuned=f"{IMAGENET} --model small --epochs 100 --lr 1e-4 --min_lr 1e-6",
+    "paper": dict(cls=IMAGENET_FLAGS, small=f"{IMAGENET_FLAGS} --model small",
+                  fan=f"{IMAGENET_FLAGS} {FAN_RECIPE}",
+                  tuned=f"{IMAGENET_FLAGS} --model small --epochs 100 --lr 1e-4 --min_lr 1e-6",
                   seg="--data ade20k", lm="--data wikitext103", few="", attacked="--limit 50000",
                   tokens="--stride 1", cost="--batch_size 256")}
 CIFAR = "--data cifar10"
-OWN = SCALES["small"] | dict(           # small, with --data_dir: CIFAR-10, CamVid, small WikiText
+OWN = SCALES["small"] | dict(           # small with --data_dir: CIFAR-10, CamVid, small WikiText
     cls=f"{CIFAR} --model nano --epochs 5", small=f"{CIFAR} --model micro --epochs 3",
     tuned=f"{CIFAR} --model micro --epochs 1", lm="--data wikitext",
     seg="--data camvid --epochs 60",
@@ -87,15 +88,15 @@ ATTENTION = {"rpc2all": "--attn rpc --n_iter 2 --lambd 3 --rpc_layers all",
              "asym4": "--attn rpc_asym --n_iter 4", "symasym": "--attn sym_asym --n_iter 4",
              "control": "--attn symmetric",
              **{f"rpc{n}": f"--attn rpc --n_iter {n}" for n in (4, 5, 6)}}
-# shorter attacks at a smaller scale; nothing: minutes even of one image
-ATTACKS = {"tiny": {"pgd": "pgd steps=1", "cw": "cw steps=1", "spsa": "spsa steps=1",
+# Shorter attacks at smaller scales. None: left out, because one image takes minutes.
+SHORT_ATTACKS = {"tiny": {"pgd": "pgd steps=1", "cw": "cw steps=1", "spsa": "spsa steps=1",
                     "square": "square queries=5", "autoattack": None},
            "small": {"cw": "cw steps=100", "spsa": "spsa steps=10",
                      "autoattack": "autoattack queries=500"}, "paper": {}}
 
 
 class Plan:
-    """The commands of a table, in order: lists of words."""
+    """The commands of a table, in order. A command is a list of words."""
 
     def __init__(self, args):
         self.args, self.commands = args, []
@@ -104,14 +105,14 @@ class Plan:
         self.out = args.out_dir or Path("out/reproduce", where)
 
     def add(self, *words):
-        """A command; at the paper's scale torchrun starts a script, a process a GPU."""
+        """Append a command. At scale paper, torchrun starts one process per GPU."""
         if self.args.scale == "paper" and words[0] != "-m":
             words = ["-m", "torch.distributed.run", "--standalone",
                      f"--nproc_per_node={self.args.gpus}", *words]
         self.commands.append(words)
 
     def train(self, arm, seed):
-        """The network of an arm and seed; one that has all its steps takes none."""
+        """Append the training of an arm and seed. A finished run does no further steps."""
         a, f, paper, script = self.args, self.flags, self.args.scale == "paper", "train_cls.py"
         named = arm.startswith(("small_", "fan_", "seg_", "lm_"))
         part, kind = arm.split("_", 1) if named else ("cls", arm)
@@ -121,25 +122,25 @@ class Plan:
             more += ["--rpc_layers", "0-3" if paper else "0"] * (kind == "rpc4")
         elif part == "seg":
             script = "train_seg.py"
-            if paper:                                                   # its attention, too
+            if paper:                                                   # also gives the attention
                 more = ["--backbone", self.out / f"{kind}_s{seed}", "--seed", seed]
-        elif part == "small" and kind != "symmetric":                   # as many further epochs
+        elif part == "small" and kind != "symmetric":                   # fine-tune
             part = "tuned"
             more += ["--init_from", self.out / f"small_symmetric_s{seed}/last.pt"]
         data = ["--data_dir", a.data_dir] if a.data_dir and a.scale != "tiny" else []
         self.add(script, *f[part].split(), *more, *data, *into(self.out / f"{arm}_s{seed}"))
 
     def evaluate(self, arms, *words):
-        """All of them on the same images; rows go to <out>/rows_<task>."""
+        """Append the evaluation of all arms on the same images; rows go to <out>/rows_<task>."""
         task = arms[0].split("_")[0] if arms[0].startswith(("seg_", "lm_")) else "vit"
         self.add("eval_robust.py", "--out_dir", self.out / f"rows_{task}", *words,
                  "--ckpt", *(self.out / f"{arm}_s{seed}" for arm in arms
                              for seed in self.args.seeds))
 
     def make(self, table):
-        """The commands of a table."""
+        """Append and return all commands of a table."""
         a, f = self.args, self.flags
-        arms, measures = list(TABLES[table][0].values()), TABLES[table][1]
+        arms, measures = list(PAPER_TABLES[table][0].values()), PAPER_TABLES[table][1]
         for seed in a.seeds:
             for arm in arms:
                 self.train(arm, seed)
@@ -152,7 +153,7 @@ class Plan:
                     words += [f"--{name}", getattr(a, name)]
             self.evaluate(arms, *words, "--measures", *names)
         elif isinstance(measures, list):            # in the paper's conditions: docs/robustness.md
-            attacks = [ATTACKS[a.scale].get(name, name) for name in measures]
+            attacks = [SHORT_ATTACKS[a.scale].get(name, name) for name in measures]
             self.evaluate(arms, "--preset", "paper", *f["attacked"].split(), "--measures",
                           *filter(None, attacks))
         elif measures == "perplexity":
@@ -165,10 +166,10 @@ class Plan:
         return self.commands
 
 
-# --- what was run ---------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
-def read(folder):
-    """{(arm, seed): [row]} of everything under a folder; a line cut short by a kill is left out."""
+def read_runs(folder):
+    """Read all rows below a folder as {(arm, seed): [row]}."""
     rows = defaultdict(list)
     for path in sorted(Path(folder).rglob("*.jsonl")):
         for row in common.read_log(path):
@@ -179,7 +180,7 @@ def read(folder):
 
 
 def ours(rows, table, column):
-    """The number of one run for a column of the paper's table, or None."""
+    """Return one run's number for a column of the paper's table, None if it was not run."""
     def of(measure):
         return [r for r in rows if r.get("name") == measure]
 
@@ -197,7 +198,7 @@ def ours(rows, table, column):
     if measure:
         return next((r[field] for r in of(measure)), None)
 
-    # "Fog top-1", "Fog CE", "PGD top-5": of an attack, the largest budget
+    # A corruption ("Fog top-1", "Fog CE") or an attack ("PGD top-5") at its largest budget.
     name, _, field = column.rpartition(" ")
     kind = name.lower().replace(" ", "_")
     kind = {"elastic": "elastic_transform", "jpeg": "jpeg_compression"}.get(kind, kind)
@@ -211,12 +212,12 @@ def ours(rows, table, column):
 
 
 def as_alexnet(row):
-    """Is it of what AlexNet's errors are of: ImageNet, all five severities?"""
+    """Whether a row can be divided by AlexNet's errors: ImageNet, all five severities."""
     return row["imagenet1k"] and row["settings"]["severities"] == [1, 2, 3, 4, 5]
 
 
 def of_all_corruptions(corrupted, column, field):
-    """The mean of the 15 types, or mCE beside AlexNet; None until all are there."""
+    """The mean over the 15 corruptions, or the mCE; None if one of them is missing."""
     if not set(NAMES) <= set(corrupted):
         return None
     if column != "mCE":
@@ -228,12 +229,12 @@ def of_all_corruptions(corrupted, column, field):
 # --- the table ------------------------------------------------------------------------------------
 
 def lines(table, rows):
-    """The table's cells, a dict each: row, column, paper, ours {seed: number}, note."""
+    """The cells of a table: dicts of row, column, paper, ours {seed: number}, note."""
     with open(FOLDER / "paper.csv", newline="") as file:
         name = "E.1" if table == "appE1" else table.removeprefix("table")
         cells = [r for r in csv.DictReader(file) if r["table"] == name]
     columns = dict.fromkeys(cell["column"] for cell in cells)
-    names = TABLES[table][0]
+    names = PAPER_TABLES[table][0]
     extra = [row for row in names if row not in {cell["row"] for cell in cells}]
     cells += [dict(row=row, column=column, value="nan", note="not in the paper")
               for row in extra for column in columns]
@@ -246,8 +247,8 @@ def lines(table, rows):
 
 
 def markdown(cells, scale):
-    """Paper and ours, and the difference of each to the first row's."""
-    base = {c["column"]: c for c in reversed(cells)}           # the first row of every column
+    """Format cells as Markdown: the paper, ours, and the differences from the first row."""
+    base = {c["column"]: c for c in reversed(cells)}           # the first row of each column
     head = ["row", "column", "paper", f"ours, {scale}", "n", "paper - first row",
             "ours - first row", "note"]
     body = []
@@ -266,13 +267,13 @@ def markdown(cells, scale):
 
 
 def report(table, rows, scale):
-    """The table of a folder of runs as Markdown."""
-    cells = lines(table, read(rows))
+    """Format a table from a folder of runs as Markdown."""
+    cells = lines(table, read_runs(rows))
     text = [f"# {table}, paper and ours at scale {scale}", markdown(cells, scale),
             f"{sum(bool(cell['ours']) for cell in cells)} of {len(cells)} cells were run."]
     if scale != "paper":
-        text += ["Ours is another data set and a smaller network: no number of it reproduces the "
-                 "paper's; what can be compared is the sign of a difference."]
+        text += ["Our data set and networks are smaller, so no number reproduces one of the paper. "
+                 "Only the signs of differences can be compared."]
     return "\n\n".join(text)
 
 
@@ -280,15 +281,19 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     flag = p.add_argument
-    flag("table", choices=TABLES)
-    flag("--scale", choices=SCALES, default="small")
-    flag("--data_dir", help="small: CIFAR-10, CamVid, the small WikiText; paper: the paper's data")
-    flag("--seeds", nargs="+", type=common.NATURAL, default=[0])
-    flag("--out_dir", type=Path, help="default: out/reproduce/<scale>; small_<folder> of a folder")
+    flag("table", choices=PAPER_TABLES, help="table or figure of the paper")
+    flag("--scale", choices=SCALES, default="small",
+         help="one step, minutes on a CPU, or the paper's experiment (default: small)")
+    flag("--data_dir", metavar="FOLDER",
+         help="small: CIFAR-10, CamVid or the small WikiText; paper: the paper's data")
+    flag("--seeds", nargs="+", type=common.NATURAL, default=[0], help="seeds to run (default: 0)")
+    flag("--out_dir", type=Path, help="folder for runs and tables (default: out/reproduce/<scale>, "
+         "or out/reproduce/small_<folder> if --data_dir is given)")
     flag("--dry", action="store_true", help="print the commands, run nothing")
-    flag("--gpus", type=common.COUNT, default=4, help="paper: of this node")
+    flag("--gpus", type=common.COUNT, default=4, help="GPUs at scale paper (default: 4)")
     for name in ("c", "a", "r", "o"):
-        flag(f"--imagenet_{name}", metavar="FOLDER", help=f"ImageNet-{name.upper()}, if there")
+        flag(f"--imagenet_{name}", metavar="FOLDER",
+             help=f"also evaluate on this copy of ImageNet-{name.upper()}")
     args = p.parse_args(argv)
     plan = Plan(args)
     for words in plan.make(args.table):

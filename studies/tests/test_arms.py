@@ -105,7 +105,7 @@ def test_robust_attention_trains_in_all_layers(study, tmp_path):
 
 @pytest.mark.parametrize("words, message", [
     (["--seeds", "1", "--arms", "typo"], "--arms typo: expected some of symmetric"),
-    (["--rows", "nowhere.jsonl"], "nowhere.jsonl is not a file")])
+    (["--rows", "nowhere.jsonl"], "nowhere.jsonl: no such file")])
 def test_unknown_arms_and_files_are_named(words, message):
     with pytest.raises(InputError, match=message):
         arms.main(["control", *words])
@@ -118,7 +118,7 @@ def test_stored_networks_have_the_flags_of_their_arms():
     usual = dict(attn="softmax", n_iter=4, lambd=4.0, form="released")
     assert len(configs) > 12
     for arm, config in configs.items():
-        own = usual | arms.LINE[arm]
+        own = usual | arms.LINE_ARMS[arm]
         assert {k: (usual | config)[k] for k in usual} == {k: own[k] for k in usual}, arm
 
 
@@ -147,7 +147,7 @@ def test_criterion_outcomes_are_above_below_open(tmp_path, monkeypatch,
     study = arms.STUDIES["criterion"]
     rows = [stats.row_of(line) for line in made_up()]
     of = arms.compared(study, "cost-24", rows)
-    said = {arm: arms.outcome(study, "cost-24", of, (arm, "symmetric"))
+    said = {arm: arms.pair_outcome(study, "cost-24", of, (arm, "symmetric"))
             for arm in ("symmetric-adv", "rpc4-l1", "softmax")}
     assert said == {"symmetric-adv": "above", "rpc4-l1": "below", "softmax": "open"}
     gap = of.gaps["median budget", "symmetric-adv", "symmetric"]

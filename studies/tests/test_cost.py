@@ -53,7 +53,7 @@ def test_models_take_turns():
 
 @pytest.mark.parametrize("name", VITS)
 def test_multiply_adds_equal_the_formula(name):
-    model = cost.build(name, "nano")
+    model = cost.build_model(name, "nano")
     assert cost.multiply_adds(model) == formula(model.config)
 
 
@@ -61,7 +61,7 @@ def test_table_11_counts_giga_multiply_adds():
     theirs = {name: found for name in cost.MODELS if (found := cost.paper_columns(name))}
     assert len(theirs) == 5 and theirs.keys() == {name for name in VITS if name != "softmax"}
     for name, found in theirs.items():
-        model = cost.build(name, "tiny")
+        model = cost.build_model(name, "tiny")
         assert f"{formula(model.config) / 1e9:.2f}M" == found["paper: flop/sample"]
         millions = sum(p.numel() for p in model.parameters()) / 1e6
         assert abs(millions - float(found["paper: parameters"][:-1])) < 0.1  # 5.27, printed 5.2
@@ -74,7 +74,7 @@ def test_table_11_counts_giga_multiply_adds():
 def test_fan_counts_as_published():
     counts = {}
     for kind in ("softmax", "symmetric", "rpc 4iter/layer1"):
-        model = cost.build(f"fan {kind}", "tiny")
+        model = cost.build_model(f"fan {kind}", "tiny")
         counts[kind] = cost.multiply_adds(model)
     N, C, depth = 196, 192, 12                                              # no class token yet
     assert f"{counts['softmax'] / 1e9:.2f}" == "1.49"

@@ -11,7 +11,7 @@ from test_stats import row  # noqa: E402
 
 def test_budget_curves_are_means_over_seeds(monkeypatch):
     shown = []
-    monkeypatch.setattr(plot, "save", lambda figure, *more: shown.append(figure))
+    monkeypatch.setattr(plot, "save_figure", lambda figure, *more: shown.append(figure))
     lines = [row(f"{arm}_s{seed}", [True] * right + [False] * (10 - right),
                  "pgd" if eps else "clean", **(dict(eps=eps / 255) if eps else {}))
              for arm in ("symmetric", "rpc4-l1", "rpc4-l1-fast") for seed in (0, 1)

@@ -266,7 +266,7 @@ def test_fitted_map_beats_a_random_one(monkeypatch):
     assert_close(study.mapped(scaled, W), heads.v[2:] - S @ heads.v[2:], 1e-9, 1e-9)
     monkeypatch.setattr(study, "ROUNDS", 20)
     for name, score in study.FITTED.items():
-        found = study.fit(score, pieces)
+        found = study.fit_values(score, pieces)
         fitted, random = (torch.cat([score(p, v) for p, v in values], 1).mean() for values in (
             [(p, study.mapped(p, found)[None]) for p in pieces], [(p, p.values["x W"])
                                                                   for p in pieces]))
@@ -308,20 +308,21 @@ def test_verdict_follows_interval_and_share(tmp_path, gap, room, said):
 def test_table_has_intervals_over_seeds(tmp_path):
     rows = stored(tmp_path, 3, 0.1)
     half = 4.303 * 1e-4 / math.sqrt(3)                                            # t of 2 at 97.5 %
-    text = study.table(rows, "eig_cos")
+    text = study.control_table(rows, "eig_cos")
     assert f"+0.1001 (+{0.1001 - half:.4f} to +{0.1001 + half:.4f})" in text
     assert "0.9101 ± 0.0101 | 0.6101" in text                               # before, after training
     one = [row for row in rows if row["run"] == "softmax_s0"]
     assert study.verdict(one, "softmax") == "too few seeds"
-    with pytest.raises(InputError, match="holds no CSV file"):
-        study.said(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="contains no CSV file"):
+        study.kpca_tables(tmp_path / "nowhere")
 
 
 def test_networks_are_trained_and_measured_in_stages(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(study, "STAGES", (0, 1, 2))
+    monkeypatch.setattr(study, "TRAINING_STAGES", (0, 1, 2))
     monkeypatch.setattr(study, "FIT_IMAGES", 50)
     monkeypatch.setattr(study, "ROUNDS", 1)
-    monkeypatch.setattr(study, "load_images", lambda *given: probe.load_images(*given[:2], 3))
+    monkeypatch.setattr(study, "load_test_images", lambda *given:
+                        probe.load_test_images(*given[:2], 3))
     commands = []
 
     def small(*words):

@@ -138,10 +138,10 @@ def test_arms_are_tested_after_their_group(monkeypatch):
         ("a", -6), ("b", -5), ("c", 0), ("d", 0)) for seed in range(4)]
     found, p = line.grouped("fresh", networks)
     assert p["off", M] < 0.01 < p["on", M] and set(p) == {("off", M), ("on", M)}
-    found, p = line.distances("fresh", networks)
+    found, p = line.arm_distances("fresh", networks)
     assert set(p) == {("a", M), ("b", M)}
     assert p == pytest.approx(stats.holm({key: found[key].p for key in p}))
-    assert "**off**" in line.tables("fresh", networks)
+    assert "**off**" in line.line_tables("fresh", networks)
 
 
 def test_unpaired_arms_use_welch():

@@ -10,7 +10,7 @@ import torch
 from kpca import a_hat, attend, basis, eigen_cosine, kernel_pca, theoretical_values
 from studies import published_scores
 from studies.kernel_pca import exp_capture, exp_gamma, exp_values, measure, standardise
-from studies.probe import capture, get_args, points
+from studies.probe import capture, parse_flags, points
 from studies.published_scores import (cka, exp_similarities, gamma, kernel_cka, matching,
                                       numeric_a_hat, official_loss, optimal_cosine,
                                       pair_differences)
@@ -129,7 +129,7 @@ def test_released_loss_uses_all_images_at_once(tmp_path):
     ckpt = save_vit(tmp_path / "a.pt", image_size=64)  # 257 tokens: an image a piece
     run(published_scores, "--ckpt", ckpt, "--images", 3, "--exp", "losses",
         "--out_dir", tmp_path)
-    (_, _, model, images), = points(get_args("", {"losses": exp_similarities},
+    (_, _, model, images), = points(parse_flags("", {"losses": exp_similarities},
                                              ["--ckpt", ckpt, "--images", "3"]))
     heads = capture(model, images)
     together = np.mean([official_loss(h.q, h.k, h.v, with_h=False).item() for h in heads])

@@ -39,7 +39,7 @@ def test_paper_numbers_have_their_row_and_column():
     assert "58.31" in notes["4", "SymViT", "Contrast CE"]
     assert "swapped" in notes["8", "SymViT-small", "PGD top-1"]
     assert "swapped" in notes["3", "Symlm", "test"] and not notes["3", "Symlm", "attacked test"]
-    for table in reproduce.TABLES.keys() - {*reproduce.OWN_TABLES}:     # every row has an arm
+    for table in reproduce.PAPER_TABLES.keys() - {*reproduce.OWN_TABLES}:     # every row has an arm
         cells = reproduce.lines(table, {})
         assert cells and not any(cell["ours"] for cell in cells)
 
@@ -123,7 +123,7 @@ def parsed(words, monkeypatch):
     return script, args[0] if isinstance(args, tuple) else args
 
 
-@pytest.mark.parametrize("name", reproduce.TABLES)
+@pytest.mark.parametrize("name", reproduce.PAPER_TABLES)
 def test_every_planned_command_parses(name, plan, monkeypatch):
     commands = plan(name)
     assert commands
@@ -210,7 +210,7 @@ def here(monkeypatch):
     monkeypatch.setattr(arms.subprocess, "run", run)
 
 
-@pytest.mark.parametrize("name", reproduce.TABLES)
+@pytest.mark.parametrize("name", reproduce.PAPER_TABLES)
 def test_every_table_runs_at_tiny_scale(name, shared, here, capsys):
     def weights():
         return {path: path.stat().st_mtime_ns for path in shared.rglob("last.pt")}

@@ -12,12 +12,12 @@ from robust import corruptions
 
 
 def row(name, right, measure="clean", **setting):
-    """A line of the evaluator. right: (n,) bool or, of several severities, a list of such."""
+    """A row of the evaluator. right: (n,) bool, or a list of these for several severities."""
     lists = right if isinstance(right[0], (list, np.ndarray)) else [right]
     packed = [base64.b64encode(np.packbits(np.array(of, bool))).decode() for of in lists]
-    return dict(checkpoint=f"out/{name}", name=measure, settings=setting, seed=1, precision="float32",
-                images=len(lists[0]), top1=[100 * np.mean(of) for of in lists], data="shapes",
-                model_config={}, hardware="cpu, AMD EPYC, 1 threads",
+    return dict(checkpoint=f"out/{name}", name=measure, settings=setting, seed=1,
+                precision="float32", images=len(lists[0]), data="shapes", model_config={},
+                top1=[100 * np.mean(of) for of in lists], hardware="cpu, AMD EPYC, 1 threads",
                 right=packed if len(lists) > 1 else packed[0])
 
 
@@ -117,7 +117,7 @@ def test_rows_are_read_from_files_and_folders(tmp_path):
         found = stats.read([path])
         assert [(r.arm, r.seed, r.top1) for r in found] == [("a", 3, 50), (None, None, 100)]
     assert list(stats.outcomes(found, 2)["clean"]) == [("a", 3)]
-    with pytest.raises(InputError, match="nowhere.jsonl is not a file"):
+    with pytest.raises(InputError, match="nowhere.jsonl: no such file"):
         stats.read(["nowhere.jsonl"])
 
 
